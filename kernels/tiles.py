@@ -8,10 +8,11 @@ A weight `[N, K]` is one blob of 64-byte aligned sections, in this order:
              block, offset: [N/16][K/group][16 half-precision floats]
              super: [N/16][K/256][16 halves d, 16 halves e, then per tile 16 bytes s | (m & 3) << 6 and 8 bytes: m >> 2 of row r in the
              low nibble of byte r, of row r + 8 in the high one]
-             signed: [N/16][K/256][16 halves d, then per group 16 int8 s]
+             signed, table: [N/16][K/256][16 halves d, then per group 16 int8 s]
     zeros    affine and offset only: [N/16][K/group][16 bytes]
     rows     bfloat16 [N], a scale per row
-    tables   codebook only: 16 int8 levels, repeated to 16 entries, then 16 uint8 steps, what a scale code multiplies by; mxfp: levels alone
+    tables   codebook only: 16 int8 levels, repeated to 16 entries, then 16 uint8 steps, what a scale code multiplies by; mxfp and table:
+             levels alone
     sparse   with outliers: uint32 starts[N/16 + 1], uint32 places[m] (row in block << 28 | column), bfloat16 values[m]
 
 A tile is 16 rows x 32 inputs, as bit planes one after the other: 3 bits are planes of 2 + 1, 5 of 4 + 1, 6 of 4 + 2, low bits first.
@@ -31,14 +32,17 @@ from .layout import align
 ROWS, TILE = 16, 32  # rows of a block, inputs of a tile
 PLANES = {8: (8,), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,)}
 CODEBOOK, AFFINE, SYMMETRIC, TERNARY, BLOCK = range(5)
-MXFP, OFFSET, SUPER, SIGNED = 7, 8, 9, 10
+MXFP, OFFSET, SUPER, SIGNED, TABLE = 7, 8, 9, 10, 11
 SCHEMES = {"codebook": CODEBOOK, "affine": AFFINE, "symmetric": SYMMETRIC, "ternary": TERNARY, "block": BLOCK, "mxfp": MXFP,
-           "offset": OFFSET, "super": SUPER, "signed": SIGNED}
+           "offset": OFFSET, "super": SUPER, "signed": SIGNED, "table": TABLE}
+IN_SUPERS = ("super", "signed", "table")  # whose scales are records of super-blocks
 SCHEME_SHIFT, SCHEME_MASK = 4, 15  # a kernel gets bits << SCHEME_SHIFT | scheme
 CODEBOOK_SCALES = 16  # scale codes, four bits each
 LEVELS_NBYTES = STEPS_NBYTES = 16
 LEVEL_SHIFT = 64  # what kernels add to a level, so that it is unsigned
 MOST_STEP, MOST_LEVEL = 127, 64  # a level is -64 to 63: a group's sum times its step is then below 2**24, which float32 holds
+WIDE_SHIFT = 128  # of a table, whose levels have eight bits
+MOST_WIDE = 4128  # the largest level of a table times the largest scale code: a tile's sum of both groups is then below 2**24
 SUPER_BLOCK = 256  # inputs that share a half-precision scale, and a scale of minima
 # Bytes of what begins a record (the scales of a super-block of 16 rows), of a tile's codes in it, and of all.
 SUPER_HEAD, SUPER_TILE, SIGNED_HEAD, SIGNED_TILE = 4 * ROWS, 24, 2 * ROWS, 2 * ROWS
@@ -48,7 +52,7 @@ MOST_COLUMNS = 1 << 28  # of a weight with outliers: what a place can name
 
 def unit(scheme: str, group: int) -> int:
     """Inputs are padded to a multiple of this."""
-    return SUPER_BLOCK if scheme in ("super", "signed") else max(TILE, group)
+    return SUPER_BLOCK if scheme in IN_SUPERS else max(TILE, group)
 
 
 def padded(shape: tuple[int, int], scheme: str, group: int) -> tuple[int, int]:
@@ -65,7 +69,7 @@ def scales_nbytes(scheme: str, group: int, depth: int) -> int:
     """Bytes of the scales of a row block of `depth` inputs as stored."""
     if scheme == "codebook":
         return depth // TILE * ROWS
-    if scheme in ("super", "signed"):
+    if scheme in IN_SUPERS:
         return depth // SUPER_BLOCK * (SUPER_NBYTES if scheme == "super" else SIGNED_NBYTES)
     return depth // group * ROWS * (2 if scheme in ("block", "offset") else 1)
 
@@ -104,7 +108,7 @@ def sections(shape: tuple[int, int], bits: int, scheme: str, group: int, outlier
         at += align(blocks * each["zeros"])
     row_scales = at
     at += align(2 * rows)
-    if scheme in ("codebook", "mxfp"):
+    if scheme in ("codebook", "mxfp", "table"):
         tables = at
         at += align(LEVELS_NBYTES + STEPS_NBYTES)
     if outliers:

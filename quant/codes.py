@@ -22,10 +22,10 @@ class Sparse:
 
 @dataclass(frozen=True)
 class Codes:
-    """codes uint8 [N, K]; scales uint8 (of block and offset formats the bits of halves, uint16; of signed ones int8) [N, G] and zeros
-    uint8 [N, G] or None, with G = ceil(K / group); rows float32 [N] that bfloat16 holds exactly; levels int8 [2**bits] of a codebook and
-    of mxfp, steps uint8 [16] of a codebook, else None; of super-blocks the bits of halves d, or d and e, uint16 [N, ceil(K / 256), 1 or 2],
-    and with e the minimum codes m uint8 [N, G]."""
+    """codes uint8 [N, K]; scales uint8 (of block and offset formats the bits of halves, uint16; of signed ones and tables int8) [N, G] and
+    zeros uint8 [N, G] or None, with G = ceil(K / group); rows float32 [N] that bfloat16 holds exactly; levels int8 [2**bits] of a codebook,
+    a table and of mxfp, steps uint8 [16] of a codebook, else None; of super-blocks the bits of halves d, or d and e, uint16
+    [N, ceil(K / 256), 1 or 2], and with e the minimum codes m uint8 [N, G]."""
 
     codes: np.ndarray
     scales: np.ndarray

@@ -10,6 +10,7 @@ from ..kernels.tiles import (
     LEVELS_NBYTES,
     MOST_LEVEL,
     MOST_STEP,
+    MOST_WIDE,
     PLANES,
     ROWS,
     STEPS_NBYTES,
@@ -148,21 +149,24 @@ def _check(codes: Codes, spec: QuantSpec, sparse_count: int) -> None:
     groups = -(-k // spec.group)
     if codes.scales.shape != (n, groups) or codes.rows.shape != (n,):
         raise ValueError(f"scales {codes.scales.shape} and rows {codes.rows.shape} for {spec} of shape {(n, k)}")
-    if codes.scales.dtype != (np.uint16 if spec.scheme in HALVES else np.int8 if spec.scheme == "signed" else np.uint8):
+    if codes.scales.dtype != (np.uint16 if spec.scheme in HALVES else np.int8 if spec.scheme in ("signed", "table") else np.uint8):
         raise ValueError(f"scales of {codes.scales.dtype} for {spec}")
     if (codes.supers is None) != (spec.scheme not in super_blocks.SCHEMES) or (codes.minima is None) != (spec.scheme != "super"):
         raise ValueError(f"super-blocks and minima do not belong to {spec}, or are missing")
     if codes.supers is not None:
         super_blocks.check(codes.scales, codes.supers, codes.minima, k)
     if (codes.zeros is None) != (spec.scheme not in ("affine", "offset")) or (codes.steps is None) != (spec.scheme != "codebook") or (
-            codes.levels is None) != (spec.scheme not in ("codebook", "mxfp")):
+            codes.levels is None) != (spec.scheme not in ("codebook", "mxfp", "table")):
         raise ValueError(f"zeros belong to affine and offset, levels and steps to codebook weights, not to {spec}")
     if codes.zeros is not None and codes.zeros.shape != (n, groups):
         raise ValueError(f"zeros {codes.zeros.shape} for {spec} of shape {(n, k)}")
     for name, table, size in (("levels", codes.levels, 1 << spec.bits), ("steps", codes.steps, STEPS_NBYTES)):
         if table is not None and table.shape != (size,):
             raise ValueError(f"tables of {table.size} {name} for {spec}, expected {size}")
-    if codes.levels is not None and not -MOST_LEVEL <= int(codes.levels.min()) <= int(codes.levels.max()) < MOST_LEVEL:
+    if spec.scheme == "table" and codes.levels is not None:
+        if int(np.abs(codes.levels.astype(int)).max()) * int(np.abs(codes.scales.astype(int)).max(initial=0)) > MOST_WIDE:
+            raise ValueError(f"levels times scale codes above {MOST_WIDE} for {spec}: they are no longer multiplied exactly")
+    elif codes.levels is not None and not -MOST_LEVEL <= int(codes.levels.min()) <= int(codes.levels.max()) < MOST_LEVEL:
         raise ValueError(f"levels of {codes.levels.min()} to {codes.levels.max()} for {spec}, expected -{MOST_LEVEL} to {MOST_LEVEL - 1}")
     if codes.steps is not None and int(codes.steps.max()) > MOST_STEP:
         raise ValueError(f"a step of {codes.steps.max()} for {spec}, at most {MOST_STEP} are multiplied exactly")

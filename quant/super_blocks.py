@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..kernels.tiles import ROWS, SIGNED_HEAD, SIGNED_NBYTES, SUPER_BLOCK, SUPER_HEAD, SUPER_NBYTES, SUPER_TILE, TILE
+from ..kernels.tiles import IN_SUPERS, ROWS, SIGNED_HEAD, SIGNED_NBYTES, SUPER_BLOCK, SUPER_HEAD, SUPER_NBYTES, SUPER_TILE, TILE
 
-SCHEMES = ("super", "signed")
+SCHEMES = IN_SUPERS
 TILES = SUPER_BLOCK // TILE  # of a super-block
 MOST = 63  # a scale or minimum code of 6 bits
 

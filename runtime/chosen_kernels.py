@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..kernels.cpu.candidates import default_registry
 from ..kernels.cpu.int8_ir import INSTRUCTION_SET
@@ -14,7 +14,7 @@ from ..kernels.cpu.ops import LOW_BIT
 from ..kernels.registry import Call, Registry
 from . import lookup
 from .bundles import ROLE as BUNDLES
-from .forecast import Tensors, kind_of_weight
+from .forecast import Tensors
 from .prepare import Prepared
 from .tensors import ModelTensor, check_tensors
 
@@ -63,7 +63,7 @@ def chosen_kernels(prepared: Prepared, tensors: Tensors | None = None) -> tuple[
     for device, role, tensor in _matrices(prepared, tensors):
         kernels = NEURONS if role == BUNDLES and device == "cpu" else (
             _kernel(registries[device], tensor, columns, decided.get(tensor.name)) for columns in (1, PROMPT))
-        key = (kind_of_weight(tensor.spec), device, *kernels)
+        key = (str(replace(tensor.spec, outliers=0.0)), device, *kernels)
         found[key] = found.get(key, 0) + tensor.nbytes
     return tuple(ChosenKernels(stored, device, nbytes, token, prompt)
                  for (stored, device, token, prompt), nbytes in sorted(found.items(), key=lambda item: -item[1]))

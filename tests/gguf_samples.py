@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from effllm.offload.checkpoint import TensorStore
 from effllm.offload.shards import PAD
+from effllm.quant.imports.gguf_levels import KINDS as LEVELED
 from effllm.quant.weight import RAW_NUMPY, to_f32
 from effllm.runtime.stored_names import give_names
 
@@ -98,17 +99,14 @@ def write_model(folder: Path, path: Path, kind: str = "F16", arch: str = "llama"
             stored = stored.reshape(-1)  # as converters store a row
         stored = stored + np.float32(1) if arch.startswith("gemma") and "norm" in name else stored
         own = TYPES[kind] if stored.ndim > 1 and "ffn_gate_inp" not in peer_name(name, arch) else TYPES.F32
-        data = super_blocks(stored, kind) if own.name.endswith("_K") else gguf.quants.quantize(stored, own)
+        data = blocks_near(stored, own.name)
         writer.add_tensor(peer_name(name, arch), data, raw_dtype=own)
         back = gguf.quants.dequantize(data, own).reshape(values.shape)
         meant[name] = separated(back, heads) if arch in INTERLEAVED and heads else back
     for name, found in experts.items():
         own = next((other for part, other in (others or {}).items() if part in name), kind)
         rows = np.stack([found[number][1] for number in range(len(found))])
-        if own.endswith("_K"):
-            data = super_blocks(rows.reshape(-1, rows.shape[-1]), own).reshape(*rows.shape[:2], -1)
-        else:
-            data = gguf.quants.quantize(rows, TYPES[own])
+        data = blocks_near(rows, own)
         writer.add_tensor(name, data, raw_dtype=TYPES[own])
         back = gguf.quants.dequantize(data, TYPES[own]).reshape(rows.shape)
         meant |= {found[number][0]: back[number].reshape(found[number][1].shape) for number in found}
@@ -150,6 +148,38 @@ def counts(case: Case) -> Callable[[gguf.GGUFWriter], None]:
         if case.family == "glm4_moe":
             writer.add_rope_dimension_count(own["head_dim"] // 2)
     return change
+
+
+def any_blocks(values: np.ndarray, kind: str) -> np.ndarray:
+    """Blocks of a type that the package itself only reads, about as large as some rows and otherwise of any bytes, uint8 [N, row bytes]."""
+    size, nbytes = gguf.GGML_QUANT_SIZES[TYPES[kind]]
+    rng = np.random.default_rng(values.size)
+    raw = rng.integers(0, 256, (values.size // size, nbytes), np.uint8)
+    at = {"Q3_K": 108, "TQ1_0": 52, "TQ2_0": 64}.get(kind, 0)
+    if kind == "TQ1_0":  # five digits of three as a fraction of 256
+        raw[:, :52] = -(-rng.integers(0, 243, (len(raw), 52)) * 256 // 243)
+    wanted = float(np.sqrt(np.mean(np.square(values.astype(np.float64))))) or 1.0
+
+    def put(half: float) -> None:
+        two = np.frombuffer(np.float16(half).tobytes(), np.uint8)
+        if kind == "IQ1_M":  # four bits in each of four words
+            nibbles = [two[0] << 4 & 0xF0, two[0] & 0xF0, two[1] << 4 & 0xF0, two[1] & 0xF0]
+            raw[:, 49:56:2] = raw[:, 49:56:2] & 15 | np.array(nibbles, np.uint8)
+        else:
+            raw[:, at : at + 2] = two
+
+    put(1.0)
+    put(wanted / float(np.sqrt(np.mean(np.square(gguf.quants.dequantize(raw, TYPES[kind]), dtype=np.float64)))))
+    return raw.reshape(*values.shape[:-1], -1)
+
+
+def blocks_near(values: np.ndarray, kind: str) -> np.ndarray:
+    """Rows as blocks of a type."""
+    if kind in LEVELED:
+        return any_blocks(values, kind)
+    if kind.endswith("_K"):
+        return super_blocks(values.reshape(-1, values.shape[-1]), kind).reshape(*values.shape[:-1], -1)
+    return gguf.quants.quantize(values, TYPES[kind])
 
 
 def super_blocks(values: np.ndarray, kind: str) -> np.ndarray:

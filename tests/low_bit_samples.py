@@ -26,7 +26,7 @@ def random_codes(rng: np.random.Generator, spec: QuantSpec, shape: tuple[int, in
     """Codes, tables and outliers over their whole ranges; scales and zeros too with `every_scale`, else over those that weights have."""
     rows, depth = shape
     groups = -(-depth // spec.group)
-    book = spec.scheme == "codebook"
+    book, wide = spec.scheme == "codebook", {"codebook": 32, "mxfp": 32, "table": 64}.get(spec.scheme, 0)
     scales = rng.integers(0 if book or every_scale else 32, 16 if book else 256, (rows, groups), np.uint8)
     if spec.scheme in ("block", "offset"):  # either sign, over the sizes that weights have, subnormal ones and zero with `every_scale`
         powers = rng.integers(-24 if every_scale else -4, 4, scales.shape)
@@ -36,17 +36,19 @@ def random_codes(rng: np.random.Generator, spec: QuantSpec, shape: tuple[int, in
     with_zeros = spec.scheme in ("affine", "offset")
     zeros = rng.integers(0, 256 if every_scale else 1 << spec.bits, (rows, groups)).astype(np.uint8) if with_zeros else None
     supers = minima = None
-    if spec.scheme in ("super", "signed"):
+    if spec.scheme in ("super", "signed", "table"):
         halves = rng.standard_normal((rows, -(-depth // 256), 2 if spec.scheme == "super" else 1), np.float32)
         supers = np.ldexp(halves, rng.integers(-20 if every_scale else -8, 0, halves.shape)).astype(np.float16).view(np.uint16)
         scales = (scales & 63) if spec.scheme == "super" else scales.view(np.int8)
         minima = rng.integers(0, 64, scales.shape, np.uint8) if spec.scheme == "super" else None
+        if spec.scheme == "table":  # what keeps products with any level exact
+            scales = (scales.astype(np.int16) % 65 - 32).astype(np.int8)
     count = round(rows * depth * spec.outliers)
     places = np.sort(rng.choice(rows * depth, count, replace=False))
     sparse = Sparse((places // depth).astype(np.uint32), (places % depth).astype(np.uint32), bf16(rng.standard_normal(count, np.float32)))
     return Codes(codes=rng.integers(0, 3 if spec.scheme == "ternary" else 1 << spec.bits, shape).astype(np.uint8),
                  scales=scales, zeros=zeros, rows=bf16(rng.standard_normal(rows, np.float32) / 256),
-                 levels=np.sort(rng.integers(-64, 64, 1 << spec.bits)).astype(np.int8) if book or spec.scheme == "mxfp" else None,
+                 levels=np.sort(rng.integers(-2 * wide, 2 * wide, 1 << spec.bits)).astype(np.int8) if wide else None,
                  steps=np.sort(rng.integers(1, 128, 16)).astype(np.uint8) if book else None, sparse=sparse if spec.outliers else None,
                  supers=supers, minima=minima)
 
@@ -67,7 +69,7 @@ def factors_of(codes: Codes) -> np.ndarray:
 
 def few(x: np.ndarray, codes: Codes, spec: QuantSpec, bias: np.ndarray | None = None) -> np.ndarray:
     """The definition for up to 16 columns."""
-    signed = spec.scheme == "signed"  # whose scale codes are whole numbers too
+    signed = spec.scheme in ("signed", "table")  # whose scale codes are whole numbers too
     supers = to_f32(codes.supers[:, :, 0], "f16") if signed else None
     return definition.packed_linear(x, values(codes, spec), codes.scales.astype(np.float32) if signed else factors_of(codes), codes.rows,
                                     spec.group, whole=signed or spec.scheme == "codebook", outliers=_outliers(codes), bias=bias,

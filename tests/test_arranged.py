@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from effllm.kernels import tiles
-from effllm.kernels.cpu import foreign_blocks, foreign_words
+from effllm.kernels.cpu import foreign_blocks, foreign_levels, foreign_words
 from effllm.quant.codes import Codes
-from effllm.quant.imports import awq, compressed_tensors, fp8, gptq, mxfp4
+from effllm.quant.imports import awq, compressed_tensors, fp8, gguf_levels, gptq, mxfp4
 from effllm.quant.imports.arranged import MXFP4, WORDS, put_blocks, put_halves, put_pairs, put_words
 from effllm.quant.imports.gguf import DECODERS, KEPT, kept
 from effllm.quant.levels import MXFP
@@ -23,10 +23,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 from test_instruction_sets import X86, child
 
 STALE = 0xA5
-WIDE = {kind: 256 if spec.scheme in ("super", "signed") else 32 for kind, spec in KEPT.items()}  # inputs of a block
-HALVES = {"super": (0, 2), "signed": (208,), "block": (0,)}  # where halves lie in a block
+WIDE = {kind: 256 if spec.scheme in tiles.IN_SUPERS else 32 for kind, spec in KEPT.items()}  # inputs of a block
+HALVES = {"super": (0, 2), "signed": (208,), "block": (0,), "table": (0,), "Q3_K": (108,), "TQ1_0": (52,), "TQ2_0": (64,), "IQ1_M": ()}
 several = settings(max_examples=40, deadline=None)
 seeds = st.integers(0, 2**32 - 1)
+
+
+def halves_of(kind: str) -> tuple[int, ...]:
+    """Where halves lie in a block."""
+    return HALVES.get(kind, HALVES.get(KEPT[kind].scheme, ()))
 
 
 def file_of(seed: int, kind: str, rows: int, blocks: int) -> np.ndarray:
@@ -34,7 +39,9 @@ def file_of(seed: int, kind: str, rows: int, blocks: int) -> np.ndarray:
     nbytes = DECODERS[kind][0]
     raw = np.random.default_rng(seed).integers(0, 256, rows * blocks * nbytes + 1, np.uint8)[1:]
     each = raw.reshape(-1, nbytes)
-    for at in HALVES.get(KEPT[kind].scheme, ()):
+    if kind == "IQ1_M":  # four bits in each of four words
+        each[:, 55] &= 0xBF
+    for at in halves_of(kind):
         each[:, at + 1] &= 0xFB  # not all ones in the exponent
     if KEPT[kind].scheme == "mxfp":
         each[each[:, 0] == mxfp4.NOT_A_NUMBER, 0] = 0
@@ -75,8 +82,12 @@ def test_a_scale_that_is_no_number_is_found_wherever_it_lies(kind: str, seed: in
     if KEPT[kind].scheme == "mxfp":
         block[0] = mxfp4.NOT_A_NUMBER
     else:
-        at = data.draw(st.sampled_from(HALVES[KEPT[kind].scheme]))
-        block[at : at + 2] = np.frombuffer(data.draw(st.sampled_from((b"\x00\x7c", b"\x00\xfc", b"\x01\x7c", b"\xff\xff"))), np.uint8)
+        at = data.draw(st.sampled_from(halves_of(kind) or (-1,)))
+        bits = np.frombuffer(data.draw(st.sampled_from((b"\x00\x7c", b"\x00\xfc", b"\x01\x7c", b"\xff\xff"))), np.uint8)
+        if at >= 0:
+            block[at : at + 2] = bits
+        else:
+            block[49:56:2] = block[49:56:2] & 15 | np.stack([bits[0] << 4, bits[0] & 0xF0, bits[1] << 4, bits[1] & 0xF0])
     assert not put_blocks(stale(KEPT[kind], shape), kind, shape, 0, raw)
 
 
@@ -168,7 +179,7 @@ for layout, bits in t.WORDS:
 
 
 def test_every_kind_has_its_function() -> None:
-    assert set(foreign_blocks.KINDS) == set(KEPT)
+    assert {*foreign_blocks.KINDS, *foreign_levels.KINDS} == set(KEPT) and set(foreign_levels.KINDS) == set(gguf_levels.KINDS)
     assert foreign_words.AWQ_ORDER == awq.ORDER and foreign_words.NOT_A_NUMBER == mxfp4.NOT_A_NUMBER
 
 

@@ -24,6 +24,7 @@ from effllm.runtime.prepare import EngineOptions
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from conversions import FABLE
+from gguf_samples import fable_gguf
 from gpu_runs import simulated
 from test_gpu_tier import planned
 
@@ -47,6 +48,14 @@ def test_each_stored_type_says_what_runs_it() -> None:
         assert each.device == "cpu" and each.token.name.startswith("dot products") and each.prompt.name.startswith("int8 tiles")
         assert "few tokens" in each.token.because and "many tokens" in each.prompt.because
     assert {each.token.name for each in chosen("4bit", exact=True)} == {"float32 tiles"}
+
+
+def test_raw_types_are_called_what_they_are(tmp_path: Path) -> None:
+    for kind, stored in (("F32", "f32"), ("F16", "f16"), ("Q4_1", "f16")):
+        path = tmp_path / f"{kind}.gguf"
+        fable_gguf(path, kind)
+        assert {each.stored for each in chosen_kernels(planned(path, None, device="cpu"))} == {stored}
+    assert {each.stored for each in chosen_kernels(planned(FABLE, None, device="cpu"))} == {"bf16"}
 
 
 def test_exact_products_are_no_matter_of_measurement(nothing_small: None) -> None:

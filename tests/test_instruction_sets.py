@@ -53,7 +53,8 @@ DOT = {"avx512": r"vpdpbusd\t.*%zmm", "avx2vnni": r"vpdpbusd\t.*%ymm", "avx2": r
 DOT["avx512vbmi"] = DOT["znver5"] = DOT["avx512"]
 WIDE = ("avx512", "avx512vbmi", "znver5")
 LOOPS = (("codebook4:16", "codebook"), ("codebook3:16", "codebook"), ("codebook2:16", "codebook"), ("symmetric8:32", "plain"),
-         ("super4:32", "super"), ("super5:32", "super"), ("signed6:16", "signed"))
+         ("super4:32", "super"), ("super5:32", "super"), ("signed6:16", "signed"),
+         ("table4:16", "table"), ("table3:16", "table"))
 
 ARM = ("neondot", "neon")  # which LLVM writes assembly for anywhere (`test_arm.py`)
 
@@ -155,7 +156,7 @@ def test_loops_are_right_and_of_the_instructions_of(name, tmp_path):
         # nothing wider or newer than what was asked for
         assert name in WIDE or "%zmm" not in assembly
         assert name in (*WIDE, "avx2vnni") or "vpdpbusd" not in assembly
-        assert ("vpermb" in assembly) == (name in WIDE[1:] and text.startswith("codebook"))
+        assert ("vpermb" in assembly) == (name in WIDE[1:] and text.startswith(("codebook", "table")))
 
 
 @pytest.mark.skipif("avx2" not in cpu_features(), reason="the emulation is written in AVX2")
@@ -249,7 +250,7 @@ def test_every_format_has_the_same_bytes_on(name, tmp_path):
     both = set(own) & set(other)
     assert both >= set(FORMATS + WITH_OUTLIERS)
     narrow = {text for text in FORMATS + WITH_OUTLIERS
-              if QuantSpec.parse(text).bits <= 4 and not text.startswith(("mxfp", "super"))}
+              if QuantSpec.parse(text).bits <= 4 and not text.startswith(("mxfp", "super", "table"))}
     apart = {key.split(", ")[0] for key in set(own) ^ set(other)}
     assert apart == (narrow if "avx2" in (name, INSTRUCTION_SET) else set())
     assert all(own[key] == other[key] for key in both), [key for key in both if own[key] != other[key]]

@@ -30,7 +30,7 @@ ALL = FORMATS + WITH_OUTLIERS
 # One of every loop, and the kinds of scales, zeros and corrections around them.
 SOME = ("codebook4:16", "codebook3:16", "codebook2:16", "symmetric8:32", "symmetric6:16", "symmetric5:128", "affine4:32", "affine3:64",
         "affine8:128", "ternary:64", "codebook4:16+0.01", "symmetric2:32", "block4:32", "offset4:128", "super4:32", "super5:32",
-        "signed6:16")
+        "signed6:16", "table4:16", "table3:16")
 COLUMNS = (1, 2, 3, 4, 5, 8, 15, 16)
 SHAPES = ((1, 1), (16, 32), (17, 33), (31, 100), (50, 257))
 
@@ -113,12 +113,14 @@ def test_the_largest_numbers_of_a_format_do_not_overflow(pools, text):
     top = 2 if spec.scheme == "ternary" else (1 << spec.bits) - 1
     ends = np.repeat(np.where(np.arange(32)[:, None] % 2, np.uint8(0), np.uint8(top)), depth, axis=1)
     ends[16:, ::2] = top - ends[16:, ::2]
-    most = {"codebook": 15, "super": 63, "signed": -128, "block": 0x7BFF, "offset": 0x7BFF}.get(spec.scheme, 255)
+    most = {"codebook": 15, "super": 63, "signed": -128, "table": -32, "block": 0x7BFF, "offset": 0x7BFF}.get(spec.scheme, 255)
     base = replace(base, codes=ends, scales=np.full_like(base.scales, most))
     if spec.scheme == "super":
         base = replace(base, minima=np.full_like(base.minima, 63))
     if spec.scheme == "codebook":
         base = replace(base, levels=np.linspace(-64, 63, 1 << spec.bits).astype(np.int8), steps=np.arange(112, 128, dtype=np.uint8))
+    if spec.scheme == "table":
+        base = replace(base, levels=np.linspace(-128, 127, 1 << spec.bits).astype(np.int8))
     if spec.scheme in ("affine", "offset"):
         base = replace(base, zeros=np.where(np.arange(32)[:, None] % 4 < 2, np.uint8(0), np.uint8(255)) + np.zeros_like(base.scales))
     each = Linear(low_bit(base, replace(spec, outliers=0.0)))
@@ -154,7 +156,7 @@ def test_zero_rows_and_zero_inputs_give_zeros(pools, text):
 
 
 @pytest.mark.parametrize("text", ("codebook4:16", "symmetric8:32", "symmetric8:16", "affine3:64", "ternary:64", "codebook4:16+0.01",
-                                  "super5:32", "signed6:16", "offset8:64"))
+                                  "super5:32", "signed6:16", "table4:16", "offset8:64"))
 def test_nan_and_infinity_stay_visible_in_their_column_alone(pools, text):
     spec, rng = QuantSpec.parse(text), np.random.default_rng(3)
     codes = random_codes(rng, spec, (20, 100))
@@ -170,7 +172,7 @@ def test_nan_and_infinity_stay_visible_in_their_column_alone(pools, text):
     assert np.isnan(many_columns[:6][bad]).all() and np.isfinite(many_columns[:6][~bad]).all()
 
 
-@pytest.mark.parametrize("text", ("codebook4:16", "symmetric8:32", "affine8:64", "symmetric6:16", "super4:32", "signed6:16"))
+@pytest.mark.parametrize("text", ("codebook4:16", "symmetric8:32", "affine8:64", "symmetric6:16", "super4:32", "signed6:16", "table4:16"))
 def test_inputs_at_the_ends_of_float32(pools, text):
     """Tiny inputs, whose inverse would overflow, count as zeros; huge ones are exact as long as the result is finite."""
     spec, rng = QuantSpec.parse(text), np.random.default_rng(4)
@@ -198,7 +200,7 @@ def test_results_are_added_to_what_is_there(pools, text):
 
 PAIRS = (("codebook4:16", "codebook4:16"), ("codebook4:16", "codebook2:16+0.02"), ("symmetric8:32", "symmetric6:128"),
          ("affine4:32", "ternary:64"), ("symmetric8:16", "symmetric8:32"), ("symmetric8:16", "symmetric5:16"),
-         ("super4:32", "super5:32"), ("super4:32", "signed6:16"),
+         ("super4:32", "super5:32"), ("super4:32", "signed6:16"), ("table4:16", "table3:16"), ("table4:16", "signed6:16"),
          ("signed6:16", "codebook4:16"), ("offset4:64", "block4:32"), ("codebook4:16", "symmetric8:32"),
          ("affine8:64", "affine4:64"), ("codebook3:16", "bf16"), ("f32", "symmetric6:32"))
 

@@ -111,13 +111,13 @@ def panel_nbytes(tokens: int, depth: int, way: int) -> int:
 
 
 def way_of(bits: int, scheme: str) -> int:
-    """How a format is multiplied: exactly from 5 bits on, and minima and powers of two always; else in the quicker way, which is STEPPED
-    or NARROW_CODES where there is one, or the row's int8."""
+    """How a format is multiplied: exactly from 5 bits on, and minima, tables and powers of two always; else in the quicker way, which is
+    STEPPED or NARROW_CODES where there is one, or the row's int8."""
     if bits <= 4 and scheme == "codebook":
         return STEPPED
-    if bits <= 4 and scheme != "mxfp" and AS_BYTES:
+    if bits <= 4 and scheme not in ("mxfp", "table") and AS_BYTES:
         return NARROW_CODES
-    return SCALED if bits <= 4 and scheme not in ("mxfp", "super") else GROUPED
+    return SCALED if bits <= 4 and scheme not in ("mxfp", "super", "table") else GROUPED
 
 
 @inlined()

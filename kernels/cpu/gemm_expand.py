@@ -16,7 +16,7 @@ from typing import NamedTuple
 from llvmlite import ir
 
 from ..deferred import intrinsic, types
-from ..tiles import LEVEL_SHIFT, LEVELS_NBYTES, ROWS
+from ..tiles import LEVEL_SHIFT, LEVELS_NBYTES, ROWS, WIDE_SHIFT
 from .gemm_tiles import HALVES, NARROW, PAIRS, ROUND, SIGNED_BYTES, STEP, WHOLE, Form, Loop
 from .int8_ir import (
     BYTES,
@@ -293,20 +293,24 @@ def _largest(way: str):
     return run
 
 
-@intrinsic
-def levels_of(typingctx, codes, tables):
-    """Codes of a tile at `codes` -> levels + LEVEL_SHIFT, in place."""
+def _levels_of(shift: int):
+    @intrinsic
+    def run(typingctx, codes, tables):
+        """Codes of a tile at `codes` -> levels + `shift`, in place."""
 
-    def codegen(context, builder, signature, args):
-        table = [builder.add(each, constant(BYTES, LEVEL_SHIFT)) for each in table_of(builder, args[1])]
-        for start in range(0, 64 * QUADS, WIDTH):
-            at = offset(builder, args[0], start)
-            store(builder, look_up(builder, table, load(builder, at, BYTES), 4), at)
-        return context.get_dummy_value()
+        def codegen(context, builder, signature, args):
+            table = [builder.add(each, constant(BYTES, shift)) for each in table_of(builder, args[1])]
+            for start in range(0, 64 * QUADS, WIDTH):
+                at = offset(builder, args[0], start)
+                store(builder, look_up(builder, table, load(builder, at, BYTES), 4), at)
+            return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64), codegen
+        return types.void(types.int64, types.int64), codegen
+
+    return run
 
 
+levels_of, wide_levels_of = _levels_of(LEVEL_SHIFT), _levels_of(WIDE_SHIFT)
 scaled_codebook, scaled_linear, scaled_blocks = _scaled(CODEBOOK), _scaled(LINEAR), _scaled(BLOCKS)
 plain_codebook, plain_linear, narrow_plain = _plain(CODEBOOK), _plain(LINEAR), _plain(LINEAR, NARROW)
 lowered_plain = _plain(LINEAR, lower=LOWERED) if LOWERED else plain_linear  # of codes of eight bits

@@ -24,8 +24,10 @@ from ..tiles import (
     SUPER_HEAD,
     SUPER_NBYTES,
     SUPER_TILE,
+    TABLE,
     TERNARY,
     TILE,
+    WIDE_SHIFT,
 )
 from ..tiles import ROWS as TILE_ROWS
 from .gemm_expand import (
@@ -46,6 +48,7 @@ from .gemm_expand import (
     scaled_blocks,
     scaled_codebook,
     scaled_linear,
+    wide_levels_of,
 )
 from .gemm_factors import floats_of, floats_with_minima, signed_factors, super_factors
 from .gemm_steps import STEPPED_TILE, stepped_codebook
@@ -106,7 +109,7 @@ def _unpack(a, matrix, tiles, block, tile, out):
 def stored_depth(a, matrix, depth):
     """Inputs as stored."""
     unit = max(TILE, a[matrix + GROUP])
-    if a[matrix + SCHEME] == SUPER or a[matrix + SCHEME] == SIGNED:
+    if a[matrix + SCHEME] == SUPER or a[matrix + SCHEME] == SIGNED or a[matrix + SCHEME] == TABLE:
         unit = SUPER_BLOCK
     return (depth + unit - 1) // unit * unit
 
@@ -120,6 +123,8 @@ def _stored_rows(a, matrix):
 def _constant_zero(a, matrix):
     if a[matrix + SCHEME] == SUPER:
         return 0
+    if a[matrix + SCHEME] == TABLE:
+        return WIDE_SHIFT
     return 1 if a[matrix + SCHEME] == TERNARY else 1 << (a[matrix + BITS] - 1)
 
 
@@ -222,7 +227,7 @@ def expand_stripe(a, matrix, depth, way, row, start, span, scratch, number):
     tiles, groups = depth // TILE, depth // group
     parts = 2 if group == 16 else 1  # groups of a tile
     narrow, stepped = way == NARROW_CODES and AS_BYTES, way == STEPPED and AS_BYTES
-    lower = LOWERED if a[matrix + BITS] == 8 else 0
+    lower = LOWERED if a[matrix + BITS] == 8 or scheme == TABLE else 0
     if not _stores_zeros(scheme):
         shift = LEVEL_SHIFT if scheme == CODEBOOK or scheme == MXFP else _constant_zero(a, matrix)
         _fill(zeros, shift)
@@ -257,6 +262,11 @@ def expand_stripe(a, matrix, depth, way, row, start, span, scratch, number):
                 else:
                     plain_linear(codes, zeros, out)
                 super_factors(record, own, factors, shifts_at)
+            elif scheme == TABLE:  # as codes of eight bits
+                record, own = _record(a, matrix, tiles, block, tile)
+                wide_levels_of(codes, tables)
+                lowered_plain(codes, zeros, out)
+                signed_factors(record, own, factors, factors + 4 * STRIPE)
             elif scheme == SIGNED:
                 record, own = _record(a, matrix, tiles, block, tile)
                 plain_linear(codes, zeros, out)
@@ -324,7 +334,9 @@ def expand_f32(a, matrix, depth, row, start, span, scratch, out, stride):
             super_factors(record, own, factors + 64, minima)
             floats_with_minima(codes, minima, factors, a[matrix + ROW_SCALES] + 2 * row, out + 4 * (tile * TILE - start), stride)
             continue
-        elif scheme == SIGNED:
+        elif scheme == SIGNED or scheme == TABLE:
+            if scheme == TABLE:
+                wide_levels_of(codes, a[matrix + TABLES])
             record, own = _record(a, matrix, tiles, block, tile)
             signed_factors(record, own, factors, factors + 64)
         else:

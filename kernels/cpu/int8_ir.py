@@ -161,17 +161,18 @@ def _choose(builder: ir.IRBuilder, one: ir.Value, other: ir.Value, mask: ir.Valu
     return builder.bitcast(builder.call(choose, [*(builder.bitcast(each, WORDS) for each in (one, other, mask)), I32(0xE4)]), BYTES)
 
 
-def load_table(builder: ir.IRBuilder, address: ir.Value, bits: int) -> list[ir.Value]:
-    """The levels of `bits` at an address, biased by 64 so that they are unsigned: as a lookup vector (portable: one vector per level)."""
+def load_table(builder: ir.IRBuilder, address: ir.Value, bits: int, shift: int) -> list[ir.Value]:
+    """The levels of `bits` at an address, `shift` above themselves so that they are unsigned (0: they stay signed): as a lookup vector
+    (portable: one vector per level)."""
     lane, period = ir.VectorType(I8, 16), 1 << bits if SIX_BITS else 16
-    levels = builder.add(load(builder, address, lane), constant(lane, 64))
+    levels = builder.add(load(builder, address, lane), constant(lane, shift))
     if INSTRUCTION_SET == "portable":
         return [splat(builder, builder.extract_element(levels, I32(i)), BYTES) for i in range(16)]
     return [builder.shuffle_vector(levels, levels, ir.Constant(ir.VectorType(I32, WIDTH), [i % period for i in range(WIDTH)]))]
 
 
 def levels_of_tile(builder: ir.IRBuilder, table: list[ir.Value], address: ir.Value, bits: int, piece: int) -> list[ir.Value]:
-    """The eight quads of a tile as levels + 64, by what `load_table` made.
+    """The eight quads of a tile as levels, by what `load_table` made.
 
     Where a lookup takes six bits of a byte the table repeats itself, and what lies above a code there need not be taken away.
     """

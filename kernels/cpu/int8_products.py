@@ -9,6 +9,7 @@ from collections.abc import Generator, Iterable
 
 from llvmlite import ir
 
+from ..tiles import LEVEL_SHIFT, WIDE_SHIFT
 from .int8_ir import (
     BYTES,
     HALVES,
@@ -27,6 +28,8 @@ from .int8_ir import (
 )
 from .intrinsics import I16, I32
 
+SIGNED_SHIFT = 32  # what the codes of signed super-blocks are above what they mean
+TABLE_SHIFT = 0 if OFFSET_WHEN_WIDE else WIDE_SHIFT  # the same of a table's levels
 Emitting = Generator[None, None, ir.Value]  # gives a value; pauses where instructions of another such may come first
 
 
@@ -132,6 +135,14 @@ def pairs_of(builder: ir.IRBuilder, quads: list[ir.Value], x: list[ir.Value], la
     return total
 
 
+def _signed_pairs(builder: ir.IRBuilder, quads: list[ir.Value], x: list[ir.Value], steps: ir.Value) -> ir.Value:
+    """`pairs_of` quads of signed bytes on AVX2, as their magnitudes and the signs of x."""
+    sign = function(builder, BYTES, [BYTES] * 2, "llvm.x86.avx2.psign.b")
+    size = function(builder, BYTES, [BYTES, I1], f"llvm.abs.v{WIDTH}i8")
+    own = [builder.call(sign, [each, quad]) for each, quad in zip(x, quads, strict=True)]
+    return pairs_of(builder, [builder.call(size, [quad, I1(0)]) for quad in quads], own, 127 * 127, steps)
+
+
 def side_by_side(emitting: Iterable[Emitting]) -> list[ir.Value]:
     """What each gives, their instructions by turns. A chain of dot products waits five cycles for each link, and a processor looks only
     some hundred instructions ahead: chains that follow one another run at four fifths of the rate of chains that lie side by side. Sixteen
@@ -172,16 +183,22 @@ def sum_quads(builder: ir.IRBuilder, quads: list[ir.Value], x: list[ir.Value], m
 
 
 def codebook_sum(builder: ir.IRBuilder, quads: list[ir.Value], x: list[ir.Value], seeds: list[ir.Value],
-                 steps: tuple[ir.Value, ir.Value], halved: bool = False) -> Emitting:
-    """The sum over a tile's two groups of step * (levels . x), as floats, exact but for one rounding; `quads` hold levels + 64.
+                 steps: tuple[ir.Value, ir.Value], above: int = LEVEL_SHIFT) -> Emitting:
+    """The sum over a tile's two groups of step * (levels . x), as floats, exact but for one rounding; `quads` hold what is `above` levels:
+    64, or 32 of numbers up to 63, or TABLE_SHIFT of levels of eight bits, none where bytes are multiplied as signed ones.
 
     A group's product with its step is below 2**24, so floats hold it, and a fused multiply-add rounds the sum of two once, as converting
     it from 32 bits would: three instructions in the place of two 32-bit multiplications (two micro-operations each) and three more. Where
     there is no four-way dot product, the multiplication that sums pairs takes the step along and so costs nothing. `seeds` take the 64
-    back; `seed_of` makes them. `halved`: quads hold numbers up to 63 that are 32 above what they mean.
+    back; `seed_of` makes them.
     """
     if INSTRUCTION_SET != "avx2":
-        parts = [builder.ashr(seed, constant(WORDS, 1)) if halved else seed for seed in seeds]
+        if above == 0:
+            seeds = [constant(WORDS, 0)] * 2
+        elif above != LEVEL_SHIFT:
+            moved = builder.ashr if above == SIGNED_SHIFT else builder.shl
+            seeds = [moved(seed, constant(WORDS, 1)) for seed in seeds]
+        parts = list(seeds)
         for j in range(4):
             yield
             parts = [dot(builder, part, quads[4 * group + j], x[4 * group + j], False) for group, part in enumerate(parts)]
@@ -191,6 +208,10 @@ def codebook_sum(builder: ir.IRBuilder, quads: list[ir.Value], x: list[ir.Value]
         first = builder.fmul(parts[0], steps[0])
         yield
         return fma(builder, parts[1], steps[1], first)
+    if above == 0:
+        sums = builder.add(*(_signed_pairs(builder, quads[group : group + 4], x[group : group + 4], steps[group // 4]) for group in (0, 4)))
+        return to_floats(builder, sums)
+    halved = above == SIGNED_SHIFT
     scale_up = function(builder, WORDS, [HALVES] * 2, "llvm.x86.avx2.pmadd.wd")
     sums = builder.add(*(builder.call(scale_up, [steps[group], builder.bitcast(seeds[group], HALVES)]) for group in (0, 1)))
     sums = sums if halved else builder.shl(sums, constant(WORDS, 1))

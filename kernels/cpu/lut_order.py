@@ -37,7 +37,7 @@ CODES, PAIRS, TILES, WIDTH, BACK, BUFFER, BUFFER_STRIDE = range(7)
 
 def declines(scheme: str, bits: int, group: int = TILE, rows: int = PAIR) -> str:
     """Why a format, or a weight of so many rows, cannot be looked up; empty when it can."""
-    if scheme in ("codebook", "mxfp"):
+    if scheme in ("codebook", "mxfp", "table"):
         return "levels of a codebook are no sum of bit planes"
     if scheme in ("block", "offset", "super", "signed"):
         return f"{scheme} formats have scales of half precision"

@@ -80,7 +80,7 @@ def column_nbytes(depth: int) -> int:
 
 def seeds_way(scheme: str, group: int) -> int:
     """Which seeds a format's loops take; a gated pair has to agree in them."""
-    return BOOK if scheme in ("codebook", "signed") else HALF if group < TILE else WHOLE
+    return BOOK if scheme in ("codebook", "signed", "table") else HALF if group < TILE else WHOLE
 
 
 def scratch_nbytes(depth: int, tokens: int) -> int:

@@ -20,13 +20,14 @@ from .int8_ir import (
     to_floats,
     widen_bytes,
 )
-from .int8_products import Emitting, codebook_sum, sum_quads
+from .int8_products import SIGNED_SHIFT, TABLE_SHIFT, Emitting, codebook_sum, sum_quads
 from .intrinsics import F16, HAS_HALF, I16, I32, I64
 
 # Ways of scaling: a codebook has two groups in a tile; the others at most one, and a zero that is stored or the same everywhere, but for
 # symmetric groups of 16, which are halves of a tile; blocks have a half-precision scale for every group; of super-blocks those with minima
-# have one group in a tile, those with signed scales two; exponents are a power of two for every tile, of levels.
+# have one group in a tile, those with signed scales, of codes or of a table, two; exponents are a power of two for every tile, of levels.
 CODEBOOK, PLAIN, HALVES, BLOCKS, SUPER, SIGNED, EXPONENTS = "codebook", "plain", "halves", "blocks", "super", "signed", "exponents"
+TABLE = "table"
 
 
 def byte_scales(builder: ir.IRBuilder, address: ir.Value, piece: int) -> ir.Value:
@@ -124,16 +125,18 @@ class _SuperTile:
 
 
 class _SignedTile:
-    """The same for a tile of a super-block with signed scales: d * sum over its two groups of s * (codes - 32 . x)."""
+    """The same for a tile of a super-block with signed scales: d * sum over its two groups of s * (codes - 32 . x), or of levels in the
+    place of codes."""
 
-    def __init__(self, builder: ir.IRBuilder, record: ir.Value, codes: ir.Value, piece: int) -> None:
+    def __init__(self, builder: ir.IRBuilder, way: str, record: ir.Value, codes: ir.Value, piece: int) -> None:
         self.builder, self.factor = builder, half_scales(builder, record, piece)
+        self.above = TABLE_SHIFT if way == TABLE else SIGNED_SHIFT
         words = (signed_bytes(builder, offset(builder, codes, ROWS * half), piece) for half in (0, 1))
         self.steps = tuple(step_form(builder, each) for each in words)
 
     def times(self, quads: list[ir.Value], x: list[ir.Value], seeds: list[ir.Value], x_scale: ir.Value, total: ir.Value) -> Emitting:
         builder = self.builder
-        whole = yield from codebook_sum(builder, quads, x, seeds, self.steps, halved=True)
+        whole = yield from codebook_sum(builder, quads, x, seeds, self.steps, self.above)
         return fma(builder, builder.fmul(whole, self.factor), x_scale, total)
 
 
@@ -142,7 +145,9 @@ def tile_of(builder: ir.IRBuilder, way: str, steps: list[ir.Value], scales: ir.V
     """What multiplies a tile whose scales and zeros lie there (`places_of`). `steps`: those of a codebook."""
     if way == SUPER:
         return _SuperTile(builder, scales, zeros, piece, most)
-    return _SignedTile(builder, scales, zeros, piece) if way == SIGNED else _Tile(builder, way, steps, scales, zeros, piece, most)
+    if way in (SIGNED, TABLE):
+        return _SignedTile(builder, way, scales, zeros, piece)
+    return _Tile(builder, way, steps, scales, zeros, piece, most)
 
 
 def places_of(builder: ir.IRBuilder, way: str, scales: ir.Value, zeros: ir.Value, tile: ir.Value, shift: ir.Value,
@@ -151,7 +156,7 @@ def places_of(builder: ir.IRBuilder, way: str, scales: ir.Value, zeros: ir.Value
 
     A group is 32 << `shift` inputs, and so many share a zero by `zero_shift`.
     """
-    if way in (SUPER, SIGNED):
+    if way in (SUPER, SIGNED, TABLE):
         nbytes, head, own = (SUPER_NBYTES, SUPER_HEAD, SUPER_TILE) if way == SUPER else (SIGNED_NBYTES, SIGNED_HEAD, SIGNED_TILE)
         record = builder.add(scales, builder.mul(builder.lshr(tile, I64(3)), I64(nbytes)))
         return record, builder.add(offset(builder, record, head), builder.mul(builder.and_(tile, I64(7)), I64(own)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..deferred import inlined
-from ..tiles import BLOCK, CODEBOOK, MXFP, OFFSET, SCHEME_MASK, SCHEME_SHIFT, SIGNED, SUPER
+from ..tiles import BLOCK, CODEBOOK, MXFP, OFFSET, SCHEME_MASK, SCHEME_SHIFT, SIGNED, SUPER, TABLE
 from . import packed_factors as ways
 from .packed_loops import columns as columns_abreast
 from .packed_loops import expand, single
@@ -25,6 +25,7 @@ def _of_a_format(loop: Callable) -> Callable:
     plain8, plain6, plain5, plain4, plain3, plain2 = (loop(bits, ways.PLAIN) for bits in (8, 6, 5, 4, 3, 2))
     block8, block5, block4 = (loop(bits, ways.BLOCKS) for bits in (8, 5, 4))
     super5, super4 = (loop(bits, ways.SUPER) for bits in (5, 4))
+    table4, table3 = loop(4, ways.TABLE), loop(3, ways.TABLE)
     signed6, exponent4 = loop(6, ways.SIGNED), loop(4, ways.EXPONENTS)
 
     @inlined()
@@ -37,6 +38,11 @@ def _of_a_format(loop: Callable) -> Callable:
                 super5(*given)
         elif scheme == SIGNED:
             signed6(*given)
+        elif scheme == TABLE:
+            if bits == 4:
+                table4(*given)
+            else:
+                table3(*given)
         elif scheme == MXFP:
             exponent4(*given)
         elif scheme == BLOCK or scheme == OFFSET:
@@ -75,11 +81,12 @@ def single_for(bits: int, way: str) -> Callable:
 
 
 single_of, pairs_of = _of_a_format(single_for), _of_a_format(pairs)
-_expand_exponent4 = expand(4, ways.EXPONENTS)
+_expand_exponent4, _expand_table4, _expand_table3 = expand(4, ways.EXPONENTS), expand(4, ways.TABLE), expand(3, ways.TABLE)
 _expand_book4, _expand_book3, _expand_book2 = (expand(bits, ways.CODEBOOK) for bits in (4, 3, 2))
 _expand8, _expand6, _expand5, _expand4, _expand3, _expand2 = (expand(bits, ways.PLAIN) for bits in (8, 6, 5, 4, 3, 2))
 _many_book, _many_super = columns(ways.CODEBOOK, 127), columns(ways.SUPER, 31)
 _many_signed, _many_exponents = columns(ways.SIGNED, 63), columns(ways.EXPONENTS, 127)
+_many_table = columns(ways.TABLE, 255)
 _many_plain, _many_blocks, _many_halves = (columns(way, 255) for way in (ways.PLAIN, ways.BLOCKS, ways.HALVES))
 if IN_TURN:  # with small codes, several quads of which are summed in 16 bits
     _plain_of_six, _plain_of_five, _blocks_of_five = columns(ways.PLAIN, 63), columns(ways.PLAIN, 31), columns(ways.BLOCKS, 31)
@@ -101,6 +108,11 @@ def expand_of(kind, codes, tables, tiles, out):
             _expand_book2(codes, tables, tiles, out)
     elif kind & SCHEME_MASK == MXFP:
         _expand_exponent4(codes, tables, tiles, out)
+    elif kind & SCHEME_MASK == TABLE:
+        if bits == 4:
+            _expand_table4(codes, tables, tiles, out)
+        else:
+            _expand_table3(codes, tables, tiles, out)
     elif bits == 8:
         _expand8(codes, tables, tiles, out)
     elif bits == 6:
@@ -124,6 +136,8 @@ def columns_of(kind, count, quads, tables, scales, zeros, x, begin, end, shift, 
         _many_signed(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart)
     elif scheme == MXFP:
         _many_exponents(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart)
+    elif scheme == TABLE:
+        _many_table(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart)
     elif scheme == CODEBOOK:
         _many_book(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart)
     elif scheme == BLOCK or scheme == OFFSET:

@@ -31,7 +31,7 @@ from llvmlite import ir
 
 from ..deferred import intrinsic, types
 from ..target import target
-from ..tiles import LEVELS_NBYTES, ROWS, tile_nbytes
+from ..tiles import LEVEL_SHIFT, LEVELS_NBYTES, ROWS, tile_nbytes
 from .int8_ir import (
     BYTES,
     FLOATS,
@@ -52,9 +52,9 @@ from .int8_ir import (
     unpack_tile,
     words_at,
 )
-from .int8_products import side_by_side
+from .int8_products import TABLE_SHIFT, side_by_side
 from .intrinsics import F32, I32, I64
-from .packed_factors import CODEBOOK, EXPONENTS, HALVES, SIGNED, places_of, tile_of
+from .packed_factors import CODEBOOK, EXPONENTS, HALVES, SIGNED, TABLE, places_of, tile_of
 
 # Row blocks that `single` takes side by side, and how many bytes ahead of each are asked for: a row block's arithmetic hides too little of
 # its way from memory. What suits a processor was measured (docs/ARCHITECTURE.md): a Zen 5 wants one run of memory and its pages ahead of
@@ -64,12 +64,12 @@ NEXT = 256 if WIDTH == 64 else 1024  # the same where tiles are unpacked for sev
 SUMS_NBYTES = 4 * ROWS * 16  # of a row block and the most columns
 RECORD = 32 + 4 + 8  # bytes of a tile of one column: codes, scale, two seeds
 ABREAST = 4  # columns that are multiplied side by side where so many are left, or one less
-WITH_LEVELS = (CODEBOOK, EXPONENTS)
-MOST_LEVEL = 127  # levels are 64 above themselves
+WITH_LEVELS = (CODEBOOK, EXPONENTS, TABLE)
+MOST_LEVEL = 127  # levels are 64 above themselves, but for those of a table, which ask for no such bound
 
 
 def seeds_of(builder: ir.IRBuilder, way: str, address: ir.Value) -> list[ir.Value]:
-    count = 2 if way in (CODEBOOK, HALVES, SIGNED) else 1
+    count = 2 if way in (CODEBOOK, HALVES, SIGNED, TABLE) else 1
     return [splat(builder, load(builder, offset(builder, address, 4 * i), I32, 4), WORDS) for i in range(count)]
 
 
@@ -115,11 +115,13 @@ def tables_of(builder: ir.IRBuilder, way: str, address: ir.Value, bits: int = 4)
     """Levels of `bits`, for `weights_of`, and steps, of ways that have them."""
     if way not in WITH_LEVELS:
         return [], []
-    return load_table(builder, address, bits), steps_table(builder, offset(builder, address, LEVELS_NBYTES)) if way == CODEBOOK else []
+    shift = TABLE_SHIFT if way == TABLE else LEVEL_SHIFT
+    steps = steps_table(builder, offset(builder, address, LEVELS_NBYTES)) if way == CODEBOOK else []
+    return load_table(builder, address, bits, shift), steps
 
 
 def weights_of(builder: ir.IRBuilder, way: str, levels: list[ir.Value], address: ir.Value, bits: int, piece: int) -> list[ir.Value]:
-    """The eight quads of a tile as unsigned bytes: codes, or levels + 64."""
+    """The eight quads of a tile as unsigned bytes: codes, or levels + 64, or + TABLE_SHIFT."""
     if way in WITH_LEVELS:
         return levels_of_tile(builder, levels, address, bits, piece)
     return unpack_tile(builder, address, bits, piece)
@@ -179,8 +181,8 @@ def expand(bits: int, way: str):
 
     @intrinsic
     def run(typingctx, codes, tables, tiles, out):
-        """`tiles` tiles of a row block -> their quads, 512 bytes a tile, as unsigned bytes (codes, or levels + 64); codes of eight bits
-        128 lower as `packed_turns.py` takes them."""
+        """`tiles` tiles of a row block -> their quads, 512 bytes a tile, as unsigned bytes (codes, or levels as `weights_of` has them);
+        codes of eight bits 128 lower as `packed_turns.py` takes them."""
 
         def codegen(context, builder, signature, args):
             codes, tables, tiles, out = args

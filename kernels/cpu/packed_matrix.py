@@ -19,6 +19,7 @@ from ..tiles import (
     SIGNED_NBYTES,
     SUPER,
     SUPER_NBYTES,
+    TABLE,
     TERNARY,
 )
 from .intrinsics import u8_at
@@ -38,7 +39,7 @@ def kind_of(bits: int, scheme: int) -> int:
 def way_of(a, m):
     """How a matrix's sums are scaled."""
     scheme = a[m + KIND] & SCHEME_MASK
-    if scheme == CODEBOOK or scheme == SIGNED:
+    if scheme == CODEBOOK or scheme == SIGNED or scheme == TABLE:
         return BOOK
     return HALF if a[m + SHIFT] < 0 else WHOLE
 
@@ -55,7 +56,7 @@ def scales_nbytes_of(a, m):
     way, scheme = way_of(a, m), a[m + KIND] & SCHEME_MASK
     if scheme == SUPER:
         return (a[m + TILES] >> 3) * SUPER_NBYTES
-    if scheme == SIGNED:
+    if scheme == SIGNED or scheme == TABLE:
         return (a[m + TILES] >> 3) * SIGNED_NBYTES
     if scheme == BLOCK or scheme == OFFSET:
         return (a[m + TILES] >> a[m + SHIFT]) * 2 * ROWS

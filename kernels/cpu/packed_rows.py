@@ -26,6 +26,7 @@ from ..tiles import (
     SUPER_HEAD,
     SUPER_NBYTES,
     SUPER_TILE,
+    TABLE,
     TERNARY,
     TILE,
 )
@@ -103,11 +104,13 @@ def _values(a, m, block, tile, row, columns, out):
         least = half_at(record + 2 * (ROWS + row)) * float32(low >> 6 | high << 2)
         for k in range(columns):
             value[k] = scale * float32(code[k]) - least
-    elif scheme == SIGNED:
+    elif scheme == SIGNED or scheme == TABLE:
         record = a[m + SCALES] + (block * (tiles >> 3) + (tile >> 3)) * SIGNED_NBYTES
         steps, scale = i8_at(record + SIGNED_HEAD + (tile & 7) * SIGNED_TILE + row), half_at(record + 2 * row)
+        levels = i8_at(a[m + TABLES])
         for k in range(columns):
-            value[k] = scale * float32(int64(steps[(k >> 4) * ROWS]) * (code[k] - 32))
+            meant = int64(levels[code[k]]) if scheme == TABLE else int64(code[k]) - 32
+            value[k] = scale * float32(int64(steps[(k >> 4) * ROWS]) * meant)
     else:
         shift = a[m + SHIFT]
         for half in range(2):

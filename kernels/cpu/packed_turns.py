@@ -45,7 +45,7 @@ from .int8_ir import (
     store,
     to_floats,
 )
-from .int8_products import Emitting
+from .int8_products import SIGNED_SHIFT, Emitting
 from .intrinsics import F32, I16, I32, I64
 from .packed_factors import places_of, tile_of
 from .packed_loops import begin_loop, end_loop, tables_of
@@ -54,7 +54,6 @@ IN_TURN = INSTRUCTION_SET == "avx2"  # is this the way here?
 RECORD = STRIDE = 64  # bytes of a record, and from one column's to the next: so far as from its sums to the next
 assert STRIDE == 4 * ROWS
 EIGHTS_AT, SIXTEENTHS_AT, SCALE_AT, TOTAL_AT = 32, 48, 56, 60
-SIGNED_SHIFT = 32  # what the codes of signed super-blocks are above what they mean
 
 
 @intrinsic
@@ -121,16 +120,19 @@ def _dots(builder: ir.IRBuilder, way: str, tile: object, group: int, weights: li
           record: _Record) -> Emitting:
     """A group (half a tile) times a column: int32 per row, times the group's step where steps are whole numbers.
 
-    Codes above 127 come as magnitudes; `signs` are the addresses of what they are the magnitudes of. Pauses where new activations begin.
+    Codes above 127, and levels of a table, come as magnitudes; `signs` are the addresses of what they are the magnitudes of. Pauses where
+    new activations begin.
     """
     steps, seeds = constant(HALVES, 1), ()
     if way in (ways.CODEBOOK, ways.EXPONENTS):
         per, seeds = 2, (EIGHTS_AT + 8 * group, EIGHTS_AT + 8 * group + 4)
     elif way == ways.SIGNED:
         per, seeds = 4, (SIXTEENTHS_AT + 4 * group,)
+    elif way == ways.TABLE:
+        per = 1
     else:
         per = 1 if tile.most > 127 else min(4, 32767 // (2 * 127 * tile.most))
-    if way in (ways.CODEBOOK, ways.SIGNED):
+    if way in (ways.CODEBOOK, ways.SIGNED, ways.TABLE):
         steps = (tile.factors if way == ways.CODEBOOK else tile.steps)[group]
     elif way == ways.SUPER:
         steps = tile.steps
@@ -170,7 +172,7 @@ def _add(builder: ir.IRBuilder, way: str, tile: object, group: int, dots: ir.Val
     scale, dots = record.real(SCALE_AT), to_floats(builder, dots)
     if way == ways.CODEBOOK:
         return fma(builder, dots, scale, total)
-    if way == ways.SIGNED:
+    if way in (ways.SIGNED, ways.TABLE):
         return fma(builder, builder.fmul(dots, tile.factor), scale, total)
     if way == ways.EXPONENTS:  # the zeros are the 64 that the seeds took back
         return fma(builder, builder.fmul(dots, tile.factors[0]), scale, total)

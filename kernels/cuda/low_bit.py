@@ -13,6 +13,7 @@ import torch
 
 from ..device_memory import OPENED, OPENED_NBYTES
 from ..tiles import (
+    IN_SUPERS,
     LEVELS_NBYTES,
     PLANES,
     ROWS,
@@ -128,7 +129,7 @@ class _Blocks:
     def values(self) -> torch.Tensor:
         """What codes stand for before any scale, whole numbers as float32 [rows, K]."""
         scheme, codes, at = self.form.scheme, self.codes(), self.form.at
-        if scheme in ("codebook", "mxfp"):
+        if scheme in ("codebook", "mxfp", "table"):
             levels = self.blob[at.tables : at.tables + LEVELS_NBYTES].view(torch.int8).float()
             return levels.index_select(0, codes.flatten().int()).view(codes.shape)
         if scheme == "super":
@@ -145,7 +146,7 @@ class _Blocks:
             pairs = torch.cat([part & 15, part >> 4], 2).permute(0, 3, 1, 2).reshape(self.count * ROWS, -1)
             steps = self.blob[at.tables + LEVELS_NBYTES :][:16].float()
             return steps.index_select(0, pairs.flatten().int()).view(pairs.shape), None
-        if scheme in ("super", "signed"):
+        if scheme in IN_SUPERS:
             return self._super_factors(scheme == "super")
         if scheme in HALVES:
             return self._by_group("scales", torch.float16).float(), None

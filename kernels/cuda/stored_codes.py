@@ -14,7 +14,7 @@ from .. import tiles
 
 CODEBOOK, _AFFINE, _TERNARY = tl.constexpr(tiles.CODEBOOK), tl.constexpr(tiles.AFFINE), tl.constexpr(tiles.TERNARY)
 _BLOCK, MXFP, _OFFSET = tl.constexpr(tiles.BLOCK), tl.constexpr(tiles.MXFP), tl.constexpr(tiles.OFFSET)
-SUPER, _SIGNED = tl.constexpr(tiles.SUPER), tl.constexpr(tiles.SIGNED)
+SUPER, _SIGNED, _TABLE = tl.constexpr(tiles.SUPER), tl.constexpr(tiles.SIGNED), tl.constexpr(tiles.TABLE)
 ROWS, TILE, _SUPER_BLOCK = tl.constexpr(tiles.ROWS), tl.constexpr(tiles.TILE), tl.constexpr(tiles.SUPER_BLOCK)
 LEVELS = tl.constexpr(tiles.LEVELS_NBYTES)
 _SUPER_HEAD, _SUPER_TILE, _SUPER_NBYTES = tl.constexpr(tiles.SUPER_HEAD), tl.constexpr(tiles.SUPER_TILE), tl.constexpr(tiles.SUPER_NBYTES)
@@ -77,7 +77,7 @@ def read_tiles(blob, block, depth, tile, row, scales, zeros, BITS: tl.constexpr,
         record = blob + scales + (block * (depth // _SUPER_BLOCK) + tile // 8) * _SUPER_NBYTES
         own = record + _SUPER_HEAD + tile % 8 * _SUPER_TILE
         p, q, r, s = _byte(own + row), _byte(own + ROWS + row % 8), _half(record + 2 * row), _half(record + 2 * ROWS + 2 * row)
-    elif SCHEME == _SIGNED:
+    elif SCHEME == _SIGNED or SCHEME == _TABLE:
         record = blob + scales + (block * (depth // _SUPER_BLOCK) + tile // 8) * _SIGNED_NBYTES
         own = record + _SIGNED_HEAD + tile % 8 * (2 * ROWS) + row
         p, q, r = _byte(own), _byte(own + ROWS), _half(record + 2 * row)
@@ -127,7 +127,7 @@ def _looked_up(pairs, table, at, ASM: tl.constexpr):
 def table_words(at, SCHEME: tl.constexpr, ASM: tl.constexpr):
     """The words of the tables `at` that a format has, for `_looked_up`: four of levels, which have 128 added, and four of steps."""
     a, b, c, d, e, f, g, h = 0, 0, 0, 0, 0, 0, 0, 0
-    if ASM and (SCHEME == CODEBOOK or SCHEME == MXFP):
+    if ASM and (SCHEME == CODEBOOK or SCHEME == MXFP or SCHEME == _TABLE):
         a, b, c, d = word_at(at) ^ SIGNS, word_at(at + 4) ^ SIGNS, word_at(at + 8) ^ SIGNS, word_at(at + 12) ^ SIGNS
     if ASM and SCHEME == CODEBOOK:
         steps = at + LEVELS
@@ -157,7 +157,7 @@ def _codes(read, pair: tl.constexpr, BITS: tl.constexpr, FIRST: tl.constexpr):
 @triton.jit
 def values(read, levels, at, pair: tl.constexpr, BITS: tl.constexpr, FIRST: tl.constexpr, SCHEME: tl.constexpr, ASM: tl.constexpr):
     """What is multiplied of two quads: codes, or levels of which each has 128 added."""
-    if SCHEME == CODEBOOK or SCHEME == MXFP:
+    if SCHEME == CODEBOOK or SCHEME == MXFP or SCHEME == _TABLE:
         if BITS == 4:
             pairs = read[pair]
         else:
@@ -181,7 +181,8 @@ def factors(read, steps, at, row, half: tl.constexpr, BITS: tl.constexpr, GROUP:
         base = _NOTHING
         step = _float_of_half(read[10]) * (read[8] & 63).to(tl.float32)
         less = _float_of_half(read[11]) * (read[8] >> 6 | (read[9] >> row // 8 * 4 & 15) << 2).to(tl.float32)
-    elif SCHEME == _SIGNED:
+    elif SCHEME == _SIGNED or SCHEME == _TABLE:
+        base = _NOTHING + 128 if SCHEME == _TABLE else base
         step = _float_of_half(read[10]) * (read[9] if half else read[8]).to(tl.int8).to(tl.float32)
     elif SCHEME == CODEBOOK:
         base = _NOTHING + 128

@@ -9,34 +9,44 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...kernels.tiles import ROWS, SUPER_BLOCK, TILE, block_nbytes
+from ...kernels.tiles import IN_SUPERS, ROWS, SUPER_BLOCK, TILE, block_nbytes
 from ...kernels.workspace import address
 from ..levels import MXFP
 from ..pack import put_tables
 from ..spec import QuantSpec
 from . import fp8
 from .gguf import DECODERS, KEPT
+from .gguf_levels import KINDS as LEVELED
+from .gguf_levels import grid_of
 
 MXFP4 = KEPT["MXFP4"]
 WORDS = (("gptq", 4), ("gptq", 8), ("awq", 4), ("packed", 4), ("packed", 8), ("integers", 8))  # layouts of other tools, bits of a code
-ONE, HALF = 0x3F80, 0x3F00  # in bfloat16
+HALF = 0x3F00  # in bfloat16
 
 
 def put_blocks(blob: np.ndarray, kind: str, shape: tuple[int, int], begin: int, raw: np.ndarray) -> bool:
     """Rows of a GGUF file's tensor of `shape` [N, K] from `begin` on, a multiple of 16, uint8 [n, row bytes], into its blob; n is a
     multiple of 16 unless they are the last. Returns False where a scale is NaN or infinite. Releases the interpreter lock.
 
-    Raises KeyError for a type that is not in KEPT, ValueError for arrays that do not fit.
+    Raises KeyError for a type that is not in KEPT, ValueError for arrays that do not fit, GridsMissing.
     """
-    from ...kernels.cpu import foreign_blocks
+    from ...kernels.cpu import foreign_blocks, foreign_levels
 
     spec = KEPT[kind]
-    wide = SUPER_BLOCK if spec.scheme in ("super", "signed") else TILE
+    wide = SUPER_BLOCK if spec.scheme in IN_SUPERS else TILE
     _check(blob, spec, shape, begin, len(raw))
     if raw.dtype != np.uint8 or raw.shape[1:] != (shape[1] // wide * DECODERS[kind][0],) or not raw.flags.c_contiguous:
         raise ValueError(f"{raw.dtype} {raw.shape} for rows of {shape[1]} inputs in {kind}")
-    put = foreign_blocks.blocks_of_32 if wide == TILE else foreign_blocks.blocks_of_256
     codes, scales = _places(blob, spec, shape, begin)
+    if spec.scheme == "table":
+        own = LEVELED[kind]
+        grid = address(grid_of(own.grid)) if own.grid else 0
+        bad = foreign_levels.blocks_of_levels(foreign_levels.KINDS[kind], spec.bits, own.nbytes, grid, address(raw), len(raw),
+                                              shape[1] // wide, codes, scales)
+        _put_row_scales(blob, spec, shape, begin, len(raw), own.part)
+        put_tables(blob, spec, shape, own.levels)
+        return not bad
+    put = foreign_blocks.blocks_of_32 if wide == TILE else foreign_blocks.blocks_of_256
     bad = put(foreign_blocks.KINDS[kind], address(raw), len(raw), shape[1] // wide, codes, scales)
     _put_row_scales(blob, spec, shape, begin, len(raw))
     return not bad
@@ -108,11 +118,11 @@ def _places(blob: np.ndarray, spec: QuantSpec, shape: tuple[int, int], begin: in
     return address(blob) + at.codes + block * nbytes["codes"], address(blob) + at.scales + block * nbytes["scales"]
 
 
-def _put_row_scales(blob: np.ndarray, spec: QuantSpec, shape: tuple[int, int], begin: int, n: int) -> None:
-    """Rows have no scales of their own, but for levels that are doubled; rows that are not there have zeros."""
+def _put_row_scales(blob: np.ndarray, spec: QuantSpec, shape: tuple[int, int], begin: int, n: int, part: float = 1.0) -> None:
+    """Rows have no scales of their own, but for levels that are multiples of what they mean; rows that are not there have zeros."""
     at = spec.sections(shape)
     rows = blob[at.row_scales : at.row_scales + 2 * at.rows].view(np.uint16)
-    rows[begin : begin + n] = HALF if spec.scheme == "mxfp" else ONE
+    rows[begin : begin + n] = HALF if spec.scheme == "mxfp" else np.float32(part).view(np.uint32) >> np.uint32(16)
     if begin + n == shape[0]:
         rows[begin + n :] = 0
     if spec.scheme == "mxfp":

@@ -15,10 +15,12 @@ import numpy as np
 from ..codes import Codes
 from ..levels import MXFP
 from ..spec import QuantSpec
+from ..weight import to_f32
+from . import gguf_levels
+from .gguf_levels import NON_LINEAR, Kind, crumbs
 from .mxfp4 import NOT_A_NUMBER
 
 U8 = np.uint8
-NON_LINEAR = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)  # IQ4_NL's levels
 
 
 @dataclass(frozen=True)
@@ -95,27 +97,10 @@ def _iq4_nl(b: np.ndarray) -> Blocks:
     return Blocks(NON_LINEAR[_nibbles(b[:, 2:])], _half(b[:, :2]))
 
 
-def _crumbs(raw: np.ndarray, runs: int) -> np.ndarray:
-    """[n, runs * 32] -> [n, runs * 128]: in each run of 32 bytes first all lowest two bits, then the next, up to the highest."""
-    parts = raw.reshape(len(raw), runs, 1, 32) >> np.array([0, 2, 4, 6], U8)[None, None, :, None]
-    return (parts & U8(3)).reshape(len(raw), -1)
-
-
 def _q2_k(b: np.ndarray) -> Blocks:
     small = b[:, :16]
     d, dmin = _half(b[:, 80:82]), _half(b[:, 82:84])
-    return Blocks(_crumbs(b[:, 16:80], 2).view(np.int8), d * (small & U8(15)), dmin * (small >> U8(4)))
-
-
-def _q3_k(b: np.ndarray) -> Blocks:
-    n = len(b)
-    low, high = b[:, 96:104], b[:, 104:108]
-    nibbles = _nibbles(low)  # 16 scales' low four bits
-    pairs = ((high[:, None, :] >> np.array([0, 2, 4, 6], U8)[None, :, None]) & U8(3)).reshape(n, 16)
-    scales = (nibbles | pairs << U8(4)).astype(np.float32) - np.float32(32)
-    third = (b[:, None, :32] >> np.arange(8, dtype=U8)[None, :, None]) & U8(1)  # a bit plane per run of 32 values
-    codes = _crumbs(b[:, 32:96], 2) | third.reshape(n, 256) << U8(2)
-    return Blocks(_centred(codes, 4), _half(b[:, 108:110]) * scales)
+    return Blocks(crumbs(b[:, 16:80]).view(np.int8), d * (small & U8(15)), dmin * (small >> U8(4)))
 
 
 def six_bits(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -147,7 +132,7 @@ def _q5_k(b: np.ndarray) -> Blocks:
 def _q6_k(b: np.ndarray) -> Blocks:
     n = len(b)
     low = _nibbles(b[:, :128].reshape(n * 2, 64)).reshape(n, 256)
-    codes = low | _crumbs(b[:, 128:192], 2) << U8(4)
+    codes = low | crumbs(b[:, 128:192]) << U8(4)
     scales = np.ascontiguousarray(b[:, 192:208]).view(np.int8).astype(np.float32)
     return Blocks(_centred(codes, 32), _half(b[:, 208:210]) * scales)
 
@@ -157,10 +142,31 @@ def _mxfp4(b: np.ndarray) -> Blocks:
     return Blocks(MXFP[_nibbles(b[:, 1:])], np.where(b[:, :1] == NOT_A_NUMBER, np.float32(np.nan), scales))
 
 
+def _nvfp4(b: np.ndarray) -> Blocks:
+    """Scales are floats of eight bits without a sign, four of exponent; 0x7F is a zero, the eighth bit is not looked at."""
+    codes = np.concatenate([b[:, None, 4:].reshape(len(b), 4, 8) & U8(15), b[:, 4:].reshape(len(b), 4, 8) >> U8(4)], axis=2)
+    power, fraction = (b[:, :4] >> U8(3) & U8(15)).astype(np.int32), (b[:, :4] & U8(7)).astype(np.float32)
+    scales = np.where(power == 0, np.ldexp(fraction, -10), np.ldexp(fraction + np.float32(8), power - 11))
+    return Blocks(MXFP[codes.reshape(len(b), 64)], np.where(b[:, :4] == 0x7F, np.float32(0), scales))
+
+
+def _of_levels(kind: Kind) -> Callable[[np.ndarray], Blocks]:
+    def decoder(b: np.ndarray) -> Blocks:
+        codes, scales, supers = kind.decode(b)
+        return Blocks(kind.levels[codes], to_f32(supers, "f16")[:, None] * scales * np.float32(kind.part))
+
+    return decoder
+
+
 def kept(raw: np.ndarray, kind: str) -> Codes:
     """Rows [n, row bytes] as the codes and scales that they are. Raises KeyError for a type that is not in KEPT."""
     spec, rows = KEPT[kind], len(raw)
     blocks = raw.reshape(-1, DECODERS[kind][0])
+    if spec.scheme == "table":
+        own = gguf_levels.KINDS[kind]
+        codes, scales, supers = own.decode(blocks)
+        return Codes(codes.reshape(rows, -1), scales.reshape(rows, -1), None, np.full(rows, own.part, np.float32), own.levels,
+                     supers=supers.reshape(rows, -1, 1))
     halves = lambda part: np.ascontiguousarray(part).view("<u2").astype(np.uint16, copy=False)  # noqa: E731
     if spec.scheme == "mxfp":
         return Codes(_nibbles(blocks[:, 1:]).reshape(rows, -1), blocks[:, 0].reshape(rows, -1), None, np.full(rows, 0.5, np.float32), MXFP)
@@ -180,12 +186,12 @@ def kept(raw: np.ndarray, kind: str) -> Codes:
 # The types whose codes kernels multiply, and what they are there.
 KEPT = {"Q8_0": QuantSpec(8, 32, "block"), "Q5_0": QuantSpec(5, 32, "block"), "Q4_0": QuantSpec(4, 32, "block"),
         "Q4_K": QuantSpec(4, 32, "super"), "Q5_K": QuantSpec(5, 32, "super"), "Q6_K": QuantSpec(6, 16, "signed"),
-        "MXFP4": QuantSpec(4, 32, "mxfp")}
+        "MXFP4": QuantSpec(4, 32, "mxfp"), **{name: kind.spec for name, kind in gguf_levels.KINDS.items()}}
 # Type -> bytes of a block and its decoder.
 DECODERS: dict[str, tuple[int, Callable[[np.ndarray], Blocks]]] = {
     "Q8_0": (34, _q8_0), "Q4_0": (18, _q4_0), "Q4_1": (20, _q4_1), "Q5_0": (22, _q5_0), "Q5_1": (24, _q5_1), "IQ4_NL": (18, _iq4_nl),
-    "Q2_K": (84, _q2_k), "Q3_K": (110, _q3_k), "Q4_K": (144, _q4_k), "Q5_K": (176, _q5_k), "Q6_K": (210, _q6_k),
-    "MXFP4": (17, _mxfp4),
+    "Q2_K": (84, _q2_k), "Q4_K": (144, _q4_k), "Q5_K": (176, _q5_k), "Q6_K": (210, _q6_k),
+    "MXFP4": (17, _mxfp4), "NVFP4": (36, _nvfp4), **{name: (kind.nbytes, _of_levels(kind)) for name, kind in gguf_levels.KINDS.items()},
 }
 
 

@@ -29,6 +29,8 @@ from ...offload.size import format_size
 from ...offload.streaming import Range
 from ...quant.imports.arranged import put_blocks
 from ...quant.imports.gguf import DECODERS, KEPT, dequantize
+from ...quant.imports.gguf_levels import KINDS as LEVELED
+from ...quant.imports.gguf_levels import GridsMissing, grid_of
 from ...quant.weight import RAW_NUMPY, from_f32, to_f32
 from .. import families
 from ..config import ModelConfig
@@ -110,6 +112,8 @@ class GgufStore(MadeStore):
             if tensor.type not in DECODERS and tensor.type not in RAW:
                 raise CheckpointError(f"{self._path} has tensor {shown(tensor.name)} of type {tensor.type}, which is not supported",
                                       f"known: {', '.join((*RAW, *DECODERS))}")
+            if tensor.type in LEVELED and (grid := LEVELED[tensor.type].grid):
+                self._need_grid(grid, tensor)
             if len(names) == 1 and _squeezed(tensor.shape) == _squeezed(wanted[names[0]]):  # writers leave out what is one row or channel
                 tensor = replace(tensor, shape=wanted[names[0]])
             for name, source in self._parts(tensor, names, config, file.found):
@@ -125,6 +129,13 @@ class GgufStore(MadeStore):
         self.made = self._sources
         self.container = _container(file, stored, self._sources) if stored else None
         self.notices = tuple(self._said(wide, stored))
+
+    def _need_grid(self, grid: str, tensor: GgufTensor) -> None:
+        try:
+            grid_of(grid)
+        except GridsMissing:
+            raise CheckpointError(f"{self._path} has tensor {shown(tensor.name)} of type {tensor.type}, whose grid of codes is in "
+                                  "a package that is not installed", "python -m pip install gguf") from None
 
     def stored_nbytes(self, info: TensorInfo) -> int:
         return self._sources[info.name].nbytes if info.name in self._sources else info.nbytes
