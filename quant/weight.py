@@ -156,8 +156,8 @@ class Linear:
 
 @dataclass(frozen=True)
 class Latent:
-    """Latent attention's parameters (`kernels/latent_shape.py`): queries come from `q_down` and its norm, where there are such, and then
-    `q`; latents from `kv_down` and its norm; `expand` [heads * (nope + value), rank] is a raw matrix."""
+    """Latent attention's parameters (`kernels/latent_shape.py`): queries come from `q_down` and its norm, where there are such, and
+    then `q`; latents from `kv_down` and its norm; `expand` [heads * (nope + value), rank] is a raw matrix."""
 
     q_down: Linear | None
     q_norm: Norm | None

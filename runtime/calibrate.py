@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from importlib.resources import files
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -40,10 +41,10 @@ from .timing import turns
 TOKENS, LEAST, WINDOW = 16384, 512, 512
 SHORTEST = 64  # of a last window
 VARIED = 128  # different tokens, below which a text shows a model's inputs too narrowly
-READS = {"block_in": ("q", "k", "v", "state_in", "state_gate"), "attn_out": ("o",), "state_out": ("state_out",), "mlp_in": ("gate", "up"),
-         "mlp_hidden": ("down",)}  # tap -> roles
+READS = {"block_in": ("q", "k", "v", "kv_a", "q_a", "state_in", "state_gate"), "q_in": ("q_b",), "attn_out": ("o",),
+         "state_out": ("state_out",), "mlp_in": ("gate", "up"), "mlp_hidden": ("down",)}  # tap -> roles
 SHARED_READS = {"mlp_in": SHARED[:2], "shared_hidden": SHARED[2:3]}  # those of a shared expert
-NORMS = {"block_in": "input_norm", "mlp_in": "post_norm"}  # a tap before a norm
+NORMS = {"block_in": "input_norm", "q_in": "latent.q_norm", "mlp_in": "post_norm"}  # a tap before a norm
 SMALL = 1 << 30  # multiplications of a product that one thread makes
 FEW = 4  # how costs are measured: a quarter of the tokens apart
 LEAST_VISITS = 64  # of an expert, for statistics of its own; `Stats.damped` allows for few tokens
@@ -293,7 +294,7 @@ class Calibration:
                     gather("shared_hidden", value.shared)
                 name, value = "mlp_hidden", value.hidden
             if name in READS:
-                inputs = normalised(value, getattr(weights, NORMS[name])) if name in NORMS else value
+                inputs = normalised(value, attrgetter(NORMS[name])(weights)) if name in NORMS else value
                 gather(name, inputs)
                 entered = inputs if name == "mlp_in" else entered
 

@@ -14,7 +14,8 @@ from ..quant.spec import QuantSpec
 from .config_reader import ConfigError, show
 from .families import TensorRule, kind_of
 
-LINEARS = ("q", "k", "v", "o", "gate", "up", "down", "state_in", "state_gate", "state_out")  # roles of what these methods quantize
+# Roles of what these methods quantize.
+LINEARS = ("q", "k", "v", "kv_a", "q_a", "q_b", "o", "gate", "up", "down", "state_in", "state_gate", "state_out")
 ORIGINAL = "take the original 16-bit checkpoint"
 METHODS = ("gptq", "awq", "compressed-tensors", "fp8")
 FLOATS, INTEGERS = ("F32", "F16", "BF16"), ("I32", "I64")

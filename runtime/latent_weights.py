@@ -19,4 +19,5 @@ def latent_weights(roles: Mapping[str, ModelTensor], linear: Callable[[str], Lin
     if "kv_a" not in roles:
         return None
     q_norm = Norm("rms", vector("q_a_norm"), None, EPS) if "q_a" in roles else None
-    return Latent(linear("q_a"), q_norm, linear("q"), linear("kv_a"), Norm("rms", vector("kv_a_norm"), None, EPS), linear("kv_b").weight)
+    kv_norm = Norm("rms", vector("kv_a_norm"), None, EPS)
+    return Latent(linear("q_a"), q_norm, linear("q_b") or linear("q"), linear("kv_a"), kv_norm, linear("kv_b").weight)

@@ -24,7 +24,8 @@ from .model import Model
 from .prepare import Prepared, worker_count
 from .tensors import ModelTensor
 
-ROLES = ("q", "k", "v", "o", "gate", "up", "down", "state_in", "state_gate", "state_out")  # what is only ever multiplied
+# What is only ever multiplied.
+ROLES = ("q", "k", "v", "kv_a", "q_a", "q_b", "o", "gate", "up", "down", "state_in", "state_gate", "state_out")
 UNMEASURED = "nothing could be measured"
 LEAST_NBYTES = 32 << 20  # a model with less of such weights answers at once either way
 

@@ -31,7 +31,8 @@ LEAST_NBYTES = 16 << 10  # what is smaller stays
 LARGE_NBYTES, MOST_NBYTES = 64 << 30, 2 << 40  # models from here on are cut into larger parts; and beyond it a token would take an hour
 CONVERTED = "its weights are converted as they are read, which cannot be done again for every token"
 EXPERTS = "its experts do not lie in the files as they run, so they cannot be read one by one"
-STAGES = (("state_in", "state_gate"), ("state_out",), ("q", "k", "v"), ("o",), ("gate", "up"), ("down",))  # of a layer, in the order of use
+STAGES = (("state_in", "state_gate"), ("state_out",), ("q", "k", "v", "kv_a", "q_a"), ("q_b",), ("o",), ("gate", "up"),
+          ("down",))  # of a layer, in the order of use
 
 
 @dataclass(frozen=True)

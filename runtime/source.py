@@ -73,14 +73,14 @@ def _refuse_undescribed(store: TensorStore) -> None:
 
 
 def _parted(path: Path) -> frozenset[str]:
-    """Names of the tensors of which a model reads ranges of rows under other names."""
+    """Names of the tensors of which a model reads ranges of rows under other names, or raw values."""
     from . import families
     from .config import read_config
 
     config = read_config(path)
     family = families.get(config.family)
     rules = (rule for i in range(config.num_hidden_layers) for rule in family.layer_tensors(config, i).values())
-    return frozenset(rule.part_of[0] for rule in rules if rule.part_of)
+    return frozenset(rule.part_of[0] if rule.part_of else rule.name for rule in rules if rule.part_of or rule.plain)
 
 
 def quantization_of(path: Path) -> Mapping[str, object] | None:

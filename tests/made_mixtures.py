@@ -15,10 +15,10 @@ GPTQ_SHAPE = {"hidden_size": 256, "intermediate_size": 128, "num_experts": 6, "n
               "moe_intermediate_size": 192, "num_hidden_layers": 2, "norm_topk_prob": True}
 
 
-def imported_mixture(folder: Path, name: str, shape: Mapping[str, object] = GPTQ_SHAPE) -> None:
-    """A random Qwen 3 mixture, all of whose matrices but router, embedding and head are quantized as a case of `test_imported.py` is."""
+def imported_mixture(folder: Path, name: str, shape: Mapping[str, object] = GPTQ_SHAPE, family: str = "qwen3_moe") -> None:
+    """A random mixture, all of whose matrices but router, embedding and head are quantized as a case of `test_imported.py` is."""
     section, quantize = IMPORTED[name]
-    written(Case("qwen3_moe", dict(shape)), folder)
+    written(Case(family, dict(shape)), folder)
     tensors = {}
     for tensor, values in weights(folder).items():
         if "_proj" not in tensor:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from io import StringIO
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -141,7 +142,7 @@ def test_calibration_sees_what_a_run_sees(source: Path, engine: Engine) -> None:
                 assert found.roles.keys().isdisjoint(roles)
                 continue
             if tap in NORMS:
-                norm = getattr(weights, NORMS[tap])
+                norm = attrgetter(NORMS[tap])(weights)
                 inputs = normalise(inputs, norm.kind, norm.weight, norm.bias, norm.eps)
             hessian = inputs.T.astype(np.float64) @ inputs / len(inputs)
             own = next(found.roles[role] for role in roles if role in found.roles)

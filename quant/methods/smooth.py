@@ -26,7 +26,8 @@ from . import Layout, checked, rtn
 
 NEEDS = frozenset({"mean_square"})
 # roles: who makes the input, who reads it
-PAIRS = (("input_norm", ("q", "k", "v")), ("v", ("o",)), ("post_norm", ("gate", "up")), ("up", ("down",)))
+PAIRS = (("input_norm", ("q", "k", "v", "kv_a", "q_a")), ("q_a_norm", ("q_b",)), ("v", ("o",)), ("post_norm", ("gate", "up")),
+         ("up", ("down",)))
 EXPONENTS = ((0.0, 0.0), (0.1, 0.0), (0.2, 0.0), (0.3, 0.0), (0.4, 0.0), (0.5, 0.0), (0.3, 0.7), (0.5, 0.5), (0.7, 0.3), (0.9, 0.1))  # a, b
 MOST = 16.0  # f stays within 1/MOST and MOST of its geometric mean
 SMALL = 1 << 30  # multiplications of a product that one thread makes: those of BLAS take longer to share it

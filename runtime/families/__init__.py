@@ -10,7 +10,7 @@ visits, with shared.scale its share; correction is added to a router's scores. I
 layers: embed, positions (learned ones), norm, head (absent where it is the embedding). Layers that remember a text in a state have in the
 place of q, k, v and o state_in, what goes into it, state_gate of what is read, and state_out behind that; smaller ones are state_rate and
 state_beta, what decays and shares are read from, state_conv, state_decay, state_dt and state_norm, as far as a kind has them. Latent
-attention has kv_a, kv_a_norm and kv_b in the place of k and v, and before q it may have q_a and q_a_norm.
+attention has kv_a, kv_a_norm and kv_b in the place of k and v, and may have q_a, q_a_norm and q_b in that of q.
 
 A checkpoint of several models that holds a text generator is read as that one: COMPOSITE maps its `model_type` to the generator's, where
 there may be several to the one that is meant where it says none and then the others.
@@ -53,13 +53,15 @@ SHARED = ("shared.gate", "shared.up", "shared.down", "shared.scale")  # roles, o
 class TensorRule:
     """A tensor that a checkpoint must hold: its name there and its shape; `also` are other names under which it is published.
 
-    `part_of`: where no tensor has the name, (name, first row, rows) of a stored one of which this is a range of rows.
+    `part_of`: where no tensor has the name, (name, first row, rows) of a stored one of which this is a range of rows. `plain`: what is done
+    with it wants raw values, so codes of other tools are widened.
     """
 
     name: str
     shape: tuple[int, ...]
     also: tuple[str, ...] = ()
     part_of: tuple[str, int, int] | None = None
+    plain: bool = False
 
 
 def inside_others(rules: Mapping[str, TensorRule]) -> dict[str, TensorRule]:

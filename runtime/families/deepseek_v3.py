@@ -119,13 +119,15 @@ def latent_tensors(config: ModelConfig, layer: int, rules: dict[str, TensorRule]
     """Tensors of one layer by role: those of latent attention in the place of attention's."""
     own, heads, hidden, prefix = config.latent, config.num_attention_heads, config.hidden_size, f"model.layers.{layer}.self_attn."
     rules = {role: rule for role, rule in rules.items() if ".self_attn." not in rule.name}
-    found = {"q": ("q_proj" if own.query_rank is None else "q_b_proj", heads * own.query, own.query_rank or hidden),
-             "kv_a": ("kv_a_proj_with_mqa", own.key, hidden), "kv_a_norm": ("kv_a_layernorm", own.rank),
+    found = {"kv_a": ("kv_a_proj_with_mqa", own.key, hidden), "kv_a_norm": ("kv_a_layernorm", own.rank),
              "kv_b": ("kv_b_proj", heads * own.made, own.rank), "o": ("o_proj", hidden, heads * own.value)}
-    if own.query_rank is not None:
-        found |= {"q_a": ("q_a_proj", own.query_rank, hidden), "q_a_norm": ("q_a_layernorm", own.query_rank)}
+    if own.query_rank is None:
+        found["q"] = "q_proj", heads * own.query, hidden
+    else:
+        found |= {"q_a": ("q_a_proj", own.query_rank, hidden), "q_a_norm": ("q_a_layernorm", own.query_rank),
+                  "q_b": ("q_b_proj", heads * own.query, own.query_rank)}
     for role, (name, *shape) in found.items():
-        rules[role] = TensorRule(f"{prefix}{name}.weight", tuple(shape))
+        rules[role] = TensorRule(f"{prefix}{name}.weight", tuple(shape), plain=role == "kv_b")
         if config.o_bias and role in ("q_a", "kv_a", "o"):
             rules[f"{role}_bias"] = TensorRule(f"{prefix}{name}.bias", (shape[0],))
     return rules
@@ -133,7 +135,7 @@ def latent_tensors(config: ModelConfig, layer: int, rules: dict[str, TensorRule]
 
 def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
           layer: int, tap: Callable[[str, int, object], None]) -> object:
-    """As `llama.block`. q and k are those of latents, which are v too; where queries have a matrix before `q`, a tap sees q_in between."""
+    """As `llama.block`. q and k are those of latents, which are v too; a tap sees q_in before the norm between q_a and q_b."""
     return feed_forward(ops, w, attention(ops, w, x, kv, positions, rope, config, layer, tap), config, layer, tap)
 
 

@@ -1,0 +1,252 @@
+"""Models with latent attention through the rest of the program: what a run does with them is what it does with any, to the bit where it is
+so. That they compute what transformers does is in `test_families.py`, their products in `test_latent.py`.
+"""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from effllm.kernels.threads import ThreadPool
+from effllm.offload.checkpoint import TensorStore
+from effllm.quant.codes import dequantize
+from effllm.quant.pack import unpack
+from effllm.runtime import parts
+from effllm.runtime.calibrate import LayerStats, calibrate
+from effllm.runtime.container import read_container
+from effllm.runtime.convert_plan import plan_conversion
+from effllm.runtime.convert_tensors import Converter
+from effllm.runtime.draft_model import DraftModel
+from effllm.runtime.engine import Engine, open_engine
+from effllm.runtime.prepare import EngineOptions, prepare
+from effllm.runtime.session_store import SessionStore
+from effllm.runtime.speculate import Speculation
+
+sys.path.insert(0, str(Path(__file__).parent))
+from conversions import options, run
+from hybrid_models import IDS, anew, answer, opened, read
+from latent_models import CTX, LATENT_CASES, latent_model
+from made_mixtures import imported_mixture
+from streamed_models import paging, streaming
+from test_hybrid_caches import restore, save
+from test_speculation import Guesser, Ticks
+
+
+@pytest.fixture(scope="module", params=LATENT_CASES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return latent_model(request.param, tmp_path_factory.mktemp("latent") / "model")
+
+
+@pytest.fixture(scope="module")
+def small(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same at 4 bits."""
+    run(folder, out := tmp_path_factory.mktemp("latent") / "4bit", options("4bit"))
+    return out
+
+
+@pytest.fixture(scope="module", params=["raw", "4 bits"])
+def engine(request: pytest.FixtureRequest, folder: Path, small: Path) -> Iterator[Engine]:
+    made = opened(small if request.param == "4 bits" else folder)
+    yield made
+    made.close()
+
+
+def test_threads_and_chunks_change_no_bit(folder: Path, small: Path) -> None:
+    for path in (folder, small):
+        found = []
+        for asked in ({"threads": 1}, {"threads": 2}, {"threads": 3, "chunk": 512}, {"chunk": 256}):
+            engine = opened(path, **asked)
+            rows = [read(engine, IDS[:430]), *[engine.forward_logits([token])[0].copy() for token in IDS[430:450]]]
+            found.append(np.stack(rows))
+            engine.close()
+        assert all(np.array_equal(found[0], other) for other in found[1:])
+
+
+def test_tokens_at_once_are_tokens_one_by_one(engine: Engine) -> None:
+    anew(engine, IDS[:200])
+    at_once = engine.forward_logits(IDS[200:207]).copy()
+    anew(engine, IDS[:200])
+    for row, token in zip(at_once, IDS[200:207], strict=True):
+        assert np.array_equal(engine.forward_logits([token])[0], row)
+
+
+def test_a_cache_that_is_cut_holds_what_it_says(engine: Engine) -> None:
+    anew(engine, IDS[:400])
+    expected = {}
+    for back in (40, 200, 330):
+        expected[back] = anew(engine, IDS[: back + 40])
+    for back, logits in expected.items():
+        anew(engine, IDS[:400])
+        for token in IDS[400:405]:
+            engine.forward_logits([token])
+        assert engine.cache.truncate(back) == back
+        engine.hold(IDS[:back])
+        here = read(engine, IDS[: back + 40])
+        assert engine.reused == back and np.abs(here - logits).max() < 0.02 * np.abs(logits).max()
+
+
+@pytest.mark.parametrize("right", [0.0, 0.6, 1.0])
+def test_drafts_change_no_answer(engine: Engine, right: float) -> None:
+    anew(engine, IDS[:120])
+    tokens = answer(engine, 60)
+    after = engine.forward_logits([5]).copy()
+    anew(engine, IDS[:120])
+    engine.speculation = Speculation((Guesser(IDS[:120] + tokens, right, engine.config.vocab_size),), clock=Ticks())
+    try:
+        assert answer(engine, 60) == tokens
+        assert engine.speculation.counts.drafted and (not right or engine.speculation.counts.accepted)
+    finally:
+        engine.speculation = None
+    assert np.array_equal(engine.forward_logits([5]), after)
+
+
+def test_a_draft_model_may_have_latents(folder: Path, small: Path) -> None:
+    engine = opened(folder)
+    answers = [anew(engine, IDS[:100]), answer(engine, 40)][1]
+    anew(engine, IDS[:100])
+    model = DraftModel(prepare(small, EngineOptions(device="cpu", ctx=CTX)), 300)
+    list(model.load())
+    engine.speculation = Speculation((), model, clock=Ticks())
+    try:
+        assert answer(engine, 40) == answers and engine.speculation.counts.accepted
+    finally:
+        engine.close()
+
+
+def test_weights_from_the_disk_give_the_same_bits(folder: Path, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matrices in parts, of which the one that all heads share out stays; experts one by one."""
+    monkeypatch.setattr(parts, "PART_NBYTES", 4096)
+    monkeypatch.setattr(parts, "LEAST_NBYTES", 1024)
+    for path in (folder, small):
+        engines = opened(path), streaming(path, keep=3, ctx=CTX, chunk=128)
+        found = [np.stack([read(each, IDS[:300]), *[each.forward_logits([t])[0].copy() for t in IDS[300:320]]]) for each in engines]
+        names = engines[1].model.streamed.parts.slices
+        assert any("kv_a_proj" in name for name in names) and not any("kv_b_proj" in name for name in names)
+        for each in engines:
+            each.close()
+        assert np.array_equal(*found)
+
+
+def test_experts_from_the_disk_give_the_same_bits(folder: Path, small: Path) -> None:
+    """Whoever has groups too."""
+    for path in (folder, small):
+        engines = opened(path), paging(path, 14, ctx=CTX, chunk=128)
+        found = [np.stack([read(each, IDS[:300]), *[each.forward_logits([t])[0].copy() for t in IDS[300:320]]]) for each in engines]
+        assert 0 < engines[1].model.pager.tally.hits < engines[1].model.pager.tally.uses
+        for each in engines:
+            each.close()
+        assert np.array_equal(*found)
+
+
+def test_a_session_goes_on_with_the_same_bits(engine: Engine, tmp_path: Path) -> None:
+    store = SessionStore(tmp_path / "sessions")
+    anew(engine, IDS[:455])
+    save(engine, store)
+    expected = [engine.forward_logits([token]).copy() for token in IDS[455:470]]
+    engine.cache.truncate(0)
+    engine.reset()
+    restore(engine, store)
+    assert engine.tokens == IDS[:455]
+    for token, row in zip(IDS[455:470], expected, strict=True):
+        assert np.array_equal(engine.forward_logits([token]), row)
+
+
+def test_the_plan_counts_what_is_allocated(folder: Path) -> None:
+    engine = opened(folder, kv="16bit")
+    try:
+        cache, workspace = engine.cache, engine.backends["cpu"].workspace
+        assert engine.placement.kv_bytes == sum(map(len, cache._exact)) + cache.shape.pages * cache.sealed_nbytes
+        read(engine, IDS[:500])
+        engine.forward_logits([1])
+        assert cache.allocated_nbytes <= engine.placement.kv_bytes
+        assert all(len(buffer) == workspace.floats[name] for name, buffer in workspace._buffers.items())
+    finally:
+        engine.close()
+
+
+def test_pages_on_the_disk_give_the_same_bits(folder: Path) -> None:
+    """Attention takes turns while pages come: tiles of a prompt wait between two turns."""
+    engines = opened(folder), paging(folder, 14, kv_pages=1, ctx=CTX, chunk=128)
+    found = [np.stack([read(each, IDS[:450]), *[each.forward_logits([t])[0].copy() for t in IDS[450:460]]]) for each in engines]
+    assert engines[1].cache.pool.stream is not None
+    for each in engines:
+        each.close()
+    assert np.array_equal(*found)
+
+
+@pytest.mark.parametrize("name", ["gptq 4", "int4", "fp8 blocks"])
+def test_what_other_tools_quantized_is_read(name: str, tmp_path: Path) -> None:
+    """What heads share out is widened, whatever runs from its codes; scales of blocks that end in part."""
+    shape = {**LATENT_CASES["deepseek_v3"].changes, "hidden_size": 256, "kv_lora_rank": 112 if name == "fp8 blocks" else 128,
+             "q_lora_rank": 128, "moe_intermediate_size": 128, "v_head_dim": 64, "intermediate_size": 256}
+    imported_mixture(tmp_path, name, shape, "deepseek_v3")
+    found = []
+    for exact in (False, True):
+        engine = opened(tmp_path, exact=exact)
+        specs = {role: tensor.spec for role, tensor in engine.model.tensors[1].items()}
+        assert specs["kv_b"].is_raw and specs["q_b"].is_raw == (name == "fp8 blocks")
+        found.append(read(engine, IDS[:200]))
+        engine.close()
+    assert np.isfinite(found).all() and np.abs(found[0] - found[1]).max() < 0.1 * np.abs(found[1]).max()
+
+
+def test_a_converted_folder_answers_nearly_the_same(folder: Path, tmp_path: Path) -> None:
+    engine, errors = opened(folder, kv="32bit"), []
+    before = anew(engine, IDS[:200])
+    engine.close()
+    for spec in ("8bit", "4bit"):
+        made, _ = run(folder, tmp_path / spec, options(spec))
+        quantized = opened(tmp_path / spec, kv="32bit")
+        errors.append(np.square(read(quantized, IDS[:200]) - before).mean() / np.square(before - before.mean()).mean())
+        assert quantized.model.nbytes == made.after
+        quantized.close()
+    assert errors[0] < 0.01 and errors[0] < errors[1] < 0.5
+
+
+def test_what_is_stored_and_what_its_numbers_mean(folder: Path, tmp_path: Path) -> None:
+    """In float32 the answers of a converted folder are those of the model with the rounded weights put back; what heads share out stays as
+    it was."""
+    run(folder, tmp_path / "out", options("3bit"))
+    made, plan = read_container(tmp_path / "out"), plan_conversion(folder, options("3bit").recipe)
+    kept = {job.role for job in plan.jobs if made.tensors[job.name].spec.is_raw and len(job.shape) == 2}
+    assert kept == {"kv_b", "router"}
+    exact = list(open_engine(tmp_path / "out", EngineOptions(kv="32bit", device="cpu", ctx=256, exact=True)))[-1]
+    ours = read(exact, IDS[:200])
+    exact.close()
+    engine = opened(folder, kv="32bit")
+    with plan.store, TensorStore.open(tmp_path / "out") as store:
+        for job in plan.jobs:
+            if not job.spec.is_raw:
+                values = dequantize(unpack(store.read(store.tensors[job.name]), job.spec, job.shape), job.spec)
+                with engine.model.pager.lease(job.key) as raw:
+                    raw[job.name].view(np.float32)[:] = values.reshape(-1)
+    theirs = read(engine, IDS[:200])
+    engine.close()
+    assert np.abs(ours - theirs).max() < 1e-3 * np.abs(theirs).max()
+
+
+def test_calibration_sees_every_matrix_and_smoothing_changes_nothing_but_rounding(folder: Path) -> None:
+    engine, plan = opened(folder, kv="32bit"), plan_conversion(folder, options("4bit").recipe)
+    before, pool = read(engine, IDS[:200]), ThreadPool(2)
+    queries = {"q"} if plan.config.latent.query_rank is None else {"q_a", "q_b"}
+    with plan.store:
+        converter = Converter(plan, "smooth", SimpleNamespace(finished=set()), pool, IDS)
+        for found in calibrate(folder, IDS[:200]):
+            if not isinstance(found, LayerStats) or found.key == "outer":
+                continue
+            assert {"kv_a", "o", *queries} <= set(found.roles) and "kv_b" not in found.roles
+            changed = converter._equalised(found)
+            roles = {job.role for job in plan.jobs if job.name in changed}
+            dense = set() if found.key in plan.config.mixture.layers else {"post_norm", "gate", "up", "down"}
+            assert roles == {"input_norm", "kv_a"} | queries | ({"q_a_norm"} if "q_a" in queries else set()) | dense
+            with engine.model.pager.lease(found.key) as raw:
+                for name, values in changed.items():
+                    raw[name].view(np.float32)[:] = values.reshape(-1)
+    pool.close()
+    engine.model._wrapped.clear()
+    after = anew(engine, IDS[:200])
+    engine.close()
+    assert np.abs(after - before).max() < 1e-4 * np.abs(before).max()
