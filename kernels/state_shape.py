@@ -25,6 +25,7 @@ class StateShape(Protocol):
     """What a kind says: the members without a body here are its own. `title` is what a person reads of it."""
 
     title: ClassVar[str]
+    ways_back: ClassVar[int] = 2  # slots that are kept beside the two of a pass
     taps: int
 
     @property
@@ -78,6 +79,11 @@ class StateShape(Protocol):
     def recent_floats(self) -> int:
         return align(4 * REPEATED * self.recent) // 4
 
-    def nbytes(self, slots: int) -> int:
+    @property
+    def slots(self) -> int:
+        return 2 + self.ways_back
+
+    @property
+    def nbytes(self) -> int:
         """Bytes of a layer."""
-        return 4 * (slots * self.slot_floats + self.recent_floats)
+        return 4 * (self.slots * self.slot_floats + self.recent_floats)

@@ -18,3 +18,10 @@ class Delta:
     decay: object
     dt: object
     norm: Norm
+
+
+@dataclass(frozen=True)
+class ShortConv:
+    """A gated short convolution: `conv` float32 [taps, C]."""
+
+    conv: object

@@ -12,7 +12,7 @@ from .cache_parts import layer_codecs, sealers, selective
 from .cache_probes import Probes
 from .cache_shape import AttnSpec, CacheShape, LayerSpec, exact_nbytes
 from .policy import open_policy
-from .states import SLOTS, LayerStates, States, controls
+from .states import LayerStates, States, controls
 
 
 def open_cache(backends: Sequence[object], specs: Sequence[LayerSpec], kv: RawCodec | PackedFormat, shape: CacheShape,
@@ -52,7 +52,7 @@ def _open_states(backends: Sequence[object], specs: Sequence[LayerSpec]) -> tupl
     """The states of layers that have no pages, together and by layer."""
     told = controls()
     shapes = {index: spec for index, spec in enumerate(specs) if not isinstance(spec, AttnSpec)}
-    stateful = {index: backends[index].state_layer(spec, SLOTS, anonymous(spec.nbytes(SLOTS)), told) for index, spec in shapes.items()}
+    stateful = {index: backends[index].state_layer(spec, anonymous(spec.nbytes), told) for index, spec in shapes.items()}
     return (States([*stateful.values()], next(iter(shapes.values())), told) if shapes else None), stateful
 
 

@@ -44,6 +44,7 @@ SPELLED = {"ernie4_5": "Ernie4_5", "ernie4_5_moe": "Ernie4_5_Moe", "gemma3_text"
            "granitemoehybrid": "GraniteMoeHybrid", "opt": "OPT", "qwen3_5_moe_text": "Qwen3_5Moe",
            "qwen3_5_text": "Qwen3_5", "smollm3": "SmolLM3"}
 NOT_WRITTEN = {**dict.fromkeys(("gpt_oss", "granitemoe"), "other tools want their experts joined"),
+               **dict.fromkeys(("lfm2", "lfm2_moe"), "no other tool was found to read their convolutions so"),
                **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text"), "no other tool was found to read their linear attention so")}
 LEFT_OUT = ("auto_map",)  # names code that does not go along and that no reader needs
 

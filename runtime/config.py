@@ -28,7 +28,8 @@ ACTS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh"
         "relu2": "relu2"}
 MAX_LAYERS = 2048
 MAX_EXPERTS = 2**16  # of all layers: each takes memory before a tensor is looked for
-MOST = {"hidden_size": 2**20, **dict.fromkeys(("intermediate_size", "ffn_dim", "shared_intermediate_size", "moe_intermediate_size"), 2**22),
+MOST = {"hidden_size": 2**20,
+        **dict.fromkeys(("intermediate_size", "block_ff_dim", "ffn_dim", "shared_intermediate_size", "moe_intermediate_size"), 2**22),
         "num_hidden_layers": MAX_LAYERS, "num_attention_heads": 4096, "vocab_size": 2**24}
 DTYPES = ("float32", "float16", "bfloat16")
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..kernels.conv_shape import ConvShape
 from ..kernels.delta_shape import DeltaShape
-from ..quant.state_weights import Delta
+from ..quant.state_weights import Delta, ShortConv
 from ..quant.weight import Linear, Norm
 from .tensors import ModelTensor, as_float32
 
@@ -60,7 +61,12 @@ def delta(found: Source) -> StateWeights:
     return StateWeights(tuple(map(found.linear, ("state_in", "state_gate", "state_beta", "state_rate"))), found.linear("state_out"), own)
 
 
-KINDS = {DeltaShape: delta}
+def short_conv(found: Source) -> StateWeights:
+    """All of it is one product, taps, and another."""
+    return StateWeights((found.linear("state_in"),), found.linear("state_out"), ShortConv(found.conv()))
+
+
+KINDS = {ConvShape: short_conv, DeltaShape: delta}
 
 
 def state_weights(found: Source) -> StateWeights | None:

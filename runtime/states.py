@@ -5,9 +5,10 @@ behind so many tokens, the same slot in every layer: a pass reads one and writes
 begun. A pass that was broken off, or was a draft of which nothing came true, is therefore forgotten by reading the same slot again; of few
 tokens, as those of drafts, the state behind any of them is made again from what their pass left (`LayerStates.again`), without a product.
 
-Other ways back are slots that are kept. A prompt leaves two: where it began to be read, and a little before its end, since the next prompt
-often has all of it in common but what asked for the answer; of a model that guesses for another, whose answers are mostly taken back, its
-very end instead. Of more the oldest give way. What lies between is read again.
+Other ways back are slots that are kept, as many as a kind of state has (`StateShape.ways_back`). A prompt leaves two: where it began to
+be read, and a little before its end, since the next prompt often has all of it in common but what asked for the answer; of a model that
+guesses for another, whose answers are mostly taken back, its very end instead. Of more the oldest give way. What lies between is read
+again.
 """
 
 from __future__ import annotations
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from ..kernels.state_shape import StateShape
     from .config import ModelConfig
 
-WAYS_BACK = 2  # slots that are kept
-SLOTS = 2 + WAYS_BACK  # and two for a pass
 TAIL = 32  # tokens before the end of a prompt, more than any kernel takes as tokens of an answer
 
 
@@ -40,7 +39,7 @@ class LayerStates(Protocol):
 
 def states_nbytes(config: ModelConfig) -> tuple[int, ...]:
     """Bytes of the state of every layer, 0 of one that has keys and values."""
-    return tuple(config.state.nbytes(SLOTS) if layer in config.state_layers else 0 for layer in range(config.num_hidden_layers))
+    return tuple(config.state.nbytes if layer in config.state_layers else 0 for layer in range(config.num_hidden_layers))
 
 
 def controls() -> np.ndarray:
@@ -53,9 +52,9 @@ class States:
     """Of all layers of a model that have one, which are of one `shape`. `told` is `controls`, which the layers' kernels read."""
 
     def __init__(self, layers: Sequence[LayerStates], shape: StateShape, told: np.ndarray) -> None:
-        self.layers, self._told = layers, told
+        self.layers, self._told, self._shape = layers, told, shape
         self.guesses = False  # are answers guesses, which will be taken back?
-        self.nbytes, self.saved_nbytes = len(layers) * shape.nbytes(SLOTS), 4 * len(layers) * shape.slot_floats
+        self.nbytes, self.saved_nbytes = len(layers) * shape.nbytes, 4 * len(layers) * shape.slot_floats
         self.clear()
 
     def clear(self) -> None:
@@ -115,12 +114,12 @@ class States:
         self._tail = slot()
 
     def _make_room(self) -> None:
-        while len(self._kept) >= WAYS_BACK:
+        while len(self._kept) >= self._shape.ways_back:
             del self._kept[next(iter(self._kept))]
 
     def _free(self) -> int:
         used = {self._from, self._to, self._coming[0], *self._kept}
-        return next(slot for slot in range(SLOTS) if slot not in used)
+        return next(slot for slot in range(self._shape.slots) if slot not in used)
 
     def _goes_on(self, n: int) -> bool:
         """Is the state behind `n` tokens one that the last pass leaves, or leaves the means to make?"""

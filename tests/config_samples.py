@@ -36,5 +36,5 @@ def in_a_file(family: str, name: str, shape: tuple[int, ...]) -> list[tuple[str,
         parts = ("gate_proj", "up_proj") if stacked.startswith("gate_up") else ("down_proj",)
         return [(f"{place}.{expert}.{part}.{kind}", (shape[1] // len(parts), *shape[2:])) for expert in range(shape[0]) for part in parts]
     parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[stacked]
-    names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"} if family == "mixtral" else {part: part for part in parts}
+    names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"} if family in ("mixtral", "lfm2_moe") else {part: part for part in parts}
     return [(f"{place}.{expert}.{names[part]}.weight", (shape[1] // len(parts), shape[2])) for expert in range(shape[0]) for part in parts]

@@ -102,6 +102,15 @@ CASES = {
     "qwen3_5_moe, images, bfloat16": Case("qwen3_5_moe_text", {**DELTA, **FEW_EXPERTS, "shared_expert_intermediate_size": 104},
                                           dtype="bfloat16", images=True),
     "qwen3_5, images, bfloat16": Case("qwen3_5_text", DELTA, dtype="bfloat16", images=True),
+    "lfm2": Case("lfm2", {"layer_types": ["conv", "full_attention", "conv"], "vocab_size": 301, "block_multiple_of": 16}),
+    "lfm2, other taps, bfloat16": Case("lfm2", {
+        "num_hidden_layers": 4, "full_attn_idxs": [0, 3], "conv_L_cache": 5, "block_auto_adjust_ff_dim": False,
+        "tie_word_embeddings": False, "num_key_value_heads": 1}, dtype="bfloat16"),
+    "lfm2_moe": Case("lfm2_moe", {**FEW_EXPERTS, "num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2, "num_dense_layers":
+                                  1, "routed_scaling_factor": 1.5}),
+    "lfm2_moe, nothing corrected, bfloat16": Case("lfm2_moe", {
+        **FEW_EXPERTS, "layer_types": ["full_attention", "conv", "conv"], "num_dense_layers": 0, "use_expert_bias": False,
+        "norm_topk_prob": False}, dtype="bfloat16"),
     "phi3": Case("phi3", {"sliding_window": 50, "hidden_size": 192, "num_attention_heads": 2, "num_key_value_heads": 1}, dtype="bfloat16"),
     "phi3, longrope over half a head": Case("phi3", {**rope("longrope", short_factor=RAMP[:4], long_factor=[4 * x for x in RAMP[:4]],
                                                             partial_rotary_factor=0.5), "original_max_position_embeddings": 64}),
@@ -216,7 +225,7 @@ def written(case: Case, folder: Path) -> PreTrainedModel:
             if parameter.ndim == 1 or name.endswith("bias"):  # norms, which start at 1, and biases, which start at 0
                 parameter.add_(0.3 * torch.randn_like(parameter))
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):  # which start at 0
+            if name.endswith(("e_score_correction_bias", "expert_bias")):  # which start at 0
                 buffer.add_(0.3 * torch.randn_like(buffer))
     model.to(getattr(torch, case.dtype)).save_pretrained(folder, max_shard_size=case.shard)
     if case.older:

@@ -16,22 +16,24 @@ CTX = 640
 IDS = np.random.default_rng(5).integers(0, 300, CTX).tolist()
 GREEDY = SamplerSettings(temperature=0)
 # Heads as wide as a packed cache takes them, matrices that are cut, and weights of which answers are no lottery.
-CASE = Case("qwen3_5_text", {**CASES["qwen3_5_text"].changes, "head_dim": 64, "initializer_range": 0.08, "max_position_embeddings": CTX,
-                             "vocab_size": 300, "attention_bias": False})
+CALM = {"head_dim": 64, "initializer_range": 0.08, "max_position_embeddings": CTX, "vocab_size": 300}
+# Of each one layer has keys and values, and three a state.
+MODELS = {"qwen3_5_text": Case("qwen3_5_text", {**CASES["qwen3_5_text"].changes, **CALM, "attention_bias": False}),
+          "lfm2": Case("lfm2", {**CALM, "num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"]})}
 KINDS = ("raw", "4 bits", "4 bits, packed cache", "packed cache")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("hybrid") / "model"
-    written(CASE, made)
+@pytest.fixture(scope="module", params=MODELS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("hybrid") / request.param
+    written(MODELS[request.param], made)
     return made
 
 
 @pytest.fixture(scope="module")
 def small(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same at 4 bits."""
-    return quantized(folder, tmp_path_factory.mktemp("hybrid") / "4bit")
+    return quantized(folder, tmp_path_factory.mktemp("small") / "4bit")
 
 
 @pytest.fixture(scope="module", params=KINDS)

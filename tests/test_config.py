@@ -27,6 +27,8 @@ from transformers import (
     GraniteConfig,
     GraniteMoeConfig,
     GraniteMoeHybridConfig,
+    Lfm2Config,
+    Lfm2MoeConfig,
     LlamaConfig,
     Ministral3Config,
     MistralConfig,
@@ -69,7 +71,8 @@ def granite_4(**changes: object) -> GraniteMoeHybridConfig:
 WRITERS = {"arcee": ArceeConfig, "dots1": partial(Dots1Config, **DOTS), "ernie4_5": Ernie4_5Config, "ernie4_5_moe": Ernie4_5_MoeConfig,
            "exaone4": Exaone4Config, "gemma": GemmaConfig, "gemma2": Gemma2Config, "gemma3_text": Gemma3TextConfig, "glm": GlmConfig,
            "glm4": Glm4Config, "glm4_moe": partial(Glm4MoeConfig, head_dim=128), "gpt_oss": GptOssConfig, "granite": GraniteConfig,
-           "granitemoe": GraniteMoeConfig, "granitemoehybrid": granite_4, "llama": LlamaConfig, "ministral3": Ministral3Config,
+           "granitemoe": GraniteMoeConfig, "granitemoehybrid": granite_4, "lfm2": partial(Lfm2Config, block_auto_adjust_ff_dim=False),
+           "lfm2_moe": partial(Lfm2MoeConfig, layer_types=None), "llama": LlamaConfig, "ministral3": Ministral3Config,
            "mistral": MistralConfig, "mixtral": MixtralConfig, "olmo2": Olmo2Config, "olmo3": Olmo3Config, "olmoe": OlmoeConfig,
            "opt": OPTConfig, "phi3": Phi3Config, "qwen2": Qwen2Config, "qwen2_moe": Qwen2MoeConfig, "qwen3": Qwen3Config,
            "qwen3_5_moe_text": Qwen3_5MoeTextConfig, "qwen3_5_text": Qwen3_5TextConfig, "qwen3_moe": Qwen3MoeConfig,
@@ -98,7 +101,7 @@ def test_what_transformers_writes(family: str, changes: dict[str, object]) -> No
     assert outside or config.warnings == ()
     for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
                  "max_position_embeddings", "tie_word_embeddings", "hidden_act", "bos_token_id"):
-        theirs = getattr(written, names.get(name, name))
+        theirs = getattr(written, names.get(name, name), "silu")  # LFM2 does not state what every model of it has
         if (family, name) == ("gpt_oss", "hidden_act"):  # which does not say that its experts clamp it
             theirs = "clamped_swish"
         assert getattr(config, name) == (None if name in outside else OTHER_ACTS.get(theirs, theirs)), name
@@ -114,7 +117,8 @@ def test_what_transformers_writes(family: str, changes: dict[str, object]) -> No
         kind = "full_attention" if None in config.windows else "sliding_attention"
         theta = written.rope_parameters.get(kind, written.rope_parameters)["rope_theta"]
         assert config.rope.theta == theta and config.rope.kind == written.rope_parameters.get("rope_type", "default")
-    assert config.qk_norm == (family.startswith("qwen3") or family in ("dots1", "exaone4", "gemma3_text", "olmo2", "olmo3", "olmoe"))
+    assert config.qk_norm == (family.startswith(("qwen3", "lfm2")) or
+                              family in ("dots1", "exaone4", "gemma3_text", "olmo2", "olmo3", "olmoe"))
     assert config.qkv_bias == (family in ("glm", "glm4", "gpt_oss", "opt", "qwen2", "qwen2_moe", "seed_oss", "starcoder2"))
 
 
@@ -125,6 +129,7 @@ def test_absent_keys_have_the_defaults_of_transformers(family: str) -> None:
     shape = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "ffn_dim", "num_hidden_layers", "num_attention_heads")
     bare = {key: full[key] for key in shape if key in full}
     bare |= {"llama": {"num_key_value_heads": None}, "dots1": DOTS, "glm4_moe": {"head_dim": 128},
+             "lfm2": {"block_auto_adjust_ff_dim": False},
              "granitemoehybrid": {key: full.get(key) for key in (*GRANITE_4, "layer_types")}}.get(family, {})
     assert replace(parse_config(bare), warnings=()) == replace(parse_config(full), warnings=())
 
@@ -238,12 +243,14 @@ def test_tensors_have_the_names_and_shapes_that_transformers_gives_them() -> Non
                 "ernie4_5_moe": {"use_bias": False, "moe_num_experts": 7, "moe_num_shared_experts": 1},
                 "dots1": {**one, **DOTS, "first_k_dense_replace": 2},
                 "glm4_moe": {**one, "use_qk_norm": True, "n_routed_experts": 5, "n_shared_experts": 2, "num_experts_per_tok": 2},
+                "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
                 "qwen2_moe": {"qkv_bias": False, "num_experts": 5, "mlp_only_layers": [3]}, "mixtral": {"num_local_experts": 3},
                 "qwen3_moe": {**one, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "decoder_sparse_step": 2,
                               "mlp_only_layers": [3]}}
     for family, writer in WRITERS.items():
         plain = ("ernie4_5_moe", "granitemoe", "granitemoehybrid", "olmoe", "phi3")  # which have no head_dim of their own
-        width = {"ffn_dim": 88} if family == "opt" else {} if family in plain else {"head_dim": 32}
+        width = {"layer_types": ["full_attention", "conv"] * 2} if family == "lfm2_moe" else {}
+        width |= {"ffn_dim": 88} if family == "opt" else {} if family in plain else {"head_dim": 32}
         for changes in ({"tie_word_embeddings": False}, {"tie_word_embeddings": True, **features.get(family, {})}):
             written = writer(**{**SMALL, **width, "pad_token_id": None, **changes})
             with torch.device("meta"):
@@ -253,7 +260,8 @@ def test_tensors_have_the_names_and_shapes_that_transformers_gives_them() -> Non
             rules = [*module.outer_tensors(config).values()]
             rules += [rule for layer in range(4) for rule in module.layer_tensors(config, layer).values()]
             there = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}  # a tied head is listed once
-            there |= {name: tuple(own.shape) for name, own in model.named_buffers() if name.endswith("e_score_correction_bias")}
+            there |= {name: tuple(own.shape) for name, own in model.named_buffers()
+                      if name.endswith(("e_score_correction_bias", "expert_bias"))}
             there = dict(part for name, shape in there.items() for part in in_a_file(family, name, shape))
             whole = {rule.part_of[0]: (rule.part_of[2], *rule.shape[1:]) for rule in rules if rule.part_of}
             assert {rule.name: rule.shape for rule in rules if not rule.part_of} | whole == there

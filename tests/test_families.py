@@ -120,6 +120,8 @@ PECULIAR = {
     "ministral3": [{"ropes": {"llama_4_scaling_beta": 0.1}}, {"ropes": {"mscale": None}}],
     "olmo3": [{"windows": (None,) * 3}, {"windows": (40,) * 3}, {"ropes": 0}, {"ropes": 1}],
     "qwen3_5_moe_text": [{"mixture": each} for each in ({"renormalise": False}, {"shared_scaled": False}, {"shared_width": None})],
+    "lfm2": [{"qk_norm": False}, {"ropes": (None,) * 3}, {"norm_eps": 1e-1}],
+    "lfm2_moe": [{"mixture": each} for each in ({"renormalise": False}, {"sigmoid": False}, {"factor": 1.0}, {"corrected": False})],
     "qwen3_5_text": [{"norm_kind": "rms"}, {"ropes": (None,) * 4}, {"norm_eps": 1e-1}],
     "smollm3": [{"ropes": 0}, {"ropes": 1}],
     "smollm3, windows": [{"windows": (None,) * 3}, {"ropes": 0}],
@@ -173,7 +175,8 @@ def test_every_peculiarity_of_a_family_shows(name: str, tmp_path: Path) -> None:
                                   "seed_oss", "smollm3", "granite", "opt", "mixtral", "qwen3_moe, bfloat16", "olmoe", "gpt_oss",
                                   "granitemoe", "granitemoehybrid", "qwen2_moe", "glm4_moe", "dots1, no windows, bfloat16", "starcoder2",
                                   "exaone4", "arcee", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "deepseek_v2", "deepseek_v3",
-                                  "glm4_moe_lite", "qwen3_5_text", "qwen3_5_text, other layers", "qwen3_5_moe_text"])
+                                  "glm4_moe_lite", "qwen3_5_text", "qwen3_5_text, other layers", "qwen3_5_moe_text", "lfm2",
+                                  "lfm2, other taps, bfloat16", "lfm2_moe"])
 def test_the_other_backend_agrees(name: str, tmp_path: Path) -> None:
     """Layers on torch, on CPU tensors: the same logits."""
     model = written(CASES[name], tmp_path)

@@ -1,7 +1,7 @@
-"""Models with layers of linear attention beside others: what a run does with them is what it does with any, to the bit where it is so.
+"""Models of which some layers remember in a state: what a run does with them is what it does with any, to the bit where it is so.
 
-That they compute what transformers does is in `test_families.py`, what a state goes through in `test_states.py` and `test_delta.py`, what
-becomes of their caches outside a run in `test_hybrid_caches.py`.
+That they compute what transformers does is in `test_families.py`, what a state goes through in `test_states.py` and
+`test_state_kernels.py`, what becomes of their caches outside a run in `test_hybrid_caches.py`.
 """
 
 # Fixtures come from a module, and tests take them as arguments of their names.
@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 from effllm import EffllmError
 from effllm.kernels.cpu.candidates import default_registry
 from effllm.kernels.cpu.ops import CpuOps
-from effllm.kernels.layout import PAGE
+from effllm.kernels.layout import PAGE, REPEATED
 from effllm.kernels.threads import ThreadPool
 from effllm.offload.checkpoint import TensorStore
 from effllm.offload.predict import KindRate, Rates, decode, prompt
@@ -33,7 +33,7 @@ from effllm.runtime.gguf.export import export_gguf
 from effllm.runtime.model import dims
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.speculate import Speculation
-from effllm.runtime.states import SLOTS, TAIL, WAYS_BACK
+from effllm.runtime.states import TAIL
 from effllm.runtime.tensors import check_tensors
 from effllm.runtime.unread import unread
 
@@ -156,7 +156,7 @@ def test_weights_from_the_disk_give_the_same_bits(folder: Path, small: Path, mon
         engines = opened(path), streaming(path, keep=3, ctx=CTX, chunk=128)
         found = [np.stack([read(each, IDS[:300]), *[each.forward_logits([t])[0].copy() for t in IDS[300:320]]]) for each in engines]
         names = engines[1].model.streamed.parts.slices
-        assert any("in_proj_qkv" in name for name in names) and any("out_proj" in name for name in names)
+        assert any("0" in name and "in_proj" in name for name in names) and any("0" in name and "out_proj" in name for name in names)
         for each in engines:
             each.close()
         assert np.array_equal(*found)
@@ -169,8 +169,9 @@ def test_the_plan_counts_what_is_allocated(folder: Path, kv: str) -> None:
         cache, config, placement = engine.cache, engine.config, engine.placement
         paged = len(config.attention_layers)
         assert (paged, len(config.state_layers)) == (1, 3)
-        states = sum(layer._slots.nbytes + layer._raw.nbytes + layer._mixed.nbytes + layer._gates.nbytes for layer in cache.states.layers)
-        assert 0 <= cache.states.nbytes - states < 3 * 64 and cache.states.nbytes == 3 * config.state.nbytes(SLOTS)
+        states = sum(layer._slots.nbytes + layer.recent.nbytes for layer in cache.states.layers)
+        assert cache.states.nbytes == states == 3 * config.state.nbytes
+        assert all(0 <= layer.recent.nbytes - 4 * REPEATED * config.state.recent < 64 for layer in cache.states.layers)
         exact, sealed = sum(map(len, cache._exact)), cache.shape.pages * cache.sealed_nbytes
         assert placement.kv_bytes == exact + sealed + cache.states.nbytes
         assert placement.kv_bytes_per_token == -(-cache.sealed_nbytes // PAGE)
@@ -190,8 +191,8 @@ def test_layers_of_both_kinds_on_a_card(folder: Path, small: Path) -> None:
             engine, said = with_card(path, simulated(512 << 20), gpu_layers=layers, kv="32bit", ctx=CTX, exact=True)
             placement, config = engine.placement, engine.config
             on_card = [layer for layer in range(config.num_hidden_layers) if placement.devices[layer] == "cuda"]
-            states = sum(layer in config.state_layers for layer in on_card) * config.state.nbytes(SLOTS)
-            pages = sum(layer in config.attention_layers for layer in on_card) * (placement.kv_bytes - 3 * config.state.nbytes(SLOTS))
+            states = sum(layer in config.state_layers for layer in on_card) * config.state.nbytes
+            pages = sum(layer in config.attention_layers for layer in on_card) * (placement.kv_bytes - 3 * config.state.nbytes)
             assert len(on_card) == layers and placement.card.kv_bytes == states + pages
             found = logits(engine)
             assert np.abs(found - expected).max() < 1e-3 * np.abs(expected).max()
@@ -245,6 +246,7 @@ def test_a_prompt_after_a_short_answer_is_a_way_back(folder: Path, tokens: int) 
         engine.close()
 
 
+@pytest.mark.parametrize("folder", ["qwen3_5_text"], indirect=True)
 def test_layers_that_predict_ahead_and_pictures_are_passed_over(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     zeros = np.zeros((2, 2), np.float32)
@@ -269,9 +271,10 @@ def test_ways_back_are_bounded(engine: Engine) -> None:
     for length in range(100, 600, 90):
         read(engine, IDS[:length])
         answer(engine, 3)
-    assert len(engine.cache.states._kept) <= WAYS_BACK
+    assert len(engine.cache.states._kept) <= engine.config.state.ways_back
 
 
+@pytest.mark.parametrize("folder", ["qwen3_5_text"], indirect=True)
 def test_exports_that_cannot_hold_it_say_so(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(EffllmError, match="qwen3_5_text models are not"):
         list(export_compressed(folder, tmp_path / "out", "INT4"))
@@ -284,13 +287,12 @@ def test_a_forecast_counts_states_beside_attention(folder: Path) -> None:
     prepared = prepare(folder, EngineOptions(device="cpu", ctx=CTX))
     asked = work(prepared, check_tensors(prepared.config, prepared.store))
     prepared.store.close()
-    delta = prepared.config.state
-    assert asked.windows == (None,) and asked.layers == 4 and asked.state_bytes == 3 * 12 * delta.state_floats
+    assert asked.windows == (None,) and asked.layers == 4 and asked.state_bytes == 3 * 12 * prepared.config.state.state_floats
     assert asked.bytes_per_token == sum(part.nbytes for part in asked.parts)
     rates = Rates(1e6, 0.0, 0.0, {part.kind: KindRate(1e6, 1e12) for part in asked.parts}, {asked.kv: KindRate(1e12, 1e12)})
     without = replace(asked, state_bytes=0)
     assert decode(asked, rates, 100).seconds - decode(without, rates, 100).seconds == pytest.approx(asked.state_bytes / 1e6)
     one, many = (prompt(asked, rates, tokens).seconds - prompt(without, rates, tokens).seconds
                  for tokens in (asked.chunk, 2 * asked.chunk))
-    assert many == pytest.approx(2 * one) and one < 1.1 * asked.state_bytes / 1e6, "once a pass, not for every token of it"
+    assert many == pytest.approx(2 * one) and one <= 1.1 * asked.state_bytes / 1e6, "once a pass, not for every token of it"
     assert decode(asked, rates, 200).seconds - decode(asked, rates, 100).seconds == pytest.approx(100 * asked.kv_bytes / 1e6)

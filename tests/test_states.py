@@ -1,6 +1,6 @@
 """States that cannot be cut: whatever was run, broken off, drafted or forgotten, a pass reads the state behind exactly the tokens held.
 
-The layers here are made up: a slot holds the tokens that went into it. Kernels are in `test_delta.py`, models in `test_hybrid.py`.
+The layers here are made up: a slot holds the tokens that went into it. Kernels are in `test_state_kernels.py`, models in `test_hybrid.py`.
 """
 
 import random
@@ -16,7 +16,7 @@ from effllm.kernels.state_shape import AFTER, FROM, KEPT, NO_SLOT, TO
 from effllm.runtime.cache import KVCache
 from effllm.runtime.cache_shape import CacheShape
 from effllm.runtime.policy.keep import Keep
-from effllm.runtime.states import SLOTS, TAIL, States, controls
+from effllm.runtime.states import TAIL, States, controls
 
 SHAPE = DeltaShape(1, 1, 4, 4, 2)
 
@@ -25,7 +25,7 @@ class Tokens:
     """What `LayerStates` are, of lists of tokens."""
 
     def __init__(self, told: np.ndarray) -> None:
-        self.told, self.slots, self.last = told, {slot: ["nothing"] for slot in range(SLOTS)}, []
+        self.told, self.slots, self.last = told, {slot: ["nothing"] for slot in range(SHAPE.slots)}, []
 
     def run(self, tokens: list[int], whole: bool = True) -> list[int]:
         """A pass; returns what it read. One that is not `whole` breaks off with a slot half written."""

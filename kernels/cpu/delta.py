@@ -26,8 +26,8 @@ class DeltaStates(Slots):
 
     shape: DeltaShape
 
-    def __init__(self, ops: CpuOps, shape: DeltaShape, slots: int, memory: np.ndarray, told: np.ndarray) -> None:
-        super().__init__(ops, shape, slots, memory, told, "delta", loops.SLOTS)
+    def __init__(self, ops: CpuOps, shape: DeltaShape, memory: np.ndarray, told: np.ndarray) -> None:
+        super().__init__(ops, shape, memory, told, "delta", loops.SLOTS)
         wide, heads, recent = REPEATED * shape.channels, shape.value_heads, self.recent
         self._raw, self._mixed = (recent[at * wide :][:wide].reshape(REPEATED, -1) for at in (0, 1))
         self._gates = recent[2 * wide :][: 2 * REPEATED * heads].reshape(REPEATED, 2, heads)

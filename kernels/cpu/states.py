@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from ..conv_shape import ConvShape
 from ..delta_shape import DeltaShape
 from ..registry import Call
 from ..state_shape import AFTER, FROM, KEPT, NO_SLOT, TO, StateShape
@@ -35,22 +36,24 @@ def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
     return buffers | queries | ({} if shape is None else {"mixed": chunk * shape.channels, "gates": chunk * shape.gates})
 
 
-def state_layer(ops: CpuOps, shape: StateShape, slots: int, memory: np.ndarray, told: np.ndarray) -> LayerStates:
-    """The states of one layer in uint8 memory (`shape.nbytes(slots)`), in `slots` slots of which `told` says those of a pass."""
+def state_layer(ops: CpuOps, shape: StateShape, memory: np.ndarray, told: np.ndarray) -> LayerStates:
+    """The states of one layer in uint8 memory (`shape.nbytes`), of whose slots `told` says those of a pass."""
     from .delta import DeltaStates
+    from .short_conv import ConvStates
 
-    kinds = {DeltaShape: DeltaStates}
-    return kinds[type(shape)](ops, shape, slots, memory, told)
+    kinds = {ConvShape: ConvStates, DeltaShape: DeltaStates}
+    return kinds[type(shape)](ops, shape, memory, told)
 
 
 class Slots:
     """The slots of a layer, the argument block of its kernels, and the inputs of its convolution. `op`: the name of its candidates; `size`:
     slots of the block; behind `self.recent` lies what a kind keeps of a pass of few tokens."""
 
-    def __init__(self, ops: CpuOps, shape: StateShape, slots: int, memory: np.ndarray, told: np.ndarray, op: str, size: int) -> None:
+    def __init__(self, ops: CpuOps, shape: StateShape, memory: np.ndarray, told: np.ndarray, op: str, size: int) -> None:
         self.ops, self.shape, self._told = ops, shape, told
         memory = memory.view(np.float32)
-        self._slots, self.recent = memory[: slots * shape.slot_floats].reshape(slots, -1), memory[slots * shape.slot_floats :]
+        end = shape.slots * shape.slot_floats
+        self._slots, self.recent = memory[:end].reshape(shape.slots, -1), memory[end:]
         self.run = ops.registry.select(Call(op)).candidate.run
         self.block = np.zeros(size, np.int64)
         self.block[loops.MEMORY : loops.OWN] = (address(self._slots), 4 * shape.slot_floats, 4 * shape.state_offset, address(told),

@@ -30,8 +30,8 @@ class TorchDelta(TorchSlots):
 
     shape: DeltaShape
 
-    def __init__(self, shape: DeltaShape, slots: int, memory: torch.Tensor, told: np.ndarray) -> None:
-        super().__init__(shape, slots, memory, told)
+    def __init__(self, shape: DeltaShape, memory: torch.Tensor, told: np.ndarray) -> None:
+        super().__init__(shape, memory, told)
         wide, heads, recent = REPEATED * shape.channels, shape.value_heads, self.recent
         self._raw, self._mixed = (recent[at * wide :][:wide].view(REPEATED, -1) for at in (0, 1))
         self._gates = recent[2 * wide :][: 2 * REPEATED * heads].view(REPEATED, 2, heads)

@@ -5,25 +5,28 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from ..conv_shape import ConvShape
 from ..delta_shape import DeltaShape
 from ..state_shape import NO_SLOT, StateShape
 
 
-def state_layer(shape: StateShape, slots: int, memory: torch.Tensor, told: np.ndarray) -> TorchSlots:
+def state_layer(shape: StateShape, memory: torch.Tensor, told: np.ndarray) -> TorchSlots:
     """The states of one layer in uint8 `memory` on the device, as `shape` lays it out; `told` is on the host."""
     from .delta import TorchDelta
+    from .short_conv import TorchConv
 
-    kinds = {DeltaShape: TorchDelta}
-    return kinds[type(shape)](shape, slots, memory, told)
+    kinds = {ConvShape: TorchConv, DeltaShape: TorchDelta}
+    return kinds[type(shape)](shape, memory, told)
 
 
 class TorchSlots:
     """The slots of a layer and the inputs of its convolution; behind `self.recent` lies what a kind keeps of a pass of few tokens."""
 
-    def __init__(self, shape: StateShape, slots: int, memory: torch.Tensor, told: np.ndarray) -> None:
+    def __init__(self, shape: StateShape, memory: torch.Tensor, told: np.ndarray) -> None:
         self.shape, self._told = shape, told
         memory = memory.view(torch.float32)
-        self._slots, self.recent = memory[: slots * shape.slot_floats].view(slots, -1), memory[slots * shape.slot_floats :]
+        end = shape.slots * shape.slot_floats
+        self._slots, self.recent = memory[:end].view(shape.slots, -1), memory[end:]
 
     def told(self) -> tuple[int, ...]:
         """The slots of the pass."""

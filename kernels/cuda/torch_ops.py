@@ -230,9 +230,9 @@ class TorchOps:
             return TorchPackedPages(self.upload, layout, *memory, scale, window, softcap, codec, self.one)
         return TorchLayerPages(self.upload, layout, *memory, scale, window, softcap, self.one, self.places)
 
-    def state_layer(self, shape: StateShape, slots: int, memory: np.ndarray, told: np.ndarray) -> TorchSlots:
+    def state_layer(self, shape: StateShape, memory: np.ndarray, told: np.ndarray) -> TorchSlots:
         """One layer's states on this device, in as much memory as the host's that stands for them."""
-        return state_layer(shape, slots, self.on.take(memory.nbytes), told)
+        return state_layer(shape, self.on.take(memory.nbytes), told)
 
     def upload(self, array: np.ndarray) -> torch.Tensor:
         """An index array on this device. The last few are remembered, since every layer of a step passes the same ones: by what they hold,

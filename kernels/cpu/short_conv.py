@@ -1,0 +1,62 @@
+"""The states of a layer with a gated short convolution on the CPU, and running its kernel (`short_conv_loops.py`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .. import reference_conv as reference
+from ..conv_shape import ConvShape
+from ..layout import REPEATED
+from ..workspace import address
+from . import short_conv_loops as loops
+from .conv_loops import BIAS, X
+from .rows import SHARE_FROM
+from .states import Slots
+
+if TYPE_CHECKING:
+    from ...quant.state_weights import ShortConv
+    from .ops import CpuOps
+
+
+class ConvStates(Slots):
+    """See the module and `runtime/states.py`."""
+
+    shape: ConvShape
+
+    def __init__(self, ops: CpuOps, shape: ConvShape, memory: np.ndarray, told: np.ndarray) -> None:
+        super().__init__(ops, shape, memory, told, "short convolution", loops.SLOTS)
+        self._raw = self.recent[: REPEATED * shape.width].reshape(REPEATED, -1)
+
+    def mix(self, products: list[np.ndarray], w: ShortConv) -> np.ndarray:
+        """What the layer reads of the text, [T, width]; the state goes on. The product is [T, 3 * width]."""
+        out = self.ops.workspace.take("attend", len(products[0]), self.shape.width)
+        self.run(self, products[0], w, out)
+        return out
+
+    def passing(self, tokens: int) -> np.ndarray | None:
+        """Where inputs of so many tokens stay, if they are few."""
+        return self._raw[:tokens] if tokens <= REPEATED else None
+
+    def run_again(self, source: int, target: int, tokens: int) -> None:
+        """As `again`, which has told it."""
+        self.inputs_of(target)[:] = self.last_inputs(source, self._raw[:tokens])
+
+
+def run(states: ConvStates, bcx: np.ndarray, w: ShortConv, out: np.ndarray) -> None:
+    ops, block, tokens = states.ops, states.block, len(bcx)
+    raw = address(states._raw) if tokens <= REPEATED else 0
+    block[X:BIAS] = ops.at(bcx), tokens, 0, raw, address(w.conv)
+    block[loops.OUT] = ops.at(out)
+    ops.run(loops.mix, address(block), out.size >= SHARE_FROM, block)
+
+
+def run_reference(states: ConvStates, bcx: np.ndarray, w: ShortConv, out: np.ndarray) -> None:
+    states.ops.flush()
+    b, c, x = np.split(bcx, 3, axis=1)
+    made, raw = b * x, states.passing(len(bcx))
+    out[:] = reference.mix(b, c, x, states.last_inputs(states.told()[0], made[:0]), w.conv.reshape(states.shape.taps, -1))
+    states.keep_inputs(made)
+    if raw is not None:
+        raw[:] = made

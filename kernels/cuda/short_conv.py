@@ -1,0 +1,37 @@
+"""A gated short convolution on torch tensors, as `kernels/reference_conv.py` says, with a layer's states on its device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from ..conv_shape import ConvShape
+from ..layout import REPEATED
+from .states import TorchSlots
+
+if TYPE_CHECKING:
+    from ...quant.state_weights import ShortConv
+
+
+class TorchConv(TorchSlots):
+    """See the module and `runtime/states.py`."""
+
+    shape: ConvShape
+
+    def __init__(self, shape: ConvShape, memory: torch.Tensor, told: np.ndarray) -> None:
+        super().__init__(shape, memory, told)
+        self._raw = self.recent[: REPEATED * shape.width].view(REPEATED, -1)
+
+    def mix(self, products: list[torch.Tensor], w: ShortConv) -> torch.Tensor:
+        """As `kernels/cpu/short_conv.py`."""
+        b, c, x = products[0].chunk(3, dim=1)
+        made = b * x
+        if len(made) <= REPEATED:
+            self._raw[: len(made)] = made
+        return self.convolve(made, w.conv).mul_(c)
+
+    def again(self, source: int, target: int, tokens: int) -> None:
+        """As `kernels/cpu/states.py`."""
+        self.inputs_of(target).copy_(self.last_inputs(source, self._raw[:tokens]))

@@ -1,0 +1,109 @@
+"""LFM2 and LFM2.5 (350M, 700M, 1.2B, 2.6B): gated short convolutions over the last tokens in most layers, attention in the others.
+
+A convolution is of three taps a channel, so what such a layer remembers of a text is its last two inputs. The others are Qwen 3's. The
+width inside the MLP may be stated before it is cut to two thirds and rounded up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ...kernels.conv_shape import ConvShape
+from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
+from ..config_reader import ConfigError, Keys, show
+from ..config_rope import RopeConfig, rope_config
+from . import TensorRule, llama
+from .llama import block
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({"block_auto_adjust_ff_dim", "block_dim", "block_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of",
+                       "conv_L_cache", "conv_dim", "conv_dim_out", "full_attn_idxs", "layer_types", "norm_eps", "num_heads",
+                       "tie_embedding"})
+# Of training, and other names of norm_eps that are not read.
+KEYS_HARMLESS = frozenset({"block_mlp_init_scale", "block_norm_eps", "block_out_init_scale", "block_use_xavier_init",
+                           "conv_use_xavier_init", "rms_norm_eps"})
+REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "block_use_swiglu": True, "conv_bias": False, "mlp_bias": False,
+                                        "sliding_window": None, "use_pos_enc": True}
+CONV, FULL = "conv", "full_attention"
+WIDTHS = {"block_dim": "hidden_size", "conv_dim": "hidden_size", "conv_dim_out": "hidden_size", "num_heads": "num_attention_heads"}
+SIZES = {"vocab_size": 65_536, "hidden_size": 2560, "intermediate_size": 12_288, "block_ff_dim": 12_288, "num_hidden_layers": 32,
+         "num_attention_heads": 32}
+NAMES = {"self_attn.o_proj": "self_attn.out_proj", "self_attn.q_norm": "self_attn.q_layernorm", "self_attn.k_norm": "self_attn.k_layernorm",
+         "mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3", "mlp.down_proj": "feed_forward.w2",
+         "input_layernorm": "operator_norm", "post_attention_layernorm": "ffn_norm"}
+
+
+def config(keys: Keys) -> ModelConfig:
+    stated = "intermediate_size" if keys.integer("block_ff_dim", None, high=2**22) is None else "block_ff_dim"
+    made = conv_config(keys, replace(USUAL, ffn_key=stated, sizes=SIZES), attending=True)
+    if not keys.flag("block_auto_adjust_ff_dim", True):
+        return made
+    width, multiple = int(2 * made.intermediate_size / 3), keys.integer("block_multiple_of", 256, high=2**22)
+    if (factor := keys.number("block_ffn_dim_multiplier", None if keys.holds("block_ffn_dim_multiplier") else 1.0)) is not None:
+        width = multiple * -(-int(factor * width) // multiple)
+    if not 0 < width <= 2**22:
+        raise ConfigError(f"config.json: {stated} and block_ffn_dim_multiplier make a width of {width}, which no model has")
+    return replace(made, intermediate_size=width)
+
+
+USUAL = Defaults(max_position_embeddings=128_000, num_key_value_heads=8, bos=1, eos=(2,), eps_key="norm_eps", norm_eps=1e-5, tied=True,
+                 theta=1e6)
+
+
+def conv_config(keys: Keys, base: Defaults, attending: bool, **features: object) -> ModelConfig:
+    """What a config with layers of convolution says, from keys with these defaults. `attending`: it may list which are not; `features`:
+    what a family decides besides."""
+    layers = keys.integer("num_hidden_layers", base.sizes["num_hidden_layers"], high=MAX_LAYERS)
+    full = keys.layers("full_attn_idxs", layers) if attending and keys.holds("full_attn_idxs") else range(layers)
+    kinds = keys.words("layer_types", layers) or tuple(FULL if layer in full else CONV for layer in range(layers))
+    for kind in kinds:
+        if kind not in (CONV, FULL):
+            raise ConfigError(f"config.json: layer_types holds {show(kind)}, which is not supported", f"known: {CONV}, {FULL}")
+    if FULL not in kinds:
+        raise ConfigError("config.json: layer_types without attention are not supported", f"this version needs a layer of {FULL}")
+
+    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig | None, ...]:
+        turned = rope_config(keys, head_dim, positions, base.theta)
+        return tuple(turned if kind == FULL else None for kind in kinds)
+
+    made = decoder_config(keys, base, ropes, qk_norm=True, state_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == CONV),
+                          **features)
+    if made.hidden_act != "silu":
+        raise ConfigError(f"config.json: hidden_act = {show(keys.raw['hidden_act'])} is not supported for {made.family} models",
+                          "this family runs only with hidden_act = silu")
+    for name, ours in WIDTHS.items():
+        if keys.integer(name, getattr(made, ours)) != getattr(made, ours):
+            raise ConfigError(f"config.json: {name} is {keys.raw[name]} and {ours} {getattr(made, ours)}, which should be the same",
+                              "no published model of this family has two widths")
+    shape = ConvShape(made.hidden_size, keys.integer("conv_L_cache", 3, high=64))
+    return replace(made, state=shape if CONV in kinds else None,
+                   tie_word_embeddings=keys.flag("tie_embedding", made.tie_word_embeddings))
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    return conv_tensors(config, layer, llama.layer_tensors(config, layer))
+
+
+def conv_tensors(config: ModelConfig, layer: int, rules: Mapping[str, TensorRule]) -> dict[str, TensorRule]:
+    """Tensors of one layer by role, under this family's names: those of a convolution in the place of attention's where it has that."""
+    prefix, hidden = f"model.layers.{layer}.", config.hidden_size
+    found = {role: replace(rule, name=_named(rule.name)) for role, rule in rules.items()
+             if layer not in config.state_layers or ".self_attn." not in rule.name}
+    if layer in config.state_layers:
+        found |= {"state_in": TensorRule(f"{prefix}conv.in_proj.weight", (3 * hidden, hidden)),
+                  "state_conv": TensorRule(f"{prefix}conv.conv.weight", (hidden, 1, config.state.taps)),
+                  "state_out": TensorRule(f"{prefix}conv.out_proj.weight", (hidden, hidden))}
+    return found
+
+
+def _named(name: str) -> str:
+    for theirs, ours in NAMES.items():
+        name = name.replace(f".{theirs}.", f".{ours}.")
+    return name
+
+
+def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
+    rules = llama.outer_tensors(config)
+    return rules | {"norm": replace(rules["norm"], name="model.embedding_norm.weight")}

@@ -1,0 +1,34 @@
+"""LFM2 mixtures (8B-A1B): the LFM2 block with experts chosen by corrected sigmoids, in all layers but the first ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ..config import MAX_LAYERS, ModelConfig
+from ..config_reader import Keys
+from . import TensorRule, lfm2
+from .lfm2 import block, conv_config, conv_tensors, outer_tensors
+from .mixtral import NAMES, expert_tensors, mixture
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({"block_dim", "conv_L_cache", "conv_dim", "conv_dim_out", "layer_types", "moe_intermediate_size", "norm_eps",
+                       "norm_topk_prob", "num_dense_layers", "num_experts", "num_experts_per_tok", "num_heads", "num_local_experts",
+                       "routed_scaling_factor", "tie_embedding", "use_expert_bias"})
+KEYS_HARMLESS = frozenset({"conv_use_xavier_init", "output_router_logits", "rms_norm_eps", "router_aux_loss_coef"})
+REFUSED_UNLESS: Mapping[str, object] = {**{key: value for key, value in lfm2.REFUSED_UNLESS.items() if not key.startswith("block_")},
+                                        "block_auto_adjust_ff_dim": False, "full_attn_idxs": None}
+SIZES = {**lfm2.SIZES, "hidden_size": 2048, "intermediate_size": 7168}
+
+
+def config(keys: Keys) -> ModelConfig:
+    layers = keys.integer("num_hidden_layers", SIZES["num_hidden_layers"], high=MAX_LAYERS)
+    own = mixture(keys, 32, 4, keys.integer("moe_intermediate_size", 1792, high=2**22), keys.flag("norm_topk_prob", True),
+                  range(keys.integer("num_dense_layers", 2, low=0, high=MAX_LAYERS), layers), sigmoid=True,
+                  factor=keys.number("routed_scaling_factor", 1.0), corrected=keys.flag("use_expert_bias", True))
+    return conv_config(keys, replace(lfm2.USUAL, sizes=SIZES), attending=False, mixture=own)
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    return conv_tensors(config, layer, expert_tensors(config, layer, "feed_forward", NAMES, correction="expert_bias"))

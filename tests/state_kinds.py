@@ -1,0 +1,139 @@
+"""What tests of layers with a state ask of every kind: shapes, weights, inputs, what is expected, and a layer on a backend.
+
+Inputs are those of real layers in kind: decays from hardly any to all, keys that come again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from effllm.kernels import reference_conv, reference_delta
+from effllm.kernels.conv_shape import ConvShape
+from effllm.kernels.cpu.candidates import default_registry
+from effllm.kernels.cpu.ops import CpuOps
+from effllm.kernels.delta_shape import DeltaShape
+from effllm.kernels.state_shape import AFTER, FROM, KEPT, NO_SLOT, TO, StateShape
+from effllm.kernels.threads import ThreadPool
+from effllm.kernels.workspace import Dims
+from effllm.runtime.states import controls
+
+DELTAS = {"usual": DeltaShape(2, 4, 128, 128, 4), "odd": DeltaShape(3, 3, 24, 40, 2), "one head, narrow": DeltaShape(1, 2, 7, 5, 3),
+          "one tap": DeltaShape(1, 1, 16, 33, 1), "tiled": DeltaShape(2, 6, 24, 20, 4, tiled=True)}
+CONVS = {"usual convolution": ConvShape(256, 3), "odd convolution": ConvShape(37, 5), "convolution of one tap": ConvShape(20, 1)}
+SHAPES: dict[str, StateShape] = {**DELTAS, **CONVS}
+EPS = 1e-6
+Arrays = tuple[np.ndarray, ...]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """`weights` of a shape; `more` makes a text's products, [T, width] each, what they are in a real layer; `expected`: what is read and
+    the last state, flat."""
+
+    weights: Callable[[StateShape], SimpleNamespace]
+    more: Callable[[StateShape, list[np.ndarray]], None]
+    expected: Callable[[StateShape, SimpleNamespace, Arrays], tuple[np.ndarray, np.ndarray]]
+
+
+def normal(seed: int, *size: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(size).astype(np.float32)
+
+
+def delta_weights(shape: DeltaShape) -> SimpleNamespace:
+    return SimpleNamespace(conv=normal(1, shape.taps, shape.channels), decay=np.exp(normal(2, shape.value_heads)),
+                           dt=normal(3, shape.value_heads), norm=SimpleNamespace(weight=normal(4, shape.value_dim), eps=EPS))
+
+
+def delta_inputs(shape: DeltaShape, products: list[np.ndarray]) -> None:
+    qkv, _, _, a = products
+    qkv[2::3, : 2 * shape.keys] = qkv[: len(qkv[2::3]), : 2 * shape.keys]  # a token in three has the keys of an earlier one
+    a *= 3
+    a[::5] = -100  # nothing decays
+    a[::17] = 100  # all of it
+
+
+def delta_expected(shape: DeltaShape, w: SimpleNamespace, given: Arrays) -> tuple[np.ndarray, np.ndarray]:
+    qkv, z, b, a = given
+    mixed = reference_delta.convolve(qkv, np.zeros((shape.taps - 1, shape.channels)), w.conv)
+    q, k, v = np.split(mixed, (shape.keys, 2 * shape.keys), axis=1)
+    heads = lambda x, count: x.reshape(len(x), count, -1)  # noqa: E731
+    decay, beta = reference_delta.gates(a, b, w.decay, w.dt)
+    out, state = reference_delta.recur(heads(q, shape.key_heads), heads(k, shape.key_heads), heads(v, shape.value_heads), decay, beta,
+                                       np.zeros((shape.value_heads, shape.value_dim, shape.key_dim)), shape.tiled)
+    return reference_delta.gated_norm(out, heads(z, shape.value_heads), w.norm.weight, EPS).reshape(len(qkv), -1), state.reshape(-1)
+
+
+def conv_expected(shape: ConvShape, w: SimpleNamespace, given: Arrays) -> tuple[np.ndarray, np.ndarray]:
+    b, c, x = np.split(given[0], 3, axis=1)
+    return reference_conv.mix(b, c, x, np.zeros((shape.taps - 1, shape.width)), w.conv), np.zeros(0)
+
+
+KINDS = {DeltaShape: Kind(delta_weights, delta_inputs, delta_expected),
+         ConvShape: Kind(lambda shape: SimpleNamespace(conv=normal(1, shape.taps, shape.width)), lambda *_: None, conv_expected)}
+
+
+def weights(shape: StateShape) -> SimpleNamespace:
+    return KINDS[type(shape)].weights(shape)
+
+
+def inputs(shape: StateShape, tokens: int) -> Arrays:
+    """Products of a text."""
+    found = [normal(10 + i, tokens, width) for i, width in enumerate(shape.products)]
+    KINDS[type(shape)].more(shape, found)
+    return tuple(found)
+
+
+def expected(shape: StateShape, given: Arrays) -> tuple[np.ndarray, np.ndarray]:
+    """(outputs, the last state) of a text from its beginning."""
+    return KINDS[type(shape)].expected(shape, weights(shape), given)
+
+
+class Layer:
+    """A layer on a backend, run pass by pass from its beginning."""
+
+    def __init__(self, ops: object, shape: StateShape) -> None:
+        self.ops, self.shape, self.told = ops, shape, controls()
+        self.states = ops.state_layer(shape, np.zeros(shape.nbytes, np.uint8), self.told)
+        self.w = self._put(weights(shape))
+        self.slot = NO_SLOT
+
+    def _put(self, w: SimpleNamespace) -> SimpleNamespace:
+        own = {name: self.ops.put(value, "f32") if isinstance(value, np.ndarray) else self._put(value) if isinstance(value, SimpleNamespace)
+               else value for name, value in vars(w).items()}
+        return SimpleNamespace(**own)
+
+    def run(self, given: Arrays, after: int = 0, hold: bool = True) -> np.ndarray:
+        target = 1 if self.slot == 0 else 0
+        self.told[FROM], self.told[TO], self.told[AFTER], self.told[KEPT] = self.slot, target, after, 3
+        there = [x.copy() if self.ops.name == "cpu" else torch.from_numpy(x) for x in given]
+        out = np.array(self.ops.to_host(self.states.mix(there, self.w)))
+        self.slot = target if hold else self.slot
+        return out
+
+    def text(self, given: Arrays, cuts: list[int]) -> np.ndarray:
+        self.slot = NO_SLOT
+        ends = np.cumsum(cuts)
+        assert ends[-1] == len(given[0])
+        return np.concatenate([self.run(tuple(x[end - cut : end] for x in given)) for end, cut in zip(ends, cuts, strict=True)])
+
+    def slot_values(self, slot: int) -> np.ndarray:
+        return self.states.read_slot(slot).view(np.float32)
+
+    def state(self) -> np.ndarray:
+        """Where it is now, flat, without the inputs of the convolution."""
+        return self.slot_values(self.slot)[self.shape.state_offset :][: self.shape.state_floats]
+
+
+def cpu(shape: StateShape, threads: int = 2, only: str | None = None) -> CpuOps:
+    dims = Dims(64, 2, 1, 16, 64, 64, 128, 128, 4, state=shape)
+    return CpuOps(ThreadPool(threads), dims, default_registry(only))
+
+
+def assert_close(ours: np.ndarray, theirs: np.ndarray, within: float) -> None:
+    assert ours.shape == theirs.shape
+    assert not theirs.size or np.abs(ours - theirs).max() <= within * np.abs(theirs).max()
