@@ -22,7 +22,9 @@ from .config import EXAONE4_EVERY, EXAONE4_LAYERS, OLMO3_EVERY, OTHER_SCALE, SIG
 
 TYPES = {"F16": 1, "Q8_0": 7, "Q4_0": 2}  # what a person may ask for -> general.file_type
 QUANTIZATION_VERSION = 2
-NOT_WRITTEN = {"opt": ": llama.cpp does not run them", "gpt_oss": ": this version does not write their experts, in MXFP4 with biases"}
+NOT_WRITTEN = {**dict.fromkeys(("lfm2", "lfm2_moe"), ": this version does not write their convolutions"),
+               "opt": ": llama.cpp does not run them",
+               "gpt_oss": ": this version does not write their experts, in MXFP4 with biases"}
 WITHOUT_WINDOW = ("mistral", "mixtral", "phi3", "starcoder2")  # families whose windows llama.cpp passes over
 WINDOW_EVERY = {"gemma2": 2, "gemma3_text": 6, "olmo3": OLMO3_EVERY}  # all but every so-manieth layer has one
 # Families whose rotary frequencies llama.cpp divides by no tensor.
