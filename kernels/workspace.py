@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ class Dims:
     Of a mixture also how many experts there are, how many a token visits, and the width inside one; `ffn` covers that width too.
     `packed_kv`: sealed pages of the KV cache are packed. `bundled`: `up` and `down` lie neuron by neuron. `spilled_kv`: some sealed pages
     lie on a disk. `state`: of layers that remember in a fixed size. `gated_queries`: a gate beside every query. `latent`: the widths of
-    latent attention.
+    latent attention. `other_heads`: (key-value heads, their size) of layers in which these are others.
     """
 
     hidden: int
@@ -44,6 +44,13 @@ class Dims:
     state: StateShape | None = None
     gated_queries: bool = False
     latent: LatentShape | None = None
+    other_heads: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def alike(self) -> tuple[Dims, ...]:
+        """What a model would have all of whose layers were like some of this one's: what it needs is the most that one of these does."""
+        return tuple(replace(self, kv_heads=kv_heads, head_dim=head_dim, other_heads=())
+                     for kv_heads, head_dim in ((self.kv_heads, self.head_dim), *self.other_heads))
 
     @property
     def projected(self) -> int:

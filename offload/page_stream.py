@@ -65,11 +65,12 @@ def ring_nbytes(page_nbytes: Sequence[int], pages: int, budget: int = RING_NBYTE
 
 @dataclass(frozen=True)
 class Run:
-    """Pages [begin, end) of a layer."""
+    """Pages [begin, end) of a layer, as one of those that read it does: the `reader`th that a pass has."""
 
     layer: int
     begin: int
     end: int
+    reader: int = 0
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,9 @@ class _Checked:
 
 class PageStream:
     """`pages` pages of each layer have a place in `spill`, those from `first` on are read from there: in runs, or one by one through
-    `slots` places of memory for each layer. `cancelled` is asked while somebody waits. Closes the file with itself."""
+    `slots` places of memory for each layer. `cancelled` is asked while somebody waits. Closes the file with itself.
+
+    A pass has one reader for each layer, and as many more behind these as `add_reader` was called for: layers that read another's pages."""
 
     def __init__(self, spill: SpillFile, page_nbytes: Sequence[int], pages: int, first: int, budget: int = RING_NBYTES,
                  cancelled: Callable[[], bool] = lambda: False, direct: bool = True, slots: int = 0) -> None:
@@ -118,6 +121,7 @@ class PageStream:
         self._wanted: tuple[tuple[int, int], ...] = ()
         self._order: list[Run] = []
         self._places: dict[Run, int] = {}
+        self._layer_of = list(range(len(page_nbytes)))  # by reader
         self._runs: list[list[Run]] = [[] for _ in page_nbytes]
         self._turns = Turns(self._reader, self._ask, cancelled)
 
@@ -140,6 +144,12 @@ class PageStream:
         self._reader.close()
         self.spill.close()
 
+    def add_reader(self, layer: int) -> int:
+        """Another reader of a layer's pages, behind those there are; returns its number."""
+        self._layer_of.append(layer)
+        self._runs.append([])
+        return len(self._layer_of) - 1
+
     # -- writing ---------------------------------------------------------------------------------------------------------------
 
     def write(self, page: int, memory: Sequence[np.ndarray] | None = None) -> None:
@@ -159,10 +169,10 @@ class PageStream:
     # -- reading ---------------------------------------------------------------------------------------------------------------
 
     def begin(self, wanted: Sequence[tuple[int, int]]) -> bool:
-        """A pass begins; `wanted` are the pages [begin, end) that it reads, by layer. Are they others than in the pass before?"""
+        """A pass begins; `wanted` are the pages [begin, end) that it reads, by reader. Are they others than in the pass before?"""
         if is_new := tuple(wanted) != self._wanted:
             self._wanted = tuple(wanted)
-            self._runs = [list(self._cut(layer, begin, end)) for layer, (begin, end) in enumerate(wanted)]
+            self._runs = [list(self._cut(reader, begin, end)) for reader, (begin, end) in enumerate(wanted)]
             self._order = [run for runs in self._runs for run in runs]
             self._places = {run: place for place, run in enumerate(self._order)}
             fitting = takewhile(lambda pair: pair[0].where.run == pair[1], zip(self._turns, self._order))  # of what was read ahead
@@ -171,9 +181,9 @@ class PageStream:
         self._turns.read_ahead()
         return is_new
 
-    def runs(self, layer: int) -> list[Run]:
+    def runs(self, reader: int) -> list[Run]:
         """Of the pass in hand."""
-        return self._runs[layer]
+        return self._runs[reader]
 
     @contextmanager
     def lease(self, run: Run) -> Iterator[int]:
@@ -184,10 +194,10 @@ class PageStream:
         finally:
             self._turns.leave()
 
-    def come(self, layer: int) -> Generator[list[tuple[int, int, int]]]:
-        """A layer's runs of the pass in hand, in order, as (first page, the one behind the last, address of the first): those that have
+    def come(self, reader: int) -> Generator[list[tuple[int, int, int]]]:
+        """A reader's runs of the pass in hand, in order, as (first page, the one behind the last, address of the first): those that have
         come, at most half of the ring, and at least one, which is waited for. They stay until the next are asked for. Raises as `lease`."""
-        runs, at = self._runs[layer], 0
+        runs, at = self._runs[reader], 0
         while at < len(runs):
             self._enter(runs[at])
             turns = self._turns.come(min(self._most, len(runs) - at))
@@ -229,12 +239,13 @@ class PageStream:
             return DirectQueue(ReadQueue(QUEUED), self._reader)
         return None
 
-    def _cut(self, layer: int, begin: int, end: int) -> Iterator[Run]:
+    def _cut(self, reader: int, begin: int, end: int) -> Iterator[Run]:
         """Runs on a fixed grid, so that one page more, or one less, changes one run."""
+        layer = self._layer_of[reader]
         length = run_pages(self.page_nbytes[layer], self._pages)
         while begin < end:
             stop = min(end, begin + length - begin % length)
-            yield Run(layer, begin, stop)
+            yield Run(layer, begin, stop, reader)
             begin = stop
 
     def _ask(self, place: int, taken: Sequence[_Slot]) -> tuple[_Slot, list[_Checked]] | None:
@@ -269,10 +280,12 @@ class PageStream:
 
 
 class LayerSpill:
-    """One layer's view of a stream, as attention asks for it. `lead`: rows of a block table before that of page 0."""
+    """One layer's view of a stream, as attention asks for it. `lead`: rows of a block table before that of page 0; `reader`: which of the
+    stream's it is, by default the layer's own."""
 
-    def __init__(self, stream: PageStream, layer: int, lead: int) -> None:
+    def __init__(self, stream: PageStream, layer: int, lead: int, reader: int | None = None) -> None:
         self._stream, self._layer, self.lead = stream, layer, lead
+        self._reader = layer if reader is None else reader
         self.staging = stream.staging[layer]
 
     @property
@@ -280,11 +293,11 @@ class LayerSpill:
         return self._stream.first
 
     def reads(self) -> tuple[int, int]:
-        runs = self._stream.runs(self._layer)
+        runs = self._stream.runs(self._reader)
         return (runs[0].begin, runs[-1].end) if runs else (self.first, self.first)
 
     def come(self) -> Generator[list[tuple[int, int, int]]]:
-        return self._stream.come(self._layer)
+        return self._stream.come(self._reader)
 
     def page(self, index: int) -> np.ndarray:
         return self._stream.page(self._layer, index)

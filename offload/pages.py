@@ -87,9 +87,10 @@ class PagePool:
         self.first = self.stream.first = first
         return freed
 
-    def spilled(self, layer: int, lead: int) -> LayerSpill | None:
-        """The layer's pages on the disk, as attention asks for them; `lead`: rows of a block table before that of page 0."""
-        return None if self.stream is None else LayerSpill(self.stream, layer, lead)
+    def spilled(self, layer: int, lead: int, again: bool = False) -> LayerSpill:
+        """The layer's pages on the disk, where there are some, as attention asks for them; `lead`: rows of a block table before that of
+        page 0; `again`: for another layer that attends to them too."""
+        return LayerSpill(self.stream, layer, lead, self.stream.add_reader(layer) if again else None)
 
     @property
     def picks(self) -> bool:

@@ -129,16 +129,17 @@ class PackedFormat:
         """Of the exact tokens: slots in two parts, so that the sinks, and the newest page until it is half full, take half a slot."""
         return PageLayout(kv_heads, head_dim, F16, parts=2)
 
-    def layers(self, count: int, kv_heads: int, head_dim: int, bases: Sequence[KVBasis] | None = None,
+    def layers(self, heads: Sequence[tuple[int, int]], bases: Sequence[KVBasis] | None = None,
                bits: Sequence[Sequence[tuple[int, int]]] | None = None) -> list[PackedCodec]:
-        """A codec for each layer, with the bases and the heads' bits of a profile where there is one. Raises UsageError for a head size
-        that no record takes."""
-        if head_dim % CHANNELS or head_dim > CHANNELS * MOST_GROUPS:
-            raise UsageError(f"packed caches take heads of a multiple of {CHANNELS} numbers up to {CHANNELS * MOST_GROUPS}, this model has"
-                             f" {head_dim}", "--kv 16bit")
-        plain = KVBasis.plain(kv_heads, head_dim)
-        even = ((self.bits_k, self.bits_v),) * kv_heads
-        return [PackedCodec(tuple(bits[i]) if bits else even, bases[i] if bases else plain) for i in range(count)]
+        """A codec for each layer of so many KV heads of a size, with the bases and the heads' bits of a profile where there is one. Raises
+        UsageError for a head size that no record takes."""
+        for size in dict.fromkeys(size for _, size in heads):
+            if size % CHANNELS or size > CHANNELS * MOST_GROUPS:
+                raise UsageError(f"packed caches take heads of a multiple of {CHANNELS} numbers up to {CHANNELS * MOST_GROUPS}, this model"
+                                 f" has {size}", "--kv 16bit")
+        plain = {} if bases else {each: KVBasis.plain(*each) for each in dict.fromkeys(heads)}  # layers that are alike share one
+        return [PackedCodec(tuple(bits[i]) if bits else ((self.bits_k, self.bits_v),) * each[0], bases[i] if bases else plain[each])
+                for i, each in enumerate(heads)]
 
 
 def exact_sides(exact: np.ndarray, layout: PageLayout) -> tuple[np.ndarray, np.ndarray]:

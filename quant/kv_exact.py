@@ -19,10 +19,10 @@ LEVEL = 6
 LENGTH = struct.Struct("<Q")
 
 
-def pack_exact(pages: Sequence[Sequence[np.ndarray]], counts: Sequence[int], layout: PageLayout) -> bytes:
-    """Raw layer-pages (uint8, of `layout`) of each page and layer, of which the first `counts` tokens matter."""
-    kind = _kind(layout)
-    values = [side.view(kind) for layers, count in zip(pages, counts, strict=True) for page in layers
+def pack_exact(pages: Sequence[Sequence[np.ndarray]], counts: Sequence[int], layouts: Sequence[PageLayout]) -> bytes:
+    """Raw layer-pages (uint8, of the layer's layout) of each page and layer, of which the first `counts` tokens matter."""
+    kind = _kind(layouts)
+    values = [side.view(kind) for layers, count in zip(pages, counts, strict=True) for page, layout in zip(layers, layouts, strict=True)
               for side in _rows(page, count, layout)]
     items = np.concatenate([side.ravel() for side in values]) if values else np.zeros(0, kind)
     planes = [zlib.compress(plane.tobytes(), LEVEL if place == kind.itemsize - 1 else 0)
@@ -30,16 +30,16 @@ def pack_exact(pages: Sequence[Sequence[np.ndarray]], counts: Sequence[int], lay
     return b"".join(LENGTH.pack(len(plane)) + plane for plane in planes)
 
 
-def most_exact(layers: int, counts: Sequence[int], layout: PageLayout) -> int:
+def most_exact(counts: Sequence[int], layouts: Sequence[PageLayout]) -> int:
     """No more bytes than these does `pack_exact` make: what cannot be packed takes a hundredth more for where its blocks begin."""
-    plane, kind = 2 * sum(counts) * layers * layout.kv_heads * layout.head_dim, _kind(layout)
+    plane, kind = _items(counts, layouts), _kind(layouts)
     return kind.itemsize * (LENGTH.size + plane + plane // 100 + 64)
 
 
-def unpack_exact(data: bytes | memoryview, layers: int, counts: Sequence[int], layout: PageLayout) -> list[list[np.ndarray]]:
+def unpack_exact(data: bytes | memoryview, counts: Sequence[int], layouts: Sequence[PageLayout]) -> list[list[np.ndarray]]:
     """What `pack_exact` was given; rows behind the counted ones are zero. Raises ValueError for bytes that are not of that many tokens."""
-    kind = _kind(layout)
-    items = np.zeros(2 * sum(counts) * layers * layout.kv_heads * layout.head_dim, kind)
+    kind = _kind(layouts)
+    items = np.zeros(_items(counts, layouts), kind)
     planes, at = items.view(np.uint8).reshape(-1, kind.itemsize), 0
     for index in range(kind.itemsize):
         if at + LENGTH.size > len(data):
@@ -52,14 +52,19 @@ def unpack_exact(data: bytes | memoryview, layers: int, counts: Sequence[int], l
         raise ValueError("more bytes than exact tokens")
     pages, at = [], 0
     for count in counts:
-        pages.append([np.zeros(layout.layer_page_nbytes, np.uint8) for _ in range(layers)])
-        for page in pages[-1]:
+        pages.append([np.zeros(layout.layer_page_nbytes, np.uint8) for layout in layouts])
+        for page, layout in zip(pages[-1], layouts):
             at = _fill(page, count, layout, items, at)
     return pages
 
 
-def _kind(layout: PageLayout) -> np.dtype:
-    return np.dtype("<u4" if layout.stored == F32 else "<u2")
+def _kind(layouts: Sequence[PageLayout]) -> np.dtype:
+    return np.dtype("<u4" if layouts[0].stored == F32 else "<u2")
+
+
+def _items(counts: Sequence[int], layouts: Sequence[PageLayout]) -> int:
+    """Numbers of so many tokens in layers of these layouts."""
+    return 2 * sum(counts) * sum(layout.kv_heads * layout.head_dim for layout in layouts)
 
 
 def _rows(page: np.ndarray, count: int, layout: PageLayout) -> list[np.ndarray]:

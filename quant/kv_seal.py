@@ -22,22 +22,23 @@ if TYPE_CHECKING:
 
 
 class Sealer:
-    """Seals pages of layers that share one exact layout. `bases` and `bits` (of each head: of K, of V) are the layers', in order.
+    """Seals pages of layers. `exact` are the layouts of their exact tokens, `bases` and `bits` (of each head: of K, of V) the layers', in
+    order.
 
     `seal` notes a page, `flush` seals all that were noted as one job, outside a forward pass: its scratch is that of the ops.
     """
 
-    def __init__(self, ops: CpuOps, exact: PageLayout, bases: Sequence[KVBasis],
+    def __init__(self, ops: CpuOps, exact: Sequence[PageLayout], bases: Sequence[KVBasis],
                  bits: Sequence[Sequence[tuple[int, int]]]) -> None:
         """Raises ValueError for bits or a head size that no record has."""
-        if 4 * kernel.seal_scratch(exact.head_dim) > ops.scratch_stride:
+        if 4 * kernel.seal_scratch(max(each.head_dim for each in exact)) > ops.scratch_stride:
             raise RuntimeError("the ops have been planned for smaller heads")
-        self.ops, self.exact, self.bases = ops, exact, list(bases)
-        self.layouts = [PackedLayout(exact.head_dim, tuple(each)) for each in bits]
+        self.ops, self.exact, self.bases = ops, list(exact), list(bases)
+        self.layouts = [PackedLayout(own.head_dim, tuple(each)) for own, each in zip(self.exact, bits, strict=True)]
         self._tables = np.stack([_tables(kv_grid.OCTAVE_K, kv_grid.UNITS_K, -128, 127),
                                  _tables(kv_grid.OCTAVE_V, kv_grid.UNITS_V, kv_grid.LEAST_ZERO_V, kv_grid.MOST_ZERO_V)])
         self._held: list[np.ndarray] = []
-        self._blocks = [self._block(basis, layout) for basis, layout in zip(self.bases, self.layouts, strict=True)]
+        self._blocks = [self._block(*each) for each in zip(self.bases, self.layouts, self.exact, strict=True)]
         self._noted: list[tuple[int, int, np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray] | None]] = []
 
     def seal(self, layer: int, exact: np.ndarray, out: np.ndarray, first_token: int,
@@ -52,10 +53,12 @@ class Sealer:
 
     def flush(self) -> None:
         """Seal what was noted. Raises ValueError naming layer, head and tokens where K or V is not finite."""
-        noted, self._noted = self._noted, []
-        if not noted:
-            return
-        heads = self.exact.kv_heads
+        every, self._noted = self._noted, []
+        for heads in dict.fromkeys(self.exact[layer].kv_heads for layer, *_ in every):
+            self._flush([note for note in every if self.exact[note[0]].kv_heads == heads], heads)
+
+    def _flush(self, noted: Sequence[tuple], heads: int) -> None:
+        """`flush` for pages of as many heads: what a job counts is pages times heads."""
         notes, status = np.zeros((len(noted), kernel.NOTE_SLOTS), np.int64), np.zeros((len(noted), heads), np.int64)
         for note, (layer, _, exact, out, rotary) in zip(notes, noted):
             turn = (0, 0) if self.bases[layer].k_mean is None else map(address, rotary)
@@ -78,7 +81,7 @@ class Sealer:
             header = PageHeader(layer, head, first, PAGE, record.bits_k, record.bits_v, profile=basis.profile, crc32=check)
             out[start : start + TAIL_OFFSET] = header.pack()[:TAIL_OFFSET]
 
-    def _block(self, basis: KVBasis, layout: PackedLayout) -> np.ndarray:
+    def _block(self, basis: KVBasis, layout: PackedLayout, exact: PageLayout) -> np.ndarray:
         """A layer's block of the kernel; what it points to is held."""
         heads, size = len(layout.records), layout.head_dim
         matrix = np.zeros((heads, size, kernel.broad_of(size)), np.float32)
@@ -99,7 +102,7 @@ class Sealer:
         held = [flat(1 / basis.k_scale), matrix, flat(basis.v_matrix), k_mean, widths, tails, records]
         reciprocals, k_matrix, v_matrix, mean_at, widths_at, tails_at, records_at = map(address, held)
         block = np.zeros(kernel.LAYER_SLOTS, np.int64)
-        block[:] = (size, self.exact.stored, self.exact.record_nbytes, self.exact.side_nbytes, self.exact.rows, self.exact.part_nbytes,
+        block[:] = (size, exact.stored, exact.record_nbytes, exact.side_nbytes, exact.rows, exact.part_nbytes,
                     reciprocals, k_matrix, matrix.shape[2], v_matrix, mean_at if k_mean.size else 0, widths_at, tails_at,
                     address(self._tables), records_at, 0)
         block.view(np.float64)[kernel.LONE] = LONE_PAIR

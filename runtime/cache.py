@@ -26,6 +26,7 @@ from ..offload.direct import Interrupted
 from ..offload.memory import discard
 from ..offload.pages import PagePool
 from ..quant.kv import PackedCodec, RawCodec
+from .cache_bytes import CacheBytes
 from .cache_parts import LayerPages, Step
 from .cache_probes import Probes
 from .cache_shape import CacheShape
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 
 NO_STATES: Mapping[int, LayerStates] = MappingProxyType({})
+NO_READERS: Mapping[int, LayerPages] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -47,32 +49,34 @@ class LayerCache:
     pages: LayerPages
     cache: KVCache
 
-    def attend(self, q: object, k: object, v: object, sinks: object | None = None) -> object:
-        """Append k, v `[T, KVH * D]` at the step's positions, then attend with q `[T, H * D]` -> `[T, H * D]`. `sinks`: a logit per head
-        that joins the softmax and has no value, float32 `[H]`; nothing to do with the first tokens, which the cache keeps exact."""
+    def attend(self, q: object, k: object | None, v: object | None, sinks: object | None = None) -> object:
+        """Append k, v `[T, KVH * D]` at the step's positions, then attend with q `[T, H * D]` -> `[T, H * D]`; None where an earlier layer
+        has appended them. `sinks`: a logit per head that joins the softmax and has no value, float32 `[H]`; nothing to do with the first
+        tokens, which the cache keeps exact."""
         step = self.cache.step
-        self.pages.write(k, v, step.slots, step.rows)
+        if k is not None:
+            self.pages.write(k, v, step.slots, step.rows)
         return self.pages.attend(q, step.position, step.blocks, sinks)
 
 
-class KVCache:
-    """`layers` are the backends' storages of the layers that have pages, in layer order, `codecs` what seals these; `layout` is that of
-    exact tokens and `exact` their memory; `sealers` are told when all of a page has been noted; `pool` has the memory of sealed pages, of
-    which those of `spilling` layers may lie on a disk. `probes` are what a policy sees of attention. `states` are those of the layers
-    without pages, which `stateful` gives by number. `n` tokens are held. `open_cache` makes one."""
+class KVCache(CacheBytes):
+    """`layers` are the backends' storages of the layers that have pages, in layer order, `codecs` what seals these; `layouts` are those of
+    exact tokens (of a cache without pages any) and `exact` their memory; `sealers` are told when all of a page has been noted; `pool` has
+    the memory of sealed pages, of which those of `spilling` layers may lie on a disk. `probes` are what a policy sees of attention.
+    `states` are those of the layers without pages, which `stateful` gives by number; `readers` are, by number, what layers without keys
+    and values of their own see of others'. `n` tokens are held. `open_cache` makes one."""
 
     def __init__(self, layers: Sequence[LayerPages], codecs: Sequence[RawCodec | PackedCodec], policy: Policy, shape: CacheShape,
-                 layout: PageLayout, exact: Sequence[np.ndarray] = (), sealers: Sequence[Sealer] = (),
+                 layouts: Sequence[PageLayout], exact: Sequence[np.ndarray] = (), sealers: Sequence[Sealer] = (),
                  pool: PagePool | None = None, probes: Probes | None = None, spilling: Sequence[LayerPages] = (),
-                 states: States | None = None, stateful: Mapping[int, LayerStates] = NO_STATES) -> None:
+                 states: States | None = None, stateful: Mapping[int, LayerStates] = NO_STATES,
+                 readers: Mapping[int, LayerPages] = NO_READERS) -> None:
         self._exact, self._sealers, self.pool, self.probes, self._spilling = exact, sealers, pool, probes, spilling
-        self.shape, self.codecs, self.policy, self.layout = shape, codecs, policy, layout
+        self.shape, self.codecs, self.policy, self.layouts = shape, codecs, policy, layouts
         self._layers = [LayerCache(pages, self) for pages in layers]
-        self.states, paged = states, iter(self._layers)
-        self._of_model = [stateful[index] if index in stateful else next(paged) for index in range(len(layers) + len(stateful))]
+        self.states, paged, others = states, iter(self._layers), {**stateful, **{i: LayerCache(each, self) for i, each in readers.items()}}
+        self._of_model = [others[index] if index in others else next(paged) for index in range(len(layers) + len(others))]
         self.better = [codec.better for codec in codecs if codec.better is not None]
-        self.sealed_nbytes, self._better_nbytes = (sum(codec.layout(layout.kv_heads, layout.head_dim).layer_page_nbytes for codec in each)
-                                                   for each in (codecs, self.better))
         self._used: dict[int, int] = {}  # parts of slots that hold tokens, or did and have not been given back
         self.step: Step | None = None
         self.clear()
@@ -156,7 +160,7 @@ class KVCache:
     def _use(self, page: int, end: int) -> None:
         """The slot of `page` holds tokens up to `end`."""
         slot, tokens = self._slot_of[page], min(end - self._start(page), PAGE if page >= 0 else self.shape.sinks)
-        self._used[slot] = max(self._used.get(slot, 0), self.layout.parts_of(tokens))
+        self._used[slot] = max(self._used.get(slot, 0), self.layouts[0].parts_of(tokens))
 
     def _blocks(self, end: int) -> np.ndarray:
         """All blocks that hold a token before `end`, in position order."""
@@ -339,9 +343,8 @@ class KVCache:
         self._forget(slot)
 
     def _forget(self, slot: int) -> None:
-        size = self.layout.layer_page_nbytes
-        for memory in self._exact:
-            discard(memory[slot * size : (slot + 1) * size])
+        for memory, layout in zip(self._exact, self.layouts):
+            discard(memory[slot * layout.layer_page_nbytes : (slot + 1) * layout.layer_page_nbytes])
 
     def shed(self) -> int:
         """Between two passes, let half of the pages in memory go to the disk where some may; returns the bytes given back."""
@@ -353,47 +356,3 @@ class KVCache:
         """Give back what is not memory: the file of pages on the disk."""
         if self.pool is not None:
             self.pool.close()
-
-    # -- what it cost ----------------------------------------------------------------------------------------------------------
-
-    @property
-    def allocated_nbytes(self) -> int:
-        """Bytes in use: sealed pages and the parts of exact slots that hold tokens, all layers, and the memory of states."""
-        return self._pages_nbytes + (0 if self.states is None else self.states.nbytes)
-
-    @property
-    def _pages_nbytes(self) -> int:
-        return self._packed_nbytes + sum(self._used.values()) * self.layout.part_nbytes * len(self._layers)
-
-    @property
-    def read_nbytes(self) -> int:
-        """Bytes of keys and values that attention over everything held reads."""
-        exact = self.exact_tokens * self.layout.token_nbytes * len(self._layers)
-        return exact + self._packed_nbytes
-
-    @property
-    def _packed_nbytes(self) -> int:
-        """Bytes of sealed pages, all layers."""
-        better = self._kinds.count(2)
-        return (self.sealed - better) * self.sealed_nbytes + better * self._better_nbytes
-
-    @property
-    def is_packed(self) -> bool:
-        """Are sealed pages packed to fewer bits than exact ones?"""
-        return any(codec.is_packed for codec in self.codecs)
-
-    @property
-    def exact_tokens(self) -> int:
-        return self.n - self.sealed * PAGE
-
-    @property
-    def bits_per_value(self) -> float:
-        """Allocated bits over values held, of keys and values."""
-        values = 2 * self.layout.kv_heads * self.layout.head_dim * len(self._layers) * self.n
-        return 8 * self._pages_nbytes / values if values else 0.0
-
-    @property
-    def packed_bits(self) -> float:
-        """Bits per value of a sealed page, header and alignment included, sinks and window left out; of those that are sealed, the mean."""
-        values = 2 * PAGE * self.layout.kv_heads * self.layout.head_dim * len(self._layers)
-        return 8 * (self._packed_nbytes / self.sealed if self.sealed else self.sealed_nbytes) / values

@@ -40,6 +40,7 @@ class LayerPages(Protocol):
     def write_page(self, page: int, data: np.ndarray) -> None: ...
     def read_slot(self, slot: int) -> np.ndarray: ...
     def write_slot(self, slot: int, data: np.ndarray) -> None: ...
+    def reader(self) -> LayerPages: ...
 
 
 def selective(pages: LayerPages, codec: RawCodec | PackedCodec, pool: PagePool) -> Selective:
@@ -52,32 +53,31 @@ def selective(pages: LayerPages, codec: RawCodec | PackedCodec, pool: PagePool) 
 
 
 def sealers(backends: Sequence[object], layers: Sequence[LayerPages], codecs: Sequence[RawCodec | PackedCodec],
-             layout: PageLayout) -> list[Sealer]:
+             layouts: Sequence[PageLayout]) -> list[Sealer]:
     """Compiled sealing for the packed layers of the CPU, which are told of it."""
     packed = [i for i, codec in enumerate(codecs) if codec.is_packed and backends[i].name == "cpu"]
     if not packed:
         return []
     from ..quant.kv_seal import NotingCodec, Sealer
 
-    sealer = Sealer(backends[packed[0]], layout, [codec.basis for codec in codecs], [codec.bits for codec in codecs])
+    sealer = Sealer(backends[packed[0]], layouts, [codec.basis for codec in codecs], [codec.bits for codec in codecs])
     for i in packed:
         layers[i].sealed_by = NotingCodec(sealer, i)
     return [sealer]
 
 
-def layer_codecs(kv: RawCodec | PackedFormat, layers: int, kv_heads: int, head_dim: int,
+def layer_codecs(kv: RawCodec | PackedFormat, heads: Sequence[tuple[int, int]],
                  profile: Profile | None = None) -> list[RawCodec | PackedCodec]:
-    """What seals each layer's pages: with a profile, in its bases and with its bits. Raises UsageError for a head size that cannot be
-    packed."""
+    """What seals the pages of layers of so many KV heads of a size: with a profile, in its bases and with its bits. Raises UsageError for
+    a head size that cannot be packed."""
     if not isinstance(kv, PackedFormat):
-        return [kv] * layers
+        return [kv] * len(heads)
     if kv.policy:
         more, fewer, share = kv.mixed
-        first = layer_codecs(fewer, layers, kv_heads, head_dim, profile)
-        second = layer_codecs(more, layers, kv_heads, head_dim, profile)
+        first, second = layer_codecs(fewer, heads, profile), layer_codecs(more, heads, profile)
         # What pages of both give is turned back together: one basis.
         return [replace(codec, better=replace(other, basis=codec.basis), share=share) for codec, other in zip(first, second, strict=True)]
     if profile is None:
-        return kv.layers(layers, kv_heads, head_dim)
+        return kv.layers(heads)
     bits = profile.bits_for(kv.bits_k, kv.bits_v)
-    return kv.layers(layers, kv_heads, head_dim, profile.bases(bits), bits)
+    return kv.layers(heads, profile.bases(bits), bits)

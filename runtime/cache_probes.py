@@ -43,11 +43,13 @@ class Probes:
 
     def see(self, name: str, layer: int, value: object) -> None:
         """A tap: keeps the rows of q [T, heads * D] that are wanted, and a layer's sinks, logits [heads] that take attention from all."""
-        if name == "sinks" and (place := self._places[layer]) not in self._sinks:
+        if (place := self._places.get(layer)) is None:
+            return
+        if name == "sinks" and place not in self._sinks:
             self._sinks[place] = np.array(value, np.float32)  # a copy: a layer's memory may go
         if name == "q":
             for position, row in zip(self._positions.tolist(), np.array(value[self._wanted], np.float32), strict=True):
-                self._rows[position][self._places[layer]] = row
+                self._rows[position][place] = row
 
     def clear(self) -> None:
         self._rows.clear()
@@ -62,13 +64,14 @@ class Probes:
         for position in [position for position in self._rows if position < end - PROBES]:
             del self._rows[position]
         at = np.concatenate([np.arange(self.shape.sinks), np.arange(start, end)])
-        found = np.zeros((len(layers), layers[0][0].shape[1], PAGE // BLOCK), np.float32)
+        found = np.zeros((len(layers), max(spec.kv_heads for spec in self.specs), PAGE // BLOCK), np.float32)
         for layer, parts in enumerate(layers):
             rows = [self._rows.get(position, [None] * len(layers))[layer] for position in probes.tolist()]
             if any(row is None for row in rows):
                 continue  # a page that came from a file: nothing is known of it
             keys = np.concatenate(parts).astype(np.float32)
-            found[layer] = self._shares(layer, np.stack(rows), keys, probes, at)
+            own = self._shares(layer, np.stack(rows), keys, probes, at)
+            found[layer, : len(own)], found[layer, len(own) :] = own, own.mean(0)  # a layer of fewer heads counts as much
         return found
 
     def _shares(self, layer: int, q: np.ndarray, keys: np.ndarray, probes: np.ndarray, at: np.ndarray) -> np.ndarray:

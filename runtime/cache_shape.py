@@ -26,20 +26,28 @@ class AttnSpec:
     softcap: float | None = None
 
 
-LayerSpec = "AttnSpec | StateShape"  # what a layer remembers a text in: pages of keys and values, or a state
+@dataclass(frozen=True)
+class SharedPages:
+    """Of a layer without keys and values of its own: it attends to those of an earlier `layer`, with the same heads, scale and window."""
+
+    layer: int
+
+
+LayerSpec = "AttnSpec | SharedPages | StateShape"  # what a layer remembers a text in: pages of keys and values, its own or not, or a state
 
 
 def attention_specs(config: ModelConfig) -> list[AttnSpec]:
-    """The attention of each layer that has keys and values."""
-    scale = config.head_dim**-0.5 if config.attn_scale is None else config.attn_scale
-    return [AttnSpec(config.num_attention_heads, config.num_key_value_heads, config.head_dim, scale, config.windows[layer],
-                     config.attn_logit_softcapping) for layer in config.attention_layers]
+    """The attention of each layer that has keys and values of its own."""
+    return [AttnSpec(config.num_attention_heads, kv_heads, head_dim, head_dim**-0.5 if config.attn_scale is None else config.attn_scale,
+                     config.windows[layer], config.attn_logit_softcapping)
+            for layer, (kv_heads, head_dim) in zip(config.attention_layers, config.cache_heads, strict=True)]
 
 
 def layer_specs(config: ModelConfig) -> list[LayerSpec]:
     """What each layer remembers a text in."""
-    paged = iter(attention_specs(config))
-    return [config.state if layer in config.state_layers else next(paged) for layer in range(config.num_hidden_layers)]
+    paged = dict(zip(config.attention_layers, attention_specs(config), strict=True))
+    return [config.state if layer in config.state_layers else paged.get(layer) or SharedPages(config.kv_sources[layer])
+            for layer in range(config.num_hidden_layers)]
 
 
 @dataclass(frozen=True)
@@ -76,14 +84,19 @@ def exact_parts(layout: PageLayout, shape: CacheShape) -> int:
     return (shape.slots - 1) * layout.parts + layout.parts_of(shape.sinks)
 
 
-def cache_nbytes(codecs: Sequence[RawCodec | PackedCodec], layout: PageLayout, shape: CacheShape) -> tuple[int, int]:
+def page_sizes(codecs: Sequence[RawCodec | PackedCodec], layouts: Sequence[PageLayout]) -> list[int]:
+    """Bytes of a sealed page, by layer; `layouts` are those of exact tokens."""
+    return [codec.layout(each.kv_heads, each.head_dim).layer_page_nbytes for codec, each in zip(codecs, layouts, strict=True)]
+
+
+def cache_nbytes(codecs: Sequence[RawCodec | PackedCodec], layouts: Sequence[PageLayout], shape: CacheShape) -> tuple[int, int]:
     """(bytes of the exact slots, at most; bytes per page of the grid), over all layers: what the planner counts."""
-    sealed = sum(codec.layout(layout.kv_heads, layout.head_dim).layer_page_nbytes for codec in codecs)
-    fixed = len(codecs) * exact_nbytes(layout, shape)
+    sealed = sum(page_sizes(codecs, layouts))
+    fixed = sum(exact_nbytes(layout, shape) for layout in layouts)
     if codecs[0].better is None:
         return fixed, sealed
     # A share of the pages takes more, rounded up to whole pages.
-    more = sum(codec.better.layout(layout.kv_heads, layout.head_dim).layer_page_nbytes for codec in codecs) - sealed
+    more = sum(page_sizes([codec.better for codec in codecs], layouts)) - sealed
     return fixed + more, sealed + ceil(codecs[0].share * more)
 
 

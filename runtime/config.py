@@ -119,7 +119,8 @@ class ModelConfig:
     `position_offset`: the row of the learned positions' table that position 0 has, None for no such table. `mtp_layers`: layers behind the
     last, for multi-token prediction, which are not read. `state`: what `state_layers` remember a text in, in the place of keys and
     values. `gated_queries`: in each head of q a gate of what it attends to stands behind the query. `latent`: the widths of latent
-    attention; num_key_value_heads and head_dim are then those of what is cached.
+    attention; num_key_value_heads and head_dim are then those of what is cached. `layer_heads`: by layer how many key-value heads there are
+    and of which size, where layers differ. `kv_sources`: by layer whose keys and values it attends to, where some have none of their own.
     """
 
     family: str
@@ -159,12 +160,24 @@ class ModelConfig:
     state_layers: tuple[int, ...] = ()
     gated_queries: bool = False
     latent: LatentShape | None = None
+    layer_heads: tuple[tuple[int, int], ...] = ()
+    kv_sources: tuple[int, ...] = ()
     warnings: tuple[str, ...] = ()
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        """Those that have keys and values."""
-        return tuple(layer for layer in range(self.num_hidden_layers) if layer not in self.state_layers)
+        """Those that have keys and values of their own."""
+        return tuple(layer for layer in range(self.num_hidden_layers)
+                     if layer not in self.state_layers and (not self.kv_sources or self.kv_sources[layer] == layer))
+
+    def heads_of(self, layer: int) -> tuple[int, int]:
+        """Key-value heads of a layer, and their size, which is that of its query heads."""
+        return self.layer_heads[layer] if self.layer_heads else (self.num_key_value_heads, self.head_dim)
+
+    @property
+    def cache_heads(self) -> tuple[tuple[int, int], ...]:
+        """`heads_of` the `attention_layers`."""
+        return tuple(map(self.heads_of, self.attention_layers))
 
     @property
     def rope(self) -> RopeConfig | None:

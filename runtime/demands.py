@@ -26,7 +26,7 @@ from . import card_head, devices, kv_disk
 from .bundles import Windows, places
 from .cache import CacheShape
 from .cache_parts import layer_codecs
-from .cache_shape import cache_nbytes, exact_nbytes
+from .cache_shape import cache_nbytes, exact_nbytes, page_sizes
 from .config import ModelConfig
 from .kv_setting import AUTO, chosen, profile_for, refuse_broken
 from .model import dims
@@ -49,20 +49,22 @@ Tensors = Mapping[int | str, Mapping[str, ModelTensor]]
 @dataclass(frozen=True)
 class CacheForm:
     """How the cache is made, whatever the context will be: `kv` as it was asked for, a codec for each layer that has pages, tokens that
-    stay exact. `states`: bytes of each layer's state, 0 for one that has pages."""
+    stay exact. `states`: bytes of each layer's state, 0 for one that has none; `paged`: the layers that have pages."""
 
     kv: RawCodec | PackedCodec
     codecs: tuple[RawCodec | PackedCodec, ...]
-    layout: PageLayout
+    layouts: tuple[PageLayout, ...]
     sinks: int
     window: int
     states: tuple[int, ...]
+    paged: tuple[int, ...]
 
     def by_layer(self, shape: CacheShape) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(bytes that are taken whatever the context, bytes of a page of the grid) of every layer; without what a policy adds."""
-        exact, pages = exact_nbytes(self.layout, shape), iter(self.codecs)
-        sealed = (each or next(pages).layout(self.layout.kv_heads, self.layout.head_dim).layer_page_nbytes for each in self.states)
-        return tuple(each or exact for each in self.states), tuple(0 if own else each for own, each in zip(self.states, sealed))
+        always, pages = list(self.states), [0] * len(self.states)
+        for layer, layout, size in zip(self.paged, self.layouts, page_sizes(self.codecs, self.layouts), strict=True):
+            always[layer], pages[layer] = exact_nbytes(layout, shape), size
+        return tuple(always), tuple(pages)
 
     def shape(self, ctx: int, tokens: int) -> CacheShape:
         """The cache of a context, for passes of so many tokens."""
@@ -96,9 +98,9 @@ def cache_form(options: EngineOptions, folder: Path | None, config: ModelConfig,
                 say(Fallback(f"--{name.replace('_', '-')} changes nothing: at --kv {options.kv} every token is exact"))
         options = replace(options, kv_sink=None, kv_window=None)  # nor where pages begin, by which a saved session is found again
     sinks, window = ends_of(options, profile if kv.is_packed else None, say)
-    codecs = layer_codecs(kv, len(config.attention_layers), config.num_key_value_heads, config.head_dim, profile)
-    layout = kv.layout(config.num_key_value_heads, config.head_dim)
-    return options, CacheForm(kv, tuple(codecs), layout, CacheShape(1, sinks).sinks, window, states_nbytes(config))
+    codecs, layouts = layer_codecs(kv, config.cache_heads, profile), tuple(kv.layout(*heads) for heads in config.cache_heads)
+    return options, CacheForm(kv, tuple(codecs), layouts, CacheShape(1, sinks).sinks, window, states_nbytes(config),
+                              config.attention_layers)
 
 
 def ends_of(options: EngineOptions, profile: Profile | None = None, say: Callable[[str], None] = str) -> tuple[int, int]:
@@ -191,7 +193,7 @@ class Asked:
         """The plan with working memory for passes of so many tokens. Raises DoesNotFit where there is none."""
         config, options, cache = self.config, self.options, self.cache
         shape = cache.shape(options.ctx or config.context_length, tokens)
-        fixed, per_page = cache_nbytes(cache.codecs, cache.layout, shape)
+        fixed, per_page = cache_nbytes(cache.codecs, cache.layouts, shape)
         fixed += sum(cache.states)
         workspace, spilled = self._workspace(shape, bool(cache.kv.policy)), self._workspace(shape, True)
         always, pages = cache.by_layer(shape)
@@ -219,7 +221,7 @@ class Asked:
 
         spill = None
         if not cache.kv.policy:
-            spill = kv_disk.spill(options, cache.codecs, cache.layout, shape, spilled - workspace, sum(cache.states))
+            spill = kv_disk.spill(options, cache.codecs, cache.layouts, shape, spilled - workspace, sum(cache.states))
         device, layers, beside = ("cpu", None, 0) if self.card is None else (options.device, options.gpu_layers, self.card.host_nbytes)
         placed = plan_split(host, self.budget, max(config.context_length, options.ctx or 0), options.ctx, device, layers, spill, copied,
                             beside)

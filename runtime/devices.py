@@ -91,7 +91,8 @@ def vram(options: EngineOptions, card: Device, notices: list[str]) -> int:
 
 def blocks(tensors: Tensors, dims: Dims, packed_kv: bool) -> tuple[BlockBytes, ...]:
     """Weights by layer, with what they take on a card: vectors are float32 there, and a packed cache has the turns of its basis."""
-    basis = 2 * allocation(4 * dims.heads * dims.head_dim**2) + allocation(4 * dims.heads * dims.head_dim) if packed_kv else 0
+    bases = (2 * allocation(4 * own.heads * own.head_dim**2) + allocation(4 * own.heads * own.head_dim) for own in dims.alike)
+    basis = max(bases) if packed_kv else 0
     return tuple(BlockBytes(str(key), sum(tensor.nbytes for tensor in roles.values()), basis + sum(map(card_nbytes, roles.values())))
                  for key, roles in tensors.items())
 
@@ -118,7 +119,7 @@ def copied(tensors: Tensors, dims: Dims, own: Mixture | None, exact: bool, worke
     kind = kind_of_weight(max(matrices(heaviest), key=lambda tensor: tensor.nbytes).spec, exact)
     machine = roofs.known(roofs.Wanted(workers)).machine
     rate = None if machine is None else machine.kinds.get(kind)
-    border = 4 * dims.head_dim * (2 * dims.heads + 2 * dims.kv_heads)
+    border = max(4 * own.head_dim * (2 * own.heads + 2 * own.kv_heads) for own in dims.alike)
     rates = LinkRates(USUAL[0] * workers, USUAL[1], link) if rate is None else LinkRates(rate.prefill, rate.decode, link)
     tokens = copied_from(nbytes, products, border, rates)
     tokens = tokens if rate is not None or tokens is None else max(2, tokens)

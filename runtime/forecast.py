@@ -111,7 +111,7 @@ def work(prepared: Prepared, tensors: Tensors) -> Work:
     return Work(
         parts=tuple(Part(kind, round(nbytes[kind, last, routed]), round(products[kind, last, routed]), last, routed)
                     for kind, last, routed in nbytes),
-        attention_width=2 * config.num_attention_heads * config.head_dim, kv=options.kv,
+        attention_width=2 * config.num_attention_heads * max(size for _, size in config.cache_heads), kv=options.kv,
         windows=tuple(config.windows[layer] for layer in config.attention_layers), stateful=len(config.state_layers),
         state_bytes=0 if config.state is None else STATE_TRAFFIC * config.state.state_floats * len(config.state_layers),
         kv_bytes=placement.kv_bytes_per_token, streamed=placement.streamed_bytes if paged is None else round(paged.nbytes(1)),

@@ -77,7 +77,7 @@ def checked(engine: Engine, profile: Profile, window: Sequence[int], until: floa
 
 def _open(engine: Engine, name: str, profile: Profile | None) -> KVCache:
     config, kv = engine.config, codec(name)
-    codecs = layer_codecs(kv, len(config.attention_layers), config.num_key_value_heads, config.head_dim, profile)
+    codecs = layer_codecs(kv, config.cache_heads, profile)
     backends = [engine.backends[device] for device in engine.placement.devices]
     sinks, newest = ENDS[0] if profile is None else profile.ends
     return open_cache(backends, layer_specs(config), kv, replace(engine.prepared.shape, sink=sinks, window=newest), codecs)

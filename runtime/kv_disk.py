@@ -18,7 +18,7 @@ from ..offload.plan import Placement
 from ..offload.plan_kv import Spill
 from ..offload.size import parse_size
 from ..quant.kv import PackedCodec, RawCodec, codec
-from .cache_shape import CacheShape, cache_nbytes
+from .cache_shape import CacheShape, cache_nbytes, page_sizes
 from .states import states_nbytes
 
 if TYPE_CHECKING:
@@ -42,12 +42,12 @@ def spill_folder(options: EngineOptions) -> Path:
         raise UsageError(f"--spill-dir {options.spill_dir}: there is no such user", "give the path without ~") from error
 
 
-def spill(options: EngineOptions, codecs: Sequence[RawCodec | PackedCodec], layout: PageLayout, shape: CacheShape, workspace: int,
-          states: int = 0) -> Spill:
+def spill(options: EngineOptions, codecs: Sequence[RawCodec | PackedCodec], layouts: Sequence[PageLayout], shape: CacheShape,
+          workspace: int, states: int = 0) -> Spill:
     """What a cache asks for where some of its pages lie on the disk. `workspace`: bytes of working memory that this adds; `states`: of
     layers without pages."""
-    sizes, beside = _sizes(codecs, layout), _beside_ring(options, codecs, layout, shape)
-    memory = beside + ring_nbytes(sizes, shape.pages, _ring(options, cache_nbytes(codecs, layout, shape)[0] + states + beside))
+    sizes, beside = page_sizes(codecs, layouts), _beside_ring(options, codecs, layouts, shape)
+    memory = beside + ring_nbytes(sizes, shape.pages, _ring(options, cache_nbytes(codecs, layouts, shape)[0] + states + beside))
     folder = spill_folder(options)
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     disk, where = shutil.disk_usage(there).free, f"{folder} has"
@@ -63,12 +63,12 @@ def disk_tier(prepared: Prepared, cancelled: Callable[[], bool]) -> DiskTier | N
     if placement.kv_pages is None:
         return None
     config, on_host = prepared.config, placement.devices.count("cpu")
-    layout = codec(options.kv).layout(config.num_key_value_heads, config.head_dim)
     codecs = prepared.codecs[: sum(layer < on_host for layer in config.attention_layers)]
-    fixed, page = cache_nbytes(codecs, layout, shape)
+    layouts = [codec(options.kv).layout(*heads) for heads in config.cache_heads[: len(codecs)]]
+    fixed, page = cache_nbytes(codecs, layouts, shape)
     fixed += sum(states_nbytes(config)[:on_host])
     # The ring was planned for the context as it was asked for, and so was what lies beside it: no more than what the plan leaves.
-    left = placement.host_kv_bytes - fixed - _beside_ring(options, codecs, layout, shape) - placement.kv_pages * page
+    left = placement.host_kv_bytes - fixed - _beside_ring(options, codecs, layouts, shape) - placement.kv_pages * page
     slots = picked(shape.pages) if options.kv_read == SPARSE else 0
     return DiskTier(spill_folder(options), placement.kv_pages, max(0, min(_most_ring(options), left)), cancelled, slots=slots,
                     most=_most(options))
@@ -114,20 +114,17 @@ def _unpicked(placement: Placement, config: ModelConfig) -> tuple[str, str] | No
     return None
 
 
-def _sizes(codecs: Sequence[RawCodec | PackedCodec], layout: PageLayout) -> list[int]:
-    """Bytes of a page, by layer."""
-    return [each.layout(layout.kv_heads, layout.head_dim).layer_page_nbytes for each in codecs]
-
-
-def _beside_ring(options: EngineOptions, codecs: Sequence[RawCodec | PackedCodec], layout: PageLayout, shape: CacheShape) -> int:
+def _beside_ring(options: EngineOptions, codecs: Sequence[RawCodec | PackedCodec], layouts: Sequence[PageLayout],
+                 shape: CacheShape) -> int:
     """Bytes of memory, beside the ring, for pages on their way to the disk; where few are picked, for those and for abstracts of all."""
-    sizes = _sizes(codecs, layout)
+    sizes = page_sizes(codecs, layouts)
     if options.kv_read != SPARSE:
         return sum(sizes)
     from ..kernels.cpu.selective import abstract_nbytes, basis_nbytes
 
-    known = shape.pages * abstract_nbytes(layout.kv_heads, layout.head_dim)
-    return sum(sizes) + basis_nbytes(layout.head_dim) + sum(picked(shape.pages) * slot_nbytes(size) + known for size in sizes)
+    known = shape.pages * sum(abstract_nbytes(each.kv_heads, each.head_dim) for each in layouts)
+    bases = sum(map(basis_nbytes, {each.head_dim for each in layouts}))  # which layers of a head size share
+    return sum(sizes) + bases + known + sum(picked(shape.pages) * slot_nbytes(size) for size in sizes)
 
 
 def _ring(options: EngineOptions, fixed: int) -> int:

@@ -45,16 +45,22 @@ class Profile:
         return int.from_bytes(digest.digest()[:8], "little") or 1
 
     def bits(self, mean_k: float, mean_v: float | None = None) -> Bits:
-        """Bits of every head's K and V: `mean_k` on average over all sides, or over those of K where `mean_v` says what those of V have."""
-        given = np.empty((len(self.layers), self.layers[0].k_scale.shape[0], 2), int)
+        """Bits of every head's K and V: `mean_k` on average over all sides, or over those of K where `mean_v` says what those of V have.
+        Heads share with those of their size, so that the mean of sides is that of bytes too."""
+        given = [np.empty((len(basis.k_scale), 2), int) for basis in self.layers]
         for sides, mean in (((0, 1), mean_k),) if mean_v is None else (((0,), mean_k), ((1,), mean_v)):
-            given[..., sides] = int(mean)
-            reached = [layer for layer, cost in enumerate(self.costs) if cost is not None]
-            if not reached:
-                continue
-            k, v = (np.array(side) for side in zip(*(self.costs[layer] for layer in reached), strict=True))  # [layers, H, bits]
-            each = share(with_doubt(k, v, mean)[..., sides, :].reshape(-1, len(SIDES)).tolist(), mean)
-            given[np.ix_(reached, range(given.shape[1]), sides)] = np.reshape(each, (len(reached), -1, len(sides)))
+            for layer in given:
+                layer[:, sides] = int(mean)
+            for size in dict.fromkeys(basis.k_scale.shape[1] for basis in self.layers):
+                reached = [layer for layer, cost in enumerate(self.costs)
+                           if cost is not None and self.layers[layer].k_scale.shape[1] == size]
+                if not reached:
+                    continue
+                k, v = (np.concatenate(side) for side in zip(*(self.costs[layer] for layer in reached), strict=True))  # [heads, bits]
+                each = share(with_doubt(k, v, mean)[..., sides, :].reshape(-1, len(SIDES)).tolist(), mean)
+                each, at = np.reshape(each, (-1, len(sides))), 0
+                for layer in reached:
+                    given[layer][:, sides] = each[at : (at := at + len(given[layer]))]
         return [[(int(k), int(v)) for k, v in layer] for layer in given]
 
     def bits_for(self, bits_k: int, bits_v: int) -> Bits:

@@ -71,10 +71,9 @@ def save_profile(profile: Profile, path: Path) -> Path:
     target, arrays = profile_paths(path)
     parts = [part for basis in profile.layers for part in _parts(basis)]
     raw = b"".join(np.ascontiguousarray(part, "<f4").tobytes() for part in parts)
-    first = profile.layers[0]
     content = {
-        "format": FORMAT, "version": VERSION, "layers": len(profile.layers), "kv_heads": len(first.k_scale),
-        "head_dim": first.k_scale.shape[1], "weights": profile.weights, "tokens": profile.tokens,
+        "format": FORMAT, "version": VERSION, **_stated([basis.k_scale.shape for basis in profile.layers]), "weights": profile.weights,
+        "tokens": profile.tokens,
         "checks": [list(check) for check in profile.checks], "auto": profile.auto, "ends": list(profile.ends),
         "arrays": {"nbytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}, "bits": list(SIDES),
         "costs": [None if cost is None else [np.asarray(side).tolist() for side in cost] for cost in profile.costs],
@@ -106,16 +105,16 @@ def load_profile(path: Path, config: ModelConfig, store: TensorStore | None = No
     version = raw.get("version")
     if not isinstance(version, int) or isinstance(version, bool) or version not in BITS:
         raise UsageError(f"{target} is of version {version!r}, this effllm reads {VERSION}", again)
-    shape = (len(config.attention_layers), config.num_key_value_heads, config.head_dim)
-    theirs = tuple(raw.get(key) for key in ("layers", "kv_heads", "head_dim"))
-    if theirs != shape:
-        raise UsageError(f"{target} is of another model: {_described(theirs)}, this one has {_described(shape)}", again)
+    shapes, stated = config.cache_heads, _stated(config.cache_heads)
+    theirs = {key: raw.get(key) for key in stated}
+    if theirs != stated:
+        raise UsageError(f"{target} is of another model: {_described(theirs)}, this one has {_described(stated)}", again)
     # Blocks of a GGUF file may have been widened; a plan for other weights than those that are here has no bytes to look at.
     own = identity(store) if isinstance(store, TensorStore) and not is_gguf(path) else identity_of(path)
     if raw.get("weights") != own:
         raise UsageError(f"{target} was recorded with other weights than those beside it", again)
     bits, tokens, checks, auto = raw.get("bits"), raw.get("tokens"), raw.get("checks", []), raw.get("auto")
-    costs = _costs(raw.get("costs"), shape, len(bits)) if bits == BITS[version] else None
+    costs = _costs(raw.get("costs"), shapes, len(bits)) if bits == BITS[version] else None
     ends = raw.get("ends", list(ENDS[0]))  # profiles from before have none
     sound = costs is not None and isinstance(tokens, int) and tokens >= 0 and _are_rows(checks, 3)
     if not sound or not (auto is None or auto in SIDES) or ends not in map(list, ENDS):
@@ -123,10 +122,10 @@ def load_profile(path: Path, config: ModelConfig, store: TensorStore | None = No
     said = {key: value for key, value in raw.items() if key != "sha256"}
     if "sha256" in raw and raw["sha256"] != _own_hash(said):  # profiles from before have none
         raise UsageError(f"{target} is damaged: its checksum differs from what it says", again)
-    values = np.frombuffer(_array_bytes(arrays, raw.get("arrays"), shape, again), "<f4")
+    values = np.frombuffer(_array_bytes(arrays, raw.get("arrays"), shapes, again), "<f4")
     if not np.isfinite(values).all():  # bits would be shared by what cannot be compared, without end
         raise UsageError(f"{arrays} holds NaN or infinity", again)
-    bases = _bases(values, shape, [cost is None for cost in costs])
+    bases = _bases(values, shapes, [cost is None for cost in costs])
     if not all(map(_is_turned_back, bases)):
         raise UsageError(f"{arrays} holds a matrix that has no inverse", again)
     if version < VERSION:
@@ -141,8 +140,15 @@ def _own_hash(content: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _described(shape: Sequence[object]) -> str:
-    return "{} layers of {} KV heads of {}".format(*shape)
+def _stated(shapes: Sequence[tuple[int, int]]) -> dict[str, object]:
+    """Layers, and their KV heads and the size of these: lists by layer where layers differ."""
+    heads, sizes = ([int(each) for each in column] for column in zip(*shapes, strict=True))
+    own = {"kv_heads": heads, "head_dim": sizes} if len(set(shapes)) > 1 else {"kv_heads": heads[0], "head_dim": sizes[0]}
+    return {"layers": len(shapes), **own}
+
+
+def _described(stated: Mapping[str, object]) -> str:
+    return "{layers} layers of {kv_heads} KV heads of {head_dim}".format(**stated)
 
 
 def identity_of(path: Path) -> str:
@@ -159,14 +165,14 @@ def _parts(basis: KVBasis) -> list[np.ndarray]:
     return [basis.k_scale, basis.k_matrix, basis.v_matrix, *strengths]
 
 
-def _shapes(shape: tuple[int, int, int]) -> list[tuple[int, ...]]:
+def _shapes(shape: tuple[int, int]) -> list[tuple[int, ...]]:
     """Of `_parts`, one layer's."""
-    _, heads, size = shape
+    heads, size = shape
     return [(heads, size), (heads, size, size), (heads, size, size), (heads, size // 16), (heads, size // 16)]
 
 
-def _array_bytes(path: Path, said: object, shape: tuple[int, int, int], again: str) -> bytes:
-    expected = 4 * shape[0] * sum(int(np.prod(part)) for part in _shapes(shape))
+def _array_bytes(path: Path, said: object, shapes: Sequence[tuple[int, int]], again: str) -> bytes:
+    expected = 4 * sum(int(np.prod(part)) for shape in shapes for part in _shapes(shape))
     if not isinstance(said, Mapping) or said.get("nbytes") != expected:
         raise UsageError(f"{path} should have {expected} bytes for this model, the profile says otherwise", again)
     try:
@@ -180,9 +186,9 @@ def _array_bytes(path: Path, said: object, shape: tuple[int, int, int], again: s
     return data
 
 
-def _bases(values: np.ndarray, shape: tuple[int, int, int], even: Sequence[bool]) -> list[KVBasis]:
+def _bases(values: np.ndarray, shapes: Sequence[tuple[int, int]], even: Sequence[bool]) -> list[KVBasis]:
     at, bases = 0, []
-    for layer in range(shape[0]):
+    for layer, shape in enumerate(shapes):
         parts = []
         for part in _shapes(shape):
             count = int(np.prod(part))
@@ -207,13 +213,12 @@ def _of_all_sides(cost: tuple[np.ndarray, np.ndarray], basis: KVBasis) -> tuple[
     return k, v
 
 
-def _costs(raw: object, shape: tuple[int, int, int], width: int) -> tuple[tuple[np.ndarray, np.ndarray] | None, ...] | None:
+def _costs(raw: object, shapes: Sequence[tuple[int, int]], width: int) -> tuple[tuple[np.ndarray, np.ndarray] | None, ...] | None:
     """None for anything but finite numbers in the shape that a profile of this model has."""
-    layers, heads, _ = shape
-    if not isinstance(raw, list) or len(raw) != layers:
+    if not isinstance(raw, list) or len(raw) != len(shapes):
         return None
     found: list[tuple[np.ndarray, np.ndarray] | None] = []
-    for entry in raw:
+    for entry, (heads, _) in zip(raw, shapes, strict=True):
         if entry is None:
             found.append(None)
             continue

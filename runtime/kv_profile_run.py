@@ -32,7 +32,7 @@ def recorded(path: Path, text: str, seconds: float = SECONDS, threads: int | Non
     """Record the profile of the model at `path` and write it beside the weights; yields the Profile last. Raises as `record` does."""
     config = read_config(path)
     try:
-        codec(FORMAT).layers(1, config.num_key_value_heads, config.head_dim)
+        codec(FORMAT).layers(config.cache_heads)
     except UsageError as error:  # what helps a run, other bits, is nothing that can be asked for here
         raise UsageError(error.message, "a profile is of use for caches that can be packed only") from error
     refuse_unwritable(path)

@@ -75,7 +75,7 @@ class _Recording:
         self.engine, self.cut, self.clock, self.until, self.seconds = engine, cut, clock, until, seconds
         self.readings = [Reading(spec.scale, spec.window, spec.softcap) for spec in attention_specs(config)]
         self.places = {layer: place for place, layer in enumerate(config.attention_layers)}  # layers that have keys and values, in order
-        self.moments = [Moments(config.num_key_value_heads, config.head_dim) for _ in self.readings]
+        self.moments = [Moments(*heads) for heads in config.cache_heads]
         self.grams: dict[int, np.ndarray] = {}
         self.sinks: dict[int, np.ndarray | None] = {}
         self.kept: list[list[tuple[np.ndarray, ...]]] = []
@@ -106,9 +106,8 @@ class _Recording:
         elif done < sum(map(len, self.cut)):
             yield Notice(f"recording stopped at its share of the time, {self.seconds:g} s, after {done} of {sum(map(len, self.cut))} "
                          "tokens")
-        config = self.engine.config
-        plain = KVBasis.plain(config.num_key_value_heads, config.head_dim)
-        bases = [KVBasis.from_moments(*moments.means) if moments.windows else plain for moments in self.moments]
+        bases = [KVBasis.from_moments(*moments.means) if moments.windows else KVBasis.plain(*heads)
+                 for moments, heads in zip(self.moments, self.engine.config.cache_heads, strict=True)]
         costs: list[tuple[np.ndarray, np.ndarray] | None] = [None] * layers
         yield from self._try(bases, costs, reached)
         profile = Profile(tuple(bases), tuple(costs), weights, max(done, len(self.cut[0])))
@@ -157,7 +156,7 @@ class _Recording:
             with self.engine.model.layer(layer) as weights:
                 self.grams[place] = _grams(weights, tapped["attn_out"], config.num_attention_heads, config.residual_multiplier)
                 self.sinks[place] = None if weights.sinks is None else np.array(weights.sinks, np.float32)
-        tokens, size = len(tapped["q"]), config.head_dim
+        tokens, size = len(tapped["q"]), config.heads_of(layer)[1]
         first = Reading(1.0).first_packed_query()
         rows = np.unique(np.linspace(first, tokens - 1, ROWS).astype(np.int64))
         q = np.ascontiguousarray(tapped["q"].reshape(tokens, -1, size)[rows].swapaxes(0, 1))

@@ -48,7 +48,7 @@ def dims(config: ModelConfig, ctx: int, chunk: int, rows: int, packed_kv: bool =
     mixture = (own.experts, own.per_token, own.width) if own and own.layers else (0, 0, 0)
     return Dims(config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.widest,
                 config.vocab_size, min(chunk, ctx), ctx, rows, *mixture, packed_kv, bundled, spilled_kv, config.state, config.gated_queries,
-                config.latent)
+                config.latent, tuple(sorted({*config.cache_heads} - {(config.num_key_value_heads, config.head_dim)})))
 
 
 class Model:

@@ -139,8 +139,14 @@ def _longrope_scaling(params: Mapping[str, object]) -> float:
 
 def rope_tables(config: ModelConfig, ctx: int) -> list[RopeTable | None]:
     """Each layer's rotary table for a context; layers of one kind share theirs."""
-    made: list[tuple[RopeConfig, RopeTable]] = []
-    for rope in config.ropes:
-        if rope is not None and not any(rope is known for known, _ in made):
-            made.append((rope, rope_table(rope, config.rotary_width, ctx, config.max_position_embeddings)))
-    return [next((table for known, table in made if rope is known), None) for rope in config.ropes]
+    made: dict[tuple[int, int], RopeTable] = {}
+
+    def of_layer(layer: int, rope: RopeConfig | None) -> RopeTable | None:
+        size = config.heads_of(layer)[1] if config.layer_heads else config.rotary_width
+        if rope is None:
+            return None
+        if (id(rope), size) not in made:
+            made[id(rope), size] = rope_table(rope, size, ctx, config.max_position_embeddings)
+        return made[id(rope), size]
+
+    return [of_layer(layer, rope) for layer, rope in enumerate(config.ropes)]

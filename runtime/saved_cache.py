@@ -50,7 +50,7 @@ NOT_OF_PAGES = {"warnings", "ropes", "bos_token_id", "eos_token_ids", "max_posit
 # read without them.
 LATER = {"state", "state_layers", "gated_queries"}
 FIRST_CALLED = {"state": "delta", "state_layers": "delta_layers"}  # fields of a config, by the names that sessions know them by
-LATER_WITHOUT_LATENTS = {"latent"}
+LATER_UNLESS_USED = {"kv_sources", "latent", "layer_heads"}  # at their default
 LATER_OF_DELTA = ", tiled=False"
 LATER_OF_MIXTURES = (", groups=1, kept_groups=1", ", sigmoid=False, factor=1.0, corrected=False, shared_width=None, shared_scaled=False")
 
@@ -98,8 +98,9 @@ def _kernels(devices: str, chunk: int, copied_from: int | None) -> str:
 
 
 def _of_config(config: ModelConfig) -> str:
-    without = (NOT_OF_PAGES | (LATER if config.state is None else frozenset())
-               | (LATER_WITHOUT_LATENTS if config.latent is None else frozenset()))
+    without = NOT_OF_PAGES if config.state is not None else NOT_OF_PAGES | LATER
+    without = without | {field.name for field in fields(config)
+                         if field.name in LATER_UNLESS_USED and getattr(config, field.name) == field.default}
     values = {FIRST_CALLED.get(field.name, field.name): repr(getattr(config, field.name)) for field in fields(config)
               if field.name not in without}
     for later in LATER_OF_MIXTURES:
@@ -175,7 +176,7 @@ def _keep_exact(cache: KVCache, store: SessionStore, key: str, blocks: Sequence[
     """Write the exact tokens of `blocks`; None where there are none."""
     if not blocks:
         return None
-    return store.keep_page(key, [pack_exact([cache.read(page) for page, _ in blocks], [count for _, count in blocks], cache.layout)])
+    return store.keep_page(key, [pack_exact([cache.read(page) for page, _ in blocks], [count for _, count in blocks], cache.layouts)])
 
 
 def _sinks_and_tail(cache: KVCache) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
@@ -228,10 +229,10 @@ def put_page(engine: Engine, store: SessionStore, file: PageFile, page: int) -> 
             raise ValueError(f"{file.nbytes} bytes for a page of {cache.sealed_nbytes}")
         data = np.frombuffer(store.read_page(file), np.uint8)
         layers, at = [], 0
-        for layer, codec in enumerate(cache.codecs):
-            nbytes = codec.layout(cache.layout.kv_heads, cache.layout.head_dim).layer_page_nbytes
+        for layer, (codec, layout) in enumerate(zip(cache.codecs, cache.layouts)):
+            nbytes = codec.layout(layout.kv_heads, layout.head_dim).layer_page_nbytes
             layers.append(data[at : at + nbytes])
-            check_stored(codec, layers[-1], cache.layout, layer, first)
+            check_stored(codec, layers[-1], layout, layer, first)
             at += nbytes
     except (DamagedPage, ValueError) as error:
         raise DamagedPage(f"the page of tokens {first} to {first + PAGE - 1} {_said(error)}") from error
@@ -247,9 +248,9 @@ def put_exact(engine: Engine, store: SessionStore, file: PageFile | None, blocks
     cache = engine.cache
     counts = [count for _, count in blocks]
     try:
-        if file.nbytes > most_exact(len(cache.codecs), counts, cache.layout):
+        if file.nbytes > most_exact(counts, cache.layouts):
             raise ValueError(f"{file.nbytes} bytes are more than they take")
-        pages = unpack_exact(store.read_page(file), len(cache.codecs), counts, cache.layout)
+        pages = unpack_exact(store.read_page(file), counts, cache.layouts)
     except (DamagedPage, ValueError) as error:
         raise DamagedPage(f"the file of {sum(counts)} exact tokens {_said(error)}") from error
     for (page, _), layers in zip(blocks, pages, strict=True):

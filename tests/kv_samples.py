@@ -60,7 +60,7 @@ class Stream:
 
     def __init__(self, cache: KVCache, heads: int, tokens: int, seed: int = 0, ruin=None, sinks: np.ndarray | None = None) -> None:
         rng = np.random.default_rng(seed)
-        layout = cache.layout
+        layout = cache.layouts[0]
         self.cache, self.heads, self.sinks = cache, heads, sinks
         self.q = (rng.standard_normal((tokens, heads * layout.head_dim)) * 2).astype(np.float32)
         k, v = rng.standard_normal((2, tokens, layout.kv_heads, layout.head_dim)).astype(np.float32)

@@ -46,7 +46,7 @@ class Feed:
 
     def __init__(self, cache: KVCache, heads: int, tokens: int, seed: int = 0, sinks: np.ndarray | None = None) -> None:
         rng = np.random.default_rng(seed)
-        self.cache, self.sinks, layout = cache, sinks, cache.layout
+        self.cache, self.sinks, layout = cache, sinks, cache.layouts[0]
         self.q = rng.standard_normal((tokens, heads * layout.head_dim), np.float32) * 2
         self.k, self.v = (rng.standard_normal((tokens, layout.kv_heads * layout.head_dim), np.float32) for _ in range(2))
         self.out = np.full_like(self.q, np.nan)
@@ -60,7 +60,7 @@ class Feed:
             self.cache.commit()
 
     def expected(self, window=None, softcap=None) -> np.ndarray:
-        n, layout = self.cache.n, self.cache.layout
+        n, layout = self.cache.n, self.cache.layouts[0]
         q, k, v = (part[:n].reshape(n, -1, layout.head_dim) for part in (self.q, self.k, self.v))
         return reference.attend(q, k, v, 0, np.arange(n), layout.head_dim**-0.5, window, softcap, self.sinks).reshape(n, -1)
 
@@ -148,7 +148,7 @@ def test_a_prompt_cut_by_turns_gives_the_same_bits(pool):
        pages=st.one_of(st.none(), st.integers(1, 3)))
 def test_pieces_cover_the_prompt_and_end_on_pages(held, more, chunk, sink, pages):
     shape = CacheShape(4096, sink=sink, chunk=chunk * PAGE)
-    cache = KVCache([], [], Keep(), shape, codec("32bit").layout(1, 8))
+    cache = KVCache([], [], Keep(), shape, [codec("32bit").layout(1, 8)])
     cache.n = held
     pieces = list(cache.pieces(more, pages))
     assert sum(pieces) == more and all(0 < piece <= (pages or chunk) * PAGE for piece in pieces)
@@ -209,7 +209,7 @@ def test_sealed_records_carry_header_and_checksum(pool):
     cache = make(pool, "16bit", shape=CacheShape(CTX, sink=16, window=0, chunk=PAGE))
     feed = Feed(cache, 6, 300)
     feed.run(300)
-    layer, layout = cache.layer(0).pages, cache.layout
+    layer, layout = cache.layer(0).pages, cache.layouts[0]
     assert cache.sealed == 2
     page = layer.sealed[layout.layer_page_nbytes : 2 * layout.layer_page_nbytes].copy()
     header = PageHeader.unpack(page[layout.record_nbytes : layout.record_nbytes + HEADER_NBYTES].tobytes())
@@ -263,12 +263,12 @@ def test_the_byte_count_is_the_memory_in_use(pool):
             rows = np.ones((piece, 48), np.float32)
             cache.layer(layer).attend(np.ones((piece, 144), np.float32), rows, rows)
         cache.commit()
-    fixed, per_page = cache_nbytes(cache.codecs, cache.layout, shape)
+    fixed, per_page = cache_nbytes(cache.codecs, cache.layouts, shape)
     assert cache.sealed == 3 and cache.exact_tokens == 600 - 3 * PAGE
     slots = 3  # sinks, and two pages of exact tokens
     assert cache.allocated_nbytes == slots * fixed // shape.slots + cache.sealed * per_page
     assert cache.bits_per_value == pytest.approx(8 * cache.allocated_nbytes / (2 * 48 * 3 * 600))
-    assert cache.packed_bits == 8 * cache.layout.layer_page_nbytes / (2 * PAGE * 48) >= 16
+    assert cache.packed_bits == 8 * cache.layouts[0].layer_page_nbytes / (2 * PAGE * 48) >= 16
 
 
 @pytest.mark.parametrize("kv, sink, parts", [("16bit", 64, 11), ("16bit", 0, 10), ("4bit", 64, 21), ("4bit", 0, 20), ("4bit", 100, 22)])
@@ -276,8 +276,8 @@ def test_the_plan_counts_the_parts_of_slots_that_can_hold_tokens(pool, kv, sink,
     """Ten slots hold the window, a chunk, and a page at either end; the eleventh the sinks."""
     shape = CacheShape(4096, sink=sink, window=512)
     cache = make(pool, kv, head_dim=48, shape=shape)
-    fixed, _ = cache_nbytes(cache.codecs, cache.layout, shape)
-    assert shape.slots == 11 and fixed == parts * cache.layout.part_nbytes == len(cache._exact[0])
+    fixed, _ = cache_nbytes(cache.codecs, cache.layouts, shape)
+    assert shape.slots == 11 and fixed == parts * cache.layouts[0].part_nbytes == len(cache._exact[0])
 
 
 @settings(max_examples=30, deadline=None)
@@ -285,7 +285,7 @@ def test_the_plan_counts_the_parts_of_slots_that_can_hold_tokens(pool, kv, sink,
 def test_parts_in_use_are_those_that_hold_tokens(cuts, sink, back):
     """After any cuts, and after tokens were taken back, no part is counted that the plan has no memory for."""
     shape = CacheShape(4096, sink=sink, window=128, chunk=256)
-    cache = KVCache([], [], Keep(), shape, PageLayout(2, 16, F16, parts=2))
+    cache = KVCache([], [], Keep(), shape, [PageLayout(2, 16, F16, parts=2)])
     for tokens in cuts:
         for piece in cache.pieces(tokens):
             cache.begin(piece)
@@ -307,7 +307,7 @@ def test_raw_pages_in_parts_are_the_same_tokens(pool):
         layout = PageLayout(2, 24, F16, parts)
         memory = np.zeros(((shape.slots - 1) * parts + 1) * layout.part_nbytes, np.uint8)
         layer = ops.kv_layer(layout, memory, np.zeros(0, np.uint8), 24**-0.5, None, None)
-        feed = Feed(KVCache([layer], [codec("16bit")], Keep(), shape, layout), 6, 500)
+        feed = Feed(KVCache([layer], [codec("16bit")], Keep(), shape, [layout]), 6, 500)
         feed.run(400)
         for _ in range(100):
             feed.run(1)

@@ -180,7 +180,7 @@ def test_a_plan_that_fails_leaves_no_file_open():
 
 def test_the_plan_is_held(engine):
     placement = engine.placement
-    layout, shape = engine.cache.layout, engine.cache.shape
+    layout, shape = engine.cache.layouts[0], engine.cache.shape
     assert placement.kv_bytes >= 6 * (shape.slots + shape.pages) * layout.layer_page_nbytes
     assert placement.workspace_bytes == engine.backends["cpu"].workspace.nbytes
     assert placement.weights_bytes == engine.model.nbytes == 11_540_992

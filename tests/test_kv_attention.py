@@ -160,7 +160,7 @@ def test_page_edges(pool, tokens, heads):
     packed = stream.cache.codecs[0].layout(2, 64).layer_page_nbytes * stream.cache.sealed
     exact = tokens - PAGE * stream.cache.sealed - 64  # behind the sinks; these fill one part of a slot
     assert stream.cache.allocated_nbytes == packed + (1 + sum(-(-min(PAGE, max(0, exact - begin)) // 64) for begin in (0, PAGE)))\
-        * stream.cache.layout.part_nbytes
+        * stream.cache.layouts[0].part_nbytes
 
 
 @pytest.mark.parametrize("kv", ("4bit", "10bit"))
@@ -231,7 +231,7 @@ def test_a_window_larger_than_the_context_packs_nothing(pool):
 
 def test_a_head_size_that_no_record_takes_is_refused():
     with pytest.raises(UsageError, match="multiple of 16 numbers up to 256, this model has 72") as caught:
-        codec("4bit").layers(2, 2, 72)
+        codec("4bit").layers([(2, 72)] * 2)
     assert caught.value.hint == "--kv 16bit"
 
 

@@ -56,7 +56,7 @@ def mixed_cache(pool: ThreadPool, kv: str = "4bit+mikv", heads: int = 8, kv_head
     """One layer. Nobody tells its policy of queries, so all pages score alike and the budget alone decides: every other page at 4 bits."""
     form, shape = codec(kv), CacheShape(2048, sink=64, window=16, chunk=2 * PAGE)
     ops = CpuOps(pool, Dims(8, heads, kv_heads, head_dim, 8, 8, chunk=shape.chunk, ctx=shape.ctx, rows=1, packed_kv=True, spilled_kv=True))
-    codecs = layer_codecs(form, 1, kv_heads, head_dim)
+    codecs = layer_codecs(form, [(kv_heads, head_dim)])
     if basis is not None:
         own = codecs[0]
         codecs = [PackedCodec(own.bits, basis, PackedCodec(own.better.bits, basis), own.share)]
@@ -198,10 +198,10 @@ def test_bytes_are_those_of_the_plan_and_the_mean_is_what_was_asked_for(pool, kv
         cache.begin(piece)
         cache.commit()
         assert cache._kinds.count(2) <= ceil(share * cache.sealed)
-    fixed, per_page = cache_nbytes(cache.codecs, cache.layout, cache.shape)
+    fixed, per_page = cache_nbytes(cache.codecs, cache.layouts, cache.shape)
     assert cache.sealed == 15 and cache._kinds.count(2) == ceil(share * 15)
     assert share * more + (1 - share) * fewer == pytest.approx(int(kv[0]))
-    packed = cache.allocated_nbytes - sum(cache._used.values()) * cache.layout.part_nbytes
+    packed = cache.allocated_nbytes - sum(cache._used.values()) * cache.layouts[0].part_nbytes
     own, better = (each.layout(2, 64).layer_page_nbytes for each in (cache.codecs[0], cache.codecs[0].better))
     assert packed == (15 - ceil(share * 15)) * own + ceil(share * 15) * better <= cache.sealed * per_page + better - own
     assert cache.allocated_nbytes <= fixed + cache.sealed * per_page

@@ -37,7 +37,7 @@ def pool():
 
 def make(pool: ThreadPool, heads: int, size: int, bases: list[KVBasis], bits: list[tuple[int, int]], stored: int = F32) -> Sealer:
     ops = CpuOps(pool, Dims(8, heads, heads, size, 8, 8, 1, 256, 1))
-    return Sealer(ops, PageLayout(heads, size, stored), bases, [(each,) * heads for each in bits])
+    return Sealer(ops, [PageLayout(heads, size, stored)] * len(bases), bases, [(each,) * heads for each in bits])
 
 
 def normal(heads: int, size: int, seed: int = 0, stored: int = F32) -> np.ndarray:
@@ -260,11 +260,11 @@ def test_slots_in_two_parts_seal_to_the_same_bytes(pool, size):
     pages = normal(heads, size, 4, F16)
     for parts in (1, 2):
         ops = CpuOps(pool, Dims(8, heads, heads, size, 8, 8, 1, 256, 1))
-        sealer = Sealer(ops, PageLayout(heads, size, F16, parts), [basis], [[(4, 3)] * heads])
+        sealer = Sealer(ops, [PageLayout(heads, size, F16, parts)], [basis], [[(4, 3)] * heads])
         made.append(np.zeros(sealer.layouts[0].layer_page_nbytes, np.uint8))
         sealer.seal(0, exact_page(*pages, F16, parts), made[-1], 64)
         sealer.flush()
-        k, v = exact_sides(exact_page(*pages, F16, parts), sealer.exact)
+        k, v = exact_sides(exact_page(*pages, F16, parts), sealer.exact[0])
         assert np.array_equal(k, pages[0]) and np.array_equal(v, pages[1])
     assert np.array_equal(*made) and made[0].any()
 
@@ -273,7 +273,7 @@ def test_heads_of_a_layer_may_have_different_bits(pool):
     heads, size, bits = 4, 96, ((8, 2), (1, 3), (4, 4), (6, 1))
     k, v = normal(heads, size, 9)
     basis = unturned(heads, size, strength_k=np.geomspace(1, 30, 24).reshape(4, 6), profile=3)
-    sealer = Sealer(CpuOps(pool, Dims(8, heads, heads, size, 8, 8, 1, 256, 1)), PageLayout(heads, size, F32), [basis], [bits])
+    sealer = Sealer(CpuOps(pool, Dims(8, heads, heads, size, 8, 8, 1, 256, 1)), [PageLayout(heads, size, F32)], [basis], [bits])
     layout, out = sealer.layouts[0], np.full(sealer.layouts[0].layer_page_nbytes, 0xA5, np.uint8)
     sealer.seal(0, exact_page(k, v), out, 64)
     sealer.flush()

@@ -59,7 +59,7 @@ class Feed:
     """Random q, k, v of every position and layer, and what a cache made of them."""
 
     def __init__(self, cache: KVCache, heads: int = 8, tokens: int = 1400, seed: int = 0, sinks: np.ndarray | None = None) -> None:
-        rng, layout = np.random.default_rng(seed), cache.layout
+        rng, layout = np.random.default_rng(seed), cache.layouts[0]
         self.cache, self.sinks, self.layers = cache, sinks, len(cache.codecs)
         self.q = rng.standard_normal((self.layers, tokens, heads * layout.head_dim), np.float32) * 2
         self.k, self.v = rng.standard_normal((2, self.layers, tokens, layout.kv_heads * layout.head_dim), np.float32)

@@ -291,7 +291,7 @@ def test_exact_tokens_take_no_more_than_is_allowed_for_them(stored, layers):
     layout = PageLayout(2, 64, stored)
     pages = [[np.random.default_rng(layer).integers(0, 256, layout.layer_page_nbytes, np.uint8) for layer in range(layers)]]
     for count in (1, PAGE):
-        assert len(pack_exact(pages, [count], layout)) <= most_exact(layers, [count], layout)
+        assert len(pack_exact(pages, [count], [layout] * layers)) <= most_exact([count], [layout] * layers)
 
 
 def test_pages_say_what_they_are_of(one):
@@ -299,10 +299,10 @@ def test_pages_say_what_they_are_of(one):
     read(one, tokens(400))
     cache = one.cache
     page = cache.read(0)[2]
-    check_stored(cache.codecs[2], page, cache.layout, 2, 64)
+    check_stored(cache.codecs[2], page, cache.layouts[0], 2, 64)
     for layer, first in ((1, 64), (2, 192)):
         with pytest.raises(ValueError, match="a page of something else"):
-            check_stored(cache.codecs[2], page, cache.layout, layer, first)
+            check_stored(cache.codecs[2], page, cache.layouts[0], layer, first)
 
 
 # ---- exact tokens
@@ -315,9 +315,9 @@ def test_exact_tokens_come_back_to_the_bit(stored, counts, parts):
     layout = PageLayout(2, 16, stored, parts)
     rng = np.random.default_rng(len(counts))
     pages = [[rng.integers(0, 256, layout.layer_page_nbytes, np.uint8) for _ in range(3)] for _ in counts]
-    data = pack_exact(pages, counts, layout)
-    back = unpack_exact(data, 3, counts, layout)
-    assert pack_exact(back, counts, layout) == data and len(back) == len(counts)
+    data = pack_exact(pages, counts, [layout] * 3)
+    back = unpack_exact(data, counts, [layout] * 3)
+    assert pack_exact(back, counts, [layout] * 3) == data and len(back) == len(counts)
     kind = np.uint32 if stored == F32 else np.uint16
     for wanted, found, count in zip(pages, back, counts):
         for one_layer, other in zip(wanted, found):
@@ -326,7 +326,7 @@ def test_exact_tokens_come_back_to_the_bit(stored, counts, parts):
                 assert here.shape == (PAGE, 2, 16) and not there[count:].any()
     for bad in (data[:-1], data + b"x", data[: len(data) // 2]) if counts else (b"", data + b"x"):
         with pytest.raises(ValueError):
-            unpack_exact(bad, 3, counts, layout)
+            unpack_exact(bad, counts, [layout] * 3)
 
 
 def test_keys_and_values_are_packed_to_less_than_their_bits(one):
@@ -334,7 +334,7 @@ def test_keys_and_values_are_packed_to_less_than_their_bits(one):
     read(one, tokens(250))
     blocks = one.cache.exact_blocks()
     counts = [count for _, count in blocks]
-    data = pack_exact([one.cache.read(page) for page, _ in blocks], counts, one.cache.layout)
+    data = pack_exact([one.cache.read(page) for page, _ in blocks], counts, one.cache.layouts)
     assert len(data) < 0.9 * 2 * 2 * sum(counts) * one.config.num_hidden_layers * one.config.num_key_value_heads * one.config.head_dim
 
 

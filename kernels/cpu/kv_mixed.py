@@ -33,6 +33,11 @@ class MixedPages(PackedPages):
         self._first = self._attend.copy()
         self._tables: tuple[np.ndarray | None, tuple[np.ndarray, ...]] = (None, ())
 
+    def reader(self) -> MixedPages:
+        own = super().reader()
+        own.second, own._first, own._tables = self.second.reader(), self._first.copy(), (None, ())
+        return own
+
     def seal(self, slot: int, page: int, layer: int, first_token: int, codec: object) -> None:
         """Into place `page` of the codec's own extent."""
         if codec is self.second.codec:

@@ -39,6 +39,9 @@ LOW_BIT = "low-bit matrix"
 
 def plan_workspace(dims: Dims, workers: int) -> dict[str, int]:
     """Floats of every buffer the ops take: exact, because the same table sizes the buffers."""
+    if dims.other_heads:
+        plans = [plan_workspace(own, workers) for own in dims.alike]
+        return {name: max(plan[name] for plan in plans) for name in plans[0]}
     chunk = max(dims.chunk, dims.rows)
     wide = max(dims.hidden, dims.ffn, dims.multiplied)
     columns = -(-chunk // TILE_COLUMNS) * TILE_COLUMNS

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
+from copy import copy
 from functools import partial
 from typing import Protocol
 
@@ -91,6 +92,13 @@ class LayerPages:
         self._write[attention.W_HEADS : attention.W_EXACT + 1] = layout.kv_heads, layout.head_dim, layout.stored, address(exact)
         self._write[attention.W_PAGE_STRIDE : attention.W_PART_STRIDE + 1] = *shared, *parts
         self._attend_at, self._write_at = address(self._attend), address(self._write)
+
+    def reader(self) -> LayerPages:
+        """The same pages for another layer that attends to them: with argument blocks of its own, since jobs of both wait together."""
+        own = copy(self)
+        own._attend = self._attend.copy()
+        own._attend_at = address(own._attend)
+        return own
 
     def write(self, k: np.ndarray, v: np.ndarray, slots: np.ndarray, rows: np.ndarray) -> None:
         """k, v `[T, KVH * D]` into row `rows[t]` of exact slot `slots[t]`; both int64."""

@@ -8,6 +8,7 @@ window.
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING
@@ -77,6 +78,12 @@ class Selective:
             address(self._steps), address(_turning(dim)))
         block[kv_estimate.E_SCRATCH : kv_estimate.E_SCRATCH_STRIDE + 1] = pages.ops.scratch, pages.ops.scratch_stride
         block.view(np.float64)[[kv_estimate.E_SCALE, kv_estimate.E_SOFTCAP]] = pages.scale, pages.softcap or 0.0
+
+    def reader(self, pages: LayerPages) -> Selective:
+        """The same abstracts for another layer that attends to these pages."""
+        own = copy(self)
+        own._pages = pages
+        return own
 
     def note(self, page: int, k: np.ndarray, v: np.ndarray) -> None:
         """Make the abstract of a page from its keys and values, [PAGE, KVH, D]."""

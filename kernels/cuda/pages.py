@@ -86,6 +86,10 @@ class TorchLayerPages:
         self.scale, self.window, self.softcap, self._one = scale, window, softcap, one
         self._exact_sides, self._sealed_sides = sides(exact, layout), sides(sealed, layout)
 
+    def reader(self) -> TorchLayerPages:
+        """The same pages for another layer that attends to them."""
+        return self
+
     def write(self, k: torch.Tensor, v: torch.Tensor, slots: np.ndarray, rows: np.ndarray) -> None:
         """k, v `[T, KVH * D]` into row `rows[t]` of exact slot `slots[t]`. As on the CPU, finite values saturate as halves,
         and infinity stays what it is: a page of it is refused when it is packed."""
