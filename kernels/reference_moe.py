@@ -16,7 +16,7 @@ import numpy as np
 from . import reference
 
 if TYPE_CHECKING:
-    from ..quant.weight import Expert, Linear, Norm, SharedExpert
+    from ..quant.weight import Apart, Expert, Linear, Norm, SharedExpert
 
 SMALLEST_SUM = 1e-20  # that shares are divided by: scores of a sigmoid may all be next to nothing
 
@@ -92,19 +92,24 @@ def visits(chosen: np.ndarray, experts: int) -> tuple[np.ndarray, np.ndarray, np
 
 
 def moe(x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], routing: Routing, act: str,
-        correction: np.ndarray | None = None, shared: SharedExpert | None = None) -> tuple[np.ndarray, Routed]:
+        correction: np.ndarray | None = None, shared: SharedExpert | None = None,
+        apart: Apart | None = None) -> tuple[np.ndarray, Routed]:
     """x + sum over a token's experts of share * down(act(gate(n)) * up(n)), n = norm(x): float64 [T, D], and the visits; `act` as in
     `reference.gated`. The `shared` expert is added with a share of 1, or of sigmoid(scale(n)).
 
-    An expert to which no token goes is not looked at.
+    An expert to which no token goes is not looked at. `apart`: the sum alone, without x, of experts that another norm stands before than
+    before the router, each times its scale.
     """
-    n = reference.normalise(x, norm.kind, norm.weight, norm.bias, norm.eps)
+    n = reference.normalise(x, *_norm(norm))
     apply = lambda values, each: reference.linear(values, each.weight.to_f32(), each.bias)  # noqa: E731
-    chosen, shares = route(apply(n, router), routing, correction)
+    logits = n if apart is None else reference.normalise(x, *_norm(apart.router_norm))
+    chosen, shares = route(apply(logits, router), routing, correction)
+    if apart is not None:
+        shares = shares * apart.scales[chosen]
     offsets, tokens, places = visits(chosen, len(experts))
     of_visit = np.empty(tokens.size)
     of_visit[places] = shares
-    out, hidden = x.astype(np.float64), []
+    out, hidden = x.astype(np.float64) * (apart is None), []
     for expert, begin, end in zip(experts, offsets[:-1], offsets[1:]):
         if begin == end:
             continue
@@ -119,3 +124,7 @@ def moe(x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], ro
         out += apply(of_all, shared.down)
         of_all = of_all.astype(np.float32)
     return out, Routed(offsets, tokens, np.concatenate(hidden).astype(np.float32), of_all)
+
+
+def _norm(norm: Norm) -> tuple[str, np.ndarray | None, np.ndarray | None, float]:
+    return norm.kind, norm.weight, norm.bias, norm.eps

@@ -23,7 +23,8 @@ class Dims:
     Of a mixture also how many experts there are, how many a token visits, and the width inside one; `ffn` covers that width too.
     `packed_kv`: sealed pages of the KV cache are packed. `bundled`: `up` and `down` lie neuron by neuron. `spilled_kv`: some sealed pages
     lie on a disk. `state`: of layers that remember in a fixed size. `gated_queries`: a gate beside every query. `latent`: the widths of
-    latent attention. `other_heads`: (key-value heads, their size) of layers in which these are others.
+    latent attention. `other_heads`: (key-value heads, their size) of layers in which these are others. `given`: numbers that
+    all layers together are given of a token beside the stream. `apart`: experts are a branch beside an MLP.
     """
 
     hidden: int
@@ -45,6 +46,8 @@ class Dims:
     gated_queries: bool = False
     latent: LatentShape | None = None
     other_heads: tuple[tuple[int, int], ...] = ()
+    given: int = 0
+    apart: bool = False
 
     @property
     def alike(self) -> tuple[Dims, ...]:

@@ -14,7 +14,7 @@ from heapq import heapify, heappop, heappush
 from .. import UsageError
 from .spec import DEFAULTS, QuantSpec
 
-OUTER_ROLES = ("embed", "head")
+OUTER_ROLES = ("embed", "layer_embed", "layer_proj", "head")
 OUTER_LOW, OUTER_HIGH = "6bit", "8bit"  # for a base of at most four bits, and above
 LEAST_BITS, MOST_BITS = 2.0, 16.0
 TARGET = re.compile(r"(\d+(?:\.\d+)?)(?:bpw)?")

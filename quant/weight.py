@@ -185,6 +185,27 @@ class SharedExpert(Expert):
 
 
 @dataclass(frozen=True)
+class Apart:
+    """What experts have that are a branch beside an MLP: norms before the router, before them and behind them, and one behind the MLP;
+    `scales` float32 [E]: what the share of each is multiplied by."""
+
+    router_norm: Norm
+    norm: Norm
+    after: Norm
+    mlp_after: Norm
+    scales: object
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """How a layer takes what it is given of a token beside the stream, P numbers: `gate` [P, D] and `out` [D, P], and a norm behind."""
+
+    gate: Linear
+    out: Linear
+    after: Norm
+
+
+@dataclass(frozen=True)
 class Bundles:
     """`up` and `down` of an MLP neuron by neuron: the row of `up`, if `has_up`, `width` values, then the column of `down`, as many.
 

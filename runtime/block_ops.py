@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from ..kernels.latent_shape import LatentShape
     from ..kernels.reference_moe import Routing
-    from ..quant.weight import Bundles, Expert, Linear, Norm, SharedExpert, Weight
+    from ..quant.weight import Apart, Bundles, Expert, Inputs, Linear, Norm, SharedExpert, Weight
     from .rope import RopeTable
 
 See = Callable[[object], None] | None  # is shown a view that the next stage may overwrite
@@ -33,6 +33,12 @@ class BlockOps(Protocol):
     def rope_heads(self, y: object, heads: int, head_dim: int, positions: np.ndarray, table: RopeTable | None, norm: Norm | None) -> object:
         """y [T, heads * head_dim], in place: the norm if any, of each head or of the whole row as its weight is long, then the rotation by
         `positions`, which a table of None leaves out."""
+
+    def copied(self, y: object) -> object:
+        """What y [T, KVH * head_dim] holds, in an array of its own."""
+
+    def scaled(self, x: object, factor: float) -> object:
+        """x times a number, in place."""
 
     def part_queries(self, y: object, heads: int, head_dim: int) -> object:
         """[T, heads * head_dim]: the first half of every head of y [T, heads * 2 * head_dim], of which the second is a gate."""
@@ -67,3 +73,12 @@ class BlockOps(Protocol):
             correction: object | None = None, shared: SharedExpert | None = None) -> object:
         """x + the sum of the experts that `router` picks for each token as `routing` says, and the `shared` one. `correction` [E] is added
         to scores for the choice. `see`: which tokens visit which experts."""
+
+    def mlp_and_experts(self, x: object, norm: Norm, gate: Linear, up: Linear, down: Linear, router: Linear, experts: Sequence[Expert],
+                        apart: Apart, routing: Routing, act: str, see: See = None, see_visits: See = None,
+                        after: Norm | None = None) -> object:
+        """x + after(m + e), in place: m is `gated_mlp`'s branch under `apart.mlp_after`, e under `apart.after` the sum of the experts
+        that `router` picks. These read `apart.norm` of x, the router `apart.router_norm`."""
+
+    def add_inputs(self, x: object, inputs: Inputs, given: object, act: str, see: See = None) -> object:
+        """x + after(out(act(gate(x)) * given)), in place; `given` [T, P]. `see`: what goes into `out`."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,10 +17,10 @@ from .. import UsageError
 from ..offload.header import is_gguf
 from .config_reader import REQUIRED, ConfigError, Keys, read_json, show
 from .config_rope import MAX_POSITIONS, RopeConfig, rope_config, unknown_rope_keys
+from .mixture import Mixture
 
 if TYPE_CHECKING:
     from ..kernels.latent_shape import LatentShape
-    from ..kernels.reference_moe import Routing
     from ..kernels.state_shape import StateShape
 
 ACTS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu",
@@ -63,10 +62,12 @@ REFUSED_UNLESS: Mapping[str, object] = {
 # Of a composite model: what the outer object says of the text part, and what is not about it.
 OUTER_SHARED = frozenset({"auto_map", "bos_token_id", "dtype", "eos_token_id", "pad_token_id", "quantization_config", "tie_word_embeddings",
                           "torch_dtype"})
-OUTER_HARMLESS = frozenset({"architectures", "boi_token_id", "boi_token_index", "eoi_token_id", "eoi_token_index", "image_token_id",
-                            "image_token_index", "language_model_only", "mm_tokens_per_image", "model_type", "multimodal_projector_bias",
-                            "projector_hidden_act", "spatial_merge_size", "text_config", "video_token_id", "vision_config",
-                            "vision_end_token_id", "vision_feature_layer", "vision_start_token_id"})
+OUTER_HARMLESS = frozenset({"architectures", "audio_config", "audio_token_id", "audio_token_index", "boa_token_id", "boa_token_index",
+                            "boi_token_id", "boi_token_index", "eoa_token_id", "eoa_token_index", "eoi_token_id", "eoi_token_index",
+                            "image_token_id", "image_token_index", "initializer_range", "language_model_only", "mm_tokens_per_image",
+                            "model_type", "multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size", "text_config",
+                            "video_token_id", "vision_config", "vision_end_token_id", "vision_feature_layer",
+                            "vision_soft_tokens_per_image", "vision_start_token_id"})
 UNTIED = ("qwen3_5", "qwen3_5_moe")  # composite models whose head is one of its own where they say nothing; of others it is the embedding
 GENERATOR, SEVERAL = "ForCausalLM", "ForConditionalGeneration"  # endings of architectures: text alone, and with images
 REASONS = {
@@ -78,34 +79,6 @@ REASONS = {
     "quantization_config": "it must be an object with a quant_method, as the tool that quantized the model wrote it: take config.json "
                            "again from who published the model, or the original 16-bit checkpoint",
 }
-
-
-@dataclass(frozen=True)
-class Mixture:
-    """The experts of a mixture: how many, how many a token visits, the width inside one, whether a token's shares add up to 1, and which
-    layers have them; `sigmoid` and `factor` as in `Routing`. `shared_width`: of the expert that every token visits beside them, None where
-    there is none; `shared_scaled`: it has a share of its own. `corrected`: the choice is by corrected scores. Experts lie in `groups`, of
-    which a token's are in `kept_groups`."""
-
-    experts: int
-    per_token: int
-    width: int
-    renormalise: bool
-    layers: frozenset[int]
-    sigmoid: bool = False
-    factor: float = 1.0
-    corrected: bool = False
-    shared_width: int | None = None
-    shared_scaled: bool = False
-    groups: int = 1
-    kept_groups: int = 1
-
-    @cached_property
-    def routing(self) -> Routing:
-        """What the ops are told of it."""
-        from ..kernels.reference_moe import Routing
-
-        return Routing(self.per_token, self.renormalise, self.sigmoid, self.factor, self.groups, self.kept_groups)
 
 
 @dataclass(frozen=True)
@@ -121,6 +94,10 @@ class ModelConfig:
     values. `gated_queries`: in each head of q a gate of what it attends to stands behind the query. `latent`: the widths of latent
     attention; num_key_value_heads and head_dim are then those of what is cached. `layer_heads`: by layer how many key-value heads there are
     and of which size, where layers differ. `kv_sources`: by layer whose keys and values it attends to, where some have none of their own.
+    `layer_ffn`: by layer the width inside its MLP, where layers differ. `values_normed`: values are normed head by head, without a weight;
+    `keys_as_values`: layers in which they are what keys are made of too. `input_width`: of what every layer is given of a token beside the
+    stream, 0 for nothing, of which there is a table of `input_vocab` rows, times `input_multiplier`. `layers_scaled`: what leaves a layer
+    is multiplied by a number of the layer's.
     """
 
     family: str
@@ -162,6 +139,13 @@ class ModelConfig:
     latent: LatentShape | None = None
     layer_heads: tuple[tuple[int, int], ...] = ()
     kv_sources: tuple[int, ...] = ()
+    layer_ffn: tuple[int, ...] = ()
+    values_normed: bool = False
+    keys_as_values: tuple[int, ...] = ()
+    input_width: int = 0
+    input_vocab: int = 0
+    input_multiplier: float = 1.0
+    layers_scaled: bool = False
     warnings: tuple[str, ...] = ()
 
     @property
@@ -173,6 +157,10 @@ class ModelConfig:
     def heads_of(self, layer: int) -> tuple[int, int]:
         """Key-value heads of a layer, and their size, which is that of its query heads."""
         return self.layer_heads[layer] if self.layer_heads else (self.num_key_value_heads, self.head_dim)
+
+    def ffn_of(self, layer: int) -> int:
+        """The width inside a layer's MLP."""
+        return self.layer_ffn[layer] if self.layer_ffn else self.intermediate_size
 
     @property
     def cache_heads(self) -> tuple[tuple[int, int], ...]:
@@ -193,7 +181,7 @@ class ModelConfig:
     def widest(self) -> int:
         """The width inside the widest MLP."""
         own = self.mixture
-        return max(self.intermediate_size, own.width if own else 0, own.shared_width or 0 if own else 0)
+        return max(self.intermediate_size, own.width if own else 0, own.shared_width or 0 if own else 0, self.input_width, *self.layer_ffn)
 
     @property
     def context_length(self) -> int:

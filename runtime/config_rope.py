@@ -21,9 +21,11 @@ ROPE_KEYS: Mapping[str, frozenset[str]] = {
     "yarn": frozenset({"factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate",
                        "original_max_position_embeddings"}),
     "longrope": frozenset({"factor", "attention_factor", "short_factor", "long_factor", "original_max_position_embeddings"}),
+    "proportional": frozenset({"factor"}),
 }
 # max_position_embeddings repeats what stands beside the section; mrope says which channels turn by which of a picture's positions
 ROPE_HARMLESS = frozenset({"finetuned", "max_position_embeddings", "mrope_interleaved", "mrope_section"})
+TURNED = "partial_rotary_factor"  # of a proportional table: the share of the pairs of channels that turn
 GROWTH = "llama_4_scaling_beta"  # how much queries grow with their position, of families that read it
 NO_ALIASES: Mapping[str, str] = MappingProxyType({})
 GLOBAL, LOCAL = "full_attention", "sliding_attention"  # types of layers that may have positions of their own
@@ -67,6 +69,8 @@ def rope_of(inner: Keys, head_dim: int, positions: int, theta: float, original: 
     if not isinstance(kind, str) or kind not in ROPE_KEYS:
         raise ConfigError(f"{inner.where} of type {show(kind)} is not supported", f"known: {', '.join(ROPE_KEYS)}")
     share = inner.number("partial_rotary_factor", 1.0)
+    if kind == "proportional":  # pairs of channels that do not turn belong to the whole head all the same
+        return RopeConfig(inner.number("rope_theta", theta, above=1.0), kind, {"factor": inner.number("factor", 1.0), TURNED: share})
     if share != 1.0 and not partial:
         raise ConfigError(f"{inner.where}.partial_rotary_factor = {show(share)} is not supported", "this family rotates whole heads")
     rotary = int(head_dim * share)

@@ -26,7 +26,8 @@ from .source import is_low_bit, open_store
 from .tensors import ModelTensor, check_tensors
 
 # roles, in the order in which they are written
-MATRICES = ("state_in", "state_gate", "state_out", "q", "k", "v", "kv_a", "q_a", "q_b", "o", "gate", "up", "down", "embed", "head")
+MATRICES = ("state_in", "state_gate", "state_out", "q", "k", "v", "kv_a", "q_a", "q_b", "o", "gate", "up", "down", "input_gate",
+            "input_out", "embed", "layer_embed", "layer_proj", "head")
 OTHER = "other"  # the class of norms and biases
 KEPT_BITS = 4  # of a base from which on published codes of four bits are kept
 ORIGINAL = "quantize the original 16-bit checkpoint"

@@ -27,6 +27,7 @@ from .container import Container
 from .expected import ExpectedStore
 from .families import expert_of
 from .paged_experts import PagedExperts
+from .parts import TABLES
 from .prepare import EngineOptions, Prepared, prepare_with, refuse_beyond_machine, weighed, worker_count
 from .roofs import Roofs, Wanted, largest_file
 from .roofs import known as roofs_known
@@ -98,7 +99,7 @@ def work(prepared: Prepared, tensors: Tensors) -> Work:
     active = _usual(prepared) if sparsity is None else sum(sparsity.active) / len(sparsity.active)
     for key, roles in tensors.items():
         for role, tensor in roles.items():
-            if key == "outer" and role in ("embed", "positions") and role != head:
+            if key == "outer" and role in ("positions", *TABLES) and role != head:
                 continue  # a token's row
             routed = expert_of(role) is not None
             kind = kind_of_weight(tensor.spec, options.exact), key == "outer", routed

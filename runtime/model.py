@@ -28,6 +28,7 @@ from .copied_layers import BorderCache, Carrier
 from .families import LayerWeights, expert_of
 from .outliers import check_outliers
 from .paged_experts import PagedExperts, Paging
+from .parts import TABLES
 from .predictors import FEW, Predictors
 from .rope import rope_tables
 from .streamed import StreamedWeights, Streams
@@ -48,7 +49,8 @@ def dims(config: ModelConfig, ctx: int, chunk: int, rows: int, packed_kv: bool =
     mixture = (own.experts, own.per_token, own.width) if own and own.layers else (0, 0, 0)
     return Dims(config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.widest,
                 config.vocab_size, min(chunk, ctx), ctx, rows, *mixture, packed_kv, bundled, spilled_kv, config.state, config.gated_queries,
-                config.latent, tuple(sorted({*config.cache_heads} - {(config.num_key_value_heads, config.head_dim)})))
+                config.latent, tuple(sorted({*config.cache_heads} - {(config.num_key_value_heads, config.head_dim)})),
+                config.num_hidden_layers * config.input_width, own is not None and own.apart)
 
 
 class Model:
@@ -73,6 +75,7 @@ class Model:
         self._wrapped: dict[int | str, tuple[Mapping[str, np.ndarray], object]] = {}
         self._ids: dict[int, np.ndarray] = {}  # of passes that are repeated, by tokens: where ids are read
         self._repeated: dict[int, object] = {}  # and what is returned
+        self._given: np.ndarray | None = None  # of the pass in hand, what layers are given beside the stream, [L, T, P]
         self._on_device: dict[int, LayerWeights] = {}
         self.predictors = predictors  # of neurons that are read when they are active
         self._copied_from, self.carrier = copied_from, None
@@ -93,7 +96,7 @@ class Model:
     def bytes_per_pass(self) -> int:
         """Bytes of weights that one token reads: all but an embedding table that is not the head too and experts that it does not visit."""
         outer, own = self.tensors["outer"], self.config.mixture
-        nbytes = self.nbytes - (outer["embed"].nbytes if "head" in outer else 0)
+        nbytes = self.nbytes - sum(outer[role].nbytes for role in TABLES if role in outer and (role != "embed" or "head" in outer))
         experts = sum(tensor.nbytes for roles in self.tensors.values() for role, tensor in roles.items() if expert_of(role) is not None)
         return nbytes - (experts * (own.experts - own.per_token) // own.experts if experts else 0)
 
@@ -232,6 +235,9 @@ class Model:
                 outer = self._lease("outer", raw)
                 listed = same is not None and _is_job(outer)
                 x = None if listed else self._embed(ids, outer, step.positions)
+                if outer.inputs is not None:
+                    table, *made = outer.inputs
+                    self._given = host.layer_inputs(ids, x, table, *made, self.config.input_multiplier)
             if same is not None and host.replay(same, len(ids), step.position):
                 x = self._repeated[len(ids)]
             else:
@@ -260,32 +266,37 @@ class Model:
                 x, here, ops = self.backends[device].from_host(ops.to_host(x)), device, self.backends[device]
             if copies and lives == "cpu":
                 with self.carrier.layer(layer) as w:
-                    kv = BorderCache(cache.layer(layer), ops, host)
-                    x = self.block(ops, w, x, kv, positions, self.ropes[layer], self.config, layer, tap)
+                    x = self._block(layer, ops, w, x, cache, tap)
             elif device == "cpu":
                 if self.predictors is not None and len(positions) <= FEW:
                     self.pager.layers[layer].expect(self.predictors.layers[layer].active(host.to_host(x)))
                 with self.pager.lease(layer) as raw:
-                    w = self._lease(layer, raw)
-                    x = self.block(ops, w, x, cache.layer(layer), positions, self.ropes[layer], self.config, layer, tap)
+                    x = self._block(layer, ops, self._lease(layer, raw), x, cache, tap)
                     if not self.pager.stays:  # its memory may go when the lease ends
                         host.flush()
             else:
-                w = self._on_device[layer]
-                x = self.block(ops, w, x, cache.layer(layer), positions, self.ropes[layer], self.config, layer, tap)
+                x = self._block(layer, ops, self._on_device[layer], x, cache, tap)
         return x if here == "cpu" else host.from_host(ops.to_host(x))
+
+    def _block(self, layer: int, ops: object, w: LayerWeights, x: object, cache: KVCache, tap: Tap) -> object:
+        """One block, on the backend of `ops`; where keys and values lie on the host and it does not, what attends crosses."""
+        kv, host, config = cache.layer(layer), self.backends["cpu"], self.config
+        if ops is not host and self.devices[config.kv_sources[layer] if config.kv_sources else layer] == "cpu":
+            kv = BorderCache(kv, ops, host)
+        given = () if self._given is None else (self._given[layer] if ops is host else ops.from_host(self._given[layer]),)
+        return self.block(ops, w, x, kv, cache.step.positions, self.ropes[layer], config, layer, tap, *given)
 
     def _repeats(self, cache: KVCache, first: int) -> bool:
         """May a pass do in the blocks from `first` on, on a card, what the last one did? What a window hides, who is routed where, how a
         packed page is opened and in which slot a state lies is decided on the host."""
-        few = len(cache.step.positions) <= REPEATED and "cpu" not in self.devices[first:]
-        return few and self.config.mixture is None and self.config.state is None and not any(self.config.windows) and not cache.is_packed
+        few = len(cache.step.positions) <= REPEATED and "cpu" not in self.devices[first:] and self._given is None
+        alike = not any(self.config.windows) and not self.config.kv_sources and not cache.is_packed
+        return few and self.config.mixture is None and self.config.state is None and alike
 
     def _on_card(self, x: object, cache: KVCache, first: int) -> object:
         """The blocks from `first` on, all of them on the card."""
         for layer in range(first, len(self.devices)):
-            x = self.block(self.backends["cuda"], self._on_device[layer], x, cache.layer(layer), cache.step.positions, self.ropes[layer],
-                           self.config, layer, no_tap)
+            x = self._block(layer, self.backends["cuda"], self._on_device[layer], x, cache, no_tap)
         return x
 
     def logits(self, x: np.ndarray) -> np.ndarray:
@@ -301,7 +312,7 @@ class Model:
 
 def _is_job(outer: OuterWeights) -> bool:
     """Is the lookup of embeddings a kernel, which reads its ids when it runs? Then a recorded pass may hold it."""
-    return not outer.embed.spec.is_raw and outer.embed.fetch is None and outer.positions is None
+    return not outer.embed.spec.is_raw and outer.embed.fetch is None and outer.positions is None and outer.inputs is None
 
 
 def _after_flush(host: object, tap: Tap) -> Tap:

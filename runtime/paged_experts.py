@@ -31,7 +31,7 @@ from ..offload.streaming import FETCH_NBYTES, Part, Range
 from ..quant.weight import Expert, Linear, Norm, Weight
 from . import expert_trace
 from .families import EXPERT, expert_of, expert_roles, kind_of
-from .parts import fixed_part
+from .parts import TABLES, fixed_part
 
 if TYPE_CHECKING:  # the module that asks for weights
     from .tensors import ModelTensor
@@ -41,14 +41,14 @@ RECORD_NBYTES = 4 << 10  # of memory for what is noted of an expert, wherever it
 
 @dataclass(frozen=True)
 class ExpertParts:
-    """`parts`: the experts of layer `layers[0]`, then of `layers[1]`, ... `always`, `slices` and `table` as in `parts.Parts`."""
+    """`parts`: the experts of layer `layers[0]`, then of `layers[1]`, ... `always`, `slices` and `tables` as in `parts.Parts`."""
 
     parts: tuple[Part, ...]
     layers: tuple[int, ...]
     experts: int
     per_token: int
     always: Mapping[int | str, tuple[TensorInfo, ...]]
-    table: str | None
+    tables: frozenset[str]
     slices: Mapping[str, tuple] = field(default_factory=dict)
 
     @cached_property
@@ -146,12 +146,13 @@ def cut_experts(tensors: Mapping[int | str, Mapping[str, ModelTensor]], experts:
     if not parts:
         return None
     outer = tensors["outer"]
-    table = outer["embed"].name if "head" in outer and _lies_straight(outer["embed"], store) else None
-    always = {key: tuple(tensor.info for role, tensor in roles.items() if _stays(role) and tensor.name != table)
+    fetched = [outer[role] for role in TABLES
+               if role in outer and (role != "embed" or "head" in outer) and _lies_straight(outer[role], store)]
+    tables = frozenset(tensor.name for tensor in fetched)
+    always = {key: tuple(tensor.info for role, tensor in roles.items() if _stays(role) and tensor.name not in tables)
               for key, roles in tensors.items()}
-    if table is not None and not outer["embed"].spec.is_raw:
-        always["outer"] += (fixed_part(outer["embed"], store),)
-    return ExpertParts(tuple(parts), layers, experts, per_token, always, table)
+    always["outer"] += tuple(fixed_part(tensor, store) for tensor in fetched if not tensor.spec.is_raw)
+    return ExpertParts(tuple(parts), layers, experts, per_token, always, tables)
 
 
 def paged(parts: ExpertParts, slots: int, tensors: Mapping[int | str, Mapping[str, ModelTensor]], store: TensorStore) -> PagedExperts:

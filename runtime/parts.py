@@ -5,7 +5,7 @@ disk busy while the processor works, however large a layer is. A gate's rows and
 matrix lie in two or three sections of its blob, which are read apart; the row scales and tables of it stay.
 
 What stays: vectors, small matrices, tables of positions, mixtures of experts, matrices with outliers (one list for all rows), and what
-has to be converted on the way in. The embedding table does not: a token needs one row of it.
+has to be converted on the way in. The embedding table does not, nor one of what layers are given: a token needs one row.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ LEAST_NBYTES = 16 << 10  # what is smaller stays
 LARGE_NBYTES, MOST_NBYTES = 64 << 30, 2 << 40  # models from here on are cut into larger parts; and beyond it a token would take an hour
 CONVERTED = "its weights are converted as they are read, which cannot be done again for every token"
 EXPERTS = "its experts do not lie in the files as they run, so they cannot be read one by one"
-STAGES = (("state_in", "state_gate"), ("state_out",), ("q", "k", "v", "kv_a", "q_a"), ("q_b",), ("o",), ("gate", "up"),
-          ("down",))  # of a layer, in the order of use
+TABLES = ("embed", "layer_embed")  # of which a token needs a row
+STAGES = (("state_in", "state_gate"), ("state_out",), ("q", "k", "v", "kv_a", "q_a"), ("q_b",), ("o",), ("gate", "up"), ("down",),
+          ("input_gate",), ("input_out",))  # of a layer, in the order of use
 
 
 @dataclass(frozen=True)
@@ -48,13 +49,13 @@ class Slice:
 
 @dataclass(frozen=True)
 class Parts:
-    """`always`: per group what is resident. `slices`: per matrix its rows in parts. `table`: the embedding's name where its rows are
-    fetched. `kept_for`: why what is large stays, where it does."""
+    """`always`: per group what is resident. `slices`: per matrix its rows in parts. `tables`: names of those whose rows are fetched, the
+    embedding among them. `kept_for`: why what is large stays, where it does."""
 
     parts: tuple[Part, ...]
     slices: Mapping[str, tuple[Slice, ...]]
     always: Mapping[int | str, tuple[TensorInfo, ...]]
-    table: str | None
+    tables: frozenset[str]
     kept_for: str
 
     @cached_property
@@ -72,7 +73,7 @@ def cut(tensors: Mapping[int | str, Mapping[str, ModelTensor]], store: TensorSto
     """The parts of a model, none for one of more than MOST_NBYTES; headers alone are looked at."""
     total = sum(tensor.nbytes for roles in tensors.values() for tensor in roles.values())
     if total > MOST_NBYTES:
-        return Parts((), {}, {key: tuple(tensor.info for tensor in roles.values()) for key, roles in tensors.items()}, None, "")
+        return Parts((), {}, {key: tuple(tensor.info for tensor in roles.values()) for key, roles in tensors.items()}, frozenset(), "")
     maker = _Cut(store, PART_NBYTES * (2 if total > LARGE_NBYTES else 1))
     outer = tensors["outer"]
     for key in sorted(key for key in tensors if key != "outer"):
@@ -81,8 +82,8 @@ def cut(tensors: Mapping[int | str, Mapping[str, ModelTensor]], store: TensorSto
             maker.stage(present, together="gate" in stage and len(present) == 2)
     head = outer.get("head", outer["embed"])
     maker.stage([head])
-    table = outer["embed"].name if maker.streams(outer["embed"]) else None
-    always = {key: tuple(info for role, tensor in roles.items() if role != BUNDLES for info in maker.staying(tensor, tensor.name == table))
+    tables = frozenset(outer[role].name for role in TABLES if role in outer and maker.streams(outer[role]))
+    always = {key: tuple(info for role, tensor in roles.items() if role != BUNDLES for info in maker.staying(tensor, tensor.name in tables))
               for key, roles in tensors.items()}
     kept = [info for infos in always.values() for info in infos]
     whole = sum(tensor.nbytes for roles in tensors.values() for tensor in roles.values())
@@ -91,7 +92,7 @@ def cut(tensors: Mapping[int | str, Mapping[str, ModelTensor]], store: TensorSto
         kept_for = CONVERTED
     elif 2 * sum(tensor.nbytes for roles in tensors.values() for role, tensor in roles.items() if expert_of(role) is not None) > whole:
         kept_for = EXPERTS
-    return Parts(tuple(maker.parts), {name: tuple(found) for name, found in maker.slices.items()}, always, table, kept_for)
+    return Parts(tuple(maker.parts), {name: tuple(found) for name, found in maker.slices.items()}, always, tables, kept_for)
 
 
 def sections(tensor: ModelTensor, place: int, first: int, end: int) -> Iterator[tuple[str, Range]]:

@@ -1,6 +1,7 @@
 """Rotary position tables: one frequency per channel pair and a scale of cos and sin, fixed when the engine starts.
 
-Five ways to stretch a trained context are known besides the plain table; transformers defines their meaning. Two of them (dynamic,
+Five ways to stretch a trained context are known besides the plain table, and one to leave some channels as they are; transformers defines
+their meaning. Two of them (dynamic,
 longrope) depend on the length: transformers recomputes them as the text grows, which would contradict keys already cached, so here
 the context size decides once. Arithmetic is float32 in the order that checkpoints were trained with: at position 100,000 a
 "more exact" frequency is a different angle.
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .config_rope import GROWTH, RopeConfig
+from .config_rope import GROWTH, TURNED, RopeConfig
 
 if TYPE_CHECKING:
     from .config import ModelConfig
@@ -63,6 +64,9 @@ def rope_table(config: RopeConfig, head_dim: int, ctx: int, max_position_embeddi
         inv_freq = _llama3(_plain(theta, dim), params)
     elif config.kind == "yarn":
         inv_freq, scaling = _yarn(theta, dim, params), _yarn_scaling(params)
+    elif config.kind == "proportional":
+        turned = int(params[TURNED] * dim // 2)
+        inv_freq = np.concatenate([_plain(theta, dim)[:turned], np.zeros(dim // 2 - turned, F32)]) / F32(params["factor"])
     elif config.kind == "longrope":
         factors = params["long_factor" if ctx > params["original_max_position_embeddings"] else "short_factor"]
         inv_freq, scaling = F32(1.0) / (np.array(factors, F32) * _periods(theta, dim)), _longrope_scaling(params)

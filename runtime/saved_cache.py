@@ -50,9 +50,11 @@ NOT_OF_PAGES = {"warnings", "ropes", "bos_token_id", "eos_token_ids", "max_posit
 # read without them.
 LATER = {"state", "state_layers", "gated_queries"}
 FIRST_CALLED = {"state": "delta", "state_layers": "delta_layers"}  # fields of a config, by the names that sessions know them by
-LATER_UNLESS_USED = {"kv_sources", "latent", "layer_heads"}  # at their default
+LATER_UNLESS_USED = {"input_multiplier", "input_vocab", "input_width", "keys_as_values", "kv_sources", "latent", "layer_ffn", "layer_heads",
+                     "layers_scaled", "values_normed"}  # at their default
 LATER_OF_DELTA = ", tiled=False"
-LATER_OF_MIXTURES = (", groups=1, kept_groups=1", ", sigmoid=False, factor=1.0, corrected=False, shared_width=None, shared_scaled=False")
+LATER_OF_MIXTURES = (", apart=False", ", groups=1, kept_groups=1",
+                     ", sigmoid=False, factor=1.0, corrected=False, shared_width=None, shared_scaled=False")
 
 
 def folder_identity(folder: Path, strict: bool = False) -> dict[str, object]:

@@ -19,7 +19,8 @@ from .families.mixtral import MOST_EXPERTS
 BASE, INSIDE = "model.", ("layers.", "embed_tokens.", "norm.")
 EXPERTS = {**dict.fromkeys(("dots1", "ernie4_5_moe", "glm4_moe", "olmoe", "qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_moe"),
                          "mlp"),
-           **dict.fromkeys(("granitemoe", "mixtral"), "block_sparse_moe")}  # family -> where it has router and experts
+           **dict.fromkeys(("granitemoe", "mixtral"), "block_sparse_moe"),
+           **dict.fromkeys(("gemma4", "gemma4_text"), "")}  # family -> where it has router and experts
 PARTS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",), "input_linear": ("gate", "up"), "output_linear": ("down",)}
 
 
@@ -35,6 +36,7 @@ MOE = "block_sparse_moe"
 LATER_ERNIE, ERNIE = ".mlp.gate.moe_statics.", ".mlp.moe_statics."
 USUAL = Joint(re.compile(r"(.+\.)mlp\.experts\.(gate_up_proj|down_proj)"), "mlp.gate.weight")
 GRANITE = Joint(re.compile(rf"(.+\.){MOE}\.(input_linear|output_linear)\.weight"), f"{MOE}.router.layer.weight")
+GEMMA = Joint(re.compile(r"(.+\.layers\.\d+\.)experts\.(gate_up_proj|down_proj)"), "")  # its router is called what it is
 LATER_GRANITE = Joint(re.compile(rf"(.+\.){MOE}\.experts\.(gate_up_proj|down_proj)"), f"{MOE}.router.weight")
 
 
@@ -46,25 +48,25 @@ def give_names(store: TensorStore, model_type: object) -> None:
     if model_type == "ernie4_5_moe" and any(LATER_ERNIE in name for name in store.tensors):
         names = ((name.replace(LATER_ERNIE, ERNIE), info) for name, info in store.tensors.items())
         store.tensors = {name: replace(info, name=name) for name, info in names}
-    for joint in (USUAL, GRANITE, LATER_GRANITE) if model_type in EXPERTS else ():
+    for joint in (USUAL, GRANITE, LATER_GRANITE, GEMMA) if model_type in EXPERTS else ():
         if any(joint.experts.fullmatch(name) for name in store.tensors):
             store.tensors = {info.name: info for info in _apart(store.tensors, str(model_type), joint)}
 
 
 def _apart(tensors: Mapping[str, TensorInfo], family: str, joint: Joint) -> Iterator[TensorInfo]:
     """Every expert's matrices by themselves, and the router beside them."""
-    place, names = EXPERTS[family], families.get(families.COMPOSITE.get(family, (family,))[0]).NAMES
+    place, names = EXPERTS[family] and f"{EXPERTS[family]}.", families.get(families.COMPOSITE.get(family, (family,))[0]).NAMES
     layers = {found.group(1) for name in tensors if (found := joint.experts.fullmatch(name))}
     for name, info in tensors.items():
         found = joint.experts.fullmatch(name)
         if found is None:
             layer = name.removesuffix(joint.router)
-            yield replace(info, name=f"{layer}{place}.gate.weight") if layer != name and layer in layers else info
+            yield replace(info, name=f"{layer}{place}gate.weight") if layer != name and layer in layers else info
             continue
         parts, shape = PARTS[found.group(2)], info.shape
         if len(shape) != 3 or 0 in shape or shape[0] > MOST_EXPERTS or shape[1] % len(parts) or info.nbytes % (shape[0] * shape[1]):
             damaged(info.file, f"holds {shown(name)} as {info.dtype} {list(shape)}")
         rows, nbytes = shape[1] // len(parts), info.nbytes // (shape[0] * len(parts))
         for i in range(shape[0] * len(parts)):
-            own = f"{found.group(1)}{place}.experts.{i // len(parts)}.{names[parts[i % len(parts)]]}.weight"
+            own = f"{found.group(1)}{place}experts.{i // len(parts)}.{names[parts[i % len(parts)]]}.weight"
             yield TensorInfo(own, info.dtype, (rows, shape[2]), info.file, info.offset + i * nbytes, nbytes)

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..kernels.reference_moe import ranks
 from ..offload.neurons import ResidentBundles
-from ..quant.weight import Bundles, Expert, Linear, Norm, SharedExpert, Weight
+from ..quant.weight import Apart, Bundles, Expert, Inputs, Linear, Norm, SharedExpert, Weight
 from .bundles import ROLE as BUNDLES
 from .bundles import THRESHOLDS, layout_of
 from .families import SHARED, LayerWeights, expert_roles
@@ -24,15 +24,19 @@ if TYPE_CHECKING:
     from .paged_experts import Paging
     from .streamed import StreamedWeights
 
+GIVEN = ("input_gate", "input_out")  # roles of a layer that takes what it is given of a token
+
 
 @dataclass(frozen=True)
 class OuterWeights:
-    """What surrounds the layers, on the host. `positions`: the table of learned ones."""
+    """What surrounds the layers, on the host. `positions`: the table of learned ones; `inputs`: what makes what layers are given of a token
+    beside the stream, a table, a matrix and a norm."""
 
     embed: Weight
     positions: Weight | None
     norm: Norm
     head: Linear
+    inputs: tuple[Weight, Linear, Norm] | None = None
 
 
 class WeightRecords:
@@ -66,9 +70,17 @@ class WeightRecords:
         def norm(role: str) -> Norm | None:
             return None if role not in roles else Norm(config.norm_kind, vector(role), vector(f"{role}_bias"), config.norm_eps)
 
+        def ones(size: int, factors: np.ndarray | float = 1.0) -> Norm:
+            return Norm("rms", ops.put(np.ones(size, np.float32) * np.float32(factors), "f32"), None, config.norm_eps)
+
         router, post_norm, correction = linear("router"), norm("post_norm") or Norm("none"), vector("correction")
+        apart = None
+        if config.mixture is not None and config.mixture.apart and router is not None:
+            root = np.float32(config.hidden_size**-0.5)
+            apart = Apart(ones(config.hidden_size, as_float32(roles["router_scale"], raw) * root), norm("expert_norm"),
+                          norm("experts_after"), norm("mlp_after"), vector("expert_scales"))
         if router is not None and self.paging is not None and ops is self.host:
-            experts = self.paging.layer(key, roles, lambda role: vector(f"{role}_bias"), post_norm, router,
+            experts = self.paging.layer(key, roles, lambda role: vector(f"{role}_bias"), apart.router_norm if apart else post_norm, router,
                                         lambda logits: ranks(logits, config.mixture.routing, correction))
         else:
             experts = tuple(Expert(*map(linear, expert_roles(e))) for e in range(config.mixture.experts)) if router else ()
@@ -78,7 +90,10 @@ class WeightRecords:
                             router=router, experts=experts, bundles=self._bundles(roles, raw, ops, vector),
                             correction=correction, shared=SharedExpert(*map(linear, SHARED)) if SHARED[0] in roles else None,
                             state=state_weights(Source(config, roles, raw, ops, linear, vector)),
-                            latent=latent_weights(roles, linear, vector))
+                            latent=latent_weights(roles, linear, vector),
+                            v_norm=ones(config.heads_of(key)[1]) if config.values_normed and "k" in roles else None,
+                            scale=float(as_float32(roles["layer_scale"], raw)[0]) if "layer_scale" in roles else None,
+                            inputs=Inputs(*map(linear, GIVEN), norm("input_after")) if GIVEN[0] in roles else None, apart=apart)
 
     def _bundles(self, roles: Mapping[str, ModelTensor], raw: Mapping[str, np.ndarray], ops: object,
                  vector: Callable[[str], object | None]) -> Bundles | None:
@@ -114,7 +129,15 @@ class WeightRecords:
             make = Weight.raw if tensor.spec.is_raw else Weight.low_bit
             return make(tensor.spec.scheme if tensor.spec.is_raw else tensor.spec, tensor.shape, raw[tensor.name])
 
-        fetched = self.streamed is not None and self.streamed.parts.table == roles["embed"].name
-        embed = self.streamed.table(roles["embed"], self.store.place(roles["embed"].info), raw) if fetched else weight("embed")
-        head = weight("head") or (weight("embed") if fetched else embed)
-        return OuterWeights(embed, weight("positions"), self.last_norm(raw), Linear(head))
+        def fetched(role: str) -> bool:
+            return self.streamed is not None and roles[role].name in self.streamed.parts.tables
+
+        def table(role: str) -> Weight:
+            return self.streamed.table(roles[role], self.store.place(roles[role].info), raw) if fetched(role) else weight(role)
+
+        embed, inputs = table("embed"), None
+        head = weight("head") or (weight("embed") if fetched("embed") else embed)
+        if "layer_embed" in roles:
+            own = Norm("rms", self.host.put(as_float32(roles["layer_norm"], raw), "f32"), None, self.config.norm_eps)
+            inputs = table("layer_embed"), Linear(weight("layer_proj")), own
+        return OuterWeights(embed, weight("positions"), self.last_norm(raw), Linear(head), inputs)

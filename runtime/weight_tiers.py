@@ -69,11 +69,10 @@ def weight_tiers(prepared: Prepared, tensors: Tensors | None = None) -> WeightTi
 
 
 def _table(streams: Streams | PagedExperts, tensors: Tensors, prepared: Prepared) -> int:
-    """Bytes of an embedding of which rows alone are read, what of it stays left out; 0 where its matrix is the head too."""
-    parts, embed = streams.parts, tensors["outer"]["embed"]
-    if parts.table is None or embed.name in parts.slices:
-        return 0
-    return embed.nbytes - (0 if embed.spec.is_raw else fixed_part(embed, prepared.store).nbytes)
+    """Bytes of tables of which rows alone are read, what of them stays left out; an embedding that is the head too is none."""
+    parts = streams.parts
+    fetched = [tensor for tensor in tensors["outer"].values() if tensor.name in parts.tables and tensor.name not in parts.slices]
+    return sum(tensor.nbytes - (0 if tensor.spec.is_raw else fixed_part(tensor, prepared.store).nbytes) for tensor in fetched)
 
 
 def _nbytes(tensors: Iterable[ModelTensor]) -> int:

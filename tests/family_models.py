@@ -13,7 +13,7 @@ from effllm.runtime.engine import Engine, EngineOptions, open_engine
 CONTEXT = 512
 TOLERANCE = 1e-4  # of the largest logit
 # The models that take images, by their text part.
-IMAGES = {"gemma3_text": "gemma3", "mistral": "mistral3", "ministral3": "mistral3", "qwen3_5_text": "qwen3_5",
+IMAGES = {"gemma3_text": "gemma3", "gemma4_text": "gemma4", "mistral": "mistral3", "ministral3": "mistral3", "qwen3_5_text": "qwen3_5",
           "qwen3_5_moe_text": "qwen3_5_moe"}
 RAMP = [1.0 + 0.1 * i for i in range(8)]
 
@@ -54,6 +54,15 @@ GRANITE_4 = {"num_local_experts": 0, "layer_types": ["full_attention"] * 3, "sha
              "position_embedding_type": "rope", "tie_word_embeddings": True}
 ERNIE_EXPERTS = {"moe_num_experts": 12, "moe_k": 3, "moe_intermediate_size": 40, "moe_num_shared_experts": 2, "moe_layer_start_index": 1}
 FEW_EXPERTS = {"num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+
+GEMMA_4 = {"num_hidden_layers": 6, "head_dim": 16, "global_head_dim": 32, "sliding_window": 40, "vocab_size_per_layer_input": 300,
+           "hidden_size_per_layer_input": 16, "num_kv_shared_layers": 2, "use_double_wide_mlp": True, "final_logit_softcapping": 3.0,
+           "layer_types": ["sliding_attention", "full_attention"] * 3}
+# With weights as wide as the others' transformers itself is 1e-4 of the largest logit from what float64 makes of the model.
+KEYS_AS_VALUES = {"num_hidden_layers": 4, "layer_types": GEMMA_4["layer_types"][:4], "initializer_range": 0.12,
+                  "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "attention_k_eq_v": True,
+                  "num_global_key_value_heads": 1}
+GEMMA_EXPERTS = {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 40}
 
 # Heads of linear attention: two of values for each of keys, of other widths than attention's.
 DELTA = {"num_hidden_layers": 4, "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 24,
@@ -132,6 +141,14 @@ CASES = {
                                         "sliding_window": 150}, dtype="bfloat16"),
     "gemma3_text": Case("gemma3_text", {**TWO_ROPES, "head_dim": 32, "final_logit_softcapping": 3.0, "tie_word_embeddings": False}),
     "gemma3": Case("gemma3_text", {**TWO_ROPES, "head_dim": 16, "attention_bias": True}, images=True),
+    "gemma4_text": Case("gemma4_text", GEMMA_4),
+    "gemma4_text, windows over pages, bfloat16": Case("gemma4_text", {
+        **GEMMA_4, "sliding_window": 150, "num_kv_shared_layers": 3, "use_double_wide_mlp": False, "vocab_size_per_layer_input": 310,
+        "hidden_size_per_layer_input": 12}, dtype="bfloat16"),
+    "gemma4_text, keys as values": Case("gemma4_text", {**GEMMA_4, **KEYS_AS_VALUES, "attention_bias": True}),
+    "gemma4_text, mixture": Case("gemma4_text", {**GEMMA_4, **KEYS_AS_VALUES, **GEMMA_EXPERTS}),
+    "gemma4, images, bfloat16": Case("gemma4_text", {**GEMMA_4, **KEYS_AS_VALUES, **GEMMA_EXPERTS, "hidden_size_per_layer_input": 16,
+                                                     "pad_token_id": 0}, dtype="bfloat16", images=True),
     "glm": Case("glm", {"head_dim": 32, "vocab_size": 301}),
     "glm, whole heads, no biases, float16": Case("glm", {"head_dim": 16, "attention_bias": False, "tie_word_embeddings": True,
                                                          **rope("default", partial_rotary_factor=1.0)}, dtype="float16"),
@@ -216,6 +233,8 @@ def written(case: Case, folder: Path) -> PreTrainedModel:
     if case.images:
         sight = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32,
                  "patch_size": 8}
+        if case.family == "gemma4_text":
+            sight = None
         more = {"mm_tokens_per_image": 4} if case.family == "gemma3_text" else {"tie_word_embeddings": config.tie_word_embeddings}
         config = AutoConfig.for_model(IMAGES[case.family], text_config=config.to_dict(), vision_config=sight, **more)
     torch.manual_seed(1)
@@ -225,7 +244,7 @@ def written(case: Case, folder: Path) -> PreTrainedModel:
             if parameter.ndim == 1 or name.endswith("bias"):  # norms, which start at 1, and biases, which start at 0
                 parameter.add_(0.3 * torch.randn_like(parameter))
         for name, buffer in model.named_buffers():
-            if name.endswith(("e_score_correction_bias", "expert_bias")):  # which start at 0
+            if name.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar")):  # which start at 0, or 1
                 buffer.add_(0.3 * torch.randn_like(buffer))
     model.to(getattr(torch, case.dtype)).save_pretrained(folder, max_shard_size=case.shard)
     if case.older:
@@ -238,8 +257,8 @@ def written(case: Case, folder: Path) -> PreTrainedModel:
     read = AutoModelForImageTextToText if case.images else AutoModelForCausalLM
     model = read.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     if case.family.startswith("gemma") and case.dtype != "float32":  # the factor has the type of the weights
-        scaled = model.get_input_embeddings()
-        scaled.embed_scale = scaled.embed_scale.to(getattr(torch, case.dtype)).float()
+        for scaled in (module for module in model.modules() if hasattr(module, "embed_scale")):
+            scaled.embed_scale = scaled.embed_scale.to(getattr(torch, case.dtype)).float()
     return model
 
 

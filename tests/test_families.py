@@ -143,6 +143,9 @@ PECULIAR = {
                                                    {"corrected": False})] + [{"attn_scale": 1 / 6}, {"ropes": {"neighbours": False}}],
     "glm4_moe_lite": [{"norm_eps": 1e-5}, {"ropes": {"neighbours": False}}, {"mixture": {"factor": 1.0}}],
     "dots1": [{"mixture": {"renormalise": False}}, {"mixture": {"corrected": False}}, {"windows": (None,) * 3}],
+    "gemma4_text": [{"windows": (None,) * 6}, {"ropes": 0}, {"ropes": 1}, {"values_normed": False}, {"input_multiplier": 1.0},
+                    {"final_logit_softcapping": None}, {"attn_scale": None}, {"kv_sources": (0, 1, 2, 3, 0, 1)}],
+    "gemma4_text, mixture": [{"mixture": {"per_token": 1}}, {"values_normed": False}, {"attn_scale": None}],  # a norm undoes sums
     "gpt_oss": [{"windows": (None,) * 3}, {"windows": (40,) * 3}, {"hidden_act": "silu"}, {"mixture": {"renormalise": False}},
                 {"mixture": {"per_token": 1}}],
     "opt": [{"position_offset": 0}, {"position_offset": 1}, {"hidden_act": "gelu"}, {"norm_eps": 1e-1}],
@@ -157,7 +160,7 @@ def test_every_peculiarity_of_a_family_shows(name: str, tmp_path: Path) -> None:
     expected = oracle(model, ids)
     for taken in PECULIAR[name]:
         if isinstance(taken.get("ropes"), int):  # this layer's positions for all
-            taken = {"ropes": (config.ropes[taken["ropes"]],) * 3}
+            taken = {"ropes": (config.ropes[taken["ropes"]],) * config.num_hidden_layers}
         if isinstance(taken.get("ropes"), dict):  # other numbers in all layers' positions, or another order
             own = {field: value for field, value in taken["ropes"].items() if hasattr(config.rope, field)}
             other = replace(config.rope, **(own or {"params": {**config.rope.params, **taken["ropes"]}}))
@@ -176,7 +179,8 @@ def test_every_peculiarity_of_a_family_shows(name: str, tmp_path: Path) -> None:
                                   "granitemoe", "granitemoehybrid", "qwen2_moe", "glm4_moe", "dots1, no windows, bfloat16", "starcoder2",
                                   "exaone4", "arcee", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "deepseek_v2", "deepseek_v3",
                                   "glm4_moe_lite", "qwen3_5_text", "qwen3_5_text, other layers", "qwen3_5_moe_text", "lfm2",
-                                  "lfm2, other taps, bfloat16", "lfm2_moe"])
+                                  "lfm2, other taps, bfloat16", "lfm2_moe", "gemma4_text", "gemma4_text, keys as values",
+                                  "gemma4_text, mixture"])
 def test_the_other_backend_agrees(name: str, tmp_path: Path) -> None:
     """Layers on torch, on CPU tensors: the same logits."""
     model = written(CASES[name], tmp_path)

@@ -46,7 +46,7 @@ def test_every_byte_is_in_one_place(shape: str, spec: str | None) -> None:
         for tensor in roles.values():
             own = made.slices.get(tensor.name)
             if own is None:
-                assert tensor.name in lie or tensor.name == made.table
+                assert tensor.name in lie or tensor.name in made.tables
                 continue
             assert [(before.end, after.first) for before, after in zip(own, own[1:])] == [(cut.first,) * 2 for cut in own[1:]]
             assert own[0].first == 0 and own[-1].end == tensor.shape[0]
@@ -55,7 +55,7 @@ def test_every_byte_is_in_one_place(shape: str, spec: str | None) -> None:
             assert all(begin + nbytes <= after for (begin, nbytes), (after, _) in zip(ranges, ranges[1:]))
             rest = tensor.nbytes - sum(nbytes for _, nbytes in ranges) - lie.get(parts.fixed_name(tensor.name), 0)
             assert 0 <= rest < 64 * 3
-    assert made.table == "model.embed_tokens.weight"
+    assert made.tables == {"model.embed_tokens.weight"}
     assert made.always_nbytes >= FETCH_NBYTES + sum(lie.values())
     streamed = sum(made.sizes)
     unread = 0 if shape == "llama3.2-1b" else tensors["outer"]["embed"].nbytes
@@ -86,7 +86,7 @@ def test_what_cannot_be_read_as_it_lies_stays() -> None:
     assert plain.parts and not parts.cut(with_outliers, store).parts
     store.place = lambda info: None
     converted = parts.cut(tensors, store)
-    assert not converted.parts and converted.table is None and converted.kept_for == parts.CONVERTED
+    assert not converted.parts and not converted.tables and converted.kept_for == parts.CONVERTED
     mixture, *_ = cut_of("olmoe-1b-7b")
     assert mixture.kept_for == parts.EXPERTS and not any("experts" in name for name in mixture.slices)
     assert any("q_proj" in name for name in mixture.slices) and not plain.kept_for
@@ -99,7 +99,7 @@ def test_the_number_of_parts_is_bounded() -> None:
     assert max(made.sizes) > 1.5 * parts.PART_NBYTES and 2 * max(made.sizes) < 64 << 20 and len(made.parts) < 16_000
     absurd = {**large, "hidden_size": 65_536, "intermediate_size": 1 << 18, "num_attention_heads": 512, "num_hidden_layers": 200}
     made, _, store = cut_of(absurd)
-    assert not made.parts and made.table is None and made.always_nbytes > store.nbytes
+    assert not made.parts and not made.tables and made.always_nbytes > store.nbytes
 
 
 def test_a_model_that_cannot_be_streamed_says_why() -> None:

@@ -81,7 +81,7 @@ def test_experts_are_in_slots_or_on_the_disk(tmp_path: Path, slots: int) -> None
     parts = cut_experts(tensors, own.experts, own.per_token, prepared.store)
     tiers = weight_tiers(replace(prepared, streams=PagedExperts(parts, slots, Choice("lru", 0.5))))
     expert = sum(own.nbytes for own in parts.parts[0].ranges)
-    rows = 0 if parts.table is None else tensors["outer"]["embed"].nbytes
+    rows = 0 if not parts.tables else tensors["outer"]["embed"].nbytes
     assert total(tiers) == of_file(tmp_path) and tiers.pinned == slots * expert
     assert tiers.on_demand == (len(parts.parts) - slots) * expert + rows
 

@@ -24,9 +24,10 @@ from .sharing import COUNTERS_NBYTES, clear_regions
 # float32 LOGITS [T, EXPERTS], SHARES [T, TOP], ROWS [T TOP, DEPTH] (inputs of the visits, then their results), HIDDEN [T TOP, WIDTH].
 # Where the products are to be prepared: GATED and DOWN, records of every expert (below), HEADS, what their argument blocks begin with,
 # LISTS for `each_product`, BLOCKS and COUNTERS. How tokens are routed: SIGMOID or not, CORRECTION float32 [EXPERTS] or 0, FACTOR, a
-# float64, and KEPT of GROUPS.
+# float64, and KEPT of GROUPS; SCALES_OF float32 [EXPERTS] multiply shares, 0 for none. INTO [T, DEPTH]: where results go instead of being
+# added to X, or 0.
 (X, COUNT, DEPTH, EXPERTS, TOP, RENORMALISE, LOGITS, CHOSEN, SHARES, OFFSETS, PLACES, OWNERS, ROWS, HIDDEN, WIDTH, GATED, DOWN, HEADS,
- LISTS, BLOCKS, COUNTERS, SIGMOID, CORRECTION, FACTOR, GROUPS, KEPT) = range(26)
+ LISTS, BLOCKS, COUNTERS, SIGMOID, CORRECTION, FACTOR, GROUPS, KEPT, SCALES_OF, INTO) = range(28)
 SCALED, SCALED_ROWS, SCALED_WIDTH, SCALES = range(4)  # slots of `scale_rows`
 # Records: the kernel's address, then the fields of its matrices; OUT is filled in here.
 GATED_RECORD, DOWN_RECORD = 1 + 2 * FIELDS, 1 + FIELDS
@@ -80,6 +81,7 @@ def route_tokens(args, worker, counter):
             total = max(total, LEAST)
             for j in range(top):
                 share[j] = share[j] / total * factor if a[RENORMALISE] != 0 else share[j] * factor
+            _scale(a[SCALES_OF], share, chosen, top)
             continue
         most = logit[chosen[0]]
         for j in range(1, top):
@@ -94,6 +96,14 @@ def route_tokens(args, worker, counter):
                 total += exp(logit[e] - most)
         for j in range(top):
             share[j] = share[j] / total * factor
+        _scale(a[SCALES_OF], share, chosen, top)
+
+
+@inlined()
+def _scale(scales, share, chosen, top):
+    if scales != 0:
+        for j in range(top):
+            share[j] *= f32_at(scales)[chosen[j]]
 
 
 @inlined()
@@ -216,14 +226,17 @@ def gather_rows(args, worker, counter):
 
 @kernel({"contract"})
 def combine_visits(args, worker, counter):
-    """X += shares times ROWS, a token's experts in rising order. Blocks are tokens."""
+    """X += shares times ROWS, or INTO = that, a token's experts in rising order. Blocks are tokens."""
     a = i64_at(args)
-    depth, top = a[DEPTH], a[TOP]
+    depth, top, target = a[DEPTH], a[TOP], a[INTO] if a[INTO] != 0 else a[X]
     while True:
         t = fetch_add(counter, 1)
         if t >= a[COUNT]:
             return
-        out, places, shares = f32_at(a[X] + 4 * t * depth), i64_at(a[PLACES] + 8 * t * top), f32_at(a[SHARES] + 4 * t * top)
+        out, places, shares = f32_at(target + 4 * t * depth), i64_at(a[PLACES] + 8 * t * top), f32_at(a[SHARES] + 4 * t * top)
+        if a[INTO] != 0:
+            for i in range(depth):
+                out[i] = float32(0.0)
         for j in range(top):
             share, row = shares[j], f32_at(a[ROWS] + 4 * places[j] * depth)
             for i in range(depth):

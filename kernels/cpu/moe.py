@@ -4,7 +4,8 @@ For a few tokens all of it is noted beforehand and runs without coming back to P
 blocks of their products, which then run as one job (`experts.py`). Only what is picked is read. For more tokens Python asks who goes
 where and notes the products of one expert after the other, each expert's weights being read once for all of its tokens. Experts of
 which only some are in memory take the way of `moe_paged.py`, through the same kernels. A shared expert is two matrix stages like any
-MLP's: the first is noted before the experts are added to what it reads, the second adds to the sum.
+MLP's: the first is noted before the experts are added to what it reads, the second adds to the sum. Where experts are a branch beside an
+MLP their sum is made by itself, normed, and joins the MLP's before both are added.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from ..registry import Call
 from ..workspace import Dims, address
 from . import experts as kernels
 from . import linear, low_bit, lut, packed
+from .rows import norm_rows
 
 if TYPE_CHECKING:
-    from ...quant.weight import Expert, Linear, Norm, SharedExpert
+    from ...quant.weight import Apart, Expert, Linear, Norm, SharedExpert
     from ..expert_pages import ExpertPages
     from .ops import CpuOps
 
@@ -42,7 +44,8 @@ def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
     visits, jobs = chunk * dims.top_k, _most_jobs(dims.experts, packed.MOST_COLUMNS * dims.top_k)
     ahead = {f"routes_ahead_{distance}": dims.experts for distance in range(1, MOST_AHEAD + 1)}
     return {"routes": chunk * dims.experts, **ahead, "shares": visits, "visits": 2 * (3 * visits + dims.experts + 1),
-            "rows": visits * dims.hidden, "hidden": visits * dims.expert_ffn, "products": 2 * jobs, "scales": chunk}
+            "rows": visits * dims.hidden, "hidden": visits * dims.expert_ffn, "products": 2 * jobs, "scales": chunk,
+            **dict.fromkeys(("branch", "sum"), chunk * dims.hidden * dims.apart)}
 
 
 def _most_jobs(experts: int, visits: int) -> int:
@@ -72,6 +75,7 @@ class Stage:
     router: Linear
     asked: Asked
     correction: np.ndarray | None
+    apart: Apart | None
     jobs: tuple[tuple[Kernel, int, bool], ...]
     kept: tuple[np.ndarray, ...]
     routed: Routed
@@ -99,22 +103,45 @@ def moe(self: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: tuple[
         run = self.registry.select(Call("moe", act=act)).candidate.run
     else:
         from .moe_paged import run
-    return run(self, x, norm, router, experts, (routing, act), see, correction, shared)
+    return run(self, x, norm, router, experts, (routing, act), see, correction, shared, None)
 
 
-def run_reference(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], asked: Asked, see: See | None,
-                  correction: np.ndarray | None, shared: SharedExpert | None) -> np.ndarray:
-    ops.flush()
-    x[:], routed = reference_moe.moe(x, norm, router, experts, *asked, correction, shared)
+def mlp_and_experts(self: CpuOps, x: np.ndarray, norm: Norm, gate: Linear, up: Linear, down: Linear, router: Linear,
+                    experts: tuple[Expert, ...] | ExpertPages, apart: Apart, routing: Routing, act: str,
+                    see: Callable[[np.ndarray], None] | None = None, see_visits: See | None = None,
+                    after: Norm | None = None) -> np.ndarray:
+    """See `BlockOps`."""
+    hidden = self.gated_hidden(x, norm, gate, up, act)
     if see is not None:
-        see(routed)
+        see(hidden)
+    branch = self.workspace.take("branch", *x.shape)
+    if self._remembered(hidden, None, (down,), linear.PLAIN, "none") is None:
+        self._matrix(hidden, None, [down], [branch], linear.PLAIN, "none")
+    if isinstance(experts, tuple):
+        run = self.registry.select(Call("moe", act=act)).candidate.run
+    else:
+        from .moe_paged import run
+    total = run(self, x, apart.norm, router, experts, (routing, act), see_visits, None, None, apart)
+    norm_rows(self, total, apart.after)
+    self._add_with(self, branch, apart.mlp_after, total, 1.0)
+    self._add_with(self, total, after, x, 1.0)
     return x
 
 
+def run_reference(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], asked: Asked, see: See | None,
+                  correction: np.ndarray | None, shared: SharedExpert | None, apart: Apart | None) -> np.ndarray:
+    ops.flush()
+    into = x if apart is None else ops.workspace.take("sum", *x.shape)
+    into[:], routed = reference_moe.moe(x, norm, router, experts, *asked, correction, shared, apart)
+    if see is not None:
+        see(routed)
+    return into
+
+
 def run(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], asked: Asked, see: See | None,
-        correction: np.ndarray | None, shared: SharedExpert | None) -> np.ndarray:
+        correction: np.ndarray | None, shared: SharedExpert | None, apart: Apart | None) -> np.ndarray:
     beside = shared_hidden(ops, x, norm, shared, asked[1])
-    stage = routed_stage(ops, x, norm, router, experts, asked, correction, _table)
+    stage = routed_stage(ops, x, norm, router, experts, asked, correction, apart, _table)
     for kernel, where, parallel in stage.jobs:
         ops.run(kernel, where, parallel)
     if len(x) > stage.table.columns:
@@ -140,24 +167,25 @@ def shared_hidden(ops: CpuOps, x: np.ndarray, norm: Norm, shared: SharedExpert |
 
 def finished(ops: CpuOps, x: np.ndarray, stage: Stage, beside: np.ndarray | None, shared: SharedExpert | None,
              see: See | None) -> np.ndarray:
-    """The residual stream once the shared expert is added to the others."""
+    """The residual stream once the shared expert is added to the others; of experts that are apart their sum alone."""
     if beside is not None:
         ops.linear_add(beside, shared.down, x)
     if see is not None:
         see(stage.routed if beside is None else replace(stage.routed, shared=beside))
-    return x
+    return x if stage.apart is None else ops.workspace.take("sum", *x.shape)
 
 
 def routed_stage(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], asked: Asked,
-                 correction: np.ndarray | None, table: Callable) -> Stage:
+                 correction: np.ndarray | None, apart: Apart | None, table: Callable) -> Stage:
     """Note the router's product; the stage whose jobs come next. `table` makes or finds the records of the experts."""
-    if ops._remembered(x, norm, (router,), linear.PLAIN, "none") is None:
+    before = norm if apart is None else apart.router_norm
+    if ops._remembered(x, before, (router,), linear.PLAIN, "none") is None:
         few = len(x) <= table(ops, experts, asked[1]).columns  # then all tokens of a stage are routed as one alone would be
-        ops._matrix(x, norm, [router], [ops.workspace.take("routes", len(x), len(experts))], linear.PLAIN, "none", int(few))
+        ops._matrix(x, before, [router], [ops.workspace.take("routes", len(x), len(experts))], linear.PLAIN, "none", int(few))
     stage = ops.mixtures.stages.get((id(experts), len(x)))
     known = stage is not None and stage.x is x and stage.norm is norm and stage.router is router and stage.correction is correction
-    if not known or stage.asked != asked:
-        stage = _prepared(ops, x, norm, router, experts, asked, correction, table(ops, experts, asked[1]))
+    if not known or stage.asked != asked or stage.apart is not apart:
+        stage = _prepared(ops, x, norm, router, experts, asked, correction, apart, table(ops, experts, asked[1]))
     for kept in stage.kept:
         ops.keep(kept)
     return stage
@@ -177,7 +205,7 @@ def _products(ops: CpuOps, norm: Norm, experts: Sequence[Expert], stage: Stage, 
 
 
 def _prepared(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], asked: Asked,
-              correction: np.ndarray | None, table: Table) -> Stage:
+              correction: np.ndarray | None, apart: Apart | None, table: Table) -> Stage:
     """The jobs of a stage up to where Python is needed; remembered for a few tokens."""
     routing, act = asked
     top_k = routing.per_token
@@ -194,7 +222,8 @@ def _prepared(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: S
     block = np.array([ops.at(x), tokens, depth, count, top_k, routing.renormalise, ops.at(logits), address(chosen), ops.at(shares),
                       address(offsets), address(places), address(owners), ops.at(rows), ops.at(hidden), width,
                       address(table.gated) * few, address(table.down), address(heads), products, blocks, counters, routing.sigmoid,
-                      address(correction), 0, routing.groups, routing.kept_groups], np.int64)
+                      address(correction), 0, routing.groups, routing.kept_groups, 0 if apart is None else address(apart.scales),
+                      0 if apart is None else ops.at(take("sum", tokens, depth))], np.int64)
     block.view(np.float64)[kernels.FACTOR] = routing.factor
     where = address(block)
     jobs = [(kernels.route_tokens, where, not few), (kernels.group_visits, where, False)]
@@ -203,7 +232,7 @@ def _prepared(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: S
     if few:
         jobs += [(kernels.each_product, products, True), (kernels.each_product, products + 8 * (1 + 3 * most), True),
                  (kernels.combine_visits, where, tokens > 1)]
-    made = Stage(x, norm, router, asked, correction, tuple(jobs), (block, heads), Routed(offsets, owners, hidden), table, chosen,
+    made = Stage(x, norm, router, asked, correction, apart, tuple(jobs), (block, heads), Routed(offsets, owners, hidden), table, chosen,
                  (blocks, counters))
     if few and ops.workspace.holds(x):
         if len(ops.mixtures.stages) >= MOST_STAGES:

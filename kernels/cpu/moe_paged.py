@@ -19,7 +19,7 @@ from . import linear
 from .moe import MOST_STAGES, Stage, Table, columns_of, fields, finished, routed_stage, shared_hidden, write_records
 
 if TYPE_CHECKING:
-    from ...quant.weight import Linear, Norm, SharedExpert
+    from ...quant.weight import Apart, Linear, Norm, SharedExpert
     from ..expert_pages import ExpertPages
     from .moe import Asked, See
     from .ops import CpuOps
@@ -58,10 +58,10 @@ class _Kind:
 
 
 def run(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, pages: ExpertPages, asked: Asked, see: See | None,
-        correction: np.ndarray | None, shared: SharedExpert | None) -> np.ndarray:
+        correction: np.ndarray | None, shared: SharedExpert | None, apart: Apart | None) -> np.ndarray:
     """`moe.run` for experts in slots. What all tokens of a few visit is multiplied while the disk is asked for the
     others."""
-    stage = routed_stage(ops, x, norm, router, pages, asked, correction, _table)
+    stage = routed_stage(ops, x, norm, router, pages, asked, correction, apart, _table)
     before = [job for job in stage.jobs if job[0] is kernels.route_tokens]
     grouping = [job for job in stage.jobs if job[0] is kernels.group_visits or job[0] is kernels.gather_rows]
     for job in before:

@@ -19,7 +19,7 @@ from ..layout import ACTIVATIONS, NORMS, PageLayout
 from ..registry import Call, Registry
 from ..threads import ThreadPool
 from ..workspace import Dims, Workspace, address
-from . import attention, attention_few, bundled, in_parts, latent, latent_loops, linear, low_bit, moe, packed, rows, states
+from . import attention, attention_few, bundled, in_parts, inputs, latent, latent_loops, linear, low_bit, moe, packed, rows, states
 from .inner_loops import TILE_COLUMNS
 from .jobs import Jobs
 from .kv_many import packed_scratch
@@ -60,7 +60,8 @@ def plan_workspace(dims: Dims, workers: int) -> dict[str, int]:
             "attend": chunk * dims.attended, "gate": chunk * dims.ffn, "up": chunk * dims.ffn, "panels": columns * wide,
             "low_panels": low_bit.panel_floats(chunk, wide), "scratch": workers * (scratch + 16), "logits": dims.rows * dims.vocab,
             "partials": calls * dims.kv_heads * blocks * group * (dims.head_dim + 2), "state": state, **moe.plan_workspace(dims, chunk),
-            **bundled.plan_workspace(dims, chunk), **latent.plan_workspace(dims, chunk)}
+            **bundled.plan_workspace(dims, chunk), **latent.plan_workspace(dims, chunk),
+            **inputs.plan_workspace(dims, chunk)}
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,12 @@ class CpuOps(Jobs):
             see(outs[0])
         return self.linear_add(outs[0], down, x, after, factor)
 
+    mlp_and_experts = moe.mlp_and_experts
     moe = moe.moe
+    layer_inputs = inputs.layer_inputs
+    add_inputs = inputs.add_inputs
+    copied = rows.copied
+    scaled = rows.scaled
     bundled_mlp = bundled.bundled_mlp
     part_queries = rows.part_queries
     gate_heads = rows.gate_heads

@@ -36,6 +36,8 @@ G_GATE, G_UP, G_TOKENS, G_WIDTH, G_ACT = range(5)
 # Slots of `part_rows`: of each of HEADS heads of Y [TOKENS, 2 * heads * DEPTH] the first half into OUT [TOKENS, heads * DEPTH]. Of
 # `gate_heads`: OUT times the sigmoid of the second halves.
 P_Y, P_OUT, P_TOKENS, P_HEADS, P_DEPTH = range(5)
+# Slots of `scale_rows`: OUT = FACTOR * Y, both [TOKENS, WIDTH], which may be one.
+S_Y, S_OUT, S_TOKENS, S_WIDTH, S_FACTOR = range(5)
 # Slots of `add_rows`: STREAM += FACTOR * norm(BRANCH), both [TOKENS, WIDTH]; the branch is left normed.
 A_BRANCH, A_STREAM, A_TOKENS, A_WIDTH, A_NORM, A_WEIGHT, A_BIAS, A_EPS, A_FACTOR = range(9)
 
@@ -102,6 +104,20 @@ def add_rows(args, worker, counter):
         y, x = f32_at(branch), f32_at(a[A_STREAM] + 4 * row * width)
         for i in range(width):
             x[i] += factor * y[i]
+
+
+@kernel()
+def scale_rows(args, worker, counter):
+    """OUT = FACTOR * Y. Blocks are tokens."""
+    a = i64_at(args)
+    width, factor = a[S_WIDTH], float32(f64_at(args)[S_FACTOR])
+    while True:
+        t = fetch_add(counter, 1)
+        if t >= a[S_TOKENS]:
+            return
+        y, out = f32_at(a[S_Y] + 4 * t * width), f32_at(a[S_OUT] + 4 * t * width)
+        for i in range(width):
+            out[i] = factor * y[i]
 
 
 @kernel()
@@ -195,6 +211,12 @@ def rotate(ops: CpuOps, y: np.ndarray, heads: int, head_dim: int, angles: Angles
     ops.run(rope_heads, ops.where, y.size >= SHARE_FROM, args)
 
 
+def norm_rows(ops: CpuOps, y: np.ndarray, norm: Norm) -> None:
+    """norm(y) of every row, in place."""
+    none = np.zeros((len(y), 0), np.float32)
+    ops._rotate_with(ops, y, 1, y.shape[1], Angles(none, None, none, none, (0, 0)), norm)
+
+
 def rotate_reference(ops: CpuOps, y: np.ndarray, heads: int, head_dim: int, angles: Angles, norm: Norm | None) -> None:
     ops.flush()
     if norm is not None:
@@ -227,6 +249,31 @@ def add(ops: CpuOps, branch: np.ndarray, norm: Norm | None, stream: np.ndarray, 
 def add_reference(ops: CpuOps, branch: np.ndarray, norm: Norm | None, stream: np.ndarray, factor: float) -> None:
     ops.flush()
     stream[:] = reference.add_branch(stream, branch, norm and (norm.kind, norm.weight, norm.bias, norm.eps), factor)
+
+
+def copied(ops: CpuOps, y: np.ndarray) -> np.ndarray:
+    """See `BlockOps`."""
+    out = ops.workspace.take("y2", *y.shape)
+    ops.registry.select(Call("scale")).candidate.run(ops, y, out, 1.0)
+    return out
+
+
+def scaled(ops: CpuOps, x: np.ndarray, factor: float) -> np.ndarray:
+    """See `BlockOps`."""
+    ops.registry.select(Call("scale")).candidate.run(ops, x, x, factor)
+    return x
+
+
+def scale(ops: CpuOps, y: np.ndarray, out: np.ndarray, factor: float) -> None:
+    """out = factor * y."""
+    ops.args[:S_FACTOR] = ops.at(y), ops.at(out), *y.shape
+    ops.reals[S_FACTOR] = factor
+    ops.run(scale_rows, ops.where, y.size >= SHARE_FROM, ops.args)
+
+
+def scale_reference(ops: CpuOps, y: np.ndarray, out: np.ndarray, factor: float) -> None:
+    ops.flush()
+    np.multiply(y, np.float32(factor), out=out)
 
 
 def part_queries(ops: CpuOps, y: np.ndarray, heads: int, head_dim: int) -> np.ndarray:

@@ -30,7 +30,7 @@ from .stages import Stages, activated
 from .states import TorchSlots, state_layer
 
 if TYPE_CHECKING:  # records of the layer above; this backend reads their fields and never builds one
-    from ...quant.weight import Bundles, Expert, Linear, Norm, SharedExpert, Weight
+    from ...quant.weight import Apart, Bundles, Expert, Inputs, Linear, Norm, SharedExpert, Weight
     from ...runtime.rope import RopeTable
     from ..state_shape import StateShape
 
@@ -140,10 +140,16 @@ class TorchOps:
             if shared.scale is not None:
                 beside = beside * self._linear(n, shared.scale).sigmoid()
         chosen, shares = _routed(self._linear(n, router), routing, correction)
+        self._visited(x, n, chosen, shares, experts, act, see, beside)
+        return x if beside is None else self.linear_add(beside, shared.down, x)
+
+    def _visited(self, into: torch.Tensor, n: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor, experts: Sequence[Expert], act: str,
+                 see: Callable[[Routed], None] | None, beside: torch.Tensor | None = None) -> None:
+        """Add to `into` the chosen experts' results of n, times their shares."""
         offsets, tokens, places = visits(self.on.fetch(chosen), len(experts))
         rows, at = self.on.bring(tokens), self.on.bring(places)
-        hidden = torch.empty(len(tokens), experts[0].gate.weight.shape[0], device=x.device)
-        results = torch.empty(len(tokens), x.shape[1], device=x.device)
+        hidden = torch.empty(len(tokens), experts[0].gate.weight.shape[0], device=n.device)
+        results = torch.empty(len(tokens), n.shape[1], device=n.device)
         for e in np.flatnonzero(np.diff(offsets)):
             expert, mine = experts[e], slice(offsets[e], offsets[e + 1])
             inputs = n[rows[mine]]
@@ -151,9 +157,37 @@ class TorchOps:
             results[mine] = self._linear(hidden[mine], expert.down)
         if see is not None:
             see(Routed(offsets, tokens, hidden, beside))
-        for j in range(routing.per_token):  # a token's experts in rising order, whatever runs beside it
-            x.addcmul_(shares[:, j, None], results[at[:, j]])
-        return x if beside is None else self.linear_add(beside, shared.down, x)
+        for j in range(shares.shape[1]):  # a token's experts in rising order, whatever runs beside it
+            into.addcmul_(shares[:, j, None], results[at[:, j]])
+
+    def mlp_and_experts(self, x: torch.Tensor, norm: Norm, gate: Linear, up: Linear, down: Linear, router: Linear,
+                        experts: Sequence[Expert], apart: Apart, routing: Routing, act: str,
+                        see: Callable[[torch.Tensor], None] | None = None, see_visits: Callable[[Routed], None] | None = None,
+                        after: Norm | None = None) -> torch.Tensor:
+        """See `BlockOps`."""
+        n = self.stages.normalise(x, norm)
+        hidden = self.stages.gated(self._linear(n, gate), self._linear(n, up), act)
+        if see is not None:
+            see(hidden)
+        chosen, shares = _routed(self._linear(self.stages.normalise(x, apart.router_norm), router), routing, None)
+        total = torch.zeros_like(x)
+        self._visited(total, self.stages.normalise(x, apart.norm), chosen, shares * apart.scales[chosen], experts, act, see_visits)
+        branch = self.stages.normalise(self._linear(hidden, down), apart.mlp_after)
+        return x.add_(self.stages.normalise(branch + self.stages.normalise(total, apart.after), after))
+
+    def add_inputs(self, x: torch.Tensor, inputs: Inputs, given: torch.Tensor, act: str,
+                   see: Callable[[torch.Tensor], None] | None = None) -> torch.Tensor:
+        """See `BlockOps`."""
+        hidden = self.stages.gated(self._linear(x, inputs.gate), given, act)
+        return self._down(hidden, inputs.out, x, see, inputs.after, 1.0)
+
+    def copied(self, y: torch.Tensor) -> torch.Tensor:
+        """See `BlockOps`."""
+        return y.clone()
+
+    def scaled(self, x: torch.Tensor, factor: float) -> torch.Tensor:
+        """See `BlockOps`."""
+        return x.mul_(factor)
 
     def logits(self, x: torch.Tensor, norm: Norm, head: Linear, softcap: float | None = None, scale: float = 1.0) -> torch.Tensor:
         """Scores of the next token, float32 [T, V]: scale * head(norm(x)), then capped."""

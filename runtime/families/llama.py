@@ -36,8 +36,8 @@ def config(keys: Keys) -> ModelConfig:
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     """Tensors of one layer by role, `[N, K]` as stored."""
-    hidden, ffn, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
-    q, kv = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
+    hidden, ffn, (kv_heads, head_dim) = config.hidden_size, config.ffn_of(layer), config.heads_of(layer)
+    q, kv = config.num_attention_heads * head_dim, kv_heads * head_dim
     queries = 2 * q if config.gated_queries else q
     linears = {  # role: name, out, in, has a bias
         "q": ("self_attn.q_proj", queries, hidden, config.qkv_bias), "k": ("self_attn.k_proj", kv, hidden, config.qkv_bias),
@@ -98,21 +98,28 @@ def attention(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positio
               layer: int, tap: Callable[[str, int, object], None]) -> object:
     """The first half of a block."""
     tap("block_in", layer, x)
-    q, k, v = ops.norm_linear(x, w.input_norm, [w.q, w.k, w.v])  # [T, H * head_dim], [T, KVH * head_dim] twice
+    kv_heads, head_dim = config.heads_of(layer)
+    # [T, H * head_dim], and if they are the layer's own [T, KVH * head_dim] twice
+    q, k, v = (*ops.norm_linear(x, w.input_norm, [each for each in (w.q, w.k, w.v) if each is not None]), None, None)[:3]
+    if k is not None and v is None:
+        v = ops.copied(k)
     gated = q  # of the queries, if they have gates
     if config.gated_queries:
-        q = ops.part_queries(q, config.num_attention_heads, config.head_dim)
+        q = ops.part_queries(q, config.num_attention_heads, head_dim)
     turned = rope if rope is None else rope.queries or rope
-    q = ops.rope_heads(q, config.num_attention_heads, config.head_dim, positions, turned, w.q_norm)
-    k = ops.rope_heads(k, config.num_key_value_heads, config.head_dim, positions, rope, w.k_norm)
+    q = ops.rope_heads(q, config.num_attention_heads, head_dim, positions, turned, w.q_norm)
     tap("q", layer, q)
-    tap("k", layer, k)
-    tap("v", layer, v)
+    if k is not None:
+        k = ops.rope_heads(k, kv_heads, head_dim, positions, rope, w.k_norm)
+        if w.v_norm is not None:
+            v = ops.rope_heads(v, kv_heads, head_dim, positions, None, w.v_norm)
+        tap("k", layer, k)
+        tap("v", layer, v)
     if w.sinks is not None:
         tap("sinks", layer, w.sinks)
     attended = kv.attend(q, k, v, w.sinks)  # [T, H * head_dim]
     if config.gated_queries:
-        attended = ops.gate_heads(attended, gated, config.num_attention_heads, config.head_dim)
+        attended = ops.gate_heads(attended, gated, config.num_attention_heads, head_dim)
     tap("attn_out", layer, attended)
     return ops.linear_add(attended, w.o, x, w.o_norm, config.residual_multiplier)
 

@@ -1,0 +1,63 @@
+"""What layers are given of a token beside the stream: made once a pass of rows of a table and of the embedding, and taken by each layer.
+
+All of it lies in one buffer, layer by layer, in the memory of which jobs of a recorded pass find that of the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..workspace import Dims
+from . import linear
+
+if TYPE_CHECKING:
+    from ...quant.weight import Inputs, Linear, Norm, Weight
+    from .ops import CpuOps
+
+
+def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
+    """Floats of the buffers, none for a model whose layers are given nothing."""
+    return dict.fromkeys(("given", "given rows"), chunk * dims.given) if dims.given else {}
+
+
+def layer_inputs(ops: CpuOps, ids: np.ndarray, x: np.ndarray, table: Weight, projection: Linear, norm: Norm, scale: float) -> np.ndarray:
+    """(norm(projection(x) / sqrt(D)) + row * scale) / sqrt(2), float32 [L, T, P], of the tokens `ids` with embeddings x [T, D]: rows are
+    those of `table` [V, L * P], and each P numbers are normed by themselves."""
+    width = len(norm.weight)
+    rows = ops.workspace.take("given rows", len(ids), table.shape[1])
+    ops._matrix(x, None, [projection], [rows], linear.PLAIN, "none")
+    ops.flush()
+    layers = rows.reshape(len(ids), -1, width).swapaxes(0, 1)
+    out = ops.workspace.take("given", *layers.shape)
+    np.multiply(layers, np.float32(x.shape[1] ** -0.5), out=out)
+    power = np.einsum("ltp,ltp->lt", out, out)[..., None] / np.float32(width)
+    out /= np.sqrt(power + np.float32(norm.eps))
+    out *= norm.weight
+    if table.fetch is None:
+        _rows(ops, ids, table, scale, rows)
+    else:
+        for begin, own, fetched in table.fetch(ids):  # the next ones come into the same memory
+            _rows(ops, own, fetched, scale, rows[begin : begin + len(own)])
+    out += layers
+    out *= np.float32(0.5**0.5)
+    return out
+
+
+def _rows(ops: CpuOps, ids: np.ndarray, table: Weight, scale: float, out: np.ndarray) -> None:
+    ops._embed(ids, table, scale, out)
+    ops.flush()
+
+
+def add_inputs(ops: CpuOps, x: np.ndarray, inputs: Inputs, given: np.ndarray, act: str,
+               see: Callable[[np.ndarray], None] | None = None) -> np.ndarray:
+    """See `BlockOps`."""
+    if (outs := ops._remembered(x, None, (inputs.gate,), linear.PLAIN, "none")) is None:
+        outs = [ops.workspace.take("gate", len(x), inputs.gate.weight.shape[0])]
+        ops._matrix(x, None, [inputs.gate], outs, linear.PLAIN, "none")
+    ops.gate(outs[0], given, act)
+    if see is not None:
+        see(outs[0])
+    return ops.linear_add(outs[0], inputs.out, x, inputs.after)

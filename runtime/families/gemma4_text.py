@@ -1,0 +1,192 @@
+"""Gemma 4, text: Gemma 3's block with norms as they are stored, values that are normed too, and layers of two kinds that differ in more
+than their window.
+
+Layers without a window have larger heads, fewer of keys, which may be values too, and turn a quarter of their channels. The last layers may
+attend to the keys and values of the last one of their kind before them; in the smallest models their MLPs are twice as wide, and every
+layer is given some numbers of a token beside the stream, from a table of its own. In the mixture experts are a branch beside the MLP, under
+norms of its own, and the share of each is multiplied by a number of the expert's. Scores are not scaled, norms of queries do that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ..config import Defaults, Mixture, ModelConfig, decoder_config
+from ..config_reader import ConfigError, Keys, show
+from ..config_rope import GLOBAL, LOCAL, RopeConfig, rope_of
+from . import LayerWeights, TensorRule, expert_role, gemma2, inside_others, llama
+from .gemma2 import ACT, embedding_multiplier, softcap
+from .llama import attention
+from .mixtral import MOST_EXPERTS
+from .qwen2 import windows_of
+from .qwen3_moe import NAMES
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ..block_ops import BlockOps
+    from ..cache import LayerCache
+    from ..rope import RopeTable
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({"attention_bias", "attention_k_eq_v", "enable_moe_block", "final_logit_softcapping", "global_head_dim",
+                       "hidden_activation", "hidden_size_per_layer_input", "layer_types", "moe_intermediate_size", "num_experts",
+                       "num_global_key_value_heads", "num_kv_shared_layers", "per_layer_config", "sliding_window", "top_k_experts",
+                       "use_bidirectional_attention", "use_double_wide_mlp", "vocab_size_per_layer_input"})
+# A pattern is written next to the layer_types that it made.
+KEYS_HARMLESS = frozenset({"_sliding_window_pattern", "cache_implementation", "hidden_act", "sliding_window_pattern"})
+REFUSED_UNLESS: Mapping[str, object] = {"mlp_bias": False}
+SIZES = {"vocab_size": 262_144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30, "num_attention_heads": 8}
+PATTERN = 6  # one layer in so many has no window, where the config lists no types
+ROPES = {GLOBAL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+         LOCAL: {"rope_type": "default", "rope_theta": 10_000.0}}
+THETA = 10_000.0  # of a section that states none
+MOST_INPUTS = 4096
+
+
+def config(keys: Keys) -> ModelConfig:
+    return text_config(keys, 131_072, 512, 256)
+
+
+def text_config(keys: Keys, positions: int, window: int, inputs: int, sight: str | None = None) -> ModelConfig:
+    """What a config says, with defaults for positions, windows, what layers are given, and which tokens see what comes behind them."""
+    base = Defaults(max_position_embeddings=positions, num_key_value_heads=4, head_dim=256, bos=2, eos=(1,), tied=True, act=ACT,
+                    sizes=SIZES)
+    if (seen := keys.text("use_bidirectional_attention", sight)) not in (None, "vision"):  # which is of images alone
+        raise ConfigError(f"config.json: use_bidirectional_attention = {show(seen)} is not supported for {keys.text('model_type')} models",
+                          "a model that sees what comes after a token completes no text")
+    layers, hidden = base.size(keys, "num_hidden_layers"), base.size(keys, "hidden_size")
+    kinds = list(keys.words("layer_types", layers) or [LOCAL if (layer + 1) % PATTERN else GLOBAL for layer in range(layers)])
+    kinds[-1] = GLOBAL  # whatever is stated
+    windows = windows_of(Keys({**keys.raw, "layer_types": kinds}), keys.integer("sliding_window", window), kinds)
+    heads = _heads(keys, kinds)
+    shared = keys.integer("num_kv_shared_layers", 0, low=0, high=layers)
+    sources = _sources(kinds, layers - shared)
+    doubled = keys.flag("use_double_wide_mlp", False) and shared > 0
+    ffn, bias = base.size(keys, "intermediate_size"), keys.flag("attention_bias", False)
+    width = keys.integer("hidden_size_per_layer_input", inputs, low=0, high=MOST_INPUTS)
+
+    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
+        sections = keys.section("rope_parameters") or ROPES
+        made = {}
+        for kind, (_, size) in zip(kinds, heads):
+            if kind not in made:
+                section = sections.get(kind)
+                if not isinstance(section, dict):
+                    raise ConfigError(f"config.json: rope_parameters holds nothing of {kind}",
+                                      "this family has a section for each type of layer")
+                made[kind] = rope_of(Keys(section, f"config.json: rotary positions of {kind}"), size, positions, THETA)
+        if stray := sorted(sections.keys() - {GLOBAL, LOCAL}):
+            raise ConfigError(f"config.json: rope_parameters holds {show(stray[0])}", f"known: {GLOBAL}, {LOCAL}")
+        return tuple(made[kind] for kind in kinds)
+
+    return decoder_config(
+        keys, base, ropes, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True, attn_scale=1.0, values_normed=True,
+        embedding_multiplier=embedding_multiplier(keys, hidden), final_logit_softcapping=softcap(keys, "final_logit_softcapping", None),
+        layer_heads=heads if len(set(heads)) > 1 else (), kv_sources=sources if shared else (),
+        layer_ffn=tuple(ffn * (1 + (layer >= layers - shared)) for layer in range(layers)) if doubled else (), input_width=width,
+        input_vocab=keys.integer("vocab_size_per_layer_input", SIZES["vocab_size"], high=2**24) if width else 0,
+        input_multiplier=embedding_multiplier(keys, width) if width else 1.0, layers_scaled=True,
+        keys_as_values=tuple(layer for layer, kind in enumerate(kinds) if kind == GLOBAL) if keys.flag("attention_k_eq_v", False) else (),
+        mixture=_mixture(keys, layers) if keys.flag("enable_moe_block", False) else None)
+
+
+def _heads(keys: Keys, kinds: list[str]) -> tuple[tuple[int, int], ...]:
+    """(key-value heads, their size) by layer: one of its own that `per_layer_config` has, else what is stated of layers without windows."""
+    usual = keys.integer("num_key_value_heads", 4, high=4096), keys.integer("head_dim", 256, high=1024)
+    query = keys.integer("num_attention_heads", SIZES["num_attention_heads"], high=4096)
+    own = keys.section("per_layer_config")
+    if own is None:
+        fewer = keys.integer("num_global_key_value_heads", None, high=4096) if keys.flag("attention_k_eq_v", False) else None
+        wide = fewer or usual[0], keys.integer("global_head_dim", 512, high=1024)
+        found = [wide if kind == GLOBAL else usual for kind in kinds]
+    else:
+        found = [usual] * len(kinds)
+        for name, stated in own.items():
+            if not name.isdecimal() or int(name) >= len(kinds) or not isinstance(stated, dict) or \
+                    (stray := sorted(stated.keys() - {"head_dim", "num_key_value_heads"})):
+                said = f" of {show(name)}: {show(stray[0])}" if isinstance(stated, dict) and stated else f": {show(name)}"
+                raise ConfigError(f"config.json: per_layer_config{said} is not supported",
+                                  "known: head_dim and num_key_value_heads of layers by number")
+            section = Keys(stated, f"config.json: per_layer_config.{name}")
+            found[int(name)] = section.integer("num_key_value_heads", usual[0], high=4096), section.integer("head_dim", usual[1], high=1024)
+    for kind in (GLOBAL, LOCAL):
+        if len({each for each, is_of in zip(found, kinds) if is_of == kind}) > 1:
+            raise ConfigError(f"config.json: layers of {kind} differ in their heads", "layers of one type have heads alike")
+    for kv_heads, size in found:
+        if query % kv_heads or size % 2:
+            raise ConfigError(f"config.json: {query} query heads for {kv_heads} key-value heads of {size} in a layer are not supported",
+                              "the first must be a multiple of the second, and heads of an even size")
+    return tuple(found)
+
+
+def _sources(kinds: list[str], first: int) -> tuple[int, ...]:
+    """By layer whose keys and values it attends to; from `first` on those of the last one of its kind before that."""
+    last = {kind: layer for layer, kind in enumerate(kinds[:first])}
+    if missing := sorted(set(kinds) - last.keys()):
+        raise ConfigError(f"config.json: num_kv_shared_layers = {len(kinds) - first} leaves no layer of {missing[0]} with keys and values",
+                          "fewer layers can do without their own")
+    return tuple(layer if layer < first else last[kind] for layer, kind in enumerate(kinds))
+
+
+def _mixture(keys: Keys, layers: int) -> Mixture:
+    experts, per_token = keys.integer("num_experts", high=MOST_EXPERTS), keys.integer("top_k_experts", high=MOST_EXPERTS)
+    if per_token > experts:
+        raise ConfigError(f"config.json: top_k_experts {per_token} is more than the {experts} experts there are")
+    return Mixture(experts, per_token, keys.integer("moe_intermediate_size", high=2**22), True, frozenset(range(layers)), apart=True)
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    """Tensors of one layer by role."""
+    rules, prefix, hidden, own = gemma2.layer_tensors(config, layer), f"model.layers.{layer}.", config.hidden_size, config.mixture
+    for role in ("k", "v", "k_norm", "k_bias", "v_bias") if config.kv_sources and config.kv_sources[layer] != layer else \
+            ("v", "v_bias") if layer in config.keys_as_values else ():
+        rules.pop(role, None)
+    more = {"layer_scale": ("layer_scalar", 1)}
+    if width := config.input_width:
+        more |= {"input_gate": ("per_layer_input_gate.weight", width, hidden), "input_out": ("per_layer_projection.weight", hidden, width),
+                 "input_after": ("post_per_layer_input_norm.weight", hidden)}
+    if own is not None:
+        more |= {"router": ("router.proj.weight", own.experts, hidden), "router_scale": ("router.scale", hidden),
+                 "expert_scales": ("router.per_expert_scale", own.experts), "expert_norm": ("pre_feedforward_layernorm_2.weight", hidden),
+                 "experts_after": ("post_feedforward_layernorm_2.weight", hidden),
+                 "mlp_after": ("post_feedforward_layernorm_1.weight", hidden)}
+    rules |= {role: TensorRule(prefix + name, tuple(shape)) for role, (name, *shape) in more.items()}
+    for expert in range(own.experts if own else 0):
+        for role, name in NAMES.items():
+            shape = (hidden, own.width) if role == "down" else (own.width, hidden)
+            rules[expert_role(expert, role)] = TensorRule(f"{prefix}experts.{expert}.{name}.weight", shape)
+    return inside_others(rules)
+
+
+def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
+    rules, every = llama.outer_tensors(config), config.num_hidden_layers * config.input_width
+    if config.input_width:
+        rules |= {"layer_embed": TensorRule("model.embed_tokens_per_layer.weight", (config.input_vocab, every)),
+                  "layer_proj": TensorRule("model.per_layer_model_projection.weight", (every, config.hidden_size)),
+                  "layer_norm": TensorRule("model.per_layer_projection_norm.weight", (config.input_width,))}
+    return inside_others(rules)
+
+
+def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
+          layer: int, tap: Callable[[str, int, object], None], inputs: object | None = None) -> object:
+    """As `llama.block`; `inputs` [T, P] are what the layer is given beside the stream. Of a mixture a tap sees mlp_hidden before `down`,
+    then the visits; of what is given inputs_in before `input_gate` and inputs_hidden before `input_out`."""
+    x = attention(ops, w, x, kv, positions, rope, config, layer, tap)
+    tap("mlp_in", layer, x)
+    see = partial(tap, "mlp_hidden", layer)
+    if w.apart is not None:
+        x = ops.mlp_and_experts(x, w.post_norm, w.gate, w.up, w.down, w.router, w.experts, w.apart, config.mixture.routing,
+                                config.hidden_act, see, partial(tap, "visits", layer), w.down_norm)
+    else:
+        x = ops.gated_mlp(x, w.post_norm, w.gate, w.up, w.down, config.hidden_act, see, w.down_norm)
+    if w.inputs is not None:
+        tap("inputs_in", layer, x)
+        x = ops.add_inputs(x, w.inputs, inputs, config.hidden_act, partial(tap, "inputs_hidden", layer))
+    if w.scale != 1.0:
+        x = ops.scaled(x, w.scale)
+    tap("block_out", layer, x)
+    return x

@@ -1,0 +1,39 @@
+"""What a config says of a mixture of experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..kernels.reference_moe import Routing
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The experts of a mixture: how many, how many a token visits, the width inside one, whether a token's shares add up to 1, and which
+    layers have them; `sigmoid` and `factor` as in `Routing`. `shared_width`: of the expert that every token visits beside them, None where
+    there is none; `shared_scaled`: it has a share of its own. `corrected`: the choice is by corrected scores. Experts lie in `groups`, of
+    which a token's are in `kept_groups`. `apart`: the experts are a branch beside an MLP, as a `quant.weight.Apart` says."""
+
+    experts: int
+    per_token: int
+    width: int
+    renormalise: bool
+    layers: frozenset[int]
+    sigmoid: bool = False
+    factor: float = 1.0
+    corrected: bool = False
+    shared_width: int | None = None
+    shared_scaled: bool = False
+    groups: int = 1
+    kept_groups: int = 1
+    apart: bool = False
+
+    @cached_property
+    def routing(self) -> Routing:
+        """What the ops are told of it."""
+        from ..kernels.reference_moe import Routing
+
+        return Routing(self.per_token, self.renormalise, self.sigmoid, self.factor, self.groups, self.kept_groups)
