@@ -2,7 +2,6 @@
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -11,114 +10,20 @@ import pytest
 
 from effllm import EffllmError
 from effllm.runtime.config import read_config
-from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.families import FAMILIES
 from effllm.runtime.gguf.architectures import BY_FAMILY
 from effllm.runtime.gguf.config_out import NOT_WRITTEN, exported_as
-from effllm.runtime.gguf.export import Exported, export_gguf
-from effllm.runtime.prepare import EngineOptions
+from effllm.runtime.gguf.export import export_gguf
 from effllm.runtime.rope import rope_table
 from effllm.runtime.sampler import Sampler, SamplerSettings
 
 sys.path.insert(0, str(Path(__file__).parent))
-from family_models import ERNIE_EXPERTS, GLM_EXPERTS, GRANITE, GRANITE_4, GROWING, Case, rope, written
-from gguf_samples import FABLE, write_model
+from export_models import MODELS, exported, model, opened, scores
+from family_models import GROWING, Case, rope, written
+from gguf_samples import write_model
 
-SIZES = {"vocab_size": 4096, "intermediate_size": 96, "eos_token_id": None}
-GEMMA = {"head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 32}
-EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2}
-# Three heads of values for each of keys, of one width.
-LINEAR = {"num_hidden_layers": 4, "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 32,
-          "linear_value_head_dim": 32}
-SU = {"short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [2.0 + 0.4 * i for i in range(8)],
-      "original_max_position_embeddings": 64}
-MODELS = {
-    "llama": Case("llama", {"tie_word_embeddings": True}),
-    "mistral": Case("mistral", {"sliding_window": None, "head_dim": 32}),
-    "ministral3": Case("ministral3", {"head_dim": 32, "rope_parameters": GROWING}),
-    "qwen2": Case("qwen2"),
-    "qwen3": Case("qwen3", {"head_dim": 32}),
-    "phi3": Case("phi3"),
-    "phi3, longrope": Case("phi3", rope("longrope", **SU)),
-    "phi3, half a head": Case("phi3", {"hidden_size": 128, "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0,
-                                                                              "partial_rotary_factor": 0.5}}),
-    "arcee": Case("arcee", {"head_dim": 32}),
-    "arcee, llama3": Case("arcee", {"tie_word_embeddings": True, **rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
-                                                                        original_max_position_embeddings=64)}),
-    "ernie4_5": Case("ernie4_5", {"head_dim": 32, **rope("yarn", factor=8.0, original_max_position_embeddings=64)}),
-    "exaone4": Case("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
-    "exaone4, windows": Case("exaone4", {"num_hidden_layers": 64, "sliding_window": 24, "initializer_range": 0.1}),
-    "gemma": Case("gemma", {"head_dim": 32}),
-    "gemma2": Case("gemma2", {**GEMMA, "num_hidden_layers": 4, "attn_logit_softcapping": 20.0, "final_logit_softcapping": 15.0}),
-    "gemma3_text": Case("gemma3_text", {**GEMMA, "num_hidden_layers": 7, "rope_parameters": {
-        "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 50_000.0},
-        "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}}),
-    "glm": Case("glm", {"head_dim": 16}),
-    "glm, whole heads, no biases": Case("glm", {"head_dim": 16, "attention_bias": False, "tie_word_embeddings": True, **rope(
-        "default", partial_rotary_factor=1.0)}),
-    "glm4": Case("glm4", {"head_dim": 32, "num_key_value_heads": 1}),
-    "glm4, yarn": Case("glm4", {"head_dim": 32, **rope("yarn", factor=8.0, original_max_position_embeddings=64,
-                                                       partial_rotary_factor=0.5)}),
-    "olmo2": Case("olmo2"),
-    "olmo2, tied": Case("olmo2", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
-    "olmo3": Case("olmo3", {"num_hidden_layers": 5, "sliding_window": 24, "rope_parameters": {
-        "full_attention": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "rope_theta": 20_000.0},
-        "sliding_attention": {"rope_type": "default", "rope_theta": 20_000.0}}}),
-    "seed_oss": Case("seed_oss", {"head_dim": 32}),
-    "seed_oss, no biases": Case("seed_oss", {"head_dim": 32, "attention_bias": False, "tie_word_embeddings": True}),
-    "smollm3": Case("smollm3", {"num_hidden_layers": 5}),
-    "starcoder2": Case("starcoder2", {"sliding_window": None}),
-    "granite": Case("granite", {"attention_multiplier": 0.3, "embedding_multiplier": 12.0, "residual_multiplier": 0.22,
-                                "logits_scaling": 7.0, "tie_word_embeddings": True}),
-    "granitemoe": Case("granitemoe", {**GRANITE, "num_local_experts": 5, "num_experts_per_tok": 2, "tie_word_embeddings": True}),
-    "granitemoehybrid": Case("granitemoehybrid", {**GRANITE, **GRANITE_4, "shared_intermediate_size": 96, "mamba_n_heads": 4}),
-    "ernie4_5_moe": Case("ernie4_5_moe", {**ERNIE_EXPERTS, "moe_intermediate_size": 32}),
-    "mixtral": Case("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
-    "qwen3_moe": Case("qwen3_moe", {**EXPERTS, "moe_intermediate_size": 32, "head_dim": 32, "norm_topk_prob": True}),
-    "olmoe": Case("olmoe", {**EXPERTS, "num_key_value_heads": 4}),
-    "qwen2_moe": Case("qwen2_moe", {**EXPERTS, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 96}),
-    "qwen3_5_text": Case("qwen3_5_text", {**LINEAR, "tie_word_embeddings": True}),
-    "qwen3_5_text, yarn": Case("qwen3_5_text", {**LINEAR, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
-        **rope("yarn", factor=8.0, original_max_position_embeddings=64, partial_rotary_factor=0.5)}),
-    "qwen3_5_moe_text": Case("qwen3_5_moe_text", {**LINEAR, **EXPERTS, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 96}),
-    "glm4_moe": Case("glm4_moe", {**GLM_EXPERTS, "moe_intermediate_size": 32, "head_dim": 32, "use_qk_norm": True, "attention_bias": True}),
-    "glm4_moe, whole heads": Case("glm4_moe", {**GLM_EXPERTS, "moe_intermediate_size": 32, "partial_rotary_factor": 1.0}),
-    "granitemoehybrid, no positions": Case("granitemoehybrid", {**GRANITE, **GRANITE_4, "shared_intermediate_size": 96,
-                                                                "position_embedding_type": None}),
-    "glm4_moe, no norms": Case("glm4_moe", {**GLM_EXPERTS, "moe_intermediate_size": 32, "n_shared_experts": 1, "norm_topk_prob": False}),
-    "dots1": Case("dots1", {**GLM_EXPERTS, "num_key_value_heads": 4, "moe_intermediate_size": 32, "head_dim": 32, "sliding_window": None,
-                            "norm_topk_prob": True}),
-}
 PROMPTS, STEPS = (1, 12, 70), 24
 LIKELY = 2e-2  # llama.cpp rounds activations to 16 bits; below this share of the largest logit two tokens are as likely
-
-
-def model(name: str, folder: Path, **changes: object) -> Path:
-    """A random model with 16-bit weights and a tokenizer."""
-    case = MODELS[name]
-    written(replace(case, changes={**SIZES, **case.changes, **changes}, dtype="float16"), folder)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / file).write_bytes((FABLE / file).read_bytes())
-    return folder
-
-
-def exported(source: Path, out: Path, kind: str = "F16") -> Path:
-    *_, made = export_gguf(source, out, kind, "a name")
-    assert isinstance(made, Exported) and made.nbytes == out.stat().st_size
-    return out
-
-
-def opened(path: Path) -> Engine:
-    *_, engine = open_engine(path, EngineOptions(device="cpu", kv="32bit", ctx=128, threads=1))
-    return engine
-
-
-def scores(path: Path, ids: list[int]) -> np.ndarray:
-    engine = opened(path)
-    try:
-        return np.concatenate([rows.copy() for _, rows in engine.score(ids)])
-    finally:
-        engine.close()
 
 
 def test_every_family_is_exported_or_says_why_not() -> None:
@@ -188,6 +93,9 @@ def test_blocks_of_experts_and_of_fused_tensors(tmp_path: Path, name: str, kind:
     ("qwen3_5_text", {"layer_types": ["full_attention", "linear_attention"] * 2}, "elsewhere than in every 1th layer"),
     ("qwen3_5_text, yarn", rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64),
      "kind llama3"),
+    ("lfm2", {"layer_types": ["full_attention"] * 3}, "no convolution"), ("lfm2", {"head_dim": 32}, "4 heads of 32"),
+    ("lfm2_moe", {"use_expert_bias": False}, "nothing corrects"), ("lfm2_moe", {"routed_scaling_factor": 2.0}, "shares by 2"),
+    ("lfm2_moe", {"norm_topk_prob": False}, "does not add"),
     ("dots1", {"num_key_value_heads": 2}, "fewer key-value heads"),
     ("olmoe", {"num_key_value_heads": 2}, "fewer key-value heads"), ("mixtral", {"hidden_act": "gelu"}, "gelu"),
     ("granite", {"mlp_bias": True}, "biases"), ("qwen2", {"use_sliding_window": True, "sliding_window": 30, "max_window_layers": 1},

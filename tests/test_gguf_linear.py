@@ -144,6 +144,8 @@ def behind(writer: gguf.GGUFWriter) -> None:
 
 @pytest.mark.parametrize("change", [
     behind, lambda writer: changed(writer, "attention.recurrent_layers", [True, True, False, True, True]),
+    lambda writer: changed(writer, "attention.head_count_kv", [0, 0, 2, 0, 0]),
+    lambda writer: changed(writer, "attention.head_count_kv", [2] * 5),
     lambda writer: changed(writer, "rope.dimension_sections", [11, 11, 10, 0]),
     lambda writer: changed(writer, "rope.dimension_sections", None), lambda writer: changed(writer, "ssm.v_head_reordered", True),
     lambda writer: changed(writer, "expert_gating_func", 1)])
@@ -184,6 +186,9 @@ def test_what_a_file_leaves_out_is_what_llamacpp_takes_for_granted(folders: dict
     ("attention.recurrent_layers", [True, False], "a truth for each of 5 layers"),
     ("attention.recurrent_layers", [1, 1, 2, 1, 1], "a truth for each"), ("attention.recurrent_layers", True, "a truth for each"),
     ("nextn_predict_layers", 1, "blk.4"), ("nextn_predict_layers", 5, "5 of 5 blocks"), ("nextn_predict_layers", 1 << 31, "nextn_predict"),
+    ("attention.head_count_kv", [0] * 5, "a number of heads for each layer"), ("attention.head_count_kv", [0, 2], "for each layer"),
+    ("attention.head_count_kv", [0, 0, 2, 0, 4], "another qwen35.attention.head_count_kv"),
+    ("attention.head_count_kv", [0, 0, -2, 0, 0], "for each layer"), ("attention.head_count_kv", [0, 2, 0, 0, 0], "blk.1"),
     ("ssm.v_head_reordered", 1, "v_head_reordered 1, expected true or false"),
     ("block_count", 0, "block_count"), ("attention.sliding_window", 32, "sliding_window"), ("attention.head_count", 0, "head_count"),
     ("attention.clamp_kqv", 8.0, "clamp_kqv"), ("expert_count", 4, "expert_count")])

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from ...offload.header import CheckpointError, shown
 from ..config_rope import GROWTH
 from ..families import FAMILIES, expert_of, kind_of, mixtral, qwen3_moe
-from . import linear_attention
+from . import linear_attention, short_conv
 
 # The parts of a tensor's name: in the file -> in a checkpoint of the Hugging Face kind.
 OUTER = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", "output.weight": "lm_head.weight"}
@@ -56,7 +56,8 @@ class Architecture:
     `partial`: not all of a head need turn. `experts`: where a layer of a checkpoint has them, and what it calls their three matrices.
     `pattern`: a file may say which layers have a window. `roles` go before ROLES, `outer` are names beside OUTER. `epsilon`: the key of
     the norms' one. `required`: keys that must be there beside the usual ones, `optional` ones of these need not. `read`: keys that are
-    read, though not by translation. `whole`: parts of tensors' names with their kinds, where a checkpoint says no kind.
+    read, though not by translation. `whole`: parts of tensors' names with their kinds, where a checkpoint says no kind. `kinds`: what a
+    checkpoint calls a layer that has no heads of keys and values, and one that has.
     """
 
     family: str
@@ -77,6 +78,7 @@ class Architecture:
     optional: frozenset[str] = frozenset()
     read: frozenset[str] = frozenset()
     whole: Mapping[str, str] = field(default_factory=dict)
+    kinds: tuple[str, str] | None = None
 
     def offset(self, name: str) -> float:
         """What was added to a tensor of a checkpoint."""
@@ -99,7 +101,10 @@ _QWEN_WIDTHS = {"expert_feed_forward_length": "moe_intermediate_size",
                 "expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
 _QWEN_SHARED = {**{part: f"mlp.shared_expert.{own}" for part, own in SHARED_EXPERT.items()}, SHARE: "mlp.shared_expert_gate"}
 _LINEAR = {"norm_offset": 1.0, "partial": True, "required": linear_attention.REQUIRED, "whole": linear_attention.WHOLE,
-           "roles": {"post_norm": "post_attention_norm"}, "read": linear_attention.READ}
+           "roles": {"post_norm": "post_attention_norm"}, "read": linear_attention.READ,
+           "kinds": (linear_attention.KINDS[1], linear_attention.KINDS[0])}
+_CONV = {"required": short_conv.REQUIRED, "roles": short_conv.ROLES, "outer": short_conv.OUTER, "layer_names": short_conv.NAMES,
+         "kinds": (short_conv.CONV, short_conv.FULL)}
 _GRANITE_SCALES = {"attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
                    "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling"}
 ARCHITECTURES = {
@@ -113,6 +118,8 @@ ARCHITECTURES = {
     "qwen35moe": Architecture("qwen3_5_moe_text", experts=("mlp", qwen3_moe.NAMES), optional=frozenset({"feed_forward_length"}),
                               keys={**_COUNTS, **_QWEN_WIDTHS, **linear_attention.KEYS},
                               layer_names={**_QWEN_SHARED, **linear_attention.NAMES}, **_LINEAR),
+    "lfm2": Architecture("lfm2", keys=short_conv.KEYS, **_CONV),
+    "lfm2moe": Architecture("lfm2_moe", keys={**short_conv.KEYS, **short_conv.COUNTS}, experts=("feed_forward", mixtral.NAMES), **_CONV),
     "dots1": Architecture("dots1", experts=("mlp", qwen3_moe.NAMES), keys=_GLM_COUNTS, layer_names=_GLM_NAMES),
     # Neighbours turn together here as in the checkpoints, so that rows are as they are there.
     "ernie4_5-moe": Architecture("ernie4_5_moe", experts=("mlp", qwen3_moe.NAMES), layer_names={
@@ -153,10 +160,10 @@ ARCHITECTURES = {
 }
 # A model's family -> what its files are called.
 BY_FAMILY = {"ernie4_5_moe": "ernie4_5-moe", "gemma3_text": "gemma3", "glm": "chatglm", "glm4_moe": "glm4moe", "granitemoehybrid":
-             "granite", "ministral3": "mistral3", "mistral": "llama", "mixtral": "llama", "olmo3": "olmo2", "qwen2_moe": "qwen2moe",
-             "qwen3_5_moe_text": "qwen35moe", "qwen3_5_text": "qwen35", "qwen3_moe": "qwen3moe"} | {
-    name: name for name in ("arcee", "dots1", "ernie4_5", "exaone4", "gemma", "gemma2", "glm4", "granite", "granitemoe", "llama", "olmo2",
-                            "olmoe", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "starcoder2")}
+             "granite", "lfm2_moe": "lfm2moe", "ministral3": "mistral3", "mistral": "llama", "mixtral": "llama", "olmo3":
+             "olmo2", "qwen2_moe": "qwen2moe", "qwen3_5_moe_text": "qwen35moe", "qwen3_5_text": "qwen35", "qwen3_moe": "qwen3moe"} | {
+    name: name for name in ("arcee", "dots1", "ernie4_5", "exaone4", "gemma", "gemma2", "glm4", "granite", "granitemoe", "lfm2", "llama",
+                            "olmo2", "olmoe", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "starcoder2")}
 
 
 def architecture(path: object, name: object) -> Architecture:
@@ -172,7 +179,7 @@ def architecture(path: object, name: object) -> Architecture:
 def own_names(name: str, found: Architecture, experts: int = 0) -> tuple[str, ...] | None:
     """The names in a checkpoint folder of what lies in a tensor, of a model with so many `experts`; None for one that no family has."""
     if name in OUTER or name in found.outer:
-        return (OUTER.get(name) or found.outer[name],)
+        return (found.outer.get(name) or OUTER[name],)
     first, _, rest = name.partition(".")
     index, _, rest = rest.partition(".")
     if first == "blk" and index.isdecimal() and rest in found.whole:

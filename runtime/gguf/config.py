@@ -19,7 +19,7 @@ from ...offload.header import CheckpointError, damaged, shown
 from ...quant.weight import to_f32
 from ..config import MAX_LAYERS, ModelConfig, parse_config
 from ..config_rope import GLOBAL, GROWTH, LOCAL
-from . import linear_attention, yarn
+from . import linear_attention, short_conv, stateful, yarn
 from .architectures import FACTORS, HARMLESS, LONG, NEUTRAL, RMS_NORM, SHARED_WIDTH, SHORT, UNTURNED, Architecture, architecture
 
 # Below the architecture's name -> config.json.
@@ -103,6 +103,9 @@ def config_json(header: GgufHeader, factors: Factors) -> dict[str, object]:
             damaged(path, f"lacks key {name}.{key}")
     for theirs, ours in {**KEYS, **found.keys}.items():
         if (value := data.get(f"{name}.{theirs}")) is not None:
+            if theirs == stateful.HEADS and found.kinds and isinstance(value, np.ndarray) and (value == 0).any():
+                value, raw["layer_types"] = stateful.layers_without(path, f"{name}.{theirs}", value, raw["num_hidden_layers"],
+                                                                       found.kinds)
             raw[ours] = _single(path, f"{name}.{theirs}", value)
     embedding = _tensor(header, "token_embd.weight")
     if len(embedding.shape) != 2:
@@ -170,6 +173,9 @@ def _family(header: GgufHeader, raw: dict[str, object]) -> None:
         raw.pop("num_experts_per_tok", None)
     if raw["model_type"] in ("dots1", "glm4_moe"):
         _glm(header, raw)
+    elif "conv_L_cache" in raw:
+        raw["sliding_window"] = window
+        short_conv.add_short_conv(header, header.metadata["general.architecture"], raw)
     elif "linear_num_key_heads" in raw:
         raw["sliding_window"] = window
         linear_attention.add_linear_attention(header, header.metadata["general.architecture"], raw)

@@ -16,26 +16,26 @@ from ...offload.gguf import Value
 from ..config import ModelConfig
 from ..config_rope import GROWTH, RopeConfig
 from ..rope import rope_table
-from . import linear_attention, yarn
+from . import linear_attention, short_conv, yarn
 from .architectures import ARCHITECTURES, BY_FAMILY, FACTORS, LONG, SHORT, UNTURNED, Architecture
 from .config import EXAONE4_EVERY, EXAONE4_LAYERS, OLMO3_EVERY, OTHER_SCALE, SIGMOID
 
 TYPES = {"F16": 1, "Q8_0": 7, "Q4_0": 2}  # what a person may ask for -> general.file_type
 QUANTIZATION_VERSION = 2
-NOT_WRITTEN = {**dict.fromkeys(("lfm2", "lfm2_moe"), ": this version does not write their convolutions"),
-               "opt": ": llama.cpp does not run them",
-               "gpt_oss": ": this version does not write their experts, in MXFP4 with biases"}
+NOT_WRITTEN = {"opt": ": llama.cpp does not run them", "gpt_oss": ": this version does not write their experts, in MXFP4 with biases"}
 WITHOUT_WINDOW = ("mistral", "mixtral", "phi3", "starcoder2")  # families whose windows llama.cpp passes over
 WINDOW_EVERY = {"gemma2": 2, "gemma3_text": 6, "olmo3": OLMO3_EVERY}  # all but every so-manieth layer has one
 # Families whose rotary frequencies llama.cpp divides by no tensor.
-UNDIVIDED = ("dots1", "ernie4_5", "ernie4_5_moe", "gemma", "glm", "glm4", "glm4_moe", "olmo2", "olmo3", "qwen2_moe", "qwen3_5_moe_text",
-             "qwen3_5_text", "seed_oss", "starcoder2")
+UNDIVIDED = ("dots1", "ernie4_5", "ernie4_5_moe", "gemma", "glm", "glm4", "glm4_moe", "lfm2", "lfm2_moe", "olmo2", "olmo3", "qwen2_moe",
+             "qwen3_5_moe_text", "qwen3_5_text", "seed_oss", "starcoder2")
 # Families whose heads llama.cpp takes to be as wide as the model together.
-EVEN_HEADS = ("exaone4", "glm", "olmo2", "olmo3", "qwen2_moe", "starcoder2")
+EVEN_HEADS = ("exaone4", "glm", "lfm2", "lfm2_moe", "olmo2", "olmo3", "qwen2_moe", "starcoder2")
 ACTS = {"arcee": "relu2", **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "starcoder2"), "gelu_tanh")}  # by family, others have silu
 UNGROUPED = ("dots1", "olmoe")  # families whose heads llama.cpp takes to have keys and values of their own
 STATED_SUM = ("dots1", "glm4_moe")  # families whose files say how experts are scored and weighed
-LEADING_DENSE = (*STATED_SUM, "ernie4_5_moe")  # whose first layers have no experts
+LEADING_DENSE = (*STATED_SUM, "ernie4_5_moe", "lfm2_moe")  # whose first layers have no experts
+# Families of which some layers have a state -> what files say of them.
+WITH_STATES = {**dict.fromkeys(("lfm2", "lfm2_moe"), short_conv), **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), linear_attention)}
 NO_ROPE_EVERY = 4  # of SmolLM 3
 PLAIN_ROPE = RopeConfig(10_000.0, "default", {})  # what a file states where it leaves positions out
 PLAIN = "leave it in its folder"
@@ -91,8 +91,8 @@ def _departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
         yield any(rope.kind != "default" for rope in local), "stretches the rotary positions of layers with a window"
     yield family in EVEN_HEADS and config.head_dim * config.num_attention_heads != config.hidden_size, \
         f"has {config.num_attention_heads} heads of {config.head_dim} for a width of {config.hidden_size}"
-    if config.state is not None:
-        yield from linear_attention.departures(config)
+    if family in WITH_STATES:
+        yield from WITH_STATES[family].departures(config)
     if family in UNDIVIDED:
         yield config.rope.kind not in ("default", "linear", "yarn"), f"has rotary positions of kind {config.rope.kind}"
     if family == "ministral3":
@@ -152,15 +152,15 @@ def _of_family(config: ModelConfig) -> dict[str, Value]:
                  "residual_scale": float(config.residual_multiplier), "logit_scale": float(config.logits_scaling)}
     if config.rope.params.get(GROWTH):
         keys["attention.temperature_scale"] = float(config.rope.params[GROWTH])
-    if config.state is not None:
-        keys |= linear_attention.stated(config)
+    if config.family in WITH_STATES:
+        keys |= WITH_STATES[config.family].stated(config)
     if config.mixture is not None:
         keys |= {"expert_count": config.mixture.experts, "expert_used_count": config.mixture.per_token}
         if config.family in ("qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", *LEADING_DENSE):
             keys["expert_feed_forward_length"] = config.mixture.width
         if config.family in ("qwen2_moe", "qwen3_5_moe_text"):
             keys["expert_shared_feed_forward_length"] = config.mixture.shared_width
-        if config.family in LEADING_DENSE:
+        if config.family in LEADING_DENSE and config.family not in WITH_STATES:
             keys |= {"expert_shared_count": (config.mixture.shared_width or 0) // config.mixture.width,
                      "leading_dense_block_count": min(config.mixture.layers, default=config.num_hidden_layers)}
         if config.family in STATED_SUM:

@@ -36,7 +36,7 @@ from ..source import is_rounded, licence_of, open_store
 from ..tensors import ModelTensor, check_tensors
 from ..text import Tokenizer
 from ..written import demand_folder, what_lies_at
-from . import linear_attention
+from . import stateful
 from .architectures import BY_FAMILY, Architecture, file_part
 from .config_out import TYPES, config_metadata, exported_as, rotary_tensors, unused_window
 from .settings import licence_metadata, sampling_metadata
@@ -193,7 +193,7 @@ def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], config: ModelC
                 shape = (shape[0], shape[-1])
             planned = PlannedTensor(name if key == "outer" else f"blk.{key}.{name}", own, shape)
             yield _Job(planned, tuple(tensor for _, tensor in members), heads.get(role.removesuffix("_bias"), 0),
-                       found.norm_offset if "norm" in role and role != "state_norm" else 0.0, *linear_attention.order(role, config.state),
+                       found.norm_offset if "norm" in role and role != "state_norm" else 0.0, *stateful.order(role, config),
                        role == "state_decay")
 
 

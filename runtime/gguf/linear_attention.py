@@ -64,7 +64,11 @@ def add_linear_attention(header: GgufHeader, name: str, raw: dict[str, object]) 
     if (stated := data.get(f"{name}.{RECURRENT}")) is not None and type(blocks) is int and 0 < blocks <= MAX_LAYERS:
         if not isinstance(stated, np.ndarray) or len(stated) != blocks or not np.isin(stated, (0, 1)).all():
             damaged(path, f"states {name}.{RECURRENT} {shown_value(stated)}, expected a truth for each of {blocks} layers")
-        raw["layer_types"] = [KINDS[int(each)] for each in stated[: raw["num_hidden_layers"]]]
+        kinds = [KINDS[int(each)] for each in stated]
+        if raw.setdefault("layer_types", kinds) != kinds:
+            damaged(path, f"states {name}.{RECURRENT} for other layers than those without heads of keys and values")
+    if "layer_types" in raw:
+        raw["layer_types"] = raw["layer_types"][: raw["num_hidden_layers"]]
     if (stated := data.get(f"{name}.{SECTIONS}")) is not None and type(width := raw.get("head_dim")) is int:
         _check_sections(path, f"{name}.{SECTIONS}", stated, round(width * raw["partial_rotary_factor"]) // 2)
 

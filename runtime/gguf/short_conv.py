@@ -1,0 +1,58 @@
+"""What GGUF files say otherwise of models with gated short convolutions: where a checkpoint's config has it, and what they cannot say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from ...offload.gguf import GgufHeader, Value
+from ...offload.header import CheckpointError
+from ..config import ModelConfig
+
+SIGMOID = 2  # how experts are scored
+CONV, FULL = "conv", "full_attention"
+# Below the architecture's name -> config.json.
+KEYS = {"shortconv.l_cache": "conv_L_cache", "attention.layer_norm_rms_epsilon": "norm_eps"}
+COUNTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length": "moe_intermediate_size",
+          "leading_dense_block_count": "num_dense_layers", "expert_weights_scale": "routed_scaling_factor",
+          "expert_weights_norm": "norm_topk_prob", "expert_gating_func": "scoring_func"}
+REQUIRED, BIAS = ("shortconv.l_cache", "attention.head_count_kv"), "exp_probs_b"
+# Parts of tensors' names -> those of a checkpoint.
+NAMES = {"attn_norm": "operator_norm", "ffn_norm": "ffn_norm", "attn_output": "self_attn.out_proj", "attn_q_norm": "self_attn.q_layernorm",
+         "attn_k_norm": "self_attn.k_layernorm", "ffn_gate": "feed_forward.w1", "ffn_up": "feed_forward.w3", "ffn_down": "feed_forward.w2",
+         "shortconv.conv": "conv.conv", "shortconv.in_proj": "conv.in_proj", "shortconv.out_proj": "conv.out_proj",
+         BIAS: "feed_forward.expert_bias"}
+# The last norm; older files call it as the other norm of an embedding is called, and so does llama.cpp.
+OUTER = {"token_embd_norm.weight": "model.embedding_norm.weight", "output_norm.weight": "model.embedding_norm.weight"}
+ROLES = {"norm": "token_embd_norm", "state_in": "shortconv.in_proj", "state_conv": "shortconv.conv", "state_out": "shortconv.out_proj"}
+
+
+def add_short_conv(header: GgufHeader, name: str, raw: dict[str, object]) -> None:
+    """Put into `raw`, a config.json in the making, what architecture `name` says in its own way. Raises CheckpointError."""
+    raw.setdefault("rope_theta", 10_000.0)  # what llama.cpp takes for granted
+    if raw["model_type"] == "lfm2":
+        raw["block_auto_adjust_ff_dim"] = False  # files state the width that was made
+        return
+    if raw.pop("scoring_func", SIGMOID) != SIGMOID:
+        raise CheckpointError(f"{header.path}: {name}.expert_gating_func is not {SIGMOID}, which is not supported for this architecture",
+                              "give the folder of the original checkpoint, if its family is supported")
+    raw["use_expert_bias"] = any(f".{BIAS}." in tensor for tensor in header.tensors)
+
+
+def stated(config: ModelConfig) -> dict[str, Value]:
+    """The keys of a family with short convolutions, below the architecture's name."""
+    heads = [0 if layer in config.state_layers else config.num_key_value_heads for layer in range(config.num_hidden_layers)]
+    keys: dict[str, Value] = {"attention.head_count_kv": np.array(heads, np.int32), "shortconv.l_cache": config.state.taps}
+    if (own := config.mixture) is not None:
+        keys |= {"expert_feed_forward_length": own.width, "expert_gating_func": SIGMOID, "expert_weights_scale": float(own.factor),
+                 "leading_dense_block_count": min(own.layers, default=config.num_hidden_layers)}
+    return keys
+
+
+def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """(whether it is so, what files cannot say) of a family with short convolutions."""
+    yield config.state is None or config.state.taps < 2, "has no convolution over several tokens"
+    if (own := config.mixture) is not None:
+        yield not own.corrected, "chooses experts by scores that nothing corrects"
+        yield own.factor != 1.0, f"multiplies its experts' shares by {own.factor:g}"
