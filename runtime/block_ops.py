@@ -2,7 +2,7 @@
 
 They are whole stages, so that a backend may fuse what lies within one and no family knows. `x` is the residual stream, float32 [T, D] of
 the backend; stages that add to it change it in place and return it. What a stage returns is valid until the stage runs again. A family
-whose attention and MLP read the same input side by side (Cohere, GPT-NeoX) has no stage for that here: it takes one in both backends.
+whose attention and MLP read the same input side by side (Cohere) runs the MLP, which adds to x, before the product with o does.
 """
 
 from __future__ import annotations

@@ -41,7 +41,8 @@ BLOCK_NBYTES = 16 << 20  # float32 rows at once
 MARKER = "config.json"
 # Families that readers do not call by the words of their name.
 SPELLED = {"ernie4_5": "Ernie4_5", "ernie4_5_moe": "Ernie4_5_Moe", "gemma3_text": "Gemma3", "granitemoe": "GraniteMoe",
-           "granitemoehybrid": "GraniteMoeHybrid", "opt": "OPT", "qwen3_5_moe_text": "Qwen3_5Moe",
+           "granitemoehybrid": "GraniteMoeHybrid", "hunyuan_v1_dense": "HunYuanDenseV1", "minimax_m2": "MiniMaxM2",
+           "opt": "OPT", "qwen3_5_moe_text": "Qwen3_5Moe",
            "qwen3_5_text": "Qwen3_5", "smollm3": "SmolLM3"}
 NOT_WRITTEN = {**dict.fromkeys(("gpt_oss", "granitemoe"), "other tools want their experts joined"),
                **dict.fromkeys(("lfm2", "lfm2_moe"), "no other tool was found to read their convolutions so"),

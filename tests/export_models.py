@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from family_models import ERNIE_EXPERTS, GLM_EXPERTS, GRANITE, GRANITE_4, GROWING, Case, rope, written
+from family_models import ERNIE_EXPERTS, GLM_EXPERTS, GRANITE, GRANITE_4, GROWING, K_EXPERTS, Case, rope, written
 from gguf_samples import FABLE
 
 from effllm.runtime.engine import Engine, open_engine
@@ -35,6 +35,11 @@ MODELS = {
     "ernie4_5": Case("ernie4_5", {"head_dim": 32, **rope("yarn", factor=8.0, original_max_position_embeddings=64)}),
     "exaone4": Case("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
     "exaone4, windows": Case("exaone4", {"num_hidden_layers": 64, "sliding_window": 24, "initializer_range": 0.1}),
+    "cohere": Case("cohere", {"logit_scale": 0.125}),
+    "cohere2": Case("cohere2", {"num_hidden_layers": 5, "sliding_window": 24, "logit_scale": 0.25}),
+    "exaone_moe": Case("exaone_moe", {**K_EXPERTS, "moe_intermediate_size": 32, "num_hidden_layers": 5, "sliding_window": 24}),
+    "hunyuan_v1_dense": Case("hunyuan_v1_dense", {"head_dim": 32, "tie_word_embeddings": True, **rope("dynamic", alpha=9.0, factor=1.0)}),
+    "minimax_m2": Case("minimax_m2", {**EXPERTS, "intermediate_size": 32, "head_dim": 32, "rotary_dim": 16}),
     "gemma": Case("gemma", {"head_dim": 32}),
     "gemma2": Case("gemma2", {**GEMMA, "num_hidden_layers": 4, "attn_logit_softcapping": 20.0, "final_logit_softcapping": 15.0}),
     "gemma3_text": Case("gemma3_text", {**GEMMA, "num_hidden_layers": 7, "rope_parameters": {

@@ -53,6 +53,8 @@ GRANITE = {"attention_multiplier": 0.3, "embedding_multiplier": 12.0, "residual_
 GRANITE_4 = {"num_local_experts": 0, "layer_types": ["full_attention"] * 3, "shared_intermediate_size": 104, "mamba_n_heads": 4,
              "position_embedding_type": "rope", "tie_word_embeddings": True}
 ERNIE_EXPERTS = {"moe_num_experts": 12, "moe_k": 3, "moe_intermediate_size": 40, "moe_num_shared_experts": 2, "moe_layer_start_index": 1}
+K_EXPERTS = {"num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "num_shared_experts": 2,
+             "routed_scaling_factor": 1.75}
 FEW_EXPERTS = {"num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 
 GEMMA_4 = {"num_hidden_layers": 6, "head_dim": 16, "global_head_dim": 32, "sliding_window": 40, "vocab_size_per_layer_input": 300,
@@ -214,6 +216,29 @@ CASES = {
     "dots1": Case("dots1", {**GLM_EXPERTS, "head_dim": 32, "norm_topk_prob": True, "sliding_window": 40, "max_window_layers": 1}),
     "dots1, no windows, bfloat16": Case("dots1", {**GLM_EXPERTS, "n_shared_experts": 1, "first_k_dense_replace": 0,
                                                       "sliding_window": None, "attention_bias": True}, dtype="bfloat16"),
+    "minimax_m2": Case("minimax_m2", {"num_local_experts": 12, "num_experts_per_tok": 3, "intermediate_size": 40, "head_dim": 32,
+                                      "rotary_dim": 16}),
+    "minimax_m2, older dialect, bfloat16": Case("minimax_m2", {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 40,
+                                                               "head_dim": 16, **rope("default", partial_rotary_factor=0.5)},
+                                                dtype="bfloat16", older=True),
+    "exaone_moe": Case("exaone_moe", {**K_EXPERTS, "head_dim": 32, "sliding_window": 40, "layer_types": TWO_ROPES["layer_types"],
+                                      "n_group": 4, "topk_group": 2}),
+    "exaone_moe, every second, bfloat16": Case("exaone_moe", {**K_EXPERTS, "sliding_window": 150, "sliding_window_pattern": 2,
+                                                              "norm_topk_prob": False, "num_shared_experts": 1,
+                                                              "first_k_dense_replace": 2},
+                                               dtype="bfloat16"),
+    "hunyuan_v1_dense": Case("hunyuan_v1_dense", {"head_dim": 32, "vocab_size": 301}),
+    "hunyuan_v1_dense, alpha, bfloat16": Case("hunyuan_v1_dense", {
+        "head_dim": 16, "tie_word_embeddings": True, "attention_bias": True, "num_key_value_heads": 1,
+        **rope("dynamic", alpha=1000.0, factor=1.0, beta_fast=32, beta_slow=1, mscale=1.0, mscale_all_dim=1.0)}, dtype="bfloat16"),
+    "hunyuan_v1_dense, dynamic, older dialect": Case("hunyuan_v1_dense", {
+        "head_dim": 16, **rope("dynamic", factor=2.0), "max_position_embeddings": CONTEXT // 2}, older=True),
+    "cohere": Case("cohere", {"vocab_size": 301, "logit_scale": 0.3}),
+    "cohere, biases, a head, float16": Case("cohere", {"attention_bias": True, "tie_word_embeddings": False, "num_key_value_heads": 4,
+                                                       "hidden_act": "gelu"}, dtype="float16"),
+    "cohere2": Case("cohere2", {"num_hidden_layers": 4, "sliding_window": 40, "logit_scale": 0.25, "layer_norm_eps": 1e-3}),
+    "cohere2, other layers, bfloat16": Case("cohere2", {"sliding_window": 150, "attention_bias": True, "layer_types": [
+        "full_attention", "sliding_attention", "full_attention"], **rope("linear", factor=4.0)}, dtype="bfloat16"),
     "gpt_oss": Case("gpt_oss", {**GPT_OSS, "sliding_window": 40}),
     "gpt_oss, bfloat16": Case("gpt_oss", {**GPT_OSS, "sliding_window": 150, "tie_word_embeddings": True, "num_experts_per_tok": 4,
                                           "rope_parameters": {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 8.0, "truncate": True,

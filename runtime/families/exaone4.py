@@ -12,7 +12,7 @@ from ..config_rope import GLOBAL, LOCAL, RopeConfig, rope_config
 from .olmo2 import block, layer_tensors, outer_tensors
 from .qwen2 import windows_of
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors", "usual_layers"]
 
 KEYS_USED = frozenset({"layer_types", "sliding_window", "sliding_window_pattern"})
 KEYS_HARMLESS = frozenset()
@@ -22,8 +22,7 @@ REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "mlp_bias": Fal
 def config(keys: Keys) -> ModelConfig:
     layers = keys.integer("num_hidden_layers", high=MAX_LAYERS)
     window = keys.integer("sliding_window", None if keys.holds("sliding_window") else 4096)
-    usual = (GLOBAL,) * layers if window is None else _usual(keys, layers)
-    windows = windows_of(keys, window, usual)
+    windows = windows_of(keys, window, usual_layers(keys, layers, window))
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig | None, ...]:
         rope = rope_config(keys, head_dim, positions)
@@ -33,9 +32,11 @@ def config(keys: Keys) -> ModelConfig:
     return decoder_config(keys, base, ropes, windows=windows, qk_norm=True)
 
 
-def _usual(keys: Keys, layers: int) -> tuple[str, ...]:
-    """Types of layers where none are listed: by a word of L and G, repeated, as the published configs have it beside their list, or all but
-    the last of so many with a window."""
+def usual_layers(keys: Keys, layers: int, window: int | None) -> tuple[str, ...]:
+    """Types of layers where none are listed, with a window: by a word of L and G, repeated, as the published configs have it beside their
+    list, or all but the last of so many with a window."""
+    if window is None:
+        return (GLOBAL,) * layers
     pattern = keys.raw.get("sliding_window_pattern")
     keys.holds("sliding_window_pattern")
     if isinstance(pattern, str) and pattern and set(pattern) <= {"L", "G"}:

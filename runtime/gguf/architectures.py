@@ -105,6 +105,7 @@ _LINEAR = {"norm_offset": 1.0, "partial": True, "required": linear_attention.REQ
            "kinds": (linear_attention.KINDS[1], linear_attention.KINDS[0])}
 _CONV = {"required": short_conv.REQUIRED, "roles": short_conv.ROLES, "outer": short_conv.OUTER, "layer_names": short_conv.NAMES,
          "kinds": (short_conv.CONV, short_conv.FULL)}
+_COHERE = {"keys": {LAYER_NORM: "layer_norm_eps", "logit_scale": "logit_scale"}, "epsilon": LAYER_NORM, "required": ("logit_scale",)}
 _GRANITE_SCALES = {"attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
                    "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling"}
 ARCHITECTURES = {
@@ -131,7 +132,21 @@ ARCHITECTURES = {
                             keys={**_GLM_COUNTS, "nextn_predict_layers": "num_nextn_predict_layers"},
                             layer_names={**_GLM_NAMES, "post_attention_norm": "post_attention_layernorm"}),
     "arcee": Architecture("arcee", config={"hidden_act": "relu2"}, interleaved=True),
+    "command-r": Architecture("cohere", **_COHERE),
+    "cohere2": Architecture("cohere2", pattern=True, **_COHERE),
     "exaone4": Architecture("exaone4", layer_names=_BEHIND, pattern=True),
+    "exaone-moe": Architecture("exaone_moe", experts=("mlp", qwen3_moe.NAMES), pattern=True, layer_names={
+        **_GLM_NAMES, CORRECTION: "mlp.e_score_correction_bias"}, keys={
+        **_GLM_COUNTS, "expert_count": "num_experts", "expert_shared_count": "num_shared_experts",
+        "nextn_predict_layers": "num_nextn_predict_layers", "expert_group_count": "n_group", "expert_group_used_count": "topk_group",
+        "expert_shared_feed_forward_length": SHARED_WIDTH}),
+    # Files state the base as it is once it is stretched.
+    "hunyuan-dense": Architecture("hunyuan_v1_dense", layer_names={"attn_q_norm": "self_attn.query_layernorm",
+                                                                   "attn_k_norm": "self_attn.key_layernorm"}),
+    "minimax-m2": Architecture("minimax_m2", partial=True, experts=("block_sparse_moe", mixtral.NAMES), layer_names={
+        CORRECTION: "block_sparse_moe.e_score_correction_bias"}, keys={
+        "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok", "expert_gating_func": "scoring_func",
+        "expert_feed_forward_length": "intermediate_size"}),
     "gemma": Architecture("gemma", config={"hidden_act": "gelu_pytorch_tanh"}, norm_offset=1.0),
     "gemma2": Architecture("gemma2", keys={"attn_logit_softcapping": "attn_logit_softcapping",
                                            "final_logit_softcapping": "final_logit_softcapping"}, **_GEMMA),
@@ -159,11 +174,12 @@ ARCHITECTURES = {
         "post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm"}),
 }
 # A model's family -> what its files are called.
-BY_FAMILY = {"ernie4_5_moe": "ernie4_5-moe", "gemma3_text": "gemma3", "glm": "chatglm", "glm4_moe": "glm4moe", "granitemoehybrid":
-             "granite", "lfm2_moe": "lfm2moe", "ministral3": "mistral3", "mistral": "llama", "mixtral": "llama", "olmo3":
-             "olmo2", "qwen2_moe": "qwen2moe", "qwen3_5_moe_text": "qwen35moe", "qwen3_5_text": "qwen35", "qwen3_moe": "qwen3moe"} | {
-    name: name for name in ("arcee", "dots1", "ernie4_5", "exaone4", "gemma", "gemma2", "glm4", "granite", "granitemoe", "lfm2", "llama",
-                            "olmo2", "olmoe", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "starcoder2")}
+BY_FAMILY = {"cohere": "command-r", "ernie4_5_moe": "ernie4_5-moe", "exaone_moe": "exaone-moe", "gemma3_text": "gemma3", "glm":
+             "chatglm", "glm4_moe": "glm4moe", "granitemoehybrid": "granite", "hunyuan_v1_dense": "hunyuan-dense", "lfm2_moe":
+             "lfm2moe", "minimax_m2": "minimax-m2", "ministral3": "mistral3", "mistral": "llama", "mixtral": "llama", "olmo3": "olmo2",
+             "qwen2_moe": "qwen2moe", "qwen3_5_moe_text": "qwen35moe", "qwen3_5_text": "qwen35", "qwen3_moe": "qwen3moe"} | {
+    name: name for name in ("arcee", "cohere2", "dots1", "ernie4_5", "exaone4", "gemma", "gemma2", "glm4", "granite", "granitemoe",
+                            "lfm2", "llama", "olmo2", "olmoe", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "starcoder2")}
 
 
 def architecture(path: object, name: object) -> Architecture:

@@ -39,8 +39,9 @@ REPAIR = "the file is damaged or was converted wrongly: download it again, or an
 Factors = Mapping[str, np.ndarray]  # tensor name -> rotary divisors
 SIGMOID = 2  # how experts are scored
 USUAL_WINDOW = 4096  # of every size of Gemma 2, EXAONE 4 and StarCoder 2
+USUAL_WINDOW_MOE = 128  # of K-EXAONE
 USUAL_THETA = 10_000.0
-OLMO3_EVERY = EXAONE4_EVERY = 4  # all but the last of so many layers have a window
+OLMO3_EVERY = EXAONE4_EVERY = COHERE2_EVERY = 4  # all but the last of so many layers have a window
 EXAONE4_LAYERS = 64  # of the one size that has windows
 PATTERN = ".attention.sliding_window_pattern"
 OTHER_SCALE = {"gemma2": 46, "gemma3": 62}  # the layers of the one size whose scores are scaled by width over heads
@@ -185,6 +186,17 @@ def _family(header: GgufHeader, raw: dict[str, object]) -> None:
         if width is not None and type(count) is type(inside) is int and width != count * inside:
             raise CheckpointError(f"{header.path} states a width of {shown_value(width)} for {shown_value(count)} shared experts of "
                                   f"{shown_value(inside)}, which is not supported", REPAIR)
+    elif raw["model_type"] == "minimax_m2":
+        _scored(header, raw)
+        raw |= {"sliding_window": window, "partial_rotary_factor": raw.get("partial_rotary_factor", 1.0)}
+    elif raw["model_type"] == "exaone_moe":
+        _exaone_moe(header, raw, window if stated is not None else USUAL_WINDOW_MOE)
+    elif raw["model_type"] in ("cohere", "cohere2"):
+        raw |= {"attention_bias": "blk.0.attn_q.bias" in header.tensors, "sliding_window": window}
+        if raw["model_type"] == "cohere2":
+            raw["layer_types"] = layer_types(header, raw["num_hidden_layers"], COHERE2_EVERY)
+    elif raw["model_type"] == "hunyuan_v1_dense":
+        raw |= {"attention_bias": "blk.0.attn_q.bias" in header.tensors, "sliding_window": window}
     elif raw["model_type"] == "qwen2_moe":
         raw["qkv_bias"] = "blk.0.attn_q.bias" in header.tensors
     if raw["model_type"] == "llama" and "num_local_experts" in raw:
@@ -240,12 +252,32 @@ def _family(header: GgufHeader, raw: dict[str, object]) -> None:
         raw["query_pre_attn_scalar"] = raw["hidden_size"] / raw["num_attention_heads"] if whole else raw.get("head_dim", 256)
 
 
-def _glm(header: GgufHeader, raw: dict[str, object]) -> None:
-    """What files say otherwise of a mixture whose scores are corrected."""
+def _exaone_moe(header: GgufHeader, raw: dict[str, object], window: int | None) -> None:
+    _scored(header, raw)
+    width, count, inside = raw.pop(SHARED_WIDTH, None), raw.get("num_shared_experts"), raw.get("moe_intermediate_size")
+    if width is not None and type(count) is type(inside) is int and width != count * inside:
+        raise CheckpointError(f"{header.path} states a width of {shown_value(width)} for {shown_value(count)} shared experts of "
+                              f"{shown_value(inside)}, which is not supported", REPAIR)
+    raw.setdefault("norm_topk_prob", False)
+    raw.setdefault("first_k_dense_replace", 0)
+    behind, layers = raw.setdefault("num_nextn_predict_layers", 0), raw["num_hidden_layers"]
+    if type(behind) is int and type(layers) is int and 0 <= behind < layers:
+        raw["num_hidden_layers"] = layers = layers - behind  # files count them in
+    every = EXAONE4_EVERY if window else 1
+    raw |= {"sliding_window": window, "layer_types": layer_types(header, layers, every)[:layers]}
+
+
+def _scored(header: GgufHeader, raw: dict[str, object]) -> None:
+    """Raises CheckpointError for scores that are no sigmoids, where the family has no other."""
     name = header.metadata["general.architecture"]
     if raw.pop("scoring_func", SIGMOID) != SIGMOID:
         raise CheckpointError(f"{header.path}: {name}.expert_gating_func is not {SIGMOID}, which is not supported for this architecture",
                               "give the folder of the original checkpoint, if its family is supported")
+
+
+def _glm(header: GgufHeader, raw: dict[str, object]) -> None:
+    """What files say otherwise of a mixture whose scores are corrected."""
+    _scored(header, raw)
     raw["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
     raw.setdefault("norm_topk_prob", False)  # what llama.cpp takes for granted, as of rotary positions
     if raw["model_type"] == "glm4_moe":

@@ -18,21 +18,23 @@ from ..config_rope import GROWTH, RopeConfig
 from ..rope import rope_table
 from . import linear_attention, short_conv, yarn
 from .architectures import ARCHITECTURES, BY_FAMILY, FACTORS, LONG, SHORT, UNTURNED, Architecture
-from .config import EXAONE4_EVERY, EXAONE4_LAYERS, OLMO3_EVERY, OTHER_SCALE, SIGMOID
+from .config import COHERE2_EVERY, EXAONE4_EVERY, EXAONE4_LAYERS, OLMO3_EVERY, OTHER_SCALE, SIGMOID
 
 TYPES = {"F16": 1, "Q8_0": 7, "Q4_0": 2}  # what a person may ask for -> general.file_type
 QUANTIZATION_VERSION = 2
 NOT_WRITTEN = {"opt": ": llama.cpp does not run them", "gpt_oss": ": this version does not write their experts, in MXFP4 with biases"}
 WITHOUT_WINDOW = ("mistral", "mixtral", "phi3", "starcoder2")  # families whose windows llama.cpp passes over
-WINDOW_EVERY = {"gemma2": 2, "gemma3_text": 6, "olmo3": OLMO3_EVERY}  # all but every so-manieth layer has one
+# All but every so-manieth layer has one.
+WINDOW_EVERY = {"cohere2": COHERE2_EVERY, "exaone_moe": EXAONE4_EVERY, "gemma2": 2, "gemma3_text": 6, "olmo3": OLMO3_EVERY}
 # Families whose rotary frequencies llama.cpp divides by no tensor.
-UNDIVIDED = ("dots1", "ernie4_5", "ernie4_5_moe", "gemma", "glm", "glm4", "glm4_moe", "lfm2", "lfm2_moe", "olmo2", "olmo3", "qwen2_moe",
-             "qwen3_5_moe_text", "qwen3_5_text", "seed_oss", "starcoder2")
+UNDIVIDED = ("cohere", "cohere2", "dots1", "ernie4_5", "ernie4_5_moe", "exaone_moe", "gemma", "glm", "glm4", "glm4_moe",
+             "hunyuan_v1_dense", "lfm2", "lfm2_moe", "minimax_m2", "olmo2", "olmo3", "qwen2_moe", "qwen3_5_moe_text", "qwen3_5_text",
+             "seed_oss", "starcoder2")
 # Families whose heads llama.cpp takes to be as wide as the model together.
-EVEN_HEADS = ("exaone4", "glm", "lfm2", "lfm2_moe", "olmo2", "olmo3", "qwen2_moe", "starcoder2")
+EVEN_HEADS = ("cohere", "cohere2", "exaone4", "glm", "lfm2", "lfm2_moe", "olmo2", "olmo3", "qwen2_moe", "starcoder2")
 ACTS = {"arcee": "relu2", **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "starcoder2"), "gelu_tanh")}  # by family, others have silu
 UNGROUPED = ("dots1", "olmoe")  # families whose heads llama.cpp takes to have keys and values of their own
-STATED_SUM = ("dots1", "glm4_moe")  # families whose files say how experts are scored and weighed
+STATED_SUM = ("dots1", "exaone_moe", "glm4_moe")  # families whose files say how experts are scored and weighed
 LEADING_DENSE = (*STATED_SUM, "ernie4_5_moe", "lfm2_moe")  # whose first layers have no experts
 # Families of which some layers have a state -> what files say of them.
 WITH_STATES = {**dict.fromkeys(("lfm2", "lfm2_moe"), short_conv), **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), linear_attention)}
@@ -81,7 +83,7 @@ def _departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
         whole = OTHER_SCALE[BY_FAMILY[family]] == config.num_hidden_layers
         usual = (config.hidden_size / config.num_attention_heads if whole else config.head_dim) ** -0.5
         yield not np.isclose(config.attn_scale, usual, rtol=1e-4), f"scales its scores by {config.attn_scale:.4g} instead of {usual:.4g}"
-    if family in ("gemma", "gemma2"):
+    if family in ("cohere", "cohere2", "gemma", "gemma2"):
         yield not config.tie_word_embeddings, "has a head of its own"
     if family == "gemma2":
         yield config.attn_logit_softcapping is None or config.final_logit_softcapping is None, "has no caps"
@@ -147,6 +149,8 @@ def _of_family(config: ModelConfig) -> dict[str, Value]:
     if config.family == "gemma3_text":
         local = next((rope for rope, own in zip(config.ropes, config.windows) if own is not None), config.rope)
         keys["rope.freq_base_swa"] = float(local.theta)
+    if config.family in ("cohere", "cohere2"):
+        keys["logit_scale"] = float(1 / config.logits_scaling)
     if config.family.startswith("granite"):
         keys |= {"attention.scale": float(config.attn_scale), "embedding_scale": float(config.embedding_multiplier),
                  "residual_scale": float(config.residual_multiplier), "logit_scale": float(config.logits_scaling)}
@@ -163,6 +167,11 @@ def _of_family(config: ModelConfig) -> dict[str, Value]:
         if config.family in LEADING_DENSE and config.family not in WITH_STATES:
             keys |= {"expert_shared_count": (config.mixture.shared_width or 0) // config.mixture.width,
                      "leading_dense_block_count": min(config.mixture.layers, default=config.num_hidden_layers)}
+        if config.family == "minimax_m2":
+            keys |= {"expert_feed_forward_length": config.mixture.width, "expert_gating_func": SIGMOID}
+        if config.family == "exaone_moe":
+            keys |= {"expert_shared_feed_forward_length": config.mixture.shared_width, "expert_group_count": config.mixture.groups,
+                     "expert_group_used_count": config.mixture.kept_groups}
         if config.family in STATED_SUM:
             keys |= {"expert_gating_func": SIGMOID, "expert_weights_scale": float(config.mixture.factor),
                      "expert_weights_norm": config.mixture.renormalise}

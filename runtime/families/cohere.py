@@ -1,0 +1,78 @@
+"""Command R and Aya 23 (Cohere's first family): attention and MLP read one norm's output side by side, norms that take the mean off and
+have no bias, positions that turn neighbouring channels, and logits times a constant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ..config import MAX_LAYERS, Defaults, ModelConfig, Ropes, decoder_config
+from ..config_reader import ConfigError, Keys
+from ..config_rope import RopeConfig, rope_config
+from . import LayerWeights, TensorRule, llama
+from .llama import outer_tensors
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ..block_ops import BlockOps
+    from ..cache import LayerCache
+    from ..rope import RopeTable
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "cohere_config", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({"attention_bias", "layer_norm_eps", "logit_scale"})
+KEYS_HARMLESS = frozenset({"model_max_length", "rms_norm_eps", "use_embedding_sharing", "use_parallel_embedding"})
+REFUSED_UNLESS: Mapping[str, object] = {
+    "layer_types": None, "mlp_bias": False, "position_embedding_type": "rope_gptj", "rotary_pct": 1.0, "sliding_window": None,
+    "use_gated_activation": True, "use_parallel_block": True}
+SIZES = {"vocab_size": 256_000, "hidden_size": 8192, "intermediate_size": 22_528, "num_hidden_layers": 40, "num_attention_heads": 64}
+LOGIT_SCALE = 0.0625
+
+
+def config(keys: Keys) -> ModelConfig:
+    layers = keys.integer("num_hidden_layers", SIZES["num_hidden_layers"], high=MAX_LAYERS)
+
+    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
+        return (rope_config(keys, head_dim, positions, neighbours=True),) * layers
+
+    return cohere_config(keys, ropes)
+
+
+def cohere_config(keys: Keys, ropes: Ropes, **features: object) -> ModelConfig:
+    """What all families of these blocks share. Heads are as wide as the model together, whatever is stated of one."""
+    bias = keys.flag("attention_bias", False)
+    base = Defaults(max_position_embeddings=8192, bos=5, eos=(255_001,), eps_key="layer_norm_eps", norm_eps=1e-5, tied=True, sizes=SIZES)
+    made = decoder_config(keys, base, ropes, qkv_bias=bias, o_bias=bias, norm_kind="layer",
+                          logits_scaling=1 / keys.number("logit_scale", LOGIT_SCALE), **features)
+    if made.head_dim * made.num_attention_heads != made.hidden_size:
+        raise ConfigError(f"config.json: head_dim {made.head_dim} is not supported for {made.num_attention_heads} heads of a width of "
+                          f"{made.hidden_size}", "heads of this family are as wide as the model together")
+    return made
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    """Tensors of one layer by role: one norm for both branches."""
+    rules = llama.layer_tensors(config, layer)
+    del rules["post_norm"]
+    return rules
+
+
+def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
+          layer: int, tap: Callable[[str, int, object], None]) -> object:
+    """As Llama's block, taps too. What was attended to waits while the MLP, which reads what attention read, adds to x."""
+    tap("block_in", layer, x)
+    q, k, v = ops.norm_linear(x, w.input_norm, [w.q, w.k, w.v])
+    q = ops.rope_heads(q, config.num_attention_heads, config.head_dim, positions, rope, None)
+    k = ops.rope_heads(k, config.num_key_value_heads, config.head_dim, positions, rope, None)
+    tap("q", layer, q)
+    tap("k", layer, k)
+    tap("v", layer, v)
+    attended = kv.attend(q, k, v, None)
+    tap("attn_out", layer, attended)
+    tap("mlp_in", layer, x)
+    x = ops.gated_mlp(x, w.input_norm, w.gate, w.up, w.down, config.hidden_act, partial(tap, "mlp_hidden", layer), None, 1.0)
+    x = ops.linear_add(attended, w.o, x)
+    tap("block_out", layer, x)
+    return x

@@ -1,0 +1,36 @@
+"""Command R7B and Command A (Cohere 2): Cohere's block, in which three of four layers have a sliding window and turn by position; the
+others see everything and do not turn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..config import MAX_LAYERS, ModelConfig
+from ..config_reader import Keys
+from ..config_rope import GLOBAL, LOCAL, RopeConfig, rope_config
+from . import cohere
+from .cohere import block, cohere_config, layer_tensors, outer_tensors
+from .qwen2 import windows_of
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = cohere.KEYS_USED | {"layer_types", "sliding_window", "sliding_window_pattern"}
+# The published ones say the pattern by another name too, and which cache they would like.
+KEYS_HARMLESS = cohere.KEYS_HARMLESS | {"cache_implementation", "layer_switch"}
+REFUSED_UNLESS: Mapping[str, object] = {
+    **{key: value for key, value in cohere.REFUSED_UNLESS.items() if key not in ("layer_types", "sliding_window")},
+    "order_of_interleaved_layers": "local_attn_first"}
+USUAL_WINDOW, USUAL_EVERY = 4096, 4
+
+
+def config(keys: Keys) -> ModelConfig:
+    layers = keys.integer("num_hidden_layers", cohere.SIZES["num_hidden_layers"], high=MAX_LAYERS)
+    window = keys.integer("sliding_window", None if keys.holds("sliding_window") else USUAL_WINDOW)
+    every = keys.integer("sliding_window_pattern", USUAL_EVERY)
+    windows = windows_of(keys, window, tuple(LOCAL if (layer + 1) % every else GLOBAL for layer in range(layers)))
+
+    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig | None, ...]:
+        rope = rope_config(keys, head_dim, positions, neighbours=True)
+        return tuple(rope if own is not None else None for own in windows)
+
+    return cohere_config(keys, ropes, windows=windows)

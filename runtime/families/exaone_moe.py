@@ -1,0 +1,57 @@
+"""K-EXAONE: EXAONE 4's attention, in which layers with a window turn by position and the others do not, behind norms before the branches,
+and DeepSeek V3's experts, of which one is shared, in all layers but the first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
+from ..config_reader import Keys
+from ..config_rope import RopeConfig, rope_config
+from . import TensorRule
+from .deepseek_v3 import grouped
+from .exaone4 import usual_layers
+from .glm4_moe_lite import sparse_layers
+from .llama import block, outer_tensors
+from .mixtral import MOST_EXPERTS, expert_tensors, mixture
+from .qwen2 import windows_of
+from .qwen3_moe import NAMES
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({"first_k_dense_replace", "layer_types", "mlp_layer_types", "moe_intermediate_size", "n_group", "norm_topk_prob",
+                       "num_experts", "num_experts_per_tok", "num_local_experts", "num_nextn_predict_layers", "num_shared_experts",
+                       "routed_scaling_factor", "sliding_window", "sliding_window_pattern", "topk_group"})
+# Which layers have experts is said in a second way, as numbers.
+KEYS_HARMLESS = frozenset({"is_moe_layer", "output_router_logits", "router_aux_loss_coef"})
+REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "mlp_bias": False, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+SIZES = {"vocab_size": 102_400, "hidden_size": 4096, "intermediate_size": 16_384, "num_hidden_layers": 32, "num_attention_heads": 32}
+
+
+def config(keys: Keys) -> ModelConfig:
+    base = Defaults(max_position_embeddings=2048, num_key_value_heads=32, bos=1, eos=(53,), norm_eps=1e-5, sizes=SIZES)
+    layers = base.size(keys, "num_hidden_layers")
+    window = keys.integer("sliding_window", None if keys.holds("sliding_window") else 4096)
+    windows = windows_of(keys, window, usual_layers(keys, layers, window))
+
+    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig | None, ...]:
+        rope = rope_config(keys, head_dim, positions)
+        return tuple(rope if window is None or own is not None else None for own in windows)
+
+    width, first = keys.integer("moe_intermediate_size", 1024, high=2**22), keys.integer("first_k_dense_replace", 1, low=0, high=layers)
+    sparse = range(first, layers) if keys.words("mlp_layer_types", layers) is None else sparse_layers(keys, layers)
+    own = mixture(keys, 64, 8, width, keys.flag("norm_topk_prob", True), sparse, sigmoid=True, corrected=True,
+                  factor=keys.number("routed_scaling_factor", 2.5),
+                  shared_width=width * keys.integer("num_shared_experts", 1, high=MOST_EXPERTS))
+    return decoder_config(keys, base, ropes, windows=windows, qk_norm=True, mixture=grouped(keys, own, 1, 1),
+                          mtp_layers=keys.integer("num_nextn_predict_layers", 0, low=0, high=MAX_LAYERS))
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    """The correction lies beside the router in the published ones."""
+    rules = expert_tensors(config, layer, "mlp", NAMES, correction="e_score_correction_bias")
+    if "correction" in rules:
+        inside = f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
+        rules["correction"] = replace(rules["correction"], also=(inside,))
+    return rules

@@ -1,0 +1,51 @@
+"""MiniMax M2: Mixtral's names around experts that corrected sigmoids choose, norms over the whole width of q and k before a rotation of
+half of each head's channels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..config import Defaults, ModelConfig, decoder_config
+from ..config_reader import ConfigError, Keys
+from ..config_rope import RopeConfig, rope_config
+from . import TensorRule
+from .deepseek_v3 import refuse_other_code
+from .llama import block, outer_tensors
+from .mixtral import NAMES, expert_tensors, mixture
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({"attn_type_list", "auto_map", "num_experts", "num_experts_per_tok", "num_local_experts", "partial_rotary_factor",
+                       "rotary_dim"})
+# Of training, of the family's first model, whose layers were of two kinds, and of multi-token prediction, whose weights are not published.
+KEYS_HARMLESS = frozenset({
+    "layernorm_full_attention_beta", "layernorm_linear_attention_beta", "layernorm_mlp_beta", "mlp_intermediate_size",
+    "mtp_transformer_layers", "num_mtp_modules", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise", "shared_moe_mode",
+    "use_mtp"})
+REFUSED_UNLESS: Mapping[str, object] = {
+    "attention_bias": False, "layer_types": None, "mlp_bias": False, "qk_norm_type": "per_layer", "scoring_func": "sigmoid",
+    "shared_intermediate_size": 0, "sliding_window": None, "use_qk_norm": True, "use_routing_bias": True}
+CODE = r"(configuration|modeling)_minimax_m2\.MiniMaxM2\w+"  # of the published ones, which became part of transformers
+SIZES = {"vocab_size": 200_064, "hidden_size": 3072, "intermediate_size": 1536, "num_hidden_layers": 62, "num_attention_heads": 48}
+THETA = 5e6
+
+
+def config(keys: Keys) -> ModelConfig:
+    refuse_other_code(keys, CODE)
+    base = Defaults(max_position_embeddings=196_608, num_key_value_heads=8, head_dim=128, bos=200_034, eos=(200_020,), sizes=SIZES)
+    layers = base.size(keys, "num_hidden_layers")
+    kinds = keys.switches("attn_type_list", layers)
+    if kinds is not None and not all(kinds):
+        raise ConfigError("config.json: attn_type_list has layers of linear attention, which is not supported for minimax_m2 models",
+                          "MiniMax M2 has none: the config is another model's")
+
+    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
+        share = keys.integer("rotary_dim", head_dim, low=2, high=head_dim) / head_dim
+        return (rope_config(keys, head_dim, positions, THETA, partial=True, share=share),) * layers
+
+    own = mixture(keys, 256, 8, base.size(keys, "intermediate_size"), True, range(layers), sigmoid=True, corrected=True)
+    return decoder_config(keys, base, ropes, qk_norm=True, qk_norm_whole=True, mixture=own)
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    return expert_tensors(config, layer, "block_sparse_moe", NAMES, correction="e_score_correction_bias")
