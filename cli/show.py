@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import typer
 
 from .flags import add_command
@@ -9,6 +11,9 @@ from .list_ import counted
 from .loading import find
 from .options import Json, Model
 from .screen import Screen
+
+if TYPE_CHECKING:
+    from ..runtime.config import ModelConfig
 
 UNLIMITED = "1000T"  # the headers are checked by planning a run; this command asks whether they are sound, not whether the run fits
 
@@ -45,7 +50,10 @@ def show(context: typer.Context, model: Model, json: Json = False) -> None:
                      "size_bytes": prepared.store.nbytes, "stored": stored,
                      "context": config.context_length, "num_hidden_layers": config.num_hidden_layers, "hidden_size": config.hidden_size,
                      "intermediate_size": config.intermediate_size, "num_attention_heads": config.num_attention_heads,
-                     "num_key_value_heads": config.num_key_value_heads, "head_dim": config.head_dim, "vocab_size": config.vocab_size,
+                     "num_key_value_heads": config.num_key_value_heads, "head_dim": config.head_dim,
+                     "layer_heads": [list(each) for each in config.layer_heads],
+                     "layers_without_keys": sorted(set(range(len(config.kv_sources))) - set(config.attention_layers)),
+                     "vocab_size": config.vocab_size,
                      "experts": None if experts is None else {"count": experts.experts, "per_token": experts.per_token,
                                                               "width": experts.width, "layers": len(experts.layers),
                                                               "shared_width": experts.shared_width},
@@ -71,10 +79,20 @@ def show(context: typer.Context, model: Model, json: Json = False) -> None:
         ("experts", "" if experts is None else f"{experts.per_token} of {experts.experts} for a token, of width {experts.width}, in "
                                                f"{len(experts.layers)} layers"
                                                + (f", beside a shared one of {experts.shared_width}" if experts.shared_width else "")),
-        ("attention", f"{config.num_attention_heads} query and {config.num_key_value_heads} key-value heads of {config.head_dim}"),
+        ("attention", _attention(config)),
         ("" if state is None else state.title, "" if state is None else f"{len(config.state_layers)} layers, {state.described()}"),
         ("window", ", ".join(f"{window} tokens" for window in windows)),
         ("context", f"{config.context_length} tokens, " + (f"rotary positions {config.rope.kind}" if config.rope else "learned positions")),
         ("vocabulary", f"{config.vocab_size} tokens"),
         ("chat", "has a template" + (", reasons first" if tokenizer.thinks else "") if tokenizer.template else "base model, no template"),
     ) if pair[1]])
+
+
+def _attention(config: ModelConfig) -> str:
+    """Heads of the layers, of those that have others too, and how many have no keys and values of their own."""
+    said = f"{config.num_attention_heads} query and {config.num_key_value_heads} key-value heads of {config.head_dim}"
+    usual = config.num_key_value_heads, config.head_dim
+    for other in sorted({*config.layer_heads} - {usual}):
+        said += f", in {config.layer_heads.count(other)} layers {other[0]} of {other[1]}"
+    without = len(config.kv_sources) - len(config.attention_layers) if config.kv_sources else 0
+    return said + (f"; {without} layers attend to keys and values of others" if without else "")

@@ -25,7 +25,7 @@ from ..quant.stats import Stats
 from ..quant.weight import Norm
 from .cache import KVCache
 from .cache_made import open_cache
-from .cache_shape import CacheShape, LayerSpec, layer_specs
+from .cache_shape import CacheShape, LayerSpec, SharedPages, layer_specs
 from .compiled import compiled
 from .config import ModelConfig, read_config
 from .convert_stream import DAMAGED
@@ -42,7 +42,8 @@ TOKENS, LEAST, WINDOW = 16384, 512, 512
 SHORTEST = 64  # of a last window
 VARIED = 128  # different tokens, below which a text shows a model's inputs too narrowly
 READS = {"block_in": ("q", "k", "v", "kv_a", "q_a", "state_in", "state_gate"), "q_in": ("q_b",), "attn_out": ("o",),
-         "state_out": ("state_out",), "mlp_in": ("gate", "up"), "mlp_hidden": ("down",)}  # tap -> roles
+         "state_out": ("state_out",), "mlp_in": ("gate", "up"), "mlp_hidden": ("down",), "inputs_in": ("input_gate",),
+         "inputs_hidden": ("input_out",)}  # tap -> roles
 SHARED_READS = {"mlp_in": SHARED[:2], "shared_hidden": SHARED[2:3]}  # those of a shared expert
 NORMS = {"block_in": "input_norm", "q_in": "latent.q_norm", "mlp_in": "post_norm"}  # a tap before a norm
 SMALL = 1 << 30  # multiplications of a product that one thread makes
@@ -128,6 +129,7 @@ def text_costs(folder: Path, config: ModelConfig, ids: Sequence[int], threads: i
     tell what a token takes from what a window takes. Kernels are compiled."""
     cut = windows(ids, min(WINDOW, config.context_length))
     width, layer = len(cut[0]), max(config.mixture.layers) if config.mixture else config.num_hidden_layers - 1
+    layer = layer if not config.kv_sources else config.attention_layers[-1]  # the others' keys and values are not known
     with opened(folder, config, cut[:1], threads) as calibration:
         begun = time.monotonic()
         weights = calibration.model.read_layer(layer)
@@ -172,11 +174,13 @@ class Gathered:
 
 class ExpertRoles(Mapping):
     """Statistics by role of a layer with experts. Those of an expert are made when they are asked for, from the inputs of its visits; one
-    that had fewer than LEAST_VISITS has those of all visits of the layer."""
+    that had fewer than LEAST_VISITS has those of all visits of the layer, `usual` by kind of role. `shared` are those of other roles, which
+    may have the same."""
 
     def __init__(self, experts: int) -> None:
         self.experts = experts
         self.shared: dict[str, Stats] = {}
+        self.usual: Mapping[str, Stats] = {}
         self._seen: list[tuple[np.ndarray, Routed]] = []
         self._last: dict[str, tuple[int, Stats]] = {}
 
@@ -196,7 +200,7 @@ class ExpertRoles(Mapping):
             raise KeyError(role)
         tap = "mlp_hidden" if kind_of(role) == "down" else "mlp_in"
         if self._last.get(tap, (-1, None))[0] != expert:
-            self._last[tap] = expert, self._of_expert(expert, tap) or self.shared[kind_of(role)]
+            self._last[tap] = expert, self._of_expert(expert, tap) or self.usual[kind_of(role)]
         return self._last[tap][1]
 
     def _of_expert(self, expert: int, tap: str) -> Stats | None:
@@ -211,12 +215,12 @@ class ExpertRoles(Mapping):
         return gathered.stats() if count >= LEAST_VISITS else None
 
     def __iter__(self) -> Iterator[str]:
-        yield from (role for role in self.shared if role not in EXPERT)
+        yield from self.shared
         for expert in range(self.experts):
             yield from expert_roles(expert)
 
     def __len__(self) -> int:
-        return len(self.shared) - 3 + 3 * self.experts
+        return len(self.shared) + 3 * self.experts
 
 
 class Calibration:
@@ -225,32 +229,37 @@ class Calibration:
     def __init__(self, model: Model, ops: object, cut: list[np.ndarray]) -> None:
         self.model, self.ops, self.cut = model, ops, cut
         self.states = model.read_states(cut)
+        self._kept: dict[tuple[int, int], dict[str, np.ndarray]] = {}  # keys and values by layer and window, for layers without their own
         self._demand_finite()
 
     def run(self) -> Iterator[Progress | LayerStats | Notice]:
         config = self.model.config
         scarce = 0
         done, total = 0, len(self.states) * config.num_hidden_layers
-        for layer, spec in enumerate(layer_specs(config)):
-            weights, cache = self.model.read_layer(layer), one_layer_cache(self.ops, spec, len(self.cut[0]))
+        for layer in range(config.num_hidden_layers):
+            weights, cache = self.model.read_layer(layer), self._cache(layer)
             gathered: dict[str, Gathered] = {}
             own = ExpertRoles(len(weights.experts)) if weights.experts else None
             begin = 0
-            for window in self.cut:
+            for number, window in enumerate(self.cut):
                 end = begin + len(window)
-                self.states[begin:end] = self._block(layer, weights, cache, self.states[begin:end], gathered, own)
+                self.states[begin:end] = self._block(layer, weights, cache, self.states[begin:end], gathered, own, number)
                 done, begin = done + len(window), end
                 yield Progress("calibrating", done, total, "tokens")
             self._demand_finite()
             found = {name: each.stats() for name, each in gathered.items()}
             reads = [*READS.items(), *(SHARED_READS.items() if weights.shared is not None else ())]
+            entered = "mlp_in", "mlp_in", "mlp_hidden"
+            if weights.apart is not None:
+                entered = "experts_in", "experts_in", "experts_hidden"
             del weights, cache
             known = self.model.tensors[layer].keys() | {kind_of(role) for role in self.model.tensors[layer]}
             by_role = {role: found[name] for name, roles in reads for role in roles if role in known}
             if own is None:
                 yield LayerStats(layer, by_role)
             else:
-                own.shared = by_role
+                own.usual = {role: found[name] for role, name in zip(EXPERT, entered, strict=True)}
+                own.shared = {role: stats for role, stats in by_role.items() if role in self.model.tensors[layer]}
                 scarce += own.scarce
                 yield LayerStats(layer, own, own.scarce)
         if scarce:
@@ -267,21 +276,30 @@ class Calibration:
 
     def timed(self, layer: int, weights: LayerWeights) -> Callable[[int], float]:
         """What runs so many of the first window's tokens through a layer, and says in how many seconds."""
-        cache = one_layer_cache(self.ops, layer_specs(self.model.config)[layer], len(self.cut[0]))
+        cache = self._cache(layer)
         gathered: dict[str, Gathered] = {}
 
         def through(tokens: int) -> float:
             own = ExpertRoles(len(weights.experts)) if weights.experts else None
             begun = time.monotonic()
-            self._block(layer, weights, cache, self.states[:tokens], gathered, own)
+            self._block(layer, weights, cache, self.states[:tokens], gathered, own, 0)
             return time.monotonic() - begun
 
         return through
 
+    def _cache(self, layer: int) -> KVCache:
+        """An exact cache for a window of a layer; for one without keys and values of its own, of the other whose it attends to."""
+        specs = layer_specs(self.model.config)
+        spec = specs[specs[layer].layer] if isinstance(specs[layer], SharedPages) else specs[layer]
+        return one_layer_cache(self.ops, spec, len(self.cut[0]))
+
     def _block(self, layer: int, weights: LayerWeights, cache: KVCache, states: np.ndarray, gathered: dict[str, Gathered],
-               own: ExpertRoles | None) -> np.ndarray:
-        """A window through a layer, from an empty cache."""
-        entered = None
+               own: ExpertRoles | None, number: int) -> np.ndarray:
+        """As many tokens of window `number` as there are states through a layer, from an empty cache."""
+        entered, apart = None, weights.apart
+        sources = self.model.config.kv_sources
+        source = sources[layer] if sources else layer
+        keeps = source == layer and sources.count(layer) > 1
 
         def gather(name: str, inputs: np.ndarray) -> None:
             gathered.setdefault(name, Gathered(inputs.shape[1])).add(inputs)
@@ -292,17 +310,30 @@ class Calibration:
                 own.add(entered, value)
                 if value.shared is not None:
                     gather("shared_hidden", value.shared)
+                if apart is not None:
+                    gather("experts_hidden", value.hidden)
+                    return
                 name, value = "mlp_hidden", value.hidden
+            if keeps and name in ("k", "v"):
+                self._kept.setdefault((layer, number), {})[name] = np.array(value)
             if name in READS:
                 inputs = normalised(value, attrgetter(NORMS[name])(weights)) if name in NORMS else value
                 gather(name, inputs)
-                entered = inputs if name == "mlp_in" else entered
+                entered = inputs if name == "mlp_in" and apart is None else entered
+            if name == "mlp_in" and apart is not None:
+                entered = normalised(value, apart.norm)
+                gather("experts_in", entered)
 
-        model = self.model
+        model, kv = self.model, cache.layer(0)
         cache.clear()
         step = cache.begin(len(states))
+        if source != layer:
+            kept = self._kept[source, number]
+            kv.pages.write(kept["k"], kept["v"], step.slots, step.rows)
+        given = model.read_inputs(layer, self.cut[number][: len(states)])
         x = self.ops.from_host(states)
-        return model.block(self.ops, weights, x, cache.layer(0), step.positions, model.ropes[layer], model.config, layer, tap)
+        return model.block(self.ops, weights, x, kv, step.positions, model.ropes[layer], model.config, layer, tap,
+                           *(() if given is None else (given,)))
 
     def head(self) -> dict[str, Stats]:
         """Statistics of what the head reads, of `states` that have gone through all layers."""

@@ -14,6 +14,7 @@ import numpy as np
 
 from .. import DoesNotFit
 from ..kernels.layout import REPEATED
+from ..kernels.reference import normalise
 from ..kernels.workspace import Dims
 from ..offload.checkpoint import TensorStore
 from ..offload.memory import anonymous
@@ -183,6 +184,19 @@ class Model:
         if self.config.position_offset is None:
             return states
         return states + self._read_rows("positions", np.concatenate([self.config.position_offset + np.arange(len(w)) for w in windows]))
+
+    def read_inputs(self, layer: int, ids: np.ndarray) -> np.ndarray | None:
+        """What a layer is given of these tokens beside the stream, straight from an unquantized store: float32 [T, P]; None for nothing."""
+        config, roles = self.config, self.tensors["outer"]
+        width = config.input_width
+        if not width:
+            return None
+        own = slice(layer * width, (layer + 1) * width)
+        projection, weight = (to_f32(typed(self.store.read(roles[role].info, *span), roles[role].spec), roles[role].spec.scheme)
+                              for role, span in (("layer_proj", (own.start, own.stop)), ("layer_norm", (0, width))))
+        made = self.read_states([ids]) @ projection.reshape(width, -1).T * np.float32(config.hidden_size**-0.5)
+        rows = self._read_rows("layer_embed", ids)[:, own] * np.float32(config.input_multiplier)
+        return (normalise(made, "rms", weight, None, config.norm_eps).astype(np.float32) + rows) * np.float32(0.5**0.5)
 
     def _read_rows(self, role: str, ids: np.ndarray) -> np.ndarray:
         tensor = self.tensors["outer"][role]

@@ -38,7 +38,7 @@ PLAIN = "rtn"  # where nobody says a method, and for what no text shows
 @dataclass(frozen=True)
 class Layout:
     """What `equalise` must know of a layer: query heads, KV heads, their width, the kind of its norms, the type in which they, and
-    biases, are stored, and the activation of its MLP."""
+    biases, are stored, the activation of its MLP, and whether values are normed, which undoes what is moved into what makes them."""
 
     heads: int
     kv_heads: int
@@ -46,6 +46,7 @@ class Layout:
     norm_kind: str = "rms"
     stored: str = "bf16"
     act: str = "silu"
+    values_normed: bool = False
 
 
 def no_seconds(shape: Sequence[int], weight_s: float, rate: float) -> float:

@@ -57,6 +57,8 @@ def equalise(tensors: Mapping[str, np.ndarray], stats: Mapping[str, Stats], spec
         readers = [reader for reader in all_readers if reader in tensors]
         if maker not in tensors or all(specs[reader].is_raw for reader in readers):
             continue
+        if maker == "v" and layout.values_normed:
+            continue
         if maker == "up" and "gate" not in tensors and layout.act != "relu":
             continue
         factors = best_factors(maker, [checked(changed[reader]) for reader in readers], [specs[reader] for reader in readers],

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ..config import Defaults, Mixture, ModelConfig, decoder_config
-from ..config_reader import ConfigError, Keys, show
+from ..config_reader import REQUIRED, ConfigError, Keys, show
 from ..config_rope import GLOBAL, LOCAL, RopeConfig, rope_of
 from . import LayerWeights, TensorRule, expert_role, gemma2, inside_others, llama
 from .gemma2 import ACT, embedding_multiplier, softcap
@@ -61,17 +61,25 @@ def text_config(keys: Keys, positions: int, window: int, inputs: int, sight: str
     layers, hidden = base.size(keys, "num_hidden_layers"), base.size(keys, "hidden_size")
     kinds = list(keys.words("layer_types", layers) or [LOCAL if (layer + 1) % PATTERN else GLOBAL for layer in range(layers)])
     kinds[-1] = GLOBAL  # whatever is stated
-    windows = windows_of(Keys({**keys.raw, "layer_types": kinds}), keys.integer("sliding_window", window), kinds)
+    windows = windows_of(keys.saying(layer_types=kinds), keys.integer("sliding_window", window), kinds)
     heads = _heads(keys, kinds)
     shared = keys.integer("num_kv_shared_layers", 0, low=0, high=layers)
     sources = _sources(kinds, layers - shared)
     doubled = keys.flag("use_double_wide_mlp", False) and shared > 0
     ffn, bias = base.size(keys, "intermediate_size"), keys.flag("attention_bias", False)
     width = keys.integer("hidden_size_per_layer_input", inputs, low=0, high=MOST_INPUTS)
+    rows = keys.integer("vocab_size_per_layer_input", SIZES["vocab_size"], high=2**24)
+    as_values, routed = keys.flag("attention_k_eq_v", False), keys.flag("enable_moe_block", False)
+    mixture = _mixture(keys, layers, routed)
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
-        sections = keys.section("rope_parameters") or ROPES
-        made = {}
+        stray = {"rope_scaling": keys.section("rope_scaling"), "rope_theta": keys.number("rope_theta", None),
+                 "original_max_position_embeddings": keys.integer("original_max_position_embeddings", None)}
+        for name, value in stray.items():
+            if value is not None:  # which transformers passes over
+                raise ConfigError(f"config.json: {name} = {show(value)} is not supported for {keys.text('model_type')} models",
+                                  "rotary positions stand in rope_parameters, in a section for each type of layer")
+        sections, made = keys.section("rope_parameters") or ROPES, {}
         for kind, (_, size) in zip(kinds, heads):
             if kind not in made:
                 section = sections.get(kind)
@@ -86,22 +94,24 @@ def text_config(keys: Keys, positions: int, window: int, inputs: int, sight: str
     return decoder_config(
         keys, base, ropes, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True, attn_scale=1.0, values_normed=True,
         embedding_multiplier=embedding_multiplier(keys, hidden), final_logit_softcapping=softcap(keys, "final_logit_softcapping", None),
-        layer_heads=heads if len(set(heads)) > 1 else (), kv_sources=sources if shared else (),
+        layer_heads=heads if set(heads) != {_usual(keys)} else (), kv_sources=sources if shared else (),
         layer_ffn=tuple(ffn * (1 + (layer >= layers - shared)) for layer in range(layers)) if doubled else (), input_width=width,
-        input_vocab=keys.integer("vocab_size_per_layer_input", SIZES["vocab_size"], high=2**24) if width else 0,
-        input_multiplier=embedding_multiplier(keys, width) if width else 1.0, layers_scaled=True,
-        keys_as_values=tuple(layer for layer, kind in enumerate(kinds) if kind == GLOBAL) if keys.flag("attention_k_eq_v", False) else (),
-        mixture=_mixture(keys, layers) if keys.flag("enable_moe_block", False) else None)
+        input_vocab=rows if width else 0, input_multiplier=embedding_multiplier(keys, width) if width else 1.0, layers_scaled=True,
+        keys_as_values=tuple(layer for layer, kind in enumerate(kinds) if kind == GLOBAL) if as_values else (),
+        mixture=mixture)
+
+
+def _usual(keys: Keys) -> tuple[int, int]:
+    return keys.integer("num_key_value_heads", 4, high=4096), keys.integer("head_dim", 256, high=1024)
 
 
 def _heads(keys: Keys, kinds: list[str]) -> tuple[tuple[int, int], ...]:
     """(key-value heads, their size) by layer: one of its own that `per_layer_config` has, else what is stated of layers without windows."""
-    usual = keys.integer("num_key_value_heads", 4, high=4096), keys.integer("head_dim", 256, high=1024)
+    usual = _usual(keys)
     query = keys.integer("num_attention_heads", SIZES["num_attention_heads"], high=4096)
-    own = keys.section("per_layer_config")
+    own, fewer = keys.section("per_layer_config"), keys.integer("num_global_key_value_heads", None, high=4096)
+    wide = (keys.flag("attention_k_eq_v", False) and fewer) or usual[0], keys.integer("global_head_dim", 512, high=1024)
     if own is None:
-        fewer = keys.integer("num_global_key_value_heads", None, high=4096) if keys.flag("attention_k_eq_v", False) else None
-        wide = fewer or usual[0], keys.integer("global_head_dim", 512, high=1024)
         found = [wide if kind == GLOBAL else usual for kind in kinds]
     else:
         found = [usual] * len(kinds)
@@ -132,11 +142,14 @@ def _sources(kinds: list[str], first: int) -> tuple[int, ...]:
     return tuple(layer if layer < first else last[kind] for layer, kind in enumerate(kinds))
 
 
-def _mixture(keys: Keys, layers: int) -> Mixture:
-    experts, per_token = keys.integer("num_experts", high=MOST_EXPERTS), keys.integer("top_k_experts", high=MOST_EXPERTS)
+def _mixture(keys: Keys, layers: int, routed: bool) -> Mixture | None:
+    experts, per_token, width = (keys.integer(name, REQUIRED if routed else None, high=most) for name, most in (
+        ("num_experts", MOST_EXPERTS), ("top_k_experts", MOST_EXPERTS), ("moe_intermediate_size", 2**22)))
+    if not routed:
+        return None
     if per_token > experts:
         raise ConfigError(f"config.json: top_k_experts {per_token} is more than the {experts} experts there are")
-    return Mixture(experts, per_token, keys.integer("moe_intermediate_size", high=2**22), True, frozenset(range(layers)), apart=True)
+    return Mixture(experts, per_token, width, True, frozenset(range(layers)), apart=True)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
