@@ -14,11 +14,13 @@ from .reference import activate, normalise
 KEY_EPS = 1e-6  # beside the squares of a query or key
 
 
-def convolve(x: np.ndarray, before: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """silu of the causal convolution of x [T, C] behind `before` [taps - 1, C], channel by channel: weight [taps, C], the last of `x`."""
+def convolve(x: np.ndarray, before: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
+    """silu of the causal convolution of x [T, C] behind `before` [taps - 1, C], channel by channel: weight [taps, C], the last of `x`;
+    `bias` [C]."""
     taps = len(weight)
     whole = np.concatenate([before, x]).astype(np.float64)
-    return activate(sum(weight[tap] * whole[tap : tap + len(x)] for tap in range(taps)), "silu")
+    made = sum(weight[tap] * whole[tap : tap + len(x)] for tap in range(taps))
+    return activate(made if bias is None else made + bias, "silu")
 
 
 def unit(heads: np.ndarray) -> np.ndarray:

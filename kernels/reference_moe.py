@@ -121,7 +121,7 @@ def moe(x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], ro
         of_all = reference.gated(apply(n, shared.gate), apply(n, shared.up), act)
         if shared.scale is not None:
             of_all = of_all / (1 + np.exp(-apply(n, shared.scale)))
-        out += apply(of_all, shared.down)
+        out += shared.factor * apply(of_all, shared.down)
         of_all = of_all.astype(np.float32)
     return out, Routed(offsets, tokens, np.concatenate(hidden).astype(np.float32), of_all)
 

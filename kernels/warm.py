@@ -45,6 +45,7 @@ def compiled_functions(kinds: Sequence[str] = KINDS) -> list[Kernel | Jit]:
         linear,
         lut,
         lut_order,
+        mamba2_loops,
         packed,
         packed_rows,
         roof,
@@ -56,10 +57,11 @@ def compiled_functions(kinds: Sequence[str] = KINDS) -> list[Kernel | Jit]:
     from .cpu import kv_choice as choices
     from .cpu import kv_estimate as estimates
 
+    states = delta_loops, short_conv_loops, mamba2_loops, latent_loops
     modules = {KV: (kv_many, kv_few, kv_seal, kv_merge), LOW_BIT: (packed, gemm, packed_rows), EXACT: (gemm,), LOOKUP: (lut, lut_order),
                BUNDLED: (neurons,), SPARSE: (estimates, choices),
                FOREIGN: (foreign_words, foreign_blocks, foreign_floats),
-               RAW: (sampling, attention, attention_few, linear, rows, delta_loops, short_conv_loops, latent_loops, experts, threads, roof)}
+               RAW: (sampling, attention, attention_few, linear, rows, experts, threads, roof, *states)}
     return [value for kind, of_kind in modules.items() if kind in kinds for module in of_kind for value in vars(module).values()
             if isinstance(value, Kernel | Jit) and (value is gemm.multiply_exact) == (kind == EXACT)]
 

@@ -25,3 +25,16 @@ class ShortConv:
     """A gated short convolution: `conv` float32 [taps, C]."""
 
     conv: object
+
+
+@dataclass(frozen=True)
+class Mamba2:
+    """State spaces: `conv` [taps, C] and its `bias` [C] or None, `decay`, `dt` and `skip` [H] (see `kernels/reference_mamba2.py`), `norm`
+    over groups of channels; float32."""
+
+    conv: object
+    bias: object | None
+    decay: object
+    dt: object
+    skip: object
+    norm: Norm

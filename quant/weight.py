@@ -179,9 +179,10 @@ class Expert:
 @dataclass(frozen=True)
 class SharedExpert(Expert):
     """The gated MLP beside a mixture's experts that every token visits; `scale` [1, D]: the sigmoid of its product is the token's share, 1
-    where there is none."""
+    where there is none. What it gives is multiplied by `factor`."""
 
     scale: Linear | None = None
+    factor: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ import numpy as np
 
 from ..kernels.conv_shape import ConvShape
 from ..kernels.delta_shape import DeltaShape
-from ..quant.state_weights import Delta, ShortConv
+from ..kernels.mamba2_shape import Mamba2Shape
+from ..quant.state_weights import Delta, Mamba2, ShortConv
 from ..quant.weight import Linear, Norm
 from .tensors import ModelTensor, as_float32
 
@@ -66,7 +67,15 @@ def short_conv(found: Source) -> StateWeights:
     return StateWeights((found.linear("state_in"),), found.linear("state_out"), ShortConv(found.conv()))
 
 
-KINDS = {ConvShape: short_conv, DeltaShape: delta}
+def mamba2(found: Source) -> StateWeights:
+    """Decays are stored as logarithms."""
+    norm = Norm("rms", found.vector("state_norm"), None, found.config.norm_eps)
+    own = Mamba2(found.conv(), found.vector("state_conv_bias"), found.put(np.exp(found.values("state_decay"))), found.vector("state_dt"),
+                 found.vector("state_skip"), norm)
+    return StateWeights(tuple(map(found.linear, ("state_in", "state_gate", "state_rate"))), found.linear("state_out"), own)
+
+
+KINDS = {ConvShape: short_conv, DeltaShape: delta, Mamba2Shape: mamba2}
 
 
 def state_weights(found: Source) -> StateWeights | None:

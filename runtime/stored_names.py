@@ -19,7 +19,7 @@ from .families.mixtral import MOST_EXPERTS
 BASE, INSIDE = "model.", ("layers.", "embed_tokens.", "norm.")
 EXPERTS = {**dict.fromkeys(("dots1", "ernie4_5_moe", "glm4_moe", "olmoe", "qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_moe"),
                          "mlp"),
-           **dict.fromkeys(("granitemoe", "mixtral"), "block_sparse_moe"),
+           **dict.fromkeys(("granitemoe", "granitemoehybrid", "mixtral"), "block_sparse_moe"),
            **dict.fromkeys(("gemma4", "gemma4_text"), "")}  # family -> where it has router and experts
 PARTS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",), "input_linear": ("gate", "up"), "output_linear": ("down",)}
 

@@ -84,11 +84,12 @@ class WeightRecords:
                                         lambda logits: ranks(logits, config.mixture.routing, correction))
         else:
             experts = tuple(Expert(*map(linear, expert_roles(e))) for e in range(config.mixture.experts)) if router else ()
+        shared = SharedExpert(*map(linear, SHARED), config.residual_multiplier) if SHARED[0] in roles else None
         return LayerWeights(input_norm=norm("input_norm") or Norm("none"), q=linear("q"), k=linear("k"), v=linear("v"), o=linear("o"),
                             q_norm=norm("q_norm"), k_norm=norm("k_norm"), post_norm=post_norm, gate=linear("gate"), up=linear("up"),
                             down=linear("down"), o_norm=norm("o_norm"), down_norm=norm("down_norm"), sinks=vector("sinks"),
                             router=router, experts=experts, bundles=self._bundles(roles, raw, ops, vector),
-                            correction=correction, shared=SharedExpert(*map(linear, SHARED)) if SHARED[0] in roles else None,
+                            correction=correction, shared=shared,
                             state=state_weights(Source(config, roles, raw, ops, linear, vector)),
                             latent=latent_weights(roles, linear, vector),
                             v_norm=ones(config.heads_of(key)[1]) if config.values_normed and "k" in roles else None,

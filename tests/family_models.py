@@ -52,6 +52,8 @@ GLM_EXPERTS = {"n_routed_experts": 12, "num_experts_per_tok": 3, "moe_intermedia
 GRANITE = {"attention_multiplier": 0.3, "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 7.0}
 GRANITE_4 = {"num_local_experts": 0, "layer_types": ["full_attention"] * 3, "shared_intermediate_size": 104, "mamba_n_heads": 4,
              "position_embedding_type": "rope", "tie_word_embeddings": True}
+# Six heads of 32 in two groups.
+MAMBA = {"mamba_n_heads": 6, "mamba_expand": 3, "mamba_d_head": 32, "mamba_n_groups": 2, "mamba_d_state": 24}
 ERNIE_EXPERTS = {"moe_num_experts": 12, "moe_k": 3, "moe_intermediate_size": 40, "moe_num_shared_experts": 2, "moe_layer_start_index": 1}
 K_EXPERTS = {"num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "num_shared_experts": 2,
              "routed_scaling_factor": 1.75}
@@ -176,6 +178,12 @@ CASES = {
     "granitemoe, bfloat16": Case("granitemoe", {**GRANITE, "num_local_experts": 3, "num_experts_per_tok": 1, "tie_word_embeddings": True},
                                  dtype="bfloat16"),
     "granitemoehybrid": Case("granitemoehybrid", {**GRANITE, **GRANITE_4}),
+    "granitemoehybrid, state spaces": Case("granitemoehybrid", {
+        **GRANITE, **GRANITE_4, **MAMBA, "num_hidden_layers": 4, "layer_types": ["mamba", "attention", "mamba", "mamba"],
+        "vocab_size": 301}),
+    "granitemoehybrid, experts, bfloat16": Case("granitemoehybrid", {
+        **GRANITE, **GRANITE_4, **MAMBA, "num_local_experts": 6, "num_experts_per_tok": 2, "layer_types": ["mamba", "mamba", "attention"],
+        "mamba_conv_bias": False, "position_embedding_type": None, "tie_word_embeddings": False}, dtype="bfloat16"),
     "granitemoehybrid, no positions, bfloat16": Case("granitemoehybrid", {**GRANITE, **GRANITE_4, "position_embedding_type": None},
                                                      dtype="bfloat16"),
     "ernie4_5_moe": Case("ernie4_5_moe", {**ERNIE_EXPERTS, "use_bias": False}),

@@ -19,6 +19,9 @@ GREEDY = SamplerSettings(temperature=0)
 CALM = {"head_dim": 64, "initializer_range": 0.08, "max_position_embeddings": CTX, "vocab_size": 300}
 # Of each one layer has keys and values, and three a state.
 MODELS = {"qwen3_5_text": Case("qwen3_5_text", {**CASES["qwen3_5_text"].changes, **CALM, "attention_bias": False}),
+          "granitemoehybrid": Case("granitemoehybrid", {
+              **CASES["granitemoehybrid, state spaces"].changes, **CALM, "tie_word_embeddings": False,
+              "layer_types": ["mamba", "mamba", "attention", "mamba"]}),
           "lfm2": Case("lfm2", {**CALM, "num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"]})}
 KINDS = ("raw", "4 bits", "4 bits, packed cache", "packed cache")
 

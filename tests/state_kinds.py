@@ -12,11 +12,12 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from effllm.kernels import reference_conv, reference_delta
+from effllm.kernels import reference_conv, reference_delta, reference_mamba2
 from effllm.kernels.conv_shape import ConvShape
 from effllm.kernels.cpu.candidates import default_registry
 from effllm.kernels.cpu.ops import CpuOps
 from effllm.kernels.delta_shape import DeltaShape
+from effllm.kernels.mamba2_shape import Mamba2Shape
 from effllm.kernels.state_shape import AFTER, FROM, KEPT, NO_SLOT, TO, StateShape
 from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import Dims
@@ -25,7 +26,9 @@ from effllm.runtime.states import controls
 DELTAS = {"usual": DeltaShape(2, 4, 128, 128, 4), "odd": DeltaShape(3, 3, 24, 40, 2), "one head, narrow": DeltaShape(1, 2, 7, 5, 3),
           "one tap": DeltaShape(1, 1, 16, 33, 1), "tiled": DeltaShape(2, 6, 24, 20, 4, tiled=True)}
 CONVS = {"usual convolution": ConvShape(256, 3), "odd convolution": ConvShape(37, 5), "convolution of one tap": ConvShape(20, 1)}
-SHAPES: dict[str, StateShape] = {**DELTAS, **CONVS}
+MAMBAS = {"usual state space": Mamba2Shape(4, 64, 1, 128, 4), "odd state space": Mamba2Shape(6, 10, 2, 24, 3),
+          "state space of one tap": Mamba2Shape(2, 7, 2, 256, 1)}
+SHAPES: dict[str, StateShape] = {**DELTAS, **CONVS, **MAMBAS}
 EPS = 1e-6
 Arrays = tuple[np.ndarray, ...]
 
@@ -73,7 +76,31 @@ def conv_expected(shape: ConvShape, w: SimpleNamespace, given: Arrays) -> tuple[
     return reference_conv.mix(b, c, x, np.zeros((shape.taps - 1, shape.width)), w.conv), np.zeros(0)
 
 
-KINDS = {DeltaShape: Kind(delta_weights, delta_inputs, delta_expected),
+def mamba_weights(shape: Mamba2Shape) -> SimpleNamespace:
+    return SimpleNamespace(conv=normal(1, shape.taps, shape.channels), bias=normal(5, shape.channels) if shape.taps > 1 else None,
+                           decay=np.exp(normal(2, shape.heads)), dt=normal(3, shape.heads), skip=normal(6, shape.heads),
+                           norm=SimpleNamespace(weight=normal(4, shape.values), eps=EPS))
+
+
+def mamba_inputs(shape: Mamba2Shape, products: list[np.ndarray]) -> None:
+    steps = products[2]
+    steps[::5] = -30  # nothing is written, nothing decays
+    steps[::17] = 30  # all of it
+
+
+def mamba_expected(shape: Mamba2Shape, w: SimpleNamespace, given: Arrays) -> tuple[np.ndarray, np.ndarray]:
+    xbc, z, steps = given
+    mixed = reference_delta.convolve(xbc, np.zeros((shape.taps - 1, shape.channels)), w.conv, w.bias)
+    x, b, c = np.split(mixed, (shape.values, shape.values + shape.groups * shape.depth), axis=1)
+    heads = lambda x, count: x.reshape(len(x), count, -1)  # noqa: E731
+    out, state = reference_mamba2.recur(heads(x, shape.heads), heads(b, shape.groups), heads(c, shape.groups),
+                                        *reference_mamba2.steps(steps, w.decay, w.dt), w.skip,
+                                        np.zeros((shape.heads, shape.head_dim, shape.depth)))
+    return reference_mamba2.gated_norm(out.reshape(len(xbc), -1), z, w.norm.weight, shape.groups, EPS), state.reshape(-1)
+
+
+KINDS = {Mamba2Shape: Kind(mamba_weights, mamba_inputs, mamba_expected),
+         DeltaShape: Kind(delta_weights, delta_inputs, delta_expected),
          ConvShape: Kind(lambda shape: SimpleNamespace(conv=normal(1, shape.taps, shape.width)), lambda *_: None, conv_expected)}
 
 

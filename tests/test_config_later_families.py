@@ -41,6 +41,17 @@ PUBLISHED = {
     "glm4": {"architectures": ["Glm4ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "eos_token_id": [
         151329, 151336, 151338], "head_dim": 128, "hidden_act": "silu", "max_position_embeddings": 32768, "pad_token_id": 151329,
         "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "torch_dtype": "bfloat16", "vocab_size": 151552},
+    "granitemoehybrid": {
+        "architectures": ["GraniteMoeHybridForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "attention_multiplier": 0.0078125, "bos_token_id": 100257, "embedding_multiplier": 12, "eos_token_id": 7, "hidden_act": "silu",
+        "init_method": "mup", "initializer_range": 0.1,
+        "intermediate_size": 512, "layer_types": ["mamba", "mamba", "attention", "mamba"], "logits_scaling": 6,
+        "mamba_chunk_size": 256, "mamba_conv_bias": True, "mamba_d_conv": 4, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_expand": 2,
+        "mamba_n_groups": 1, "mamba_n_heads": 3, "mamba_proj_bias": False, "max_position_embeddings": 131072,
+        "normalization_function": "rmsnorm", "num_experts_per_tok": 6, "num_local_experts": 64, "output_router_logits": False,
+        "position_embedding_type": "nope", "residual_multiplier": 0.22, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 10000,
+        "router_aux_loss_coef": 0.0001, "shared_intermediate_size": 1024, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+        "vocab_size": 100352},
     "lfm2": {"architectures": ["Lfm2ForCausalLM"], "block_auto_adjust_ff_dim": True, "block_dim": 96, "block_ff_dim": 1536,
              "block_ffn_dim_multiplier": 1.0, "block_mlp_init_scale": 1.0, "block_multiple_of": 256, "block_norm_eps": 1e-05,
              "block_out_init_scale": 1.0, "block_use_swiglu": True, "block_use_xavier_init": True, "bos_token_id": 1, "conv_L_cache": 3,
@@ -95,6 +106,8 @@ def test_published_configs_are_known_to_the_last_key(family: str) -> None:
     ("gemma", "query_pre_attn_scalar", 256), ("gemma", "mlp_bias", True), ("gemma", "final_logit_softcapping", 30.0),
     ("glm", "sliding_window", 40), ("glm", "layer_types", ["sliding_attention"] * 4), ("glm4", "mlp_bias", True),
     ("glm4", "auto_map", {"AutoModel": "modeling_chatglm.ChatGLMModel"}),
+    ("granitemoehybrid", "layer_types", ["mamba"] * 4), ("granitemoehybrid", "layer_types", ["conv"] * 4),
+    ("granitemoehybrid", "mamba_proj_bias", True),
     ("lfm2", "conv_bias", True), ("lfm2", "layer_types", ["mamba"] * 4), ("lfm2", "layer_types", ["conv"] * 4), ("lfm2", "conv_dim", 64),
     ("lfm2", "use_pos_enc", False), ("lfm2", "block_ffn_dim_multiplier", 1e9), ("lfm2", "hidden_act", "gelu"),
     ("lfm2", "block_use_swiglu", False), ("lfm2_moe", "full_attn_idxs", [1]), ("lfm2_moe", "num_experts_per_tok", 33),
@@ -108,6 +121,13 @@ def test_published_configs_are_known_to_the_last_key(family: str) -> None:
     ("starcoder2", "norm_type", "rms_norm"), ("starcoder2", "mlp_type", "gated"), ("starcoder2", "layer_types", ["sliding_attention"] * 4)])
 def test_what_a_family_cannot_do_is_named(family: str, key: str, value: object) -> None:
     refused({**LLAMA, "model_type": family, key: value}, key)
+
+
+@pytest.mark.parametrize(("key", "value"), [
+    ("time_step_limit", [0.001, 0.1]), ("mamba_n_heads", 5), ("mamba_n_groups", 2), ("mamba_d_head", 33), ("mamba_d_conv", 65),
+    ("hidden_act", "gelu")])
+def test_widths_of_state_spaces_agree(key: str, value: object) -> None:
+    refused({**LLAMA, "model_type": "granitemoehybrid", **PUBLISHED["granitemoehybrid"], "vocab_size": 300, key: value}, key)
 
 
 def test_olmo3_stretches_the_positions_of_layers_without_a_window_alone() -> None:

@@ -53,7 +53,7 @@ def watched() -> Iterator[Allocations]:
 MODELS = {
     "fable": None, "fable, 4 bits": "4bit", "fable, 2 bits": "2bit",
     "gemma2": Case("gemma2"), "mixtral": Case("mixtral", dtype="bfloat16"), "opt": Case("opt"),
-    **{name: CASES[name] for name in ("qwen3_5_text", "lfm2")},
+    **{name: CASES[name] for name in ("qwen3_5_text", "lfm2", "granitemoehybrid, state spaces")},
 }
 
 

@@ -132,6 +132,8 @@ PECULIAR = {
     "olmoe": [{"mixture": {"renormalise": True}}, {"mixture": {"per_token": 3}}],
     "granitemoe": [{"attn_scale": None}, {"embedding_multiplier": 1.0}, {"residual_multiplier": 1.0}, {"logits_scaling": 1.0},
                    {"mixture": {"factor": 1.0}}, {"mixture": {"renormalise": False}}],
+    "granitemoehybrid, state spaces": [{"residual_multiplier": 1.0}, {"ropes": (None,) * 4}, {"norm_eps": 1e-1}],
+    "granitemoehybrid, experts, bfloat16": [{"mixture": {"factor": 1.0}}, {"residual_multiplier": 1.0}],
     "granitemoehybrid": [{"attn_scale": None}, {"residual_multiplier": 1.0}, {"ropes": (None,) * 3}],
     "ernie4_5_moe": [{"mixture": each} for each in ({"renormalise": False}, {"corrected": False}, {"shared_width": None})],
     "qwen2_moe": [{"mixture": {"renormalise": True}}, {"mixture": {"shared_scaled": False}}, {"mixture": {"shared_width": None}}],
@@ -179,7 +181,8 @@ def test_every_peculiarity_of_a_family_shows(name: str, tmp_path: Path) -> None:
                                   "granitemoe", "granitemoehybrid", "qwen2_moe", "glm4_moe", "dots1, no windows, bfloat16", "starcoder2",
                                   "exaone4", "arcee", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "deepseek_v2", "deepseek_v3",
                                   "glm4_moe_lite", "qwen3_5_text", "qwen3_5_text, other layers", "qwen3_5_moe_text", "lfm2",
-                                  "lfm2, other taps, bfloat16", "lfm2_moe", "gemma4_text", "gemma4_text, keys as values",
+                                  "lfm2, other taps, bfloat16", "lfm2_moe", "granitemoehybrid, state spaces",
+                                  "granitemoehybrid, experts, bfloat16", "gemma4_text", "gemma4_text, keys as values",
                                   "gemma4_text, mixture"])
 def test_the_other_backend_agrees(name: str, tmp_path: Path) -> None:
     """Layers on torch, on CPU tensors: the same logits."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ..layout import ACTIVATIONS, STORED_TYPES
 from ..registry import Call, Candidate, Registry
-from . import delta, latent, low_bit, moe, packed, rows, short_conv
+from . import delta, latent, low_bit, mamba2, moe, packed, rows, short_conv
 from .int8_ir import INSTRUCTION_SET
 from .intrinsics import HAS_HALF
 from .ops import FEW, LOW_BIT, CpuOps
@@ -37,7 +37,8 @@ ROWS = {"rotate": (rows.rotate, rows.rotate_reference, "native code for every wi
         "latent queries": (latent.queries, latent.queries_reference, "native code, the matrices of all heads as one job"),
         "latent values": (latent.values, latent.values_reference, "native code, the matrices of all heads as one job"),
         "delta": (delta.run, delta.run_reference, "native code, rows of a state that stay in the cache for all tokens of a pass"),
-        "short convolution": (short_conv.run, short_conv.run_reference, "native code, a token with those before it at a time")}
+        "short convolution": (short_conv.run, short_conv.run_reference, "native code, a token with those before it at a time"),
+        "state space": (mamba2.run, mamba2.run_reference, "native code, rows of a state that stay in the cache for all tokens of a pass")}
 
 
 def _compiled(call: Call) -> str:

@@ -90,7 +90,7 @@ def mix_inputs(args, worker, counter):
 
 
 @inlined(REASSOCIATE)
-def _write_and_read(s, k, q, count, decay, difference):
+def write_and_read(s, k, q, count, decay, difference):
     """s = decay * s + difference * k; returns s . q."""
     total = ZERO
     for i in range(count):
@@ -123,7 +123,7 @@ def recur(args, worker, counter):
             out, decay, beta = f32_at(a[OUT] + 4 * (t * heads * width + head * width + first)), gates[head], gates[heads + head]
             for j in range(rows):
                 s = f32_at(state + 4 * j * depth)
-                out[j] = _write_and_read(s, k, q, depth, decay, (v[j] - decay * _dot(s, k, depth)) * beta)
+                out[j] = write_and_read(s, k, q, depth, decay, (v[j] - decay * _dot(s, k, depth)) * beta)
             if t + 1 == after:
                 copy(state, a[MEMORY] + kept * a[SLOT] + place, rows * depth)
 

@@ -169,7 +169,7 @@ def finished(ops: CpuOps, x: np.ndarray, stage: Stage, beside: np.ndarray | None
              see: See | None) -> np.ndarray:
     """The residual stream once the shared expert is added to the others; of experts that are apart their sum alone."""
     if beside is not None:
-        ops.linear_add(beside, shared.down, x)
+        ops.linear_add(beside, shared.down, x, None, shared.factor)
     if see is not None:
         see(stage.routed if beside is None else replace(stage.routed, shared=beside))
     return x if stage.apart is None else ops.workspace.take("sum", *x.shape)

@@ -8,6 +8,7 @@ import numpy as np
 
 from ..conv_shape import ConvShape
 from ..delta_shape import DeltaShape
+from ..mamba2_shape import Mamba2Shape
 from ..registry import Call
 from ..state_shape import AFTER, FROM, KEPT, NO_SLOT, TO, StateShape
 from ..workspace import Dims, address
@@ -39,9 +40,10 @@ def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
 def state_layer(ops: CpuOps, shape: StateShape, memory: np.ndarray, told: np.ndarray) -> LayerStates:
     """The states of one layer in uint8 memory (`shape.nbytes`), of whose slots `told` says those of a pass."""
     from .delta import DeltaStates
+    from .mamba2 import Mamba2States
     from .short_conv import ConvStates
 
-    kinds = {ConvShape: ConvStates, DeltaShape: DeltaStates}
+    kinds = {ConvShape: ConvStates, DeltaShape: DeltaStates, Mamba2Shape: Mamba2States}
     return kinds[type(shape)](ops, shape, memory, told)
 
 

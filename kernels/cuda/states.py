@@ -7,15 +7,17 @@ import torch
 
 from ..conv_shape import ConvShape
 from ..delta_shape import DeltaShape
+from ..mamba2_shape import Mamba2Shape
 from ..state_shape import NO_SLOT, StateShape
 
 
 def state_layer(shape: StateShape, memory: torch.Tensor, told: np.ndarray) -> TorchSlots:
     """The states of one layer in uint8 `memory` on the device, as `shape` lays it out; `told` is on the host."""
     from .delta import TorchDelta
+    from .mamba2 import TorchMamba2
     from .short_conv import TorchConv
 
-    kinds = {ConvShape: TorchConv, DeltaShape: TorchDelta}
+    kinds = {ConvShape: TorchConv, DeltaShape: TorchDelta, Mamba2Shape: TorchMamba2}
     return kinds[type(shape)](shape, memory, told)
 
 

@@ -141,7 +141,7 @@ class TorchOps:
                 beside = beside * self._linear(n, shared.scale).sigmoid()
         chosen, shares = _routed(self._linear(n, router), routing, correction)
         self._visited(x, n, chosen, shares, experts, act, see, beside)
-        return x if beside is None else self.linear_add(beside, shared.down, x)
+        return x if beside is None else self.linear_add(beside, shared.down, x, None, shared.factor)
 
     def _visited(self, into: torch.Tensor, n: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor, experts: Sequence[Expert], act: str,
                  see: Callable[[Routed], None] | None, beside: torch.Tensor | None = None) -> None:

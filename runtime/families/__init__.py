@@ -13,8 +13,8 @@ layers: embed, positions (learned ones), norm, head (absent where it is the embe
 make what layers are given of a token. Layers without keys and values of their own have neither k, v nor k_norm; those of which a key is the
 value too have no v. Layers that remember a text in a state have in the place of q, k, v and o state_in, what goes into it, state_gate of
 what is read, and state_out behind that; smaller ones are state_rate and state_beta, what decays and shares are read from, state_conv,
-state_decay, state_dt and state_norm, as far as a kind has them. Latent attention has kv_a, kv_a_norm and kv_b in the place of k and v, and
-may have q_a, q_a_norm and q_b in that of q.
+state_decay, state_dt, state_skip and state_norm, as far as a kind has them. Latent attention has kv_a, kv_a_norm and kv_b in the place of k
+and v, and may have q_a, q_a_norm and q_b in that of q.
 
 A checkpoint of several models that holds a text generator is read as that one: COMPOSITE maps its `model_type` to the generator's, where
 there may be several to the one that is meant where it says none and then the others.

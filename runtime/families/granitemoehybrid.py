@@ -1,49 +1,112 @@
-"""Granite 4 without state spaces (350M, 1B, micro): the Granite block, whose MLP is stored as the expert that all tokens share.
-
-The hybrid ones among them have layers that are no attention, and are refused for that.
-"""
+"""Granite 4: the Granite block, with attention or, of those with h in their name, mostly with state spaces (Mamba 2); an MLP that is stored
+as the expert that all tokens share, beside others in h-tiny and h-small."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
+from ...kernels.mamba2_shape import Mamba2Shape
 from ..config import MAX_LAYERS, ModelConfig
 from ..config_reader import ConfigError, Keys, show
-from . import TensorRule, granite, llama
+from . import TensorRule, granite
 from .llama import block, outer_tensors
+from .mixtral import expert_tensors, mixture
+from .qwen3_moe import NAMES
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "mamba_tensors", "outer_tensors"]
 
-KEYS_USED = granite.KEYS_USED - {"mlp_bias"} | {"layer_types", "num_local_experts", "position_embedding_type", "shared_intermediate_size"}
-# Of experts and state spaces, which none of these models has; the widths inside both are stated all the same.
-KEYS_HARMLESS = frozenset({"init_method", "intermediate_size", "mamba_chunk_size", "mamba_conv_bias", "mamba_d_conv", "mamba_d_head",
-                           "mamba_d_state", "mamba_expand", "mamba_n_groups", "mamba_n_heads", "mamba_proj_bias", "num_experts_per_tok",
-                           "output_router_logits", "router_aux_loss_coef", "time_step_limit"})
-REFUSED_UNLESS: Mapping[str, object] = {"mlp_bias": False, "normalization_function": "rmsnorm", "num_experts": None, "sliding_window": None}
-KINDS = ("attention", "full_attention")
+KEYS_USED = granite.KEYS_USED - {"mlp_bias"} | {
+    "layer_types", "mamba_conv_bias", "mamba_d_conv", "mamba_d_head", "mamba_d_state", "mamba_expand", "mamba_n_groups", "mamba_n_heads",
+    "num_experts", "num_experts_per_tok", "num_local_experts", "position_embedding_type", "shared_intermediate_size", "time_step_limit"}
+KEYS_HARMLESS = frozenset({"init_method", "mamba_chunk_size", "output_router_logits", "router_aux_loss_coef"})
+REFUSED_UNLESS: Mapping[str, object] = {"mamba_proj_bias": False, "mlp_bias": False, "normalization_function": "rmsnorm",
+                                        "sliding_window": None}
+ATTENTION, MAMBA = ("attention", "full_attention"), ("mamba", "linear_attention")
+PARTS = {"state_gate": "gate_proj", "state_in": "xbc_proj", "state_rate": "dt_proj"}  # of in_proj, by the names that they have apart
+NO_LIMIT = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])  # of steps, as writers have it
 
 
 def config(keys: Keys) -> ModelConfig:
     layers = keys.integer("num_hidden_layers", high=MAX_LAYERS)
-    others = [kind for kind in keys.words("layer_types", layers) or ("mamba",) if kind not in KINDS]
-    if others:
-        raise ConfigError(f"config.json: layers of type {show(others[0])} are not supported",
-                          "of Granite 4 those without h in their name run: granite-4.0-350m, -1b, -micro")
-    if experts := keys.integer("num_local_experts", 8, low=0):
-        raise ConfigError(f"config.json: num_local_experts = {experts} beside attention alone is not supported for granitemoehybrid models",
-                          "no published one has them")
-    kind = keys.text("position_embedding_type", None)
-    if kind not in (None, "rope"):
-        raise ConfigError(f"config.json: position_embedding_type {show(kind)} is not supported", "known: rope, and null for no positions")
+    kinds = keys.words("layer_types", layers) or (MAMBA[0],) * layers
+    for kind in kinds:
+        if kind not in (*ATTENTION, *MAMBA):
+            raise ConfigError(f"config.json: layer_types holds {show(kind)}, which is not supported", f"known: {ATTENTION[0]}, {MAMBA[0]}")
+    if not any(kind in ATTENTION for kind in kinds):
+        raise ConfigError("config.json: layer_types without attention are not supported", f"this version needs a layer of {ATTENTION[0]}")
+    turns = keys.text("position_embedding_type", None)
+    if turns not in (None, "nope", "rope"):
+        raise ConfigError(f"config.json: position_embedding_type {show(turns)} is not supported", "known: rope, and nope or null for none")
     base = granite.multiplied(keys, replace(granite.USUAL, ffn_key="shared_intermediate_size", sizes={"shared_intermediate_size": 1024}))
-    return base if kind == "rope" else replace(base, ropes=(None,) * layers)
+    width, shape = keys.integer("intermediate_size", 11_008, high=2**22), mamba_shape(keys, base)
+    if keys.integer("num_local_experts", 8, low=0) == 0:
+        keys.integer("num_experts", None), keys.integer("num_experts_per_tok", 2)  # of none
+        own = None
+    else:
+        own = mixture(keys, 8, 2, width, True, range(layers), factor=base.residual_multiplier, shared_width=base.intermediate_size)
+    states = tuple(layer for layer, kind in enumerate(kinds) if kind in MAMBA)
+    if states:
+        check_shape(keys, base, shape)
+    return replace(base, ropes=tuple(base.ropes[layer] if turns == "rope" and layer not in states else None for layer in range(layers)),
+                   mixture=own, state=shape if states else None, state_layers=states)
+
+
+def mamba_shape(keys: Keys, base: ModelConfig) -> Mamba2Shape:
+    """The state of a layer of state spaces. Raises ConfigError."""
+    heads, expand = keys.integer("mamba_n_heads", 128, high=4096), keys.integer("mamba_expand", 2, high=64)
+    values = expand * base.hidden_size
+    keys.holds("mamba_d_head")
+    stated = None if keys.raw.get("mamba_d_head") == "auto" else keys.integer("mamba_d_head", None, high=4096)
+    shape = Mamba2Shape(heads, stated or values // heads, keys.integer("mamba_n_groups", 1, high=4096),
+                        keys.integer("mamba_d_state", 256, high=4096), keys.integer("mamba_d_conv", 4, high=64),
+                        keys.flag("mamba_conv_bias", True))
+    limit = keys.raw["time_step_limit"] if keys.holds("time_step_limit") else None
+    if limit is not None and limit not in NO_LIMIT:
+        raise ConfigError(f"config.json: time_step_limit {show(limit)} is not supported", "no published model limits its steps")
+    return shape
+
+
+def check_shape(keys: Keys, base: ModelConfig, shape: Mamba2Shape) -> None:
+    """Raises ConfigError for heads that do not make up the width or are in no equal groups, and for an activation that is not SiLU."""
+    values = keys.integer("mamba_expand", 2) * base.hidden_size
+    if shape.values != values:
+        raise ConfigError(f"config.json: mamba_n_heads {shape.heads} times mamba_d_head {shape.head_dim} is not {values}, which is "
+                          "mamba_expand times hidden_size")
+    if shape.heads % shape.groups:
+        raise ConfigError(f"config.json: mamba_n_heads {shape.heads} is not a multiple of mamba_n_groups {shape.groups}")
+    if base.hidden_act != "silu":
+        raise ConfigError(f"config.json: hidden_act = {show(keys.raw['hidden_act'])} is not supported for {base.family} models",
+                          "this family runs only with hidden_act = silu: its state spaces use it too")
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
-    rules, width = llama.layer_tensors(config, layer), config.intermediate_size
-    prefix = f"model.layers.{layer}.shared_mlp."
+    mixed, prefix = config.mixture is not None, f"model.layers.{layer}."
+    if mixed:
+        rules = expert_tensors(config, layer, "block_sparse_moe", NAMES)
+    else:
+        rules = granite.layer_tensors(config, layer)
+    width, under = config.intermediate_size, "shared." if mixed else ""
     for i, role in enumerate(("gate", "up")):
-        rules[role] = replace(rules[role], part_of=(f"{prefix}input_linear.weight", i * width, 2 * width))
-    rules["down"] = replace(rules["down"], name=f"{prefix}output_linear.weight")
-    return rules
+        rules[under + role] = replace(rules[under + role], part_of=(f"{prefix}shared_mlp.input_linear.weight", i * width, 2 * width))
+    rules[f"{under}down"] = replace(rules[f"{under}down"], name=f"{prefix}shared_mlp.output_linear.weight")
+    if layer not in config.state_layers:
+        return rules
+    return {role: rule for role, rule in rules.items() if ".self_attn." not in rule.name} | mamba_tensors(config, f"{prefix}mamba.")
+
+
+def mamba_tensors(config: ModelConfig, prefix: str) -> dict[str, TensorRule]:
+    """Tensors of state spaces by role: the first product is stored as one matrix."""
+    own, hidden = config.state, config.hidden_size
+    heights = {"state_gate": own.values, "state_in": own.channels, "state_rate": own.heads}
+    whole, first, rules = sum(heights.values()), 0, {}
+    for role, rows in heights.items():
+        rules[role] = TensorRule(f"{prefix}{PARTS[role]}.weight", (rows, hidden),
+                                 part_of=(f"{prefix}in_proj.weight", first, whole))
+        first += rows
+    rules |= {"state_conv": TensorRule(f"{prefix}conv1d.weight", (own.channels, 1, own.taps)),
+              "state_decay": TensorRule(f"{prefix}A_log", (own.heads,)), "state_dt": TensorRule(f"{prefix}dt_bias", (own.heads,)),
+              "state_skip": TensorRule(f"{prefix}D", (own.heads,)), "state_norm": TensorRule(f"{prefix}norm.weight", (own.values,)),
+              "state_out": TensorRule(f"{prefix}out_proj.weight", (hidden, own.values))}
+    return rules | ({"state_conv_bias": TensorRule(f"{prefix}conv1d.bias", (own.channels,))} if own.biased else {})

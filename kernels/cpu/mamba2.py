@@ -1,0 +1,109 @@
+"""The states of a Mamba 2 layer on the CPU, and running its kernels (`mamba2_loops.py`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .. import reference_delta, reference_mamba2
+from ..layout import REPEATED
+from ..mamba2_shape import Mamba2Shape
+from ..state_shape import NO_SLOT
+from ..workspace import address
+from . import mamba2_loops as loops
+from .conv_loops import MEMORY, MIXED, X
+from .rows import SHARE_FROM
+from .states import Slots
+
+if TYPE_CHECKING:
+    from ...quant.state_weights import Mamba2
+    from .ops import CpuOps
+
+
+class Mamba2States(Slots):
+    """See the module and `runtime/states.py`."""
+
+    shape: Mamba2Shape
+
+    def __init__(self, ops: CpuOps, shape: Mamba2Shape, memory: np.ndarray, told: np.ndarray) -> None:
+        super().__init__(ops, shape, memory, told, "state space", loops.SLOTS)
+        wide, recent = REPEATED * shape.channels, self.recent
+        self._raw, self._mixed = (recent[at * wide :][:wide].reshape(REPEATED, -1) for at in (0, 1))
+        self._gates = recent[2 * wide :][: 2 * REPEATED * shape.heads].reshape(REPEATED, 2, shape.heads)
+        self.block[loops.HEADS : loops.SLOTS] = shape.heads, shape.head_dim, shape.groups, shape.depth
+        self._recent: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+
+    def mix(self, products: list[np.ndarray], w: Mamba2) -> np.ndarray:
+        """What the layer's heads read of the text, [T, values], gated and normed; the state goes on. Products are what is convolved
+        [T, channels], z [T, values] and steps [T, heads]."""
+        out = self.ops.workspace.take("attend", len(products[0]), self.shape.values)
+        self.run(self, *products, w, out)
+        return out
+
+    def passing(self, tokens: int) -> tuple[np.ndarray | None, np.ndarray, np.ndarray]:
+        """Where inputs, results of the convolution, and steps of so many tokens go: where they stay if they are few."""
+        if tokens > REPEATED:
+            take = self.ops.workspace.take
+            return None, take("mixed", tokens, self.shape.channels), take("gates", tokens, 2, self.shape.heads)
+        if tokens not in self._recent:
+            self._recent[tokens] = self._raw[:tokens], self._mixed[:tokens], self._gates[:tokens]
+        return self._recent[tokens]
+
+    def run_again(self, source: int, target: int, tokens: int) -> None:
+        """As `again`, which has told it."""
+        self.inputs_of(target)[:] = self.last_inputs(source, self._raw[:tokens])
+        out = self.ops.workspace.take("attend", tokens, self.shape.values)
+        _, mixed, gates = self.passing(tokens)
+        if self.run is run_reference:
+            recur_reference(self, mixed, gates, np.zeros(self.shape.heads), out)
+            return
+        block = self.block
+        block[loops.TOKENS], block[MIXED], block[loops.GATES], block[loops.OUT] = tokens, address(mixed), address(gates), self.ops.at(out)
+        self.ops.run(loops.recur, address(block), True, block)
+
+    def state_of(self, slot: int) -> np.ndarray:
+        """S [heads, head dim, depth] of a slot."""
+        shape = self.shape
+        return self.state_in(slot).reshape(shape.heads, shape.head_dim, shape.depth)
+
+
+def run(states: Mamba2States, xbc: np.ndarray, z: np.ndarray, steps: np.ndarray, w: Mamba2, out: np.ndarray) -> None:
+    ops, block, shape, tokens = states.ops, states.block, states.shape, len(xbc)
+    raw, mixed, gates = states.passing(tokens)
+    block[X:MEMORY] = ops.at(xbc), tokens, ops.at(mixed), 0 if raw is None else ops.at(raw), address(w.conv), address(w.bias)
+    block[loops.Z : loops.EPS] = (ops.at(z), ops.at(steps), ops.at(gates), ops.at(out), address(w.decay), address(w.dt), address(w.skip),
+                                  address(w.norm.weight))
+    block.view(np.float64)[loops.EPS] = w.norm.eps
+    at = address(block)
+    ops.run(loops.mix_inputs, at, tokens * shape.channels >= SHARE_FROM, block)
+    ops.run(loops.recur, at, tokens * shape.state_floats >= SHARE_FROM, block)
+    ops.run(loops.gated_norm, at, tokens * shape.values >= SHARE_FROM, block)
+
+
+def run_reference(states: Mamba2States, xbc: np.ndarray, z: np.ndarray, steps: np.ndarray, w: Mamba2, out: np.ndarray) -> None:
+    states.ops.flush()
+    shape, tokens = states.shape, len(xbc)
+    raw, mixed, gates = states.passing(tokens)
+    if raw is not None:
+        raw[:] = xbc
+    before = states.last_inputs(states.told()[0], xbc[:0])
+    mixed[:] = reference_delta.convolve(xbc, before, w.conv.reshape(shape.taps, -1), w.bias)
+    gates[:, 0], gates[:, 1] = reference_mamba2.steps(steps, w.decay, w.dt)
+    states.keep_inputs(xbc)
+    recur_reference(states, mixed, gates, w.skip, out)
+    out[:] = reference_mamba2.gated_norm(out, z, w.norm.weight, shape.groups, w.norm.eps)
+
+
+def recur_reference(states: Mamba2States, mixed: np.ndarray, gates: np.ndarray, skip: np.ndarray, out: np.ndarray) -> None:
+    """The recurrence, from slot to slot as the pass was told."""
+    shape, (source, target, after, kept) = states.shape, states.told()
+    ends = shape.values, shape.values + shape.groups * shape.depth
+    x, b, c = (part.reshape(len(mixed), count, -1) for part, count in zip(np.split(mixed, ends, axis=1),
+                                                                         (shape.heads, shape.groups, shape.groups)))
+    s, at = np.zeros_like(states.state_of(0)) if source == NO_SLOT else states.state_of(source), 0
+    heads = out.reshape(len(out), shape.heads, -1)
+    for end, slot in ((after, kept), (len(out), target)):
+        if end > at:
+            heads[at:end], s = reference_mamba2.recur(x[at:end], b[at:end], c[at:end], gates[at:end, 0], gates[at:end, 1], skip, s)
+            states.state_of(slot)[:], at = s, end

@@ -1,0 +1,105 @@
+"""The kernels of a Mamba 2 layer: convolution and steps of every token, the recurrence head by head, and the norm behind it.
+
+A row of S belongs to one channel and meets no other, so rows are shared among threads as in `delta_loops.py`, with the same bits whatever
+their number and the cut of a prompt. `reference_mamba2.py` says what is computed, `mamba2_shape.py` how a slot lies.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy import float32
+
+from ..compile import kernel
+from ..deferred import inlined
+from ..layout import NORM_RMS, SILU
+from ..state_shape import AFTER, FROM, KEPT, TO
+from .arithmetic import ZERO, activate, exp, normalise_here
+from .conv_loops import CHANNELS, CONTROL, MEMORY, MIXED, OWN, RAW, SLOT, STATE, TOKENS, X, convolve, copy, keep_inputs
+from .delta_loops import write_and_read
+from .intrinsics import f32_at, f64_at, fetch_add, i64_at
+
+SHARE = 4096  # floats of a state for one thread at a time: 16 KiB, which stay in the first-level cache
+
+# Behind those of `conv_loops`. Z and OUT [TOKENS, heads * head dim], STEPS [TOKENS, heads], GATES [TOKENS, 2, heads], DECAY, DT and SKIP
+# [heads], NORM [heads * head dim].
+Z, STEPS, GATES, OUT, DECAY, DT, SKIP, NORM, EPS, HEADS, HEAD_DIM, GROUPS, DEPTH, SLOTS = range(OWN, OWN + 14)
+
+
+@inlined()
+def _steps(a, t):
+    """What token t lets S decay by, and its step."""
+    heads = a[HEADS]
+    raw, out, rate, dt = f32_at(a[STEPS] + 4 * t * heads), f32_at(a[GATES] + 8 * t * heads), f32_at(a[DECAY]), f32_at(a[DT])
+    for head in range(heads):
+        x = raw[head] + dt[head]
+        step = max(x, ZERO) + float32(math.log1p(math.exp(-abs(np.float64(x)))))
+        step = step if x == x else x
+        out[head] = exp(-rate[head] * step)
+        out[heads + head] = step
+
+
+@kernel()
+def mix_inputs(args, worker, counter):
+    """Blocks are tokens, and one that keeps the last inputs."""
+    a = i64_at(args)
+    control, channels = i64_at(a[CONTROL]), a[CHANNELS]
+    while True:
+        t = fetch_add(counter, 1)
+        if t > a[TOKENS]:
+            return
+        if t == a[TOKENS]:
+            keep_inputs(a, control[TO], t)
+            if control[AFTER] > 0:
+                keep_inputs(a, control[KEPT], control[AFTER])
+            continue
+        convolve(a, t)
+        _steps(a, t)
+        if a[RAW] != 0:
+            copy(a[X] + 4 * t * channels, a[RAW] + 4 * t * channels, channels)
+
+
+@kernel({"contract"})
+def recur(args, worker, counter):
+    """Blocks are some rows of a head's state."""
+    a = i64_at(args)
+    control, channels, depth = i64_at(a[CONTROL]), a[CHANNELS], a[DEPTH]
+    heads, width, skips = a[HEADS], a[HEAD_DIM], f32_at(a[SKIP])
+    source, target, after, kept, tokens = control[FROM], control[TO], control[AFTER], control[KEPT], a[TOKENS]
+    most = max(1, SHARE // depth)
+    cuts = (width + most - 1) // most
+    while True:
+        block = fetch_add(counter, 1)
+        if block >= heads * cuts:
+            return
+        head, first = block // cuts, (block % cuts) * most
+        rows, place = min(most, width - first), a[STATE] + 4 * (head * width + first) * depth
+        state = a[MEMORY] + target * a[SLOT] + place
+        copy(0 if source < 0 else a[MEMORY] + source * a[SLOT] + place, state, rows * depth)
+        own = (heads * width + head * a[GROUPS] // heads * depth) * 4
+        for t in range(tokens):
+            row, gates = a[MIXED] + 4 * t * channels, f32_at(a[GATES] + 8 * t * heads)
+            x, b, c = f32_at(row + 4 * (head * width + first)), f32_at(row + own), f32_at(row + own + 4 * a[GROUPS] * depth)
+            out, decay, step = f32_at(a[OUT] + 4 * (t * heads * width + head * width + first)), gates[head], gates[heads + head]
+            for j in range(rows):
+                out[j] = write_and_read(f32_at(state + 4 * j * depth), b, c, depth, decay, step * x[j]) + skips[head] * x[j]
+            if t + 1 == after:
+                copy(state, a[MEMORY] + kept * a[SLOT] + place, rows * depth)
+
+
+@kernel({"contract"})
+def gated_norm(args, worker, counter):
+    """OUT = norm(OUT * silu(Z)), group by group. Blocks are tokens."""
+    a = i64_at(args)
+    values, groups, eps = a[HEADS] * a[HEAD_DIM], a[GROUPS], float32(f64_at(args)[EPS])
+    while True:
+        t = fetch_add(counter, 1)
+        if t >= a[TOKENS]:
+            return
+        y, z = f32_at(a[OUT] + 4 * t * values), f32_at(a[Z] + 4 * t * values)
+        for i in range(values):
+            y[i] *= activate(z[i], SILU)
+        for group in range(groups):
+            at = 4 * group * (values // groups)
+            normalise_here(a[OUT] + 4 * t * values + at, values // groups, NORM_RMS, a[NORM] + at, 0, eps)

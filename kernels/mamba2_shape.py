@@ -1,0 +1,61 @@
+"""The state of a Mamba 2 layer: for every head a matrix S[head_dim, depth], a row for each of its channels.
+
+Of a pass of few tokens inputs of the convolution and its results are kept, [REPEATED, channels] each, and decays and steps
+[REPEATED, 2, heads].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from .state_shape import STRETCH, StateShape
+
+
+@dataclass(frozen=True)
+class Mamba2Shape(StateShape):
+    """Heads and the width of one; `depth` numbers remember each of its channels. Heads in one of `groups`, side by side, are written and
+    read by the same B and C. `taps` of the convolution over all of these, which may be `biased`."""
+
+    title: ClassVar[str] = "state spaces"
+    heads: int
+    head_dim: int
+    groups: int
+    depth: int
+    taps: int
+    biased: bool = True
+
+    @property
+    def values(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Values, B and C of a token, in this order."""
+        return self.values + 2 * self.groups * self.depth
+
+    @property
+    def products(self) -> tuple[int, ...]:
+        """What is convolved, the gates of what is read, and steps."""
+        return self.channels, self.values, self.heads
+
+    @property
+    def gates(self) -> int:
+        return 2 * self.heads
+
+    @property
+    def state_floats(self) -> int:
+        return self.values * self.depth
+
+    @property
+    def recent(self) -> int:
+        return 2 * (self.channels + self.heads)
+
+    def card_floats(self, tokens: int) -> int:
+        """What is convolved, before and after, B and C for every head, and a stretch."""
+        made = 6 * tokens * self.channels + 4 * tokens * self.heads * self.depth + 8 * tokens * self.values + 8 * tokens * self.heads
+        stretch = self.heads * (8 * STRETCH**2 + 8 * STRETCH * (self.depth + self.head_dim))
+        return made + stretch + 5 * self.state_floats
+
+    def described(self) -> str:
+        return f"{self.heads} heads of {self.head_dim}, each channel in {self.depth} numbers"

@@ -1,0 +1,34 @@
+"""The meaning of a Mamba 2 layer's ops, in NumPy and float64 (arXiv 2405.21060).
+
+T tokens, H heads of width P in G groups, N numbers a channel. S [H, P, N] is the state: a token lets it decay, adds its values times its B,
+and reads what its C finds. Convolution as in `reference_delta.py`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .reference import activate, normalise
+
+
+def steps(raw: np.ndarray, decay: np.ndarray, dt: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(what S is multiplied by, the step), [T, H] each, of raw [T, H]: the step is softplus(raw + dt)."""
+    step = np.logaddexp(0, raw.astype(np.float64) + dt)
+    return np.exp(-decay * step), step
+
+
+def recur(x: np.ndarray, b: np.ndarray, c: np.ndarray, decay: np.ndarray, step: np.ndarray, skip: np.ndarray,
+          state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """x [T, H, P], b and c [T, G, N], decay and step [T, H], skip [H] -> (what was read [T, H, P], the state behind the last token)."""
+    own = np.arange(x.shape[1]) * b.shape[1] // x.shape[1]
+    x, b, c, s, out = x.astype(np.float64), b.astype(np.float64)[:, own], c.astype(np.float64)[:, own], state.astype(np.float64), []
+    for t in range(len(x)):
+        s = s * decay[t][:, None, None] + (step[t][:, None] * x[t])[:, :, None] * b[t][:, None]
+        out.append(np.einsum("hpn,hn->hp", s, c[t]) + skip[:, None] * x[t])
+    return np.stack(out) if out else x, s
+
+
+def gated_norm(out: np.ndarray, z: np.ndarray, weight: np.ndarray, groups: int, eps: float) -> np.ndarray:
+    """out [T, H P] times silu(z), then the rms norm of every group of channels."""
+    gated = (out * activate(z.astype(np.float64), "silu")).reshape(len(out), groups, -1)
+    return normalise(gated, "rms", np.ones(1), None, eps).reshape(out.shape) * weight
