@@ -4,7 +4,21 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from family_models import ERNIE_EXPERTS, GLM_EXPERTS, GRANITE, GRANITE_4, GROWING, K_EXPERTS, Case, rope, written
+from family_models import (
+    ERNIE_EXPERTS,
+    GLM_EXPERTS,
+    GRANITE,
+    GRANITE_4,
+    GROWING,
+    K_EXPERTS,
+    LATENT,
+    OF_BLOCKS,
+    ONE_GROUP,
+    SAME_SCALES,
+    Case,
+    rope,
+    written,
+)
 from gguf_samples import FABLE
 
 from effllm.runtime.engine import Engine, open_engine
@@ -82,6 +96,13 @@ MODELS = {
     "glm4_moe, whole heads": Case("glm4_moe", {**GLM_EXPERTS, "moe_intermediate_size": 32, "partial_rotary_factor": 1.0}),
     "granitemoehybrid, no positions": Case("granitemoehybrid", {**GRANITE, **GRANITE_4, "shared_intermediate_size": 96,
                                                                 "position_embedding_type": None}),
+    # llama.cpp 0.3.36 takes queries to be made at once where there are 27 layers, as V2-Lite and Moonlight have.
+    "deepseek_v2": Case("deepseek_v2", {**LATENT, **OF_BLOCKS, **ONE_GROUP, "q_lora_rank": None, **SAME_SCALES, "num_hidden_layers": 27,
+                                        "initializer_range": 0.1}),
+    "deepseek_v2, queries by way": Case("deepseek_v2", {**LATENT, **OF_BLOCKS, **ONE_GROUP}),
+    "deepseek_v3": Case("deepseek_v3", {**LATENT, **OF_BLOCKS, "n_group": 4, "topk_group": 2, "initializer_range": 0.15, **SAME_SCALES}),
+    "deepseek_v3, one group": Case("deepseek_v3", {**LATENT, **OF_BLOCKS, **ONE_GROUP, "norm_topk_prob": False}),
+    "glm4_moe_lite": Case("glm4_moe_lite", {**LATENT, **OF_BLOCKS, "tie_word_embeddings": True}),
     "glm4_moe, no norms": Case("glm4_moe", {**GLM_EXPERTS, "moe_intermediate_size": 32, "n_shared_experts": 1, "norm_topk_prob": False}),
     "dots1": Case("dots1", {**GLM_EXPERTS, "num_key_value_heads": 4, "moe_intermediate_size": 32, "head_dim": 32, "sliding_window": None,
                             "norm_topk_prob": True}),

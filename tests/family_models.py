@@ -76,6 +76,9 @@ DELTA = {"num_hidden_layers": 4, "head_dim": 32, "linear_num_key_heads": 2, "lin
 LATENT = {**GLM_EXPERTS, "num_key_value_heads": 4, "q_lora_rank": 36, "kv_lora_rank": 48, "qk_nope_head_dim": 20, "qk_rope_head_dim": 16,
           "v_head_dim": 28, "first_k_dense_replace": 1}
 SHARPENED = rope("yarn", factor=8.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=0.7)
+OF_BLOCKS = {"moe_intermediate_size": 32, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "v_head_dim": 32, "q_lora_rank": 64}
+SAME_SCALES = rope("yarn", factor=8.0, original_max_position_embeddings=64, mscale=0.7, mscale_all_dim=0.7)
+ONE_GROUP = {"n_group": 1, "topk_group": 1}
 
 CASES = {
     "llama, odd vocabulary": Case("llama", {"vocab_size": 301}),

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from ...offload.header import CheckpointError, shown
 from ..config_rope import GROWTH
 from ..families import FAMILIES, expert_of, kind_of, mixtral, qwen3_moe
-from . import linear_attention, short_conv
+from . import latent_attention, linear_attention, short_conv
 
 # The parts of a tensor's name: in the file -> in a checkpoint of the Hugging Face kind.
 OUTER = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", "output.weight": "lm_head.weight"}
@@ -131,6 +131,9 @@ ARCHITECTURES = {
     "glm4moe": Architecture("glm4_moe", experts=("mlp", qwen3_moe.NAMES), partial=True, roles={"post_norm": "post_attention_norm"},
                             keys={**_GLM_COUNTS, "nextn_predict_layers": "num_nextn_predict_layers"},
                             layer_names={**_GLM_NAMES, "post_attention_norm": "post_attention_layernorm"}),
+    latent_attention.NAME: Architecture("deepseek_v3", experts=("mlp", qwen3_moe.NAMES), required=latent_attention.REQUIRED,
+                                        keys={**_GLM_COUNTS, **latent_attention.KEYS}, read=latent_attention.READ,
+                                        layer_names={**_GLM_NAMES, **latent_attention.NAMES}),
     "arcee": Architecture("arcee", config={"hidden_act": "relu2"}, interleaved=True),
     "command-r": Architecture("cohere", **_COHERE),
     "cohere2": Architecture("cohere2", pattern=True, **_COHERE),
@@ -174,7 +177,8 @@ ARCHITECTURES = {
         "post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm"}),
 }
 # A model's family -> what its files are called.
-BY_FAMILY = {"cohere": "command-r", "ernie4_5_moe": "ernie4_5-moe", "exaone_moe": "exaone-moe", "gemma3_text": "gemma3", "glm":
+BY_FAMILY = dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), latent_attention.NAME) | {
+    "cohere": "command-r", "ernie4_5_moe": "ernie4_5-moe", "exaone_moe": "exaone-moe", "gemma3_text": "gemma3", "glm":
              "chatglm", "glm4_moe": "glm4moe", "granitemoehybrid": "granite", "hunyuan_v1_dense": "hunyuan-dense", "lfm2_moe":
              "lfm2moe", "minimax_m2": "minimax-m2", "ministral3": "mistral3", "mistral": "llama", "mixtral": "llama", "olmo3": "olmo2",
              "qwen2_moe": "qwen2moe", "qwen3_5_moe_text": "qwen35moe", "qwen3_5_text": "qwen35", "qwen3_moe": "qwen3moe"} | {
@@ -227,7 +231,7 @@ ROLES = {
     "embed": "token_embd", "norm": "output_norm", "head": "output", "input_norm": "attn_norm", "post_norm": "ffn_norm", "q": "attn_q",
     "k": "attn_k", "v": "attn_v", "o": "attn_output", "q_norm": "attn_q_norm", "k_norm": "attn_k_norm", "o_norm": "post_attention_norm",
     "down_norm": "post_ffw_norm", "gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down", "router": ROUTER,
-    "shared.scale": SHARE, "correction": CORRECTION, **linear_attention.ROLES,
+    "shared.scale": SHARE, "correction": CORRECTION, **linear_attention.ROLES, **latent_attention.ROLES,
     **{f"shared.{own.removesuffix('_proj')}": part for part, own in SHARED_EXPERT.items()},
 }
 

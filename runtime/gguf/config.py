@@ -19,7 +19,7 @@ from ...offload.header import CheckpointError, damaged, shown
 from ...quant.weight import to_f32
 from ..config import MAX_LAYERS, ModelConfig, parse_config
 from ..config_rope import GLOBAL, GROWTH, LOCAL
-from . import linear_attention, short_conv, stateful, yarn
+from . import latent_attention, linear_attention, short_conv, stateful, yarn
 from .architectures import FACTORS, HARMLESS, LONG, NEUTRAL, RMS_NORM, SHARED_WIDTH, SHORT, UNTURNED, Architecture, architecture
 
 # Below the architecture's name -> config.json.
@@ -113,7 +113,8 @@ def config_json(header: GgufHeader, factors: Factors) -> dict[str, object]:
         damaged(path, f"has tensor token_embd.weight of shape {list(embedding.shape)}, expected rows and columns")
     raw["vocab_size"] = embedding.shape[0]
     raw["tie_word_embeddings"] = "output.weight" not in header.tensors
-    _heads(header, name, raw, found)
+    if name != latent_attention.NAME:
+        _heads(header, name, raw, found)
     _family(header, raw)
     growth = raw.pop(GROWTH, None)
     raw |= _rope(header, name, raw, factors)
@@ -172,7 +173,9 @@ def _family(header: GgufHeader, raw: dict[str, object]) -> None:
     if raw.get("num_local_experts") == 0:  # llama files state it of dense models too
         del raw["num_local_experts"]
         raw.pop("num_experts_per_tok", None)
-    if raw["model_type"] in ("dots1", "glm4_moe"):
+    if "kv_lora_rank" in raw:
+        latent_attention.add_latent_attention(header, raw)
+    elif raw["model_type"] in ("dots1", "glm4_moe"):
         _glm(header, raw)
     elif "conv_L_cache" in raw:
         raw["sliding_window"] = window
@@ -363,7 +366,9 @@ def _rope(header: GgufHeader, name: str, raw: Mapping[str, object], factors: Fac
     if kind == "linear":
         return {"rope_scaling": {"rope_type": "linear", "factor": factor}}
     if kind == "yarn":
-        return {"rope_scaling": yarn.section(header.path, f"{name}.{SCALING}", data, positions)[0]}
+        section = yarn.section(header.path, f"{name}.{SCALING}", data, positions)[0]
+        latent = name == latent_attention.NAME
+        return {"rope_scaling": latent_attention.sharpened(f"{name}.{SCALING}", data, section) if latent else section}
     raise CheckpointError(f"{header.path} states {name}.rope.scaling.type {shown_value(kind)}, which is not supported",
                           "known: none, linear, yarn")
 

@@ -15,8 +15,8 @@ from ... import EffllmError
 from ...offload.gguf import Value
 from ..config import ModelConfig
 from ..config_rope import GROWTH, RopeConfig
-from ..rope import rope_table
-from . import linear_attention, short_conv, yarn
+from ..rope import RopeTable, rope_table
+from . import latent_attention, linear_attention, short_conv, yarn
 from .architectures import ARCHITECTURES, BY_FAMILY, FACTORS, LONG, SHORT, UNTURNED, Architecture
 from .config import COHERE2_EVERY, EXAONE4_EVERY, EXAONE4_LAYERS, OLMO3_EVERY, OTHER_SCALE, SIGMOID
 
@@ -27,14 +27,15 @@ WITHOUT_WINDOW = ("mistral", "mixtral", "phi3", "starcoder2")  # families whose 
 # All but every so-manieth layer has one.
 WINDOW_EVERY = {"cohere2": COHERE2_EVERY, "exaone_moe": EXAONE4_EVERY, "gemma2": 2, "gemma3_text": 6, "olmo3": OLMO3_EVERY}
 # Families whose rotary frequencies llama.cpp divides by no tensor.
-UNDIVIDED = ("cohere", "cohere2", "dots1", "ernie4_5", "ernie4_5_moe", "exaone_moe", "gemma", "glm", "glm4", "glm4_moe",
-             "hunyuan_v1_dense", "lfm2", "lfm2_moe", "minimax_m2", "olmo2", "olmo3", "qwen2_moe", "qwen3_5_moe_text", "qwen3_5_text",
-             "seed_oss", "starcoder2")
+UNDIVIDED = ("cohere", "cohere2", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe", "exaone_moe", "gemma", "glm", "glm4",
+             "glm4_moe", "glm4_moe_lite", "hunyuan_v1_dense", "lfm2", "lfm2_moe", "minimax_m2", "olmo2", "olmo3", "qwen2_moe",
+             "qwen3_5_moe_text", "qwen3_5_text", "seed_oss", "starcoder2")
 # Families whose heads llama.cpp takes to be as wide as the model together.
 EVEN_HEADS = ("cohere", "cohere2", "exaone4", "glm", "lfm2", "lfm2_moe", "olmo2", "olmo3", "qwen2_moe", "starcoder2")
 ACTS = {"arcee": "relu2", **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "starcoder2"), "gelu_tanh")}  # by family, others have silu
 UNGROUPED = ("dots1", "olmoe")  # families whose heads llama.cpp takes to have keys and values of their own
-STATED_SUM = ("dots1", "exaone_moe", "glm4_moe")  # families whose files say how experts are scored and weighed
+# Families whose files say how experts are scored and weighed.
+STATED_SUM = ("deepseek_v2", "deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite")
 LEADING_DENSE = (*STATED_SUM, "ernie4_5_moe", "lfm2_moe")  # whose first layers have no experts
 # Families of which some layers have a state -> what files say of them.
 WITH_STATES = {**dict.fromkeys(("lfm2", "lfm2_moe"), short_conv), **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), linear_attention)}
@@ -95,6 +96,8 @@ def _departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
         f"has {config.num_attention_heads} heads of {config.head_dim} for a width of {config.hidden_size}"
     if family in WITH_STATES:
         yield from WITH_STATES[family].departures(config)
+    if config.latent is not None:
+        yield from latent_attention.departures(config, _table(config).attention_scaling)
     if family in UNDIVIDED:
         yield config.rope.kind not in ("default", "linear", "yarn"), f"has rotary positions of kind {config.rope.kind}"
     if family == "ministral3":
@@ -134,6 +137,7 @@ def config_metadata(config: ModelConfig, name: str, kind: str) -> dict[str, Valu
         "rope.dimension_count": int(config.head_dim * config.rope.partial_rotary_factor), "rope.freq_base": float(config.rope.theta),
         "vocab_size": config.vocab_size}
     keys |= _of_family(config) | _rope(config) | ({UNTURNED: False} if unturned else {})
+    keys |= {} if config.latent is None else latent_attention.stated(config)
     return out | {f"{arch}.{key}": value for key, value in keys.items()}
 
 
@@ -173,11 +177,15 @@ def _of_family(config: ModelConfig) -> dict[str, Value]:
             keys |= {"expert_shared_feed_forward_length": config.mixture.shared_width, "expert_group_count": config.mixture.groups,
                      "expert_group_used_count": config.mixture.kept_groups}
         if config.family in STATED_SUM:
-            keys |= {"expert_gating_func": SIGMOID, "expert_weights_scale": float(config.mixture.factor),
+            keys |= {"expert_gating_func": SIGMOID if config.mixture.sigmoid else 1, "expert_weights_scale": float(config.mixture.factor),
                      "expert_weights_norm": config.mixture.renormalise}
         if config.family == "ernie4_5_moe":
             keys |= {"interleave_moe_layer_step": 1, "expert_shared_feed_forward_length": config.mixture.shared_width or 0}
     return keys
+
+
+def _table(config: ModelConfig) -> RopeTable:
+    return rope_table(config.rope, config.rotary_width, config.max_position_embeddings, config.max_position_embeddings)
 
 
 def _rope(config: ModelConfig) -> dict[str, Value]:
@@ -188,11 +196,11 @@ def _rope(config: ModelConfig) -> dict[str, Value]:
     if rope.kind == "yarn":
         if not params["truncate"]:
             raise EffllmError("this model's yarn scaling has settings that a GGUF file cannot state", PLAIN)
-        table = rope_table(rope, config.head_dim, config.max_position_embeddings, config.max_position_embeddings)
+        table = _table(config)
         own = yarn.stated(params, table.attention_scaling, BY_FAMILY[config.family])
         return {f"rope.scaling.{key}": value for key, value in own.items()}
     if rope.kind == "longrope" and config.family == "phi3":
-        table = rope_table(rope, config.head_dim, config.max_position_embeddings, config.max_position_embeddings)
+        table = _table(config)
         return {"rope.scaling.attn_factor": float(table.attention_scaling),
                 "rope.scaling.original_context_length": int(params["original_max_position_embeddings"])}
     return {}
@@ -214,5 +222,5 @@ def rotary_tensors(config: ModelConfig) -> dict[str, np.ndarray]:
     if rope.kind != "llama3":
         raise EffllmError(f"rotary positions of kind {rope.kind} depend on the length of the text, which a GGUF file cannot state", PLAIN)
     plain = rope.theta ** (-np.arange(0, config.head_dim, 2, np.float64) / config.head_dim)
-    stretched = rope_table(rope, config.head_dim, config.max_position_embeddings, config.max_position_embeddings).inv_freq
+    stretched = _table(config).inv_freq
     return {FACTORS: (plain / stretched).astype("<f4")}

@@ -36,7 +36,7 @@ from ..source import is_rounded, licence_of, open_store
 from ..tensors import ModelTensor, check_tensors
 from ..text import Tokenizer
 from ..written import demand_folder, what_lies_at
-from . import stateful
+from . import latent_attention, stateful
 from .architectures import BY_FAMILY, Architecture, file_part
 from .config_out import TYPES, config_metadata, exported_as, rotary_tensors, unused_window
 from .settings import licence_metadata, sampling_metadata
@@ -66,7 +66,7 @@ class Exported:
 class _Job:
     """A tensor of the file and what lies in it, one after the other. `heads`: rows are interleaved within so many; `offset` is added.
     `rows` and `columns`: which one of the model each of the file is, None for its own order; `decay`: logarithms become what they are of,
-    below zero."""
+    below zero; `half`: (the model's config, the part) of the matrix that latent attention shares out, of which the tensor is one."""
 
     planned: PlannedTensor
     tensors: tuple[ModelTensor, ...]
@@ -75,6 +75,7 @@ class _Job:
     rows: np.ndarray | None = None
     columns: np.ndarray | None = None
     decay: bool = False
+    half: tuple[ModelConfig, str] | None = None
 
 
 def export_gguf(source: Path, out: Path, kind: str, name: str, replace: bool = False,
@@ -179,6 +180,9 @@ def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], config: ModelC
             grouped.setdefault(own if own in found.whole else f"{parts.get(own, own)}.{end}", []).append((role, tensor))
         for name, members in grouped.items():
             role, first = members[0]
+            if role == "kv_b":
+                yield from _halves(f"blk.{key}", first, config, kind)
+                continue
             matrix = kind_of(role)
             own = "F32"
             if matrix in MATRICES:
@@ -195,6 +199,14 @@ def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], config: ModelC
             yield _Job(planned, tuple(tensor for _, tensor in members), heads.get(role.removesuffix("_bias"), 0),
                        found.norm_offset if "norm" in role and role != "state_norm" else 0.0, *stateful.order(role, config),
                        role == "state_decay")
+
+
+def _halves(block: str, tensor: ModelTensor, config: ModelConfig, kind: str) -> Iterator[_Job]:
+    """The matrix that latent attention shares out among heads; as finely as the embedding, as llama.cpp's own files have it."""
+    own, heads = config.latent, config.num_attention_heads
+    for part, shape in zip(latent_attention.HALVES, ((heads, own.rank, own.nope), (heads, own.value, own.rank))):
+        stored = ("Q8_0" if kind == "Q4_0" else kind) if shape[-1] % BLOCK == 0 else "F16"
+        yield _Job(PlannedTensor(block + part, stored, shape), (tensor,), half=(config, part))
 
 
 def _notices(config: ModelConfig, jobs: list[_Job], kind: str, quantized: bool) -> Iterator[Notice]:
@@ -219,6 +231,8 @@ def _pieces(store: TensorStore, job: _Job) -> Iterator[np.ndarray]:
             yield _encoded(values if job.rows is None else values[job.rows], job, tensor, rows)
             continue
         step = max(1, BLOCK_NBYTES // 4 // max(1, prod(tensor.shape[1:])))
+        if job.half is not None:
+            step = max(1, step // job.half[0].latent.made) * job.half[0].latent.made
         if job.heads:  # whole heads, within which rows move
             per = rows // job.heads
             step = max(1, step // per) * per
@@ -241,6 +255,8 @@ def _values(store: TensorStore, tensor: ModelTensor, begin: int, end: int, rows:
 def _encoded(values: np.ndarray, job: _Job, tensor: ModelTensor, rows: int) -> np.ndarray:
     if not np.isfinite(values).all():
         raise EffllmError(f"{tensor.name}: NaN or infinity", "the checkpoint is damaged: download it again, or ask who published it")
+    if job.half is not None:
+        values = latent_attention.half_of(values, *job.half)
     if job.heads:
         per = tensor.shape[0] // job.heads
         back = np.empty(rows, np.intp)

@@ -8,7 +8,7 @@ load needs a few megabytes beside what it keeps.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -35,9 +35,11 @@ from ...quant.weight import RAW_NUMPY, from_f32, to_f32
 from .. import families
 from ..config import ModelConfig
 from ..container import Container, StoredTensor
+from ..families import TensorRule
 from ..made_store import ARRANGED_NBYTES, MadeStore, scratch_nbytes, steps
 from .architectures import DIVISORS, ROUTER, Architecture, architecture, own_names
 from .config import Factors, model_config, rotary_divisors
+from .latent_attention import HALVES, Halves, halves
 from .linear_attention import DECAY
 from .split import close_all, open_parts
 
@@ -96,8 +98,11 @@ class GgufStore(MadeStore):
 
     def __init__(self, file: GgufFile, config: ModelConfig, wide: str, low_bit: bool) -> None:
         self._path, self._wide = file.header.path, wide
-        wanted, behind = _names(config), tuple(f"blk.{config.num_hidden_layers + i}." for i in range(config.mtp_layers))
+        rules, behind = _rules(config), tuple(f"blk.{config.num_hidden_layers + i}." for i in range(config.mtp_layers))
+        wanted, plain = {rule.name: rule.shape for rule in rules}, {rule.name for rule in rules if rule.plain}
         self._sources: dict[str, Source] = {}
+        self._halves: dict[str, Halves] = {}
+        in_two: dict[str, dict[str, GgufTensor]] = {}
         tensors: dict[str, TensorInfo] = {}
         stored: dict[str, StoredTensor] = {}
         for tensor in file.header.tensors.values():
@@ -105,7 +110,8 @@ class GgufStore(MadeStore):
                 continue
             if tensor.name.startswith(behind):
                 continue
-            tensor, names = _matrices(tensor), own_names(tensor.name, file.found, config.mixture.experts if config.mixture else 0)
+            whole, tensor = tensor, _matrices(tensor)
+            names = own_names(tensor.name, file.found, config.mixture.experts if config.mixture else 0)
             if names is None or not wanted.keys() >= set(names):
                 raise CheckpointError(f"{self._path} holds tensor {shown(tensor.name)}, which no {config.family} model has",
                                       "the file is of another kind of model than it says")
@@ -114,21 +120,29 @@ class GgufStore(MadeStore):
                                       f"known: {', '.join((*RAW, *DECODERS))}")
             if tensor.type in LEVELED and (grid := LEVELED[tensor.type].grid):
                 self._need_grid(grid, tensor)
+            if config.latent is not None and (part := next((part for part in HALVES if tensor.name.endswith(part)), None)) is not None:
+                in_two.setdefault(names[0], {})[part] = whole
+                continue
             if len(names) == 1 and _squeezed(tensor.shape) == _squeezed(wanted[names[0]]):  # writers leave out what is one row or channel
                 tensor = replace(tensor, shape=wanted[names[0]])
             for name, source in self._parts(tensor, names, config, file.found):
                 self._sources[name] = source
-                if low_bit and tensor.type in KEPT and len(tensor.shape) == 2 and f".{ROUTER}." not in tensor.name:
+                if low_bit and tensor.type in KEPT and len(tensor.shape) == 2 and f".{ROUTER}." not in tensor.name and name not in plain:
                     stored[name] = StoredTensor(name, KEPT[tensor.type], source.shape, 0)
                     tensors[name] = TensorInfo(name, "U8", (stored[name].nbytes,), tensor.file, tensor.offset, stored[name].nbytes)
                     continue
                 dtype = tensor.type if tensor.type in RAW and not source.changed else "F32" if len(tensor.shape) == 1 else wide.upper()
                 nbytes = prod(source.shape) * (4 if dtype == "F32" else 2)
                 tensors[name] = TensorInfo(name, dtype, source.shape, tensor.file, tensor.offset, nbytes)
+        for name, parts in in_two.items():
+            own = self._halves[name] = halves(self._path, name, parts, config)
+            dtype = own.keys.type if own.keys.type == own.values.type and own.keys.type in RAW else wide.upper()
+            nbytes = prod(own.shape) * (4 if dtype == "F32" else 2)
+            tensors[name] = TensorInfo(name, dtype, own.shape, own.keys.file, own.keys.offset, nbytes)
         super().__init__(self._path, tensors, dict(file.opened))
-        self.made = self._sources
+        self.made = self._sources.keys() | self._halves.keys()
         self.container = _container(file, stored, self._sources) if stored else None
-        self.notices = tuple(self._said(wide, stored))
+        self.notices = tuple(self._said(wide, stored, plain))
 
     def _need_grid(self, grid: str, tensor: GgufTensor) -> None:
         try:
@@ -138,7 +152,11 @@ class GgufStore(MadeStore):
                                   "a package that is not installed", "python -m pip install gguf") from None
 
     def stored_nbytes(self, info: TensorInfo) -> int:
-        return self._sources[info.name].nbytes if info.name in self._sources else info.nbytes
+        return own.nbytes if (own := self._sources.get(info.name) or self._halves.get(info.name)) else info.nbytes
+
+    def files_of(self, info: TensorInfo) -> frozenset[Path]:
+        own = self._halves.get(info.name)
+        return super().files_of(info) if own is None else frozenset((own.keys.file, own.values.file))
 
     def _parts(self, tensor: GgufTensor, names: tuple[str, ...], config: ModelConfig, found: Architecture) -> Iterator[tuple[str, Source]]:
         """What lies in a tensor of the file, by name: all of it, or one part after the other."""
@@ -155,9 +173,10 @@ class GgufStore(MadeStore):
             yield name, Source(tensor, (rows, *tensor.shape[1:]), first, heads, found.offset(name), name.endswith(DECAY))
             first += rows
 
-    def _said(self, wide: str, stored: Mapping[str, StoredTensor]) -> Iterator[str]:
+    def _said(self, wide: str, stored: Mapping[str, StoredTensor], plain: Collection[str]) -> Iterator[str]:
         for ours, what in ((True, "are put in the order of the kernels"), (False, f"are widened to {wide}")):
-            names = [name for name, source in self._sources.items() if source.tensor.type not in RAW and (name in stored) == ours]
+            names = [name for name, source in self._sources.items()
+                     if source.tensor.type not in RAW and (name in stored) == ours and name not in plain]
             if names:
                 kinds = Counter(self._sources[name].tensor.type for name in names)
                 listed = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
@@ -167,12 +186,16 @@ class GgufStore(MadeStore):
                 yield said if ours else Fallback(said)
 
     def place(self, info: TensorInfo) -> int | None:
+        if info.name in self._halves:
+            return None
         source = self._sources[info.name]
         if source.tensor.type not in RAW or source.heads or source.changed:
             return None
         return source.tensor.offset + source.first * (source.tensor.nbytes // source.tensor.shape[0])
 
     def arrival(self, infos: Sequence[TensorInfo]) -> Arrival | None:
+        if any(info.name in self._halves for info in infos):
+            return None
         sources = [self._sources[info.name] for info in infos]
         if not all(source.in_order for source in sources):
             return None
@@ -212,6 +235,9 @@ class GgufStore(MadeStore):
             self._refuse(source.tensor, "a scale of NaN or infinity")
 
     def fill(self, info: TensorInfo, begin: int, end: int, out: np.ndarray) -> None:
+        if (own := self._halves.get(info.name)) is not None:
+            self._store(own.rows(begin, end, self._values), info, own.keys, out)
+            return
         source = self._sources[info.name]
         tensor = source.tensor
         nbytes = tensor.nbytes // tensor.shape[0]
@@ -235,6 +261,18 @@ class GgufStore(MadeStore):
         else:
             out[:] = raw.reshape(-1)
             return
+        self._store(values, info, tensor, out)
+
+    def _values(self, tensor: GgufTensor, begin: int, end: int) -> np.ndarray:
+        """What rows of a matrix in the file mean, float32."""
+        raw = self._rows(Source(tensor, tensor.shape), begin, end, tensor.row_nbytes)
+        if tensor.type not in RAW:
+            return self._dequantized(raw, tensor, tensor.shape[1])
+        scheme = tensor.type.lower()
+        return to_f32(raw.reshape(-1).view(RAW_NUMPY[scheme]), scheme).reshape(end - begin, -1)
+
+    def _store(self, values: np.ndarray, info: TensorInfo, tensor: GgufTensor, out: np.ndarray) -> None:
+        """float32 values as what the store says that they are."""
         made = from_f32(values, info.dtype.lower())
         if info.dtype == "F16" and np.isinf(made.view(np.float16)).any() and np.isfinite(values).all():
             self._refuse(tensor, "weights beyond what 16 bits hold")
@@ -280,11 +318,11 @@ def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(each for each in shape if each != 1)
 
 
-def _names(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Of all tensors that the model has, and their shapes."""
+def _rules(config: ModelConfig) -> list[TensorRule]:
+    """Of all tensors that the model has."""
     family = families.get(config.family)
     groups = [family.outer_tensors(config), *(family.layer_tensors(config, layer) for layer in range(config.num_hidden_layers))]
-    return {rule.name: rule.shape for rules in groups for rule in rules.values()}
+    return [rule for rules in groups for rule in rules.values()]
 
 
 def separated(rows: np.ndarray, head_dim: int) -> np.ndarray:

@@ -18,6 +18,7 @@ from ...offload.header import CheckpointError, damaged
 KEYS = ("attn_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow", "yarn_ext_factor", "yarn_log_multiplier")
 ORIGINAL = "give the folder of the original checkpoint, if its family is supported"
 DIVIDED = ("mistral3",)  # architectures whose cos and sin may be left as they are
+SHARPENED = ("deepseek2",)  # whose multiplier is of scores (`latent_attention.sharpened`), cos and sin are as they are
 TWICE = ("olmo2",)  # whose earlier files state the checkpoint's own number as `attn_factor`, by which llama.cpp multiplies the usual
 SAME = 1e-3  # of a number that was rounded on its way
 
@@ -37,14 +38,18 @@ def section(path: Path, prefix: str, data: Mapping[str, Value], positions: objec
         raise CheckpointError(f"{path} states {prefix}yarn_ext_factor {share:g}, which is not supported", ORIGINAL)
     arch, share = prefix.partition(".")[0], _number(path, prefix, data, "yarn_log_multiplier")
     plain = arch in DIVIDED and share == 1
-    if share and not plain:
+    if arch in SHARPENED:
+        if _number(path, prefix, data, "attn_factor") not in (None, 1.0):
+            raise CheckpointError(f"{path} states {prefix}attn_factor, which is not supported for this architecture", ORIGINAL)
+        plain = True
+    elif share and not plain:
         raise CheckpointError(f"{path} states {prefix}yarn_log_multiplier {share:g}, which is not supported", ORIGINAL)
     found = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": data.get(f"{prefix}original_context_length",
                                                                                                  positions)}
     for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
         if (value := _number(path, prefix, data, theirs)) is not None:
             found[ours] = value
-    if plain:
+    if plain and arch not in SHARPENED:
         found |= {"mscale": 1.0, "mscale_all_dim": 1.0}
     usual = 1.0 if plain else magnitude(factor)
     times, own = (_number(path, prefix, data, key) for key in ("attn_factor", "yarn_attn_factor"))
@@ -82,5 +87,5 @@ def stated(params: Mapping[str, object], scaling: float, arch: str) -> dict[str,
         keys["yarn_log_multiplier"] = 1.0 if plain else 0.0
         if plain:
             return keys
-    times = scaling / magnitude(params["factor"])
+    times = 1.0 if arch in SHARPENED else scaling / magnitude(params["factor"])
     return keys if math.isclose(times, 1.0, rel_tol=1e-6) else {**keys, "attn_factor": float(times)}

@@ -1,0 +1,157 @@
+"""What GGUF files say otherwise of models with latent attention: widths by other names, and the matrix that heads share out in two halves.
+
+Files of the architecture deepseek2 are of DeepSeek V2 or V3 by how they score experts; GLM-4.7-Flash, Moonlight and Kimi K2 are files of
+V3's kind. Newer ones hold that matrix as `attn_k_b`, a head's rows of keys turned over, and `attn_v_b`; older ones as it is in a
+checkpoint. Either is put together in 16 or 32 bits. yarn states how scores are sharpened as a tenth of the checkpoint's mscale_all_dim,
+and takes mscale to be the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ...kernels.latent_shape import LatentShape
+from ...offload.gguf import GgufHeader, GgufTensor, Value, shown_value
+from ...offload.header import CheckpointError, damaged
+from ..config import ModelConfig
+
+NAME = "deepseek2"
+KEYS = {"attention.kv_lora_rank": "kv_lora_rank", "attention.q_lora_rank": "q_lora_rank", "expert_group_count": "n_group",
+        "expert_group_used_count": "topk_group", "nextn_predict_layers": "num_nextn_predict_layers"}
+REQUIRED = ("attention.kv_lora_rank", "rope.dimension_count", "attention.key_length", "attention.value_length")
+WIDTHS = ("attention.key_length_mla", "attention.value_length_mla")  # of the heads that are made, where the others are those of the cache
+READ = frozenset(WIDTHS)
+NAMES = {"attn_q_a": "self_attn.q_a_proj", "attn_q_a_norm": "self_attn.q_a_layernorm", "attn_q_b": "self_attn.q_b_proj",
+         "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa", "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+         **dict.fromkeys(("attn_kv_b", "attn_k_b", "attn_v_b"), "self_attn.kv_b_proj")}
+ROLES = {"q_a": "attn_q_a", "q_a_norm": "attn_q_a_norm", "q_b": "attn_q_b", "kv_a": "attn_kv_a_mqa", "kv_a_norm": "attn_kv_a_norm",
+         "kv_b": "attn_kv_b"}
+HALVES = (".attn_k_b.weight", ".attn_v_b.weight")
+FAMILIES = {1: "deepseek_v2", 2: "deepseek_v3"}  # by how experts are scored
+MSCALE = 0.1  # of yarn's multiplier to mscale_all_dim
+
+
+def add_latent_attention(header: GgufHeader, raw: dict[str, object]) -> None:
+    """Put into `raw`, a config.json in the making, what such files say in their own way. Raises CheckpointError."""
+    path, data = header.path, header.metadata
+    scored = raw.pop("scoring_func", 1)
+    if scored not in FAMILIES:
+        raise CheckpointError(f"{path} states {NAME}.expert_gating_func {shown_value(scored)}, which is not supported",
+                              f"known: {', '.join(map(str, FAMILIES))}")
+    raw["model_type"] = FAMILIES[scored]
+    older = f"{NAME}.{WIDTHS[0]}" not in data
+    keys = ("attention.key_length", "attention.value_length") if older else WIDTHS
+    query, value, rope = (data.get(f"{NAME}.{key}") for key in (*keys, "rope.dimension_count"))
+    for key, width in zip((*keys, "rope.dimension_count"), (query, value, rope)):
+        if type(width) is not int or not 0 < width < 1 << 16:
+            damaged(path, f"states {NAME}.{key} {shown_value(width)}, expected a width")
+    if rope >= query:
+        damaged(path, f"states {NAME}.rope.dimension_count {rope} of heads of {query}")
+    raw |= {"qk_rope_head_dim": rope, "qk_nope_head_dim": query - rope, "v_head_dim": value,
+            "num_key_value_heads": raw["num_attention_heads"]}
+    raw.pop("head_dim", None)
+    raw.setdefault("q_lora_rank", None)
+    raw.setdefault("norm_topk_prob", False)  # what llama.cpp takes for granted, as of what follows
+    raw.setdefault("first_k_dense_replace", 0)
+    raw.setdefault("rope_theta", 10_000.0)
+    raw.setdefault("n_group", 1)
+    raw.setdefault("topk_group", 1)
+    if raw["model_type"] == "deepseek_v2":
+        raw["topk_method"] = "group_limited_greedy" if raw["n_group"] != 1 else "greedy"
+        raw.pop("num_nextn_predict_layers", None)
+        return
+    behind, layers = raw.setdefault("num_nextn_predict_layers", 0), raw["num_hidden_layers"]
+    if type(behind) is int and type(layers) is int and 0 <= behind < layers:
+        raw["num_hidden_layers"] = layers - behind  # files count them in
+
+
+def sharpened(prefix: str, data: Mapping[str, Value], section: dict[str, object]) -> dict[str, object]:
+    """The `rope_scaling` of such a file: cos and sin as they are, scores by what it states."""
+    multiplier = data.get(f"{prefix}yarn_log_multiplier")
+    if multiplier is None or multiplier == 0:
+        return section | {"attention_factor": 1.0}
+    return section | dict.fromkeys(("mscale", "mscale_all_dim"), round(float(multiplier) / MSCALE, 6))
+
+
+def stated(config: ModelConfig) -> dict[str, Value]:
+    """The keys of latent attention, below the architecture's name, of a model that has it."""
+    own, mixture = config.latent, config.mixture
+    keys: dict[str, Value] = {
+        "attention.kv_lora_rank": own.rank, "attention.value_length": own.rank, "attention.key_length_mla": own.query,
+        "attention.value_length_mla": own.value, "rope.dimension_count": own.rope}
+    if own.query_rank is not None:
+        keys["attention.q_lora_rank"] = own.query_rank
+    if mixture.kept_groups < mixture.groups:
+        keys |= {"expert_group_count": mixture.groups, "expert_group_used_count": mixture.kept_groups}
+    if (all_dim := config.rope.params.get("mscale_all_dim")) is not None:
+        keys["rope.scaling.yarn_log_multiplier"] = MSCALE * all_dim
+    return keys
+
+
+def departures(config: ModelConfig, scaling: float) -> Iterator[tuple[bool, str]]:
+    """(whether it is so, what files cannot say) of a model with latent attention, cos and sin of which are times `scaling`."""
+    yield not config.rope.neighbours, "turns the halves of its heads"
+    yield not math.isclose(scaling, 1.0, rel_tol=1e-6), f"has positions that are scaled by {scaling:.4g}"
+    yield not config.mixture.sigmoid and config.mixture.kept_groups < config.mixture.groups, "chooses groups by their best expert alone"
+
+
+@dataclass(frozen=True)
+class Halves:
+    """Where the matrix that heads share out comes from: `keys` [heads * rank, nope] and `values` [heads * value, rank] of a file."""
+
+    keys: GgufTensor
+    values: GgufTensor
+    heads: int
+    widths: LatentShape
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.heads * self.widths.made, self.widths.rank
+
+    @property
+    def nbytes(self) -> int:
+        """In the file."""
+        return self.keys.nbytes + self.values.nbytes
+
+    def rows(self, begin: int, end: int, read: Callable[[GgufTensor, int, int], np.ndarray]) -> np.ndarray:
+        """Rows [begin, end) float32; `read` gives rows of either as they mean, [rows, width]."""
+        own, parts = self.widths, []
+        for head in range(begin // own.made, -(-end // own.made)):
+            first = head * own.made
+            low, high = max(begin - first, 0), min(end - first, own.made)
+            if low < own.nope:
+                turned = read(self.keys, head * own.rank, (head + 1) * own.rank).T
+                parts.append(turned[low : min(high, own.nope)])
+            if high > own.nope:
+                at = head * own.value - own.nope
+                parts.append(read(self.values, at + max(low, own.nope), at + high))
+        return np.concatenate(parts)
+
+
+def halves(path: object, name: str, found: Mapping[str, GgufTensor], config: ModelConfig) -> Halves:
+    """Both halves of a layer's matrix. Raises CheckpointError where one is missing or has another shape than the config says."""
+    own, heads = config.latent, config.num_attention_heads
+    shapes = {HALVES[0]: (heads, own.rank, own.nope), HALVES[1]: (heads, own.value, own.rank)}
+    for part, shape in shapes.items():
+        if part not in found:
+            raise CheckpointError(f"{path} holds one half of {name} without {part.strip('.')}", "the file is damaged: download it again")
+        if tuple(found[part].shape) != shape:
+            raise CheckpointError(f"{path} has tensor {found[part].name} of shape {list(found[part].shape)}, the config says {list(shape)}",
+                                  "the config and the weights are of different models")
+    return Halves(*(_flat(found[part]) for part in HALVES), heads, own)
+
+
+def _flat(tensor: GgufTensor) -> GgufTensor:
+    return replace(tensor, shape=(tensor.shape[0] * tensor.shape[1], tensor.shape[2]))
+
+
+def half_of(values: np.ndarray, config: ModelConfig, part: str) -> np.ndarray:
+    """Rows of whole heads of the matrix, float32, as a file's tensor `part` has them: rows of keys turned over, or of values."""
+    own = config.latent
+    split = values.reshape(-1, own.made, own.rank)
+    half = split[:, : own.nope].swapaxes(1, 2) if part == HALVES[0] else split[:, own.nope :]
+    return np.ascontiguousarray(half).reshape(-1, half.shape[-1])
