@@ -18,6 +18,7 @@ from ..quant.kv_basis import KVBasis
 from ..quant.kv_ends import ENDS, choose_ends, ends_cost
 from ..quant.kv_price import Moments, Reading, trials
 from .cache_shape import attention_specs
+from .config import ModelConfig
 from .convert_stream import DAMAGED
 from .engine import Engine
 from .evaluate import windows
@@ -154,7 +155,7 @@ class _Recording:
         power = float(np.square(value, dtype=np.float64).sum(1).mean())
         if place not in self.grams:
             with self.engine.model.layer(layer) as weights:
-                self.grams[place] = _grams(weights, tapped["attn_out"], config.num_attention_heads, config.residual_multiplier)
+                self.grams[place] = _grams(weights, tapped["attn_out"], config)
                 self.sinks[place] = None if weights.sinks is None else np.array(weights.sinks, np.float32)
         tokens, size = len(tapped["q"]), config.heads_of(layer)[1]
         first = Reading(1.0).first_packed_query()
@@ -180,14 +181,18 @@ class _Recording:
                           "the model runs without a profile; effllm verify MODEL looks for damage" if name is None else DAMAGED)
 
 
-def _grams(weights: LayerWeights, attended: np.ndarray, heads: int, multiplier: float) -> np.ndarray:
-    """W_oᵀ W_o of each query head, float64 [heads, D, D], with what stands between W_o and the residual stream."""
-    o = weights.o.weight.to_f32()
-    scale = np.float64(multiplier)
+def _grams(weights: LayerWeights, attended: np.ndarray, config: ModelConfig) -> np.ndarray:
+    """W_oᵀ W_o of each query head, float64 [heads, D, D], with what stands between W_o and the residual stream; of latent attention W_o is
+    what a latent goes through, and rotated channels go nowhere."""
+    o, heads = weights.o.weight.to_f32(), config.num_attention_heads
+    scale = np.float64(config.residual_multiplier)
     if weights.o_norm is not None and weights.o_norm.kind != "none":
         branch = attended @ o.T
         scale = scale / np.sqrt(np.square(branch, dtype=np.float64).mean())
         if weights.o_norm.weight is not None:
             o = o * (weights.o_norm.weight + np.float32(weights.o_norm.kind == "rms+1"))[:, None]
     parts = np.ascontiguousarray(o.reshape(len(o), heads, -1).swapaxes(0, 1))
+    if (own := config.latent) is not None:
+        values = weights.latent.expand.to_f32().reshape(heads, own.made, own.rank)[:, own.nope :]
+        parts = np.pad(parts @ values, ((0, 0), (0, 0), (own.rope, 0)))
     return (parts.swapaxes(1, 2) @ parts).astype(np.float64) * scale**2

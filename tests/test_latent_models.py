@@ -2,14 +2,17 @@
 so. That they compute what transformers does is in `test_families.py`, their products in `test_latent.py`.
 """
 
+import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from effllm.kernels import reference_latent
 from effllm.kernels.threads import ThreadPool
 from effllm.offload.checkpoint import TensorStore
 from effllm.quant.codes import dequantize
@@ -21,6 +24,8 @@ from effllm.runtime.convert_plan import plan_conversion
 from effllm.runtime.convert_tensors import Converter
 from effllm.runtime.draft_model import DraftModel
 from effllm.runtime.engine import Engine, open_engine
+from effllm.runtime.kv_profile_file import identity_of, load_profile, save_profile
+from effllm.runtime.kv_recording import _grams, record
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.session_store import SessionStore
 from effllm.runtime.speculate import Speculation
@@ -31,7 +36,7 @@ from hybrid_models import IDS, anew, answer, opened, read
 from latent_models import CTX, LATENT_CASES, latent_model
 from made_mixtures import imported_mixture
 from streamed_models import paging, streaming
-from test_hybrid_caches import restore, save
+from test_hybrid_caches import Numbers, restore, save
 from test_speculation import Guesser, Ticks
 
 
@@ -175,6 +180,49 @@ def test_pages_on_the_disk_give_the_same_bits(folder: Path) -> None:
     for each in engines:
         each.close()
     assert np.array_equal(*found)
+
+
+def test_packed_pages_cost_little_and_threads_change_no_bit(folder: Path) -> None:
+    """Heads as wide as a packed cache takes them."""
+    engine = opened(folder, kv="32bit")
+    exact = anew(engine, IDS[:600])
+    engine.close()
+    for kv, most in (("8bit", 0.02), ("4bit", 0.3)):
+        found = []
+        for threads in (1, 3):
+            engine = opened(folder, kv=kv, kv_window=32, threads=threads)
+            rows = [read(engine, IDS[:600]), *[engine.forward_logits([token])[0].copy() for token in IDS[600:610]]]
+            assert engine.cache.sealed > 2
+            found.append(np.stack(rows))
+            engine.close()
+        assert np.array_equal(*found)
+        assert np.abs(found[0][0] - exact).max() < most * np.abs(exact).max(), kv
+
+
+def test_a_profile_weighs_values_by_what_latents_go_through(folder: Path, tmp_path: Path) -> None:
+    """Recorded, kept and used; what an error of a value does to the stream is what the recorder says."""
+    engine = opened(folder, kv="32bit", chunk=CTX)
+    try:
+        *_, profile = record(engine, Numbers(), "x" * 3000, "some weights", seconds=1e6)
+        own, heads = engine.config.latent, engine.config.num_attention_heads
+        error = np.random.default_rng(1).standard_normal((3, own.key)).astype(np.float32)
+        with engine.model.layer(1) as weights:
+            grams = _grams(weights, None, engine.config)
+            values = reference_latent.values(np.tile(error, heads), heads, own, weights.latent.expand.to_f32()).reshape(3, heads, -1)
+            o = weights.o.weight.to_f32().reshape(-1, heads, own.value)
+            moved = np.square(np.einsum("thv,dhv->thd", values, o)).sum(-1)
+        assert np.allclose(np.einsum("ti,hij,tj->th", error, grams, error), moved, rtol=1e-3)
+    finally:
+        engine.close()
+    assert len(profile.layers) == engine.config.num_hidden_layers
+    copy = shutil.copytree(folder, tmp_path / "model")
+    save_profile(replace(profile, weights=identity_of(copy), auto=4), copy)
+    engine = opened(copy, kv="auto", kv_window=32)
+    try:
+        assert engine.options.kv == "4bit" and engine.cache.codecs[0].basis.profile == load_profile(copy, engine.config).hash
+        assert np.isfinite(read(engine, IDS[:400])).all()
+    finally:
+        engine.close()
 
 
 @pytest.mark.parametrize("name", ["gptq 4", "int4", "fp8 blocks"])
