@@ -33,6 +33,8 @@ LINEAR = {"num_hidden_layers": 4, "head_dim": 32, "linear_num_key_heads": 2, "li
           "linear_value_head_dim": 32}
 SU = {"short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [2.0 + 0.4 * i for i in range(8)],
       "original_max_position_embeddings": 64}
+# Twice as wide as the model, as llama.cpp has it.
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 2, "mamba_d_state": 16}
 MODELS = {
     "llama": Case("llama", {"tie_word_embeddings": True}),
     "mistral": Case("mistral", {"sliding_window": None, "head_dim": 32}),
@@ -87,6 +89,11 @@ MODELS = {
     "qwen3_5_text, yarn": Case("qwen3_5_text", {**LINEAR, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
         **rope("yarn", factor=8.0, original_max_position_embeddings=64, partial_rotary_factor=0.5)}),
     "qwen3_5_moe_text": Case("qwen3_5_moe_text", {**LINEAR, **EXPERTS, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 96}),
+    "granitemoehybrid, state spaces": Case("granitemoehybrid", {
+        **GRANITE, **GRANITE_4, **MAMBA, "shared_intermediate_size": 96, "layer_types": ["mamba", "attention", "mamba"]}),
+    "granitemoehybrid, experts": Case("granitemoehybrid", {
+        **GRANITE, **GRANITE_4, **MAMBA, "num_local_experts": 6, "num_experts_per_tok": 2, "shared_intermediate_size": 64,
+        "layer_types": ["mamba", "attention", "mamba"], "position_embedding_type": None}),
     "lfm2": Case("lfm2", {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 32}),
     "lfm2, own head": Case("lfm2", {"layer_types": ["full_attention", "conv", "full_attention"], "block_auto_adjust_ff_dim": False,
                                     "tie_word_embeddings": False, "conv_L_cache": 4}),

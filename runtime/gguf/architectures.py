@@ -9,11 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ...offload.header import CheckpointError, shown
 from ..config_rope import GROWTH
 from ..families import FAMILIES, expert_of, kind_of, mixtral, qwen3_moe
-from . import latent_attention, linear_attention, short_conv
+from . import latent_attention, linear_attention, short_conv, state_spaces
+
+if TYPE_CHECKING:
+    from ..config import ModelConfig
 
 # The parts of a tensor's name: in the file -> in a checkpoint of the Hugging Face kind.
 OUTER = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", "output.weight": "lm_head.weight"}
@@ -159,6 +163,10 @@ ARCHITECTURES = {
     "granite": Architecture("granite", interleaved=True, keys=_GRANITE_SCALES),
     "granitemoe": Architecture("granitemoe", interleaved=True, keys={**_GRANITE_SCALES, **_COUNTS, "expert_count": "num_local_experts"},
                                experts=("block_sparse_moe", qwen3_moe.NAMES)),
+    "granitehybrid": Architecture("granitemoehybrid", interleaved=True, keys={**_GRANITE_SCALES, **state_spaces.KEYS},
+                                  experts=("block_sparse_moe", qwen3_moe.NAMES), layer_names=state_spaces.NAMES, whole=state_spaces.WHOLE,
+                                  fused=state_spaces.FUSED, roles=state_spaces.ROLES, required=state_spaces.REQUIRED,
+                                  kinds=state_spaces.KINDS),
     "olmo2": Architecture("olmo2", layer_names=_BEHIND, keys={"rope.freq_base_swa": "rope_local_base_freq"}, pattern=True),  # OLMo 3 too
     "olmoe": Architecture("olmoe", config={"norm_topk_prob": False}, keys=_COUNTS, experts=("mlp", qwen3_moe.NAMES)),
     "qwen3moe": Architecture("qwen3_moe", config={"norm_topk_prob": True}, experts=("mlp", qwen3_moe.NAMES),
@@ -184,6 +192,11 @@ BY_FAMILY = dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), laten
              "qwen2_moe": "qwen2moe", "qwen3_5_moe_text": "qwen35moe", "qwen3_5_text": "qwen35", "qwen3_moe": "qwen3moe"} | {
     name: name for name in ("arcee", "cohere2", "dots1", "ernie4_5", "exaone4", "gemma", "gemma2", "glm4", "granite", "granitemoe",
                             "lfm2", "llama", "olmo2", "olmoe", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "starcoder2")}
+
+
+def file_architecture(config: ModelConfig) -> str:
+    """What the file of a model is called, of a family that has files."""
+    return "granitehybrid" if config.family == "granitemoehybrid" and config.state is not None else BY_FAMILY[config.family]
 
 
 def architecture(path: object, name: object) -> Architecture:

@@ -19,7 +19,7 @@ from ...offload.header import CheckpointError, damaged, shown
 from ...quant.weight import to_f32
 from ..config import MAX_LAYERS, ModelConfig, parse_config
 from ..config_rope import GLOBAL, GROWTH, LOCAL
-from . import latent_attention, linear_attention, short_conv, stateful, yarn
+from . import latent_attention, linear_attention, short_conv, state_spaces, stateful, yarn
 from .architectures import FACTORS, HARMLESS, LONG, NEUTRAL, RMS_NORM, SHARED_WIDTH, SHORT, UNTURNED, Architecture, architecture
 
 # Below the architecture's name -> config.json.
@@ -245,6 +245,8 @@ def _family(header: GgufHeader, raw: dict[str, object]) -> None:
         raw |= {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 0}
     elif raw["model_type"] in ("gemma2", "gemma3_text", "phi3") or window:
         raw["sliding_window"] = window
+    elif raw["model_type"] == "granitemoehybrid":
+        state_spaces.add_state_spaces(header, header.metadata["general.architecture"], raw)
     elif raw["model_type"] in ("granite", "granitemoe"):
         biased = "blk.0.attn_q.bias" in header.tensors
         raw |= {"attention_bias": biased, "mlp_bias": "blk.0.ffn_gate.bias" in header.tensors}

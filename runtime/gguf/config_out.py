@@ -16,8 +16,8 @@ from ...offload.gguf import Value
 from ..config import ModelConfig
 from ..config_rope import GROWTH, RopeConfig
 from ..rope import RopeTable, rope_table
-from . import latent_attention, linear_attention, short_conv, yarn
-from .architectures import ARCHITECTURES, BY_FAMILY, FACTORS, LONG, SHORT, UNTURNED, Architecture
+from . import latent_attention, stateful, yarn
+from .architectures import ARCHITECTURES, BY_FAMILY, FACTORS, LONG, SHORT, UNTURNED, Architecture, file_architecture
 from .config import COHERE2_EVERY, EXAONE4_EVERY, EXAONE4_LAYERS, OLMO3_EVERY, OTHER_SCALE, SIGMOID
 
 TYPES = {"F16": 1, "Q8_0": 7, "Q4_0": 2}  # what a person may ask for -> general.file_type
@@ -37,8 +37,7 @@ UNGROUPED = ("dots1", "olmoe")  # families whose heads llama.cpp takes to have k
 # Families whose files say how experts are scored and weighed.
 STATED_SUM = ("deepseek_v2", "deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite")
 LEADING_DENSE = (*STATED_SUM, "ernie4_5_moe", "lfm2_moe")  # whose first layers have no experts
-# Families of which some layers have a state -> what files say of them.
-WITH_STATES = {**dict.fromkeys(("lfm2", "lfm2_moe"), short_conv), **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), linear_attention)}
+CONVOLVED = ("lfm2", "lfm2_moe")
 NO_ROPE_EVERY = 4  # of SmolLM 3
 PLAIN_ROPE = RopeConfig(10_000.0, "default", {})  # what a file states where it leaves positions out
 PLAIN = "leave it in its folder"
@@ -53,7 +52,7 @@ def exported_as(config: ModelConfig) -> Architecture:
     for departs, what in _departures(config):
         if departs:
             raise EffllmError(f"a GGUF file of the {family} family cannot say that this model {what}", PLAIN)
-    return ARCHITECTURES[BY_FAMILY[family]]
+    return ARCHITECTURES[file_architecture(config)]
 
 
 def _departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
@@ -94,8 +93,9 @@ def _departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
         yield any(rope.kind != "default" for rope in local), "stretches the rotary positions of layers with a window"
     yield family in EVEN_HEADS and config.head_dim * config.num_attention_heads != config.hidden_size, \
         f"has {config.num_attention_heads} heads of {config.head_dim} for a width of {config.hidden_size}"
-    if family in WITH_STATES:
-        yield from WITH_STATES[family].departures(config)
+    yield family in CONVOLVED and config.state is None, "has no convolution"
+    yield family == "granitemoehybrid" and config.state is None and mixture is not None, "has experts beside attention alone"
+    yield from stateful.departures(config)
     if config.latent is not None:
         yield from latent_attention.departures(config, _table(config).attention_scaling)
     if family in UNDIVIDED:
@@ -124,7 +124,7 @@ def unused_window(config: ModelConfig) -> int | None:
 
 def config_metadata(config: ModelConfig, name: str, kind: str) -> dict[str, Value]:
     """The keys that describe the model, tokenizer apart."""
-    arch, unturned = BY_FAMILY[config.family], config.rope is None
+    arch, unturned = file_architecture(config), config.rope is None
     if unturned:
         config = replace(config, ropes=(PLAIN_ROPE,) * config.num_hidden_layers)
     out: dict[str, Value] = {"general.architecture": arch, "general.type": "model", "general.name": name, "general.file_type": TYPES[kind],
@@ -136,7 +136,7 @@ def config_metadata(config: ModelConfig, name: str, kind: str) -> dict[str, Valu
         "attention.key_length": config.head_dim, "attention.value_length": config.head_dim,
         "rope.dimension_count": int(config.head_dim * config.rope.partial_rotary_factor), "rope.freq_base": float(config.rope.theta),
         "vocab_size": config.vocab_size}
-    keys |= _of_family(config) | _rope(config) | ({UNTURNED: False} if unturned else {})
+    keys |= _of_family(config) | stateful.stated(config) | _rope(config) | ({UNTURNED: False} if unturned else {})
     keys |= {} if config.latent is None else latent_attention.stated(config)
     return out | {f"{arch}.{key}": value for key, value in keys.items()}
 
@@ -160,15 +160,13 @@ def _of_family(config: ModelConfig) -> dict[str, Value]:
                  "residual_scale": float(config.residual_multiplier), "logit_scale": float(config.logits_scaling)}
     if config.rope.params.get(GROWTH):
         keys["attention.temperature_scale"] = float(config.rope.params[GROWTH])
-    if config.family in WITH_STATES:
-        keys |= WITH_STATES[config.family].stated(config)
     if config.mixture is not None:
         keys |= {"expert_count": config.mixture.experts, "expert_used_count": config.mixture.per_token}
         if config.family in ("qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", *LEADING_DENSE):
             keys["expert_feed_forward_length"] = config.mixture.width
         if config.family in ("qwen2_moe", "qwen3_5_moe_text"):
             keys["expert_shared_feed_forward_length"] = config.mixture.shared_width
-        if config.family in LEADING_DENSE and config.family not in WITH_STATES:
+        if config.family in LEADING_DENSE and config.family not in CONVOLVED:
             keys |= {"expert_shared_count": (config.mixture.shared_width or 0) // config.mixture.width,
                      "leading_dense_block_count": min(config.mixture.layers, default=config.num_hidden_layers)}
         if config.family == "minimax_m2":
@@ -197,7 +195,7 @@ def _rope(config: ModelConfig) -> dict[str, Value]:
         if not params["truncate"]:
             raise EffllmError("this model's yarn scaling has settings that a GGUF file cannot state", PLAIN)
         table = _table(config)
-        own = yarn.stated(params, table.attention_scaling, BY_FAMILY[config.family])
+        own = yarn.stated(params, table.attention_scaling, file_architecture(config))
         return {f"rope.scaling.{key}": value for key, value in own.items()}
     if rope.kind == "longrope" and config.family == "phi3":
         table = _table(config)

@@ -193,8 +193,8 @@ def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], config: ModelC
                 shape = (len(members), *first.shape)
             elif role in VECTORS and len(shape) == 2:
                 shape = shape[1:]
-            elif role == "state_conv":
-                shape = (shape[0], shape[-1])
+            elif role.startswith("state_"):
+                shape = stateful.shape_in_file(role, config, shape)
             planned = PlannedTensor(name if key == "outer" else f"blk.{key}.{name}", own, shape)
             yield _Job(planned, tuple(tensor for _, tensor in members), heads.get(role.removesuffix("_bias"), 0),
                        found.norm_offset if "norm" in role and role != "state_norm" else 0.0, *stateful.order(role, config),

@@ -52,7 +52,7 @@ def stated(config: ModelConfig) -> dict[str, Value]:
 
 def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """(whether it is so, what files cannot say) of a family with short convolutions."""
-    yield config.state is None or config.state.taps < 2, "has no convolution over several tokens"
+    yield config.state.taps < 2, "has no convolution over several tokens"
     if (own := config.mixture) is not None:
         yield not own.corrected, "chooses experts by scores that nothing corrects"
         yield own.factor != 1.0, f"multiplies its experts' shares by {own.factor:g}"

@@ -1,17 +1,23 @@
-"""Which layers of a GGUF file have a state in the place of keys and values: those of which it says that they have no heads for these."""
+"""Layers of GGUF files that have a state in the place of keys and values: which they are, and how their tensors lie, whatever the kind."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
+from ...kernels.conv_shape import ConvShape
 from ...kernels.delta_shape import DeltaShape
+from ...kernels.mamba2_shape import Mamba2Shape
+from ...offload.gguf import Value
 from ...offload.header import damaged
 from ..config import ModelConfig
-from . import linear_attention
+from . import linear_attention, short_conv, state_spaces
 
 HEADS = "attention.head_count_kv"
+SAYS = {ConvShape: short_conv, DeltaShape: linear_attention, Mamba2Shape: state_spaces}  # kind -> what files say of it
+DECAYS = linear_attention.DECAY, state_spaces.DECAY  # ends of names of what is stored as less than zero
 
 
 def layers_without(path: Path, key: str, value: np.ndarray, layers: object, kinds: tuple[str, str]) -> tuple[np.ndarray, list[str]]:
@@ -22,6 +28,28 @@ def layers_without(path: Path, key: str, value: np.ndarray, layers: object, kind
     return value[value > 0], [kinds[int(count > 0)] for count in value]
 
 
+def stated(config: ModelConfig) -> dict[str, Value]:
+    """The keys of its states, below the architecture's name."""
+    return {} if config.state is None else SAYS[type(config.state)].stated(config)
+
+
+def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """(whether it is so, what files cannot say of its states)."""
+    if config.state is not None:
+        yield from SAYS[type(config.state)].departures(config)
+
+
 def order(role: str, config: ModelConfig) -> tuple[np.ndarray | None, np.ndarray | None]:
     """Which row, and which column, of a tensor of a checkpoint each of a file's is; None where they lie as they do there."""
     return linear_attention.order(role, config.state) if isinstance(config.state, DeltaShape) else (None, None)
+
+
+def shape_in_file(role: str, config: ModelConfig, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a tensor of a checkpoint."""
+    if role == "state_conv":
+        return shape[0], shape[-1]
+    if isinstance(config.state, Mamba2Shape) and role in ("state_decay", "state_skip"):
+        return *shape, 1
+    if isinstance(config.state, Mamba2Shape) and role == "state_norm":
+        return config.state.groups, shape[0] // config.state.groups
+    return shape

@@ -40,8 +40,8 @@ from ..made_store import ARRANGED_NBYTES, MadeStore, scratch_nbytes, steps
 from .architectures import DIVISORS, ROUTER, Architecture, architecture, own_names
 from .config import Factors, model_config, rotary_divisors
 from .latent_attention import HALVES, Halves, halves
-from .linear_attention import DECAY
 from .split import close_all, open_parts
+from .stateful import DECAYS
 
 RAW = ("F32", "F16", "BF16")
 
@@ -123,9 +123,9 @@ class GgufStore(MadeStore):
             if config.latent is not None and (part := next((part for part in HALVES if tensor.name.endswith(part)), None)) is not None:
                 in_two.setdefault(names[0], {})[part] = whole
                 continue
-            if len(names) == 1 and _squeezed(tensor.shape) == _squeezed(wanted[names[0]]):  # writers leave out what is one row or channel
+            if len(names) == 1 and _same_values(tensor.shape, wanted[names[0]]):
                 tensor = replace(tensor, shape=wanted[names[0]])
-            for name, source in self._parts(tensor, names, config, file.found):
+            for name, source in self._parts(tensor, names, config, file.found, wanted):
                 self._sources[name] = source
                 if low_bit and tensor.type in KEPT and len(tensor.shape) == 2 and f".{ROUTER}." not in tensor.name and name not in plain:
                     stored[name] = StoredTensor(name, KEPT[tensor.type], source.shape, 0)
@@ -158,11 +158,14 @@ class GgufStore(MadeStore):
         own = self._halves.get(info.name)
         return super().files_of(info) if own is None else frozenset((own.keys.file, own.values.file))
 
-    def _parts(self, tensor: GgufTensor, names: tuple[str, ...], config: ModelConfig, found: Architecture) -> Iterator[tuple[str, Source]]:
+    def _parts(self, tensor: GgufTensor, names: tuple[str, ...], config: ModelConfig, found: Architecture,
+               wanted: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Source]]:
         """What lies in a tensor of the file, by name: all of it, or one part after the other."""
-        heights = [tensor.shape[0] // len(names)] * len(names)
+        heights, stated = [tensor.shape[0] // len(names)] * len(names), [wanted[name][0] for name in names]
         if len(names) == 3 and ".q_proj." in names[0]:  # and k and v
             heights = [count * config.head_dim for count in (config.num_attention_heads, *[config.num_key_value_heads] * 2)]
+        elif sum(stated) == tensor.shape[0]:  # parts of state spaces differ
+            heights = stated
         if sum(heights) != tensor.shape[0]:
             damaged(self._path, f"has tensor {shown(tensor.name)} of {tensor.shape[0]} rows, the config says {sum(heights)}")
         first = 0
@@ -170,7 +173,7 @@ class GgufStore(MadeStore):
             heads = _heads(name, config) if found.interleaved else 0
             if heads and rows % (2 * heads):
                 damaged(self._path, f"has tensor {shown(tensor.name)} of {rows} rows for {heads} heads")
-            yield name, Source(tensor, (rows, *tensor.shape[1:]), first, heads, found.offset(name), name.endswith(DECAY))
+            yield name, Source(tensor, (rows, *tensor.shape[1:]), first, heads, found.offset(name), name.endswith(DECAYS))
             first += rows
 
     def _said(self, wide: str, stored: Mapping[str, StoredTensor], plain: Collection[str]) -> Iterator[str]:
@@ -314,8 +317,10 @@ def _matrices(tensor: GgufTensor) -> GgufTensor:
     return replace(tensor, shape=(tensor.shape[0] * tensor.shape[1], tensor.shape[2]))
 
 
-def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(each for each in shape if each != 1)
+def _same_values(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """Are they one tensor? Writers leave out what is one row or channel, and part vectors into groups."""
+    squeezed = [tuple(each for each in own if each != 1) for own in (shape, wanted)]
+    return squeezed[0] == squeezed[1] or len(wanted) == 1 and prod(shape) == wanted[0]
 
 
 def _rules(config: ModelConfig) -> list[TensorRule]:

@@ -1,0 +1,68 @@
+"""What GGUF files say otherwise of models with state spaces (Mamba 2): where a checkpoint's config has it, and what they cannot say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from ...offload.gguf import GgufHeader, Value
+from ...offload.header import CheckpointError, damaged
+from ..config import ModelConfig
+
+INNER = "inner_size"  # of all heads together, which no config states
+# Below the architecture's name -> config.json.
+KEYS = {"ssm.conv_kernel": "mamba_d_conv", "ssm.state_size": "mamba_d_state", "ssm.group_count": "mamba_n_groups",
+        "ssm.time_step_rank": "mamba_n_heads", "ssm.inner_size": INNER, "expert_count": "num_local_experts",
+        "expert_used_count": "num_experts_per_tok", "expert_shared_feed_forward_length": "shared_intermediate_size"}
+REQUIRED = (*(key for key in KEYS if key.startswith("ssm.")), "attention.head_count_kv", "attention.scale")
+KINDS = "mamba", "attention"
+TURNED = "rope.scaling.finetuned"  # false where no layer turns by position
+# A matrix of a file -> what lies in it: gates, what is convolved, steps.
+FUSED = {"ssm_in": ("ssm_z", "ssm_xbc", "ssm_steps")}
+# Parts of tensors' names -> those of a checkpoint; without their kind where they have none there.
+NAMES = {"ssm_z": "mamba.gate_proj", "ssm_xbc": "mamba.xbc_proj", "ssm_steps": "mamba.dt_proj", "ssm_conv1d": "mamba.conv1d",
+         "ssm_norm": "mamba.norm", "ssm_out": "mamba.out_proj", "ffn_down": "shared_mlp.output_linear",
+         "ffn_gate_shexp": "block_sparse_moe.shared_experts.gate_proj", "ffn_up_shexp": "block_sparse_moe.shared_experts.up_proj",
+         "ffn_down_shexp": "shared_mlp.output_linear"}
+WHOLE = {"ssm_a": "mamba.A_log", "ssm_d": "mamba.D", "ssm_dt.bias": "mamba.dt_bias"}
+ROLES = {"state_gate": "ssm_z", "state_in": "ssm_xbc", "state_rate": "ssm_steps", "state_skip": "ssm_d"}
+DECAY = ".mamba.A_log"
+EXPANDS = 2  # heads together are so many times as wide as the model
+
+
+def add_state_spaces(header: GgufHeader, name: str, raw: dict[str, object]) -> None:
+    """Put into `raw`, a config.json in the making, what architecture `name` says in its own way. Raises CheckpointError."""
+    path, (inner, heads, hidden) = header.path, (raw.pop(INNER), raw["mamba_n_heads"], raw["hidden_size"])
+    if type(inner) is type(heads) is type(hidden) is int and heads > 0 and hidden > 0:
+        if inner < 1 or inner % heads or inner % hidden:
+            raise CheckpointError(f"{path} states {name}.ssm.inner_size {inner} for {heads} heads and a width of {hidden}, one of which it "
+                                  "is no multiple of", "the file is damaged or was converted wrongly: download it again, or another one")
+        raw |= {"mamba_d_head": inner // heads, "mamba_expand": inner // hidden}
+    turned = header.metadata.get(f"{name}.{TURNED}", True)
+    if not isinstance(turned, bool):
+        damaged(path, f"states {name}.{TURNED} {turned!r}, expected true or false")
+    if not raw.setdefault("num_local_experts", 0):
+        raw["shared_intermediate_size"] = raw["intermediate_size"]
+    raw |= {"position_embedding_type": "rope" if turned else "nope",
+            "mamba_conv_bias": any(tensor.endswith(".ssm_conv1d.bias") for tensor in header.tensors),
+            "attention_bias": any(tensor.endswith(".attn_q.bias") for tensor in header.tensors)}
+
+
+def stated(config: ModelConfig) -> dict[str, Value]:
+    """The keys of state spaces, below the architecture's name, of a model that has them."""
+    own = config.state
+    heads = [0 if layer in config.state_layers else config.num_key_value_heads for layer in range(config.num_hidden_layers)]
+    keys: dict[str, Value] = {"ssm.conv_kernel": own.taps, "ssm.state_size": own.depth, "ssm.group_count": own.groups,
+                              "ssm.time_step_rank": own.heads, "ssm.inner_size": own.values,
+                              "attention.head_count_kv": np.array(heads, np.int32)}
+    if config.mixture is not None:
+        keys |= {"feed_forward_length": config.mixture.width, "expert_shared_feed_forward_length": config.mixture.shared_width}
+    return keys
+
+
+def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """(whether it is so, what files cannot say) of a model with state spaces."""
+    yield config.state.values != EXPANDS * config.hidden_size, \
+        f"has state spaces of {config.state.values} channels for a width of {config.hidden_size}"
+    yield not config.state.biased, "has convolutions without biases"  # for which llama.cpp looks all the same

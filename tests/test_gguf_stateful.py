@@ -1,0 +1,84 @@
+"""GGUF files of models of which some layers have a state: what their keys may say otherwise, and lies.
+
+That a file means what its folder does, and what llama.cpp makes of it, is in `test_gguf_export_families.py`.
+"""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from effllm import EffllmError
+from effllm.offload.gguf import GgufHeader
+from effllm.runtime.config import ModelConfig, read_config
+from effllm.runtime.gguf.architectures import file_architecture
+from effllm.runtime.gguf.config import model_config
+from effllm.runtime.gguf.store import read_header
+
+sys.path.insert(0, str(Path(__file__).parent))
+from export_models import exported, model
+
+CONV, MOE, MAMBA, MIXED = "lfm2", "lfm2_moe", "granitemoehybrid, state spaces", "granitemoehybrid, experts"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[ModelConfig, GgufHeader]]:
+    """The config of a folder, and the header of the file made of it."""
+    made = {}
+    for name in (CONV, MOE, MAMBA, MIXED):
+        place = tmp_path_factory.mktemp("stateful")
+        source = model(name, place / "source")
+        made[name] = read_config(source), read_header(exported(source, place / "m.gguf"))
+    return made
+
+
+def changed(files: dict[str, tuple[ModelConfig, GgufHeader]], name: str, key: str = "", value: object = None) -> ModelConfig:
+    """What a file says with another value below its architecture's name; None takes the key away."""
+    config, header = files[name]
+    metadata = {own: each for own, each in header.metadata.items() if own != f"{file_architecture(config)}.{key}"}
+    if value is not None:
+        metadata[f"{file_architecture(config)}.{key}"] = np.array(value, np.int32) if isinstance(value, list) else value
+    return model_config(replace(header, metadata=metadata), {}, strict=True)
+
+
+@pytest.mark.parametrize("name", [CONV, MOE, MAMBA, MIXED])
+def test_a_file_says_what_the_config_of_its_folder_does(files: dict[str, tuple[ModelConfig, GgufHeader]], name: str) -> None:
+    folder, file = files[name][0], changed(files, name)
+    if folder.mixture is not None:  # factors are of 32 bits there
+        assert file.mixture.factor == pytest.approx(folder.mixture.factor)
+        file = replace(file, mixture=replace(file.mixture, factor=folder.mixture.factor))
+    for field in ("family", "state", "state_layers", "mixture", "intermediate_size", "ropes", "qk_norm", "norm_eps", "attn_scale",
+                  "residual_multiplier", "embedding_multiplier", "logits_scaling", "num_key_value_heads", "tie_word_embeddings"):
+        assert getattr(file, field) == pytest.approx(getattr(folder, field)) if isinstance(getattr(folder, field), float) \
+            else getattr(file, field) == getattr(folder, field), field
+    assert not file.warnings
+
+
+def test_what_a_file_may_leave_out(files: dict[str, tuple[ModelConfig, GgufHeader]]) -> None:
+    """As llama.cpp takes it then."""
+    assert changed(files, MAMBA, "rope.scaling.finetuned").rope is not None
+    assert changed(files, MIXED, "rope.scaling.finetuned").rope is not None and files[MIXED][0].rope is None
+    assert changed(files, MOE, "expert_gating_func").mixture.sigmoid
+    assert changed(files, CONV, "attention.head_count_kv", [2, 2, 0]).state_layers == (2,)
+
+
+@pytest.mark.parametrize("name, key, value, said", [
+    (CONV, "attention.head_count_kv", [0, 0, 0], "a number of heads for each layer"),
+    (CONV, "attention.head_count_kv", [0, 2], "a number of heads for each layer"),
+    (CONV, "attention.head_count_kv", [0, 2, 4], "another lfm2.attention.head_count_kv"),
+    (CONV, "attention.head_count_kv", [0, -2, 0], "a number of heads for each layer"),
+    (CONV, "attention.head_count_kv", None, "lacks key lfm2.attention.head_count_kv"),
+    (CONV, "shortconv.l_cache", None, "lacks key lfm2.shortconv.l_cache"), (CONV, "shortconv.l_cache", 0, "lfm2.shortconv.l_cache"),
+    (CONV, "shortconv.l_cache", 1 << 20, "lfm2.shortconv.l_cache"), (CONV, "attention.sliding_window", 32, "sliding_window"),
+    (MOE, "expert_gating_func", 1, "expert_gating_func is not 2"), (MOE, "expert_used_count", 7, "expert_used_count 7"),
+    (MAMBA, "ssm.inner_size", 127, "ssm.inner_size 127 for 4 heads"), (MAMBA, "ssm.inner_size", 0, "ssm.inner_size 0"),
+    (MAMBA, "ssm.inner_size", None, "lacks key granitehybrid.ssm.inner_size"), (MAMBA, "ssm.group_count", 3, "ssm.group_count 3"),
+    (MAMBA, "ssm.time_step_rank", 0, "ssm.time_step_rank"), (MAMBA, "ssm.conv_kernel", 1 << 20, "ssm.conv_kernel"),
+    (MAMBA, "attention.scale", None, "lacks key granitehybrid.attention.scale"),
+    (MAMBA, "rope.scaling.finetuned", 1, "expected true or false"), (MIXED, "expert_used_count", 7, "expert_used_count 7")])
+def test_lies(files: dict[str, tuple[ModelConfig, GgufHeader]], name: str, key: str, value: object, said: str) -> None:
+    with pytest.raises(EffllmError) as caught:
+        changed(files, name, key, value)
+    assert said in caught.value.message and caught.value.hint and "\n" not in caught.value.message
