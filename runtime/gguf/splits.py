@@ -35,10 +35,14 @@ LLAMA3 = Cutter((rf"{ENDINGS}|{BEFORE}\p{{L}}+|\p{{N}}{{1,3}}|{REST}",), whole=T
 QWEN35 = Cutter((rf"{ENDINGS}|{BEFORE}[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",))
 QWEN2 = Cutter((rf"{ENDINGS}|{BEFORE}\p{{L}}+|\p{{N}}|{REST}",))
 DIGITS = Cutter((r"\p{N}", WORDS))
+KANA = "[一-龥\u3040-\u309f\u30a0-\u30ff]+"  # and the usual Han characters
+MARKED = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""  # a mark before letters is theirs
+DEEPSEEK3 = Cutter((r"\p{N}{1,3}", KANA, rf"{MARKED}| ?[\p{{P}}\p{{S}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"))
 CUTTERS = {
     "default": Cutter((r"[\p{P}\$\+<=>\^~\|]+", WORDS, r"\p{N}+", r"[0-9][0-9][0-9]")),
     "deepseek-coder": Cutter((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", HAN, r"\p{N}")),
     "deepseek-llm": Cutter((r"[\r\n]", rf"\s?[{LETTERS}]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", HAN, r"\p{N}+")),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), DEEPSEEK3),
     "falcon": Cutter((r"[\p{P}\$\+<=>\^~\|`]+", WORDS, r"[0-9][0-9][0-9]")),
     "gpt-4o": Cutter((rf"{BEFORE}{UPPER}*{LOWER}+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|{BEFORE}{UPPER}+{LOWER}*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
                       rf"|\p{{N}}{{1,3}}|{REST_SLASH}",)),

@@ -100,7 +100,7 @@ def _unnamed(path: Path) -> TokenizerError:
 
 def _same(pattern: str) -> str:
     """Spellings of one pattern as one."""
-    return pattern.replace(ENDINGS, "(?i:'s|'t|'re|'ve|'m|'ll|'d)")
+    return pattern.replace(ENDINGS, "(?i:'s|'t|'re|'ve|'m|'ll|'d)").replace("\r", r"\r").replace("\n", r"\n")
 
 
 def _patterns(step: Mapping | None, path: Path) -> Iterator[str]:
