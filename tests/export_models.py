@@ -6,11 +6,14 @@ from pathlib import Path
 import numpy as np
 from family_models import (
     ERNIE_EXPERTS,
+    GEMMA_4,
+    GEMMA_EXPERTS,
     GLM_EXPERTS,
     GRANITE,
     GRANITE_4,
     GROWING,
     K_EXPERTS,
+    KEYS_AS_VALUES,
     LATENT,
     OF_BLOCKS,
     ONE_GROUP,
@@ -33,6 +36,7 @@ LINEAR = {"num_hidden_layers": 4, "head_dim": 32, "linear_num_key_heads": 2, "li
           "linear_value_head_dim": 32}
 SU = {"short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [2.0 + 0.4 * i for i in range(8)],
       "original_max_position_embeddings": 64}
+GEMMA_4_FILE = {"sliding_window": 24, "vocab_size_per_layer_input": 4096, "hidden_size_per_layer_input": 64, "initializer_range": 0.12}
 # Twice as wide as the model, as llama.cpp has it.
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 2, "mamba_d_state": 16}
 MODELS = {
@@ -61,6 +65,10 @@ MODELS = {
     "gemma3_text": Case("gemma3_text", {**GEMMA, "num_hidden_layers": 7, "rope_parameters": {
         "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 50_000.0},
         "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}}),
+    "gemma4_text": Case("gemma4_text", {**GEMMA_4, **GEMMA_4_FILE}),
+    "gemma4_text, keys as values": Case("gemma4_text", {**GEMMA_4, **KEYS_AS_VALUES, "sliding_window": 24}),
+    "gemma4_text, mixture": Case("gemma4_text", {**GEMMA_4, **KEYS_AS_VALUES, **GEMMA_EXPERTS, "sliding_window": 24,
+                                                 "moe_intermediate_size": 32}),
     "glm": Case("glm", {"head_dim": 16}),
     "glm, whole heads, no biases": Case("glm", {"head_dim": 16, "attention_bias": False, "tie_word_embeddings": True, **rope(
         "default", partial_rotary_factor=1.0)}),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ...offload.header import CheckpointError, shown
 from ..config_rope import GROWTH
 from ..families import FAMILIES, expert_of, kind_of, mixtral, qwen3_moe
-from . import latent_attention, linear_attention, short_conv, state_spaces
+from . import gemma4, latent_attention, linear_attention, short_conv, state_spaces
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
@@ -159,6 +159,9 @@ ARCHITECTURES = {
                                            "final_logit_softcapping": "final_logit_softcapping"}, **_GEMMA),
     "gemma3": Architecture("gemma3_text", keys={"rope.freq_base_swa": "rope_local_base_freq",
                                                 "attention.sliding_window_pattern": "sliding_window_pattern"}, **_GEMMA),
+    "gemma4": Architecture(gemma4.FAMILY, config={"hidden_activation": "gelu_pytorch_tanh"}, keys=gemma4.KEYS, layer_names=gemma4.NAMES,
+                           pattern=True, roles=gemma4.ROLES, outer=gemma4.OUTER, required=gemma4.REQUIRED, whole=gemma4.WHOLE,
+                           experts=("", qwen3_moe.NAMES), read=frozenset((*gemma4.LENGTHS, *gemma4.BY_LAYER))),
     "mistral3": Architecture("ministral3", interleaved=True, keys={"attention.temperature_scale": GROWTH}),
     "granite": Architecture("granite", interleaved=True, keys=_GRANITE_SCALES),
     "granitemoe": Architecture("granitemoe", interleaved=True, keys={**_GRANITE_SCALES, **_COUNTS, "expert_count": "num_local_experts"},
@@ -186,10 +189,10 @@ ARCHITECTURES = {
 }
 # A model's family -> what its files are called.
 BY_FAMILY = dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), latent_attention.NAME) | {
-    "cohere": "command-r", "ernie4_5_moe": "ernie4_5-moe", "exaone_moe": "exaone-moe", "gemma3_text": "gemma3", "glm":
-             "chatglm", "glm4_moe": "glm4moe", "granitemoehybrid": "granite", "hunyuan_v1_dense": "hunyuan-dense", "lfm2_moe":
-             "lfm2moe", "minimax_m2": "minimax-m2", "ministral3": "mistral3", "mistral": "llama", "mixtral": "llama", "olmo3": "olmo2",
-             "qwen2_moe": "qwen2moe", "qwen3_5_moe_text": "qwen35moe", "qwen3_5_text": "qwen35", "qwen3_moe": "qwen3moe"} | {
+    "cohere": "command-r", "ernie4_5_moe": "ernie4_5-moe", "exaone_moe": "exaone-moe", "gemma3_text": "gemma3", "gemma4_text": "gemma4",
+    "glm": "chatglm", "glm4_moe": "glm4moe", "granitemoehybrid": "granite", "hunyuan_v1_dense": "hunyuan-dense", "lfm2_moe": "lfm2moe",
+    "minimax_m2": "minimax-m2", "ministral3": "mistral3", "mistral": "llama", "mixtral": "llama", "olmo3": "olmo2", "qwen2_moe": "qwen2moe",
+    "qwen3_5_moe_text": "qwen35moe", "qwen3_5_text": "qwen35", "qwen3_moe": "qwen3moe"} | {
     name: name for name in ("arcee", "cohere2", "dots1", "ernie4_5", "exaone4", "gemma", "gemma2", "glm4", "granite", "granitemoe",
                             "lfm2", "llama", "olmo2", "olmoe", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "starcoder2")}
 
@@ -233,10 +236,11 @@ def _of_experts(part: str, experts: int, place: str, names: Mapping[str, str]) -
     if part == ROUTER:
         return [f"{place}.gate"]
     base, _, number = part.partition(".")
+    before = place and f"{place}."
     if number.isdecimal() and base in SINGLE_EXPERTS and int(number) < experts:
-        return [f"{place}.experts.{int(number)}.{names[SINGLE_EXPERTS[base]]}"]
+        return [f"{before}experts.{int(number)}.{names[SINGLE_EXPERTS[base]]}"]
     kinds = JOINT_EXPERTS.get(part) or ((EXPERTS[part],) if part in EXPERTS else ())
-    return [f"{place}.experts.{expert}.{names[kind]}" for expert in range(experts) for kind in kinds]
+    return [f"{before}experts.{expert}.{names[kind]}" for expert in range(experts) for kind in kinds]
 
 
 # Role of a tensor of a family -> the part of its name in a file.

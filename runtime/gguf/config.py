@@ -19,7 +19,7 @@ from ...offload.header import CheckpointError, damaged, shown
 from ...quant.weight import to_f32
 from ..config import MAX_LAYERS, ModelConfig, parse_config
 from ..config_rope import GLOBAL, GROWTH, LOCAL
-from . import latent_attention, linear_attention, short_conv, state_spaces, stateful, yarn
+from . import gemma4, latent_attention, linear_attention, short_conv, state_spaces, stateful, yarn
 from .architectures import FACTORS, HARMLESS, LONG, NEUTRAL, RMS_NORM, SHARED_WIDTH, SHORT, UNTURNED, Architecture, architecture
 
 # Below the architecture's name -> config.json.
@@ -103,6 +103,8 @@ def config_json(header: GgufHeader, factors: Factors) -> dict[str, object]:
         if f"{name}.{key}" not in data:
             damaged(path, f"lacks key {name}.{key}")
     for theirs, ours in {**KEYS, **found.keys}.items():
+        if name == gemma4.NAME and theirs in gemma4.BY_LAYER:
+            continue
         if (value := data.get(f"{name}.{theirs}")) is not None:
             if theirs == stateful.HEADS and found.kinds and isinstance(value, np.ndarray) and (value == 0).any():
                 value, raw["layer_types"] = stateful.layers_without(path, f"{name}.{theirs}", value, raw["num_hidden_layers"],
@@ -113,11 +115,15 @@ def config_json(header: GgufHeader, factors: Factors) -> dict[str, object]:
         damaged(path, f"has tensor token_embd.weight of shape {list(embedding.shape)}, expected rows and columns")
     raw["vocab_size"] = embedding.shape[0]
     raw["tie_word_embeddings"] = "output.weight" not in header.tensors
-    if name != latent_attention.NAME:
-        _heads(header, name, raw, found)
-    _family(header, raw)
+    if name == gemma4.NAME:
+        kinds = layer_types(header, raw["num_hidden_layers"], 1)
+        gemma4.add_gemma4(header, raw, kinds, factors.get(FACTORS), raw.pop("sliding_window"))
+    else:
+        if name != latent_attention.NAME:
+            _heads(header, name, raw, found)
+        _family(header, raw)
     growth = raw.pop(GROWTH, None)
-    raw |= _rope(header, name, raw, factors)
+    raw |= {} if name == gemma4.NAME else _rope(header, name, raw, factors)
     if growth is not None:
         _grow(header, name, raw, growth)
     for role in ("bos", "eos"):

@@ -16,7 +16,7 @@ from ...offload.gguf import Value
 from ..config import ModelConfig
 from ..config_rope import GROWTH, RopeConfig
 from ..rope import RopeTable, rope_table
-from . import latent_attention, stateful, yarn
+from . import gemma4, latent_attention, stateful, yarn
 from .architectures import ARCHITECTURES, BY_FAMILY, FACTORS, LONG, SHORT, UNTURNED, Architecture, file_architecture
 from .config import COHERE2_EVERY, EXAONE4_EVERY, EXAONE4_LAYERS, OLMO3_EVERY, OTHER_SCALE, SIGMOID
 
@@ -32,7 +32,8 @@ UNDIVIDED = ("cohere", "cohere2", "deepseek_v2", "deepseek_v3", "dots1", "ernie4
              "qwen3_5_moe_text", "qwen3_5_text", "seed_oss", "starcoder2")
 # Families whose heads llama.cpp takes to be as wide as the model together.
 EVEN_HEADS = ("cohere", "cohere2", "exaone4", "glm", "lfm2", "lfm2_moe", "olmo2", "olmo3", "qwen2_moe", "starcoder2")
-ACTS = {"arcee": "relu2", **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "starcoder2"), "gelu_tanh")}  # by family, others have silu
+# By family, others have silu.
+ACTS = {"arcee": "relu2", **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "gemma4_text", "starcoder2"), "gelu_tanh")}
 UNGROUPED = ("dots1", "olmoe")  # families whose heads llama.cpp takes to have keys and values of their own
 # Families whose files say how experts are scored and weighed.
 STATED_SUM = ("deepseek_v2", "deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite")
@@ -75,6 +76,8 @@ def _departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
         yield config.windows != usual or (window is None) == windows, \
             f"has {config.num_hidden_layers} layers and {'no sliding' if window is None else 'sliding'} windows in its layers"
         yield window is None and None in config.ropes, "turns no layer by position"
+    elif family == gemma4.FAMILY:
+        yield from gemma4.departures(config)
     else:
         yield family not in WITHOUT_WINDOW and set(config.windows) != {None}, "has a sliding window"
     if family.startswith("gemma"):
@@ -160,6 +163,8 @@ def _of_family(config: ModelConfig) -> dict[str, Value]:
                  "residual_scale": float(config.residual_multiplier), "logit_scale": float(config.logits_scaling)}
     if config.rope.params.get(GROWTH):
         keys["attention.temperature_scale"] = float(config.rope.params[GROWTH])
+    if config.family == gemma4.FAMILY:
+        keys |= gemma4.stated(config)
     if config.mixture is not None:
         keys |= {"expert_count": config.mixture.experts, "expert_used_count": config.mixture.per_token}
         if config.family in ("qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", *LEADING_DENSE):
@@ -210,6 +215,8 @@ def rotary_tensors(config: ModelConfig) -> dict[str, np.ndarray]:
     Raises EffllmError for kinds that depend on the length.
     """
     rope = config.rope or PLAIN_ROPE
+    if config.family == gemma4.FAMILY:
+        return {FACTORS: gemma4.divisors(config)}
     if rope.kind in ("default", "linear", "yarn"):
         return {}
     params = rope.params

@@ -43,7 +43,7 @@ from .settings import licence_metadata, sampling_metadata
 from .store import separated
 
 OTHER_PLACE = "give another place with -o"
-BLOCK, HEADS = 32, ("embed", "head")
+BLOCK, HEADS = 32, ("embed", "layer_embed", "head")
 BLOCK_NBYTES = 16 << 20  # float32 rows at once
 VECTORS = (SHARED[3], "correction")  # roles of rows that files hold as vectors
 HEADED = ("olmo2", "olmoe")  # their files hold a head, also where it is the embedding

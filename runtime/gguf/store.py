@@ -39,6 +39,7 @@ from ..families import TensorRule
 from ..made_store import ARRANGED_NBYTES, MadeStore, scratch_nbytes, steps
 from .architectures import DIVISORS, ROUTER, Architecture, architecture, own_names
 from .config import Factors, model_config, rotary_divisors
+from .gemma4 import is_unused
 from .latent_attention import HALVES, Halves, halves
 from .split import close_all, open_parts
 from .stateful import DECAYS
@@ -112,6 +113,8 @@ class GgufStore(MadeStore):
                 continue
             whole, tensor = tensor, _matrices(tensor)
             names = own_names(tensor.name, file.found, config.mixture.experts if config.mixture else 0)
+            if names is not None and all(is_unused(name, config) for name in names):
+                continue
             if names is None or not wanted.keys() >= set(names):
                 raise CheckpointError(f"{self._path} holds tensor {shown(tensor.name)}, which no {config.family} model has",
                                       "the file is of another kind of model than it says")

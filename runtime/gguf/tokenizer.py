@@ -1,7 +1,8 @@
 """The tokenizer that lies in a GGUF file's metadata, built for the `tokenizers` library: byte-level merges, or SentencePiece with scores.
 
 The vocabulary's kind is `tokenizer.ggml.model`: "gpt2" has merges in order of rank, "llama" only scores, from which the merges that they
-imply are made (every way to cut a token in two known ones, best score first). Every list is held against the others' lengths first.
+imply are made (every way to cut a token in two known ones, best score first), and "gemma4" is of the latter kind with merges. Every list
+is held against the others' lengths first.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from .store import read_header
 
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)
 SPACE = "▁"
-MODELS = ("gpt2", "llama")
+MODELS = ("gpt2", "llama", "gemma4")
 ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}  # ours -> tokenizer.ggml.<>_token_id
 ENDS = ("eos", "eot", "eom")
 # Control tokens also where a file has them for words, as some do: templates write them, and they end a turn.
@@ -82,7 +83,7 @@ def read_vocabulary(header: GgufHeader) -> Vocabulary:
     if model == "llama" and scores is None:
         raise fail("tokenizer.ggml.scores", f"{len(tokens)} numbers")
     merges = data.get("tokenizer.ggml.merges", [])
-    if not isinstance(merges, list) or (model == "gpt2" and not merges) or any(merge.find(" ", 1) < 1 for merge in merges):
+    if not isinstance(merges, list) or (model != "llama" and not merges) or any(merge.find(" ", 1) < 1 for merge in merges):
         raise fail("tokenizer.ggml.merges", "a list of pairs of texts")
     pre = data.get("tokenizer.ggml.pre", "default")
     if not isinstance(pre, str):
@@ -96,7 +97,7 @@ def read_vocabulary(header: GgufHeader) -> Vocabulary:
             raise fail(f"tokenizer.ggml.{name}_token_id", "a token")
         if value is not None and value < len(tokens):
             ids[name] = value
-    default = model == "llama" or CUTTERS[pre].bos
+    default = model != "gpt2" or CUTTERS[pre].bos
     template = data.get("tokenizer.chat_template")
     if template is not None and not isinstance(template, str):
         raise fail("tokenizer.chat_template", "a text")
@@ -132,22 +133,28 @@ def _ids(tokens: Iterable[str]) -> dict[str, int]:
 
 def _byte_level(vocabulary: Vocabulary) -> Tokenizer:
     ids, cutter = _ids(vocabulary.tokens), CUTTERS[vocabulary.pre]
+    made = Tokenizer(models.BPE(vocab=ids, merges=_stated_merges(vocabulary, ids), fuse_unk=False, byte_fallback=False,
+                                ignore_merges=cutter.whole))
+    made.pre_tokenizer = pre_tokenizer(cutter.patterns)
+    made.decoder = decoders.ByteLevel()
+    return made
+
+
+def _stated_merges(vocabulary: Vocabulary, ids: Mapping[str, int]) -> list[tuple[str, str]]:
     pairs = []
     for merge in vocabulary.merges:
         at = merge.find(" ", 1)
         left, right = merge[:at], merge[at + 1 :]
         if left in ids and right in ids and left + right in ids:
             pairs.append((left, right))
-    made = Tokenizer(models.BPE(vocab=ids, merges=pairs, fuse_unk=False, byte_fallback=False, ignore_merges=cutter.whole))
-    made.pre_tokenizer = pre_tokenizer(cutter.patterns)
-    made.decoder = decoders.ByteLevel()
-    return made
+    return pairs
 
 
 def _sentence_piece(vocabulary: Vocabulary) -> Tokenizer:
     ids = _ids(vocabulary.tokens)
     unknown = vocabulary.special_tokens.get("unk_token")
-    made = Tokenizer(models.BPE(vocab=ids, merges=implied_merges(vocabulary, ids), unk_token=unknown, fuse_unk=True,
+    merges = implied_merges(vocabulary, ids) if vocabulary.model == "llama" else _stated_merges(vocabulary, ids)
+    made = Tokenizer(models.BPE(vocab=ids, merges=merges, unk_token=unknown, fuse_unk=True,
                                 byte_fallback=bool((vocabulary.kinds == BYTE).any())))
     spaces = normalizers.Replace(" ", SPACE)
     made.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces]) if vocabulary.space_prefix else spaces

@@ -1,0 +1,129 @@
+"""What GGUF files say otherwise of Gemma 4: heads, widths and windows by layer, and which channels of wide heads turn, by divisors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import numpy as np
+
+from ...offload.gguf import GgufHeader, Value
+from ...offload.header import CheckpointError, damaged
+from ..config import ModelConfig
+from ..config_rope import GLOBAL, LOCAL, TURNED
+
+NAME, FAMILY = "gemma4", "gemma4_text"
+# Below the architecture's name -> config.json.
+KEYS = {"attention.key_length": "global_head_dim", "attention.key_length_swa": "head_dim", "attention.shared_kv_layers":
+        "num_kv_shared_layers", "embedding_length_per_layer_input": "hidden_size_per_layer_input", "expert_count": "num_experts",
+        "expert_used_count": "top_k_experts", "expert_feed_forward_length": "moe_intermediate_size", "final_logit_softcapping":
+        "final_logit_softcapping", "rope.freq_base_swa": "rope_local_base_freq"}
+BY_LAYER = ("attention.head_count_kv", "feed_forward_length")  # one number, or one for every layer
+LENGTHS = ("attention.value_length", "attention.value_length_swa", "rope.dimension_count", "rope.dimension_count_swa")
+REQUIRED = ("attention.key_length", "attention.key_length_swa", "attention.sliding_window", "attention.sliding_window_pattern",
+            "embedding_length_per_layer_input")
+# Parts of tensors' names -> those of a checkpoint, and such parts with their kinds.
+NAMES = {"post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm", "post_ffw_norm":
+         "post_feedforward_layernorm", "inp_gate": "per_layer_input_gate", "proj": "per_layer_projection", "post_norm":
+         "post_per_layer_input_norm", "pre_ffw_norm_2": "pre_feedforward_layernorm_2", "post_ffw_norm_1": "post_feedforward_layernorm_1",
+         "post_ffw_norm_2": "post_feedforward_layernorm_2"}
+WHOLE = {"layer_output_scale.weight": "layer_scalar", "ffn_gate_inp.weight": "router.proj.weight", "ffn_gate_inp.scale": "router.scale",
+         "ffn_down_exps.scale": "router.per_expert_scale"}
+OUTER = {"per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight", "per_layer_model_proj.weight":
+         "model.per_layer_model_projection.weight", "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight"}
+ROLES = {"layer_scale": "layer_output_scale.weight", "router_scale": "ffn_gate_inp.scale", "expert_scales": "ffn_down_exps.scale",
+         "input_gate": "inp_gate", "input_out": "proj", "input_after": "post_norm", "expert_norm": "pre_ffw_norm_2", "experts_after":
+         "post_ffw_norm_2", "mlp_after": "post_ffw_norm_1", "layer_embed": "per_layer_token_embd", "layer_proj": "per_layer_model_proj",
+         "layer_norm": "per_layer_proj_norm"}
+STILL = 1e30  # what the frequency of a pair of channels is divided by that does not turn
+UNUSED = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:k_proj|v_proj|k_norm)\..+")  # where a layer has no keys and values of its own
+
+
+def by_layer(header: GgufHeader, key: str, layers: object) -> list[int]:
+    """The numbers of all layers. Raises CheckpointError."""
+    value = header.metadata.get(f"{NAME}.{key}")
+    if isinstance(value, np.ndarray) and value.dtype.kind in "iu" and len(value) == layers:
+        return value.tolist()
+    if type(value) is not int or type(layers) is not int:
+        damaged(header.path, f"states {NAME}.{key} that is neither a number nor one for each layer")
+    return [value] * min(layers, 1 << 16)
+
+
+def add_gemma4(header: GgufHeader, raw: dict[str, object], kinds: list[str], divisors: np.ndarray | None, window: object) -> None:
+    """Put into `raw`, a config.json in the making, what the architecture says in its own way: `kinds` are the layers' types, `divisors` of
+    rotary frequencies. Raises CheckpointError."""
+    layers, tensors = len(kinds), header.tensors
+    heads, widths = (by_layer(header, key, layers) for key in BY_LAYER)
+    shared = raw.setdefault("num_kv_shared_layers", 0)
+    narrow, wide = raw.pop("head_dim"), raw.pop("global_head_dim")
+    for key, own in zip(LENGTHS, (wide, narrow) * 2, strict=True):
+        if header.metadata.get(f"{NAME}.{key}", own) != own:
+            raise CheckpointError(f"{header.path} states {NAME}.{key} {header.metadata[f'{NAME}.{key}']} for heads of {own}, which is not "
+                                  "supported", "heads here have keys and values of one width and turn as a whole")
+    usual = next((count for count, kind in zip(heads, kinds) if kind == LOCAL), heads[0])
+    raw |= {"head_dim": narrow, "num_key_value_heads": usual, "sliding_window": window, "layer_types": kinds, "per_layer_config": {
+        str(i): {"head_dim": wide, "num_key_value_heads": count} for i, (count, kind) in enumerate(zip(heads, kinds)) if kind == GLOBAL}}
+    first = layers - shared if type(shared) is int and 0 <= shared < layers else layers
+    double = first < layers and widths[-1] == 2 * widths[0]
+    if widths != [widths[0] * (1 + (double and i >= first)) for i in range(layers)]:
+        damaged(header.path, f"states {NAME}.feed_forward_length that differs by layer otherwise than where keys and values are shared")
+    raw |= {"intermediate_size": widths[0], "use_double_wide_mlp": double, "attention_bias": "blk.0.attn_q.bias" in tensors,
+            "attention_k_eq_v": any(kind == GLOBAL and f"blk.{i}.attn_v.weight" not in tensors for i, kind in enumerate(kinds[:first])),
+            "enable_moe_block": bool(raw.get("num_experts"))}
+    if not raw["enable_moe_block"]:
+        raw |= {"num_experts": None, "top_k_experts": None, "moe_intermediate_size": None}
+    table = tensors.get("per_layer_token_embd.weight")
+    if table is not None:
+        raw["vocab_size_per_layer_input"] = table.shape[0]
+    turned = 1.0
+    if divisors is not None:
+        count = int((divisors == 1.0).sum())
+        if len(divisors) != wide // 2 or (divisors[:count] != 1.0).any() or (divisors[count:] < STILL / 1e9).any():
+            damaged(header.path, "divides rotary frequencies otherwise than by 1 or so that a pair of channels stands still")
+        turned = count / len(divisors)
+    raw["rope_parameters"] = {GLOBAL: {"rope_type": "proportional", TURNED: turned, "rope_theta": raw.pop("rope_theta", 1_000_000.0)},
+                              LOCAL: {"rope_type": "default", "rope_theta": raw.pop("rope_local_base_freq", 10_000.0)}}
+
+
+def is_unused(name: str, config: ModelConfig) -> bool:
+    """Is this, by its name in a checkpoint, of a layer's keys and values that attends to another's? Writers keep them."""
+    found = UNUSED.fullmatch(name)
+    return bool(config.kv_sources) and found is not None and int(found[1]) not in config.attention_layers
+
+
+def stated(config: ModelConfig) -> dict[str, Value]:
+    """The keys of the family, below the architecture's name."""
+    wide = next(layer for layer, window in enumerate(config.windows) if window is None)
+    narrow = next(layer for layer, window in enumerate(config.windows) if window is not None)
+    (_, long), (_, short) = config.heads_of(wide), config.heads_of(narrow)
+    layers = range(config.num_hidden_layers)
+    lengths = dict(zip(LENGTHS, (long, short) * 2, strict=True))
+    keys: dict[str, Value] = {
+        "attention.key_length": long, "attention.key_length_swa": short, **lengths,
+        "rope.freq_base_swa": float(config.ropes[narrow].theta),
+        "attention.shared_kv_layers": config.num_hidden_layers - len(config.attention_layers),
+        "embedding_length_per_layer_input": config.input_width,
+        "attention.sliding_window_pattern": np.array([config.windows[layer] is not None for layer in layers], np.int32),
+        "attention.head_count_kv": np.array([config.heads_of(layer)[0] for layer in layers], np.int32),
+        "feed_forward_length": np.array([config.ffn_of(layer) for layer in layers], np.int32)}
+    return keys if config.mixture is None else {**keys, "expert_feed_forward_length": config.mixture.width}
+
+
+def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """(whether it is so, what files cannot say)."""
+    kinds = {window is None for window in config.windows}
+    yield len(kinds) < 2, "has layers of one type alone"
+    wide, narrow = ([rope for rope, window in zip(config.ropes, config.windows) if (window is None) == is_wide]
+                    for is_wide in (True, False))
+    yield any(rope.kind != "proportional" or rope.params["factor"] != 1.0 for rope in wide), "stretches its rotary positions"
+    yield any(rope.kind != "default" for rope in narrow), "stretches the rotary positions of layers with a window"
+    yield bool(config.input_width) and config.input_vocab != config.vocab_size, "has another vocabulary in what layers are given"
+
+
+def divisors(config: ModelConfig) -> np.ndarray:
+    """Of the rotary frequencies of layers without a window, float32 [half of a head]."""
+    wide = next(layer for layer, window in enumerate(config.windows) if window is None)
+    half = config.heads_of(wide)[1] // 2
+    turned = int(config.ropes[wide].params[TURNED] * half)
+    return np.where(np.arange(half) < turned, 1.0, STILL).astype("<f4")
+
