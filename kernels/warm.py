@@ -35,6 +35,7 @@ def compiled_functions(kinds: Sequence[str] = KINDS) -> list[Kernel | Jit]:
         experts,
         foreign_blocks,
         foreign_floats,
+        foreign_levels,
         foreign_words,
         gemm,
         kv_few,
@@ -60,7 +61,7 @@ def compiled_functions(kinds: Sequence[str] = KINDS) -> list[Kernel | Jit]:
     states = delta_loops, short_conv_loops, mamba2_loops, latent_loops
     modules = {KV: (kv_many, kv_few, kv_seal, kv_merge), LOW_BIT: (packed, gemm, packed_rows), EXACT: (gemm,), LOOKUP: (lut, lut_order),
                BUNDLED: (neurons,), SPARSE: (estimates, choices),
-               FOREIGN: (foreign_words, foreign_blocks, foreign_floats),
+               FOREIGN: (foreign_words, foreign_blocks, foreign_floats, foreign_levels),
                RAW: (sampling, attention, attention_few, linear, rows, experts, threads, roof, *states)}
     return [value for kind, of_kind in modules.items() if kind in kinds for module in of_kind for value in vars(module).values()
             if isinstance(value, Kernel | Jit) and (value is gemm.multiply_exact) == (kind == EXACT)]

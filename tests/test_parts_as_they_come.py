@@ -122,7 +122,7 @@ def test_parts_that_stay_are_few_jobs(way: str, folders: dict[str, Path], noted:
     engine.close()
     together = sum(noted[kernel] for kernel in PRODUCTS)
     slices, outer = engine.model.streamed.parts.slices, engine.model.tensors["outer"]
-    stages = [[tensors[role].name for role in stage] for key, tensors in engine.model.tensors.items() if key != "outer"
+    stages = [[tensors[role].name for role in stage if role in tensors] for key, tensors in engine.model.tensors.items() if key != "outer"
               for stage in parts.STAGES if stage[0] in tensors]
     stages += 2 * [[outer.get("head", outer["embed"]).name]]
     matrices = [sum(len(slices[name]) for name in stage) for stage in stages]

@@ -28,6 +28,8 @@ SECTIONS = {
     "yarn, not truncated": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "truncate": False},
     "yarn, factor from the lengths": {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 128},
     "yarn, one step": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "beta_fast": 1.0, "beta_slow": 1.0},
+    "proportional": {"rope_type": "proportional", "partial_rotary_factor": 0.25},
+    "proportional, factor": {"rope_type": "proportional", "partial_rotary_factor": 0.6, "factor": 8.0},
     "longrope": {"rope_type": "longrope", "short_factor": RAMP, "long_factor": [3 * x for x in RAMP], "original_max_position_embeddings":
                  128},
     "longrope, factor": {"rope_type": "longrope", "short_factor": RAMP, "long_factor": RAMP[::-1], "factor": 16.0,

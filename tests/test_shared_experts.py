@@ -95,7 +95,7 @@ def test_the_definition_runs_where_no_kernel_does(ops) -> None:
     layer, x, seen = Shared(("f32",), True, True), inputs(5), []
     stream, expected = x.copy(), layer.meant(x, ROUTINGS["sigmoid"])[0]
     moe.run_reference(ops, stream, layer.norm, layer.router, layer.experts, (ROUTINGS["sigmoid"], "silu"), seen.append, layer.correction,
-                      layer.shared)
+                      layer.shared, None)
     close(stream, expected, x)
     assert seen[0].shared.shape == (5, SHARED_WIDTH)
 
