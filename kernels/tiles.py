@@ -8,6 +8,7 @@ A weight `[N, K]` is one blob of 64-byte aligned sections, in this order:
              block, offset: [N/16][K/group][16 half-precision floats]
              super: [N/16][K/256][16 halves d, 16 halves e, then per tile 16 bytes s | (m & 3) << 6 and 8 bytes: m >> 2 of row r in the
              low nibble of byte r, of row r + 8 in the high one]
+             nibble: [N/16][K/256][16 halves d, 16 halves e, then per group 16 bytes s | m << 4]
              signed, table: [N/16][K/256][16 halves d, then per group 16 int8 s]
     zeros    affine and offset only: [N/16][K/group][16 bytes]
     rows     bfloat16 [N], a scale per row
@@ -32,10 +33,11 @@ from .layout import align
 ROWS, TILE = 16, 32  # rows of a block, inputs of a tile
 PLANES = {8: (8,), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,)}
 CODEBOOK, AFFINE, SYMMETRIC, TERNARY, BLOCK = range(5)
-MXFP, OFFSET, SUPER, SIGNED, TABLE = 7, 8, 9, 10, 11
+MXFP, OFFSET, SUPER, SIGNED, TABLE, NIBBLE = 7, 8, 9, 10, 11, 12
 SCHEMES = {"codebook": CODEBOOK, "affine": AFFINE, "symmetric": SYMMETRIC, "ternary": TERNARY, "block": BLOCK, "mxfp": MXFP,
-           "offset": OFFSET, "super": SUPER, "signed": SIGNED, "table": TABLE}
-IN_SUPERS = ("super", "signed", "table")  # whose scales are records of super-blocks
+           "offset": OFFSET, "super": SUPER, "signed": SIGNED, "table": TABLE,
+           "nibble": NIBBLE}
+IN_SUPERS = ("super", "nibble", "signed", "table")  # whose scales are records of super-blocks
 SCHEME_SHIFT, SCHEME_MASK = 4, 15  # a kernel gets bits << SCHEME_SHIFT | scheme
 CODEBOOK_SCALES = 16  # scale codes, four bits each
 LEVELS_NBYTES = STEPS_NBYTES = 16
@@ -47,6 +49,8 @@ SUPER_BLOCK = 256  # inputs that share a half-precision scale, and a scale of mi
 # Bytes of what begins a record (the scales of a super-block of 16 rows), of a tile's codes in it, and of all.
 SUPER_HEAD, SUPER_TILE, SIGNED_HEAD, SIGNED_TILE = 4 * ROWS, 24, 2 * ROWS, 2 * ROWS
 SUPER_NBYTES, SIGNED_NBYTES = SUPER_HEAD + 8 * SUPER_TILE, SIGNED_HEAD + 8 * SIGNED_TILE
+NIBBLE_TILE = 2 * ROWS  # behind a head as of `super`
+NIBBLE_NBYTES = SUPER_HEAD + 8 * NIBBLE_TILE
 MOST_COLUMNS = 1 << 28  # of a weight with outliers: what a place can name
 
 
@@ -70,7 +74,7 @@ def scales_nbytes(scheme: str, group: int, depth: int) -> int:
     if scheme == "codebook":
         return depth // TILE * ROWS
     if scheme in IN_SUPERS:
-        return depth // SUPER_BLOCK * (SUPER_NBYTES if scheme == "super" else SIGNED_NBYTES)
+        return depth // SUPER_BLOCK * {"super": SUPER_NBYTES, "nibble": NIBBLE_NBYTES}.get(scheme, SIGNED_NBYTES)
     return depth // group * ROWS * (2 if scheme in ("block", "offset") else 1)
 
 

@@ -61,9 +61,9 @@ def minimum_values(codes: Codes) -> np.ndarray | None:
 
 def _supers(codes: Codes, which: int) -> np.ndarray:
     """d or e of every group, float32 [N, G]. Times codes of at most 8 bits it is exact."""
-    groups = codes.scales.shape[1]
+    groups, depth = codes.scales.shape[1], codes.codes.shape[1]
     halves = to_f32(np.ascontiguousarray(codes.supers[:, :, which]), "f16")
-    return np.repeat(halves, SUPER_BLOCK // (16 if codes.minima is None else 32), axis=1)[:, :groups]
+    return np.repeat(halves, SUPER_BLOCK // (32 if groups == -(-depth // 32) else 16), axis=1)[:, :groups]
 
 
 def bf16(values: np.ndarray) -> np.ndarray:
@@ -75,7 +75,7 @@ def values(codes: Codes, spec: QuantSpec) -> np.ndarray:
     """v(code), int16 [N, K]: the integers that a kernel multiplies."""
     if codes.levels is not None:
         return codes.levels.astype(np.int16)[codes.codes]
-    if spec.scheme == "super":
+    if spec.scheme in ("super", "nibble"):
         return codes.codes.astype(np.int16)
     if spec.scheme in ("affine", "offset"):
         return codes.codes.astype(np.int16) - spread(codes.zeros, spec, codes.codes.shape[1]).astype(np.int16)

@@ -64,7 +64,7 @@ def put_factors(blob: np.ndarray, spec: QuantSpec, shape: tuple[int, int], begin
     if spec.scheme == "codebook":
         part = _pack_small_scales(scales)
     elif supers is not None:
-        part = super_blocks.pack(scales, supers, minima, at.depth)
+        part = super_blocks.pack(scales, supers, minima, at.depth, spec.scheme)
     else:
         part = _by_block(scales)
     _put(blob, at.scales + first * scales_nbytes(spec.scheme, spec.group, at.depth), part.view(np.uint8))
@@ -96,7 +96,7 @@ def unpack(blob: np.ndarray, spec: QuantSpec, shape: tuple[int, int]) -> Codes:
     if spec.scheme == "codebook":
         scales = _unpack_small_scales(blob[at.scales :], blocks, at.depth // TILE)[:n, :used]
     elif spec.scheme in super_blocks.SCHEMES:
-        found = super_blocks.unpack(blob[at.scales :], spec.scheme == "super", at.rows, at.depth)
+        found = super_blocks.unpack(blob[at.scales :], spec.scheme, at.rows, at.depth)
         supers = found[1][:n, : -(-k // SUPER_BLOCK)]
         scales, minima = (None if each is None else each[:n, :used] for each in (found[0], found[2]))
     else:
@@ -151,10 +151,11 @@ def _check(codes: Codes, spec: QuantSpec, sparse_count: int) -> None:
         raise ValueError(f"scales {codes.scales.shape} and rows {codes.rows.shape} for {spec} of shape {(n, k)}")
     if codes.scales.dtype != (np.uint16 if spec.scheme in HALVES else np.int8 if spec.scheme in ("signed", "table") else np.uint8):
         raise ValueError(f"scales of {codes.scales.dtype} for {spec}")
-    if (codes.supers is None) != (spec.scheme not in super_blocks.SCHEMES) or (codes.minima is None) != (spec.scheme != "super"):
+    if (codes.supers is None) != (spec.scheme not in super_blocks.SCHEMES) or (
+            codes.minima is None) != (spec.scheme not in super_blocks.WITH_MINIMA):
         raise ValueError(f"super-blocks and minima do not belong to {spec}, or are missing")
     if codes.supers is not None:
-        super_blocks.check(codes.scales, codes.supers, codes.minima, k)
+        super_blocks.check(codes.scales, codes.supers, codes.minima, k, spec.scheme)
     if (codes.zeros is None) != (spec.scheme not in ("affine", "offset")) or (codes.steps is None) != (spec.scheme != "codebook") or (
             codes.levels is None) != (spec.scheme not in ("codebook", "mxfp", "table")):
         raise ValueError(f"zeros belong to affine and offset, levels and steps to codebook weights, not to {spec}")

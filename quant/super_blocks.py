@@ -4,22 +4,34 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..kernels.tiles import IN_SUPERS, ROWS, SIGNED_HEAD, SIGNED_NBYTES, SUPER_BLOCK, SUPER_HEAD, SUPER_NBYTES, SUPER_TILE, TILE
+from ..kernels.tiles import (
+    IN_SUPERS,
+    NIBBLE_NBYTES,
+    ROWS,
+    SIGNED_HEAD,
+    SIGNED_NBYTES,
+    SUPER_BLOCK,
+    SUPER_HEAD,
+    SUPER_NBYTES,
+    SUPER_TILE,
+    TILE,
+)
 
 SCHEMES = IN_SUPERS
+WITH_MINIMA = ("super", "nibble")
 TILES = SUPER_BLOCK // TILE  # of a super-block
-MOST = 63  # a scale or minimum code of 6 bits
+MOST = {"super": 63, "nibble": 15}  # a scale or minimum code
 
 
-def check(scales: np.ndarray, supers: np.ndarray, minima: np.ndarray | None, depth: int) -> None:
+def check(scales: np.ndarray, supers: np.ndarray, minima: np.ndarray | None, depth: int, scheme: str) -> None:
     """Raises ValueError for arrays that do not fit one another, or codes that do not fit their bits."""
     if supers.shape != (len(scales), -(-depth // SUPER_BLOCK), 1 if minima is None else 2) or supers.dtype != np.uint16:
         raise ValueError(f"super-blocks {supers.shape} of {supers.dtype} for {len(scales)} rows of {depth} inputs")
-    if minima is not None and (minima.shape != scales.shape or max(scales.max(initial=0), minima.max(initial=0)) > MOST):
-        raise ValueError(f"minima {minima.shape} and scales {scales.shape}: codes of six bits are up to {MOST}")
+    if minima is not None and (minima.shape != scales.shape or max(scales.max(initial=0), minima.max(initial=0)) > MOST[scheme]):
+        raise ValueError(f"minima {minima.shape} and scales {scales.shape}: codes are up to {MOST[scheme]} in {scheme} formats")
 
 
-def pack(scales: np.ndarray, supers: np.ndarray, minima: np.ndarray | None, depth: int) -> np.ndarray:
+def pack(scales: np.ndarray, supers: np.ndarray, minima: np.ndarray | None, depth: int, scheme: str) -> np.ndarray:
     """scales [rows, groups] padded; supers [n, S, 1 or 2], minima [n, G] or None -> uint8 [records, their bytes]."""
     rows, groups = scales.shape
     count = depth // SUPER_BLOCK
@@ -38,15 +50,18 @@ def pack(scales: np.ndarray, supers: np.ndarray, minima: np.ndarray | None, dept
     wide = np.zeros(scales.shape, np.uint8)
     wide[: len(minima), : minima.shape[1]] = minima
     low, least = by_group(scales), by_group(wide)
+    if scheme == "nibble":
+        return np.concatenate([head, (low | least << 4).reshape(blocks, count, -1)], axis=2)
     high = least >> 2
     tiles = np.concatenate([low | (least & 3) << 6, high[..., : ROWS // 2] | high[..., ROWS // 2 :] << 4], axis=3)
     return np.concatenate([head, tiles.reshape(blocks, count, -1)], axis=2)
 
 
-def unpack(raw: np.ndarray, with_minima: bool, rows: int, depth: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+def unpack(raw: np.ndarray, scheme: str, rows: int, depth: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """The way back: scales [rows, groups], supers [rows, super-blocks, 1 or 2], minima [rows, groups] or None."""
     blocks, count = rows // ROWS, depth // SUPER_BLOCK
-    nbytes, head = (SUPER_NBYTES, SUPER_HEAD) if with_minima else (SIGNED_NBYTES, SIGNED_HEAD)
+    nbytes = {"super": SUPER_NBYTES, "nibble": NIBBLE_NBYTES}.get(scheme, SIGNED_NBYTES)
+    head = SUPER_HEAD if scheme in WITH_MINIMA else SIGNED_HEAD
     records = raw[: blocks * count * nbytes].reshape(blocks, count, nbytes)
     halves = np.ascontiguousarray(records[:, :, :head]).view(np.uint16).reshape(blocks, count, -1, ROWS)
     supers = np.ascontiguousarray(halves.transpose(0, 3, 1, 2)).reshape(rows, count, -1)
@@ -55,9 +70,12 @@ def unpack(raw: np.ndarray, with_minima: bool, rows: int, depth: int) -> tuple[n
         return np.ascontiguousarray(values.transpose(0, 3, 1, 2)).reshape(rows, -1)
 
     codes = records[:, :, head:]
-    if not with_minima:
+    if scheme not in WITH_MINIMA:
         return by_row(codes.reshape(blocks, count, -1, ROWS)).view(np.int8), supers, None
+    if scheme == "nibble":
+        own = codes.reshape(blocks, count, -1, ROWS)
+        return by_row(own & 15), supers, by_row(own >> 4)
     tiles = codes.reshape(blocks, count, TILES, SUPER_TILE)
     low, high = tiles[..., :ROWS], tiles[..., ROWS:]
     high = np.concatenate([high & 15, high >> 4], axis=3)
-    return by_row(low & MOST), supers, by_row(low >> 6 | high << 2)
+    return by_row(low & MOST["super"]), supers, by_row(low >> 6 | high << 2)

@@ -157,7 +157,7 @@ def any_blocks(values: np.ndarray, kind: str) -> np.ndarray:
     size, nbytes = gguf.GGML_QUANT_SIZES[TYPES[kind]]
     rng = np.random.default_rng(values.size)
     raw = rng.integers(0, 256, (values.size // size, nbytes), np.uint8)
-    at = {"Q3_K": 108, "TQ1_0": 52, "TQ2_0": 64}.get(kind, 0)
+    at = {"Q2_K": 80, "Q3_K": 108, "TQ1_0": 52, "TQ2_0": 64}.get(kind, 0)
     if kind == "TQ1_0":  # five digits of three as a fraction of 256
         raw[:, :52] = -(-rng.integers(0, 243, (len(raw), 52)) * 256 // 243)
     wanted = float(np.sqrt(np.mean(np.square(values.astype(np.float64))))) or 1.0
@@ -169,6 +169,8 @@ def any_blocks(values: np.ndarray, kind: str) -> np.ndarray:
             raw[:, 49:56:2] = raw[:, 49:56:2] & 15 | np.array(nibbles, np.uint8)
         else:
             raw[:, at : at + 2] = two
+            if kind == "Q2_K":  # of minima
+                raw[:, at + 2 : at + 4] = two
 
     put(1.0)
     put(wanted / float(np.sqrt(np.mean(np.square(gguf.quants.dequantize(raw, TYPES[kind]), dtype=np.float64)))))
@@ -177,7 +179,7 @@ def any_blocks(values: np.ndarray, kind: str) -> np.ndarray:
 
 def blocks_near(values: np.ndarray, kind: str) -> np.ndarray:
     """Rows as blocks of a type."""
-    if kind in LEVELED:
+    if kind in LEVELED or kind in ("Q2_K", "IQ4_NL"):
         return any_blocks(values, kind)
     if kind.endswith("_K"):
         return super_blocks(values.reshape(-1, values.shape[-1]), kind).reshape(*values.shape[:-1], -1)

@@ -36,11 +36,12 @@ def random_codes(rng: np.random.Generator, spec: QuantSpec, shape: tuple[int, in
     with_zeros = spec.scheme in ("affine", "offset")
     zeros = rng.integers(0, 256 if every_scale else 1 << spec.bits, (rows, groups)).astype(np.uint8) if with_zeros else None
     supers = minima = None
-    if spec.scheme in ("super", "signed", "table"):
-        halves = rng.standard_normal((rows, -(-depth // 256), 2 if spec.scheme == "super" else 1), np.float32)
+    if spec.scheme in ("super", "nibble", "signed", "table"):
+        most = {"super": 63, "nibble": 15}.get(spec.scheme, 0)
+        halves = rng.standard_normal((rows, -(-depth // 256), 2 if most else 1), np.float32)
         supers = np.ldexp(halves, rng.integers(-20 if every_scale else -8, 0, halves.shape)).astype(np.float16).view(np.uint16)
-        scales = (scales & 63) if spec.scheme == "super" else scales.view(np.int8)
-        minima = rng.integers(0, 64, scales.shape, np.uint8) if spec.scheme == "super" else None
+        scales = (scales & most) if most else scales.view(np.int8)
+        minima = rng.integers(0, most + 1, scales.shape, np.uint8) if most else None
         if spec.scheme == "table":  # what keeps products with any level exact
             scales = (scales.astype(np.int16) % 65 - 32).astype(np.int8)
     count = round(rows * depth * spec.outliers)

@@ -24,7 +24,8 @@ from test_instruction_sets import X86, child
 
 STALE = 0xA5
 WIDE = {kind: 256 if spec.scheme in tiles.IN_SUPERS else 32 for kind, spec in KEPT.items()}  # inputs of a block
-HALVES = {"super": (0, 2), "signed": (208,), "block": (0,), "table": (0,), "Q3_K": (108,), "TQ1_0": (52,), "TQ2_0": (64,), "IQ1_M": ()}
+HALVES = {"super": (0, 2), "signed": (208,), "block": (0,), "table": (0,), "nibble": (80, 82), "Q3_K": (108,),
+          "TQ1_0": (52,), "TQ2_0": (64,), "IQ1_M": ()}
 several = settings(max_examples=40, deadline=None)
 seeds = st.integers(0, 2**32 - 1)
 

@@ -54,7 +54,7 @@ DOT["avx512vbmi"] = DOT["znver5"] = DOT["avx512"]
 WIDE = ("avx512", "avx512vbmi", "znver5")
 LOOPS = (("codebook4:16", "codebook"), ("codebook3:16", "codebook"), ("codebook2:16", "codebook"), ("symmetric8:32", "plain"),
          ("super4:32", "super"), ("super5:32", "super"), ("signed6:16", "signed"),
-         ("table4:16", "table"), ("table3:16", "table"))
+         ("table4:16", "table"), ("table3:16", "table"), ("nibble2:16", "nibble"))
 
 ARM = ("neondot", "neon")  # which LLVM writes assembly for anywhere (`test_arm.py`)
 
@@ -250,7 +250,7 @@ def test_every_format_has_the_same_bytes_on(name, tmp_path):
     both = set(own) & set(other)
     assert both >= set(FORMATS + WITH_OUTLIERS)
     narrow = {text for text in FORMATS + WITH_OUTLIERS
-              if QuantSpec.parse(text).bits <= 4 and not text.startswith(("mxfp", "super", "table"))}
+              if QuantSpec.parse(text).bits <= 4 and not text.startswith(("mxfp", "super", "nibble", "table"))}
     apart = {key.split(", ")[0] for key in set(own) ^ set(other)}
     assert apart == (narrow if "avx2" in (name, INSTRUCTION_SET) else set())
     assert all(own[key] == other[key] for key in both), [key for key in both if own[key] != other[key]]

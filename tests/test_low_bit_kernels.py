@@ -30,7 +30,7 @@ ALL = FORMATS + WITH_OUTLIERS
 # One of every loop, and the kinds of scales, zeros and corrections around them.
 SOME = ("codebook4:16", "codebook3:16", "codebook2:16", "symmetric8:32", "symmetric6:16", "symmetric5:128", "affine4:32", "affine3:64",
         "affine8:128", "ternary:64", "codebook4:16+0.01", "symmetric2:32", "block4:32", "offset4:128", "super4:32", "super5:32",
-        "signed6:16", "table4:16", "table3:16")
+        "signed6:16", "nibble2:16", "table4:16", "table3:16")
 COLUMNS = (1, 2, 3, 4, 5, 8, 15, 16)
 SHAPES = ((1, 1), (16, 32), (17, 33), (31, 100), (50, 257))
 
@@ -104,6 +104,16 @@ def test_long_rows_on_any_number_of_threads(pools, text):
             assert same(product(cpu, x[:count], each), want[:count]), f"{count} columns on {workers} threads"
 
 
+@pytest.mark.parametrize("text", ("super4:32", "signed6:16", "nibble2:16", "table4:16", "table3:16"))
+def test_many_columns_of_long_rows_of_super_blocks(pools, text):
+    """More inputs and rows than are expanded at once, an embedding's rows too."""
+    spec, rng = QuantSpec.parse(text), np.random.default_rng(seed_of(text))
+    codes, cpu = random_codes(rng, spec, (203, 5000)), CpuOps(pools[2], dims_for(5000, 203, 64))
+    weight, x = low_bit(codes, spec), rng.standard_normal((40, 5000), np.float32)
+    assert same(product(cpu, x, Linear(weight)), many(x, codes, spec))
+    assert np.array_equal(cpu.embed(np.array([0, 202, 7]), weight, 0.5), dequantize(codes, spec)[[0, 202, 7]] * np.float32(0.5))
+
+
 @pytest.mark.parametrize("text", SOME)
 def test_the_largest_numbers_of_a_format_do_not_overflow(pools, text):
     """Every code at an end of its range, every activation at an end of its own, signs equal and alternating."""
@@ -113,10 +123,11 @@ def test_the_largest_numbers_of_a_format_do_not_overflow(pools, text):
     top = 2 if spec.scheme == "ternary" else (1 << spec.bits) - 1
     ends = np.repeat(np.where(np.arange(32)[:, None] % 2, np.uint8(0), np.uint8(top)), depth, axis=1)
     ends[16:, ::2] = top - ends[16:, ::2]
-    most = {"codebook": 15, "super": 63, "signed": -128, "table": -32, "block": 0x7BFF, "offset": 0x7BFF}.get(spec.scheme, 255)
+    most = {"codebook": 15, "super": 63, "nibble": 15, "signed": -128, "table": -32, "block": 0x7BFF,
+            "offset": 0x7BFF}.get(spec.scheme, 255)
     base = replace(base, codes=ends, scales=np.full_like(base.scales, most))
-    if spec.scheme == "super":
-        base = replace(base, minima=np.full_like(base.minima, 63))
+    if base.minima is not None:
+        base = replace(base, minima=np.full_like(base.minima, most))
     if spec.scheme == "codebook":
         base = replace(base, levels=np.linspace(-64, 63, 1 << spec.bits).astype(np.int8), steps=np.arange(112, 128, dtype=np.uint8))
     if spec.scheme == "table":
@@ -140,7 +151,7 @@ def test_zero_rows_and_zero_inputs_give_zeros(pools, text):
     codes = replace(codes, rows=np.where(np.arange(20) == 7, np.float32(0), codes.rows))
     if spec.scheme != "codebook":  # whose least step is 1
         codes = replace(codes, scales=np.where(np.arange(20)[:, None] == 11, np.zeros_like(codes.scales), codes.scales))
-    if spec.scheme == "super":
+    if codes.minima is not None:
         codes = replace(codes, minima=np.where(np.arange(20)[:, None] == 11, np.uint8(0), codes.minima))
     cpu, each = CpuOps(pools[2], dims_for(96, 20)), Linear(low_bit(codes, replace(spec, outliers=0.0)))
     x = rng.standard_normal((4, 96), np.float32)
@@ -156,7 +167,7 @@ def test_zero_rows_and_zero_inputs_give_zeros(pools, text):
 
 
 @pytest.mark.parametrize("text", ("codebook4:16", "symmetric8:32", "symmetric8:16", "affine3:64", "ternary:64", "codebook4:16+0.01",
-                                  "super5:32", "signed6:16", "table4:16", "offset8:64"))
+                                  "super5:32", "signed6:16", "nibble2:16", "table4:16", "offset8:64"))
 def test_nan_and_infinity_stay_visible_in_their_column_alone(pools, text):
     spec, rng = QuantSpec.parse(text), np.random.default_rng(3)
     codes = random_codes(rng, spec, (20, 100))
@@ -201,6 +212,7 @@ def test_results_are_added_to_what_is_there(pools, text):
 PAIRS = (("codebook4:16", "codebook4:16"), ("codebook4:16", "codebook2:16+0.02"), ("symmetric8:32", "symmetric6:128"),
          ("affine4:32", "ternary:64"), ("symmetric8:16", "symmetric8:32"), ("symmetric8:16", "symmetric5:16"),
          ("super4:32", "super5:32"), ("super4:32", "signed6:16"), ("table4:16", "table3:16"), ("table4:16", "signed6:16"),
+         ("nibble2:16", "table3:16"), ("nibble2:16", "symmetric6:16"),
          ("signed6:16", "codebook4:16"), ("offset4:64", "block4:32"), ("codebook4:16", "symmetric8:32"),
          ("affine8:64", "affine4:64"), ("codebook3:16", "bf16"), ("f32", "symmetric6:32"))
 

@@ -28,7 +28,7 @@ GOLDEN = {
     "offset8:32": "7d5916b05f9fa306", "offset8:64": "c0c45a18932cc7e4", "offset8:128": "e96336a6728d11c0",
     "offset4:32": "b90edc4ba52bcc96", "offset4:64": "9ad2ddcc7769216e", "offset4:128": "2ad6d151792ff7df",
     "super5:32": "36d70d87969abce4", "super4:32": "5ddbc440372d5d01", "signed6:16": "fcff9bfbcb45a0fe",
-    "table4:16": "2f34a0b47637a0c9", "table3:16": "0290abbb23b88d97",
+    "nibble2:16": "d1f8ac1be53b1170", "table4:16": "2f34a0b47637a0c9", "table3:16": "0290abbb23b88d97",
     "codebook4:16": "2bd72257fa25d194", "codebook3:16": "9123088f474d2e4e", "codebook2:16": "179b7f35beb1ece2",
     "affine8:32": "a883979c5ff1c426", "affine8:64": "5627c002af4deda8", "affine8:128": "88ae428e7ed9e276",
     "affine6:32": "70b1727ce065ad1e", "affine6:64": "680fd2ac4125f180", "affine6:128": "12093cba2a1aa9b7",
@@ -71,6 +71,7 @@ def counted(spec: QuantSpec, rows: int = 17, depth: int = 70) -> Codes:
     six, eight = ((((a * n + b * g) % 256).astype(np.uint8)) for a, b in ((5, 11), (9, 4)))
     foreign = {"super": (six & 63, eight & 63, np.stack([supers, supers ^ 0x8001], 2)),
                "signed": (six.view(np.int8), None, supers[:, :, None]),
+               "nibble": (six & 15, eight & 15, np.stack([supers, supers ^ 0x8001], 2)),
                "table": ((six % 65).astype(np.int8) - np.int8(32), None, supers[:, :, None])}
     own, minima, supers = foreign.get(spec.scheme, (None, None, None))
     return Codes(codes=((7 * n + 3 * k + n * k // 5) % (3 if spec.scheme == "ternary" else 1 << bits)).astype(np.uint8),
@@ -129,7 +130,7 @@ def test_dequantize_is_the_formula_weight_by_weight(text):
             elif spec.scheme == "mxfp":
                 product = np.float32(2.0 ** (scale - 127) if scale else 0) * int(codes.levels[code])
             else:
-                zero = {"ternary": 1, "super": 0}.get(spec.scheme, 2 ** (spec.bits - 1))
+                zero = {"ternary": 1, "super": 0, "nibble": 0}.get(spec.scheme, 2 ** (spec.bits - 1))
                 if spec.scheme in ("affine", "offset"):
                     zero = int(codes.zeros[n, k // spec.group])
                 if spec.scheme in ("block", "offset"):
@@ -137,7 +138,7 @@ def test_dequantize_is_the_formula_weight_by_weight(text):
                 product = scale * (int(codes.levels[code]) if spec.scheme == "table" else code - zero)
                 if codes.supers is not None:
                     d, *e = (np.uint16(bits).view(np.float16).astype(np.float32) for bits in codes.supers[n, k // 256].tolist())
-                    product = d * np.float32(product) - (e[0] * np.float32(codes.minima[n, k // 32]) if e else np.float32(0))
+                    product = d * np.float32(product) - (e[0] * np.float32(codes.minima[n, k // spec.group]) if e else np.float32(0))
             want = codes.rows[n] * np.float32(product) + corrections.get((n, k), np.float32(0))
             assert got[n, k] == want
     blob = pack(codes, spec)
@@ -273,6 +274,8 @@ def test_arrays_that_do_not_fit_the_format_are_refused():
         "scales of int8" in refusal(replace(signed, scales=signed.scales[:, ::2]), "super5:32"))
     assert "up to 63" in refusal(replace(large, minima=large.minima + 64), "super5:32")
     assert "super-blocks (20, 1, 1)" in refusal(replace(signed, supers=signed.supers[:, :1]), "signed6:16")
+    small = random_codes(rng, QuantSpec.parse("nibble2:16"), (20, 270))
+    assert "up to 15" in refusal(replace(small, scales=small.scales + 16), "nibble2:16")
     table = random_codes(rng, QuantSpec.parse("table4:16"), (20, 270))
     wide = replace(table, levels=np.full(16, -128, np.int8))
     assert "exactly" in refusal(replace(wide, scales=np.full_like(table.scales, 33)), "table4:16")

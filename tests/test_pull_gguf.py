@@ -113,7 +113,7 @@ def test_types_follow_from_the_length() -> None:
     matrices = [("embed", (1000, 256)), *[(kind, (256, 256)) for kind in ("q", "v", "gate", "down")]]
     weights = 1000 * 256 + 4 * 256 * 256
     assert set(chosen(matrices, weights * 2)) == {"F16"} and set(chosen(matrices, weights * 18 // 32)) == {"Q4_K"}
-    assert chosen(matrices, weights // 3) is None and set(chosen(matrices, weights * 17 // 32)) == {"IQ4_XS"}
+    assert chosen(matrices, weights // 5) is None and set(chosen(matrices, weights * 17 // 32)) == {"IQ4_XS"}
     mixed = chosen(matrices, weights * 18 // 32 + 1000 * 256 // 8 + 256 * 256 // 8)
     assert mixed == ["Q5_K", "Q4_K", "Q4_K", "Q4_K", "Q5_K"], "the table first, then what writers favour"
     assert chosen([("q", (256, 96))], 256 * 102) == ["Q8_0"] and chosen([("q", (256, 24))], 256 * 48) == ["F16"]

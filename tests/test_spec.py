@@ -95,7 +95,7 @@ def test_bits_per_weight_are_the_codes_and_a_share_of_the_group(text):
     """Counted from the description of the format, not from the layout: a shape that nothing pads, so large that alignment is nothing."""
     spec, shape = QuantSpec.parse(text), (4096, 8192)
     per_group = {"codebook": 4, "affine": 16, "symmetric": 8, "ternary": 8, "block": 16, "offset": 24,
-                 "super": 6 + 6 + 4, "signed": 8 + 1, "table": 8 + 1, "mxfp": 8}[spec.scheme]
+                 "super": 6 + 6 + 4, "nibble": 4 + 4 + 2, "signed": 8 + 1, "table": 8 + 1, "mxfp": 8}[spec.scheme]
     tables = 64 if spec.scheme in ("codebook", "mxfp", "table") else 0
     assert spec.nbytes(shape) == 4096 * 8192 * spec.bits // 8 + 4096 * 8192 // spec.group * per_group // 8 + 2 * 4096 + tables
 
@@ -113,7 +113,7 @@ def test_sections_follow_one_another_on_cache_lines(text):
         starts = [start for start in (at.codes, at.scales, at.zeros, at.row_scales, at.tables, at.sparse) if start >= 0]
         assert starts == sorted(set(starts)) and all(start % 64 == 0 for start in [*starts, at.nbytes])
         assert at.rows % 16 == 0 and 0 <= at.rows - shape[0] < 16
-        unit = 256 if spec.scheme in ("super", "signed", "table") else max(32, spec.group)
+        unit = 256 if spec.scheme in ("super", "nibble", "signed", "table") else max(32, spec.group)
         assert at.depth % unit == 0 and 0 <= at.depth - shape[1] < unit
         assert (at.zeros >= 0) == (spec.scheme in ("affine", "offset"))
         assert (at.tables >= 0) == (spec.scheme in ("codebook", "mxfp", "table"))

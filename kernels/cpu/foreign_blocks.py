@@ -3,7 +3,8 @@
     Q8_0   half d, 32 int8                                  Q4_K  halves d and e, 12 bytes of scales, 4 runs of 32 bytes
     Q4_0   half d, 16 bytes                                 Q5_K  as Q4_K, but 32 bytes of fifth bits before the runs
     Q5_0   half d, 32 fifth bits, 16 bytes                  Q6_K  2 runs of 64 bytes, 2 of 32 bytes of upper bits, 16 int8, half d
-    MXFP4  exponent, 16 bytes
+    IQ4_NL as Q4_0, of levels of eight bits
+    MXFP4  exponent, 16 bytes                               Q2_K  16 bytes of scales and minima, 2 runs of 32 bytes, halves d and e
 
 Bytes hold the first half of their codes in the low nibbles and the second half in the high ones, per block or run. What a row becomes is
 words of four codes, and bits that change places in them, so eight bytes move at once; tile by tile, sixteen rows side by side, so that
@@ -14,13 +15,14 @@ from __future__ import annotations
 
 from ..compile import jit
 from ..deferred import inlined
-from ..tiles import ROWS, SIGNED_HEAD, SIGNED_NBYTES, SUPER_HEAD, SUPER_NBYTES, SUPER_TILE
+from ..tiles import NIBBLE_NBYTES, ROWS, SIGNED_HEAD, SIGNED_NBYTES, SUPER_HEAD, SUPER_NBYTES, SUPER_TILE
 from .unaligned import load8, load16, load32, load64, store8, store16, store32
 
-KINDS = {"Q8_0": 0, "Q4_0": 1, "Q5_0": 2, "MXFP4": 3, "Q4_K": 4, "Q5_K": 5, "Q6_K": 6}
-Q8_0, Q4_0, Q5_0, MXFP4, Q4_K, Q5_K, Q6_K = KINDS.values()
+KINDS = {"Q8_0": 0, "Q4_0": 1, "Q5_0": 2, "MXFP4": 3, "Q4_K": 4, "Q5_K": 5, "Q6_K": 6, "Q2_K": 7, "IQ4_NL": 8}
+Q8_0, Q4_0, Q5_0, MXFP4, Q4_K, Q5_K, Q6_K, Q2_K, IQ4_NL = KINDS.values()
 LOW = 0x0F0F0F0F0F0F0F0F
 MIDDLE = -0x7F7F7F7F7F7F7F80  # 0x80 in each byte: from int8 up to codes
+NON_LINEAR = (1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241)  # IQ4_NL's levels, 128 above themselves
 EXPONENT = 0x7C00  # of a half: all ones are infinity and NaN
 
 
@@ -48,6 +50,16 @@ def put_halves(source, out):
 
 
 @inlined()
+def put_levels(source, out):
+    """16 bytes of IQ4_NL -> a row's tile of eight bits."""
+    for quad in range(8):
+        word, shift = 0, 4 * (quad >> 2)
+        for i in range(4):
+            word |= NON_LINEAR[load8(source + 4 * (quad & 3) + i) >> shift & 15] << 8 * i
+        store32(out + 64 * quad, word)
+
+
+@inlined()
 def put_fifth_bits(bits, out):
     """Bit k of 32 is that of code k -> a row's word of the plane."""
     word = 0
@@ -60,8 +72,8 @@ def put_fifth_bits(bits, out):
 def blocks_of_32(kind, source, rows, tiles, codes, scales):
     """`rows` rows of `tiles` blocks each at address `source` -> row blocks at `codes` and `scales`, the last one filled with zeros.
     Returns 1 where a scale is NaN or infinite, else 0."""
-    block_nbytes = 17 if kind == MXFP4 else 18 if kind == Q4_0 else 22 if kind == Q5_0 else 34
-    bits = 8 if kind == Q8_0 else 5 if kind == Q5_0 else 4
+    block_nbytes = 17 if kind == MXFP4 else 18 if kind == Q4_0 or kind == IQ4_NL else 22 if kind == Q5_0 else 34
+    bits = 8 if kind == Q8_0 or kind == IQ4_NL else 5 if kind == Q5_0 else 4
     scale_nbytes = 1 if kind == MXFP4 else 2
     bad = 0
     for first in range(0, rows, ROWS):
@@ -83,6 +95,9 @@ def blocks_of_32(kind, source, rows, tiles, codes, scales):
                     at, out = begin + row * tiles * 22, codes + 4 * row
                     put_halves(at + 6, out)
                     put_fifth_bits(load32(at + 2), out + 256)
+            elif kind == IQ4_NL:
+                for row in range(count):
+                    put_levels(begin + row * tiles * 18 + 2, codes + 4 * row)
             elif kind == Q4_0:
                 for row in range(count):
                     put_halves(begin + row * tiles * 18 + 2, codes + 4 * row)
@@ -157,12 +172,23 @@ def put_six_bits(source, out):
                 store32(at + 256 + 64 * vector, even | even >> 30)
 
 
+@inlined()
+def put_two_bits(source, out):
+    """2 runs of 32 bytes, each the lowest two bits of a tile, then those of the next -> a row of eight tiles of two bits."""
+    for tile in range(8):
+        for vector in range(2):
+            own = source + 32 * (tile >> 2) + 16 * vector
+            even = load64(own) >> 2 * (tile & 3) & 0x0303030303030303
+            even |= (load64(own + 8) >> 2 * (tile & 3) & 0x0303030303030303) << 4
+            store32(out + 128 * tile + 64 * vector, even | even >> 30)
+
+
 @jit("int64(int64, int64, int64, int64, int64, int64)")
 def blocks_of_256(kind, source, rows, supers, codes, scales):
     """As `blocks_of_32`, rows of `supers` super-blocks each -> row blocks at `codes` and records at `scales`."""
-    block_nbytes = 210 if kind == Q6_K else 176 if kind == Q5_K else 144
-    tile_nbytes = 384 if kind == Q6_K else 320 if kind == Q5_K else 256
-    record_nbytes = SIGNED_NBYTES if kind == Q6_K else SUPER_NBYTES
+    block_nbytes = 210 if kind == Q6_K else 176 if kind == Q5_K else 84 if kind == Q2_K else 144
+    tile_nbytes = 384 if kind == Q6_K else 320 if kind == Q5_K else 128 if kind == Q2_K else 256
+    record_nbytes = SIGNED_NBYTES if kind == Q6_K else NIBBLE_NBYTES if kind == Q2_K else SUPER_NBYTES
     bad = 0
     for first in range(0, rows, ROWS):
         count = min(ROWS, rows - first)
@@ -178,12 +204,18 @@ def blocks_of_256(kind, source, rows, supers, codes, scales):
                         store8(scales + SIGNED_HEAD + ROWS * group + row, load8(at + 192 + group))
                     at += 208
                 else:
-                    if kind == Q5_K:
+                    if kind == Q2_K:
+                        put_two_bits(at + 16, out)
+                        for group in range(16):
+                            store8(scales + SUPER_HEAD + ROWS * group + row, load8(at + group))
+                        at += 80
+                    elif kind == Q5_K:
                         put_runs(at + 48, 320, out)
                         put_upper_bit(at + 16, out + 256)
+                        put_scales(at + 4, row, scales + SUPER_HEAD)
                     else:
                         put_runs(at + 16, 256, out)
-                    put_scales(at + 4, row, scales + SUPER_HEAD)
+                        put_scales(at + 4, row, scales + SUPER_HEAD)
                     half = load16(at + 2)
                     bad |= half & EXPONENT == EXPONENT
                     store16(scales + 2 * ROWS + 2 * row, half)

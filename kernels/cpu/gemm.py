@@ -22,13 +22,14 @@ from numpy import float32, uint32
 from ..compile import kernel
 from ..deferred import inlined
 from ..layout import align
-from ..tiles import AFFINE, OFFSET, SUPER, TILE
+from ..tiles import AFFINE, NIBBLE, OFFSET, SUPER, TILE
 from ..tiles import ROWS as TILE_ROWS
 from .arithmetic import gate_values, normalise
 from .gemm_expand import SCALED_SHIFT
 from .gemm_groups import (
     group_product,
     half_group_product,
+    half_minimum_product,
     minimum_product,
     narrow_half_product,
     narrow_minimum_product,
@@ -115,9 +116,9 @@ def way_of(bits: int, scheme: str) -> int:
     STEPPED or NARROW_CODES where there is one, or the row's int8."""
     if bits <= 4 and scheme == "codebook":
         return STEPPED
-    if bits <= 4 and scheme not in ("mxfp", "table") and AS_BYTES:
+    if bits <= 4 and scheme not in ("mxfp", "nibble", "table") and AS_BYTES:
         return NARROW_CODES
-    return SCALED if bits <= 4 and scheme not in ("mxfp", "super", "table") else GROUPED
+    return SCALED if bits <= 4 and scheme not in ("mxfp", "super", "nibble", "table") else GROUPED
 
 
 @inlined()
@@ -187,6 +188,9 @@ def _product(a, matrix, way, scratch, panel, sums, span, ahead):
         return
     factors, shifts = scratch + FACTORS_AT, scratch + SHIFTS_AT
     stride = 4 * STRIPE if a[matrix + SCHEME] == AFFINE or a[matrix + SCHEME] == OFFSET else 0
+    if a[matrix + SCHEME] == NIBBLE:
+        half_minimum_product(wide, factors, shifts, 8 * STRIPE, panel, sums, span)
+        return
     if _is_narrow(way):
         if a[matrix + SCHEME] == SUPER:
             narrow_minimum_product(wide, factors, shifts, 4 * STRIPE, panel, sums, span)

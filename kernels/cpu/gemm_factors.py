@@ -8,7 +8,7 @@ from ..deferred import intrinsic, types
 from ..tiles import ROWS
 from .gemm_expand import QUADS
 from .gemm_tiles import Loop
-from .int8_ir import I8, LANES, PIECES, constant, load, offset, splat, store, to_floats
+from .int8_ir import I8, LANES, PIECES, WORDS, constant, load, offset, splat, store, to_floats, widen_bytes
 from .intrinsics import F32, I16, I32, I64
 from .packed_factors import half_scales, signed_bytes, six_bits
 
@@ -28,6 +28,27 @@ def super_factors(typingctx, record, codes, out, minima):
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 4), codegen
+
+
+@intrinsic
+def nibble_factors(typingctx, record, codes, out, minima, stride):
+    """d * s of 16 rows, float32 at `out`, and minus e * m at `minima`; of a tile's other group `stride` bytes further."""
+
+    def codegen(context, builder, signature, args):
+        record, codes, out, minima, stride = args
+        for piece in range(PIECES):
+            factor, least = (half_scales(builder, offset(builder, record, 2 * ROWS * i), piece) for i in (0, 1))
+            for half in (0, 1):
+                both = widen_bytes(builder, offset(builder, codes, ROWS * half + LANES * piece))
+                scales, places = builder.and_(both, constant(WORDS, 15)), builder.lshr(both, constant(WORDS, 4))
+                further = builder.mul(stride, I64(half))
+                at = builder.add(offset(builder, out, 4 * LANES * piece), further)
+                store(builder, builder.fmul(factor, to_floats(builder, scales)), at, 4)
+                least_of = builder.fneg(builder.fmul(least, to_floats(builder, places)))
+                store(builder, least_of, builder.add(offset(builder, minima, 4 * LANES * piece), further), 4)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), codegen
 
 
 @intrinsic
@@ -52,7 +73,7 @@ def _floats_of(with_minima: bool):
         """A tile as float32: row * (factor * (code - zero)), its 16 rows `stride` bytes apart at `out`; with minima row * (factor * code
         - minimum).
 
-        zeros: 16 bytes, or minima float32 [16], negative. factors: float32 [half][16]. rows: bfloat16 [16].
+        zeros: 16 bytes, or minima float32 [half][16], negative. factors: float32 [half][16]. rows: bfloat16 [16].
         """
         four, floats, bytes_ = ir.VectorType(I32, 4), ir.VectorType(F32, 4), ir.VectorType(I8, 4)
 
@@ -61,16 +82,17 @@ def _floats_of(with_minima: bool):
             loop = Loop(builder, I64(ROWS), [out], "rows")
             at = lambda base, item: builder.add(base, builder.mul(loop.turn, I64(item)))  # noqa: E731
             if with_minima:
-                zero, minimum = constant(four, 0), splat(builder, load(builder, at(zeros, 4), F32, 4), floats)
+                zero = constant(four, 0)
+                minima = [splat(builder, load(builder, offset(builder, at(zeros, 4), 64 * half), F32, 4), floats) for half in (0, 1)]
             else:
-                zero, minimum = splat(builder, builder.zext(load(builder, at(zeros, 1), I8), I32), four), None
+                zero = splat(builder, builder.zext(load(builder, at(zeros, 1), I8), I32), four)
             row = builder.shl(builder.zext(load(builder, at(rows, 2), I16), I32), I32(16))
             row = splat(builder, builder.bitcast(row, F32), floats)
             for quad in range(QUADS):
                 factor = splat(builder, load(builder, offset(builder, at(factors, 4), 64 * (quad // 4)), F32, 4), floats)
                 raw = builder.zext(load(builder, offset(builder, at(codes, 4), 64 * quad), bytes_), four)
                 value = builder.fmul(factor, builder.sitofp(builder.sub(raw, zero), floats))
-                value = builder.fmul(row, builder.fadd(value, minimum) if with_minima else value)
+                value = builder.fmul(row, builder.fadd(value, minima[quad // 4]) if with_minima else value)
                 store(builder, value, offset(builder, loop.values[0], 16 * quad), 4)
             loop.end([builder.add(loop.values[0], stride)])
             return context.get_dummy_value()

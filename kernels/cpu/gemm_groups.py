@@ -14,7 +14,7 @@ from .intrinsics import I32, I64
 
 def _group_product(halves: bool, with_minima: bool = False, form: Form = WHOLE, alike: bool = False):
     """`halves`: groups of 16 inputs, two in a block; else at most one. `with_minima`: in the place of shifts (there are none) float32
-    minima, negative, of every block. `alike`: all rows have one shift."""
+    minima, negative, of every group. `alike`: all rows have one shift."""
 
     @intrinsic
     def run(typingctx, weights, factors, shifts, stride, panel, out, inputs):
@@ -39,6 +39,8 @@ def _group_product(halves: bool, with_minima: bool = False, form: Form = WHOLE, 
                     above = [builder.sitofp(builder.neg(each), FLOATS) for each in vectors(shift, WORDS)]
                 steps = builder.add(header, I64(HEADER))
                 for part in ("first half", "second half") if halves else ("whole",):
+                    if with_minima and part == "second half":
+                        minima = vectors(offset(builder, shift, 4 * STRIPE), FLOATS)
                     if one_shift is None:
                         first = [constant(HALVES if form.halves else WORDS, 0)] * (VECTORS * AT_ONCE)
                     else:
@@ -63,7 +65,7 @@ def _group_product(halves: bool, with_minima: bool = False, form: Form = WHOLE, 
 # groups of 16 inputs have no zeros of their own
 half_group_product, group_product = _group_product(True, alike=True), _group_product(False, alike=True)
 shifted_group_product = _group_product(False)
-minimum_product = _group_product(False, with_minima=True)
+minimum_product, half_minimum_product = _group_product(False, with_minima=True), _group_product(True, with_minima=True)
 # Of codes of up to four bits. Where that form is the other one as well, so are these.
 narrow_half_product, narrow_product, narrow_minimum_product = (
     (_group_product(True, form=NARROW), _group_product(False, form=NARROW), _group_product(False, True, NARROW))

@@ -14,6 +14,9 @@ from ..tiles import (
     CODEBOOK,
     LEVEL_SHIFT,
     MXFP,
+    NIBBLE,
+    NIBBLE_NBYTES,
+    NIBBLE_TILE,
     OFFSET,
     SIGNED,
     SIGNED_HEAD,
@@ -50,7 +53,7 @@ from .gemm_expand import (
     scaled_linear,
     wide_levels_of,
 )
-from .gemm_factors import floats_of, floats_with_minima, signed_factors, super_factors
+from .gemm_factors import floats_of, floats_with_minima, nibble_factors, signed_factors, super_factors
 from .gemm_steps import STEPPED_TILE, stepped_codebook
 from .gemm_tiles import AS_BYTES, INPUTS, ITEM, NARROW_INPUTS, PAIRS, STEP, STRIPE
 from .intrinsics import bits_to_f32, f32_at, i8_at, i32_at, u8_at, u16_at, u32_at
@@ -72,13 +75,13 @@ MOST = float32(127.0)
 WIDE_AT = 0  # a stripe
 assert SPAN // TILE * STEPPED_TILE <= STRIPE * SPAN * ITEM or not AS_BYTES
 FACTORS_AT = WIDE_AT + STRIPE * SPAN * ITEM  # float32 [group][STRIPE]
-SHIFTS_AT = FACTORS_AT + STRIPE * (SPAN // 16) * 4  # int32 [tile][STRIPE], or float32 minima
-LIMITS_AT = SHIFTS_AT + STRIPE * (SPAN // TILE) * 4  # float32 per row of a block, as is the next
+SHIFTS_AT = FACTORS_AT + STRIPE * (SPAN // 16) * 4  # int32 [tile][STRIPE], or float32 minima of tiles or groups
+LIMITS_AT = SHIFTS_AT + STRIPE * (SPAN // 16) * 4  # float32 per row of a block, as is the next
 ROWS_AT = LIMITS_AT + 4 * BLOCK_ROWS
 TILE_AT = ROWS_AT + 4 * BLOCK_ROWS  # codes of a tile, 16 constant zeros, factors and minima of a tile
 ZEROS_AT = TILE_AT + TILE_ROWS * TILE
 TILE_FACTORS_AT = ZEROS_AT + 64
-STRIPES_NBYTES = TILE_FACTORS_AT + 192
+STRIPES_NBYTES = TILE_FACTORS_AT + 256
 TILE_SCRATCH_NBYTES = STRIPES_NBYTES - TILE_AT
 
 _codes_2, _codes_3, _codes_4, _codes_5, _codes_6, _codes_8 = (codes_of(bits) for bits in (2, 3, 4, 5, 6, 8))
@@ -109,7 +112,8 @@ def _unpack(a, matrix, tiles, block, tile, out):
 def stored_depth(a, matrix, depth):
     """Inputs as stored."""
     unit = max(TILE, a[matrix + GROUP])
-    if a[matrix + SCHEME] == SUPER or a[matrix + SCHEME] == SIGNED or a[matrix + SCHEME] == TABLE:
+    if a[matrix + SCHEME] == SUPER or a[matrix + SCHEME] == SIGNED or (
+            a[matrix + SCHEME] == TABLE or a[matrix + SCHEME] == NIBBLE):
         unit = SUPER_BLOCK
     return (depth + unit - 1) // unit * unit
 
@@ -121,7 +125,7 @@ def _stored_rows(a, matrix):
 
 @inlined()
 def _constant_zero(a, matrix):
-    if a[matrix + SCHEME] == SUPER:
+    if a[matrix + SCHEME] == SUPER or a[matrix + SCHEME] == NIBBLE:
         return 0
     if a[matrix + SCHEME] == TABLE:
         return WIDE_SHIFT
@@ -146,6 +150,9 @@ def _record(a, matrix, tiles, block, tile):
     if a[matrix + SCHEME] == SUPER:
         record = a[matrix + SCALES] + at * SUPER_NBYTES
         return record, record + SUPER_HEAD + (tile & 7) * SUPER_TILE
+    if a[matrix + SCHEME] == NIBBLE:
+        record = a[matrix + SCALES] + at * NIBBLE_NBYTES
+        return record, record + SUPER_HEAD + (tile & 7) * NIBBLE_TILE
     record = a[matrix + SCALES] + at * SIGNED_NBYTES
     return record, record + SIGNED_HEAD + (tile & 7) * SIGNED_TILE
 
@@ -262,6 +269,11 @@ def expand_stripe(a, matrix, depth, way, row, start, span, scratch, number):
                 else:
                     plain_linear(codes, zeros, out)
                 super_factors(record, own, factors, shifts_at)
+            elif scheme == NIBBLE:
+                record, own = _record(a, matrix, tiles, block, tile)
+                plain_linear(codes, zeros, out)
+                nibble_factors(record, own, factors, shifts_at, 4 * STRIPE)
+                shifts_at += 4 * STRIPE
             elif scheme == TABLE:  # as codes of eight bits
                 record, own = _record(a, matrix, tiles, block, tile)
                 wide_levels_of(codes, tables)
@@ -331,7 +343,12 @@ def expand_f32(a, matrix, depth, row, start, span, scratch, out, stride):
         elif scheme == SUPER:
             record, own = _record(a, matrix, tiles, block, tile)
             super_factors(record, own, factors, minima)
-            super_factors(record, own, factors + 64, minima)
+            super_factors(record, own, factors + 64, minima + 64)
+            floats_with_minima(codes, minima, factors, a[matrix + ROW_SCALES] + 2 * row, out + 4 * (tile * TILE - start), stride)
+            continue
+        elif scheme == NIBBLE:
+            record, own = _record(a, matrix, tiles, block, tile)
+            nibble_factors(record, own, factors, minima, 64)
             floats_with_minima(codes, minima, factors, a[matrix + ROW_SCALES] + 2 * row, out + 4 * (tile * TILE - start), stride)
             continue
         elif scheme == SIGNED or scheme == TABLE:

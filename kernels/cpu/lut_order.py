@@ -39,7 +39,7 @@ def declines(scheme: str, bits: int, group: int = TILE, rows: int = PAIR) -> str
     """Why a format, or a weight of so many rows, cannot be looked up; empty when it can."""
     if scheme in ("codebook", "mxfp", "table"):
         return "levels of a codebook are no sum of bit planes"
-    if scheme in ("block", "offset", "super", "signed"):
+    if scheme in ("block", "offset", "super", "nibble", "signed"):
         return f"{scheme} formats have scales of half precision"
     if bits not in BITS:
         return f"{bits} bits are too many planes"

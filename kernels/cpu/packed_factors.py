@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from ..tiles import ROWS, SIGNED_HEAD, SIGNED_NBYTES, SIGNED_TILE, SUPER_HEAD, SUPER_NBYTES, SUPER_TILE
+from ..tiles import NIBBLE_NBYTES, NIBBLE_TILE, ROWS, SIGNED_HEAD, SIGNED_NBYTES, SIGNED_TILE, SUPER_HEAD, SUPER_NBYTES, SUPER_TILE
 from .int8_ir import (
     FLOATS,
     I8,
@@ -27,7 +27,13 @@ from .intrinsics import F16, HAS_HALF, I16, I32, I64
 # symmetric groups of 16, which are halves of a tile; blocks have a half-precision scale for every group; of super-blocks those with minima
 # have one group in a tile, those with signed scales, of codes or of a table, two; exponents are a power of two for every tile, of levels.
 CODEBOOK, PLAIN, HALVES, BLOCKS, SUPER, SIGNED, EXPONENTS = "codebook", "plain", "halves", "blocks", "super", "signed", "exponents"
-TABLE = "table"
+TABLE, NIBBLE = "table", "nibble"
+
+
+SIGNED_RECORD = SIGNED_NBYTES, SIGNED_HEAD, SIGNED_TILE
+# Bytes of a super-block's record, of its head, and of a tile's part.
+RECORDS = {SUPER: (SUPER_NBYTES, SUPER_HEAD, SUPER_TILE), NIBBLE: (NIBBLE_NBYTES, SUPER_HEAD, NIBBLE_TILE), SIGNED: SIGNED_RECORD,
+           TABLE: SIGNED_RECORD}
 
 
 def byte_scales(builder: ir.IRBuilder, address: ir.Value, piece: int) -> ir.Value:
@@ -124,6 +130,27 @@ class _SuperTile:
         return fma(builder, own, x_scale, total)
 
 
+class _NibbleTile:
+    """The same with scale and minimum codes of four bits for each of a tile's two groups, which stay apart."""
+
+    def __init__(self, builder: ir.IRBuilder, record: ir.Value, codes: ir.Value, piece: int, most: int) -> None:
+        self.builder, self.most = builder, most
+        factor, least = (half_scales(builder, offset(builder, record, 2 * ROWS * i), piece) for i in (0, 1))
+        self.factors, self.minima = [], []
+        for half in (0, 1):
+            both = widen_bytes(builder, offset(builder, codes, ROWS * half + LANES * piece))
+            self.factors.append(builder.fmul(factor, to_floats(builder, builder.and_(both, constant(WORDS, 15)))))
+            self.minima.append(builder.fneg(builder.fmul(least, to_floats(builder, builder.lshr(both, constant(WORDS, 4))))))
+
+    def times(self, quads: list[ir.Value], x: list[ir.Value], seeds: list[ir.Value], x_scale: ir.Value, total: ir.Value) -> Emitting:
+        builder = self.builder
+        for half, (seed, factor, minimum) in enumerate(zip(seeds, self.factors, self.minima, strict=True)):
+            part = yield from sum_quads(builder, quads[4 * half : 4 * half + 4], x[4 * half : 4 * half + 4], self.most)
+            own = fma(builder, minimum, to_floats(builder, seed), builder.fmul(part, factor))
+            total = fma(builder, own, x_scale, total)
+        return total
+
+
 class _SignedTile:
     """The same for a tile of a super-block with signed scales: d * sum over its two groups of s * (codes - 32 . x), or of levels in the
     place of codes."""
@@ -141,10 +168,12 @@ class _SignedTile:
 
 
 def tile_of(builder: ir.IRBuilder, way: str, steps: list[ir.Value], scales: ir.Value, zeros: ir.Value, piece: int,
-            most: int) -> _Tile | _SuperTile | _SignedTile:
+            most: int) -> _Tile | _SuperTile | _NibbleTile | _SignedTile:
     """What multiplies a tile whose scales and zeros lie there (`places_of`). `steps`: those of a codebook."""
     if way == SUPER:
         return _SuperTile(builder, scales, zeros, piece, most)
+    if way == NIBBLE:
+        return _NibbleTile(builder, scales, zeros, piece, most)
     if way in (SIGNED, TABLE):
         return _SignedTile(builder, way, scales, zeros, piece)
     return _Tile(builder, way, steps, scales, zeros, piece, most)
@@ -156,8 +185,8 @@ def places_of(builder: ir.IRBuilder, way: str, scales: ir.Value, zeros: ir.Value
 
     A group is 32 << `shift` inputs, and so many share a zero by `zero_shift`.
     """
-    if way in (SUPER, SIGNED, TABLE):
-        nbytes, head, own = (SUPER_NBYTES, SUPER_HEAD, SUPER_TILE) if way == SUPER else (SIGNED_NBYTES, SIGNED_HEAD, SIGNED_TILE)
+    if way in RECORDS:
+        nbytes, head, own = RECORDS[way]
         record = builder.add(scales, builder.mul(builder.lshr(tile, I64(3)), I64(nbytes)))
         return record, builder.add(offset(builder, record, head), builder.mul(builder.and_(tile, I64(7)), I64(own)))
     zeros = builder.add(zeros, builder.mul(builder.lshr(tile, zero_shift), I64(ROWS)))

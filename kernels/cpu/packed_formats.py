@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..deferred import inlined
-from ..tiles import BLOCK, CODEBOOK, MXFP, OFFSET, SCHEME_MASK, SCHEME_SHIFT, SIGNED, SUPER, TABLE
+from ..tiles import BLOCK, CODEBOOK, MXFP, NIBBLE, OFFSET, SCHEME_MASK, SCHEME_SHIFT, SIGNED, SUPER, TABLE
 from . import packed_factors as ways
 from .packed_loops import columns as columns_abreast
 from .packed_loops import expand, single
@@ -25,6 +25,7 @@ def _of_a_format(loop: Callable) -> Callable:
     plain8, plain6, plain5, plain4, plain3, plain2 = (loop(bits, ways.PLAIN) for bits in (8, 6, 5, 4, 3, 2))
     block8, block5, block4 = (loop(bits, ways.BLOCKS) for bits in (8, 5, 4))
     super5, super4 = (loop(bits, ways.SUPER) for bits in (5, 4))
+    nibble2 = loop(2, ways.NIBBLE)
     table4, table3 = loop(4, ways.TABLE), loop(3, ways.TABLE)
     signed6, exponent4 = loop(6, ways.SIGNED), loop(4, ways.EXPONENTS)
 
@@ -36,6 +37,8 @@ def _of_a_format(loop: Callable) -> Callable:
                 super4(*given)
             else:
                 super5(*given)
+        elif scheme == NIBBLE:
+            nibble2(*given)
         elif scheme == SIGNED:
             signed6(*given)
         elif scheme == TABLE:
@@ -86,7 +89,7 @@ _expand_book4, _expand_book3, _expand_book2 = (expand(bits, ways.CODEBOOK) for b
 _expand8, _expand6, _expand5, _expand4, _expand3, _expand2 = (expand(bits, ways.PLAIN) for bits in (8, 6, 5, 4, 3, 2))
 _many_book, _many_super = columns(ways.CODEBOOK, 127), columns(ways.SUPER, 31)
 _many_signed, _many_exponents = columns(ways.SIGNED, 63), columns(ways.EXPONENTS, 127)
-_many_table = columns(ways.TABLE, 255)
+_many_table, _many_nibble = columns(ways.TABLE, 255), columns(ways.NIBBLE, 3)
 _many_plain, _many_blocks, _many_halves = (columns(way, 255) for way in (ways.PLAIN, ways.BLOCKS, ways.HALVES))
 if IN_TURN:  # with small codes, several quads of which are summed in 16 bits
     _plain_of_six, _plain_of_five, _blocks_of_five = columns(ways.PLAIN, 63), columns(ways.PLAIN, 31), columns(ways.BLOCKS, 31)
@@ -136,6 +139,8 @@ def columns_of(kind, count, quads, tables, scales, zeros, x, begin, end, shift, 
         _many_signed(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart)
     elif scheme == MXFP:
         _many_exponents(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart)
+    elif scheme == NIBBLE:
+        _many_nibble(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart)
     elif scheme == TABLE:
         _many_table(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart)
     elif scheme == CODEBOOK:

@@ -54,7 +54,7 @@ from .int8_ir import (
 )
 from .int8_products import TABLE_SHIFT, side_by_side
 from .intrinsics import F32, I32, I64
-from .packed_factors import CODEBOOK, EXPONENTS, HALVES, SIGNED, TABLE, places_of, tile_of
+from .packed_factors import CODEBOOK, EXPONENTS, HALVES, NIBBLE, SIGNED, TABLE, places_of, tile_of
 
 # Row blocks that `single` takes side by side, and how many bytes ahead of each are asked for: a row block's arithmetic hides too little of
 # its way from memory. What suits a processor was measured (docs/ARCHITECTURE.md): a Zen 5 wants one run of memory and its pages ahead of
@@ -69,7 +69,7 @@ MOST_LEVEL = 127  # levels are 64 above themselves, but for those of a table, wh
 
 
 def seeds_of(builder: ir.IRBuilder, way: str, address: ir.Value) -> list[ir.Value]:
-    count = 2 if way in (CODEBOOK, HALVES, SIGNED, TABLE) else 1
+    count = 2 if way in (CODEBOOK, HALVES, NIBBLE, SIGNED, TABLE) else 1
     return [splat(builder, load(builder, offset(builder, address, 4 * i), I32, 4), WORDS) for i in range(count)]
 
 

@@ -11,6 +11,8 @@ from ..tiles import (
     CODEBOOK,
     LEVEL_SHIFT,
     MXFP,
+    NIBBLE,
+    NIBBLE_NBYTES,
     OFFSET,
     ROWS,
     SCHEME_MASK,
@@ -56,6 +58,8 @@ def scales_nbytes_of(a, m):
     way, scheme = way_of(a, m), a[m + KIND] & SCHEME_MASK
     if scheme == SUPER:
         return (a[m + TILES] >> 3) * SUPER_NBYTES
+    if scheme == NIBBLE:
+        return (a[m + TILES] >> 3) * NIBBLE_NBYTES
     if scheme == SIGNED or scheme == TABLE:
         return (a[m + TILES] >> 3) * SIGNED_NBYTES
     if scheme == BLOCK or scheme == OFFSET:

@@ -14,6 +14,9 @@ from ..tiles import (
     CODEBOOK,
     LEVELS_NBYTES,
     MXFP,
+    NIBBLE,
+    NIBBLE_NBYTES,
+    NIBBLE_TILE,
     OFFSET,
     ROWS,
     SCHEME_MASK,
@@ -104,6 +107,13 @@ def _values(a, m, block, tile, row, columns, out):
         least = half_at(record + 2 * (ROWS + row)) * float32(low >> 6 | high << 2)
         for k in range(columns):
             value[k] = scale * float32(code[k]) - least
+    elif scheme == NIBBLE:
+        record = a[m + SCALES] + (block * (tiles >> 3) + (tile >> 3)) * NIBBLE_NBYTES
+        d, e = half_at(record + 2 * row), half_at(record + 2 * (ROWS + row))
+        both = u8_at(record + SUPER_HEAD + (tile & 7) * NIBBLE_TILE + row)
+        for k in range(columns):
+            own = int64(both[(k >> 4) * ROWS])
+            value[k] = d * float32(own & 15) * float32(code[k]) - e * float32(own >> 4)
     elif scheme == SIGNED or scheme == TABLE:
         record = a[m + SCALES] + (block * (tiles >> 3) + (tile >> 3)) * SIGNED_NBYTES
         steps, scale = i8_at(record + SIGNED_HEAD + (tile & 7) * SIGNED_TILE + row), half_at(record + 2 * row)

@@ -53,6 +53,7 @@ from .packed_loops import begin_loop, end_loop, tables_of
 IN_TURN = INSTRUCTION_SET == "avx2"  # is this the way here?
 RECORD = STRIDE = 64  # bytes of a record, and from one column's to the next: so far as from its sums to the next
 assert STRIDE == 4 * ROWS
+APART = (ways.HALVES, ways.NIBBLE)  # whose two groups of a tile stay apart
 EIGHTS_AT, SIXTEENTHS_AT, SCALE_AT, TOTAL_AT = 32, 48, 56, 60
 
 
@@ -178,9 +179,11 @@ def _add(builder: ir.IRBuilder, way: str, tile: object, group: int, dots: ir.Val
         return fma(builder, builder.fmul(dots, tile.factors[0]), scale, total)
     if way == ways.SUPER:
         return fma(builder, fma(builder, tile.minimum, record.real(TOTAL_AT), builder.fmul(dots, tile.factor)), scale, total)
-    if way == ways.HALVES:  # the seed is -32 times the sum of the codes, in two parts
+    if way in APART:  # the seed is -32 times the sum of the codes, in two parts
         seed = to_floats(builder, scale_up(builder, record.seed(SIXTEENTHS_AT + 4 * group), constant(HALVES, -1)))
         seed = builder.fmul(seed, constant(FLOATS, 1 / SIGNED_SHIFT))
+        if way == ways.NIBBLE:
+            return fma(builder, fma(builder, tile.minima[group], seed, builder.fmul(dots, tile.factors[group])), scale, total)
     else:
         seed = record.real(TOTAL_AT)
     own = fma(builder, tile.below, seed, dots)  # exact: both are below 2**20
@@ -235,10 +238,10 @@ def columns(way: str, most: int):
                                           for piece in range(PIECES)])
                 for piece, own in enumerate(dots):
                     spot, kept = (offset(builder, builder.add(each, place), WIDTH * piece) for each in (sums, parts))
-                    if group == 0 and way != ways.HALVES:
+                    if group == 0 and way not in APART:
                         store(builder, own, kept, WIDTH)
                         continue
-                    if way != ways.HALVES:
+                    if way not in APART:
                         own = builder.add(own, load(builder, kept, WORDS, WIDTH))
                     store(builder, _add(builder, way, factors[piece], group, own, record, load(builder, spot, FLOATS, 4)), spot, 4)
                 next_column(builder, turns, place, nbytes)

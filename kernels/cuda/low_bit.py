@@ -15,6 +15,7 @@ from ..device_memory import OPENED, OPENED_NBYTES
 from ..tiles import (
     IN_SUPERS,
     LEVELS_NBYTES,
+    NIBBLE_NBYTES,
     PLANES,
     ROWS,
     SIGNED_HEAD,
@@ -132,7 +133,7 @@ class _Blocks:
         if scheme in ("codebook", "mxfp", "table"):
             levels = self.blob[at.tables : at.tables + LEVELS_NBYTES].view(torch.int8).float()
             return levels.index_select(0, codes.flatten().int()).view(codes.shape)
-        if scheme == "super":
+        if scheme in ("super", "nibble"):
             return codes.float()
         if scheme in ("affine", "offset"):
             return codes.float() - self.spread(self._by_group("zeros"))
@@ -147,14 +148,15 @@ class _Blocks:
             steps = self.blob[at.tables + LEVELS_NBYTES :][:16].float()
             return steps.index_select(0, pairs.flatten().int()).view(pairs.shape), None
         if scheme in IN_SUPERS:
-            return self._super_factors(scheme == "super")
+            return self._super_factors(scheme)
         if scheme in HALVES:
             return self._by_group("scales", torch.float16).float(), None
         codes = self._by_group("scales")
         return (codes.int() << 23).view(torch.float32) if scheme == "mxfp" else codes.float(), None
 
-    def _super_factors(self, with_minima: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        nbytes, head = (SUPER_NBYTES, SUPER_HEAD) if with_minima else (SIGNED_NBYTES, SIGNED_HEAD)
+    def _super_factors(self, scheme: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        nbytes = {"super": SUPER_NBYTES, "nibble": NIBBLE_NBYTES}.get(scheme, SIGNED_NBYTES)
+        head = SUPER_HEAD if scheme in ("super", "nibble") else SIGNED_HEAD
         records = self._part("scales").view(self.count, -1, nbytes)
         supers = records[:, :, :head].contiguous().view(torch.float16).view(self.count, records.shape[1], -1, ROWS).float()
 
@@ -163,7 +165,10 @@ class _Blocks:
             return (supers[:, :, which, None] * found.float()).permute(0, 3, 1, 2).reshape(self.count * ROWS, -1)
 
         codes = records[:, :, head:]
-        if not with_minima:
+        if scheme == "nibble":
+            own = codes.reshape(self.count, records.shape[1], -1, ROWS)
+            return by_row(own & 15, 0), by_row(own >> 4, 1)
+        if scheme != "super":
             return by_row(codes.contiguous().view(torch.int8).view(self.count, records.shape[1], -1, ROWS), 0), None
         tiles = codes.reshape(self.count, -1, SUPER_BLOCK // TILE, SUPER_TILE)
         low, high = tiles[..., :ROWS], tiles[..., ROWS:]

@@ -15,6 +15,7 @@ from .. import tiles
 CODEBOOK, _AFFINE, _TERNARY = tl.constexpr(tiles.CODEBOOK), tl.constexpr(tiles.AFFINE), tl.constexpr(tiles.TERNARY)
 _BLOCK, MXFP, _OFFSET = tl.constexpr(tiles.BLOCK), tl.constexpr(tiles.MXFP), tl.constexpr(tiles.OFFSET)
 SUPER, _SIGNED, _TABLE = tl.constexpr(tiles.SUPER), tl.constexpr(tiles.SIGNED), tl.constexpr(tiles.TABLE)
+NIBBLE, _NIBBLE_NBYTES = tl.constexpr(tiles.NIBBLE), tl.constexpr(tiles.NIBBLE_NBYTES)
 ROWS, TILE, _SUPER_BLOCK = tl.constexpr(tiles.ROWS), tl.constexpr(tiles.TILE), tl.constexpr(tiles.SUPER_BLOCK)
 LEVELS = tl.constexpr(tiles.LEVELS_NBYTES)
 _SUPER_HEAD, _SUPER_TILE, _SUPER_NBYTES = tl.constexpr(tiles.SUPER_HEAD), tl.constexpr(tiles.SUPER_TILE), tl.constexpr(tiles.SUPER_NBYTES)
@@ -77,6 +78,10 @@ def read_tiles(blob, block, depth, tile, row, scales, zeros, BITS: tl.constexpr,
         record = blob + scales + (block * (depth // _SUPER_BLOCK) + tile // 8) * _SUPER_NBYTES
         own = record + _SUPER_HEAD + tile % 8 * _SUPER_TILE
         p, q, r, s = _byte(own + row), _byte(own + ROWS + row % 8), _half(record + 2 * row), _half(record + 2 * ROWS + 2 * row)
+    elif SCHEME == NIBBLE:
+        record = blob + scales + (block * (depth // _SUPER_BLOCK) + tile // 8) * _NIBBLE_NBYTES
+        own = record + _SUPER_HEAD + tile % 8 * (2 * ROWS) + row
+        p, q, r, s = _byte(own), _byte(own + ROWS), _half(record + 2 * row), _half(record + 2 * ROWS + 2 * row)
     elif SCHEME == _SIGNED or SCHEME == _TABLE:
         record = blob + scales + (block * (depth // _SUPER_BLOCK) + tile // 8) * _SIGNED_NBYTES
         own = record + _SIGNED_HEAD + tile % 8 * (2 * ROWS) + row
@@ -181,6 +186,11 @@ def factors(read, steps, at, row, half: tl.constexpr, BITS: tl.constexpr, GROUP:
         base = _NOTHING
         step = _float_of_half(read[10]) * (read[8] & 63).to(tl.float32)
         less = _float_of_half(read[11]) * (read[8] >> 6 | (read[9] >> row // 8 * 4 & 15) << 2).to(tl.float32)
+    elif SCHEME == NIBBLE:
+        base = _NOTHING
+        both = read[9] if half else read[8]
+        step = _float_of_half(read[10]) * (both & 15).to(tl.float32)
+        less = _float_of_half(read[11]) * (both >> 4 & 15).to(tl.float32)
     elif SCHEME == _SIGNED or SCHEME == _TABLE:
         base = _NOTHING + 128 if SCHEME == _TABLE else base
         step = _float_of_half(read[10]) * (read[9] if half else read[8]).to(tl.int8).to(tl.float32)
@@ -225,7 +235,7 @@ def weights_of(word, step, base, less, SCHEME: tl.constexpr, ASM: tl.constexpr):
     """Four inputs' weights before the scale of their row, [8, V, 2] each; with a step of 1.0 where that is multiplied later. Nothing is
     rounded but where minima are taken off: products have at most 24 bits."""
     a, b, c, d = _number(word, 0, base, ASM), _number(word, 1, base, ASM), _number(word, 2, base, ASM), _number(word, 3, base, ASM)
-    if SCHEME == SUPER:
+    if SCHEME == SUPER or SCHEME == NIBBLE:
         a, b, c, d = a * step - less, b * step - less, c * step - less, d * step - less
     return a, b, c, d
 

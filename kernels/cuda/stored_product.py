@@ -18,6 +18,7 @@ from .low_bit import COLUMN_BITS, Format
 from .stored_codes import (
     ASM,
     LEVELS,
+    NIBBLE,
     ROWS,
     SUPER,
     TILE,
@@ -68,7 +69,7 @@ def _product_of_codes(x, blob, bias, out, rows, inputs, depth, scales, zeros, ro
         for half in tl.static_range(2):
             step, base, less = factors(read, steps, blob + tables + LEVELS, row, half, BITS, GROUP, SCHEME, ASM)
             step = tl.where(real, step, 0.0)
-            if SCHEME == SUPER:
+            if SCHEME == SUPER or SCHEME == NIBBLE:
                 less = tl.where(real, less, 0.0)
             part = tl.zeros([8, V, 2, T], tl.float32)
             for pair in tl.static_range(2):
@@ -88,7 +89,7 @@ def _product_of_codes(x, blob, bias, out, rows, inputs, depth, scales, zeros, ro
                     part += tl.reshape(x1, [8, V, 1, T]) * tl.reshape(w1, [8, V, 2, 1])
                     part += tl.reshape(x2, [8, V, 1, T]) * tl.reshape(w2, [8, V, 2, 1])
                     part += tl.reshape(x3, [8, V, 1, T]) * tl.reshape(w3, [8, V, 2, 1])
-            if SCHEME == SUPER:
+            if SCHEME == SUPER or SCHEME == NIBBLE:
                 sums += part
             else:
                 sums += part * tl.reshape(step, [8, V, 2, 1])
@@ -154,9 +155,9 @@ def _open(blob, out, from_block, rows, inputs, depth, scales, zeros, row_scales,
             for which in tl.static_range(2):
                 a, b, c, d = weights_of(high if which else low, step, base, less, SCHEME, ASM)
                 w = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [8, V, 2, 4])
-                w = w * tl.reshape(scale if SCHEME == SUPER else step, [8, 1 if SCHEME == SUPER else V, 2, 1])
-                if SCHEME != SUPER:
-                    w = w * tl.reshape(scale, [8, 1, 2, 1])
+                if SCHEME != SUPER and SCHEME != NIBBLE:
+                    w = w * tl.reshape(step, [8, V, 2, 1])
+                w = w * tl.reshape(scale, [8, 1, 2, 1])
                 place = (tile * TILE)[:, :, :, None] + (half * 16 + pair * 8 + which * 4) + lane
                 tl.store(to + place, w, mask=mask & (place < inputs))
 

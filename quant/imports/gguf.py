@@ -172,6 +172,10 @@ def kept(raw: np.ndarray, kind: str) -> Codes:
         return Codes(_nibbles(blocks[:, 1:]).reshape(rows, -1), blocks[:, 0].reshape(rows, -1), None, np.full(rows, 0.5, np.float32), MXFP)
     decoded = decode(raw, kind).codes.reshape(rows, -1)
     ones = np.ones(rows, np.float32)
+    if spec.scheme == "nibble":
+        both = blocks[:, :16].reshape(rows, -1)
+        return Codes(decoded.view(np.uint8), both & U8(15), None, ones, supers=halves(blocks[:, 80:84]).reshape(rows, -1, 2),
+                     minima=both >> U8(4))
     if spec.scheme == "super":
         scales, minima = six_bits(blocks[:, 4:16])
         return Codes(decoded.view(np.uint8), scales.reshape(rows, -1), None, ones, supers=halves(blocks[:, :4]).reshape(rows, -1, 2),
@@ -185,8 +189,9 @@ def kept(raw: np.ndarray, kind: str) -> Codes:
 
 # The types whose codes kernels multiply, and what they are there.
 KEPT = {"Q8_0": QuantSpec(8, 32, "block"), "Q5_0": QuantSpec(5, 32, "block"), "Q4_0": QuantSpec(4, 32, "block"),
-        "Q4_K": QuantSpec(4, 32, "super"), "Q5_K": QuantSpec(5, 32, "super"), "Q6_K": QuantSpec(6, 16, "signed"),
-        "MXFP4": QuantSpec(4, 32, "mxfp"), **{name: kind.spec for name, kind in gguf_levels.KINDS.items()}}
+        "IQ4_NL": QuantSpec(8, 32, "block"), "Q2_K": QuantSpec(2, 16, "nibble"), "Q4_K": QuantSpec(4, 32, "super"),
+        "Q5_K": QuantSpec(5, 32, "super"), "Q6_K": QuantSpec(6, 16, "signed"), "MXFP4": QuantSpec(4, 32, "mxfp"),
+        **{name: kind.spec for name, kind in gguf_levels.KINDS.items()}}
 # Type -> bytes of a block and its decoder.
 DECODERS: dict[str, tuple[int, Callable[[np.ndarray], Blocks]]] = {
     "Q8_0": (34, _q8_0), "Q4_0": (18, _q4_0), "Q4_1": (20, _q4_1), "Q5_0": (22, _q5_0), "Q5_1": (24, _q5_1), "IQ4_NL": (18, _iq4_nl),
