@@ -64,12 +64,18 @@ class StopStrings:
 @dataclass(frozen=True)
 class ThinkTags:
     """How a family marks reasoning. `behind`: what its template may put behind the opening tag; `off`: what tells the template that none is
-    wanted."""
+    wanted. `token`: the one of a vocabulary that the opening tag begins with, where that is more than a token."""
 
     open: str
     close: str
     behind: str = ""
     off: Mapping[str, object] = field(default_factory=lambda: {"enable_thinking": False})
+    token: str = ""
+
+    @property
+    def marks(self) -> tuple[str, str]:
+        """The tokens that open and close reasoning."""
+        return self.token or self.open, self.close
 
     def opened_by(self, prompt: str) -> bool:
         """Does a prompt end inside of reasoning?"""
@@ -77,11 +83,12 @@ class ThinkTags:
         return prompt.endswith(self.open) or bool(self.behind) and prompt.endswith(self.open + self.behind)
 
 
-# The first whose opening tag a vocabulary or a template holds is the model's. Mistral's vocabularies hold the tag of all their models.
+# The first whose opening tag a vocabulary or a template holds is the model's. Mistral's vocabularies hold the tag of all their models,
+# those of Gemma 4's base models hold that of the others.
 THINK_TAGS = (ThinkTags("<think>", "</think>"),
               ThinkTags("<seed:think>", "</seed:think>", "<seed:cot_budget_reflect>", {"thinking_budget": 0}),
-              ThinkTags("[THINK]", "[/THINK]"))
-OF_TEMPLATES = frozenset({"[THINK]"})
+              ThinkTags("[THINK]", "[/THINK]"), ThinkTags("<|channel>thought", "<channel|>", token="<|channel>"))
+OF_TEMPLATES = frozenset({"[THINK]", "<|channel>"})
 
 
 class ThinkFilter:

@@ -135,15 +135,15 @@ class Tokenizer:
     def think_tags(self) -> ThinkTags | None:
         """The tags around the model's reasoning, None where it has none."""
         template = "" if self.template is None else self.template.source
-        return next((tags for tags in THINK_TAGS if tags.open in template
-                     or tags.open not in OF_TEMPLATES and self._backend.token_to_id(tags.open) is not None), None)
+        return next((tags for tags in THINK_TAGS if (mark := tags.marks[0]) in template
+                     or mark not in OF_TEMPLATES and self._backend.token_to_id(mark) is not None), None)
 
     @cached_property
     def _visible(self) -> dict[int, str]:
         """Think tags and marks of channels that this vocabulary marks as special: decoding would drop them, and with them the border of the
         answer."""
         added, tags = self._backend.get_added_tokens_decoder(), self.think_tags
-        marks = ChannelFilter.MARKS if self.channels else () if tags is None else (tags.open, tags.close)
+        marks = ChannelFilter.MARKS if self.channels else () if tags is None else tags.marks
         return {number: token.content for number, token in added.items() if token.special and token.content in marks}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

@@ -25,3 +25,25 @@ def test_other_tags_of_reasoning(tmp_path: Path) -> None:
     assert not mistral.thinks
     reasoning = Tokenizer.load(copy_of_fable(tmp_path / "r", tokenizer_config={"chat_template": "{{ '[THINK]' }}"}), CONFIG)
     assert reasoning.thinks and reasoning.think_tags.close == "[/THINK]"
+
+
+def test_a_channel_of_thoughts(tmp_path: Path) -> None:
+    """Gemma 4's: a name follows the opening token; an empty one says nothing, also where the prompt has it."""
+    template = "<|turn>{{ messages[0].content }}<turn|>{% if not enable_thinking %}<|channel>thought\n<channel|>{% endif %}"
+    marks = special("<|channel>"), special("<channel|>"), special("<|turn>"), special("<turn|>")
+    (tmp_path / "base").mkdir()
+    assert not Tokenizer.load(save(tmp_path / "base", byte_level(*marks)), CONFIG).thinks
+    made = Tokenizer.load(save(tmp_path, byte_level(*marks), chat_template=template), CONFIG)
+    assert made.thinks and made.encode("<turn|>")[-1] in made.stop_ids
+    for thinking in (True, False):
+        prompt = made.encode_chat([{"role": "user", "content": "Hi"}], enable_thinking=thinking)
+        assert not made.opens_thinking(prompt)
+        for text, expected in (("<|channel>thought\nso\n<channel|>yes<turn|>", [("thinking", "so"), ("answer", "yes")]),
+                               ("<|channel>thought\n<channel|>yes<turn|>", [("answer", "yes")]), ("yes", [("answer", "yes")])):
+            stream, filter = made.stream(), made.reasoning(prompt)
+            parts = [part for token in made.encode(text) for part in filter.push(stream.push(token))]
+            said: dict[str, str] = {}
+            for kind, part in [*parts, *filter.push(stream.flush()), *filter.flush()]:
+                said[kind] = said.get(kind, "") + part
+            assert list(said.items()) == expected
+    assert made.opens_thinking(made.encode("<turn|><|channel>thought\n", add_special_tokens=False))
