@@ -87,10 +87,11 @@ def test_kernels_and_torch_do_what_the_reference_does(name: str, stored: str) ->
             assert np.abs(ours.numpy() - meant).max() < 2e-6 * np.abs(meant).max() * shape.rank**0.5, tokens
 
 
+@pytest.mark.parametrize("stored", ["f32", "f16", "bf16"])
 @pytest.mark.parametrize("name", ["usual", "odd"])
-def test_bits_depend_neither_on_threads_nor_on_the_tokens_beside(name: str) -> None:
+def test_bits_depend_neither_on_threads_nor_on_the_tokens_beside(name: str, stored: str) -> None:
     shape, heads = SHAPES[name]
-    weight, _ = drawn(shape, heads, "bf16")
+    weight, _ = drawn(shape, heads, stored)
     q, sums = rows(50, heads * shape.query), rows(50, heads * shape.key)
     found = []
     for threads in (1, 3):

@@ -63,7 +63,7 @@ def keys_reference(ops: CpuOps, y: np.ndarray, shape: LatentShape, norm: Norm, o
 
 def queries(ops: CpuOps, y: np.ndarray, heads: int, shape: LatentShape, expand: Weight, out: np.ndarray) -> None:
     _fill(ops, y, heads, shape, expand, out)
-    ops.run(loops.latent_queries, ops.where, True, ops.args)
+    ops.run(loops.latent_queries_one if len(y) == 1 and loops.FUSED else loops.latent_queries, ops.where, True, ops.args)
 
 
 def queries_reference(ops: CpuOps, y: np.ndarray, heads: int, shape: LatentShape, expand: Weight, out: np.ndarray) -> None:

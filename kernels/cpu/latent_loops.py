@@ -1,20 +1,21 @@
 """Kernels of latent attention: a product of every head with a matrix of its own, before attention and behind it (`latent_shape.py`).
 
 Queries: rows of a strip of a head's matrix are widened once and multiplied by all tokens of a pass; every element is one chain of fused
-multiply-adds in the order of the depth, whether a tile of one or of many tokens made it. Values: for a few tokens rows are multiplied as
-they are stored, for more a strip of them is widened and turned first. Bits depend on neither threads nor the tokens beside, but for that.
+multiply-adds in the order of the depth, whether a tile of some or of many tokens made it; for one token it is made of rows as they are
+stored. Values: for a few tokens rows are multiplied as they are stored, for more a strip of them is widened and turned first. Bits depend
+on neither threads nor the tokens beside, but for that.
 """
 
 from __future__ import annotations
 
-from numpy import float32
+from numpy import float32, uint32
 
 from ..compile import kernel
 from ..deferred import inlined
-from ..layout import F32
-from .arithmetic import ZERO, dot, expand, normalise_here
-from .inner_loops import FEW_ROWS, LOW_ROWS, TILE_COLUMNS, TILE_ROWS, low_tile_product, product
-from .intrinsics import f32_at, f64_at, fetch_add, i64_at
+from ..layout import BF16, F32
+from .arithmetic import ZERO, dot, expand, normalise_here, widen, widen_half
+from .inner_loops import FEW_ROWS, LOW_ROWS, TILE_COLUMNS, TILE_ROWS, VECTOR, low_tile_product, product
+from .intrinsics import bits_to_f32, f32_at, f64_at, fetch_add, i64_at, u16_at
 
 # Slots of `latent_keys`: Y [TOKENS, RANK + ROPE] -> OUT [TOKENS, ROPE + RANK], the latents normed.
 K_Y, K_OUT, K_TOKENS, K_RANK, K_ROPE, K_NORM, K_WEIGHT, K_EPS = range(8)
@@ -23,6 +24,7 @@ X, OUT, TOKENS, HEADS, NOPE, ROPE, VALUE, RANK, WEIGHT, DTYPE, SCRATCH, STRIDE, 
 STRIP = 128  # columns of a block of work for queries
 TURNED = 64  # and for values
 TURN_ROWS = 16  # rows that are turned at once
+FUSED = VECTOR > 4  # has the processor multiply-adds that the compiler makes of what may be contracted? Else only tiles have them
 
 
 @kernel()
@@ -100,6 +102,62 @@ def latent_queries(args, worker, counter):
                 source, target = f32_at(x + 4 * (t * heads * query + nope)), f32_at(out + 4 * t * heads * key)
                 for i in range(rope):
                     target[i] = source[i]
+
+
+@inlined({"contract"})
+def _add_rows(w, pitch, dtype, q, count, sums_at, columns):
+    """SUMS[columns] += q[count] @ W[count, columns], rows `pitch` bytes apart, in their order; `count` is 1 or 4."""
+    s, factors = f32_at(sums_at), f32_at(q)
+    if count == 1:
+        for i in range(columns):
+            s[i] += factors[0] * widen(w, dtype, i)
+        return
+    a, b, c, d = factors[0], factors[1], factors[2], factors[3]
+    if dtype == F32:
+        first, second, third, fourth = f32_at(w), f32_at(w + pitch), f32_at(w + 2 * pitch), f32_at(w + 3 * pitch)
+        for i in range(columns):
+            s[i] = s[i] + a * first[i] + b * second[i] + c * third[i] + d * fourth[i]
+        return
+    one, two, three, four = u16_at(w), u16_at(w + pitch), u16_at(w + 2 * pitch), u16_at(w + 3 * pitch)
+    if dtype == BF16:
+        for i in range(columns):
+            s[i] = (s[i] + a * bits_to_f32(uint32(one[i]) << uint32(16)) + b * bits_to_f32(uint32(two[i]) << uint32(16))
+                    + c * bits_to_f32(uint32(three[i]) << uint32(16)) + d * bits_to_f32(uint32(four[i]) << uint32(16)))
+    else:
+        for i in range(columns):
+            s[i] = s[i] + a * widen_half(one[i]) + b * widen_half(two[i]) + c * widen_half(three[i]) + d * widen_half(four[i])
+
+
+@kernel({"contract"})
+def latent_queries_one(args, worker, counter):
+    """`latent_queries` of one token: rows as they are stored, four at a time. Blocks are strips of RANK of a head."""
+    a = i64_at(args)
+    nope, rope, rank = a[NOPE], a[ROPE], a[RANK]
+    item, query, key = 4 if a[DTYPE] == F32 else 2, nope + rope, rope + rank
+    strips = (rank + STRIP - 1) // STRIP
+    sums_at = a[SCRATCH] + worker * a[STRIDE]
+    sums = f32_at(sums_at)
+    while True:
+        job = fetch_add(counter, 1)
+        if job >= a[HEADS] * strips:
+            return
+        head, begin = job // strips, job % strips * STRIP
+        columns, x = min(STRIP, rank - begin), a[X] + 4 * head * query
+        rows = a[WEIGHT] + (head * (nope + a[VALUE]) * rank + begin) * item
+        for i in range(columns):
+            sums[i] = ZERO
+        whole = nope // 4 * 4
+        for n in range(0, whole, 4):
+            _add_rows(rows + n * rank * item, rank * item, a[DTYPE], x + 4 * n, 4, sums_at, columns)
+        for n in range(whole, nope):
+            _add_rows(rows + n * rank * item, rank * item, a[DTYPE], x + 4 * n, 1, sums_at, columns)
+        out = f32_at(a[OUT] + 4 * (head * key + rope + begin))
+        for i in range(columns):
+            out[i] = sums[i]
+        if begin == 0:
+            source, target = f32_at(x + 4 * nope), f32_at(a[OUT] + 4 * head * key)
+            for i in range(rope):
+                target[i] = source[i]
 
 
 @kernel()
