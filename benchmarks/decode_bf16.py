@@ -19,7 +19,8 @@ from effllm.kernels.cpu.roof import read_bandwidth
 from effllm.offload.memory import anonymous
 from effllm.runtime.bench import prepare_synthetic
 from effllm.runtime.engine import Engine, open_prepared
-from effllm.runtime.prepare import EngineOptions, kernel_kinds
+from effllm.runtime.needed_kernels import Needs, kernel_kinds
+from effllm.runtime.prepare import EngineOptions
 from report import GIB, Figure, publish
 
 DEEP = 1024
@@ -43,7 +44,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int)
     arguments = parser.parse_args()
     options = EngineOptions(device="cpu", ctx=2048, threads=arguments.threads)
-    engine = list(open_prepared(lambda: prepare_synthetic(arguments.shape, options), kernel_kinds(False, options)))[-1]
+    engine = list(open_prepared(lambda: prepare_synthetic(arguments.shape, options), kernel_kinds(Needs(), options)))[-1]
     pool, ids = engine.backends["cpu"].pool, np.random.default_rng(0).integers(0, engine.config.vocab_size, DEEP + 64).tolist()
     buffer = anonymous(GIB)
     buffer.view(np.uint64)[:] = 0x0123456789ABCDEF

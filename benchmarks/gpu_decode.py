@@ -19,7 +19,8 @@ import torch
 from effllm import UsageError
 from effllm.runtime.bench import prepare_synthetic
 from effllm.runtime.engine import Engine, open_prepared
-from effllm.runtime.prepare import EngineOptions, kernel_kinds
+from effllm.runtime.needed_kernels import Needs, kernel_kinds
+from effllm.runtime.prepare import EngineOptions
 from report import GIB, Figure, publish
 
 TOKENS, PROMPT, CTX = 16, 512, 1024
@@ -33,7 +34,7 @@ def opened(shape: str, bits: str, side: str) -> Engine:
     """An engine of random weights. Raises UsageError where not all of it lies on the side that is asked for."""
     options = EngineOptions(device="cpu" if side == "cpu" else "cuda", ctx=CTX)
     spec = None if bits == "bf16" else bits
-    engine = list(open_prepared(lambda: prepare_synthetic(shape, options, spec), kernel_kinds(spec is not None, options)))[-1]
+    engine = list(open_prepared(lambda: prepare_synthetic(shape, options, spec), kernel_kinds(Needs(spec is not None), options)))[-1]
     if side != "cpu" and "cpu" in engine.placement.devices:
         raise UsageError(f"the card does not hold {shape} at {bits}", "--shape with fewer weights")
     if side == "torch":

@@ -19,7 +19,8 @@ from effllm.runtime.config import read_config
 from effllm.runtime.engine import Engine, open_prepared
 from effllm.runtime.evaluate import KldResult, kld, windows
 from effllm.runtime.kv_profile_run import without_profile
-from effllm.runtime.prepare import EngineOptions, folder_kinds, prepare
+from effllm.runtime.needed_kernels import folder_kinds
+from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.text import Tokenizer
 from report import RESULTS, Figure, machine_slug, publish
 

@@ -21,7 +21,8 @@ import numpy as np
 from effllm.offload.hardware import cpu_threads
 from effllm.runtime.bench import prepare_synthetic
 from effllm.runtime.engine import Engine, open_prepared
-from effllm.runtime.prepare import EngineOptions, kernel_kinds
+from effllm.runtime.needed_kernels import Needs, kernel_kinds
+from effllm.runtime.prepare import EngineOptions
 from kv_tiers import opened, repeat_page
 from report import Figure, publish
 
@@ -48,7 +49,7 @@ def counted(kv: str, ctx: int, threads: int) -> dict[str, int]:
     """Bytes of a full context of `ctx` tokens: planned, set aside by the cache, used by what it holds, of this process; in `rss_short`
     of this process when it held SHORT tokens."""
     options = EngineOptions(device="cpu", ctx=ctx, kv=kv, kernel="dot", threads=threads, force=True)
-    engine = opened(open_prepared(lambda: prepare_synthetic(SHAPE, options, "4bit"), kernel_kinds(True, options)))
+    engine = opened(open_prepared(lambda: prepare_synthetic(SHAPE, options, "4bit"), kernel_kinds(Needs(True), options)))
     cache = engine.cache
     read(engine, np.random.default_rng(0).integers(0, engine.config.vocab_size, SHORT - 1).tolist())
     short = rss()

@@ -35,7 +35,8 @@ from effllm.runtime.config import read_config
 from effllm.runtime.engine import Engine, open_engine, open_prepared
 from effllm.runtime.evaluate import log_softmax, windows
 from effllm.runtime.events import Notice
-from effllm.runtime.prepare import EngineOptions, Prepared, folder_kinds, prepare
+from effllm.runtime.needed_kernels import folder_kinds
+from effllm.runtime.prepare import EngineOptions, Prepared, prepare
 from effllm.runtime.text import Tokenizer
 from promised import promise
 from report import Figure, publish

@@ -193,12 +193,13 @@ class OwnSide:
     def __init__(self, folder: str, threads: int, ctx: int = CTX, cache: str = "16bit") -> None:
         from effllm.runtime.bench import prepare_synthetic
         from effllm.runtime.engine import open_engine, open_prepared
-        from effllm.runtime.prepare import EngineOptions, kernel_kinds
+        from effllm.runtime.needed_kernels import Needs, kernel_kinds
+        from effllm.runtime.prepare import EngineOptions
 
         options = EngineOptions(device="cpu", ctx=ctx, threads=threads, kv=cache, force=True)
         if folder.startswith("synthetic:"):
             _, shape, bits = folder.split(":", 2)
-            *_, self.engine = open_prepared(lambda: prepare_synthetic(shape, options, f"{bits}bit"), kernel_kinds(True, options))
+            *_, self.engine = open_prepared(lambda: prepare_synthetic(shape, options, f"{bits}bit"), kernel_kinds(Needs(True), options))
         else:
             *_, self.engine = open_engine(Path(folder), options)
         self.ids = np.random.default_rng(0).integers(0, self.engine.config.vocab_size, ctx).tolist()

@@ -88,7 +88,9 @@ def preparation(model: str | None, synthetic: str | None, options: EngineOptions
     """Headers and plan, for when the engine opens, and the kinds of kernels that it will need."""
     from ..runtime.bench import prepare_synthetic
     from ..runtime.compiled import refuse_while_cold
-    from ..runtime.prepare import folder_kinds, kernel_kinds, prepare
+    from ..runtime.needed_kernels import Needs, folder_kinds, has_mixers, kernel_kinds
+    from ..runtime.prepare import prepare
+    from ..runtime.synthetic import synthetic_config
 
     if synthetic is None:
         with at_bits(find_any(model, screen), weights, screen, options, text=False) as ref:
@@ -99,7 +101,8 @@ def preparation(model: str | None, synthetic: str | None, options: EngineOptions
     if weights.keep and "keep" not in weights.settled:
         raise UsageError("random weights are never kept", "drop --keep")
     bits = wanted_bits(synthetic, None, weights)  # judged before kernels are compiled for it
-    yield lambda: prepare_synthetic(synthetic, options, bits), kernel_kinds(bits is not None, options)
+    needs = Needs(bits is not None, mixers=has_mixers(synthetic_config(synthetic)))
+    yield lambda: prepare_synthetic(synthetic, options, bits), kernel_kinds(needs, options)
 
 
 def write_table(rows: Sequence[BenchRow], screen: Screen) -> None:

@@ -169,7 +169,7 @@ def at_bits(ref: ModelRef, weights: WeightFlags, screen: Screen, options: Engine
     from ..runtime.compiled import compiled
     from ..runtime.convert import Converted
     from ..runtime.forecast import demand_plan
-    from ..runtime.prepare import kernel_kinds
+    from ..runtime.needed_kernels import Needs, folder_needs, kernel_kinds
     from ..runtime.pull.disk import speaking
 
     held = None
@@ -184,7 +184,8 @@ def at_bits(ref: ModelRef, weights: WeightFlags, screen: Screen, options: Engine
         return
     demand_plan(ref.folder, bits, options)
     del held
-    list(follow(compiled(kernel_kinds(True, options)), screen, type(None)))  # what the run needs too: all at once, on every core
+    # what the run needs too: all at once, on every core
+    list(follow(compiled(kernel_kinds(folder_needs(ref.folder) | Needs(low_bit=True), options)), screen, type(None)))
     if weights.keep:
         with speaking(request.folder.parent, "XDG_DATA_HOME", lambda: 0):
             request.folder.parent.mkdir(parents=True, exist_ok=True)

@@ -33,6 +33,7 @@ from .demands import LOGIT_ROWS
 from .events import Notice, Progress
 from .families import EXPERT, SHARED, LayerWeights, expert_of, expert_roles, kind_of
 from .model import Model, dims
+from .needed_kernels import calibration_kinds
 from .prepare import EngineOptions, worker_count
 from .source import open_store
 from .text import Tokenizer
@@ -86,10 +87,8 @@ def narrow(ids: Sequence[int]) -> Iterator[Notice]:
 
 def calibrate(folder: Path, ids: Sequence[int], threads: int | None = None) -> Iterator[Progress | LayerStats | Notice]:
     """Run `ids` through the unquantized model of `folder`; yields Progress, LayerStats per layer and for the head, and what was scarce."""
-    from ..kernels import warm
-
-    yield from compiled((warm.RAW,))
     config = read_config(folder)
+    yield from compiled(calibration_kinds(config))
     with opened(folder, config, windows(ids, min(WINDOW, config.context_length)), threads) as calibration:
         yield from calibration.run()
 

@@ -39,6 +39,7 @@ from .convert_tensors import Converter
 from .engine import Engine, EngineOptions, open_engine
 from .events import Notice, Progress
 from .hub import COMPANIONS
+from .needed_kernels import calibration_kinds
 from .prepare import too_many_threads
 from .small_file import TOKENIZER_NBYTES
 from .source import folder_files
@@ -164,9 +165,7 @@ def convert(folder: Path, out: Path, options: ConvertOptions) -> Iterator[Progre
 
 def decided(plan: ConversionPlan, options: ConvertOptions) -> Iterator[Progress | Notice | ConversionPlan]:
     """Compile what is cold; the plan last, as it is or with the formats found for a target."""
-    from ..kernels import warm
-
-    yield from compiled((warm.RAW,))
+    yield from compiled(calibration_kinds(plan.config))
     if options.target is None:
         yield plan
         return

@@ -32,8 +32,9 @@ from .devices import backends_of
 from .events import Notice, Progress
 from .kv_disk import disk_tier
 from .model import Model, dims
+from .needed_kernels import folder_kinds
 from .passes import as_in_one_reading, common_prefix, joined
-from .prepare import EngineOptions, Prepared, folder_kinds, prepare, refuse_beyond_machine, worker_count
+from .prepare import EngineOptions, Prepared, prepare, refuse_beyond_machine, worker_count
 from .pressure import Watch
 from .sampler import Sampler, refuse_broken
 from .speculate import speculation

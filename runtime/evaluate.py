@@ -21,7 +21,8 @@ from .config import read_config
 from .demands import LOGIT_ROWS
 from .engine import Engine, EngineOptions, open_prepared
 from .events import Notice, Progress
-from .prepare import fitted, folder_kinds, prepare
+from .needed_kernels import folder_kinds
+from .prepare import fitted, prepare
 from .text import Tokenizer
 
 LARGEST_LOSS = 700.0  # nats: its exponential is the last that a float holds, nearly

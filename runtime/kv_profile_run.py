@@ -18,7 +18,8 @@ from .kv_check import LEAST_SCORED, checked, to_hold_back
 from .kv_profile import Profile
 from .kv_profile_file import identity_of, profile_paths, refuse_unwritable, save_profile
 from .kv_recording import SECONDS, WINDOW, record
-from .prepare import EngineOptions, Prepared, folder_kinds, prepare_with
+from .needed_kernels import folder_kinds
+from .prepare import EngineOptions, Prepared, prepare_with
 from .source import open_weights
 from .text import Tokenizer
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +16,6 @@ from ..kernels.layout import PAGE
 from ..kernels.threads import MOST_WORKERS, beyond
 from ..offload import hardware
 from ..offload.checkpoint import TensorStore
-from ..offload.header import is_gguf
 from ..offload.notes import Fallback, refuse_fallbacks
 from ..offload.plan import Budget, Placement
 from ..offload.size import SPARE, format_size, parse_size
@@ -27,16 +26,15 @@ from .cache import CacheShape
 from .config import ModelConfig, read_config
 from .container import Container, read_container
 from .demands import Asked, cache_form
-from .imported import ImportedStore
 from .kv_setting import AUTO
-from .made_store import MadeStore
+from .needed_kernels import kinds_of
 from .paged_experts import PagedExperts
 from .parts import Parts
 from .passes import widest
 from .policy import POLICIES, check_policy
 from .predictors import Predictors
 from .predictors import load as load_predictors
-from .source import check_mapping, is_low_bit, open_weights, quantization_of
+from .source import check_mapping, open_weights
 from .speculation_plan import Speculating, decide
 from .streamed import Streams
 from .tensors import check_tensors
@@ -197,7 +195,7 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
         unless_planned.callback(draft.store.close)
     bundled, budget, beside = is_bundled(container), _budget(options, card, notices), beside + Speculating(draft=draft).draft_nbytes
     predictors = _predictors(options, folder, config)  # before the process is weighed, which they are a part of
-    kinds = _kinds(store, container, options)
+    kinds = kinds_of(config, store, container, options)
     baseline = _baseline(kinds) + beside if program is None else program.with_kinds(kinds)
     asked = Asked(config, options, tensors, cache, store, folder, card, bundled, worker_count(options), baseline, budget)
     chunk = max(PAGE, options.chunk // PAGE * PAGE)
@@ -337,52 +335,12 @@ def too_many_threads(threads: int | None) -> list[Fallback]:
     return [Fallback(f"{said} (the workers of one pool are counted in one integer; fewer saturate the memory)") for said in beyond(threads)]
 
 
-def kernel_kinds(low_bit: bool, options: EngineOptions, bundled: bool = False, foreign: bool = False) -> tuple[str, ...]:
-    """The kinds of kernels that a run needs; table lookup that is chosen by measurement is compiled by the measurement. `foreign`: codes of
-    other tools are put in order, or widened."""
-    from ..kernels import warm
-
-    needed = {warm.RAW: True, warm.LOW_BIT: low_bit, warm.EXACT: low_bit and options.exact,
-              warm.LOOKUP: low_bit and options.kernel == "lut", warm.KV: options.kv == AUTO or codec(options.kv).is_packed,
-              warm.BUNDLED: bundled, warm.SPARSE: options.kv_read == "sparse", warm.FOREIGN: foreign}
-    return tuple(kind for kind, is_needed in needed.items() if is_needed)
-
-
-def folder_kinds(folder: Path, options: EngineOptions) -> tuple[str, ...]:
-    """`kernel_kinds` for a model folder, whatever else may be wrong with it."""
-    low_bit, bundled, foreign = _needs(folder)
-    if options.draft is not None:
-        beside = _needs(Path(options.draft))
-        low_bit, bundled, foreign = (own or other for own, other in zip((low_bit, bundled, foreign), beside))
-    return kernel_kinds(low_bit, options, bundled, foreign)
-
-
 def weighed(prepared: Prepared) -> Program:
     """The program as a plan counted it, for plans that are compared with that one, with what it may take more when one of them is run."""
     placement = prepared.placement
     later = prepared.card.host_nbytes if "cuda" in placement.devices else 0  # which each of those plans pays where it uses the card
-    return Program(placement.baseline_bytes - later + SPARE, _kinds(prepared.store, prepared.container, prepared.options))
-
-
-def _kinds(store: TensorStore, container: Container | None, options: EngineOptions) -> tuple[str, ...]:
-    """The kinds of kernels that a run of these weights needs."""
-    return kernel_kinds(container is not None and container.is_low_bit, options, is_bundled(container), _is_foreign(store))
-
-
-def _needs(folder: Path) -> tuple[bool, bool, bool]:
-    """Whether a model has low-bit weights, neurons that lie one by one, and weights of other tools, put in order or widened as they are
-    read."""
-    low_bit, bundled, foreign = is_low_bit(folder), False, False
-    with suppress(EffllmError):  # said when the folder is opened
-        container = None if is_gguf(folder) else read_container(folder)
-        low_bit, bundled = low_bit and (container is None or container.is_low_bit), is_bundled(container)
-        foreign = container is None and (low_bit or (not is_gguf(folder) and quantization_of(folder) is not None))
-    return low_bit, bundled, foreign
-
-
-def _is_foreign(store: TensorStore) -> bool:
-    """Are weights of other tools put in order, or from eight bits widened, as they are read?"""
-    return isinstance(store, ImportedStore) or (isinstance(store, MadeStore) and store.container is not None)
+    kinds = kinds_of(prepared.config, prepared.store, prepared.container, prepared.options)
+    return Program(placement.baseline_bytes - later + SPARE, kinds)
 
 
 def _baseline(kinds: Sequence[str]) -> int:

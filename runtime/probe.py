@@ -86,14 +86,15 @@ def _engine(shape: Mapping[str, object], layers: int, threads: int, ctx: int, sp
     from ..quant.spec import QuantSpec
     from .config import parse_config
     from .engine import Engine, open_prepared
-    from .prepare import EngineOptions, kernel_kinds, prepare_with
+    from .needed_kernels import kinds_of
+    from .prepare import EngineOptions, prepare_with
     from .synthetic import SyntheticStore
 
     config = parse_config({**shape, "num_hidden_layers": layers})
     options = EngineOptions(device="cpu", threads=threads, ctx=ctx, kv=kv, exact=exact)
     store = SyntheticStore(config, None if spec is None else QuantSpec.parse(spec))
     prepared = prepare_with(None, config, store, options, store.container)
-    *_, engine = open_prepared(lambda: prepared, kernel_kinds(spec is not None, options))
+    *_, engine = open_prepared(lambda: prepared, kinds_of(config, store, store.container, options))
     assert isinstance(engine, Engine)
     return engine
 

@@ -157,10 +157,12 @@ def is_cold(lacking: Wanted) -> bool:
 
 def _kernels(lacking: Wanted) -> list[str]:
     """The kinds of kernels that measuring takes."""
-    from .prepare import EngineOptions, kernel_kinds
+    from .needed_kernels import Needs, kernel_kinds
+    from .prepare import EngineOptions
 
     low_bit, exact = any(kind != "bf16" for kind in lacking.kinds), any(kind.endswith(" exact") for kind in lacking.kinds)
-    return list(dict.fromkeys(kind for kv in lacking.kv or ("16bit",) for kind in kernel_kinds(low_bit, EngineOptions(kv=kv, exact=exact))))
+    return list(dict.fromkeys(kind for kv in lacking.kv or ("16bit",)
+                              for kind in kernel_kinds(Needs(low_bit), EngineOptions(kv=kv, exact=exact))))
 
 
 def largest_file(files: Sequence[Path]) -> Path | None:

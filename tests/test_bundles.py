@@ -25,7 +25,8 @@ from effllm.offload.streaming import StreamingPager
 from effllm.quant.bundles import BLOCK, FFN_MULTIPLE, BundleLayout, bundle_name
 from effllm.runtime.bundle_ffn import bundle
 from effllm.runtime.container import FILE, read_container
-from effllm.runtime.prepare import EngineOptions, folder_kinds, prepare
+from effllm.runtime.needed_kernels import folder_kinds
+from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.text import Tokenizer
 from effllm.runtime.verify import verify
 

@@ -16,7 +16,8 @@ from effllm.runtime import lookup
 from effllm.runtime.bench import prepare_synthetic
 from effllm.runtime.engine import Engine, open_prepared
 from effllm.runtime.events import Notice, Progress
-from effllm.runtime.prepare import EngineOptions, kernel_kinds
+from effllm.runtime.needed_kernels import Needs, kernel_kinds
+from effllm.runtime.prepare import EngineOptions
 
 CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
           "torch_dtype": "bfloat16", "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -44,7 +45,7 @@ def shape(tmp_path):
 def opened(shape: str, kernel: str, spec: str = "affine3:64", load: str = "ram") -> tuple[Engine, list[str], list[Progress]]:
     """An engine with what it said and did on the way."""
     options = EngineOptions(device="cpu", threads=1, ctx=128, kernel=kernel, load=load)
-    items = list(open_prepared(lambda: prepare_synthetic(shape, options, spec), kernel_kinds(True, options)))
+    items = list(open_prepared(lambda: prepare_synthetic(shape, options, spec), kernel_kinds(Needs(True), options)))
     return items[-1], [item.text for item in items if isinstance(item, Notice)], [item for item in items if isinstance(item, Progress)]
 
 

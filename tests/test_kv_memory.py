@@ -14,7 +14,8 @@ from effllm.offload.size import parse_size
 from effllm.runtime.bench import prepare_synthetic
 from effllm.runtime.cache import KVCache
 from effllm.runtime.engine import Engine, open_prepared
-from effllm.runtime.prepare import EngineOptions, Prepared, folder_kinds, prepare
+from effllm.runtime.needed_kernels import folder_kinds
+from effllm.runtime.prepare import EngineOptions, Prepared, prepare
 from effllm.runtime.synthetic import SHAPES
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"

@@ -27,7 +27,8 @@ from effllm.runtime.convert_plan import OTHER, plan_conversion
 from effllm.runtime.engine import Engine, open_engine, open_prepared
 from effllm.runtime.events import Notice
 from effllm.runtime.model import Model
-from effllm.runtime.prepare import EngineOptions, kernel_kinds
+from effllm.runtime.needed_kernels import Needs, kernel_kinds
+from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.synthetic import synthetic_config
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -255,7 +256,7 @@ def test_lookup_gives_the_same_answers(source: Path, tmp_path: Path) -> None:
 def test_a_synthetic_mixture_is_measured(source: Path, bits: str | None) -> None:
     given, asked = EngineOptions(device="cpu", ctx=256), BenchOptions(prompt=(40,), gen=(4,), repetitions=1)
     prepared = prepare_synthetic(str(source / "config.json"), given, bits)
-    *_, engine = open_prepared(lambda: prepared, kernel_kinds(bits is not None, given))
+    *_, engine = open_prepared(lambda: prepared, kernel_kinds(Needs(bits is not None), given))
     try:
         rows = [row for row in bench(engine, asked, "mixture") if isinstance(row, BenchRow)]
         assert [row.test for row in rows] == ["pp40", "tg4"] and all(row.avg_ts > 0 for row in rows)

@@ -33,7 +33,8 @@ from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Notice
 from effllm.runtime.listing import _local
 from effllm.runtime.model import dims
-from effllm.runtime.prepare import EngineOptions, kernel_kinds, prepare
+from effllm.runtime.needed_kernels import Needs, kernel_kinds
+from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.source import is_low_bit, open_store
 
@@ -236,7 +237,7 @@ def test_what_is_said_and_counted(checkpoint: tuple[Path, object]) -> None:
     assert len(low) == experts and {str(tensor.spec) for tensor in low} == {"mxfp4:32"}
     assert engine.model.bytes_per_pass < engine.model.nbytes
     engine.close()
-    assert is_low_bit(folder) and not is_low_bit(folder, False) and "low-bit" in kernel_kinds(True, EngineOptions())
+    assert is_low_bit(folder) and not is_low_bit(folder, False) and "low-bit" in kernel_kinds(Needs(True), EngineOptions())
     assert read_config(folder, strict=True).experts_stored == "mxfp4:32"
     with pytest.raises(UsageError, match="--load mmap"):
         prepare(folder, EngineOptions(device="cpu", load="mmap"))

@@ -1,0 +1,86 @@
+"""Which kinds of compiled kernels a run needs (`kernels/warm.py`): of a model's folder before it is opened, or of its open weights."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .. import EffllmError
+from ..kernels import warm
+from ..offload.checkpoint import TensorStore
+from ..offload.header import is_gguf
+from ..quant.kv import codec
+from .bundles import is_bundled
+from .config import ModelConfig, read_config
+from .container import Container, read_container
+from .imported import ImportedStore
+from .kv_setting import AUTO
+from .made_store import MadeStore
+from .source import is_low_bit, quantization_of
+
+if TYPE_CHECKING:
+    from .prepare import EngineOptions
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a model has: low-bit weights, neurons that lie one by one, weights of other tools that are put in order or widened as they are
+    read, and layers with something else in the place of attention over keys and values."""
+
+    low_bit: bool = False
+    bundled: bool = False
+    foreign: bool = False
+    mixers: bool = False
+
+    def __or__(self, other: Needs) -> Needs:
+        return Needs(self.low_bit or other.low_bit, self.bundled or other.bundled, self.foreign or other.foreign,
+                     self.mixers or other.mixers)
+
+
+def kernel_kinds(needs: Needs, options: EngineOptions) -> tuple[str, ...]:
+    """The kinds of kernels that a run needs; table lookup that is chosen by measurement is compiled by the measurement."""
+    needed = {warm.RAW: True, warm.LOW_BIT: needs.low_bit, warm.EXACT: needs.low_bit and options.exact,
+              warm.LOOKUP: needs.low_bit and options.kernel == "lut", warm.KV: options.kv == AUTO or codec(options.kv).is_packed,
+              warm.BUNDLED: needs.bundled, warm.SPARSE: options.kv_read == "sparse", warm.FOREIGN: needs.foreign,
+              warm.MIXERS: needs.mixers}
+    return tuple(kind for kind, is_needed in needed.items() if is_needed)
+
+
+def folder_kinds(folder: Path, options: EngineOptions) -> tuple[str, ...]:
+    """`kernel_kinds` for a model folder, whatever else may be wrong with it."""
+    needs = folder_needs(folder)
+    return kernel_kinds(needs if options.draft is None else needs | folder_needs(Path(options.draft)), options)
+
+
+def kinds_of(config: ModelConfig, store: TensorStore, container: Container | None, options: EngineOptions) -> tuple[str, ...]:
+    """The kinds of kernels that a run of these weights needs."""
+    low_bit = container is not None and container.is_low_bit
+    return kernel_kinds(Needs(low_bit, is_bundled(container), is_foreign(store), has_mixers(config)), options)
+
+
+def calibration_kinds(config: ModelConfig) -> tuple[str, ...]:
+    """What a pass over unquantized weights needs, layer by layer."""
+    return (warm.RAW, warm.MIXERS) if has_mixers(config) else (warm.RAW,)
+
+
+def has_mixers(config: ModelConfig) -> bool:
+    """Has any layer a state, or latent attention?"""
+    return config.state is not None or config.latent is not None
+
+
+def folder_needs(folder: Path) -> Needs:
+    """Of a model in a folder or a GGUF file; where its files are damaged, less."""
+    low_bit, bundled, foreign, mixers = is_low_bit(folder), False, False, False
+    with suppress(EffllmError):  # said when the folder is opened
+        container = None if is_gguf(folder) else read_container(folder)
+        low_bit, bundled = low_bit and (container is None or container.is_low_bit), is_bundled(container)
+        foreign = container is None and (low_bit or (not is_gguf(folder) and quantization_of(folder) is not None))
+        mixers = has_mixers(read_config(folder))
+    return Needs(low_bit, bundled, foreign, mixers)
+
+
+def is_foreign(store: TensorStore) -> bool:
+    """Are weights of other tools put in order, or from eight bits widened, as they are read?"""
+    return isinstance(store, ImportedStore) or (isinstance(store, MadeStore) and store.container is not None)
