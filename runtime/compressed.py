@@ -45,6 +45,7 @@ SPELLED = {"ernie4_5": "Ernie4_5", "ernie4_5_moe": "Ernie4_5_Moe", "gemma3_text"
            "minimax_m2": "MiniMaxM2", "opt": "OPT", "qwen3_5_moe_text": "Qwen3_5Moe", "qwen3_5_text": "Qwen3_5", "smollm3": "SmolLM3"}
 NOT_WRITTEN = {**dict.fromkeys(("gpt_oss", "granitemoe"), "other tools want their experts joined"),
                "gemma4_text": "no other tool was found to read what its layers are given, and its experts, so",
+               "nemotron_h": "no other tool was found to read their layers so",
                **dict.fromkeys(("lfm2", "lfm2_moe"), "no other tool was found to read their convolutions so"),
                **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text"), "no other tool was found to read their linear attention so")}
 LEFT_OUT = ("auto_map",)  # names code that does not go along and that no reader needs
@@ -73,8 +74,8 @@ def export_compressed(source: Path, out: Path, kind: str) -> Iterator[Progress |
     out = Path(os.path.abspath(out))
     check_target(out, None)
     config, bits = read_config(source), KINDS[kind]
-    if config.family in NOT_WRITTEN:
-        raise UsageError(f"{config.family} models are not written as compressed-tensors: {NOT_WRITTEN[config.family]}",
+    if why := NOT_WRITTEN.get(config.family) or ("no other tool was found to read their states so" if config.state is not None else ""):
+        raise UsageError(f"{config.family} models are not written as compressed-tensors: {why}",
                          "effllm quantize makes a folder for effllm")
     if (made := read_container(source)) is not None or is_rounded(source):
         how = "by another tool" if made is None else made.spec_text

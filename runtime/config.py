@@ -97,7 +97,7 @@ class ModelConfig:
     `layer_ffn`: by layer the width inside its MLP, where layers differ. `values_normed`: values are normed head by head, without a weight;
     `keys_as_values`: layers in which they are what keys are made of too. `input_width`: of what every layer is given of a token beside the
     stream, 0 for nothing, of which there is a table of `input_vocab` rows, times `input_multiplier`. `layers_scaled`: what leaves a layer
-    is multiplied by a number of the layer's.
+    is multiplied by a number of the layer's. `without_mlp`: layers that have none.
     """
 
     family: str
@@ -146,6 +146,7 @@ class ModelConfig:
     input_vocab: int = 0
     input_multiplier: float = 1.0
     layers_scaled: bool = False
+    without_mlp: tuple[int, ...] = ()
     warnings: tuple[str, ...] = ()
 
     @property

@@ -16,7 +16,7 @@ from ..offload.header import TensorInfo, damaged, shown
 from . import families
 from .families.mixtral import MOST_EXPERTS
 
-BASE, INSIDE = "model.", ("layers.", "embed_tokens.", "norm.")
+BASE, OLDER_BASE, INSIDE = "model.", "backbone.", ("layers.", "embed_tokens.", "norm.")
 EXPERTS = {**dict.fromkeys(("dots1", "ernie4_5_moe", "glm4_moe", "olmoe", "qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_moe"),
                          "mlp"),
            **dict.fromkeys(("granitemoe", "granitemoehybrid", "mixtral"), "block_sparse_moe"),
@@ -44,6 +44,10 @@ def give_names(store: TensorStore, model_type: object) -> None:
     """Name the tensors of a store as the family of a `model_type` does. Raises CheckpointError."""
     if any(name.startswith(INSIDE) for name in store.tensors) and not any(name.startswith(BASE) for name in store.tensors):
         names = ((BASE + name if name.startswith(INSIDE) else name, info) for name, info in store.tensors.items())
+        store.tensors = {name: replace(info, name=name) for name, info in names}
+    if model_type == "nemotron_h":
+        names = ((BASE + name.removeprefix(OLDER_BASE) if name.startswith(OLDER_BASE) else name, info)
+                 for name, info in store.tensors.items())
         store.tensors = {name: replace(info, name=name) for name, info in names}
     if model_type == "ernie4_5_moe" and any(LATER_ERNIE in name for name in store.tensors):
         names = ((name.replace(LATER_ERNIE, ERNIE), info) for name, info in store.tensors.items())

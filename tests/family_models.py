@@ -54,6 +54,8 @@ GRANITE_4 = {"num_local_experts": 0, "layer_types": ["full_attention"] * 3, "sha
              "position_embedding_type": "rope", "tie_word_embeddings": True}
 # Six heads of 32 in two groups.
 MAMBA = {"mamba_n_heads": 6, "mamba_expand": 3, "mamba_d_head": 32, "mamba_n_groups": 2, "mamba_d_state": 24}
+NEMOTRON = {"head_dim": 32, "mamba_num_heads": 6, "mamba_head_dim": 20, "n_groups": 2, "ssm_state_size": 24, "num_hidden_layers": None,
+            "time_step_min": 1e-12}
 ERNIE_EXPERTS = {"moe_num_experts": 12, "moe_k": 3, "moe_intermediate_size": 40, "moe_num_shared_experts": 2, "moe_layer_start_index": 1}
 K_EXPERTS = {"num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "num_shared_experts": 2,
              "routed_scaling_factor": 1.75}
@@ -189,6 +191,11 @@ CASES = {
         "mamba_conv_bias": False, "position_embedding_type": None, "tie_word_embeddings": False}, dtype="bfloat16"),
     "granitemoehybrid, no positions, bfloat16": Case("granitemoehybrid", {**GRANITE, **GRANITE_4, "position_embedding_type": None},
                                                      dtype="bfloat16"),
+    "nemotron_h": Case("nemotron_h", {
+        **NEMOTRON, "layers_block_type": ["mamba", "mlp", "mamba", "attention", "mlp", "mamba", "mlp", "mamba"], "vocab_size": 301}),
+    "nemotron_h, no bias, bfloat16": Case("nemotron_h", {
+        **NEMOTRON, "layers_block_type": ["attention", "mamba", "mlp"], "use_conv_bias": False, "tie_word_embeddings": True, "n_groups": 1},
+        dtype="bfloat16"),
     "ernie4_5_moe": Case("ernie4_5_moe", {**ERNIE_EXPERTS, "use_bias": False}),
     "ernie4_5_moe, some layers dense, bfloat16": Case("ernie4_5_moe", {
         **ERNIE_EXPERTS, "num_hidden_layers": 5, "moe_layer_start_index": 2, "moe_layer_end_index": 3, "moe_num_shared_experts": 1,

@@ -68,6 +68,17 @@ PUBLISHED = {
                    "rope_parameters": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 16.0, "llama_4_scaling_beta": 0.1, "mscale": 1.0,
                                        "mscale_all_dim": 1.0, "original_max_position_embeddings": 16384, "rope_theta": 1000000.0,
                                        "rope_type": "yarn", "type": "yarn"}, "sliding_window": None, "tie_word_embeddings": True},
+    "nemotron_h": {
+        "architectures": ["NemotronHForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "auto_map": {
+            "AutoConfig": "configuration_nemotron_h.NemotronHConfig", "AutoModelForCausalLM": "modeling_nemotron_h.NemotronHForCausalLM"},
+        "bos_token_id": 1, "chunk_size": 128, "conv_kernel": 4, "eos_token_id": 12, "expand": 2, "head_dim": 128, "hidden_dropout": 0.0,
+        "hybrid_override_pattern": "MM*-", "initializer_range": 0.02, "layer_norm_epsilon": 1e-05, "mamba_head_dim": 80,
+        "mamba_hidden_act": "silu", "mamba_num_heads": 128, "mamba_proj_bias": False, "max_position_embeddings": 131072, "mlp_bias": False,
+        "mlp_hidden_act": "relu2", "n_groups": 8, "num_logits_to_keep": 1, "pad_token_id": 0, "rescale_prenorm_residual": True,
+        "residual_in_fp32": False, "rms_norm_eps": 1e-05, "sliding_window": None, "ssm_state_size": 128, "tie_word_embeddings": False,
+        "time_step_floor": 0.0001, "time_step_limit": [0.0, float("inf")], "time_step_max": 0.1, "time_step_min": 0.001,
+        "time_step_rank": 256, "torch_dtype": "bfloat16", "use_bias": False, "use_cache": True, "use_conv_bias": True,
+        "use_mamba_kernels": True},
     "olmo3": {"attention_bias": False, "eos_token_id": 257, "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
               "max_position_embeddings": 65536, "rope_scaling": {
                   "attention_factor": 1.2079441541679836, "beta_fast": 32, "beta_slow": 1, "factor": 8.0,
@@ -121,6 +132,24 @@ def test_published_configs_are_known_to_the_last_key(family: str) -> None:
     ("starcoder2", "norm_type", "rms_norm"), ("starcoder2", "mlp_type", "gated"), ("starcoder2", "layer_types", ["sliding_attention"] * 4)])
 def test_what_a_family_cannot_do_is_named(family: str, key: str, value: object) -> None:
     refused({**LLAMA, "model_type": family, key: value}, key)
+
+
+@pytest.mark.parametrize(("key", "value"), [
+    ("hybrid_override_pattern", None), ("hybrid_override_pattern", "ME*-"), ("hybrid_override_pattern", "M-M-"),
+    ("hybrid_override_pattern", "-M*M"), ("hybrid_override_pattern", "M*--"), ("hybrid_override_pattern", "MMx*"),
+    ("hybrid_override_pattern", "M*-"), ("layers_block_type", ["mamba", "moe", "attention", "mlp"]), ("layers_block_type", "M*"),
+    ("n_groups", 7), ("mamba_hidden_act", "gelu"), ("use_bias", True), ("time_step_limit", [0.001, 0.1]),
+    ("num_nextn_predict_layers", 1), ("auto_map", {"AutoModel": "modeling_other.Other"})])
+def test_what_nemotron_h_cannot_do_is_named(key: str, value: object) -> None:
+    refused({**LLAMA, "model_type": "nemotron_h", **PUBLISHED["nemotron_h"], key: value}, key)
+
+
+def test_layers_of_nemotron_h_are_halves() -> None:
+    base = {**LLAMA, "model_type": "nemotron_h", **PUBLISHED["nemotron_h"]}
+    config = parse_config({**base, "num_hidden_layers": 9, "hybrid_override_pattern": "M-MM*-*M-"}, strict=True)
+    assert config.num_hidden_layers == 6 and config.state_layers == (0, 1, 2, 5) and config.without_mlp == (1, 2, 4)
+    kinds = ["mamba", "mlp", "mamba", "mamba", "attention", "mlp", "attention", "mamba", "mlp"]
+    assert parse_config({**base, "num_hidden_layers": 9, "hybrid_override_pattern": None, "layers_block_type": kinds}) == config
 
 
 @pytest.mark.parametrize(("key", "value"), [

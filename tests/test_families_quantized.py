@@ -44,12 +44,12 @@ CALM = {"initializer_range": 0.08, "init_std": 0.08}
 NEW = {name: replace(CASES[name], dtype="float32", changes={**CASES[name].changes, **CALM})
        for name in ("phi3", "arcee", "exaone4", "gemma", "gemma2", "gemma3_text", "gemma3", "olmo2", "olmo3", "ministral3", "seed_oss",
                     "smollm3", "granite", "opt", "starcoder2", "ernie4_5", "glm", "glm4", "qwen3_5_text", "lfm2",
-                    "granitemoehybrid, state spaces")}
+                    "granitemoehybrid, state spaces", "nemotron_h")}
 IDS = np.random.default_rng(3).integers(0, 300, 200).tolist()
 # Which roles of a layer smoothing may change: a norm that feeds matrices, projections whose rows can be divided, and their readers.
 PLAIN = {"input_norm", "q", "k", "v", "o", "post_norm", "gate", "up", "down"}
 SMOOTHED = {**dict.fromkeys(("gemma", "gemma2", "gemma3", "glm", "glm4", "seed_oss"), PLAIN | {"v_bias"}),
-            "arcee": PLAIN - {"gate", "down"}, "exaone4": {"v", "o", "up", "down"},
+            **dict.fromkeys(("arcee", "nemotron_h"), PLAIN - {"gate", "down"}), "exaone4": {"v", "o", "up", "down"},
             **dict.fromkeys(("olmo2", "olmo3"), {"v", "o", "up", "down", "v_bias"}),
             **dict.fromkeys(("granite", "smollm3"), PLAIN | {"v_bias", "up_bias"}),
             "opt": PLAIN - {"gate"} | {"input_norm_bias", "post_norm_bias", "v_bias", "up_bias"},
@@ -137,7 +137,8 @@ def test_calibration_sees_what_a_run_sees(source: Path, engine: Engine) -> None:
             continue
         with engine.model.pager.lease(found.key) as raw:
             weights = engine.model._lease(found.key, raw)
-        assert {tap for key, tap in seen if key == found.key} & READS.keys() >= {"block_in", "mlp_in", "mlp_hidden"}
+        of_mlp = () if found.key in engine.config.without_mlp else ("mlp_in", "mlp_hidden")
+        assert {tap for key, tap in seen if key == found.key} & READS.keys() >= {"block_in", *of_mlp}
         for tap, roles in READS.items():
             if (inputs := seen.get((found.key, tap))) is None:
                 assert found.roles.keys().isdisjoint(roles)
@@ -160,7 +161,9 @@ def test_smoothing_changes_no_answer(source: Path, engine: Engine) -> None:
             if isinstance(found, LayerStats) and found.key != "outer":
                 changed = converter._equalised(found)
                 roles = {job.role for job in plan.jobs if job.name in changed}
-                assert roles == (MLP if found.key in plan.config.state_layers else SMOOTHED.get(source.name, PLAIN))
+                own = SMOOTHED.get(source.name, PLAIN)
+                own = own & MLP if found.key in plan.config.state_layers else own
+                assert roles == own - (MLP if found.key in plan.config.without_mlp else set())
                 with engine.model.pager.lease(found.key) as raw:
                     for name, values in changed.items():
                         moved = max(moved, np.abs(raw[name].view(np.float32) - values.reshape(-1)).max())

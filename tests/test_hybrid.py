@@ -274,6 +274,11 @@ def test_ways_back_are_bounded(engine: Engine) -> None:
     assert len(engine.cache.states._kept) <= engine.config.state.ways_back
 
 
+def test_a_state_does_not_become_compressed_tensors(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(EffllmError, match="models are not written as compressed-tensors: no other tool was found"):
+        list(export_compressed(folder, tmp_path / "out", "INT4"))
+
+
 @pytest.mark.parametrize("folder", ["qwen3_5_text"], indirect=True)
 def test_exports_that_cannot_hold_it_say_so(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(EffllmError, match="qwen3_5_text models are not"):

@@ -62,10 +62,15 @@ def mamba_shape(keys: Keys, base: ModelConfig) -> Mamba2Shape:
     shape = Mamba2Shape(heads, stated or values // heads, keys.integer("mamba_n_groups", 1, high=4096),
                         keys.integer("mamba_d_state", 256, high=4096), keys.integer("mamba_d_conv", 4, high=64),
                         keys.flag("mamba_conv_bias", True))
+    check_steps(keys)
+    return shape
+
+
+def check_steps(keys: Keys) -> None:
+    """Raises ConfigError for steps with limits."""
     limit = keys.raw["time_step_limit"] if keys.holds("time_step_limit") else None
     if limit is not None and limit not in NO_LIMIT:
         raise ConfigError(f"config.json: time_step_limit {show(limit)} is not supported", "no published model limits its steps")
-    return shape
 
 
 def check_shape(keys: Keys, base: ModelConfig, shape: Mamba2Shape) -> None:
