@@ -10,7 +10,7 @@ has to be converted on the way in. The embedding table does not, nor one of what
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -77,7 +77,7 @@ def cut(tensors: Mapping[int | str, Mapping[str, ModelTensor]], store: TensorSto
     maker = _Cut(store, PART_NBYTES * (2 if total > LARGE_NBYTES else 1))
     outer = tensors["outer"]
     for key in sorted(key for key in tensors if key != "outer"):
-        for stage in STAGES:
+        for stage in stages_of(tensors[key]):
             present = [tensors[key][role] for role in stage if role in tensors[key]]
             maker.stage(present, together="gate" in stage and len(present) == 2)
     head = outer.get("head", outer["embed"])
@@ -93,6 +93,13 @@ def cut(tensors: Mapping[int | str, Mapping[str, ModelTensor]], store: TensorSto
     elif 2 * sum(tensor.nbytes for roles in tensors.values() for role, tensor in roles.items() if expert_of(role) is not None) > whole:
         kept_for = EXPERTS
     return Parts(tuple(maker.parts), {name: tuple(found) for name, found in maker.slices.items()}, always, tables, kept_for)
+
+
+def stages_of(roles: Collection[str]) -> tuple[tuple[str, ...], ...]:
+    """STAGES of a layer. Where one norm serves attention and MLP side by side, o comes last (`families/cohere.py`)."""
+    if "input_norm" not in roles or "post_norm" in roles:
+        return STAGES
+    return (*(stage for stage in STAGES if stage != ("o",)), ("o",))
 
 
 def sections(tensor: ModelTensor, place: int, first: int, end: int) -> Iterator[tuple[str, Range]]:

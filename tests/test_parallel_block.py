@@ -1,0 +1,52 @@
+"""A block whose attention and MLP read one norm side by side (Cohere): what streams is read in the order in which it is used."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from effllm.offload.turns import Turns
+from effllm.runtime import families, parts
+from effllm.runtime.config import read_config
+from effllm.runtime.engine import EngineOptions, open_engine
+
+sys.path.insert(0, str(Path(__file__).parent))
+from family_models import CASES, written
+from streamed_models import streaming
+
+IDS = np.random.default_rng(0).integers(0, 300, 30).tolist()
+
+
+def test_weights_that_stream_come_once_a_token_and_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "PART_NBYTES", 8 << 10)
+    monkeypatch.setattr(parts, "LEAST_NBYTES", 512)
+    written(CASES["cohere"], tmp_path)
+    *_, resident = open_engine(tmp_path, EngineOptions(device="cpu", ctx=128))
+    engine = streaming(tmp_path, ctx=128)
+    try:
+        used, enter, join = [], Turns.enter, Turns.join
+
+        def joined(self: Turns, place: int) -> bool:
+            if found := join(self, place):
+                used.append(place)
+            return found
+
+        monkeypatch.setattr(Turns, "enter", lambda self, place: used.append(place) or enter(self, place))
+        monkeypatch.setattr(Turns, "join", joined)
+        for given in (IDS, [3], [5]):
+            used.clear()
+            assert np.array_equal(engine.forward_logits(given), resident.forward_logits(given))
+            assert used == sorted(set(used)) and len(used) > 20
+    finally:
+        engine.close()
+        resident.close()
+
+
+def test_other_layers_have_o_before_the_mlp(tmp_path: Path) -> None:
+    for name in ("cohere2", "llama, tied, one KV head", "olmo2", "opt", "gemma2"):
+        written(CASES[name], tmp_path / name)
+        config = read_config(tmp_path / name)
+        stages = parts.stages_of(families.get(config.family).layer_tensors(config, 0))
+        assert sorted(stages) == sorted(parts.STAGES)
+        assert (stages.index(("o",)) > stages.index(("down",))) == (config.family == "cohere2")
