@@ -242,7 +242,7 @@ def parse_config(raw: Mapping[str, object], strict: bool = False) -> ModelConfig
         raise ConfigError(f"config.json: architectures is {show(architectures)}, expected a ...{suffix}", "effllm runs text generators")
     if composite:
         return _text_part(raw, strict)
-    raw = {**raw, "model_type": families.RENAMED.get(str(raw.get("model_type")), raw.get("model_type"))}
+    raw = families.of_its_family(raw)
     keys = Keys(raw)
     family = families.get(keys.text("model_type"))
     own = family.KEYS_USED | family.KEYS_HARMLESS
@@ -283,14 +283,14 @@ def text_alone(raw: Mapping[str, object]) -> dict[str, object]:
     kind = str(raw.get("model_type"))
     known = families.COMPOSITE.get(kind)
     if known is None:
-        return {**raw, "model_type": families.RENAMED[kind]} if kind in families.RENAMED else dict(raw)
+        return families.of_its_family(raw)
     inner = Keys(raw).section("text_config") or {}
     family = inner.get("model_type", known[0])
     if family not in known:
         raise ConfigError(f"config.json: text_config is of model type {show(family)}, expected {' or '.join(known)}")
     stated = {key: value for key, value in raw.items() if key in OUTER_SHARED and value is not None}
     shared = {"tie_word_embeddings": raw["model_type"] not in UNTIED} | stated
-    return {**inner, **shared, "model_type": family, "architectures": None}
+    return families.of_its_family({**inner, **shared, "model_type": family, "architectures": None})
 
 
 def _text_part(raw: Mapping[str, object], strict: bool) -> ModelConfig:

@@ -2,7 +2,8 @@
 
 One of them says that config and weights do not belong together, and then a model runs as another than was trained. What is known to change
 nothing is passed over: buffers that old checkpoints kept, scales of caches and activations that are not rounded here, biases of zeros,
-what fills gaps between tensors, layers of multi-token prediction, and of a model that takes images all that is not its text part.
+what fills gaps between tensors, keys and values of layers that attend to others', layers of multi-token prediction, and of a model that
+takes images all that is not its text part.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from .tensors import ModelTensor
 
 HARMLESS = re.compile(r"(?:.*\.)?(?:rotary_emb\.(?:inv_freq|cos_cached|sin_cached)|masked_bias|decoder\.version|position_ids|"
                       rf"mtp(?:_\w+)?\..+|(?:{'|'.join(IGNORED)}))")
-SIGHT = re.compile(r"(?:.*\.)?(?:vision_tower|multi_modal_projector|visual)\..+")
+SIGHT = re.compile(r"(?:.*\.)?(?:audio_tower|embed_audio|embed_vision|multi_modal_projector|vision_embedder|vision_tower|visual)\..+")
+OWN_KEYS = re.compile(r"(?:.*\.)?layers\.(\d+)\.self_attn\.(?:[kv]_proj|[kv]_norm)\..+")
 MOST_NBYTES = 1 << 20  # of a bias that is looked into
 
 
@@ -33,7 +35,8 @@ def unread(config: ModelConfig, store: TensorStore, read: Iterable[TensorInfo]) 
     if any(config.family in inner for inner in COMPOSITE.values()):
         left = [info for info in left if not SIGHT.fullmatch(info.name)]
     behind = tuple(f"model.layers.{config.num_hidden_layers + i}." for i in range(config.mtp_layers))
-    return tuple(info.name for info in left if not info.name.startswith(behind) and not _adds_nothing(store, info))
+    return tuple(info.name for info in left if not info.name.startswith(behind) and not _of_others(config, info.name)
+                 and not _adds_nothing(store, info))
 
 
 def unread_notices(config: ModelConfig, store: object, tensors: Mapping[int | str, Mapping[str, ModelTensor]]) -> Sequence[str]:
@@ -43,6 +46,13 @@ def unread_notices(config: ModelConfig, store: object, tensors: Mapping[int | st
     names = unread(config, store, (tensor.info for roles in tensors.values() for tensor in roles.values()))
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return (Fallback(f"not used, because config.json does not ask for it: {shown(names[0])}{more}"),) if names else ()
+
+
+def _of_others(config: ModelConfig, name: str) -> bool:
+    """Whether a tensor makes keys or values of a layer that attends to another's, which checkpoints of such models keep."""
+    found = OWN_KEYS.fullmatch(name)
+    layer = -1 if found is None else int(found[1])
+    return bool(config.kv_sources) and 0 <= layer < config.num_hidden_layers and config.kv_sources[layer] != layer
 
 
 def _adds_nothing(store: TensorStore, info: TensorInfo) -> bool:

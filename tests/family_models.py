@@ -13,8 +13,8 @@ from effllm.runtime.engine import Engine, EngineOptions, open_engine
 CONTEXT = 512
 TOLERANCE = 1e-4  # of the largest logit
 # The models that take images, by their text part.
-IMAGES = {"gemma3_text": "gemma3", "gemma4_text": "gemma4", "mistral": "mistral3", "ministral3": "mistral3", "qwen3_5_text": "qwen3_5",
-          "qwen3_5_moe_text": "qwen3_5_moe"}
+IMAGES = {"gemma3_text": "gemma3", "gemma4_text": "gemma4", "gemma4_unified_text": "gemma4_unified",
+          "mistral": "mistral3", "ministral3": "mistral3", "qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}
 RAMP = [1.0 + 0.1 * i for i in range(8)]
 
 
@@ -158,6 +158,10 @@ CASES = {
     "gemma4_text, mixture": Case("gemma4_text", {**GEMMA_4, **KEYS_AS_VALUES, **GEMMA_EXPERTS}),
     "gemma4, images, bfloat16": Case("gemma4_text", {**GEMMA_4, **KEYS_AS_VALUES, **GEMMA_EXPERTS, "hidden_size_per_layer_input": 16,
                                                      "pad_token_id": 0}, dtype="bfloat16", images=True),
+    "gemma4_unified": Case("gemma4_unified_text", {**{key: value for key, value in GEMMA_4.items() if "per_layer_input" not in key},
+                                                   "attention_k_eq_v": True, "num_global_key_value_heads": 1, "num_kv_shared_layers": 0,
+                                                   "use_double_wide_mlp": False, "initializer_range": 0.12, "pad_token_id": 0},
+                           images=True),
     "glm": Case("glm", {"head_dim": 32, "vocab_size": 301}),
     "glm, whole heads, no biases, float16": Case("glm", {"head_dim": 16, "attention_bias": False, "tie_word_embeddings": True,
                                                          **rope("default", partial_rotary_factor=1.0)}, dtype="float16"),
@@ -276,7 +280,7 @@ def written(case: Case, folder: Path) -> PreTrainedModel:
     if case.images:
         sight = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32,
                  "patch_size": 8}
-        if case.family == "gemma4_text":
+        if case.family.startswith("gemma4"):
             sight = None
         more = {"mm_tokens_per_image": 4} if case.family == "gemma3_text" else {"tie_word_embeddings": config.tie_word_embeddings}
         config = AutoConfig.for_model(IMAGES[case.family], text_config=config.to_dict(), vision_config=sight, **more)

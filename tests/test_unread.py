@@ -81,7 +81,18 @@ def test_layers_of_multi_token_prediction_are_passed_over(tmp_path: Path) -> Non
         assert [said.rpartition(": ")[2] for said in notices(tmp_path)] == left
 
 
-@pytest.mark.parametrize("name", ["gemma3", "phi3", "glm4", "gpt_oss", "qwen3_moe", "qwen2_moe", "glm4_moe", "opt"])
+def test_keys_and_values_of_layers_that_have_none_are_passed_over(tmp_path: Path) -> None:
+    """Gemma 4's checkpoints keep them, and its encoders."""
+    written(CASES["gemma4_text"], tmp_path)
+    tensors, sight = load_file(tmp_path / "model.safetensors"), "model.embed_vision.embedding_projection.weight"
+    kept = [f"model.layers.5.self_attn.{name}.weight" for name in ("k_proj", "v_proj", "k_norm")]
+    save_file(tensors | {name: torch.ones(4) for name in (*kept, sight)}, tmp_path / "model.safetensors")
+    assert not notices(tmp_path)
+    save_file(tensors | {"model.layers.6.self_attn.k_proj.weight": torch.ones(4)}, tmp_path / "model.safetensors")
+    assert len(notices(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gemma4_unified", "phi3", "glm4", "gpt_oss", "qwen3_moe", "qwen2_moe", "glm4_moe", "opt"])
 def test_no_model_has_tensors_that_are_not_used(name: str, tmp_path: Path) -> None:
     """An encoder of images, matrices that are stored as one, experts that are taken apart; nor has what is made of them."""
     written(CASES[name], tmp_path / "model")

@@ -45,9 +45,13 @@ FAMILIES = ("arcee", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "dots1",
             "granitemoehybrid", "hunyuan_v1_dense", "lfm2", "lfm2_moe", "llama", "minimax_m2", "ministral3", "mistral", "mixtral",
             "nemotron_h", "olmo2", "olmo3", "olmoe", "opt", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text",
             "qwen3_moe", "seed_oss", "smollm3", "starcoder2")
-COMPOSITE: Mapping[str, tuple[str, ...]] = {"gemma3": ("gemma3_text",), "gemma4": ("gemma4_text",), "mistral3": ("mistral", "ministral3"),
+COMPOSITE: Mapping[str, tuple[str, ...]] = {"gemma3": ("gemma3_text",), "gemma4": ("gemma4_text",),
+                                            "gemma4_unified": ("gemma4_unified_text",), "mistral3": ("mistral", "ministral3"),
                                             "qwen3_5": ("qwen3_5_text",), "qwen3_5_moe": ("qwen3_5_moe_text",)}
-RENAMED: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}  # a `model_type` -> the family that it is
+# A `model_type` -> the family that it is, and what its configs say by saying nothing.
+RENAMED: Mapping[str, str] = {"gemma4_unified_text": "gemma4_text", "kimi_k2": "deepseek_v3"}
+UNSAID: Mapping[str, Mapping[str, object]] = {
+    "gemma4_unified_text": {"hidden_size_per_layer_input": 0, "max_position_embeddings": 262_144, "sliding_window": 1024}}
 PREFIXES = ("language_model.model.", "model.language_model.", "language_model.")  # of checkpoints that take images: older, newer, no head
 HEADS = ("language_model.lm_head.weight",)
 EXPERT = ("gate", "up", "down")  # roles of a gated MLP
@@ -154,6 +158,12 @@ class Family(Protocol):
     def outer_tensors(self, config: ModelConfig) -> dict[str, TensorRule]: ...
     def block(self, ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache | LayerStates, positions: np.ndarray, rope: RopeTable | None,
               config: ModelConfig, layer: int, tap: Callable[[str, int, object], None]) -> object: ...
+
+
+def of_its_family(raw: Mapping[str, object]) -> dict[str, object]:
+    """A config as its family spells it, where its `model_type` is another name of it."""
+    kind = str(raw.get("model_type"))
+    return {**UNSAID.get(kind, {}), **raw, "model_type": RENAMED[kind]} if kind in RENAMED else dict(raw)
 
 
 def get(model_type: str) -> Family:
