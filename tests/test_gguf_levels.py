@@ -30,7 +30,7 @@ def test_a_grid_that_is_not_here_is_asked_for(tmp_path: Path, monkeypatch: pytes
     fable_gguf(path, "IQ2_XS")
     gguf_levels.grid_of.cache_clear()
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(CheckpointError, match="of type IQ2_XS, whose grid of codes is in a package") as refused:
+    with pytest.raises(CheckpointError, match="of type IQ2_XS, whose grid of codes is in the package gguf") as refused:
         open_gguf_store(path, low_bit=True)
     assert refused.value.hint == "python -m pip install gguf"
 

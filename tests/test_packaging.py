@@ -120,8 +120,8 @@ def test_metadata() -> None:
 
 def test_declared_dependencies_are_the_imported_ones() -> None:
     used = imported(FOLDERS, ("__init__.py", "__main__.py"), without="kernels/cuda/")
-    assert import_names(declared()) == used - import_names(declared("eval")) and import_names(declared("eval")) <= used
-    assert import_names(declared("gguf")) == {"gguf"}  # a name that files of ours have too
+    assert import_names(declared()) - {"gguf"} == used - import_names(declared("eval")) and import_names(declared("eval")) <= used
+    assert "gguf" in declared()  # a name that files of ours have too, so it is looked for where it is imported
     assert "from gguf import quants" in (ROOT / "quant/imports/gguf_levels.py").read_text(encoding="utf-8")
 
 
@@ -167,7 +167,7 @@ def test_torch_is_spelled_exactly_where_the_tests_install_it() -> None:
 
 
 def test_pins_satisfy_the_declared_bounds() -> None:
-    for extra in (None, "test", "cuda", "eval", "gguf", "lint", "peers"):
+    for extra in (None, "test", "cuda", "eval", "lint", "peers"):
         for name, requirement in declared(extra).items():
             assert requirement.specifier.contains(pins()[name]), f"{requirement} is pinned at {pins()[name]}"
     for requirement in map(Requirement, PROJECT["build-system"]["requires"]):

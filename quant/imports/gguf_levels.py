@@ -53,7 +53,7 @@ class Kind(NamedTuple):
 
 
 class GridsMissing(Exception):
-    """The package that has the grids is not installed."""
+    """The package that has the grids is not there, as in an environment that was made before effllm depended on it."""
 
 
 @cache

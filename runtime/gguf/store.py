@@ -152,7 +152,7 @@ class GgufStore(MadeStore):
             grid_of(grid)
         except GridsMissing:
             raise CheckpointError(f"{self._path} has tensor {shown(tensor.name)} of type {tensor.type}, whose grid of codes is in "
-                                  "a package that is not installed", "python -m pip install gguf") from None
+                                  "the package gguf, which this installation lacks", "python -m pip install gguf") from None
 
     def stored_nbytes(self, info: TensorInfo) -> int:
         return own.nbytes if (own := self._sources.get(info.name) or self._halves.get(info.name)) else info.nbytes
