@@ -133,13 +133,18 @@ class PackedFormat:
                bits: Sequence[Sequence[tuple[int, int]]] | None = None) -> list[PackedCodec]:
         """A codec for each layer of so many KV heads of a size, with the bases and the heads' bits of a profile where there is one. Raises
         UsageError for a head size that no record takes."""
-        for size in dict.fromkeys(size for _, size in heads):
-            if size % CHANNELS or size > CHANNELS * MOST_GROUPS:
-                raise UsageError(f"packed caches take heads of a multiple of {CHANNELS} numbers up to {CHANNELS * MOST_GROUPS}, this model"
-                                 f" has {size}", "--kv 16bit")
+        if (said := unpackable(heads)):
+            raise UsageError(said, "--kv 16bit")
         plain = {} if bases else {each: KVBasis.plain(*each) for each in dict.fromkeys(heads)}  # layers that are alike share one
         return [PackedCodec(tuple(bits[i]) if bits else ((self.bits_k, self.bits_v),) * each[0], bases[i] if bases else plain[each])
                 for i, each in enumerate(heads)]
+
+
+def unpackable(heads: Sequence[tuple[int, int]]) -> str:
+    """Why no packed cache takes the layers of a model, of so many KV heads of a size; empty where all do."""
+    found = next((size for _, size in heads if size % CHANNELS or size > CHANNELS * MOST_GROUPS), None)
+    return "" if found is None else (f"packed caches take heads of a multiple of {CHANNELS} numbers up to {CHANNELS * MOST_GROUPS}, this "
+                                     f"model has {found}")
 
 
 def exact_sides(exact: np.ndarray, layout: PageLayout) -> tuple[np.ndarray, np.ndarray]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from .. import UsageError
 from ..offload.checkpoint import TensorStore
 from ..offload.notes import Fallback
-from ..quant.kv import codec
+from ..quant.kv import codec, unpackable
 from .config import ModelConfig
 from .kv_profile import Profile
 from .kv_profile_file import load_profile
@@ -22,7 +22,9 @@ def profile_for(name: str, folder: Path | None, config: ModelConfig, store: Tens
     if folder is None or (name != AUTO and not codec(name).is_packed):
         return None
     profile = load_profile(folder, config, store)
-    if profile is None:
+    if profile is None and name == AUTO and (said := unpackable(config.cache_heads)):
+        remark(f"--kv auto: {said}; keys and values stay at {UNPACKED}")
+    elif profile is None:
         then = f"keys and values stay at {UNPACKED}" if name == AUTO else "every head gets the same bits"
         said = f"--kv {name}: no profile of this model, {then}; effllm eval kv-profile records one"
         remark(Fallback(said) if name == AUTO else said)

@@ -121,7 +121,8 @@ def test_tensors_have_the_names_and_shapes_that_transformers_gives_them(family: 
 @pytest.mark.parametrize(("name", "key", "value"), [
     ("V2", "norm_topk_prob", True), ("V2", "topk_method", "noaux_tc"), ("V2", "scoring_func", "sigmoid"), ("V2", "moe_layer_freq", 2),
     ("V2", "n_group", 5), ("V2", "topk_group", 7), ("V2", "auto_map", {"AutoModel": "modeling_evil.DeepseekV2Model"}),
-    ("V2", "num_key_value_heads", 2), ("V3", "scoring_func", "softmax"), ("V3", "topk_method", "greedy"), ("V3", "n_group", 12),
+    ("V2", "num_key_value_heads", 2), ("V2", "use_mla", False),
+    ("V3", "scoring_func", "softmax"), ("V3", "topk_method", "greedy"), ("V3", "n_group", 12),
     ("V3", "qk_rope_head_dim", 63), ("V3", "kv_lora_rank", 1000), ("V3", "layer_types", ["sliding_attention"] * 4),
     ("V3", "auto_map", {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV2ForCausalLM"}), ("V3", "sliding_window", 40),
     ("GLM-4.7-Flash", "auto_map", {"AutoModel": "modeling_deepseek.DeepseekV3Model"}), ("GLM-4.7-Flash", "first_k_dense_replace", 2),

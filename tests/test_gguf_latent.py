@@ -85,6 +85,15 @@ def test_an_older_file_answers_as_transformers_does(tmp_path: Path, name: str) -
         assert np.abs(scores(path, ids) - expected).max() < 2e-4 * np.abs(expected).max()
 
 
+@pytest.mark.parametrize("gating", [None, 0])
+def test_scores_that_a_file_does_not_name_are_those_that_its_tensors_correct(tmp_path: Path, gating: int | None) -> None:
+    """Files of GLM-4.7-Flash leave it out, as those of V2 did."""
+    for name in ("glm4_moe_lite", "deepseek_v2"):
+        (tmp_path / name).mkdir()
+        config = read_config(older(tmp_path / name, name, expert_gating_func=gating)[0])
+        assert config.mixture == read_config(tmp_path / name / "source").mixture
+
+
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
 def test_what_heads_share_out_is_widened_without_a_fallback(tmp_path: Path, kind: str) -> None:
     """Of older files, whose matrix is one of many that run from their codes, and of newer ones, which hold it in two halves."""
@@ -120,7 +129,8 @@ def test_halves_of_blocks_mean_what_they_meant(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("key", "value", "said"), [
-    ("expert_gating_func", 3, "expert_gating_func 3"), ("rope.dimension_count", 48, "rope.dimension_count 48"),
+    ("expert_gating_func", 3, "expert_gating_func 3"), ("attention.temperature_scale", 1, "temperature_scale"),
+    ("rope.dimension_count", 48, "rope.dimension_count 48"),
     ("attention.key_length", 0, "attention.key_length 0"), ("attention.kv_lora_rank", None, "attention.kv_lora_rank"),
     ("attention.kv_lora_rank", 32, "shape"), ("attention.value_length", 16, "shape"), ("expert_group_count", 5, "expert_group_count 5")])
 def test_what_a_file_says_wrongly_is_named(tmp_path: Path, key: str, value: int | None, said: str) -> None:

@@ -16,10 +16,11 @@ from effllm import UsageError
 from effllm.cli.app import main
 from effllm.cli.environment import Environment
 from effllm.kernels.layout import PAGE
+from effllm.offload.checkpoint import TensorStore
 from effllm.quant.kv_codec import decode, encode
 from effllm.runtime import kv_profile_file
 from effllm.runtime.calibrate import built_in_text
-from effllm.runtime.config import read_config
+from effllm.runtime.config import parse_config, read_config
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Notice, Progress
 from effllm.runtime.kv_check import AUTO_FLIPS
@@ -27,12 +28,14 @@ from effllm.runtime.kv_profile import Profile
 from effllm.runtime.kv_profile_file import ARRAYS, FILE, load_profile, save_profile
 from effllm.runtime.kv_profile_run import recorded
 from effllm.runtime.kv_recording import record
+from effllm.runtime.kv_setting import chosen, profile_for
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.text import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from conversions import options as conversion
 from conversions import run
+from test_config_latent import published
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 CTX = 640
@@ -227,6 +230,13 @@ def test_auto_takes_the_fewest_bits_that_keep_the_answers(folder: Path) -> None:
     without.store.close()
     assert without.options.kv == "16bit"
     assert any("no profile of this model" in notice for notice in without.notices)
+
+
+def test_auto_sends_nobody_to_record_a_profile_that_no_cache_can_use(tmp_path: Path) -> None:
+    config, said = parse_config(published("GLM-4.7-Flash")), []
+    with TensorStore.open(FABLE) as store:
+        assert chosen("auto", profile_for("auto", tmp_path, config, store, said.append), said.append) == "16bit"
+    assert len(said) == 1 and "this model has 576" in said[0] and "kv-profile" not in said[0]
 
 
 def test_a_plan_suggests_fewer_bits_for_a_model_with_a_profile(folder: Path) -> None:

@@ -32,17 +32,24 @@ ROLES = {"q_a": "attn_q_a", "q_a_norm": "attn_q_a_norm", "q_b": "attn_q_b", "kv_
          "kv_b": "attn_kv_b"}
 HALVES = (".attn_k_b.weight", ".attn_v_b.weight")
 FAMILIES = {1: "deepseek_v2", 2: "deepseek_v3"}  # by how experts are scored
+UNSAID, CORRECTED = 0, ".exp_probs_b.bias"
+GROWING = "attention.temperature_scale"
 MSCALE = 0.1  # of yarn's multiplier to mscale_all_dim
 
 
 def add_latent_attention(header: GgufHeader, raw: dict[str, object]) -> None:
     """Put into `raw`, a config.json in the making, what such files say in their own way. Raises CheckpointError."""
     path, data = header.path, header.metadata
-    scored = raw.pop("scoring_func", 1)
+    scored = raw.pop("scoring_func", UNSAID)
+    if scored == UNSAID and type(scored) is int:  # as in files of V2, and in GLM-4.7-Flash's, whose scores are corrected
+        scored = 2 if any(tensor.endswith(CORRECTED) for tensor in header.tensors) else 1
     if scored not in FAMILIES:
         raise CheckpointError(f"{path} states {NAME}.expert_gating_func {shown_value(scored)}, which is not supported",
                               f"known: {', '.join(map(str, FAMILIES))}")
     raw["model_type"] = FAMILIES[scored]
+    if data.get(f"{NAME}.{GROWING}"):  # Mistral Large 3
+        raise CheckpointError(f"{path} states {NAME}.{GROWING}: queries that grow with their position are not supported for this "
+                              "architecture", "models of Mistral's whose architecture is mistral3 run")
     older = f"{NAME}.{WIDTHS[0]}" not in data
     keys = ("attention.key_length", "attention.value_length") if older else WIDTHS
     query, value, rope = (data.get(f"{NAME}.{key}") for key in (*keys, "rope.dimension_count"))
