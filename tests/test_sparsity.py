@@ -17,10 +17,11 @@ from effllm.cli import calibrate_sparsity
 from effllm.cli.app import main
 from effllm.cli.environment import Environment
 from effllm.offload.disk import Disk, DiskRead
-from effllm.runtime import bundle_ffn, forecast, sparsity, sparsity_file
+from effllm.runtime import bundle_ffn, families, forecast, sparsity, sparsity_file
 from effllm.runtime.bundle_ffn import bundle
 from effllm.runtime.bundles import Windows, places
 from effllm.runtime.calibrate import built_in_text
+from effllm.runtime.config import read_config
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.roofs import DiskRoofs, MachineRoofs, Roofs
 from effllm.runtime.sparsity_file import Sparsity
@@ -88,6 +89,19 @@ def test_thresholds_that_make_no_sense_are_refused(act: str, share: float, said:
     written(Case("llama", {**RELU, "hidden_act": act}), tmp_path / "model")
     with pytest.raises(UsageError, match=said):
         list(bundle(tmp_path / "model", tmp_path / "out", gate_sparsity=share))
+
+
+def test_every_family_whose_block_has_a_way_of_its_own_with_its_mlp_takes_bundles_or_says_that_it_does_not() -> None:
+    own = {name for name in families.FAMILIES if "ops.gated_mlp(" in (source := Path(families.get(name).__file__).read_text())
+           and "ops.bundled_mlp(" not in source}
+    assert own <= set(bundle_ffn.WHOLE) and all(name in families.FAMILIES for name in bundle_ffn.WHOLE)
+
+
+@pytest.mark.parametrize("family", bundle_ffn.WHOLE)
+def test_families_that_multiply_their_mlps_as_a_whole_are_refused(family: str) -> None:
+    config = replace(read_config(FABLE), family=family)
+    with pytest.raises(UsageError, match=f"MLPs of the {family} family are read as a whole"):
+        bundle_ffn._check(config, 0.5)
 
 
 def test_what_headers_tell_is_refused_before_the_model_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
