@@ -129,7 +129,8 @@ class Work:
 
     `attention_width`: products per layer and token attended to; `windows`: the most tokens that each layer with attention attends to, None
     for all; `stateful`: how many layers have none, with `state_bytes` that a pass moves of their states; `kv_bytes`: read per token of
-    depth, all layers; `streamed`: bytes from the disk per pass; `load`: bytes read once.
+    depth, all layers; `kv_layers` and `widths`: that, and products, of each layer with attention, where layers differ; `streamed`: bytes
+    from the disk per pass; `load`: bytes read once.
     Of neurons that are read when they are active, `missed` bytes a token in reads of `read_bytes` (`assumed`: nobody measured how many),
     `neurons` bytes by every pass over a prompt; `window` bytes of them stay in memory. `paged`: what streams are experts. `kv_held`:
     tokens whose keys and values memory holds, None for all; those of later ones come from the disk.
@@ -153,6 +154,8 @@ class Work:
     kv_held: int | None = None
     stateful: int = 0
     state_bytes: int = 0
+    kv_layers: tuple[int, ...] = ()
+    widths: tuple[int, ...] = ()
 
     @property
     def layers(self) -> int:
@@ -162,8 +165,23 @@ class Work:
         """Bytes of keys and values from the disk for a pass after `depth` tokens."""
         if self.kv_held is None:
             return 0
-        spilled = sum(max(0, min(depth - self.kv_held, depth if window is None else window)) for window in self.windows)
-        return self.kv_bytes * spilled // max(1, len(self.windows))
+        spilled = [max(0, min(depth - self.kv_held, depth if window is None else window)) for window in self.windows]
+        if self.kv_layers:
+            return sum(own * count for own, count in zip(self.kv_layers, spilled, strict=True))
+        return self.kv_bytes * sum(spilled) // max(1, len(self.windows))
+
+    def kv_read(self, reaches: Sequence[int]) -> float:
+        """Bytes of keys and values for one token that attends to so many tokens in each layer, wherever they lie."""
+        if self.kv_layers:
+            return sum(own * reach for own, reach in zip(self.kv_layers, reaches, strict=True))
+        return self.kv_bytes * sum(reaches) / max(1, len(reaches))
+
+    def by_width(self, of_layers: Sequence[int]) -> list[tuple[int, list[int]]]:
+        """(products a token attended to, what layers of that width have) of numbers by layer."""
+        if not self.widths:
+            return [(self.attention_width, list(of_layers))]
+        each = list(zip(self.widths, of_layers, strict=True))
+        return [(width, [own for other, own in each if other == width]) for width in sorted(set(self.widths))]
 
     @property
     def bytes_per_token(self) -> int:
@@ -198,8 +216,9 @@ def decode(work: Work, rates: Rates, depth: int = 0) -> Prediction | None:
         return None
     weights = sum(part.nbytes / _kind(rates, part.kind).decode_at(work.bytes_per_token) for part in work.parts)
     reaches = [min(depth, depth if window is None else window) for window in work.windows]
-    kept, states = work.kv_bytes * sum(reaches) / max(1, len(reaches)) / rates.memory, work.state_bytes / rates.memory
-    attention = max(_attention(rates, work.kv).attention_s(work.attention_width, reaches), kept) + states
+    kept, states = work.kv_read(reaches) / rates.memory, work.state_bytes / rates.memory
+    attends = _attention(rates, work.kv)
+    attention = max(sum(attends.attention_s(width, own) for width, own in work.by_width(reaches)), kept) + states
     fixed = rates.token_s + rates.choice_s + work.layers * rates.layer_s
     memory = work.bytes_per_token / rates.memory + kept + states
     # What is missing is known, and read, when a layer's gates are: the processor waits for it.
@@ -240,8 +259,8 @@ def prompt(work: Work, rates: Rates, tokens: int) -> Prediction | None:
             own = max(tokens * part.products / rate.prefill, part.nbytes / rate.decode)
         seconds += own
         routed += own * part.routed
-    pairs = sum(_pairs(tokens, window) for window in work.windows)
-    seconds += pairs * work.attention_width / _attention(rates, work.kv).prefill
+    for width, pairs in work.by_width([_pairs(tokens, window) for window in work.windows]):
+        seconds += sum(pairs) * width / _attention(rates, work.kv).prefill
     seconds += passes * work.state_bytes / rates.memory + tokens * work.state_bytes / (STATE_TRAFFIC * STATE_RATE)
     seconds += passes * (rates.token_s + work.layers * rates.layer_s)
     # What a prompt's last pass reads of the cache is the most that one reads.

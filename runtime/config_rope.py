@@ -70,6 +70,8 @@ def rope_of(inner: Keys, head_dim: int, positions: int, theta: float, original: 
         raise ConfigError(f"{inner.where} of type {show(kind)} is not supported", f"known: {', '.join(ROPE_KEYS)}")
     share = inner.number("partial_rotary_factor", 1.0)
     if kind == "proportional":  # pairs of channels that do not turn belong to the whole head all the same
+        if share > 1.0:
+            raise ConfigError(f"{inner.where}.partial_rotary_factor = {show(share)} is not supported", "a head turns as a whole at most")
         return RopeConfig(inner.number("rope_theta", theta, above=1.0), kind, {"factor": inner.number("factor", 1.0), TURNED: share})
     if share != 1.0 and not partial:
         raise ConfigError(f"{inner.where}.partial_rotary_factor = {show(share)} is not supported", "this family rotates whole heads")

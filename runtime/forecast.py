@@ -19,9 +19,11 @@ from ..offload import hardware
 from ..offload.checkpoint import TensorStore
 from ..offload.predict import STATE_TRAFFIC, Part, Prediction, Rates, Work, decode, load_seconds, prompt, window_gain
 from ..offload.size import asked_mib, format_size, parse_size
+from ..quant.kv import codec
 from ..quant.spec import QuantSpec
 from .bundles import ROLE as BUNDLES
 from .bundles import is_bundled
+from .cache_shape import page_sizes
 from .config import ModelConfig, read_config
 from .container import Container
 from .expected import ExpectedStore
@@ -112,14 +114,27 @@ def work(prepared: Prepared, tensors: Tensors) -> Work:
     return Work(
         parts=tuple(Part(kind, round(nbytes[kind, last, routed]), round(products[kind, last, routed]), last, routed)
                     for kind, last, routed in nbytes),
-        attention_width=2 * config.num_attention_heads * max(size for _, size in config.cache_heads), kv=options.kv,
-        windows=tuple(config.windows[layer] for layer in config.attention_layers), stateful=len(config.state_layers),
+        **attention_work(prepared), kv=options.kv, stateful=len(config.state_layers),
         state_bytes=0 if config.state is None else STATE_TRAFFIC * config.state.state_floats * len(config.state_layers),
-        kv_bytes=placement.kv_bytes_per_token, streamed=placement.streamed_bytes if paged is None else round(paged.nbytes(1)),
+        streamed=placement.streamed_bytes if paged is None else round(paged.nbytes(1)),
         # What streams is counted with its alignment: where all of it does, that is more than the weights are.
         load=max(0, placement.weights_bytes - placement.streamed_bytes - round(window.get("neurons", 0))) if paged is None
         else prepared.streams.load_nbytes, chunk=prepared.shape.chunk, mixture=own is not None, paged=paged, **window,
         kv_held=None if placement.kv_pages is None else placement.kv_pages * PAGE + prepared.shape.sinks + prepared.shape.window)
+
+
+def attention_work(prepared: Prepared) -> dict[str, object]:
+    """What attention adds to `Work`: layers that differ by themselves, and those too that read another's keys and values again."""
+    config, every = prepared.config, prepared.placement.kv_bytes_per_token
+    attending = [layer for layer in range(config.num_hidden_layers) if layer not in config.state_layers]
+    widths = tuple(2 * config.num_attention_heads * config.heads_of(layer)[1] for layer in attending)
+    found = {"attention_width": max(widths, default=0), "windows": tuple(config.windows[layer] for layer in attending), "kv_bytes": every}
+    if not config.layer_heads and not config.kv_sources:
+        return found
+    pages = page_sizes(prepared.codecs, [codec(prepared.options.kv).layout(*heads) for heads in config.cache_heads])
+    own = {layer: round(every * page / sum(pages)) for layer, page in zip(config.attention_layers, pages, strict=True)}
+    kept = tuple(own[config.kv_sources[layer] if config.kv_sources else layer] for layer in attending)
+    return {**found, "kv_bytes": sum(kept), "kv_layers": kept, "widths": widths}
 
 
 def window_work(prepared: Prepared, sparsity: Sparsity | None) -> dict[str, float]:

@@ -103,6 +103,8 @@ def test_positions_are_those_of_transformers():
     ("rope_parameters", {**ROPES, "full_attention": {"rope_type": "default", "partial_rotary_factor": 0.25}}, "partial_rotary_factor"),
     ("per_layer_config", {"4": {"head_dim": 64, "sliding_window": 3}}, "per_layer_config"), ("per_layer_config", {"35": {}}, "35"),
     ("per_layer_config", {"4": {"head_dim": 64}}, "layers of full_attention differ"), ("enable_moe_block", True, "num_experts"),
+    ("vocab_size_per_layer_input", 262143, "vocab_size_per_layer_input = 262143"),
+    ("rope_parameters", {**ROPES, "full_attention": {**ROPES["full_attention"], "partial_rotary_factor": 1.5}}, "partial_rotary_factor"),
     ("query_pre_attn_scalar", 256, "query_pre_attn_scalar"), ("rope_theta", 1e6, "rope_theta"),
     ("rope_scaling", {"rope_type": "linear", "factor": 2.0}, "rope_scaling"), ("attn_logit_softcapping", 50.0, "attn_logit_softcapping")])
 def test_what_it_cannot_do_is_named(key, value, said):

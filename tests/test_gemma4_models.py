@@ -10,7 +10,9 @@ import torch
 
 from effllm.kernels.cpu.ops import CpuOps
 from effllm.kernels.cuda.torch_ops import TorchOps
+from effllm.kernels.layout import PAGE
 from effllm.kernels.threads import ThreadPool
+from effllm.quant.kv import codec
 from effllm.quant.methods import Layout, smooth
 from effllm.quant.spec import QuantSpec
 from effllm.quant.stats import Stats
@@ -20,6 +22,7 @@ from effllm.runtime.config import read_config
 from effllm.runtime.container import read_container
 from effllm.runtime.demands import LOGIT_ROWS
 from effllm.runtime.engine import Engine, open_engine
+from effllm.runtime.forecast import work
 from effllm.runtime.model import Model, dims
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.source import open_store
@@ -133,6 +136,15 @@ def test_plans_count_the_cache_to_the_byte(kind, kv, folders):
     assert len(cache._exact) == len(cache.layouts) == owners == len(config.attention_layers)
     assert placement.kv_bytes == sum(map(len, cache._exact)) + cache.shape.pages * cache.sealed_nbytes
     found_by(engine)
+
+
+def test_a_forecast_counts_what_every_layer_reads(folders):
+    """By its own heads, and those too that read another's keys and values."""
+    prepared = prepare(folders["small"], EngineOptions(device="cpu", kv="16bit", ctx=384))
+    counted = work(prepared, check_tensors(prepared.config, prepared.store))
+    narrow, wide = (codec("16bit").layout(2, size).layer_page_nbytes // PAGE for size in (16, 32))
+    assert counted.kv_layers == (narrow, wide) * 3 and counted.kv_bytes == 3 * (narrow + wide) and narrow < wide
+    assert counted.widths == (2 * 4 * 16, 2 * 4 * 32) * 3 and counted.windows == (40, None) * 3 and counted.layers == 6
 
 
 @pytest.mark.parametrize("kv", ["16bit", "4bit"])

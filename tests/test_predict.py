@@ -55,6 +55,17 @@ def test_attention_is_never_faster_than_memory() -> None:
     assert decode(wide, RATES, 1000).seconds - decode(wide, RATES).seconds == pytest.approx(1.0)
 
 
+def test_layers_that_differ_are_counted_by_themselves() -> None:
+    work = replace(WORK, windows=(None, 1000), kv_layers=(3000, 1000), kv_bytes=4000, widths=(8192, 2048))
+    deep = decode(work, RATES, 10_000).seconds - decode(work, RATES).seconds
+    assert deep == pytest.approx((10_000 * 8192 + 1000 * 2048) / (10 * GB))
+    much = replace(work, kv_layers=(30_000_000, 10_000_000))
+    assert decode(much, RATES, 10_000).seconds - decode(much, RATES).seconds == pytest.approx((10_000 * 30 + 1000 * 10) / 20_000)
+    assert replace(work, kv_held=500).kv_disk_bytes(10_000) == 9500 * 3000 + 1000 * 1000
+    alike = replace(work, widths=(8192, 8192))
+    assert prompt(alike, RATES, 100).seconds - prompt(work, RATES, 100).seconds == pytest.approx(5050 * 6144 / (30 * GB))
+
+
 def test_what_streams_is_hidden_behind_the_processor_or_is_all_there_is() -> None:
     little, much = (replace(WORK, streamed=nbytes) for nbytes in (GB // 100, 2 * GB))
     assert decode(little, RATES).seconds == decode(WORK, RATES).seconds

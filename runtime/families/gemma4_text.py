@@ -69,6 +69,9 @@ def text_config(keys: Keys, positions: int, window: int, inputs: int, sight: str
     ffn, bias = base.size(keys, "intermediate_size"), keys.flag("attention_bias", False)
     width = keys.integer("hidden_size_per_layer_input", inputs, low=0, high=MOST_INPUTS)
     rows = keys.integer("vocab_size_per_layer_input", SIZES["vocab_size"], high=2**24)
+    if width and rows < (tokens := base.size(keys, "vocab_size")):
+        raise ConfigError(f"config.json: vocab_size_per_layer_input = {rows} is not supported for a vocabulary of {tokens} tokens",
+                          "layers are given something of every token")
     as_values, routed = keys.flag("attention_k_eq_v", False), keys.flag("enable_moe_block", False)
     mixture = _mixture(keys, layers, routed)
 
