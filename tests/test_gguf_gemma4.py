@@ -95,6 +95,7 @@ def test_what_a_file_cannot_mean_is_refused(change, said, tmp_path):
 
 @pytest.mark.parametrize(("changes", "said"), [({"layer_types": ["full_attention"] * 6}, "layers of one type"),
                                                ({"vocab_size_per_layer_input": 5000}, "another vocabulary"),
+                                               ({"num_kv_shared_layers": 1}, "than the last two"),
                                                ({"attention_bias": True}, "biases")])
 def test_what_a_file_cannot_say_is_refused(changes, said, tmp_path):
     source = model("gemma4_text", tmp_path / "source", **changes)

@@ -117,6 +117,10 @@ def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
                     for is_wide in (True, False))
     yield any(rope.kind != "proportional" or rope.params["factor"] != 1.0 for rope in wide), "stretches its rotary positions"
     yield any(rope.kind != "default" for rope in narrow), "stretches the rotary positions of layers with a window"
+    first = len(config.attention_layers)
+    shared = {(config.windows[layer] is None, source) for layer, source in enumerate(config.kv_sources) if layer >= first}
+    # llama.cpp takes the last two layers with their own for one with a window and one without, in this order.
+    yield bool(shared - {(True, first - 1), (False, first - 2)}), "shares keys and values of other layers than the last two that have some"
     yield bool(config.input_width) and config.input_vocab != config.vocab_size, "has another vocabulary in what layers are given"
 
 
