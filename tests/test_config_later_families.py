@@ -138,7 +138,7 @@ def test_what_a_family_cannot_do_is_named(family: str, key: str, value: object) 
     ("hybrid_override_pattern", None), ("hybrid_override_pattern", "ME*-"), ("hybrid_override_pattern", "M-M-"),
     ("hybrid_override_pattern", "-M*M"), ("hybrid_override_pattern", "M*--"), ("hybrid_override_pattern", "MMx*"),
     ("hybrid_override_pattern", "M*-"), ("layers_block_type", ["mamba", "moe", "attention", "mlp"]), ("layers_block_type", "M*"),
-    ("n_groups", 7), ("mamba_hidden_act", "gelu"), ("use_bias", True), ("time_step_limit", [0.001, 0.1]),
+    ("attention_head_dim", 64), ("n_groups", 7), ("mamba_hidden_act", "gelu"), ("use_bias", True), ("time_step_limit", [0.001, 0.1]),
     ("num_nextn_predict_layers", 1), ("auto_map", {"AutoModel": "modeling_other.Other"})])
 def test_what_nemotron_h_cannot_do_is_named(key: str, value: object) -> None:
     refused({**LLAMA, "model_type": "nemotron_h", **PUBLISHED["nemotron_h"], key: value}, key)
@@ -146,10 +146,21 @@ def test_what_nemotron_h_cannot_do_is_named(key: str, value: object) -> None:
 
 def test_layers_of_nemotron_h_are_halves() -> None:
     base = {**LLAMA, "model_type": "nemotron_h", **PUBLISHED["nemotron_h"]}
+    earlier = {key: value for key, value in base.items() if key != "head_dim"} | {"attention_head_dim": 128}
+    assert parse_config(earlier, strict=True) == parse_config(base), "Nemotron H 8B says it by another name"
     config = parse_config({**base, "num_hidden_layers": 9, "hybrid_override_pattern": "M-MM*-*M-"}, strict=True)
     assert config.num_hidden_layers == 6 and config.state_layers == (0, 1, 2, 5) and config.without_mlp == (1, 2, 4)
     kinds = ["mamba", "mlp", "mamba", "mamba", "attention", "mlp", "attention", "mamba", "mlp"]
     assert parse_config({**base, "num_hidden_layers": 9, "hybrid_override_pattern": None, "layers_block_type": kinds}) == config
+
+
+def test_dense_ones_of_granite_4_visit_no_experts() -> None:
+    """As the published ones say it: 350M, 1B and micro, with h in their name and without."""
+    base = {**LLAMA, "model_type": "granitemoehybrid", **PUBLISHED["granitemoehybrid"], "num_local_experts": 0}
+    config = parse_config({**base, "num_experts_per_tok": 0}, strict=True)
+    assert config.mixture is None and config == parse_config(base, strict=True)
+    refused({**base, "num_experts_per_tok": -1}, "num_experts_per_tok")
+    refused({**base, "num_local_experts": 64, "num_experts_per_tok": 0}, "num_experts_per_tok")
 
 
 @pytest.mark.parametrize(("key", "value"), [

@@ -22,7 +22,8 @@ from effllm.cli.doctor import show_roofs
 from effllm.cli.environment import Environment
 from effllm.cli.screen import Screen
 from effllm.runtime import kv_profile_run, roofs
-from effllm.runtime.families import FAMILIES
+from effllm.runtime.families import COMPOSITE, FAMILIES, RENAMED
+from effllm.runtime.gguf.architectures import BY_FAMILY
 from effllm.runtime.kv_profile import Profile
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -74,25 +75,35 @@ def test_a_line_that_the_program_does_not_take_is_found() -> None:
     assert sum(len([*command_lines(path)]) for path in DOCUMENTS) > 60
 
 
-def families_named(line: str) -> set[str]:
-    """The families in a list of models: those whose words are all in an entry, of several the ones of most words, so that "Qwen 3 MoE" is
-    not Qwen 3 as well, and "Qwen 2 to 3" is both."""
-    named = set()
-    for entry in re.split(r"[,;:]|\. ", line):
-        found = {name: own for name in FAMILIES if (own := words_of(name)) <= words_of(entry)}
-        named |= {name for name, own in found.items() if len(own) == max(map(len, found.values()))}
-    return named
+def models_listed() -> list[list[str]]:
+    """The rows of the table of models: a family as people call it, what is published, `model_type`s, GGUF architectures, remarks."""
+    text = (ROOT / "docs" / "models.md").read_text(encoding="utf-8").partition("\n## Which run\n\n")[2].partition("\n\n")[0]
+    return [[cell.strip() for cell in line[1:-1].split("|")] for line in text.splitlines()[2:]]
 
 
-def words_of(text: str) -> set[str]:
-    return set(re.findall(r"[a-z]+|[0-9]+", text.lower()))
+def quoted(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
 
 
-@pytest.mark.parametrize("path, begins", [(README, "| models |"), (ROOT / "docs" / "models.md", "Dense:")])
-def test_lists_of_models_name_every_family(path: Path, begins: str) -> None:
-    (line,) = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith(begins)]
-    assert families_named(line) == set(FAMILIES)
-    assert set(FAMILIES) - families_named(line.replace("Qwen 3 MoE, ", "").replace("Gemma 2, ", "")) == {"qwen3_moe", "gemma2"}
+def test_the_table_of_models_has_every_family() -> None:
+    rows = models_listed()
+    named = [kind for row in rows for kind in quoted(row[2])]
+    assert {*named} == {*FAMILIES, *COMPOSITE, *RENAMED}
+    assert all(named.count(name) == 1 for name in FAMILIES)
+    for _, _, kinds, files, _ in rows:
+        families = {*quoted(kinds)} & {*FAMILIES}
+        own = {BY_FAMILY[name] for name in families if name in BY_FAMILY} | ({"granitehybrid"} if "granitemoehybrid" in families else set())
+        assert families and {*quoted(files)} == own, kinds
+        meant = {RENAMED.get(each, each) for kind in quoted(kinds) for each in COMPOSITE.get(kind, (kind,))[:1]}
+        assert meant <= {*FAMILIES} and meant & families, kinds
+
+
+def test_the_readme_names_the_models_of_the_table() -> None:
+    """By the first word of each."""
+    (line,) = [line for line in README.read_text(encoding="utf-8").splitlines() if line.startswith("| models |")]
+    words = {*re.findall(r"[\w.-]+\w", line)}
+    missing = [row[0] for row in models_listed() if re.match(r"[\w.-]+\w", row[0])[0] not in words]
+    assert not missing, missing
 
 
 def flags(command: object) -> set[str]:

@@ -24,7 +24,7 @@ KEYS_USED = frozenset({"first_k_dense_replace", "layer_types", "mlp_layer_types"
                        "num_experts", "num_experts_per_tok", "num_local_experts", "num_nextn_predict_layers", "num_shared_experts",
                        "routed_scaling_factor", "sliding_window", "sliding_window_pattern", "topk_group"})
 # Which layers have experts is said in a second way, as numbers.
-KEYS_HARMLESS = frozenset({"is_moe_layer", "output_router_logits", "router_aux_loss_coef"})
+KEYS_HARMLESS = frozenset({"first_last_k_dense_replace", "is_moe_layer", "output_router_logits", "router_aux_loss_coef"})
 REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "mlp_bias": False, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 SIZES = {"vocab_size": 102_400, "hidden_size": 4096, "intermediate_size": 16_384, "num_hidden_layers": 32, "num_attention_heads": 32}
 

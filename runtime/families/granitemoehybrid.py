@@ -42,7 +42,7 @@ def config(keys: Keys) -> ModelConfig:
     base = granite.multiplied(keys, replace(granite.USUAL, ffn_key="shared_intermediate_size", sizes={"shared_intermediate_size": 1024}))
     width, shape = keys.integer("intermediate_size", 11_008, high=2**22), mamba_shape(keys, base)
     if keys.integer("num_local_experts", 8, low=0) == 0:
-        keys.integer("num_experts", None), keys.integer("num_experts_per_tok", 2)  # of none
+        keys.integer("num_experts", None, low=0), keys.integer("num_experts_per_tok", 2, low=0)  # of none
         own = None
     else:
         own = mixture(keys, 8, 2, width, True, range(layers), factor=base.residual_multiplier, shared_width=base.intermediate_size)

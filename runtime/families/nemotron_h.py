@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from ..rope import RopeTable
     from ..states import LayerStates
 
-KEYS_USED = frozenset({"auto_map", "conv_kernel", "hybrid_override_pattern", "layer_norm_epsilon", "layers_block_type", "mamba_head_dim",
-                       "mamba_hidden_act", "mamba_num_heads", "mlp_hidden_act", "n_groups", "ssm_state_size", "time_step_limit",
-                       "use_conv_bias"})
+KEYS_USED = frozenset({"attention_head_dim", "auto_map", "conv_kernel", "hybrid_override_pattern", "layer_norm_epsilon",
+                       "layers_block_type", "mamba_head_dim", "mamba_hidden_act", "mamba_num_heads", "mlp_hidden_act", "n_groups",
+                       "ssm_state_size", "time_step_limit", "use_conv_bias"})
 # Of training, of mixtures, which these are not, of other names' features, and of speed.
 KEYS_HARMLESS = frozenset({
     "chunk_size", "expand", "hidden_act", "mamba_ssm_cache_dtype", "moe_intermediate_size", "moe_latent_size",
@@ -65,8 +65,12 @@ def config(keys: Keys) -> ModelConfig:
     if (act := keys.text("mamba_hidden_act", "silu")) not in ("silu", "swish"):
         raise ConfigError(f"config.json: mamba_hidden_act = {show(act)} is not supported", "known: silu")
     states = tuple(layer for layer, kind in enumerate(layers) if kind in "Mm")
-    return decoder_config(stated, USUAL, state=shape if states else None, state_layers=states,
+    made = decoder_config(stated, USUAL, state=shape if states else None, state_layers=states,
                           without_mlp=tuple(layer for layer, kind in enumerate(layers) if kind in (STATE, FULL)))
+    if (own := keys.integer("attention_head_dim", made.head_dim, high=1024)) != made.head_dim:
+        raise ConfigError(f"config.json: attention_head_dim is {own} and head_dim {made.head_dim}, which should be the same",
+                          "published models of this family have heads of 128")
+    return made
 
 
 def pattern(keys: Keys) -> str:
