@@ -17,9 +17,9 @@ from . import families
 from .families.mixtral import MOST_EXPERTS
 
 BASE, OLDER_BASE, INSIDE = "model.", "backbone.", ("layers.", "embed_tokens.", "norm.")
-EXPERTS = {**dict.fromkeys(("dots1", "ernie4_5_moe", "glm4_moe", "olmoe", "qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_moe"),
-                         "mlp"),
-           **dict.fromkeys(("granitemoe", "granitemoehybrid", "mixtral"), "block_sparse_moe"),
+EXPERTS = {**dict.fromkeys(("deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe", "glm4_moe", "glm4_moe_lite", "olmoe",
+                            "qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_moe"), "mlp"),
+           **dict.fromkeys(("granitemoe", "granitemoehybrid", "minimax_m2", "mixtral"), "block_sparse_moe"), "lfm2_moe": "feed_forward",
            **dict.fromkeys(("gemma4", "gemma4_text"), "")}  # family -> where it has router and experts
 PARTS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",), "input_linear": ("gate", "up"), "output_linear": ("down",)}
 
@@ -33,8 +33,11 @@ class Joint:
 
 
 MOE = "block_sparse_moe"
-LATER_ERNIE, ERNIE = ".mlp.gate.moe_statics.", ".mlp.moe_statics."
-USUAL = Joint(re.compile(r"(.+\.)mlp\.experts\.(gate_up_proj|down_proj)"), "mlp.gate.weight")
+# family -> where its corrections of scores lie beside experts that are stored together, and where else
+CORRECTIONS = {"ernie4_5_moe": (".mlp.gate.moe_statics.", ".mlp.moe_statics."),
+               "exaone_moe": (".mlp.gate.e_score_correction_bias", ".mlp.e_score_correction_bias"),
+               "minimax_m2": (".mlp.e_score_correction_bias", f".{MOE}.e_score_correction_bias")}
+USUAL = Joint(re.compile(r"(.+\.)(?:mlp|feed_forward)\.experts\.(gate_up_proj|down_proj)"), "mlp.gate.weight")
 GRANITE = Joint(re.compile(rf"(.+\.){MOE}\.(input_linear|output_linear)\.weight"), f"{MOE}.router.layer.weight")
 GEMMA = Joint(re.compile(r"(.+\.layers\.\d+\.)experts\.(gate_up_proj|down_proj)"), "")  # its router is called what it is
 LATER_GRANITE = Joint(re.compile(rf"(.+\.){MOE}\.experts\.(gate_up_proj|down_proj)"), f"{MOE}.router.weight")
@@ -42,6 +45,7 @@ LATER_GRANITE = Joint(re.compile(rf"(.+\.){MOE}\.experts\.(gate_up_proj|down_pro
 
 def give_names(store: TensorStore, model_type: object) -> None:
     """Name the tensors of a store as the family of a `model_type` does. Raises CheckpointError."""
+    model_type = families.RENAMED.get(str(model_type), str(model_type))
     if any(name.startswith(INSIDE) for name in store.tensors) and not any(name.startswith(BASE) for name in store.tensors):
         names = ((BASE + name if name.startswith(INSIDE) else name, info) for name, info in store.tensors.items())
         store.tensors = {name: replace(info, name=name) for name, info in names}
@@ -49,12 +53,13 @@ def give_names(store: TensorStore, model_type: object) -> None:
         names = ((BASE + name.removeprefix(OLDER_BASE) if name.startswith(OLDER_BASE) else name, info)
                  for name, info in store.tensors.items())
         store.tensors = {name: replace(info, name=name) for name, info in names}
-    if model_type == "ernie4_5_moe" and any(LATER_ERNIE in name for name in store.tensors):
-        names = ((name.replace(LATER_ERNIE, ERNIE), info) for name, info in store.tensors.items())
+    later, usual = CORRECTIONS.get(model_type, ("", ""))
+    if later and any(later in name for name in store.tensors):
+        names = ((name.replace(later, usual), info) for name, info in store.tensors.items())
         store.tensors = {name: replace(info, name=name) for name, info in names}
     for joint in (USUAL, GRANITE, LATER_GRANITE, GEMMA) if model_type in EXPERTS else ():
         if any(joint.experts.fullmatch(name) for name in store.tensors):
-            store.tensors = {info.name: info for info in _apart(store.tensors, str(model_type), joint)}
+            store.tensors = {info.name: info for info in _apart(store.tensors, model_type, joint)}
 
 
 def _apart(tensors: Mapping[str, TensorInfo], family: str, joint: Joint) -> Iterator[TensorInfo]:

@@ -16,7 +16,8 @@ from effllm.runtime.source import check_mapping, open_store
 
 
 @pytest.mark.parametrize("name", ["mixtral", "granitemoe", "qwen2_moe", "glm4_moe", "ernie4_5_moe", "qwen3_moe, some layers dense",
-                                  "qwen3_moe, bfloat16", "olmoe"])
+                                  "qwen3_moe, bfloat16", "olmoe", "lfm2_moe", "minimax_m2", "exaone_moe", "deepseek_v2", "deepseek_v3",
+                                  "glm4_moe_lite"])
 def test_experts_that_are_stored_together(name: str, tmp_path: Path) -> None:
     model = written(CASES[name], tmp_path / "apart")
     stored = AutoModelForCausalLM.from_pretrained(tmp_path / "apart", dtype="auto")
@@ -31,7 +32,7 @@ def test_experts_that_are_stored_together(name: str, tmp_path: Path) -> None:
     ids = text(model, 150)
     assert_scored_as(tmp_path / "joint", model, ids)
     made, said = run(tmp_path / "joint", tmp_path / "low", options("8bit"))
-    corrections = sum(own.numel() for name, own in model.named_buffers() if name.endswith("correction_bias"))
+    corrections = sum(own.numel() for name, own in model.named_buffers() if name.endswith(("correction_bias", "expert_bias")))
     assert made.weights == model.num_parameters() + corrections and not any("left out" in line for line in said)
 
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from ..config import Defaults, ModelConfig
 from ..config_reader import REQUIRED, ConfigError, Keys, show
 from . import deepseek_v3
-from .deepseek_v3 import block, grouped, latent_config, layer_tensors, outer_tensors, refuse_other_code
+from .deepseek_v3 import NAMES, block, grouped, latent_config, layer_tensors, outer_tensors, refuse_other_code
 from .glm4_moe import shared_mixture
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
 
 KEYS_USED = deepseek_v3.KEYS_USED - {"num_mtp_layers", "num_nextn_predict_layers", "norm_topk_prob", "rope_interleave"} | {"topk_method"}
 KEYS_HARMLESS = deepseek_v3.KEYS_HARMLESS

@@ -7,10 +7,10 @@ from dataclasses import replace
 from ..config import Defaults, ModelConfig
 from ..config_reader import ConfigError, Keys, show
 from . import deepseek_v3
-from .deepseek_v3 import block, grouped, latent_config, layer_tensors, mtp_layers, outer_tensors
+from .deepseek_v3 import NAMES, block, grouped, latent_config, layer_tensors, mtp_layers, outer_tensors
 from .glm4_moe import corrected
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
 
 KEYS_USED = deepseek_v3.KEYS_USED - {"auto_map"} | {"mlp_layer_types"}
 KEYS_HARMLESS = deepseek_v3.KEYS_HARMLESS
