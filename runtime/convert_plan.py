@@ -29,6 +29,7 @@ from .tensors import ModelTensor, check_tensors
 MATRICES = ("state_in", "state_gate", "state_out", "q", "k", "v", "kv_a", "q_a", "q_b", "o", "gate", "up", "down", "input_gate",
             "input_out", "embed", "layer_embed", "layer_proj", "head")
 OTHER = "other"  # the class of norms and biases
+WIDENED, HALF = QuantSpec.raw("f32"), QuantSpec.raw("f16")  # what other tools' codes are read as, and what they stay as in a run
 KEPT_BITS = 4  # of a base from which on published codes of four bits are kept
 ORIGINAL = "quantize the original 16-bit checkpoint"
 
@@ -154,7 +155,7 @@ class ConversionPlan:
 
     def with_recipe(self, recipe: Recipe) -> ConversionPlan:
         """The same checkpoint in other formats."""
-        jobs = tuple(replace(job, spec=_spec(job.name, job.role, job.shape, job.source, recipe)) for job in self.jobs)
+        jobs = tuple(replace(job, spec=_spec(job, recipe)) for job in self.jobs)
         return replace(self, recipe=recipe, jobs=jobs, files=_files(jobs))
 
 
@@ -199,8 +200,8 @@ def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], recipe: Recipe
         for role in sorted(roles, key=_place):
             tensor = roles[role]
             info = replace(tensor.info, shape=tensor.shape)  # of codes, the weight's
-            spec = _spec(tensor.name, role, tensor.shape, tensor.spec, recipe)
-            yield Job(tensor.name, key, role, info, tensor.spec, spec, store.stored_nbytes(tensor.info))
+            job = Job(tensor.name, key, role, info, tensor.spec, tensor.spec, store.stored_nbytes(tensor.info))
+            yield replace(job, spec=_spec(job, recipe))
 
 
 def _place(role: str) -> tuple[int, int, int, str]:
@@ -209,8 +210,13 @@ def _place(role: str) -> tuple[int, int, int, str]:
     return (0, 0, known, role) if expert is None else (1, expert, known, role)
 
 
-def _spec(name: str, role: str, shape: tuple[int, ...], source: QuantSpec, recipe: Recipe) -> QuantSpec:
-    return recipe.spec_for(name, shape, role) if kind_of(role) in MATRICES and len(shape) == 2 and source.is_raw else source
+def _spec(job: Job, recipe: Recipe) -> QuantSpec:
+    """What a tensor becomes. A matrix that stays raw, but is codes in the files, takes no more than in a run of them."""
+    if len(job.shape) != 2 or not job.source.is_raw:
+        return job.source
+    if kind_of(job.role) in MATRICES:
+        return recipe.spec_for(job.name, job.shape, job.role)
+    return HALF if job.source == WIDENED and job.stored_nbytes < job.info.nbytes else job.source
 
 
 def _files(jobs: Sequence[Job]) -> tuple[PlannedFile, ...]:

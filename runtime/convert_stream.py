@@ -187,8 +187,15 @@ class Sink:
         if job.kept:
             self._put_bytes(data)
             return
-        finite(job, widened(data, job) if job.spec == job.source else data)
-        self._put_bytes(data if job.spec == job.source else from_f32(data, job.spec.scheme))
+        if job.spec == job.source:
+            finite(job, widened(data, job))
+            self._put_bytes(data)
+            return
+        with np.errstate(over="ignore"):
+            made = from_f32(finite(job, data), job.spec.scheme)
+        if job.spec.scheme == "f16" and np.isinf(made.view(np.float16)).any():
+            raise EffllmError(f"{job.name}: weights beyond what 16 bits hold", DAMAGED)
+        self._put_bytes(made)
 
     def _put_bytes(self, stored: np.ndarray) -> None:
         job = self.job

@@ -25,9 +25,10 @@ Formats = Callable[[str, TensorRule], QuantSpec | None]  # a role and what is as
 
 class ExpectedStore:
     """The tensors that a config asks for, raw or quantized by the recipe of `spec`: names, shapes and types, no bytes. `formats`: what
-    another tool quantized, which is put in order or widened as it is read."""
+    another tool quantized, which is put in order or widened as it is read. `of_codes`: so is what `spec` is made from, of which matrices
+    that stay raw take 16 bits."""
 
-    def __init__(self, config: ModelConfig, spec: QuantSpec | None = None, formats: Formats | None = None) -> None:
+    def __init__(self, config: ModelConfig, spec: QuantSpec | None = None, formats: Formats | None = None, of_codes: bool = False) -> None:
         family, raw = families.get(config.family), QuantSpec.raw(RAW.get(config.dtype, "bf16"))
         groups = [family.outer_tensors(config), *(family.layer_tensors(config, i) for i in range(config.num_hidden_layers))]
         recipe = None if spec is None else Recipe(spec)
@@ -40,7 +41,7 @@ class ExpectedStore:
         self.tensors: dict[str, TensorInfo] = {}
         for role, rule in ((role, rule) for rules in groups for role, rule in rules.items()):
             low = recipe is not None and len(rule.shape) == 2 and families.kind_of(role) in MATRICES
-            own = recipe.spec_for(rule.name, rule.shape, role) if low else raw
+            own = recipe.spec_for(rule.name, rule.shape, role) if low else QuantSpec.raw("f16") if of_codes and rule.plain else raw
             if experts_stored is not None and families.expert_of(role) is not None and len(rule.shape) == 2:
                 own = experts_stored
                 self._made.add(rule.name)

@@ -17,6 +17,7 @@ from .. import EffllmError, UsageError
 from ..kernels.layout import PAGE
 from ..offload import hardware
 from ..offload.checkpoint import TensorStore
+from ..offload.header import is_gguf
 from ..offload.predict import STATE_TRAFFIC, Part, Prediction, Rates, Work, decode, load_seconds, prompt, window_gain
 from ..offload.size import asked_mib, format_size, parse_size
 from ..quant.kv import codec
@@ -209,7 +210,7 @@ def demand_plan(folder: Path, spec: str, options: EngineOptions) -> None:
 
 def prepare_config(config: ModelConfig, spec: str, options: EngineOptions, folder: Path | None = None) -> Prepared:
     """`prepare_at` for a config at hand, of a model that need not be here."""
-    store = ExpectedStore(config, QuantSpec.parse(spec))
+    store = ExpectedStore(config, QuantSpec.parse(spec), of_codes=folder is not None and is_gguf(folder))
     return prepare_with(folder, config, store, options, store.container)
 
 

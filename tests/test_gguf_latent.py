@@ -15,8 +15,12 @@ import pytest
 from effllm import EffllmError
 from effllm.offload.checkpoint import TensorStore
 from effllm.offload.notes import Fallback
+from effllm.quant.recipe import Recipe
+from effllm.quant.spec import QuantSpec
 from effllm.runtime.config import read_config
+from effllm.runtime.convert_plan import plan_conversion
 from effllm.runtime.engine import open_engine
+from effllm.runtime.forecast import prepare_at
 from effllm.runtime.gguf.latent_attention import HALVES, halves
 from effllm.runtime.gguf.store import open_gguf_store, read_header
 from effllm.runtime.prepare import EngineOptions
@@ -109,6 +113,16 @@ def test_what_heads_share_out_is_widened_without_a_fallback(tmp_path: Path, kind
             ids = text(theirs, 60)
             expected = oracle(theirs, ids)
             assert np.abs(scores(path, ids) - expected).mean() < within * np.abs(expected).max()
+
+
+def test_a_plan_at_other_bits_counts_what_a_conversion_makes(tmp_path: Path) -> None:
+    """What heads share out, blocks in the file, stays in 16 bits."""
+    path = exported(model("glm4_moe_lite", tmp_path / "source"), tmp_path / "m.gguf", "Q8_0")
+    prepared = prepare_at(path, "4bit", EngineOptions(device="cpu", ctx=128))
+    plan = plan_conversion(path, Recipe(QuantSpec.parse("4bit")))
+    plan.store.close()
+    assert {str(job.spec) for job in plan.jobs if job.role == "kv_b"} == {"f16"}
+    assert prepared.store.nbytes == sum(job.nbytes for job in plan.jobs)
 
 
 def test_halves_of_blocks_mean_what_they_meant(tmp_path: Path) -> None:

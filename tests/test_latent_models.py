@@ -28,6 +28,7 @@ from effllm.runtime.kv_profile_file import identity_of, load_profile, save_profi
 from effllm.runtime.kv_recording import _grams, record
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.session_store import SessionStore
+from effllm.runtime.source import open_store
 from effllm.runtime.speculate import Speculation
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -225,12 +226,32 @@ def test_a_profile_weighs_values_by_what_latents_go_through(folder: Path, tmp_pa
         engine.close()
 
 
+def made_elsewhere(name: str, folder: Path) -> Path:
+    """The model as another tool quantized it, one of `imported_mixture`'s."""
+    shape = {**LATENT_CASES["deepseek_v3"].changes, "hidden_size": 256, "kv_lora_rank": 112 if name == "fp8 blocks" else 128,
+             "q_lora_rank": 128, "moe_intermediate_size": 128, "v_head_dim": 64, "intermediate_size": 256}
+    folder.mkdir(exist_ok=True)
+    imported_mixture(folder, name, shape, "deepseek_v3")
+    return folder
+
+
+def test_what_heads_share_out_grows_to_16_bits_and_no_further(tmp_path: Path) -> None:
+    """Codes are read in 32 bits for a conversion; what stays raw of them was stored so."""
+    source = made_elsewhere("fp8 blocks", tmp_path / "in")
+    run(source, tmp_path / "out", options("4bit"))
+    made = read_container(tmp_path / "out").tensors
+    assert {str(own.spec) for name, own in made.items() if "kv_b_proj" in name} == {"f16"}
+    with open_store(source) as before, TensorStore.open(tmp_path / "out") as after:
+        for store in (before, after):
+            assert store.tensors["model.layers.1.self_attn.kv_b_proj.weight"].dtype == "F16"
+        values = [store.read(store.tensors["model.layers.1.self_attn.kv_b_proj.weight"]) for store in (before, after)]
+        assert np.array_equal(*values)
+
+
 @pytest.mark.parametrize("name", ["gptq 4", "int4", "fp8 blocks"])
 def test_what_other_tools_quantized_is_read(name: str, tmp_path: Path) -> None:
     """What heads share out is widened, whatever runs from its codes; scales of blocks that end in part."""
-    shape = {**LATENT_CASES["deepseek_v3"].changes, "hidden_size": 256, "kv_lora_rank": 112 if name == "fp8 blocks" else 128,
-             "q_lora_rank": 128, "moe_intermediate_size": 128, "v_head_dim": 64, "intermediate_size": 256}
-    imported_mixture(tmp_path, name, shape, "deepseek_v3")
+    made_elsewhere(name, tmp_path)
     found = []
     for exact in (False, True):
         engine = opened(tmp_path, exact=exact)
