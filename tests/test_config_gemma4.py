@@ -27,7 +27,8 @@ COMMON = {"attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 2, 
 E2B = {**COMMON, "attention_k_eq_v": False, "enable_moe_block": False, "hidden_size": 1536, "hidden_size_per_layer_input": 256,
        "intermediate_size": 6144, "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7, "moe_intermediate_size": None,
        "num_attention_heads": 8, "num_experts": None, "num_global_key_value_heads": None, "num_hidden_layers": 35,
-       "num_key_value_heads": 1, "num_kv_shared_layers": 20, "top_k_experts": None, "use_double_wide_mlp": True}
+       "num_key_value_heads": 1, "num_kv_shared_layers": 20, "top_k_experts": None, "use_double_wide_mlp": True,
+       "expert_intermediate_size": None}
 E4B = {**E2B, "hidden_size": 2560, "intermediate_size": 10240, "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 7,
        "num_hidden_layers": 42, "num_key_value_heads": 2, "num_kv_shared_layers": 18, "use_double_wide_mlp": False}
 LARGE = {**E2B, "attention_k_eq_v": True, "hidden_size": 5376, "hidden_size_per_layer_input": 0, "intermediate_size": 21504,

@@ -36,8 +36,9 @@ KEYS_USED = frozenset({"attention_bias", "attention_k_eq_v", "enable_moe_block",
                        "hidden_activation", "hidden_size_per_layer_input", "layer_types", "moe_intermediate_size", "num_experts",
                        "num_global_key_value_heads", "num_kv_shared_layers", "per_layer_config", "sliding_window", "top_k_experts",
                        "use_bidirectional_attention", "use_double_wide_mlp", "vocab_size_per_layer_input"})
-# A pattern is written next to the layer_types that it made.
-KEYS_HARMLESS = frozenset({"_sliding_window_pattern", "cache_implementation", "hidden_act", "sliding_window_pattern"})
+# A pattern is written next to the layer_types that it made, and a first name of moe_intermediate_size stands in the published configs.
+KEYS_HARMLESS = frozenset({"_sliding_window_pattern", "cache_implementation", "expert_intermediate_size", "hidden_act",
+                           "sliding_window_pattern"})
 REFUSED_UNLESS: Mapping[str, object] = {"mlp_bias": False}
 SIZES = {"vocab_size": 262_144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30, "num_attention_heads": 8}
 PATTERN = 6  # one layer in so many has no window, where the config lists no types
