@@ -98,6 +98,13 @@ def test_scores_that_a_file_does_not_name_are_those_that_its_tensors_correct(tmp
         assert config.mixture == read_config(tmp_path / name / "source").mixture
 
 
+def test_a_factor_of_experts_that_a_file_leaves_out_is_one(tmp_path: Path) -> None:
+    """As llama.cpp takes it; in a config.json an absent one is the published model's."""
+    path, _ = older(tmp_path, "deepseek_v3")
+    path.write_bytes(path.read_bytes().replace(b"expert_weights_scale", b"expert_weights_other"))
+    assert read_config(path).mixture.factor == 1.0 != read_config(tmp_path / "source").mixture.factor
+
+
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
 def test_what_heads_share_out_is_widened_without_a_fallback(tmp_path: Path, kind: str) -> None:
     """Of older files, whose matrix is one of many that run from their codes, and of newer ones, which hold it in two halves."""

@@ -271,6 +271,7 @@ def _exaone_moe(header: GgufHeader, raw: dict[str, object], window: int | None) 
                               f"{shown_value(inside)}, which is not supported", REPAIR)
     raw.setdefault("norm_topk_prob", False)
     raw.setdefault("first_k_dense_replace", 0)
+    raw.setdefault("routed_scaling_factor", 1.0)  # in a config.json an absent one is 2.5
     behind, layers = raw.setdefault("num_nextn_predict_layers", 0), raw["num_hidden_layers"]
     if type(behind) is int and type(layers) is int and 0 <= behind < layers:
         raw["num_hidden_layers"] = layers = layers - behind  # files count them in

@@ -64,6 +64,7 @@ def add_latent_attention(header: GgufHeader, raw: dict[str, object]) -> None:
     raw.setdefault("q_lora_rank", None)
     raw.setdefault("norm_topk_prob", False)  # what llama.cpp takes for granted, as of what follows
     raw.setdefault("first_k_dense_replace", 0)
+    raw.setdefault("routed_scaling_factor", 1.0)
     raw.setdefault("rope_theta", 10_000.0)
     raw.setdefault("n_group", 1)
     raw.setdefault("topk_group", 1)
