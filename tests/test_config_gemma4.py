@@ -10,6 +10,9 @@ import torch
 from transformers import Gemma4TextConfig
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRotaryEmbedding
 
+from effllm import UsageError
+from effllm.quant.kv import codec
+from effllm.runtime.cache_parts import layer_codecs
 from effllm.runtime.config import parse_config
 from effllm.runtime.rope import rope_table
 
@@ -68,6 +71,13 @@ def test_layers_are_of_two_kinds():
     assert large.keys_as_values == tuple(range(5, 60, 6)) and large.mixture is None
     assert (mixture.mixture.experts, mixture.mixture.per_token, mixture.mixture.width, mixture.mixture.apart) == (128, 8, 704, True)
     assert parse_config(E4B).ffn_of(41) == 10240 and parse_config(E4B).kv_sources[23:30] == (23, 22, 22, 22, 22, 22, 23)
+
+
+@pytest.mark.parametrize("raw", [E2B, E4B, LARGE, MIXTURE])
+def test_heads_of_published_models_are_too_wide_to_be_packed(raw):
+    """As docs/memory.md says."""
+    with pytest.raises(UsageError, match="up to 256, this model has 512"):
+        layer_codecs(codec("4bit"), parse_config(raw).cache_heads)
 
 
 def test_defaults_are_those_of_transformers():
