@@ -82,10 +82,17 @@ def show(context: typer.Context, model: Model, json: Json = False) -> None:
         ("attention", _attention(config)),
         ("" if state is None else state.title, "" if state is None else f"{len(config.state_layers)} layers, {state.described()}"),
         ("window", ", ".join(f"{window} tokens" for window in windows)),
-        ("context", f"{config.context_length} tokens, " + (f"rotary positions {config.rope.kind}" if config.rope else "learned positions")),
+        ("context", f"{config.context_length} tokens, {_positions(config)}"),
         ("vocabulary", f"{config.vocab_size} tokens"),
         ("chat", "has a template" + (", reasons first" if tokenizer.thinks else "") if tokenizer.template else "base model, no template"),
     ) if pair[1]])
+
+
+def _positions(config: ModelConfig) -> str:
+    """How a model knows where a token stands; the order of states alone says it in some that have them."""
+    if config.rope is not None:
+        return f"rotary positions {config.rope.kind}"
+    return "no positions" if config.position_offset is None else "learned positions"
 
 
 def _attention(config: ModelConfig) -> str:

@@ -7,6 +7,7 @@ That they compute what transformers does is in `test_families.py`, what a state 
 # Fixtures come from a module, and tests take them as arguments of their names.
 # ruff: noqa: F811
 
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +39,7 @@ from effllm.runtime.tensors import check_tensors
 from effllm.runtime.unread import unread
 
 sys.path.insert(0, str(Path(__file__).parent))
+from gguf_samples import FABLE
 from gpu_runs import logits, simulated
 from gpu_runs import opened as with_card
 from hybrid_models import CTX, IDS, anew, answer, engine, folder, opened, read, small  # noqa: F401
@@ -244,6 +246,13 @@ def test_a_prompt_after_a_short_answer_is_a_way_back(folder: Path, tokens: int) 
         assert engine.reused >= len(spoken) - 1
     finally:
         engine.close()
+
+
+def test_show_says_how_a_model_knows_where_a_token_stands(folder: Path, tmp_path: Path, person) -> None:
+    model = shutil.copytree(folder, tmp_path / "shown")
+    (model / "tokenizer.json").write_bytes((FABLE / "tokenizer.json").read_bytes())
+    (said,) = [line for line in person.types("show", model).out.splitlines() if line.startswith("context")]
+    assert said.endswith("no positions" if folder.name == "nemotron_h" else "rotary positions default")
 
 
 @pytest.mark.parametrize("folder", ["qwen3_5_text"], indirect=True)
