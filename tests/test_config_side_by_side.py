@@ -138,6 +138,8 @@ def test_layers_of_cohere2_turn_where_they_have_a_window() -> None:
 def test_experts_of_k_exaone_begin_where_it_says() -> None:
     base = {**LLAMA, "model_type": "exaone_moe"}
     assert parse_config(base).mixture.layers == {1, 2, 3} and parse_config({**base, "first_k_dense_replace": 3}).mixture.layers == {3}
+    assert parse_config({**base, "first_last_k_dense_replace": 2}, strict=True).mixture.layers == {2, 3}, "as it was called before"
+    assert parse_config({**base, "first_last_k_dense_replace": 2, "first_k_dense_replace": 0}).mixture.layers == {0, 1, 2, 3}
     listed = parse_config({**base, "mlp_layer_types": ["sparse", "dense"] * 2}, strict=True)
     assert listed.mixture.layers == {0, 2} and listed.mixture.shared_width == 1024
     refused({**base, "mlp_layer_types": ["sparse", "dense"] * 2, "first_k_dense_replace": 1}, "first_k_dense_replace")

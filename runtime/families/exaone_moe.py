@@ -20,11 +20,11 @@ from .qwen3_moe import NAMES
 
 __all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
 
-KEYS_USED = frozenset({"first_k_dense_replace", "layer_types", "mlp_layer_types", "moe_intermediate_size", "n_group", "norm_topk_prob",
-                       "num_experts", "num_experts_per_tok", "num_local_experts", "num_nextn_predict_layers", "num_shared_experts",
-                       "routed_scaling_factor", "sliding_window", "sliding_window_pattern", "topk_group"})
+KEYS_USED = frozenset({"first_k_dense_replace", "first_last_k_dense_replace", "layer_types", "mlp_layer_types", "moe_intermediate_size",
+                       "n_group", "norm_topk_prob", "num_experts", "num_experts_per_tok", "num_local_experts", "num_nextn_predict_layers",
+                       "num_shared_experts", "routed_scaling_factor", "sliding_window", "sliding_window_pattern", "topk_group"})
 # Which layers have experts is said in a second way, as numbers.
-KEYS_HARMLESS = frozenset({"first_last_k_dense_replace", "is_moe_layer", "output_router_logits", "router_aux_loss_coef"})
+KEYS_HARMLESS = frozenset({"is_moe_layer", "output_router_logits", "router_aux_loss_coef"})
 REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "mlp_bias": False, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 SIZES = {"vocab_size": 102_400, "hidden_size": 4096, "intermediate_size": 16_384, "num_hidden_layers": 32, "num_attention_heads": 32}
 
@@ -39,7 +39,8 @@ def config(keys: Keys) -> ModelConfig:
         rope = rope_config(keys, head_dim, positions)
         return tuple(rope if window is None or own is not None else None for own in windows)
 
-    width, first = keys.integer("moe_intermediate_size", 1024, high=2**22), keys.integer("first_k_dense_replace", 1, low=0, high=layers)
+    width, earlier = keys.integer("moe_intermediate_size", 1024, high=2**22), keys.integer("first_last_k_dense_replace", 1, low=0)
+    first = keys.integer("first_k_dense_replace", min(earlier, layers), low=0, high=layers)
     sparse = range(first, layers) if keys.words("mlp_layer_types", layers) is None else sparse_layers(keys, layers)
     own = mixture(keys, 64, 8, width, keys.flag("norm_topk_prob", True), sparse, sigmoid=True, corrected=True,
                   factor=keys.number("routed_scaling_factor", 2.5),
