@@ -41,8 +41,8 @@ def add_latent_attention(header: GgufHeader, raw: dict[str, object]) -> None:
     """Put into `raw`, a config.json in the making, what such files say in their own way. Raises CheckpointError."""
     path, data = header.path, header.metadata
     scored = raw.pop("scoring_func", UNSAID)
-    if scored == UNSAID and type(scored) is int:  # as in files of V2, and in GLM-4.7-Flash's, whose scores are corrected
-        scored = 2 if any(tensor.endswith(CORRECTED) for tensor in header.tensors) else 1
+    if scored == UNSAID and type(scored) is int:  # as in files of V2, and in GLM-4.7-Flash's, whose scores are corrected, shares sum to 1
+        scored = 2 if raw.get("norm_topk_prob") is True or any(tensor.endswith(CORRECTED) for tensor in header.tensors) else 1
     if scored not in FAMILIES:
         raise CheckpointError(f"{path} states {NAME}.expert_gating_func {shown_value(scored)}, which is not supported",
                               f"known: {', '.join(map(str, FAMILIES))}")
