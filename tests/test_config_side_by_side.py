@@ -118,6 +118,7 @@ def test_alpha_makes_the_base_larger_whatever_the_length() -> None:
     plain = parse_config({**base, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, strict=True)
     assert plain.rope.kind == "dynamic" and parse_config(base, strict=True).rope.theta == 1e4
     refused({**base, "rope_scaling": {**ALPHA, "alpha": -3.0}}, "alpha")
+    refused({**base, "head_dim": 2, "rope_scaling": ALPHA}, "head_dim")
     other = parse_config({**LLAMA, "rope_scaling": {**ALPHA, "factor": 2.0}})
     assert "alpha" in other.warnings[0] and other.rope.kind == "dynamic"
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
-from ..config_reader import Keys
+from ..config_reader import ConfigError, Keys
 from ..config_rope import RopeConfig, rope_config
 from . import LayerWeights, TensorRule, llama
 from .llama import feed_forward, outer_tensors
@@ -51,6 +51,9 @@ def _rope(keys: Keys, head_dim: int, positions: int) -> RopeConfig:
     section = keys.section("rope_scaling") or keys.section("rope_parameters") or {}
     if "dynamic" not in (section.get("rope_type"), section.get("type")) or not section.get(STRETCH):
         return rope_config(keys, head_dim, positions)
+    if head_dim == 2:
+        raise ConfigError("config.json: head_dim = 2 is not supported with rotary positions that state an alpha",
+                          "no power of alpha is meant for heads of two channels")
     plain = {name: value for name, value in section.items() if name == "rope_theta"}
     theta = rope_config(keys.saying(rope_scaling=None, rope_parameters=plain), head_dim, positions).theta
     alpha = Keys(section, "config.json: rotary positions").number(STRETCH)
