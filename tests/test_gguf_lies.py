@@ -69,6 +69,7 @@ def test_the_honest_file_runs(tmp_path: Path) -> None:
     ({"llama.rope.dimension_count": [4, 2]}, "every layer"), ({"llama.attention.value_length": [4, 2]}, "every layer"),
     ({"llama.rope.scaling.type": [1, 2]}, "expected one value"), ({"llama.rope.scale_linear": [2.0, 3.0]}, "expected one value"),
     ({"llama.expert_count": 4096, "llama.expert_used_count": 2, "llama.block_count": 2048}, "more than any model has"),
+    ({"llama.expert_count": [4, 8], "llama.expert_used_count": 2}, "another llama.expert_count for every layer"),
 ], ids=lambda value: ",".join(value)[:60] if isinstance(value, dict) else "")
 def test_keys_that_lie(tmp_path: Path, keys: dict[str, object], named: str) -> None:
     (tmp_path / "m.gguf").write_bytes(small_model(keys))

@@ -82,3 +82,11 @@ def test_lies(files: dict[str, tuple[ModelConfig, GgufHeader]], name: str, key: 
     with pytest.raises(EffllmError) as caught:
         changed(files, name, key, value)
     assert said in caught.value.message and caught.value.hint and "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize("layers", [5.0, 0.0, float("nan"), np.array([5.0, 5.0], np.float32)], ids=repr)
+def test_layers_that_are_counted_with_a_window_are_a_whole_number(tmp_path: Path, layers: object) -> None:
+    header = read_header(exported(model("exaone_moe", tmp_path / "source"), tmp_path / "m.gguf"))
+    lying = replace(header, metadata={**header.metadata, "exaone-moe.block_count": layers})
+    with pytest.raises(EffllmError, match="exaone-moe.block_count"):
+        model_config(lying, {}, strict=True)

@@ -98,7 +98,8 @@ def config_json(header: GgufHeader, factors: Factors) -> dict[str, object]:
     found = architecture(path, name)
     _refuse(header, name, found)
     raw: dict[str, object] = {"model_type": found.family, "hidden_act": "silu", **found.config}
-    routed = () if found.experts is None or not data.get(f"{name}.expert_count") else ("expert_used_count",)
+    counted = data.get(f"{name}.expert_count", 0)
+    routed = () if found.experts is None or (isinstance(counted, int | float) and counted == 0) else ("expert_used_count",)
     for key in (*required(found), *routed):
         if f"{name}.{key}" not in data:
             damaged(path, f"lacks key {name}.{key}")
@@ -276,7 +277,7 @@ def _exaone_moe(header: GgufHeader, raw: dict[str, object], window: int | None) 
     if type(behind) is int and type(layers) is int and 0 <= behind < layers:
         raw["num_hidden_layers"] = layers = layers - behind  # files count them in
     every = EXAONE4_EVERY if window else 1
-    raw |= {"sliding_window": window, "layer_types": layer_types(header, layers, every)[:layers]}
+    raw |= {"sliding_window": window, "layer_types": layer_types(header, layers, every)}
 
 
 def _scored(header: GgufHeader, raw: dict[str, object]) -> None:
