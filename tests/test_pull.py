@@ -306,12 +306,13 @@ def test_a_mirror_that_sends_the_bytes_itself(hub: Hub, person: Person, monkeypa
     assert len({request.range for request in hub.asked("model.safetensors")}) > 3
 
 
-def test_bytes_of_two_versions_are_not_mixed(hub: Hub, person: Person, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("late", [(), ("one",)], ids=["changed", "changed, and an answer of before comes late"])
+def test_bytes_of_two_versions_are_not_mixed(hub: Hub, person: Person, monkeypatch: pytest.MonkeyPatch, late: tuple[str, ...]) -> None:
     from effllm.offload import transfer
 
     monkeypatch.setattr(transfer, "RANGE_NBYTES", 1 << 19)
     repo = hub.add(REPO, files=tiny())
-    hub.tags["model.safetensors"] = iter(["one"] * 2 + ["two"] * 100)
+    hub.tags["model.safetensors"] = iter(["one", "one", "two", *late] + ["two"] * 100)
     ran = person.types("pull", REPO)
     assert ran.code == 0 and "changed on the server" in ran.err and on_disk(person.snapshot(REPO, repo.commit)) == repo.files
 

@@ -91,7 +91,7 @@ class Client:
         self._token = find_token(env)
         self._lock = threading.Lock()
         self._places: dict[str, str] = {}  # where a file's bytes are, once a redirect has told
-        self._tags: dict[str, str] = {}  # the tag that its bytes came with
+        self._tags: dict[str, list[str]] = {}  # those that its bytes came with, one after another
         self._xet: dict[str, str] = {}  # its hash in Xet, where the hub keeps it so
         self._without_xet = is_true(env.get("HF_HUB_DISABLE_XET"))  # who sets it wants that library nowhere
         try:
@@ -241,10 +241,13 @@ class Client:
         tag = normal_etag(response.header("ETag"))
         if tag is not None:
             with self._lock:
-                first = self._tags.setdefault(file.name, tag)
-                if first != tag:
-                    self._tags[file.name] = tag
-            if first != tag:
+                seen = self._tags.setdefault(file.name, [tag])
+                is_new, is_old = tag not in seen, tag in seen[:-1]
+                if is_new:
+                    seen.append(tag)
+            if is_old:  # on its way when the file changed, or from where the change has not come
+                raise TryAgain("the server sent the version of before")
+            if is_new:
                 raise StartOver("it changed on the server")
 
     def _locate(self, address: str, file: RemoteFile, commit: str) -> str:
