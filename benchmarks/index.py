@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 RESULTS = Path(__file__).resolve().parent / "results"
-PAGE = "README.md"
+PAGE, PREFIX = "README.md", "same-file-"
 PROCESSORS = {"znver3": "Zen 3", "znver4": "Zen 4", "znver5": "Zen 5", "cascadelake": "Cascade Lake", "emeraldrapids": "Emerald Rapids"}
 UNKNOWN = "EPYC, older"  # whose results name no generation
 INTRO = """# Results
@@ -55,24 +55,27 @@ def percent(value: float) -> str:
 @dataclass(frozen=True)
 class Table:
     """Of the benchmarks whose names match `names`. `columns`: heading -> (key of a figure, how it is written); a `*` in keys stands for
-    each of `kinds` in turn, which `kind` is the heading of. A result without the first column's figure has no row."""
+    each of `kinds` in turn, which `kind` is the heading of. `named`: the heading of what names say behind PREFIX. A result
+    without the first column's figure has no row."""
 
     title: str
     names: str
     columns: Mapping[str, tuple[str, Show]]
     kind: str = ""
     kinds: tuple[str, ...] = ("",)
+    named: str = ""
 
     def rows(self, results: Sequence[Result]) -> Iterator[list[str]]:
         for kind in self.kinds:
             for result in results:
                 found = [(result.figures.get(key.replace("*", kind)), show) for key, show in self.columns.values()]
                 if found[0][0] is not None:
-                    first = [*([kind.replace("_", ", ")] if self.kind else []), result.processor, f"[{result.date}]({result.file})"]
+                    first = [*([kind.replace("_", ", ")] if self.kind else []), *([result.name.removeprefix(PREFIX)] if self.named else []),
+                             result.processor, f"[{result.date}]({result.file})"]
                     yield first + ["" if value is None else show(value) for value, show in found]
 
     def text(self, results: Sequence[Result]) -> str:
-        heads = [*([self.kind] if self.kind else []), "machine", "result", *self.columns]
+        heads = [*filter(None, (self.kind, self.named)), "machine", "result", *self.columns]
         lines = [heads, ["---"] * (len(heads) - len(self.columns)) + ["---:"] * len(self.columns), *self.rows(results)]
         return f"## {self.title}\n\n" + "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
@@ -105,7 +108,7 @@ TABLES = (
     Table("Eight of OLMoE 1B-7B's layers beside llama.cpp", r"compare-llamacpp.*olmoe.*", SPEEDS, "bits", ("4",)),
     Table("One GGUF file beside llama.cpp", r"same-file-.*", {
         "decode": ("decode_ratio", times), "tokens/s": ("decode_tps_effllm", rounded), "prompt": ("prefill_ratio", times),
-        "its tokens/s": ("prefill_tps_effllm", rounded), "file, MB": ("file_mb", rounded)}),
+        "its tokens/s": ("prefill_tps_effllm", rounded), "file, MB": ("file_mb", rounded)}, named="model, random weights"),
     Table("GGUF files beside effllm's own at 4 bits", r"gguf-decode", {
         "own, tokens/s": ("decode_own_tps", rounded), "Q4_0": ("decode_q4_0_ratio", times), "Q4_K_M": ("decode_q4_k_m_ratio", times),
         "own prompt, tokens/s": ("prefill_own_tps", rounded), "Q4_0's": ("prefill_q4_0_ratio", times),
