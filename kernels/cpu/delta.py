@@ -8,64 +8,30 @@ import numpy as np
 
 from .. import reference_delta as reference
 from ..delta_shape import DeltaShape
-from ..layout import REPEATED
 from ..state_shape import NO_SLOT
 from ..workspace import address
 from . import delta_loops as loops
-from .conv_loops import BIAS, MIXED, X
+from .conv_loops import BIAS, X
+from .recurrent import RecurrentStates
 from .rows import SHARE_FROM
-from .states import Slots
 
 if TYPE_CHECKING:
     from ...quant.state_weights import Delta
     from .ops import CpuOps
 
 
-class DeltaStates(Slots):
-    """See the module and `runtime/states.py`."""
+class DeltaStates(RecurrentStates):
+    """See the module and `runtime/states.py`. Products are qkv [T, channels], z [T, values], b and a [T, value heads]."""
 
     shape: DeltaShape
 
     def __init__(self, ops: CpuOps, shape: DeltaShape, memory: np.ndarray, told: np.ndarray) -> None:
-        super().__init__(ops, shape, memory, told, "delta", loops.SLOTS)
-        wide, heads, recent = REPEATED * shape.channels, shape.value_heads, self.recent
-        self._raw, self._mixed = (recent[at * wide :][:wide].reshape(REPEATED, -1) for at in (0, 1))
-        self._gates = recent[2 * wide :][: 2 * REPEATED * heads].reshape(REPEATED, 2, heads)
-        self.block[loops.KEY_HEADS : loops.TILED + 1] = shape.key_heads, heads, shape.key_dim, shape.value_dim, shape.tiled
-        self._recent: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+        super().__init__(ops, shape, memory, told, "delta", loops, (shape.value_heads, shape.value_dim, shape.key_dim))
+        self.reference = run_reference
+        self.block[loops.KEY_HEADS : loops.TILED + 1] = (shape.key_heads, shape.value_heads, shape.key_dim, shape.value_dim, shape.tiled)
 
-    def mix(self, products: list[np.ndarray], w: Delta) -> np.ndarray:
-        """What the layer's heads read of the text, [T, values], gated by z [T, values] and normed; the state goes on. Products are qkv
-        [T, channels], z, b and a [T, value heads]."""
-        out = self.ops.workspace.take("attend", len(products[0]), self.shape.values)
-        self.run(self, *products, w, out)
-        return out
-
-    def passing(self, tokens: int) -> tuple[np.ndarray | None, np.ndarray, np.ndarray]:
-        """Where inputs, results of the convolution, and gates of so many tokens go: where they stay if they are few."""
-        if tokens > REPEATED:
-            take = self.ops.workspace.take
-            return None, take("mixed", tokens, self.shape.channels), take("gates", tokens, 2, self.shape.value_heads)
-        if tokens not in self._recent:
-            self._recent[tokens] = self._raw[:tokens], self._mixed[:tokens], self._gates[:tokens]
-        return self._recent[tokens]
-
-    def run_again(self, source: int, target: int, tokens: int) -> None:
-        """As `again`, which has told it."""
-        self.inputs_of(target)[:] = self.last_inputs(source, self._raw[:tokens])
-        out = self.ops.workspace.take("attend", tokens, self.shape.values)
-        _, mixed, gates = self.passing(tokens)
-        if self.run is run_reference:
-            recur_reference(self, mixed, gates, out)
-            return
-        block = self.block
-        block[loops.TOKENS], block[MIXED], block[loops.GATES], block[loops.OUT] = tokens, address(mixed), address(gates), self.ops.at(out)
-        self.ops.run(loops.recur, address(block), True, block)
-
-    def state_of(self, slot: int) -> np.ndarray:
-        """S [value heads, value dim, key dim] of a slot."""
-        shape = self.shape
-        return self.state_in(slot).reshape(shape.value_heads, shape.value_dim, shape.key_dim)
+    def recur_reference(self, mixed: np.ndarray, gates: np.ndarray, out: np.ndarray) -> None:
+        recur_reference(self, mixed, gates, out)
 
 
 def run(states: DeltaStates, qkv: np.ndarray, z: np.ndarray, b: np.ndarray, a: np.ndarray, w: Delta, out: np.ndarray) -> None:

@@ -7,65 +7,32 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .. import reference_delta, reference_mamba2
-from ..layout import REPEATED
 from ..mamba2_shape import Mamba2Shape
 from ..state_shape import NO_SLOT
 from ..workspace import address
 from . import mamba2_loops as loops
-from .conv_loops import MEMORY, MIXED, X
+from .conv_loops import MEMORY, X
+from .recurrent import RecurrentStates
 from .rows import SHARE_FROM
-from .states import Slots
 
 if TYPE_CHECKING:
     from ...quant.state_weights import Mamba2
     from .ops import CpuOps
 
 
-class Mamba2States(Slots):
-    """See the module and `runtime/states.py`."""
+class Mamba2States(RecurrentStates):
+    """See the module and `runtime/states.py`. Products are what is convolved [T, channels], z [T, values] and steps [T, heads]."""
 
     shape: Mamba2Shape
 
     def __init__(self, ops: CpuOps, shape: Mamba2Shape, memory: np.ndarray, told: np.ndarray) -> None:
-        super().__init__(ops, shape, memory, told, "state space", loops.SLOTS)
-        wide, recent = REPEATED * shape.channels, self.recent
-        self._raw, self._mixed = (recent[at * wide :][:wide].reshape(REPEATED, -1) for at in (0, 1))
-        self._gates = recent[2 * wide :][: 2 * REPEATED * shape.heads].reshape(REPEATED, 2, shape.heads)
+        super().__init__(ops, shape, memory, told, "state space", loops, (shape.heads, shape.head_dim, shape.depth))
+        self.reference = run_reference
         self.block[loops.HEADS : loops.SLOTS] = shape.heads, shape.head_dim, shape.groups, shape.depth
-        self._recent: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
 
-    def mix(self, products: list[np.ndarray], w: Mamba2) -> np.ndarray:
-        """What the layer's heads read of the text, [T, values], gated and normed; the state goes on. Products are what is convolved
-        [T, channels], z [T, values] and steps [T, heads]."""
-        out = self.ops.workspace.take("attend", len(products[0]), self.shape.values)
-        self.run(self, *products, w, out)
-        return out
-
-    def passing(self, tokens: int) -> tuple[np.ndarray | None, np.ndarray, np.ndarray]:
-        """Where inputs, results of the convolution, and steps of so many tokens go: where they stay if they are few."""
-        if tokens > REPEATED:
-            take = self.ops.workspace.take
-            return None, take("mixed", tokens, self.shape.channels), take("gates", tokens, 2, self.shape.heads)
-        if tokens not in self._recent:
-            self._recent[tokens] = self._raw[:tokens], self._mixed[:tokens], self._gates[:tokens]
-        return self._recent[tokens]
-
-    def run_again(self, source: int, target: int, tokens: int) -> None:
-        """As `again`, which has told it."""
-        self.inputs_of(target)[:] = self.last_inputs(source, self._raw[:tokens])
-        out = self.ops.workspace.take("attend", tokens, self.shape.values)
-        _, mixed, gates = self.passing(tokens)
-        if self.run is run_reference:
-            recur_reference(self, mixed, gates, np.zeros(self.shape.heads), out)
-            return
-        block = self.block
-        block[loops.TOKENS], block[MIXED], block[loops.GATES], block[loops.OUT] = tokens, address(mixed), address(gates), self.ops.at(out)
-        self.ops.run(loops.recur, address(block), True, block)
-
-    def state_of(self, slot: int) -> np.ndarray:
-        """S [heads, head dim, depth] of a slot."""
-        shape = self.shape
-        return self.state_in(slot).reshape(shape.heads, shape.head_dim, shape.depth)
+    def recur_reference(self, mixed: np.ndarray, gates: np.ndarray, out: np.ndarray) -> None:
+        """A state is made again for itself: nobody reads what its heads would, so nothing is added to that."""
+        recur_reference(self, mixed, gates, np.zeros(self.shape.heads), out)
 
 
 def run(states: Mamba2States, xbc: np.ndarray, z: np.ndarray, steps: np.ndarray, w: Mamba2, out: np.ndarray) -> None:

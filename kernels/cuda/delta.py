@@ -18,54 +18,29 @@ from torch.nn import functional
 from ..delta_shape import DeltaShape
 from ..layout import REPEATED
 from ..reference_delta import KEY_EPS
-from ..state_shape import NO_SLOT, STRETCH
-from .states import TorchSlots
+from ..state_shape import STRETCH
+from .recurrent import TorchRecurrent
 
 if TYPE_CHECKING:
     from ...quant.state_weights import Delta
 
 
-class TorchDelta(TorchSlots):
+class TorchDelta(TorchRecurrent):
     """See the module and `runtime/states.py`."""
 
     shape: DeltaShape
 
     def __init__(self, shape: DeltaShape, memory: torch.Tensor, told: np.ndarray) -> None:
-        super().__init__(shape, memory, told)
-        wide, heads, recent = REPEATED * shape.channels, shape.value_heads, self.recent
-        self._raw, self._mixed = (recent[at * wide :][:wide].view(REPEATED, -1) for at in (0, 1))
-        self._gates = recent[2 * wide :][: 2 * REPEATED * heads].view(REPEATED, 2, heads)
+        super().__init__(shape, memory, told, (shape.value_heads, shape.value_dim, shape.key_dim))
 
     def mix(self, products: list[torch.Tensor], w: Delta) -> torch.Tensor:
         """As `kernels/cpu/delta.py`."""
-        (qkv, z, b, a), (source, target, after, kept) = products, self.told()
-        tokens = len(qkv)
+        qkv, z, b, a = products
         mixed = functional.silu(self.convolve(qkv, w.conv))
         gates = torch.stack([torch.exp(-w.decay * functional.softplus(a + w.dt, threshold=80.0)), torch.sigmoid(b)], dim=1)
-        if tokens <= REPEATED:
-            self._raw[:tokens], self._mixed[:tokens], self._gates[:tokens] = qkv, mixed, gates
-        state, parts, at = self._begun(source), [], 0
-        for end, slot in ((after, kept), (tokens, target)):
-            if end > at:
-                read, state = self._recur(mixed[at:end], gates[at:end], state)
-                self._state(slot).copy_(state)
-                parts.append(read)
-                at = end
-        out = torch.cat(parts) if len(parts) > 1 else parts[0]
+        out = self.recurred(qkv, mixed, gates)
         out = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + w.norm.eps) * w.norm.weight
         return out.flatten(1).mul_(functional.silu(z))
-
-    def again(self, source: int, target: int, tokens: int) -> None:
-        """As `kernels/cpu/states.py`."""
-        self.inputs_of(target).copy_(self.last_inputs(source, self._raw[:tokens]))
-        self._state(target).copy_(self._recur(self._mixed[:tokens], self._gates[:tokens], self._begun(source))[1])
-
-    def _state(self, slot: int) -> torch.Tensor:
-        shape = self.shape
-        return self.state_in(slot).view(shape.value_heads, shape.value_dim, shape.key_dim)
-
-    def _begun(self, source: int) -> torch.Tensor:
-        return torch.zeros_like(self._state(0)) if source == NO_SLOT else self._state(source)
 
     def _recur(self, mixed: torch.Tensor, gates: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Results of the convolution [T, channels], gates [T, 2, G] -> (what was read [T, G, dv], the state behind them)."""

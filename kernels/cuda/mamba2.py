@@ -14,57 +14,32 @@ from torch.nn import functional
 
 from ..layout import REPEATED
 from ..mamba2_shape import Mamba2Shape
-from ..state_shape import NO_SLOT, STRETCH
-from .states import TorchSlots
+from ..state_shape import STRETCH
+from .recurrent import TorchRecurrent
 
 if TYPE_CHECKING:
     from ...quant.state_weights import Mamba2
 
 
-class TorchMamba2(TorchSlots):
+class TorchMamba2(TorchRecurrent):
     """See the module and `runtime/states.py`. What is kept of gates are logarithms of decays, and steps."""
 
     shape: Mamba2Shape
 
     def __init__(self, shape: Mamba2Shape, memory: torch.Tensor, told: np.ndarray) -> None:
-        super().__init__(shape, memory, told)
-        wide, recent = REPEATED * shape.channels, self.recent
-        self._raw, self._mixed = (recent[at * wide :][:wide].view(REPEATED, -1) for at in (0, 1))
-        self._gates = recent[2 * wide :][: 2 * REPEATED * shape.heads].view(REPEATED, 2, shape.heads)
+        super().__init__(shape, memory, told, (shape.heads, shape.head_dim, shape.depth))
 
     def mix(self, products: list[torch.Tensor], w: Mamba2) -> torch.Tensor:
         """As `kernels/cpu/mamba2.py`."""
-        (xbc, z, steps), (source, target, after, kept) = products, self.told()
-        tokens, shape = len(xbc), self.shape
+        (xbc, z, steps), shape = products, self.shape
         mixed = self.convolve(xbc, w.conv)
         mixed = functional.silu(mixed if w.bias is None else mixed + w.bias)
         step = functional.softplus(steps + w.dt, threshold=80.0)
         gates = torch.stack([-w.decay * step, step], dim=1)
-        if tokens <= REPEATED:
-            self._raw[:tokens], self._mixed[:tokens], self._gates[:tokens] = xbc, mixed, gates
-        state, parts, at = self._begun(source), [], 0
-        for end, slot in ((after, kept), (tokens, target)):
-            if end > at:
-                read, state = self._recur(mixed[at:end], gates[at:end], state)
-                self._state(slot).copy_(state)
-                parts.append(read)
-                at = end
-        out = torch.cat(parts) if len(parts) > 1 else parts[0]
+        out = self.recurred(xbc, mixed, gates)
         out = out + w.skip[:, None] * mixed[:, : shape.values].unflatten(1, (shape.heads, -1))
         out = (out.flatten(1) * functional.silu(z)).unflatten(1, (shape.groups, -1))
         return (out * torch.rsqrt(out.square().mean(-1, keepdim=True) + w.norm.eps)).flatten(1) * w.norm.weight
-
-    def again(self, source: int, target: int, tokens: int) -> None:
-        """As `kernels/cpu/states.py`."""
-        self.inputs_of(target).copy_(self.last_inputs(source, self._raw[:tokens]))
-        self._state(target).copy_(self._recur(self._mixed[:tokens], self._gates[:tokens], self._begun(source))[1])
-
-    def _state(self, slot: int) -> torch.Tensor:
-        shape = self.shape
-        return self.state_in(slot).view(shape.heads, shape.head_dim, shape.depth)
-
-    def _begun(self, source: int) -> torch.Tensor:
-        return torch.zeros_like(self._state(0)) if source == NO_SLOT else self._state(source)
 
     def _recur(self, mixed: torch.Tensor, gates: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Results of the convolution [T, channels], gates [T, 2, H] -> (what was read [T, H, P], the state behind them)."""

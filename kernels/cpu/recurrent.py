@@ -1,0 +1,65 @@
+"""What layers with a matrix a head in their state have in common on the CPU, whatever changes it (`delta.py`, `mamba2.py`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..layout import REPEATED
+from ..workspace import address
+from .conv_loops import MIXED, TOKENS
+from .states import Slots
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from ..state_shape import StateShape
+    from .ops import CpuOps
+
+
+class RecurrentStates(Slots):
+    """`loops`: the module of the kernels, with GATES, OUT, SLOTS and `recur`; `reference`: what runs where no kernel does; `op` as of
+    `Slots`; `sizes`: heads, rows and columns of a head's matrix. Behind the slots lie inputs, results of the convolution and gates of the
+    last pass of few tokens."""
+
+    def __init__(self, ops: CpuOps, shape: StateShape, memory: np.ndarray, told: np.ndarray, op: str, loops: ModuleType,
+                 sizes: tuple[int, int, int]) -> None:
+        super().__init__(ops, shape, memory, told, op, loops.SLOTS)
+        self.loops, self.sizes = loops, sizes
+        wide, heads, recent = REPEATED * shape.channels, sizes[0], self.recent
+        self._raw, self._mixed = (recent[at * wide :][:wide].reshape(REPEATED, -1) for at in (0, 1))
+        self._gates = recent[2 * wide :][: 2 * REPEATED * heads].reshape(REPEATED, 2, heads)
+        self._recent: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+
+    def mix(self, products: list[np.ndarray], w: object) -> np.ndarray:
+        """What the layer's heads read of the text, [T, values], gated and normed; the state goes on. Products are what is convolved
+        [T, channels], the gate of what is read [T, values], and what gates are made of [T, heads] each."""
+        out = self.ops.workspace.take("attend", len(products[0]), self.shape.values)
+        self.run(self, *products, w, out)
+        return out
+
+    def passing(self, tokens: int) -> tuple[np.ndarray | None, np.ndarray, np.ndarray]:
+        """Where inputs, results of the convolution, and gates of so many tokens go: where they stay if they are few."""
+        if tokens > REPEATED:
+            take = self.ops.workspace.take
+            return None, take("mixed", tokens, self.shape.channels), take("gates", tokens, 2, self.sizes[0])
+        if tokens not in self._recent:
+            self._recent[tokens] = self._raw[:tokens], self._mixed[:tokens], self._gates[:tokens]
+        return self._recent[tokens]
+
+    def run_again(self, source: int, target: int, tokens: int) -> None:
+        """As `again`, which has told it."""
+        self.inputs_of(target)[:] = self.last_inputs(source, self._raw[:tokens])
+        out = self.ops.workspace.take("attend", tokens, self.shape.values)
+        _, mixed, gates = self.passing(tokens)
+        if self.run is self.reference:
+            self.recur_reference(mixed, gates, out)
+            return
+        block, loops = self.block, self.loops
+        block[TOKENS], block[MIXED], block[loops.GATES], block[loops.OUT] = tokens, address(mixed), address(gates), self.ops.at(out)
+        self.ops.run(loops.recur, address(block), True, block)
+
+    def state_of(self, slot: int) -> np.ndarray:
+        """S of a slot, as `sizes`."""
+        return self.state_in(slot).reshape(self.sizes)

@@ -1,0 +1,53 @@
+"""What layers with a matrix a head in their state have in common on torch tensors, whatever changes it (`delta.py`, `mamba2.py`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..layout import REPEATED
+from ..state_shape import NO_SLOT
+from .states import TorchSlots
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ..state_shape import StateShape
+
+
+class TorchRecurrent(TorchSlots):
+    """`sizes`: heads, rows and columns of a head's matrix. `_recur`, of a kind: results of the convolution [T, channels], gates
+    [T, 2, heads] and the state before them -> (what was read [T, heads, rows], the state behind them)."""
+
+    def __init__(self, shape: StateShape, memory: torch.Tensor, told: np.ndarray, sizes: tuple[int, int, int]) -> None:
+        super().__init__(shape, memory, told)
+        self.sizes, wide, recent = sizes, REPEATED * shape.channels, self.recent
+        self._raw, self._mixed = (recent[at * wide :][:wide].view(REPEATED, -1) for at in (0, 1))
+        self._gates = recent[2 * wide :][: 2 * REPEATED * sizes[0]].view(REPEATED, 2, sizes[0])
+
+    def recurred(self, inputs: torch.Tensor, mixed: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        """What the heads read of the pass, [T, heads, rows]; states go into the slots that it was told of, and what few tokens leave is
+        kept. `inputs`: what was convolved."""
+        (source, target, after, kept), tokens = self.told(), len(mixed)
+        if tokens <= REPEATED:
+            self._raw[:tokens], self._mixed[:tokens], self._gates[:tokens] = inputs, mixed, gates
+        state, parts, at = self._begun(source), [], 0
+        for end, slot in ((after, kept), (tokens, target)):
+            if end > at:
+                read, state = self._recur(mixed[at:end], gates[at:end], state)
+                self._state(slot).copy_(state)
+                parts.append(read)
+                at = end
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def again(self, source: int, target: int, tokens: int) -> None:
+        """As `kernels/cpu/states.py`."""
+        self.inputs_of(target).copy_(self.last_inputs(source, self._raw[:tokens]))
+        self._state(target).copy_(self._recur(self._mixed[:tokens], self._gates[:tokens], self._begun(source))[1])
+
+    def _state(self, slot: int) -> torch.Tensor:
+        return self.state_in(slot).view(self.sizes)
+
+    def _begun(self, source: int) -> torch.Tensor:
+        return torch.zeros_like(self._state(0)) if source == NO_SLOT else self._state(source)
