@@ -205,6 +205,8 @@ def shortened(text: str) -> str:
 def loaded(ref: ModelRef, options: EngineOptions, screen: Screen) -> Iterator[Loaded]:
     """An engine with its weights in place, closed at the end."""
     tokenizer = read_tokenizer(ref.folder, options)
+    for remark in tokenizer.remarks:
+        screen.note(remark)
     engine = open_with_progress(ref.folder, options, screen)
     try:
         yield Loaded(engine, tokenizer)

@@ -1,6 +1,7 @@
 """Text to token ids and back: the tokenizer of a model folder, streaming decode, and the tokens that end a turn.
 
-Reads tokenizer.json (through the `tokenizers` library), tokenizer_config.json, special_tokens_map.json and generation_config.json. The
+Reads tokenizer.json (through the `tokenizers` library) or where there is none a file of ranks (`rank_vocabulary`), tokenizer_config.json,
+special_tokens_map.json and generation_config.json. The
 engine knows token ids only; everything about text lives here. A character may be spread over several tokens, so `TextStream` shows it when
 its last byte has come. Padding, truncation and dropout stored in tokenizer.json are training settings and are switched off.
 """
@@ -15,6 +16,7 @@ import tokenizers
 
 from .. import EffllmError, ModelNotFound
 from ..offload.header import is_gguf
+from .rank_vocabulary import Ranks, RanksError, find_ranks, mend_words, read_ranks
 from .small_file import JSON_NBYTES, TOKENIZER_NBYTES, read_whole
 from .stream_filters import OF_TEMPLATES, THINK_TAGS, ChannelFilter, ThinkFilter, ThinkTags
 from .template import ChatTemplate, TemplateError, load_template
@@ -64,6 +66,7 @@ class Tokenizer:
         eos_ids: Iterable[int],
         template: ChatTemplate | None,
         source: Path,
+        remarks: Sequence[str] = (),
     ) -> None:
         self._decoder = Decoder(backend)
         self._backend, self._add_bos, self._model_rows, self._eos_ids = backend, add_bos, model_rows, tuple(eos_ids)
@@ -71,25 +74,38 @@ class Tokenizer:
         self.bos_id = bos_id
         self.template = template
         self.source = source
+        self.remarks = tuple(remarks)  # what was read otherwise than the files say, a line each
 
     @classmethod
     def load(cls, folder: Path, config: "ModelConfig") -> "Tokenizer":
-        """Read the tokenizer of a model folder or GGUF file. Raises ModelNotFound (no tokenizer.json), TokenizerError, TemplateError."""
+        """Read the tokenizer of a model folder or GGUF file. Raises ModelNotFound (none is there), TokenizerError, TemplateError."""
         if is_gguf(folder):
             from .gguf.tokenizer import load_tokenizer
 
             return load_tokenizer(folder, config.vocab_size)
-        path = folder / "tokenizer.json"
-        backend = _open_backend(path)
         settings = _read_json(folder / "tokenizer_config.json")
         special = _special_tokens(_read_json(folder / "special_tokens_map.json")) | _special_tokens(settings)
+        if (ranks := _open_ranks(folder, settings)) is None:
+            path = folder / "tokenizer.json"
+            backend, remarks, own = _open_backend(path), [], None
+            if mend_words(backend):
+                remarks.append(f"{path.name} cuts words otherwise than Mistral's models were trained; they are cut as Mistral does")
+        else:
+            path, backend, special, remarks, own = ranks.path, ranks.backend, ranks.special | special, [], ranks.template
         template = load_template(folder, settings, special)
+        if template is None and own is not None:
+            template = own
+            remarks.append(f"there is no chat template: that of {path.name}'s version is taken")
         bos = special.get("bos_token")
         bos_id = backend.token_to_id(bos) if bos is not None else config.bos_token_id
         # The post-processor of tokenizer.json already carries the wish of `add_bos_token`; the flag counts only where there is none.
-        add_bos = settings.get("add_bos_token") is True and backend.post_processor is None
+        add_bos = settings.get("add_bos_token", ranks is not None and ranks.add_bos) is True and backend.post_processor is None
         eos = [*config.eos_token_ids, *_ids(_read_json(folder / "generation_config.json").get("eos_token_id"))]
-        return cls(backend, special, add_bos, bos_id, config.vocab_size, eos, template, path)
+        return cls(backend, special, add_bos, bos_id, config.vocab_size, eos, template, path, remarks)
+
+    def to_json(self) -> str:
+        """What a tokenizer.json says of this vocabulary."""
+        return self._backend.to_str()
 
     @property
     def vocab_size(self) -> int:
@@ -202,6 +218,22 @@ class Tokenizer:
         return self.think_tags is not None and self.think_tags.opened_by(self.decode(prompt[-64:], skip_special_tokens=False))
 
 
+def _open_ranks(folder: Path, settings: Mapping[str, Any]) -> Ranks | None:
+    """The tokenizer of a folder that has a file of ranks and no tokenizer.json."""
+    path = None if (folder / "tokenizer.json").exists() else find_ranks(folder)
+    if path is None:
+        return None
+    try:
+        return read_ranks(path, settings)
+    except RanksError as error:
+        raise TokenizerError(f"{path} is not a tokenizer that can be read: {error}",
+                             f"{REFETCH}, or put tokenizer.json of a repository of the same model beside it") from None
+    except OSError as error:
+        raise ModelNotFound(f"cannot read {path}: {_reason(error)}", "check the permissions of the folder, or " + REFETCH) from None
+    except BaseException as error:
+        raise refused(error, f"{path} is not a tokenizer that can be read") from None
+
+
 def _open_backend(path: Path) -> tokenizers.Tokenizer:
     try:
         if not path.is_file():
@@ -263,8 +295,6 @@ def refused(error: BaseException, what: str) -> BaseException:
 def _without_tokenizer(folder: Path) -> str:
     if (folder / "tokenizer.model").exists() or (folder / "vocab.json").exists():
         return "write one with transformers: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
-    if (folder / "tekken.json").exists():
-        return "tekken.json is Mistral's own: take tokenizer.json from a repository of the same model that has it, or a GGUF file"
     return "copy tokenizer.json from the model's repository into the folder"
 
 

@@ -9,10 +9,9 @@ import pytest
 
 from effllm.offload.gguf import GgufHeader
 from effllm.runtime.engine import open_engine
-from effllm.runtime.gguf.splits import CUTTERS, pre_tokenizer
+from effllm.runtime.gguf.splits import CUTTERS, pre_tokenizer, same_pattern
 from effllm.runtime.gguf.store import read_header
 from effllm.runtime.gguf.tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN, USER, backend, read_vocabulary
-from effllm.runtime.gguf.vocabulary_out import _same
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.session import Session
@@ -124,7 +123,7 @@ def test_every_cutter_keeps_the_text(name: str) -> None:
     """Patterns compile, and pieces put together are the text again."""
     text = "Hello  World's 12345 naïve 中文かな\n\n\tdef f(x): return x/2 \r\n !?... ÄÖ"
     cut = pre_tokenizer(CUTTERS[name].patterns).pre_tokenize_str(text)
-    assert "".join(text[begin:end] for _, (begin, end) in cut) == text and len(cut) > 10
+    assert "".join(text[begin:end] for _, (begin, end) in cut) == text and len(cut) > (5 if name == "superbpe" else 10)
 
 
 def test_deepseek_v3_cuts_marks_from_what_follows_them() -> None:
@@ -135,7 +134,7 @@ def test_deepseek_v3_cuts_marks_from_what_follows_them() -> None:
     assert cut == ["Hello", " World", "'s", " ", "123", "45", " words", "\n\n", "(tabs", ")!", " x", "=foo", "_bar", " ", "ひらカナ漢字",
                    " naïve"]
     spelt = cutter.patterns[-1].replace(r"\r", "\r").replace(r"\n", "\n")
-    assert spelt != cutter.patterns[-1] and _same(spelt) == _same(cutter.patterns[-1])
+    assert spelt != cutter.patterns[-1] and same_pattern(spelt) == same_pattern(cutter.patterns[-1])
 
 
 @pytest.mark.parametrize("kind", [CONTROL, USER, NORMAL])

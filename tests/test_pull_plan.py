@@ -74,6 +74,10 @@ def test_a_repository_without_a_tokenizer_is_told_before_it_is_loaded(hub: Hub, 
     del hub.repos["org/bare"].files["tokenizer.json"]
     said = person.types("pull", "org/bare", "--dry-run").err
     assert "tokenizer none: there is no tokenizer.json, so it will not run until one is put beside the weights" in " ".join(said.split())
+    hub.repos["org/bare"].files["tekken.json"] = hub.repos[REPO].files["tekken.json"] = b"{}" + b" " * 1000
+    assert "tokenizer" not in person.types("pull", "org/bare", "--dry-run").err
+    listed = [json.loads(person.types("pull", name, "--dry-run", "--json").out)["files"] for name in ("org/bare", REPO)]
+    assert ["tekken.json" in names for names in listed] == [True, False]  # another form of what is there is not loaded
 
 
 def test_yes_to_a_run_does_not_load_what_could_not_run(hub: Hub, person: Person) -> None:

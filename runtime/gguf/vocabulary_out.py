@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from ...offload.gguf import GgufHeader, Value
 from ..text import Tokenizer as ModelTokenizer
 from ..text import TokenizerError
-from .splits import CUTTERS, ENDINGS, WORDS
+from .splits import CUTTERS, WORDS, same_pattern
 from .tokenizer import BYTE, CONTROL, NORMAL, ROLES, UNKNOWN, UNUSED, USER, backend, read_vocabulary
 
 PLAIN = "leave it in its folder, which transformers and effllm read"
@@ -25,12 +25,9 @@ SAMPLES = ("Hello World's 12345 words,  two spaces\n\n\tand (tabs)!",
 
 
 def tokenizer_metadata(path: Path, tokenizer: ModelTokenizer, rows: int) -> dict[str, Value]:
-    """The `tokenizer.*` keys of `path`/tokenizer.json, with `rows` tokens. Raises TokenizerError for one that GGUF cannot express."""
-    try:
-        raw = json.loads((path / "tokenizer.json").read_text(encoding="utf-8"))
-        made = Tokenizer.from_str(json.dumps(raw))
-    except Exception as error:  # the library raises plain Exception
-        raise TokenizerError(f"{path}/tokenizer.json cannot be read: {error}", PLAIN) from None
+    """The `tokenizer.*` keys of the tokenizer of folder `path`, with `rows` tokens. Raises TokenizerError for what GGUF cannot express."""
+    text = tokenizer.to_json()
+    raw, made = json.loads(text), Tokenizer.from_str(text)
     if raw["model"].get("type") != "BPE":
         raise TokenizerError(f"{path} has a tokenizer of kind {raw['model'].get('type')}, GGUF export writes merges", PLAIN)
     tokens, kinds = _tokens(raw, made, rows, path)
@@ -86,21 +83,16 @@ def _prefixes(raw: Mapping) -> bool:
 
 def _cutter(raw: Mapping, path: Path) -> str:
     """The name of the tokenizer's cuts."""
-    patterns = tuple(_same(pattern) for pattern in _patterns(raw.get("pre_tokenizer"), path))
+    patterns = tuple(same_pattern(pattern) for pattern in _patterns(raw.get("pre_tokenizer"), path))
     whole = bool(raw["model"].get("ignore_merges"))
     for name, cutter in CUTTERS.items():
-        if tuple(map(_same, cutter.patterns)) == patterns and cutter.whole == whole:
+        if tuple(map(same_pattern, cutter.patterns)) == patterns and cutter.whole == whole:
             return name
     raise _unnamed(path)
 
 
 def _unnamed(path: Path) -> TokenizerError:
     return TokenizerError(f"{path} cuts words in a way that GGUF has no name for", PLAIN)
-
-
-def _same(pattern: str) -> str:
-    """Spellings of one pattern as one."""
-    return pattern.replace(ENDINGS, "(?i:'s|'t|'re|'ve|'m|'ll|'d)").replace("\r", r"\r").replace("\n", r"\n")
 
 
 def _patterns(step: Mapping | None, path: Path) -> Iterator[str]:

@@ -16,7 +16,7 @@ from urllib.parse import quote
 from ... import ModelNotFound
 from ..config_reader import is_count, show
 from ..gguf import names
-from ..hub import COMPANIONS, GGUF_PATH, INDEX, is_repo
+from ..hub import COMPANIONS, GGUF_PATH, INDEX, RANKS, is_repo
 from .client import Client, DownloadFailed, RemoteFile
 
 SINGLE = "model.safetensors"
@@ -93,9 +93,10 @@ def _licence(raw: Mapping[str, object]) -> str | None:
 
 
 def companions(repository: Repository) -> list[RemoteFile]:
-    """The files beside the weights."""
+    """The files beside the weights. Another form of the tokenizer is none where tokenizer.json is there."""
+    twice = RANKS if "tokenizer.json" in repository.files else ()
     return [file for file in repository.files.values() if any(fnmatch(file.name, pattern) for pattern in COMPANIONS)
-            and not file.name.endswith(PROGRAMS) and file.size <= LARGEST_COMPANION]
+            and not file.name.endswith(PROGRAMS) and file.name not in twice and file.size <= LARGEST_COMPANION]
 
 
 def weights(repository: Repository, exclude: str = "") -> list[RemoteFile]:
