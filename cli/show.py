@@ -42,7 +42,7 @@ def show(context: typer.Context, model: Model, json: Json = False) -> None:
     parameters, tensors = count(groups), [tensor for roles in groups.values() for tensor in roles.values()]
     stored = sorted({tensor.info.dtype if tensor.spec.is_raw else str(tensor.spec) for tensor in tensors})
     windows = sorted({window for window in config.windows if window is not None})
-    experts, state = config.mixture, config.state
+    experts, state, latent = config.mixture, config.state, config.latent
     bits = 8 * prepared.store.nbytes / parameters if container is None else container.bits_per_weight
     if json:
         screen.json({"model": model, "folder": str(ref.folder), "repo": ref.repo, "revision": ref.revision, "licence": licence,
@@ -57,6 +57,8 @@ def show(context: typer.Context, model: Model, json: Json = False) -> None:
                      "experts": None if experts is None else {"count": experts.experts, "per_token": experts.per_token,
                                                               "width": experts.width, "layers": len(experts.layers),
                                                               "shared_width": experts.shared_width},
+                     "latent": None if latent is None else {"rank": latent.rank, "cached": latent.key, "key": latent.query,
+                                                            "value": latent.value},
                      "states": None if state is None else {"kind": state.title, "layers": len(config.state_layers)},
                      "windows": windows, "chat_template": tokenizer.template is not None, "thinks": tokenizer.thinks,
                      "warnings": list(config.warnings),
@@ -97,6 +99,10 @@ def _positions(config: ModelConfig) -> str:
 
 def _attention(config: ModelConfig) -> str:
     """Heads of the layers, of those that have others too, and how many have no keys and values of their own."""
+    if config.latent is not None:
+        own = config.latent
+        return (f"{config.num_attention_heads} heads with keys of {own.query} and values of {own.value}, made of a latent of {own.rank}; "
+                f"{own.key} numbers of a token are kept")
     said = f"{config.num_attention_heads} query and {config.num_key_value_heads} key-value heads of {config.head_dim}"
     usual = config.num_key_value_heads, config.head_dim
     for other in sorted({*config.layer_heads} - {usual}):

@@ -2,6 +2,7 @@
 so. That they compute what transformers does is in `test_families.py`, their products in `test_latent.py`.
 """
 
+import json
 import shutil
 import sys
 from collections.abc import Iterator
@@ -33,6 +34,7 @@ from effllm.runtime.speculate import Speculation
 
 sys.path.insert(0, str(Path(__file__).parent))
 from conversions import options, run
+from gguf_samples import FABLE
 from hybrid_models import IDS, anew, answer, opened, read
 from latent_models import CTX, LATENT_CASES, latent_model
 from made_mixtures import imported_mixture
@@ -319,3 +321,13 @@ def test_calibration_sees_every_matrix_and_smoothing_changes_nothing_but_roundin
     after = anew(engine, IDS[:200])
     engine.close()
     assert np.abs(after - before).max() < 1e-4 * np.abs(before).max()
+
+
+def test_show_says_what_is_kept_of_a_token(folder: Path, tmp_path: Path, person) -> None:
+    model = shutil.copytree(folder, tmp_path / "shown")
+    (model / "tokenizer.json").write_bytes((FABLE / "tokenizer.json").read_bytes())
+    (said,) = [line for line in person.types("show", model).out.splitlines() if line.startswith("attention")]
+    config = prepare(folder, EngineOptions(ctx=1)).config
+    assert said.endswith(f"made of a latent of {config.latent.rank}; {config.latent.key} numbers of a token are kept")
+    shown = json.loads(person.types("show", model, "--json").out)
+    assert shown["latent"]["cached"] == config.latent.key
