@@ -95,13 +95,19 @@ def moe(x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], ro
         correction: np.ndarray | None = None, shared: SharedExpert | None = None,
         apart: Apart | None = None) -> tuple[np.ndarray, Routed]:
     """x + sum over a token's experts of share * down(act(gate(n)) * up(n)), n = norm(x): float64 [T, D], and the visits; `act` as in
-    `reference.gated`. The `shared` expert is added with a share of 1, or of sigmoid(scale(n)).
+    `reference.gated`. Without gates it is share * down(act(up(n))). The `shared` expert is added with a share of 1, or of
+    sigmoid(scale(n)).
 
     An expert to which no token goes is not looked at. `apart`: the sum alone, without x, of experts that another norm stands before than
     before the router, each times its scale.
     """
     n = reference.normalise(x, *_norm(norm))
     apply = lambda values, each: reference.linear(values, each.weight.to_f32(), each.bias)  # noqa: E731
+
+    def inside(values: np.ndarray, expert: Expert) -> np.ndarray:
+        up = apply(values, expert.up)
+        return reference.activate(up, act) if expert.gate is None else reference.gated(apply(values, expert.gate), up, act)
+
     logits = n if apart is None else reference.normalise(x, *_norm(apart.router_norm))
     chosen, shares = route(apply(logits, router), routing, correction)
     if apart is not None:
@@ -114,11 +120,11 @@ def moe(x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], ro
         if begin == end:
             continue
         rows = tokens[begin:end]
-        hidden.append(reference.gated(apply(n[rows], expert.gate), apply(n[rows], expert.up), act))
+        hidden.append(inside(n[rows], expert))
         out[rows] += of_visit[begin:end, None] * apply(hidden[-1], expert.down)
     of_all = None
     if shared is not None:
-        of_all = reference.gated(apply(n, shared.gate), apply(n, shared.up), act)
+        of_all = inside(n, shared)
         if shared.scale is not None:
             of_all = of_all / (1 + np.exp(-apply(n, shared.scale)))
         out += shared.factor * apply(of_all, shared.down)

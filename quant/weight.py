@@ -169,16 +169,16 @@ class Latent:
 
 @dataclass(frozen=True)
 class Expert:
-    """One gated MLP of a mixture: `gate` and `up` are [F, D], `down` is [D, F]."""
+    """One MLP of a mixture: `gate` and `up` are [F, D], `down` is [D, F]. `gate` None: act(up) goes into `down`."""
 
-    gate: Linear
+    gate: Linear | None
     up: Linear
     down: Linear
 
 
 @dataclass(frozen=True)
 class SharedExpert(Expert):
-    """The gated MLP beside a mixture's experts that every token visits; `scale` [1, D]: the sigmoid of its product is the token's share, 1
+    """The MLP beside a mixture's experts that every token visits; `scale` [1, D]: the sigmoid of its product is the token's share, 1
     where there is none. What it gives is multiplied by `factor`."""
 
     scale: Linear | None = None

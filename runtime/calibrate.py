@@ -31,7 +31,7 @@ from .config import ModelConfig, read_config
 from .convert_stream import DAMAGED
 from .demands import LOGIT_ROWS
 from .events import Notice, Progress
-from .families import EXPERT, SHARED, LayerWeights, expert_of, expert_roles, kind_of
+from .families import EXPERT, SHARED, LayerWeights, expert_of, expert_role, kind_of
 from .model import Model, dims
 from .needed_kernels import calibration_kinds
 from .prepare import EngineOptions, worker_count
@@ -173,11 +173,11 @@ class Gathered:
 
 class ExpertRoles(Mapping):
     """Statistics by role of a layer with experts. Those of an expert are made when they are asked for, from the inputs of its visits; one
-    that had fewer than LEAST_VISITS has those of all visits of the layer, `usual` by kind of role. `shared` are those of other roles, which
-    may have the same."""
+    that had fewer than LEAST_VISITS has those of all visits of the layer, `usual` by kind of role, of which an expert has `kinds`. `shared`
+    are those of other roles, which may have the same."""
 
-    def __init__(self, experts: int) -> None:
-        self.experts = experts
+    def __init__(self, experts: int, kinds: Sequence[str]) -> None:
+        self.experts, self.kinds = experts, kinds
         self.shared: dict[str, Stats] = {}
         self.usual: Mapping[str, Stats] = {}
         self._seen: list[tuple[np.ndarray, Routed]] = []
@@ -216,10 +216,17 @@ class ExpertRoles(Mapping):
     def __iter__(self) -> Iterator[str]:
         yield from self.shared
         for expert in range(self.experts):
-            yield from expert_roles(expert)
+            yield from (expert_role(expert, kind) for kind in self.kinds)
 
     def __len__(self) -> int:
-        return len(self.shared) + 3 * self.experts
+        return len(self.shared) + len(self.kinds) * self.experts
+
+
+def _expert_roles(weights: LayerWeights) -> ExpertRoles | None:
+    """None for a layer without experts."""
+    if not weights.experts:
+        return None
+    return ExpertRoles(len(weights.experts), EXPERT if weights.experts[0].gate is not None else EXPERT[1:])
 
 
 class Calibration:
@@ -238,7 +245,7 @@ class Calibration:
         for layer in range(config.num_hidden_layers):
             weights, cache = self.model.read_layer(layer), self._cache(layer)
             gathered: dict[str, Gathered] = {}
-            own = ExpertRoles(len(weights.experts)) if weights.experts else None
+            own = _expert_roles(weights)
             begin = 0
             for number, window in enumerate(self.cut):
                 end = begin + len(window)
@@ -279,7 +286,7 @@ class Calibration:
         gathered: dict[str, Gathered] = {}
 
         def through(tokens: int) -> float:
-            own = ExpertRoles(len(weights.experts)) if weights.experts else None
+            own = _expert_roles(weights)
             begun = time.monotonic()
             self._block(layer, weights, cache, self.states[:tokens], gathered, own, 0)
             return time.monotonic() - begun

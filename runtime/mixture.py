@@ -15,7 +15,8 @@ class Mixture:
     """The experts of a mixture: how many, how many a token visits, the width inside one, whether a token's shares add up to 1, and which
     layers have them; `sigmoid` and `factor` as in `Routing`. `shared_width`: of the expert that every token visits beside them, None where
     there is none; `shared_scaled`: it has a share of its own. `corrected`: the choice is by corrected scores. Experts lie in `groups`, of
-    which a token's are in `kept_groups`. `apart`: the experts are a branch beside an MLP, as a `quant.weight.Apart` says."""
+    which a token's are in `kept_groups`. `apart`: the experts are a branch beside an MLP, as a `quant.weight.Apart` says. `gated`:
+    experts have gates."""
 
     experts: int
     per_token: int
@@ -30,6 +31,7 @@ class Mixture:
     groups: int = 1
     kept_groups: int = 1
     apart: bool = False
+    gated: bool = True
 
     @cached_property
     def routing(self) -> Routing:

@@ -139,7 +139,7 @@ def cut_experts(tensors: Mapping[int | str, Mapping[str, ModelTensor]], experts:
     parts: list[Part] = []
     for key in layers:
         for expert in range(experts):
-            part = _part([tensors[key][role] for role in expert_roles(expert)], store)
+            part = _part([tensors[key][role] for role in expert_roles(expert) if role in tensors[key]], store)
             if part is None:
                 return None
             parts.append(part)
@@ -218,7 +218,8 @@ class LayerExperts(ExpertPages):
     def __init__(self, pager: ExpertPager, index: int, roles: Mapping[str, ModelTensor], bias: Callable[[str], np.ndarray | None],
                  following: Callable[[int], Sequence[_Following]]) -> None:
         self._pager, self._index, self._following = pager, index, following
-        self._matrices = [tuple(roles[role] for role in expert_roles(expert)) for expert in range(pager.experts)]
+        self._matrices = [tuple(roles[role] for role in expert_roles(expert) if role in roles) for expert in range(pager.experts)]
+        self._without_gate = len(self._matrices[0]) < len(EXPERT)
         self._biases = [tuple(bias(role) for role in expert_roles(expert)) for expert in range(pager.experts)]
         self.slots_begin, self.slot_nbytes = address(pager.memory), pager.slot_nbytes
 
@@ -227,8 +228,9 @@ class LayerExperts(ExpertPages):
 
     def expert(self, number: int, slot: int) -> Expert:
         views = self._pager.views(self._index * len(self) + number, slot)
-        return Expert(*(Linear(_weight(tensor, view), bias)
-                        for tensor, view, bias in zip(self._matrices[number], views, self._biases[number], strict=True)))
+        biases = self._biases[number][self._without_gate :]
+        found = [Linear(_weight(tensor, view), bias) for tensor, view, bias in zip(self._matrices[number], views, biases, strict=True)]
+        return Expert(*[None] * self._without_gate, *found)
 
     def kind(self, number: int) -> object:
         specs = tuple((tensor.spec, tensor.shape) for tensor in self._matrices[number])

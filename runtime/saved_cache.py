@@ -53,7 +53,7 @@ FIRST_CALLED = {"state": "delta", "state_layers": "delta_layers"}  # fields of a
 LATER_UNLESS_USED = {"input_multiplier", "input_vocab", "input_width", "keys_as_values", "kv_sources", "latent", "layer_ffn", "layer_heads",
                      "layers_scaled", "values_normed", "without_mlp"}  # at their default
 LATER_OF_DELTA = ", tiled=False"
-LATER_OF_MIXTURES = (", apart=False", ", groups=1, kept_groups=1",
+LATER_OF_MIXTURES = (", gated=True", ", apart=False", ", groups=1, kept_groups=1",
                      ", sigmoid=False, factor=1.0, corrected=False, shared_width=None, shared_scaled=False")
 
 

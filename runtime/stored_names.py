@@ -20,8 +20,9 @@ BASE, OLDER_BASE, INSIDE = "model.", "backbone.", ("layers.", "embed_tokens.", "
 EXPERTS = {**dict.fromkeys(("deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe", "glm4_moe", "glm4_moe_lite", "olmoe",
                             "qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_moe"), "mlp"),
            **dict.fromkeys(("granitemoe", "granitemoehybrid", "minimax_m2", "mixtral"), "block_sparse_moe"), "lfm2_moe": "feed_forward",
-           **dict.fromkeys(("gemma4", "gemma4_text"), "")}  # family -> where it has router and experts
-PARTS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",), "input_linear": ("gate", "up"), "output_linear": ("down",)}
+           **dict.fromkeys(("gemma4", "gemma4_text"), ""), "nemotron_h": "mixer"}  # family -> where it has router and experts
+PARTS = {"gate_up_proj": ("gate", "up"), "up_proj": ("up",), "down_proj": ("down",), "input_linear": ("gate", "up"),
+         "output_linear": ("down",)}
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ CORRECTIONS = {"ernie4_5_moe": (".mlp.gate.moe_statics.", ".mlp.moe_statics."),
 USUAL = Joint(re.compile(r"(.+\.)(?:mlp|feed_forward)\.experts\.(gate_up_proj|down_proj)"), "mlp.gate.weight")
 GRANITE = Joint(re.compile(rf"(.+\.){MOE}\.(input_linear|output_linear)\.weight"), f"{MOE}.router.layer.weight")
 GEMMA = Joint(re.compile(r"(.+\.layers\.\d+\.)experts\.(gate_up_proj|down_proj)"), "")  # its router is called what it is
+WITHOUT_GATES = Joint(re.compile(r"(.+\.)mixer\.experts\.(up_proj|down_proj)"), "")
 LATER_GRANITE = Joint(re.compile(rf"(.+\.){MOE}\.experts\.(gate_up_proj|down_proj)"), f"{MOE}.router.weight")
 
 
@@ -57,7 +59,7 @@ def give_names(store: TensorStore, model_type: object) -> None:
     if later and any(later in name for name in store.tensors):
         names = ((name.replace(later, usual), info) for name, info in store.tensors.items())
         store.tensors = {name: replace(info, name=name) for name, info in names}
-    for joint in (USUAL, GRANITE, LATER_GRANITE, GEMMA) if model_type in EXPERTS else ():
+    for joint in (USUAL, GRANITE, LATER_GRANITE, GEMMA, WITHOUT_GATES) if model_type in EXPERTS else ():
         if any(joint.experts.fullmatch(name) for name in store.tensors):
             store.tensors = {info.name: info for info in _apart(store.tensors, model_type, joint)}
 

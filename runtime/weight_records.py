@@ -84,7 +84,7 @@ class WeightRecords:
                                         lambda logits: ranks(logits, config.mixture.routing, correction))
         else:
             experts = tuple(Expert(*map(linear, expert_roles(e))) for e in range(config.mixture.experts)) if router else ()
-        shared = SharedExpert(*map(linear, SHARED), config.residual_multiplier) if SHARED[0] in roles else None
+        shared = SharedExpert(*map(linear, SHARED), config.residual_multiplier) if SHARED[1] in roles else None
         return LayerWeights(input_norm=norm("input_norm") or Norm("none"), q=linear("q"), k=linear("k"), v=linear("v"), o=linear("o"),
                             q_norm=norm("q_norm"), k_norm=norm("k_norm"), post_norm=post_norm, gate=linear("gate"), up=linear("up"),
                             down=linear("down"), o_norm=norm("o_norm"), down_norm=norm("down_norm"), sinks=vector("sinks"),

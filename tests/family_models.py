@@ -56,6 +56,8 @@ GRANITE_4 = {"num_local_experts": 0, "layer_types": ["full_attention"] * 3, "sha
 MAMBA = {"mamba_n_heads": 6, "mamba_expand": 3, "mamba_d_head": 32, "mamba_n_groups": 2, "mamba_d_state": 24}
 NEMOTRON = {"head_dim": 32, "mamba_num_heads": 6, "mamba_head_dim": 20, "n_groups": 2, "ssm_state_size": 24, "num_hidden_layers": None,
             "time_step_min": 1e-12}
+NEMOTRON_EXPERTS = {"n_routed_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "moe_shared_expert_intermediate_size":
+                    56, "routed_scaling_factor": 2.5, "intermediate_size": 40}
 ERNIE_EXPERTS = {"moe_num_experts": 12, "moe_k": 3, "moe_intermediate_size": 40, "moe_num_shared_experts": 2, "moe_layer_start_index": 1}
 K_EXPERTS = {"num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "num_shared_experts": 2,
              "routed_scaling_factor": 1.75}
@@ -200,6 +202,11 @@ CASES = {
     "nemotron_h, no bias, bfloat16": Case("nemotron_h", {
         **NEMOTRON, "layers_block_type": ["attention", "mamba", "mlp"], "use_conv_bias": False, "tie_word_embeddings": True, "n_groups": 1},
         dtype="bfloat16"),
+    "nemotron_h, experts": Case("nemotron_h", {
+        **NEMOTRON, **NEMOTRON_EXPERTS, "layers_block_type": ["mamba", "moe", "mamba", "attention", "moe", "mamba", "mlp", "mamba"]}),
+    "nemotron_h, groups of experts, bfloat16": Case("nemotron_h", {
+        **NEMOTRON, **NEMOTRON_EXPERTS, "layers_block_type": ["mamba", "moe", "attention", "moe"], "n_group": 4, "topk_group": 2,
+        "norm_topk_prob": False, "routed_scaling_factor": 1.0}, dtype="bfloat16"),
     "ernie4_5_moe": Case("ernie4_5_moe", {**ERNIE_EXPERTS, "use_bias": False}),
     "ernie4_5_moe, some layers dense, bfloat16": Case("ernie4_5_moe", {
         **ERNIE_EXPERTS, "num_hidden_layers": 5, "moe_layer_start_index": 2, "moe_layer_end_index": 3, "moe_num_shared_experts": 1,

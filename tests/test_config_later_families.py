@@ -13,6 +13,7 @@ from transformers.models.ministral3.modeling_ministral3 import get_llama_4_attn_
 
 from effllm.runtime import families
 from effllm.runtime.config import parse_config
+from effllm.runtime.mixture import Mixture
 from effllm.runtime.rope import rope_table
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -99,6 +100,13 @@ PUBLISHED = {
                    "norm_type": "layer_norm", "residual_dropout": 0.1, "rope_theta": 999999.4420358813, "sliding_window": 4096,
                    "use_bias": True},
 }
+NEMOTRON_3 = {  # what it says otherwise
+    "eos_token_id": 2, "hidden_size": 2688, "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    "intermediate_size": 1856, "mamba_head_dim": 64, "mamba_num_heads": 64, "mamba_ssm_cache_dtype": "float32", "max_position_embeddings":
+    262_144, "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712, "n_group": 1, "n_routed_experts": 128,
+    "n_shared_experts": 1, "norm_eps": 1e-5, "norm_topk_prob": True, "num_attention_heads": 32, "num_experts_per_tok": 6,
+    "num_hidden_layers": 52, "num_key_value_heads": 2, "partial_rotary_factor": 1.0, "rope_theta": 10_000, "routed_scaling_factor": 2.5,
+    "topk_group": 1, "vocab_size": 131_072}
 
 
 @pytest.mark.parametrize("family", PUBLISHED)
@@ -135,9 +143,9 @@ def test_what_a_family_cannot_do_is_named(family: str, key: str, value: object) 
 
 
 @pytest.mark.parametrize(("key", "value"), [
-    ("hybrid_override_pattern", None), ("hybrid_override_pattern", "ME*-"), ("hybrid_override_pattern", "M-M-"),
+    ("hybrid_override_pattern", None), ("hybrid_override_pattern", "MEE*"), ("hybrid_override_pattern", "M-M-"),
     ("hybrid_override_pattern", "-M*M"), ("hybrid_override_pattern", "M*--"), ("hybrid_override_pattern", "MMx*"),
-    ("hybrid_override_pattern", "M*-"), ("layers_block_type", ["mamba", "moe", "attention", "mlp"]), ("layers_block_type", "M*"),
+    ("hybrid_override_pattern", "M*-"), ("layers_block_type", ["mamba", "ssm", "attention", "mlp"]), ("layers_block_type", "M*"),
     ("attention_head_dim", 64), ("n_groups", 7), ("mamba_hidden_act", "gelu"), ("use_bias", True), ("time_step_limit", [0.001, 0.1]),
     ("num_nextn_predict_layers", 1), ("auto_map", {"AutoModel": "modeling_other.Other"})])
 def test_what_nemotron_h_cannot_do_is_named(key: str, value: object) -> None:
@@ -152,6 +160,21 @@ def test_layers_of_nemotron_h_are_halves() -> None:
     assert config.num_hidden_layers == 6 and config.state_layers == (0, 1, 2, 5) and config.without_mlp == (1, 2, 4)
     kinds = ["mamba", "mlp", "mamba", "mamba", "attention", "mlp", "attention", "mamba", "mlp"]
     assert parse_config({**base, "num_hidden_layers": 9, "hybrid_override_pattern": None, "layers_block_type": kinds}) == config
+
+
+def test_mixtures_of_nemotron_h() -> None:
+    """As Nemotron 3 Nano is published."""
+    base = {**LLAMA, "model_type": "nemotron_h", **PUBLISHED["nemotron_h"], **NEMOTRON_3}
+    config = parse_config(base, strict=True)
+    assert config.warnings == () and config.num_hidden_layers == 29 and len(config.state_layers) == 23 and config.hidden_act == "relu2"
+    assert config.mixture == Mixture(128, 6, 1856, True, frozenset(set(range(29)) - set(config.without_mlp)), sigmoid=True, factor=2.5,
+                                     corrected=True, shared_width=3712, gated=False) and len(config.without_mlp) == 6
+    both = parse_config({**base, "num_hidden_layers": 4, "hybrid_override_pattern": "*EM-"}, strict=True)
+    assert both.mixture.layers == {0} and both.state_layers == (1,) and both.without_mlp == ()
+    for key, value in (("moe_latent_size", 1024), ("n_shared_experts", 2), ("n_group", 3), ("num_local_experts", 4)):
+        refused({**base, key: value}, key)
+    dense = {**base, "hybrid_override_pattern": "MM*-", "num_hidden_layers": 4}
+    assert parse_config({**dense, "moe_latent_size": 7, "n_shared_experts": 3}).mixture is None, "nobody visits them"
 
 
 def test_dense_ones_of_granite_4_visit_no_experts() -> None:

@@ -150,6 +150,8 @@ PECULIAR = {
     "gemma4_text, mixture": [{"mixture": {"per_token": 1}}, {"values_normed": False}, {"attn_scale": None}],  # a norm undoes sums
     "gpt_oss": [{"windows": (None,) * 3}, {"windows": (40,) * 3}, {"hidden_act": "silu"}, {"mixture": {"renormalise": False}},
                 {"mixture": {"per_token": 1}}],
+    "nemotron_h, experts": [{"mixture": each} for each in ({"renormalise": False}, {"sigmoid": False}, {"factor": 1.0},
+                                                           {"corrected": False}, {"shared_width": None})] + [{"hidden_act": "relu"}],
     "opt": [{"position_offset": 0}, {"position_offset": 1}, {"hidden_act": "gelu"}, {"norm_eps": 1e-1}],
 }
 
@@ -182,6 +184,7 @@ def test_every_peculiarity_of_a_family_shows(name: str, tmp_path: Path) -> None:
                                   "exaone4", "arcee", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "deepseek_v2", "deepseek_v3",
                                   "glm4_moe_lite", "qwen3_5_text", "qwen3_5_text, other layers", "qwen3_5_moe_text", "lfm2",
                                   "lfm2, other taps, bfloat16", "lfm2_moe", "granitemoehybrid, state spaces", "nemotron_h",
+                                  "nemotron_h, experts",
                                   "granitemoehybrid, experts, bfloat16", "gemma4_text", "gemma4_text, keys as values",
                                   "gemma4_text, mixture"])
 def test_the_other_backend_agrees(name: str, tmp_path: Path) -> None:

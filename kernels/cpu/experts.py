@@ -13,9 +13,10 @@ from numpy import float32, int64
 from ..compile import kernel
 from ..deferred import inlined
 from ..reference_moe import SMALLEST_SUM
-from .arithmetic import exp
+from .arithmetic import activate, exp
 from .intrinsics import call_kernel, f32_at, f64_at, fetch_add, i64_at
-from .linear import FIRST, OUT, TOKENS
+from .linear import ACT, FIRST, OUT, TOKENS
+from .linear import DEPTH as INPUT_DEPTH
 from .linear import X as INPUT
 from .packed_matrix import FIELDS
 from .sharing import COUNTERS_NBYTES, clear_regions
@@ -208,6 +209,20 @@ def each_product(args, worker, counter):
     a = i64_at(args)
     for i in range(a[0]):
         call_kernel(a[1 + 3 * i], a[2 + 3 * i], worker, a[3 + 3 * i])
+
+
+@kernel()
+def activate_inputs(args, worker, counter):
+    """What goes into the products of a list as `each_product` takes it, activated in place as their blocks say. Blocks are its entries."""
+    a = i64_at(args)
+    while True:
+        i = fetch_add(counter, 1)
+        if i >= a[0]:
+            return
+        block = i64_at(a[2 + 3 * i])
+        values, act = f32_at(block[INPUT]), block[ACT]
+        for j in range(block[TOKENS] * block[INPUT_DEPTH]):
+            values[j] = activate(values[j], act)
 
 
 @kernel()

@@ -25,7 +25,7 @@ from ..registry import Call
 from ..workspace import Dims, address
 from . import experts as kernels
 from . import linear, low_bit, lut, packed
-from .rows import norm_rows
+from .rows import SHARE_FROM, norm_rows
 
 if TYPE_CHECKING:
     from ...quant.weight import Apart, Expert, Linear, Norm, SharedExpert
@@ -56,13 +56,14 @@ def _most_jobs(experts: int, visits: int) -> int:
 @dataclass(frozen=True)
 class Table:
     """A layer's experts as records for `group_visits`; `columns`: the most tokens that it may prepare, 0 where Python has to. `width`:
-    outputs of a gate."""
+    of what goes into a `down`. `has_gate`: of an expert."""
 
     experts: Sequence[Expert]
     gated: np.ndarray
     down: np.ndarray
     columns: int
     width: int
+    has_gate: bool
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class Prepared:
 def moe(self: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: tuple[Expert, ...] | ExpertPages, routing: Routing, act: str,
         see: See | None = None, correction: np.ndarray | None = None, shared: SharedExpert | None = None) -> np.ndarray:
     """x + sum over the experts of a token of share * down(act(gate(n)) * up(n)) with n = norm(x), in place, and the `shared` one of all
-    tokens. Experts that are not a tuple are brought when they are needed.
+    tokens; without gates of down(act(up(n))). Experts that are not a tuple are brought when they are needed.
 
     `see` is shown the visits; what its arrays hold may be read when the collected jobs have run.
     """
@@ -199,9 +200,18 @@ def _products(ops: CpuOps, norm: Norm, experts: Sequence[Expert], stage: Stage, 
     visits, depth, width = len(stage.routed.tokens), stage.x.shape[1], stage.routed.hidden.shape[1]
     rows, hidden = ops.workspace.take("rows", visits, depth), ops.workspace.take("hidden", visits, width)
     for e in np.flatnonzero(np.diff(offsets)):
-        begin, end, expert = offsets[e], offsets[e + 1], experts[e]
-        ops._matrix(rows[begin:end], norm, [expert.gate, expert.up], [hidden[begin:end]], linear.GATED, act, columns)
-        ops._matrix(hidden[begin:end], None, [expert.down], [rows[begin:end]], linear.PLAIN, "none", columns)
+        begin, end = offsets[e], offsets[e + 1]
+        products_of(ops, rows[begin:end], norm, experts[e], hidden[begin:end], act, columns)
+
+
+def products_of(ops: CpuOps, rows: np.ndarray, norm: Norm, expert: Expert, hidden: np.ndarray, act: str, columns: int) -> None:
+    """Note an expert's products over `rows`, which become their results; `columns` as in `CpuOps._matrix`."""
+    if expert.gate is None:
+        ops._matrix(rows, norm, [expert.up], [hidden], linear.PLAIN, "none", columns)
+        ops.gate(hidden, None, act)
+    else:
+        ops._matrix(rows, norm, [expert.gate, expert.up], [hidden], linear.GATED, act, columns)
+    ops._matrix(hidden, None, [expert.down], [rows], linear.PLAIN, "none", columns)
 
 
 def _prepared(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], asked: Asked,
@@ -215,7 +225,10 @@ def _prepared(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: S
     chosen, places, owners, offsets = np.split(numbers, [visits, 2 * visits, 3 * visits])
     rows, hidden, shares = take("rows", visits, depth), take("hidden", visits, width), take("shares", tokens, top_k)
     most, products = min(count, visits), ops.at(take("products", 2 * _most_jobs(count, visits))) if few else 0
-    heads = np.array([_head(ops, depth, norm, linear.GATED, act, 2), _head(ops, width, None, linear.PLAIN, "none", 1)])
+    if table.has_gate:
+        heads = np.array([_head(ops, depth, norm, linear.GATED, act, 2), _head(ops, width, None, linear.PLAIN, "none", 1)])
+    else:  # what goes into the second product is activated as its head says
+        heads = np.array([_head(ops, depth, norm, linear.PLAIN, "none", 1), _head(ops, width, None, linear.PLAIN, act, 1)])
     blocks = products + 8 * (2 + 6 * most)
     counters = (blocks + 16 * kernels.BLOCK * most + 63) // 64 * 64
     logits = take("routes", tokens, count)
@@ -230,7 +243,9 @@ def _prepared(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: S
     if tokens > 1 or not few:  # one token alone is read where it lies
         jobs.append((kernels.gather_rows, where, not few))
     if few:
-        jobs += [(kernels.each_product, products, True), (kernels.each_product, products + 8 * (1 + 3 * most), True),
+        second = products + 8 * (1 + 3 * most)
+        between = [] if table.has_gate else [(kernels.activate_inputs, second, visits * width >= SHARE_FROM)]
+        jobs += [(kernels.each_product, products, True), *between, (kernels.each_product, second, True),
                  (kernels.combine_visits, where, tokens > 1)]
     made = Stage(x, norm, router, asked, correction, apart, tuple(jobs), (block, heads), Routed(offsets, owners, hidden), table, chosen,
                  (blocks, counters))
@@ -261,17 +276,23 @@ def _table(ops: CpuOps, experts: Sequence[Expert], act: str) -> Table:
             write_records(expert, gated[e], down[e])
         if len(ops.mixtures.tables) >= MOST_STAGES:
             ops.mixtures.tables.clear()
-        known = ops.mixtures.tables[id(experts)] = Table(experts, gated, down, columns, experts[0].gate.weight.shape[0])
+        known = ops.mixtures.tables[id(experts)] = Table(experts, gated, down, columns, experts[0].up.weight.shape[0],
+                                                          experts[0].gate is not None)
     return known
 
 
 def write_records(expert: Expert, gated: np.ndarray, down: np.ndarray) -> None:
     """An expert's two records."""
-    for record, linears in ((gated, (expert.gate, expert.up)), (down, (expert.down,))):
+    for record, linears in ((gated, first_of(expert)), (down, (expert.down,))):
         values = [_kernel(linears[0]).address]
         for each in linears:
             values += fields(each)
         record[: len(values)] = values
+
+
+def first_of(expert: Expert) -> tuple[Linear, ...]:
+    """The matrices of an expert's first product."""
+    return (expert.up,) if expert.gate is None else (expert.gate, expert.up)
 
 
 def columns_of(ops: CpuOps, experts: Sequence[Expert], act: str) -> int:
@@ -281,10 +302,10 @@ def columns_of(ops: CpuOps, experts: Sequence[Expert], act: str) -> int:
 
     limit = packed.MOST_COLUMNS
     for expert in experts:
-        pair = (expert.gate, expert.up)
+        pair = first_of(expert)
         if len({low_bit.kind_of(each.weight) for each in pair}) > 1 or not low_bit.one_way(pair):
             return 0
-        for each, activation in ((expert.gate, act), (expert.down, "none")):
+        for each, activation in ((pair[0], act if len(pair) > 1 else "none"), (expert.down, "none")):
             if each.weight.spec.is_raw:
                 limit = FEW
             if ops._runner(each, 1, activation) not in (Ops.few_columns, low_bit.run_few):

@@ -16,7 +16,7 @@ import numpy as np
 from ..workspace import address
 from . import experts as kernels
 from . import linear
-from .moe import MOST_STAGES, Stage, Table, columns_of, fields, finished, routed_stage, shared_hidden, write_records
+from .moe import MOST_STAGES, Stage, Table, columns_of, fields, finished, products_of, routed_stage, shared_hidden, write_records
 
 if TYPE_CHECKING:
     from ...quant.weight import Apart, Linear, Norm, SharedExpert
@@ -46,8 +46,8 @@ class PagedTable(Table):
 
 @dataclass(frozen=True)
 class _Kind:
-    """What experts of one kind have in common: records in the first slot, which of their fields lie there, fields of a gate, and what
-    `columns_of` says."""
+    """What experts of one kind have in common: records in the first slot, which of their fields lie there, fields of a gate, 0 for no
+    gate, and what `columns_of` says."""
 
     gated: np.ndarray
     down: np.ndarray
@@ -115,7 +115,7 @@ def _few(ops: CpuOps, stage: Stage, pages: ExpertPages, grouping: Iterable[tuple
         number = {expert: i for i, expert in enumerate(needed)}
         _note_products(ops, stage, visit.ready, number)
     else:
-        for job in (each for each in stage.jobs if each[0] is kernels.each_product):  # of all that are visited
+        for job in (each for each in stage.jobs if each[0] in (kernels.each_product, kernels.activate_inputs)):  # of all that are visited
             ops.run(*job)
     for expert in visit.coming:
         ops.flush()
@@ -125,7 +125,8 @@ def _few(ops: CpuOps, stage: Stage, pages: ExpertPages, grouping: Iterable[tuple
 
 
 def _note_products(ops: CpuOps, stage: Stage, experts: Iterable[int], number: Mapping[int, int]) -> None:
-    """Both products of some visited experts as two jobs; `number`: their places among the visited."""
+    """Both products of some visited experts as two jobs, with one between where they have no gates; `number`: their places among the
+    visited."""
     most = min(len(stage.table.experts), len(stage.chosen))
     blocks, counters = stage.lists
     for which, records in enumerate((stage.table.gated, stage.table.down)):
@@ -137,6 +138,8 @@ def _note_products(ops: CpuOps, stage: Stage, experts: Iterable[int], number: Ma
         if entries[0]:
             job = np.array(entries, np.int64)
             ops.keep(job)
+            if which and not stage.table.has_gate:
+                ops.run(kernels.activate_inputs, address(job), entries[0] > 1)
             ops.run(kernels.each_product, address(job), True)
 
 
@@ -153,8 +156,7 @@ def _many(ops: CpuOps, norm: Norm, pages: ExpertPages, stage: Stage, act: str) -
         if place >= ready:
             visit.wait(number)
         begin, end, expert = offsets[number], offsets[number + 1], pages.expert(number, visit.slots[number])
-        ops._matrix(rows[begin:end], norm, [expert.gate, expert.up], [hidden[begin:end]], linear.GATED, act, columns)
-        ops._matrix(hidden[begin:end], None, [expert.down], [rows[begin:end]], linear.PLAIN, "none", columns)
+        products_of(ops, rows[begin:end], norm, expert, hidden[begin:end], act, columns)
 
 
 def _table(ops: CpuOps, pages: ExpertPages, act: str) -> PagedTable:
@@ -171,11 +173,13 @@ def _table(ops: CpuOps, pages: ExpertPages, act: str) -> PagedTable:
             own.append(kinds[key])
             gated[e], down[e] = own[e].gated, own[e].down
             gate, up, last = map(address, pages.biases(e))
-            gated[e, 1 + BIAS], gated[e, 1 + own[e].gate_fields + BIAS], down[e, 1 + BIAS] = gate, up, last
+            if own[e].gate_fields:
+                gated[e, 1 + BIAS] = gate
+            gated[e, 1 + own[e].gate_fields + BIAS], down[e, 1 + BIAS] = up, last
         if len(ops.mixtures.tables) >= MOST_STAGES:
             ops.mixtures.tables.clear()
         known = ops.mixtures.tables[id(pages)] = PagedTable(pages, gated, down, min(each.columns for each in own), own[0].width,
-                                                            [each.moved for each in own], [0] * count)
+                                                            own[0].gate_fields > 0, [each.moved for each in own], [0] * count)
     return known
 
 
@@ -187,4 +191,4 @@ def _kind(ops: CpuOps, pages: ExpertPages, number: int, act: str) -> _Kind:
         write_records(expert, gated, down)
     begin = pages.slots_begin
     moved = tuple((record >= begin) & (record < begin + pages.slot_nbytes) for record in (gated, down))
-    return _Kind(gated, down, moved, len(fields(expert.gate)), columns, expert.gate.weight.shape[0])
+    return _Kind(gated, down, moved, len(fields(expert.gate)) if expert.gate else 0, columns, expert.up.weight.shape[0])

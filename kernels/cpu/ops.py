@@ -158,8 +158,14 @@ class CpuOps(Jobs):
             see(hidden)
         return self.linear_add(hidden, down, x, after, factor)
 
-    def gated_hidden(self, x: np.ndarray, norm: Norm, gate: Linear, up: Linear, act: str) -> np.ndarray:
-        """act(gate(n)) * up(n) with n = norm(x): what goes into `down`."""
+    def gated_hidden(self, x: np.ndarray, norm: Norm, gate: Linear | None, up: Linear, act: str) -> np.ndarray:
+        """act(gate(n)) * up(n) with n = norm(x), or act(up(n)): what goes into `down`."""
+        if gate is None:
+            if (outs := self._remembered(x, norm, (up,), linear.PLAIN, "none")) is None:
+                outs = [self.workspace.take("gate", len(x), up.weight.shape[0])]
+                self._matrix(x, norm, [up], outs, linear.PLAIN, "none")
+            self.gate(outs[0], None, act)
+            return outs[0]
         outs = self._remembered(x, norm, (gate, up), linear.GATED, act)
         if outs is None:
             outs = [self.workspace.take("gate", len(x), gate.weight.shape[0])]
@@ -169,13 +175,10 @@ class CpuOps(Jobs):
     def mlp(self, x: np.ndarray, norm: Norm, up: Linear, down: Linear, act: str, see: Callable[[np.ndarray], None] | None = None,
             after: Norm | None = None, factor: float = 1.0) -> np.ndarray:
         """`gated_mlp` without a gate: x + down(act(up(n)))."""
-        if (outs := self._remembered(x, norm, (up,), linear.PLAIN, "none")) is None:
-            outs = [self.workspace.take("gate", len(x), up.weight.shape[0])]
-            self._matrix(x, norm, [up], outs, linear.PLAIN, "none")
-        self.gate(outs[0], None, act)
+        hidden = self.gated_hidden(x, norm, None, up, act)
         if see is not None:
-            see(outs[0])
-        return self.linear_add(outs[0], down, x, after, factor)
+            see(hidden)
+        return self.linear_add(hidden, down, x, after, factor)
 
     mlp_and_experts = moe.mlp_and_experts
     moe = moe.moe

@@ -131,12 +131,12 @@ class TorchOps:
     def moe(self, x: torch.Tensor, norm: Norm, router: Linear, experts: Sequence[Expert], routing: Routing, act: str,
             see: Callable[[Routed], None] | None = None, correction: torch.Tensor | None = None,
             shared: SharedExpert | None = None) -> torch.Tensor:
-        """x + sum over the experts of a token of share * down(act(gate(n)) * up(n)) with n = norm(x), and the `shared` one, in place; as in
-        `reference_moe.py`. `see` is shown the visits. Raises ValueError for an unknown activation."""
+        """x + sum over the experts of a token of share * down(act(gate(n)) * up(n)) with n = norm(x), and the `shared` one, in place;
+        `act` and experts without gates as in `reference_moe.py`. `see` is shown the visits. Raises ValueError for an unknown activation."""
         n = self.stages.normalise(x, norm)
         beside = None
         if shared is not None:
-            beside = self.stages.gated(self._linear(n, shared.gate), self._linear(n, shared.up), act)
+            beside = self._inside(n, shared, act)
             if shared.scale is not None:
                 beside = beside * self._linear(n, shared.scale).sigmoid()
         chosen, shares = _routed(self._linear(n, router), routing, correction)
@@ -148,17 +148,22 @@ class TorchOps:
         """Add to `into` the chosen experts' results of n, times their shares."""
         offsets, tokens, places = visits(self.on.fetch(chosen), len(experts))
         rows, at = self.on.bring(tokens), self.on.bring(places)
-        hidden = torch.empty(len(tokens), experts[0].gate.weight.shape[0], device=n.device)
+        hidden = torch.empty(len(tokens), experts[0].up.weight.shape[0], device=n.device)
         results = torch.empty(len(tokens), n.shape[1], device=n.device)
         for e in np.flatnonzero(np.diff(offsets)):
             expert, mine = experts[e], slice(offsets[e], offsets[e + 1])
             inputs = n[rows[mine]]
-            hidden[mine] = self.stages.gated(self._linear(inputs, expert.gate), self._linear(inputs, expert.up), act)
+            hidden[mine] = self._inside(inputs, expert, act)
             results[mine] = self._linear(hidden[mine], expert.down)
         if see is not None:
             see(Routed(offsets, tokens, hidden, beside))
         for j in range(shares.shape[1]):  # a token's experts in rising order, whatever runs beside it
             into.addcmul_(shares[:, j, None], results[at[:, j]])
+
+    def _inside(self, n: torch.Tensor, expert: Expert, act: str) -> torch.Tensor:
+        """What goes into an expert's `down`."""
+        up = self._linear(n, expert.up)
+        return activated(up, act) if expert.gate is None else self.stages.gated(self._linear(n, expert.gate), up, act)
 
     def mlp_and_experts(self, x: torch.Tensor, norm: Norm, gate: Linear, up: Linear, down: Linear, router: Linear,
                         experts: Sequence[Expert], apart: Apart, routing: Routing, act: str,

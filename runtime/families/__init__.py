@@ -132,7 +132,7 @@ def expert_role(expert: int, role: str) -> str:
 
 
 def expert_roles(expert: int) -> list[str]:
-    """The roles of an expert's matrices, as an `Expert` has them."""
+    """The roles of an expert's matrices, as an `Expert` has them; not every mixture has gates."""
     return [expert_role(expert, role) for role in EXPERT]
 
 

@@ -9,7 +9,8 @@ from ..config_reader import ConfigError, Keys
 from . import TensorRule, expert_role, llama
 from .llama import block, outer_tensors
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "expert_tensors", "layer_tensors", "mixture", "outer_tensors"]
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "expert_tensors", "layer_tensors", "mixture",
+           "mixture_tensors", "outer_tensors"]
 
 KEYS_USED = frozenset({"num_experts", "num_experts_per_tok", "num_local_experts", "sliding_window"})
 KEYS_HARMLESS = frozenset({"output_router_logits", "router_aux_loss_coef", "router_jitter_noise"})  # of training
@@ -47,17 +48,23 @@ def expert_tensors(config: ModelConfig, layer: int, place: str, names: Mapping[s
                    correction: str = "gate.e_score_correction_bias") -> dict[str, TensorRule]:
     """A layer's tensors with router and experts at `place` where the layer has them. `names`: an expert's gate, up and down there;
     `shared`: what the one that all tokens visit is called."""
-    rules, own, hidden = llama.layer_tensors(config, layer), config.mixture, config.hidden_size
-    if layer not in own.layers:
+    rules = llama.layer_tensors(config, layer)
+    if layer not in config.mixture.layers:
         return rules
-
-    def matrices(width: int) -> dict[str, tuple[int, int]]:
-        return {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
-
     for role in names:
         del rules[role]
-    prefix = f"model.layers.{layer}.{place}."
-    rules["router"] = TensorRule(f"{prefix}gate.weight", (own.experts, hidden))
+    return rules | mixture_tensors(config, f"model.layers.{layer}.{place}.", names, shared, correction)
+
+
+def mixture_tensors(config: ModelConfig, prefix: str, names: Mapping[str, str], shared: str = "shared_experts",
+                    correction: str = "gate.e_score_correction_bias") -> dict[str, TensorRule]:
+    """Router and experts alone, which have the matrices that have `names`."""
+    own, hidden = config.mixture, config.hidden_size
+
+    def matrices(width: int) -> dict[str, tuple[int, int]]:
+        return {role: (hidden, width) if role == "down" else (width, hidden) for role in names}
+
+    rules = {"router": TensorRule(f"{prefix}gate.weight", (own.experts, hidden))}
     if own.corrected:
         rules["correction"] = TensorRule(prefix + correction, (own.experts,))
     for role, shape in matrices(own.shared_width).items() if own.shared_width else ():

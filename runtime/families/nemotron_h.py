@@ -1,6 +1,7 @@
-"""Nemotron H (Nano 9B v2 and its like): layers that are one thing each, state spaces, attention without positions or an MLP without gate.
+"""Nemotron H (Nano 9B v2, Nemotron 3 Nano and their like): layers that are one thing each, state spaces, attention without positions, an
+MLP without gate or a mixture of such.
 
-What checkpoints count as a layer is half of one here: a state space or attention with the MLP behind it, if one follows. transformers
+What checkpoints count as a layer is half of one here: a state space or attention with what follows it, if that is neither. transformers
 keeps steps of prompts above time_step_min, those of answers not; kernels that serve these models limit neither, nor are they here.
 """
 
@@ -9,14 +10,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING
 
 from ...kernels.mamba2_shape import Mamba2Shape
-from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
+from ..config import MAX_LAYERS, Defaults, Mixture, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
 from . import LayerWeights, TensorRule, llama
+from .deepseek_v3 import grouped
 from .granitemoehybrid import check_steps, mamba_tensors
-from .llama import attention, state_layer
+from .llama import attention, feed_forward, state_layer
+from .mixtral import mixture, mixture_tensors
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,20 +31,23 @@ if TYPE_CHECKING:
     from ..states import LayerStates
 
 KEYS_USED = frozenset({"attention_head_dim", "auto_map", "conv_kernel", "hybrid_override_pattern", "layer_norm_epsilon",
-                       "layers_block_type", "mamba_head_dim", "mamba_hidden_act", "mamba_num_heads", "mlp_hidden_act", "n_groups",
-                       "ssm_state_size", "time_step_limit", "use_conv_bias"})
-# Of training, of mixtures, which these are not, of other names' features, and of speed.
+                       "layers_block_type", "mamba_head_dim", "mamba_hidden_act", "mamba_num_heads", "mlp_hidden_act",
+                       "moe_intermediate_size", "moe_latent_size", "moe_shared_expert_intermediate_size", "n_group", "n_groups",
+                       "n_routed_experts", "n_shared_experts", "norm_topk_prob", "num_experts_per_tok", "num_local_experts",
+                       "routed_scaling_factor", "ssm_state_size", "time_step_limit", "topk_group", "use_conv_bias"})
+# Of training, of layers for multi-token prediction, of other names' features, and of speed.
 KEYS_HARMLESS = frozenset({
-    "chunk_size", "expand", "hidden_act", "mamba_ssm_cache_dtype", "moe_intermediate_size", "moe_latent_size",
-    "moe_shared_expert_intermediate_size", "moe_shared_expert_overlap", "mtp_hybrid_override_pattern", "mtp_layers_block_type", "n_group",
-    "n_routed_experts", "n_shared_experts", "norm_eps", "norm_topk_prob", "num_experts_per_tok", "num_logits_to_keep",
-    "original_max_position_embeddings", "output_router_logits", "rescale_prenorm_residual", "residual_in_fp32",
-    "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "routed_scaling_factor", "time_step_floor", "time_step_max",
-    "time_step_min", "time_step_rank", "topk_group", "use_mamba_kernels"})
+    "chunk_size", "expand", "hidden_act", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "mtp_hybrid_override_pattern",
+    "mtp_layers_block_type", "norm_eps", "num_logits_to_keep", "original_max_position_embeddings", "output_router_logits",
+    "rescale_prenorm_residual", "residual_in_fp32", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "time_step_floor",
+    "time_step_max", "time_step_min", "time_step_rank", "use_mamba_kernels"})
 REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "mamba_proj_bias": False, "mlp_bias": False, "num_nextn_predict_layers": 0,
                                         "sliding_window": None, "use_bias": False}
-STATE, FULL, MLP = "M", "*", "-"
-KINDS = {"linear_attention": STATE, "mamba": STATE, "full_attention": FULL, "attention": FULL, "mlp": MLP, "moe": "E"}
+STATE, FULL, MLP, MOE = "M", "*", "-", "E"
+KINDS = {"linear_attention": STATE, "mamba": STATE, "full_attention": FULL, "attention": FULL, "mlp": MLP, "moe": MOE}
+WHOLE = {"".join(halves): letter for halves, letter in zip(product((STATE, FULL), (MLP, MOE)), "mnfg", strict=True)}  # two in one layer
+STATES, SPARSE, ALONE = (STATE, "m", "n"), ("n", "g"), (STATE, FULL)
+NAMES = {"up": "up_proj", "down": "down_proj"}  # of an expert
 SIZES = {"vocab_size": 131_072, "hidden_size": 4096, "intermediate_size": 21_504, "num_attention_heads": 32}
 USUAL = Defaults(max_position_embeddings=4096, num_key_value_heads=8, head_dim=128, bos=1, eos=(2,), eps_key="layer_norm_epsilon",
                  norm_eps=1e-5, act=("mlp_hidden_act", "relu2"), sizes=SIZES, rotary=False)
@@ -52,7 +59,7 @@ def config(keys: Keys) -> ModelConfig:
             raise ConfigError(f"config.json: auto_map names {show(name)}, which is not Nemotron H",
                               "the checkpoint brings its own code, which is never run")
     halves = pattern(keys)
-    layers = halves.replace(f"{STATE}{MLP}", "m").replace(f"{FULL}{MLP}", "f")
+    layers = re.sub("|".join(map(re.escape, WHOLE)), lambda found: WHOLE[found.group()], halves)
     stated = Keys({**keys.raw, "num_hidden_layers": len(layers)}, keys.where)
     stated.asked = keys.asked
     own = {"heads": ("mamba_num_heads", 128, 4096), "head_dim": ("mamba_head_dim", 64, 4096), "groups": ("n_groups", 8, 4096),
@@ -64,9 +71,10 @@ def config(keys: Keys) -> ModelConfig:
     check_steps(keys)
     if (act := keys.text("mamba_hidden_act", "silu")) not in ("silu", "swish"):
         raise ConfigError(f"config.json: mamba_hidden_act = {show(act)} is not supported", "known: silu")
-    states = tuple(layer for layer, kind in enumerate(layers) if kind in "Mm")
-    made = decoder_config(stated, USUAL, state=shape if states else None, state_layers=states,
-                          without_mlp=tuple(layer for layer, kind in enumerate(layers) if kind in (STATE, FULL)))
+    states, sparse, alone = (tuple(layer for layer, kind in enumerate(layers) if kind in kinds) for kinds in (STATES, SPARSE, ALONE))
+    experts = mixture_of(keys, sparse)
+    made = decoder_config(stated, USUAL, state=shape if states else None, state_layers=states, without_mlp=alone,
+                          mixture=experts if sparse else None)
     if (own := keys.integer("attention_head_dim", made.head_dim, high=1024)) != made.head_dim:
         raise ConfigError(f"config.json: attention_head_dim is {own} and head_dim {made.head_dim}, which should be the same",
                           "published models of this family have heads of 128")
@@ -82,22 +90,39 @@ def pattern(keys: Keys) -> str:
         text = "".join(KINDS[kind] for kind in kinds)
     if text is None:
         raise ConfigError("config.json: hybrid_override_pattern is missing")
-    if "E" in text:
-        raise ConfigError("config.json: hybrid_override_pattern or layers_block_type has mixtures of experts, which are not supported for "
-                          "nemotron_h models", "those without run: Nemotron Nano 9B v2")
-    if not 0 < len(text) <= MAX_LAYERS or set(text) - {STATE, FULL, MLP}:
+    if not 0 < len(text) <= MAX_LAYERS or set(text) - {STATE, FULL, MLP, MOE}:
         raise ConfigError(f"config.json: hybrid_override_pattern is {show(text)}, expected a letter a layer",
-                          f"known: {STATE}, {FULL}, {MLP}")
-    if text[0] == MLP or MLP * 2 in text or FULL not in text:
+                          f"known: {STATE}, {FULL}, {MLP}, {MOE}")
+    if FULL not in text or re.search(f"(?:^|[{MLP}{MOE}])[{MLP}{MOE}]", text):
         raise ConfigError(f"config.json: hybrid_override_pattern {show(text)} is not supported",
-                          f"every {MLP} stands behind {STATE} or {FULL}, and there is one {FULL}")
+                          f"every {MLP} or {MOE} stands behind {STATE} or {FULL}, and there is one {FULL}")
     if (count := keys.integer("num_hidden_layers", None, high=MAX_LAYERS)) not in (None, len(text)):
         raise ConfigError(f"config.json: num_hidden_layers is {count} and hybrid_override_pattern of {len(text)} layers")
     return text
 
 
+def mixture_of(keys: Keys, layers: tuple[int, ...]) -> Mixture:
+    """What a config says of experts, which are those of `layers`. Raises ConfigError."""
+    shared, latent = keys.integer("n_shared_experts", 1, low=0, high=4096), keys.integer("moe_latent_size", None, high=2**22)
+    if layers and shared != 1:
+        raise ConfigError(f"config.json: n_shared_experts is {shared}, which is not supported for nemotron_h models",
+                          "published models of this family have one")
+    if layers and latent is not None:
+        raise ConfigError(f"config.json: moe_latent_size = {latent} is not supported", "experts that read the stream itself are: "
+                          "Nemotron 3 Nano")
+    own = mixture(keys, 8, 2, keys.integer("moe_intermediate_size", 7688, high=2**22), keys.flag("norm_topk_prob", True), layers,
+                  "n_routed_experts", sigmoid=True, corrected=True, factor=keys.number("routed_scaling_factor", 1.0), gated=False,
+                  shared_width=keys.integer("moe_shared_expert_intermediate_size", 7688, high=2**22))
+    return grouped(keys, own, 1, 1)
+
+
+def first_half(config: ModelConfig, layer: int) -> int:
+    """Where checkpoints count what is the first half of a layer here; the other, if there is one, is the next."""
+    return 2 * layer - sum(each < layer for each in config.without_mlp)
+
+
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
-    first = 2 * layer - sum(each < layer for each in config.without_mlp)  # as checkpoints count
+    first = first_half(config, layer)
     rules = llama.layer_tensors(config, layer)
     found = {"input_norm": TensorRule(f"model.layers.{first}.norm.weight", (config.hidden_size,))}
     if layer in config.state_layers:
@@ -106,6 +131,9 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
         found |= {role: TensorRule(f"model.layers.{first}.mixer.{role}_proj.weight", rules[role].shape) for role in ("q", "k", "v", "o")}
     if layer not in config.without_mlp:
         found |= {"post_norm": TensorRule(f"model.layers.{first + 1}.norm.weight", (config.hidden_size,))}
+    if config.mixture is not None and layer in config.mixture.layers:
+        found |= mixture_tensors(config, f"model.layers.{first + 1}.mixer.", NAMES)
+    elif layer not in config.without_mlp:
         found |= {role: TensorRule(f"model.layers.{first + 1}.mixer.{role}_proj.weight", rules[role].shape) for role in ("up", "down")}
     return found
 
@@ -123,6 +151,8 @@ def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache | LayerState
         x = state_layer(ops, w, x, kv, config, layer, tap)
     else:
         x = attention(ops, w, x, kv, positions, rope, config, layer, tap)
+    if w.experts:
+        return feed_forward(ops, w, x, config, layer, tap)
     if layer not in config.without_mlp:
         tap("mlp_in", layer, x)
         see = partial(tap, "mlp_hidden", layer)

@@ -1,0 +1,217 @@
+"""Mixtures of experts without gates (Nemotron 3 Nano): the op of each backend against the definition and the other ops' products, what
+calibration shows of them, how they are stored and what a plan says of them."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from effllm.kernels import reference, reference_moe
+from effllm.kernels.cpu import moe
+from effllm.kernels.cpu.candidates import default_registry
+from effllm.kernels.cpu.ops import CpuOps
+from effllm.kernels.cpu.packed import MOST_COLUMNS
+from effllm.kernels.cuda.torch_ops import TorchOps
+from effllm.kernels.reference_moe import Routed, Routing
+from effllm.kernels.threads import ThreadPool
+from effllm.kernels.workspace import Dims
+from effllm.offload.checkpoint import TensorStore
+from effllm.quant.weight import SharedExpert
+from effllm.runtime.calibrate import LayerStats, calibrate
+from effllm.runtime.config import read_config
+from effllm.runtime.container import read_container
+from effllm.runtime.engine import open_engine
+from effllm.runtime.families import expert_role
+from effllm.runtime.prepare import EngineOptions, prepare
+from effllm.runtime.tensors import check_tensors
+
+sys.path.insert(0, str(Path(__file__).parent))
+from conversions import options, run
+from family_models import CASES, text, written
+from test_moe import CHUNK, DEPTH, EXPERTS, TOP, WIDTH, Layer, close, inputs, linear
+
+TOKENS = (1, 2, 5, MOST_COLUMNS, MOST_COLUMNS + 1, 70, CHUNK)
+SHARED_WIDTH = 211
+ROUTING = Routing(TOP, True, True, 2.5)
+STORED = (("f32",), ("bf16",), ("codebook4:16",), ("affine3:64",), ("symmetric8:32",), ("ternary:128",), ("codebook4:16", "bf16"))
+
+
+class Gateless(Layer):
+    """A layer of experts without gates beside a shared one, with corrected scores."""
+
+    def __init__(self, stored: tuple[str, ...], bias: bool = False) -> None:
+        super().__init__(stored, bias=bias, router="f32")
+        rng = np.random.default_rng(11)
+        self.experts = tuple(replace(each, gate=None) for each in self.experts)
+        up, down = (linear(rng, *shape, stored[0], bias) for shape in ((SHARED_WIDTH, DEPTH), (DEPTH, SHARED_WIDTH)))
+        self.shared = SharedExpert(None, up, down)
+        self.correction = rng.uniform(-0.5, 0.5, EXPERTS).astype(np.float32)
+
+    def of(self, ops: CpuOps, x: np.ndarray, act: str = "relu2", see=None) -> np.ndarray:
+        stream = ops.from_host(x)
+        with ops.together():
+            ops.moe(stream, self.norm, self.router, self.experts, ROUTING, act, see, self.correction, self.shared)
+        return stream.copy()
+
+    def meant(self, x: np.ndarray, act: str = "relu2") -> tuple[np.ndarray, Routed]:
+        return reference_moe.moe(x, self.norm, self.router, self.experts, ROUTING, act, self.correction, self.shared)
+
+
+def dims() -> Dims:
+    return Dims(DEPTH, 1, 1, 32, SHARED_WIDTH, 11, CHUNK, 512, 1, EXPERTS, TOP, WIDTH)
+
+
+@pytest.fixture(scope="module", params=(1, 2, 3), ids=lambda workers: f"{workers} threads")
+def ops(request) -> CpuOps:
+    pool = ThreadPool(request.param)
+    yield CpuOps(pool, dims())
+    pool.close()
+
+
+def test_the_definition_by_hand() -> None:
+    """One expert that all visit with a share of 2.5, squares of what is above zero, and the shared one."""
+    layer, x = Gateless(("f32",)), inputs(4)
+    layer.experts = layer.experts[:1] * EXPERTS
+    n = reference.normalise(x, "rms", layer.norm.weight, None, layer.norm.eps)
+    expected = x.astype(np.float64)
+    for each, share in ((layer.experts[0], 2.5), (layer.shared, 1.0)):
+        up, down = each.up.weight.to_f32().astype(np.float64), each.down.weight.to_f32().astype(np.float64)
+        expected += share * np.maximum(n @ up.T, 0) ** 2 @ down.T
+    assert np.allclose(layer.meant(x)[0], expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize("stored", (("f32",), ("f16",), ("bf16", "f32")), ids="+".join)
+@pytest.mark.parametrize("act", ("relu2", "gelu"))
+def test_raw_weights_match_the_definition(ops: CpuOps, stored: tuple[str, ...], act: str) -> None:
+    layer = Gateless(stored, bias=True)
+    for tokens in TOKENS:
+        x, seen = inputs(tokens), []
+        expected, routed = layer.meant(x, act)
+        ours = layer.of(ops, x, act, seen.append)
+        close(ours, expected, x)
+        assert np.array_equal(seen[0].offsets, routed.offsets) and np.array_equal(seen[0].tokens, routed.tokens)
+        for own, theirs in ((seen[0].hidden, routed.hidden), (seen[0].shared, routed.shared)):
+            assert np.abs(own - theirs).max() <= 1e-5 * np.abs(theirs).max()
+        if tokens <= MOST_COLUMNS:
+            assert np.array_equal(layer.of(ops, x, act), ours), "a stage that is remembered"
+
+
+@pytest.mark.parametrize("stored", STORED, ids="+".join)
+def test_products_are_those_of_the_other_ops(ops: CpuOps, stored: tuple[str, ...]) -> None:
+    """Bit for bit: `_matrix` on each expert's rows, an activation, `_matrix` again, in the numerics of as many columns as tokens."""
+    layer = Gateless(stored)
+    layer.shared = None
+    for tokens in TOKENS:
+        x, seen = inputs(tokens), []
+        ours = layer.of(ops, x, see=seen.append)
+        offsets, owners = seen[0].offsets.copy(), seen[0].tokens.copy()
+        shares = ops.workspace.take("shares", tokens, TOP).reshape(-1)
+        places = np.argsort(np.argsort(owners, kind="stable"))
+        shares, out, results = shares[places].copy(), x.copy(), np.zeros((len(owners), DEPTH), np.float32)
+        for expert, begin, end in zip(layer.experts, offsets[:-1], offsets[1:]):
+            rows, hidden = np.ascontiguousarray(x[owners[begin:end]]), np.zeros((end - begin, WIDTH), np.float32)
+            if begin < end:
+                ops._matrix(rows, layer.norm, [expert.up], [hidden], 0, "none", tokens)
+                hidden[:] = np.maximum(hidden, 0) * np.maximum(hidden, 0)
+                ops._matrix(hidden, None, [expert.down], [results[begin:end]], 0, "none", tokens)
+        for visit in np.argsort(places):
+            out[owners[visit]] = np.float64(shares[visit]) * results[visit] + out[owners[visit]]
+        assert np.array_equal(ours, out), tokens
+
+
+@pytest.mark.parametrize("stored", STORED, ids="+".join)
+def test_threads_and_other_tokens_change_no_bit(stored: tuple[str, ...]) -> None:
+    layer, found = Gateless(stored), []
+    for workers in (1, 2):
+        pool = ThreadPool(workers)
+        ops = CpuOps(pool, dims())
+        found.append([layer.of(ops, inputs(tokens)) for tokens in TOKENS])
+        pool.close()
+    assert all(map(np.array_equal, *found))
+    for tokens in (2, 5):
+        assert np.array_equal(found[0][TOKENS.index(tokens)][0], found[0][0][0]), "a token of few has the bits of one alone"
+
+
+def test_the_last_candidate_and_torch_mean_the_same() -> None:
+    layer, pool = Gateless(("bf16",)), ThreadPool(1)
+    slow, torch_ops = CpuOps(pool, dims(), default_registry("reference")), TorchOps("cpu")
+    x = inputs(9)
+    expected, routed = layer.meant(x)
+    close(layer.of(slow, x), expected, x)
+    seen: list[Routed] = []
+
+    def brought(each):
+        return None if each is None else replace(each, weight=replace(each.weight, parts={
+            "data": torch_ops.put(each.weight.parts["data"], each.weight.spec.scheme)}))
+
+    experts = tuple(replace(each, up=brought(each.up), down=brought(each.down)) for each in layer.experts)
+    shared = replace(layer.shared, up=brought(layer.shared.up), down=brought(layer.shared.down))
+    norm = replace(layer.norm, weight=torch.from_numpy(layer.norm.weight))
+    stream = torch_ops.moe(torch.from_numpy(x.copy()), norm, brought(layer.router), experts, ROUTING, "relu2", seen.append,
+                           torch.from_numpy(layer.correction), shared)
+    close(stream.numpy(), expected, x, 1e-5)
+    assert np.abs(seen[0].hidden.numpy() - routed.hidden).max() <= 1e-5 * np.abs(routed.hidden).max()
+    pool.close()
+
+
+def test_an_expert_without_a_gate_has_half_the_job() -> None:
+    """Records hold one matrix, and what activates its outputs runs between the two lists of products."""
+    pool = ThreadPool(1)
+    ops, layer = CpuOps(pool, dims()), Gateless(("bf16",))
+    layer.of(ops, inputs(2))
+    (stage,) = ops.mixtures.stages.values()
+    assert [job[0] for job in stage.jobs].index(moe.kernels.activate_inputs) == 4 and not stage.table.has_gate
+    assert not stage.table.gated[:, 1 + len(moe.fields(layer.experts[0].up)) :].any()
+    pool.close()
+
+
+# ---- folders
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("nemotron") / "model"
+    written(CASES["nemotron_h, experts"], made)
+    return made
+
+
+def test_what_calibration_sees(folder: Path) -> None:
+    model = written(CASES["nemotron_h, experts"], folder.parent / "again")
+    found = {each.key: each.roles for each in calibrate(folder, text(model, 300)) if isinstance(each, LayerStats)}
+    roles = {role for role in found[0] if role.startswith("experts.")}
+    assert roles == {expert_role(e, role) for e in range(12) for role in ("up", "down")} and len(found[0]) == len(set(found[0]))
+    assert {"shared.up", "shared.down", "state_in", "state_gate", "state_out"} <= set(found[0]) and "shared.gate" not in found[0]
+    assert found[0]["experts.0.up"].hessian.shape == (64, 64) and found[0]["experts.0.down"].hessian.shape == (40, 40)
+    assert found[0]["shared.down"].hessian.shape == (56, 56) and "up" in found[3] and "experts.0.up" not in found[3]
+
+
+def test_a_converted_folder_holds_two_matrices_an_expert_side_by_side(folder: Path, tmp_path: Path) -> None:
+    run(folder, tmp_path / "out", options("4bit"))
+    config, container = read_config(tmp_path / "out"), read_container(tmp_path / "out")
+    with TensorStore.open(tmp_path / "out") as store:
+        tensors = check_tensors(config, store, container)
+        for layer in config.mixture.layers:
+            for expert in range(12):
+                up, down = (tensors[layer][expert_role(expert, role)].info for role in ("up", "down"))
+                assert up.offset + up.nbytes <= down.offset < up.offset + up.nbytes + 64 and up.file == down.file
+    ids, found = list(range(5, 150)), []
+    for each in (folder, tmp_path / "out"):
+        engine = list(open_engine(each, EngineOptions(device="cpu", kv="32bit", ctx=256)))[-1]
+        found.append(np.concatenate([rows.copy() for _, rows in engine.score(ids)]))
+        engine.close()
+    assert 0 < np.square(found[1] - found[0]).mean() < 0.5 * np.square(found[0]).mean()
+
+
+def test_a_pass_reads_what_a_token_visits(folder: Path) -> None:
+    engine = list(open_engine(folder, EngineOptions(device="cpu", kv="32bit", ctx=256)))[-1]
+    experts = sum(tensor.nbytes for roles in engine.model.tensors.values() for role, tensor in roles.items() if role.startswith("experts."))
+    assert experts == 2 * 12 * 2 * 40 * 64 * 4
+    assert engine.model.bytes_per_pass == engine.model.nbytes - engine.model.tensors["outer"]["embed"].nbytes - experts * 9 // 12
+    engine.close()
+    prepared = prepare(folder, EngineOptions(device="cpu", kv="32bit", ctx=256))
+    assert prepared.placement.weights_bytes >= engine.model.nbytes
