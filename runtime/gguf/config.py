@@ -17,10 +17,11 @@ from ... import EffllmError, UsageError
 from ...offload.gguf import GgufHeader, GgufTensor, Value, shown_value
 from ...offload.header import CheckpointError, damaged, shown
 from ...quant.weight import to_f32
-from ..config import MAX_LAYERS, ModelConfig, parse_config
-from ..config_rope import GLOBAL, GROWTH, LOCAL
-from . import gemma4, latent_attention, linear_attention, short_conv, state_spaces, stateful, yarn
-from .architectures import FACTORS, HARMLESS, LONG, NEUTRAL, RMS_NORM, SHARED_WIDTH, SHORT, UNTURNED, Architecture, architecture
+from ..config import ModelConfig, parse_config
+from ..config_rope import GROWTH
+from . import gemma4, latent_attention, stateful, yarn
+from .architectures import FACTORS, HARMLESS, LONG, NEUTRAL, RMS_NORM, SHORT, UNTURNED, Architecture, architecture
+from .family_keys import PATTERN, REPAIR, add_family, layer_types
 
 # Below the architecture's name -> config.json.
 KEYS = {
@@ -35,16 +36,7 @@ READ = frozenset({GROWTH_LENGTH, "attention.value_length", "rope.dimension_count
 SCALING = "rope.scaling."
 SCALING_KEYS = frozenset(SCALING + name for name in ("type", "factor", "original_context_length", *yarn.KEYS))
 
-REPAIR = "the file is damaged or was converted wrongly: download it again, or another one"
 Factors = Mapping[str, np.ndarray]  # tensor name -> rotary divisors
-SIGMOID = 2  # how experts are scored
-USUAL_WINDOW = 4096  # of every size of Gemma 2, EXAONE 4 and StarCoder 2
-USUAL_WINDOW_MOE = 128  # of K-EXAONE
-USUAL_THETA = 10_000.0
-OLMO3_EVERY = EXAONE4_EVERY = COHERE2_EVERY = 4  # all but the last of so many layers have a window
-EXAONE4_LAYERS = 64  # of the one size that has windows
-PATTERN = ".attention.sliding_window_pattern"
-OTHER_SCALE = {"gemma2": 46, "gemma3": 62}  # the layers of the one size whose scores are scaled by width over heads
 
 
 def model_config(header: GgufHeader, factors: Factors, strict: bool = False) -> ModelConfig:
@@ -122,7 +114,7 @@ def config_json(header: GgufHeader, factors: Factors) -> dict[str, object]:
     else:
         if name != latent_attention.NAME:
             _heads(header, name, raw, found)
-        _family(header, raw)
+        add_family(header, raw)
     growth = raw.pop(GROWTH, None)
     raw |= {} if name == gemma4.NAME else _rope(header, name, raw, factors)
     if growth is not None:
@@ -166,141 +158,6 @@ def _heads(header: GgufHeader, name: str, raw: dict[str, object], found: Archite
                                   "families here have heads of one width and turn all of it")
 
 
-def _family(header: GgufHeader, raw: dict[str, object]) -> None:
-    """What tensors, not keys, say about the family."""
-    stated = raw.pop("sliding_window", None)
-    window = stated or None  # files of Phi 4 state 0 for none
-    if raw["model_type"] == "gemma2" and stated is None:
-        window = USUAL_WINDOW  # early files leave it out
-    if raw["model_type"] in ("gemma2", "gemma3_text") and not window:
-        key = f"{header.metadata['general.architecture']}.attention.sliding_window"
-        how = "lacks key" if stated is None else "states 0 for"
-        raise CheckpointError(f"{header.path} {how} {key}: how far its layers with a window see is not known",
-                              "the file was converted wrongly: take another conversion, or the folder of the checkpoint")
-    if raw.get("num_local_experts") == 0:  # llama files state it of dense models too
-        del raw["num_local_experts"]
-        raw.pop("num_experts_per_tok", None)
-    if "kv_lora_rank" in raw:
-        latent_attention.add_latent_attention(header, raw)
-    elif raw["model_type"] in ("dots1", "glm4_moe"):
-        _glm(header, raw)
-    elif "conv_L_cache" in raw:
-        raw["sliding_window"] = window
-        short_conv.add_short_conv(header, header.metadata["general.architecture"], raw)
-    elif "linear_num_key_heads" in raw:
-        raw["sliding_window"] = window
-        linear_attention.add_linear_attention(header, header.metadata["general.architecture"], raw)
-    elif raw["model_type"] == "ernie4_5_moe":
-        width, count, inside = raw.pop(SHARED_WIDTH, None), raw.get("moe_num_shared_experts", 0), raw.get("moe_intermediate_size")
-        raw |= {"moe_num_shared_experts": count, "rope_theta": raw.get("rope_theta", USUAL_THETA)}
-        if width is not None and type(count) is type(inside) is int and width != count * inside:
-            raise CheckpointError(f"{header.path} states a width of {shown_value(width)} for {shown_value(count)} shared experts of "
-                                  f"{shown_value(inside)}, which is not supported", REPAIR)
-    elif raw["model_type"] == "minimax_m2":
-        _scored(header, raw)
-        raw |= {"sliding_window": window, "partial_rotary_factor": raw.get("partial_rotary_factor", 1.0)}
-    elif raw["model_type"] == "exaone_moe":
-        _exaone_moe(header, raw, window if stated is not None else USUAL_WINDOW_MOE)
-    elif raw["model_type"] in ("cohere", "cohere2"):
-        raw |= {"attention_bias": "blk.0.attn_q.bias" in header.tensors, "sliding_window": window}
-        if raw["model_type"] == "cohere2":
-            raw["layer_types"] = layer_types(header, raw["num_hidden_layers"], COHERE2_EVERY)
-    elif raw["model_type"] == "hunyuan_v1_dense":
-        raw |= {"attention_bias": "blk.0.attn_q.bias" in header.tensors, "sliding_window": window}
-    elif raw["model_type"] == "qwen2_moe":
-        raw["qkv_bias"] = "blk.0.attn_q.bias" in header.tensors
-    if raw["model_type"] == "llama" and "num_local_experts" in raw:
-        raw |= {"model_type": "mixtral", "sliding_window": window}
-        raw.setdefault("num_key_value_heads", raw["num_attention_heads"])
-    elif raw["model_type"] == "llama":
-        biased = "blk.0.attn_q.bias" in header.tensors
-        if window:
-            raw |= {"model_type": "mistral", "sliding_window": window}
-        else:
-            raw |= {"attention_bias": biased, "mlp_bias": "blk.0.ffn_gate.bias" in header.tensors}
-        raw.setdefault("num_key_value_heads", raw["num_attention_heads"])
-    elif raw["model_type"] == "ministral3":
-        if not raw.get(GROWTH):  # as files of Mistral Small have none
-            raw |= {"model_type": "mistral"}
-            raw.pop(GROWTH, None)
-        raw["sliding_window"] = window
-    elif raw["model_type"] == "seed_oss":
-        raw |= {"attention_bias": "blk.0.attn_q.bias" in header.tensors, "sliding_window": window,
-                "attention_out_bias": "blk.0.attn_output.bias" in header.tensors}
-    elif raw["model_type"] in ("ernie4_5", "glm", "glm4"):
-        biased = any(f"blk.0.{part}.bias" in header.tensors for part in ("attn_q", "attn_qkv"))
-        raw |= {"sliding_window": window, "use_bias" if raw["model_type"] == "ernie4_5" else "attention_bias": biased}
-        if isinstance(heads := raw["num_attention_heads"], int) and heads > 0:  # where the families have widths of their own
-            raw.setdefault("head_dim", raw["hidden_size"] // heads)
-        raw.setdefault(*(("rope_theta", USUAL_THETA) if raw["model_type"] == "ernie4_5" else ("partial_rotary_factor", 1.0)))
-    elif raw["model_type"] == "starcoder2":
-        if stated is None:  # llama.cpp passes it over, and converters do not write it
-            window = USUAL_WINDOW
-        raw |= {"use_bias": "blk.0.attn_output.bias" in header.tensors, "sliding_window": window}
-    elif raw["model_type"] == "exaone4":
-        if stated is None and raw["num_hidden_layers"] == EXAONE4_LAYERS:
-            window = USUAL_WINDOW
-        every = EXAONE4_EVERY if window else 1
-        raw |= {"sliding_window": window, "layer_types": layer_types(header, raw["num_hidden_layers"], every)}
-    elif raw["model_type"] == "olmo2":
-        local = raw.pop("rope_local_base_freq", raw.get("rope_theta", USUAL_THETA))
-        if window:
-            raw |= {"model_type": "olmo3", "sliding_window": window, "rope_parameters": {LOCAL: {"rope_theta": local}},
-                    "layer_types": layer_types(header, raw["num_hidden_layers"], OLMO3_EVERY)}
-            raw.setdefault("rope_theta", USUAL_THETA)
-    elif window and raw["model_type"].startswith("qwen"):
-        raw |= {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 0}
-    elif raw["model_type"] in ("gemma2", "gemma3_text", "phi3") or window:
-        raw["sliding_window"] = window
-    elif raw["model_type"] == "granitemoehybrid":
-        state_spaces.add_state_spaces(header, header.metadata["general.architecture"], raw)
-    elif raw["model_type"] in ("granite", "granitemoe"):
-        biased = "blk.0.attn_q.bias" in header.tensors
-        raw |= {"attention_bias": biased, "mlp_bias": "blk.0.ffn_gate.bias" in header.tensors}
-        if "attention_multiplier" not in raw:
-            damaged(header.path, f"lacks key {raw['model_type']}.attention.scale")
-    if (layers := OTHER_SCALE.get(header.metadata["general.architecture"])) is not None and isinstance(raw["num_attention_heads"], int):
-        whole = raw["num_hidden_layers"] == layers and raw["num_attention_heads"] > 0
-        raw["query_pre_attn_scalar"] = raw["hidden_size"] / raw["num_attention_heads"] if whole else raw.get("head_dim", 256)
-
-
-def _exaone_moe(header: GgufHeader, raw: dict[str, object], window: int | None) -> None:
-    _scored(header, raw)
-    width, count, inside = raw.pop(SHARED_WIDTH, None), raw.get("num_shared_experts"), raw.get("moe_intermediate_size")
-    if width is not None and type(count) is type(inside) is int and width != count * inside:
-        raise CheckpointError(f"{header.path} states a width of {shown_value(width)} for {shown_value(count)} shared experts of "
-                              f"{shown_value(inside)}, which is not supported", REPAIR)
-    raw.setdefault("norm_topk_prob", False)
-    raw.setdefault("first_k_dense_replace", 0)
-    raw.setdefault("routed_scaling_factor", 1.0)  # in a config.json an absent one is 2.5
-    behind, layers = raw.setdefault("num_nextn_predict_layers", 0), raw["num_hidden_layers"]
-    if type(behind) is int and type(layers) is int and 0 <= behind < layers:
-        raw["num_hidden_layers"] = layers = layers - behind  # files count them in
-    every = EXAONE4_EVERY if window else 1
-    raw |= {"sliding_window": window, "layer_types": layer_types(header, layers, every)}
-
-
-def _scored(header: GgufHeader, raw: dict[str, object]) -> None:
-    """Raises CheckpointError for scores that are no sigmoids, where the family has no other."""
-    name = header.metadata["general.architecture"]
-    if raw.pop("scoring_func", SIGMOID) != SIGMOID:
-        raise CheckpointError(f"{header.path}: {name}.expert_gating_func is not {SIGMOID}, which is not supported for this architecture",
-                              "give the folder of the original checkpoint, if its family is supported")
-
-
-def _glm(header: GgufHeader, raw: dict[str, object]) -> None:
-    """What files say otherwise of a mixture whose scores are corrected."""
-    _scored(header, raw)
-    raw["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
-    raw.setdefault("norm_topk_prob", False)  # what llama.cpp takes for granted, as of rotary positions
-    if raw["model_type"] == "glm4_moe":
-        raw.setdefault("partial_rotary_factor", 1.0)
-        raw["use_qk_norm"] = "blk.0.attn_q_norm.weight" in header.tensors
-        behind, layers = raw.setdefault("num_nextn_predict_layers", 0), raw["num_hidden_layers"]
-        if type(behind) is int and type(layers) is int and 0 <= behind < layers:
-            raw["num_hidden_layers"] = layers - behind  # files count them in
-
-
 def _grow(header: GgufHeader, name: str, raw: dict[str, object], growth: object) -> None:
     """Put into the section of rotary positions how queries grow with theirs."""
     section = raw.get("rope_scaling")
@@ -312,19 +169,6 @@ def _grow(header: GgufHeader, name: str, raw: dict[str, object], growth: object)
         raise CheckpointError(f"{header.path} states {name}.{GROWTH_LENGTH} {shown_value(length)} beside an original length of "
                               f"{shown_value(own)}, which is not supported", yarn.ORIGINAL)
     section[GROWTH] = growth
-
-
-def layer_types(header: GgufHeader, layers: object, every: int) -> list[str]:
-    """Which layers have a window: as the file lists, one truth a layer, or all but the last of so many as it states, else of `every`."""
-    key = f"{header.metadata['general.architecture']}{PATTERN}"
-    stated = header.metadata.get(key, every)
-    if isinstance(stated, np.ndarray) and stated.dtype.kind in "biu" and len(stated) == layers and np.isin(stated, (0, 1)).all():
-        return [LOCAL if each else GLOBAL for each in stated]
-    if isinstance(layers, bool) or not isinstance(layers, int) or not 0 < layers <= MAX_LAYERS:
-        return []  # refused for that
-    if isinstance(stated, bool) or not isinstance(stated, int) or stated < 1:
-        damaged(header.path, f"states {key} {shown_value(stated)}, expected a truth for each of {layers} layers, or a number")
-    return [LOCAL if (layer + 1) % stated else GLOBAL for layer in range(layers)]
 
 
 def _refuse(header: GgufHeader, name: str, found: Architecture) -> None:
