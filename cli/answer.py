@@ -77,7 +77,7 @@ def say_cost(stats: Stats, session: Session, screen: Screen) -> None:
         if drafts["drafted"]:
             say("speculation: {drafted} drafted, {accepted} of them right, {tokens_per_pass:.2f} a pass, {gain:.1f} times as fast".format(
                 **drafts))
-        elif stats.placement["streamed_bytes"] or options.spec == "lookup" or options.draft:  # it was asked for, or announced
+        elif stats.placement["streamed_bytes"] or options.spec in ("lookup", "mtp") or options.draft:  # it was asked for, or announced
             say(f"speculation: nothing was drafted: {drafts['undrafted']}")
     say(foreseen(stats.placement))
 

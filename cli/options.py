@@ -69,8 +69,8 @@ class Group:
 
 # Pairs of (field, value) of the flags of an engine that exclude each other; None is any value.
 CONTRADICTIONS = ((("kv", None), ("cache_k", None)), (("kv", None), ("cache_v", None)), (("exact", True), ("kernel", "lut")),
-                  (("draft", None), ("spec", "off")), (("device", "cpu"), ("gpu_layers", None)), (("device", "cpu"), ("vram", None)),
-                  (("gpu_layers", 0), ("device", "cuda")), (("gpu_layers", 0), ("vram", None)))
+                  (("draft", None), ("spec", "off")), (("draft", None), ("spec", "mtp")), (("device", "cpu"), ("gpu_layers", None)),
+                  (("device", "cpu"), ("vram", None)), (("gpu_layers", 0), ("device", "cuda")), (("gpu_layers", 0), ("vram", None)))
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,9 @@ class EngineFlags(Group):
 class RunFlags(EngineFlags):
     """Where and how a model runs that writes."""
 
-    spec: Annotated[Literal["auto", "off", "lookup"] | None, flag(COMPUTE, "--spec", "auto|off|lookup",
-                                                                  "draft from the text, several tokens a pass: by the plan (auto)")] = None
+    spec: Annotated[Literal["auto", "off", "lookup", "mtp"] | None, flag(COMPUTE, "--spec", "auto|off|lookup|mtp",
+                                                                         "draft several tokens a pass, from the text or by the "
+                                                                         "model's own layer for it (mtp): by the plan (auto)")] = None
     draft: Annotated[str | None, flag(COMPUTE, "--draft", "MODEL", "let a small model of the same tokenizer draft")] = None
     predict_neurons: Annotated[bool, flag(COMPUTE, "--predict-neurons", "", "read neurons before it is certain that they are used")] = False
 

@@ -168,7 +168,7 @@ def report(model: str, prepared: Prepared, known: Roofs, found: Forecast, better
                        "prompt_tokens": found.prompt_tokens, "load_s": found.load_s, "unknown": found.reason or None},
         "kernels": [each.to_json() for each in chosen_kernels(prepared)],
         "speculation": {"lookup": drafting.lookup, "draft": prepared.options.draft if drafting.draft else None,
-                        "draft_bytes": drafting.draft_nbytes},
+                        "draft_bytes": drafting.draft_nbytes, "mtp": drafting.mtp, "mtp_bytes": drafting.mtp_nbytes},
         "suggestion": better and {"flag": better.flag, "tokens_per_s": better.tokens_per_s, "gain": better.gain,
                                   "full_context": better.full},
         "machine": known.machine and {"date": known.machine.date, "memory_bytes_per_s": known.machine.memory},
@@ -278,8 +278,11 @@ def drafts(prepared: Prepared) -> str:
     """Who drafts, and what a token of the predictions is."""
     from ..offload.size import format_size
 
-    model = prepared.speculating.draft
-    taken = "" if model is None else f" and by {model.folder.name} ({format_size(prepared.speculating.draft_nbytes)})"
+    model, drafting = prepared.speculating.draft, prepared.speculating
+    taken = "" if model is None else f" and by {model.folder.name} ({format_size(drafting.draft_nbytes)})"
+    if drafting.mtp:
+        return (f"drafts by the model's own layer for multi-token prediction ({format_size(drafting.mtp_nbytes)}) and from the text, "
+                "several verified in a pass: where they are right, tokens come faster than predicted")
     if not prepared.speculating.recycles and model is None:
         return "drafts where the text repeats, several tokens verified in a pass: it comes faster there"
     return f"drafts from the text{taken}, several verified in a pass: where they are right, tokens come faster than predicted"

@@ -24,7 +24,8 @@ class Dims:
     `packed_kv`: sealed pages of the KV cache are packed. `bundled`: `up` and `down` lie neuron by neuron. `spilled_kv`: some sealed pages
     lie on a disk. `state`: of layers that remember in a fixed size. `gated_queries`: a gate beside every query. `latent`: the widths of
     latent attention. `other_heads`: (key-value heads, their size) of layers in which these are others. `given`: numbers that
-    all layers together are given of a token beside the stream. `apart`: experts are a branch beside an MLP.
+    all layers together are given of a token beside the stream. `apart`: experts are a branch beside an MLP. `joined`: numbers of a token
+    that the layer for multi-token prediction begins with, 0 for a run without it.
     """
 
     hidden: int
@@ -48,6 +49,7 @@ class Dims:
     other_heads: tuple[tuple[int, int], ...] = ()
     given: int = 0
     apart: bool = False
+    joined: int = 0
 
     @property
     def alike(self) -> tuple[Dims, ...]:

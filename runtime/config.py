@@ -90,7 +90,7 @@ class ModelConfig:
     head_dim ** -0.5.
     `experts_stored`: the low-bit format in which the checkpoint holds its experts, None for that of all else.
     `position_offset`: the row of the learned positions' table that position 0 has, None for no such table. `mtp_layers`: layers behind the
-    last, for multi-token prediction, which are not read. `state`: what `state_layers` remember a text in, in the place of keys and
+    last, for multi-token prediction, of which drafts need one. `state`: what `state_layers` remember a text in, in the place of keys and
     values. `gated_queries`: in each head of q a gate of what it attends to stands behind the query. `latent`: the widths of latent
     attention; num_key_value_heads and head_dim are then those of what is cached. `layer_heads`: by layer how many key-value heads there are
     and of which size, where layers differ. `kv_sources`: by layer whose keys and values it attends to, where some have none of their own.

@@ -22,12 +22,13 @@ from ..quant.spec import QuantSpec
 from .config import ModelConfig, read_config
 from .container import DTYPES, FORMAT, VERSION, read_container
 from .families import expert_of, kind_of
+from .mtp_tensors import JOIN
 from .source import is_low_bit, open_store
-from .tensors import ModelTensor, check_tensors
+from .tensors import ModelTensor, with_own_layer
 
 # roles, in the order in which they are written
 MATRICES = ("state_in", "state_gate", "state_out", "q", "k", "v", "kv_a", "q_a", "q_b", "o", "gate", "up", "down", "input_gate",
-            "input_out", "embed", "layer_embed", "layer_proj", "head")
+            "input_out", "embed", "layer_embed", "layer_proj", "head", JOIN)
 OTHER = "other"  # the class of norms and biases
 WIDENED, HALF = QuantSpec.raw("f32"), QuantSpec.raw("f16")  # what other tools' codes are read as, and what they stay as in a run
 KEPT_BITS = 4  # of a base from which on published codes of four bits are kept
@@ -173,7 +174,7 @@ def plan_conversion(folder: Path, recipe: Recipe, keep: bool = True, whole: bool
     stays = keep and not recipe.base.is_raw and recipe.base.bits >= KEPT_BITS
     store = open_store(folder, wide="f32", kept=lambda name: stays and recipe.ruled(name) is None, whole=whole)
     try:
-        jobs = tuple(_jobs(check_tensors(config, store, getattr(store, "container", None)), recipe, store))
+        jobs = tuple(_jobs(with_own_layer(config, store, getattr(store, "container", None)), recipe, store))
         _check_rules(recipe, jobs)
     except BaseException:
         store.close()

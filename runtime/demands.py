@@ -30,6 +30,7 @@ from .cache_shape import cache_nbytes, exact_nbytes, page_sizes
 from .config import ModelConfig
 from .kv_setting import AUTO, chosen, profile_for, refuse_broken
 from .model import dims
+from .mtp_tensors import MTP
 from .paged_experts import ExpertParts, PagedExperts, cut_experts, paged
 from .parts import Parts, cut
 from .sparsity_file import load as load_sparsity
@@ -255,7 +256,8 @@ class Asked:
             return None
 
     def _dims(self, shape: CacheShape, on_disk: bool) -> Dims:
-        return dims(self.config, shape.ctx, shape.chunk, LOGIT_ROWS, self.cache.kv.is_packed, self.bundled, on_disk)
+        mtp = any(role.startswith(MTP) for role in self.tensors["outer"])
+        return dims(self.config, shape.ctx, shape.chunk, LOGIT_ROWS, self.cache.kv.is_packed, self.bundled, on_disk, mtp)
 
     def _workspace(self, shape: CacheShape, on_disk: bool) -> int:
         """Bytes of working memory; `on_disk`: with pages of the cache read from there, or of two kinds: attention takes turns."""

@@ -22,6 +22,8 @@ from .sampler import Sampler, SamplerSettings
 from .text import Tokenizer
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from .prepare import EngineOptions, Prepared
 
 KIND = "model"
@@ -91,6 +93,11 @@ def refuse_other_vocabulary(folder: Path, draft: Path) -> None:
                      "give a smaller model of the same family")
 
 
+def likeliest_under(settings: SamplerSettings) -> SamplerSettings:
+    """How to choose what a run with these settings finds likeliest: penalties move the likeliest token, the temperature does not."""
+    return replace(SamplerSettings(temperature=0), **{name: getattr(settings, name) for name in PENALTIES})
+
+
 class DraftModel:
     """Greedy guesses of a whole model, under the penalties of the run. Its engine holds the sequence and the guess; what was refused is
     forgotten with the next.
@@ -114,10 +121,12 @@ class DraftModel:
             states.guesses = True
 
     def choose_as(self, settings: SamplerSettings) -> None:
-        """Guess what a run with these settings finds likeliest: penalties move the likeliest token, the temperature does not."""
-        greedy = replace(SamplerSettings(temperature=0), **{name: getattr(settings, name) for name in PENALTIES})
-        if greedy != self._greedy.settings:
+        """Guess what a run with these settings finds likeliest."""
+        if (greedy := likeliest_under(settings)) != self._greedy.settings:
             self._greedy = Sampler(greedy, self._greedy.vocab_size)
+
+    def saw(self, held: Sequence[int], start: int, ids: Sequence[int], x: np.ndarray, certain: bool) -> None:
+        """What the large model makes of a text says nothing to another."""
 
     def follow(self, history: Sequence[int]) -> None:
         """The sequence is `history` now. Nothing is run."""

@@ -102,7 +102,7 @@ class Engine:
         self.placement, self.n_ctx = prepared.placement, prepared.placement.ctx
         kv = codec(options.kv)
         widths = dims(config, self.n_ctx, shape.chunk, LOGIT_ROWS, kv.is_packed, is_bundled(prepared.container),
-                      self.placement.kv_pages is not None or bool(kv.policy))
+                      self.placement.kv_pages is not None or bool(kv.policy), prepared.speculating.mtp)
         self.cancelled: Callable[[], bool] = lambda: False  # asked while the disk is waited for
         # told a prompt and how much of it is held; may put more of it into the cache. How much is held then, and what a person is told
         self.recall: Callable[[list[int], int], tuple[int, list[str]]] = lambda ids, held: (held, [])
@@ -115,11 +115,11 @@ class Engine:
             self.model = Model(config, prepared.store, self.placement.devices, self.backends, self.n_ctx,
                                mmap=options.load == "mmap", container=prepared.container, streams=streams,
                                copied_from=self.placement.copied_from, predictors=prepared.predictors,
-                               head_on_card=self.placement.card.head_bytes > 0)
+                               head_on_card=self.placement.card.head_bytes > 0, mtp=prepared.speculating.mtp)
             unless_made.callback(self.model.close)
             self.cache = self.new_cache()
             unless_made.callback(self.cache.close)
-            self.speculation = speculation(prepared)
+            self.speculation = speculation(prepared, self.model)
             unless_made.pop_all()
         self.watch = Watch(mapped=options.load == "mmap", shed=self.model.pager.shed)
         self.tokens: list[int] = []
@@ -221,10 +221,13 @@ class Engine:
                 anew = self.anew == len(self.tokens) and as_in_one_reading(self.cache, piece, self.prepared.chunk, self.model.copied_from)
                 x = self._forward(ids[len(self.tokens) : len(self.tokens) + piece], prompt=True)
                 self.read, self.anew = len(self.tokens) - held, len(self.tokens) if anew else self.anew
+                if len(self.tokens) == len(ids):
+                    self._logits = self.model.logits(x[-1:])[0]
+                if self.speculation is not None:  # last: what it does with the states may take their place
+                    self.speculation.saw(ids, len(self.tokens) - piece, self.tokens[-piece:], x, certain=True)
                 if len(self.tokens) < len(ids):
                     rate = self.read / max(time.perf_counter() - started, 1e-9)  # what was in the cache was not read
                     yield Progress("reading the prompt", len(self.tokens), len(ids), "tokens", rate=rate)
-            self._logits = self.model.logits(x[-1:])[0]
         except Interrupted:
             self._logits = None
         self.prefill_s += time.perf_counter() - started
@@ -322,6 +325,8 @@ class Engine:
             self.watch.look(self.cache)
             with self.keeping_what_is_whole():
                 x = self.model.forward(np.array(ids, np.int64), self.cache, commit=False)
+            if self.speculation is not None:
+                self.speculation.saw(self.tokens, len(self.tokens), ids, x, certain=False)
             return self.model.logits(x)
 
     def take(self, token: int) -> None:

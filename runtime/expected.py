@@ -16,6 +16,7 @@ from .container import DTYPES, Container, StoredTensor
 from .convert_plan import MATRICES
 from .families import TensorRule
 from .made_store import ARRANGED, ARRANGED_NBYTES, scratch_nbytes
+from .mtp_tensors import mtp_rules
 
 RAW = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 
@@ -31,6 +32,8 @@ class ExpectedStore:
     def __init__(self, config: ModelConfig, spec: QuantSpec | None = None, formats: Formats | None = None, of_codes: bool = False) -> None:
         family, raw = families.get(config.family), QuantSpec.raw(RAW.get(config.dtype, "bf16"))
         groups = [family.outer_tensors(config), *(family.layer_tensors(config, i) for i in range(config.num_hidden_layers))]
+        if formats is None and not of_codes:
+            groups.append(mtp_rules(config))
         recipe = None if spec is None else Recipe(spec)
         experts_stored = QuantSpec.parse(config.experts_stored) if spec is None and config.experts_stored else None
         stored: dict[str, StoredTensor] = {}

@@ -29,6 +29,7 @@ from .config import ModelConfig, read_config
 from .container import Container
 from .expected import ExpectedStore
 from .families import expert_of
+from .mtp_tensors import MTP
 from .paged_experts import PagedExperts
 from .parts import TABLES
 from .prepare import EngineOptions, Prepared, prepare_with, refuse_beyond_machine, weighed, worker_count
@@ -102,8 +103,8 @@ def work(prepared: Prepared, tensors: Tensors) -> Work:
     active = _usual(prepared) if sparsity is None else sum(sparsity.active) / len(sparsity.active)
     for key, roles in tensors.items():
         for role, tensor in roles.items():
-            if key == "outer" and role in ("positions", *TABLES) and role != head:
-                continue  # a token's row
+            if key == "outer" and (role.startswith(MTP) or role in ("positions", *TABLES) and role != head):
+                continue  # what drafts are made by, or a token's row
             routed = expert_of(role) is not None
             kind = kind_of_weight(tensor.spec, options.exact), key == "outer", routed
             share = own.per_token / own.experts if own and routed else 1.0

@@ -27,6 +27,7 @@ from .config import ModelConfig
 from .container import Container
 from .copied_layers import BorderCache, Carrier
 from .families import LayerWeights, expert_of
+from .mtp_tensors import MTP
 from .outliers import check_outliers
 from .paged_experts import PagedExperts, Paging
 from .parts import TABLES
@@ -44,14 +45,14 @@ def no_tap(name: str, layer: int, value: object) -> None:
 
 
 def dims(config: ModelConfig, ctx: int, chunk: int, rows: int, packed_kv: bool = False, bundled: bool = False,
-         spilled_kv: bool = False) -> Dims:
-    """The widths that size a workspace."""
+         spilled_kv: bool = False, mtp: bool = False) -> Dims:
+    """The widths that size a workspace. `mtp`: of a run that drafts by the model's own layer."""
     own = config.mixture
     mixture = (own.experts, own.per_token, own.width) if own and own.layers else (0, 0, 0)
     return Dims(config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.widest,
                 config.vocab_size, min(chunk, ctx), ctx, rows, *mixture, packed_kv, bundled, spilled_kv, config.state, config.gated_queries,
                 config.latent, tuple(sorted({*config.cache_heads} - {(config.num_key_value_heads, config.head_dim)})),
-                config.num_hidden_layers * config.input_width, own is not None and own.apart)
+                config.num_hidden_layers * config.input_width, own is not None and own.apart, 2 * config.hidden_size if mtp else 0)
 
 
 class Model:
@@ -60,9 +61,10 @@ class Model:
 
     def __init__(self, config: ModelConfig, store: TensorStore, devices: Sequence[str], backends: Mapping[str, object], ctx: int,
                  mmap: bool = False, container: Container | None = None, streams: Streams | PagedExperts | None = None,
-                 copied_from: int | None = None, predictors: Predictors | None = None, head_on_card: bool = False) -> None:
+                 copied_from: int | None = None, predictors: Predictors | None = None, head_on_card: bool = False,
+                 mtp: bool = False) -> None:
         self.config, self.store, self.devices, self.backends = config, store, tuple(devices), backends
-        self.tensors = check_tensors(config, store, container)
+        self.tensors = check_tensors(config, store, container, mtp)
         check_outliers(self.tensors, store)
         self.ropes = rope_tables(config, ctx)
         host = {key: [tensor.info for tensor in roles.values()] for key, roles in self.tensors.items()
@@ -95,9 +97,11 @@ class Model:
 
     @property
     def bytes_per_pass(self) -> int:
-        """Bytes of weights that one token reads: all but an embedding table that is not the head too and experts that it does not visit."""
+        """Bytes of weights that one token reads: all but an embedding table that is not the head too, what the model drafts by, and experts
+        that it does not visit."""
         outer, own = self.tensors["outer"], self.config.mixture
         nbytes = self.nbytes - sum(outer[role].nbytes for role in TABLES if role in outer and (role != "embed" or "head" in outer))
+        nbytes -= sum(tensor.nbytes for role, tensor in outer.items() if role.startswith(MTP))
         experts = sum(tensor.nbytes for roles in self.tensors.values() for role, tensor in roles.items() if expert_of(role) is not None)
         return nbytes - (experts * (own.experts - own.per_token) // own.experts if experts else 0)
 
@@ -203,6 +207,12 @@ class Model:
         distinct, places = np.unique(ids, return_inverse=True)
         rows = np.concatenate([self.store.read(tensor.info, int(row), int(row) + 1) for row in distinct])
         return to_f32(typed(rows, tensor.spec), tensor.spec.scheme).reshape(len(distinct), -1)[places]
+
+    @contextmanager
+    def outer(self) -> Iterator[OuterWeights]:
+        """What surrounds the layers, for as long as the lease."""
+        with self.pager.lease("outer") as raw:
+            yield self._lease("outer", raw)
 
     def _lease(self, key: int | str, raw: Mapping[str, np.ndarray]) -> object:
         """Records over leased memory; made once while the memory stays where it is."""
@@ -319,8 +329,7 @@ class Model:
         if self.card_head is not None:
             with self._within_memory("the GPU ran out of memory for logits"):
                 return self.card_head.logits(x)
-        with self.pager.lease("outer") as raw:
-            outer = self._lease("outer", raw)
+        with self.outer() as outer:
             return self.backends["cpu"].logits(x, outer.norm, outer.head, config.final_logit_softcapping, 1 / config.logits_scaling)
 
 

@@ -17,7 +17,7 @@ from ..kernels.threads import MOST_WORKERS, beyond
 from ..offload import hardware
 from ..offload.checkpoint import TensorStore
 from ..offload.notes import Fallback, refuse_fallbacks
-from ..offload.plan import Budget, Placement
+from ..offload.plan import AUTO_CTX, Budget, Placement
 from ..offload.size import SPARE, format_size, parse_size
 from ..quant.kv import PackedCodec, RawCodec, codec, of_types
 from . import devices, draft_model, kv_disk
@@ -27,6 +27,8 @@ from .config import ModelConfig, read_config
 from .container import Container, read_container
 from .demands import Asked, cache_form
 from .kv_setting import AUTO
+from .mtp import own_cache_nbytes
+from .mtp_tensors import MTP
 from .needed_kernels import kinds_of
 from .paged_experts import PagedExperts
 from .parts import Parts
@@ -35,9 +37,9 @@ from .policy import POLICIES, check_policy
 from .predictors import Predictors
 from .predictors import load as load_predictors
 from .source import check_mapping, open_weights
-from .speculation_plan import Speculating, decide
+from .speculation_plan import Speculating, decide, demand_own_layer, wants_own_layer
 from .streamed import Streams
-from .tensors import check_tensors
+from .tensors import check_tensors, with_own_layer
 from .unread import unread_notices
 
 if TYPE_CHECKING:
@@ -91,7 +93,7 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         choices = {"device": ("auto", "cpu", "cuda"), "load": ("ram", "mmap"), "overflow": ("error", "shift"),
-                   "kernel": ("auto", "dot", "lut"), "spec": ("auto", "off", "lookup"), "kv_read": ("exact", "sparse")}
+                   "kernel": ("auto", "dot", "lut"), "spec": ("auto", "off", "lookup", "mtp"), "kv_read": ("exact", "sparse")}
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise UsageError(f"--{name.replace('_', '-')} {getattr(self, name)!r} is not known", f"use {' or '.join(allowed)}")
@@ -104,6 +106,8 @@ class EngineOptions:
             raise UsageError(f"--ram {self.ram} is {self.ram} bytes", f"with its unit: --ram {self.ram.strip()}G, or M")
         if self.draft and self.spec == "off":
             raise UsageError("--draft gives a model to speculate with, --spec off forbids it", "drop one of them")
+        if self.draft and self.spec == "mtp":
+            raise UsageError("--draft lets another model draft, --spec mtp a layer of this one", "drop one of them")
         if self.exact and self.kernel == "lut":
             raise UsageError("--exact multiplies in float32, --kernel lut looks sums up", "give one of them")
         if self.exact:
@@ -184,6 +188,8 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
     tensors = check_tensors(config, store, container)
     notices = [*config.warnings, *store.notices, *too_many_threads(options.threads), *unread_notices(config, store, tensors)]
     options = fitted(options, folder, config, store, notices)
+    if options.spec == "mtp":
+        demand_own_layer(config, store)
     card = devices.gpu(options, notices)
     options, cache = cache_form(options, folder, config, store, notices.append)
     if cache.kv.policy and card is not None:
@@ -209,6 +215,9 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
         notices.append(Fallback(f"the draft model {options.draft} leaves too little memory: left out, as it was set for all models"))
         draft.store.close()
         options, draft = replace(options, draft=None), None
+    own_nbytes = None
+    if wants_own_layer(options, config, draft, card is not None):
+        asked, (tokens, placement), own_nbytes = _with_own_layer(asked, chunk, container, (tokens, placement))
     on_card = placement.devices.count("cuda")
     own, cuts = asked.beneath(on_card), asked.cuts(on_card)
     placement = replace(placement, disk_layers=cuts.disk_layers(placement, own))
@@ -222,7 +231,7 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
         notices.append(Fallback("--kernel lut changes nothing: this model has no low-bit weights"))
     notices += [Fallback(f"--kv {options.kv}: {said}")] if (said := cache.unpacked(shape, placement.ctx)) else []
     notices += devices.not_free(placement, options.load == "mmap")
-    speculating, remarks = decide(options, config, placement, draft)
+    speculating, remarks = decide(options, config, placement, draft, own_nbytes)
     made = Prepared(folder, config, store, placement, shape, options, (*notices, *placement.notes, *remarks), container, cache.codecs,
                     streams, cache.shape(placement.ctx, chunk).chunk, speculating, card,
                     predictors if placement.slots else None, cache.window)
@@ -242,6 +251,7 @@ def fitted(options: EngineOptions, folder: Path | None, config: ModelConfig, sto
         "ctx": (None, lambda asked: _check_context(asked, config)),
         "load": ("ram", lambda asked: asked.load == "mmap" and check_mapping(folder)),
         "predict_neurons": (False, lambda asked: _predictors(asked, folder, config)),
+        "spec": ("auto", lambda asked: asked.spec == "mtp" and demand_own_layer(config, store)),
         "draft": (None, lambda asked: asked.draft and folder and draft_model.refuse_other_vocabulary(folder, Path(asked.draft))),
         "kv": ("16bit", lambda asked: cache_form(asked, folder, config, store, lambda said: None))}
     for name, (without, check) in checks.items():
@@ -315,6 +325,34 @@ def _planned(asked: Asked, chunk: int, folder: Path | None) -> tuple[int, Placem
             raise DoesNotFit(error.message, f"{error.hint}; without --load mmap what does not fit is read from the disk") from None
         parts, of_memory = asked.cuts().parts, isinstance(error, MemoryTooSmall)
         raise unstreamed(error, parts, folder) if of_memory and parts is not None and parts.kept_for else error from None
+
+
+def _with_own_layer(asked: Asked, chunk: int, container: Container | None,
+                    planned: tuple[int, Placement]) -> tuple[Asked, tuple[int, Placement], int | None]:
+    """What is asked and `planned` with the layer that the model drafts by, and the bytes of that and of its cache; as before, and None,
+    where weights hold none, or come from the disk with it, where pages are picked for one token at a time, or where the context would be
+    shorter than most."""
+    before = planned[1]
+    if _is_away(before) or (asked.options.kv_read == "sparse" and before.kv_pages is not None):
+        return asked, planned, None
+    tensors = with_own_layer(asked.config, asked.store, container)
+    nbytes = sum(tensor.nbytes for role, tensor in tensors["outer"].items() if role.startswith(MTP))
+    if not nbytes:
+        return asked, planned, None
+    cache = own_cache_nbytes(asked.config, asked.options.ctx or before.ctx)
+    more = replace(asked, tensors=tensors, baseline=asked.baseline + cache, _cuts={})
+    try:
+        found = _planned(more, chunk, asked.folder)
+    except DoesNotFit:
+        return asked, planned, None
+    if _is_away(found[1]) or found[1].ctx < min(before.ctx, AUTO_CTX):
+        return asked, planned, None
+    return more, found, nbytes + cache
+
+
+def _is_away(placement: Placement) -> bool:
+    """Do weights come from the disk?"""
+    return placement.residency is not None or placement.expert_slots is not None
 
 
 def unstreamed(error: DoesNotFit, parts: Parts, folder: Path | None) -> DoesNotFit:

@@ -24,11 +24,13 @@ from ..kernels.cpu.ops import FEW
 from ..offload.notes import Fallback
 from .draft_length import COMPUTING, STEADY, WAITING, PassCosts, Pays, Trust, best_length
 from .draft_model import KIND, DraftModel
-from .drafts import Draft, Proposer, RecycledTokens, SuffixMatch
+from .drafts import SAME, Draft, Proposer, RecycledTokens, SuffixMatch
+from .mtp import OwnDrafts
 
 if TYPE_CHECKING:
     from .engine import Engine
     from .events import Progress
+    from .model import Model
     from .prepare import Prepared
     from .sampler import SamplerSettings
 
@@ -37,7 +39,6 @@ TOO_SHORT = "the answer ended while passes of one token were timed"
 NO_GUESS = "nothing in the text came a second time"
 UNLIKELY = "no guess was likely enough to be worth its time"
 RESTED = "the answer ended between two looks for a guess, which are rare where passes are quick and the last ones had no draft"
-SAME = 32  # tokens by which a text is known to be the one of the pass before: a guess about another would only be wrong
 # Looking for a guess takes some 40 us. Where a pass takes less than QUICK_S, and none of the last QUIET had a draft, it is looked for in
 # every fourth only: a repetition is found up to three tokens later.
 QUICK_S, QUIET, LOOK_EVERY = 0.004, 32, 4
@@ -89,22 +90,24 @@ class Counts(NamedTuple):
                 "gain": self.gain, "undrafted": self.undrafted or None}
 
 
-def speculation(prepared: Prepared) -> Speculation | None:
-    """What a run drafts with, None where it does not."""
+def speculation(prepared: Prepared, own: Model) -> Speculation | None:
+    """What a run of the model `own` drafts with, None where it does not."""
     if not prepared.speculating:
         return None
-    model = None
+    model: DraftModel | OwnDrafts | None = None
     if prepared.speculating.draft is not None:
         model = DraftModel(prepared.speculating.draft, prepared.config.vocab_size)
+    elif prepared.speculating.mtp:
+        model = OwnDrafts(own, prepared.placement.ctx, prepared.shape.chunk)
     proposers = (SuffixMatch(), RecycledTokens()) if prepared.speculating.recycles else (SuffixMatch(),)
     return Speculation(proposers, model, pays=WAITING if prepared.speculating.waits else COMPUTING)
 
 
 class Speculation:
-    """Drafts for one engine. `proposers` guess at no cost worth counting, `model` runs one of its own. It lives as long as the engine:
-    what was learned about costs and guesses outlasts an answer."""
+    """Drafts for one engine. `proposers` guess at no cost worth counting, `model` runs one of its own, or a layer of the engine's. It lives
+    as long as the engine: what was learned about costs and guesses outlasts an answer."""
 
-    def __init__(self, proposers: Sequence[Proposer], model: DraftModel | None = None,
+    def __init__(self, proposers: Sequence[Proposer], model: DraftModel | OwnDrafts | None = None,
                  clock: Callable[[], float] = time.perf_counter, pays: Pays = WAITING) -> None:
         self._proposers, self._model, self._clock = proposers, model, clock
         self._trust, self._costs = Trust(), PassCosts(pays)
@@ -141,6 +144,11 @@ class Speculation:
             model.follow(engine.tokens)
             yield from model.read(engine.cancelled)
 
+    def saw(self, held: Sequence[int], start: int, ids: Sequence[int], x: np.ndarray, certain: bool) -> None:
+        """What a pass left behind, as of `OwnDrafts.saw`."""
+        if self._model is not None:
+            self._model.saw(held, start, ids, x, certain)
+
     def announcements(self) -> list[Fallback]:
         """What is to be said since the last call."""
         if self._model is None or not self._model.failed or self._said_failed:
@@ -149,7 +157,7 @@ class Speculation:
         return [Fallback(self._model.failed)]
 
     @property
-    def _drafting(self) -> DraftModel | None:
+    def _drafting(self) -> DraftModel | OwnDrafts | None:
         """The draft model, where it can be asked."""
         return None if self._model is None or self._model.failed else self._model
 
@@ -236,7 +244,7 @@ class Speculation:
                 return guess.tokens
         return draft.tokens[:length] if length else ()
 
-    def _guess(self, model: DraftModel, most: int, otherwise: float, cancelled: Callable[[], bool]) -> Draft | None:
+    def _guess(self, model: DraftModel | OwnDrafts, most: int, otherwise: float, cancelled: Callable[[], bool]) -> Draft | None:
         """What the draft model says, where that promises more than `otherwise`, or where it is tried. What it has to read first must come
         back within TRY_EVERY passes, by costs that were measured: those that are guessed low would have it read again and again."""
         extra, behind = model.costs.token / self._costs.alone, model.behind(len(self._history))

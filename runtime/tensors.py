@@ -16,6 +16,7 @@ from .bundles import bundled_rules
 from .config import ModelConfig
 from .container import REMADE, Container
 from .families import TensorRule
+from .mtp_tensors import held_rules
 from .tied_head import outer_rules
 
 CODES = "codes of a quantized checkpoint whose config.json says nothing of them: take the original 16-bit checkpoint"
@@ -47,11 +48,14 @@ class ModelTensor:
         return len(self.shape) == 2
 
 
-def check_tensors(config: ModelConfig, store: TensorStore, container: Container | None = None) -> dict[int | str, dict[str, ModelTensor]]:
-    """The tensors of each layer (and "outer") by role. Raises CheckpointError for one that is missing or has another shape or type."""
+def check_tensors(config: ModelConfig, store: TensorStore, container: Container | None = None,
+                  mtp: bool = False) -> dict[int | str, dict[str, ModelTensor]]:
+    """The tensors of each layer (and "outer") by role. Raises CheckpointError for one that is missing or has another shape or type. `mtp`:
+    outside the layers also those of the one for multi-token prediction, where the store holds it."""
     family = families.get(config.family)
     low_bit = {} if container is None else {name: stored for name, stored in container.tensors.items() if not stored.spec.is_raw}
-    groups: dict[int | str, dict[str, TensorRule]] = {"outer": outer_rules(config, store.tensors)}
+    beside = held_rules(config, store) if mtp else {}
+    groups: dict[int | str, dict[str, TensorRule]] = {"outer": {**outer_rules(config, store.tensors), **beside}}
     groups |= {i: family.layer_tensors(config, i) for i in range(config.num_hidden_layers)}
     found: dict[int | str, dict[str, ModelTensor]] = {}
     for key, plain in groups.items():
@@ -69,6 +73,15 @@ def check_tensors(config: ModelConfig, store: TensorStore, container: Container 
                                       REMADE)
             found[key][role] = ModelTensor(info, QuantSpec.raw(SCHEMES[info.dtype]) if stored is None else stored.spec, shape)
     return found
+
+
+def with_own_layer(config: ModelConfig, store: TensorStore, container: Container | None = None) -> dict[int | str, dict[str, ModelTensor]]:
+    """`check_tensors` with the layer for multi-token prediction, or without one that is stored as nothing here reads it: a model runs the
+    same without."""
+    try:
+        return check_tensors(config, store, container, mtp=True)
+    except CheckpointError:
+        return check_tensors(config, store, container)
 
 
 def _found(rule: TensorRule, store: TensorStore) -> TensorInfo:

@@ -15,6 +15,7 @@ from .bundles import ROLE as BUNDLES
 from .bundles import THRESHOLDS, layout_of
 from .families import SHARED, LayerWeights, expert_roles
 from .latent_weights import latent_weights
+from .mtp_tensors import EMBED_NORM, JOIN, LAST_NORM, MTP, STATE_NORM, like
 from .state_weights import Source, state_weights
 from .tensors import ModelTensor, as_float32, typed
 
@@ -28,15 +29,28 @@ GIVEN = ("input_gate", "input_out")  # roles of a layer that takes what it is gi
 
 
 @dataclass(frozen=True)
+class OwnLayer:
+    """The layer for multi-token prediction, on the host: norms of an embedding and of a state of the model, the matrix that joins both
+    [D, 2D], the layer itself and the norm before the model's head."""
+
+    embed_norm: Norm
+    state_norm: Norm
+    join: Linear
+    layer: LayerWeights
+    norm: Norm
+
+
+@dataclass(frozen=True)
 class OuterWeights:
     """What surrounds the layers, on the host. `positions`: the table of learned ones; `inputs`: what makes what layers are given of a token
-    beside the stream, a table, a matrix and a norm."""
+    beside the stream, a table, a matrix and a norm; `mtp`: the layer that the model drafts by."""
 
     embed: Weight
     positions: Weight | None
     norm: Norm
     head: Linear
     inputs: tuple[Weight, Linear, Norm] | None = None
+    mtp: OwnLayer | None = None
 
 
 class WeightRecords:
@@ -141,4 +155,20 @@ class WeightRecords:
         if "layer_embed" in roles:
             own = Norm("rms", self.host.put(as_float32(roles["layer_norm"], raw), "f32"), None, self.config.norm_eps)
             inputs = table("layer_embed"), Linear(weight("layer_proj")), own
-        return OuterWeights(embed, weight("positions"), self.last_norm(raw), Linear(head), inputs)
+        return OuterWeights(embed, weight("positions"), self.last_norm(raw), Linear(head), inputs, self._own_layer(raw))
+
+    def _own_layer(self, raw: Mapping[str, np.ndarray]) -> OwnLayer | None:
+        """The layer for multi-token prediction, which stays in memory wherever it is read."""
+        config, host = self.config, self.host
+        roles = {role.removeprefix(MTP): tensor for role, tensor in self.tensors["outer"].items() if role.startswith(MTP)}
+        if not roles:
+            return None
+
+        def norm(role: str) -> Norm:
+            return Norm(config.norm_kind, host.put(as_float32(roles[role], raw), "f32"), None, config.norm_eps)
+
+        join = roles[JOIN]
+        make, stored = (Weight.raw, join.spec.scheme) if join.spec.is_raw else (Weight.low_bit, join.spec)
+        own = WeightRecords(config, {like(config): roles}, self.store, host, self.pager, None, None)
+        return OwnLayer(norm(EMBED_NORM), norm(STATE_NORM), Linear(make(stored, join.shape, raw[join.name])),
+                        own.layer(like(config), raw, host), norm(LAST_NORM))

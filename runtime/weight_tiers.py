@@ -45,7 +45,7 @@ class WeightTiers:
 
 def weight_tiers(prepared: Prepared, tensors: Tensors | None = None) -> WeightTiers:
     """The tensors of a model by this plan."""
-    tensors = tensors or check_tensors(prepared.config, prepared.store, prepared.container)
+    tensors = tensors or check_tensors(prepared.config, prepared.store, prepared.container, prepared.speculating.mtp)
     devices = prepared.placement.devices
     gpu = _nbytes(tensor for key, roles in tensors.items() if key != "outer" and devices[key] == "cuda" for tensor in roles.values())
     streams = prepared.streams

@@ -60,7 +60,8 @@ def test_who_asked_for_drafts_reads_why_none_came(asked: tuple[str, ...]) -> Non
 def test_the_plan_says_who_drafts() -> None:
     auto, off, lookup, drafted = (Ran("plan", "fable", "--no-probe", "--json", *more).json["speculation"]
                                   for more in ((), ("--spec", "off"), ("--spec", "lookup"), ("--draft", "fable")))
-    assert off == {"lookup": False, "draft": None, "draft_bytes": 0} and auto == lookup == {**off, "lookup": True}
+    assert off == {"lookup": False, "draft": None, "draft_bytes": 0, "mtp": False, "mtp_bytes": 0}
+    assert auto == lookup == {**off, "lookup": True}
     assert Path(drafted["draft"]) == FABLE and drafted["draft_bytes"] > 11_540_992
     shown = Ran("plan", "fable", "--no-probe", "--draft", "fable").out
     assert "speculation" in shown and "drafts from the text and by fable" in shown
@@ -77,7 +78,7 @@ def test_a_measurement_of_what_the_model_writes() -> None:
 
 
 @pytest.mark.parametrize(("more", "code", "said"), (
-    (("--spec", "sometimes"), 2, "'sometimes' is not one of auto, off, lookup"),
+    (("--spec", "sometimes"), 2, "'sometimes' is not one of auto, off, lookup, mtp"),
     (("--draft", "fable", "--spec", "off"), 2, "--spec off forbids it"),
     (("--draft", "no-such-model-anywhere"), 3, "no-such-model-anywhere"),
 ))

@@ -15,7 +15,7 @@ import numpy as np
 
 from .. import reference
 from ..compile import Kernel
-from ..layout import ACTIVATIONS, NORMS, PageLayout
+from ..layout import ACTIVATIONS, NORMS, PAGE, PageLayout
 from ..registry import Call, Registry
 from ..threads import ThreadPool
 from ..workspace import Dims, Workspace, address
@@ -43,7 +43,7 @@ def plan_workspace(dims: Dims, workers: int) -> dict[str, int]:
         plans = [plan_workspace(own, workers) for own in dims.alike]
         return {name: max(plan[name] for plan in plans) for name in plans[0]}
     chunk = max(dims.chunk, dims.rows)
-    wide = max(dims.hidden, dims.ffn, dims.multiplied)
+    wide = max(dims.hidden, dims.ffn, dims.multiplied, dims.joined)
     columns = -(-chunk // TILE_COLUMNS) * TILE_COLUMNS
     group = dims.heads // dims.kv_heads
     scratch = max(linear.HEADROOM + FEW * wide, TILE_COLUMNS * wide, linear.MANY_BLOCK * (linear.DEPTH_BLOCK + columns),
@@ -61,7 +61,9 @@ def plan_workspace(dims: Dims, workers: int) -> dict[str, int]:
             "low_panels": low_bit.panel_floats(chunk, wide), "scratch": workers * (scratch + 16), "logits": dims.rows * dims.vocab,
             "partials": calls * dims.kv_heads * blocks * group * (dims.head_dim + 2), "state": state, **moe.plan_workspace(dims, chunk),
             **bundled.plan_workspace(dims, chunk), **latent.plan_workspace(dims, chunk),
-            **inputs.plan_workspace(dims, chunk)}
+            **inputs.plan_workspace(dims, chunk),
+            # of drafts by a layer of the model's own: what goes into it, and states that wait for it, of a pass and of one before
+            "joined": min(chunk, PAGE) * dims.joined, "states": (chunk + FEW) * dims.hidden if dims.joined else 0}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,108 @@
+"""Small models with a layer for multi-token prediction, and what that is: the family's decoder layer of transformers, which runs none
+itself, between norms and the matrix that joins (DeepSeek V3, section 2.2)."""
+
+import copy
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from family_models import Case, written
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from effllm.runtime.config import read_config
+from effllm.runtime.engine import Engine
+from effllm.runtime.mtp_tensors import PLACES, like
+
+
+@dataclass
+class Own:
+    """The model as transformers reads it, and the parts of its layer."""
+
+    model: nn.Module
+    layer: nn.Module
+    join: nn.Linear
+    norms: tuple[nn.Module, nn.Module, nn.Module]  # of embeddings, of states, before the head
+
+    def logits(self, ids: list[int]) -> torch.Tensor:
+        """Scores float64 [T - 1, V] of the token behind each but the first of a text, by what the model makes of those before it."""
+        base, tokens = text_part(self.model), torch.tensor([ids])
+        with torch.inference_mode():
+            states = base(tokens, use_cache=False).last_hidden_state[:, :-1]
+            both = torch.cat([self.norms[0](base.embed_tokens(tokens[:, 1:])), self.norms[1](states)], -1)
+            alone = copy.copy(base)
+            alone.config = copy.deepcopy(base.config)
+            alone.config.num_hidden_layers = 1
+            if getattr(alone.config, "layer_types", None):
+                alone.config.layer_types = ["full_attention"]
+            alone._modules = {**base._modules, "layers": nn.ModuleList([self.layer]), "norm": self.norms[2]}
+            return self.model.lm_head(alone(inputs_embeds=self.join(both), use_cache=False).last_hidden_state)[0]
+
+
+def text_part(model: nn.Module) -> nn.Module:
+    """What is around the layers, of a model that may take images."""
+    return model.model.language_model if "language_model" in model.model._modules else model.model
+
+
+def with_layer(case: Case, folder: Path, counts: bool = False) -> Own:
+    """A random model in `folder` with such a layer. `counts`: one that says the numbers in a circle, and whose layer knows it."""
+    model = written(case, folder)
+    config = read_config(folder)
+    base, own = text_part(model), like(config)
+    torch.manual_seed(7)
+    norm = type(base.norm)
+    layer, norms = type(base.layers[own])(base.config, own), tuple(norm(config.hidden_size, eps=config.norm_eps) for _ in range(3))
+    join = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+    with torch.no_grad():
+        for each in (*layer.parameters(), *join.parameters()):
+            each.normal_(0, 0.2)
+        for each in norms:
+            each.weight.add_(0.3 * torch.randn_like(each.weight))
+        for name, buffer in layer.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.3)
+        if counts:
+            _count(model, layer, join, norms)
+    place, path = PLACES[config.family], folder / "model.safetensors"
+    names = [text.format(config.num_hidden_layers) for text in (place.prefix, place.block)]
+    tensors = {f"{names[1]}{name}": value for name, value in layer.state_dict().items()}
+    tensors |= {f"{names[0]}{name}.weight": each.weight for name, each in zip((place.join, *place.norms), (join, *norms), strict=True)}
+    stored = load_file(path)
+    if counts:
+        stored |= {name: value for name, value in model.state_dict().items() if name in stored}
+    save_file({**stored, **{name: value.detach().to(stored[next(iter(stored))].dtype).contiguous() for name, value in tensors.items()}},
+              path, {"format": "pt"})
+    raw = json.loads((folder / "config.json").read_text())
+    inner = raw.get("text_config", raw)
+    inner["mtp_num_hidden_layers" if names[0] == "mtp." else "num_nextn_predict_layers"] = 1
+    (folder / "config.json").write_text(json.dumps(raw))
+    return Own(model.double(), layer.double().eval(), join.double(), tuple(each.double() for each in norms))
+
+
+def _count(model: nn.Module, layer: nn.Module, join: nn.Linear, norms: tuple[nn.Module, ...]) -> None:
+    """Blocks add nothing; the head's row of a token is the embedding of the one before it, which is all that goes on from the join."""
+    base = text_part(model)
+    for block in (*base.layers, layer):
+        for name, parameter in block.named_parameters():
+            if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj")):
+                parameter.zero_()
+    for each in (base.norm, *norms):
+        each.weight.fill_(0.0 if type(each).__name__.startswith("Qwen3_5") else 1.0)
+    embedded = nn.functional.normalize(base.embed_tokens.weight, dim=-1)
+    base.embed_tokens.weight.copy_(embedded)
+    model.lm_head.weight.copy_(embedded.roll(1, 0))
+    join.weight.zero_()
+    join.weight[:, : join.out_features] = torch.eye(join.out_features)
+
+
+def own_logits(engine: Engine, ids: list[int]) -> list[float]:
+    """What the engine's layer scores behind a prompt and its last token, `ids`."""
+    drafts = engine.speculation._model
+    for _ in engine.prefill(ids[:-1]):
+        continue
+    drafts.follow(ids)
+    drafts._cut(len(ids) - 1)
+    x = drafts._take([*drafts._ids[len(drafts._ids) - drafts._waiting + 1 :], ids[-1]])
+    with engine.model.outer() as outer:
+        return engine.backends["cpu"].logits(x, outer.mtp.norm, outer.head)[0].copy()

@@ -1,0 +1,234 @@
+"""Drafts by a model's own layer for multi-token prediction: what the layer computes, that guesses are right where it knows, that an answer
+is the same whatever they are, and that plans and quantized folders count it."""
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from effllm import UsageError
+from effllm.offload.notes import Fallback
+from effllm.runtime import mtp, prepare
+from effllm.runtime.container import read_container
+from effllm.runtime.engine import Engine
+from effllm.runtime.forecast import work
+from effllm.runtime.mtp import OwnDrafts, cache_shape, own_cache_nbytes
+from effllm.runtime.prepare import EngineOptions
+from effllm.runtime.sampler import Sampler, SamplerSettings
+from effllm.runtime.speculate import Speculation
+from effllm.runtime.speculation_plan import NO_ROOM
+from effllm.runtime.weight_tiers import weight_tiers
+
+sys.path.insert(0, str(Path(__file__).parent))
+from conversions import options, run
+from family_models import CASES, Case
+from hybrid_models import CALM, CTX, IDS, opened
+from mtp_models import Own, own_logits, with_layer
+from test_speculation import GREEDY, PENALISED, SEEDED, Silent, Ticks
+
+MODELS = {"qwen3_5_text": Case("qwen3_5_text", {**CASES["qwen3_5_text"].changes, **CALM, "attention_bias": False}),
+          "qwen3_5, images": Case("qwen3_5_text", {**CASES["qwen3_5_text"].changes, **CALM}, images=True)}
+FIRST = next(iter(MODELS))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Own]]:
+    found = {}
+    for name, case in MODELS.items():
+        folder = tmp_path_factory.mktemp("mtp") / "model"
+        found[name] = folder, with_layer(case, folder)
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(made: dict[str, tuple[Path, Own]]) -> Path:
+    return made[FIRST][0]
+
+
+@pytest.fixture(scope="module")
+def small(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same at 4 bits."""
+    out = tmp_path_factory.mktemp("small") / "4bit"
+    run(folder, out, options("4bit"))
+    return out
+
+
+@pytest.fixture(scope="module", params=("raw", "4 bits, packed cache"))
+def engine(request: pytest.FixtureRequest, folder: Path, small: Path) -> Iterator[Engine]:
+    made = opened(folder, spec="mtp") if request.param == "raw" else opened(small, spec="mtp", kv="4bit", kv_window=32)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_layer_computes_what_its_parts_say(made: dict[str, tuple[Path, Own]], name: str) -> None:
+    """Its cache has 16 bits whatever the model's has, so what it says is off by as much."""
+    path, own = made[name]
+    engine = opened(path, spec="mtp", kv="32bit")
+    for tokens in (2, 20, 130, 400):  # one row, a few, and those of several passes
+        wanted = own.logits(IDS[:tokens])[-1].numpy()
+        assert np.abs(own_logits(engine, IDS[:tokens]) - wanted).max() < 1e-3 * np.abs(wanted).max()
+    engine.close()
+
+
+@pytest.mark.parametrize("kind", ("raw", "4bit"))
+def test_where_it_knows_what_comes_passes_are_few(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "counts"
+    with_layer(MODELS[FIRST], path, counts=True)
+    if kind != "raw":
+        run(path, path := tmp_path / "small", options(kind))
+    engine = opened(path, spec="mtp")
+    engine.speculation = Speculation((), engine.speculation._model, clock=Ticks())
+    found = answer(engine, list(range(20)), 200)
+    assert found == [(20 + i) % 300 for i in range(200)]
+    counts = engine.speculation.counts
+    assert counts.accepted > 0.9 * counts.drafted and counts.passes < 100, counts
+    engine.speculation = None
+    assert answer(engine, list(range(20)), 200) == found
+    engine.close()
+
+
+def answer(engine: Engine, prompt: list[int], tokens: int, settings: SamplerSettings = GREEDY) -> list[int]:
+    for _ in engine.prefill(prompt):
+        continue
+    return [step.token for step in engine.generate(Sampler(settings, engine.config.vocab_size), tokens, frozenset())]
+
+
+def drafting(engine: Engine) -> Speculation:
+    """One that the layer alone drafts for, as often as may be."""
+    own = engine.speculation._model if isinstance(engine.speculation, Speculation) and engine.speculation._model else OwnDrafts(
+        engine.model, engine.n_ctx, engine.prepared.shape.chunk)
+    return Speculation((Silent(),), own, clock=Ticks())
+
+
+@pytest.mark.parametrize("settings", (GREEDY, SEEDED, PENALISED), ids=("greedy", "seeded", "penalised"))
+@pytest.mark.parametrize("prompt", (1, 70, 300))
+def test_an_answer_is_what_it_is_without(engine: Engine, settings: SamplerSettings, prompt: int) -> None:
+    with_drafts = drafting(engine)
+    found = []
+    for each in (None, with_drafts):
+        engine.speculation = each
+        engine.cache.truncate(0)
+        engine.reset()
+        one = answer(engine, IDS[:prompt], 90, settings)
+        # another turn behind it, and one that shares only the beginning
+        two = answer(engine, [*IDS[:prompt], *one, *IDS[300:330]], 40, settings)
+        found.append((one, two, answer(engine, [*IDS[: prompt // 2], *IDS[400:420]], 40, settings), engine.forward_logits([5]).copy()))
+    assert all(np.array_equal(a, b) for a, b in zip(*found, strict=True))
+    assert with_drafts.counts.drafted > 10, "wrong guesses were run and refused"
+
+
+def test_what_it_knows_is_what_a_new_one_would(engine: Engine) -> None:
+    """After an answer with refused guesses, and a prompt that goes on from it, the layer says what it says of the text in one prompt."""
+    engine.speculation = drafting(engine)
+    engine.cache.truncate(0)
+    engine.reset()
+    text = [*IDS[:90], *answer(engine, IDS[:90], 60)]
+    text += IDS[100 : 100 + 30]
+    here = own_logits(engine, text)
+    engine.cache.truncate(0)
+    engine.reset()
+    there = own_logits(engine, text)
+    near = 0.2 if engine.cache.is_packed else 1e-3  # of a packed cache, the model's states depend on what was packed when
+    assert np.abs(here - there).max() < near * np.abs(there).max()
+
+
+def test_it_begins_anew_behind_what_it_did_not_see(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine.speculation = drafting(engine)
+    own = engine.speculation._model
+    engine.cache.truncate(0)
+    engine.reset()
+    plain = answer(engine, IDS[:50], 20)
+    engine.speculation = None
+    held = answer(engine, IDS[:200], 30)  # passes that nobody showed it
+    engine.speculation = Speculation((Silent(),), own, clock=Ticks())
+    text = [*IDS[:200], *held]
+    answer(engine, [*text, *IDS[230:250]], 20)
+    assert own._base >= len(text) - 1 and own._cache.n + own._base + own._waiting == len(own._ids)
+    monkeypatch.setattr(mtp, "MOST_TOKENS", 128)
+    short = OwnDrafts(engine.model, engine.n_ctx, engine.prepared.shape.chunk)
+    assert own_cache_nbytes(engine.config, CTX) == own_cache_nbytes(engine.config, 128)
+    engine.speculation = Speculation((Silent(),), short, clock=Ticks())
+    engine.cache.truncate(0)
+    engine.reset()
+    long = answer(engine, IDS[:400], 90)
+    assert 0 < short._cache.n <= 128 and short._base > 300
+    engine.speculation = None
+    engine.cache.truncate(0)
+    engine.reset()
+    assert answer(engine, IDS[:400], 90) == long
+    engine.cache.truncate(0)
+    engine.reset()
+    assert answer(engine, IDS[:50], 20) == plain
+
+
+def test_memory_is_what_was_planned(folder: Path) -> None:
+    engine = opened(folder, spec="mtp")
+    own, planned = engine.speculation._model, engine.prepared
+    cache = own._cache
+    assert sum(array.nbytes for array in cache._exact) + cache.pool.nbytes == own_cache_nbytes(engine.config, CTX)
+    assert cache.shape.ctx == cache_shape(CTX).ctx > CTX
+    layer = sum(tensor.nbytes for role, tensor in engine.model.tensors["outer"].items() if role.startswith("mtp."))
+    assert planned.speculating.mtp_nbytes == layer + own_cache_nbytes(engine.config, CTX)
+    assert planned.placement.weights_bytes == engine.model.nbytes == weight_tiers(planned).memory
+    assert planned.placement.workspace_bytes == engine.backends["cpu"].workspace.nbytes
+    without = prepare.prepare(folder, EngineOptions(device="cpu", ctx=CTX, chunk=128, threads=2, spec="off"))
+    assert planned.placement.weights_bytes - without.placement.weights_bytes == layer
+    assert planned.placement.workspace_bytes > without.placement.workspace_bytes, "states wait there"
+    alone = opened(folder, spec="off")
+    assert engine.model.bytes_per_pass == alone.model.bytes_per_pass
+    assert work(planned, engine.model.tensors).bytes_per_token == work(without, alone.model.tensors).bytes_per_token
+    for each in (engine, alone):
+        each.close()
+
+
+def planned(folder: Path, **asked: object) -> prepare.Prepared:
+    made = prepare.prepare(folder, EngineOptions(device="cpu", **{"ctx": CTX, "chunk": 128, "threads": 2, **asked}))
+    made.store.close()
+    return made
+
+
+def test_when_it_drafts(folder: Path) -> None:
+    for spec, wanted in (("auto", True), ("mtp", True), ("off", False), ("lookup", False)):
+        found = planned(folder, spec=spec)
+        assert found.speculating.mtp is wanted and found.speculating.lookup is (spec != "off")
+        assert not any(isinstance(each, Fallback) and "layer" in each for each in found.notices)
+    whole = planned(folder, spec="mtp")
+    tight = f"{whole.placement.total_bytes - (whole.speculating.mtp_nbytes // 2)}"
+    short = planned(folder, spec="mtp", ram=tight)
+    assert not short.speculating.mtp and short.speculating.lookup and NO_ROOM in short.notices
+    assert not planned(folder, ram=tight).speculating.mtp
+    with pytest.raises(UsageError, match="too little memory"):
+        planned(folder, spec="mtp", ram=tight, strict=True)
+
+
+def test_models_without_are_told(tmp_path: Path, folder: Path) -> None:
+    path = tmp_path / "without"
+    shutil.copytree(folder, path)
+    tensors = load_file(path / "model.safetensors")
+    save_file({name: value for name, value in tensors.items() if name != "mtp.fc.weight"}, path / "model.safetensors")
+    with pytest.raises(UsageError, match="was left out of these weights"):
+        planned(path, spec="mtp")
+    assert not planned(path).speculating.mtp
+    raw = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**raw, "mtp_num_hidden_layers": 0}))
+    with pytest.raises(UsageError, match=r"this model \(qwen3_5_text\) has none"):
+        planned(path, spec="mtp")
+    left = planned(path, spec="mtp", preset=frozenset({"spec"}))
+    assert not left.speculating.mtp and any("left out, as it was set for all models" in each for each in left.notices)
+    with pytest.raises(UsageError, match="--spec mtp a layer of this one"):
+        EngineOptions(draft="other", spec="mtp")
+
+
+def test_quantized_folders_keep_it(folder: Path, small: Path) -> None:
+    container = read_container(small)
+    own = {name: stored for name, stored in container.tensors.items() if name.startswith("mtp.")}
+    assert len(own) == 15
+    assert {name for name, stored in own.items() if stored.spec.is_raw} == {name for name in own if name.endswith("norm.weight") or
+                                                                          "pre_fc_norm" in name}
+    assert planned(small).speculating.mtp
