@@ -15,6 +15,8 @@ from family_models import (
     K_EXPERTS,
     KEYS_AS_VALUES,
     LATENT,
+    NEMOTRON,
+    NEMOTRON_EXPERTS,
     OF_BLOCKS,
     ONE_GROUP,
     SAME_SCALES,
@@ -39,6 +41,7 @@ SU = {"short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [2.0 + 0
 GEMMA_4_FILE = {"sliding_window": 24, "vocab_size_per_layer_input": 4096, "hidden_size_per_layer_input": 64, "initializer_range": 0.12}
 # Twice as wide as the model, as llama.cpp has it.
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 2, "mamba_d_state": 16}
+HEADS = {"mamba_num_heads": 6, "mamba_head_dim": 32, "ssm_state_size": 16}  # of state spaces
 MODELS = {
     "llama": Case("llama", {"tie_word_embeddings": True}),
     "mistral": Case("mistral", {"sliding_window": None, "head_dim": 32}),
@@ -102,6 +105,10 @@ MODELS = {
     "granitemoehybrid, experts": Case("granitemoehybrid", {
         **GRANITE, **GRANITE_4, **MAMBA, "num_local_experts": 6, "num_experts_per_tok": 2, "shared_intermediate_size": 64,
         "layer_types": ["mamba", "attention", "mamba"], "position_embedding_type": None}),
+    "nemotron_h": Case("nemotron_h", {**NEMOTRON, **HEADS, "layers_block_type": ["mamba", "mlp", "mamba", "attention", "mlp", "mamba"]}),
+    "nemotron_h, experts": Case("nemotron_h", {
+        **NEMOTRON, **HEADS, **NEMOTRON_EXPERTS, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 64,
+        "layers_block_type": ["mamba", "moe", "mamba", "attention", "moe", "attention", "moe", "mamba"]}),
     "lfm2": Case("lfm2", {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 32}),
     "lfm2, own head": Case("lfm2", {"layer_types": ["full_attention", "conv", "full_attention"], "block_auto_adjust_ff_dim": False,
                                     "tie_word_embeddings": False, "conv_L_cache": 4}),

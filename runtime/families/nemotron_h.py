@@ -48,6 +48,7 @@ KINDS = {"linear_attention": STATE, "mamba": STATE, "full_attention": FULL, "att
 WHOLE = {"".join(halves): letter for halves, letter in zip(product((STATE, FULL), (MLP, MOE)), "mnfg", strict=True)}  # two in one layer
 STATES, SPARSE, ALONE = (STATE, "m", "n"), ("n", "g"), (STATE, FULL)
 NAMES = {"up": "up_proj", "down": "down_proj"}  # of an expert
+SECOND = ("post_norm", "up", "down", "router", "correction")
 SIZES = {"vocab_size": 131_072, "hidden_size": 4096, "intermediate_size": 21_504, "num_attention_heads": 32}
 USUAL = Defaults(max_position_embeddings=4096, num_key_value_heads=8, head_dim=128, bos=1, eos=(2,), eps_key="layer_norm_epsilon",
                  norm_eps=1e-5, act=("mlp_hidden_act", "relu2"), sizes=SIZES, rotary=False)
@@ -119,6 +120,11 @@ def mixture_of(keys: Keys, layers: tuple[int, ...]) -> Mixture:
 def first_half(config: ModelConfig, layer: int) -> int:
     """Where checkpoints count what is the first half of a layer here; the other, if there is one, is the next."""
     return 2 * layer - sum(each < layer for each in config.without_mlp)
+
+
+def in_second_half(role: str) -> bool:
+    """Does a tensor of a layer belong to what is behind its state space or attention?"""
+    return role in SECOND or role.startswith(("experts.", "shared."))
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ...offload.header import CheckpointError, shown
 from ..config_rope import GROWTH
 from ..families import FAMILIES, expert_of, kind_of, mixtral, qwen3_moe
-from . import gemma4, latent_attention, linear_attention, short_conv, state_spaces
+from . import gemma4, half_layers, latent_attention, linear_attention, short_conv, state_spaces
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
@@ -110,6 +110,9 @@ _LINEAR = {"norm_offset": 1.0, "partial": True, "required": linear_attention.REQ
 _CONV = {"required": short_conv.REQUIRED, "roles": short_conv.ROLES, "outer": short_conv.OUTER, "layer_names": short_conv.NAMES,
          "kinds": (short_conv.CONV, short_conv.FULL)}
 _COHERE = {"keys": {LAYER_NORM: "layer_norm_eps", "logit_scale": "logit_scale"}, "epsilon": LAYER_NORM, "required": ("logit_scale",)}
+_HALVES = {"config": {"mlp_hidden_act": "relu2"}, "layer_names": half_layers.NAMES, "whole": half_layers.WHOLE, "fused": state_spaces.FUSED,
+           "roles": half_layers.ROLES, "outer": half_layers.OUTER, "required": half_layers.REQUIRED,
+           "read": frozenset({LAYER_NORM})}  # written beside the other, and not read by who runs such files
 _GRANITE_SCALES = {"attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
                    "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling"}
 ARCHITECTURES = {
@@ -170,6 +173,9 @@ ARCHITECTURES = {
                                   experts=("block_sparse_moe", qwen3_moe.NAMES), layer_names=state_spaces.NAMES, whole=state_spaces.WHOLE,
                                   fused=state_spaces.FUSED, roles=state_spaces.ROLES, required=state_spaces.REQUIRED,
                                   kinds=state_spaces.KINDS),
+    half_layers.DENSE: Architecture(half_layers.FAMILY, keys=half_layers.KEYS, **_HALVES),
+    half_layers.MIXED: Architecture(half_layers.FAMILY, keys={**half_layers.KEYS, **half_layers.COUNTS}, experts=("mixer", qwen3_moe.NAMES),
+                                    **_HALVES),
     "olmo2": Architecture("olmo2", layer_names=_BEHIND, keys={"rope.freq_base_swa": "rope_local_base_freq"}, pattern=True),  # OLMo 3 too
     "olmoe": Architecture("olmoe", config={"norm_topk_prob": False}, keys=_COUNTS, experts=("mlp", qwen3_moe.NAMES)),
     "qwen3moe": Architecture("qwen3_moe", config={"norm_topk_prob": True}, experts=("mlp", qwen3_moe.NAMES),
@@ -194,11 +200,13 @@ BY_FAMILY = dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), laten
     "minimax_m2": "minimax-m2", "ministral3": "mistral3", "mistral": "llama", "mixtral": "llama", "olmo3": "olmo2", "qwen2_moe": "qwen2moe",
     "qwen3_5_moe_text": "qwen35moe", "qwen3_5_text": "qwen35", "qwen3_moe": "qwen3moe"} | {
     name: name for name in ("arcee", "cohere2", "dots1", "ernie4_5", "exaone4", "gemma", "gemma2", "glm4", "granite", "granitemoe",
-                            "lfm2", "llama", "olmo2", "olmoe", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "starcoder2")}
+                            "lfm2", "llama", "nemotron_h", "olmo2", "olmoe", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "starcoder2")}
 
 
 def file_architecture(config: ModelConfig) -> str:
     """What the file of a model is called, of a family that has files."""
+    if config.family == half_layers.FAMILY and config.mixture is not None:
+        return half_layers.MIXED
     return "granitehybrid" if config.family == "granitemoehybrid" and config.state is not None else BY_FAMILY[config.family]
 
 

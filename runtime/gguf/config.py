@@ -19,7 +19,7 @@ from ...offload.header import CheckpointError, damaged, shown
 from ...quant.weight import to_f32
 from ..config import ModelConfig, parse_config
 from ..config_rope import GROWTH
-from . import gemma4, latent_attention, stateful, yarn
+from . import gemma4, half_layers, latent_attention, stateful, yarn
 from .architectures import FACTORS, HARMLESS, LONG, NEUTRAL, RMS_NORM, SHORT, UNTURNED, Architecture, architecture
 from .family_keys import PATTERN, REPAIR, add_family, layer_types
 
@@ -36,6 +36,8 @@ READ = frozenset({GROWTH_LENGTH, "attention.value_length", "rope.dimension_count
 SCALING = "rope.scaling."
 SCALING_KEYS = frozenset(SCALING + name for name in ("type", "factor", "original_context_length", *yarn.KEYS))
 
+# Architecture -> keys that state a number for each layer, which are not translated.
+BY_LAYER = {gemma4.NAME: gemma4.BY_LAYER, half_layers.DENSE: half_layers.BY_BLOCK, half_layers.MIXED: half_layers.BY_BLOCK}
 Factors = Mapping[str, np.ndarray]  # tensor name -> rotary divisors
 
 
@@ -96,7 +98,7 @@ def config_json(header: GgufHeader, factors: Factors) -> dict[str, object]:
         if f"{name}.{key}" not in data:
             damaged(path, f"lacks key {name}.{key}")
     for theirs, ours in {**KEYS, **found.keys}.items():
-        if name == gemma4.NAME and theirs in gemma4.BY_LAYER:
+        if theirs in BY_LAYER.get(name, ()):
             continue
         if (value := data.get(f"{name}.{theirs}")) is not None:
             if theirs == stateful.HEADS and found.kinds and isinstance(value, np.ndarray) and (value == 0).any():

@@ -16,13 +16,13 @@ from ...offload.gguf import Value
 from ..config import ModelConfig
 from ..config_rope import GROWTH, RopeConfig
 from ..rope import RopeTable, rope_table
-from . import gemma4, latent_attention, stateful, yarn
+from . import gemma4, half_layers, latent_attention, stateful, yarn
 from .architectures import ARCHITECTURES, BY_FAMILY, FACTORS, LONG, SHORT, UNTURNED, Architecture, file_architecture
 from .family_keys import COHERE2_EVERY, EXAONE4_EVERY, EXAONE4_LAYERS, OLMO3_EVERY, OTHER_SCALE, SIGMOID
 
 TYPES = {"F16": 1, "Q8_0": 7, "Q4_0": 2}  # what a person may ask for -> general.file_type
 QUANTIZATION_VERSION = 2
-NOT_WRITTEN = {"nemotron_h": ": this version does not write layers that are half of one", "opt": ": llama.cpp does not run them",
+NOT_WRITTEN = {"opt": ": llama.cpp does not run them",
                "gpt_oss": ": this version does not write their experts, in MXFP4 with biases"}
 WITHOUT_WINDOW = ("mistral", "mixtral", "phi3", "starcoder2")  # families whose windows llama.cpp passes over
 # All but every so-manieth layer has one.
@@ -34,7 +34,8 @@ UNDIVIDED = ("cohere", "cohere2", "deepseek_v2", "deepseek_v3", "dots1", "ernie4
 # Families whose heads llama.cpp takes to be as wide as the model together.
 EVEN_HEADS = ("cohere", "cohere2", "exaone4", "glm", "lfm2", "lfm2_moe", "olmo2", "olmo3", "qwen2_moe", "starcoder2")
 # By family, others have silu.
-ACTS = {"arcee": "relu2", **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "gemma4_text", "starcoder2"), "gelu_tanh")}
+ACTS = {**dict.fromkeys(("arcee", "nemotron_h"), "relu2"),
+        **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "gemma4_text", "starcoder2"), "gelu_tanh")}
 UNGROUPED = ("dots1", "olmoe")  # families whose heads llama.cpp takes to have keys and values of their own
 # Families whose files say how experts are scored and weighed.
 STATED_SUM = ("deepseek_v2", "deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite")
@@ -99,6 +100,7 @@ def _departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
         f"has {config.num_attention_heads} heads of {config.head_dim} for a width of {config.hidden_size}"
     yield family in CONVOLVED and config.state is None, "has no convolution"
     yield family == "granitemoehybrid" and config.state is None and mixture is not None, "has experts beside attention alone"
+    yield family == half_layers.FAMILY and config.state is None, "has no state space"
     yield from stateful.departures(config)
     if config.latent is not None:
         yield from latent_attention.departures(config, _table(config).attention_scaling)
@@ -113,7 +115,7 @@ def _departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     if family == "smollm3":
         yield [rope is not None for rope in config.ropes] != [(i + 1) % NO_ROPE_EVERY != 0 for i in range(config.num_hidden_layers)], \
             f"leaves rotary positions out elsewhere than in every {NO_ROPE_EVERY}th layer"
-    if mixture is not None:
+    if mixture is not None and family != half_layers.FAMILY:
         dense = min(mixture.layers, default=config.num_hidden_layers) if family in LEADING_DENSE else 0
         yield mixture.layers != frozenset(range(dense, config.num_hidden_layers)), "has layers without experts"
         yield family not in STATED_SUM and mixture.renormalise != (family not in ("olmoe", "qwen2_moe")), \

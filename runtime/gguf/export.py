@@ -36,7 +36,7 @@ from ..source import is_rounded, licence_of, open_store
 from ..tensors import ModelTensor, check_tensors
 from ..text import Tokenizer
 from ..written import demand_folder, what_lies_at
-from . import latent_attention, stateful
+from . import half_layers, latent_attention, stateful
 from .architectures import BY_FAMILY, Architecture, file_part
 from .config_out import TYPES, config_metadata, exported_as, rotary_tensors, unused_window
 from .settings import licence_metadata, sampling_metadata
@@ -177,7 +177,8 @@ def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], config: ModelC
         grouped: dict[str, list[tuple[str, ModelTensor]]] = {}
         for role, tensor in roles.items():
             own, end = file_part(role, found), "bias" if role.endswith("_bias") or role == "correction" else "weight"
-            grouped.setdefault(own if own in found.whole else f"{parts.get(own, own)}.{end}", []).append((role, tensor))
+            block = "" if key == "outer" else f"blk.{half_layers.block_of(config, key, role)}."
+            grouped.setdefault(block + (own if own in found.whole else f"{parts.get(own, own)}.{end}"), []).append((role, tensor))
         for name, members in grouped.items():
             role, first = members[0]
             if role == "kv_b":
@@ -195,7 +196,7 @@ def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], config: ModelC
                 shape = shape[1:]
             elif role.startswith("state_"):
                 shape = stateful.shape_in_file(role, config, shape)
-            planned = PlannedTensor(name if key == "outer" else f"blk.{key}.{name}", own, shape)
+            planned = PlannedTensor(name, own, shape)
             yield _Job(planned, tuple(tensor for _, tensor in members), heads.get(role.removesuffix("_bias"), 0),
                        found.norm_offset if "norm" in role and role != "state_norm" else 0.0, *stateful.order(role, config),
                        role == "state_decay")

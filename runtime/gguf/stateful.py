@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 
@@ -13,11 +14,11 @@ from ...kernels.mamba2_shape import Mamba2Shape
 from ...offload.gguf import Value
 from ...offload.header import damaged
 from ..config import ModelConfig
-from . import linear_attention, short_conv, state_spaces
+from . import half_layers, linear_attention, short_conv, state_spaces
 
 HEADS = "attention.head_count_kv"
 SAYS = {ConvShape: short_conv, DeltaShape: linear_attention, Mamba2Shape: state_spaces}  # kind -> what files say of it
-DECAYS = linear_attention.DECAY, state_spaces.DECAY  # ends of names of what is stored as less than zero
+DECAYS = linear_attention.DECAY, state_spaces.DECAY, half_layers.DECAY  # ends of names of what is stored as less than zero
 
 
 def layers_without(path: Path, key: str, value: np.ndarray, layers: object, kinds: tuple[str, str]) -> tuple[np.ndarray, list[str]]:
@@ -30,13 +31,18 @@ def layers_without(path: Path, key: str, value: np.ndarray, layers: object, kind
 
 def stated(config: ModelConfig) -> dict[str, Value]:
     """The keys of its states, below the architecture's name."""
-    return {} if config.state is None else SAYS[type(config.state)].stated(config)
+    return {} if config.state is None else _says(config).stated(config)
 
 
 def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """(whether it is so, what files cannot say of its states)."""
     if config.state is not None:
-        yield from SAYS[type(config.state)].departures(config)
+        yield from _says(config).departures(config)
+
+
+def _says(config: ModelConfig) -> ModuleType:
+    """What files say of its states."""
+    return half_layers if config.family == half_layers.FAMILY else SAYS[type(config.state)]
 
 
 def order(role: str, config: ModelConfig) -> tuple[np.ndarray | None, np.ndarray | None]:
