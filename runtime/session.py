@@ -30,7 +30,6 @@ from .text import Tokenizer
 
 SUMMARISE = "Summarise our conversation so far in a few sentences, keeping names, numbers and decisions."
 ANSWER_CHANNEL = "<|channel|>final<|message|>"
-EFFORTS = {"on": "high", "off": "low"}  # what templates of the harmony format know instead of a switch
 NO_TEMPLATE = "this is a base model without a chat template: it continues the text as it stands"
 NO_SYSTEM_ROLE = "this model's chat template has no system role: the system prompt goes in front of the first message"
 Message = dict[str, str]
@@ -210,9 +209,9 @@ class Session:
         if self.raw and not self._said_raw:
             self._said_raw = True
             yield self._fallback(NO_TEMPLATE)
-        if self.think not in ("auto", "off") and not self.tokenizer.thinks and not self._said_think:
+        if not self._said_think and (why := self.tokenizer.unmoved(self.think)):
             self._said_think = True
-            yield self._fallback(f"--think {self.think} changes nothing: this model does not reason")
+            yield self._fallback(f"--think {self.think} changes nothing: {why}")
         if self._folds and not self._said_folds:
             self._said_folds = True
             yield self._fallback(NO_SYSTEM_ROLE)
@@ -247,20 +246,19 @@ class Session:
         front of the first message."""
         if self.raw:
             return "".join([self.system or "", *(message["content"] for message in self.messages)])
-        thinking = {} if self.think == "auto" else {"enable_thinking": self.think == "on"}
-        if self.think == "off" and self.tokenizer.think_tags:
-            thinking |= self.tokenizer.think_tags.off
-        if thinking and self.tokenizer.channels:
-            thinking = {"reasoning_effort": EFFORTS[self.think]}
+        thinking = {} if self.think == "auto" else self.tokenizer.thinking(self.think == "on")
+        said = [self.system] if self.system else []
+        if self.think == "off" and self.tokenizer.no_think:
+            said.append(self.tokenizer.no_think)
         render = partial(self.tokenizer.render_chat, add_generation_prompt=reply, **thinking)
-        if not self.system:
+        if not said:
             return render(self.messages)
         if not self._folds:
             try:
-                prompt = render([{"role": "system", "content": self.system}, *self.messages])
+                prompt = render([{"role": "system", "content": "\n".join(said)}, *self.messages])
             except TemplateRefused:
-                prompt = ""
-            if self.system.strip() in prompt:
+                prompt = "" if self.system else render(self.messages)
+            if not self.system or self.system.strip() in prompt:
                 return prompt
         first, *rest = self.messages
         prompt = render([{**first, "content": f"{self.system}\n\n{first['content']}"}, *rest])

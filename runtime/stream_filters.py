@@ -87,19 +87,26 @@ class ThinkTags:
 # those of Gemma 4's base models hold that of the others.
 THINK_TAGS = (ThinkTags("<think>", "</think>"),
               ThinkTags("<seed:think>", "</seed:think>", "<seed:cot_budget_reflect>", {"thinking_budget": 0}),
-              ThinkTags("[THINK]", "[/THINK]"), ThinkTags("<|channel>thought", "<channel|>", token="<|channel>"))
+              ThinkTags("[THINK]", "[/THINK]"), ThinkTags("<|channel>thought", "<channel|>", token="<|channel>"),
+              ThinkTags("<|START_THINKING|>", "<|END_THINKING|>"))
 OF_TEMPLATES = frozenset({"[THINK]", "<|channel>"})
+# Around the answer, of some that reason: Hunyuan, ERNIE and Granite, Command R7B and A, and their successors.
+ANSWER_TAGS = (("<answer>", "</answer>"), ("<response>", "</response>"), ("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+               ("<|START_TEXT|>", "<|END_TEXT|>"))
 
 
 class ThinkFilter:
     """Tells reasoning from the answer.
 
     A block counts where the text begins with it (after white space): later tags are words of the answer, which may well be about tags.
-    `started`: the prompt already ended with the opening tag. White space around the block belongs to neither part.
+    `started`: the prompt already ended with the opening tag. White space around the block belongs to neither part. `answers`: pairs of tags
+    of which one may stand around the answer; where it begins with one, both are left out, the closing one as its very end.
     """
 
-    def __init__(self, open: str = "<think>", close: str = "</think>", started: bool = False) -> None:
-        self.open, self.close = open, close
+    def __init__(self, open: str = "<think>", close: str = "</think>", started: bool = False,
+                 answers: Sequence[tuple[str, str]] = ()) -> None:
+        self.open, self.close, self.answers = open, close, tuple(answers)
+        self._end = ""  # the tag that closes the answer
         self._state = "thinking" if started else "before"
         self._trim = started  # drop white space at the start of the next part
         self._held = ""
@@ -112,6 +119,13 @@ class ThinkFilter:
             self._decide_beginning()
         if self._state == "thinking":
             self._think(parts)
+        if self._state == "behind":
+            self._decide_answer(self._held.lstrip())
+        if self._state == "wrapped":
+            stripped = self._held.rstrip()
+            certain = stripped.removesuffix(self._end) if stripped.endswith(self._end) else \
+                self._held[: len(self._held) - held_suffix(self._held, (self._end,))]
+            self._certain("answer", certain.rstrip(), parts)
         if self._state == "answer":
             self._emit("answer", self._held, parts)
             self._held = ""
@@ -121,6 +135,8 @@ class ThinkFilter:
         """The text ended: what is held is not a tag."""
         parts: list[Part] = []
         kind = "thinking" if self._state == "thinking" else "answer"
+        if self._state == "wrapped" and self._held.rstrip().endswith(self._end):
+            self._held = ""
         self._emit(kind, self._held.rstrip() if kind == "thinking" else self._held, parts)
         self._held = ""
         return parts
@@ -130,18 +146,29 @@ class ThinkFilter:
         if body.startswith(self.open):
             self._state, self._trim, self._held = "thinking", True, body[len(self.open) :]
         elif not self.open.startswith(body):
+            self._decide_answer(body)
+
+    def _decide_answer(self, body: str) -> None:
+        """Is what begins here the tag of an answer? It waits while it may become one."""
+        for open, close in self.answers:
+            if body.startswith(open):
+                self._state, self._trim, self._end, self._held = "wrapped", True, close, body[len(open) :]
+                return
+        if not any(open.startswith(body) for open, _ in self.answers):
             self._state = "answer"
 
     def _think(self, parts: list[Part]) -> None:
         before, close, after = self._held.partition(self.close)
         if close:
             self._emit("thinking", before.rstrip(), parts)
-            self._state, self._trim, self._held = "answer", True, after
+            self._state, self._trim, self._held = "behind", True, after
             return
         # white space is held too: if the closing tag follows, it is trimmed
-        certain = self._held[: len(self._held) - held_suffix(self._held, (self.close,))].rstrip()
-        self._emit("thinking", certain, parts)
-        self._held = self._held[len(certain) :]
+        self._certain("thinking", self._held[: len(self._held) - held_suffix(self._held, (self.close,))].rstrip(), parts)
+
+    def _certain(self, kind: str, text: str, parts: list[Part]) -> None:
+        self._emit(kind, text, parts)
+        self._held = self._held[len(text) :]
 
     def _emit(self, kind: str, text: str, parts: list[Part]) -> None:
         if self._trim:

@@ -9,6 +9,7 @@ jinja2 costs 50 ms that a raw completion does not need. A hostile template ends 
 import json
 import threading
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +63,18 @@ class ChatTemplate:
         # The round trip leaves only exact built-in types: an object with methods of its own would be a hole in the sandbox.
         with self._lock:
             return self._render(json.loads(text), len(text))
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """Names that the template looks for among what it is given; none for one that cannot be read, which rendering then says."""
+        from jinja2 import meta
+
+        from .template_sandbox import TemplateEnvironment
+
+        try:
+            return frozenset(meta.find_undeclared_variables(TemplateEnvironment().parse(self.source)))
+        except Exception:  # a stranger's program, as in `_render`
+            return frozenset()
 
     def _render(self, names: dict[str, Any], weight: int) -> str:
         from .template_limits import LimitExceeded, Meter

@@ -18,7 +18,7 @@ from .. import EffllmError, ModelNotFound
 from ..offload.header import is_gguf
 from .rank_vocabulary import Ranks, RanksError, find_ranks, mend_words, read_ranks
 from .small_file import JSON_NBYTES, TOKENIZER_NBYTES, read_whole
-from .stream_filters import OF_TEMPLATES, THINK_TAGS, ChannelFilter, ThinkFilter, ThinkTags
+from .stream_filters import ANSWER_TAGS, OF_TEMPLATES, THINK_TAGS, ChannelFilter, ThinkFilter, ThinkTags
 from .template import ChatTemplate, TemplateError, load_template
 from .text_stream import Decoder, TextStream
 
@@ -44,8 +44,18 @@ END_OF_TURN = (
     "<|eos|>",
     "<eos>",
     "<EOT>",
+    "<|eot|>",
+    "[EOT]",
+    "[EOS]",
+    "[e~[",
+    "[|endofturn|]",
+    "<seed:eos>",
+    "<|end_of_sentence|>",
+    "<|tool_response>",
 )
 END_TAG = "</s>"  # one of them in many vocabularies, in others a word of HTML
+SWITCHES = ("enable_thinking", "thinking", "reasoning")  # what templates call the wish for reasoning
+NO_THINK = "/no_think"  # and what is written into the system prompt of those that have no such name
 HARMONY = ("<|channel|>", "<|return|>", "<|call|>")  # with all three in the vocabulary, <|end|> closes a message and the turn goes on
 
 
@@ -162,6 +172,16 @@ class Tokenizer:
         marks = ChannelFilter.MARKS if self.channels else () if tags is None else tags.marks
         return {number: token.content for number, token in added.items() if token.special and token.content in marks}
 
+    def unmoved(self, think: str) -> str:
+        """Why a wish for reasoning ("on") or against it ("off") changes nothing; empty where it may."""
+        if think == "on" and not self.thinks:
+            return "this model does not reason"
+        tags = self.think_tags
+        if think != "off" or tags is None or self.channels or self.template is None:
+            return ""
+        switched = self._switches or self.no_think or "enable_thinking" not in tags.off
+        return "" if switched else "this model's chat template has no switch for it"
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; special tokens written in the text count as such. A beginning-of-text token is added once, where the
         model wants one. Raises TokenizerError for an id that the model has no row for."""
@@ -211,7 +231,30 @@ class Tokenizer:
         if self.channels:
             return ChannelFilter(self.decode(prompt[-64:], skip_special_tokens=False))
         tags = self.think_tags
-        return None if tags is None else ThinkFilter(tags.open, tags.close, self.opens_thinking(prompt))
+        return None if tags is None else ThinkFilter(tags.open, tags.close, self.opens_thinking(prompt), self._answer_tags)
+
+    @cached_property
+    def _answer_tags(self) -> list[tuple[str, str]]:
+        """What may stand around an answer: tags that the template or the vocabulary has."""
+        template = "" if self.template is None else self.template.source
+        return [(open, close) for open, close in ANSWER_TAGS if open in template or self._backend.token_to_id(open) is not None]
+
+    def thinking(self, on: bool) -> dict[str, object]:
+        """What tells the template whether reasoning is wanted: a switch under the names that it knows, or an effort."""
+        if self.channels:
+            return {"reasoning_effort": "high" if on else "low"}
+        off = {} if on or self.think_tags is None else self.think_tags.off
+        return {"enable_thinking": on, **dict.fromkeys(self._switches, on), **off}
+
+    @cached_property
+    def _switches(self) -> list[str]:
+        names = frozenset() if self.template is None else self.template.variables
+        return [name for name in SWITCHES if name in names]
+
+    @property
+    def no_think(self) -> str:
+        """What a system prompt has to say where no reasoning is wanted, empty where the template has a switch for it."""
+        return NO_THINK if not self._switches and self.template is not None and NO_THINK in self.template.source else ""
 
     def opens_thinking(self, prompt: Sequence[int]) -> bool:
         """Whether the prompt ends with an open tag, so that the answer begins inside the reasoning."""

@@ -3,10 +3,19 @@
 import sys
 from pathlib import Path
 
+import pytest
+from tokenizers import AddedToken
+
+from effllm.runtime.engine import open_engine
+from effllm.runtime.events import Notice
+from effllm.runtime.prepare import EngineOptions
+from effllm.runtime.sampler import SamplerSettings
+from effllm.runtime.session import Session
+from effllm.runtime.stream_filters import ANSWER_TAGS, ThinkFilter
 from effllm.runtime.text import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from test_text import CONFIG, byte_level, copy_of_fable, save, special
+from test_text import CONFIG, FABLE, byte_level, copy_of_fable, save, special
 
 
 def test_other_tags_of_reasoning(tmp_path: Path) -> None:
@@ -47,3 +56,93 @@ def test_a_channel_of_thoughts(tmp_path: Path) -> None:
                 said[kind] = said.get(kind, "") + part
             assert list(said.items()) == expected
     assert made.opens_thinking(made.encode("<turn|><|channel>thought\n", add_special_tokens=False))
+
+
+def parts_of(filter: ThinkFilter, pieces: list[str]) -> dict[str, str]:
+    said: dict[str, str] = {}
+    for kind, text in [*(part for piece in pieces for part in filter.push(piece)), *filter.flush()]:
+        said[kind] = said.get(kind, "") + text
+    return said
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("<think>\nso\n</think>\n<answer>\nyes </a>\n</answer>", {"thinking": "so", "answer": "yes </a>"}),
+    ("<think>so</think>\n\n<response>\nyes\n</response>\n", {"thinking": "so", "answer": "yes"}),
+    ("<think>so</think>yes <answer>no</answer>", {"thinking": "so", "answer": "yes <answer>no</answer>"}),
+    ("<answer>end it by </answer> and more</answer>", {"answer": "end it by </answer> and more"}),
+    ("\n<answer> yes</answ", {"answer": "yes</answ"}), ("<answer>yes\n", {"answer": "yes\n"}), ("<answ", {"answer": "<answ"}),
+    ("<think>so</think><answ", {"thinking": "so", "answer": "<answ"}), ("<think>so</think>", {"thinking": "so"}),
+    ("<answer></answer>", {}), ("<other>yes</other>", {"answer": "<other>yes</other>"}), ("</answer>", {"answer": "</answer>"}),
+])
+def test_tags_around_an_answer_are_no_part_of_it(text: str, said: dict[str, str]) -> None:
+    def made(pieces: list[str]) -> dict[str, str]:
+        return parts_of(ThinkFilter(answers=ANSWER_TAGS), pieces)
+
+    assert made([text]) == made(list(text)) == said
+    assert all(made([text[:at], text[at:]]) == said for at in range(len(text)))
+
+
+def test_without_such_tags_they_are_words_of_the_answer() -> None:
+    assert parts_of(ThinkFilter(), ["<think>so</think>\n<answer>yes</answer>"]) == {"thinking": "so", "answer": "<answer>yes</answer>"}
+
+
+def test_cohere_marks_thoughts_and_answers(tmp_path: Path) -> None:
+    """Whether the vocabulary has the answer's marks as special tokens, which decoding drops, or not."""
+    for at, is_special in enumerate((True, False)):
+        marks = [special(mark) for mark in ("<|START_THINKING|>", "<|END_THINKING|>")]
+        marks += [AddedToken(mark, special=is_special) for mark in ("<|START_RESPONSE|>", "<|END_RESPONSE|>")]
+        (tmp_path / str(at)).mkdir()
+        made = Tokenizer.load(save(tmp_path / str(at), byte_level(*marks), chat_template="{{ messages[0].content }}"), CONFIG)
+        text = "<|START_THINKING|>so<|END_THINKING|><|START_RESPONSE|>yes<|END_RESPONSE|>"
+        stream = made.stream()
+        pieces = [*map(stream.push, made.encode(text)), stream.flush()]
+        assert parts_of(made.reasoning(made.encode("Hi")), pieces) == {"thinking": "so", "answer": "yes"}
+        assert parts_of(made.reasoning(made.encode("Hi<|START_THINKING|><|END_THINKING|>")), ["yes"]) == {"answer": "yes"}
+
+
+@pytest.mark.parametrize(("template", "on", "off", "unmoved"), [
+    ("{{ '<think>' if enable_thinking }}", {"enable_thinking": True}, {"enable_thinking": False}, False),
+    ("{% if not thinking is defined %}{% set thinking = false %}{% endif %}{{ '<think>' if thinking }}",
+     {"enable_thinking": True, "thinking": True}, {"enable_thinking": False, "thinking": False}, False),
+    ("{{ '<think>' if reasoning }}", {"enable_thinking": True, "reasoning": True}, {"enable_thinking": False, "reasoning": False}, False),
+    ("{{ '<seed:think>' if thinking_budget == 0 }}", {"enable_thinking": True}, {"enable_thinking": False, "thinking_budget": 0}, False),
+    ("{{ messages[0].thinking }} thinking <think>", {"enable_thinking": True}, {"enable_thinking": False}, True),
+])
+def test_a_wish_for_reasoning_has_the_name_that_the_template_knows(tmp_path: Path, template: str, on: dict, off: dict,
+                                                                   unmoved: bool) -> None:
+    made = Tokenizer.load(copy_of_fable(tmp_path, tokenizer_config={"chat_template": template}), CONFIG)
+    assert (made.thinking(True), made.thinking(False), made.no_think) == (on, off, "")
+    assert not made.unmoved("on") and not made.unmoved("auto") and ("no switch" in made.unmoved("off")) == unmoved
+
+
+NANO = """{% set ns = namespace(enable_thinking=true) %}{% for m in messages %}{% if '/no_think' in m.content %}
+{%- set ns.enable_thinking = false %}{% endif %}{% endfor %}
+{%- for m in messages %}[{{ m.role }}]{{ m.content.replace('/no_think', '').strip() }}{% endfor %}[assistant]
+{%- if ns.enable_thinking %}<think>{% else %}<think></think>{% endif %}"""
+
+
+@pytest.mark.parametrize(("system", "think", "prompt"), [
+    (None, "off", "[system][user]Is it?[assistant]<think></think>"),
+    ("Be brief.", "off", "[system]Be brief.[user]Is it?[assistant]<think></think>"),
+    (None, "auto", "[user]Is it?[assistant]<think>"), ("Be brief.", "on", "[system]Be brief.[user]Is it?[assistant]<think>")])
+def test_a_switch_may_stand_in_the_system_prompt(tmp_path: Path, system: str | None, think: str, prompt: str) -> None:
+    made = Tokenizer.load(copy_of_fable(tmp_path, tokenizer_config={"chat_template": NANO}), CONFIG)
+    *_, engine = open_engine(FABLE, EngineOptions(device="cpu"))
+    try:
+        session = Session(engine, made, SamplerSettings(temperature=0), system=system, think=think, max_tokens=1)
+        events = list(session.ask("Is it?"))
+        assert made.decode(engine.tokens[: session.stats.prompt_tokens], skip_special_tokens=False) == prompt
+        assert not [event for event in events if isinstance(event, Notice)] and session.system == system
+    finally:
+        engine.close()
+
+
+def test_a_wish_that_changes_nothing_is_said_once(tmp_path: Path) -> None:
+    made = Tokenizer.load(copy_of_fable(tmp_path, tokenizer_config={"chat_template": "{{ messages[0].content }}<think>"}), CONFIG)
+    *_, engine = open_engine(FABLE, EngineOptions(device="cpu"))
+    try:
+        session = Session(engine, made, SamplerSettings(temperature=0), think="off", max_tokens=1)
+        said = [[event.text for event in session.ask("Is it?") if isinstance(event, Notice)] for _ in range(2)]
+        assert said == [["--think off changes nothing: this model's chat template has no switch for it"], []]
+    finally:
+        engine.close()
