@@ -398,11 +398,3 @@ def test_loading_stays_lean():
         "print([m for m in ('jinja2', 'transformers', 'huggingface_hub', 'torch', 'numba', 'pydantic') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip() == "[]"
-
-
-@pytest.mark.parametrize("mark", ["[EOT]", "[EOS]", "[e~[", "[|endofturn|]", "<seed:eos>", "<|end_of_sentence|>", "<|tool_response>",
-                                  "<|eot|>"])
-def test_marks_that_end_a_turn_where_no_file_says_so(tmp_path, mark):
-    """Of Kimi, MiniMax, EXAONE, Seed-OSS, ERNIE, Gemma 4 (behind a call of a tool) and Llama 4."""
-    made = Tokenizer.load(save(tmp_path, byte_level(special(mark))), replace(CONFIG, eos_token_ids=()))
-    assert made.stop_ids == set(made.encode(mark, add_special_tokens=False))

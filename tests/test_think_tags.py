@@ -1,6 +1,7 @@
-"""Tags of reasoning other than the usual ones, from vocabularies and templates."""
+"""Tags of reasoning and of answers, and marks that end a turn, from vocabularies and templates."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -146,3 +147,11 @@ def test_a_wish_that_changes_nothing_is_said_once(tmp_path: Path) -> None:
         assert said == [["--think off changes nothing: this model's chat template has no switch for it"], []]
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize("mark", ["[EOT]", "[EOS]", "[e~[", "[|endofturn|]", "<seed:eos>", "<|end_of_sentence|>", "<|tool_response>",
+                                  "<|eot|>"])
+def test_marks_that_end_a_turn_where_no_file_says_so(tmp_path: Path, mark: str) -> None:
+    """Of Kimi, MiniMax, EXAONE, Seed-OSS, ERNIE, Gemma 4 (behind a call of a tool) and Llama 4."""
+    made = Tokenizer.load(save(tmp_path, byte_level(special(mark))), replace(CONFIG, eos_token_ids=()))
+    assert made.stop_ids == set(made.encode(mark, add_special_tokens=False))
