@@ -7,7 +7,7 @@ where a run drafts by it, and go along when weights are quantized.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -33,13 +33,20 @@ class Place:
     norms: tuple[str, str, str]
 
 
-BEFORE = Place("mtp.", "mtp.layers.0.", "fc", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"))
-PLACES: Mapping[str, Place] = {"qwen3_5_text": BEFORE}
+APART = Place("mtp.", "mtp.layers.0.", "fc", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"))
+BEHIND = Place("model.layers.{}.", "model.layers.{}.", "eh_proj", ("enorm", "hnorm", "shared_head.norm"))  # the number behind the last
+PLACES: Mapping[str, Place] = {"qwen3_5_text": APART, "qwen3_5_moe_text": APART, "deepseek_v3": BEHIND, "glm4_moe": BEHIND,
+                               "glm4_moe_lite": BEHIND}
 
 
 def like(config: ModelConfig) -> int:
     """The layer of the model whose kind the layer is: the last one that has keys and values."""
     return config.attention_layers[-1]
+
+
+def block_name(config: ModelConfig) -> str:
+    """What the names of the layer's block begin with, of a family in PLACES."""
+    return PLACES[config.family].block.format(config.num_hidden_layers)
 
 
 def mtp_rules(config: ModelConfig) -> dict[str, TensorRule]:
@@ -48,7 +55,7 @@ def mtp_rules(config: ModelConfig) -> dict[str, TensorRule]:
     if place is None or not config.mtp_layers:
         return {}
     own, hidden = like(config), config.hidden_size
-    prefix, block = (text.format(config.num_hidden_layers) for text in (place.prefix, place.block))
+    prefix, block = place.prefix.format(config.num_hidden_layers), block_name(config)
     rules = {JOIN: TensorRule(f"{prefix}{place.join}.weight", (hidden, 2 * hidden))}
     for role, name in zip((EMBED_NORM, STATE_NORM, LAST_NORM), place.norms, strict=True):
         rules[role] = TensorRule(f"{prefix}{name}.weight", (hidden,))
@@ -61,8 +68,3 @@ def held_rules(config: ModelConfig, store: TensorStore) -> dict[str, TensorRule]
     """`mtp_rules` where a store holds all of these tensors, none where one is missing: publishers and tools leave them out."""
     rules = mtp_rules(config)
     return rules if all(rule.name in store.tensors for rule in rules.values()) else {}
-
-
-def without(roles: Iterable[str]) -> list[str]:
-    """Roles that are not the layer's."""
-    return [role for role in roles if not role.startswith(MTP)]

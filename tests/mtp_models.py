@@ -77,6 +77,7 @@ def with_layer(case: Case, folder: Path, counts: bool = False) -> Own:
     inner = raw.get("text_config", raw)
     inner["mtp_num_hidden_layers" if names[0] == "mtp." else "num_nextn_predict_layers"] = 1
     (folder / "config.json").write_text(json.dumps(raw))
+    base.config._experts_implementation = "eager"  # which knows float64
     return Own(model.double(), layer.double().eval(), join.double(), tuple(each.double() for each in norms))
 
 

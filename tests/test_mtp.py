@@ -31,8 +31,14 @@ from hybrid_models import CALM, CTX, IDS, opened
 from mtp_models import Own, own_logits, with_layer
 from test_speculation import GREEDY, PENALISED, SEEDED, Silent, Ticks
 
+FEW = {"initializer_range": 0.08, "max_position_embeddings": CTX, "vocab_size": 300}
 MODELS = {"qwen3_5_text": Case("qwen3_5_text", {**CASES["qwen3_5_text"].changes, **CALM, "attention_bias": False}),
-          "qwen3_5, images": Case("qwen3_5_text", {**CASES["qwen3_5_text"].changes, **CALM}, images=True)}
+          "qwen3_5, images": Case("qwen3_5_text", {**CASES["qwen3_5_text"].changes, **CALM}, images=True),
+          "qwen3_5_moe_text": Case("qwen3_5_moe_text", {**CASES["qwen3_5_moe_text"].changes, **CALM}),
+          "deepseek_v3": Case("deepseek_v3", {**CASES["deepseek_v3"].changes, **FEW}),
+          "glm4_moe": Case("glm4_moe", {**CASES["glm4_moe"].changes, **FEW}),
+          "glm4_moe_lite": Case("glm4_moe_lite", {**CASES["glm4_moe_lite"].changes, **FEW})}
+MIXTURES = [name for name, case in MODELS.items() if "moe" in case.family or "deepseek" in case.family]
 FIRST = next(iter(MODELS))
 
 
@@ -51,18 +57,22 @@ def folder(made: dict[str, tuple[Path, Own]]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def small(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def small(made: dict[str, tuple[Path, Own]], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The same at 4 bits."""
-    out = tmp_path_factory.mktemp("small") / "4bit"
-    run(folder, out, options("4bit"))
-    return out
+    found = {name: tmp_path_factory.mktemp("small") / "4bit" for name in (FIRST, "glm4_moe_lite")}
+    for name, out in found.items():
+        run(made[name][0], out, options("4bit"))
+    return found
 
 
-@pytest.fixture(scope="module", params=("raw", "4 bits, packed cache"))
-def engine(request: pytest.FixtureRequest, folder: Path, small: Path) -> Iterator[Engine]:
-    made = opened(folder, spec="mtp") if request.param == "raw" else opened(small, spec="mtp", kv="4bit", kv_window=32)
-    yield made
-    made.close()
+@pytest.fixture(scope="module", params=("raw", "4 bits, packed cache", "mixture", "latent, 4 bits"))
+def engine(request: pytest.FixtureRequest, made: dict[str, tuple[Path, Own]], small: dict[str, Path]) -> Iterator[Engine]:
+    asked = {"raw": (made[FIRST][0], {}), "4 bits, packed cache": (small[FIRST], {"kv": "4bit", "kv_window": 32}),
+             "mixture": (made["qwen3_5_moe_text"][0], {}), "latent, 4 bits": (small["glm4_moe_lite"], {})}
+    path, more = asked[request.param]
+    engine = opened(path, spec="mtp", **more)
+    yield engine
+    engine.close()
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -134,7 +144,8 @@ def test_what_it_knows_is_what_a_new_one_would(engine: Engine) -> None:
     engine.cache.truncate(0)
     engine.reset()
     there = own_logits(engine, text)
-    near = 0.2 if engine.cache.is_packed else 1e-3  # of a packed cache, the model's states depend on what was packed when
+    # Activations are rounded in other groups, and what of the model's states a packed cache decides depends on when it was packed.
+    near = 0.2 if engine.cache.is_packed else 1e-3 if engine.prepared.container is None else 0.05
     assert np.abs(here - there).max() < near * np.abs(there).max()
 
 
@@ -225,10 +236,15 @@ def test_models_without_are_told(tmp_path: Path, folder: Path) -> None:
         EngineOptions(draft="other", spec="mtp")
 
 
-def test_quantized_folders_keep_it(folder: Path, small: Path) -> None:
-    container = read_container(small)
+def test_a_mixture_drafts_by_it_where_it_is_asked(made: dict[str, tuple[Path, Own]]) -> None:
+    for name in MIXTURES:
+        assert planned(made[name][0], spec="mtp").speculating.mtp and not planned(made[name][0]).speculating.mtp
+
+
+def test_quantized_folders_keep_it(small: dict[str, Path]) -> None:
+    container = read_container(small[FIRST])
     own = {name: stored for name, stored in container.tensors.items() if name.startswith("mtp.")}
     assert len(own) == 15
     assert {name for name, stored in own.items() if stored.spec.is_raw} == {name for name in own if name.endswith("norm.weight") or
                                                                           "pre_fc_norm" in name}
-    assert planned(small).speculating.mtp
+    assert planned(small[FIRST]).speculating.mtp and planned(small["glm4_moe_lite"], spec="mtp").speculating.mtp

@@ -37,10 +37,12 @@ from ..config import ModelConfig
 from ..container import Container, StoredTensor
 from ..families import TensorRule
 from ..made_store import ARRANGED_NBYTES, MadeStore, scratch_nbytes, steps
+from ..mtp_tensors import mtp_rules
 from .architectures import DIVISORS, ROUTER, Architecture, architecture, own_names
 from .config import Factors, model_config, rotary_divisors
 from .gemma4 import is_unused
 from .latent_attention import HALVES, Halves, halves
+from .nextn import mtp_names
 from .split import close_all, open_parts
 from .stateful import DECAYS
 
@@ -106,13 +108,11 @@ class GgufStore(MadeStore):
         in_two: dict[str, dict[str, GgufTensor]] = {}
         tensors: dict[str, TensorInfo] = {}
         stored: dict[str, StoredTensor] = {}
-        for tensor in file.header.tensors.values():
-            if tensor.name in DIVISORS:
-                continue
-            if tensor.name.startswith(behind):
-                continue
+        for tensor in (each for each in file.header.tensors.values() if each.name not in DIVISORS):
             whole, tensor = tensor, _matrices(tensor)
             names = own_names(tensor.name, file.found, config.mixture.experts if config.mixture else 0)
+            if tensor.name.startswith(behind):
+                names = mtp_names(tensor.name, names, config)
             if names is not None and all(is_unused(name, config) for name in names):
                 continue
             if names is None or not wanted.keys() >= set(names):
@@ -327,9 +327,9 @@ def _same_values(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
 
 
 def _rules(config: ModelConfig) -> list[TensorRule]:
-    """Of all tensors that the model has."""
-    family = families.get(config.family)
-    groups = [family.outer_tensors(config), *(family.layer_tensors(config, layer) for layer in range(config.num_hidden_layers))]
+    """Of all tensors that the model has, and may have to draft by."""
+    family, layers = families.get(config.family), range(config.num_hidden_layers)
+    groups = [family.outer_tensors(config), mtp_rules(config), *(family.layer_tensors(config, layer) for layer in layers)]
     return [rule for rules in groups for rule in rules.values()]
 
 
