@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 RUN = 'effllm run MODEL "your prompt"'
 # Other names that llama.cpp has for a flag that both have, with the same values.
 SAME = {"--n-predict": "--predict", "--n-gpu-layers": "--gpu-layers", "--temperature": "--temp", "-sys": "--system",
-        "--system-prompt": "--system"}
+        "--system-prompt": "--system", "--json-schema": "--schema", "--json-schema-file": "--schema", "-jf": "--schema",
+        "--grammar-file": "--grammar"}
 # A flag of elsewhere -> the one that does this here, where the command has it.
 CALLED = {"--max-tokens": "-n", "--num-predict": "-n", "--max-new-tokens": "-n", "--num-ctx": "-c", "--n-ctx": "-c",
           "--context-length": "-c", "--max-kv-size": "-c", "--verbose": "--stats", "-v": "--stats", "--format": "--json",
-          "--kv-bits": "--kv", "--reverse-prompt": "--stop", "-r": "--stop", "--mmap": "--load", "--num-gpu": "-ngl",
+          "--kv-bits": "--kv", "--reverse-prompt": "--stop", "-r": "--stop", "-j": "--schema", "--mmap": "--load", "--num-gpu": "-ngl",
           "--num-thread": "-t", "--q-bits": "--bits", "-q": "--bits", "--quantize": "--bits", "--mlx-path": "-o", "--outfile": "-o",
           "--outtype": "--type"}
 # A flag of elsewhere -> what to type instead.

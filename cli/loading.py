@@ -137,6 +137,7 @@ def judge(answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags, saving
 
     SamplerSettings.from_generation_config({}, **sampling.said())
     StopStrings(answer.stop or ())
+    answer.form()
     for text, what in ((answer.system or "", "--system"), *((each, "--stop") for each in answer.stop or ())):
         typed_text(text, what)
     most_tokens(answer.predict)
@@ -295,7 +296,8 @@ def open_session(ref: ModelRef, answer: AnswerFlags, sampling: SamplingFlags, en
     from ..runtime.stream_filters import StopStrings
 
     settings, max_tokens, stops = sampling.settings(ref.folder, screen.note), answer.max_tokens, StopStrings(answer.stop or ()).stops
+    form = answer.form()
     with loaded(ref, engine.options(overflow=answer.overflow), screen) as model:
         asked = answer.think if model.tokenizer.thinks or "think" not in answer.settled else None
         yield Session(model.engine, model.tokenizer, settings, system=answer.system, think=asked or "auto", stops=stops,
-                      max_tokens=max_tokens, raw=raw, ignore_eos=ignore_eos)
+                      max_tokens=max_tokens, raw=raw, ignore_eos=ignore_eos, form=form)

@@ -18,6 +18,7 @@ from .. import UsageError
 from .flags import flag, flags_of, token_count
 
 if TYPE_CHECKING:
+    from ..runtime.constraint import Form
     from ..runtime.engine import EngineOptions
     from ..runtime.sampler import SamplerSettings
 
@@ -67,10 +68,11 @@ class Group:
     settled: frozenset[str] = field(default=frozenset(), kw_only=True)
 
 
-# Pairs of (field, value) of the flags of an engine that exclude each other; None is any value.
+# Pairs of (field, value) of flags that exclude each other; None is any value.
 CONTRADICTIONS = ((("kv", None), ("cache_k", None)), (("kv", None), ("cache_v", None)), (("exact", True), ("kernel", "lut")),
                   (("draft", None), ("spec", "off")), (("draft", None), ("spec", "mtp")), (("device", "cpu"), ("gpu_layers", None)),
-                  (("device", "cpu"), ("vram", None)), (("gpu_layers", 0), ("device", "cuda")), (("gpu_layers", 0), ("vram", None)))
+                  (("device", "cpu"), ("vram", None)), (("gpu_layers", 0), ("device", "cuda")), (("gpu_layers", 0), ("vram", None)),
+                  (("schema", None), ("grammar", None)))
 
 
 @dataclass(frozen=True)
@@ -203,6 +205,8 @@ class AnswerFlags(Group):
     system: Annotated[str | None, flag(ANSWER, "-s --system", "TEXT", "the system prompt")] = None
     predict: Annotated[int | None, flag(ANSWER, "-n --predict", "N", "tokens to write at most; -1 is no limit (-1)")] = None
     stop: Annotated[list[str] | None, flag(ANSWER, "--stop", "TEXT", "end before this text; may be repeated")] = None
+    schema: Annotated[str | None, flag(ANSWER, "--schema", "FILE|json", "the answer is JSON of this schema, or any object")] = None
+    grammar: Annotated[str | None, flag(ANSWER, "--grammar", "FILE", "the answer is of this grammar, in GBNF or Lark")] = None
     think: Annotated[Literal["auto", "on", "off"] | None, flag(ANSWER, "--think", "auto|on|off",
                                                                "let a model reason first, dim on stderr (auto)")] = None
     overflow: Annotated[Literal["error", "shift"] | None, flag(ANSWER, "--overflow", "error|shift",
@@ -211,6 +215,17 @@ class AnswerFlags(Group):
     @property
     def max_tokens(self) -> int | None:
         return most_tokens(self.predict)
+
+    def form(self) -> Form | None:
+        """What answers are held to; of --schema and --grammar what was typed holds. Raises UsageError."""
+        if self.schema is None and self.grammar is None:
+            return None
+        from ..runtime.constraint import form_of
+
+        kept = {name: getattr(self, name) for name in ("schema", "grammar")}
+        if None not in kept.values() and len(weaker := self.settled & kept.keys()) == 1:
+            kept[min(weaker)] = None
+        return form_of(**kept)
 
 
 def demand_room(tokens: int | None, hint: str) -> None:

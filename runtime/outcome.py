@@ -20,6 +20,7 @@ from ..offload.direct import Traffic
 from ..offload.predict import Prediction, Work, decode, prompt
 from ..offload.size import format_size
 from . import forecast, roofs
+from .events import Stats
 from .paged_experts import PagedExperts
 from .weight_tiers import weight_tiers
 
@@ -81,6 +82,21 @@ def outcome(engine: Engine, prompt_tokens: int, cached: int, made: int, prefill_
         if not miss or reads.busy_s < (1 - MISS) * decode_s:  # not all of the time
             miss = explain(engine, known.machine, ratio, steps, decode_s, passes_s, miss)
     return Outcome(expected, measured, predicted.error, first and first.seconds, waited, miss)
+
+
+def stats(engine: Engine, text: str, tokens: list[int], finish: str, seed: int, prompt_tokens: int, ttft: float, prefill: float,
+          decode: float, passes: float, drafted: Counts | None, reads: Traffic) -> Stats:
+    """What an answer cost, once it has ended; times in seconds, `ttft` to its first token."""
+    cache, cached, read = engine.cache, engine.reused, engine.read
+    found = outcome(engine, cached + read, cached, len(tokens), prefill, decode, passes, drafted, reads)
+    return Stats(
+        text=text, token_ids=tuple(tokens), finish_reason=finish, seed=seed, prompt_tokens=prompt_tokens, cached_tokens=cached,
+        read_tokens=read, load_s=engine.load_s, ttft_s=ttft, prefill_s=prefill, decode_s=decode, peak_rss_bytes=hardware.peak_rss(),
+        planned_bytes=engine.placement.total_bytes, weights_bytes=engine.model.nbytes, kv_bytes=cache.allocated_nbytes,
+        kv_bits_per_value=cache.bits_per_value, packed_bits=cache.packed_bits, kv_packed=cache.is_packed, exact_tokens=cache.exact_tokens,
+        packed_tokens=len(engine.tokens) - cache.exact_tokens, disk_bytes_read=engine.disk_nbytes, disk_wait_s=engine.disk_wait_s,
+        placement=placed(engine, found), context_used=len(engine.tokens), context_max=engine.n_ctx, truncated=engine.truncated,
+        speculation=drafted and drafted.to_json())
 
 
 def is_a_miss(ratio: float, predicted: Prediction) -> bool:

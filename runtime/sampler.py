@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -128,6 +128,7 @@ class Sampler:
         self._logits = np.empty(vocab_size, np.float32)
         self._ids, self._weights = np.empty(vocab_size, np.int32), np.empty(vocab_size, np.float32)
         self._keys, self._mass = np.empty(vocab_size, np.uint32), np.empty(sampling.BINS, np.float64)
+        self.narrow: Callable[[np.ndarray], None] | None = None  # takes away in place what may not be drawn, see `constraint.py`
         self.reset(settings.seed)
 
     def reset(self, seed: int | None = None) -> None:
@@ -156,6 +157,9 @@ class Sampler:
             seen.follow(history, settings.penalty_last_n)
             sampling.penalise(address(self._logits), address(seen.counts), address(seen.distinct), seen.known,
                               settings.repetition_penalty, settings.presence_penalty, settings.frequency_penalty)
+        if self.narrow is not None:
+            refuse_broken(float(self._logits.max()))  # nothing that is broken is hidden by being taken away
+            self.narrow(self._logits)
         return self._logits
 
     def _survivors(self, values: np.ndarray) -> int:

@@ -13,20 +13,22 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .. import EffllmError, UsageError
 from ..offload import hardware
-from ..offload.direct import Traffic
 from ..offload.notes import Fallback, refuse_fallbacks
 from .conversation_file import History, load_conversation, save_conversation
 from .engine import Engine
 from .events import Done, Event, Notice, Stats, TextDelta
 from .sampler import Sampler, SamplerSettings
 from .saved_format import Spoken
-from .speculate import Counts
 from .stream_filters import ChannelFilter, StopStrings, ThinkFilter
 from .template import TemplateRefused
 from .text import Tokenizer
+
+if TYPE_CHECKING:
+    from .constraint import Form
 
 SUMMARISE = "Summarise our conversation so far in a few sentences, keeping names, numbers and decisions."
 ANSWER_CHANNEL = "<|channel|>final<|message|>"
@@ -49,7 +51,8 @@ class Answered:
 
 
 class Session:
-    """`think`: auto leaves reasoning to the model, on and off ask its template for it. `stops` are strings that end an answer.
+    """`think`: auto leaves reasoning to the model, on and off ask its template for it. `stops` are strings that end an answer, `form` is
+    what answers are held to.
 
     Messages are dicts with `role` and `content`, the system prompt kept apart in `system`. `from_process_start`: the first answer's time
     to first token counts from the start of the process, as for a command that does nothing else.
@@ -57,11 +60,12 @@ class Session:
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, settings: SamplerSettings, system: str | None = None, think: str = "auto",
                  stops: Sequence[str] = (), max_tokens: int | None = None, raw: bool = False, ignore_eos: bool = False,
-                 from_process_start: bool = False) -> None:
+                 from_process_start: bool = False, form: Form | None = None) -> None:
         self.engine, self.tokenizer, self.system, self.think, self.stops = engine, tokenizer, system, think, tuple(stops)
         self.max_tokens, self.ignore_eos = max_tokens, ignore_eos
         self.raw = raw or tokenizer.template is None
         self.settings = settings
+        self._form = form and form.opened(tokenizer, engine.config.vocab_size)
         self.messages: list[Message] = []
         self.stats: Stats | None = None
         self._cancelled = False
@@ -185,13 +189,14 @@ class Session:
         """Ask the model for a summary and put it in the place of the history."""
         if not self.messages:
             raise UsageError("there is nothing to summarise", "ask something first")
-        before = list(self.messages)
+        before, form, self._form = list(self.messages), self._form, None
         self.messages.append({"role": "user", "content": SUMMARISE})
         finished = False
         try:
             yield from self._turn()
             finished = self.stats is not None and self.stats.finish_reason == "stop" and bool(self.messages[-1]["content"].strip())
         finally:
+            self._form = form
             summary = self.messages[-1]["content"].strip() if finished else ""
             self.messages = [{"role": "user", "content": SUMMARISE}, {"role": "assistant", "content": summary}] if finished else before
         if not finished:
@@ -280,6 +285,10 @@ class Session:
         thought: list[str] = []
         stops = StopStrings(self.stops, said)
         stream = self.tokenizer.stream(ids if self.raw or said or inside else ())
+        held = self._form and self._form.begin(said, self.raw or inside, think is not None and not think.at_answer, self.think != "off")
+        self._sampler.narrow = held and held.narrow
+        if engine.speculation is not None:
+            engine.speculation.forced = held and held.forced
         finish = "length"
 
         def split(text: str) -> list[tuple[str, str]]:
@@ -302,13 +311,15 @@ class Session:
                 yield Notice(f"the prompt of {len(ids)} tokens is longer than the context: its middle was dropped (--overflow shift)")
             dropped, read_before = engine.truncated, engine.disk_traffic
             if finish != "cancelled" and self.max_tokens != 0:
-                for step in engine.generate(self._sampler, self.max_tokens, self.tokenizer.stop_ids, self.ignore_eos):
+                for step in engine.generate(self._sampler, self.max_tokens, self.tokenizer.stop_ids, self.ignore_eos and not held):
                     tokens.append(step.token)
                     first_at = first_at or time.monotonic()
                     ends = step.finish == "stop"
                     text = "" if ends else stream.push(step.token)
                     for kind, part in split(stops.push(text)):
                         yield TextDelta(part, kind)
+                    if held:
+                        held.took(step.token, think is not None and not think.at_answer)
                     yield from (Notice(line) for line in engine.announcements())
                     if engine.truncated and not dropped:
                         dropped = True
@@ -334,33 +345,18 @@ class Session:
         origin = time.monotonic() - hardware.process_age() if self.from_process_start else started
         self.from_process_start = False
         took = [now - then for now, then in zip((engine.prefill_s, engine.decode_s, engine.passes_s), before)]
-        self.stats = self._cost("".join(shown[1:]), tokens, "length" if finish == "context" else finish, len(ids),
-                                (first_at or time.monotonic()) - origin, *took, drafted and engine.speculation.counts.since(drafted),
-                                engine.disk_traffic.since(read_before))
+        from .outcome import stats  # not on the way to the first token
+
+        self.stats = stats(engine, "".join(shown[1:]), tokens, "length" if finish == "context" else finish, self._sampler.seed, len(ids),
+                           (first_at or time.monotonic()) - origin, *took, drafted and engine.speculation.counts.since(drafted),
+                           engine.disk_traffic.since(read_before))
+        if held and finish in ("length", "context") and not held.is_whole:
+            yield Notice(f"the answer ends before it is whole as {self._form.form.flag} wants it")
         if finish == "context":
             larger = "" if engine.n_ctx >= engine.config.context_length else "-c for a larger one, "
             yield Notice(f"the context of {engine.n_ctx} tokens is full: the answer ends here ({larger}--overflow shift to go on)")
         yield Done(self.stats)
         return "".join(shown), not stops.hit, stood
-
-    def _cost(self, text: str, tokens: list[int], finish: str, prompt_tokens: int, ttft: float,
-              prefill: float, decode: float, passes: float, drafted: Counts | None, reads: Traffic) -> Stats:
-        from .outcome import outcome, placed  # not on the way to the first token
-
-        engine, cache = self.engine, self.engine.cache
-        cached, read = engine.reused, engine.read
-        found = outcome(engine, cached + read, cached, len(tokens), prefill, decode, passes, drafted, reads)
-        return Stats(
-            text=text, token_ids=tuple(tokens), finish_reason=finish, seed=self._sampler.seed, prompt_tokens=prompt_tokens,
-            cached_tokens=cached, read_tokens=read, load_s=engine.load_s, ttft_s=ttft, prefill_s=prefill, decode_s=decode,
-            peak_rss_bytes=hardware.peak_rss(), planned_bytes=engine.placement.total_bytes,
-            weights_bytes=engine.model.nbytes, kv_bytes=cache.allocated_nbytes, kv_bits_per_value=cache.bits_per_value,
-            packed_bits=cache.packed_bits, kv_packed=cache.is_packed, exact_tokens=cache.exact_tokens,
-            packed_tokens=len(engine.tokens) - cache.exact_tokens,
-            disk_bytes_read=engine.disk_nbytes, disk_wait_s=engine.disk_wait_s,
-            placement=placed(engine, found),
-            context_used=len(engine.tokens), context_max=engine.n_ctx, truncated=engine.truncated,
-            speculation=drafted and drafted.to_json())
 
     # -- files -----------------------------------------------------------------------------------------------------------------
 

@@ -39,6 +39,7 @@ TOO_SHORT = "the answer ended while passes of one token were timed"
 NO_GUESS = "nothing in the text came a second time"
 UNLIKELY = "no guess was likely enough to be worth its time"
 RESTED = "the answer ended between two looks for a guess, which are rare where passes are quick and the last ones had no draft"
+FORCED = "forced"  # the kind of a guess that leaves the model no choice but that of how to cut it into tokens
 # Looking for a guess takes some 40 us. Where a pass takes less than QUICK_S, and none of the last QUIET had a draft, it is looked for in
 # every fourth only: a repetition is found up to three tokens later.
 QUICK_S, QUIET, LOOK_EVERY = 0.004, 32, 4
@@ -115,6 +116,7 @@ class Speculation:
         self._cost = 0.0
         self._history: list[int] = []
         self._judged: list[Draft] = []  # guesses of the last pass, run or not
+        self.forced: Callable[[int], Sequence[int]] | None = None  # what has to come, at most so many tokens; see `constraint.py`
         self._step: object = None  # the cache's step that the rows below belong to
         self._ahead: tuple[int, ...] = ()
         self._rows = np.empty((0, 0), np.float32)
@@ -209,9 +211,9 @@ class Speculation:
 
     def _rests(self) -> bool:
         """Is this a pass before which no guess is looked for? Never before the first that ended, whatever cut those short that did not."""
-        if self._since_draft < QUIET or self._since_draft % LOOK_EVERY == 0 or self._model is not None or len(self._proposers) > 1:
+        if self._since_draft < QUIET or self._since_draft % LOOK_EVERY == 0 or len(self._proposers) > 1:
             return False  # what past passes found likely is seen pass by pass
-        return self._costs.alone < QUICK_S
+        return self._model is None and self.forced is None and self._costs.alone < QUICK_S
 
     def _follow(self, held: list[int], token: int) -> None:
         """The text is what is `held` and a token: judge the last guesses by what came, and tell everyone. Takes no longer for a long text:
@@ -231,6 +233,8 @@ class Speculation:
     def _draft(self, most: int, engine: Engine) -> tuple[int, ...]:
         """The tokens to run behind the next: of the guess that promises most, as many as pay."""
         self._judged = [draft for proposer in self._proposers if (draft := proposer.propose(COLUMNS - 1)) is not None]
+        if self.forced is not None and (tokens := self.forced(COLUMNS - 1)):
+            self._judged.append(Draft(tuple(tokens), FORCED))
         self._since_model += 1
         if self._costs.alone_is_due or most < 1:
             return ()

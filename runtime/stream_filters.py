@@ -111,6 +111,11 @@ class ThinkFilter:
         self._trim = started  # drop white space at the start of the next part
         self._held = ""
 
+    @property
+    def at_answer(self) -> bool:
+        """Would what comes next be the answer? Not where the text may be the beginning of a tag."""
+        return self._state in ("answer", "wrapped") or self._state != "thinking" and not self._held.strip()
+
     def push(self, text: str) -> list[Part]:
         """Parts that are certain now, in order, none empty."""
         parts: list[Part] = []
@@ -196,6 +201,11 @@ class ChannelFilter:
         begin = prompt.rfind(self.START)
         if begin >= 0:
             self._header(prompt[begin:])
+
+    @property
+    def at_answer(self) -> bool:
+        """Would what comes next be the answer? In a header it is not said yet."""
+        return self._kind == "answer"
 
     def _header(self, text: str) -> None:
         """Turn to a message whose header is `text`, or wait for the rest of it."""
