@@ -50,6 +50,7 @@ def bench(context: typer.Context, model: AnyModel = None, synthetic: Synthetic =
     from ..runtime.engine import Engine, open_prepared
 
     screen = Screen(context.obj)
+    screen.environment.demand_stdout()
     if (model is None) == (synthetic is None):
         raise UsageError("give a model or --synthetic SHAPE", "effllm bench fable")
     if json and output == "csv":

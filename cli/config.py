@@ -58,6 +58,7 @@ def register(app: typer.Typer) -> None:
 def show(context: typer.Context, model: AnyModel = None, origin: Origin = False, json: Json = False) -> None:
     """Every setting and its value; with MODEL, the values that this model's own defaults lead to."""
     screen = Screen(context.obj)
+    screen.environment.demand_stdout()
     ref = find(model, screen) if model is not None else None
     shown = list(settings(screen, ref and ref.folder))
     if ref is not None:

@@ -78,6 +78,7 @@ def ppl(context: typer.Context, model: Model, text: Text, engine: WindowFlags, w
     from ..runtime.evaluate import PerplexityResult, perplexity
 
     screen = Screen(context.obj)
+    screen.environment.demand_stdout()
     content = read_text(text, screen)
     found = find_any(model, screen)
     options = windowed(found, engine, screen)
@@ -99,6 +100,7 @@ def kld(context: typer.Context, model: Model, text: Text, engine: WindowFlags, w
     from ..runtime.evaluate import kld as compare
 
     screen = Screen(context.obj)
+    screen.environment.demand_stdout()
     content = read_text(text, screen)
     found = find_any(model, screen)
     reference_ref = find(against, screen) if against else found  # a model at --bits is held against itself as it is stored
@@ -167,6 +169,7 @@ def recall(context: typer.Context, model: Model, text: Text, engine: WindowFlags
     from ..runtime.recall import recall as ask
 
     screen = Screen(context.obj)
+    screen.environment.demand_stdout()
     if samples < 1:
         raise UsageError(f"--samples {samples} asks nothing", "at least 1")
     content = read_text(text, screen)

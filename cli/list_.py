@@ -28,6 +28,7 @@ def list_models(context: typer.Context, all: All = False, long: Long = False, js
     from ..runtime.listing import incomplete_models, local_models, unreadable_models
 
     screen = Screen(context.obj)
+    screen.environment.demand_stdout()
     variables = screen.environment.variables
     here, incomplete = local_models(variables), incomplete_models(variables)
     unreadable = unreadable_models(variables, here)

@@ -53,6 +53,7 @@ def plan(context: typer.Context, model: Model, prompt: PromptTokens = None, no_p
     from ..runtime.catalog import Absent
 
     screen = Screen(context.obj)
+    screen.environment.demand_stdout()
     if prompt is not None and prompt < 1:
         raise UsageError(f"-p {prompt} is no prompt", "1 or more tokens")
     flags = with_draft(engine, screen)

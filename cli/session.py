@@ -37,6 +37,7 @@ def list_sessions(context: typer.Context, json: Json = False) -> None:
     from ..runtime.session_store import SessionStore
 
     screen = Screen(context.obj)
+    screen.environment.demand_stdout()
     store = SessionStore(screen.environment.sessions_folder)
     found, now = store.listed(), time.time()
     if json:

@@ -258,6 +258,10 @@ def _not_found(reference: Reference, entries: Iterable[CatalogEntry], env: Mappi
         return _absent(reference, name, f"{name} is here, but not at revision {reference.revision}", pull)
     if name in repos and (reference.file or reference.variant):
         return _absent(reference, name, f"{name} is here, but {reference.file or reference.variant} of it is not", pull)
+    whole = [each.commit[:12] for each in hub.snapshots(env) if each.repo == name and not hub.missing_files(each.folder)]
+    if whole:
+        return _absent(reference, name, f"{name} is here at another revision only: {', '.join(whole)}",
+                       f"name it, {typed(f'{name}@{whole[0]}')}, or: {pull}")
     if name in repos:
         return _absent(reference, name, f"{name} is only partly downloaded", f"to complete it: {pull}")
     near = _near(name, _known(entries, repos)) or (_siblings(Path(name)) if "/" not in name else [])

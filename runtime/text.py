@@ -20,6 +20,7 @@ from .rank_vocabulary import Ranks, RanksError, find_ranks, mend_words, read_ran
 from .small_file import JSON_NBYTES, TOKENIZER_NBYTES, read_whole
 from .stream_filters import ANSWER_TAGS, OF_TEMPLATES, THINK_TAGS, ChannelFilter, ThinkFilter, ThinkTags
 from .template import ChatTemplate, TemplateError, load_template
+from .text_pieces import long_ids
 from .text_stream import Decoder, TextStream
 
 if TYPE_CHECKING:
@@ -196,7 +197,7 @@ class Tokenizer:
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         text = text.encode("utf-8", "replace").decode() if not text.isascii() else text  # a lone surrogate has no UTF-8
         try:
-            ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            ids = long_ids(self._backend, text, add_special_tokens)
         except BaseException as error:
             raise refused(error, f"{self.source} cannot make tokens of the text") from None
         if ids and max(ids) >= self._model_rows:

@@ -198,6 +198,13 @@ def test_a_stream_that_the_caller_closed(redirection: str) -> None:
     assert ran.returncode == 0 and ran.stderr == "", ran
 
 
+@pytest.mark.parametrize("command", ["list", "plan fable", "config show", "session list", "bench fable", "eval ppl fable --text README.md"])
+def test_a_report_that_has_nowhere_to_go_is_an_error_before_the_work(command: str) -> None:
+    ran = shell(f"EFFLLM {command} >&-")
+    assert ran.returncode == 1 and ran.stderr.splitlines() == ["effllm: standard output is closed: the answer has nowhere to go",
+                                                              "hint: leave it open, or write to a file: > answer.txt"], ran
+
+
 def test_help_into_a_closed_pipe_is_quiet() -> None:
     ran = shell('EFFLLM run --help | head -c 1; echo "${PIPESTATUS[0]}"')
     assert ran.stdout.endswith("0\n") and ran.stderr == "", ran

@@ -103,6 +103,11 @@ def test_one_file_after_a_colon(hub: Hub, person: Person) -> None:
 def test_revisions(hub: Hub, person: Person) -> None:
     old = hub.add(REPO, files=tiny(seed=1), branches=("main", "v1.0"))
     assert person.types("pull", f"{REPO}@v1.0").code == 0
+    short = f"{REPO}@{old.commit[:12]}"
+    assert [row["name"] for row in person.types("list", "--json").json["models"]] == ["fable", short]
+    said = person.types("show", REPO).refused(3)
+    assert f"{REPO} is here at another revision only: {old.commit[:12]}" in said
+    assert f"hint: name it, {short}, or: effllm pull {REPO}" in said
     new = hub.add(REPO, files=tiny(seed=2))
     assert person.types("pull", REPO).code == 0
     assert on_disk(person.snapshot(REPO, old.commit)) == old.files and on_disk(person.snapshot(REPO, new.commit)) == new.files

@@ -1,0 +1,69 @@
+"""A long text in pieces that are encoded one by one: the library takes 150 bytes of memory for a character of what it encodes at once.
+
+A text is cut before a space and a letter, or at a line's end, where the tokens around the cut are the same with it and without. Where no
+such place is found, as in vocabularies that put a space before every text, it stays in one piece.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+
+import tokenizers
+
+PIECE = 1 << 17  # characters
+AT_ONCE = 4  # pieces, which the library encodes side by side
+AROUND = 400  # characters on either side of a cut that are looked at
+WITHIN = 4096  # characters before the end of a piece in which a cut is looked for
+TRIES = 20
+LIKELY = re.compile(r"(?<=\S) (?=[^\W\d_])|(?<=\S)\n(?=\S)|(?<=\n)(?=[^\W\d_])")
+
+
+def long_ids(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    """Token ids of a text of any length."""
+    if len(text) <= PIECE:
+        return backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def plain(part: str) -> list[int]:
+        return backend.encode(part, add_special_tokens=False).ids
+
+    ids: list[int] = []
+    waiting: list[str] = []
+    for piece in pieces(text, plain):
+        waiting.append(piece)
+        if len(waiting) == AT_ONCE:
+            ids += _ids(backend, waiting)
+            waiting = []
+    ids += _ids(backend, waiting)
+    if not add_special_tokens:
+        return ids
+    bare, whole = plain("a"), backend.encode("a", add_special_tokens=True).ids
+    at = next((at for at in range(len(whole) - len(bare) + 1) if whole[at : at + len(bare)] == bare), None)
+    return backend.encode(text, add_special_tokens=True).ids if at is None else whole[:at] + ids + whole[at + len(bare) :]
+
+
+def _ids(backend: tokenizers.Tokenizer, texts: list[str]) -> list[int]:
+    return [token for made in backend.encode_batch_fast(texts, add_special_tokens=False) for token in made.ids]
+
+
+def pieces(text: str, encode: Callable[[str], list[int]]) -> Iterator[str]:
+    """What `text` is put together of; each of about PIECE characters where there are places to cut."""
+    begin, target = 0, PIECE
+    while target < len(text):
+        cut = _place(text, begin, target, encode)
+        if cut is not None:
+            yield text[begin:cut]
+            begin = cut
+        target += PIECE
+    yield text[begin:]
+
+
+def _place(text: str, begin: int, end: int, encode: Callable[[str], list[int]]) -> int | None:
+    """A place at or before `end` where a cut changes no token, among the last few that come into question."""
+    start = max(begin + 1, end - WITHIN)
+    found = [match.start() for match in LIKELY.finditer(text, start, end)]
+    for at in reversed(found[-TRIES:]):
+        left, right = text[max(begin, at - AROUND) : at], text[at : at + AROUND]
+        if encode(left + right) == encode(left) + encode(right):
+            return at
+    return None
