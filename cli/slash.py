@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 # name in /set -> (field of SamplerSettings, type): the same names as on the command line
 SETTINGS = names_and_types(SamplingFlags)
 
+FORMS = ("schema", "grammar")  # of which the answers are held to one
 # What Ollama calls them after /set, and what it sets there that is no setting of an answer.
-OLLAMAS = {"temperature": "temp", "num_predict": "predict", "typical_p": "typical"}
+OLLAMAS = {"temperature": "temp", "format": "schema", "num_predict": "predict", "typical_p": "typical"}
 ELSEWHERE = {"system": "/system TEXT sets the system prompt", "num-ctx": "the context is chosen at the start: effllm chat MODEL -c 4096",
              "verbose": "/stats tells what the last answer cost; effllm chat MODEL --stats, what each does", "history": "it is always kept",
              "nothink": "/set think off"}
@@ -126,7 +127,7 @@ def change(chat: Conversation, rest: str) -> None:
 
 
 def settable() -> list[str]:
-    return [*SETTINGS, "predict", "think", "markdown"]
+    return [*SETTINGS, "predict", "think", "markdown", *FORMS]
 
 
 def current(chat: Conversation, name: str) -> object:
@@ -135,6 +136,8 @@ def current(chat: Conversation, name: str) -> object:
         return "unlimited" if session.max_tokens is None else session.max_tokens
     if name == "think":
         return session.think
+    if name in FORMS:
+        return session.form.name if session.form and session.form.flag == f"--{name}" else "off"
     if name == "markdown":
         return "on" if chat.screen.markdown else "off"
     value = getattr(session.settings, SETTINGS[name][0])
@@ -147,6 +150,10 @@ def assign(chat: Conversation, name: str, value: str) -> None:
         if value not in ("auto", "on", "off"):
             raise UsageError(f"think is auto, on or off, not {value!r}", "/set think off")
         session.think = value
+    elif name in FORMS:
+        from ..runtime.constraint import form_of
+
+        session.hold_to(None if value == "off" else form_of(**{**dict.fromkeys(FORMS), name: value}))
     elif name == "markdown":
         if value not in ("on", "off"):
             raise UsageError(f"markdown is on or off, not {value!r}", "/set markdown on")

@@ -65,7 +65,7 @@ class Session:
         self.max_tokens, self.ignore_eos = max_tokens, ignore_eos
         self.raw = raw or tokenizer.template is None
         self.settings = settings
-        self._form = form and form.opened(tokenizer, engine.config.vocab_size)
+        self.hold_to(form)
         self.messages: list[Message] = []
         self.stats: Stats | None = None
         self._cancelled = False
@@ -86,6 +86,15 @@ class Session:
         """New settings start a new sampler; the old random state ends with it."""
         self._settings = settings
         self._sampler = Sampler(settings, self.engine.config.vocab_size)
+
+    @property
+    def form(self) -> Form | None:
+        """What answers are held to."""
+        return self._form and self._form.form
+
+    def hold_to(self, form: Form | None) -> None:
+        """Hold answers to a form from now on, or to none. Raises EffllmError, and what was stays."""
+        self._form = form and form.opened(self.tokenizer, self.engine.config.vocab_size)
 
     @property
     def used(self) -> int:
@@ -351,7 +360,7 @@ class Session:
                            (first_at or time.monotonic()) - origin, *took, drafted and engine.speculation.counts.since(drafted),
                            engine.disk_traffic.since(read_before))
         if held and finish in ("length", "context") and not held.is_whole:
-            yield Notice(f"the answer ends before it is whole as {self._form.form.flag} wants it")
+            yield Notice(f"the answer ends before it is whole as {self.form.flag} wants it")
         if finish == "context":
             larger = "" if engine.n_ctx >= engine.config.context_length else "-c for a larger one, "
             yield Notice(f"the context of {engine.n_ctx} tokens is full: the answer ends here ({larger}--overflow shift to go on)")
