@@ -275,6 +275,8 @@ def has_template(folder: Path) -> bool:
     """Whether a chat template lies there, in a file of its own or in the tokenizer's config."""
     if (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
         return True
+    if (folder / hub.RANKS[0]).is_file() and not (folder / "tokenizer.json").exists():  # of which the version has one
+        return True
     try:
         return b'"chat_template"' in read_whole(folder / "tokenizer_config.json", JSON_NBYTES)
     except OSError:

@@ -17,7 +17,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from .gguf.splits import CUTTERS, KIMI, LLAMA3_WORDS, same_pattern
+from .gguf.splits import CUTTERS, KIMI, LLAMA3_WORDS, TEKKEN_SIGNS, same_pattern
 from .hub import RANKS
 from .small_file import TOKENIZER_NBYTES, read_whole
 from .template import ChatTemplate
@@ -159,7 +159,7 @@ def _cuts(ranks: Mapping[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
 def mend_words(backend: Tokenizer) -> bool:
     """Whether a tokenizer.json had Mistral's vocabulary, yet the pattern of another, as the first conversions of Mistral Small 3.1 and of
     models made of it do: such words are then cut as Mistral does. The vocabulary is known by the numbers of two bytes and of a mark."""
-    if [backend.token_to_id(text) for text in ("[INST]", "\u0100", "\u0120")] != [3, 1000, 1032] or backend.pre_tokenizer is None:
+    if any(backend.token_to_id(text) != number for number, text in TEKKEN_SIGNS.items()) or backend.pre_tokenizer is None:
         return False
     raw = json.loads(backend.pre_tokenizer.__getstate__())
     steps = raw["pretokenizers"] if raw["type"] == "Sequence" else [raw]

@@ -16,6 +16,7 @@ import tokenizers
 
 from .. import EffllmError, ModelNotFound
 from ..offload.header import is_gguf
+from .gguf.splits import TEKKEN_REMARK
 from .rank_vocabulary import Ranks, RanksError, find_ranks, mend_words, read_ranks
 from .small_file import JSON_NBYTES, TOKENIZER_NBYTES, read_whole
 from .stream_filters import ANSWER_TAGS, OF_TEMPLATES, THINK_TAGS, ChannelFilter, ThinkFilter, ThinkTags
@@ -100,7 +101,7 @@ class Tokenizer:
             path = folder / "tokenizer.json"
             backend, remarks, own = _open_backend(path), [], None
             if mend_words(backend):
-                remarks.append(f"{path.name} cuts words otherwise than Mistral's models were trained; they are cut as Mistral does")
+                remarks.append(TEKKEN_REMARK.format(path.name))
         else:
             path, backend, special, remarks, own = ranks.path, ranks.backend, ranks.special | special, [], ranks.template
         template = load_template(folder, settings, special)

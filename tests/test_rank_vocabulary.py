@@ -191,6 +191,16 @@ def test_a_conversion_that_cuts_words_as_others_do_is_mended(mistral: Tokenizer,
     assert not other.remarks and json.loads(other.to_json())["pre_tokenizer"] == raw["pre_tokenizer"]
 
 
+@pytest.mark.parametrize(("pre", "mended"), [("pixtral", True), ("llama-bpe", True), ("tekken", False), ("qwen2", False)])
+def test_a_file_that_cuts_words_as_others_do_is_mended(mistral: Tokenizer, pre: str, mended: bool) -> None:
+    metadata = tokenizer_metadata(mistral.source.parent, mistral, 4000) | {"tokenizer.ggml.pre": pre}
+    read = read_vocabulary(GgufHeader(Path("m.gguf"), metadata, {}))
+    assert read.pre == ("tekken" if mended else pre) and ("m.gguf cuts words" in "".join(read.remarks)) == mended
+    metadata["tokenizer.ggml.tokens"] = [*metadata["tokenizer.ggml.tokens"][:3], "[OTHER]", *metadata["tokenizer.ggml.tokens"][4:]]
+    other = read_vocabulary(GgufHeader(Path("m.gguf"), metadata, {}))
+    assert other.pre == pre and not other.remarks
+
+
 @pytest.mark.parametrize("name", ["tekken", "kimi-k2"])
 def test_gguf_has_a_name_for_their_words(mistral: Tokenizer, kimi: Tokenizer, name: str) -> None:
     made = {"tekken": mistral, "kimi-k2": kimi}[name]

@@ -20,7 +20,7 @@ from ...offload.header import shown
 from ..template import ChatTemplate
 from ..text import END_OF_TURN, END_TAG, TokenizerError
 from ..text import Tokenizer as ModelTokenizer
-from .splits import CUTTERS, pre_tokenizer
+from .splits import CUTTERS, LLAMA3_WORDS, TEKKEN_REMARK, TEKKEN_SIGNS, pre_tokenizer
 from .store import read_header
 
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)
@@ -40,7 +40,7 @@ MOST_CUTS = 1 << 22  # of all tokens; a vocabulary of 256,000 has a fifth of it
 @dataclass(frozen=True)
 class Vocabulary:
     """`tokens` by id with their `kinds`; `scores` of a SentencePiece one, `merges` of a byte-level one. `ids` of special roles. `swallows`:
-    white space behind a mark is no part of the text."""
+    white space behind a mark is no part of the text. `remarks`: what is read otherwise than the file says."""
 
     path: Path
     model: str
@@ -54,6 +54,7 @@ class Vocabulary:
     space_prefix: bool
     template: str | None
     swallows: bool = False
+    remarks: tuple[str, ...] = ()
 
     @property
     def special_tokens(self) -> dict[str, str]:
@@ -103,8 +104,12 @@ def read_vocabulary(header: GgufHeader) -> Vocabulary:
         raise fail("tokenizer.chat_template", "a text")
     name = str(data.get("general.name")).lower()  # of a Phi 3 that was written as another architecture
     swallows = model == "llama" and (data.get("general.architecture") == "phi3" or "phi-3" in name or "phi3" in name)
+    mistral = len(tokens) > max(TEKKEN_SIGNS) and all(tokens[number] == text for number, text in TEKKEN_SIGNS.items())
+    remarks = ()
+    if model == "gpt2" and mistral and CUTTERS[pre].patterns == (LLAMA3_WORDS,):
+        pre, remarks = "tekken", (TEKKEN_REMARK.format(path.name),)
     return Vocabulary(path, model, pre, tokens, kinds, scores, merges, ids, data.get("tokenizer.ggml.add_bos_token", default) is True,
-                      data.get("tokenizer.ggml.add_space_prefix", True) is not False, template, swallows)
+                      data.get("tokenizer.ggml.add_space_prefix", True) is not False, template, swallows, remarks)
 
 
 def backend(vocabulary: Vocabulary) -> Tokenizer:
@@ -187,7 +192,8 @@ def load_tokenizer(path: Path, model_rows: int) -> ModelTokenizer:
     special = vocabulary.special_tokens
     template = None if vocabulary.template is None else ChatTemplate(vocabulary.template, special)
     ends = [vocabulary.ids[name] for name in ENDS if name in vocabulary.ids]
-    return ModelTokenizer(backend(vocabulary), special, vocabulary.add_bos, vocabulary.ids.get("bos"), model_rows, ends, template, path)
+    return ModelTokenizer(backend(vocabulary), special, vocabulary.add_bos, vocabulary.ids.get("bos"), model_rows, ends, template, path,
+                          vocabulary.remarks)
 
 
 def tokenizer_files(path: Path) -> dict[str, str]:
