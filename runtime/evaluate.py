@@ -87,13 +87,13 @@ def windows(tokenizer: Tokenizer, text: str, ctx: int, source: str = "the text",
 
 
 def in_windows(options: EngineOptions, folder: Path, usual: int) -> tuple[EngineOptions, list[str]]:
-    """The options with a context to cut a text by, `usual` or the model's own if it is less where none was asked for; and what to say where
-    that of a person's settings gives way to it, which `strict` refuses."""
+    """The options with a context to cut a text by, `usual` or the model's own if it is less where none was asked for, and without drafts,
+    which scores have no use for; and what to say where that of a person's settings gives way to it, which `strict` refuses."""
     config, notices = read_config(folder), []
     asked = fitted(replace(options, preset=options.preset & {"ctx"}), folder, config, None, notices)
     if options.strict:
         refuse_fallbacks(notices)
-    return replace(options, ctx=asked.ctx or min(usual, config.max_position_embeddings)), notices
+    return replace(options, ctx=asked.ctx or min(usual, config.max_position_embeddings), spec="off"), notices
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:

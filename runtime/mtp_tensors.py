@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .config import ModelConfig
 
 MTP = "mtp."  # before the roles of the layer
-JOIN, EMBED_NORM, STATE_NORM, LAST_NORM = "join", "embed_norm", "state_norm", "last_norm"
+JOIN, EMBED_NORM, STATE_NORM, LAST_NORM = "join", "next_norm", "seen_norm", "last_norm"
 
 
 @dataclass(frozen=True)

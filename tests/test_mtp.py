@@ -5,6 +5,7 @@ import json
 import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from effllm import UsageError
 from effllm.offload.notes import Fallback
+from effllm.offload.placement import Residency
 from effllm.runtime import mtp, prepare
 from effllm.runtime.container import read_container
 from effllm.runtime.engine import Engine
@@ -21,7 +23,7 @@ from effllm.runtime.mtp import OwnDrafts, cache_shape, own_cache_nbytes
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.speculate import Speculation
-from effllm.runtime.speculation_plan import NO_ROOM
+from effllm.runtime.speculation_plan import AWAY, BESIDE_GPU, NO_ROOM, decide
 from effllm.runtime.weight_tiers import weight_tiers
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -178,6 +180,22 @@ def test_it_begins_anew_behind_what_it_did_not_see(engine: Engine, monkeypatch: 
     assert answer(engine, IDS[:50], 20) == plain
 
 
+def test_a_context_that_shifts_and_a_cache_on_the_disk(folder: Path, tmp_path: Path) -> None:
+    for asked in ({"ctx": 256, "overflow": "shift"}, {"kv_ram": "740Ki", "spill_dir": str(tmp_path)}):
+        engine = opened(folder, spec="mtp", **asked)
+        assert engine.prepared.speculating.mtp and (engine.placement.kv_pages is not None) == ("kv_ram" in asked)
+        with_drafts = drafting(engine)
+        found = []
+        for each in (None, with_drafts):
+            engine.speculation = each
+            engine.cache.truncate(0)
+            engine.reset()
+            found.append(answer(engine, IDS[:200], 300))
+        assert found[0] == found[1] and with_drafts.counts.drafted > 100
+        engine.speculation = with_drafts
+        engine.close()
+
+
 def test_memory_is_what_was_planned(folder: Path) -> None:
     engine = opened(folder, spec="mtp")
     own, planned = engine.speculation._model, engine.prepared
@@ -216,6 +234,10 @@ def test_when_it_drafts(folder: Path) -> None:
     assert not planned(folder, ram=tight).speculating.mtp
     with pytest.raises(UsageError, match="too little memory"):
         planned(folder, spec="mtp", ram=tight, strict=True)
+    config, streamed = whole.config, replace(whole.placement, residency=Residency((), (0,), 0, 1 << 30, 1 << 20))
+    assert decide(EngineOptions(spec="mtp"), config, streamed, None)[1] == (AWAY,)
+    beside = replace(whole.placement, budget=replace(whole.placement.budget, vram=1))
+    assert decide(EngineOptions(spec="mtp"), config, beside, None)[1] == (BESIDE_GPU,)
 
 
 def test_models_without_are_told(tmp_path: Path, folder: Path) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ...offload.header import CheckpointError, shown
 from ..config_rope import GROWTH
 from ..families import FAMILIES, expert_of, kind_of, mixtral, qwen3_moe
-from . import gemma4, half_layers, latent_attention, linear_attention, short_conv, state_spaces
+from . import gemma4, half_layers, latent_attention, linear_attention, nextn, short_conv, state_spaces
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
@@ -256,7 +256,7 @@ ROLES = {
     "embed": "token_embd", "norm": "output_norm", "head": "output", "input_norm": "attn_norm", "post_norm": "ffn_norm", "q": "attn_q",
     "k": "attn_k", "v": "attn_v", "o": "attn_output", "q_norm": "attn_q_norm", "k_norm": "attn_k_norm", "o_norm": "post_attention_norm",
     "down_norm": "post_ffw_norm", "gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down", "router": ROUTER,
-    "shared.scale": SHARE, "correction": CORRECTION, **linear_attention.ROLES, **latent_attention.ROLES,
+    "shared.scale": SHARE, "correction": CORRECTION, **linear_attention.ROLES, **latent_attention.ROLES, **nextn.ROLES,
     **{f"shared.{own.removesuffix('_proj')}": part for part, own in SHARED_EXPERT.items()},
 }
 

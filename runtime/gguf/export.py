@@ -33,11 +33,11 @@ from ..families import SHARED, expert_of, kind_of
 from ..generation_config import read_generation_config
 from ..outliers import check_outliers
 from ..source import is_rounded, licence_of, open_store
-from ..tensors import ModelTensor, check_tensors
+from ..tensors import ModelTensor, check_tensors, with_own_layer
 from ..text import Tokenizer
 from ..written import demand_folder, what_lies_at
-from . import half_layers, latent_attention, stateful
-from .architectures import BY_FAMILY, Architecture, file_part
+from . import half_layers, latent_attention, nextn, stateful
+from .architectures import BY_FAMILY, Architecture, file_architecture, file_part
 from .config_out import TYPES, config_metadata, exported_as, rotary_tensors, unused_window
 from .settings import licence_metadata, sampling_metadata
 from .store import separated
@@ -97,7 +97,7 @@ def export_gguf(source: Path, out: Path, kind: str, name: str, replace: bool = F
         raise UsageError(f"{source} has its neurons laid out one by one, as no other program reads them", "export the original checkpoint")
     with open_store(source, wide="f32") as store:
         _check_target(out, replace, store)
-        tensors = check_tensors(config, store, container)
+        tensors = (with_own_layer if config.family in nextn.WRITTEN else check_tensors)(config, store, container)
         config = replace_fields(config, tie_word_embeddings="head" not in tensors["outer"])
         found = exported_as(config)
         check_outliers(tensors, store)
@@ -106,7 +106,9 @@ def export_gguf(source: Path, out: Path, kind: str, name: str, replace: bool = F
         yield from map(Notice, remarks)
         keys = _tokenizer(source, config) if tokenizer is None else tokenizer
         licence = licence or (container and container.source.get("licence")) or licence_of(source)
-        metadata = config_metadata(config, name, kind) | licence_metadata(source, licence) | sampling_metadata(settings) | dict(keys)
+        ahead = nextn.stated(file_architecture(config), config) if nextn.parted(tensors["outer"])[1] else {}
+        metadata = config_metadata(config, name, kind) | ahead | licence_metadata(source, licence)
+        metadata |= sampling_metadata(settings) | dict(keys)
         factors = rotary_tensors(config)
         planned = [PlannedTensor(each, "F32", values.shape) for each, values in factors.items()] + [job.planned for job in jobs]
         yield from _notices(config, jobs, kind, is_rounded(source))
@@ -169,11 +171,12 @@ def _tokenizer(source: Path, config: ModelConfig) -> dict[str, Value]:
 def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], config: ModelConfig, found: Architecture, kind: str) -> Iterator[_Job]:
     """The tensors of the file in the model's order: what is one in it and several in the model is put together."""
     heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads} if found.interleaved else {}
-    outer = tensors["outer"]
+    outer, beside = nextn.parted(tensors["outer"])
     if "head" not in outer and BY_FAMILY[config.family] in HEADED:
         outer = {**outer, "head": outer["embed"]}
     parts = {part: whole for whole, own in found.fused.items() for part in own}
-    for key, roles in (("outer", outer), *((key, roles) for key, roles in tensors.items() if key != "outer")):
+    layers = [(key, roles) for key, roles in tensors.items() if key != "outer"]
+    for key, roles in (("outer", outer), *layers, (config.num_hidden_layers, beside)):
         grouped: dict[str, list[tuple[str, ModelTensor]]] = {}
         for role, tensor in roles.items():
             own, end = file_part(role, found), "bias" if role.endswith("_bias") or role == "correction" else "weight"

@@ -5,12 +5,31 @@ Copies of the embedding and of the head, which some files have of it, are left o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
+from ...offload.gguf import Value
 from ..config import ModelConfig
 from ..mtp_tensors import EMBED_NORM, JOIN, LAST_NORM, MTP, STATE_NORM, block_name, mtp_rules
 
+if TYPE_CHECKING:
+    from ..tensors import ModelTensor
+
+WRITTEN = ("glm4_moe", "qwen3_5_moe_text", "qwen3_5_text")  # families whose files llama.cpp has long taken with such a block
 PARTS = {"nextn.eh_proj": JOIN, "nextn.enorm": EMBED_NORM, "nextn.hnorm": STATE_NORM, "nextn.shared_head_norm": LAST_NORM}
+
+ROLES = {role: part for part, role in PARTS.items()}
+
+
+def parted(outer: Mapping[str, ModelTensor]) -> tuple[dict[str, ModelTensor], dict[str, ModelTensor]]:
+    """What is outside the layers without the layer to draft by, and that layer's tensors by their roles in it."""
+    beside = {role.removeprefix(MTP): tensor for role, tensor in outer.items() if role.startswith(MTP)}
+    return {role: tensor for role, tensor in outer.items() if not role.startswith(MTP)}, beside
+
+
+def stated(arch: str, config: ModelConfig) -> dict[str, Value]:
+    """The keys of a file that has the layer, which counts it among its blocks."""
+    return {f"{arch}.block_count": config.num_hidden_layers + 1, f"{arch}.nextn_predict_layers": 1}
 
 
 def mtp_names(name: str, own: Sequence[str] | None, config: ModelConfig) -> tuple[str, ...]:
