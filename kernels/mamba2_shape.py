@@ -15,7 +15,7 @@ from .state_shape import STRETCH, StateShape
 @dataclass(frozen=True)
 class Mamba2Shape(StateShape):
     """Heads and the width of one; `depth` numbers remember each of its channels. Heads in one of `groups`, side by side, are written and
-    read by the same B and C. `taps` of the convolution over all of these, which may be `biased`."""
+    read by the same B and C. `taps` of the convolution over all of these, which may be `biased`. `normed`: what is read is, in groups."""
 
     title: ClassVar[str] = "state spaces"
     heads: int
@@ -24,6 +24,7 @@ class Mamba2Shape(StateShape):
     depth: int
     taps: int
     biased: bool = True
+    normed: bool = True
 
     @property
     def values(self) -> int:

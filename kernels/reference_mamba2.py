@@ -28,7 +28,9 @@ def recur(x: np.ndarray, b: np.ndarray, c: np.ndarray, decay: np.ndarray, step: 
     return np.stack(out) if out else x, s
 
 
-def gated_norm(out: np.ndarray, z: np.ndarray, weight: np.ndarray, groups: int, eps: float) -> np.ndarray:
-    """out [T, H P] times silu(z), then the rms norm of every group of channels."""
+def gated_norm(out: np.ndarray, z: np.ndarray, weight: np.ndarray | None, groups: int, eps: float) -> np.ndarray:
+    """out [T, H P] times silu(z), then the rms norm of every group of channels unless there is none."""
     gated = (out * activate(z.astype(np.float64), "silu")).reshape(len(out), groups, -1)
+    if weight is None:
+        return gated.reshape(out.shape)
     return normalise(gated, "rms", np.ones(1), None, eps).reshape(out.shape) * weight

@@ -25,7 +25,7 @@ class Dims:
     lie on a disk. `state`: of layers that remember in a fixed size. `gated_queries`: a gate beside every query. `latent`: the widths of
     latent attention. `other_heads`: (key-value heads, their size) of layers in which these are others. `given`: numbers that
     all layers together are given of a token beside the stream. `apart`: experts are a branch beside an MLP. `joined`: numbers of a token
-    that the layer for multi-token prediction begins with, 0 for a run without it.
+    that the layer for multi-token prediction begins with, 0 for a run without it. `beside`: layers have attention and a state side by side.
     """
 
     hidden: int
@@ -50,6 +50,7 @@ class Dims:
     given: int = 0
     apart: bool = False
     joined: int = 0
+    beside: bool = False
 
     @property
     def alike(self) -> tuple[Dims, ...]:

@@ -30,11 +30,13 @@ class ShortConv:
 @dataclass(frozen=True)
 class Mamba2:
     """State spaces: `conv` [taps, C] and its `bias` [C] or None, `decay`, `dt` and `skip` [H] (see `kernels/reference_mamba2.py`), `norm`
-    over groups of channels; float32."""
+    over groups of channels, None for none; float32. `gate_factor` and `step_factor` multiply gates, and steps before `dt` is added."""
 
     conv: object
     bias: object | None
     decay: object
     dt: object
     skip: object
-    norm: Norm
+    norm: Norm | None
+    gate_factor: float = 1.0
+    step_factor: float = 1.0

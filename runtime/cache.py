@@ -13,7 +13,7 @@ what both can.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -44,10 +44,11 @@ NO_READERS: Mapping[int, LayerPages] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class LayerCache:
-    """What a block sees of the cache."""
+    """What a block sees of the cache. `states`: of a layer that has some beside its keys and values."""
 
     pages: LayerPages
     cache: KVCache
+    states: LayerStates | None = None
 
     def attend(self, q: object, k: object | None, v: object | None, sinks: object | None = None) -> object:
         """Append k, v `[T, KVH * D]` at the step's positions, then attend with q `[T, H * D]` -> `[T, H * D]`; None where an earlier layer
@@ -58,24 +59,29 @@ class LayerCache:
             self.pages.write(k, v, step.slots, step.rows)
         return self.pages.attend(q, step.position, step.blocks, sinks)
 
+    def mix(self, products: Sequence[object], w: object) -> object:
+        """See `LayerStates`."""
+        return self.states.mix(products, w)
+
 
 class KVCache(CacheBytes):
     """`layers` are the backends' storages of the layers that have pages, in layer order, `codecs` what seals these; `layouts` are those of
     exact tokens (of a cache without pages any) and `exact` their memory; `sealers` are told when all of a page has been noted; `pool` has
     the memory of sealed pages, of which those of `spilling` layers may lie on a disk. `probes` are what a policy sees of attention.
-    `states` are those of the layers without pages, which `stateful` gives by number; `readers` are, by number, what layers without keys
-    and values of their own see of others'. `n` tokens are held. `open_cache` makes one."""
+    `states` are those of the layers that have some, which `stateful` gives by number: without pages, or `beside` them; `readers` are, by
+    number, what layers without keys and values of their own see of others'. `n` tokens are held. `open_cache` makes one."""
 
     def __init__(self, layers: Sequence[LayerPages], codecs: Sequence[RawCodec | PackedCodec], policy: Policy, shape: CacheShape,
                  layouts: Sequence[PageLayout], exact: Sequence[np.ndarray] = (), sealers: Sequence[Sealer] = (),
                  pool: PagePool | None = None, probes: Probes | None = None, spilling: Sequence[LayerPages] = (),
                  states: States | None = None, stateful: Mapping[int, LayerStates] = NO_STATES,
-                 readers: Mapping[int, LayerPages] = NO_READERS) -> None:
+                 readers: Mapping[int, LayerPages] = NO_READERS, beside: Collection[int] = ()) -> None:
         self._exact, self._sealers, self.pool, self.probes, self._spilling = exact, sealers, pool, probes, spilling
         self.shape, self.codecs, self.policy, self.layouts = shape, codecs, policy, layouts
         self._layers = [LayerCache(pages, self) for pages in layers]
         self.states, paged, others = states, iter(self._layers), {**stateful, **{i: LayerCache(each, self) for i, each in readers.items()}}
-        self._of_model = [others[index] if index in others else next(paged) for index in range(len(layers) + len(others))]
+        self._of_model = [replace(next(paged), states=stateful[index]) if index in beside else others.get(index) or next(paged)
+                          for index in range(len(layers) + len(others) - len(beside))]
         self.better = [codec.better for codec in codecs if codec.better is not None]
         self._used: dict[int, int] = {}  # parts of slots that hold tokens, or did and have not been given back
         self.step: Step | None = None

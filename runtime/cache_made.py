@@ -10,7 +10,7 @@ from ..quant.kv import PackedCodec, PackedFormat, RawCodec
 from .cache import KVCache
 from .cache_parts import layer_codecs, sealers, selective
 from .cache_probes import Probes
-from .cache_shape import AttnSpec, CacheShape, LayerSpec, SharedPages, exact_nbytes, page_sizes
+from .cache_shape import AttnSpec, Both, CacheShape, LayerSpec, SharedPages, exact_nbytes, page_sizes
 from .policy import open_policy
 from .states import LayerStates, States, controls
 
@@ -21,10 +21,11 @@ def open_cache(backends: Sequence[object], specs: Sequence[LayerSpec], kv: RawCo
     profile says. `disk`: where pages go that memory does not hold, of layers on the CPU."""
     states, stateful = _open_states(backends, specs)
     shared = {index: spec.layer for index, spec in enumerate(specs) if isinstance(spec, SharedPages)}
-    every = tuple(index for index in range(len(specs)) if index not in stateful and index not in shared)
+    both = frozenset(index for index, spec in enumerate(specs) if isinstance(spec, Both))
+    every = tuple(index for index in range(len(specs)) if index in both or (index not in stateful and index not in shared))
     if not every:
         return _without_pages(states, stateful, shape, kv)
-    backends, specs = [backends[index] for index in every], [specs[index] for index in every]
+    backends, specs = [backends[index] for index in every], [getattr(specs[index], "attention", specs[index]) for index in every]
     heads = [(spec.kv_heads, spec.head_dim) for spec in specs]
     layouts, codecs = [kv.layout(*each) for each in heads], codecs or layer_codecs(kv, heads)
     sizes = page_sizes(codecs, layouts)
@@ -53,13 +54,13 @@ def open_cache(backends: Sequence[object], specs: Sequence[LayerSpec], kv: RawCo
     policy = open_policy(kv.policy, codecs[0].share if better else 0.0)
     probes = Probes(specs, shape, every) if policy.probes else None
     return KVCache(layers, codecs, policy, shape, layouts, exact, sealing, pool, probes, [pages for pages, _ in spilling], states, stateful,
-                   readers)
+                   readers, both)
 
 
 def _open_states(backends: Sequence[object], specs: Sequence[LayerSpec]) -> tuple[States | None, dict[int, LayerStates]]:
-    """The states of layers that have no pages, together and by layer."""
+    """The states of layers that have some, together and by layer."""
     told = controls()
-    shapes = {index: spec for index, spec in enumerate(specs) if not isinstance(spec, AttnSpec | SharedPages)}
+    shapes = {index: getattr(spec, "state", spec) for index, spec in enumerate(specs) if not isinstance(spec, AttnSpec | SharedPages)}
     stateful = {index: backends[index].state_layer(spec, anonymous(spec.nbytes), told) for index, spec in shapes.items()}
     return (States([*stateful.values()], next(iter(shapes.values())), told) if shapes else None), stateful
 

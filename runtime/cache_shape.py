@@ -11,6 +11,7 @@ from ..kernels.layout import PAGE, PageLayout
 from ..quant.kv import PackedCodec, RawCodec
 
 if TYPE_CHECKING:
+    from ..kernels.state_shape import StateShape
     from .config import ModelConfig
 
 
@@ -33,7 +34,15 @@ class SharedPages:
     layer: int
 
 
-LayerSpec = "AttnSpec | SharedPages | StateShape"  # what a layer remembers a text in: pages of keys and values, its own or not, or a state
+@dataclass(frozen=True)
+class Both:
+    """Of a layer with attention and a state side by side."""
+
+    attention: AttnSpec
+    state: StateShape
+
+
+LayerSpec = "AttnSpec | SharedPages | StateShape | Both"  # what a layer remembers a text in: pages of keys and values or a state
 
 
 def attention_specs(config: ModelConfig) -> list[AttnSpec]:
@@ -46,6 +55,8 @@ def attention_specs(config: ModelConfig) -> list[AttnSpec]:
 def layer_specs(config: ModelConfig) -> list[LayerSpec]:
     """What each layer remembers a text in."""
     paged = dict(zip(config.attention_layers, attention_specs(config), strict=True))
+    if config.states_beside:
+        return [Both(paged[layer], config.state) for layer in range(config.num_hidden_layers)]
     return [config.state if layer in config.state_layers else paged.get(layer) or SharedPages(config.kv_sources[layer])
             for layer in range(config.num_hidden_layers)]
 

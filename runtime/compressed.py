@@ -45,6 +45,7 @@ SPELLED = {"ernie4_5": "Ernie4_5", "ernie4_5_moe": "Ernie4_5_Moe", "gemma3_text"
            "minimax_m2": "MiniMaxM2", "opt": "OPT", "qwen3_5_moe_text": "Qwen3_5Moe", "qwen3_5_text": "Qwen3_5", "smollm3": "SmolLM3"}
 NOT_WRITTEN = {**dict.fromkeys(("gpt_oss", "granitemoe"), "other tools want their experts joined"),
                "gemma4_text": "no other tool was found to read what its layers are given, and its experts, so",
+               "falcon_h1": "no other tool was found to read what its config multiplies by so",
                "nemotron_h": "no other tool was found to read their layers so",
                **dict.fromkeys(("lfm2", "lfm2_moe"), "no other tool was found to read their convolutions so"),
                **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text"), "no other tool was found to read their linear attention so")}

@@ -97,7 +97,8 @@ class ModelConfig:
     `layer_ffn`: by layer the width inside its MLP, where layers differ. `values_normed`: values are normed head by head, without a weight;
     `keys_as_values`: layers in which they are what keys are made of too. `input_width`: of what every layer is given of a token beside the
     stream, 0 for nothing, of which there is a table of `input_vocab` rows, times `input_multiplier`. `layers_scaled`: what leaves a layer
-    is multiplied by a number of the layer's. `without_mlp`: layers that have none.
+    is multiplied by a number of the layer's. `without_mlp`: layers that have none. `states_beside`: layers with a state have attention too,
+    both of one input. `factors`: what a tensor's values, or what a matrix gives, is multiplied by, as pairs of a role and a number.
     """
 
     family: str
@@ -147,13 +148,15 @@ class ModelConfig:
     input_multiplier: float = 1.0
     layers_scaled: bool = False
     without_mlp: tuple[int, ...] = ()
+    states_beside: bool = False
+    factors: tuple[tuple[str, float], ...] = ()
     warnings: tuple[str, ...] = ()
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """Those that have keys and values of their own."""
         return tuple(layer for layer in range(self.num_hidden_layers)
-                     if layer not in self.state_layers and (not self.kv_sources or self.kv_sources[layer] == layer))
+                     if (self.states_beside or layer not in self.state_layers) and (not self.kv_sources or self.kv_sources[layer] == layer))
 
     def heads_of(self, layer: int) -> tuple[int, int]:
         """Key-value heads of a layer, and their size, which is that of its query heads."""
@@ -162,6 +165,10 @@ class ModelConfig:
     def ffn_of(self, layer: int) -> int:
         """The width inside a layer's MLP."""
         return self.layer_ffn[layer] if self.layer_ffn else self.intermediate_size
+
+    def factor(self, role: str) -> float:
+        """What of a role is multiplied by."""
+        return dict(self.factors).get(role, 1.0)
 
     @property
     def cache_heads(self) -> tuple[tuple[int, int], ...]:

@@ -64,7 +64,8 @@ class CacheForm:
         """(bytes that are taken whatever the context, bytes of a page of the grid) of every layer; without what a policy adds."""
         always, pages = list(self.states), [0] * len(self.states)
         for layer, layout, size in zip(self.paged, self.layouts, page_sizes(self.codecs, self.layouts), strict=True):
-            always[layer], pages[layer] = exact_nbytes(layout, shape), size
+            always[layer] += exact_nbytes(layout, shape)  # beside a state, where a layer has both
+            pages[layer] = size
         return tuple(always), tuple(pages)
 
     def shape(self, ctx: int, tokens: int) -> CacheShape:

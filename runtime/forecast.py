@@ -116,7 +116,7 @@ def work(prepared: Prepared, tensors: Tensors) -> Work:
     return Work(
         parts=tuple(Part(kind, round(nbytes[kind, last, routed]), round(products[kind, last, routed]), last, routed)
                     for kind, last, routed in nbytes),
-        **attention_work(prepared), kv=options.kv, stateful=len(config.state_layers),
+        **attention_work(prepared), kv=options.kv, stateful=0 if config.states_beside else len(config.state_layers),
         state_bytes=0 if config.state is None else STATE_TRAFFIC * config.state.state_floats * len(config.state_layers),
         streamed=placement.streamed_bytes if paged is None else round(paged.nbytes(1)),
         # What streams is counted with its alignment: where all of it does, that is more than the weights are.
@@ -128,7 +128,7 @@ def work(prepared: Prepared, tensors: Tensors) -> Work:
 def attention_work(prepared: Prepared) -> dict[str, object]:
     """What attention adds to `Work`: layers that differ by themselves, and those too that read another's keys and values again."""
     config, every = prepared.config, prepared.placement.kv_bytes_per_token
-    attending = [layer for layer in range(config.num_hidden_layers) if layer not in config.state_layers]
+    attending = [layer for layer in range(config.num_hidden_layers) if config.states_beside or layer not in config.state_layers]
     widths = tuple(2 * config.num_attention_heads * config.heads_of(layer)[1] for layer in attending)
     found = {"attention_width": max(widths, default=0), "windows": tuple(config.windows[layer] for layer in attending), "kv_bytes": every}
     if not config.layer_heads and not config.kv_sources:

@@ -96,7 +96,11 @@ def cut(tensors: Mapping[int | str, Mapping[str, ModelTensor]], store: TensorSto
 
 
 def stages_of(roles: Collection[str]) -> tuple[tuple[str, ...], ...]:
-    """STAGES of a layer. Where one norm serves attention and MLP side by side, o comes last (`families/cohere.py`)."""
+    """STAGES of a layer. Where one norm serves attention and MLP side by side, o comes last (`families/cohere.py`); a state beside
+    attention reads behind it, and both are added then (`families/falcon_h1.py`)."""
+    if "state_in" in roles and "q" in roles:
+        first = ("q", "k", "v"), *STAGES[:2], ("o",)
+        return (*first, *(stage for stage in STAGES if "q" not in stage and stage not in first))
     if "input_norm" not in roles or "post_norm" in roles:
         return STAGES
     return (*(stage for stage in STAGES if stage != ("o",)), ("o",))

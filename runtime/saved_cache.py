@@ -51,8 +51,8 @@ NOT_OF_PAGES = {"warnings", "ropes", "bos_token_id", "eos_token_ids", "max_posit
 LATER = {"state", "state_layers", "gated_queries"}
 FIRST_CALLED = {"state": "delta", "state_layers": "delta_layers"}  # fields of a config, by the names that sessions know them by
 LATER_UNLESS_USED = {"input_multiplier", "input_vocab", "input_width", "keys_as_values", "kv_sources", "latent", "layer_ffn", "layer_heads",
-                     "layers_scaled", "values_normed", "without_mlp"}  # at their default
-LATER_OF_DELTA = ", tiled=False"
+                     "factors", "layers_scaled", "states_beside", "values_normed", "without_mlp"}  # at their default
+LATER_OF_STATES = ", tiled=False", ", normed=True"
 LATER_OF_MIXTURES = (", gated=True", ", apart=False", ", groups=1, kept_groups=1",
                      ", sigmoid=False, factor=1.0, corrected=False, shared_width=None, shared_scaled=False")
 
@@ -108,7 +108,8 @@ def _of_config(config: ModelConfig) -> str:
     for later in LATER_OF_MIXTURES:
         values["mixture"] = values["mixture"].replace(later, "")
     if "delta" in values:
-        values["delta"] = values["delta"].replace(LATER_OF_DELTA, "")
+        for later in LATER_OF_STATES:
+            values["delta"] = values["delta"].replace(later, "")
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:32]
 
 

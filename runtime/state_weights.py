@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from .config import ModelConfig
 
 
+PARTS = ("state_in.values", "state_in.b", "state_in.c")  # of what state spaces convolve, as factors have them
+
+
 @dataclass(frozen=True)
 class StateWeights:
     """`products`: what reads the layer's input, in the order in which its kernels take the results; `out` reads what they give. `own`: all
@@ -52,7 +55,15 @@ class Source:
 
     def conv(self) -> object:
         """Taps of the convolution, which go tap by tap along the channels there."""
-        return self.put(self.values("state_conv").reshape(-1, self.config.state.taps).T)
+        taps = self.values("state_conv").reshape(-1, self.config.state.taps)
+        return self.put((taps * channel_factors(self.config)[:, None] if self.config.factors else taps).T)
+
+
+def channel_factors(config: ModelConfig) -> np.ndarray:
+    """What each channel of a convolution of state spaces is multiplied by, float32: values, B and C."""
+    own = config.state
+    parts = own.values, *[own.groups * own.depth] * 2
+    return np.repeat(np.array([config.factor(role) for role in PARTS], np.float32), parts)
 
 
 def delta(found: Source) -> StateWeights:
@@ -69,9 +80,9 @@ def short_conv(found: Source) -> StateWeights:
 
 def mamba2(found: Source) -> StateWeights:
     """Decays are stored as logarithms."""
-    norm = Norm("rms", found.vector("state_norm"), None, found.config.norm_eps)
+    norm = Norm("rms", found.vector("state_norm"), None, found.config.norm_eps) if found.config.state.normed else None
     own = Mamba2(found.conv(), found.vector("state_conv_bias"), found.put(np.exp(found.values("state_decay"))), found.vector("state_dt"),
-                 found.vector("state_skip"), norm)
+                 found.vector("state_skip"), norm, found.config.factor("state_gate"), found.config.factor("state_rate"))
     return StateWeights(tuple(map(found.linear, ("state_in", "state_gate", "state_rate"))), found.linear("state_out"), own)
 
 

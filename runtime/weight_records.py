@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -88,6 +88,8 @@ class WeightRecords:
             return Norm("rms", ops.put(np.ones(size, np.float32) * np.float32(factors), "f32"), None, config.norm_eps)
 
         router, post_norm, correction = linear("router"), norm("post_norm") or Norm("none"), vector("correction")
+        if (factor := config.factor("post_norm")) != 1.0:
+            post_norm = replace(post_norm, weight=ops.put(as_float32(roles["post_norm"], raw) * np.float32(factor), "f32"))
         apart = None
         if config.mixture is not None and config.mixture.apart and router is not None:
             root = np.float32(config.hidden_size**-0.5)

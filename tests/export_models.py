@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 from family_models import (
     ERNIE_EXPERTS,
+    FALCON,
     GEMMA_4,
     GEMMA_EXPERTS,
     GLM_EXPERTS,
@@ -41,6 +42,11 @@ SU = {"short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [2.0 + 0
 GEMMA_4_FILE = {"sliding_window": 24, "vocab_size_per_layer_input": 4096, "hidden_size_per_layer_input": 64, "initializer_range": 0.12}
 # Twice as wide as the model, as llama.cpp has it.
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 2, "mamba_d_state": 16}
+FALCON_FILE = {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16}
+# Multipliers by which 16-bit weights are multiplied exactly.
+POWERS = {"attention_in_multiplier": 0.5, "attention_out_multiplier": 4.0, "embedding_multiplier": 8.0, "key_multiplier": 2.0,
+          "lm_head_multiplier": 0.25, "mlp_multipliers": [0.5, 0.25], "ssm_in_multiplier": 2.0, "ssm_out_multiplier": 0.125,
+          "ssm_multipliers": [0.25, 0.5, 1.0, 2.0, 0.125]}
 HEADS = {"mamba_num_heads": 6, "mamba_head_dim": 32, "ssm_state_size": 16}  # of state spaces
 MODELS = {
     "llama": Case("llama", {"tie_word_embeddings": True}),
@@ -105,6 +111,9 @@ MODELS = {
     "granitemoehybrid, experts": Case("granitemoehybrid", {
         **GRANITE, **GRANITE_4, **MAMBA, "num_local_experts": 6, "num_experts_per_tok": 2, "shared_intermediate_size": 64,
         "layer_types": ["mamba", "attention", "mamba"], "position_embedding_type": None}),
+    "falcon_h1": Case("falcon_h1", {**FALCON, **FALCON_FILE, **POWERS}),
+    "falcon_h1, norms, tied": Case("falcon_h1", {**FALCON, **FALCON_FILE, "mamba_rms_norm": True, "mamba_norm_before_gate": False,
+                                                 "mamba_n_groups": 2, "tie_word_embeddings": True}),
     "nemotron_h": Case("nemotron_h", {**NEMOTRON, **HEADS, "layers_block_type": ["mamba", "mlp", "mamba", "attention", "mlp", "mamba"]}),
     "nemotron_h, experts": Case("nemotron_h", {
         **NEMOTRON, **HEADS, **NEMOTRON_EXPERTS, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 64,

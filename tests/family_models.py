@@ -58,6 +58,11 @@ NEMOTRON = {"head_dim": 32, "mamba_num_heads": 6, "mamba_head_dim": 20, "n_group
             "time_step_min": 1e-12}
 NEMOTRON_EXPERTS = {"n_routed_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "moe_shared_expert_intermediate_size":
                     56, "routed_scaling_factor": 2.5, "intermediate_size": 40}
+# Three state heads of 40 for a width of 64, and every multiplier another number.
+FALCON = {"head_dim": 32, "mamba_d_ssm": 120, "mamba_n_heads": 3, "mamba_d_head": 40, "mamba_d_state": 24, "mamba_n_groups": 1,
+          "attention_in_multiplier": 0.8, "attention_out_multiplier": 0.9375, "embedding_multiplier": 5.7, "key_multiplier": 0.39,
+          "lm_head_multiplier": 0.31, "mlp_multipliers": [0.88, 0.59], "ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.24,
+          "ssm_multipliers": [0.35, 0.25, 0.45, 0.5, 0.7]}
 ERNIE_EXPERTS = {"moe_num_experts": 12, "moe_k": 3, "moe_intermediate_size": 40, "moe_num_shared_experts": 2, "moe_layer_start_index": 1}
 K_EXPERTS = {"num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "num_shared_experts": 2,
              "routed_scaling_factor": 1.75}
@@ -207,6 +212,11 @@ CASES = {
     "nemotron_h, groups of experts, bfloat16": Case("nemotron_h", {
         **NEMOTRON, **NEMOTRON_EXPERTS, "layers_block_type": ["mamba", "moe", "attention", "moe"], "n_group": 4, "topk_group": 2,
         "norm_topk_prob": False, "routed_scaling_factor": 1.0}, dtype="bfloat16"),
+    "falcon_h1": Case("falcon_h1", {**FALCON, "vocab_size": 301}),
+    "falcon_h1, norms, tied, bfloat16": Case("falcon_h1", {
+        **FALCON, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_n_groups": 3, "mamba_conv_bias": False, "mamba_d_conv": 3,
+        "tie_word_embeddings": True, "num_key_value_heads": 1}, dtype="bfloat16"),
+    "falcon_h1, no multipliers": Case("falcon_h1", {key: value for key, value in FALCON.items() if "multiplier" not in key}),
     "ernie4_5_moe": Case("ernie4_5_moe", {**ERNIE_EXPERTS, "use_bias": False}),
     "ernie4_5_moe, some layers dense, bfloat16": Case("ernie4_5_moe", {
         **ERNIE_EXPERTS, "num_hidden_layers": 5, "moe_layer_start_index": 2, "moe_layer_end_index": 3, "moe_num_shared_experts": 1,

@@ -17,13 +17,14 @@ IDS = np.random.default_rng(5).integers(0, 300, CTX).tolist()
 GREEDY = SamplerSettings(temperature=0)
 # Heads as wide as a packed cache takes them, matrices that are cut, and weights of which answers are no lottery.
 CALM = {"head_dim": 64, "initializer_range": 0.08, "max_position_embeddings": CTX, "vocab_size": 300}
-# Of each one layer has keys and values, and three a state.
+# Of each one layer has keys and values, and three a state; of Falcon H1 all four both.
 MODELS = {"qwen3_5_text": Case("qwen3_5_text", {**CASES["qwen3_5_text"].changes, **CALM, "attention_bias": False}),
           "granitemoehybrid": Case("granitemoehybrid", {
               **CASES["granitemoehybrid, state spaces"].changes, **CALM, "tie_word_embeddings": False,
               "layer_types": ["mamba", "mamba", "attention", "mamba"]}),
           "nemotron_h": Case("nemotron_h", {
               **CASES["nemotron_h"].changes, **CALM, "layers_block_type": ["mamba", "mlp", "mamba", "attention", "mlp", "mamba", "mlp"]}),
+          "falcon_h1": Case("falcon_h1", {**CASES["falcon_h1"].changes, **CALM, "num_hidden_layers": 4}),
           "lfm2": Case("lfm2", {**CALM, "num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"]})}
 KINDS = ("raw", "4 bits", "4 bits, packed cache", "packed cache")
 

@@ -27,7 +27,7 @@ DELTAS = {"usual": DeltaShape(2, 4, 128, 128, 4), "odd": DeltaShape(3, 3, 24, 40
           "one tap": DeltaShape(1, 1, 16, 33, 1), "tiled": DeltaShape(2, 6, 24, 20, 4, tiled=True)}
 CONVS = {"usual convolution": ConvShape(256, 3), "odd convolution": ConvShape(37, 5), "convolution of one tap": ConvShape(20, 1)}
 MAMBAS = {"usual state space": Mamba2Shape(4, 64, 1, 128, 4), "odd state space": Mamba2Shape(6, 10, 2, 24, 3),
-          "state space of one tap": Mamba2Shape(2, 7, 2, 256, 1)}
+          "state space of one tap": Mamba2Shape(2, 7, 2, 256, 1), "state space without a norm": Mamba2Shape(3, 20, 1, 24, 4, normed=False)}
 SHAPES: dict[str, StateShape] = {**DELTAS, **CONVS, **MAMBAS}
 EPS = 1e-6
 Arrays = tuple[np.ndarray, ...]
@@ -79,7 +79,8 @@ def conv_expected(shape: ConvShape, w: SimpleNamespace, given: Arrays) -> tuple[
 def mamba_weights(shape: Mamba2Shape) -> SimpleNamespace:
     return SimpleNamespace(conv=normal(1, shape.taps, shape.channels), bias=normal(5, shape.channels) if shape.taps > 1 else None,
                            decay=np.exp(normal(2, shape.heads)), dt=normal(3, shape.heads), skip=normal(6, shape.heads),
-                           norm=SimpleNamespace(weight=normal(4, shape.values), eps=EPS))
+                           norm=SimpleNamespace(weight=normal(4, shape.values), eps=EPS) if shape.normed else None,
+                           gate_factor=1.0 if shape.normed else 0.7, step_factor=1.0 if shape.normed else 1.3)
 
 
 def mamba_inputs(shape: Mamba2Shape, products: list[np.ndarray]) -> None:
@@ -94,9 +95,10 @@ def mamba_expected(shape: Mamba2Shape, w: SimpleNamespace, given: Arrays) -> tup
     x, b, c = np.split(mixed, (shape.values, shape.values + shape.groups * shape.depth), axis=1)
     heads = lambda x, count: x.reshape(len(x), count, -1)  # noqa: E731
     out, state = reference_mamba2.recur(heads(x, shape.heads), heads(b, shape.groups), heads(c, shape.groups),
-                                        *reference_mamba2.steps(steps, w.decay, w.dt), w.skip,
+                                        *reference_mamba2.steps(steps * np.float64(w.step_factor), w.decay, w.dt), w.skip,
                                         np.zeros((shape.heads, shape.head_dim, shape.depth)))
-    return reference_mamba2.gated_norm(out.reshape(len(xbc), -1), z, w.norm.weight, shape.groups, EPS), state.reshape(-1)
+    weight, gates = None if w.norm is None else w.norm.weight, z * np.float64(w.gate_factor)
+    return reference_mamba2.gated_norm(out.reshape(len(xbc), -1), gates, weight, shape.groups, EPS), state.reshape(-1)
 
 
 KINDS = {Mamba2Shape: Kind(mamba_weights, mamba_inputs, mamba_expected),

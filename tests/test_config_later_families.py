@@ -69,6 +69,17 @@ PUBLISHED = {
                    "rope_parameters": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 16.0, "llama_4_scaling_beta": 0.1, "mscale": 1.0,
                                        "mscale_all_dim": 1.0, "original_max_position_embeddings": 16384, "rope_theta": 1000000.0,
                                        "rope_type": "yarn", "type": "yarn"}, "sliding_window": None, "tie_word_embeddings": True},
+    "falcon_h1": {
+        "architectures": ["FalconH1ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "attention_in_multiplier": 1.0,
+        "attention_out_multiplier": 0.9375, "attn_layer_indices": None, "bos_token_id": 1, "embedding_multiplier": 5.656854249492381,
+        "eos_token_id": 11, "head_dim": 64, "key_multiplier": 0.390625, "lm_head_multiplier": 0.0390625, "mamba_chunk_size": 128,
+        "mamba_conv_bias": True, "mamba_d_conv": 4, "mamba_d_head": 64, "mamba_d_ssm": 1536, "mamba_d_state": 128, "mamba_expand": 2,
+        "mamba_n_groups": 1, "mamba_n_heads": 24, "mamba_norm_before_gate": False, "mamba_proj_bias": False, "mamba_rms_norm": False,
+        "mamba_use_mlp": True, "max_position_embeddings": 16384, "mlp_bias": False, "mlp_expansion_factor": 8, "mlp_multipliers": [
+            0.8838834764831844, 0.5859375], "num_logits_to_keep": 1, "pad_token_id": 0, "projectors_bias": False, "rms_norm_eps": 1e-5,
+        "rope_scaling": None, "rope_theta": 100_000_000_000.0, "sliding_window": None, "ssm_in_multiplier": 1.25, "ssm_multipliers": [
+            0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.3535533905932738], "ssm_out_multiplier": 0.23570226039551587,
+        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True},
     "nemotron_h": {
         "architectures": ["NemotronHForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "auto_map": {
             "AutoConfig": "configuration_nemotron_h.NemotronHConfig", "AutoModelForCausalLM": "modeling_nemotron_h.NemotronHForCausalLM"},
@@ -160,6 +171,29 @@ def test_layers_of_nemotron_h_are_halves() -> None:
     assert config.num_hidden_layers == 6 and config.state_layers == (0, 1, 2, 5) and config.without_mlp == (1, 2, 4)
     kinds = ["mamba", "mlp", "mamba", "mamba", "attention", "mlp", "attention", "mamba", "mlp"]
     assert parse_config({**base, "num_hidden_layers": 9, "hybrid_override_pattern": None, "layers_block_type": kinds}) == config
+
+
+@pytest.mark.parametrize(("key", "value"), [
+    ("mlp_multipliers", [1.0]), ("mlp_multipliers", [0.0, 1.0]), ("ssm_multipliers", "1"), ("ssm_multipliers", [1, 2, 3, 4, float("inf")]),
+    ("key_multiplier", -1.0), ("lm_head_multiplier", 0), ("mamba_d_ssm", 1000), ("mamba_n_groups", 7), ("mamba_norm_before_gate", True),
+    ("time_step_limit", [0.1, 0.2]), ("projectors_bias", True), ("attn_layer_indices", [1]), ("hidden_act", "gelu"),
+    ("mamba_use_mlp", False)])
+def test_what_falcon_h1_cannot_do_is_named(key: str, value: object) -> None:
+    base = {**LLAMA, "model_type": "falcon_h1", **PUBLISHED["falcon_h1"], "mamba_rms_norm": key == "mamba_norm_before_gate"}
+    refused({**base, key: value}, key)
+
+
+def test_multipliers_of_falcon_h1() -> None:
+    """Where they went; those of 1 are nowhere."""
+    base = {**LLAMA, "model_type": "falcon_h1", **PUBLISHED["falcon_h1"]}
+    config = parse_config(base, strict=True)
+    assert config.attn_scale == pytest.approx(0.390625 / 8) and config.logits_scaling == pytest.approx(25.6)
+    assert dict(config.factors) == pytest.approx({
+        "o": 0.9375, "state_out": 0.23570226, "post_norm": 0.88388348, "down": 0.5859375 / 0.88388348, "state_gate": 1.25 * 0.35355339,
+        "state_in.values": 0.3125, "state_in.b": 1.25 * 0.35355339, "state_in.c": 0.625, "state_rate": 1.25 * 0.35355339})
+    plain = parse_config({key: value for key, value in base.items() if "multiplier" not in key}, strict=True)
+    assert plain.factors == () and plain.attn_scale is None and plain.attention_layers == plain.state_layers == (0, 1, 2, 3)
+    assert not plain.state.normed and plain.state.values == 1536
 
 
 def test_mixtures_of_nemotron_h() -> None:

@@ -152,6 +152,9 @@ PECULIAR = {
                 {"mixture": {"per_token": 1}}],
     "nemotron_h, experts": [{"mixture": each} for each in ({"renormalise": False}, {"sigmoid": False}, {"factor": 1.0},
                                                            {"corrected": False}, {"shared_width": None})] + [{"hidden_act": "relu"}],
+    "falcon_h1": [{"attn_scale": None}, {"embedding_multiplier": 1.0}, {"logits_scaling": 1.0}, {"ropes": (None,) * 3},
+                  *({"factors": {role: 1.0}} for role in ("o", "state_out", "post_norm", "down", "state_gate", "state_in.values",
+                                                          "state_in.b", "state_in.c", "state_rate"))],
     "opt": [{"position_offset": 0}, {"position_offset": 1}, {"hidden_act": "gelu"}, {"norm_eps": 1e-1}],
 }
 
@@ -169,6 +172,8 @@ def test_every_peculiarity_of_a_family_shows(name: str, tmp_path: Path) -> None:
             own = {field: value for field, value in taken["ropes"].items() if hasattr(config.rope, field)}
             other = replace(config.rope, **(own or {"params": {**config.rope.params, **taken["ropes"]}}))
             taken = {"ropes": (other,) * 3}
+        if "factors" in taken:
+            taken = {"factors": tuple((dict(config.factors) | taken["factors"]).items())}
         if "mixture" in taken:
             taken = {"mixture": replace(config.mixture, **taken["mixture"])}
         asked = EngineOptions(kv="32bit", device="cpu", ctx=256)
@@ -184,7 +189,7 @@ def test_every_peculiarity_of_a_family_shows(name: str, tmp_path: Path) -> None:
                                   "exaone4", "arcee", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "deepseek_v2", "deepseek_v3",
                                   "glm4_moe_lite", "qwen3_5_text", "qwen3_5_text, other layers", "qwen3_5_moe_text", "lfm2",
                                   "lfm2, other taps, bfloat16", "lfm2_moe", "granitemoehybrid, state spaces", "nemotron_h",
-                                  "nemotron_h, experts",
+                                  "nemotron_h, experts", "falcon_h1", "falcon_h1, norms, tied, bfloat16",
                                   "granitemoehybrid, experts, bfloat16", "gemma4_text", "gemma4_text, keys as values",
                                   "gemma4_text, mixture"])
 def test_the_other_backend_agrees(name: str, tmp_path: Path) -> None:

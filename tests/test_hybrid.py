@@ -170,9 +170,10 @@ def test_the_plan_counts_what_is_allocated(folder: Path, kv: str) -> None:
     try:
         cache, config, placement = engine.cache, engine.config, engine.placement
         paged = len(config.attention_layers)
-        assert (paged, len(config.state_layers)) == (1, 3)
+        stateful = len(config.state_layers)
+        assert (paged, stateful) == ((4, 4) if config.states_beside else (1, 3))
         states = sum(layer._slots.nbytes + layer.recent.nbytes for layer in cache.states.layers)
-        assert cache.states.nbytes == states == 3 * config.state.nbytes
+        assert cache.states.nbytes == states == stateful * config.state.nbytes
         assert all(0 <= layer.recent.nbytes - 4 * REPEATED * config.state.recent < 64 for layer in cache.states.layers)
         exact, sealed = sum(map(len, cache._exact)), cache.shape.pages * cache.sealed_nbytes
         assert placement.kv_bytes == exact + sealed + cache.states.nbytes
@@ -194,7 +195,8 @@ def test_layers_of_both_kinds_on_a_card(folder: Path, small: Path) -> None:
             placement, config = engine.placement, engine.config
             on_card = [layer for layer in range(config.num_hidden_layers) if placement.devices[layer] == "cuda"]
             states = sum(layer in config.state_layers for layer in on_card) * config.state.nbytes
-            pages = sum(layer in config.attention_layers for layer in on_card) * (placement.kv_bytes - 3 * config.state.nbytes)
+            pages = placement.kv_bytes - len(config.state_layers) * config.state.nbytes
+            pages = pages * sum(layer in config.attention_layers for layer in on_card) // len(config.attention_layers)
             assert len(on_card) == layers and placement.card.kv_bytes == states + pages
             found = logits(engine)
             assert np.abs(found - expected).max() < 1e-3 * np.abs(expected).max()
@@ -301,7 +303,9 @@ def test_a_forecast_counts_states_beside_attention(folder: Path) -> None:
     prepared = prepare(folder, EngineOptions(device="cpu", ctx=CTX))
     asked = work(prepared, check_tensors(prepared.config, prepared.store))
     prepared.store.close()
-    assert asked.windows == (None,) and asked.layers == 4 and asked.state_bytes == 3 * 12 * prepared.config.state.state_floats
+    config = prepared.config
+    assert asked.windows == (None,) * len(config.attention_layers) and asked.layers == 4
+    assert asked.state_bytes == len(config.state_layers) * 12 * config.state.state_floats
     assert asked.bytes_per_token == sum(part.nbytes for part in asked.parts)
     rates = Rates(1e6, 0.0, 0.0, {part.kind: KindRate(1e6, 1e12) for part in asked.parts}, {asked.kv: KindRate(1e12, 1e12)})
     without = replace(asked, state_bytes=0)

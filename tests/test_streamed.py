@@ -105,7 +105,7 @@ FAMILIES = ("llama, odd vocabulary", "llama, biases", "llama, tied, one KV head"
             "phi3", "gemma", "gemma2", "olmo2", "olmo3", "ministral3", "seed_oss", "granite", "opt", "opt, no biases",
             "starcoder2", "exaone4", "arcee", "ernie4_5", "ernie4_5, biases, yarn, bfloat16", "glm", "glm4", "qwen3_5_text",
             "qwen3_5_text, other layers", "lfm2", "lfm2, other taps, bfloat16",
-            "granitemoehybrid, state spaces", "nemotron_h")
+            "granitemoehybrid, state spaces", "nemotron_h", "falcon_h1")
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -115,7 +115,7 @@ def test_every_kind_of_block_gives_the_same_bits(name: str, tmp_path: Path, smal
 
 
 @pytest.mark.parametrize("name", ("phi3", "qwen3", "opt", "ernie4_5", "glm4", "qwen3_5_text", "lfm2", "granitemoehybrid, state spaces",
-                                  "nemotron_h"))
+                                  "nemotron_h", "falcon_h1"))
 def test_quantized_families_give_the_same_bits(name: str, tmp_path: Path, small_parts: None) -> None:
     written(CASES[name], tmp_path / "model")
     run(tmp_path / "model", tmp_path / "out", options("4bit"))

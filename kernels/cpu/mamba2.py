@@ -40,8 +40,8 @@ def run(states: Mamba2States, xbc: np.ndarray, z: np.ndarray, steps: np.ndarray,
     raw, mixed, gates = states.passing(tokens)
     block[X:MEMORY] = ops.at(xbc), tokens, ops.at(mixed), 0 if raw is None else ops.at(raw), address(w.conv), address(w.bias)
     block[loops.Z : loops.EPS] = (ops.at(z), ops.at(steps), ops.at(gates), ops.at(out), address(w.decay), address(w.dt), address(w.skip),
-                                  address(w.norm.weight))
-    block.view(np.float64)[loops.EPS] = w.norm.eps
+                                  0 if w.norm is None else address(w.norm.weight))
+    block.view(np.float64)[loops.EPS : loops.HEADS] = 0.0 if w.norm is None else w.norm.eps, w.gate_factor, w.step_factor
     at = address(block)
     ops.run(loops.mix_inputs, at, tokens * shape.channels >= SHARE_FROM, block)
     ops.run(loops.recur, at, tokens * shape.state_floats >= SHARE_FROM, block)
@@ -56,10 +56,11 @@ def run_reference(states: Mamba2States, xbc: np.ndarray, z: np.ndarray, steps: n
         raw[:] = xbc
     before = states.last_inputs(states.told()[0], xbc[:0])
     mixed[:] = reference_delta.convolve(xbc, before, w.conv.reshape(shape.taps, -1), w.bias)
-    gates[:, 0], gates[:, 1] = reference_mamba2.steps(steps, w.decay, w.dt)
+    gates[:, 0], gates[:, 1] = reference_mamba2.steps(steps * np.float64(w.step_factor), w.decay, w.dt)
     states.keep_inputs(xbc)
     recur_reference(states, mixed, gates, w.skip, out)
-    out[:] = reference_mamba2.gated_norm(out, z, w.norm.weight, shape.groups, w.norm.eps)
+    norm = (None, 0.0) if w.norm is None else (w.norm.weight, w.norm.eps)
+    out[:] = reference_mamba2.gated_norm(out, z * np.float64(w.gate_factor), norm[0], shape.groups, norm[1])
 
 
 def recur_reference(states: Mamba2States, mixed: np.ndarray, gates: np.ndarray, skip: np.ndarray, out: np.ndarray) -> None:

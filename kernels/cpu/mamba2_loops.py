@@ -23,17 +23,18 @@ from .intrinsics import f32_at, f64_at, fetch_add, i64_at
 SHARE = 4096  # floats of a state for one thread at a time: 16 KiB, which stay in the first-level cache
 
 # Behind those of `conv_loops`. Z and OUT [TOKENS, heads * head dim], STEPS [TOKENS, heads], GATES [TOKENS, 2, heads], DECAY, DT and SKIP
-# [heads], NORM [heads * head dim].
-Z, STEPS, GATES, OUT, DECAY, DT, SKIP, NORM, EPS, HEADS, HEAD_DIM, GROUPS, DEPTH, SLOTS = range(OWN, OWN + 14)
+# [heads], NORM [heads * head dim], or 0 for none. GATE_FACTOR and STEP_FACTOR, float64 as EPS is, multiply Z and STEPS.
+(Z, STEPS, GATES, OUT, DECAY, DT, SKIP, NORM, EPS, GATE_FACTOR, STEP_FACTOR, HEADS, HEAD_DIM, GROUPS, DEPTH,
+ SLOTS) = range(OWN, OWN + 16)
 
 
 @inlined()
-def _steps(a, t):
+def _steps(a, t, factor):
     """What token t lets S decay by, and its step."""
     heads = a[HEADS]
     raw, out, rate, dt = f32_at(a[STEPS] + 4 * t * heads), f32_at(a[GATES] + 8 * t * heads), f32_at(a[DECAY]), f32_at(a[DT])
     for head in range(heads):
-        x = raw[head] + dt[head]
+        x = raw[head] * factor + dt[head]
         step = max(x, ZERO) + float32(math.log1p(math.exp(-abs(np.float64(x)))))
         step = step if x == x else x
         out[head] = exp(-rate[head] * step)
@@ -44,7 +45,7 @@ def _steps(a, t):
 def mix_inputs(args, worker, counter):
     """Blocks are tokens, and one that keeps the last inputs."""
     a = i64_at(args)
-    control, channels = i64_at(a[CONTROL]), a[CHANNELS]
+    control, channels, factor = i64_at(a[CONTROL]), a[CHANNELS], float32(f64_at(args)[STEP_FACTOR])
     while True:
         t = fetch_add(counter, 1)
         if t > a[TOKENS]:
@@ -55,7 +56,7 @@ def mix_inputs(args, worker, counter):
                 keep_inputs(a, control[KEPT], control[AFTER])
             continue
         convolve(a, t)
-        _steps(a, t)
+        _steps(a, t, factor)
         if a[RAW] != 0:
             copy(a[X] + 4 * t * channels, a[RAW] + 4 * t * channels, channels)
 
@@ -90,16 +91,16 @@ def recur(args, worker, counter):
 
 @kernel({"contract"})
 def gated_norm(args, worker, counter):
-    """OUT = norm(OUT * silu(Z)), group by group. Blocks are tokens."""
+    """OUT = norm(OUT * silu(Z)), group by group, where there is a norm. Blocks are tokens."""
     a = i64_at(args)
-    values, groups, eps = a[HEADS] * a[HEAD_DIM], a[GROUPS], float32(f64_at(args)[EPS])
+    values, groups, eps, factor = a[HEADS] * a[HEAD_DIM], a[GROUPS], float32(f64_at(args)[EPS]), float32(f64_at(args)[GATE_FACTOR])
     while True:
         t = fetch_add(counter, 1)
         if t >= a[TOKENS]:
             return
         y, z = f32_at(a[OUT] + 4 * t * values), f32_at(a[Z] + 4 * t * values)
         for i in range(values):
-            y[i] *= activate(z[i], SILU)
-        for group in range(groups):
+            y[i] *= activate(z[i] * factor, SILU)
+        for group in range(groups if a[NORM] != 0 else 0):
             at = 4 * group * (values // groups)
             normalise_here(a[OUT] + 4 * t * values + at, values // groups, NORM_RMS, a[NORM] + at, 0, eps)

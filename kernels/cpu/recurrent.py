@@ -35,7 +35,7 @@ class RecurrentStates(Slots):
     def mix(self, products: list[np.ndarray], w: object) -> np.ndarray:
         """What the layer's heads read of the text, [T, values], gated and normed; the state goes on. Products are what is convolved
         [T, channels], the gate of what is read [T, values], and what gates are made of [T, heads] each."""
-        out = self.ops.workspace.take("attend", len(products[0]), self.shape.values)
+        out = self.ops.workspace.take("beside" if self.ops.dims.beside else "attend", len(products[0]), self.shape.values)
         self.run(self, *products, w, out)
         return out
 

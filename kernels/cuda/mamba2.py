@@ -34,11 +34,14 @@ class TorchMamba2(TorchRecurrent):
         (xbc, z, steps), shape = products, self.shape
         mixed = self.convolve(xbc, w.conv)
         mixed = functional.silu(mixed if w.bias is None else mixed + w.bias)
-        step = functional.softplus(steps + w.dt, threshold=80.0)
+        step = functional.softplus(steps * w.step_factor + w.dt, threshold=80.0)
         gates = torch.stack([-w.decay * step, step], dim=1)
         out = self.recurred(xbc, mixed, gates)
         out = out + w.skip[:, None] * mixed[:, : shape.values].unflatten(1, (shape.heads, -1))
-        out = (out.flatten(1) * functional.silu(z)).unflatten(1, (shape.groups, -1))
+        out = out.flatten(1) * functional.silu(z * w.gate_factor)
+        if w.norm is None:
+            return out
+        out = out.unflatten(1, (shape.groups, -1))
         return (out * torch.rsqrt(out.square().mean(-1, keepdim=True) + w.norm.eps)).flatten(1) * w.norm.weight
 
     def _recur(self, mixed: torch.Tensor, gates: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -57,6 +57,8 @@ def equalise(tensors: Mapping[str, np.ndarray], stats: Mapping[str, Stats], spec
         readers = [reader for reader in all_readers if reader in tensors]
         if maker not in tensors or all(specs[reader].is_raw for reader in readers):
             continue
+        if maker == "input_norm" and "state_in" in tensors:  # which reads that norm too, and more with it
+            continue
         if maker == "v" and layout.values_normed:
             continue
         if maker == "up" and "gate" not in tensors and layout.act != "relu":

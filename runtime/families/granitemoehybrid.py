@@ -112,6 +112,7 @@ def mamba_tensors(config: ModelConfig, prefix: str) -> dict[str, TensorRule]:
         first += rows
     rules |= {"state_conv": TensorRule(f"{prefix}conv1d.weight", (own.channels, 1, own.taps)),
               "state_decay": TensorRule(f"{prefix}A_log", (own.heads,)), "state_dt": TensorRule(f"{prefix}dt_bias", (own.heads,)),
-              "state_skip": TensorRule(f"{prefix}D", (own.heads,)), "state_norm": TensorRule(f"{prefix}norm.weight", (own.values,)),
+              "state_skip": TensorRule(f"{prefix}D", (own.heads,)),
+              **({"state_norm": TensorRule(f"{prefix}norm.weight", (own.values,))} if own.normed else {}),
               "state_out": TensorRule(f"{prefix}out_proj.weight", (hidden, own.values))}
     return rules | ({"state_conv_bias": TensorRule(f"{prefix}conv1d.bias", (own.channels,))} if own.biased else {})

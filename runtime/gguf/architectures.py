@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ...offload.header import CheckpointError, shown
 from ..config_rope import GROWTH
 from ..families import FAMILIES, expert_of, kind_of, mixtral, qwen3_moe
-from . import gemma4, half_layers, latent_attention, linear_attention, nextn, short_conv, state_spaces
+from . import falcon_h1, gemma4, half_layers, latent_attention, linear_attention, nextn, short_conv, state_spaces
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
@@ -157,6 +157,9 @@ ARCHITECTURES = {
         CORRECTION: "block_sparse_moe.e_score_correction_bias"}, keys={
         "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok", "expert_gating_func": "scoring_func",
         "expert_feed_forward_length": "intermediate_size"}),
+    falcon_h1.NAME: Architecture(falcon_h1.FAMILY, keys=falcon_h1.KEYS, layer_names=falcon_h1.NAMES, whole=falcon_h1.WHOLE,
+                                 fused=state_spaces.FUSED, roles={**state_spaces.ROLES, "post_norm": "ffn_norm"}, outer=falcon_h1.OUTER,
+                                 required=falcon_h1.REQUIRED),
     "gemma": Architecture("gemma", config={"hidden_act": "gelu_pytorch_tanh"}, norm_offset=1.0),
     "gemma2": Architecture("gemma2", keys={"attn_logit_softcapping": "attn_logit_softcapping",
                                            "final_logit_softcapping": "final_logit_softcapping"}, **_GEMMA),
@@ -195,7 +198,8 @@ ARCHITECTURES = {
 }
 # A model's family -> what its files are called.
 BY_FAMILY = dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), latent_attention.NAME) | {
-    "cohere": "command-r", "ernie4_5_moe": "ernie4_5-moe", "exaone_moe": "exaone-moe", "gemma3_text": "gemma3", "gemma4_text": "gemma4",
+    "cohere": "command-r", "ernie4_5_moe": "ernie4_5-moe", "exaone_moe": "exaone-moe", "falcon_h1": "falcon-h1",
+    "gemma3_text": "gemma3", "gemma4_text": "gemma4",
     "glm": "chatglm", "glm4_moe": "glm4moe", "granitemoehybrid": "granite", "hunyuan_v1_dense": "hunyuan-dense", "lfm2_moe": "lfm2moe",
     "minimax_m2": "minimax-m2", "ministral3": "mistral3", "mistral": "llama", "mixtral": "llama", "olmo3": "olmo2", "qwen2_moe": "qwen2moe",
     "qwen3_5_moe_text": "qwen35moe", "qwen3_5_text": "qwen35", "qwen3_moe": "qwen3moe"} | {

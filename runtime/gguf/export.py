@@ -36,7 +36,7 @@ from ..source import is_rounded, licence_of, open_store
 from ..tensors import ModelTensor, check_tensors, with_own_layer
 from ..text import Tokenizer
 from ..written import demand_folder, what_lies_at
-from . import half_layers, latent_attention, nextn, stateful
+from . import falcon_h1, half_layers, latent_attention, nextn, stateful
 from .architectures import BY_FAMILY, Architecture, file_architecture, file_part
 from .config_out import TYPES, config_metadata, exported_as, rotary_tensors, unused_window
 from .settings import licence_metadata, sampling_metadata
@@ -66,7 +66,8 @@ class Exported:
 class _Job:
     """A tensor of the file and what lies in it, one after the other. `heads`: rows are interleaved within so many; `offset` is added.
     `rows` and `columns`: which one of the model each of the file is, None for its own order; `decay`: logarithms become what they are of,
-    below zero; `half`: (the model's config, the part) of the matrix that latent attention shares out, of which the tensor is one."""
+    below zero; `half`: (the model's config, the part) of the matrix that latent attention shares out, of which the tensor is one;
+    `factors`: what each of `tensors` is multiplied by, or its rows, where any is."""
 
     planned: PlannedTensor
     tensors: tuple[ModelTensor, ...]
@@ -76,6 +77,7 @@ class _Job:
     columns: np.ndarray | None = None
     decay: bool = False
     half: tuple[ModelConfig, str] | None = None
+    factors: tuple[float | np.ndarray, ...] = ()
 
 
 def export_gguf(source: Path, out: Path, kind: str, name: str, replace: bool = False,
@@ -172,7 +174,8 @@ def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], config: ModelC
     """The tensors of the file in the model's order: what is one in it and several in the model is put together."""
     heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads} if found.interleaved else {}
     outer, beside = nextn.parted(tensors["outer"])
-    if "head" not in outer and BY_FAMILY[config.family] in HEADED:
+    factors = falcon_h1.factors(config)
+    if "head" not in outer and (BY_FAMILY[config.family] in HEADED or factors.get("head") != factors.get("embed")):
         outer = {**outer, "head": outer["embed"]}
     parts = {part: whole for whole, own in found.fused.items() for part in own}
     layers = [(key, roles) for key, roles in tensors.items() if key != "outer"]
@@ -202,7 +205,7 @@ def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], config: ModelC
             planned = PlannedTensor(name, own, shape)
             yield _Job(planned, tuple(tensor for _, tensor in members), heads.get(role.removesuffix("_bias"), 0),
                        found.norm_offset if "norm" in role and role != "state_norm" else 0.0, *stateful.order(role, config),
-                       role == "state_decay")
+                       role == "state_decay", factors=tuple(factors.get(role, 1.0) for role, _ in members) if factors else ())
 
 
 def _halves(block: str, tensor: ModelTensor, config: ModelConfig, kind: str) -> Iterator[_Job]:
@@ -227,12 +230,12 @@ def _notices(config: ModelConfig, jobs: list[_Job], kind: str, quantized: bool) 
 
 def _pieces(store: TensorStore, job: _Job) -> Iterator[np.ndarray]:
     """The bytes of a tensor, some rows at a time."""
-    for tensor in job.tensors:
+    for tensor, factor in zip(job.tensors, job.factors or (1.0,) * len(job.tensors), strict=True):
         rows = tensor.shape[0]
         if not tensor.spec.is_raw:
             blob = store.read(tensor.info)
             values = Weight.low_bit(tensor.spec, tensor.shape, blob).to_f32()
-            yield _encoded(values if job.rows is None else values[job.rows], job, tensor, rows)
+            yield _encoded(_times(values if job.rows is None else values[job.rows], factor, 0), job, tensor, rows)
             continue
         step = max(1, BLOCK_NBYTES // 4 // max(1, prod(tensor.shape[1:])))
         if job.half is not None:
@@ -243,8 +246,15 @@ def _pieces(store: TensorStore, job: _Job) -> Iterator[np.ndarray]:
         for begin in range(0, rows, step):
             end = min(begin + step, rows)
             with np.errstate(over="ignore"):  # looked for in what comes out
-                encoded = _encoded(_values(store, tensor, begin, end, job.rows), job, tensor, end - begin)
+                encoded = _encoded(_times(_values(store, tensor, begin, end, job.rows), factor, begin), job, tensor, end - begin)
             yield encoded
+
+
+def _times(values: np.ndarray, factor: float | np.ndarray, begin: int) -> np.ndarray:
+    """Rows from `begin` on of a tensor that is multiplied by a number, or row by row."""
+    if isinstance(factor, np.ndarray):
+        return values * factor[begin : begin + len(values), None]
+    return values if factor == 1.0 else values * np.float32(factor)
 
 
 def _values(store: TensorStore, tensor: ModelTensor, begin: int, end: int, rows: np.ndarray | None) -> np.ndarray:

@@ -14,10 +14,11 @@ from ...kernels.mamba2_shape import Mamba2Shape
 from ...offload.gguf import Value
 from ...offload.header import damaged
 from ..config import ModelConfig
-from . import half_layers, linear_attention, short_conv, state_spaces
+from . import falcon_h1, half_layers, linear_attention, short_conv, state_spaces
 
 HEADS = "attention.head_count_kv"
 SAYS = {ConvShape: short_conv, DeltaShape: linear_attention, Mamba2Shape: state_spaces}  # kind -> what files say of it
+BY_FAMILY = {falcon_h1.FAMILY: falcon_h1, half_layers.FAMILY: half_layers}  # those whose files say it otherwise
 DECAYS = linear_attention.DECAY, state_spaces.DECAY, half_layers.DECAY  # ends of names of what is stored as less than zero
 
 
@@ -42,7 +43,7 @@ def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
 
 def _says(config: ModelConfig) -> ModuleType:
     """What files say of its states."""
-    return half_layers if config.family == half_layers.FAMILY else SAYS[type(config.state)]
+    return BY_FAMILY.get(config.family) or SAYS[type(config.state)]
 
 
 def order(role: str, config: ModelConfig) -> tuple[np.ndarray | None, np.ndarray | None]:

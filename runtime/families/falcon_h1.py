@@ -1,0 +1,130 @@
+"""Falcon H1: in every layer attention and state spaces (Mamba 2) read one norm side by side and are added to the stream together.
+
+Its configs multiply nearly everything by a number. What multiplies inputs and outputs of linear maps is put where it costs nothing: into
+the scale of scores, what is added of a branch, taps of the convolution, and of a gate into the norm before it, since the MLP's other matrix
+reads that too and what is added takes it back. Gates and steps of state spaces are multiplied where they are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from math import isfinite
+from typing import TYPE_CHECKING
+
+from ...kernels.mamba2_shape import Mamba2Shape
+from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
+from ..config_reader import ConfigError, Keys, show
+from . import LayerWeights, TensorRule, llama
+from .granitemoehybrid import check_steps, mamba_tensors
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ..block_ops import BlockOps
+    from ..cache import LayerCache
+    from ..rope import RopeTable
+
+ONES = ("attention_in_multiplier", "attention_out_multiplier", "embedding_multiplier", "key_multiplier", "lm_head_multiplier",
+        "ssm_in_multiplier", "ssm_out_multiplier")  # numbers that are 1 where nothing is said
+KEYS_USED = frozenset({*ONES, "mamba_conv_bias", "mamba_d_conv", "mamba_d_head", "mamba_d_ssm", "mamba_d_state", "mamba_expand",
+                       "mamba_n_groups", "mamba_n_heads", "mamba_norm_before_gate", "mamba_rms_norm", "mlp_multipliers", "ssm_multipliers",
+                       "time_step_limit"})
+# Of speed, of what was read when the model was made, and of layers, which are all alike.
+KEYS_HARMLESS = frozenset({"layers_block_type", "mamba_chunk_size", "mlp_expansion_factor", "num_logits_to_keep"})
+REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "attn_layer_indices": None, "layer_types": None, "mamba_proj_bias": False,
+                                        "mamba_use_mlp": True, "mlp_bias": False, "projectors_bias": False, "sliding_window": None}
+SIZES = {"vocab_size": 128_000, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32}
+USUAL = Defaults(max_position_embeddings=8192, num_key_value_heads=8, bos=1, eos=(2,), norm_eps=1e-5, sizes=SIZES)
+
+
+def config(keys: Keys) -> ModelConfig:
+    layers = tuple(range(keys.integer("num_hidden_layers", 32, high=MAX_LAYERS)))
+    own = {name: multiplier(name, keys.number(name, 1.0)) for name in ONES}
+    (gate, down), parts = (numbers(keys, name, count) for name, count in (("mlp_multipliers", 2), ("ssm_multipliers", 5)))
+    z, values, b, c, steps = (own["ssm_in_multiplier"] * each for each in parts)
+    attention = own["attention_in_multiplier"]
+    factors = {"o": attention * own["attention_out_multiplier"], "state_out": own["ssm_out_multiplier"], "post_norm": gate,
+               "down": down / gate, "state_gate": z, "state_in.values": values, "state_in.b": b, "state_in.c": c, "state_rate": steps}
+    shape = state_shape(keys, keys.integer("hidden_size", 4096, high=2**20))
+    made = decoder_config(keys, USUAL, state=shape, state_layers=layers, states_beside=True,
+                          embedding_multiplier=own["embedding_multiplier"], logits_scaling=1 / own["lm_head_multiplier"],
+                          factors=tuple((role, factor) for role, factor in factors.items() if factor != 1.0))
+    if made.hidden_act != "silu":
+        raise ConfigError(f"config.json: hidden_act = {show(keys.raw['hidden_act'])} is not supported for {made.family} models",
+                          "this family runs only with hidden_act = silu: its state spaces use it too")
+    scale = attention**2 * own["key_multiplier"]
+    return made if scale == 1.0 else replace(made, attn_scale=scale * made.head_dim**-0.5)
+
+
+def multiplier(name: str, value: float) -> float:
+    """A number that something is multiplied by. Raises ConfigError."""
+    if not isfinite(value) or value <= 0:
+        raise ConfigError(f"config.json: {name} holds {show(value)}, expected numbers above 0")
+    return float(value)
+
+
+def numbers(keys: Keys, name: str, count: int) -> list[float]:
+    """A list of multipliers, all 1 where nothing is said. Raises ConfigError."""
+    stated = keys.raw.get(name) if keys.holds(name) else None
+    if stated is None:
+        return [1.0] * count
+    if not isinstance(stated, list) or len(stated) != count or not all(type(each) in (int, float) for each in stated):
+        raise ConfigError(f"config.json: {name} is {show(stated)}, expected a list of {count} numbers")
+    return [multiplier(name, each) for each in stated]
+
+
+def state_shape(keys: Keys, hidden: int) -> Mamba2Shape:
+    """The state of every layer. Raises ConfigError."""
+    heads, expand = keys.integer("mamba_n_heads", 128, high=4096), keys.integer("mamba_expand", 2, high=64)
+    values = keys.integer("mamba_d_ssm", None if "mamba_d_ssm" in keys.raw else 1024, high=2**22) or expand * hidden
+    keys.holds("mamba_d_head")
+    stated = None if keys.raw.get("mamba_d_head") in (None, "auto") else keys.integer("mamba_d_head", None, high=4096)
+    shape = Mamba2Shape(heads, stated or values // heads, keys.integer("mamba_n_groups", 1, high=4096),
+                        keys.integer("mamba_d_state", 256, high=4096), keys.integer("mamba_d_conv", 4, high=64),
+                        keys.flag("mamba_conv_bias", True), keys.flag("mamba_rms_norm", False))
+    if shape.values != values:
+        raise ConfigError(f"config.json: mamba_n_heads {heads} times mamba_d_head {shape.head_dim} is not {values}, which is mamba_d_ssm, "
+                          "or mamba_expand times hidden_size")
+    if shape.heads % shape.groups:
+        raise ConfigError(f"config.json: mamba_n_heads {shape.heads} is not a multiple of mamba_n_groups {shape.groups}")
+    if keys.flag("mamba_norm_before_gate", True) and shape.normed:
+        raise ConfigError("config.json: mamba_norm_before_gate = true is not supported for falcon_h1 models",
+                          "the norm of published models comes behind the gate")
+    check_steps(keys)
+    return shape
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    rules, prefix = llama.layer_tensors(config, layer), f"model.layers.{layer}."
+    rules["post_norm"] = TensorRule(f"{prefix}pre_ff_layernorm.weight", rules["post_norm"].shape)
+    rules |= {role: TensorRule(f"{prefix}feed_forward.{role}_proj.weight", rules[role].shape) for role in ("gate", "up", "down")}
+    return rules | mamba_tensors(config, f"{prefix}mamba.")
+
+
+def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
+    return llama.outer_tensors(config) | {"norm": TensorRule("model.final_layernorm.weight", (config.hidden_size,))}
+
+
+def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
+          layer: int, tap: Callable[[str, int, object], None]) -> object:
+    """x[T, D] -> x[T, D], with the taps of `llama.block` and of its layers with a state."""
+    tap("block_in", layer, x)
+    q, k, v = ops.norm_linear(x, w.input_norm, [w.q, w.k, w.v])
+    q = ops.rope_heads(q, config.num_attention_heads, config.head_dim, positions, rope, None)
+    k = ops.rope_heads(k, config.num_key_value_heads, config.head_dim, positions, rope, None)
+    tap("q", layer, q)
+    tap("k", layer, k)
+    tap("v", layer, v)
+    attended = kv.attend(q, k, v, None)
+    tap("attn_out", layer, attended)
+    mixed = kv.mix(ops.norm_linear(x, w.input_norm, w.state.products), w.state.own)
+    tap("state_out", layer, mixed)
+    x = ops.linear_add(mixed, w.state.out, x, None, config.factor("state_out"))
+    x = ops.linear_add(attended, w.o, x, None, config.factor("o"))
+    tap("mlp_in", layer, x)
+    see, factor = partial(tap, "mlp_hidden", layer), config.factor("down")
+    x = ops.gated_mlp(x, w.post_norm, w.gate, w.up, w.down, config.hidden_act, see, None, factor)
+    tap("block_out", layer, x)
+    return x

@@ -1,0 +1,53 @@
+"""What GGUF files say otherwise of Falcon H1: nothing is multiplied by the config's numbers, the tensors have been."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from ...offload.gguf import GgufHeader, Value
+from ..config import ModelConfig
+from ..state_weights import channel_factors
+from . import state_spaces
+
+NAME, FAMILY = "falcon-h1", "falcon_h1"
+# Below the architecture's name -> config.json.
+KEYS = {"ssm.conv_kernel": "mamba_d_conv", "ssm.state_size": "mamba_d_state", "ssm.group_count": "mamba_n_groups",
+        "ssm.time_step_rank": "mamba_n_heads", "ssm.inner_size": "mamba_d_ssm"}
+REQUIRED = tuple(KEYS)
+# Parts of tensors' names -> those of a checkpoint. The norm before the MLP has no kind in files of llama.cpp's converter.
+NAMES = {**{part: own for part, own in state_spaces.NAMES.items() if part.startswith("ssm_")}, "ffn_norm": "pre_ff_layernorm",
+         "ffn_gate": "feed_forward.gate_proj", "ffn_up": "feed_forward.up_proj", "ffn_down": "feed_forward.down_proj"}
+WHOLE = {**state_spaces.WHOLE, "ffn_norm": "pre_ff_layernorm.weight"}
+OUTER = {"output_norm.weight": "model.final_layernorm.weight"}
+
+
+def add_falcon_h1(header: GgufHeader, raw: dict[str, object]) -> None:
+    """Put into `raw`, a config.json in the making, what tensors say."""
+    ends = {"mamba_rms_norm": ".ssm_norm.weight", "mamba_conv_bias": ".ssm_conv1d.bias", "attention_bias": ".attn_q.bias",
+            "mlp_bias": ".ffn_gate.bias"}
+    raw |= {key: any(tensor.endswith(end) for tensor in header.tensors) for key, end in ends.items()}
+    raw["mamba_norm_before_gate"] = False
+
+
+def factors(config: ModelConfig) -> Mapping[str, float | np.ndarray]:
+    """What the values of a tensor are multiplied by in a file, or row by row, by role; none of other families."""
+    if config.family != FAMILY:
+        return {}
+    roles = ("o", "down", "post_norm", "state_out", "state_gate", "state_rate")
+    scale = 1.0 if config.attn_scale is None else config.attn_scale * config.head_dim**0.5
+    return {**{role: config.factor(role) for role in roles}, "q": scale, "state_in": channel_factors(config),
+            "embed": config.embedding_multiplier, "head": 1 / config.logits_scaling}
+
+
+def stated(config: ModelConfig) -> dict[str, Value]:
+    """The keys of state spaces, below the architecture's name."""
+    own = config.state
+    return {"ssm.conv_kernel": own.taps, "ssm.state_size": own.depth, "ssm.group_count": own.groups, "ssm.time_step_rank": own.heads,
+            "ssm.inner_size": own.values}
+
+
+def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """(whether it is so, what files cannot say)."""
+    yield not config.state.biased, "has convolutions without biases"  # for which llama.cpp looks all the same
