@@ -68,6 +68,7 @@ MODELS = {
     "cohere2": Case("cohere2", {"num_hidden_layers": 5, "sliding_window": 24, "logit_scale": 0.25}),
     "exaone_moe": Case("exaone_moe", {**K_EXPERTS, "moe_intermediate_size": 32, "num_hidden_layers": 5, "sliding_window": 24}),
     "hunyuan_v1_dense": Case("hunyuan_v1_dense", {"head_dim": 32, "tie_word_embeddings": True, **rope("dynamic", alpha=9.0, factor=1.0)}),
+    "hunyuan_v1_moe": Case("hunyuan_v1_moe", {"head_dim": 32, "num_experts": 6, "moe_topk": 2, **rope("dynamic", alpha=9.0, factor=1.0)}),
     "minimax_m2": Case("minimax_m2", {**EXPERTS, "intermediate_size": 32, "head_dim": 32, "rotary_dim": 16}),
     "gemma": Case("gemma", {"head_dim": 32}),
     "gemma2": Case("gemma2", {**GEMMA, "num_hidden_layers": 4, "attn_logit_softcapping": 20.0, "final_logit_softcapping": 15.0}),

@@ -272,6 +272,10 @@ CASES = {
         **rope("dynamic", alpha=1000.0, factor=1.0, beta_fast=32, beta_slow=1, mscale=1.0, mscale_all_dim=1.0)}, dtype="bfloat16"),
     "hunyuan_v1_dense, dynamic, older dialect": Case("hunyuan_v1_dense", {
         "head_dim": 16, **rope("dynamic", factor=2.0), "max_position_embeddings": CONTEXT // 2}, older=True),
+    "hunyuan_v1_moe": Case("hunyuan_v1_moe", {"head_dim": 32, "num_experts": 12, "moe_topk": 3, "intermediate_size": 40}),
+    "hunyuan_v1_moe, alpha, bfloat16": Case("hunyuan_v1_moe", {
+        "head_dim": 16, "num_experts": 5, "moe_topk": 1, "tie_word_embeddings": True, "attention_bias": True,
+        **rope("dynamic", alpha=1000.0, factor=1.0)}, dtype="bfloat16"),
     "cohere": Case("cohere", {"vocab_size": 301, "logit_scale": 0.3}),
     "cohere, biases, a head, float16": Case("cohere", {"attention_bias": True, "tie_word_embeddings": False, "num_key_value_heads": 4,
                                                        "hidden_act": "gelu"}, dtype="float16"),

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from ..cache import LayerCache
     from ..rope import RopeTable
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "attention_names", "block", "config", "layer_tensors",
+           "outer_tensors"]
 
 KEYS_USED = frozenset({"attention_bias"})
 # The published ones list what models of the family that take images have, and what a head is as wide as, a second time.
@@ -62,9 +63,14 @@ def _rope(keys: Keys, head_dim: int, positions: int) -> RopeConfig:
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
-    rules, prefix = llama.layer_tensors(config, layer), f"model.layers.{layer}.self_attn."
-    return rules | {"q_norm": TensorRule(f"{prefix}query_layernorm.weight", rules["q_norm"].shape),
-                    "k_norm": TensorRule(f"{prefix}key_layernorm.weight", rules["k_norm"].shape)}
+    return attention_names(llama.layer_tensors(config, layer), layer)
+
+
+def attention_names(rules: Mapping[str, TensorRule], layer: int) -> dict[str, TensorRule]:
+    """The tensors of a layer with the names that norms of q and k have here."""
+    prefix = f"model.layers.{layer}.self_attn."
+    return {**rules, "q_norm": TensorRule(f"{prefix}query_layernorm.weight", rules["q_norm"].shape),
+            "k_norm": TensorRule(f"{prefix}key_layernorm.weight", rules["k_norm"].shape)}
 
 
 def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,

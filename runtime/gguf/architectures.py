@@ -104,6 +104,7 @@ _COUNTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_
 _QWEN_WIDTHS = {"expert_feed_forward_length": "moe_intermediate_size",
                 "expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
 _QWEN_SHARED = {**{part: f"mlp.shared_expert.{own}" for part, own in SHARED_EXPERT.items()}, SHARE: "mlp.shared_expert_gate"}
+_HUNYUAN_NAMES = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
 _LINEAR = {"norm_offset": 1.0, "partial": True, "required": linear_attention.REQUIRED, "whole": linear_attention.WHOLE,
            "roles": {"post_norm": "post_attention_norm"}, "read": linear_attention.READ,
            "kinds": (linear_attention.KINDS[1], linear_attention.KINDS[0])}
@@ -151,8 +152,12 @@ ARCHITECTURES = {
         "nextn_predict_layers": "num_nextn_predict_layers", "expert_group_count": "n_group", "expert_group_used_count": "topk_group",
         "expert_shared_feed_forward_length": SHARED_WIDTH}),
     # Files state the base as it is once it is stretched.
-    "hunyuan-dense": Architecture("hunyuan_v1_dense", layer_names={"attn_q_norm": "self_attn.query_layernorm",
-                                                                   "attn_k_norm": "self_attn.key_layernorm"}),
+    "hunyuan-dense": Architecture("hunyuan_v1_dense", layer_names=_HUNYUAN_NAMES),
+    "hunyuan-moe": Architecture("hunyuan_v1_moe", experts=("mlp", qwen3_moe.NAMES), whole={f"{ROUTER}.weight": "mlp.gate.wg.weight"},
+                                layer_names={**_HUNYUAN_NAMES, **{part: f"mlp.shared_mlp.{own}" for part, own in SHARED_EXPERT.items()}},
+                                keys={"expert_count": "num_experts", "expert_used_count": "moe_topk", "expert_shared_count":
+                                      "num_shared_expert", "expert_feed_forward_length": "moe_intermediate_size",
+                                      "expert_shared_feed_forward_length": SHARED_WIDTH}),
     "minimax-m2": Architecture("minimax_m2", partial=True, experts=("block_sparse_moe", mixtral.NAMES), layer_names={
         CORRECTION: "block_sparse_moe.e_score_correction_bias"}, keys={
         "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok", "expert_gating_func": "scoring_func",
@@ -198,11 +203,11 @@ ARCHITECTURES = {
 }
 # A model's family -> what its files are called.
 BY_FAMILY = dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), latent_attention.NAME) | {
-    "cohere": "command-r", "ernie4_5_moe": "ernie4_5-moe", "exaone_moe": "exaone-moe", "falcon_h1": "falcon-h1",
-    "gemma3_text": "gemma3", "gemma4_text": "gemma4",
-    "glm": "chatglm", "glm4_moe": "glm4moe", "granitemoehybrid": "granite", "hunyuan_v1_dense": "hunyuan-dense", "lfm2_moe": "lfm2moe",
-    "minimax_m2": "minimax-m2", "ministral3": "mistral3", "mistral": "llama", "mixtral": "llama", "olmo3": "olmo2", "qwen2_moe": "qwen2moe",
-    "qwen3_5_moe_text": "qwen35moe", "qwen3_5_text": "qwen35", "qwen3_moe": "qwen3moe"} | {
+    "cohere": "command-r", "ernie4_5_moe": "ernie4_5-moe", "exaone_moe": "exaone-moe", "falcon_h1": "falcon-h1", "gemma3_text": "gemma3",
+    "gemma4_text": "gemma4", "glm": "chatglm", "glm4_moe": "glm4moe", "granitemoehybrid": "granite", "hunyuan_v1_dense": "hunyuan-dense",
+    "hunyuan_v1_moe": "hunyuan-moe", "lfm2_moe": "lfm2moe", "minimax_m2": "minimax-m2", "ministral3": "mistral3", "mistral": "llama",
+    "mixtral": "llama", "olmo3": "olmo2", "qwen2_moe": "qwen2moe", "qwen3_5_moe_text": "qwen35moe", "qwen3_5_text": "qwen35",
+    "qwen3_moe": "qwen3moe"} | {
     name: name for name in ("arcee", "cohere2", "dots1", "ernie4_5", "exaone4", "gemma", "gemma2", "glm4", "granite", "granitemoe",
                             "lfm2", "llama", "nemotron_h", "olmo2", "olmoe", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "starcoder2")}
 

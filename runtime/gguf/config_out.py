@@ -29,8 +29,8 @@ WITHOUT_WINDOW = ("mistral", "mixtral", "phi3", "starcoder2")  # families whose 
 WINDOW_EVERY = {"cohere2": COHERE2_EVERY, "exaone_moe": EXAONE4_EVERY, "gemma2": 2, "gemma3_text": 6, "olmo3": OLMO3_EVERY}
 # Families whose rotary frequencies llama.cpp divides by no tensor.
 UNDIVIDED = ("cohere", "cohere2", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe", "exaone_moe", "falcon_h1", "gemma",
-             "glm", "glm4", "glm4_moe", "glm4_moe_lite", "hunyuan_v1_dense", "lfm2", "lfm2_moe", "minimax_m2", "olmo2", "olmo3",
-             "qwen2_moe", "qwen3_5_moe_text", "qwen3_5_text", "seed_oss", "starcoder2")
+             "glm", "glm4", "glm4_moe", "glm4_moe_lite", "hunyuan_v1_dense", "hunyuan_v1_moe", "lfm2", "lfm2_moe", "minimax_m2", "olmo2",
+             "olmo3", "qwen2_moe", "qwen3_5_moe_text", "qwen3_5_text", "seed_oss", "starcoder2")
 # Families whose heads llama.cpp takes to be as wide as the model together.
 EVEN_HEADS = ("cohere", "cohere2", "exaone4", "glm", "lfm2", "lfm2_moe", "olmo2", "olmo3", "qwen2_moe", "starcoder2")
 # By family, others have silu.
@@ -177,6 +177,9 @@ def _of_family(config: ModelConfig) -> dict[str, Value]:
         if config.family in LEADING_DENSE and config.family not in CONVOLVED:
             keys |= {"expert_shared_count": (config.mixture.shared_width or 0) // config.mixture.width,
                      "leading_dense_block_count": min(config.mixture.layers, default=config.num_hidden_layers)}
+        if config.family == "hunyuan_v1_moe":
+            keys |= {"expert_feed_forward_length": config.mixture.width, "expert_shared_count": 1,
+                     "expert_shared_feed_forward_length": config.mixture.shared_width}
         if config.family == "minimax_m2":
             keys |= {"expert_feed_forward_length": config.mixture.width, "expert_gating_func": SIGMOID}
         if config.family == "exaone_moe":

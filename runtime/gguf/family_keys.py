@@ -54,11 +54,8 @@ def add_family(header: GgufHeader, raw: dict[str, object]) -> None:
         raw["sliding_window"] = window
         half_layers.add_half_layers(header, header.metadata["general.architecture"], raw)
     elif raw["model_type"] == "ernie4_5_moe":
-        width, count, inside = raw.pop(SHARED_WIDTH, None), raw.get("moe_num_shared_experts", 0), raw.get("moe_intermediate_size")
-        raw |= {"moe_num_shared_experts": count, "rope_theta": raw.get("rope_theta", USUAL_THETA)}
-        if width is not None and type(count) is type(inside) is int and width != count * inside:
-            raise CheckpointError(f"{header.path} states a width of {shown_value(width)} for {shown_value(count)} shared experts of "
-                                  f"{shown_value(inside)}, which is not supported", REPAIR)
+        raw |= {"moe_num_shared_experts": raw.get("moe_num_shared_experts", 0), "rope_theta": raw.get("rope_theta", USUAL_THETA)}
+        _shared(header, raw, "moe_num_shared_experts")
     elif raw["model_type"] == "minimax_m2":
         _scored(header, raw)
         raw |= {"sliding_window": window, "partial_rotary_factor": raw.get("partial_rotary_factor", 1.0)}
@@ -68,7 +65,9 @@ def add_family(header: GgufHeader, raw: dict[str, object]) -> None:
         raw |= {"attention_bias": "blk.0.attn_q.bias" in header.tensors, "sliding_window": window}
         if raw["model_type"] == "cohere2":
             raw["layer_types"] = layer_types(header, raw["num_hidden_layers"], COHERE2_EVERY)
-    elif raw["model_type"] == "hunyuan_v1_dense":
+    elif raw["model_type"] in ("hunyuan_v1_dense", "hunyuan_v1_moe"):
+        if raw["model_type"] == "hunyuan_v1_moe":
+            _shared(header, raw, "num_shared_expert")
         raw |= {"attention_bias": "blk.0.attn_q.bias" in header.tensors, "sliding_window": window}
     elif raw["model_type"] == "qwen2_moe":
         raw["qkv_bias"] = "blk.0.attn_q.bias" in header.tensors
@@ -129,10 +128,7 @@ def add_family(header: GgufHeader, raw: dict[str, object]) -> None:
 
 def _exaone_moe(header: GgufHeader, raw: dict[str, object], window: int | None) -> None:
     _scored(header, raw)
-    width, count, inside = raw.pop(SHARED_WIDTH, None), raw.get("num_shared_experts"), raw.get("moe_intermediate_size")
-    if width is not None and type(count) is type(inside) is int and width != count * inside:
-        raise CheckpointError(f"{header.path} states a width of {shown_value(width)} for {shown_value(count)} shared experts of "
-                              f"{shown_value(inside)}, which is not supported", REPAIR)
+    _shared(header, raw, "num_shared_experts")
     raw.setdefault("norm_topk_prob", False)
     raw.setdefault("first_k_dense_replace", 0)
     raw.setdefault("routed_scaling_factor", 1.0)  # in a config.json an absent one is 2.5
@@ -141,6 +137,14 @@ def _exaone_moe(header: GgufHeader, raw: dict[str, object], window: int | None) 
         raw["num_hidden_layers"] = layers = layers - behind  # files count them in
     every = EXAONE4_EVERY if window else 1
     raw |= {"sliding_window": window, "layer_types": layer_types(header, layers, every)}
+
+
+def _shared(header: GgufHeader, raw: dict[str, object], key: str) -> None:
+    """Raises CheckpointError for shared experts, of which `key` is the number, that are together of another width than so many."""
+    width, count, inside = raw.pop(SHARED_WIDTH, None), raw.get(key), raw.get("moe_intermediate_size")
+    if width is not None and type(count) is type(inside) is int and width != count * inside:
+        raise CheckpointError(f"{header.path} states a width of {shown_value(width)} for {shown_value(count)} shared experts of "
+                              f"{shown_value(inside)}, which is not supported", REPAIR)
 
 
 def _scored(header: GgufHeader, raw: dict[str, object]) -> None:

@@ -1,0 +1,51 @@
+"""Hunyuan mixtures (A13B): the block of the dense ones with experts beside one that every token visits, all of one width."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ..config import MAX_LAYERS, ModelConfig
+from ..config_reader import ConfigError, Keys
+from . import TensorRule, hunyuan_v1_dense
+from .hunyuan_v1_dense import attention_names, block, outer_tensors
+from .mixtral import MOST_EXPERTS, expert_tensors, mixture
+from .qwen3_moe import NAMES
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = hunyuan_v1_dense.KEYS_USED | {"moe_intermediate_size", "moe_topk", "num_experts", "num_experts_per_tok", "num_local_experts",
+                                          "num_shared_expert"}
+# Of training, and of choices among groups, which the published ones do not make.
+KEYS_HARMLESS = hunyuan_v1_dense.KEYS_HARMLESS | {
+    "capacity_factor", "ep_size", "moe_drop_tokens", "moe_random_routing_dropped_token", "n_group", "n_routed_experts", "n_shared_experts",
+    "output_router_logits", "topk_group", "topk_method"}
+REFUSED_UNLESS: Mapping[str, object] = {
+    **hunyuan_v1_dense.REFUSED_UNLESS, "group_limited_greedy": False, "moe_layer_num_skipped": 0, "moe_router_enable_expert_bias": False,
+    "moe_router_use_sigmoid": False, "norm_topk_prob": True, "routed_scaling_factor": 1.0, "use_mixed_mlp_moe": True}
+
+
+def config(keys: Keys) -> ModelConfig:
+    layers, width = keys.integer("num_hidden_layers", high=MAX_LAYERS), keys.integer("intermediate_size", high=2**22)
+    for name, only in (("moe_intermediate_size", width), ("num_shared_expert", 1)):
+        if (stated := same_for_all(keys, name, layers, only)) != only:
+            raise ConfigError(f"config.json: {name} is {stated}, which is not supported for hunyuan_v1_moe models",
+                              "published models have one shared expert, and experts as wide as intermediate_size")
+    own = mixture(keys, 1, same_for_all(keys, "moe_topk", layers, 1), width, True, range(layers), shared_width=width)
+    return replace(hunyuan_v1_dense.config(keys), mixture=own)
+
+
+def same_for_all(keys: Keys, name: str, layers: int, default: int) -> int:
+    """A number that may be stated layer by layer. Raises ConfigError where layers differ."""
+    stated = keys.raw.get(name) if keys.holds(name) else None
+    if not isinstance(stated, list):
+        return keys.integer(name, default, high=2**22)
+    if len(stated) != layers or any(type(each) is not int or each != stated[0] for each in stated):
+        raise keys.fail(name, f"one number for all of {layers} layers")
+    return keys.saying(**{name: stated[0]}).integer(name, high=MOST_EXPERTS if name != "moe_intermediate_size" else 2**22)
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    rules = expert_tensors(config, layer, "mlp", NAMES, "shared_mlp")
+    rules["router"] = replace(rules["router"], name=f"model.layers.{layer}.mlp.gate.wg.weight")
+    return attention_names(rules, layer)

@@ -1,0 +1,53 @@
+"""Configs of families as they are published, beside those of test_config_later_families.py: known to the last key, or refused by one."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from effllm.runtime.config import parse_config
+from effllm.runtime.mixture import Mixture
+
+sys.path.insert(0, str(Path(__file__).parent))
+from config_samples import LLAMA, refused
+
+PUBLISHED = {
+    "hunyuan_v1_moe": {  # A13B
+        "add_classification_head": False, "architectures": ["HunYuanMoEV1ForCausalLM"], "attention_bias": False, "attention_dropout": 0.1,
+        "attention_head_dim": 128, "bos_token_id": 1, "cla_share_factor": 2, "class_num": 0, "dense_list": [4096, 0], "eod_token_id": 3,
+        "eos_token_id": 7, "head_dim": 128, "im_end_id": 5, "im_newline_id": 11, "im_start_id": 4, "intermediate_size": 3072,
+        "mask_init_id": 12, "max_position_embeddings": 32_768, "mlp_bias": False, "moe_drop_tokens": False,
+        "moe_intermediate_size": [3072] * 4, "moe_layer_num_skipped": 0, "moe_random_routing_dropped_token": False, "moe_topk": [8] * 4,
+        "norm_type": "rms", "num_experts": 64, "num_shared_expert": [1] * 4, "pad_id": 127_961, "pool_type": "last", "rope_scaling": {
+            "alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "type": "dynamic"},
+        "rope_theta": 10_000.0, "sep_token_id": 127_962, "text_end_id": 7, "text_start_id": 6, "tie_word_embeddings": True,
+        "topk_group": 4, "torch_dtype": "bfloat16", "use_cache": True, "use_cla": False, "use_mixed_mlp_moe": True, "use_qk_norm": True,
+        "use_rotary_pos_emb": True},
+}
+
+
+def base(family: str) -> dict[str, object]:
+    return {**LLAMA, "eos_token_id": 7, "model_type": family, **PUBLISHED[family]}
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_published_configs_are_known_to_the_last_key(family: str) -> None:
+    """Strict: an unknown key would be an error."""
+    config = parse_config(base(family), strict=True)
+    assert config.family == family and config.warnings == ()
+
+
+@pytest.mark.parametrize(("family", "key", "value"), [
+    ("hunyuan_v1_moe", "moe_topk", [8, 8, 8, 4]), ("hunyuan_v1_moe", "moe_topk", [8]), ("hunyuan_v1_moe", "moe_topk", [True] * 4),
+    ("hunyuan_v1_moe", "num_shared_expert", [2] * 4), ("hunyuan_v1_moe", "moe_intermediate_size", [1536] * 4),
+    ("hunyuan_v1_moe", "moe_layer_num_skipped", 1), ("hunyuan_v1_moe", "use_mixed_mlp_moe", False), ("hunyuan_v1_moe", "moe_topk", 65),
+    ("hunyuan_v1_moe", "num_experts", 0), ("hunyuan_v1_moe", "moe_router_use_sigmoid", True)])
+def test_what_a_family_cannot_do_is_named(family: str, key: str, value: object) -> None:
+    refused({**base(family), key: value}, "num_experts_per_tok" if value == 65 else key)
+
+
+def test_hunyuan_says_of_every_layer_what_holds_of_all() -> None:
+    config = parse_config(base("hunyuan_v1_moe"), strict=True)
+    assert config.mixture == Mixture(64, 8, 3072, True, frozenset(range(4)), shared_width=3072) and config.qk_norm
+    numbers = {"moe_topk": 8, "moe_intermediate_size": 3072, "num_shared_expert": 1}
+    assert parse_config({**base("hunyuan_v1_moe"), **numbers}, strict=True) == config
