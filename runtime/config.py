@@ -86,7 +86,8 @@ class ModelConfig:
     """Names as in config.json. Per layer: `ropes` (None: no rotary positions) and `windows` (None is full attention, else a query at p
     sees keys later than p - window).
 
-    `qk_norm`: q and k are normed head by head, with `qk_norm_whole` all heads together. `attn_scale` multiplies scores, None is
+    `qk_norm`: q and k are normed head by head, with `qk_norm_whole` all heads together, with `qk_norm_each` by weights of each head's own.
+    `attn_scale` multiplies scores, None is
     head_dim ** -0.5.
     `experts_stored`: the low-bit format in which the checkpoint holds its experts, None for that of all else.
     `position_offset`: the row of the learned positions' table that position 0 has, None for no such table. `mtp_layers`: layers behind the
@@ -150,6 +151,7 @@ class ModelConfig:
     without_mlp: tuple[int, ...] = ()
     states_beside: bool = False
     factors: tuple[tuple[str, float], ...] = ()
+    qk_norm_each: bool = False
     warnings: tuple[str, ...] = ()
 
     @property

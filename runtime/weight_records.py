@@ -82,7 +82,12 @@ class WeightRecords:
             return Linear(Weight(tensor.spec, tensor.shape, {"data": shaped}, tensor.name in looked_up), vector(f"{role}_bias"))
 
         def norm(role: str) -> Norm | None:
-            return None if role not in roles else Norm(config.norm_kind, vector(role), vector(f"{role}_bias"), config.norm_eps)
+            if role not in roles:
+                return None
+            weight = vector(role)
+            if len(roles[role].shape) > 1:  # one for each head
+                weight = weight.reshape(roles[role].shape)
+            return Norm(config.norm_kind, weight, vector(f"{role}_bias"), config.norm_eps)
 
         def ones(size: int, factors: np.ndarray | float = 1.0) -> Norm:
             return Norm("rms", ops.put(np.ones(size, np.float32) * np.float32(factors), "f32"), None, config.norm_eps)

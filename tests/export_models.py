@@ -65,6 +65,8 @@ MODELS = {
     "exaone4": Case("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
     "exaone4, windows": Case("exaone4", {"num_hidden_layers": 64, "sliding_window": 24, "initializer_range": 0.1}),
     "cohere": Case("cohere", {"logit_scale": 0.125}),
+    "cohere, norms of every head": Case("cohere", {"logit_scale": 0.125, "use_qk_norm": True, "num_hidden_layers": 64,
+                                                   "initializer_range": 0.1}),
     "cohere2": Case("cohere2", {"num_hidden_layers": 5, "sliding_window": 24, "logit_scale": 0.25}),
     "exaone_moe": Case("exaone_moe", {**K_EXPERTS, "moe_intermediate_size": 32, "num_hidden_layers": 5, "sliding_window": 24}),
     "hunyuan_v1_dense": Case("hunyuan_v1_dense", {"head_dim": 32, "tie_word_embeddings": True, **rope("dynamic", alpha=9.0, factor=1.0)}),

@@ -279,6 +279,9 @@ CASES = {
     "cohere": Case("cohere", {"vocab_size": 301, "logit_scale": 0.3}),
     "cohere, biases, a head, float16": Case("cohere", {"attention_bias": True, "tie_word_embeddings": False, "num_key_value_heads": 4,
                                                        "hidden_act": "gelu"}, dtype="float16"),
+    "cohere, norms of every head": Case("cohere", {"use_qk_norm": True, "layer_norm_eps": 1e-3}),
+    "cohere, norms of every head, bfloat16": Case("cohere", {"use_qk_norm": True, "num_key_value_heads": 1, "attention_bias": True},
+                                                  dtype="bfloat16"),
     "cohere2": Case("cohere2", {"num_hidden_layers": 4, "sliding_window": 40, "logit_scale": 0.25, "layer_norm_eps": 1e-3}),
     "cohere2, other layers, bfloat16": Case("cohere2", {"sliding_window": 150, "attention_bias": True, "layer_types": [
         "full_attention", "sliding_attention", "full_attention"], **rope("linear", factor=4.0)}, dtype="bfloat16"),
@@ -309,7 +312,8 @@ def written(case: Case, folder: Path) -> PreTrainedModel:
     model = (AutoModelForImageTextToText if case.images else AutoModelForCausalLM).from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.ndim == 1 or name.endswith("bias"):  # norms, which start at 1, and biases, which start at 0
+            # Norms, which start at 1, and biases, which start at 0.
+            if parameter.ndim == 1 or name.endswith(("bias", "q_norm.weight", "k_norm.weight")):
                 parameter.add_(0.3 * torch.randn_like(parameter))
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar")):  # which start at 0, or 1

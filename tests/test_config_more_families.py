@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from effllm.runtime import families
 from effllm.runtime.config import parse_config
 from effllm.runtime.mixture import Mixture
 
@@ -12,6 +13,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from config_samples import LLAMA, refused
 
 PUBLISHED = {
+    "cohere": {  # Command R+
+        "architectures": ["CohereForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 5, "eos_token_id":
+        255_001, "hidden_size": 192, "layer_norm_eps": 1e-5, "logit_scale": 0.8333333333333334, "max_position_embeddings": 8192,
+        "model_max_length": 131_072, "num_attention_heads": 12, "num_key_value_heads": 4, "pad_token_id": 0, "rope_theta": 75_000_000.0,
+        "torch_dtype": "float16", "use_cache": True, "use_qk_norm": True, "vocab_size": 256_000},
     "hunyuan_v1_moe": {  # A13B
         "add_classification_head": False, "architectures": ["HunYuanMoEV1ForCausalLM"], "attention_bias": False, "attention_dropout": 0.1,
         "attention_head_dim": 128, "bos_token_id": 1, "cla_share_factor": 2, "class_num": 0, "dense_list": [4096, 0], "eod_token_id": 3,
@@ -27,7 +33,8 @@ PUBLISHED = {
 
 
 def base(family: str) -> dict[str, object]:
-    return {**LLAMA, "eos_token_id": 7, "model_type": family, **PUBLISHED[family]}
+    usual = {key: value for key, value in LLAMA.items() if key != "head_dim"} if family == "cohere" else LLAMA
+    return {**usual, "eos_token_id": 7, "model_type": family, **PUBLISHED[family]}
 
 
 @pytest.mark.parametrize("family", PUBLISHED)
@@ -51,3 +58,13 @@ def test_hunyuan_says_of_every_layer_what_holds_of_all() -> None:
     assert config.mixture == Mixture(64, 8, 3072, True, frozenset(range(4)), shared_width=3072) and config.qk_norm
     numbers = {"moe_topk": 8, "moe_intermediate_size": 3072, "num_shared_expert": 1}
     assert parse_config({**base("hunyuan_v1_moe"), **numbers}, strict=True) == config
+
+
+def test_command_r_plus_norms_every_head_by_weights_of_its_own() -> None:
+    config = parse_config(base("cohere"), strict=True)
+    assert config.qk_norm and config.qk_norm_each and config.norm_kind == "layer"
+    rules = families.get("cohere").layer_tensors(config, 0)
+    assert rules["q_norm"].shape == (12, 16) and rules["k_norm"].shape == (4, 16)
+    refused({**base("cohere"), "use_qk_norm": "yes"}, "use_qk_norm")
+    plain = parse_config({**base("cohere"), "use_qk_norm": False}, strict=True)
+    assert not plain.qk_norm and "q_norm" not in families.get("cohere").layer_tensors(plain, 0)

@@ -86,7 +86,7 @@ def test_what_transformers_writes_is_known(family: str) -> None:
 
 
 @pytest.mark.parametrize(("family", "key", "value"), [
-    ("cohere", "use_qk_norm", True), ("cohere", "use_parallel_block", False), ("cohere", "rotary_pct", 0.5),
+    ("cohere", "use_parallel_block", False), ("cohere", "rotary_pct", 0.5),
     ("cohere", "sliding_window", 40), ("cohere", "position_embedding_type", "alibi"), ("cohere", "use_gated_activation", False),
     ("cohere", "logit_scale", 0),
     ("cohere", "head_dim", 32), ("cohere", "mlp_bias", True), ("cohere", "layer_types", ["sliding_attention"] * 4),

@@ -30,7 +30,8 @@ MOST_TABLES = 8  # of a step: a model has two at most
 
 # Slots of `rope_heads`: y [T, heads * head_dim], in place; cos and sin [T, rotary / 2]; with NORM set, a norm of every WIDTH values first.
 # SCRATCH, STRIDE bytes of it a worker, holds a head where neighbours are to be put into the order of halves; it is 0 where they are not.
-R_Y, R_TOKENS, R_HEADS, R_DIM, R_ROTARY, R_COS, R_SIN, R_NORM, R_WEIGHT, R_WIDTH, R_SCRATCH, R_STRIDE, R_EPS = range(13)
+# EACH: bytes from the weights of one norm to the next one's, 0 where they are the same.
+R_Y, R_TOKENS, R_HEADS, R_DIM, R_ROTARY, R_COS, R_SIN, R_NORM, R_WEIGHT, R_WIDTH, R_SCRATCH, R_STRIDE, R_EACH, R_EPS = range(14)
 # Slots of `activate_rows`: GATE = act(GATE) * UP, or act(GATE) where UP is 0; both [TOKENS, WIDTH].
 G_GATE, G_UP, G_TOKENS, G_WIDTH, G_ACT = range(5)
 # Slots of `part_rows`: of each of HEADS heads of Y [TOKENS, 2 * heads * DEPTH] the first half into OUT [TOKENS, heads * DEPTH]. Of
@@ -56,7 +57,7 @@ def rope_heads(args, worker, counter):
         row = a[R_Y] + 4 * t * heads * depth
         if a[R_NORM] != 0:
             for at in range(0, heads * depth, width):
-                normalise_here(row + 4 * at, width, a[R_NORM], a[R_WEIGHT], 0, eps)
+                normalise_here(row + 4 * at, width, a[R_NORM], a[R_WEIGHT] + at // width * a[R_EACH], 0, eps)
         cos, sin = f32_at(a[R_COS] + 4 * t * half), f32_at(a[R_SIN] + 4 * t * half)
         for head in range(heads):
             y, z = f32_at(row + 4 * head * depth), f32_at(row + 4 * (head * depth + half))
@@ -202,11 +203,12 @@ def put_angles(table: RopeTable, cos: np.ndarray, sin: np.ndarray, positions: np
 
 
 def rotate(ops: CpuOps, y: np.ndarray, heads: int, head_dim: int, angles: Angles, norm: Norm | None) -> None:
-    """Norm, of each head or of the whole row as its weight is long, then rotation; in place."""
-    args, width = ops.args, head_dim if norm is None else len(norm.weight)
+    """Norm, of each head or of the whole row as its weight is long, then rotation; in place. A weight of two dimensions is one for each."""
+    args, width = ops.args, head_dim if norm is None else norm.weight.shape[-1]
+    each = 0 if norm is None or norm.weight.ndim == 1 else 4 * width
     neighbours = angles.table is not None and angles.table.neighbours
     args[:R_EPS] = (ops.at(y), len(y), heads, head_dim, 2 * angles.cos.shape[1], *angles.at, 0 if norm is None else NORMS[norm.kind],
-                    0 if norm is None else address(norm.weight), width, ops.scratch if neighbours else 0, ops.scratch_stride)
+                    0 if norm is None else address(norm.weight), width, ops.scratch if neighbours else 0, ops.scratch_stride, each)
     ops.reals[R_EPS] = 0.0 if norm is None else norm.eps
     ops.run(rope_heads, ops.where, y.size >= SHARE_FROM, args)
 
@@ -220,7 +222,7 @@ def norm_rows(ops: CpuOps, y: np.ndarray, norm: Norm) -> None:
 def rotate_reference(ops: CpuOps, y: np.ndarray, heads: int, head_dim: int, angles: Angles, norm: Norm | None) -> None:
     ops.flush()
     if norm is not None:
-        groups = y.reshape(len(y), -1, len(norm.weight))
+        groups = y.reshape(len(y), -1, norm.weight.shape[-1])
         groups[:] = reference.normalise(groups, norm.kind, norm.weight, norm.bias, norm.eps)
     split = y.reshape(len(y), heads, head_dim)
     split[:] = reference.rotate_heads(split, angles.cos, angles.sin, angles.table is not None and angles.table.neighbours)

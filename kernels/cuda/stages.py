@@ -31,7 +31,7 @@ class Stages:
     def normalise(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         """Over the last axis: rms, rms+1 (weight stored minus one), layer or none, in float32."""
         by_torch = lambda: normalise(x, norm)  # noqa: E731
-        if norm.weight is None or x.shape[-1] > MOST_ROW or len(x) > FEW or not x.is_contiguous():
+        if norm.weight is None or norm.weight.ndim > 1 or x.shape[-1] > MOST_ROW or len(x) > FEW or not x.is_contiguous():
             return by_torch()
         ours = lambda: _kernels().normalise(x, norm)  # noqa: E731
         return self._one.chosen(("norm", norm.kind, norm.bias is not None, x.shape[-1]), "normalises", ours, by_torch,
@@ -60,6 +60,8 @@ def normalise(x: torch.Tensor, norm: Norm) -> torch.Tensor:
     """`Stages.normalise` by torch."""
     if norm.kind == "none":
         return x
+    if norm.kind == "layer" and norm.weight is not None and norm.weight.ndim > 1:  # one for each head
+        return functional.layer_norm(x, x.shape[-1:], None, None, norm.eps) * norm.weight
     if norm.kind == "layer":
         return functional.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, norm.eps)
     scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps)

@@ -203,7 +203,7 @@ class TorchOps:
                    norm: Norm | None) -> torch.Tensor:
         """Norm if any, of heads or of the whole row as its weight is long, then rotary position on y[T, heads * head_dim], in place."""
         if norm is not None:
-            groups = y.view(len(y), -1, len(norm.weight))
+            groups = y.view(len(y), -1, norm.weight.shape[-1])
             groups.copy_(self.stages.normalise(groups, norm))
         return y if table is None else self.stages.rotated(y, heads, head_dim, *self._cos_sin(positions, table), table.neighbours)
 

@@ -1,5 +1,6 @@
-"""Command R and Aya 23 (Cohere's first family): attention and MLP read one norm's output side by side, norms that take the mean off and
-have no bias, positions that turn neighbouring channels, and logits times a constant."""
+"""Command R, R+ and Aya 23 (Cohere's first family): attention and MLP read one norm's output side by side, norms that take the mean off
+and have no bias, of R+ also of every head of q and k by weights of its own, positions that turn neighbouring channels, and logits times a
+constant."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "cohere_config", "config", "layer_tensors", "outer_tensors"]
 
-KEYS_USED = frozenset({"attention_bias", "layer_norm_eps", "logit_scale"})
+KEYS_USED = frozenset({"attention_bias", "layer_norm_eps", "logit_scale", "use_qk_norm"})
 KEYS_HARMLESS = frozenset({"model_max_length", "rms_norm_eps", "use_embedding_sharing", "use_parallel_embedding"})
 REFUSED_UNLESS: Mapping[str, object] = {
     "layer_types": None, "mlp_bias": False, "position_embedding_type": "rope_gptj", "rotary_pct": 1.0, "sliding_window": None,
@@ -37,7 +38,8 @@ def config(keys: Keys) -> ModelConfig:
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
         return (rope_config(keys, head_dim, positions, neighbours=True),) * layers
 
-    return cohere_config(keys, ropes)
+    normed = keys.flag("use_qk_norm", False)
+    return cohere_config(keys, ropes, qk_norm=normed, qk_norm_each=normed)
 
 
 def cohere_config(keys: Keys, ropes: Ropes, **features: object) -> ModelConfig:
@@ -64,8 +66,8 @@ def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: 
     """As Llama's block, taps too. What was attended to waits while the MLP, which reads what attention read, adds to x."""
     tap("block_in", layer, x)
     q, k, v = ops.norm_linear(x, w.input_norm, [w.q, w.k, w.v])
-    q = ops.rope_heads(q, config.num_attention_heads, config.head_dim, positions, rope, None)
-    k = ops.rope_heads(k, config.num_key_value_heads, config.head_dim, positions, rope, None)
+    q = ops.rope_heads(q, config.num_attention_heads, config.head_dim, positions, rope, w.q_norm)
+    k = ops.rope_heads(k, config.num_key_value_heads, config.head_dim, positions, rope, w.k_norm)
     tap("q", layer, q)
     tap("k", layer, k)
     tap("v", layer, v)

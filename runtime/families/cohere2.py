@@ -14,7 +14,7 @@ from .qwen2 import windows_of
 
 __all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
 
-KEYS_USED = cohere.KEYS_USED | {"layer_types", "sliding_window", "sliding_window_pattern"}
+KEYS_USED = cohere.KEYS_USED - {"use_qk_norm"} | {"layer_types", "sliding_window", "sliding_window_pattern"}
 # The published ones say the pattern by another name too, and which cache they would like.
 KEYS_HARMLESS = cohere.KEYS_HARMLESS | {"cache_implementation", "layer_switch"}
 REFUSED_UNLESS: Mapping[str, object] = {

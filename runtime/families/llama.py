@@ -49,8 +49,9 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     if config.qk_norm:
         widths = (q, kv) if config.qk_norm_whole else (head_dim, head_dim)
         norms |= {"q_norm": ("self_attn.q_norm", widths[0]), "k_norm": ("self_attn.k_norm", widths[1])}
+    own = {"q_norm": (config.num_attention_heads, head_dim), "k_norm": (kv_heads, head_dim)} if config.qk_norm_each else {}
     prefix = f"model.layers.{layer}."
-    rules = {role: TensorRule(f"{prefix}{name}.weight", (size,)) for role, (name, size) in norms.items()}
+    rules = {role: TensorRule(f"{prefix}{name}.weight", own.get(role, (size,))) for role, (name, size) in norms.items()}
     for role, (name, out, width, biased) in linears.items():
         rules[role] = TensorRule(f"{prefix}{name}.weight", (out, width))
         if biased:

@@ -41,6 +41,7 @@ UNGROUPED = ("dots1", "olmoe")  # families whose heads llama.cpp takes to have k
 STATED_SUM = ("deepseek_v2", "deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite")
 LEADING_DENSE = (*STATED_SUM, "ernie4_5_moe", "lfm2_moe")  # whose first layers have no experts
 CONVOLVED = ("lfm2", "lfm2_moe")
+NORMED_FROM = 64  # layers: smaller models of Cohere's have no norms of queries and keys
 NO_ROPE_EVERY = 4  # of SmolLM 3
 PLAIN_ROPE = RopeConfig(10_000.0, "default", {})  # what a file states where it leaves positions out
 PLAIN = "leave it in its folder"
@@ -90,6 +91,9 @@ def _departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
         yield not np.isclose(config.attn_scale, usual, rtol=1e-4), f"scales its scores by {config.attn_scale:.4g} instead of {usual:.4g}"
     if family in ("cohere", "cohere2", "gemma", "gemma2"):
         yield not config.tie_word_embeddings, "has a head of its own"
+    if family == "cohere":
+        yield config.qk_norm != (config.num_hidden_layers >= NORMED_FROM), \
+            f"has {config.num_hidden_layers} layers and {'norms' if config.qk_norm else 'no norms'} of queries and keys"
     if family == "gemma2":
         yield config.attn_logit_softcapping is None or config.final_logit_softcapping is None, "has no caps"
     if family == "gemma3_text":

@@ -63,6 +63,8 @@ def add_family(header: GgufHeader, raw: dict[str, object]) -> None:
         _exaone_moe(header, raw, window if stated is not None else USUAL_WINDOW_MOE)
     elif raw["model_type"] in ("cohere", "cohere2"):
         raw |= {"attention_bias": "blk.0.attn_q.bias" in header.tensors, "sliding_window": window}
+        if raw["model_type"] == "cohere":
+            raw["use_qk_norm"] = "blk.0.attn_q_norm.weight" in header.tensors
         if raw["model_type"] == "cohere2":
             raw["layer_types"] = layer_types(header, raw["num_hidden_layers"], COHERE2_EVERY)
     elif raw["model_type"] in ("hunyuan_v1_dense", "hunyuan_v1_moe"):
