@@ -1,7 +1,7 @@
 """A long text in pieces that are encoded one by one: the library takes 150 bytes of memory for a character of what it encodes at once.
 
-A text is cut before a space and a letter, or at a line's end, where the tokens around the cut are the same with it and without. Where no
-such place is found, as in vocabularies that put a space before every text, it stays in one piece.
+A text is cut before a space and a letter, or at a line's end, where the tokens around the cut are the same with it and without. Where a
+vocabulary puts a space before every text, one of the text is left out for it. Where no such place is found the text stays in one piece.
 """
 
 from __future__ import annotations
@@ -52,18 +52,21 @@ def pieces(text: str, encode: Callable[[str], list[int]]) -> Iterator[str]:
     while target < len(text):
         cut = _place(text, begin, target, encode)
         if cut is not None:
-            yield text[begin:cut]
-            begin = cut
+            yield text[begin : cut[0]]
+            begin = cut[1]
         target += PIECE
     yield text[begin:]
 
 
-def _place(text: str, begin: int, end: int, encode: Callable[[str], list[int]]) -> int | None:
-    """A place at or before `end` where a cut changes no token, among the last few that come into question."""
+def _place(text: str, begin: int, end: int, encode: Callable[[str], list[int]]) -> tuple[int, int] | None:
+    """Where a piece ends at or before `end`, and where the next one begins, so that no token changes: among the last few places that come
+    into question."""
     start = max(begin + 1, end - WITHIN)
     found = [match.start() for match in LIKELY.finditer(text, start, end)]
     for at in reversed(found[-TRIES:]):
-        left, right = text[max(begin, at - AROUND) : at], text[at : at + AROUND]
-        if encode(left + right) == encode(left) + encode(right):
-            return at
+        left = text[max(begin, at - AROUND) : at]
+        whole, head = encode(left + text[at : at + AROUND]), encode(left)
+        for skipped in (0, 1) if text[at] == " " else (0,):
+            if whole == head + encode(text[at + skipped : at + AROUND]):
+                return at, at + skipped
     return None

@@ -34,9 +34,9 @@ def learnt(cutter: object) -> Backend:
 
 @pytest.fixture(scope="module")
 def backends() -> list[Backend]:
-    spaced = learnt(None)
-    spaced.normalizer = normalizers.Prepend("_")
-    return [*map(learnt, KINDS), learnt(None), spaced, Backend.from_file(str(FABLE / "tokenizer.json"))]
+    spaced, odd = learnt(None), learnt(None)
+    spaced.normalizer, odd.normalizer = normalizers.Prepend(" "), normalizers.Prepend("_")
+    return [*map(learnt, KINDS), learnt(None), spaced, odd, Backend.from_file(str(FABLE / "tokenizer.json"))]
 
 
 @pytest.fixture
@@ -67,6 +67,12 @@ def test_a_text_is_cut_where_it_can_be(short: None) -> None:
     text = "the fox and the king went home\n" * 8
     cut = list(pieces(text, lambda part: backend.encode(part).ids))
     assert "".join(cut) == text and max(map(len, cut)) <= 48 and len(cut) > 8
+    merges = [("▁", "t"), ("▁t", "h"), ("▁th", "e"), ("n", "d")]
+    tokens = [*sorted({*text.replace(" ", "▁")}), *("".join(pair) for pair in merges)]
+    spaced = Backend(models.BPE(vocab={token: number for number, token in enumerate(tokens)}, merges=merges))
+    spaced.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    spaced_cut = list(pieces(text, lambda part: spaced.encode(part).ids))
+    assert " ".join(spaced_cut) == text and len(spaced_cut) > 8 and long_ids(spaced, text, True) == spaced.encode(text).ids
     assert list(pieces("x" * 200, lambda part: backend.encode(part).ids)) == ["x" * 200]
 
 
