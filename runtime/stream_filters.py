@@ -93,6 +93,13 @@ OF_TEMPLATES = frozenset({"[THINK]", "<|channel>"})
 # Around the answer, of some that reason: Hunyuan, ERNIE and Granite, Command R7B and A, and their successors.
 ANSWER_TAGS = (("<answer>", "</answer>"), ("<response>", "</response>"), ("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
                ("<|START_TEXT|>", "<|END_TEXT|>"))
+# Around calls of tools and what they bring, where vocabularies have them as words: of Gemma 4, Kimi, LFM2, DeepSeek and Cohere.
+CALL_MARKS = frozenset(("""<|tool_call> <tool_call|> <|tool_response> <tool_response|> <|tool> <tool|> <|"|>
+    <|tool_calls_section_begin|> <|tool_calls_section_end|> <|tool_call_begin|> <|tool_call_argument_begin|> <|tool_call_end|>
+    <|tool_call_start|> <|tool_list_start|> <|tool_list_end|> <|tool_response_start|> <|tool_response_end|>
+    <｜tool▁calls▁begin｜> <｜tool▁calls▁end｜> <｜tool▁call▁begin｜> <｜tool▁call▁end｜> <｜tool▁sep｜>
+    <｜tool▁outputs▁begin｜> <｜tool▁outputs▁end｜> <｜tool▁output▁begin｜> <｜tool▁output▁end｜>
+    <|START_ACTION|> <|END_ACTION|> <|START_TOOL_RESULT|> <|END_TOOL_RESULT|>""").split())
 
 
 class ThinkFilter:

@@ -19,7 +19,7 @@ from ..offload.header import is_gguf
 from .gguf.splits import TEKKEN_REMARK
 from .rank_vocabulary import Ranks, RanksError, find_ranks, mend_words, read_ranks
 from .small_file import JSON_NBYTES, TOKENIZER_NBYTES, read_whole
-from .stream_filters import ANSWER_TAGS, OF_TEMPLATES, THINK_TAGS, ChannelFilter, ThinkFilter, ThinkTags
+from .stream_filters import ANSWER_TAGS, CALL_MARKS, OF_TEMPLATES, THINK_TAGS, ChannelFilter, ThinkFilter, ThinkTags
 from .template import ChatTemplate, TemplateError, load_template
 from .text_pieces import long_ids
 from .text_stream import Decoder, TextStream
@@ -169,10 +169,11 @@ class Tokenizer:
     @cached_property
     def _visible(self) -> dict[int, str]:
         """Think tags and marks of channels that this vocabulary marks as special: decoding would drop them, and with them the border of the
-        answer."""
+        answer. Marks of calls that it does not mark so are shown as nothing."""
         added, tags = self._backend.get_added_tokens_decoder(), self.think_tags
         marks = ChannelFilter.MARKS if self.channels else () if tags is None else tags.marks
-        return {number: token.content for number, token in added.items() if token.special and token.content in marks}
+        shown = {number: token.content for number, token in added.items() if token.special and token.content in marks}
+        return shown | {number: "" for number, token in added.items() if not token.special and token.content in CALL_MARKS}
 
     def unmoved(self, think: str) -> str:
         """Why a wish for reasoning ("on") or against it ("off") changes nothing; empty where it may."""

@@ -155,3 +155,15 @@ def test_marks_that_end_a_turn_where_no_file_says_so(tmp_path: Path, mark: str) 
     """Of Kimi, MiniMax, EXAONE, Seed-OSS, ERNIE, Gemma 4 (behind a call of a tool) and Llama 4."""
     made = Tokenizer.load(save(tmp_path, byte_level(special(mark))), replace(CONFIG, eos_token_ids=()))
     assert made.stop_ids == set(made.encode(mark, add_special_tokens=False))
+
+
+@pytest.mark.parametrize("marks", [("<|tool_call>", '<|"|>', "<tool_call|>"),
+                                   ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+                                   ("<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁calls▁end｜>")])
+def test_marks_of_calls_are_not_shown_where_they_are_words_of_the_vocabulary(tmp_path: Path, marks: tuple[str, str, str]) -> None:
+    made = Tokenizer.load(save(tmp_path, byte_level(*(AddedToken(mark, special=False, normalized=False) for mark in marks))), CONFIG)
+    opened, inside, closed = marks
+    ids = made.encode(f"Lät{opened}sum{inside}é{closed}.")
+    stream = made.stream()
+    assert "".join([*map(stream.push, ids), stream.flush()]) == made.decode(ids) == "Lätsumé."
+    assert made.decode(ids, skip_special_tokens=False) == f"Lät{opened}sum{inside}é{closed}."
