@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from .. import UsageError
+from .. import UsageError, typed
 from .flags import add_command, flag
 from .loading import find, follow, last, resumable
 from .options import OUTPUT, Json, Model
@@ -19,6 +19,7 @@ EXAMPLES = """examples
   effllm export fable -o fable.gguf
   effllm export ./my-model -o my-model.gguf --type Q4_0
   effllm export ./my-model -o my-model-int4 --format compressed-tensors --type INT4
+  effllm export ./my-model -o ./my-model-tuned --lora ./my-adapter
 """
 
 Out = Annotated[str, flag(OUTPUT, "-o --out", "OUT", "the file to make, for compressed-tensors the folder")]
@@ -26,6 +27,7 @@ Format = Annotated[Literal["gguf", "compressed-tensors"] | None,
                    flag(FORMAT, "--format", "gguf|compressed-tensors", "for llama.cpp and its kin, or for transformers and vLLM (gguf)")]
 Type = Annotated[str | None, flag(FORMAT, "--type", "F16|Q8_0|Q4_0|INT8|INT4",
                                   "precision of the matrices (F16); the integers are those of compressed-tensors (INT4)")]
+Lora = Annotated[str | None, flag(FORMAT, "--lora", "DIR", "merge a LoRA adapter into the model: a folder as the model's comes of it")]
 Force = Annotated[bool, flag(OUTPUT, "--force", "", "replace a GGUF file", "export")]
 
 
@@ -33,14 +35,20 @@ def register(app: typer.Typer) -> None:
     add_command(app, "export", "make models", export, EXAMPLES)
 
 
-def export(context: typer.Context, model: Model, out: Out, format: Format = None, type: Type = None, force: Force = False,
-           json: Json = False) -> None:
+def export(context: typer.Context, model: Model, out: Out, format: Format = None, type: Type = None, lora: Lora = None,
+           force: Force = False, json: Json = False) -> None:
     """Write a model for other programs, with its tokenizer and chat template."""
     from ..offload.size import format_size
     from ..runtime.compressed import CompressedFolder, export_compressed
     from ..runtime.gguf.export import Exported, export_gguf
 
     screen = Screen(context.obj)
+    if lora is not None:
+        if format or type or force:
+            raise UsageError("--lora makes a folder as the model's, of another format is what comes of that",
+                             f"effllm export {typed(model)} -o DIR --lora {typed(lora)}, then effllm export DIR -o {typed(out)}")
+        merged_folder(find(model, screen).folder, Path(lora).expanduser(), Path(out), screen, json)
+        return
     if format == "compressed-tensors" and force:
         raise UsageError("--force replaces a GGUF file, not a folder", "give another folder with -o")
     ref = find(model, screen)
@@ -61,3 +69,19 @@ def export(context: typer.Context, model: Model, out: Out, format: Format = None
     else:
         kinds = ", ".join(f"{count} {kind}" for kind, count in made.types.items())
         screen.note(f"{made.path}: {format_size(made.nbytes)}, {made.tensors} tensors ({kinds})")
+
+
+def merged_folder(source: Path, adapter: Path, out: Path, screen: Screen, json: bool) -> None:
+    """The model with the adapter in it."""
+    from ..offload.size import format_size
+    from ..runtime.merge import Merged, merge
+    from .quantize import remember
+
+    with resumable(screen):
+        made = last(follow(merge(source, adapter, out), screen, Merged))
+    remember(made.folder, screen)
+    if json:
+        screen.json(made.to_json())
+    else:
+        screen.note(f"{made.folder}: {format_size(made.nbytes)}, {made.changed} of {made.tensors} tensors changed; "
+                    f"effllm run {typed(made.folder)}")

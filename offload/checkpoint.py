@@ -60,7 +60,15 @@ class TensorStore:
     def open(cls, folder: Path | str) -> TensorStore:
         """Read and check the headers in `folder`; ModelNotFound where it cannot be read, CheckpointError where it is damaged."""
         folder = Path(folder)
-        index, paths = _weight_files(folder)
+        return cls._of(folder, *_weight_files(folder))
+
+    @classmethod
+    def of_file(cls, path: Path) -> TensorStore:
+        """`open` for one safetensors file of a folder, whatever lies beside it."""
+        return cls._of(path.parent, {}, [path])
+
+    @classmethod
+    def _of(cls, folder: Path, index: dict[str, str], paths: Sequence[Path]) -> TensorStore:
         tensors: dict[str, TensorInfo] = {}
         opened: dict[Path, OpenFile] = {}
         try:
@@ -183,7 +191,8 @@ def _lone_file(folder: Path, names: list[str]) -> str:
     """The one safetensors file of a folder that has neither the usual file nor an index."""
     weights = [name for name in names if name.endswith(".safetensors")]
     if weights == ["adapter_model.safetensors"]:
-        raise CheckpointError(f"{folder} holds a LoRA adapter, not a model", "merge it into its base model with peft's merge_and_unload()")
+        raise CheckpointError(f"{folder} holds a LoRA adapter, not a model",
+                              f"effllm export MODEL -o DIR --lora {folder} merges it into its model")
     if len(weights) == 1:
         return weights[0]
     if weights:

@@ -13,6 +13,7 @@ from pathlib import Path
 from .. import EffllmError, ModelNotFound, typed
 from .small_file import OddFile, read_whole
 
+ADAPTER = "adapter_config.json"  # what stands in the place of config.json beside a LoRA adapter
 FILE_LIMIT = 10 * 2**20
 LEAST, MOST = 1e-30, 1e30  # of a positive number: its inverse is a float32 too
 REQUIRED = object()
@@ -46,6 +47,9 @@ def read_json(path: Path) -> dict[str, object]:
     except OddFile as error:
         raise ConfigError(f"{path} is {error.strerror}") from error
     except FileNotFoundError as error:
+        if (path.parent / ADAPTER).exists():
+            raise ModelNotFound(f"{path.parent} holds a LoRA adapter, not a model",
+                                f"effllm export MODEL -o DIR --lora {typed(path.parent)} merges it into its model") from error
         if path.parent.is_dir():
             raise ModelNotFound(f"{path.parent} has no {path.name}, so it is not a model folder",
                                 "a model folder holds config.json, tokenizer.json and *.safetensors") from error

@@ -138,7 +138,8 @@ def named_files(repository: Repository, asked: str) -> list[RemoteFile]:
 def _no_weights(repository: Repository, lone: Sequence[str]) -> ModelNotFound:
     every = [*repository.files, *repository.unusable]
     if "adapter_model.safetensors" in every:
-        return ModelNotFound(f"{repository.repo} is a LoRA adapter, not a model", "pull the model that it was made for")
+        return ModelNotFound(f"{repository.repo} is a LoRA adapter, not a model",
+                             "pull the model that it was made for; effllm export --lora DIR merges an adapter in a folder into it")
     if lone:
         return ModelNotFound(f"{repository.repo} has {len(lone)} safetensors files and no index that says how they belong together",
                              "choose another repository of this model")

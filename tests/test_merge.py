@@ -1,0 +1,240 @@
+"""LoRA adapters merged into their models: the weights are those of the formula in float64, rounded once; all else is what it was."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from effllm import EffllmError
+from effllm.offload.checkpoint import TensorStore
+from effllm.runtime import merge as merging
+from effllm.runtime.merge import Merged, merge
+
+sys.path.insert(0, str(Path(__file__).parent))
+from family_models import Case, assert_scored_as, text, written
+
+PREFIX, RANK, LAYER = "base_model.model.", 4, "model.layers.1."
+MODULES = ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def base(request, tmp_path_factory) -> Path:
+    """In several files."""
+    folder = tmp_path_factory.mktemp("base") / "model"
+    written(Case("llama", {"tie_word_embeddings": False}, shard="150KB", dtype=request.param), folder)
+    assert len([*folder.glob("*.safetensors")]) > 1
+    return folder
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            found |= {name: file.get_tensor(name) for name in file.keys()}
+    return found
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def adapter(folder: Path, tensors: dict[str, torch.Tensor], **stated: object) -> Path:
+    folder.mkdir()
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 10, "base_model_name_or_path": "org/base", **stated}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def matrices(base: Path, modules=MODULES) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    found, own = {}, weights(base)
+    for seed, module in enumerate(modules):
+        rows, columns = own[f"{LAYER}{module}.weight"].shape
+        found[LAYER + module] = random(RANK, columns, seed=seed), random(rows, RANK, seed=seed + 50)
+    return found
+
+
+def peft(pairs: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {f"{PREFIX}{module}.lora_{part}.weight": each for module, pair in pairs.items() for part, each in zip("AB", pair)}
+
+
+def merged(base: Path, own: Path, out: Path) -> Merged:
+    return [*merge(base, own, out)][-1]
+
+
+def assert_is(base: Path, out: Path, changed: dict[str, torch.Tensor]) -> None:
+    """`changed` in float64; every other tensor has its bytes, and every file but for weights."""
+    before, after = weights(base), weights(out)
+    assert before.keys() == after.keys() and {each.name for each in base.iterdir()} == {each.name for each in out.iterdir()}
+    for name, tensor in after.items():
+        if name not in changed:
+            assert torch.equal(tensor, before[name]), name
+            continue
+        near = changed[name].to(tensor.dtype).double(), 1e-2 if tensor.dtype == torch.bfloat16 else 1e-5
+        assert torch.allclose(tensor.double(), near[0], rtol=near[1], atol=1e-5), name
+        assert not torch.equal(tensor, before[name])
+
+
+def added(base: Path, pairs: dict[str, tuple[torch.Tensor, torch.Tensor]], scale: float) -> dict[str, torch.Tensor]:
+    own = weights(base)
+    return {f"{module}.weight": own[f"{module}.weight"].double() + scale * (b.double() @ a.double()) for module, (a, b) in pairs.items()}
+
+
+@pytest.mark.parametrize(("stated", "scale"), [({}, 10 / RANK), ({"use_rslora": True}, 10 / math.sqrt(RANK)),
+                                               ({"alpha_pattern": {"model.layers.1.mlp.down_proj": 2, "layers.0": 7}}, 10 / RANK)])
+def test_what_is_added_is_the_product_of_two_matrices(base, tmp_path, stated, scale):
+    pairs = matrices(base)
+    own = adapter(tmp_path / "adapter", peft(pairs), **stated)
+    expected = added(base, pairs, scale)
+    if "alpha_pattern" in stated:
+        module = LAYER + "mlp.down_proj"
+        expected |= added(base, {module: pairs[module]}, 2 / RANK)
+    made = merged(base, own, tmp_path / "out")
+    assert made.changed == len(MODULES) and made.tensors == len(weights(base))
+    assert_is(base, tmp_path / "out", expected)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32, attn_implementation="eager").eval()
+    assert_scored_as(tmp_path / "out", model, text(model, 40))
+
+
+def test_rows_get_the_lengths_that_were_trained(base, tmp_path):
+    pairs = matrices(base)
+    lengths = {module: random(len(b)).abs() + 0.5 for module, (_, b) in pairs.items()}
+    own = adapter(tmp_path / "adapter", peft(pairs) | {f"{PREFIX}{name}.lora_magnitude_vector": each for name, each in lengths.items()},
+                  use_dora=True)
+    expected = added(base, pairs, 10 / RANK)
+    for name, each in lengths.items():
+        plain = expected[f"{name}.weight"]
+        expected[f"{name}.weight"] = plain * (each.double() / plain.norm(dim=1))[:, None]
+    merged(base, own, tmp_path / "out")
+    assert_is(base, tmp_path / "out", expected)
+
+
+def test_tables_and_what_comes_whole(base, tmp_path):
+    table = weights(base)["model.embed_tokens.weight"]
+    a, b = random(RANK, len(table)), random(table.shape[1], RANK)
+    head, norm = random(*table.shape, seed=9), random(table.shape[1])
+    own = adapter(tmp_path / "adapter", {
+        f"{PREFIX}model.embed_tokens.lora_embedding_A": a, f"{PREFIX}model.embed_tokens.lora_embedding_B": b,
+        f"{PREFIX}lm_head.weight": head, f"{PREFIX}model.norm.modules_to_save.default.weight": norm})
+    merged(base, own, tmp_path / "out")
+    assert_is(base, tmp_path / "out", {"model.embed_tokens.weight": table.double() + 2.5 * (b.double() @ a.double()).T,
+                                       "lm_head.weight": head.double(), "model.norm.weight": norm.double()})
+
+
+def test_what_is_added_to_what_comes_whole(base, tmp_path):
+    """As PEFT saves a table that was trained by two matrices: beside them lies the table itself."""
+    table = weights(base)["model.embed_tokens.weight"]
+    a, b = random(RANK, len(table)), random(table.shape[1], RANK)
+    own = adapter(tmp_path / "adapter", {
+        f"{PREFIX}model.embed_tokens.lora_embedding_A": a, f"{PREFIX}model.embed_tokens.lora_embedding_B": b,
+        f"{PREFIX}model.embed_tokens.base_layer.weight": table + 2})
+    made = merged(base, own, tmp_path / "out")
+    assert made.changed == 1
+    assert_is(base, tmp_path / "out", {"model.embed_tokens.weight": (table + 2).double() + 2.5 * (b.double() @ a.double()).T})
+
+
+def test_adapters_of_mlx_lie_the_other_way_round_and_state_what_they_are_multiplied_by(base, tmp_path):
+    pairs = matrices(base)
+    (own := tmp_path / "adapter").mkdir()
+    for name in ("adapters.safetensors", "0000100_adapters.safetensors"):
+        save_file({f"{module}.lora_{part}": each.T.contiguous() for module, pair in pairs.items() for part, each in zip("ab", pair)},
+                  own / name)
+    (own / "adapter_config.json").write_text(json.dumps({"fine_tune_type": "lora", "lora_parameters": {"rank": RANK, "scale": 3.0}}))
+    merged(base, own, tmp_path / "out")
+    assert_is(base, tmp_path / "out", added(base, pairs, 3.0))
+
+
+def test_names_of_a_part_of_a_larger_model_are_found_by_their_end(base, tmp_path):
+    pairs = matrices(base)
+    longer = {name.replace("model.layers", "model.language_model.layers"): each for name, each in peft(pairs).items()}
+    own = adapter(tmp_path / "adapter", longer)
+    merged(base, own, tmp_path / "out")
+    assert_is(base, tmp_path / "out", added(base, pairs, 10 / RANK))
+
+
+def test_what_was_stopped_goes_on(base, tmp_path, monkeypatch):
+    own = adapter(tmp_path / "adapter", peft(pairs := matrices(base)))
+    steps = merge(base, own, tmp_path / "out")
+    for _ in range(7):
+        next(steps)
+    steps.close()
+    assert not (tmp_path / "out").exists()
+    written_again = []
+    real = merging._write
+    monkeypatch.setattr(merging, "_write", lambda *args: written_again.append(args[3].name) or real(*args))
+    merged(base, own, tmp_path / "out")
+    assert 0 < len(written_again) < len(weights(base))
+    assert_is(base, tmp_path / "out", added(base, pairs, 10 / RANK))
+
+
+@pytest.mark.parametrize(("stated", "expected"), [
+    ({"peft_type": "LOHA"}, "peft_type 'LOHA' is no LoRA"), ({"bias": "all"}, "bias = 'all'"), ({"fan_in_fan_out": True}, "fan_in_fan_out"),
+    ({"lora_alpha": None}, "lora_alpha is no number"), ({"target_parameters": ["experts.down"]}, "target_parameters"),
+    ({"layer_replication": [[0, 2]]}, "layer_replication"), ({"alpha_pattern": {"(": 2}}, "no pattern")])
+def test_what_is_not_computed_is_refused_by_its_key(base, tmp_path, stated, expected):
+    own = adapter(tmp_path / "adapter", peft(matrices(base)), **stated)
+    with pytest.raises(EffllmError) as refused:
+        merged(base, own, tmp_path / "out")
+    assert expected in refused.value.message and "\n" not in refused.value.message and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("change", "expected"), [
+    (lambda made: {**made, f"{PREFIX}model.layers.9.mlp.up_proj.lora_A.weight": random(4, 64),
+                   f"{PREFIX}model.layers.9.mlp.up_proj.lora_B.weight": random(88, 4)}, "which the model does not have"),
+    (lambda made: {name: each for name, each in made.items() if "q_proj.lora_B" not in name}, "one of the two matrices"),
+    (lambda made: {name: each[:, :-1] if "q_proj.lora_A" in name else each for name, each in made.items()}, "in the model it is"),
+    (lambda made: {name: each * math.nan for name, each in made.items()}, "NaN or infinity"),
+    (lambda made: {f"{PREFIX}lm_head.weight": random(400, 64)}, "brings 'lm_head.weight' of shape [400, 64]"),
+    (lambda made: {name: each * 3e38 for name, each in made.items()}, "NaN or infinity")])
+def test_what_does_not_fit_names_the_base(base, tmp_path, change, expected):
+    own = adapter(tmp_path / "adapter", change(peft(matrices(base))))
+    with pytest.raises(EffllmError) as refused:
+        merged(base, own, tmp_path / "out")
+    assert expected in refused.value.message and "org/base" in refused.value.hint
+
+
+def test_matrices_in_words_are_refused(base, tmp_path):
+    own = adapter(tmp_path / "adapter", {name: each.to(torch.int32) for name, each in peft(matrices(base)).items()})
+    with pytest.raises(EffllmError, match="as I32, which is not merged"):
+        merged(base, own, tmp_path / "out")
+
+
+def test_a_head_that_is_the_embeddings(tmp_path):
+    written(Case("llama", {"tie_word_embeddings": True}), base := tmp_path / "base")
+    table = weights(base)["model.embed_tokens.weight"]
+    both = {f"{PREFIX}{name}.weight": table + 1 for name in ("lm_head", "model.embed_tokens")}
+    merged(base, adapter(tmp_path / "both", both), tmp_path / "out")
+    assert_is(base, tmp_path / "out", {"model.embed_tokens.weight": table.double() + 1})
+    alone = adapter(tmp_path / "alone", {f"{PREFIX}lm_head.weight": table})
+    with pytest.raises(EffllmError) as refused:
+        merged(base, alone, tmp_path / "other")
+    assert "its head as well" in refused.value.hint
+
+
+def test_from_the_command_line_to_a_run(person, tmp_path):
+    own = weights(Path(merging.__file__).parents[1] / "models" / "fable")
+    name = "model.layers.2.mlp.down_proj"
+    rows, columns = own[f"{name}.weight"].shape
+    tuned = adapter(tmp_path / "tuned", peft({name: (random(RANK, columns), random(rows, RANK))}))
+    told = person.types("export", "fable", "-o", tmp_path / "out", "--lora", tuned)
+    assert told.code == 0 and f"1 of {len(own)} tensors changed" in told.err
+    assert person.types("run", tmp_path / "out", "Once", "--raw", "-n", "3").code == 0
+    with TensorStore.open(tmp_path / "out") as store:
+        assert len(store.tensors) == len(own)
+    again = person.types("export", "fable", "-o", tmp_path / "out", "--lora", tuned)
+    assert again.code == 2 and "exists" in again.err
+    assert person.types("export", "fable", "-o", tmp_path / "x", "--lora", tuned, "--type", "Q4_0").code == 2
+    assert "holds no LoRA adapter" in person.types("export", "fable", "-o", tmp_path / "x", "--lora", tmp_path).err
+    small = tmp_path / "small"
+    assert person.types("quantize", tmp_path / "out", "-o", small, "--bits", "4").code == 0
+    told = person.types("export", small, "-o", tmp_path / "x", "--lora", tuned)
+    assert told.code == 2 and "is quantized" in told.err
+    assert "--lora" in person.types("run", tuned, "x").err + person.types("show", tuned).err
