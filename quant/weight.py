@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from ..kernels.layout import STORED_TYPES
-from ..kernels.tiles import SCHEME_SHIFT, SCHEMES, TILE
+from ..kernels.tiles import ROWS, SCHEME_SHIFT, SCHEMES, TILE, block_nbytes
 from .spec import QuantSpec
 
 SECTIONS = ("codes", "scales", "zeros", "row_scales", "tables")  # of a low-bit weight without outliers, as uint8
@@ -94,6 +94,21 @@ class Weight:
             begin = getattr(at, name)
             blob[begin : begin + section.nbytes] = section
         return blob
+
+
+def first_rows(weight: Weight, rows: int) -> Weight:
+    """The first rows of a matrix in memory, a whole number of row blocks, where they lie; the matrix itself where its outliers, which are
+    one list for all rows, or its order do not let it be parted."""
+    spec, shape = weight.spec, (rows, weight.shape[1])
+    if rows >= weight.shape[0] or "data" not in weight.parts or weight.looked_up or spec.outliers:
+        return weight
+    if spec.is_raw:
+        return Weight(spec, shape, {"data": weight.parts["data"][:rows]})
+    blob, at = weight.parts["data"], spec.sections(weight.shape)
+    found = {name: blob[getattr(at, name) :][: rows // ROWS * each]
+             for name, each in block_nbytes(at.depth, spec.bits, spec.scheme, spec.group).items()}
+    found |= {"row_scales": blob[at.row_scales :][: 2 * rows], **({} if at.tables < 0 else {"tables": blob[at.tables :]})}
+    return Weight(spec, shape, found)
 
 
 class Lease(Protocol):

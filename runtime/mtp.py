@@ -21,7 +21,9 @@ import numpy as np
 from ..kernels.cpu.ops import FEW
 from ..kernels.layout import PAGE
 from ..kernels.reference import normalise
+from ..kernels.tiles import ROWS
 from ..quant.kv import codec
+from ..quant.weight import Linear, first_rows
 from . import families
 from .cache_made import open_cache
 from .cache_shape import CacheShape, attention_specs, cache_nbytes
@@ -32,12 +34,16 @@ from .mtp_tensors import like
 from .sampler import Sampler, SamplerSettings
 
 if TYPE_CHECKING:
+    from ..quant.weight import Norm
     from .config import ModelConfig
     from .events import Progress
     from .model import Model
 
 MOST_TOKENS = 8192  # that the layer attends to
 KV = "16bit"
+# Tokenizers number tokens in the order in which they were merged, so the frequent ones come first. Where the newest RECENT tokens of a text
+# are nearly all among the first of so many shares of the head's rows, a guess is looked for there; not in fewer than LEAST_ROWS.
+SHARES, RECENT, NEARLY_ALL, LEAST_ROWS = (8, 4, 2), 256, 0.98, 8192
 
 
 def cache_shape(ctx: int) -> CacheShape:
@@ -71,6 +77,7 @@ class OwnDrafts:
         self._states = self._host.workspace.take("states", chunk + FEW, config.hidden_size)
         self._greedy = Sampler(SamplerSettings(temperature=0), config.vocab_size)
         self._history: Sequence[int] = []
+        self._head: tuple[Linear, Linear] | None = None  # the model's, and what of it is asked
         self.costs = GuessCosts()
         self._begin([])
 
@@ -155,8 +162,9 @@ class OwnDrafts:
         x = self._take([*self._ids[len(self._ids) - count + 1 :], self._history[-1]])
         read, held, drafted = time.perf_counter(), self._cache.n, []
         with self._model.outer() as outer:
+            head = self._frequent(outer.head)
             while True:
-                drafted.append(self._likeliest(x, outer.mtp.norm, outer.head, drafted))
+                drafted.append(self._likeliest(x, outer.mtp.norm, head, drafted))
                 if len(drafted) == most:
                     break
                 norm = outer.mtp.norm
@@ -165,13 +173,26 @@ class OwnDrafts:
         self.costs.guessed(len(drafted), time.perf_counter() - read, count, read - started)
         return Draft(tuple(drafted), KIND)
 
-    def _likeliest(self, x: np.ndarray, norm: object, head: object, drafted: Sequence[int]) -> int:
+    def _frequent(self, head: Linear) -> Linear:
+        """The rows of the head in which a guess is looked for: of a small model the head is a good part of a pass, and a guess of a rare
+        token is one that costs time."""
+        whole, newest = head.weight.shape[0], self._history[-RECENT:]
+        counts = (whole // share // ROWS * ROWS for share in SHARES)
+        rows = next((each for each in counts if each >= LEAST_ROWS and
+                     sum(token < each for token in newest) >= NEARLY_ALL * len(newest)), whole)
+        if self._head is None or self._head[0] is not head or self._head[1].weight.shape[0] != rows:
+            self._head = head, Linear(first_rows(head.weight, rows))
+        return self._head[1]
+
+    def _likeliest(self, x: np.ndarray, norm: Norm, head: Linear, drafted: Sequence[int]) -> int:
         """The token that the head finds likeliest of x [1, D]."""
         config = self._model.config
         logits = self._host.logits(x, norm, head, config.final_logit_softcapping, 1 / config.logits_scaling)[0]
-        if self._greedy.settings.penalises:
-            return self._greedy.sample(logits, [*self._history, *drafted]) if np.isfinite(logits).all() else 0
-        return int(logits.argmax())
+        if not self._greedy.settings.penalises or not np.isfinite(logits).all():
+            return int(logits.argmax())
+        every = np.full(config.vocab_size, -np.inf, np.float32)
+        every[: len(logits)] = logits
+        return self._greedy.sample(every, [*self._history, *drafted])
 
     def _take(self, following: Sequence[int]) -> np.ndarray:
         """The oldest states that wait go through the layer, each with the token that follows it; returns what comes of the last one,

@@ -15,6 +15,8 @@ from safetensors.numpy import load_file, save_file
 from effllm import UsageError
 from effllm.offload.notes import Fallback
 from effllm.offload.placement import Residency
+from effllm.quant.spec import QuantSpec
+from effllm.quant.weight import Weight, first_rows, from_f32
 from effllm.runtime import mtp, prepare
 from effllm.runtime.container import read_container
 from effllm.runtime.engine import Engine
@@ -30,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from conversions import options, run
 from family_models import CASES, Case
 from hybrid_models import CALM, CTX, IDS, opened
+from low_bit_samples import FORMATS, low_bit, random_codes
 from mtp_models import Own, own_logits, with_layer
 from test_speculation import GREEDY, PENALISED, SEEDED, Silent, Ticks
 
@@ -271,3 +274,49 @@ def test_quantized_folders_keep_it(small: dict[str, Path]) -> None:
     assert {name for name, stored in own.items() if stored.spec.is_raw} == {name for name in own if name.endswith("norm.weight") or
                                                                           "pre_fc_norm" in name}
     assert planned(small[FIRST]).speculating.mtp and planned(small["glm4_moe_lite"], spec="mtp").speculating.mtp
+
+
+@pytest.mark.parametrize("kind", (*FORMATS, "bf16", "f16", "f32"))
+def test_first_rows_of_a_matrix_are_those_of_the_matrix(kind: str) -> None:
+    spec, rng = QuantSpec.parse(kind), np.random.default_rng(2)
+    if spec.is_raw:
+        values = rng.standard_normal((70, 256), np.float32)
+        weight = Weight.raw(kind, values.shape, from_f32(values, kind))
+    else:
+        weight = low_bit(random_codes(rng, spec, (70, 256)), spec)
+    for rows in (16, 64):
+        np.testing.assert_array_equal(first_rows(weight, rows).to_f32(), weight.to_f32()[:rows])
+        assert first_rows(weight, rows).shape == (rows, 256)
+    assert first_rows(weight, 70) is weight
+
+
+@pytest.mark.parametrize("settings", (GREEDY, PENALISED), ids=("greedy", "penalised"))
+def test_guesses_are_looked_for_among_frequent_tokens(engine: Engine, settings: SamplerSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the text has hardly others; an answer is the same."""
+    engine.speculation = None
+    engine.cache.truncate(0)
+    engine.reset()
+    expected = answer(engine, [token % 32 for token in IDS[:300]], 60, settings)
+    monkeypatch.setattr(mtp, "LEAST_ROWS", 16)
+    engine.speculation = drafting(engine)
+    engine.cache.truncate(0)
+    engine.reset()
+    engine.speculation.choose_as(settings)
+    own = engine.speculation._model
+    whole = own_logits(engine, [token % 32 for token in IDS[:300]])
+    engine.cache.truncate(0)
+    engine.reset()
+    for _ in engine.prefill([token % 32 for token in IDS[:299]]):
+        continue
+    own.follow([token % 32 for token in IDS[:300]])
+    guess = own.propose(1)
+    rows = own._head[1].weight.shape[0]
+    assert rows == 300 // 8 // 16 * 16 == 32 and guess.tokens[0] < 32
+    if settings is GREEDY:
+        assert guess.tokens[0] == int(whole[:rows].argmax())
+    own.follow(IDS[:300])
+    with engine.model.outer() as outer:
+        assert own._frequent(outer.head).weight.shape[0] == 300, "half of these are others"
+    engine.cache.truncate(0)
+    engine.reset()
+    assert answer(engine, [token % 32 for token in IDS[:300]], 60, settings) == expected
