@@ -53,6 +53,13 @@ class OuterWeights:
     mtp: OwnLayer | None = None
 
 
+def made_norm(config: ModelConfig, weight: object, bias: object | None) -> Norm:
+    """A norm of the model's kind; kernels know none that takes the mean off and has weights stored less one."""
+    if config.norm_kind == "layer+1":
+        return Norm("layer", weight + 1, bias, config.norm_eps)
+    return Norm(config.norm_kind, weight, bias, config.norm_eps)
+
+
 class WeightRecords:
     """Makes records of a model's tensors by role: `tensors`, layers by number and what surrounds them as "outer". `host`: the ops of the
     CPU, whose matrices may be `streamed` and whose experts `paging` reads, both None where all weights stay in memory."""
@@ -87,7 +94,7 @@ class WeightRecords:
             weight = vector(role)
             if len(roles[role].shape) > 1:  # one for each head
                 weight = weight.reshape(roles[role].shape)
-            return Norm(config.norm_kind, weight, vector(f"{role}_bias"), config.norm_eps)
+            return made_norm(config, weight, vector(f"{role}_bias"))
 
         def ones(size: int, factors: np.ndarray | float = 1.0) -> Norm:
             return Norm("rms", ops.put(np.ones(size, np.float32) * np.float32(factors), "f32"), None, config.norm_eps)
@@ -136,7 +143,7 @@ class WeightRecords:
         """The norm before the head, on the host."""
         roles, host = self.tensors["outer"], self.host
         weight, bias = (host.put(as_float32(roles[role], raw), "f32") if role in roles else None for role in ("norm", "norm_bias"))
-        return Norm(self.config.norm_kind, weight, bias, self.config.norm_eps)
+        return made_norm(self.config, weight, bias)
 
     def outer(self, raw: Mapping[str, np.ndarray]) -> OuterWeights:
         """What surrounds the layers, of raw bytes by name."""

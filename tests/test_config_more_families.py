@@ -13,6 +13,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 from config_samples import LLAMA, refused
 
 PUBLISHED = {
+    "nemotron": {  # Nemotron Mini 4B
+        "architectures": ["NemotronForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 2, "eos_token_id": 3,
+        "head_dim": 128, "hidden_act": "relu2", "initializer_range": 0.0134, "max_position_embeddings": 4096, "mlp_bias": False,
+        "norm_eps": 1e-5, "partial_rotary_factor": 0.5, "rope_scaling": None, "rope_theta": 10_000.0, "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16", "use_cache": True},
+    "stablelm": {  # StableLM 2 1.6B
+        "architectures": ["StableLmForCausalLM"], "bos_token_id": 0, "hidden_act": "silu", "initializer_range": 0.02, "layer_norm_eps":
+        1e-5, "max_position_embeddings": 4096, "partial_rotary_factor": 0.25, "qk_layernorm": False, "rope_theta": 10_000,
+        "tie_word_embeddings": False, "torch_dtype": "float16", "use_cache": True, "use_parallel_residual": False, "use_qkv_bias": True},
     "cohere": {  # Command R+
         "architectures": ["CohereForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 5, "eos_token_id":
         255_001, "hidden_size": 192, "layer_norm_eps": 1e-5, "logit_scale": 0.8333333333333334, "max_position_embeddings": 8192,
@@ -48,7 +57,9 @@ def test_published_configs_are_known_to_the_last_key(family: str) -> None:
     ("hunyuan_v1_moe", "moe_topk", [8, 8, 8, 4]), ("hunyuan_v1_moe", "moe_topk", [8]), ("hunyuan_v1_moe", "moe_topk", [True] * 4),
     ("hunyuan_v1_moe", "num_shared_expert", [2] * 4), ("hunyuan_v1_moe", "moe_intermediate_size", [1536] * 4),
     ("hunyuan_v1_moe", "moe_layer_num_skipped", 1), ("hunyuan_v1_moe", "use_mixed_mlp_moe", False), ("hunyuan_v1_moe", "moe_topk", 65),
-    ("hunyuan_v1_moe", "num_experts", 0), ("hunyuan_v1_moe", "moe_router_use_sigmoid", True)])
+    ("nemotron", "rope_percent", 0.25), ("nemotron", "sliding_window", 512), ("stablelm", "qk_layernorm", True),
+    ("stablelm", "use_parallel_residual", True), ("stablelm", "attention_bias", True), ("hunyuan_v1_moe", "num_experts", 0),
+    ("hunyuan_v1_moe", "moe_router_use_sigmoid", True)])
 def test_what_a_family_cannot_do_is_named(family: str, key: str, value: object) -> None:
     refused({**base(family), key: value}, "num_experts_per_tok" if value == 65 else key)
 
@@ -68,3 +79,11 @@ def test_command_r_plus_norms_every_head_by_weights_of_its_own() -> None:
     refused({**base("cohere"), "use_qk_norm": "yes"}, "use_qk_norm")
     plain = parse_config({**base("cohere"), "use_qk_norm": False}, strict=True)
     assert not plain.qk_norm and "q_norm" not in families.get("cohere").layer_tensors(plain, 0)
+
+
+def test_what_turns_of_a_head_where_nothing_is_said() -> None:
+    for family, share, kind in (("nemotron", 0.5, "layer+1"), ("stablelm", 0.25, "layer")):
+        silent = {key: value for key, value in base(family).items() if key != "partial_rotary_factor"}
+        config = parse_config(silent, strict=True)
+        assert config == parse_config(base(family), strict=True) and config.rope.partial_rotary_factor == share
+        assert config.norm_kind == kind and "norm_bias" in families.get(family).outer_tensors(config)

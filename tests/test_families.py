@@ -157,6 +157,8 @@ PECULIAR = {
                                                           "state_in.b", "state_in.c", "state_rate"))],
     "cohere, norms of every head": [{"norm_eps": 1e-1}, {"norm_kind": "rms"}],
     "hunyuan_v1_moe": [{"mixture": each} for each in ({"renormalise": False}, {"shared_width": None}, {"per_token": 2})],
+    "nemotron": [{"norm_kind": "layer"}, {"hidden_act": "relu"}, {"norm_eps": 1e-1}, {"ropes": {"partial_rotary_factor": 1.0}}],
+    "stablelm": [{"norm_kind": "rms"}, {"norm_eps": 1e-1}, {"ropes": {"partial_rotary_factor": 1.0}}],
     "opt": [{"position_offset": 0}, {"position_offset": 1}, {"hidden_act": "gelu"}, {"norm_eps": 1e-1}],
 }
 
@@ -192,7 +194,7 @@ def test_every_peculiarity_of_a_family_shows(name: str, tmp_path: Path) -> None:
                                   "glm4_moe_lite", "qwen3_5_text", "qwen3_5_text, other layers", "qwen3_5_moe_text", "lfm2",
                                   "lfm2, other taps, bfloat16", "lfm2_moe", "granitemoehybrid, state spaces", "nemotron_h",
                                   "nemotron_h, experts", "falcon_h1", "falcon_h1, norms, tied, bfloat16",
-                                  "cohere, norms of every head", "hunyuan_v1_moe",
+                                  "cohere, norms of every head", "hunyuan_v1_moe", "nemotron", "stablelm",
                                   "granitemoehybrid, experts, bfloat16", "gemma4_text", "gemma4_text, keys as values",
                                   "gemma4_text, mixture"])
 def test_the_other_backend_agrees(name: str, tmp_path: Path) -> None:

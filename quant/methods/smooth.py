@@ -129,7 +129,7 @@ def fold(changed: dict[str, np.ndarray], maker: str, readers: Sequence[str], fac
     A norm is rounded to its stored type first and the columns take what it then lacks, so that nothing is lost.
     """
     if maker.endswith("norm"):
-        offset = np.float32(1 if layout.norm_kind == "rms+1" else 0)
+        offset = np.float32(layout.norm_kind.endswith("+1"))
         before = changed[maker] + offset
         after = stored(before / factors - offset, layout.stored)
         live = (before != 0) & (after + offset != 0)

@@ -11,6 +11,7 @@ from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from . import TensorRule, llama
 from .opt import block
+from .stablelm import normed, outer_tensors
 
 __all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
 
@@ -37,13 +38,4 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
         rules[role] = TensorRule(f"{prefix}{name}.weight", rules[role].shape)
         if config.mlp_bias:
             rules[f"{role}_bias"] = TensorRule(f"{prefix}{name}.bias", rules[role].shape[:1])
-    return rules | {f"{role}_bias": _bias(rules[role]) for role in ("input_norm", "post_norm")}
-
-
-def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
-    rules = llama.outer_tensors(config)
-    return rules | {"norm_bias": _bias(rules["norm"])}
-
-
-def _bias(norm: TensorRule) -> TensorRule:
-    return TensorRule(norm.name.removesuffix("weight") + "bias", norm.shape)
+    return normed(rules)

@@ -86,7 +86,7 @@ class Architecture:
 
     def offset(self, name: str) -> float:
         """What was added to a tensor of a checkpoint."""
-        return self.norm_offset if "norm" in name and linear_attention.OWN_NORM not in name else 0.0
+        return self.norm_offset if "norm" in name and linear_attention.OWN_NORM not in name and not name.endswith("bias") else 0.0
 
 
 _GEMMA_NAMES = {"post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
@@ -105,6 +105,7 @@ _QWEN_WIDTHS = {"expert_feed_forward_length": "moe_intermediate_size",
                 "expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
 _QWEN_SHARED = {**{part: f"mlp.shared_expert.{own}" for part, own in SHARED_EXPERT.items()}, SHARE: "mlp.shared_expert_gate"}
 _HUNYUAN_NAMES = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
+_NORM_BIAS = {"output_norm.bias": "model.norm.bias"}
 _LINEAR = {"norm_offset": 1.0, "partial": True, "required": linear_attention.REQUIRED, "whole": linear_attention.WHOLE,
            "roles": {"post_norm": "post_attention_norm"}, "read": linear_attention.READ,
            "kinds": (linear_attention.KINDS[1], linear_attention.KINDS[0])}
@@ -191,9 +192,14 @@ ARCHITECTURES = {
     "seed_oss": Architecture("seed_oss", layer_names={"post_attention_norm": "post_attention_layernorm"},
                              roles={"post_norm": "post_attention_norm"}),
     "smollm3": Architecture("smollm3", interleaved=True),
-    "starcoder2": Architecture("starcoder2", config={"hidden_act": "gelu_pytorch_tanh"}, outer={"output_norm.bias": "model.norm.bias"},
+    "starcoder2": Architecture("starcoder2", config={"hidden_act": "gelu_pytorch_tanh"}, outer=_NORM_BIAS,
                                layer_names={"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}, keys={LAYER_NORM: "norm_epsilon"},
                                epsilon=LAYER_NORM),
+    "nemotron": Architecture("nemotron", config={"hidden_act": "relu2"}, norm_offset=1.0, partial=True, outer=_NORM_BIAS,
+                             epsilon=LAYER_NORM, keys={LAYER_NORM: "norm_eps"}),
+    # Files may say that attention and MLP are side by side, where they are not: llama.cpp sees it by the norms that there are.
+    "stablelm": Architecture("stablelm", partial=True, outer=_NORM_BIAS, epsilon=LAYER_NORM, keys={LAYER_NORM: "layer_norm_eps"},
+                             read=frozenset({"use_parallel_residual"})),
     "phi3": Architecture("phi3", partial=True, fused=_QKV | _GATE_UP),
     # Neighbours turn together in the checkpoints too, so that rows are as they are there.
     "chatglm": Architecture("glm", partial=True, fused=_GATE_UP, fused_before=_QKV),
@@ -209,7 +215,8 @@ BY_FAMILY = dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), laten
     "mixtral": "llama", "olmo3": "olmo2", "qwen2_moe": "qwen2moe", "qwen3_5_moe_text": "qwen35moe", "qwen3_5_text": "qwen35",
     "qwen3_moe": "qwen3moe"} | {
     name: name for name in ("arcee", "cohere2", "dots1", "ernie4_5", "exaone4", "gemma", "gemma2", "glm4", "granite", "granitemoe",
-                            "lfm2", "llama", "nemotron_h", "olmo2", "olmoe", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "starcoder2")}
+                            "lfm2", "llama", "nemotron", "nemotron_h", "olmo2", "olmoe", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3",
+                            "stablelm", "starcoder2")}
 
 
 def file_architecture(config: ModelConfig) -> str:

@@ -29,12 +29,13 @@ WITHOUT_WINDOW = ("mistral", "mixtral", "phi3", "starcoder2")  # families whose 
 WINDOW_EVERY = {"cohere2": COHERE2_EVERY, "exaone_moe": EXAONE4_EVERY, "gemma2": 2, "gemma3_text": 6, "olmo3": OLMO3_EVERY}
 # Families whose rotary frequencies llama.cpp divides by no tensor.
 UNDIVIDED = ("cohere", "cohere2", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe", "exaone_moe", "falcon_h1", "gemma",
-             "glm", "glm4", "glm4_moe", "glm4_moe_lite", "hunyuan_v1_dense", "hunyuan_v1_moe", "lfm2", "lfm2_moe", "minimax_m2", "olmo2",
-             "olmo3", "qwen2_moe", "qwen3_5_moe_text", "qwen3_5_text", "seed_oss", "starcoder2")
+             "glm", "glm4", "glm4_moe", "glm4_moe_lite", "hunyuan_v1_dense", "hunyuan_v1_moe", "lfm2", "lfm2_moe", "minimax_m2",
+             "nemotron", "olmo2", "olmo3", "qwen2_moe", "qwen3_5_moe_text", "qwen3_5_text", "seed_oss", "stablelm", "starcoder2")
 # Families whose heads llama.cpp takes to be as wide as the model together.
-EVEN_HEADS = ("cohere", "cohere2", "exaone4", "glm", "lfm2", "lfm2_moe", "olmo2", "olmo3", "qwen2_moe", "starcoder2")
+EVEN_HEADS = ("cohere", "cohere2", "exaone4", "glm", "lfm2", "lfm2_moe", "nemotron", "olmo2", "olmo3", "qwen2_moe", "stablelm",
+              "starcoder2")
 # By family, others have silu.
-ACTS = {**dict.fromkeys(("arcee", "nemotron_h"), "relu2"),
+ACTS = {**dict.fromkeys(("arcee", "nemotron", "nemotron_h"), "relu2"),
         **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "gemma4_text", "starcoder2"), "gelu_tanh")}
 UNGROUPED = ("dots1", "olmoe")  # families whose heads llama.cpp takes to have keys and values of their own
 # Families whose files say how experts are scored and weighed.

@@ -46,7 +46,7 @@ OTHER_PLACE = "give another place with -o"
 BLOCK, HEADS = 32, ("embed", "layer_embed", "head")
 BLOCK_NBYTES = 16 << 20  # float32 rows at once
 VECTORS = (SHARED[3], "correction")  # roles of rows that files hold as vectors
-HEADED = ("olmo2", "olmoe")  # their files hold a head, also where it is the embedding
+HEADED = ("nemotron", "olmo2", "olmoe", "stablelm")  # their files hold a head, also where it is the embedding
 
 
 @dataclass(frozen=True)
@@ -202,9 +202,9 @@ def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], config: ModelC
                 shape = shape[1:]
             elif role.startswith("state_"):
                 shape = stateful.shape_in_file(role, config, shape)
-            planned = PlannedTensor(name, own, shape)
+            planned, grown = PlannedTensor(name, own, shape), "norm" in role and role != "state_norm" and not role.endswith("_bias")
             yield _Job(planned, tuple(tensor for _, tensor in members), heads.get(role.removesuffix("_bias"), 0),
-                       found.norm_offset if "norm" in role and role != "state_norm" else 0.0, *stateful.order(role, config),
+                       found.norm_offset if grown else 0.0, *stateful.order(role, config),
                        role == "state_decay", factors=tuple(factors.get(role, 1.0) for role, _ in members) if factors else ())
 
 

@@ -97,6 +97,15 @@ def add_family(header: GgufHeader, raw: dict[str, object]) -> None:
         if isinstance(heads := raw["num_attention_heads"], int) and heads > 0:  # where the families have widths of their own
             raw.setdefault("head_dim", raw["hidden_size"] // heads)
         raw.setdefault(*(("rope_theta", USUAL_THETA) if raw["model_type"] == "ernie4_5" else ("partial_rotary_factor", 1.0)))
+    elif raw["model_type"] == "nemotron":
+        raw |= {"sliding_window": window, "attention_bias": "blk.0.attn_output.bias" in header.tensors,
+                "mlp_bias": "blk.0.ffn_up.bias" in header.tensors, "partial_rotary_factor": raw.get("partial_rotary_factor", 1.0)}
+    elif raw["model_type"] == "stablelm":
+        raw |= {"sliding_window": window, "use_qkv_bias": "blk.0.attn_q.bias" in header.tensors,
+                "qk_layernorm": "blk.0.attn_q_norm.weight" in header.tensors,
+                "use_parallel_residual": "blk.0.ffn_norm.weight" not in header.tensors,
+                "partial_rotary_factor": raw.get("partial_rotary_factor", 1.0)}
+        raw.setdefault("num_key_value_heads", raw["num_attention_heads"])
     elif raw["model_type"] == "starcoder2":
         if stated is None:  # llama.cpp passes it over, and converters do not write it
             window = USUAL_WINDOW

@@ -1,0 +1,39 @@
+"""Nemotron (Minitron, Nemotron Mini and 4): layer norms with biases whose weights are stored less one, rotary positions on half of each
+head, and an MLP of two matrices with the square of ReLU between.
+
+The block is OPT's with rotary positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
+from ..config_reader import Keys
+from ..config_rope import RopeConfig, rope_config
+from . import TensorRule, llama
+from .opt import block
+from .stablelm import normed, outer_tensors
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({"attention_bias", "mlp_bias", "norm_eps", "partial_rotary_factor"})
+KEYS_HARMLESS = frozenset({"rms_norm_eps"})
+SHARE = 0.5  # of a head that turns, where a config does not say
+REFUSED_UNLESS: Mapping[str, object] = {"layer_types": None, "rope_percent": SHARE, "rope_percentage": SHARE, "sliding_window": None}
+SIZES = {"vocab_size": 256_000, "hidden_size": 6144, "intermediate_size": 24_576, "num_hidden_layers": 32, "num_attention_heads": 48}
+
+
+def config(keys: Keys) -> ModelConfig:
+    layers, bias = keys.integer("num_hidden_layers", SIZES["num_hidden_layers"], high=MAX_LAYERS), keys.flag("attention_bias", False)
+
+    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
+        return (rope_config(keys, head_dim, positions, partial=True, share=SHARE),) * layers
+
+    base = Defaults(max_position_embeddings=4096, bos=2, eos=(3,), eps_key="norm_eps", norm_eps=1e-5, act=("hidden_act", "relu2"),
+                    sizes=SIZES)
+    return decoder_config(keys, base, ropes, qkv_bias=bias, o_bias=bias, mlp_bias=keys.flag("mlp_bias", False), norm_kind="layer+1")
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    return normed({role: rule for role, rule in llama.layer_tensors(config, layer).items() if role not in ("gate", "gate_bias")})
