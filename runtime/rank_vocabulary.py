@@ -25,6 +25,7 @@ from .template import ChatTemplate
 TEKKEN, TIKTOKEN = RANKS
 MOST_PIECE = 1024  # bytes of a token, which is looked up cut at every place; the longest published one has 256
 MOST_CUTS = 1 << 23
+MOST_WORK = 1 << 30  # bytes that are looked at for it; published ones take a hundredth of it
 # What tekken.json of the first versions leaves out.
 FIRST_SPECIAL = ("<unk> <s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] [/TOOL_RESULTS] [TOOL_CALLS] [IMG] "
                  "<pad> [IMG_BREAK] [IMG_END] [PREFIX] [MIDDLE] [SUFFIX] [SYSTEM_PROMPT] [/SYSTEM_PROMPT] [TOOL_CONTENT]").split()
@@ -115,6 +116,7 @@ def _tiktoken(path: Path, data: bytes, settings: Mapping[str, Any]) -> Ranks:
 def _numbered(entries: Iterable[tuple[object, object]]) -> dict[bytes, int]:
     """Byte string -> rank, of entries in order of rank."""
     ranks: dict[bytes, int] = {}
+    work = 0
     for number, (text, rank) in enumerate(entries):
         try:
             token = binascii.a2b_base64(text)  # type: ignore[arg-type]
@@ -122,6 +124,9 @@ def _numbered(entries: Iterable[tuple[object, object]]) -> dict[bytes, int]:
             raise RanksError(f"its token {number} is not base64") from None
         if rank != number or not token or len(token) > MOST_PIECE or ranks.setdefault(token, number) != number:
             raise RanksError(f"its token {number} is empty, too long, out of order or there twice")
+        work += len(token) ** 2
+        if work > MOST_WORK:
+            raise RanksError("its tokens are longer than those of any vocabulary")
     if any(bytes([byte]) not in ranks for byte in range(256)):
         raise RanksError("it lacks some of the 256 bytes")
     return ranks

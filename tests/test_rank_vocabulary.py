@@ -15,6 +15,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers, trainers
 
 from effllm.offload.gguf import GgufHeader
+from effllm.runtime import rank_vocabulary
 from effllm.runtime.config import read_config
 from effllm.runtime.gguf.splits import CUTTERS, KIMI, LLAMA3_WORDS
 from effllm.runtime.gguf.tokenizer import backend, read_vocabulary
@@ -174,6 +175,16 @@ def test_ranks_without_their_pattern_are_refused(tmp_path: Path) -> None:
     (tmp_path / "tiktoken.model").write_text("AA== 0\n")
     with pytest.raises(RanksError, match="256 bytes"):
         read_ranks(tmp_path / "tiktoken.model", KIMI_SETTINGS)
+
+
+def test_tokens_that_would_take_minutes_to_cut_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_vocabulary, "MOST_WORK", 10_000)
+    with pytest.raises(TokenizerError, match="longer than those of any vocabulary"):
+        Tokenizer.load(write_tekken(tmp_path, tekken()), CONFIG)
+    monkeypatch.undo()
+    monkeypatch.setattr(rank_vocabulary, "MOST_CUTS", 100)
+    with pytest.raises(TokenizerError, match="more than 100 ways"):
+        Tokenizer.load(tmp_path, CONFIG)
 
 
 def test_a_conversion_that_cuts_words_as_others_do_is_mended(mistral: Tokenizer, tmp_path: Path) -> None:
