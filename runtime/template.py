@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 SOURCE_LIMIT = 64_000  # characters; compiling that many takes a second, and published templates have a third of it
 RENDER_SECONDS = 2.0
+MESSAGES = 100  # that many more have as much time again: Gemma 4's template looks at all later ones for each
 RAW_HINT = 'complete without a template: effllm run MODEL --raw "…"'
 
 
@@ -82,10 +83,11 @@ class ChatTemplate:
 
         try:
             environment, template = self._compiled or (TemplateEnvironment(), None)
-            environment.meter = Meter(weight, self.seconds)
+            seconds = self.seconds * (1 + len(names["messages"]) / MESSAGES)
+            environment.meter = Meter(weight, seconds)
             if template is None:
                 template = environment.load(self.source)
-                environment.meter = Meter(weight, self.seconds)
+                environment.meter = Meter(weight, seconds)
                 self._compiled = environment, template
             return "".join(template.root_render_func(template.new_context(names)))
         except Refusal as error:

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -342,3 +343,14 @@ def test_jinja_is_imported_by_the_first_render_only():
         "t.render([]); print(before, 'jinja2' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split() == ["False", "True"]
+
+
+def test_a_long_conversation_has_more_time():
+    """A template that looks at all messages for each of them, as Gemma 4's, and one without end."""
+    source = "{% for m in messages %}{% for n in messages %}{% set x = n.content %}{% endfor %}{% endfor %}done"
+    chat = [USER] * 300
+    assert ChatTemplate(source, seconds=600).render(chat) == "done"
+    begun = time.perf_counter()
+    with pytest.raises(TemplateError, match="longer than 0.4 s"):
+        ChatTemplate("{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}", seconds=0.1).render(chat)
+    assert time.perf_counter() - begun < 5
