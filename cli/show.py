@@ -61,12 +61,12 @@ def show(context: typer.Context, model: Model, json: Json = False) -> None:
                                                             "value": latent.value},
                      "states": None if state is None else {"kind": state.title, "layers": len(config.state_layers)},
                      "windows": windows, "chat_template": tokenizer.template is not None, "thinks": tokenizer.thinks,
-                     "warnings": list(config.warnings),
+                     "warnings": [*config.warnings, *tokenizer.remarks],
                      "quantized": None if container is None else {"spec": container.spec_text, "bits_per_weight": container.bits_per_weight,
                                                                   "source": dict(container.source), "method": dict(container.method),
                                                                   "calibration": dict(container.calibration)}})
         return
-    for warning in config.warnings:
+    for warning in (*config.warnings, *tokenizer.remarks):
         screen.note(warning)
     source = f"{ref.repo}@{ref.revision}" if ref.repo else ""
     screen.pairs([pair for pair in (

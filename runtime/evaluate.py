@@ -8,7 +8,7 @@ them would take more memory than all else, which no plan counts.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -67,15 +67,16 @@ class KldResult:
         return asdict(self)
 
 
-def windows(tokenizer: Tokenizer, text: str, ctx: int, source: str = "the text", flag: str = "--text") -> list[list[int]]:
+def windows(tokenizer: Tokenizer, text: str, ctx: int, source: str = "the text", flag: str = "--text",
+            ids: list[int] | None = None) -> list[list[int]]:
     """The text in windows of `ctx` tokens; a last window of fewer than two tokens is dropped. `source` names the text in errors, `flag`
-    what gives it.
+    what gives it. `ids`: its tokens, where they are known.
 
     Where the tokenizer begins a text with a token for it, every window does, and that token is not scored: a window shares nothing with
     the one before, so the model meets it as a text of its own. llama.cpp does so too; transformers' recipe has the token in the first
     window alone, which counts the surprise of a text without a beginning against the model. Raises UsageError for a text too short.
     """
-    ids = tokenizer.encode(text)
+    ids = tokenizer.encode(text) if ids is None else ids
     begin = ids[:1] if tokenizer.bos_id is not None and ids[:1] == [tokenizer.bos_id] else []
     body, width = ids[len(begin) :], ctx - len(begin)
     cut = [begin + body[start : start + width] for start in range(0, len(body), width)] if width > 0 else []
@@ -84,6 +85,16 @@ def windows(tokenizer: Tokenizer, text: str, ctx: int, source: str = "the text",
         raise UsageError(f"{source} has {several(len(ids), 'token')}: nothing to score in windows of {ctx}",
                          f"a longer {flag}" + (", or --ctx of at least 2" if ctx < 2 else ""))
     return cut
+
+
+def cutting(tokenizer: Tokenizer, text: str) -> Generator[Progress, None, list[int]]:
+    """The tokens of a text; a long one takes a second for some megabytes, of which Progress tells."""
+    steps = tokenizer.encoding(text)
+    while True:
+        try:
+            yield Progress("cutting the text into tokens", next(steps), len(text), "characters")
+        except StopIteration as stop:
+            return stop.value
 
 
 def in_windows(options: EngineOptions, folder: Path, usual: int) -> tuple[EngineOptions, list[str]]:
@@ -122,7 +133,7 @@ def perplexity(engine: Engine, tokenizer: Tokenizer, text: str, ctx: int,
                source: str = "the text") -> Iterator[Progress | PerplexityResult]:
     """Score a text; yields Progress per piece and the result last."""
     losses: list[float] = []
-    cut = windows(tokenizer, text, min(ctx, engine.n_ctx), source)
+    cut = windows(tokenizer, text, min(ctx, engine.n_ctx), source, ids=(yield from cutting(tokenizer, text)))
     done, total = 0, sum(map(len, cut))
     for window in cut:
         for start, logits in engine.score(window):
@@ -164,7 +175,7 @@ def kld(engine: Engine, reference: Engine, tokenizer: Tokenizer, text: str, ctx:
     if engine.config.vocab_size != reference.config.vocab_size:
         raise UsageError(f"vocabularies differ: {engine.config.vocab_size} and {reference.config.vocab_size} tokens",
                          ONE_TOKENIZER)
-    cut = windows(tokenizer, text, min(ctx, engine.n_ctx, reference.n_ctx), source)
+    cut = windows(tokenizer, text, min(ctx, engine.n_ctx, reference.n_ctx), source, ids=(yield from cutting(tokenizer, text)))
     first, pages = engine.first_reader(by_token), 1 if engine.cache.is_packed else None
     if len(cut[0]) <= first + 1:
         larger = "a longer text" if len(cut) == 1 else "a larger -c"

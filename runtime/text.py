@@ -7,7 +7,7 @@ its last byte has come. Padding, truncation and dropout stored in tokenizer.json
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from .rank_vocabulary import Ranks, RanksError, find_ranks, mend_words, read_ran
 from .small_file import JSON_NBYTES, TOKENIZER_NBYTES, read_whole
 from .stream_filters import ANSWER_TAGS, CALL_MARKS, OF_TEMPLATES, THINK_TAGS, ChannelFilter, ThinkFilter, ThinkTags
 from .template import ChatTemplate, TemplateError, load_template
-from .text_pieces import long_ids
+from .text_pieces import encoding, in_the_end
 from .text_stream import Decoder, TextStream
 
 if TYPE_CHECKING:
@@ -188,7 +188,11 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; special tokens written in the text count as such. A beginning-of-text token is added once, where the
         model wants one. Raises TokenizerError for an id that the model has no row for."""
-        ids = self._encode(text, add_special_tokens)
+        return in_the_end(self.encoding(text, add_special_tokens))
+
+    def encoding(self, text: str, add_special_tokens: bool = True) -> Generator[int, None, list[int]]:
+        """`encode` of a text that may be long: yields how many of its characters are done."""
+        ids = yield from self._encoding(text, add_special_tokens)
         if add_special_tokens and self.bos_id is not None:
             if self._add_bos and ids[:1] != [self.bos_id]:
                 ids.insert(0, self.bos_id)
@@ -196,10 +200,10 @@ class Tokenizer:
                 del ids[0]
         return ids
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    def _encoding(self, text: str, add_special_tokens: bool) -> Generator[int, None, list[int]]:
         text = text.encode("utf-8", "replace").decode() if not text.isascii() else text  # a lone surrogate has no UTF-8
         try:
-            ids = long_ids(self._backend, text, add_special_tokens)
+            ids = yield from encoding(self._backend, text, add_special_tokens)
         except BaseException as error:
             raise refused(error, f"{self.source} cannot make tokens of the text") from None
         if ids and max(ids) >= self._model_rows:

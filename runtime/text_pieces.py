@@ -7,9 +7,13 @@ vocabulary puts a space before every text, one of the text is left out for it. W
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from itertools import islice
+from typing import TypeVar
 
 import tokenizers
+
+Result = TypeVar("Result")
 
 PIECE = 1 << 17  # characters
 AT_ONCE = 4  # pieces, which the library encodes side by side
@@ -19,8 +23,8 @@ TRIES = 20
 LIKELY = re.compile(r"(?<=\S) (?=[^\W\d_])|(?<=\S)\n(?=\S)|(?<=\n)(?=[^\W\d_])")
 
 
-def long_ids(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
-    """Token ids of a text of any length."""
+def encoding(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> Generator[int, None, list[int]]:
+    """Token ids of a text of any length; yields how many characters of a long one are done."""
     if len(text) <= PIECE:
         return backend.encode(text, add_special_tokens=add_special_tokens).ids
 
@@ -28,18 +32,25 @@ def long_ids(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool)
         return backend.encode(part, add_special_tokens=False).ids
 
     ids: list[int] = []
-    waiting: list[str] = []
-    for piece in pieces(text, plain):
-        waiting.append(piece)
-        if len(waiting) == AT_ONCE:
-            ids += _ids(backend, waiting)
-            waiting = []
-    ids += _ids(backend, waiting)
+    done, waiting = 0, pieces(text, plain)
+    while some := list(islice(waiting, AT_ONCE)):
+        ids += _ids(backend, some)
+        done += sum(map(len, some))
+        yield done
     if not add_special_tokens:
         return ids
     bare, whole = plain("a"), backend.encode("a", add_special_tokens=True).ids
     at = next((at for at in range(len(whole) - len(bare) + 1) if whole[at : at + len(bare)] == bare), None)
     return backend.encode(text, add_special_tokens=True).ids if at is None else whole[:at] + ids + whole[at + len(bare) :]
+
+
+def in_the_end(steps: Generator[object, None, Result]) -> Result:
+    """What a generator returns."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as stop:
+            return stop.value
 
 
 def _ids(backend: tokenizers.Tokenizer, texts: list[str]) -> list[int]:

@@ -12,7 +12,7 @@ from tokenizers import models, normalizers, pre_tokenizers, processors, trainers
 
 from effllm.runtime import text_pieces
 from effllm.runtime.gguf.splits import CUTTERS, pre_tokenizer
-from effllm.runtime.text_pieces import long_ids, pieces
+from effllm.runtime.text_pieces import encoding, in_the_end, pieces
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from test_rank_vocabulary import SNIPPETS, TEXTS
@@ -30,6 +30,10 @@ def learnt(cutter: object) -> Backend:
     if cutter is not None:
         made.pre_tokenizer = pre_tokenizer(cutter.patterns)
     return made
+
+
+def long_ids(backend: Backend, text: str, add_special_tokens: bool) -> list[int]:
+    return in_the_end(encoding(backend, text, add_special_tokens))
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +77,7 @@ def test_a_text_is_cut_where_it_can_be(short: None) -> None:
     spaced.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     spaced_cut = list(pieces(text, lambda part: spaced.encode(part).ids))
     assert " ".join(spaced_cut) == text and len(spaced_cut) > 8 and long_ids(spaced, text, True) == spaced.encode(text).ids
+    assert (done := list(encoding(backend, text, True)))[-1] == len(text) and done == sorted(done) and len(done) > 4
     assert list(pieces("x" * 200, lambda part: backend.encode(part).ids)) == ["x" * 200]
 
 
