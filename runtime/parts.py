@@ -4,8 +4,9 @@ A part is a run of rows of one matrix, or of several that read the same input: a
 disk busy while the processor works, however large a layer is. A gate's rows and those of what it gates go together. Rows of a low-bit
 matrix lie in two or three sections of its blob, which are read apart; the row scales and tables of it stay.
 
-What stays: vectors, small matrices, tables of positions, mixtures of experts, matrices with outliers (one list for all rows), and what
-has to be converted on the way in. The embedding table does not, nor one of what layers are given: a token needs one row.
+What stays: vectors, small matrices, tables of positions, mixtures of experts, matrices with outliers (one list for all rows), what has to
+be converted on the way in, and of a run that drafts by a layer of the model's own that layer and the head. The embedding table does not,
+nor one of what layers are given: a token needs one row.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ..offload.placement import pieces
 from ..offload.streaming import FETCH_NBYTES, Part, Range
 from .bundles import ROLE as BUNDLES
 from .families import expert_of
+from .mtp_tensors import MTP
 
 if TYPE_CHECKING:  # the module that makes models of parts
     from .tensors import ModelTensor
@@ -80,9 +82,11 @@ def cut(tensors: Mapping[int | str, Mapping[str, ModelTensor]], store: TensorSto
         for stage in stages_of(tensors[key]):
             present = [tensors[key][role] for role in stage if role in tensors[key]]
             maker.stage(present, together="gate" in stage and len(present) == 2)
-    head = outer.get("head", outer["embed"])
-    maker.stage([head])
-    tables = frozenset(outer[role].name for role in TABLES if role in outer and maker.streams(outer[role]))
+    head, drafts = outer.get("head", outer["embed"]), any(role.startswith(MTP) for role in outer)
+    if not drafts:  # which ask the head between two passes
+        maker.stage([head])
+    tables = frozenset(outer[role].name for role in TABLES
+                       if role in outer and maker.streams(outer[role]) and not (drafts and outer[role] is head))
     always = {key: tuple(info for role, tensor in roles.items() if role != BUNDLES for info in maker.staying(tensor, tensor.name in tables))
               for key, roles in tensors.items()}
     kept = [info for infos in always.values() for info in infos]

@@ -330,10 +330,11 @@ def _planned(asked: Asked, chunk: int, folder: Path | None) -> tuple[int, Placem
 def _with_own_layer(asked: Asked, chunk: int, container: Container | None,
                     planned: tuple[int, Placement]) -> tuple[Asked, tuple[int, Placement], int | None]:
     """What is asked and `planned` with the layer that the model drafts by, and the bytes of that and of its cache; as before, and None,
-    where weights hold none, or come from the disk with it, where pages are picked for one token at a time, or where the context would be
-    shorter than most."""
+    where weights hold none, or come from the disk for want of its room, where nothing is drafted, or where the context would be shorter
+    than most."""
     before = planned[1]
-    if _is_away(before) or (asked.options.kv_read == "sparse" and before.kv_pages is not None):
+    picks = asked.options.kv_read == "sparse" and before.kv_pages is not None
+    if before.slots or before.expert_slots is not None or picks or (asked.config.mixture is not None and before.residency is not None):
         return asked, planned, None
     tensors = with_own_layer(asked.config, asked.store, container)
     nbytes = sum(tensor.nbytes for role, tensor in tensors["outer"].items() if role.startswith(MTP))
@@ -345,14 +346,9 @@ def _with_own_layer(asked: Asked, chunk: int, container: Container | None,
         found = _planned(more, chunk, asked.folder)
     except DoesNotFit:
         return asked, planned, None
-    if _is_away(found[1]) or found[1].ctx < min(before.ctx, AUTO_CTX):
-        return asked, planned, None
-    return more, found, nbytes + cache
-
-
-def _is_away(placement: Placement) -> bool:
-    """Do weights come from the disk?"""
-    return placement.residency is not None or placement.expert_slots is not None
+    after = found[1]
+    away = after.residency is not None and before.residency is None or after.slots or after.expert_slots is not None
+    return (asked, planned, None) if away or after.ctx < min(before.ctx, AUTO_CTX) else (more, found, nbytes + cache)
 
 
 def unstreamed(error: DoesNotFit, parts: Parts, folder: Path | None) -> DoesNotFit:

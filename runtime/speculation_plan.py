@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .prepare import EngineOptions, Prepared
 
 ON = "weights come from the disk: tokens that the text makes likely are drafted, and a pass verifies several (--spec off)"
+ON_OWN = "weights come from the disk: the model's own layer drafts tokens, and a pass verifies several (--spec off)"
 ON_GPU = "no speculation: on the GPU the numbers of a token depend on how many are run with it"
 PICKED = "no speculation: --kv-read sparse picks pages for one token at a time"
 MIXTURE = "no speculation: from the disk, every token of a draft would read experts of its own"
@@ -24,7 +25,6 @@ NO_DRAFT = "--draft changes nothing beside a GPU that may take layers: drafts co
 NEURONS = "no speculation: from the disk, every token of a draft would read neurons of its own"
 BESIDE_GPU = "--spec mtp changes nothing beside a GPU that may take layers: drafts come from the text alone (--device cpu)"
 NO_ROOM = "the model's own layer for drafts leaves too little memory: drafts come from the text alone (more --ram, a shorter -c)"
-AWAY = "weights come from the disk, where the model's own layer does not draft in this version: drafts come from the text alone"
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def decide(options: EngineOptions, config: ModelConfig, placement: Placement, dr
         return Speculating(), ()
     lost = options.draft is not None and draft is None
     own = {} if own_nbytes is None else {"mtp": True, "mtp_nbytes": own_nbytes}
-    said = (Fallback(NO_DRAFT),) if lost else (ON,) if waits and not asked else ()
+    said = (Fallback(NO_DRAFT),) if lost else (ON if own_nbytes is None else ON_OWN,) if waits and not asked else ()
     if options.spec == "mtp" and own_nbytes is None:
-        said = (Fallback(AWAY if away else BESIDE_GPU if placement.budget.vram else NO_ROOM),)
+        said = (Fallback(BESIDE_GPU if placement.budget.vram else NO_ROOM),)
     return Speculating(True, draft, options.spec == "lookup" or options.draft is not None or waits, waits, **own), said

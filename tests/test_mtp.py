@@ -17,7 +17,7 @@ from effllm.offload.notes import Fallback
 from effllm.offload.placement import Residency
 from effllm.quant.spec import QuantSpec
 from effllm.quant.weight import Weight, first_rows, from_f32
-from effllm.runtime import mtp, prepare
+from effllm.runtime import mtp, parts, prepare
 from effllm.runtime.container import read_container
 from effllm.runtime.engine import Engine
 from effllm.runtime.forecast import work
@@ -25,7 +25,9 @@ from effllm.runtime.mtp import OwnDrafts, cache_shape, own_cache_nbytes
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.speculate import Speculation
-from effllm.runtime.speculation_plan import AWAY, BESIDE_GPU, NO_ROOM, decide
+from effllm.runtime.speculation_plan import BESIDE_GPU, NO_ROOM, decide
+from effllm.runtime.streamed import Streams
+from effllm.runtime.tensors import check_tensors
 from effllm.runtime.weight_tiers import weight_tiers
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -199,6 +201,64 @@ def test_a_context_that_shifts_and_a_cache_on_the_disk(folder: Path, tmp_path: P
         engine.close()
 
 
+@pytest.mark.parametrize("kind", ("raw", "tied", "4bit"))
+def test_weights_from_the_disk(folder: Path, small: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """The head stays in memory, and the layer; the rest comes as it does for any."""
+    monkeypatch.setattr(parts, "LEAST_NBYTES", 1 << 10)
+    path = folder if kind == "raw" else small[FIRST]
+    if kind == "tied":
+        path = tmp_path / "tied"
+        with_layer(replace(MODELS[FIRST], changes={**MODELS[FIRST].changes, "tie_word_embeddings": True}), path)
+    asked = {"ctx": CTX, "chunk": 128, "threads": 2, "device": "cpu", "spec": "mtp"}
+    prepared = prepare.prepare(path, EngineOptions(**asked))
+    found = parts.cut(check_tensors(prepared.config, prepared.store, prepared.container, mtp=True), prepared.store)
+    head = "model.embed_tokens.weight" if kind == "tied" else "lm_head.weight"
+    assert head not in found.slices and (kind == "tied") == ("model.embed_tokens.weight" not in found.tables)
+    assert not any(name.startswith("mtp.") for name in found.slices) and len(found.slices) > 10
+    streamed = tuple(range(len(found.parts)))
+    residency = Residency((), streamed, 0, sum(found.sizes), 2 * max(found.sizes))
+    engine = Engine(replace(prepared, streams=Streams(found, residency)))
+    for _ in engine.model.load():
+        continue
+    resident = opened(path, spec="off")
+    wanted = answer(resident, IDS[:150], 60, SEEDED)
+    with_drafts = drafting(engine)
+    for each in (None, with_drafts):
+        engine.speculation = each
+        engine.cache.truncate(0)
+        engine.reset()
+        assert answer(engine, IDS[:150], 60, SEEDED) == wanted
+    assert with_drafts.counts.drafted > 10
+    for each in (engine, resident):
+        each.close()
+
+
+def test_a_model_that_streams_anyway_drafts_by_it(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "_baseline", lambda kinds: 200 << 20)
+    whole = planned(large, spec="off").placement.total_bytes
+    tight = planned(large, ram=f"{whole - (24 << 20)}")
+    assert tight.placement.streamed_bytes and tight.speculating.mtp and tight.speculating.waits
+    without = planned(large, ram=f"{whole - (24 << 20)}", spec="lookup")
+    assert 0 < without.placement.streamed_bytes < tight.placement.streamed_bytes
+    engine, resident = opened(large, ram=f"{whole - (24 << 20)}"), opened(large, spec="off")
+    assert engine.placement.streamed_bytes
+    engine.speculation = drafting(engine)
+    assert answer(engine, IDS[:50], 40) == answer(resident, IDS[:50], 40) and engine.speculation.counts.drafted
+    for each in (engine, resident):
+        each.close()
+    barely = planned(large, ram=f"{whole + (1 << 20)}")
+    assert not barely.placement.streamed_bytes and not barely.speculating.mtp, "it would push others out"
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Matrices that are worth streaming."""
+    path = tmp_path_factory.mktemp("large") / "model"
+    with_layer(Case("qwen3_5_text", {**CASES["qwen3_5_text"].changes, **FEW, "hidden_size": 512, "intermediate_size": 4096,
+                                     "attention_bias": False}), path)
+    return path
+
+
 def test_memory_is_what_was_planned(folder: Path) -> None:
     engine = opened(folder, spec="mtp")
     own, planned = engine.speculation._model, engine.prepared
@@ -238,8 +298,7 @@ def test_when_it_drafts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not planned(folder, ram=tight).speculating.mtp
     with pytest.raises(UsageError, match="too little memory"):
         planned(folder, spec="mtp", ram=tight, strict=True)
-    config, streamed = whole.config, replace(whole.placement, residency=Residency((), (0,), 0, 1 << 30, 1 << 20))
-    assert decide(EngineOptions(spec="mtp"), config, streamed, None)[1] == (AWAY,)
+    config = whole.config
     beside = replace(whole.placement, budget=replace(whole.placement.budget, vram=1))
     assert decide(EngineOptions(spec="mtp"), config, beside, None)[1] == (BESIDE_GPU,)
 
