@@ -20,6 +20,7 @@ def widen(data: np.ndarray, stored: str) -> np.ndarray:
         return (data.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
     return (data.view(np.float16) if stored == "f16" else data).astype(np.float64)
 
+CURVE_SLOPE, CURVE_EDGE = 0.5, -1e-6  # of xIELU: beta and eps, which every model has
 
 def normalise(x: np.ndarray, kind: str, weight: np.ndarray | None, bias: np.ndarray | None, eps: float) -> np.ndarray:
     """x[..., K] by rows: rms, rms+1 (weight stored minus one), layer, none."""
@@ -54,6 +55,12 @@ def activate(x: np.ndarray, kind: str) -> np.ndarray:
     if kind == "relu2":
         return np.maximum(x, 0) ** 2
     return np.maximum(x, 0) if kind == "relu" else x
+
+
+def curved(x: np.ndarray, above: float, below: float) -> np.ndarray:
+    """xIELU (arXiv 2411.13010): x / 2 + above * x squared, and below zero x / 2 + below * (exp(x) - 1 - x)."""
+    x = x.astype(np.float64)
+    return CURVE_SLOPE * x + np.where(x > 0, above * x * x, below * (np.expm1(np.minimum(x, CURVE_EDGE)) - x))
 
 
 def gated(gate: np.ndarray, up: np.ndarray, kind: str) -> np.ndarray:

@@ -183,6 +183,15 @@ class Latent:
 
 
 @dataclass(frozen=True)
+class Curve:
+    """The activation of a layer that has numbers of its own (`reference.curved`): what squares are multiplied by above zero, and what
+    exponentials are below."""
+
+    above: float
+    below: float
+
+
+@dataclass(frozen=True)
 class Expert:
     """One MLP of a mixture: `gate` and `up` are [F, D], `down` is [D, F]. `gate` None: act(up) goes into `down`."""
 

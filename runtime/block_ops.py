@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from ..kernels.latent_shape import LatentShape
     from ..kernels.reference_moe import Routing
-    from ..quant.weight import Apart, Bundles, Expert, Inputs, Linear, Norm, SharedExpert, Weight
+    from ..quant.weight import Apart, Bundles, Curve, Expert, Inputs, Linear, Norm, SharedExpert, Weight
     from .rope import RopeTable
 
 See = Callable[[object], None] | None  # is shown a view that the next stage may overwrite
@@ -61,8 +61,8 @@ class BlockOps(Protocol):
         """x + down(act(gate(n)) * up(n)) with n = norm(x), in place and added as by `linear_add`. `see`: what goes into `down`."""
 
     def mlp(self, x: object, norm: Norm, up: Linear, down: Linear, act: str, see: See = None, after: Norm | None = None,
-            factor: float = 1.0) -> object:
-        """x + down(act(up(n))) with n = norm(x): `gated_mlp` without a gate."""
+            factor: float = 1.0, curve: Curve | None = None) -> object:
+        """x + down(act(up(n))) with n = norm(x): `gated_mlp` without a gate. `curve` takes the place of `act`."""
 
     def bundled_mlp(self, x: object, norm: Norm, gate: Linear, bundles: Bundles, act: str, see: See = None, after: Norm | None = None,
                     factor: float = 1.0) -> object:

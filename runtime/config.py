@@ -87,19 +87,18 @@ class ModelConfig:
     sees keys later than p - window).
 
     `qk_norm`: q and k are normed head by head, with `qk_norm_whole` all heads together, with `qk_norm_each` by weights of each head's own.
-    `attn_scale` multiplies scores, None is
-    head_dim ** -0.5.
-    `experts_stored`: the low-bit format in which the checkpoint holds its experts, None for that of all else.
-    `position_offset`: the row of the learned positions' table that position 0 has, None for no such table. `mtp_layers`: layers behind the
-    last, for multi-token prediction, of which drafts need one. `state`: what `state_layers` remember a text in, in the place of keys and
-    values. `gated_queries`: in each head of q a gate of what it attends to stands behind the query. `latent`: the widths of latent
-    attention; num_key_value_heads and head_dim are then those of what is cached. `layer_heads`: by layer how many key-value heads there are
-    and of which size, where layers differ. `kv_sources`: by layer whose keys and values it attends to, where some have none of their own.
-    `layer_ffn`: by layer the width inside its MLP, where layers differ. `values_normed`: values are normed head by head, without a weight;
-    `keys_as_values`: layers in which they are what keys are made of too. `input_width`: of what every layer is given of a token beside the
-    stream, 0 for nothing, of which there is a table of `input_vocab` rows, times `input_multiplier`. `layers_scaled`: what leaves a layer
-    is multiplied by a number of the layer's. `without_mlp`: layers that have none. `states_beside`: layers with a state have attention too,
-    both of one input. `factors`: what a tensor's values, or what a matrix gives, is multiplied by, as pairs of a role and a number.
+    `attn_scale` multiplies scores, None is head_dim ** -0.5. `experts_stored`: the low-bit format in which the checkpoint holds its
+    experts, None for that of all else. `position_offset`: the row of the learned positions' table that position 0 has, None for no such
+    table. `mtp_layers`: layers behind the last, for multi-token prediction, of which drafts need one. `state`: what `state_layers` remember
+    a text in, in the place of keys and values. `gated_queries`: in each head of q a gate of what it attends to stands behind the query.
+    `latent`: the widths of latent attention; num_key_value_heads and head_dim are then those of what is cached. `layer_heads`: by layer how
+    many key-value heads there are and of which size, where layers differ. `kv_sources`: by layer whose keys and values it attends to, where
+    some have none of their own. `layer_ffn`: by layer the width inside its MLP, where layers differ. `values_normed`: values are normed
+    head by head, without a weight; `keys_as_values`: layers in which they are what keys are made of too. `input_width`: of what every layer
+    is given of a token beside the stream, 0 for nothing, of which there is a table of `input_vocab` rows, times `input_multiplier`.
+    `layers_scaled`: what leaves a layer is multiplied by a number of the layer's. `without_mlp`: layers that have none. `states_beside`:
+    layers with a state have attention too, both of one input. `factors`: what a tensor's values, or what a matrix gives, is multiplied by,
+    as pairs of a role and a number. `curves`: by layer the numbers of its activation as checkpoints have them, where no tensors hold them.
     """
 
     family: str
@@ -152,6 +151,7 @@ class ModelConfig:
     states_beside: bool = False
     factors: tuple[tuple[str, float], ...] = ()
     qk_norm_each: bool = False
+    curves: tuple[tuple[float, float], ...] = ()
     warnings: tuple[str, ...] = ()
 
     @property

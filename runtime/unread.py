@@ -11,10 +11,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
+
+from ..kernels.reference import CURVE_EDGE, CURVE_SLOPE
 from ..offload.checkpoint import TensorStore
 from ..offload.header import TensorInfo, shown
 from ..offload.notes import Fallback
 from ..offload.shards import PAD
+from ..quant.weight import RAW_NUMPY, to_f32
 from .config import ModelConfig
 from .families import COMPOSITE
 from .imported import IGNORED
@@ -24,6 +28,9 @@ HARMLESS = re.compile(r"(?:.*\.)?(?:rotary_emb\.(?:inv_freq|cos_cached|sin_cache
                       rf"mtp(?:_\w+)?\..+|(?:{'|'.join(IGNORED)}))")
 SIGHT = re.compile(r"(?:.*\.)?(?:audio_tower|embed_audio|embed_vision|multi_modal_projector|vision_embedder|vision_tower|visual)\..+")
 OWN_KEYS = re.compile(r"(?:.*\.)?layers\.(\d+)\.self_attn\.(?:[kv]_proj|[kv]_norm)\..+")
+# What every xIELU has besides its layer's own numbers.
+CURVES = {".mlp.act_fn.beta": CURVE_SLOPE, ".mlp.act_fn.eps": CURVE_EDGE}
+NEAR = 3e-2  # what 16 bits hold of numbers as small as these
 MOST_NBYTES = 1 << 20  # of a bias that is looked into
 
 
@@ -36,7 +43,7 @@ def unread(config: ModelConfig, store: TensorStore, read: Iterable[TensorInfo]) 
         left = [info for info in left if not SIGHT.fullmatch(info.name)]
     behind = tuple(f"model.layers.{config.num_hidden_layers + i}." for i in range(config.mtp_layers))
     return tuple(info.name for info in left if not info.name.startswith(behind) and not _of_others(config, info.name)
-                 and not _adds_nothing(store, info))
+                 and not _adds_nothing(store, info) and not _of_every_curve(store, info))
 
 
 def unread_notices(config: ModelConfig, store: object, tensors: Mapping[int | str, Mapping[str, ModelTensor]]) -> Sequence[str]:
@@ -58,3 +65,12 @@ def _of_others(config: ModelConfig, name: str) -> bool:
 def _adds_nothing(store: TensorStore, info: TensorInfo) -> bool:
     """Whether a tensor is a bias of zeros, which some tools write beside every matrix."""
     return info.name.endswith(".bias") and info.nbytes <= MOST_NBYTES and not store.read(info).any()
+
+
+def _of_every_curve(store: TensorStore, info: TensorInfo) -> bool:
+    """Whether a tensor is a number of an activation that is the same in every model (`families/apertus.py`)."""
+    usual = next((value for end, value in CURVES.items() if info.name.endswith(end)), None)
+    scheme = info.dtype.lower()
+    if usual is None or scheme not in RAW_NUMPY or info.nbytes > 4:
+        return False
+    return bool(np.allclose(to_f32(store.read(info).reshape(-1).view(RAW_NUMPY[scheme]), scheme), usual, rtol=NEAR, atol=0))

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..kernels.reference import CURVE_SLOPE
 from ..kernels.reference_moe import ranks
 from ..offload.neurons import ResidentBundles
-from ..quant.weight import Apart, Bundles, Expert, Inputs, Linear, Norm, SharedExpert, Weight
+from ..quant.weight import Apart, Bundles, Curve, Expert, Inputs, Linear, Norm, SharedExpert, Weight
 from .bundles import ROLE as BUNDLES
 from .bundles import THRESHOLDS, layout_of
 from .families import SHARED, LayerWeights, expert_roles
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from .paged_experts import Paging
     from .streamed import StreamedWeights
 
+CURVED, CURVE = "xielu", ("curve_above", "curve_below")  # an activation, and roles of what a layer has of it
 GIVEN = ("input_gate", "input_out")  # roles of a layer that takes what it is given of a token
 
 
@@ -51,6 +53,15 @@ class OuterWeights:
     head: Linear
     inputs: tuple[Weight, Linear, Norm] | None = None
     mtp: OwnLayer | None = None
+
+
+def curve_of(config: ModelConfig, key: int, roles: Mapping[str, ModelTensor], raw: Mapping[str, np.ndarray]) -> Curve | None:
+    """The activation of a layer that has numbers of its own: what is stored goes through a softplus."""
+    if config.hidden_act != CURVED:
+        return None
+    stored = config.curves[key] if config.curves else tuple(float(as_float32(roles[role], raw)[0]) for role in CURVE)
+    above, below = (float(np.logaddexp(0.0, each)) for each in stored)
+    return Curve(above, CURVE_SLOPE + below)
 
 
 def made_norm(config: ModelConfig, weight: object, bias: object | None) -> Norm:
@@ -112,6 +123,7 @@ class WeightRecords:
                                         lambda logits: ranks(logits, config.mixture.routing, correction))
         else:
             experts = tuple(Expert(*map(linear, expert_roles(e))) for e in range(config.mixture.experts)) if router else ()
+        curve = curve_of(config, key, roles, raw)
         shared = SharedExpert(*map(linear, SHARED), config.residual_multiplier) if SHARED[1] in roles else None
         return LayerWeights(input_norm=norm("input_norm") or Norm("none"), q=linear("q"), k=linear("k"), v=linear("v"), o=linear("o"),
                             q_norm=norm("q_norm"), k_norm=norm("k_norm"), post_norm=post_norm, gate=linear("gate"), up=linear("up"),
@@ -121,7 +133,7 @@ class WeightRecords:
                             state=state_weights(Source(config, roles, raw, ops, linear, vector)),
                             latent=latent_weights(roles, linear, vector),
                             v_norm=ones(config.heads_of(key)[1]) if config.values_normed and "k" in roles else None,
-                            scale=float(as_float32(roles["layer_scale"], raw)[0]) if "layer_scale" in roles else None,
+                            scale=float(as_float32(roles["layer_scale"], raw)[0]) if "layer_scale" in roles else None, curve=curve,
                             inputs=Inputs(*map(linear, GIVEN), norm("input_after")) if GIVEN[0] in roles else None, apart=apart)
 
     def _bundles(self, roles: Mapping[str, ModelTensor], raw: Mapping[str, np.ndarray], ops: object,

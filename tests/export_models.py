@@ -58,6 +58,8 @@ MODELS = {
     "phi3, longrope": Case("phi3", rope("longrope", **SU)),
     "phi3, half a head": Case("phi3", {"hidden_size": 128, "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0,
                                                                               "partial_rotary_factor": 0.5}}),
+    "apertus": Case("apertus", {"head_dim": 32}),
+    "apertus, tied": Case("apertus", {"tie_word_embeddings": True, **rope("default")}),
     "arcee": Case("arcee", {"head_dim": 32}),
     "arcee, llama3": Case("arcee", {"tie_word_embeddings": True, **rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
                                                                         original_max_position_embeddings=64)}),

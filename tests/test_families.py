@@ -194,7 +194,7 @@ def test_every_peculiarity_of_a_family_shows(name: str, tmp_path: Path) -> None:
                                   "glm4_moe_lite", "qwen3_5_text", "qwen3_5_text, other layers", "qwen3_5_moe_text", "lfm2",
                                   "lfm2, other taps, bfloat16", "lfm2_moe", "granitemoehybrid, state spaces", "nemotron_h",
                                   "nemotron_h, experts", "falcon_h1", "falcon_h1, norms, tied, bfloat16",
-                                  "cohere, norms of every head", "hunyuan_v1_moe", "nemotron", "stablelm",
+                                  "cohere, norms of every head", "hunyuan_v1_moe", "nemotron", "stablelm", "apertus",
                                   "granitemoehybrid, experts, bfloat16", "gemma4_text", "gemma4_text, keys as values",
                                   "gemma4_text, mixture"])
 def test_the_other_backend_agrees(name: str, tmp_path: Path) -> None:

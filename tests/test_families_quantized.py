@@ -44,12 +44,13 @@ CALM = {"initializer_range": 0.08, "init_std": 0.08}
 NEW = {name: replace(CASES[name], dtype="float32", changes={**CASES[name].changes, **CALM})
        for name in ("phi3", "arcee", "exaone4", "gemma", "gemma2", "gemma3_text", "gemma3", "olmo2", "olmo3", "ministral3", "seed_oss",
                     "smollm3", "granite", "opt", "starcoder2", "ernie4_5", "glm", "glm4", "qwen3_5_text", "lfm2",
-                    "granitemoehybrid, state spaces", "nemotron_h", "falcon_h1", "nemotron", "stablelm")}
+                    "granitemoehybrid, state spaces", "nemotron_h", "falcon_h1", "nemotron", "stablelm",
+                    "apertus")}
 IDS = np.random.default_rng(3).integers(0, 300, 200).tolist()
 # Which roles of a layer smoothing may change: a norm that feeds matrices, projections whose rows can be divided, and their readers.
 PLAIN = {"input_norm", "q", "k", "v", "o", "post_norm", "gate", "up", "down"}
 SMOOTHED = {**dict.fromkeys(("gemma", "gemma2", "gemma3", "glm", "glm4", "seed_oss"), PLAIN | {"v_bias"}),
-            **dict.fromkeys(("arcee", "nemotron_h"), PLAIN - {"gate", "down"}),
+            **dict.fromkeys(("apertus", "arcee", "nemotron_h"), PLAIN - {"gate", "down"}),
             "nemotron": PLAIN - {"gate", "down"} | {"input_norm_bias", "post_norm_bias"},
             "stablelm": PLAIN | {"input_norm_bias", "post_norm_bias", "v_bias"}, "exaone4": {"v", "o", "up", "down"},
             **dict.fromkeys(("olmo2", "olmo3"), {"v", "o", "up", "down", "v_bias"}),
@@ -90,7 +91,8 @@ def test_a_converted_folder_answers_nearly_the_same(source: Path, engine: Engine
         assert quantized.model.nbytes == made.after
         quantized.close()
         left_out = [line for line in said if line.startswith("left out")]
-        assert bool(left_out) == (source.name == "gemma3"), "the image encoder and nothing else"
+        # An image encoder, and numbers that every curve has; of others nothing.
+        assert bool(left_out) == (source.name in ("gemma3", "apertus"))
     most = 5e-3 if source.name == "qwen3_5_text" else 3e-3  # small heads are normed behind each other's convolution and recurrence
     assert errors[0] < most and 10 * errors[0] < errors[1] < 0.2
 

@@ -30,6 +30,7 @@ BY_SHIFTS, NUMPY = "half by shifts", "NumPy reference"
 ROWS = {"rotate": (rows.rotate, rows.rotate_reference, "native code for every width of heads"),
         "activate": (rows.gate, rows.gate_reference, "native code, a row at a time, where products did not activate as they were written"),
         "add": (rows.add, rows.add_reference, "native code for branches that are scaled or normed before they join"),
+        "curve": (rows.curve, rows.curve_reference, "native code, a row at a time, with a layer's own numbers"),
         "scale": (rows.scale, rows.scale_reference, "native code for a copy, or for a stream that is multiplied"),
         "part": (rows.part, rows.part_reference, "native code for queries with a gate behind each"),
         "gate heads": (rows.gate_attended, rows.gate_attended_reference, "native code, head by head"),

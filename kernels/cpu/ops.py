@@ -28,7 +28,7 @@ from .kv_seal import seal_scratch
 from .rows import SHARE_FROM, Angles
 
 if TYPE_CHECKING:  # records of the layer above; the kernels read their fields and never build one
-    from ...quant.weight import Linear, Norm, Weight
+    from ...quant.weight import Curve, Linear, Norm, Weight
     from ...runtime.rope import RopeTable
     from .pages import LayerPages
 
@@ -160,13 +160,17 @@ class CpuOps(Jobs):
             see(hidden)
         return self.linear_add(hidden, down, x, after, factor)
 
-    def gated_hidden(self, x: np.ndarray, norm: Norm, gate: Linear | None, up: Linear, act: str) -> np.ndarray:
-        """act(gate(n)) * up(n) with n = norm(x), or act(up(n)): what goes into `down`."""
+    def gated_hidden(self, x: np.ndarray, norm: Norm, gate: Linear | None, up: Linear, act: str,
+                     curve: Curve | None = None) -> np.ndarray:
+        """act(gate(n)) * up(n) with n = norm(x), or act(up(n)): what goes into `down`. `curve` takes the place of `act`, of the latter."""
         if gate is None:
             if (outs := self._remembered(x, norm, (up,), linear.PLAIN, "none")) is None:
                 outs = [self.workspace.take("gate", len(x), up.weight.shape[0])]
                 self._matrix(x, norm, [up], outs, linear.PLAIN, "none")
-            self.gate(outs[0], None, act)
+            if curve is None:
+                self.gate(outs[0], None, act)
+            else:
+                self.registry.select(Call("curve")).candidate.run(self, outs[0], curve)
             return outs[0]
         outs = self._remembered(x, norm, (gate, up), linear.GATED, act)
         if outs is None:
@@ -175,9 +179,9 @@ class CpuOps(Jobs):
         return outs[0]
 
     def mlp(self, x: np.ndarray, norm: Norm, up: Linear, down: Linear, act: str, see: Callable[[np.ndarray], None] | None = None,
-            after: Norm | None = None, factor: float = 1.0) -> np.ndarray:
-        """`gated_mlp` without a gate: x + down(act(up(n)))."""
-        hidden = self.gated_hidden(x, norm, None, up, act)
+            after: Norm | None = None, factor: float = 1.0, curve: Curve | None = None) -> np.ndarray:
+        """`gated_mlp` without a gate: x + down(act(up(n))), or with a `curve` in the place of `act`."""
+        hidden = self.gated_hidden(x, norm, None, up, act, curve)
         if see is not None:
             see(hidden)
         return self.linear_add(hidden, down, x, after, factor)

@@ -17,15 +17,17 @@ from ..compile import kernel
 from ..layout import ACTIVATIONS, NORMS
 from ..registry import Call
 from ..workspace import address
-from .arithmetic import ONE, activate, exp, gate_values, normalise_here
+from .arithmetic import ONE, ZERO, activate, exp, gate_values, normalise_here
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at
 
 if TYPE_CHECKING:
-    from ...quant.weight import Norm
+    from ...quant.weight import Curve, Norm
     from ...runtime.rope import RopeTable
     from .ops import CpuOps
 
 SHARE_FROM = 16_384  # values from which a job is worth waking the other threads
+CURVE_LOW, CURVE_HALF, CURVE_NEAR = float32(reference.CURVE_EDGE), float32(reference.CURVE_SLOPE), float32(-0.35)
+THIRDS = tuple(float32(1 / each) for each in (2, 6, 24, 120, 720))  # of exp(x) - 1 - x near zero
 MOST_TABLES = 8  # of a step: a model has two at most
 
 # Slots of `rope_heads`: y [T, heads * head_dim], in place; cos and sin [T, rotary / 2]; with NORM set, a norm of every WIDTH values first.
@@ -39,6 +41,8 @@ G_GATE, G_UP, G_TOKENS, G_WIDTH, G_ACT = range(5)
 P_Y, P_OUT, P_TOKENS, P_HEADS, P_DEPTH = range(5)
 # Slots of `scale_rows`: OUT = FACTOR * Y, both [TOKENS, WIDTH], which may be one.
 S_Y, S_OUT, S_TOKENS, S_WIDTH, S_FACTOR = range(5)
+# Slots of `curve_rows`: Y [TOKENS, WIDTH], in place; ABOVE and BELOW are float64.
+C_Y, C_TOKENS, C_WIDTH, C_ABOVE, C_BELOW = range(5)
 # Slots of `add_rows`: STREAM += FACTOR * norm(BRANCH), both [TOKENS, WIDTH]; the branch is left normed.
 A_BRANCH, A_STREAM, A_TOKENS, A_WIDTH, A_NORM, A_WEIGHT, A_BIAS, A_EPS, A_FACTOR = range(9)
 
@@ -88,6 +92,25 @@ def activate_rows(args, worker, counter):
                 gate[i] = activate(gate[i], act)
         else:
             gate_values(a[G_GATE] + start, a[G_UP] + start, width, act)
+
+
+@kernel()
+def curve_rows(args, worker, counter):
+    """Y = xIELU of Y, see `reference.curved`. Blocks are tokens."""
+    a = i64_at(args)
+    width, above, below = a[C_WIDTH], float32(f64_at(args)[C_ABOVE]), float32(f64_at(args)[C_BELOW])
+    while True:
+        row = fetch_add(counter, 1)
+        if row >= a[C_TOKENS]:
+            return
+        y = f32_at(a[C_Y] + 4 * row * width)
+        for i in range(width):
+            x = y[i]
+            low = min(x, CURVE_LOW)
+            near = low * low * (THIRDS[0] + low * (THIRDS[1] + low * (THIRDS[2] + low * (THIRDS[3] + low * THIRDS[4]))))
+            far = exp(low) - ONE - low  # of small numbers nothing would be left of it
+            bent = (near if low > CURVE_NEAR else far) + (low - x)
+            y[i] = CURVE_HALF * x + (above * x * x if x > ZERO else below * bent)
 
 
 @kernel({"contract"})
@@ -232,6 +255,18 @@ def gate(ops: CpuOps, gated: np.ndarray, up: np.ndarray | None, act: str) -> Non
     """gated = act(gated) * up, without `up` act(gated)."""
     ops.args[: G_ACT + 1] = (ops.at(gated), 0 if up is None else ops.at(up), *gated.shape, ACTIVATIONS[act])
     ops.run(activate_rows, ops.where, gated.size >= SHARE_FROM, ops.args)
+
+
+def curve(ops: CpuOps, y: np.ndarray, own: Curve) -> None:
+    """y = xIELU of y with a layer's own numbers."""
+    ops.args[:C_ABOVE] = (ops.at(y), *y.shape)
+    ops.reals[C_ABOVE], ops.reals[C_BELOW] = own.above, own.below
+    ops.run(curve_rows, ops.where, y.size >= SHARE_FROM, ops.args)
+
+
+def curve_reference(ops: CpuOps, y: np.ndarray, own: Curve) -> None:
+    ops.flush()
+    y[:] = reference.curved(y, own.above, own.below)
 
 
 def gate_reference(ops: CpuOps, gated: np.ndarray, up: np.ndarray | None, act: str) -> None:

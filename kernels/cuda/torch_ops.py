@@ -17,6 +17,7 @@ import torch
 from ..device_memory import TILE
 from ..latent_shape import LatentShape
 from ..layout import STORED_TYPES, PageLayout
+from ..reference import CURVE_EDGE, CURVE_SLOPE
 from ..reference_moe import SMALLEST_SUM, Routed, Routing, visits
 from ..registry import Call, Candidate, Registry
 from ..tiles import SCHEMES
@@ -30,7 +31,7 @@ from .stages import Stages, activated
 from .states import TorchSlots, state_layer
 
 if TYPE_CHECKING:  # records of the layer above; this backend reads their fields and never builds one
-    from ...quant.weight import Apart, Bundles, Expert, Inputs, Linear, Norm, SharedExpert, Weight
+    from ...quant.weight import Apart, Bundles, Curve, Expert, Inputs, Linear, Norm, SharedExpert, Weight
     from ...runtime.rope import RopeTable
     from ..state_shape import StateShape
 
@@ -105,9 +106,10 @@ class TorchOps:
         return self._down(self.stages.gated(self._linear(n, gate), self._linear(n, up), act), down, x, see, after, factor)
 
     def mlp(self, x: torch.Tensor, norm: Norm, up: Linear, down: Linear, act: str, see: Callable[[torch.Tensor], None] | None = None,
-            after: Norm | None = None, factor: float = 1.0) -> torch.Tensor:
-        """`gated_mlp` without a gate: x + down(act(up(n)))."""
-        return self._down(activated(self._linear(self.stages.normalise(x, norm), up), act), down, x, see, after, factor)
+            after: Norm | None = None, factor: float = 1.0, curve: Curve | None = None) -> torch.Tensor:
+        """`gated_mlp` without a gate: x + down(act(up(n))), or with a `curve` in the place of `act`."""
+        hidden = self._linear(self.stages.normalise(x, norm), up)
+        return self._down(activated(hidden, act) if curve is None else _curved(hidden, curve), down, x, see, after, factor)
 
     def bundled_mlp(self, x: torch.Tensor, norm: Norm, gate: Linear, bundles: Bundles, act: str,
                     see: Callable[[torch.Tensor], None] | None = None, after: Norm | None = None, factor: float = 1.0) -> torch.Tensor:
@@ -321,6 +323,12 @@ class TorchOps:
             known = (positions, table, *turned)
             self._angles[id(table)] = known
         return known[2], known[3]
+
+
+def _curved(x: torch.Tensor, own: Curve) -> torch.Tensor:
+    """`reference.curved` on tensors."""
+    below = own.below * (torch.expm1(x.clamp(max=CURVE_EDGE)) - x)
+    return CURVE_SLOPE * x + torch.where(x > 0, own.above * x.square(), below)
 
 
 def _turned(which: int, positions: np.ndarray, table: RopeTable) -> np.ndarray:

@@ -8,13 +8,13 @@ post_norm come before attention and MLP, `<matrix>_norm` after that matrix; sink
 router and `experts.<number>.<role>` take the place of gate, up and down, and `shared.<role>` are those of the expert that every token
 visits, with shared.scale its share; correction is added to a router's scores. Experts that are a branch beside the MLP have router_scale,
 expert_scales, expert_norm and experts_after, and the MLP mlp_after. What a layer is given of a token beside the stream it takes by
-input_gate, input_out and input_after; layer_scale multiplies what leaves it. In a bundled folder `bundles` is up and down. Outside the
-layers: embed, positions (learned ones), norm, head (absent where it is the embedding), and layer_embed, layer_proj and layer_norm, which
-make what layers are given of a token. Layers without keys and values of their own have neither k, v nor k_norm; those of which a key is the
-value too have no v. Layers that remember a text in a state have in the place of q, k, v and o state_in, what goes into it, state_gate of
-what is read, and state_out behind that; smaller ones are state_rate and state_beta, what decays and shares are read from, state_conv,
-state_decay, state_dt, state_skip and state_norm, as far as a kind has them. Latent attention has kv_a, kv_a_norm and kv_b in the place of k
-and v, and may have q_a, q_a_norm and q_b in that of q.
+input_gate, input_out and input_after; layer_scale multiplies what leaves it, curve_above and curve_below are of its activation. In a
+bundled folder `bundles` is up and down. Outside the layers: embed, positions (learned ones), norm, head (absent where it is the embedding),
+and layer_embed, layer_proj and layer_norm, which make what layers are given of a token. Layers without keys and values of their own have
+neither k, v nor k_norm; those of which a key is the value too have no v. Layers that remember a text in a state have in the place of q, k,
+v and o state_in, what goes into it, state_gate of what is read, and state_out behind that; smaller ones are state_rate and state_beta, what
+decays and shares are read from, state_conv, state_decay, state_dt, state_skip and state_norm, as far as a kind has them. Latent attention
+has kv_a, kv_a_norm and kv_b in the place of k and v, and may have q_a, q_a_norm and q_b in that of q.
 
 A checkpoint of several models that holds a text generator is read as that one: COMPOSITE maps its `model_type` to the generator's, where
 there may be several to the one that is meant where it says none and then the others.
@@ -32,7 +32,7 @@ from ..config_reader import ConfigError, Keys, show
 if TYPE_CHECKING:
     import numpy as np
 
-    from ...quant.weight import Apart, Bundles, Expert, Inputs, Latent, Linear, Norm, SharedExpert
+    from ...quant.weight import Apart, Bundles, Curve, Expert, Inputs, Latent, Linear, Norm, SharedExpert
     from ..block_ops import BlockOps
     from ..cache import LayerCache
     from ..config import ModelConfig
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
     from ..state_weights import StateWeights
     from ..states import LayerStates
 
-FAMILIES = ("arcee", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe",
-            "falcon_h1", "gemma", "gemma2", "gemma3_text", "gemma4_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_oss", "granite",
-            "granitemoe", "granitemoehybrid", "hunyuan_v1_dense", "hunyuan_v1_moe", "lfm2", "lfm2_moe", "llama", "minimax_m2",
-            "ministral3", "mistral", "mixtral", "nemotron", "nemotron_h", "olmo2", "olmo3", "olmoe", "opt", "phi3", "qwen2", "qwen2_moe",
-            "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2")
+FAMILIES = ("apertus", "arcee", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4",
+            "exaone_moe", "falcon_h1", "gemma", "gemma2", "gemma3_text", "gemma4_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite",
+            "gpt_oss", "granite", "granitemoe", "granitemoehybrid", "hunyuan_v1_dense", "hunyuan_v1_moe", "lfm2", "lfm2_moe", "llama",
+            "minimax_m2", "ministral3", "mistral", "mixtral", "nemotron", "nemotron_h", "olmo2", "olmo3", "olmoe", "opt", "phi3", "qwen2",
+            "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2")
 COMPOSITE: Mapping[str, tuple[str, ...]] = {"gemma3": ("gemma3_text",), "gemma4": ("gemma4_text",),
                                             "gemma4_unified": ("gemma4_unified_text",), "mistral3": ("mistral", "ministral3"),
                                             "qwen3_5": ("qwen3_5_text",), "qwen3_5_moe": ("qwen3_5_moe_text",)}
@@ -96,7 +96,7 @@ class LayerWeights:
     A norm of kind none stands for an input_norm or post_norm that the family lacks. `gate` None: the MLP has none. A layer with experts
     has neither gate, up nor down. `sinks`: float32 [H]; `correction`: [E]. `bundles` take the place of down, and with a gate of up; `state`
     that of q, k, v and o, `latent` that of q, k and v. `v_norm`: over head_dim, of values; `scale`: a number that multiplies what
-    leaves the layer.
+    leaves the layer; `curve`: an activation with numbers of the layer's own.
     """
 
     input_norm: Norm
@@ -122,6 +122,7 @@ class LayerWeights:
     latent: Latent | None = None
     v_norm: Norm | None = None
     scale: float | None = None
+    curve: Curve | None = None
     inputs: Inputs | None = None
     apart: Apart | None = None
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ...offload.header import CheckpointError, shown
 from ..config_rope import GROWTH
 from ..families import FAMILIES, expert_of, kind_of, mixtral, qwen3_moe
-from . import falcon_h1, gemma4, half_layers, latent_attention, linear_attention, nextn, short_conv, state_spaces
+from . import apertus, falcon_h1, gemma4, half_layers, latent_attention, linear_attention, nextn, short_conv, state_spaces
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
@@ -143,6 +143,7 @@ ARCHITECTURES = {
     latent_attention.NAME: Architecture("deepseek_v3", experts=("mlp", qwen3_moe.NAMES), required=latent_attention.REQUIRED,
                                         keys={**_GLM_COUNTS, **latent_attention.KEYS}, read=latent_attention.READ,
                                         layer_names={**_GLM_NAMES, **latent_attention.NAMES}),
+    "apertus": Architecture(apertus.FAMILY, config={"hidden_act": "xielu"}, layer_names=apertus.NAMES),
     "arcee": Architecture("arcee", config={"hidden_act": "relu2"}, interleaved=True),
     "command-r": Architecture("cohere", **_COHERE),
     "cohere2": Architecture("cohere2", pattern=True, **_COHERE),
@@ -214,9 +215,9 @@ BY_FAMILY = dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), laten
     "hunyuan_v1_moe": "hunyuan-moe", "lfm2_moe": "lfm2moe", "minimax_m2": "minimax-m2", "ministral3": "mistral3", "mistral": "llama",
     "mixtral": "llama", "olmo3": "olmo2", "qwen2_moe": "qwen2moe", "qwen3_5_moe_text": "qwen35moe", "qwen3_5_text": "qwen35",
     "qwen3_moe": "qwen3moe"} | {
-    name: name for name in ("arcee", "cohere2", "dots1", "ernie4_5", "exaone4", "gemma", "gemma2", "glm4", "granite", "granitemoe",
-                            "lfm2", "llama", "nemotron", "nemotron_h", "olmo2", "olmoe", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3",
-                            "stablelm", "starcoder2")}
+    name: name for name in ("apertus", "arcee", "cohere2", "dots1", "ernie4_5", "exaone4", "gemma", "gemma2", "glm4", "granite",
+                            "granitemoe", "lfm2", "llama", "nemotron", "nemotron_h", "olmo2", "olmoe", "phi3", "qwen2", "qwen3",
+                            "seed_oss", "smollm3", "stablelm", "starcoder2")}
 
 
 def file_architecture(config: ModelConfig) -> str:

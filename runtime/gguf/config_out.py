@@ -16,7 +16,7 @@ from ...offload.gguf import Value
 from ..config import ModelConfig
 from ..config_rope import GROWTH, RopeConfig
 from ..rope import RopeTable, rope_table
-from . import gemma4, half_layers, latent_attention, stateful, yarn
+from . import apertus, gemma4, half_layers, latent_attention, stateful, yarn
 from .architectures import ARCHITECTURES, BY_FAMILY, FACTORS, LONG, SHORT, UNTURNED, Architecture, file_architecture
 from .family_keys import COHERE2_EVERY, EXAONE4_EVERY, EXAONE4_LAYERS, OLMO3_EVERY, OTHER_SCALE, SIGMOID
 
@@ -35,7 +35,7 @@ UNDIVIDED = ("cohere", "cohere2", "deepseek_v2", "deepseek_v3", "dots1", "ernie4
 EVEN_HEADS = ("cohere", "cohere2", "exaone4", "glm", "lfm2", "lfm2_moe", "nemotron", "olmo2", "olmo3", "qwen2_moe", "stablelm",
               "starcoder2")
 # By family, others have silu.
-ACTS = {**dict.fromkeys(("arcee", "nemotron", "nemotron_h"), "relu2"),
+ACTS = {"apertus": "xielu", **dict.fromkeys(("arcee", "nemotron", "nemotron_h"), "relu2"),
         **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "gemma4_text", "starcoder2"), "gelu_tanh")}
 UNGROUPED = ("dots1", "olmoe")  # families whose heads llama.cpp takes to have keys and values of their own
 # Families whose files say how experts are scored and weighed.
@@ -149,7 +149,7 @@ def config_metadata(config: ModelConfig, name: str, kind: str) -> dict[str, Valu
         "vocab_size": config.vocab_size}
     keys |= _of_family(config) | stateful.stated(config) | _rope(config) | ({UNTURNED: False} if unturned else {})
     keys |= {} if config.latent is None else latent_attention.stated(config)
-    return out | {f"{arch}.{key}": value for key, value in keys.items()}
+    return out | {f"{arch}.{key}": value for key, value in keys.items()} | apertus.stated(config)
 
 
 def _of_family(config: ModelConfig) -> dict[str, Value]:

@@ -36,7 +36,7 @@ from ..source import is_rounded, licence_of, open_store
 from ..tensors import ModelTensor, check_tensors, with_own_layer
 from ..text import Tokenizer
 from ..written import demand_folder, what_lies_at
-from . import falcon_h1, half_layers, latent_attention, nextn, stateful
+from . import apertus, falcon_h1, half_layers, latent_attention, nextn, stateful
 from .architectures import BY_FAMILY, Architecture, file_architecture, file_part
 from .config_out import TYPES, config_metadata, exported_as, rotary_tensors, unused_window
 from .settings import licence_metadata, sampling_metadata
@@ -46,7 +46,7 @@ OTHER_PLACE = "give another place with -o"
 BLOCK, HEADS = 32, ("embed", "layer_embed", "head")
 BLOCK_NBYTES = 16 << 20  # float32 rows at once
 VECTORS = (SHARED[3], "correction")  # roles of rows that files hold as vectors
-HEADED = ("nemotron", "olmo2", "olmoe", "stablelm")  # their files hold a head, also where it is the embedding
+HEADED = ("apertus", "nemotron", "olmo2", "olmoe", "stablelm")  # their files hold a head, also where it is the embedding
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,7 @@ def export_gguf(source: Path, out: Path, kind: str, name: str, replace: bool = F
         config = replace_fields(config, tie_word_embeddings="head" not in tensors["outer"])
         found = exported_as(config)
         check_outliers(tensors, store)
+        config, tensors = apertus.with_curves(config, tensors, store)
         jobs = list(_jobs(tensors, config, found, kind))
         settings, remarks = read_generation_config(source)
         yield from map(Notice, remarks)

@@ -8,7 +8,7 @@ from ...offload.gguf import GgufHeader, shown_value
 from ...offload.header import CheckpointError, damaged
 from ..config import MAX_LAYERS
 from ..config_rope import GLOBAL, GROWTH, LOCAL
-from . import falcon_h1, half_layers, latent_attention, linear_attention, short_conv, state_spaces
+from . import apertus, falcon_h1, half_layers, latent_attention, linear_attention, short_conv, state_spaces
 from .architectures import SHARED_WIDTH
 
 REPAIR = "the file is damaged or was converted wrongly: download it again, or another one"
@@ -46,6 +46,10 @@ def add_family(header: GgufHeader, raw: dict[str, object]) -> None:
     elif "linear_num_key_heads" in raw:
         raw["sliding_window"] = window
         linear_attention.add_linear_attention(header, header.metadata["general.architecture"], raw)
+    elif raw["model_type"] == apertus.FAMILY:
+        raw |= {"sliding_window": window, "attention_bias": "blk.0.attn_q.bias" in header.tensors}
+        raw.setdefault("rope_theta", USUAL_THETA)
+        apertus.add_apertus(header, raw)
     elif raw["model_type"] == falcon_h1.FAMILY:
         raw["sliding_window"] = window
         falcon_h1.add_falcon_h1(header, raw)

@@ -1,0 +1,79 @@
+"""Apertus (8B, 70B): the Llama block with norms of q and k and an MLP of two matrices, between which stands an activation with two numbers
+of each layer's own (xIELU, arXiv 2411.13010)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from math import isfinite
+from typing import TYPE_CHECKING
+
+from ..config import Defaults, ModelConfig, decoder_config
+from ..config_reader import ConfigError, Keys, show
+from . import LayerWeights, TensorRule, llama
+from .llama import attention, outer_tensors
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ..block_ops import BlockOps
+    from ..cache import LayerCache
+    from ..rope import RopeTable
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+CURVES = ("xielu_alpha_p", "xielu_alpha_n")  # of a config that was made of a GGUF file: what checkpoints hold as tensors
+KEYS_USED = frozenset({"attention_bias", *CURVES})
+KEYS_HARMLESS = frozenset({"post_norm", "qk_norm"})
+REFUSED_UNLESS: Mapping[str, object] = {"layer_types": None, "mlp_bias": False, "sliding_window": None}
+SIZES = {"vocab_size": 131_072, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32}
+# Of positions where a config says nothing of them.
+STRETCHED = {"rope_type": "llama3", "rope_theta": 12_000_000.0, "factor": 8.0, "original_max_position_embeddings": 8192,
+             "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+ACT = "xielu"
+
+
+def config(keys: Keys) -> ModelConfig:
+    if (act := keys.text("hidden_act", ACT)) != ACT:
+        raise ConfigError(f"config.json: hidden_act = {show(act)} is not supported for apertus models", f"known: {ACT}")
+    own = {"hidden_act": "silu"}  # which stands for the other until it is put in its place
+    if all(keys.raw.get(name) is None for name in ("rope_parameters", "rope_scaling", "rope_theta")):
+        own["rope_parameters"] = STRETCHED
+    bias = keys.flag("attention_bias", False)
+    base = Defaults(max_position_embeddings=65_536, bos=1, eos=(2,), norm_eps=1e-5, sizes=SIZES)
+    made = decoder_config(keys.saying(**own), base, qkv_bias=bias, o_bias=bias, qk_norm=True)
+    above, below = (_numbers(keys, name, made.num_hidden_layers) for name in CURVES)
+    if (above is None) != (below is None):
+        raise ConfigError(f"config.json: {CURVES[above is not None]} is missing")
+    return replace(made, hidden_act=ACT, curves=() if above is None else tuple(zip(above, below)))
+
+
+def _numbers(keys: Keys, name: str, layers: int) -> list[float] | None:
+    stated = keys.raw.get(name) if keys.holds(name) else None
+    if stated is None:
+        return None
+    if not isinstance(stated, list) or len(stated) != layers or any(type(each) is not float or not isfinite(each) for each in stated):
+        raise ConfigError(f"config.json: {name} is {show(stated)}, expected a number for each of {layers} layers")
+    return stated
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    rules = {role: rule for role, rule in llama.layer_tensors(config, layer).items() if role not in ("gate", "gate_bias")}
+    prefix = f"model.layers.{layer}."
+    rules |= {"input_norm": TensorRule(f"{prefix}attention_layernorm.weight", rules["input_norm"].shape),
+              "post_norm": TensorRule(f"{prefix}feedforward_layernorm.weight", rules["post_norm"].shape)}
+    if config.curves:
+        return rules
+    return rules | {"curve_above": TensorRule(f"{prefix}mlp.act_fn.alpha_p", (1,)),
+                    "curve_below": TensorRule(f"{prefix}mlp.act_fn.alpha_n", (1,))}
+
+
+def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
+          layer: int, tap: Callable[[str, int, object], None]) -> object:
+    """x[T, D] -> x[T, D], with the taps of `llama.block`."""
+    x = attention(ops, w, x, kv, positions, rope, config, layer, tap)
+    tap("mlp_in", layer, x)
+    x = ops.mlp(x, w.post_norm, w.up, w.down, "none", partial(tap, "mlp_hidden", layer), curve=w.curve)
+    tap("block_out", layer, x)
+    return x

@@ -1,0 +1,66 @@
+"""What GGUF files say otherwise of Apertus: the numbers of each layer's activation are no tensors but lists."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ...kernels.reference import CURVE_EDGE, CURVE_SLOPE
+from ...offload.gguf import GgufHeader, Value
+from ...offload.header import CheckpointError, damaged
+from ..config import ModelConfig
+from ..tensors import as_float32
+from ..weight_records import CURVE
+
+if TYPE_CHECKING:
+    from ...offload.checkpoint import TensorStore
+    from ..tensors import ModelTensor
+
+FAMILY = "apertus"
+LISTS = {"xielu.alpha_p": "xielu_alpha_p", "xielu.alpha_n": "xielu_alpha_n"}  # of a file -> of a config
+USUAL = {"xielu.beta": CURVE_SLOPE, "xielu.eps": CURVE_EDGE}  # lists too, of one number
+NAMES = {"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"}
+NEAR = 3e-2  # what 16 bits hold of numbers as small as these
+
+
+def add_apertus(header: GgufHeader, raw: dict[str, object]) -> None:
+    """Put into `raw`, a config.json in the making, the activations of all layers. Raises CheckpointError."""
+    layers = raw["num_hidden_layers"]
+    for key, usual in USUAL.items():
+        if key in header.metadata and not np.allclose(_list(header, key, layers), usual, rtol=NEAR, atol=0):
+            raise CheckpointError(f"{header.path} states {key} that is not {usual:g} in every layer, which is not supported",
+                                  "no published model has others")
+    raw |= {ours: _list(header, theirs, layers) for theirs, ours in LISTS.items()}
+
+
+def _list(header: GgufHeader, key: str, layers: object) -> list[float]:
+    value = header.metadata.get(key)
+    if isinstance(value, int | float) and type(layers) is int and 0 < layers < 1 << 16:  # one for all
+        return [float(value)] * layers
+    if not isinstance(value, np.ndarray) or value.dtype.kind != "f" or len(value) != layers or not np.isfinite(value).all():
+        damaged(header.path, f"states {key} that is no number for each of {layers} layers")
+    return [float(each) for each in value]
+
+
+def with_curves(config: ModelConfig, tensors: Mapping[int | str, Mapping[str, ModelTensor]],
+                store: TensorStore) -> tuple[ModelConfig, dict[int | str, dict[str, ModelTensor]]]:
+    """The config with what tensors say of activations, and the tensors without those."""
+    if config.family != FAMILY:
+        return config, dict(tensors)
+    layers = range(config.num_hidden_layers)
+    read = lambda tensor: float(as_float32(tensor, {tensor.name: store.read(tensor.info)})[0])  # noqa: E731
+    curves = config.curves or tuple(tuple(read(tensors[layer][role]) for role in CURVE) for layer in layers)
+    left = {key: {role: tensor for role, tensor in roles.items() if role not in CURVE} for key, roles in tensors.items()}
+    return replace(config, curves=curves), left
+
+
+def stated(config: ModelConfig) -> dict[str, Value]:
+    """The keys of activations, which stand below no architecture's name."""
+    if config.family != FAMILY:
+        return {}
+    columns = [np.array(column, np.float32) for column in zip(*config.curves)]
+    usual = {key: np.full(config.num_hidden_layers, value, np.float32) for key, value in USUAL.items()}
+    return dict(zip(LISTS, columns, strict=True)) | usual
