@@ -25,23 +25,28 @@ JOIN, EMBED_NORM, STATE_NORM, LAST_NORM = "join", "next_norm", "seen_norm", "las
 @dataclass(frozen=True)
 class Place:
     """Where a family keeps the layer: the prefix of what is the layer's own, with the number of layers in it, and of its block; names of
-    the matrix that joins and of the norms of embeddings, of states and before the head."""
+    the matrix that joins and of the norms of embeddings, of states and before the head, "" where that is the model's. `dense`: its block
+    is one without experts, in a mixture too."""
 
     prefix: str
     block: str
     join: str
     norms: tuple[str, str, str]
+    dense: bool = False
 
 
 APART = Place("mtp.", "mtp.layers.0.", "fc", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"))
 BEHIND = Place("model.layers.{}.", "model.layers.{}.", "eh_proj", ("enorm", "hnorm", "shared_head.norm"))  # the number behind the last
-PLACES: Mapping[str, Place] = {"qwen3_5_text": APART, "qwen3_5_moe_text": APART, "deepseek_v3": BEHIND, "glm4_moe": BEHIND,
-                               "glm4_moe_lite": BEHIND}
+ERNIE = Place("model.", "model.mtp_block.0.", "mtp_linear_proj.0", ("mtp_emb_norm.0", "mtp_hidden_norm.0", ""), dense=True)
+PLACES: Mapping[str, Place] = {"qwen3_5_text": APART, "qwen3_5_moe_text": APART, "deepseek_v3": BEHIND, "ernie4_5_moe": ERNIE,
+                               "glm4_moe": BEHIND, "glm4_moe_lite": BEHIND}
 
 
 def like(config: ModelConfig) -> int:
-    """The layer of the model whose kind the layer is: the last one that has keys and values."""
-    return config.attention_layers[-1]
+    """The layer of the model whose kind the layer is: the last one that has keys and values, of those without experts where it has none;
+    -1 where there is none such."""
+    dense = PLACES[config.family].dense and config.mixture is not None
+    return next((layer for layer in reversed(config.attention_layers) if not dense or layer not in config.mixture.layers), -1)
 
 
 def block_name(config: ModelConfig) -> str:
@@ -52,13 +57,14 @@ def block_name(config: ModelConfig) -> str:
 def mtp_rules(config: ModelConfig) -> dict[str, TensorRule]:
     """The layer's tensors by role, none for a model without one, or of a family whose layer is not run."""
     place = PLACES.get(config.family)
-    if place is None or not config.mtp_layers:
+    if place is None or not config.mtp_layers or (own := like(config)) < 0:
         return {}
-    own, hidden = like(config), config.hidden_size
+    hidden = config.hidden_size
     prefix, block = place.prefix.format(config.num_hidden_layers), block_name(config)
     rules = {JOIN: TensorRule(f"{prefix}{place.join}.weight", (hidden, 2 * hidden))}
     for role, name in zip((EMBED_NORM, STATE_NORM, LAST_NORM), place.norms, strict=True):
-        rules[role] = TensorRule(f"{prefix}{name}.weight", (hidden,))
+        if name:
+            rules[role] = TensorRule(f"{prefix}{name}.weight", (hidden,))
     for role, rule in families.get(config.family).layer_tensors(config, own).items():
         rules[role] = replace(rule, name=rule.name.replace(f"model.layers.{own}.", block, 1), also=())
     return {MTP + role: rule for role, rule in rules.items()}

@@ -197,4 +197,4 @@ class WeightRecords:
         make, stored = (Weight.raw, join.spec.scheme) if join.spec.is_raw else (Weight.low_bit, join.spec)
         own = WeightRecords(config, {like(config): roles}, self.store, host, self.pager, None, None)
         return OwnLayer(norm(EMBED_NORM), norm(STATE_NORM), Linear(make(stored, join.shape, raw[join.name])),
-                        own.layer(like(config), raw, host), norm(LAST_NORM))
+                        own.layer(like(config), raw, host), norm(LAST_NORM) if LAST_NORM in roles else self.last_norm(raw))

@@ -52,22 +52,24 @@ def with_layer(case: Case, folder: Path, counts: bool = False) -> Own:
     base, own = text_part(model), like(config)
     torch.manual_seed(7)
     norm = type(base.norm)
-    layer, norms = type(base.layers[own])(base.config, own), tuple(norm(config.hidden_size, eps=config.norm_eps) for _ in range(3))
+    place, path = PLACES[config.family], folder / "model.safetensors"
+    layer = type(base.layers[own])(base.config, own)
+    norms = tuple(norm(config.hidden_size, eps=config.norm_eps) if name else base.norm for name in place.norms)
     join = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
     with torch.no_grad():
         for each in (*layer.parameters(), *join.parameters()):
             each.normal_(0, 0.2)
-        for each in norms:
+        for each in filter(lambda each: each is not base.norm, norms):
             each.weight.add_(0.3 * torch.randn_like(each.weight))
         for name, buffer in layer.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0, 0.3)
         if counts:
             _count(model, layer, join, norms)
-    place, path = PLACES[config.family], folder / "model.safetensors"
     names = [text.format(config.num_hidden_layers) for text in (place.prefix, place.block)]
     tensors = {f"{names[1]}{name}": value for name, value in layer.state_dict().items()}
-    tensors |= {f"{names[0]}{name}.weight": each.weight for name, each in zip((place.join, *place.norms), (join, *norms), strict=True)}
+    own_names = zip((place.join, *place.norms), (join, *norms), strict=True)
+    tensors |= {f"{names[0]}{name}.weight": each.weight for name, each in own_names if name}
     stored = load_file(path)
     if counts:
         stored |= {name: value for name, value in model.state_dict().items() if name in stored}

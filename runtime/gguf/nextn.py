@@ -40,6 +40,7 @@ def mtp_names(name: str, own: Sequence[str] | None, config: ModelConfig) -> tupl
     if not rules or not name.startswith(before):
         return ()
     if part in PARTS:
-        return (rules[MTP + PARTS[part]].name,) if kind == "weight" else ()
+        rule = rules.get(MTP + PARTS[part])
+        return () if rule is None or kind != "weight" else (rule.name,)
     names = tuple(each.replace(f"model.layers.{config.num_hidden_layers}.", block_name(config), 1) for each in own or ())
     return names if {rule.name for rule in rules.values()} >= set(names) else ()
