@@ -22,7 +22,7 @@ REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]*")
 COMMIT = re.compile(r"[0-9a-f]{7,40}")
 INDEX = "model.safetensors.index.json"
 # What makes a folder of weights run alone, and with it what its licence asks to be passed on.
-RANKS = ("tekken.json", "tiktoken.model")  # tokenizers that are read where there is no tokenizer.json
+RANKS = ("tekken.json", "tiktoken.model", "hy.tiktoken")  # tokenizers that are read where there is no tokenizer.json
 SETTINGS = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt",
             "chat_template*", *RANKS)
 COMPANIONS = (*SETTINGS, "LICENSE*", "LICENCE*", "NOTICE*", "README*", "USE_POLICY*")

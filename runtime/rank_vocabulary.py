@@ -1,9 +1,10 @@
-"""Tokenizers that are published as ranks of byte strings, for the `tokenizers` library: Mistral's tekken.json and Kimi's tiktoken.model.
+"""Tokenizers that are published as ranks of byte strings, for the `tokenizers` library: Mistral's tekken.json, Kimi's tiktoken.model and
+Hunyuan's hy.tiktoken.
 
 The rank of a byte string is its number, and of two neighbours that may be joined those are first whose joint string has the lowest rank; a
 piece that is a token as it stands is not cut. tekken.json holds its pattern and its special tokens, which come before the ranks.
-tiktoken.model is a line for each rank, "base64 rank"; the pattern stands in a program beside it, which is not run, so that only known ones
-are read; its special tokens come behind the ranks, named by tokenizer_config.json.
+The others are a line for each rank, "base64 rank"; the pattern stands in a program beside them, which is not run, so that only known ones
+are read; their special tokens come behind the ranks, named by tokenizer_config.json or, Hunyuan's, by the program.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from .gguf.splits import CUTTERS, KIMI, LLAMA3_WORDS, TEKKEN_SIGNS, same_pattern
+from .gguf.splits import CUTTERS, KIMI, LLAMA3_WORDS, QWEN2_WORDS, TEKKEN_SIGNS, same_pattern
 from .hub import RANKS
 from .small_file import TOKENIZER_NBYTES, read_whole
 from .template import ChatTemplate
 
-TEKKEN, TIKTOKEN = RANKS
+TEKKEN, TIKTOKEN, HUNYUAN = RANKS
 MOST_PIECE = 1024  # bytes of a token, which is looked up cut at every place; the longest published one has 256
 MOST_CUTS = 1 << 23
 MOST_WORK = 1 << 30  # bytes that are looked at for it; published ones take a hundredth of it
@@ -30,7 +31,9 @@ MOST_WORK = 1 << 30  # bytes that are looked at for it; published ones take a hu
 FIRST_SPECIAL = ("<unk> <s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] [/TOOL_RESULTS] [TOOL_CALLS] [IMG] "
                  "<pad> [IMG_BREAK] [IMG_END] [PREFIX] [MIDDLE] [SUFFIX] [SYSTEM_PROMPT] [/SYSTEM_PROMPT] [TOOL_CONTENT]").split()
 ROLES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
-PROGRAMS = ("tokenization_kimi", "tokenization_moonshot")  # whose pattern is KIMI's
+PROGRAMS = {TIKTOKEN: ("tokenization_kimi", "tokenization_moonshot"), HUNYUAN: ("tokenization_hy",)}  # whose patterns are known
+HUNYUAN_SPECIAL = ["<|endoftext|>", "<|startoftext|>", "<|bos|>", "<|eos|>", "<|pad|>", *(f"<|extra_{number}|>" for number in range(205))]
+HUNYUAN_ROLES = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "pad_token": "<|pad|>"}
 RESERVED = 256  # numbers behind Kimi's ranks that are special tokens, also those without a name
 # How Mistral's models are asked. The system prompt stands in the last question up to version 3, later before all of them; those of version
 # 11 and 13 that reason do so between tags, which their vocabulary does not tell from the others'.
@@ -93,12 +96,18 @@ def _tekken(path: Path, data: bytes) -> Ranks:
 
 
 def _tiktoken(path: Path, data: bytes, settings: Mapping[str, Any]) -> Ranks:
-    if not any(program in json.dumps(settings.get("auto_map")) for program in PROGRAMS):
-        raise RanksError(f"the pattern that it cuts words by stands in a program; known are {' and '.join(PROGRAMS)}, and "
-                         "tokenizer_config.json names neither")
+    if not any(program in json.dumps(settings.get("auto_map")) for program in PROGRAMS[path.name]):
+        raise RanksError(f"the pattern that it cuts words by stands in a program, of which tokenizer_config.json does not say that it is "
+                         f"{' or '.join(PROGRAMS[path.name])}")
     lines = [line.split() for line in data.splitlines()]
     if any(len(line) != 2 or not line[1].isdigit() or len(line[1]) > 9 for line in lines):
         raise RanksError("a line of it is not a token and its rank")
+    if path.name == HUNYUAN:  # whose program numbers the lines itself, without those that are there twice
+        ranks = _numbered((text, number) for number, text in enumerate(dict.fromkeys(text for text, _ in lines)))
+        specials = [AddedToken(name, special=True, normalized=False) for name in HUNYUAN_SPECIAL]
+        made = _backend(ranks, 0, QWEN2_WORDS, specials, len(ranks))
+        made.normalizer = normalizers.NFC()
+        return Ranks(path, made, HUNYUAN_ROLES)
     ranks = _numbered((line[0], int(line[1])) for line in lines)
     stated = settings.get("added_tokens_decoder")
     named = {number: entry for number, entry in (stated if isinstance(stated, dict) else {}).items() if isinstance(entry, dict)}

@@ -93,6 +93,7 @@ OF_TEMPLATES = frozenset({"[THINK]", "<|channel>"})
 # Around the answer, of some that reason: Hunyuan, ERNIE and Granite, Command R7B and A, and their successors.
 ANSWER_TAGS = (("<answer>", "</answer>"), ("<response>", "</response>"), ("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
                ("<|START_TEXT|>", "<|END_TEXT|>"))
+ANSWER_SIGNS = {"<answer>": ("<｜hy_User｜>", "<|extra_0|>")}  # Hunyuan's vocabularies, which have the tag as a text alone
 # Around calls of tools and what they bring, where vocabularies have them as words: of Gemma 4, Kimi, LFM2, DeepSeek and Cohere.
 CALL_MARKS = frozenset(("""<|tool_call> <tool_call|> <|tool_response> <tool_response|> <|tool> <tool|> <|"|>
     <|tool_calls_section_begin|> <|tool_calls_section_end|> <|tool_call_begin|> <|tool_call_argument_begin|> <|tool_call_end|>

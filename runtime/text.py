@@ -19,7 +19,7 @@ from ..offload.header import is_gguf
 from .gguf.splits import TEKKEN_REMARK
 from .rank_vocabulary import Ranks, RanksError, find_ranks, mend_words, read_ranks
 from .small_file import JSON_NBYTES, TOKENIZER_NBYTES, read_whole
-from .stream_filters import ANSWER_TAGS, CALL_MARKS, OF_TEMPLATES, THINK_TAGS, ChannelFilter, ThinkFilter, ThinkTags
+from .stream_filters import ANSWER_SIGNS, ANSWER_TAGS, CALL_MARKS, OF_TEMPLATES, THINK_TAGS, ChannelFilter, ThinkFilter, ThinkTags
 from .template import ChatTemplate, TemplateError, load_template
 from .text_pieces import encoding, in_the_end
 from .text_stream import Decoder, TextStream
@@ -244,7 +244,8 @@ class Tokenizer:
     def _answer_tags(self) -> list[tuple[str, str]]:
         """What may stand around an answer: tags that the template or the vocabulary has."""
         template = "" if self.template is None else self.template.source
-        return [(open, close) for open, close in ANSWER_TAGS if open in template or self._backend.token_to_id(open) is not None]
+        return [(open, close) for open, close in ANSWER_TAGS if open in template
+                or any(self._backend.token_to_id(mark) is not None for mark in (open, *ANSWER_SIGNS.get(open, ())))]
 
     def thinking(self, on: bool) -> dict[str, object]:
         """What tells the template whether reasoning is wanted: a switch under the names that it knows, or an effort."""

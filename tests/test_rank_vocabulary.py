@@ -3,6 +3,7 @@
 import base64
 import json
 import shutil
+import unicodedata
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -17,7 +18,7 @@ from tokenizers import models, pre_tokenizers, trainers
 from effllm.offload.gguf import GgufHeader
 from effllm.runtime import rank_vocabulary
 from effllm.runtime.config import read_config
-from effllm.runtime.gguf.splits import CUTTERS, KIMI, LLAMA3_WORDS
+from effllm.runtime.gguf.splits import CUTTERS, KIMI, LLAMA3_WORDS, QWEN2_WORDS
 from effllm.runtime.gguf.tokenizer import backend, read_vocabulary
 from effllm.runtime.gguf.vocabulary_out import tokenizer_metadata
 from effllm.runtime.rank_vocabulary import FIRST_SPECIAL, TEMPLATES, RanksError, _spelling, read_ranks
@@ -91,6 +92,18 @@ def write_tiktoken(folder: Path, **changes: object) -> Path:
 @pytest.fixture(scope="module")
 def mistral(tmp_path_factory) -> Tokenizer:
     return Tokenizer.load(write_tekken(tmp_path_factory.mktemp("tekken"), tekken()), CONFIG)
+
+
+@pytest.fixture(scope="module")
+def hunyuan(tmp_path_factory) -> Tokenizer:
+    """A line that is there twice, as its program allows."""
+    folder = tmp_path_factory.mktemp("hunyuan")
+    lines = [base64.b64encode(token).decode() for token in ranks()]
+    (folder / "hy.tiktoken").write_text("".join(f"{text} {number}\n" for number, text in enumerate([*lines[:9], *lines[8:]])))
+    stated = {"auto_map": {"AutoTokenizer": ["tokenization_hy.HYTokenizer", None]}, "eos_token": "<|eos|>",
+              "chat_template": "{{ messages[0].content }}{% if enable_thinking is false %}<think>\n\n</think>\n{% endif %}"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(stated))
+    return Tokenizer.load(folder, CONFIG)
 
 
 @pytest.fixture(scope="module")
@@ -212,13 +225,26 @@ def test_a_file_that_cuts_words_as_others_do_is_mended(mistral: Tokenizer, pre: 
     assert other.pre == pre and not other.remarks
 
 
-@pytest.mark.parametrize("name", ["tekken", "kimi-k2"])
-def test_gguf_has_a_name_for_their_words(mistral: Tokenizer, kimi: Tokenizer, name: str) -> None:
-    made = {"tekken": mistral, "kimi-k2": kimi}[name]
+def test_hunyuan_numbers_its_lines_itself(hunyuan: Tokenizer) -> None:
+    count = len(ranks())
+    assert hunyuan.encode("a<|eos|><|extra_204|>") == [ord("a"), count + 3, count + 209] and hunyuan.vocab_size == count + 210
+    assert hunyuan.bos_id == count + 2 and count + 3 in hunyuan.stop_ids
+    assert hunyuan.encode("e\u0301") == hunyuan.encode("é")
+    for text in TEXTS:
+        composed = unicodedata.normalize("NFC", text)
+        assert hunyuan.encode(text) == expected(QWEN2_WORDS, composed) and hunyuan.decode(hunyuan.encode(text)) == composed
+    parts = [*(said := hunyuan.reasoning([])).push("<think>so</think>\n<answer>\nyes\n</answer>"), *said.flush()]
+    assert parts == [("thinking", "so"), ("answer", "yes")]
+
+
+@pytest.mark.parametrize("name", ["tekken", "kimi-k2", "qwen2"])
+def test_gguf_has_a_name_for_their_words(mistral: Tokenizer, kimi: Tokenizer, hunyuan: Tokenizer, name: str) -> None:
+    made = {"tekken": mistral, "kimi-k2": kimi, "qwen2": hunyuan}[name]
     metadata = tokenizer_metadata(made.source.parent, made, 4000)
     assert metadata["tokenizer.ggml.pre"] == name
     again = backend(read_vocabulary(GgufHeader(made.source, metadata, {})))
     for text in TEXTS:
+        text = unicodedata.normalize("NFC", text)  # which GGUF cannot ask for
         assert again.encode(text, add_special_tokens=False).ids == made.encode(text, add_special_tokens=False)
 
 

@@ -85,10 +85,11 @@ def _cutter(raw: Mapping, path: Path) -> str:
     """The name of the tokenizer's cuts."""
     patterns = tuple(same_pattern(pattern) for pattern in _patterns(raw.get("pre_tokenizer"), path))
     whole = bool(raw["model"].get("ignore_merges"))
-    for name, cutter in CUTTERS.items():
-        if tuple(map(same_pattern, cutter.patterns)) == patterns and cutter.whole == whole:
-            return name
-    raise _unnamed(path)
+    named = {name: cutter for name, cutter in CUTTERS.items() if tuple(map(same_pattern, cutter.patterns)) == patterns}
+    # Merges come to a piece that is a token as well, in vocabularies of ranks; samples of the text are compared.
+    if not (found := [name for name, cutter in named.items() if cutter.whole == whole] or list(named) * whole):
+        raise _unnamed(path)
+    return found[0]
 
 
 def _unnamed(path: Path) -> TokenizerError:
