@@ -149,9 +149,9 @@ class _Recording:
             self._tapped[name] = np.array(value, np.float32)
             if not np.isfinite(self._tapped[name]).all():
                 self._refuse(f"{TAPPED[name]} of layer {layer} are NaN or infinite on this text")
-        if name != "mlp_in":
-            return
         config, tapped = self.engine.config, self._tapped
+        if name != ("block_out" if layer in config.without_mlp else "mlp_in"):  # where attention has been added
+            return
         power = float(np.square(value, dtype=np.float64).sum(1).mean())
         if place not in self.grams:
             with self.engine.model.layer(layer) as weights:
@@ -185,7 +185,7 @@ def _grams(weights: LayerWeights, attended: np.ndarray, config: ModelConfig) -> 
     """W_oᵀ W_o of each query head, float64 [heads, D, D], with what stands between W_o and the residual stream; of latent attention W_o is
     what a latent goes through, and rotated channels go nowhere."""
     o, heads = weights.o.weight.to_f32(), config.num_attention_heads
-    scale = np.float64(config.residual_multiplier)
+    scale = np.float64(config.residual_multiplier * config.factor("o"))
     if weights.o_norm is not None and weights.o_norm.kind != "none":
         branch = attended @ o.T
         scale = scale / np.sqrt(np.square(branch, dtype=np.float64).mean())

@@ -24,6 +24,8 @@ MODELS = {"qwen3_5_text": Case("qwen3_5_text", {**CASES["qwen3_5_text"].changes,
               "layer_types": ["mamba", "mamba", "attention", "mamba"]}),
           "nemotron_h": Case("nemotron_h", {
               **CASES["nemotron_h"].changes, **CALM, "layers_block_type": ["mamba", "mlp", "mamba", "attention", "mlp", "mamba", "mlp"]}),
+          "nemotron_h, experts": Case("nemotron_h", {
+              **CASES["nemotron_h, experts"].changes, **CALM, "layers_block_type": ["mamba", "moe", "mamba", "attention", "mamba", "moe"]}),
           "falcon_h1": Case("falcon_h1", {**CASES["falcon_h1"].changes, **CALM, "num_hidden_layers": 4}),
           "lfm2": Case("lfm2", {**CALM, "num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"]})}
 KINDS = ("raw", "4 bits", "4 bits, packed cache", "packed cache")
