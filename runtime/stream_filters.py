@@ -88,7 +88,7 @@ class ThinkTags:
 THINK_TAGS = (ThinkTags("<think>", "</think>"),
               ThinkTags("<seed:think>", "</seed:think>", "<seed:cot_budget_reflect>", {"thinking_budget": 0}),
               ThinkTags("[THINK]", "[/THINK]"), ThinkTags("<|channel>thought", "<channel|>", token="<|channel>"),
-              ThinkTags("<|START_THINKING|>", "<|END_THINKING|>"))
+              ThinkTags("<|START_THINKING|>", "<|END_THINKING|>"), ThinkTags("<|inner_prefix|>", "<|inner_suffix|>"))
 OF_TEMPLATES = frozenset({"[THINK]", "<|channel>"})
 # Around the answer, of some that reason: Hunyuan, ERNIE and Granite, Command R7B and A, and their successors.
 ANSWER_TAGS = (("<answer>", "</answer>"), ("<response>", "</response>"), ("<|START_RESPONSE|>", "<|END_RESPONSE|>"),

@@ -54,6 +54,7 @@ END_OF_TURN = (
     "<seed:eos>",
     "<|end_of_sentence|>",
     "<|tool_response>",
+    "<|assistant_end|>",
 )
 END_TAG = "</s>"  # one of them in many vocabularies, in others a word of HTML
 SWITCHES = ("enable_thinking", "thinking", "reasoning")  # what templates call the wish for reasoning

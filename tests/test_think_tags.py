@@ -150,9 +150,9 @@ def test_a_wish_that_changes_nothing_is_said_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mark", ["[EOT]", "[EOS]", "[e~[", "[|endofturn|]", "<seed:eos>", "<|end_of_sentence|>", "<|tool_response>",
-                                  "<|eot|>"])
+                                  "<|eot|>", "<|assistant_end|>"])
 def test_marks_that_end_a_turn_where_no_file_says_so(tmp_path: Path, mark: str) -> None:
-    """Of Kimi, MiniMax, EXAONE, Seed-OSS, ERNIE, Gemma 4 (behind a call of a tool) and Llama 4."""
+    """Of Kimi, MiniMax, EXAONE, Seed-OSS, ERNIE, Gemma 4 (behind a call of a tool), Llama 4 and Apertus."""
     made = Tokenizer.load(save(tmp_path, byte_level(special(mark))), replace(CONFIG, eos_token_ids=()))
     assert made.stop_ids == set(made.encode(mark, add_special_tokens=False))
 
@@ -167,3 +167,13 @@ def test_marks_of_calls_are_not_shown_where_they_are_words_of_the_vocabulary(tmp
     stream = made.stream()
     assert "".join([*map(stream.push, ids), stream.flush()]) == made.decode(ids) == "Lätsumé."
     assert made.decode(ids, skip_special_tokens=False) == f"Lät{opened}sum{inside}é{closed}."
+
+
+def test_apertus_thinks_on_an_inner_part(tmp_path: Path) -> None:
+    template = "{{ '<|inner_prefix|>' }}{{ 'Deliberation: ' + ('enabled' if enable_thinking else 'disabled') }}"
+    marks = special("<|inner_prefix|>"), special("<|inner_suffix|>")
+    made = Tokenizer.load(save(tmp_path, byte_level(*marks), chat_template=template), CONFIG)
+    stream = made.stream()
+    pieces = [*map(stream.push, made.encode("<|inner_prefix|>so<|inner_suffix|>yes")), stream.flush()]
+    assert parts_of(made.reasoning(made.encode("Hi")), pieces) == {"thinking": "so", "answer": "yes"}
+    assert made.thinks and made.thinking(False) == {"enable_thinking": False} and not made.unmoved("off")
