@@ -31,6 +31,7 @@ from .damage_notes import Errors
 from .engine import Engine
 from .evaluate import log_softmax
 from .events import Notice, Progress
+from .mtp_tensors import MTP
 
 WIDTHS = ("2bit", "3bit", "4bit", "5bit", "6bit", "8bit")
 MEASURED = "3bit"  # coarse enough to stand far above rounding noise, fine enough that damage still adds up
@@ -65,10 +66,11 @@ class Found:
 def search(plan: ConversionPlan, engine: Engine, ids: Sequence[int], target: float, own: Recipe) -> Iterator[Progress | Notice | Found]:
     """Find the recipe for `target` bits per weight; the result comes last. `engine` runs the unquantized model of `plan` on the CPU.
 
-    Tensors that a rule of `own` names keep what it says. Raises UsageError for a target that nothing meets, naming what the smallest takes.
+    Tensors that a rule of `own` names keep what it says; those of the layer that the model drafts by, which damages no answer, have the
+    formats of the plan. Raises UsageError for a target that nothing meets, naming what the smallest takes.
     """
     budget = int(target * plan.weights / 8)
-    free = [job for job in plan.jobs if job.spec != job.source and own.ruled(job.name) is None]
+    free = [job for job in plan.jobs if job.spec != job.source and own.ruled(job.name) is None and not job.role.startswith(MTP)]
     names = {job.name for job in free}  # of a mixture some ten thousand
     fixed = sum((own.ruled(job.name) or job.spec).nbytes(job.shape) for job in plan.jobs if job.name not in names)
     specs = {width: QuantSpec.parse(width, own.short) for width in WIDTHS}

@@ -173,7 +173,7 @@ def decided(plan: ConversionPlan, options: ConvertOptions) -> Iterator[Progress 
 
     text = built_in_text() if options.calibration_text is None else options.calibration_text
     ids = calibration_ids(plan.folder, plan.config, text, options.calibration_tokens)
-    asked = EngineOptions(device="cpu", threads=options.threads, kv="32bit", ctx=min(WINDOW, plan.config.context_length))
+    asked = EngineOptions(device="cpu", threads=options.threads, kv="32bit", ctx=min(WINDOW, plan.config.context_length), spec="off")
     for item in open_engine(plan.folder, asked):
         if not isinstance(item, Engine):
             yield item

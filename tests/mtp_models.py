@@ -3,11 +3,13 @@ itself, between norms and the matrix that joins (DeepSeek V3, section 2.2)."""
 
 import copy
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from export_models import MODELS, SIZES
 from family_models import Case, written
+from gguf_samples import FABLE
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -81,6 +83,15 @@ def with_layer(case: Case, folder: Path, counts: bool = False) -> Own:
     (folder / "config.json").write_text(json.dumps(raw))
     base.config._experts_implementation = "eager"  # which knows float64
     return Own(model.double(), layer.double().eval(), join.double(), tuple(each.double() for each in norms))
+
+
+def source(name: str, folder: Path) -> Path:
+    """A model with the layer, 16-bit weights and a tokenizer."""
+    case: Case = MODELS[name]
+    with_layer(replace(case, changes={**SIZES, **case.changes}, dtype="float16"), folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / file).write_bytes((FABLE / file).read_bytes())
+    return folder
 
 
 def _count(model: nn.Module, layer: nn.Module, join: nn.Linear, norms: tuple[nn.Module, ...]) -> None:

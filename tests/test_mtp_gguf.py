@@ -4,7 +4,6 @@ import ctypes
 import json
 import shutil
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -18,11 +17,9 @@ from effllm.kernels.reference import normalise
 from effllm.runtime.prepare import EngineOptions, prepare
 
 sys.path.insert(0, str(Path(__file__).parent))
-from export_models import MODELS, SIZES, exported
-from family_models import Case
-from gguf_samples import FABLE
+from export_models import exported
 from hybrid_models import answer, opened
-from mtp_models import own_logits, with_layer
+from mtp_models import own_logits, source, with_layer
 
 DENSE = "qwen3_5_text"
 IDS = np.random.default_rng(5).integers(0, 300, 150).tolist()
@@ -83,15 +80,6 @@ def test_a_file_that_lacks_some_of_it_runs_without(folder: Path, tmp_path: Path)
 
 
 WRITTEN = ("qwen3_5_text", "qwen3_5_moe_text", "glm4_moe")
-
-
-def source(name: str, folder: Path) -> Path:
-    """A model with the layer, 16-bit weights and a tokenizer."""
-    case: Case = MODELS[name]
-    with_layer(replace(case, changes={**SIZES, **case.changes}, dtype="float16"), folder)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / file).write_bytes((FABLE / file).read_bytes())
-    return folder
 
 
 @pytest.mark.parametrize("name", WRITTEN)
