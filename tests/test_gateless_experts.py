@@ -33,6 +33,7 @@ from effllm.runtime.tensors import check_tensors
 sys.path.insert(0, str(Path(__file__).parent))
 from conversions import options, run
 from family_models import CASES, text, written
+from streamed_models import paging
 from test_moe import CHUNK, DEPTH, EXPERTS, TOP, WIDTH, Layer, close, inputs, linear
 
 TOKENS = (1, 2, 5, MOST_COLUMNS, MOST_COLUMNS + 1, 70, CHUNK)
@@ -215,3 +216,23 @@ def test_a_pass_reads_what_a_token_visits(folder: Path) -> None:
     engine.close()
     prepared = prepare(folder, EngineOptions(device="cpu", kv="32bit", ctx=256))
     assert prepared.placement.weights_bytes >= engine.model.nbytes
+
+
+def test_a_paged_expert_is_one_read_of_two_matrices(tmp_path: Path) -> None:
+    """In a folder that effllm wrote; a plan counts these bytes."""
+    written(CASES["nemotron_h, experts"], tmp_path / "model")
+    run(tmp_path / "model", tmp_path / "out", options("4bit"))
+    engine = paging(tmp_path / "out", 16, ctx=256)
+    pager, tensors, before = engine.model.pager, engine.model.tensors, engine.model.pager.traffic.reads
+    for _ in engine.score(list(range(40)), pages=8):
+        continue
+    chunks = pager.tally.chunk_reads
+    assert pager.traffic.reads - before == chunks + 1 <= 25, "and rows of the embedding"
+    for at in range(20):
+        engine.forward_logits([at])
+    tally, read = pager.tally, pager.traffic.reads - before - chunks - 21
+    assert tally.uses == 20 * 2 * 3 and tally.uses - tally.hits <= read <= tally.uses - tally.hits + tally.guessed + tally.wasted
+    nbytes = sum(tensors[0][expert_role(0, role)].nbytes for role in ("up", "down"))
+    assert nbytes <= engine.prepared.streams.parts.read_nbytes < nbytes + 4096, "whole blocks of the file, and no third matrix"
+    assert engine.prepared.streams.work.experts == 12 and engine.prepared.streams.parts.demand.slot_nbytes >= nbytes
+    engine.close()
