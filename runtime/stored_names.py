@@ -20,7 +20,8 @@ BASE, OLDER_BASE, INSIDE = "model.", "backbone.", ("layers.", "embed_tokens.", "
 EXPERTS = {**dict.fromkeys(("deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe", "glm4_moe", "glm4_moe_lite",
                             "hunyuan_v1_moe", "olmoe",
                             "qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_moe"), "mlp"),
-           **dict.fromkeys(("granitemoe", "granitemoehybrid", "minimax_m2", "mixtral"), "block_sparse_moe"), "lfm2_moe": "feed_forward",
+           **dict.fromkeys(("granitemoe", "granitemoehybrid", "granitemoeshared", "minimax_m2", "mixtral"), "block_sparse_moe"),
+           "lfm2_moe": "feed_forward",
            **dict.fromkeys(("gemma4", "gemma4_text"), ""), "nemotron_h": "mixer"}  # family -> where it has router and experts
 PARTS = {"gate_up_proj": ("gate", "up"), "up_proj": ("up",), "down_proj": ("down",), "input_linear": ("gate", "up"),
          "output_linear": ("down",)}

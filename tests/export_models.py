@@ -105,6 +105,8 @@ MODELS = {
     "granite": Case("granite", {"attention_multiplier": 0.3, "embedding_multiplier": 12.0, "residual_multiplier": 0.22,
                                 "logits_scaling": 7.0, "tie_word_embeddings": True}),
     "granitemoe": Case("granitemoe", {**GRANITE, "num_local_experts": 5, "num_experts_per_tok": 2, "tie_word_embeddings": True}),
+    "granitemoeshared": Case("granitemoeshared", {**GRANITE, "num_local_experts": 5, "num_experts_per_tok": 2,
+                                                  "shared_intermediate_size": 64}),
     "granitemoehybrid": Case("granitemoehybrid", {**GRANITE, **GRANITE_4, "shared_intermediate_size": 96, "mamba_n_heads": 4}),
     "ernie4_5_moe": Case("ernie4_5_moe", {**ERNIE_EXPERTS, "moe_intermediate_size": 32}),
     "mixtral": Case("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),

@@ -203,6 +203,10 @@ CASES = {
     "granitemoe": Case("granitemoe", {**GRANITE, "num_local_experts": 7, "num_experts_per_tok": 3}),
     "granitemoe, bfloat16": Case("granitemoe", {**GRANITE, "num_local_experts": 3, "num_experts_per_tok": 1, "tie_word_embeddings": True},
                                  dtype="bfloat16"),
+    "granitemoeshared": Case("granitemoeshared", {**GRANITE, "num_local_experts": 7, "num_experts_per_tok": 3,
+                                                  "shared_intermediate_size": 104}),
+    "granitemoeshared, bfloat16": Case("granitemoeshared", {**GRANITE, "num_local_experts": 3, "num_experts_per_tok": 1,
+                                                            "shared_intermediate_size": 40, "tie_word_embeddings": True}, dtype="bfloat16"),
     "granitemoehybrid": Case("granitemoehybrid", {**GRANITE, **GRANITE_4}),
     "granitemoehybrid, state spaces": Case("granitemoehybrid", {
         **GRANITE, **GRANITE_4, **MAMBA, "num_hidden_layers": 4, "layer_types": ["mamba", "attention", "mamba", "mamba"],

@@ -13,6 +13,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 from config_samples import LLAMA, refused
 
 PUBLISHED = {
+    "granitemoeshared": {
+        "architectures": ["GraniteMoeSharedForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "attention_multiplier":
+        0.015625, "bos_token_id": 0, "embedding_multiplier": 12.0, "eos_token_id": 0, "hidden_act": "silu", "initializer_range": 0.02,
+        "logits_scaling": 6.0, "max_position_embeddings": 4096, "num_experts_per_tok": 8, "num_local_experts": 62, "output_router_logits":
+        False, "pad_token_id": 0, "residual_multiplier": 0.22, "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 10_000,
+        "router_aux_loss_coef": 0.001, "shared_intermediate_size": 1024, "tie_word_embeddings": True, "use_cache": True},
     "nemotron": {  # Nemotron Mini 4B
         "architectures": ["NemotronForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 2, "eos_token_id": 3,
         "head_dim": 128, "hidden_act": "relu2", "initializer_range": 0.0134, "max_position_embeddings": 4096, "mlp_bias": False,
@@ -55,6 +61,7 @@ def test_published_configs_are_known_to_the_last_key(family: str) -> None:
 
 @pytest.mark.parametrize(("family", "key", "value"), [
     ("hunyuan_v1_moe", "moe_topk", [8, 8, 8, 4]), ("hunyuan_v1_moe", "moe_topk", [8]), ("hunyuan_v1_moe", "moe_topk", [True] * 4),
+    ("granitemoeshared", "shared_intermediate_size", -1), ("granitemoeshared", "layer_types", ["mamba"] * 4),
     ("hunyuan_v1_moe", "num_shared_expert", [2] * 4), ("hunyuan_v1_moe", "moe_intermediate_size", [1536] * 4),
     ("hunyuan_v1_moe", "moe_layer_num_skipped", 1), ("hunyuan_v1_moe", "use_mixed_mlp_moe", False), ("hunyuan_v1_moe", "moe_topk", 65),
     ("nemotron", "rope_percent", 0.25), ("nemotron", "sliding_window", 512), ("stablelm", "qk_layernorm", True),
@@ -87,3 +94,11 @@ def test_what_turns_of_a_head_where_nothing_is_said() -> None:
         config = parse_config(silent, strict=True)
         assert config == parse_config(base(family), strict=True) and config.rope.partial_rotary_factor == share
         assert config.norm_kind == kind and "norm_bias" in families.get(family).outer_tensors(config)
+
+
+def test_a_shared_expert_of_no_width_is_none() -> None:
+    config = parse_config({**base("granitemoeshared"), "shared_intermediate_size": 0}, strict=True)
+    assert config.mixture.shared_width is None and config.intermediate_size == config.mixture.width
+    assert not any(role.startswith("shared.") for role in families.get("granitemoeshared").layer_tensors(config, 0))
+    shared = parse_config(base("granitemoeshared"), strict=True)
+    assert shared.mixture.shared_width == shared.intermediate_size == 1024 and shared.mixture.factor == 0.22

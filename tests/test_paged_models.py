@@ -102,7 +102,7 @@ FAMILIES = {"mixtral": 12, "mixtral, window, bfloat16": 12, "qwen3_moe": 20, "qw
             "olmoe": 24, "olmoe, one expert, float16": 6, "qwen2_moe": 20, "qwen2_moe, some layers dense, bfloat16": 13,
             "glm4_moe": 13, "granitemoe": 20, "ernie4_5_moe": 14, "qwen3_5_moe_text": 26,
             "dots1": 13, "lfm2_moe": 20, "granitemoehybrid, experts, bfloat16": 12,
-            "hunyuan_v1_moe": 20, "nemotron_h, experts": 16, "nemotron_h, groups of experts, bfloat16": 16}
+            "granitemoeshared": 16, "hunyuan_v1_moe": 20, "nemotron_h, experts": 16, "nemotron_h, groups of experts, bfloat16": 16}
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -177,8 +177,10 @@ ARCHITECTURES = {
                            experts=("", qwen3_moe.NAMES), read=frozenset((*gemma4.LENGTHS, *gemma4.BY_LAYER))),
     "mistral3": Architecture("ministral3", interleaved=True, keys={"attention.temperature_scale": GROWTH}),
     "granite": Architecture("granite", interleaved=True, keys=_GRANITE_SCALES),
-    "granitemoe": Architecture("granitemoe", interleaved=True, keys={**_GRANITE_SCALES, **_COUNTS, "expert_count": "num_local_experts"},
-                               experts=("block_sparse_moe", qwen3_moe.NAMES)),
+    "granitemoe": Architecture("granitemoe", interleaved=True, experts=("block_sparse_moe", qwen3_moe.NAMES), layer_names={
+        part: own for part, own in state_spaces.NAMES.items() if part.endswith("_shexp")}, keys={
+        **_GRANITE_SCALES, **_COUNTS, "expert_count": "num_local_experts", "expert_shared_feed_forward_length":
+        "shared_intermediate_size"}),
     "granitehybrid": Architecture("granitemoehybrid", interleaved=True, keys={**_GRANITE_SCALES, **state_spaces.KEYS},
                                   experts=("block_sparse_moe", qwen3_moe.NAMES), layer_names=state_spaces.NAMES, whole=state_spaces.WHOLE,
                                   fused=state_spaces.FUSED, roles=state_spaces.ROLES, required=state_spaces.REQUIRED,
@@ -211,10 +213,10 @@ ARCHITECTURES = {
 # A model's family -> what its files are called.
 BY_FAMILY = dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), latent_attention.NAME) | {
     "cohere": "command-r", "ernie4_5_moe": "ernie4_5-moe", "exaone_moe": "exaone-moe", "falcon_h1": "falcon-h1", "gemma3_text": "gemma3",
-    "gemma4_text": "gemma4", "glm": "chatglm", "glm4_moe": "glm4moe", "granitemoehybrid": "granite", "hunyuan_v1_dense": "hunyuan-dense",
-    "hunyuan_v1_moe": "hunyuan-moe", "lfm2_moe": "lfm2moe", "minimax_m2": "minimax-m2", "ministral3": "mistral3", "mistral": "llama",
-    "mixtral": "llama", "olmo3": "olmo2", "qwen2_moe": "qwen2moe", "qwen3_5_moe_text": "qwen35moe", "qwen3_5_text": "qwen35",
-    "qwen3_moe": "qwen3moe"} | {
+    "gemma4_text": "gemma4", "glm": "chatglm", "glm4_moe": "glm4moe", "granitemoehybrid": "granite", "granitemoeshared": "granitemoe",
+    "hunyuan_v1_dense": "hunyuan-dense", "hunyuan_v1_moe": "hunyuan-moe", "lfm2_moe": "lfm2moe", "minimax_m2": "minimax-m2",
+    "ministral3": "mistral3", "mistral": "llama", "mixtral": "llama", "olmo3": "olmo2", "qwen2_moe": "qwen2moe",
+    "qwen3_5_moe_text": "qwen35moe", "qwen3_5_text": "qwen35", "qwen3_moe": "qwen3moe"} | {
     name: name for name in ("apertus", "arcee", "cohere2", "dots1", "ernie4_5", "exaone4", "gemma", "gemma2", "glm4", "granite",
                             "granitemoe", "lfm2", "llama", "nemotron", "nemotron_h", "olmo2", "olmoe", "phi3", "qwen2", "qwen3",
                             "seed_oss", "smollm3", "stablelm", "starcoder2")}

@@ -185,6 +185,8 @@ def _of_family(config: ModelConfig) -> dict[str, Value]:
         if config.family == "hunyuan_v1_moe":
             keys |= {"expert_feed_forward_length": config.mixture.width, "expert_shared_count": 1,
                      "expert_shared_feed_forward_length": config.mixture.shared_width}
+        if config.family == "granitemoeshared":
+            keys |= {"feed_forward_length": config.mixture.width, "expert_shared_feed_forward_length": config.mixture.shared_width or 0}
         if config.family == "minimax_m2":
             keys |= {"expert_feed_forward_length": config.mixture.width, "expert_gating_func": SIGMOID}
         if config.family == "exaone_moe":

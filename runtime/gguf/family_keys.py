@@ -132,6 +132,10 @@ def add_family(header: GgufHeader, raw: dict[str, object]) -> None:
     elif raw["model_type"] == "granitemoehybrid":
         state_spaces.add_state_spaces(header, header.metadata["general.architecture"], raw)
     elif raw["model_type"] in ("granite", "granitemoe"):
+        if raw.get("shared_intermediate_size") == 0:
+            del raw["shared_intermediate_size"]
+        if "shared_intermediate_size" in raw:
+            raw["model_type"] = "granitemoeshared"
         biased = "blk.0.attn_q.bias" in header.tensors
         raw |= {"attention_bias": biased, "mlp_bias": "blk.0.ffn_gate.bias" in header.tensors}
         if "attention_multiplier" not in raw:
