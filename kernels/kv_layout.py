@@ -2,6 +2,7 @@
 packs, and for the kernels, which read and write. Pure arithmetic.
 
     64-byte header            the common one of `layout.py`; its last 16 bytes are `TAIL`: largest scale of V, flags, bits by group
+    64 bytes more             of heads of more than 16 groups alone: bits of the others, 16 groups at a time, 16 bytes apart as in the tail
     K codes                   per group of 16 channels, per plane [4 quads, tokens, 4 channels]; a score is a sum over channels
     K exponents, K zeros      int8 [4 groups of 32 tokens, D] each
     V codes                   per group of 16 channels, per plane [token quads, 16 channels, 4 tokens]; an output is a sum over tokens
@@ -27,7 +28,10 @@ CHANNELS = 16  # channels of one number of bits, K and V
 QUAD = 4
 TAIL = struct.Struct("<hB12s")  # V's largest scale, flags, 3 bits for every group of K, from bit 48 of V
 TAIL_OFFSET = 48
-MOST_GROUPS = 16
+TAIL_GROUPS = 16  # of so many groups bits lie together; those of the next begin as many bytes behind
+MOST_GROUPS = 64
+WIDTHS_IN_TAIL, WIDTHS_NBYTES = struct.calcsize("<hB"), 12
+MORE_NBYTES = 64  # behind the header: bits of three times as many groups, to the end of a cache line
 ROTATED_K, MEAN_K = 1, 2  # flags
 # 2^(i / 8) as bits of float32, rounded once: with an exponent every scale of K, and every other one of V. Whoever writes, reads or
 # multiplies has the same numbers.
@@ -36,7 +40,7 @@ MANTISSA_BITS = tuple(int.from_bytes(struct.pack("<f", 2.0 ** (i / 8)), "little"
 
 @dataclass(frozen=True)
 class RecordLayout:
-    """Byte offsets in the record of one layer and one KV head. `head_dim` is a multiple of 16, at most 256."""
+    """Byte offsets in the record of one layer and one KV head. `head_dim` is a multiple of 16, at most 1,024."""
 
     head_dim: int
     bits_k: int
@@ -54,6 +58,10 @@ class RecordLayout:
         return self.head_dim // CHANNELS
 
     @property
+    def header_nbytes(self) -> int:
+        return HEADER_NBYTES + (MORE_NBYTES if self.groups > TAIL_GROUPS else 0)
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         """Bytes of K codes, K exponents, K zeros, V codes, V scales and zeros."""
         values = PAGE * self.head_dim
@@ -62,15 +70,16 @@ class RecordLayout:
     @property
     def offsets(self) -> tuple[int, ...]:
         """Where each of `sizes` begins."""
-        return tuple(HEADER_NBYTES + sum(self.sizes[:part]) for part in range(len(self.sizes)))
+        return tuple(self.header_nbytes + sum(self.sizes[:part]) for part in range(len(self.sizes)))
 
     @property
-    def body_nbytes(self) -> int:
-        return sum(self.sizes)
+    def end(self) -> int:
+        """Where the last of them ends."""
+        return self.header_nbytes + sum(self.sizes)
 
     @property
     def record_nbytes(self) -> int:
-        return align(HEADER_NBYTES + self.body_nbytes)
+        return align(self.end)
 
     @property
     def packed_bits(self) -> float:
@@ -83,16 +92,38 @@ class RecordLayout:
         return (pages * PAGE * self.packed_bits + (tokens - pages * PAGE) * exact_bits) / tokens
 
 
+def pack_tail(top: int, flags: int, k: Sequence[int], v: Sequence[int]) -> bytes:
+    """What stands between `TAIL_OFFSET` and the codes: V's largest scale, flags, bits of the groups of K and of V."""
+    out = bytearray(HEADER_NBYTES - TAIL_OFFSET + (MORE_NBYTES if len(k) > TAIL_GROUPS else 0))
+    TAIL.pack_into(out, 0, top, flags, pack_widths(k[:TAIL_GROUPS], v[:TAIL_GROUPS]))
+    for group in range(TAIL_GROUPS, len(k), TAIL_GROUPS):
+        own, at = slice(group, group + TAIL_GROUPS), WIDTHS_IN_TAIL + group
+        out[at : at + WIDTHS_NBYTES] = pack_widths(k[own], v[own])
+    return bytes(out)
+
+
+def unpack_tail(record: bytes | memoryview, groups: int) -> tuple[int, int, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """What `pack_tail` was given, of a record's bytes: (V's largest scale, flags, bits of the groups of K and of V)."""
+    top, flags, _ = TAIL.unpack_from(record, TAIL_OFFSET)
+    k: tuple[int, ...] = ()
+    v: tuple[int, ...] = ()
+    for group in range(0, groups, TAIL_GROUPS):
+        at = TAIL_OFFSET + WIDTHS_IN_TAIL + group
+        own = unpack_widths(bytes(record[at : at + WIDTHS_NBYTES]), min(TAIL_GROUPS, groups - group))
+        k, v = k + own[0], v + own[1]
+    return top, flags, (k, v)
+
+
 def pack_widths(k: Sequence[int], v: Sequence[int]) -> bytes:
-    """Bits of the groups of K and of V as the 12 bytes of `TAIL`."""
-    places = [WIDTHS.index(bits) << 3 * (side * MOST_GROUPS + group) for side, row in enumerate((k, v)) for group, bits in enumerate(row)]
+    """Bits of up to 16 groups of K and of V as the 12 bytes of `TAIL`."""
+    places = [WIDTHS.index(bits) << 3 * (side * TAIL_GROUPS + group) for side, row in enumerate((k, v)) for group, bits in enumerate(row)]
     return sum(places).to_bytes(12, "little")
 
 
 def unpack_widths(raw: bytes, groups: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """What `pack_widths` was given."""
     places = int.from_bytes(raw, "little")
-    k, v = (tuple(WIDTHS[places >> 3 * (side * MOST_GROUPS + group) & 7] for group in range(groups)) for side in range(2))
+    k, v = (tuple(WIDTHS[places >> 3 * (side * TAIL_GROUPS + group) & 7] for group in range(groups)) for side in range(2))
     return k, v
 
 

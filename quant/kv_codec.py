@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ..kernels.kv_layout import CHANNELS, GROUP_K, MEAN_K, ROTATED_K, TAIL, TAIL_OFFSET, RecordLayout, pack_widths, unpack_widths
+from ..kernels.kv_layout import CHANNELS, GROUP_K, MEAN_K, ROTATED_K, TAIL_OFFSET, RecordLayout, pack_tail, unpack_tail
 from ..kernels.layout import HEADER_NBYTES, PAGE, PageHeader
 from .kv_basis import KVBasis
 from .kv_grid import LARGEST, decode_k, decode_v, encode_k, encode_v, first_v
@@ -62,8 +62,8 @@ def encode(k: np.ndarray, v: np.ndarray, bits_k: int, bits_v: int, basis: KVBasi
 
     flags = mixed * ROTATED_K + (basis.k_mean is not None) * MEAN_K
     for head in range(heads):
-        widths = pack_widths(widths_k[head].tolist(), widths_v[head].tolist())
-        TAIL.pack_into(out[head], TAIL_OFFSET, int(top[head]), int(flags[head]), widths)
+        tail = pack_tail(int(top[head]), int(flags[head]), widths_k[head].tolist(), widths_v[head].tolist())
+        out[head, TAIL_OFFSET:at_k] = np.frombuffer(tail, np.uint8)
         header = PageHeader(layer, first_head + head, first_token, PAGE, bits_k, bits_v, profile=basis.profile,
                             crc32=checksum(out[head], layout))
         out[head, :TAIL_OFFSET] = np.frombuffer(header.pack()[:TAIL_OFFSET], np.uint8)
@@ -81,11 +81,11 @@ def decode(records: np.ndarray, head_dim: int, basis: KVBasis, *,
         raise ValueError(f"{page}: written with another profile")
     layout = RecordLayout(head_dim, header.bits_k, header.bits_v)
     groups, (at_k, at_exponents, at_zeros, at_v, at_scales) = layout.groups, layout.offsets
-    top, flags, widths = zip(*(TAIL.unpack_from(record, TAIL_OFFSET) for record in records), strict=True)
+    top, flags, widths = zip(*(unpack_tail(record.tobytes(), groups) for record in records[:, :at_k]), strict=True)
     top, flags = np.array(top), np.array(flags)
     if ((flags & MEAN_K > 0) != (basis.k_mean is not None)).any():
         raise ValueError(f"{page}: written with another mean of K")
-    widths_k, widths_v = (np.array(side) for side in zip(*(unpack_widths(raw, groups) for raw in widths), strict=True))
+    widths_k, widths_v = (np.array(side) for side in zip(*widths, strict=True))
 
     scales = (records[:, at : at + layout.sizes[1]].view(np.int8).reshape(heads, -1, groups, CHANNELS) for at in (at_exponents, at_zeros))
     exponents, zeros = (side.transpose(0, 2, 3, 1)[..., None] for side in scales)
@@ -115,9 +115,8 @@ def check(record: np.ndarray, head_dim: int) -> PageHeader:
 
 
 def checksum(record: np.ndarray, layout: RecordLayout) -> int:
-    """crc32 of the body and of what the header says about its scales and bits."""
-    tail = zlib.crc32(np.ascontiguousarray(record[TAIL_OFFSET:HEADER_NBYTES]))
-    return zlib.crc32(np.ascontiguousarray(record[HEADER_NBYTES : HEADER_NBYTES + layout.body_nbytes]), tail)
+    """crc32 of what the header says about scales and bits, and of what is behind it."""
+    return zlib.crc32(np.ascontiguousarray(record[TAIL_OFFSET : layout.end]))
 
 
 def _by_width(widths: np.ndarray) -> Iterator[tuple[int, tuple[np.ndarray, np.ndarray]]]:

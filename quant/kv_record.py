@@ -1,6 +1,7 @@
 """How the codes of a KV record lie in bytes: for kernels that multiply codes with integers, four of one sum side by side.
 
     64-byte header            the common one of `kernels/layout.py`; its last 16 bytes are `TAIL`: largest scale of V, flags, bits by group
+    64 bytes more             of heads of more than 256 channels alone: bits of their other groups
     K codes                   per group of 16 channels, per plane [4 quads, tokens, 4 channels]; a score is a sum over channels
     K exponents, K zeros      int8 [4 groups of 32 tokens, D] each
     V codes                   per group of 16 channels, per plane [token quads, 16 channels, 4 tokens]; an output is a sum over tokens

@@ -10,8 +10,8 @@ import numpy as np
 
 from ..kernels.cpu import kv_seal as kernel
 from ..kernels.cpu import kv_seal_loops as loops
-from ..kernels.kv_layout import CHANNELS, MEAN_K, ROTATED_K, TAIL, TAIL_OFFSET, WIDTHS, PackedLayout, pack_widths
-from ..kernels.layout import HEADER_NBYTES, PAGE, PageHeader, PageLayout
+from ..kernels.kv_layout import CHANNELS, MEAN_K, ROTATED_K, TAIL_OFFSET, WIDTHS, PackedLayout, pack_tail
+from ..kernels.layout import PAGE, PageHeader, PageLayout
 from ..kernels.workspace import address
 from . import kv_grid
 from .kv_basis import KVBasis
@@ -76,8 +76,7 @@ class Sealer:
     def _write_headers(self, layer: int, first: int, out: memoryview) -> None:
         layout, basis = self.layouts[layer], self.bases[layer]
         for head, (record, start) in enumerate(zip(layout.records, layout.head_offsets)):
-            # as `kv_codec.checksum`, whose two pieces lie side by side
-            check = zlib.crc32(out[start + TAIL_OFFSET : start + HEADER_NBYTES + record.body_nbytes])
+            check = zlib.crc32(out[start + TAIL_OFFSET : start + record.end])  # as `kv_codec.checksum`
             header = PageHeader(layer, head, first, PAGE, record.bits_k, record.bits_v, profile=basis.profile, crc32=check)
             out[start : start + TAIL_OFFSET] = header.pack()[:TAIL_OFFSET]
 
@@ -87,16 +86,16 @@ class Sealer:
         matrix = np.zeros((heads, size, kernel.broad_of(size)), np.float32)
         matrix[..., :size] = basis.k_matrix.swapaxes(1, 2)
         widths = np.zeros((heads, 3, size // CHANNELS), np.uint8)
-        tails = np.zeros((heads, 2, kernel.TAIL_NBYTES), np.uint8)
+        tails = np.zeros((heads, 2, layout.records[0].header_nbytes - TAIL_OFFSET), np.uint8)
         records = np.zeros((heads, kernel.RECORD_SLOTS), np.int64)
         mean = (basis.k_mean is not None) * MEAN_K
         for head, (record, start) in enumerate(zip(layout.records, layout.head_offsets)):
             turned_k, turned_v = (side[head] for side in basis.widths(record.bits_k, record.bits_v))
             widths[head] = turned_k, np.full_like(turned_k, record.bits_k), turned_v
             for turned in (0, 1):
-                own = pack_widths(widths[head, 0 if turned else 1].tolist(), widths[head, 2].tolist())
-                TAIL.pack_into(tails[head, turned], 0, 0, turned * ROTATED_K + mean, own)
-            records[head] = start, *record.offsets, HEADER_NBYTES + record.body_nbytes, record.record_nbytes
+                tail = pack_tail(0, turned * ROTATED_K + mean, widths[head, 0 if turned else 1].tolist(), widths[head, 2].tolist())
+                tails[head, turned] = np.frombuffer(tail, np.uint8)
+            records[head] = start, *record.offsets, record.end, record.record_nbytes
         flat = lambda x: np.ascontiguousarray(x, np.float32)  # noqa: E731
         k_mean = np.zeros(0, np.float32) if basis.k_mean is None else flat(basis.k_mean)
         held = [flat(1 / basis.k_scale), matrix, flat(basis.v_matrix), k_mean, widths, tails, records]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..kernels.kv_layout import CHANNELS, MEAN_K, TAIL, TAIL_OFFSET, unpack_widths
+from ..kernels.kv_layout import CHANNELS, MEAN_K, unpack_tail
 from ..kernels.layout import HEADER_NBYTES, PAGE, PageHeader, PageLayout
 from .kv import PackedCodec, RawCodec
 
@@ -19,17 +19,16 @@ def check_stored(codec: RawCodec | PackedCodec, page: np.ndarray, layout: PageLa
     for head in range(heads):
         start = own.head_offsets[head] if codec.is_packed else head * layout.record_nbytes
         bits, profile = (codec.bits[head], codec.basis.profile) if codec.is_packed else ((codec.bits, codec.bits), 0)
-        raw = page[start : start + HEADER_NBYTES].tobytes()
-        header = PageHeader.unpack(raw)
+        header = PageHeader.unpack(page[start : start + HEADER_NBYTES].tobytes())
         wanted = (layer, head, first_token, PAGE, *bits, profile)
         if (header.layer, header.head, header.first_token, header.count, header.bits_k, header.bits_v, header.profile) != wanted:
             raise ValueError(f"layer {layer}, head {head}, token {first_token}: a page of something else")
         if codec.is_packed:
+            raw = page[start : start + own.records[head].header_nbytes].tobytes()
             _check_widths(raw, size // CHANNELS, bits, codec.basis.k_mean is not None, f"layer {layer}, head {head}, token {first_token}")
 
 
 def _check_widths(raw: bytes, groups: int, bits: tuple[int, int], has_mean: bool, where: str) -> None:
-    _, flags, packed = TAIL.unpack_from(raw, TAIL_OFFSET)
-    sides = unpack_widths(packed, groups)
+    _, flags, sides = unpack_tail(raw, groups)
     if any(sum(widths) != mean * groups for widths, mean in zip(sides, bits, strict=True)) or (flags & MEAN_K > 0) != has_mean:
         raise ValueError(f"{where}: groups of other widths than its bits")

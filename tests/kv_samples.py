@@ -25,13 +25,14 @@ WIDE_SHARE = 0.02
 SHARE = 0.35  # an eighth of the noise; of a basis that was made for other keys
 
 
-def moments_basis(kv_heads: int, head_dim: int, profile: int = 7, seed: int = 3) -> KVBasis:
-    """A basis as a profile makes it: dense matrices, groups of unequal bits."""
-    rng = np.random.default_rng(seed)
+def moments_basis(kv_heads: int, head_dim: int, profile: int = 7, seed: int = 3, of: int | None = None) -> KVBasis:
+    """A basis as a profile makes it: dense matrices, groups of unequal bits. `of`: how many values it is made of, head_dim unless told;
+    of more than that no direction is next to silent."""
+    rng, of = np.random.default_rng(seed), of or head_dim
 
     def moment() -> np.ndarray:
-        factors = rng.standard_normal((kv_heads, head_dim, head_dim)) * np.exp(rng.uniform(-2, 1, (kv_heads, 1, head_dim)))
-        return factors @ factors.swapaxes(1, 2) / head_dim
+        factors = rng.standard_normal((kv_heads, head_dim, of)) * np.exp(rng.uniform(-2, 1, (kv_heads, 1, of)))
+        return factors @ factors.swapaxes(1, 2) / of
 
     return KVBasis.from_moments(moment(), moment(), moment(), moment(), profile=profile)
 
@@ -109,7 +110,8 @@ def uneven_error(pool: ThreadPool, heads: int) -> float:
 
 def worst_error(pool: ThreadPool, kv: str, **options) -> float:
     """`excess` of a prompt or of single tokens behind it, the worse of both."""
-    heads, basis = options.get("heads", 8), moments_basis(options.get("kv_heads", 2), options.get("head_dim", 64))
+    heads, made = options.get("heads", 8), moments_basis(options.get("kv_heads", 2), options.get("head_dim", 64))
+    basis = options.pop("basis", made)
     packed = Stream(packed_cache(pool, kv, basis=basis, **options), heads, 420)
     exact = Stream(packed_cache(pool, "32bit", **options), heads, 420)
     for stream in (packed, exact):
@@ -117,6 +119,36 @@ def worst_error(pool: ThreadPool, kv: str, **options) -> float:
             stream.run(tokens, compare=stream is packed)
     prompt, group = slice(0, 400), heads // options.get("kv_heads", 2)
     return max(excess(packed, exact, kv, prompt, as_they_lie(kv, group)), excess(packed, exact, kv, slice(400, 420), True))
+
+
+def extreme_error(pool: ThreadPool, kv: str, head_dim: int, heads: int, sign: int) -> float:
+    """`relative` of single tokens where a token's keys are the same number in every channel, as far from zero as zeros of K reach, and so
+    are queries: no sums of products, of their digits or of zeros are larger."""
+    eye = np.broadcast_to(np.eye(head_dim, dtype=np.float32), (1, head_dim, head_dim))
+    basis = KVBasis(np.ones((1, head_dim), np.float32), eye, eye)
+
+    def ruin(k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        k[:] = sign * 1.85 + np.random.default_rng(1).uniform(-0.5, 0.5, (len(k), 1, 1)).astype(np.float32)
+        return k, v
+
+    stream = Stream(packed_cache(pool, kv, heads, 1, head_dim, basis=basis), heads, 404, ruin=ruin)
+    stream.q[:] = head_dim**-0.5
+    for tokens in (400, *[1] * 4):
+        stream.run(tokens, compare=tokens == 1)
+    return relative(stream.out[400:], stream.want[400:])
+
+
+def check_wide(pool: ThreadPool) -> None:
+    """Heads of more than 256 channels, whose bits lie in two places and whose sums are taken in parts."""
+    for heads, head_dim in ((8, 512), (12, 576)):
+        basis = moments_basis(1, head_dim, of=4 * head_dim)
+        for kv in ("8bit", "4bit", "k2v10"):
+            assert worst_error(pool, kv, heads=heads, kv_heads=1, head_dim=head_dim, basis=basis) < 5e-3, (kv, heads, head_dim)
+    wanted = (("10bit", 8, 512, 1e-3), ("8bit", 3, 576, 3.5e-4), ("6bit", 16, 512, 3.5e-4), ("4bit", 2, 512, 0.025))
+    for kv, heads, head_dim, most in wanted:
+        assert fine_error(pool, kv, heads, 1, head_dim) < most, (kv, heads, head_dim)
+    for kv, head_dim, heads, sign in (("8bit", 512, 4, -1), ("8bit", 512, 8, 1), ("10bit", 576, 8, -1), ("10bit", 576, 4, 1)):
+        assert extreme_error(pool, kv, head_dim, heads, sign) < 1e-4, (kv, head_dim, heads, sign)
 
 
 def as_they_lie(kv: str, group: int) -> bool:
@@ -300,4 +332,5 @@ def check_all() -> None:
     assert worst_error(pool, "4bit", heads=4, kv_heads=4, head_dim=80) < 5e-3
     assert worst_error(pool, "8bit", heads=8, kv_heads=1, head_dim=256, softcap=20.0) < 5e-3
     assert worst_error(pool, "k3v6", heads=6, kv_heads=2, head_dim=96, window=100, softcap=20.0) < 5e-3
+    check_wide(pool)
     pool.close()

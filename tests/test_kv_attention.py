@@ -12,7 +12,7 @@ from effllm import UsageError
 from effllm.kernels.compile import cpu_features
 from effllm.kernels.cpu import kv_many
 from effllm.kernels.cpu.int8_ir import INSTRUCTION_SET
-from effllm.kernels.cpu.kv_scratch import EIGHT, few_scratch
+from effllm.kernels.cpu.kv_scratch import EIGHT, few_scratch, query_places, tile_rows
 from effllm.kernels.layout import PAGE
 from effllm.kernels.threads import ThreadPool
 from effllm.quant.kv import codec
@@ -49,7 +49,31 @@ def test_groups_of_10_bits_behind_others(pool, heads):
     assert kv_samples.uneven_error(pool, heads) < FINE
 
 
-@pytest.mark.parametrize("heads,kv_heads,head_dim", ((4, 4, 64), (4, 2, 80), (6, 2, 96), (8, 1, 128), (2, 1, 256), (3, 3, 16)))
+@pytest.mark.parametrize("kv, heads, head_dim, most", (("8bit", 3, 576, 3.5e-4), ("4bit", 8, 512, 0.025), ("10bit", 8, 512, 1e-3)))
+def test_heads_of_more_channels_than_a_tail_has_room_for(pool, kv, heads, head_dim, most):
+    assert fine_error(pool, kv, heads, 1, head_dim) < most
+
+
+@pytest.mark.parametrize("heads, sign", ((4, -1), (8, 1)))
+def test_the_largest_sums_of_a_wide_head(pool, heads, sign):
+    assert kv_samples.extreme_error(pool, "8bit", 512, heads, sign) < 1e-4
+
+
+@pytest.mark.parametrize("kv", ("4bit", "8bit", "10bit"))
+def test_bits_of_wide_heads_do_not_depend_on_threads_or_on_how_few_come_together(kv):
+    outs = []
+    for workers, cuts in ((1, [400] + [1] * 12), (2, [400] + [2] * 6), (3, [400, 3, 5, 4])):
+        pool = ThreadPool(workers)
+        stream = Stream(packed_cache(pool, kv, 8, 1, 512), 8, 412)
+        for cut in cuts:
+            stream.run(cut, compare=False)
+        outs.append(stream.out)
+        pool.close()
+    assert all(np.array_equal(outs[0], out) for out in outs[1:])
+
+
+@pytest.mark.parametrize("heads,kv_heads,head_dim", ((4, 4, 64), (4, 2, 80), (6, 2, 96), (8, 1, 128), (2, 1, 256), (3, 3, 16),
+                                                    (8, 1, 512), (16, 1, 576)))
 @pytest.mark.parametrize("window,softcap", ((None, None), (50, None), (200, 5.0)))
 def test_shapes_windows_and_caps(pool, heads, kv_heads, head_dim, window, softcap):
     assert worst_error(pool, "4bit", heads=heads, kv_heads=kv_heads, head_dim=head_dim, window=window, softcap=softcap) < 1e-2
@@ -230,7 +254,7 @@ def test_a_window_larger_than_the_context_packs_nothing(pool):
 
 
 def test_a_head_size_that_no_record_takes_is_refused():
-    with pytest.raises(UsageError, match="multiple of 16 numbers up to 256, this model has 72") as caught:
+    with pytest.raises(UsageError, match="multiple of 16 numbers up to 1024, this model has 72") as caught:
         codec("4bit").layers([(2, 72)] * 2)
     assert caught.value.hint == "--kv 16bit"
 
@@ -264,9 +288,9 @@ def test_all_widths_on_this_machine():
     kv_samples.check_all()
 
 
-@pytest.mark.parametrize("head_dim", (16, 64, 80, 128, 256))
-@pytest.mark.parametrize("group", (2, 3, 5, 8, 12, 33, 71))
+@pytest.mark.parametrize("head_dim", (16, 64, 80, 128, 256, 512, 576, 1024))
+@pytest.mark.parametrize("group", (2, 3, 5, 8, 12, 33, 71, 128))
 def test_a_prompts_page_has_room_where_its_keys_lie(group, head_dim):
     """`attend_page` over K, V and S of a tile; what it is given for one token alone holds its queries too."""
-    keys = kv_many.packed_scratch(group, 1, head_dim)
-    assert few_scratch(group, head_dim) < PAGE * (2 * head_dim + 32 * group) < keys
+    keys, rows = kv_many.packed_scratch(group, 1, head_dim), -(-group // tile_rows(group)) * tile_rows(group)
+    assert few_scratch(group, head_dim) - query_places(rows, head_dim)[6] // 4 < PAGE * (2 * head_dim + 32 * group) < keys

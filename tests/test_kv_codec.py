@@ -7,14 +7,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from effllm.kernels.kv_layout import CHANNELS, MEAN_BITS, PLANES, TAIL_OFFSET, WIDTHS, RecordLayout, pack_widths, unpack_widths
+from effllm.kernels.kv_layout import (
+    CHANNELS,
+    MEAN_BITS,
+    PLANES,
+    TAIL_OFFSET,
+    WIDTHS,
+    RecordLayout,
+    pack_tail,
+    pack_widths,
+    unpack_tail,
+    unpack_widths,
+)
 from effllm.kernels.layout import HEADER_NBYTES, PAGE, PageHeader
 from effllm.quant.kv_basis import KVBasis, hadamard, noise_basis
 from effllm.quant.kv_bits import allocate
 from effllm.quant.kv_codec import decode, encode
 from effllm.quant.kv_record import pack_k, pack_scales, pack_v, unpack_k, unpack_scales, unpack_v
 
-SIZES = (64, 80, 96, 128, 256)
+SIZES = (64, 80, 96, 128, 256, 272, 512, 576)
 GOLDEN = {10: 3843529252, 8: 3568589614, 6: 921266520, 5: 2918295413, 4: 1179872051, 3: 3980613162, 2: 693264014, 1: 2366947719}
 
 
@@ -56,6 +67,18 @@ def test_codes_survive_packing(bits: int, groups: int, seed: int) -> None:
     assert all((back == there).all() for back, there in zip(unpack_scales(pack_scales(steps, zeros)), (steps, zeros), strict=True))
     widths = [WIDTHS[place] for place in rng.integers(0, len(WIDTHS), groups)]
     assert unpack_widths(pack_widths(widths, widths[::-1]), groups) == (tuple(widths), tuple(widths[::-1]))
+
+
+@given(st.integers(1, 64), st.integers(0, 99))
+@settings(max_examples=40, deadline=None)
+def test_bits_of_any_number_of_groups_lie_in_front_of_the_codes(groups: int, seed: int) -> None:
+    places = np.random.default_rng(seed).integers(0, len(WIDTHS), (2, groups))
+    k, v = (tuple(WIDTHS[place] for place in side) for side in places)
+    tail, layout = pack_tail(-300, 3, k, v), RecordLayout(16 * groups, 8, 8)
+    assert len(tail) == layout.offsets[0] - TAIL_OFFSET == (16 if groups <= 16 else 80)
+    assert unpack_tail(bytes(TAIL_OFFSET) + tail, groups) == (-300, 3, (k, v))
+    if groups <= 16:
+        assert tail[3:15] == pack_widths(k, v)
 
 
 def test_codes_lie_where_kernels_look_for_them() -> None:

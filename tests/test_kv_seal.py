@@ -25,7 +25,7 @@ from effllm.quant.kv_seal import Sealer
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from test_kv_codec import GOLDEN, moments, rotary, turned
 
-SIZES = (64, 80, 96, 128, 256)
+SIZES = (64, 80, 96, 128, 256, 272, 512, 576)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import torch
 from effllm.kernels import reference
 from effllm.kernels.cuda import attention, packed_pages
 from effllm.kernels.cuda.torch_ops import TorchOps
-from effllm.kernels.kv_layout import MEAN_BITS, TAIL, TAIL_OFFSET, RecordLayout, unpack_widths
+from effllm.kernels.kv_layout import MEAN_BITS, RecordLayout, unpack_tail
 from effllm.kernels.layout import PAGE
 from effllm.quant.kv import PackedCodec, codec
 from effllm.quant.kv_basis import KVBasis
@@ -37,7 +37,7 @@ def unturned(heads: int, size: int, strength: np.ndarray | None = None) -> KVBas
 
 
 @pytest.mark.parametrize("bits", MEAN_BITS)
-@pytest.mark.parametrize("size", [16, 64, 80, 256])
+@pytest.mark.parametrize("size", [16, 64, 80, 256, 512, 576])
 def test_records_open_to_the_numbers_of_the_codec(ops: TorchOps, bits: int, size: int) -> None:
     """Bit for bit, whatever widths the groups have and however large the values are."""
     rng = np.random.default_rng(size + bits)
@@ -49,8 +49,8 @@ def test_records_open_to_the_numbers_of_the_codec(ops: TorchOps, bits: int, size
     want = decode(records, size, basis)
     for head in range(3):
         one = ops.upload(records[head : head + 1])
-        _, _, raw = TAIL.unpack_from(records[head], TAIL_OFFSET)
-        for got, there in zip(packed_pages.open_records(one, RecordLayout(size, bits, bits), unpack_widths(raw, size // 16)), want):
+        _, _, widths = unpack_tail(records[head].tobytes(), size // 16)
+        for got, there in zip(packed_pages.open_records(one, RecordLayout(size, bits, bits), widths), want):
             np.testing.assert_array_equal(got[0].cpu().numpy(), there[head])
 
 
@@ -106,7 +106,8 @@ def test_attention_equals_softmax_over_the_decoded_pages(ops: TorchOps, kv: str)
     assert passes.cache.sealed == 2
 
 
-@pytest.mark.parametrize("heads, kv_heads, depth", [(4, 4, 64), (4, 2, 80), (6, 2, 96), (8, 1, 128), (2, 1, 256), (3, 3, 16)])
+@pytest.mark.parametrize("heads, kv_heads, depth", [(4, 4, 64), (4, 2, 80), (6, 2, 96), (8, 1, 128), (2, 1, 256), (3, 3, 16),
+                                                    (2, 1, 512), (2, 1, 576)])
 @pytest.mark.parametrize("window, softcap", [(None, None), (50, None), (200, 5.0)])
 def test_shapes_windows_and_caps(ops: TorchOps, heads: int, kv_heads: int, depth: int, window: int | None, softcap: float | None) -> None:
     passes = Passes(ops, "4bit", heads, kv_heads, depth, 402, window=window, softcap=softcap)

@@ -12,7 +12,7 @@ from numpy import float32
 
 from ..compile import kernel
 from ..deferred import inlined
-from ..kv_layout import CHANNELS, ROTATED_K, TAIL_OFFSET
+from ..kv_layout import CHANNELS, MOST_GROUPS, ROTATED_K, TAIL_OFFSET
 from ..layout import PAGE
 from .arithmetic import MINUS_INF, ZERO
 from .attention import (
@@ -111,8 +111,8 @@ def attend_packed_many(args, worker, counter):
     """`attention.attend_many` where sealed pages are packed. In turns, O and the (m, l) behind it lie in STATE.
 
     Scratch per worker: Q[rows, D], turned Q[rows, wide D], K[D, PAGE], V[PAGE, wide D], S[rows, PAGE], part[rows, wide D], O exact and
-    packed [rows, D] each, (m, l)[rows] of exact blocks, packed ones, the last; steps[20], an opened record, the queries of every token as
-    `load_kv` leaves them. What `attend_page` needs beside them lies where K does: at most a third of K, V and S, of any shape.
+    packed [rows, D] each, (m, l)[rows] of exact blocks, packed ones, the last; steps[MOST_GROUPS], an opened record, the queries of every
+    token as `load_kv` leaves them. What `attend_page` needs beside them lies where K does: at most a third of K, V and S, of any shape.
     """
     a = i64_at(args)
     tokens, heads, kv_heads, depth = a[TOKENS], a[HEADS], a[KV_HEADS], a[HEAD_DIM]
@@ -127,7 +127,7 @@ def attend_packed_many(args, worker, counter):
     scores = values + 4 * PAGE * broad
     part = scores + 4 * capacity * PAGE
     steps = part + 4 * capacity * broad + 8 * capacity * depth + 24 * capacity
-    opened = steps + 128
+    opened = steps + 4 * MOST_GROUPS
     own_tile = tile_rows(group)
     own_rows, rest, own_queries = (group + own_tile - 1) // own_tile * own_tile, line(keys), line(opened + opened_end(depth))
     query_nbytes, widths = query_places(own_rows, depth)[6], rest + row_places(own_rows, depth)[5]
@@ -205,7 +205,7 @@ def packed_scratch(heads: int, kv_heads: int, head_dim: int) -> int:
     broad, group = -(-head_dim // TILE_COLUMNS) * TILE_COLUMNS, heads // kv_heads
     unit = TILE_ROWS * LOW_ROWS
     capacity = -(-QUERY_TILE * group // unit) * unit
-    record, own = -(-opened_nbytes(head_dim) // 4) + 48, 0
+    record, own = -(-opened_nbytes(head_dim) // 4) + MOST_GROUPS + 16, 0
     tile = 8 if group > 4 else 4
     rows = -(-group // tile) * tile
     if AS_THEY_LIE and 8 * group >= ROWS_OF_EIGHT * rows:

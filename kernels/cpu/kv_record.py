@@ -9,7 +9,7 @@ import numpy as np
 from numpy import float32
 
 from ..deferred import inlined
-from ..kv_layout import CHANNELS, GROUP_K, MANTISSA_BITS, MOST_GROUPS, ROTATED_K, TAIL_OFFSET
+from ..kv_layout import CHANNELS, GROUP_K, MANTISSA_BITS, ROTATED_K, TAIL_GROUPS, TAIL_OFFSET, WIDTHS_IN_TAIL
 from ..layout import PAGE
 from .intrinsics import f32_at, i16_at, u8_at
 from .kv_loops import (
@@ -65,9 +65,10 @@ def opened_nbytes(depth: int) -> int:
 
 
 @inlined()
-def _width(record, place):
-    """Bits of a group; those of V begin at place 16."""
-    packed, bit = u8_at(record + TAIL_OFFSET + 3), 3 * place
+def _width(record, side, group):
+    """Bits of a group; `side`: 0 of K, 1 of V."""
+    packed = u8_at(record + TAIL_OFFSET + WIDTHS_IN_TAIL + (group & -TAIL_GROUPS))
+    bit = 3 * (TAIL_GROUPS * side + (group & TAIL_GROUPS - 1))
     index = ((packed[bit >> 3] | packed[(bit >> 3) + 1] << 8) >> (bit & 7)) & 7
     return index + 1 if index < 6 else 2 * index - 4
 
@@ -121,7 +122,7 @@ def open_keys(record, at, depth, opened, eighths, factor, channel_scale, steps):
         gains[c] = factor if rotated else factor * own[c]
     groups = depth // CHANNELS
     for group in range(groups):
-        count = float32(1 << _width(record, group))
+        count = float32(1 << _width(record, 0, group))
         for c in range(CHANNELS * group, CHANNELS * (group + 1)):
             counts[c], units[c], halves[c] = count, count * float32(1.0 / 64), (count - float32(1.0)) * float32(0.5)
     a, b, target = opened + factors_at(depth), opened + factors_at(depth) + 2 * depth * SPANS, f32_at(steps)
@@ -130,7 +131,7 @@ def open_keys(record, at, depth, opened, eighths, factor, channel_scale, steps):
                                    opened + products_at(depth), a + 2 * depth * span, b + 2 * depth * span, depth)
     source, codes = record + at[0], opened + bytes_at(depth)
     for group in range(groups):
-        bits = _width(record, group)
+        bits = _width(record, 0, group)
         _unpack(source, codes, bits, 0)
         source += 2 * PAGE * bits
         for quad in range(CHANNELS // 4):
@@ -150,7 +151,7 @@ def open_values(record, at, depth, opened, eighths, steps):
     top, source, codes = i16_at(record + TAIL_OFFSET)[0], record + at[3], opened + bytes_at(depth)
     a, target = opened + factors_at(depth), f32_at(steps)
     for group in range(depth // CHANNELS):
-        bits = _width(record, MOST_GROUPS + group)
+        bits = _width(record, 1, group)
         target[group] = value_factors(record + at[4] + PAGE * group, eighths, top, bits, opened + products_at(depth), a, a + 2 * PAGE)
         _unpack(source, codes, bits, 1)
         source += 2 * PAGE * bits

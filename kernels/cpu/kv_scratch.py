@@ -11,6 +11,7 @@ from .kv_attention import _broad
 from .kv_record import SPANS, opened_nbytes
 
 EIGHT = WIDTH == 64  # are there tiles of eight rows?
+SUMMED_GROUPS = 16  # of K over which sums of 16-bit numbers just stay below 2^31
 
 
 @inlined()
@@ -47,7 +48,7 @@ def row_places(rows, depth):
     factors = m + 8 * rows
     steps = line(factors + 8 * rows)
     widths = steps + 64
-    return sums, output, m, factors, steps, widths, widths + 2 * MOST_GROUPS + 32
+    return sums, output, m, factors, steps, widths, widths + 2 * MOST_GROUPS
 
 
 @inlined()
@@ -84,8 +85,8 @@ def few_scratch(group: int, head_dim: int) -> int:
     """Floats of scratch per worker for `attend_packed` and `merge_packed`."""
     rows, broad = -(-group // 8) * 8, -(-head_dim // TILE_COLUMNS) * TILE_COLUMNS
     queries = rows * (8 * head_dim + 4 * broad + 8) + 4 * head_dim
-    page = 4 * rows * (PAGE + head_dim + 6) + 96 + 2 * MOST_GROUPS
+    page = 4 * rows * (PAGE + head_dim + 6) + 64 + 2 * MOST_GROUPS
     merging = 4 * rows * (2 * head_dim + broad + 8)
     kept, groups = max(queries + page, merging) + 1024, head_dim // CHANNELS  # each place on a cache line
-    sides = max(2 * (34 * SPANS + 8) * head_dim + 128 * SPANS, (11 + 3 * groups + 2 * rows * groups) * PAGE) + 1024
+    sides = max(2 * (34 * SPANS + 8) * head_dim + 128 * SPANS, (11 + 3 * groups + 2 * rows * groups) * PAGE) + 26 * MOST_GROUPS + 1024
     return -(-(kept + max(sides, opened_nbytes(head_dim))) // 4)

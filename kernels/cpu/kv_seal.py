@@ -37,15 +37,14 @@ KEYS_ODD, VALUES_ODD = 1, 2  # a value is not finite, or too large for a page
 # A note: addresses of the exact layer-page, of the sealed one, of the layer's block, of cos and sin float32 [PAGE, D / 2] (0: no mean).
 EXACT, OUT, LAYER, COS, SIN, NOTE_SLOTS = range(6)
 # A layer's block. RECIPROCALS float32 [H, D] of K's scales, K_MATRIX [H, D, BROAD] transposed and padded with zeros, V_MATRIX [H, D, D],
-# K_MEAN [H, D] or 0; WIDTHS uint8 [H, 3, D / 16]: of K, of K when it is not turned, of V; TAILS uint8 [H, 2, 16], not turned and turned,
-# all but the largest scale; TABLES [2, MOST_BITS + 1, TABLE_SLOTS]: of K and V by bits (`kv_seal_loops`); RECORDS int64 [H, RECORD_SLOTS];
-# LONE is a float64: how many times the mean power a lone pair has.
+# K_MEAN [H, D] or 0; WIDTHS uint8 [H, 3, D / 16]: of K, of K when it is not turned, of V; TAILS uint8 [H, 2, bytes of a tail], not turned
+# and turned, all but the largest scale; TABLES [2, MOST_BITS + 1, TABLE_SLOTS]: of K and V by bits (`kv_seal_loops`); RECORDS int64
+# [H, RECORD_SLOTS]; LONE is a float64: how many times the mean power a lone pair has.
 # ROWS tokens are a part of an exact layer-page, parts PART_STRIDE apart.
 (DIM, DTYPE, HEAD_STRIDE, SIDE, ROWS, PART_STRIDE, RECIPROCALS, K_MATRIX, BROAD, V_MATRIX, K_MEAN, WIDTHS, TAILS, TABLES, RECORDS, LONE,
  LAYER_SLOTS) = range(17)
 # A head's record: where it begins in the layer-page, its five parts and the end of them in it, its length.
 START, K_CODES, K_EXPONENTS, K_ZEROS, V_CODES, V_SCALES, END, NBYTES, RECORD_SLOTS = range(9)
-TAIL_NBYTES = HEADER_NBYTES - TAIL_OFFSET
 BLOCKS = PAGE // LANES  # of V, in tokens
 MOST_STEPS = 15  # of a scale of V below the page's largest
 ZERO = float32(0.0)
@@ -282,8 +281,9 @@ def seal_records(args, worker, counter):
         if status != 0:
             continue
         _seal_values(layer, record, widths + 2 * groups, turned, top, out, spans, found, codes)
-        tail, kept = u8_at(layer[TAILS] + TAIL_NBYTES * (2 * head + (0 if lone else 1))), u8_at(out + TAIL_OFFSET)
-        for i in range(TAIL_NBYTES):
+        length = record[K_CODES] - TAIL_OFFSET
+        tail, kept = u8_at(layer[TAILS] + length * (2 * head + (0 if lone else 1))), u8_at(out + TAIL_OFFSET)
+        for i in range(length):
             kept[i] = tail[i]
         kept[0], kept[1] = uint8(top & 255), uint8(top >> 8 & 255)
         for i in range(record[END], record[NBYTES]):

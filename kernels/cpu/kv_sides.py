@@ -6,7 +6,7 @@ Scales go to the other factor, which codes of few bits meet as bytes (`kv_bytes.
 
 from __future__ import annotations
 
-from numpy import float32, uint32
+from numpy import float32, int16, uint32
 
 from ..deferred import inlined
 from ..kv_layout import CHANNELS, MOST_GROUPS, TAIL_OFFSET
@@ -54,7 +54,7 @@ from .kv_digits import (
 )
 from .kv_loops import GROUP_NBYTES, SPAN, dot_keys, round_row, row_factor
 from .kv_record import SPANS, _width, open_keys
-from .kv_scratch import EIGHT, key_places, query_places, row_places, tile_rows, value_places
+from .kv_scratch import EIGHT, SUMMED_GROUPS, key_places, query_places, row_places, tile_rows, value_places
 from .kv_weights import FULL, fold_sums, lowest_steps, value_scales, weigh_4, weigh_8
 
 LOG2E, LN2 = float32(1.4426950408889634), float32(0.6931471805599453)
@@ -110,7 +110,7 @@ def read_widths(record, widths, groups):
     """Bits of the groups of K and V to bytes [2, MOST_GROUPS]; the most of each side."""
     bits, most_k, most_v = u8_at(widths), 0, 0
     for group in range(groups):
-        k, v = _width(record, group), _width(record, MOST_GROUPS + group)
+        k, v = _width(record, 0, group), _width(record, 1, group)
         bits[group], bits[MOST_GROUPS + group] = k, v
         most_k, most_v = max(most_k, k), max(most_v, v)
     return most_k, most_v
@@ -168,6 +168,33 @@ def scale_rests(widths, groups, tile, queries, scales, scaled, low, words):
 
 
 @inlined()
+def coarser_scales(scales, bound, depth):
+    """Makes 16-bit scales of the K of a wide head so small that sums over all its channels are no larger than those of SUMMED_GROUPS;
+    returns what they count in."""
+    numbers, factor = i16_at(scales), float32(CHANNELS * SUMMED_GROUPS) / float32(depth)
+    for c in range(depth):
+        numbers[c] = int16(float32(numbers[c]) * factor)
+    return bound / factor
+
+
+@inlined()
+def further_zeros(tile, high, low, zeros, factors, steps, bound, terms, room, groups, parts):
+    """What the groups of a wide head behind the first SUMMED_GROUPS add to the terms of both digits: of more than these the sums would not
+    stay below 2^31. `room`: float32 [2, 8]."""
+    added = f32_at(room + 4 * tile)
+    for digit in range(2):
+        queries, count, total = low if digit else high, groups if digit else parts, f32_at(terms + 64 * digit + 4 * tile)
+        for first in range(SUMMED_GROUPS, count, SUMMED_GROUPS):
+            own, at_zeros, at_factors = queries + 16 * tile * first, zeros + CHANNELS * first, factors + 8 * first
+            if EIGHT and tile == 8:
+                zeros_8(own, at_zeros, at_factors, steps, bound, room, min(SUMMED_GROUPS, count - first))
+            else:
+                zeros_4(own, at_zeros, at_factors, steps, bound, room, min(SUMMED_GROUPS, count - first))
+            for r in range(tile):
+                total[r] += added[r]
+
+
+@inlined()
 def scores_of(record, at, depth, rows, padded, scratch, scores, widths, more, eighths, few, ahead, nbytes):
     """Scores in units of log 2; `few`: by bytes. `nbytes` from `ahead` on are asked for meanwhile."""
     _, at_queries, at_steps, at_tops, _, _, _ = query_places(padded, depth)
@@ -184,10 +211,15 @@ def scores_of(record, at, depth, rows, padded, scratch, scores, widths, more, ei
         finer_tops(own, groups, scratch + at_tops, tops)
     at_once = UNITS_AT_ONCE if few else 1
     rests, share = parts - groups, nbytes // (SPANS * (SPAN // UNIT // at_once) * groups) + 1
+    is_wide, summed, summed_parts = not few and groups > SUMMED_GROUPS, groups, parts
+    if is_wide:
+        summed = summed_parts = SUMMED_GROUPS
     # One kind of work after the other for all spans: each waits for the one before, and spans do not wait for one another.
     for span in range(SPANS):
         scales = more + at_scales + 2 * wide * span
         bounds[span] = key_scales(record + at[1] + span * depth, tops, eighths, more + at_room, scales, depth)
+        if is_wide:
+            bounds[span] = coarser_scales(scales, bounds[span], depth)
         if parts > groups:
             finer_scales(own, groups, scales)
     for r in range(0, rows, tile):
@@ -202,15 +234,17 @@ def scores_of(record, at, depth, rows, padded, scratch, scores, widths, more, ei
                     scale_8(queries, scales, scaled, quads)
                 else:
                     scale_digits_8(queries, scales, scaled, low, words, quads)
-                    zeros_8(low, zeros, more + at_factors, steps, bounds[span], terms + 64, groups)
-                zeros_8(scaled, zeros, more + at_factors, steps, bounds[span], terms, parts)
+                    zeros_8(low, zeros, more + at_factors, steps, bounds[span], terms + 64, summed)
+                zeros_8(scaled, zeros, more + at_factors, steps, bounds[span], terms, summed_parts)
             else:
                 if few:
                     scale_4(queries, scales, scaled, quads)
                 else:
                     scale_digits_4(queries, scales, scaled, low, words, quads)
-                    zeros_4(low, zeros, more + at_factors, steps, bounds[span], terms + 64, groups)
-                zeros_4(scaled, zeros, more + at_factors, steps, bounds[span], terms, parts)
+                    zeros_4(low, zeros, more + at_factors, steps, bounds[span], terms + 64, summed)
+                zeros_4(scaled, zeros, more + at_factors, steps, bounds[span], terms, summed_parts)
+            if is_wide:
+                further_zeros(tile, scaled, low, zeros, more + at_factors, steps, bounds[span], terms, more + at_room, groups, parts)
         for unit in range(0, SPANS * (SPAN // UNIT), at_once):
             span, place = unit // (SPAN // UNIT), ahead + share * groups * (unit // at_once)
             scaled, terms = more + at_scaled + 8 * wide * span, more + at_terms + 128 * span

@@ -21,11 +21,10 @@ from ..kv_layout import (
     PLANES,
     QUAD,
     ROTATED_K,
-    TAIL,
     TAIL_OFFSET,
     PackedLayout,
     RecordLayout,
-    unpack_widths,
+    unpack_tail,
 )
 from ..layout import PAGE, PageLayout
 from .attention import Partial, block_partial, finish, fold, pages_at_once, rows_of
@@ -75,10 +74,9 @@ class TorchPackedPages(TorchLayerPages):
     def write_page(self, page: int, data: np.ndarray) -> None:
         """Put the bytes of a sealed page in its place, and note what its headers say."""
         super().write_page(page, data)
-        record = np.array(data)
-        tails = [TAIL.unpack_from(record, at + TAIL_OFFSET) for at in self.packed.head_offsets[:-1]]
-        groups = self.layout.head_dim // CHANNELS
-        self._tails[page] = [(flags & ROTATED_K > 0, unpack_widths(widths, groups)) for _, flags, widths in tails]
+        groups, begins = self.layout.head_dim // CHANNELS, zip(self.packed.head_offsets, self.packed.records, strict=False)
+        tails = [unpack_tail(np.array(data[at : at + record.header_nbytes]).tobytes(), groups) for at, record in begins]
+        self._tails[page] = [(flags & ROTATED_K > 0, widths) for _, flags, widths in tails]
 
     def _sealed_page(self, page: int) -> torch.Tensor:
         return self.records[page]
