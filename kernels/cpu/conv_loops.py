@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from ..deferred import inlined
 from ..layout import SILU
-from ..state_shape import FROM
+from ..state_shape import AFTER, FROM, KEPT, TO
 from .arithmetic import ZERO, activate
-from .intrinsics import f32_at, i64_at
+from .intrinsics import f32_at, fetch_add, i64_at
 
 # First slots of the argument blocks of these layers' kernels; those of a kind begin at OWN. X, MIXED (results) and RAW (where X is kept, 0
 # for nowhere) [TOKENS, CHANNELS], CONV [TAPS, CHANNELS], BIAS [CHANNELS], 0 for none. MEMORY: slots of SLOT bytes, the state from STATE on;
@@ -45,6 +45,25 @@ def keep_inputs(a, slot, tokens):
     channels, before = a[CHANNELS], a[TAPS] - 1
     for i in range(before):
         copy(input_of(a, tokens - before + i), a[MEMORY] + slot * a[SLOT] + 4 * i * channels, channels)
+
+
+@inlined()
+def next_token(a, counter):
+    """A token whose inputs are to be mixed, -1 when there is none left. Behind the last, whoever takes that block keeps inputs first."""
+    t = fetch_add(counter, 1)
+    if t == a[TOKENS]:
+        control = i64_at(a[CONTROL])
+        keep_inputs(a, control[TO], t)
+        if control[AFTER] > 0:
+            keep_inputs(a, control[KEPT], control[AFTER])
+    return t if t < a[TOKENS] else -1
+
+
+@inlined()
+def keep_raw(a, t):
+    """The inputs of token t, where they are to be kept."""
+    if a[RAW] != 0:
+        copy(a[X] + 4 * t * a[CHANNELS], a[RAW] + 4 * t * a[CHANNELS], a[CHANNELS])
 
 
 @inlined({"contract"})

@@ -18,7 +18,7 @@ from ..layout import NORM_RMS, SILU
 from ..reference_delta import KEY_EPS
 from ..state_shape import AFTER, FROM, KEPT, TO
 from .arithmetic import ONE, ZERO, activate, exp, normalise_here
-from .conv_loops import CHANNELS, CONTROL, MEMORY, MIXED, OWN, RAW, SLOT, STATE, TOKENS, X, convolve, copy, keep_inputs
+from .conv_loops import CHANNELS, CONTROL, MEMORY, MIXED, OWN, SLOT, STATE, TOKENS, convolve, copy, keep_raw, next_token
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at
 
 ROWS = 32  # of a state, for one thread at a time: 16 KiB where keys are 128 wide
@@ -73,20 +73,12 @@ def _gates(a, t):
 def mix_inputs(args, worker, counter):
     """Blocks are tokens, and one that keeps the last inputs."""
     a = i64_at(args)
-    control, channels = i64_at(a[CONTROL]), a[CHANNELS]
-    while True:
-        t = fetch_add(counter, 1)
-        if t > a[TOKENS]:
-            return
-        if t == a[TOKENS]:
-            keep_inputs(a, control[TO], t)
-            if control[AFTER] > 0:
-                keep_inputs(a, control[KEPT], control[AFTER])
-            continue
+    t = next_token(a, counter)
+    while t >= 0:
         _mix(a, t)
         _gates(a, t)
-        if a[RAW] != 0:
-            copy(a[X] + 4 * t * channels, a[RAW] + 4 * t * channels, channels)
+        keep_raw(a, t)
+        t = next_token(a, counter)
 
 
 @inlined(REASSOCIATE)

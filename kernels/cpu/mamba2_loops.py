@@ -16,7 +16,7 @@ from ..deferred import inlined
 from ..layout import NORM_RMS, SILU
 from ..state_shape import AFTER, FROM, KEPT, TO
 from .arithmetic import ZERO, activate, exp, normalise_here
-from .conv_loops import CHANNELS, CONTROL, MEMORY, MIXED, OWN, RAW, SLOT, STATE, TOKENS, X, convolve, copy, keep_inputs
+from .conv_loops import CHANNELS, CONTROL, MEMORY, MIXED, OWN, SLOT, STATE, TOKENS, convolve, copy, keep_raw, next_token
 from .delta_loops import write_and_read
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at
 
@@ -44,21 +44,13 @@ def _steps(a, t, factor):
 @kernel()
 def mix_inputs(args, worker, counter):
     """Blocks are tokens, and one that keeps the last inputs."""
-    a = i64_at(args)
-    control, channels, factor = i64_at(a[CONTROL]), a[CHANNELS], float32(f64_at(args)[STEP_FACTOR])
-    while True:
-        t = fetch_add(counter, 1)
-        if t > a[TOKENS]:
-            return
-        if t == a[TOKENS]:
-            keep_inputs(a, control[TO], t)
-            if control[AFTER] > 0:
-                keep_inputs(a, control[KEPT], control[AFTER])
-            continue
+    a, factor = i64_at(args), float32(f64_at(args)[STEP_FACTOR])
+    t = next_token(a, counter)
+    while t >= 0:
         convolve(a, t)
         _steps(a, t, factor)
-        if a[RAW] != 0:
-            copy(a[X] + 4 * t * channels, a[RAW] + 4 * t * channels, channels)
+        keep_raw(a, t)
+        t = next_token(a, counter)
 
 
 @kernel({"contract"})
