@@ -26,6 +26,7 @@ from effllm.quant.kv_codec import decode, encode
 from effllm.quant.kv_record import pack_k, pack_scales, pack_v, unpack_k, unpack_scales, unpack_v
 
 SIZES = (64, 80, 96, 128, 256, 272, 512, 576)
+GOLDEN_WIDE = {512: 2472906502, 576: 580057250}
 GOLDEN = {10: 3843529252, 8: 3568589614, 6: 921266520, 5: 2918295413, 4: 1179872051, 3: 3980613162, 2: 693264014, 1: 2366947719}
 
 
@@ -146,6 +147,21 @@ def test_golden_bytes() -> None:
     k, v = (steps * 37 % 101 - 50).astype(np.float32) / 16, (steps * 53 % 89 - 44).astype(np.float32) / 8
     found = {bits: zlib.crc32(encode(k, v, bits, bits, KVBasis.plain(2, 64), layer=1, first_token=192)) for bits in MEAN_BITS}
     assert found == GOLDEN
+
+
+def wide_page(size: int) -> tuple[np.ndarray, np.ndarray, KVBasis]:
+    """K and V whose every number is exact, and a basis that leaves them as they are and gives groups unequal bits."""
+    steps = np.arange(PAGE * size).reshape(1, PAGE, size)
+    strength, eye = np.exp2(np.arange(size // CHANNELS) % 7 * 1.5)[None], np.eye(size, dtype=np.float32)[None]
+    basis = KVBasis(np.ones((1, size), np.float32), eye, eye, strength_k=strength, strength_v=strength[:, ::-1])
+    return (steps * 37 % 101 - 50).astype(np.float32) / 16, (steps * 53 % 89 - 44).astype(np.float32) / 8, basis
+
+
+@pytest.mark.parametrize("size", GOLDEN_WIDE)
+def test_golden_bytes_of_wide_heads(size: int) -> None:
+    k, v, basis = wide_page(size)
+    assert len(np.unique(basis.widths(4, 4)[0])) > 2
+    assert zlib.crc32(encode(k, v, 4, 4, basis, layer=1, first_token=192)) == GOLDEN_WIDE[size]
 
 
 def test_a_profile_spends_bits_where_noise_costs_most() -> None:

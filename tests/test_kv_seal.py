@@ -23,7 +23,7 @@ from effllm.quant.kv_codec import decode, encode
 from effllm.quant.kv_seal import Sealer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from test_kv_codec import GOLDEN, moments, rotary, turned
+from test_kv_codec import GOLDEN, GOLDEN_WIDE, moments, rotary, turned, wide_page
 
 SIZES = (64, 80, 96, 128, 256, 272, 512, 576)
 
@@ -154,6 +154,12 @@ def test_a_lone_pair_keeps_its_channels(pool):
 def test_golden_bytes(pool):
     """The records of the format's own test: every sum of a rotation is exact there."""
     assert golden(pool) == GOLDEN
+
+
+@pytest.mark.parametrize("size", GOLDEN_WIDE)
+def test_golden_bytes_of_wide_heads(pool, size):
+    k, v, basis = wide_page(size)
+    assert zlib.crc32(sealed(pool, k, v, 4, 4, basis, layer=1, first_token=192)) == GOLDEN_WIDE[size]
 
 
 def golden(pool: ThreadPool) -> dict[int, int]:

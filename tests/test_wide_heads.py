@@ -105,6 +105,16 @@ def test_a_session_goes_on_with_the_same_bits(engine: Engine, tmp_path: Path) ->
         assert np.array_equal(engine.forward_logits([token]), row)
 
 
+def test_policies_choose_among_pages(folder: Path) -> None:
+    engine = opened(folder, kv="4bit+mikv", kv_window=32)
+    try:
+        first = anew(engine, IDS[:600])
+        assert 2 in engine.cache._kinds and np.array_equal(anew(engine, IDS[:600]), first)
+        assert engine.cache.allocated_nbytes <= engine.placement.kv_bytes
+    finally:
+        engine.close()
+
+
 @pytest.mark.slow
 def test_a_profile_is_recorded_kept_and_used(folder: Path, tmp_path: Path) -> None:
     engine = opened(folder, kv="32bit", chunk=CTX)
