@@ -35,6 +35,7 @@ from .config_reader import read_json
 from .container import read_container
 from .convert import check_space, check_target, copied
 from .events import Notice, Progress
+from .hub import RANKS
 from .source import is_rounded
 
 PEFT, MLX = "adapter_model.safetensors", "adapters.safetensors"
@@ -46,7 +47,12 @@ ENDINGS = {"lora_A": "a", "lora_B": "b", "lora_a": "a", "lora_b": "b", "lora_mag
 # Of adapter_config.json: what changes what the matrices mean, and is not computed here.
 REFUSED = {"target_parameters": "matrices of parameters that are no weights of their own", "lora_bias": "biases of its own",
            "alora_invocation_tokens": "an adapter that begins in the midst of a text", "layer_replication": "layers that are used again",
-           "trainable_token_indices": "rows of the embeddings alone"}
+           "trainable_token_indices": "rows of the embeddings alone", "use_bdlora": "matrices of blocks",
+           "kasa_config": "weights cut by rank", "use_qalora": "matrices over groups of channels",
+           "arrow_config": "a choice among adapters", "monteclora_config": "drawn matrices"}
+# How an adapter may begin that is added to the model's own weights; other ways change these first.
+BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
+VOCABULARIES = ("tokenizer.json", *RANKS)
 
 
 @dataclass(frozen=True)
@@ -86,12 +92,14 @@ def merge(source: Path, adapter: Path, out: Path) -> Iterator[Progress | Notice 
     """
     out = Path(os.path.abspath(out))
     check_target(out, None)
-    read_config(source)
+    config = read_config(source)
     if is_gguf(source) or read_container(source) is not None or is_rounded(source):
         raise UsageError(f"an adapter is merged into a folder of 16-bit weights, and {source} is quantized, or a GGUF file",
                          "take the original checkpoint; effllm quantize makes what comes of it small")
     own = Adapter.open(adapter)
     with own.store, TensorStore.open(source) as store:
+        if config.tie_word_embeddings:
+            own.tie()
         deltas, whole = own.deltas(store), own.replaced(store)
         if not deltas and not whole:
             raise CheckpointError(f"{adapter} changes no weight", "look at what it holds: its training may not have been saved")
@@ -111,6 +119,9 @@ def merge(source: Path, adapter: Path, out: Path) -> Iterator[Progress | Notice 
             own.store.check_unchanged()
             check_target(out, None)  # it may have been filled meanwhile
             beside = copied(source)
+            if theirs := _vocabulary(source, adapter):
+                yield Notice("the tokenizer and the chat template are those of the adapter's folder")
+                beside = {name: path for name, path in beside.items() if not _is_of_text(name)} | theirs
             if (index := source / INDEX).is_file():
                 beside[INDEX] = index
             beside.pop(MARKER, None)
@@ -122,11 +133,11 @@ class Adapter:
     """A folder with an adapter. Open one with `Adapter.open`."""
 
     def __init__(self, store: TensorStore, stated: Mapping[str, object], is_mlx: bool) -> None:
-        self.store, self._stated, self._is_mlx = store, stated, is_mlx
+        self.store, self.stated, self._is_mlx = store, stated, is_mlx
         self._parts: dict[str, dict[str, TensorInfo]] = {}  # module -> a, b, m
         self._others: list[TensorInfo] = []
         for name, info in store.tensors.items():
-            module, _, ending = name.removesuffix(".weight").rpartition(".")
+            module, _, ending = name.removesuffix(".weight").removesuffix(".default").rpartition(".")
             if (part := ENDINGS.get(ending)) is not None:
                 self._parts.setdefault(_module(module), {})[part] = info
             else:
@@ -145,6 +156,20 @@ class Adapter:
         _demand_known(stated, folder, is_mlx)
         return cls(TensorStore.of_file(path), stated, is_mlx)
 
+    def tie(self) -> None:
+        """The model's embeddings are its head: both have to be trained as one. Raises CheckpointError where they were not."""
+        whole = {_whole(info.name): info for info in self._others}
+        tables, heads = ([info for name, info in whole.items() if part in name] for part in (TABLE, HEAD))
+        if self.stated.get("ensure_weight_tying"):  # what is said of the head says the same
+            self._parts = {module: parts for module, parts in self._parts.items() if HEAD not in module}
+            if tables:
+                self._others = [info for info in self._others if info not in heads]
+        elif not self._is_mlx and (tables or any(TABLE in module for module in self._parts)):
+            same = tables and heads and not any(part in module for module in self._parts for part in (TABLE, HEAD))
+            if not same or not np.array_equal(self._values(tables[0]), self._values(heads[0])):
+                self._refuse("changes the embeddings and not the head in the same way, which in this model are one matrix",
+                             "train with ensure_weight_tying, or merge with the program that trained it, which gives the model a head")
+
     def deltas(self, store: TensorStore) -> dict[str, Delta]:
         """By names of the weights that they change. Raises CheckpointError where they do not fit."""
         found = {}
@@ -153,6 +178,8 @@ class Adapter:
             if not {"a", "b"} <= parts.keys():
                 self._refuse(f"holds one of the two matrices of {shown(module)} alone")
             a, b = (self._values(parts[part]) for part in "ab")
+            if a.ndim != 2 or b.ndim != 2 or not a.size or not b.size:
+                self._refuse(f"changes {shown(module)} by what are no two matrices: {list(a.shape)} and {list(b.shape)}")
             table = any("lora_embedding" in part.name for part in parts.values())
             if self._is_mlx or table:  # of a table PEFT has a [r, N] and b [K, r]
                 a, b = (b.T, a.T) if table else (a.T, b.T)
@@ -190,6 +217,10 @@ class Adapter:
             return info
         tail = name[name.find("layers.") :] if "layers." in name else name.rpartition(".")[0].rpartition(".")[2] + ".weight"
         alike = [info for other, info in store.tensors.items() if other.endswith("." + tail) or other == tail]
+        if len(alike) > 1:  # layers of text and of images: the part is told by the words before, in whatever order
+            said = _words(name, tail)
+            near = [len(said & (words := _words(info.name, tail))) - len(said ^ words) for info in alike]
+            alike = [info for info, score in zip(alike, near) if score == max(near)]
         if len(alike) != 1:
             tied = "the embeddings of this model are its head as well" if HEAD in name else "is it the model that it was made for?"
             self._refuse(f"changes {shown(name)}, which the model does not have", tied)
@@ -198,9 +229,9 @@ class Adapter:
     def _scale(self, module: str, rank: int) -> float:
         """s. Ranks and alphas that are stated for some modules are matched as PEFT does: by the end of a module's name."""
         if self._is_mlx:
-            return float(self._stated["lora_parameters"]["scale"])
-        alpha = self._stated["lora_alpha"]
-        for pattern, value in (self._stated.get("alpha_pattern") or {}).items():
+            return float(self.stated["lora_parameters"]["scale"])
+        alpha = self.stated["lora_alpha"]
+        for pattern, value in (self.stated.get("alpha_pattern") or {}).items():
             try:
                 matches = re.match(rf"(.*\.)?({pattern})$", module)
             except re.error as error:
@@ -208,11 +239,37 @@ class Adapter:
             if matches:
                 alpha = value
                 break
-        return float(alpha) / (math.sqrt(rank) if self._stated.get("use_rslora") else rank)
+        return float(alpha) / (math.sqrt(rank) if self.stated.get("use_rslora") else rank)
 
     def _refuse(self, why: str, hint: str = "is it the model that it was made for?") -> None:
-        base = self._stated.get("base_model_name_or_path" if not self._is_mlx else "model")
-        raise CheckpointError(f"{self.store.folder} {why}", f"{hint} It names {shown(base)}" if isinstance(base, str) and base else hint)
+        base = self.stated.get("base_model_name_or_path" if not self._is_mlx else "model")
+        named = f"{hint}{'' if hint.endswith('?') else ';'} it names {shown(base)}" if isinstance(base, str) and base else hint
+        raise CheckpointError(f"{self.store.folder} {why}", named)
+
+
+def _is_of_text(name: str) -> bool:
+    """Does a file say how text becomes tokens, or a chat a text?"""
+    return name in RANKS or name.startswith(("tokenizer", "special_tokens_map", "added_tokens", "vocab", "merges", "chat_template"))
+
+
+def _vocabulary(source: Path, adapter: Path) -> dict[str, Path]:
+    """The files about text that lie beside an adapter, which was trained with them, where they are whole and say something else."""
+    theirs = {name: path for name, path in copied(adapter).items() if _is_of_text(name)}
+    if "tokenizer_config.json" not in theirs or theirs.keys().isdisjoint(VOCABULARIES):
+        return {}
+    if _has_template(source) and not _has_template(adapter):
+        return {}
+    same = all((source / name).is_file() and (source / name).read_bytes() == path.read_bytes() for name, path in theirs.items())
+    return {} if same else theirs
+
+
+def _has_template(folder: Path) -> bool:
+    settings = folder / "tokenizer_config.json"
+    return any(folder.glob("chat_template*")) or settings.is_file() and b'"chat_template"' in settings.read_bytes()
+
+
+def _words(name: str, tail: str) -> set[str]:
+    return {*name.removesuffix(tail).split(".")} - {""}
 
 
 def _module(name: str) -> str:
@@ -233,13 +290,20 @@ def _demand_known(stated: Mapping[str, object], folder: Path, is_mlx: bool) -> N
         own = stated.get("lora_parameters")
         if stated.get("fine_tune_type", "lora") not in ("lora", "dora") or not isinstance(own, dict):
             refuse(f"fine_tune_type {stated.get('fine_tune_type')!r} is no LoRA")
-        if not isinstance(own.get("scale"), int | float):
+        if isinstance(own.get("scale"), bool) or not isinstance(own.get("scale"), int | float):
             refuse("lora_parameters states no scale")
         return
     if stated.get("peft_type") != "LORA":
         refuse(f"peft_type {stated.get('peft_type')!r} is no LoRA")
-    if not isinstance(stated.get("lora_alpha"), int | float):
-        refuse("lora_alpha is no number")
+    patterns = stated.get("alpha_pattern") or {}
+    if not isinstance(patterns, dict):
+        refuse("alpha_pattern is no object")
+    alphas = {"lora_alpha": stated.get("lora_alpha"), **{f"alpha_pattern of {shown(each)}": value for each, value in patterns.items()}}
+    for name, value in alphas.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            refuse(f"{name} is no number")
+    if (began := stated.get("init_lora_weights")) not in BEGINNINGS:
+        refuse(f"weights of the model were changed before the training (init_lora_weights = {began!r})")
     if stated.get("fan_in_fan_out"):
         refuse("weights that lie the other way round (fan_in_fan_out)")
     if stated.get("bias", "none") != "none":
@@ -268,7 +332,7 @@ def _fingerprint(store: TensorStore, adapter: Adapter, files: tuple[PlannedFile,
     stamps = [(str(path), (status := os.fstat(each.descriptor(path))).st_size, status.st_mtime_ns)
               for each in (store, adapter.store) for path in each.files]
     heads = [hashlib.sha256(file.head).hexdigest() for file in files]
-    return hashlib.sha256(json.dumps([__version__, "merge", stamps, heads]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([__version__, "merge", stamps, heads, adapter.stated]).encode()).hexdigest()
 
 
 def _write(store: TensorStore, adapter: Adapter, writer: FolderWriter, info: TensorInfo, delta: Delta | None,

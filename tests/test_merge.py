@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from effllm import EffllmError
 from effllm.offload.checkpoint import TensorStore
 from effllm.runtime import merge as merging
+from effllm.runtime.events import Notice
 from effllm.runtime.merge import Merged, merge
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -178,7 +180,10 @@ def test_what_was_stopped_goes_on(base, tmp_path, monkeypatch):
 @pytest.mark.parametrize(("stated", "expected"), [
     ({"peft_type": "LOHA"}, "peft_type 'LOHA' is no LoRA"), ({"bias": "all"}, "bias = 'all'"), ({"fan_in_fan_out": True}, "fan_in_fan_out"),
     ({"lora_alpha": None}, "lora_alpha is no number"), ({"target_parameters": ["experts.down"]}, "target_parameters"),
-    ({"layer_replication": [[0, 2]]}, "layer_replication"), ({"alpha_pattern": {"(": 2}}, "no pattern")])
+    ({"layer_replication": [[0, 2]]}, "layer_replication"), ({"alpha_pattern": {"(": 2}}, "no pattern"),
+    ({"alpha_pattern": {"q": "x"}}, "alpha_pattern of 'q' is no number"), ({"alpha_pattern": ["q"]}, "alpha_pattern is no object"),
+    ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa'"), ({"init_lora_weights": "olora"}, "'olora'"),
+    ({"kasa_config": {"beta": 1}}, "kasa_config"), ({"use_bdlora": {"nblocks": 2}}, "use_bdlora")])
 def test_what_is_not_computed_is_refused_by_its_key(base, tmp_path, stated, expected):
     own = adapter(tmp_path / "adapter", peft(matrices(base)), **stated)
     with pytest.raises(EffllmError) as refused:
@@ -191,6 +196,8 @@ def test_what_is_not_computed_is_refused_by_its_key(base, tmp_path, stated, expe
                    f"{PREFIX}model.layers.9.mlp.up_proj.lora_B.weight": random(88, 4)}, "which the model does not have"),
     (lambda made: {name: each for name, each in made.items() if "q_proj.lora_B" not in name}, "one of the two matrices"),
     (lambda made: {name: each[:, :-1] if "q_proj.lora_A" in name else each for name, each in made.items()}, "in the model it is"),
+    (lambda made: {name: each[:0] if "lora_A" in name else each[:, :0] for name, each in made.items()}, "what are no two matrices"),
+    (lambda made: {name: each[0] for name, each in made.items()}, "what are no two matrices"),
     (lambda made: {name: each * math.nan for name, each in made.items()}, "NaN or infinity"),
     (lambda made: {f"{PREFIX}lm_head.weight": random(400, 64)}, "brings 'lm_head.weight' of shape [400, 64]"),
     (lambda made: {name: each * 3e38 for name, each in made.items()}, "NaN or infinity")])
@@ -238,3 +245,88 @@ def test_from_the_command_line_to_a_run(person, tmp_path):
     told = person.types("export", small, "-o", tmp_path / "x", "--lora", tuned)
     assert told.code == 2 and "is quantized" in told.err
     assert "--lora" in person.types("run", tuned, "x").err + person.types("show", tuned).err
+
+
+@pytest.mark.parametrize("tensors", [
+    lambda table: {"model.embed_tokens.weight": table + 1},
+    lambda table: {"model.embed_tokens.weight": table + 1, "lm_head.weight": table + 2},
+    lambda table: {"model.embed_tokens.lora_embedding_A": random(RANK, len(table)), "model.embed_tokens.base_layer.weight": table,
+                   "model.embed_tokens.lora_embedding_B": random(table.shape[1], RANK)}], ids=["alone", "apart", "by two matrices"])
+def test_a_table_that_was_trained_without_the_head_that_it_is(tmp_path, tensors):
+    """PEFT leaves the head as it was there, unless it is told to keep them alike."""
+    written(Case("llama", {"tie_word_embeddings": True}), base := tmp_path / "base")
+    own = {f"{PREFIX}{name}": each for name, each in tensors(weights(base)["model.embed_tokens.weight"]).items()}
+    with pytest.raises(EffllmError, match="not the head in the same way") as refused:
+        merged(base, adapter(tmp_path / "adapter", own), tmp_path / "out")
+    assert "ensure_weight_tying" in refused.value.hint and "; it names 'org/base'" in refused.value.hint
+    if "lm_head" not in str(own):
+        assert merged(base, adapter(tmp_path / "tied", own, ensure_weight_tying=True), tmp_path / "out").changed == 1
+
+
+def test_a_head_that_was_trained_with_its_table(tmp_path):
+    written(Case("llama", {"tie_word_embeddings": True}), base := tmp_path / "base")
+    table = weights(base)["model.embed_tokens.weight"]
+    a, b = random(RANK, len(table)), random(table.shape[1], RANK)
+    own = {"model.embed_tokens.lora_embedding_A": a, "model.embed_tokens.lora_embedding_B": b, "lm_head.lora_A.weight": b.T.clone(),
+           "lm_head.lora_B.weight": a.T.clone(), "model.embed_tokens.base_layer.weight": table, "lm_head.base_layer.weight": table.clone()}
+    own = adapter(tmp_path / "adapter", {f"{PREFIX}{name}": each for name, each in own.items()}, ensure_weight_tying=True)
+    assert merged(base, own, tmp_path / "out").changed == 1
+    assert_is(base, tmp_path / "out", {"model.embed_tokens.weight": table.double() + 2.5 * (b.double() @ a.double()).T})
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model.", "model."])
+@pytest.mark.parametrize("family", ["gemma3_text", "mistral"])
+def test_of_layers_of_text_and_of_images_those_of_the_text(tmp_path, family, prefix):
+    """Both have matrices of the same names, and programs turn the words before round."""
+    written(Case(family, images=True), base := tmp_path / "base")
+    name = next(each for each in weights(base) if each.endswith("layers.0.self_attn.q_proj.weight") and "language_model" in each)
+    rows, columns = weights(base)[name].shape
+    pair = random(RANK, columns), random(rows, RANK)
+    own = adapter(tmp_path / "adapter", peft({f"{prefix}layers.0.self_attn.q_proj": pair}))
+    merged(base, own, tmp_path / "out")
+    assert_is(base, tmp_path / "out", {name: weights(base)[name].double() + 2.5 * (pair[1].double() @ pair[0].double())})
+
+
+def test_matrices_of_layers_of_images(tmp_path):
+    written(Case("gemma3_text", images=True), base := tmp_path / "base")
+    name = next(each for each in weights(base) if each.endswith("layers.0.self_attn.q_proj.weight") and "vision" in each)
+    rows, columns = weights(base)[name].shape
+    pair = random(RANK, columns), random(rows, RANK)
+    own = adapter(tmp_path / "adapter", peft({f"model.{name.removeprefix('model.').removesuffix('.weight')}": pair}))
+    merged(base, own, tmp_path / "out")
+    assert_is(base, tmp_path / "out", {name: weights(base)[name].double() + 2.5 * (pair[1].double() @ pair[0].double())})
+
+
+def test_a_run_with_another_alpha_does_not_go_on_with_what_was_stopped(base, tmp_path):
+    pairs = matrices(base)
+    steps = merge(base, adapter(tmp_path / "adapter", peft(pairs)), tmp_path / "out")
+    for _ in range(len(weights(base)) - 1):
+        next(steps)
+    steps.close()
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(path.read_text().replace('"lora_alpha": 10', '"lora_alpha": 2'))
+    merged(base, tmp_path / "adapter", tmp_path / "out")
+    assert_is(base, tmp_path / "out", added(base, pairs, 2 / RANK))
+
+
+def test_the_tokenizer_that_an_adapter_was_trained_with(base, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(base, source)
+    (source / "tokenizer.json").write_text("1")
+    (source / "vocab.json").write_text("{}")
+    (source / "tokenizer_config.json").write_text('{"chat_template": "old"}')
+    own = adapter(tmp_path / "adapter", peft(matrices(base)))
+
+    def texts(out: str) -> tuple[dict[str, str], bool]:
+        events = [*merge(source, own, tmp_path / out)]
+        return ({path.name: path.read_text() for path in (tmp_path / out).iterdir() if path.name.startswith(("tok", "chat", "voc"))},
+                any(isinstance(each, Notice) and "adapter's folder" in each.text for each in events))
+
+    before = {"tokenizer.json": "1", "vocab.json": "{}", "tokenizer_config.json": '{"chat_template": "old"}'}
+    (own / "tokenizer_config.json").write_text("{}")
+    assert texts("settings alone") == (before, False)
+    (own / "tokenizer.json").write_text("2")
+    assert texts("no template") == (before, False)
+    (own / "chat_template.jinja").write_text("new")
+    after = {"tokenizer.json": "2", "tokenizer_config.json": "{}", "chat_template.jinja": "new"}
+    assert texts("whole") == (after, True)
