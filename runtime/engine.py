@@ -325,9 +325,10 @@ class Engine:
             self.watch.look(self.cache)
             with self.keeping_what_is_whole():
                 x = self.model.forward(np.array(ids, np.int64), self.cache, commit=False)
-            if self.speculation is not None:
+            logits = self.model.logits(x)
+            if self.speculation is not None:  # last: what it does with the states may take their place
                 self.speculation.saw(self.tokens, len(self.tokens), ids, x, certain=False)
-            return self.model.logits(x)
+            return logits
 
     def take(self, token: int) -> None:
         """The next token of the last `run_ahead` is held."""

@@ -124,16 +124,21 @@ class OwnDrafts:
         if not self._goes_on(held, start):
             self._begin(held[:start])
         self._cut(start)
-        if self._waiting + len(ids) > len(self._states):
-            self._take(self._ids[len(self._ids) - self._waiting + 1 :])
+        certainly = self._waiting  # the first of `ids` follows the newest of them
+        oldest = self._states[: certainly - 1].copy() if certainly > 1 and certainly + len(ids) > len(self._states) else self._states[:0]
+        if len(oldest):
+            self._states[0] = self._states[certainly - 1]
+            self._waiting = certainly = 1
         with self._model.outer() as outer:
-            norm = outer.norm
-            self._states[self._waiting : self._waiting + len(ids)] = normalise(x, norm.kind, norm.weight, norm.bias, norm.eps)
+            _normalised(x, outer.norm, self._states[self._waiting : self._waiting + len(ids)])
+        if len(oldest):  # no sooner, since what the layer makes takes the place of x
+            self._through(self._ids[-len(oldest) :], oldest)
         self._ids += ids
         self._waiting += len(ids)
-        if certain and self._waiting > 1:
-            started, count = time.perf_counter(), self._waiting - 1
-            self._take(self._ids[-count:])
+        count = self._waiting - 1 if certain else certainly if certainly >= PAGE else 0
+        if count:
+            started, first = time.perf_counter(), len(self._ids) - self._waiting + 1
+            self._take(self._ids[first : first + count])
             self.costs.read(count, time.perf_counter() - started)
 
     def follow(self, history: Sequence[int]) -> None:
@@ -167,8 +172,7 @@ class OwnDrafts:
                 drafted.append(self._likeliest(x, outer.mtp.norm, head, drafted))
                 if len(drafted) == most:
                     break
-                norm = outer.mtp.norm
-                x = self._run(drafted[-1:], normalise(x, norm.kind, norm.weight, norm.bias, norm.eps))
+                x = self._run(drafted[-1:], _normalised(x, outer.mtp.norm, np.empty_like(x)))
         self._cache.truncate(held)
         self.costs.guessed(len(drafted), time.perf_counter() - read, count, read - started)
         return Draft(tuple(drafted), KIND)
@@ -197,17 +201,23 @@ class OwnDrafts:
     def _take(self, following: Sequence[int]) -> np.ndarray:
         """The oldest states that wait go through the layer, each with the token that follows it; returns what comes of the last one,
         [1, D], a view."""
-        count, x = len(following), self._states[:0]
-        if self._cache.n + count + FEW > self._cache.shape.ctx:
+        count, left = len(following), self._waiting - len(following)
+        self._waiting = left
+        x = self._through(following, self._states[:count])
+        self._states[:left] = self._states[count : count + left].copy()
+        return x
+
+    def _through(self, following: Sequence[int], states: np.ndarray) -> np.ndarray:
+        """The layer over states [T, D] that came before those that wait, each with the token that follows it; as `_take`."""
+        count, x, room = len(following), states[:0], self._cache.shape.ctx - FEW
+        begin = max(0, count - room)
+        if self._cache.n + count > room:
             self._cache.truncate(0)
             self._cache.clear()
-            self._base = len(self._ids) - self._waiting
-        for first in range(0, count, PAGE):
+            self._base = len(self._ids) - self._waiting - count + begin
+        for first in range(begin, count, PAGE):
             end = min(first + PAGE, count)
-            x = self._run(following[first:end], self._states[first:end])
-        left = self._waiting - count
-        self._states[:left] = self._states[count : self._waiting].copy()
-        self._waiting = left
+            x = self._run(following[first:end], states[first:end])
         return x[-1:]
 
     def _run(self, ids: Sequence[int], states: np.ndarray) -> np.ndarray:
@@ -220,10 +230,17 @@ class OwnDrafts:
             x = host.embed(tokens, outer.embed, config.embedding_multiplier)
             host.flush()
             for place, values, norm in ((0, x, own.embed_norm), (width, states, own.state_norm)):
-                joined[:, place : place + width] = normalise(values, norm.kind, norm.weight, norm.bias, norm.eps)
+                _normalised(values, norm, joined[:, place : place + width])
             (made,) = host.norm_linear(joined, None, [own.join])
             host.flush()
             x = self._block(host, own.layer, host.from_host(made), self._cache.layer(0), step.positions, model.ropes[self._layer], config,
                             self._layer, lambda name, layer, value: None)
         self._cache.commit()
         return x
+
+
+def _normalised(x: np.ndarray, norm: Norm, out: np.ndarray) -> np.ndarray:
+    """x float32 [T, D], normed, in `out`, few rows at once: of a wide pass in float64 they would take more than all that is planned."""
+    for first in range(0, len(x), FEW):
+        out[first : first + FEW] = normalise(x[first : first + FEW], norm.kind, norm.weight, norm.bias, norm.eps)
+    return out

@@ -1,0 +1,97 @@
+"""States that a model's own layer for drafts is shown and does not take at once: where nobody asks it, and of wide passes."""
+
+import sys
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from effllm.kernels.cpu.ops import FEW
+from effllm.kernels.layout import PAGE
+from effllm.runtime import mtp
+from effllm.runtime.engine import Engine
+from effllm.runtime.mtp import OwnDrafts
+from effllm.runtime.sampler import Sampler, SamplerSettings
+from effllm.runtime.speculate import Speculation
+
+sys.path.insert(0, str(Path(__file__).parent))
+from family_models import CASES, Case
+from hybrid_models import CALM, CTX, IDS, opened
+from mtp_models import own_logits, with_layer
+from test_speculation import GREEDY, SEEDED, Silent, Ticks
+
+SMALL = {"initializer_range": 0.08, "max_position_embeddings": CTX, "vocab_size": 300}
+
+
+@pytest.fixture(scope="module", params=("qwen3_5_text", "glm4_moe"))
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    case, folder = CASES[request.param], tmp_path_factory.mktemp("mtp") / "model"
+    with_layer(Case(case.family, {**case.changes, **(CALM if request.param.startswith("qwen") else SMALL)}), folder)
+    engine = opened(folder, spec="mtp")
+    yield engine
+    engine.close()
+
+
+def begun(engine: Engine, speculation: Speculation | None) -> None:
+    engine.speculation = speculation
+    engine.cache.truncate(0)
+    engine.reset()
+
+
+def answer(engine: Engine, prompt: list[int], tokens: int, settings: SamplerSettings) -> list[int]:
+    for _ in engine.prefill(prompt):
+        continue
+    return [step.token for step in engine.generate(Sampler(settings, engine.config.vocab_size), tokens, frozenset())]
+
+
+def unasked(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Speculation:
+    """Drafts of the layer that are never thought to pay."""
+    made = Speculation((Silent(),), OwnDrafts(engine.model, engine.n_ctx, engine.prepared.shape.chunk), clock=Ticks())
+    monkeypatch.setattr(made, "_guess", lambda *asked: None)
+    return made
+
+
+@pytest.mark.parametrize("settings", (GREEDY, SEEDED), ids=("greedy", "seeded"))
+def test_an_answer_through_which_nobody_asks_is_what_it_is_without(engine: Engine, settings: SamplerSettings,
+                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    """More states come than there is room for; and what it says behind a chunk beside all that waited is what a new one would."""
+    begun(engine, None)
+    wanted = answer(engine, IDS[:37], 400, settings)
+    speculation = unasked(engine, monkeypatch)
+    begun(engine, speculation)
+    assert answer(engine, IDS[:37], 400, settings) == wanted
+    own = speculation._model
+    assert own._cache.n >= 37 + PAGE and own._waiting < PAGE + FEW
+    text = [*IDS[:37], *wanted, *IDS[300:450]]
+    assert own._waiting + engine.prepared.shape.chunk > len(own._states)
+    here = own_logits(engine, text)
+    assert own._base == 0 and own._cache.n + own._waiting == len(own._ids)
+    begun(engine, speculation)
+    there = own_logits(engine, text)
+    assert np.abs(here - there).max() < 1e-3 * np.abs(there).max()
+
+
+def test_of_more_than_it_attends_to_the_newest_are_taken(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mtp, "MOST_TOKENS", 64)
+    speculation = unasked(engine, monkeypatch)
+    begun(engine, speculation)
+    own = speculation._model
+    for _ in engine.prefill(IDS[:300]):
+        continue
+    assert 0 < own._cache.n <= 64 and own._base + own._cache.n + own._waiting == len(own._ids) == 300
+
+
+def test_what_it_is_shown_is_normed_in_little_memory(engine: Engine) -> None:
+    own = OwnDrafts(engine.model, engine.n_ctx, engine.prepared.shape.chunk)
+    chunk = engine.prepared.shape.chunk
+    x = np.random.default_rng(3).standard_normal((chunk, engine.config.hidden_size)).astype(np.float32)
+    own.saw(IDS, 0, IDS[:chunk], x, certain=False)
+    own.reset()
+    tracemalloc.start()
+    own.saw(IDS, 0, IDS[:chunk], x, certain=False)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    own.close()
+    assert peak < x.nbytes
