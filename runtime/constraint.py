@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -17,11 +18,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .. import EffllmError, UsageError
+from ..offload.header import shown
 from .small_file import JSON_NBYTES, read_text
+from .text_stream import UNFINISHED
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
+    from .stream_filters import ChannelFilter, ThinkFilter
     from .text import Tokenizer
 
 BLANK = "▁"  # how a blank is written in vocabularies of SentencePiece
@@ -30,7 +34,18 @@ ANY_OBJECT = "json"  # what --schema takes beside a file: whatever object the mo
 SPACE = {"whitespace_pattern": r" ?|\n[ \t]{0,24}"}
 SCHEMA, GRAMMAR = "--schema", "--grammar"
 RULE = "::="  # what GBNF has and no name of a file
-LENIENT = 'leave them out; "x-guidance": {"lenient": true} in the schema passes over them'
+LENIENT = 'leave it out; "x-guidance": {"lenient": true} in the schema passes over it'
+HINTS = {"Unimplemented keys": LENIENT, "Unknown format": LENIENT, "oneOf constraints": 'write anyOf for oneOf; "x-guidance": '
+         '{"coerce_one_of": true} in the schema reads it so'}
+# What programs that ask a server for answers of a schema put around it.
+ENVELOPE = "json_schema"
+ENVELOPES = ("response_format", ENVELOPE, "schema")
+# One of these is in every schema that says something; beside them JSON Schema lets stand whatever it does not know.
+KEYWORDS = frozenset("""$ref $defs $schema $id $anchor $comment $dynamicRef definitions type enum const properties patternProperties
+    additionalProperties required propertyNames minProperties maxProperties dependentRequired dependentSchemas dependencies items
+    prefixItems additionalItems contains minItems maxItems uniqueItems unevaluatedItems unevaluatedProperties minLength maxLength pattern
+    format minimum maximum exclusiveMinimum exclusiveMaximum multipleOf anyOf allOf oneOf not if then else title description default
+    examples x-guidance""".split())
 
 
 @dataclass(frozen=True)
@@ -43,18 +58,20 @@ class Form:
 
     def opened(self, tokenizer: Tokenizer, model_rows: int) -> Vocabulary:
         """The form over the tokens of a model whose head has `model_rows` rows. Raises EffllmError."""
-        ends = sorted(tokenizer.stop_ids)
+        tokens = tokenizer.vocabulary()
+        rows = max(model_rows, 1 + max(tokens.values(), default=0))  # the text model of one that sees has no row for an image
+        ends = sorted(end for end in tokenizer.stop_ids if end < model_rows)
         if not ends:
             raise EffllmError(f"{self.flag} needs a model with a token that ends a text, and this one states none",
                               "leave it out, or name the token as eos_token_id in generation_config.json")
         try:
-            made = _library().LLTokenizer(tokenizer.to_json(), n_vocab=model_rows, eos_token=ends)
+            made = _library().LLTokenizer(tokenizer.to_json(), n_vocab=rows, eos_token=ends)
         except Exception as error:  # as below
             raise EffllmError(f"{self.flag} cannot be held to with this vocabulary: {_line(error)}", "leave it out") from None
+        tokens = {text: number for text, number in tokens.items() if number < model_rows}
         tags = tokenizer.think_tags
-        tokens = tokenizer.vocabulary()
         opening = None if tags is None or tokenizer.channels else tokens.get(tags.marks[0])
-        return Vocabulary(self, made, frozenset(ends), opening, _shown_bare(tokenizer, tokens))
+        return Vocabulary(self, made, model_rows, frozenset(ends), opening, _shown_bare(tokenizer, tokens))
 
 
 def schema_form(asked: str) -> Form:
@@ -68,9 +85,20 @@ def schema_form(asked: str) -> Form:
         raise UsageError(f"{SCHEMA}: {name} is no JSON: {error}", "see json-schema.org for how a schema is written") from None
     except RecursionError:
         raise UsageError(f"{SCHEMA}: {name} is nested too deeply", "see json-schema.org for how a schema is written") from None
+    for key in ENVELOPES:
+        if isinstance(schema, dict) and isinstance(schema.get(key), dict) and schema.get("type", ENVELOPE) == ENVELOPE \
+                and schema.keys() & KEYWORDS <= {"type", "description"}:
+            schema = schema[key]
     if not isinstance(schema, dict):
         raise UsageError(f"{SCHEMA}: {name} is no JSON schema, which is an object", "see json-schema.org for how a schema is written")
-    return _judged(Form(_library().LLMatcher.grammar_from_json_schema(schema, defaults=SPACE), SCHEMA, name))
+    if schema and schema.keys().isdisjoint(KEYWORDS):
+        raise UsageError(f"{SCHEMA}: {name} says nothing that JSON Schema knows: {shown(next(iter(schema)))} is no keyword of it",
+                         f"{ANY_OBJECT} for any object; see json-schema.org for how a schema is written")
+    try:
+        grammar = _library().LLMatcher.grammar_from_json_schema(schema, defaults=SPACE)
+    except ValueError as error:  # a number of more than 64 bits, half a surrogate pair
+        raise UsageError(f"{SCHEMA}: {name}: {_line(error)[:200]}", "numbers of at most 64 bits, and text that has UTF-8") from None
+    return _judged(Form(grammar, SCHEMA, name))
 
 
 def grammar_form(asked: str) -> Form:
@@ -95,24 +123,48 @@ def form_of(schema: str | None, grammar: str | None) -> Form | None:
 
 def _shown_bare(tokenizer: Tokenizer, tokens: Mapping[str, int]) -> dict[int, int]:
     """Tokens that lose the blank they begin with where a text begins, each with the one of the same text without it."""
-    pairs = {number: tokens[text[1:]] for text, number in tokens.items() if text[0] == BLANK and text[1:] in tokens}
-    return pairs if pairs and not tokenizer.decode([next(iter(pairs))]).startswith(" ") else {}
+    pairs = {number: tokens[text[1:]] for text, number in tokens.items() if text[:1] == BLANK and text[1:] in tokens}
+    word = next((number for text, number in tokens.items() if number in pairs and text[1:2] not in ("", BLANK)), None)
+    return {} if word is None or tokenizer.decode([word]).startswith(" ") else pairs
+
+
+def _half(raw: bytes) -> bytes:
+    """The bytes of the character that is not whole where UTF-8 ends."""
+    for length, byte in enumerate(raw[:-4:-1], 1):
+        if byte >= 0xC0:
+            return raw[-length:] if length < (2 if byte < 0xE0 else 3 if byte < 0xF0 else 4) else b""
+        if byte < 0x80:
+            break
+    return b""
 
 
 class Vocabulary:
-    """A form over the tokens of one model; `begin` starts an answer. `opening`: the token with which a model may begin to reason; `bare`:
-    tokens that mean another where a text begins."""
+    """A form over the tokens of one model, of which it has `rows`; `begin` starts an answer. `opening`: the token with which a model may
+    begin to reason; `bare`: tokens that mean another where a text begins."""
 
-    def __init__(self, form: Form, tokenizer: LLTokenizer, ends: frozenset[int], opening: int | None, bare: Mapping[int, int]) -> None:
-        self.form, self.ends, self.opening, self.bare, self._tokenizer = form, ends, opening, bare, tokenizer
+    def __init__(self, form: Form, tokenizer: LLTokenizer, rows: int, ends: frozenset[int], opening: int | None,
+                 bare: Mapping[int, int]) -> None:
+        self.form, self.rows, self.ends, self.opening, self.bare, self._tokenizer = form, rows, ends, opening, bare, tokenizer
 
-    def begin(self, said: str = "", inside: bool = False, free: bool = False, may_reason: bool = True) -> Constraint:
-        """For one answer; `said` is how it began, which must be of the form, `inside`: its first token stands behind text, `free` as of
-        `Constraint.took`. Raises EffllmError."""
+    def begin(self, said: str = "", inside: bool = False, think: ThinkFilter | ChannelFilter | None = None, may_reason: bool = True,
+              before: Sequence[int] = ()) -> Constraint:
+        """For one answer; `said` is how it began, which must be of the form, `inside`: its first token stands behind text, `think` tells
+        reasoning from it. `before` are the tokens that it goes on behind, where those are known. Raises EffllmError."""
         matcher = _library().LLMatcher(self._tokenizer, self.form.grammar, log_level=0)
-        if said and not matcher.consume_tokens(self._tokenizer.tokenize_str(said)):
+        if matcher.is_error():
+            self.refuse(matcher)
+        half = _half(self._tokenizer.decode_bytes([*before[-4:]])) if said.endswith(UNFINISHED) else b""
+        begun = (said[:-1] if half else said).encode("utf-8", "replace") + half
+        if begun and not matcher.consume_tokens(self._tokenizer.tokenize_bytes(begun)):
             raise EffllmError(f"the answer so far is not of {self.form.flag} {self.form.name}", "ask again instead of going on with it")
-        return Constraint(matcher, self, None if said or not may_reason else self.opening, {} if said or inside else self.bare, free)
+        may_reason = may_reason and not said and (think is None or think.may_open)
+        return Constraint(matcher, self, self.opening if may_reason else None, {} if said or inside else self.bare,
+                          think is not None and not think.at_answer)
+
+    def refuse(self, matcher: LLMatcher) -> None:
+        """Raises EffllmError for what a matcher does not go on with."""
+        raise EffllmError(f"{self.form.flag}: the answer cannot be held to {self.form.name}: {_line(matcher.get_error())}",
+                          "make the form simpler, or leave it out")
 
 
 class Constraint:
@@ -134,12 +186,15 @@ class Constraint:
             return
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
-            self._refuse()
+            self._vocabulary.refuse(self._matcher)
         allowed = np.unpackbits(bits, count=len(logits), bitorder="little")
         if self._bare:
             allowed[[*self._bare.keys()]] |= allowed[[*self._bare.values()]]
         if self._opening is not None:
             allowed[self._opening] = 1
+        if not allowed.any():
+            form = self._vocabulary.form
+            raise EffllmError(f"{form.flag}: no token of this model goes on as {form.name} wants it", "see that it can come to an end")
         logits[allowed == 0] = -np.inf
 
     def took(self, token: int, free: bool) -> None:
@@ -148,26 +203,23 @@ class Constraint:
             if token != self._opening and token not in self._vocabulary.ends:
                 self._begun = True
                 if not self._matcher.consume_token(self._bare.get(token, token)):
-                    self._refuse()
+                    self._vocabulary.refuse(self._matcher)
                 self._bare = {}
             self._opening = None
         self.free = free and not self._begun
 
     def forced(self, most: int) -> Sequence[int]:
         """The tokens that come next whatever the model thinks, as far as they are known."""
-        return () if self.free or not self._begun else self._matcher.compute_ff_tokens()[:most]
-
-    def _refuse(self) -> None:
-        form = self._vocabulary.form
-        raise EffllmError(f"{form.flag}: the answer cannot be held to {form.name}: {_line(self._matcher.get_error())}",
-                          "make the form simpler, or leave it out")
+        if self.free or not self._begun:
+            return ()
+        return [*takewhile(self._vocabulary.rows.__gt__, self._matcher.compute_ff_tokens()[:most])]
 
 
 def _judged(form: Form) -> Form:
     wrong, said = _library().LLMatcher.validate_grammar_with_warnings(form.grammar)
     if wrong:
         told = _line(said[0])
-        raise UsageError(f"{form.flag}: {form.name}: {told}", LENIENT if told.startswith("Unimplemented keys") else "correct it")
+        raise UsageError(f"{form.flag}: {form.name}: {told}", next((HINTS[each] for each in HINTS if told.startswith(each)), "correct it"))
     return form
 
 
@@ -183,7 +235,7 @@ def _library() -> ModuleType:
 
 def _read(asked: str, flag: str, also: str) -> str:
     try:
-        return read_text(Path(asked).expanduser(), JSON_NBYTES)
+        return read_text(Path(asked).expanduser(), JSON_NBYTES).removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise UsageError(f"{flag}: {asked} is no text: byte {error.start} is no UTF-8", f"{also}a file of text") from None
     except OSError as error:
@@ -191,5 +243,6 @@ def _read(asked: str, flag: str, also: str) -> str:
 
 
 def _line(error: object) -> str:
-    """What was said, on one line."""
-    return " ".join(str(error).split())
+    """What was said, on one line, without what the matcher tells of itself."""
+    said = " ".join(str(error).partition("<state>")[0].split())
+    return "nothing can come next" if said == "NoExtensionBias" else said

@@ -294,7 +294,7 @@ class Session:
         thought: list[str] = []
         stops = StopStrings(self.stops, said)
         stream = self.tokenizer.stream(ids if self.raw or said or inside else ())
-        held = self._form and self._form.begin(said, self.raw or inside, think is not None and not think.at_answer, self.think != "off")
+        held = self._form and self._form.begin(said, self.raw or inside, think, self.think != "off", ids if inside else ())
         self._sampler.narrow = held and held.narrow
         if engine.speculation is not None:
             engine.speculation.forced = held and held.forced
@@ -359,7 +359,7 @@ class Session:
         self.stats = stats(engine, "".join(shown[1:]), tokens, "length" if finish == "context" else finish, self._sampler.seed, len(ids),
                            (first_at or time.monotonic()) - origin, *took, drafted and engine.speculation.counts.since(drafted),
                            engine.disk_traffic.since(read_before))
-        if held and finish in ("length", "context") and not held.is_whole:
+        if held and finish != "cancelled" and not held.is_whole:
             yield Notice(f"the answer ends before it is whole as {self.form.flag} wants it")
         if finish == "context":
             larger = "" if engine.n_ctx >= engine.config.context_length else "-c for a larger one, "

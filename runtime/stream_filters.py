@@ -124,6 +124,11 @@ class ThinkFilter:
         """Would what comes next be the answer? Not where the text may be the beginning of a tag."""
         return self._state in ("answer", "wrapped") or self._state != "thinking" and not self._held.strip()
 
+    @property
+    def may_open(self) -> bool:
+        """May reasoning begin yet?"""
+        return self._state == "before"
+
     def push(self, text: str) -> list[Part]:
         """Parts that are certain now, in order, none empty."""
         parts: list[Part] = []
@@ -214,6 +219,8 @@ class ChannelFilter:
     def at_answer(self) -> bool:
         """Would what comes next be the answer? In a header it is not said yet."""
         return self._kind == "answer"
+
+    may_open = False  # messages tell what they are
 
     def _header(self, text: str) -> None:
         """Turn to a message whose header is `text`, or wait for the rest of it."""

@@ -223,6 +223,17 @@ class Insisting:
             yield Step(token, "stop" if token in stop_ids else "length" if made == max_tokens - 1 else None)
 
 
+def reasoning_folder(folder: Path, template: str) -> Tokenizer:
+    """A vocabulary that has tags of reasoning as tokens."""
+    folder = write_folder(folder, [258])
+    raw = json.loads((folder / "tokenizer.json").read_text())
+    for number, mark in ((3, "<think>"), (4, "</think>")):  # in the place of marks of channels
+        raw["added_tokens"][number] |= {"content": mark, "special": False}
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
+    (folder / "chat_template.jinja").write_text(template)
+    return Tokenizer.load(folder, read_config(FABLE))
+
+
 def insisted(engine: Engine, tokenizer: Tokenizer, script: str, think: str = "auto") -> tuple[str, str]:
     """What is shown as reasoning and as the answer."""
     engine.reset()
@@ -240,16 +251,17 @@ def test_reasoning_that_the_template_opens_is_free(engine, tokenizer):
 
 @pytest.mark.parametrize(("think", "thought"), [("auto", THOUGHT), ("off", "")])
 def test_reasoning_that_the_model_opens_is_free_unless_none_is_wanted(engine, tmp_path, think, thought):
-    folder = write_folder(tmp_path, [258])
-    raw = json.loads((folder / "tokenizer.json").read_text())
-    for number, mark in ((3, "<think>"), (4, "</think>")):  # in the place of marks of channels
-        raw["added_tokens"][number] |= {"content": mark, "special": False}
-    (folder / "tokenizer.json").write_text(json.dumps(raw))
-    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
-    tokenizer = Tokenizer.load(folder, read_config(FABLE))
+    tokenizer = reasoning_folder(tmp_path, "{% for m in messages %}{{ m.content }}{% endfor %}")
     assert tokenizer.think_tags is not None and not tokenizer.channels
     shown, answer = insisted(engine, tokenizer, f'<think>{THOUGHT}</think>\n"fox" and so on', think)
     assert shown == thought and answer == '"fox"'
+
+
+@pytest.mark.parametrize("opened", ["", "<think>"])
+def test_reasoning_comes_once(engine, tmp_path, opened):
+    tokenizer = reasoning_folder(tmp_path, "{% for m in messages %}{{ m.content }}{% endfor %}" + opened)
+    script = f'{"" if opened else "<think>"}{THOUGHT}</think><think>once more</think>"fox"'
+    assert insisted(engine, tokenizer, script) == (THOUGHT, '"fox"')
 
 
 def test_on_channels_the_last_message_alone_is_held(engine, tmp_path):
@@ -273,11 +285,100 @@ def test_on_channels_the_last_message_alone_is_held(engine, tmp_path):
     ('{"$ref": "http://localhost/x"}', None, "--schema: the schema: "),
     ('{"type": "string", "pattern": "(?=a)b"}', None, "look-around"),
     ('{"a":' * 5000 + "1" + "}" * 5000, None, "--schema: the schema"),
+    ('{"enum": ["\\ud800"]}', None, "--schema: the schema: "),
+    ('{"const": 100000000000000000000000}', None, "--schema: the schema: "),
+    ('{"typ": "object"}', None, "'typ' is no keyword"),
+    ('{"name": "x", "parameters": {"type": "object"}}', None, "'name' is no keyword"),
 ])
 def test_a_form_that_cannot_be_is_one_line(schema, grammar, expected):
     with pytest.raises(UsageError) as refused:
         form_of(schema, grammar)
     assert expected in refused.value.message and "\n" not in refused.value.message and refused.value.hint
+
+
+@pytest.mark.parametrize(("schema", "key"), [('{"oneOf": [{"type": "integer"}, {"type": "number"}]}', "coerce_one_of"),
+                                             ('{"type": "string", "format": "color"}', "lenient"), ('{"not": {}}', "lenient")])
+def test_what_a_hint_says_helps(schema, key):
+    with pytest.raises(UsageError) as refused:
+        schema_form(schema)
+    assert f'"x-guidance": {{"{key}": true}}' in refused.value.hint
+    assert schema_form(json.dumps(json.loads(schema) | {"x-guidance": {key: True}}))
+
+
+def test_what_a_form_that_cannot_be_met_says_is_short(engine, tokenizer):
+    for form in (grammar_form("root ::= root"), schema_form('{"$ref": "#"}')):
+        with pytest.raises(EffllmError) as refused:
+            narrowed(form.opened(tokenizer, engine.config.vocab_size).begin(), engine.config.vocab_size)
+        assert len(refused.value.message) < 120 and refused.value.message.endswith(": nothing can come next")
+
+
+def narrowed(constraint, rows: int) -> set[int]:
+    logits = np.zeros(rows, np.float32)
+    constraint.narrow(logits)
+    return set(np.flatnonzero(logits == 0).tolist())
+
+
+@pytest.mark.parametrize("around", [
+    lambda schema: {"name": "answer", "strict": True, "schema": schema},
+    lambda schema: {"type": "json_schema", "name": "", "schema": schema},
+    lambda schema: {"type": "json_schema", "json_schema": {"name": "answer", "description": "one", "schema": schema}},
+    lambda schema: {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}])
+def test_what_servers_are_sent_is_the_schema_in_it(around):
+    assert schema_form(json.dumps(around(PERSON))).grammar == schema_form(json.dumps(PERSON)).grammar
+
+
+def test_a_property_of_that_name_is_none(engine, tokenizer):
+    """`schema` beside a type is a word that JSON Schema does not know, and passes over."""
+    form = schema_form('{"type": "integer", "schema": {"type": "boolean"}}').opened(tokenizer, engine.config.vocab_size)
+    assert tokenizer.vocabulary()["7"] in narrowed(form.begin(), engine.config.vocab_size)
+
+
+def test_a_file_with_a_mark_of_its_bytes(tmp_path):
+    (tmp_path / "own.json").write_text("\ufeff" + FOX)
+    (tmp_path / "own.gbnf").write_text('\ufeffroot ::= "fox"')
+    assert schema_form(str(tmp_path / "own.json")).grammar == schema_form(FOX).grammar
+    assert grammar_form(str(tmp_path / "own.gbnf")).grammar == grammar_form('root ::= "fox"').grammar
+
+
+@pytest.mark.parametrize("fewer", [1, 100])
+def test_a_vocabulary_of_more_tokens_than_the_model_has_rows(engine, tokenizer, fewer):
+    """Text models of those that see have no row for the token of an image."""
+    rows = engine.config.vocab_size - fewer
+    held = schema_form(FOX).opened(tokenizer, rows).begin()
+    for token in tokenizer.encode('"fox"', add_special_tokens=False):
+        assert token in narrowed(held, rows)
+        held.took(token, False)
+        assert all(each < rows for each in held.forced(8))
+    assert held.is_whole and narrowed(held, rows) == {end for end in tokenizer.stop_ids if end < rows}
+
+
+@pytest.mark.skipif(not SPM, reason="no vocabularies beside the checkout")
+def test_which_token_comes_first_does_not_matter():
+    """Vocabularies are in no order, a token of blanks alone and one of nothing too."""
+    tokenizer = load_tokenizer(SPM[0], 32_000)
+    expected = schema_form("json").opened(tokenizer, 32_000).bare
+    for first in ("▁▁▁▁", "▁", "▁the", ""):
+        words = {first: tokenizer.vocabulary().get(first, 31_999), **tokenizer.vocabulary()}
+        tokenizer.vocabulary = lambda words=words: words
+        assert schema_form("json").opened(tokenizer, 32_000).bare.items() >= expected.items() and len(expected) > 5000
+
+
+@pytest.mark.parametrize("tokens", range(1, 12))
+def test_an_answer_that_was_cut_in_a_character_goes_on(plain, tokenizer, tokens):
+    plain.reset()
+    session = Session(plain, tokenizer, SamplerSettings(temperature=0), max_tokens=tokens, form=grammar_form('root ::= "日本語😀ä."'))
+    list(session.ask(QUESTION))
+    session.max_tokens = 50
+    list(session.continue_())
+    assert session.messages[-1]["content"] == "日本語😀ä."
+
+
+@pytest.mark.parametrize("stops", [['"age"'], []])
+def test_an_answer_that_something_else_ends_says_so(plain, tokenizer, stops):
+    plain.reset()
+    session = Session(plain, tokenizer, SamplerSettings(seed=1), max_tokens=300, stops=stops, form=schema_form(json.dumps(PERSON)))
+    notices = [event.text for event in session.ask(QUESTION) if isinstance(event, Notice)]
+    assert session.stats.finish_reason == "stop" and any("before it is whole" in each for each in notices) == bool(stops)
 
 
 @pytest.mark.parametrize("text", [b"[1]", b"\xff{", b"3"])
