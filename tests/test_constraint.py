@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import effllm
-from effllm import EffllmError, UsageError
+from effllm import EffllmError
 from effllm.runtime.config import read_config
-from effllm.runtime.constraint import form_of, grammar_form, schema_form
+from effllm.runtime.constraint import grammar_form, schema_form
 from effllm.runtime.engine import Engine, Step, open_engine
 from effllm.runtime.events import Notice, TextDelta
 from effllm.runtime.gguf.tokenizer import load_tokenizer
@@ -154,6 +154,12 @@ def test_the_end_of_the_form_ends_an_answer_that_ignores_ends(engine, tokenizer)
 # ---- what may come next
 
 
+def narrowed(constraint, rows: int) -> set[int]:
+    logits = np.zeros(rows, np.float32)
+    constraint.narrow(logits)
+    return set(np.flatnonzero(logits == 0).tolist())
+
+
 def allowed_after(vocabulary, text: str, inside: bool = True) -> set[int]:
     logits = np.zeros(vocabulary._tokenizer.vocab_size, np.float32)
     vocabulary.begin(text, inside=inside).narrow(logits)
@@ -270,74 +276,7 @@ def test_on_channels_the_last_message_alone_is_held(engine, tmp_path):
     assert insisted(engine, tokenizer, script) == (THOUGHT, '"fox"')
 
 
-# ---- what is wrong with a form
-
-
-@pytest.mark.parametrize(("schema", "grammar", "expected"), [
-    ('{"type": "objekt"}', None, "--schema: the schema: Invalid type: objekt"),
-    ('{"not": {}}', None, 'Unimplemented keys: ["not"]'),
-    ("{bad", None, "is no JSON"),
-    ("nowhere.json", None, "cannot read nowhere.json: No such file"),
-    (None, "nowhere.gbnf", "cannot read nowhere.gbnf: No such file"),
-    (None, "root ::= foo", "Rule 'foo' not found"),
-    (None, 'root ::= "a', "--grammar: the grammar: "),
-    ("json", 'root ::= "a"', "both say what the answer is"),
-    ('{"$ref": "http://localhost/x"}', None, "--schema: the schema: "),
-    ('{"type": "string", "pattern": "(?=a)b"}', None, "look-around"),
-    ('{"a":' * 5000 + "1" + "}" * 5000, None, "--schema: the schema"),
-    ('{"enum": ["\\ud800"]}', None, "--schema: the schema: "),
-    ('{"const": 100000000000000000000000}', None, "--schema: the schema: "),
-    ('{"typ": "object"}', None, "'typ' is no keyword"),
-    ('{"name": "x", "parameters": {"type": "object"}}', None, "'name' is no keyword"),
-])
-def test_a_form_that_cannot_be_is_one_line(schema, grammar, expected):
-    with pytest.raises(UsageError) as refused:
-        form_of(schema, grammar)
-    assert expected in refused.value.message and "\n" not in refused.value.message and refused.value.hint
-
-
-@pytest.mark.parametrize(("schema", "key"), [('{"oneOf": [{"type": "integer"}, {"type": "number"}]}', "coerce_one_of"),
-                                             ('{"type": "string", "format": "color"}', "lenient"), ('{"not": {}}', "lenient")])
-def test_what_a_hint_says_helps(schema, key):
-    with pytest.raises(UsageError) as refused:
-        schema_form(schema)
-    assert f'"x-guidance": {{"{key}": true}}' in refused.value.hint
-    assert schema_form(json.dumps(json.loads(schema) | {"x-guidance": {key: True}}))
-
-
-def test_what_a_form_that_cannot_be_met_says_is_short(engine, tokenizer):
-    for form in (grammar_form("root ::= root"), schema_form('{"$ref": "#"}')):
-        with pytest.raises(EffllmError) as refused:
-            narrowed(form.opened(tokenizer, engine.config.vocab_size).begin(), engine.config.vocab_size)
-        assert len(refused.value.message) < 120 and refused.value.message.endswith(": nothing can come next")
-
-
-def narrowed(constraint, rows: int) -> set[int]:
-    logits = np.zeros(rows, np.float32)
-    constraint.narrow(logits)
-    return set(np.flatnonzero(logits == 0).tolist())
-
-
-@pytest.mark.parametrize("around", [
-    lambda schema: {"name": "answer", "strict": True, "schema": schema},
-    lambda schema: {"type": "json_schema", "name": "", "schema": schema},
-    lambda schema: {"type": "json_schema", "json_schema": {"name": "answer", "description": "one", "schema": schema}},
-    lambda schema: {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}])
-def test_what_servers_are_sent_is_the_schema_in_it(around):
-    assert schema_form(json.dumps(around(PERSON))).grammar == schema_form(json.dumps(PERSON)).grammar
-
-
-def test_a_property_of_that_name_is_none(engine, tokenizer):
-    """`schema` beside a type is a word that JSON Schema does not know, and passes over."""
-    form = schema_form('{"type": "integer", "schema": {"type": "boolean"}}').opened(tokenizer, engine.config.vocab_size)
-    assert tokenizer.vocabulary()["7"] in narrowed(form.begin(), engine.config.vocab_size)
-
-
-def test_a_file_with_a_mark_of_its_bytes(tmp_path):
-    (tmp_path / "own.json").write_text("\ufeff" + FOX)
-    (tmp_path / "own.gbnf").write_text('\ufeffroot ::= "fox"')
-    assert schema_form(str(tmp_path / "own.json")).grammar == schema_form(FOX).grammar
-    assert grammar_form(str(tmp_path / "own.gbnf")).grammar == grammar_form('root ::= "fox"').grammar
+# ---- vocabularies, ends, the command line
 
 
 @pytest.mark.parametrize("fewer", [1, 100])
@@ -379,22 +318,6 @@ def test_an_answer_that_something_else_ends_says_so(plain, tokenizer, stops):
     session = Session(plain, tokenizer, SamplerSettings(seed=1), max_tokens=300, stops=stops, form=schema_form(json.dumps(PERSON)))
     notices = [event.text for event in session.ask(QUESTION) if isinstance(event, Notice)]
     assert session.stats.finish_reason == "stop" and any("before it is whole" in each for each in notices) == bool(stops)
-
-
-@pytest.mark.parametrize("text", [b"[1]", b"\xff{", b"3"])
-def test_a_file_that_is_no_schema_is_one_line(tmp_path, text):
-    (tmp_path / "own.json").write_bytes(text)
-    with pytest.raises(UsageError, match=r"--schema: .*own\.json is no"):
-        schema_form(str(tmp_path / "own.json"))
-
-
-def test_forms_are_read_from_files(tmp_path):
-    (tmp_path / "one.json").write_text('{"enum": ["fox"]}')
-    (tmp_path / "one.gbnf").write_text('root ::= "fox" | ws\nws ::= [ \\n]*\n')
-    (tmp_path / "one.lark").write_text('start: "fox" | /[a-c]+/\n')
-    assert form_of(str(tmp_path / "one.json"), None).name.endswith("one.json")
-    assert all(form_of(None, str(tmp_path / name)).flag == "--grammar" for name in ("one.gbnf", "one.lark"))
-    assert form_of(None, None) is None
 
 
 def test_from_the_command_line_to_the_answer(person, tmp_path):
