@@ -187,9 +187,9 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
     what it was weighed at before. `unless_planned` is told what else was opened. `rehearsal`: nothing is refused that memory decides."""
     tensors = check_tensors(config, store, container)
     notices = [*config.warnings, *store.notices, *too_many_threads(options.threads), *unread_notices(config, store, tensors)]
-    options = fitted(options, folder, config, store, notices)
+    options = fitted(options, folder, config, store, notices, container)
     if options.spec == "mtp":
-        demand_own_layer(config, store)
+        demand_own_layer(config, store, container)
     card = devices.gpu(options, notices)
     options, cache = cache_form(options, folder, config, store, notices.append)
     if cache.kv.policy and card is not None:
@@ -244,14 +244,15 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
     return made
 
 
-def fitted(options: EngineOptions, folder: Path | None, config: ModelConfig, store: TensorStore, notices: list[str]) -> EngineOptions:
+def fitted(options: EngineOptions, folder: Path | None, config: ModelConfig, store: TensorStore, notices: list[str],
+           container: Container | None = None) -> EngineOptions:
     """The options without those of `preset` that this model cannot have, each with a notice."""
     # option -> (what it is without, the check that it does not pass)
     checks: dict[str, tuple[object, Callable[[EngineOptions], object]]] = {
         "ctx": (None, lambda asked: _check_context(asked, config)),
         "load": ("ram", lambda asked: asked.load == "mmap" and check_mapping(folder)),
         "predict_neurons": (False, lambda asked: _predictors(asked, folder, config)),
-        "spec": ("auto", lambda asked: asked.spec == "mtp" and demand_own_layer(config, store)),
+        "spec": ("auto", lambda asked: asked.spec == "mtp" and demand_own_layer(config, store, container)),
         "draft": (None, lambda asked: asked.draft and folder and draft_model.refuse_other_vocabulary(folder, Path(asked.draft))),
         "kv": ("16bit", lambda asked: cache_form(asked, folder, config, store, lambda said: None))}
     for name, (without, check) in checks.items():
@@ -267,9 +268,9 @@ def fitted(options: EngineOptions, folder: Path | None, config: ModelConfig, sto
 def given_way(folder: Path, options: EngineOptions) -> tuple[EngineOptions, list[str]]:
     """`fitted` for a folder that nothing else is wanted of, with its notices: from headers alone."""
     notices: list[str] = []
-    store, _ = open_weights(folder)
+    store, container = open_weights(folder)
     try:
-        return fitted(options, folder, read_config(folder), store, notices), notices
+        return fitted(options, folder, read_config(folder), store, notices, container), notices
     finally:
         store.close()
 

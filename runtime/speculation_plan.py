@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 from .. import UsageError
 from ..offload.notes import Fallback
 from .mtp_tensors import held_rules, mtp_rules
+from .tensors import check_tensors
 
 if TYPE_CHECKING:
     from ..offload.checkpoint import TensorStore
     from ..offload.plan import Placement
     from .config import ModelConfig
+    from .container import Container
     from .prepare import EngineOptions, Prepared
 
 ON = "weights come from the disk: tokens that the text makes likely are drafted, and a pass verifies several (--spec off)"
@@ -55,8 +57,8 @@ def wants_own_layer(options: EngineOptions, config: ModelConfig, draft: Prepared
     return asked and not on_card
 
 
-def demand_own_layer(config: ModelConfig, store: TensorStore) -> None:
-    """Raises UsageError where a model has no layer of its own to draft by."""
+def demand_own_layer(config: ModelConfig, store: TensorStore, container: Container | None) -> None:
+    """Raises UsageError where a model has no layer of its own to draft by, CheckpointError for one that is stored as nothing reads it."""
     if not mtp_rules(config):
         why = "has one that this version does not run" if config.mtp_layers else "has none"
         raise UsageError(f"--spec mtp drafts by a model's own layer for multi-token prediction, and this model ({config.family}) {why}",
@@ -64,6 +66,7 @@ def demand_own_layer(config: ModelConfig, store: TensorStore) -> None:
     if not held_rules(config, store):
         raise UsageError("--spec mtp: the layer for multi-token prediction was left out of these weights",
                          "take the checkpoint as it was published, or quantize that again; --spec lookup drafts from the text")
+    check_tensors(config, store, container, mtp=True)
 
 
 def decide(options: EngineOptions, config: ModelConfig, placement: Placement, draft: Prepared | None,

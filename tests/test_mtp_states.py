@@ -7,12 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from effllm.kernels.cpu.ops import FEW
 from effllm.kernels.layout import PAGE
+from effllm.offload.checkpoint import CheckpointError
 from effllm.runtime import mtp
 from effllm.runtime.engine import Engine
 from effllm.runtime.mtp import OwnDrafts
+from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.speculate import Speculation
 
@@ -95,3 +98,17 @@ def test_what_it_is_shown_is_normed_in_little_memory(engine: Engine) -> None:
     tracemalloc.stop()
     own.close()
     assert peak < x.nbytes
+
+
+def test_a_layer_that_is_stored_as_nothing_reads_it(tmp_path: Path) -> None:
+    """Said with the tensor's name where it was asked for; a run that asks for nothing does without, as one whose settings ask does."""
+    with_layer(Case("qwen3_5_text", {**CASES["qwen3_5_text"].changes, **CALM}), tmp_path / "model")
+    path = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(path)
+    save_file({**tensors, "mtp.norm.weight": np.tile(tensors["mtp.norm.weight"], 2)}, path)
+    with pytest.raises(CheckpointError, match=r"mtp\.norm\.weight has shape \[128\], the config says \[64\]"):
+        prepare(path.parent, EngineOptions(device="cpu", ctx=CTX, spec="mtp"))
+    for asked in ({}, {"spec": "mtp", "preset": frozenset({"spec"})}):
+        made = prepare(path.parent, EngineOptions(device="cpu", ctx=CTX, **asked))
+        made.store.close()
+        assert not made.speculating.mtp and any("mtp.norm.weight" in each for each in made.notices) == bool(asked)
