@@ -74,7 +74,7 @@ class OwnDrafts:
         spec = attention_specs(config)[config.attention_layers.index(self._layer)]
         self._block = families.get(config.family).block
         self._cache, self._most = open_cache([self._host], [spec], codec(KV), cache_shape(ctx)), min(ctx, MOST_TOKENS)
-        self._states = self._host.workspace.take("states", chunk + FEW, config.hidden_size)
+        self._states = self._host.workspace.take("states", min(chunk, ctx) + FEW, config.hidden_size)
         self._greedy = Sampler(SamplerSettings(temperature=0), config.vocab_size)
         self._history: Sequence[int] = []
         self._head: tuple[Linear, Linear] | None = None  # the model's, and what of it is asked

@@ -112,3 +112,16 @@ def test_a_layer_that_is_stored_as_nothing_reads_it(tmp_path: Path) -> None:
         made = prepare(path.parent, EngineOptions(device="cpu", ctx=CTX, **asked))
         made.store.close()
         assert not made.speculating.mtp and any("mtp.norm.weight" in each for each in made.notices) == bool(asked)
+
+
+@pytest.mark.parametrize("ctx", (5, 100, 300))
+def test_contexts_of_every_length(engine: Engine, ctx: int) -> None:
+    """Pages round a chunk up, a context ends in the middle of one."""
+    folder, found = engine.prepared.folder, []
+    for spec in ("off", "mtp"):
+        for overflow in ("error", "shift"):
+            other = opened(folder, ctx=ctx, spec=spec, overflow=overflow, chunk=512)
+            assert other.prepared.speculating.mtp is (spec == "mtp")
+            found.append(answer(other, IDS[: ctx - 2], 1 if overflow == "error" else ctx, GREEDY))
+            other.close()
+    assert found[:2] == found[2:]
