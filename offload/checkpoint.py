@@ -47,6 +47,7 @@ class OpenFile:
 class TensorStore:
     """The tensors of one folder: headers in memory, bytes read on request from any thread. A context manager."""
 
+    puts_in_order = False  # are weights of other tools put in the order of the kernels, or widened, as they are read?
     notices: tuple[str, ...] = ()  # what happens to weights on the way in, for a person who did not ask for it
 
     def __init__(self, folder: Path, tensors: dict[str, TensorInfo], opened: dict[Path, OpenFile]) -> None:

@@ -29,6 +29,8 @@ class ExpectedStore:
     another tool quantized, which is put in order or widened as it is read. `of_codes`: so is what `spec` is made from, of which matrices
     that stay raw take 16 bits."""
 
+    puts_in_order = False  # nothing is read
+
     def __init__(self, config: ModelConfig, spec: QuantSpec | None = None, formats: Formats | None = None, of_codes: bool = False) -> None:
         family, raw = families.get(config.family), QuantSpec.raw(RAW.get(config.dtype, "bf16"))
         groups = [family.outer_tensors(config), *(family.layer_tensors(config, i) for i in range(config.num_hidden_layers))]

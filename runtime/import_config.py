@@ -55,6 +55,9 @@ CUTS = {
     "integers": {"weight": (0, False)},
     "fp8": {"weight": (0, False)},
 }
+# Of activations and caches, which are not rounded to a checkpoint's scales here.
+IGNORED = ("input_scale", "input_zero_point", "output_scale", "output_zero_point", "activation_scale", "q_scale", "k_scale", "v_scale",
+           "k_zero_point", "v_zero_point")
 CODES = {"integers": "I8", "fp8": "F8_E4M3"}  # the type of codes that bear a weight's name; what has another type is a plain weight
 
 
@@ -166,7 +169,7 @@ def block_of(section: Mapping[str, object]) -> tuple[int, int]:
     return found.pop() if len(found) == 1 else (0, 0)
 
 
-def may_run_from_codes(section: Mapping[str, object]) -> bool:
+def from_codes(section: Mapping[str, object]) -> bool:
     """Whether weights of a `quantization_config` are such that kernels multiply their codes, as far as it says."""
     layout = layout_of(section)
     return layout in ("awq", "packed", "integers") or (layout == "gptq" and section.get("bits") in groups.BITS)
@@ -174,7 +177,7 @@ def may_run_from_codes(section: Mapping[str, object]) -> bool:
 
 def is_quantized(section: Mapping[str, object]) -> bool:
     """Whether weights of a `quantization_config` will, as far as it says, run from the codes of whoever quantized them."""
-    return section.get("quant_method") == "mxfp4" or may_run_from_codes(section)
+    return section.get("quant_method") == "mxfp4" or from_codes(section)
 
 
 def expected_formats(section: Mapping[str, object]) -> Callable[[str, TensorRule], QuantSpec | None]:
@@ -194,7 +197,7 @@ def expected_formats(section: Mapping[str, object]) -> Callable[[str, TensorRule
         depth = rule.shape[1]
         count = depth // group if type(group) is int and 0 < group < depth else 1
         in_part = count > 1 and count * group != depth  # the last block of a weight
-        if rule.part_of or not may_run_from_codes(section) or in_part or (ordered and count > 1):
+        if rule.part_of or not from_codes(section) or in_part or (ordered and count > 1):
             return widened
         return groups.spec_of(bits_of(section), "F16", depth, count) or widened
 

@@ -31,21 +31,20 @@ from ..quant.spec import QuantSpec
 from ..quant.weight import RAW_NUMPY, from_f32, to_f32
 from .container import Container as StoredContainer
 from .container import StoredTensor
-from .import_config import CODES, CUTS, ENDINGS, EXPONENTS, FLOATS, ORIGINAL, bits_of, block_of, layout_of, may_run_from_codes, order_of
+from .import_config import CODES, CUTS, ENDINGS, EXPONENTS, FLOATS, IGNORED, ORIGINAL, bits_of, block_of, from_codes, layout_of, order_of
 from .made_store import ARRANGED_NBYTES, scratch_nbytes, steps
 
 WORD = 32  # bits
 Array = Callable[[str], np.ndarray | None]  # a part of a weight by its name
 WHOLE = {"I8": np.int8, "I32": np.int32, "I64": np.int64, "F8_E4M3": np.uint8}
 MADE = 1 << 60  # where weights that are made on the way in begin: behind every file
-# Of activations and caches, which are not rounded to a checkpoint's scales here.
-IGNORED = ("input_scale", "input_zero_point", "output_scale", "output_zero_point", "activation_scale", "q_scale", "k_scale", "v_scale",
-           "k_zero_point", "v_zero_point")
 
 
 class ImportedStore(TensorStore):
     """The tensors of a quantized folder under the names that they had before, weights as `wide` (f16 or f32); with `low_bit` as codes where
     kernels can multiply them, whose formats `container` then lists. `parted`: tensors of which ranges of rows are asked for stay wide."""
+
+    puts_in_order = True
 
     def __init__(self, store: TensorStore, section: Mapping[str, object], wide: str, low_bit: bool = False,
                  parted: Container[str] = ()) -> None:
@@ -56,7 +55,7 @@ class ImportedStore(TensorStore):
         self._last: tuple[str, np.ndarray] | None = None
         self._lock = threading.Lock()
         tensors = self._named(store)
-        self._specs = self._formats(store, tensors, parted) if low_bit and may_run_from_codes(section) else {}
+        self._specs = self._formats(store, tensors, parted) if low_bit and from_codes(section) else {}
         self._shapes = {name: tensors[name].shape for name in self._specs}
         stored = {}
         for name, spec in self._specs.items():

@@ -46,6 +46,11 @@ class MadeStore(TensorStore, ABC):
     made: Collection[str]
     container: Container | None = None
 
+    @property
+    def puts_in_order(self) -> bool:
+        """As of any store: where codes are read; what else is made needs no compiled function."""
+        return self.container is not None
+
     @abstractmethod
     def fill(self, info: TensorInfo, begin: int, end: int, out: np.ndarray) -> None:
         """Rows [begin, end) of a raw tensor, as they are described, into `out`."""

@@ -15,9 +15,7 @@ from ..quant.kv import codec
 from .bundles import is_bundled
 from .config import ModelConfig, read_config
 from .container import Container, read_container
-from .imported import ImportedStore
 from .kv_setting import AUTO
-from .made_store import MadeStore
 from .source import is_low_bit, quantization_of
 
 if TYPE_CHECKING:
@@ -57,7 +55,7 @@ def folder_kinds(folder: Path, options: EngineOptions) -> tuple[str, ...]:
 def kinds_of(config: ModelConfig, store: TensorStore, container: Container | None, options: EngineOptions) -> tuple[str, ...]:
     """The kinds of kernels that a run of these weights needs."""
     low_bit = container is not None and container.is_low_bit
-    return kernel_kinds(Needs(low_bit, is_bundled(container), is_foreign(store), has_mixers(config)), options)
+    return kernel_kinds(Needs(low_bit, is_bundled(container), store.puts_in_order, has_mixers(config)), options)
 
 
 def calibration_kinds(config: ModelConfig) -> tuple[str, ...]:
@@ -79,8 +77,3 @@ def folder_needs(folder: Path) -> Needs:
         foreign = container is None and (low_bit or (not is_gguf(folder) and quantization_of(folder) is not None))
         mixers = has_mixers(read_config(folder))
     return Needs(low_bit, bundled, foreign, mixers)
-
-
-def is_foreign(store: TensorStore) -> bool:
-    """Are weights of other tools put in order, or from eight bits widened, as they are read?"""
-    return isinstance(store, ImportedStore) or (isinstance(store, MadeStore) and store.container is not None)

@@ -18,7 +18,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from .gguf.splits import CUTTERS, KIMI, LLAMA3_WORDS, QWEN2_WORDS, TEKKEN_SIGNS, same_pattern
+from .gguf.splits import CUTTERS, KIMI, LLAMA3_WORDS, QWEN2_WORDS, same_pattern
 from .hub import RANKS
 from .small_file import TOKENIZER_NBYTES, read_whole
 from .template import ChatTemplate
@@ -59,11 +59,6 @@ class Ranks:
     special: dict[str, str]
     add_bos: bool = False
     template: ChatTemplate | None = None
-
-
-def find_ranks(folder: Path) -> Path | None:
-    """The file of ranks that a folder has."""
-    return next((path for name in RANKS if (path := folder / name).exists()), None)
 
 
 def read_ranks(path: Path, settings: Mapping[str, Any]) -> Ranks:
@@ -171,9 +166,9 @@ def _cuts(ranks: Mapping[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
 
 
 def mend_words(backend: Tokenizer) -> bool:
-    """Whether a tokenizer.json had Mistral's vocabulary, yet the pattern of another, as the first conversions of Mistral Small 3.1 and of
-    models made of it do: such words are then cut as Mistral does. The vocabulary is known by the numbers of two bytes and of a mark."""
-    if any(backend.token_to_id(text) != number for number, text in TEKKEN_SIGNS.items()) or backend.pre_tokenizer is None:
+    """Whether a tokenizer.json of Mistral's vocabulary had the pattern of another, as the first conversions of Mistral Small 3.1 and of
+    models made of it do: such words are then cut as Mistral does."""
+    if backend.pre_tokenizer is None:
         return False
     raw = json.loads(backend.pre_tokenizer.__getstate__())
     steps = raw["pretokenizers"] if raw["type"] == "Sequence" else [raw]

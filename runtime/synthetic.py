@@ -60,6 +60,8 @@ BLOCK_NBYTES = 1 << 20
 class SyntheticStore:
     """The tensors that a config asks for, made up: bf16, or low-bit by a recipe (`container` then says so)."""
 
+    puts_in_order = False
+
     def __init__(self, config: ModelConfig, spec: QuantSpec | None = None) -> None:
         family = families.get(config.family)
         layers = (family.layer_tensors(config, i) for i in range(config.num_hidden_layers))

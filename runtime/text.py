@@ -7,7 +7,7 @@ its last byte has come. Padding, truncation and dropout stored in tokenizer.json
 """
 
 import json
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +16,7 @@ import tokenizers
 
 from .. import EffllmError, ModelNotFound
 from ..offload.header import is_gguf
-from .gguf.splits import TEKKEN_REMARK
-from .rank_vocabulary import Ranks, RanksError, find_ranks, mend_words, read_ranks
+from .hub import RANKS
 from .small_file import JSON_NBYTES, TOKENIZER_NBYTES, read_whole
 from .stream_filters import ANSWER_SIGNS, ANSWER_TAGS, CALL_MARKS, OF_TEMPLATES, THINK_TAGS, ChannelFilter, ThinkFilter, ThinkTags
 from .template import ChatTemplate, TemplateError, load_template
@@ -26,6 +25,7 @@ from .text_stream import Decoder, TextStream
 
 if TYPE_CHECKING:
     from .config import ModelConfig
+    from .rank_vocabulary import Ranks
 
 MOST_GROWTH = 64  # what published ones replace becomes a few letters
 REFETCH = "fetch the model's files again"
@@ -59,6 +59,10 @@ END_OF_TURN = (
 END_TAG = "</s>"  # one of them in many vocabularies, in others a word of HTML
 SWITCHES = ("enable_thinking", "thinking", "reasoning")  # what templates call the wish for reasoning
 NO_THINK = "/no_think"  # and what is written into the system prompt of those that have no such name
+# Numbers of a mark and of two bytes that Mistral's vocabulary is known by, and what is said where its words would be cut by the pattern of
+# Llama 3, as the first conversions of Mistral Small 3.1 and of Pixtral do.
+TEKKEN_SIGNS = {3: "[INST]", 1000: "\u0100", 1032: "\u0120"}
+TEKKEN_REMARK = "{} cuts words otherwise than Mistral's models were trained; they are cut as Mistral does"
 HARMONY = ("<|channel|>", "<|return|>", "<|call|>")  # with all three in the vocabulary, <|end|> closes a message and the turn goes on
 
 
@@ -101,8 +105,10 @@ class Tokenizer:
         if (ranks := _open_ranks(folder, settings)) is None:
             path = folder / "tokenizer.json"
             backend, remarks, own = _open_backend(path), [], None
-            if mend_words(backend):
-                remarks.append(TEKKEN_REMARK.format(path.name))
+            if has_words_of_mistral(backend.token_to_id):
+                from .rank_vocabulary import mend_words  # takes as long to import as this module
+
+                remarks += [TEKKEN_REMARK.format(path.name)] if mend_words(backend) else []
         else:
             path, backend, special, remarks, own = ranks.path, ranks.backend, ranks.special | special, [], ranks.template
         template = load_template(folder, settings, special)
@@ -270,11 +276,18 @@ class Tokenizer:
         return self.think_tags is not None and self.think_tags.opened_by(self.decode(prompt[-64:], skip_special_tokens=False))
 
 
-def _open_ranks(folder: Path, settings: Mapping[str, Any]) -> Ranks | None:
+def has_words_of_mistral(number_of: Callable[[str], int | None]) -> bool:
+    """Whether a vocabulary, asked for the number of a token, is Mistral's."""
+    return all(number_of(text) == number for number, text in TEKKEN_SIGNS.items())
+
+
+def _open_ranks(folder: Path, settings: Mapping[str, Any]) -> "Ranks | None":
     """The tokenizer of a folder that has a file of ranks and no tokenizer.json."""
-    path = None if (folder / "tokenizer.json").exists() else find_ranks(folder)
+    path = None if (folder / "tokenizer.json").exists() else next((path for name in RANKS if (path := folder / name).exists()), None)
     if path is None:
         return None
+    from .rank_vocabulary import RanksError, read_ranks
+
     try:
         return read_ranks(path, settings)
     except RanksError as error:

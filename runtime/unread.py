@@ -21,7 +21,7 @@ from ..offload.shards import PAD
 from ..quant.weight import RAW_NUMPY, to_f32
 from .config import ModelConfig
 from .families import COMPOSITE
-from .imported import IGNORED
+from .import_config import IGNORED
 from .tensors import ModelTensor
 
 HARMLESS = re.compile(r"(?:.*\.)?(?:rotary_emb\.(?:inv_freq|cos_cached|sin_cached)|masked_bias|decoder\.version|position_ids|"

@@ -17,7 +17,7 @@ from effllm.offload.header import TensorInfo
 from effllm.offload.streaming import Part, Range, lay_out
 from effllm.runtime import expert_store, made_store
 from effllm.runtime.gguf import store as gguf_store
-from effllm.runtime.needed_kernels import folder_kinds, is_foreign
+from effllm.runtime.needed_kernels import folder_kinds
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.source import open_store, open_weights
 
@@ -134,7 +134,7 @@ def test_gate_and_up_that_lie_in_one_are_read_once(tmp_path: Path, cut: bool) ->
 def compiled_before(path: Path) -> bool:
     """Is what puts codes in order a part of what a run compiles, and of the program that a plan weighs?"""
     with open_weights(path)[0] as store:
-        weighed = is_foreign(store)
+        weighed = store.puts_in_order
     assert (warm.FOREIGN in folder_kinds(path, EngineOptions())) == weighed
     return weighed
 

@@ -88,12 +88,6 @@ CUTTERS = {
 }
 
 
-# Numbers of a mark and of two bytes that Mistral's vocabulary is known by, and what is said where its words would be cut by LLAMA3_WORDS,
-# as the first conversions of Mistral Small 3.1 and of Pixtral do.
-TEKKEN_SIGNS = {3: "[INST]", 1000: "\u0100", 1032: "\u0120"}
-TEKKEN_REMARK = "{} cuts words otherwise than Mistral's models were trained; they are cut as Mistral does"
-
-
 def same_pattern(pattern: str) -> str:
     """Spellings of one pattern as one."""
     return pattern.replace(ENDINGS, "(?i:'s|'t|'re|'ve|'m|'ll|'d)").replace("\r", r"\r").replace("\n", r"\n")

@@ -18,9 +18,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from ...offload.gguf import GgufHeader, shown_value
 from ...offload.header import shown
 from ..template import ChatTemplate
-from ..text import END_OF_TURN, END_TAG, TokenizerError
+from ..text import END_OF_TURN, END_TAG, TEKKEN_REMARK, TEKKEN_SIGNS, TokenizerError
 from ..text import Tokenizer as ModelTokenizer
-from .splits import CUTTERS, LLAMA3_WORDS, TEKKEN_REMARK, TEKKEN_SIGNS, pre_tokenizer
+from .splits import CUTTERS, LLAMA3_WORDS, pre_tokenizer
 from .store import read_header
 
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)
