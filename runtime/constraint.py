@@ -19,6 +19,7 @@ import numpy as np
 
 from .. import EffllmError, UsageError
 from ..offload.header import shown
+from .gbnf import RULE, GbnfError, to_lark
 from .small_file import JSON_NBYTES, read_text
 from .text_stream import UNFINISHED
 
@@ -33,7 +34,6 @@ ANY_OBJECT = "json"  # what --schema takes beside a file: whatever object the mo
 # White space between the parts of JSON: a blank, or the end of a line and how far the next is indented. Of more there might be no end.
 SPACE = {"whitespace_pattern": r" ?|\n[ \t]{0,24}"}
 SCHEMA, GRAMMAR = "--schema", "--grammar"
-RULE = "::="  # what GBNF has and no name of a file
 LENIENT = 'leave it out; "x-guidance": {"lenient": true} in the schema passes over it'
 HINTS = {"Unimplemented keys": LENIENT, "Unknown format": LENIENT, "oneOf constraints": 'write anyOf for oneOf; "x-guidance": '
          '{"coerce_one_of": true} in the schema reads it so'}
@@ -103,15 +103,12 @@ def schema_form(asked: str) -> Form:
 
 def grammar_form(asked: str) -> Form:
     """The form of `--grammar`: a file in GBNF, as llama.cpp reads it, or in Lark's notation; or GBNF itself. Raises UsageError."""
-    name, text = ("the grammar", asked) if RULE in asked else (asked, _read(asked, GRAMMAR, ""))
-    library = _library()
-    from llguidance.gbnf_to_lark import any_to_lark
-
+    name, text = ("the grammar", asked) if RULE.search(asked) else (asked, _read(asked, GRAMMAR, ""))
     try:
-        lark = any_to_lark(text)
-    except Exception as error:  # that library raises nothing finer
-        raise UsageError(f"{GRAMMAR}: {name}: {_line(error)}", "GBNF begins with `root ::=`, Lark with `start:`") from None
-    return _judged(Form(library.LLMatcher.grammar_from_lark(lark), GRAMMAR, name))
+        lark = to_lark(text) if RULE.search(text) else text
+    except GbnfError as error:
+        raise UsageError(f"{GRAMMAR}: {name}: {error}", "GBNF begins with `root ::=`, Lark with `start:`") from None
+    return _judged(Form(_library().LLMatcher.grammar_from_lark(lark), GRAMMAR, name))
 
 
 def form_of(schema: str | None, grammar: str | None) -> Form | None:

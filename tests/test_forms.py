@@ -22,7 +22,7 @@ __all__ = ["engine", "tokenizer"]  # fixtures
     ("{bad", None, "is no JSON"),
     ("nowhere.json", None, "cannot read nowhere.json: No such file"),
     (None, "nowhere.gbnf", "cannot read nowhere.gbnf: No such file"),
-    (None, "root ::= foo", "Rule 'foo' not found"),
+    (None, "root ::= foo", "names foo, which is no rule"),
     (None, 'root ::= "a', "--grammar: the grammar: "),
     ("json", 'root ::= "a"', "both say what the answer is"),
     ('{"$ref": "http://localhost/x"}', None, "--schema: the schema: "),

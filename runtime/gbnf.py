@@ -1,0 +1,247 @@
+"""Grammars in GBNF, as llama.cpp reads them, in the notation of Lark that llguidance reads.
+
+A parser of llguidance's kind cuts text into terminals first, each as long as it can be, and never goes back: where a number ends in blanks
+and a line's end follows, the blanks take the line's end, and the grammar asks for another. GBNF knows no terminals. So a grammar without
+recursion becomes one terminal, which says just what it says; else terminals are the parts of rules that name no other rule.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)  # what GBNF has and Lark has not
+NAME = re.compile(r"[A-Za-z0-9_-]+")
+BLANK, BLANK_LINES = re.compile(r"(?:[ \t]|#[^\r\n]*)*"), re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*")
+TIMES = re.compile(r"\{[ \t\r\n]*(\d+)[ \t\r\n]*(?:(,)[ \t\r\n]*(\d*)[ \t\r\n]*)?\}")
+ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|([\"\\\[\]nrt]))")
+LETTERS = {"n": "\n", "r": "\r", "t": "\t"}
+NOTHING, ANY = '""', "/(?s:.)/"
+ROOT = "root"
+MOST = "*+?"
+
+
+class GbnfError(ValueError):
+    """What is wrong with a grammar, on one line."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """A part of a rule. `kind`: "text" (a terminal in Lark's notation), "rule" (a name), "all" or "one" (of `parts`), "times" (of one part,
+    `text` says how often)."""
+
+    kind: str
+    text: str = ""
+    parts: tuple[Node, ...] = ()
+
+    def names(self) -> Iterator[str]:
+        """Of the rules that it names."""
+        if self.kind == "rule":
+            yield self.text
+        for part in self.parts:
+            yield from part.names()
+
+
+def to_lark(text: str) -> str:
+    """The grammar in Lark's notation. Raises GbnfError."""
+    try:
+        rules = _Parser(text).rules()
+        if ROOT not in rules:
+            raise GbnfError(f"there is no rule {ROOT}")
+        for name, rule in rules.items():
+            for other in rule.names():
+                if other not in rules:
+                    raise GbnfError(f"the rule {name} names {other}, which is no rule")
+        return _Writer(rules).written()
+    except RecursionError:
+        raise GbnfError("it is nested too deeply") from None
+
+
+@dataclass
+class _Parser:
+    text: str
+    at: int = 0
+
+    def rules(self) -> dict[str, Node]:
+        """Name -> rule; of two of one name the later."""
+        found = {}
+        self._skip(BLANK_LINES)
+        while self.at < len(self.text):
+            name = self._name()
+            self._skip(BLANK)
+            if not self.text.startswith("::=", self.at):
+                self._refuse("::= was expected")
+            self.at += 3
+            self._skip(BLANK_LINES)
+            found[name] = self._one(nested=False)
+            if self.at < len(self.text) and self.text[self.at] not in "\r\n":
+                self._refuse("the end of the line was expected")
+            self._skip(BLANK_LINES)
+        return found
+
+    def _one(self, nested: bool) -> Node:
+        parts = [self._all(nested)]
+        while self.text.startswith("|", self.at):
+            self.at += 1
+            self._skip(BLANK_LINES)
+            parts.append(self._all(nested))
+        return parts[0] if len(parts) == 1 else Node("one", parts=tuple(parts))
+
+    def _all(self, nested: bool) -> Node:
+        parts: list[Node] = []
+        blank = BLANK_LINES if nested else BLANK
+        while (char := self.text[self.at : self.at + 1]) and char not in "|)\r\n":
+            if char == '"':
+                parts.append(Node("text", self._literal()))
+            elif char == "[":
+                parts.append(Node("text", self._set()))
+            elif char == ".":
+                self.at += 1
+                parts.append(Node("text", ANY))
+            elif char == "(":
+                self.at += 1
+                self._skip(BLANK_LINES)
+                parts.append(self._one(nested=True))
+                if not self.text.startswith(")", self.at):
+                    self._refuse("a closing parenthesis was expected")
+                self.at += 1
+            elif parts and (char in MOST or char == "{"):
+                parts[-1] = Node("times", self._times(char), (parts[-1],))
+            else:
+                parts.append(Node("rule", self._name()))
+            self._skip(blank)
+        return parts[0] if len(parts) == 1 else Node("all", parts=tuple(parts))
+
+    def _times(self, char: str) -> str:
+        if char in MOST:
+            self.at += 1
+            return char
+        found = TIMES.match(self.text, self.at)
+        if found is None or (found[3] and int(found[1]) > int(found[3])):
+            self._refuse("how often was expected, as {2} or {2,} or {2,4}")
+        self.at = found.end()
+        return f"{{{found[1]}{',' if found[2] else ''}{found[3] or ''}}}"
+
+    def _literal(self) -> str:
+        self.at += 1
+        made = ""
+        while not self.text.startswith('"', self.at):
+            made += _escaped(self._char())
+        self.at += 1
+        return f"/{made}/" if made else NOTHING
+
+    def _set(self) -> str:
+        self.at += 1
+        made, sign = "", ""
+        if self.text.startswith("^", self.at):
+            self.at, sign = self.at + 1, "^"
+        while not self.text.startswith("]", self.at):
+            first = last = self._char()
+            if self.text.startswith("-", self.at) and not self.text.startswith("]", self.at + 1):
+                self.at += 1
+                last = self._char()
+            if last < first:
+                self._refuse("a range ends before it begins")
+            made += _escaped(first) if first == last else f"{_escaped(first)}-{_escaped(last)}"
+        self.at += 1
+        if not made and not sign:
+            self._refuse("a set holds nothing")
+        return f"/[{sign}{made}]/" if made else ANY
+
+    def _char(self) -> str:
+        char = self.text[self.at : self.at + 1]
+        if char != "\\":
+            self.at += 1
+            return char or self._refuse("the text ends in the midst of a rule")
+        found = ESCAPE.match(self.text, self.at)
+        number = int(found[1] or found[2] or found[3] or "0", 16) if found else -1
+        if not 0 <= number <= 0x10FFFF or 0xD800 <= number < 0xE000:
+            self._refuse("there is no such character")
+        self.at = found.end()
+        return LETTERS.get(found[4], found[4]) if found[4] else chr(number)
+
+    def _name(self) -> str:
+        found = NAME.match(self.text, self.at)
+        if found is None:
+            self._refuse("a name was expected")
+        self.at = found.end()
+        return found[0]
+
+    def _skip(self, blank: re.Pattern[str]) -> None:
+        self.at = blank.match(self.text, self.at).end()
+
+    def _refuse(self, why: str) -> str:
+        line = self.text.count("\n", 0, self.at) + 1
+        begin, end = max(0, self.at - 20), self.at + 20
+        raise GbnfError(f"line {line}: {why} behind {self.text[begin:self.at]!r}, where {self.text[self.at:end]!r} stands")
+
+
+def _escaped(char: str) -> str:
+    """A character in a regular expression, in a set too."""
+    return char if char.isascii() and char.isalnum() else f"\\x{{{ord(char):x}}}"
+
+
+@dataclass
+class _Writer:
+    rules: dict[str, Node]
+    terminals: dict[str, str] = field(default_factory=dict)  # text -> name
+
+    def written(self) -> str:
+        order = self._reached()
+        whole = not self._recurs(order)
+        self._names = {name: f"r{number}_{re.sub('[^a-z0-9]', '_', name.lower())}" for number, name in enumerate(order)}
+        if whole:
+            self._names = {name: made.upper() for name, made in self._names.items()}
+        lines = [f"start: {self._names[ROOT]}"]
+        lines += [f"{self._names[name]}: {self._plain(self.rules[name]) if whole else self._cut(self.rules[name])}" for name in order]
+        lines += [f"{name}: {text}" for text, name in self.terminals.items()]
+        return "%llguidance {}\n" + "\n".join(lines) + "\n"
+
+    def _reached(self) -> list[str]:
+        found = [ROOT]
+        for name in found:
+            found += [other for other in dict.fromkeys(self.rules[name].names()) if other not in found]
+        return found
+
+    def _recurs(self, order: list[str]) -> bool:
+        """Does a rule, by whatever way, name itself?"""
+        left = {name: {*self.rules[name].names()} for name in order}
+        while ends := [name for name, others in left.items() if others.isdisjoint(left)]:
+            for name in ends:
+                del left[name]
+        return bool(left)
+
+    def _plain(self, node: Node) -> str:
+        """As it stands."""
+        if node.kind == "text":
+            return node.text
+        if node.kind == "rule":
+            return self._names[node.text]
+        if node.kind == "times":
+            return f"({self._plain(node.parts[0])}){node.text}"
+        said = (" " if node.kind == "all" else " | ").join(map(self._plain, node.parts))
+        return f"({said})" if said else NOTHING
+
+    def _cut(self, node: Node) -> str:
+        """With what names no rule as terminals: neighbours of a row together."""
+        if next(node.names(), None) is None:
+            return self.terminals.setdefault(self._plain(node), f"T{len(self.terminals)}")
+        if node.kind == "rule":
+            return self._names[node.text]
+        if node.kind == "times":
+            return f"({self._cut(node.parts[0])}){node.text}"
+        if node.kind == "one":
+            return f"({' | '.join(map(self._cut, node.parts))})"
+        made: list[str] = []
+        row: list[Node] = []
+        for part in (*node.parts, None):
+            if part is not None and next(part.names(), None) is None:
+                row.append(part)
+                continue
+            if row:
+                made.append(self._cut(Node("all", parts=tuple(row))))
+            row = []
+            if part is not None:
+                made.append(self._cut(part))
+        return f"({' '.join(made)})"

@@ -1,0 +1,124 @@
+"""GBNF as llama.cpp reads it: what is of a grammar is what Python's own regular expressions find; grammars like those that llama.cpp
+comes with; what is wrong is one line."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from effllm import UsageError
+from effllm.runtime.constraint import Vocabulary, grammar_form
+from effllm.runtime.gbnf import GbnfError, to_lark
+
+sys.path.insert(0, str(Path(__file__).parent))
+from test_constraint import engine, tokenizer
+
+__all__ = ["engine", "tokenizer"]  # fixtures
+
+
+@pytest.fixture
+def opened(engine, tokenizer):
+    return lambda grammar: grammar_form(grammar).opened(tokenizer, engine.config.vocab_size)
+
+
+def is_of(vocabulary: Vocabulary, tokenizer, text: str) -> bool:
+    """May every token of a text come next, and then its end?"""
+    held = vocabulary.begin()
+    for token in tokenizer.encode(text, add_special_tokens=False):
+        logits = np.zeros(vocabulary.rows, np.float32)
+        held.narrow(logits)
+        if logits[token] != 0:
+            return False
+        held.took(token, False)
+    return held.is_whole
+
+
+# ---- against regular expressions
+
+TEXTS = st.text("ab\n- ", max_size=6)
+LEAVES = st.one_of(st.text("ab\n-", max_size=3).map(lambda text: (f'"{text}"'.replace("\n", "\\n"), re.escape(text))),
+                   st.sampled_from([("[ab]", "[ab]"), ("[^a]", "[^a]"), ("[a-b-]", "[ab-]"), (".", "[\\s\\S]"), ("[ \\n]", "[ \\n]")]))
+
+
+def joined(parts: list[tuple[str, str]]) -> tuple[str, str]:
+    return " ".join(own for own, _ in parts), "".join(python for _, python in parts)
+
+
+def either(parts: list[tuple[str, str]]) -> tuple[str, str]:
+    return f"({' | '.join(own for own, _ in parts)})", f"(?:{'|'.join(python for _, python in parts)})"
+
+
+TREES = st.recursive(LEAVES, lambda inner: st.one_of(
+    st.lists(inner, min_size=1, max_size=3).map(joined), st.lists(inner, min_size=1, max_size=3).map(either),
+    st.tuples(inner, st.sampled_from(["*", "+", "?", "{2}", "{1,}", "{0,2}"])).map(
+        lambda pair: (f"({pair[0][0]}){pair[1]}", f"(?:{pair[0][1]}){pair[1]}"))), max_leaves=6)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(TREES, TREES, TEXTS)
+def test_a_grammar_without_recursion_is_its_regular_expression(opened, tokenizer, first, second, text):
+    vocabulary = opened(f"root ::= a-part b_part | b_part\na-part ::= {first[0]}\nb_part ::= {second[0]} # and so on\n")
+    python = re.fullmatch(f"(?:{first[1]})?(?:{second[1]})", text)
+    assert is_of(vocabulary, tokenizer, text) == (python is not None)
+
+
+# ---- what llama.cpp's own grammars are made of
+
+ARITHMETIC = r"""root  ::= (sum "=" ws term "\n")+
+sum   ::= term ([-+*/] term)*
+term  ::= name | num | "(" ws sum ")" ws
+name  ::= [a-z] [a-z0-9_]* ws
+num   ::= [0-9]+ ws
+ws    ::= [ \t\n]*"""
+VALUE = r"""# white space where it may be
+root ::= object
+value ::= object | array | string | number | ("true" | "false" | "null") ws
+object ::=
+  "{" ws (
+            string ":" ws value
+    ("," ws string ":" ws value)*
+  )? "}" ws
+array ::= "[" ws ( value ("," ws value)* )? "]" ws
+string ::= "\"" ( [^"\\\x7F\x00-\x1F] | "\\" (["\\bfnrt] | "u" [0-9a-fA-F]{4}) )* "\"" ws
+number ::= ("-"? ([0-9] | [1-9] [0-9]{0,15})) ("." [0-9]+)? ([eE] [-+]? [0-9] [1-9]{0,15})? ws
+ws ::= | " " | "\n" [ \t]{0,20}"""
+
+
+@pytest.mark.parametrize(("grammar", "texts", "others"), [
+    (ARITHMETIC, ["a+1=2\n", "(a +b)*c = d\n", "a=1\nb=2\n"], ["a=1", "a + b=1\n", "a+=1\n", "\n"]),
+    (VALUE, ['{"a": 1}', '{"a": [1, "\u00e4\\n", null], "b": {}}', '{\n  "a": -1.5e3\n}'], ['{"a":', "[1]", '{"a": 01}']),
+    ('root ::= ("- " [^\\r\\n\\x0b\\u2028]+ "\\n")+', ["- a\n- \u00e4 \U0001f600\n"], ["- \n", "- a"]),
+    ('root ::= any "END"\nany ::= .*', ["hello\nEND", "END"], ["hello EN"]),
+    ('root ::= "\\u00e4\\u0020" [\\u3041-\\u309f\\U0001F600]+', ["\u00e4 \u304b\U0001f600"], ["\u00e4 a"]),
+    ('root ::= ([0-9]+)? "x"', ["12x", "x"], ["12"]),
+    ("root ::= [a&&b]+ [/\\]\\[^]", ["a&b/", "b]", "a^"], ["a"]),
+    ('root ::= start My-Rule myRule\nstart ::= "s"\nMy-Rule ::= "M"\nmyRule ::= "m"', ["sMm"], ["smM"]),
+    ('root ::= "(" root ")" |\n "x"', ["((x))", "x"], ["((x)"]),
+    ("root ::=", [""], ["a"]),
+], ids=["arithmetic", "JSON", "list", "up to a word", "numbers of characters", "twice how often", "sets", "names", "recursion", "nothing"])
+def test_grammars_as_they_are_written(opened, tokenizer, grammar, texts, others):
+    vocabulary = opened(grammar)
+    assert [text for text in texts if not is_of(vocabulary, tokenizer, text)] == []
+    assert [text for text in others if is_of(vocabulary, tokenizer, text)] == []
+
+
+@pytest.mark.parametrize(("grammar", "expected"), [
+    ('foo ::= "a"', "there is no rule root"), ("root ::= foo", "the rule root names foo, which is no rule"),
+    ('root ::= "a', "the text ends in the midst"), ("root ::= [ab", "the text ends in the midst"),
+    ('root ::= "a"\n | "b"', "line 2: a name"),
+    ('root ::= ("a"', "a closing parenthesis"), ('root ::= "a")', "the end of the line"), ('root ::= "a"{2,1}', "how often"),
+    ("root ::= [b-a]", "ends before it begins"), ("root ::= []", "holds nothing"), ('root ::= "\\ud800"', "no such character"),
+    ('root ::= "\\q"', "no such character"), ('root "a"\nb ::= "b"', "::= was expected"), ("root ::= <think>", "a name was expected"),
+    ("root ::= " + "(" * 9000 + '"a"' + ")" * 9000, "nested too deeply")])
+def test_what_is_wrong_is_one_line(grammar, expected):
+    with pytest.raises(GbnfError) as refused:
+        to_lark(grammar)
+    assert expected in str(refused.value) and "\n" not in str(refused.value)
+    with pytest.raises(UsageError, match="--grammar: the grammar: "):
+        grammar_form(grammar)
