@@ -36,7 +36,8 @@ def pool():
 
 def make(pool, kv="32bit", heads=6, kv_heads=2, head_dim=24, window=None, softcap=None, shape=SHAPE, layers=1, only=None) -> KVCache:
     """A cache with CPU storage for every layer."""
-    ops = CpuOps(pool, Dims(8, heads, kv_heads, head_dim, 8, 8, chunk=shape.chunk, ctx=shape.ctx, rows=1), default_registry(only))
+    ops = CpuOps(pool, Dims(8, heads, kv_heads, head_dim, 8, 8, chunk=shape.chunk, ctx=shape.ctx, rows=1,
+                             packed_kv=codec(kv).is_packed), default_registry(only))
     spec = AttnSpec(heads, kv_heads, head_dim, head_dim**-0.5, window, softcap)
     return open_cache([ops] * layers, [spec] * layers, codec(kv), shape)
 

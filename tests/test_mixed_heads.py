@@ -128,3 +128,10 @@ def test_working_memory_is_the_most_that_a_layer_needs():
     assert [(own.kv_heads, own.head_dim) for own in DIMS.alike] == [(2, 32), (1, 64), (4, 16)]
     assert whole == {name: max(plan[name] for plan in plans) for name in whole} and whole not in plans[:1]
     assert card_workspace(DIMS, 8, 8) == max(card_workspace(own, 8, 8) for own in DIMS.alike)
+
+
+def test_packed_pages_ask_for_a_workspace_that_has_room_for_them(pool: ThreadPool) -> None:
+    small = CpuOps(pool, replace(DIMS, packed_kv=False))
+    with pytest.raises(ValueError, match="packed_kv"):
+        open_cache([small] * len(SPECS), SPECS, codec("4bit"), SHAPE)
+    open_cache([small] * len(SPECS), SPECS, codec("16bit"), SHAPE)

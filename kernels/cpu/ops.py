@@ -235,9 +235,12 @@ class CpuOps(Jobs):
 
     def kv_layer(self, layout: PageLayout, exact: np.ndarray, sealed: np.ndarray, scale: float, window: int | None,
                  softcap: float | None, codec: object | None = None, beside: np.ndarray | None = None) -> LayerPages:
-        """Storage of one layer's KV pages over host memory; `codec` packs sealed pages, where they are, and its `better` those `beside`."""
+        """Storage of one layer's KV pages over host memory; `codec` packs sealed pages, where they are, and its `better` those `beside`.
+        Raises ValueError for packed ones that the workspace was not sized for: kernels would write behind its end."""
         from .kv_pages import pages_of
 
+        if codec is not None and codec.is_packed and not self.dims.packed_kv:
+            raise ValueError("packed pages ask for a workspace of Dims with packed_kv")
         return pages_of(self, layout, exact, sealed, scale, window, softcap, codec, beside)
 
     def close(self) -> None:
