@@ -35,9 +35,13 @@ PUBLISHED = {
         "torch_dtype": "float16", "use_cache": True, "use_qk_norm": True, "vocab_size": 256_000},
     "hunyuan_v1_moe": {  # A13B
         "add_classification_head": False, "architectures": ["HunYuanMoEV1ForCausalLM"], "attention_bias": False, "attention_dropout": 0.1,
+        "auto_map": {"AutoConfig": "configuration_hunyuan.HunYuanConfig", "AutoModel": "hunyuan.HunYuanModel",
+                     "AutoModelForCausalLM": "hunyuan.HunYuanMoEV1ForCausalLM"},
         "attention_head_dim": 128, "bos_token_id": 1, "cla_share_factor": 2, "class_num": 0, "dense_list": [4096, 0], "eod_token_id": 3,
         "eos_token_id": 7, "head_dim": 128, "im_end_id": 5, "im_newline_id": 11, "im_start_id": 4, "intermediate_size": 3072,
         "mask_init_id": 12, "max_position_embeddings": 32_768, "mlp_bias": False, "moe_drop_tokens": False,
+        "qk_nope_head_dim": None, "qk_rope_head_dim": None, "use_mla": False, "v_head_dim": None,
+        "group_limited_greedy": False, "n_group": False, "routed_scaling_factor": False,
         "moe_intermediate_size": [3072] * 4, "moe_layer_num_skipped": 0, "moe_random_routing_dropped_token": False, "moe_topk": [8] * 4,
         "norm_type": "rms", "num_experts": 64, "num_shared_expert": [1] * 4, "pad_id": 127_961, "pool_type": "last", "rope_scaling": {
             "alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "type": "dynamic"},
@@ -66,7 +70,8 @@ def test_published_configs_are_known_to_the_last_key(family: str) -> None:
     ("hunyuan_v1_moe", "moe_layer_num_skipped", 1), ("hunyuan_v1_moe", "use_mixed_mlp_moe", False), ("hunyuan_v1_moe", "moe_topk", 65),
     ("nemotron", "rope_percent", 0.25), ("nemotron", "sliding_window", 512), ("stablelm", "qk_layernorm", True),
     ("stablelm", "use_parallel_residual", True), ("stablelm", "attention_bias", True), ("hunyuan_v1_moe", "num_experts", 0),
-    ("hunyuan_v1_moe", "moe_router_use_sigmoid", True)])
+    ("hunyuan_v1_moe", "moe_router_use_sigmoid", True), ("hunyuan_v1_moe", "auto_map", {"AutoModel": "modeling_evil.HunYuanModel"}),
+    ("hunyuan_v1_moe", "routed_scaling_factor", 2.5), ("hunyuan_v1_moe", "use_mla", True)])
 def test_what_a_family_cannot_do_is_named(family: str, key: str, value: object) -> None:
     refused({**base(family), key: value}, "num_experts_per_tok" if value == 65 else key)
 

@@ -6,26 +6,33 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ..config import MAX_LAYERS, ModelConfig
-from ..config_reader import ConfigError, Keys
+from ..config_reader import ConfigError, Keys, show
 from . import TensorRule, hunyuan_v1_dense
+from .deepseek_v3 import refuse_other_code
 from .hunyuan_v1_dense import attention_names, block, outer_tensors
 from .mixtral import MOST_EXPERTS, expert_tensors, mixture
 from .qwen3_moe import NAMES
 
 __all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
 
-KEYS_USED = hunyuan_v1_dense.KEYS_USED | {"moe_intermediate_size", "moe_topk", "num_experts", "num_experts_per_tok", "num_local_experts",
-                                          "num_shared_expert"}
+KEYS_USED = hunyuan_v1_dense.KEYS_USED | {"auto_map", "moe_intermediate_size", "moe_topk", "num_experts", "num_experts_per_tok",
+                                          "num_local_experts", "num_shared_expert", "routed_scaling_factor"}
 # Of training, and of choices among groups, which the published ones do not make.
 KEYS_HARMLESS = hunyuan_v1_dense.KEYS_HARMLESS | {
     "capacity_factor", "ep_size", "moe_drop_tokens", "moe_random_routing_dropped_token", "n_group", "n_routed_experts", "n_shared_experts",
     "output_router_logits", "topk_group", "topk_method"}
 REFUSED_UNLESS: Mapping[str, object] = {
     **hunyuan_v1_dense.REFUSED_UNLESS, "group_limited_greedy": False, "moe_layer_num_skipped": 0, "moe_router_enable_expert_bias": False,
-    "moe_router_use_sigmoid": False, "norm_topk_prob": True, "routed_scaling_factor": 1.0, "use_mixed_mlp_moe": True}
+    "moe_router_use_sigmoid": False, "norm_topk_prob": True, "qk_nope_head_dim": None, "qk_rope_head_dim": None,
+    "use_mixed_mlp_moe": True, "use_mla": False, "v_head_dim": None}
 
 
 def config(keys: Keys) -> ModelConfig:
+    refuse_other_code(keys, r"(configuration_hunyuan|modeling_hunyuan|hunyuan)\.HunYuan\w+")
+    factor = keys.raw.get("routed_scaling_factor") if keys.holds("routed_scaling_factor") else None
+    if factor and factor != 1.0:  # their first code says false for none
+        raise ConfigError(f"config.json: routed_scaling_factor = {show(factor)} is not supported for hunyuan_v1_moe models",
+                          "published models of this family have none")
     layers, width = keys.integer("num_hidden_layers", high=MAX_LAYERS), keys.integer("intermediate_size", high=2**22)
     for name, only in (("moe_intermediate_size", width), ("num_shared_expert", 1)):
         if (stated := same_for_all(keys, name, layers, only)) != only:
