@@ -37,7 +37,9 @@ SCHEMA, GRAMMAR = "--schema", "--grammar"
 LENIENT = 'leave it out; "x-guidance": {"lenient": true} in the schema passes over it'
 HINTS = {"Unimplemented keys": LENIENT, "Unknown format": LENIENT, "oneOf constraints": 'write anyOf for oneOf; "x-guidance": '
          '{"coerce_one_of": true} in the schema reads it so'}
+ITSELF = """GBNF itself, as 'root ::= "yes" | "no"', or """
 # What programs that ask a server for answers of a schema put around it.
+MOST_SAID = 300  # of a grammar that is wrong the library shows all
 ENVELOPE = "json_schema"
 ENVELOPES = ("response_format", ENVELOPE, "schema")
 # One of these is in every schema that says something; beside them JSON Schema lets stand whatever it does not know.
@@ -97,18 +99,26 @@ def schema_form(asked: str) -> Form:
     try:
         grammar = _library().LLMatcher.grammar_from_json_schema(schema, defaults=SPACE)
     except ValueError as error:  # a number of more than 64 bits, half a surrogate pair
-        raise UsageError(f"{SCHEMA}: {name}: {_line(error)[:200]}", "numbers of at most 64 bits, and text that has UTF-8") from None
+        raise UsageError(f"{SCHEMA}: {name}: {_line(error)}", "numbers of at most 64 bits, and text that has UTF-8") from None
     return _judged(Form(grammar, SCHEMA, name))
 
 
 def grammar_form(asked: str) -> Form:
     """The form of `--grammar`: a file in GBNF, as llama.cpp reads it, or in Lark's notation; or GBNF itself. Raises UsageError."""
-    name, text = ("the grammar", asked) if RULE.search(asked) else (asked, _read(asked, GRAMMAR, ""))
+    name, text = ("the grammar", asked) if RULE.search(asked) else (asked, _read(asked, GRAMMAR, ITSELF))
+    def form(lark: str) -> Form:
+        return _judged(Form(_library().LLMatcher.grammar_from_lark(lark), GRAMMAR, name))
+
+    if not RULE.search(text):
+        return form(text)
     try:
-        lark = to_lark(text) if RULE.search(text) else text
+        whole, cut = to_lark(text), to_lark(text, as_one=False)
     except GbnfError as error:
         raise UsageError(f"{GRAMMAR}: {name}: {error}", "GBNF begins with `root ::=`, Lark with `start:`") from None
-    return _judged(Form(_library().LLMatcher.grammar_from_lark(lark), GRAMMAR, name))
+    try:
+        return form(whole)
+    except UsageError:
+        return form(cut)  # as one terminal it was too much
 
 
 def form_of(schema: str | None, grammar: str | None) -> Form | None:
@@ -242,4 +252,4 @@ def _read(asked: str, flag: str, also: str) -> str:
 def _line(error: object) -> str:
     """What was said, on one line, without what the matcher tells of itself."""
     said = " ".join(str(error).partition("<state>")[0].split())
-    return "nothing can come next" if said == "NoExtensionBias" else said
+    return "nothing can come next" if said == "NoExtensionBias" else said if len(said) <= MOST_SAID else f"{said[:MOST_SAID]}…"

@@ -20,6 +20,7 @@ LETTERS = {"n": "\n", "r": "\r", "t": "\t"}
 NOTHING, ANY = '""', "/(?s:.)/"
 ROOT = "root"
 MOST = "*+?"
+DEEPEST = 500  # rules in one another: llguidance takes the program's stack for each, and has no limit of its own
 
 
 class GbnfError(ValueError):
@@ -43,8 +44,8 @@ class Node:
             yield from part.names()
 
 
-def to_lark(text: str) -> str:
-    """The grammar in Lark's notation. Raises GbnfError."""
+def to_lark(text: str, as_one: bool = True) -> str:
+    """The grammar in Lark's notation, `as_one` terminal where it may be. Raises GbnfError."""
     try:
         rules = _Parser(text).rules()
         if ROOT not in rules:
@@ -53,7 +54,7 @@ def to_lark(text: str) -> str:
             for other in rule.names():
                 if other not in rules:
                     raise GbnfError(f"the rule {name} names {other}, which is no rule")
-        return _Writer(rules).written()
+        return _Writer(rules).written(as_one)
     except RecursionError:
         raise GbnfError("it is nested too deeply") from None
 
@@ -187,9 +188,9 @@ class _Writer:
     rules: dict[str, Node]
     terminals: dict[str, str] = field(default_factory=dict)  # text -> name
 
-    def written(self) -> str:
-        order = self._reached()
-        whole = not self._recurs(order)
+    def written(self, as_one: bool) -> str:
+        order, recurs = self._reached()
+        whole = as_one and not recurs
         self._names = {name: f"r{number}_{re.sub('[^a-z0-9]', '_', name.lower())}" for number, name in enumerate(order)}
         if whole:
             self._names = {name: made.upper() for name, made in self._names.items()}
@@ -198,19 +199,24 @@ class _Writer:
         lines += [f"{name}: {text}" for text, name in self.terminals.items()]
         return "%llguidance {}\n" + "\n".join(lines) + "\n"
 
-    def _reached(self) -> list[str]:
-        found = [ROOT]
-        for name in found:
-            found += [other for other in dict.fromkeys(self.rules[name].names()) if other not in found]
-        return found
-
-    def _recurs(self, order: list[str]) -> bool:
-        """Does a rule, by whatever way, name itself?"""
-        left = {name: {*self.rules[name].names()} for name in order}
-        while ends := [name for name, others in left.items() if others.isdisjoint(left)]:
-            for name in ends:
-                del left[name]
-        return bool(left)
+    def _reached(self) -> tuple[list[str], bool]:
+        """The rules that one comes to from the first, and whether one names itself, by whatever way."""
+        found: dict[str, None] = {}
+        above, left, recurs = [""], [iter((ROOT,))], False
+        while left:
+            name = next(left[-1], None)
+            if name is None:
+                left.pop()
+                above.pop()
+            elif name in found:
+                recurs = recurs or name in above
+            else:
+                found[name] = None
+                above.append(name)
+                left.append(iter(dict.fromkeys(self.rules[name].names())))
+            if len(above) > DEEPEST:
+                raise GbnfError(f"more than {DEEPEST} rules lie in one another")
+        return [*found], recurs
 
     def _plain(self, node: Node) -> str:
         """As it stands."""

@@ -77,6 +77,12 @@ def test_a_file_with_a_mark_of_its_bytes(tmp_path):
     assert grammar_form(str(tmp_path / "own.gbnf")).grammar == grammar_form('root ::= "fox"').grammar
 
 
+def test_a_grammar_that_is_no_file_tells_how_one_is_given_itself():
+    with pytest.raises(UsageError) as refused:
+        grammar_form("yes|no")
+    assert refused.value.hint.startswith("GBNF itself, as 'root ::= ")
+
+
 @pytest.mark.parametrize("text", [b"[1]", b"\xff{", b"3"])
 def test_a_file_that_is_no_schema_is_one_line(tmp_path, text):
     (tmp_path / "own.json").write_bytes(text)

@@ -17,7 +17,7 @@ from effllm.runtime.constraint import Vocabulary, grammar_form
 from effllm.runtime.gbnf import GbnfError, to_lark
 
 sys.path.insert(0, str(Path(__file__).parent))
-from test_constraint import engine, tokenizer
+from test_constraint import engine, narrowed, tokenizer
 
 __all__ = ["engine", "tokenizer"]  # fixtures
 
@@ -122,3 +122,24 @@ def test_what_is_wrong_is_one_line(grammar, expected):
     assert expected in str(refused.value) and "\n" not in str(refused.value)
     with pytest.raises(UsageError, match="--grammar: the grammar: "):
         grammar_form(grammar)
+
+
+def chain(rules: int) -> str:
+    names = "".join(f'r{number} ::= "w" r{number + 1}\n' for number in range(rules))
+    return f'root ::= r0\n{names}r{rules} ::= "x"'
+
+
+def test_rules_in_one_another_have_an_end(opened, tokenizer):
+    """Past some 1,500 the library ends the whole program."""
+    vocabulary = opened(chain(400))
+    assert tokenizer.vocabulary()["w"] in narrowed(vocabulary.begin(), vocabulary.rows)
+    with pytest.raises(UsageError, match="more than 500 rules lie in one another"):
+        grammar_form(chain(3000))
+
+
+def test_what_is_too_much_for_one_terminal_is_cut(opened, tokenizer):
+    double = "".join(f"r{number} ::= r{number + 1} r{number + 1}\n" for number in range(40))
+    assert is_of(opened(f'root ::= r0\n{double}r40 ::= "x"?'), tokenizer, "")
+    with pytest.raises(UsageError) as refused:
+        grammar_form("root ::= " + "(" * 100 + '"x"' + ")?" * 100)
+    assert "too deeply nested" in refused.value.message and len(refused.value.message) < 400
