@@ -24,7 +24,7 @@ EXAMPLES = """examples
   effllm bench fable -p 512 -n 64
   effllm bench --synthetic tinyllama-1.1b --bits 4 -d 0,1024 -r 5 -o json
 
-With --spec lookup or --draft the model writes its likeliest text instead of reading random tokens.
+With --spec lookup, --spec mtp or --draft the model writes its likeliest text instead of reading random tokens.
 """
 
 Synthetic = Annotated[str | None, flag(MEASURE, "--synthetic", "SHAPE", "random weights of a named shape or a config.json")]

@@ -25,6 +25,7 @@ CALLED = {"--max-tokens": "-n", "--num-predict": "-n", "--max-new-tokens": "-n",
           "--kv-bits": "--kv", "--reverse-prompt": "--stop", "-r": "--stop", "-j": "--schema", "--mmap": "--load", "--num-gpu": "-ngl",
           "--num-thread": "-t", "--q-bits": "--bits", "-q": "--bits", "--quantize": "--bits", "--mlx-path": "-o", "--outfile": "-o",
           "--outtype": "--type"}
+BITS = "--bits"
 # A flag of elsewhere -> what to type instead.
 INSTEAD = {
     **dict.fromkeys(("-m", "--model", "--hf-path"), f"the model stands after the command, without a flag: {RUN}"),
@@ -91,6 +92,8 @@ def flag_hint(command: Any, name: str) -> str:
     """The next step for a flag that a command does not have; empty where nothing is known of it."""
     if name in ("-v", "-V") and "--version" in flags_of(command):
         return "here it is effllm --version"
+    if any({name, SAME.get(name)} & {*flags_of(each)} for each in getattr(command, "commands", {}).values()):
+        return f"a flag stands behind the command that it is for: effllm COMMAND {name}"
     here = CALLED.get(name)
     if here is not None and here in flags_of(command):
         return f"here it is {here}: {command_path(command)} --help"
@@ -130,11 +133,24 @@ def understood(command: Any, line: Sequence[str]) -> list[str]:
     for place, word in enumerate(line):
         if word == "--":
             return [*words, *line[place:]]
-        if not is_value and word.startswith("-"):
+        if is_value and words[-1] == BITS:
+            judge_bits(command, word)
+        elif not is_value and word.startswith("-"):
             word = own_name(command, known, word)
+            name, equals, value = word.partition("=")
+            if equals and name == BITS and name in known:
+                judge_bits(command, value)
         is_value = not is_value and known.get(word, False)
         words.append(word)
     return words
+
+
+def judge_bits(command: Any, given: str) -> None:
+    """Raises UsageError for a value of --bits that is no number: it may be a format, which is asked for elsewhere."""
+    if not given.removeprefix("-").isdigit():
+        elsewhere = f"{command_path(command)} MODEL -o DIR --spec SPEC" if "--spec" in flags_of(command) and command.name == "quantize" \
+            else f"{command_path(command)} MODEL:ternary"
+        raise UsageError(f"{BITS} is 8, 6, 5, 4, 3 or 2, not {given!r}", f"ternary and other formats: {elsewhere}")
 
 
 def own_name(command: Any, known: Mapping[str, bool], word: str) -> str:

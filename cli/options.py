@@ -126,8 +126,9 @@ class RunFlags(EngineFlags):
     """Where and how a model runs that writes."""
 
     spec: Annotated[Literal["auto", "off", "lookup", "mtp"] | None, flag(COMPUTE, "--spec", "auto|off|lookup|mtp",
-                                                                         "draft several tokens a pass, from the text or by the "
-                                                                         "model's own layer for it (mtp): by the plan (auto)")] = None
+                                                                         "guesses that a pass verifies, with the same text: "
+                                                                         "lookup from what was said, mtp also by the model's "
+                                                                         "own layer for it, auto what pays (auto)")] = None
     draft: Annotated[str | None, flag(COMPUTE, "--draft", "MODEL", "let a small model of the same tokenizer draft")] = None
     predict_neurons: Annotated[bool, flag(COMPUTE, "--predict-neurons", "", "read neurons before it is certain that they are used")] = False
 
@@ -205,8 +206,10 @@ class AnswerFlags(Group):
     system: Annotated[str | None, flag(ANSWER, "-s --system", "TEXT", "the system prompt")] = None
     predict: Annotated[int | None, flag(ANSWER, "-n --predict", "N", "tokens to write at most; -1 is no limit (-1)")] = None
     stop: Annotated[list[str] | None, flag(ANSWER, "--stop", "TEXT", "end before this text; may be repeated")] = None
-    schema: Annotated[str | None, flag(ANSWER, "--schema", "FILE|json", "the answer is JSON of this schema, or any object")] = None
-    grammar: Annotated[str | None, flag(ANSWER, "--grammar", "FILE", "the answer is of this grammar, in GBNF or Lark")] = None
+    schema: Annotated[str | None, flag(ANSWER, "--schema", "FILE|{…}|json", "the answer is JSON: of the schema in this file, or "
+                                            "written here; json is any object")] = None
+    grammar: Annotated[str | None, flag(ANSWER, "--grammar", "FILE|GBNF", "the answer is of the grammar in this file (GBNF or "
+                                             "Lark), or written here (GBNF)")] = None
     think: Annotated[Literal["auto", "on", "off"] | None, flag(ANSWER, "--think", "auto|on|off",
                                                                "let a model reason first, dim on stderr (auto)")] = None
     overflow: Annotated[Literal["error", "shift"] | None, flag(ANSWER, "--overflow", "error|shift",

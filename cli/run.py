@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .. import UsageError, typed
+from .. import ModelNotFound, UsageError, typed
 from .environment import OutputClosed, OutputFailed
 from .errors import INTERRUPTED
 from .flags import add_command, flag, is_typed
-from .habits import remark_on_number
+from .habits import is_model, remark_on_number
 from .interrupt import asked_to_end, end_if_asked
 from .loading import at_bits, at_hand, find_or_absent, judge, open_session, where_typing_shows, with_draft
 from .options import ANSWER, AnswerFlags, AnyModel, Json, RunFlags, SamplingFlags, SessionFlags, ShowFlags, WeightFlags, Yes
@@ -53,7 +53,12 @@ def run(context: typer.Context, model: AnyModel = None, prompt: Prompt = None, f
         raw = holds(answer, saving, screen)
     if raw:
         answer, saving = beside_raw(answer, saving, screen)
-    found = find_or_absent(model, screen, yes)
+    try:
+        found = find_or_absent(model, screen, yes)
+    except ModelNotFound as error:
+        if prompt is not None and type(error) is ModelNotFound and is_model(prompt, screen.environment.variables):
+            error.hint = f"the model comes first, then the prompt: effllm run {typed(prompt)} {typed(model)}"
+        raise
     judge(answer, sampling, engine, saving)
     remark_on_number(answer, screen)
     text = read_prompt(prompt, file, screen)

@@ -218,7 +218,8 @@ def _container(jobs: tuple[BundleJob, ...], writer: FolderWriter, config: ModelC
 
 def _notices(layout: BundleLayout, config: ModelConfig, gate_sparsity: float | None) -> Iterator[str]:
     if gate_sparsity is not None:
-        yield f"{gate_sparsity:.0%} of the gates are left out from now on: answers change (effllm eval kld OUT --against MODEL)"
+        yield (f"{gate_sparsity:.0%} of the gates are left out from now on: answers change, by how much tells "
+               "`effllm eval kld OUT --against MODEL --text FILE`")
     what = "a row of up and a column of down" if layout.has_up else "a column of down"
     room = "" if layout.stride == layout.used else f", padded from {layout.used}: reads are of whole blocks"
     yield f"a neuron is {what}, {layout.stride} bytes{room}; {config.intermediate_size} neurons a layer"
@@ -236,4 +237,4 @@ def _rows(jobs: tuple[BundleJob, ...], store: TensorStore) -> Iterator[SizeRow]:
         own = [job for job in jobs if (kind if (kind := kind_of(job.role)) in (*MATRICES, ROLE) else OTHER) == name]
         if own:
             yield SizeRow(name, len(own), sum(prod(tensor.shape) for job in own for tensor in job.sources), _stored(own, store),
-                          sum(job.stored.nbytes for job in own), tuple(dict.fromkeys(job.stored.spec.scheme for job in own)))
+                          sum(job.stored.nbytes for job in own), tuple(dict.fromkeys(str(job.stored.spec) for job in own)))

@@ -240,7 +240,7 @@ def _absent(reference: Reference, repo: str, message: str, hint: str, entry: Cat
 def _absent_entry(reference: Reference, entry: CatalogEntry, env: Mapping[str, str]) -> Absent:
     label = entry.repo if entry.repo == reference.name else f"{entry.alias} ({entry.repo})"
     at = f" at {reference.revision}" if reference.revision else ""
-    return _absent(reference, entry.repo, f"{label}{at} is not on this machine: {entry.size_bytes / 1e9:.3g} GB to load, licence "
+    return _absent(reference, entry.repo, f"{label}{at} is not on this machine: {format_size(entry.size_bytes)} to load, licence "
                    f"{entry.licence or NOT_STATED}" + (", gated" if entry.gated else ""), pull_hint(entry, reference.to_pull), entry)
 
 

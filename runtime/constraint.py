@@ -80,7 +80,8 @@ def schema_form(asked: str) -> Form:
     """The form of `--schema`: a file, the schema itself where it begins with a brace, or `json`. Raises UsageError."""
     inline = asked.lstrip().startswith("{")
     name = "the schema" if inline else asked
-    text = '{"type": "object"}' if asked == ANY_OBJECT else asked if inline else _read(asked, SCHEMA, f"{ANY_OBJECT} for any object, or ")
+    also = f"{ANY_OBJECT} for any object, the schema itself, or "
+    text = '{"type": "object"}' if asked == ANY_OBJECT else asked if inline else _read(asked, SCHEMA, also)
     try:
         schema = json.loads(text)
     except ValueError as error:

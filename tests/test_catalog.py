@@ -178,7 +178,7 @@ def test_an_alias_whose_files_are_in_the_cache(env: dict[str, str]) -> None:
 
 def test_an_alias_whose_files_are_absent(env: dict[str, str]) -> None:
     error = failed("llama3", env)
-    assert "16.1 GB" in error.message and "gated" in error.message and "effllm pull llama3 (without a gate: qwen3-8b)" in error.hint
+    assert "14.99 GiB" in error.message and "gated" in error.message and "effllm pull llama3 (without a gate: qwen3-8b)" in error.hint
     open_one = failed("qwen3-0.6b", env)
     assert "gated" not in open_one.message and open_one.hint == "effllm pull qwen3-0.6b"
     assert failed("org/name", env).hint == "effllm pull org/name"

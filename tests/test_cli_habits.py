@@ -79,10 +79,23 @@ def test_names_that_both_have_are_taken() -> None:
     (("-hf", "org/repo", "hi"), "effllm run org/repo:Q4_K_M"), (("fable", "hi", "--max-tokens", "5"), "here it is -n"),
     (("fable", "hi", "--num-ctx", "512"), "here it is -c"), (("fable", "hi", "--verbose"), "here it is --stats"),
     (("fable", "hi", "--mlock"), "--load mmap"), (("fable", "hi", "--kv", "q4_0"), "use 4bit"), (("fable", "hi", "-c", "0"), "left away"),
-    (("fable", "hi", "--ram", "6"), "--ram 6G")])
+    (("fable", "hi", "--ram", "6"), "--ram 6G"), (("fable", "hi", "--bits", "ternary"), "effllm run MODEL:ternary"),
+    (("fable", "hi", "--bits=4bit"), "effllm run MODEL:ternary")])
 def test_a_flag_of_elsewhere_is_answered_with_the_next_step(words: tuple[str, ...], hint: str) -> None:
     code, out, err = typed("run", *words)
     assert (code, out) == (2, "") and hint in " ".join(err.split()), err
+
+
+@pytest.mark.parametrize(("words", "hint"), [
+    (("--no-color", "list"), "hint: a flag stands behind the command that it is for: effllm COMMAND --no-color"),
+    (("--temperature", "0", "run", "fable"), "behind the command that it is for: effllm COMMAND --temperature"),
+    (("--nonsense", "run"), "hint: effllm --help"),
+    (("quantize", "fable", "-o", "x", "--bits", "ternary"), "quantize MODEL -o DIR --spec SPEC"),
+    (("run", "hi", "fable"), "hint: the model comes first, then the prompt: effllm run fable hi"),
+    (("run", "two words", "fable"), "then the prompt: effllm run fable 'two words'")])
+def test_words_in_another_order(words: tuple[str, ...], hint: str) -> None:
+    code, out, err = typed(*words)
+    assert code in (2, 3) and out == "" and hint in " ".join(err.split()), err
 
 
 def test_a_hint_stands_without_flags_that_are_only_written_alike() -> None:

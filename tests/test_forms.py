@@ -48,6 +48,13 @@ def test_what_a_hint_says_helps(schema, key):
     assert schema_form(json.dumps(json.loads(schema) | {"x-guidance": {key: True}}))
 
 
+def test_hints_of_a_file_that_is_not_there_say_what_else_could_be_written():
+    for flags, expected in ((("a.json", None), "the schema itself"), ((None, 'root := "a"'), "GBNF itself")):
+        with pytest.raises(UsageError) as refused:
+            form_of(*flags)
+        assert expected in refused.value.hint
+
+
 def test_what_a_form_that_cannot_be_met_says_is_short(engine, tokenizer):
     for form in (grammar_form("root ::= root"), schema_form('{"$ref": "#"}')):
         with pytest.raises(EffllmError) as refused:

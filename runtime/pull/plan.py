@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ... import ModelNotFound, UsageError
+from ...offload.size import format_size
 from ...quant.spec import QuantSpec
 from .. import half_made, hub, storage
 from ..aliases import CatalogEntry, catalog, open_alternative
@@ -157,8 +158,8 @@ def plan_pull(wish: Wish, client: Client, env: Mapping[str, str], options: Engin
             head = read_head(repository, files, client)
             config, count = head.config, head.nbytes_read
     except Gated as error:
-        size = sum(file.size for file in files) / 1e9
-        raise Gated(f"{error.message} ({size:.3g} GB, licence {licence or 'not stated'})",
+        size = sum(file.size for file in files)
+        raise Gated(f"{error.message} ({format_size(size)}, licence {licence or 'not stated'})",
                     error.hint + (f"; of about the same size without a gate: effllm pull {alternative}" if alternative else "")) from error
     nbytes_read += count
     distinct = {file.etag: file for file in files}.values()
