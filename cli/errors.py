@@ -115,6 +115,8 @@ def usage_hint(error: typer.TyperException) -> str:
     missing = getattr(getattr(error, "param", None), "metavar", None) if "missing argument" in error.format_message().lower() else None
     if missing == "MODEL":
         return f"effllm list shows the models that are here: {context.command_path} fable"
+    if "missing option" in error.format_message().lower():
+        return f"{context.command_path} MODEL {error.param.opts[0]} {error.param.metavar}: {context.command_path} --help"
     surplus = "unexpected extra argument" in error.format_message()
     return (surplus and UNQUOTED.get(context.command_path.removeprefix("effllm "))) or f"{context.command_path} --help"
 

@@ -24,7 +24,7 @@ CALLED = {"--max-tokens": "-n", "--num-predict": "-n", "--max-new-tokens": "-n",
           "--context-length": "-c", "--max-kv-size": "-c", "--verbose": "--stats", "-v": "--stats", "--format": "--json",
           "--kv-bits": "--kv", "--reverse-prompt": "--stop", "-r": "--stop", "-j": "--schema", "--mmap": "--load", "--num-gpu": "-ngl",
           "--num-thread": "-t", "--q-bits": "--bits", "-q": "--bits", "--quantize": "--bits", "--mlx-path": "-o", "--outfile": "-o",
-          "--outtype": "--type"}
+          "--outtype": "--type", "--model-draft": "--draft", "--draft-model": "--draft"}
 BITS = "--bits"
 # A flag of elsewhere -> what to type instead.
 INSTEAD = {
@@ -36,6 +36,14 @@ INSTEAD = {
     **dict.fromkeys(("-no-cnv", "--no-conversation", "-st", "--single-turn"), f"a prompt on the line is answered once: {RUN}"),
     **dict.fromkeys(("-fa", "--flash-attn", "-b", "--batch-size", "-ub", "--ubatch-size", "--no-warmup", "--keepalive", "--color",
                      "--no-display-prompt", "-no-display-prompt"), "leave it away: it is always so, or chosen by the plan"),
+    **dict.fromkeys(("--n-cpu-moe", "-ncmoe", "--cpu-moe", "-cmoe", "-ot", "--override-tensor"),
+                    "leave it away: the plan says where each layer and expert lies; --ram and --vram bound it"),
+    **dict.fromkeys(("--chat-template", "--chat-template-file", "--jinja"), "leave it away: a model has its own; --raw does without"),
+    **dict.fromkeys(("--lora", "--adapter", "--adapter-path"), "an adapter is merged into its model once: effllm export MODEL -o DIR "
+                    "--lora ADAPTER, then effllm run DIR"),
+    **dict.fromkeys(("--image", "--mmproj", "--audio"), "the text part of a model alone runs in this version"),
+    "--format": "an answer in JSON: --schema json; the answer with what it cost as JSON: --json",
+    "-md": "here it is --draft: effllm run --help",
     **dict.fromkeys(("--mlock", "--no-mmap"), "leave it away: weights are read into memory (--load mmap maps the files)"),
 }
 # A command of elsewhere -> the one here, or in a sentence what stands for it.
@@ -94,10 +102,10 @@ def flag_hint(command: Any, name: str) -> str:
         return "here it is effllm --version"
     if any({name, SAME.get(name)} & {*flags_of(each)} for each in getattr(command, "commands", {}).values()):
         return f"a flag stands behind the command that it is for: effllm COMMAND {name}"
+    if command.name in ("run", "chat") and name in INSTEAD:
+        return INSTEAD[name]
     here = CALLED.get(name)
-    if here is not None and here in flags_of(command):
-        return f"here it is {here}: {command_path(command)} --help"
-    return INSTEAD.get(name, "") if command.name in ("run", "chat") else ""
+    return f"here it is {here}: {command_path(command)} --help" if here is not None and here in flags_of(command) else ""
 
 
 def meant_variable(name: str, own: Collection[str] = ()) -> str:

@@ -80,7 +80,11 @@ def test_names_that_both_have_are_taken() -> None:
     (("fable", "hi", "--num-ctx", "512"), "here it is -c"), (("fable", "hi", "--verbose"), "here it is --stats"),
     (("fable", "hi", "--mlock"), "--load mmap"), (("fable", "hi", "--kv", "q4_0"), "use 4bit"), (("fable", "hi", "-c", "0"), "left away"),
     (("fable", "hi", "--ram", "6"), "--ram 6G"), (("fable", "hi", "--bits", "ternary"), "effllm run MODEL:ternary"),
-    (("fable", "hi", "--bits=4bit"), "effllm run MODEL:ternary")])
+    (("fable", "hi", "--bits=4bit"), "effllm run MODEL:ternary"),
+    (("fable", "hi", "--lora", "x"), "effllm export MODEL -o DIR --lora ADAPTER"),
+    (("fable", "hi", "--format", "json"), "--schema json"), (("fable", "hi", "-md", "x"), "here it is --draft"),
+    (("fable", "hi", "--draft-model", "x"), "here it is --draft"), (("fable", "hi", "-ot", "exps=CPU"), "leave it away"),
+    (("fable", "hi", "--chat-template", "chatml"), "a model has its own"), (("fable", "hi", "--mmproj", "x"), "text part")])
 def test_a_flag_of_elsewhere_is_answered_with_the_next_step(words: tuple[str, ...], hint: str) -> None:
     code, out, err = typed("run", *words)
     assert (code, out) == (2, "") and hint in " ".join(err.split()), err
@@ -91,6 +95,8 @@ def test_a_flag_of_elsewhere_is_answered_with_the_next_step(words: tuple[str, ..
     (("--temperature", "0", "run", "fable"), "behind the command that it is for: effllm COMMAND --temperature"),
     (("--nonsense", "run"), "hint: effllm --help"),
     (("quantize", "fable", "-o", "x", "--bits", "ternary"), "quantize MODEL -o DIR --spec SPEC"),
+    (("quantize", "fable", "small", "Q4_K_M"), "effllm quantize MODEL -o DIR: effllm quantize --help"),
+    (("eval", "ppl", "fable"), "effllm eval ppl MODEL --text FILE: effllm eval ppl --help"),
     (("run", "hi", "fable"), "hint: the model comes first, then the prompt: effllm run fable hi"),
     (("run", "two words", "fable"), "then the prompt: effllm run fable 'two words'")])
 def test_words_in_another_order(words: tuple[str, ...], hint: str) -> None:
