@@ -216,9 +216,10 @@ class Adapter:
         if (info := store.tensors.get(name)) is not None:
             return info
         tail = name[name.find("layers.") :] if "layers." in name else name.rpartition(".")[0].rpartition(".")[2] + ".weight"
-        alike = [info for other, info in store.tensors.items() if other.endswith("." + tail) or other == tail]
+        said = _words(name, tail)
+        alike = [info for other, info in store.tensors.items() if (other.endswith("." + tail) or other == tail)
+                 and {*filter(str.isdigit, _words(other, tail))} == {*filter(str.isdigit, said)}]
         if len(alike) > 1:  # layers of text and of images: the part is told by the words before, in whatever order
-            said = _words(name, tail)
             near = [len(said & (words := _words(info.name, tail))) - len(said ^ words) for info in alike]
             alike = [info for info, score in zip(alike, near) if score == max(near)]
         if len(alike) != 1:

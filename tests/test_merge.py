@@ -21,7 +21,7 @@ from effllm.runtime.events import Notice
 from effllm.runtime.merge import Merged, merge
 
 sys.path.insert(0, str(Path(__file__).parent))
-from family_models import Case, assert_scored_as, text, written
+from family_models import DELTA, Case, assert_scored_as, text, written
 
 PREFIX, RANK, LAYER = "base_model.model.", 4, "model.layers.1."
 MODULES = ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")
@@ -295,6 +295,18 @@ def test_matrices_of_layers_of_images(tmp_path):
     own = adapter(tmp_path / "adapter", peft({f"model.{name.removeprefix('model.').removesuffix('.weight')}": pair}))
     merged(base, own, tmp_path / "out")
     assert_is(base, tmp_path / "out", {name: weights(base)[name].double() + 2.5 * (pair[1].double() @ pair[0].double())})
+
+
+def test_blocks_of_a_number_that_the_model_does_not_have(tmp_path):
+    """Where they are not called layers their number is among the words before."""
+    written(Case("qwen3_5_text", DELTA, images=True), base := tmp_path / "base")
+    name = next(each for each in weights(base) if ".blocks.0." in each and each.endswith("attn.qkv.weight")).removesuffix(".weight")
+    rows, columns = weights(base)[f"{name}.weight"].shape
+    pair = random(RANK, columns), random(rows, RANK)
+    other = adapter(tmp_path / "other", peft({name.replace(".blocks.0.", ".blocks.9."): pair}))
+    with pytest.raises(EffllmError, match="blocks.9.attn.qkv.weight', which the model does not have"):
+        merged(base, other, tmp_path / "out")
+    assert merged(base, adapter(tmp_path / "own", peft({f"base.{name}": pair})), tmp_path / "out").changed == 1
 
 
 def test_a_run_with_another_alpha_does_not_go_on_with_what_was_stopped(base, tmp_path):
