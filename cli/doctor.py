@@ -160,7 +160,7 @@ def show_roofs(screen: Screen, known: Roofs) -> None:
 
     machine = known.machine
     if machine is None:
-        screen.line("speed: not measured with so many threads; the same command without --no-probe measures it")
+        screen.pairs([("speed", "not measured with these kernels and so many threads; the same command without --no-probe measures it")])
         return
     screen.line(f"speed with {machine.threads} thread{'' if machine.threads == 1 else 's'}, measured {machine.date}")
     between = "" if machine.choice_s is None else f"; {1e6 * machine.choice_s:.0f} us until the next begins"

@@ -75,6 +75,7 @@ def test_what_was_measured_is_of_so_many_threads(tmp_path: Path, monkeypatch: py
         world = Environment(io.StringIO(), io.StringIO(), io.StringIO(), os.environ)
         assert main([*words, "--no-probe"], world) == 0, world.stderr.getvalue()
         assert ("speed with 3 threads" in world.stdout.getvalue()) == shown
+        assert ("speed  not measured with these kernels" in world.stdout.getvalue()) != shown
     asked = diagnose.roofs_wanted(os.environ, 3)
     assert asked.threads == 3 and roofs.known(asked).machine == known
     world = Environment(io.StringIO(), io.StringIO(), io.StringIO(), {})
