@@ -162,8 +162,9 @@ class Vocabulary:
         if matcher.is_error():
             self.refuse(matcher)
         half = _half(self._tokenizer.decode_bytes([*before[-4:]])) if said.endswith(UNFINISHED) else b""
-        begun = (said[:-1] if half else said).encode("utf-8", "replace") + half
-        if begun and not matcher.consume_tokens(self._tokenizer.tokenize_bytes(begun)):
+        begun = (said[:-1] if half else said).encode("utf-8", "replace").decode()
+        tokens = [*self._tokenizer.greedy_tokenize(begun), *self._tokenizer.tokenize_bytes(half)]  # as letters, also what a mark is called
+        if tokens and not matcher.consume_tokens(tokens):
             raise EffllmError(f"the answer so far is not of {self.form.flag} {self.form.name}", "ask again instead of going on with it")
         may_reason = may_reason and not said and (think is None or think.may_open)
         return Constraint(matcher, self, self.opening if may_reason else None, {} if said or inside else self.bare,

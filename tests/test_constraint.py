@@ -312,6 +312,13 @@ def test_an_answer_that_was_cut_in_a_character_goes_on(plain, tokenizer, tokens)
     assert session.messages[-1]["content"] == "日本語😀ä."
 
 
+def test_an_answer_that_speaks_of_a_mark_goes_on(engine, tokenizer):
+    vocabulary = schema_form('{"type": "string"}').opened(tokenizer, engine.config.vocab_size)
+    assert vocabulary.begin('"it ends by <|end|>"').is_whole
+    with pytest.raises(EffllmError, match="so far is not of"):
+        vocabulary.begin('"it ends"<|end|>')
+
+
 @pytest.mark.parametrize("stops", [['"age"'], []])
 def test_an_answer_that_something_else_ends_says_so(plain, tokenizer, stops):
     plain.reset()
