@@ -50,6 +50,7 @@ BESIDE_KERNELS = 3 << 20  # at most: what a run that needs kernels of another ki
 # What is imported when an answer ends, and small things that come and go: a chat over quantized weights and a packed cache took 1.1 MiB
 # more than all else that is counted.
 LATER = 2 << 20
+DEARER = 1.25  # from the disk for a token, for the room of a layer whose guesses give back more, where they are as right as published
 RESERVE = 64 << 20  # what the machine keeps for itself when no budget is given
 
 
@@ -332,7 +333,7 @@ def _with_own_layer(asked: Asked, chunk: int, container: Container | None,
                     planned: tuple[int, Placement]) -> tuple[Asked, tuple[int, Placement], int | None]:
     """What is asked and `planned` with the layer that the model drafts by, and the bytes of that and of its cache; as before, and None,
     where weights hold none, or come from the disk for want of its room, where nothing is drafted, or where the context would be shorter
-    than most."""
+    than most; unless it was asked for also where a token would read far more from the disk."""
     before = planned[1]
     picks = asked.options.kv_read == "sparse" and before.kv_pages is not None
     if before.slots or before.expert_slots is not None or picks or (asked.config.mixture is not None and before.residency is not None):
@@ -349,6 +350,7 @@ def _with_own_layer(asked: Asked, chunk: int, container: Container | None,
         return asked, planned, None
     after = found[1]
     away = after.residency is not None and before.residency is None or after.slots or after.expert_slots is not None
+    away = away or asked.options.spec != "mtp" and after.streamed_bytes > DEARER * before.streamed_bytes
     return (asked, planned, None) if away or after.ctx < min(before.ctx, AUTO_CTX) else (more, found, nbytes + cache)
 
 

@@ -237,10 +237,14 @@ def test_weights_from_the_disk(folder: Path, small: dict[str, Path], tmp_path: P
 def test_a_model_that_streams_anyway_drafts_by_it(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare, "_baseline", lambda kinds: 200 << 20)
     whole = planned(large, spec="off").placement.total_bytes
-    tight = planned(large, ram=f"{whole - (24 << 20)}")
+    tight = planned(large, ram=f"{whole - (24 << 20)}", spec="mtp")
     assert tight.placement.streamed_bytes and tight.speculating.mtp and tight.speculating.waits
     without = planned(large, ram=f"{whole - (24 << 20)}", spec="lookup")
-    assert 0 < without.placement.streamed_bytes < tight.placement.streamed_bytes
+    assert 0 < prepare.DEARER * without.placement.streamed_bytes < tight.placement.streamed_bytes
+    asks_nothing = planned(large, ram=f"{whole - (24 << 20)}")
+    assert asks_nothing.placement == without.placement and not asks_nothing.speculating.mtp, "for its room a token would read far more"
+    monkeypatch.setattr(prepare, "DEARER", 2.0)
+    assert planned(large, ram=f"{whole - (24 << 20)}").placement == tight.placement
     engine, resident = opened(large, ram=f"{whole - (24 << 20)}"), opened(large, spec="off")
     assert engine.placement.streamed_bytes
     engine.speculation = drafting(engine)
