@@ -206,7 +206,7 @@ class Speculation:
         self._costs.took(1 + len(draft), self._clock() - started)
         guessing = (started - began) / self._costs.alone if self._model else 0.0
         self._passes, self._drafted = self._passes + 1, self._drafted + len(draft)
-        self._cost += self._costs.ratio(1 + len(draft)) + guessing
+        self._cost += max(1.0, self._costs.ratio(1 + len(draft))) + guessing  # no less than one token's: that is a clock's noise
         return rows[0]
 
     def _rests(self) -> bool:

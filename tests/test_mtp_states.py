@@ -3,6 +3,7 @@
 import sys
 import tracemalloc
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -125,3 +126,13 @@ def test_contexts_of_every_length(engine: Engine, ctx: int) -> None:
             found.append(answer(other, IDS[: ctx - 2], 1 if overflow == "error" else ctx, GREEDY))
             other.close()
     assert found[:2] == found[2:]
+
+
+def test_wrong_guesses_are_never_a_gain(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the clock says that passes of several tokens took less than those of one."""
+    calls = count(1)  # three a pass: guesses take no time
+    made = Speculation((Silent(),), OwnDrafts(engine.model, engine.n_ctx, engine.prepared.shape.chunk), clock=lambda: next(calls) // 3)
+    monkeypatch.setattr(made._costs, "ratio", lambda tokens: 1.0 if tokens == 1 else 0.4)
+    begun(engine, made)
+    answer(engine, IDS[:37], 60, GREEDY)
+    assert made.counts.drafted and made.counts.gain <= made.counts.tokens_per_pass
