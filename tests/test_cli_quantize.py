@@ -315,13 +315,13 @@ def test_a_quantized_folder_runs_alone_and_on_load_says_the_same(made: Path, pri
 
 
 def test_a_plan_says_what_a_run_that_quantizes_takes(private: Path) -> None:
-    """What quantizing takes is gone when the run is planned."""
+    """What quantizing takes, more than all of the weights, is gone when the run is planned, but for modules that it needs."""
     commands = (("plan", "fable", "--no-probe"), ("run", "fable", "--raw", "hi", "-n", "2"))
     done = [subprocess.run([sys.executable, "-P", "-m", "effllm", *words, "--bits", "2", "--json"], capture_output=True, text=True)
             for words in commands]
     assert [each.returncode for each in done] == [0, 0], [each.stderr for each in done]
     plan, ran = (json.loads(each.stdout) for each in done)
-    assert abs(plan["total_bytes"] - ran["memory"]["planned_bytes"]) < 2 << 20
+    assert abs(plan["total_bytes"] - ran["memory"]["planned_bytes"]) < 4 << 20
 
 
 def test_quantizing_on_load_fails_as_it_does_by_itself(tmp_path: Path, private: Path) -> None:
