@@ -69,6 +69,7 @@ def peer() -> Iterator[object]:
     silent = module.llama_log_callback(lambda *_: None)
     module.llama_log_set(silent, ctypes.c_void_p(0))
     yield module
+    module.llama_log_set(module._logger.llama_log_callback, ctypes.c_void_p(0))  # `silent` ends here, and would be called by other tests
 
 
 @pytest.mark.peer
