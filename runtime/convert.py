@@ -205,7 +205,7 @@ def check_target(out: Path, replace: bool | None, source: Path | None = None) ->
     except CheckpointError:
         made = None
     if made is None:
-        raise UsageError(f"{out} exists and is not a model that effllm quantized", OTHER_FOLDER)
+        raise UsageError(f"{out} exists" + ("" if replace is None else " and is not a model that effllm quantized"), OTHER_FOLDER)
     if not replace:
         raise UsageError(f"{out} exists ({made.spec_text})", OTHER_FOLDER if replace is None else f"--force replaces it, or {OTHER_FOLDER}")
     if (other := foreign(out)) is not None:
