@@ -274,27 +274,26 @@ def test_a_head_that_was_trained_with_its_table(tmp_path):
     assert_is(base, tmp_path / "out", {"model.embed_tokens.weight": table.double() + 2.5 * (b.double() @ a.double()).T})
 
 
+def assert_changes_a_query(base: Path, part: str, called, tmp_path: Path) -> None:
+    """An adapter of the first layer's queries in a part of the model, under the name that a program has for them, changes those alone."""
+    name = next(each for each in weights(base) if each.endswith("layers.0.self_attn.q_proj.weight") and part in each)
+    rows, columns = weights(base)[name].shape
+    a, b = random(RANK, columns), random(rows, RANK)
+    merged(base, adapter(tmp_path / "adapter", peft({called(name): (a, b)})), tmp_path / "out")
+    assert_is(base, tmp_path / "out", {name: weights(base)[name].double() + 2.5 * (b.double() @ a.double())})
+
+
 @pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model.", "model."])
 @pytest.mark.parametrize("family", ["gemma3_text", "mistral"])
 def test_of_layers_of_text_and_of_images_those_of_the_text(tmp_path, family, prefix):
     """Both have matrices of the same names, and programs turn the words before round."""
     written(Case(family, images=True), base := tmp_path / "base")
-    name = next(each for each in weights(base) if each.endswith("layers.0.self_attn.q_proj.weight") and "language_model" in each)
-    rows, columns = weights(base)[name].shape
-    pair = random(RANK, columns), random(rows, RANK)
-    own = adapter(tmp_path / "adapter", peft({f"{prefix}layers.0.self_attn.q_proj": pair}))
-    merged(base, own, tmp_path / "out")
-    assert_is(base, tmp_path / "out", {name: weights(base)[name].double() + 2.5 * (pair[1].double() @ pair[0].double())})
+    assert_changes_a_query(base, "language_model", lambda name: f"{prefix}layers.0.self_attn.q_proj", tmp_path)
 
 
 def test_matrices_of_layers_of_images(tmp_path):
     written(Case("gemma3_text", images=True), base := tmp_path / "base")
-    name = next(each for each in weights(base) if each.endswith("layers.0.self_attn.q_proj.weight") and "vision" in each)
-    rows, columns = weights(base)[name].shape
-    pair = random(RANK, columns), random(rows, RANK)
-    own = adapter(tmp_path / "adapter", peft({f"model.{name.removeprefix('model.').removesuffix('.weight')}": pair}))
-    merged(base, own, tmp_path / "out")
-    assert_is(base, tmp_path / "out", {name: weights(base)[name].double() + 2.5 * (pair[1].double() @ pair[0].double())})
+    assert_changes_a_query(base, "vision", lambda name: f"model.{name.removeprefix('model.').removesuffix('.weight')}", tmp_path)
 
 
 def test_blocks_of_a_number_that_the_model_does_not_have(tmp_path):
