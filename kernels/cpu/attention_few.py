@@ -9,7 +9,7 @@ from numpy import float32, int64
 
 from ..compile import kernel
 from ..deferred import inlined
-from ..layout import F32, PAGE
+from ..layout import F32, PAGE, PageLayout
 from .arithmetic import MINUS_INF, ZERO, expand
 from .attention import (
     BLOCKS,
@@ -55,6 +55,8 @@ from .sharing import first_region, take
 from .stored_products import stored_outputs, stored_scores, turn_rows
 
 RUN = 4  # page blocks that a worker takes at a time: all but the first are asked for before they are needed
+MOST_ROWS = 64  # queries that a page is multiplied with while it is in the first-level cache
+FEW_BLOCKS = 36  # blocks of a table, 4,608 tokens, up to which all of a few tokens have room for partials
 
 
 @inlined()
@@ -180,8 +182,23 @@ def merge_few(args, worker, counter):
             o[i] = o[i] / l
 
 
+def most_tokens(floats: int, heads: int, layout: PageLayout, blocks: int) -> int:
+    """Tokens whose partials `floats` hold at a time, of those that `attend_few` takes at once; at least 1."""
+    return max(1, min(_tokens_of_rows(heads // layout.kv_heads), floats // (heads * blocks * (layout.head_dim + 2))))
+
+
+def partials_floats(tokens: int, heads: int, head_dim: int, blocks: int) -> int:
+    """Room for the partials of `tokens` tokens where a table has few blocks, of one where it has `blocks`."""
+    return max(blocks, tokens * min(blocks, FEW_BLOCKS)) * heads * (head_dim + 2)
+
+
+def _tokens_of_rows(group: int) -> int:
+    return max(1, MOST_ROWS // group)
+
+
 def attend_few_scratch(tokens: int, heads: int, kv_heads: int, head_dim: int) -> int:
-    """Floats of scratch per worker for `attend_few`."""
+    """Floats of scratch per worker for `attend_few`, which takes fewer tokens at once where heads share a KV head."""
+    tokens = min(tokens, _tokens_of_rows(heads // kv_heads))
     broad = -(-head_dim // TILE_COLUMNS) * TILE_COLUMNS
     rows = -(-tokens * (heads // kv_heads) // LOW_ROWS) * LOW_ROWS
     return rows * (head_dim + PAGE + broad) + PAGE * broad

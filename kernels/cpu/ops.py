@@ -48,18 +48,22 @@ def plan_workspace(dims: Dims, workers: int) -> dict[str, int]:
     group = dims.heads // dims.kv_heads
     scratch = max(linear.HEADROOM + FEW * wide, TILE_COLUMNS * wide, linear.MANY_BLOCK * (linear.DEPTH_BLOCK + columns),
                   attention.attend_many_scratch(dims.heads, dims.kv_heads, dims.head_dim),
-                  attention_few.attend_few_scratch(1, dims.heads, dims.kv_heads, dims.head_dim), low_bit.scratch_floats(dims, chunk, wide),
+                  attention_few.attend_few_scratch(FEW, dims.heads, dims.kv_heads, dims.head_dim),
+                  low_bit.scratch_floats(dims, chunk, wide),
                   0 if dims.latent is None else latent_loops.scratch_floats(dims.latent.nope, dims.latent.rank),
                   max(packed_scratch(dims.heads, dims.kv_heads, dims.head_dim), few_scratch(group, dims.head_dim),
                       seal_scratch(dims.head_dim)) if dims.packed_kv else 0)
     blocks = dims.ctx // attention.PAGE + 3
-    # Where attention takes turns, every token of a few has its own partials, and a prompt's tiles wait between two turns.
-    calls, state = FEW if dims.spilled_kv else 1, attention.attend_many_state(chunk, dims) if dims.spilled_kv else 0
+    # Where attention takes turns, all of a few tokens have their own partials at any depth, and a prompt's tiles wait between two turns.
+    partials = attention_few.partials_floats(FEW, dims.heads, dims.head_dim, blocks)
+    state = 0
+    if dims.spilled_kv:
+        partials, state = FEW * blocks * dims.heads * (dims.head_dim + 2), attention.attend_many_state(chunk, dims)
     # y0 takes the queries, and later in a layer a branch on its way to the stream
     return {"x": chunk * dims.hidden, "y0": chunk * max(dims.projected, dims.hidden), **states.plan_workspace(dims, chunk),
             "attend": chunk * dims.attended, "gate": chunk * dims.ffn, "up": chunk * dims.ffn, "panels": columns * wide,
             "low_panels": low_bit.panel_floats(chunk, wide), "scratch": workers * (scratch + 16), "logits": dims.rows * dims.vocab,
-            "partials": calls * dims.kv_heads * blocks * group * (dims.head_dim + 2), "state": state, **moe.plan_workspace(dims, chunk),
+            "partials": partials, "state": state, **moe.plan_workspace(dims, chunk),
             **bundled.plan_workspace(dims, chunk), **latent.plan_workspace(dims, chunk),
             **inputs.plan_workspace(dims, chunk),
             # of drafts by a layer of the model's own: what goes into it, and states that wait for it, of a pass and of one before

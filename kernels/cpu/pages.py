@@ -69,6 +69,7 @@ class LayerPages:
     many, few, merge = attention.attend_many, (attention_few.attend_few,), attention_few.merge_few
     base = attention.PAGES  # the slot with the address of page 0
     by_page: int | None = None  # the slot that asks for a partial of every page, where pages are otherwise merged as they are read
+    side_by_side = True  # do the kernels of few tokens take several at once?
     spilled: Spilled | None = None
     selective: Selective | None = None
 
@@ -156,12 +157,12 @@ class LayerPages:
         return out
 
     def compiled(self, q: np.ndarray, position: int, blocks: np.ndarray, sinks: np.ndarray | None, out: np.ndarray) -> None:
-        """The kernels: few tokens one by one, so that a token's bits do not depend on how many came with it; more, tile by tile."""
-        ops, block, width = self.ops, self._attend, q.shape[1]
+        """The kernels: few tokens row by row, so that a token's bits do not depend on how many came with it; more, tile by tile."""
+        ops, block, (tokens, width) = self.ops, self._attend, q.shape
         q_at, out_at, table = ops.at(q), ops.at(out), ops.addresses_of_step(blocks, blocks)[0]
         heads = width // self.layout.head_dim
         block[attention.SINKS] = address(sinks)
-        if len(q) > (FEW if self.spilled is None else 1):
+        if tokens > (FEW if self.spilled is None else 1):
             ops.once()
         if self.spilled is not None:
             if (read := self.spilled.reads())[0] < read[1]:
@@ -171,20 +172,24 @@ class LayerPages:
                 self.selective.attend(q, position, blocks, table, out, end)
                 return
         every = 0, len(blocks)
-        if len(q) > FEW:
-            block[: attention.TO + 1] = q_at, out_at, len(q), position, len(blocks), table, heads, *every
+        if tokens > FEW:
+            block[: attention.TO + 1] = q_at, out_at, tokens, position, len(blocks), table, heads, *every
             ops.run(self.many, self._attend_at)
             return
         block[: attention.TO + 1] = q_at, out_at, 1, position, len(blocks), table, heads, *every
-        calls = np.repeat(block[None], len(q), 0)
-        for t, call in enumerate(calls):
-            call[attention.Q], call[attention.OUT], call[attention.POSITION] = q_at + 4 * t * width, out_at + 4 * t * width, position + t
+        most = attention_few.most_tokens(ops.workspace.floats["partials"], heads, self.layout, len(blocks)) if self.side_by_side else 1
+        begins = range(0, tokens, most)
+        calls = np.repeat(block[None], len(begins), 0)
+        for begin, call in zip(begins, calls, strict=True):
+            call[attention.Q : attention.POSITION + 1] = (q_at + 4 * begin * width, out_at + 4 * begin * width, min(most, tokens - begin),
+                                                          position + begin)
         ops.keep(calls)
         ops.refresh(partial(_move, calls[:, attention.POSITION]))
-        for at in range(address(calls), address(calls) + calls.nbytes, calls.strides[0]):
+        for call in calls:
+            at, numbers = address(call), call[attention.TOKENS] * width * len(blocks)
             for partials in self.few:
-                ops.run(partials, at, width * len(blocks) * attention.PAGE >= SHARE_FROM)
-            ops.run(self.merge, at, width * len(blocks) >= SHARE_FROM)
+                ops.run(partials, at, numbers * attention.PAGE >= SHARE_FROM)
+            ops.run(self.merge, at, numbers >= SHARE_FROM)
 
     def _in_turns(self, read: tuple[int, int], q: np.ndarray, position: int, blocks: np.ndarray, table: int, out: np.ndarray) -> None:
         """`compiled` where pages of the disk lie between those in memory. What was noted so far runs while the first of them come."""
