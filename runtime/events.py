@@ -45,7 +45,7 @@ class Stats:
 
     `ttft_s` counts from the request, or for `run` from the start of the process; `decode_tps` is what a person sees: sampling and text
     included. `disk_bytes_read` and `disk_wait_s` (what the processor stood still for) since the model was opened. `speculation`: passes,
-    tokens drafted and accepted, why none was; None without.
+    tokens drafted and accepted, why none was; None without. `reasoning_tokens`: those of the answer's that were reasoning.
     """
 
     text: str
@@ -75,6 +75,7 @@ class Stats:
     context_max: int
     truncated: bool
     speculation: Mapping[str, object] | None = None
+    reasoning_tokens: int = 0
 
     @property
     def prefill_tps(self) -> float:

@@ -8,34 +8,27 @@ answer looks at between tokens and between chunks of the prompt, so nothing is e
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import EffllmError, UsageError
-from ..offload import hardware
 from ..offload.notes import Fallback, refuse_fallbacks
+from .answering import Answer, Reasoning
 from .conversation_file import History, load_conversation, save_conversation
 from .engine import Engine
-from .events import Done, Event, Notice, Stats, TextDelta
+from .events import Done, Event, Notice, Stats
+from .prompting import NO_SYSTEM_ROLE, NO_TEMPLATE, Prompts
 from .sampler import Sampler, SamplerSettings
 from .saved_format import Spoken
-from .stream_filters import ChannelFilter, StopStrings, ThinkFilter
-from .template import TemplateRefused
 from .text import Tokenizer
 
 if TYPE_CHECKING:
     from .constraint import Form
 
 SUMMARISE = "Summarise our conversation so far in a few sentences, keeping names, numbers and decisions."
-ANSWER_CHANNEL = "<|channel|>final<|message|>"
-NO_TEMPLATE = "this is a base model without a chat template: it continues the text as it stands"
-NO_SYSTEM_ROLE = "this model's chat template has no system role: the system prompt goes in front of the first message"
 Message = dict[str, str]
-Reasoning = ThinkFilter | ChannelFilter
 
 
 @dataclass(frozen=True)
@@ -63,7 +56,8 @@ class Session:
                  from_process_start: bool = False, form: Form | None = None) -> None:
         self.engine, self.tokenizer, self.system, self.think, self.stops = engine, tokenizer, system, think, tuple(stops)
         self.max_tokens, self.ignore_eos = max_tokens, ignore_eos
-        self.raw = raw or tokenizer.template is None
+        self._prompts = Prompts(tokenizer, raw)
+        self.raw = self._prompts.raw
         self.settings = settings
         self.hold_to(form)
         self.messages: list[Message] = []
@@ -72,8 +66,7 @@ class Session:
         self.from_process_start = from_process_start
         self._said_raw, self._said_think = raw, False
         engine.cancelled = lambda: self._cancelled
-        self._folds = self._said_folds = False  # whether the system prompt goes in front of the first message
-        self._held: tuple[str, list[int]] = ("", [])
+        self._said_folds = False
         self._answered: Answered | None = None
         self._counted: tuple[list[Message], str | None, int] = ([], system, 0)
 
@@ -109,7 +102,7 @@ class Session:
 
     def _count(self) -> int:
         try:
-            tokens = len(self._encode(self._prompt(reply=False)))
+            tokens = len(self._prompts.encoded(self._prompt(reply=False)))
         except EffllmError:  # a history that the template refuses is told when it is answered
             tokens = sum(len(self.tokenizer.encode(message["content"], add_special_tokens=False)) for message in self.messages)
         self._counted = list(self.messages), self.system, tokens
@@ -216,156 +209,54 @@ class Session:
         reasoning included; else its text is encoded again."""
         self._cancelled = False
         prompt = self._prompt()
-        if said and not resumed:  # an answer goes on behind its reasoning, also where the template opens one
-            tags = self.tokenizer.think_tags
-            closing = f"{tags.close}\n\n" if tags and tags.opened_by(prompt) else ANSWER_CHANNEL if self.tokenizer.channels else ""
-            prompt += closing + said
+        if not resumed:
+            prompt = self._prompts.going_on(prompt, said)
         if self.raw and not self._said_raw:
             self._said_raw = True
             yield self._fallback(NO_TEMPLATE)
         if not self._said_think and (why := self.tokenizer.unmoved(self.think)):
             self._said_think = True
             yield self._fallback(f"--think {self.think} changes nothing: {why}")
-        if self._folds and not self._said_folds:
+        if self._prompts.folds and not self._said_folds:
             self._said_folds = True
             yield self._fallback(NO_SYSTEM_ROLE)
-        ids = resumed.ids if resumed else self._encode(prompt)
+        ids = resumed.ids if resumed else self._prompts.encoded(prompt)
         first = resumed.prompt if resumed else len(ids)
         think, self._answered = copy.copy(resumed.think) if resumed else self.tokenizer.reasoning(ids), None
-        text, exact, think = yield from self._answer(ids, said, think, self.messages, resumed is not None)
+        answer = yield from self._answer(ids, said, think, self.messages, resumed is not None)
         made = [*ids[first:], *self.stats.token_ids[: len(self.stats.token_ids) - (self.stats.finish_reason == "stop")]]
-        answer = text if resumed else text[len(said) :]
-        self._held = (prompt + answer, ids[:first] + made) if self.tokenizer.decode(made) == answer else ("", [])
+        self._prompts.hold(prompt, ids[:first], made, answer.text if resumed else answer.text[len(said) :])
         if self.messages[-1]["role"] == "assistant":
             self._counted = list(self.messages), self.system, len(self.engine.tokens)
-            self._answered = Answered(list(self.messages), self.system, ids[:first] + made, first, think) if exact else None
+            said_so = Answered(list(self.messages), self.system, ids[:first] + made, first, answer.think)
+            self._answered = said_so if answer.is_exact else None
 
     def _fallback(self, text: str) -> Notice:
         if self.engine.options.strict:
             refuse_fallbacks([Fallback(text)])
         return Notice(text)
 
-    def _encode(self, prompt: str) -> list[int]:
-        """Token ids of a prompt. Where it continues what the cache holds, the ids of the answer as it was sampled are kept: encoding its
-        text again may cut it differently, and the cache would be thrown away from there on."""
-        text, ids = self._held
-        if text and prompt.startswith(text):
-            rest = self.tokenizer.encode(prompt[len(text) :], add_special_tokens=False)
-            if not rest or rest[0] in self.tokenizer.stop_ids:
-                return ids + rest
-        return self.tokenizer.encode(prompt, add_special_tokens=self.raw)
-
     def _prompt(self, reply: bool = True) -> str:
-        """The history as the model reads it, up to where its `reply` begins. A system prompt that the template refuses, or drops, goes in
-        front of the first message."""
-        if self.raw:
-            return "".join([self.system or "", *(message["content"] for message in self.messages)])
-        thinking = {} if self.think == "auto" else self.tokenizer.thinking(self.think == "on")
-        said = [self.system] if self.system else []
-        if self.think == "off" and self.tokenizer.no_think:
-            said.append(self.tokenizer.no_think)
-        render = partial(self.tokenizer.render_chat, add_generation_prompt=reply, **thinking)
-        if not said:
-            return render(self.messages)
-        if not self._folds:
-            try:
-                prompt = render([{"role": "system", "content": "\n".join(said)}, *self.messages])
-            except TemplateRefused:
-                prompt = "" if self.system else render(self.messages)
-            if not self.system or self.system.strip() in prompt:
-                return prompt
-        first, *rest = self.messages
-        prompt = render([{**first, "content": f"{self.system}\n\n{first['content']}"}, *rest])
-        self._folds = True
-        return prompt
+        """The history as the model reads it, up to where its `reply` begins."""
+        return self._prompts.rendered(self.messages, self.system, self.think, {"add_generation_prompt": reply})
 
     # -- the answer ------------------------------------------------------------------------------------------------------------
 
     def _answer(self, ids: list[int], said: str, think: Reasoning | None, history: list[Message] | None = None,
-                inside: bool = False) -> Generator[Event, None, tuple[str, bool, Reasoning | None]]:
+                inside: bool = False) -> Generator[Event, None, Answer]:
         """Run the prompt and stream the answer; `inside`: the prompt ends in the midst of it. However it ends, what was said goes into
-        `history`. Returns its text, whether its tokens say just that, and `think` as it stood at the last of them."""
-        engine = self.engine
-        started, first_at = time.monotonic(), None
-        read_before = engine.disk_traffic
-        before, drafted = (engine.prefill_s, engine.decode_s, engine.passes_s), engine.speculation and engine.speculation.counts
-        tokens: list[int] = []
-        shown: list[str] = [said]
-        thought: list[str] = []
-        stops = StopStrings(self.stops, said)
-        stream = self.tokenizer.stream(ids if self.raw or said or inside else ())
-        held = self._form and self._form.begin(said, self.raw or inside, think, self.think != "off", ids if inside else ())
-        self._sampler.narrow = held and held.narrow
-        if engine.speculation is not None:
-            engine.speculation.forced = held and held.forced
-        finish = "length"
-
-        def split(text: str) -> list[tuple[str, str]]:
-            """Parts of a piece, noted. What was said before loses half a character that is whole now, and how a stop string began."""
-            shown[0] = shown[0].removesuffix(stream.taken_back)
-            shown[0] = shown[0][: len(shown[0]) - stops.overlap]
-            stream.taken_back, stops.overlap = "", 0
-            parts = think.push(text) if think else [("answer", text)] if text else []
-            for kind, part in parts:
-                (shown if kind == "answer" else thought).append(part)
-            return parts
-
+        `history`."""
+        answer = Answer(self.engine, self.tokenizer, self._sampler, think, self.stops, self.max_tokens, lambda: self._cancelled,
+                        self.ignore_eos, self._form, self.think != "off", self.raw, said)
         try:
-            for progress in engine.prefill(ids):
-                yield progress
-                if self._cancelled:
-                    break
-            finish = "cancelled" if self._cancelled else finish
-            if engine.truncated:
-                yield Notice(f"the prompt of {len(ids)} tokens is longer than the context: its middle was dropped (--overflow shift)")
-            dropped, read_before = engine.truncated, engine.disk_traffic
-            if finish != "cancelled" and self.max_tokens != 0:
-                for step in engine.generate(self._sampler, self.max_tokens, self.tokenizer.stop_ids, self.ignore_eos and not held):
-                    tokens.append(step.token)
-                    first_at = first_at or time.monotonic()
-                    ends = step.finish == "stop"
-                    text = "" if ends else stream.push(step.token)
-                    for kind, part in split(stops.push(text)):
-                        yield TextDelta(part, kind)
-                    if held:
-                        held.took(step.token, think is not None and not think.at_answer)
-                    yield from (Notice(line) for line in engine.announcements())
-                    if engine.truncated and not dropped:
-                        dropped = True
-                        yield Notice("the context is full: its middle was dropped to go on (--overflow shift)")
-                    finish = "stop" if stops.hit else "cancelled" if self._cancelled else step.finish or finish
-                    if stops.hit or self._cancelled or step.finish:
-                        break
-                else:
-                    finish = "cancelled" if self._cancelled else finish
-            parts = [] if stops.hit else split(stops.push(stream.flush()) + stops.flush())
-            stood = copy.copy(think)
-            for kind, part in think.flush() if think else ():
-                (shown if kind == "answer" else thought).append(part)
-                parts.append((kind, part))
-            for kind, part in parts:
-                yield TextDelta(part, kind)
-        except KeyboardInterrupt:  # a pass was left in its middle: what the cache holds is not known
-            engine.reset()
-            raise
+            yield from answer.written(ids, inside)
         finally:
-            if history is not None and (tokens or said):
-                history.append({"role": "assistant", "content": "".join(shown)})
-        origin = time.monotonic() - hardware.process_age() if self.from_process_start else started
-        self.from_process_start = False
-        took = [now - then for now, then in zip((engine.prefill_s, engine.decode_s, engine.passes_s), before)]
-        from .outcome import stats  # not on the way to the first token
-
-        self.stats = stats(engine, "".join(shown[1:]), tokens, "length" if finish == "context" else finish, self._sampler.seed, len(ids),
-                           (first_at or time.monotonic()) - origin, *took, drafted and engine.speculation.counts.since(drafted),
-                           engine.disk_traffic.since(read_before))
-        if held and finish != "cancelled" and not held.is_whole:
-            yield Notice(f"the answer ends before it is whole as {self.form.flag} wants it")
-        if finish == "context":
-            larger = "" if engine.n_ctx >= engine.config.context_length else "-c for a larger one, "
-            yield Notice(f"the context of {engine.n_ctx} tokens is full: the answer ends here ({larger}--overflow shift to go on)")
+            if history is not None and (answer.tokens or said):
+                history.append({"role": "assistant", "content": answer.text})
+        self.stats, self.from_process_start = answer.cost(self.from_process_start), False
+        yield from answer.remarks()
         yield Done(self.stats)
-        return "".join(shown), not stops.hit, stood
+        return answer
 
     # -- files -----------------------------------------------------------------------------------------------------------------
 
@@ -376,7 +267,7 @@ class Session:
     @property
     def spoken(self) -> Spoken | None:
         """How the text up to here was cut into tokens, where it is known."""
-        text, ids = self._held
+        text, ids = self._prompts.held
         last = self._answered
         whole = last is not None and last.think is None and last.ids == ids and (last.messages, last.system) == (self.messages, self.system)
         return Spoken(text, tuple(ids), last.prompt if whole else None) if text else None
@@ -384,7 +275,7 @@ class Session:
     def take_up(self, messages: list[Message], system: str | None, spoken: Spoken | None = None) -> None:
         """Let the conversation be this one."""
         self.messages, self.system = messages, system
-        self._held = ("", []) if spoken is None else (spoken.text, list(spoken.ids))
+        self._prompts.held = ("", []) if spoken is None else (spoken.text, list(spoken.ids))
         self._answered = None
         if spoken is not None and spoken.prompt is not None:
             self._answered = Answered(list(messages), system, list(spoken.ids), spoken.prompt, None)

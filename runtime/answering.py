@@ -1,0 +1,150 @@
+"""One answer as it is written: the tokens of a prompt in, events out.
+
+It asks the engine for tokens and makes text of them, tells reasoning from what is said, and ends at a stop string, at a token that ends
+a text, at a number of tokens or where it is cancelled. Whose answer it is, and what becomes of it, is known to the session.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ..offload import hardware
+from .engine import Engine
+from .events import Event, Notice, Stats, TextDelta
+from .sampler import Sampler
+from .stream_filters import ChannelFilter, StopStrings, ThinkFilter
+from .text import Tokenizer
+
+if TYPE_CHECKING:
+    from .constraint import Vocabulary
+
+Reasoning = ThinkFilter | ChannelFilter
+
+
+@dataclass
+class Answer:
+    """`stops` end it, `max_tokens` too (None: no limit), `cancelled` is asked between tokens and between chunks of the prompt. `held_to` is
+    the form that it is of, `may_reason`: whether reasoning may come first. `raw`: the prompt is a text that goes on, without a template.
+
+    `said` is how it began before; `shown` and `thought` are what came, `tokens` as it was sampled, the one that ended it among them.
+    `reasoned`: how many of them were reasoning. `is_exact`: they say just its text. `think` is what tells reasoning from it, and stands
+    behind the last token in the end.
+    """
+
+    engine: Engine
+    tokenizer: Tokenizer
+    sampler: Sampler
+    think: Reasoning | None
+    stops: tuple[str, ...]
+    max_tokens: int | None
+    cancelled: Callable[[], bool]
+    ignore_eos: bool = False
+    held_to: Vocabulary | None = None
+    may_reason: bool = True
+    raw: bool = False
+    said: str = ""
+    tokens: list[int] = field(default_factory=list)
+    shown: list[str] = field(default_factory=list)
+    thought: list[str] = field(default_factory=list)
+    reasoned: int = 0
+    finish: str = "length"
+    is_exact: bool = False
+
+    @property
+    def text(self) -> str:
+        """The answer, without its reasoning, what was said before included."""
+        return "".join(self.shown)
+
+    def written(self, ids: list[int], inside: bool = False) -> Iterator[Event]:
+        """Run the prompt `ids` and write the answer; `inside`: the prompt ends in the midst of it."""
+        engine, said, think = self.engine, self.said, self.think
+        self._ids, self._started, self._first_at = ids, time.monotonic(), None
+        self._read_before = engine.disk_traffic
+        self._before = engine.prefill_s, engine.decode_s, engine.passes_s
+        self._drafted = engine.speculation and engine.speculation.counts
+        self.shown = [said]
+        stops = StopStrings(self.stops, said)
+        stream = self.tokenizer.stream(ids if self.raw or said or inside else ())
+        held = self._held = self.held_to and self.held_to.begin(said, self.raw or inside, think, self.may_reason, ids if inside else ())
+        self.sampler.narrow = held and held.narrow
+        if engine.speculation is not None:
+            engine.speculation.forced = held and held.forced
+        shown, thought = self.shown, self.thought
+
+        def split(text: str) -> list[tuple[str, str]]:
+            """Parts of a piece, noted. What was said before loses half a character that is whole now, and how a stop string began."""
+            shown[0] = shown[0].removesuffix(stream.taken_back)
+            shown[0] = shown[0][: len(shown[0]) - stops.overlap]
+            stream.taken_back, stops.overlap = "", 0
+            parts = think.push(text) if think else [("answer", text)] if text else []
+            for kind, part in parts:
+                (shown if kind == "answer" else thought).append(part)
+            return parts
+
+        try:
+            for progress in engine.prefill(ids):
+                yield progress
+                if self.cancelled():
+                    break
+            self.finish = "cancelled" if self.cancelled() else self.finish
+            if engine.truncated:
+                yield Notice(f"the prompt of {len(ids)} tokens is longer than the context: its middle was dropped (--overflow shift)")
+            dropped, self._read_before = engine.truncated, engine.disk_traffic
+            if self.finish != "cancelled" and self.max_tokens != 0:
+                for step in engine.generate(self.sampler, self.max_tokens, self.tokenizer.stop_ids, self.ignore_eos and not held):
+                    self.tokens.append(step.token)
+                    self._first_at = self._first_at or time.monotonic()
+                    ends = step.finish == "stop"
+                    text, at_answer = "" if ends else stream.push(step.token), think is None or think.at_answer
+                    for kind, part in split(stops.push(text)):
+                        yield TextDelta(part, kind)
+                    is_thought = think is not None and not think.at_answer
+                    self.reasoned += is_thought or not at_answer
+                    if held:
+                        held.took(step.token, is_thought)
+                    yield from (Notice(line) for line in engine.announcements())
+                    if engine.truncated and not dropped:
+                        dropped = True
+                        yield Notice("the context is full: its middle was dropped to go on (--overflow shift)")
+                    given_up = self.cancelled()
+                    self.finish = "stop" if stops.hit else "cancelled" if given_up else step.finish or self.finish
+                    if stops.hit or given_up or step.finish:
+                        break
+                else:
+                    self.finish = "cancelled" if self.cancelled() else self.finish
+            parts = [] if stops.hit else split(stops.push(stream.flush()) + stops.flush())
+            stood = copy.copy(think)
+            for kind, part in think.flush() if think else ():
+                (shown if kind == "answer" else thought).append(part)
+                parts.append((kind, part))
+            for kind, part in parts:
+                yield TextDelta(part, kind)
+        except KeyboardInterrupt:  # a pass was left in its middle: what the cache holds is not known
+            engine.reset()
+            raise
+        self.think, self.is_exact = stood, not stops.hit
+
+    def cost(self, from_process_start: bool = False) -> Stats:
+        """What it cost, once it is written. `from_process_start`: the time to its first token counts from there."""
+        engine = self.engine
+        origin = time.monotonic() - hardware.process_age() if from_process_start else self._started
+        took = [now - then for now, then in zip((engine.prefill_s, engine.decode_s, engine.passes_s), self._before)]
+        from .outcome import stats  # not on the way to the first token
+
+        return stats(engine, "".join(self.shown[1:]), self.tokens, "length" if self.finish == "context" else self.finish, self.sampler.seed,
+                     len(self._ids), (self._first_at or time.monotonic()) - origin, *took,
+                     self._drafted and engine.speculation.counts.since(self._drafted), engine.disk_traffic.since(self._read_before),
+                     self.reasoned)
+
+    def remarks(self) -> Iterator[Notice]:
+        """What is to be said of how it ended."""
+        engine = self.engine
+        if self._held and self.finish != "cancelled" and not self._held.is_whole:
+            yield Notice(f"the answer ends before it is whole as {self.held_to.form.flag} wants it")
+        if self.finish == "context":
+            larger = "" if engine.n_ctx >= engine.config.context_length else "-c for a larger one, "
+            yield Notice(f"the context of {engine.n_ctx} tokens is full: the answer ends here ({larger}--overflow shift to go on)")
