@@ -154,6 +154,10 @@ class Vocabulary:
                  bare: Mapping[int, int]) -> None:
         self.form, self.rows, self.ends, self.opening, self.bare, self._tokenizer = form, rows, ends, opening, bare, tokenizer
 
+    def holding(self, form: Form) -> Vocabulary:
+        """Another form over the same tokens, which are not read again."""
+        return Vocabulary(form, self._tokenizer, self.rows, self.ends, self.opening, self.bare)
+
     def begin(self, said: str = "", inside: bool = False, think: ThinkFilter | ChannelFilter | None = None, may_reason: bool = True,
               before: Sequence[int] = ()) -> Constraint:
         """For one answer; `said` is how it began, which must be of the form, `inside`: its first token stands behind text, `think` tells

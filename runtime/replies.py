@@ -1,0 +1,138 @@
+"""Answers for programs, which send all messages each time: nothing is kept from one to the next but what the cache holds.
+
+Each comes with a wish of its own (how it is sampled, where it ends, what it is held to), so that nothing of one request is left in the
+next. What a prompt has in common with what was read and written last is not read again, as in a conversation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .. import EffllmError, UsageError
+from ..offload.notes import Fallback, refuse_fallbacks
+from .answering import Answer, Reasoning
+from .engine import Engine
+from .events import Done, Event, Notice
+from .prompting import NO_SYSTEM_ROLE, NO_TEMPLATE, Prompts
+from .sampler import Sampler, SamplerSettings
+from .text import Tokenizer
+
+if TYPE_CHECKING:
+    from .constraint import Form, Vocabulary
+
+Message = Mapping[str, Any]
+SYSTEM, DEVELOPER = "system", "developer"  # newer programs call the system prompt's role so
+
+
+def never() -> bool:
+    return False
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What one answer is to be. `think`: auto leaves reasoning to the model, on and off ask its template for it. `stops` end the answer,
+    `max_tokens` too (None: no limit); with `ignore_eos` it goes on behind the model's end of text. `form` is what it is held to."""
+
+    settings: SamplerSettings
+    think: str = "auto"
+    stops: tuple[str, ...] = ()
+    max_tokens: int | None = None
+    ignore_eos: bool = False
+    form: Form | None = None
+
+
+class Replies:
+    """One model and one sequence, as Engine, for one answer after the other. `cancelled` of an answer is asked between tokens, between
+    chunks of the prompt and while the disk is waited for, and ends it."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
+        self.engine, self.tokenizer = engine, tokenizer
+        self._prompts = Prompts(tokenizer)
+        self._vocabulary: Vocabulary | None = None
+
+    def reply(self, messages: Sequence[Message], wish: Wish, tools: Sequence[Mapping[str, Any]] | None = None,
+              variables: Mapping[str, Any] | None = None, cancelled: Callable[[], bool] = never) -> Iterator[Event]:
+        """Answer messages. They are dicts of `role`, `content` (a text, parts `{"type": "text", "text": ...}` of one, or None) and whatever
+        else the chat template reads (`reasoning_content`, `tool_calls`, `tool_call_id`, `name`), which reaches it as it is; so do `tools`
+        and `variables`, the latter over what `think` asks. System messages at the beginning are one system prompt. An answer that is the
+        last message is gone on with.
+
+        Raises EffllmError before the first event where these messages cannot be answered.
+        """
+        system, rest = self._apart(messages)
+        said = ""
+        if rest and rest[-1]["role"] == "assistant" and not rest[-1].get("tool_calls"):
+            said = rest.pop()["content"] or ""
+        if not rest and not system:
+            raise UsageError("there are no messages", "send at least one that has text")
+        prompt = self._prompts.rendered(rest, system, wish.think, {"tools": tools or None, **(variables or {})})
+        for fallback in self._fallbacks(wish.think):
+            if self.engine.options.strict:
+                refuse_fallbacks([Fallback(fallback)])
+            yield Notice(fallback)
+        prompt = self._prompts.going_on(prompt, said)
+        ids = self._prompts.encoded(prompt)
+        answer = yield from self._answer(ids, wish, cancelled, self.tokenizer.reasoning(ids), said, self._prompts.raw)
+        self._prompts.hold(prompt, ids, answer.tokens[: len(answer.tokens) - (answer.finish == "stop")], answer.text[len(said) :])
+
+    def complete(self, prompt: str | Sequence[int], wish: Wish, cancelled: Callable[[], bool] = never) -> Iterator[Event]:
+        """Continue a text, or token ids, as they stand, without a template; reasoning is a part of the text. Raises EffllmError before the
+        first event."""
+        if not prompt:
+            raise UsageError("the prompt is empty", "send at least one letter or token")
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        yield from self._answer(ids, wish, cancelled, None, raw=True)
+
+    def _answer(self, ids: list[int], wish: Wish, cancelled: Callable[[], bool], think: Reasoning | None, said: str = "",
+                raw: bool = False) -> Generator[Event, None, Answer]:
+        self.engine.cancelled = cancelled
+        sampler = Sampler(wish.settings, self.engine.config.vocab_size)
+        answer = Answer(self.engine, self.tokenizer, sampler, think, wish.stops, wish.max_tokens, cancelled, wish.ignore_eos,
+                        self._held_to(wish.form), wish.think != "off", raw, said)
+        try:
+            yield from answer.written(ids)
+        except EffllmError:
+            raise
+        except Exception:  # a pass was left in its middle, by a disk, say: what the cache holds is not known
+            self.engine.reset()
+            raise
+        stats = answer.cost()
+        yield from answer.remarks()
+        yield Done(stats)
+        return answer
+
+    def _held_to(self, form: Form | None) -> Vocabulary | None:
+        if form is None:
+            return None
+        known = self._vocabulary
+        self._vocabulary = known.holding(form) if known else form.opened(self.tokenizer, self.engine.config.vocab_size)
+        return self._vocabulary
+
+    def _apart(self, messages: Sequence[Message]) -> tuple[str | None, list[dict[str, Any]]]:
+        """The system prompt, and the other messages with their content as one text."""
+        template = "" if self.tokenizer.template is None else self.tokenizer.template.source
+        rest = [{**message, "content": whole_text(message.get("content"))} for message in messages]
+        for message in rest:
+            if message["role"] == DEVELOPER and DEVELOPER not in template:
+                message["role"] = SYSTEM
+        said = []
+        while rest and rest[0]["role"] == SYSTEM:
+            said.append(rest.pop(0)["content"] or "")
+        return "\n\n".join(said) or None, rest
+
+    def _fallbacks(self, think: str) -> Iterator[str]:
+        if self._prompts.raw:
+            yield NO_TEMPLATE
+        if why := self.tokenizer.unmoved(think):
+            yield f"--think {think} changes nothing: {why}"
+        if self._prompts.folds:
+            yield NO_SYSTEM_ROLE
+
+
+def whole_text(content: object) -> str | None:
+    """The content of a message as one text, its parts on lines of their own; None where it has none."""
+    if content is None or isinstance(content, str):
+        return content
+    return "\n".join(part["text"] for part in content)
