@@ -49,7 +49,8 @@ NOT_WRITTEN = {**dict.fromkeys(("gpt_oss", "granitemoe", "granitemoeshared"), "o
                "falcon_h1": "no other tool was found to read what its config multiplies by so",
                "nemotron_h": "no other tool was found to read their layers so",
                **dict.fromkeys(("lfm2", "lfm2_moe"), "no other tool was found to read their convolutions so"),
-               **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text"), "no other tool was found to read their linear attention so")}
+               **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+                               "no other tool was found to read their linear attention so")}
 LEFT_OUT = ("auto_map",)  # names code that does not go along and that no reader needs
 
 

@@ -18,6 +18,8 @@ from .hub import stated_licence
 from .stored_names import give_names
 from .tied_head import leave_out_copy
 
+IN_ONE = ("qwen3_next",)  # families whose folders hold matrices in one another, row by row (`parted_rows.py`)
+
 
 def open_store(path: Path, wide: str = "f16", low_bit: bool = False, kept: Callable[[str], bool] | None = None,
                whole: bool = True) -> TensorStore:
@@ -48,6 +50,18 @@ def open_store(path: Path, wide: str = "f16", low_bit: bool = False, kept: Calla
 def _rearranged(store: TensorStore, wide: str, low_bit: bool, kept: Callable[[str], bool] | None) -> TensorStore:
     """The store under the names and in the forms that families ask for; the config has been judged when it was read."""
     raw = text_alone(read_json(store.folder / "config.json"))
+    store = _in_own_form(store, raw, wide, low_bit, kept)
+    if raw.get("model_type") not in IN_ONE:
+        return store
+    from .config import read_config
+    from .parted_rows import PartedStore
+
+    return PartedStore(store, read_config(store.folder))
+
+
+def _in_own_form(store: TensorStore, raw: Mapping[str, object], wide: str, low_bit: bool,
+                 kept: Callable[[str], bool] | None) -> TensorStore:
+    """`_rearranged` but for matrices that lie in one another."""
     give_names(store, raw.get("model_type"))
     if raw.get("model_type") == "gpt_oss":
         from .expert_store import ExpertStore
@@ -80,7 +94,12 @@ def _parted(path: Path) -> frozenset[str]:
     config = read_config(path)
     family = families.get(config.family)
     rules = (rule for i in range(config.num_hidden_layers) for rule in family.layer_tensors(config, i).values())
-    return frozenset(rule.part_of[0] if rule.part_of else rule.name for rule in rules if rule.part_of or rule.plain)
+    found = frozenset(rule.part_of[0] if rule.part_of else rule.name for rule in rules if rule.part_of or rule.plain)
+    if config.family not in IN_ONE:
+        return found
+    from .parted_rows import places
+
+    return found | {whole for whole, _ in places(config).values()}
 
 
 def quantization_of(path: Path) -> Mapping[str, object] | None:
@@ -134,7 +153,7 @@ def _imports_codes(path: Path) -> bool:
 
 
 def _is_rearranged(path: Path) -> bool:
-    if quantization_of(path) is not None or read_json(path / "config.json").get("model_type") == "gpt_oss":
+    if quantization_of(path) is not None or read_json(path / "config.json").get("model_type") in ("gpt_oss", *IN_ONE):
         return True
     with TensorStore.open(path) as store:
         return has_doubles(store)

@@ -19,7 +19,7 @@ from .families.mixtral import MOST_EXPERTS
 BASE, OLDER_BASE, INSIDE = "model.", "backbone.", ("layers.", "embed_tokens.", "norm.")
 EXPERTS = {**dict.fromkeys(("deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe", "glm4_moe", "glm4_moe_lite",
                             "hunyuan_v1_moe", "olmoe",
-                            "qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_moe"), "mlp"),
+                            "qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next"), "mlp"),
            **dict.fromkeys(("granitemoe", "granitemoehybrid", "granitemoeshared", "minimax_m2", "mixtral"), "block_sparse_moe"),
            "lfm2_moe": "feed_forward",
            **dict.fromkeys(("gemma4", "gemma4_text"), ""), "nemotron_h": "mixer"}  # family -> where it has router and experts

@@ -3,7 +3,8 @@
 import pytest
 
 from effllm import EffllmError
-from effllm.runtime.config import parse_config
+from effllm.runtime.config import ModelConfig, parse_config
+from effllm.runtime.parted_rows import places
 
 SMALL = {"vocab_size": 300, "hidden_size": 96, "intermediate_size": 88, "num_hidden_layers": 4, "num_attention_heads": 6,
          "num_key_value_heads": 2}
@@ -38,3 +39,14 @@ def in_a_file(family: str, name: str, shape: tuple[int, ...]) -> list[tuple[str,
     parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[stacked]
     names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"} if family in ("mixtral", "lfm2_moe") else {part: part for part in parts}
     return [(f"{place}.{expert}.{names[part]}.weight", (shape[1] // len(parts), shape[2])) for expert in range(shape[0]) for part in parts]
+
+
+def in_one(shapes: dict[str, tuple[int, ...]], config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The same tensors where those that lie in one another row by row are one."""
+    if config.family != "qwen3_next":
+        return shapes
+    joined: dict[str, tuple[int, ...]] = {}
+    for name, (whole, rows) in places(config).items():
+        assert shapes[name] == (len(rows), config.hidden_size)
+        joined[whole] = joined.get(whole, (0, 0))[0] + len(rows), config.hidden_size
+    return {name: shape for name, shape in shapes.items() if name not in places(config)} | joined

@@ -18,13 +18,11 @@ from family_models import (
     LATENT,
     NEMOTRON,
     NEMOTRON_EXPERTS,
-    OF_BLOCKS,
-    ONE_GROUP,
-    SAME_SCALES,
     Case,
     rope,
     written,
 )
+from family_sizes import OF_BLOCKS, ONE_GROUP, SAME_SCALES
 from gguf_samples import FABLE
 
 from effllm.runtime.engine import Engine, open_engine
@@ -117,6 +115,8 @@ MODELS = {
     "qwen3_5_text, yarn": Case("qwen3_5_text", {**LINEAR, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
         **rope("yarn", factor=8.0, original_max_position_embeddings=64, partial_rotary_factor=0.5)}),
     "qwen3_5_moe_text": Case("qwen3_5_moe_text", {**LINEAR, **EXPERTS, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 96}),
+    "qwen3_next": Case("qwen3_next", {**LINEAR, **EXPERTS, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 96,
+                                      "initializer_range": 0.15}),
     "granitemoehybrid, state spaces": Case("granitemoehybrid", {
         **GRANITE, **GRANITE_4, **MAMBA, "shared_intermediate_size": 96, "layer_types": ["mamba", "attention", "mamba"]}),
     "granitemoehybrid, experts": Case("granitemoehybrid", {

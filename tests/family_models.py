@@ -1,94 +1,45 @@
 """Tiny random models of every family, made by transformers, for tests: what a checkpoint means is what transformers makes of it."""
 
 import json
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
+from family_sizes import (
+    CAPS,
+    CONTEXT,
+    DELTA,
+    ERNIE_EXPERTS,
+    FALCON,
+    FEW_EXPERTS,
+    GEMMA_4,
+    GEMMA_EXPERTS,
+    GLM_EXPERTS,
+    GPT_OSS,
+    GRANITE,
+    GRANITE_4,
+    GROWING,
+    K_EXPERTS,
+    KEYS_AS_VALUES,
+    LATENT,
+    MAMBA,
+    NEMOTRON,
+    NEMOTRON_EXPERTS,
+    RAMP,
+    SHARPENED,
+    TWO_ROPES,
+    Case,
+    rope,
+)
+from newer_cases import NEWER
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from effllm.runtime.engine import Engine, EngineOptions, open_engine
 
-CONTEXT = 512
 TOLERANCE = 1e-4  # of the largest logit
 # The models that take images, by their text part.
 IMAGES = {"gemma3_text": "gemma3", "gemma4_text": "gemma4", "gemma4_unified_text": "gemma4_unified",
           "mistral": "mistral3", "ministral3": "mistral3", "qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}
-RAMP = [1.0 + 0.1 * i for i in range(8)]
-
-
-@dataclass(frozen=True)
-class Case:
-    """A family with changes to the small config; `shard` and `dtype` are how it is saved, `older` rewrites the config's dialect.
-
-    `images`: the model is saved inside one that takes images.
-    """
-
-    family: str
-    changes: dict[str, object] = field(default_factory=dict)
-    shard: str = "5GB"
-    dtype: str = "float32"
-    older: bool = False
-    images: bool = False
-
-
-def rope(kind: str, **values: object) -> dict[str, object]:
-    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10_000.0, **values}}
-
-
-CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
-TWO_ROPES = {"sliding_window": 40, "query_pre_attn_scalar": 20, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-             "rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 50_000.0},
-                                 "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}}
-
-GROWING = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 8.0, "original_max_position_embeddings": 48, "mscale": 1.0,
-           "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}
-
-# Weights wide enough that gate and up are clamped now and then.
-GPT_OSS = {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 32, "initializer_range": 0.3, "eos_token_id": None}
-GLM_EXPERTS = {"n_routed_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "n_shared_experts": 2,
-               "routed_scaling_factor": 1.75, "first_k_dense_replace": 1}
-GRANITE = {"attention_multiplier": 0.3, "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 7.0}
-GRANITE_4 = {"num_local_experts": 0, "layer_types": ["full_attention"] * 3, "shared_intermediate_size": 104, "mamba_n_heads": 4,
-             "position_embedding_type": "rope", "tie_word_embeddings": True}
-# Six heads of 32 in two groups.
-MAMBA = {"mamba_n_heads": 6, "mamba_expand": 3, "mamba_d_head": 32, "mamba_n_groups": 2, "mamba_d_state": 24}
-NEMOTRON = {"head_dim": 32, "mamba_num_heads": 6, "mamba_head_dim": 20, "n_groups": 2, "ssm_state_size": 24, "num_hidden_layers": None,
-            "time_step_min": 1e-12}
-NEMOTRON_EXPERTS = {"n_routed_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "moe_shared_expert_intermediate_size":
-                    56, "routed_scaling_factor": 2.5, "intermediate_size": 40}
-# Three state heads of 40 for a width of 64, and every multiplier another number.
-FALCON = {"head_dim": 32, "mamba_d_ssm": 120, "mamba_n_heads": 3, "mamba_d_head": 40, "mamba_d_state": 24, "mamba_n_groups": 1,
-          "attention_in_multiplier": 0.8, "attention_out_multiplier": 0.9375, "embedding_multiplier": 5.7, "key_multiplier": 0.39,
-          "lm_head_multiplier": 0.31, "mlp_multipliers": [0.88, 0.59], "ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.24,
-          "ssm_multipliers": [0.35, 0.25, 0.45, 0.5, 0.7]}
-ERNIE_EXPERTS = {"moe_num_experts": 12, "moe_k": 3, "moe_intermediate_size": 40, "moe_num_shared_experts": 2, "moe_layer_start_index": 1}
-K_EXPERTS = {"num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "num_shared_experts": 2,
-             "routed_scaling_factor": 1.75}
-FEW_EXPERTS = {"num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
-
-GEMMA_4 = {"num_hidden_layers": 6, "head_dim": 16, "global_head_dim": 32, "sliding_window": 40, "vocab_size_per_layer_input": 300,
-           "hidden_size_per_layer_input": 16, "num_kv_shared_layers": 2, "use_double_wide_mlp": True, "final_logit_softcapping": 3.0,
-           "layer_types": ["sliding_attention", "full_attention"] * 3}
-# With weights as wide as the others' transformers itself is 1e-4 of the largest logit from what float64 makes of the model.
-KEYS_AS_VALUES = {"num_hidden_layers": 4, "layer_types": GEMMA_4["layer_types"][:4], "initializer_range": 0.12,
-                  "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "attention_k_eq_v": True,
-                  "num_global_key_value_heads": 1}
-GEMMA_EXPERTS = {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 40}
-
-# Heads of linear attention: two of values for each of keys, of other widths than attention's.
-DELTA = {"num_hidden_layers": 4, "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 24,
-         "linear_value_head_dim": 20}
-
-# Latent attention: no two widths are the same.
-LATENT = {**GLM_EXPERTS, "num_key_value_heads": 4, "q_lora_rank": 36, "kv_lora_rank": 48, "qk_nope_head_dim": 20, "qk_rope_head_dim": 16,
-          "v_head_dim": 28, "first_k_dense_replace": 1}
-SHARPENED = rope("yarn", factor=8.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=0.7)
-OF_BLOCKS = {"moe_intermediate_size": 32, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "v_head_dim": 32, "q_lora_rank": 64}
-SAME_SCALES = rope("yarn", factor=8.0, original_max_position_embeddings=64, mscale=0.7, mscale_all_dim=0.7)
-ONE_GROUP = {"n_group": 1, "topk_group": 1}
-
 CASES = {
     "llama, odd vocabulary": Case("llama", {"vocab_size": 301}),
     "llama, biases": Case("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 32, "num_key_value_heads": 4, "hidden_act":
@@ -306,6 +257,7 @@ CASES = {
     "olmoe": Case("olmoe", {"num_experts": 9, "num_experts_per_tok": 4, "vocab_size": 301, "eos_token_id": None}),
     "olmoe, one expert, float16": Case("olmoe", {"num_experts": 3, "num_experts_per_tok": 1, "attention_bias": True, "norm_topk_prob": True,
                                                  "num_key_value_heads": 4, "eos_token_id": None}, dtype="float16"),
+    **NEWER,
 }
 
 

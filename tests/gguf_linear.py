@@ -13,8 +13,9 @@ from gguf_samples import EXPERT, EXPERTS, LAYER, NAMES, ROUTER, TYPES, super_blo
 
 OWN = {**LAYER, **ROUTER, "post_attention_layernorm": "post_attention_norm", "linear_attn.in_proj_qkv": "attn_qkv", "linear_attn.in_proj_z":
        "attn_gate", "linear_attn.in_proj_b": "ssm_beta", "linear_attn.in_proj_a": "ssm_alpha", "linear_attn.conv1d": "ssm_conv1d",
-       "linear_attn.norm": "ssm_norm", "linear_attn.out_proj": "ssm_out"}
-ARCH = {"qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"}
+       "linear_attn.norm": "ssm_norm", "linear_attn.out_proj": "ssm_out", "linear_attn.in_proj_qkvz": "ssm_in", "linear_attn.in_proj_ba":
+       "ssm_ba"}
+ARCH = {"qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "qwen3_next": "qwen3next"}
 # Heads of one width, as llama.cpp has them, three of values for each of keys, whose columns fill blocks of 256.
 HEADS = {"num_hidden_layers": 5, "head_dim": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 128,
          "linear_value_head_dim": 128, "hidden_size": 256, "intermediate_size": 256, "full_attention_interval": 3, "eos_token_id": None,
@@ -22,6 +23,10 @@ HEADS = {"num_hidden_layers": 5, "head_dim": 64, "linear_num_key_heads": 2, "lin
 CASES = {"qwen3_5_text": Case("qwen3_5_text", {**HEADS, "tie_word_embeddings": True}),
          "qwen3_5_moe_text": Case("qwen3_5_moe_text", {**HEADS, "num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 256,
                                                        "shared_expert_intermediate_size": 256})}
+
+
+# As the first files of it are: what is joined in a checkpoint is joined.
+NEXT = Case("qwen3_next", CASES["qwen3_5_moe_text"].changes)
 
 
 def tiled(heads: dict[str, int], name: str, axis: int) -> np.ndarray | None:

@@ -47,7 +47,7 @@ def test_a_file_is_the_model_that_it_was_made_of(tmp_path: Path, name: str) -> N
     assert fields["general.architecture"].contents() == {**BY_FAMILY, **others}[MODELS[name].family]
     there = scores(exported(path, tmp_path / "again.gguf"), ids)
     hybrid = hybrid or "mamba_d_ssm" in changes
-    within = 1e-5 if MODELS[name].family.startswith("qwen3_5") or hybrid else 0  # whose decays are logarithms in between
+    within = 1e-5 if MODELS[name].family.startswith(("qwen3_5", "qwen3_next")) or hybrid else 0  # whose decays are logarithms in between
     assert np.abs(there - got).max() <= within * np.abs(got).max()
 
 
@@ -101,6 +101,7 @@ def test_blocks_of_experts_and_of_fused_tensors(tmp_path: Path, name: str, kind:
     ("ernie4_5_moe", {"moe_layer_end_index": 1}, "without experts"),
     ("qwen3_5_text", {"attention_bias": True}, "biases on o"), ("qwen3_5_text", {"linear_value_head_dim": 16}, "values of 16 beside"),
     ("qwen3_5_text", {"layer_types": ["full_attention", "linear_attention"] * 2}, "elsewhere than in every 1th layer"),
+    ("qwen3_next", {"linear_value_head_dim": 16}, "values of 16 beside"), ("qwen3_next", {"attention_bias": True}, "biases on o"),
     ("qwen3_5_text, yarn", rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64),
      "kind llama3"),
     ("granitemoehybrid, state spaces", {"mamba_conv_bias": False}, "without biases"),

@@ -29,7 +29,8 @@ from effllm.runtime.tensors import check_tensors
 
 sys.path.insert(0, str(Path(__file__).parent))
 from export_models import exported, model, scores
-from family_models import LATENT, OF_BLOCKS, ONE_GROUP, SAME_SCALES, SHARPENED, Case, oracle, text, written
+from family_models import LATENT, SHARPENED, Case, oracle, text, written
+from family_sizes import OF_BLOCKS, ONE_GROUP, SAME_SCALES
 from gguf_samples import write_model
 
 MODELS = {

@@ -25,7 +25,7 @@ from effllm.runtime.prepare import EngineOptions, prepare
 sys.path.insert(0, str(Path(__file__).parent))
 from conversions import options, run
 from family_models import oracle, written
-from gguf_linear import ARCH, CASES, write
+from gguf_linear import ARCH, CASES, NEXT, write
 from gpu_runs import opened as with_card
 from gpu_runs import simulated
 from hub_server import Hub
@@ -117,6 +117,26 @@ def test_a_file_may_say_that_its_heads_were_not_moved(folders: dict[str, Path], 
     write(folders[DENSE], tmp_path / "m.gguf", moves=False, change=lambda writer: changed(writer, "ssm.v_head_reordered", False))
     assert read_config(tmp_path / "m.gguf", strict=True).state == read_config(folders[DENSE]).state
     assert near(logits(tmp_path / "m.gguf"), logits(folders[DENSE]), 2e-5)
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_K"])
+def test_early_files_of_qwen3_next_are_joined_as_its_folders(tmp_path: Path, kind: str) -> None:
+    """Rows of codes are gathered like any other."""
+    model = written(NEXT, tmp_path / "source")
+    meant = write(tmp_path / "source", tmp_path / "m.gguf", kind, moves=False,
+                  change=lambda writer: changed(writer, "rope.dimension_sections", None))
+    config = read_config(tmp_path / "m.gguf", strict=True)
+    assert config.family == "qwen3_next" and config.state == read_config(tmp_path / "source").state and config.mtp_layers == 0
+    (tmp_path / "folder").mkdir()
+    save_file({name: np.ascontiguousarray(values, np.float32) for name, values in meant.items()}, tmp_path / "folder" / "model.safetensors")
+    (tmp_path / "folder" / "config.json").write_bytes((tmp_path / "source" / "config.json").read_bytes())
+    got = logits(tmp_path / "m.gguf")
+    assert near(got, logits(tmp_path / "folder"), 2e-5)
+    assert kind != "F32" or near(got, oracle(model, IDS))
+    with open_gguf_store(tmp_path / "m.gguf", low_bit=True) as store:
+        held = {} if store.container is None else store.container.tensors
+        for part in ("qkv", "z", "a", "b"):
+            assert (f"model.layers.0.linear_attn.in_proj_{part}.weight" in held) == (kind != "F32")
 
 
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])

@@ -42,11 +42,12 @@ FEW = {"initializer_range": 0.08, "max_position_embeddings": CTX, "vocab_size": 
 MODELS = {"qwen3_5_text": Case("qwen3_5_text", {**CASES["qwen3_5_text"].changes, **CALM, "attention_bias": False}),
           "qwen3_5, images": Case("qwen3_5_text", {**CASES["qwen3_5_text"].changes, **CALM}, images=True),
           "qwen3_5_moe_text": Case("qwen3_5_moe_text", {**CASES["qwen3_5_moe_text"].changes, **CALM}),
+          "qwen3_next": Case("qwen3_next", {**CASES["qwen3_next"].changes, **CALM}),
           "ernie4_5_moe": Case("ernie4_5_moe", {**CASES["ernie4_5_moe"].changes, **FEW}),
           "deepseek_v3": Case("deepseek_v3", {**CASES["deepseek_v3"].changes, **FEW}),
           "glm4_moe": Case("glm4_moe", {**CASES["glm4_moe"].changes, **FEW}),
           "glm4_moe_lite": Case("glm4_moe_lite", {**CASES["glm4_moe_lite"].changes, **FEW})}
-MIXTURES = [name for name, case in MODELS.items() if "moe" in case.family or "deepseek" in case.family]
+MIXTURES = [name for name, case in MODELS.items() if "moe" in case.family or "deepseek" in case.family or "next" in case.family]
 FIRST = next(iter(MODELS))
 
 

@@ -44,8 +44,8 @@ FAMILIES = ("apertus", "arcee", "cohere", "cohere2", "deepseek_v2", "deepseek_v3
             "exaone_moe", "falcon_h1", "gemma", "gemma2", "gemma3_text", "gemma4_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite",
             "gpt_oss", "granite", "granitemoe", "granitemoehybrid", "granitemoeshared", "hunyuan_v1_dense", "hunyuan_v1_moe", "lfm2",
             "lfm2_moe", "llama", "minimax_m2", "ministral3", "mistral", "mixtral", "nemotron", "nemotron_h", "olmo2", "olmo3", "olmoe",
-            "opt", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "seed_oss", "smollm3",
-            "stablelm", "starcoder2")
+            "opt", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss",
+            "smollm3", "stablelm", "starcoder2")
 COMPOSITE: Mapping[str, tuple[str, ...]] = {"gemma3": ("gemma3_text",), "gemma4": ("gemma4_text",),
                                             "gemma4_unified": ("gemma4_unified_text",), "mistral3": ("mistral", "ministral3"),
                                             "qwen3_5": ("qwen3_5_text",), "qwen3_5_moe": ("qwen3_5_moe_text",)}

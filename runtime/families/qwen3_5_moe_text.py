@@ -11,7 +11,7 @@ from .mixtral import expert_tensors, mixture
 from .qwen3_5_text import block, hybrid_config, hybrid_tensors, outer_tensors
 from .qwen3_moe import NAMES
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "mixed_config", "outer_tensors"]
 
 KEYS_USED = qwen3_5_text.KEYS_USED | {"moe_intermediate_size", "num_experts", "num_experts_per_tok", "num_local_experts",
                                       "shared_expert_intermediate_size"}
@@ -22,12 +22,17 @@ WIDTH = 512
 
 
 def config(keys: Keys) -> ModelConfig:
+    return mixed_config(keys, experts=256, per_token=8)
+
+
+def mixed_config(keys: Keys, experts: int, per_token: int, ahead: int = 0) -> ModelConfig:
+    """What a config says where nothing says how many experts there are, how many a token visits, and of layers to draft by: these."""
     layers, most = keys.integer("num_hidden_layers", high=MAX_LAYERS), 2**22
-    own = mixture(keys, 256, 8, keys.integer("moe_intermediate_size", WIDTH, high=most), True, range(layers),
+    own = mixture(keys, experts, per_token, keys.integer("moe_intermediate_size", WIDTH, high=most), True, range(layers),
                   shared_width=keys.integer("shared_expert_intermediate_size", WIDTH, high=most), shared_scaled=True)
     base = Defaults(max_position_embeddings=32_768, num_key_value_heads=2, head_dim=256, ffn_key="moe_intermediate_size",
                     sizes={"moe_intermediate_size": WIDTH})
-    return hybrid_config(keys, base, mixture=own)
+    return hybrid_config(keys, base, ahead, mixture=own)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

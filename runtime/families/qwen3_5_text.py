@@ -33,8 +33,9 @@ def config(keys: Keys) -> ModelConfig:
     return hybrid_config(keys, Defaults(max_position_embeddings=32_768, num_key_value_heads=4, head_dim=256))
 
 
-def hybrid_config(keys: Keys, base: Defaults, **features: object) -> ModelConfig:
-    """What a config with layers of linear attention says, from keys with these defaults; `features`: what a family decides besides."""
+def hybrid_config(keys: Keys, base: Defaults, ahead: int = 0, **features: object) -> ModelConfig:
+    """What a config with layers of linear attention says, from keys with these defaults, `ahead` of layers to draft by; `features`: what a
+    family decides besides."""
     layers, bias = keys.integer("num_hidden_layers", high=MAX_LAYERS), keys.flag("attention_bias", False)
     kinds = layer_kinds(keys, layers)
     sizes = {"key_heads": ("linear_num_key_heads", 16, 4096), "value_heads": ("linear_num_value_heads", 32, 4096),
@@ -52,7 +53,7 @@ def hybrid_config(keys: Keys, base: Defaults, **features: object) -> ModelConfig
 
     made = decoder_config(keys, base, ropes, qkv_bias=bias, o_bias=bias, qk_norm=True, norm_kind="rms+1", gated_queries=True, state=shape,
                           state_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR),
-                          mtp_layers=keys.integer("mtp_num_hidden_layers", 0, low=0, high=MAX_LAYERS), **features)
+                          mtp_layers=keys.integer("mtp_num_hidden_layers", ahead, low=0, high=MAX_LAYERS), **features)
     if made.hidden_act != "silu":
         raise ConfigError(f"config.json: hidden_act = {show(keys.raw['hidden_act'])} is not supported for {made.family} models",
                           "this family runs only with hidden_act = silu: its linear attention uses it too")

@@ -128,6 +128,10 @@ ARCHITECTURES = {
     "qwen35moe": Architecture("qwen3_5_moe_text", experts=("mlp", qwen3_moe.NAMES), optional=frozenset({"feed_forward_length"}),
                               keys={**_COUNTS, **_QWEN_WIDTHS, **linear_attention.KEYS},
                               layer_names={**_QWEN_SHARED, **linear_attention.NAMES}, **_LINEAR),
+    linear_attention.JOINED: Architecture("qwen3_next", experts=("mlp", qwen3_moe.NAMES), optional=frozenset({"feed_forward_length"}),
+                                          keys={**_COUNTS, **_QWEN_WIDTHS, **linear_attention.KEYS}, fused=linear_attention.BY_HEADS,
+                                          fused_before=linear_attention.BY_HEADS_BEFORE,
+                                          layer_names={**_QWEN_SHARED, **linear_attention.NAMES}, **_LINEAR),
     "lfm2": Architecture("lfm2", keys=short_conv.KEYS, **_CONV),
     "lfm2moe": Architecture("lfm2_moe", keys={**short_conv.KEYS, **short_conv.COUNTS}, experts=("feed_forward", mixtral.NAMES), **_CONV),
     "dots1": Architecture("dots1", experts=("mlp", qwen3_moe.NAMES), keys=_GLM_COUNTS, layer_names=_GLM_NAMES),
@@ -216,7 +220,8 @@ BY_FAMILY = dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), laten
     "gemma4_text": "gemma4", "glm": "chatglm", "glm4_moe": "glm4moe", "granitemoehybrid": "granite", "granitemoeshared": "granitemoe",
     "hunyuan_v1_dense": "hunyuan-dense", "hunyuan_v1_moe": "hunyuan-moe", "lfm2_moe": "lfm2moe", "minimax_m2": "minimax-m2",
     "ministral3": "mistral3", "mistral": "llama", "mixtral": "llama", "olmo3": "olmo2", "qwen2_moe": "qwen2moe",
-    "qwen3_5_moe_text": "qwen35moe", "qwen3_5_text": "qwen35", "qwen3_moe": "qwen3moe"} | {
+    "qwen3_5_moe_text": "qwen35moe", "qwen3_5_text": "qwen35", "qwen3_moe": "qwen3moe",
+    "qwen3_next": linear_attention.JOINED} | {
     name: name for name in ("apertus", "arcee", "cohere2", "dots1", "ernie4_5", "exaone4", "gemma", "gemma2", "glm4", "granite",
                             "granitemoe", "lfm2", "llama", "nemotron", "nemotron_h", "olmo2", "olmoe", "phi3", "qwen2", "qwen3",
                             "seed_oss", "smollm3", "stablelm", "starcoder2")}

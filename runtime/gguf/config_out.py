@@ -30,7 +30,8 @@ WINDOW_EVERY = {"cohere2": COHERE2_EVERY, "exaone_moe": EXAONE4_EVERY, "gemma2":
 # Families whose rotary frequencies llama.cpp divides by no tensor.
 UNDIVIDED = ("cohere", "cohere2", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe", "exaone_moe", "falcon_h1", "gemma",
              "glm", "glm4", "glm4_moe", "glm4_moe_lite", "hunyuan_v1_dense", "hunyuan_v1_moe", "lfm2", "lfm2_moe", "minimax_m2",
-             "nemotron", "olmo2", "olmo3", "qwen2_moe", "qwen3_5_moe_text", "qwen3_5_text", "seed_oss", "stablelm", "starcoder2")
+             "nemotron", "olmo2", "olmo3", "qwen2_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "seed_oss", "stablelm",
+             "starcoder2")
 # Families whose heads llama.cpp takes to be as wide as the model together.
 EVEN_HEADS = ("cohere", "cohere2", "exaone4", "glm", "lfm2", "lfm2_moe", "nemotron", "olmo2", "olmo3", "qwen2_moe", "stablelm",
               "starcoder2")
@@ -175,9 +176,9 @@ def _of_family(config: ModelConfig) -> dict[str, Value]:
         keys |= gemma4.stated(config)
     if config.mixture is not None:
         keys |= {"expert_count": config.mixture.experts, "expert_used_count": config.mixture.per_token}
-        if config.family in ("qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", *LEADING_DENSE):
+        if config.family in ("qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", *LEADING_DENSE):
             keys["expert_feed_forward_length"] = config.mixture.width
-        if config.family in ("qwen2_moe", "qwen3_5_moe_text"):
+        if config.family in ("qwen2_moe", "qwen3_5_moe_text", "qwen3_next"):
             keys["expert_shared_feed_forward_length"] = config.mixture.shared_width
         if config.family in LEADING_DENSE and config.family not in CONVOLVED:
             keys |= {"expert_shared_count": (config.mixture.shared_width or 0) // config.mixture.width,

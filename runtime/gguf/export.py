@@ -36,11 +36,11 @@ from ..source import is_rounded, licence_of, open_store
 from ..tensors import ModelTensor, check_tensors, with_own_layer
 from ..text import Tokenizer
 from ..written import demand_folder, what_lies_at
-from . import apertus, falcon_h1, half_layers, latent_attention, nextn, stateful
+from . import apertus, falcon_h1, half_layers, latent_attention, linear_attention, nextn, stateful
 from .architectures import BY_FAMILY, Architecture, file_architecture, file_part
 from .config_out import TYPES, config_metadata, exported_as, rotary_tensors, unused_window
 from .settings import licence_metadata, sampling_metadata
-from .store import separated
+from .sources import separated
 
 OTHER_PLACE = "give another place with -o"
 BLOCK, HEADS = 32, ("embed", "layer_embed", "head")
@@ -67,7 +67,7 @@ class _Job:
     """A tensor of the file and what lies in it, one after the other. `heads`: rows are interleaved within so many; `offset` is added.
     `rows` and `columns`: which one of the model each of the file is, None for its own order; `decay`: logarithms become what they are of,
     below zero; `half`: (the model's config, the part) of the matrix that latent attention shares out, of which the tensor is one;
-    `factors`: what each of `tensors` is multiplied by, or its rows, where any is."""
+    `factors`: what each of `tensors` is multiplied by, or its rows, where any is. `turns`: so many rows of each of `tensors` in turn."""
 
     planned: PlannedTensor
     tensors: tuple[ModelTensor, ...]
@@ -78,6 +78,7 @@ class _Job:
     decay: bool = False
     half: tuple[ModelConfig, str] | None = None
     factors: tuple[float | np.ndarray, ...] = ()
+    turns: int = 0
 
 
 def export_gguf(source: Path, out: Path, kind: str, name: str, replace: bool = False,
@@ -206,7 +207,8 @@ def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], config: ModelC
             planned, grown = PlannedTensor(name, own, shape), "norm" in role and role != "state_norm" and not role.endswith("_bias")
             yield _Job(planned, tuple(tensor for _, tensor in members), heads.get(role.removesuffix("_bias"), 0),
                        found.norm_offset if grown else 0.0, *stateful.order(role, config),
-                       role == "state_decay", factors=tuple(factors.get(role, 1.0) for role, _ in members) if factors else ())
+                       role == "state_decay", factors=tuple(factors.get(role, 1.0) for role, _ in members) if factors else (),
+                       turns=first.shape[0] // config.state.key_heads if name.endswith(linear_attention.IN_TURN) else 0)
 
 
 def _halves(block: str, tensor: ModelTensor, config: ModelConfig, kind: str) -> Iterator[_Job]:
@@ -231,11 +233,15 @@ def _notices(config: ModelConfig, jobs: list[_Job], kind: str, quantized: bool) 
 
 def _pieces(store: TensorStore, job: _Job) -> Iterator[np.ndarray]:
     """The bytes of a tensor, some rows at a time."""
+    if job.turns:
+        parts = [_whole(store, tensor).reshape(-1, job.turns, tensor.shape[1]) for tensor in job.tensors]
+        values = np.stack(parts, axis=1).reshape(job.planned.shape)
+        yield _encoded(values, job, job.tensors[0], len(values))
+        return
     for tensor, factor in zip(job.tensors, job.factors or (1.0,) * len(job.tensors), strict=True):
         rows = tensor.shape[0]
         if not tensor.spec.is_raw:
-            blob = store.read(tensor.info)
-            values = Weight.low_bit(tensor.spec, tensor.shape, blob).to_f32()
+            values = _whole(store, tensor)
             yield _encoded(_times(values if job.rows is None else values[job.rows], factor, 0), job, tensor, rows)
             continue
         step = max(1, BLOCK_NBYTES // 4 // max(1, prod(tensor.shape[1:])))
@@ -249,6 +255,13 @@ def _pieces(store: TensorStore, job: _Job) -> Iterator[np.ndarray]:
             with np.errstate(over="ignore"):  # looked for in what comes out
                 encoded = _encoded(_times(_values(store, tensor, begin, end, job.rows), factor, begin), job, tensor, end - begin)
             yield encoded
+
+
+def _whole(store: TensorStore, tensor: ModelTensor) -> np.ndarray:
+    """All values of a matrix, float32."""
+    if tensor.spec.is_raw:
+        return _values(store, tensor, 0, tensor.shape[0], None)
+    return Weight.low_bit(tensor.spec, tensor.shape, store.read(tensor.info)).to_f32()
 
 
 def _times(values: np.ndarray, factor: float | np.ndarray, begin: int) -> np.ndarray:

@@ -1,21 +1,22 @@
 """What GGUF files say otherwise of models with linear attention: where a checkpoint's config has it, and what text alone makes of the rest.
 
 Heads of values go around those of keys here (`DeltaShape.tiled`); their rows and columns stay where they are, because the columns of a
-matrix in blocks cannot be moved. Rotary positions have sections, one for time and two for places in an image, which are the same number in
-a text; a pair of channels in none of them would not turn.
+matrix in blocks cannot be moved. In files of Qwen 3 Next they lie as in its checkpoints, which join matrices by heads of keys: betas and
+decays in all files, in early ones all else too. Rotary positions have sections, one for time and two for places in an image, which are the
+same number in a text; a pair of channels in none of them would not turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from ...kernels.delta_shape import DeltaShape
 from ...offload.gguf import GgufHeader, Value, shown_value
 from ...offload.header import CheckpointError, damaged
 from ..config import MAX_LAYERS, ModelConfig
+from ..families import qwen3_next
 
 SECTIONS, RECURRENT = "rope.dimension_sections", "attention.recurrent_layers"
 REORDERED = "ssm.v_head_reordered"  # which Ollama writes; false where heads have the order of the checkpoint
@@ -27,6 +28,9 @@ KEYS = {"ssm.conv_kernel": "linear_conv_kernel_dim", "ssm.state_size": "linear_k
 REQUIRED = tuple(key for key in KEYS if key.startswith("ssm."))
 MOST = 1 << 16  # pairs of channels
 KINDS = ("full_attention", "linear_attention")
+FAMILY, JOINED = "qwen3_next", "qwen3next"  # the family, and the architecture, whose matrices are joined by heads of keys
+IN_TURN = ".ssm_ba.weight"
+BY_HEADS, BY_HEADS_BEFORE = {"ssm_ba": ("ssm_beta", "ssm_alpha")}, {"ssm_in": ("attn_qkv", "attn_gate")}
 # Parts of tensors' names -> those of a checkpoint; without their kind where they have none there.
 NAMES = {"post_attention_norm": "post_attention_layernorm", "attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z",
          "ssm_beta": "linear_attn.in_proj_b", "ssm_alpha": "linear_attn.in_proj_a", "ssm_conv1d": "linear_attn.conv1d",
@@ -50,7 +54,7 @@ def add_linear_attention(header: GgufHeader, name: str, raw: dict[str, object]) 
     reordered = data.get(f"{name}.{REORDERED}", True)
     if not isinstance(reordered, bool):
         damaged(path, f"states {name}.{REORDERED} {shown_value(reordered)}, expected true or false")
-    raw["linear_value_heads_tiled"] = reordered and heads != keys
+    raw["linear_value_heads_tiled"] = reordered and heads != keys and name != JOINED
     attending = raw["num_attention_heads"]
     raw.setdefault("num_key_value_heads", attending)  # these are what llama.cpp takes for granted, and not what transformers does
     raw.setdefault("rope_theta", 10_000.0)
@@ -100,7 +104,8 @@ def stated(config: ModelConfig) -> dict[str, Value]:
     own, pairs = config.state, int(config.head_dim * config.rope.partial_rotary_factor) // 2
     return {"ssm.conv_kernel": own.taps, "ssm.state_size": own.key_dim, "ssm.group_count": own.key_heads,
             "ssm.time_step_rank": own.value_heads, "ssm.inner_size": own.values, "full_attention_interval": interval(config),
-            SECTIONS: np.array([*(len(range(first, pairs, 3)) for first in range(3)), 0], np.int32)}
+            **({} if config.family == FAMILY else
+               {SECTIONS: np.array([*(len(range(first, pairs, 3)) for first in range(3)), 0], np.int32)})}
 
 
 def interval(config: ModelConfig) -> int:
@@ -116,9 +121,18 @@ def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     yield own.key_dim != own.value_dim, f"has heads of values of {own.value_dim} beside heads of keys of {own.key_dim}"
 
 
-def order(role: str, shape: DeltaShape | None) -> tuple[np.ndarray | None, np.ndarray | None]:
+def joined_rows(names: Sequence[str], config: ModelConfig) -> list[np.ndarray] | None:
+    """The rows of each of several matrices in the one tensor in which they are joined by heads of keys; None where they are not."""
+    if config.family != FAMILY or len(names) != 2 or ".linear_attn." not in names[0]:
+        return None
+    places = qwen3_next.parted_rows(config.state)
+    return [places[name.rpartition(".linear_attn.")[2].removesuffix(".weight")][1] for name in names]
+
+
+def order(role: str, config: ModelConfig) -> tuple[np.ndarray | None, np.ndarray | None]:
     """Which row, and which column, of a tensor of a checkpoint each of a file's is; None where they lie as they do there."""
-    if shape is None or shape.tiled or shape.value_heads == shape.key_heads:
+    shape = config.state
+    if config.family == FAMILY or shape.tiled or shape.value_heads == shape.key_heads:
         return None, None
     heads = np.arange(shape.value_heads).reshape(shape.key_heads, -1).T.reshape(-1)
     channels = (heads[:, None] * shape.value_dim + np.arange(shape.value_dim)).reshape(-1)

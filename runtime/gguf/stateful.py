@@ -48,7 +48,7 @@ def _says(config: ModelConfig) -> ModuleType:
 
 def order(role: str, config: ModelConfig) -> tuple[np.ndarray | None, np.ndarray | None]:
     """Which row, and which column, of a tensor of a checkpoint each of a file's is; None where they lie as they do there."""
-    return linear_attention.order(role, config.state) if isinstance(config.state, DeltaShape) else (None, None)
+    return linear_attention.order(role, config) if isinstance(config.state, DeltaShape) else (None, None)
 
 
 def shape_in_file(role: str, config: ModelConfig, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -18,10 +18,8 @@ from typing import NoReturn
 import numpy as np
 
 from ... import EffllmError
-from ...kernels.tiles import ROWS
 from ...offload.arrival import Arrival, Piece, desk_of
 from ...offload.checkpoint import OpenFile, TensorStore
-from ...offload.direct import READ_NBYTES
 from ...offload.gguf import GgufHeader, GgufTensor
 from ...offload.header import CheckpointError, TensorInfo, damaged, shown
 from ...offload.notes import Fallback
@@ -42,45 +40,11 @@ from .architectures import DIVISORS, ROUTER, Architecture, architecture, own_nam
 from .config import Factors, model_config, rotary_divisors
 from .gemma4 import is_unused
 from .latent_attention import HALVES, Halves, halves
+from .linear_attention import joined_rows
 from .nextn import mtp_names
+from .sources import RAW, Source
 from .split import close_all, open_parts
 from .stateful import DECAYS
-
-RAW = ("F32", "F16", "BF16")
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where a tensor's rows come from: from row `first` of the file's tensor on, in its shape. `heads`: they are interleaved within so
-    many heads (0: they are not); `offset` is to be taken off. `decay`: values are less than zero, their logarithms without the sign are
-    meant."""
-
-    tensor: GgufTensor
-    shape: tuple[int, ...]
-    first: int = 0
-    heads: int = 0
-    offset: float = 0.0
-    decay: bool = False
-
-    @property
-    def nbytes(self) -> int:
-        """In the file."""
-        return self.tensor.nbytes // self.tensor.shape[0] * self.shape[0]
-
-    @property
-    def piece(self) -> int:
-        """Rows that are read at once where a matrix is made again and again: a disk's full rate, or a block of them."""
-        return min(self.shape[0], max(ROWS, READ_NBYTES // self.tensor.row_nbytes // ROWS * ROWS))
-
-    @property
-    def changed(self) -> bool:
-        """Are its values other ones than the file's?"""
-        return bool(self.offset) or self.decay
-
-    @property
-    def in_order(self) -> bool:
-        """Is it a matrix whose rows the file has in a checkpoint's order?"""
-        return len(self.shape) == 2 and not self.heads and not self.offset
 
 
 @dataclass(frozen=True)
@@ -171,6 +135,10 @@ class GgufStore(MadeStore):
             heights = stated
         if sum(heights) != tensor.shape[0]:
             damaged(self._path, f"has tensor {shown(tensor.name)} of {tensor.shape[0]} rows, the config says {sum(heights)}")
+        if (joined := joined_rows(names, config)) is not None:
+            for name, rows in zip(names, joined, strict=True):
+                yield name, Source(tensor, (len(rows), *tensor.shape[1:]), rows=rows)
+            return
         first = 0
         for name, rows in zip(names, heights, strict=True):
             heads = _heads(name, config) if found.interleaved else 0
@@ -195,7 +163,7 @@ class GgufStore(MadeStore):
         if info.name in self._halves:
             return None
         source = self._sources[info.name]
-        if source.tensor.type not in RAW or source.heads or source.changed:
+        if source.tensor.type not in RAW or source.moved or source.changed:
             return None
         return source.tensor.offset + source.first * (source.tensor.nbytes // source.tensor.shape[0])
 
@@ -304,9 +272,8 @@ class GgufStore(MadeStore):
 
     def _rows(self, source: Source, begin: int, end: int, nbytes: int) -> np.ndarray:
         """Bytes [rows, nbytes] of the rows [begin, end) in a checkpoint's order."""
-        first, last, order = begin, end, None
-        if source.heads:
-            order = separated(np.arange(begin, end), source.shape[0] // source.heads)
+        first, last, order = begin, end, source.order(begin, end)
+        if order is not None:
             first, last = int(order.min()), int(order.max()) + 1
         raw = np.empty(((last - first), nbytes), np.uint8)
         self.read_at(source.tensor.file, source.tensor.offset + (source.first + first) * nbytes, memoryview(raw).cast("B"))
@@ -331,13 +298,6 @@ def _rules(config: ModelConfig) -> list[TensorRule]:
     family, layers = families.get(config.family), range(config.num_hidden_layers)
     groups = [family.outer_tensors(config), mtp_rules(config), *(family.layer_tensors(config, layer) for layer in layers)]
     return [rule for rules in groups for rule in rules.values()]
-
-
-def separated(rows: np.ndarray, head_dim: int) -> np.ndarray:
-    """Row of a checkpoint (halves of a head one after the other) -> row of a file that keeps them as neighbours."""
-    head, place = rows // head_dim, rows % head_dim
-    half = head_dim // 2
-    return head * head_dim + 2 * (place % half) + place // half
 
 
 def _heads(name: str, config: ModelConfig) -> int:

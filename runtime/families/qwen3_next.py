@@ -1,0 +1,46 @@
+"""Qwen 3 Next (80B-A3B, Coder Next): the mixture from which Qwen 3.5's came, with many more experts.
+
+Its checkpoints join what reads a layer's input by heads of keys: of each head the rows of its query, its key, its values and their gates
+follow one another in `in_proj_qkvz`, those of its betas and its decays in `in_proj_ba`. A store of the folder takes them apart
+(`parted_rows.py`), so that nothing else knows. GGUF files have heads of values in the order of the checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from ...kernels.delta_shape import DeltaShape
+from ..config import ModelConfig
+from ..config_reader import Keys
+from . import qwen3_5_moe_text
+from .qwen3_5_moe_text import block, layer_tensors, mixed_config, outer_tensors
+from .qwen3_moe import NAMES
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors", "parted_rows"]
+
+KEYS_USED = qwen3_5_moe_text.KEYS_USED
+KEYS_HARMLESS = qwen3_5_moe_text.KEYS_HARMLESS
+REFUSED_UNLESS: Mapping[str, object] = {**qwen3_5_moe_text.REFUSED_UNLESS, "use_sliding_window": False}
+
+
+def config(keys: Keys) -> ModelConfig:
+    return mixed_config(keys, experts=512, per_token=10, ahead=1)  # published configs do not say that there is a layer to draft by
+
+
+def parted_rows(shape: DeltaShape) -> dict[str, tuple[str, np.ndarray]]:
+    """Name of a matrix of a layer with a state, below `linear_attn.` -> that of the one that it is stored in, and its rows there."""
+    values = shape.value_heads // shape.key_heads
+    wide = values * shape.value_dim
+    found, first = {}, 0
+
+    def rows(first: int, count: int, every: int) -> np.ndarray:
+        return (np.arange(shape.key_heads)[:, None] * every + first + np.arange(count)).reshape(-1)
+
+    parts, every = {"q": shape.key_dim, "k": shape.key_dim, "v": wide, "z": wide}, 2 * (shape.key_dim + wide)
+    for part, count in parts.items():
+        found[part] = rows(first, count, every)
+        first += count
+    return {"in_proj_qkv": ("in_proj_qkvz", np.concatenate([found[part] for part in "qkv"])), "in_proj_z": ("in_proj_qkvz", found["z"]),
+            "in_proj_b": ("in_proj_ba", rows(0, values, 2 * values)), "in_proj_a": ("in_proj_ba", rows(values, values, 2 * values))}
