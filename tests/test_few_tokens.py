@@ -1,4 +1,4 @@
-"""Attention of a few tokens at once over pages that are not packed: each token has the bits that it has alone."""
+"""Attention of a few tokens at once: each has the bits that it has alone."""
 
 import numpy as np
 import pytest
@@ -18,8 +18,9 @@ CTX = 8 * PAGE
 
 def opened(heads: int, kv_heads: int, depth: int, kv: str, window: int | None, softcap: float | None) -> KVCache:
     shape = CacheShape(CTX, sink=64, window=128, chunk=PAGE)
-    ops = CpuOps(ThreadPool(2), Dims(heads * depth, heads, kv_heads, depth, 64, 64, PAGE, CTX, 1))
-    return open_cache([ops], [AttnSpec(heads, kv_heads, depth, depth**-0.5, window=window, softcap=softcap)], codec(kv), shape)
+    form = codec(kv)
+    ops = CpuOps(ThreadPool(2), Dims(heads * depth, heads, kv_heads, depth, 64, 64, PAGE, CTX, 1, packed_kv=form.is_packed))
+    return open_cache([ops], [AttnSpec(heads, kv_heads, depth, depth**-0.5, window=window, softcap=softcap)], form, shape)
 
 
 def filled(cache: KVCache, rng: np.random.Generator, tokens: int) -> None:
@@ -33,7 +34,8 @@ def filled(cache: KVCache, rng: np.random.Generator, tokens: int) -> None:
 
 @pytest.mark.parametrize(("heads", "kv_heads", "depth", "kv", "window", "softcap"),
                          [(4, 4, 64, "16bit", None, None), (6, 2, 80, "16bit", None, None), (8, 1, 64, "32bit", 200, None),
-                          (4, 2, 128, "16bit", 3, 20.0), (32, 1, 64, "16bit", None, None)])
+                          (4, 2, 128, "16bit", 3, 20.0), (32, 1, 64, "16bit", None, None), (4, 4, 64, "4bit", None, None),
+                          (8, 2, 128, "k8v4", None, 20.0), (8, 1, 80, "2bit", 300, None)])
 @pytest.mark.parametrize("begun", [0, 60, 5 * PAGE - 3])
 def test_a_token_has_the_bits_that_it_has_alone(heads: int, kv_heads: int, depth: int, kv: str, window: int | None, softcap: float | None,
                                                 begun: int) -> None:

@@ -1,4 +1,4 @@
-"""Attention of one token over packed pages: a record is read once for all query heads of its KV head, and multiplied with integers.
+"""Attention of few tokens over packed pages: a record is read once for a token's query heads of its KV head, multiplied with integers.
 
 Pages are taken in blocks of BLOCK_PAGES, on a grid that begins with the first: each is merged as it comes, in page order, and what the
 blocks give is merged in the order of blocks (`kv_merge.py`). So an answer depends neither on who computed what nor on the turns in
@@ -34,6 +34,7 @@ from .attention import (
     SOFTCAP,
     TABLE,
     TO,
+    TOKENS,
     WINDOW,
     _begin,
     _cap,
@@ -83,10 +84,10 @@ def attend_page(a, entry, following, kv, position, rows, padded, depth, queries,
 
 @kernel({"contract"})
 def attend_packed(args, worker, counter):
-    """Partials of the packed pages for one token. Blocks of work: (KV head, block of pages); the partial lies in the row of the block's
-    first page. With BY_PAGE every page keeps its own, and rows may be SKIPPED."""
+    """Partials of the packed pages for each of a few tokens. Blocks of work: (KV head, token, block of pages); the partial lies in the row
+    of the block's first page. With BY_PAGE every page keeps its own, and rows may be SKIPPED."""
     a = i64_at(args)
-    heads, kv_heads, depth = a[HEADS], a[KV_HEADS], a[HEAD_DIM]
+    tokens, heads, kv_heads, depth = a[TOKENS], a[HEADS], a[KV_HEADS], a[HEAD_DIM]
     rows = heads // kv_heads
     tile = tile_rows(rows)
     padded = (rows + tile - 1) // tile * tile
@@ -105,14 +106,16 @@ def attend_packed(args, worker, counter):
     blocks = (end - lead + BLOCK_PAGES - 1) // BLOCK_PAGES - first_block
     loaded, region, ended = -1, first_region(worker), int64(0)
     while True:
-        job, region, ended = take(counter, region, ended, kv_heads * blocks)
+        job, region, ended = take(counter, region, ended, kv_heads * tokens * blocks)
         if job < 0:
             return
-        kv, block = job // blocks, lead + BLOCK_PAGES * (first_block + job % blocks)
-        if loaded != kv:
-            load_kv(a, kv, 0, scratch, rows, padded, depth, scale)
-            loaded = kv
-        place = a[PARTIALS] + 4 * (kv * a[BLOCKS] + block) * rows * (depth + 2)
+        query, block = job // blocks, lead + BLOCK_PAGES * (first_block + job % blocks)
+        kv, t = query // tokens, query % tokens
+        if loaded != query:
+            load_kv(a, kv, t, scratch, rows, padded, depth, scale)
+            loaded = query
+        position = a[POSITION] + t
+        place = a[PARTIALS] + 4 * ((kv * a[BLOCKS] + block) * tokens + t) * rows * (depth + 2)
         if block < begin and not a[BY_PAGE]:
             load_partial(place, output, m, rows, padded, depth)  # a turn before this one began the block
         else:
@@ -121,11 +124,11 @@ def attend_packed(args, worker, counter):
             entry = i64_at(a[TABLE] + 8 * COLUMNS * row)
             if not entry[SEALED] or entry[SEALED] == SKIPPED:
                 continue
-            if _visible(entry[FIRST], entry[COUNT], a[POSITION], 1, a[WINDOW]):
+            if _visible(entry[FIRST], entry[COUNT], position, 1, a[WINDOW]):
                 following = i64_at(a[TABLE] + 8 * COLUMNS * min(row + 1, end - 1))
-                attend_page(a, entry, following, kv, a[POSITION], rows, padded, depth, scratch, rest, output, m, scale, softcap)
+                attend_page(a, entry, following, kv, position, rows, padded, depth, scratch, rest, output, m, scale, softcap)
             if a[BY_PAGE]:
-                own = a[PARTIALS] + 4 * (kv * a[BLOCKS] + row) * rows * (depth + 2)
+                own = a[PARTIALS] + 4 * ((kv * a[BLOCKS] + row) * tokens + t) * rows * (depth + 2)
                 store_partial(own, output, m, rows, padded, depth)
                 nothing(output, m, padded, depth)
         if not a[BY_PAGE]:

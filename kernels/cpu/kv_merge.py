@@ -9,7 +9,22 @@ from __future__ import annotations
 from ..compile import kernel
 from ..deferred import inlined
 from .arithmetic import MINUS_INF, ZERO
-from .attention import BLOCKS, COLUMNS, HEAD_DIM, HEADS, KV_HEADS, OUT, PARTIALS, SCRATCH, SCRATCH_STRIDE, SEALED, TABLE, _merge, _with_sink
+from .attention import (
+    BLOCKS,
+    COLUMNS,
+    HEAD_DIM,
+    HEADS,
+    KV_HEADS,
+    OUT,
+    PARTIALS,
+    SCRATCH,
+    SCRATCH_STRIDE,
+    SEALED,
+    TABLE,
+    TOKENS,
+    _merge,
+    _with_sink,
+)
 from .inner_loops import LOW_ROWS
 from .intrinsics import f32_at, fetch_add, i64_at
 from .kv_attention import BACK, BY_PAGE, _broad, _turn
@@ -69,12 +84,13 @@ def store_partial(target, output, m, rows, padded, depth):
 
 @kernel()
 def merge_packed(args, worker, counter):
-    """Merge the partials into OUT[head, :]: exact blocks in table order, packed ones among themselves, turned back. Blocks of work: KV
-    heads. Scratch per worker: o and (m, l) of all packed blocks and of one, [rows, D + 2] each, o turned back [rows, wide D], sums and
-    factors [2, rows, 2]."""
+    """Merge the partials into OUT[t, head, :]: exact blocks in table order, packed ones among themselves, turned back. Blocks of work: a
+    token's of a KV head. Scratch per worker: o and (m, l) of all packed blocks and of one, [rows, D + 2] each, o turned back
+    [rows, wide D], sums and factors [2, rows, 2]."""
     a = i64_at(args)
-    heads, kv_heads, depth, blocks = a[HEADS], a[KV_HEADS], a[HEAD_DIM], a[BLOCKS]
+    tokens, heads, kv_heads, depth, blocks = a[TOKENS], a[HEADS], a[KV_HEADS], a[HEAD_DIM], a[BLOCKS]
     rows = heads // kv_heads
+    row_nbytes = 4 * tokens * rows * (depth + 2)  # partials of a row of the table
     padded = (rows + LOW_ROWS - 1) // LOW_ROWS * LOW_ROWS
     broad = _broad(depth)
     packed = a[SCRATCH] + worker * a[SCRATCH_STRIDE]
@@ -88,28 +104,29 @@ def merge_packed(args, worker, counter):
     while begin < blocks and not i64_at(a[TABLE] + 8 * COLUMNS * begin)[SEALED]:
         begin += 1
     while True:
-        kv = fetch_add(counter, 1)
-        if kv >= kv_heads:
+        job = fetch_add(counter, 1)
+        if job >= kv_heads * tokens:
             return
+        kv, t = job // tokens, job % tokens
         nothing(packed, packed_m, padded, depth)
-        places = a[PARTIALS] + 4 * kv * blocks * rows * (depth + 2)
+        places = a[PARTIALS] + kv * blocks * row_nbytes + 4 * t * rows * (depth + 2)
         block = begin
         while block < blocks and i64_at(a[TABLE] + 8 * COLUMNS * block)[SEALED]:
             if a[BY_PAGE]:
                 nothing(one, one_m, padded, depth)
                 for row in range(block, min(blocks, block + BLOCK_PAGES)):
                     if i64_at(a[TABLE] + 8 * COLUMNS * row)[SEALED]:
-                        fold_partial(one, one_m, places + 4 * row * rows * (depth + 2), sums, factors, rows, padded, depth)
-                store_partial(places + 4 * block * rows * (depth + 2), one, one_m, rows, padded, depth)
-            fold_partial(packed, packed_m, places + 4 * block * rows * (depth + 2), sums, factors, rows, padded, depth)
+                        fold_partial(one, one_m, places + row * row_nbytes, sums, factors, rows, padded, depth)
+                store_partial(places + block * row_nbytes, one, one_m, rows, padded, depth)
+            fold_partial(packed, packed_m, places + block * row_nbytes, sums, factors, rows, padded, depth)
             block += BLOCK_PAGES
         _turn(padded, packed, a[BACK] + 4 * kv * depth * broad, back, depth, broad)
         for r in range(rows):
-            o = f32_at(a[OUT] + 4 * (kv * rows + r) * depth)
+            o = f32_at(a[OUT] + 4 * (t * heads + kv * rows + r) * depth)
             m, l = MINUS_INF, ZERO
             for row in range(blocks):
                 if not i64_at(a[TABLE] + 8 * COLUMNS * row)[SEALED]:
-                    exact = f32_at(places + 4 * (row * rows + r) * (depth + 2))
+                    exact = f32_at(places + row * row_nbytes + 4 * r * (depth + 2))
                     m, l = _merge(o, m, l, exact, exact[depth], exact[depth + 1], depth)
             m, l = _merge(o, m, l, f32_at(back + 4 * r * broad), f32_at(packed_m)[r], f32_at(packed_m)[padded + r], depth)
             l = _with_sink(a, kv * rows + r, m, l)

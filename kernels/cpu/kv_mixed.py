@@ -14,7 +14,7 @@ from ..layout import PageLayout
 from ..workspace import address
 from . import attention, attention_few, kv_attention, kv_few
 from .kv_pages import Codec, PackedPages
-from .ops import FEW, SHARE_FROM, CpuOps
+from .ops import FEW, CpuOps
 
 FIRST_KIND, SECOND_KIND = 1, 2
 
@@ -59,24 +59,15 @@ class MixedPages(PackedPages):
             self._few_of_both(q, position, blocks, out)
 
     def _few_of_both(self, q: np.ndarray, position: int, blocks: np.ndarray, out: np.ndarray) -> None:
-        ops, width = self.ops, q.shape[1]
-        q_at, out_at = ops.at(q), ops.at(out)
-        kinds = list(zip((self._first, self.second._attend), map(address, self._tables_of(blocks)), strict=True))
-        parallel, changing = width * len(blocks) * attention.PAGE >= SHARE_FROM, len(q) > 1
-        if changing:
-            ops.once()
-        else:
-            ops.refresh(self._move)
-        for t in range(len(q)):
-            step = (q_at + 4 * t * width, out_at + 4 * t * width, 1, position + t, len(blocks), ops.addresses_of_step(blocks, blocks)[0],
-                    width // self.layout.head_dim, 0, len(blocks))
-            self._attend[: attention.TO + 1] = step
-            ops.run(attention_few.attend_few, self._attend_at, parallel, self._attend if changing else None)
-            for block, table in kinds:
-                block[: attention.TO + 1] = step
-                block[attention.TABLE] = table
-                ops.run(kv_few.attend_packed, address(block), parallel, block if changing else None)
-            ops.run(self.merge, self._attend_at, width * len(blocks) >= SHARE_FROM, self._attend if changing else None)
+        tables = self._tables_of(blocks)
+        for each in tables:
+            self.ops.keep(each)
+        own = self.ops.addresses_of_step(blocks, blocks)[0]
+        calls, *kinds = (self.side_by_side(block, q, position, blocks, table, out) for block, table in
+                         zip((self._attend, self._first, self.second._attend), (own, *map(address, tables)), strict=True))
+        for call, *packed in zip(calls, *kinds, strict=True):
+            self.run_few([(attention_few.attend_few, call), *((kv_few.attend_packed, each) for each in packed), (self.merge, call)],
+                         q.shape[1] * len(blocks))
 
     def _many_of_both(self, q: np.ndarray, position: int, blocks: np.ndarray, out: np.ndarray) -> None:
         table = self.ops.addresses_of_step(blocks, blocks)[0]
@@ -102,7 +93,3 @@ class MixedPages(PackedPages):
                 table[table[:, attention.SEALED] != kind, attention.SEALED] = 0
             self._tables = blocks, tables
         return tables
-
-    def _move(self, position: int) -> None:
-        for block in (self._attend, self._first, self.second._attend):
-            block[attention.POSITION] = position

@@ -41,7 +41,7 @@ class PackedPages(LayerPages):
 
     many, merge = kv_many.attend_packed_many, kv_merge.merge_packed
     few = (attention_few.attend_few, kv_few.attend_packed)
-    base, by_page, side_by_side = kv_attention.PACKED, kv_attention.BY_PAGE, False
+    base, by_page = kv_attention.PACKED, kv_attention.BY_PAGE
 
     def __init__(self, ops: CpuOps, layout: PageLayout, exact: np.ndarray, sealed: np.ndarray, scale: float, window: int | None,
                  softcap: float | None, codec: Codec) -> None:

@@ -69,7 +69,6 @@ class LayerPages:
     many, few, merge = attention.attend_many, (attention_few.attend_few,), attention_few.merge_few
     base = attention.PAGES  # the slot with the address of page 0
     by_page: int | None = None  # the slot that asks for a partial of every page, where pages are otherwise merged as they are read
-    side_by_side = True  # do the kernels of few tokens take several at once?
     spilled: Spilled | None = None
     selective: Selective | None = None
 
@@ -159,8 +158,7 @@ class LayerPages:
     def compiled(self, q: np.ndarray, position: int, blocks: np.ndarray, sinks: np.ndarray | None, out: np.ndarray) -> None:
         """The kernels: few tokens row by row, so that a token's bits do not depend on how many came with it; more, tile by tile."""
         ops, block, (tokens, width) = self.ops, self._attend, q.shape
-        q_at, out_at, table = ops.at(q), ops.at(out), ops.addresses_of_step(blocks, blocks)[0]
-        heads = width // self.layout.head_dim
+        table = ops.addresses_of_step(blocks, blocks)[0]
         block[attention.SINKS] = address(sinks)
         if tokens > (FEW if self.spilled is None else 1):
             ops.once()
@@ -171,25 +169,34 @@ class LayerPages:
             if self.selective is not None and self.window is None and (end := int(blocks[:, attention.SEALED].sum())) > self.spilled.first:
                 self.selective.attend(q, position, blocks, table, out, end)
                 return
-        every = 0, len(blocks)
         if tokens > FEW:
-            block[: attention.TO + 1] = q_at, out_at, tokens, position, len(blocks), table, heads, *every
+            block[: attention.TO + 1] = (ops.at(q), ops.at(out), tokens, position, len(blocks), table, width // self.layout.head_dim, 0,
+                                         len(blocks))
             ops.run(self.many, self._attend_at)
             return
-        block[: attention.TO + 1] = q_at, out_at, 1, position, len(blocks), table, heads, *every
-        most = attention_few.most_tokens(ops.workspace.floats["partials"], heads, self.layout, len(blocks)) if self.side_by_side else 1
-        begins = range(0, tokens, most)
+        calls = self.side_by_side(block, q, position, blocks, table, out)
+        for call in calls:
+            self.run_few([(kernel, call) for kernel in (*self.few, self.merge)], width * len(blocks))
+
+    def side_by_side(self, block: np.ndarray, q: np.ndarray, position: int, blocks: np.ndarray, table: int, out: np.ndarray) -> np.ndarray:
+        """Argument blocks like `block` for few tokens: one for as many as have room for their partials."""
+        ops, (tokens, width) = self.ops, q.shape
+        heads = width // self.layout.head_dim
+        most = attention_few.most_tokens(ops.workspace.floats["partials"], heads, self.layout, len(blocks))
+        begins = np.arange(0, tokens, most)
         calls = np.repeat(block[None], len(begins), 0)
-        for begin, call in zip(begins, calls, strict=True):
-            call[attention.Q : attention.POSITION + 1] = (q_at + 4 * begin * width, out_at + 4 * begin * width, min(most, tokens - begin),
-                                                          position + begin)
+        calls[:, attention.Q], calls[:, attention.OUT] = ops.at(q) + 4 * width * begins, ops.at(out) + 4 * width * begins
+        calls[:, attention.TOKENS], calls[:, attention.POSITION] = np.minimum(most, tokens - begins), position + begins
+        calls[:, attention.BLOCKS : attention.TO + 1] = len(blocks), table, heads, 0, len(blocks)
         ops.keep(calls)
         ops.refresh(partial(_move, calls[:, attention.POSITION]))
-        for call in calls:
-            at, numbers = address(call), call[attention.TOKENS] * width * len(blocks)
-            for partials in self.few:
-                ops.run(partials, at, numbers * attention.PAGE >= SHARE_FROM)
-            ops.run(self.merge, at, numbers >= SHARE_FROM)
+        return calls
+
+    def run_few(self, jobs: Sequence[tuple[Kernel, np.ndarray]], width: int) -> None:
+        """Kernels in order, the last of which merges partials of `width` numbers a token; shared where that is worth it."""
+        for index, (kernel, call) in enumerate(jobs):
+            numbers = int(call[attention.TOKENS]) * width * (1 if index == len(jobs) - 1 else attention.PAGE)
+            self.ops.run(kernel, address(call), numbers >= SHARE_FROM)
 
     def _in_turns(self, read: tuple[int, int], q: np.ndarray, position: int, blocks: np.ndarray, table: int, out: np.ndarray) -> None:
         """`compiled` where pages of the disk lie between those in memory. What was noted so far runs while the first of them come."""
