@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..offload import hardware
 from .engine import Engine
-from .events import Event, Notice, Stats, TextDelta
+from .events import Call, Event, Notice, Stats, TextDelta
 from .sampler import Sampler
 from .stream_filters import ChannelFilter, StopStrings, ThinkFilter
 from .text import Tokenizer
 
 if TYPE_CHECKING:
+    from .calls.filter import CallFilter
     from .constraint import Vocabulary
 
 Reasoning = ThinkFilter | ChannelFilter
@@ -32,13 +33,13 @@ class Answer:
 
     `said` is how it began before; `shown` and `thought` are what came, `tokens` as it was sampled, the one that ended it among them.
     `reasoned`: how many of them were reasoning. `is_exact`: they say just its text. `think` is what tells reasoning from it, and stands
-    behind the last token in the end.
+    behind the last token in the end. Where it reads calls of tools as well these are `calls`, `marks` the tokens that they are known by.
     """
 
     engine: Engine
     tokenizer: Tokenizer
     sampler: Sampler
-    think: Reasoning | None
+    think: Reasoning | CallFilter | None
     stops: tuple[str, ...]
     max_tokens: int | None
     cancelled: Callable[[], bool]
@@ -47,6 +48,8 @@ class Answer:
     may_reason: bool = True
     raw: bool = False
     said: str = ""
+    marks: Mapping[int, str] | None = None
+    calls: list[Call] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     shown: list[str] = field(default_factory=list)
     thought: list[str] = field(default_factory=list)
@@ -68,21 +71,21 @@ class Answer:
         self._drafted = engine.speculation and engine.speculation.counts
         self.shown = [said]
         stops = StopStrings(self.stops, said)
-        stream = self.tokenizer.stream(ids if self.raw or said or inside else ())
+        stream = self.tokenizer.stream(ids if self.raw or said or inside else (), self.marks)
         held = self._held = self.held_to and self.held_to.begin(said, self.raw or inside, think, self.may_reason, ids if inside else ())
         self.sampler.narrow = held and held.narrow
         if engine.speculation is not None:
             engine.speculation.forced = held and held.forced
-        shown, thought = self.shown, self.thought
+        shown, into = self.shown, {"answer": self.shown, "thinking": self.thought, "call": self.calls}
 
-        def split(text: str) -> list[tuple[str, str]]:
+        def split(text: str) -> list[tuple[str, str | Call]]:
             """Parts of a piece, noted. What was said before loses half a character that is whole now, and how a stop string began."""
             shown[0] = shown[0].removesuffix(stream.taken_back)
             shown[0] = shown[0][: len(shown[0]) - stops.overlap]
             stream.taken_back, stops.overlap = "", 0
             parts = think.push(text) if think else [("answer", text)] if text else []
             for kind, part in parts:
-                (shown if kind == "answer" else thought).append(part)
+                into[kind].append(part)
             return parts
 
         try:
@@ -100,8 +103,7 @@ class Answer:
                     self._first_at = self._first_at or time.monotonic()
                     ends = step.finish == "stop"
                     text, at_answer = "" if ends else stream.push(step.token), think is None or think.at_answer
-                    for kind, part in split(stops.push(text)):
-                        yield TextDelta(part, kind)
+                    yield from map(_event, split(stops.push(text)))
                     is_thought = think is not None and not think.at_answer
                     self.reasoned += is_thought or not at_answer
                     if held:
@@ -110,19 +112,18 @@ class Answer:
                     if engine.truncated and not dropped:
                         dropped = True
                         yield Notice("the context is full: its middle was dropped to go on (--overflow shift)")
-                    given_up = self.cancelled()
-                    self.finish = "stop" if stops.hit else "cancelled" if given_up else step.finish or self.finish
-                    if stops.hit or given_up or step.finish:
+                    given_up, at_end = self.cancelled(), stops.hit or bool(self.calls) and think.is_full
+                    self.finish = "stop" if at_end else "cancelled" if given_up else step.finish or self.finish
+                    if at_end or given_up or step.finish:
                         break
                 else:
                     self.finish = "cancelled" if self.cancelled() else self.finish
             parts = [] if stops.hit else split(stops.push(stream.flush()) + stops.flush())
             stood = copy.copy(think)
             for kind, part in think.flush() if think else ():
-                (shown if kind == "answer" else thought).append(part)
+                into[kind].append(part)
                 parts.append((kind, part))
-            for kind, part in parts:
-                yield TextDelta(part, kind)
+            yield from map(_event, parts)
         except KeyboardInterrupt:  # a pass was left in its middle: what the cache holds is not known
             engine.reset()
             raise
@@ -148,3 +149,8 @@ class Answer:
         if self.finish == "context":
             larger = "" if engine.n_ctx >= engine.config.context_length else "-c for a larger one, "
             yield Notice(f"the context of {engine.n_ctx} tokens is full: the answer ends here ({larger}--overflow shift to go on)")
+
+
+def _event(part: tuple[str, str | Call]) -> TextDelta | Call:
+    kind, found = part
+    return found if isinstance(found, Call) else TextDelta(found, kind)

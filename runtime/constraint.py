@@ -122,6 +122,11 @@ def grammar_form(asked: str) -> Form:
         return form(cut)  # as one terminal it was too much
 
 
+def lark_form(lark: str, flag: str, name: str) -> Form:
+    """The form of a grammar in Lark's notation that was made here, `flag` and `name` for a person. Raises UsageError."""
+    return _judged(Form(_library().LLMatcher.grammar_from_lark(lark), flag, name))
+
+
 def form_of(schema: str | None, grammar: str | None) -> Form | None:
     """What the two flags ask for. Raises UsageError, also where both are given."""
     if schema is not None and grammar is not None:

@@ -37,6 +37,15 @@ class TextDelta:
 
 
 @dataclass(frozen=True)
+class Call:
+    """A tool that the model asks for: `arguments` is the text of a JSON object, `id` what the model itself calls it, if anything."""
+
+    name: str
+    arguments: str
+    id: str = ""
+
+
+@dataclass(frozen=True)
 class Stats:
     """What an answer cost. Times in seconds, rates in tokens a second, sizes in bytes.
 
@@ -107,4 +116,4 @@ class Done:
     stats: Stats
 
 
-Event = Progress | Notice | TextDelta | Done
+Event = Progress | Notice | TextDelta | Call | Done

@@ -7,7 +7,8 @@ next. What a prompt has in common with what was read and written last is not rea
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from .. import EffllmError, UsageError
@@ -20,6 +21,8 @@ from .sampler import Sampler, SamplerSettings
 from .text import Tokenizer
 
 if TYPE_CHECKING:
+    from .calls.calling import Calling, Tools
+    from .calls.filter import CallFilter
     from .constraint import Form, Vocabulary
 
 Message = Mapping[str, Any]
@@ -52,29 +55,44 @@ class Replies:
         self._prompts = Prompts(tokenizer)
         self._vocabulary: Vocabulary | None = None
 
-    def reply(self, messages: Sequence[Message], wish: Wish, tools: Sequence[Mapping[str, Any]] | None = None,
+    @cached_property
+    def _calling(self) -> Calling:
+        from .calls.calling import Calling
+
+        return Calling(self.tokenizer)
+
+    def reply(self, messages: Sequence[Message], wish: Wish, tools: Tools | None = None,
               variables: Mapping[str, Any] | None = None, cancelled: Callable[[], bool] = never) -> Iterator[Event]:
         """Answer messages. They are dicts of `role`, `content` (a text, parts `{"type": "text", "text": ...}` of one, or None) and whatever
-        else the chat template reads (`reasoning_content`, `tool_calls`, `tool_call_id`, `name`), which reaches it as it is; so do `tools`
-        and `variables`, the latter over what `think` asks. System messages at the beginning are one system prompt. An answer that is the
-        last message is gone on with.
+        else the chat template reads (`reasoning_content`, `name`), which reaches it as it is; so do `variables`, over what `think` asks.
+        System messages at the beginning are one system prompt. An answer that is the last message is gone on with. With `tools` the
+        answer may call some: each is an event of its own. What was called before (`tool_calls`, and the role tool with `tool_call_id`) is
+        told in the way that the template has for it.
 
         Raises EffllmError before the first event where these messages cannot be answered.
         """
+        calling = self._calling if tools or any(message.get("tool_calls") or message["role"] == "tool" for message in messages) else None
+        if calling:
+            messages, told = calling.prepared(messages, tools)
+            variables = {**told, **(variables or {})}
         system, rest = self._apart(messages)
         said = ""
         if rest and rest[-1]["role"] == "assistant" and not rest[-1].get("tool_calls"):
             said = rest.pop()["content"] or ""
         if not rest and not system:
             raise UsageError("there are no messages", "send at least one that has text")
-        prompt = self._prompts.rendered(rest, system, wish.think, {"tools": tools or None, **(variables or {})})
-        for fallback in self._fallbacks(wish.think):
+        prompt = self._prompts.rendered(rest, system, wish.think, variables or {})
+        for fallback in [*self._fallbacks(wish.think), *(calling.fallbacks(tools) if tools else ())]:
             if self.engine.options.strict:
                 refuse_fallbacks([Fallback(fallback)])
             yield Notice(fallback)
         prompt = self._prompts.going_on(prompt, said)
         ids = self._prompts.encoded(prompt)
-        answer = yield from self._answer(ids, wish, cancelled, self.tokenizer.reasoning(ids), said, self._prompts.raw)
+        think, marks = self.tokenizer.reasoning(ids, tools is not None), None
+        if tools:
+            think, marks = calling.reading(think, tools), calling.marks
+            wish = replace(wish, stops=wish.stops + calling.stops(), form=calling.form(tools, wish.form))
+        answer = yield from self._answer(ids, wish, cancelled, think, said, self._prompts.raw, marks)
         self._prompts.hold(prompt, ids, answer.tokens[: len(answer.tokens) - (answer.finish == "stop")], answer.text[len(said) :])
 
     def complete(self, prompt: str | Sequence[int], wish: Wish, cancelled: Callable[[], bool] = never) -> Iterator[Event]:
@@ -85,12 +103,12 @@ class Replies:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         yield from self._answer(ids, wish, cancelled, None, raw=True)
 
-    def _answer(self, ids: list[int], wish: Wish, cancelled: Callable[[], bool], think: Reasoning | None, said: str = "",
-                raw: bool = False) -> Generator[Event, None, Answer]:
+    def _answer(self, ids: list[int], wish: Wish, cancelled: Callable[[], bool], think: Reasoning | CallFilter | None,
+                said: str = "", raw: bool = False, marks: Mapping[int, str] | None = None) -> Generator[Event, None, Answer]:
         self.engine.cancelled = cancelled
         sampler = Sampler(wish.settings, self.engine.config.vocab_size)
         answer = Answer(self.engine, self.tokenizer, sampler, think, wish.stops, wish.max_tokens, cancelled, wish.ignore_eos,
-                        self._held_to(wish.form), wish.think != "off", raw, said)
+                        self._held_to(wish.form), wish.think != "off", raw, said, marks)
         try:
             yield from answer.written(ids)
         except EffllmError:

@@ -202,15 +202,18 @@ class ChannelFilter:
         <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...
 
     What is on `final`, or on no channel, is the answer; all else is shown as reasoning, with an empty line between two messages. `prompt`:
-    how the prompt ends, which may be in the midst of a header or of a message.
+    how the prompt ends, which may be in the midst of a header or of a message. With `calls`, a message to a function is a part of the
+    answer too, whatever its channel: to=functions.NAME<|message|>...<|end|>, from which a reader takes the call.
     """
 
     START, CHANNEL, MESSAGE, END = MARKS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
+    FUNCTION = re.compile(r"to=functions\.[\w.-]+")
     HEADER_LIMIT = 256  # a longer header is none: what was held is shown
 
-    def __init__(self, prompt: str = "") -> None:
+    def __init__(self, prompt: str = "", calls: bool = False) -> None:
         self._kind, self._held, self._said = "answer", "", ""  # kind of the message, None in a header; what of this kind came before
         self._fresh = False  # has this message said nothing yet?
+        self._calls, self._calling = calls, False  # is the message a call?
         begin = prompt.rfind(self.START)
         if begin >= 0:
             self._header(prompt[begin:])
@@ -231,7 +234,9 @@ class ChannelFilter:
             self._kind, self._held = None, ""
         else:
             name = head.rpartition(self.CHANNEL)[2].split() if self.CHANNEL in head else ()
-            self._kind, self._held = "answer" if not name or name[0] == "final" else "thinking", ""
+            to = self.FUNCTION.search(head) if self._calls else None
+            self._calling, self._held = to is not None, to.group() + self.MESSAGE if to else ""
+            self._kind = "answer" if to or not name or name[0] == "final" else "thinking"
             self._fresh = not rest
 
     def push(self, text: str) -> list[Part]:
@@ -278,7 +283,7 @@ class ChannelFilter:
         marks = (self.END, self.START, self.CHANNEL)
         at = min((place for mark in marks if (place := held.find(mark)) >= 0), default=-1)
         certain = held[:at] if at >= 0 else held[: len(held) - held_suffix(held, marks)]
-        self._emit(certain, parts)
+        self._emit(certain + self.END if self._calling and at >= 0 else certain, parts)
         self._held = "" if at >= 0 else held[len(certain) :]
         if at < 0:
             return ""

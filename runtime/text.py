@@ -137,16 +137,17 @@ class Tokenizer:
 
     def plain_tokens(self) -> dict[int, str]:
         """Number -> text of the tokens that a text is cut into, without those that were added: a fine-tune may rename some."""
-        return {number: token for token, number in self.vocabulary().items() if token not in self._added}
+        return {number: token for token, number in self.vocabulary().items() if token not in self.added}
 
     @cached_property
-    def _added(self) -> dict[str, int]:
+    def added(self) -> dict[str, int]:
+        """The text of each token that was added to the vocabulary, and its number."""
         return {token.content: number for number, token in self._backend.get_added_tokens_decoder().items()}
 
     @cached_property
     def stop_ids(self) -> frozenset[int]:
         """Tokens that end the model's turn, from every place that states one, and the known end-of-turn tokens among the added ones."""
-        added = self._added
+        added = self.added
         names = [n for n in END_OF_TURN if n in added and self._ends_turn(n)]
         eos = self._backend.token_to_id(self.special_tokens.get("eos_token", ""))
         ends = {added[n] for n in names}.union(self._eos_ids, () if eos is None else (eos,))
@@ -159,7 +160,7 @@ class Tokenizer:
     @cached_property
     def channels(self) -> bool:
         """Whether a turn is several messages, reasoning on a channel of its own: the harmony format."""
-        return all(name in self._added for name in HARMONY)
+        return all(name in self.added for name in HARMONY)
 
     @cached_property
     def thinks(self) -> bool:
@@ -226,9 +227,10 @@ class Tokenizer:
             return "".join(map(stream.push, ids)) + stream.flush()
         return self._decoder(ids, skip_special_tokens)
 
-    def stream(self, context: Sequence[int] = ()) -> TextStream:
-        """A decoder for one answer. `context`: the tokens before it, for a raw completion, where the first piece may begin with a space."""
-        return TextStream(self._decoder, context[-16:], self._visible)
+    def stream(self, context: Sequence[int] = (), marks: Mapping[int, str] | None = None) -> TextStream:
+        """A decoder for one answer. `context`: the tokens before it, for a raw completion, where the first piece may begin with a space.
+        `marks`: tokens that are a part of the text although they are none elsewhere."""
+        return TextStream(self._decoder, context[-16:], {**self._visible, **(marks or {})})
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """The prompt text of a chat. Raises TemplateError, also where the model has no template."""
@@ -240,10 +242,10 @@ class Tokenizer:
         """Token ids of a chat: the template writes all special tokens itself, so none is added."""
         return self.encode(self.render_chat(messages, **options), add_special_tokens=False)
 
-    def reasoning(self, prompt: Sequence[int]) -> ThinkFilter | ChannelFilter | None:
-        """What tells reasoning from the answer behind a prompt, None where the model does not reason."""
+    def reasoning(self, prompt: Sequence[int], calls: bool = False) -> ThinkFilter | ChannelFilter | None:
+        """What tells reasoning from the answer behind a prompt, None where the model does not reason. `calls`: they are wanted as text."""
         if self.channels:
-            return ChannelFilter(self.decode(prompt[-64:], skip_special_tokens=False))
+            return ChannelFilter(self.decode(prompt[-64:], skip_special_tokens=False), calls)
         tags = self.think_tags
         return None if tags is None else ThinkFilter(tags.open, tags.close, self.opens_thinking(prompt), self._answer_tags)
 

@@ -98,19 +98,16 @@ def test_one_form_after_the_other(replies):
         assert text_of(replies.reply([ASKED], replace(GREEDY, form=grammar_form('root ::= "king"')))) == "king"
 
 
-def test_messages_tools_and_variables_reach_the_template_as_they_are(replies, monkeypatch):
+def test_messages_and_variables_reach_the_template_as_they_are(replies, monkeypatch):
     messages = [{"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]},
-                {"role": "assistant", "content": None, "reasoning_content": "hm",
-                 "tool_calls": [{"id": "7", "type": "function", "function": {"name": "f", "arguments": "{}"}}]},
-                {"role": "tool", "content": "3", "tool_call_id": "7", "name": "f"}]
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+                {"role": "assistant", "content": "2", "reasoning_content": "hm"}, {"role": "user", "content": "three", "name": "f"}]
     wish, variables = replace(GREEDY, think="off", max_tokens=0), {"mood": "good"}
     replies.tokenizer.template = ChatTemplate(SHOW_ALL)
     seen = []
     monkeypatch.setattr(replies._prompts, "encoded", lambda prompt: seen.append(json.loads(prompt)) or [1])
-    list(replies.reply(messages, wish, tools, variables))
+    list(replies.reply(messages, wish, None, variables))
     list(replies.reply(messages, wish, None, {"enable_thinking": True, "mood": "bad"}))
-    assert seen[0]["messages"] == [{**messages[0], "content": "one\ntwo"}, *messages[1:]] and seen[0]["tools"] == tools
+    assert seen[0]["messages"] == [{**messages[0], "content": "one\ntwo"}, *messages[1:]] and seen[0]["tools"] is None
     assert (seen[0]["mood"], seen[0]["think"]) == ("good", False) and (seen[1]["tools"], seen[1]["think"]) == (None, True)
 
 

@@ -1,0 +1,311 @@
+"""How a call goes on behind the mark that it begins with: what a format does not share with others is here, a function or class a kind.
+
+Each is called with the place behind that mark and the tools, reads up to and with the mark that the call ends with, and gives the calls.
+Where the text ends behind whole JSON, that mark may be missing: a token that ends the turn often takes its place.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..events import Call
+from .cursor import Cursor, Wrong, arguments_of, written
+from .schema import Tools, loose, typed
+
+NAMES = ("name", "tool_name", "function", "tool")
+ARGUMENTS = ("arguments", "parameters", "args", "input")
+IDS = ("id", "tool_call_id")
+LONGEST_SOURCE = 1 << 20  # characters of calls in Python's notation
+
+
+def _close(cursor: Cursor, close: Sequence[str]) -> None:
+    """Take what ends a call, or the end of the text; an empty mark says that it may be missing."""
+    cursor.blanks()
+    if close and not cursor.at_end() and not cursor.takes(*close) and "" not in close:
+        raise Wrong
+
+
+def call_of(value: Any) -> Call:
+    """The call that a JSON object tells of, under the names that its parts have here and there. Raises Wrong."""
+    if not isinstance(value, dict):
+        raise Wrong
+    inner = value.get("function")
+    known = inner if isinstance(inner, dict) else value
+    name = next((known[key] for key in NAMES if isinstance(known.get(key), str)), "")
+    if not name:
+        raise Wrong
+    arguments = next((known[key] for key in ARGUMENTS if key in known), None)
+    return Call(name, arguments_of(arguments), next((value[key] for key in IDS if isinstance(value.get(key), str)), ""))
+
+
+@dataclass(frozen=True)
+class Objects:
+    """JSON objects that have name and arguments, or lists of them. `keyed`: an object is {name: arguments}. An empty mark to `close` with:
+    it may be missing."""
+
+    close: tuple[str, ...] = ()
+    keyed: bool = False
+
+    def __call__(self, cursor: Cursor, tools: Tools) -> list[Call]:
+        calls: list[Call] = []
+        while True:
+            cursor.blanks()
+            value = cursor.json()
+            for each in value if isinstance(value, list) else [value]:
+                calls.append(self._keyed(each) if self.keyed else call_of(each))
+            if not self.close:
+                break
+            cursor.blanks()
+            if cursor.at_end() or cursor.text[cursor.at] not in "{[,;":
+                break
+            cursor.takes(",", ";")
+        _close(cursor, self.close)
+        return calls
+
+    @staticmethod
+    def _keyed(value: Any) -> Call:
+        if not isinstance(value, dict) or len(value) != 1:
+            raise Wrong
+        (name, arguments), = value.items()
+        return Call(name, arguments_of(arguments))
+
+
+@dataclass(frozen=True)
+class Bare:
+    """A JSON object without marks, which counts as a call where it names one of the tools. Its text goes on as soon as it can be none."""
+
+    def __call__(self, cursor: Cursor, tools: Tools) -> list[Call]:
+        cursor.at -= 1  # the brace is the mark
+        begin = cursor.text[cursor.at : cursor.at + 64]
+        key = begin[1:].lstrip()
+        key, quote = key[1:].partition('"')[::2] if key[:1] == '"' else ("", "x" * bool(key))
+        if quote and not key or not any(known.startswith(key) for known in ("type", *NAMES, *ARGUMENTS)):
+            raise Wrong
+        call = call_of(cursor.json())
+        if call.name not in tools:
+            raise Wrong
+        end = cursor.at
+        cursor.blanks()
+        if cursor.at == len(cursor.text) or not cursor.takes(";", ","):
+            cursor.at = end
+        return [call]
+
+
+@dataclass(frozen=True)
+class Named:
+    """A name, something between, and the arguments in JSON.
+
+    `between`: the marks of which one follows the name, an empty one where it may be missing. `lead` may stand before the name. `id` stands
+    behind the name and before what the call itself is called; `named` behind that, where that comes first, and before the name; with
+    `numbered` the name is a part of it: functions.NAME:0. `fence` may stand around the arguments."""
+
+    between: tuple[str, ...] = ("",)
+    close: tuple[str, ...] = ()
+    lead: tuple[str, ...] = ()
+    fence: tuple[str, str] = ("", "")
+    id: str = ""
+    named: str = ""
+    numbered: bool = False
+
+    def __call__(self, cursor: Cursor, tools: Tools) -> list[Call]:
+        cursor.blanks()
+        cursor.takes(*self.lead)
+        name, called = cursor.name(), ""
+        if self.named:
+            cursor.take(self.named)
+            name, called = cursor.name(), name
+        if self.numbered:
+            name, called = name.rpartition(":")[0].removeprefix("functions.") or name, name
+        cursor.blanks()
+        if cursor.takes(self.id):
+            called = cursor.name()
+            cursor.blanks()
+        if not cursor.takes(*self.between) and "" not in self.between:
+            raise Wrong
+        cursor.blanks()
+        fenced = cursor.takes(self.fence[0])
+        cursor.blanks()
+        if cursor.takes(*self.close):  # no arguments at all
+            return [Call(name, written({}), called)]
+        call = Call(name, arguments_of(cursor.json()), called)
+        cursor.blanks()
+        if fenced and not cursor.at_end() and not cursor.takes(self.fence[1]):
+            raise Wrong
+        _close(cursor, self.close)
+        return [call]
+
+
+@dataclass(frozen=True)
+class Tagged:
+    """A name, then each argument between tags of its own, its value as text. `key` begins an argument, `behind_key` stands behind its name,
+    `value` before its value where that is told by more, `end` behind that, `close` behind the call."""
+
+    behind_name: tuple[str, ...]
+    key: str
+    behind_key: str
+    end: str
+    close: tuple[str, ...]
+    value: str = ""
+    texts: tuple[str, str] = ("", "")  # how `behind_key` says that the value is text, and that it is JSON
+    line_feeds: bool = True  # one before and one behind a value are no part of it
+
+    def __call__(self, cursor: Cursor, tools: Tools) -> list[Call]:
+        cursor.blanks()
+        name = cursor.name()
+        if not cursor.takes(*self.behind_name) and "" not in self.behind_name:
+            raise Wrong
+        arguments: dict[str, Any] = {}
+        while True:
+            cursor.blanks()
+            if cursor.takes(*self.close):
+                return [Call(name, written(arguments))]
+            cursor.take(self.key)
+            key, bare = self._key(cursor)
+            value = self._value(cursor)
+            arguments[key] = value if bare else loose(value) if bare is False else typed(value, tools, name, key)
+
+    def _key(self, cursor: Cursor) -> tuple[str, bool | None]:
+        """The name of an argument, and whether its value is text, where that is said."""
+        head = cursor.until(self.behind_key)
+        bare = None
+        for said, is_text in zip(self.texts, (True, False)):
+            if said and head.endswith(said):
+                head, bare = head.removesuffix(said), is_text
+        if not head or "\n" in head.strip():
+            raise Wrong
+        if self.value:
+            cursor.blanks()
+            cursor.take(self.value)
+        return head.strip(), bare
+
+    def _value(self, cursor: Cursor) -> str:
+        """The text up to the tag behind which another argument or the end of the call follows: what else it says of tags is its own."""
+        begin, at = cursor.at, cursor.at
+        while True:
+            end = cursor.text.find(self.end, at)
+            if end < 0:
+                raise cursor.short()
+            rest = Cursor(cursor.text, end + len(self.end), cursor.ended)
+            rest.blanks()
+            if rest.at_end() or rest.takes(self.key, *self.close):
+                break
+            at = end + len(self.end)
+        cursor.at = end + len(self.end)
+        text = cursor.text[begin:end]
+        return text.removeprefix("\n").removesuffix("\n") if self.line_feeds else text
+
+
+@dataclass(frozen=True)
+class Python:
+    """Calls as Python writes them, in a list or one behind the other: [look(place="Köln", days=2)]. JSON's words are read too."""
+
+    close: tuple[str, ...] = ()
+    bracket: str = ""  # the mark is a bracket itself
+
+    def __call__(self, cursor: Cursor, tools: Tools) -> list[Call]:
+        cursor.blanks()
+        begin = cursor.at - len(self.bracket)
+        if self.close:
+            text = self._until_close(cursor)
+        else:
+            end = _end_of_python(cursor, begin)
+            text, cursor.at = cursor.text[begin:end], end
+        calls = [each for line in self._expressions(text.strip()) for each in line]
+        if not calls or self.bracket and any(call.name not in tools for call in calls):
+            raise Wrong
+        return calls
+
+    def _until_close(self, cursor: Cursor) -> str:
+        """What stands before the mark that ends the call and can be read; the mark may be among the words of an argument."""
+        begin = at = cursor.at
+        while True:
+            found = [(place, mark) for mark in self.close if (place := cursor.text.find(mark, at)) >= 0]
+            if not found:
+                if not cursor.ended:
+                    raise cursor.short()
+                text, cursor.at = cursor.text[begin:], len(cursor.text)
+                return text
+            end, mark = min(found)
+            at = end + len(mark)
+            try:
+                self._expressions(cursor.text[begin:end].strip())
+            except Wrong:
+                continue
+            cursor.at = at
+            return cursor.text[begin:end]
+
+    @staticmethod
+    def _expressions(text: str) -> list[list[Call]]:
+        if len(text) > LONGEST_SOURCE:
+            raise Wrong
+        try:
+            tree = ast.parse(text)
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            raise Wrong from None
+        return [_python_calls(each.value) if isinstance(each, ast.Expr) else _wrong() for each in tree.body]
+
+
+def _wrong() -> Any:
+    raise Wrong
+
+
+def _end_of_python(cursor: Cursor, begin: int) -> int:
+    """Behind the bracket that closes the one at `begin`; brackets in strings do not count."""
+    depth, quote, at, text = 0, "", begin, cursor.text
+    while at < len(text):
+        letter = text[at]
+        if quote:
+            if letter == "\\":
+                at += 1
+            elif letter == quote:
+                quote = ""
+        elif letter in "\"'":
+            quote = letter
+        elif letter in "([{":
+            depth += 1
+        elif letter in ")]}":
+            depth -= 1
+            if not depth:
+                return at + 1
+        at += 1
+    raise cursor.short()
+
+
+def _python_calls(node: ast.expr) -> list[Call]:
+    if isinstance(node, (ast.List, ast.Tuple)):
+        return [call for each in node.elts for call in _python_calls(each)]
+    if not isinstance(node, ast.Call) or node.args:
+        raise Wrong
+    arguments: dict[str, Any] = {}
+    for each in node.keywords:
+        value = _python_value(each.value)
+        arguments |= {each.arg: value} if each.arg is not None else value if isinstance(value, dict) else _wrong()
+    return [Call(_dotted(node.func), written(arguments))]
+
+
+def _dotted(node: ast.expr) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{_dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else _wrong()
+
+
+_WORDS = {"true": True, "false": False, "null": None}
+
+
+def _python_value(node: ast.expr) -> Any:
+    if isinstance(node, ast.Constant) and (node.value is None or isinstance(node.value, (str, int, float, bool))):
+        return node.value
+    if isinstance(node, (ast.List, ast.Tuple)):
+        return [_python_value(each) for each in node.elts]
+    if isinstance(node, ast.Dict):
+        return {_python_value(key) if isinstance(key, ast.Constant) and isinstance(key.value, str) else _wrong(): _python_value(value)
+                for key, value in zip(node.keys, node.values)}
+    if isinstance(node, ast.Name) and node.id in _WORDS:
+        return _WORDS[node.id]
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        value = _python_value(node.operand)
+        return -value if isinstance(value, (int, float)) and not isinstance(value, bool) else _wrong()
+    raise Wrong

@@ -1,0 +1,117 @@
+"""Calls of tools for one model: what its template is given of a request with tools, what its answer is held to, what is read from it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from ... import UsageError
+from ..constraint import Form, lark_form
+from ..template import TemplateError
+from ..text import Tokenizer
+from .filter import CallFilter
+from .grammar import CallGrammar
+from .messages import Message, functions, parameters_of, prepared
+from .reader import CallReader
+from .style import CallStyle, find_style
+
+if TYPE_CHECKING:
+    from ..answering import Reasoning
+
+AUTO, REQUIRED = "auto", "required"
+NO_TOOLS = "this model's chat template knows no tools: a system prompt tells of them, and calls are read as Hermes models write them"
+UNHELD = "the arguments of calls are left to the model, which does not write them as JSON"
+UNFORCED = "whether a tool is called is left to the model, which says so amid its reasoning"
+LEAVE_OUT = "leave one of them out"
+GIVES_BACK = "<tool_response>"  # a model that was told of tools in a system prompt may go on to invent what they give back
+
+
+@dataclass(frozen=True)
+class Tools:
+    """Tools that a model may call. `choice`: auto leaves that to it, required makes it call one, else the name of the one to be called;
+    `several`: more than one in an answer."""
+
+    functions: tuple[Message, ...] = ()
+    choice: str = AUTO
+    several: bool = True
+
+    @property
+    def called(self) -> list[Message]:
+        """Those that may be called. Raises UsageError where the one that must be is not among them."""
+        if self.choice in (AUTO, REQUIRED):
+            return [*self.functions]
+        found = [tool for tool in self.functions if tool["function"]["name"] == self.choice]
+        if not found:
+            raise UsageError(f"tool_choice names {self.choice}, which is none of the tools", "name one of them")
+        return found
+
+
+def tools_of(tools: Sequence[Message], choice: str = AUTO, several: bool = True) -> Tools:
+    """Tools as a request has them. Raises UsageError."""
+    return Tools(tuple(functions(tools)), choice, several)
+
+
+class Calling:
+    """How one model is told of tools and calls them."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+
+    @cached_property
+    def style(self) -> CallStyle:
+        return find_style(self.tokenizer.render_chat, self.tokenizer.added)
+
+    @cached_property
+    def marks(self) -> dict[int, str]:
+        """Tokens of which a call is made beside its words."""
+        made = self.style.sample, *self.style.format.opens, *self.style.format.closers
+        return {number: word for word, number in self._words.items() if any(word in text for text in made)}
+
+    @property
+    def _words(self) -> dict[str, int]:
+        return {word: number for word, number in self.tokenizer.added.items() if number not in self.tokenizer.stop_ids}
+
+    def prepared(self, messages: Sequence[Message], tools: Tools | None) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """Messages and variables for the template. Raises UsageError and TemplateError."""
+        if self.tokenizer.template is None:
+            raise TemplateError("this is a base model without a chat template: it cannot be told of tools", "leave them out")
+        return prepared(messages, tools.functions if tools else (), self.style)
+
+    def fallbacks(self, tools: Tools) -> list[str]:
+        """What of a request is not done as one might think."""
+        told = [] if self.style.variable else [NO_TOOLS]
+        if tools.choice != AUTO:
+            told += [UNFORCED] if self.tokenizer.channels else [] if self._grammar.holds else [UNHELD]
+        return told
+
+    def stops(self) -> tuple[str, ...]:
+        """Strings that end an answer in which calls are read."""
+        return () if self.style.variable else (GIVES_BACK,)
+
+    def reading(self, think: Reasoning | None, tools: Tools) -> CallFilter:
+        """What tells calls from the rest of an answer."""
+        return CallFilter(think, CallReader(self.style.format, parameters_of(tools.functions)), None if tools.several else 1)
+
+    @cached_property
+    def _grammar(self) -> CallGrammar:
+        return CallGrammar(self.style, self._words, self.tokenizer.thinks)
+
+    def form(self, tools: Tools, form: Form | None) -> Form | None:
+        """What an answer is held to that may call tools, or else is of a form. Raises UsageError."""
+        if self.tokenizer.channels:
+            if form is not None:
+                raise UsageError(f"{form.flag}: answers of this model that may call tools cannot be held to a form", LEAVE_OUT)
+            return None
+        if tools.choice != AUTO:
+            return lark_form(self._grammar.must_call(tools.called), "tool_choice", "the functions")
+        if form is not None:
+            said = json.loads(form.grammar)["grammars"][0] if form.grammar.lstrip().startswith("{") else {}
+            if "json_schema" not in said:
+                raise UsageError(f"{form.flag}: an answer that may call tools can be held to a schema, not to a grammar", LEAVE_OUT)
+            return lark_form(self._grammar.may_call(tools.functions, said["json_schema"]), form.flag, form.name)
+        if any(tool["function"].get("strict") for tool in tools.functions) and self._grammar.holds and not self.style.format.bare:
+            return lark_form(self._grammar.may_call(tools.functions), "strict", "the functions")
+        return None

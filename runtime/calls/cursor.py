@@ -1,0 +1,128 @@
+"""A place in the text of an answer, from which a call is read piece by piece.
+
+What is read may be cut anywhere, since it streams: `More` says that the text so far is the beginning of what is asked for, `Wrong` that it
+is something else. Once the text has `ended`, what is cut is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+_NAME = re.compile(r"[\w.:/-]+")
+_BLANKS = re.compile(r"\s*")
+_JSON_PARTS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|["{}\[\]]', re.DOTALL)  # a lone quote begins a string that is cut
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
+
+
+class More(Exception):
+    """The text is cut in what was being read."""
+
+
+class Wrong(Exception):
+    """The text is not what was being read."""
+
+
+class Cursor:
+    """`at` is an index into `text`; every method moves it behind what was read, or raises More or Wrong."""
+
+    def __init__(self, text: str, at: int = 0, ended: bool = False) -> None:
+        self.text, self.at, self.ended = text, at, ended
+
+    def short(self) -> Exception:
+        """What to raise where the text is at its end."""
+        return Wrong() if self.ended else More()
+
+    def take(self, mark: str) -> None:
+        if self.text.startswith(mark, self.at):
+            self.at += len(mark)
+        elif len(self.text) - self.at < len(mark) and mark.startswith(self.text[self.at :]):
+            raise self.short()
+        else:
+            raise Wrong
+
+    def takes(self, *marks: str) -> bool:
+        """Take one of the marks, where one is there. An empty one is none."""
+        short = None
+        for mark in filter(None, marks):
+            try:
+                self.take(mark)
+                return True
+            except More as error:
+                short = error
+            except Wrong:
+                continue
+        if short:
+            raise short
+        return False
+
+    def blanks(self) -> None:
+        self.at = _BLANKS.match(self.text, self.at).end()
+
+    def name(self) -> str:
+        """The name of a function or of an argument."""
+        found = _NAME.match(self.text, self.at)
+        if found and (self.ended or found.end() < len(self.text)):
+            self.at = found.end()
+            return found.group()
+        raise self.short() if found or self.at == len(self.text) else Wrong
+
+    def until(self, mark: str) -> str:
+        """The text before a mark, which is taken as well."""
+        end = self.text.find(mark, self.at)
+        if end < 0:
+            raise self.short()
+        text, self.at = self.text[self.at : end], end + len(mark)
+        return text
+
+    def at_end(self) -> bool:
+        """Has the text ended here? Raises More where that is not known."""
+        if self.at < len(self.text):
+            return False
+        if not self.ended:
+            raise More
+        return True
+
+    def json(self) -> Any:
+        """A JSON object, array or string."""
+        if self.at == len(self.text):
+            raise self.short()
+        if self.text[self.at] not in '{["':
+            raise Wrong
+        depth = 0
+        for part in _JSON_PARTS.finditer(self.text, self.at):
+            if (mark := part.group()) == '"':
+                raise self.short()
+            depth += mark in "{["
+            depth -= mark in "}]"
+            if not depth:
+                value, self.at = parsed(self.text[self.at : part.end()]), part.end()
+                return value
+        raise self.short()
+
+
+def parsed(text: str) -> Any:
+    """JSON as models write it, line feeds within strings included. Raises Wrong."""
+    try:
+        return json.loads(text, strict=False)
+    except (ValueError, RecursionError):
+        raise Wrong from None
+
+
+def written(value: Any) -> str:
+    """JSON of a value, in letters as they are where they have UTF-8. Raises Wrong for numbers that JSON has not."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (ValueError, TypeError, RecursionError):
+        raise Wrong from None
+    return json.dumps(value) if _SURROGATE.search(text) else text
+
+
+def arguments_of(value: Any) -> str:
+    """The arguments of a call as JSON: an object, nothing, or an object that was written once more as text. Raises Wrong."""
+    if isinstance(value, str):
+        value = parsed(value) if value.strip() else {}
+    if value is not None and not isinstance(value, dict):
+        raise Wrong
+    return written(value or {})

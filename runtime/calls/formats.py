@@ -1,0 +1,121 @@
+"""The formats in which models write calls of tools, an entry each.
+
+Which of them a model has is not told by its name: its chat template writes a call whose name and arguments are known, and the format that
+reads that very call from it is the model's (`style`). A new format is a new entry here and, where it shares nothing, a body of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..events import Call
+from .bodies import Bare, Named, Objects, Python, Tagged
+from .cursor import Cursor, Wrong, written
+from .gemma import Gemma
+from .harmony import Harmony
+from .schema import Tools
+
+Body = Callable[[Cursor, Tools], list[Call]]
+Written = tuple[str, Mapping[str, Any]]  # name and arguments of a call
+
+
+@dataclass(frozen=True)
+class Format:
+    """`open`: what a call begins with, of which `body` reads the rest. `section`: what may stand once before the first call, `closers`
+    behind the last. `bare`: there is no mark, so only what an answer begins with counts. `write`: calls as text, of formats whose models
+    have templates that do not write them."""
+
+    name: str
+    open: tuple[str, ...]
+    body: Body
+    section: tuple[str, ...] = ()
+    closers: tuple[str, ...] = ()
+    bare: bool = False
+    write: Callable[[Sequence[Written]], str] | None = None
+
+    @property
+    def opens(self) -> tuple[str, ...]:
+        return self.section + self.open
+
+    def read(self, cursor: Cursor, tools: Tools) -> list[Call]:
+        """The calls that begin here. Raises More or Wrong."""
+        if cursor.takes(*self.section):
+            cursor.blanks()
+        if not cursor.takes(*self.open):
+            raise Wrong
+        return self.body(cursor, tools)
+
+
+def _object(call: Written) -> str:
+    return written({"name": call[0], "arguments": call[1]})
+
+
+def _hermes(calls: Sequence[Written]) -> str:
+    return "\n".join(f"<tool_call>\n{_object(call)}\n</tool_call>" for call in calls)
+
+
+def _listed(open: str, close: str) -> Callable[[Sequence[Written]], str]:
+    return lambda calls: f"{open}[{', '.join(map(_object, calls))}]{close}"
+
+
+def _python(open: str, between: str, close: str) -> Callable[[Sequence[Written]], str]:
+    def write(calls: Sequence[Written]) -> str:
+        said = [f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})" for name, arguments in calls]
+        return f"{open}{between.join(said)}{close}"
+
+    return write
+
+
+_PARAMETERS = Tagged((">",), "<parameter=", ">", "</parameter>", ("</function>",))
+_VALUES = Tagged(("",), "<arg_key>", "</arg_key>", "</arg_value>", ("</tool_call>",), "<arg_value>", line_feeds=False)
+_DSML = Tagged(('">',), '<｜DSML｜parameter name="', '">', "</｜DSML｜parameter>", ("</｜DSML｜invoke>",), line_feeds=False,
+               texts=('" string="true', '" string="false'))
+_HUNYUAN = Tagged(("<tool_sep:opensource>",), "<arg_key:opensource>", "</arg_key:opensource>", "</arg_value:opensource>",
+                  ("</tool_call:opensource>",), "<arg_value:opensource>", line_feeds=False)
+_FENCE = ("```json", "```")
+
+# Of formats that read the same text the first counts; those without a mark come last.
+FORMATS = (
+    Format("Hermes", ("<tool_call>",), Objects(("</tool_call>",)), write=_hermes),
+    Format("Qwen 3 Coder", ("<function=",), _PARAMETERS, ("<tool_call>",), ("</tool_call>",)),
+    Format("Seed", ("<function=",), replace(_PARAMETERS, line_feeds=False), ("<seed:tool_call>",), ("</seed:tool_call>",)),
+    Format("GLM", ("<tool_call>",), _VALUES),
+    Format("Hunyuan 3", ("<tool_call:opensource>",), _HUNYUAN, ("<tool_calls:opensource>",), ("</tool_calls:opensource>",)),
+    Format("Mistral", ("[TOOL_CALLS]",), Objects()),
+    Format("Mistral 3", ("[TOOL_CALLS]",), Named(("[ARGS]", ""), id="[CALL_ID]")),
+    Format("DeepSeek V3", ("<｜tool▁call▁begin｜>",),
+           Named(close=("<｜tool▁call▁end｜>",), lead=("function<｜tool▁sep｜>",), fence=_FENCE),
+           ("<｜tool▁calls▁begin｜>",), ("<｜tool▁calls▁end｜>",)),
+    Format("DeepSeek V3.1", ("<｜tool▁call▁begin｜>",), Named(("<｜tool▁sep｜>",), ("<｜tool▁call▁end｜>",)),
+           ("<｜tool▁calls▁begin｜>",), ("<｜tool▁calls▁end｜>",)),
+    Format("DeepSeek V3.2", ('<｜DSML｜invoke name="',), _DSML, ("<｜DSML｜function_calls>",), ("</｜DSML｜function_calls>",)),
+    Format("DeepSeek V4", ('<｜DSML｜invoke name="',), _DSML, ("<｜DSML｜tool_calls>",), ("</｜DSML｜tool_calls>",)),
+    Format("MiniMax M2", ('<invoke name="',), Tagged(('">',), '<parameter name="', '">', "</parameter>", ("</invoke>",), line_feeds=False),
+           ("<minimax:tool_call>",), ("</minimax:tool_call>",)),
+    Format("harmony", ("to=functions.",), Harmony()),
+    Format("Gemma 4", ("<|tool_call>call:",), Gemma()),
+    Format("Granite 3", ("<|tool_call|>",), Objects(("<|/tool_call|>", "")), write=_listed("<|tool_call|>", "")),
+    Format("Kimi K2", ("<|tool_call_begin|>",),
+           Named(("<|tool_call_argument_begin|>",), ("<|tool_call_end|>",), numbered=True),
+           ("<|tool_calls_section_begin|>",), ("<|tool_calls_section_end|>",)),
+    Format("Cohere", ("<|START_ACTION|>",), Objects(("<|END_ACTION|>",))),
+    Format("LFM2", ("<|tool_call_start|>",), Python(("<|tool_call_end|>",)),
+           write=_python("<|tool_call_start|>[", ", ", "]<|tool_call_end|>")),
+    Format("OLMo 3", ("<function_calls>",), Python(("</function_calls>",)),
+           write=_python("<function_calls>\n", "\n", "\n</function_calls>")),
+    Format("Apertus", ("<|tools_prefix|>",), Objects(("<|tools_suffix|>",), keyed=True)),
+    Format("Nemotron", ("<TOOLCALL>",), Objects(("</TOOLCALL>",)), write=_listed("<TOOLCALL>", "</TOOLCALL>")),
+    Format("Hunyuan", ("<tool_call>",), Named(close=("</tool_call>",), fence=_FENCE), ("<tool_calls>",), ("</tool_calls>",)),
+    Format("tool_calls", ("<tool_calls>",), Objects(("</tool_calls>",)), write=_listed("<tool_calls>", "</tool_calls>")),
+    Format("Solar", ("<|tool_call:begin|>",), Named(("<|tool_call:args|>",), ("<|tool_call:end|>",), named="<|tool_call:name|>"),
+           ("<|tool_calls|>",)),
+    Format("Functionary", ("<function=",), Named((">",), ("</function>",))),
+    Format("MiniCPM", ('<function name="',), Tagged(('">',), '<param name="', '">', "</param>", ("</function>",), line_feeds=False)),
+    Format("GigaChat", ("<|function_call|>",), Objects()),
+    Format("Phi 4 mini", ("functools",), Objects(), write=_listed("functools", "")),
+    Format("Llama 3", ("{",), Bare(), ("<|python_tag|>",), bare=True),
+    Format("Llama 4", ("[",), Python(bracket="["), bare=True),
+)
+HERMES = FORMATS[0]

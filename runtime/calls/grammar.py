@@ -1,0 +1,100 @@
+"""What an answer is held to where a tool must be called, or where one that is called must fit its schema.
+
+The text of a call is taken from the sample that the model's template wrote: what stands before the name, between name and arguments, and
+behind them. In formats whose arguments are JSON these are held to the function's schema; in others the call begins as it must and names
+a function that there is, and its arguments are left to the model.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..constraint import SPACE
+from .messages import SHORT_ID
+from .style import ARGUMENTS, ID, LONG_ID, NAME, CallStyle
+
+GUIDANCE = {**SPACE, "lenient": True}  # what a schema says beyond what can be held to is for the client
+FREE = r"/(?s:.)+/"
+TEXT = "text"
+SPECIAL = re.compile(r"[^\w\s<>:=]")  # letters that mean something in a pattern
+
+
+class CallGrammar:
+    """Rules in Lark's notation for calls of one style. `words`: tokens that were added to the vocabulary, and their numbers. `apart`: empty
+    lines may stand before a call, as behind reasoning; else there is none, since a template writes none when it tells of the call later."""
+
+    def __init__(self, style: CallStyle, words: Mapping[str, int], apart: bool = False) -> None:
+        self._lead = "/\\n{0,2}/ " if apart else ""
+        self.words, self._opens = words, style.format.opens
+        sample = style.sample
+        at = sample.index(NAME)
+        self._before, rest = sample[:at], sample[at + len(NAME) :]
+        begin, end = _json_arguments(rest)
+        self.holds = end > 0  # are arguments held to their schema?
+        self._between, self._behind = (rest[:begin], rest[end:]) if self.holds else (rest[:1], "")
+        self._marks = [number for word, number in words.items() if word in rest]
+
+    @property
+    def mark(self) -> str:
+        """What a call begins with."""
+        begun = [word for word in (*self.words, *self._opens) if self._before.startswith(word)]
+        return begun[0] if begun else self._before
+
+    def must_call(self, tools: Sequence[Mapping[str, Any]]) -> str:
+        """An answer that is a call of one of the tools."""
+        return f"start: {self._lead}call\n{self._calls(tools, '')}"
+
+    def may_call(self, tools: Sequence[Mapping[str, Any]], schema: Mapping[str, Any] | None = None) -> str:
+        """An answer of text and calls, or a call or else JSON of a schema."""
+        if schema is not None:
+            return f"start: {self._lead}call | answer\nanswer: %json {json.dumps(schema)}\n{self._calls(tools, '')}"
+        mark = self.mark
+        if mark in self.words:
+            return f"start: {TEXT}? (call {TEXT}?)*\n{TEXT}: {FREE}\n{self._calls(tools, '')}"
+        lead = SPECIAL.sub(r"\\\g<0>", mark)
+        return f"start: (lead call)* {TEXT}?\nlead[lazy]: /(?s:.*){lead}/\n{TEXT}: {FREE}\n{self._calls(tools, mark)}"
+
+    def _calls(self, tools: Sequence[Mapping[str, Any]], said: str) -> str:
+        """The rule `call`, without what was `said` of it, and what it refers to."""
+        names = [f"call_{number}" for number in range(len(tools))]
+        lines = [f"call: {' | '.join(names)}"]
+        for rule, tool in zip(names, tools):
+            function = tool["function"]
+            parts = [self._literal(self._before.removeprefix(said)), self._literal(function["name"]), self._literal(self._between)]
+            if self.holds:
+                schema = {**function["parameters"], "x-guidance": GUIDANCE}
+                lines.append(f"{rule}_args: %json {json.dumps(schema)}")
+                parts += [f"{rule}_args", self._literal(self._behind)]
+            else:
+                parts.append("rest")
+            lines.append(f"{rule}: {' '.join(filter(None, parts))}")
+        if not self.holds:
+            lines.append(f"rest: ({' | '.join(['letters', *(f'<[{number}]>' for number in self._marks)])})*\nletters: {FREE}")
+        return "\n".join(lines)
+
+    def _literal(self, text: str) -> str:
+        """A text as Lark has it: tokens by their numbers, letters in quotes, what a call is called by its letters."""
+        made = []
+        for part in re.split(f"({'|'.join(map(re.escape, sorted([*self.words, ID, LONG_ID], key=len, reverse=True)))})", text):
+            if part in (ID, LONG_ID):
+                made.append(f"/{SHORT_ID.pattern}/")
+            elif part in self.words:
+                made.append(f"<[{self.words[part]}]>")
+            elif part:
+                made.append(json.dumps(part, ensure_ascii=False))
+        return " ".join(made)
+
+
+def _json_arguments(text: str) -> tuple[int, int]:
+    """Where the arguments of the sample stand as JSON, (0, 0) if they do not."""
+    for found in re.finditer(r"\{", text):
+        try:
+            value, end = json.JSONDecoder().raw_decode(text, found.start())
+        except ValueError:
+            continue
+        if value == ARGUMENTS:
+            return found.start(), end
+    return 0, 0

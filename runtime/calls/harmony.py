@@ -1,0 +1,26 @@
+"""Calls of gpt-oss: a message whose header names the function that it is to, its arguments on the channel for comments."""
+
+from __future__ import annotations
+
+from ..events import Call
+from .cursor import Cursor, Wrong, arguments_of
+from .schema import Tools
+
+MESSAGE = "<|message|>"
+ENDS = ("<|call|>", "<|end|>")
+
+
+class Harmony:
+    """What follows `to=functions.`: a name, the rest of a header, JSON."""
+
+    def __call__(self, cursor: Cursor, tools: Tools) -> list[Call]:
+        name = cursor.name()
+        if "\n" in cursor.until(MESSAGE):
+            raise Wrong
+        cursor.blanks()
+        empty = cursor.at_end() or cursor.takes(*ENDS)
+        call = Call(name, arguments_of({} if empty else cursor.json()))
+        cursor.blanks()
+        if not empty and not cursor.at_end() and not cursor.takes(*ENDS):
+            raise Wrong
+        return [call]

@@ -1,0 +1,179 @@
+"""Messages with calls of tools as a model's template wants them, made of those that clients of the OpenAI API send.
+
+Clients send arguments as JSON text, and identifiers of any form; templates want objects or text, nothing or an empty text beside a call,
+and some an identifier of their own form. Where a template writes no calls they become part of what the assistant said, and where it has
+no role for what tools gave back that becomes a user's message, in the words that Hermes models brought up.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import secrets
+import string
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ... import UsageError
+from .cursor import Wrong, parsed, written
+from .schema import Tools
+from .style import CallStyle
+
+Message = Mapping[str, Any]
+NAME = re.compile(r"[\w./-]{1,128}")
+SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
+_LETTERS = string.ascii_letters + string.digits
+TOLD = """# Tools
+
+You may call the functions that are described here in JSON:
+<tools>
+{tools}
+</tools>
+
+To call one, write its name and its arguments in just this form, here with a function and arguments that are only an example:
+{sample}
+What it gives back is told to you afterwards. Call nothing where you can answer without."""
+
+
+def new_id() -> str:
+    """What a call is called where the model does not say; every template takes it but those that number calls."""
+    return "".join(secrets.choice(_LETTERS) for _ in range(9))
+
+
+def functions(tools: Sequence[Message]) -> list[dict[str, Any]]:
+    """Tools as templates expect them, every one with name, description and parameters. Raises UsageError."""
+    made = []
+    for number, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type", "function") == "function" else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+            raise UsageError(f"tools[{number}] is no function with a name", 'a tool is {"type": "function", "function": {"name": …}}')
+        parameters = function.get("parameters") or {"type": "object", "properties": {}}
+        if not isinstance(parameters, Mapping):
+            raise UsageError(f"tools[{number}].function.parameters is no JSON schema", "give an object")
+        if not NAME.fullmatch(function["name"]):
+            raise UsageError(f"tools[{number}] has a name of more than letters, digits and _ - . /", "give it another name")
+        rest = {key: value for key, value in function.items() if key not in ("name", "description", "parameters")}
+        made.append({"type": "function", "function": {"name": function["name"], "description": function.get("description") or "",
+                                                      "parameters": {"properties": {}, **parameters}, **rest}})
+    return made
+
+
+def shown(tools: Sequence[Message]) -> list[dict[str, Any]]:
+    """Tools as the model is shown them: how strictly it is held to them is not its concern."""
+    return [{**tool, "function": {key: value for key, value in tool["function"].items() if key != "strict"}} for tool in tools]
+
+
+def parameters_of(tools: Sequence[Message]) -> Tools:
+    """Name of each function and the schema of its arguments."""
+    return {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
+
+
+def prepared(messages: Sequence[Message], tools: Sequence[Message], style: CallStyle) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The messages, and what the template is given of the tools. Raises UsageError for calls that are none."""
+    calls = _Calls(style)
+    made = [calls.message(message, number) for number, message in enumerate(messages)]
+    if not style.answers:
+        made = _folded(made)
+    if not tools:
+        return made, {}
+    if style.variable:
+        return made, {style.variable: shown(tools)}
+    return _told(made, TOLD.format(tools="\n".join(map(written, shown(tools))), sample=style.sample)), {}
+
+
+def text_of(content: Any) -> str:
+    """The text of a message's content: a text, parts of one, or nothing."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(str(part.get("text") or "") for part in content or () if isinstance(part, Mapping))
+
+
+class _Calls:
+    """Calls of a conversation in the order in which they were made, each with the name that the template gets to see."""
+
+    def __init__(self, style: CallStyle) -> None:
+        self.style, self.count = style, 0
+        self.known: dict[str, tuple[str, str]] = {}  # what a client calls it -> what the template is told, name
+        self.open: list[str] = []  # calls that no message has answered
+
+    def message(self, message: Message, number: int) -> dict[str, Any]:
+        if message.get("role") == "assistant" and message.get("tool_calls"):
+            return self._calling(message, number)
+        if message.get("role") == "tool":
+            return self._answering(message)
+        return {key: value for key, value in message.items() if key != "tool_calls"}
+
+    def _calling(self, message: Message, number: int) -> dict[str, Any]:
+        style, said, made = self.style, message.get("content"), []
+        for at, call in enumerate(message["tool_calls"]):
+            function = call.get("function") if isinstance(call, Mapping) else None
+            name = function.get("name") if isinstance(function, Mapping) else None
+            if not isinstance(name, str) or not name:
+                raise UsageError(f"messages[{number}].tool_calls[{at}] has no function with a name", "send calls as they were answered")
+            arguments = _arguments(function.get("arguments"), f"messages[{number}].tool_calls[{at}].function.arguments")
+            made.append({"id": self._named(call.get("id"), name), "type": "function",
+                         "function": {"name": name, "arguments": written(arguments) if style.as_text else arguments}})
+            self.count += 1
+        rest = {key: value for key, value in message.items() if key not in ("tool_calls", "content")}
+        if style.writes:
+            return {**rest, "content": said if text_of(said) else style.content, "tool_calls": made}
+        text = style.format.write([(call["function"]["name"], call["function"]["arguments"]) for call in made])
+        return {**rest, "content": f"{text_of(said)}\n{text}".lstrip("\n")}
+
+    def _named(self, called: Any, name: str) -> str:
+        """How the template is told of a call."""
+        called = called if isinstance(called, str) and called else f"call {self.count}"
+        if self.style.numbered:
+            fit = f"functions.{name}:{self.count}"
+        elif self.style.short and not SHORT_ID.fullmatch(called):
+            fit = hashlib.sha256(called.encode("utf-8", "replace")).hexdigest()[:9]
+        else:
+            fit = called
+        self.known[called] = fit, name
+        self.open.append(called)
+        return fit
+
+    def _answering(self, message: Message) -> dict[str, Any]:
+        called = message.get("tool_call_id")
+        if called not in self.known and self.open:
+            called = self.open[0]
+        if called in self.open:
+            self.open.remove(called)
+        fit, name = self.known.get(called, (called, message.get("name")))
+        told = {"tool_call_id": fit} | ({"name": message.get("name") or name} if message.get("name") or name else {})
+        return {**message, **told, "content": text_of(message.get("content"))}
+
+
+def _arguments(given: Any, where: str) -> dict[str, Any]:
+    try:
+        value = parsed(given) if isinstance(given, str) and given.strip() else given or {}
+    except Wrong:
+        value = None
+    if not isinstance(value, Mapping):
+        raise UsageError(f"{where} is no JSON object", "send calls as they were answered")
+    return json.loads(json.dumps(value))
+
+
+def _folded(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What tools gave back as a user's message, together with what the user says right behind it: templates want roles to take turns."""
+    made: list[dict[str, Any]] = []
+    told = False
+    for message in messages:
+        is_tool = message["role"] == "tool"
+        if is_tool:
+            message = {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+        if told and message["role"] == "user":
+            made[-1] = {"role": "user", "content": f"{made[-1]['content']}\n{text_of(message['content'])}"}
+        else:
+            made.append(message)
+        told = is_tool or told and message["role"] == "user"
+    return made
+
+
+def _told(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
+    """The system prompt tells of the tools, behind what it says already."""
+    if messages and messages[0]["role"] in ("system", "developer"):
+        first, *rest = messages
+        return [{**first, "content": f"{text_of(first.get('content'))}\n\n{text}"}, *rest]
+    return [{"role": "system", "content": text}, *messages]

@@ -1,0 +1,68 @@
+"""Arguments that are written as bare text, read by the types that a tool's schema states for them.
+
+Where a schema says string a text stays as it is, digits or not; a number, a truth, a list or an object is read as JSON, or as Python has
+it, whose `True` and single quotes some templates write. Where it says nothing, what is JSON is read and all else is text.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from .cursor import Wrong, parsed
+
+Tools = Mapping[str, Mapping[str, Any]]  # name of a function -> JSON schema of its arguments
+_KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object", type(None): "null"}
+_DEPTH = 8  # of references and alternatives within one another
+
+
+def typed(text: str, tools: Tools, name: str, key: str) -> Any:
+    """The value that a text stands for as argument `key` of function `name`."""
+    schema = tools.get(name, {})
+    properties = schema.get("properties")
+    kinds = _kinds(properties.get(key) if isinstance(properties, Mapping) else None, schema)
+    if kinds == {"string"}:
+        return text
+    try:
+        value = loose(text)
+    except Wrong:
+        return text
+    kind = _KINDS.get(type(value))
+    fits = not kinds or kind in kinds or kind == "integer" and "number" in kinds or kind == "number" and "integer" in kinds
+    return value if fits or "string" not in kinds else text
+
+
+def loose(text: str) -> Any:
+    """A value written as JSON or as Python writes it. Raises Wrong."""
+    try:
+        return parsed(text)
+    except Wrong:
+        try:
+            value = ast.literal_eval(text.strip())
+            return json.loads(json.dumps(value, allow_nan=False))
+        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+            raise Wrong from None
+
+
+def _kinds(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
+    """Types that a schema allows; none where it does not say."""
+    if not isinstance(schema, Mapping) or depth > _DEPTH:
+        return set()
+    stated = schema.get("type")
+    if isinstance(stated, str):
+        return {stated}
+    if isinstance(stated, list):
+        return {kind for kind in stated if isinstance(kind, str)}
+    if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#/"):
+        found: Any = root
+        for step in reference[2:].split("/"):
+            found = found.get(step) if isinstance(found, Mapping) else None
+        return _kinds(found, root, depth + 1)
+    values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else []
+    kinds = {_KINDS.get(type(value), "object") for value in values}
+    for word in ("anyOf", "oneOf", "allOf"):
+        for each in schema[word] if isinstance(schema.get(word), list) else ():
+            kinds |= _kinds(each, root, depth + 1)
+    return kinds

@@ -1,0 +1,186 @@
+"""Calls of tools as models write them: what is read from an answer, whole or however it is cut, and by which format."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from effllm.runtime.calls.formats import FORMATS, Format
+from effllm.runtime.calls.reader import CallReader
+from effllm.runtime.events import Call
+
+TYPES = {"text": "string", "count": "integer", "share": "number", "on": "boolean", "things": "array", "more": "object"}
+TOOLS = {name: {"type": "object", "properties": {key: {"type": kind} for key, kind in TYPES.items()}} for name in ("look_up", "say.it")}
+BY_NAME = {format.name: format for format in FORMATS}
+
+
+def parts_of(format: Format | str, pieces: Sequence[str], tools: Mapping[str, Any] = TOOLS) -> tuple[str, list[tuple[str, Any]]]:
+    """(content, calls) of an answer that comes in these pieces."""
+    reader = CallReader(BY_NAME[format] if isinstance(format, str) else format, tools)
+    parts = [part for piece in pieces for part in reader.push(piece)] + reader.flush()
+    calls = [part for part in parts if isinstance(part, Call)]
+    assert reader.count == len(calls)
+    return "".join(part for part in parts if isinstance(part, str)), [(call.name, json.loads(call.arguments)) for call in calls]
+
+
+def xml(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def tagged(open: str, key: str, behind: str, end: str, close: str) -> Any:
+    """How a template writes a call whose arguments stand between tags."""
+    return lambda name, arguments: "".join(
+        [open.format(name), *(f"{key.format(k)}{behind}{xml(v)}{end}" for k, v in arguments.items()), close])
+
+
+def gemma(value: Any, top: bool = True) -> str:
+    if isinstance(value, str):
+        return f'<|"|>{value}<|"|>'
+    if isinstance(value, list):
+        return f"[{','.join(gemma(each) for each in value)}]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{gemma(each)}" for key, each in value.items()) + "}"
+    return json.dumps(value)
+
+
+def compact(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def named(name: str, arguments: Mapping[str, Any], key: str = "arguments") -> str:
+    return f'{{"name": "{name}", "{key}": {compact(arguments)}}}'
+
+
+# How published templates write one call, and what stands around several.
+WRITTEN = {
+    "Hermes": lambda n, a: f"<tool_call>\n{named(n, a)}\n</tool_call>",
+    "Qwen 3 Coder": tagged("<tool_call>\n<function={}>\n", "<parameter={}>\n", "", "\n</parameter>\n", "</function>\n</tool_call>"),
+    "Seed": tagged("<seed:tool_call>\n<function={}>\n", "<parameter={}>", "", "</parameter>\n", "</function>\n</seed:tool_call>"),
+    "GLM": tagged("<tool_call>{}\n", "<arg_key>{}</arg_key>\n<arg_value>", "", "</arg_value>\n", "</tool_call>"),
+    "Hunyuan 3": tagged("<tool_call:opensource>{}<tool_sep:opensource>\n", "<arg_key:opensource>{}</arg_key:opensource>\n",
+                        "<arg_value:opensource>", "</arg_value:opensource>\n", "</tool_call:opensource>"),
+    "Mistral": lambda n, a: f"[TOOL_CALLS][{named(n, a)}]",
+    "Mistral 3": lambda n, a: f"[TOOL_CALLS]{n}[ARGS]{compact(a)}",
+    "DeepSeek V3": lambda n, a: f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{n}\n```json\n{compact(a)}\n```<｜tool▁call▁end｜>",
+    "DeepSeek V3.1": lambda n, a: f"<｜tool▁call▁begin｜>{n}<｜tool▁sep｜>{compact(a)}<｜tool▁call▁end｜>",
+    "DeepSeek V3.2": lambda n, a: f'<｜DSML｜invoke name="{n}">\n' + "".join(
+        f'<｜DSML｜parameter name="{k}" string="{"true" if isinstance(v, str) else "false"}">{xml(v)}</｜DSML｜parameter>\n'
+        for k, v in a.items()) + "</｜DSML｜invoke>\n",
+    "MiniMax M2": tagged('<minimax:tool_call>\n<invoke name="{}">\n', '<parameter name="{}">', "", "</parameter>\n",
+                         "</invoke>\n</minimax:tool_call>"),
+    "harmony": lambda n, a: f"to=functions.{n}<|message|>{compact(a)}<|end|>",
+    "Gemma 4": lambda n, a: f"<|tool_call>call:{n}{gemma(a)}<tool_call|>",
+    "Granite 3": lambda n, a: f"<|tool_call|>[{named(n, a)}]",
+    "Kimi K2": lambda n, a: f"<|tool_call_begin|>functions.{n}:0<|tool_call_argument_begin|>{compact(a)}<|tool_call_end|>",
+    "Cohere": lambda n, a: f'<|START_ACTION|>[\n    {{"tool_call_id": "0", "tool_name": "{n}", "parameters": {compact(a)}}}\n]'
+                           "<|END_ACTION|>",
+    "LFM2": lambda n, a: f"<|tool_call_start|>[{n}({', '.join(f'{k}={v!r}' for k, v in a.items())})]<|tool_call_end|>",
+    "OLMo 3": lambda n, a: f"<function_calls>\n{n}({', '.join(f'{k}={compact(v)}' for k, v in a.items())})\n</function_calls>",
+    "Apertus": lambda n, a: f'<|tools_prefix|>[{{"{n}": {compact(a)}}}]<|tools_suffix|>',
+    "Nemotron": lambda n, a: f"<TOOLCALL>[{named(n, a)}]</TOOLCALL>",
+    "Hunyuan": lambda n, a: f"<tool_call>{n}\n```json\n{compact(a)}\n```\n</tool_call>",
+    "tool_calls": lambda n, a: f"<tool_calls>\n{named(n, a)}\n</tool_calls>",
+    "Solar": lambda n, a: f"<|tool_call:begin|>a1b2c3d4e5<|tool_call:name|>{n}<|tool_call:args|>{compact(a)}<|tool_call:end|>",
+    "Functionary": lambda n, a: f"<function={n}>{compact(a)}</function>",
+    "MiniCPM": tagged('<function name="{}">', '<param name="{}">', "", "</param>", "</function>"),
+    "GigaChat": lambda n, a: f"<|function_call|>{named(n, a)}",
+    "Phi 4 mini": lambda n, a: f"functools[{named(n, a)}]",
+    "Llama 3": lambda n, a: named(n, a, "parameters"),
+    "Llama 4": lambda n, a: f"[{n}({', '.join(f'{k}={compact(v)}' for k, v in a.items())})]",
+}
+AROUND = {"DeepSeek V3": ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+          "DeepSeek V3.1": ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+          "DeepSeek V3.2": ("<｜DSML｜function_calls>\n", "</｜DSML｜function_calls>"),
+          "Kimi K2": ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"), "Solar": ("<|tool_calls|>", ""),
+          "Hunyuan 3": ("<tool_calls:opensource>\n", "</tool_calls:opensource>"), "Hunyuan": ("<tool_calls>", "</tool_calls>")}
+WRITTEN["DeepSeek V4"] = WRITTEN["DeepSeek V3.2"]
+AROUND["DeepSeek V4"] = ("<｜DSML｜tool_calls>\n", "</｜DSML｜tool_calls>")
+ARGUMENTS = {"text": 'Köln "7"\n5', "count": 3, "share": 0.5, "on": True, "things": ["a", 1, None], "more": {"deep": {"er": [1]}}}
+BARE = [format.name for format in FORMATS if format.bare]
+
+
+def written(name: str, calls: Sequence[tuple[str, Any]]) -> str:
+    begin, end = AROUND.get(name, ("", ""))
+    return begin + "\n".join(WRITTEN[name](*call) for call in calls) + end
+
+
+def test_every_format_is_tried() -> None:
+    assert WRITTEN.keys() == BY_NAME.keys() and len(BY_NAME) == len(FORMATS)
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_calls_are_read_however_the_text_is_cut(name: str) -> None:
+    calls = [("look_up", ARGUMENTS), ("say.it", {}), ("look_up", {"text": ""})]
+    said = "" if name in BARE else "Let me see.\n\n"
+    text = said + written(name, calls)
+    expected = (said.rstrip(), calls)
+    assert parts_of(name, [text]) == expected
+    assert parts_of(name, list(text)) == expected
+    for at in range(len(text)):
+        assert parts_of(name, [text[:at], text[at:]]) == expected, text[:at]
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_text_behind_calls_is_content(name: str) -> None:
+    text = written(name, [("look_up", {"count": 1})]) + "\n\nDone."
+    content, calls = parts_of(name, [text])
+    assert (content, calls) == parts_of(name, list(text)) and calls == [("look_up", {"count": 1})] and content == "Done."
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_is_cut_stays_text(name: str) -> None:
+    """Every beginning of a call, as -n may leave it, is content to the letter, or the call where nothing of that is missing."""
+    text = written(name, [("look_up", {"text": "a b", "count": 12})])
+    for at in range(len(text)):
+        content, calls = parts_of(name, list(text[:at]))
+        assert calls and set(calls[0][1]) <= {"text", "count"} and not content or content == text[:at], text[:at]
+        assert (content, calls) == parts_of(name, [text[:at]])
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_an_answer_without_calls_is_what_it_was(name: str) -> None:
+    for text in ("  Hello,\n\n\tyou. ", "", "\n", "{", "[", "a < b and <b>c</b> [1, 2] {3}", '{"a": 1}', "[1, 2]", "[f(x)]",
+                 '{"name": "other"}', "x" * 600 + "<tool_call>" + "y" * 600, "<function_calls>no</function_calls>",
+                 "<tool_call>" * 200):
+        assert parts_of(name, [text]) == parts_of(name, list(text)) == (text, []), text
+
+
+PLAIN = st.none() | st.booleans() | st.integers(-2**53, 2**53) | st.floats(allow_nan=False, allow_infinity=False) | st.text()
+KEYS = st.text(min_size=1, max_size=8)
+JSON = st.recursive(PLAIN, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3), max_leaves=8)
+# Texts with what a careless reader would stumble over.
+HARD = st.lists(st.sampled_from(["</", "</tool_call>", "</parameter>", "<parameter=x>", "</arg_value>", "}", '"', "\\", "'", "\n", "]]",
+                                 "é", "<tool_call>", "```", "[ARGS]", " ", "1", "true", "{", "<|message|>x", "😀",
+                                 "</function_calls>"]),
+                max_size=6).map("".join)
+OF_TEXT = ("Qwen", "Seed", "GLM", "Hunyuan 3", "MiniMax", "Gemma", "LFM2", "OLMo", "MiniCPM", "DeepSeek V3.2", "DeepSeek V4")
+OF_JSON = [name for name in WRITTEN if name not in BARE and not name.startswith(OF_TEXT)]
+
+
+@pytest.mark.parametrize("name", OF_JSON)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(arguments=st.dictionaries(KEYS, JSON | HARD, max_size=4), cut=st.integers(0, 400))
+def test_any_json(name: str, arguments: dict[str, Any], cut: int) -> None:
+    text = written(name, [("look_up", arguments)])
+    assert parts_of(name, [text[:cut], text[cut:]]) == ("", [("look_up", arguments)])
+    assert parts_of(name, list(text)) == ("", [("look_up", arguments)])
+
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=20) | st.sampled_from(
+    ["12", "true", "null", '{"a": 1}', "[1]", "'x'", '"', " lead", "trail ", "a\nb", "a </b> c", "x < y", "\\n", "</", "é😀"])
+FITTING = st.fixed_dictionaries({}, optional={
+    "text": TEXTS, "count": st.integers(-10**9, 10**9), "share": st.floats(-1e6, 1e6), "on": st.booleans(),
+    "things": st.lists(TEXTS, max_size=3),
+    "more": st.dictionaries(st.sampled_from(["a", "b c", "d"]), TEXTS | st.integers(0, 9), max_size=3)})
+
+
+@pytest.mark.parametrize("name", [name for name in WRITTEN if name not in OF_JSON and name not in ("Gemma 4", "Llama 3")])
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(arguments=FITTING, cut=st.integers(0, 300))
+def test_any_arguments_of_the_types_that_the_schema_states(name: str, arguments: dict[str, Any], cut: int) -> None:
+    """Texts that look like numbers or JSON stay texts."""
+    text = written(name, [("look_up", arguments)])
+    assert parts_of(name, [text[:cut], text[cut:]]) == parts_of(name, list(text)) == ("", [("look_up", arguments)])
