@@ -116,7 +116,7 @@ def show_report(screen: Screen, report: Diagnosis) -> None:
     if machine.gpus and not report.torch:
         gpu += ", not used: torch is not installed (pip install 'effllm[cuda]')"
     if report.cache_folder is None:
-        cache = "no folder can be written: kernels are compiled at every start"
+        cache = "cannot be written, or its disk is full: kernels are compiled at every start"
     else:
         cache = f"{report.cache_folder} ({'empty: `effllm doctor --warm` fills it' if report.cold else 'filled'})"
     screen.pairs((

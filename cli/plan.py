@@ -66,7 +66,7 @@ def plan(context: typer.Context, model: Model, prompt: PromptTokens = None, no_p
         raise UsageError(f"-p {prompt} leaves no room for an answer in the context of {prepared.placement.ctx} tokens",
                          "a shorter prompt, or -c for a larger context")
     known = machine_roofs(prepared, screen, no_probe, coming and coming.folder)
-    found, better = forecast.forecast(prepared, known, prompt or forecast.PROMPT), forecast.suggest(prepared, known)
+    found, better = forecast.forecast(prepared, known, prompt), forecast.suggest(prepared, known)
     for notice in prepared.notices:
         screen.note(notice)
     if json:

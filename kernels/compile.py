@@ -14,6 +14,7 @@ import ctypes
 import hashlib
 import itertools
 import os
+import shutil
 import sys
 import threading
 from collections.abc import Callable
@@ -31,6 +32,7 @@ from .target import cpu_features
 REASSOCIATE = {"reassoc", "contract", "nsz"}
 KERNEL_SIGNATURE = "void(int64, int64, int64)"
 C_TYPES = {"int64": ctypes.c_int64, "float64": ctypes.c_double, "float32": ctypes.c_float, "void": None}
+ROOM = 8 << 20  # bytes that a cache folder may come to, several times what it does
 _COUNT = itertools.count()
 _LOADING = threading.RLock()  # of one function at a time, whichever threads ask: neither compiler nor linker expects two
 
@@ -68,15 +70,15 @@ def cache_root() -> Path:
 
 @cache
 def cache_folder() -> Path | None:
-    """The folder for compiled kernels, created; None when no such folder can be written (kernels are then compiled every time)."""
+    """The folder for compiled kernels, created; None when no such folder can be written, or its disk is full (kernels are then compiled
+    every time)."""
     folder = cache_root() / "kernels" / cache_key()
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        takes_files = os.access(folder, os.W_OK) and shutil.disk_usage(folder).free >= ROOM
     except OSError:
         return None
-    if not os.access(folder, os.W_OK) and not any(folder.glob(complete(folder).name)):
-        return None
-    return folder
+    return folder if takes_files or any(folder.glob(complete(folder).name)) else None
 
 
 def complete(folder: Path, kind: str = "*") -> Path:

@@ -71,7 +71,7 @@ def open_prepared(prepare_late: Callable[[], Prepared], kinds: Sequence[str]) ->
                 unless_made.callback(opened.store.close)
         refuse_beyond_machine(prepared)
         if warm.cache_folder() is None:
-            said = Fallback("no folder for compiled kernels can be written: they are compiled on every run, which takes some ten seconds")
+            said = Fallback("no room for compiled kernels, which every run compiles anew: their folder takes no files, or its disk is full")
             if prepared.options.strict:
                 refuse_fallbacks([said])
             yield Notice(said)

@@ -215,9 +215,10 @@ def prepare_config(config: ModelConfig, spec: str, options: EngineOptions, folde
     return prepare_with(folder, config, store, options, store.container)
 
 
-def forecast(prepared: Prepared, roofs: Roofs, prompt_tokens: int = PROMPT) -> Forecast:
-    """Predictions for a plan from what is known of the machine."""
+def forecast(prepared: Prepared, roofs: Roofs, prompt_tokens: int | None = None) -> Forecast:
+    """Predictions for a plan from what is known of the machine; of a prompt of PROMPT tokens, or as many as the context takes."""
     placement = prepared.placement
+    prompt_tokens = prompt_tokens or max(1, min(PROMPT, placement.ctx - 1))
     asked = work(prepared, check_tensors(prepared.config, prepared.store, prepared.container))
     made, rates = Forecast(asked, prompt_tokens), roofs.rates
     if "cuda" in placement.devices:

@@ -88,6 +88,7 @@ def test_a_mixture_counts_the_experts_that_a_token_visits() -> None:
 
 
 def test_the_prediction_is_the_arithmetic_of_the_rates() -> None:
+    assert [forecast(fable(replace(CPU, ctx=ctx)), KNOWN).prompt_tokens for ctx in (1, 256, 2048)] == [1, 255, 512]
     found = forecast(fable(), KNOWN, prompt_tokens=100)
     assert found.start.seconds == pytest.approx(11_540_992 / 16e9 + 1e-4 + 6e-5)
     assert found.full.seconds == pytest.approx(found.start.seconds + 2047 * 6 * 512 / 10e9)

@@ -7,6 +7,7 @@ import threading
 import time
 from importlib import import_module
 from pkgutil import walk_packages
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -208,6 +209,16 @@ def test_a_cache_folder_that_cannot_be_written_only_costs_time(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "file")},
                           capture_output=True, text=True)
     assert done.stdout == "ran\n", done.stderr
+
+
+def test_a_cache_folder_on_a_full_disk_is_said_to_take_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(compiling, "cache_root", lambda: tmp_path)
+    free = compiling.ROOM - 1
+    monkeypatch.setattr(compiling.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    assert compiling.cache_folder.__wrapped__() is None
+    folder = tmp_path / "kernels" / cache_key()
+    compiling.complete(folder, "raw").touch()  # filled before the disk was
+    assert compiling.cache_folder.__wrapped__() == folder
 
 
 def test_every_kernel_of_a_run_is_compiled_before_it():
