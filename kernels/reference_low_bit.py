@@ -8,6 +8,8 @@ weight comes as `values` v int16 [N, K], `factors` f float32 [N, G] of its group
     more, from 5 bits  `grouped_linear`   the same, but for outliers (and all formats of super-blocks; on AVX2 linear codes of any width)
     more, to 4 bits    `scaled_linear`    weights as int8 of their row's range, a scale per token and 128 inputs
     the same on AVX2   `stepped_linear`   codebooks as they are, a scale per token and 128 inputs
+    floats, up to 16   `float_linear`     activations as they are, as in the next
+    floats, more       `exact_linear`     weights as float32
 """
 
 from __future__ import annotations
@@ -119,6 +121,31 @@ def scaled_weights(values: np.ndarray, factors: np.ndarray, group: int, most: np
     multiplier = np.rint(factors * limit[:, None]).astype(np.int64)
     wide = np.repeat(multiplier, group, axis=1)[:, : values.shape[1]]
     return ((values.astype(np.int64) << shift) * wide + (1 << 14)) >> 15
+
+
+def float_linear(x: np.ndarray, values: np.ndarray, factors: np.ndarray, rows: np.ndarray, group: int, *,
+                 bias: np.ndarray | None = None) -> np.ndarray:
+    """x float32 [T, K] -> float32 [T, N] for floats of eight bits, `values` float32 [N, K]; nothing of x is rounded. Four chains within a
+    group, for the places in a quad of inputs, are joined in pairs, and two go through all groups."""
+    depth = factors.shape[1] * group
+    x = _padded(x, depth).reshape(len(x), 1, -1, group // 4, 4)
+    values = (_padded(values, depth) / F32(256)).reshape(1, len(values), -1, group // 4, 4)
+    total = np.zeros((x.shape[0], values.shape[1], 2), F32)
+    for g in range(factors.shape[1]):
+        chains = np.zeros((x.shape[0], values.shape[1], 4), F32)
+        for quad in range(group // 4):
+            chains = fma(values[:, :, g, quad], x[:, :, g, quad], chains)
+        total = fma(chains[..., 0::2] + chains[..., 1::2], factors[None, :, g, None], total)
+    y = (total[..., 0] + total[..., 1]) * F32(256) * rows
+    return y if bias is None else y + bias
+
+
+def exact_linear(x: np.ndarray, weights: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
+    """x float32 [T, K] -> float32 [T, N] with weights float32 [N, K]: a chain of fused steps in the order of the inputs."""
+    y = np.zeros((len(x), len(weights)), F32)
+    for k in range(x.shape[1]):
+        y = fma(weights[None, :, k], x[:, k, None], y)
+    return y if bias is None else y + bias
 
 
 def _grouped(codes: np.ndarray, scales: np.ndarray, values: np.ndarray, factors: np.ndarray, group: int, whole: bool,

@@ -18,22 +18,23 @@ from .compile import Jit, Kernel, cache_folder, complete
 MOST_HELPERS = 4  # each takes some 200 MB while it compiles
 
 
-KINDS = ("raw", "low-bit", "exact", "lookup", "kv", "bundled", "sparse", "foreign", "mixers")
-RAW, LOW_BIT, EXACT, LOOKUP, KV, BUNDLED, SPARSE, FOREIGN, MIXERS = KINDS
+KINDS = ("raw", "low-bit", "exact", "lookup", "kv", "bundled", "sparse", "foreign", "mixers", "floats")
+RAW, LOW_BIT, EXACT, LOOKUP, KV, BUNDLED, SPARSE, FOREIGN, MIXERS, FLOATS = KINDS
 
 
 def compiled_functions(kinds: Sequence[str] = KINDS) -> list[Kernel | Jit]:
     """The kernels and compiled helpers of these kinds: RAW is what every run needs, LOW_BIT, what low-bit weights need beside it,
     EXACT their products in float32, LOOKUP the table lookup where it is chosen, KV attention over packed pages and packing them,
     BUNDLED the MLP over neurons that lie one by one, SPARSE the estimates of pages that are not read, FOREIGN what puts codes of other
-    tools in order, or widens them, MIXERS what layers have in the place of attention over keys and values. Those first that take longest
-    to compile."""
+    tools in order, or widens them, MIXERS what layers have in the place of attention over keys and values, FLOATS products with
+    floats of eight bits. Those first that take longest to compile."""
     from . import threads
     from .cpu import (
         attention,
         attention_few,
         delta_loops,
         experts,
+        floats,
         foreign_blocks,
         foreign_floats,
         foreign_levels,
@@ -62,10 +63,13 @@ def compiled_functions(kinds: Sequence[str] = KINDS) -> list[Kernel | Jit]:
     modules = {KV: (kv_many, kv_few, kv_seal, kv_merge), LOW_BIT: (packed, gemm, packed_rows), EXACT: (gemm,), LOOKUP: (lut, lut_order),
                BUNDLED: (neurons,), SPARSE: (estimates, choices),
                FOREIGN: (foreign_words, foreign_blocks, foreign_floats, foreign_levels),
+               FLOATS: (floats, gemm),
                RAW: (sampling, attention, attention_few, linear, rows, experts, threads, roof),
                MIXERS: (delta_loops, short_conv_loops, mamba2_loops, latent_loops)}
-    return [value for kind, of_kind in modules.items() if kind in kinds for module in of_kind for value in vars(module).values()
-            if isinstance(value, Kernel | Jit) and (value is gemm.multiply_exact) == (kind == EXACT)]
+    exact = {EXACT, FLOATS}  # kinds that need of `gemm` what multiplies in float32, and that alone
+    found = [value for kind, of_kind in modules.items() if kind in kinds for module in of_kind for value in vars(module).values()
+             if isinstance(value, Kernel | Jit) and (module is not gemm or (value is gemm.multiply_exact) == (kind in exact))]
+    return list(dict.fromkeys(found))
 
 
 def is_cold(kinds: Sequence[str] = KINDS) -> bool:

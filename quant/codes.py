@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..kernels.tiles import SUPER_BLOCK
+from ..kernels.tiles import ROWS, SUPER_BLOCK
+from .levels import E4M3
 from .spec import QuantSpec
 from .weight import from_f32, to_f32
 
@@ -25,7 +26,8 @@ class Codes:
     """codes uint8 [N, K]; scales uint8 (of block and offset formats the bits of halves, uint16; of signed ones and tables int8) [N, G] and
     zeros uint8 [N, G] or None, with G = ceil(K / group); rows float32 [N] that bfloat16 holds exactly; levels int8 [2**bits] of a codebook,
     a table and of mxfp, steps uint8 [16] of a codebook, else None; of super-blocks the bits of halves d, or d and e, uint16
-    [N, ceil(K / 256), 1 or 2], and with e the minimum codes m uint8 [N, G]."""
+    [N, ceil(K / 256), 1 or 2], and with e the minimum codes m uint8 [N, G]. Of floats scales are float32
+    [ceil(N / 16), G], and rows any float32."""
 
     codes: np.ndarray
     scales: np.ndarray
@@ -47,6 +49,8 @@ def factors(codes: Codes) -> np.ndarray:
     """What the groups are multiplied by beside the row scale, float32 [N, G]."""
     if codes.supers is not None:
         return _supers(codes, 0) * codes.scales
+    if codes.scales.dtype == np.float32:
+        return np.repeat(codes.scales, ROWS, axis=0)[: len(codes.codes)]
     if codes.scales.dtype == np.uint16:
         return to_f32(codes.scales, "f16")
     if codes.levels is not None and codes.steps is None:  # exponents; 0 is a zero, where E8M0 has 2**-127
@@ -72,7 +76,9 @@ def bf16(values: np.ndarray) -> np.ndarray:
 
 
 def values(codes: Codes, spec: QuantSpec) -> np.ndarray:
-    """v(code), int16 [N, K]: the integers that a kernel multiplies."""
+    """v(code), int16 [N, K]: the integers that a kernel multiplies; of floats float32."""
+    if spec.scheme == "float":
+        return E4M3[codes.codes]
     if codes.levels is not None:
         return codes.levels.astype(np.int16)[codes.codes]
     if spec.scheme in ("super", "nibble"):

@@ -18,6 +18,17 @@ MXFP = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.in
 STEPS = (0, 24, 32, 38, 44, 50, 56, 62, 68, 74, 81, 88, 96, 105, 115, 127)
 
 
+def _e4m3() -> np.ndarray:
+    codes = np.arange(256)
+    exponent, mantissa = (codes >> 3) & 15, codes & 7
+    values = np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7.0))
+    values[(codes & 127) == 127] = np.nan
+    return np.where(codes >= 128, -values, values).astype(np.float32)
+
+
+E4M3 = _e4m3()  # float32 [256], what a float of eight bits is: no infinities, one NaN of either sign
+
+
 def levels(bits: int) -> np.ndarray:
     """int8 [2**bits], ascending."""
     return np.array(LEVELS[bits], np.int8)

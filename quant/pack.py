@@ -16,17 +16,20 @@ from ..kernels.tiles import (
     STEPS_NBYTES,
     SUPER_BLOCK,
     TILE,
+    row_nbytes,
     scales_nbytes,
     tile_nbytes,
 )
 from . import super_blocks
 from .codes import Codes, Sparse
+from .levels import E4M3
 from .spec import QuantSpec
-from .weight import from_f32, to_f32
+from .weight import RAW_NUMPY, from_f32, to_f32
 
 QUADS = TILE // 4
 LINE = 8  # 64-bit words of a vector
 HALVES = ("block", "offset")  # schemes whose scales are half-precision floats
+SCALES = {**dict.fromkeys(HALVES, np.uint16), "signed": np.int8, "table": np.int8, "float": np.float32}  # types, where not uint8
 EVERY_BYTE = 0x0101010101010101
 
 
@@ -60,8 +63,10 @@ def put_factors(blob: np.ndarray, spec: QuantSpec, shape: tuple[int, int], begin
     at = spec.sections(shape)
     n, first = len(rows), begin // ROWS
     high, groups = align(n, ROWS), at.depth // spec.group
-    scales = _pad(scales, high, groups)
-    if spec.scheme == "codebook":
+    scales = _pad(scales, high // ROWS if spec.scheme == "float" else high, groups)
+    if spec.scheme == "float":
+        part = scales
+    elif spec.scheme == "codebook":
         part = _pack_small_scales(scales)
     elif supers is not None:
         part = super_blocks.pack(scales, supers, minima, at.depth, spec.scheme)
@@ -70,7 +75,13 @@ def put_factors(blob: np.ndarray, spec: QuantSpec, shape: tuple[int, int], begin
     _put(blob, at.scales + first * scales_nbytes(spec.scheme, spec.group, at.depth), part.view(np.uint8))
     if zeros is not None:
         _put(blob, at.zeros + begin * groups, _by_block(_pad(zeros, high, groups)))
-    _put(blob, at.row_scales + 2 * begin, from_f32(np.concatenate([rows, np.zeros(high - n, np.float32)]), "bf16").view(np.uint8))
+    stored = from_f32(np.concatenate([rows, np.zeros(high - n, np.float32)]), _row_type(spec))
+    _put(blob, at.row_scales + row_nbytes(spec.scheme) * begin, stored.view(np.uint8))
+
+
+def _row_type(spec: QuantSpec) -> str:
+    """The raw type of row scales."""
+    return "f32" if row_nbytes(spec.scheme) == 4 else "bf16"
 
 
 def put_tables(blob: np.ndarray, spec: QuantSpec, shape: tuple[int, int], levels: np.ndarray, steps: np.ndarray | None = None) -> None:
@@ -99,9 +110,13 @@ def unpack(blob: np.ndarray, spec: QuantSpec, shape: tuple[int, int]) -> Codes:
         found = super_blocks.unpack(blob[at.scales :], spec.scheme, at.rows, at.depth)
         supers = found[1][:n, : -(-k // SUPER_BLOCK)]
         scales, minima = (None if each is None else each[:n, :used] for each in (found[0], found[2]))
+    elif spec.scheme == "float":
+        own = blob[at.scales : at.scales + 4 * blocks * groups].view(np.float32)
+        scales = own.reshape(blocks, groups)[:, :used].copy()
     else:
         scales = by_group(at.scales, np.uint16 if spec.scheme in HALVES else np.uint8)
-    rows = to_f32(blob[at.row_scales : at.row_scales + 2 * n].view(np.uint16), "bf16")
+    kind = _row_type(spec)
+    rows = to_f32(blob[at.row_scales : at.row_scales + row_nbytes(spec.scheme) * n].view(RAW_NUMPY[kind]), kind).copy()
     tables = blob[at.tables : at.tables + LEVELS_NBYTES + STEPS_NBYTES] if at.tables >= 0 else None
     levels = None if tables is None else tables[: 1 << spec.bits].view(np.int8).copy()
     steps = tables[LEVELS_NBYTES:].copy() if spec.scheme == "codebook" else None
@@ -147,9 +162,9 @@ def unpack_tiles(raw: np.ndarray, bits: int, rows: int, depth: int) -> np.ndarra
 def _check(codes: Codes, spec: QuantSpec, sparse_count: int) -> None:
     n, k = codes.codes.shape
     groups = -(-k // spec.group)
-    if codes.scales.shape != (n, groups) or codes.rows.shape != (n,):
+    if codes.scales.shape != (-(-n // ROWS) if spec.scheme == "float" else n, groups) or codes.rows.shape != (n,):
         raise ValueError(f"scales {codes.scales.shape} and rows {codes.rows.shape} for {spec} of shape {(n, k)}")
-    if codes.scales.dtype != (np.uint16 if spec.scheme in HALVES else np.int8 if spec.scheme in ("signed", "table") else np.uint8):
+    if codes.scales.dtype != SCALES.get(spec.scheme, np.uint8):
         raise ValueError(f"scales of {codes.scales.dtype} for {spec}")
     if (codes.supers is None) != (spec.scheme not in super_blocks.SCHEMES) or (
             codes.minima is None) != (spec.scheme not in super_blocks.WITH_MINIMA):
@@ -175,6 +190,8 @@ def _check(codes: Codes, spec: QuantSpec, sparse_count: int) -> None:
         raise ValueError(f"code {codes.codes.max()} does not fit {spec}")
     if spec.scheme == "codebook" and codes.scales.size and int(codes.scales.max()) >= CODEBOOK_SCALES:
         raise ValueError(f"scale code {codes.scales.max()} does not fit {spec}")
+    if spec.scheme == "float" and not np.isfinite(E4M3[codes.codes]).all():
+        raise ValueError("a float of eight bits is NaN, which no kernel looks for")
     if (0 if codes.sparse is None else len(codes.sparse.row)) != sparse_count:
         raise ValueError(f"{spec} of shape {(n, k)} has {sparse_count} outliers")
     if sparse_count:

@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from ..kernels.layout import STORED_TYPES
-from ..kernels.tiles import ROWS, SCHEME_SHIFT, SCHEMES, TILE, block_nbytes
+from ..kernels.tiles import ROWS, SCHEME_SHIFT, SCHEMES, TILE, block_nbytes, row_nbytes
 from .spec import QuantSpec
 
 SECTIONS = ("codes", "scales", "zeros", "row_scales", "tables")  # of a low-bit weight without outliers, as uint8
@@ -107,7 +107,8 @@ def first_rows(weight: Weight, rows: int) -> Weight:
     blob, at = weight.parts["data"], spec.sections(weight.shape)
     found = {name: blob[getattr(at, name) :][: rows // ROWS * each]
              for name, each in block_nbytes(at.depth, spec.bits, spec.scheme, spec.group).items()}
-    found |= {"row_scales": blob[at.row_scales :][: 2 * rows], **({} if at.tables < 0 else {"tables": blob[at.tables :]})}
+    found |= {"row_scales": blob[at.row_scales :][: row_nbytes(spec.scheme) * rows],
+              **({} if at.tables < 0 else {"tables": blob[at.tables :]})}
     return Weight(spec, shape, found)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from ..quant.imports import groups
+from ..quant.imports import fp8, groups
 from ..quant.spec import QuantSpec
 from .config_reader import ConfigError, show
 from .families import TensorRule, kind_of
@@ -172,7 +172,12 @@ def block_of(section: Mapping[str, object]) -> tuple[int, int]:
 def from_codes(section: Mapping[str, object]) -> bool:
     """Whether weights of a `quantization_config` are such that kernels multiply their codes, as far as it says."""
     layout = layout_of(section)
-    return layout in ("awq", "packed", "integers") or (layout == "gptq" and section.get("bits") in groups.BITS)
+    return layout in ("awq", "packed", "integers", "fp8") or (layout == "gptq" and section.get("bits") in groups.BITS)
+
+
+def are_floats(section: Mapping[str, object]) -> bool:
+    """Whether its weights are floats of eight bits."""
+    return layout_of(section) == "fp8"
 
 
 def is_quantized(section: Mapping[str, object]) -> bool:
@@ -195,6 +200,10 @@ def expected_formats(section: Mapping[str, object]) -> Callable[[str, TensorRule
         if not head and (own not in LINEARS or len(rule.shape) != 2) or any(_names(each, rule.name) for each in named):
             return None
         depth = rule.shape[1]
+        if not rule.part_of and layout_of(section) == "fp8":
+            high, wide = block_of(section)
+            scales = (-(-rule.shape[0] // high), -(-depth // wide)) if high and wide else (1,)
+            return fp8.spec_of(rule.shape, scales, (high, wide)) or widened
         count = depth // group if type(group) is int and 0 < group < depth else 1
         in_part = count > 1 and count * group != depth  # the last block of a weight
         if rule.part_of or not from_codes(section) or in_part or (ordered and count > 1):

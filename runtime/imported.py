@@ -1,8 +1,8 @@
 """Quantized checkpoints of other tools: GPTQ, AWQ, compressed-tensors (integers in words or bytes, FP8), FP8.
 
 `quantization_config` names the method (`import_config.py`); what stands for a weight (its codes, scales, zero points) is found by name.
-Integers of 4 and 8 bits whose groups lie in order are put into the order of the kernels, nothing rounded; any other weight is widened to 16
-bits. Either is done one weight at a time when it is read, and announced with its cost in memory.
+Integers of 4 and 8 bits whose groups lie in order, and FP8, are put into the order of the kernels, nothing rounded; any other weight is
+widened to 16 bits. Either is done one weight at a time when it is read, and announced with its cost in memory.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from ..offload.notes import Fallback
 from ..offload.size import format_size
 from ..offload.streaming import Range
 from ..quant.codes import Codes
-from ..quant.imports import awq, compressed_tensors, fp8, gptq, groups
-from ..quant.imports.arranged import WORDS, put_halves, put_words
+from ..quant.imports import compressed_tensors, fp8, groups
+from ..quant.imports.arranged import WORDS, put_floats, put_halves, put_words
 from ..quant.pack import pack, put_factors, put_rows
 from ..quant.spec import QuantSpec
 from ..quant.weight import RAW_NUMPY, from_f32, to_f32
 from .container import Container as StoredContainer
 from .container import StoredTensor
-from .import_config import CODES, CUTS, ENDINGS, EXPONENTS, FLOATS, IGNORED, ORIGINAL, bits_of, block_of, from_codes, layout_of, order_of
+from .import_config import CODES, CUTS, ENDINGS, EXPONENTS, FLOATS, IGNORED, ORIGINAL, bits_of, block_of, from_codes, layout_of
+from .import_decoder import Array, Decoder
 from .made_store import ARRANGED_NBYTES, scratch_nbytes, steps
 
 WORD = 32  # bits
-Array = Callable[[str], np.ndarray | None]  # a part of a weight by its name
 WHOLE = {"I8": np.int8, "I32": np.int32, "I64": np.int64, "F8_E4M3": np.uint8}
 MADE = 1 << 60  # where weights that are made on the way in begin: behind every file
 
@@ -50,6 +50,7 @@ class ImportedStore(TensorStore):
                  parted: Container[str] = ()) -> None:
         self._method, self._section, self._wide = str(section["quant_method"]), section, wide
         self._layout, self._block = str(layout_of(section)), block_of(section)
+        self._decoder = Decoder(section, self._layout, self._block)
         self._parts: dict[str, dict[str, TensorInfo]] = {}
         self._begins: list[tuple[int, str]] = []  # of the weights, in places that no file has
         self._last: tuple[str, np.ndarray] | None = None
@@ -69,6 +70,9 @@ class ImportedStore(TensorStore):
     def _formats(self, store: TensorStore, tensors: Mapping[str, TensorInfo], parted: Container[str]) -> dict[str, QuantSpec]:
         """Weights that run from their codes, with their formats."""
         found = {}
+        if self._layout == "fp8":
+            own = {name: fp8.spec_of(tensors[name].shape, _scales(parts).shape, self._block) for name, parts in self._parts.items()}
+            return {name: spec for name, spec in own.items() if spec is not None and name not in parted}
         for name, parts in self._parts.items():
             scales, depth = parts["scales" if "scales" in parts else "weight_scale"], tensors[name].shape[1]
             count = self._groups(scales)
@@ -201,6 +205,8 @@ class ImportedStore(TensorStore):
         codes = next(iter(self._parts[info.name].values()))
         others = sum(part.nbytes for part in self._parts[info.name].values()) - codes.nbytes
         rows, depth = self._shape_of(info)
+        if self._is_floats(info):  # scales are spread over row blocks
+            return ARRANGED_NBYTES + 4 * others + 3 * (info.nbytes - self._specs[info.name].sections((rows, depth)).scales)
         if self._in_halves(info):
             return ARRANGED_NBYTES + 4 * others
         return scratch_nbytes(rows, self._between(info), self._unit(info)) + 4 * others + 16 * depth * self._in_words(info)
@@ -209,8 +215,8 @@ class ImportedStore(TensorStore):
         """A weight out of its parts, some outputs at a time."""
         parts, shape, spec, out = self._parts[info.name], self._shape_of(info), self._specs.get(info.name), outs[index]
         arrays = {name: self._typed(part, raw) for (name, part), raw in zip(parts.items(), raws, strict=True)}
-        if self._in_halves(info):
-            self._put_halves(info, arrays.get, out)
+        if self._layout == "fp8" and (spec is not None or self._in_halves(info)):
+            self._put_floats(info, arrays.get, out)
             return
         each, in_words = info.nbytes // shape[0], self._in_words(info)
         for begin, end in steps(shape[0], self._between(info), self._unit(info)):
@@ -220,16 +226,16 @@ class ImportedStore(TensorStore):
                 raise _unfit(info, info.name, str(error)) from error
             own = end - begin, shape[1]
             if spec is None:
-                made = from_f32(self._checked(info, own, self._decoded, array), self._wide)
+                made = from_f32(self._checked(info, own, self._decoder.decoded, array), self._wide)
                 out[begin * each : end * each] = np.ascontiguousarray(made).reshape(-1).view(np.uint8)
             elif in_words:
                 try:
-                    scales, zeros, rows = groups.factors(*self._points(array, own), shape[1], spec)
+                    scales, zeros, rows = groups.factors(*self._decoder.points(array, own), shape[1], spec)
                 except ValueError as error:
                     raise _unfit(info, info.name, str(error)) from error
                 put_factors(out, spec, shape, begin, scales, zeros, rows)
             else:
-                codes = self._checked(info, own, lambda *held: groups.packable(self._integers(*held), spec), array)
+                codes = self._checked(info, own, lambda *held: groups.packable(self._decoder.integers(*held), spec), array)
                 put_rows(out, spec, shape, begin, codes)
         if in_words:  # all at once: nothing lies in between
             put_words(out, spec, shape, self._layout, next(iter(arrays.values())))
@@ -237,6 +243,10 @@ class ImportedStore(TensorStore):
     def _in_words(self, info: TensorInfo) -> bool:
         """Do its codes go straight from the words of a file into the order of the kernels?"""
         return info.name in self._specs and (self._layout, self._specs[info.name].bits) in WORDS
+
+    def _is_floats(self, info: TensorInfo) -> bool:
+        """Does it stay floats of eight bits?"""
+        return self._layout == "fp8" and info.name in self._specs
 
     def _in_halves(self, info: TensorInfo) -> bool:
         """Are its floats of eight bits widened to half precision?"""
@@ -291,11 +301,16 @@ class ImportedStore(TensorStore):
         """The weight as kernels read it. One thread at a time: the arrays in between are several times as large."""
         spec, shape = self._specs[info.name], self._shapes[info.name]
         with self._lock:
+            if self._is_floats(info):
+                blob = np.zeros(info.nbytes, np.uint8)
+                self._put_floats(info, self._read_part(info), blob)
+                return blob
             if self._in_words(info):
                 blob = np.zeros(info.nbytes, np.uint8)
                 self._put(info, 0, [TensorStore.read(self, part) for part in self._parts[info.name].values()], [blob])
                 return blob
-            return pack(self._checked(info, shape, lambda *held: groups.packable(self._integers(*held), spec), self._read_part(info)), spec)
+            decode = lambda *held: groups.packable(self._decoder.integers(*held), spec)  # noqa: E731
+            return pack(self._checked(info, shape, decode, self._read_part(info)), spec)
 
     def _widened(self, info: TensorInfo) -> np.ndarray:
         """[N, K] as it is kept; the last one stays, because rows of one weight are asked for block by block. One thread at a time."""
@@ -304,17 +319,21 @@ class ImportedStore(TensorStore):
                 self._last = None  # its memory is for the next one
                 if self._in_halves(info):
                     made = np.empty(info.shape, np.uint16)
-                    self._put_halves(info, self._read_part(info), made.reshape(-1).view(np.uint8))
+                    self._put_floats(info, self._read_part(info), made.reshape(-1).view(np.uint8))
                 else:
-                    made = from_f32(self._checked(info, info.shape, self._decoded, self._read_part(info)), self._wide)
+                    made = from_f32(self._checked(info, info.shape, self._decoder.decoded, self._read_part(info)), self._wide)
                 self._last = info.name, made
             return self._last[1]
 
-    def _put_halves(self, info: TensorInfo, array: Array, out: np.ndarray) -> None:
-        """Floats of eight bits, which `array` gives by name with their scales, as halves."""
-        inverse = array("weight_scale_inv")
+    def _put_floats(self, info: TensorInfo, array: Array, out: np.ndarray) -> None:
+        """Floats of eight bits, which `array` gives by name with their scales, into a blob, or as halves."""
+        inverse, spec = array("weight_scale_inv"), self._specs.get(info.name)
+        scales = array("weight_scale") if inverse is None else inverse
         try:
-            put_halves(out, array("weight"), array("weight_scale") if inverse is None else inverse, self._block)
+            if spec is None:
+                put_halves(out, array("weight"), scales, self._block)
+            else:
+                put_floats(out, spec, array("weight"), scales, self._block)
         except ValueError as error:
             raise _unfit(info, info.name, str(error)) from error
 
@@ -347,47 +366,10 @@ class ImportedStore(TensorStore):
             damaged(info.file, f"holds {shown(info.name)} as {info.dtype}")
         return raw.view(WHOLE[info.dtype]).reshape(info.shape)
 
-    def _decoded(self, array: Array, shape: tuple[int, ...]) -> np.ndarray:
-        """float32 [N, K]."""
-        if self._layout != "fp8":
-            return self._integers(array, shape).values()
-        inverse = array("weight_scale_inv")
-        return fp8.dequantize(array("weight"), array("weight_scale") if inverse is None else inverse, self._block)
 
-    def _integers(self, array: Array, shape: tuple[int, ...]) -> groups.Groups:
-        if self._layout == "gptq":
-            return gptq.decode(array("qweight"), *self._gptq_points(array, shape))
-        if self._layout == "awq":
-            scales = array("scales")
-            return awq.decode(array("qweight"), array("qzeros"), scales, shape[1] // max(1, scales.shape[0]))
-        if self._layout == "integers":
-            return compressed_tensors.decode_bytes(array("weight"), array("weight_scale"), array("weight_zero_point"),
-                                                   array("weight_g_idx"), bits_of(self._section), self._block)
-        compressed_tensors.check_stated(array("weight_shape"), shape)
-        return compressed_tensors.decode(array("weight_packed"), array("weight_scale"), array("weight_zero_point"),
-                                         array("weight_g_idx"), bits_of(self._section), shape)
-
-    def _points(self, array: Array, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """Zero points and scales [N, G] of codes in words, which fit a weight of this shape as they lie."""
-        if self._layout == "gptq":
-            return gptq.points(shape, *self._gptq_points(array, shape))
-        if self._layout == "awq":
-            scales = array("scales")
-            return awq.points(shape, array("qzeros"), scales, shape[1] // max(1, scales.shape[0]))
-        if self._layout == "integers":
-            return compressed_tensors.byte_points(shape, array("weight_scale"), array("weight_zero_point"), array("weight_g_idx"),
-                                                  bits_of(self._section), self._block)[:2]
-        compressed_tensors.check_stated(array("weight_shape"), shape)
-        return compressed_tensors.points(shape, array("weight_scale"), array("weight_zero_point"), array("weight_g_idx"),
-                                            bits_of(self._section))
-
-    def _gptq_points(self, array: Array, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray, int, bool]:
-        """What stands beside the codes of a GPTQ weight."""
-        group, order = self._section.get("group_size"), array("g_idx")
-        if order is None:
-            order = np.arange(shape[1]) // (group if isinstance(group, int) and group > 0 else shape[1])
-        return (array("qzeros"), array("scales"), order.reshape(-1), int(self._section["bits"]),
-                order_of(self._section) != "gptq_v2")
+def _scales(parts: Mapping[str, TensorInfo]) -> TensorInfo:
+    """Those of FP8, under either name."""
+    return parts["weight_scale_inv"] if "weight_scale_inv" in parts else parts["weight_scale"]
 
 
 def _unfit(info: TensorInfo, weight: str, why: str) -> CheckpointError:

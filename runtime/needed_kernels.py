@@ -15,6 +15,7 @@ from ..quant.kv import codec
 from .bundles import is_bundled
 from .config import ModelConfig, read_config
 from .container import Container, read_container
+from .import_config import are_floats
 from .kv_setting import AUTO
 from .source import is_low_bit, quantization_of
 
@@ -25,16 +26,17 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Needs:
     """What a model has: low-bit weights, neurons that lie one by one, weights of other tools that are put in order or widened as they are
-    read, and layers with something else in the place of attention over keys and values."""
+    read, floats of eight bits, and layers with something else in the place of attention over keys and values."""
 
     low_bit: bool = False
     bundled: bool = False
     foreign: bool = False
     mixers: bool = False
+    floats: bool = False
 
     def __or__(self, other: Needs) -> Needs:
         return Needs(self.low_bit or other.low_bit, self.bundled or other.bundled, self.foreign or other.foreign,
-                     self.mixers or other.mixers)
+                     self.mixers or other.mixers, self.floats or other.floats)
 
 
 def kernel_kinds(needs: Needs, options: EngineOptions) -> tuple[str, ...]:
@@ -42,7 +44,7 @@ def kernel_kinds(needs: Needs, options: EngineOptions) -> tuple[str, ...]:
     needed = {warm.RAW: True, warm.LOW_BIT: needs.low_bit, warm.EXACT: needs.low_bit and options.exact,
               warm.LOOKUP: needs.low_bit and options.kernel == "lut", warm.KV: options.kv == AUTO or codec(options.kv).is_packed,
               warm.BUNDLED: needs.bundled, warm.SPARSE: options.kv_read == "sparse", warm.FOREIGN: needs.foreign,
-              warm.MIXERS: needs.mixers}
+              warm.MIXERS: needs.mixers, warm.FLOATS: needs.floats}
     return tuple(kind for kind, is_needed in needed.items() if is_needed)
 
 
@@ -55,12 +57,17 @@ def folder_kinds(folder: Path, options: EngineOptions) -> tuple[str, ...]:
 def kinds_of(config: ModelConfig, store: TensorStore, container: Container | None, options: EngineOptions) -> tuple[str, ...]:
     """The kinds of kernels that a run of these weights needs."""
     low_bit = container is not None and container.is_low_bit
-    return kernel_kinds(Needs(low_bit, is_bundled(container), store.puts_in_order, has_mixers(config)), options)
+    return kernel_kinds(Needs(low_bit, is_bundled(container), store.puts_in_order, has_mixers(config), has_floats(container)), options)
 
 
 def calibration_kinds(config: ModelConfig) -> tuple[str, ...]:
     """What a pass over unquantized weights needs, layer by layer."""
     return (warm.RAW, warm.MIXERS) if has_mixers(config) else (warm.RAW,)
+
+
+def has_floats(container: Container | None) -> bool:
+    """Are floats of eight bits among the weights?"""
+    return container is not None and any(stored.spec.scheme == "float" for stored in container.tensors.values())
 
 
 def has_mixers(config: ModelConfig) -> bool:
@@ -70,10 +77,11 @@ def has_mixers(config: ModelConfig) -> bool:
 
 def folder_needs(folder: Path) -> Needs:
     """Of a model in a folder or a GGUF file; where its files are damaged, less."""
-    low_bit, bundled, foreign, mixers = is_low_bit(folder), False, False, False
+    low_bit, bundled, foreign, mixers, floats = is_low_bit(folder), False, False, False, False
     with suppress(EffllmError):  # said when the folder is opened
         container = None if is_gguf(folder) else read_container(folder)
         low_bit, bundled = low_bit and (container is None or container.is_low_bit), is_bundled(container)
         foreign = container is None and (low_bit or (not is_gguf(folder) and quantization_of(folder) is not None))
+        floats = low_bit and foreign and not is_gguf(folder) and are_floats(quantization_of(folder) or {})
         mixers = has_mixers(read_config(folder))
-    return Needs(low_bit, bundled, foreign, mixers)
+    return Needs(low_bit, bundled, foreign, mixers, floats)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..kernels.tiles import ROWS
+from ..kernels.tiles import ROWS, row_nbytes
 from ..offload.checkpoint import TensorStore
 from ..offload.direct import BLOCK
 from ..offload.neurons import NeuronPager
@@ -100,8 +100,8 @@ def _weight(tensor: ModelTensor, found: dict[str, np.ndarray], first: int, end: 
     if tensor.spec.is_raw:
         return Weight.raw(tensor.spec.scheme, shape, found["data"])
     scales, tables = _fixed(tensor, resident)
-    padded = -(-end // ROWS) * ROWS
-    return Weight(tensor.spec, shape, {**found, "row_scales": scales[2 * first : 2 * padded], **tables})
+    padded, each = -(-end // ROWS) * ROWS, row_nbytes(tensor.spec.scheme)
+    return Weight(tensor.spec, shape, {**found, "row_scales": scales[each * first : each * padded], **tables})
 
 
 def _joined(tensor: ModelTensor, found: dict[str, np.ndarray], blocks: np.ndarray, height: int,
@@ -111,11 +111,12 @@ def _joined(tensor: ModelTensor, found: dict[str, np.ndarray], blocks: np.ndarra
     if tensor.spec.is_raw:
         return Weight(tensor.spec, shape, {"data": found["data"].view(RAW_NUMPY[tensor.spec.scheme]).reshape(shape)})
     scales, tables = _fixed(tensor, resident)
-    return Weight(tensor.spec, shape, {**found, "row_scales": scales.reshape(-1, 2 * ROWS)[blocks].reshape(-1), **tables})
+    chosen = scales.reshape(-1, row_nbytes(tensor.spec.scheme) * ROWS)[blocks].reshape(-1)
+    return Weight(tensor.spec, shape, {**found, "row_scales": chosen, **tables})
 
 
 def _fixed(tensor: ModelTensor, resident: Mapping[str, np.ndarray]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Row scales and tables of a low-bit matrix."""
     kept, at = resident[fixed_name(tensor.name)], tensor.spec.sections(tensor.shape)
     tables = {} if at.tables < 0 else {"tables": kept[at.tables - at.row_scales :]}
-    return kept[: 2 * at.rows], tables
+    return kept[: row_nbytes(tensor.spec.scheme) * at.rows], tables

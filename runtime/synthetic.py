@@ -15,11 +15,11 @@ from pathlib import Path
 import numpy as np
 
 from .. import UsageError
-from ..kernels.tiles import LEVELS_NBYTES, MOST_LEVEL, STEPS_NBYTES
+from ..kernels.tiles import LEVELS_NBYTES, MOST_LEVEL, STEPS_NBYTES, row_nbytes
 from ..offload.checkpoint import TensorInfo, TensorStore
 from ..quant.recipe import Recipe
 from ..quant.spec import QuantSpec
-from ..quant.weight import from_f32
+from ..quant.weight import RAW_NUMPY, from_f32
 from . import families
 from .config import ModelConfig, parse_config
 from .container import Container, StoredTensor
@@ -102,15 +102,20 @@ class SyntheticStore:
         """Random codes and scales, then zeros in the middle of the codes, small row scales and plain tables."""
         _repeat(self._codes, start, out)
         spec, at = stored.spec, stored.spec.sections(stored.shape)
-        tail = np.zeros(stored.nbytes - at.row_scales, np.uint8)
-        tail[: 2 * at.rows].view(np.uint16)[:] = from_f32(np.full(at.rows, 1e-5, np.float32), "bf16")
+        tail, each = np.zeros(stored.nbytes - at.row_scales, np.uint8), row_nbytes(spec.scheme)
+        kind = "f32" if each == 4 else "bf16"
+        tail[: each * at.rows].view(RAW_NUMPY[kind])[:] = from_f32(np.full(at.rows, 1e-5, np.float32), kind)
         if at.tables >= 0:
             levels = np.linspace(-MOST_LEVEL, MOST_LEVEL - 1, 1 << spec.bits).astype(np.int8)
             tables = np.concatenate([np.resize(levels, LEVELS_NBYTES).view(np.uint8), np.arange(14, 14 + STEPS_NBYTES, dtype=np.uint8)])
             tail[at.tables - at.row_scales :][: tables.size] = tables
         _overlay(tail, at.row_scales, start, out)
         middle = at.row_scales - (at.zeros if at.zeros >= 0 else at.scales)
-        if spec.scheme != "codebook":  # scales of one size: random ones would span 2**16, exponents all of float32
+        if spec.scheme == "float":
+            _overlay(np.ones(middle // 4, np.float32).view(np.uint8), at.scales, start, out)
+            codes = out[: max(0, at.scales - start)]
+            np.bitwise_and(codes, 0xF7, out=np.frombuffer(codes, np.uint8))  # none is NaN
+        elif spec.scheme != "codebook":  # scales of one size: random ones would span 2**16, exponents all of float32
             usual = 128 if spec.scheme == "mxfp" else 64
             _overlay(np.full(middle, usual if at.zeros < 0 else 1 << (spec.bits - 1), np.uint8), at.row_scales - middle, start, out)
             if at.zeros >= 0:

@@ -11,8 +11,9 @@ import json
 import numpy as np
 
 from effllm.kernels import reference_low_bit as definition
+from effllm.kernels.tiles import row_nbytes
 from effllm.kernels.workspace import Dims
-from effllm.quant.codes import Codes, Sparse, bf16, factors, minimum_values, values
+from effllm.quant.codes import Codes, Sparse, bf16, dequantize, factors, minimum_values, values
 from effllm.quant.pack import pack
 from effllm.quant.spec import BITS, GROUPS, QuantSpec
 from effllm.quant.weight import Linear, Norm, Weight, to_f32
@@ -31,6 +32,8 @@ def random_codes(rng: np.random.Generator, spec: QuantSpec, shape: tuple[int, in
     if spec.scheme in ("block", "offset"):  # either sign, over the sizes that weights have, subnormal ones and zero with `every_scale`
         powers = rng.integers(-24 if every_scale else -4, 4, scales.shape)
         scales = (np.ldexp(rng.standard_normal(scales.shape, np.float32), powers)).astype(np.float16).view(np.uint16)
+    if spec.scheme == "float":
+        scales = np.ldexp(rng.standard_normal((-(-rows // 16), groups), np.float32), rng.integers(-30 if every_scale else -4, 4))
     if spec.scheme == "mxfp":
         scales = rng.integers(0 if every_scale else 120, 200 if every_scale else 128, scales.shape, np.uint8)
     with_zeros = spec.scheme in ("affine", "offset")
@@ -47,8 +50,11 @@ def random_codes(rng: np.random.Generator, spec: QuantSpec, shape: tuple[int, in
     count = round(rows * depth * spec.outliers)
     places = np.sort(rng.choice(rows * depth, count, replace=False))
     sparse = Sparse((places // depth).astype(np.uint32), (places % depth).astype(np.uint32), bf16(rng.standard_normal(count, np.float32)))
-    return Codes(codes=rng.integers(0, 3 if spec.scheme == "ternary" else 1 << spec.bits, shape).astype(np.uint8),
-                 scales=scales, zeros=zeros, rows=bf16(rng.standard_normal(rows, np.float32) / 256),
+    made = rng.integers(0, 3 if spec.scheme == "ternary" else 1 << spec.bits, shape).astype(np.uint8)
+    own = rng.standard_normal(rows, np.float32) / 256
+    if spec.scheme == "float":  # but for NaN
+        made[(made & 127) == 127] ^= 1
+    return Codes(codes=made, scales=scales, zeros=zeros, rows=own if row_nbytes(spec.scheme) == 4 else bf16(own),
                  levels=np.sort(rng.integers(-2 * wide, 2 * wide, 1 << spec.bits)).astype(np.int8) if wide else None,
                  steps=np.sort(rng.integers(1, 128, 16)).astype(np.uint8) if book else None, sparse=sparse if spec.outliers else None,
                  supers=supers, minima=minima)
@@ -70,6 +76,8 @@ def factors_of(codes: Codes) -> np.ndarray:
 
 def few(x: np.ndarray, codes: Codes, spec: QuantSpec, bias: np.ndarray | None = None) -> np.ndarray:
     """The definition for up to 16 columns."""
+    if spec.scheme == "float":
+        return definition.float_linear(x, values(codes, spec), factors_of(codes), codes.rows, spec.group, bias=bias)
     signed = spec.scheme in ("signed", "table")  # whose scale codes are whole numbers too
     supers = to_f32(codes.supers[:, :, 0], "f16") if signed else None
     return definition.packed_linear(x, values(codes, spec), codes.scales.astype(np.float32) if signed else factors_of(codes), codes.rows,
@@ -81,6 +89,8 @@ def many(x: np.ndarray, codes: Codes, spec: QuantSpec, bias: np.ndarray | None =
     """The definition for more columns."""
     from effllm.kernels.cpu import gemm
 
+    if spec.scheme == "float":
+        return definition.exact_linear(x, dequantize(codes, spec), bias)
     parts = (x, values(codes, spec), factors_of(codes), codes.rows, spec.group)
     way = gemm.way_of(spec.bits, spec.scheme)
     if way == gemm.STEPPED != gemm.SCALED:

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from effllm.kernels import tiles
 from effllm.kernels.cpu import foreign_blocks, foreign_levels, foreign_words
-from effllm.quant.codes import Codes
+from effllm.quant.codes import Codes, dequantize
 from effllm.quant.imports import awq, compressed_tensors, fp8, gguf_levels, gptq, mxfp4
-from effllm.quant.imports.arranged import MXFP4, WORDS, put_blocks, put_halves, put_pairs, put_words
+from effllm.quant.imports.arranged import MXFP4, WORDS, put_blocks, put_floats, put_halves, put_pairs, put_words
 from effllm.quant.imports.gguf import DECODERS, KEPT, kept
 from effllm.quant.levels import MXFP
-from effllm.quant.pack import pack_tiles, put_rows, put_tables
+from effllm.quant.pack import pack, pack_tiles, put_rows, put_tables, unpack
 from effllm.quant.spec import QuantSpec
 from effllm.quant.weight import from_f32
 
@@ -153,6 +153,54 @@ def test_floats_of_eight_bits_are_the_halves_that_numpy_rounds(seed: int, rows: 
     with np.errstate(all="ignore"):
         expected = from_f32(fp8.dequantize(codes, scales, (high, wide)), "f16")
     np.testing.assert_array_equal(out.view(np.uint16).reshape(rows, depth), expected)
+
+
+@several
+@given(seed=seeds, rows=st.integers(1, 70), depth=st.integers(1, 300), high=st.sampled_from((16, 48, 128)),
+       wide=st.sampled_from((32, 64, 96, 128, 256)), form=st.sampled_from(("blocks", "rows", "one")))
+def test_floats_of_eight_bits_stay_what_they_are(seed: int, rows: int, depth: int, high: int, wide: int, form: str) -> None:
+    """Any code but NaN, under one scale, a scale a row, or blocks; put in order as NumPy would, and meaning what NumPy says."""
+    rng = np.random.default_rng(seed)
+    shape = {"blocks": (-(-rows // high), -(-depth // wide)), "rows": (rows, 1), "one": (1, 1)}[form]
+    codes = rng.integers(0, 127, (rows, depth), np.uint8) | rng.integers(0, 2, (rows, depth), np.uint8) << 7
+    scales = np.ldexp(rng.random(shape, np.float32) + np.float32(0.5), rng.integers(-36, 14, shape)).astype(np.float32)
+    spec = fp8.spec_of(codes.shape, scales.shape, (high, wide))
+    out = np.full(spec.nbytes(codes.shape), STALE, np.uint8)
+    put_floats(out, spec, codes, scales, (high, wide))
+    made = fp8.packable(codes, scales, spec, (high, wide))
+    again = unpack(out, spec, codes.shape)
+    np.testing.assert_array_equal(again.codes, codes)
+    np.testing.assert_array_equal(dequantize(again, spec), fp8.dequantize(codes, scales, (high, wide)))
+    theirs = pack(made, spec)
+    at = spec.sections(codes.shape)
+    scales_nbytes = at.rows // 16 * at.depth // spec.group * 4
+    for begin, nbytes in ((0, at.rows * at.depth), (at.scales, scales_nbytes), (at.row_scales, 4 * at.rows)):
+        np.testing.assert_array_equal(out[begin : begin + nbytes], theirs[begin : begin + nbytes])
+
+
+def test_floats_of_eight_bits_that_are_no_numbers_are_refused() -> None:
+    spec, codes, scales = QuantSpec.parse("float8:32"), np.zeros((16, 32), np.uint8), np.ones((1, 1), np.float32)
+    out = np.zeros(spec.nbytes((16, 32)), np.uint8)
+    put_floats(out, spec, codes, scales, (0, 0))
+    for code in (0x7F, 0xFF):
+        bad = codes.copy()
+        bad[15, 31] = code
+        with pytest.raises(ValueError, match="weight is NaN"):
+            put_floats(out, spec, bad, scales, (0, 0))
+    for scale in (np.nan, np.inf):
+        with pytest.raises(ValueError, match="scale is NaN or inf"):
+            put_floats(out, spec, codes, scales * np.float32(scale), (0, 0))
+    for own, made in ((codes.view(np.int8), out), (codes.T, out), (codes, out[:-1])):
+        with pytest.raises(ValueError, match="codes of|a blob of|scales of"):
+            put_floats(made, spec, own, scales, (0, 0))
+
+
+def test_blocks_that_no_format_holds_stay_wide() -> None:
+    """Blocks that end within sixteen rows, or within a tile; and scales that cover nothing."""
+    for shape, scales, block in (((96, 64), (12, 1), (8, 64)), ((96, 96), (2, 6), (48, 16)), ((96, 96), (5, 2), (0, 0))):
+        assert fp8.spec_of(shape, scales, block) is None
+    assert str(fp8.spec_of((96, 192), (1, 2), (96, 96))) == "float8:32" and str(fp8.spec_of((7, 40), (), (0, 0))) == "float8:32"
+    assert str(fp8.spec_of((4096, 7168), (32, 56), (128, 128))) == "float8:128"
 
 
 def test_halves_that_do_not_fit_are_refused() -> None:

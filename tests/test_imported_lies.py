@@ -107,10 +107,14 @@ def by_numpy(store: ImportedStore, info: TensorInfo) -> np.ndarray:
         return store.read(info)
     spec, array = store._specs.get(info.name), store._read_part(info)
     if spec is None:
-        values = store._checked(info, info.shape, store._decoded, array)
+        values = store._checked(info, info.shape, store._decoder.decoded, array)
         with np.errstate(all="ignore"):
             return np.ascontiguousarray(from_f32(values, "f16")).reshape(-1).view(np.uint8)
-    return pack(store._checked(info, store._shapes[info.name], lambda *held: groups.packable(store._integers(*held), spec), array), spec)
+    if spec.scheme == "float":
+        scales = array("weight_scale") if array("weight_scale_inv") is None else array("weight_scale_inv")
+        return pack(fp8.packable(array("weight"), scales, spec, store._block), spec)
+    decode = lambda *held: groups.packable(store._decoder.integers(*held), spec)  # noqa: E731
+    return pack(store._checked(info, store._shapes[info.name], decode, array), spec)
 
 
 def arrived(store: ImportedStore, info: TensorInfo) -> np.ndarray:

@@ -26,9 +26,10 @@ from effllm.kernels.deferred import compiler
 from effllm.kernels.target import target
 from effllm.kernels.tiles import scales_nbytes
 from effllm.quant.spec import QuantSpec
+from effllm.quant.weight import Linear, Norm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from low_bit_samples import FORMATS, WITH_OUTLIERS, few, low_bit, random_codes
+from low_bit_samples import FORMATS, WITH_OUTLIERS, dims_for, few, low_bit, random_codes
 
 HERE = Path(__file__).resolve().parent
 X86 = platform.machine() in ("x86_64", "AMD64")
@@ -134,6 +135,47 @@ def check_loops() -> None:
         out = np.zeros((1, rows), np.float32)
         loop(table.ctypes.data, weight.address + max(0, at.tables), of_x.ctypes.data, depth // 32, 0, 62, out.ctypes.data)
         assert np.array_equal(out, few(x, made, spec)), text
+
+
+def check_floats() -> None:
+    """Products with floats of eight bits, alone and abreast, held against the definition."""
+    from effllm.kernels.cpu.ops import CpuOps
+    from effllm.kernels.threads import ThreadPool
+
+    rng, pool, none = np.random.default_rng(2), ThreadPool(1), Norm("none")
+    ops = CpuOps(pool, dims_for(300, 50))
+    for text in ("float8:128", "float8:32"):
+        spec = QuantSpec.parse(text)
+        codes = random_codes(rng, spec, (50, 300))
+        each, x = Linear(low_bit(codes, spec)), rng.standard_normal((7, 300), np.float32)
+        for count in (1, 7):
+            (found,) = ops.norm_linear(np.ascontiguousarray(x[:count]), none, [each])
+            assert np.array_equal(found, few(x[:count], codes, spec)), (text, count)
+    pool.close()
+
+
+def floats_assembly() -> str:
+    from effllm.kernels.cpu.floats import float_columns
+
+    return float_columns.assembly()
+
+
+# What widens a vector's codes, and multiplies them.
+WIDENS = {"portable": (r"mulps\t", r"fmaf"), "avx2": (r"vcvtph2ps\t.*%ymm", r"vfmadd\w+ps\t.*%ymm"),
+          "avx512": (r"vcvtph2ps\t.*%zmm", r"vfmadd\w+ps\t.*%zmm")}
+
+
+@pytest.mark.parametrize("name", WIDENS)
+def test_floats_of_eight_bits_are_right_and_of_the_instructions_of(name, tmp_path):
+    own = name == ("avx512" if OWN in WIDE else OWN)
+    if own:
+        check_floats()
+        found = floats_assembly()
+    else:
+        check = "t.check_floats(); " if runs_here(name) else ""
+        found = child(f"import test_instruction_sets as t; {check}print(t.floats_assembly())", tmp_path, forced=name)
+    assert all(re.search(each, found) for each in WIDENS[name])
+    assert name in WIDE or "%zmm" not in found
 
 
 def loop_assembly() -> dict[str, str]:

@@ -30,7 +30,7 @@ ALL = FORMATS + WITH_OUTLIERS
 # One of every loop, and the kinds of scales, zeros and corrections around them.
 SOME = ("codebook4:16", "codebook3:16", "codebook2:16", "symmetric8:32", "symmetric6:16", "symmetric5:128", "affine4:32", "affine3:64",
         "affine8:128", "ternary:64", "codebook4:16+0.01", "symmetric2:32", "block4:32", "offset4:128", "super4:32", "super5:32",
-        "signed6:16", "nibble2:16", "table4:16", "table3:16")
+        "signed6:16", "nibble2:16", "table4:16", "table3:16", "float8:128", "float8:32")
 COLUMNS = (1, 2, 3, 4, 5, 8, 15, 16)
 SHAPES = ((1, 1), (16, 32), (17, 33), (31, 100), (50, 257))
 
@@ -123,6 +123,8 @@ def test_the_largest_numbers_of_a_format_do_not_overflow(pools, text):
     top = 2 if spec.scheme == "ternary" else (1 << spec.bits) - 1
     ends = np.repeat(np.where(np.arange(32)[:, None] % 2, np.uint8(0), np.uint8(top)), depth, axis=1)
     ends[16:, ::2] = top - ends[16:, ::2]
+    if spec.scheme == "float":  # the largest of either sign
+        ends = np.where(ends == 0, np.uint8(0xFE), np.uint8(0x7E))
     most = {"codebook": 15, "super": 63, "nibble": 15, "signed": -128, "table": -32, "block": 0x7BFF,
             "offset": 0x7BFF}.get(spec.scheme, 255)
     base = replace(base, codes=ends, scales=np.full_like(base.scales, most))
@@ -149,7 +151,9 @@ def test_zero_rows_and_zero_inputs_give_zeros(pools, text):
     spec, rng = QuantSpec.parse(text), np.random.default_rng(2)
     codes = random_codes(rng, replace(spec, outliers=0.0), (20, 96))
     codes = replace(codes, rows=np.where(np.arange(20) == 7, np.float32(0), codes.rows))
-    if spec.scheme != "codebook":  # whose least step is 1
+    if spec.scheme == "float":  # whose scales are of several rows
+        codes = replace(codes, codes=np.where(np.arange(20)[:, None] == 11, np.uint8(0), codes.codes))
+    elif spec.scheme != "codebook":  # whose least step is 1
         codes = replace(codes, scales=np.where(np.arange(20)[:, None] == 11, np.zeros_like(codes.scales), codes.scales))
     if codes.minima is not None:
         codes = replace(codes, minima=np.where(np.arange(20)[:, None] == 11, np.uint8(0), codes.minima))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,12 +26,12 @@ from effllm.quant.spec import QuantSpec
 from effllm.quant.weight import Expert, Linear, Norm, Weight, from_f32
 
 sys.path.insert(0, str(Path(__file__).parent))
-from low_bit_samples import low_bit
+from low_bit_samples import low_bit, random_codes
 
 DEPTH, WIDTH, EXPERTS, TOP = 96, 137, 9, 3
 CHUNK = 256
 TOKENS = (1, 2, FEW, FEW + 1, MOST_COLUMNS, MOST_COLUMNS + 1, 70, CHUNK)
-LOW_BITS = ("codebook4:16", "affine3:64", "symmetric8:32", "codebook2:16", "ternary:128")
+LOW_BITS = ("codebook4:16", "affine3:64", "symmetric8:32", "codebook2:16", "ternary:128", "float8:64")
 
 
 @pytest.fixture(scope="module", params=(1, 2, 3), ids=lambda workers: f"{workers} threads")
@@ -51,6 +52,8 @@ def linear(rng: np.random.Generator, rows: int, depth: int, stored: str, bias: b
     if stored in ("f32", "f16", "bf16"):
         return Linear(Weight.raw(stored, (rows, depth), from_f32(values, stored)), b)
     spec = QuantSpec.parse(stored)
+    if spec.scheme == "float":  # nothing is quantized to it
+        return Linear(low_bit(replace(random_codes(rng, spec, (rows, depth)), rows=np.full(rows, 1e-3, np.float32)), spec), b)
     return Linear(low_bit(rtn.quantize(values, spec, None, None), spec), b)
 
 

@@ -29,6 +29,7 @@ GOLDEN = {
     "offset4:32": "b90edc4ba52bcc96", "offset4:64": "9ad2ddcc7769216e", "offset4:128": "2ad6d151792ff7df",
     "super5:32": "36d70d87969abce4", "super4:32": "5ddbc440372d5d01", "signed6:16": "fcff9bfbcb45a0fe",
     "nibble2:16": "d1f8ac1be53b1170", "table4:16": "2f34a0b47637a0c9", "table3:16": "0290abbb23b88d97",
+    "float8:128": "6bf666d058d2c626", "float8:64": "cafa50c052ed6c4b", "float8:32": "b10d85ea47604885",
     "codebook4:16": "2bd72257fa25d194", "codebook3:16": "9123088f474d2e4e", "codebook2:16": "179b7f35beb1ece2",
     "affine8:32": "a883979c5ff1c426", "affine8:64": "5627c002af4deda8", "affine8:128": "88ae428e7ed9e276",
     "affine6:32": "70b1727ce065ad1e", "affine6:64": "680fd2ac4125f180", "affine6:128": "12093cba2a1aa9b7",
@@ -74,6 +75,10 @@ def counted(spec: QuantSpec, rows: int = 17, depth: int = 70) -> Codes:
                "nibble": (six & 15, eight & 15, np.stack([supers, supers ^ 0x8001], 2)),
                "table": ((six % 65).astype(np.int8) - np.int8(32), None, supers[:, :, None])}
     own, minima, supers = foreign.get(spec.scheme, (None, None, None))
+    if spec.scheme == "float":  # but for NaN
+        whole = ((7 * n + 3 * k + n * k // 5) % 127 | (n + k) % 2 << 7).astype(np.uint8)
+        scales = ((5 * n[: -(-rows // 16)] + 11 * g) % 700 - 350).astype(np.float32) / 512
+        return Codes(codes=whole, scales=scales, zeros=None, rows=((n[:, 0] - 8) / 15).astype(np.float32))
     return Codes(codes=((7 * n + 3 * k + n * k // 5) % (3 if spec.scheme == "ternary" else 1 << bits)).astype(np.uint8),
                  scales=own if own is not None else (
                          ((5 * n + 11 * g) % 700 + 0x3A00 | (n + g) % 2 << 15).astype(np.uint16) if spec.scheme in ("block", "offset")
@@ -124,8 +129,12 @@ def test_dequantize_is_the_formula_weight_by_weight(text):
     assert got.shape == (5, 290) and got.dtype == np.float32
     for n in range(5):
         for k in range(290):
-            code, scale = int(codes.codes[n, k]), int(codes.scales[n, k // spec.group])
-            if spec.scheme == "codebook":
+            code, scale = int(codes.codes[n, k]), codes.scales[n // 16 if spec.scheme == "float" else n, k // spec.group]
+            scale = scale if spec.scheme == "float" else int(scale)
+            if spec.scheme == "float":
+                power, rest = code >> 3 & 15, code & 7
+                product = scale * np.float32((-1) ** (code >> 7) * (8 * (power > 0) + rest) * 2.0 ** (max(power, 1) - 10))
+            elif spec.scheme == "codebook":
                 product = int(codes.steps[scale]) * int(codes.levels[code])
             elif spec.scheme == "mxfp":
                 product = np.float32(2.0 ** (scale - 127) if scale else 0) * int(codes.levels[code])

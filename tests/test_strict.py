@@ -65,7 +65,7 @@ def test_more_threads_than_a_pool_takes(person: Person, tmp_path: Path, monkeypa
     assert said in person.types(*words).err and said in person.types(*words, "--strict").refused(2)
 
 
-@pytest.mark.parametrize(("name", "fits"), [("fp8 rows", False), ("gptq 4, act order", False), ("awq", True)])
+@pytest.mark.parametrize(("name", "fits"), [("fp8 rows", True), ("gptq 3", False), ("gptq 4, act order", False), ("awq", True)])
 def test_weights_in_another_type_than_stored(person: Person, tmp_path: Path, name: str, fits: bool) -> None:
     """Widened ones cost memory and speed; those that are only put in order do not."""
     written(tmp_path / "m", name)

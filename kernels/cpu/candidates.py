@@ -24,6 +24,8 @@ WIDENED_ONCE = "many tokens: a tile of weights is widened once and multiplied by
 AS_THEY_LIE = "few tokens: codes are multiplied as they lie in memory"
 LOOKED_UP = "measured faster than dot products for these weights"
 EXPANDED_ONCE = "many tokens: rows are expanded to bytes once and multiplied by all of them"
+OPENED = "few tokens: floats of eight bits are read once and widened in registers"
+WIDENED_FLOATS = "many tokens: a tile of floats of eight bits is widened once and multiplied by all of them"
 NOTHING_ROUNDED = "--exact: nothing is rounded"
 NO_HALF, NO_KERNEL = "this processor converts no half precision", "no kernel here can run it"
 BY_SHIFTS, NUMPY = "half by shifts", "NumPy reference"
@@ -64,7 +66,7 @@ def _few(accept: Callable[[Call], str], most: int = FEW) -> Callable[[Call], str
 
 def default_registry(only: str | None = None, exact: bool = False) -> Registry:
     """All of the CPU; `only="reference"` keeps the NumPy ones (to check the others against). `exact`: low-bit weights in float32."""
-    few_low_bit = _few(low_bit.declines, packed.MOST_COLUMNS), _few(low_bit.declines_lookup, packed.MOST_COLUMNS)
+    few_low_bit = _few(low_bit.declines_integers, packed.MOST_COLUMNS), _few(low_bit.declines_lookup, packed.MOST_COLUMNS)
     candidates = [
         Candidate("matrix", "few columns", _few(_native), CpuOps.few_columns, READ_ONCE),
         Candidate("matrix", "register tiles", _native, CpuOps.many_columns, WIDENED_ONCE),
@@ -72,9 +74,11 @@ def default_registry(only: str | None = None, exact: bool = False) -> Registry:
         Candidate("matrix", f"register tiles, {BY_SHIFTS}", _compiled, CpuOps.many_columns, NO_HALF, fallback=True),
         Candidate("matrix", NUMPY, _never, CpuOps.by_reference, NO_KERNEL, fallback=True),
         *([Candidate(LOW_BIT, "float32 tiles", low_bit.declines, low_bit.run_exact, NOTHING_ROUNDED)] if exact else []),
+        Candidate(LOW_BIT, "eight-bit floats, few columns", _few(low_bit.declines_floats, packed.MOST_COLUMNS), low_bit.run_floats, OPENED),
+        Candidate(LOW_BIT, "eight-bit floats, register tiles", low_bit.declines_floats, low_bit.run_exact, WIDENED_FLOATS),
         Candidate(LOW_BIT, f"table lookup, {INSTRUCTION_SET}", few_low_bit[1], low_bit.run_few, LOOKED_UP),
         Candidate(LOW_BIT, f"dot products, {INSTRUCTION_SET}", few_low_bit[0], low_bit.run_few, AS_THEY_LIE),
-        Candidate(LOW_BIT, f"int8 tiles, {INSTRUCTION_SET}", low_bit.declines, low_bit.run_many, EXPANDED_ONCE),
+        Candidate(LOW_BIT, f"int8 tiles, {INSTRUCTION_SET}", low_bit.declines_integers, low_bit.run_many, EXPANDED_ONCE),
         Candidate(LOW_BIT, NUMPY, _never, CpuOps.by_reference, NO_KERNEL, fallback=True),
         Candidate("moe", "compiled", _compiled, moe.run, "the experts of a token are picked and run by one native job"),
         Candidate("moe", NUMPY, _never, moe.run_reference, NO_KERNEL, fallback=True),

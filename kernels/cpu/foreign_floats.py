@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy import float32, uint32
+from numpy import float32, int64, uint32
 
 from ..compile import jit
 from ..deferred import inlined
@@ -38,6 +38,15 @@ else:
         """Nearest half, ties to even; what is too large is infinite."""
         half = narrow_half(value)
         return half + np.uint16(1) if OVERFLOW <= abs(value) < INFINITY else half
+
+
+@jit("int64(int64, int64)")
+def has_nan(codes, count):
+    """1 where one of so many codes at an address is NaN, else 0."""
+    code, found = u8_at(codes), np.uint8(0)
+    for i in range(count):
+        found |= np.uint8((code[i] & np.uint8(127)) == np.uint8(127))
+    return int64(found)
 
 
 @jit("void(int64, int64, int64, int64, int64, int64, int64, int64)")

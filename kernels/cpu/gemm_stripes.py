@@ -12,6 +12,7 @@ from ..tiles import (
     AFFINE,
     BLOCK,
     CODEBOOK,
+    FLOAT,
     LEVEL_SHIFT,
     MXFP,
     NIBBLE,
@@ -33,6 +34,7 @@ from ..tiles import (
     WIDE_SHIFT,
 )
 from ..tiles import ROWS as TILE_ROWS
+from .floats import tile_of_floats
 from .gemm_expand import (
     LOWERED,
     block_factors,
@@ -332,6 +334,11 @@ def expand_f32(a, matrix, depth, row, start, span, scratch, out, stride):
     _fill(zeros, LEVEL_SHIFT if scheme == CODEBOOK or scheme == MXFP else _constant_zero(a, matrix))
     for tile in range(start // TILE, (start + span) // TILE):
         at = block * tiles + tile
+        if scheme == FLOAT:
+            scale = a[matrix + SCALES] + 4 * (block * groups + tile * TILE // group)
+            tile_of_floats(a[matrix + CODES] + at * TILE_ROWS * TILE, scale, a[matrix + ROW_SCALES] + 4 * row,
+                           out + 4 * (tile * TILE - start), stride)
+            continue
         _unpack(a, matrix, tiles, block, tile, codes)
         if scheme == CODEBOOK:
             levels_of(codes, a[matrix + TABLES])

@@ -15,7 +15,7 @@ from ..layout import ACTIVATIONS, NORMS
 from ..registry import Call
 from ..tiles import SCHEME_MASK, SCHEME_SHIFT, SCHEMES
 from ..workspace import Dims, address
-from . import gemm, linear, lut, lut_order, packed, packed_rows
+from . import floats, gemm, linear, lut, lut_order, packed, packed_rows
 from .inner_loops import TILE_COLUMNS
 from .packed_matrix import FIELDS
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .ops import CpuOps
 
 MOST_MATRICES = 16
-RAW, DOT, LOOKED_UP = range(3)  # kinds of weights, that is, of jobs
+RAW, DOT, LOOKED_UP, FLOATS = range(4)  # kinds of weights, that is, of jobs
 # int64 slots of the longest argument block.
 BLOCK_SIZE = max(linear.FIRST + MOST_MATRICES * FIELDS, gemm.FIRST + MOST_MATRICES * gemm.FIELDS, packed_rows.BLOCK_SIZE)
 
@@ -41,12 +41,24 @@ def panel_floats(chunk: int, wide: int) -> int:
 
 def kind_of(weight: Weight) -> int:
     """Which job a weight belongs to."""
+    if weight.spec.scheme == "float":
+        return FLOATS
     return RAW if weight.spec.is_raw else LOOKED_UP if weight.looked_up else DOT
 
 
 def declines(call: Call) -> str:
     """Why no compiled kernel of low-bit weights takes a call."""
     return "" if call.stored in SCHEMES and call.act in ACTIVATIONS else f"not for {call.stored} weights"
+
+
+def declines_integers(call: Call) -> str:
+    """Why none does that multiplies integers of eight bits."""
+    return declines(call) or ("no integers of eight bits are these floats" if call.stored == "float" else "")
+
+
+def declines_floats(call: Call) -> str:
+    """Why none does that multiplies floats of eight bits."""
+    return declines(call) or ("" if call.stored == "float" else "not floats of eight bits")
 
 
 def declines_lookup(call: Call) -> str:
@@ -61,7 +73,7 @@ def _way_of(weight: Weight) -> int:
 
 def one_way(linears: Sequence[Linear]) -> bool:
     """Can a gated pair be one job?"""
-    return len({each.weight.spec.scheme if each.weight.spec.is_raw else
+    return len({each.weight.spec.scheme if kind_of(each.weight) in (RAW, FLOATS) else
                 (packed.seeds_way(each.weight.spec.scheme, each.weight.spec.group), _way_of(each.weight))
                 for each in linears}) == 1
 
@@ -87,6 +99,13 @@ def run_few(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Lin
     fill_few(ops, x, norm, linears, outs, mode, act)
     kernel = lut.looked_up_columns if linears[0].weight.looked_up else packed.packed_columns
     ops.run_and_remember(kernel, x, norm, linears, outs, mode, act)
+
+
+def run_floats(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray], mode: int,
+               act: str) -> None:
+    """Up to 16 columns of floats of eight bits."""
+    fill_few(ops, x, norm, linears, outs, mode, act)
+    ops.run_and_remember(floats.float_columns, x, norm, linears, outs, mode, act)
 
 
 def run_many(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: Sequence[np.ndarray], mode: int,

@@ -37,6 +37,8 @@ CODES, PAIRS, TILES, WIDTH, BACK, BUFFER, BUFFER_STRIDE = range(7)
 
 def declines(scheme: str, bits: int, group: int = TILE, rows: int = PAIR) -> str:
     """Why a format, or a weight of so many rows, cannot be looked up; empty when it can."""
+    if scheme == "float":
+        return "floats are no sum of bit planes"
     if scheme in ("codebook", "mxfp", "table"):
         return "levels of a codebook are no sum of bit planes"
     if scheme in ("block", "offset", "super", "nibble", "signed"):

@@ -24,7 +24,7 @@ from ..reference_moe import Routed, Routing
 from ..registry import Call
 from ..workspace import Dims, address
 from . import experts as kernels
-from . import linear, low_bit, lut, packed
+from . import floats, linear, low_bit, lut, packed
 from .rows import SHARE_FROM, norm_rows
 
 if TYPE_CHECKING:
@@ -308,7 +308,7 @@ def columns_of(ops: CpuOps, experts: Sequence[Expert], act: str) -> int:
         for each, activation in ((pair[0], act if len(pair) > 1 else "none"), (expert.down, "none")):
             if each.weight.spec.is_raw:
                 limit = FEW
-            if ops._runner(each, 1, activation) not in (Ops.few_columns, low_bit.run_few):
+            if ops._runner(each, 1, activation) not in (Ops.few_columns, low_bit.run_few, low_bit.run_floats):
                 return 0
     return limit
 
@@ -317,6 +317,8 @@ def _kernel(each: Linear) -> Kernel:
     """What `_few` and `run_few` would run."""
     if each.weight.spec.is_raw:
         return linear.few_columns
+    if each.weight.spec.scheme == "float":
+        return floats.float_columns
     return lut.looked_up_columns if each.weight.looked_up else packed.packed_columns
 
 

@@ -12,6 +12,7 @@ from ..tiles import (
     AFFINE,
     BLOCK,
     CODEBOOK,
+    FLOAT,
     LEVELS_NBYTES,
     MXFP,
     NIBBLE,
@@ -33,6 +34,7 @@ from ..tiles import (
     TERNARY,
     TILE,
 )
+from .foreign_floats import e4m3
 from .intrinsics import bits_to_f32, f32_at, fetch_add, i8_at, i32_at, i64_at, u8_at, u16_at, u32_at
 from .packed_matrix import (
     FIELDS,
@@ -99,6 +101,10 @@ def _values(a, m, block, tile, row, columns, out):
         scale, levels = bits_to_f32(exponent << np.uint32(23)), i8_at(a[m + TABLES])
         for k in range(columns):
             value[k] = scale * float32(levels[code[k]])
+    elif scheme == FLOAT:
+        scale = f32_at(a[m + SCALES])[(block * tiles + tile) >> a[m + SHIFT]]
+        for k in range(columns):
+            value[k] = scale * e4m3(np.uint32(code[k]))
     elif scheme == SUPER:
         record = a[m + SCALES] + (block * (tiles >> 3) + (tile >> 3)) * SUPER_NBYTES
         own = record + SUPER_HEAD + (tile & 7) * SUPER_TILE
@@ -149,7 +155,11 @@ def embed_rows(args, worker, counter):
             return
         block, row = ids[index] // ROWS, ids[index] % ROWS
         start = a[m + OUT] + 4 * index * a[m + OUT_STRIDE]
-        out, row_scale = f32_at(start), bits_to_f32(np.uint32(u16_at(a[m + ROW_SCALES])[ids[index]]) << np.uint32(16))
+        out = f32_at(start)
+        if a[m + KIND] & SCHEME_MASK == FLOAT:
+            row_scale = f32_at(a[m + ROW_SCALES])[ids[index]]
+        else:
+            row_scale = bits_to_f32(np.uint32(u16_at(a[m + ROW_SCALES])[ids[index]]) << np.uint32(16))
         for tile in range((depth + TILE - 1) // TILE):
             here, columns = start + 4 * TILE * tile, min(TILE, depth - TILE * tile)
             _codes(a[m + WEIGHT] + (block * tiles + tile) * 64 * bits, bits, row, columns, here)

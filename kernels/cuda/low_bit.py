@@ -27,6 +27,7 @@ from ..tiles import (
     TILE,
     Sections,
     block_nbytes,
+    row_nbytes,
     tile_nbytes,
 )
 
@@ -108,8 +109,9 @@ class _Blocks:
         return per_group.float().repeat_interleave(self.form.group, 1)[:, : self.form.shape[1]]
 
     def row_scales(self) -> torch.Tensor:
-        begin = self.form.at.row_scales
-        return self.blob[begin + 2 * ROWS * self.first : begin + 2 * ROWS * self.end].view(torch.bfloat16).float()
+        begin, each = self.form.at.row_scales, row_nbytes(self.form.scheme)
+        own = self.blob[begin + each * ROWS * self.first : begin + each * ROWS * self.end]
+        return own.view(torch.float32 if each == 4 else torch.bfloat16).float()
 
     def codes(self) -> torch.Tensor:
         """uint8 [rows, K]."""
@@ -128,11 +130,13 @@ class _Blocks:
         return by_tile.permute(0, 3, 1, 2, 4).reshape(self.count * ROWS, -1)[:, : form.shape[1]]
 
     def values(self) -> torch.Tensor:
-        """What codes stand for before any scale, whole numbers as float32 [rows, K]."""
+        """What codes stand for before any scale, whole numbers (but of floats) as float32 [rows, K]."""
         scheme, codes, at = self.form.scheme, self.codes(), self.form.at
         if scheme in ("codebook", "mxfp", "table"):
             levels = self.blob[at.tables : at.tables + LEVELS_NBYTES].view(torch.int8).float()
             return levels.index_select(0, codes.flatten().int()).view(codes.shape)
+        if scheme == "float":
+            return codes.contiguous().view(torch.float8_e4m3fn).float()
         if scheme in ("super", "nibble"):
             return codes.float()
         if scheme in ("affine", "offset"):
@@ -147,6 +151,8 @@ class _Blocks:
             pairs = torch.cat([part & 15, part >> 4], 2).permute(0, 3, 1, 2).reshape(self.count * ROWS, -1)
             steps = self.blob[at.tables + LEVELS_NBYTES :][:16].float()
             return steps.index_select(0, pairs.flatten().int()).view(pairs.shape), None
+        if scheme == "float":  # one for all rows of a block
+            return self._part("scales").view(torch.float32).repeat_interleave(ROWS, 0), None
         if scheme in IN_SUPERS:
             return self._super_factors(scheme)
         if scheme in HALVES:

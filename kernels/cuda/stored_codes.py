@@ -14,6 +14,7 @@ from .. import tiles
 
 CODEBOOK, _AFFINE, _TERNARY = tl.constexpr(tiles.CODEBOOK), tl.constexpr(tiles.AFFINE), tl.constexpr(tiles.TERNARY)
 _BLOCK, MXFP, _OFFSET = tl.constexpr(tiles.BLOCK), tl.constexpr(tiles.MXFP), tl.constexpr(tiles.OFFSET)
+_FLOATS = tl.constexpr(tiles.FLOAT)
 SUPER, _SIGNED, _TABLE = tl.constexpr(tiles.SUPER), tl.constexpr(tiles.SIGNED), tl.constexpr(tiles.TABLE)
 NIBBLE, _NIBBLE_NBYTES = tl.constexpr(tiles.NIBBLE), tl.constexpr(tiles.NIBBLE_NBYTES)
 ROWS, TILE, _SUPER_BLOCK = tl.constexpr(tiles.ROWS), tl.constexpr(tiles.TILE), tl.constexpr(tiles.SUPER_BLOCK)
@@ -48,9 +49,13 @@ def word_at(at):
 
 
 @triton.jit
-def row_scales_at(at):
-    """The bfloat16 numbers there, as float32."""
-    return (tl.load(at.to(tl.pointer_type(tl.int16))).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+def row_scales_of(scales, row, SCHEME: tl.constexpr):
+    """Those of rows, as float32: bfloat16 numbers, or such."""
+    if SCHEME == _FLOATS:
+        found = tl.load(scales.to(tl.pointer_type(tl.float32)) + row)
+    else:
+        found = (tl.load(scales.to(tl.pointer_type(tl.int16)) + row).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return found
 
 
 @triton.jit
@@ -89,6 +94,9 @@ def read_tiles(blob, block, depth, tile, row, scales, zeros, BITS: tl.constexpr,
         s = r
     elif SCHEME == CODEBOOK:
         p = _byte(blob + scales + at * ROWS + row)
+        q, r, s = p, p, p
+    elif SCHEME == _FLOATS:  # one for all rows of a block
+        p = word_at(blob + scales + 4 * (block * (depth // GROUP) + tile * TILE // GROUP) + 0 * row)
         q, r, s = p, p, p
     else:
         group = (block * (depth // GROUP) + tile * TILE // GROUP) * ROWS + row
@@ -201,6 +209,8 @@ def factors(read, steps, at, row, half: tl.constexpr, BITS: tl.constexpr, GROUP:
     elif SCHEME == MXFP:
         base = _NOTHING + 128
         step = (read[8] << 23).to(tl.float32, bitcast=True)
+    elif SCHEME == _FLOATS:
+        step = read[8].to(tl.float32, bitcast=True)
     elif SCHEME == _BLOCK:
         step = _float_of_half(read[8])
     elif SCHEME == _OFFSET:
@@ -231,10 +241,20 @@ def _number(word, byte: tl.constexpr, base, ASM: tl.constexpr):
 
 
 @triton.jit
+def _small_float(word, byte: tl.constexpr):
+    """A byte of every word as the E4M3 number that it is: shifted by a bit it is a half, 2**-8 times as large."""
+    code = word >> 8 * byte
+    return _float_of_half(((code & 127) << 7 | (code & 128) << 8).to(tl.int16)) * 256.0
+
+
+@triton.jit
 def weights_of(word, step, base, less, SCHEME: tl.constexpr, ASM: tl.constexpr):
     """Four inputs' weights before the scale of their row, [8, V, 2] each; with a step of 1.0 where that is multiplied later. Nothing is
     rounded but where minima are taken off: products have at most 24 bits."""
-    a, b, c, d = _number(word, 0, base, ASM), _number(word, 1, base, ASM), _number(word, 2, base, ASM), _number(word, 3, base, ASM)
+    if SCHEME == _FLOATS:
+        a, b, c, d = _small_float(word, 0), _small_float(word, 1), _small_float(word, 2), _small_float(word, 3)
+    else:
+        a, b, c, d = _number(word, 0, base, ASM), _number(word, 1, base, ASM), _number(word, 2, base, ASM), _number(word, 3, base, ASM)
     if SCHEME == SUPER or SCHEME == NIBBLE:
         a, b, c, d = a * step - less, b * step - less, c * step - less, d * step - less
     return a, b, c, d

@@ -25,7 +25,7 @@ from .stored_codes import (
     block_rows,
     factors,
     read_tiles,
-    row_scales_at,
+    row_scales_of,
     table_words,
     values,
     weights_of,
@@ -95,7 +95,7 @@ def _product_of_codes(x, blob, bias, out, rows, inputs, depth, scales, zeros, ro
                 sums += part * tl.reshape(step, [8, V, 2, 1])
         read = ahead
     to = block * ROWS + tl.arange(0, 8)[:, None, None] + (tl.arange(0, 2) * 8)[None, :, None]
-    found = tl.sum(sums, 1) * row_scales_at(blob + row_scales + 2 * to)
+    found = tl.sum(sums, 1) * row_scales_of(blob + row_scales, to, SCHEME)
     _keep(found, out + token[None, None, :] * rows + to, bias + to, (to < rows) & (token < TOKENS)[None, None, :], factor, BIAS, ADDS)
 
 
@@ -145,7 +145,7 @@ def _open(blob, out, from_block, rows, inputs, depth, scales, zeros, row_scales,
     levels, steps = (a, b, c, d), (e, f, g, h)
     tile = (tl.program_id(1) * V + tl.arange(0, V))[None, :, None]
     read = read_tiles(blob, block, depth, tl.minimum(tile, count - 1), row, scales, zeros, BITS, GROUP, SCHEME)
-    scale = row_scales_at(blob + row_scales + 2 * (block * ROWS + row))
+    scale = row_scales_of(blob + row_scales, block * ROWS + row, SCHEME)
     to = out + (tl.program_id(0) * ROWS + row).to(tl.int64)[:, :, :, None] * inputs
     mask = (block * ROWS + row < rows)[:, :, :, None]
     for half in tl.static_range(2):

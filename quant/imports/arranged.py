@@ -11,8 +11,9 @@ import numpy as np
 
 from ...kernels.tiles import IN_SUPERS, ROWS, SUPER_BLOCK, TILE, block_nbytes
 from ...kernels.workspace import address
+from ..codes import Codes
 from ..levels import MXFP
-from ..pack import put_tables
+from ..pack import put_factors, put_rows, put_tables
 from ..spec import QuantSpec
 from . import fp8
 from .gguf import DECODERS, KEPT
@@ -101,6 +102,25 @@ def put_halves(out: np.ndarray, codes: np.ndarray, scales: np.ndarray, block: tu
             out.flags.c_contiguous and out.flags.writeable):
         raise ValueError(f"codes of {codes.dtype} {codes.shape} for {out.shape} bytes")
     foreign_floats.e4m3_to_half(address(codes), n, k, address(scales), scales.shape[1], high, wide, address(out))
+
+
+def put_floats(blob: np.ndarray, spec: QuantSpec, codes: np.ndarray, scales: np.ndarray, block: tuple[int, int]) -> None:
+    """E4M3 codes uint8 [N, K] under scales as `fp8.dequantize` takes them -> the blob of their weight, nothing rounded. Releases the
+    interpreter lock. Raises ValueError for arrays that do not fit, and for what is no number."""
+    from ...kernels.cpu import foreign_floats, foreign_words
+
+    (n, k), own = codes.shape, fp8.factors(codes.shape, scales, spec, block)
+    if codes.dtype != np.uint8 or not codes.flags.c_contiguous:
+        raise ValueError(f"codes of {codes.dtype} {codes.shape}")
+    if foreign_floats.has_nan(address(codes), codes.size):
+        raise ValueError("a weight is NaN")
+    if k % TILE:
+        put_rows(blob, spec, codes.shape, 0, Codes(codes, own[0], None, own[1]))
+        return
+    _check(blob, spec, codes.shape, 0, n)
+    foreign_words.codes_to_tiles(foreign_words.BYTES, address(codes), codes.strides[0], n, k // TILE,
+                                 address(blob) + spec.sections(codes.shape).codes)
+    put_factors(blob, spec, codes.shape, 0, own[0], None, own[1])
 
 
 def _check(blob: np.ndarray, spec: QuantSpec, shape: tuple[int, int], begin: int, n: int) -> None:
