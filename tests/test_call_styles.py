@@ -169,3 +169,17 @@ def test_calls_without_identifiers_are_answered_in_order() -> None:
     ids = [call["id"] for call in messages[0]["tool_calls"]]
     assert len({*ids}) == 2 and [(message["tool_call_id"], message["name"]) for message in messages[1:]] == [*zip(ids, ("one", "two"))]
     assert [call["function"]["arguments"] for call in messages[0]["tool_calls"]] == [{}, {}]
+
+
+def test_templates_that_write_one_call_a_message() -> None:
+    """Several calls of a message are told one by one, each with what it gave back."""
+    style = find_style(ChatTemplate(TEMPLATES["Llama 3"]).render)
+    assert style.single and not find_style(ChatTemplate(TEMPLATES["Hermes"]).render).single
+    calls = [{"id": name, "function": {"name": name, "arguments": "{}"}} for name in ("one", "two")]
+    messages, _ = prepared([{"role": "user", "content": "Both."}, {"role": "assistant", "content": "So.", "tool_calls": calls},
+                            {"role": "tool", "tool_call_id": "two", "content": "2"},
+                            {"role": "tool", "tool_call_id": "one", "content": "1"},
+                            {"role": "user", "content": "Thanks."}], TOOLS, style)
+    assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant", "tool", "user"]
+    assert [message["content"] for message in messages] == ["Both.", "So.", "1", "", "2", "Thanks."]
+    assert "one call" not in ChatTemplate(TEMPLATES["Llama 3"]).render(messages, tools=TOOLS)

@@ -1,6 +1,7 @@
 """Calls of tools as models write them: what is read from an answer, whole or however it is cut, and by which format."""
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -184,3 +185,69 @@ def test_any_arguments_of_the_types_that_the_schema_states(name: str, arguments:
     """Texts that look like numbers or JSON stay texts."""
     text = written(name, [("look_up", arguments)])
     assert parts_of(name, [text[:cut], text[cut:]]) == parts_of(name, list(text)) == ("", [("look_up", arguments)])
+
+
+def test_python_as_models_write_it() -> None:
+    """Strings over lines, names that Python has not, JSON's words; nothing that would have to be run."""
+    tools = {"get-it": {}, "a/b": {}, "look_up": {}}
+    code = "get-it(a='x\ny', b='get-it(1)'), a/b(c=null, d=-1.5, e={\"f\": [true, (1,)]}), look_up(**{'z': 1})"
+    text = f"<|tool_call_start|>[{code}]<|tool_call_end|>"
+    numbers = {"c": None, "d": -1.5, "e": {"f": [True, [1]]}}
+    expected = [("get-it", {"a": "x\ny", "b": "get-it(1)"}), ("a/b", numbers), ("look_up", {"z": 1})]
+    assert parts_of("LFM2", [text], tools) == parts_of("LFM2", list(text), tools) == ("", expected)
+    for code in ("look_up(open('x'))", "look_up(1)", "look_up(a=b)", "look_up", "import os", "look_up(a=1j)", "look_up(**'x')",
+                 "look_up(a=-True)", "(lambda: 1)()", "look_up(a={1: 2})", "look_up(a=" + "[" * 500,
+                 "x = look_up(a=1)", "look_up(a=f'{1}')", "", "[]"):
+        text = f"<|tool_call_start|>{code}<|tool_call_end|>"
+        assert parts_of("LFM2", [text], tools) == parts_of("LFM2", list(text), tools) == (text, [])
+
+
+@pytest.mark.parametrize(("schema", "text", "value"), [
+    ({"type": "string"}, "12", "12"), ({"type": "integer"}, "12", 12), ({"type": "number"}, "12", 12), ({"type": "boolean"}, "True", True),
+    ({"type": "boolean"}, "false", False), ({"type": "array"}, "['a', 1]", ["a", 1]), ({"type": "object"}, "{'a': None}", {"a": None}),
+    ({"type": ["string", "null"]}, "null", None), ({"type": ["string", "null"]}, "12", "12"), ({"type": ["integer", "string"]}, "12", 12),
+    ({"type": ["integer", "string"]}, "a", "a"), ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "1", "1"), ({}, "12", 12),
+    ({}, "a b", "a b"), ({"enum": ["1", "2"]}, "1", "1"), ({"enum": [1, 2]}, "1", 1), ({"const": "1"}, "1", "1"),
+    ({"$ref": "#/$defs/text"}, "1", "1"),
+    ({"$ref": "#/$defs/none"}, "1", 1), ({"$ref": "#/$defs/self"}, "1", 1), ({"type": "integer"}, "about 3", "about 3"),
+    ({"type": "number"}, "NaN", "NaN"), ({"type": "object"}, "[" * 9999, "[" * 9999), (None, "1", 1), ({"type": 3, "anyOf": 4}, "1", 1),
+])
+def test_bare_text_is_read_by_the_schema(schema: Any, text: str, value: Any) -> None:
+    tools = {"f": {"properties": {"x": schema}, "$defs": {"text": {"type": "string"}, "self": {"$ref": "#/$defs/self"}}}}
+    for name, written in (("Qwen 3 Coder", f"<tool_call>\n<function=f>\n<parameter=x>\n{text}\n</parameter>\n</function>\n</tool_call>"),
+                          ("GLM", f"<tool_call>f<arg_key>x</arg_key><arg_value>{text}</arg_value></tool_call>")):
+        assert parts_of(name, [written], tools) == ("", [("f", {"x": value})])
+
+
+@pytest.mark.parametrize("text", ['{"name": "f", "arguments": {"a": NaN}}', '{"name": "f", "arguments": {"a": 1e999}}', '{"name": 1}',
+                                  "{}", "[]", "1", '{"name": "f", "arguments": [1]}', '{"name": "f", "arguments": "x"}',
+                                  '{"name": "f", "arguments": {]}',
+                                  '{"a":' * 3000 + "1" + "}" * 3000, '{"name": "f", "arguments": {"a": ' + "9" * 5000 + "}}"])
+def test_json_that_is_no_call_stays_text(text: str) -> None:
+    text = f"<tool_call>{text}</tool_call>"
+    assert parts_of("Hermes", [text]) == (text, [])
+
+
+def test_json_as_models_write_it() -> None:
+    """Line feeds within strings, arguments as text once more, none at all, half a character by its number, OpenAI's own form."""
+    for written, arguments in (('{"name": "f", "arguments": {"a": "x\ny"}}', {"a": "x\ny"}),
+                               ('{"name": "f", "arguments": "{\\"a\\": 1}"}', {"a": 1}),
+                               ('{"name": "f"}', {}), ('{"name": "f", "arguments": null}', {}), ('{"name": "f", "arguments": ""}', {}),
+                               ('{"name": "f", "parameters": {"a": "\\ud800"}}', {"a": "\ud800"}),
+                               ('{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}', {"a": 1})):
+        assert parts_of("Hermes", [f"<tool_call>{written}</tool_call>"]) == ("", [("f", arguments)])
+        call, = CallReader(BY_NAME["Hermes"], TOOLS).push(f"<tool_call>{written}</tool_call>")
+        assert isinstance(call, Call) and call.arguments.encode()
+
+
+def test_long_calls_are_read_in_time() -> None:
+    """A file of 200,000 characters as an argument, and an answer of marks alone."""
+    for name, text in (("Hermes", "x{}\\n" * 40_000), ("Qwen 3 Coder", "x{}>\n" * 40_000)):
+        arguments = {"text": text}
+        pieces = written(name, [("look_up", arguments)])
+        begin = time.perf_counter()
+        assert parts_of(name, [pieces[at : at + 400] for at in range(0, len(pieces), 400)]) == ("", [("look_up", arguments)])
+        assert time.perf_counter() - begin < 5
+    begin = time.perf_counter()
+    assert parts_of("Hermes", ["<tool_call>{" * 10_000]) == ("<tool_call>{" * 10_000, [])
+    assert time.perf_counter() - begin < 5

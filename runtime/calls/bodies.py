@@ -6,7 +6,6 @@ Where the text ends behind whole JSON, that mark may be missing: a token that en
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,11 @@ from .schema import Tools, loose, typed
 NAMES = ("name", "tool_name", "function", "tool")
 ARGUMENTS = ("arguments", "parameters", "args", "input")
 IDS = ("id", "tool_call_id")
-LONGEST_SOURCE = 1 << 20  # characters of calls in Python's notation
+QUOTED = ("<![CDATA[", "]]>")  # around values, as XML has it
+
+
+def _wrong() -> Any:
+    raise Wrong
 
 
 def _close(cursor: Cursor, close: Sequence[str]) -> None:
@@ -63,7 +66,7 @@ class Objects:
                 break
             cursor.takes(",", ";")
         _close(cursor, self.close)
-        return calls
+        return calls or _wrong()
 
     @staticmethod
     def _keyed(value: Any) -> Call:
@@ -195,117 +198,6 @@ class Tagged:
             at = end + len(self.end)
         cursor.at = end + len(self.end)
         text = cursor.text[begin:end]
+        if text.startswith(QUOTED[0]) and text.endswith(QUOTED[1]):
+            return text[len(QUOTED[0]) : -len(QUOTED[1])]
         return text.removeprefix("\n").removesuffix("\n") if self.line_feeds else text
-
-
-@dataclass(frozen=True)
-class Python:
-    """Calls as Python writes them, in a list or one behind the other: [look(place="Köln", days=2)]. JSON's words are read too."""
-
-    close: tuple[str, ...] = ()
-    bracket: str = ""  # the mark is a bracket itself
-
-    def __call__(self, cursor: Cursor, tools: Tools) -> list[Call]:
-        cursor.blanks()
-        begin = cursor.at - len(self.bracket)
-        if self.close:
-            text = self._until_close(cursor)
-        else:
-            end = _end_of_python(cursor, begin)
-            text, cursor.at = cursor.text[begin:end], end
-        calls = [each for line in self._expressions(text.strip()) for each in line]
-        if not calls or self.bracket and any(call.name not in tools for call in calls):
-            raise Wrong
-        return calls
-
-    def _until_close(self, cursor: Cursor) -> str:
-        """What stands before the mark that ends the call and can be read; the mark may be among the words of an argument."""
-        begin = at = cursor.at
-        while True:
-            found = [(place, mark) for mark in self.close if (place := cursor.text.find(mark, at)) >= 0]
-            if not found:
-                if not cursor.ended:
-                    raise cursor.short()
-                text, cursor.at = cursor.text[begin:], len(cursor.text)
-                return text
-            end, mark = min(found)
-            at = end + len(mark)
-            try:
-                self._expressions(cursor.text[begin:end].strip())
-            except Wrong:
-                continue
-            cursor.at = at
-            return cursor.text[begin:end]
-
-    @staticmethod
-    def _expressions(text: str) -> list[list[Call]]:
-        if len(text) > LONGEST_SOURCE:
-            raise Wrong
-        try:
-            tree = ast.parse(text)
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            raise Wrong from None
-        return [_python_calls(each.value) if isinstance(each, ast.Expr) else _wrong() for each in tree.body]
-
-
-def _wrong() -> Any:
-    raise Wrong
-
-
-def _end_of_python(cursor: Cursor, begin: int) -> int:
-    """Behind the bracket that closes the one at `begin`; brackets in strings do not count."""
-    depth, quote, at, text = 0, "", begin, cursor.text
-    while at < len(text):
-        letter = text[at]
-        if quote:
-            if letter == "\\":
-                at += 1
-            elif letter == quote:
-                quote = ""
-        elif letter in "\"'":
-            quote = letter
-        elif letter in "([{":
-            depth += 1
-        elif letter in ")]}":
-            depth -= 1
-            if not depth:
-                return at + 1
-        at += 1
-    raise cursor.short()
-
-
-def _python_calls(node: ast.expr) -> list[Call]:
-    if isinstance(node, (ast.List, ast.Tuple)):
-        return [call for each in node.elts for call in _python_calls(each)]
-    if not isinstance(node, ast.Call) or node.args:
-        raise Wrong
-    arguments: dict[str, Any] = {}
-    for each in node.keywords:
-        value = _python_value(each.value)
-        arguments |= {each.arg: value} if each.arg is not None else value if isinstance(value, dict) else _wrong()
-    return [Call(_dotted(node.func), written(arguments))]
-
-
-def _dotted(node: ast.expr) -> str:
-    if isinstance(node, ast.Attribute):
-        return f"{_dotted(node.value)}.{node.attr}"
-    return node.id if isinstance(node, ast.Name) else _wrong()
-
-
-_WORDS = {"true": True, "false": False, "null": None}
-
-
-def _python_value(node: ast.expr) -> Any:
-    if isinstance(node, ast.Constant) and (node.value is None or isinstance(node.value, (str, int, float, bool))):
-        return node.value
-    if isinstance(node, (ast.List, ast.Tuple)):
-        return [_python_value(each) for each in node.elts]
-    if isinstance(node, ast.Dict):
-        return {_python_value(key) if isinstance(key, ast.Constant) and isinstance(key.value, str) else _wrong(): _python_value(value)
-                for key, value in zip(node.keys, node.values)}
-    if isinstance(node, ast.Name) and node.id in _WORDS:
-        return _WORDS[node.id]
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        value = _python_value(node.operand)
-        return -value if isinstance(value, (int, float)) and not isinstance(value, bool) else _wrong()
-    raise Wrong

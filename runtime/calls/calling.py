@@ -93,7 +93,8 @@ class Calling:
 
     def reading(self, think: Reasoning | None, tools: Tools) -> CallFilter:
         """What tells calls from the rest of an answer."""
-        return CallFilter(think, CallReader(self.style.format, parameters_of(tools.functions)), None if tools.several else 1)
+        most = None if tools.several and not self.style.single else 1
+        return CallFilter(think, CallReader(self.style.format, parameters_of(tools.functions)), most)
 
     @cached_property
     def _grammar(self) -> CallGrammar:

@@ -102,10 +102,14 @@ class Cursor:
         raise self.short()
 
 
+def _no_json(word: str) -> Any:
+    raise ValueError(f"{word} is no JSON")
+
+
 def parsed(text: str) -> Any:
     """JSON as models write it, line feeds within strings included. Raises Wrong."""
     try:
-        return json.loads(text, strict=False)
+        return json.loads(text, strict=False, parse_constant=_no_json)
     except (ValueError, RecursionError):
         raise Wrong from None
 

@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..events import Call
-from .bodies import Bare, Named, Objects, Python, Tagged
+from .bodies import Bare, Named, Objects, Tagged
 from .cursor import Cursor, Wrong, written
 from .gemma import Gemma
 from .harmony import Harmony
+from .python_calls import Python
 from .schema import Tools
 
 Body = Callable[[Cursor, Tools], list[Call]]

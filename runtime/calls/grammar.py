@@ -19,7 +19,7 @@ from .style import ARGUMENTS, ID, LONG_ID, NAME, CallStyle
 GUIDANCE = {**SPACE, "lenient": True}  # what a schema says beyond what can be held to is for the client
 FREE = r"/(?s:.)+/"
 TEXT = "text"
-SPECIAL = re.compile(r"[^\w\s<>:=]")  # letters that mean something in a pattern
+SPECIAL = re.compile(r"[\\^$.|?*+()\[\]{}/]")  # letters that mean something in a pattern
 
 
 class CallGrammar:

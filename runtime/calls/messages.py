@@ -73,6 +73,8 @@ def prepared(messages: Sequence[Message], tools: Sequence[Message], style: CallS
     """The messages, and what the template is given of the tools. Raises UsageError for calls that are none."""
     calls = _Calls(style)
     made = [calls.message(message, number) for number, message in enumerate(messages)]
+    if style.single:
+        made = _one_by_one(made)
     if not style.answers:
         made = _folded(made)
     if not tools:
@@ -153,6 +155,26 @@ def _arguments(given: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise UsageError(f"{where} is no JSON object", "send calls as they were answered")
     return json.loads(json.dumps(value))
+
+
+def _one_by_one(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each call in a message of its own, and what it gave back behind it."""
+    made: list[dict[str, Any]] = []
+    rest = [*messages]
+    while rest:
+        message = rest.pop(0)
+        calls = message.get("tool_calls", ())
+        if len(calls) < 2:
+            made.append(message)
+            continue
+        answers = []
+        while rest and rest[0]["role"] == "tool":
+            answers.append(rest.pop(0))
+        for number, call in enumerate(calls):
+            made.append({**message, "content": message["content"] if not number else "", "tool_calls": [call]})
+            made += [answer for answer in answers if answer.get("tool_call_id") == call["id"]]
+        made += [answer for answer in answers if all(answer.get("tool_call_id") != call["id"] for call in calls)]
+    return made
 
 
 def _folded(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

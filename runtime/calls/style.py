@@ -39,8 +39,8 @@ class CallStyle:
     `variable`: under which the template takes tools, empty where it knows none and the system prompt has to tell of them. `writes`: it
     writes calls of messages itself, their arguments as JSON text with `as_text`, as an object without, beside `content` where nothing is
     said; where it does not, the format writes them into the text. What calls are called is functions.NAME:0 and so on where they are
-    `numbered`, of nine letters and digits where they are `short`, else anything. `answers`: it has a role for what tools gave back.
-    `sample`: a call as the model reads one."""
+    `numbered`, of nine letters and digits where they are `short`, else anything. `single`: it writes one call a message. `answers`: it
+    has a role for what tools gave back. `sample`: a call as the model reads one."""
 
     format: Format
     variable: str = ""
@@ -49,6 +49,7 @@ class CallStyle:
     content: str | None = ""
     numbered: bool = False
     short: bool = False
+    single: bool = False
     answers: bool = False
     sample: str = ""
 
@@ -64,7 +65,9 @@ def find_style(render: Render, words: Collection[str] = ()) -> CallStyle:
         for text in _written(render, message, answer, given):
             if (format := _reading(text)) is not None:
                 answers = RESULT in _rendered(render, [USER, message, answer], True, given)
-                return CallStyle(format, variable, True, as_text, content, called not in (ID, LONG_ID), called == ID, answers,
+                both = {**message, "tool_calls": [call, {**call, "id": called.replace("a1", "b2").replace(":0", ":1")}]}
+                single = not any(_reading(text, 2) for text in _written(render, both, answer, given))
+                return CallStyle(format, variable, True, as_text, content, called not in (ID, LONG_ID), called == ID, single, answers,
                                  _sample(format, text))
     if (format := variable and _marked(prompt, words)) is None:
         variable, given = "", {}  # it tells of calls in a form that is not known here
@@ -100,14 +103,14 @@ def _written(render: Render, message: Mapping[str, Any], answer: Mapping[str, An
             return
 
 
-def _reading(text: str) -> Format | None:
-    """The format that reads the call from a text, and leaves the least of it."""
+def _reading(text: str, times: int = 1) -> Format | None:
+    """The format that reads the call from a text, so many times, and leaves the least of it."""
     found = []
     for format in FORMATS:
         reader = CallReader(format, KNOWN)
         parts = [*reader.push(text), *reader.flush()]
         calls = [part for part in parts if isinstance(part, Call)]
-        if [(call.name, json.loads(call.arguments)) for call in calls] == [(NAME, ARGUMENTS)]:
+        if [(call.name, json.loads(call.arguments)) for call in calls] == [(NAME, ARGUMENTS)] * times:
             found.append((sum(len(part) for part in parts if isinstance(part, str)), format))
     return min(found, key=lambda each: each[0])[1] if found else None
 
