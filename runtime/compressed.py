@@ -23,7 +23,8 @@ from ..offload.writer import FolderWriter
 from ..quant.imports.compressed_tensors import WORD, pack_words, quantize_groups
 from ..quant.weight import RAW_NUMPY, from_f32, to_f32
 from . import families
-from .config import GENERATOR, ModelConfig, read_config, text_alone
+from .composite import text_alone
+from .config import GENERATOR, ModelConfig, read_config
 from .container import DTYPES, read_container
 from .convert import check_target, copied
 from .events import Notice, Progress

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from .. import UsageError
 from ..offload.header import is_gguf
+from .composite import text_alone, unknown_outside
 from .config_reader import REQUIRED, ConfigError, Keys, read_json, show
 from .config_rope import MAX_POSITIONS, RopeConfig, rope_config, unknown_rope_keys
 from .mixture import Mixture
@@ -59,16 +60,6 @@ REFUSED_UNLESS: Mapping[str, object] = {
     "quantization": None, "quantization_config": None, "query_pre_attn_scalar": None, "residual_multiplier": 1.0,
     "rope_interleaved": False, "use_qk_norm": False,
 }
-# Of a composite model: what the outer object says of the text part, and what is not about it.
-OUTER_SHARED = frozenset({"auto_map", "bos_token_id", "dtype", "eos_token_id", "pad_token_id", "quantization_config", "tie_word_embeddings",
-                          "torch_dtype"})
-OUTER_HARMLESS = frozenset({"architectures", "audio_config", "audio_token_id", "audio_token_index", "boa_token_id", "boa_token_index",
-                            "boi_token_id", "boi_token_index", "eoa_token_id", "eoa_token_index", "eoi_token_id", "eoi_token_index",
-                            "image_token_id", "image_token_index", "initializer_range", "language_model_only", "mm_tokens_per_image",
-                            "model_type", "multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size", "text_config",
-                            "video_token_id", "vision_config", "vision_end_token_id", "vision_feature_layer",
-                            "vision_soft_tokens_per_image", "vision_start_token_id"})
-UNTIED = ("qwen3_5", "qwen3_5_moe")  # composite models whose head is one of its own where they say nothing; of others it is the embedding
 GENERATOR, SEVERAL = "ForCausalLM", "ForConditionalGeneration"  # endings of architectures: text alone, and with images
 REASONS = {
     "auto_map": "the checkpoint brings its own code, which is never run",
@@ -244,6 +235,7 @@ def parse_config(raw: Mapping[str, object], strict: bool = False) -> ModelConfig
     """`read_config` for an object already in memory."""
     from . import families  # the families import this module
 
+    families.check_type(raw.get("model_type"))
     architectures = raw.get("architectures") or []
     composite = str(raw.get("model_type")) in families.COMPOSITE
     suffix = SEVERAL if composite else GENERATOR
@@ -282,32 +274,11 @@ def _full_attention_alone(raw: Mapping[str, object]) -> bool:
     return isinstance(kinds, list) and len(kinds) == layers and not windows and all(kind == "full_attention" for kind in kinds)
 
 
-def text_alone(raw: Mapping[str, object]) -> dict[str, object]:
-    """What config.json would say if the text generator in a model of several were published by itself: `raw` where it is.
-
-    What the outer object says of it wins: it was written last. Raises ConfigError.
-    """
-    from . import families
-
-    kind = str(raw.get("model_type"))
-    known = families.COMPOSITE.get(kind)
-    if known is None:
-        return families.of_its_family(raw)
-    inner = Keys(raw).section("text_config") or {}
-    family = inner.get("model_type", known[0])
-    if family not in known:
-        raise ConfigError(f"config.json: text_config is of model type {show(family)}, expected {' or '.join(known)}")
-    stated = {key: value for key, value in raw.items() if key in OUTER_SHARED and value is not None}
-    shared = {"tie_word_embeddings": raw["model_type"] not in UNTIED} | stated
-    return families.of_its_family({**inner, **shared, "model_type": family, "architectures": None})
-
-
 def _text_part(raw: Mapping[str, object], strict: bool) -> ModelConfig:
     """The text generator inside a model that takes more than text."""
-    unknown = sorted(raw.keys() - OUTER_SHARED - OUTER_HARMLESS - KEYS_HARMLESS)
     config = parse_config(text_alone(raw), strict)
     said = f"{show(raw['model_type'])} takes images too: effllm reads its text part, {config.family}"
-    return replace(config, warnings=(said, *config.warnings, *_judge_unknown(unknown, strict)))
+    return replace(config, warnings=(said, *config.warnings, *_judge_unknown(unknown_outside(raw, KEYS_HARMLESS), strict)))
 
 
 def _judge_unknown(unknown: list[str], strict: bool) -> tuple[str, ...]:

@@ -1,14 +1,17 @@
-"""Folders whose matrices lie in one another row by row: a store that gives each by itself.
+"""Folders whose matrices lie in one another so that none is a range of a file: a store that gives each by itself.
 
-Qwen 3 Next joins all that reads a layer's input by heads of keys, so that no matrix of it is one range of the file. Rows are gathered as
-they are asked for; what lies in no other matrix is the inner store's, whatever kind that is.
+Qwen 3 Next joins all that reads a layer's input by heads of keys. Rows are gathered as they are asked for; what lies in no other matrix is
+the inner store's, whatever kind that is. `turned_experts.py` has another reason for such a store.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -20,12 +23,28 @@ from .families import qwen3_next
 from .made_store import MadeStore
 
 
+class Part(Protocol):
+    """A matrix that lies in `whole`, which a store holds; `at_once`: reading some of its rows reads as much as reading all."""
+
+    whole: TensorInfo
+    at_once: bool
+
+    def read(self, store: TensorStore, begin: int, end: int) -> np.ndarray:
+        """Bytes of the rows [begin, end)."""
+
+
 @dataclass(frozen=True)
-class Parted:
-    """The stored matrix that one lies in, and which of its rows it is."""
+class Rows:
+    """Some rows of a matrix."""
 
     whole: TensorInfo
     rows: np.ndarray
+    at_once: bool = False
+
+    def read(self, store: TensorStore, begin: int, end: int) -> np.ndarray:
+        rows = self.rows[begin:end]
+        runs = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
+        return np.concatenate([store.read(self.whole, int(run[0]), int(run[-1]) + 1) for run in runs])
 
 
 def places(config: ModelConfig) -> dict[str, tuple[str, np.ndarray]]:
@@ -35,28 +54,34 @@ def places(config: ModelConfig) -> dict[str, tuple[str, np.ndarray]]:
             for prefix in (f"model.layers.{layer}.linear_attn." for layer in config.state_layers) for own, (whole, rows) in parts.items()}
 
 
-class PartedStore(MadeStore):
-    """The tensors of `inner`, which it takes over, with the matrices of `places` by themselves where they are stored in others. Raises
-    CheckpointError for one of these that has another height."""
+def parted(store: TensorStore, config: ModelConfig) -> TensorStore:
+    """The store with the matrices of `places` by themselves. Raises CheckpointError for one of these that has another height."""
+    parts: dict[str, tuple[tuple[int, ...], Part]] = {}
+    heights: dict[str, int] = {}
+    for whole, rows in places(config).values():
+        heights[whole] = heights.get(whole, 0) + len(rows)
+    for name, (whole, rows) in places(config).items():
+        info = store.tensors.get(whole)
+        if name in store.tensors or info is None:
+            continue
+        if len(info.shape) != 2 or info.shape[0] != heights[whole]:
+            raise CheckpointError(f"tensor {whole} has shape {list(info.shape)}, the config says {heights[whole]} rows",
+                                  "the config and the weights are of different models")
+        parts[name] = (len(rows), info.shape[1]), Rows(info, rows)
+    return PartedStore(store, parts)
 
-    def __init__(self, inner: TensorStore, config: ModelConfig) -> None:
-        self._inner = inner
-        self._parts: dict[str, Parted] = {}
-        tensors, joined = dict(inner.tensors), set()
-        heights: dict[str, int] = {}
-        for whole, rows in places(config).values():
-            heights[whole] = heights.get(whole, 0) + len(rows)
-        for name, (whole, rows) in places(config).items():
-            info = inner.tensors.get(whole)
-            if name in inner.tensors or info is None:
-                continue
-            if len(info.shape) != 2 or info.shape[0] != heights[whole]:
-                raise CheckpointError(f"tensor {whole} has shape {list(info.shape)}, the config says {heights[whole]} rows",
-                                      "the config and the weights are of different models")
-            self._parts[name] = Parted(info, rows)
-            tensors[name] = replace(info, name=name, shape=(len(rows), info.shape[1]), nbytes=info.nbytes // info.shape[0] * len(rows))
-            joined.add(whole)
-        super().__init__(inner.folder, {name: info for name, info in tensors.items() if name not in joined}, {})
+
+class PartedStore(MadeStore):
+    """The tensors of `inner`, which it takes over, with `parts` of some, their shapes by name, in the place of these."""
+
+    def __init__(self, inner: TensorStore, parts: Mapping[str, tuple[tuple[int, ...], Part]]) -> None:
+        self._inner, self._parts = inner, {name: part for name, (_, part) in parts.items()}
+        joined = {part.whole.name for part in self._parts.values()}
+        tensors = {name: info for name, info in inner.tensors.items() if name not in joined}
+        for name, (shape, part) in parts.items():
+            nbytes = part.whole.nbytes * prod(shape) // prod(part.whole.shape)
+            tensors[name] = TensorInfo(name, part.whole.dtype, shape, part.whole.file, part.whole.offset, nbytes)
+        super().__init__(inner.folder, tensors, {})
         self.made, self.files = self._parts.keys(), inner.files
         self.container, self.notices = getattr(inner, "container", None), inner.notices
 
@@ -65,11 +90,7 @@ class PartedStore(MadeStore):
         return self._inner.puts_in_order
 
     def fill(self, info: TensorInfo, begin: int, end: int, out: np.ndarray) -> None:
-        own = self._parts[info.name]
-        rows, row, at = own.rows[begin:end], own.whole.nbytes // own.whole.shape[0], 0
-        for run in np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1):
-            out[at : at + len(run) * row] = self._inner.read(own.whole, int(run[0]), int(run[-1]) + 1)
-            at += len(run) * row
+        out[:] = self._parts[info.name].read(self._inner, begin, end)
 
     def put_codes(self, info: TensorInfo, begin: int, end: int, blob: np.ndarray) -> None:
         raise TypeError(f"{info.name} has no codes")
@@ -81,10 +102,17 @@ class PartedStore(MadeStore):
         return (super() if info.name in self.made else self._inner).read(info, row_begin, row_end)
 
     def read_into(self, info: TensorInfo, out: np.ndarray | memoryview) -> None:
-        (super() if info.name in self.made else self._inner).read_into(info, out)
+        own = self._parts.get(info.name)
+        if own is not None and own.at_once:
+            self.fill(info, 0, info.shape[0], np.frombuffer(out, np.uint8))
+        else:
+            (self._inner if own is None else super()).read_into(info, out)
 
     def reads(self, info: TensorInfo, out: np.ndarray) -> Iterator[tuple[Callable[[], None], int]]:
-        return (super() if info.name in self.made else self._inner).reads(info, out)
+        own = self._parts.get(info.name)
+        if own is not None and own.at_once:
+            return iter([(partial(self.read_into, info, out), info.nbytes)])
+        return (self._inner if own is None else super()).reads(info, out)
 
     def arrival(self, infos: Sequence[TensorInfo]) -> Arrival | None:
         return None if any(info.name in self.made for info in infos) else self._inner.arrival(infos)

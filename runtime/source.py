@@ -10,14 +10,16 @@ from pathlib import Path
 from .. import EffllmError, UsageError
 from ..offload.checkpoint import CheckpointError, TensorStore
 from ..offload.header import is_gguf, shown
-from .config import text_alone
+from .composite import text_alone
 from .config_reader import read_json
 from .container import FILE, Container, made_here, read_container
 from .double_store import DoubleStore, has_doubles
+from .families import BY_PREFIX
 from .hub import stated_licence
-from .stored_names import give_names
+from .stored_names import give_names, give_text_names
 from .tied_head import leave_out_copy
 
+TURNED = ("qwen3_vl_moe",)  # models whose folders hold matrices of experts with inputs before outputs (`turned_experts.py`)
 IN_ONE = ("qwen3_next",)  # families whose folders hold matrices in one another, row by row (`parted_rows.py`)
 
 
@@ -49,14 +51,21 @@ def open_store(path: Path, wide: str = "f16", low_bit: bool = False, kept: Calla
 
 def _rearranged(store: TensorStore, wide: str, low_bit: bool, kept: Callable[[str], bool] | None) -> TensorStore:
     """The store under the names and in the forms that families ask for; the config has been judged when it was read."""
-    raw = text_alone(read_json(store.folder / "config.json"))
+    outer = read_json(store.folder / "config.json")
+    raw = text_alone(outer)
+    if outer.get("model_type") in BY_PREFIX:
+        give_text_names(store)
+    if outer.get("model_type") in TURNED:
+        from .turned_experts import turned
+
+        store = turned(store, raw)
     store = _in_own_form(store, raw, wide, low_bit, kept)
     if raw.get("model_type") not in IN_ONE:
         return store
     from .config import read_config
-    from .parted_rows import PartedStore
+    from .parted_rows import parted
 
-    return PartedStore(store, read_config(store.folder))
+    return parted(store, read_config(store.folder))
 
 
 def _in_own_form(store: TensorStore, raw: Mapping[str, object], wide: str, low_bit: bool,
@@ -153,7 +162,7 @@ def _imports_codes(path: Path) -> bool:
 
 
 def _is_rearranged(path: Path) -> bool:
-    if quantization_of(path) is not None or read_json(path / "config.json").get("model_type") in ("gpt_oss", *IN_ONE):
+    if quantization_of(path) is not None or read_json(path / "config.json").get("model_type") in ("gpt_oss", *IN_ONE, *TURNED):
         return True
     with TensorStore.open(path) as store:
         return has_doubles(store)

@@ -16,6 +16,7 @@ from ..offload.header import TensorInfo, damaged, shown
 from . import families
 from .families.mixtral import MOST_EXPERTS
 
+PARTS_BEFORE, HEAD = ("model.language_model.", "language_model.model.", "model.text_model.", "language_model."), "lm_head."
 BASE, OLDER_BASE, INSIDE = "model.", "backbone.", ("layers.", "embed_tokens.", "norm.")
 EXPERTS = {**dict.fromkeys(("deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe", "glm4_moe", "glm4_moe_lite",
                             "hunyuan_v1_moe", "olmoe",
@@ -45,6 +46,20 @@ GRANITE = Joint(re.compile(rf"(.+\.){MOE}\.(input_linear|output_linear)\.weight"
 GEMMA = Joint(re.compile(r"(.+\.layers\.\d+\.)experts\.(gate_up_proj|down_proj)"), "")  # its router is called what it is
 WITHOUT_GATES = Joint(re.compile(r"(.+\.)mixer\.experts\.(up_proj|down_proj)"), "")
 LATER_GRANITE = Joint(re.compile(rf"(.+\.){MOE}\.experts\.(gate_up_proj|down_proj)"), f"{MOE}.router.weight")
+
+
+def give_text_names(store: TensorStore) -> None:
+    """Name the tensors of the text part of a model that takes images as they would be if it were alone; others keep their names."""
+    names = ((_alone(name), info) for name, info in store.tensors.items())
+    store.tensors = {name: replace(info, name=name) for name, info in names}
+
+
+def _alone(name: str) -> str:
+    before = next((each for each in PARTS_BEFORE if name.startswith(each)), None)
+    if before is None:
+        return name
+    rest = name.removeprefix(before)
+    return rest if rest.startswith(HEAD) else BASE + rest
 
 
 def give_names(store: TensorStore, model_type: object) -> None:

@@ -20,13 +20,14 @@ from ..offload.notes import Fallback
 from ..offload.shards import PAD
 from ..quant.weight import RAW_NUMPY, to_f32
 from .config import ModelConfig
-from .families import COMPOSITE
+from .families import COMPOSITE, RENAMED
 from .import_config import IGNORED
 from .tensors import ModelTensor
 
 HARMLESS = re.compile(r"(?:.*\.)?(?:rotary_emb\.(?:inv_freq|cos_cached|sin_cached)|masked_bias|decoder\.version|position_ids|"
                       rf"mtp(?:_\w+)?\..+|(?:{'|'.join(IGNORED)}))")
-SIGHT = re.compile(r"(?:.*\.)?(?:audio_tower|embed_audio|embed_vision|multi_modal_projector|vision_embedder|vision_tower|visual)\..+")
+SIGHT = re.compile(r"(?:.*\.)?(?:audio_tower|connector|embed_audio|embed_vision|multi_modal_projector|vision_embedder|vision_model|"
+                   r"vision_tower|visual)\..+")
 OWN_KEYS = re.compile(r"(?:.*\.)?layers\.(\d+)\.self_attn\.(?:[kv]_proj|[kv]_norm)\..+")
 # What every xIELU has besides its layer's own numbers.
 CURVES = {".mlp.act_fn.beta": CURVE_SLOPE, ".mlp.act_fn.eps": CURVE_EDGE}
@@ -39,7 +40,7 @@ def unread(config: ModelConfig, store: TensorStore, read: Iterable[TensorInfo]) 
     used = {(info.file, info.offset) for info in read}  # the first part of a tensor that is split begins where it does
     left = [info for info in store.tensors.values() if (info.file, info.offset) not in used]
     left = [info for info in left if not info.name.startswith(PAD) and not HARMLESS.fullmatch(info.name)]
-    if any(config.family in inner for inner in COMPOSITE.values()):
+    if config.family in {RENAMED.get(each, each) for inner in COMPOSITE.values() for each in inner}:
         left = [info for info in left if not SIGHT.fullmatch(info.name)]
     behind = tuple(f"model.layers.{config.num_hidden_layers + i}." for i in range(config.mtp_layers))
     return tuple(info.name for info in left if not info.name.startswith(behind) and not _of_others(config, info.name)

@@ -31,7 +31,7 @@ from family_sizes import (
     Case,
     rope,
 )
-from newer_cases import NEWER
+from newer_cases import NEWER, SIGHT, SIGHTS
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from effllm.runtime.engine import Engine, EngineOptions, open_engine
@@ -267,15 +267,15 @@ def written(case: Case, folder: Path) -> PreTrainedModel:
         "vocab_size": 300, "hidden_size": 64, "intermediate_size": 88, "num_hidden_layers": 3, "num_attention_heads": 4,
         "num_key_value_heads": 2, "max_position_embeddings": CONTEXT, "initializer_range": 0.2, "pad_token_id": None,
         **case.changes})
-    if case.images:
-        sight = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32,
-                 "patch_size": 8}
-        if case.family.startswith("gemma4"):
-            sight = None
-        more = {"mm_tokens_per_image": 4} if case.family == "gemma3_text" else {"tie_word_embeddings": config.tie_word_embeddings}
-        config = AutoConfig.for_model(IMAGES[case.family], text_config=config.to_dict(), vision_config=sight, **more)
+    outer = case.inside or (IMAGES[case.family] if case.images else "")
+    if outer:
+        sight = None if case.family.startswith("gemma4") else SIGHTS.get(outer, SIGHT)
+        tied = getattr(config, "tie_word_embeddings", False)
+        more = {"mm_tokens_per_image": 4} if case.family == "gemma3_text" else {"tie_word_embeddings": tied}
+        config = AutoConfig.for_model(outer, text_config=config.to_dict(), vision_config=sight, **more)
     torch.manual_seed(1)
-    model = (AutoModelForImageTextToText if case.images else AutoModelForCausalLM).from_config(config)
+    read = AutoModelForImageTextToText if outer else AutoModelForCausalLM
+    model = read.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # Norms, which start at 1, and biases, which start at 0.
@@ -288,11 +288,12 @@ def written(case: Case, folder: Path) -> PreTrainedModel:
     if case.older:
         path = folder / "config.json"
         raw = json.loads(path.read_text())
-        section = raw.pop("rope_parameters")
-        raw |= {"rope_theta": section.pop("rope_theta"), "torch_dtype": raw.pop("dtype"), "rope_scaling":
-                {"type": section.pop("rope_type"), **section}}
+        inner = raw.pop("text_config", raw)
+        section, kind = inner.pop("rope_parameters"), None if inner is raw else "mrope"
+        raw = {**inner, **raw, "rope_theta": section.pop("rope_theta"), "torch_dtype": raw.pop("dtype"), "rope_scaling":
+               {"type": kind or section["rope_type"], **{key: value for key, value in section.items() if key != "rope_type"}}}
+        raw.pop("dtype", None)
         path.write_text(json.dumps(raw))
-    read = AutoModelForImageTextToText if case.images else AutoModelForCausalLM
     model = read.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     if case.family.startswith("gemma") and case.dtype != "float32":  # the factor has the type of the weights
         for scaled in (module for module in model.modules() if hasattr(module, "embed_scale")):
@@ -315,7 +316,8 @@ def share_angles(engine: Engine, model: PreTrainedModel) -> None:
     Powers of theta differ in their last bits between NumPy and torch, by what the processor has for vectors, and angles in the hundreds
     with them: a model of random weights makes up to 2e-4 of its largest logit of that.
     """
-    rotary, tables = getattr(model.model, "rotary_emb", None), {id(each): each for each in engine.model.ropes if each is not None}
+    base = next((part for part in map(model.model._modules.get, ("language_model", "text_model")) if part is not None), model.model)
+    rotary, tables = getattr(base, "rotary_emb", None), {id(each): each for each in engine.model.ropes if each is not None}
     if rotary is not None and hasattr(rotary, "inv_freq") and len(tables) == 1:
         ours, = (each.inv_freq for each in tables.values())
         assert np.allclose(rotary.inv_freq.numpy(), ours, rtol=1e-6, atol=0)

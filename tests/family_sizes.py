@@ -10,7 +10,7 @@ RAMP = [1.0 + 0.1 * i for i in range(8)]
 class Case:
     """A family with changes to the small config; `shard` and `dtype` are how it is saved, `older` rewrites the config's dialect.
 
-    `images`: the model is saved inside one that takes images.
+    `images`: the model is saved inside one that takes images; `inside`: inside this one.
     """
 
     family: str
@@ -19,6 +19,7 @@ class Case:
     dtype: str = "float32"
     older: bool = False
     images: bool = False
+    inside: str = ""
 
 
 def rope(kind: str, **values: object) -> dict[str, object]:

@@ -1,6 +1,24 @@
 """Tiny random models of the families that came last, as `family_models.CASES`."""
 
-from family_sizes import DELTA, FEW_EXPERTS, Case, rope
+from family_sizes import DELTA, FEW_EXPERTS, GLM_EXPERTS, Case, rope
+
+# Sizes of what sees, of models in which a text part lies; the rest is as small as the others'.
+SIGHT = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32, "patch_size": 8}
+SIGHTS = {"qwen2_vl": {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "patch_size": 8},
+          "qwen2_5_vl": {"depth": 1, "hidden_size": 32, "intermediate_size": 16, "num_heads": 2, "patch_size": 8, "out_hidden_size": 64},
+          **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), {
+              "depth": 1, "hidden_size": 32, "intermediate_size": 16, "num_heads": 2, "patch_size": 8, "out_hidden_size": 64,
+              "deepstack_visual_indexes": [0], "num_position_embeddings": 16}),
+          **dict.fromkeys(("glm4v", "glm4v_moe", "glm46v"), {
+              "depth": 1, "hidden_size": 32, "intermediate_size": 16, "num_heads": 2, "patch_size": 8, "out_hidden_size": 64,
+              "image_size": 32}),
+          "internvl": {**SIGHT, "image_size": [32, 32], "patch_size": [8, 8]}}
+
+
+def placed(*sections: int, **values: object) -> dict[str, object]:
+    """Rotary positions of three numbers, whose channels are shared out so."""
+    return rope("default", mrope_section=list(sections), **values)
+
 
 NEWER = {
     "qwen3_next": Case("qwen3_next", {**DELTA, **FEW_EXPERTS, "shared_expert_intermediate_size": 56, "initializer_range": 0.12}),
@@ -8,4 +26,28 @@ NEWER = {
         **DELTA, **FEW_EXPERTS, "shared_expert_intermediate_size": 104, "layer_types": ["linear_attention", "full_attention"] * 2,
         "linear_num_key_heads": 3, "linear_num_value_heads": 9, "attention_bias": True, "initializer_range": 0.12,
         **rope("default", partial_rotary_factor=0.5)}, dtype="bfloat16", older=True),
+    "qwen2_vl": Case("qwen2_vl_text", placed(2, 3, 3), inside="qwen2_vl"),
+    "qwen2_5_vl, flat, older dialect, bfloat16": Case("qwen2_5_vl_text", {
+        **placed(2, 3, 3), "use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}, dtype="bfloat16",
+        inside="qwen2_5_vl", older=True),
+    "qwen3_vl": Case("qwen3_vl_text", {**placed(6, 5, 5, mrope_interleaved=True), "head_dim": 32, "tie_word_embeddings": True},
+                     inside="qwen3_vl"),
+    "qwen3_vl_moe": Case("qwen3_vl_moe_text", {**placed(6, 5, 5, mrope_interleaved=True), **FEW_EXPERTS, "head_dim": 32},
+                         inside="qwen3_vl_moe"),
+    "qwen3_vl_moe, square, bfloat16": Case("qwen3_vl_moe_text", {
+        **placed(2, 3, 3), "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [1]},
+        dtype="bfloat16", inside="qwen3_vl_moe"),
+    "glm4v": Case("glm4v_text", placed(1, 1, 2, partial_rotary_factor=0.5), inside="glm4v"),
+    "glm4v_moe, bfloat16": Case("glm4v_moe_text", {**GLM_EXPERTS, **placed(1, 1, 2, partial_rotary_factor=0.5)}, dtype="bfloat16",
+                                inside="glm4v_moe"),
+    # Inside one of these transformers leaves the divisor of logits out, which llama.cpp and vLLM do not.
+    "cohere2_vision": Case("cohere2", {"sliding_window": 40, "logit_scale": 1.0}, inside="cohere2_vision"),
+    "aya_vision, bfloat16": Case("cohere2", {"sliding_window": 40, "logit_scale": 1.0}, dtype="bfloat16", inside="aya_vision"),
+    "lfm2_vl": Case("lfm2", {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 16}, inside="lfm2_vl"),
+    "internvl, qwen3": Case("qwen3", {"head_dim": 32}, inside="internvl"),
+    "internvl, qwen2, bfloat16": Case("qwen2", dtype="bfloat16", inside="internvl"),
+    "idefics3": Case("llama", {"tie_word_embeddings": True}, inside="idefics3"),
+    "smolvlm, own head, bfloat16": Case("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}, dtype="bfloat16",
+                                        inside="smolvlm"),
+    "llava, mistral": Case("mistral", {"sliding_window": None, "head_dim": 32}, inside="llava"),
 }

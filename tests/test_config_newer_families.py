@@ -1,15 +1,19 @@
 """config.json of the families that came last: what is read of it, as transformers reads it, and what is refused by name."""
 
+import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from transformers import Qwen2_5_VLConfig, Qwen3VLConfig
 
+from effllm.runtime.composite import text_alone
 from effllm.runtime.config import parse_config
 from effllm.runtime.mixture import Mixture
 
 sys.path.insert(0, str(Path(__file__).parent))
-from config_samples import LLAMA, refused
+from config_samples import LLAMA, SMALL, refused
 
 # What the published checkpoints state, shortened by the sizes that every config has: nothing in it is unknown.
 PUBLISHED = {
@@ -45,3 +49,85 @@ def test_qwen3_next_has_a_layer_to_draft_by_whatever_its_config_says() -> None:
     assert config.mixture == Mixture(512, 10, 512, True, frozenset(range(4)), shared_width=512, shared_scaled=True)
     assert config.attention_layers == (3,) and config.rope.partial_rotary_factor == 0.25
     assert parse_config({**base, "mtp_num_hidden_layers": 0}).mtp_layers == 0
+
+
+# Of models that take images, as published: flat, or with a text part.
+VL_2_5 = {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "attention_dropout": 0.0, "bos_token_id": 7, "eos_token_id": 8,
+          "vision_start_token_id": 151652, "vision_end_token_id": 151653, "vision_token_id": 151654, "image_token_id": 151655,
+          "video_token_id": 151656, "hidden_act": "silu", "initializer_range": 0.02, "max_position_embeddings": 128000,
+          "max_window_layers": 28, "model_type": "qwen2_5_vl", "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "sliding_window": 32768,
+          "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True, "use_sliding_window": False, "vision_config": {
+              "depth": 32, "model_type": "qwen2_5_vl"}, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}, **SMALL}
+SEEING = {
+    "qwen3_vl": {"architectures": ["Qwen3VLForConditionalGeneration"], "image_token_id": 151655, "text_config": {
+        **SMALL, "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 7, "dtype": "bfloat16", "eos_token_id": 8, "head_dim":
+        128, "hidden_act": "silu", "initializer_range": 0.02, "max_position_embeddings": 262144, "model_type": "qwen3_vl_text",
+        "rms_norm_eps": 1e-06, "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+        "rope_theta": 5000000, "use_cache": True}, "tie_word_embeddings": False, "video_token_id": 151656, "vision_config": {},
+        "vision_end_token_id": 151653, "vision_start_token_id": 151652},
+    "smolvlm": {"architectures": ["SmolVLMForConditionalGeneration"], "image_token_id": 49190, "pad_token_id": 2, "scale_factor": 3,
+                "text_config": {**SMALL, "_flash_attn_2_enabled": True, "_name_or_path": "x", "architectures": ["VLlama3ForCausalLM"],
+                                "head_dim": 16, "is_llama_config": True, "max_position_embeddings": 8192, "model_type": "llama",
+                                "neftune_noise_alpha": 0.0, "pad_token_id": 2, "perceiver_config": {"qk_layer_norms_perceiver": False},
+                                "pixel_shuffle_factor": 4, "qk_layer_norms": False, "rms_norm_eps": 1e-05, "rope_interleaved": False,
+                                "rope_theta": 100000, "torch_dtype": "bfloat16", "use_resampler": False},
+                "tie_word_embeddings": False, "torch_dtype": "float32", "use_cache": False, "use_reentrant_checkpointing": False,
+                "vision_config": {}},
+    "glm4v_moe": {"architectures": ["Glm4vMoeForConditionalGeneration"], "image_start_token_id": 151339, "image_end_token_id": 151340,
+                  "video_start_token_id": 151341, "video_end_token_id": 151342, "image_token_id": 151363, "video_token_id": 151364,
+                  "tie_word_embeddings": False, "vision_config": {}, "text_config": {
+                      **SMALL, "pad_token_id": 7, "attention_bias": True, "attention_dropout": 0.0, "head_dim": 128, "hidden_act": "silu",
+                      "partial_rotary_factor": 0.5, "initializer_range": 0.02, "moe_intermediate_size": 1408, "max_position_embeddings":
+                      65536, "model_type": "glm4v_moe_text", "n_group": 1, "n_routed_experts": 128, "n_shared_experts": 1,
+                      "norm_topk_prob": True, "num_experts_per_tok": 8, "first_k_dense_replace": 1, "rms_norm_eps": 1e-05,
+                      "routed_scaling_factor": 1.0, "topk_group": 1, "rope_theta": 10000.0, "use_cache": True, "use_qk_norm": False,
+                      "rope_scaling": {"rope_type": "default", "mrope_section": [8, 12, 12]}}},
+    "lfm2_vl": {"architectures": ["Lfm2VlForConditionalGeneration"], "do_image_splitting": True, "downsample_factor": 2,
+                "encoder_patch_size": 16, "image_token_index": 396, "max_image_tokens": 256, "max_num_patches": 1024,
+                "max_pixels_tolerance": 2.0, "max_tiles": 10, "min_image_tokens": 64, "min_tiles": 2, "projector_bias": True,
+                "projector_hidden_act": "gelu", "projector_hidden_size": 2560, "tile_size": 512, "use_image_special_tokens": True,
+                "use_thumbnail": True, "vision_config": {}, "vision_feature_layer": -1, "text_config": {
+                    **SMALL, "model_type": "lfm2", "layer_types": ["conv", "conv", "full_attention", "conv"], "norm_eps": 1e-5,
+                    "block_multiple_of": 256, "conv_L_cache": 3, "conv_bias": False, "rope_theta": 1e6, "tie_embedding": True}}}
+
+
+@pytest.mark.parametrize("kind", SEEING)
+def test_published_models_that_take_images_are_known_to_the_last_key(kind: str) -> None:
+    config = parse_config({"model_type": kind, **SEEING[kind]}, strict=True)
+    text = parse_config(text_alone({"model_type": kind, **SEEING[kind]}), strict=kind != "smolvlm")
+    assert config.warnings[0].startswith(f"'{kind}' takes images too: effllm reads its text part, {config.family}")
+    assert replace(config, warnings=()) == replace(text, warnings=())
+
+
+def test_a_text_part_may_stand_in_the_outer_object() -> None:
+    config = parse_config(VL_2_5, strict=True)
+    assert (config.family, config.rope.kind, config.rope.theta, config.windows) == ("qwen2", "default", 1e6, (None,) * 4)
+    copied = json.loads(json.dumps(VL_2_5))  # which writes into what it is given
+    theirs = Qwen2_5_VLConfig(**{key: value for key, value in copied.items() if key not in ("model_type", "architectures")})
+    newer = parse_config(json.loads(theirs.to_json_string()), strict=True)
+    assert replace(newer, warnings=(), dtype="bfloat16") == replace(config, warnings=())
+    assert text_alone(VL_2_5)["rope_scaling"] == {"rope_type": "default", "mrope_section": [16, 24, 24]}
+    assert "flux" in refused({**VL_2_5, "flux": 1}, "flux", strict=True).message
+    refused({**VL_2_5, "model_type": "qwen3_vl"}, "num_hidden_layers is missing")
+
+
+@pytest.mark.parametrize(("outer", "inner", "tied"), [(None, None, False), (True, None, True), (None, True, True), (False, True, True),
+                                                      (False, False, False), (None, False, False)])
+def test_a_head_is_the_embedding_where_either_object_says_so(outer: bool | None, inner: bool | None, tied: bool) -> None:
+    part = {**SEEING["qwen3_vl"]["text_config"], **({} if inner is None else {"tie_word_embeddings": inner})}
+    raw = {"model_type": "qwen3_vl", "text_config": part, **({} if outer is None else {"tie_word_embeddings": outer})}
+    assert parse_config(raw).tie_word_embeddings == tied
+
+
+def test_defaults_of_text_parts_are_those_of_transformers() -> None:
+    """Of what a text part leaves out, where its family by itself has other defaults."""
+    for kind, writer in (("qwen2_5_vl", Qwen2_5_VLConfig), ("qwen3_vl", Qwen3VLConfig)):
+        theirs = writer(text_config={**SMALL, "num_key_value_heads": 6})
+        full = parse_config(json.loads(theirs.to_json_string()))
+        bare = parse_config({"model_type": kind, "text_config": {**SMALL, "num_key_value_heads": 6}})
+        assert replace(bare, warnings=(), dtype=full.dtype) == replace(full, warnings=())
+
+
+def test_llama_3_2_vision_is_refused_for_its_reason() -> None:
+    error = refused({"model_type": "mllama", "architectures": ["MllamaForConditionalGeneration"]}, "mllama", "cross attention")
+    assert "Llama 3.2 1B and 3B" in error.hint

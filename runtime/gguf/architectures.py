@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ...offload.header import CheckpointError, shown
 from ..config_rope import GROWTH
 from ..families import FAMILIES, expert_of, kind_of, mixtral, qwen3_moe
-from . import apertus, falcon_h1, gemma4, half_layers, latent_attention, linear_attention, nextn, short_conv, state_spaces
+from . import apertus, falcon_h1, gemma4, half_layers, latent_attention, linear_attention, nextn, sections, short_conv, state_spaces
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
@@ -34,6 +34,7 @@ ROUTER = "ffn_gate_inp"
 SHARED_EXPERT = {"ffn_gate_shexp": "gate_proj", "ffn_up_shexp": "up_proj", "ffn_down_shexp": "down_proj"}
 CORRECTION = "exp_probs_b"  # of scores; it has kind bias and no weight
 SHARE = "ffn_gate_inp_shexp"
+DEEP = "n_deepstack_layers"  # which see what images are made into
 SHARED_WIDTH = "shared_width"  # which no config states by itself
 # Divisors of the rotary frequencies: part of the config, not weights. One for all lengths, or one for short texts and one for long ones.
 FACTORS, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
@@ -123,7 +124,9 @@ ARCHITECTURES = {
     "qwen2": Architecture("qwen2"),
     "qwen2moe": Architecture("qwen2_moe", config={"norm_topk_prob": False}, experts=("mlp", qwen3_moe.NAMES),
                              keys={**_COUNTS, **_QWEN_WIDTHS}, layer_names=_QWEN_SHARED),
+    "qwen2vl": Architecture("qwen2", read=frozenset({sections.KEY})),
     "qwen3": Architecture("qwen3"),
+    "qwen3vl": Architecture("qwen3", read=frozenset({sections.KEY, DEEP})),
     "qwen35": Architecture("qwen3_5_text", keys=linear_attention.KEYS, layer_names=linear_attention.NAMES, **_LINEAR),
     "qwen35moe": Architecture("qwen3_5_moe_text", experts=("mlp", qwen3_moe.NAMES), optional=frozenset({"feed_forward_length"}),
                               keys={**_COUNTS, **_QWEN_WIDTHS, **linear_attention.KEYS},
@@ -142,6 +145,7 @@ ARCHITECTURES = {
         "expert_feed_forward_length": "moe_intermediate_size", "leading_dense_block_count": "moe_layer_start_index",
         "interleave_moe_layer_step": "moe_layer_interval", "expert_shared_feed_forward_length": SHARED_WIDTH}),
     "glm4moe": Architecture("glm4_moe", experts=("mlp", qwen3_moe.NAMES), partial=True, roles={"post_norm": "post_attention_norm"},
+                            read=frozenset({sections.KEY}),
                             keys={**_GLM_COUNTS, "nextn_predict_layers": "num_nextn_predict_layers"},
                             layer_names={**_GLM_NAMES, "post_attention_norm": "post_attention_layernorm"}),
     latent_attention.NAME: Architecture("deepseek_v3", experts=("mlp", qwen3_moe.NAMES), required=latent_attention.REQUIRED,
@@ -196,6 +200,9 @@ ARCHITECTURES = {
     "olmoe": Architecture("olmoe", config={"norm_topk_prob": False}, keys=_COUNTS, experts=("mlp", qwen3_moe.NAMES)),
     "qwen3moe": Architecture("qwen3_moe", config={"norm_topk_prob": True}, experts=("mlp", qwen3_moe.NAMES),
                              keys={**_COUNTS, "expert_feed_forward_length": "moe_intermediate_size"}),
+    "qwen3vlmoe": Architecture("qwen3_moe", config={"norm_topk_prob": True}, experts=("mlp", qwen3_moe.NAMES),
+                               keys={**_COUNTS, "expert_feed_forward_length": "moe_intermediate_size"},
+                               read=frozenset({sections.KEY, DEEP})),
     "seed_oss": Architecture("seed_oss", layer_names={"post_attention_norm": "post_attention_layernorm"},
                              roles={"post_norm": "post_attention_norm"}),
     "smollm3": Architecture("smollm3", interleaved=True),

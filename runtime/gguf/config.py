@@ -19,7 +19,7 @@ from ...offload.header import CheckpointError, damaged, shown
 from ...quant.weight import to_f32
 from ..config import ModelConfig, parse_config
 from ..config_rope import GROWTH
-from . import gemma4, half_layers, latent_attention, stateful, yarn
+from . import gemma4, half_layers, latent_attention, sections, stateful, yarn
 from .architectures import FACTORS, HARMLESS, LONG, NEUTRAL, RMS_NORM, SHORT, UNTURNED, Architecture, architecture
 from .family_keys import PATTERN, REPAIR, add_family, layer_types
 
@@ -117,6 +117,10 @@ def config_json(header: GgufHeader, factors: Factors) -> dict[str, object]:
         if name != latent_attention.NAME:
             _heads(header, name, raw, found)
         add_family(header, raw)
+        if name in sections.IN_TURN:
+            heads = raw["num_attention_heads"]
+            width = raw.get("head_dim") or (raw["hidden_size"] // heads if type(heads) is int and heads > 0 else 0)
+            sections.check(header, name, int(width * raw.get("partial_rotary_factor", 1.0)) // 2, sections.IN_TURN[name])
     growth = raw.pop(GROWTH, None)
     raw |= {} if name == gemma4.NAME else _rope(header, name, raw, factors)
     if growth is not None:

@@ -2,14 +2,12 @@
 
 Heads of values go around those of keys here (`DeltaShape.tiled`); their rows and columns stay where they are, because the columns of a
 matrix in blocks cannot be moved. In files of Qwen 3 Next they lie as in its checkpoints, which join matrices by heads of keys: betas and
-decays in all files, in early ones all else too. Rotary positions have sections, one for time and two for places in an image, which are the
-same number in a text; a pair of channels in none of them would not turn.
+decays in all files, in early ones all else too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import numpy as np
 
@@ -17,16 +15,16 @@ from ...offload.gguf import GgufHeader, Value, shown_value
 from ...offload.header import CheckpointError, damaged
 from ..config import MAX_LAYERS, ModelConfig
 from ..families import qwen3_next
+from . import sections
 
-SECTIONS, RECURRENT = "rope.dimension_sections", "attention.recurrent_layers"
+RECURRENT = "attention.recurrent_layers"
 REORDERED = "ssm.v_head_reordered"  # which Ollama writes; false where heads have the order of the checkpoint
-READ = frozenset({SECTIONS, RECURRENT, REORDERED})
+READ = frozenset({sections.KEY, RECURRENT, REORDERED})
 # Below the architecture's name -> config.json.
 KEYS = {"ssm.conv_kernel": "linear_conv_kernel_dim", "ssm.state_size": "linear_key_head_dim", "ssm.group_count": "linear_num_key_heads",
         "ssm.time_step_rank": "linear_num_value_heads", "ssm.inner_size": "linear_value_head_dim",
         "full_attention_interval": "full_attention_interval", "nextn_predict_layers": "mtp_num_hidden_layers"}
 REQUIRED = tuple(key for key in KEYS if key.startswith("ssm."))
-MOST = 1 << 16  # pairs of channels
 KINDS = ("full_attention", "linear_attention")
 FAMILY, JOINED = "qwen3_next", "qwen3next"  # the family, and the architecture, whose matrices are joined by heads of keys
 IN_TURN = ".ssm_ba.weight"
@@ -73,8 +71,8 @@ def add_linear_attention(header: GgufHeader, name: str, raw: dict[str, object]) 
             damaged(path, f"states {name}.{RECURRENT} for other layers than those without heads of keys and values")
     if "layer_types" in raw:
         raw["layer_types"] = raw["layer_types"][: raw["num_hidden_layers"]]
-    if (stated := data.get(f"{name}.{SECTIONS}")) is not None and type(width := raw.get("head_dim")) is int:
-        _check_sections(path, f"{name}.{SECTIONS}", stated, round(width * raw["partial_rotary_factor"]) // 2)
+    if type(width := raw.get("head_dim")) is int:
+        sections.check(header, name, round(width * raw["partial_rotary_factor"]) // 2, in_turn=True)
 
 
 def _check_behind(header: GgufHeader, key: str, first: int, blocks: int) -> None:
@@ -87,25 +85,13 @@ def _check_behind(header: GgufHeader, key: str, first: int, blocks: int) -> None
             damaged(header.path, f"states {key} {blocks - first}, and its tensors of blk.{block} are of another kind of block")
 
 
-def _check_sections(path: Path, key: str, stated: object, pairs: int) -> None:
-    """Every third pair of channels is of a section, as long as that has some left."""
-    if not isinstance(stated, np.ndarray) or stated.dtype.kind not in "iu" or not 3 <= len(stated) <= 4 \
-            or (stated < 0).any() or (stated > MOST).any():
-        damaged(path, f"states {key} {shown_value(stated)}, expected three or four whole numbers")
-    whole = int(stated.sum())
-    places = np.arange(min(pairs, MOST)) % max(whole, 1)
-    if not whole or (places >= 3 * stated[:3].astype(np.int64)[places % 3]).any():
-        raise CheckpointError(f"{path} states {key} {stated.tolist()} for {pairs} pairs of channels, which is not supported",
-                              "give the folder of the original checkpoint")
-
-
 def stated(config: ModelConfig) -> dict[str, Value]:
     """The keys of linear attention, below the architecture's name, of a model that has it."""
     own, pairs = config.state, int(config.head_dim * config.rope.partial_rotary_factor) // 2
     return {"ssm.conv_kernel": own.taps, "ssm.state_size": own.key_dim, "ssm.group_count": own.key_heads,
             "ssm.time_step_rank": own.value_heads, "ssm.inner_size": own.values, "full_attention_interval": interval(config),
             **({} if config.family == FAMILY else
-               {SECTIONS: np.array([*(len(range(first, pairs, 3)) for first in range(3)), 0], np.int32)})}
+               {sections.KEY: np.array([*(len(range(first, pairs, 3)) for first in range(3)), 0], np.int32)})}
 
 
 def interval(config: ModelConfig) -> int:

@@ -19,7 +19,8 @@ from ...quant.spec import QuantSpec
 from .. import half_made, hub, storage
 from ..aliases import CatalogEntry, catalog, open_alternative
 from ..catalog import find_entry, near_names
-from ..config import ModelConfig, parse_config, text_alone
+from ..composite import text_alone
+from ..config import ModelConfig, parse_config
 from ..config_reader import show
 from ..expected import ExpectedStore
 from ..model_name import Reference

@@ -1,0 +1,71 @@
+"""Models of several parts, of which one generates text: its config by itself, as it would be published alone."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from . import families
+from .config_reader import ConfigError, Keys, show
+
+# What the outer object says of the text part, and what is not about it.
+OUTER_SHARED = frozenset({"auto_map", "bos_token_id", "dtype", "eos_token_id", "pad_token_id", "quantization_config", "tie_word_embeddings",
+                          "torch_dtype"})
+OUTER_HARMLESS = frozenset({
+    "_pad_token_id", "adapter_layer_norm_eps", "alignment_intermediate_size", "architectures", "audio_config", "audio_token_id",
+    "audio_token_index", "boa_token_id", "boa_token_index", "boi_token_id", "boi_token_index", "do_image_splitting", "downsample_factor",
+    "downsample_ratio", "encoder_patch_size", "eoa_token_id", "eoa_token_index", "eoi_token_id", "eoi_token_index", "ignore_index",
+    "image_end_token_id", "image_grid_pinpoints", "image_seq_length", "image_start_token_id", "image_token_id", "image_token_index",
+    "initializer_range", "language_model_only", "max_image_tokens", "max_num_patches", "max_pixels_tolerance", "max_tiles",
+    "min_image_tokens", "min_tiles", "mm_tokens_per_image", "model_type", "multimodal_projector_bias", "projector_bias",
+    "projector_hidden_act", "projector_hidden_size", "projector_use_layernorm", "scale_factor", "spatial_merge_size", "text_config",
+    "tile_size", "use_image_newline_parameter", "use_image_special_tokens", "use_reentrant_checkpointing", "use_thumbnail",
+    "video_end_token_id", "video_start_token_id", "video_token_id", "vision_aspect_ratio", "vision_config", "vision_end_token_id",
+    "vision_feature_layer", "vision_feature_select_strategy", "vision_soft_tokens_per_image", "vision_start_token_id", "vision_token_id"})
+# Composite models whose head is one of its own where they say nothing; of others it is the embedding. Of the second kind it is tied where
+# either object says so: a head that is stored all the same is used.
+UNTIED = ("qwen3_5", "qwen3_5_moe")
+AS_INSIDE = ("glm46v", "glm4v", "glm4v_moe", "idefics3", "llava", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm")
+FLAT = ("qwen2_5_vl", "qwen2_vl")  # which may say of the text part all in the outer object
+# What text parts of some models say of images.
+OF_IMAGES = frozenset({"_flash_attn_2_enabled", "is_llama_config", "perceiver_config", "pixel_shuffle_factor", "qk_layer_norms",
+                       "transformers.js_config", "use_resampler", "vision_config"})
+BY_PLACE = "mrope"  # rotary positions of three numbers, of which those of a token of text are one
+
+
+def text_alone(raw: Mapping[str, object]) -> dict[str, object]:
+    """What config.json would say if the text generator in a model of several were published by itself: `raw` where it is.
+
+    What the outer object says of it wins: it was written last. Raises ConfigError.
+    """
+    kind = str(raw.get("model_type"))
+    known = families.COMPOSITE.get(kind)
+    if known is None:
+        return families.of_its_family(raw)
+    inner = _inside(raw)
+    family = inner.get("model_type", known[0])
+    if family not in known:
+        raise ConfigError(f"config.json: text_config is of model type {show(family)}, expected {' or '.join(known)}")
+    stated = {key: value for key, value in raw.items() if key in OUTER_SHARED and value is not None}
+    stated.setdefault("tie_word_embeddings", kind not in (*UNTIED, *AS_INSIDE))
+    if kind in AS_INSIDE and inner.get("tie_word_embeddings") is True:
+        stated["tie_word_embeddings"] = True
+    return families.of_its_family({**inner, **stated, "model_type": family, "architectures": None})
+
+
+def unknown_outside(raw: Mapping[str, object], harmless: Collection[str]) -> list[str]:
+    """Keys of a composite model that are on no list, but for those that its text part has."""
+    return sorted(raw.keys() - OUTER_SHARED - OUTER_HARMLESS - harmless - (_inside(raw).keys() if raw["model_type"] in FLAT else set()))
+
+
+def _inside(raw: Mapping[str, object]) -> dict[str, object]:
+    """What is said of the text part, its rotary positions as those of text."""
+    kind = raw["model_type"]
+    inner = Keys(raw).section("text_config")
+    if inner is None and kind in FLAT:
+        inner = {key: value for key, value in raw.items() if key not in OUTER_HARMLESS}
+    inner = {key: value for key, value in (inner or {}).items() if key not in OF_IMAGES or kind not in families.BY_PREFIX}
+    for name in ("rope_scaling", "rope_parameters"):
+        section = inner.get(name)
+        if isinstance(section, dict) and BY_PLACE in (section.get("rope_type"), section.get("type")):
+            inner[name] = {**{key: value for key, value in section.items() if key != "type"}, "rope_type": "default"}
+    return inner

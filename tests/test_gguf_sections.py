@@ -1,0 +1,93 @@
+"""GGUF files of models that take images: their text part answers as its folder does, and as llama.cpp's own graph of it says."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+
+from effllm import EffllmError
+from effllm.runtime.config import read_config
+
+sys.path.insert(0, str(Path(__file__).parent))
+from export_models import model, scores
+from gguf_samples import write_model
+
+IDS = list(range(5, 90))
+# Architecture -> the model that its text part is, and its sections, as converters write them: 8 or 16 pairs of channels.
+FILES = {"qwen2vl": ("qwen2", {}, [2, 3, 3, 0]), "qwen3vl": ("qwen3", {}, [6, 5, 5, 0]), "qwen3vlmoe": ("qwen3_moe", {}, [6, 5, 5, 0]),
+         "glm4moe": ("glm4_moe", {"num_nextn_predict_layers": 0}, [2, 3, 3, 0])}
+
+
+def stating(arch: str, sections: object) -> Callable[[gguf.GGUFWriter], None]:
+    def change(writer: gguf.GGUFWriter) -> None:
+        if isinstance(sections, list):
+            writer.add_array(f"{arch}.rope.dimension_sections", sections)
+        elif sections is not None:
+            writer.add_uint32(f"{arch}.rope.dimension_sections", sections)
+        if arch.startswith("qwen3vl"):
+            writer.add_uint32(f"{arch}.n_deepstack_layers", 3)
+        if arch == "qwen3vlmoe":
+            writer.add_expert_count(6)
+            writer.add_expert_used_count(2)
+            writer.add_expert_feed_forward_length(32)
+        if arch == "glm4moe":
+            writer.add_rope_dimension_count(16)
+            writer.add_expert_count(12)
+            writer.add_expert_used_count(3)
+            writer.add_expert_shared_count(2)
+            writer.add_expert_feed_forward_length(32)
+            writer.add_leading_dense_block_count(1)
+            writer.add_expert_weights_scale(1.75)
+            writer.add_expert_weights_norm(True)
+            writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+
+    return change
+
+
+@pytest.mark.parametrize("arch", FILES)
+def test_text_turns_as_if_there_were_no_sections(tmp_path: Path, arch: str) -> None:
+    name, changes, sections = FILES[arch]
+    source = model(name, tmp_path / "source", **changes)
+    write_model(source, tmp_path / "m.gguf", "F32", arch, change=stating(arch, sections))
+    config = read_config(tmp_path / "m.gguf", strict=True)
+    assert config.family == name and config.warnings == ()
+    expected = scores(source, IDS)
+    assert np.abs(scores(tmp_path / "m.gguf", IDS) - expected).max() < 1e-5 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize(("arch", "sections", "said"), [
+    ("qwen2vl", [2, 2, 2, 2], r"sections \[2, 2, 2, 2\] for 8 pairs of channels"), ("qwen2vl", [0, 0, 0, 0], "for 8 pairs"),
+    ("qwen3vl", [16, 0, 0, 0], "for 16 pairs"), ("qwen3vl", [6, 5], "three or four whole numbers"), ("qwen2vl", 8, "three or four whole"),
+    ("glm4moe", [2, 3, 2, 1], "for 8 pairs")])
+def test_pairs_that_would_not_turn_are_refused(tmp_path: Path, arch: str, sections: object, said: str) -> None:
+    name, changes, _ = FILES[arch]
+    write_model(model(name, tmp_path / "source", **changes), tmp_path / "m.gguf", "F32", arch, change=stating(arch, sections))
+    with pytest.raises(EffllmError, match=said) as caught:
+        read_config(tmp_path / "m.gguf")
+    assert caught.value.hint
+
+
+@pytest.mark.peer
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["qwen2vl", "qwen3vl", "qwen3vlmoe"])
+def test_llamacpp_means_the_same(tmp_path: Path, arch: str) -> None:
+    peer = pytest.importorskip("llama_cpp")
+    name, changes, sections = FILES[arch]
+
+    def named(writer: gguf.GGUFWriter) -> None:
+        stating(arch, sections)(writer)
+        writer.add_string("tokenizer.ggml.model", "no_vocab")
+        writer.add_uint32(f"{arch}.vocab_size", 4096)
+
+    write_model(model(name, tmp_path / "source", initializer_range=0.1, **changes), tmp_path / "m.gguf", "F16", arch, change=named)
+    theirs = peer.Llama(str(tmp_path / "m.gguf"), n_ctx=128, n_threads=1, verbose=False, type_k=0, type_v=0, logits_all=True)
+    try:
+        theirs.eval(IDS)
+        expected = theirs.scores[: len(IDS)].copy()
+    finally:
+        theirs.close()
+    worst = np.abs(scores(tmp_path / "m.gguf", IDS) - expected).max(axis=1) / np.abs(expected).max()
+    assert np.median(worst) < 5e-3 and (worst < 2e-2).mean() > 0.8, worst  # a router may choose another expert by 16 bits
