@@ -220,3 +220,64 @@ def test_strict_functions_are_held_to_their_schema_once_a_call_has_begun(engine,
             with pytest.raises(EffllmError):
                 for token in tokenizer.encode(text, add_special_tokens=False):
                     matcher.took(token, False)
+
+
+ITEMS = "{% for key, value in c.function.arguments.items() %}"
+VALUE = "{{ value if value is string else value | tojson }}"
+TAGGED = {
+    "Qwen 3 Coder": "<tool_call>\n<function={{ c.function.name }}>\n" + ITEMS + "<parameter={{ key }}>\n" + VALUE
+                    + "\n</parameter>\n{% endfor %}</function>\n</tool_call>",
+    "GLM": "<tool_call>{{ c.function.name }}\n" + ITEMS + "<arg_key>{{ key }}</arg_key>\n<arg_value>" + VALUE
+           + "</arg_value>\n{% endfor %}</tool_call>",
+    "DeepSeek V3.2": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="{{ c.function.name }}">\n' + ITEMS
+                     + '<｜DSML｜parameter name="{{ key }}" '
+                     'string="{{ "true" if value is string else "false" }}">' + VALUE + "</｜DSML｜parameter>\n{% endfor %}"
+                     "</｜DSML｜invoke>\n</｜DSML｜function_calls>",
+}
+MANY = {"type": "function", "function": {"name": "plan-it", "parameters": {"type": "object", "required": ["when", "note"], "properties": {
+    "note": {"type": "string"}, "when": {"enum": ["now", "later"]}, "days": {"$ref": "#/$defs/days"},
+    "tags": {"type": "array", "items": {"type": "string", "maxLength": 3}, "maxItems": 2}, "mood": {"type": ["string", "null"]}},
+    "$defs": {"days": {"type": "integer", "minimum": 1, "maximum": 9}}}}}
+
+
+@pytest.mark.parametrize("name", TAGGED)
+@pytest.mark.parametrize("words", [[], ["<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
+                                        "｜DSML｜"]])
+def test_arguments_between_tags_are_held_to_the_schema(engine, name, words):
+    begin, end = HERMES.index("<tool_call>"), HERMES.index("</tool_call>") + len("</tool_call>")
+    tokenizer = marked(engine, HERMES[:begin] + TAGGED[name] + HERMES[end:], *words)
+    calling, tools = Calling(tokenizer), tools_of([MANY, TIME], "required")
+    assert calling.style.format.name == name and not calling.fallbacks(tools)
+    form = calling.form(tools, None).opened(tokenizer, tokenizer.vocab_size)
+
+    def said(arguments, function="plan-it"):
+        message = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": function, "arguments": json.dumps(arguments)}}]}
+        messages, _ = calling.prepared([ASKED, message], None)
+        text = tokenizer.render_chat(messages, add_generation_prompt=False)
+        return text[text.rindex("assistant: ") + len("assistant: ") :].rstrip("\n")
+
+    def held(text):
+        matcher = form.begin()
+        for token in tokenizer.encode(text, add_special_tokens=False):
+            matcher.took(token, False)
+        return matcher.is_whole
+
+    note = 'a <b>\n12 "x"\n'
+    for arguments in ({"note": note, "when": "now"}, {"note": "", "when": "later", "days": 3},
+                      {"note": "1", "when": "now", "days": 9, "tags": ["a", "b"], "mood": "fine"},
+                      {"note": "x", "when": "now", "mood": "no"}):
+        assert held(said(arguments)), said(arguments)
+    assert held(said({}, "time.now"))
+    for wrong in ({"when": "now"}, {"note": "x", "when": "never"}, {"note": "x", "when": "now", "days": 10},
+                  {"note": "x", "when": "now", "x": 1},
+                  {"note": "x", "when": "now", "tags": ["abcd"]}):
+        with pytest.raises(EffllmError):
+            assert held(said(wrong)) is None
+
+
+@pytest.mark.parametrize("name", TAGGED)
+def test_any_model_makes_a_call_between_tags(replies, name):
+    begin, end = HERMES.index("<tool_call>"), HERMES.index("</tool_call>") + len("</tool_call>")
+    replies.tokenizer.template = ChatTemplate(HERMES[:begin] + TAGGED[name] + HERMES[end:])
+    (called, arguments), = calls_of(replies.reply([ASKED], WISH, tools_of([WEATHER], "required")))
+    assert called == "weather" and arguments["place"] in ("Oslo", "Bergen") and 1 <= arguments["days"] <= 9

@@ -1,8 +1,8 @@
 """What an answer is held to where a tool must be called, or where one that is called must fit its schema.
 
 The text of a call is taken from the sample that the model's template wrote: what stands before the name, between name and arguments, and
-behind them. In formats whose arguments are JSON these are held to the function's schema; in others the call begins as it must and names
-a function that there is, and its arguments are left to the model.
+behind them. Arguments are held to the function's schema where they are JSON, or stand between tags (`tag_grammar`); else the call begins
+as it must and names a function that there is, and its arguments are left to the model.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from typing import Any
 from ..constraint import SPACE
 from .messages import SHORT_ID
 from .style import ARGUMENTS, ID, LONG_ID, NAME, CallStyle
+from .tag_grammar import pattern, tag_rules
 
 GUIDANCE = {**SPACE, "lenient": True}  # what a schema says beyond what can be held to is for the client
 FREE = r"/(?s:.)+/"
-TEXT = "text"
-SPECIAL = re.compile(r"[\\^$.|?*+()\[\]{}/]")  # letters that mean something in a pattern
 
 
 class CallGrammar:
@@ -33,8 +32,9 @@ class CallGrammar:
         at = sample.index(NAME)
         self._before, rest = sample[:at], sample[at + len(NAME) :]
         begin, end = _json_arguments(rest)
-        self.holds = end > 0  # are arguments held to their schema?
-        self._between, self._behind = (rest[:begin], rest[end:]) if self.holds else (rest[:1], "")
+        self._tags = None if end else tag_rules(rest)
+        self.holds = end > 0 or self._tags is not None  # are arguments held to their schema?
+        self._between, self._behind = (rest[:begin], rest[end:]) if end else (rest[:1], "")
         self._marks = [number for word, number in words.items() if word in rest]
 
     @property
@@ -53,9 +53,8 @@ class CallGrammar:
             return f"start: {self._lead}call | answer\nanswer: %json {json.dumps(schema)}\n{self._calls(tools, '')}"
         mark = self.mark
         if mark in self.words:
-            return f"start: {TEXT}? (call {TEXT}?)*\n{TEXT}: {FREE}\n{self._calls(tools, '')}"
-        lead = SPECIAL.sub(r"\\\g<0>", mark)
-        return f"start: (lead call)* {TEXT}?\nlead[lazy]: /(?s:.*){lead}/\n{TEXT}: {FREE}\n{self._calls(tools, mark)}"
+            return f"start: letters? (call letters?)*\n{self._calls(tools, '')}"
+        return f"start: (lead call)* letters?\nlead[lazy]: /(?s:.*){pattern(mark)}/\n{self._calls(tools, mark)}"
 
     def _calls(self, tools: Sequence[Mapping[str, Any]], said: str) -> str:
         """The rule `call`, without what was `said` of it, and what it refers to."""
@@ -63,17 +62,20 @@ class CallGrammar:
         lines = [f"call: {' | '.join(names)}"]
         for rule, tool in zip(names, tools):
             function = tool["function"]
-            parts = [self._literal(self._before.removeprefix(said)), self._literal(function["name"]), self._literal(self._between)]
-            if self.holds:
-                schema = {**function["parameters"], "x-guidance": GUIDANCE}
-                lines.append(f"{rule}_args: %json {json.dumps(schema)}")
-                parts += [f"{rule}_args", self._literal(self._behind)]
+            parts = [self._literal(self._before.removeprefix(said)), self._literal(function["name"])]
+            if self._tags:
+                mark = next((word for word in self.words if word in self._tags.end), None)
+                lines += self._tags.rules(f"{rule}_args", function["parameters"], self._literal, mark, GUIDANCE)
+                parts.append(f"{rule}_args")
+            elif self.holds:
+                lines.append(f"{rule}_args: %json {json.dumps({**function['parameters'], 'x-guidance': GUIDANCE})}")
+                parts += [self._literal(self._between), f"{rule}_args", self._literal(self._behind)]
             else:
-                parts.append("rest")
+                parts += [self._literal(self._between), "rest"]
             lines.append(f"{rule}: {' '.join(filter(None, parts))}")
         if not self.holds:
-            lines.append(f"rest: ({' | '.join(['letters', *(f'<[{number}]>' for number in self._marks)])})*\nletters: {FREE}")
-        return "\n".join(lines)
+            lines.append(f"rest: ({' | '.join(['letters', *(f'<[{number}]>' for number in self._marks)])})*")
+        return "\n".join([*lines, f"letters: {FREE}"])
 
     def _literal(self, text: str) -> str:
         """A text as Lark has it: tokens by their numbers, letters in quotes, what a call is called by its letters."""

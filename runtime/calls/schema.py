@@ -22,7 +22,7 @@ def typed(text: str, tools: Tools, name: str, key: str) -> Any:
     """The value that a text stands for as argument `key` of function `name`."""
     schema = tools.get(name, {})
     properties = schema.get("properties")
-    kinds = _kinds(properties.get(key) if isinstance(properties, Mapping) else None, schema)
+    kinds = kinds_of(properties.get(key) if isinstance(properties, Mapping) else None, schema)
     if kinds == {"string"}:
         return text
     try:
@@ -46,7 +46,7 @@ def loose(text: str) -> Any:
             raise Wrong from None
 
 
-def _kinds(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
+def kinds_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
     """Types that a schema allows; none where it does not say."""
     if not isinstance(schema, Mapping) or depth > _DEPTH:
         return set()
@@ -59,10 +59,10 @@ def _kinds(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
         found: Any = root
         for step in reference[2:].split("/"):
             found = found.get(step) if isinstance(found, Mapping) else None
-        return _kinds(found, root, depth + 1)
+        return kinds_of(found, root, depth + 1)
     values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else []
     kinds = {_KINDS.get(type(value), "object") for value in values}
     for word in ("anyOf", "oneOf", "allOf"):
         for each in schema[word] if isinstance(schema.get(word), list) else ():
-            kinds |= _kinds(each, root, depth + 1)
+            kinds |= kinds_of(each, root, depth + 1)
     return kinds
