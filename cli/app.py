@@ -23,14 +23,15 @@ from .help import PlainGroup
 from .interrupt import falling_apart_quietly
 
 # Command -> its module, in the order of the help page.
-COMMANDS = {"run": "run", "chat": "chat", "session": "session", "pull": "pull", "rm": "rm", "alias": "alias", "list": "list_",
-            "show": "show", "plan": "plan", "quantize": "quantize", "export": "export", "verify": "verify", "bench": "bench",
-            "eval": "eval", "calibrate-sparsity": "calibrate_sparsity", "doctor": "doctor", "config": "config"}
+COMMANDS = {"run": "run", "chat": "chat", "serve": "serve", "session": "session", "pull": "pull", "rm": "rm", "alias": "alias",
+            "list": "list_", "show": "show", "plan": "plan", "quantize": "quantize", "export": "export", "verify": "verify",
+            "bench": "bench", "eval": "eval", "calibrate-sparsity": "calibrate_sparsity", "doctor": "doctor", "config": "config"}
 HELP = "Run large language models on the machine you have."
 EXAMPLES = """examples
 
   effllm run fable "Tell me a story about the fox and the king."
   effllm chat fable
+  effllm serve fable
   effllm run ./my-model -f question.txt > answer.txt
   effllm pull qwen3-4b --bits 4
   effllm plan tinyllama --ram 2G -c 4096

@@ -24,7 +24,8 @@ CALLED = {"--max-tokens": "-n", "--num-predict": "-n", "--max-new-tokens": "-n",
           "--context-length": "-c", "--max-kv-size": "-c", "--verbose": "--stats", "-v": "--stats", "--format": "--json",
           "--kv-bits": "--kv", "--reverse-prompt": "--stop", "-r": "--stop", "-j": "--schema", "--mmap": "--load", "--num-gpu": "-ngl",
           "--num-thread": "-t", "--q-bits": "--bits", "-q": "--bits", "--quantize": "--bits", "--mlx-path": "-o", "--outfile": "-o",
-          "--outtype": "--type", "--model-draft": "--draft", "--draft-model": "--draft"}
+          "--outtype": "--type", "--model-draft": "--draft", "--draft-model": "--draft", "--alias": "--name",
+          "--served-model-name": "--name", "--max-queue": "--queue", "--allowed-origins": "--cors"}
 BITS = "--bits"
 # A flag of elsewhere -> what to type instead.
 INSTEAD = {
@@ -42,6 +43,7 @@ INSTEAD = {
     **dict.fromkeys(("--lora", "--adapter", "--adapter-path"), "an adapter is merged into its model once: effllm export MODEL -o DIR "
                     "--lora ADAPTER, then effllm run DIR"),
     **dict.fromkeys(("--image", "--mmproj", "--audio"), "the text part of a model alone runs in this version"),
+    **dict.fromkeys(("-np", "--parallel", "-cb", "--cont-batching"), "one answer is written at a time, others wait: effllm serve --help"),
     "--format": "an answer in JSON: --schema json; the answer with what it cost as JSON: --json",
     "-md": "here it is --draft: effllm run --help",
     **dict.fromkeys(("--mlock", "--no-mmap"), "leave it away: weights are read into memory (--load mmap maps the files)"),
@@ -50,10 +52,9 @@ INSTEAD = {
 COMMANDS = {"ls": "list", "models": "list --all", "search": "list --all", "tags": "list", "download": "pull", "install": "pull",
             "get": "pull", "fetch": "pull", "add": "pull", "remove": "rm", "delete": "rm", "uninstall": "rm", "info": "show",
             "inspect": "show", "cp": "alias", "tag": "alias", "generate": "run", "ask": "run", "prompt": "run", "cli": "run",
-            "create": "quantize", "convert": "quantize", "benchmark": "bench", "perplexity": "eval ppl", "version": "--version",
-            "sessions": "session list", "settings": "config show"}
-SENTENCES = {**dict.fromkeys(("serve", "server", "start"), f"there is no server here: effllm chat MODEL, or {RUN}"),
-             **dict.fromkeys(("ps", "stop", "unload"), "nothing stays in memory when a command has ended"),
+            "server": "serve", "start": "serve", "create": "quantize", "convert": "quantize", "benchmark": "bench",
+            "perplexity": "eval ppl", "version": "--version", "sessions": "session list", "settings": "config show"}
+SENTENCES = {**dict.fromkeys(("ps", "stop", "unload"), "nothing stays in memory when a command has ended"),
              **dict.fromkeys(("completion", "completions"), "effllm --show-completion prints what completes words in this shell, effllm "
                              "--install-completion keeps it there"),
              **dict.fromkeys(("login", "signin"), "hf auth login, or a token in HF_TOKEN")}
@@ -102,7 +103,7 @@ def flag_hint(command: Any, name: str) -> str:
         return "here it is effllm --version"
     if any({name, SAME.get(name)} & {*flags_of(each)} for each in getattr(command, "commands", {}).values()):
         return f"a flag stands behind the command that it is for: effllm COMMAND {name}"
-    if command.name in ("run", "chat") and name in INSTEAD:
+    if command.name in ("run", "chat", "serve") and name in INSTEAD:
         return INSTEAD[name]
     here = CALLED.get(name)
     return f"here it is {here}: {command_path(command)} --help" if here is not None and here in flags_of(command) else ""

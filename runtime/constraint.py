@@ -92,30 +92,40 @@ def schema_form(asked: str) -> Form:
         if isinstance(schema, dict) and isinstance(schema.get(key), dict) and schema.get("type", ENVELOPE) == ENVELOPE \
                 and schema.keys() & KEYWORDS <= {"type", "description"}:
             schema = schema[key]
+    return form_of_schema(schema, SCHEMA, name)
+
+
+def form_of_schema(schema: object, flag: str, name: str) -> Form:
+    """The form of a schema that is at hand; `flag` and `name` for a person. Raises UsageError."""
     if not isinstance(schema, dict):
-        raise UsageError(f"{SCHEMA}: {name} is no JSON schema, which is an object", "see json-schema.org for how a schema is written")
+        raise UsageError(f"{flag}: {name} is no JSON schema, which is an object", "see json-schema.org for how a schema is written")
     if schema and schema.keys().isdisjoint(KEYWORDS):
-        raise UsageError(f"{SCHEMA}: {name} says nothing that JSON Schema knows: {shown(next(iter(schema)))} is no keyword of it",
+        raise UsageError(f"{flag}: {name} says nothing that JSON Schema knows: {shown(next(iter(schema)))} is no keyword of it",
                          f"{ANY_OBJECT} for any object; see json-schema.org for how a schema is written")
     try:
         grammar = _library().LLMatcher.grammar_from_json_schema(schema, defaults=SPACE)
     except ValueError as error:  # a number of more than 64 bits, half a surrogate pair
-        raise UsageError(f"{SCHEMA}: {name}: {_line(error)}", "numbers of at most 64 bits, and text that has UTF-8") from None
-    return _judged(Form(grammar, SCHEMA, name))
+        raise UsageError(f"{flag}: {name}: {_line(error)}", "numbers of at most 64 bits, and text that has UTF-8") from None
+    return _judged(Form(grammar, flag, name))
 
 
 def grammar_form(asked: str) -> Form:
     """The form of `--grammar`: a file in GBNF, as llama.cpp reads it, or in Lark's notation; or GBNF itself. Raises UsageError."""
     name, text = ("the grammar", asked) if RULE.search(asked) else (asked, _read(asked, GRAMMAR, ITSELF))
+    return form_of_grammar(text, GRAMMAR, name)
+
+
+def form_of_grammar(text: str, flag: str, name: str) -> Form:
+    """The form of a grammar that is at hand, in GBNF or in Lark's notation; `flag` and `name` for a person. Raises UsageError."""
     def form(lark: str) -> Form:
-        return _judged(Form(_library().LLMatcher.grammar_from_lark(lark), GRAMMAR, name))
+        return _judged(Form(_library().LLMatcher.grammar_from_lark(lark), flag, name))
 
     if not RULE.search(text):
         return form(text)
     try:
         whole, cut = to_lark(text), to_lark(text, as_one=False)
     except GbnfError as error:
-        raise UsageError(f"{GRAMMAR}: {name}: {error}", "GBNF begins with `root ::=`, Lark with `start:`") from None
+        raise UsageError(f"{flag}: {name}: {error}", "GBNF begins with `root ::=`, Lark with `start:`") from None
     try:
         return form(whole)
     except UsageError:

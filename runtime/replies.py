@@ -100,7 +100,9 @@ class Replies:
         first event."""
         if not prompt:
             raise UsageError("the prompt is empty", "send at least one letter or token")
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        ids, rows = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt), self.engine.config.vocab_size
+        if bad := [token for token in ids if not 0 <= token < rows]:  # before they are taken for text
+            raise UsageError(f"token id {bad[0]} is outside the vocabulary of {rows}", "send ids of this model's tokenizer")
         yield from self._answer(ids, wish, cancelled, None, raw=True)
 
     def _answer(self, ids: list[int], wish: Wish, cancelled: Callable[[], bool], think: Reasoning | CallFilter | None,

@@ -49,6 +49,9 @@ CONFINED = {
     "jinja2": ("runtime/",),
     "huggingface_hub": ("runtime/hub.py",),
     "lm_eval": ("runtime/harness.py",),
+    "starlette": ("cli/server/",),
+    "uvicorn": ("cli/server/",),
+    "pydantic": ("cli/server/",),
 }
 # Programs of their own that report to effllm through a pipe.
 CHILD_PROCESSES = {"kernels/warm.py", "kernels/choice.py", "runtime/on_load.py", "runtime/probe.py"}
@@ -167,9 +170,10 @@ def test_heavy_packages_stay_in_their_place(file: Path) -> None:
 
 
 def test_hub_and_schema_libraries_load_on_use() -> None:
-    """They cost tenths of a second, and most commands need neither."""
+    """They cost tenths of a second, and most commands need neither, nor what serves."""
     early = [f"{file}:{found.line}" for file in package_files() for found in imports(file)
-             if found.when == "at once" and found.module.split(".")[0] in {"huggingface_hub", "pydantic"}]
+             if found.when == "at once" and file.parts[:2] != ("cli", "server")
+             and (found.module.split(".")[0] in {"huggingface_hub", "pydantic"} or found.module.startswith("effllm.cli.server"))]
     assert not early
 
 
@@ -264,7 +268,8 @@ def test_import_and_help_load_nothing_heavy() -> None:
     )
     assert loaded["code"] == 0 and "run" in loaded["page"]
     assert not {"torch", "numba", "numpy", "huggingface_hub", "typer", "rich"} & set(loaded["after_import"])
-    heavy = {"torch", "numba", "llvmlite", "numpy", "huggingface_hub", "transformers", "tokenizers", "jinja2", "pydantic", "prompt_toolkit"}
+    heavy = {"torch", "numba", "llvmlite", "numpy", "huggingface_hub", "transformers", "tokenizers", "jinja2", "pydantic", "prompt_toolkit",
+             "starlette", "uvicorn", "asyncio"}
     assert not heavy & set(loaded["after_help"])
 
 

@@ -36,7 +36,7 @@ def typed(*words: str) -> tuple[int, str, str]:
 
 
 @pytest.mark.parametrize(("word", "hint"), [
-    ("ls", "here it is effllm list"), ("ps", "nothing stays in memory"), ("serve", "there is no server here"),
+    ("ls", "here it is effllm list"), ("ps", "nothing stays in memory"), ("server", "here it is effllm serve"),
     ("remove", "here it is effllm rm"), ("download", "here it is effllm pull"), ("version", "effllm --version"),
     ("perplexity", "effllm eval ppl"), ("completion", "effllm --show-completion"),
     ("fable", 'effllm run fable "your prompt"'), ("qwen3-4b", "effllm chat qwen3-4b")])
@@ -111,7 +111,7 @@ def test_a_hint_stands_without_flags_that_are_only_written_alike() -> None:
 
 def test_what_hints_name_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     """A hint is given to a command that has what it names."""
-    pages = "".join(page(capsys, command, "--help") for command in ("run", "quantize", "export"))
+    pages = "".join(page(capsys, command, "--help") for command in ("run", "serve", "quantize", "export"))
     for here in {*habits.CALLED.values(), *habits.SAME.values()}:
         assert f" {here}" in pages, here
 

@@ -153,8 +153,9 @@ def test_what_cannot_be_answered_is_said_and_the_next_is_answered(replies, monke
             list(replies.reply(messages, GREEDY))
     with pytest.raises(UsageError, match="empty"):
         list(replies.complete([], GREEDY))
-    with pytest.raises(UsageError, match="outside the vocabulary"):
-        list(replies.complete([10**6], GREEDY))
+    for token in (10**6, -1):
+        with pytest.raises(UsageError, match=f"token id {token} is outside the vocabulary of 4096"):
+            list(replies.complete([token], GREEDY))
     with pytest.raises(ContextOverflow, match=r"the prompt has \d+ tokens and the context holds 2048"):
         list(replies.reply([{"role": "user", "content": "fox " * 3000}], GREEDY))
     assert text_of(replies.reply([ASKED], GREEDY)) == good

@@ -1,0 +1,127 @@
+"""`effllm serve`: a model for other programs on this machine, by OpenAI's API. What is served lies in `server/`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .. import UsageError
+from .answer import counted
+from .flags import add_command, flag
+from .loading import at_bits, at_hand, find_or_absent, judge, loaded, with_draft
+from .options import OUTPUT, AnswerFlags, Json, Model, RunFlags, SamplingFlags, SessionFlags, WeightFlags, Yes
+from .screen import Screen, cut, rounded
+
+if TYPE_CHECKING:
+    from ..runtime.events import Stats
+    from .server.application import Service
+    from .server.streams import Record
+
+SERVER = "server"
+MOST_SHOWN, MOST_SAID = 100, 200  # columns of a path, and of why a request was refused
+EXAMPLES = """examples
+
+  effllm serve fable
+  effllm serve qwen3-4b --bits 4 -c 16k --port 9000
+  effllm serve fable --host 0.0.0.0 --api-key "$(cat key.txt)"
+
+Programs that speak OpenAI's API are pointed at http://127.0.0.1:8080/v1; any key will do unless --api-key is given. One answer
+is written at a time, others wait in order. What a request does not say is as the flags here say it.
+"""
+
+Host = Annotated[str, flag(SERVER, "--host", "ADDRESS", "address to listen at; 0.0.0.0 is every one of this machine (127.0.0.1)")]
+Port = Annotated[int, flag(SERVER, "--port", "N", "port to listen at; 0 takes one that is free, and says it (8080)")]
+ApiKey = Annotated[str | None, flag(SERVER, "--api-key", "KEY", "the key that requests must bring (none)")]
+Name = Annotated[str | None, flag(SERVER, "--name", "NAME", "what the model is called in requests and answers (as MODEL)")]
+Cors = Annotated[list[str] | None, flag(SERVER, "--cors", "ORIGIN", "pages of this origin may ask, as https://chat.example; * is all; "
+                                        "may be repeated (those of this machine)")]
+Queue = Annotated[int, flag(SERVER, "--queue", "N", "answers that may wait for the one that is written (32)")]
+Quiet = Annotated[bool, flag(OUTPUT, "--quiet", "", "no line for each request")]
+
+
+def register(app: typer.Typer) -> None:
+    add_command(app, "serve", "talk to a model", serve, EXAMPLES)
+
+
+def serve(context: typer.Context, model: Model, host: Host = "127.0.0.1", port: Port = 8080, api_key: ApiKey = None, name: Name = None,
+          cors: Cors = None, queue: Queue = 32, *, answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags, weights: WeightFlags,
+          quiet: Quiet = False, json: Json = False, yes: Yes = False) -> int:
+    """Serve a model to other programs, by an API like OpenAI's. --json prints one object on stdout once it listens."""
+    screen = Screen(context.obj)
+    judge_own(api_key, name, cors, queue)
+    found = find_or_absent(model, screen, yes)
+    judge(answer, sampling, engine, SessionFlags())
+    from .server.listening import GRACE_S, bound, leave_at_once, listen, url_of
+
+    with bound(host, port) as listening:  # before the weights are read: a port in use is told at once
+        engine = with_draft(engine, screen)
+        options = engine.options(overflow=answer.overflow)
+        with at_bits(at_hand(found, weights, options, screen, yes), weights, screen, options) as ref:
+            from ..runtime.replies import Replies, Wish
+            from ..runtime.stream_filters import StopStrings
+            from .server.application import Service
+            from .server.desk import Desk
+            from .server.guard import Guard, Rules, is_loopback
+            from .server.wishes import Defaults
+
+            rules = Rules(is_loopback(listening.getsockname()[0]), api_key, tuple(each.rstrip("/") for each in cors or ()))
+            if not rules.on_loopback and api_key is None:
+                screen.note(f"--host {host} without --api-key: whoever reaches this machine can ask, and nothing on the way is encrypted")
+            settings, form = sampling.settings(ref.folder, screen.note), answer.form()
+            with loaded(ref, options, screen) as opened:
+                think = answer.think if opened.tokenizer.thinks or "think" not in answer.settled else None
+                wish = Wish(settings, think or "auto", StopStrings(answer.stop or ()).stops, answer.max_tokens, form=form)
+                desk = Desk(queue)
+                service = Service(Replies(opened.engine, opened.tokenizer), desk, Defaults(wish, answer.system), name or own_name(ref.text),
+                                  screen.note_once, frozenset() if name else frozenset({model, ref.text}))
+                report = Report(screen, service, quiet)
+                listen(Guard(service.application(), rules, report.request), listening, desk, lambda: report.ready(url_of(listening), json))
+                if not desk.ended(GRACE_S):
+                    leave_at_once()
+    return 0
+
+
+class Report:
+    """What a person at the terminal is told."""
+
+    def __init__(self, screen: Screen, service: Service, quiet: bool) -> None:
+        self._screen, self._service, self._quiet = screen, service, quiet
+
+    def ready(self, url: str, json: bool) -> None:
+        context = self._service.replies.engine.n_ctx
+        self._screen.note(f"{url} serves {self._service.name}, context {context} tokens; Ctrl-C ends it")
+        if json:
+            self._screen.json({"url": url, "model": self._service.name, "context": context})
+
+    def request(self, method: str, path: str, status: int, record: Record) -> None:
+        parts = [f"{method} {cut(path, MOST_SHOWN)} {status}", *([cost(record.stats)] if record.stats else ())]
+        parts += [cut(each, MOST_SAID) for each in (record.ending, record.problem) if each]
+        if record.problem or not self._quiet:
+            self._screen.note(" · ".join(parts))
+
+
+def cost(stats: Stats) -> str:
+    """`57 tokens in (40 cached), 120 tokens out, 35 tokens/s`"""
+    cached = f" ({stats.cached_tokens} cached)" if stats.cached_tokens else ""
+    rate = f", {rounded(stats.decode_tps)} tokens/s" if stats.decode_tps else ""
+    return f"{counted(stats.prompt_tokens)} in{cached}, {counted(len(stats.token_ids))} out{rate}"
+
+
+def judge_own(api_key: str | None, name: str | None, cors: list[str] | None, queue: int) -> None:
+    """Raises UsageError for flags of this command that nothing could be made of."""
+    if api_key is not None and (not api_key.isascii() or not api_key.isprintable() or not api_key.strip() or " " in api_key):
+        raise UsageError("--api-key is no key: letters, digits and signs without blanks", "leave it away for none")
+    if name is not None and (not name.strip() or not name.isprintable()):
+        raise UsageError("--name is empty", "leave it away to be called as MODEL is")
+    if wrong := next((each for each in cors or () if each != "*" and "://" not in each), None):
+        raise UsageError(f"--cors {wrong} is no origin", "as https://chat.example:8443, without a path; * for every page")
+    if queue < 0:
+        raise UsageError(f"--queue {queue} is no number of answers", "0 or more")
+
+
+def own_name(text: str) -> str:
+    """What a model is called in answers: no folder of this machine."""
+    path = Path(text).expanduser()
+    return path.resolve().name if text.startswith((".", "/", "~")) or path.exists() else text

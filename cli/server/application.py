@@ -1,0 +1,163 @@
+"""What is served: the paths of OpenAI's API that a model of text has an answer for, and the few of llama.cpp's that go with them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from ... import EffllmError
+from ...runtime.replies import Replies
+from .desk import Desk, Start
+from .fields import Asked, ChatAsked, Detokenize, Kind, TextAsked, Tokenize, messages_of, parsed, prompt_of
+from .guard import RECORD
+from .problems import FAILED, Problem, closing, problem_of
+from .shapes import ChatShape, Shape, TextShape
+from .streams import EventStream, Listener, json_response, problem_response, whole
+from .wishes import Defaults, reasoning_of, wish_of
+
+LARGEST_BODY, MOST_READ = 32 << 20, 256 << 20  # bytes of a body that is taken, and of one that is read to its end
+BODY_S = 60.0  # for a body to come
+SYSTEM = ("system", "developer")
+
+
+@dataclass
+class Service:
+    """One model by its `name`, and what its answers are by default. `also` are other names that it is asked for by; `note` is told
+    what the engine remarks."""
+
+    replies: Replies
+    desk: Desk
+    defaults: Defaults
+    name: str
+    note: Callable[[str], None]
+    also: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        self._created = int(time.time())
+
+    def application(self) -> Starlette:
+        get, post = partial(Route, methods=["GET"]), partial(Route, methods=["POST"])
+        routes = [get("/", self.greeting), *(get(path, self.health) for path in ("/health", "/v1/health")),
+                  *(get(path, self.models) for path in ("/v1/models", "/models")),
+                  *(get(path, self.model) for path in ("/v1/models/{name:path}", "/models/{name:path}")),
+                  *(post(path, self.chat) for path in ("/v1/chat/completions", "/chat/completions")),
+                  *(post(path, self.text) for path in ("/v1/completions", "/completions")),
+                  post("/tokenize", self.tokenize), post("/detokenize", self.detokenize)]
+        return Starlette(routes=routes, exception_handlers={Problem: on_problem, HTTPException: on_path, EffllmError: on_problem,
+                                                            ClientDisconnect: on_problem, Exception: on_problem})
+
+    async def greeting(self, request: Request) -> Response:
+        return PlainTextResponse(f"effllm serves {self.name}: an API like OpenAI's, under /v1\n")
+
+    async def health(self, request: Request) -> Response:
+        if self.desk.is_closed:
+            raise closing()
+        return json_response({"status": "ok", "waiting": self.desk.waiting})
+
+    async def models(self, request: Request) -> Response:
+        return json_response({"object": "list", "data": [self._card()]})
+
+    async def model(self, request: Request) -> Response:
+        self._demand_model(request.path_params["name"])
+        return json_response(self._card())
+
+    async def chat(self, request: Request) -> Response:
+        asked = await self._asked(request, ChatAsked)
+        messages = messages_of(asked)
+        if self.defaults.system and not any(message["role"] in SYSTEM for message in messages):
+            messages.insert(0, {"role": "system", "content": self.defaults.system})
+        wish, variables = reasoning_of(asked, await asyncio.to_thread(wish_of, asked, self.defaults), self.replies.tokenizer)
+        return await self._answer(request, asked, ChatShape,
+                                  lambda cancelled: self.replies.reply(messages, wish, None, variables, cancelled))
+
+    async def text(self, request: Request) -> Response:
+        asked = await self._asked(request, TextAsked)
+        prompt, wish = prompt_of(asked), await asyncio.to_thread(wish_of, asked, self.defaults)
+        return await self._answer(request, asked, TextShape, lambda cancelled: self.replies.complete(prompt, wish, cancelled))
+
+    async def tokenize(self, request: Request) -> Response:
+        asked = await read(request, Tokenize)
+        tokenizer = self.replies.tokenizer
+        ids = await asyncio.to_thread(tokenizer.encode, asked.content, asked.add_special)
+        pieces = [{"id": each, "piece": tokenizer.decode([each], skip_special_tokens=False)} for each in ids] if asked.with_pieces else ids
+        return json_response({"tokens": pieces})
+
+    async def detokenize(self, request: Request) -> Response:
+        asked, rows = await read(request, Detokenize), self.replies.engine.config.vocab_size
+        if (bad := next((each for each in asked.tokens if not 0 <= each < rows), None)) is not None:
+            raise Problem(400, f"token id {bad} is outside the vocabulary of {rows}", param="tokens")
+        return json_response({"content": await asyncio.to_thread(self.replies.tokenizer.decode, asked.tokens, False)})
+
+    async def _asked(self, request: Request, kind: type[Kind]) -> Kind:
+        asked = await read(request, kind)
+        if asked.model:
+            self._demand_model(asked.model, "model")
+        return asked
+
+    async def _answer(self, request: Request, asked: Asked, kind: type[Shape], start: Start) -> Response:
+        listener = Listener(self.desk.ask(start), self.note, request.scope[RECORD])
+        options = asked.stream_options
+        shape = kind(self.name, bool(options and options.include_usage))
+        return EventStream(listener, shape) if asked.stream else await whole(request, listener, shape)
+
+    def _demand_model(self, name: str, param: str | None = None) -> None:
+        if name != self.name and name not in self.also:
+            raise Problem(404, f"there is no model {name!r:.100} here: this server serves {self.name} (--name NAME calls it otherwise)",
+                          param=param, code="model_not_found")
+
+    def _card(self) -> dict[str, object]:
+        engine = self.replies.engine
+        meta = {"n_ctx": engine.n_ctx, "n_ctx_train": engine.config.context_length, "n_vocab": engine.config.vocab_size}
+        return {"id": self.name, "object": "model", "created": self._created, "owned_by": "effllm", "max_model_len": engine.n_ctx,
+                "meta": meta}
+
+
+async def read(request: Request, kind: type[Kind]) -> Kind:
+    """The body of a request as an object. Raises Problem."""
+    too_large = Problem(413, f"the body is larger than {LARGEST_BODY >> 20} MiB", code="body_too_large", headers={"connection": "close"})
+    length = request.headers.get("content-length", "0")
+    if not length.isdecimal() or int(length) > MOST_READ:
+        raise too_large
+    body, came = bytearray(), 0
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for part in request.stream():
+                came += len(part)
+                if came <= LARGEST_BODY:
+                    body += part
+                elif came > MOST_READ:
+                    raise too_large
+                else:  # read and dropped: who is cut off while sending never sees why
+                    body.clear()
+    except TimeoutError:
+        raise Problem(408, f"the body did not come in {BODY_S:.0f} s", headers={"connection": "close"}) from None
+    if came > LARGEST_BODY:
+        raise too_large
+    return await asyncio.to_thread(parsed, kind, bytes(body))
+
+
+async def on_problem(request: Request, error: Exception) -> Response:
+    problem, record = problem_of(error), request.scope[RECORD]
+    if problem.type != FAILED:
+        record.ending = problem.message
+    elif not record.problem:
+        record.problem = f"{type(error).__name__}: {error}"
+    return problem_response(problem)
+
+
+async def on_path(request: Request, error: HTTPException) -> Response:
+    """A path or a method that there is not."""
+    if error.status_code == 405:
+        said = f"{request.url.path} takes {(error.headers or {}).get('Allow', 'another method')}, not {request.method}"
+        return problem_response(Problem(405, said, code="method_not_allowed", headers=error.headers))
+    said = f"there is no {request.method} {request.url.path} here: /v1/chat/completions, /v1/completions and /v1/models are served"
+    return problem_response(Problem(error.status_code, said, code="unknown_url"))

@@ -1,0 +1,122 @@
+"""Who is answered when: one engine, one answer at a time, the others in the order in which they came.
+
+The engine works in a thread of its own, so that the loop goes on reading requests and telling clients that they are not forgotten. What
+it yields comes to the loop event by event. A client that goes away leaves its job: a running answer ends behind its current token, one
+that waits never begins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Iterator
+
+from ...runtime.events import Event
+from .problems import BUSY, Problem, closing
+
+Start = Callable[[Callable[[], bool]], Iterator[Event]]
+END = object()
+
+
+class Job:
+    """One answer that was asked for. `start` begins it, given what says whether it was left."""
+
+    def __init__(self, desk: Desk, start: Start) -> None:
+        self._desk, self._start, self._loop = desk, start, asyncio.get_running_loop()
+        self._events: asyncio.Queue[object] = asyncio.Queue()
+        self._left = False
+
+    @property
+    def before(self) -> int:
+        """How many answers come first, the running one among them."""
+        return self._desk.place(self)
+
+    async def next(self, seconds: float | None = None) -> Event | None:
+        """The next event; None if none has come in so many seconds. Raises StopAsyncIteration behind the last, and what the engine
+        raised."""
+        try:
+            item = await asyncio.wait_for(self._events.get(), seconds)
+        except TimeoutError:
+            return None
+        if item is END:
+            raise StopAsyncIteration
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    def leave(self) -> None:
+        """Nobody waits for it any more."""
+        self._left = True
+        self._desk.forget(self)
+
+    def end(self, problem: Problem) -> None:
+        """End it now, whatever the engine is at."""
+        self.leave()
+        self._events.put_nowait(problem)
+
+    def run(self) -> None:
+        """In the thread of the engine."""
+        if self._left:
+            return
+        try:
+            for event in self._start(lambda: self._left):
+                self._tell(event)
+            self._tell(END)
+        except Exception as error:  # of whatever kind: the next job is another's
+            self._tell(error)
+
+    def _tell(self, item: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._events.put_nowait, item)
+
+
+class Desk:
+    """`most_waiting` answers wait at most for the running one. All but the thread's own work happens on the loop."""
+
+    def __init__(self, most_waiting: int) -> None:
+        self.most_waiting, self.is_closed = most_waiting, False
+        self._jobs: list[Job] = []  # not ended, in order
+        self._line: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name="effllm-answers", daemon=True)
+        self._thread.start()
+
+    def ask(self, start: Start) -> Job:
+        """Take a place in the line. Raises Problem where there is none."""
+        if self.is_closed:
+            raise closing()
+        if len(self._jobs) > self.most_waiting:
+            raise Problem(503, f"{self.waiting} answers wait already, which is the most here (--queue)", BUSY, code="queue_full",
+                          headers={"retry-after": "1"})
+        job = Job(self, start)
+        self._jobs.append(job)
+        self._line.put(job)
+        return job
+
+    @property
+    def waiting(self) -> int:
+        return max(0, len(self._jobs) - 1)
+
+    def place(self, job: Job) -> int:
+        return self._jobs.index(job) if job in self._jobs else 0
+
+    def forget(self, job: Job) -> None:
+        if job in self._jobs:
+            self._jobs.remove(job)
+
+    def close(self) -> None:
+        """Take no more, and end what there is."""
+        self.is_closed = True
+        for job in [*self._jobs]:
+            job.end(closing())
+        self._line.put(None)
+
+    def ended(self, seconds: float) -> bool:
+        """Wait for the engine to have put down its work; False if it has not in so many seconds."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def _serve(self) -> None:
+        while (job := self._line.get()) is not None:
+            job.run()

@@ -1,0 +1,150 @@
+"""Bodies of requests, field by field. Types are held to strictly; fields that are not known here are let pass, unless they ask for what
+the engine does not do."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+
+from .problems import Problem
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+TEXTS = ("text", "input_text", "output_text")  # types of parts that are text
+# What no answer here can have -> the values with which a request asks for nothing.
+NOT_HERE: dict[str, tuple[object, ...]] = {
+    "n": (1,), "best_of": (1,), "logit_bias": ({}, []), "logprobs": (False,), "top_logprobs": (0,), "prompt_logprobs": (0,),
+    "n_probs": (0,), "echo": (False,), "suffix": ("",), "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],),
+    "function_call": ("none", "auto"), "modalities": (["text"],), "audio": (), "web_search_options": (), "mirostat": (0,),
+    "dynatemp_range": (0,), "xtc_probability": (0,), "dry_multiplier": (0,), "top_n_sigma": (0, -1), "min_tokens": (0,),
+    "length_penalty": (1,), "use_beam_search": (False,), "allowed_token_ids": ([],), "bad_words": ([],), "guided_json": (),
+    "guided_regex": (), "guided_choice": (), "guided_grammar": (), "structured_outputs": (), "lora": ([],)}
+INSTEAD = {"guided_json": "response_format", "guided_grammar": "grammar", "guided_choice": "grammar", "guided_regex": "grammar",
+           "structured_outputs": "response_format"}
+
+
+def one_or_more(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+
+
+class Asked(Body):
+    """What requests for answers have in common. None is what the command line says."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    repeat_penalty: float | None = None
+    repetition_penalty: float | None = None
+    repeat_last_n: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    stop: Annotated[list[str] | None, BeforeValidator(one_or_more)] = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    n_predict: int | None = None
+    ignore_eos: bool | None = None
+    response_format: dict[str, Any] | None = None
+    grammar: str | None = None
+
+
+class Message(Body):
+    role: str
+    content: Any = None
+
+
+class ChatAsked(Asked):
+    messages: list[Message]
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+
+
+class TextAsked(Asked):
+    prompt: Any
+
+
+class Tokenize(Body):
+    content: str
+    add_special: bool = False
+    with_pieces: bool = False
+
+
+class Detokenize(Body):
+    tokens: list[int]
+
+
+Kind = TypeVar("Kind", bound=Body)
+
+
+def parsed(kind: type[Kind], body: bytes) -> Kind:
+    """A body as an object. Raises Problem that names the field."""
+    try:
+        asked = kind.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        param = path_of(first["loc"])
+        what = first["msg"][:1].lower() + first["msg"][1:]
+        raise Problem(400, f"{param}: {what}" if param else f"the body is not what is asked for: {what}", param=param or None) from None
+    for field, nothing in NOT_HERE.items():
+        value = (asked.model_extra or {}).get(field)
+        if value is not None and not any(is_same(value, each) for each in nothing):
+            here = f"; {INSTEAD[field]} does this here" if field in INSTEAD else ""
+            raise Problem(400, f"{field} is not supported{here}", param=field, code="unsupported_parameter")
+    return asked
+
+
+def is_same(value: object, other: object) -> bool:
+    """Equal, and not a number for a truth: logprobs of 0 ask for something."""
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
+
+
+def path_of(place: tuple[str | int, ...]) -> str:
+    """`messages[0].content`"""
+    return "".join(f"[{each}]" if isinstance(each, int) else f".{each}" for each in place).lstrip(".")
+
+
+def messages_of(asked: ChatAsked) -> list[dict[str, Any]]:
+    """Messages with all the keys that they came with. Raises Problem for what is no text."""
+    return [_checked(message, f"messages[{number}]") for number, message in enumerate(asked.messages)]
+
+
+def _checked(message: Message, where: str) -> dict[str, Any]:
+    if message.role not in ROLES:
+        raise Problem(400, f"{where}.role is one of {', '.join(ROLES)}, not {message.role!r:.40}", param=f"{where}.role")
+    content, param = message.content, f"{where}.content"
+    if content is None and message.role not in ("assistant", "tool"):
+        raise Problem(400, f"{param} is missing", param=param)
+    if content is not None and not isinstance(content, str | list):
+        raise Problem(400, f"{param} is a text or a list of parts", param=param)
+    for number, part in enumerate(content if isinstance(content, list) else ()):
+        if not isinstance(part, dict) or part.get("type") not in TEXTS or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else None
+            what = f"{kind} is not supported: the text part of models alone runs here" if isinstance(kind, str) and kind not in TEXTS \
+                else "a part is {\"type\": \"text\", \"text\": ...}"
+            raise Problem(400, f"{param}[{number}]: {what}", param=f"{param}[{number}]")
+    return message.model_dump(exclude_unset=True) | {"content": content}
+
+
+def prompt_of(asked: TextAsked) -> str | list[int]:
+    """The one prompt of a request: a text or token ids, in a list or not. Raises Problem."""
+    prompt = asked.prompt
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+        if len(prompt) > 1:
+            raise Problem(400, "prompt: one prompt a request", param="prompt")
+        prompt = prompt[0]
+    if isinstance(prompt, str) or isinstance(prompt, list) and all(type(each) is int for each in prompt):
+        return prompt
+    raise Problem(400, "prompt is a text, or a list of token ids", param="prompt")

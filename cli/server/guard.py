@@ -1,0 +1,125 @@
+"""Who may ask: hosts, origins, the key; and the line that is said of every request.
+
+A server on the loopback is within reach of every page that a browser on this machine shows. A page of another site that sends requests is
+known by its Origin; one whose name was made to mean this machine (DNS rebinding) by the Host that it asks for.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Callable
+from dataclasses import dataclass
+from ipaddress import ip_address
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .problems import FAILED, REFUSED, Problem
+from .streams import GONE, Record, problem_response
+
+OPEN = ("/health", "/v1/health")  # without a key: who asks whether a server lives has none
+ANYONE = "*"
+RECORD = "effllm.record"
+
+
+@dataclass(frozen=True)
+class Rules:
+    """`on_loopback`: the server listens there, and asks for a name of it. `origins` may send requests from their pages beside that."""
+
+    on_loopback: bool
+    key: str | None = None
+    origins: tuple[str, ...] = ()
+
+    def refused(self, path: str, headers: Headers) -> Problem | None:
+        host, origin = headers.get("host", ""), headers.get("origin")
+        if self.on_loopback and host and not is_loopback(name_of(host)):
+            return Problem(403, "this server answers to localhost and 127.0.0.1, not to the name in Host", REFUSED, code="host_not_allowed")
+        if origin is not None and not self.allows(origin, host):
+            return Problem(403, "pages of this origin may not ask: --cors ORIGIN lets them", REFUSED, code="origin_not_allowed")
+        if self.key is not None and path not in OPEN and not self._has_key(headers):
+            return Problem(401, "the key is missing or wrong: Authorization: Bearer KEY", REFUSED, code="invalid_api_key",
+                           headers={"www-authenticate": "Bearer"})
+        return None
+
+    def allows(self, origin: str, host: str) -> bool:
+        try:
+            parts = urlsplit(origin)
+            name = parts.hostname or ""
+        except ValueError:
+            return False
+        if ANYONE in self.origins or origin.rstrip("/") in self.origins or parts.netloc.lower() == host.lower() != "":
+            return True
+        return self.on_loopback and parts.scheme in ("http", "https") and is_loopback(name)
+
+    def _has_key(self, headers: Headers) -> bool:
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        given = key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+        return hmac.compare_digest(given.encode("latin-1"), self.key.encode())
+
+
+def name_of(host: str) -> str:
+    """A Host without its port."""
+    return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+
+
+def is_loopback(name: str) -> bool:
+    """Whether a name means this machine for everyone."""
+    name = name.lower().rstrip(".")
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        return ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+class Guard:
+    """In front of all. `say` is told of every request: method, path, status and its record."""
+
+    def __init__(self, app: ASGIApp, rules: Rules, say: Callable[[str, str, int, Record], None]) -> None:
+        self._app, self._rules, self._say = app, rules, say
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        headers, record, status = Headers(scope=scope), Record(), GONE
+        origin = headers.get("origin")
+        scope[RECORD] = record
+
+        async def sending(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                if origin is not None and self._rules.allows(origin, headers.get("host", "")):
+                    allowed = MutableHeaders(raw=message.setdefault("headers", []))
+                    allowed["access-control-allow-origin"] = origin
+                    allowed.add_vary_header("origin")
+            await send(message)
+
+        try:
+            is_preflight = scope["method"] == "OPTIONS" and origin is not None and "access-control-request-method" in headers
+            refused = self._rules.refused(OPEN[0] if is_preflight else scope["path"], headers)
+            if refused is not None:
+                await problem_response(refused)(scope, receive, sending)
+            elif is_preflight:
+                await preflight(headers)(scope, receive, sending)
+            else:
+                await self._app(scope, receive, sending)
+        except Exception as error:  # of ours: the server goes on
+            record.problem = f"{type(error).__name__}: {error}"
+            if status == GONE:
+                problem = Problem(500, f"internal error: {type(error).__name__}", FAILED)
+                await problem_response(problem)(scope, receive, sending)
+        finally:
+            self._say(scope["method"], scope["path"], status, record)
+
+
+def preflight(headers: Headers) -> Response:
+    """What a browser asks before it sends a page's request."""
+    allowed = {"access-control-allow-methods": "GET, POST, OPTIONS", "access-control-max-age": "600",
+               "access-control-allow-headers": headers.get("access-control-request-headers", "authorization, content-type")}
+    if "access-control-request-private-network" in headers:
+        allowed["access-control-allow-private-network"] = "true"
+    return Response(status_code=204, headers=allowed)

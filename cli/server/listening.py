@@ -1,0 +1,89 @@
+"""From an address to a server that listens there, until a signal ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import signal
+import socket
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from ... import EffllmError, UsageError
+from .desk import Desk
+
+GRACE_S = 0.5  # for answers that were ended to say so
+KEEP_S = 75  # that a connection is kept for the next request
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket at an address; a port of 0 takes one that is free. Raises UsageError, and EffllmError where the system refuses."""
+    if not 0 <= port <= 65535:
+        raise UsageError(f"--port {port} is no port", "1 to 65535, or 0 for one that is free")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except (socket.gaierror, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "no name of a host"
+        raise UsageError(f"--host {host}: {reason}", "127.0.0.1 for this machine alone, 0.0.0.0 for all that reach it") from None
+    made = socket.socket(family, kind, protocol)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+    except OSError as error:
+        made.close()
+        if error.errno == errno.EADDRINUSE:
+            raise EffllmError(f"port {port} of {host} is in use", f"--port {port + 1 if port < 65535 else 0}, or --port 0 for one that is "
+                              "free") from None
+        hint = "a port above 1023" if error.errno in (errno.EACCES, errno.EPERM) else "127.0.0.1 for this machine alone"
+        raise EffllmError(f"--host {host} --port {port}: {error.strerror}", hint) from None
+    return made
+
+
+def url_of(listening: socket.socket) -> str:
+    host, port, *_ = listening.getsockname()
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+
+
+class Server(uvicorn.Server):
+    """Tells when it listens, and leaves signals to whoever runs it."""
+
+    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._ready()
+
+    def capture_signals(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+def listen(application: ASGIApp, listening: socket.socket, desk: Desk, ready: Callable[[], None]) -> None:
+    """Serve until a signal ends it; running answers are told. `ready` is called once requests are taken."""
+    config = uvicorn.Config(application, loop="asyncio", http="h11", ws="none", lifespan="off", log_config=None, log_level="critical",
+                            access_log=False, server_header=False, timeout_keep_alive=KEEP_S, timeout_graceful_shutdown=GRACE_S)
+    server = Server(config, ready)
+
+    def stop() -> None:
+        server.should_exit = True
+        desk.close()
+
+    async def serve() -> None:
+        loop = asyncio.get_running_loop()
+        for each in STOPS:
+            if signal.getsignal(each) is not signal.SIG_IGN:  # as `nohup` has it
+                loop.add_signal_handler(each, stop)
+        await server.serve([listening])
+
+    asyncio.run(serve())
+
+
+def leave_at_once() -> None:
+    """End the process as it is: a pass of the engine is under way that may take seconds, and what it reads must not be freed before."""
+    os._exit(0)

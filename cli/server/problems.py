@@ -1,0 +1,54 @@
+"""What went wrong, as a program is told it: a status and the object that OpenAI's API has for errors."""
+
+from __future__ import annotations
+
+import re
+
+from ... import ContextOverflow, EffllmError, UsageError
+from ...runtime.template import TemplateError
+
+INVALID, REFUSED, FAILED, BUSY = "invalid_request_error", "authentication_error", "server_error", "overloaded_error"
+TOO_LONG = "context_length_exceeded"
+CLOSING = "the server ends"
+PATH = re.compile(r"(?<![\w/.<>:-])(?:~|\.{1,2})?/[^\s:,;'\"]*")
+
+
+class Problem(Exception):
+    """A request that is not answered, or an answer that ends early. `param` is the field that it is about."""
+
+    def __init__(self, status: int, message: str, type: str = INVALID, param: str | None = None, code: str | None = None,
+                 headers: dict[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.type, self.param, self.code, self.headers = status, message, type, param, code, headers or {}
+
+    def to_json(self) -> dict[str, object]:
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+
+def problem_of(error: BaseException, param: str | None = None) -> Problem:
+    """What a program is told of an error; no file of this machine is named. What is wrong with the request says so, all else is ours."""
+    if isinstance(error, Problem):
+        return error
+    if isinstance(error, ContextOverflow):
+        return Problem(400, said(error), param=param, code=TOO_LONG)
+    if isinstance(error, UsageError | TemplateError):
+        return Problem(400, said(error), param=param)
+    if isinstance(error, EffllmError):
+        return Problem(500, said(error), FAILED)
+    if isinstance(error, OSError):
+        return Problem(500, f"reading or writing failed: {error.strerror or type(error).__name__}", FAILED)
+    if isinstance(error, MemoryError):
+        return Problem(500, "memory ran out", FAILED)
+    return Problem(500, f"internal error: {type(error).__name__}", FAILED)
+
+
+def said(error: EffllmError) -> str:
+    return without_paths(f"{error.message}: {error.hint}" if error.hint else error.message)
+
+
+def without_paths(text: str) -> str:
+    return PATH.sub("(a file)", text)
+
+
+def closing() -> Problem:
+    return Problem(503, CLOSING, BUSY, code="server_closing")

@@ -1,0 +1,97 @@
+"""The objects of OpenAI's API: an answer whole, or as the pieces of a stream. Reasoning is `reasoning_content`, apart from the content, as
+DeepSeek, llama.cpp and vLLM have it; `timings` are llama.cpp's."""
+
+from __future__ import annotations
+
+import time
+import uuid
+
+from ... import __version__
+from ...runtime.events import Stats, TextDelta
+
+FINGERPRINT = f"effllm-{__version__}"
+MS = 1000
+
+
+class Shape:
+    """One answer by the name of a model. `kind` and `piece_kind` are what its objects are called. Each kind of answer knows the choice of a
+    piece (`choice_of`), of the end (`choice_at_end`) and of the whole (`whole_choice`)."""
+
+    prefix, kind, piece_kind = "", "", ""
+
+    def __init__(self, model: str, include_usage: bool = False) -> None:
+        self.model, self.include_usage = model, include_usage
+        self.id, self.created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
+
+    def head(self, kind: str) -> dict[str, object]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "system_fingerprint": FINGERPRINT}
+
+    def piece(self, choice: dict[str, object] | None, **more: object) -> dict[str, object]:
+        """An object of the stream with one choice, or none."""
+        usage = {"usage": None} if self.include_usage else {}
+        return {**self.head(self.piece_kind), "choices": [] if choice is None else [{"index": 0, **choice}], **usage, **more}
+
+    def first(self) -> list[dict[str, object]]:
+        """What comes before the first text."""
+        return []
+
+    def delta(self, event: TextDelta) -> dict[str, object]:
+        return self.piece(self.choice_of(event))
+
+    def last(self, stats: Stats) -> list[dict[str, object]]:
+        """What comes behind the last text."""
+        pieces = [self.piece(self.choice_at_end(stats), timings=timings(stats))]
+        return [*pieces, self.piece(None, usage=usage(stats))] if self.include_usage else pieces
+
+    def whole(self, texts: dict[str, str], stats: Stats) -> dict[str, object]:
+        """All at once; `texts` by kind."""
+        choice = {"index": 0, **self.whole_choice(texts), "logprobs": None, "finish_reason": finish(stats)}
+        return {**self.head(self.kind), "choices": [choice], "usage": usage(stats), "timings": timings(stats)}
+
+
+class ChatShape(Shape):
+    prefix, kind, piece_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def first(self) -> list[dict[str, object]]:
+        return [self.piece({"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None})]
+
+    def choice_of(self, event: TextDelta) -> dict[str, object]:
+        name = "content" if event.kind == "answer" else "reasoning_content"
+        return {"delta": {name: event.text}, "logprobs": None, "finish_reason": None}
+
+    def choice_at_end(self, stats: Stats) -> dict[str, object]:
+        return {"delta": {}, "logprobs": None, "finish_reason": finish(stats)}
+
+    def whole_choice(self, texts: dict[str, str]) -> dict[str, object]:
+        reasoning = {"reasoning_content": texts["thinking"]} if texts.get("thinking") else {}
+        return {"message": {"role": "assistant", "content": texts.get("answer", ""), **reasoning}}
+
+
+class TextShape(Shape):
+    prefix, kind, piece_kind = "cmpl", "text_completion", "text_completion"
+
+    def choice_of(self, event: TextDelta) -> dict[str, object]:
+        return {"text": event.text, "logprobs": None, "finish_reason": None}
+
+    def choice_at_end(self, stats: Stats) -> dict[str, object]:
+        return {"text": "", "logprobs": None, "finish_reason": finish(stats)}
+
+    def whole_choice(self, texts: dict[str, str]) -> dict[str, object]:
+        return {"text": "".join(texts.values())}
+
+
+def finish(stats: Stats) -> str:
+    return "stop" if stats.finish_reason == "stop" else "length"
+
+
+def usage(stats: Stats) -> dict[str, object]:
+    made = len(stats.token_ids)
+    return {"prompt_tokens": stats.prompt_tokens, "completion_tokens": made, "total_tokens": stats.prompt_tokens + made,
+            "prompt_tokens_details": {"cached_tokens": stats.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": stats.reasoning_tokens}}
+
+
+def timings(stats: Stats) -> dict[str, object]:
+    return {"cache_n": stats.cached_tokens, "prompt_n": stats.read_tokens, "prompt_ms": stats.prefill_s * MS,
+            "prompt_per_second": stats.prefill_tps, "predicted_n": len(stats.token_ids), "predicted_ms": stats.decode_s * MS,
+            "predicted_per_second": stats.decode_tps}

@@ -1,0 +1,191 @@
+"""Answers on their way to a client: whole, or as server-sent events. A client that goes away is noticed, and its answer ends.
+
+The status of a stream is sent with its first bytes, so these wait for the first event of the engine: what is wrong with a request is an
+error with a status of its own. Only a wait that is long begins with a comment, which readers of events pass over and which keeps proxies
+from giving up; an error then comes as an event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from ...runtime.events import Done, Event, Notice, Progress, Stats, TextDelta
+from .desk import Job
+from .problems import Problem, problem_of
+from .shapes import Shape
+
+KEEP_ALIVE_S = 5.0  # without a byte
+PROGRESS_S = 1.0
+HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
+DONE = b"data: [DONE]\n\n"
+LEFT = "the client left"
+GONE = 499  # as web servers log a client that went away
+
+
+@dataclass
+class Record:
+    """What is said of one request."""
+
+    stats: Stats | None = None
+    ending: str = ""  # why it ended before its end
+    problem: str = ""  # what a person at the terminal is told of it
+
+
+class Listener:
+    """Follows the events of one job. `note` is told the remarks of the engine, `record` what it cost."""
+
+    def __init__(self, job: Job, note: Callable[[str], None], record: Record) -> None:
+        self.job, self._note, self._record = job, note, record
+        self.at = ""  # what the engine is at, in words
+
+    async def next(self, seconds: float | None = None) -> Event | None:
+        """The next text, progress or end; None after so many seconds without one. Raises Problem."""
+        while True:
+            try:
+                event = await self.job.next(seconds)
+            except StopAsyncIteration:
+                raise RuntimeError("an answer without an end") from None
+            except Exception as error:
+                raise self.told(error) from error
+            if isinstance(event, Notice):
+                self._note(event.text)
+                continue
+            if isinstance(event, Progress):
+                self.at = f"{event.phase}: {event.done} of {event.total} {event.unit}"
+            if isinstance(event, Done):
+                self._record.stats = event.stats
+            return event
+
+    def told(self, error: Exception) -> Problem:
+        """The problem for the client; what it is in full goes to the terminal."""
+        problem = problem_of(error)
+        if problem.status == 500:
+            self._record.problem = str(error) or type(error).__name__
+        else:
+            self._record.ending = problem.message
+        return problem
+
+    def left(self) -> None:
+        """The client has gone."""
+        self._record.ending = LEFT
+
+    @property
+    def comment(self) -> str:
+        before = self.job.before
+        return self.at or (f"{before} answer{'' if before == 1 else 's'} before this one" if before else "reading the prompt")
+
+
+async def whole(request: Request, listener: Listener, shape: Shape) -> Response:
+    """The answer as one object. Raises Problem; an empty response where the client has gone."""
+
+    async def collected() -> Response:
+        texts: dict[str, str] = {}
+        while not isinstance(event := await listener.next(), Done):
+            if isinstance(event, TextDelta):
+                texts[event.kind] = texts.get(event.kind, "") + event.text
+        return json_response(shape.whole(texts, event.stats))
+
+    try:
+        response = await unless_gone(request.receive, collected())
+        if response is None:
+            listener.left()
+        return response or Response(status_code=GONE)
+    finally:
+        listener.job.leave()
+
+
+class EventStream(Response):
+    """The answer in pieces."""
+
+    def __init__(self, listener: Listener, shape: Shape) -> None:
+        self._listener, self._shape, self._began, self._wrote = listener, shape, False, 0.0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._send, self._scope, self._receive = send, scope, receive
+        try:
+            if not await unless_gone(receive, self._written()):
+                self._listener.left()
+        finally:
+            self._listener.job.leave()
+
+    async def _written(self) -> bool:
+        listener, shape = self._listener, self._shape
+        try:
+            while not isinstance(event := await listener.next(KEEP_ALIVE_S), Done):
+                if isinstance(event, TextDelta):
+                    await self._begin()
+                    await self._data([shape.delta(event)])
+                else:
+                    await self._wait()
+            await self._begin()
+            await self._data(shape.last(event.stats))
+            await self._body(DONE, more=False)
+        except Problem as problem:
+            if self._wrote:
+                await self._data([problem.to_json()])
+                await self._body(DONE, more=False)
+            else:
+                response = problem_response(problem)
+                await response(self._scope, self._receive, self._send)
+        return True
+
+    async def _begin(self) -> None:
+        """Before the first piece."""
+        if not self._began:
+            self._began = True
+            await self._data(self._shape.first())
+
+    async def _wait(self) -> None:
+        """A comment, unless there was one just now."""
+        if time.monotonic() - self._wrote >= PROGRESS_S:
+            await self._body(f": {self._listener.comment}\n\n".encode())
+
+    async def _data(self, pieces: Iterable[Mapping[str, object]]) -> None:
+        if lines := b"".join(b"data: " + encoded(piece) + b"\n\n" for piece in pieces):
+            await self._body(lines)
+
+    async def _body(self, body: bytes, more: bool = True) -> None:
+        if not self._wrote:
+            headers = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        self._wrote = time.monotonic()
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Any]) -> Any:
+    """What the work comes to; None where the client goes away before."""
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            continue
+
+    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        return await working if working.done() else None
+    finally:
+        for each in (working, watching):
+            each.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+def encoded(value: object) -> bytes:
+    """JSON in UTF-8; half a surrogate pair, which has none, as a question mark."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode("utf-8", "replace")
+
+
+def json_response(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(encoded(value), status, headers, "application/json")
+
+
+def problem_response(problem: Problem) -> Response:
+    return json_response(problem.to_json(), problem.status, problem.headers)

@@ -1,0 +1,125 @@
+"""From the fields of a request to what its answer is to be: what it leaves out is as the command line says, and it leaves nothing behind
+for the next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ... import EffllmError, UsageError
+from ...runtime.constraint import ANY_OBJECT, Form, form_of_grammar, form_of_schema
+from ...runtime.replies import Wish
+from ...runtime.sampler import SamplerSettings
+from ...runtime.stream_filters import StopStrings
+from ...runtime.text import Tokenizer
+from .fields import Asked, ChatAsked
+from .problems import Problem, problem_of
+
+# Field of a request -> field of SamplerSettings. Of two names for one thing the later is the name elsewhere.
+SAMPLING = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "typical_p": "typical_p",
+            "repeat_penalty": "repetition_penalty", "repetition_penalty": "repetition_penalty", "repeat_last_n": "penalty_last_n",
+            "presence_penalty": "presence_penalty", "frequency_penalty": "frequency_penalty", "seed": "seed"}
+NO_LIMIT = RANDOM = -1
+SEEDS = 1 << 64
+LENGTHS = ("max_completion_tokens", "max_tokens", "n_predict")
+SCHEMA, GRAMMAR, THE_SCHEMA, THE_GRAMMAR = "response_format", "grammar", "the schema", "the grammar"
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+OF_HARMONY = {"minimal": "low", "xhigh": "high", "max": "high"}
+SWITCHES = ("enable_thinking", "thinking")
+TAKEN = ("messages", "tools", "add_generation_prompt", "self")  # what a template is given is not a variable of a request's
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What answers are where a request does not say it: the command line's flags. `system` is the system prompt of one without."""
+
+    wish: Wish
+    system: str | None = None
+
+
+def wish_of(asked: Asked, defaults: Defaults) -> Wish:
+    """Raises Problem that names the field."""
+    wish = defaults.wish
+    return replace(wish, settings=_settings(asked, wish.settings), max_tokens=_length(asked, wish.max_tokens), form=_form(asked, wish.form),
+                   stops=wish.stops if asked.stop is None else _stops(asked.stop),
+                   ignore_eos=wish.ignore_eos if asked.ignore_eos is None else asked.ignore_eos)
+
+
+def reasoning_of(asked: ChatAsked, wish: Wish, tokenizer: Tokenizer) -> tuple[Wish, dict[str, Any]]:
+    """The wish with what a request says of reasoning, and the variables that its template is given. Raises Problem."""
+    variables: Mapping[str, Any] = asked.chat_template_kwargs or {}
+    for name in TAKEN:
+        if name in variables:
+            where = f"chat_template_kwargs.{name}"
+            raise Problem(400, f"{where} is not a variable of the template", param=where)
+    switch = next((variables[name] for name in SWITCHES if isinstance(variables.get(name), bool)), None)
+    effort, more = asked.reasoning_effort, {}
+    if effort is not None:
+        if effort not in EFFORTS:
+            raise Problem(400, f"reasoning_effort is one of {', '.join(EFFORTS)}, not {effort!r:.40}", param="reasoning_effort")
+        switch = effort != "none" if switch is None else switch
+        template = tokenizer.template
+        if effort != "none" and template is not None and "reasoning_effort" in template.variables:
+            more["reasoning_effort"] = OF_HARMONY.get(effort, effort)
+    if switch is not None and tokenizer.thinks:
+        wish = replace(wish, think="on" if switch else "off")
+    return wish, {**more, **variables}
+
+
+def _settings(asked: Asked, settings: SamplerSettings) -> SamplerSettings:
+    for field, name in SAMPLING.items():
+        value = getattr(asked, field)
+        if value is None:
+            continue
+        if field == "seed":
+            value = None if value == RANDOM else value % SEEDS if value < 0 else value
+        elif field == "top_k" and value == -1:  # elsewhere that is off
+            value = 0
+        try:
+            settings = replace(settings, **{name: value})
+        except UsageError as error:
+            raise Problem(400, error.message.replace(name, field, 1), param=field) from error
+    return settings
+
+
+def _length(asked: Asked, otherwise: int | None) -> int | None:
+    field = next((field for field in LENGTHS if getattr(asked, field) is not None), None)
+    if field is None:
+        return otherwise
+    tokens = getattr(asked, field)
+    if tokens < NO_LIMIT:
+        raise Problem(400, f"{field} is 0 or more, or -1 for no limit, not {tokens}", param=field)
+    return None if tokens == NO_LIMIT else tokens
+
+
+def _stops(stops: list[str]) -> tuple[str, ...]:
+    if "" in stops:
+        raise Problem(400, "stop: an empty text ends nothing", param="stop")
+    return StopStrings(stops).stops
+
+
+def _form(asked: Asked, otherwise: Form | None) -> Form | None:
+    """What the answer is held to. `{"type": "text"}` is free, whatever the command line says."""
+    wanted = asked.response_format
+    kind = None if wanted is None else wanted.get("type")
+    if kind not in (None, "text") and asked.grammar:
+        raise Problem(400, "response_format and grammar both say what the answer is", param=GRAMMAR)
+    try:
+        if asked.grammar:
+            return form_of_grammar(asked.grammar, GRAMMAR, THE_GRAMMAR)
+        if wanted is None:
+            return otherwise
+        if kind == "text":
+            return None
+        if kind == "json_object":
+            return form_of_schema(wanted.get("schema") or {"type": "object"}, SCHEMA, THE_SCHEMA if "schema" in wanted else ANY_OBJECT)
+        if kind == "json_schema":
+            inner = wanted.get("json_schema")
+            schema = inner.get("schema") if isinstance(inner, dict) else wanted.get("schema")
+            if not isinstance(schema, dict):
+                raise Problem(400, "response_format.json_schema.schema is missing", param="response_format.json_schema.schema")
+            return form_of_schema(schema, SCHEMA, THE_SCHEMA)
+    except EffllmError as error:
+        raise problem_of(error, GRAMMAR if asked.grammar else SCHEMA) from error
+    raise Problem(400, f"response_format.type is text, json_object or json_schema, not {kind!r:.40}", param="response_format.type")

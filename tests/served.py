@@ -1,0 +1,105 @@
+"""`effllm serve` as a process of its own, and a client for it that sees every byte."""
+
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+QUESTION = "Tell me a story about the fox and the king."
+ASKED = [{"role": "user", "content": QUESTION}]
+MINUTE = 60
+
+
+class Reply:
+    """A response that was read to its end."""
+
+    def __init__(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
+        self.status, self.headers, self.body = status, headers, body
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """OpenAI's object for errors, whose keys are these."""
+        error = self.json["error"]
+        assert set(self.json) == {"error"} and set(error) == {"message", "type", "param", "code"} and error["message"] and error["type"]
+        return error
+
+    @property
+    def events(self) -> list[Any]:
+        """The objects of a stream, which has an end."""
+        lines = [line for line in self.body.decode().split("\n") if line and not line.startswith(":")]
+        assert all(line.startswith("data: ") for line in lines) and lines[-1] == "data: [DONE]"
+        return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+class Served:
+    """A server that listens. `err` is what it has said at the terminal."""
+
+    def __init__(self, process: subprocess.Popen, stderr: Any) -> None:
+        self.process, self._stderr = process, stderr
+        self.said = json.loads(process.stdout.readline())
+        self.url, self.port = self.said["url"], int(self.said["url"].rsplit(":", 1)[1].removesuffix("/v1"))
+
+    @property
+    def err(self) -> str:
+        self._stderr.seek(0)
+        return self._stderr.read().decode()
+
+    def open(self, method: str, path: str, body: Any = None, **headers: str) -> http.client.HTTPResponse:
+        """A request whose response is yet to be read. A body that is bytes goes as it is."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=MINUTE)
+        sent = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        connection.request(method, path, sent, {"Content-Type": "application/json", **named})
+        response = connection.getresponse()
+        response.connection = connection  # kept open as long as it
+        return response
+
+    def ask(self, method: str, path: str, body: Any = None, **headers: str) -> Reply:
+        response = self.open(method, path, body, **headers)
+        try:
+            return Reply(response.status, dict(response.headers), response.read())
+        finally:
+            response.connection.close()
+
+    def chat(self, messages: Any = ASKED, **fields: Any) -> Reply:
+        return self.ask("POST", "/v1/chat/completions", {"messages": messages, "temperature": 0, "max_tokens": 24, **fields})
+
+    def complete(self, prompt: Any = "Once upon a time", **fields: Any) -> Reply:
+        return self.ask("POST", "/v1/completions", {"prompt": prompt, "temperature": 0, "max_tokens": 24, **fields})
+
+    def until(self, said: str, seconds: float = 10) -> None:
+        """Wait for a line at the terminal."""
+        end = time.monotonic() + seconds
+        while said not in self.err:
+            assert time.monotonic() < end, self.err
+            time.sleep(0.02)
+
+
+def started(*flags: str, model: str = "fable", **variables: str) -> tuple[subprocess.Popen, Any]:
+    stderr = tempfile.TemporaryFile()
+    process = subprocess.Popen([sys.executable, "-P", "-m", "effllm", "serve", model, "--port", "0", "--json", *flags],
+                               stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr, env={**os.environ, **variables})
+    return process, stderr
+
+
+@contextmanager
+def serving(*flags: str, model: str = "fable", **variables: str) -> Iterator[Served]:
+    process, stderr = started(*flags, model=model, **variables)
+    try:
+        yield Served(process, stderr)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        stderr.close()

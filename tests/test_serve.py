@@ -1,0 +1,210 @@
+"""`effllm serve` answers as OpenAI's API does: a real process on the loopback with the packaged model."""
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import effllm
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from served import ASKED, MINUTE, QUESTION, Served, serving
+
+SCHEMA = {"type": "object", "properties": {"fox": {"type": "boolean"}}, "required": ["fox"], "additionalProperties": False}
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving() as server:
+        yield server
+
+
+def run(*flags: str) -> str:
+    ran = subprocess.run([sys.executable, "-P", "-m", "effllm", "run", "fable", *flags, "--temp", "0", "-n", "24", "--json"],
+                         capture_output=True, text=True, timeout=MINUTE, stdin=subprocess.DEVNULL, check=True, env=os.environ)
+    return json.loads(ran.stdout)["text"]
+
+
+def text_of(events: list, name: str = "content") -> str:
+    return "".join(choice["delta"].get(name) or "" for event in events for choice in event["choices"])
+
+
+def test_it_says_where_it_listens(server: Served) -> None:
+    assert server.said == {"url": f"http://127.0.0.1:{server.port}/v1", "model": "fable", "context": 2048}
+    assert f"http://127.0.0.1:{server.port}/v1 serves fable, context 2048 tokens; Ctrl-C ends it\n" in server.err
+    assert server.ask("GET", "/health").json["status"] == "ok"
+    for path in ("/v1/models", "/models"):
+        (card,) = server.ask("GET", path).json["data"]
+        assert (card["id"], card["object"], card["owned_by"], card["max_model_len"]) == ("fable", "model", "effllm", 2048)
+        assert card["meta"]["n_ctx"] == 2048 and server.ask("GET", f"{path}/fable").json == card
+    assert b"/v1" in server.ask("GET", "/").body
+
+
+def test_an_answer_is_that_of_run_and_has_the_shape_of_openais(server: Served) -> None:
+    reply = server.chat([{"role": "system", "content": "Be brief."}, *ASKED])
+    whole, (choice,) = reply.json, reply.json["choices"]
+    assert reply.status == 200 and reply.headers["content-type"] == "application/json"
+    assert choice["message"] == {"role": "assistant", "content": run(QUESTION, "-s", "Be brief.")}
+    assert (whole["object"], whole["model"], choice["index"], choice["finish_reason"]) == ("chat.completion", "fable", 0, "length")
+    assert whole["id"].startswith("chatcmpl-") and whole["created"] > 1_700_000_000 and choice["logprobs"] is None
+    usage = whole["usage"]
+    assert usage["completion_tokens"] == 24 and usage["total_tokens"] == usage["prompt_tokens"] + 24
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": 0} and "cached_tokens" in usage["prompt_tokens_details"]
+    assert whole["timings"]["predicted_n"] == 24 and whole["timings"]["predicted_per_second"] > 0
+
+
+def test_a_stream_joined_is_the_whole(server: Served) -> None:
+    whole = server.chat().json
+    reply = server.chat(stream=True, stream_options={"include_usage": True})
+    first, *pieces, last, usage = reply.events
+    assert reply.headers["content-type"].startswith("text/event-stream") and "content-length" not in reply.headers
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert text_of(pieces) == whole["choices"][0]["message"]["content"] and len(pieces) > 10
+    assert {event["choices"][0]["finish_reason"] for event in (first, *pieces)} == {None}
+    assert last["choices"][0] == {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "length"}
+    assert usage["choices"] == [] and usage["usage"]["completion_tokens"] == 24
+    assert {event["usage"] for event in (first, *pieces)} == {None}
+    assert len({(event["id"], event["created"], event["model"], event["object"]) for event in reply.events}) == 1
+    assert first["object"] == "chat.completion.chunk" and first["id"] != whole["id"]
+    assert not any("usage" in event for event in server.chat(stream=True).events)
+
+
+def test_texts_are_continued(server: Served) -> None:
+    whole = server.complete().json
+    assert whole["object"] == "text_completion" and whole["id"].startswith("cmpl-")
+    assert whole["choices"] == [{"index": 0, "text": run("Once upon a time", "--raw"), "logprobs": None, "finish_reason": "length"}]
+    events = server.complete(stream=True).events
+    assert "".join(event["choices"][0]["text"] for event in events) == whole["choices"][0]["text"]
+    assert events[-1]["choices"][0]["finish_reason"] == "length"
+    ids = server.ask("POST", "/tokenize", {"content": "Once upon a time"}).json["tokens"]
+    for prompt in (ids, [ids], ["Once upon a time"]):
+        assert server.complete(prompt).json["choices"] == whole["choices"]
+
+
+def test_text_and_tokens(server: Served) -> None:
+    ids = server.ask("POST", "/tokenize", {"content": "the fox, the kïng"}).json["tokens"]
+    assert ids and server.ask("POST", "/detokenize", {"tokens": ids}).json == {"content": "the fox, the kïng"}
+    pieces = server.ask("POST", "/tokenize", {"content": "the fox", "with_pieces": True}).json["tokens"]
+    assert "".join(each["piece"] for each in pieces) == "the fox"
+    assert server.ask("POST", "/detokenize", {"tokens": [10**6]}).error["param"] == "tokens"
+
+
+def test_the_second_question_of_a_conversation_reads_what_is_new(server: Served) -> None:
+    server.complete("Another text that is in nobody's way.")
+    first = server.chat().json
+    messages = [*ASKED, first["choices"][0]["message"], {"role": "user", "content": "Go on."}]
+    usage = server.chat(messages).json["usage"]
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    assert first["usage"]["prompt_tokens_details"]["cached_tokens"] <= 2
+    assert cached >= first["usage"]["total_tokens"] - 1 and usage["prompt_tokens"] - cached < 15
+    server.until(f"{usage['prompt_tokens']} tokens in ({cached} cached), ")
+
+
+def test_nothing_of_a_request_is_left_in_the_next(server: Served) -> None:
+    plain = server.chat().json["choices"]
+    wild = {"temperature": 1.9, "seed": 3, "top_k": 3, "stop": ["e", "a"], "max_tokens": 3, "repeat_penalty": 3, "ignore_eos": True,
+            "grammar": 'root ::= "yes" | "no"', "reasoning_effort": "none"}
+    assert server.chat(**wild).json["choices"][0]["message"]["content"] in ("y", "yes", "no")
+    assert server.chat().json["choices"] == plain
+
+
+@pytest.mark.parametrize("fields", [
+    {"temperature": 1.2, "seed": 5}, {"temperature": 1.2, "seed": -5}, {"temperature": 1, "top_p": 0.5, "seed": 7},
+    {"temperature": 1, "top_k": 2, "min_p": 0.1, "typical_p": 0.9, "seed": 2}, {"frequency_penalty": 30}, {"presence_penalty": 30},
+    {"repeat_penalty": 1.9, "repeat_last_n": 64}, {"repetition_penalty": 1.9}, {"logit_bias": {}, "n": 1, "logprobs": False}])
+def test_fields_of_sampling(server: Served, fields: dict) -> None:
+    """The same twice; what draws otherwise says something else."""
+    first, second = (server.chat(**fields) for _ in range(2))
+    assert first.status == 200 and first.json["choices"] == second.json["choices"]
+    assert (first.json["choices"] != server.chat().json["choices"]) == ("logit_bias" not in fields)
+
+
+def test_where_answers_end(server: Served) -> None:
+    whole = server.chat(max_tokens=60).json["choices"][0]["message"]["content"]
+    stop = whole[20:24]
+    for stops in (stop, [stop, "\x00"]):
+        (choice,) = server.chat(max_tokens=60, stop=stops).json["choices"]
+        assert choice["message"]["content"] == whole.partition(stop)[0] and choice["finish_reason"] == "stop"
+    for name in ("max_tokens", "max_completion_tokens", "n_predict"):
+        reply = server.ask("POST", "/v1/chat/completions", {"messages": ASKED, "temperature": 0, name: 3}).json
+        assert reply["usage"]["completion_tokens"] == 3 and reply["choices"][0]["finish_reason"] == "length"
+    assert server.chat(max_tokens=0).json["usage"]["completion_tokens"] == 0
+    ended = server.complete("The fox said yes.", max_tokens=-1, stop=["."]).json
+    assert ended["choices"][0]["finish_reason"] in ("stop", "length") and "." not in ended["choices"][0]["text"]
+
+
+def test_answers_of_a_form(server: Served) -> None:
+    def said(**fields: object) -> str:
+        return server.chat(max_tokens=200, **fields).json["choices"][0]["message"]["content"]
+
+    strict = {"type": "json_schema", "json_schema": {"name": "fox", "strict": True, "schema": SCHEMA}}
+    assert set(json.loads(said(response_format=strict))) == {"fox"}
+    assert set(json.loads(said(response_format={"type": "json_object", "schema": SCHEMA}))) == {"fox"}
+    assert said(grammar='root ::= "yes" | "no"') in ("yes", "no")
+    assert said(response_format={"type": "text"}) == said()
+    joined = text_of(server.chat(response_format=strict, stream=True, max_tokens=200).events)
+    assert set(json.loads(joined)) == {"fox"}
+
+
+def test_what_harms_nobody_is_let_pass(server: Served) -> None:
+    plain = server.chat().json["choices"]
+    fields = {"user": "me", "store": False, "metadata": {"a": "b"}, "service_tier": "auto", "parallel_tool_calls": True, "n": None,
+              "tools": [], "tool_choice": "auto", "logit_bias": None, "model": "fable", "chat_template_kwargs": {"enable_thinking": False},
+              "reasoning_effort": "low", "response_format": None, "stream": False, "cache_prompt": True, "name_of_nothing": {"x": [1]}}
+    reply = server.chat(**fields)
+    assert reply.status == 200 and reply.json["choices"] == plain
+    parts = [{"role": "developer", "content": "Be brief."},
+             {"role": "user", "name": "ann", "content": [{"type": "text", "text": QUESTION}]}]
+    assert server.chat(parts).json["choices"] == server.chat([{"role": "system", "content": "Be brief."}, *ASKED]).json["choices"]
+
+
+def test_several_clients_at_once_are_answered_each_as_if_alone(server: Served) -> None:
+    prompts = [f"There were {number} foxes and" for number in range(6)]
+    alone = [server.complete(prompt).json["choices"] for prompt in prompts]
+    with ThreadPoolExecutor(6) as pool:
+        together = list(pool.map(lambda prompt: server.complete(prompt).json["choices"], prompts))
+    assert together == alone
+
+
+def test_the_command_line_says_what_requests_leave_out() -> None:
+    with serving("--temp", "0", "-n", "5", "-s", "Be brief.", "--stop", "@@", "--name", "gpt-x", "--quiet") as server:
+        plain = server.ask("POST", "/v1/chat/completions", {"messages": ASKED, "model": "gpt-x"}).json
+        assert plain["model"] == "gpt-x" and plain["usage"]["completion_tokens"] == 5
+        with_system = server.chat([{"role": "system", "content": "Be brief."}, *ASKED], max_tokens=5).json
+        assert plain["choices"] == with_system["choices"] and plain["usage"]["prompt_tokens"] == with_system["usage"]["prompt_tokens"]
+        assert server.chat(max_tokens=7).json["usage"]["completion_tokens"] == 7
+        assert server.chat(model="fable").error["code"] == "model_not_found"
+        assert "POST" not in server.err and "serves gpt-x" in server.err
+
+
+def thinking_model(folder: Path) -> Path:
+    """The packaged model with a template that opens reasoning, unless it is told not to."""
+    fable = Path(effllm.__path__[0]) / "models" / "fable"
+    folder.mkdir()
+    for path in fable.iterdir():
+        (folder / path.name).symlink_to(path)
+    settings = json.loads((fable / "tokenizer_config.json").read_text())
+    opening = "{% if add_generation_prompt and enable_thinking is not false %}<think>\n{% endif %}"
+    (folder / "tokenizer_config.json").unlink()
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": settings["chat_template"] + opening}))
+    return folder
+
+
+def test_reasoning_stands_apart(tmp_path: Path) -> None:
+    with serving(model=str(thinking_model(tmp_path / "thinker"))) as server:
+        assert server.said["model"] == "thinker", "no folder of this machine"
+        reply = server.chat(model="thinker").json
+        message, details = reply["choices"][0]["message"], reply["usage"]["completion_tokens_details"]
+        assert message["content"] == "" and message["reasoning_content"] and details == {"reasoning_tokens": 24}
+        events = server.chat(stream=True).events
+        assert text_of(events) == "" and text_of(events, "reasoning_content") == message["reasoning_content"]
+        for fields in ({"chat_template_kwargs": {"enable_thinking": False}}, {"reasoning_effort": "none"}):
+            plain = server.chat(**fields).json
+            assert plain["choices"][0]["message"].keys() == {"role", "content"} and plain["choices"][0]["message"]["content"]
+            assert plain["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
+        assert server.chat().json["choices"] == reply["choices"]
+        assert server.chat(reasoning_effort="much").error["param"] == "reasoning_effort"

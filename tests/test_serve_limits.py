@@ -1,0 +1,241 @@
+"""What `effllm serve` refuses and how, who may ask, and how it ends: each time the next request is answered."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from served import ASKED, MINUTE, Served, serving, started
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving("--queue", "1") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def plain(server: Served) -> list:
+    return server.chat().json["choices"]
+
+
+@pytest.mark.parametrize(("fields", "param"), [
+    ({"n": 2}, "n"), ({"logit_bias": {"5": 1}}, "logit_bias"), ({"logprobs": True}, "logprobs"), ({"top_logprobs": 3}, "top_logprobs"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "What is it?"}, IMAGE]}]}, "messages[0].content[1]"),
+    ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content"), ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"), ({"messages": [{"content": "x"}]}, "messages[0].role"),
+    ({"messages": "x"}, "messages"), ({"messages": ["x"]}, "messages[0]"), ({"messages": []}, None),
+    ({"temperature": "hot"}, "temperature"), ({"temperature": True}, "temperature"), ({"temperature": -1}, "temperature"),
+    ({"top_p": 0}, "top_p"), ({"top_k": 1.5}, "top_k"), ({"repeat_penalty": -1}, "repeat_penalty"), ({"max_tokens": -5}, "max_tokens"),
+    ({"max_completion_tokens": "9"}, "max_completion_tokens"), ({"stop": [1]}, "stop[0]"), ({"stop": ""}, "stop"),
+    ({"stream": "yes"}, "stream"), ({"stream_options": 1}, "stream_options"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"), ({"grammar": "root ::= (("}, "grammar"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"colour": 1}}}}, "response_format"),
+    ({"response_format": {"type": "json_object"}, "grammar": 'root ::= "a"'}, "grammar"), ({"grammar": "/etc/passwd"}, "grammar"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"), ({"guided_json": {}}, "guided_json"),
+    ({"modalities": ["audio"]}, "modalities"), ({"mirostat": 2}, "mirostat")])
+def test_what_is_not_answered_names_its_field(server: Served, plain: list, fields: dict, param: str | None) -> None:
+    for stream in ({}, {"stream": True}):
+        reply = server.chat(**stream | fields)
+        assert reply.status == 400 and reply.error["type"] == "invalid_request_error" and reply.error["param"] == param
+    assert "root:" not in reply.error["message"]
+    assert server.chat().json["choices"] == plain
+
+
+@pytest.mark.parametrize(("fields", "param"), [
+    ({"prompt": ["a", "b"]}, "prompt"), ({"prompt": None}, "prompt"), ({"prompt": [[1], "a"]}, "prompt"), ({"prompt": [1.5]}, "prompt"),
+    ({"echo": True}, "echo"), ({"suffix": "end"}, "suffix"), ({"logprobs": 0}, "logprobs"), ({"best_of": 2}, "best_of"),
+    ({"prompt": [10**6]}, None), ({"prompt": [-1]}, None), ({"prompt": ""}, None), ({"prompt": []}, None)])
+def test_texts_that_are_not_continued(server: Served, fields: dict, param: str | None) -> None:
+    reply = server.complete(**{"prompt": "Once", **fields})
+    assert reply.status == 400 and reply.error["param"] == param
+
+
+def test_bodies_that_are_no_request(server: Served, plain: list) -> None:
+    for body in (b"", b"{", b"[]", b"null", b"\xff", b'{"messages": [' + b"[" * 5000, b'{"temperature": NaN}', b'{"prompt": "\\ud800"}'):
+        for path in (CHAT, TEXT, "/tokenize"):
+            reply = server.ask("POST", path, body)
+            assert reply.status == 400 and reply.error["type"] == "invalid_request_error", body
+    reply = server.ask("POST", CHAT, b" " * (33 << 20))
+    assert reply.status == 413 and reply.error["code"] == "body_too_large"
+    assert server.chat().json["choices"] == plain
+
+
+def test_paths_methods_and_models_that_there_are_not(server: Served) -> None:
+    for method, path, status in (("GET", "/v1/nothing", 404), ("POST", "/v1/embeddings", 404), ("GET", CHAT, 405), ("DELETE", TEXT, 405),
+                                 ("POST", "/v1/models", 405), ("GET", "/v1/models/gpt-4o", 404), ("GET", "/..%2f..%2fetc/passwd", 404)):
+        assert server.ask(method, path).status == status and server.ask(method, path).error["param"] is None
+    reply = server.chat(model="gpt-4o")
+    assert reply.status == 404 and (reply.error["param"], reply.error["code"]) == ("model", "model_not_found")
+    assert "this server serves fable" in reply.error["message"]
+
+
+def test_a_prompt_that_is_too_long_says_how_long_it_is(server: Served, plain: list) -> None:
+    for stream in ({}, {"stream": True}):
+        reply = server.chat([{"role": "user", "content": "fox " * 3000}], **stream)
+        assert reply.status == 400 and reply.error["code"] == "context_length_exceeded"
+        assert re.match(r"the prompt has 3\d\d\d tokens and the context holds 2048: shorten it", reply.error["message"])
+    long = server.complete("The fox " * 1010, max_tokens=None, stream=True).events
+    assert long[-1]["choices"][0]["finish_reason"] in ("length", "stop")
+    assert server.chat().json["choices"] == plain
+
+
+def test_the_key_is_asked_for() -> None:
+    with serving("--api-key", "s3cret") as server:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "s3cret"}, {"Authorization": "Basic s3cret"},
+                        {"Authorization": "Bearer s3cret\xe4"}, {"X_Api_Key": ""}):
+            for method, path in (("POST", CHAT), ("GET", "/v1/models"), ("GET", "/nothing")):
+                reply = server.ask(method, path, None, **headers)
+                assert reply.status == 401 and reply.error["code"] == "invalid_api_key" and reply.headers["www-authenticate"] == "Bearer"
+        assert server.ask("GET", "/health").status == 200
+        for headers in ({"Authorization": "Bearer s3cret"}, {"Authorization": "bearer s3cret"}, {"X_Api_Key": "s3cret"}):
+            assert server.ask("GET", "/v1/models", **headers).status == 200
+        assert "s3cret" not in server.err
+
+
+def test_pages_of_other_sites_may_not_ask(server: Served) -> None:
+    body = {"messages": ASKED, "max_tokens": 1}
+    for headers in ({"Host": "evil.example"}, {"Host": f"evil.example:{server.port}"}, {"Host": "127.0.0.1.evil.example"},
+                    {"Origin": "https://evil.example"}, {"Origin": "null"}, {"Origin": "http://localhost.evil.example"},
+                    {"Origin": "http://[::1"}):
+        reply = server.ask("POST", CHAT, body, **headers)
+        assert reply.status == 403 and "access-control-allow-origin" not in reply.headers, headers
+    for headers in ({"Host": "localhost"}, {"Host": f"LOCALHOST:{server.port}"}, {"Host": "127.0.0.7"}, {"Host": "[::1]:80"},
+                    {"Origin": f"http://127.0.0.1:{server.port}"}, {"Origin": "http://localhost:3000"}):
+        reply = server.ask("POST", CHAT, body, **headers)
+        assert reply.status == 200 and reply.headers.get("access-control-allow-origin") == headers.get("Origin"), headers
+
+
+def test_origins_that_are_let_in() -> None:
+    with serving("--cors", "https://chat.example", "--api-key", "k", "--queue", "0") as server:
+        asked = {"Origin": "https://chat.example", "Access_Control_Request_Method": "POST",
+                 "Access_Control_Request_Headers": "authorization,x-own"}
+        reply = server.ask("OPTIONS", CHAT, **asked)
+        allowed = {name.removeprefix("access-control-allow-"): value for name, value in reply.headers.items()}
+        assert (reply.status, reply.body, allowed["origin"]) == (204, b"", "https://chat.example")
+        assert allowed["headers"] == "authorization,x-own" and "POST" in allowed["methods"]
+        assert server.ask("OPTIONS", CHAT, **asked | {"Origin": "https://other.example"}).status == 403
+        reply = server.ask("GET", "/v1/models", Origin="https://chat.example", Authorization="Bearer k")
+        assert reply.status == 200 and reply.headers["access-control-allow-origin"] == "https://chat.example"
+        refused = server.ask("GET", "/v1/models", Origin="https://chat.example")
+        assert refused.status == 401 and "access-control-allow-origin" in refused.headers, "else a page cannot read why"
+
+
+def endless(server: Served):
+    """A stream that goes on to the end of the context."""
+    response = server.open("POST", TEXT, {"prompt": "Once", "temperature": 0, "ignore_eos": True, "stream": True, "max_tokens": -1})
+    assert response.readline().startswith(b"data: ")
+    return response
+
+
+def test_a_client_that_goes_away_ends_its_answer(server: Served, plain: list) -> None:
+    for _ in range(3):
+        lines = server.err.count("the client left")
+        response = endless(server)
+        response.connection.sock.shutdown(socket.SHUT_RDWR)
+        response.close()
+        response.connection.close()
+        server.chat(max_tokens=1)
+        end = time.monotonic() + 5
+        while server.err.count("the client left") == lines and time.monotonic() < end:
+            time.sleep(0.01)
+        assert server.err.count("the client left") == lines + 1
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        body = json.dumps({"prompt": "Once", "ignore_eos": True, "max_tokens": -1}).encode()
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+        time.sleep(0.1)
+    assert server.chat().json["choices"] == plain, "one that waits for a whole answer goes too"
+    server.until("POST /v1/completions 499 · the client left")
+
+
+def test_others_wait_in_order_and_no_more_than_may(server: Served, plain: list) -> None:
+    first = endless(server)
+    ended: list[str] = []
+    waiting = threading.Thread(target=lambda: ended.append(server.chat().json["choices"]))
+    waiting.start()
+    end = time.monotonic() + 10
+    while server.ask("GET", "/health").json["waiting"] < 1:
+        assert time.monotonic() < end
+    reply = server.chat()
+    assert reply.status == 503 and reply.error["code"] == "queue_full" and reply.headers["retry-after"] == "1"
+    assert not ended and server.ask("GET", "/v1/models").status == 200
+    first.close()
+    first.connection.close()
+    waiting.join(MINUTE)
+    assert ended == [plain] and server.chat().status == 200
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_within_a_second(number: signal.Signals) -> None:
+    with serving() as server:
+        running, idle, replies = endless(server), server.open("GET", "/health"), []
+        waiting = threading.Thread(target=lambda: replies.append(server.chat()))
+        waiting.start()
+        while not server.ask("GET", "/health").json["waiting"]:
+            time.sleep(0.01)
+        began = time.monotonic()
+        server.process.send_signal(number)
+        *_, last, done = running.read().decode().strip().split("\n\n")
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "server_closing" and done == "data: [DONE]"
+        assert server.process.wait(5) == 0 and time.monotonic() - began < 3
+        waiting.join(5)
+        assert replies[0].status == 503 and replies[0].error["code"] == "server_closing" and idle.status == 200
+        assert "Traceback" not in server.err
+        with pytest.raises(ConnectionRefusedError):
+            server.ask("GET", "/health")
+
+
+def ran(*flags: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-P", "-m", "effllm", "serve", *flags], capture_output=True, text=True, timeout=MINUTE,
+                          stdin=subprocess.DEVNULL, check=False, env=os.environ)
+
+
+def test_addresses_that_cannot_be_had(server: Served) -> None:
+    for flag, value, code, said in (("--port", str(server.port), 1, f"port {server.port} of 127.0.0.1 is in use"),
+                                    ("--port", "70000", 2, "is no port"), ("--host", "no.such.host.invalid", 2, "--host no.such.host"),
+                                    ("--host", "192.0.2.1", 1, "--host 192.0.2.1"), ("--api-key", "", 2, "--api-key"),
+                                    ("--cors", "chat.example", 2, "is no origin"), ("--queue", "-1", 2, "--queue -1"),
+                                    ("--name", " ", 2, "--name"), ("--stop", "", 2, "stop")):
+        done = ran("fable", flag, value)
+        assert done.returncode == code and said in done.stderr and "hint: " in done.stderr and not done.stdout, flag
+    assert ran("no-such-model").returncode == 3
+
+
+def test_another_address_without_a_key_is_said() -> None:
+    process, stderr = started("--host", "0.0.0.0")
+    try:
+        server = Served(process, stderr)
+        assert server.url.startswith("http://0.0.0.0:") and "without --api-key: whoever reaches this machine can ask" in server.err
+        assert server.ask("GET", "/v1/models", Host="my-machine.lan").status == 200
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        stderr.close()
+
+
+def test_memory_stays_flat(server: Served) -> None:
+    def ask(number: int) -> None:
+        server.complete(f"There were {number} foxes", max_tokens=4, stream=bool(number % 2))
+
+    measured, process = [], psutil.Process(server.process.pid)
+    for number in range(300):
+        ask(number)
+        if number in (99, 299):
+            measured.append(process.memory_info().rss)
+    assert measured[1] - measured[0] < 4 << 20, measured
+    assert process.num_fds() < 60 and process.num_threads() < 30

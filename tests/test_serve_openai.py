@@ -1,0 +1,65 @@
+"""OpenAI's own client against `effllm serve`: what it is told, it understands."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from served import ASKED, serving
+
+openai = pytest.importorskip("openai")
+pytestmark = [pytest.mark.peer, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def client():
+    with serving("--api-key", "k") as server, openai.OpenAI(base_url=server.url, api_key="k", max_retries=0) as client:
+        yield client
+
+
+def test_chats_whole_and_streamed(client) -> None:
+    whole = client.chat.completions.create(model="fable", messages=ASKED, temperature=0, max_completion_tokens=24, seed=1, user="me")
+    assert whole.choices[0].message.role == "assistant" and whole.choices[0].finish_reason == "length"
+    assert whole.usage.completion_tokens == 24 and whole.usage.prompt_tokens_details.cached_tokens >= 0
+    with client.chat.completions.stream(model="fable", messages=ASKED, temperature=0, max_completion_tokens=24,
+                                        stream_options={"include_usage": True}) as stream:
+        pieces = [event for event in stream if event.type == "content.delta"]
+        assert "".join(event.delta for event in pieces) == whole.choices[0].message.content
+    pieces = [*client.chat.completions.create(model="fable", messages=ASKED, temperature=0, max_tokens=24, stream=True,
+                                              stream_options={"include_usage": True})]
+    assert "".join(each.choices[0].delta.content or "" for each in pieces if each.choices) == whole.choices[0].message.content
+    assert pieces[-1].usage.completion_tokens == 24 and pieces[-1].usage.prompt_tokens_details.cached_tokens > 0
+
+
+def test_objects_of_a_class(client) -> None:
+    from pydantic import BaseModel
+
+    class Fox(BaseModel):
+        is_king: bool
+
+    parsed = client.chat.completions.parse(model="fable", messages=ASKED, response_format=Fox, temperature=0, max_tokens=100)
+    assert isinstance(parsed.choices[0].message.parsed, Fox)
+
+
+def test_texts_and_models(client) -> None:
+    assert [model.id for model in client.models.list()] == ["fable"] and client.models.retrieve("fable").owned_by == "effllm"
+    whole = client.completions.create(model="fable", prompt="Once upon a time", temperature=0, max_tokens=12)
+    streamed = client.completions.create(model="fable", prompt="Once upon a time", temperature=0, max_tokens=12, stream=True)
+    assert "".join(each.choices[0].text for each in streamed) == whole.choices[0].text != ""
+
+
+def test_errors_are_of_their_classes(client) -> None:
+    def ask(**fields: object) -> object:
+        return client.chat.completions.create(**{"model": "fable", "messages": ASKED, "max_tokens": 1, **fields})
+
+    with pytest.raises(openai.NotFoundError, match="this server serves fable"):
+        ask(model="gpt-4o")
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(n=2)
+    assert caught.value.param == "n"
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(messages=[{"role": "user", "content": "fox " * 3000}], stream=True)
+    assert caught.value.code == "context_length_exceeded"
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="wrong").models.list()

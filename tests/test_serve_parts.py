@@ -1,0 +1,248 @@
+"""The parts of `effllm serve` that an engine of the packaged size is too quick for: waits, failures in the midst, and who may ask."""
+
+import asyncio
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from starlette.requests import Request
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from effllm import ContextOverflow, EffllmError, UsageError
+from effllm.cli.serve import own_name
+from effllm.cli.server import streams
+from effllm.cli.server.desk import Desk
+from effllm.cli.server.fields import NOT_HERE, ChatAsked, is_same, parsed
+from effllm.cli.server.guard import Rules, is_loopback
+from effllm.cli.server.problems import Problem, problem_of, without_paths
+from effllm.cli.server.shapes import ChatShape
+from effllm.cli.server.streams import EventStream, Listener, Record, whole
+from effllm.cli.server.wishes import Defaults, reasoning_of, wish_of
+from effllm.runtime.constraint import form_of_schema
+from effllm.runtime.events import Done, Event, Notice, Progress, TextDelta
+from effllm.runtime.replies import Wish
+from effllm.runtime.sampler import SamplerSettings
+
+STATS = SimpleNamespace(finish_reason="stop", token_ids=(1, 2), prompt_tokens=3, cached_tokens=1, read_tokens=2, reasoning_tokens=0,
+                        prefill_s=0.1, prefill_tps=20.0, decode_s=0.1, decode_tps=10.0)
+DONE = Done(STATS)
+
+
+class Client:
+    """What a stream is sent to; it goes away when `gone` is set."""
+
+    def __init__(self) -> None:
+        self.sent, self.gone = [], asyncio.Event()
+
+    async def receive(self) -> dict:
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: dict) -> None:
+        self.sent.append(message)
+
+    @property
+    def status(self) -> int:
+        return self.sent[0]["status"]
+
+    @property
+    def body(self) -> str:
+        return b"".join(message.get("body", b"") for message in self.sent).decode()
+
+
+async def streamed(desk: Desk, start: Callable, client: Client, record: Record | None = None, notes: list | None = None) -> None:
+    listener = Listener(desk.ask(start), (notes if notes is not None else []).append, record or Record())
+    await EventStream(listener, ChatShape("m"))({"type": "http"}, client.receive, client.send)
+
+
+def held(desk: Desk) -> Callable[[], None]:
+    """An answer that takes the engine until it is let go."""
+    release = threading.Event()
+    desk.ask(lambda left: iter([release.wait(), DONE][1:]))
+    return release.set
+
+
+@pytest.fixture
+def desk() -> Iterator[Desk]:
+    desk = Desk(most_waiting=8)
+    yield desk
+    desk.close()
+    assert desk.ended(5)
+
+
+def test_who_waits_hears_that_it_does(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Comments, which are no events, before the first byte of an answer, and its status with them."""
+    monkeypatch.setattr(streams, "KEEP_ALIVE_S", 0.02)
+    monkeypatch.setattr(streams, "PROGRESS_S", 0.0)
+    go = threading.Event()
+
+    def answer(left: Callable[[], bool]) -> Iterator[Event]:
+        yield Progress("reading the prompt", 512, 2048, "tokens")
+        go.wait()
+        yield TextDelta("yes")
+        yield DONE
+
+    async def test() -> None:
+        client, let_go = Client(), held(desk)
+        task = asyncio.ensure_future(streamed(desk, answer, client))
+        while ": 1 answer before this one\n\n" not in client.body:
+            await asyncio.sleep(0.01)
+        let_go()
+        while client.body.count(": reading the prompt: 512 of 2048 tokens\n\n") < 3:
+            await asyncio.sleep(0.01)
+        assert client.status == 200 and "data" not in client.body
+        go.set()
+        await asyncio.wait_for(task, 5)
+        first, said, end, done = [line for line in client.body.split("\n\n") if line.startswith("data: ")]
+        assert json.loads(said[6:])["choices"][0]["delta"] == {"content": "yes"} and done == "data: [DONE]"
+        assert json.loads(first[6:])["choices"][0]["delta"]["role"] == "assistant"
+        assert json.loads(end[6:])["choices"][0]["finish_reason"] == "stop"
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize(("error", "status", "said"), [
+    (OSError(5, "Input/output error", "/home/someone/model.safetensors"), 500, "reading or writing failed: Input/output error"),
+    (EffllmError("the page of /tmp/spill/7.kv is lost", "check the disk"), 500, "the page of (a file) is lost: check the disk"),
+    (MemoryError(), 500, "memory ran out"), (ZeroDivisionError("/secret"), 500, "internal error: ZeroDivisionError"),
+    (ContextOverflow("9 tokens, and the context holds 8", "shorten it"), 400, "9 tokens, and the context holds 8: shorten it"),
+    (UsageError("no"), 400, "no")])
+def test_a_failure_is_told_to_its_client_alone(desk: Desk, error: Exception, status: int, said: str) -> None:
+    """Before the first byte as a status, behind it as an event; a person at the terminal reads all of it, and the next is answered."""
+
+    def fails(after: list[Event]) -> Callable[[Callable], Iterator[Event]]:
+        def answer(left: Callable[[], bool]) -> Iterator[Event]:
+            yield from after
+            raise error
+
+        return answer
+
+    async def test() -> None:
+        early, late, fine, record = Client(), Client(), Client(), Record()
+        await streamed(desk, fails([Notice("hm")]), early, record)
+        assert early.status == status and json.loads(early.body)["error"]["message"] == said
+        assert bool(record.problem) == (status == 500) and bool(record.ending) == (status == 400)
+        await streamed(desk, fails([TextDelta("so")]), late)
+        *_, last, done = late.body.strip().split("\n\n")
+        assert late.status == 200 and json.loads(last[6:])["error"]["message"] == said and done == "data: [DONE]"
+        await streamed(desk, lambda left: iter([TextDelta("yes"), DONE]), fine)
+        assert "yes" in fine.body
+        with pytest.raises(Problem, match=said.replace("(", r"\(").replace(")", r"\)")) as caught:
+            await whole(Request({"type": "http"}, fine.receive), Listener(desk.ask(fails([])), print, Record()), ChatShape("m"))
+        assert caught.value.status == status
+
+    asyncio.run(test())
+
+
+def test_who_leaves_is_not_answered(desk: Desk) -> None:
+    """Neither what runs nor what waits goes on, and those behind it move up."""
+    began, ended = [], threading.Event()
+
+    def endless(left: Callable[[], bool]) -> Iterator[Event]:
+        began.append("endless")
+        while not left():
+            yield TextDelta("more ")
+            time.sleep(0.001)
+        ended.set()
+
+    def never(left: Callable[[], bool]) -> Iterator[Event]:
+        began.append("never")
+        yield DONE
+
+    async def test() -> None:
+        running, waiting, fine, record = Client(), Client(), Client(), Record()
+        tasks = [asyncio.ensure_future(streamed(desk, endless, running, record)), asyncio.ensure_future(streamed(desk, never, waiting))]
+        while "more" not in running.body:
+            await asyncio.sleep(0.01)
+        last = asyncio.ensure_future(streamed(desk, lambda left: iter([DONE]), fine))
+        await asyncio.sleep(0.01)
+        assert desk.waiting == 2
+        waiting.gone.set()
+        await tasks[1]
+        assert desk.waiting == 1 and not ended.is_set()
+        running.gone.set()
+        await asyncio.wait_for(asyncio.gather(*tasks, last), 5)
+        assert ended.wait(5) and began == ["endless"] and "[DONE]" in fine.body and record.ending == "the client left"
+        assert desk.waiting == 0 and desk.place(None) == 0
+
+    asyncio.run(test())
+
+
+def test_a_server_that_ends_tells_everyone(desk: Desk) -> None:
+    async def test() -> None:
+        first, second, let_go = Client(), Client(), held(desk)
+        tasks = [asyncio.ensure_future(streamed(desk, lambda left: iter([DONE]), client)) for client in (first, second)]
+        await asyncio.sleep(0.01)
+        desk.close()
+        await asyncio.wait_for(asyncio.gather(*tasks), 1)  # whatever the engine is at
+        assert {first.status, second.status} == {503}
+        assert not desk.ended(0.05)
+        let_go()
+        with pytest.raises(Problem, match="the server ends"):
+            desk.ask(lambda left: iter([DONE]))
+
+    asyncio.run(test())
+
+
+def test_remarks_go_to_the_terminal(desk: Desk) -> None:
+    notes: list[str] = []
+    asyncio.run(streamed(desk, lambda left: iter([Notice("slow"), TextDelta("a"), Notice("slower"), DONE]), Client(), None, notes))
+    assert notes == ["slow", "slower"]
+
+
+def test_hosts_of_this_machine() -> None:
+    for name in ("localhost", "LOCALHOST.", "a.localhost", "127.0.0.1", "127.9.9.9", "::1"):
+        assert is_loopback(name), name
+    for name in ("", "0.0.0.0", "localhost.example", "192.168.0.1", "example", "127.0.0.1.example", "::"):
+        assert not is_loopback(name), name
+    everyone, nobody = Rules(False, origins=("*",)), Rules(False)
+    assert everyone.allows("https://a.example", "b") and nobody.allows("https://a.example:1", "A.example:1")
+    assert not nobody.allows("http://localhost:3000", "machine:8080"), "a page on the asking machine is not on this one"
+
+
+def test_files_are_not_named() -> None:
+    for text, said in (("cannot read /etc/passwd: no", "cannot read (a file): no"), ("~/a/b.gguf is", "(a file) is"),
+                       ("20 tokens/s, 3 of 4", "20 tokens/s, 3 of 4"), ("read ./x/y, then", "read (a file), then"),
+                       ("<think>/</think>", "<think>/</think>")):
+        assert without_paths(text) == said
+    assert own_name("org/repo:4bit") == "org/repo:4bit" and own_name("/models/mine/") == "mine" and own_name(".") == Path.cwd().name
+    assert problem_of(Problem(418, "tea")).status == 418
+
+
+def test_what_is_not_here_is_what_changes_something() -> None:
+    assert is_same(0, 0.0) and not is_same(0, False) and not is_same(1, True)
+    base = {"messages": [{"role": "user", "content": "x"}]}
+    for field, nothing in NOT_HERE.items():
+        for value in (*nothing, None):
+            assert parsed(ChatAsked, json.dumps({**base, field: value}).encode())
+        with pytest.raises(Problem, match=f"^{field} is not supported"):
+            parsed(ChatAsked, json.dumps({**base, field: {"more": 1}}).encode())
+
+
+@pytest.mark.parametrize(("fields", "think", "variables"), [
+    ({}, "auto", {}), ({"reasoning_effort": "none"}, "off", {}), ({"reasoning_effort": "high"}, "on", {"reasoning_effort": "high"}),
+    ({"reasoning_effort": "minimal"}, "on", {"reasoning_effort": "low"}),
+    ({"chat_template_kwargs": {"enable_thinking": False, "more": 1}}, "off", {"enable_thinking": False, "more": 1}),
+    ({"chat_template_kwargs": {"reasoning_effort": "x"}, "reasoning_effort": "low"}, "on", {"reasoning_effort": "x"}),
+    ({"chat_template_kwargs": {"thinking": True}, "reasoning_effort": "none"}, "on", {"thinking": True})])
+def test_wishes_for_reasoning(fields: dict, think: str, variables: dict) -> None:
+    asked = parsed(ChatAsked, json.dumps({"messages": [], **fields}).encode())
+    template = SimpleNamespace(variables=frozenset({"reasoning_effort"}))
+    wish, more = reasoning_of(asked, Wish(SamplerSettings()), SimpleNamespace(thinks=True, template=template))
+    assert (wish.think, more) == (think, variables)
+    wish, more = reasoning_of(asked, Wish(SamplerSettings()), SimpleNamespace(thinks=False, template=None))
+    assert wish.think == "auto" and more == fields.get("chat_template_kwargs", {})
+
+
+def test_a_request_that_says_nothing_is_as_the_command_line_has_it() -> None:
+    usual = Wish(SamplerSettings(temperature=0.3, seed=4), "on", ("x",), 9, True, form_of_schema({"type": "object"}, "--schema", "json"))
+    assert wish_of(parsed(ChatAsked, b'{"messages": []}'), Defaults(usual)) == usual
+    said = {"messages": [], "temperature": 0.3, "seed": -1, "stop": ["y", "y"], "max_tokens": -1, "ignore_eos": False,
+            "response_format": {"type": "text"}, "top_k": -1, "repeat_last_n": 5}
+    wish = wish_of(parsed(ChatAsked, json.dumps(said).encode()), Defaults(usual))
+    assert wish == Wish(SamplerSettings(temperature=0.3, top_k=0, penalty_last_n=5), "on", ("y",))
