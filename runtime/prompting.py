@@ -64,12 +64,16 @@ class Prompts:
     def encoded(self, prompt: str) -> list[int]:
         """Token ids of a prompt. Where it continues what the cache holds, the ids of the answer as it was sampled are kept: encoding its
         text again may cut it differently, and the cache would be thrown away from there on."""
-        text, ids = self.held
+        return self.behind(self.held, prompt) or self.tokenizer.encode(prompt, add_special_tokens=self.raw)
+
+    def behind(self, held: tuple[str, list[int]], prompt: str) -> list[int] | None:
+        """Token ids of a prompt that goes on from what is held as a text and as ids; None for one that does not."""
+        text, ids = held
         if text and prompt.startswith(text):
             rest = self.tokenizer.encode(prompt[len(text) :], add_special_tokens=False)
             if not rest or rest[0] in self.tokenizer.stop_ids:
                 return ids + rest
-        return self.tokenizer.encode(prompt, add_special_tokens=self.raw)
+        return None
 
     def hold(self, prompt: str, ids: list[int], made: list[int], text: str) -> None:
         """Behind a prompt of these ids the tokens `made` were sampled, as `text`."""

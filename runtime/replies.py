@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .calls.calling import Calling, Tools
     from .calls.filter import CallFilter
     from .constraint import Form, Vocabulary
+    from .kept_prompts import KeptPrompts
 
 Message = Mapping[str, Any]
 SYSTEM, DEVELOPER = "system", "developer"  # newer programs call the system prompt's role so
@@ -50,8 +51,8 @@ class Replies:
     """One model and one sequence, as Engine, for one answer after the other. `cancelled` of an answer is asked between tokens, between
     chunks of the prompt and while the disk is waited for, and ends it."""
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
-        self.engine, self.tokenizer = engine, tokenizer
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, kept: KeptPrompts | None = None) -> None:
+        self.engine, self.tokenizer, self.kept = engine, tokenizer, kept
         self._prompts = Prompts(tokenizer)
         self._vocabulary: Vocabulary | None = None
 
@@ -88,6 +89,8 @@ class Replies:
             yield Notice(fallback)
         prompt = self._prompts.going_on(prompt, said)
         ids = self._prompts.encoded(prompt)
+        if self.kept is not None:
+            ids = yield from self.kept.turn_to(prompt, ids, self._prompts)
         think, marks = self.tokenizer.reasoning(ids, tools is not None), None
         if tools:
             think, marks = calling.reading(think, tools), calling.marks
@@ -103,6 +106,8 @@ class Replies:
         ids, rows = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt), self.engine.config.vocab_size
         if bad := [token for token in ids if not 0 <= token < rows]:  # before they are taken for text
             raise UsageError(f"token id {bad[0]} is outside the vocabulary of {rows}", "send ids of this model's tokenizer")
+        if self.kept is not None:
+            ids = yield from self.kept.turn_to(None, ids, self._prompts)
         yield from self._answer(ids, wish, cancelled, None, raw=True)
 
     def _answer(self, ids: list[int], wish: Wish, cancelled: Callable[[], bool], think: Reasoning | CallFilter | None,

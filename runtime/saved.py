@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -42,7 +42,7 @@ class SavedSessions:
         something else than this run has, EffllmError for one that is damaged; the conversation is then what it was."""
         saved, engine = self.store.read(name), session.engine
         history = parse_conversation(saved.conversation, f"session {name}", f"{removing(name)}, or another --session NAME")
-        refuse_other(saved, self._identity(engine))
+        refuse_other(saved, self.identity(engine))
         if saved.cache is None:
             engine.reset()
         else:
@@ -65,11 +65,15 @@ class SavedSessions:
             yield
 
     def save(self, session: Session, name: str) -> Iterator[Progress | Notice | SavedSession]:
+        """`keep` a conversation with what its engine holds."""
+        yield from self.keep(session.engine, name, session.spoken, session.history.to_json())
+
+    def keep(self, engine: Engine, name: str, spoken: Spoken | None,
+             conversation: Mapping[str, object]) -> Iterator[Progress | Notice | SavedSession]:
         """Save under a name; yields the saved session last. Where pages of the cache are lost, what lies before them is saved, or the cache
         of the session as it was where that has more. Raises EffllmError where the disk is full or the folder closed: what was saved under
         the name before stays."""
-        cache, engine = None, session.engine
-        tokens = engine.tokens
+        cache, tokens = None, engine.tokens
         self.store.path(name)
         large, picks = engine.cache.read_nbytes, engine.cache.pool.picks
         if picks:  # later tokens were read where earlier pages were estimated: no other run is to take them for its own
@@ -80,17 +84,17 @@ class SavedSessions:
         with self.store.writing(name):
             kept = large <= self.budget and not picks
             try:
-                for event in save_cache(engine, self.store, self._identity(engine), session.spoken) if kept else ():
+                for event in save_cache(engine, self.store, self.identity(engine), spoken) if kept else ():
                     if isinstance(event, SavedCache):
                         cache = event
                     else:
                         yield event
             except PagesLost as error:
-                before = self._before(name, tokens, session.spoken)
+                before = self._before(name, tokens, spoken)
                 cache = max(cache, before, key=lambda each: len(each.tokens) if each else 0)
                 held = f"{len(cache.tokens)} of {len(tokens)} tokens are kept, the rest" if cache else "the text alone is kept, and"
                 yield Notice(f"session {name}: {held} is read again: {error.message}")
-            saved = SavedSession(name, self.model, time.time(), session.history.to_json(), cache)
+            saved = SavedSession(name, self.model, time.time(), conversation, cache)
             self.store.write(saved)
         if lost := self.store.make_room(self.budget, name):
             yield Notice(lost_note(lost, self.budget))
@@ -108,11 +112,12 @@ class SavedSessions:
             return None
         return replace(cache, spoken=spoken) if all(self.store.has_page(file.key) for file in cache.files) else None
 
-    def _identity(self, engine: Engine) -> dict[str, object]:
+    def identity(self, engine: Engine) -> dict[str, object]:
+        """What the bytes of its cache depend on besides tokens."""
         if self._own is None:
             self._own = identity(engine)
         return self._own
 
     def lend_to(self, engine: Engine) -> None:
         """From now on a prompt that begins as a saved session does takes its pages, and says so."""
-        engine.recall = lambda ids, held: lend(engine, self.store, self._identity(engine), ids, held)
+        engine.recall = lambda ids, held: lend(engine, self.store, self.identity(engine), ids, held)

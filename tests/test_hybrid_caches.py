@@ -7,15 +7,19 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from effllm import EffllmError
 from effllm.runtime.engine import Engine
+from effllm.runtime.events import Notice, Progress
+from effllm.runtime.kept_prompts import KeptPrompts
 from effllm.runtime.kv_profile_file import identity_of, load_profile, save_profile
 from effllm.runtime.kv_recording import record
 from effllm.runtime.prepare import EngineOptions, prepare
+from effllm.runtime.saved import SavedSessions
 from effllm.runtime.saved_cache import identity, refuse_other, restore_cache, save_cache
 from effllm.runtime.saved_format import SavedSession
 from effllm.runtime.saved_prefix import lend
@@ -59,6 +63,24 @@ def test_a_session_goes_on_with_the_same_bits(engine: Engine, store: SessionStor
         assert np.array_equal(engine.forward_logits([token]), row)
     read(engine, IDS[:200])
     assert engine.reused == 0, "there is no way back behind what was saved"
+
+
+def test_prompts_that_take_turns_are_kept_with_their_state(engine: Engine, tmp_path: Path) -> None:
+    kept = KeptPrompts(engine, SavedSessions(SessionStore(tmp_path / "sessions"), "hybrid", 1 << 30))
+    other, without_text = IDS[:300][::-1], SimpleNamespace(held=("", []))
+    engine.reset()
+
+    def read_next(ids: list[int]) -> int:
+        assert all(isinstance(event, Progress | Notice) for event in kept.turn_to(None, ids, without_text))
+        read(engine, ids)
+        return engine.reused
+
+    assert [read_next(ids) for ids in (IDS[:300], other, IDS[:350], other + IDS[:5])] == [0, 0, 300, 300]
+    expected = engine.forward_logits([7]).copy()
+    anew(engine, other)
+    read(engine, other + IDS[:5])
+    assert np.array_equal(engine.forward_logits([7]), expected)
+    assert read_next(IDS[:290]) == 0, "what is kept goes back to no token but its last"
 
 
 def test_a_session_whose_state_is_gone_or_altered_is_damaged(engine: Engine, store: SessionStore) -> None:

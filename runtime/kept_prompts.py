@@ -1,0 +1,142 @@
+"""Prompts of several conversations that come in turn, as a server meets them: what the cache holds of one is saved before another takes
+its place, and restored when that one goes on.
+
+Saved are sessions like any (`effllm session list` shows them), without a text of their own. One is found by its tokens, as far as they are
+what a prompt begins with, and by the text that was cut into them: an answer's tokens are those that were sampled, which its text cut anew
+need not give. A conversation that goes on has the bits that it would have had if none had come between.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .. import EffllmError, UsageError
+from .conversation_file import History
+from .events import Notice, Progress
+from .passes import common_prefix
+from .sampler import SamplerSettings
+from .saved_cache import restore_cache
+from .saved_format import SavedSession, Spoken
+
+if TYPE_CHECKING:
+    from .engine import Engine
+    from .prompting import Prompts
+    from .saved import SavedSessions
+
+PREFIX = "served-"  # of the names
+WORTH = 256  # tokens: fewer are read again in about the time that files take
+NO_TEXT = History([], None, SamplerSettings()).to_json()
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A saved prompt with its answer: the tokens that the cache held, and the text that is known to be so many of them."""
+
+    name: str
+    tokens: tuple[int, ...]
+    spoken: Spoken | None
+
+    def ids_of(self, prompts: Prompts, prompt: str) -> list[int] | None:
+        """Token ids of a prompt that goes on from this one; None for another."""
+        return prompts.behind((self.spoken.text, list(self.spoken.ids)), prompt) if self.spoken else None
+
+
+class KeptPrompts:
+    """Of one engine, in the sessions of one folder. Raises UsageError where its cache cannot be restored."""
+
+    def __init__(self, engine: Engine, sessions: SavedSessions) -> None:
+        options = engine.options
+        for hindrance, what in ((options.kv_read == "sparse", "--kv-read sparse"), (engine.cache.better, f"--kv {options.kv}")):
+            if hindrance:
+                raise UsageError(f"with {what} the caches of prompts cannot be kept", f"leave out {what} or --keep-prompts")
+        self.engine, self.sessions = engine, sessions
+        self._kept: dict[str, Kept] | None = None
+        self._prompt = 0  # tokens of the prompt that the cache holds
+
+    def turn_to(self, prompt: str | None, ids: list[int], prompts: Prompts) -> Generator[Progress | Notice, None, list[int]]:
+        """Before a prompt is read: save what is lost by it, restore what it goes on from. Returns its token ids, which may be cut as those
+        of a restored answer were. `prompts` knows what the cache holds as a text; `prompt` is None where the ids were given."""
+        if len(ids) >= self.engine.n_ctx:  # no prompt of this context's
+            return ids
+        held = common_prefix(self.engine.tokens, ids)
+        found, known, own = self._longest(prompt, ids, prompts)
+        if min(self._prompt, len(self.engine.tokens)) - held >= WORTH:
+            yield from self._save(prompts)
+        if found is not None and known - held >= WORTH and (yield from self._restore(found)):
+            ids = own
+            prompts.held = (found.spoken.text, list(found.spoken.ids)) if found.spoken else ("", [])
+        self._prompt = len(ids)
+        return ids
+
+    def _longest(self, prompt: str | None, ids: list[int], prompts: Prompts) -> tuple[Kept | None, int, list[int]]:
+        """What is kept of the longest beginning of a prompt, how many tokens of it, and the prompt's ids if it goes on from there."""
+        best: tuple[Kept | None, int, list[int]] = (None, 0, ids)
+        for kept in self._all().values():
+            own = ids if prompt is None else kept.ids_of(prompts, prompt) or ids
+            known = common_prefix(kept.tokens, own)
+            if self.engine.cache.states is not None and known < len(kept.tokens):
+                continue  # there is no state before the last token's
+            if known > best[1]:
+                best = kept, known, own
+        return best
+
+    def _all(self) -> dict[str, Kept]:
+        """All that this model, read and run like this, has kept; also what an earlier process has."""
+        if self._kept is None:
+            self._kept = {}
+            store = self.sessions.store
+            for name in filter(lambda name: name.startswith(PREFIX), store.newest()):
+                try:
+                    self._note(store.read(name))
+                except EffllmError:  # `effllm session list` says what is wrong with it
+                    continue
+        return self._kept
+
+    def _note(self, saved: SavedSession) -> None:
+        cache = saved.cache
+        if cache is not None and cache.identity == self.sessions.identity(self.engine) and len(cache.tokens) <= self.engine.n_ctx:
+            self._all()[saved.name] = Kept(saved.name, cache.tokens, cache.spoken)
+
+    def _save(self, prompts: Prompts) -> Generator[Progress | Notice, None, None]:
+        """What the cache holds, in the place of those that it goes on from."""
+        tokens, (text, ids) = tuple(self.engine.tokens), prompts.held
+        known = min(len(tokens), len(ids))
+        spoken = Spoken(text, tuple(ids), None) if text and tuple(ids[:known]) == tokens[:known] else None
+        name = PREFIX + hashlib.sha256(np.array(tokens, "<u4").tobytes()).hexdigest()[:12]
+        if name in self._all():
+            return
+        try:
+            for event in self.sessions.keep(self.engine, name, spoken, NO_TEXT):
+                if isinstance(event, SavedSession):
+                    self._note(event)
+                else:
+                    yield event
+            before = [each.name for each in self._all().values() if each.name != name and each.tokens == tokens[: len(each.tokens)]]
+            if name not in self._all():  # larger than what all may take
+                before = [name]
+            self.sessions.store.remove([each for each in before if self.sessions.store.has(each)])
+            for each in before:
+                self._all().pop(each, None)
+        except EffllmError as error:
+            yield Notice(f"{error.message}: the prompt before this one is read again if it goes on")
+
+    def _restore(self, kept: Kept) -> Generator[Progress | Notice, None, bool]:
+        """Let the cache hold what was kept; whether it does."""
+        store = self.sessions.store
+        try:
+            saved = store.read(kept.name)
+            if saved.cache is None or saved.cache.tokens != kept.tokens:
+                raise EffllmError(f"session {kept.name} lost its cache")
+            with store.reading():
+                yield from restore_cache(self.engine, store, saved)
+            return True
+        except EffllmError as error:
+            self._all().pop(kept.name, None)
+            yield Notice(f"{error.message}: the prompt is read")
+            return False
+

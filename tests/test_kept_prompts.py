@@ -1,0 +1,132 @@
+"""Conversations that come in turn: what the cache held of one is there again when it goes on, and its answer is what it would have been."""
+
+from pathlib import Path
+
+import pytest
+
+import effllm
+from effllm import UsageError
+from effllm.runtime.engine import open_engine
+from effllm.runtime.events import Done, Notice, TextDelta
+from effllm.runtime.kept_prompts import PREFIX, WORTH, KeptPrompts
+from effllm.runtime.prepare import EngineOptions
+from effllm.runtime.replies import Replies, Wish
+from effllm.runtime.sampler import SamplerSettings
+from effllm.runtime.saved import SavedSessions
+from effllm.runtime.session_store import SessionStore
+from effllm.runtime.text import Tokenizer
+
+FABLE = Path(effllm.__path__[0]) / "models" / "fable"
+WISH = Wish(SamplerSettings(temperature=0.8, seed=3), max_tokens=40)
+FOX, SEA = ("The fox asked the king for bread and the king gave him none. " * 24,
+            "The sea was calm and the boat was far from the shore. " * 30)
+BUDGET = 1 << 30
+
+
+@pytest.fixture(params=["16bit", "4bit"])
+def engine(request):
+    engine = list(open_engine(FABLE, EngineOptions(device="cpu", kv=request.param)))[-1]
+    yield engine
+    engine.close()
+
+
+def replies(engine, folder: Path | None, budget: int = BUDGET) -> Replies:
+    engine.reset()
+    kept = folder and KeptPrompts(engine, SavedSessions(SessionStore(folder), "fable", budget))
+    return Replies(engine, Tokenizer.load(FABLE, engine.config), kept)
+
+
+class Talk:
+    """A conversation of a program, which sends all messages each time."""
+
+    def __init__(self, about: str) -> None:
+        self.messages, self.stats, self.said = [{"role": "user", "content": about}], None, []
+
+    def go_on(self, replies: Replies, message: str = "") -> str:
+        if message:
+            self.messages.append({"role": "user", "content": message})
+        events = list(replies.reply(self.messages, WISH))
+        self.said = [event.text for event in events if isinstance(event, Notice)]
+        self.stats = next(event.stats for event in events if isinstance(event, Done))
+        text = "".join(event.text for event in events if isinstance(event, TextDelta))
+        self.messages.append({"role": "assistant", "content": text})
+        return text
+
+
+def alone(engine, about: str, *messages: str) -> tuple[list[str], list[int]]:
+    """A conversation that nothing comes between: its answers, and how many tokens of each prompt were held."""
+    one, talk = replies(engine, None), Talk(about)
+    answers, held = [], []
+    for message in ("", *messages):
+        answers.append(talk.go_on(one, message))
+        held.append(engine.reused)
+    return answers, held
+
+
+def test_conversations_that_take_turns_are_what_they_are_alone(engine, tmp_path):
+    expected = {about: alone(engine, about, "Go on.", "And then?") for about in (FOX, SEA)}
+    one, talks = replies(engine, tmp_path), {about: Talk(about) for about in (FOX, SEA)}
+    for turn, message in enumerate(("", "Go on.", "And then?")):
+        for about, talk in talks.items():
+            answers, held = expected[about]
+            assert talk.go_on(one, message) == answers[turn]
+            assert turn == 0 or engine.reused == held[turn] > WORTH
+    # one session for each, that of a beginning goes when what goes on from it is saved
+    assert len([name for name in one.kept.sessions.store.names() if name.startswith(PREFIX)]) == 2
+
+
+def test_the_next_process_goes_on(engine, tmp_path):
+    (first, second), _ = alone(engine, FOX, "Go on.")
+    one, talk, other = replies(engine, tmp_path), Talk(FOX), Talk(SEA)
+    assert talk.go_on(one) == first
+    other.go_on(one)
+    assert talk.go_on(replies(engine, tmp_path), "Go on.") == second and engine.reused > WORTH
+
+
+def test_a_short_prompt_and_one_that_goes_on_are_not_kept(engine, tmp_path):
+    one, talk = replies(engine, tmp_path), Talk("Tell me of the fox.")
+    talk.go_on(one)
+    Talk("Tell me of the sea.").go_on(one)
+    long = Talk(FOX)
+    long.go_on(one)
+    long.go_on(one, "Go on.")
+    assert not one.kept.sessions.store.names()
+
+
+def test_a_completion_is_kept_by_its_tokens(engine, tmp_path):
+    one = replies(engine, tmp_path)
+    for text in (FOX, SEA, FOX + "Then"):
+        list(one.complete(text, WISH))
+    assert engine.reused > WORTH
+
+
+def test_what_is_damaged_is_read_again_and_said(engine, tmp_path):
+    (first, second), _ = alone(engine, FOX, "Go on.")
+    one, talk = replies(engine, tmp_path), Talk(FOX)
+    assert talk.go_on(one) == first
+    Talk(SEA).go_on(one)
+    for path in (tmp_path / "pages").glob("*/*"):
+        path.write_bytes(path.read_bytes()[:-1])
+    assert talk.go_on(one, "Go on.") == second and any("the prompt is read" in line for line in talk.said)
+
+
+def test_a_cache_larger_than_all_may_take_leaves_nothing(engine, tmp_path):
+    one, talk = replies(engine, tmp_path, budget=1000), Talk(FOX)
+    talk.go_on(one)
+    other = Talk(SEA)
+    other.go_on(one)
+    assert not one.kept.sessions.store.names() and any("--session-disk" in line for line in other.said)
+
+
+def test_a_folder_that_takes_nothing_costs_reading_alone(engine, tmp_path):
+    (tmp_path / "sessions").write_text("in the way")
+    one, talk, other = replies(engine, tmp_path / "sessions"), Talk(FOX), Talk(SEA)
+    talk.go_on(one)
+    assert other.go_on(one) and any("is read again" in line for line in other.said)
+
+
+def test_caches_that_are_not_exact_are_refused(tmp_path):
+    *_, engine = open_engine(FABLE, EngineOptions(device="cpu", kv="4bit+zipcache"))
+    with pytest.raises(UsageError, match=r"4bit\+zipcache"):
+        replies(engine, tmp_path)
+    engine.close()
