@@ -147,13 +147,16 @@ class WeightFlags(BitsFlag):
     keep: Annotated[bool, flag(MEMORY, "--keep", "", "keep what --bits makes, to be found by the next run")] = False
 
 
+SessionDisk = Annotated[str | None, flag(ANSWER, "--session-disk", "SIZE", "disk for the caches of all sessions (4G)")]
+
+
 @dataclass(frozen=True)
 class SessionFlags(Group):
     """A conversation that outlives the process."""
 
     session: Annotated[str | None, flag(ANSWER, "--session", "NAME", "go on with this conversation, or begin it; saved with its cache",
                                         autocompletion=complete_session)] = None
-    session_disk: Annotated[str | None, flag(ANSWER, "--session-disk", "SIZE", "disk for the caches of all sessions (4G)")] = None
+    session_disk: SessionDisk = None
 
 
 RANDOM = -1  # as a seed, in llama.cpp and its kin

@@ -11,11 +11,15 @@ from .. import UsageError
 from .answer import counted
 from .flags import add_command, flag
 from .loading import at_bits, at_hand, find_or_absent, judge, loaded, with_draft
-from .options import OUTPUT, AnswerFlags, Json, Model, RunFlags, SamplingFlags, SessionFlags, WeightFlags, Yes
+from .options import OUTPUT, AnswerFlags, Json, Model, RunFlags, SamplingFlags, SessionDisk, SessionFlags, WeightFlags, Yes
+from .saving import Keeper
 from .screen import Screen, cut, rounded
 
 if TYPE_CHECKING:
+    from ..runtime.catalog import ModelRef
+    from ..runtime.engine import Engine
     from ..runtime.events import Stats
+    from ..runtime.kept_prompts import KeptPrompts
     from .server.application import Service
     from .server.streams import Record
 
@@ -38,6 +42,8 @@ Name = Annotated[str | None, flag(SERVER, "--name", "NAME", "what the model is c
 Cors = Annotated[list[str] | None, flag(SERVER, "--cors", "ORIGIN", "pages of this origin may ask, as https://chat.example; * is all; "
                                         "may be repeated (those of this machine)")]
 Queue = Annotated[int, flag(SERVER, "--queue", "N", "answers that may wait for the one that is written (32)")]
+KeepPrompts = Annotated[bool, flag(SERVER, "--keep-prompts", "", "keep what was read of a conversation on the disk while others are "
+                                   "answered, for when it goes on")]
 Quiet = Annotated[bool, flag(OUTPUT, "--quiet", "", "no line for each request")]
 
 
@@ -46,18 +52,24 @@ def register(app: typer.Typer) -> None:
 
 
 def serve(context: typer.Context, model: Model, host: Host = "127.0.0.1", port: Port = 8080, api_key: ApiKey = None, name: Name = None,
-          cors: Cors = None, queue: Queue = 32, *, answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags, weights: WeightFlags,
-          quiet: Quiet = False, json: Json = False, yes: Yes = False) -> int:
+          cors: Cors = None, queue: Queue = 32, keep_prompts: KeepPrompts = False, session_disk: SessionDisk = None, *,
+          answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags, weights: WeightFlags, quiet: Quiet = False, json: Json = False,
+          yes: Yes = False) -> int:
     """Serve a model to other programs, by an API like OpenAI's. --json prints one object on stdout once it listens."""
     screen = Screen(context.obj)
     judge_own(api_key, name, cors, queue)
     found = find_or_absent(model, screen, yes)
-    judge(answer, sampling, engine, SessionFlags())
+    keeping = SessionFlags(session_disk=session_disk)
+    judge(answer, sampling, engine, keeping)
     from .server.listening import GRACE_S, bound, leave_at_once, listen, url_of
 
     with bound(host, port) as listening:  # before the weights are read: a port in use is told at once
         engine = with_draft(engine, screen)
         options = engine.options(overflow=answer.overflow)
+        if keep_prompts:
+            from ..runtime.kept_prompts import refuse_inexact
+
+            refuse_inexact(options)
         with at_bits(at_hand(found, weights, options, screen, yes), weights, screen, options) as ref:
             from ..runtime.replies import Replies, Wish
             from ..runtime.stream_filters import StopStrings
@@ -74,8 +86,9 @@ def serve(context: typer.Context, model: Model, host: Host = "127.0.0.1", port: 
                 think = answer.think if opened.tokenizer.thinks or "think" not in answer.settled else None
                 wish = Wish(settings, think or "auto", StopStrings(answer.stop or ()).stops, answer.max_tokens, form=form)
                 desk = Desk(queue)
-                service = Service(Replies(opened.engine, opened.tokenizer), desk, Defaults(wish, answer.system), name or own_name(ref.text),
-                                  screen.note_once, frozenset() if name else frozenset({model, ref.text}))
+                kept = kept_prompts(opened.engine, ref, keeping, screen) if keep_prompts else None
+                service = Service(Replies(opened.engine, opened.tokenizer, kept), desk, Defaults(wish, answer.system),
+                                  name or own_name(ref.text), screen.note_once, frozenset() if name else frozenset({model, ref.text}))
                 report = Report(screen, service, quiet)
                 listen(Guard(service.application(), rules, report.request), listening, desk, lambda: report.ready(url_of(listening), json))
                 if not desk.ended(GRACE_S):
@@ -119,6 +132,13 @@ def judge_own(api_key: str | None, name: str | None, cors: list[str] | None, que
         raise UsageError(f"--cors {wrong} is no origin", "as https://chat.example:8443, without a path; * for every page")
     if queue < 0:
         raise UsageError(f"--queue {queue} is no number of answers", "0 or more")
+
+
+def kept_prompts(engine: Engine, ref: ModelRef, flags: SessionFlags, screen: Screen) -> KeptPrompts:
+    """Raises UsageError where the caches of prompts cannot be kept."""
+    from ..runtime.kept_prompts import KeptPrompts
+
+    return KeptPrompts(engine, Keeper(screen, ref, flags).sessions)
 
 
 def own_name(text: str) -> str:

@@ -25,6 +25,7 @@ from .saved_format import SavedSession, Spoken
 
 if TYPE_CHECKING:
     from .engine import Engine
+    from .prepare import EngineOptions
     from .prompting import Prompts
     from .saved import SavedSessions
 
@@ -46,14 +47,18 @@ class Kept:
         return prompts.behind((self.spoken.text, list(self.spoken.ids)), prompt) if self.spoken else None
 
 
+def refuse_inexact(options: EngineOptions) -> None:
+    """Raises UsageError for a cache of which other prompts than the one that it was made for can make no use."""
+    for hindrance, what in ((options.kv_read == "sparse", "--kv-read sparse"), ("+" in options.kv, f"--kv {options.kv}")):
+        if hindrance:
+            raise UsageError(f"with {what} the caches of prompts cannot be kept", f"leave out {what} or --keep-prompts")
+
+
 class KeptPrompts:
     """Of one engine, in the sessions of one folder. Raises UsageError where its cache cannot be restored."""
 
     def __init__(self, engine: Engine, sessions: SavedSessions) -> None:
-        options = engine.options
-        for hindrance, what in ((options.kv_read == "sparse", "--kv-read sparse"), (engine.cache.better, f"--kv {options.kv}")):
-            if hindrance:
-                raise UsageError(f"with {what} the caches of prompts cannot be kept", f"leave out {what} or --keep-prompts")
+        refuse_inexact(engine.options)
         self.engine, self.sessions = engine, sessions
         self._kept: dict[str, Kept] | None = None
         self._prompt = 0  # tokens of the prompt that the cache holds

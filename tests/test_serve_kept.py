@@ -1,0 +1,54 @@
+"""`effllm serve --keep-prompts`: programs with long prompts take turns, and none is read twice."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from served import MINUTE, Served, serving, started
+
+FOX, SEA = ("The fox asked the king for bread and the king gave him none. " * 24,
+            "The sea was calm and the boat was far from the shore. " * 30)
+
+
+def asked(server: Served, messages: list[dict[str, str]]) -> int:
+    """Go on with a conversation; how many tokens of it were not read again."""
+    reply = server.chat(messages).json
+    messages += [reply["choices"][0]["message"], {"role": "user", "content": "Go on."}]
+    return reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def both() -> list[list[dict[str, str]]]:
+    return [[{"role": "user", "content": text}] for text in (FOX, SEA)]
+
+
+def test_conversations_take_turns(tmp_path: Path) -> None:
+    alone, talks = both(), both()
+    with serving(XDG_STATE_HOME=str(tmp_path / "other")) as server:
+        for talk in alone:
+            assert asked(server, talk) < 20 and asked(server, talk) > 256
+        assert asked(server, alone[0]) < 20, "another conversation came between"
+        assert not list((tmp_path / "other").rglob("served-*"))
+    with serving("--keep-prompts", "--session-disk", "1G", XDG_STATE_HOME=str(tmp_path)) as server:
+        assert all(asked(server, talk) < 20 for talk in talks)
+        assert all(asked(server, talk) > 256 for talk in talks)
+        assert [talk[:4] for talk in talks] == [talk[:4] for talk in alone]
+        assert server.chat([{"role": "user", "content": FOX * 9}]).status == 400
+    with serving("--keep-prompts", XDG_STATE_HOME=str(tmp_path)) as server:  # of a killed process what was saved is there
+        assert asked(server, talks[0]) > 256
+    listed = subprocess.run([sys.executable, "-P", "-m", "effllm", "session", "list"], capture_output=True, text=True, timeout=MINUTE,
+                            env={"XDG_STATE_HOME": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}, check=True).stdout
+    assert listed.count("served-") == 2 and listed.count("fable") == 2
+
+
+@pytest.mark.parametrize(("flags", "said"), [(("--kv", "4bit+mikv"), "--kv 4bit+mikv"),
+                                             (("--kv", "4bit", "--kv-read", "sparse"), "--kv-read sparse")])
+def test_what_cannot_be_kept_is_refused_before_the_weights_are_read(flags: tuple[str, ...], said: str) -> None:
+    process, stderr = started("--keep-prompts", *flags)
+    assert process.wait(MINUTE) == 2
+    stderr.seek(0)
+    assert f"with {said} the caches of prompts cannot be kept" in stderr.read().decode()
+    process.stdout.close()
+    stderr.close()
