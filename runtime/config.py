@@ -90,6 +90,7 @@ class ModelConfig:
     `layers_scaled`: what leaves a layer is multiplied by a number of the layer's. `without_mlp`: layers that have none. `states_beside`:
     layers with a state have attention too, both of one input. `factors`: what a tensor's values, or what a matrix gives, is multiplied by,
     as pairs of a role and a number. `curves`: by layer the numbers of its activation as checkpoints have them, where no tensors hold them.
+    `most_tokens`: of a text, beyond which the model computes what is not run here.
     """
 
     family: str
@@ -143,6 +144,7 @@ class ModelConfig:
     factors: tuple[tuple[str, float], ...] = ()
     qk_norm_each: bool = False
     curves: tuple[tuple[float, float], ...] = ()
+    most_tokens: int | None = None
     warnings: tuple[str, ...] = ()
 
     @property
@@ -187,12 +189,12 @@ class ModelConfig:
     @property
     def context_length(self) -> int:
         """Tokens the model is said to handle: yarn's extension counts where max_position_embeddings was left as it was. One that is more
-        than the original length says it itself, though yarn may reach beyond."""
-        stated = self.max_position_embeddings
-        if self.rope is None or self.rope.kind != "yarn" or stated > self.rope.params["original_max_position_embeddings"]:
-            return stated
-        extended = self.rope.params["original_max_position_embeddings"] * self.rope.params["factor"]
-        return max(stated, int(min(extended, MAX_POSITIONS)))
+        than the original length says it itself, though yarn may reach beyond. At most `most_tokens`."""
+        found = self.max_position_embeddings
+        if self.rope is not None and self.rope.kind == "yarn" and found <= self.rope.params["original_max_position_embeddings"]:
+            extended = self.rope.params["original_max_position_embeddings"] * self.rope.params["factor"]
+            found = max(found, int(min(extended, MAX_POSITIONS)))
+        return found if self.most_tokens is None else min(found, self.most_tokens)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ HARMLESS = re.compile(r"(?:.*\.)?(?:rotary_emb\.(?:inv_freq|cos_cached|sin_cache
                       rf"mtp(?:_\w+)?\..+|(?:{'|'.join(IGNORED)}))")
 SIGHT = re.compile(r"(?:.*\.)?(?:audio_tower|connector|embed_audio|embed_vision|multi_modal_projector|vision_embedder|vision_model|"
                    r"vision_tower|visual)\..+")
+INDEXER = re.compile(r"(?:.*\.)?layers\.\d+\.self_attn\.indexer\..+")  # of models that run as far as it chooses every token
 OWN_KEYS = re.compile(r"(?:.*\.)?layers\.(\d+)\.self_attn\.(?:[kv]_proj|[kv]_norm)\..+")
 # What every xIELU has besides its layer's own numbers.
 CURVES = {".mlp.act_fn.beta": CURVE_SLOPE, ".mlp.act_fn.eps": CURVE_EDGE}
@@ -42,6 +43,8 @@ def unread(config: ModelConfig, store: TensorStore, read: Iterable[TensorInfo]) 
     left = [info for info in left if not info.name.startswith(PAD) and not HARMLESS.fullmatch(info.name)]
     if config.family in {RENAMED.get(each, each) for inner in COMPOSITE.values() for each in inner}:
         left = [info for info in left if not SIGHT.fullmatch(info.name)]
+    if config.most_tokens is not None:
+        left = [info for info in left if not INDEXER.fullmatch(info.name)]
     behind = tuple(f"model.layers.{config.num_hidden_layers + i}." for i in range(config.mtp_layers))
     return tuple(info.name for info in left if not info.name.startswith(behind) and not _of_others(config, info.name)
                  and not _adds_nothing(store, info) and not _of_every_curve(store, info))

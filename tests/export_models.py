@@ -146,6 +146,8 @@ MODELS = {
     "deepseek_v3, one group": Case("deepseek_v3", {**LATENT, **OF_BLOCKS, **ONE_GROUP, "norm_topk_prob": False}),
     "glm4_moe_lite": Case("glm4_moe_lite", {**LATENT, **OF_BLOCKS, "tie_word_embeddings": True}),
     "glm4_moe, no norms": Case("glm4_moe", {**GLM_EXPERTS, "moe_intermediate_size": 32, "n_shared_experts": 1, "norm_topk_prob": False}),
+    "solar_open": Case("solar_open", {**{key: value for key, value in GLM_EXPERTS.items() if key != "first_k_dense_replace"},
+                                      "moe_intermediate_size": 32, "head_dim": 32, "attention_bias": True}),
     "dots1": Case("dots1", {**GLM_EXPERTS, "num_key_value_heads": 4, "moe_intermediate_size": 32, "head_dim": 32, "sliding_window": None,
                             "norm_topk_prob": True}),
 }

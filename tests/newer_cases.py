@@ -1,11 +1,13 @@
 """Tiny random models of the families that came last, as `family_models.CASES`."""
 
-from family_sizes import DELTA, FEW_EXPERTS, GLM_EXPERTS, Case, rope
+from family_sizes import CONTEXT, DELTA, FEW_EXPERTS, GLM_EXPERTS, LATENT, ONE_GROUP, SHARPENED, Case, rope
 
 # Sizes of what sees, of models in which a text part lies; the rest is as small as the others'.
 SIGHT = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32, "patch_size": 8}
 SIGHTS = {"qwen2_vl": {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "patch_size": 8},
           "qwen2_5_vl": {"depth": 1, "hidden_size": 32, "intermediate_size": 16, "num_heads": 2, "patch_size": 8, "out_hidden_size": 64},
+          "exaone4_5": {"depth": 1, "hidden_size": 32, "intermediate_size": 16, "num_heads": 2, "num_key_value_heads": 1, "patch_size": 8,
+                        "out_hidden_size": 64},
           **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), {
               "depth": 1, "hidden_size": 32, "intermediate_size": 16, "num_heads": 2, "patch_size": 8, "out_hidden_size": 64,
               "deepstack_visual_indexes": [0], "num_position_embeddings": 16}),
@@ -20,12 +22,20 @@ def placed(*sections: int, **values: object) -> dict[str, object]:
     return rope("default", mrope_section=list(sections), **values)
 
 
+INDEXED = {"index_topk": CONTEXT, "index_head_dim": 32, "index_n_heads": 2}
 NEWER = {
     "qwen3_next": Case("qwen3_next", {**DELTA, **FEW_EXPERTS, "shared_expert_intermediate_size": 56, "initializer_range": 0.12}),
     "qwen3_next, other layers, bfloat16": Case("qwen3_next", {
         **DELTA, **FEW_EXPERTS, "shared_expert_intermediate_size": 104, "layer_types": ["linear_attention", "full_attention"] * 2,
         "linear_num_key_heads": 3, "linear_num_value_heads": 9, "attention_bias": True, "initializer_range": 0.12,
         **rope("default", partial_rotary_factor=0.5)}, dtype="bfloat16", older=True),
+    "deepseek_v32": Case("deepseek_v32", {**LATENT, **SHARPENED, **INDEXED, "n_group": 4, "topk_group": 2}),
+    "glm_moe_dsa, bfloat16": Case("glm_moe_dsa", {**LATENT, **INDEXED, **ONE_GROUP, "indexer_types": ["full", "shared", "full"], **rope(
+        "default")}, dtype="bfloat16"),
+    "solar_open": Case("solar_open", {**{key: value for key, value in GLM_EXPERTS.items() if key != "first_k_dense_replace"},
+                                      "head_dim": 32, **rope("yarn", factor=8.0, original_max_position_embeddings=64)}),
+    "exaone4_5, bfloat16": Case("exaone4", {"head_dim": 32, "sliding_window": 40, "layer_types": [
+        "sliding_attention", "full_attention", "sliding_attention"]}, dtype="bfloat16", inside="exaone4_5"),
     "qwen2_vl": Case("qwen2_vl_text", placed(2, 3, 3), inside="qwen2_vl"),
     "qwen2_5_vl, flat, older dialect, bfloat16": Case("qwen2_5_vl_text", {
         **placed(2, 3, 3), "use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}, dtype="bfloat16",

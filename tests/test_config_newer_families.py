@@ -8,12 +8,15 @@ from pathlib import Path
 import pytest
 from transformers import Qwen2_5_VLConfig, Qwen3VLConfig
 
+from effllm import UsageError
 from effllm.runtime.composite import text_alone
 from effllm.runtime.config import parse_config
 from effllm.runtime.mixture import Mixture
+from effllm.runtime.prepare import EngineOptions, prepare
 
 sys.path.insert(0, str(Path(__file__).parent))
 from config_samples import LLAMA, SMALL, refused
+from family_models import CASES, written
 
 # What the published checkpoints state, shortened by the sizes that every config has: nothing in it is unknown.
 PUBLISHED = {
@@ -25,6 +28,29 @@ PUBLISHED = {
                    "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 10000000,
                    "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 512, "tie_word_embeddings": False,
                    "torch_dtype": "bfloat16", "use_sliding_window": False, "vocab_size": 151936},
+    "deepseek_v32": {"architectures": ["DeepseekV32ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 0,
+                     "ep_size": 1, "first_k_dense_replace": 3, "hidden_act": "silu", "index_head_dim": 128, "index_n_heads": 64,
+                     "index_topk": 4096, "initializer_range": 0.02, "kv_lora_rank": 512, "max_position_embeddings": 4096,
+                     "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1,
+                     "norm_topk_prob": True, "num_experts_per_tok": 8, "num_key_value_heads": 6, "num_nextn_predict_layers": 1,
+                     "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06, "rope_theta": 10000,
+                     "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "tie_word_embeddings": False, "topk_group": 4,
+                     "topk_method": "noaux_tc", "torch_dtype": "bfloat16", "use_cache": True, "v_head_dim": 128},
+    "glm_moe_dsa": {"architectures": ["GlmMoeDsaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "dtype": "bfloat16",
+                    "ep_size": 1, "first_k_dense_replace": 3, "head_dim": 64, "hidden_act": "silu", "index_head_dim": 128,
+                    "index_n_heads": 32, "index_topk": 2048, "indexer_rope_interleave": True, "kv_lora_rank": 512,
+                    "max_position_embeddings": 2048, "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 1,
+                    "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True, "num_experts_per_tok": 8,
+                    "num_key_value_heads": 6, "num_nextn_predict_layers": 1, "pretraining_tp": 1, "q_lora_rank": 2048, "qk_head_dim": 256,
+                    "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-05, "rope_interleave": True, "rope_parameters": {
+                        "rope_theta": 1000000, "rope_type": "default"}, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid",
+                    "topk_group": 1, "topk_method": "noaux_tc", "use_cache": True, "v_head_dim": 256},
+    "solar_open": {"architectures": ["SolarOpenForCausalLM"], "attention_bias": False, "auto_map": {
+        "AutoConfig": "configuration_solar_open.SolarOpenConfig", "AutoModelForCausalLM": "modeling_solar_open.SolarOpenForCausalLM"},
+        "first_k_dense_replace": 0, "head_dim": 128, "hidden_act": "silu", "max_position_embeddings": 131072, "moe_intermediate_size": 1280,
+        "n_group": 1, "n_routed_experts": 128, "n_shared_experts": 1, "norm_topk_prob": True, "num_experts_per_tok": 8, "rms_norm_eps":
+        1e-05, "rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 65536}, "rope_theta": 1000000,
+        "routed_scaling_factor": 1.0, "topk_group": 1, "torch_dtype": "bfloat16"},
 }
 
 
@@ -37,7 +63,11 @@ def test_published_configs_are_known_to_the_last_key(family: str) -> None:
 
 @pytest.mark.parametrize(("family", "key", "value"), [
     ("qwen3_next", "mlp_only_layers", [1]), ("qwen3_next", "decoder_sparse_step", 2), ("qwen3_next", "norm_topk_prob", False),
-    ("qwen3_next", "use_sliding_window", True), ("qwen3_next", "hidden_act", "gelu")])
+    ("qwen3_next", "use_sliding_window", True), ("qwen3_next", "hidden_act", "gelu"),
+    ("deepseek_v32", "layer_types", ["full_attention"] * 4), ("deepseek_v32", "mlp_layer_types", ["dense", "sparse", "mlp", "dense"]),
+    ("deepseek_v32", "rope_interleave", False), ("deepseek_v32", "index_topk", 0), ("glm_moe_dsa", "topk_method", "greedy"),
+    ("solar_open", "first_k_dense_replace", 1), ("solar_open", "partial_rotary_factor", 0.5),
+    ("solar_open", "auto_map", {"AutoModel": "modeling_other.Other"})])
 def test_what_a_family_cannot_do_is_named(family: str, key: str, value: object) -> None:
     refused({**LLAMA, "model_type": family, **PUBLISHED.get(family, {}), key: value}, key)
 
@@ -131,3 +161,24 @@ def test_defaults_of_text_parts_are_those_of_transformers() -> None:
 def test_llama_3_2_vision_is_refused_for_its_reason() -> None:
     error = refused({"model_type": "mllama", "architectures": ["MllamaForConditionalGeneration"]}, "mllama", "cross attention")
     assert "Llama 3.2 1B and 3B" in error.hint
+
+
+def test_models_that_choose_tokens_run_as_far_as_they_choose_all() -> None:
+    base = {**LLAMA, "model_type": "deepseek_v32", **PUBLISHED["deepseek_v32"], "max_position_embeddings": 163840, "index_topk": 2048,
+            "rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 1.0}}
+    config = parse_config(base, strict=True)
+    assert (config.context_length, config.most_tokens, config.max_position_embeddings) == (2048, 2048, 163840)
+    assert [("index_topk = 2048" in said) for said in config.warnings] == [True] and config.mixture.layers == {3}
+    kinds = ["dense", "sparse", "dense", "sparse"]
+    assert parse_config({**base, "mlp_layer_types": kinds}).mixture.layers == {1, 3}
+    without = {key: value for key, value in base.items() if key != "index_topk"}
+    assert parse_config(without).most_tokens == 2048
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_a_context_beyond_that_is_refused_by_the_number(tmp_path: Path, force: bool) -> None:
+    written(replace(CASES["deepseek_v32"], changes={**CASES["deepseek_v32"].changes, "index_topk": 100}), tmp_path)
+    with pytest.raises(UsageError, match="a context of 101 is more than the 100 tokens") as caught:
+        prepare(tmp_path, EngineOptions(device="cpu", ctx=101, force=force))
+    assert "at most 100" in caught.value.hint
+    assert prepare(tmp_path, EngineOptions(device="cpu")).placement.ctx <= 100

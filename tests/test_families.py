@@ -145,6 +145,8 @@ PECULIAR = {
     "deepseek_v3": [{"mixture": each} for each in ({"renormalise": False}, {"sigmoid": False}, {"groups": 1, "kept_groups": 1},
                                                    {"corrected": False})] + [{"attn_scale": 1 / 6}, {"ropes": {"neighbours": False}}],
     "glm4_moe_lite": [{"norm_eps": 1e-5}, {"ropes": {"neighbours": False}}, {"mixture": {"factor": 1.0}}],
+    "deepseek_v32": [{"mixture": each} for each in ({"renormalise": False}, {"groups": 1, "kept_groups": 1}, {"corrected": False})] + [
+        {"ropes": {"neighbours": False}}],
     "dots1": [{"mixture": {"renormalise": False}}, {"mixture": {"corrected": False}}, {"windows": (None,) * 3}],
     "gemma4_text": [{"windows": (None,) * 6}, {"ropes": 0}, {"ropes": 1}, {"values_normed": False}, {"input_multiplier": 1.0},
                     {"final_logit_softcapping": None}, {"attn_scale": None}, {"kv_sources": (0, 1, 2, 3, 0, 1)}],

@@ -22,7 +22,8 @@ from .family_keys import COHERE2_EVERY, EXAONE4_EVERY, EXAONE4_LAYERS, OLMO3_EVE
 
 TYPES = {"F16": 1, "Q8_0": 7, "Q4_0": 2}  # what a person may ask for -> general.file_type
 QUANTIZATION_VERSION = 2
-NOT_WRITTEN = {"opt": ": llama.cpp does not run them",
+INDEXED = ": this version reads no indexer, without which they would run as another model"
+NOT_WRITTEN = {"deepseek_v32": INDEXED, "glm_moe_dsa": INDEXED, "opt": ": llama.cpp does not run them",
                "gpt_oss": ": this version does not write their experts, in MXFP4 with biases"}
 WITHOUT_WINDOW = ("mistral", "mixtral", "phi3", "starcoder2")  # families whose windows llama.cpp passes over
 # All but every so-manieth layer has one.
@@ -30,8 +31,8 @@ WINDOW_EVERY = {"cohere2": COHERE2_EVERY, "exaone_moe": EXAONE4_EVERY, "gemma2":
 # Families whose rotary frequencies llama.cpp divides by no tensor.
 UNDIVIDED = ("cohere", "cohere2", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe", "exaone_moe", "falcon_h1", "gemma",
              "glm", "glm4", "glm4_moe", "glm4_moe_lite", "hunyuan_v1_dense", "hunyuan_v1_moe", "lfm2", "lfm2_moe", "minimax_m2",
-             "nemotron", "olmo2", "olmo3", "qwen2_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "seed_oss", "stablelm",
-             "starcoder2")
+             "nemotron", "olmo2", "olmo3", "qwen2_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "seed_oss", "solar_open",
+             "stablelm", "starcoder2")
 # Families whose heads llama.cpp takes to be as wide as the model together.
 EVEN_HEADS = ("cohere", "cohere2", "exaone4", "glm", "lfm2", "lfm2_moe", "nemotron", "olmo2", "olmo3", "qwen2_moe", "stablelm",
               "starcoder2")
@@ -40,7 +41,7 @@ ACTS = {"apertus": "xielu", **dict.fromkeys(("arcee", "nemotron", "nemotron_h"),
         **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "gemma4_text", "starcoder2"), "gelu_tanh")}
 UNGROUPED = ("dots1", "olmoe")  # families whose heads llama.cpp takes to have keys and values of their own
 # Families whose files say how experts are scored and weighed.
-STATED_SUM = ("deepseek_v2", "deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite")
+STATED_SUM = ("deepseek_v2", "deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite", "solar_open")
 LEADING_DENSE = (*STATED_SUM, "ernie4_5_moe", "lfm2_moe")  # whose first layers have no experts
 CONVOLVED = ("lfm2", "lfm2_moe")
 NORMED_FROM = 64  # layers: smaller models of Cohere's have no norms of queries and keys

@@ -1,0 +1,29 @@
+"""Solar Open (100B): GLM's mixture with experts in all layers and heads that turn as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..config import Defaults, ModelConfig, decoder_config
+from ..config_reader import Keys
+from . import glm4_moe
+from .deepseek_v3 import refuse_other_code
+from .glm4_moe import NAMES, block, corrected, layer_tensors, outer_tensors
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = glm4_moe.KEYS_USED - {"num_nextn_predict_layers", "partial_rotary_factor", "use_qk_norm"} | {"auto_map"}
+KEYS_HARMLESS = glm4_moe.KEYS_HARMLESS | {"intermediate_size", "num_nextn_predict_layers"}
+REFUSED_UNLESS: Mapping[str, object] = glm4_moe.REFUSED_UNLESS
+SIZES = {"vocab_size": 196_608, "hidden_size": 4096, "moe_intermediate_size": 1280, "num_hidden_layers": 48, "num_attention_heads": 64}
+CODE = r"(configuration|modeling)_solar_open\.SolarOpen\w+"  # of the published one, which became part of transformers
+
+
+def config(keys: Keys) -> ModelConfig:
+    refuse_other_code(keys, CODE)
+    base = Defaults(max_position_embeddings=131_072, num_key_value_heads=8, head_dim=128, norm_eps=1e-5, sizes=SIZES, theta=1e6,
+                    ffn_key="moe_intermediate_size")
+    own = corrected(keys, base.size(keys, "num_hidden_layers"), 128, 8, 0, True, width=1280)
+    if 0 not in own.layers:
+        raise keys.fail("first_k_dense_replace", "0: every layer of this family has experts")
+    return decoder_config(keys, base, qkv_bias=keys.flag("attention_bias", False), mixture=own)
