@@ -17,7 +17,7 @@ from effllm import ContextOverflow, EffllmError, UsageError
 from effllm.cli.serve import own_name
 from effllm.cli.server import streams
 from effllm.cli.server.desk import Desk
-from effllm.cli.server.fields import NOT_HERE, ChatAsked, is_same, parsed
+from effllm.cli.server.fields import NOT_HERE, ChatAsked, TextAsked, is_same, parsed
 from effllm.cli.server.guard import Rules, is_loopback
 from effllm.cli.server.problems import Problem, problem_of, without_paths
 from effllm.cli.server.shapes import ChatShape
@@ -216,12 +216,12 @@ def test_files_are_not_named() -> None:
 
 def test_what_is_not_here_is_what_changes_something() -> None:
     assert is_same(0, 0.0) and not is_same(0, False) and not is_same(1, True)
-    base = {"messages": [{"role": "user", "content": "x"}]}
+    base = {"prompt": "x"}
     for field, nothing in NOT_HERE.items():
         for value in (*nothing, None):
-            assert parsed(ChatAsked, json.dumps({**base, field: value}).encode())
+            assert parsed(TextAsked, json.dumps({**base, field: value}).encode())
         with pytest.raises(Problem, match=f"^{field} is not supported"):
-            parsed(ChatAsked, json.dumps({**base, field: {"more": 1}}).encode())
+            parsed(TextAsked, json.dumps({**base, field: {"more": 1}}).encode())
 
 
 @pytest.mark.parametrize(("fields", "think", "variables"), [

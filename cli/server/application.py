@@ -22,6 +22,7 @@ from .guard import RECORD
 from .problems import FAILED, Problem, closing, problem_of
 from .shapes import ChatShape, Shape, TextShape
 from .streams import EventStream, Listener, json_response, problem_response, whole
+from .tools import tools_asked
 from .wishes import Defaults, reasoning_of, wish_of
 
 LARGEST_BODY, MOST_READ = 32 << 20, 256 << 20  # bytes of a body that is taken, and of one that is read to its end
@@ -75,9 +76,10 @@ class Service:
         messages = messages_of(asked)
         if self.defaults.system and not any(message["role"] in SYSTEM for message in messages):
             messages.insert(0, {"role": "system", "content": self.defaults.system})
+        tools = await asyncio.to_thread(tools_asked, asked)
         wish, variables = reasoning_of(asked, await asyncio.to_thread(wish_of, asked, self.defaults), self.replies.tokenizer)
         return await self._answer(request, asked, ChatShape,
-                                  lambda cancelled: self.replies.reply(messages, wish, None, variables, cancelled))
+                                  lambda cancelled: self.replies.reply(messages, wish, tools, variables, cancelled))
 
     async def text(self, request: Request) -> Response:
         asked = await self._asked(request, TextAsked)

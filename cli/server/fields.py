@@ -70,6 +70,9 @@ class ChatAsked(Asked):
     messages: list[Message]
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
 
 
 class TextAsked(Asked):

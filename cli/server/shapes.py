@@ -7,7 +7,8 @@ import time
 import uuid
 
 from ... import __version__
-from ...runtime.events import Stats, TextDelta
+from ...runtime.events import Call, Stats, TextDelta
+from .tools import CallList
 
 FINGERPRINT = f"effllm-{__version__}"
 MS = 1000
@@ -22,6 +23,7 @@ class Shape:
     def __init__(self, model: str, include_usage: bool = False) -> None:
         self.model, self.include_usage = model, include_usage
         self.id, self.created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
+        self.calls = CallList()
 
     def head(self, kind: str) -> dict[str, object]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "system_fingerprint": FINGERPRINT}
@@ -35,7 +37,7 @@ class Shape:
         """What comes before the first text."""
         return []
 
-    def delta(self, event: TextDelta) -> dict[str, object]:
+    def delta(self, event: TextDelta | Call) -> dict[str, object]:
         return self.piece(self.choice_of(event))
 
     def last(self, stats: Stats) -> list[dict[str, object]]:
@@ -45,8 +47,12 @@ class Shape:
 
     def whole(self, texts: dict[str, str], stats: Stats) -> dict[str, object]:
         """All at once; `texts` by kind."""
-        choice = {"index": 0, **self.whole_choice(texts), "logprobs": None, "finish_reason": finish(stats)}
+        choice = {"index": 0, **self.whole_choice(texts), "logprobs": None, "finish_reason": self.finish(stats)}
         return {**self.head(self.kind), "choices": [choice], "usage": usage(stats), "timings": timings(stats)}
+
+    def finish(self, stats: Stats) -> str:
+        """Why the answer ended."""
+        return "length" if stats.finish_reason != "stop" else "tool_calls" if self.calls.made else "stop"
 
 
 class ChatShape(Shape):
@@ -55,16 +61,21 @@ class ChatShape(Shape):
     def first(self) -> list[dict[str, object]]:
         return [self.piece({"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None})]
 
-    def choice_of(self, event: TextDelta) -> dict[str, object]:
+    def choice_of(self, event: TextDelta | Call) -> dict[str, object]:
+        if isinstance(event, Call):
+            delta = {"tool_calls": [{"index": len(self.calls.made), **self.calls.add(event)}]}
+            return {"delta": delta, "logprobs": None, "finish_reason": None}
         name = "content" if event.kind == "answer" else "reasoning_content"
         return {"delta": {name: event.text}, "logprobs": None, "finish_reason": None}
 
     def choice_at_end(self, stats: Stats) -> dict[str, object]:
-        return {"delta": {}, "logprobs": None, "finish_reason": finish(stats)}
+        return {"delta": {}, "logprobs": None, "finish_reason": self.finish(stats)}
 
     def whole_choice(self, texts: dict[str, str]) -> dict[str, object]:
         reasoning = {"reasoning_content": texts["thinking"]} if texts.get("thinking") else {}
-        return {"message": {"role": "assistant", "content": texts.get("answer", ""), **reasoning}}
+        calls = {"tool_calls": self.calls.made} if self.calls.made else {}
+        content = texts.get("answer", None if calls else "")
+        return {"message": {"role": "assistant", "content": content, **reasoning, **calls}}
 
 
 class TextShape(Shape):
@@ -74,14 +85,10 @@ class TextShape(Shape):
         return {"text": event.text, "logprobs": None, "finish_reason": None}
 
     def choice_at_end(self, stats: Stats) -> dict[str, object]:
-        return {"text": "", "logprobs": None, "finish_reason": finish(stats)}
+        return {"text": "", "logprobs": None, "finish_reason": self.finish(stats)}
 
     def whole_choice(self, texts: dict[str, str]) -> dict[str, object]:
         return {"text": "".join(texts.values())}
-
-
-def finish(stats: Stats) -> str:
-    return "stop" if stats.finish_reason == "stop" else "length"
 
 
 def usage(stats: Stats) -> dict[str, object]:

@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ...runtime.events import Done, Event, Notice, Progress, Stats, TextDelta
+from ...runtime.events import Call, Done, Event, Notice, Progress, Stats, TextDelta
 from .desk import Job
 from .problems import Problem, problem_of
 from .shapes import Shape
@@ -92,6 +92,8 @@ async def whole(request: Request, listener: Listener, shape: Shape) -> Response:
         while not isinstance(event := await listener.next(), Done):
             if isinstance(event, TextDelta):
                 texts[event.kind] = texts.get(event.kind, "") + event.text
+            elif isinstance(event, Call):
+                shape.calls.add(event)
         return json_response(shape.whole(texts, event.stats))
 
     try:
@@ -121,7 +123,7 @@ class EventStream(Response):
         listener, shape = self._listener, self._shape
         try:
             while not isinstance(event := await listener.next(KEEP_ALIVE_S), Done):
-                if isinstance(event, TextDelta):
+                if isinstance(event, TextDelta | Call):
                     await self._begin()
                     await self._data([shape.delta(event)])
                 else:

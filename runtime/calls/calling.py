@@ -77,7 +77,7 @@ class Calling:
     def prepared(self, messages: Sequence[Message], tools: Tools | None) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """Messages and variables for the template. Raises UsageError and TemplateError."""
         if self.tokenizer.template is None:
-            raise TemplateError("this is a base model without a chat template: it cannot be told of tools", "leave them out")
+            raise TemplateError("this is a base model without a chat template: it cannot be told of tools", "ask without them")
         return prepared(messages, tools.functions if tools else (), self.style)
 
     def fallbacks(self, tools: Tools) -> list[str]:

@@ -52,7 +52,7 @@ def functions(tools: Sequence[Message]) -> list[dict[str, Any]]:
         if not isinstance(parameters, Mapping):
             raise UsageError(f"tools[{number}].function.parameters is no JSON schema", "give an object")
         if not NAME.fullmatch(function["name"]):
-            raise UsageError(f"tools[{number}] has a name of more than letters, digits and _ - . /", "give it another name")
+            raise UsageError(f"tools[{number}] has a name of more than letters, digits, dots, dashes and slashes", "give it another name")
         rest = {key: value for key, value in function.items() if key not in ("name", "description", "parameters")}
         made.append({"type": "function", "function": {"name": function["name"], "description": function.get("description") or "",
                                                       "parameters": {"properties": {}, **parameters}, **rest}})

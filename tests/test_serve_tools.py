@@ -1,0 +1,147 @@
+"""Calls of tools over HTTP: what clients of OpenAI's API send and get, from a server with the real model."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from effllm.cli.server.fields import ChatAsked, parsed
+from effllm.cli.server.problems import Problem
+from effllm.cli.server.shapes import ChatShape
+from effllm.cli.server.tools import tools_asked
+from effllm.runtime.events import Call, TextDelta
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from served import ASKED, serving
+from test_call_replies import FABLE, HERMES, TIME, WEATHER
+
+TOOLS = [WEATHER, TIME]
+NAMED = {"type": "function", "function": {"name": "weather"}}
+MORE = {"max_tokens": 160}
+
+
+@pytest.fixture(scope="module")
+def server():
+    """fable, whose template knows no tools."""
+    with serving() as served:
+        yield served
+
+
+def knowing_folder(folder: Path) -> str:
+    """A copy of fable with a template that knows tools."""
+    shutil.copytree(FABLE, folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": HERMES}))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def knowing(tmp_path_factory):
+    with serving(model=knowing_folder(tmp_path_factory.mktemp("model") / "knowing")) as served:
+        yield served
+
+
+def checked(call, index=None):
+    """A call as OpenAI's API has it: (name, arguments)."""
+    assert set(call) == {"id", "type", "function"} | ({"index"} if index is not None else set()) and call.get("index") == index
+    assert call["type"] == "function" and call["id"] and set(call["function"]) == {"name", "arguments"}
+    return call["function"]["name"], json.loads(call["function"]["arguments"])
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_a_call_whole_and_streamed(server, knowing, choice):
+    for served in (server, knowing):
+        choice_ = served.chat(tools=TOOLS, tool_choice=choice, **MORE).json["choices"][0]
+        assert choice_["finish_reason"] == "tool_calls" and choice_["message"]["content"] is None
+        call, = choice_["message"]["tool_calls"]
+        name, arguments = checked(call)
+        assert name in (("weather",) if choice is NAMED else ("weather", "time.now"))
+        pieces = [event["choices"][0] for event in served.chat(tools=TOOLS, tool_choice=choice, stream=True, **MORE).events]
+        assert pieces[0]["delta"] == {"role": "assistant", "content": ""} and pieces[-1] == {
+            "index": 0, "delta": {}, "logprobs": None, "finish_reason": "tool_calls"}
+        piece, = pieces[1:-1]
+        assert piece["finish_reason"] is None and checked(piece["delta"]["tool_calls"][0], 0) == (name, arguments)
+
+
+def test_a_conversation_with_a_call(knowing):
+    """What the tool gave back is in the next prompt, whose beginning the cache holds."""
+    first = knowing.chat(tools=TOOLS, tool_choice=NAMED, **MORE).json
+    message = first["choices"][0]["message"]
+    messages = [*ASKED, message, {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "Rain."}]
+    second = knowing.chat(messages, tools=TOOLS).json
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= first["usage"]["prompt_tokens"]
+    assert second["choices"][0]["finish_reason"] in ("stop", "length")
+    third = knowing.chat(messages, tools=TOOLS, tool_choice="none").json
+    assert "tool_calls" not in third["choices"][0]["message"] and third["usage"]["prompt_tokens"] < second["usage"]["prompt_tokens"]
+    assert knowing.chat(messages).status == 200
+
+
+def test_a_call_that_is_cut_is_content(server):
+    answer = server.chat(tools=TOOLS, tool_choice=NAMED, max_tokens=12).json["choices"][0]
+    assert answer["finish_reason"] == "length" and answer["message"]["content"].startswith("<tool_call>")
+    assert "tool_calls" not in answer["message"]
+
+
+def test_what_a_template_does_not_know_is_told_once(server):
+    for _ in range(2):
+        assert server.chat(tools=TOOLS, max_tokens=1).status == 200
+    assert server.err.count("knows no tools") == 1
+
+
+@pytest.mark.parametrize(("fields", "param", "said"), [
+    ({"tool_choice": "required"}, "tool_choice", "no tools"), ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice", "is none, auto"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "else"}}}, "tool_choice", "none of the tools"),
+    ({"tools": [{"type": "web_search"}]}, "tools", "no function"), ({"tools": {"a": 1}}, "tools", "array"),
+    ({"tools": ["f"]}, "tools[0]", "object"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "letters"),
+    ({"tools": TOOLS, "parallel_tool_calls": "no"}, "parallel_tool_calls", "bool"), ({"functions": TOOLS}, "functions", "not supported"),
+    ({"tools": TOOLS, "grammar": 'root ::= "a"'}, None, "not to a grammar"),
+])
+def test_what_is_refused(server, fields, param, said):
+    for more in ({}, {"stream": True}):
+        answer = server.chat(**fields, **more)
+        assert answer.status == 400 and answer.error["param"] == param and said in answer.error["message"], answer.error
+    assert server.chat().status == 200
+
+
+@pytest.mark.parametrize("calls", [[{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{"}}], [{"id": "1"}], ["f"]])
+def test_calls_of_before_that_are_none_are_refused(server, calls):
+    answer = server.chat([*ASKED, {"role": "assistant", "content": None, "tool_calls": calls}, {"role": "tool", "content": "x"}])
+    assert answer.status == 400 and "messages[1].tool_calls[0]" in answer.error["message"]
+
+
+def test_a_schema_that_cannot_be_held_to_in_full_is_no_reason_to_refuse(server):
+    odd = {"type": "function", "function": {"name": "odd", "strict": True, "parameters": {
+        "$schema": "http://json-schema.org/draft-07/schema#", "type": "object", "properties": {"a": {"type": "string", "format": "odd"}},
+        "required": ["a"], "not": {"type": "array"}}}}
+    answer = server.chat(tools=[odd], tool_choice="required", **MORE)
+    assert answer.status == 200, answer.json
+
+
+def asked_for(**fields):
+    return tools_asked(parsed(ChatAsked, json.dumps({"messages": ASKED, **fields}).encode()))
+
+
+def test_choices():
+    assert asked_for() is None and asked_for(tools=[]) is None and asked_for(tools=TOOLS, tool_choice="none") is None
+    assert asked_for(tools=TOOLS).choice == "auto" and asked_for(tools=TOOLS).several
+    assert asked_for(tools=TOOLS, tool_choice=NAMED, parallel_tool_calls=False).several is False
+    assert asked_for(tools=TOOLS, tool_choice={"type": "function", "name": "weather"}).choice == "weather"
+    with pytest.raises(Problem, match="none of the tools"):
+        asked_for(tools=[TIME], tool_choice=NAMED)
+
+
+def test_names_of_calls():
+    """The model's own where it is one; none twice."""
+    shape = ChatShape("m")
+    made = [shape.choice_of(Call("f", "{}", id))["delta"]["tool_calls"][0] for id in ("abcdefghi", "abcdefghi", "0", "", "functions.f:0")]
+    ids = [each["id"] for each in made]
+    assert [each["index"] for each in made] == [0, 1, 2, 3, 4] and ids[0] == "abcdefghi" and len({*ids}) == 5
+    assert all(len(each) == 9 for each in ids)
+    assert shape.choice_of(TextDelta("x"))["delta"] == {"content": "x"}
+    stats = SimpleNamespace(finish_reason="stop")
+    assert shape.finish(stats) == "tool_calls" and ChatShape("m").finish(stats) == "stop"
+    assert shape.finish(SimpleNamespace(finish_reason="length")) == "length"
