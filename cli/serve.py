@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -42,8 +43,8 @@ Name = Annotated[str | None, flag(SERVER, "--name", "NAME", "what the model is c
 Cors = Annotated[list[str] | None, flag(SERVER, "--cors", "ORIGIN", "pages of this origin may ask, as https://chat.example; * is all; "
                                         "may be repeated (those of this machine)")]
 Queue = Annotated[int, flag(SERVER, "--queue", "N", "answers that may wait for the one that is written (32)")]
-KeepPrompts = Annotated[bool, flag(SERVER, "--keep-prompts", "", "keep what was read of a conversation on the disk while others are "
-                                   "answered, for when it goes on")]
+KeepPrompts = Annotated[bool, flag(SERVER, "--keep-prompts", "", "keep what was read of conversations when the server ends, for the "
+                                   "next one")]
 Quiet = Annotated[bool, flag(OUTPUT, "--quiet", "", "no line for each request")]
 
 
@@ -82,16 +83,17 @@ def serve(context: typer.Context, model: Model, host: Host = "127.0.0.1", port: 
             if not rules.on_loopback and api_key is None:
                 screen.note(f"--host {host} without --api-key: whoever reaches this machine can ask, and nothing on the way is encrypted")
             settings, form = sampling.settings(ref.folder, screen.note), answer.form()
-            with loaded(ref, options, screen) as opened:
+            with ExitStack() as lasting, loaded(ref, options, screen) as opened:
                 think = answer.think if opened.tokenizer.thinks or "think" not in answer.settled else None
                 wish = Wish(settings, think or "auto", StopStrings(answer.stop or ()).stops, answer.max_tokens, form=form)
                 desk = Desk(queue)
-                kept = kept_prompts(opened.engine, ref, keeping, screen) if keep_prompts else None
+                kept = kept_prompts(opened.engine, ref, keeping, keep_prompts, screen, lasting)
                 service = Service(Replies(opened.engine, opened.tokenizer, kept), desk, Defaults(wish, answer.system),
                                   name or own_name(ref.text), screen.note_once, frozenset() if name else frozenset({model, ref.text}))
                 report = Report(screen, service, quiet)
                 listen(Guard(service.application(), rules, report.request), listening, desk, lambda: report.ready(url_of(listening), json))
                 if not desk.ended(GRACE_S):
+                    lasting.close()
                     leave_at_once()
     return 0
 
@@ -134,11 +136,29 @@ def judge_own(api_key: str | None, name: str | None, cors: list[str] | None, que
         raise UsageError(f"--queue {queue} is no number of answers", "0 or more")
 
 
-def kept_prompts(engine: Engine, ref: ModelRef, flags: SessionFlags, screen: Screen) -> KeptPrompts:
-    """Raises UsageError where the caches of prompts cannot be kept."""
-    from ..runtime.kept_prompts import KeptPrompts
+def kept_prompts(engine: Engine, ref: ModelRef, flags: SessionFlags, for_good: bool, screen: Screen,
+                 lasting: ExitStack) -> KeptPrompts | None:
+    """What keeps the caches of conversations while others are answered: in a folder that goes with `lasting`, or `for_good` among the
+    sessions. None where nothing is to be kept, or can be."""
+    from ..runtime.kept_prompts import KeptPrompts, hindrance
+    from ..runtime.lasting_folder import lasting_folder
+    from ..runtime.saved import SavedSessions
+    from ..runtime.session_store import SessionStore
+    from ..runtime.storage import served_folder
 
-    return KeptPrompts(engine, Keeper(screen, ref, flags).sessions)
+    sessions = Keeper(screen, ref, flags).sessions
+    if for_good:
+        return KeptPrompts(engine, sessions)
+    if not sessions.budget or hindrance(engine.options):
+        return None
+    try:
+        folder = lasting.enter_context(lasting_folder(served_folder(screen.environment.variables)))
+    except OSError as error:
+        screen.note(f"conversations that take turns are read again: {error.filename}: {error.strerror}")
+        return None
+    return KeptPrompts(engine, SavedSessions(SessionStore(folder), ref.text, sessions.budget),
+                       f"what was read of conversations is kept in {folder} while others are answered, until the server ends "
+                       "(--session-disk 0 keeps nothing)")
 
 
 def own_name(text: str) -> str:

@@ -1,7 +1,8 @@
 """Prompts of several conversations that come in turn, as a server meets them: what the cache holds of one is saved before another takes
 its place, and restored when that one goes on.
 
-Saved are sessions like any (`effllm session list` shows them), without a text of their own. One is found by its tokens, as far as they are
+Saved are sessions like any, without messages, in a folder that lasts as long as the server or among those that a person keeps. One is
+found by its tokens, as far as they are
 what a prompt begins with, and by the text that was cut into them: an answer's tokens are those that were sampled, which its text cut anew
 need not give. A conversation that goes on has the bits that it would have had if none had come between.
 """
@@ -47,19 +48,24 @@ class Kept:
         return prompts.behind((self.spoken.text, list(self.spoken.ids)), prompt) if self.spoken else None
 
 
+def hindrance(options: EngineOptions) -> str:
+    """The flag that makes a cache of which no other prompt than its own can make use; empty where none does."""
+    return "--kv-read sparse" if options.kv_read == "sparse" else f"--kv {options.kv}" if "+" in options.kv else ""
+
+
 def refuse_inexact(options: EngineOptions) -> None:
-    """Raises UsageError for a cache of which other prompts than the one that it was made for can make no use."""
-    for hindrance, what in ((options.kv_read == "sparse", "--kv-read sparse"), ("+" in options.kv, f"--kv {options.kv}")):
-        if hindrance:
-            raise UsageError(f"with {what} the caches of prompts cannot be kept", f"leave out {what} or --keep-prompts")
+    """Raises UsageError where there is a `hindrance`."""
+    if what := hindrance(options):
+        raise UsageError(f"with {what} the caches of prompts cannot be kept", f"leave out {what} or --keep-prompts")
 
 
 class KeptPrompts:
-    """Of one engine, in the sessions of one folder. Raises UsageError where its cache cannot be restored."""
+    """Of one engine, in the sessions of one folder; `said` is told when something is saved. Raises UsageError where its cache cannot be
+    restored."""
 
-    def __init__(self, engine: Engine, sessions: SavedSessions) -> None:
+    def __init__(self, engine: Engine, sessions: SavedSessions, said: str = "") -> None:
         refuse_inexact(engine.options)
-        self.engine, self.sessions = engine, sessions
+        self.engine, self.sessions, self.said = engine, sessions, said
         self._kept: dict[str, Kept] | None = None
         self._prompt = 0  # tokens of the prompt that the cache holds
 
@@ -119,6 +125,7 @@ class KeptPrompts:
             for event in self.sessions.keep(self.engine, name, spoken, NO_TEXT):
                 if isinstance(event, SavedSession):
                     self._note(event)
+                    yield from [Notice(self.said)] if self.said else ()
                 else:
                     yield event
             before = [each.name for each in self._all().values() if each.name != name and each.tokens == tokens[: len(each.tokens)]]

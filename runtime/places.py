@@ -31,7 +31,8 @@ class Place:
 def places(env: Mapping[str, str]) -> tuple[Place, ...]:
     """The folders and files of a person with these variables. Nothing is created."""
     found = (("kernel cache", cache_root() / "kernels"), ("hub cache", hub.cache_folder(env)), ("own models", storage.models_folder(env)),
-             ("sessions", storage.sessions_folder(env)), ("spilled cache", spill_folder(EngineOptions())), ("roofs", roofs.roofs_file()))
+             ("sessions", storage.sessions_folder(env)), ("served prompts", storage.served_folder(env)),
+             ("spilled cache", spill_folder(EngineOptions())), ("roofs", roofs.roofs_file()))
     return tuple(Place(name, path, stored_nbytes(path), free_nbytes(path)) for name, path in found)
 
 

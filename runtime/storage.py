@@ -53,6 +53,11 @@ def sessions_folder(env: Mapping[str, str]) -> Path:
     return _folder(env, "XDG_STATE_HOME", ".local/state", "user_state_path") / "sessions"
 
 
+def served_folder(env: Mapping[str, str]) -> Path:
+    """What a server keeps of prompts as long as it runs."""
+    return sessions_folder(env).with_name("served")
+
+
 def _folder(env: Mapping[str, str], variable: str, usual: str, elsewhere: str) -> Path:
     """Where the platform puts such things; on Linux read from `env`, which the library of other platforms would not ask."""
     if sys.platform.startswith("linux"):

@@ -94,7 +94,7 @@ def test_places_have_a_path_a_size_and_the_free_disk(tmp_path: Path) -> None:
     sessions.mkdir(parents=True)
     (sessions / "tale.json").write_bytes(b"{}")
     found = {place.name: place for place in places(env)}
-    assert list(found) == ["kernel cache", "hub cache", "own models", "sessions", "spilled cache", "roofs"]
+    assert list(found) == ["kernel cache", "hub cache", "own models", "sessions", "served prompts", "spilled cache", "roofs"]
     assert (found["hub cache"].path, found["hub cache"].nbytes) == (tmp_path / "hf" / "hub", 5000), "a link to a file is not a second one"
     assert (found["sessions"].path, found["sessions"].nbytes) == (sessions, 2)
     assert (found["own models"].nbytes, (tmp_path / "data").exists()) == (0, False), "looking makes nothing"

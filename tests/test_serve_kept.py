@@ -1,5 +1,6 @@
 """`effllm serve --keep-prompts`: programs with long prompts take turns, and none is read twice."""
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -24,23 +25,51 @@ def both() -> list[list[dict[str, str]]]:
     return [[{"role": "user", "content": text}] for text in (FOX, SEA)]
 
 
+def held(folder: Path) -> list[str]:
+    return [path.name for path in folder.rglob("served-*.json")]
+
+
 def test_conversations_take_turns(tmp_path: Path) -> None:
     alone, talks = both(), both()
-    with serving(XDG_STATE_HOME=str(tmp_path / "other")) as server:
+    with serving("--session-disk", "0", XDG_STATE_HOME=str(tmp_path)) as server:
         for talk in alone:
             assert asked(server, talk) < 20 and asked(server, talk) > 256
         assert asked(server, alone[0]) < 20, "another conversation came between"
-        assert not list((tmp_path / "other").rglob("served-*"))
-    with serving("--keep-prompts", "--session-disk", "1G", XDG_STATE_HOME=str(tmp_path)) as server:
+        assert not held(tmp_path)
+    with serving(XDG_STATE_HOME=str(tmp_path)) as server:
         assert all(asked(server, talk) < 20 for talk in talks)
         assert all(asked(server, talk) > 256 for talk in talks)
         assert [talk[:4] for talk in talks] == [talk[:4] for talk in alone]
         assert server.chat([{"role": "user", "content": FOX * 9}]).status == 400
-    with serving("--keep-prompts", XDG_STATE_HOME=str(tmp_path)) as server:  # of a killed process what was saved is there
+        (folder,) = {path.parent for path in tmp_path.rglob("served-*.json")}
+        assert len(held(tmp_path)) == 2 and server.err.count(f"is kept in {folder} while others are answered") == 1
+        with serving(XDG_STATE_HOME=str(tmp_path)):
+            assert len(held(tmp_path)) == 2, "the first server runs"
+    assert len(held(tmp_path)) == 2, "it was killed"
+    with serving(XDG_STATE_HOME=str(tmp_path)) as server:
+        assert not held(tmp_path) and asked(server, talks[0]) < 20
+        asked(server, talks[1])
+        assert len(held(tmp_path)) == 1
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(MINUTE) == 0 and not held(tmp_path)
+
+
+def test_the_next_server_goes_on(tmp_path: Path) -> None:
+    talks = both()
+    with serving("--keep-prompts", "--session-disk", "1G", XDG_STATE_HOME=str(tmp_path)) as server:
+        assert all(asked(server, talk) < 20 for talk in talks)
+    with serving("--keep-prompts", XDG_STATE_HOME=str(tmp_path)) as server:
         assert asked(server, talks[0]) > 256
     listed = subprocess.run([sys.executable, "-P", "-m", "effllm", "session", "list"], capture_output=True, text=True, timeout=MINUTE,
                             env={"XDG_STATE_HOME": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}, check=True).stdout
-    assert listed.count("served-") == 2 and listed.count("fable") == 2
+    assert listed.count("served-") == 1 and listed.count("fable") == 1
+
+
+def test_a_folder_that_cannot_be_made_costs_reading_alone(tmp_path: Path) -> None:
+    (tmp_path / "effllm").write_text("in the way")
+    with serving(XDG_STATE_HOME=str(tmp_path)) as server:
+        assert "conversations that take turns are read again: " in server.err
+        assert all(asked(server, talk) < 20 for talk in both())
 
 
 @pytest.mark.parametrize(("flags", "said"), [(("--kv", "4bit+mikv"), "--kv 4bit+mikv"),
