@@ -184,7 +184,7 @@ class Vocabulary:
         begun = (said[:-1] if half else said).encode("utf-8", "replace").decode()
         tokens = [*self._tokenizer.greedy_tokenize(begun), *self._tokenizer.tokenize_bytes(half)]  # as letters, also what a mark is called
         if tokens and not matcher.consume_tokens(tokens):
-            raise EffllmError(f"the answer so far is not of {self.form.flag} {self.form.name}", "ask again instead of going on with it")
+            raise UsageError(f"the answer so far is not of {self.form.flag} {self.form.name}", "ask again instead of going on with it")
         may_reason = may_reason and not said and (think is None or think.may_open)
         return Constraint(matcher, self, self.opening if may_reason else None, {} if said or inside else self.bare,
                           think is not None and not think.at_answer)

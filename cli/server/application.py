@@ -21,7 +21,7 @@ from .fields import Asked, ChatAsked, Detokenize, Kind, TextAsked, Tokenize, mes
 from .guard import RECORD
 from .problems import FAILED, Problem, closing, problem_of
 from .shapes import ChatShape, Shape, TextShape
-from .streams import EventStream, Listener, json_response, problem_response, whole
+from .streams import GONE, LEFT, EventStream, Listener, json_response, problem_response, whole
 from .tools import tools_asked
 from .wishes import Defaults, reasoning_of, wish_of
 
@@ -54,7 +54,7 @@ class Service:
                   *(post(path, self.text) for path in ("/v1/completions", "/completions")),
                   post("/tokenize", self.tokenize), post("/detokenize", self.detokenize)]
         return Starlette(routes=routes, exception_handlers={Problem: on_problem, HTTPException: on_path, EffllmError: on_problem,
-                                                            ClientDisconnect: on_problem, Exception: on_problem})
+                                                            ClientDisconnect: on_left, Exception: on_problem})
 
     async def greeting(self, request: Request) -> Response:
         return PlainTextResponse(f"effllm serves {self.name}: an API like OpenAI's, under /v1\n")
@@ -154,6 +154,12 @@ async def on_problem(request: Request, error: Exception) -> Response:
     elif not record.problem:
         record.problem = f"{type(error).__name__}: {error}"
     return problem_response(problem)
+
+
+async def on_left(request: Request, error: Exception) -> Response:
+    """The client went away before its request was whole."""
+    request.scope[RECORD].ending = LEFT
+    return Response(status_code=GONE)
 
 
 async def on_path(request: Request, error: HTTPException) -> Response:
