@@ -52,11 +52,13 @@ KEYWORDS = frozenset("""$ref $defs $schema $id $anchor $comment $dynamicRef defi
 
 @dataclass(frozen=True)
 class Form:
-    """What answers are held to: `grammar` as llguidance reads it, `flag` and `name` for a person."""
+    """What answers are held to: `grammar` as llguidance reads it, `flag` and `name` for a person. `whole`: it is of all that the model
+    writes, its reasoning included, not of the answer alone."""
 
     grammar: str
     flag: str
     name: str
+    whole: bool = False
 
     def opened(self, tokenizer: Tokenizer, model_rows: int) -> Vocabulary:
         """The form over the tokens of a model whose head has `model_rows` rows. Raises EffllmError."""
@@ -132,9 +134,9 @@ def form_of_grammar(text: str, flag: str, name: str) -> Form:
         return form(cut)  # as one terminal it was too much
 
 
-def lark_form(lark: str, flag: str, name: str) -> Form:
+def lark_form(lark: str, flag: str, name: str, whole: bool = False) -> Form:
     """The form of a grammar in Lark's notation that was made here, `flag` and `name` for a person. Raises UsageError."""
-    return _judged(Form(_library().LLMatcher.grammar_from_lark(lark), flag, name))
+    return _judged(Form(_library().LLMatcher.grammar_from_lark(lark), flag, name, whole))
 
 
 def form_of(schema: str | None, grammar: str | None) -> Form | None:
@@ -185,6 +187,8 @@ class Vocabulary:
         tokens = [*self._tokenizer.greedy_tokenize(begun), *self._tokenizer.tokenize_bytes(half)]  # as letters, also what a mark is called
         if tokens and not matcher.consume_tokens(tokens):
             raise UsageError(f"the answer so far is not of {self.form.flag} {self.form.name}", "ask again instead of going on with it")
+        if self.form.whole:
+            return Constraint(matcher, self, None, {} if said or inside else self.bare, free=False)
         may_reason = may_reason and not said and (think is None or think.may_open)
         return Constraint(matcher, self, self.opening if may_reason else None, {} if said or inside else self.bare,
                           think is not None and not think.at_answer)

@@ -82,6 +82,8 @@ class Replies:
             said = rest.pop()["content"] or ""
         if not rest and not system:
             raise UsageError("there are no messages", "send at least one that has text")
+        if tools:
+            wish = replace(wish, stops=wish.stops + calling.stops(), form=calling.form(tools, wish.form))
         prompt = self._prompts.rendered(rest, system, wish.think, variables or {})
         for fallback in [*self._fallbacks(wish.think), *(calling.fallbacks(tools) if tools else ())]:
             if self.engine.options.strict:
@@ -94,7 +96,6 @@ class Replies:
         think, marks = self.tokenizer.reasoning(ids, tools is not None), None
         if tools:
             think, marks = calling.reading(think, tools), calling.marks
-            wish = replace(wish, stops=wish.stops + calling.stops(), form=calling.form(tools, wish.form))
         answer = yield from self._answer(ids, wish, cancelled, think, said, self._prompts.raw, marks)
         self._prompts.hold(prompt, ids, answer.tokens[: len(answer.tokens) - (answer.finish == "stop")], answer.text[len(said) :])
 
@@ -138,7 +139,8 @@ class Replies:
     def _apart(self, messages: Sequence[Message]) -> tuple[str | None, list[dict[str, Any]]]:
         """The system prompt, and the other messages with their content as one text."""
         template = "" if self.tokenizer.template is None else self.tokenizer.template.source
-        rest = [{**message, "content": whole_text(message.get("content"))} for message in messages]
+        rest = [{key: value for key, value in message.items() if value is not None} | {"content": whole_text(message.get("content"))}
+                for message in messages]
         for message in rest:
             if message["role"] == DEVELOPER and DEVELOPER not in template:
                 message["role"] = SYSTEM

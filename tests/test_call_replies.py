@@ -9,7 +9,7 @@ from tokenizers import AddedToken
 
 import effllm
 from effllm import EffllmError, UsageError
-from effllm.runtime.calls.calling import NO_TOOLS, UNFORCED, UNHELD, Calling, tools_of
+from effllm.runtime.calls.calling import NO_TOOLS, UNHELD, Calling, tools_of
 from effllm.runtime.calls.style import ARGUMENTS, NAME, TOOL
 from effllm.runtime.constraint import grammar_form, schema_form
 from effllm.runtime.engine import open_engine
@@ -170,17 +170,18 @@ def test_marks_that_are_tokens(engine, call, words, told):
     assert held.is_whole
 
 
+CHANNELS = ("{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}<|start|>{{ m.role }}"
+            "{% for c in m.tool_calls or [] %} to=functions.{{ c.function.name }}<|channel|>commentary json<|message|>"
+            "{{ c.function.arguments | tojson }}<|call|>{% else %}<|message|>{{ m.content }}<|end|>{% endfor %}{% endfor %}"
+            "{% if add_generation_prompt %}<|start|>assistant{% endif %}")
+
+
 def test_channels(engine, monkeypatch):
     """gpt-oss calls on a channel of its own, whichever part of the header names the function."""
-    template = ('{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}<|start|>{{ m.role }}'
-                "{% for c in m.tool_calls or [] %} to=functions.{{ c.function.name }}<|channel|>commentary json<|message|>"
-                "{{ c.function.arguments | tojson }}<|call|>"
-                "{% else %}<|message|>{{ m.content }}<|end|>{% endfor %}{% endfor %}"
-                "{% if add_generation_prompt %}<|start|>assistant{% endif %}")
-    tokenizer = marked(engine, template, "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>", "<|constrain|>")
+    tokenizer = marked(engine, CHANNELS, "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>", "<|constrain|>")
     calling = Calling(tokenizer)
     tools = tools_of([WEATHER], "required")
-    assert calling.style.format.name == "harmony" and calling.fallbacks(tools) == [UNFORCED] and calling.form(tools, None) is None
+    assert calling.style.format.name == "harmony" and not calling.fallbacks(tools)
     arguments = '{"place": "Oslo", "days": 2}'
     thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
     for header in (" to=functions.weather<|channel|>commentary json", "<|channel|>commentary to=functions.weather <|constrain|>json"):
@@ -196,6 +197,44 @@ def test_channels(engine, monkeypatch):
             assert [kind for kind, _ in parts if kind == "call"] == ["call"] * calls
             if calls:
                 assert (parts[-1][1].name, json.loads(parts[-1][1].arguments)) == ("weather", json.loads(arguments))
+
+
+def took_all(held, tokens) -> bool:
+    """Is the text of the tokens whole, if it may be?"""
+    for token in tokens:
+        held.took(token, True)
+    return held.is_whole
+
+
+def test_turns_of_channels_are_held_as_a_whole(engine):
+    """Reasoning as the model likes, then a call of either header, or an answer of a schema."""
+    marks = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>"]
+    for words in (marks, [*marks, "<|constrain|>"]):
+        tokenizer = marked(engine, CHANNELS, *words)
+        tokenizer.stop_ids = frozenset(tokenizer.added[word] for word in ("<|return|>", "<|call|>"))  # fable ends texts with <|end|>
+        calling = Calling(tokenizer)
+        must = calling.form(tools_of([WEATHER, TIME], "weather"), None)
+        may = calling.form(tools_of([WEATHER, TIME]), schema_form('{"type": "object", "properties": {"a": {"type": "integer"}}}'))
+        strict = calling.form(tools_of([{"type": "function", "function": {**WEATHER["function"], "strict": True}}]), None)
+        right, wrong = '{"place": "Oslo", "days": 2}', '{"place": "Rome"'
+        thought = "<|channel|>analysis<|message|>Hm {1}.<|end|><|start|>assistant"
+        final = '<|channel|>final<|message|>{"a": 1}'
+        headers = [" to=functions.weather<|channel|>commentary json<|message|>", "<|channel|>commentary to=functions.weather<|message|>"]
+        headers += ["<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"] * ("<|constrain|>" in words)
+        texts = [(f"{before}{header}{right}", (must, may, strict), ()) for before in ("", thought, thought * 2) for header in headers]
+        texts += [(f"{thought}{header}{wrong}", (), (must, may, strict)) for header in headers]
+        texts += [(thought + final, (may, strict), (must,)), ("<|channel|>final<|message|>Yes.", (strict,), (must, may))]
+        for text, fits, others in texts:
+            for form in (*fits, *others):
+                held = form.opened(tokenizer, tokenizer.vocab_size).begin(think=tokenizer.reasoning(tokenizer.encode("<|start|>assistant")))
+                assert not held.free
+
+                tokens = tokenizer.encode(text, add_special_tokens=False)
+                if form in fits:
+                    assert took_all(held, tokens)
+                else:
+                    with pytest.raises(EffllmError):
+                        assert took_all(held, tokens) is None
 
 
 @pytest.mark.parametrize("mark", [True, False])

@@ -111,6 +111,13 @@ def test_messages_and_variables_reach_the_template_as_they_are(replies, monkeypa
     assert (seen[0]["mood"], seen[0]["think"]) == ("good", False) and (seen[1]["tools"], seen[1]["think"]) == (None, True)
 
 
+def test_keys_that_say_nothing_do_not_reach_the_template(replies, monkeypatch):
+    """Clients send back what they got, whose fields of other answers are null; some templates ask only whether there is such a key."""
+    seen = read_by_model(replies, monkeypatch, {"role": "user", "content": "one"}, {"role": "assistant", "content": None, "tool_calls": None},
+                         {"role": "user", "content": "two", "name": "f"}, template="{{ messages | tojson }}")
+    assert [sorted(message) for message in json.loads(seen)] == [["content", "role"], ["content", "role"], ["content", "name", "role"]]
+
+
 def test_system_prompts_are_put_where_the_template_has_a_place_for_them(replies, monkeypatch):
     system = [{"role": "system", "content": "Be kind."}, {"role": "developer", "content": "Be brief."}]
     assert read_by_model(replies, monkeypatch, *system, ASKED) == f"system: Be kind.\n\nBe brief.\nuser: {QUESTION}\n"

@@ -13,7 +13,9 @@ from ..constraint import Form, lark_form
 from ..template import TemplateError
 from ..text import Tokenizer
 from .filter import CallFilter
-from .grammar import CallGrammar
+from .grammar import GUIDANCE, CallGrammar
+from .harmony import Harmony
+from .harmony_grammar import HarmonyGrammar
 from .messages import Message, functions, parameters_of, prepared
 from .reader import CallReader
 from .style import CallStyle, find_style
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 AUTO, REQUIRED = "auto", "required"
 NO_TOOLS = "this model's chat template knows no tools: a system prompt tells of them, and calls are read as Hermes models write them"
 UNHELD = "the arguments of calls are left to the model, which does not write them as JSON"
-UNFORCED = "whether a tool is called is left to the model, which says so amid its reasoning"
+THE_FUNCTIONS = "the functions"
 LEAVE_OUT = "leave one of them out"
 GIVES_BACK = "<tool_response>"  # a model that was told of tools in a system prompt may go on to invent what they give back
 
@@ -83,9 +85,7 @@ class Calling:
     def fallbacks(self, tools: Tools) -> list[str]:
         """What of a request is not done as one might think."""
         told = [] if self.style.variable else [NO_TOOLS]
-        if tools.choice != AUTO:
-            told += [UNFORCED] if self.tokenizer.channels else [] if self._grammar.holds else [UNHELD]
-        return told
+        return told + [UNHELD] if tools.choice != AUTO and not self._grammar.holds else told
 
     def stops(self) -> tuple[str, ...]:
         """Strings that end an answer in which calls are read."""
@@ -97,22 +97,26 @@ class Calling:
         return CallFilter(think, CallReader(self.style.format, parameters_of(tools.functions)), most)
 
     @cached_property
-    def _grammar(self) -> CallGrammar:
+    def _of_channels(self) -> bool:
+        """Are calls messages of a turn, so that what is held to a form is the turn?"""
+        return self.tokenizer.channels and isinstance(self.style.format.body, Harmony)
+
+    @cached_property
+    def _grammar(self) -> CallGrammar | HarmonyGrammar:
+        if self._of_channels:
+            return HarmonyGrammar(self.tokenizer.added, GUIDANCE)
         return CallGrammar(self.style, self._words, self.tokenizer.thinks)
 
     def form(self, tools: Tools, form: Form | None) -> Form | None:
         """What an answer is held to that may call tools, or else is of a form. Raises UsageError."""
-        if self.tokenizer.channels:
-            if form is not None:
-                raise UsageError(f"{form.flag}: answers of this model that may call tools cannot be held to a form", LEAVE_OUT)
-            return None
+        grammar = self._grammar
         if tools.choice != AUTO:
-            return lark_form(self._grammar.must_call(tools.called), "tool_choice", "the functions")
+            return lark_form(grammar.must_call(tools.called), "tool_choice", THE_FUNCTIONS, self._of_channels)
         if form is not None:
             said = json.loads(form.grammar)["grammars"][0] if form.grammar.lstrip().startswith("{") else {}
             if "json_schema" not in said:
                 raise UsageError(f"{form.flag}: an answer that may call tools can be held to a schema, not to a grammar", LEAVE_OUT)
-            return lark_form(self._grammar.may_call(tools.functions, said["json_schema"]), form.flag, form.name)
-        if any(tool["function"].get("strict") for tool in tools.functions) and self._grammar.holds and not self.style.format.bare:
-            return lark_form(self._grammar.may_call(tools.functions), "strict", "the functions")
+            return lark_form(grammar.may_call(tools.functions, said["json_schema"]), form.flag, form.name, self._of_channels)
+        if any(tool["function"].get("strict") for tool in tools.functions) and grammar.holds and not self.style.format.bare:
+            return lark_form(grammar.may_call(tools.functions), "strict", THE_FUNCTIONS, self._of_channels)
         return None

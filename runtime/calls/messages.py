@@ -118,6 +118,8 @@ class _Calls:
                          "function": {"name": name, "arguments": written(arguments) if style.as_text else arguments}})
             self.count += 1
         rest = {key: value for key, value in message.items() if key not in ("tool_calls", "content")}
+        if isinstance(thought := message.get("reasoning_content"), str) and not text_of(said):
+            rest["thinking"] = thought  # as gpt-oss calls what came before a call
         if style.writes:
             return {**rest, "content": said if text_of(said) else style.content, "tool_calls": made}
         text = style.format.write([(call["function"]["name"], call["function"]["arguments"]) for call in made])
