@@ -27,9 +27,10 @@ class Prompts:
         self.held: tuple[str, list[int]] = ("", [])
 
     def rendered(self, messages: Sequence[Mapping[str, Any]], system: str | None, think: str = "auto",
-                 options: Mapping[str, Any] | None = None) -> str:
+                 options: Mapping[str, Any] | None = None, beside: Mapping[str, Any] | None = None) -> str:
         """The text of a prompt. A system prompt that the template refuses, or drops, goes in front of the first message. `think`: auto
-        leaves reasoning to the model, on and off ask the template for it; `options` reach that as variables, and win."""
+        leaves reasoning to the model, on and off ask the template for it; `options` reach that as variables, and win. `beside`: keys that
+        the system's message has beside its words."""
         if self.raw:
             return "".join([system or "", *(message["content"] or "" for message in messages)])
         thinking = {} if think == "auto" else self.tokenizer.thinking(think == "on")
@@ -37,11 +38,11 @@ class Prompts:
         if think == "off" and self.tokenizer.no_think:
             said.append(self.tokenizer.no_think)
         render = partial(self.tokenizer.render_chat, **{**thinking, **(options or {})})
-        if not said:
+        if not said and not beside:
             return render(messages)
         if not (self.folds and system and messages):
             try:
-                prompt = render([{"role": "system", "content": "\n".join(said)}, *messages])
+                prompt = render([{**(beside or {}), "role": "system", "content": "\n".join(said)}, *messages])
             except TemplateRefused:
                 if not messages:
                     raise

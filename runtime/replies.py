@@ -76,7 +76,7 @@ class Replies:
         if calling:
             messages, told = calling.prepared(messages, tools)
             variables = {**told, **(variables or {})}
-        system, rest = self._apart(messages)
+        system, beside, rest = self._apart(messages)
         said = ""
         if rest and rest[-1]["role"] == "assistant" and not rest[-1].get("tool_calls"):
             said = rest.pop()["content"] or ""
@@ -84,7 +84,7 @@ class Replies:
             raise UsageError("there are no messages", "send at least one that has text")
         if tools:
             wish = replace(wish, stops=wish.stops + calling.stops(), form=calling.form(tools, wish.form))
-        prompt = self._prompts.rendered(rest, system, wish.think, variables or {})
+        prompt = self._prompts.rendered(rest, system, wish.think, variables or {}, beside)
         for fallback in [*self._fallbacks(wish.think), *(calling.fallbacks(tools) if tools else ())]:
             if self.engine.options.strict:
                 refuse_fallbacks([Fallback(fallback)])
@@ -136,18 +136,20 @@ class Replies:
         self._vocabulary = known.holding(form) if known else form.opened(self.tokenizer, self.engine.config.vocab_size)
         return self._vocabulary
 
-    def _apart(self, messages: Sequence[Message]) -> tuple[str | None, list[dict[str, Any]]]:
-        """The system prompt, and the other messages with their content as one text."""
+    def _apart(self, messages: Sequence[Message]) -> tuple[str | None, dict[str, Any], list[dict[str, Any]]]:
+        """The system prompt, the keys that its message has beside, and the other messages with their content as one text."""
         template = "" if self.tokenizer.template is None else self.tokenizer.template.source
         rest = [{key: value for key, value in message.items() if value is not None} | {"content": whole_text(message.get("content"))}
                 for message in messages]
         for message in rest:
             if message["role"] == DEVELOPER and DEVELOPER not in template:
                 message["role"] = SYSTEM
-        said = []
+        said, beside = [], {}
         while rest and rest[0]["role"] == SYSTEM:
-            said.append(rest.pop(0)["content"] or "")
-        return "\n\n".join(said) or None, rest
+            first = rest.pop(0)
+            said.append(first.pop("content") or "")
+            beside |= {key: value for key, value in first.items() if key not in ("role", "name")}
+        return "\n\n".join(filter(None, said)) or None, beside, rest
 
     def _fallbacks(self, think: str) -> Iterator[str]:
         if self._prompts.raw:

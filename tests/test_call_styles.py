@@ -1,6 +1,7 @@
 """How a model calls tools is found from its chat template: the format, and what the template wants of messages with calls."""
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -78,7 +79,7 @@ def test_the_template_shows_the_format(name: str) -> None:
     """What a client sends back reaches the model in the very words that the reader takes for the same call."""
     template = ChatTemplate(TEMPLATES[name])
     style = find_style(template.render)
-    assert (style.format.name, style.writes, style.answers) == (name, True, True)
+    assert (style.format.name, style.writes, style.role) == (name, True, "tool")
     assert style.variable == ("" if name.startswith("DeepSeek") else "tools")
     messages, options = prepared(CALLED, TOOLS, style)
     text = template.render(messages, **options)
@@ -112,7 +113,7 @@ def test_marks_in_the_vocabulary_or_in_what_the_model_is_told() -> None:
             ([], "{% if xml_tools %}{{ xml_tools | tojson }} in <tool_call></tool_call>{% endif %}", "Hermes", "<tool_call>\n{")):
         template = ChatTemplate(told + silent.replace("tools", "unknown" if "xml" in told else "tools"))
         style = find_style(template.render, words)
-        assert (style.format.name, style.writes, style.answers) == (name, False, True)
+        assert (style.format.name, style.writes, style.role) == (name, False, "tool")
         assert style.variable == ("xml_tools" if "xml" in told else "tools")
         messages, options = prepared(CALLED, TOOLS, style)
         text = template.render(messages, **options)
@@ -127,7 +128,7 @@ def test_templates_without_tools(source: str) -> None:
     """A system prompt tells of them, calls are the assistant's words and what they gave back a user's, together with what follows."""
     template = ChatTemplate(source)
     style = find_style(template.render)
-    assert (style.format.name, style.variable, style.writes, style.answers) == ("Hermes", "", False, False)
+    assert (style.format.name, style.knows_tools, style.writes, style.role) == ("Hermes", False, False, "")
     said = [{"role": "system", "content": "Be kind."}, *CALLED, CALLED[2], {"role": "user", "content": "Sure?"}]
     messages, options = prepared(said, TOOLS, style)
     text = template.render(messages, **options)
@@ -183,3 +184,31 @@ def test_templates_that_write_one_call_a_message() -> None:
     assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant", "tool", "user"]
     assert [message["content"] for message in messages] == ["Both.", "So.", "1", "", "2", "Thanks."]
     assert "one call" not in ChatTemplate(TEMPLATES["Llama 3"]).render(messages, tools=TOOLS)
+
+
+@pytest.mark.parametrize(("key", "role", "words", "name"), [("tools", "tool", ["<|tool_call|>"], "Granite 3"),
+                                                          ("functions", "environment", [], "OLMo 3")])
+def test_tools_in_the_message_of_the_system(key: str, role: str, words: list[str], name: str) -> None:
+    """As text under a key, as Phi 4 mini and OLMo 3 have it; other roles for what they gave back."""
+    told = "{% if m.KEY %} Functions: {{ m.KEY }}{% if m.KEY and 'KEY' == 'functions' %} in <function_calls>{% endif %}{% endif %}"
+    guard = f"{{% if m.role not in ['system', 'user', 'assistant', '{role}'] %}}{{{{ raise_exception('roles') }}}}{{% endif %}}"
+    template = ChatTemplate(TURN + guard + "{{ m.content }}" + told.replace("KEY", key) + END)
+    style = find_style(template.render, words)
+    assert (style.format.name, style.variable, style.key, style.role, style.knows_tools) == (name, "", key, role, True)
+    for system in ([], [{"role": "system", "content": "Be kind."}]):
+        messages, options = prepared([*system, *CALLED], TOOLS, style)
+        text = template.render(messages, **options)
+        assert not options and [message["role"] for message in messages] == ["system", "user", "assistant", role]
+        assert "Tells it." in text and ("Be kind." in text) == bool(system)
+        assert f"{role}\nnone" in text and "weather" in messages[2]["content"]
+
+
+def test_a_mark_in_the_vocabulary_of_a_template_without_tools() -> None:
+    style = find_style(ChatTemplate(TURN + "{{ m.content }}" + END).render, ["<|tool_call|>"])
+    assert style.format.name == "Granite 3" and not style.knows_tools and style.sample.startswith("<|tool_call|>[")
+
+
+def test_a_template_without_an_end_is_not_asked_for_ever() -> None:
+    template = ChatTemplate("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", seconds=0.2)
+    begin = time.monotonic()
+    assert not find_style(template.render).knows_tools and time.monotonic() - begin < 12

@@ -113,8 +113,9 @@ def test_messages_and_variables_reach_the_template_as_they_are(replies, monkeypa
 
 def test_keys_that_say_nothing_do_not_reach_the_template(replies, monkeypatch):
     """Clients send back what they got, whose fields of other answers are null; some templates ask only whether there is such a key."""
-    seen = read_by_model(replies, monkeypatch, {"role": "user", "content": "one"}, {"role": "assistant", "content": None, "tool_calls": None},
-                         {"role": "user", "content": "two", "name": "f"}, template="{{ messages | tojson }}")
+    messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": None, "tool_calls": None},
+                {"role": "user", "content": "two", "name": "f"}]
+    seen = read_by_model(replies, monkeypatch, *messages, template="{{ messages | tojson }}")
     assert [sorted(message) for message in json.loads(seen)] == [["content", "role"], ["content", "role"], ["content", "name", "role"]]
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ..answering import Reasoning
 
 AUTO, REQUIRED = "auto", "required"
-NO_TOOLS = "this model's chat template knows no tools: a system prompt tells of them, and calls are read as Hermes models write them"
+NO_TOOLS = "this model's chat template knows no tools: a system prompt tells of them"
 UNHELD = "the arguments of calls are left to the model, which does not write them as JSON"
 THE_FUNCTIONS = "the functions"
 LEAVE_OUT = "leave one of them out"
@@ -84,12 +84,12 @@ class Calling:
 
     def fallbacks(self, tools: Tools) -> list[str]:
         """What of a request is not done as one might think."""
-        told = [] if self.style.variable else [NO_TOOLS]
+        told = [] if self.style.knows_tools else [NO_TOOLS]
         return told + [UNHELD] if tools.choice != AUTO and not self._grammar.holds else told
 
     def stops(self) -> tuple[str, ...]:
         """Strings that end an answer in which calls are read."""
-        return () if self.style.variable else (GIVES_BACK,)
+        return () if self.style.knows_tools else (GIVES_BACK,)
 
     def reading(self, think: Reasoning | None, tools: Tools) -> CallFilter:
         """What tells calls from the rest of an answer."""

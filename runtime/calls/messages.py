@@ -18,12 +18,13 @@ from typing import Any
 from ... import UsageError
 from .cursor import Wrong, parsed, written
 from .schema import Tools
-from .style import CallStyle
+from .style import CallStyle, told
 
 Message = Mapping[str, Any]
 NAME = re.compile(r"[\w./-]{1,128}")
 SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 _LETTERS = string.ascii_letters + string.digits
+SYSTEM = ("system", "developer")
 TOLD = """# Tools
 
 You may call the functions that are described here in JSON:
@@ -75,12 +76,15 @@ def prepared(messages: Sequence[Message], tools: Sequence[Message], style: CallS
     made = [calls.message(message, number) for number, message in enumerate(messages)]
     if style.single:
         made = _one_by_one(made)
-    if not style.answers:
+    if not style.role:
         made = _folded(made)
     if not tools:
         return made, {}
     if style.variable:
         return made, {style.variable: shown(tools)}
+    if style.key:
+        first = made.pop(0) if made and made[0]["role"] in SYSTEM else {"content": ""}
+        return [{**first, "role": "system", style.key: told(shown(tools))}, *made], {}
     return _told(made, TOLD.format(tools="\n".join(map(written, shown(tools))), sample=style.sample)), {}
 
 
@@ -145,8 +149,8 @@ class _Calls:
         if called in self.open:
             self.open.remove(called)
         fit, name = self.known.get(called, (called, message.get("name")))
-        told = {"tool_call_id": fit} | ({"name": message.get("name") or name} if message.get("name") or name else {})
-        return {**message, **told, "content": text_of(message.get("content"))}
+        about = {"tool_call_id": fit} | ({"name": message.get("name") or name} if message.get("name") or name else {})
+        return {**message, **about, "role": self.style.role or "tool", "content": text_of(message.get("content"))}
 
 
 def _arguments(given: Any, where: str) -> dict[str, Any]:
@@ -170,7 +174,7 @@ def _one_by_one(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
             made.append(message)
             continue
         answers = []
-        while rest and rest[0]["role"] == "tool":
+        while rest and rest[0].get("tool_call_id"):
             answers.append(rest.pop(0))
         for number, call in enumerate(calls):
             made.append({**message, "content": message["content"] if not number else "", "tool_calls": [call]})
@@ -197,7 +201,7 @@ def _folded(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _told(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
     """The system prompt tells of the tools, behind what it says already."""
-    if messages and messages[0]["role"] in ("system", "developer"):
+    if messages and messages[0]["role"] in SYSTEM:
         first, *rest = messages
         return [{**first, "content": f"{text_of(first.get('content'))}\n\n{text}"}, *rest]
     return [{"role": "system", "content": text}, *messages]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os.path
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -29,78 +30,103 @@ TOOL = {"type": "function", "function": {"name": NAME, "description": "Look up t
     "type": "object", "properties": PROPERTIES, "required": ["place", "days"]}}}
 KNOWN = {NAME: TOOL["function"]["parameters"]}
 VARIABLES = ("tools", "xml_tools")  # under which templates look for tools
+KEYS = ("tools", "functions")  # and under which in the system's message, as JSON text
+ROLES = ("tool", "environment", "function")  # of what tools give back
 USER = {"role": "user", "content": "What is the weather?"}
+PATIENCE_S = 5.0  # for all that a template is asked
 
 
 @dataclass(frozen=True)
 class CallStyle:
     """How a model calls tools.
 
-    `variable`: under which the template takes tools, empty where it knows none and the system prompt has to tell of them. `writes`: it
-    writes calls of messages itself, their arguments as JSON text with `as_text`, as an object without, beside `content` where nothing is
-    said; where it does not, the format writes them into the text. What calls are called is functions.NAME:0 and so on where they are
-    `numbered`, of nine letters and digits where they are `short`, else anything. `single`: it writes one call a message. `answers`: it
-    has a role for what tools gave back. `sample`: a call as the model reads one."""
+    `variable`: under which the template takes tools, or `key`: under which it does in the system's message; both are empty where it knows
+    none and the system prompt has to tell of them. `writes`: it writes calls of messages itself, their arguments as JSON text with
+    `as_text`, as an object without, beside `content` where nothing is said; where it does not, the format writes them into the text.
+    What calls are called is functions.NAME:0 and so on where they are `numbered`, of nine letters and digits where they are `short`,
+    else anything. `single`: it writes one call a message. `role`: what tools give back has it, if any. `sample`: a call as the model
+    reads one.
+    """
 
     format: Format
     variable: str = ""
+    key: str = ""
     writes: bool = False
     as_text: bool = False
     content: str | None = ""
     numbered: bool = False
     short: bool = False
     single: bool = False
-    answers: bool = False
+    role: str = ""
     sample: str = ""
+
+    @property
+    def knows_tools(self) -> bool:
+        return bool(self.variable or self.key)
+
+
+def told(tools: Sequence[Mapping[str, Any]]) -> str:
+    """Tools as text for a key of the system's message."""
+    return json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
+
+
+@dataclass(frozen=True)
+class _Template:
+    """A template with a tool, given under a variable or under a key of the system's message."""
+
+    render: Render
+    variable: str = ""
+    key: str = ""
+
+    def text(self, messages: Sequence[Mapping[str, Any]], reply: bool = True) -> str:
+        """What it makes of messages, nothing where it refuses them."""
+        given = {self.variable: [TOOL]} if self.variable else {}
+        if self.key:
+            messages = [{"role": "system", "content": "Be kind.", self.key: told([TOOL])}, *messages]
+        try:
+            return self.render(messages, add_generation_prompt=reply, **given)
+        except TemplateError:
+            return ""
+
+    def written(self, message: Mapping[str, Any], answer: Mapping[str, Any]) -> Iterator[str]:
+        """What it writes for a message, from the end of the question on, and from where a prompt ends: marks may begin alike there, but a
+        call without marks is only known where an answer begins with it."""
+        for messages in ([USER, message], [USER, message, answer]):  # some want what the tool gave back
+            if whole := self.text(messages, False):
+                yield whole[whole.rfind(USER["content"]) + len(USER["content"]) :]
+                yield whole[len(os.path.commonprefix([self.text([USER]), whole])) :]
+                return
+
+    def role_of(self, *messages: Mapping[str, Any], name: str) -> str:
+        """The role with which what a tool gave back reaches the prompt."""
+        answer = {"content": RESULT, "name": NAME, "tool_call_id": name}
+        return next((role for role in ROLES if RESULT in self.text([USER, *messages, {"role": role, **answer}])), "")
 
 
 def find_style(render: Render, words: Collection[str] = ()) -> CallStyle:
     """The style of a model; `words` are the tokens that were added to its vocabulary."""
-    variable, prompt = _described(render)
-    given = {variable: [TOOL]} if variable else {}
+    ways = [*(_Template(render, variable=name) for name in VARIABLES), *(_Template(render, key=name) for name in KEYS)]
+    template = next((way for way in ways if NAME in way.text([USER])), _Template(render))
+    latest = time.monotonic() + PATIENCE_S
     for as_text, content, called in product((False, True), ("", None), (LONG_ID, ID, f"functions.{NAME}:0")):
+        if time.monotonic() > latest:
+            break
         call = {"id": called, "type": "function", "function": {"name": NAME, "arguments": json.dumps(ARGUMENTS) if as_text else ARGUMENTS}}
         message = {"role": "assistant", "content": content, "tool_calls": [call]}
-        answer = {"role": "tool", "content": RESULT, "name": NAME, "tool_call_id": called}
-        for text in _written(render, message, answer, given):
+        answer = {"role": ROLES[0], "content": RESULT, "name": NAME, "tool_call_id": called}
+        for text in template.written(message, answer):
             if (format := _reading(text)) is not None:
-                answers = RESULT in _rendered(render, [USER, message, answer], True, given)
                 both = {**message, "tool_calls": [call, {**call, "id": called.replace("a1", "b2").replace(":0", ":1")}]}
-                single = not any(_reading(text, 2) for text in _written(render, both, answer, given))
-                return CallStyle(format, variable, True, as_text, content, called not in (ID, LONG_ID), called == ID, single, answers,
-                                 _sample(format, text))
-    if (format := variable and _marked(prompt, words)) is None:
-        variable, given = "", {}  # it tells of calls in a form that is not known here
-    said = [USER, {"role": "assistant", "content": "Yes."}, {"role": "tool", "content": RESULT, "name": NAME, "tool_call_id": ID}]
-    answers = bool(variable) and RESULT in _rendered(render, said, True, given)
-    return CallStyle(format or HERMES, variable, answers=answers, sample=(format or HERMES).write([(NAME, ARGUMENTS)]))
-
-
-def _described(render: Render) -> tuple[str, str]:
-    """Under which name the template takes tools, and a prompt with one; both empty where it takes none."""
-    for variable in VARIABLES:
-        text = _rendered(render, [USER], True, {variable: [TOOL]})
-        if NAME in text:
-            return variable, text
-    return "", ""
-
-
-def _rendered(render: Render, messages: Sequence[Mapping[str, Any]], reply: bool, given: Mapping[str, Any]) -> str:
-    """What a template makes of messages, nothing where it refuses them."""
-    try:
-        return render(messages, add_generation_prompt=reply, **given)
-    except TemplateError:
-        return ""
-
-
-def _written(render: Render, message: Mapping[str, Any], answer: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[str]:
-    """What the template writes for a message, from the end of the question on, and from where a prompt ends: marks may begin alike there,
-    but a call without marks is only known where an answer begins with it."""
-    for messages in ([USER, message], [USER, message, answer]):  # some want what the tool gave back
-        if whole := _rendered(render, messages, False, given):
-            yield whole[whole.rfind(USER["content"]) + len(USER["content"]) :]
-            yield whole[len(os.path.commonprefix([_rendered(render, [USER], True, given), whole])) :]
-            return
+                single = not any(_reading(text, 2) for text in template.written(both, answer))
+                return CallStyle(format, template.variable, template.key, True, as_text, content, called not in (ID, LONG_ID), called == ID,
+                                 single, template.role_of(message, name=called), _sample(format, text))
+    told_of = template.text([USER]) if template.variable or template.key else ""
+    format = _marked(told_of, words)
+    if format is None or not told_of:  # if it tells of calls, then in a form that is not known here
+        format = format or HERMES
+        return CallStyle(format, sample=format.write([(NAME, ARGUMENTS)]))
+    role = template.role_of({"role": "assistant", "content": "Yes."}, name=ID)
+    return CallStyle(format, template.variable, template.key, role=role, sample=format.write([(NAME, ARGUMENTS)]))
 
 
 def _reading(text: str, times: int = 1) -> Format | None:
