@@ -10,11 +10,12 @@ A weight `[N, K]` is one blob of 64-byte aligned sections, in this order:
              low nibble of byte r, of row r + 8 in the high one]
              nibble: [N/16][K/256][16 halves d, 16 halves e, then per group 16 bytes s | m << 4]
              signed, table: [N/16][K/256][16 halves d, then per group 16 int8 s]
+             minimum: [N/16][K/32][16 halves d, 16 halves m]      nvfp: as the others, each byte the float (E4M3) that it multiplies by
              float: [N/16][K/group] float32, one for all rows of a block
     zeros    affine and offset only: [N/16][K/group][16 bytes]
-    rows     a scale per row, bfloat16 [N]; float: float32 [N]
-    tables   codebook only: 16 int8 levels, repeated to 16 entries, then 16 uint8 steps, what a scale code multiplies by; mxfp and table:
-             levels alone
+    rows     a scale per row, bfloat16 [N]; float, nvfp: float32 [N]
+    tables   codebook only: 16 int8 levels, repeated to 16 entries, then 16 uint8 steps, what a scale code multiplies by; mxfp, nvfp and
+             table: levels alone
     sparse   with outliers: uint32 starts[N/16 + 1], uint32 places[m] (row in block << 28 | column), bfloat16 values[m]
 
 A tile is 16 rows x 32 inputs, as bit planes one after the other: 3 bits are planes of 2 + 1, 5 of 4 + 1, 6 of 4 + 2, low bits first.
@@ -34,10 +35,10 @@ from .layout import align
 ROWS, TILE = 16, 32  # rows of a block, inputs of a tile
 PLANES = {8: (8,), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,)}
 CODEBOOK, AFFINE, SYMMETRIC, TERNARY, BLOCK = range(5)
-MXFP, OFFSET, SUPER, SIGNED, TABLE, NIBBLE, FLOAT = 7, 8, 9, 10, 11, 12, 13
+MXFP, OFFSET, SUPER, SIGNED, TABLE, NIBBLE, FLOAT, MINIMUM, NVFP = range(7, 16)
 SCHEMES = {"codebook": CODEBOOK, "affine": AFFINE, "symmetric": SYMMETRIC, "ternary": TERNARY, "block": BLOCK, "mxfp": MXFP,
            "offset": OFFSET, "super": SUPER, "signed": SIGNED, "table": TABLE,
-           "nibble": NIBBLE, "float": FLOAT}
+           "nibble": NIBBLE, "float": FLOAT, "minimum": MINIMUM, "nvfp": NVFP}
 IN_SUPERS = ("super", "nibble", "signed", "table")  # whose scales are records of super-blocks
 SCHEME_SHIFT, SCHEME_MASK = 4, 15  # a kernel gets bits << SCHEME_SHIFT | scheme
 CODEBOOK_SCALES = 16  # scale codes, four bits each
@@ -72,7 +73,7 @@ def tile_nbytes(bits: int) -> int:
 
 def row_nbytes(scheme: str) -> int:
     """Bytes of a row's scale."""
-    return 4 if scheme == "float" else 2
+    return 4 if scheme in ("float", "nvfp") else 2
 
 
 def scales_nbytes(scheme: str, group: int, depth: int) -> int:
@@ -83,6 +84,8 @@ def scales_nbytes(scheme: str, group: int, depth: int) -> int:
         return depth // group * 4
     if scheme in IN_SUPERS:
         return depth // SUPER_BLOCK * {"super": SUPER_NBYTES, "nibble": NIBBLE_NBYTES}.get(scheme, SIGNED_NBYTES)
+    if scheme == "minimum":
+        return depth // group * 4 * ROWS
     return depth // group * ROWS * (2 if scheme in ("block", "offset") else 1)
 
 
@@ -120,7 +123,7 @@ def sections(shape: tuple[int, int], bits: int, scheme: str, group: int, outlier
         at += align(blocks * each["zeros"])
     row_scales = at
     at += align(row_nbytes(scheme) * rows)
-    if scheme in ("codebook", "mxfp", "table"):
+    if scheme in ("codebook", "mxfp", "table", "nvfp"):
         tables = at
         at += align(LEVELS_NBYTES + STEPS_NBYTES)
     if outliers:

@@ -27,7 +27,7 @@ class Codes:
     zeros uint8 [N, G] or None, with G = ceil(K / group); rows float32 [N] that bfloat16 holds exactly; levels int8 [2**bits] of a codebook,
     a table and of mxfp, steps uint8 [16] of a codebook, else None; of super-blocks the bits of halves d, or d and e, uint16
     [N, ceil(K / 256), 1 or 2], and with e the minimum codes m uint8 [N, G]. Of floats scales are float32
-    [ceil(N / 16), G], and rows any float32."""
+    [ceil(N / 16), G]; of nvfp int8, the bits of such floats; rows of both are any float32. minimum: m are the bits of halves, added."""
 
     codes: np.ndarray
     scales: np.ndarray
@@ -49,6 +49,8 @@ def factors(codes: Codes) -> np.ndarray:
     """What the groups are multiplied by beside the row scale, float32 [N, G]."""
     if codes.supers is not None:
         return _supers(codes, 0) * codes.scales
+    if codes.scales.dtype == np.int8:
+        return E4M3[codes.scales.view(np.uint8)]
     if codes.scales.dtype == np.float32:
         return np.repeat(codes.scales, ROWS, axis=0)[: len(codes.codes)]
     if codes.scales.dtype == np.uint16:
@@ -60,7 +62,9 @@ def factors(codes: Codes) -> np.ndarray:
 
 def minimum_values(codes: Codes) -> np.ndarray | None:
     """What is taken off the groups, float32 [N, G]; None where nothing is."""
-    return None if codes.minima is None else _supers(codes, 1) * codes.minima
+    if codes.minima is None:
+        return None
+    return _supers(codes, 1) * codes.minima if codes.supers is not None else -to_f32(codes.minima, "f16")
 
 
 def _supers(codes: Codes, which: int) -> np.ndarray:
@@ -81,7 +85,7 @@ def values(codes: Codes, spec: QuantSpec) -> np.ndarray:
         return E4M3[codes.codes]
     if codes.levels is not None:
         return codes.levels.astype(np.int16)[codes.codes]
-    if spec.scheme in ("super", "nibble"):
+    if spec.scheme in ("super", "nibble", "minimum"):
         return codes.codes.astype(np.int16)
     if spec.scheme in ("affine", "offset"):
         return codes.codes.astype(np.int16) - spread(codes.zeros, spec, codes.codes.shape[1]).astype(np.int16)

@@ -29,7 +29,8 @@ from .weight import RAW_NUMPY, from_f32, to_f32
 QUADS = TILE // 4
 LINE = 8  # 64-bit words of a vector
 HALVES = ("block", "offset")  # schemes whose scales are half-precision floats
-SCALES = {**dict.fromkeys(HALVES, np.uint16), "signed": np.int8, "table": np.int8, "float": np.float32}  # types, where not uint8
+SCALES = {**dict.fromkeys(HALVES, np.uint16), "signed": np.int8, "table": np.int8, "nvfp": np.int8, "float": np.float32,
+          "minimum": np.uint16}  # types, where not uint8
 EVERY_BYTE = 0x0101010101010101
 
 
@@ -66,6 +67,8 @@ def put_factors(blob: np.ndarray, spec: QuantSpec, shape: tuple[int, int], begin
     scales = _pad(scales, high // ROWS if spec.scheme == "float" else high, groups)
     if spec.scheme == "float":
         part = scales
+    elif spec.scheme == "minimum":
+        part = np.stack([_by_block(scales), _by_block(_pad(minima, high, groups))], axis=2)
     elif spec.scheme == "codebook":
         part = _pack_small_scales(scales)
     elif supers is not None:
@@ -113,8 +116,11 @@ def unpack(blob: np.ndarray, spec: QuantSpec, shape: tuple[int, int]) -> Codes:
     elif spec.scheme == "float":
         own = blob[at.scales : at.scales + 4 * blocks * groups].view(np.float32)
         scales = own.reshape(blocks, groups)[:, :used].copy()
+    elif spec.scheme == "minimum":
+        pairs = blob[at.scales : at.scales + blocks * groups * 4 * ROWS].view(np.uint16).reshape(blocks, groups, 2, ROWS)
+        scales, minima = (np.ascontiguousarray(pairs[:, :, i].transpose(0, 2, 1).reshape(-1, groups)[:n, :used]) for i in (0, 1))
     else:
-        scales = by_group(at.scales, np.uint16 if spec.scheme in HALVES else np.uint8)
+        scales = by_group(at.scales, SCALES.get(spec.scheme, np.uint8))
     kind = _row_type(spec)
     rows = to_f32(blob[at.row_scales : at.row_scales + row_nbytes(spec.scheme) * n].view(RAW_NUMPY[kind]), kind).copy()
     tables = blob[at.tables : at.tables + LEVELS_NBYTES + STEPS_NBYTES] if at.tables >= 0 else None
@@ -167,12 +173,12 @@ def _check(codes: Codes, spec: QuantSpec, sparse_count: int) -> None:
     if codes.scales.dtype != SCALES.get(spec.scheme, np.uint8):
         raise ValueError(f"scales of {codes.scales.dtype} for {spec}")
     if (codes.supers is None) != (spec.scheme not in super_blocks.SCHEMES) or (
-            codes.minima is None) != (spec.scheme not in super_blocks.WITH_MINIMA):
+            codes.minima is None) != (spec.scheme not in (*super_blocks.WITH_MINIMA, "minimum")):
         raise ValueError(f"super-blocks and minima do not belong to {spec}, or are missing")
     if codes.supers is not None:
         super_blocks.check(codes.scales, codes.supers, codes.minima, k, spec.scheme)
     if (codes.zeros is None) != (spec.scheme not in ("affine", "offset")) or (codes.steps is None) != (spec.scheme != "codebook") or (
-            codes.levels is None) != (spec.scheme not in ("codebook", "mxfp", "table")):
+            codes.levels is None) != (spec.scheme not in ("codebook", "mxfp", "table", "nvfp")):
         raise ValueError(f"zeros belong to affine and offset, levels and steps to codebook weights, not to {spec}")
     if codes.zeros is not None and codes.zeros.shape != (n, groups):
         raise ValueError(f"zeros {codes.zeros.shape} for {spec} of shape {(n, k)}")
@@ -192,6 +198,10 @@ def _check(codes: Codes, spec: QuantSpec, sparse_count: int) -> None:
         raise ValueError(f"scale code {codes.scales.max()} does not fit {spec}")
     if spec.scheme == "float" and not np.isfinite(E4M3[codes.codes]).all():
         raise ValueError("a float of eight bits is NaN, which no kernel looks for")
+    if spec.scheme == "nvfp" and not np.isfinite(E4M3[codes.scales.view(np.uint8)]).all():
+        raise ValueError("a scale is NaN, which no kernel looks for")
+    if spec.scheme == "minimum" and (codes.minima.dtype != np.uint16 or codes.minima.shape != (n, groups)):
+        raise ValueError(f"minima {codes.minima.shape} of {codes.minima.dtype} for {spec} of shape {(n, k)}")
     if (0 if codes.sparse is None else len(codes.sparse.row)) != sparse_count:
         raise ValueError(f"{spec} of shape {(n, k)} has {sparse_count} outliers")
     if sparse_count:

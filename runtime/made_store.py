@@ -20,7 +20,7 @@ BLOCK_NBYTES = 256 << 10  # of what one step of a conversion makes: the arrays o
 STEP_VALUES = 1 << 17  # that are put in order at once where a tensor is made again and again: what is between stays in a cache
 SCRATCH_NBYTES = 32  # for each of them, of all arrays between what is read and what is made; tests measure them
 ARRANGED_NBYTES = 4 << 10  # of all there is beside blob and file where compiled functions put in order
-ARRANGED = ("block", "mxfp", "super", "nibble", "signed", "table")  # the schemes of that
+ARRANGED = ("block", "minimum", "mxfp", "nvfp", "super", "nibble", "signed", "table")  # the schemes of that
 
 
 def steps(rows: int, width: int, unit: int = ROWS) -> Iterator[tuple[int, int]]:

@@ -116,7 +116,7 @@ class SyntheticStore:
             codes = out[: max(0, at.scales - start)]
             np.bitwise_and(codes, 0xF7, out=np.frombuffer(codes, np.uint8))  # none is NaN
         elif spec.scheme != "codebook":  # scales of one size: random ones would span 2**16, exponents all of float32
-            usual = 128 if spec.scheme == "mxfp" else 64
+            usual = {"mxfp": 128, "nvfp": 56, "minimum": 0x3C}.get(spec.scheme, 64)
             _overlay(np.full(middle, usual if at.zeros < 0 else 1 << (spec.bits - 1), np.uint8), at.row_scales - middle, start, out)
             if at.zeros >= 0:
                 _overlay(np.full(at.zeros - at.scales, 64, np.uint8), at.scales, start, out)

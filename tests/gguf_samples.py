@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from effllm.offload.checkpoint import TensorStore
 from effllm.offload.shards import PAD
 from effllm.quant.imports.gguf_levels import KINDS as LEVELED
+from effllm.quant.levels import E4M3, MXFP
 from effllm.quant.weight import RAW_NUMPY, to_f32
 from effllm.runtime.stored_names import give_names
 
@@ -181,9 +182,22 @@ def blocks_near(values: np.ndarray, kind: str) -> np.ndarray:
     """Rows as blocks of a type."""
     if kind in LEVELED or kind in ("Q2_K", "IQ4_NL"):
         return any_blocks(values, kind)
+    if kind == "NVFP4":
+        return small_blocks(np.ascontiguousarray(values, np.float32).reshape(-1, values.shape[-1])).reshape(*values.shape[:-1], -1)
     if kind.endswith("_K"):
         return super_blocks(values.reshape(-1, values.shape[-1]), kind).reshape(*values.shape[:-1], -1)
     return gguf.quants.quantize(values, TYPES[kind])
+
+
+def small_blocks(values: np.ndarray) -> np.ndarray:
+    """NVFP4 blocks near some rows, uint8 [N, row bytes]; the package itself only reads these."""
+    parts = values.reshape(-1, 16)
+    wanted = np.abs(parts).max(1) / 6
+    scales = np.searchsorted((E4M3[:126] + E4M3[1:127]) / 2, wanted).astype(np.uint8)
+    scaled = np.divide(parts, E4M3[scales][:, None], out=np.zeros_like(parts), where=scales[:, None] > 0)
+    codes = np.abs(scaled[:, :, None] - MXFP.astype(np.float32) / 2).argmin(-1).astype(np.uint8)
+    pairs = codes[:, :8] | codes[:, 8:] << np.uint8(4)
+    return np.concatenate([scales.reshape(-1, 4), pairs.reshape(-1, 32)], axis=1).reshape(len(values), -1)
 
 
 def super_blocks(values: np.ndarray, kind: str) -> np.ndarray:
@@ -244,6 +258,22 @@ def add_fable_tokenizer(writer: gguf.GGUFWriter) -> None:
     writer.add_chat_template(settings["chat_template"])
 
 
-def fable_gguf(path: Path, kind: str = "F16") -> dict[str, np.ndarray]:
-    """fable with its tokenizer."""
-    return write_model(FABLE, path, kind, change=add_fable_tokenizer)
+def fable_gguf(path: Path, kind: str = "F16", change: Callable[[gguf.GGUFWriter], None] | None = None) -> dict[str, np.ndarray]:
+    """fable with its tokenizer; `change` may add tensors."""
+
+    def both(writer: gguf.GGUFWriter) -> None:
+        add_fable_tokenizer(writer)
+        if change is not None:
+            change(writer)
+
+    return write_model(FABLE, path, kind, change=both)
+
+
+SCALES = {"blk.0.ffn_up": 0.75, "blk.1.attn_q": 1.3, "blk.2.ffn_down": 2.0}
+
+
+def add_scales(writer: gguf.GGUFWriter) -> None:
+    """Of some NVFP4 matrices, as converters write them; and what they say of activations."""
+    for name, scale in SCALES.items():
+        writer.add_tensor(f"{name}.scale", np.float32([scale]))
+        writer.add_tensor(f"{name}.input_scale", np.float32([7.0]))

@@ -27,15 +27,18 @@ def random_codes(rng: np.random.Generator, spec: QuantSpec, shape: tuple[int, in
     """Codes, tables and outliers over their whole ranges; scales and zeros too with `every_scale`, else over those that weights have."""
     rows, depth = shape
     groups = -(-depth // spec.group)
-    book, wide = spec.scheme == "codebook", {"codebook": 32, "mxfp": 32, "table": 64}.get(spec.scheme, 0)
+    book, wide = spec.scheme == "codebook", {"table": 64, **dict.fromkeys(("codebook", "mxfp", "nvfp"), 32)}.get(spec.scheme, 0)
     scales = rng.integers(0 if book or every_scale else 32, 16 if book else 256, (rows, groups), np.uint8)
-    if spec.scheme in ("block", "offset"):  # either sign, over the sizes that weights have, subnormal ones and zero with `every_scale`
+    if spec.scheme in ("block", "minimum", "offset"):  # either sign; with `every_scale` subnormal ones and zero, too
         powers = rng.integers(-24 if every_scale else -4, 4, scales.shape)
         scales = (np.ldexp(rng.standard_normal(scales.shape, np.float32), powers)).astype(np.float16).view(np.uint16)
     if spec.scheme == "float":
         scales = np.ldexp(rng.standard_normal((-(-rows // 16), groups), np.float32), rng.integers(-30 if every_scale else -4, 4))
     if spec.scheme == "mxfp":
         scales = rng.integers(0 if every_scale else 120, 200 if every_scale else 128, scales.shape, np.uint8)
+    if spec.scheme == "nvfp":  # but for NaN
+        scales = rng.integers(0 if every_scale else 40, 127, scales.shape, np.uint8) | rng.integers(0, 2, scales.shape, np.uint8) << 7
+        scales = scales.view(np.int8)
     with_zeros = spec.scheme in ("affine", "offset")
     zeros = rng.integers(0, 256 if every_scale else 1 << spec.bits, (rows, groups)).astype(np.uint8) if with_zeros else None
     supers = minima = None
@@ -47,6 +50,8 @@ def random_codes(rng: np.random.Generator, spec: QuantSpec, shape: tuple[int, in
         minima = rng.integers(0, most + 1, scales.shape, np.uint8) if most else None
         if spec.scheme == "table":  # what keeps products with any level exact
             scales = (scales.astype(np.int16) % 65 - 32).astype(np.int8)
+    if spec.scheme == "minimum":
+        minima = (rng.standard_normal(scales.shape, np.float32) * 8).astype(np.float16).view(np.uint16)
     count = round(rows * depth * spec.outliers)
     places = np.sort(rng.choice(rows * depth, count, replace=False))
     sparse = Sparse((places // depth).astype(np.uint32), (places % depth).astype(np.uint32), bf16(rng.standard_normal(count, np.float32)))

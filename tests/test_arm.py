@@ -25,7 +25,7 @@ SETS = {"neondot": ("neon,dotprod", "neoverse-n1", "sdot", 32), "neon": ("neon",
 # Way, bits: instructions for 64 weights at most, with dot products and without (where nothing but LLVM's own finds is: 140 to 453).
 MOST = {("codebook", 4): (24, 42), ("codebook", 3): (41, 62), ("codebook", 2): (26, 43), ("plain", 4): (20, 37), ("plain", 8): (21, 38),
         ("blocks", 4): (19, 35), ("super", 4): (26, 44), ("signed", 6): (40, 57), ("exponents", 4): (24, 41),
-        ("table", 4): (25, 42), ("table", 3): (43, 60), ("nibble", 2): (30, 46)}
+        ("table", 4): (25, 42), ("table", 3): (43, 60), ("nibble", 2): (30, 46), ("minima", 4): (24, 42), ("small", 4): (30, 50)}
 
 
 def assembly(loop: object, count: int, processor: str) -> str:

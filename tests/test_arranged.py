@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from test_instruction_sets import X86, child
 
 STALE = 0xA5
-WIDE = {kind: 256 if spec.scheme in tiles.IN_SUPERS else 32 for kind, spec in KEPT.items()}  # inputs of a block
-HALVES = {"super": (0, 2), "signed": (208,), "block": (0,), "table": (0,), "nibble": (80, 82), "Q3_K": (108,),
+WIDE = {kind: 256 if spec.scheme in tiles.IN_SUPERS else 64 if kind == "NVFP4" else 32 for kind, spec in KEPT.items()}  # inputs of a block
+HALVES = {"super": (0, 2), "minimum": (0, 2), "signed": (208,), "block": (0,), "table": (0,), "nibble": (80, 82), "Q3_K": (108,),
           "TQ1_0": (52,), "TQ2_0": (64,), "IQ1_M": ()}
 several = settings(max_examples=40, deadline=None)
 seeds = st.integers(0, 2**32 - 1)
@@ -74,7 +74,7 @@ def test_blocks_are_the_bytes_of_their_codes(kind: str, seed: int, rows: int, bl
     np.testing.assert_array_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("kind", KEPT)
+@pytest.mark.parametrize("kind", [kind for kind in KEPT if kind != "NVFP4"])  # which has none
 @several
 @given(seed=seeds, rows=st.integers(1, 40), blocks=st.integers(1, 3), data=st.data())
 def test_a_scale_that_is_no_number_is_found_wherever_it_lies(kind: str, seed: int, rows: int, blocks: int, data: st.DataObject) -> None:
@@ -228,7 +228,7 @@ for layout, bits in t.WORDS:
 
 
 def test_every_kind_has_its_function() -> None:
-    assert {*foreign_blocks.KINDS, *foreign_levels.KINDS} == set(KEPT) and set(foreign_levels.KINDS) == set(gguf_levels.KINDS)
+    assert {*foreign_blocks.KINDS, *foreign_levels.KINDS, "NVFP4"} == set(KEPT) and set(foreign_levels.KINDS) == set(gguf_levels.KINDS)
     assert foreign_words.AWQ_ORDER == awq.ORDER and foreign_words.NOT_A_NUMBER == mxfp4.NOT_A_NUMBER
 
 
@@ -247,7 +247,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_read() -> None:
     with pytest.raises(ValueError, match="rows"):
         put_blocks(stale(KEPT["Q4_K"], (40, 200)), "Q4_K", (40, 200), 0, raw)
     with pytest.raises(KeyError):
-        put_blocks(blob, "Q5_1", shape, 0, raw)
+        put_blocks(blob, "Q9_1", shape, 0, raw)
     np.testing.assert_array_equal(blob, before)
 
 

@@ -16,7 +16,7 @@ from effllm.offload.direct import BLOCK, THREADS, Read
 from effllm.offload.header import TensorInfo
 from effllm.offload.streaming import Part, Range, lay_out
 from effllm.runtime import expert_store, made_store
-from effllm.runtime.gguf import store as gguf_store
+from effllm.runtime.gguf import sources
 from effllm.runtime.needed_kernels import folder_kinds
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.source import open_store, open_weights
@@ -28,7 +28,7 @@ from gguf_samples import counts, write_model
 from made_mixtures import GPTQ_SHAPE, imported_mixture
 from test_mxfp4 import packed_model
 
-KINDS = ("Q8_0", "Q5_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "Q5_1", "Q4_1")
+KINDS = ("Q8_0", "Q5_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "Q5_1", "Q4_1", "NVFP4")
 SMALL = Case("qwen3_moe", {"hidden_size": 256, "intermediate_size": 256, "num_experts": 3, "num_experts_per_tok": 2, "head_dim": 32,
                            "moe_intermediate_size": 512, "num_hidden_layers": 1, "norm_topk_prob": True})
 
@@ -87,7 +87,7 @@ def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool
     """As small as pieces and steps can be."""
     if request.param:
         monkeypatch.setattr(made_store, "STEP_VALUES", 1)
-        monkeypatch.setattr(gguf_store, "READ_NBYTES", 1)
+        monkeypatch.setattr(sources, "READ_NBYTES", 1)
         monkeypatch.setattr(expert_store, "READ_NBYTES", 1)
     return request.param
 

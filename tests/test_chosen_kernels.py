@@ -51,7 +51,7 @@ def test_each_stored_type_says_what_runs_it() -> None:
 
 
 def test_raw_types_are_called_what_they_are(tmp_path: Path) -> None:
-    for kind, stored in (("F32", "f32"), ("F16", "f16"), ("Q4_1", "f16")):
+    for kind, stored in (("F32", "f32"), ("F16", "f16"), ("Q4_1", "minimum4:32")):
         path = tmp_path / f"{kind}.gguf"
         fable_gguf(path, kind)
         assert {each.stored for each in chosen_kernels(planned(path, None, device="cpu"))} == {stored}

@@ -88,7 +88,7 @@ def test_every_type_of_the_package_has_our_block_size() -> None:
     assert {name: size for name, size in BLOCKS.items()} == {name: sizes[name] for name in BLOCKS}
 
 
-@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q4_1", "Q5_1"])
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
 def test_fable_answers_as_the_folder_with_the_same_weights(tmp_path: Path, kind: str) -> None:
     """The same kernels on the same numbers: equal to the last bit."""
     path = tmp_path / "fable.gguf"
@@ -100,13 +100,13 @@ def test_fable_answers_as_the_folder_with_the_same_weights(tmp_path: Path, kind:
 @pytest.mark.parametrize("kind", [*KEPT])
 def test_blocks_that_run_as_codes_lose_nothing(tmp_path: Path, kind: str) -> None:
     """The blob that kernels read means what the file means, to the last bit; rows of heads, and a last row block that is not full."""
-    wide = {"head_dim": 64, "hidden_size": 256, "intermediate_size": 512} if BLOCKS[kind][0] == 256 else {"head_dim": 24, "hidden_size": 96}
+    wide = {"head_dim": 64, "hidden_size": 256, "intermediate_size": 512} if BLOCKS[kind][0] > 32 else {"head_dim": 24, "hidden_size": 96}
     source = small(tmp_path / "source", "llama", vocab_size=101, **wide)
     meant = write_model(source, tmp_path / "m.gguf", kind)
     with open_gguf_store(tmp_path / "m.gguf", low_bit=True) as store:
         assert len(store.container.tensors) == sum(values.ndim == 2 for values in meant.values())
+        assert {stored.spec for stored in store.container.tensors.values()} == {KEPT[kind]}
         for name, stored in store.container.tensors.items():
-            assert stored.spec == KEPT[kind]
             weight = Weight.low_bit(stored.spec, stored.shape, store.read(store.tensors[name]))
             np.testing.assert_array_equal(weight.to_f32(), meant[name])
 
@@ -116,8 +116,8 @@ def test_fable_runs_from_codes(tmp_path: Path, kind: str) -> None:
     """With float32 activations the logits are those of the same weights as floats; int8 activations move them a little."""
     meant = fable_gguf(path := tmp_path / "fable.gguf", kind)
     wanted = logits(folder_of(meant, FABLE, tmp_path / "folder"), IDS * 2)
-    for options, bound in (({"exact": True}, 2e-5), ({}, 0.05)):
-        assert np.abs(logits(path, IDS * 2, **options) - wanted).max() < bound * np.abs(wanted).max()
+    for exact, bound in ((True, 2e-5), (False, 0.05)):
+        assert np.abs(logits(path, IDS * 2, exact=exact) - wanted).max() < bound * np.abs(wanted).max()
     assert np.abs(logits(path, IDS[:1]) - wanted[:1]).max() < 0.05 * np.abs(wanted).max()
     engine, notices = opened(path)
     assert any(kind in text and "order of the kernels" in text for text in notices)
@@ -155,8 +155,7 @@ def test_a_file_that_llama_cpp_quantized_answers_as_its_widened_weights(tmp_path
         meant = {name: wide.read(info).view(np.float32).reshape(info.shape) for name, info in wide.tensors.items()}
     wanted = logits(folder_of(meant, FABLE, tmp_path / "folder"), IDS * 2)
     assert np.abs(found[True] - wanted).max() < 2e-5 * np.abs(wanted).max()
-    best = np.sort(wanted, axis=1)
-    clear = best[:, -1] - best[:, -2] > 0.05 * np.abs(wanted).max()
+    clear = np.diff(np.sort(wanted, axis=1)[:, -2:])[:, 0] > 0.05 * np.abs(wanted).max()
     assert clear.sum() >= 5 and np.array_equal(found[False].argmax(1)[clear], wanted.argmax(1)[clear])
 
 
@@ -271,7 +270,8 @@ def test_rows_of_any_range_are_those_of_the_checkpoint(tmp_path: Path) -> None:
                 np.testing.assert_array_equal(store.read(info, begin, end).view(np.float32), values[begin:end].reshape(-1))
 
 
-def test_what_is_widened_is_said_and_counted(tmp_path: Path) -> None:
+def test_what_is_widened_is_said_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(KEPT, "Q5_1")  # as one of which kernels know nothing
     fable_gguf(tmp_path / "m.gguf", "Q5_1")
     engine, notices = opened(tmp_path / "m.gguf")
     try:

@@ -108,8 +108,7 @@ def test_matrices_in_blocks(folders: dict[str, Path], tmp_path: Path, family: st
     save_file({name: np.ascontiguousarray(values, np.float32) for name, values in meant.items()}, tmp_path / "folder" / "model.safetensors")
     (tmp_path / "folder" / "config.json").write_bytes((folders[family] / "config.json").read_bytes())
     expected, got = logits(tmp_path / "folder"), logits(tmp_path / "m.gguf")
-    worst = np.abs(got - expected).max(axis=1)  # of a token; where weights are widened to 16 bits a router may choose another expert
-    assert (np.median(worst) if kind == "Q5_1" else worst.max()) < {"Q5_1": 2e-2}.get(kind, 1e-4) * np.abs(expected).max()
+    assert np.abs(got - expected).max() < 1e-4 * np.abs(expected).max()
     assert np.isfinite(logits(tmp_path / "m.gguf", exact=False)).all()
 
 

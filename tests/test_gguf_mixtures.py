@@ -149,7 +149,7 @@ def test_what_a_file_of_corrected_scores_may_not_say(tmp_path: Path, change: obj
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q5_1", "F16"])
 @pytest.mark.parametrize("family", MIXTURES)
 def test_experts_in_blocks(tmp_path: Path, family: str, kind: str) -> None:
-    """Each type means what the package says: as codes where the kernels multiply them, else widened; the router stays exact."""
+    """Each type means what the package says: in blocks as codes; the router stays exact."""
     arch, case = MIXTURES[family]
     written(case, tmp_path / "source")
     meant = write_model(tmp_path / "source", tmp_path / "m.gguf", kind, arch, counts(MIXTURES[family][1]))
@@ -160,7 +160,7 @@ def test_experts_in_blocks(tmp_path: Path, family: str, kind: str) -> None:
             np.testing.assert_array_equal(store.read(info).view(dtype).astype(np.float32).reshape(info.shape), meant[name])
     with open_gguf_store(tmp_path / "m.gguf", low_bit=True) as store:
         low = set() if store.container is None else store.container.tensors.keys()
-        assert any(".experts." in name for name in low) == (kind in ("Q8_0", "Q4_0"))
+        assert any(".experts." in name for name in low) == (kind != "F16")
         assert not any(name.endswith((".gate.weight", "norm.weight")) for name in low)
     (tmp_path / "folder").mkdir()
     save_file({name: np.ascontiguousarray(values, np.float32) for name, values in meant.items()}, tmp_path / "folder" / "model.safetensors")
@@ -168,8 +168,7 @@ def test_experts_in_blocks(tmp_path: Path, family: str, kind: str) -> None:
     ids = list(range(1, 60))
     expected = logits(tmp_path / "folder", ids)
     got = logits(tmp_path / "m.gguf", ids, exact=bool(low))  # with rounded activations a router may choose another expert
-    worst = np.abs(got - expected).max(axis=1)  # of a token; where weights are widened to 16 bits a router may choose another expert too
-    assert (np.median(worst) if kind == "Q5_1" else worst.max()) < {"Q5_1": 2e-2}.get(kind, 1e-4) * np.abs(expected).max()
+    assert np.abs(got - expected).max() < 1e-4 * np.abs(expected).max()
     assert np.isfinite(logits(tmp_path / "m.gguf", ids)).all()
 
 

@@ -16,7 +16,7 @@ from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.text import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))
-from gguf_samples import FABLE, fable_gguf
+from gguf_samples import FABLE, add_scales, fable_gguf
 
 # What llama.cpp calls a file, the number that asks for it, and the types of blocks in it.
 FILES = {"ALL_F32": (0, {"F32"}), "MOSTLY_F16": (1, {"F16"}), "MOSTLY_BF16": (32, {"BF16"}), "MOSTLY_Q8_0": (7, {"Q8_0"}),
@@ -63,6 +63,19 @@ def test_llama_cpp_writes_the_same_text_from_the_same_file(tmp_path: Path, name:
         assert kept
     assert peer.llama_model_quantize(str(source).encode(), str(path).encode(), ctypes.byref(params)) == 0
     assert kinds <= {tensor.tensor_type.name for tensor in gguf.GGUFReader(path).tensors}
+    same_text(peer, path)
+
+
+@pytest.mark.peer
+@pytest.mark.slow
+def test_llama_cpp_writes_the_same_text_from_nvfp4_under_scales_of_tensors(tmp_path: Path) -> None:
+    peer = pytest.importorskip("llama_cpp")
+    fable_gguf(tmp_path / "m.gguf", "NVFP4", change=add_scales)
+    same_text(peer, tmp_path / "m.gguf")
+
+
+def same_text(peer: object, path: Path) -> None:
+    """Where an answer parts, two tokens were about as likely."""
     ids = Tokenizer.load(FABLE, read_config(FABLE)).encode(TEXT)
     model = peer.Llama(str(path), n_ctx=128, n_threads=2, verbose=False, type_k=0, type_v=0)
     try:

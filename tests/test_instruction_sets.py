@@ -24,7 +24,7 @@ from effllm.kernels.compile import cpu_features
 from effllm.kernels.cpu.int8_ir import INSTRUCTION_SET, SIX_BITS
 from effllm.kernels.deferred import compiler
 from effllm.kernels.target import target
-from effllm.kernels.tiles import scales_nbytes
+from effllm.kernels.tiles import LEVEL_SHIFT, scales_nbytes
 from effllm.quant.spec import QuantSpec
 from effllm.quant.weight import Linear, Norm
 
@@ -55,7 +55,8 @@ DOT["avx512vbmi"] = DOT["znver5"] = DOT["avx512"]
 WIDE = ("avx512", "avx512vbmi", "znver5")
 LOOPS = (("codebook4:16", "codebook"), ("codebook3:16", "codebook"), ("codebook2:16", "codebook"), ("symmetric8:32", "plain"),
          ("super4:32", "super"), ("super5:32", "super"), ("signed6:16", "signed"),
-         ("table4:16", "table"), ("table3:16", "table"), ("nibble2:16", "nibble"))
+         ("table4:16", "table"), ("table3:16", "table"), ("nibble2:16", "nibble"), ("minimum4:32", "minima"), ("minimum5:32", "minima"),
+         ("nvfp4:16", "small"))
 
 ARM = ("neondot", "neon")  # which LLVM writes assembly for anywhere (`test_arm.py`)
 
@@ -105,7 +106,7 @@ def compiled_loops() -> dict[str, object]:
 
 def check_loops() -> None:
     """Run them, and the rounding of activations before them, and hold both against the definition."""
-    from effllm.kernels.cpu import packed, packed_loops, packed_one, packed_turns
+    from effllm.kernels.cpu import packed, packed_loops, packed_matrix, packed_one, packed_turns
 
     depth, rows = 256, 16 * packed_loops.STREAMS
     rng = np.random.default_rng(1)
@@ -124,9 +125,9 @@ def check_loops() -> None:
     for text, loop in compiled_loops().items():
         spec = QuantSpec.parse(text)
         made = replace(random_codes(rng, spec, (rows, depth)), rows=np.ones(rows, np.float32))
-        packed.make_seeds(packed.seeds_way(spec.scheme, spec.group), totals.ctypes.data, seeds.ctypes.data, depth // 32)
+        packed.make_seeds(packed_matrix.seeds_way(spec.scheme, spec.group), totals.ctypes.data, seeds.ctypes.data, depth // 32)
         weight = low_bit(made, spec)
-        at, zeros = spec.sections((rows, depth)), np.full(16, 1 << (spec.bits - 1), np.uint8)
+        at, zeros = spec.sections((rows, depth)), np.full(16, LEVEL_SHIFT if spec.scheme == "nvfp" else 1 << (spec.bits - 1), np.uint8)
         streams = np.arange(packed_loops.STREAMS)
         table = np.concatenate([weight.address + at.codes + streams * depth * 2 * spec.bits,
                                 weight.address + at.scales + streams * scales_nbytes(spec.scheme, spec.group, depth),
@@ -198,7 +199,7 @@ def test_loops_are_right_and_of_the_instructions_of(name, tmp_path):
         # nothing wider or newer than what was asked for
         assert name in WIDE or "%zmm" not in assembly
         assert name in (*WIDE, "avx2vnni") or "vpdpbusd" not in assembly
-        assert ("vpermb" in assembly) == (name in WIDE[1:] and text.startswith(("codebook", "table")))
+        assert ("vpermb" in assembly) == (name in WIDE[1:] and text.startswith(("codebook", "table", "nvfp")))
 
 
 @pytest.mark.skipif("avx2" not in cpu_features(), reason="the emulation is written in AVX2")
@@ -292,7 +293,7 @@ def test_every_format_has_the_same_bytes_on(name, tmp_path):
     both = set(own) & set(other)
     assert both >= set(FORMATS + WITH_OUTLIERS)
     narrow = {text for text in FORMATS + WITH_OUTLIERS
-              if QuantSpec.parse(text).bits <= 4 and not text.startswith(("mxfp", "super", "nibble", "table"))}
+              if QuantSpec.parse(text).bits <= 4 and not text.startswith(("minimum", "mxfp", "nibble", "nvfp", "super", "table"))}
     apart = {key.split(", ")[0] for key in set(own) ^ set(other)}
     assert apart == (narrow if "avx2" in (name, INSTRUCTION_SET) else set())
     assert all(own[key] == other[key] for key in both), [key for key in both if own[key] != other[key]]

@@ -30,7 +30,8 @@ ALL = FORMATS + WITH_OUTLIERS
 # One of every loop, and the kinds of scales, zeros and corrections around them.
 SOME = ("codebook4:16", "codebook3:16", "codebook2:16", "symmetric8:32", "symmetric6:16", "symmetric5:128", "affine4:32", "affine3:64",
         "affine8:128", "ternary:64", "codebook4:16+0.01", "symmetric2:32", "block4:32", "offset4:128", "super4:32", "super5:32",
-        "signed6:16", "nibble2:16", "table4:16", "table3:16", "float8:128", "float8:32")
+        "signed6:16", "nibble2:16", "table4:16", "table3:16", "float8:128", "float8:32", "minimum4:32",
+        "minimum5:32", "nvfp4:16")
 COLUMNS = (1, 2, 3, 4, 5, 8, 15, 16)
 SHAPES = ((1, 1), (16, 32), (17, 33), (31, 100), (50, 257))
 
@@ -126,7 +127,7 @@ def test_the_largest_numbers_of_a_format_do_not_overflow(pools, text):
     if spec.scheme == "float":  # the largest of either sign
         ends = np.where(ends == 0, np.uint8(0xFE), np.uint8(0x7E))
     most = {"codebook": 15, "super": 63, "nibble": 15, "signed": -128, "table": -32, "block": 0x7BFF,
-            "offset": 0x7BFF}.get(spec.scheme, 255)
+            "offset": 0x7BFF, "minimum": 0x7BFF, "nvfp": 0x7E}.get(spec.scheme, 255)
     base = replace(base, codes=ends, scales=np.full_like(base.scales, most))
     if base.minima is not None:
         base = replace(base, minima=np.full_like(base.minima, most))
@@ -171,7 +172,7 @@ def test_zero_rows_and_zero_inputs_give_zeros(pools, text):
 
 
 @pytest.mark.parametrize("text", ("codebook4:16", "symmetric8:32", "symmetric8:16", "affine3:64", "ternary:64", "codebook4:16+0.01",
-                                  "super5:32", "signed6:16", "nibble2:16", "table4:16", "offset8:64"))
+                                  "super5:32", "signed6:16", "nibble2:16", "table4:16", "offset8:64", "minimum4:32", "nvfp4:16"))
 def test_nan_and_infinity_stay_visible_in_their_column_alone(pools, text):
     spec, rng = QuantSpec.parse(text), np.random.default_rng(3)
     codes = random_codes(rng, spec, (20, 100))
@@ -215,7 +216,9 @@ def test_results_are_added_to_what_is_there(pools, text):
 
 PAIRS = (("codebook4:16", "codebook4:16"), ("codebook4:16", "codebook2:16+0.02"), ("symmetric8:32", "symmetric6:128"),
          ("affine4:32", "ternary:64"), ("symmetric8:16", "symmetric8:32"), ("symmetric8:16", "symmetric5:16"),
-         ("super4:32", "super5:32"), ("super4:32", "signed6:16"), ("table4:16", "table3:16"), ("table4:16", "signed6:16"),
+         ("minimum4:32", "minimum5:32"), ("minimum5:32", "super4:32"), ("nvfp4:16", "nvfp4:16"), ("nvfp4:16", "symmetric6:16"),
+         ("float8:128", "float8:32"), ("float8:64", "nvfp4:16"), ("super4:32", "super5:32"),
+         ("super4:32", "signed6:16"), ("table4:16", "table3:16"), ("table4:16", "signed6:16"),
          ("nibble2:16", "table3:16"), ("nibble2:16", "symmetric6:16"),
          ("signed6:16", "codebook4:16"), ("offset4:64", "block4:32"), ("codebook4:16", "symmetric8:32"),
          ("affine8:64", "affine4:64"), ("codebook3:16", "bf16"), ("f32", "symmetric6:32"))

@@ -30,6 +30,7 @@ GOLDEN = {
     "super5:32": "36d70d87969abce4", "super4:32": "5ddbc440372d5d01", "signed6:16": "fcff9bfbcb45a0fe",
     "nibble2:16": "d1f8ac1be53b1170", "table4:16": "2f34a0b47637a0c9", "table3:16": "0290abbb23b88d97",
     "float8:128": "6bf666d058d2c626", "float8:64": "cafa50c052ed6c4b", "float8:32": "b10d85ea47604885",
+    "minimum5:32": "41e0c95b2d3913d8", "minimum4:32": "8bff636769d7a160", "nvfp4:16": "b48b9dceb467c18c",
     "codebook4:16": "2bd72257fa25d194", "codebook3:16": "9123088f474d2e4e", "codebook2:16": "179b7f35beb1ece2",
     "affine8:32": "a883979c5ff1c426", "affine8:64": "5627c002af4deda8", "affine8:128": "88ae428e7ed9e276",
     "affine6:32": "70b1727ce065ad1e", "affine6:64": "680fd2ac4125f180", "affine6:128": "12093cba2a1aa9b7",
@@ -74,6 +75,12 @@ def counted(spec: QuantSpec, rows: int = 17, depth: int = 70) -> Codes:
                "signed": (six.view(np.int8), None, supers[:, :, None]),
                "nibble": (six & 15, eight & 15, np.stack([supers, supers ^ 0x8001], 2)),
                "table": ((six % 65).astype(np.int8) - np.int8(32), None, supers[:, :, None])}
+    if spec.scheme == "minimum":
+        return Codes(codes=((7 * n + 3 * k + n * k // 5) % (1 << bits)).astype(np.uint8), zeros=None, rows=np.ones(rows, np.float32),
+                     scales=((5 * n + 11 * g) % 700 + 0x3A00).astype(np.uint16), minima=((9 * n + 4 * g) % 500 + 0xBA00).astype(np.uint16))
+    if spec.scheme == "nvfp":
+        return Codes(codes=((7 * n + 3 * k + n * k // 5) % 16).astype(np.uint8), zeros=None, rows=((n[:, 0] - 8) / 15).astype(np.float32),
+                     scales=((5 * n + 11 * g) % 127).astype(np.int8), levels=(entry * 7 - 60).astype(np.int8))
     own, minima, supers = foreign.get(spec.scheme, (None, None, None))
     if spec.scheme == "float":  # but for NaN
         whole = ((7 * n + 3 * k + n * k // 5) % 127 | (n + k) % 2 << 7).astype(np.uint8)
@@ -119,6 +126,12 @@ def test_tiles_alone_survive_too(bits):
     assert packed.size == 48 * 96 * bits // 8 and np.array_equal(unpack_tiles(packed, bits, 48, 96), codes)
 
 
+def small_float(code: int) -> np.float32:
+    """An E4M3 number by its parts."""
+    power, rest = code >> 3 & 15, code & 7
+    return np.float32((-1) ** (code >> 7) * (8 * (power > 0) + rest) * 2.0 ** (max(power, 1) - 10))
+
+
 @pytest.mark.parametrize("text", FORMATS + WITH_OUTLIERS)
 def test_dequantize_is_the_formula_weight_by_weight(text):
     """w = row * (f(scale) * v(code)) + correction, one number at a time."""
@@ -132,8 +145,12 @@ def test_dequantize_is_the_formula_weight_by_weight(text):
             code, scale = int(codes.codes[n, k]), codes.scales[n // 16 if spec.scheme == "float" else n, k // spec.group]
             scale = scale if spec.scheme == "float" else int(scale)
             if spec.scheme == "float":
-                power, rest = code >> 3 & 15, code & 7
-                product = scale * np.float32((-1) ** (code >> 7) * (8 * (power > 0) + rest) * 2.0 ** (max(power, 1) - 10))
+                product = scale * small_float(code)
+            elif spec.scheme == "nvfp":
+                product = small_float(scale & 255) * int(codes.levels[code])
+            elif spec.scheme == "minimum":
+                d, m = (np.uint16(bits).view(np.float16).astype(np.float32) for bits in (scale, codes.minima[n, k // spec.group]))
+                product = d * np.float32(code) + m
             elif spec.scheme == "codebook":
                 product = int(codes.steps[scale]) * int(codes.levels[code])
             elif spec.scheme == "mxfp":

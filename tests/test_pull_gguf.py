@@ -39,7 +39,7 @@ def stated(kind: int | None) -> object:
                                                           ("Q8_0", None, 20)])
 def test_the_memory_is_that_of_the_run_that_follows(hub: Hub, person: Person, tmp_path: Path, kind: str, number: int | None,
                                                     per_file: int) -> None:
-    """Blocks that kernels multiply, 16 bits, blocks that are widened (Q4_1), and a file in parts."""
+    """Blocks that kernels multiply, 16 bits, and a file in parts."""
     (tmp_path / "made").mkdir()
     write_model(FABLE, tmp_path / "made" / FILE, kind, change=stated(number), per_file=per_file)
     files = {path.name: path.read_bytes() for path in (tmp_path / "made").iterdir()}

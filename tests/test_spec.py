@@ -98,9 +98,10 @@ def test_bits_per_weight_are_the_codes_and_a_share_of_the_group(text):
         assert spec.nbytes(shape) == 4096 * 8192 + 4096 * 8192 // spec.group // 16 * 4 + 4 * 4096
         return
     per_group = {"codebook": 4, "affine": 16, "symmetric": 8, "ternary": 8, "block": 16, "offset": 24,
-                 "super": 6 + 6 + 4, "nibble": 4 + 4 + 2, "signed": 8 + 1, "table": 8 + 1, "mxfp": 8}[spec.scheme]
-    tables = 64 if spec.scheme in ("codebook", "mxfp", "table") else 0
-    assert spec.nbytes(shape) == 4096 * 8192 * spec.bits // 8 + 4096 * 8192 // spec.group * per_group // 8 + 2 * 4096 + tables
+                 "super": 6 + 6 + 4, "nibble": 4 + 4 + 2, "signed": 8 + 1, "table": 8 + 1, "mxfp": 8, "nvfp": 8, "minimum": 32}[spec.scheme]
+    tables = 64 if spec.scheme in ("codebook", "mxfp", "nvfp", "table") else 0
+    rows = (4 if spec.scheme == "nvfp" else 2) * 4096
+    assert spec.nbytes(shape) == 4096 * 8192 * spec.bits // 8 + 4096 * 8192 // spec.group * per_group // 8 + rows + tables
 
 
 def test_raw_tensors_of_any_rank_have_the_bytes_of_their_type():
@@ -119,7 +120,7 @@ def test_sections_follow_one_another_on_cache_lines(text):
         unit = 256 if spec.scheme in ("super", "nibble", "signed", "table") else max(32, spec.group)
         assert at.depth % unit == 0 and 0 <= at.depth - shape[1] < unit
         assert (at.zeros >= 0) == (spec.scheme in ("affine", "offset"))
-        assert (at.tables >= 0) == (spec.scheme in ("codebook", "mxfp", "table"))
+        assert (at.tables >= 0) == (spec.scheme in ("codebook", "mxfp", "nvfp", "table"))
         assert at.sparse_count == round(shape[0] * shape[1] * spec.outliers)
 
 

@@ -30,7 +30,7 @@ from low_bit_samples import FORMATS, WITH_OUTLIERS, low_bit, random_codes, seed_
 
 ON = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SOME = ("codebook4:16", "codebook3:16", "affine5:64", "symmetric8:128", "ternary:32", "block4:32", "mxfp4:32", "offset8:32", "super5:32",
-        "signed6:16", "nibble2:16", "table4:16", "table3:16", "float8:128", "codebook2:16+0.05")
+        "signed6:16", "nibble2:16", "table4:16", "table3:16", "float8:128", "nvfp4:16", "minimum5:32", "codebook2:16+0.05")
 TYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
 EVERY = [pytest.param(each, marks=() if each in SOME else pytest.mark.slow) for each in (*FORMATS, *WITH_OUTLIERS)]
 

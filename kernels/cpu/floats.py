@@ -39,16 +39,16 @@ from .int8_ir import (
     splat,
     store,
 )
-from .intrinsics import F16, F32, HAS_HALF, I16, I32, I64, f32_at, f64_at, i64_at
+from .intrinsics import F32, I16, I32, I64, f32_at, f64_at, i64_at
 from .linear import ACT, DEPTH, EPS, FIRST, GATED, MATRICES, MODE, NORM, NORM_BIAS, NORM_WEIGHT, SCRATCH, SCRATCH_STRIDE, TOKENS, X
 from .packed import write
 from .packed_matrix import BIAS, FIELDS, ROW_COUNT, ROW_SCALES, SCALES, SHIFT, TILES, WEIGHT
 from .sharing import first_region, take
+from .small_floats import TOO_SMALL, halves_of, widen
 
 MOST_COLUMNS = 16
 QUAD, QUADS = 4 * ROWS, TILE // 4  # bytes of a quad's codes, quads of a tile
-SIGN_AND_REST = 0xBF80 - (1 << 16)  # of a half: what a code fills of it
-UP = float32(256.0)  # by what halves are too small
+UP = float32(TOO_SMALL)
 WIDE = INSTRUCTION_SET == "avx512" or NEON  # are there 32 registers?
 ABREAST = 4 if WIDE else 2  # columns that are multiplied while a weight is in a register
 AHEAD = 2048  # bytes ahead of what is multiplied that are asked for
@@ -57,24 +57,6 @@ PAD = 128  # inputs of a column are padded with zeros to a multiple of the longe
 # Scratch of a worker, in bytes: two sums of every row and column, those of gates, then columns.
 TOTALS_NBYTES = 8 * ROWS * MOST_COLUMNS
 SUMS_AT, OTHERS_AT, COLUMNS_AT = TOTALS_NBYTES, TOTALS_NBYTES + 4 * ROWS * MOST_COLUMNS, TOTALS_NBYTES + 8 * ROWS * MOST_COLUMNS
-
-
-def widen(builder: ir.IRBuilder, halves: ir.Value) -> ir.Value:
-    """Integers of 16 bits that are finite halves -> float32. Without the instruction by a multiplication, which is exact."""
-    count = halves.type.count
-    floats, words = ir.VectorType(F32, count), ir.VectorType(I32, count)
-    if HAS_HALF:
-        return builder.fpext(builder.bitcast(halves, ir.VectorType(F16, count)), floats)
-    wide = builder.zext(halves, words)
-    magnitude = builder.bitcast(builder.shl(builder.and_(wide, constant(words, 0x7FFF)), constant(words, 13)), floats)
-    scaled = builder.bitcast(builder.fmul(magnitude, constant(floats, 2.0**112)), words)
-    return builder.bitcast(builder.or_(scaled, builder.shl(builder.and_(wide, constant(words, 0x8000)), constant(words, 16))), floats)
-
-
-def halves_of(builder: ir.IRBuilder, raised: ir.Value) -> ir.Value:
-    """Codes in the upper bytes of integers of 16 bits -> the halves that they are, 2**-8 times as large."""
-    kind = raised.type
-    return builder.and_(builder.ashr(raised, constant(kind, 1)), constant(kind, SIGN_AND_REST))
 
 
 def _weights(builder: ir.IRBuilder, address: ir.Value) -> list[ir.Value]:
@@ -233,7 +215,7 @@ def tile_of_floats(typingctx, codes, scale, rows, out, stride):
         for quad in range(QUADS):
             raw = builder.zext(load(builder, offset(builder, at, QUAD * quad), bytes_), halves)
             value = widen(builder, halves_of(builder, builder.shl(raw, constant(halves, 8))))
-            value = builder.fmul(builder.fmul(value, constant(floats, float(UP))), scale)
+            value = builder.fmul(builder.fmul(value, constant(floats, TOO_SMALL)), scale)
             store(builder, builder.fmul(row, value), offset(builder, loop.values[0], 16 * quad), 4)
         loop.end([builder.add(loop.values[0], stride)])
         return context.get_dummy_value()

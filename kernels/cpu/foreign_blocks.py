@@ -4,6 +4,7 @@
     Q4_0   half d, 16 bytes                                 Q5_K  as Q4_K, but 32 bytes of fifth bits before the runs
     Q5_0   half d, 32 fifth bits, 16 bytes                  Q6_K  2 runs of 64 bytes, 2 of 32 bytes of upper bits, 16 int8, half d
     IQ4_NL as Q4_0, of levels of eight bits
+    Q4_1, Q5_1  as Q4_0 and Q5_0, a half m behind d         NVFP4 4 bytes of scales, 4 runs of 8 bytes
     MXFP4  exponent, 16 bytes                               Q2_K  16 bytes of scales and minima, 2 runs of 32 bytes, halves d and e
 
 Bytes hold the first half of their codes in the low nibbles and the second half in the high ones, per block or run. What a row becomes is
@@ -18,8 +19,8 @@ from ..deferred import inlined
 from ..tiles import NIBBLE_NBYTES, ROWS, SIGNED_HEAD, SIGNED_NBYTES, SUPER_HEAD, SUPER_NBYTES, SUPER_TILE
 from .unaligned import load8, load16, load32, load64, store8, store16, store32
 
-KINDS = {"Q8_0": 0, "Q4_0": 1, "Q5_0": 2, "MXFP4": 3, "Q4_K": 4, "Q5_K": 5, "Q6_K": 6, "Q2_K": 7, "IQ4_NL": 8}
-Q8_0, Q4_0, Q5_0, MXFP4, Q4_K, Q5_K, Q6_K, Q2_K, IQ4_NL = KINDS.values()
+KINDS = {"Q8_0": 0, "Q4_0": 1, "Q5_0": 2, "MXFP4": 3, "Q4_K": 4, "Q5_K": 5, "Q6_K": 6, "Q2_K": 7, "IQ4_NL": 8, "Q4_1": 9, "Q5_1": 10}
+Q8_0, Q4_0, Q5_0, MXFP4, Q4_K, Q5_K, Q6_K, Q2_K, IQ4_NL, Q4_1, Q5_1 = KINDS.values()
 LOW = 0x0F0F0F0F0F0F0F0F
 MIDDLE = -0x7F7F7F7F7F7F7F80  # 0x80 in each byte: from int8 up to codes
 NON_LINEAR = (1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241)  # IQ4_NL's levels, 128 above themselves
@@ -72,9 +73,14 @@ def put_fifth_bits(bits, out):
 def blocks_of_32(kind, source, rows, tiles, codes, scales):
     """`rows` rows of `tiles` blocks each at address `source` -> row blocks at `codes` and `scales`, the last one filled with zeros.
     Returns 1 where a scale is NaN or infinite, else 0."""
-    block_nbytes = 17 if kind == MXFP4 else 18 if kind == Q4_0 or kind == IQ4_NL else 22 if kind == Q5_0 else 34
-    bits = 8 if kind == Q8_0 or kind == IQ4_NL else 5 if kind == Q5_0 else 4
-    scale_nbytes = 1 if kind == MXFP4 else 2
+    with_minima = kind == Q4_1 or kind == Q5_1
+    block_nbytes = 17 if kind == MXFP4 else 18 if kind == Q4_0 or kind == IQ4_NL else 34
+    if kind == Q5_0:
+        block_nbytes = 22
+    elif with_minima:
+        block_nbytes = 20 if kind == Q4_1 else 24
+    bits = 8 if kind == Q8_0 or kind == IQ4_NL else 5 if kind == Q5_0 or kind == Q5_1 else 4
+    scale_nbytes = 1 if kind == MXFP4 else 4 if with_minima else 2
     bad = 0
     for first in range(0, rows, ROWS):
         count = min(ROWS, rows - first)
@@ -98,6 +104,14 @@ def blocks_of_32(kind, source, rows, tiles, codes, scales):
             elif kind == IQ4_NL:
                 for row in range(count):
                     put_levels(begin + row * tiles * 18 + 2, codes + 4 * row)
+            elif kind == Q5_1:
+                for row in range(count):
+                    at, out = begin + row * tiles * 24, codes + 4 * row
+                    put_halves(at + 8, out)
+                    put_fifth_bits(load32(at + 4), out + 256)
+            elif kind == Q4_1:
+                for row in range(count):
+                    put_halves(begin + row * tiles * 20 + 4, codes + 4 * row)
             elif kind == Q4_0:
                 for row in range(count):
                     put_halves(begin + row * tiles * 18 + 2, codes + 4 * row)
@@ -114,10 +128,36 @@ def blocks_of_32(kind, source, rows, tiles, codes, scales):
                     scale = load16(begin + row * tiles * block_nbytes)
                     bad |= scale & EXPONENT == EXPONENT
                     store16(scales + 2 * row, scale)
+            if with_minima:
+                for row in range(count):
+                    least = load16(begin + row * tiles * block_nbytes + 2)
+                    bad |= least & EXPONENT == EXPONENT
+                    store16(scales + 2 * (ROWS + row), least)
             codes += 64 * bits
             scales += ROWS * scale_nbytes
         source += ROWS * tiles * block_nbytes
     return bad
+
+
+@jit("void(int64, int64, int64, int64, int64)")
+def blocks_of_nvfp(source, rows, blocks, codes, scales):
+    """`rows` rows of `blocks` NVFP4 blocks each at address `source`, two tiles a block -> as `blocks_of_32`. The eighth bit of a scale
+    is not looked at, and what would be NaN is a zero."""
+    for first in range(0, rows, ROWS):
+        count = min(ROWS, rows - first)
+        if count < ROWS:
+            clear(codes, blocks * 512)
+            clear(scales, blocks * 4 * ROWS)
+        for block in range(blocks):
+            for row in range(count):
+                at, out = source + ((first + row) * blocks + block) * 36, codes + 4 * row
+                for group in range(4):
+                    word, scale = load64(at + 4 + 8 * group), load8(at + group) & 127
+                    put_nibbles(word & LOW, out + 128 * group)
+                    put_nibbles(word >> 4 & LOW, out + 128 * group + 64)
+                    store8(scales + ROWS * group + row, 0 if scale == 127 else scale)
+            codes += 512
+            scales += 4 * ROWS
 
 
 @inlined()

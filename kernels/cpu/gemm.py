@@ -22,10 +22,11 @@ from numpy import float32, uint32
 from ..compile import kernel
 from ..deferred import inlined
 from ..layout import align
-from ..tiles import AFFINE, NIBBLE, OFFSET, SUPER, TILE
+from ..tiles import AFFINE, MINIMUM, NIBBLE, OFFSET, SUPER, TILE
 from ..tiles import ROWS as TILE_ROWS
 from .arithmetic import gate_values, normalise
 from .gemm_expand import SCALED_SHIFT
+from .gemm_formats import BIAS, FIELDS, GROUP, OUT, OUT_STRIDE, ROWS, SCHEME, SPARSE, stored_depth
 from .gemm_groups import (
     group_product,
     half_group_product,
@@ -38,22 +39,14 @@ from .gemm_groups import (
 )
 from .gemm_steps import stepped_product
 from .gemm_stripes import (
-    BIAS,
     BLOCK_ROWS,
     FACTORS_AT,
-    FIELDS,
-    GROUP,
     GROUPED,
     NARROW_CODES,
-    OUT,
-    OUT_STRIDE,
-    ROWS,
     ROWS_AT,
     SCALED,
-    SCHEME,
     SHIFTS_AT,
     SPAN,
-    SPARSE,
     STEPPED,
     STRIPES_NBYTES,
     TILE_SCRATCH_NBYTES,
@@ -62,7 +55,6 @@ from .gemm_stripes import (
     expand_stripe,
     outliers_of,
     prepare_rows,
-    stored_depth,
 )
 from .gemm_tiles import (
     AS_BYTES,
@@ -116,9 +108,9 @@ def way_of(bits: int, scheme: str) -> int:
     STEPPED or NARROW_CODES where there is one, or the row's int8."""
     if bits <= 4 and scheme == "codebook":
         return STEPPED
-    if bits <= 4 and scheme not in ("mxfp", "nibble", "table") and AS_BYTES:
+    if bits <= 4 and scheme not in ("mxfp", "nibble", "nvfp", "table") and AS_BYTES:
         return NARROW_CODES
-    return SCALED if bits <= 4 and scheme not in ("mxfp", "super", "nibble", "table") else GROUPED
+    return SCALED if bits <= 4 and scheme not in ("minimum", "mxfp", "nibble", "nvfp", "super", "table") else GROUPED
 
 
 @inlined()
@@ -192,13 +184,13 @@ def _product(a, matrix, way, scratch, panel, sums, span, ahead):
         half_minimum_product(wide, factors, shifts, 8 * STRIPE, panel, sums, span)
         return
     if _is_narrow(way):
-        if a[matrix + SCHEME] == SUPER:
+        if a[matrix + SCHEME] == SUPER or a[matrix + SCHEME] == MINIMUM:
             narrow_minimum_product(wide, factors, shifts, 4 * STRIPE, panel, sums, span)
         elif a[matrix + GROUP] == 16:
             narrow_half_product(wide, factors, shifts, stride, panel, sums, span)
         else:
             narrow_product(wide, factors, shifts, stride, panel, sums, span)
-    elif a[matrix + SCHEME] == SUPER:
+    elif a[matrix + SCHEME] == SUPER or a[matrix + SCHEME] == MINIMUM:
         minimum_product(wide, factors, shifts, 4 * STRIPE, panel, sums, span)
     elif a[matrix + GROUP] == 16:
         half_group_product(wide, factors, shifts, stride, panel, sums, span)

@@ -40,11 +40,12 @@ from .int8_ir import (
 from .int8_products import rounded_high
 from .intrinsics import I16, I32, I64
 from .packed_factors import byte_scales, exponent_scales, half_scales
+from .small_floats import small_scales
 
 # What stripes of scaled weights are above their values where bytes are multiplied; those of levels LEVEL_SHIFT.
 SCALED_SHIFT = 0 if SIGNED_BYTES else 128
 LOWERED = 128 if SIGNED_BYTES else 0  # what codes of eight bits are then taken lower by
-CODEBOOK, LINEAR, BLOCKS, EXPONENTS = "codebook", "linear", "blocks", "exponents"
+CODEBOOK, LINEAR, BLOCKS, EXPONENTS, SMALL = "codebook", "linear", "blocks", "exponents", "small"
 QUADS = 8  # of a tile
 
 
@@ -65,8 +66,9 @@ def codes_of(bits: int):
 
 
 def _row_factors(builder: ir.IRBuilder, way: str, address: ir.Value) -> list[ir.Value]:
-    """The factors of 16 rows, per piece, from scale codes of eight bits, half-precision scales or exponents."""
-    made = {BLOCKS: half_scales, EXPONENTS: exponent_scales}.get(way, byte_scales)
+    """The factors of 16 rows, per piece, from scale codes of eight bits, half-precision scales, exponents or
+    floats of eight bits."""
+    made = {BLOCKS: half_scales, EXPONENTS: exponent_scales, SMALL: small_scales}.get(way, byte_scales)
     return [made(builder, address, piece) for piece in range(PIECES)]
 
 
@@ -314,5 +316,6 @@ levels_of, wide_levels_of = _levels_of(LEVEL_SHIFT), _levels_of(WIDE_SHIFT)
 scaled_codebook, scaled_linear, scaled_blocks = _scaled(CODEBOOK), _scaled(LINEAR), _scaled(BLOCKS)
 plain_codebook, plain_linear, narrow_plain = _plain(CODEBOOK), _plain(LINEAR), _plain(LINEAR, NARROW)
 lowered_plain = _plain(LINEAR, lower=LOWERED) if LOWERED else plain_linear  # of codes of eight bits
-codebook_factors, linear_factors, block_factors, exponent_factors = (_factors(way) for way in (CODEBOOK, LINEAR, BLOCKS, EXPONENTS))
+codebook_factors, linear_factors, block_factors = (_factors(way) for way in (CODEBOOK, LINEAR, BLOCKS))
+exponent_factors, small_factors = _factors(EXPONENTS), _factors(SMALL)
 largest_step, largest_linear, largest_block = _largest(CODEBOOK), _largest(LINEAR), _largest(BLOCKS)

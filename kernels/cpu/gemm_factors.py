@@ -31,6 +31,20 @@ def super_factors(typingctx, record, codes, out, minima):
 
 
 @intrinsic
+def minima_factors(typingctx, scales, out, minima):
+    """d of 16 rows, float32 at `out`, and m at `minima`. scales: their halves."""
+
+    def codegen(context, builder, signature, args):
+        for piece in range(PIECES):
+            for i in (0, 1):
+                value = half_scales(builder, offset(builder, args[0], 2 * ROWS * i), piece)
+                store(builder, value, offset(builder, args[1 + i], 4 * LANES * piece), 4)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 3), codegen
+
+
+@intrinsic
 def nibble_factors(typingctx, record, codes, out, minima, stride):
     """d * s of 16 rows, float32 at `out`, and minus e * m at `minima`; of a tile's other group `stride` bytes further."""
 
@@ -67,13 +81,14 @@ def signed_factors(typingctx, record, codes, out, second):
     return types.void(*[types.int64] * 4), codegen
 
 
-def _floats_of(with_minima: bool):
+def _floats_of(with_minima: bool, wide_rows: bool = False):
     @intrinsic
     def run(typingctx, codes, zeros, factors, rows, out, stride):
         """A tile as float32: row * (factor * (code - zero)), its 16 rows `stride` bytes apart at `out`; with minima row * (factor * code
         - minimum).
 
-        zeros: 16 bytes, or minima float32 [half][16], negative. factors: float32 [half][16]. rows: bfloat16 [16].
+        zeros: 16 bytes, or minima float32 [half][16], negative. factors: float32 [half][16]. rows: bfloat16 [16], `wide_rows`
+        float32.
         """
         four, floats, bytes_ = ir.VectorType(I32, 4), ir.VectorType(F32, 4), ir.VectorType(I8, 4)
 
@@ -86,8 +101,11 @@ def _floats_of(with_minima: bool):
                 minima = [splat(builder, load(builder, offset(builder, at(zeros, 4), 64 * half), F32, 4), floats) for half in (0, 1)]
             else:
                 zero = splat(builder, builder.zext(load(builder, at(zeros, 1), I8), I32), four)
-            row = builder.shl(builder.zext(load(builder, at(rows, 2), I16), I32), I32(16))
-            row = splat(builder, builder.bitcast(row, F32), floats)
+            if wide_rows:
+                row = load(builder, at(rows, 4), F32, 4)
+            else:
+                row = builder.bitcast(builder.shl(builder.zext(load(builder, at(rows, 2), I16), I32), I32(16)), F32)
+            row = splat(builder, row, floats)
             for quad in range(QUADS):
                 factor = splat(builder, load(builder, offset(builder, at(factors, 4), 64 * (quad // 4)), F32, 4), floats)
                 raw = builder.zext(load(builder, offset(builder, at(codes, 4), 64 * quad), bytes_), four)
@@ -102,4 +120,4 @@ def _floats_of(with_minima: bool):
     return run
 
 
-floats_of, floats_with_minima = _floats_of(False), _floats_of(True)
+floats_of, floats_with_minima, floats_under_wide_rows = _floats_of(False), _floats_of(True), _floats_of(False, True)

@@ -9,29 +9,18 @@ from numpy import float32, int32, int64, uint32
 
 from ..deferred import inlined
 from ..tiles import (
-    AFFINE,
-    BLOCK,
     CODEBOOK,
     FLOAT,
     LEVEL_SHIFT,
+    MINIMUM,
     MXFP,
     NIBBLE,
-    NIBBLE_NBYTES,
-    NIBBLE_TILE,
-    OFFSET,
+    NVFP,
     SIGNED,
-    SIGNED_HEAD,
-    SIGNED_NBYTES,
-    SIGNED_TILE,
     SUPER,
-    SUPER_BLOCK,
-    SUPER_HEAD,
-    SUPER_NBYTES,
-    SUPER_TILE,
     TABLE,
     TERNARY,
     TILE,
-    WIDE_SHIFT,
 )
 from ..tiles import ROWS as TILE_ROWS
 from .floats import tile_of_floats
@@ -39,7 +28,6 @@ from .gemm_expand import (
     LOWERED,
     block_factors,
     codebook_factors,
-    codes_of,
     exponent_factors,
     largest_block,
     largest_linear,
@@ -53,17 +41,41 @@ from .gemm_expand import (
     scaled_blocks,
     scaled_codebook,
     scaled_linear,
+    small_factors,
     wide_levels_of,
 )
-from .gemm_factors import floats_of, floats_with_minima, nibble_factors, signed_factors, super_factors
+from .gemm_factors import (
+    floats_of,
+    floats_under_wide_rows,
+    floats_with_minima,
+    minima_factors,
+    nibble_factors,
+    signed_factors,
+    super_factors,
+)
+from .gemm_formats import (
+    BITS,
+    CODES,
+    GROUP,
+    ROW_SCALES,
+    ROWS,
+    SCALES,
+    SCHEME,
+    SPARSE,
+    TABLES,
+    ZEROS,
+    constant_zero,
+    fill,
+    halves_of,
+    record_of,
+    stored_rows,
+    stores_zeros,
+    unpack,
+)
 from .gemm_steps import STEPPED_TILE, stepped_codebook
 from .gemm_tiles import AS_BYTES, INPUTS, ITEM, NARROW_INPUTS, PAIRS, STEP, STRIPE
 from .intrinsics import bits_to_f32, f32_at, i8_at, i32_at, u8_at, u16_at, u32_at
-from .lut_order import expand_tiles, pair_at
 
-# Slots of a matrix, from its first on: addresses of a blob's sections (SPARSE 0: no outliers), the format, 1 for codes in lookup order,
-# then as for other matrices.
-CODES, SCALES, ZEROS, ROW_SCALES, TABLES, SPARSE, BITS, SCHEME, GROUP, LOOKED_UP, ROWS, BIAS, OUT, OUT_STRIDE, FIELDS = range(15)
 SCALED, GROUPED = 0, 1
 NARROW_CODES = 2 if AS_BYTES else GROUPED  # the groups apart as well, codes of up to four bits as bytes
 STEPPED = 3 if AS_BYTES else SCALED  # levels of up to four bits as bytes, multiplied by their steps (`gemm_steps.py`)
@@ -85,86 +97,6 @@ ZEROS_AT = TILE_AT + TILE_ROWS * TILE
 TILE_FACTORS_AT = ZEROS_AT + 64
 STRIPES_NBYTES = TILE_FACTORS_AT + 256
 TILE_SCRATCH_NBYTES = STRIPES_NBYTES - TILE_AT
-
-_codes_2, _codes_3, _codes_4, _codes_5, _codes_6, _codes_8 = (codes_of(bits) for bits in (2, 3, 4, 5, 6, 8))
-
-
-@inlined()
-def _unpack(a, matrix, tiles, block, tile, out):
-    """A tile's codes, 512 bytes at `out`."""
-    bits = a[matrix + BITS]
-    source = a[matrix + CODES] + (block * tiles + tile) * bits * (TILE_ROWS * TILE // 8)
-    if a[matrix + LOOKED_UP] != 0:
-        expand_tiles(bits, a[matrix + CODES] + pair_at(bits, tiles, block, tile), 1, out)
-    elif bits == 4:
-        _codes_4(source, out)
-    elif bits == 8:
-        _codes_8(source, out)
-    elif bits == 3:
-        _codes_3(source, out)
-    elif bits == 2:
-        _codes_2(source, out)
-    elif bits == 6:
-        _codes_6(source, out)
-    else:
-        _codes_5(source, out)
-
-
-@inlined()
-def stored_depth(a, matrix, depth):
-    """Inputs as stored."""
-    unit = max(TILE, a[matrix + GROUP])
-    if a[matrix + SCHEME] == SUPER or a[matrix + SCHEME] == SIGNED or (
-            a[matrix + SCHEME] == TABLE or a[matrix + SCHEME] == NIBBLE):
-        unit = SUPER_BLOCK
-    return (depth + unit - 1) // unit * unit
-
-
-@inlined()
-def _stored_rows(a, matrix):
-    return (a[matrix + ROWS] + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
-
-
-@inlined()
-def _constant_zero(a, matrix):
-    if a[matrix + SCHEME] == SUPER or a[matrix + SCHEME] == NIBBLE:
-        return 0
-    if a[matrix + SCHEME] == TABLE:
-        return WIDE_SHIFT
-    return 1 if a[matrix + SCHEME] == TERNARY else 1 << (a[matrix + BITS] - 1)
-
-
-@inlined()
-def _halves(scheme):
-    """Are scales half-precision floats?"""
-    return scheme == BLOCK or scheme == OFFSET
-
-
-@inlined()
-def _stores_zeros(scheme):
-    return scheme == AFFINE or scheme == OFFSET
-
-
-@inlined()
-def _record(a, matrix, tiles, block, tile):
-    """Where a super-block's scales lie, and the tile's codes among them."""
-    at = block * (tiles >> 3) + (tile >> 3)
-    if a[matrix + SCHEME] == SUPER:
-        record = a[matrix + SCALES] + at * SUPER_NBYTES
-        return record, record + SUPER_HEAD + (tile & 7) * SUPER_TILE
-    if a[matrix + SCHEME] == NIBBLE:
-        record = a[matrix + SCALES] + at * NIBBLE_NBYTES
-        return record, record + SUPER_HEAD + (tile & 7) * NIBBLE_TILE
-    record = a[matrix + SCALES] + at * SIGNED_NBYTES
-    return record, record + SIGNED_HEAD + (tile & 7) * SIGNED_TILE
-
-
-@inlined()
-def _fill(address, value):
-    """16 bytes."""
-    for i in range(TILE_ROWS):
-        u8_at(address)[i] = value
-
 
 @inlined()
 def _largest_level(tables):
@@ -199,12 +131,12 @@ def _largest(a, matrix, depth, row, scratch, out):
         return
     groups = depth // group
     zeros, stride = scratch + ZEROS_AT, 0
-    if _stores_zeros(scheme):
+    if stores_zeros(scheme):
         zeros, stride = a[matrix + ZEROS] + block * groups * TILE_ROWS, TILE_ROWS
     else:
-        _fill(zeros, _constant_zero(a, matrix))
+        fill(zeros, constant_zero(a, matrix))
     most = 2 if scheme == TERNARY else (1 << a[matrix + BITS]) - 1
-    if _halves(scheme):
+    if halves_of(scheme):
         largest_block(a[matrix + SCALES] + block * groups * 2 * TILE_ROWS, zeros, stride, most, groups, out)
     else:
         largest_linear(a[matrix + SCALES] + block * groups * TILE_ROWS, zeros, stride, most, groups, out)
@@ -215,8 +147,12 @@ def prepare_rows(a, matrix, depth, way, row, scratch, number):
     """The scales of the rows of stripe `number` of a block, which begins at row `row` of the weight; with SCALED their limits as well."""
     limits, scales = scratch + LIMITS_AT + 4 * number * STRIPE, scratch + ROWS_AT + 4 * number * STRIPE
     top = float32(127 << (15 - _up(a, matrix)))
-    for first in range(0, min(STRIPE, _stored_rows(a, matrix) - row), TILE_ROWS):
+    for first in range(0, min(STRIPE, stored_rows(a, matrix) - row), TILE_ROWS):
         stored, own = u16_at(a[matrix + ROW_SCALES] + 2 * (row + first)), f32_at(scales + 4 * first)
+        if a[matrix + SCHEME] == NVFP:
+            for i in range(TILE_ROWS):
+                own[i] = f32_at(a[matrix + ROW_SCALES])[row + first + i]
+            continue
         for i in range(TILE_ROWS):
             own[i] = bits_to_f32(uint32(stored[i]) << uint32(16))
         if way == SCALED:
@@ -237,13 +173,13 @@ def expand_stripe(a, matrix, depth, way, row, start, span, scratch, number):
     parts = 2 if group == 16 else 1  # groups of a tile
     narrow, stepped = way == NARROW_CODES and AS_BYTES, way == STEPPED and AS_BYTES
     lower = LOWERED if a[matrix + BITS] == 8 or scheme == TABLE else 0
-    if not _stores_zeros(scheme):
-        shift = LEVEL_SHIFT if scheme == CODEBOOK or scheme == MXFP else _constant_zero(a, matrix)
-        _fill(zeros, shift)
+    if not stores_zeros(scheme):
+        shift = LEVEL_SHIFT if scheme == CODEBOOK or scheme == MXFP or scheme == NVFP else constant_zero(a, matrix)
+        fill(zeros, shift)
         shifts = i32_at(scratch + SHIFTS_AT)
         for i in range(STRIPE):
             shifts[i] = int32(shift - lower)
-    for first in range(0, min(STRIPE, _stored_rows(a, matrix) - row), TILE_ROWS):
+    for first in range(0, min(STRIPE, stored_rows(a, matrix) - row), TILE_ROWS):
         block = (row + first) // TILE_ROWS
         limits = scratch + LIMITS_AT + 4 * (number * STRIPE + first)
         factors = scratch + FACTORS_AT + 4 * first
@@ -251,7 +187,7 @@ def expand_stripe(a, matrix, depth, way, row, start, span, scratch, number):
         out = wide + 4 * first  # a step holds 4 bytes of every row
         last, scales, second, left = int64(-1), int64(0), int64(0), int64(0)
         for tile in range(start // TILE, (start + span) // TILE):
-            _unpack(a, matrix, tiles, block, tile, codes)
+            unpack(a, matrix, tiles, block, tile, codes)
             if scheme == CODEBOOK:
                 scales = a[matrix + SCALES] + (block * tiles + tile) * TILE_ROWS
                 if stepped:
@@ -264,38 +200,49 @@ def expand_stripe(a, matrix, depth, way, row, start, span, scratch, number):
             elif scheme == MXFP:  # never scaled: powers of two span more than a row's int8 would hold
                 plain_codebook(codes, tables, out)
                 exponent_factors(a[matrix + SCALES] + (block * tiles + tile) * TILE_ROWS, 0, factors, 0)
+            elif scheme == NVFP:
+                own = a[matrix + SCALES] + 2 * (block * tiles + tile) * TILE_ROWS
+                plain_codebook(codes, tables, out)
+                small_factors(own, 0, factors, 0)
+                small_factors(own + TILE_ROWS, 0, factors + 4 * STRIPE, 0)
+            elif scheme == MINIMUM:
+                if narrow:
+                    narrow_plain(codes, zeros, out)
+                else:
+                    plain_linear(codes, zeros, out)
+                minima_factors(a[matrix + SCALES] + (block * tiles + tile) * 4 * TILE_ROWS, factors, shifts_at)
             elif scheme == SUPER:
-                record, own = _record(a, matrix, tiles, block, tile)
+                record, own = record_of(a, matrix, tiles, block, tile)
                 if narrow:
                     narrow_plain(codes, zeros, out)
                 else:
                     plain_linear(codes, zeros, out)
                 super_factors(record, own, factors, shifts_at)
             elif scheme == NIBBLE:
-                record, own = _record(a, matrix, tiles, block, tile)
+                record, own = record_of(a, matrix, tiles, block, tile)
                 plain_linear(codes, zeros, out)
                 nibble_factors(record, own, factors, shifts_at, 4 * STRIPE)
                 shifts_at += 4 * STRIPE
             elif scheme == TABLE:  # as codes of eight bits
-                record, own = _record(a, matrix, tiles, block, tile)
+                record, own = record_of(a, matrix, tiles, block, tile)
                 wide_levels_of(codes, tables)
                 lowered_plain(codes, zeros, out)
                 signed_factors(record, own, factors, factors + 4 * STRIPE)
             elif scheme == SIGNED:
-                record, own = _record(a, matrix, tiles, block, tile)
+                record, own = record_of(a, matrix, tiles, block, tile)
                 plain_linear(codes, zeros, out)
                 signed_factors(record, own, factors, factors + 4 * STRIPE)
             else:
                 if left == 0:
                     last = tile * TILE // group
                     left = max(1, group // TILE)
-                    scales = a[matrix + SCALES] + (block * groups + last) * TILE_ROWS * (2 if _halves(scheme) else 1)
+                    scales = a[matrix + SCALES] + (block * groups + last) * TILE_ROWS * (2 if halves_of(scheme) else 1)
                     second = scales + (TILE_ROWS if parts == 2 else 0)
-                    if _stores_zeros(scheme):
+                    if stores_zeros(scheme):
                         zeros = a[matrix + ZEROS] + (block * groups + last) * TILE_ROWS
                 left -= 1
                 if way == SCALED:
-                    if _halves(scheme):
+                    if halves_of(scheme):
                         scaled_blocks(codes, scales, second, zeros, limits, up, out)
                     else:
                         scaled_linear(codes, scales, second, zeros, limits, up, out)
@@ -306,13 +253,13 @@ def expand_stripe(a, matrix, depth, way, row, start, span, scratch, number):
                         lowered_plain(codes, zeros, out)
                     else:
                         plain_linear(codes, zeros, out)
-                    if _halves(scheme):
+                    if halves_of(scheme):
                         block_factors(scales, 0, factors, 0)
                     else:
                         linear_factors(scales, 0, factors, 0)
                     if parts == 2:
                         linear_factors(second, 0, factors + 4 * STRIPE, 0)
-                    if _stores_zeros(scheme) and (narrow or not PAIRS):
+                    if stores_zeros(scheme) and (narrow or not PAIRS):
                         for i in range(TILE_ROWS):
                             i32_at(shifts_at)[i] = int32(u8_at(zeros)[i]) - int32(lower)
             factors += 4 * parts * STRIPE
@@ -331,7 +278,7 @@ def expand_f32(a, matrix, depth, row, start, span, scratch, out, stride):
     codes, zeros, factors = scratch, scratch + (ZEROS_AT - TILE_AT), scratch + (TILE_FACTORS_AT - TILE_AT)
     minima = factors + 128
     tiles, groups, block = depth // TILE, depth // group, row // TILE_ROWS
-    _fill(zeros, LEVEL_SHIFT if scheme == CODEBOOK or scheme == MXFP else _constant_zero(a, matrix))
+    fill(zeros, LEVEL_SHIFT if scheme == CODEBOOK or scheme == MXFP or scheme == NVFP else constant_zero(a, matrix))
     for tile in range(start // TILE, (start + span) // TILE):
         at = block * tiles + tile
         if scheme == FLOAT:
@@ -339,7 +286,7 @@ def expand_f32(a, matrix, depth, row, start, span, scratch, out, stride):
             tile_of_floats(a[matrix + CODES] + at * TILE_ROWS * TILE, scale, a[matrix + ROW_SCALES] + 4 * row,
                            out + 4 * (tile * TILE - start), stride)
             continue
-        _unpack(a, matrix, tiles, block, tile, codes)
+        unpack(a, matrix, tiles, block, tile, codes)
         if scheme == CODEBOOK:
             levels_of(codes, a[matrix + TABLES])
             codebook_factors(a[matrix + SCALES] + at * TILE_ROWS, a[matrix + TABLES], factors, factors + 64)
@@ -347,31 +294,43 @@ def expand_f32(a, matrix, depth, row, start, span, scratch, out, stride):
             levels_of(codes, a[matrix + TABLES])
             exponent_factors(a[matrix + SCALES] + at * TILE_ROWS, 0, factors, 0)
             exponent_factors(a[matrix + SCALES] + at * TILE_ROWS, 0, factors + 64, 0)
+        elif scheme == NVFP:
+            levels_of(codes, a[matrix + TABLES])
+            small_factors(a[matrix + SCALES] + 2 * at * TILE_ROWS, 0, factors, 0)
+            small_factors(a[matrix + SCALES] + (2 * at + 1) * TILE_ROWS, 0, factors + 64, 0)
+            floats_under_wide_rows(codes, zeros, factors, a[matrix + ROW_SCALES] + 4 * row, out + 4 * (tile * TILE - start), stride)
+            continue
+        elif scheme == MINIMUM:
+            own = a[matrix + SCALES] + at * 4 * TILE_ROWS
+            minima_factors(own, factors, minima)
+            minima_factors(own, factors + 64, minima + 64)
+            floats_with_minima(codes, minima, factors, a[matrix + ROW_SCALES] + 2 * row, out + 4 * (tile * TILE - start), stride)
+            continue
         elif scheme == SUPER:
-            record, own = _record(a, matrix, tiles, block, tile)
+            record, own = record_of(a, matrix, tiles, block, tile)
             super_factors(record, own, factors, minima)
             super_factors(record, own, factors + 64, minima + 64)
             floats_with_minima(codes, minima, factors, a[matrix + ROW_SCALES] + 2 * row, out + 4 * (tile * TILE - start), stride)
             continue
         elif scheme == NIBBLE:
-            record, own = _record(a, matrix, tiles, block, tile)
+            record, own = record_of(a, matrix, tiles, block, tile)
             nibble_factors(record, own, factors, minima, 64)
             floats_with_minima(codes, minima, factors, a[matrix + ROW_SCALES] + 2 * row, out + 4 * (tile * TILE - start), stride)
             continue
         elif scheme == SIGNED or scheme == TABLE:
             if scheme == TABLE:
                 wide_levels_of(codes, a[matrix + TABLES])
-            record, own = _record(a, matrix, tiles, block, tile)
+            record, own = record_of(a, matrix, tiles, block, tile)
             signed_factors(record, own, factors, factors + 64)
         else:
             first = block * groups + tile * TILE // group
-            if _halves(scheme):
+            if halves_of(scheme):
                 block_factors(a[matrix + SCALES] + first * 2 * TILE_ROWS, 0, factors, 0)
                 block_factors(a[matrix + SCALES] + first * 2 * TILE_ROWS, 0, factors + 64, 0)
             else:
                 linear_factors(a[matrix + SCALES] + first * TILE_ROWS, 0, factors, 0)
                 linear_factors(a[matrix + SCALES] + (first + (1 if group == 16 else 0)) * TILE_ROWS, 0, factors + 64, 0)
-            if _stores_zeros(scheme):
+            if stores_zeros(scheme):
                 zeros = a[matrix + ZEROS] + first * TILE_ROWS
         floats_of(codes, zeros, factors, a[matrix + ROW_SCALES] + 2 * row, out + 4 * (tile * TILE - start), stride)
     if a[matrix + SPARSE] != 0:

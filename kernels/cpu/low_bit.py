@@ -1,6 +1,6 @@
 """How the CPU backend runs low-bit weights: argument blocks for `packed.py` (up to 16 columns), `gemm.py` (more) and single rows.
 
-Matrices that read the same input are one job whatever their formats; only a gated pair must be of one way (`packed.seeds_way`, and
+Matrices that read the same input are one job whatever their formats; only a gated pair must be of one way (`packed_matrix.seeds_way`, and
 `gemm.way_of`).
 """
 
@@ -15,7 +15,7 @@ from ..layout import ACTIVATIONS, NORMS
 from ..registry import Call
 from ..tiles import SCHEME_MASK, SCHEME_SHIFT, SCHEMES
 from ..workspace import Dims, address
-from . import floats, gemm, linear, lut, lut_order, packed, packed_rows
+from . import floats, gemm, linear, lut, lut_order, packed, packed_matrix, packed_rows
 from .inner_loops import TILE_COLUMNS
 from .packed_matrix import FIELDS
 
@@ -74,7 +74,7 @@ def _way_of(weight: Weight) -> int:
 def one_way(linears: Sequence[Linear]) -> bool:
     """Can a gated pair be one job?"""
     return len({each.weight.spec.scheme if kind_of(each.weight) in (RAW, FLOATS) else
-                (packed.seeds_way(each.weight.spec.scheme, each.weight.spec.group), _way_of(each.weight))
+                (packed_matrix.seeds_way(each.weight.spec.scheme, each.weight.spec.group), _way_of(each.weight))
                 for each in linears}) == 1
 
 

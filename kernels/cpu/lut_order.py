@@ -39,9 +39,9 @@ def declines(scheme: str, bits: int, group: int = TILE, rows: int = PAIR) -> str
     """Why a format, or a weight of so many rows, cannot be looked up; empty when it can."""
     if scheme == "float":
         return "floats are no sum of bit planes"
-    if scheme in ("codebook", "mxfp", "table"):
+    if scheme in ("codebook", "mxfp", "nvfp", "table"):
         return "levels of a codebook are no sum of bit planes"
-    if scheme in ("block", "offset", "super", "nibble", "signed"):
+    if scheme in ("block", "minimum", "offset", "super", "nibble", "signed"):
         return f"{scheme} formats have scales of half precision"
     if bits not in BITS:
         return f"{bits} bits are too many planes"

@@ -26,19 +26,19 @@ from .packed_matrix import (
     BOOK,
     FIELDS,
     HALF,
+    HALF_ALONE,
     KIND,
     OUT,
     OUT_STRIDE,
     ROW_COUNT,
-    ROW_SCALES,
     SCALES,
     SHIFT,
     SPARSE,
     SPARSE_COUNT,
     TABLES,
     TILES,
-    WHOLE,
     codes_at,
+    scale_block,
     scales_nbytes_of,
     tile_nbytes_of,
     way_of,
@@ -49,7 +49,7 @@ from .packed_pairs import FEW, IN_PAIRS, PAIR, SCALE_AT, SEEDS_AT
 from .packed_pairs import RECORD as RECORD_IN_PAIRS
 from .packed_turns import IN_TURN, make_column
 from .packed_turns import RECORD as RECORD_IN_TURN
-from .packed_vectors import put_block, quantize_tiles, scale_rows
+from .packed_vectors import put_block, quantize_tiles
 from .sharing import first_region, take
 
 MOST_COLUMNS = SUMS_NBYTES // (4 * ROWS)
@@ -78,11 +78,6 @@ def column_nbytes(depth: int) -> int:
     return padded + padded // 32 * 4 + padded // 16 * 8 + 4 * padded
 
 
-def seeds_way(scheme: str, group: int) -> int:
-    """Which seeds a format's loops take; a gated pair has to agree in them."""
-    return BOOK if scheme in ("codebook", "signed", "table") else HALF if group < TILE else WHOLE
-
-
 def scratch_nbytes(depth: int, tokens: int) -> int:
     """Scratch of one worker: columns, and their records in whole ABREASTs; those of a single column spread out, where they are."""
     records = max(-(-tokens // ABREAST) * ABREAST * RECORD, RECORD + SPREAD if IN_TURN else 0)
@@ -106,7 +101,7 @@ def make_seeds(way, totals, seeds, tiles):
     for tile in range(tiles):
         if way == BOOK:
             seed[2 * tile], seed[2 * tile + 1] = seed_of(total[2 * tile]), seed_of(total[2 * tile + 1])
-        elif way == HALF:
+        elif way == HALF or way == HALF_ALONE:
             seed[2 * tile], seed[2 * tile + 1] = total[2 * tile], total[2 * tile + 1]
         else:
             seed[2 * tile] = total[2 * tile] + total[2 * tile + 1]
@@ -245,7 +240,7 @@ def _block_sums(a, m, block, together, tokens, scratch, records, sums, following
 @inlined()
 def finish(a, m, block, sums, x):
     """Row scales, corrections and bias of a row block's 16 sums, in place. `x`: the column before it was quantized."""
-    scale_rows(sums, a[m + ROW_SCALES] + 2 * ROWS * block)
+    scale_block(a, m, block, sums)
     if a[m + SPARSE] != 0:
         value, starts = f32_at(sums), u32_at(a[m + SPARSE])
         at = a[m + SPARSE] + 4 * ((a[m + ROW_COUNT] + ROWS - 1) // ROWS + 1)

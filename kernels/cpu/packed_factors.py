@@ -22,12 +22,14 @@ from .int8_ir import (
 )
 from .int8_products import SIGNED_SHIFT, TABLE_SHIFT, Emitting, codebook_sum, sum_quads
 from .intrinsics import F16, HAS_HALF, I16, I32, I64
+from .small_floats import small_scales
 
 # Ways of scaling: a codebook has two groups in a tile; the others at most one, and a zero that is stored or the same everywhere, but for
 # symmetric groups of 16, which are halves of a tile; blocks have a half-precision scale for every group; of super-blocks those with minima
-# have one group in a tile, those with signed scales, of codes or of a table, two; exponents are a power of two for every tile, of levels.
+# have one group in a tile, those with signed scales, of codes or of a table, two; exponents are a power of two for every tile, of levels;
+# minima are half-precision floats beside the scale of every tile; small scales are floats of eight bits, of levels, two in a tile.
 CODEBOOK, PLAIN, HALVES, BLOCKS, SUPER, SIGNED, EXPONENTS = "codebook", "plain", "halves", "blocks", "super", "signed", "exponents"
-TABLE, NIBBLE = "table", "nibble"
+TABLE, NIBBLE, MINIMA, SMALL = "table", "nibble", "minima", "small"
 
 
 SIGNED_RECORD = SIGNED_NBYTES, SIGNED_HEAD, SIGNED_TILE
@@ -89,6 +91,8 @@ class _Tile:
             return
         if way == BLOCKS:
             self.factors = [half_scales(builder, scales, piece)]
+        elif way == SMALL:
+            self.factors = [small_scales(builder, offset(builder, scales, ROWS * half), piece) for half in (0, 1)]
         elif way == EXPONENTS:
             self.factors = [exponent_scales(builder, scales, piece)]
         else:
@@ -105,7 +109,7 @@ class _Tile:
             whole = yield from codebook_sum(builder, quads, x, seeds, self.factors)
             yield
             return fma(builder, whole, x_scale, total)
-        groups = (range(4), range(4, 8)) if self.way == HALVES else (range(8),)
+        groups = (range(4), range(4, 8)) if self.way in (HALVES, SMALL) else (range(8),)
         for group, seed, factor in zip(groups, seeds, self.factors):
             part = yield from sum_quads(builder, [quads[j] for j in group], [x[j] for j in group], self.most)
             own = fma(builder, self.below, to_floats(builder, seed), part)  # exact: both are below 2**20
@@ -126,6 +130,20 @@ class _SuperTile:
     def times(self, quads: list[ir.Value], x: list[ir.Value], seeds: list[ir.Value], x_scale: ir.Value, total: ir.Value) -> Emitting:
         builder = self.builder
         whole = yield from sum_quads(builder, quads, x, self.most, self.steps)
+        own = fma(builder, self.minimum, to_floats(builder, seeds[0]), builder.fmul(whole, self.factor))
+        return fma(builder, own, x_scale, total)
+
+
+class _MinimaTile:
+    """The same where scales and minima are stored as halves: d * (codes . x) + m * (sum of x)."""
+
+    def __init__(self, builder: ir.IRBuilder, scales: ir.Value, piece: int, most: int) -> None:
+        self.builder, self.most = builder, most
+        self.factor, self.minimum = (half_scales(builder, offset(builder, scales, 2 * ROWS * i), piece) for i in (0, 1))
+
+    def times(self, quads: list[ir.Value], x: list[ir.Value], seeds: list[ir.Value], x_scale: ir.Value, total: ir.Value) -> Emitting:
+        builder = self.builder
+        whole = yield from sum_quads(builder, quads, x, self.most)
         own = fma(builder, self.minimum, to_floats(builder, seeds[0]), builder.fmul(whole, self.factor))
         return fma(builder, own, x_scale, total)
 
@@ -168,10 +186,12 @@ class _SignedTile:
 
 
 def tile_of(builder: ir.IRBuilder, way: str, steps: list[ir.Value], scales: ir.Value, zeros: ir.Value, piece: int,
-            most: int) -> _Tile | _SuperTile | _NibbleTile | _SignedTile:
+            most: int) -> _Tile | _SuperTile | _MinimaTile | _NibbleTile | _SignedTile:
     """What multiplies a tile whose scales and zeros lie there (`places_of`). `steps`: those of a codebook."""
     if way == SUPER:
         return _SuperTile(builder, scales, zeros, piece, most)
+    if way == MINIMA:
+        return _MinimaTile(builder, scales, piece, most)
     if way == NIBBLE:
         return _NibbleTile(builder, scales, zeros, piece, most)
     if way in (SIGNED, TABLE):
@@ -192,4 +212,5 @@ def places_of(builder: ir.IRBuilder, way: str, scales: ir.Value, zeros: ir.Value
     zeros = builder.add(zeros, builder.mul(builder.lshr(tile, zero_shift), I64(ROWS)))
     if way in (PLAIN, BLOCKS, EXPONENTS):
         tile = builder.lshr(tile, shift)
-    return builder.add(scales, builder.mul(tile, I64(ROWS if way in (PLAIN, CODEBOOK, EXPONENTS) else 2 * ROWS))), zeros
+    nbytes = ROWS if way in (PLAIN, CODEBOOK, EXPONENTS) else 4 * ROWS if way == MINIMA else 2 * ROWS
+    return builder.add(scales, builder.mul(tile, I64(nbytes))), zeros

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..deferred import inlined
-from ..tiles import BLOCK, CODEBOOK, MXFP, NIBBLE, OFFSET, SCHEME_MASK, SCHEME_SHIFT, SIGNED, SUPER, TABLE
+from ..tiles import BLOCK, CODEBOOK, MINIMUM, MXFP, NIBBLE, NVFP, OFFSET, SCHEME_MASK, SCHEME_SHIFT, SIGNED, SUPER, TABLE
 from . import packed_factors as ways
 from .packed_loops import columns as columns_abreast
 from .packed_loops import expand, single
@@ -25,7 +25,8 @@ def _of_a_format(loop: Callable) -> Callable:
     plain8, plain6, plain5, plain4, plain3, plain2 = (loop(bits, ways.PLAIN) for bits in (8, 6, 5, 4, 3, 2))
     block8, block5, block4 = (loop(bits, ways.BLOCKS) for bits in (8, 5, 4))
     super5, super4 = (loop(bits, ways.SUPER) for bits in (5, 4))
-    nibble2 = loop(2, ways.NIBBLE)
+    minima5, minima4 = (loop(bits, ways.MINIMA) for bits in (5, 4))
+    nibble2, small4 = loop(2, ways.NIBBLE), loop(4, ways.SMALL)
     table4, table3 = loop(4, ways.TABLE), loop(3, ways.TABLE)
     signed6, exponent4 = loop(6, ways.SIGNED), loop(4, ways.EXPONENTS)
 
@@ -39,6 +40,13 @@ def _of_a_format(loop: Callable) -> Callable:
                 super5(*given)
         elif scheme == NIBBLE:
             nibble2(*given)
+        elif scheme == MINIMUM:
+            if bits == 4:
+                minima4(*given)
+            else:
+                minima5(*given)
+        elif scheme == NVFP:
+            small4(*given)
         elif scheme == SIGNED:
             signed6(*given)
         elif scheme == TABLE:
@@ -90,6 +98,7 @@ _expand8, _expand6, _expand5, _expand4, _expand3, _expand2 = (expand(bits, ways.
 _many_book, _many_super = columns(ways.CODEBOOK, 127), columns(ways.SUPER, 31)
 _many_signed, _many_exponents = columns(ways.SIGNED, 63), columns(ways.EXPONENTS, 127)
 _many_table, _many_nibble = columns(ways.TABLE, 255), columns(ways.NIBBLE, 3)
+_many_minima, _many_small = columns(ways.MINIMA, 31), columns(ways.SMALL, 127)
 _many_plain, _many_blocks, _many_halves = (columns(way, 255) for way in (ways.PLAIN, ways.BLOCKS, ways.HALVES))
 if IN_TURN:  # with small codes, several quads of which are summed in 16 bits
     _plain_of_six, _plain_of_five, _blocks_of_five = columns(ways.PLAIN, 63), columns(ways.PLAIN, 31), columns(ways.BLOCKS, 31)
@@ -109,7 +118,7 @@ def expand_of(kind, codes, tables, tiles, out):
             _expand_book3(codes, tables, tiles, out)
         else:
             _expand_book2(codes, tables, tiles, out)
-    elif kind & SCHEME_MASK == MXFP:
+    elif kind & SCHEME_MASK == MXFP or kind & SCHEME_MASK == NVFP:
         _expand_exponent4(codes, tables, tiles, out)
     elif kind & SCHEME_MASK == TABLE:
         if bits == 4:
@@ -141,6 +150,10 @@ def columns_of(kind, count, quads, tables, scales, zeros, x, begin, end, shift, 
         _many_exponents(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart)
     elif scheme == NIBBLE:
         _many_nibble(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart)
+    elif scheme == MINIMUM:
+        _many_minima(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart)
+    elif scheme == NVFP:
+        _many_small(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart)
     elif scheme == TABLE:
         _many_table(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart)
     elif scheme == CODEBOOK:

@@ -54,7 +54,7 @@ from .int8_ir import (
 )
 from .int8_products import TABLE_SHIFT, side_by_side
 from .intrinsics import F32, I32, I64
-from .packed_factors import CODEBOOK, EXPONENTS, HALVES, NIBBLE, SIGNED, TABLE, places_of, tile_of
+from .packed_factors import CODEBOOK, EXPONENTS, HALVES, NIBBLE, SIGNED, SMALL, TABLE, places_of, tile_of
 
 # Row blocks that `single` takes side by side, and how many bytes ahead of each are asked for: a row block's arithmetic hides too little of
 # its way from memory. What suits a processor was measured (docs/ARCHITECTURE.md): a Zen 5 wants one run of memory and its pages ahead of
@@ -64,12 +64,12 @@ NEXT = 256 if WIDTH == 64 else 1024  # the same where tiles are unpacked for sev
 SUMS_NBYTES = 4 * ROWS * 16  # of a row block and the most columns
 RECORD = 32 + 4 + 8  # bytes of a tile of one column: codes, scale, two seeds
 ABREAST = 4  # columns that are multiplied side by side where so many are left, or one less
-WITH_LEVELS = (CODEBOOK, EXPONENTS, TABLE)
+WITH_LEVELS = (CODEBOOK, EXPONENTS, SMALL, TABLE)
 MOST_LEVEL = 127  # levels are 64 above themselves, but for those of a table, which ask for no such bound
 
 
 def seeds_of(builder: ir.IRBuilder, way: str, address: ir.Value) -> list[ir.Value]:
-    count = 2 if way in (CODEBOOK, HALVES, NIBBLE, SIGNED, TABLE) else 1
+    count = 2 if way in (CODEBOOK, HALVES, NIBBLE, SIGNED, SMALL, TABLE) else 1
     return [splat(builder, load(builder, offset(builder, address, 4 * i), I32, 4), WORDS) for i in range(count)]
 
 

@@ -10,9 +10,11 @@ from ..tiles import (
     BLOCK,
     CODEBOOK,
     LEVEL_SHIFT,
+    MINIMUM,
     MXFP,
     NIBBLE,
     NIBBLE_NBYTES,
+    NVFP,
     OFFSET,
     ROWS,
     SCHEME_MASK,
@@ -23,13 +25,16 @@ from ..tiles import (
     SUPER_NBYTES,
     TABLE,
     TERNARY,
+    TILE,
 )
-from .intrinsics import u8_at
+from .intrinsics import f32_at, u8_at
+from .packed_vectors import scale_rows
 
 # Per matrix, from slot FIRST on. KIND is `kind_of` the format; addresses, 0 for what a format lacks; a group is 32 << SHIFT inputs, with
 # SHIFT -1 half a tile.
 WEIGHT, KIND, ROW_COUNT, BIAS, OUT, OUT_STRIDE, TILES, SHIFT, SCALES, ZEROS, ROW_SCALES, TABLES, SPARSE, SPARSE_COUNT, FIELDS = range(15)
-WHOLE, BOOK, HALF = 0, 1, 2  # sums are scaled by whole tiles, as a codebook's, by halves of tiles
+# Sums are scaled by whole tiles, as a codebook's, by halves of tiles, the same where a loop of one column does it.
+WHOLE, BOOK, HALF, HALF_ALONE = range(4)
 
 
 def kind_of(bits: int, scheme: int) -> int:
@@ -43,7 +48,16 @@ def way_of(a, m):
     scheme = a[m + KIND] & SCHEME_MASK
     if scheme == CODEBOOK or scheme == SIGNED or scheme == TABLE:
         return BOOK
+    if scheme == NVFP:
+        return HALF_ALONE
     return HALF if a[m + SHIFT] < 0 else WHOLE
+
+
+def seeds_way(scheme: str, group: int) -> int:
+    """Which seeds a format's loops take; a gated pair has to agree in them."""
+    if scheme in ("codebook", "signed", "table", "nvfp"):
+        return HALF_ALONE if scheme == "nvfp" else BOOK
+    return HALF if group < TILE else WHOLE
 
 
 @inlined()
@@ -62,6 +76,8 @@ def scales_nbytes_of(a, m):
         return (a[m + TILES] >> 3) * NIBBLE_NBYTES
     if scheme == SIGNED or scheme == TABLE:
         return (a[m + TILES] >> 3) * SIGNED_NBYTES
+    if scheme == MINIMUM:
+        return a[m + TILES] * 4 * ROWS
     if scheme == BLOCK or scheme == OFFSET:
         return (a[m + TILES] >> a[m + SHIFT]) * 2 * ROWS
     if way == WHOLE:
@@ -82,8 +98,19 @@ def zeros_of(a, m, block, constant_at):
     if scheme == AFFINE or scheme == OFFSET:
         return a[m + ZEROS] + block * (a[m + TILES] >> a[m + SHIFT]) * ROWS, a[m + SHIFT]
     zero, value = u8_at(constant_at), 1 << ((a[m + KIND] >> SCHEME_SHIFT) - 1)
-    if scheme == TERNARY or scheme == MXFP:
+    if scheme == TERNARY or scheme == MXFP or scheme == NVFP:
         value = 1 if scheme == TERNARY else LEVEL_SHIFT
     for row in range(ROWS):
         zero[row] = value
     return constant_at, int64(62)
+
+
+@inlined()
+def scale_block(a, m, block, sums):
+    """A row block's 16 float32 at `sums` times the scales of its rows."""
+    if a[m + KIND] & SCHEME_MASK == NVFP:
+        value, scale = f32_at(sums), f32_at(a[m + ROW_SCALES] + 4 * ROWS * block)
+        for row in range(ROWS):
+            value[row] *= scale[row]
+    else:
+        scale_rows(sums, a[m + ROW_SCALES] + 2 * ROWS * block)

@@ -14,10 +14,12 @@ from ..tiles import (
     CODEBOOK,
     FLOAT,
     LEVELS_NBYTES,
+    MINIMUM,
     MXFP,
     NIBBLE,
     NIBBLE_NBYTES,
     NIBBLE_TILE,
+    NVFP,
     OFFSET,
     ROWS,
     SCHEME_MASK,
@@ -101,6 +103,15 @@ def _values(a, m, block, tile, row, columns, out):
         scale, levels = bits_to_f32(exponent << np.uint32(23)), i8_at(a[m + TABLES])
         for k in range(columns):
             value[k] = scale * float32(levels[code[k]])
+    elif scheme == NVFP:
+        both, levels = u8_at(a[m + SCALES] + 2 * (block * tiles + tile) * ROWS + row), i8_at(a[m + TABLES])
+        for k in range(columns):
+            value[k] = e4m3(np.uint32(both[(k >> 4) * ROWS])) * float32(levels[code[k]])
+    elif scheme == MINIMUM:
+        pair = a[m + SCALES] + (block * tiles + tile) * 4 * ROWS + 2 * row
+        scale, least = half_at(pair), half_at(pair + 2 * ROWS)
+        for k in range(columns):
+            value[k] = scale * float32(code[k]) + least
     elif scheme == FLOAT:
         scale = f32_at(a[m + SCALES])[(block * tiles + tile) >> a[m + SHIFT]]
         for k in range(columns):
@@ -156,7 +167,7 @@ def embed_rows(args, worker, counter):
         block, row = ids[index] // ROWS, ids[index] % ROWS
         start = a[m + OUT] + 4 * index * a[m + OUT_STRIDE]
         out = f32_at(start)
-        if a[m + KIND] & SCHEME_MASK == FLOAT:
+        if a[m + KIND] & SCHEME_MASK == FLOAT or a[m + KIND] & SCHEME_MASK == NVFP:
             row_scale = f32_at(a[m + ROW_SCALES])[ids[index]]
         else:
             row_scale = bits_to_f32(np.uint32(u16_at(a[m + ROW_SCALES])[ids[index]]) << np.uint32(16))

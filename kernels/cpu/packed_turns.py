@@ -53,7 +53,7 @@ from .packed_loops import begin_loop, end_loop, tables_of
 IN_TURN = INSTRUCTION_SET == "avx2"  # is this the way here?
 RECORD = STRIDE = 64  # bytes of a record, and from one column's to the next: so far as from its sums to the next
 assert STRIDE == 4 * ROWS
-APART = (ways.HALVES, ways.NIBBLE)  # whose two groups of a tile stay apart
+APART = (ways.HALVES, ways.NIBBLE, ways.SMALL)  # whose two groups of a tile stay apart
 EIGHTS_AT, SIXTEENTHS_AT, SCALE_AT, TOTAL_AT = 32, 48, 56, 60
 
 
@@ -177,7 +177,7 @@ def _add(builder: ir.IRBuilder, way: str, tile: object, group: int, dots: ir.Val
         return fma(builder, builder.fmul(dots, tile.factor), scale, total)
     if way == ways.EXPONENTS:  # the zeros are the 64 that the seeds took back
         return fma(builder, builder.fmul(dots, tile.factors[0]), scale, total)
-    if way == ways.SUPER:
+    if way in (ways.SUPER, ways.MINIMA):
         return fma(builder, fma(builder, tile.minimum, record.real(TOTAL_AT), builder.fmul(dots, tile.factor)), scale, total)
     if way in APART:  # the seed is -32 times the sum of the codes, in two parts
         seed = to_floats(builder, scale_up(builder, record.seed(SIXTEENTHS_AT + 4 * group), constant(HALVES, -1)))
@@ -187,7 +187,7 @@ def _add(builder: ir.IRBuilder, way: str, tile: object, group: int, dots: ir.Val
     else:
         seed = record.real(TOTAL_AT)
     own = fma(builder, tile.below, seed, dots)  # exact: both are below 2**20
-    return fma(builder, builder.fmul(own, tile.factors[group if way == ways.HALVES else 0]), scale, total)
+    return fma(builder, builder.fmul(own, tile.factors[group if way in APART else 0]), scale, total)
 
 
 def next_column(builder: ir.IRBuilder, blocks: tuple, place: ir.Value, end: ir.Value) -> None:

@@ -132,12 +132,12 @@ class _Blocks:
     def values(self) -> torch.Tensor:
         """What codes stand for before any scale, whole numbers (but of floats) as float32 [rows, K]."""
         scheme, codes, at = self.form.scheme, self.codes(), self.form.at
-        if scheme in ("codebook", "mxfp", "table"):
+        if scheme in ("codebook", "mxfp", "nvfp", "table"):
             levels = self.blob[at.tables : at.tables + LEVELS_NBYTES].view(torch.int8).float()
             return levels.index_select(0, codes.flatten().int()).view(codes.shape)
         if scheme == "float":
             return codes.contiguous().view(torch.float8_e4m3fn).float()
-        if scheme in ("super", "nibble"):
+        if scheme in ("super", "nibble", "minimum"):
             return codes.float()
         if scheme in ("affine", "offset"):
             return codes.float() - self.spread(self._by_group("zeros"))
@@ -155,6 +155,11 @@ class _Blocks:
             return self._part("scales").view(torch.float32).repeat_interleave(ROWS, 0), None
         if scheme in IN_SUPERS:
             return self._super_factors(scheme)
+        if scheme == "minimum":
+            pairs = self._part("scales").view(torch.float16).view(self.count, -1, 2, ROWS).float().permute(2, 0, 3, 1)
+            return pairs[0].flatten(0, 1), -pairs[1].flatten(0, 1)
+        if scheme == "nvfp":
+            return self._by_group("scales").contiguous().view(torch.float8_e4m3fn).float(), None
         if scheme in HALVES:
             return self._by_group("scales", torch.float16).float(), None
         codes = self._by_group("scales")

@@ -14,7 +14,7 @@ from .. import tiles
 
 CODEBOOK, _AFFINE, _TERNARY = tl.constexpr(tiles.CODEBOOK), tl.constexpr(tiles.AFFINE), tl.constexpr(tiles.TERNARY)
 _BLOCK, MXFP, _OFFSET = tl.constexpr(tiles.BLOCK), tl.constexpr(tiles.MXFP), tl.constexpr(tiles.OFFSET)
-_FLOATS = tl.constexpr(tiles.FLOAT)
+_FLOATS, NVFP, MINIMUM = tl.constexpr(tiles.FLOAT), tl.constexpr(tiles.NVFP), tl.constexpr(tiles.MINIMUM)
 SUPER, _SIGNED, _TABLE = tl.constexpr(tiles.SUPER), tl.constexpr(tiles.SIGNED), tl.constexpr(tiles.TABLE)
 NIBBLE, _NIBBLE_NBYTES = tl.constexpr(tiles.NIBBLE), tl.constexpr(tiles.NIBBLE_NBYTES)
 ROWS, TILE, _SUPER_BLOCK = tl.constexpr(tiles.ROWS), tl.constexpr(tiles.TILE), tl.constexpr(tiles.SUPER_BLOCK)
@@ -51,7 +51,7 @@ def word_at(at):
 @triton.jit
 def row_scales_of(scales, row, SCHEME: tl.constexpr):
     """Those of rows, as float32: bfloat16 numbers, or such."""
-    if SCHEME == _FLOATS:
+    if SCHEME == _FLOATS or SCHEME == NVFP:
         found = tl.load(scales.to(tl.pointer_type(tl.float32)) + row)
     else:
         found = (tl.load(scales.to(tl.pointer_type(tl.int16)) + row).to(tl.int32) << 16).to(tl.float32, bitcast=True)
@@ -95,6 +95,10 @@ def read_tiles(blob, block, depth, tile, row, scales, zeros, BITS: tl.constexpr,
     elif SCHEME == CODEBOOK:
         p = _byte(blob + scales + at * ROWS + row)
         q, r, s = p, p, p
+    elif SCHEME == MINIMUM:
+        pair = blob + scales + at * (4 * ROWS) + 2 * row
+        p, q = _half(pair), _half(pair + 2 * ROWS)
+        r, s = p, p
     elif SCHEME == _FLOATS:  # one for all rows of a block
         p = word_at(blob + scales + 4 * (block * (depth // GROUP) + tile * TILE // GROUP) + 0 * row)
         q, r, s = p, p, p
@@ -140,7 +144,7 @@ def _looked_up(pairs, table, at, ASM: tl.constexpr):
 def table_words(at, SCHEME: tl.constexpr, ASM: tl.constexpr):
     """The words of the tables `at` that a format has, for `_looked_up`: four of levels, which have 128 added, and four of steps."""
     a, b, c, d, e, f, g, h = 0, 0, 0, 0, 0, 0, 0, 0
-    if ASM and (SCHEME == CODEBOOK or SCHEME == MXFP or SCHEME == _TABLE):
+    if ASM and (SCHEME == CODEBOOK or SCHEME == MXFP or SCHEME == _TABLE or SCHEME == NVFP):
         a, b, c, d = word_at(at) ^ SIGNS, word_at(at + 4) ^ SIGNS, word_at(at + 8) ^ SIGNS, word_at(at + 12) ^ SIGNS
     if ASM and SCHEME == CODEBOOK:
         steps = at + LEVELS
@@ -170,7 +174,7 @@ def _codes(read, pair: tl.constexpr, BITS: tl.constexpr, FIRST: tl.constexpr):
 @triton.jit
 def values(read, levels, at, pair: tl.constexpr, BITS: tl.constexpr, FIRST: tl.constexpr, SCHEME: tl.constexpr, ASM: tl.constexpr):
     """What is multiplied of two quads: codes, or levels of which each has 128 added."""
-    if SCHEME == CODEBOOK or SCHEME == MXFP or SCHEME == _TABLE:
+    if SCHEME == CODEBOOK or SCHEME == MXFP or SCHEME == _TABLE or SCHEME == NVFP:
         if BITS == 4:
             pairs = read[pair]
         else:
@@ -209,6 +213,12 @@ def factors(read, steps, at, row, half: tl.constexpr, BITS: tl.constexpr, GROUP:
     elif SCHEME == MXFP:
         base = _NOTHING + 128
         step = (read[8] << 23).to(tl.float32, bitcast=True)
+    elif SCHEME == NVFP:
+        base = _NOTHING + 128
+        step = _small_float(read[9] if half else read[8], 0)
+    elif SCHEME == MINIMUM:
+        base = _NOTHING
+        step, less = _float_of_half(read[8]), -_float_of_half(read[9])
     elif SCHEME == _FLOATS:
         step = read[8].to(tl.float32, bitcast=True)
     elif SCHEME == _BLOCK:
@@ -255,7 +265,7 @@ def weights_of(word, step, base, less, SCHEME: tl.constexpr, ASM: tl.constexpr):
         a, b, c, d = _small_float(word, 0), _small_float(word, 1), _small_float(word, 2), _small_float(word, 3)
     else:
         a, b, c, d = _number(word, 0, base, ASM), _number(word, 1, base, ASM), _number(word, 2, base, ASM), _number(word, 3, base, ASM)
-    if SCHEME == SUPER or SCHEME == NIBBLE:
+    if SCHEME == SUPER or SCHEME == NIBBLE or SCHEME == MINIMUM:
         a, b, c, d = a * step - less, b * step - less, c * step - less, d * step - less
     return a, b, c, d
 

@@ -18,6 +18,7 @@ from .low_bit import COLUMN_BITS, Format
 from .stored_codes import (
     ASM,
     LEVELS,
+    MINIMUM,
     NIBBLE,
     ROWS,
     SUPER,
@@ -69,7 +70,7 @@ def _product_of_codes(x, blob, bias, out, rows, inputs, depth, scales, zeros, ro
         for half in tl.static_range(2):
             step, base, less = factors(read, steps, blob + tables + LEVELS, row, half, BITS, GROUP, SCHEME, ASM)
             step = tl.where(real, step, 0.0)
-            if SCHEME == SUPER or SCHEME == NIBBLE:
+            if SCHEME == SUPER or SCHEME == NIBBLE or SCHEME == MINIMUM:
                 less = tl.where(real, less, 0.0)
             part = tl.zeros([8, V, 2, T], tl.float32)
             for pair in tl.static_range(2):
@@ -89,7 +90,7 @@ def _product_of_codes(x, blob, bias, out, rows, inputs, depth, scales, zeros, ro
                     part += tl.reshape(x1, [8, V, 1, T]) * tl.reshape(w1, [8, V, 2, 1])
                     part += tl.reshape(x2, [8, V, 1, T]) * tl.reshape(w2, [8, V, 2, 1])
                     part += tl.reshape(x3, [8, V, 1, T]) * tl.reshape(w3, [8, V, 2, 1])
-            if SCHEME == SUPER or SCHEME == NIBBLE:
+            if SCHEME == SUPER or SCHEME == NIBBLE or SCHEME == MINIMUM:
                 sums += part
             else:
                 sums += part * tl.reshape(step, [8, V, 2, 1])
@@ -155,7 +156,7 @@ def _open(blob, out, from_block, rows, inputs, depth, scales, zeros, row_scales,
             for which in tl.static_range(2):
                 a, b, c, d = weights_of(high if which else low, step, base, less, SCHEME, ASM)
                 w = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [8, V, 2, 4])
-                if SCHEME != SUPER and SCHEME != NIBBLE:
+                if SCHEME != SUPER and SCHEME != NIBBLE and SCHEME != MINIMUM:
                     w = w * tl.reshape(step, [8, V, 2, 1])
                 w = w * tl.reshape(scale, [8, 1, 2, 1])
                 place = (tile * TILE)[:, :, :, None] + (half * 16 + pair * 8 + which * 4) + lane

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...kernels.tiles import IN_SUPERS, ROWS, SUPER_BLOCK, TILE, block_nbytes
+from ...kernels.tiles import IN_SUPERS, ROWS, SUPER_BLOCK, TILE, block_nbytes, row_nbytes
 from ...kernels.workspace import address
 from ..codes import Codes
 from ..levels import MXFP
@@ -25,16 +25,17 @@ WORDS = (("gptq", 4), ("gptq", 8), ("awq", 4), ("packed", 4), ("packed", 8), ("i
 HALF = 0x3F00  # in bfloat16
 
 
-def put_blocks(blob: np.ndarray, kind: str, shape: tuple[int, int], begin: int, raw: np.ndarray) -> bool:
+def put_blocks(blob: np.ndarray, kind: str, shape: tuple[int, int], begin: int, raw: np.ndarray, scale: float = 1.0) -> bool:
     """Rows of a GGUF file's tensor of `shape` [N, K] from `begin` on, a multiple of 16, uint8 [n, row bytes], into its blob; n is a
-    multiple of 16 unless they are the last. Returns False where a scale is NaN or infinite. Releases the interpreter lock.
+    multiple of 16 unless they are the last. `scale`: what NVFP4 is multiplied by beside its own. Returns False where a scale is NaN
+    or infinite. Releases the interpreter lock.
 
     Raises KeyError for a type that is not in KEPT, ValueError for arrays that do not fit, GridsMissing.
     """
     from ...kernels.cpu import foreign_blocks, foreign_levels
 
     spec = KEPT[kind]
-    wide = SUPER_BLOCK if spec.scheme in IN_SUPERS else TILE
+    wide = SUPER_BLOCK if spec.scheme in IN_SUPERS else 2 * TILE if spec.scheme == "nvfp" else TILE
     _check(blob, spec, shape, begin, len(raw))
     if raw.dtype != np.uint8 or raw.shape[1:] != (shape[1] // wide * DECODERS[kind][0],) or not raw.flags.c_contiguous:
         raise ValueError(f"{raw.dtype} {raw.shape} for rows of {shape[1]} inputs in {kind}")
@@ -47,6 +48,10 @@ def put_blocks(blob: np.ndarray, kind: str, shape: tuple[int, int], begin: int, 
         _put_row_scales(blob, spec, shape, begin, len(raw), own.part)
         put_tables(blob, spec, shape, own.levels)
         return not bad
+    if spec.scheme == "nvfp":
+        foreign_blocks.blocks_of_nvfp(address(raw), len(raw), shape[1] // wide, codes, scales)
+        _put_row_scales(blob, spec, shape, begin, len(raw), scale)
+        return True
     put = foreign_blocks.blocks_of_32 if wide == TILE else foreign_blocks.blocks_of_256
     bad = put(foreign_blocks.KINDS[kind], address(raw), len(raw), shape[1] // wide, codes, scales)
     _put_row_scales(blob, spec, shape, begin, len(raw))
@@ -139,11 +144,15 @@ def _places(blob: np.ndarray, spec: QuantSpec, shape: tuple[int, int], begin: in
 
 
 def _put_row_scales(blob: np.ndarray, spec: QuantSpec, shape: tuple[int, int], begin: int, n: int, part: float = 1.0) -> None:
-    """Rows have no scales of their own, but for levels that are multiples of what they mean; rows that are not there have zeros."""
+    """Rows have no scales of their own, but for levels that are multiples of what they mean, and for NVFP4's of a tensor; rows that are not
+    there have zeros."""
     at = spec.sections(shape)
-    rows = blob[at.row_scales : at.row_scales + 2 * at.rows].view(np.uint16)
-    rows[begin : begin + n] = HALF if spec.scheme == "mxfp" else np.float32(part).view(np.uint32) >> np.uint32(16)
+    rows = blob[at.row_scales : at.row_scales + row_nbytes(spec.scheme) * at.rows].view(np.float32 if spec.scheme == "nvfp" else np.uint16)
+    if spec.scheme == "nvfp":
+        rows[begin : begin + n] = np.float32(part) / 2
+    else:
+        rows[begin : begin + n] = HALF if spec.scheme == "mxfp" else np.float32(part).view(np.uint32) >> np.uint32(16)
     if begin + n == shape[0]:
         rows[begin + n :] = 0
-    if spec.scheme == "mxfp":
+    if spec.scheme in ("mxfp", "nvfp"):
         put_tables(blob, spec, shape, MXFP)

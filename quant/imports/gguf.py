@@ -142,12 +142,17 @@ def _mxfp4(b: np.ndarray) -> Blocks:
     return Blocks(MXFP[_nibbles(b[:, 1:])], np.where(b[:, :1] == NOT_A_NUMBER, np.float32(np.nan), scales))
 
 
+def _nvfp4_codes(b: np.ndarray) -> np.ndarray:
+    """[n, 36] -> [n, 64]: of each group of 16 the first eight are in low nibbles."""
+    pairs = b[:, 4:].reshape(len(b), 4, 8)
+    return np.concatenate([pairs & U8(15), pairs >> U8(4)], axis=2).reshape(len(b), 64)
+
+
 def _nvfp4(b: np.ndarray) -> Blocks:
     """Scales are floats of eight bits without a sign, four of exponent; 0x7F is a zero, the eighth bit is not looked at."""
-    codes = np.concatenate([b[:, None, 4:].reshape(len(b), 4, 8) & U8(15), b[:, 4:].reshape(len(b), 4, 8) >> U8(4)], axis=2)
     power, fraction = (b[:, :4] >> U8(3) & U8(15)).astype(np.int32), (b[:, :4] & U8(7)).astype(np.float32)
     scales = np.where(power == 0, np.ldexp(fraction, -10), np.ldexp(fraction + np.float32(8), power - 11))
-    return Blocks(MXFP[codes.reshape(len(b), 64)], np.where(b[:, :4] == 0x7F, np.float32(0), scales))
+    return Blocks(MXFP[_nvfp4_codes(b)], np.where(b[:, :4] == 0x7F, np.float32(0), scales))
 
 
 def _of_levels(kind: Kind) -> Callable[[np.ndarray], Blocks]:
@@ -168,10 +173,17 @@ def kept(raw: np.ndarray, kind: str) -> Codes:
         return Codes(codes.reshape(rows, -1), scales.reshape(rows, -1), None, np.full(rows, own.part, np.float32), own.levels,
                      supers=supers.reshape(rows, -1, 1))
     halves = lambda part: np.ascontiguousarray(part).view("<u2").astype(np.uint16, copy=False)  # noqa: E731
+    if spec.scheme == "nvfp":  # scales have no sign, and what would be NaN is a zero
+        scales = np.where(blocks[:, :4] & U8(127) == U8(127), U8(0), blocks[:, :4] & U8(127))
+        return Codes(_nvfp4_codes(blocks).reshape(rows, -1), scales.reshape(rows, -1).view(np.int8), None, np.full(rows, 0.5, np.float32),
+                     MXFP)
     if spec.scheme == "mxfp":
         return Codes(_nibbles(blocks[:, 1:]).reshape(rows, -1), blocks[:, 0].reshape(rows, -1), None, np.full(rows, 0.5, np.float32), MXFP)
     decoded = decode(raw, kind).codes.reshape(rows, -1)
     ones = np.ones(rows, np.float32)
+    if spec.scheme == "minimum":
+        scales, minima = (halves(blocks[:, at : at + 2]).reshape(rows, -1) for at in (0, 2))
+        return Codes(decoded.view(np.uint8), scales, None, ones, minima=minima)
     if spec.scheme == "nibble":
         both = blocks[:, :16].reshape(rows, -1)
         return Codes(decoded.view(np.uint8), both & U8(15), None, ones, supers=halves(blocks[:, 80:84]).reshape(rows, -1, 2),
@@ -189,6 +201,8 @@ def kept(raw: np.ndarray, kind: str) -> Codes:
 
 # The types whose codes kernels multiply, and what they are there.
 KEPT = {"Q8_0": QuantSpec(8, 32, "block"), "Q5_0": QuantSpec(5, 32, "block"), "Q4_0": QuantSpec(4, 32, "block"),
+        "Q5_1": QuantSpec(5, 32, "minimum"), "Q4_1": QuantSpec(4, 32, "minimum"),
+        "NVFP4": QuantSpec(4, 16, "nvfp"),
         "IQ4_NL": QuantSpec(8, 32, "block"), "Q2_K": QuantSpec(2, 16, "nibble"), "Q4_K": QuantSpec(4, 32, "super"),
         "Q5_K": QuantSpec(5, 32, "super"), "Q6_K": QuantSpec(6, 16, "signed"), "MXFP4": QuantSpec(4, 32, "mxfp"),
         **{name: kind.spec for name, kind in gguf_levels.KINDS.items()}}

@@ -45,6 +45,9 @@ from .nextn import mtp_names
 from .sources import RAW, Source
 from .split import close_all, open_parts
 from .stateful import DECAYS
+from .tensor_scales import is_scale, tensor_scales
+
+NO_SCALE = np.ones(1, np.float32)
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,8 @@ class GgufStore(MadeStore):
         in_two: dict[str, dict[str, GgufTensor]] = {}
         tensors: dict[str, TensorInfo] = {}
         stored: dict[str, StoredTensor] = {}
-        for tensor in (each for each in file.header.tensors.values() if each.name not in DIVISORS):
+        self._scales = tensor_scales(file.header, file.opened, config.mixture.experts if config.mixture else 0)
+        for tensor in (each for each in file.header.tensors.values() if each.name not in DIVISORS and not is_scale(each.name, file.header)):
             whole, tensor = tensor, _matrices(tensor)
             names = own_names(tensor.name, file.found, config.mixture.experts if config.mixture else 0)
             if tensor.name.startswith(behind):
@@ -92,8 +96,9 @@ class GgufStore(MadeStore):
                 continue
             if len(names) == 1 and _same_values(tensor.shape, wanted[names[0]]):
                 tensor = replace(tensor, shape=wanted[names[0]])
-            for name, source in self._parts(tensor, names, config, file.found, wanted):
-                self._sources[name] = source
+            scales = self._scales.get(tensor.name, NO_SCALE)
+            for index, (name, source) in enumerate(self._parts(tensor, names, config, file.found, wanted)):
+                source = self._sources[name] = replace(source, scale=float(scales[index * len(scales) // len(names)]))
                 if low_bit and tensor.type in KEPT and len(tensor.shape) == 2 and f".{ROUTER}." not in tensor.name and name not in plain:
                     stored[name] = StoredTensor(name, KEPT[tensor.type], source.shape, 0)
                     tensors[name] = TensorInfo(name, "U8", (stored[name].nbytes,), tensor.file, tensor.offset, stored[name].nbytes)
@@ -205,7 +210,7 @@ class GgufStore(MadeStore):
 
     def _put_codes(self, info: TensorInfo, begin: int, raw: np.ndarray, blob: np.ndarray) -> None:
         source = self._sources[info.name]
-        if not put_blocks(blob, source.tensor.type, source.shape, begin, raw):
+        if not put_blocks(blob, source.tensor.type, source.shape, begin, raw, source.scale):
             self._refuse(source.tensor, "a scale of NaN or infinity")
 
     def fill(self, info: TensorInfo, begin: int, end: int, out: np.ndarray) -> None:
@@ -228,7 +233,7 @@ class GgufStore(MadeStore):
         source = self._sources[info.name]
         tensor = source.tensor
         if tensor.type not in RAW:
-            values = self._dequantized(raw, tensor, tensor.shape[-1] if len(tensor.shape) > 1 else 1)
+            values = self._dequantized(raw, tensor, tensor.shape[-1] if len(tensor.shape) > 1 else 1) * np.float32(source.scale)
         elif source.changed:
             scheme = tensor.type.lower()
             values = self._meant(source, to_f32(raw.reshape(-1).view(RAW_NUMPY[scheme]), scheme))
@@ -241,7 +246,7 @@ class GgufStore(MadeStore):
         """What rows of a matrix in the file mean, float32."""
         raw = self._rows(Source(tensor, tensor.shape), begin, end, tensor.row_nbytes)
         if tensor.type not in RAW:
-            return self._dequantized(raw, tensor, tensor.shape[1])
+            return self._dequantized(raw, tensor, tensor.shape[1]) * self._scales.get(tensor.name, NO_SCALE)[0]
         scheme = tensor.type.lower()
         return to_f32(raw.reshape(-1).view(RAW_NUMPY[scheme]), scheme).reshape(end - begin, -1)
 

@@ -31,7 +31,7 @@ TOKEN_NBYTES = 40  # of the header for a token: its text, score and type, and a 
 TYPES = ("IQ2_XXS", "Q2_K", "IQ3_XXS", "Q3_K", "IQ4_XS", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "F16", "F32")
 FAVOURED = ("head", "embed", "down", "v")
 # general.file_type: what is mostly of types that take about the same memory.
-RUN_FROM_CODES = frozenset({0, 1, 2, 7, 8, *range(10, 25), *range(26, 33), 36, 37})
+RUN_FROM_CODES = frozenset({0, 1, 2, 3, *range(7, 25), *range(26, 33), 36, 37, 39})
 SLACK = 1.02
 TIED = 0.1  # share of the embedding from which on models use it as head too
 

@@ -1,0 +1,36 @@
+"""Floats of eight bits (E4M3) in vectors: shifted right by a bit, with its sign kept, a code is a half of 2**-8 times its value."""
+
+from __future__ import annotations
+
+from llvmlite import ir
+
+from .int8_ir import FLOATS, I8, LANES, constant, load, offset
+from .intrinsics import F16, F32, HAS_HALF, I16, I32
+
+SIGN_AND_REST = 0xBF80 - (1 << 16)  # of a half: what a code fills of it
+TOO_SMALL = 256.0  # so many times are halves too small
+
+
+def widen(builder: ir.IRBuilder, halves: ir.Value) -> ir.Value:
+    """Integers of 16 bits that are finite halves -> float32. Without the instruction by a multiplication, which is exact."""
+    count = halves.type.count
+    floats, words = ir.VectorType(F32, count), ir.VectorType(I32, count)
+    if HAS_HALF:
+        return builder.fpext(builder.bitcast(halves, ir.VectorType(F16, count)), floats)
+    wide = builder.zext(halves, words)
+    magnitude = builder.bitcast(builder.shl(builder.and_(wide, constant(words, 0x7FFF)), constant(words, 13)), floats)
+    scaled = builder.bitcast(builder.fmul(magnitude, constant(floats, 2.0**112)), words)
+    return builder.bitcast(builder.or_(scaled, builder.shl(builder.and_(wide, constant(words, 0x8000)), constant(words, 16))), floats)
+
+
+def halves_of(builder: ir.IRBuilder, raised: ir.Value) -> ir.Value:
+    """Codes in the upper bytes of integers of 16 bits -> the halves that they are, 2**-8 times as large."""
+    kind = raised.type
+    return builder.and_(builder.ashr(raised, constant(kind, 1)), constant(kind, SIGN_AND_REST))
+
+
+def small_scales(builder: ir.IRBuilder, address: ir.Value, piece: int) -> ir.Value:
+    """The floats of eight bits of the rows of a piece, a byte each, as float32."""
+    halves = ir.VectorType(I16, LANES)
+    raw = builder.zext(load(builder, offset(builder, address, LANES * piece), ir.VectorType(I8, LANES)), halves)
+    return builder.fmul(widen(builder, halves_of(builder, builder.shl(raw, constant(halves, 8)))), constant(FLOATS, TOO_SMALL))
