@@ -37,6 +37,8 @@ class Routing:
     """How a token's `per_token` experts are found and weighed: those of the largest scores, which are the softmax of the router's logits or
     with `sigmoid` the sigmoid of each. A share is its expert's score, with `renormalise` over the sum of those chosen, times `factor`.
 
+    With `inputs` shares multiply what goes into experts, not what they give.
+
     Experts lie in `groups`, one behind the other; where fewer are kept, a token's experts are in the `kept_groups` of the largest: of a
     choice by corrected scores those with the largest sum of two, else those with the largest one."""
 
@@ -46,6 +48,7 @@ class Routing:
     factor: float = 1.0
     groups: int = 1
     kept_groups: int = 1
+    inputs: bool = False
 
 
 def scores(logits: np.ndarray, routing: Routing) -> np.ndarray:
@@ -99,7 +102,7 @@ def moe(x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], ro
     sigmoid(scale(n)).
 
     An expert to which no token goes is not looked at. `apart`: the sum alone, without x, of experts that another norm stands before than
-    before the router, each times its scale.
+    before the router, each times its scale. Where shares are of inputs an expert gives down(act(gate(share * n)) * up(share * n)).
     """
     n = reference.normalise(x, *_norm(norm))
     apply = lambda values, each: reference.linear(values, each.weight.to_f32(), each.bias)  # noqa: E731
@@ -119,9 +122,9 @@ def moe(x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], ro
     for expert, begin, end in zip(experts, offsets[:-1], offsets[1:]):
         if begin == end:
             continue
-        rows = tokens[begin:end]
-        hidden.append(inside(n[rows], expert))
-        out[rows] += of_visit[begin:end, None] * apply(hidden[-1], expert.down)
+        rows, own = tokens[begin:end], of_visit[begin:end, None]
+        hidden.append(inside(n[rows] * own if routing.inputs else n[rows], expert))
+        out[rows] += (1.0 if routing.inputs else own) * apply(hidden[-1], expert.down)
     of_all = None
     if shared is not None:
         of_all = inside(n, shared)

@@ -24,8 +24,8 @@ OUTER_HARMLESS = frozenset({
 # Composite models whose head is one of its own where they say nothing; of others it is the embedding. Of the second kind it is tied where
 # either object says so: a head that is stored all the same is used.
 UNTIED = ("qwen3_5", "qwen3_5_moe")
-AS_INSIDE = ("exaone4_5", "glm46v", "glm4v", "glm4v_moe", "idefics3", "llava", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe",
-             "smolvlm")
+AS_INSIDE = ("exaone4_5", "glm46v", "glm4v", "glm4v_moe", "idefics3", "llama4", "llava", "qwen2_5_vl", "qwen2_vl", "qwen3_vl",
+             "qwen3_vl_moe", "smolvlm")
 FLAT = ("qwen2_5_vl", "qwen2_vl")  # which may say of the text part all in the outer object
 # What text parts of some models say of images.
 OF_IMAGES = frozenset({"_flash_attn_2_enabled", "is_llama_config", "perceiver_config", "pixel_shuffle_factor", "qk_layer_norms",

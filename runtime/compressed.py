@@ -49,6 +49,7 @@ SPELLED = {"ernie4_5": "Ernie4_5", "ernie4_5_moe": "Ernie4_5_Moe", "gemma3_text"
 NOT_WRITTEN = {**dict.fromkeys(("gpt_oss", "granitemoe", "granitemoeshared"), "other tools want their experts joined"),
                **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), "this version reads no indexer, which other tools want"),
                "gemma4_text": "no other tool was found to read what its layers are given, and its experts, so",
+               "llama4_text": "no other tool was found to read their experts so",
                "falcon_h1": "no other tool was found to read what its config multiplies by so",
                "nemotron_h": "no other tool was found to read their layers so",
                **dict.fromkeys(("lfm2", "lfm2_moe"), "no other tool was found to read their convolutions so"),

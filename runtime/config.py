@@ -90,7 +90,8 @@ class ModelConfig:
     `layers_scaled`: what leaves a layer is multiplied by a number of the layer's. `without_mlp`: layers that have none. `states_beside`:
     layers with a state have attention too, both of one input. `factors`: what a tensor's values, or what a matrix gives, is multiplied by,
     as pairs of a role and a number. `curves`: by layer the numbers of its activation as checkpoints have them, where no tensors hold them.
-    `most_tokens`: of a text, beyond which the model computes what is not run here.
+    `most_tokens`: of a text, beyond which the model computes what is not run here. `qk_norm_unit`: q and k are normed head by head without
+    a weight, in layers that turn.
     """
 
     family: str
@@ -145,6 +146,7 @@ class ModelConfig:
     qk_norm_each: bool = False
     curves: tuple[tuple[float, float], ...] = ()
     most_tokens: int | None = None
+    qk_norm_unit: bool = False
     warnings: tuple[str, ...] = ()
 
     @property

@@ -132,8 +132,8 @@ def _rope_params(inner: Keys, kind: str, rotary: int, positions: int, original: 
     params["factor"] = inner.number("factor", REQUIRED if kind == "llama3" else positions / original)
     if kind == "llama3":
         low, high = inner.number("low_freq_factor"), inner.number("high_freq_factor")
-        if low >= high:
-            raise ConfigError(f"{inner.where}: low_freq_factor {low:g} is not below high_freq_factor {high:g}")
+        if low > high:  # Llama 4 states one number for both: nothing is blended
+            raise ConfigError(f"{inner.where}: low_freq_factor {low:g} is above high_freq_factor {high:g}")
         return params | {"low_freq_factor": low, "high_freq_factor": high}
     params["attention_factor"] = inner.number("attention_factor", None)
     if kind == "longrope":

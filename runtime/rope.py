@@ -98,6 +98,8 @@ def _llama3(inv_freq: np.ndarray, params: Mapping[str, object]) -> np.ndarray:
     factor, original = params["factor"], params["original_max_position_embeddings"]
     low, high = params["low_freq_factor"], params["high_freq_factor"]
     wavelength = F32(2 * math.pi) / inv_freq
+    if low == high:
+        return np.where(wavelength > original / low, inv_freq / F32(factor), inv_freq)
     smooth = (F32(original) / wavelength - F32(low)) / F32(high - low)
     blended = (F32(1) - smooth) * inv_freq / F32(factor) + smooth * inv_freq
     slowest = np.where(wavelength > original / low, inv_freq / F32(factor), blended)

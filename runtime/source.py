@@ -19,7 +19,8 @@ from .hub import stated_licence
 from .stored_names import give_names, give_text_names
 from .tied_head import leave_out_copy
 
-TURNED = ("qwen3_vl_moe",)  # models whose folders hold matrices of experts with inputs before outputs (`turned_experts.py`)
+# Models whose folders hold matrices of experts with inputs before outputs (`turned_experts.py`), and whether all of them do.
+TURNED = {"llama4": True, "llama4_text": True, "qwen3_vl_moe": False}
 IN_ONE = ("qwen3_next",)  # families whose folders hold matrices in one another, row by row (`parted_rows.py`)
 
 
@@ -58,7 +59,7 @@ def _rearranged(store: TensorStore, wide: str, low_bit: bool, kept: Callable[[st
     if outer.get("model_type") in TURNED:
         from .turned_experts import turned
 
-        store = turned(store, raw)
+        store = turned(store, raw, TURNED[outer["model_type"]])
     store = _in_own_form(store, raw, wide, low_bit, kept)
     if raw.get("model_type") not in IN_ONE:
         return store

@@ -148,6 +148,12 @@ MODELS = {
     "glm4_moe, no norms": Case("glm4_moe", {**GLM_EXPERTS, "moe_intermediate_size": 32, "n_shared_experts": 1, "norm_topk_prob": False}),
     "solar_open": Case("solar_open", {**{key: value for key, value in GLM_EXPERTS.items() if key != "first_k_dense_replace"},
                                       "moe_intermediate_size": 32, "head_dim": 32, "attention_bias": True}),
+    "llama4_text": Case("llama4_text", {"num_hidden_layers": 5, "num_local_experts": 6, "intermediate_size": 32, "head_dim": 32,
+                                        "initializer_range": 0.15}),
+    "llama4_text, dense layers": Case("llama4_text", {
+        "num_hidden_layers": 4, "num_local_experts": 5, "intermediate_size": 32, "interleave_moe_layer_step": 2,
+        "intermediate_size_mlp": 96, "initializer_range": 0.15, **rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=1.0,
+                                          original_max_position_embeddings=64)}),
     "dots1": Case("dots1", {**GLM_EXPERTS, "num_key_value_heads": 4, "moe_intermediate_size": 32, "head_dim": 32, "sliding_window": None,
                             "norm_topk_prob": True}),
 }

@@ -310,14 +310,22 @@ def text(model: PreTrainedModel, length: int) -> list[int]:
     return np.random.default_rng(length).integers(0, model.config.get_text_config().vocab_size, length).tolist()
 
 
+def rotary_of(model: PreTrainedModel) -> torch.nn.Module | None:
+    """The rotary positions of a model, or of the text part in it."""
+    base = model
+    while (inner := next((part for part in map(base._modules.get, ("language_model", "text_model", "model")) if part is not None), None)) \
+            is not None:
+        base = inner
+    return getattr(base, "rotary_emb", None)
+
+
 def share_angles(engine: Engine, model: PreTrainedModel) -> None:
     """Let the oracle turn by our frequencies, once they are found to be its own.
 
     Powers of theta differ in their last bits between NumPy and torch, by what the processor has for vectors, and angles in the hundreds
     with them: a model of random weights makes up to 2e-4 of its largest logit of that.
     """
-    base = next((part for part in map(model.model._modules.get, ("language_model", "text_model")) if part is not None), model.model)
-    rotary, tables = getattr(base, "rotary_emb", None), {id(each): each for each in engine.model.ropes if each is not None}
+    rotary, tables = rotary_of(model), {id(each): each for each in engine.model.ropes if each is not None}
     if rotary is not None and hasattr(rotary, "inv_freq") and len(tables) == 1:
         ours, = (each.inv_freq for each in tables.values())
         assert np.allclose(rotary.inv_freq.numpy(), ours, rtol=1e-6, atol=0)

@@ -14,6 +14,8 @@ SIGHTS = {"qwen2_vl": {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_head
           **dict.fromkeys(("glm4v", "glm4v_moe", "glm46v"), {
               "depth": 1, "hidden_size": 32, "intermediate_size": 16, "num_heads": 2, "patch_size": 8, "out_hidden_size": 64,
               "image_size": 32}),
+          "llama4": {**SIGHT, "intermediate_size": 128, "pixel_shuffle_ratio": 0.5, "projector_input_dim": 64, "projector_output_dim": 64,
+                     "vision_output_dim": 64},
           "internvl": {**SIGHT, "image_size": [32, 32], "patch_size": [8, 8]}}
 
 
@@ -23,6 +25,8 @@ def placed(*sections: int, **values: object) -> dict[str, object]:
 
 
 INDEXED = {"index_topk": CONTEXT, "index_head_dim": 32, "index_n_heads": 2}
+LLAMA_4 = {"head_dim": 32, "intermediate_size": 40, "attention_chunk_size": CONTEXT, "floor_scale": CONTEXT + 1,
+           "no_rope_layer_interval": 2}
 NEWER = {
     "qwen3_next": Case("qwen3_next", {**DELTA, **FEW_EXPERTS, "shared_expert_intermediate_size": 56, "initializer_range": 0.12}),
     "qwen3_next, other layers, bfloat16": Case("qwen3_next", {
@@ -36,6 +40,12 @@ NEWER = {
                                       "head_dim": 32, **rope("yarn", factor=8.0, original_max_position_embeddings=64)}),
     "exaone4_5, bfloat16": Case("exaone4", {"head_dim": 32, "sliding_window": 40, "layer_types": [
         "sliding_attention", "full_attention", "sliding_attention"]}, dtype="bfloat16", inside="exaone4_5"),
+    "llama4_text": Case("llama4_text", {**LLAMA_4, "num_local_experts": 6}),
+    "llama4_text, two of a token, dense layers, bfloat16": Case("llama4_text", {
+        **LLAMA_4, "num_local_experts": 5, "num_experts_per_tok": 2, "interleave_moe_layer_step": 2, "intermediate_size_mlp": 72,
+        "num_hidden_layers": 4, "no_rope_layers": [1, 1, 0, 1], "use_qk_norm": False, "attention_bias": True, "tie_word_embeddings": True,
+        **rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=1.0, original_max_position_embeddings=64)}, dtype="bfloat16"),
+    "llama4, images": Case("llama4_text", {**LLAMA_4, "num_local_experts": 3}, inside="llama4"),
     "qwen2_vl": Case("qwen2_vl_text", placed(2, 3, 3), inside="qwen2_vl"),
     "qwen2_5_vl, flat, older dialect, bfloat16": Case("qwen2_5_vl_text", {
         **placed(2, 3, 3), "use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}, dtype="bfloat16",

@@ -5,14 +5,18 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
-from transformers import Qwen2_5_VLConfig, Qwen3VLConfig
+import torch
+from transformers import Llama4TextConfig, Qwen2_5_VLConfig, Qwen3VLConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from effllm import UsageError
 from effllm.runtime.composite import text_alone
 from effllm.runtime.config import parse_config
 from effllm.runtime.mixture import Mixture
 from effllm.runtime.prepare import EngineOptions, prepare
+from effllm.runtime.rope import rope_table
 
 sys.path.insert(0, str(Path(__file__).parent))
 from config_samples import LLAMA, SMALL, refused
@@ -112,6 +116,16 @@ SEEING = {
                       "norm_topk_prob": True, "num_experts_per_tok": 8, "first_k_dense_replace": 1, "rms_norm_eps": 1e-05,
                       "routed_scaling_factor": 1.0, "topk_group": 1, "rope_theta": 10000.0, "use_cache": True, "use_qk_norm": False,
                       "rope_scaling": {"rope_type": "default", "mrope_section": [8, 12, 12]}}},
+    "llama4": {"architectures": ["Llama4ForConditionalGeneration"], "boi_token_index": 200080, "eoi_token_index": 200081,
+               "image_token_index": 200092, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vision_config": {}, "text_config": {
+                   **SMALL, "attention_bias": False, "attention_chunk_size": 8192, "attention_dropout": 0.0, "attn_scale": 0.1,
+                   "attn_temperature_tuning": 4, "bos_token_id": 1, "cache_implementation": "hybrid", "eos_token_id": [2, 3],
+                   "floor_scale": 8192, "for_llm_compressor": False, "head_dim": 128, "hidden_act": "silu", "interleave_moe_layer_step": 1,
+                   "intermediate_size_mlp": 16384, "max_position_embeddings": 8000, "model_type": "llama4_text", "no_rope_layers": [],
+                   "num_experts_per_tok": 1, "num_local_experts": 16, "output_router_logits": False, "rms_norm_eps": 1e-05,
+                   "rope_scaling": {"factor": 16.0, "high_freq_factor": 1.0, "low_freq_factor": 1.0, "original_max_position_embeddings":
+                                    8192, "rope_type": "llama3"}, "rope_theta": 500000.0, "router_aux_loss_coef": 0.001,
+                   "router_jitter_noise": 0.0, "use_cache": True, "use_qk_norm": True}},
     "lfm2_vl": {"architectures": ["Lfm2VlForConditionalGeneration"], "do_image_splitting": True, "downsample_factor": 2,
                 "encoder_patch_size": 16, "image_token_index": 396, "max_image_tokens": 256, "max_num_patches": 1024,
                 "max_pixels_tolerance": 2.0, "max_tiles": 10, "min_image_tokens": 64, "min_tiles": 2, "projector_bias": True,
@@ -182,3 +196,29 @@ def test_a_context_beyond_that_is_refused_by_the_number(tmp_path: Path, force: b
         prepare(tmp_path, EngineOptions(device="cpu", ctx=101, force=force))
     assert "at most 100" in caught.value.hint
     assert prepare(tmp_path, EngineOptions(device="cpu")).placement.ctx <= 100
+
+
+@pytest.mark.parametrize(("changes", "most", "key"), [
+    ({}, 8191, "floor_scale"), ({"attn_temperature_tuning": False}, 8192, "attention_chunk_size"),
+    ({"attention_chunk_size": 100}, 100, "attention_chunk_size"), ({"attention_chunk_size": None, "floor_scale": 501}, 500, "floor_scale"),
+    ({"attention_chunk_size": None, "attn_temperature_tuning": False}, None, "")])
+def test_llama_4_runs_as_far_as_every_token_sees_all_before_it(changes: dict[str, object], most: int | None, key: str) -> None:
+    base = {**SEEING["llama4"]["text_config"], "max_position_embeddings": 262144, **changes}
+    config = parse_config(base, strict=True)
+    assert config.most_tokens == most and config.context_length == (most or 262144)
+    assert [key in said and str(most) in said for said in config.warnings] == [True] * (most is not None)
+
+
+def test_layers_of_llama_4() -> None:
+    base = {**SEEING["llama4"]["text_config"]}
+    config = parse_config(base, strict=True)
+    assert [rope is not None for rope in config.ropes] == [True, True, True, False] and config.qk_norm_unit and config.layer_ffn == ()
+    assert config.mixture == Mixture(16, 1, 88, False, frozenset(range(4)), sigmoid=True, of_inputs=True, shared_width=88)
+    other = parse_config({**base, "no_rope_layers": [1, 0, 1, 1], "interleave_moe_layer_step": 2, "use_qk_norm": False})
+    assert [rope is not None for rope in other.ropes] == [True, False, True, True] and not other.qk_norm_unit
+    assert other.mixture.layers == {1, 3} and other.layer_ffn == (16384, 88, 16384, 88)
+    refused({**base, "layer_types": ["sliding_attention"] * 4}, "layer_types")
+    table = rope_table(config.rope, 128, 8000, 8000)
+    theirs = ROPE_INIT_FUNCTIONS["llama3"](Llama4TextConfig(head_dim=128, rope_parameters={**base["rope_scaling"], "rope_theta": 5e5}),
+                                           torch.device("cpu"))[0].numpy()
+    np.testing.assert_allclose(table.inv_freq, theirs, rtol=1e-6)

@@ -35,7 +35,7 @@ from effllm.runtime.source import open_store
 from effllm.runtime.tensors import check_tensors
 
 sys.path.insert(0, str(Path(__file__).parent))
-from family_models import CASES, CONTEXT, TOLERANCE, Case, assert_close, oracle, share_angles, text, written
+from family_models import CASES, CONTEXT, TOLERANCE, Case, assert_close, oracle, rotary_of, share_angles, text, written
 
 LENGTHS = (1, 5, 63, 64, 65, 191, 192, 193, 340)
 DECODE_FROM = (5, 180, 310)  # steps cross the edges at 64 and 192, and the sealing of the first page at 320
@@ -44,7 +44,7 @@ STEPS = 40
 
 def fix_rope(model: PreTrainedModel, ctx: int) -> None:
     """Hold the frequencies at those of a context of `ctx`, whatever the length of a text."""
-    rotary = getattr(model.model, "rotary_emb", None)
+    rotary = rotary_of(model)
     if rotary is not None and rotary.rope_type in ("dynamic", "longrope"):
         rotary.inv_freq, rotary.attention_scaling = ROPE_INIT_FUNCTIONS[rotary.rope_type](model.config, torch.device("cpu"), seq_len=ctx)
         rotary.rope_type = "default"
@@ -121,6 +121,8 @@ PECULIAR = {
     "olmo3": [{"windows": (None,) * 3}, {"windows": (40,) * 3}, {"ropes": 0}, {"ropes": 1}],
     "qwen3_5_moe_text": [{"mixture": each} for each in ({"renormalise": False}, {"shared_scaled": False}, {"shared_width": None})],
     "qwen3_next": [{"mixture": each} for each in ({"renormalise": False}, {"shared_scaled": False})] + [{"norm_kind": "rms"}],
+    "llama4_text": [{"mixture": each} for each in ({"of_inputs": False}, {"sigmoid": False}, {"shared_width": None}, {"per_token": 2})] + [
+        {"ropes": 0}, {"ropes": 1}, {"qk_norm_unit": False}],
     "lfm2": [{"qk_norm": False}, {"ropes": (None,) * 3}, {"norm_eps": 1e-1}],
     "lfm2_moe": [{"mixture": each} for each in ({"renormalise": False}, {"sigmoid": False}, {"factor": 1.0}, {"corrected": False})],
     "qwen3_5_text": [{"norm_kind": "rms"}, {"ropes": (None,) * 4}, {"norm_eps": 1e-1}],
@@ -194,7 +196,8 @@ def test_every_peculiarity_of_a_family_shows(name: str, tmp_path: Path) -> None:
                                   "seed_oss", "smollm3", "granite", "opt", "mixtral", "qwen3_moe, bfloat16", "olmoe", "gpt_oss",
                                   "granitemoe", "granitemoehybrid", "qwen2_moe", "glm4_moe", "dots1, no windows, bfloat16", "starcoder2",
                                   "exaone4", "arcee", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "deepseek_v2", "deepseek_v3",
-                                  "glm4_moe_lite", "qwen3_5_text", "qwen3_5_text, other layers", "qwen3_5_moe_text", "qwen3_next", "lfm2",
+                                  "glm4_moe_lite", "qwen3_5_text", "qwen3_5_text, other layers", "qwen3_5_moe_text", "qwen3_next",
+                                  "llama4_text", "lfm2",
                                   "lfm2, other taps, bfloat16", "lfm2_moe", "granitemoehybrid, state spaces", "nemotron_h",
                                   "nemotron_h, experts", "falcon_h1", "falcon_h1, norms, tied, bfloat16",
                                   "cohere, norms of every head", "hunyuan_v1_moe", "nemotron", "stablelm", "apertus",

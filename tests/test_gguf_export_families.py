@@ -101,6 +101,8 @@ def test_blocks_of_experts_and_of_fused_tensors(tmp_path: Path, name: str, kind:
     ("ernie4_5_moe", {"moe_layer_end_index": 1}, "without experts"),
     ("qwen3_5_text", {"attention_bias": True}, "biases on o"), ("qwen3_5_text", {"linear_value_head_dim": 16}, "values of 16 beside"),
     ("qwen3_5_text", {"layer_types": ["full_attention", "linear_attention"] * 2}, "elsewhere than in every 1th layer"),
+    ("llama4_text", {"no_rope_layer_interval": 2}, "every 4th layer"), ("llama4_text", {"use_qk_norm": False}, "6 experts and no norms"),
+    ("llama4_text", {"attention_chunk_size": 64}, "other chunks"), ("llama4_text", {"moe_layers": [1, 2]}, "every 2th layer"),
     ("qwen3_next", {"linear_value_head_dim": 16}, "values of 16 beside"), ("qwen3_next", {"attention_bias": True}, "biases on o"),
     ("qwen3_5_text, yarn", rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64),
      "kind llama3"),

@@ -33,7 +33,7 @@ from test_moe import CHUNK, DEPTH, EXPERTS, TOP, WIDTH, Layer, close, inputs, li
 TOKENS = (1, 3, MOST_COLUMNS, MOST_COLUMNS + 1, 70)
 SHARED_WIDTH = 211
 ROUTINGS = {"sigmoid": Routing(TOP, True, True, 1.7), "no sum of 1": Routing(TOP, False, True, 0.4), "softmax": Routing(TOP, True),
-            "scaled softmax": Routing(TOP, False, False, 2.5)}
+            "scaled softmax": Routing(TOP, False, False, 2.5), "of inputs": Routing(TOP, False, True, inputs=True)}
 
 
 class Shared(Layer):
@@ -123,13 +123,14 @@ def test_low_bit_weights_are_near_the_definition(ops, stored: str) -> None:
         assert np.square(layer.routed(ops, x, ROUTINGS["sigmoid"]) - expected).sum() < 1e-3 * np.square(expected - x).sum()
 
 
+@pytest.mark.parametrize("routing", ["sigmoid", "of inputs"])
 @pytest.mark.parametrize("stored", ["bf16", "codebook4:16"])
-def test_a_result_depends_on_neither_threads_nor_neighbours(stored: str) -> None:
+def test_a_result_depends_on_neither_threads_nor_neighbours(stored: str, routing: str) -> None:
     layer, x, results = Shared((stored,), True, True), inputs(CHUNK), []
     for workers in (1, 2, 4):
         pool = ThreadPool(workers)
         own = CpuOps(pool, dims())
-        results.append([layer.routed(own, x[begin:end], ROUTINGS["sigmoid"]) for begin, end in ((0, 1), (0, 5), (0, 40), (0, CHUNK))])
+        results.append([layer.routed(own, x[begin:end], ROUTINGS[routing]) for begin, end in ((0, 1), (0, 5), (0, 40), (0, CHUNK))])
         pool.close()
     for other in results[1:]:
         assert all(np.array_equal(a, b) for a, b in zip(results[0], other, strict=True))

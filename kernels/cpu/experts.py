@@ -8,7 +8,7 @@ expert that is visited, and nothing of the others is read.
 from __future__ import annotations
 
 import numpy as np
-from numpy import float32, int64
+from numpy import float32, float64, int64
 
 from ..compile import kernel
 from ..deferred import inlined
@@ -26,9 +26,10 @@ from .sharing import COUNTERS_NBYTES, clear_regions
 # Where the products are to be prepared: GATED and DOWN, records of every expert (below), HEADS, what their argument blocks begin with,
 # LISTS for `each_product`, BLOCKS and COUNTERS. How tokens are routed: SIGMOID or not, CORRECTION float32 [EXPERTS] or 0, FACTOR, a
 # float64, and KEPT of GROUPS; SCALES_OF float32 [EXPERTS] multiply shares, 0 for none. INTO [T, DEPTH]: where results go instead of being
-# added to X, or 0.
+# added to X, or 0. WEIGHT of a norm (rms) with EPS, a float64: inputs of visits are normed and multiplied by shares, which results then
+# are not; 0 where the products norm what they read.
 (X, COUNT, DEPTH, EXPERTS, TOP, RENORMALISE, LOGITS, CHOSEN, SHARES, OFFSETS, PLACES, OWNERS, ROWS, HIDDEN, WIDTH, GATED, DOWN, HEADS,
- LISTS, BLOCKS, COUNTERS, SIGMOID, CORRECTION, FACTOR, GROUPS, KEPT, SCALES_OF, INTO) = range(28)
+ LISTS, BLOCKS, COUNTERS, SIGMOID, CORRECTION, FACTOR, GROUPS, KEPT, SCALES_OF, INTO, WEIGHT, EPS) = range(30)
 SCALED, SCALED_ROWS, SCALED_WIDTH, SCALES = range(4)  # slots of `scale_rows`
 # Records: the kernel's address, then the fields of its matrices; OUT is filled in here.
 GATED_RECORD, DOWN_RECORD = 1 + 2 * FIELDS, 1 + FIELDS
@@ -194,7 +195,7 @@ def group_visits(args, worker, counter):
         if count == 0:
             continue
         rows, hidden = a[ROWS] + 4 * begin * depth, a[HIDDEN] + 4 * begin * width
-        source = a[X] if a[COUNT] == 1 else rows  # one token is read where it lies
+        source = a[X] if a[COUNT] == 1 and a[WEIGHT] == 0 else rows  # one token is read where it lies
         _prepare(a, 0, e, a[GATED], GATED_RECORD, count, number, source, hidden)
         _prepare(a, 1, e, a[DOWN], DOWN_RECORD, count, number, hidden, rows)
         number += 1
@@ -229,14 +230,25 @@ def activate_inputs(args, worker, counter):
 def gather_rows(args, worker, counter):
     """ROWS of every visit from its token's row of X. Blocks are visits."""
     a = i64_at(args)
-    depth, owners = a[DEPTH], i64_at(a[OWNERS])
+    depth, owners, top, eps = a[DEPTH], i64_at(a[OWNERS]), a[TOP], f64_at(args)[EPS]
     while True:
         visit = fetch_add(counter, 1)
         if visit >= a[COUNT] * a[TOP]:
             return
         source, out = f32_at(a[X] + 4 * owners[visit] * depth), f32_at(a[ROWS] + 4 * visit * depth)
+        if a[WEIGHT] == 0:
+            for i in range(depth):
+                out[i] = source[i]
+            continue
+        total, share, weight = 0.0, float32(0.0), f32_at(a[WEIGHT])
         for i in range(depth):
-            out[i] = source[i]
+            total += float64(source[i]) * float64(source[i])
+        for j in range(owners[visit] * top, (owners[visit] + 1) * top):
+            if i64_at(a[PLACES])[j] == visit:
+                share = f32_at(a[SHARES])[j]
+        factor = float32(1.0 / np.sqrt(total / depth + eps)) * share
+        for i in range(depth):
+            out[i] = source[i] * factor * weight[i]
 
 
 @kernel({"contract"})
@@ -253,7 +265,7 @@ def combine_visits(args, worker, counter):
             for i in range(depth):
                 out[i] = float32(0.0)
         for j in range(top):
-            share, row = shares[j], f32_at(a[ROWS] + 4 * places[j] * depth)
+            share, row = shares[j] if a[WEIGHT] == 0 else float32(1.0), f32_at(a[ROWS] + 4 * places[j] * depth)
             for i in range(depth):
                 out[i] += share * row[i]
 

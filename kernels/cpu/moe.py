@@ -146,7 +146,7 @@ def run(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: Sequenc
     for kernel, where, parallel in stage.jobs:
         ops.run(kernel, where, parallel)
     if len(x) > stage.table.columns:
-        _products(ops, norm, experts, stage, asked[1])
+        _products(ops, of_products(norm, asked), experts, stage, asked[1])
         ops.run(kernels.combine_visits, address(stage.kept[0]), True)
     return finished(ops, x, stage, beside, shared, see)
 
@@ -192,7 +192,12 @@ def routed_stage(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts
     return stage
 
 
-def _products(ops: CpuOps, norm: Norm, experts: Sequence[Expert], stage: Stage, act: str) -> None:
+def of_products(norm: Norm, asked: Asked) -> Norm | None:
+    """The norm that the products of experts begin with; none where their inputs are normed when they are gathered."""
+    return None if asked[0].inputs else norm
+
+
+def _products(ops: CpuOps, norm: Norm | None, experts: Sequence[Expert], stage: Stage, act: str) -> None:
     """Note the products of every visited expert over its own rows. All are multiplied as `len(x)` tokens are, so that a token's result does
     not depend on how many others went where it went."""
     ops.flush()
@@ -204,7 +209,7 @@ def _products(ops: CpuOps, norm: Norm, experts: Sequence[Expert], stage: Stage, 
         products_of(ops, rows[begin:end], norm, experts[e], hidden[begin:end], act, columns)
 
 
-def products_of(ops: CpuOps, rows: np.ndarray, norm: Norm, expert: Expert, hidden: np.ndarray, act: str, columns: int) -> None:
+def products_of(ops: CpuOps, rows: np.ndarray, norm: Norm | None, expert: Expert, hidden: np.ndarray, act: str, columns: int) -> None:
     """Note an expert's products over `rows`, which become their results; `columns` as in `CpuOps._matrix`."""
     if expert.gate is None:
         ops._matrix(rows, norm, [expert.up], [hidden], linear.PLAIN, "none", columns)
@@ -218,6 +223,9 @@ def _prepared(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: S
               correction: np.ndarray | None, apart: Apart | None, table: Table) -> Stage:
     """The jobs of a stage up to where Python is needed; remembered for a few tokens."""
     routing, act = asked
+    if routing.inputs and (norm.kind != "rms" or apart is not None):
+        raise ValueError("shares of inputs go with a norm of kind rms")
+    gathered, norm = (norm, None) if routing.inputs else (None, norm)
     top_k = routing.per_token
     (tokens, depth), count, width = x.shape, len(experts), table.width
     visits, few, take = tokens * top_k, tokens <= table.columns, ops.workspace.take
@@ -236,19 +244,21 @@ def _prepared(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: S
                       address(offsets), address(places), address(owners), ops.at(rows), ops.at(hidden), width,
                       address(table.gated) * few, address(table.down), address(heads), products, blocks, counters, routing.sigmoid,
                       address(correction), 0, routing.groups, routing.kept_groups, 0 if apart is None else address(apart.scales),
-                      0 if apart is None else ops.at(take("sum", tokens, depth))], np.int64)
+                      0 if apart is None else ops.at(take("sum", tokens, depth)),
+                      0 if gathered is None else address(gathered.weight), 0], np.int64)
     block.view(np.float64)[kernels.FACTOR] = routing.factor
+    block.view(np.float64)[kernels.EPS] = 0.0 if gathered is None else gathered.eps
     where = address(block)
     jobs = [(kernels.route_tokens, where, not few), (kernels.group_visits, where, False)]
-    if tokens > 1 or not few:  # one token alone is read where it lies
+    if tokens > 1 or not few or routing.inputs:  # one token alone is read where it lies
         jobs.append((kernels.gather_rows, where, not few))
     if few:
         second = products + 8 * (1 + 3 * most)
         between = [] if table.has_gate else [(kernels.activate_inputs, second, visits * width >= SHARE_FROM)]
         jobs += [(kernels.each_product, products, True), *between, (kernels.each_product, second, True),
                  (kernels.combine_visits, where, tokens > 1)]
-    made = Stage(x, norm, router, asked, correction, apart, tuple(jobs), (block, heads), Routed(offsets, owners, hidden), table, chosen,
-                 (blocks, counters))
+    made = Stage(x, gathered or norm, router, asked, correction, apart, tuple(jobs), (block, heads), Routed(offsets, owners, hidden),
+                 table, chosen, (blocks, counters))
     if few and ops.workspace.holds(x):
         if len(ops.mixtures.stages) >= MOST_STAGES:
             ops.mixtures.stages.clear()

@@ -16,7 +16,19 @@ import numpy as np
 from ..workspace import address
 from . import experts as kernels
 from . import linear
-from .moe import MOST_STAGES, Stage, Table, columns_of, fields, finished, products_of, routed_stage, shared_hidden, write_records
+from .moe import (
+    MOST_STAGES,
+    Stage,
+    Table,
+    columns_of,
+    fields,
+    finished,
+    of_products,
+    products_of,
+    routed_stage,
+    shared_hidden,
+    write_records,
+)
 
 if TYPE_CHECKING:
     from ...quant.weight import Apart, Linear, Norm, SharedExpert
@@ -76,7 +88,7 @@ def run(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, pages: ExpertPag
         for job in grouping:
             ops.run(*job)
         ops.flush()  # who goes where is known; everything that earlier layers noted has run
-        _many(ops, norm, pages, stage, asked[1])
+        _many(ops, of_products(norm, asked), pages, stage, asked[1])
         pages.look_ahead(ahead)
     ops.run(kernels.combine_visits, address(stage.kept[0]), len(x) > 1)
     return finished(ops, x, stage, beside, shared, see)
@@ -143,7 +155,7 @@ def _note_products(ops: CpuOps, stage: Stage, experts: Iterable[int], number: Ma
             ops.run(kernels.each_product, address(job), True)
 
 
-def _many(ops: CpuOps, norm: Norm, pages: ExpertPages, stage: Stage, act: str) -> None:
+def _many(ops: CpuOps, norm: Norm | None, pages: ExpertPages, stage: Stage, act: str) -> None:
     """Products of a chunk, each expert's over its own rows in the numerics of the whole chunk, as `moe._products`."""
     columns, offsets = len(stage.x), stage.routed.offsets
     visits, depth, width = len(stage.routed.tokens), stage.x.shape[1], stage.routed.hidden.shape[1]

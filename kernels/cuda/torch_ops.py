@@ -142,19 +142,22 @@ class TorchOps:
             if shared.scale is not None:
                 beside = beside * self._linear(n, shared.scale).sigmoid()
         chosen, shares = _routed(self._linear(n, router), routing, correction)
-        self._visited(x, n, chosen, shares, experts, act, see, beside)
+        self._visited(x, n, chosen, shares, experts, act, see, beside, routing.inputs)
         return x if beside is None else self.linear_add(beside, shared.down, x, None, shared.factor)
 
     def _visited(self, into: torch.Tensor, n: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor, experts: Sequence[Expert], act: str,
-                 see: Callable[[Routed], None] | None, beside: torch.Tensor | None = None) -> None:
-        """Add to `into` the chosen experts' results of n, times their shares."""
+                 see: Callable[[Routed], None] | None, beside: torch.Tensor | None = None, of_inputs: bool = False) -> None:
+        """Add to `into` the chosen experts' results of n, times their shares, or their results of n times these."""
         offsets, tokens, places = visits(self.on.fetch(chosen), len(experts))
         rows, at = self.on.bring(tokens), self.on.bring(places)
         hidden = torch.empty(len(tokens), experts[0].up.weight.shape[0], device=n.device)
         results = torch.empty(len(tokens), n.shape[1], device=n.device)
+        if of_inputs:
+            own = torch.empty(len(tokens), 1, device=n.device)
+            own[at.reshape(-1), 0], shares = shares.reshape(-1), torch.ones_like(shares)
         for e in np.flatnonzero(np.diff(offsets)):
             expert, mine = experts[e], slice(offsets[e], offsets[e + 1])
-            inputs = n[rows[mine]]
+            inputs = n[rows[mine]] * own[mine] if of_inputs else n[rows[mine]]
             hidden[mine] = self._inside(inputs, expert, act)
             results[mine] = self._linear(hidden[mine], expert.down)
         if see is not None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ...offload.header import CheckpointError, shown
 from ..config_rope import GROWTH
 from ..families import FAMILIES, expert_of, kind_of, mixtral, qwen3_moe
-from . import apertus, falcon_h1, gemma4, half_layers, latent_attention, linear_attention, nextn, sections, short_conv, state_spaces
+from . import apertus, falcon_h1, gemma4, half_layers, latent_attention, linear_attention, llama4, nextn, sections, short_conv, state_spaces
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
@@ -137,6 +137,8 @@ ARCHITECTURES = {
                                           layer_names={**_QWEN_SHARED, **linear_attention.NAMES}, **_LINEAR),
     "lfm2": Architecture("lfm2", keys=short_conv.KEYS, **_CONV),
     "lfm2moe": Architecture("lfm2_moe", keys={**short_conv.KEYS, **short_conv.COUNTS}, experts=("feed_forward", mixtral.NAMES), **_CONV),
+    "llama4": Architecture(llama4.FAMILY, keys=llama4.KEYS, layer_names=llama4.NAMES, whole=llama4.WHOLE, required=llama4.REQUIRED,
+                           experts=("feed_forward", qwen3_moe.NAMES)),
     "dots1": Architecture("dots1", experts=("mlp", qwen3_moe.NAMES), keys=_GLM_COUNTS, layer_names=_GLM_NAMES),
     # Neighbours turn together here as in the checkpoints, so that rows are as they are there.
     "ernie4_5-moe": Architecture("ernie4_5_moe", experts=("mlp", qwen3_moe.NAMES), layer_names={
@@ -225,9 +227,9 @@ ARCHITECTURES = {
 BY_FAMILY = dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), latent_attention.NAME) | {
     "cohere": "command-r", "ernie4_5_moe": "ernie4_5-moe", "exaone_moe": "exaone-moe", "falcon_h1": "falcon-h1", "gemma3_text": "gemma3",
     "gemma4_text": "gemma4", "glm": "chatglm", "glm4_moe": "glm4moe", "granitemoehybrid": "granite", "granitemoeshared": "granitemoe",
-    "hunyuan_v1_dense": "hunyuan-dense", "hunyuan_v1_moe": "hunyuan-moe", "lfm2_moe": "lfm2moe", "minimax_m2": "minimax-m2",
-    "ministral3": "mistral3", "mistral": "llama", "mixtral": "llama", "olmo3": "olmo2", "qwen2_moe": "qwen2moe",
-    "qwen3_5_moe_text": "qwen35moe", "qwen3_5_text": "qwen35", "qwen3_moe": "qwen3moe",
+    "hunyuan_v1_dense": "hunyuan-dense", "hunyuan_v1_moe": "hunyuan-moe", "lfm2_moe": "lfm2moe", "llama4_text": "llama4",
+    "minimax_m2": "minimax-m2", "ministral3": "mistral3", "mistral": "llama", "mixtral": "llama", "olmo3": "olmo2",
+    "qwen2_moe": "qwen2moe", "qwen3_5_moe_text": "qwen35moe", "qwen3_5_text": "qwen35", "qwen3_moe": "qwen3moe",
     "qwen3_next": linear_attention.JOINED, "solar_open": "glm4moe"} | {
     name: name for name in ("apertus", "arcee", "cohere2", "dots1", "ernie4_5", "exaone4", "gemma", "gemma2", "glm4", "granite",
                             "granitemoe", "lfm2", "llama", "nemotron", "nemotron_h", "olmo2", "olmoe", "phi3", "qwen2", "qwen3",

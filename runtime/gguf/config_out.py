@@ -16,7 +16,7 @@ from ...offload.gguf import Value
 from ..config import ModelConfig
 from ..config_rope import GROWTH, RopeConfig
 from ..rope import RopeTable, rope_table
-from . import apertus, gemma4, half_layers, latent_attention, stateful, yarn
+from . import apertus, gemma4, half_layers, latent_attention, llama4, stateful, yarn
 from .architectures import ARCHITECTURES, BY_FAMILY, FACTORS, LONG, SHORT, UNTURNED, Architecture, file_architecture
 from .family_keys import COHERE2_EVERY, EXAONE4_EVERY, EXAONE4_LAYERS, OLMO3_EVERY, OTHER_SCALE, SIGMOID
 
@@ -122,7 +122,9 @@ def _departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     if family == "smollm3":
         yield [rope is not None for rope in config.ropes] != [(i + 1) % NO_ROPE_EVERY != 0 for i in range(config.num_hidden_layers)], \
             f"leaves rotary positions out elsewhere than in every {NO_ROPE_EVERY}th layer"
-    if mixture is not None and family != half_layers.FAMILY:
+    if family == llama4.FAMILY:
+        yield from llama4.departures(config)
+    elif mixture is not None and family != half_layers.FAMILY:
         dense = min(mixture.layers, default=config.num_hidden_layers) if family in LEADING_DENSE else 0
         yield mixture.layers != frozenset(range(dense, config.num_hidden_layers)), "has layers without experts"
         yield family not in STATED_SUM and mixture.renormalise != (family not in ("olmoe", "qwen2_moe")), \
@@ -197,6 +199,8 @@ def _of_family(config: ModelConfig) -> dict[str, Value]:
         if config.family in STATED_SUM:
             keys |= {"expert_gating_func": SIGMOID if config.mixture.sigmoid else 1, "expert_weights_scale": float(config.mixture.factor),
                      "expert_weights_norm": config.mixture.renormalise}
+        if config.family == llama4.FAMILY:
+            keys |= llama4.stated(config)
         if config.family == "ernie4_5_moe":
             keys |= {"interleave_moe_layer_step": 1, "expert_shared_feed_forward_length": config.mixture.shared_width or 0}
     return keys

@@ -1,0 +1,88 @@
+"""Llama 4 (Scout, Maverick), text: layers that turn by position, whose queries and keys are normed without a weight, beside layers that do
+not turn; experts of which a token visits one, whose input its share multiplies, beside one that every token visits.
+
+Layers that turn see the chunk of text that a token is in alone, the others let their queries grow from a length on. In a text of one chunk
+that is not yet as long both are as if they were not: so far such a model runs, and no further.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
+from ..config_reader import ConfigError, Keys, show
+from ..config_rope import RopeConfig, rope_config
+from . import TensorRule, llama
+from .hunyuan_v1_dense import block
+from .llama import outer_tensors
+from .mixtral import mixture, mixture_tensors
+from .qwen3_moe import NAMES
+from .smollm3 import rotated_layers
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({"attention_bias", "attention_chunk_size", "attn_temperature_tuning", "floor_scale", "interleave_moe_layer_step",
+                       "intermediate_size_mlp", "layer_types", "moe_layers", "no_rope_layer_interval", "no_rope_layers",
+                       "num_experts_per_tok", "num_local_experts", "use_qk_norm"})
+# How queries grow beyond what is run; of training and of other programs.
+KEYS_HARMLESS = frozenset({"attn_scale", "cache_implementation", "for_llm_compressor", "output_router_logits", "router_aux_loss_coef",
+                           "router_jitter_noise"})
+REFUSED_UNLESS: Mapping[str, object] = {"mlp_bias": False, "sliding_window": None}
+SIZES = {"vocab_size": 202_048, "hidden_size": 5120, "intermediate_size": 8192, "num_hidden_layers": 48, "num_attention_heads": 40}
+KINDS = ("chunked_attention", "full_attention")
+LENGTH = 8192  # of a chunk, and from which on queries grow
+
+
+def config(keys: Keys) -> ModelConfig:
+    base = Defaults(max_position_embeddings=131_072, num_key_value_heads=8, head_dim=128, bos=1, eos=(2,), norm_eps=1e-5, theta=5e5,
+                    sizes=SIZES)
+    layers, width, bias = base.size(keys, "num_hidden_layers"), base.size(keys, "intermediate_size"), keys.flag("attention_bias", False)
+    sized = keys.saying(num_hidden_layers=layers, **({"no_rope_layers": None} if keys.raw.get("no_rope_layers") == [] else {}))
+    turned, sparse = rotated_layers(sized), _sparse(keys, layers)
+    own = mixture(keys, 16, 1, width, False, sparse, "num_local_experts", sigmoid=True, of_inputs=True, shared_width=width)
+    dense = keys.integer("intermediate_size_mlp", 16_384, high=2**22)
+    for kind in keys.words("layer_types", layers) or ():
+        if kind not in KINDS:
+            raise ConfigError(f"config.json: layer_types holds {show(kind)}, which is not supported", f"known: {', '.join(KINDS)}")
+
+    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig | None, ...]:
+        rope = rope_config(keys, head_dim, positions, base.theta, neighbours=True)
+        return tuple(rope if here else None for here in turned)
+
+    most, said = _most_tokens(keys)
+    made = decoder_config(keys, base, ropes, qkv_bias=bias, o_bias=bias, mixture=own, qk_norm_unit=keys.flag("use_qk_norm", True),
+                          most_tokens=most, layer_ffn=() if len(sparse) == layers else tuple(
+                              width if layer in sparse else dense for layer in range(layers)))
+    if most is None or most >= made.max_position_embeddings:
+        return made
+    return replace(made, warnings=(*made.warnings, f"config.json: this model attends otherwise beyond {most} tokens ({said}), which effllm "
+                                                   f"does not do: the context is {most}"))
+
+
+def _sparse(keys: Keys, layers: int) -> frozenset[int]:
+    """The layers with experts."""
+    step = keys.integer("interleave_moe_layer_step", 1, high=MAX_LAYERS)
+    listed = keys.layers("moe_layers", layers) if keys.holds("moe_layers") and keys.raw["moe_layers"] is not None else None
+    return frozenset(range(step - 1, layers, step)) if listed is None else listed
+
+
+def _most_tokens(keys: Keys) -> tuple[int | None, str]:
+    """How long a text may be of which every token sees all before it, and by which key."""
+    chunk = keys.integer("attention_chunk_size", None if keys.holds("attention_chunk_size") else LENGTH, high=2**27)
+    grown = keys.integer("floor_scale", LENGTH, high=2**27) - 1  # of a text of so many tokens the last one's query would grow
+    tuned = keys.holds("attn_temperature_tuning") and not keys.raw["attn_temperature_tuning"]  # a flag, in early configs a number
+    found = [(most, name) for most, name in ((chunk, "attention_chunk_size"), (None if tuned else grown, "floor_scale"))
+             if most is not None]
+    return min(found, default=(None, ""))
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    prefix = f"model.layers.{layer}."
+    rules = {role: TensorRule(rule.name.replace(".mlp.", ".feed_forward."), rule.shape)
+             for role, rule in llama.layer_tensors(config, layer).items()}
+    if layer not in config.mixture.layers:
+        return rules
+    found = mixture_tensors(config, f"{prefix}feed_forward.", NAMES, "shared_expert")
+    found["router"] = TensorRule(f"{prefix}feed_forward.router.weight", found["router"].shape)
+    return {role: rule for role, rule in rules.items() if role not in NAMES} | found

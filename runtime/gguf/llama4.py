@@ -1,0 +1,56 @@
+"""What GGUF files of Llama 4 say otherwise, and what they leave to be known: how far a token sees, which layers turn, which are normed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ...offload.gguf import GgufHeader, Value
+from ...offload.header import CheckpointError
+from ..config import ModelConfig
+
+FAMILY = "llama4_text"
+TURNED_EVERY, LENGTH = 4, 8192  # all but every so-manieth layer turn; of a chunk
+UNNORMED = 128  # experts of the one size that norms no queries and keys
+KEYS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length": "intermediate_size",
+        "feed_forward_length": "intermediate_size_mlp", "interleave_moe_layer_step": "interleave_moe_layer_step"}
+NAMES = {**{f"ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},
+         **{f"ffn_{part}_shexp": f"feed_forward.shared_expert.{part}_proj" for part in ("gate", "up", "down")}}
+WHOLE = {"ffn_gate_inp.weight": "feed_forward.router.weight"}
+REQUIRED = ("expert_count", "expert_feed_forward_length", "interleave_moe_layer_step")
+
+
+def add_llama4(header: GgufHeader, raw: dict[str, object], window: object) -> None:
+    """Put into `raw`, a config.json in the making, what the family has beside its keys. Raises CheckpointError."""
+    if window is not None:
+        raise CheckpointError(f"{header.path} states llama4.attention.sliding_window {window}, which is not supported",
+                              "models with chunks of 8192 run, whose files do not state them: give the folder of the original checkpoint")
+    heads = raw["num_attention_heads"]
+    if isinstance(heads, int) and heads > 0:
+        raw.setdefault("head_dim", raw["hidden_size"] // heads)
+    raw.setdefault("num_key_value_heads", heads)
+    raw.setdefault("rope_theta", 10_000.0)
+    raw |= {"attention_bias": "blk.0.attn_q.bias" in header.tensors, "attention_chunk_size": LENGTH, "floor_scale": LENGTH,
+            "no_rope_layer_interval": TURNED_EVERY, "use_qk_norm": raw["num_local_experts"] != UNNORMED}
+
+
+def _step(config: ModelConfig) -> int:
+    """One layer in so many has experts, if it is as files say it."""
+    return min(config.mixture.layers, default=0) + 1
+
+
+def stated(config: ModelConfig) -> dict[str, Value]:
+    """The keys below the architecture's name."""
+    return {"feed_forward_length": max(config.layer_ffn, default=config.intermediate_size), "interleave_moe_layer_step": _step(config),
+            "expert_feed_forward_length": config.mixture.width}
+
+
+def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """(whether it is so, what files cannot say)."""
+    layers, own = range(config.num_hidden_layers), config.mixture
+    step = _step(config)
+    yield own.layers != frozenset(layers[step - 1 :: step]), f"has experts elsewhere than in every {step}th layer"
+    yield [rope is not None for rope in config.ropes] != [(layer + 1) % TURNED_EVERY != 0 for layer in layers], \
+        f"leaves rotary positions out elsewhere than in every {TURNED_EVERY}th layer"
+    yield config.qk_norm_unit != (own.experts != UNNORMED), \
+        f"has {own.experts} experts and {'norms' if config.qk_norm_unit else 'no norms'} of queries and keys"
+    yield config.most_tokens not in (LENGTH - 1, LENGTH), f"has other chunks of text than of {LENGTH}"
