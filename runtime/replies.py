@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from .. import EffllmError, UsageError
+from .. import ContextOverflow, EffllmError, UsageError
 from ..offload.notes import Fallback, refuse_fallbacks
 from .answering import Answer, Reasoning
 from .engine import Engine
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from .kept_prompts import KeptPrompts
 
 Message = Mapping[str, Any]
+COUNTED = 1 << 20  # letters of a text that is cut in any case, to say how many tokens it has
+SHRINKS = 4  # times that a text may become shorter before it is cut into tokens, generously
 SYSTEM, DEVELOPER = "system", "developer"  # newer programs call the system prompt's role so
 
 
@@ -90,6 +92,7 @@ class Replies:
                 refuse_fallbacks([Fallback(fallback)])
             yield Notice(fallback)
         prompt = self._prompts.going_on(prompt, said)
+        self._demand_near(prompt)
         ids = self._prompts.encoded(prompt)
         if self.kept is not None:
             ids = yield from self.kept.turn_to(prompt, ids, self._prompts)
@@ -104,6 +107,8 @@ class Replies:
         first event."""
         if not prompt:
             raise UsageError("the prompt is empty", "send at least one letter or token")
+        if isinstance(prompt, str):
+            self._demand_near(prompt)
         ids, rows = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt), self.engine.config.vocab_size
         if bad := [token for token in ids if not 0 <= token < rows]:  # before they are taken for text
             raise UsageError(f"token id {bad[0]} is outside the vocabulary of {rows}", "send ids of this model's tokenizer")
@@ -128,6 +133,19 @@ class Replies:
         yield from answer.remarks()
         yield Done(stats)
         return answer
+
+    @cached_property
+    def _longest(self) -> int:
+        """Letters of the longest token."""
+        return max(map(len, self.tokenizer.vocabulary()))
+
+    def _demand_near(self, text: str) -> None:
+        """Raises ContextOverflow for a text that is much too long whatever its tokens are: to make them of 30 MB takes a gigabyte."""
+        room = self.engine.n_ctx
+        if self.engine.options.overflow == "shift" or len(text) <= COUNTED or len(text) <= SHRINKS * room * self._longest:
+            return
+        least = len(text) // self._longest
+        raise ContextOverflow(f"the prompt has at least {least} tokens and the context holds {room}", "shorten it")
 
     def _held_to(self, form: Form | None) -> Vocabulary | None:
         if form is None:

@@ -197,3 +197,11 @@ def test_an_answer_that_is_left_or_cancelled_leaves_the_engine_whole(replies):
     said = list(replies.reply([ASKED], replace(GREEDY, max_tokens=None), cancelled=lambda: next(calls) > 9))
     assert said[-1].stats.finish_reason == "cancelled" and 1 < len(said[-1].stats.token_ids) <= 10
     assert text_of(replies.reply([ASKED], GREEDY)) == good
+
+
+def test_a_text_that_is_much_too_long_is_refused_before_it_is_cut(replies, tokenizer, monkeypatch):
+    text = "The fox ran. " * 400_000
+    monkeypatch.setattr(tokenizer, "encode", lambda *_, **__: pytest.fail("made tokens of it"))
+    for events in (replies.complete(text, GREEDY), replies.reply([{"role": "user", "content": text}], GREEDY)):
+        with pytest.raises(ContextOverflow, match=r"the prompt has at least \d{6} tokens and the context holds 2048"):
+            list(events)
