@@ -1,9 +1,10 @@
 """Chat templates: a list of messages becomes the prompt text that a model was trained on.
 
 The template is a Jinja program that travels with the model: `chat_template.jinja` wins over the `chat_template` of tokenizer_config.json
-(a text, or a list of named ones of which "default" is taken). Its variables are those that transformers gives: messages, tools, documents,
-add_generation_prompt, the special tokens, and options such as enable_thinking. Compiling waits for the first render, because importing
-jinja2 costs 50 ms that a raw completion does not need. A hostile template ends as a one-line TemplateError; see `template_sandbox`.
+(a text, or a list of named ones of which "default" is taken, and "tool_use" where there are tools). Its variables are those that
+transformers gives: messages, tools, documents, add_generation_prompt, the special tokens, and options such as enable_thinking. Compiling
+waits for the first render, because importing jinja2 costs 50 ms that a raw completion does not need. A hostile template ends as a one-line
+TemplateError; see `template_sandbox`.
 """
 
 import json
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from .template_sandbox import TemplateEnvironment
 
 SOURCE_LIMIT = 64_000  # characters; compiling that many takes a second, and published templates have a third of it
+FOR_TOOLS = "tool_use"  # what the one for tools is called among several
 RENDER_SECONDS = 2.0
 MESSAGES = 100  # that many more have as much time again: Gemma 4's template looks at all later ones for each
 RAW_HINT = 'complete without a template: effllm run MODEL --raw "…"'
@@ -37,14 +39,18 @@ class TemplateRefused(TemplateError):
 
 
 class ChatTemplate:
-    """A chat template and the special tokens it may name. Rendering is safe from several threads, one at a time."""
+    """A chat template and the special tokens it may name. Rendering is safe from several threads, one at a time. `for_tools`: the source of
+    another one, which is taken where there are tools."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None, seconds: float = RENDER_SECONDS) -> None:
+    def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None, seconds: float = RENDER_SECONDS,
+                 for_tools: str | None = None) -> None:
         if len(source) > SOURCE_LIMIT:
             raise TemplateError(
                 f"the model's chat template has {len(source):,} characters, more than the {SOURCE_LIMIT:,} allowed", RAW_HINT
             )
         self.source, self.special_tokens, self.seconds = source, dict(special_tokens or {}), seconds
+        taken = for_tools is not None and len(for_tools) <= SOURCE_LIMIT
+        self.for_tools = ChatTemplate(for_tools, special_tokens, seconds) if taken else None
         self._lock = threading.Lock()
         self._compiled: tuple[TemplateEnvironment, Template] | None = None
 
@@ -56,6 +62,8 @@ class ChatTemplate:
         **options: Any,
     ) -> str:
         """The prompt text. `messages` are dicts with role and content; `options` reach the template as variables (enable_thinking, …)."""
+        if tools and self.for_tools:
+            return self.for_tools.render(messages, add_generation_prompt, tools, **options)
         names = {"documents": None, **self.special_tokens, **options, "messages": list(messages), "tools": tools}
         try:
             text = json.dumps(names | {"add_generation_prompt": add_generation_prompt})
@@ -126,21 +134,24 @@ def load_template(folder: Path, tokenizer_config: Mapping[str, Any], special_tok
             if not path.exists():
                 continue
             text = read_text(path, 8 * SOURCE_LIMIT)
-            source = text if name.endswith(".jinja") else _from_entry(json.loads(text), path)
+            source, for_tools = (text, None) if name.endswith(".jinja") else _from_entry(json.loads(text), path)
         except (OSError, ValueError, RecursionError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             raise TemplateError(f"cannot read {path}: {_one_line(reason)}", "fetch the model's files again, or remove this file") from None
         if source is not None:
-            return ChatTemplate(source, special_tokens)
-    source = _from_entry(tokenizer_config, folder / "tokenizer_config.json")
-    return None if source is None else ChatTemplate(source, special_tokens)
+            return ChatTemplate(source, special_tokens, for_tools=for_tools)
+    source, for_tools = _from_entry(tokenizer_config, folder / "tokenizer_config.json")
+    return None if source is None else ChatTemplate(source, special_tokens, for_tools=for_tools)
 
 
-def _from_entry(config: Any, path: Path) -> str | None:
+def _from_entry(config: Any, path: Path) -> tuple[str | None, str | None]:
+    """The template of a config, and the one for tools."""
+    for_tools = None
     entry = config.get("chat_template") if isinstance(config, Mapping) else None
     if isinstance(entry, list):
         named = {str(e.get("name")): e.get("template") for e in entry if isinstance(e, Mapping)}
         entry = named.get("default", next(iter(named.values()), None))
+        for_tools = named.get(FOR_TOOLS)
     if entry is not None and not isinstance(entry, str):
         raise TemplateError(f"chat_template in {path} is neither text nor a list of named templates", RAW_HINT)
-    return entry
+    return entry, for_tools if isinstance(for_tools, str) else None

@@ -251,3 +251,22 @@ def test_long_calls_are_read_in_time() -> None:
     begin = time.perf_counter()
     assert parts_of("Hermes", ["<tool_call>{" * 10_000]) == ("<tool_call>{" * 10_000, [])
     assert time.perf_counter() - begin < 5
+
+
+MARKS = sorted({mark for format in FORMATS for mark in (*format.opens, *format.closers)})
+PIECES = MARKS + """look_up say.it functions.look_up:0 ( ) text= 'x' , = {"name":"look_up","arguments":{}} [ ] { } " :
+    </tool_call> <arg_key> </arg_key> <arg_value> </arg_value> <parameter=text> </parameter> </function> > [ARGS] ```json ``` <|message|>
+    <|tool_call_end|> <tool_call|> <|"|> </invoke> text 1 é""".split() + ["\n", " "]
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_marks_in_any_order_are_read_alike_however_they_are_cut(name: str, data: st.DataObject) -> None:
+    """No answer ends in an error, and each letter of it is content or a part of calls."""
+    own = [*BY_NAME[name].opens, *BY_NAME[name].closers]
+    text = "".join(data.draw(st.lists(st.sampled_from(own) | st.sampled_from(PIECES), max_size=14)))
+    whole = parts_of(name, [text])
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=4)))
+    assert whole == parts_of(name, list(text)) == parts_of(name, [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])])
+    assert whole[1] or whole[0] == text

@@ -137,6 +137,19 @@ def test_deepseek_v3_cuts_marks_from_what_follows_them() -> None:
     assert spelt != cutter.patterns[-1] and same_pattern(spelt) == same_pattern(cutter.patterns[-1])
 
 
+def test_a_template_for_tools(tmp_path: Path) -> None:
+    def change(writer: gguf.GGUFWriter) -> None:
+        add_fable_tokenizer(writer)
+        writer.add_string("tokenizer.chat_template.tool_use", "tools")
+
+    write_model(FABLE, tmp_path / "m.gguf", "F32", change=change)
+    *_, engine = open_engine(tmp_path / "m.gguf", EngineOptions(device="cpu", ctx=512, threads=1))
+    tokenizer = Tokenizer.load(tmp_path / "m.gguf", engine.config)
+    engine.close()
+    said = [{"role": "user", "content": "Hi"}]
+    assert tokenizer.render_chat(said, tools=[{"type": "function"}]) == "tools" and "Hi" in tokenizer.render_chat(said)
+
+
 @pytest.mark.parametrize("kind", [CONTROL, USER, NORMAL])
 def test_lmstudio_1143_an_answer_ends_at_the_mark_of_its_template(tmp_path: Path, kind: int) -> None:
     """A file whose eos_token_id is that of another token, with a template that ends turns by <|im_end|>, whatever type it says this

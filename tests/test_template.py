@@ -277,7 +277,12 @@ def test_json_file_wins_over_config(tmp_path):
 
 def test_named_templates(tmp_path):
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
-    assert load_template(tmp_path, {"chat_template": named}, {}).source == "plain"
+    template = load_template(tmp_path, {"chat_template": named}, {})
+    assert template.source == "plain" and template.render([]) == template.render([], tools=[]) == "plain"
+    assert template.render([], tools=[{"type": "function"}]) == "tools"
+    for other in (None, 7, "x" * 70_000):  # one that is none is no reason to do without the other
+        named[0]["template"] = other
+        assert load_template(tmp_path, {"chat_template": named}, {}).render([], tools=[{"type": "function"}]) == "plain"
 
 
 def test_base_model_has_none(tmp_path):

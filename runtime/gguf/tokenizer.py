@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
 from ...offload.gguf import GgufHeader, shown_value
 from ...offload.header import shown
-from ..template import ChatTemplate
+from ..template import FOR_TOOLS, ChatTemplate
 from ..text import END_OF_TURN, END_TAG, TEKKEN_REMARK, TEKKEN_SIGNS, TokenizerError
 from ..text import Tokenizer as ModelTokenizer
 from .splits import CUTTERS, LLAMA3_WORDS, pre_tokenizer
@@ -55,6 +55,7 @@ class Vocabulary:
     template: str | None
     swallows: bool = False
     remarks: tuple[str, ...] = ()
+    for_tools: str | None = None  # another template, where there are tools
 
     @property
     def special_tokens(self) -> dict[str, str]:
@@ -109,7 +110,8 @@ def read_vocabulary(header: GgufHeader) -> Vocabulary:
     if model == "gpt2" and mistral and CUTTERS[pre].patterns == (LLAMA3_WORDS,):
         pre, remarks = "tekken", (TEKKEN_REMARK.format(path.name),)
     return Vocabulary(path, model, pre, tokens, kinds, scores, merges, ids, data.get("tokenizer.ggml.add_bos_token", default) is True,
-                      data.get("tokenizer.ggml.add_space_prefix", True) is not False, template, swallows, remarks)
+                      data.get("tokenizer.ggml.add_space_prefix", True) is not False, template, swallows, remarks,
+                      for_tools if isinstance(for_tools := data.get(f"tokenizer.chat_template.{FOR_TOOLS}"), str) else None)
 
 
 def backend(vocabulary: Vocabulary) -> Tokenizer:
@@ -190,7 +192,7 @@ def load_tokenizer(path: Path, model_rows: int) -> ModelTokenizer:
     """The tokenizer of a file. Raises TokenizerError, TemplateError, CheckpointError."""
     vocabulary = read_vocabulary(read_header(path))
     special = vocabulary.special_tokens
-    template = None if vocabulary.template is None else ChatTemplate(vocabulary.template, special)
+    template = None if vocabulary.template is None else ChatTemplate(vocabulary.template, special, for_tools=vocabulary.for_tools)
     ends = [vocabulary.ids[name] for name in ENDS if name in vocabulary.ids]
     return ModelTokenizer(backend(vocabulary), special, vocabulary.add_bos, vocabulary.ids.get("bos"), model_rows, ends, template, path,
                           vocabulary.remarks)
