@@ -30,7 +30,8 @@ class RopeTable:
 
     `neighbours`: channel 2i turns with 2i + 1 instead, and they come out as i and i + rotary_dim/2. Queries and keys alike: their products
     stay what they were, and whoever keeps or packs keys meets one order.
-    `growth` (beta, n): at position p also times 1 + beta ln(1 + p // n). `queries`: the table of queries where it is not that of keys.
+    `growth` (beta, n): at position p also times 1 + beta ln(1 + p // n). `queries`: the table of queries where it is not that of keys;
+    of latent attention one for behind it.
     """
 
     inv_freq: np.ndarray  # float32 [rotary_dim / 2]
@@ -143,6 +144,11 @@ def _longrope_scaling(params: Mapping[str, object]) -> float:
     return math.sqrt(1 + math.log(factor) / math.log(params["original_max_position_embeddings"])) if factor > 1 else 1.0
 
 
+def growing(growth: tuple[float, int], width: int) -> RopeTable:
+    """A table that turns nothing and makes all of a query grow: of latent attention, where a part of each alone turns."""
+    return RopeTable(np.zeros(width // 2, F32), 1.0, width, growth)
+
+
 def rope_tables(config: ModelConfig, ctx: int) -> list[RopeTable | None]:
     """Each layer's rotary table for a context; layers of one kind share theirs."""
     made: dict[tuple[int, int], RopeTable] = {}
@@ -152,7 +158,10 @@ def rope_tables(config: ModelConfig, ctx: int) -> list[RopeTable | None]:
         if rope is None:
             return None
         if (id(rope), size) not in made:
-            made[id(rope), size] = rope_table(rope, size, ctx, config.max_position_embeddings)
+            table = rope_table(rope, size, ctx, config.max_position_embeddings)
+            if config.latent is not None and table.queries is not None:
+                table = replace(table, queries=growing(table.queries.growth, config.latent.key))
+            made[id(rope), size] = table
         return made[id(rope), size]
 
     return [of_layer(layer, rope) for layer, rope in enumerate(config.ropes)]

@@ -1,6 +1,6 @@
 """Tiny random models of the families that came last, as `family_models.CASES`."""
 
-from family_sizes import CONTEXT, DELTA, FEW_EXPERTS, GLM_EXPERTS, LATENT, ONE_GROUP, SHARPENED, Case, rope
+from family_sizes import CONTEXT, DELTA, FEW_EXPERTS, GLM_EXPERTS, GROWING, LATENT, ONE_GROUP, SHARPENED, Case, rope
 
 # Sizes of what sees, of models in which a text part lies; the rest is as small as the others'.
 SIGHT = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32, "patch_size": 8}
@@ -27,6 +27,7 @@ def placed(*sections: int, **values: object) -> dict[str, object]:
 INDEXED = {"index_topk": CONTEXT, "index_head_dim": 32, "index_n_heads": 2}
 LLAMA_4 = {"head_dim": 32, "intermediate_size": 40, "attention_chunk_size": CONTEXT, "floor_scale": CONTEXT + 1,
            "no_rope_layer_interval": 2}
+GROWING_PARTS = {**GROWING, "partial_rotary_factor": 16 / 36}
 NEWER = {
     "qwen3_next": Case("qwen3_next", {**DELTA, **FEW_EXPERTS, "shared_expert_intermediate_size": 56, "initializer_range": 0.12}),
     "qwen3_next, other layers, bfloat16": Case("qwen3_next", {
@@ -46,6 +47,11 @@ NEWER = {
         "num_hidden_layers": 4, "no_rope_layers": [1, 1, 0, 1], "use_qk_norm": False, "attention_bias": True, "tie_word_embeddings": True,
         **rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=1.0, original_max_position_embeddings=64)}, dtype="bfloat16"),
     "llama4, images": Case("llama4_text", {**LLAMA_4, "num_local_experts": 3}, inside="llama4"),
+    "mistral4": Case("mistral4", {**LATENT, **ONE_GROUP, "rope_parameters": GROWING_PARTS, "first_k_dense_replace": 0,
+                                  "initializer_range": 0.15}, inside="mistral3"),
+    "mistral4, queries at once, bfloat16": Case("mistral4", {
+        **LATENT, **ONE_GROUP, "q_lora_rank": None, "norm_topk_prob": False, "rope_parameters": GROWING_PARTS}, dtype="bfloat16",
+        inside="mistral3"),
     "qwen2_vl": Case("qwen2_vl_text", placed(2, 3, 3), inside="qwen2_vl"),
     "qwen2_5_vl, flat, older dialect, bfloat16": Case("qwen2_5_vl_text", {
         **placed(2, 3, 3), "use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}, dtype="bfloat16",

@@ -16,7 +16,7 @@ from effllm.runtime.composite import text_alone
 from effllm.runtime.config import parse_config
 from effllm.runtime.mixture import Mixture
 from effllm.runtime.prepare import EngineOptions, prepare
-from effllm.runtime.rope import rope_table
+from effllm.runtime.rope import rope_table, rope_tables
 
 sys.path.insert(0, str(Path(__file__).parent))
 from config_samples import LLAMA, SMALL, refused
@@ -49,6 +49,15 @@ PUBLISHED = {
                     "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-05, "rope_interleave": True, "rope_parameters": {
                         "rope_theta": 1000000, "rope_type": "default"}, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid",
                     "topk_group": 1, "topk_method": "noaux_tc", "use_cache": True, "v_head_dim": 256},
+    "mistral4": {"attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 1, "first_k_dense_replace": 0, "head_dim": 128,
+                 "hidden_act": "silu", "kv_lora_rank": 256, "max_position_embeddings": 1048576, "moe_intermediate_size": 2048, "n_group": 1,
+                 "n_routed_experts": 128, "n_shared_experts": 1, "norm_topk_prob": True, "num_experts_per_tok": 4, "num_key_value_heads": 6,
+                 "q_lora_rank": 1024, "qk_head_dim": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06,
+                 "rope_interleave": True, "rope_parameters": {
+                     "beta_fast": 32.0, "beta_slow": 1.0, "factor": 128.0, "llama_4_scaling_beta": 0.1, "max_position_embeddings": 1048576,
+                     "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 8192, "partial_rotary_factor": 0.5,
+                     "rope_theta": 10000.0, "rope_type": "yarn", "type": "yarn"}, "routed_scaling_factor": 1.0, "tie_word_embeddings":
+                 False, "topk_group": 1, "v_head_dim": 128},
     "solar_open": {"architectures": ["SolarOpenForCausalLM"], "attention_bias": False, "auto_map": {
         "AutoConfig": "configuration_solar_open.SolarOpenConfig", "AutoModelForCausalLM": "modeling_solar_open.SolarOpenForCausalLM"},
         "first_k_dense_replace": 0, "head_dim": 128, "hidden_act": "silu", "max_position_embeddings": 131072, "moe_intermediate_size": 1280,
@@ -70,7 +79,9 @@ def test_published_configs_are_known_to_the_last_key(family: str) -> None:
     ("qwen3_next", "use_sliding_window", True), ("qwen3_next", "hidden_act", "gelu"),
     ("deepseek_v32", "layer_types", ["full_attention"] * 4), ("deepseek_v32", "mlp_layer_types", ["dense", "sparse", "mlp", "dense"]),
     ("deepseek_v32", "rope_interleave", False), ("deepseek_v32", "index_topk", 0), ("glm_moe_dsa", "topk_method", "greedy"),
-    ("solar_open", "first_k_dense_replace", 1), ("solar_open", "partial_rotary_factor", 0.5),
+    ("mistral4", "n_group", 2), ("mistral4", "layer_types", ["sliding_attention"] * 4), ("mistral4", "rope_parameters", {
+        "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "partial_rotary_factor": 0.25}),
+    ("mistral4", "num_local_experts", 7), ("solar_open", "first_k_dense_replace", 1), ("solar_open", "partial_rotary_factor", 0.5),
     ("solar_open", "auto_map", {"AutoModel": "modeling_other.Other"})])
 def test_what_a_family_cannot_do_is_named(family: str, key: str, value: object) -> None:
     refused({**LLAMA, "model_type": family, **PUBLISHED.get(family, {}), key: value}, key)
@@ -222,3 +233,14 @@ def test_layers_of_llama_4() -> None:
     theirs = ROPE_INIT_FUNCTIONS["llama3"](Llama4TextConfig(head_dim=128, rope_parameters={**base["rope_scaling"], "rope_theta": 5e5}),
                                            torch.device("cpu"))[0].numpy()
     np.testing.assert_allclose(table.inv_freq, theirs, rtol=1e-6)
+
+
+def test_positions_of_mistral4_are_those_of_its_published_models_where_it_states_none() -> None:
+    stated = {**LLAMA, "model_type": "mistral4", **PUBLISHED["mistral4"]}
+    bare = {key: value for key, value in stated.items() if key != "rope_parameters"}
+    assert parse_config(stated, strict=True).ropes == parse_config(bare, strict=True).ropes
+    still = parse_config({**stated, "rope_parameters": {**stated["rope_parameters"], "llama_4_scaling_beta": 0}})
+    assert rope_tables(still, 8192)[0].queries is None
+    table = rope_tables(parse_config(stated), 20_000)[0]
+    assert table.rotary_dim == 64 and table.queries.rotary_dim == 256 + 64 and not table.queries.inv_freq.any()
+    assert table.queries.scale(np.array([0, 8191, 8192]))[:, 0] == pytest.approx([1.0, 1.0, 1.0 + 0.1 * np.log(2.0)])

@@ -153,6 +153,8 @@ def attention(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positio
         tap("q_in", layer, q)
         (q,) = ops.norm_linear(q, own.q_norm, [own.q])
     q = ops.rope_heads(ops.latent_queries(q, heads, shape, own.expand), heads, shape.key, positions, rope, None)
+    if rope.queries is not None:
+        q = ops.rope_heads(q, heads, shape.key, positions, rope.queries, None)
     tap("q", layer, q)
     tap("k", layer, k)
     tap("v", layer, k)
