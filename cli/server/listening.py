@@ -26,10 +26,11 @@ def bound(host: str, port: int) -> socket.socket:
     if not 0 <= port <= 65535:
         raise UsageError(f"--port {port} is no port", "1 to 65535, or 0 for one that is free")
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (socket.gaierror, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "no name of a host"
         raise UsageError(f"--host {host}: {reason}", "127.0.0.1 for this machine alone, 0.0.0.0 for all that reach it") from None
+    family, kind, protocol, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)  # localhost is 127.0.0.1 to most clients
     made = socket.socket(family, kind, protocol)
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -37,11 +38,14 @@ def bound(host: str, port: int) -> socket.socket:
     except OSError as error:
         made.close()
         if error.errno == errno.EADDRINUSE:
-            raise EffllmError(f"port {port} of {host} is in use", f"--port {port + 1 if port < 65535 else 0}, or --port 0 for one that is "
-                              "free") from None
+            raise in_use(host, port) from None
         hint = "a port above 1023" if error.errno in (errno.EACCES, errno.EPERM) else "127.0.0.1 for this machine alone"
         raise EffllmError(f"--host {host} --port {port}: {error.strerror}", hint) from None
     return made
+
+
+def in_use(host: str, port: int) -> EffllmError:
+    return EffllmError(f"port {port} of {host} is in use", f"--port {port + 1 if port < 65535 else 0}, or --port 0 for one that is free")
 
 
 def url_of(listening: socket.socket) -> str:
@@ -57,7 +61,13 @@ class Server(uvicorn.Server):
         self._ready = ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        try:
+            await super().startup(sockets)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            host, port, *_ = sockets[0].getsockname()  # another server was bound to it at the same time, and was quicker
+            raise in_use(host, port) from None
         self._ready()
 
     def capture_signals(self) -> AbstractContextManager[None]:
