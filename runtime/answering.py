@@ -129,8 +129,9 @@ class Answer:
             raise
         self.think, self.is_exact = stood, not stops.hit
 
-    def cost(self, from_process_start: bool = False) -> Stats:
-        """What it cost, once it is written. `from_process_start`: the time to its first token counts from there."""
+    def cost(self, from_process_start: bool = False, explained: bool = True) -> Stats:
+        """What it cost, once it is written. `from_process_start`: the time to its first token counts from there. `explained`: with why it
+        was not as fast as predicted."""
         engine = self.engine
         origin = time.monotonic() - hardware.process_age() if from_process_start else self._started
         took = [now - then for now, then in zip((engine.prefill_s, engine.decode_s, engine.passes_s), self._before)]
@@ -139,7 +140,7 @@ class Answer:
         return stats(engine, "".join(self.shown[1:]), self.tokens, "length" if self.finish == "context" else self.finish, self.sampler.seed,
                      len(self._ids), (self._first_at or time.monotonic()) - origin, *took,
                      self._drafted and engine.speculation.counts.since(self._drafted), engine.disk_traffic.since(self._read_before),
-                     self.reasoned)
+                     self.reasoned, explained)
 
     def remarks(self) -> Iterator[Notice]:
         """What is to be said of how it ended."""

@@ -57,9 +57,10 @@ class Outcome:
 
 
 def outcome(engine: Engine, prompt_tokens: int, cached: int, made: int, prefill_s: float, decode_s: float, passes_s: float,
-            drafted: Counts | None = None, reads: Traffic = NOTHING_READ) -> Outcome:
+            drafted: Counts | None = None, reads: Traffic = NOTHING_READ, explained: bool = True) -> Outcome:
     """Hold an answer of `made` tokens, after `prompt_tokens` of which `cached` were held already, against the prediction for it: that of
-    one token a pass, times what drafts gained. `passes_s`: of `decode_s`, in passes. `reads`: of the disk, while it was written."""
+    one token a pass, times what drafts gained. `passes_s`: of `decode_s`, in passes. `reads`: of the disk, while it was written. Why it
+    missed is looked for where that is to be `explained`: it takes as long as reading the weights."""
     steps = made - 1  # the first token comes out of the prompt's pass
     measured = steps / decode_s if steps > 0 and decode_s else None
     waited = prefill_s if prefill_s and prompt_tokens and not cached else None  # nothing is read where it was stopped at once
@@ -75,7 +76,7 @@ def outcome(engine: Engine, prompt_tokens: int, cached: int, made: int, prefill_
     first = prompt(asked, rates, prompt_tokens) if waited else None
     expected = predicted.tokens_per_s * max(1.0, drafted.gain if drafted else 1.0)  # a guess that cost more than it gave was not foreseen
     miss = ""
-    if measured is not None and is_a_miss(measured / expected, predicted):
+    if explained and measured is not None and is_a_miss(measured / expected, predicted):
         passes = drafted.passes if drafted and drafted.passes else steps
         ratio = measured / expected
         miss = explain_disk(asked, depth, predicted, known.disk.date, ratio, passes, decode_s, reads) if known.disk else ""
@@ -85,10 +86,12 @@ def outcome(engine: Engine, prompt_tokens: int, cached: int, made: int, prefill_
 
 
 def stats(engine: Engine, text: str, tokens: list[int], finish: str, seed: int, prompt_tokens: int, ttft: float, prefill: float,
-          decode: float, passes: float, drafted: Counts | None, reads: Traffic, reasoned: int = 0) -> Stats:
-    """What an answer cost, once it has ended; times in seconds, `ttft` to its first token. `reasoned`: tokens of reasoning."""
+          decode: float, passes: float, drafted: Counts | None, reads: Traffic, reasoned: int = 0,
+          explained: bool = True) -> Stats:
+    """What an answer cost, once it has ended; times in seconds, `ttft` to its first token. `reasoned`: tokens of reasoning. `explained`: as
+    `outcome`."""
     cache, cached, read = engine.cache, engine.reused, engine.read
-    found = outcome(engine, cached + read, cached, len(tokens), prefill, decode, passes, drafted, reads)
+    found = outcome(engine, cached + read, cached, len(tokens), prefill, decode, passes, drafted, reads, explained)
     return Stats(
         text=text, token_ids=tuple(tokens), finish_reason=finish, seed=seed, prompt_tokens=prompt_tokens, cached_tokens=cached,
         read_tokens=read, load_s=engine.load_s, ttft_s=ttft, prefill_s=prefill, decode_s=decode, peak_rss_bytes=hardware.peak_rss(),

@@ -129,7 +129,7 @@ class Replies:
         except Exception:  # a pass was left in its middle, by a disk, say: what the cache holds is not known
             self.engine.reset()
             raise
-        stats = answer.cost()
+        stats = answer.cost(explained=False)  # a program does not ask why, and the next one waits
         yield from answer.remarks()
         yield Done(stats)
         return answer

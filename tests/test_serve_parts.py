@@ -15,7 +15,7 @@ from starlette.requests import Request
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from effllm import ContextOverflow, EffllmError, UsageError
 from effllm.cli.serve import own_name
-from effllm.cli.server import streams
+from effllm.cli.server import listening, streams
 from effllm.cli.server.desk import Desk
 from effllm.cli.server.fields import NOT_HERE, ChatAsked, TextAsked, is_same, parsed
 from effllm.cli.server.guard import Rules, is_loopback
@@ -246,3 +246,11 @@ def test_a_request_that_says_nothing_is_as_the_command_line_has_it() -> None:
             "response_format": {"type": "text"}, "top_k": -1, "repeat_last_n": 5}
     wish = wish_of(parsed(ChatAsked, json.dumps(said).encode()), Defaults(usual))
     assert wish == Wish(SamplerSettings(temperature=0.3, top_k=0, penalty_last_n=5), "on", ("y",))
+
+
+def test_a_port_that_another_server_took_meanwhile(desk: Desk) -> None:
+    """Both were bound to it before one listened."""
+    with listening.bound("localhost", 0) as first, listening.bound("127.0.0.1", first.getsockname()[1]) as second:
+        first.listen()
+        with pytest.raises(EffllmError, match="port [0-9]+ of 127.0.0.1 is in use"):
+            listening.listen(ChatShape("m"), second, desk, lambda: pytest.fail("it does not listen"))
