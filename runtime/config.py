@@ -61,6 +61,7 @@ REFUSED_UNLESS: Mapping[str, object] = {
     "rope_interleaved": False, "use_qk_norm": False,
 }
 GENERATOR, SEVERAL = "ForCausalLM", "ForConditionalGeneration"  # endings of architectures: text alone, and with images
+SPEAKING = "OmniModel"  # and what the first model that speaks was called
 REASONS = {
     "auto_map": "the checkpoint brings its own code, which is never run",
     "is_causal": "a model that sees what comes after a token completes no text",
@@ -243,7 +244,8 @@ def parse_config(raw: Mapping[str, object], strict: bool = False) -> ModelConfig
     architectures = raw.get("architectures") or []
     composite = str(raw.get("model_type")) in families.COMPOSITE
     suffix = SEVERAL if composite else GENERATOR
-    if not isinstance(architectures, list) or architectures and not any(str(name).endswith(suffix) for name in architectures):
+    if not isinstance(architectures, list) or architectures and not any(
+            str(name).endswith((suffix, SPEAKING) if composite else suffix) for name in architectures):
         raise ConfigError(f"config.json: architectures is {show(architectures)}, expected a ...{suffix}", "effllm runs text generators")
     if composite:
         return _text_part(raw, strict)

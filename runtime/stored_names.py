@@ -16,6 +16,7 @@ from ..offload.header import TensorInfo, damaged, shown
 from . import families
 from .families.mixtral import MOST_EXPERTS
 
+THINKER = "thinker."  # before all that writes, of models that speak
 PARTS_BEFORE, HEAD = ("model.language_model.", "language_model.model.", "model.text_model.", "language_model."), "lm_head."
 BASE, OLDER_BASE, INSIDE = "model.", "backbone.", ("layers.", "embed_tokens.", "norm.")
 EXPERTS = {**dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe", "exaone_moe", "glm4_moe",
@@ -55,10 +56,11 @@ def give_text_names(store: TensorStore) -> None:
 
 
 def _alone(name: str) -> str:
-    before = next((each for each in PARTS_BEFORE if name.startswith(each)), None)
+    own = name.removeprefix(THINKER)
+    before = next((each for each in PARTS_BEFORE if own.startswith(each)), None)
     if before is None:
-        return name
-    rest = name.removeprefix(before)
+        return own if own.startswith((*(BASE + each for each in INSIDE), HEAD)) else name
+    rest = own.removeprefix(before)
     return rest if rest.startswith(HEAD) else BASE + rest
 
 

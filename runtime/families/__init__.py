@@ -47,29 +47,30 @@ FAMILIES = ("apertus", "arcee", "cohere", "cohere2", "deepseek_v2", "deepseek_v3
             "nemotron", "nemotron_h", "olmo2", "olmo3", "olmoe", "opt", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text",
             "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2")
 COMPOSITE: Mapping[str, tuple[str, ...]] = {
-    "aya_vision": ("cohere2",), "cohere2_vision": ("cohere2",),
-    "exaone4_5": ("exaone4", "exaone4_5_text"), "gemma3": ("gemma3_text",), "gemma4": ("gemma4_text",),
-    "gemma4_unified": ("gemma4_unified_text",), "glm46v": ("glm4v_moe_text", "glm4v_text"), "glm4v": ("glm4v_text",),
-    "glm4v_moe": ("glm4v_moe_text",), "idefics3": ("llama",), "internvl": ("qwen2", "qwen3", "llama", "qwen3_moe"),
-    "lfm2_vl": ("lfm2", "lfm2_moe"), "llama4": ("llama4_text",), "llava": ("llama", "mistral", "qwen2"),
-    "mistral3": ("mistral", "ministral3", "mistral4"), "qwen2_5_vl": ("qwen2_5_vl_text",), "qwen2_vl": ("qwen2_vl_text",),
-    "qwen3_5": ("qwen3_5_text",), "qwen3_5_moe": ("qwen3_5_moe_text",), "qwen3_vl": ("qwen3_vl_text",),
-    "qwen3_vl_moe": ("qwen3_vl_moe_text",), "smolvlm": ("llama",)}
+    "aya_vision": ("cohere2",), "cohere2_vision": ("cohere2",), "exaone4_5": ("exaone4", "exaone4_5_text"), "gemma3": ("gemma3_text",),
+    "gemma4": ("gemma4_text",), "gemma4_unified": ("gemma4_unified_text",), "glm46v": ("glm4v_moe_text", "glm4v_text"),
+    "glm4v": ("glm4v_text",), "glm4v_moe": ("glm4v_moe_text",), "idefics3": ("llama",),
+    "internvl": ("qwen2", "qwen3", "llama", "qwen3_moe"), "lfm2_vl": ("lfm2", "lfm2_moe"), "llama4": ("llama4_text",),
+    "llava": ("llama", "mistral", "qwen2"), "mistral3": ("mistral", "ministral3", "mistral4"), "qwen2_5_omni": ("qwen2_5_omni_text",),
+    "qwen2_5_vl": ("qwen2_5_vl_text",), "qwen2_vl": ("qwen2_vl_text",), "qwen3_5": ("qwen3_5_text",), "qwen3_5_moe": ("qwen3_5_moe_text",),
+    "qwen3_omni_moe": ("qwen3_omni_moe_text",), "qwen3_vl": ("qwen3_vl_text",), "qwen3_vl_moe": ("qwen3_vl_moe_text",),
+    "smolvlm": ("llama",)}
 # Those of which a store gives the text part's tensors the names that they would have alone; families know the prefixes of the others.
 BY_PREFIX = ("aya_vision", "cohere2_vision", "exaone4_5", "glm46v", "glm4v", "glm4v_moe", "idefics3", "internvl", "lfm2_vl", "llama4",
-             "llava", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm")
+             "llava", "qwen2_5_omni", "qwen2_5_vl", "qwen2_vl", "qwen3_omni_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm")
 # A `model_type` -> the family that it is, and what its configs say by saying nothing.
 RENAMED: Mapping[str, str] = {
     "exaone4_5_text": "exaone4", "gemma4_unified_text": "gemma4_text", "glm4v_moe_text": "glm4_moe", "glm4v_text": "glm4",
-    "kimi_k2": "deepseek_v3", "qwen2_5_vl_text": "qwen2", "qwen2_vl_text": "qwen2", "qwen3_vl_moe_text": "qwen3_moe",
-    "qwen3_vl_text": "qwen3"}
+    "kimi_k2": "deepseek_v3", "qwen2_5_omni_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen2_vl_text": "qwen2",
+    "qwen3_omni_moe_text": "qwen3_moe", "qwen3_vl_moe_text": "qwen3_moe", "qwen3_vl_text": "qwen3"}
 _QWEN2_VL = {"bos_token_id": 151_643, "eos_token_id": 151_645, "max_window_layers": 80, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
              "rope_theta": 1e6}
 UNSAID: Mapping[str, Mapping[str, object]] = {
     "gemma4_unified_text": {"hidden_size_per_layer_input": 0, "max_position_embeddings": 262_144, "sliding_window": 1024},
     "glm4v_moe_text": {"attention_bias": True, "max_position_embeddings": 65_536, "num_nextn_predict_layers": 0, "vocab_size": 151_424},
     "glm4v_text": {"head_dim": None, "max_position_embeddings": 32_768, "partial_rotary_factor": 1.0, "rms_norm_eps": 1e-5},
-    "qwen2_5_vl_text": _QWEN2_VL, "qwen2_vl_text": _QWEN2_VL,
+    "qwen2_5_omni_text": {"num_key_value_heads": 4, "rope_theta": 1e6}, "qwen2_5_vl_text": _QWEN2_VL, "qwen2_vl_text": _QWEN2_VL,
+    "qwen3_omni_moe_text": {"norm_topk_prob": True, "rope_theta": 1e6, "sliding_window": None},
     "qwen3_vl_moe_text": {"max_position_embeddings": 128_000, "moe_intermediate_size": 1408, "norm_topk_prob": True,
                           "num_experts_per_tok": 4, "num_key_value_heads": 16, "rope_theta": 500_000.0},
     "qwen3_vl_text": {"max_position_embeddings": 128_000, "rope_theta": 500_000.0}}
