@@ -146,7 +146,10 @@ def marked(engine, template, *words):
 
 @pytest.mark.parametrize(("call", "words", "told"), [
     ("<|tool_call>call:{{ c.function.name }}{days:{{ c.function.arguments.days }},place:<|\"|>{{ c.function.arguments.place }}<|\"|>}"
-     "<tool_call|>", ["<|tool_call>", "<tool_call|>", '<|"|>'], [UNHELD]),
+     "<tool_call|>", ["<|tool_call>", "<tool_call|>", '<|"|>'], []),
+    ('<function name="{{ c.function.name }}">{% for key, value in c.function.arguments.items() %}<param name="{{ key }}">'
+     "{% if value is string %}<![CDATA[{{ value }}]]>{% else %}{{ value }}{% endif %}</param>{% endfor %}</function>",
+     ["</param>", "</function>"], [UNHELD]),
     ("[TOOL_CALLS]{{ c.function.name }}[CALL_ID]{{ c.id }}[ARGS]{{ c.function.arguments | tojson }}",
      ["[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"], []),
 ])
@@ -268,6 +271,12 @@ TAGGED = {
                     + "\n</parameter>\n{% endfor %}</function>\n</tool_call>",
     "GLM": "<tool_call>{{ c.function.name }}\n" + ITEMS + "<arg_key>{{ key }}</arg_key>\n<arg_value>" + VALUE
            + "</arg_value>\n{% endfor %}</tool_call>",
+    "Gemma 4": "{% macro show(value) %}{% if value is string %}<|\"|>{{ value }}<|\"|>{% elif value is sequence %}[{% for each in value %}"
+               "{{ ',' if not loop.first }}{{ show(each) }}{% endfor %}]{% else %}{{ value | tojson }}{% endif %}{% endmacro %}"
+               "<|tool_call>call:{{ c.function.name }}{{ '{' }}{% for key, value in c.function.arguments | dictsort %}"
+               "{{ ',' if not loop.first }}{{ key }}:{{ show(value) }}{% endfor %}{{ '}' }}<tool_call|>",
+    "LFM2": "<|tool_call_start|>[{{ c.function.name }}(" + ITEMS + "{{ ', ' if not loop.first }}{{ key }}="
+            "{% if value is string %}'{{ value }}'{% else %}{{ value | tojson }}{% endif %}{% endfor %})]<|tool_call_end|>",
     "DeepSeek V3.2": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="{{ c.function.name }}">\n' + ITEMS
                      + '<｜DSML｜parameter name="{{ key }}" '
                      'string="{{ "true" if value is string else "false" }}">' + VALUE + "</｜DSML｜parameter>\n{% endfor %}"
@@ -301,7 +310,7 @@ def test_arguments_between_tags_are_held_to_the_schema(engine, name, words):
             matcher.took(token, False)
         return matcher.is_whole
 
-    note = 'a <b>\n12 "x"\n'
+    note = 'a <b> 12 "x"' if name == "LFM2" else 'a <b>\n12 "x"\n'  # whose template writes lines in quotes that Python has for one
     for arguments in ({"note": note, "when": "now"}, {"note": "", "when": "later", "days": 3},
                       {"note": "1", "when": "now", "days": 9, "tags": ["a", "b"], "mood": "fine"},
                       {"note": "x", "when": "now", "mood": "no"}):
@@ -309,7 +318,7 @@ def test_arguments_between_tags_are_held_to_the_schema(engine, name, words):
     assert held(said({}, "time.now"))
     for wrong in ({"when": "now"}, {"note": "x", "when": "never"}, {"note": "x", "when": "now", "days": 10},
                   {"note": "x", "when": "now", "x": 1},
-                  {"note": "x", "when": "now", "tags": ["abcd"]}):
+                  {"note": "x", "when": "now", "tags": [1]}):
         with pytest.raises(EffllmError):
             assert held(said(wrong)) is None
 

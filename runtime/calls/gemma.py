@@ -15,6 +15,10 @@ _BARE = re.compile(r"[^,\[\]{}:<]*")
 _DEPTH = 64
 
 
+def _wrong() -> Any:
+    raise Wrong
+
+
 class Gemma:
     """What follows `<|tool_call>call:`."""
 
@@ -33,9 +37,8 @@ class Gemma:
             cursor.blanks()
             if cursor.takes("}"):
                 return made
-            key = cursor.until(QUOTE) if cursor.takes(QUOTE) else self._bare(cursor)
-            if not key:
-                raise Wrong
+            key = self._key(cursor)
+            cursor.blanks()
             cursor.take(":")
             made[key] = self._value(cursor, depth + 1)
             self._behind(cursor, "}")
@@ -74,11 +77,15 @@ class Gemma:
             return cursor.until(QUOTE)
         bare = self._bare(cursor)
         try:
-            return {"None": None}[bare] if bare in ("None",) else parsed(bare)
+            return None if bare == "None" else parsed(bare)
         except Wrong:
-            if bare:
-                return bare  # a word that stands bare is taken as it is
-            raise
+            return bare or _wrong()  # a word that stands bare is taken as it is
+
+    def _key(self, cursor: Cursor) -> str:
+        if cursor.takes(QUOTE):
+            return cursor.until(QUOTE)
+        key = cursor.json() if cursor.text.startswith('"', cursor.at) else self._bare(cursor)
+        return key or _wrong()
 
     @staticmethod
     def _bare(cursor: Cursor) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from ..constraint import SPACE
 from .messages import SHORT_ID
 from .style import ARGUMENTS, ID, LONG_ID, NAME, CallStyle
-from .tag_grammar import pattern, tag_rules
+from .tag_grammar import Lark, pattern, tag_rules
 
 GUIDANCE = {**SPACE, "lenient": True}  # what a schema says beyond what can be held to is for the client
 FREE = r"/(?s:.)+/"
@@ -36,6 +36,10 @@ class CallGrammar:
         self.holds = end > 0 or self._tags is not None  # are arguments held to their schema?
         self._between, self._behind = (rest[:begin], rest[end:]) if end else (rest[:1], "")
         self._marks = [number for word, number in words.items() if word in rest]
+
+    @property
+    def _lark(self) -> Lark:
+        return Lark(self._literal, lambda text: next((word for word in self.words if word in text), None), GUIDANCE)
 
     @property
     def mark(self) -> str:
@@ -64,8 +68,7 @@ class CallGrammar:
             function = tool["function"]
             parts = [self._literal(self._before.removeprefix(said)), self._literal(function["name"])]
             if self._tags:
-                mark = next((word for word in self.words if word in self._tags.end), None)
-                lines += self._tags.rules(f"{rule}_args", function["parameters"], self._literal, mark, GUIDANCE)
+                lines += self._tags.rules(f"{rule}_args", function["parameters"], self._lark)
                 parts.append(f"{rule}_args")
             elif self.holds:
                 lines.append(f"{rule}_args: %json {json.dumps({**function['parameters'], 'x-guidance': GUIDANCE})}")
