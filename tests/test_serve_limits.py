@@ -18,12 +18,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from served import ASKED, MINUTE, Served, serving, started
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+SLOWLY = ("-t", "1", "--spec", "off")  # so that an endless answer is one for as long as a test looks at it
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 
 @pytest.fixture(scope="module")
 def server():
-    with serving("--queue", "1") as server:
+    with serving("--queue", "1", *SLOWLY) as server:
         yield server
 
 
@@ -105,6 +106,9 @@ def test_the_key_is_asked_for() -> None:
         for headers in ({"Authorization": "Bearer s3cret"}, {"Authorization": "bearer s3cret"}, {"X_Api_Key": "s3cret"}):
             assert server.ask("GET", "/v1/models", **headers).status == 200
         assert "s3cret" not in server.err
+    with serving(EFFLLM_API_KEY="other") as server:
+        assert server.ask("GET", "/v1/models").status == 401
+        assert server.ask("GET", "/v1/models", Authorization="Bearer other").status == 200
 
 
 def test_pages_of_other_sites_may_not_ask(server: Served) -> None:
@@ -181,7 +185,7 @@ def test_others_wait_in_order_and_no_more_than_may(server: Served, plain: list) 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_it_within_a_second(number: signal.Signals) -> None:
-    with serving() as server:
+    with serving(*SLOWLY) as server:
         running, idle, replies = endless(server), server.open("GET", "/health"), []
         waiting = threading.Thread(target=lambda: replies.append(server.chat()))
         waiting.start()
