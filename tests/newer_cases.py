@@ -1,6 +1,6 @@
 """Tiny random models of the families that came last, as `family_models.CASES`."""
 
-from family_sizes import CONTEXT, DELTA, FEW_EXPERTS, GLM_EXPERTS, GROWING, LATENT, ONE_GROUP, SHARPENED, Case, rope
+from family_sizes import CONTEXT, DELTA, FEW_EXPERTS, GLM_EXPERTS, GROWING, LATENT, MAMBA, ONE_GROUP, SHARPENED, Case, rope
 
 # Sizes of what sees, of models in which a text part lies; the rest is as small as the others'.
 SIGHT = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32, "patch_size": 8}
@@ -52,6 +52,10 @@ NEWER = {
     "mistral4, queries at once, bfloat16": Case("mistral4", {
         **LATENT, **ONE_GROUP, "q_lora_rank": None, "norm_topk_prob": False, "rope_parameters": GROWING_PARTS}, dtype="bfloat16",
         inside="mistral3"),
+    "bamba": Case("bamba", {**MAMBA, "num_hidden_layers": 4, "attn_layer_indices": [1], "vocab_size": 301}),
+    "bamba, biases, tied, bfloat16": Case("bamba", {
+        **MAMBA, "attn_layer_indices": [0, 2], "mamba_conv_bias": False, "mamba_n_groups": 1, "attention_bias": True, "mlp_bias": True,
+        "tie_word_embeddings": True, "num_key_value_heads": 1}, dtype="bfloat16"),
     "qwen2_vl": Case("qwen2_vl_text", placed(2, 3, 3), inside="qwen2_vl"),
     "qwen2_5_vl, flat, older dialect, bfloat16": Case("qwen2_5_vl_text", {
         **placed(2, 3, 3), "use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}, dtype="bfloat16",

@@ -49,6 +49,12 @@ PUBLISHED = {
                     "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-05, "rope_interleave": True, "rope_parameters": {
                         "rope_theta": 1000000, "rope_type": "default"}, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid",
                     "topk_group": 1, "topk_method": "noaux_tc", "use_cache": True, "v_head_dim": 256},
+    "bamba": {"architectures": ["BambaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "attn_layer_indices": [2],
+              "attn_rotary_emb": 64, "bos_token_id": 1, "eos_token_id": 2, "head_dim": 128, "hidden_act": "silu", "mamba_chunk_size": 256,
+              "mamba_conv_bias": True, "mamba_d_conv": 4, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_expand": 2, "mamba_n_groups": 1,
+              "mamba_n_heads": 3, "mamba_proj_bias": False, "max_position_embeddings": 4096, "mlp_bias": False, "num_logits_to_keep": 1,
+              "pad_token_id": 0, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 10000.0, "tie_word_embeddings": False,
+              "torch_dtype": "bfloat16", "use_cache": True},
     "mistral4": {"attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 1, "first_k_dense_replace": 0, "head_dim": 128,
                  "hidden_act": "silu", "kv_lora_rank": 256, "max_position_embeddings": 1048576, "moe_intermediate_size": 2048, "n_group": 1,
                  "n_routed_experts": 128, "n_shared_experts": 1, "norm_topk_prob": True, "num_experts_per_tok": 4, "num_key_value_heads": 6,
@@ -79,6 +85,9 @@ def test_published_configs_are_known_to_the_last_key(family: str) -> None:
     ("qwen3_next", "use_sliding_window", True), ("qwen3_next", "hidden_act", "gelu"),
     ("deepseek_v32", "layer_types", ["full_attention"] * 4), ("deepseek_v32", "mlp_layer_types", ["dense", "sparse", "mlp", "dense"]),
     ("deepseek_v32", "rope_interleave", False), ("deepseek_v32", "index_topk", 0), ("glm_moe_dsa", "topk_method", "greedy"),
+    ("bamba", "attn_layer_indices", []), ("bamba", "attn_layer_indices", [4]), ("bamba", "attn_rotary_emb", 32),
+    ("bamba", "partial_rotary_factor", 1.0), ("bamba", "mamba_proj_bias", True), ("bamba", "layer_types", ["linear_attention"] * 4),
+    ("bamba", "time_step_limit", [0.001, 0.1]), ("bamba", "mamba_n_heads", 5), ("bamba", "hidden_act", "gelu"),
     ("mistral4", "n_group", 2), ("mistral4", "layer_types", ["sliding_attention"] * 4), ("mistral4", "rope_parameters", {
         "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "partial_rotary_factor": 0.25}),
     ("mistral4", "num_local_experts", 7), ("solar_open", "first_k_dense_replace", 1), ("solar_open", "partial_rotary_factor", 0.5),

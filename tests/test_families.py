@@ -117,6 +117,7 @@ PECULIAR = {
     "glm": [{"ropes": {"neighbours": False}}, {"ropes": {"partial_rotary_factor": 1.0}}],
     "glm4": [{"ropes": {"neighbours": False}}],
     "mistral, images": [{"windows": (None,) * 3}],
+    "bamba": [{"ropes": (None,) * 4}, {"norm_eps": 1e-1}],
     "mistral4": [{"ropes": {"llama_4_scaling_beta": 0.1}}, {"ropes": {"neighbours": False}}, {"mixture": {"sigmoid": True}},
                  {"mixture": {"renormalise": False}}],
     "ministral3": [{"ropes": {"llama_4_scaling_beta": 0.1}}, {"ropes": {"mscale": None}}],
@@ -201,7 +202,7 @@ def test_every_peculiarity_of_a_family_shows(name: str, tmp_path: Path) -> None:
                                   "glm4_moe_lite", "mistral4", "qwen3_5_text", "qwen3_5_text, other layers", "qwen3_5_moe_text",
                                   "qwen3_next", "llama4_text", "lfm2",
                                   "lfm2, other taps, bfloat16", "lfm2_moe", "granitemoehybrid, state spaces", "nemotron_h",
-                                  "nemotron_h, experts", "falcon_h1", "falcon_h1, norms, tied, bfloat16",
+                                  "nemotron_h, experts", "bamba", "falcon_h1", "falcon_h1, norms, tied, bfloat16",
                                   "cohere, norms of every head", "hunyuan_v1_moe", "nemotron", "stablelm", "apertus",
                                   "granitemoehybrid, experts, bfloat16", "gemma4_text", "gemma4_text, keys as values",
                                   "gemma4_text, mixture"])

@@ -1,0 +1,74 @@
+"""Bamba (9B): state spaces (Mamba 2) in most layers, in a few attention over half of each head's channels, and an MLP in every one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
+from ..config_reader import ConfigError, Keys, show
+from ..config_rope import RopeConfig, rope_config
+from . import TensorRule, llama
+from .granitemoehybrid import check_shape, mamba_shape, mamba_tensors
+from .llama import block
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({"attention_bias", "attn_layer_indices", "attn_rotary_emb", "layer_types", "mamba_conv_bias", "mamba_d_conv",
+                       "mamba_d_head", "mamba_d_state", "mamba_expand", "mamba_n_groups", "mamba_n_heads", "mlp_bias",
+                       "partial_rotary_factor", "time_step_limit"})
+KEYS_HARMLESS = frozenset({"mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient"})
+REFUSED_UNLESS: Mapping[str, object] = {"mamba_proj_bias": False, "sliding_window": None}
+ROTATED = 0.5  # of a head, whatever a config says beside its rotary positions
+NAMES = {"mlp": "feed_forward", "post_attention_layernorm": "pre_ff_layernorm"}
+KINDS = ("full_attention", "linear_attention")
+
+
+def config(keys: Keys) -> ModelConfig:
+    layers, bias = keys.integer("num_hidden_layers", 32, high=MAX_LAYERS), keys.flag("attention_bias", False)
+    attending = _attending(keys, layers)
+    base = Defaults(max_position_embeddings=262_144, num_key_value_heads=8, bos=1, eos=(2,), norm_eps=1e-5, sizes={
+        "vocab_size": 128_000, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32})
+
+    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig | None, ...]:
+        if keys.number("partial_rotary_factor", ROTATED) != ROTATED:
+            raise keys.fail("partial_rotary_factor", f"{ROTATED}, as all models of this family have it")
+        if (stated := keys.integer("attn_rotary_emb", None)) not in (None, int(head_dim * ROTATED)):
+            raise ConfigError(f"config.json: attn_rotary_emb {stated} of heads of {head_dim} is not supported", "half of them turn")
+        turned = rope_config(keys, head_dim, positions, partial=True, share=ROTATED)
+        return tuple(turned if layer in attending else None for layer in range(layers))
+
+    made = decoder_config(keys, base, ropes, qkv_bias=bias, o_bias=bias, mlp_bias=keys.flag("mlp_bias", False))
+    shape, states = mamba_shape(keys, made), tuple(layer for layer in range(layers) if layer not in attending)
+    if states:
+        check_shape(keys, made, shape)
+    return replace(made, state=shape if states else None, state_layers=states)
+
+
+def _attending(keys: Keys, layers: int) -> frozenset[int]:
+    """The layers with attention: those that attn_layer_indices lists. Raises ConfigError where there is none."""
+    found, kinds = keys.layers("attn_layer_indices", layers), keys.words("layer_types", layers)
+    if kinds is not None:
+        if stray := next((kind for kind in kinds if kind not in KINDS), None):
+            raise ConfigError(f"config.json: layer_types holds {show(stray)}, which is not supported", f"known: {', '.join(KINDS)}")
+        listed = frozenset(layer for layer, kind in enumerate(kinds) if kind == KINDS[0])
+        if listed != found:
+            raise ConfigError("config.json: layer_types and attn_layer_indices name other layers with attention", "one of the two is wrong")
+    if not found:
+        raise ConfigError("config.json: attn_layer_indices names no layer", "this version needs a layer with attention")
+    return found
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    prefix, rules = f"model.layers.{layer}.", {}
+    for role, rule in llama.layer_tensors(config, layer).items():
+        first, dot, rest = rule.name.removeprefix(prefix).partition(".")
+        rules[role] = replace(rule, name=f"{prefix}{NAMES.get(first, first)}{dot}{rest}")
+    if layer not in config.state_layers:
+        return rules
+    return {role: rule for role, rule in rules.items() if ".self_attn." not in rule.name} | mamba_tensors(config, f"{prefix}mamba.")
+
+
+def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
+    rules = llama.outer_tensors(config)
+    return rules | {"norm": replace(rules["norm"], name="model.final_layernorm.weight")}
