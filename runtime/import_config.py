@@ -1,7 +1,8 @@
 """What the `quantization_config` of another tool says: whether it is read, how its weights lie, and of how many bits.
 
-GPTQ, AWQ, FP8, and of compressed-tensors integers in words (pack-quantized), integers in bytes (int-quantized) and floats of eight bits
-(float-quantized); naive-quantized is one of the last two. The section is input from elsewhere: nothing of it is taken for granted.
+GPTQ, AWQ, FP8, ModelOpt's FP8 and NVFP4, and of compressed-tensors integers in words (pack-quantized), integers in bytes (int-quantized),
+floats of eight bits (float-quantized) and NVFP4 (nvfp4-pack-quantized); naive-quantized is one of those in bytes. The section is input from
+elsewhere: nothing of it is taken for granted.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from ..quant.imports import fp8, groups
+from ..quant.imports import fp8, groups, nvfp4
 from ..quant.spec import QuantSpec
 from .config_reader import ConfigError, show
 from .families import TensorRule, kind_of
@@ -17,7 +18,9 @@ from .families import TensorRule, kind_of
 # Roles of what these methods quantize.
 LINEARS = ("q", "k", "v", "kv_a", "q_a", "q_b", "o", "gate", "up", "down", "state_in", "state_gate", "state_out")
 ORIGINAL = "take the original 16-bit checkpoint"
-METHODS = ("gptq", "awq", "compressed-tensors", "fp8")
+METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "modelopt")
+ALGORITHMS = {"FP8": "fp8", "NVFP4": "nvfp4 in bytes"}  # of ModelOpt -> layout
+NVFP4 = ("nvfp4", "nvfp4 in bytes")  # layouts
 FLOATS, INTEGERS = ("F32", "F16", "BF16"), ("I32", "I64")
 
 
@@ -36,6 +39,7 @@ class PartKind:
 WORDS, GROUP_SCALES, SCALES = PartKind(("I32",), (2,)), PartKind(FLOATS, (2,)), PartKind(FLOATS, (0, 1, 2))
 EXPONENTS = "F8_E8M0"  # scales that are powers of two
 FP8_SCALES = PartKind((*FLOATS, EXPONENTS), (0, 1, 2), needed=False)
+SMALL_SCALES, MATRIX_SCALE = PartKind(("F8_E4M3",), (2,)), PartKind(("F32",), (0, 1))
 ORDER = PartKind(INTEGERS, (1, 2), needed=False)
 # Layout -> the ending of the tensor that holds a weight's codes, and those of the others.
 ENDINGS = {
@@ -46,6 +50,8 @@ ENDINGS = {
     "integers": ("weight", {"weight_scale": SCALES, "weight_zero_point": PartKind(("I8",), (0, 1, 2), needed=False),
                             "weight_g_idx": ORDER}),
     "fp8": ("weight", {"weight_scale_inv": FP8_SCALES, "weight_scale": FP8_SCALES}),
+    "nvfp4": ("weight_packed", {"weight_scale": SMALL_SCALES, "weight_global_scale": MATRIX_SCALE}),
+    "nvfp4 in bytes": ("weight", {"weight_scale": SMALL_SCALES, "weight_scale_2": MATRIX_SCALE}),
 }
 # Layout -> the dimension along which parts hold outputs, and whether as bits in words; scales of the others may be of several outputs.
 CUTS = {
@@ -54,11 +60,16 @@ CUTS = {
     "packed": {"weight_packed": (0, False), "weight_scale": (0, False), "weight_zero_point": (0, True)},
     "integers": {"weight": (0, False)},
     "fp8": {"weight": (0, False)},
+    "nvfp4": {"weight_packed": (0, False), "weight_scale": (0, False)},
+    "nvfp4 in bytes": {"weight": (0, False), "weight_scale": (0, False)},
 }
 # Of activations and caches, which are not rounded to a checkpoint's scales here.
-IGNORED = ("input_scale", "input_zero_point", "output_scale", "output_zero_point", "activation_scale", "q_scale", "k_scale", "v_scale",
-           "k_zero_point", "v_zero_point")
-CODES = {"integers": "I8", "fp8": "F8_E4M3"}  # the type of codes that bear a weight's name; what has another type is a plain weight
+IGNORED = ("input_scale", "input_global_scale", "input_zero_point", "output_scale", "output_zero_point", "activation_scale", "q_scale",
+           "k_scale", "v_scale", "k_zero_point", "v_zero_point")
+# The type of codes that bear a weight's name; what has another type is a plain weight.
+CODES = {"integers": "I8", "fp8": "F8_E4M3", "nvfp4 in bytes": "U8"}
+TYPES = {**CODES, "nvfp4": "U8"}  # of codes that are no words
+IN_BLOCKS = ("integers", "fp8")  # layouts in which several outputs may have one scale
 
 
 def check_method(section: Mapping[str, object]) -> None:
@@ -80,11 +91,14 @@ def check_method(section: Mapping[str, object]) -> None:
     version = str(section.get("version") or order_of(section) or "gemm")
     if method == "awq" and (bits not in (4, None) or version.lower() != "gemm"):
         raise refused(f"bits {show(bits)} and version {show(version)}", "AWQ of 4 bits in the gemm layout")
+    if method == "modelopt" and (algorithm := section.get("quant_algo")) not in ALGORITHMS:
+        raise refused(f"quant_algo {show(algorithm)}", f"of ModelOpt: {', '.join(ALGORITHMS)}")
     if method != "compressed-tensors":
         return
     if layout_of(section) is None:
         raise refused(f"format {show(section.get('format'))} and weights of {_kinds_shown(section)}",
-                      "pack-quantized integers of 4 or 8 bits, int-quantized ones of 2 to 8, float-quantized weights of 8")
+                      "pack-quantized integers of 4 or 8 bits, int-quantized ones of 2 to 8, float-quantized weights of 8, "
+                      "nvfp4-pack-quantized ones of 4")
     sparsity = section.get("sparsity_config")
     if isinstance(sparsity, dict) and sparsity.get("format") not in (None, "dense"):
         raise refused(f"sparsity_config of format {show(sparsity['format'])}", "dense weights")
@@ -137,6 +151,8 @@ def _kinds_shown(section: Mapping[str, object]) -> str:
 
 def layout_of(section: Mapping[str, object]) -> str | None:
     """The key of ENDINGS that says how weights lie; None for a compressed-tensors format that is not read."""
+    if section.get("quant_method") == "modelopt":
+        return ALGORITHMS.get(str(section.get("quant_algo")))
     if section.get("quant_method") != "compressed-tensors":
         return str(section.get("quant_method"))
     kinds, written = _kinds(section), section.get("format")
@@ -146,6 +162,8 @@ def layout_of(section: Mapping[str, object]) -> str | None:
         return "packed" if kinds[0] in (("int", 4), ("int", 8)) and kinds.count(kinds[0]) == len(kinds) else None
     if written in ("int-quantized", "naive-quantized") and all(kind == "int" and 2 <= bits <= 8 for kind, bits in kinds):
         return "integers"
+    if written == "nvfp4-pack-quantized" and all(kind == ("float", 4) for kind in kinds):
+        return "nvfp4"
     return "fp8" if written in ("float-quantized", "naive-quantized") and all(kind == ("float", 8) for kind in kinds) else None
 
 
@@ -172,7 +190,7 @@ def block_of(section: Mapping[str, object]) -> tuple[int, int]:
 def from_codes(section: Mapping[str, object]) -> bool:
     """Whether weights of a `quantization_config` are such that kernels multiply their codes, as far as it says."""
     layout = layout_of(section)
-    return layout in ("awq", "packed", "integers", "fp8") or (layout == "gptq" and section.get("bits") in groups.BITS)
+    return layout in ("awq", "packed", "integers", "fp8", *NVFP4) or (layout == "gptq" and section.get("bits") in groups.BITS)
 
 
 def are_floats(section: Mapping[str, object]) -> bool:
@@ -200,6 +218,8 @@ def expected_formats(section: Mapping[str, object]) -> Callable[[str, TensorRule
         if not head and (own not in LINEARS or len(rule.shape) != 2) or any(_names(each, rule.name) for each in named):
             return None
         depth = rule.shape[1]
+        if not rule.part_of and layout_of(section) in NVFP4:
+            return nvfp4.SPEC if depth % nvfp4.GROUP == 0 else widened
         if not rule.part_of and layout_of(section) == "fp8":
             high, wide = block_of(section)
             scales = (-(-rule.shape[0] // high), -(-depth // wide)) if high and wide else (1,)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..quant.imports import awq, compressed_tensors, fp8, gptq, groups
-from .import_config import bits_of, order_of
+from ..quant.imports import awq, compressed_tensors, fp8, gptq, groups, nvfp4
+from .import_config import NVFP4, bits_of, order_of
 
 Array = Callable[[str], np.ndarray | None]  # a part of a weight by its name
 
@@ -24,10 +24,17 @@ class Decoder:
 
     def decoded(self, array: Array, shape: tuple[int, ...]) -> np.ndarray:
         """float32 [N, K]."""
+        if self.layout in NVFP4:
+            return nvfp4.dequantize(*self.small(array))
         if self.layout != "fp8":
             return self.integers(array, shape).values()
         inverse = array("weight_scale_inv")
         return fp8.dequantize(array("weight"), array("weight_scale") if inverse is None else inverse, self.block)
+
+    def small(self, array: Array) -> tuple[np.ndarray, np.ndarray, np.float32]:
+        """Of NVFP4 codes, two in a byte, their scales, and what all is multiplied by."""
+        packed = array("weight" if self.layout == "nvfp4 in bytes" else "weight_packed")
+        return packed, array("weight_scale"), nvfp4.matrix_scale(array("weight_global_scale"), array("weight_scale_2"))
 
     def integers(self, array: Array, shape: tuple[int, ...]) -> groups.Groups:
         if self.layout == "gptq":

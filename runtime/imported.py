@@ -1,8 +1,8 @@
-"""Quantized checkpoints of other tools: GPTQ, AWQ, compressed-tensors (integers in words or bytes, FP8), FP8.
+"""Quantized checkpoints of other tools: GPTQ, AWQ, compressed-tensors (integers in words or bytes, FP8, NVFP4), FP8, ModelOpt.
 
 `quantization_config` names the method (`import_config.py`); what stands for a weight (its codes, scales, zero points) is found by name.
-Integers of 4 and 8 bits whose groups lie in order, and FP8, are put into the order of the kernels, nothing rounded; any other weight is
-widened to 16 bits. Either is done one weight at a time when it is read, and announced with its cost in memory.
+Integers of 4 and 8 bits whose groups lie in order, FP8 and NVFP4 are put into the order of the kernels, nothing rounded; any other weight
+is widened to 16 bits. Either is done one weight at a time when it is read, and announced with its cost in memory.
 """
 
 from __future__ import annotations
@@ -24,19 +24,34 @@ from ..offload.notes import Fallback
 from ..offload.size import format_size
 from ..offload.streaming import Range
 from ..quant.codes import Codes
-from ..quant.imports import compressed_tensors, fp8, groups
-from ..quant.imports.arranged import WORDS, put_floats, put_halves, put_words
+from ..quant.imports import compressed_tensors, fp8, groups, nvfp4
+from ..quant.imports.arranged import WORDS, put_floats, put_halves, put_small, put_words
 from ..quant.pack import pack, put_factors, put_rows
 from ..quant.spec import QuantSpec
 from ..quant.weight import RAW_NUMPY, from_f32, to_f32
 from .container import Container as StoredContainer
 from .container import StoredTensor
-from .import_config import CODES, CUTS, ENDINGS, EXPONENTS, FLOATS, IGNORED, ORIGINAL, bits_of, block_of, from_codes, layout_of
+from .import_config import (
+    CODES,
+    CUTS,
+    ENDINGS,
+    EXPONENTS,
+    FLOATS,
+    IGNORED,
+    IN_BLOCKS,
+    NVFP4,
+    ORIGINAL,
+    TYPES,
+    bits_of,
+    block_of,
+    from_codes,
+    layout_of,
+)
 from .import_decoder import Array, Decoder
 from .made_store import ARRANGED_NBYTES, scratch_nbytes, steps
 
 WORD = 32  # bits
-WHOLE = {"I8": np.int8, "I32": np.int32, "I64": np.int64, "F8_E4M3": np.uint8}
+WHOLE = {"I8": np.int8, "U8": np.uint8, "I32": np.int32, "I64": np.int64, "F8_E4M3": np.uint8}
 MADE = 1 << 60  # where weights that are made on the way in begin: behind every file
 
 
@@ -70,6 +85,8 @@ class ImportedStore(TensorStore):
     def _formats(self, store: TensorStore, tensors: Mapping[str, TensorInfo], parted: Container[str]) -> dict[str, QuantSpec]:
         """Weights that run from their codes, with their formats."""
         found = {}
+        if self._layout in NVFP4:
+            return {name: nvfp4.SPEC for name in self._parts if name not in parted and tensors[name].shape[1] % nvfp4.GROUP == 0}
         if self._layout == "fp8":
             own = {name: fp8.spec_of(tensors[name].shape, _scales(parts).shape, self._block) for name, parts in self._parts.items()}
             return {name: spec for name, spec in own.items() if spec is not None and name not in parted}
@@ -146,10 +163,12 @@ class ImportedStore(TensorStore):
 
     def _shape(self, info: TensorInfo) -> tuple[int, int]:
         """The weight's, from that of its codes."""
-        if len(info.shape) != 2 or 0 in info.shape or info.dtype != CODES.get(self._layout, "I32"):
+        if len(info.shape) != 2 or 0 in info.shape or info.dtype != TYPES.get(self._layout, "I32"):
             raise _unfit(info, f"{info.name.rpartition('.')[0]}.weight", f"{info.name} is {info.dtype} {list(info.shape)}")
         rows, columns = info.shape
-        if self._layout in CODES:
+        if self._layout in NVFP4:
+            return rows, 2 * columns
+        if self._layout in IN_BLOCKS:
             return rows, columns
         if self._layout == "gptq":
             return columns, rows * 32 // int(self._section["bits"])
@@ -215,7 +234,7 @@ class ImportedStore(TensorStore):
         """A weight out of its parts, some outputs at a time."""
         parts, shape, spec, out = self._parts[info.name], self._shape_of(info), self._specs.get(info.name), outs[index]
         arrays = {name: self._typed(part, raw) for (name, part), raw in zip(parts.items(), raws, strict=True)}
-        if self._layout == "fp8" and (spec is not None or self._in_halves(info)):
+        if self._is_floats(info) or self._in_halves(info):
             self._put_floats(info, arrays.get, out)
             return
         each, in_words = info.nbytes // shape[0], self._in_words(info)
@@ -245,8 +264,8 @@ class ImportedStore(TensorStore):
         return info.name in self._specs and (self._layout, self._specs[info.name].bits) in WORDS
 
     def _is_floats(self, info: TensorInfo) -> bool:
-        """Does it stay floats of eight bits?"""
-        return self._layout == "fp8" and info.name in self._specs
+        """Does it stay floats, of eight bits or of four?"""
+        return self._layout in ("fp8", *NVFP4) and info.name in self._specs
 
     def _in_halves(self, info: TensorInfo) -> bool:
         """Are its floats of eight bits widened to half precision?"""
@@ -265,7 +284,7 @@ class ImportedStore(TensorStore):
         """Outputs that can be made by themselves: whole words of zero points and blocks of scales; all where nobody says how high those
         are."""
         rows, scales = self._shape_of(info)[0], self._parts[info.name].get("weight_scale_inv", self._parts[info.name].get("weight_scale"))
-        if self._layout not in CODES or len(scales.shape) < 2 or scales.shape[0] in (1, rows):
+        if self._layout not in IN_BLOCKS or len(scales.shape) < 2 or scales.shape[0] in (1, rows):
             return lcm(ROWS, WORD)
         return lcm(ROWS, self._block[0]) if self._block[0] else rows
 
@@ -281,7 +300,7 @@ class ImportedStore(TensorStore):
             found[name] = arrays[name][first:last] if axis == 0 else arrays[name][:, first:last]
         if "weight_shape" in arrays:
             found["weight_shape"] = arrays["weight_shape"].reshape(-1) - [rows - (end - begin), 0]
-        for name in arrays.keys() - {"weight", "weight_g_idx"} if self._layout in CODES else ():
+        for name in arrays.keys() - {"weight", "weight_g_idx"} if self._layout in IN_BLOCKS else ():
             values = arrays[name]
             if values.size == 1 or len(values) == 1:
                 continue
@@ -326,11 +345,13 @@ class ImportedStore(TensorStore):
             return self._last[1]
 
     def _put_floats(self, info: TensorInfo, array: Array, out: np.ndarray) -> None:
-        """Floats of eight bits, which `array` gives by name with their scales, into a blob, or as halves."""
+        """Floats of few bits, which `array` gives by name with their scales, into a blob, or as halves."""
         inverse, spec = array("weight_scale_inv"), self._specs.get(info.name)
         scales = array("weight_scale") if inverse is None else inverse
         try:
-            if spec is None:
+            if self._layout in NVFP4:
+                put_small(out, *self._decoder.small(array))
+            elif spec is None:
                 put_halves(out, array("weight"), scales, self._block)
             else:
                 put_floats(out, spec, array("weight"), scales, self._block)

@@ -24,6 +24,10 @@ TURNED = {"llama4": True, "llama4_text": True, "qwen3_vl_moe": False}
 IN_ONE = ("qwen3_next",)  # families whose folders hold matrices in one another, row by row (`parted_rows.py`)
 
 
+# Files in which tools say how they quantized, where config.json does not -> the quant_method that is meant.
+BESIDE = {"quantize_config.json": "gptq or awq", "quant_config.json": "gptq or awq", "hf_quant_config.json": "modelopt"}
+
+
 def open_store(path: Path, wide: str = "f16", low_bit: bool = False, kept: Callable[[str], bool] | None = None,
                whole: bool = True) -> TensorStore:
     """The weights of a model as raw values; blocks of a GGUF file become `wide`, f16 or f32. With `low_bit` what kernels multiply stays
@@ -86,14 +90,16 @@ def _in_own_form(store: TensorStore, raw: Mapping[str, object], wide: str, low_b
 
 
 def _refuse_undescribed(store: TensorStore) -> None:
-    """Raises CheckpointError for weights in words of which config.json says nothing, as older tools left them."""
-    words = next((name for name in store.tensors if name.endswith((".qweight", ".weight_packed"))), None)
+    """Raises CheckpointError for weights in words, or in few bits beside scales, of which config.json says nothing, as older tools left
+    them."""
+    words = next((name for name, info in store.tensors.items() if name.endswith((".qweight", ".weight_packed"))
+                  or info.dtype in ("F8_E4M3", "U8") and not store.tensors.keys().isdisjoint((f"{name}_scale", f"{name}_scale_inv"))), None)
     if words is None:
         return
-    beside = next((name for name in ("quantize_config.json", "quant_config.json") if (store.folder / name).exists()), None)
+    beside = next((name for name in BESIDE if (store.folder / name).exists()), None)
     raise CheckpointError(f"{store.folder} holds {shown(words)}, quantized weights that its config.json says nothing of",
-                          f"put what {beside} says into config.json as quantization_config, with its quant_method (gptq or awq); or take "
-                          "the original checkpoint" if beside else "take the original 16-bit checkpoint, or an upload that says it")
+                          f"put what {beside} says into config.json as quantization_config, with its quant_method ({BESIDE[beside]}); or "
+                          "take the original checkpoint" if beside else "take the original 16-bit checkpoint, or an upload that says it")
 
 
 def _parted(path: Path) -> frozenset[str]:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from effllm.kernels import tiles
 from effllm.kernels.cpu import foreign_blocks, foreign_levels, foreign_words
 from effllm.quant.codes import Codes, dequantize
-from effllm.quant.imports import awq, compressed_tensors, fp8, gguf_levels, gptq, mxfp4
-from effllm.quant.imports.arranged import MXFP4, WORDS, put_blocks, put_floats, put_halves, put_pairs, put_words
+from effllm.quant.imports import awq, compressed_tensors, fp8, gguf_levels, gptq, mxfp4, nvfp4
+from effllm.quant.imports.arranged import MXFP4, WORDS, put_blocks, put_floats, put_halves, put_pairs, put_small, put_words
 from effllm.quant.imports.gguf import DECODERS, KEPT, kept
 from effllm.quant.levels import MXFP
 from effllm.quant.pack import pack, pack_tiles, put_rows, put_tables, unpack
@@ -176,6 +176,31 @@ def test_floats_of_eight_bits_stay_what_they_are(seed: int, rows: int, depth: in
     scales_nbytes = at.rows // 16 * at.depth // spec.group * 4
     for begin, nbytes in ((0, at.rows * at.depth), (at.scales, scales_nbytes), (at.row_scales, 4 * at.rows)):
         np.testing.assert_array_equal(out[begin : begin + nbytes], theirs[begin : begin + nbytes])
+
+
+@several
+@given(seed=seeds, rows=st.integers(1, 70), groups=st.integers(1, 20), scale=st.floats(2.0**-40, 2.0**40, width=32))
+def test_floats_of_four_bits_stay_what_they_are(seed: int, rows: int, groups: int, scale: float) -> None:
+    """NVFP4 of folders: put in order as NumPy would, and meaning what NumPy says. Rows that end within a tile, too."""
+    rng = np.random.default_rng(seed)
+    packed = rng.integers(0, 256, (rows, 8 * groups), np.uint8)
+    scales = rng.integers(0, 127, (rows, groups), np.uint8) | rng.integers(0, 2, (rows, groups), np.uint8) << 7
+    shape, out = (rows, 16 * groups), np.zeros(nvfp4.SPEC.nbytes((rows, 16 * groups)), np.uint8)
+    put_small(out, packed, scales, np.float32(scale))
+    np.testing.assert_array_equal(out, pack(nvfp4.packable(packed, scales, np.float32(scale)), nvfp4.SPEC))
+    meant = nvfp4.dequantize(packed, scales, np.float32(scale))
+    np.testing.assert_array_equal(dequantize(unpack(out, nvfp4.SPEC, shape), nvfp4.SPEC), meant)
+    scales[rng.integers(rows), rng.integers(groups)] |= 0x7F
+    with pytest.raises(ValueError, match="scale is NaN"):
+        put_small(out, packed, scales, np.float32(scale))
+
+
+def test_a_scale_of_a_matrix_is_one_number() -> None:
+    one = np.float32([2.0])
+    assert nvfp4.matrix_scale(one, None) == 0.5 and nvfp4.matrix_scale(None, one.reshape(())) == 2.0
+    for divisor, factor in ((None, None), ([1, 2], None), ([0], None), (None, [np.inf]), ([np.nan], None)):
+        with pytest.raises(ValueError, match="scale"):
+            nvfp4.matrix_scale(*(None if each is None else np.float32(each) for each in (divisor, factor)))
 
 
 def test_floats_of_eight_bits_that_are_no_numbers_are_refused() -> None:

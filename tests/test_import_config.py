@@ -64,7 +64,8 @@ def test_blocks_are_those_that_all_groups_state() -> None:
     ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "'marlin-24'"),
     (plain("pack-quantized") | {"config_groups": {"a": {"weights": {"num_bits": 4}}, "b": {"weights": {"num_bits": 8}}}}, "pack-quantized"),
     (plain("int-quantized", num_bits=16), "'int' 16"), (plain("int-quantized", num_bits=8, type="float"), "'float' 8"),
-    (plain("float-quantized", num_bits=[4]), "float-quantized"), (plain("nvfp4-pack-quantized", num_bits=4, type="float"), "nvfp4"),
+    (plain("float-quantized", num_bits=[4]), "float-quantized"), (plain("nvfp4-pack-quantized", num_bits=8, type="float"), "nvfp4"),
+    ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "'MIXED_PRECISION'"), ({"quant_method": "modelopt"}, "quant_algo None"),
     (plain("int-quantized", num_bits=8) | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
     (plain("int-quantized", num_bits=8) | {"transform_config": {"config_groups": {"R": {"apply": [
         {"location": "weight_input"}, {"location": "input"}]}}}}, "transform at 'input'"),
@@ -112,16 +113,17 @@ def test_the_text_part_of_a_composite_may_say_how_it_is_quantized(tmp_path: Path
     assert weights["outer"] == weights["inner"] and "model.layers.0.self_attn.q_proj.weight" in weights["inner"]
 
 
-@pytest.mark.parametrize("beside", ["quantize_config.json", "quant_config.json", None])
-def test_codes_of_which_the_config_says_nothing_are_named(tmp_path: Path, beside: str | None) -> None:
+@pytest.mark.parametrize(("name", "beside"), [("gptq 4", "quantize_config.json"), ("gptq 4", "quant_config.json"), ("gptq 4", None),
+                                              ("modelopt nvfp4", "hf_quant_config.json"), ("fp8 blocks", None)])
+def test_codes_of_which_the_config_says_nothing_are_named(tmp_path: Path, name: str, beside: str | None) -> None:
     """Older tools described them in a file of their own."""
-    written(tmp_path / "m", "gptq 4")
+    written(tmp_path / "m", name)
     path = tmp_path / "m" / "config.json"
     raw = json.loads(path.read_text())
     section = raw.pop("quantization_config")
     path.write_text(json.dumps(raw))
     if beside:
         (tmp_path / "m" / beside).write_text(json.dumps(section))
-    with pytest.raises(CheckpointError, match="qweight.*says nothing of") as caught:
+    with pytest.raises(CheckpointError, match="weight.*says nothing of") as caught:
         open_store(tmp_path / "m")
-    assert (beside or "16-bit checkpoint") in caught.value.hint
+    assert (beside or "16-bit checkpoint") in caught.value.hint and ("modelopt" in caught.value.hint) == ("modelopt" in name)

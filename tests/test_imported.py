@@ -21,6 +21,7 @@ from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.source import is_low_bit, open_store, open_weights
 
 sys.path.insert(0, str(Path(__file__).parent))
+from float_checkpoints import as_fp8, as_nvfp4
 from gguf_samples import FABLE, weights
 
 IDS = [0, 1, 17, 300, 2, 4000, 91, 1234]
@@ -112,20 +113,6 @@ def as_bytes(values: np.ndarray, bits: int, kind: str, asymmetric: bool = False)
     return parts, (spread(scales) * (codes - spread(zeros)).astype(np.float32)).astype(np.float32)
 
 
-def as_fp8(values: np.ndarray, kind: str, name: str = "", powers: bool = False):
-    n, k = values.shape
-    shape = {"blocks": (-(-n // 128), -(-k // 128)), "rows": (n, 1), "one": (1, 1)}[kind]
-    scales = (np.random.default_rng(1).random(shape, np.float32) + 0.5) / 512
-    if powers:
-        scales = np.exp2(np.rint(np.log2(scales) * 2)).astype(np.float32) * 256
-    high, wide = (128, 128) if kind == "blocks" else (-(-n // shape[0]), k)
-    spread = np.repeat(np.repeat(scales, high, 0)[:n], wide, 1)[:, :k]
-    codes = torch.from_numpy(np.clip(values / spread, -448, 448)).to(torch.float8_e4m3fn)
-    name = name or ("weight_scale_inv" if kind == "blocks" else "weight_scale")
-    stored = torch.from_numpy(scales).to(torch.float8_e8m0fnu) if powers else scales
-    return {"weight": codes, name: stored if kind != "one" else stored.reshape(())}, codes.float().numpy() * spread
-
-
 def plain(written: str, **weights: object) -> dict[str, object]:
     return {"quant_method": "compressed-tensors", "format": written, "config_groups": {"group_0": {"weights": weights}}}
 
@@ -161,6 +148,11 @@ CASES = {
     "fp8 blocks, powers of two": ({"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"},
                                   lambda v: as_fp8(v, "blocks", powers=True)),
     "fp8 rows": ({"quant_method": "fp8"}, lambda v: as_fp8(v, "rows")),
+    "nvfp4": (plain("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16),
+              lambda v: as_nvfp4(v, ("weight_packed", "weight_global_scale"), True)),
+    "modelopt nvfp4": ({"quant_method": "modelopt", "quant_algo": "NVFP4"},
+                       lambda v: as_nvfp4(v, ("weight", "weight_scale_2"), False)),
+    "modelopt fp8": ({"quant_method": "modelopt", "quant_algo": "FP8"}, lambda v: as_fp8(v, "one")),
     "fp8, one scale": ({"quant_method": "fp8"}, lambda v: as_fp8(v, "one")),
 }
 
@@ -209,7 +201,7 @@ def test_weights_mean_what_their_format_says(checkpoint: tuple[str, Path, dict[s
 CODES = ("gptq 4", "gptq 4, format gptq_v2", "gptq 8", "awq", "int4", "int4, zero points", "int4, bf16 scales", "int8",
          "int8, a scale per row", "bytes, a scale per row", "bytes, zero points", "bytes, one scale", "bytes of 4 bits",
          "bytes, whole blocks", "float-quantized", "float-quantized blocks", "fp8 blocks", "fp8 blocks, powers of two", "fp8 rows",
-         "fp8, one scale")
+         "fp8, one scale", "nvfp4", "modelopt nvfp4", "modelopt fp8")
 
 
 def test_codes_of_the_kernels_lose_nothing(checkpoint: tuple[str, Path, dict[str, np.ndarray]]) -> None:

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from effllm.offload.checkpoint import CheckpointError, TensorStore
 from effllm.offload.header import TensorInfo
-from effllm.quant.imports import fp8, groups
+from effllm.quant.imports import fp8, groups, nvfp4
 from effllm.quant.pack import pack
 from effllm.quant.weight import from_f32
 from effllm.runtime.imported import ImportedStore
@@ -110,6 +110,8 @@ def by_numpy(store: ImportedStore, info: TensorInfo) -> np.ndarray:
         values = store._checked(info, info.shape, store._decoder.decoded, array)
         with np.errstate(all="ignore"):
             return np.ascontiguousarray(from_f32(values, "f16")).reshape(-1).view(np.uint8)
+    if spec.scheme == "nvfp":
+        return pack(nvfp4.packable(*store._decoder.small(array)), spec)
     if spec.scheme == "float":
         scales = array("weight_scale") if array("weight_scale_inv") is None else array("weight_scale_inv")
         return pack(fp8.packable(array("weight"), scales, spec, store._block), spec)

@@ -25,7 +25,7 @@ def of_files(model: Path) -> int:
         return store.nbytes
 
 
-@pytest.fixture(params=("Q8_0", "Q4_0", "F16", "awq", "int4", "fp8 blocks", "fp8, one scale", "mxfp4"))
+@pytest.fixture(params=("Q8_0", "Q4_0", "F16", "awq", "int4", "fp8 blocks", "fp8, one scale", "modelopt nvfp4", "mxfp4"))
 def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     place = tmp_path / "source"
     if request.param == "mxfp4":

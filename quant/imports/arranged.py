@@ -15,7 +15,7 @@ from ..codes import Codes
 from ..levels import MXFP
 from ..pack import put_factors, put_rows, put_tables
 from ..spec import QuantSpec
-from . import fp8
+from . import fp8, nvfp4
 from .gguf import DECODERS, KEPT
 from .gguf_levels import KINDS as LEVELED
 from .gguf_levels import grid_of
@@ -126,6 +126,25 @@ def put_floats(blob: np.ndarray, spec: QuantSpec, codes: np.ndarray, scales: np.
     foreign_words.codes_to_tiles(foreign_words.BYTES, address(codes), codes.strides[0], n, k // TILE,
                                  address(blob) + spec.sections(codes.shape).codes)
     put_factors(blob, spec, codes.shape, 0, own[0], None, own[1])
+
+
+def put_small(blob: np.ndarray, packed: np.ndarray, scales: np.ndarray, scale: np.float32) -> None:
+    """NVFP4 as folders hold it, as `nvfp4.packable` takes it -> the blob of its weight, nothing rounded. Releases the interpreter lock.
+    Raises ValueError for arrays that do not fit, and for what is no number."""
+    from ...kernels.cpu import foreign_words
+
+    nvfp4.check(packed, scales)
+    spec, shape, rows = nvfp4.SPEC, (len(packed), 2 * packed.shape[1]), np.full(len(packed), scale / 2, np.float32)
+    if not packed.flags.c_contiguous:
+        raise ValueError("codes that do not lie side by side")
+    if shape[1] % TILE:
+        put_rows(blob, spec, shape, 0, nvfp4.packable(packed, scales, scale))
+    else:
+        _check(blob, spec, shape, 0, len(packed))
+        foreign_words.codes_to_tiles(foreign_words.PAIRS, address(packed), packed.strides[0], shape[0], shape[1] // TILE,
+                                     address(blob) + spec.sections(shape).codes)
+        put_factors(blob, spec, shape, 0, scales.view(np.int8), None, rows)
+    put_tables(blob, spec, shape, MXFP)
 
 
 def _check(blob: np.ndarray, spec: QuantSpec, shape: tuple[int, int], begin: int, n: int) -> None:

@@ -1,0 +1,35 @@
+"""Weights in floats of eight and of four bits as other tools store them, by each format's description; and what they mean."""
+
+import numpy as np
+import torch
+
+
+def as_fp8(values: np.ndarray, kind: str, name: str = "", powers: bool = False):
+    n, k = values.shape
+    shape = {"blocks": (-(-n // 128), -(-k // 128)), "rows": (n, 1), "one": (1, 1)}[kind]
+    scales = (np.random.default_rng(1).random(shape, np.float32) + 0.5) / 512
+    if powers:
+        scales = np.exp2(np.rint(np.log2(scales) * 2)).astype(np.float32) * 256
+    high, wide = (128, 128) if kind == "blocks" else (-(-n // shape[0]), k)
+    spread = np.repeat(np.repeat(scales, high, 0)[:n], wide, 1)[:, :k]
+    codes = torch.from_numpy(np.clip(values / spread, -448, 448)).to(torch.float8_e4m3fn)
+    name = name or ("weight_scale_inv" if kind == "blocks" else "weight_scale")
+    stored = torch.from_numpy(scales).to(torch.float8_e8m0fnu) if powers else scales
+    return {"weight": codes, name: stored if kind != "one" else stored.reshape(())}, codes.float().numpy() * spread
+
+
+def as_nvfp4(values: np.ndarray, names: tuple[str, str], divides: bool):
+    """Levels of E2M1 under floats of eight bits for 16 inputs, and one scale, by which compressed-tensors divides."""
+    grouped = values.reshape(len(values), -1, 16)
+    largest = np.abs(grouped).max(-1) / 6
+    matrix = np.float32(448 / largest.max() if divides else largest.max() / 448)
+    scale = np.float32(1) / matrix if divides else matrix
+    scales = torch.from_numpy(largest / scale).to(torch.float8_e4m3fn)
+    meant = scales.float().numpy()
+    scaled = np.divide(grouped, (meant * scale)[..., None], out=np.zeros_like(grouped), where=meant[..., None] > 0)
+    levels = np.float32([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    levels = np.concatenate([levels, -levels])
+    codes = np.abs(scaled[..., None] - levels).argmin(-1).astype(np.uint8).reshape(len(values), -1)
+    parts = {names[0]: codes[:, ::2] | codes[:, 1::2] << np.uint8(4), "weight_scale": scales,
+             names[1]: np.float32([matrix]) if divides else matrix, "input_global_scale" if divides else "input_scale": np.float32([3.0])}
+    return parts, levels[codes] * np.repeat(meant, 16, axis=1) * scale
