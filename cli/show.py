@@ -25,6 +25,7 @@ def register(app: typer.Typer) -> None:
 def show(context: typer.Context, model: Model, json: Json = False) -> None:
     """What a model is: shape, context, precision, licence."""
     from ..offload.size import format_size
+    from ..runtime.calls.calling import Calling
     from ..runtime.engine import EngineOptions, prepare
     from ..runtime.hub import shown_licence
     from ..runtime.source import licence_of
@@ -38,6 +39,7 @@ def show(context: typer.Context, model: Model, json: Json = False) -> None:
     config, container = prepared.config, prepared.container
     groups = check_tensors(config, prepared.store, container)
     tokenizer = Tokenizer.load(ref.folder, config)
+    calls = Calling(tokenizer).style if tokenizer.template else None
     licence = ref.licence or (container and container.source.get("licence")) or licence_of(ref.folder)
     parameters, tensors = count(groups), [tensor for roles in groups.values() for tensor in roles.values()]
     stored = sorted({tensor.info.dtype if tensor.spec.is_raw else str(tensor.spec) for tensor in tensors})
@@ -61,6 +63,7 @@ def show(context: typer.Context, model: Model, json: Json = False) -> None:
                                                             "value": latent.value},
                      "states": None if state is None else {"kind": state.title, "layers": len(config.state_layers)},
                      "windows": windows, "chat_template": tokenizer.template is not None, "thinks": tokenizer.thinks,
+                     "tools": calls.format.name if calls and calls.knows_tools else None,
                      "warnings": [*config.warnings, *tokenizer.remarks],
                      "quantized": None if container is None else {"spec": container.spec_text, "bits_per_weight": container.bits_per_weight,
                                                                   "source": dict(container.source), "method": dict(container.method),
@@ -87,6 +90,7 @@ def show(context: typer.Context, model: Model, json: Json = False) -> None:
         ("context", f"{config.context_length} tokens, {_positions(config)}"),
         ("vocabulary", f"{config.vocab_size} tokens"),
         ("chat", "has a template" + (", reasons first" if tokenizer.thinks else "") if tokenizer.template else "base model, no template"),
+        ("tools", "" if calls is None else f"calls in the form of {calls.format.name}" if calls.knows_tools else "its template knows none"),
     ) if pair[1]])
 
 

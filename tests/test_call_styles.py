@@ -209,6 +209,6 @@ def test_a_mark_in_the_vocabulary_of_a_template_without_tools() -> None:
 
 
 def test_a_template_without_an_end_is_not_asked_for_ever() -> None:
-    template = ChatTemplate("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", seconds=0.2)
+    template = ChatTemplate("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", seconds=1.0)
     begin = time.monotonic()
-    assert not find_style(template.render).knows_tools and time.monotonic() - begin < 12
+    assert not find_style(template.render).knows_tools and time.monotonic() - begin < 8

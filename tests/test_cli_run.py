@@ -6,6 +6,7 @@ Real processes where the process is the point, calls of `main` in this one elsew
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import effllm
 from effllm.cli.app import main
 from effllm.cli.environment import Environment
 from effllm.offload.size import parse_size
@@ -20,6 +22,7 @@ from effllm.offload.size import parse_size
 EFFLLM = (sys.executable, "-P", "-m", "effllm")
 MINUTE = 60
 STORY = "Tell me a story about the fox and the king."
+FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 
 
 class Ran:
@@ -275,7 +278,18 @@ def test_list_and_show_know_the_packaged_model() -> None:
     assert "fable" in Ran("list").out and "llama3" in Ran("list", "--all").out
     shown = json.loads(Ran("show", "fable", "--json").out)
     assert shown["context"] == 2048 and shown["parameters"] == fable["parameters"] and shown["chat_template"] is True
-    assert "2048 tokens" in Ran("show", "fable").out
+    assert "2048 tokens" in Ran("show", "fable").out and "its template knows none" in Ran("show", "fable").out and shown["tools"] is None
+
+
+def test_show_says_how_a_model_calls_tools(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(FABLE, folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    for template, line in (("{{ messages[0].content }}{{ tools | tojson }} in <tool_call></tool_call>", "calls in the form of Hermes"),
+                           (None, ""), ("{% if %}", "its template knows none")):
+        (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": template}))
+        ran = Ran("show", str(folder))
+        assert ran.code == 0 and line in ran.out and ("tools " in ran.out) == bool(line), ran.out
 
 
 def test_plan_adds_up_and_reads_no_weights() -> None:

@@ -12,7 +12,7 @@ import json
 import os.path
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -72,14 +72,17 @@ def told(tools: Sequence[Mapping[str, Any]]) -> str:
 
 @dataclass(frozen=True)
 class _Template:
-    """A template with a tool, given under a variable or under a key of the system's message."""
+    """A template with a tool, given under a variable or under a key of the system's message. It is asked nothing after `latest`."""
 
     render: Render
+    latest: float
     variable: str = ""
     key: str = ""
 
     def text(self, messages: Sequence[Mapping[str, Any]], reply: bool = True) -> str:
         """What it makes of messages, nothing where it refuses them."""
+        if time.monotonic() > self.latest:
+            return ""
         given = {self.variable: [TOOL]} if self.variable else {}
         if self.key:
             messages = [{"role": "system", "content": "Be kind.", self.key: told([TOOL])}, *messages]
@@ -105,12 +108,10 @@ class _Template:
 
 def find_style(render: Render, words: Collection[str] = ()) -> CallStyle:
     """The style of a model; `words` are the tokens that were added to its vocabulary."""
-    ways = [*(_Template(render, variable=name) for name in VARIABLES), *(_Template(render, key=name) for name in KEYS)]
-    template = next((way for way in ways if NAME in way.text([USER])), _Template(render))
-    latest = time.monotonic() + PATIENCE_S
+    plain = _Template(render, time.monotonic() + PATIENCE_S)
+    ways = [*(replace(plain, variable=name) for name in VARIABLES), *(replace(plain, key=name) for name in KEYS)]
+    template = next((way for way in ways if NAME in way.text([USER])), plain)
     for as_text, content, called in product((False, True), ("", None), (LONG_ID, ID, f"functions.{NAME}:0")):
-        if time.monotonic() > latest:
-            break
         call = {"id": called, "type": "function", "function": {"name": NAME, "arguments": json.dumps(ARGUMENTS) if as_text else ARGUMENTS}}
         message = {"role": "assistant", "content": content, "tool_calls": [call]}
         answer = {"role": ROLES[0], "content": RESULT, "name": NAME, "tool_call_id": called}
