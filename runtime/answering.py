@@ -32,8 +32,9 @@ class Answer:
     the form that it is of, `may_reason`: whether reasoning may come first. `raw`: the prompt is a text that goes on, without a template.
 
     `said` is how it began before; `shown` and `thought` are what came, `tokens` as it was sampled, the one that ended it among them.
-    `reasoned`: how many of them were reasoning. `is_exact`: they say just its text. `think` is what tells reasoning from it, and stands
-    behind the last token in the end. Where it reads calls of tools as well these are `calls`, `marks` the tokens that they are known by.
+    `reasoned`: how many of them were reasoning. `stopped_by`: the stop string that ended it, if one did. `is_exact`: the tokens say just
+    its text. `think` is what tells reasoning from it, and stands behind the last token in the end. Where it reads calls of tools as well
+    these are `calls`, `marks` the tokens that they are known by.
     """
 
     engine: Engine
@@ -55,6 +56,7 @@ class Answer:
     thought: list[str] = field(default_factory=list)
     reasoned: int = 0
     finish: str = "length"
+    stopped_by: str | None = None
     is_exact: bool = False
 
     @property
@@ -127,7 +129,7 @@ class Answer:
         except KeyboardInterrupt:  # a pass was left in its middle: what the cache holds is not known
             engine.reset()
             raise
-        self.think, self.is_exact = stood, not stops.hit
+        self.think, self.is_exact, self.stopped_by = stood, not stops.hit, stops.matched
 
     def cost(self, from_process_start: bool = False, explained: bool = True) -> Stats:
         """What it cost, once it is written. `from_process_start`: the time to its first token counts from there. `explained`: with why it
@@ -140,7 +142,7 @@ class Answer:
         return stats(engine, "".join(self.shown[1:]), self.tokens, "length" if self.finish == "context" else self.finish, self.sampler.seed,
                      len(self._ids), (self._first_at or time.monotonic()) - origin, *took,
                      self._drafted and engine.speculation.counts.since(self._drafted), engine.disk_traffic.since(self._read_before),
-                     self.reasoned, explained)
+                     self.reasoned, explained, self.stopped_by)
 
     def remarks(self) -> Iterator[Notice]:
         """What is to be said of how it ended."""

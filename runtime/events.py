@@ -29,6 +29,14 @@ class Notice:
 
 
 @dataclass(frozen=True)
+class PromptRead:
+    """A prompt of so many tokens was read, of which some were held already. It comes before the first text of an answer for programs."""
+
+    tokens: int
+    cached: int
+
+
+@dataclass(frozen=True)
 class TextDelta:
     """New text of the answer. `kind` is answer or thinking."""
 
@@ -54,7 +62,8 @@ class Stats:
 
     `ttft_s` counts from the request, or for `run` from the start of the process; `decode_tps` is what a person sees: sampling and text
     included. `disk_bytes_read` and `disk_wait_s` (what the processor stood still for) since the model was opened. `speculation`: passes,
-    tokens drafted and accepted, why none was; None without. `reasoning_tokens`: those of the answer's that were reasoning.
+    tokens drafted and accepted, why none was; None without. `reasoning_tokens`: those of the answer's that were reasoning. `stop_string`:
+    the one that ended it, None where none did.
     """
 
     text: str
@@ -85,6 +94,7 @@ class Stats:
     truncated: bool
     speculation: Mapping[str, object] | None = None
     reasoning_tokens: int = 0
+    stop_string: str | None = None
 
     @property
     def prefill_tps(self) -> float:
@@ -116,4 +126,4 @@ class Done:
     stats: Stats
 
 
-Event = Progress | Notice | TextDelta | Call | Done
+Event = Progress | Notice | PromptRead | TextDelta | Call | Done

@@ -15,7 +15,7 @@ from .. import ContextOverflow, EffllmError, UsageError
 from ..offload.notes import Fallback, refuse_fallbacks
 from .answering import Answer, Reasoning
 from .engine import Engine
-from .events import Done, Event, Notice
+from .events import Call, Done, Event, Notice, PromptRead, TextDelta
 from .prompting import NO_SYSTEM_ROLE, NO_TEMPLATE, Prompts
 from .sampler import Sampler, SamplerSettings
 from .text import Tokenizer
@@ -74,19 +74,10 @@ class Replies:
 
         Raises EffllmError before the first event where these messages cannot be answered.
         """
-        calling = self._calling if tools or any(message.get("tool_calls") or message["role"] == "tool" for message in messages) else None
-        if calling:
-            messages, told = calling.prepared(messages, tools)
-            variables = {**told, **(variables or {})}
-        system, beside, rest = self._apart(messages)
-        said = ""
-        if rest and rest[-1]["role"] == "assistant" and not rest[-1].get("tool_calls"):
-            said = rest.pop()["content"] or ""
-        if not rest and not system:
-            raise UsageError("there are no messages", "send at least one that has text")
+        prompt, said = self._asking(self._prompts, messages, wish.think, tools, variables)
+        calling = self._calling if tools else None
         if tools:
             wish = replace(wish, stops=wish.stops + calling.stops(), form=calling.form(tools, wish.form))
-        prompt = self._prompts.rendered(rest, system, wish.think, variables or {}, beside)
         for fallback in [*self._fallbacks(wish.think), *(calling.fallbacks(tools) if tools else ())]:
             if self.engine.options.strict:
                 refuse_fallbacks([Fallback(fallback)])
@@ -101,6 +92,16 @@ class Replies:
             think, marks = calling.reading(think, tools), calling.marks
         answer = yield from self._answer(ids, wish, cancelled, think, said, self._prompts.raw, marks)
         self._prompts.hold(prompt, ids, answer.tokens[: len(answer.tokens) - (answer.finish == "stop")], answer.text[len(said) :])
+
+    def count(self, messages: Sequence[Message], think: str = "auto", tools: Tools | None = None,
+              variables: Mapping[str, Any] | None = None) -> int:
+        """How many tokens the prompt of an answer to messages has; from any thread, whatever is answered meanwhile. Raises EffllmError as
+        `reply` does."""
+        prompts = Prompts(self.tokenizer)
+        prompt, said = self._asking(prompts, messages, think, tools, variables)
+        prompt = prompts.going_on(prompt, said)
+        self._demand_near(prompt)
+        return len(prompts.encoded(prompt))
 
     def complete(self, prompt: str | Sequence[int], wish: Wish, cancelled: Callable[[], bool] = never) -> Iterator[Event]:
         """Continue a text, or token ids, as they stand, without a template; reasoning is a part of the text. Raises EffllmError before the
@@ -123,13 +124,20 @@ class Replies:
         answer = Answer(self.engine, self.tokenizer, sampler, think, wish.stops, wish.max_tokens, cancelled, wish.ignore_eos,
                         self._held_to(wish.form), wish.think != "off", raw, said, marks)
         try:
-            yield from answer.written(ids)
+            is_read = False
+            for event in answer.written(ids):
+                if not is_read and isinstance(event, TextDelta | Call):
+                    yield PromptRead(len(ids), self.engine.reused)
+                    is_read = True
+                yield event
         except EffllmError:
             raise
         except Exception:  # a pass was left in its middle, by a disk, say: what the cache holds is not known
             self.engine.reset()
             raise
         stats = answer.cost(explained=False)  # a program does not ask why, and the next one waits
+        if not is_read:
+            yield PromptRead(stats.prompt_tokens, stats.cached_tokens)
         yield from answer.remarks()
         yield Done(stats)
         return answer
@@ -153,6 +161,21 @@ class Replies:
         known = self._vocabulary
         self._vocabulary = known.holding(form) if known else form.opened(self.tokenizer, self.engine.config.vocab_size)
         return self._vocabulary
+
+    def _asking(self, prompts: Prompts, messages: Sequence[Message], think: str, tools: Tools | None,
+                variables: Mapping[str, Any] | None) -> tuple[str, str]:
+        """The prompt of messages, and how the answer begins that is to go on behind it. Raises EffllmError where there is none."""
+        variables = variables or {}
+        if tools or any(message.get("tool_calls") or message["role"] == "tool" for message in messages):
+            messages, told = self._calling.prepared(messages, tools)
+            variables = {**told, **variables}
+        system, beside, rest = self._apart(messages)
+        said = ""
+        if rest and rest[-1]["role"] == "assistant" and not rest[-1].get("tool_calls"):
+            said = rest.pop()["content"] or ""
+        if not rest and not system:
+            raise UsageError("there are no messages", "send at least one that has text")
+        return prompts.rendered(rest, system, think, variables, beside), said
 
     def _apart(self, messages: Sequence[Message]) -> tuple[str | None, dict[str, Any], list[dict[str, Any]]]:
         """The system prompt, the keys that its message has beside, and the other messages with their content as one text."""

@@ -9,9 +9,10 @@ import pytest
 
 import effllm
 from effllm import ContextOverflow, EffllmError, UsageError
+from effllm.runtime.calls.calling import tools_of
 from effllm.runtime.constraint import grammar_form, schema_form
 from effllm.runtime.engine import open_engine
-from effllm.runtime.events import Done, Notice, TextDelta
+from effllm.runtime.events import Done, Notice, Progress, PromptRead, TextDelta
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.prompting import NO_SYSTEM_ROLE, NO_TEMPLATE
 from effllm.runtime.replies import Replies, Wish
@@ -205,3 +206,30 @@ def test_a_text_that_is_much_too_long_is_refused_before_it_is_cut(replies, token
     for events in (replies.complete(text, GREEDY), replies.reply([{"role": "user", "content": text}], GREEDY)):
         with pytest.raises(ContextOverflow, match=r"the prompt has at least \d{6} tokens and the context holds 2048"):
             list(events)
+
+
+def test_tokens_are_counted_as_they_are_read(replies):
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+    begun = [ASKED, {"role": "assistant", "content": "It is"}]
+    briefly = [{"role": "system", "content": "Be brief."}, ASKED]
+    for messages, tools, think in (([ASKED], None, "auto"), (begun, None, "off"), (briefly, tools_of([tool]), "on")):
+        events = list(replies.reply(messages, replace(GREEDY, think=think, max_tokens=1), tools))
+        assert replies.count(messages, think, tools) == events[-1].stats.prompt_tokens
+    with pytest.raises(UsageError, match="no messages"):
+        replies.count([])
+
+
+def test_what_was_read_is_told_before_the_first_text(replies):
+    for most in (24, 0):
+        for _ in range(2):
+            events = [event for event in replies.reply([ASKED], replace(GREEDY, max_tokens=most)) if not isinstance(event, Progress)]
+            stats = events[-1].stats
+            assert events[0] == PromptRead(stats.prompt_tokens, stats.cached_tokens) and stats.stop_string is None
+            assert sum(isinstance(event, PromptRead) for event in events) == 1
+        assert stats.cached_tokens > 0
+
+
+def test_the_stop_string_that_ended_an_answer_is_told(replies):
+    text = list(replies.reply([ASKED], GREEDY))[-1].stats.text
+    stats = list(replies.reply([ASKED], replace(GREEDY, stops=("\x00", text[10:14]))))[-1].stats
+    assert (stats.stop_string, stats.finish_reason, stats.text) == (text[10:14], "stop", text.partition(text[10:14])[0])
