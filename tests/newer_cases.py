@@ -56,6 +56,19 @@ NEWER = {
     "bamba, biases, tied, bfloat16": Case("bamba", {
         **MAMBA, "attn_layer_indices": [0, 2], "mamba_conv_bias": False, "mamba_n_groups": 1, "attention_bias": True, "mlp_bias": True,
         "tie_word_embeddings": True, "num_key_value_heads": 1}, dtype="bfloat16"),
+    "hyperclovax": Case("hyperclovax", {"attention_multiplier": 0.3, "embedding_multiplier": 10.0, "logits_scaling": 0.125,
+                                        "residual_multiplier": 0.4, "head_dim": 32, "vocab_size": 301}),
+    "hyperclovax, biases, tied, bfloat16": Case("hyperclovax", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+                                                dtype="bfloat16"),
+    "iquestcoder": Case("iquestcoder", {"head_dim": 32, "num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "jais2": Case("jais2", {"num_key_value_heads": 4, "vocab_size": 301, "eos_token_id": 1}),
+    "jais2, no biases, tied, bfloat16": Case("jais2", {"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True,
+                                                       "head_dim": 32, "eos_token_id": 1}, dtype="bfloat16"),
+    "youtu": Case("youtu", {**{key: value for key, value in LATENT.items() if key not in GLM_EXPERTS}, "embedding_initializer_range": 0.4,
+                            "bos_token_id": 1, "eos_token_id": 2}),
+    "youtu, sharpened, halves, own head, bfloat16": Case("youtu", {
+        **{key: value for key, value in LATENT.items() if key not in GLM_EXPERTS}, **SHARPENED, "rope_interleave": False,
+        "attention_bias": True, "tie_word_embeddings": False, "q_lora_rank": None, "bos_token_id": 1, "eos_token_id": 2}, dtype="bfloat16"),
     "qwen2_vl": Case("qwen2_vl_text", placed(2, 3, 3), inside="qwen2_vl"),
     "qwen2_5_vl, flat, older dialect, bfloat16": Case("qwen2_5_vl_text", {
         **placed(2, 3, 3), "use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}, dtype="bfloat16",

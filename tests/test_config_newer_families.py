@@ -55,6 +55,26 @@ PUBLISHED = {
               "mamba_n_heads": 3, "mamba_proj_bias": False, "max_position_embeddings": 4096, "mlp_bias": False, "num_logits_to_keep": 1,
               "pad_token_id": 0, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 10000.0, "tie_word_embeddings": False,
               "torch_dtype": "bfloat16", "use_cache": True},
+    "hyperclovax": {"architectures": ["HyperCLOVAXForCausalLM"], "activation_function": None, "attention_bias": False,
+                    "attention_dropout": 0.0, "attention_multiplier": 0.0078125, "attn_pdrop": 0.0, "auto_map": {
+                        "AutoConfig": "configuration_hyperclovax.HyperCLOVAXConfig", "AutoModelForCausalLM":
+                        "modeling_hyperclovax.HyperCLOVAXForCausalLM"}, "embd_pdrop": 0.0, "embedding_multiplier": 10.0,
+                    "end_token_id": 7, "head_dim": 128, "hidden_act": "silu", "logits_scaling": 0.125, "max_position_embeddings": 131072,
+                    "mlp_bias": False, "pretraining_tp": 1, "resid_pdrop": 0.0, "residual_multiplier": 1.0, "rms_norm_eps": 1e-05,
+                    "rope_scaling": None, "rope_theta": 100000000, "summary_first_dropout": 0.0, "use_post_norm": True},
+    "iquestcoder": {"architectures": ["IQuestCoderForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "auto_map": {
+        "AutoConfig": "configuration_iquestcoder.IQuestCoderConfig", "AutoModelForCausalLM":
+        "modeling_iquestcoder.IQuestCoderForCausalLM"}, "clip_qkv": None, "head_dim": 128, "hidden_act": "silu", "max_position_embeddings":
+        131072, "mlp_bias": False, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 500000.0, "sliding_window": None,
+        "use_sliding_window": False},
+    "jais2": {"architectures": ["Jais2ForCausalLM"], "attention_bias": True, "attention_dropout": 0.0, "head_dim": 128, "hidden_act":
+              "relu2", "layer_norm_eps": 1e-05, "max_position_embeddings": 8192, "mlp_bias": True, "rope_scaling": None, "rope_theta":
+              500000.0, "tie_word_embeddings": False},
+    "youtu": {"architectures": ["YoutuForCausalLM"], "attention_bias": False, "auto_map": {
+        "AutoConfig": "configuration_youtu.YoutuConfig", "AutoModelForCausalLM": "modeling_youtu.YoutuForCausalLM"},
+        "embedding_initializer_range": 0.03, "hidden_act": "silu", "kv_lora_rank": 512, "max_position_embeddings": 131072,
+        "num_key_value_heads": 6, "q_lora_rank": 1536, "qk_head_dim": 192, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-06, "rope_interleave": True, "rope_theta": 1600000, "tie_word_embeddings": True, "v_head_dim": 128},
     "mistral4": {"attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 1, "first_k_dense_replace": 0, "head_dim": 128,
                  "hidden_act": "silu", "kv_lora_rank": 256, "max_position_embeddings": 1048576, "moe_intermediate_size": 2048, "n_group": 1,
                  "n_routed_experts": 128, "n_shared_experts": 1, "norm_topk_prob": True, "num_experts_per_tok": 4, "num_key_value_heads": 6,
@@ -88,7 +108,10 @@ def test_published_configs_are_known_to_the_last_key(family: str) -> None:
     ("bamba", "attn_layer_indices", []), ("bamba", "attn_layer_indices", [4]), ("bamba", "attn_rotary_emb", 32),
     ("bamba", "partial_rotary_factor", 1.0), ("bamba", "mamba_proj_bias", True), ("bamba", "layer_types", ["linear_attention"] * 4),
     ("bamba", "time_step_limit", [0.001, 0.1]), ("bamba", "mamba_n_heads", 5), ("bamba", "hidden_act", "gelu"),
-    ("mistral4", "n_group", 2), ("mistral4", "layer_types", ["sliding_attention"] * 4), ("mistral4", "rope_parameters", {
+    ("hyperclovax", "use_post_norm", False), ("hyperclovax", "auto_map", {"AutoModel": "modeling_llama.Llama"}),
+    ("iquestcoder", "clip_qkv", 8.0), ("iquestcoder", "use_sliding_window", True), ("jais2", "sliding_window", 40),
+    ("youtu", "n_routed_experts", 8), ("youtu", "num_key_value_heads", 2), ("mistral4", "n_group", 2),
+    ("mistral4", "layer_types", ["sliding_attention"] * 4), ("mistral4", "rope_parameters", {
         "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "partial_rotary_factor": 0.25}),
     ("mistral4", "num_local_experts", 7), ("solar_open", "first_k_dense_replace", 1), ("solar_open", "partial_rotary_factor", 0.5),
     ("solar_open", "auto_map", {"AutoModel": "modeling_other.Other"})])
@@ -253,3 +276,10 @@ def test_positions_of_mistral4_are_those_of_its_published_models_where_it_states
     table = rope_tables(parse_config(stated), 20_000)[0]
     assert table.rotary_dim == 64 and table.queries.rotary_dim == 256 + 64 and not table.queries.inv_freq.any()
     assert table.queries.scale(np.array([0, 8191, 8192]))[:, 0] == pytest.approx([1.0, 1.0, 1.0 + 0.1 * np.log(2.0)])
+
+
+def test_scores_and_logits_of_hyperclovax() -> None:
+    base = {**LLAMA, "model_type": "hyperclovax", **PUBLISHED["hyperclovax"]}
+    config = parse_config(base)
+    assert (config.attn_scale, config.logits_scaling, config.embedding_multiplier) == (0.0078125, 8.0, 10.0), "logits are multiplied"
+    assert parse_config({**base, "attention_multiplier": None}).attn_scale is None

@@ -1,0 +1,32 @@
+"""HyperCLOVA X SEED Think (14B, 32B): the Granite block with norms behind attention and MLP as well, and logits that are multiplied."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ..config import Defaults, ModelConfig
+from ..config_reader import Keys
+from . import TensorRule, granite
+from .deepseek_v3 import refuse_other_code
+from .granite import block, multiplied, outer_tensors
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = granite.KEYS_USED | {"auto_map"}
+KEYS_HARMLESS = frozenset({"activation_function", "attn_pdrop", "embd_pdrop", "end_token_id", "summary_first_dropout"})
+REFUSED_UNLESS: Mapping[str, object] = {**granite.REFUSED_UNLESS, "use_post_norm": True}
+CODE = r"(configuration|modeling)_hyperclovax\.HyperCLOVAX\w+"  # of the published ones, which became part of transformers
+AFTER = {"o_norm": "post_norm1", "down_norm": "post_norm2"}
+
+
+def config(keys: Keys) -> ModelConfig:
+    refuse_other_code(keys, CODE)
+    made = multiplied(keys, Defaults(max_position_embeddings=2048, bos=1, eos=(2,)), mlp_bias=keys.flag("mlp_bias", False))
+    scale = keys.number("attention_multiplier", None)  # absent it is the usual root, where Granite's is 1
+    return replace(made, attn_scale=scale, logits_scaling=1 / made.logits_scaling)
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    return granite.layer_tensors(config, layer) | {role: TensorRule(f"model.layers.{layer}.{name}.weight", (config.hidden_size,))
+                                                   for role, name in AFTER.items()}

@@ -1,0 +1,29 @@
+"""Youtu-LLM (2B): DeepSeek V3's latent attention with an MLP in every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..config import Defaults, ModelConfig
+from ..config_reader import Keys
+from . import TensorRule, deepseek_v3, llama
+from .deepseek_v3 import WIDTHS, block, latent_config, latent_tensors, outer_tensors, refuse_other_code
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({"attention_bias", "auto_map", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
+                       "rope_interleave", "v_head_dim"})
+KEYS_HARMLESS = frozenset({"embedding_initializer_range", "qk_head_dim"})
+REFUSED_UNLESS: Mapping[str, object] = {"layer_types": None, "mlp_bias": False, "n_routed_experts": None, "sliding_window": None}
+SIZES = {"vocab_size": 128_256, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 32, "num_attention_heads": 16}
+CODE = r"(configuration|modeling)_youtu\.Youtu\w+"  # of the published ones, which became part of transformers
+
+
+def config(keys: Keys) -> ModelConfig:
+    refuse_other_code(keys, CODE)
+    base = Defaults(max_position_embeddings=131_072, sizes=SIZES, bos=128_000, eos=(128_001,), tied=True)
+    return latent_config(keys, base, WIDTHS, deepseek_v3.QUERY_RANK, keys.flag("rope_interleave", True))
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    return latent_tensors(config, layer, llama.layer_tensors(config, layer))
