@@ -74,6 +74,17 @@ def test_a_call_that_must_be_is_made(replies, template, choice):
     assert notices == ([] if template else [NO_TOOLS])
 
 
+def test_no_arguments_are_made_up(replies):
+    """Where a schema does not say that there are others."""
+    replies.tokenizer.template = ChatTemplate(HERMES)
+    loose = {"type": "function", "function": {"name": "weather", "parameters": {
+        "type": "object", "properties": {"place": {"type": "string", "maxLength": 8}}, "required": ["place"]}}}
+    (_, arguments), = calls_of(replies.reply([ASKED], WISH, tools_of([loose], "required")))
+    assert arguments.keys() == {"place"} and len(arguments["place"]) <= 8
+    bare = {"type": "function", "function": {"name": "weather"}}
+    assert calls_of(replies.reply([ASKED], WISH, tools_of([bare], "required"))) == [("weather", {})]
+
+
 def test_a_call_that_is_cut_is_text(replies):
     for length in (1, 9, 24):
         events = [*replies.reply([ASKED], replace(WISH, max_tokens=length), tools_of([WEATHER], "required"))]

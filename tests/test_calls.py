@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from effllm.runtime.calls.formats import FORMATS, Format
 from effllm.runtime.calls.reader import CallReader
+from effllm.runtime.calls.schema import closed
 from effllm.runtime.events import Call
 
 TYPES = {"text": "string", "count": "integer", "share": "number", "on": "boolean", "things": "array", "more": "object"}
@@ -217,6 +218,21 @@ def test_bare_text_is_read_by_the_schema(schema: Any, text: str, value: Any) -> 
     for name, written in (("Qwen 3 Coder", f"<tool_call>\n<function=f>\n<parameter=x>\n{text}\n</parameter>\n</function>\n</tool_call>"),
                           ("GLM", f"<tool_call>f<arg_key>x</arg_key><arg_value>{text}</arg_value></tool_call>")):
         assert parts_of(name, [written], tools) == ("", [("f", {"x": value})])
+
+
+def test_objects_have_the_properties_that_they_name() -> None:
+    def shut(schema: dict) -> dict:
+        return {**schema, "additionalProperties": False}
+
+    inner = {"type": "object", "properties": {"a": {"type": "string"}}}
+    for each in ({"type": "object"}, {"type": "string"}, {**inner, "additionalProperties": True}, {**inner, "patternProperties": {"x": {}}},
+                 {"allOf": [inner, {"properties": {"b": {}}}]}, {**inner, "allOf": [inner]}, True, {"properties": 3}, {"items": 3}, "x"):
+        assert closed(each) == each
+    assert closed(inner) == shut(inner) and closed({"properties": {}}) == shut({"properties": {}})
+    assert closed({"type": "array", "items": inner}) == {"type": "array", "items": shut(inner)}
+    assert closed({"anyOf": [inner, {"type": "null"}], "$defs": {"d": inner}}) == {"anyOf": [shut(inner), {"type": "null"}],
+                                                                                  "$defs": {"d": shut(inner)}}
+    assert closed({"properties": {"properties": inner}}) == shut({"properties": {"properties": shut(inner)}})
 
 
 @pytest.mark.parametrize("text", ['{"name": "f", "arguments": {"a": NaN}}', '{"name": "f", "arguments": {"a": 1e999}}', '{"name": 1}',

@@ -18,6 +18,7 @@ from .harmony import Harmony
 from .harmony_grammar import HarmonyGrammar
 from .messages import Message, functions, parameters_of, prepared
 from .reader import CallReader
+from .schema import closed
 from .style import CallStyle, find_style
 
 if TYPE_CHECKING:
@@ -109,14 +110,19 @@ class Calling:
 
     def form(self, tools: Tools, form: Form | None) -> Form | None:
         """What an answer is held to that may call tools, or else is of a form. Raises UsageError."""
-        grammar = self._grammar
+        grammar, called = self._grammar, [_closed(tool) for tool in tools.called]
         if tools.choice != AUTO:
-            return lark_form(grammar.must_call(tools.called), "tool_choice", THE_FUNCTIONS, self._of_channels)
+            return lark_form(grammar.must_call(called), "tool_choice", THE_FUNCTIONS, self._of_channels)
         if form is not None:
             said = json.loads(form.grammar)["grammars"][0] if form.grammar.lstrip().startswith("{") else {}
             if "json_schema" not in said:
                 raise UsageError(f"{form.flag}: an answer that may call tools can be held to a schema, not to a grammar", LEAVE_OUT)
-            return lark_form(grammar.may_call(tools.functions, said["json_schema"]), form.flag, form.name, self._of_channels)
+            return lark_form(grammar.may_call(called, said["json_schema"]), form.flag, form.name, self._of_channels)
         if any(tool["function"].get("strict") for tool in tools.functions) and grammar.holds and not self.style.format.bare:
-            return lark_form(grammar.may_call(tools.functions), "strict", THE_FUNCTIONS, self._of_channels)
+            return lark_form(grammar.may_call(called), "strict", THE_FUNCTIONS, self._of_channels)
         return None
+
+
+def _closed(tool: Message) -> Message:
+    """A tool whose arguments are those that it names."""
+    return {**tool, "function": {**tool["function"], "parameters": closed(tool["function"]["parameters"])}}

@@ -12,12 +12,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..constraint import SPACE
 from .messages import SHORT_ID
 from .style import ARGUMENTS, ID, LONG_ID, NAME, CallStyle
 from .tag_grammar import Lark, pattern, tag_rules
 
-GUIDANCE = {**SPACE, "lenient": True}  # what a schema says beyond what can be held to is for the client
+# What a schema says beyond what can be held to is for the client. A call stands on one line, as templates write it when they tell of it.
+GUIDANCE = {"whitespace_pattern": " ?", "lenient": True}
 FREE = r"/(?s:.)+/"
 
 

@@ -66,3 +66,27 @@ def kinds_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
         for each in schema[word] if isinstance(schema.get(word), list) else ():
             kinds |= kinds_of(each, root, depth + 1)
     return kinds
+
+
+_WITHIN = ("properties", "$defs", "definitions", "patternProperties")  # schemas by name
+_AMONG = ("items", "prefixItems", "anyOf", "oneOf", "additionalProperties", "contains")  # a schema, or a list of them
+_OPEN = frozenset({"additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames", "$ref", "allOf", "if"})
+
+
+def closed(schema: Any) -> Any:
+    """A schema whose objects have no more properties than it names, unless it says of others what they are. Functions take no arguments
+    that they do not know, and a model that may name any goes on to invent some. What is joined of several schemas stays as it is."""
+    if isinstance(schema, list):
+        return [closed(each) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    made = dict(schema)
+    for key in _WITHIN:
+        if isinstance(made.get(key), Mapping):
+            made[key] = {name: closed(each) for name, each in made[key].items()}
+    for key in _AMONG:
+        if key in made:
+            made[key] = closed(made[key])
+    if isinstance(made.get("properties"), Mapping) and _OPEN.isdisjoint(made):
+        made["additionalProperties"] = False
+    return made
