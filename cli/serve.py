@@ -1,4 +1,4 @@
-"""`effllm serve`: a model for other programs on this machine, by OpenAI's API. What is served lies in `server/`."""
+"""`effllm serve`: a model for other programs on this machine, by OpenAI's APIs and Anthropic's. What is served lies in `server/`."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ EXAMPLES = """examples
   effllm serve qwen3-4b --bits 4 -c 16k --port 9000
   effllm serve fable --host 0.0.0.0 --api-key "$(cat key.txt)"
 
-Programs that speak OpenAI's API are pointed at http://127.0.0.1:8080/v1; any key will do unless --api-key is given. One answer
-is written at a time, others wait in order. What a request does not say is as the flags here say it.
+Programs that speak OpenAI's API are pointed at http://127.0.0.1:8080/v1, those of Anthropic's at http://127.0.0.1:8080; any key
+will do unless --api-key is given. One answer is written at a time, others wait in order. What a request does not say is as the
+flags here say it.
 """
 
 Host = Annotated[str, flag(SERVER, "--host", "ADDRESS", "address to listen at; 0.0.0.0 is every one of this machine (127.0.0.1)")]
@@ -56,7 +57,7 @@ def serve(context: typer.Context, model: Model, host: Host = "127.0.0.1", port: 
           cors: Cors = None, queue: Queue = 32, keep_prompts: KeepPrompts = False, session_disk: SessionDisk = None, *,
           answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags, weights: WeightFlags, quiet: Quiet = False, json: Json = False,
           yes: Yes = False) -> int:
-    """Serve a model to other programs, by an API like OpenAI's. --json prints one object on stdout once it listens."""
+    """Serve a model to other programs, by APIs like OpenAI's and Anthropic's. --json prints one object on stdout once it listens."""
     screen = Screen(context.obj)
     judge_own(api_key, name, cors, queue)
     found = find_or_absent(model, screen, yes)

@@ -41,6 +41,16 @@ class Reply:
         assert all(line.startswith("data: ") for line in lines) and lines[-1] == "data: [DONE]"
         return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
+    @property
+    def named_events(self) -> list[Any]:
+        """The objects of a stream whose events have the names that these say."""
+        blocks = [[line for line in block.split("\n") if line and line[0] != ":"] for block in self.body.decode().split("\n\n")]
+        made = []
+        for name, data in filter(None, blocks):
+            made.append(json.loads(data.removeprefix("data: ")))
+            assert name == f"event: {made[-1]['type']}"
+        return made
+
 
 class Served:
     """A server that listens. `err` is what it has said at the terminal."""
@@ -77,6 +87,12 @@ class Served:
 
     def complete(self, prompt: Any = "Once upon a time", **fields: Any) -> Reply:
         return self.ask("POST", "/v1/completions", {"prompt": prompt, "temperature": 0, "max_tokens": 24, **fields})
+
+    def respond(self, input: Any = QUESTION, **fields: Any) -> Reply:
+        return self.ask("POST", "/v1/responses", {"input": input, "temperature": 0, "max_output_tokens": 24, **fields})
+
+    def message(self, messages: Any = ASKED, path: str = "/v1/messages", **fields: Any) -> Reply:
+        return self.ask("POST", path, {"messages": messages, "temperature": 0, "max_tokens": 24, **fields})
 
     def until(self, said: str, seconds: float = 10) -> None:
         """Wait for a line at the terminal."""

@@ -1,12 +1,14 @@
-"""What is served: the paths of OpenAI's API that a model of text has an answer for, and the few of llama.cpp's that go with them."""
+"""What is served: the paths of OpenAI's and Anthropic's APIs that a model of text has an answer for, and the few of llama.cpp's that go
+with them. Whatever API a request is of, it is read as one of chat completions, and its answer has the shape of its own."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -15,19 +17,39 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from ... import EffllmError
-from ...runtime.replies import Replies
+from ...runtime.replies import Replies, Wish
+from . import messages_fields, responses_fields
 from .desk import Desk, Start
 from .fields import Asked, ChatAsked, Detokenize, Kind, TextAsked, Tokenize, messages_of, parsed, prompt_of
 from .guard import RECORD
-from .problems import FAILED, Problem, closing, problem_of
-from .shapes import ChatShape, Shape, TextShape
+from .messages_fields import CountAsked, MessagesAsked
+from .messages_shape import MessageShape
+from .problems import FAILED, MESSAGES, Problem, closing, problem_of
+from .responses_fields import ResponsesAsked
+from .responses_shape import ResponseShape
+from .shapes import ChatShape, Completion, Shape, TextShape
 from .streams import GONE, LEFT, EventStream, Listener, json_response, problem_response, whole
 from .tools import tools_asked
 from .wishes import Defaults, reasoning_of, wish_of
 
+if TYPE_CHECKING:
+    from ...runtime.calls.calling import Tools
+    from ...runtime.events import Event
+
 LARGEST_BODY, MOST_READ = 32 << 20, 256 << 20  # bytes of a body that is taken, and of one that is read to its end
 BODY_S = 60.0  # for a body to come
 SYSTEM = ("system", "developer")
+SERVED = "/v1/chat/completions, /v1/completions, /v1/responses, /v1/messages and /v1/models"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a request for an answer to messages comes to."""
+
+    messages: list[dict[str, Any]]
+    wish: Wish
+    tools: Tools | None
+    variables: dict[str, Any]
 
 
 @dataclass
@@ -52,12 +74,14 @@ class Service:
                   *(get(path, self.model) for path in ("/v1/models/{name:path}", "/models/{name:path}")),
                   *(post(path, self.chat) for path in ("/v1/chat/completions", "/chat/completions")),
                   *(post(path, self.text) for path in ("/v1/completions", "/completions")),
+                  *(post(path, self.responses) for path in ("/v1/responses", "/responses")),
+                  post(MESSAGES, self.messages), post(f"{MESSAGES}/count_tokens", self.count_tokens),
                   post("/tokenize", self.tokenize), post("/detokenize", self.detokenize)]
         return Starlette(routes=routes, exception_handlers={Problem: on_problem, HTTPException: on_path, EffllmError: on_problem,
                                                             ClientDisconnect: on_left, Exception: on_problem})
 
     async def greeting(self, request: Request) -> Response:
-        return PlainTextResponse(f"effllm serves {self.name}: an API like OpenAI's, under /v1\n")
+        return PlainTextResponse(f"effllm serves {self.name}: APIs like OpenAI's and Anthropic's, under /v1\n")
 
     async def health(self, request: Request) -> Response:
         if self.desk.is_closed:
@@ -65,7 +89,7 @@ class Service:
         return json_response({"status": "ok", "waiting": self.desk.waiting})
 
     async def models(self, request: Request) -> Response:
-        return json_response({"object": "list", "data": [self._card()]})
+        return json_response({"object": "list", "data": [self._card()], "has_more": False, "first_id": self.name, "last_id": self.name})
 
     async def model(self, request: Request) -> Response:
         self._demand_model(request.path_params["name"])
@@ -73,18 +97,31 @@ class Service:
 
     async def chat(self, request: Request) -> Response:
         asked = await self._asked(request, ChatAsked)
-        messages = messages_of(asked)
-        if self.defaults.system and not any(message["role"] in SYSTEM for message in messages):
-            messages.insert(0, {"role": "system", "content": self.defaults.system})
-        tools = await asyncio.to_thread(tools_asked, asked)
-        wish, variables = reasoning_of(asked, await asyncio.to_thread(wish_of, asked, self.defaults), self.replies.tokenizer)
-        return await self._answer(request, asked, ChatShape,
-                                  lambda cancelled: self.replies.reply(messages, wish, tools, variables, cancelled))
+        answer = await self._wanted(asked, messages_of(asked))
+        return await self._answer(request, asked, self._completion(ChatShape, asked), partial(self._reply, answer))
+
+    async def responses(self, request: Request) -> Response:
+        asked = await self._asked(request, ResponsesAsked)
+        chat, messages, names = responses_fields.chat_of(asked)
+        answer = await self._wanted(chat, messages, responses_fields.CALLED)
+        return await self._answer(request, asked, ResponseShape(self.name, asked, names), partial(self._reply, answer))
+
+    async def messages(self, request: Request) -> Response:
+        asked = await self._asked(request, MessagesAsked)
+        answer = await self._wanted(*messages_fields.chat_of(asked), messages_fields.CALLED)
+        return await self._answer(request, asked, MessageShape(self.name, asked), partial(self._reply, answer))
+
+    async def count_tokens(self, request: Request) -> Response:
+        asked = await self._asked(request, CountAsked)
+        wanted = await self._wanted(*messages_fields.chat_of(asked), messages_fields.CALLED)
+        count = await asyncio.to_thread(self.replies.count, wanted.messages, wanted.wish.think, wanted.tools, wanted.variables)
+        return json_response({"input_tokens": count})
 
     async def text(self, request: Request) -> Response:
         asked = await self._asked(request, TextAsked)
         prompt, wish = prompt_of(asked), await asyncio.to_thread(wish_of, asked, self.defaults)
-        return await self._answer(request, asked, TextShape, lambda cancelled: self.replies.complete(prompt, wish, cancelled))
+        return await self._answer(request, asked, self._completion(TextShape, asked),
+                                  lambda cancelled: self.replies.complete(prompt, wish, cancelled))
 
     async def tokenize(self, request: Request) -> Response:
         asked = await read(request, Tokenize)
@@ -105,10 +142,25 @@ class Service:
             self._demand_model(asked.model, "model")
         return asked
 
-    async def _answer(self, request: Request, asked: Asked, kind: type[Shape], start: Start) -> Response:
+    async def _wanted(self, asked: ChatAsked, messages: list[dict[str, Any]], called: Mapping[str, str] | None = None) -> Wanted:
+        """What a request comes to. Raises Problem that names the field, as it is `called` where the request comes from."""
+        if self.defaults.system and not any(message["role"] in SYSTEM for message in messages):
+            messages = [{"role": "system", "content": self.defaults.system}, *messages]
+        try:
+            tools = await asyncio.to_thread(tools_asked, asked)
+            wish, variables = reasoning_of(asked, await asyncio.to_thread(wish_of, asked, self.defaults), self.replies.tokenizer)
+        except Problem as problem:
+            raise problem.renamed(called or {}) from problem
+        return Wanted(messages, wish, tools, variables)
+
+    def _reply(self, wanted: Wanted, cancelled: Callable[[], bool]) -> Iterator[Event]:
+        return self.replies.reply(wanted.messages, wanted.wish, wanted.tools, wanted.variables, cancelled)
+
+    def _completion(self, kind: type[Completion], asked: Asked) -> Completion:
+        return kind(self.name, bool(asked.stream_options and asked.stream_options.include_usage))
+
+    async def _answer(self, request: Request, asked: Asked, shape: Shape, start: Start) -> Response:
         listener = Listener(self.desk.ask(start), self.note, request.scope[RECORD])
-        options = asked.stream_options
-        shape = kind(self.name, bool(options and options.include_usage))
         return EventStream(listener, shape) if asked.stream else await whole(request, listener, shape)
 
     def _demand_model(self, name: str, param: str | None = None) -> None:
@@ -120,7 +172,8 @@ class Service:
         engine = self.replies.engine
         meta = {"n_ctx": engine.n_ctx, "n_ctx_train": engine.config.context_length, "n_vocab": engine.config.vocab_size}
         return {"id": self.name, "object": "model", "created": self._created, "owned_by": "effllm", "max_model_len": engine.n_ctx,
-                "meta": meta}
+                "meta": meta, "type": "model", "display_name": self.name, "max_input_tokens": engine.n_ctx,
+                "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._created))}
 
 
 async def read(request: Request, kind: type[Kind]) -> Kind:
@@ -153,7 +206,7 @@ async def on_problem(request: Request, error: Exception) -> Response:
         record.ending = problem.message
     elif not record.problem:
         record.problem = f"{type(error).__name__}: {error}"
-    return problem_response(problem)
+    return problem_response(problem, request.url.path)
 
 
 async def on_left(request: Request, error: Exception) -> Response:
@@ -166,6 +219,6 @@ async def on_path(request: Request, error: HTTPException) -> Response:
     """A path or a method that there is not."""
     if error.status_code == 405:
         said = f"{request.url.path} takes {(error.headers or {}).get('Allow', 'another method')}, not {request.method}"
-        return problem_response(Problem(405, said, code="method_not_allowed", headers=error.headers))
-    said = f"there is no {request.method} {request.url.path} here: /v1/chat/completions, /v1/completions and /v1/models are served"
-    return problem_response(Problem(error.status_code, said, code="unknown_url"))
+        return problem_response(Problem(405, said, code="method_not_allowed", headers=error.headers), request.url.path)
+    said = f"there is no {request.method} {request.url.path} here: {SERVED} are served"
+    return problem_response(Problem(error.status_code, said, code="unknown_url"), request.url.path)

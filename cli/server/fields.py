@@ -3,7 +3,8 @@ the engine does not do."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
@@ -28,7 +29,10 @@ def one_or_more(value: Any) -> Any:
 
 
 class Body(BaseModel):
+    """`not_here`: what no answer can have, with the values by which a request asks for nothing."""
+
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+    not_here: ClassVar[Mapping[str, tuple[object, ...]]] = NOT_HERE
 
 
 class StreamOptions(Body):
@@ -101,7 +105,7 @@ def parsed(kind: type[Kind], body: bytes) -> Kind:
         param = path_of(first["loc"])
         what = first["msg"][:1].lower() + first["msg"][1:]
         raise Problem(400, f"{param}: {what}" if param else f"the body is not what is asked for: {what}", param=param or None) from None
-    for field, nothing in NOT_HERE.items():
+    for field, nothing in kind.not_here.items():
         value = (asked.model_extra or {}).get(field)
         if value is not None and not any(is_same(value, each) for each in nothing):
             here = f"; {INSTEAD[field]} does this here" if field in INSTEAD else ""
@@ -133,12 +137,27 @@ def _checked(message: Message, where: str) -> dict[str, Any]:
     if content is not None and not isinstance(content, str | list):
         raise Problem(400, f"{param} is a text or a list of parts", param=param)
     for number, part in enumerate(content if isinstance(content, list) else ()):
-        if not isinstance(part, dict) or part.get("type") not in TEXTS or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, dict) else None
-            what = f"{kind} is not supported: the text part of models alone runs here" if isinstance(kind, str) and kind not in TEXTS \
-                else "a part is {\"type\": \"text\", \"text\": ...}"
-            raise Problem(400, f"{param}[{number}]: {what}", param=f"{param}[{number}]")
+        text_of(part, f"{param}[{number}]")
     return message.model_dump(exclude_unset=True) | {"content": content}
+
+
+def text_of(part: object, where: str) -> str:
+    """The text of a part of content. Raises Problem for one that is none."""
+    if isinstance(part, dict) and part.get("type") in TEXTS and isinstance(part.get("text"), str):
+        return part["text"]
+    kind = part.get("type") if isinstance(part, dict) else None
+    what = f"{kind} is not supported: the text part of models alone runs here" if isinstance(kind, str) and kind not in TEXTS \
+        else "a part is {\"type\": \"text\", \"text\": ...}"
+    raise Problem(400, f"{where}: {what}", param=where)
+
+
+def texts_of(content: object, where: str) -> list[str]:
+    """The texts of content that is one or a list of parts. Raises Problem."""
+    if isinstance(content, str):
+        return [content]
+    if not isinstance(content, list):
+        raise Problem(400, f"{where} is a text or a list of parts", param=where)
+    return [text_of(part, f"{where}[{number}]") for number, part in enumerate(content)]
 
 
 def prompt_of(asked: TextAsked) -> str | list[int]:

@@ -39,8 +39,8 @@ class Rules:
         if origin is not None and not self.allows(origin, host):
             return Problem(403, "pages of this origin may not ask: --cors ORIGIN lets them", REFUSED, code="origin_not_allowed")
         if self.key is not None and path not in OPEN and not self._has_key(headers):
-            return Problem(401, "the key is missing or wrong: Authorization: Bearer KEY", REFUSED, code="invalid_api_key",
-                           headers={"www-authenticate": "Bearer"})
+            return Problem(401, "the key is missing or wrong: Authorization: Bearer KEY, or x-api-key: KEY", REFUSED,
+                           code="invalid_api_key", headers={"www-authenticate": "Bearer"})
         return None
 
     def allows(self, origin: str, host: str) -> bool:
@@ -55,8 +55,8 @@ class Rules:
 
     def _has_key(self, headers: Headers) -> bool:
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        given = key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-        return hmac.compare_digest(given.encode("latin-1"), self.key.encode())
+        given = key.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")
+        return any([hmac.compare_digest(each.encode("latin-1"), self.key.encode()) for each in given])
 
 
 def name_of(host: str) -> str:
@@ -102,7 +102,7 @@ class Guard:
             is_preflight = scope["method"] == "OPTIONS" and origin is not None and "access-control-request-method" in headers
             refused = self._rules.refused(OPEN[0] if is_preflight else scope["path"], headers)
             if refused is not None:
-                await problem_response(refused)(scope, receive, sending)
+                await problem_response(refused, scope["path"])(scope, receive, sending)
             elif is_preflight:
                 await preflight(headers)(scope, receive, sending)
             else:
@@ -111,7 +111,7 @@ class Guard:
             record.problem = f"{type(error).__name__}: {error}"
             if status == GONE:
                 problem = Problem(500, f"internal error: {type(error).__name__}", FAILED)
-                await problem_response(problem)(scope, receive, sending)
+                await problem_response(problem, scope["path"])(scope, receive, sending)
         finally:
             self._say(scope["method"], scope["path"], status, record)
 

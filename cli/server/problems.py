@@ -1,14 +1,18 @@
-"""What went wrong, as a program is told it: a status and the object that OpenAI's API has for errors."""
+"""What went wrong, as a program is told it: a status and the object that its API has for errors."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from ... import ContextOverflow, EffllmError, UsageError
 from ...runtime.template import TemplateError
 
 INVALID, REFUSED, FAILED, BUSY = "invalid_request_error", "authentication_error", "server_error", "overloaded_error"
 TOO_LONG = "context_length_exceeded"
+MESSAGES = "/v1/messages"  # Anthropic's API
+OF_ANTHROPIC = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
+                408: "timeout_error", 504: "timeout_error"}
 CLOSING = "the server ends"
 PATH = re.compile(r"(?<![\w/.<>:-])(?:~|\.{1,2})?/[^\s:,;'\"]*")
 
@@ -23,6 +27,24 @@ class Problem(Exception):
 
     def to_json(self) -> dict[str, object]:
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def at(self, path: str) -> dict[str, object]:
+        """As the API has it that is spoken at a path."""
+        return self.to_anthropic() if path.startswith(MESSAGES) else self.to_json()
+
+    def to_anthropic(self) -> dict[str, object]:
+        """As Anthropic's API has it. Its clients know a context that is full by these words, and make room."""
+        said = f"prompt is too long: {self.message}" if self.code == TOO_LONG else self.message
+        kind = BUSY if self.type == BUSY else OF_ANTHROPIC.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": said}}
+
+    def renamed(self, names: Mapping[str, str]) -> Problem:
+        """The same, of fields that are called otherwise: `names` has what they are called there."""
+        for field, name in names.items():
+            if self.param == field or self.param is not None and self.param.startswith(f"{field}."):
+                return Problem(self.status, self.message.replace(field, name, 1), self.type, name + self.param[len(field) :], self.code,
+                               self.headers)
+        return self
 
 
 def problem_of(error: BaseException, param: str | None = None) -> Problem:

@@ -1,21 +1,56 @@
-"""The objects of OpenAI's API: an answer whole, or as the pieces of a stream. Reasoning is `reasoning_content`, apart from the content, as
-DeepSeek, llama.cpp and vLLM have it; `timings` are llama.cpp's."""
+"""What an API makes of an answer: one object, or the pieces of a stream; here OpenAI's chat completions and completions.
+
+Reasoning is `reasoning_content`, apart from the content, as DeepSeek, llama.cpp and vLLM have it; `timings` are llama.cpp's."""
 
 from __future__ import annotations
 
 import time
 import uuid
+from typing import Protocol
 
 from ... import __version__
-from ...runtime.events import Call, Stats, TextDelta
+from ...runtime.events import Call, PromptRead, Stats, TextDelta
+from .problems import Problem
 from .tools import CallList
 
 FINGERPRINT = f"effllm-{__version__}"
 MS = 1000
 
 
-class Shape:
-    """One answer by the name of a model. `kind` and `piece_kind` are what its objects are called. Each kind of answer knows the choice of a
+class Shape(Protocol):
+    """One answer, of which it is told everything through `add`. `named`: pieces are events of the name that their `type` is; `ending` is
+    what comes behind the last. A stream that is `early` begins while the engine reads the prompt, others with the first text."""
+
+    named, ending, early = False, b"data: [DONE]\n\n", False
+
+    def first(self) -> list[dict[str, object]]:
+        """What comes before the first text."""
+        return []
+
+    def add(self, event: PromptRead | TextDelta | Call) -> list[dict[str, object]]:
+        """One more event, and the pieces that it comes to."""
+
+    def waiting(self) -> list[dict[str, object]]:
+        """What is told of a stream that began and goes on later."""
+        return []
+
+    def last(self, stats: Stats) -> list[dict[str, object]]:
+        """What comes behind the last text."""
+
+    def whole(self, stats: Stats) -> dict[str, object]:
+        """All at once."""
+
+    def tells(self, problem: Problem) -> bool:
+        """Whether a stream that has not begun tells of it, and not a status of its own."""
+        return False
+
+    def failed(self, problem: Problem) -> list[dict[str, object]]:
+        """The end of a stream that ends early."""
+        return [problem.to_json()]
+
+
+class Completion(Shape, Protocol):
+    """An answer by the name of a model. `kind` and `piece_kind` are what its objects are called. Each kind of answer knows the choice of a
     piece (`choice_of`), of the end (`choice_at_end`) and of the whole (`whole_choice`)."""
 
     prefix, kind, piece_kind = "", "", ""
@@ -23,6 +58,7 @@ class Shape:
     def __init__(self, model: str, include_usage: bool = False) -> None:
         self.model, self.include_usage = model, include_usage
         self.id, self.created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
+        self.texts: dict[str, str] = {}  # by kind
         self.calls = CallList()
 
     def head(self, kind: str) -> dict[str, object]:
@@ -33,21 +69,28 @@ class Shape:
         usage = {"usage": None} if self.include_usage else {}
         return {**self.head(self.piece_kind), "choices": [] if choice is None else [{"index": 0, **choice}], **usage, **more}
 
-    def first(self) -> list[dict[str, object]]:
-        """What comes before the first text."""
-        return []
+    def add(self, event: PromptRead | TextDelta | Call) -> list[dict[str, object]]:
+        if isinstance(event, PromptRead):
+            return []
+        if isinstance(event, TextDelta):
+            self.texts[event.kind] = self.texts.get(event.kind, "") + event.text
+        return [self.piece(self.choice_of(event))]
 
-    def delta(self, event: TextDelta | Call) -> dict[str, object]:
-        return self.piece(self.choice_of(event))
+    def choice_of(self, event: TextDelta | Call) -> dict[str, object]:
+        """Of a piece with more of the answer."""
+
+    def choice_at_end(self, stats: Stats) -> dict[str, object]:
+        """Of the piece that says why it ended."""
+
+    def whole_choice(self) -> dict[str, object]:
+        """Of the answer as one object."""
 
     def last(self, stats: Stats) -> list[dict[str, object]]:
-        """What comes behind the last text."""
         pieces = [self.piece(self.choice_at_end(stats), timings=timings(stats))]
         return [*pieces, self.piece(None, usage=usage(stats))] if self.include_usage else pieces
 
-    def whole(self, texts: dict[str, str], stats: Stats) -> dict[str, object]:
-        """All at once; `texts` by kind."""
-        choice = {"index": 0, **self.whole_choice(texts), "logprobs": None, "finish_reason": self.finish(stats)}
+    def whole(self, stats: Stats) -> dict[str, object]:
+        choice = {"index": 0, **self.whole_choice(), "logprobs": None, "finish_reason": self.finish(stats)}
         return {**self.head(self.kind), "choices": [choice], "usage": usage(stats), "timings": timings(stats)}
 
     def finish(self, stats: Stats) -> str:
@@ -55,7 +98,7 @@ class Shape:
         return "length" if stats.finish_reason != "stop" else "tool_calls" if self.calls.made else "stop"
 
 
-class ChatShape(Shape):
+class ChatShape(Completion):
     prefix, kind, piece_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def first(self) -> list[dict[str, object]]:
@@ -71,14 +114,15 @@ class ChatShape(Shape):
     def choice_at_end(self, stats: Stats) -> dict[str, object]:
         return {"delta": {}, "logprobs": None, "finish_reason": self.finish(stats)}
 
-    def whole_choice(self, texts: dict[str, str]) -> dict[str, object]:
+    def whole_choice(self) -> dict[str, object]:
+        texts = self.texts
         reasoning = {"reasoning_content": texts["thinking"]} if texts.get("thinking") else {}
         calls = {"tool_calls": self.calls.made} if self.calls.made else {}
         content = texts.get("answer", None if calls else "")
         return {"message": {"role": "assistant", "content": content, **reasoning, **calls}}
 
 
-class TextShape(Shape):
+class TextShape(Completion):
     prefix, kind, piece_kind = "cmpl", "text_completion", "text_completion"
 
     def choice_of(self, event: TextDelta) -> dict[str, object]:
@@ -87,8 +131,8 @@ class TextShape(Shape):
     def choice_at_end(self, stats: Stats) -> dict[str, object]:
         return {"text": "", "logprobs": None, "finish_reason": self.finish(stats)}
 
-    def whole_choice(self, texts: dict[str, str]) -> dict[str, object]:
-        return {"text": "".join(texts.values())}
+    def whole_choice(self) -> dict[str, object]:
+        return {"text": "".join(self.texts.values())}
 
 
 def usage(stats: Stats) -> dict[str, object]:

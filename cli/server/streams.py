@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ...runtime.events import Call, Done, Event, Notice, Progress, Stats, TextDelta
+from ...runtime.events import Call, Done, Event, Notice, Progress, PromptRead, Stats, TextDelta
 from .desk import Job
 from .problems import Problem, problem_of
 from .shapes import Shape
@@ -26,7 +26,6 @@ from .shapes import Shape
 KEEP_ALIVE_S = 5.0  # without a byte
 PROGRESS_S = 1.0
 HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
-DONE = b"data: [DONE]\n\n"
 LEFT = "the client left"
 GONE = 499  # as web servers log a client that went away
 
@@ -88,13 +87,10 @@ async def whole(request: Request, listener: Listener, shape: Shape) -> Response:
     """The answer as one object. Raises Problem; an empty response where the client has gone."""
 
     async def collected() -> Response:
-        texts: dict[str, str] = {}
         while not isinstance(event := await listener.next(), Done):
-            if isinstance(event, TextDelta):
-                texts[event.kind] = texts.get(event.kind, "") + event.text
-            elif isinstance(event, Call):
-                shape.calls.add(event)
-        return json_response(shape.whole(texts, event.stats))
+            if isinstance(event, PromptRead | TextDelta | Call):
+                shape.add(event)
+        return json_response(shape.whole(event.stats))
 
     try:
         response = await unless_gone(request.receive, collected())
@@ -123,20 +119,22 @@ class EventStream(Response):
         listener, shape = self._listener, self._shape
         try:
             while not isinstance(event := await listener.next(KEEP_ALIVE_S), Done):
-                if isinstance(event, TextDelta | Call):
+                if isinstance(event, PromptRead):
+                    shape.add(event)
+                elif isinstance(event, TextDelta | Call):
                     await self._begin()
-                    await self._data([shape.delta(event)])
+                    await self._data(shape.add(event))
                 else:
                     await self._wait()
             await self._begin()
             await self._data(shape.last(event.stats))
-            await self._body(DONE, more=False)
+            await self._body(shape.ending, more=False)
         except Problem as problem:
-            if self._wrote:
-                await self._data([problem.to_json()])
-                await self._body(DONE, more=False)
+            if self._wrote or shape.tells(problem):
+                await self._data(shape.failed(problem))
+                await self._body(shape.ending, more=False)
             else:
-                response = problem_response(problem)
+                response = problem_response(problem, self._scope.get("path", ""))
                 await response(self._scope, self._receive, self._send)
         return True
 
@@ -150,10 +148,17 @@ class EventStream(Response):
         """A comment, unless there was one just now."""
         if time.monotonic() - self._wrote >= PROGRESS_S:
             await self._body(f": {self._listener.comment}\n\n".encode())
+            if self._shape.early:
+                await self._begin()
+            if self._began:
+                await self._data(self._shape.waiting())
 
     async def _data(self, pieces: Iterable[Mapping[str, object]]) -> None:
-        if lines := b"".join(b"data: " + encoded(piece) + b"\n\n" for piece in pieces):
+        if lines := b"".join(self._name(piece) + b"data: " + encoded(piece) + b"\n\n" for piece in pieces):
             await self._body(lines)
+
+    def _name(self, piece: Mapping[str, object]) -> bytes:
+        return f"event: {piece['type']}\n".encode() if self._shape.named else b""
 
     async def _body(self, body: bytes, more: bool = True) -> None:
         if not self._wrote:
@@ -189,5 +194,6 @@ def json_response(value: object, status: int = 200, headers: Mapping[str, str] |
     return Response(encoded(value), status, headers, "application/json")
 
 
-def problem_response(problem: Problem) -> Response:
-    return json_response(problem.to_json(), problem.status, problem.headers)
+def problem_response(problem: Problem, path: str) -> Response:
+    """The problem of a request at a path, as the API has it that is spoken there."""
+    return json_response(problem.at(path), problem.status, problem.headers)

@@ -1,0 +1,143 @@
+"""Requests of Anthropic's Messages API, read as those of chat completions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from .fields import NOT_HERE, Asked, Body, ChatAsked, text_of, texts_of
+from .problems import Problem
+from .turns import ASSISTANT, SYSTEM, USER, Turns, text_at
+
+ROLES = (USER, ASSISTANT, SYSTEM)
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+CALLED = {"stop": "stop_sequences", "response_format": "output_config.format", "reasoning_effort": "output_config.effort"}
+OWN = ("custom", "function")  # types of tools that programs run; others run at a server, or are known to its models alone
+ATTRIBUTION = "x-anthropic-billing-header:"  # a line for the server, not the model, that is another one in each request
+
+
+class Choice(Body):
+    type: str
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Tool(Body):
+    name: str
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Thinking(Body):
+    type: str
+
+
+class OutputConfig(Body):
+    effort: str | None = None
+    format: dict[str, Any] | None = None
+
+
+class Turn(Body):
+    role: str
+    content: Any
+
+
+class CountAsked(Asked):
+    not_here: ClassVar[Mapping[str, tuple[object, ...]]] = {**NOT_HERE, "mcp_servers": ([],), "container": ()}
+
+    messages: list[Turn]
+    system: Any = None
+    stop_sequences: list[str] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Choice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class MessagesAsked(CountAsked):
+    max_tokens: int
+
+
+def chat_of(asked: CountAsked) -> tuple[ChatAsked, list[dict[str, Any]]]:
+    """The request as one of chat completions, and its messages. Raises Problem."""
+    if asked.max_tokens is not None and asked.max_tokens < 0:
+        raise Problem(400, f"max_tokens is 0 or more, not {asked.max_tokens}", param="max_tokens")
+    config, choice = asked.output_config or OutputConfig(), asked.tool_choice
+    common = {name: getattr(asked, name) for name in Asked.model_fields}
+    own = {"messages": [], "tools": [_function(tool, f"tools[{number}]") for number, tool in enumerate(asked.tools or ())],
+           "tool_choice": choice and _choice(choice), "parallel_tool_calls": not (choice and choice.disable_parallel_tool_use),
+           "reasoning_effort": config.effort, "chat_template_kwargs": asked.chat_template_kwargs, **_thinking(asked)}
+    if asked.stop_sequences is not None:
+        own["stop"] = asked.stop_sequences
+    if form := config.format or asked.output_format:
+        own["response_format"] = form
+    return ChatAsked.model_construct(**{**common, **own}), _messages(asked)
+
+
+def _thinking(asked: CountAsked) -> dict[str, Any]:
+    """What thinking asks for. How much of it is left to the model."""
+    kind = asked.thinking and asked.thinking.type
+    if kind not in (None, "enabled", "disabled", "adaptive"):
+        raise Problem(400, f"thinking.type is enabled, adaptive or disabled, not {kind!r:.40}", param="thinking.type")
+    if kind == "disabled":
+        return {"reasoning_effort": "none"}
+    return {"chat_template_kwargs": {"enable_thinking": True, **(asked.chat_template_kwargs or {})}} if kind == "enabled" else {}
+
+
+def _function(tool: Tool, where: str) -> dict[str, Any]:
+    if tool.type is not None and tool.type not in OWN:
+        raise Problem(400, f"{where}: tools of type {tool.type} are not supported, those of your own with an input_schema are", param=where)
+    if tool.input_schema is None:
+        raise Problem(400, f"{where}.input_schema is missing", param=f"{where}.input_schema")
+    return {"type": "function", "function": {"name": tool.name, "description": tool.description, "parameters": tool.input_schema,
+                                             "strict": tool.strict is True}}
+
+
+def _choice(choice: Choice) -> str | dict[str, Any]:
+    if choice.type == "tool" and choice.name:
+        return {"type": "function", "function": {"name": choice.name}}
+    if choice.type not in CHOICES:
+        raise Problem(400, f"tool_choice.type is auto, any, none or, with a name, tool, not {choice.type!r:.40}", param="tool_choice.type")
+    return CHOICES[choice.type]
+
+
+def _messages(asked: CountAsked) -> list[dict[str, Any]]:
+    turns = Turns()
+    system = [text for text in texts_of(asked.system or [], "system") if not text.startswith(ATTRIBUTION)]
+    if system:
+        turns.say(SYSTEM, system)
+    for number, turn in enumerate(asked.messages):
+        where = f"messages[{number}]"
+        if turn.role not in ROLES:
+            raise Problem(400, f"{where}.role is user or assistant, not {turn.role!r:.40}", param=f"{where}.role")
+        if not isinstance(turn.content, list):
+            turns.say(turn.role, texts_of(turn.content, f"{where}.content"))
+            continue
+        for at, block in enumerate(turn.content):
+            _add(turns, turn.role, block, f"{where}.content[{at}]")
+    return turns.messages
+
+
+def _add(turns: Turns, role: str, block: object, where: str) -> None:
+    """One block of a message."""
+    kind = block.get("type") if isinstance(block, dict) else None
+    if kind == "tool_use" and role == ASSISTANT:
+        given = block.get("input")
+        if not isinstance(given, dict):
+            raise Problem(400, f"{where}.input is an object", param=f"{where}.input")
+        turns.call(text_at(block, "id", where), text_at(block, "name", where), given)
+    elif kind == "tool_result" and role == USER:
+        texts = texts_of(block.get("content") or [], f"{where}.content")
+        turns.give_back(text_at(block, "tool_use_id", where), ["Error: " + "\n".join(texts)] if block.get("is_error") else texts)
+    elif kind == "thinking" and role == ASSISTANT:
+        turns.think(text_at(block, "thinking", where))
+    elif kind == "redacted_thinking" and role == ASSISTANT:  # that of another model, which nobody here can read
+        return
+    elif kind in ("tool_use", "tool_result", "thinking", "redacted_thinking"):
+        raise Problem(400, f"{where}: blocks of type {kind} are not said by the {role}", param=where)
+    else:
+        turns.say(role, [text_of(block, where)])

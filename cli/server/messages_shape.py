@@ -1,0 +1,111 @@
+"""Answers as Anthropic's Messages API has them: a list of blocks (thinking, text and calls of tools, in order), whole or as events that
+build it up."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+from ...runtime.calls.cursor import parsed
+from ...runtime.events import Call, PromptRead, Stats, TextDelta
+from .messages_fields import CountAsked
+from .problems import Problem
+from .shapes import Shape
+from .tools import CallList
+
+THINKING, TEXT, TOOL_USE, SIGNATURE = "thinking", "text", "tool_use", "signature"
+SIGNED = "effllm"  # what stands for a signature of reasoning: clients send it back, and nobody asks for it
+
+
+class MessageShape(Shape):
+    named, ending = True, b""
+
+    def __init__(self, model: str, asked: CountAsked) -> None:
+        self.model, self.stops, self.most = model, asked.stop_sequences or [], asked.max_tokens
+        self.id = f"msg_{uuid.uuid4().hex}"
+        self.blocks: list[dict[str, Any]] = []  # that are whole
+        self._open: tuple[str, list[str]] | None = None  # kind and texts of the one that is not
+        self._calls, self._read = CallList(), PromptRead(0, 0)
+
+    def first(self) -> list[dict[str, object]]:
+        message = self._message([], None, None, usage(self._read.tokens, self._read.cached))
+        return [{"type": "message_start", "message": message}]
+
+    def add(self, event: PromptRead | TextDelta | Call) -> list[dict[str, object]]:
+        if isinstance(event, PromptRead):
+            self._read = event
+            return []
+        if isinstance(event, Call):
+            return [*self._close(), *self._called(event)]
+        kind = TEXT if event.kind == "answer" else THINKING
+        pieces = [] if self._open and self._open[0] == kind else [*self._close(), *self._begin(kind)]
+        self._open[1].append(event.text)
+        return [*pieces, self._delta(f"{kind}_delta", kind, event.text)]
+
+    def waiting(self) -> list[dict[str, object]]:
+        return [{"type": "ping"}]
+
+    def last(self, stats: Stats) -> list[dict[str, object]]:
+        closing = self._close()
+        reason, stop = self._why(stats)
+        return [*closing, {"type": "message_delta", "delta": {"stop_reason": reason, "stop_sequence": stop, "stop_details": None},
+                           "usage": usage_of(stats)},
+                {"type": "message_stop"}]
+
+    def whole(self, stats: Stats) -> dict[str, object]:
+        self._close()
+        return self._message(self.blocks, *self._why(stats), usage_of(stats))
+
+    def failed(self, problem: Problem) -> list[dict[str, object]]:
+        return [problem.to_anthropic()]
+
+    def _message(self, blocks: list[dict[str, Any]], reason: str | None, stop: str | None, cost: dict[str, object]) -> dict[str, object]:
+        return {"id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": blocks, "stop_reason": reason,
+                "stop_sequence": stop, "stop_details": None, "usage": cost}
+
+    def _why(self, stats: Stats) -> tuple[str, str | None]:
+        """Why the answer ended, and the stop sequence that ended it."""
+        if stats.finish_reason != "stop":
+            return "max_tokens" if len(stats.token_ids) == self.most else "model_context_window_exceeded", None
+        if stats.stop_string in self.stops:
+            return "stop_sequence", stats.stop_string
+        return ("tool_use" if self._calls.made else "end_turn"), None
+
+    def _delta(self, kind: str, field: str, text: str) -> dict[str, object]:
+        return {"type": "content_block_delta", "index": len(self.blocks), "delta": {"type": kind, field: text}}
+
+    def _begin(self, kind: str) -> list[dict[str, object]]:
+        self._open = kind, []
+        return [{"type": "content_block_start", "index": len(self.blocks), "content_block": _block(kind, "", "")}]
+
+    def _close(self) -> list[dict[str, object]]:
+        """The end of the block that is open, if one is."""
+        if self._open is None:
+            return []
+        (kind, texts), self._open = self._open, None
+        signed = [self._delta(f"{SIGNATURE}_delta", SIGNATURE, SIGNED)] if kind == THINKING else []
+        made = [*signed, {"type": "content_block_stop", "index": len(self.blocks)}]
+        self.blocks.append(_block(kind, "".join(texts), SIGNED))
+        return made
+
+    def _called(self, call: Call) -> list[dict[str, object]]:
+        block = {"type": TOOL_USE, "id": self._calls.add(call)["id"], "name": call.name, "input": {}}
+        at = len(self.blocks)
+        made = [{"type": "content_block_start", "index": at, "content_block": block},
+                self._delta("input_json_delta", "partial_json", call.arguments), {"type": "content_block_stop", "index": at}]
+        self.blocks.append({**block, "input": parsed(call.arguments)})
+        return made
+
+
+def _block(kind: str, text: str, signed: str) -> dict[str, object]:
+    return {"type": THINKING, THINKING: text, SIGNATURE: signed} if kind == THINKING else {"type": TEXT, TEXT: text, "citations": None}
+
+
+def usage(prompt: int, cached: int, made: int = 0, reasoned: int = 0) -> dict[str, object]:
+    """What of the prompt was read and what was held already, apart."""
+    return {"input_tokens": prompt - cached, "cache_creation_input_tokens": 0, "cache_read_input_tokens": cached, "output_tokens": made,
+            "output_tokens_details": {"thinking_tokens": reasoned}}
+
+
+def usage_of(stats: Stats) -> dict[str, object]:
+    return usage(stats.prompt_tokens, stats.cached_tokens, len(stats.token_ids), stats.reasoning_tokens)

@@ -1,0 +1,156 @@
+"""Requests of OpenAI's Responses API, read as those of chat completions.
+
+Tools of one's own are functions: those in a namespace are known to the model by both names, and one that takes free text by a text for
+its only argument. `Names` leads back from what the model calls to what the program knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from .fields import NOT_HERE, Asked, Body, ChatAsked, texts_of
+from .problems import Problem
+from .turns import ASSISTANT, SYSTEM, USER, Turns, object_of, text_at
+
+ROLES = {"user": USER, "assistant": ASSISTANT, "system": SYSTEM, "developer": SYSTEM}
+FREE = "input"  # the argument of a tool that takes free text
+FREE_TEXT = {"type": "object", "properties": {FREE: {"type": "string"}}, "required": [FREE], "additionalProperties": False}
+CALLED = {"max_tokens": "max_output_tokens", "response_format": "text.format", "reasoning_effort": "reasoning.effort"}
+NOT_KEPT = "responses are not kept here: send the whole conversation as input"
+LOGPROBS = "message.output_text.logprobs"
+
+
+class Text(Body):
+    format: dict[str, Any] | None = None
+
+
+class Reasoning(Body):
+    effort: str | None = None
+    summary: str | None = None
+
+
+class ResponsesAsked(Asked):
+    not_here: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        **NOT_HERE, "conversation": (), "prompt": (), "background": (False,), "truncation": ("disabled",), "context_management": ([],)}
+
+    input: Any
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    previous_response_id: str | None = None
+    text: Text | None = None
+    reasoning: Reasoning | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    include: list[str] | None = None
+    metadata: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+@dataclass
+class Names:
+    """What tools are called by programs, by the names that the model knows: in `spaces` namespace and name, `free` those of free text."""
+
+    spaces: dict[str, tuple[str, str]] = field(default_factory=dict)
+    free: set[str] = field(default_factory=set)
+
+    @staticmethod
+    def inside(space: Any, name: str) -> str:
+        """What the model calls a tool of a namespace, if it is in one."""
+        return f"{space}.{name}" if space else name
+
+
+def chat_of(asked: ResponsesAsked) -> tuple[ChatAsked, list[dict[str, Any]], Names]:
+    """The request as one of chat completions, and its messages. Raises Problem."""
+    if asked.previous_response_id is not None:
+        raise Problem(400, f"previous_response_id is not supported: {NOT_KEPT}", param="previous_response_id", code="unsupported_parameter")
+    if LOGPROBS in (asked.include or ()):
+        raise Problem(400, f"include: {LOGPROBS} is not supported", param="include", code="unsupported_parameter")
+    names = Names()
+    common = {name: getattr(asked, name) for name in Asked.model_fields}
+    own = {"messages": [], "tools": _functions(asked.tools or [], names), "tool_choice": _choice(asked.tool_choice),
+           "parallel_tool_calls": asked.parallel_tool_calls, "chat_template_kwargs": asked.chat_template_kwargs,
+           "reasoning_effort": asked.reasoning and asked.reasoning.effort}
+    if asked.max_output_tokens is not None:
+        own["max_tokens"] = asked.max_output_tokens
+    if asked.text is not None and asked.text.format is not None:
+        own["response_format"] = asked.text.format
+    return ChatAsked.model_construct(**{**common, **own}), _messages(asked), names
+
+
+def _functions(tools: list[dict[str, Any]], names: Names, space: str = "", where: str = "tools") -> list[dict[str, Any]]:
+    """Tools as chat completions have them. Raises Problem for those that a server would have to run."""
+    made: list[dict[str, Any]] = []
+    for number, tool in enumerate(tools):
+        place = f"{where}[{number}]"
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if kind not in ("function", "custom", "namespace") or kind == "namespace" and space:
+            raise Problem(400, f"{place}: tools of type {kind} are not supported, functions of your own are", param=place,
+                          code="unsupported_parameter")
+        name = text_at(tool, "name", place)
+        if kind == "namespace":
+            inner = tool.get("tools")
+            if not isinstance(inner, list):
+                raise Problem(400, f"{place}.tools is a list of functions", param=f"{place}.tools")
+            made += _functions(inner, names, name, f"{place}.tools")
+            continue
+        known = Names.inside(space, name)
+        if space:
+            names.spaces[known] = space, name
+        if kind == "custom":
+            names.free.add(known)
+        schema = FREE_TEXT if kind == "custom" else tool.get("parameters")
+        made.append({"type": "function", "function": {"name": known, "description": tool.get("description"), "parameters": schema,
+                                                      "strict": tool.get("strict") is True}})
+    return made
+
+
+def _choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+    """The choice of a tool, as chat completions have it."""
+    if isinstance(choice, dict) and choice.get("type") in ("function", "custom") and isinstance(choice.get("name"), str):
+        return {"type": "function", "function": {"name": Names.inside(choice.get("namespace"), choice["name"])}}
+    return choice
+
+
+def _messages(asked: ResponsesAsked) -> list[dict[str, Any]]:
+    turns = Turns()
+    if asked.instructions:
+        turns.say(SYSTEM, [asked.instructions])
+    if isinstance(asked.input, str):
+        turns.say(USER, [asked.input])
+    elif not isinstance(asked.input, list):
+        raise Problem(400, "input is a text or a list of items", param="input")
+    else:
+        for number, item in enumerate(asked.input):
+            if not isinstance(item, dict):
+                raise Problem(400, f"input[{number}] is no item", param=f"input[{number}]")
+            _add(turns, item, f"input[{number}]")
+    return turns.messages
+
+
+def _add(turns: Turns, item: dict[str, Any], where: str) -> None:
+    """One item of the input."""
+    kind = item.get("type") or ("message" if "role" in item else None)
+    if kind == "message":
+        role = text_at(item, "role", where)
+        if role not in ROLES:
+            raise Problem(400, f"{where}.role is one of {', '.join(ROLES)}, not {role!r:.40}", param=f"{where}.role")
+        turns.say(ROLES[role], texts_of(item.get("content"), f"{where}.content"))
+    elif kind in ("function_call", "custom_tool_call"):
+        name = Names.inside(item.get("namespace"), text_at(item, "name", where))
+        given = {FREE: text_at(item, FREE, where)} if kind == "custom_tool_call" else \
+            object_of(text_at(item, "arguments", where), f"{where}.arguments")
+        turns.call(text_at(item, "call_id", where), name, given)
+    elif kind in ("function_call_output", "custom_tool_call_output"):
+        turns.give_back(text_at(item, "call_id", where), texts_of(item.get("output"), f"{where}.output"))
+    elif kind == "reasoning":
+        parts = item.get("content") or item.get("summary") or ()
+        texts = [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
+        if texts:
+            turns.think("\n".join(texts))
+    elif kind == "item_reference":
+        raise Problem(400, f"{where}: {NOT_KEPT}", param=where)
+    else:
+        raise Problem(400, f"{where}: items of type {kind} are not supported", param=where)

@@ -1,0 +1,177 @@
+"""Answers as OpenAI's Responses API has them: a list of items (what was reasoned, said and called, in order), whole or as events that build
+it up. Reasoning is an item's content, or its summary where a request asks for one."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+from ...runtime.calls.cursor import parsed
+from ...runtime.events import Call, PromptRead, Stats, TextDelta
+from .problems import TOO_LONG, Problem
+from .responses_fields import FREE, Names, ResponsesAsked
+from .shapes import Shape
+from .tools import CallList
+
+DONE, CUT = "completed", "incomplete"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """An item of text: what it and its part are called, where the part lies in it, and the events of the part and of its text."""
+
+    prefix: str
+    item: str
+    part: str
+    place: str
+    index: str
+    part_event: str
+    text_event: str
+
+
+MESSAGE = Kind("msg", "message", "output_text", "content", "content_index", "response.content_part", "response.output_text")
+REASONING = Kind("rs", "reasoning", "reasoning_text", "content", "content_index", "response.content_part", "response.reasoning_text")
+SUMMARY = Kind("rs", "reasoning", "summary_text", "summary", "summary_index", "response.reasoning_summary_part",
+               "response.reasoning_summary_text")
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}_{uuid.uuid4().hex}"
+
+
+class ResponseShape(Shape):
+    """`asked` is what the response says again, `names` what programs call the tools."""
+
+    named, ending, early = True, b"", True
+
+    def __init__(self, model: str, asked: ResponsesAsked, names: Names) -> None:
+        self.model, self.asked, self.names = model, asked, names
+        self.id, self.created = new_id("resp"), int(time.time())
+        wants = asked.reasoning and asked.reasoning.summary
+        self.thinking = SUMMARY if wants and wants != "none" else REASONING
+        self.items: list[dict[str, Any]] = []  # that are whole
+        self._open: tuple[Kind, str, list[str]] | None = None  # kind, id, texts of the one that is not
+        self._calls, self._events = CallList(), 0
+
+    def first(self) -> list[dict[str, object]]:
+        response = self.response("in_progress")
+        return [self._event("response.created", response=response), self._event("response.in_progress", response=response)]
+
+    def add(self, event: PromptRead | TextDelta | Call) -> list[dict[str, object]]:
+        if isinstance(event, PromptRead):
+            return []
+        if isinstance(event, Call):
+            return [*self._close(), *self._called(event)]
+        kind = MESSAGE if event.kind == "answer" else self.thinking
+        pieces = [] if self._open and self._open[0] is kind else [*self._close(), *self._begin(kind)]
+        _, called, texts = self._open
+        texts.append(event.text)
+        return [*pieces, self._event(f"{kind.text_event}.delta", delta=event.text, **self._at(kind, called), **_logprobs(kind))]
+
+    def waiting(self) -> list[dict[str, object]]:
+        return [self._event("keepalive")]
+
+    def last(self, stats: Stats) -> list[dict[str, object]]:
+        status = status_of(stats)
+        closing = self._close(status)
+        return [*closing, self._event(f"response.{status}", response=self.response(status, stats))]
+
+    def whole(self, stats: Stats) -> dict[str, object]:
+        status = status_of(stats)
+        self._close(status)
+        return self.response(status, stats)
+
+    def tells(self, problem: Problem) -> bool:
+        """A context that is too small, as OpenAI's streams do: programs make room when they are told so by an event."""
+        return problem.code == TOO_LONG
+
+    def failed(self, problem: Problem) -> list[dict[str, object]]:
+        begun = [] if self._events else self.first()
+        self._close(CUT)
+        error = {"code": problem.code or problem.type, "message": problem.message}
+        return [*begun, self._event("response.failed", response={**self.response("failed"), "error": error})]
+
+    def response(self, status: str, stats: Stats | None = None) -> dict[str, object]:
+        """The response as it is now."""
+        asked, reasoning = self.asked, self.asked.reasoning
+        return {
+            "id": self.id, "object": "response", "created_at": self.created, "status": status, "model": self.model, "output": [*self.items],
+            "completed_at": int(time.time()) if status == DONE else None, "background": False, "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == CUT else None, "instructions": asked.instructions,
+            "max_output_tokens": asked.max_output_tokens, "metadata": asked.metadata or {}, "previous_response_id": None,
+            "parallel_tool_calls": asked.parallel_tool_calls is not False, "service_tier": "default", "store": False,
+            "reasoning": {"effort": reasoning and reasoning.effort, "summary": reasoning and reasoning.summary},
+            "text": {"format": asked.text and asked.text.format or {"type": "text"}}, "temperature": asked.temperature,
+            "top_p": asked.top_p, "tools": asked.tools or [], "tool_choice": asked.tool_choice or "auto", "truncation": "disabled",
+            "usage": stats and usage(stats)}
+
+    def _event(self, kind: str, **fields: object) -> dict[str, object]:
+        self._events += 1
+        return {"type": kind, "sequence_number": self._events - 1, **fields}
+
+    def _at(self, kind: Kind, called: str) -> dict[str, object]:
+        """Where a part is."""
+        return {"item_id": called, "output_index": len(self.items), kind.index: 0}
+
+    def _item(self, kind: Kind, called: str, status: str, parts: list[dict[str, object]]) -> dict[str, Any]:
+        own = {"role": "assistant"} if kind is MESSAGE else {"summary": [], "content": [], "encrypted_content": None}
+        return {"id": called, "type": kind.item, "status": status, **own, kind.place: parts}
+
+    def _begin(self, kind: Kind) -> list[dict[str, object]]:
+        called = new_id(kind.prefix)
+        self._open = kind, called, []
+        return [self._event("response.output_item.added", output_index=len(self.items), item=self._item(kind, called, "in_progress", [])),
+                self._event(f"{kind.part_event}.added", part=_part(kind, ""), **self._at(kind, called))]
+
+    def _close(self, status: str = DONE) -> list[dict[str, object]]:
+        """The end of the item that is open, if one is."""
+        if self._open is None:
+            return []
+        kind, called, texts = self._open
+        self._open, text, at = None, "".join(texts), self._at(kind, called)
+        part = _part(kind, text)
+        item = self._item(kind, called, status, [part])
+        made = [self._event(f"{kind.text_event}.done", text=text, **at, **_logprobs(kind)),
+                self._event(f"{kind.part_event}.done", part=part, **at),
+                self._event("response.output_item.done", output_index=len(self.items), item=item)]
+        self.items.append(item)
+        return made
+
+    def _called(self, call: Call) -> list[dict[str, object]]:
+        space, name = self.names.spaces.get(call.name, (None, call.name))
+        is_free = call.name in self.names.free
+        prefix, kind, place = ("ctc", "custom_tool_call", "input") if is_free else ("fc", "function_call", "arguments")
+        told = str(parsed(call.arguments).get(FREE, "")) if is_free else call.arguments
+        called, at = new_id(prefix), len(self.items)
+        item = {"id": called, "type": kind, "status": "in_progress", "call_id": self._calls.add(call)["id"], "name": name, place: "",
+                **({"namespace": space} if space else {})}
+        done = {**item, "status": DONE, place: told}
+        event, where = f"response.{kind}_{place}", {"item_id": called, "output_index": at}
+        made = [self._event("response.output_item.added", output_index=at, item=item),
+                self._event(f"{event}.delta", delta=told, **where),
+                self._event(f"{event}.done", **{place: told}, **where, **({} if is_free else {"name": name})),
+                self._event("response.output_item.done", output_index=at, item=done)]
+        self.items.append(done)
+        return made
+
+
+def _part(kind: Kind, text: str) -> dict[str, object]:
+    own = {"annotations": [], "logprobs": []} if kind is MESSAGE else {}
+    return {"type": kind.part, "text": text, **own}
+
+
+def _logprobs(kind: Kind) -> dict[str, object]:
+    return {"logprobs": []} if kind is MESSAGE else {}
+
+
+def status_of(stats: Stats) -> str:
+    return DONE if stats.finish_reason == "stop" else CUT
+
+
+def usage(stats: Stats) -> dict[str, object]:
+    made = len(stats.token_ids)
+    return {"input_tokens": stats.prompt_tokens, "input_tokens_details": {"cached_tokens": stats.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": made, "output_tokens_details": {"reasoning_tokens": stats.reasoning_tokens},
+            "total_tokens": stats.prompt_tokens + made}

@@ -1,0 +1,65 @@
+"""A conversation that comes in small things, put together to the messages that chat completions have: what is said by one, one after the
+other, is one message; and so is what an assistant thought, said and called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from ...runtime.calls.cursor import Wrong, parsed
+from .problems import Problem
+
+SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
+
+
+class Turns:
+    """`messages` so far."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+
+    def say(self, role: str, texts: Iterable[str]) -> None:
+        """Texts of a role. Behind the first turn a system's are the user's: most templates have a place for them at the beginning alone."""
+        if role == SYSTEM and any(message["role"] != SYSTEM for message in self.messages):
+            role = USER
+        self._turn(role)["content"] += [{"type": "text", "text": text} for text in texts]
+
+    def think(self, text: str) -> None:
+        """What the assistant reasoned."""
+        message = self._turn(ASSISTANT)
+        before = message.get("reasoning_content")
+        message["reasoning_content"] = f"{before}\n{text}" if before else text
+
+    def call(self, called: str, name: str, arguments: dict[str, Any]) -> None:
+        """The assistant calls a function."""
+        call = {"id": called, "type": "function", "function": {"name": name, "arguments": arguments}}
+        self._turn(ASSISTANT).setdefault("tool_calls", []).append(call)
+
+    def give_back(self, called: str, texts: Iterable[str]) -> None:
+        """What a call gave back."""
+        self.messages.append({"role": TOOL, "tool_call_id": called, "content": "\n".join(texts)})
+
+    def _turn(self, role: str) -> dict[str, Any]:
+        """The message to which a role's next thing belongs."""
+        if not self.messages or self.messages[-1]["role"] != role:
+            self.messages.append({"role": role, "content": []})
+        return self.messages[-1]
+
+
+def text_at(item: dict[str, Any], name: str, where: str) -> str:
+    """A text that an item must have. Raises Problem that names it."""
+    value, place = item.get(name), f"{where}.{name}"
+    if not isinstance(value, str):
+        raise Problem(400, f"{place} is missing" if value is None else f"{place} is a text", param=place)
+    return value
+
+
+def object_of(text: str, where: str) -> dict[str, Any]:
+    """A JSON object from its text. Raises Problem that names it."""
+    try:
+        value = parsed(text) if text.strip() else {}
+    except Wrong:
+        value = None
+    if not isinstance(value, dict):
+        raise Problem(400, f"{where} is no JSON object", param=where)
+    return value

@@ -1,0 +1,69 @@
+"""OpenAI's own client and the Responses API: what it is told, it understands."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from served import QUESTION, serving
+from test_serve_responses import TOOL
+
+openai = pytest.importorskip("openai")
+pytestmark = [pytest.mark.peer, pytest.mark.slow]
+GIVEN = {"model": "fable", "input": QUESTION, "temperature": 0, "max_output_tokens": 24}
+
+
+@pytest.fixture(scope="module")
+def client():
+    with serving() as server, openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_answers_whole_and_streamed(client) -> None:
+    whole = client.responses.create(**GIVEN, instructions="Be brief.", store=False, include=["reasoning.encrypted_content"])
+    assert whole.status == "incomplete" and whole.incomplete_details.reason == "max_output_tokens" and whole.usage.output_tokens == 24
+    assert whole.usage.input_tokens_details.cached_tokens >= 0 and whole.output_text
+    events = [*client.responses.create(**GIVEN, instructions="Be brief.", stream=True)]
+    assert [event.sequence_number for event in events] == [*range(len(events))]
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole.output_text
+    assert events[-1].type == "response.incomplete" and events[-1].response.output_text == whole.output_text
+    with client.responses.stream(**GIVEN, instructions="Be brief.") as stream:
+        last = [event for event in stream if event.type == "response.output_text.delta"][-1]
+        assert last.snapshot == whole.output_text
+
+
+def test_objects_of_a_class(client) -> None:
+    from pydantic import BaseModel
+
+    class Fox(BaseModel):
+        is_king: bool
+
+    given = {**GIVEN, "max_output_tokens": 100, "text_format": Fox}
+    parsed = client.responses.parse(**given)
+    assert parsed.status == "completed" and isinstance(parsed.output_parsed, Fox)
+    with client.responses.stream(**given) as stream:
+        assert stream.get_final_response().output_parsed == parsed.output_parsed
+
+
+def test_calls_whole_streamed_and_answered(client) -> None:
+    given = {**GIVEN, "max_output_tokens": 160, "tools": [TOOL], "tool_choice": {"type": "function", "name": "weather"}}
+    (call,) = client.responses.create(**given).output
+    assert call.type == "function_call" and call.name == "weather" and json.loads(call.arguments)["place"]
+    with client.responses.stream(**given) as stream:
+        (done,) = [event for event in stream if event.type == "response.function_call_arguments.done"]
+        (final,) = stream.get_final_response().output
+    assert done.arguments == final.arguments == call.arguments
+    told = [{"role": "user", "content": QUESTION}, call, {"type": "function_call_output", "call_id": call.call_id, "output": "Rain."}]
+    assert client.responses.create(**{**GIVEN, "input": told, "tools": [TOOL]}).status in ("completed", "incomplete")
+
+
+def test_errors_are_of_their_classes(client) -> None:
+    with pytest.raises(openai.NotFoundError, match="this server serves fable"):
+        client.responses.create(**{**GIVEN, "model": "gpt-5"})
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(**GIVEN, previous_response_id="resp_1")
+    assert caught.value.param == "previous_response_id"
+    events = [*client.responses.create(**{**GIVEN, "input": "fox " * 3000}, stream=True)]
+    assert events[-1].type == "response.failed" and events[-1].response.error.code == "context_length_exceeded"
