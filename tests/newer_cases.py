@@ -1,6 +1,6 @@
 """Tiny random models of the families that came last, as `family_models.CASES`."""
 
-from family_sizes import CONTEXT, DELTA, FEW_EXPERTS, GLM_EXPERTS, GROWING, LATENT, MAMBA, ONE_GROUP, SHARPENED, Case, rope
+from family_sizes import CONTEXT, DELTA, FEW_EXPERTS, GLM_EXPERTS, GROWING, LATENT, MAMBA, ONE_GROUP, SHARPENED, TWO_ROPES, Case, rope
 
 # Sizes of what sees, of models in which a text part lies; the rest is as small as the others'.
 SIGHT = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32, "patch_size": 8}
@@ -47,6 +47,10 @@ NEWER = {
         "num_hidden_layers": 4, "no_rope_layers": [1, 1, 0, 1], "use_qk_norm": False, "attention_bias": True, "tie_word_embeddings": True,
         **rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=1.0, original_max_position_embeddings=64)}, dtype="bfloat16"),
     "llama4, images": Case("llama4_text", {**LLAMA_4, "num_local_experts": 3}, inside="llama4"),
+    "mellum": Case("mellum", {**FEW_EXPERTS, "head_dim": 32, "sliding_window": 40, "mlp_layer_types": ["dense", "sparse", "sparse"],
+                              "layer_types": TWO_ROPES["layer_types"], "rope_parameters": TWO_ROPES["rope_parameters"]}),
+    "mellum, no windows, bfloat16": Case("mellum", {**FEW_EXPERTS, "attention_bias": True, "tie_word_embeddings": True, "norm_topk_prob":
+                                                    False}, dtype="bfloat16"),
     "mistral4": Case("mistral4", {**LATENT, **ONE_GROUP, "rope_parameters": GROWING_PARTS, "first_k_dense_replace": 0,
                                   "initializer_range": 0.15}, inside="mistral3"),
     "mistral4, queries at once, bfloat16": Case("mistral4", {

@@ -75,6 +75,14 @@ PUBLISHED = {
         "embedding_initializer_range": 0.03, "hidden_act": "silu", "kv_lora_rank": 512, "max_position_embeddings": 131072,
         "num_key_value_heads": 6, "q_lora_rank": 1536, "qk_head_dim": 192, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
         "rms_norm_eps": 1e-06, "rope_interleave": True, "rope_theta": 1600000, "tie_word_embeddings": True, "v_head_dim": 128},
+    "mellum": {"architectures": ["MellumForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "head_dim": 128, "hidden_act":
+               "silu", "layer_types": ["sliding_attention"] * 3 + ["full_attention"], "max_position_embeddings": 131072,
+               "mlp_layer_types": ["sparse"] * 4, "moe_intermediate_size": 896, "norm_topk_prob": True, "num_experts": 64,
+               "num_experts_per_tok": 8, "num_mtp_layers": 1, "mtp_layer_types": ["sliding_attention"], "output_router_logits": False,
+               "rms_norm_eps": 1e-06, "rope_parameters": {
+                   "full_attention": {"rope_theta": 500000.0, "rope_type": "default"},
+                   "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"}}, "router_aux_loss_coef": 0.001,
+               "sliding_window": 1024, "tie_word_embeddings": False},
     "mistral4": {"attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 1, "first_k_dense_replace": 0, "head_dim": 128,
                  "hidden_act": "silu", "kv_lora_rank": 256, "max_position_embeddings": 1048576, "moe_intermediate_size": 2048, "n_group": 1,
                  "n_routed_experts": 128, "n_shared_experts": 1, "norm_topk_prob": True, "num_experts_per_tok": 4, "num_key_value_heads": 6,
@@ -111,7 +119,8 @@ def test_published_configs_are_known_to_the_last_key(family: str) -> None:
     ("hyperclovax", "use_post_norm", False), ("hyperclovax", "auto_map", {"AutoModel": "modeling_llama.Llama"}),
     ("iquestcoder", "clip_qkv", 8.0), ("iquestcoder", "use_sliding_window", True), ("jais2", "sliding_window", 40),
     ("youtu", "n_routed_experts", 8), ("youtu", "num_key_value_heads", 2), ("mistral4", "n_group", 2),
-    ("mistral4", "layer_types", ["sliding_attention"] * 4), ("mistral4", "rope_parameters", {
+    ("mellum", "mlp_layer_types", ["dense", "moe", "sparse", "sparse"]), ("mellum", "layer_types", ["chunked_attention"] * 4),
+    ("mellum", "decoder_sparse_step", 2), ("mistral4", "layer_types", ["sliding_attention"] * 4), ("mistral4", "rope_parameters", {
         "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "partial_rotary_factor": 0.25}),
     ("mistral4", "num_local_experts", 7), ("solar_open", "first_k_dense_replace", 1), ("solar_open", "partial_rotary_factor", 0.5),
     ("solar_open", "auto_map", {"AutoModel": "modeling_other.Other"})])

@@ -120,6 +120,7 @@ PECULIAR = {
     "bamba": [{"ropes": (None,) * 4}, {"norm_eps": 1e-1}],
     "hyperclovax": [{"attn_scale": None}, {"embedding_multiplier": 1.0}, {"residual_multiplier": 1.0}, {"logits_scaling": 1.0}],
     "jais2": [{"hidden_act": "relu"}, {"norm_eps": 1e-1}, {"ropes": (None,) * 3}],
+    "mellum": [{"windows": (None,) * 3}, {"ropes": 0}, {"ropes": 1}, {"mixture": {"renormalise": False}}],
     "mistral4": [{"ropes": {"llama_4_scaling_beta": 0.1}}, {"ropes": {"neighbours": False}}, {"mixture": {"sigmoid": True}},
                  {"mixture": {"renormalise": False}}],
     "ministral3": [{"ropes": {"llama_4_scaling_beta": 0.1}}, {"ropes": {"mscale": None}}],

@@ -1,0 +1,43 @@
+"""Mellum 2 (12B-A2.5B): Qwen 3's mixture, whose layers with a window turn by another table than those without."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..config import Defaults, ModelConfig, decoder_config
+from ..config_reader import ConfigError, Keys, show
+from ..config_rope import RopeConfig, two_ropes
+from .glm4_moe_lite import DENSE, SPARSE
+from .llama import block, outer_tensors
+from .mixtral import mixture
+from .qwen2 import windows_of
+from .qwen3_moe import NAMES, layer_tensors
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({"attention_bias", "layer_types", "mlp_layer_types", "moe_intermediate_size", "norm_topk_prob", "num_experts",
+                       "num_experts_per_tok", "num_local_experts", "sliding_window"})
+# Of layers that predict a token ahead, which are not read.
+KEYS_HARMLESS = frozenset({"mtp_layer_types", "mtp_mlp_layer_types", "num_mtp_layers", "num_nextn_predict_layers",
+                           "original_max_position_embeddings", "output_router_logits", "router_aux_loss_coef"})
+REFUSED_UNLESS: Mapping[str, object] = {"decoder_sparse_step": 1, "mlp_bias": False, "mlp_only_layers": [], "use_sliding_window": True}
+SIZES = {"vocab_size": 98_304, "hidden_size": 2304, "intermediate_size": 7168, "num_hidden_layers": 28, "num_attention_heads": 32}
+THETAS = 500_000.0, 10_000.0  # of layers without and with a window, where a config has no rotary positions
+
+
+def config(keys: Keys) -> ModelConfig:
+    base = Defaults(max_position_embeddings=131_072, num_key_value_heads=4, head_dim=128, sizes=SIZES)
+    layers, bias = base.size(keys, "num_hidden_layers"), keys.flag("attention_bias", False)
+    windows = windows_of(keys, keys.integer("sliding_window", None if keys.holds("sliding_window") else 1024), ["full_attention"] * layers)
+    kinds = keys.words("mlp_layer_types", layers) or (SPARSE,) * layers
+    if stray := next((kind for kind in kinds if kind not in (DENSE, SPARSE)), None):
+        raise ConfigError(f"config.json: mlp_layer_types holds {show(stray)}, which is not supported", f"known: {DENSE}, {SPARSE}")
+    sparse = [layer for layer in range(layers) if kinds[layer] == SPARSE]
+    own = mixture(keys, 64, 8, keys.integer("moe_intermediate_size", 896, high=2**22), keys.flag("norm_topk_prob", True), sparse)
+
+    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
+        theta = keys.number("rope_theta", None, above=1.0)
+        everywhere, local = two_ropes(keys, head_dim, positions, THETAS if theta is None else (theta, theta))
+        return tuple(everywhere if window is None else local for window in windows)
+
+    return decoder_config(keys, base, ropes, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True, mixture=own)
