@@ -16,7 +16,7 @@ import numpy as np
 
 from ..offload.arrival import Arrival, Piece, desk_of
 from ..offload.checkpoint import TensorStore
-from ..offload.header import TensorInfo, damaged, shown
+from ..offload.header import CheckpointError, TensorInfo, damaged, shown
 from ..offload.streaming import Range
 from . import families
 from .families.mixtral import MOST_EXPERTS
@@ -97,7 +97,13 @@ def _put(own: Sequence[tuple[int, Turned, TensorInfo]], raws: Sequence[np.ndarra
 
 def turned(store: TensorStore, raw: Mapping[str, object], always: bool = False) -> TensorStore:
     """The store with such experts one by one; `raw` is the config of the text part. Tensors that lie the other way round, as some writers
-    have them, stay as they are, and so do those in which both ways are one, unless `always`. Raises CheckpointError."""
+    have them, stay as they are, and so do those in which both ways are one, unless `always`. Raises CheckpointError, also for such experts
+    in a checkpoint that another tool has quantized: scales of codes that lie so are not read."""
+    if raw.get("quantization_config") is not None:
+        if joint := next((name for name in store.tensors if JOINT.match(name)), None):
+            raise CheckpointError(f"{store.folder} holds {shown(joint)}, the experts of a layer in one tensor, beside quantized weights",
+                                  "take the original 16-bit checkpoint, a GGUF file, or an upload with every expert by itself")
+        return store
     hidden, family = raw.get("hidden_size"), str(raw.get("model_type"))
     place, names, last = EXPERTS[family], families.get(family).NAMES, Last()
     found: dict[str, tuple[tuple[int, ...], Part]] = {}

@@ -1,10 +1,12 @@
 """Experts with inputs before outputs (Qwen 3 VL's mixtures): each matrix by itself, paged and quantized like any other."""
 
+import json
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
@@ -78,3 +80,19 @@ def test_what_is_no_tensor_of_experts_is_refused(folder: Path, tmp_path: Path) -
     save_file({**stored, f"{JOINT}down_proj": stored[f"{JOINT}down_proj"].reshape(-1, 64)}, path, {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"experts.down_proj' as F32 \[480, 64\]"):
         open_store(tmp_path / "flat")
+
+
+@pytest.mark.parametrize("codes", [True, False])
+def test_experts_together_in_a_quantized_checkpoint_are_refused(folder: Path, tmp_path: Path, codes: bool) -> None:
+    """Whatever their own type is: what would scale them is not read."""
+    path = tmp_path / "fp8"
+    path.mkdir()
+    stored = load_file(folder / "model.safetensors")
+    save_file({name: value.to(torch.float8_e4m3fn) if codes and ".experts." in name else value for name, value in stored.items()},
+              path / "model.safetensors", {"format": "pt"})
+    raw = json.loads((folder / "config.json").read_text())
+    section = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3"}
+    (path / "config.json").write_text(json.dumps({**raw, "quantization_config": section}))
+    with pytest.raises(CheckpointError, match="the experts of a layer in one tensor, beside quantized weights") as caught:
+        open_store(path)
+    assert "16-bit" in caught.value.hint
