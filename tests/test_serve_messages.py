@@ -11,7 +11,10 @@ from effllm.cli.server.fields import parsed
 from effllm.cli.server.messages_fields import MessagesAsked, chat_of
 from effllm.cli.server.messages_shape import MessageShape
 from effllm.cli.server.problems import Problem
+from effllm.cli.server.wishes import reasoning_of
 from effllm.runtime.events import Call, PromptRead, TextDelta
+from effllm.runtime.replies import Wish
+from effllm.runtime.sampler import SamplerSettings
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from served import ASKED, QUESTION, Reply, Served, serving
@@ -211,9 +214,19 @@ def test_blocks_become_messages() -> None:
         {"role": "user", "content": text("c", "later")}]
     assert (chat.stop, chat.top_k, chat.max_tokens, chat.parallel_tool_calls) == (["x"], 3, 9, True)
     assert chat.chat_template_kwargs == {"enable_thinking": True} and chat.reasoning_effort is None
-    off, _ = chat_of(asked(thinking={"type": "disabled"}, output_config={"effort": "high"}))
-    adaptive, _ = chat_of(asked(thinking={"type": "adaptive"}, output_config={"effort": "high"}))
-    assert (off.reasoning_effort, adaptive.reasoning_effort, adaptive.chat_template_kwargs) == ("none", "high", None)
+    assert chat_of(asked())[0].chat_template_kwargs == {}
+
+
+@pytest.mark.parametrize(("fields", "think", "variables"), [
+    ({}, "auto", {}), ({"thinking": {"type": "adaptive"}, "output_config": {"effort": "max"}}, "auto", {"reasoning_effort": "high"}),
+    ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "on", {"enable_thinking": True}),
+    ({"thinking": {"type": "disabled"}, "output_config": {"effort": "low"}}, "off", {"reasoning_effort": "low", "enable_thinking": False}),
+    ({"thinking": {"type": "enabled"}, "chat_template_kwargs": {"enable_thinking": False}}, "off", {"enable_thinking": False})])
+def test_wishes_for_thinking(fields: dict, think: str, variables: dict) -> None:
+    """Effort alone asks for none: what the command line says of it stays."""
+    tokenizer = SimpleNamespace(thinks=True, template=SimpleNamespace(variables=frozenset({"reasoning_effort"})))
+    wish, told = reasoning_of(chat_of(asked(**fields))[0], Wish(SamplerSettings()), tokenizer)
+    assert (wish.think, told) == (think, variables)
 
 
 def test_what_was_reasoned_said_and_called_is_in_order() -> None:

@@ -8,10 +8,12 @@ from typing import Any, ClassVar
 from .fields import NOT_HERE, Asked, Body, ChatAsked, text_of, texts_of
 from .problems import Problem
 from .turns import ASSISTANT, SYSTEM, USER, Turns, text_at
+from .wishes import EFFORTS, OF_HARMONY
 
 ROLES = (USER, ASSISTANT, SYSTEM)
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-CALLED = {"stop": "stop_sequences", "response_format": "output_config.format", "reasoning_effort": "output_config.effort"}
+CALLED = {"stop": "stop_sequences", "response_format": "output_config.format"}
+ENABLED, DISABLED = "enabled", "disabled"
 OWN = ("custom", "function")  # types of tools that programs run; others run at a server, or are known to its models alone
 ATTRIBUTION = "x-anthropic-billing-header:"  # a line for the server, not the model, that is another one in each request
 
@@ -70,7 +72,7 @@ def chat_of(asked: CountAsked) -> tuple[ChatAsked, list[dict[str, Any]]]:
     common = {name: getattr(asked, name) for name in Asked.model_fields}
     own = {"messages": [], "tools": [_function(tool, f"tools[{number}]") for number, tool in enumerate(asked.tools or ())],
            "tool_choice": choice and _choice(choice), "parallel_tool_calls": not (choice and choice.disable_parallel_tool_use),
-           "reasoning_effort": config.effort, "chat_template_kwargs": asked.chat_template_kwargs, **_thinking(asked)}
+           "chat_template_kwargs": {**_thinking(asked.thinking, config.effort), **(asked.chat_template_kwargs or {})}}
     if asked.stop_sequences is not None:
         own["stop"] = asked.stop_sequences
     if form := config.format or asked.output_format:
@@ -78,14 +80,15 @@ def chat_of(asked: CountAsked) -> tuple[ChatAsked, list[dict[str, Any]]]:
     return ChatAsked.model_construct(**{**common, **own}), _messages(asked)
 
 
-def _thinking(asked: CountAsked) -> dict[str, Any]:
-    """What thinking asks for. How much of it is left to the model."""
-    kind = asked.thinking and asked.thinking.type
-    if kind not in (None, "enabled", "disabled", "adaptive"):
+def _thinking(thinking: Thinking | None, effort: str | None) -> dict[str, Any]:
+    """What a template is told of reasoning. Effort does not ask for any, unlike that of chat completions; programs always send one."""
+    kind, place = thinking and thinking.type, "output_config.effort"
+    if kind not in (None, ENABLED, DISABLED, "adaptive"):
         raise Problem(400, f"thinking.type is enabled, adaptive or disabled, not {kind!r:.40}", param="thinking.type")
-    if kind == "disabled":
-        return {"reasoning_effort": "none"}
-    return {"chat_template_kwargs": {"enable_thinking": True, **(asked.chat_template_kwargs or {})}} if kind == "enabled" else {}
+    if effort is not None and effort not in EFFORTS:
+        raise Problem(400, f"{place} is one of {', '.join(EFFORTS)}, not {effort!r:.40}", param=place)
+    told = {} if effort is None else {"reasoning_effort": OF_HARMONY.get(effort, effort)}
+    return {**told, "enable_thinking": kind == ENABLED} if kind in (ENABLED, DISABLED) else told
 
 
 def _function(tool: Tool, where: str) -> dict[str, Any]:
