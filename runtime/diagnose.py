@@ -36,7 +36,7 @@ from .places import Place, places
 
 # Columns that tell the candidates of an op apart, one token and a chunk of a prompt, and stored types; of others one token, as float32.
 WIDTHS = {"matrix": (1, 512), LOW_BIT: (1, 512)}
-STORED = {"matrix": tuple(STORED_TYPES), LOW_BIT: (*DEFAULTS.values(), "affine3:64"), "attend": ("f32", "f16")}
+STORED = {"matrix": tuple(STORED_TYPES), LOW_BIT: (*DEFAULTS.values(), "affine3:64", "float8:128"), "attend": ("f32", "f16")}
 MEASURED = "few tokens: whichever was measured to be faster for such weights, see below"
 PAGES = "8 to 2 bits"
 # What has no candidates, because the format decides: (op, tokens, kernel, what speaks for it).
