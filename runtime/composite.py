@@ -32,8 +32,14 @@ AS_INSIDE = ("exaone4_5", "glm46v", "glm4v", "glm4v_moe", "idefics3", "llama4", 
 THINKER = "thinker_config"  # of models that speak: what listens, sees and writes
 FLAT = ("qwen2_5_vl", "qwen2_vl")  # which may say of the text part all in the outer object
 # What text parts of some models say of images.
-OF_IMAGES = frozenset({"_flash_attn_2_enabled", "is_llama_config", "perceiver_config", "pixel_shuffle_factor", "qk_layer_norms",
-                       "transformers.js_config", "use_resampler", "vision_config"})
+OF_IMAGES = frozenset({"_flash_attn_2_enabled", "is_composition", "is_llama_config", "perceiver_config", "pixel_shuffle_factor",
+                       "qk_layer_norms", "transformers.js_config", "use_resampler", "vision_config"})
+# What a text part is where it does not say: transformers leaves out what a class has by default, so LLaVA 1.5 says nothing of its sizes.
+_FIRST_LLAMA = {"hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 32}
+SIZES: Mapping[str, Mapping[str, object]] = {
+    "llama": {**_FIRST_LLAMA, "intermediate_size": 11_008}, "mistral": {**_FIRST_LLAMA, "intermediate_size": 14_336},
+    "qwen2": {**_FIRST_LLAMA, "intermediate_size": 22_016, "num_key_value_heads": 32},
+    "qwen3": {**_FIRST_LLAMA, "intermediate_size": 22_016, "num_key_value_heads": 32}}
 BY_PLACE = "mrope"  # rotary positions of three numbers, of which those of a token of text are one
 
 
@@ -54,12 +60,15 @@ def text_alone(raw: Mapping[str, object]) -> dict[str, object]:
     stated.setdefault("tie_word_embeddings", kind not in (*UNTIED, *AS_INSIDE))
     if kind in AS_INSIDE and inner.get("tie_word_embeddings") is True:
         stated["tie_word_embeddings"] = True
-    return families.of_its_family({**inner, **stated, "model_type": family, "architectures": None})
+    unsaid = SIZES.get(str(family), {}) if inner else {}
+    return families.of_its_family({**unsaid, **inner, **stated, "model_type": family, "architectures": None})
 
 
 def unknown_outside(raw: Mapping[str, object], harmless: Collection[str]) -> list[str]:
-    """Keys of a composite model that are on no list, but for those that its text part has."""
-    return sorted(raw.keys() - OUTER_SHARED - OUTER_HARMLESS - harmless - (_inside(raw).keys() if raw["model_type"] in FLAT else set()))
+    """Keys of a composite model that are on no list, but for those that its text part has, in the same words where it is an object."""
+    inner, flat = _inside(raw), raw["model_type"] in FLAT
+    said = {key for key, value in inner.items() if flat or raw.get(key) == value}
+    return sorted(raw.keys() - OUTER_SHARED - OUTER_HARMLESS - harmless - said)
 
 
 def _inside(raw: Mapping[str, object]) -> dict[str, object]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import Llama4TextConfig, Qwen2_5_VLConfig, Qwen3VLConfig
+from transformers import AutoConfig, Llama4TextConfig, Qwen2_5_VLConfig, Qwen3VLConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from effllm import UsageError
@@ -213,6 +213,25 @@ def test_a_head_is_the_embedding_where_either_object_says_so(outer: bool | None,
     part = {**SEEING["qwen3_vl"]["text_config"], **({} if inner is None else {"tie_word_embeddings": inner})}
     raw = {"model_type": "qwen3_vl", "text_config": part, **({} if outer is None else {"tie_word_embeddings": outer})}
     assert parse_config(raw).tie_word_embeddings == tied
+
+
+@pytest.mark.parametrize("text", [
+    {"_name_or_path": "x", "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 4096, "model_type": "llama",
+     "rms_norm_eps": 1e-05, "torch_dtype": "float16", "vocab_size": 32064},  # LLaVA 1.5
+    {"head_dim": 128, "hidden_size": 5120, "intermediate_size": 14336, "is_composition": True, "max_position_embeddings": 1024000,
+     "model_type": "mistral", "num_hidden_layers": 40, "rms_norm_eps": 1e-05, "rope_theta": 1e9, "sliding_window": None,
+     "vocab_size": 131072},  # Pixtral
+    {"model_type": "qwen2"}, {"model_type": "qwen3", "vocab_size": 300}])
+def test_sizes_that_a_text_part_leaves_out_are_those_of_its_class(text: dict[str, object]) -> None:
+    kind = "llava" if text["model_type"] in ("llama", "mistral") else "internvl"
+    config = parse_config({"model_type": kind, "image_token_index": 32000, "vision_config": {}, "text_config": {"vocab_size": 300, **text},
+                           "tie_word_embeddings": False, "vocab_size": text.get("vocab_size", 300)}, strict=True)
+    theirs = AutoConfig.for_model(**text)
+    assert (config.hidden_size, config.intermediate_size, config.num_hidden_layers) == (
+        theirs.hidden_size, theirs.intermediate_size, theirs.num_hidden_layers)
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (
+        theirs.num_attention_heads, theirs.num_key_value_heads, getattr(theirs, "head_dim", None) or 128)
+    refused({"model_type": kind, "vision_config": {}, "vocab_size": 300}, "is missing")  # an older form, without such a part
 
 
 def test_defaults_of_text_parts_are_those_of_transformers() -> None:
