@@ -130,8 +130,9 @@ def test_the_factor_of_the_embedding_is_rounded_to_the_type_of_the_weights() -> 
 @pytest.mark.parametrize("family", [name for name in families.FAMILIES if "layer_types" in families.get(name).REFUSED_UNLESS])
 def test_full_attention_may_be_said_of_every_layer(family: str) -> None:
     """Newer writers say it of families that know nothing else; not where it contradicts a window."""
-    latent = {"num_key_value_heads": LLAMA["num_attention_heads"], "num_experts_per_tok": 2}
-    plain = {**LLAMA, "model_type": family, "sliding_window": None, **(latent if "kv_lora_rank" in families.get(family).KEYS_USED else {})}
+    latent, used = {"num_key_value_heads": LLAMA["num_attention_heads"], "num_experts_per_tok": 2}, families.get(family).KEYS_USED
+    plain = {**LLAMA, "model_type": family, "sliding_window": None,
+             **{key: value for key, value in latent.items() if "kv_lora_rank" in used and (key in used or key in LLAMA)}}
     named = {**plain, "layer_types": ["full_attention"] * 4}
     assert parse_config(named, strict=True) == parse_config(plain, strict=True)
     refused({**named, "layer_types": ["full_attention"] * 3}, "layer_types")
