@@ -18,6 +18,7 @@ ROLES = {"user": USER, "assistant": ASSISTANT, "system": SYSTEM, "developer": SY
 FREE = "input"  # the argument of a tool that takes free text
 FREE_TEXT = {"type": "object", "properties": {FREE: {"type": "string"}}, "required": [FREE], "additionalProperties": False}
 CALLED = {"max_tokens": "max_output_tokens", "response_format": "text.format", "reasoning_effort": "reasoning.effort"}
+TYPES = ("description", str, "a text"), ("parameters", dict, "a JSON schema"), ("strict", bool, "true or false")  # of tools
 NOT_KEPT = "responses are not kept here: send the whole conversation as input"
 LOGPROBS = "message.output_text.logprobs"
 
@@ -96,6 +97,9 @@ def _functions(tools: list[dict[str, Any]], names: Names, space: str = "", where
                 raise Problem(400, f"{place}.tools is a list of functions", param=f"{place}.tools")
             made += _functions(inner, names, name, f"{place}.tools")
             continue
+        for key, kind_of, called in TYPES:
+            if tool.get(key) is not None and not isinstance(tool[key], kind_of):
+                raise Problem(400, f"{place}.{key} is {called}", param=f"{place}.{key}")
         known = Names.inside(space, name)
         if space:
             names.spaces[known] = space, name
