@@ -179,7 +179,7 @@ def test_a_server_that_ends_tells_everyone(desk: Desk) -> None:
         tasks = [asyncio.ensure_future(streamed(desk, lambda left: iter([DONE]), client)) for client in (first, second)]
         await asyncio.sleep(0.01)
         desk.close()
-        await asyncio.wait_for(asyncio.gather(*tasks), 1)  # whatever the engine is at
+        await asyncio.wait_for(asyncio.gather(*tasks), 5)  # whatever the engine is at
         assert {first.status, second.status} == {503}
         assert not desk.ended(0.05)
         let_go()
@@ -254,3 +254,26 @@ def test_a_port_that_another_server_took_meanwhile(desk: Desk) -> None:
         first.listen()
         with pytest.raises(EffllmError, match="port [0-9]+ of 127.0.0.1 is in use"):
             listening.listen(ChatShape("m"), second, desk, lambda: pytest.fail("it does not listen"))
+
+
+def test_who_leaves_in_the_moment_of_an_event_is_gone(desk: Desk) -> None:
+    """An answer whose cancellation was lost to an event that came with it went on to its end."""
+
+    def endless(left: Callable[[], bool]) -> Iterator[Event]:
+        end = time.monotonic() + 10
+        while not left() and time.monotonic() < end:
+            yield TextDelta("more ")
+            time.sleep(1e-5)
+        yield DONE
+
+    async def test() -> None:
+        for _ in range(500):
+            client = Client()
+            task = asyncio.ensure_future(streamed(desk, endless, client))
+            while "more" not in client.body:
+                await asyncio.sleep(0)
+            client.gone.set()
+            done, _ = await asyncio.wait([task], timeout=5)
+            assert done and "[DONE]" not in client.body
+
+    asyncio.run(test())

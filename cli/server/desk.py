@@ -37,7 +37,8 @@ class Job:
         """The next event; None if none has come in so many seconds. Raises StopAsyncIteration behind the last, and what the engine
         raised."""
         try:
-            item = await asyncio.wait_for(self._events.get(), seconds)
+            async with asyncio.timeout(seconds):  # `wait_for` of Python 3.11 loses a cancellation that comes with an event
+                item = await self._events.get()
         except TimeoutError:
             return None
         if item is END:

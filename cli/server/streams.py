@@ -76,6 +76,7 @@ class Listener:
     def left(self) -> None:
         """The client has gone."""
         self._record.ending = LEFT
+        self.job.leave()
 
     @property
     def comment(self) -> str:
@@ -93,10 +94,7 @@ async def whole(request: Request, listener: Listener, shape: Shape) -> Response:
         return json_response(shape.whole(event.stats))
 
     try:
-        response = await unless_gone(request.receive, collected())
-        if response is None:
-            listener.left()
-        return response or Response(status_code=GONE)
+        return await unless_gone(request.receive, collected(), listener.left) or Response(status_code=GONE)
     finally:
         listener.job.leave()
 
@@ -110,12 +108,11 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._send, self._scope, self._receive = send, scope, receive
         try:
-            if not await unless_gone(receive, self._written()):
-                self._listener.left()
+            await unless_gone(receive, self._written(), self._listener.left)
         finally:
             self._listener.job.leave()
 
-    async def _written(self) -> bool:
+    async def _written(self) -> None:
         listener, shape = self._listener, self._shape
         try:
             while not isinstance(event := await listener.next(KEEP_ALIVE_S), Done):
@@ -136,7 +133,6 @@ class EventStream(Response):
             else:
                 response = problem_response(problem, self._scope.get("path", ""))
                 await response(self._scope, self._receive, self._send)
-        return True
 
     async def _begin(self) -> None:
         """Before the first piece."""
@@ -168,8 +164,8 @@ class EventStream(Response):
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Any]) -> Any:
-    """What the work comes to; None where the client goes away before."""
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Any], left: Callable[[], None]) -> Any:
+    """What the work comes to; None where the client goes away before, which `left` is told at once."""
 
     async def gone() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -178,7 +174,10 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Any]) -> Any:
     working, watching = asyncio.ensure_future(work), asyncio.ensure_future(gone())
     try:
         await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
-        return await working if working.done() else None
+        if working.done():
+            return await working
+        left()
+        return None
     finally:
         for each in (working, watching):
             each.cancel()
