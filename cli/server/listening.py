@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import os
 import signal
 import socket
@@ -78,6 +79,7 @@ def listen(application: ASGIApp, listening: socket.socket, desk: Desk, ready: Ca
     """Serve until a signal ends it; running answers are told. `ready` is called once requests are taken."""
     config = uvicorn.Config(application, loop="asyncio", http="h11", ws="none", lifespan="off", log_config=None, log_level="critical",
                             access_log=False, server_header=False, timeout_keep_alive=KEEP_S, timeout_graceful_shutdown=GRACE_S)
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of each write to a client that has gone, which has its line already
     server = Server(config, ready)
 
     def stop() -> None:
