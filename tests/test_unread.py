@@ -15,7 +15,7 @@ from effllm import UsageError
 from effllm.runtime.prepare import EngineOptions, prepare
 
 SAID = "not used, because config.json does not ask for it"
-LAYER = "model.layers.1."
+LAYER, SEEING = "model.layers.1.", {"vision_tower.patch.weight": np.ones((2, 2), np.float32)}
 
 
 def notices(folder: Path) -> list[str]:
@@ -26,6 +26,12 @@ def notices(folder: Path) -> list[str]:
 
 def with_tensors(folder: Path, **more: np.ndarray) -> Path:
     return odd_model(folder, change=lambda tensors: tensors.update(more))
+
+
+def of_family(model_type: str, folder: Path) -> Path:
+    raw = json.loads((folder / "config.json").read_text()) | {"model_type": model_type}
+    (folder / "config.json").write_text(json.dumps(raw))
+    return folder
 
 
 def fewer_layers(folder: Path) -> Path:
@@ -40,8 +46,8 @@ MEANT: dict[str, tuple[Callable[[Path], Path], str]] = {
                f"'{LAYER}self_attn.q_proj.bias'"),
     "a norm": (lambda folder: with_tensors(folder, **{f"{LAYER}self_attn.q_norm.weight": np.ones(12, np.float32)}),
                f"'{LAYER}self_attn.q_norm.weight'"),
-    "an encoder of images that the config does not have": (
-        lambda folder: with_tensors(folder, **{"vision_tower.patch.weight": np.ones((2, 2), np.float32)}), "'vision_tower.patch.weight'"),
+    "an encoder of images in a family that no model which takes images has": (
+        lambda folder: of_family("granite", with_tensors(folder, **SEEING)), "'vision_tower.patch.weight'"),
 }
 
 
