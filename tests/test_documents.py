@@ -29,6 +29,7 @@ from effllm.runtime.kv_profile import Profile
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 DOCUMENTS = [README, *(path for path in sorted((ROOT / "docs").glob("*.md")) if path.name not in ("ARCHITECTURE.md", "commands.md"))]
+ARCHITECTURE = [ROOT / "docs" / "ARCHITECTURE.md", *sorted((ROOT / "docs" / "architecture").glob("*.md"))]
 FABLE = ROOT / "models" / "fable"
 STORY = "Once upon a time there was a fox who wanted to be king, and a king who wanted to be a fox. " * 24
 
@@ -128,7 +129,7 @@ def test_every_flag_and_command_that_is_named_exists(path: Path) -> None:
             assert not isinstance(command, typer.core.TyperGroup) or words[2] in command.commands, span
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [*DOCUMENTS, *ARCHITECTURE], ids=lambda path: path.name)
 def test_every_link_leads_to_a_file_and_its_heading(path: Path) -> None:
     for link in re.findall(r"\]\(([^):]+)\)", path.read_text(encoding="utf-8")):
         name, _, heading = link.partition("#")
@@ -139,7 +140,7 @@ def test_every_link_leads_to_a_file_and_its_heading(path: Path) -> None:
         assert not heading or heading in titles, link
 
 
-@pytest.mark.parametrize("path", [*DOCUMENTS, ROOT / "docs" / "ARCHITECTURE.md", ROOT / "CHANGELOG.md"], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [*DOCUMENTS, *ARCHITECTURE, ROOT / "CHANGELOG.md"], ids=lambda path: path.name)
 def test_every_file_that_is_named_is_there(path: Path) -> None:
     folders = "benchmarks|cli|docs|kernels|models|offload|quant|runtime|tests|tools"
     for name in re.findall(rf"(?<![\w./-])(?:{folders})/[\w./-]+\.(?:py|md|yaml|svg|txt)", path.read_text(encoding="utf-8")):
@@ -161,7 +162,7 @@ def defined(path: Path) -> set[str]:
 def test_every_name_of_a_module_that_the_architecture_names_is_defined_there() -> None:
     """`module.name`, where one of ours is called so, and a `TABLE` that is said to stand in a file; a dotted key that the module reads,
     of a GGUF file, is no name."""
-    text = (ROOT / "docs" / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    text = "".join(path.read_text(encoding="utf-8") for path in ARCHITECTURE)
     modules: dict[str, list[Path]] = {}
     for path in (path for folder in ("cli", "kernels", "offload", "quant", "runtime") for path in (ROOT / folder).rglob("*.py")):
         modules.setdefault(path.stem, []).append(path)

@@ -59,7 +59,7 @@ from .kv_scratch import line, query_places, row_places, tile_rows
 from .kv_sides import header_bits, load_kv, read_widths
 
 # Are packed pages multiplied as they lie? With 32-byte vectors a tile of float32, which holds many tokens, is faster; so it is where a
-# token fills fewer rows of its own tiles than this, in eighths, by bytes and by 16-bit numbers (docs/ARCHITECTURE.md).
+# token fills fewer rows of its own tiles than this, in eighths, by bytes and by 16-bit numbers (docs/architecture/kv-cache.md).
 AS_THEY_LIE = INSTRUCTION_SET == "avx512"
 ROWS_OF_EIGHT, ROWS_OF_EIGHT_WIDE = 4, 7
 

@@ -57,7 +57,7 @@ from .intrinsics import F32, I32, I64
 from .packed_factors import CODEBOOK, EXPONENTS, HALVES, NIBBLE, SIGNED, SMALL, TABLE, places_of, tile_of
 
 # Row blocks that `single` takes side by side, and how many bytes ahead of each are asked for: a row block's arithmetic hides too little of
-# its way from memory. What suits a processor was measured (docs/ARCHITECTURE.md): a Zen 5 wants one run of memory and its pages ahead of
+# its way from memory. What suits a processor was measured (docs/architecture): a Zen 5 wants one run of memory and its pages ahead of
 # time, a Zen 4 and a Cascade Lake two runs and a tile of 4 bits, processors with 32-byte vectors two and four such tiles.
 STREAMS, AHEAD = (1, 7168) if WIDTH == 64 and target()[0] == "znver5" else (2, 256) if WIDTH == 64 else (2, 1024)
 NEXT = 256 if WIDTH == 64 else 1024  # the same where tiles are unpacked for several columns

@@ -34,7 +34,7 @@ from .stored_codes import (
 )
 
 # A thread has two rows of a tile at a time; what so many warps of a program begin with is all that many matrices have. More of them for
-# long rows, unless the sums of several tokens take the registers (`docs/ARCHITECTURE.md`).
+# long rows, unless the sums of several tokens take the registers (`docs/architecture/gpu.md`).
 WARPS, WARPS_OF_LONG, LONG, SHORT = 8, 16, 128, 2
 TILES_OF_WARP = 4
 OPENED, WARPS_OF_OPENED = 16, 4  # tiles that a program opens to memory
