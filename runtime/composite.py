@@ -34,12 +34,16 @@ FLAT = ("qwen2_5_vl", "qwen2_vl")  # which may say of the text part all in the o
 # What text parts of some models say of images.
 OF_IMAGES = frozenset({"_flash_attn_2_enabled", "is_composition", "is_llama_config", "perceiver_config", "pixel_shuffle_factor",
                        "qk_layer_norms", "transformers.js_config", "use_resampler", "vision_config"})
-# What a text part is where it does not say: transformers leaves out what a class has by default, so LLaVA 1.5 says nothing of its sizes.
-_FIRST_LLAMA = {"hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 32}
-SIZES: Mapping[str, Mapping[str, object]] = {
-    "llama": {**_FIRST_LLAMA, "intermediate_size": 11_008}, "mistral": {**_FIRST_LLAMA, "intermediate_size": 14_336},
-    "qwen2": {**_FIRST_LLAMA, "intermediate_size": 22_016, "num_key_value_heads": 32},
-    "qwen3": {**_FIRST_LLAMA, "intermediate_size": 22_016, "num_key_value_heads": 32}}
+# The sizes of a text part that does not say them, where its family asks for them: transformers leaves out what a class has by default, so
+# LLaVA 1.5 says none. In the order of SIZE_KEYS.
+SIZE_KEYS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+_EXAONE, _LARGE = (102_400, 4096, 16_384, 32, 32, 32), (152_064, 8192, 29_568, 80, 64, 8)
+SIZES: Mapping[str, tuple[int, ...]] = {
+    "exaone4": _EXAONE, "exaone4_5_text": _EXAONE, "glm4v_text": (151_552, 4096, 13_696, 40, 32, 2),
+    "llama": (32_000, 4096, 11_008, 32, 32), "ministral3": (131_072, 4096, 14_336, 34, 32, 8),
+    "mistral": (32_000, 4096, 14_336, 32, 32, 8), "qwen2": (151_936, 4096, 22_016, 32, 32, 32), "qwen2_5_vl_text": _LARGE,
+    "qwen2_vl_text": _LARGE, "qwen3": (151_936, 4096, 22_016, 32, 32, 32), "qwen3_vl_text": (151_936, 4096, 22_016, 32, 32, 32),
+    "qwen3_vl_moe_text": (151_936, 2048, 5632, 24, 16, 16)}
 BY_PLACE = "mrope"  # rotary positions of three numbers, of which those of a token of text are one
 
 
@@ -60,7 +64,7 @@ def text_alone(raw: Mapping[str, object]) -> dict[str, object]:
     stated.setdefault("tie_word_embeddings", kind not in (*UNTIED, *AS_INSIDE))
     if kind in AS_INSIDE and inner.get("tie_word_embeddings") is True:
         stated["tie_word_embeddings"] = True
-    unsaid = SIZES.get(str(family), {}) if inner else {}
+    unsaid = dict(zip(SIZE_KEYS, SIZES.get(str(family), ()), strict=False)) if inner else {}
     return families.of_its_family({**unsaid, **inner, **stated, "model_type": family, "architectures": None})
 
 

@@ -8,11 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, Llama4TextConfig, Qwen2_5_VLConfig, Qwen3VLConfig
+from transformers import Llama4TextConfig, Qwen2_5_VLConfig, Qwen3VLConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from effllm import UsageError
-from effllm.runtime.composite import text_alone
+from effllm.runtime import families
+from effllm.runtime.composite import SIZE_KEYS, SIZES, text_alone
 from effllm.runtime.config import parse_config
 from effllm.runtime.mixture import Mixture
 from effllm.runtime.prepare import EngineOptions, prepare
@@ -221,17 +223,17 @@ def test_a_head_is_the_embedding_where_either_object_says_so(outer: bool | None,
     {"head_dim": 128, "hidden_size": 5120, "intermediate_size": 14336, "is_composition": True, "max_position_embeddings": 1024000,
      "model_type": "mistral", "num_hidden_layers": 40, "rms_norm_eps": 1e-05, "rope_theta": 1e9, "sliding_window": None,
      "vocab_size": 131072},  # Pixtral
-    {"model_type": "qwen2"}, {"model_type": "qwen3", "vocab_size": 300}])
+    *[{"model_type": text} for text in sorted(SIZES) if text != "exaone4_5_text"]])
 def test_sizes_that_a_text_part_leaves_out_are_those_of_its_class(text: dict[str, object]) -> None:
-    kind = "llava" if text["model_type"] in ("llama", "mistral") else "internvl"
-    config = parse_config({"model_type": kind, "image_token_index": 32000, "vision_config": {}, "text_config": {"vocab_size": 300, **text},
-                           "tie_word_embeddings": False, "vocab_size": text.get("vocab_size", 300)}, strict=True)
-    theirs = AutoConfig.for_model(**text)
-    assert (config.hidden_size, config.intermediate_size, config.num_hidden_layers) == (
-        theirs.hidden_size, theirs.intermediate_size, theirs.num_hidden_layers)
-    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (
-        theirs.num_attention_heads, theirs.num_key_value_heads, getattr(theirs, "head_dim", None) or 128)
-    refused({"model_type": kind, "vision_config": {}, "vocab_size": 300}, "is missing")  # an older form, without such a part
+    kind = next(kind for kind in ("llava", *families.COMPOSITE) if text["model_type"] in families.COMPOSITE[kind])
+    theirs = CONFIG_MAPPING[text["model_type"]](**{key: value for key, value in text.items() if key != "model_type"})
+    config = parse_config({"model_type": kind, "vision_config": {}, "text_config": text, "tie_word_embeddings": False,
+                           **{key: text[key] for key in ("vocab_size",) if key in text}}, strict=True)
+    keys = [key for key in SIZE_KEYS if key != "intermediate_size" or config.mixture is None]
+    assert [getattr(config, key) for key in keys] == [getattr(theirs, key) for key in keys]
+    assert config.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
+    if kind == "llava":  # an older form, without such a part
+        refused({"model_type": kind, "vision_config": {}}, "is missing")
 
 
 def test_defaults_of_text_parts_are_those_of_transformers() -> None:
