@@ -92,7 +92,8 @@ def serve(context: typer.Context, model: Model, host: Host = "127.0.0.1", port: 
                 service = Service(Replies(opened.engine, opened.tokenizer, kept), desk, Defaults(wish, answer.system),
                                   name or own_name(ref.text), screen.note_once, frozenset() if name else frozenset({model, ref.text}))
                 report = Report(screen, service, quiet)
-                listen(Guard(service.application(), rules, report.request), listening, desk, lambda: report.ready(url_of(listening), json))
+                listen(Guard(service.application(), rules, report.request), listening, desk, lambda: report.ready(url_of(listening), json),
+                       screen.note_once)
                 if not desk.ended(GRACE_S):
                     lasting.close()
                     leave_at_once()

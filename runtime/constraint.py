@@ -194,9 +194,9 @@ class Vocabulary:
                           think is not None and not think.at_answer)
 
     def refuse(self, matcher: LLMatcher) -> None:
-        """Raises EffllmError for what a matcher does not go on with."""
-        raise EffllmError(f"{self.form.flag}: the answer cannot be held to {self.form.name}: {_line(matcher.get_error())}",
-                          "make the form simpler, or leave it out")
+        """Raises UsageError for what a matcher does not go on with: the form asks for too much, or for nothing that can be written."""
+        raise UsageError(f"{self.form.flag}: the answer cannot be held to {self.form.name}: {_line(matcher.get_error())}",
+                         "make the form simpler, or leave it out")
 
 
 class Constraint:
@@ -276,5 +276,5 @@ def _read(asked: str, flag: str, also: str) -> str:
 
 def _line(error: object) -> str:
     """What was said, on one line, without what the matcher tells of itself."""
-    said = " ".join(str(error).partition("<state>")[0].split())
+    said = " ".join(str(error).partition("<state>")[0].partition("<backtrace>")[0].split())
     return "nothing can come next" if said == "NoExtensionBias" else said if len(said) <= MOST_SAID else f"{said[:MOST_SAID]}…"

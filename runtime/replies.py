@@ -183,6 +183,9 @@ class Replies:
         rest = [{key: value for key, value in message.items() if value is not None} | {"content": whole_text(message.get("content"))}
                 for message in messages]
         for message in rest:
+            if message["content"] is None and not message.get("tool_calls"):  # an empty answer, as some clients send it back
+                message["content"] = ""
+        for message in rest:
             if message["role"] == DEVELOPER and DEVELOPER not in template:
                 message["role"] = SYSTEM
         said, beside = [], {}

@@ -118,6 +118,7 @@ def test_keys_that_say_nothing_do_not_reach_the_template(replies, monkeypatch):
                 {"role": "user", "content": "two", "name": "f"}]
     seen = read_by_model(replies, monkeypatch, *messages, template="{{ messages | tojson }}")
     assert [sorted(message) for message in json.loads(seen)] == [["content", "role"], ["content", "role"], ["content", "name", "role"]]
+    assert json.loads(seen)[1]["content"] == "", "templates add texts up"
 
 
 def test_system_prompts_are_put_where_the_template_has_a_place_for_them(replies, monkeypatch):

@@ -46,6 +46,7 @@ def plain(server: Served) -> list:
     ({"response_format": {"type": "xml"}}, "response_format.type"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"), ({"grammar": "root ::= (("}, "grammar"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"colour": 1}}}}, "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}}, None),
     ({"response_format": {"type": "json_object"}, "grammar": 'root ::= "a"'}, "grammar"), ({"grammar": "/etc/passwd"}, "grammar"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"), ({"guided_json": {}}, "guided_json"),
     ({"modalities": ["audio"]}, "modalities"), ({"mirostat": 2}, "mirostat")])
@@ -71,6 +72,8 @@ def test_bodies_that_are_no_request(server: Served, plain: list) -> None:
         for path in (CHAT, TEXT, "/tokenize"):
             reply = server.ask("POST", path, body)
             assert reply.status == 400 and reply.error["type"] == "invalid_request_error", body
+    reply = server.ask("POST", CHAT, b"\x1f\x8b", Content_Encoding="gzip")
+    assert reply.status == 415 and "Content-Encoding gzip is not read" in reply.error["message"]
     reply = server.ask("POST", CHAT, b" " * (33 << 20))
     assert reply.status == 413 and reply.error["code"] == "body_too_large"
     assert server.chat().json["choices"] == plain

@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import os
+import signal
+import socket
 import sys
 import threading
 import time
@@ -104,6 +107,63 @@ def test_who_waits_hears_that_it_does(desk: Desk, monkeypatch: pytest.MonkeyPatc
         assert json.loads(end[6:])["choices"][0]["finish_reason"] == "stop"
 
     asyncio.run(test())
+
+
+def test_a_client_that_does_not_read_keeps_no_place_in_the_line(desk: Desk) -> None:
+    async def test() -> None:
+        job = desk.ask(lambda left: iter([TextDelta("yes"), DONE]))
+        end = time.monotonic() + 5
+        while job in desk._jobs and time.monotonic() < end:
+            await asyncio.sleep(0.01)
+        assert not desk._jobs and [await job.next(1), await job.next(1)] == [TextDelta("yes"), DONE]
+
+    asyncio.run(test())
+
+
+def test_a_panic_of_a_library_ends_its_answer_alone(desk: Desk) -> None:
+    class Panic(BaseException):
+        """As those of libraries in Rust are."""
+
+    def answer(left: Callable[[], bool]) -> Iterator[Event]:
+        yield TextDelta("ye")
+        raise Panic("index out of bounds")
+
+    async def test() -> None:
+        client, record = Client(), Record()
+        await asyncio.wait_for(streamed(desk, answer, client, record), 5)
+        assert "internal error" in client.body and record.problem == "Panic: index out of bounds"
+        client = Client()
+        await asyncio.wait_for(streamed(desk, lambda left: iter([TextDelta("yes"), DONE]), client), 5)
+        assert "yes" in client.body
+
+    asyncio.run(test())
+
+
+def test_connections_of_which_no_request_comes_are_closed_and_too_many_are_a_line(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listening, "KEEP_S", 0.2)
+    notes, closed = [], []
+
+    async def application(scope: dict, receive: Callable, send: Callable) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await asyncio.sleep(0.5)  # longer than an unused connection is kept
+        await send({"type": "http.response.body", "body": b""})
+
+    with listening.bound("127.0.0.1", 0) as bound:
+        def clients() -> None:
+            with socket.create_connection(bound.getsockname()[:2], 5) as idle, socket.create_connection(bound.getsockname()[:2], 5) as used:
+                used.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                try:
+                    closed.append(idle.recv(1))
+                except ConnectionResetError:
+                    closed.append(b"")
+                while not (got := used.recv(100)).endswith(b"\r\n\r\n"):
+                    closed.append(got)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        listening.listen(application, bound, desk, lambda: threading.Thread(target=clients).start(), notes.append)
+    assert closed[0] == b"" and not notes
+    said = listening.trouble({"message": "no accept", "exception": OSError(24, "Too many open files")})
+    assert said.startswith("connections wait: Too many open files")
 
 
 @pytest.mark.parametrize(("error", "status", "said"), [
@@ -253,7 +313,7 @@ def test_a_port_that_another_server_took_meanwhile(desk: Desk) -> None:
     with listening.bound("localhost", 0) as first, listening.bound("127.0.0.1", first.getsockname()[1]) as second:
         first.listen()
         with pytest.raises(EffllmError, match="port [0-9]+ of 127.0.0.1 is in use"):
-            listening.listen(ChatShape("m"), second, desk, lambda: pytest.fail("it does not listen"))
+            listening.listen(ChatShape("m"), second, desk, lambda: pytest.fail("it does not listen"), pytest.fail)
 
 
 def test_who_leaves_in_the_moment_of_an_event_is_gone(desk: Desk) -> None:

@@ -178,6 +178,9 @@ class Service:
 
 async def read(request: Request, kind: type[Kind]) -> Kind:
     """The body of a request as an object. Raises Problem."""
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding not in ("", "identity"):
+        raise Problem(415, f"a body with Content-Encoding {coding:.40} is not read: send it as it is", code="unsupported_encoding")
     too_large = Problem(413, f"the body is larger than {LARGEST_BODY >> 20} MiB", code="body_too_large", headers={"connection": "close"})
     length = request.headers.get("content-length", "0")
     if not length.isdecimal() or int(length) > MOST_READ:

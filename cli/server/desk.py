@@ -12,6 +12,7 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from ...runtime.events import Event
 from .problems import BUSY, Problem, closing
@@ -64,13 +65,20 @@ class Job:
         try:
             for event in self._start(lambda: self._left):
                 self._tell(event)
-            self._tell(END)
+            last: object = END
         except Exception as error:  # of whatever kind: the next job is another's
-            self._tell(error)
+            last = error
+        except BaseException as error:  # a library's panic ends neither this thread nor the loop
+            last = RuntimeError(f"{type(error).__name__}: {error}")
+        self._tell(last)
+        self._on_loop(self._desk.forget, self)  # its place is another's, however slowly a client reads
 
     def _tell(self, item: object) -> None:
+        self._on_loop(self._events.put_nowait, item)
+
+    def _on_loop(self, call: Callable[[Any], object], item: object) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(self._events.put_nowait, item)
+            self._loop.call_soon_threadsafe(call, item)
 
 
 class Desk:

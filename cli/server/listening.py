@@ -8,11 +8,13 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ... import EffllmError, UsageError
 from .desk import Desk
@@ -75,9 +77,22 @@ class Server(uvicorn.Server):
         return nullcontext()
 
 
-def listen(application: ASGIApp, listening: socket.socket, desk: Desk, ready: Callable[[], None]) -> None:
-    """Serve until a signal ends it; running answers are told. `ready` is called once requests are taken."""
-    config = uvicorn.Config(application, loop="asyncio", http="h11", ws="none", lifespan="off", log_config=None, log_level="critical",
+class Connection(H11Protocol):
+    """Closes where no request comes: the library waits for the first without an end, and every connection is an open file."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self.loop.call_later(KEEP_S, self._close_unused)
+
+    def _close_unused(self) -> None:
+        if self.cycle is None:
+            self.transport.abort()
+
+
+def listen(application: ASGIApp, listening: socket.socket, desk: Desk, ready: Callable[[], None], note: Callable[[str], None]) -> None:
+    """Serve until a signal ends it; running answers are told. `ready` is called once requests are taken, `note` is told what goes wrong
+    beside them."""
+    config = uvicorn.Config(application, loop="asyncio", http=Connection, ws="none", lifespan="off", log_config=None, log_level="critical",
                             access_log=False, server_header=False, timeout_keep_alive=KEEP_S, timeout_graceful_shutdown=GRACE_S)
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of each write to a client that has gone, which has its line already
     server = Server(config, ready)
@@ -88,12 +103,21 @@ def listen(application: ASGIApp, listening: socket.socket, desk: Desk, ready: Ca
 
     async def serve() -> None:
         loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: note(trouble(context)))
         for each in STOPS:
             if signal.getsignal(each) is not signal.SIG_IGN:  # as `nohup` has it
                 loop.add_signal_handler(each, stop)
         await server.serve([listening])
 
     asyncio.run(serve())
+
+
+def trouble(context: Mapping[str, Any]) -> str:
+    """What the loop has met, on a line: connections that the system does not give come by hundreds."""
+    error = context.get("exception")
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        return f"connections wait: {error.strerror} (`ulimit -n` allows more)"
+    return f"{context['message']}: {type(error).__name__}: {error}" if error else context["message"]
 
 
 def leave_at_once() -> None:
