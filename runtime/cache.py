@@ -260,6 +260,10 @@ class KVCache(CacheBytes):
             self.states.truncate(held)
         return held
 
+    def reach(self, n: int) -> int:
+        """How many tokens `truncate` leaves, unless a disk fails."""
+        return self.n if n >= self.n else self._way_to(n)[0]
+
     def _way_to(self, n: int) -> tuple[int, int]:
         """The most tokens, at most `n`, that can be all that is held, and how many of their pages are then sealed."""
         sealed = min(self.sealed, self.sealed_at(n))

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .. import EffllmError, UsageError
+from ..offload.size import format_size
 from .conversation_file import History
 from .events import Notice, Progress
 from .passes import common_prefix
@@ -74,7 +75,7 @@ class KeptPrompts:
         of a restored answer were. `prompts` knows what the cache holds as a text; `prompt` is None where the ids were given."""
         if len(ids) >= self.engine.n_ctx:  # no prompt of this context's
             return ids
-        held = common_prefix(self.engine.tokens, ids)
+        held = self.engine.cache.reach(min(common_prefix(self.engine.tokens, ids), max(0, len(ids) - 1)))
         found, known, own = self._longest(prompt, ids, prompts)
         if min(self._prompt, len(self.engine.tokens)) - held >= WORTH:
             yield from self._save(prompts)
@@ -118,6 +119,10 @@ class KeptPrompts:
         tokens, (text, ids) = tuple(self.engine.tokens), prompts.held
         known = min(len(tokens), len(ids))
         spoken = Spoken(text, tuple(ids), None) if text and tuple(ids[:known]) == tokens[:known] else None
+        if (large := self.engine.cache.read_nbytes) > self.sessions.budget:
+            yield Notice(f"a prompt's cache of {format_size(large)} is more than --session-disk {format_size(self.sessions.budget)}: it is "
+                         "read again if it goes on")
+            return
         name = PREFIX + hashlib.sha256(np.array(tokens, "<u4").tobytes()).hexdigest()[:12]
         if name in self._all():
             return
@@ -129,11 +134,9 @@ class KeptPrompts:
                 else:
                     yield event
             before = [each.name for each in self._all().values() if each.name != name and each.tokens == tokens[: len(each.tokens)]]
-            if name not in self._all():  # larger than what all may take
-                before = [name]
             self.sessions.store.remove([each for each in before if self.sessions.store.has(each)])
-            for each in before:
-                self._all().pop(each, None)
+            for each in [each for each in self._all() if not self.sessions.store.has(each)]:  # these, and those that made room
+                self._all().pop(each)
         except EffllmError as error:
             yield Notice(f"{error.message}: the prompt before this one is read again if it goes on")
 

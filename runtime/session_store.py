@@ -221,8 +221,9 @@ class SessionStore:
 
     def make_room(self, budget: int, spare: str) -> list[str]:
         """Remove pages that no session uses; then, while what is left takes more than `budget` bytes, the cache of the session worth
-        least. Conversations stay. Returns the names of sessions that lost their cache; `spare` is the last to. Nothing happens where the
-        folder cannot be written, or locked, or where some session is `unread`: its cache would be taken and no byte be freed."""
+        least. Conversations stay, where there is one. Returns the names of sessions that lost their cache; `spare` is the last to. Nothing
+        happens where the folder cannot be written, or locked, or where some session is `unread`: its cache would be taken and no byte be
+        freed."""
         try:
             with self._locked(fcntl.LOCK_EX) as alone:
                 if not alone or self.unread():
@@ -234,9 +235,12 @@ class SessionStore:
                     if not listed:
                         break
                     least = min(listed, key=lambda each: (each.name == spare, worth(each)))
-                    self._strip(least.name)
+                    if self.read(least.name).conversation.get("messages"):
+                        self._strip(least.name)
+                        lost.append(least.name)
+                    else:  # a prompt that a server has kept is nothing but its cache
+                        self._unlink(self.path(least.name))
                     self._collect()
-                    lost.append(least.name)
                 return lost
         except OSError:
             return []

@@ -81,6 +81,10 @@ def test_prompts_that_take_turns_are_kept_with_their_state(engine: Engine, tmp_p
     read(engine, other + IDS[:5])
     assert np.array_equal(engine.forward_logits([7]), expected)
     assert read_next(IDS[:290]) == 0, "what is kept goes back to no token but its last"
+    engine.reset()
+    one, two = IDS[50:450] + IDS[500:560], IDS[50:450] + IDS[560:620]
+    held = [0, 320, 320, 320] if engine.cache.is_packed else [0, 0, 460, 460]  # packed, there is a way back into what both share
+    assert [read_next(ids) for ids in (one, two, one + IDS[:5], two + IDS[:5])] == held
 
 
 def test_a_session_whose_state_is_gone_or_altered_is_damaged(engine: Engine, store: SessionStore) -> None:

@@ -130,3 +130,18 @@ def test_caches_that_are_not_exact_are_refused(tmp_path):
     with pytest.raises(UsageError, match=r"4bit\+zipcache"):
         replies(engine, tmp_path)
     engine.close()
+
+
+def test_prompts_that_made_room_for_others_leave_nothing(engine, tmp_path):
+    """Neither files without a cache nor a notice for each."""
+    one = replies(engine, tmp_path)
+    Talk(FOX).go_on(one)
+    Talk(SEA).go_on(one)
+    store = one.kept.sessions.store
+    one, said = replies(engine, tmp_path, budget=int(store.nbytes() * 1.9)), []
+    for about in (FOX, SEA, "A bird sang in the tree. " * 50, FOX, SEA):
+        talk = Talk(about)
+        talk.go_on(one)
+        said += talk.said
+        assert len(store.names()) == len(one.kept._all()) <= 1
+    assert store.names() and not [line for line in said if "--session-disk" in line or "lost its cache" in line]
