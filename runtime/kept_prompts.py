@@ -79,6 +79,8 @@ class KeptPrompts:
         found, known, own = self._longest(prompt, ids, prompts)
         if min(self._prompt, len(self.engine.tokens)) - held >= WORTH:
             yield from self._save(prompts)
+        if found is not None and found.name not in self._all():  # it made room for what was just saved
+            found = None
         if found is not None and known - held >= WORTH and (yield from self._restore(found)):
             ids = own
             prompts.held = (found.spoken.text, list(found.spoken.ids)) if found.spoken else ("", [])
