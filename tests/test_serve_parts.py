@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from effllm import ContextOverflow, EffllmError, UsageError
 from effllm.cli.serve import own_name
 from effllm.cli.server import listening, streams
+from effllm.cli.server.application import Service
 from effllm.cli.server.desk import Desk
 from effllm.cli.server.fields import NOT_HERE, ChatAsked, TextAsked, is_same, parsed
 from effllm.cli.server.guard import Rules, is_loopback
@@ -306,6 +307,27 @@ def test_a_request_that_says_nothing_is_as_the_command_line_has_it() -> None:
             "response_format": {"type": "text"}, "top_k": -1, "repeat_last_n": 5}
     wish = wish_of(parsed(ChatAsked, json.dumps(said).encode()), Defaults(usual))
     assert wish == Wish(SamplerSettings(temperature=0.3, top_k=0, penalty_last_n=5), "on", ("y",))
+
+
+def test_tokens_are_told_beside_the_loop(desk: Desk) -> None:
+    seen = []
+
+    class Words:
+        def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+            return [*range(len(text.split()))]
+
+        def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+            seen.append(threading.current_thread())
+            return str(ids)
+
+    service = Service(SimpleNamespace(tokenizer=Words()), desk, Defaults(Wish(SamplerSettings())), "m", seen.append)
+
+    async def receive() -> dict:
+        return {"type": "http.request", "body": b'{"content": "a b", "with_pieces": true}', "more_body": False}
+
+    response = asyncio.run(service.tokenize(Request({"type": "http", "method": "POST", "headers": []}, receive)))
+    assert json.loads(response.body) == {"tokens": [{"id": 0, "piece": "[0]"}, {"id": 1, "piece": "[1]"}]}
+    assert len(seen) == 2 and threading.main_thread() not in seen
 
 
 def test_a_port_that_another_server_took_meanwhile(desk: Desk) -> None:

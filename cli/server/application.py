@@ -126,9 +126,13 @@ class Service:
     async def tokenize(self, request: Request) -> Response:
         asked = await read(request, Tokenize)
         tokenizer = self.replies.tokenizer
-        ids = await asyncio.to_thread(tokenizer.encode, asked.content, asked.add_special)
-        pieces = [{"id": each, "piece": tokenizer.decode([each], skip_special_tokens=False)} for each in ids] if asked.with_pieces else ids
-        return json_response({"tokens": pieces})
+
+        def made() -> Response:  # of megabytes in seconds, in which streams are to go on
+            ids = tokenizer.encode(asked.content, asked.add_special)
+            tokens = ids if not asked.with_pieces else [{"id": each, "piece": tokenizer.decode([each], False)} for each in ids]
+            return json_response({"tokens": tokens})
+
+        return await asyncio.to_thread(made)
 
     async def detokenize(self, request: Request) -> Response:
         asked, rows = await read(request, Detokenize), self.replies.engine.config.vocab_size
