@@ -58,7 +58,7 @@ def check(make: Callable[[], Engine], monkeypatch: pytest.MonkeyPatch, repeats: 
                                       pytest.param("8bit", {"kv_sink": 0, "kv_window": 0}, marks=pytest.mark.slow),
                                       ("4bit+mikv", {"kv_window": 0, "force": True})])
 def test_caches(kv: str, more: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
-    check(lambda: plain(FABLE, kv=kv, **more), monkeypatch, repeats="+" not in kv)
+    check(lambda: plain(FABLE, kv=kv, **more), monkeypatch)
 
 
 @pytest.mark.parametrize("bits", ["4bit", "8bit"])

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import secrets
 import string
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -39,7 +38,9 @@ What it gives back is told to you afterwards. Call nothing where you can answer 
 
 def new_id() -> str:
     """What a call is called where the model does not say; every template takes it but those that number calls."""
-    return "".join(secrets.choice(_LETTERS) for _ in range(9))
+    from secrets import choice  # `show` reads this module too, and makes no ids
+
+    return "".join(choice(_LETTERS) for _ in range(9))
 
 
 def functions(tools: Sequence[Message]) -> list[dict[str, Any]]:
