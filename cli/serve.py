@@ -153,8 +153,10 @@ def kept_prompts(engine: Engine, ref: ModelRef, flags: SessionFlags, for_good: b
         return KeptPrompts(engine, sessions)
     if not sessions.budget or hindrance(engine.options):
         return None
+    parent = served_folder(screen.environment.variables)
     try:
-        folder = lasting.enter_context(lasting_folder(served_folder(screen.environment.variables)))
+        parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder = lasting.enter_context(lasting_folder(parent))
     except OSError as error:
         screen.note(f"conversations that take turns are read again: {error.filename}: {error.strerror}")
         return None

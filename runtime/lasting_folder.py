@@ -1,4 +1,7 @@
-"""A private folder that lasts as long as its process: what a server keeps of prompts, unless it is asked to keep it longer."""
+"""A private folder that lasts as long as its process: for weights that are made for one run, for what a server keeps of prompts.
+
+It is locked by the process that made it and removed when that ends; one whose process was killed is removed by the next that makes one.
+"""
 
 from __future__ import annotations
 
@@ -10,44 +13,38 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from .whole_file import one_at_a_time
-
-LOCK = ".lock"
+LOCK = "lock"
 
 
 @contextmanager
-def lasting_folder(parent: Path) -> Iterator[Path]:
-    """A new folder in `parent`, which is removed at the end; those that killed processes left there are removed first. Raises OSError where
-    none can be made."""
-    parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with one_at_a_time(parent / LOCK, 0o600):
-        for left in parent.iterdir():
-            if left.is_dir() and not left.is_symlink():
-                _remove_left(left)
-        folder = Path(tempfile.mkdtemp(dir=parent))
-        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+def lasting_folder(parent: Path, prefix: str = "") -> Iterator[Path]:
+    """A new folder in `parent`, which is removed at the end; those of this prefix that killed processes left there go first. Raises OSError
+    where none can be made."""
+    for left in parent.glob(f"{prefix}*"):
+        _remove_unlocked(left)
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
         with suppress(OSError):  # without locks others leave it alone
             fcntl.flock(lock, fcntl.LOCK_EX)
-    try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
 
 
-def _remove_left(folder: Path) -> None:
-    """Remove a folder whose process has ended."""
+def _remove_unlocked(folder: Path) -> None:
+    """Remove a folder of ours that no living process holds."""
     try:
-        lock = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:  # its process was killed while it was made, or removed it
-        shutil.rmtree(folder, ignore_errors=True)
-        return
+        if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+            return
+        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
-        return
+        return  # another user's, or another process is making or removing it at this moment
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(folder, ignore_errors=True)
-    except OSError:
+    except OSError:  # it is held, or nobody can tell
         return
     finally:
         os.close(lock)

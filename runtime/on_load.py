@@ -3,22 +3,18 @@
 They are made in a process of their own (`python -m effllm.runtime.on_load`): what that takes is not there when the run is planned, so
 that a plan, which makes nothing, says what the run does.
 
-A temporary folder is locked by the process that made it and removed when that ends; one whose process was killed is removed by the next
-run that makes one.
+A temporary folder goes with the process that made it (`lasting_folder.py`).
 """
 
 from __future__ import annotations
 
-import fcntl
-import os
 import pickle
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,10 +26,11 @@ from .catalog import ModelRef
 from .container import CheckpointError, refuse_quantized
 from .convert import Converted, ConvertOptions, convert
 from .events import Notice, Progress
+from .lasting_folder import lasting_folder
 from .source import licence_of, open_weights
 from .storage import kept_folder
 
-PREFIX, LOCK = "effllm-load-", "lock"
+PREFIX = "effllm-load-"
 
 
 @dataclass(frozen=True)
@@ -135,37 +132,13 @@ def temporary_folder() -> Iterator[Path]:
         root = Path(tempfile.gettempdir())
     except OSError as error:
         raise EffllmError(f"no temporary folder can be made: {error.strerror}", "set TMPDIR to a folder with room") from error
-    for stale in root.glob(PREFIX + "*"):
-        _remove_unlocked(stale)
-    try:
-        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))
-        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise not_written(error, f"no temporary folder can be made in {root}", "set TMPDIR to a folder with room",
-                          "make room there, or set TMPDIR to a folder with room") from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with ExitStack() as held:
+        try:
+            folder = held.enter_context(lasting_folder(root, PREFIX))
+        except OSError as error:
+            raise not_written(error, f"no temporary folder can be made in {root}", "set TMPDIR to a folder with room",
+                              "make room there, or set TMPDIR to a folder with room") from error
         yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(lock)
-
-
-def _remove_unlocked(folder: Path) -> None:
-    """Remove a temporary folder of ours that no living process holds."""
-    try:
-        if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-            return
-        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
-        return  # another user's, or another process is making or removing it at this moment
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(folder, ignore_errors=True)
-    except BlockingIOError:
-        return
-    finally:
-        os.close(lock)
 
 
 if __name__ == "__main__":

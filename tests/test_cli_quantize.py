@@ -25,7 +25,8 @@ from effllm.runtime import on_load
 from effllm.runtime.catalog import ModelRef
 from effllm.runtime.config import read_config
 from effllm.runtime.kv_profile_file import load_profile
-from effllm.runtime.on_load import LOCK, PREFIX
+from effllm.runtime.lasting_folder import LOCK
+from effllm.runtime.on_load import PREFIX
 
 FABLE = Path(__file__).resolve().parent.parent / "models" / "fable"
 MINUTE = 60
