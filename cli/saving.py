@@ -43,22 +43,29 @@ class Keeper:
         if self.name is None:
             return
         given = session.system
-        if self.store.has(self.name):
+        found = self.store.version(self.name)  # before anything is read: what another process saves from now on is seen as another's
+        if found is not None or self.store.has(self.name):
             self.load(session, self.name, settings=False)
             session.system = session.system if given is None else given
         else:
             self.screen.note(f"session {self.name} is new")
             self._saved = state(session)
-            self._know(session, self.name)
+            self._know(session, self.name, found)
         self.sessions.lend_to(session.engine)
 
     def load(self, session: Session, name: str, settings: bool = True) -> None:
+        found = self.store.version(name)
         for _ in follow(self.sessions.load(session, name, settings), self.screen, type(None)):
             continue
         self._saved = state(session)
-        self._know(session, name)
+        self._know(session, name, found)
 
     def save(self, session: Session, name: str) -> SavedSession:
+        with self.sessions.deciding():
+            return self._save(session, name)
+
+    def _save(self, session: Session, name: str) -> SavedSession:
+        """While no other process saves."""
         from ..runtime.saved_format import SavedSession
 
         saved = last(follow(self.sessions.save(session, name), self.screen, SavedSession))
@@ -67,7 +74,7 @@ class Keeper:
             self.go_on_as(name)
         if name == self.name:
             self._saved = state(session)
-        self._know(session, name)
+        self._know(session, name, self.store.version(name))
         return saved
 
     def keep(self, session: Session, taken_back: bool = False) -> None:
@@ -79,7 +86,7 @@ class Keeper:
             with self.sessions.deciding():
                 if self.is_anothers(self.name):
                     self._make_way()
-                self.save(session, self.name)
+                self._save(session, self.name)
 
     def is_anothers(self, name: str) -> bool:
         """Has another process saved another conversation there since? Its cache may be gone from a session that is the same."""
@@ -93,9 +100,9 @@ class Keeper:
         except EffllmError:  # damaged: nobody's
             return False
 
-    def _know(self, session: Session, name: str) -> None:
-        """What is kept under the name is this, in the file that is there now."""
-        self._there[name] = self.store.version(name), list(session.messages)
+    def _know(self, session: Session, name: str, version: tuple[int, int] | None) -> None:
+        """What is kept under the name is this, in a file of that version."""
+        self._there[name] = version, list(session.messages)
 
     def _make_way(self) -> None:
         """Go on under a name that is free: what another process saved under this one since is not this conversation's past."""

@@ -20,6 +20,7 @@ from effllm.cli.errors import describe
 from effllm.runtime import aliases, whole_file
 from effllm.runtime.config import ConfigError, parse_config
 from effllm.runtime.sampler import SamplerSettings
+from effllm.runtime.session_store import SessionStore
 from effllm.runtime.sparsity import Trace
 from effllm.runtime.sparsity_file import demand_writable
 from effllm.runtime.text import Tokenizer, TokenizerError, growth
@@ -112,6 +113,26 @@ def test_runs_under_one_new_name_keep_all_that_was_said(tmp_path: Path) -> None:
     assert all(run.returncode == 0 for run in runs), heard
     kept = [json.loads(path.read_text())["conversation"]["messages"] for path in (tmp_path / "effllm" / "sessions").glob("tale*.json")]
     assert {message["content"] for messages in kept for message in messages} >= asked, heard  # one that began late goes on with another's
+
+
+def test_a_session_saved_between_looking_and_beginning_is_another_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    places = {"XDG_STATE_HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path)}
+    has, asked = SessionStore.has, []
+
+    def has_and_then_it_is_there(store: SessionStore, name: str) -> bool:
+        found = has(store, name)
+        asked.append(name)
+        if len(asked) == 2:  # before the weights are read and after
+            code, _, err = said("run", "fable", "Tell me of kings.", "-n", "3", "--session", "tale", **places)
+            assert code == 0, err
+        return found
+
+    monkeypatch.setattr(SessionStore, "has", has_and_then_it_is_there)
+    code, _, err = said("run", "fable", "Tell me of foxes.", "-n", "3", "--session", "tale", **places)
+    assert code == 0 and "kept as tale-2" in err, err
+    kept = {path.stem: json.loads(path.read_text())["conversation"]["messages"][0]["content"]
+            for path in (tmp_path / "effllm" / "sessions").glob("tale*.json")}
+    assert kept == {"tale": "Tell me of kings.", "tale-2": "Tell me of foxes."}
 
 
 def tokenizer_of(folder: Path, **changes: object) -> Path:
