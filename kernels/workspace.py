@@ -26,6 +26,7 @@ class Dims:
     latent attention. `other_heads`: (key-value heads, their size) of layers in which these are others. `given`: numbers that
     all layers together are given of a token beside the stream. `apart`: experts are a branch beside an MLP. `joined`: numbers of a token
     that the layer for multi-token prediction begins with, 0 for a run without it. `beside`: layers have attention and a state side by side.
+    `gates_apart`: gates of what is attended to are made by a matrix of their own.
     """
 
     hidden: int
@@ -51,6 +52,7 @@ class Dims:
     apart: bool = False
     joined: int = 0
     beside: bool = False
+    gates_apart: bool = False
 
     @property
     def alike(self) -> tuple[Dims, ...]:

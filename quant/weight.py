@@ -212,13 +212,13 @@ class SharedExpert(Expert):
 
 @dataclass(frozen=True)
 class Apart:
-    """What experts have that are a branch beside an MLP: norms before the router, before them and behind them, and one behind the MLP;
-    `scales` float32 [E]: what the share of each is multiplied by."""
+    """What experts have that are a branch beside an MLP: norms before the router, before them and behind them, and one behind the MLP, of
+    which the last two may be absent; `scales` float32 [E]: what the share of each is multiplied by."""
 
     router_norm: Norm
     norm: Norm
-    after: Norm
-    mlp_after: Norm
+    after: Norm | None
+    mlp_after: Norm | None
     scales: object
 
 

@@ -44,7 +44,7 @@ class BlockOps(Protocol):
         """[T, heads * head_dim]: the first half of every head of y [T, heads * 2 * head_dim], of which the second is a gate."""
 
     def gate_heads(self, x: object, y: object, heads: int, head_dim: int) -> object:
-        """x [T, heads * head_dim] times the sigmoid of y's gates, in place."""
+        """x [T, heads * head_dim] times the sigmoid of gates, in place: of y as of `part_queries`, or y itself if it is as wide as x."""
 
     def latent_keys(self, y: object, shape: LatentShape, norm: Norm) -> object:
         """[T, rope + rank]: what is cached of y [T, rank + rope] once it is rotated, the latent normed."""
@@ -76,9 +76,9 @@ class BlockOps(Protocol):
 
     def mlp_and_experts(self, x: object, norm: Norm, gate: Linear, up: Linear, down: Linear, router: Linear, experts: Sequence[Expert],
                         apart: Apart, routing: Routing, act: str, see: See = None, see_visits: See = None,
-                        after: Norm | None = None) -> object:
+                        after: Norm | None = None, correction: object | None = None) -> object:
         """x + after(m + e), in place: m is `gated_mlp`'s branch under `apart.mlp_after`, e under `apart.after` the sum of the experts
-        that `router` picks. These read `apart.norm` of x, the router `apart.router_norm`."""
+        that `router` picks. These read `apart.norm` of x, the router `apart.router_norm`. `correction` as in `moe`."""
 
     def add_inputs(self, x: object, inputs: Inputs, given: object, act: str, see: See = None) -> object:
         """x + after(out(act(gate(x)) * given)), in place; `given` [T, P]. `see`: what goes into `out`."""

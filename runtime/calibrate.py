@@ -42,7 +42,7 @@ from .timing import turns
 TOKENS, LEAST, WINDOW = 16384, 512, 512
 SHORTEST = 64  # of a last window
 VARIED = 128  # different tokens, below which a text shows a model's inputs too narrowly
-READS = {"block_in": ("q", "k", "v", "kv_a", "q_a", "state_in", "state_gate"), "q_in": ("q_b",), "attn_out": ("o",),
+READS = {"block_in": ("q", "k", "v", "kv_a", "q_a", "attn_gate", "state_in", "state_gate"), "q_in": ("q_b",), "attn_out": ("o",),
          "state_out": ("state_out",), "mlp_in": ("gate", "up"), "mlp_hidden": ("down",), "inputs_in": ("input_gate",),
          "inputs_hidden": ("input_out",)}  # tap -> roles
 SHARED_READS = {"mlp_in": SHARED[:2], "shared_hidden": SHARED[2:3]}  # those of a shared expert

@@ -92,7 +92,7 @@ class ModelConfig:
     layers with a state have attention too, both of one input. `factors`: what a tensor's values, or what a matrix gives, is multiplied by,
     as pairs of a role and a number. `curves`: by layer the numbers of its activation as checkpoints have them, where no tensors hold them.
     `most_tokens`: of a text, beyond which the model computes what is not run here. `qk_norm_unit`: q and k are normed head by head without
-    a weight, in layers that turn.
+    a weight, in layers that turn. `gates_apart`: gates of what is attended to are made by a matrix of their own.
     """
 
     family: str
@@ -148,6 +148,7 @@ class ModelConfig:
     curves: tuple[tuple[float, float], ...] = ()
     most_tokens: int | None = None
     qk_norm_unit: bool = False
+    gates_apart: bool = False
     warnings: tuple[str, ...] = ()
 
     @property

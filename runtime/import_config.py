@@ -16,7 +16,7 @@ from .config_reader import ConfigError, show
 from .families import TensorRule, kind_of
 
 # Roles of what these methods quantize.
-LINEARS = ("q", "k", "v", "kv_a", "q_a", "q_b", "o", "gate", "up", "down", "state_in", "state_gate", "state_out")
+LINEARS = ("q", "k", "v", "kv_a", "q_a", "q_b", "attn_gate", "o", "gate", "up", "down", "state_in", "state_gate", "state_out")
 ORIGINAL = "take the original 16-bit checkpoint"
 METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "modelopt")
 ALGORITHMS = {"FP8": "fp8", "NVFP4": "nvfp4 in bytes"}  # of ModelOpt -> layout

@@ -19,7 +19,7 @@ from .families.mixtral import MOST_EXPERTS
 THINKER = "thinker."  # before all that writes, of models that speak
 PARTS_BEFORE, HEAD = ("model.language_model.", "language_model.model.", "model.text_model.", "language_model."), "lm_head."
 BASE, OLDER_BASE, INSIDE = "model.", "backbone.", ("layers.", "embed_tokens.", "norm.")
-EXPERTS = {**dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe", "exaone_moe", "glm4_moe",
+EXPERTS = {**dict.fromkeys(("afmoe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe", "exaone_moe", "glm4_moe",
                             "glm4_moe_lite", "glm_moe_dsa", "hunyuan_v1_moe", "mellum", "mistral4", "olmoe", "solar_open",
                             "qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next"), "mlp"),
            **dict.fromkeys(("granitemoe", "granitemoehybrid", "granitemoeshared", "minimax_m2", "mixtral"), "block_sparse_moe"),

@@ -114,7 +114,9 @@ class WeightRecords:
         if (factor := config.factor("post_norm")) != 1.0:
             post_norm = replace(post_norm, weight=ops.put(as_float32(roles["post_norm"], raw) * np.float32(factor), "f32"))
         apart = None
-        if config.mixture is not None and config.mixture.apart and router is not None:
+        if config.mixture is not None and config.mixture.apart and router is not None and "router_scale" not in roles:
+            apart = Apart(post_norm, post_norm, None, None, ops.put(np.ones(config.mixture.experts, np.float32), "f32"))
+        elif config.mixture is not None and config.mixture.apart and router is not None:
             root = np.float32(config.hidden_size**-0.5)
             apart = Apart(ones(config.hidden_size, as_float32(roles["router_scale"], raw) * root), norm("expert_norm"),
                           norm("experts_after"), norm("mlp_after"), vector("expert_scales"))
@@ -135,7 +137,8 @@ class WeightRecords:
                             latent=latent_weights(roles, linear, vector),
                             v_norm=ones(config.heads_of(key)[1]) if config.values_normed and "k" in roles else None,
                             scale=float(as_float32(roles["layer_scale"], raw)[0]) if "layer_scale" in roles else None, curve=curve,
-                            inputs=Inputs(*map(linear, GIVEN), norm("input_after")) if GIVEN[0] in roles else None, apart=apart)
+                            inputs=Inputs(*map(linear, GIVEN), norm("input_after")) if GIVEN[0] in roles else None, apart=apart,
+                            attn_gate=linear("attn_gate"))
 
     def _bundles(self, roles: Mapping[str, ModelTensor], raw: Mapping[str, np.ndarray], ops: object,
                  vector: Callable[[str], object | None]) -> Bundles | None:

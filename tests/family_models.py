@@ -281,6 +281,8 @@ def written(case: Case, folder: Path) -> PreTrainedModel:
             # Norms, which start at 1, and biases, which start at 0.
             if parameter.ndim == 1 or name.endswith(("bias", "q_norm.weight", "k_norm.weight")):
                 parameter.add_(0.3 * torch.randn_like(parameter))
+            elif name.endswith("router.gate.weight") and not parameter.any():  # which would choose alike
+                parameter.normal_(0, 0.2)
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar")):  # which start at 0, or 1
                 buffer.add_(0.3 * torch.randn_like(buffer))

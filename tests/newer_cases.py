@@ -28,6 +28,8 @@ INDEXED = {"index_topk": CONTEXT, "index_head_dim": 32, "index_n_heads": 2}
 LLAMA_4 = {"head_dim": 32, "intermediate_size": 40, "attention_chunk_size": CONTEXT, "floor_scale": CONTEXT + 1,
            "no_rope_layer_interval": 2}
 GROWING_PARTS = {**GROWING, "partial_rotary_factor": 16 / 36}
+AFMOE = {**FEW_EXPERTS, "num_hidden_layers": 4, "head_dim": 32, "sliding_window": 40, "num_shared_experts": 2, "mup_enabled": True,
+         "route_scale": 2.5, "num_dense_layers": 1, "initializer_range": 0.12}
 NEWER = {
     "qwen3_next": Case("qwen3_next", {**DELTA, **FEW_EXPERTS, "shared_expert_intermediate_size": 56, "initializer_range": 0.12}),
     "qwen3_next, other layers, bfloat16": Case("qwen3_next", {
@@ -51,6 +53,11 @@ NEWER = {
                               "layer_types": TWO_ROPES["layer_types"], "rope_parameters": TWO_ROPES["rope_parameters"]}),
     "mellum, no windows, bfloat16": Case("mellum", {**FEW_EXPERTS, "attention_bias": True, "tie_word_embeddings": True, "norm_topk_prob":
                                                     False}, dtype="bfloat16"),
+    "afmoe": Case("afmoe", AFMOE),
+    "afmoe, other layers, bfloat16": Case("afmoe", {
+        **AFMOE, "num_dense_layers": 0, "num_shared_experts": 1, "mup_enabled": False, "attention_bias": True, "num_key_value_heads": 1,
+        "sliding_window": 150, "layer_types": ["full_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        "tie_word_embeddings": True}, dtype="bfloat16"),
     "mistral4": Case("mistral4", {**LATENT, **ONE_GROUP, "rope_parameters": GROWING_PARTS, "first_k_dense_replace": 0,
                                   "initializer_range": 0.15}, inside="mistral3"),
     "mistral4, queries at once, bfloat16": Case("mistral4", {

@@ -77,6 +77,14 @@ PUBLISHED = {
         "embedding_initializer_range": 0.03, "hidden_act": "silu", "kv_lora_rank": 512, "max_position_embeddings": 131072,
         "num_key_value_heads": 6, "q_lora_rank": 1536, "qk_head_dim": 192, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
         "rms_norm_eps": 1e-06, "rope_interleave": True, "rope_theta": 1600000, "tie_word_embeddings": True, "v_head_dim": 128},
+    "afmoe": {"architectures": ["AfmoeForCausalLM"], "attention_dropout": 0.0, "auto_map": {
+        "AutoConfig": "configuration_afmoe.AfmoeConfig", "AutoModel": "modeling_afmoe.AfmoeModel", "AutoModelForCausalLM":
+        "modeling_afmoe.AfmoeForCausalLM"}, "dtype": "bfloat16", "global_attn_every_n_layers": 4, "head_dim": 128, "hidden_act": "silu",
+        "layer_types": ["sliding_attention"] * 3 + ["full_attention"], "load_balance_coeff": 0.001, "max_position_embeddings": 131072,
+        "moe_intermediate_size": 1024, "mup_enabled": True, "n_group": 1, "num_dense_layers": 2, "num_expert_groups": 1, "num_experts": 128,
+        "num_experts_per_tok": 8, "num_limited_groups": 1, "num_shared_experts": 1, "rms_norm_eps": 1e-05, "rope_scaling": None,
+        "rope_theta": 10000, "route_norm": True, "route_scale": 2.826, "score_func": "sigmoid", "sliding_window": 2048,
+        "tie_word_embeddings": False, "topk_group": 1, "use_cache": True, "use_grouped_mm": True},
     "mellum": {"architectures": ["MellumForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "head_dim": 128, "hidden_act":
                "silu", "layer_types": ["sliding_attention"] * 3 + ["full_attention"], "max_position_embeddings": 131072,
                "mlp_layer_types": ["sparse"] * 4, "moe_intermediate_size": 896, "norm_topk_prob": True, "num_experts": 64,
@@ -121,6 +129,8 @@ def test_published_configs_are_known_to_the_last_key(family: str) -> None:
     ("hyperclovax", "use_post_norm", False), ("hyperclovax", "auto_map", {"AutoModel": "modeling_llama.Llama"}),
     ("iquestcoder", "clip_qkv", 8.0), ("iquestcoder", "use_sliding_window", True), ("jais2", "sliding_window", 40),
     ("youtu", "n_routed_experts", 8), ("youtu", "num_key_value_heads", 2), ("mistral4", "n_group", 2),
+    ("afmoe", "route_norm", False), ("afmoe", "score_func", "softmax"), ("afmoe", "n_group", 2), ("afmoe", "num_dense_layers", 5),
+    ("afmoe", "auto_map", {"AutoModel": "modeling_llama.Llama"}), ("afmoe", "layer_types", ["chunked_attention"] * 4),
     ("mellum", "mlp_layer_types", ["dense", "moe", "sparse", "sparse"]), ("mellum", "layer_types", ["chunked_attention"] * 4),
     ("mellum", "decoder_sparse_step", 2), ("mistral4", "layer_types", ["sliding_attention"] * 4), ("mistral4", "rope_parameters", {
         "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "partial_rotary_factor": 0.25}),

@@ -120,6 +120,8 @@ PECULIAR = {
     "bamba": [{"ropes": (None,) * 4}, {"norm_eps": 1e-1}],
     "hyperclovax": [{"attn_scale": None}, {"embedding_multiplier": 1.0}, {"residual_multiplier": 1.0}, {"logits_scaling": 1.0}],
     "jais2": [{"hidden_act": "relu"}, {"norm_eps": 1e-1}, {"ropes": (None,) * 3}],
+    "afmoe": [{"windows": (None,) * 4}, {"ropes": 0}, {"ropes": 3}, {"embedding_multiplier": 1.0}, {"norm_eps": 1e-1}] + [
+        {"mixture": each} for each in ({"renormalise": False}, {"sigmoid": False}, {"per_token": 2})],
     "mellum": [{"windows": (None,) * 3}, {"ropes": 0}, {"ropes": 1}, {"mixture": {"renormalise": False}}],
     "mistral4": [{"ropes": {"llama_4_scaling_beta": 0.1}}, {"ropes": {"neighbours": False}}, {"mixture": {"sigmoid": True}},
                  {"mixture": {"renormalise": False}}],
@@ -208,7 +210,7 @@ def test_every_peculiarity_of_a_family_shows(name: str, tmp_path: Path) -> None:
                                   "nemotron_h, experts", "bamba", "falcon_h1", "falcon_h1, norms, tied, bfloat16",
                                   "cohere, norms of every head", "hunyuan_v1_moe", "nemotron", "stablelm", "apertus",
                                   "granitemoehybrid, experts, bfloat16", "gemma4_text", "gemma4_text, keys as values",
-                                  "gemma4_text, mixture"])
+                                  "gemma4_text, mixture", "afmoe"])
 def test_the_other_backend_agrees(name: str, tmp_path: Path) -> None:
     """Layers on torch, on CPU tensors: the same logits."""
     model = written(CASES[name], tmp_path)

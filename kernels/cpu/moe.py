@@ -110,7 +110,7 @@ def moe(self: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: tuple[
 def mlp_and_experts(self: CpuOps, x: np.ndarray, norm: Norm, gate: Linear, up: Linear, down: Linear, router: Linear,
                     experts: tuple[Expert, ...] | ExpertPages, apart: Apart, routing: Routing, act: str,
                     see: Callable[[np.ndarray], None] | None = None, see_visits: See | None = None,
-                    after: Norm | None = None) -> np.ndarray:
+                    after: Norm | None = None, correction: np.ndarray | None = None) -> np.ndarray:
     """See `BlockOps`."""
     hidden = self.gated_hidden(x, norm, gate, up, act)
     if see is not None:
@@ -122,8 +122,9 @@ def mlp_and_experts(self: CpuOps, x: np.ndarray, norm: Norm, gate: Linear, up: L
         run = self.registry.select(Call("moe", act=act)).candidate.run
     else:
         from .moe_paged import run
-    total = run(self, x, apart.norm, router, experts, (routing, act), see_visits, None, None, apart)
-    norm_rows(self, total, apart.after)
+    total = run(self, x, apart.norm, router, experts, (routing, act), see_visits, correction, None, apart)
+    if apart.after is not None:
+        norm_rows(self, total, apart.after)
     self._add_with(self, branch, apart.mlp_after, total, 1.0)
     self._add_with(self, total, after, x, 1.0)
     return x

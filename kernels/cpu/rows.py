@@ -37,8 +37,8 @@ R_Y, R_TOKENS, R_HEADS, R_DIM, R_ROTARY, R_COS, R_SIN, R_NORM, R_WEIGHT, R_WIDTH
 # Slots of `activate_rows`: GATE = act(GATE) * UP, or act(GATE) where UP is 0; both [TOKENS, WIDTH].
 G_GATE, G_UP, G_TOKENS, G_WIDTH, G_ACT = range(5)
 # Slots of `part_rows`: of each of HEADS heads of Y [TOKENS, 2 * heads * DEPTH] the first half into OUT [TOKENS, heads * DEPTH]. Of
-# `gate_heads`: OUT times the sigmoid of the second halves.
-P_Y, P_OUT, P_TOKENS, P_HEADS, P_DEPTH = range(5)
+# `gate_heads`: OUT times the sigmoid of the second halves, or of all of Y where STEP, how many times DEPTH a head is wide in Y, is 1.
+P_Y, P_OUT, P_TOKENS, P_HEADS, P_DEPTH, P_STEP = range(6)
 # Slots of `scale_rows`: OUT = FACTOR * Y, both [TOKENS, WIDTH], which may be one.
 S_Y, S_OUT, S_TOKENS, S_WIDTH, S_FACTOR = range(5)
 # Slots of `curve_rows`: Y [TOKENS, WIDTH], in place; ABOVE and BELOW are float64.
@@ -163,13 +163,13 @@ def part_rows(args, worker, counter):
 def gate_head_rows(args, worker, counter):
     """OUT *= sigmoid(gate). Blocks are tokens."""
     a = i64_at(args)
-    depth = a[P_DEPTH]
+    depth, step = a[P_DEPTH], a[P_STEP]
     while True:
         t = fetch_add(counter, 1)
         if t >= a[P_TOKENS]:
             return
         for head in range(t * a[P_HEADS], (t + 1) * a[P_HEADS]):
-            gate, out = f32_at(a[P_Y] + 4 * (2 * head + 1) * depth), f32_at(a[P_OUT] + 4 * head * depth)
+            gate, out = f32_at(a[P_Y] + 4 * (step * head + step - 1) * depth), f32_at(a[P_OUT] + 4 * head * depth)
             for i in range(depth):
                 out[i] = out[i] / (ONE + exp(-gate[i]))
 
@@ -337,11 +337,11 @@ def part_reference(ops: CpuOps, y: np.ndarray, out: np.ndarray, heads: int, head
 
 
 def gate_attended(ops: CpuOps, y: np.ndarray, out: np.ndarray, heads: int, head_dim: int) -> None:
-    ops.args[: P_DEPTH + 1] = ops.at(y), ops.at(out), len(y), heads, head_dim
+    ops.args[: P_STEP + 1] = ops.at(y), ops.at(out), len(y), heads, head_dim, y.shape[1] // out.shape[1]
     ops.run(gate_head_rows, ops.where, out.size >= SHARE_FROM, ops.args)
 
 
 def gate_attended_reference(ops: CpuOps, y: np.ndarray, out: np.ndarray, heads: int, head_dim: int) -> None:
     ops.flush()
-    gates = y.reshape(len(y), heads, 2, head_dim)[:, :, 1].reshape(out.shape).astype(np.float64)
+    gates = y.reshape(len(y), heads, -1, head_dim)[:, :, -1].reshape(out.shape).astype(np.float64)
     out[:] = out / (1 + np.exp(-gates))

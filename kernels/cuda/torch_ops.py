@@ -173,17 +173,18 @@ class TorchOps:
     def mlp_and_experts(self, x: torch.Tensor, norm: Norm, gate: Linear, up: Linear, down: Linear, router: Linear,
                         experts: Sequence[Expert], apart: Apart, routing: Routing, act: str,
                         see: Callable[[torch.Tensor], None] | None = None, see_visits: Callable[[Routed], None] | None = None,
-                        after: Norm | None = None) -> torch.Tensor:
+                        after: Norm | None = None, correction: torch.Tensor | None = None) -> torch.Tensor:
         """See `BlockOps`."""
         n = self.stages.normalise(x, norm)
         hidden = self.stages.gated(self._linear(n, gate), self._linear(n, up), act)
         if see is not None:
             see(hidden)
-        chosen, shares = _routed(self._linear(self.stages.normalise(x, apart.router_norm), router), routing, None)
+        chosen, shares = _routed(self._linear(self.stages.normalise(x, apart.router_norm), router), routing, correction)
         total = torch.zeros_like(x)
         self._visited(total, self.stages.normalise(x, apart.norm), chosen, shares * apart.scales[chosen], experts, act, see_visits)
-        branch = self.stages.normalise(self._linear(hidden, down), apart.mlp_after)
-        return x.add_(self.stages.normalise(branch + self.stages.normalise(total, apart.after), after))
+        own = lambda branch, norm: branch if norm is None else self.stages.normalise(branch, norm)  # noqa: E731
+        branch = own(self._linear(hidden, down), apart.mlp_after)
+        return x.add_(own(branch + own(total, apart.after), after))
 
     def add_inputs(self, x: torch.Tensor, inputs: Inputs, given: torch.Tensor, act: str,
                    see: Callable[[torch.Tensor], None] | None = None) -> torch.Tensor:
@@ -218,7 +219,7 @@ class TorchOps:
 
     def gate_heads(self, x: torch.Tensor, y: torch.Tensor, heads: int, head_dim: int) -> torch.Tensor:
         """See `BlockOps`."""
-        return x.mul_(torch.sigmoid(y.view(len(y), heads, 2, head_dim)[:, :, 1].flatten(1)))
+        return x.mul_(torch.sigmoid(y.view(len(y), heads, -1, head_dim)[:, :, -1].flatten(1)))
 
     def latent_keys(self, y: torch.Tensor, shape: LatentShape, norm: Norm) -> torch.Tensor:
         """See `BlockOps`."""

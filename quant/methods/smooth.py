@@ -26,7 +26,7 @@ from . import Layout, checked, rtn
 
 NEEDS = frozenset({"mean_square"})
 # roles: who makes the input, who reads it
-PAIRS = (("input_norm", ("q", "k", "v", "kv_a", "q_a")), ("q_a_norm", ("q_b",)), ("v", ("o",)), ("post_norm", ("gate", "up")),
+PAIRS = (("input_norm", ("q", "k", "v", "kv_a", "q_a", "attn_gate")), ("q_a_norm", ("q_b",)), ("v", ("o",)), ("post_norm", ("gate", "up")),
          ("up", ("down",)))
 EXPONENTS = ((0.0, 0.0), (0.1, 0.0), (0.2, 0.0), (0.3, 0.0), (0.4, 0.0), (0.5, 0.0), (0.3, 0.7), (0.5, 0.5), (0.7, 0.3), (0.9, 0.1))  # a, b
 MOST = 16.0  # f stays within 1/MOST and MOST of its geometric mean
@@ -58,6 +58,8 @@ def equalise(tensors: Mapping[str, np.ndarray], stats: Mapping[str, Stats], spec
         if maker not in tensors or all(specs[reader].is_raw for reader in readers):
             continue
         if maker == "input_norm" and "state_in" in tensors:  # which reads that norm too, and more with it
+            continue
+        if maker == "post_norm" and "router" in tensors and "expert_norm" not in tensors:  # which a router and experts read too
             continue
         if maker == "v" and layout.values_normed:
             continue

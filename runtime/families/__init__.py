@@ -4,17 +4,18 @@ A family says which config keys it uses, which tensors it has by role, and how a
 one: a file with the members of `Family`, and its name in FAMILIES (a test compares the list with the folder).
 
 Roles of a layer: input_norm, q, k, v, q_norm, k_norm, o, o_norm, post_norm, gate, up, down, down_norm, and `<role>_bias`: input_norm and
-post_norm come before attention and MLP, `<matrix>_norm` after that matrix; sinks are logits of attention, one a query head. In a mixture
-router and `experts.<number>.<role>` take the place of gate, up and down, and `shared.<role>` are those of the expert that every token
-visits, with shared.scale its share; correction is added to a router's scores. Experts that are a branch beside the MLP have router_scale,
-expert_scales, expert_norm and experts_after, and the MLP mlp_after. What a layer is given of a token beside the stream it takes by
-input_gate, input_out and input_after; layer_scale multiplies what leaves it, curve_above and curve_below are of its activation. In a
-bundled folder `bundles` is up and down. Outside the layers: embed, positions (learned ones), norm, head (absent where it is the embedding),
-and layer_embed, layer_proj and layer_norm, which make what layers are given of a token. Layers without keys and values of their own have
-neither k, v nor k_norm; those of which a key is the value too have no v. Layers that remember a text in a state have in the place of q, k,
-v and o state_in, what goes into it, state_gate of what is read, and state_out behind that; smaller ones are state_rate and state_beta, what
-decays and shares are read from, state_conv, state_decay, state_dt, state_skip and state_norm, as far as a kind has them. Latent attention
-has kv_a, kv_a_norm and kv_b in the place of k and v, and may have q_a, q_a_norm and q_b in that of q.
+post_norm come before attention and MLP, `<matrix>_norm` after that matrix; sinks are logits of attention, one a query head, and attn_gate
+makes gates of what is attended to. In a mixture router and `experts.<number>.<role>` take the place of gate, up and down, and
+`shared.<role>` are those of the expert that every token visits, with shared.scale its share; correction is added to a router's scores.
+Experts that are a branch beside the MLP have router_scale, expert_scales, expert_norm and experts_after, and the MLP mlp_after, or none of
+them. What a layer is given of a token beside the stream it takes by input_gate, input_out and input_after; layer_scale multiplies what
+leaves it, curve_above and curve_below are of its activation. In a bundled folder `bundles` is up and down. Outside the layers: embed,
+positions (learned ones), norm, head (absent where it is the embedding), and layer_embed, layer_proj and layer_norm, which make what layers
+are given of a token. Layers without keys and values of their own have neither k, v nor k_norm; those of which a key is the value too have
+no v. Layers that remember a text in a state have in the place of q, k, v and o state_in, what goes into it, state_gate of what is read,
+and state_out behind that; smaller ones are state_rate and state_beta, what decays and shares are read from, state_conv, state_decay,
+state_dt, state_skip and state_norm, as far as a kind has them. Latent attention has kv_a, kv_a_norm and kv_b in the place of k and v, and
+may have q_a, q_a_norm and q_b in that of q.
 
 A checkpoint of several models that holds a text generator is read as that one: COMPOSITE maps its `model_type` to the generator's, where
 there may be several to the one that is meant where it says none and then the others.
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from ..state_weights import StateWeights
     from ..states import LayerStates
 
-FAMILIES = ("apertus", "arcee", "bamba", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5",
+FAMILIES = ("afmoe", "apertus", "arcee", "bamba", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5",
             "ernie4_5_moe", "exaone4", "exaone_moe", "falcon_h1", "gemma", "gemma2", "gemma3_text", "gemma4_text", "glm", "glm4",
             "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_oss", "granite", "granitemoe", "granitemoehybrid", "granitemoeshared",
             "hunyuan_v1_dense", "hunyuan_v1_moe", "hyperclovax", "iquestcoder", "jais2", "lfm2", "lfm2_moe", "llama", "llama4_text",
@@ -151,6 +152,7 @@ class LayerWeights:
     curve: Curve | None = None
     inputs: Inputs | None = None
     apart: Apart | None = None
+    attn_gate: Linear | None = None
 
 
 def expert_role(expert: int, role: str) -> str:

@@ -18,7 +18,7 @@ from ..config_reader import REQUIRED, ConfigError, Keys, show
 from ..config_rope import GLOBAL, LOCAL, RopeConfig, rope_of
 from . import LayerWeights, TensorRule, expert_role, gemma2, inside_others, llama
 from .gemma2 import ACT, embedding_multiplier, softcap
-from .llama import attention
+from .llama import attention, mlp_or_experts
 from .mixtral import MOST_EXPERTS
 from .qwen2 import windows_of
 from .qwen3_moe import NAMES
@@ -190,16 +190,10 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
 
 def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
           layer: int, tap: Callable[[str, int, object], None], inputs: object | None = None) -> object:
-    """As `llama.block`; `inputs` [T, P] are what the layer is given beside the stream. Of a mixture a tap sees mlp_hidden before `down`,
-    then the visits; of what is given inputs_in before `input_gate` and inputs_hidden before `input_out`."""
+    """As `llama.block`; `inputs` [T, P] are what the layer is given beside the stream, of which a tap sees inputs_in before `input_gate`
+    and inputs_hidden before `input_out`."""
     x = attention(ops, w, x, kv, positions, rope, config, layer, tap)
-    tap("mlp_in", layer, x)
-    see = partial(tap, "mlp_hidden", layer)
-    if w.apart is not None:
-        x = ops.mlp_and_experts(x, w.post_norm, w.gate, w.up, w.down, w.router, w.experts, w.apart, config.mixture.routing,
-                                config.hidden_act, see, partial(tap, "visits", layer), w.down_norm)
-    else:
-        x = ops.gated_mlp(x, w.post_norm, w.gate, w.up, w.down, config.hidden_act, see, w.down_norm)
+    x = mlp_or_experts(ops, w, x, config, layer, tap)
     if w.inputs is not None:
         tap("inputs_in", layer, x)
         x = ops.add_inputs(x, w.inputs, inputs, config.hidden_act, partial(tap, "inputs_hidden", layer))

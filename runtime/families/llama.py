@@ -80,8 +80,20 @@ def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache | LayerState
 def feed_forward(ops: BlockOps, w: LayerWeights, x: object, config: ModelConfig, layer: int,
                  tap: Callable[[str, int, object], None]) -> object:
     """The second half of a block."""
+    x = mlp_or_experts(ops, w, x, config, layer, tap)
+    tap("block_out", layer, x)
+    return x
+
+
+def mlp_or_experts(ops: BlockOps, w: LayerWeights, x: object, config: ModelConfig, layer: int,
+                   tap: Callable[[str, int, object], None]) -> object:
+    """What adds to x behind attention. Of experts beside an MLP a tap sees mlp_hidden before `down`, then the visits."""
     tap("mlp_in", layer, x)
-    if w.experts:
+    if w.apart is not None:
+        x = ops.mlp_and_experts(x, w.post_norm, w.gate, w.up, w.down, w.router, w.experts, w.apart, config.mixture.routing,
+                                config.hidden_act, partial(tap, "mlp_hidden", layer), partial(tap, "visits", layer), w.down_norm,
+                                w.correction)
+    elif w.experts:
         own = config.mixture
         see = partial(tap, "visits", layer)
         x = ops.moe(x, w.post_norm, w.router, w.experts, own.routing, config.hidden_act, see, w.correction, w.shared)
@@ -91,7 +103,6 @@ def feed_forward(ops: BlockOps, w: LayerWeights, x: object, config: ModelConfig,
             x = ops.bundled_mlp(x, w.post_norm, w.gate, w.bundles, config.hidden_act, see, w.down_norm, factor)
         else:
             x = ops.gated_mlp(x, w.post_norm, w.gate, w.up, w.down, config.hidden_act, see, w.down_norm, factor)
-    tap("block_out", layer, x)
     return x
 
 
@@ -101,10 +112,11 @@ def attention(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positio
     tap("block_in", layer, x)
     kv_heads, head_dim = config.heads_of(layer)
     # [T, H * head_dim], and if they are the layer's own [T, KVH * head_dim] twice
-    q, k, v = (*ops.norm_linear(x, w.input_norm, [each for each in (w.q, w.k, w.v) if each is not None]), None, None)[:3]
+    made = ops.norm_linear(x, w.input_norm, [each for each in (w.q, w.k, w.v, w.attn_gate) if each is not None])
+    gated = made[0 if w.attn_gate is None else -1]  # of the queries, if they have gates
+    q, k, v = (*made[: 3 if w.attn_gate is None else -1], None, None)[:3]
     if k is not None and v is None:
         v = ops.copied(k)
-    gated = q  # of the queries, if they have gates
     if config.gated_queries:
         q = ops.part_queries(q, config.num_attention_heads, head_dim)
     turned = rope if rope is None else rope.queries or rope
@@ -119,7 +131,7 @@ def attention(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positio
     if w.sinks is not None:
         tap("sinks", layer, w.sinks)
     attended = kv.attend(q, k, v, w.sinks)  # [T, H * head_dim]
-    if config.gated_queries:
+    if config.gated_queries or config.gates_apart:
         attended = ops.gate_heads(attended, gated, config.num_attention_heads, head_dim)
     tap("attn_out", layer, attended)
     return ops.linear_add(attended, w.o, x, w.o_norm, config.residual_multiplier)

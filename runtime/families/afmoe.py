@@ -1,0 +1,65 @@
+"""AFMoE (Arcee's Trinity): norms before and behind each branch, gates of what is attended to, layers with a window that turn by position
+beside every fourth one, which sees all and does not turn, and experts chosen by corrected sigmoids beside one that every token visits.
+
+What every token visits is the MLP of a layer with experts here, because one norm stands behind the sum of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
+from ..config_reader import Keys
+from ..config_rope import GLOBAL, LOCAL, RopeConfig, rope_config
+from . import TensorRule, llama
+from .deepseek_v3 import refuse_other_code
+from .llama import block, outer_tensors
+from .mixtral import MOST_EXPERTS, mixture, mixture_tensors
+from .qwen2 import windows_of
+from .qwen3_moe import NAMES
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({"attention_bias", "auto_map", "global_attn_every_n_layers", "layer_types", "moe_intermediate_size", "mup_enabled",
+                       "num_dense_layers", "num_experts", "num_experts_per_tok", "num_local_experts", "num_shared_experts", "route_scale",
+                       "sliding_window"})
+KEYS_HARMLESS = frozenset({"load_balance_coeff", "output_router_logits", "use_grouped_mm"})  # of training, and how it is computed
+# The published ones say in words what every model of the family does; groups of experts under two names each.
+REFUSED_UNLESS: Mapping[str, object] = {"mlp_bias": False, "n_group": 1, "num_expert_groups": 1, "num_limited_groups": 1,
+                                        "route_norm": True, "score_func": "sigmoid", "topk_group": 1}
+SIZES = {"vocab_size": 200_192, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 32, "num_attention_heads": 16}
+CODE = r"(configuration|modeling)_afmoe\.Afmoe\w+"  # of the published ones, which became part of transformers
+
+
+def config(keys: Keys) -> ModelConfig:
+    refuse_other_code(keys, CODE)
+    base = Defaults(max_position_embeddings=16_384, head_dim=128, norm_eps=1e-5, sizes=SIZES)
+    layers, hidden, ffn = (base.size(keys, name) for name in ("num_hidden_layers", "hidden_size", "intermediate_size"))
+    bias, every = keys.flag("attention_bias", False), keys.integer("global_attn_every_n_layers", 4, high=MAX_LAYERS)
+    window = keys.integer("sliding_window", None if keys.holds("sliding_window") else 1024)
+    windows = windows_of(keys, window, [LOCAL if (layer + 1) % every else GLOBAL for layer in range(layers)])
+
+    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig | None, ...]:
+        rope = rope_config(keys, head_dim, positions)
+        return tuple(rope if own is not None else None for own in windows)
+
+    dense, width = keys.integer("num_dense_layers", 1, low=0, high=layers), keys.integer("moe_intermediate_size", 1408, high=2**22)
+    of_all = width * keys.integer("num_shared_experts", 2, high=MOST_EXPERTS)
+    own = mixture(keys, 64, 6, width, True, range(dense, layers), sigmoid=True, corrected=True, factor=keys.number("route_scale", 1.0),
+                  apart=True)
+    return decoder_config(keys, base, ropes, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True, gates_apart=True, mixture=own,
+                          layer_ffn=(ffn,) * dense + (of_all,) * (layers - dense),
+                          embedding_multiplier=hidden**0.5 if keys.flag("mup_enabled", False) else 1.0)
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    """Tensors of one layer by role: what Llama calls the norm before the MLP lies behind attention here."""
+    rules, prefix, hidden = llama.layer_tensors(config, layer), f"model.layers.{layer}.", config.hidden_size
+    names = {"o_norm": "post_attention_layernorm", "post_norm": "pre_mlp_layernorm", "down_norm": "post_mlp_layernorm"}
+    rules |= {role: TensorRule(f"{prefix}{name}.weight", (hidden,)) for role, name in names.items()}
+    rules["attn_gate"] = TensorRule(f"{prefix}self_attn.gate_proj.weight", (config.num_attention_heads * config.head_dim, hidden))
+    if layer not in config.mixture.layers:
+        return rules
+    rules |= mixture_tensors(config, f"{prefix}mlp.", NAMES, correction="expert_bias")
+    rules["router"] = TensorRule(f"{prefix}mlp.router.gate.weight", rules["router"].shape)
+    return rules | {role: TensorRule(f"{prefix}mlp.shared_experts.{name}.weight", rules[role].shape) for role, name in NAMES.items()}

@@ -1,0 +1,126 @@
+"""AFMoE in few bits, from the disk, with packed caches and under calibration: gates with a matrix of their own, and one norm behind the sum
+of what every token visits and of its experts."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from effllm.kernels.cpu.candidates import default_registry
+from effllm.kernels.cpu.ops import CpuOps
+from effllm.kernels.threads import ThreadPool
+from effllm.kernels.workspace import Dims
+from effllm.quant.methods import Layout, smooth
+from effllm.quant.spec import QuantSpec
+from effllm.quant.stats import Stats
+from effllm.runtime.calibrate import Calibration, LayerStats
+from effllm.runtime.config import read_config
+from effllm.runtime.container import read_container
+from effllm.runtime.demands import LOGIT_ROWS
+from effllm.runtime.engine import Engine, open_engine
+from effllm.runtime.model import Model, dims
+from effllm.runtime.prepare import EngineOptions, prepare
+from effllm.runtime.source import open_store
+
+sys.path.insert(0, str(Path(__file__).parent))
+from conversions import options, run
+from family_models import CASES, Case, written
+from streamed_models import paging, streaming
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    base = tmp_path_factory.mktemp("afmoe")
+    wide = {"hidden_size": 128, "intermediate_size": 192, "moe_intermediate_size": 64}  # matrices large enough to be read one by one
+    written(Case("afmoe", {**CASES["afmoe"].changes, **wide}), base / "whole")
+    run(base / "whole", base / "4bit", options("4bit"))
+    return {"whole": base / "whole", "4bit": base / "4bit"}
+
+
+def found_by(engine: Engine, prompt: int = 300, answer: int = 6) -> np.ndarray:
+    """Logits of a prompt in chunks, then token by token, then few at once."""
+    ids = np.random.default_rng(7).integers(0, engine.config.vocab_size, prompt + answer + 4).tolist()
+    rows = [found.copy() for _, found in engine.score(ids[:prompt])]
+    rows += [engine.forward_logits(ids[at : at + 1]).copy() for at in range(prompt, prompt + answer)]
+    rows.append(engine.forward_logits(ids[prompt + answer :]).copy())
+    engine.close()
+    return np.concatenate(rows)
+
+
+def resident(folder: Path, **asked: object) -> Engine:
+    return list(open_engine(folder, EngineOptions(**{"device": "cpu", "ctx": 384, "kv": "16bit", **asked})))[-1]
+
+
+@pytest.mark.parametrize("kind", ["whole", "4bit"])
+def test_weights_and_experts_from_the_disk_give_the_same_bits(kind: str, folders: dict[str, Path]) -> None:
+    whole = found_by(resident(folders[kind]))
+    for engine in (streaming(folders[kind], keep=3, ctx=384, kv="16bit"), paging(folders[kind], 20, ctx=384, kv="16bit")):
+        assert np.array_equal(found_by(engine), whole)
+
+
+def test_four_bits_hold_every_matrix_and_say_nearly_the_same(folders: dict[str, Path]) -> None:
+    stored = read_container(folders["4bit"]).tensors
+    own = [name for name, each in stored.items() if not each.spec.is_raw]
+    assert "model.layers.2.self_attn.gate_proj.weight" in own and "model.layers.2.mlp.shared_experts.up_proj.weight" in own
+    assert "model.layers.0.mlp.up_proj.weight" in own and not any("router" in name for name in own)
+    ours, rounded = (found_by(resident(folders[kind], exact=True), 100) for kind in ("whole", "4bit"))
+    assert 0 < np.square(ours - rounded).mean() < 0.2 * ours.var()
+
+
+def test_packed_caches_say_nearly_the_same(folders: dict[str, Path]) -> None:
+    exact, packed = (found_by(resident(folders["whole"], kv=kv, kv_sink=0, kv_window=0)) for kv in ("32bit", "8bit"))
+    assert 0 < np.abs(exact - packed).max() and np.square(exact - packed).mean() < 0.02 * exact.var()
+
+
+def test_plans_count_the_cache_to_the_byte(folders: dict[str, Path]) -> None:
+    engine = resident(folders["whole"])
+    assert engine.prepared.placement.kv_bytes == sum(map(len, engine.cache._exact)) + engine.cache.shape.pages * engine.cache.sealed_nbytes
+    assert engine.backends["cpu"].workspace.nbytes <= prepare(folders["whole"], engine.prepared.options).placement.workspace_bytes
+    engine.close()
+
+
+def test_calibration_is_a_pass_of_the_model(folders: dict[str, Path]) -> None:
+    """The states at the end are those of a forward pass, every matrix has statistics, and gates read what queries read."""
+    config, cut = read_config(folders["whole"]), [np.arange(i, i + 96) * 7 % 300 for i in range(2)]
+    ops = CpuOps(ThreadPool(1), dims(config, 96, 96, LOGIT_ROWS))
+    with open_store(folders["whole"]) as store:
+        calibration = Calibration(Model(config, store, ["cpu"] * config.num_hidden_layers, {"cpu": ops}, 96), ops, cut)
+        stats = [item for item in calibration.run() if isinstance(item, LayerStats)]
+    engine = resident(folders["whole"], kv="32bit")
+    for i, window in enumerate(cut):
+        engine.reset()
+        ours = engine.model.forward(window, engine.cache)
+        assert np.abs(calibration.states[96 * i : 96 * (i + 1)] - ours).max() < 1e-4 * np.abs(ours).max()
+    for layer, found in enumerate(stats[:-1]):
+        matrices = {role for role, tensor in engine.model.tensors[layer].items() if tensor.is_matrix and role != "router"}
+        assert matrices <= set(found.roles) and found.roles["attn_gate"] is found.roles["q"]
+    engine.close()
+
+
+def test_smoothing_moves_nothing_that_experts_read_too() -> None:
+    rng = np.random.default_rng(0)
+    shapes = {"q": (32, 16), "k": (16, 16), "v": (16, 16), "attn_gate": (32, 16), "o": (16, 32), "gate": (24, 16), "up": (24, 16),
+              "down": (16, 24), "input_norm": (16,), "post_norm": (16,)}
+    tensors = {role: rng.standard_normal(shape).astype(np.float32) for role, shape in shapes.items()}
+    matrices = [role for role, shape in shapes.items() if len(shape) == 2]
+    stats = {role: Stats(64, None, np.exp(rng.uniform(-3, 3, shapes[role][1])).astype(np.float32)) for role in matrices}
+    specs, layout = dict.fromkeys(matrices, QuantSpec.parse("4bit")), Layout(4, 2, 8, stored="f32")
+    assert smooth.equalise(tensors, stats, specs, layout).keys() == shapes.keys()
+    routed = {**tensors, "router": rng.standard_normal((6, 16)).astype(np.float32)}
+    assert smooth.equalise(routed, stats, specs, layout).keys() == shapes.keys() - {"post_norm", "gate"}
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 40])
+def test_gates_by_themselves_match_the_reference(tokens: int) -> None:
+    """And are those that stand behind queries, once these are taken away."""
+    rng, heads, depth = np.random.default_rng(1), 6, 24
+    sizes, pool = Dims(96, heads, 2, depth, 64, 300, chunk=64, ctx=128, rows=8, gates_apart=True), ThreadPool(2)
+    x, gates = (rng.standard_normal((tokens, heads * depth), np.float32) for _ in range(2))
+    joined = np.stack([rng.standard_normal((tokens, heads, depth), np.float32), gates.reshape(tokens, heads, depth)], 2).reshape(tokens, -1)
+    fast, exact = CpuOps(pool, sizes), CpuOps(pool, sizes, default_registry("reference"))
+    found = [ops.gate_heads(x.copy(), y, heads, depth) for ops in (fast, exact) for y in (gates, joined)]
+    fast.flush()
+    pool.close()
+    assert np.array_equal(found[0], found[1]) and np.array_equal(found[2], found[3])
+    assert np.allclose(found[0], x / (1 + np.exp(-gates.astype(np.float64))), atol=1e-6) and np.allclose(found[0], found[2], atol=1e-6)
