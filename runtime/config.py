@@ -93,6 +93,7 @@ class ModelConfig:
     as pairs of a role and a number. `curves`: by layer the numbers of its activation as checkpoints have them, where no tensors hold them.
     `most_tokens`: of a text, beyond which the model computes what is not run here. `qk_norm_unit`: q and k are normed head by head without
     a weight, in layers that turn. `gates_apart`: gates of what is attended to are made by a matrix of their own.
+    `side_by_side`: of families with both kinds of blocks, attention and MLP read what comes into the layer.
     """
 
     family: str
@@ -149,6 +150,7 @@ class ModelConfig:
     most_tokens: int | None = None
     qk_norm_unit: bool = False
     gates_apart: bool = False
+    side_by_side: bool = False
     warnings: tuple[str, ...] = ()
 
     @property

@@ -1,7 +1,8 @@
 """Folders whose matrices lie in one another so that none is a range of a file: a store that gives each by itself.
 
-Qwen 3 Next joins all that reads a layer's input by heads of keys. Rows are gathered as they are asked for; what lies in no other matrix is
-the inner store's, whatever kind that is. `turned_experts.py` has another reason for such a store.
+Qwen 3 Next joins all that reads a layer's input by heads of keys, GPT-NeoX queries, keys and values by heads. Rows are gathered as they are
+asked for, of a matrix or of its bias; what lies in no other matrix is the inner store's, whatever kind that is. `turned_experts.py` has
+another reason for such a store.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import numpy as np
 from ..offload.arrival import Arrival
 from ..offload.checkpoint import CheckpointError, OpenFile, TensorStore
 from ..offload.header import TensorInfo
+from . import families
 from .config import ModelConfig
-from .families import qwen3_next
 from .made_store import MadeStore
 
 
@@ -48,14 +49,13 @@ class Rows:
 
 
 def places(config: ModelConfig) -> dict[str, tuple[str, np.ndarray]]:
-    """Name of a matrix -> that of the one that it is stored in, and its rows there."""
-    parts = qwen3_next.parted_rows(config.state)
-    return {f"{prefix}{own}.weight": (f"{prefix}{whole}.weight", rows)
-            for prefix in (f"model.layers.{layer}.linear_attn." for layer in config.state_layers) for own, (whole, rows) in parts.items()}
+    """Name of a tensor -> that of the one that it is stored in, and its rows there."""
+    family = families.get(config.family)
+    return {own: found for layer in range(config.num_hidden_layers) for own, found in family.stored_rows(config, layer).items()}
 
 
 def parted(store: TensorStore, config: ModelConfig) -> TensorStore:
-    """The store with the matrices of `places` by themselves. Raises CheckpointError for one of these that has another height."""
+    """The store with the tensors of `places` by themselves. Raises CheckpointError for one of these that has another height."""
     parts: dict[str, tuple[tuple[int, ...], Part]] = {}
     heights: dict[str, int] = {}
     for whole, rows in places(config).values():
@@ -64,10 +64,10 @@ def parted(store: TensorStore, config: ModelConfig) -> TensorStore:
         info = store.tensors.get(whole)
         if name in store.tensors or info is None:
             continue
-        if len(info.shape) != 2 or info.shape[0] != heights[whole]:
+        if len(info.shape) != (1 if name.endswith(".bias") else 2) or info.shape[0] != heights[whole]:
             raise CheckpointError(f"tensor {whole} has shape {list(info.shape)}, the config says {heights[whole]} rows",
                                   "the config and the weights are of different models")
-        parts[name] = (len(rows), info.shape[1]), Rows(info, rows)
+        parts[name] = (len(rows), *info.shape[1:]), Rows(info, rows)
     return PartedStore(store, parts)
 
 

@@ -22,7 +22,7 @@ from ..offload.pager import resident_nbytes
 from ..offload.placement import pieces
 from ..offload.streaming import FETCH_NBYTES, Part, Range
 from .bundles import ROLE as BUNDLES
-from .families import expert_of
+from .families import expert_of, is_side_by_side
 from .mtp_tensors import MTP
 
 if TYPE_CHECKING:  # the module that makes models of parts
@@ -100,12 +100,12 @@ def cut(tensors: Mapping[int | str, Mapping[str, ModelTensor]], store: TensorSto
 
 
 def stages_of(roles: Collection[str]) -> tuple[tuple[str, ...], ...]:
-    """STAGES of a layer. Where one norm serves attention and MLP side by side, o comes last (`families/cohere.py`); a state beside
+    """STAGES of a layer. Where attention and MLP read side by side, o comes last (`families/cohere.py`); a state beside
     attention reads behind it, and both are added then (`families/falcon_h1.py`)."""
     if "state_in" in roles and "q" in roles:
         first = ("q", "k", "v"), *STAGES[:2], ("o",)
         return (*first, *(stage for stage in STAGES if "q" not in stage and stage not in first))
-    if "input_norm" not in roles or "post_norm" in roles:
+    if not is_side_by_side(roles):
         return STAGES
     return (*(stage for stage in STAGES if stage != ("o",)), ("o",))
 

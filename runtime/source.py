@@ -21,7 +21,7 @@ from .tied_head import leave_out_copy
 
 # Models whose folders hold matrices of experts with inputs before outputs (`turned_experts.py`), and whether all of them do.
 TURNED = {"llama4": True, "llama4_text": True, "qwen3_vl_moe": False}
-IN_ONE = ("qwen3_next",)  # families whose folders hold matrices in one another, row by row (`parted_rows.py`)
+IN_ONE = ("gpt_neox", "qwen3_next")  # families whose folders hold matrices in one another, row by row (`parted_rows.py`)
 
 
 # Files in which tools say how they quantized, where config.json does not -> the quant_method that is meant.

@@ -110,7 +110,9 @@ class WeightRecords:
         def ones(size: int, factors: np.ndarray | float = 1.0) -> Norm:
             return Norm("rms", ops.put(np.ones(size, np.float32) * np.float32(factors), "f32"), None, config.norm_eps)
 
-        router, post_norm, correction = linear("router"), norm("post_norm") or Norm("none"), vector("correction")
+        router, correction = linear("router"), vector("correction")
+        input_norm = norm("input_norm") or Norm("none")
+        post_norm = norm("post_norm") or norm("mlp_norm") or input_norm
         if (factor := config.factor("post_norm")) != 1.0:
             post_norm = replace(post_norm, weight=ops.put(as_float32(roles["post_norm"], raw) * np.float32(factor), "f32"))
         apart = None
@@ -128,7 +130,7 @@ class WeightRecords:
         curve = curve_of(config, key, roles, raw)
         unit = ones(config.heads_of(key)[1]) if config.qk_norm_unit and config.ropes[key] is not None else None
         shared = SharedExpert(*map(linear, SHARED), config.residual_multiplier) if SHARED[1] in roles else None
-        return LayerWeights(input_norm=norm("input_norm") or Norm("none"), q=linear("q"), k=linear("k"), v=linear("v"), o=linear("o"),
+        return LayerWeights(input_norm=input_norm, q=linear("q"), k=linear("k"), v=linear("v"), o=linear("o"),
                             q_norm=norm("q_norm") or unit, k_norm=norm("k_norm") or unit, post_norm=post_norm, gate=linear("gate"),
                             up=linear("up"), down=linear("down"), o_norm=norm("o_norm"), down_norm=norm("down_norm"), sinks=vector("sinks"),
                             router=router, experts=experts, bundles=self._bundles(roles, raw, ops, vector),
@@ -185,7 +187,8 @@ class WeightRecords:
         if "layer_embed" in roles:
             own = Norm("rms", self.host.put(as_float32(roles["layer_norm"], raw), "f32"), None, self.config.norm_eps)
             inputs = table("layer_embed"), Linear(weight("layer_proj")), own
-        return OuterWeights(embed, weight("positions"), self.last_norm(raw), Linear(head), inputs, self._own_layer(raw))
+        bias = self.host.put(as_float32(roles["head_bias"], raw), "f32") if "head_bias" in roles else None
+        return OuterWeights(embed, weight("positions"), self.last_norm(raw), Linear(head, bias), inputs, self._own_layer(raw))
 
     def _own_layer(self, raw: Mapping[str, np.ndarray]) -> OwnLayer | None:
         """The layer for multi-token prediction, which stays in memory wherever it is read."""

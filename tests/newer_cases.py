@@ -58,6 +58,10 @@ NEWER = {
         **AFMOE, "num_dense_layers": 0, "num_shared_experts": 1, "mup_enabled": False, "attention_bias": True, "num_key_value_heads": 1,
         "sliding_window": 150, "layer_types": ["full_attention", "sliding_attention", "full_attention", "sliding_attention"],
         "tie_word_embeddings": True}, dtype="bfloat16"),
+    "gpt_neox": Case("gpt_neox", {"vocab_size": 301, **rope("default", partial_rotary_factor=0.25)}, shard="60KB"),
+    "gpt_neox, one behind the other, whole heads, bfloat16": Case("gpt_neox", {
+        "use_parallel_residual": False, "hidden_act": "gelu_new", "attention_bias": False, "tie_word_embeddings": True, "layer_norm_eps":
+        1e-3, **rope("linear", factor=4.0, partial_rotary_factor=1.0)}, dtype="bfloat16"),
     "mistral4": Case("mistral4", {**LATENT, **ONE_GROUP, "rope_parameters": GROWING_PARTS, "first_k_dense_replace": 0,
                                   "initializer_range": 0.15}, inside="mistral3"),
     "mistral4, queries at once, bfloat16": Case("mistral4", {

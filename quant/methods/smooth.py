@@ -27,7 +27,7 @@ from . import Layout, checked, rtn
 NEEDS = frozenset({"mean_square"})
 # roles: who makes the input, who reads it
 PAIRS = (("input_norm", ("q", "k", "v", "kv_a", "q_a", "attn_gate")), ("q_a_norm", ("q_b",)), ("v", ("o",)), ("post_norm", ("gate", "up")),
-         ("up", ("down",)))
+         ("mlp_norm", ("gate", "up")), ("up", ("down",)))
 EXPONENTS = ((0.0, 0.0), (0.1, 0.0), (0.2, 0.0), (0.3, 0.0), (0.4, 0.0), (0.5, 0.0), (0.3, 0.7), (0.5, 0.5), (0.7, 0.3), (0.9, 0.1))  # a, b
 MOST = 16.0  # f stays within 1/MOST and MOST of its geometric mean
 SMALL = 1 << 30  # multiplications of a product that one thread makes: those of BLAS take longer to share it
@@ -54,6 +54,8 @@ def equalise(tensors: Mapping[str, np.ndarray], stats: Mapping[str, Stats], spec
     """
     changed = dict(tensors)
     for maker, all_readers in PAIRS:
+        if maker == "input_norm" and not {"post_norm", "mlp_norm"} & tensors.keys():  # then an MLP reads it too
+            all_readers = (*all_readers, "gate", "up")
         readers = [reader for reader in all_readers if reader in tensors]
         if maker not in tensors or all(specs[reader].is_raw for reader in readers):
             continue

@@ -23,7 +23,7 @@ there may be several to the one that is meant where it says none and then the ot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol
@@ -43,11 +43,11 @@ if TYPE_CHECKING:
 
 FAMILIES = ("afmoe", "apertus", "arcee", "bamba", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5",
             "ernie4_5_moe", "exaone4", "exaone_moe", "falcon_h1", "gemma", "gemma2", "gemma3_text", "gemma4_text", "glm", "glm4",
-            "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_oss", "granite", "granitemoe", "granitemoehybrid", "granitemoeshared",
-            "hunyuan_v1_dense", "hunyuan_v1_moe", "hyperclovax", "iquestcoder", "jais2", "lfm2", "lfm2_moe", "llama", "llama4_text",
-            "mellum", "minimax_m2", "ministral3", "mistral", "mistral4", "mixtral", "nemotron", "nemotron_h", "olmo2", "olmo3", "olmoe",
-            "opt", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss",
-            "smollm3", "solar_open", "stablelm", "starcoder2", "youtu")
+            "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_neox", "gpt_oss", "granite", "granitemoe", "granitemoehybrid",
+            "granitemoeshared", "hunyuan_v1_dense", "hunyuan_v1_moe", "hyperclovax", "iquestcoder", "jais2", "lfm2", "lfm2_moe", "llama",
+            "llama4_text", "mellum", "minimax_m2", "ministral3", "mistral", "mistral4", "mixtral", "nemotron", "nemotron_h", "olmo2",
+            "olmo3", "olmoe", "opt", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next",
+            "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "youtu")
 COMPOSITE: Mapping[str, tuple[str, ...]] = {
     "aya_vision": ("cohere2",), "cohere2_vision": ("cohere2",), "exaone4_5": ("exaone4", "exaone4_5_text"), "gemma3": ("gemma3_text",),
     "gemma4": ("gemma4_text",), "gemma4_unified": ("gemma4_unified_text",), "glm46v": ("glm4v_moe_text", "glm4v_text"),
@@ -120,10 +120,10 @@ def joined(rules: Mapping[str, TensorRule], layer: int, inside: Mapping[str, tup
 class LayerWeights:
     """A layer's parameters on one backend. Biases sit in their `Linear`; `q_norm` and `k_norm` are over head_dim, or over all heads.
 
-    A norm of kind none stands for an input_norm or post_norm that the family lacks. `gate` None: the MLP has none. A layer with experts
-    has neither gate, up nor down. `sinks`: float32 [H]; `correction`: [E]. `bundles` take the place of down, and with a gate of up; `state`
-    that of q, k, v and o, `latent` that of q, k and v. `v_norm`: over head_dim, of values; `scale`: a number that multiplies what
-    leaves the layer; `curve`: an activation with numbers of the layer's own.
+    A norm of kind none stands for an input_norm that the family lacks, post_norm is the one that the MLP reads. `gate` None: the MLP has
+    none. A layer with experts has neither gate, up nor down. `sinks`: float32 [H]; `correction`: [E]. `bundles` take the place of down,
+    and with a gate of up; `state` that of q, k, v and o, `latent` that of q, k and v. `v_norm`: over head_dim, of values; `scale`: a
+    number that multiplies what leaves the layer; `curve`: an activation with numbers of the layer's own.
     """
 
     input_norm: Norm
@@ -153,6 +153,11 @@ class LayerWeights:
     inputs: Inputs | None = None
     apart: Apart | None = None
     attn_gate: Linear | None = None
+
+
+def is_side_by_side(roles: Collection[str]) -> bool:
+    """Whether attention and MLP of a layer both read what came into it, under one norm or under input_norm and mlp_norm."""
+    return "input_norm" in roles and "post_norm" not in roles
 
 
 def expert_role(expert: int, role: str) -> str:

@@ -63,7 +63,8 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 
 def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
           layer: int, tap: Callable[[str, int, object], None]) -> object:
-    """As Llama's block, taps too. What was attended to waits while the MLP, which reads what attention read, adds to x."""
+    """As Llama's block, taps too. What was attended to waits while the MLP, with a gate or without, which reads what attention read, adds
+    to x."""
     tap("block_in", layer, x)
     q, k, v = ops.norm_linear(x, w.input_norm, [w.q, w.k, w.v])
     q = ops.rope_heads(q, config.num_attention_heads, config.head_dim, positions, rope, w.q_norm)
@@ -74,7 +75,11 @@ def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: 
     attended = kv.attend(q, k, v, None)
     tap("attn_out", layer, attended)
     tap("mlp_in", layer, x)
-    x = ops.gated_mlp(x, w.input_norm, w.gate, w.up, w.down, config.hidden_act, partial(tap, "mlp_hidden", layer), None, 1.0)
+    see = partial(tap, "mlp_hidden", layer)
+    if w.gate is None:
+        x = ops.mlp(x, w.post_norm, w.up, w.down, config.hidden_act, see)
+    else:
+        x = ops.gated_mlp(x, w.post_norm, w.gate, w.up, w.down, config.hidden_act, see)
     x = ops.linear_add(attended, w.o, x)
     tap("block_out", layer, x)
     return x

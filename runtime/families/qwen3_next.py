@@ -18,7 +18,8 @@ from . import qwen3_5_moe_text
 from .qwen3_5_moe_text import block, layer_tensors, mixed_config, outer_tensors
 from .qwen3_moe import NAMES
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors", "parted_rows"]
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors", "parted_rows",
+           "stored_rows"]
 
 KEYS_USED = qwen3_5_moe_text.KEYS_USED
 KEYS_HARMLESS = qwen3_5_moe_text.KEYS_HARMLESS
@@ -44,3 +45,11 @@ def parted_rows(shape: DeltaShape) -> dict[str, tuple[str, np.ndarray]]:
         first += count
     return {"in_proj_qkv": ("in_proj_qkvz", np.concatenate([found[part] for part in "qkv"])), "in_proj_z": ("in_proj_qkvz", found["z"]),
             "in_proj_b": ("in_proj_ba", rows(0, values, 2 * values)), "in_proj_a": ("in_proj_ba", rows(values, values, 2 * values))}
+
+
+def stored_rows(config: ModelConfig, layer: int) -> dict[str, tuple[str, np.ndarray]]:
+    """Names of a layer's matrices that lie in one another -> as in `parted_rows`."""
+    if layer not in config.state_layers:
+        return {}
+    prefix = f"model.layers.{layer}.linear_attn."
+    return {f"{prefix}{own}.weight": (f"{prefix}{whole}.weight", rows) for own, (whole, rows) in parted_rows(config.state).items()}

@@ -1,0 +1,91 @@
+"""GPT-NeoX (Pythia, GPT-NeoX 20B, Dolly 2): layer norms with biases, biases everywhere, an MLP of two matrices beside attention, each under
+a norm of its own, or behind it, and rotary positions on a quarter of each head.
+
+Checkpoints hold queries, keys and values in one matrix, head by head; a store of the folder takes them apart (`parted_rows.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
+from ..config_reader import ConfigError, Keys
+from ..config_rope import RopeConfig, rope_config
+from . import LayerWeights, TensorRule, cohere, opt
+from .stablelm import biased
+
+if TYPE_CHECKING:
+    from ..block_ops import BlockOps
+    from ..cache import LayerCache
+    from ..rope import RopeTable
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors", "stored_rows"]
+
+KEYS_USED = frozenset({"attention_bias", "layer_norm_eps", "partial_rotary_factor", "rotary_emb_base", "rotary_pct",
+                       "use_parallel_residual"})
+# What other families call by these names, transformers passes over in this one.
+KEYS_HARMLESS = frozenset({"attention_probs_dropout_prob", "custom_pipelines", "gradient_checkpointing", "hidden_dropout_prob",
+                           "is_decoder", "num_key_value_heads", "rms_norm_eps"})
+REFUSED_UNLESS: Mapping[str, object] = {"layer_types": None, "sliding_window": None}
+SIZES = {"vocab_size": 50_432, "hidden_size": 6144, "intermediate_size": 24_576, "num_hidden_layers": 44, "num_attention_heads": 64}
+SHARE = 0.25  # of a head that turns, where a config does not say
+PARTS = {"q": "q_proj", "k": "k_proj", "v": "v_proj"}  # once they are apart
+JOINT = "attention.query_key_value"
+
+
+def config(keys: Keys) -> ModelConfig:
+    layers = keys.integer("num_hidden_layers", SIZES["num_hidden_layers"], high=MAX_LAYERS)
+
+    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
+        theta, share = keys.number("rotary_emb_base", 10_000.0, above=1.0), keys.number("rotary_pct", SHARE)
+        return (rope_config(keys, head_dim, positions, theta, partial=True, share=share),) * layers
+
+    base = Defaults(max_position_embeddings=2048, bos=0, eos=(2,), act=("hidden_act", "gelu"), grouped=False, eps_key="layer_norm_eps",
+                    norm_eps=1e-5, sizes=SIZES)
+    bias = keys.flag("attention_bias", True)
+    made = decoder_config(keys, base, ropes, qkv_bias=bias, o_bias=bias, mlp_bias=True, norm_kind="layer",
+                          side_by_side=keys.flag("use_parallel_residual", True))
+    if (stated := keys.integer("head_dim", made.head_dim)) != made.head_dim:
+        raise ConfigError(f"config.json: head_dim = {stated} is not supported for gpt_neox models",
+                          f"heads of this family are as wide as the model together, {made.head_dim} each")
+    return made
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    """Tensors of one layer by role, `[N, K]` as the store gives them."""
+    hidden, ffn, prefix = config.hidden_size, config.intermediate_size, f"gpt_neox.layers.{layer}."
+    matrices = {**{role: (f"attention.{name}", hidden, hidden, config.qkv_bias) for role, name in PARTS.items()},
+                "o": ("attention.dense", hidden, hidden, config.o_bias), "up": ("mlp.dense_h_to_4h", ffn, hidden, True),
+                "down": ("mlp.dense_4h_to_h", hidden, ffn, True)}
+    norms = {"input_norm": "input_layernorm", "mlp_norm" if config.side_by_side else "post_norm": "post_attention_layernorm"}
+    rules = {role: TensorRule(f"{prefix}{name}.weight", (hidden,)) for role, name in norms.items()}
+    rules |= {f"{role}_bias": biased(rules[role]) for role in norms}
+    for role, (name, out, width, has_bias) in matrices.items():
+        rules[role] = TensorRule(f"{prefix}{name}.weight", (out, width))
+        if has_bias:
+            rules[f"{role}_bias"] = TensorRule(f"{prefix}{name}.bias", (out,))
+    return rules
+
+
+def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
+    table, norm = (config.vocab_size, config.hidden_size), TensorRule("gpt_neox.final_layer_norm.weight", (config.hidden_size,))
+    rules = {"embed": TensorRule("gpt_neox.embed_in.weight", table), "norm": norm, "norm_bias": biased(norm)}
+    return rules if config.tie_word_embeddings else rules | {"head": TensorRule("embed_out.weight", table, also=("lm_head.weight",))}
+
+
+def stored_rows(config: ModelConfig, layer: int) -> dict[str, tuple[str, np.ndarray]]:
+    """Names of a layer's q, k and v, biases too -> that of what they lie in, and their rows there: heads have all three one by one."""
+    prefix, (heads, depth) = f"gpt_neox.layers.{layer}.", (config.num_attention_heads, config.head_dim)
+    rows = np.arange(heads * 3 * depth).reshape(heads, 3, depth)
+    return {f"{prefix}attention.{name}.{kind}": (f"{prefix}{JOINT}.{kind}", rows[:, i].reshape(-1))
+            for i, name in enumerate(PARTS.values()) for kind in ("weight", *(("bias",) if config.qkv_bias else ()))}
+
+
+def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
+          layer: int, tap: Callable[[str, int, object], None]) -> object:
+    """x[T, D] -> x[T, D], with the taps of `llama.block`."""
+    run = cohere.block if config.side_by_side else opt.block
+    return run(ops, w, x, kv, positions, rope, config, layer, tap)
