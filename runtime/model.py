@@ -128,8 +128,8 @@ class Model:
             with self.pager.lease("outer") as raw:
                 head = card_head.tensor_of(self.tensors["outer"])
                 data = raw[head.name] if head.name in raw else self.store.read(head.info)
-                norm = self.records.last_norm(raw)
-                self.card_head = card_head.placed(self.backends["cuda"], self.config, head, typed(data, head.spec), norm)
+                norm, bias = self.records.last_norm(raw), self.records.head_bias(raw)
+                self.card_head = card_head.placed(self.backends["cuda"], self.config, head, typed(data, head.spec), norm, bias)
         if self._copied_from is not None:
             hosts = [layer for layer, device in enumerate(self.devices) if device == "cpu"]
             try:

@@ -163,6 +163,11 @@ class WeightRecords:
         weight, bias = (host.put(as_float32(roles[role], raw), "f32") if role in roles else None for role in ("norm", "norm_bias"))
         return made_norm(self.config, weight, bias)
 
+    def head_bias(self, raw: Mapping[str, np.ndarray]) -> object | None:
+        """The bias of the head, on the host."""
+        tensor = self.tensors["outer"].get("head_bias")
+        return None if tensor is None else self.host.put(as_float32(tensor, raw), "f32")
+
     def outer(self, raw: Mapping[str, np.ndarray]) -> OuterWeights:
         """What surrounds the layers, of raw bytes by name."""
         roles = self.tensors["outer"]
@@ -187,8 +192,8 @@ class WeightRecords:
         if "layer_embed" in roles:
             own = Norm("rms", self.host.put(as_float32(roles["layer_norm"], raw), "f32"), None, self.config.norm_eps)
             inputs = table("layer_embed"), Linear(weight("layer_proj")), own
-        bias = self.host.put(as_float32(roles["head_bias"], raw), "f32") if "head_bias" in roles else None
-        return OuterWeights(embed, weight("positions"), self.last_norm(raw), Linear(head, bias), inputs, self._own_layer(raw))
+        return OuterWeights(embed, weight("positions"), self.last_norm(raw), Linear(head, self.head_bias(raw)), inputs,
+                            self._own_layer(raw))
 
     def _own_layer(self, raw: Mapping[str, np.ndarray]) -> OwnLayer | None:
         """The layer for multi-token prediction, which stays in memory wherever it is read."""

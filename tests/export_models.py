@@ -53,6 +53,8 @@ MODELS = {
     "ministral3": Case("ministral3", {"head_dim": 32, "rope_parameters": GROWING}),
     "qwen2": Case("qwen2"),
     "qwen3": Case("qwen3", {"head_dim": 32}),
+    "phi": Case("phi", {"num_key_value_heads": 4, "hidden_size": 128}),
+    "phi, tied": Case("phi", {"tie_word_embeddings": True, "hidden_size": 128, **rope("default", partial_rotary_factor=0.25)}),
     "phi3": Case("phi3"),
     "phi3, longrope": Case("phi3", rope("longrope", **SU)),
     "phi3, half a head": Case("phi3", {"hidden_size": 128, "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0,

@@ -124,6 +124,7 @@ PECULIAR = {
         {"mixture": each} for each in ({"renormalise": False}, {"sigmoid": False}, {"per_token": 2})],
     "gpt_neox": [{"side_by_side": False}, {"norm_kind": "rms"}, {"norm_eps": 1e-1}, {"hidden_act": "silu"},
                  {"ropes": {"partial_rotary_factor": 1.0}}],
+    "phi": [{"norm_kind": "rms"}, {"norm_eps": 1e-1}, {"hidden_act": "silu"}, {"ropes": {"partial_rotary_factor": 1.0}}],
     "mellum": [{"windows": (None,) * 3}, {"ropes": 0}, {"ropes": 1}, {"mixture": {"renormalise": False}}],
     "mistral4": [{"ropes": {"llama_4_scaling_beta": 0.1}}, {"ropes": {"neighbours": False}}, {"mixture": {"sigmoid": True}},
                  {"mixture": {"renormalise": False}}],
@@ -212,7 +213,7 @@ def test_every_peculiarity_of_a_family_shows(name: str, tmp_path: Path) -> None:
                                   "nemotron_h, experts", "bamba", "falcon_h1", "falcon_h1, norms, tied, bfloat16",
                                   "cohere, norms of every head", "hunyuan_v1_moe", "nemotron", "stablelm", "apertus",
                                   "granitemoehybrid, experts, bfloat16", "gemma4_text", "gemma4_text, keys as values",
-                                  "gemma4_text, mixture", "afmoe", "gpt_neox"])
+                                  "gemma4_text, mixture", "afmoe", "gpt_neox", "phi"])
 def test_the_other_backend_agrees(name: str, tmp_path: Path) -> None:
     """Layers on torch, on CPU tensors: the same logits."""
     model = written(CASES[name], tmp_path)

@@ -89,6 +89,7 @@ def test_blocks_of_experts_and_of_fused_tensors(tmp_path: Path, name: str, kind:
     ("seed_oss", rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64), "kind llama3"),
     ("nemotron", {"head_dim": 32}, "4 heads of 32"), ("nemotron", {"attention_bias": True}, "biases on o"),
     ("nemotron", {"hidden_act": "relu"}, "relu where relu2"), ("stablelm", {"hidden_act": "gelu"}, "gelu where silu"),
+    ("phi", {"hidden_act": "gelu"}, "gelu where gelu_tanh"),
     ("cohere", {"use_qk_norm": True}, "3 layers and norms"), ("cohere", {"num_hidden_layers": 64}, "64 layers and no norms"),
     ("falcon_h1", {"mamba_conv_bias": False}, "without biases"), ("hunyuan_v1_moe", {"attention_bias": True}, "biases on o"),
     ("starcoder2", {"use_bias": False}, "has no biases"), ("starcoder2", {"hidden_act": "gelu"}, "gelu where gelu_tanh is meant"),

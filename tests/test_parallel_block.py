@@ -1,4 +1,4 @@
-"""A block whose attention and MLP read one norm side by side (Cohere): what streams is read in the order in which it is used."""
+"""A block whose attention and MLP read side by side (Cohere, GPT-NeoX, Phi): what streams is read in the order in which it is used."""
 
 import sys
 from pathlib import Path
@@ -18,10 +18,11 @@ from streamed_models import streaming
 IDS = np.random.default_rng(0).integers(0, 300, 30).tolist()
 
 
-def test_weights_that_stream_come_once_a_token_and_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["cohere", "gpt_neox", "phi"])
+def test_weights_that_stream_come_once_a_token_and_change_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "PART_NBYTES", 8 << 10)
     monkeypatch.setattr(parts, "LEAST_NBYTES", 512)
-    written(CASES["cohere"], tmp_path)
+    written(CASES[name], tmp_path)
     *_, resident = open_engine(tmp_path, EngineOptions(device="cpu", ctx=128))
     engine = streaming(tmp_path, ctx=128)
     try:
@@ -44,9 +45,9 @@ def test_weights_that_stream_come_once_a_token_and_change_nothing(tmp_path: Path
 
 
 def test_other_layers_have_o_before_the_mlp(tmp_path: Path) -> None:
-    for name in ("cohere2", "llama, tied, one KV head", "olmo2", "opt", "gemma2"):
+    for name in ("cohere2", "gpt_neox", "phi", "llama, tied, one KV head", "olmo2", "opt", "gemma2"):
         written(CASES[name], tmp_path / name)
         config = read_config(tmp_path / name)
         stages = parts.stages_of(families.get(config.family).layer_tensors(config, 0))
         assert sorted(stages) == sorted(parts.STAGES)
-        assert (stages.index(("o",)) > stages.index(("down",))) == (config.family == "cohere2")
+        assert (stages.index(("o",)) > stages.index(("down",))) == (config.family in ("cohere2", "gpt_neox", "phi"))

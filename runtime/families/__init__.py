@@ -10,12 +10,12 @@ makes gates of what is attended to. In a mixture router and `experts.<number>.<r
 Experts that are a branch beside the MLP have router_scale, expert_scales, expert_norm and experts_after, and the MLP mlp_after, or none of
 them. What a layer is given of a token beside the stream it takes by input_gate, input_out and input_after; layer_scale multiplies what
 leaves it, curve_above and curve_below are of its activation. In a bundled folder `bundles` is up and down. Outside the layers: embed,
-positions (learned ones), norm, head (absent where it is the embedding), and layer_embed, layer_proj and layer_norm, which make what layers
-are given of a token. Layers without keys and values of their own have neither k, v nor k_norm; those of which a key is the value too have
-no v. Layers that remember a text in a state have in the place of q, k, v and o state_in, what goes into it, state_gate of what is read,
-and state_out behind that; smaller ones are state_rate and state_beta, what decays and shares are read from, state_conv, state_decay,
-state_dt, state_skip and state_norm, as far as a kind has them. Latent attention has kv_a, kv_a_norm and kv_b in the place of k and v, and
-may have q_a, q_a_norm and q_b in that of q.
+positions (learned ones), norm, head (absent where it is the embedding) and head_bias, and layer_embed, layer_proj and layer_norm, which
+make what layers are given of a token. Layers without keys and values of their own have neither k, v nor k_norm; those of which a key is
+the value too have no v. Layers that remember a text in a state have in the place of q, k, v and o state_in, what goes into it, state_gate
+of what is read, and state_out behind that; smaller ones are state_rate and state_beta, what decays and shares are read from, state_conv,
+state_decay, state_dt, state_skip and state_norm, as far as a kind has them. Latent attention has kv_a, kv_a_norm and kv_b in the place of
+k and v, and may have q_a, q_a_norm and q_b in that of q.
 
 A checkpoint of several models that holds a text generator is read as that one: COMPOSITE maps its `model_type` to the generator's, where
 there may be several to the one that is meant where it says none and then the others.
@@ -46,8 +46,8 @@ FAMILIES = ("afmoe", "apertus", "arcee", "bamba", "cohere", "cohere2", "deepseek
             "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_neox", "gpt_oss", "granite", "granitemoe", "granitemoehybrid",
             "granitemoeshared", "hunyuan_v1_dense", "hunyuan_v1_moe", "hyperclovax", "iquestcoder", "jais2", "lfm2", "lfm2_moe", "llama",
             "llama4_text", "mellum", "minimax_m2", "ministral3", "mistral", "mistral4", "mixtral", "nemotron", "nemotron_h", "olmo2",
-            "olmo3", "olmoe", "opt", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next",
-            "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "youtu")
+            "olmo3", "olmoe", "opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe",
+            "qwen3_next", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "youtu")
 COMPOSITE: Mapping[str, tuple[str, ...]] = {
     "aya_vision": ("cohere2",), "cohere2_vision": ("cohere2",), "exaone4_5": ("exaone4", "exaone4_5_text"), "gemma3": ("gemma3_text",),
     "gemma4": ("gemma4_text",), "gemma4_unified": ("gemma4_unified_text",), "glm46v": ("glm4v_moe_text", "glm4v_text"),

@@ -47,5 +47,5 @@ def normed(rules: Mapping[str, TensorRule]) -> dict[str, TensorRule]:
 
 
 def biased(norm: TensorRule) -> TensorRule:
-    """The bias of a norm."""
-    return TensorRule(norm.name.removesuffix("weight") + "bias", norm.shape)
+    """The bias of a norm, or of a matrix."""
+    return TensorRule(norm.name.removesuffix("weight") + "bias", norm.shape[:1])

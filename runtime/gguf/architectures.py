@@ -216,6 +216,10 @@ ARCHITECTURES = {
     # Files may say that attention and MLP are side by side, where they are not: llama.cpp sees it by the norms that there are.
     "stablelm": Architecture("stablelm", partial=True, outer=_NORM_BIAS, epsilon=LAYER_NORM, keys={LAYER_NORM: "layer_norm_eps"},
                              read=frozenset({"use_parallel_residual"})),
+    "phi2": Architecture("phi", config={"hidden_act": "gelu_new"}, partial=True, fused_before=_QKV, epsilon=LAYER_NORM, keys={
+        LAYER_NORM: "layer_norm_eps"}, layer_names={"attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"}, outer={
+        "output_norm.weight": "model.final_layernorm.weight", "output_norm.bias": "model.final_layernorm.bias", "output.bias":
+        "lm_head.bias"}),
     "phi3": Architecture("phi3", partial=True, fused=_QKV | _GATE_UP),
     # Neighbours turn together in the checkpoints too, so that rows are as they are there.
     "chatglm": Architecture("glm", partial=True, fused=_GATE_UP, fused_before=_QKV),
@@ -227,10 +231,10 @@ ARCHITECTURES = {
 BY_FAMILY = dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), latent_attention.NAME) | {
     "cohere": "command-r", "ernie4_5_moe": "ernie4_5-moe", "exaone_moe": "exaone-moe", "falcon_h1": "falcon-h1", "gemma3_text": "gemma3",
     "gemma4_text": "gemma4", "glm": "chatglm", "glm4_moe": "glm4moe", "granitemoehybrid": "granite", "granitemoeshared": "granitemoe",
-    "hunyuan_v1_dense": "hunyuan-dense", "hunyuan_v1_moe": "hunyuan-moe", "iquestcoder": "llama", "lfm2_moe": "lfm2moe",
-    "llama4_text": "llama4", "minimax_m2": "minimax-m2", "ministral3": "mistral3", "mistral": "llama", "mixtral": "llama",
-    "olmo3": "olmo2", "qwen2_moe": "qwen2moe", "qwen3_5_moe_text": "qwen35moe", "qwen3_5_text": "qwen35", "qwen3_moe": "qwen3moe",
-    "qwen3_next": linear_attention.JOINED, "solar_open": "glm4moe"} | {
+    "hunyuan_v1_dense": "hunyuan-dense", "hunyuan_v1_moe": "hunyuan-moe", "iquestcoder": "llama", "lfm2_moe": "lfm2moe", "llama4_text":
+    "llama4", "minimax_m2": "minimax-m2", "ministral3": "mistral3", "mistral": "llama", "mixtral": "llama", "olmo3": "olmo2", "phi":
+    "phi2", "qwen2_moe": "qwen2moe", "qwen3_5_moe_text": "qwen35moe", "qwen3_5_text": "qwen35", "qwen3_moe": "qwen3moe", "qwen3_next":
+    linear_attention.JOINED, "solar_open": "glm4moe"} | {
     name: name for name in ("apertus", "arcee", "cohere2", "dots1", "ernie4_5", "exaone4", "gemma", "gemma2", "glm4", "granite",
                             "granitemoe", "lfm2", "llama", "nemotron", "nemotron_h", "olmo2", "olmoe", "phi3", "qwen2", "qwen3",
                             "seed_oss", "smollm3", "stablelm", "starcoder2")}

@@ -36,14 +36,14 @@ WINDOW_EVERY = {"cohere2": COHERE2_EVERY, "exaone_moe": EXAONE4_EVERY, "gemma2":
 # Families whose rotary frequencies llama.cpp divides by no tensor.
 UNDIVIDED = ("cohere", "cohere2", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe", "exaone_moe", "falcon_h1", "gemma",
              "glm", "glm4", "glm4_moe", "glm4_moe_lite", "hunyuan_v1_dense", "hunyuan_v1_moe", "lfm2", "lfm2_moe", "minimax_m2",
-             "nemotron", "olmo2", "olmo3", "qwen2_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "seed_oss", "solar_open",
+             "nemotron", "olmo2", "olmo3", "phi", "qwen2_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "seed_oss", "solar_open",
              "stablelm", "starcoder2")
 # Families whose heads llama.cpp takes to be as wide as the model together.
-EVEN_HEADS = ("cohere", "cohere2", "exaone4", "glm", "lfm2", "lfm2_moe", "nemotron", "olmo2", "olmo3", "qwen2_moe", "stablelm",
+EVEN_HEADS = ("cohere", "cohere2", "exaone4", "glm", "lfm2", "lfm2_moe", "nemotron", "olmo2", "olmo3", "phi", "qwen2_moe", "stablelm",
               "starcoder2")
 # By family, others have silu.
 ACTS = {"apertus": "xielu", **dict.fromkeys(("arcee", "nemotron", "nemotron_h"), "relu2"),
-        **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "gemma4_text", "starcoder2"), "gelu_tanh")}
+        **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "gemma4_text", "phi", "starcoder2"), "gelu_tanh")}
 UNGROUPED = ("dots1", "olmoe")  # families whose heads llama.cpp takes to have keys and values of their own
 # Families whose files say how experts are scored and weighed.
 STATED_SUM = ("deepseek_v2", "deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite", "solar_open")
@@ -72,7 +72,7 @@ def _departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     family, mixture = config.family, config.mixture
     act = ACTS.get(family, "silu")
     biased = config.o_bias or config.mlp_bias
-    yield biased and family != "starcoder2", "has biases on o or in its feed-forward"
+    yield biased and family not in ("phi", "starcoder2"), "has biases on o or in its feed-forward"
     yield not biased and family == "starcoder2", "has no biases"
     yield config.hidden_act != act, f"has {config.hidden_act} where {act} is meant"
     if family in WINDOW_EVERY:

@@ -112,6 +112,9 @@ def add_family(header: GgufHeader, raw: dict[str, object]) -> None:
                 "use_parallel_residual": "blk.0.ffn_norm.weight" not in header.tensors,
                 "partial_rotary_factor": raw.get("partial_rotary_factor", 1.0)}
         raw.setdefault("num_key_value_heads", raw["num_attention_heads"])
+    elif raw["model_type"] == "phi":
+        raw |= {"sliding_window": window, "partial_rotary_factor": raw.get("partial_rotary_factor", 1.0)}
+        raw.setdefault("num_key_value_heads", raw["num_attention_heads"])
     elif raw["model_type"] == "starcoder2":
         if stated is None:  # llama.cpp passes it over, and converters do not write it
             window = USUAL_WINDOW

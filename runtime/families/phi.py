@@ -1,0 +1,53 @@
+"""Phi 1, 1.5 and 2: attention and an MLP of two matrices read one layer norm side by side, biases everywhere, at the head too, and rotary
+positions on a part of each head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
+from ..config_reader import Keys
+from ..config_rope import RopeConfig, rope_config
+from . import TensorRule, llama
+from .cohere import block
+from .deepseek_v3 import refuse_other_code
+from .stablelm import biased
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({"auto_map", "layer_norm_eps", "partial_rotary_factor"})
+KEYS_HARMLESS = frozenset({"embd_pdrop", "rms_norm_eps"})
+REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": True, "layer_types": None, "mlp_bias": True, "qk_layernorm": False,
+                                        "sliding_window": None}
+SIZES = {"vocab_size": 51_200, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24, "num_attention_heads": 32}
+SHARE = 0.5  # of a head that turns, where a config does not say
+CODE = r"(configuration|modeling)_phi\.Phi\w+"  # of the published ones, which became part of transformers
+NAMES = {"o": "self_attn.dense", "up": "mlp.fc1", "down": "mlp.fc2"}  # as the checkpoints call them
+
+
+def config(keys: Keys) -> ModelConfig:
+    refuse_other_code(keys, CODE)
+    layers = keys.integer("num_hidden_layers", SIZES["num_hidden_layers"], high=MAX_LAYERS)
+
+    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
+        return (rope_config(keys, head_dim, positions, partial=True, share=SHARE),) * layers
+
+    base = Defaults(max_position_embeddings=2048, bos=1, eos=(2,), act=("hidden_act", "gelu_new"), eps_key="layer_norm_eps",
+                    norm_eps=1e-5, sizes=SIZES)
+    return decoder_config(keys, base, ropes, qkv_bias=True, o_bias=True, mlp_bias=True, norm_kind="layer")
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    """Tensors of one layer by role: neither a gate nor a norm of the MLP's own."""
+    rules, prefix = llama.layer_tensors(config, layer), f"model.layers.{layer}."
+    for role in ("gate", "gate_bias", "post_norm"):
+        del rules[role]
+    for role, name in NAMES.items():
+        rules[role] = TensorRule(f"{prefix}{name}.weight", rules[role].shape)
+        rules[f"{role}_bias"] = biased(rules[role])
+    return rules | {"input_norm_bias": biased(rules["input_norm"])}
+
+
+def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
+    rules, norm = llama.outer_tensors(config), TensorRule("model.final_layernorm.weight", (config.hidden_size,))
+    return rules | {"norm": norm, "norm_bias": biased(norm), "head_bias": TensorRule("lm_head.bias", (config.vocab_size,))}
