@@ -39,7 +39,7 @@ from .source import folder_files, open_store
 from .tensors import ModelTensor, check_tensors
 
 COPY_NBYTES = 16 << 20
-WHOLE = ("cohere", "cohere2", "falcon_h1", "gemma4_text", "gpt_neox", "phi")  # families whose blocks multiply gate, up and down themselves
+WHOLE = ("cohere", "cohere2", "falcon_h1", "gemma4_text", "phi")  # families whose blocks multiply gate, up and down themselves
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def _check(config: ModelConfig, gate_sparsity: float | None) -> None:
                          f"it serves models of {' or '.join(SPARSE)}, such as fable-relu; --gate-sparsity 0.5 leaves out half, with loss")
     if config.mixture is not None:
         raise UsageError("--bundle-ffn: the experts of a mixture are read as a whole", "leave it away")
-    if config.family in WHOLE:
+    if config.family in WHOLE or config.side_by_side:
         raise UsageError(f"--bundle-ffn: MLPs of the {config.family} family are read as a whole in this version", "leave it away")
     if config.intermediate_size % FFN_MULTIPLE or config.hidden_size % WIDTH_MULTIPLE:
         raise UsageError(f"--bundle-ffn takes {FFN_MULTIPLE} neurons and {WIDTH_MULTIPLE} channels at a time, this model has "

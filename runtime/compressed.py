@@ -30,6 +30,7 @@ from .convert import check_target, copied
 from .events import Notice, Progress
 from .families import kind_of
 from .import_config import LINEARS
+from .parted_rows import STACKED
 from .source import folder_files, is_rounded, open_store
 from .tensors import ModelTensor, check_tensors
 from .tied_head import outer_rules
@@ -83,7 +84,10 @@ def export_compressed(source: Path, out: Path, kind: str) -> Iterator[Progress |
     out = Path(os.path.abspath(out))
     check_target(out, None)
     config, bits = read_config(source), KINDS[kind]
-    if why := NOT_WRITTEN.get(config.family) or ("no other tool was found to read their states so" if config.state is not None else ""):
+    why = NOT_WRITTEN.get(config.family) or ("no other tool was found to read their states so" if config.state is not None else "")
+    if config.family in STACKED and config.qk_norm_each:
+        why = "other tools want the norms of every head one by one"
+    if why:
         raise UsageError(f"{config.family} models are not written as compressed-tensors: {why}",
                          "effllm quantize makes a folder for effllm")
     if (made := read_container(source)) is not None or is_rounded(source):

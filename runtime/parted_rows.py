@@ -1,8 +1,8 @@
 """Folders whose matrices lie in one another so that none is a range of a file: a store that gives each by itself.
 
 Qwen 3 Next joins all that reads a layer's input by heads of keys, GPT-NeoX queries, keys and values by heads. Rows are gathered as they are
-asked for, of a matrix or of its bias; what lies in no other matrix is the inner store's, whatever kind that is. `turned_experts.py` has
-another reason for such a store.
+asked for, of a matrix or of its bias; what lies in no other matrix is the inner store's, whatever kind that is. The norms of StableLM's
+heads lie the other way, one by one, and are stacked. `turned_experts.py` has another reason for such a store.
 """
 
 from __future__ import annotations
@@ -23,12 +23,19 @@ from . import families
 from .config import ModelConfig
 from .made_store import MadeStore
 
+IN_ONE = ("gpt_neox", "qwen3_next")  # families whose folders hold matrices in one another, row by row
+STACKED = ("stablelm",)  # and those that may hold rows of one apart
+
 
 class Part(Protocol):
-    """A matrix that lies in `whole`, which a store holds; `at_once`: reading some of its rows reads as much as reading all."""
+    """A matrix that lies in `whole`, which a store holds, or in several like that, all `wholes`; `at_once`: reading some of its rows reads
+    as much as reading all."""
 
     whole: TensorInfo
     at_once: bool
+
+    @property
+    def wholes(self) -> tuple[TensorInfo, ...]: ...
 
     def read(self, store: TensorStore, begin: int, end: int) -> np.ndarray:
         """Bytes of the rows [begin, end)."""
@@ -42,20 +49,49 @@ class Rows:
     rows: np.ndarray
     at_once: bool = False
 
+    @property
+    def wholes(self) -> tuple[TensorInfo, ...]:
+        return (self.whole,)
+
     def read(self, store: TensorStore, begin: int, end: int) -> np.ndarray:
         rows = self.rows[begin:end]
         runs = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
         return np.concatenate([store.read(self.whole, int(run[0]), int(run[-1]) + 1) for run in runs])
 
 
+@dataclass(frozen=True)
+class Stack:
+    """Vectors one above the other."""
+
+    wholes: tuple[TensorInfo, ...]
+    at_once: bool = False
+
+    @property
+    def whole(self) -> TensorInfo:
+        return self.wholes[0]
+
+    def read(self, store: TensorStore, begin: int, end: int) -> np.ndarray:
+        return np.concatenate([store.read(info) for info in self.wholes[begin:end]])
+
+
+def stacks(config: ModelConfig) -> dict[str, tuple[str, ...]]:
+    """Name of a matrix -> those of its rows, which are stored one by one."""
+    family = families.get(config.family)
+    return {} if config.family not in STACKED else {
+        own: found for layer in range(config.num_hidden_layers) for own, found in family.stacked_rows(config, layer).items()}
+
+
 def places(config: ModelConfig) -> dict[str, tuple[str, np.ndarray]]:
     """Name of a tensor -> that of the one that it is stored in, and its rows there."""
+    if config.family not in IN_ONE:
+        return {}
     family = families.get(config.family)
     return {own: found for layer in range(config.num_hidden_layers) for own, found in family.stored_rows(config, layer).items()}
 
 
 def parted(store: TensorStore, config: ModelConfig) -> TensorStore:
-    """The store with the tensors of `places` by themselves. Raises CheckpointError for one of these that has another height."""
+    """The store with the tensors of `places` by themselves and those of `stacks` as one. Raises CheckpointError for one of these of another
+    shape."""
     parts: dict[str, tuple[tuple[int, ...], Part]] = {}
     heights: dict[str, int] = {}
     for whole, rows in places(config).values():
@@ -68,7 +104,15 @@ def parted(store: TensorStore, config: ModelConfig) -> TensorStore:
             raise CheckpointError(f"tensor {whole} has shape {list(info.shape)}, the config says {heights[whole]} rows",
                                   "the config and the weights are of different models")
         parts[name] = (len(rows), *info.shape[1:]), Rows(info, rows)
-    return PartedStore(store, parts)
+    for name, rows in stacks(config).items():
+        wholes = tuple(found for found in map(store.tensors.get, rows) if found is not None)
+        if name in store.tensors or len(wholes) < len(rows):
+            continue
+        if stray := next((info for info in wholes if info.shape != (config.head_dim,) or info.dtype != wholes[0].dtype), None):
+            raise CheckpointError(f"tensor {stray.name} is {stray.dtype} {list(stray.shape)}, expected {config.head_dim} numbers alike",
+                                  "the config and the weights are of different models")
+        parts[name] = (len(rows), config.head_dim), Stack(wholes)
+    return PartedStore(store, parts) if parts else store
 
 
 class PartedStore(MadeStore):
@@ -76,7 +120,7 @@ class PartedStore(MadeStore):
 
     def __init__(self, inner: TensorStore, parts: Mapping[str, tuple[tuple[int, ...], Part]]) -> None:
         self._inner, self._parts = inner, {name: part for name, (_, part) in parts.items()}
-        joined = {part.whole.name for part in self._parts.values()}
+        joined = {info.name for part in self._parts.values() for info in part.wholes}
         tensors = {name: info for name, info in inner.tensors.items() if name not in joined}
         for name, (shape, part) in parts.items():
             nbytes = part.whole.nbytes * prod(shape) // prod(part.whole.shape)
@@ -119,7 +163,7 @@ class PartedStore(MadeStore):
 
     def files_of(self, info: TensorInfo) -> frozenset[Path]:
         own = self._parts.get(info.name)
-        return self._inner.files_of(info if own is None else own.whole)
+        return self._inner.files_of(info) if own is None else frozenset().union(*map(self._inner.files_of, own.wholes))
 
     def stored_nbytes(self, info: TensorInfo) -> int:
         own = self._parts.get(info.name)

@@ -21,7 +21,6 @@ from .tied_head import leave_out_copy
 
 # Models whose folders hold matrices of experts with inputs before outputs (`turned_experts.py`), and whether all of them do.
 TURNED = {"llama4": True, "llama4_text": True, "qwen3_vl_moe": False}
-IN_ONE = ("gpt_neox", "qwen3_next")  # families whose folders hold matrices in one another, row by row (`parted_rows.py`)
 
 
 # Files in which tools say how they quantized, where config.json does not -> the quant_method that is meant.
@@ -65,10 +64,11 @@ def _rearranged(store: TensorStore, wide: str, low_bit: bool, kept: Callable[[st
 
         store = turned(store, raw, TURNED[outer["model_type"]])
     store = _in_own_form(store, raw, wide, low_bit, kept)
-    if raw.get("model_type") not in IN_ONE:
+    from .parted_rows import IN_ONE, STACKED, parted
+
+    if raw.get("model_type") not in (*IN_ONE, *STACKED):
         return store
     from .config import read_config
-    from .parted_rows import parted
 
     return parted(store, read_config(store.folder))
 
@@ -111,8 +111,6 @@ def _parted(path: Path) -> frozenset[str]:
     family = families.get(config.family)
     rules = (rule for i in range(config.num_hidden_layers) for rule in family.layer_tensors(config, i).values())
     found = frozenset(rule.part_of[0] if rule.part_of else rule.name for rule in rules if rule.part_of or rule.plain)
-    if config.family not in IN_ONE:
-        return found
     from .parted_rows import places
 
     return found | {whole for whole, _ in places(config).values()}
@@ -169,7 +167,11 @@ def _imports_codes(path: Path) -> bool:
 
 
 def _is_rearranged(path: Path) -> bool:
-    if quantization_of(path) is not None or read_json(path / "config.json").get("model_type") in ("gpt_oss", *IN_ONE, *TURNED):
+    from .config import read_config
+    from .parted_rows import IN_ONE, STACKED, stacks
+
+    kind = read_json(path / "config.json").get("model_type")
+    if quantization_of(path) is not None or kind in ("gpt_oss", *IN_ONE, *TURNED) or kind in STACKED and stacks(read_config(path)):
         return True
     with TensorStore.open(path) as store:
         return has_doubles(store)

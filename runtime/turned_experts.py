@@ -53,6 +53,10 @@ class Turned:
     at_once: bool = True
 
     @property
+    def wholes(self) -> tuple[TensorInfo, ...]:
+        return (self.whole,)
+
+    @property
     def range(self) -> Range:
         """The expert's part of the file."""
         nbytes = self.whole.nbytes // self.whole.shape[0]

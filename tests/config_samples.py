@@ -4,8 +4,7 @@ import pytest
 
 from effllm import EffllmError
 from effllm.runtime.config import ModelConfig, parse_config
-from effllm.runtime.parted_rows import places
-from effllm.runtime.source import IN_ONE
+from effllm.runtime.parted_rows import places, stacks
 
 SMALL = {"vocab_size": 300, "hidden_size": 96, "intermediate_size": 88, "num_hidden_layers": 4, "num_attention_heads": 6,
          "num_key_value_heads": 2}
@@ -44,11 +43,10 @@ def in_a_file(family: str, name: str, shape: tuple[int, ...]) -> list[tuple[str,
 
 def in_one(shapes: dict[str, tuple[int, ...]], config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The same tensors where those that lie in one another row by row are one."""
-    if config.family not in IN_ONE:
-        return shapes
     joined: dict[str, tuple[int, ...]] = {}
     for name, (whole, rows) in places(config).items():
         width = () if name.endswith(".bias") else (config.hidden_size,)
         assert shapes[name] == (len(rows), *width)
         joined[whole] = joined.get(whole, (0, 0))[0] + len(rows), *width
-    return {name: shape for name, shape in shapes.items() if name not in places(config)} | joined
+    apart = {row: shapes[name][1:] for name, rows in stacks(config).items() for row in rows}
+    return {name: shape for name, shape in shapes.items() if name not in {*places(config), *stacks(config)}} | joined | apart

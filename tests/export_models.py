@@ -102,6 +102,7 @@ MODELS = {
     "nemotron, linear": Case("nemotron", rope("linear", factor=4.0, partial_rotary_factor=0.5)),
     "stablelm": Case("stablelm", {"use_qkv_bias": True, "num_key_value_heads": 4, "hidden_size": 128}),
     "stablelm, tied": Case("stablelm", {"tie_word_embeddings": True, "hidden_size": 128, **rope("default", partial_rotary_factor=0.5)}),
+    "stablelm, side by side": Case("stablelm", {"use_parallel_residual": True, "qk_layernorm": True, "hidden_size": 128}),
     "starcoder2": Case("starcoder2", {"sliding_window": None}),
     "granite": Case("granite", {"attention_multiplier": 0.3, "embedding_multiplier": 12.0, "residual_multiplier": 0.22,
                                 "logits_scaling": 7.0, "tie_word_embeddings": True}),

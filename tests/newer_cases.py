@@ -66,6 +66,10 @@ NEWER = {
     "phi, tied, other heads, bfloat16": Case("phi", {
         "num_key_value_heads": 1, "hidden_size": 160, "num_attention_heads": 2, "tie_word_embeddings": True, "hidden_act": "gelu",
         "layer_norm_eps": 1e-3, **rope("linear", factor=4.0, partial_rotary_factor=0.4)}, dtype="bfloat16"),
+    "stablelm, side by side": Case("stablelm", {"use_parallel_residual": True, "qk_layernorm": True, "vocab_size": 301,
+                                                **rope("default", partial_rotary_factor=0.25)}, shard="60KB"),
+    "stablelm, norms of every head, bfloat16": Case("stablelm", {"qk_layernorm": True, "use_qkv_bias": True, "num_key_value_heads": 1,
+                                                                 "layer_norm_eps": 1e-3}, dtype="bfloat16"),
     "mistral4": Case("mistral4", {**LATENT, **ONE_GROUP, "rope_parameters": GROWING_PARTS, "first_k_dense_replace": 0,
                                   "initializer_range": 0.15}, inside="mistral3"),
     "mistral4, queries at once, bfloat16": Case("mistral4", {

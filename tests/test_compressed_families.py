@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from effllm import UsageError
 from effllm.offload.checkpoint import TensorStore
 from effllm.quant.imports.compressed_tensors import quantize_groups
 from effllm.runtime.compressed import export_compressed, reader
@@ -190,3 +191,11 @@ def test_a_folder_names_the_class_that_reads_it_though_its_source_does_not(tmp_p
     assert "architectures" not in json.loads(folder_files(made.path)["config.json"])
     list(export_compressed(made.path, tmp_path / "out", "INT4"))
     assert config(tmp_path / "out")["architectures"] == ["LlamaForCausalLM"]
+
+
+@pytest.mark.parametrize(("family", "changes", "why"), [("gpt_neox", {}, "joined head by head"),
+                                                        ("stablelm", {"qk_layernorm": True}, "one by one")])
+def test_what_other_tools_want_to_lie_otherwise_is_not_written(tmp_path: Path, family: str, changes: dict, why: str) -> None:
+    written(Case(family, changes), tmp_path / "model")
+    with pytest.raises(UsageError, match=why):
+        list(export_compressed(tmp_path / "model", tmp_path / "out", "INT4"))

@@ -68,8 +68,8 @@ def test_published_configs_are_known_to_the_last_key(family: str) -> None:
     ("granitemoeshared", "shared_intermediate_size", -1), ("granitemoeshared", "layer_types", ["mamba"] * 4),
     ("hunyuan_v1_moe", "num_shared_expert", [2] * 4), ("hunyuan_v1_moe", "moe_intermediate_size", [1536] * 4),
     ("hunyuan_v1_moe", "moe_layer_num_skipped", 1), ("hunyuan_v1_moe", "use_mixed_mlp_moe", False), ("hunyuan_v1_moe", "moe_topk", 65),
-    ("nemotron", "rope_percent", 0.25), ("nemotron", "sliding_window", 512), ("stablelm", "qk_layernorm", True),
-    ("stablelm", "use_parallel_residual", True), ("stablelm", "attention_bias", True), ("hunyuan_v1_moe", "num_experts", 0),
+    ("nemotron", "rope_percent", 0.25), ("nemotron", "sliding_window", 512), ("stablelm", "sliding_window", 40),
+    ("stablelm", "layer_types", ["sliding_attention"] * 4), ("stablelm", "attention_bias", True), ("hunyuan_v1_moe", "num_experts", 0),
     ("hunyuan_v1_moe", "moe_router_use_sigmoid", True), ("hunyuan_v1_moe", "auto_map", {"AutoModel": "modeling_evil.HunYuanModel"}),
     ("hunyuan_v1_moe", "routed_scaling_factor", 2.5), ("hunyuan_v1_moe", "use_mla", True)])
 def test_what_a_family_cannot_do_is_named(family: str, key: str, value: object) -> None:

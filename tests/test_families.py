@@ -175,6 +175,7 @@ PECULIAR = {
     "hunyuan_v1_moe": [{"mixture": each} for each in ({"renormalise": False}, {"shared_width": None}, {"per_token": 2})],
     "nemotron": [{"norm_kind": "layer"}, {"hidden_act": "relu"}, {"norm_eps": 1e-1}, {"ropes": {"partial_rotary_factor": 1.0}}],
     "stablelm": [{"norm_kind": "rms"}, {"norm_eps": 1e-1}, {"ropes": {"partial_rotary_factor": 1.0}}],
+    "stablelm, side by side": [{"norm_eps": 1e-1}, {"ropes": {"partial_rotary_factor": 1.0}}],
     "opt": [{"position_offset": 0}, {"position_offset": 1}, {"hidden_act": "gelu"}, {"norm_eps": 1e-1}],
 }
 
@@ -213,7 +214,7 @@ def test_every_peculiarity_of_a_family_shows(name: str, tmp_path: Path) -> None:
                                   "nemotron_h, experts", "bamba", "falcon_h1", "falcon_h1, norms, tied, bfloat16",
                                   "cohere, norms of every head", "hunyuan_v1_moe", "nemotron", "stablelm", "apertus",
                                   "granitemoehybrid, experts, bfloat16", "gemma4_text", "gemma4_text, keys as values",
-                                  "gemma4_text, mixture", "afmoe", "gpt_neox", "phi"])
+                                  "gemma4_text, mixture", "afmoe", "gpt_neox", "phi", "stablelm, side by side"])
 def test_the_other_backend_agrees(name: str, tmp_path: Path) -> None:
     """Layers on torch, on CPU tensors: the same logits."""
     model = written(CASES[name], tmp_path)

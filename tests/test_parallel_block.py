@@ -18,7 +18,7 @@ from streamed_models import streaming
 IDS = np.random.default_rng(0).integers(0, 300, 30).tolist()
 
 
-@pytest.mark.parametrize("name", ["cohere", "gpt_neox", "phi"])
+@pytest.mark.parametrize("name", ["cohere", "gpt_neox", "phi", "stablelm, side by side"])
 def test_weights_that_stream_come_once_a_token_and_change_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "PART_NBYTES", 8 << 10)
     monkeypatch.setattr(parts, "LEAST_NBYTES", 512)

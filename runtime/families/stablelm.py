@@ -1,23 +1,33 @@
-"""StableLM (3B, 2 1.6B, Zephyr): the Llama block with layer norms that have biases, and rotary positions on a quarter of each head."""
+"""StableLM (3B, 2 1.6B, 2 12B, Zephyr): the Llama block with layer norms that have biases, and rotary positions on a quarter of each head.
+
+The 12B of StableLM 2 has attention and MLP side by side, and a norm without a bias for every head of q and k apart, each a tensor of its
+own, which a store of the folder stacks (`parted_rows.py`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from ..config_rope import RopeConfig, rope_config
-from . import TensorRule, llama
-from .llama import block
+from . import LayerWeights, TensorRule, cohere, llama
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "normed", "outer_tensors"]
+if TYPE_CHECKING:
+    import numpy as np
 
-KEYS_USED = frozenset({"layer_norm_eps", "partial_rotary_factor", "use_qkv_bias"})
+    from ..block_ops import BlockOps
+    from ..cache import LayerCache
+    from ..rope import RopeTable
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "normed", "outer_tensors", "stacked_rows"]
+
+KEYS_USED = frozenset({"layer_norm_eps", "partial_rotary_factor", "qk_layernorm", "use_parallel_residual", "use_qkv_bias"})
 KEYS_HARMLESS = frozenset({"rms_norm_eps"})
-# The 12B of StableLM 2 has what the last two say: a norm for every head apart, and attention beside the MLP.
-REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "layer_types": None, "mlp_bias": False, "sliding_window": None,
-                                        "qk_layernorm": False, "use_parallel_residual": False}
+REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "layer_types": None, "mlp_bias": False, "sliding_window": None}
 SIZES = {"vocab_size": 50_304, "hidden_size": 2560, "intermediate_size": 6912, "num_hidden_layers": 32, "num_attention_heads": 32}
+HEAD_NORMS = {"q_norm": "q_layernorm", "k_norm": "k_layernorm"}  # once they are one
 SHARE = 0.25  # of a head that turns, where a config does not say
 
 
@@ -29,11 +39,33 @@ def config(keys: Keys) -> ModelConfig:
 
     base = Defaults(max_position_embeddings=4096, num_key_value_heads=32, bos=0, eos=(0,), eps_key="layer_norm_eps", norm_eps=1e-5,
                     sizes=SIZES)
-    return decoder_config(keys, base, ropes, qkv_bias=keys.flag("use_qkv_bias", False), norm_kind="layer")
+    each = keys.flag("qk_layernorm", False)
+    return decoder_config(keys, base, ropes, qkv_bias=keys.flag("use_qkv_bias", False), norm_kind="layer", qk_norm=each, qk_norm_each=each,
+                          side_by_side=keys.flag("use_parallel_residual", False))
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
-    return normed(llama.layer_tensors(config, layer))
+    rules = llama.layer_tensors(config, layer)
+    if config.side_by_side:
+        del rules["post_norm"]
+    for role, name in HEAD_NORMS.items() if config.qk_norm_each else ():
+        rules[role] = TensorRule(f"model.layers.{layer}.self_attn.{name}.weight", rules[role].shape)
+    return normed(rules)
+
+
+def stacked_rows(config: ModelConfig, layer: int) -> dict[str, tuple[str, ...]]:
+    """Names of a layer's norms of heads -> those under which each head's lies."""
+    heads = {"q_norm": config.num_attention_heads, "k_norm": config.num_key_value_heads}
+    places = {role: f"model.layers.{layer}.self_attn.{name}" for role, name in HEAD_NORMS.items()}
+    return {f"{place}.weight": tuple(f"{place}.norms.{head}.weight" for head in range(heads[role]))
+            for role, place in places.items()} if config.qk_norm_each else {}
+
+
+def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
+          layer: int, tap: Callable[[str, int, object], None]) -> object:
+    """As Llama's block, or Cohere's."""
+    run = cohere.block if config.side_by_side else llama.block
+    return run(ops, w, x, kv, positions, rope, config, layer, tap)
 
 
 def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
@@ -42,8 +74,8 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
 
 
 def normed(rules: Mapping[str, TensorRule]) -> dict[str, TensorRule]:
-    """The tensors of a layer with biases of its two norms."""
-    return {**rules, **{f"{role}_bias": biased(rules[role]) for role in ("input_norm", "post_norm")}}
+    """The tensors of a layer with biases of its norms before attention and MLP."""
+    return {**rules, **{f"{role}_bias": biased(rules[role]) for role in ("input_norm", "post_norm") if role in rules}}
 
 
 def biased(norm: TensorRule) -> TensorRule:

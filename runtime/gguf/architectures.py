@@ -215,7 +215,8 @@ ARCHITECTURES = {
                              epsilon=LAYER_NORM, keys={LAYER_NORM: "norm_eps"}),
     # Files may say that attention and MLP are side by side, where they are not: llama.cpp sees it by the norms that there are.
     "stablelm": Architecture("stablelm", partial=True, outer=_NORM_BIAS, epsilon=LAYER_NORM, keys={LAYER_NORM: "layer_norm_eps"},
-                             read=frozenset({"use_parallel_residual"})),
+                             read=frozenset({"use_parallel_residual"}), layer_names={
+                                 "attn_q_norm": "self_attn.q_layernorm", "attn_k_norm": "self_attn.k_layernorm"}),
     "phi2": Architecture("phi", config={"hidden_act": "gelu_new"}, partial=True, fused_before=_QKV, epsilon=LAYER_NORM, keys={
         LAYER_NORM: "layer_norm_eps"}, layer_names={"attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"}, outer={
         "output_norm.weight": "model.final_layernorm.weight", "output_norm.bias": "model.final_layernorm.bias", "output.bias":
