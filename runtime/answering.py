@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ..offload import hardware
 from .engine import Engine
-from .events import Call, Event, Notice, Stats, TextDelta
+from .events import Call, Event, Notice, Progress, Stats, TextDelta, Turn
 from .sampler import Sampler
 from .stream_filters import ChannelFilter, StopStrings, ThinkFilter
 from .text import Tokenizer
@@ -93,6 +93,8 @@ class Answer:
         try:
             for progress in engine.prefill(ids):
                 yield progress
+                if engine.shares is not None and isinstance(progress, Progress):
+                    yield Turn()
                 if self.cancelled():
                     break
             self.finish = "cancelled" if self.cancelled() else self.finish
@@ -101,6 +103,9 @@ class Answer:
             dropped, self._read_before = engine.truncated, engine.disk_traffic
             if self.finish != "cancelled" and self.max_tokens != 0:
                 for step in engine.generate(self.sampler, self.max_tokens, self.tokenizer.stop_ids, self.ignore_eos and not held):
+                    if isinstance(step, Turn):
+                        yield step
+                        continue
                     self.tokens.append(step.token)
                     self._first_at = self._first_at or time.monotonic()
                     ends = step.finish == "stop"

@@ -50,14 +50,15 @@ class LayerCache:
     cache: KVCache
     states: LayerStates | None = None
 
-    def attend(self, q: object, k: object | None, v: object | None, sinks: object | None = None) -> object:
+    def attend(self, q: object, k: object | None, v: object | None, sinks: object | None = None, out: object | None = None) -> object:
         """Append k, v `[T, KVH * D]` at the step's positions, then attend with q `[T, H * D]` -> `[T, H * D]`; None where an earlier layer
         has appended them. `sinks`: a logit per head that joins the softmax and has no value, float32 `[H]`; nothing to do with the first
-        tokens, which the cache keeps exact."""
+        tokens, which the cache keeps exact. `out`: where the result goes, on the CPU; None for the backend's own place."""
         step = self.cache.step
         if k is not None:
             self.pages.write(k, v, step.slots, step.rows)
-        return self.pages.attend(q, step.position, step.blocks, sinks)
+        more = () if out is None else (out,)
+        return self.pages.attend(q, step.position, step.blocks, sinks, *more)
 
     def mix(self, products: Sequence[object], w: object) -> object:
         """See `LayerStates`."""

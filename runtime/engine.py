@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -29,7 +31,7 @@ from .cache_shape import layer_specs
 from .compiled import compiled, refuse_while_cold
 from .demands import LOGIT_ROWS
 from .devices import backends_of
-from .events import Notice, Progress
+from .events import Notice, Progress, Turn
 from .kv_disk import disk_tier
 from .model import Model, dims
 from .needed_kernels import folder_kinds
@@ -37,7 +39,11 @@ from .passes import as_in_one_reading, common_prefix, joined
 from .prepare import EngineOptions, Prepared, prepare, refuse_beyond_machine, worker_count
 from .pressure import Watch
 from .sampler import Sampler, refuse_broken
+from .scoring import Scoring
 from .speculate import speculation
+
+if TYPE_CHECKING:
+    from .side_by_side import SharedPasses
 
 
 @dataclass(frozen=True)
@@ -93,7 +99,7 @@ def open_prepared(prepare_late: Callable[[], Prepared], kinds: Sequence[str]) ->
     yield engine
 
 
-class Engine:
+class Engine(Scoring):
     """One model and one sequence. `tokens` are the ids that the cache holds. Made by `open_engine`."""
 
     def __init__(self, prepared: Prepared, backends: dict[str, object] | None = None) -> None:
@@ -106,7 +112,8 @@ class Engine:
         self.cancelled: Callable[[], bool] = lambda: False  # asked while the disk is waited for
         # told a prompt and how much of it is held; may put more of it into the cache. How much is held then, and what a person is told
         self.recall: Callable[[list[int], int], tuple[int, list[str]]] = lambda ids, held: (held, [])
-        streams = prepared.streams and replace(prepared.streams, cancelled=lambda: self.cancelled())
+        self.shares: SharedPasses | None = None  # passes that others take with it: they do not end where one of them is cancelled
+        streams = prepared.streams and replace(prepared.streams, cancelled=lambda: self.shares is None and self.cancelled())
         with ExitStack() as unless_made:  # an engine that is not made leaves no thread and no file
             if backends is None:
                 unless_made.callback((pool := ThreadPool(worker_count(options))).close)
@@ -129,6 +136,13 @@ class Engine:
         self.load_s = 0.0
         self.prefill_s = self.decode_s = self.passes_s = 0.0  # decode is its passes (below), choosing tokens, and guessing them
         self._logits: np.ndarray | None = None
+
+    def another(self) -> Engine:
+        """Another sequence through the same model, in a cache of its own, which its owner closes."""
+        other = copy(self)
+        other.cache, other.cancelled = self.new_cache(), lambda: False
+        other.hold([])
+        return other
 
     def new_cache(self) -> KVCache:
         """An empty KV cache for this model, codec and context, over the backends of its layers."""
@@ -266,8 +280,10 @@ class Engine:
 
     # -- answer ----------------------------------------------------------------------------------------------------------------
 
-    def generate(self, sampler: Sampler, max_tokens: int | None, stop_ids: frozenset[int], ignore_eos: bool = False) -> Iterator[Step]:
-        """Sample until a stop token, `max_tokens` or the end of the context. The token of a step is run only when the next is asked for."""
+    def generate(self, sampler: Sampler, max_tokens: int | None, stop_ids: frozenset[int],
+                 ignore_eos: bool = False) -> Iterator[Step | Turn]:
+        """Sample until a stop token, `max_tokens` or the end of the context. The token of a step is run only when the next is asked for;
+        where passes are shared, a Turn comes before each and is to be served before it goes on."""
         if self._logits is None:
             raise RuntimeError("generate before prefill")
         if self.speculation is not None:
@@ -281,9 +297,10 @@ class Engine:
             if finish is None and len(self.tokens) + 1 >= self.n_ctx:
                 if self.options.overflow == "shift":
                     before = self.prefill_s, self.reused, self.read
+                    yield from self._turn()
                     with self._a_pass():
                         for _ in self._prefill(self._shortened(self.tokens)):
-                            continue
+                            yield from self._turn()
                     # it counts as decode: the person waits in the middle of an answer, and the prompt is what it was
                     self.prefill_s, self.reused, self.read = before
                 else:
@@ -294,7 +311,7 @@ class Engine:
                 return
             started = time.perf_counter()
             try:
-                self._logits = self._after(token, None if max_tokens is None else max_tokens - made)
+                self._logits = yield from self._after(token, None if max_tokens is None else max_tokens - made)
             except Interrupted:
                 self._logits = None
             finally:  # as a pass is, so that what ended early is in both or in none
@@ -302,8 +319,15 @@ class Engine:
             if self._logits is None:
                 return
 
-    def _after(self, token: int, left: int | None) -> np.ndarray:
+    def _turn(self) -> Iterator[Turn]:
+        """Let others go on, where there are some, before a piece of a prompt."""
+        if self.shares is not None:
+            yield Turn()
+
+    def _after(self, token: int, left: int | None) -> Generator[Turn, None, np.ndarray]:
         """Hold `token`; returns the logits behind it. `left`: tokens that may still be asked for (None: no limit)."""
+        if self.shares is not None:
+            return (yield from self.shares.after(self, token))
         if self.speculation is not None:
             return self.speculation.after(self, token, left)
         with self._a_pass():
@@ -355,46 +379,3 @@ class Engine:
             if np.isnan(logits).any() and (name := self.model.find_nan()):
                 raise type(error)(f"tensor {name} holds NaN or infinity: the checkpoint is damaged", error.hint) from error
             raise
-
-    def forward_logits(self, ids: Sequence[int]) -> np.ndarray:
-        """Run `ids` after what is held; logits float32 [len(ids), V], a view. For measurements."""
-        return self.model.logits(self._forward(ids))
-
-    def score(self, ids: Sequence[int], pages: int | None = None, known: int = 0,
-              by_token: bool = False) -> Iterator[tuple[int, np.ndarray]]:
-        """Run `ids` from an empty cache; yields (position, logits float32 [n, V]) for every position. A view: copy what you keep.
-
-        `pages` cuts the text into chunks of so many pages instead of the engine's. The logits of the first `known` positions are not
-        asked for: as many of them as the cache already holds are not run again. `by_token` runs one token at a time, as an answer is
-        written, and yields them so.
-        """
-        if not 0 < len(ids) <= self.n_ctx:
-            raise ContextOverflow(f"{len(ids)} tokens to score in a context of {self.n_ctx}")
-        held = self.cache.truncate(min(common_prefix(self.tokens, ids), known)) if known else 0
-        if held:
-            self.hold(ids[:held], min(self.anew, held))
-        else:
-            self.reset()
-        for piece in self._passes(len(ids) - held, pages or self.prepared.chunk // PAGE):
-            start = len(self.tokens)
-            if by_token or self.cache.pool.picks:  # pages are picked for an answer alone
-                for row in range(start, start + piece):
-                    yield row, self.forward_logits(ids[row : row + 1])
-                continue
-            x = self._forward(ids[start : start + piece])
-            for row in range(0, piece, LOGIT_ROWS):
-                yield start + row, self.model.logits(x[row : row + LOGIT_ROWS])
-
-    def first_reader(self, by_token: bool = False) -> int:
-        """The first position that reads a packed page where `score` runs a text page by page, or one token at a time; 0 where the cache
-        packs nothing."""
-        one_by_one = by_token or self.cache.pool.picks
-        return self.cache.shape.first_reader(one_by_one) if self.cache.is_packed else 0
-
-    def states(self, ids: Sequence[int], pages: int | None = None) -> Iterator[tuple[int, np.ndarray]]:
-        """Run `ids` as `score` does; yields (position, last hidden states float32 [n, D]) pass by pass, views: the model makes logits of
-        them, LOGIT_ROWS rows at once."""
-        self.reset()
-        for piece in self._passes(len(ids), pages or self.prepared.chunk // PAGE):
-            start = len(self.tokens)
-            yield start, self._forward(ids[start : start + piece], prompt=True)

@@ -29,6 +29,14 @@ class Notice:
 
 
 @dataclass(frozen=True)
+class Turn:
+    """An answer that is written beside others lets them go on. `want`: the pass that it waits for before it is asked for more, of
+    `side_by_side.py`; None where it has a piece of a prompt to read next. Whoever writes several answers at once sees it, nobody else."""
+
+    want: object | None = None
+
+
+@dataclass(frozen=True)
 class PromptRead:
     """A prompt of so many tokens was read, of which some were held already. It comes before the first text of an answer for programs."""
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -19,16 +20,18 @@ from ..compile import Kernel
 from ..threads import ThreadPool
 from ..workspace import address
 
+Position = "int | np.ndarray"  # of a pass's first token; where it has a token of each of several texts those of all, int64 [T]
+
 
 @dataclass
 class Recording:
     """The jobs of a pass, with the actions between them. `key` says which passes are the same but for the position; `refresh` are told
-    where the next one begins. What its jobs read is its own, or the same in every recorded pass. `begin`: of the jobs that are collected,
-    the first that is not in `steps` yet."""
+    where the next one begins, or where each row of it lies. What its jobs read is its own, or the same in every recorded pass. `begin`: of
+    the jobs that are collected, the first that is not in `steps` yet."""
 
     key: object
     begin: int = 0
-    refresh: list[Callable[[int], None]] = field(default_factory=list)
+    refresh: list[Callable[[Position], None]] = field(default_factory=list)
     steps: list[np.ndarray | Callable[[], None]] = field(default_factory=list)
     kept: list[np.ndarray] = field(default_factory=list)
 
@@ -43,6 +46,7 @@ class Jobs:
         self._making: Recording | None = None
         self._recorded: dict[int, Recording] = {}  # by tokens
         self._again: Recording | None = None
+        self._row: int | None = None
         self._packed: dict[str, object] | None = None  # what buffers hold of the one input that products have; None: each has its own
 
     def run(self, kernel: Kernel, where: int, parallel: bool = True, block: np.ndarray | None = None) -> None:
@@ -152,12 +156,21 @@ class Jobs:
         """The pass that is being recorded will not come again as it is."""
         self._making = None
 
-    def refresh(self, change: Callable[[int], None]) -> None:
+    def refresh(self, change: Callable[[Position], None]) -> None:
         """`change(position)` is to be called before the pass that is being recorded runs again."""
         if self._making is not None:
-            self._making.refresh.append(change)
+            self._making.refresh.append(change if self._row is None else partial(_of_row, change, self._row))
 
-    def replay(self, key: object, tokens: int, position: int) -> bool:
+    @contextmanager
+    def of_row(self, row: int) -> Iterator[None]:
+        """What is noted inside is of one token of a pass whose tokens are of several texts: it is told that one's position."""
+        self._row = row
+        try:
+            yield
+        finally:
+            self._row = None
+
+    def replay(self, key: object, tokens: int, position: Position) -> bool:
         """Run the recorded pass of so many tokens again from `position` on, if it has this key."""
         found = self._recorded.get(tokens)
         if found is None or found.key is not key:
@@ -166,3 +179,7 @@ class Jobs:
             change(position)
         self._again = found
         return True
+
+
+def _of_row(change: Callable[[int], None], row: int, positions: np.ndarray) -> None:
+    change(int(positions[row]))

@@ -148,12 +148,17 @@ class LayerPages:
     def _held(self, page: int) -> np.ndarray:
         return self.sealed[page * self.stride : (page + 1) * self.stride]
 
-    def attend(self, q: np.ndarray, position: int, blocks: np.ndarray, sinks: np.ndarray | None = None) -> np.ndarray:
-        """q `[T, H * D]` at positions `position`... over the blocks -> `[T, H * D]`. `sinks`: a logit per head, float32 `[H]`, as in
-        `reference.attend`; it must stay where it is until the collected jobs have run."""
-        out = self.ops.workspace.take("attend", *q.shape)
+    def attend(self, q: np.ndarray, position: int, blocks: np.ndarray, sinks: np.ndarray | None = None,
+               out: np.ndarray | None = None) -> np.ndarray:
+        """q `[T, H * D]` at positions `position`... over the blocks -> `[T, H * D]`, in `out` where that is given. `sinks`: a logit per
+        head, float32 `[H]`, as in `reference.attend`; it must stay where it is until the collected jobs have run."""
+        out = self.attended(q) if out is None else out
         self.choice.run(self, q, position, blocks, sinks, out)
         return out
+
+    def attended(self, q: np.ndarray) -> np.ndarray:
+        """Where `attend` of queries `[T, H * D]` leaves what it found, `[T, H * D]`."""
+        return self.ops.workspace.take("attend", *q.shape)
 
     def compiled(self, q: np.ndarray, position: int, blocks: np.ndarray, sinks: np.ndarray | None, out: np.ndarray) -> None:
         """The kernels: few tokens row by row, so that a token's bits do not depend on how many came with it; more, tile by tile."""

@@ -200,16 +200,23 @@ def angles_of(ops: CpuOps, known: dict[int, Angles], positions: np.ndarray, tabl
 
 
 class Turner:
-    """Refreshes the angles of a pass of few tokens. Those of the next positions are computed together: between two passes the interpreter
-    runs from memory, and a call costs more than sixty-four positions do."""
+    """Refreshes the angles of a pass of few tokens, of one text or each of another. Those of the next positions are computed together:
+    between two passes the interpreter runs from memory, and a call costs more than sixty-four positions do."""
 
     AHEAD = 64
 
     def __init__(self, table: RopeTable, cos: np.ndarray, sin: np.ndarray) -> None:
         self._table, self._cos, self._sin, self._first = table, cos, sin, -self.AHEAD
         self._rows = np.zeros((2, self.AHEAD + len(cos) - 1, cos.shape[1]), np.float32)
+        self._apart: list[Turner] = []
 
-    def __call__(self, position: int) -> None:
+    def __call__(self, position: int | np.ndarray) -> None:
+        if isinstance(position, np.ndarray):
+            self._apart = self._apart or [Turner(self._table, self._cos[row : row + 1], self._sin[row : row + 1])
+                                          for row in range(len(self._cos))]
+            for own, at in zip(self._apart, position, strict=True):
+                own(int(at))
+            return
         if not 0 <= position - self._first < self.AHEAD:
             self._first = position
             put_angles(self._table, *self._rows, np.arange(position, position + self._rows.shape[1]))

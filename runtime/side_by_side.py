@@ -1,0 +1,117 @@
+"""Several sequences through one model, as a server writes answers at once: an engine for each, and passes that have a token of all.
+
+Weights are read once for a pass of a few tokens, whosever they are, so four answers at once take little longer than one. Where a model
+keeps what one pass cannot be told of apart (states beside or instead of keys, layers on a GPU, pages on a disk, a policy that watches
+attention), the sequences take turns, a pass each: their answers still come side by side.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..kernels.layout import REPEATED
+from ..offload.notes import Fallback, refuse_fallbacks
+from ..quant.kv import codec
+from .events import Turn
+from .joint_cache import JointCache
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+MOST = REPEATED  # tokens of a pass at most: as many as any kernel takes as tokens of an answer, and as passes that come again have
+
+
+@dataclass
+class Want:
+    """A token that a sequence wants to hold, and what came of it: the logits behind it, float32 [V], a view that the next pass takes back,
+    or why there are none. `took_s`: seconds of its pass."""
+
+    engine: Engine
+    token: int
+    logits: np.ndarray | None = None
+    error: Exception | None = None
+    took_s: float = 0.0
+
+
+class SharedPasses:
+    """Passes for sequences of one model. `apart`: why each has passes of its own, empty where they are shared."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._model, self._host, self.apart = engine.model, engine.backends["cpu"], hindrance(engine)
+        self._known: dict[int, tuple[object, ...]] = {}
+
+    @property
+    def most(self) -> int:
+        """Tokens that one pass takes."""
+        return 1 if self.apart else MOST
+
+    def after(self, engine: Engine, token: int) -> Generator[Turn, None, np.ndarray]:
+        """Wait for the pass that holds `token`; returns the logits behind it."""
+        want = Want(engine, token)
+        yield Turn(want)
+        engine.passes_s += want.took_s
+        if want.error is not None:
+            raise want.error
+        if want.logits is None:
+            raise RuntimeError("an answer went on before its pass")
+        return want.logits
+
+    def run(self, wants: Sequence[Want]) -> None:
+        """One pass for `most` wants or fewer. Their logits must be read before the next pass, of whomever."""
+        started = time.perf_counter()
+        try:
+            self._run(wants)
+        except Exception as error:  # none of them knows what its cache holds
+            for want in wants:
+                want.error = error
+        for want in wants:
+            want.took_s = time.perf_counter() - started
+
+    def _run(self, wants: Sequence[Want]) -> None:
+        engines = [want.engine for want in wants]
+        for engine in engines:
+            engine.watch.look(engine.cache)
+        caches = [engine.cache for engine in engines]
+        cache = caches[0] if len(caches) == 1 else JointCache(caches, self._host, self._known)
+        x = self._model.forward(np.array([want.token for want in wants], np.int64), cache)
+        failed = cache.failed if isinstance(cache, JointCache) else {}
+        logits = self._model.logits(x)
+        for row, want in enumerate(wants):
+            want.error = failed.get(row)
+            if want.error is None:
+                want.engine.tokens.append(want.token)
+                want.logits = logits[row]
+
+
+def hindrance(engine: Engine) -> str:
+    """Why sequences of this engine's model cannot share a pass; empty where they can."""
+    config, placement = engine.config, engine.placement
+    if "cuda" in placement.devices:
+        return "layers are on the GPU"
+    if config.state is not None:
+        return "layers keep states"
+    if placement.kv_pages is not None:
+        return "pages of the cache lie on the disk"
+    if codec(engine.options.kv).policy:
+        return f"--kv {engine.options.kv} watches attention"
+    return ""
+
+
+def side_by_side(engine: Engine, sequences: int) -> tuple[list[Engine], list[Fallback]]:
+    """Engines for so many sequences, the given one the first, and what is to be said of it. Whoever closes that one closes the caches of
+    the others too. Raises UsageError with `strict` where they would take turns."""
+    if sequences == 1:
+        return [engine], []
+    engine.shares = shared = SharedPasses(engine)
+    said = []
+    if shared.apart:
+        said.append(Fallback(f"answers take turns, a pass each, since {shared.apart}: {sequences} at once are no quicker than one by one"))
+    if engine.options.strict:
+        refuse_fallbacks(said)
+    engines = [engine, *(engine.another() for _ in range(sequences - 1))]
+    return engines, said
