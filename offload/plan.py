@@ -61,7 +61,7 @@ class Demand:
     those of a mixture, where they can be read one by one; `always` is then all the rest. `units`: of each layer, neurons that are read
     when they are active; they are in neither. `card_workspace`: working memory on a GPU (None: as much as on the host). `kv_layers`: the
     cache's bytes per token of each layer, rounded up, where they differ; `kv_fixed_layers`: `kv_fixed` by layer, likewise. `kv_sinks`:
-    tokens before its first page; `kv_page`: bytes of a page, 0 for those of its tokens."""
+    tokens before its first page; `kv_page`: bytes of a page, 0 for those of its tokens; `texts`: how many share all of it."""
 
     baseline: int
     workspace: int
@@ -78,6 +78,7 @@ class Demand:
     kv_fixed_layers: tuple[int, ...] = ()
     kv_sinks: int = 0
     kv_page: int = 0
+    texts: int = 1
 
     def __post_init__(self) -> None:
         above = sum(self.kv_layers) - self.kv_bytes_per_token
@@ -241,7 +242,8 @@ def _streamed(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | No
     if not ctx or not fits(ctx):
         shorter, needs = largest(lambda ctx: fits(ctx, SPARE), min(ctx_max, ctx), quantum), fixed + least
         said = (f"needs {format_size(needs)} of memory even with weights read from the disk for every token (KV cache {format_size(cache)} "
-                f"for {ctx or quantum} tokens + program and buffers {format_size(needs - cache)}), the budget is {format_size(budget.ram)}")
+                f"for {_texts(demand, ctx or quantum)} + program and buffers {format_size(needs - cache)}), "
+                f"the budget is {format_size(budget.ram)}")
         raise memory_too_small(said, needs, ctx, shorter, "or a smaller model")
     # Whatever is used by every token goes first: a neuron is used by few.
     slots = slots_for(demand.units, budget.ram - fixed - demand.always - sum(demand.blocks))
@@ -369,13 +371,17 @@ def _notes(demand: Demand, split: _Split, ctx_max: int, ctx_wanted: int | None) 
     return notes
 
 
+def _texts(demand: Demand, ctx: int) -> str:
+    return f"{ctx} tokens" if demand.texts == 1 else f"{demand.texts} times {ctx} tokens"
+
+
 def _does_not_fit(demand: Demand, budget: Budget, split: _Split, ctx_max: int, quantum: int) -> DoesNotFit:
     """The error for the memory that runs out first, with the nearest request that fits."""
     side, where = (0, "memory") if split.ram > budget.ram else (1, "GPU memory")
     needs, limit = ((split.ram, budget.ram), (split.vram, budget.vram))[side]
     weights, kv = split.weights[side], split.kv[side]
-    message = (f"needs {format_size(needs)} of {where} (weights {format_size(weights)} + KV cache {format_size(kv)} for {split.ctx} tokens"
-               f" + overhead {format_size(needs - weights - kv)}), the budget is {format_size(limit)}")
+    message = (f"needs {format_size(needs)} of {where} (weights {format_size(weights)} + KV cache {format_size(kv)} for "
+               f"{_texts(demand, split.ctx)} + overhead {format_size(needs - weights - kv)}), the budget is {format_size(limit)}")
     hint, shorter = _nearest(demand, budget, split, ctx_max, quantum)
     return DoesNotFit(message, hint) if side else MemoryTooSmall(message, hint, split.ram, shorter)
 

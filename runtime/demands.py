@@ -196,9 +196,9 @@ class Asked:
         config, options, cache = self.config, self.options, self.cache
         shape = cache.shape(options.ctx or config.context_length, tokens)
         fixed, per_page = cache_nbytes(cache.codecs, cache.layouts, shape)
-        fixed += sum(cache.states)
+        fixed, per_page = options.parallel * (fixed + sum(cache.states)), options.parallel * per_page
         workspace, spilled = self._workspace(shape, bool(cache.kv.policy)), self._workspace(shape, True)
-        always, pages = cache.by_layer(shape)
+        always, pages = (tuple(options.parallel * nbytes for nbytes in each) for each in cache.by_layer(shape))
         by_layer = tuple(-(-nbytes // PAGE) for nbytes in pages)
         widths = self._dims(shape, False)
         weights, on_card = devices.blocks(self.tensors, widths, cache.kv.is_packed), devices.workspace(self.tensors, widths)
@@ -214,7 +214,7 @@ class Asked:
                 blocks=() if cuts.parts is None else cuts.parts.sizes, always=cuts.always_nbytes, units=cuts.units,
                 experts=cuts.experts and cuts.experts.demand, card_workspace=on_card,
                 kv_layers=() if cache.kv.policy else by_layer[:layers], kv_sinks=cache.sinks,
-                kv_page=sum(pages[:layers]) if above else per_page)
+                kv_page=sum(pages[:layers]) if above else per_page, texts=options.parallel)
 
         def copied() -> Copied | None:
             if options.load != "ram" or self.bundled or config.state is not None or self.link is None:
@@ -222,7 +222,7 @@ class Asked:
             return devices.copied(self.tensors, widths, config.mixture, options.exact, self.workers, self.link)
 
         spill = None
-        if not cache.kv.policy:
+        if not cache.kv.policy and options.parallel == 1:
             spill = kv_disk.spill(options, cache.codecs, cache.layouts, shape, spilled - workspace, sum(cache.states))
         device, layers, beside = ("cpu", None, 0) if self.card is None else (options.device, options.gpu_layers, self.card.host_nbytes)
         placed = plan_split(host, self.budget, max(config.context_length, options.ctx or 0), options.ctx, device, layers, spill, copied,

@@ -20,7 +20,7 @@ from ..offload.notes import Fallback, refuse_fallbacks
 from ..offload.plan import AUTO_CTX, Budget, Placement
 from ..offload.size import SPARE, format_size, parse_size
 from ..quant.kv import PackedCodec, RawCodec, codec, of_types
-from . import devices, draft_model, kv_disk
+from . import devices, draft_model, kv_disk, parallel
 from .bundles import SPARSE, is_bundled, is_lossy
 from .cache import CacheShape
 from .config import ModelConfig, read_config
@@ -62,8 +62,8 @@ class EngineOptions:
     `kv_window`: first and newest tokens that a packed cache keeps exact, None: as the profile says, or 64 and 128. `kv_ram`: memory for
     the cache at most, its other pages go into a file in `spill_dir` of at most `disk`. `kv_read`: all of those are read for a token
     (exact), or few picked and the others estimated (sparse). `predict_neurons`: those that come from the disk begin to before it is certain
-    that they are used. `preset`: options that were not asked of this model but stand in a person's settings; where it cannot have them they
-    are left, with a notice."""
+    that they are used. `parallel`: texts at once, each with a cache of its own. `preset`: options that were not asked of this model but
+    stand in a person's settings; where it cannot have them they are left, with a notice."""
 
     device: str = "auto"
     threads: int | None = None
@@ -90,6 +90,7 @@ class EngineOptions:
     spill_dir: str | None = None
     kv_read: str = "exact"
     predict_neurons: bool = False
+    parallel: int = 1
     preset: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
@@ -98,7 +99,7 @@ class EngineOptions:
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise UsageError(f"--{name.replace('_', '-')} {getattr(self, name)!r} is not known", f"use {' or '.join(allowed)}")
-        for name, least in (("threads", 1), ("ctx", 1), ("kv_sink", 0), ("kv_window", 0), ("gpu_layers", 0), ("chunk", 1)):
+        for name, least in (("threads", 1), ("ctx", 1), ("kv_sink", 0), ("kv_window", 0), ("gpu_layers", 0), ("chunk", 1), ("parallel", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
                 away = "; left away, it is the model's own" if name == "ctx" else ""
@@ -188,7 +189,7 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
     what it was weighed at before. `unless_planned` is told what else was opened. `rehearsal`: nothing is refused that memory decides."""
     tensors = check_tensors(config, store, container)
     notices = [*config.warnings, *store.notices, *too_many_threads(options.threads), *unread_notices(config, store, tensors)]
-    options = fitted(options, folder, config, store, notices, container)
+    options = fitted(parallel.fitted(options, notices), folder, config, store, notices, container)
     if options.spec == "mtp":
         demand_own_layer(config, store, container)
     card = devices.gpu(options, notices)
