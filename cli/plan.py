@@ -14,7 +14,7 @@ import typer
 from .. import DoesNotFit, DownloadFailed, ModelNotFound, UsageError
 from .flags import add_command, flag
 from .loading import bits_for, find_any, follow, last, text_side, wanted_bits, with_draft
-from .options import OUTPUT, BitsFlag, Json, Model, RunFlags
+from .options import OUTPUT, BitsFlag, Json, Model, Parallel, RunFlags
 from .screen import Screen, margin
 
 if TYPE_CHECKING:
@@ -46,8 +46,8 @@ def register(app: typer.Typer) -> None:
     add_command(app, "plan", "look around", plan, EXAMPLES)
 
 
-def plan(context: typer.Context, model: Model, prompt: PromptTokens = None, no_probe: NoProbe = False, *, engine: RunFlags,
-         weights: BitsFlag, json: Json = False) -> None:
+def plan(context: typer.Context, model: Model, prompt: PromptTokens = None, parallel: Parallel = 1, no_probe: NoProbe = False, *,
+         engine: RunFlags, weights: BitsFlag, json: Json = False) -> None:
     """What goes where, whether it fits, and how fast it will be."""
     from ..runtime import forecast
     from ..runtime.catalog import Absent
@@ -58,9 +58,9 @@ def plan(context: typer.Context, model: Model, prompt: PromptTokens = None, no_p
         raise UsageError(f"-p {prompt} is no prompt", "1 or more tokens")
     flags = with_draft(engine, screen)
     try:
-        coming, prepared = None, prepared_for(model, weights, flags, screen)
+        coming, prepared = None, prepared_for(model, weights, flags, screen, parallel)
     except Absent as absent:
-        coming = before_pull(absent, weights, flags, screen)
+        coming = before_pull(absent, weights, flags, screen, parallel)
         prepared = coming.run.prepared
     if prompt is not None and prepared is not None and prompt >= prepared.placement.ctx:
         raise UsageError(f"-p {prompt} leaves no room for an answer in the context of {prepared.placement.ctx} tokens",
@@ -75,14 +75,14 @@ def plan(context: typer.Context, model: Model, prompt: PromptTokens = None, no_p
         screen.pairs(lines(model, prepared, known, found, better, coming, min(BAR, screen.environment.width - MARGIN)))
 
 
-def prepared_for(model: str, weights: BitsFlag, engine: RunFlags, screen: Screen) -> Prepared:
+def prepared_for(model: str, weights: BitsFlag, engine: RunFlags, screen: Screen, parallel: int = 1) -> Prepared:
     """The plan of the model as it is stored, or as `--bits` or a format in its name would make it: what a run does with the same words."""
     from ..runtime.forecast import prepare_at
     from ..runtime.prepare import prepare
 
     ref = find_any(model, screen)
     spec = bits_for(ref, weights, screen)
-    options = engine.options()
+    options = engine.options(parallel=parallel)
     text = text_side(ref.folder, options)
     try:
         return prepare(ref.folder, options) if spec is None else prepare_at(ref.folder, spec, options)
@@ -90,7 +90,8 @@ def prepared_for(model: str, weights: BitsFlag, engine: RunFlags, screen: Screen
         del text  # held until here: it is part of what a run takes
 
 
-def before_pull(absent: Absent, weights: BitsFlag, engine: RunFlags, screen: Screen) -> PullPlan:
+def before_pull(absent: Absent, weights: BitsFlag, engine: RunFlags, screen: Screen,
+                parallel: int = 1) -> PullPlan:
     """The plan of a model that is not here, from what the hub says of it: some kilobytes. Raises the error itself where there is no
     network, ModelNotFound where the hub does not tell what a run would take, DoesNotFit."""
     from ..runtime import session  # noqa: F401  (a run has it in memory when it plans)
@@ -105,7 +106,7 @@ def before_pull(absent: Absent, weights: BitsFlag, engine: RunFlags, screen: Scr
         raise absent
     try:
         wish = wish_of_run(reference, variables, spec, "bits" in weights.settled and reference.variant is None)
-        plan = plan_pull(wish, client, variables, engine.options())
+        plan = plan_pull(wish, client, variables, engine.options(parallel=parallel))
     except DownloadFailed as error:
         screen.note(error.message)
         raise absent from error
@@ -148,7 +149,8 @@ def report(model: str, prepared: Prepared, known: Roofs, found: Forecast, better
     residency, drafting, paged = placement.residency, prepared.speculating, placement.expert_slots is not None and prepared.streams
     held, lies = placement.pinned_bytes, weight_tiers(prepared)
     return {
-        "model": model, "ctx": placement.ctx, "kv": prepared.options.kv, "devices": devices(placement),
+        "model": model, "ctx": placement.ctx, "parallel": prepared.options.parallel, "kv": prepared.options.kv,
+        "devices": devices(placement),
         "weights_bytes": placement.weights_bytes, "kv_bytes": placement.kv_bytes, "workspace_bytes": placement.workspace_bytes,
         "baseline_bytes": placement.baseline_bytes, "total_bytes": placement.total_bytes, "ram_bytes": placement.budget.ram,
         "vram_bytes": placement.budget.vram, "notes": list(placement.notes), "layers": list(placement.tiers),
@@ -221,9 +223,10 @@ def tiers(prepared: Prepared, work: Work, known: Roofs, width: int = BAR, disk: 
     residency, budget = placement.residency, placement.budget
     other = placement.workspace_bytes + placement.baseline_bytes
     paged = placement.expert_slots is not None and prepared.streams
+    caches = f"{prepared.options.parallel} times: each a " if prepared.options.parallel > 1 else ""
     held = paged.held_nbytes if paged else placement.pinned_bytes + (residency.ring_nbytes if residency else 0)
     said = [
-        ("context", f"{placement.ctx} of {prepared.config.context_length} tokens, cache at {prepared.options.kv}"),
+        ("context", f"{placement.ctx} of {prepared.config.context_length} tokens, {caches}cache at {prepared.options.kv}"),
         ("layers", where(placement)), *on_gpu(placement, width),
         ("memory", f"{bar(((WEIGHTS, held), (CACHE, placement.host_kv_bytes), (OTHER, other)), budget.ram, width)} "
                    f"{format_size(placement.total_bytes)} of {format_size(budget.ram)}"),

@@ -12,7 +12,7 @@ from .. import UsageError
 from .answer import counted
 from .flags import add_command, flag
 from .loading import at_bits, at_hand, find_or_absent, judge, loaded, with_draft
-from .options import OUTPUT, AnswerFlags, Json, Model, RunFlags, SamplingFlags, SessionDisk, SessionFlags, WeightFlags, Yes
+from .options import OUTPUT, AnswerFlags, Json, Model, Parallel, RunFlags, SamplingFlags, SessionDisk, SessionFlags, WeightFlags, Yes
 from .saving import Keeper
 from .screen import Screen, cut, rounded
 
@@ -30,11 +30,12 @@ EXAMPLES = """examples
 
   effllm serve fable
   effllm serve qwen3-4b --bits 4 -c 16k --port 9000
+  effllm serve qwen3-4b --parallel 4 -c 8k
   effllm serve fable --host 0.0.0.0 --api-key "$(cat key.txt)"
 
 Programs that speak OpenAI's API are pointed at http://127.0.0.1:8080/v1, those of Anthropic's at http://127.0.0.1:8080; any key
-will do unless --api-key is given. One answer is written at a time, others wait in order. What a request does not say is as the
-flags here say it.
+will do unless --api-key is given. One answer is written at a time, with --parallel N so many, and others wait in order. What a request
+does not say is as the flags here say it.
 """
 
 Host = Annotated[str, flag(SERVER, "--host", "ADDRESS", "address to listen at; 0.0.0.0 is every one of this machine (127.0.0.1)")]
@@ -43,7 +44,7 @@ ApiKey = Annotated[str | None, flag(SERVER, "--api-key", "KEY", "the key that re
 Name = Annotated[str | None, flag(SERVER, "--name", "NAME", "what the model is called in requests and answers (as MODEL)")]
 Cors = Annotated[list[str] | None, flag(SERVER, "--cors", "ORIGIN", "pages of this origin may ask, as https://chat.example; * is all; "
                                         "may be repeated (those of this machine)")]
-Queue = Annotated[int, flag(SERVER, "--queue", "N", "answers that may wait for the one that is written (32)")]
+Queue = Annotated[int, flag(SERVER, "--queue", "N", "answers that may wait for those that are written (32)")]
 KeepPrompts = Annotated[bool, flag(SERVER, "--keep-prompts", "", "keep what was read of conversations when the server ends, for the "
                                    "next one")]
 Quiet = Annotated[bool, flag(OUTPUT, "--quiet", "", "no line for each request")]
@@ -54,9 +55,9 @@ def register(app: typer.Typer) -> None:
 
 
 def serve(context: typer.Context, model: Model, host: Host = "127.0.0.1", port: Port = 8080, api_key: ApiKey = None, name: Name = None,
-          cors: Cors = None, queue: Queue = 32, keep_prompts: KeepPrompts = False, session_disk: SessionDisk = None, *,
-          answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags, weights: WeightFlags, quiet: Quiet = False, json: Json = False,
-          yes: Yes = False) -> int:
+          cors: Cors = None, parallel: Parallel = 1, queue: Queue = 32, keep_prompts: KeepPrompts = False,
+          session_disk: SessionDisk = None, *, answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags, weights: WeightFlags,
+          quiet: Quiet = False, json: Json = False, yes: Yes = False) -> int:
     """Serve a model to other programs, by APIs like OpenAI's and Anthropic's. --json prints one object on stdout once it listens."""
     screen = Screen(context.obj)
     judge_own(api_key, name, cors, queue)
@@ -67,13 +68,14 @@ def serve(context: typer.Context, model: Model, host: Host = "127.0.0.1", port: 
 
     with bound(host, port) as listening:  # before the weights are read: a port in use is told at once
         engine = with_draft(engine, screen)
-        options = engine.options(overflow=answer.overflow)
+        options = engine.options(overflow=answer.overflow, parallel=parallel)
         if keep_prompts:
             from ..runtime.kept_prompts import refuse_inexact
 
             refuse_inexact(options)
         with at_bits(at_hand(found, weights, options, screen, yes), weights, screen, options) as ref:
             from ..runtime.replies import Replies, Wish
+            from ..runtime.rounds import Rounds
             from ..runtime.stream_filters import StopStrings
             from .server.application import Service
             from .server.desk import Desk
@@ -87,9 +89,10 @@ def serve(context: typer.Context, model: Model, host: Host = "127.0.0.1", port: 
             with ExitStack() as lasting, loaded(ref, options, screen) as opened:
                 think = answer.think if opened.tokenizer.thinks or "think" not in answer.settled else None
                 wish = Wish(settings, think or "auto", StopStrings(answer.stop or ()).stops, answer.max_tokens, form=form)
-                desk = Desk(queue)
+                engines = several(opened.engine, parallel, screen, lasting)
+                desk = Desk(queue, parallel, Rounds(opened.engine.shares))
                 kept = kept_prompts(opened.engine, ref, keeping, keep_prompts, screen, lasting)
-                service = Service(Replies(opened.engine, opened.tokenizer, kept), desk, Defaults(wish, answer.system),
+                service = Service(Replies(opened.engine, opened.tokenizer, kept, engines[1:]), desk, Defaults(wish, answer.system),
                                   name or own_name(ref.text), screen.note_once, frozenset() if name else frozenset({model, ref.text}))
                 report = Report(screen, service, quiet)
                 listen(Guard(service.application(), rules, report.request), listening, desk, lambda: report.ready(url_of(listening), json),
@@ -107,10 +110,11 @@ class Report:
         self._screen, self._service, self._quiet = screen, service, quiet
 
     def ready(self, url: str, json: bool) -> None:
-        context = self._service.replies.engine.n_ctx
-        self._screen.note(f"{url} serves {self._service.name}, context {context} tokens; Ctrl-C ends it")
+        context, parallel = self._service.replies.engine.n_ctx, self._service.desk.parallel
+        at_once = f" each, {parallel} answers at once" if parallel > 1 else ""
+        self._screen.note(f"{url} serves {self._service.name}, context {context} tokens{at_once}; Ctrl-C ends it")
         if json:
-            self._screen.json({"url": url, "model": self._service.name, "context": context})
+            self._screen.json({"url": url, "model": self._service.name, "context": context, "parallel": parallel})
 
     def request(self, method: str, path: str, status: int, record: Record) -> None:
         parts = [f"{method} {cut(path, MOST_SHOWN)} {status}", *([cost(record.stats)] if record.stats else ())]
@@ -136,6 +140,18 @@ def judge_own(api_key: str | None, name: str | None, cors: list[str] | None, que
         raise UsageError(f"--cors {wrong} is no origin", "as https://chat.example:8443, without a path; * for every page")
     if queue < 0:
         raise UsageError(f"--queue {queue} is no number of answers", "0 or more")
+
+
+def several(engine: Engine, sequences: int, screen: Screen, lasting: ExitStack) -> list[Engine]:
+    """The engines of so many answers at once, whose caches go with `lasting`."""
+    from ..runtime.side_by_side import side_by_side
+
+    engines, said = side_by_side(engine, sequences)
+    for other in engines[1:]:
+        lasting.callback(other.cache.close)
+    for line in said:
+        screen.note(line)
+    return engines
 
 
 def kept_prompts(engine: Engine, ref: ModelRef, flags: SessionFlags, for_good: bool, screen: Screen,

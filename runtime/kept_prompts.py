@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Generator
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -67,8 +68,15 @@ class KeptPrompts:
     def __init__(self, engine: Engine, sessions: SavedSessions, said: str = "") -> None:
         refuse_inexact(engine.options)
         self.engine, self.sessions, self.said = engine, sessions, said
-        self._kept: dict[str, Kept] | None = None
+        self._kept: dict[str, Kept] = {}
+        self._looked = [False]  # whether what was kept before is in it
         self._prompt = 0  # tokens of the prompt that the cache holds
+
+    def beside(self, engine: Engine) -> KeptPrompts:
+        """The same for another sequence of the model: what one of them kept is there for all."""
+        other = copy(self)
+        other.engine, other._prompt = engine, 0
+        return other
 
     def turn_to(self, prompt: str | None, ids: list[int], prompts: Prompts) -> Generator[Progress | Notice, None, list[int]]:
         """Before a prompt is read: save what is lost by it, restore what it goes on from. Returns its token ids, which may be cut as those
@@ -101,8 +109,8 @@ class KeptPrompts:
 
     def _all(self) -> dict[str, Kept]:
         """All that this model, read and run like this, has kept; also what an earlier process has."""
-        if self._kept is None:
-            self._kept = {}
+        if not self._looked[0]:
+            self._looked[0] = True
             store = self.sessions.store
             for name in filter(lambda name: name.startswith(PREFIX), store.newest()):
                 try:

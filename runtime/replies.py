@@ -1,12 +1,14 @@
 """Answers for programs, which send all messages each time: nothing is kept from one to the next but what the cache holds.
 
 Each comes with a wish of its own (how it is sampled, where it ends, what it is held to), so that nothing of one request is left in the
-next. What a prompt has in common with what was read and written last is not read again, as in a conversation.
+next. What a prompt has in common with what was read and written last is not read again, as in a conversation. Where several are answered
+at once, each goes to that sequence of the free ones which has most in common with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -16,6 +18,7 @@ from ..offload.notes import Fallback, refuse_fallbacks
 from .answering import Answer, Reasoning
 from .engine import Engine
 from .events import Call, Done, Event, Notice, PromptRead, TextDelta
+from .passes import common_prefix
 from .prompting import NO_SYSTEM_ROLE, NO_TEMPLATE, Prompts
 from .sampler import Sampler, SamplerSettings
 from .text import Tokenizer
@@ -49,13 +52,35 @@ class Wish:
     form: Form | None = None
 
 
-class Replies:
-    """One model and one sequence, as Engine, for one answer after the other. `cancelled` of an answer is asked between tokens, between
-    chunks of the prompt and while the disk is waited for, and ends it."""
+@dataclass
+class Slot:
+    """A sequence, which one answer after the other goes to. `prompts` knows what its cache holds as a text; `used`: when it had its last
+    answer, in answers of all."""
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, kept: KeptPrompts | None = None) -> None:
+    engine: Engine
+    prompts: Prompts
+    kept: KeptPrompts | None
+    used: int = 0
+    is_free: bool = True
+
+    def saves(self, prompt: str | list[int], plain: list[int]) -> int:
+        """Tokens of a prompt that are held here, less those that it takes the place of; 0 where these are more. `plain`: the ids of a text
+        that goes on from nothing that is held."""
+        ids = plain if isinstance(prompt, list) else self.prompts.behind(self.prompts.held, prompt) or plain
+        has = common_prefix(self.engine.tokens, ids)
+        return max(0, 2 * has - len(self.engine.tokens))
+
+
+class Replies:
+    """One model and one sequence, as Engine, for one answer after the other; `beside` are engines of others, for as many more at once.
+    `cancelled` of an answer is asked between tokens, between chunks of the prompt and while the disk is waited for, and ends it."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, kept: KeptPrompts | None = None, beside: Iterable[Engine] = ()) -> None:
         self.engine, self.tokenizer, self.kept = engine, tokenizer, kept
         self._prompts = Prompts(tokenizer)
+        self._slots = [Slot(engine, self._prompts, kept),
+                           *(Slot(each, Prompts(tokenizer), kept and kept.beside(each)) for each in beside)]
+        self._answers = 0
         self._vocabulary: Vocabulary | None = None
 
     @cached_property
@@ -84,14 +109,15 @@ class Replies:
             yield Notice(fallback)
         prompt = self._prompts.going_on(prompt, said)
         self._demand_near(prompt)
-        ids = self._prompts.encoded(prompt)
-        if self.kept is not None:
-            ids = yield from self.kept.turn_to(prompt, ids, self._prompts)
-        think, marks = self.tokenizer.reasoning(ids, tools is not None), None
-        if tools:
-            think, marks = calling.reading(think, tools), calling.marks
-        answer = yield from self._answer(ids, wish, cancelled, think, said, self._prompts.raw, marks)
-        self._prompts.hold(prompt, ids, answer.tokens[: len(answer.tokens) - (answer.finish == "stop")], answer.text[len(said) :])
+        with self._slot_for(prompt) as own:
+            ids = own.prompts.encoded(prompt)
+            if own.kept is not None:
+                ids = yield from own.kept.turn_to(prompt, ids, own.prompts)
+            think, marks = self.tokenizer.reasoning(ids, tools is not None), None
+            if tools:
+                think, marks = calling.reading(think, tools), calling.marks
+            answer = yield from self._answer(own.engine, ids, wish, cancelled, think, said, self._prompts.raw, marks)
+            own.prompts.hold(prompt, ids, answer.tokens[: len(answer.tokens) - (answer.finish == "stop")], answer.text[len(said) :])
 
     def count(self, messages: Sequence[Message], think: str = "auto", tools: Tools | None = None,
               variables: Mapping[str, Any] | None = None) -> int:
@@ -113,27 +139,46 @@ class Replies:
         ids, rows = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt), self.engine.config.vocab_size
         if bad := [token for token in ids if not 0 <= token < rows]:  # before they are taken for text
             raise UsageError(f"token id {bad[0]} is outside the vocabulary of {rows}", "send ids of this model's tokenizer")
-        if self.kept is not None:
-            ids = yield from self.kept.turn_to(None, ids, self._prompts)
-        yield from self._answer(ids, wish, cancelled, None, raw=True)
+        with self._slot_for(ids) as own:
+            if own.kept is not None:
+                ids = yield from own.kept.turn_to(None, ids, own.prompts)
+            yield from self._answer(own.engine, ids, wish, cancelled, None, raw=True)
 
-    def _answer(self, ids: list[int], wish: Wish, cancelled: Callable[[], bool], think: Reasoning | CallFilter | None,
+    @contextmanager
+    def _slot_for(self, prompt: str | list[int]) -> Iterator[Slot]:
+        """The sequence for an answer to this prompt: of those that are free the one where it saves most, else the one that rested longest.
+        Raises RuntimeError for more answers at once than there are."""
+        free = [each for each in self._slots if each.is_free]
+        if not free:
+            raise RuntimeError(f"more than {len(self._slots)} answers at once")
+        if len(free) > 1:
+            plain = prompt if isinstance(prompt, list) else Prompts(self.tokenizer).encoded(prompt)
+            free.sort(key=lambda each: (-each.saves(prompt, plain), each.used))
+        own = free[0]
+        self._answers += 1
+        own.is_free, own.used = False, self._answers
+        try:
+            yield own
+        finally:
+            own.is_free = True
+
+    def _answer(self, engine: Engine, ids: list[int], wish: Wish, cancelled: Callable[[], bool], think: Reasoning | CallFilter | None,
                 said: str = "", raw: bool = False, marks: Mapping[int, str] | None = None) -> Generator[Event, None, Answer]:
-        self.engine.cancelled = cancelled
-        sampler = Sampler(wish.settings, self.engine.config.vocab_size)
-        answer = Answer(self.engine, self.tokenizer, sampler, think, wish.stops, wish.max_tokens, cancelled, wish.ignore_eos,
+        engine.cancelled = cancelled
+        sampler = Sampler(wish.settings, engine.config.vocab_size)
+        answer = Answer(engine, self.tokenizer, sampler, think, wish.stops, wish.max_tokens, cancelled, wish.ignore_eos,
                         self._held_to(wish.form), wish.think != "off", raw, said, marks)
         try:
             is_read = False
             for event in answer.written(ids):
                 if not is_read and isinstance(event, TextDelta | Call):
-                    yield PromptRead(len(ids), self.engine.reused)
+                    yield PromptRead(len(ids), engine.reused)
                     is_read = True
                 yield event
         except EffllmError:
             raise
         except Exception:  # a pass was left in its middle, by a disk, say: what the cache holds is not known
-            self.engine.reset()
+            engine.reset()
             raise
         stats = answer.cost(explained=False)  # a program does not ask why, and the next one waits
         if not is_read:

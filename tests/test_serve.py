@@ -34,7 +34,7 @@ def text_of(events: list, name: str = "content") -> str:
 
 
 def test_it_says_where_it_listens(server: Served) -> None:
-    assert server.said == {"url": f"http://127.0.0.1:{server.port}/v1", "model": "fable", "context": 2048}
+    assert server.said == {"url": f"http://127.0.0.1:{server.port}/v1", "model": "fable", "context": 2048, "parallel": 1}
     assert f"http://127.0.0.1:{server.port}/v1 serves fable, context 2048 tokens; Ctrl-C ends it\n" in server.err
     assert server.ask("GET", "/health").json["status"] == "ok"
     for path in ("/v1/models", "/models"):

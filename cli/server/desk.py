@@ -1,6 +1,6 @@
-"""Who is answered when: one engine, one answer at a time, the others in the order in which they came.
+"""Who is answered when: one model, so many answers at a time, the others in the order in which they came.
 
-The engine works in a thread of its own, so that the loop goes on reading requests and telling clients that they are not forgotten. What
+The model works in a thread of its own, so that the loop goes on reading requests and telling clients that they are not forgotten. What
 it yields comes to the loop event by event. A client that goes away leaves its job: a running answer ends behind its current token, one
 that waits never begins.
 """
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ...runtime.events import Event
+from ...runtime.rounds import Rounds
 from .problems import BUSY, Problem, closing
 
 Start = Callable[[Callable[[], bool]], Iterator[Event]]
@@ -31,7 +32,7 @@ class Job:
 
     @property
     def before(self) -> int:
-        """How many answers come first, the running one among them."""
+        """How many answers come first, running ones among them."""
         return self._desk.place(self)
 
     async def next(self, seconds: float | None = None) -> Event | None:
@@ -58,20 +59,20 @@ class Job:
         self.leave()
         self._events.put_nowait(problem)
 
-    def run(self) -> None:
-        """In the thread of the engine."""
-        if self._left:
-            return
-        try:
-            for event in self._start(lambda: self._left):
-                self._tell(event)
-            last: object = END
-        except Exception as error:  # of whatever kind: the next job is another's
-            last = error
-        except BaseException as error:  # a library's panic ends neither this thread nor the loop
-            last = RuntimeError(f"{type(error).__name__}: {error}")
-        self._tell(last)
-        self._on_loop(self._desk.forget, self)  # its place is another's, however slowly a client reads
+    @property
+    def is_left(self) -> bool:
+        return self._left
+
+    def events(self) -> Iterator[Event]:
+        """The answer, for the thread of the engine; none where nobody waits for it when its turn comes."""
+        if not self._left:
+            yield from self._start(lambda: self._left)
+
+    def told(self, item: Event | Exception | None) -> None:
+        """Another event, or how it ended; by the thread of the engine."""
+        self._tell(END if item is None else item)
+        if item is None or isinstance(item, Exception):
+            self._on_loop(self._desk.forget, self)  # its place is another's, however slowly a client reads
 
     def _tell(self, item: object) -> None:
         self._on_loop(self._events.put_nowait, item)
@@ -82,10 +83,12 @@ class Job:
 
 
 class Desk:
-    """`most_waiting` answers wait at most for the running one. All but the thread's own work happens on the loop."""
+    """`parallel` answers are written at once, by `rounds`, and `most_waiting` wait at most for one of them to end. All but the thread's own
+    work happens on the loop."""
 
-    def __init__(self, most_waiting: int) -> None:
-        self.most_waiting, self.is_closed = most_waiting, False
+    def __init__(self, most_waiting: int, parallel: int = 1, rounds: Rounds[Job] | None = None) -> None:
+        self.most_waiting, self.parallel, self.is_closed = most_waiting, parallel, False
+        self._rounds: Rounds[Job] = Rounds() if rounds is None else rounds
         self._jobs: list[Job] = []  # not ended, in order
         self._line: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="effllm-answers", daemon=True)
@@ -95,7 +98,7 @@ class Desk:
         """Take a place in the line. Raises Problem where there is none."""
         if self.is_closed:
             raise closing()
-        if len(self._jobs) > self.most_waiting:
+        if len(self._jobs) >= self.parallel + self.most_waiting:
             raise Problem(503, f"{self.waiting} answers wait already, which is the most here (--queue)", BUSY, code="queue_full",
                           headers={"retry-after": "1"})
         job = Job(self, start)
@@ -105,10 +108,11 @@ class Desk:
 
     @property
     def waiting(self) -> int:
-        return max(0, len(self._jobs) - 1)
+        return max(0, len(self._jobs) - self.parallel)
 
     def place(self, job: Job) -> int:
-        return self._jobs.index(job) if job in self._jobs else 0
+        """How many of the jobs before it have to end before it begins."""
+        return max(0, self._jobs.index(job) - self.parallel + 1) if job in self._jobs else 0
 
     def forget(self, job: Job) -> None:
         if job in self._jobs:
@@ -127,5 +131,16 @@ class Desk:
         return not self._thread.is_alive()
 
     def _serve(self) -> None:
-        while (job := self._line.get()) is not None:
-            job.run()
+        rounds, is_open = self._rounds, True
+        while is_open or len(rounds):
+            while is_open and len(rounds) < self.parallel:
+                try:
+                    job = self._line.get(block=not len(rounds))
+                except queue.Empty:
+                    break
+                if job is None:
+                    is_open = False
+                elif not job.is_left:
+                    rounds.begin(job, job.events())
+            for job, item in rounds.round():
+                job.told(item)

@@ -1,0 +1,252 @@
+"""Answers that are written at once, on the real model: each is, token for token, what it is alone, and one goes on while another reads."""
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+import effllm
+from effllm import EffllmError, UsageError
+from effllm.runtime.calls.calling import tools_of
+from effllm.runtime.constraint import grammar_form
+from effllm.runtime.engine import Engine, open_engine
+from effllm.runtime.events import Done, Event, TextDelta
+from effllm.runtime.prepare import EngineOptions, prepare
+from effllm.runtime.replies import Replies, Wish
+from effllm.runtime.rounds import Rounds
+from effllm.runtime.sampler import SamplerSettings
+from effllm.runtime.side_by_side import MOST, side_by_side
+from effllm.runtime.text import Tokenizer
+
+FABLE = Path(effllm.__path__[0]) / "models" / "fable"
+FOX = "The fox asked the king for bread and the king gave him none. "
+GREEDY = SamplerSettings(temperature=0)
+SEQUENCES = 4
+
+
+def opened(**options) -> Engine:
+    return list(open_engine(FABLE, EngineOptions(device="cpu", ctx=1024, parallel=SEQUENCES, **options)))[-1]
+
+
+@pytest.fixture(scope="module", params=["16bit", "4bit"])
+def engines(request) -> Iterator[list[Engine]]:
+    engine = opened(kv=request.param)
+    made, said = side_by_side(engine, SEQUENCES)
+    assert len(made) == SEQUENCES and not said
+    yield made
+    for other in made[1:]:
+        other.cache.close()
+    engine.close()
+
+
+@pytest.fixture
+def replies(engines) -> Replies:
+    for engine in engines:
+        engine.reset()
+    return Replies(engines[0], Tokenizer.load(FABLE, engines[0].config), None, engines[1:])
+
+
+def asked(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def wish(**more) -> Wish:
+    return Wish(**{"settings": GREEDY, "max_tokens": 60, "ignore_eos": True, **more})
+
+
+def written(replies: Replies, wanted: dict[str, Iterator[Event]], rounds: Rounds | None = None,
+            ) -> tuple[dict[str, Done], list[tuple[str, Event]]]:
+    """How answers ended, an error in the place of what it cost, and all events in the order in which they came."""
+    rounds = Rounds(replies.engine.shares) if rounds is None else rounds
+    for key, events in wanted.items():
+        rounds.begin(key, events)
+    ends, came = {}, []
+    while len(rounds):
+        for key, event in rounds.round():
+            if isinstance(event, Done | Exception):
+                ends[key] = event
+            came.append((key, event))
+    return ends, came
+
+
+def tokens_of(ends) -> dict[str, tuple[int, ...]]:
+    return {key: done.stats.token_ids for key, done in ends.items()}
+
+
+def one_by_one(replies: Replies, wanted) -> dict[str, tuple[int, ...]]:
+    found = {}
+    for key, start in wanted.items():
+        found |= tokens_of(written(replies, {key: start()})[0])
+        for engine in (replies.engine, *(slot.engine for slot in replies._slots)):
+            engine.reset()
+    return found
+
+
+def test_answers_at_once_are_what_they_are_alone(replies):
+    """Of prompts of several lengths, over the borders of pages and past where some are packed; one sampled, one held to a form, one that
+    ends at a stop string, so that the others go on in passes of fewer."""
+    wanted = {"short": lambda: replies.reply(asked("Tell me of the sea."), wish(max_tokens=300)),
+              "long": lambda: replies.reply(asked(FOX * 30), wish(max_tokens=200)),
+              "sampled": lambda: replies.reply(asked(FOX * 5), wish(settings=SamplerSettings(temperature=1.0, seed=5), max_tokens=150)),
+              "held": lambda: replies.complete("The king said", wish(form=grammar_form('root ::= [a-z ]{40} "king"'), ignore_eos=False))}
+    alone = one_by_one(replies, wanted)
+    assert len({*alone.values()}) == SEQUENCES and min(map(len, alone.values())) > 5
+    ends, came = written(replies, {key: start() for key, start in wanted.items()})
+    assert tokens_of(ends) == alone
+    last = max(index for index, (key, event) in enumerate(came) if key == "sampled" and isinstance(event, TextDelta))
+    assert {key for key, event in came[:last] if isinstance(event, TextDelta)} == wanted.keys()  # side by side, not in turn
+
+
+def test_passes_are_of_all_and_come_again(replies, monkeypatch):
+    passes, again = [], []
+    model, host = replies.engine.model, replies.engine.backends["cpu"]
+    forward, replay = model.forward, host.replay
+    monkeypatch.setattr(model, "forward", lambda ids, cache, **more: passes.append(len(ids)) or forward(ids, cache, **more))
+    monkeypatch.setattr(host, "replay", lambda *key: again.append(replay(*key)) or again[-1])
+    written(replies, {str(i): replies.complete(f"The {who} said", wish(max_tokens=33)) for i, who in enumerate(("fox", "king", "sea"))})
+    assert sum(passes) >= 3 * 32 and passes.count(3) > 20  # the first ones began to write while the others read
+    assert again.count(True) > 20  # a page of one is full now and then
+
+
+def test_more_than_a_pass_takes_go_in_groups(monkeypatch):
+    engine = opened()
+    engines, _ = side_by_side(engine, MOST + 2)
+    replies = Replies(engine, Tokenizer.load(FABLE, engine.config), None, engines[1:])
+    wanted = {str(i): lambda i=i: replies.complete("The fox " * (i + 1), wish(max_tokens=12)) for i in range(MOST + 2)}
+    alone = one_by_one(replies, wanted)
+    try:
+        assert tokens_of(written(replies, {key: start() for key, start in wanted.items()})[0]) == alone
+        with pytest.raises(RuntimeError, match=f"more than {MOST + 2} answers"):
+            held = [replies.complete("The sea", wish()) for _ in range(MOST + 3)]
+            for each in held:
+                next(each)
+    finally:
+        engine.close()
+
+
+def test_one_writes_while_another_reads(replies):
+    """The long prompt is several pieces; between any two of them the other has gone on."""
+    rounds = Rounds(replies.engine.shares)
+    rounds.begin("writes", replies.complete("The sea", wish(max_tokens=400)))
+    for _ in range(5):
+        list(rounds.round())
+    _, came = written(replies, {"reads": replies.complete(FOX * 55, wish(max_tokens=5))}, rounds)
+    first = next(index for index, (key, event) in enumerate(came) if key == "reads" and isinstance(event, TextDelta))
+    before = [key for key, _ in came[:first]]
+    pieces = [index for index, key in enumerate(before) if key == "reads"]
+    assert len(pieces) >= 2 and all("writes" in before[one:other] for one, other in zip(pieces, pieces[1:]))
+
+
+def test_an_answer_that_is_left_and_one_that_fails_end_alone(replies):
+    alone = one_by_one(replies, {"stays": lambda: replies.complete("The king", wish())})
+    given_up, seen = [], []
+
+    def left() -> Iterator[Event]:
+        for event in replies.complete("The sea", wish(), lambda: bool(given_up)):
+            seen.append(event)
+            if len(seen) == 6:
+                given_up.append(True)
+            yield event
+
+    def broken() -> Iterator[Event]:
+        yield next(replies.complete("The fox", wish()))
+        raise KeyboardInterrupt
+
+    ends, _ = written(replies, {"stays": replies.complete("The king", wish()), "left": left(), "broken": broken(),
+                                "wrong": replies.complete([10**9], wish())})
+    assert tokens_of({"stays": ends["stays"]}) == alone
+    assert ends["left"].stats.finish_reason == "cancelled" and len(ends["left"].stats.token_ids) < 10
+    assert isinstance(ends["wrong"], UsageError) and isinstance(ends["broken"], RuntimeError)
+    assert tokens_of(written(replies, {"stays": replies.complete("The king", wish())})[0]) == alone  # and its place is free again
+
+
+def test_a_cache_that_takes_no_token_fails_its_own_answer(replies, engines, monkeypatch):
+    alone = one_by_one(replies, {"stays": lambda: replies.complete("The king", wish())})
+    sea = replies.tokenizer.encode("The sea")
+
+    def refuses(engine: Engine, commit) -> None:
+        commit()
+        if engine.tokens[: len(sea)] == sea and len(engine.tokens) > 20:
+            raise EffllmError("the KV cache cannot be packed")
+
+    for engine in engines:
+        monkeypatch.setattr(engine.cache, "commit", partial(refuses, engine, engine.cache.commit))
+    ends, _ = written(replies, {"stays": replies.complete("The king", wish()), "fails": replies.complete("The sea", wish())})
+    assert tokens_of({"stays": ends["stays"]}) == alone and isinstance(ends["fails"], EffllmError)
+
+
+def test_a_conversation_goes_on_where_it_was(replies):
+    """Each goes to the sequence that holds it, whichever comes first; a new one to one that rested."""
+    talks = {about: asked(f"Tell me of the {about}.") for about in ("sea", "fox", "king")}
+    ends, _ = written(replies, {about: replies.reply(talk, wish(max_tokens=20, ignore_eos=False)) for about, talk in talks.items()})
+    for about in ("king", "sea", "fox"):
+        talks[about] += [{"role": "assistant", "content": ends[about].stats.text}, {"role": "user", "content": "Go on."}]
+        done, _ = written(replies, {about: replies.reply(talks[about], wish(max_tokens=5))})
+        before = ends[about].stats
+        assert done[about].stats.cached_tokens >= before.prompt_tokens + len(before.token_ids) - 1
+    new, _ = written(replies, {"new": replies.complete("Once upon a time", wish(max_tokens=3))})
+    assert new["new"].stats.cached_tokens <= 1
+    assert [len(slot.engine.tokens) > 20 for slot in replies._slots].count(True) == 3
+
+
+def test_calls_of_tools_are_each_answers_own(replies):
+    tools = tools_of([{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {
+        "place": {"type": "string", "maxLength": 8}}, "required": ["place"]}}}], "required")
+    wanted = {"calls": lambda: replies.reply(asked("Is it raining?"), wish(ignore_eos=False), tools),
+              "talks": lambda: replies.reply(asked("Is it raining?"), wish())}
+    alone = one_by_one(replies, wanted)
+    ends, _ = written(replies, {key: start() for key, start in wanted.items()})
+    assert tokens_of(ends) == alone and ends["calls"].stats.finish_reason != ends["talks"].stats.finish_reason
+
+
+def test_a_context_that_shifts_lets_others_go_on():
+    engine = list(open_engine(FABLE, EngineOptions(device="cpu", ctx=256, parallel=2, overflow="shift")))[-1]
+    engines, _ = side_by_side(engine, 2)
+    replies = Replies(engine, Tokenizer.load(FABLE, engine.config), None, engines[1:])
+    wanted = {"shifts": lambda: replies.complete(FOX * 10, wish(max_tokens=200)), "other": lambda: replies.complete("The", wish())}
+    try:
+        alone = one_by_one(replies, wanted)
+        assert tokens_of(written(replies, {key: start() for key, start in wanted.items()})[0]) == alone
+        assert len(alone["shifts"]) == 200
+    finally:
+        engine.close()
+
+
+def test_what_cannot_share_a_pass_takes_turns():
+    engine = opened(kv="4bit+mikv")
+    engines, said = side_by_side(engine, 2)
+    replies = Replies(engine, Tokenizer.load(FABLE, engine.config), None, engines[1:])
+    wanted = {who: lambda who=who: replies.complete(f"The {who}" + FOX * 20, wish(max_tokens=250)) for who in ("fox", "sea")}
+    try:
+        assert len(said) == 1 and "take turns" in said[0] and "4bit+mikv" in said[0]
+        alone = one_by_one(replies, wanted)
+        ends, came = written(replies, {key: start() for key, start in wanted.items()})
+        assert tokens_of(ends) == alone
+        order = [key for key, event in came if isinstance(event, TextDelta)]
+        assert sum(one != other for one, other in zip(order, order[1:])) > 50
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("asked", [{"draft": str(FABLE)}, {"spec": "lookup"}, {"kv_ram": "1M"}, {"disk": "1G"}, {"kv_read": "sparse"}])
+def test_what_is_for_one_text_is_refused_or_given_up(asked):
+    with pytest.raises(UsageError, match="does not go with --parallel 4"):
+        prepare(FABLE, EngineOptions(device="cpu", parallel=4, **asked))
+    prepared = prepare(FABLE, EngineOptions(device="cpu", parallel=4, preset=frozenset(asked), **asked))
+    assert any("does not go with --parallel 4" in notice for notice in prepared.notices) and not prepared.speculating
+    prepared.store.close()
+
+
+def test_a_plan_counts_every_cache():
+    plans = []
+    for parallel in (1, 4):
+        prepared = prepare(FABLE, EngineOptions(device="cpu", ctx=1024, parallel=parallel))
+        plans.append(prepared.placement)
+        prepared.store.close()
+    one, four = plans
+    assert four.kv_bytes == 4 * one.kv_bytes and four.total_bytes - one.total_bytes >= 3 * one.kv_bytes
+    with pytest.raises(EffllmError, match="4 times 1024 tokens"):
+        prepare(FABLE, EngineOptions(device="cpu", ctx=1024, parallel=4, ram=str(one.total_bytes)))
+    with pytest.raises(UsageError, match="--parallel 1000"):
+        prepare(FABLE, EngineOptions(device="cpu", parallel=1000))
