@@ -40,6 +40,9 @@ class BlockOps(Protocol):
     def scaled(self, x: object, factor: float) -> object:
         """x times a number, in place."""
 
+    def clipped(self, y: object, limit: float) -> object:
+        """y with what is beyond -limit and limit at these, in place."""
+
     def part_queries(self, y: object, heads: int, head_dim: int) -> object:
         """[T, heads * head_dim]: the first half of every head of y [T, heads * 2 * head_dim], of which the second is a gate."""
 

@@ -71,6 +71,11 @@ def made_norm(config: ModelConfig, weight: object, bias: object | None) -> Norm:
     return Norm(config.norm_kind, weight, bias, config.norm_eps)
 
 
+def unit_norm(config: ModelConfig, ops: object, size: int) -> Norm:
+    """A norm of the model's kind that multiplies by nothing."""
+    return Norm(config.norm_kind, ops.put(np.ones(size, np.float32), "f32"), None, config.norm_eps)
+
+
 class WeightRecords:
     """Makes records of a model's tensors by role: `tensors`, layers by number and what surrounds them as "outer". `host`: the ops of the
     CPU, whose matrices may be `streamed` and whose experts `paging` reads, both None where all weights stay in memory."""
@@ -111,7 +116,7 @@ class WeightRecords:
             return Norm("rms", ops.put(np.ones(size, np.float32) * np.float32(factors), "f32"), None, config.norm_eps)
 
         router, correction = linear("router"), vector("correction")
-        input_norm = norm("input_norm") or Norm("none")
+        input_norm = norm("input_norm") or (unit_norm(config, ops, config.hidden_size) if config.norms_unit else Norm("none"))
         post_norm = norm("post_norm") or norm("mlp_norm") or input_norm
         if (factor := config.factor("post_norm")) != 1.0:
             post_norm = replace(post_norm, weight=ops.put(as_float32(roles["post_norm"], raw) * np.float32(factor), "f32"))
@@ -160,6 +165,8 @@ class WeightRecords:
     def last_norm(self, raw: Mapping[str, np.ndarray]) -> Norm:
         """The norm before the head, on the host."""
         roles, host = self.tensors["outer"], self.host
+        if self.config.norms_unit:
+            return unit_norm(self.config, host, self.config.hidden_size)
         weight, bias = (host.put(as_float32(roles[role], raw), "f32") if role in roles else None for role in ("norm", "norm_bias"))
         return made_norm(self.config, weight, bias)
 

@@ -90,6 +90,8 @@ MODELS = {
     "glm4": Case("glm4", {"head_dim": 32, "num_key_value_heads": 1}),
     "glm4, yarn": Case("glm4", {"head_dim": 32, **rope("yarn", factor=8.0, original_max_position_embeddings=64,
                                                        partial_rotary_factor=0.5)}),
+    "olmo": Case("olmo", {"clip_qkv": 0.75, "num_key_value_heads": 4}),
+    "olmo, tied": Case("olmo", {"tie_word_embeddings": True}),
     "olmo2": Case("olmo2"),
     "olmo2, tied": Case("olmo2", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
     "olmo3": Case("olmo3", {"num_hidden_layers": 5, "sliding_window": 24, "rope_parameters": {

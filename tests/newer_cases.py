@@ -70,6 +70,9 @@ NEWER = {
                                                 **rope("default", partial_rotary_factor=0.25)}, shard="60KB"),
     "stablelm, norms of every head, bfloat16": Case("stablelm", {"qk_layernorm": True, "use_qkv_bias": True, "num_key_value_heads": 1,
                                                                  "layer_norm_eps": 1e-3}, dtype="bfloat16"),
+    "olmo": Case("olmo", {"vocab_size": 301, "clip_qkv": 0.7}),
+    "olmo, not clipped, biases, tied, bfloat16": Case("olmo", {
+        "attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 1, **rope("linear", factor=4.0)}, dtype="bfloat16"),
     "mistral4": Case("mistral4", {**LATENT, **ONE_GROUP, "rope_parameters": GROWING_PARTS, "first_k_dense_replace": 0,
                                   "initializer_range": 0.15}, inside="mistral3"),
     "mistral4, queries at once, bfloat16": Case("mistral4", {

@@ -94,6 +94,10 @@ PUBLISHED = {
         "hidden_act": "gelu_new", "initializer_range": 0.02, "layer_norm_eps": 1e-05, "max_position_embeddings": 2048,
         "num_key_value_heads": 6, "partial_rotary_factor": 0.5, "qk_layernorm": False, "resid_pdrop": 0.1, "rope_scaling": None,
         "rope_theta": 10000.0, "tie_word_embeddings": False, "torch_dtype": "float16", "use_cache": True},
+    "olmo": {"architectures": ["OlmoForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "clip_qkv": None, "hidden_act":
+             "silu", "initializer_range": 0.02, "max_position_embeddings": 2048, "num_key_value_heads": 6, "pad_token_id": 1,
+             "pretraining_tp": 1, "rope_scaling": None, "rope_theta": 10000.0, "tie_word_embeddings": False, "torch_dtype": "float32",
+             "use_cache": True},
     "mellum": {"architectures": ["MellumForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "head_dim": 128, "hidden_act":
                "silu", "layer_types": ["sliding_attention"] * 3 + ["full_attention"], "max_position_embeddings": 131072,
                "mlp_layer_types": ["sparse"] * 4, "moe_intermediate_size": 896, "norm_topk_prob": True, "num_experts": 64,
@@ -142,6 +146,7 @@ def test_published_configs_are_known_to_the_last_key(family: str) -> None:
     ("afmoe", "auto_map", {"AutoModel": "modeling_llama.Llama"}), ("afmoe", "layer_types", ["chunked_attention"] * 4),
     ("gpt_neox", "sliding_window", 512), ("gpt_neox", "head_dim", 32),
     ("phi", "qk_layernorm", True), ("phi", "auto_map", {"AutoModel": "modeling_mixformer.MixFormer"}), ("phi", "sliding_window", 9),
+    ("olmo", "clip_qkv", 0), ("olmo", "sliding_window", 40), ("olmo", "mlp_bias", True),
     ("mellum", "mlp_layer_types", ["dense", "moe", "sparse", "sparse"]), ("mellum", "layer_types", ["chunked_attention"] * 4),
     ("mellum", "decoder_sparse_step", 2), ("mistral4", "layer_types", ["sliding_attention"] * 4), ("mistral4", "rope_parameters", {
         "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "partial_rotary_factor": 0.25}),

@@ -85,6 +85,19 @@ def test_the_clamped_swish_by_hand(pool):
         assert np.isnan(odd).tolist() == [[True, True, False]]
 
 
+@pytest.mark.parametrize("tokens", (1, 5, 130))
+def test_clipping_matches_the_reference(pool, tokens):
+    y = 2 * np.random.default_rng(5).standard_normal((tokens, HEADS * HEAD_DIM), np.float32)
+    y[0, :3] = np.nan, np.inf, -np.inf
+    for registry in (None, default_registry("reference")):
+        out = y.copy()
+        ops = CpuOps(pool, DIMS, registry)
+        ops.clipped(out, 0.7)
+        ops.flush()
+        assert np.array_equal(out, np.clip(y, np.float32(-0.7), np.float32(0.7)), equal_nan=True)
+        assert np.isnan(out[0, 0]) and (np.abs(out[0, 1:]) <= np.float32(0.7)).all()
+
+
 @pytest.mark.parametrize("stored", ("f32", "f16", "bf16"))
 def test_results_do_not_depend_on_threads_or_on_few_columns(stored):
     rng = np.random.default_rng(2)

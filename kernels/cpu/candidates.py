@@ -34,6 +34,7 @@ ROWS = {"rotate": (rows.rotate, rows.rotate_reference, "native code for every wi
         "add": (rows.add, rows.add_reference, "native code for branches that are scaled or normed before they join"),
         "curve": (rows.curve, rows.curve_reference, "native code, a row at a time, with a layer's own numbers"),
         "scale": (rows.scale, rows.scale_reference, "native code for a copy, or for a stream that is multiplied"),
+        "clip": (rows.clip, rows.clip_reference, "native code, row by row"),
         "part": (rows.part, rows.part_reference, "native code for queries with a gate behind each"),
         "gate heads": (rows.gate_attended, rows.gate_attended_reference, "native code, head by head"),
         "latent keys": (latent.keys, latent.keys_reference, "native code, the latent normed where it lies"),

@@ -196,6 +196,7 @@ class CpuOps(Jobs):
     add_inputs = inputs.add_inputs
     copied = rows.copied
     scaled = rows.scaled
+    clipped = rows.clipped
     bundled_mlp = bundled.bundled_mlp
     part_queries = rows.part_queries
     gate_heads = rows.gate_heads

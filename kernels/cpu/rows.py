@@ -41,6 +41,8 @@ G_GATE, G_UP, G_TOKENS, G_WIDTH, G_ACT = range(5)
 P_Y, P_OUT, P_TOKENS, P_HEADS, P_DEPTH, P_STEP = range(6)
 # Slots of `scale_rows`: OUT = FACTOR * Y, both [TOKENS, WIDTH], which may be one.
 S_Y, S_OUT, S_TOKENS, S_WIDTH, S_FACTOR = range(5)
+# Slots of `clip_rows`: Y [TOKENS, WIDTH], in place, within -LIMIT and LIMIT, which is float64.
+L_Y, L_TOKENS, L_WIDTH, L_LIMIT = range(4)
 # Slots of `curve_rows`: Y [TOKENS, WIDTH], in place; ABOVE and BELOW are float64.
 C_Y, C_TOKENS, C_WIDTH, C_ABOVE, C_BELOW = range(5)
 # Slots of `add_rows`: STREAM += FACTOR * norm(BRANCH), both [TOKENS, WIDTH]; the branch is left normed.
@@ -142,6 +144,21 @@ def scale_rows(args, worker, counter):
         y, out = f32_at(a[S_Y] + 4 * t * width), f32_at(a[S_OUT] + 4 * t * width)
         for i in range(width):
             out[i] = factor * y[i]
+
+
+@kernel()
+def clip_rows(args, worker, counter):
+    """Y within -LIMIT and LIMIT; NaN stays. Blocks are tokens."""
+    a = i64_at(args)
+    width, limit = a[L_WIDTH], float32(f64_at(args)[L_LIMIT])
+    while True:
+        t = fetch_add(counter, 1)
+        if t >= a[L_TOKENS]:
+            return
+        y = f32_at(a[L_Y] + 4 * t * width)
+        for i in range(width):
+            x = y[i]
+            y[i] = limit if x > limit else -limit if x < -limit else x
 
 
 @kernel()
@@ -318,6 +335,23 @@ def scale(ops: CpuOps, y: np.ndarray, out: np.ndarray, factor: float) -> None:
 def scale_reference(ops: CpuOps, y: np.ndarray, out: np.ndarray, factor: float) -> None:
     ops.flush()
     np.multiply(y, np.float32(factor), out=out)
+
+
+def clipped(ops: CpuOps, y: np.ndarray, limit: float) -> np.ndarray:
+    """See `BlockOps`."""
+    ops.registry.select(Call("clip")).candidate.run(ops, y, limit)
+    return y
+
+
+def clip(ops: CpuOps, y: np.ndarray, limit: float) -> None:
+    ops.args[:L_LIMIT] = ops.at(y), *y.shape
+    ops.reals[L_LIMIT] = limit
+    ops.run(clip_rows, ops.where, y.size >= SHARE_FROM, ops.args)
+
+
+def clip_reference(ops: CpuOps, y: np.ndarray, limit: float) -> None:
+    ops.flush()
+    np.clip(y, np.float32(-limit), np.float32(limit), out=y)
 
 
 def part_queries(ops: CpuOps, y: np.ndarray, heads: int, head_dim: int) -> np.ndarray:

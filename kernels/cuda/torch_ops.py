@@ -200,6 +200,10 @@ class TorchOps:
         """See `BlockOps`."""
         return x.mul_(factor)
 
+    def clipped(self, y: torch.Tensor, limit: float) -> torch.Tensor:
+        """See `BlockOps`."""
+        return y.clamp_(-limit, limit)
+
     def logits(self, x: torch.Tensor, norm: Norm, head: Linear, softcap: float | None = None, scale: float = 1.0) -> torch.Tensor:
         """Scores of the next token, float32 [T, V]: scale * head(norm(x)), then capped."""
         out = self._linear(self.stages.normalise(x, norm), head) * scale

@@ -38,7 +38,8 @@ PLAIN = "rtn"  # where nobody says a method, and for what no text shows
 @dataclass(frozen=True)
 class Layout:
     """What `equalise` must know of a layer: query heads, KV heads, their width, the kind of its norms, the type in which they, and
-    biases, are stored, the activation of its MLP, and whether values are normed, which undoes what is moved into what makes them."""
+    biases, are stored, the activation of its MLP, and whether values are normed or clipped, which undoes what is moved into what makes
+    them."""
 
     heads: int
     kv_heads: int

@@ -113,6 +113,8 @@ def attention(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positio
     kv_heads, head_dim = config.heads_of(layer)
     # [T, H * head_dim], and if they are the layer's own [T, KVH * head_dim] twice
     made = ops.norm_linear(x, w.input_norm, [each for each in (w.q, w.k, w.v, w.attn_gate) if each is not None])
+    for each in made if config.clip_qkv is not None else ():
+        ops.clipped(each, config.clip_qkv)
     gated = made[0 if w.attn_gate is None else -1]  # of the queries, if they have gates
     q, k, v = (*made[: 3 if w.attn_gate is None else -1], None, None)[:3]
     if k is not None and v is None:

@@ -198,6 +198,8 @@ ARCHITECTURES = {
     half_layers.DENSE: Architecture(half_layers.FAMILY, keys=half_layers.KEYS, **_HALVES),
     half_layers.MIXED: Architecture(half_layers.FAMILY, keys={**half_layers.KEYS, **half_layers.COUNTS}, experts=("mixer", qwen3_moe.NAMES),
                                     **_HALVES),
+    "olmo": Architecture("olmo", interleaved=True, epsilon=LAYER_NORM, keys={LAYER_NORM: "layer_norm_eps",
+                                                                             "attention.clamp_kqv": "clip_qkv"}),
     "olmo2": Architecture("olmo2", layer_names=_BEHIND, keys={"rope.freq_base_swa": "rope_local_base_freq"}, pattern=True),  # OLMo 3 too
     "olmoe": Architecture("olmoe", config={"norm_topk_prob": False}, keys=_COUNTS, experts=("mlp", qwen3_moe.NAMES)),
     "qwen3moe": Architecture("qwen3_moe", config={"norm_topk_prob": True}, experts=("mlp", qwen3_moe.NAMES),
@@ -237,7 +239,7 @@ BY_FAMILY = dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), laten
     "phi2", "qwen2_moe": "qwen2moe", "qwen3_5_moe_text": "qwen35moe", "qwen3_5_text": "qwen35", "qwen3_moe": "qwen3moe", "qwen3_next":
     linear_attention.JOINED, "solar_open": "glm4moe"} | {
     name: name for name in ("apertus", "arcee", "cohere2", "dots1", "ernie4_5", "exaone4", "gemma", "gemma2", "glm4", "granite",
-                            "granitemoe", "lfm2", "llama", "nemotron", "nemotron_h", "olmo2", "olmoe", "phi3", "qwen2", "qwen3",
+                            "granitemoe", "lfm2", "llama", "nemotron", "nemotron_h", "olmo", "olmo2", "olmoe", "phi3", "qwen2", "qwen3",
                             "seed_oss", "smollm3", "stablelm", "starcoder2")}
 
 

@@ -36,11 +36,11 @@ WINDOW_EVERY = {"cohere2": COHERE2_EVERY, "exaone_moe": EXAONE4_EVERY, "gemma2":
 # Families whose rotary frequencies llama.cpp divides by no tensor.
 UNDIVIDED = ("cohere", "cohere2", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe", "exaone_moe", "falcon_h1", "gemma",
              "glm", "glm4", "glm4_moe", "glm4_moe_lite", "hunyuan_v1_dense", "hunyuan_v1_moe", "lfm2", "lfm2_moe", "minimax_m2",
-             "nemotron", "olmo2", "olmo3", "phi", "qwen2_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "seed_oss", "solar_open",
-             "stablelm", "starcoder2")
+             "nemotron", "olmo", "olmo2", "olmo3", "phi", "qwen2_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "seed_oss",
+             "solar_open", "stablelm", "starcoder2")
 # Families whose heads llama.cpp takes to be as wide as the model together.
-EVEN_HEADS = ("cohere", "cohere2", "exaone4", "glm", "lfm2", "lfm2_moe", "nemotron", "olmo2", "olmo3", "phi", "qwen2_moe", "stablelm",
-              "starcoder2")
+EVEN_HEADS = ("cohere", "cohere2", "exaone4", "glm", "lfm2", "lfm2_moe", "nemotron", "olmo", "olmo2", "olmo3", "phi", "qwen2_moe",
+              "stablelm", "starcoder2")
 # By family, others have silu.
 ACTS = {"apertus": "xielu", **dict.fromkeys(("arcee", "nemotron", "nemotron_h"), "relu2"),
         **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "gemma4_text", "phi", "starcoder2"), "gelu_tanh")}
@@ -173,6 +173,8 @@ def _of_family(config: ModelConfig) -> dict[str, Value]:
     if config.family == "gemma3_text":
         local = next((rope for rope, own in zip(config.ropes, config.windows) if own is not None), config.rope)
         keys["rope.freq_base_swa"] = float(local.theta)
+    if config.clip_qkv is not None:
+        keys["attention.clamp_kqv"] = float(config.clip_qkv)
     if config.family in ("cohere", "cohere2"):
         keys["logit_scale"] = float(1 / config.logits_scaling)
     if config.family.startswith("granite"):
