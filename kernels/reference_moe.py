@@ -37,7 +37,9 @@ class Routing:
     """How a token's `per_token` experts are found and weighed: those of the largest scores, which are the softmax of the router's logits or
     with `sigmoid` the sigmoid of each. A share is its expert's score, with `renormalise` over the sum of those chosen, times `factor`.
 
-    With `inputs` shares multiply what goes into experts, not what they give.
+    With `inputs` shares multiply what goes into experts, not what they give. With `near` an expert's share is its part of the exponentials
+    of those logits alone that are no larger and come near it: that lie by at most `near` of themselves, or of its own if that is larger,
+    below it.
 
     Experts lie in `groups`, one behind the other; where fewer are kept, a token's experts are in the `kept_groups` of the largest: of a
     choice by corrected scores those with the largest sum of two, else those with the largest one."""
@@ -49,6 +51,7 @@ class Routing:
     groups: int = 1
     kept_groups: int = 1
     inputs: bool = False
+    near: float | None = None
 
 
 def scores(logits: np.ndarray, routing: Routing) -> np.ndarray:
@@ -81,8 +84,19 @@ def route(logits: np.ndarray, routing: Routing, correction: np.ndarray | None = 
     """
     by = ranks(logits, routing, correction)
     chosen = np.sort(np.argsort(-by, axis=1, kind="stable")[:, : routing.per_token], axis=1)
+    if routing.near is not None:
+        return chosen, routing.factor * near_shares(logits, chosen, routing.near)
     shares = np.take_along_axis(scores(logits, routing), chosen, 1)
     return chosen, routing.factor * (shares / np.maximum(shares.sum(1, keepdims=True), SMALLEST_SUM) if routing.renormalise else shares)
+
+
+def near_shares(logits: np.ndarray, chosen: np.ndarray, near: float) -> np.ndarray:
+    """Shares [T, k] as `Routing` says of `near`; among equal logits the lower expert counts as the larger."""
+    own = np.take_along_axis(logits, chosen, 1)[..., None]  # [T, k, 1]
+    every, numbers = logits[:, None], np.arange(logits.shape[1])
+    lower = (every < own) | (every == own) & (numbers >= chosen[..., None])
+    counted = lower & (own - every <= near * np.maximum(np.abs(every), own))
+    return 1 / (np.exp(np.where(counted, every - own, -np.inf))).sum(-1)
 
 
 def visits(chosen: np.ndarray, experts: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -94,7 +94,8 @@ class ModelConfig:
     `most_tokens`: of a text, beyond which the model computes what is not run here. `qk_norm_unit`: q and k are normed head by head without
     a weight, in layers that turn. `gates_apart`: gates of what is attended to are made by a matrix of their own.
     `side_by_side`: of families with both kinds of blocks, attention and MLP read what comes into the layer.
-    `norms_unit`: no norm has a weight. `clip_qkv`: beyond which q, k and v are cut off, before they are turned.
+    `norms_unit`: no norm has a weight. `clip_qkv`: beyond which q, k and v are cut off, before they are turned. `head_bias`: the
+    head has one.
     """
 
     family: str
@@ -154,6 +155,7 @@ class ModelConfig:
     side_by_side: bool = False
     norms_unit: bool = False
     clip_qkv: float | None = None
+    head_bias: bool = False
     warnings: tuple[str, ...] = ()
 
     @property

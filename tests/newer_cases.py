@@ -73,6 +73,15 @@ NEWER = {
     "olmo": Case("olmo", {"vocab_size": 301, "clip_qkv": 0.7}),
     "olmo, not clipped, biases, tied, bfloat16": Case("olmo", {
         "attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 1, **rope("linear", factor=4.0)}, dtype="bfloat16"),
+    # Weights of routers that are small beside their jitter, so that experts come near each other.
+    "phimoe": Case("phimoe", {"num_local_experts": 6, "intermediate_size": 40, "attention_bias": True, "lm_head_bias": True, "head_dim": 32,
+                              "router_jitter_noise": 0.2, "sliding_window": 40, "rope_parameters": {
+                                  "rope_type": "longrope", "rope_theta": 5000.0, "short_mscale": 1.25, "long_mscale": 1.25, "short_factor":
+                                  [1 + 0.1 * i for i in range(16)], "long_factor": [2.0] * 16, "factor": 1.0,
+                                  "original_max_position_embeddings": CONTEXT}}),
+    "phimoe, no biases, tied, bfloat16": Case("phimoe", {
+        "num_local_experts": 4, "intermediate_size": 40, "tie_word_embeddings": True, "num_key_value_heads": 1, "router_jitter_noise": 0.05,
+        **rope("default")}, dtype="bfloat16"),
     "mistral4": Case("mistral4", {**LATENT, **ONE_GROUP, "rope_parameters": GROWING_PARTS, "first_k_dense_replace": 0,
                                   "initializer_range": 0.15}, inside="mistral3"),
     "mistral4, queries at once, bfloat16": Case("mistral4", {

@@ -98,6 +98,14 @@ PUBLISHED = {
              "silu", "initializer_range": 0.02, "max_position_embeddings": 2048, "num_key_value_heads": 6, "pad_token_id": 1,
              "pretraining_tp": 1, "rope_scaling": None, "rope_theta": 10000.0, "tie_word_embeddings": False, "torch_dtype": "float32",
              "use_cache": True},
+    "phimoe": {"architectures": ["PhiMoEForCausalLM"], "attention_bias": True, "attention_dropout": 0.0, "auto_map": {
+        "AutoConfig": "configuration_phimoe.PhiMoEConfig", "AutoModelForCausalLM": "modeling_phimoe.PhiMoEForCausalLM"},
+        "hidden_act": "silu", "hidden_dropout": 0.0, "initializer_range": 0.02, "input_jitter_noise": 0.01, "lm_head_bias": True,
+        "max_position_embeddings": 131072, "num_experts_per_tok": 2, "num_local_experts": 16, "original_max_position_embeddings": 4096,
+        "output_router_logits": False, "rms_norm_eps": 1e-05, "rope_scaling": {
+            "long_factor": [2.0] * 8, "long_mscale": 1.243163121016122, "original_max_position_embeddings": 4096, "short_factor": [1.0] * 8,
+            "short_mscale": 1.243163121016122, "type": "longrope"}, "rope_theta": 10000.0, "router_aux_loss_coef": 0.0,
+        "router_jitter_noise": 0.01, "sliding_window": 131072, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True},
     "mellum": {"architectures": ["MellumForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "head_dim": 128, "hidden_act":
                "silu", "layer_types": ["sliding_attention"] * 3 + ["full_attention"], "max_position_embeddings": 131072,
                "mlp_layer_types": ["sparse"] * 4, "moe_intermediate_size": 896, "norm_topk_prob": True, "num_experts": 64,
@@ -147,6 +155,7 @@ def test_published_configs_are_known_to_the_last_key(family: str) -> None:
     ("gpt_neox", "sliding_window", 512), ("gpt_neox", "head_dim", 32),
     ("phi", "qk_layernorm", True), ("phi", "auto_map", {"AutoModel": "modeling_mixformer.MixFormer"}), ("phi", "sliding_window", 9),
     ("olmo", "clip_qkv", 0), ("olmo", "sliding_window", 40), ("olmo", "mlp_bias", True),
+    ("phimoe", "num_experts_per_tok", 3), ("phimoe", "auto_map", {"AutoModel": "modeling_mixtral.Mixtral"}), ("phimoe", "mlp_bias", True),
     ("mellum", "mlp_layer_types", ["dense", "moe", "sparse", "sparse"]), ("mellum", "layer_types", ["chunked_attention"] * 4),
     ("mellum", "decoder_sparse_step", 2), ("mistral4", "layer_types", ["sliding_attention"] * 4), ("mistral4", "rope_parameters", {
         "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "partial_rotary_factor": 0.25}),
@@ -154,6 +163,12 @@ def test_published_configs_are_known_to_the_last_key(family: str) -> None:
     ("solar_open", "auto_map", {"AutoModel": "modeling_other.Other"})])
 def test_what_a_family_cannot_do_is_named(family: str, key: str, value: object) -> None:
     refused({**LLAMA, "model_type": family, **PUBLISHED.get(family, {}), key: value}, key)
+
+
+def test_what_phi_moe_multiplies_turns_by_is_one_number() -> None:
+    base = {**LLAMA, "model_type": "phimoe", **PUBLISHED["phimoe"]}
+    assert {rope.params["attention_factor"] for rope in parse_config(base).ropes} == {1.243163121016122}
+    refused({**base, "rope_scaling": {**base["rope_scaling"], "long_mscale": 1.3}}, "long_mscale")
 
 
 def test_qwen3_next_has_a_layer_to_draft_by_whatever_its_config_says() -> None:

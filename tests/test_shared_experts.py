@@ -32,8 +32,10 @@ from test_moe import CHUNK, DEPTH, EXPERTS, TOP, WIDTH, Layer, close, inputs, li
 
 TOKENS = (1, 3, MOST_COLUMNS, MOST_COLUMNS + 1, 70)
 SHARED_WIDTH = 211
+NEAR = "near"  # whose choice nothing corrects
 ROUTINGS = {"sigmoid": Routing(TOP, True, True, 1.7), "no sum of 1": Routing(TOP, False, True, 0.4), "softmax": Routing(TOP, True),
-            "scaled softmax": Routing(TOP, False, False, 2.5), "of inputs": Routing(TOP, False, True, inputs=True)}
+            "scaled softmax": Routing(TOP, False, False, 2.5), "of inputs": Routing(TOP, False, True, inputs=True),
+            NEAR: Routing(TOP, False, factor=1.3, near=0.6)}
 
 
 class Shared(Layer):
@@ -74,11 +76,15 @@ def test_a_correction_chooses_and_does_not_weigh() -> None:
     assert chosen.tolist() == [[1, 3]] and np.allclose(shares, [[3 * 0.8 / 1.3, 3 * 0.5 / 1.3]])
     assert np.allclose(route(logits, Routing(2, False, True))[1], [[0.8, 2 / 3]])
     assert np.allclose(route(logits, Routing(1, False), np.array([0.0, 0.0, 9.0, 0.0]))[1], [[0.25]])
+    near = Routing(2, False, near=0.5)  # of 4, 3 and 1 the second lies within half of the first, the third within half of neither
+    assert np.allclose(route(np.array([[4.0, 3.0, 1.0]]), near)[1], [[1 / (1 + np.exp(-1)), 1.0]])
+    assert np.allclose(route(np.array([[1.0, 1.0, 1.0]]), near)[1], [[1 / 3, 1 / 2]]), "of equal ones the lower counts as the larger"
     assert np.array_equal(route(np.full((1, 3), -1e4), Routing(2, True, True))[1], [[0.0, 0.0]]), "no share of nothing"
 
 
-@pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize("scaled, corrected", [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("routing, scaled, corrected", [
+    (routing, scaled, corrected) for routing in ROUTINGS for scaled in (False, True)
+    for corrected in ((False,) if routing == NEAR else (False, True))])
 def test_raw_weights_match_the_definition(ops, routing: str, scaled: bool, corrected: bool) -> None:
     layer = Shared(("bf16", "f32"), scaled, corrected)
     for tokens in TOKENS:

@@ -27,9 +27,9 @@ from .sharing import COUNTERS_NBYTES, clear_regions
 # LISTS for `each_product`, BLOCKS and COUNTERS. How tokens are routed: SIGMOID or not, CORRECTION float32 [EXPERTS] or 0, FACTOR, a
 # float64, and KEPT of GROUPS; SCALES_OF float32 [EXPERTS] multiply shares, 0 for none. INTO [T, DEPTH]: where results go instead of being
 # added to X, or 0. WEIGHT of a norm (rms) with EPS, a float64: inputs of visits are normed and multiplied by shares, which results then
-# are not; 0 where the products norm what they read.
+# are not; 0 where the products norm what they read. NEAR, a float64: as `Routing` says, below 0 for none.
 (X, COUNT, DEPTH, EXPERTS, TOP, RENORMALISE, LOGITS, CHOSEN, SHARES, OFFSETS, PLACES, OWNERS, ROWS, HIDDEN, WIDTH, GATED, DOWN, HEADS,
- LISTS, BLOCKS, COUNTERS, SIGMOID, CORRECTION, FACTOR, GROUPS, KEPT, SCALES_OF, INTO, WEIGHT, EPS) = range(30)
+ LISTS, BLOCKS, COUNTERS, SIGMOID, CORRECTION, FACTOR, GROUPS, KEPT, SCALES_OF, INTO, WEIGHT, EPS, NEAR) = range(31)
 SCALED, SCALED_ROWS, SCALED_WIDTH, SCALES = range(4)  # slots of `scale_rows`
 # Records: the kernel's address, then the fields of its matrices; OUT is filled in here.
 GATED_RECORD, DOWN_RECORD = 1 + 2 * FIELDS, 1 + FIELDS
@@ -44,7 +44,7 @@ def route_tokens(args, worker, counter):
     some GROUPS are kept, LOGITS become scores, -inf in the others."""
     a = i64_at(args)
     experts, top, correction, factor = a[EXPERTS], a[TOP], a[CORRECTION], float32(f64_at(args)[FACTOR])
-    scored = correction != 0 or a[KEPT] < a[GROUPS]
+    scored, near = correction != 0 or a[KEPT] < a[GROUPS], float32(f64_at(args)[NEAR])
     while True:
         t = fetch_add(counter, 1)
         if t >= a[COUNT]:
@@ -75,6 +75,11 @@ def route_tokens(args, worker, counter):
                 chosen[at] = chosen[at - 1]
                 at -= 1
             chosen[at] = best
+        if near >= float32(0.0):
+            for j in range(top):
+                share[j] = _near_share(logit, experts, chosen[j], near) * factor
+            _scale(a[SCALES_OF], share, chosen, top)
+            continue
         if a[SIGMOID] != 0 or scored:
             total = float32(0.0)
             for j in range(top):
@@ -99,6 +104,16 @@ def route_tokens(args, worker, counter):
         for j in range(top):
             share[j] = share[j] / total * factor
         _scale(a[SCALES_OF], share, chosen, top)
+
+
+@inlined()
+def _near_share(logit, experts, chosen, near):
+    own, total = logit[chosen], float32(0.0)
+    for e in range(experts):
+        each = logit[e]
+        if (each < own or each == own and e >= chosen) and own - each <= near * max(abs(each), own):
+            total += exp(each - own)
+    return float32(1.0) / total
 
 
 @inlined()

@@ -226,6 +226,8 @@ def _prepared(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: S
     routing, act = asked
     if routing.inputs and (norm.kind != "rms" or apart is not None):
         raise ValueError("shares of inputs go with a norm of kind rms")
+    if routing.near is not None and (correction is not None or routing.kept_groups < routing.groups):
+        raise ValueError("shares of experts that come near go with a choice by logits")
     gathered, norm = (norm, None) if routing.inputs else (None, norm)
     top_k = routing.per_token
     (tokens, depth), count, width = x.shape, len(experts), table.width
@@ -246,9 +248,10 @@ def _prepared(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: S
                       address(table.gated) * few, address(table.down), address(heads), products, blocks, counters, routing.sigmoid,
                       address(correction), 0, routing.groups, routing.kept_groups, 0 if apart is None else address(apart.scales),
                       0 if apart is None else ops.at(take("sum", tokens, depth)),
-                      0 if gathered is None else address(gathered.weight), 0], np.int64)
+                      0 if gathered is None else address(gathered.weight), 0, 0], np.int64)
     block.view(np.float64)[kernels.FACTOR] = routing.factor
     block.view(np.float64)[kernels.EPS] = 0.0 if gathered is None else gathered.eps
+    block.view(np.float64)[kernels.NEAR] = -1.0 if routing.near is None else routing.near
     where = address(block)
     jobs = [(kernels.route_tokens, where, not few), (kernels.group_visits, where, False)]
     if tokens > 1 or not few or routing.inputs:  # one token alone is read where it lies

@@ -356,5 +356,10 @@ def _routed(logits: torch.Tensor, routing: Routing, correction: torch.Tensor | N
         dropped = torch.zeros_like(of_group, dtype=torch.bool).scatter_(1, left_out, True)
         by = grouped.masked_fill(dropped[..., None], -torch.inf).view(by.shape)
     chosen = by.sort(dim=1, descending=True, stable=True).indices[:, : routing.per_token].sort(dim=1).values
+    if routing.near is not None:
+        own, every, numbers = logits.gather(1, chosen)[..., None], logits[:, None], torch.arange(logits.shape[1], device=logits.device)
+        counted = (every < own) | (every == own) & (numbers >= chosen[..., None])
+        counted &= own - every <= routing.near * torch.maximum(every.abs(), own)
+        return chosen, routing.factor / (every - own).masked_fill(~counted, -torch.inf).exp().sum(2)
     shares = scores.gather(1, chosen)
     return chosen, routing.factor * (shares / shares.sum(1, keepdim=True).clamp_min(SMALLEST_SUM) if routing.renormalise else shares)

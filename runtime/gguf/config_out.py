@@ -25,6 +25,7 @@ QUANTIZATION_VERSION = 2
 INDEXED = ": this version reads no indexer, without which they would run as another model"
 UNTRIED = ": this version writes no files of them"
 NOT_WRITTEN = {**dict.fromkeys(("afmoe", "gpt_neox", "hyperclovax", "jais2", "mellum", "youtu"), UNTRIED),
+               "phimoe": ": llama.cpp weighs their experts otherwise",
                "bamba": ": llama.cpp runs them as Granite 4, whose heads turn as a whole",
                "deepseek_v32": INDEXED, "glm_moe_dsa": INDEXED,
                "mistral4": ": this version does not write how their queries grow",

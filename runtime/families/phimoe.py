@@ -1,0 +1,66 @@
+"""Phi 3.5 MoE, Phi mini and tiny MoE: Mixtral's block with layer norms and biases, at the head too, whose router weighs an expert against
+those alone that come near it (SparseMixer v2: L. Liu et al. 2024, arXiv:2409.12136)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
+from ..config_reader import ConfigError, Keys, show
+from ..config_rope import RopeConfig, rope_config
+from . import TensorRule, mixtral, stablelm
+from .deepseek_v3 import refuse_other_code
+from .llama import block
+from .mixtral import NAMES, mixture
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({"attention_bias", "auto_map", "lm_head_bias", "num_experts", "num_experts_per_tok", "num_local_experts",
+                       "router_jitter_noise", "sliding_window"})
+KEYS_HARMLESS = frozenset({"input_jitter_noise", "output_router_logits", "router_aux_loss_coef"})  # of training
+REFUSED_UNLESS: Mapping[str, object] = {"layer_types": None, "mlp_bias": False}
+SIZES = {"vocab_size": 32_064, "hidden_size": 4096, "intermediate_size": 6400, "num_hidden_layers": 32, "num_attention_heads": 32}
+THETA, JITTER = 1e6, 0.01
+CODE = r"(configuration|modeling)_(phi|slim)moe\.PhiMoE\w+"  # of the published ones, which became part of transformers
+MSCALES = ("short_mscale", "long_mscale")  # of rotary positions
+
+
+def config(keys: Keys) -> ModelConfig:
+    refuse_other_code(keys, CODE)
+    base = Defaults(max_position_embeddings=131_072, num_key_value_heads=8, bos=1, eos=(2,), norm_eps=1e-5, sizes=SIZES)
+    layers, width = keys.integer("num_hidden_layers", SIZES["num_hidden_layers"], high=MAX_LAYERS), base.size(keys, "intermediate_size")
+    own = mixture(keys, 16, 2, width, False, range(layers), near=2 * keys.number("router_jitter_noise", JITTER))
+    if own.per_token != 2:
+        raise ConfigError(f"config.json: num_experts_per_tok = {own.per_token} is not supported for phimoe models",
+                          "a token visits two experts of this family")
+
+    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
+        return (_rope(keys, head_dim, positions),) * layers
+
+    bias = keys.flag("attention_bias", False)
+    return decoder_config(keys, base, ropes, windows=(keys.integer("sliding_window", None),) * layers, qkv_bias=bias, o_bias=bias,
+                          norm_kind="layer", mixture=own, head_bias=keys.flag("lm_head_bias", False))
+
+
+def _rope(keys: Keys, head_dim: int, positions: int) -> RopeConfig:
+    """What cos and sin are multiplied by stands beside the factors of longrope, for short texts and for long ones, which is one number."""
+    found = rope_config(keys, head_dim, positions, THETA)
+    section = keys.section("rope_scaling") or keys.section("rope_parameters") or {}
+    short, long = (section.get(name) for name in MSCALES)
+    if found.kind == "default" or short is None and long is None:
+        return found
+    if short != long:
+        raise ConfigError(f"config.json: short_mscale {show(short)} and long_mscale {show(long)} differ, which is not supported",
+                          "the published models have one number for both")
+    scale = Keys(section, "config.json: rotary positions").number(MSCALES[0])
+    return replace(found, params={**found.params, "attention_factor": scale, **dict.fromkeys(MSCALES, scale)})
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    return stablelm.normed(mixtral.layer_tensors(config, layer))
+
+
+def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
+    rules = stablelm.outer_tensors(config)
+    return rules | {"head_bias": TensorRule("lm_head.bias", (config.vocab_size,))} if config.head_bias else rules
