@@ -48,6 +48,9 @@ NEWER = {
         **LLAMA_4, "num_local_experts": 5, "num_experts_per_tok": 2, "interleave_moe_layer_step": 2, "intermediate_size_mlp": 72,
         "num_hidden_layers": 4, "no_rope_layers": [1, 1, 0, 1], "use_qk_norm": False, "attention_bias": True, "tie_word_embeddings": True,
         **rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=1.0, original_max_position_embeddings=64)}, dtype="bfloat16"),
+    "llama4_text, no experts": Case("llama4_text", {
+        **LLAMA_4, "num_local_experts": 0, "num_experts_per_tok": 0, "interleave_moe_layer_step": 0, "moe_layers": [],
+        "intermediate_size_mlp": 72, "no_rope_layers": [1] * 3, "tie_word_embeddings": True, "sliding_window": 40}),
     "llama4, images": Case("llama4_text", {**LLAMA_4, "num_local_experts": 3}, inside="llama4"),
     "mellum": Case("mellum", {**FEW_EXPERTS, "head_dim": 32, "sliding_window": 40, "mlp_layer_types": ["dense", "sparse", "sparse"],
                               "layer_types": TWO_ROPES["layer_types"], "rope_parameters": TWO_ROPES["rope_parameters"]}),

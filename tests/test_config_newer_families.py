@@ -106,6 +106,14 @@ PUBLISHED = {
             "long_factor": [2.0] * 8, "long_mscale": 1.243163121016122, "original_max_position_embeddings": 4096, "short_factor": [1.0] * 8,
             "short_mscale": 1.243163121016122, "type": "longrope"}, "rope_theta": 10000.0, "router_aux_loss_coef": 0.0,
         "router_jitter_noise": 0.01, "sliding_window": 131072, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True},
+    "llama4_text": {  # MobileLLM R1, which lists more layers than it has
+        "architectures": ["Llama4ForCausalLM"], "attention_bias": False, "attention_chunk_size": 32768, "attention_dropout": 0.0,
+        "attn_logit_softcapping": None, "attn_scale": 0.1, "attn_temperature_tuning": False, "bos_token_id": 1, "final_logit_softcapping":
+        None, "floor_scale": 8192, "for_llm_compressor": False, "head_dim": 64, "hidden_activation": "silu", "initializer_range": 0.02,
+        "interleave_moe_layer_step": 0, "intermediate_size_mlp": 4096, "max_position_embeddings": 32768, "moe_layers": [],
+        "no_rope_layers": [1] * 22, "num_experts_per_tok": 0, "num_local_experts": 0, "output_router_logits": False,
+        "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-05, "rope_local_base_freq": 10000.0, "rope_scaling": None, "rope_theta": 8000000.0,
+        "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0, "sliding_window": 512, "tie_word_embeddings": True, "use_qk_norm": True},
     "mellum": {"architectures": ["MellumForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "head_dim": 128, "hidden_act":
                "silu", "layer_types": ["sliding_attention"] * 3 + ["full_attention"], "max_position_embeddings": 131072,
                "mlp_layer_types": ["sparse"] * 4, "moe_intermediate_size": 896, "norm_topk_prob": True, "num_experts": 64,
@@ -332,6 +340,10 @@ def test_layers_of_llama_4() -> None:
     assert [rope is not None for rope in other.ropes] == [True, False, True, True] and not other.qk_norm_unit
     assert other.mixture.layers == {1, 3} and other.layer_ffn == (16384, 88, 16384, 88)
     refused({**base, "layer_types": ["sliding_attention"] * 4}, "layer_types")
+    refused({**base, "num_local_experts": 0, "moe_layers": [1]}, "num_local_experts", "moe_layers")
+    for said in ({"moe_layers": []}, {"interleave_moe_layer_step": 0}, {"num_local_experts": 0, "num_experts_per_tok": 0}):
+        dense = parse_config({**base, **said}, strict=True)
+        assert dense.mixture is None and dense.layer_ffn == (16384,) * 4, said
     table = rope_table(config.rope, 128, 8000, 8000)
     theirs = ROPE_INIT_FUNCTIONS["llama3"](Llama4TextConfig(head_dim=128, rope_parameters={**base["rope_scaling"], "rope_theta": 5e5}),
                                            torch.device("cpu"))[0].numpy()

@@ -1,5 +1,6 @@
 """Llama 4 (Scout, Maverick), text: layers that turn by position, whose queries and keys are normed without a weight, beside layers that do
-not turn; experts of which a token visits one, whose input its share multiplies, beside one that every token visits.
+not turn; experts of which a token visits one, whose input its share multiplies, beside one that every token visits. MobileLLM R1 is the
+same without experts.
 
 Layers that turn see the chunk of text that a token is in alone, the others let their queries grow from a length on. In a text of one chunk
 that is not yet as long both are as if they were not: so far such a model runs, and no further.
@@ -25,10 +26,10 @@ __all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "co
 KEYS_USED = frozenset({"attention_bias", "attention_chunk_size", "attn_temperature_tuning", "floor_scale", "interleave_moe_layer_step",
                        "intermediate_size_mlp", "layer_types", "moe_layers", "no_rope_layer_interval", "no_rope_layers",
                        "num_experts_per_tok", "num_local_experts", "use_qk_norm"})
-# How queries grow beyond what is run; of training and of other programs.
-KEYS_HARMLESS = frozenset({"attn_scale", "cache_implementation", "for_llm_compressor", "output_router_logits", "router_aux_loss_coef",
-                           "router_jitter_noise"})
-REFUSED_UNLESS: Mapping[str, object] = {"mlp_bias": False, "sliding_window": None}
+# How queries grow beyond what is run; of training and of other programs; and of another family, which transformers passes over in this one.
+KEYS_HARMLESS = frozenset({"attn_scale", "cache_implementation", "for_llm_compressor", "hidden_activation", "output_router_logits",
+                           "rope_local_base_freq", "router_aux_loss_coef", "router_jitter_noise", "sliding_window"})
+REFUSED_UNLESS: Mapping[str, object] = {"mlp_bias": False, "query_pre_attn_scalar": 256}  # the latter stated and not read
 SIZES = {"vocab_size": 202_048, "hidden_size": 5120, "intermediate_size": 8192, "num_hidden_layers": 48, "num_attention_heads": 40}
 KINDS = ("chunked_attention", "full_attention")
 LENGTH = 8192  # of a chunk, and from which on queries grow
@@ -38,9 +39,13 @@ def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=131_072, num_key_value_heads=8, head_dim=128, bos=1, eos=(2,), norm_eps=1e-5, theta=5e5,
                     sizes=SIZES)
     layers, width, bias = base.size(keys, "num_hidden_layers"), base.size(keys, "intermediate_size"), keys.flag("attention_bias", False)
-    sized = keys.saying(num_hidden_layers=layers, **({"no_rope_layers": None} if keys.raw.get("no_rope_layers") == [] else {}))
-    turned, sparse = rotated_layers(sized), _sparse(keys, layers)
-    own = mixture(keys, 16, 1, width, False, sparse, "num_local_experts", sigmoid=True, of_inputs=True, shared_width=width)
+    listed = keys.raw.get("no_rope_layers")
+    if isinstance(listed, list):  # the published ones without experts list more layers than they have
+        listed = listed[:layers] or None
+    turned, sparse = rotated_layers(keys.saying(num_hidden_layers=layers, no_rope_layers=listed)), _sparse(keys, layers)
+    own = None
+    if sparse:
+        own = mixture(keys, 16, 1, width, False, sparse, "num_local_experts", sigmoid=True, of_inputs=True, shared_width=width)
     dense = keys.integer("intermediate_size_mlp", 16_384, high=2**22)
     for kind in keys.words("layer_types", layers) or ():
         if kind not in KINDS:
@@ -61,10 +66,14 @@ def config(keys: Keys) -> ModelConfig:
 
 
 def _sparse(keys: Keys, layers: int) -> frozenset[int]:
-    """The layers with experts."""
-    step = keys.integer("interleave_moe_layer_step", 1, high=MAX_LAYERS)
+    """The layers with experts; none where the config states a step of 0, or no experts."""
+    step = keys.integer("interleave_moe_layer_step", 1, low=0, high=MAX_LAYERS)
     listed = keys.layers("moe_layers", layers) if keys.holds("moe_layers") and keys.raw["moe_layers"] is not None else None
-    return frozenset(range(step - 1, layers, step)) if listed is None else listed
+    if keys.raw.get("num_local_experts") == 0 and listed:
+        raise ConfigError(f"config.json: num_local_experts is 0, and moe_layers lists {len(listed)} layers with experts")
+    if listed is None:
+        return frozenset(range(step - 1, layers, step)) if step and keys.raw.get("num_local_experts") != 0 else frozenset()
+    return listed
 
 
 def _most_tokens(keys: Keys) -> tuple[int | None, str]:
@@ -81,7 +90,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     prefix = f"model.layers.{layer}."
     rules = {role: TensorRule(rule.name.replace(".mlp.", ".feed_forward."), rule.shape)
              for role, rule in llama.layer_tensors(config, layer).items()}
-    if layer not in config.mixture.layers:
+    if config.mixture is None or layer not in config.mixture.layers:
         return rules
     found = mixture_tensors(config, f"{prefix}feed_forward.", NAMES, "shared_expert")
     found["router"] = TensorRule(f"{prefix}feed_forward.router.weight", found["router"].shape)

@@ -47,6 +47,7 @@ def stated(config: ModelConfig) -> dict[str, Value]:
 def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """(whether it is so, what files cannot say)."""
     layers, own = range(config.num_hidden_layers), config.mixture
+    yield own is None, "has no experts"
     step = _step(config)
     yield own.layers != frozenset(layers[step - 1 :: step]), f"has experts elsewhere than in every {step}th layer"
     yield [rope is not None for rope in config.ropes] != [(layer + 1) % TURNED_EVERY != 0 for layer in layers], \
