@@ -1,0 +1,68 @@
+"""A pass with a token of each of several texts, in every family: each text's logits are, bit for bit, those of passes of its own."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from effllm.runtime.engine import Engine, open_engine
+from effllm.runtime.prepare import EngineOptions
+from effllm.runtime.side_by_side import Want, side_by_side
+
+sys.path.insert(0, str(Path(__file__).parent))
+from family_models import CASES, written
+from streamed_models import paging, random_model, streaming
+
+# One case of each family.
+BY_FAMILY = {case.family: case for case in reversed(CASES.values()) if not case.images and not case.inside}
+LENGTHS, STEPS = (5, 190, 64), 14  # of prompts: the last one's page is full while it writes, as the first one's sinks are
+
+
+def assert_rows_alone(engine: Engine, turns: bool = False) -> None:
+    """Passes of several against passes of as many other sequences alone; `turns`: the model's can have one text alone."""
+    try:
+        engines, said = side_by_side(engine, 2 * len(LENGTHS))
+        together, alone, rows = engines[: len(LENGTHS)], engines[len(LENGTHS) :], engine.config.vocab_size
+        rng, passes = np.random.default_rng(0), engine.shares
+        for length, one, other in zip(LENGTHS, together, alone, strict=True):
+            ids = rng.integers(0, rows, length).tolist()
+            list(one.prefill(ids))
+            list(other.prefill(ids))
+        assert bool(said) == turns == (passes.most == 1)
+        for _ in range(STEPS):
+            tokens = rng.integers(0, rows, len(LENGTHS)).tolist()
+            expected = []
+            for other, token in zip(alone, tokens, strict=True):
+                expected.append(engine.model.logits(engine.model.forward(np.array([token], np.int64), other.cache))[0].copy())
+            wants = [Want(one, token) for one, token in zip(together, tokens, strict=True)]
+            for begin in range(0, len(wants), passes.most):
+                part = wants[begin : begin + passes.most]
+                passes.run(part)
+                for want, right in zip(part, expected[begin:], strict=False):
+                    assert want.error is None and np.array_equal(want.logits, right)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("family", sorted(BY_FAMILY))
+def test_rows_are_those_of_passes_alone(family: str, tmp_path: Path) -> None:
+    written(BY_FAMILY[family], tmp_path)
+    *_, engine = open_engine(tmp_path, EngineOptions(device="cpu", ctx=256, parallel=2 * len(LENGTHS)))
+    assert_rows_alone(engine, engine.config.state is not None)
+
+
+def test_weights_from_the_disk(tmp_path: Path) -> None:
+    engine = streaming(random_model(tmp_path / "model"), ctx=256, parallel=2 * len(LENGTHS))
+    read = engine.model.pager.traffic
+    assert_rows_alone(engine)
+    assert read.reads > 0
+
+
+def test_experts_from_the_disk(tmp_path: Path) -> None:
+    written(BY_FAMILY["qwen3_moe"], tmp_path)
+    assert_rows_alone(paging(tmp_path, slots=9, ctx=256, parallel=2 * len(LENGTHS)))
+
+
+def test_families_of_every_kind_are_tried() -> None:
+    assert {"llama", "opt", "gemma2", "gemma4_text", "gpt_oss", "qwen3_moe", "deepseek_v3", "cohere", "lfm2"} <= BY_FAMILY.keys()
