@@ -189,17 +189,18 @@ class KVCache(CacheBytes):
         trace: no page is sealed before the last of them, and all lie in the open page of the first."""
         return min(self._start(self._page(self.n) + 1), self._start(self.sealed + 1) + self.shape.window) - self.n
 
-    def commit(self, tokens: int | None = None) -> None:
-        """So many of the step's tokens that are not held yet (None: all) are held now; pages that left the window are sealed. What the
-        others wrote is written over when their places are taken. Raises ValueError for more than the step has, EffllmError where keys or
-        values of a page to be sealed are no numbers: the page stays open then. Where a disk does not take a page, these tokens are not
-        held: EffllmError, or Interrupted."""
+    def commit(self, tokens: int | None = None, seal: bool = True) -> None:
+        """So many of the step's tokens that are not held yet (None: all) are held now; pages that left the window are sealed, or without
+        `seal` by a later commit: a chunk of a prompt goes on, within which no page is packed. What the others wrote is
+        written over when their places are taken. Raises ValueError for more than the step has, EffllmError where keys or values of a page
+        to be sealed are no numbers: the page stays open then. Where a disk does not take a page, these tokens are not held: EffllmError,
+        or Interrupted."""
         left = self.step.position + len(self.step.slots) - self.n
         if tokens is not None and tokens > left:
             raise ValueError(f"{tokens} tokens to commit, the step has {left}")
         before = self.n
         self.n += left if tokens is None else tokens
-        while self.sealed < self.sealed_at(self.n):
+        while seal and self.sealed < self.sealed_at(self.n):
             page, slot = self.sealed, self._slot_of[self.sealed]
             kind = self._kind(page)
             try:

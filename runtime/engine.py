@@ -231,10 +231,9 @@ class Engine(Scoring):
         yield from map(Notice, said)
         started = time.perf_counter()
         try:
-            for piece in self._passes(len(ids) - held):
-                anew = self.anew == len(self.tokens) and as_in_one_reading(self.cache, piece, self.prepared.chunk, self.model.copied_from)
-                x = self._forward(ids[len(self.tokens) : len(self.tokens) + piece], prompt=True)
-                self.read, self.anew = len(self.tokens) - held, len(self.tokens) if anew else self.anew
+            for piece, left, anew in self._pieces(len(ids) - held):
+                x = self._forward(ids[len(self.tokens) : len(self.tokens) + piece], prompt=True, seal=not left)
+                self.read, self.anew = len(self.tokens) - held, len(self.tokens) if anew and not left else self.anew
                 if len(self.tokens) == len(ids):
                     self._logits = self.model.logits(x[-1:])[0]
                 if self.speculation is not None:  # last: what it does with the states may take their place
@@ -245,6 +244,14 @@ class Engine(Scoring):
         except Interrupted:
             self._logits = None
         self.prefill_s += time.perf_counter() - started
+
+    def _pieces(self, tokens: int) -> Iterator[tuple[int, int, bool]]:
+        """Lengths of the passes for `tokens` more of a prompt; of each what it leaves of its chunks for the next, 0 but where others
+        wait, and whether all is held then as reading anew would leave it."""
+        for whole in self._passes(tokens):
+            anew = self.anew == len(self.tokens) and as_in_one_reading(self.cache, whole, self.prepared.chunk, self.model.copied_from)
+            for piece, left in [(whole, 0)] if self.shares is None else self.shares.pieces(whole):
+                yield piece, left, anew
 
     def _passes(self, tokens: int, pages: int | None = None) -> Iterator[int]:
         """Lengths of the passes for `tokens` more: the chunks, or several of them at once where that changes nothing (`passes.py`).
@@ -260,11 +267,16 @@ class Engine(Scoring):
         sinks = min(self.cache.shape.sinks, self.n_ctx // 4)
         return ids[:sinks] + ids[len(ids) - (self.n_ctx // 2 - sinks) :]
 
-    def _forward(self, ids: Sequence[int], prompt: bool = False) -> np.ndarray:
+    def _forward(self, ids: Sequence[int], prompt: bool = False, seal: bool = True) -> np.ndarray:
         self.watch.look(self.cache)
+        started = time.perf_counter()
         with self.keeping_what_is_whole():
-            x = self.model.forward(np.array(ids, np.int64), self.cache, prompt=prompt)
+            x = self.model.forward(np.array(ids, np.int64), self.cache, commit=seal, prompt=prompt)
+            if not seal:
+                self.cache.commit(seal=False)
         self.tokens.extend(ids)
+        if self.shares is not None and prompt:
+            self.shares.read(len(ids), time.perf_counter() - started)
         return x
 
     @contextmanager

@@ -54,6 +54,8 @@ class Rounds(Generic[Key]):
     def _goes_on(self, key: Key) -> Iterator[tuple[Key, Event | Exception | None]]:
         """An answer to the end of its turn."""
         last: Exception | None = None
+        if self._passes is not None:
+            self._passes.is_alone = len(self._events) == 1
         try:
             for event in self._events[key]:
                 if not isinstance(event, Turn):

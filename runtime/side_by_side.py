@@ -8,7 +8,7 @@ attention), the sequences take turns, a pass each: their answers still come side
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,8 @@ from .joint_cache import JointCache
 if TYPE_CHECKING:
     from .engine import Engine
 
+PIECE_S = 0.5  # that others wait for a piece of a prompt, about
+LEAST = 64  # tokens of one: of fewer each takes longer, 32 in a pass twice as long as in one of 512
 MOST = REPEATED  # tokens of a pass at most: as many as any kernel takes as tokens of an answer, and as passes that come again have
 
 
@@ -44,6 +46,23 @@ class SharedPasses:
     def __init__(self, engine: Engine) -> None:
         self._model, self._host, self.apart = engine.model, engine.backends["cpu"], hindrance(engine)
         self._known: dict[int, tuple[object, ...]] = {}
+        self.is_alone = False  # nobody waits for the one that goes on
+        # Every pass would read weights from the disk, or copy them to a card, again.
+        self._cuts, self._rate = engine.model.pager.stays and "cuda" not in engine.backends, 0.0
+
+    def pieces(self, tokens: int) -> Iterator[tuple[int, int]]:
+        """Lengths of the passes over so many tokens of a prompt, which change nothing of it, each with how many are left: where others
+        wait, as many as take PIECE_S, and never as few as are multiplied like tokens of an answer."""
+        while tokens:
+            most = tokens if self.is_alone or not self._cuts else max(LEAST, int(self._rate * PIECE_S))
+            piece = -(-tokens // -(-tokens // most))
+            tokens -= piece
+            yield piece, tokens
+
+    def read(self, tokens: int, seconds: float) -> None:
+        """A pass over so many tokens of a prompt took so long."""
+        if tokens >= LEAST // 2:
+            self._rate = tokens / max(seconds, 1e-6)
 
     @property
     def most(self) -> int:

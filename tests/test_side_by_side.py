@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import effllm
@@ -136,6 +137,51 @@ def test_one_writes_while_another_reads(replies):
     before = [key for key, _ in came[:first]]
     pieces = [index for index, key in enumerate(before) if key == "reads"]
     assert len(pieces) >= 2 and all("writes" in before[one:other] for one, other in zip(pieces, pieces[1:]))
+
+
+@pytest.mark.parametrize("length", [100, 700, 1000])
+def test_pieces_of_a_prompt_leave_what_its_chunks_do(engines, length, monkeypatch):
+    """Read while others wait, in passes of any length, a prompt leaves the same pages and the same logits, packed where they would be."""
+    shares, (one, other, *_) = engines[0].shares, engines
+    ids = [5 + (7 * i * i + i // 3) % 900 for i in range(length)]
+    monkeypatch.setattr(shares, "is_alone", True)
+    one.reset()
+    assert len(list(one.prefill(ids))) < 3
+    expected = one._logits.copy()
+    monkeypatch.setattr(shares, "is_alone", False)
+    for tokens_per_s in (0.0, 150.0, 333.0):
+        monkeypatch.setattr(shares, "read", lambda tokens, seconds: None)
+        monkeypatch.setattr(shares, "_rate", tokens_per_s)
+        other.reset()
+        assert len(list(other.prefill(ids))) >= length // 200 - 1
+        assert np.array_equal(other._logits, expected) and other.anew == one.anew
+        assert (other.cache.n, other.cache.sealed) == (one.cache.n, one.cache.sealed)
+        assert other.cache.exact_blocks() == one.cache.exact_blocks()
+        for page in range(other.cache.sealed):
+            for mine, right in zip(other.cache.read(page), one.cache.read(page), strict=True):
+                assert np.array_equal(mine, right)
+
+
+def test_a_prompt_that_is_left_amid_a_chunk_goes_on_as_if_it_were_not(engines, monkeypatch):
+    shares, (one, other, *_) = engines[0].shares, engines
+    ids = [5 + (7 * i * i + i // 3) % 900 for i in range(1000)]
+    monkeypatch.setattr(shares, "is_alone", True)
+    one.reset()
+    list(one.prefill(ids))
+    expected = one._logits.copy()
+    monkeypatch.setattr(shares, "is_alone", False)
+    for pieces in (3, 5):
+        other.reset()
+        monkeypatch.setattr(shares, "_rate", 0.0)
+        monkeypatch.setattr(shares, "read", lambda tokens, seconds: None)
+        reading = other.prefill(ids)
+        for _ in range(pieces):
+            next(reading)
+        reading.close()
+        monkeypatch.setattr(shares, "is_alone", True)
+        list(other.prefill(ids))
+        assert np.array_equal(other._logits, expected) and other.reused > 0
+        monkeypatch.setattr(shares, "is_alone", False)
 
 
 def test_an_answer_that_is_left_and_one_that_fails_end_alone(replies):

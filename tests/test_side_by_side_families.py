@@ -20,15 +20,16 @@ LENGTHS, STEPS = (5, 190, 64), 14  # of prompts: the last one's page is full whi
 
 
 def assert_rows_alone(engine: Engine, turns: bool = False) -> None:
-    """Passes of several against passes of as many other sequences alone; `turns`: the model's can have one text alone."""
+    """Passes of several against passes of as many other sequences alone, prompts in pieces against prompts in chunks; `turns`: a pass of
+    this model's has one text alone."""
     try:
         engines, said = side_by_side(engine, 2 * len(LENGTHS))
         together, alone, rows = engines[: len(LENGTHS)], engines[len(LENGTHS) :], engine.config.vocab_size
         rng, passes = np.random.default_rng(0), engine.shares
         for length, one, other in zip(LENGTHS, together, alone, strict=True):
             ids = rng.integers(0, rows, length).tolist()
-            list(one.prefill(ids))
-            list(other.prefill(ids))
+            for reads, passes.is_alone in ((one, False), (other, True)):  # in pieces, and in chunks
+                list(reads.prefill(ids))
         assert bool(said) == turns == (passes.most == 1)
         for _ in range(STEPS):
             tokens = rng.integers(0, rows, len(LENGTHS)).tolist()
