@@ -67,6 +67,8 @@ def test_blocks_of_experts_and_of_fused_tensors(tmp_path: Path, name: str, kind:
 
 
 @pytest.mark.parametrize(("name", "changes", "said"), [
+    ("afmoe", {"mup_enabled": False}, "multiplies its embedding"), ("afmoe", {"attention_bias": True}, "biases on o"),
+    ("afmoe", {"global_attn_every_n_layers": 2}, "every 4th layer"),
     ("arcee", {"mlp_bias": True}, "biases on o"), ("arcee", {"hidden_act": "relu"}, "relu where relu2 is meant"),
     ("ernie4_5", {"use_bias": True}, "biases on o"),
     ("glm4", rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64), "kind llama3"),

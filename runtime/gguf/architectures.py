@@ -119,6 +119,14 @@ _HALVES = {"config": {"mlp_hidden_act": "relu2"}, "layer_names": half_layers.NAM
 _GRANITE_SCALES = {"attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
                    "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling"}
 ARCHITECTURES = {
+    "afmoe": Architecture("afmoe", config={"mup_enabled": True}, experts=("mlp", qwen3_moe.NAMES), pattern=True,
+                          whole={f"{ROUTER}.weight": "mlp.router.gate.weight"}, keys={
+                              **_GLM_COUNTS, "expert_count": "num_experts", "expert_shared_count": "num_shared_experts",
+                              "leading_dense_block_count": "num_dense_layers", "expert_weights_scale": "route_scale",
+                              "expert_weights_norm": "route_norm"}, layer_names={
+                              "post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_mlp_layernorm", "post_ffw_norm":
+                              "post_mlp_layernorm", "attn_gate": "self_attn.gate_proj", CORRECTION: "mlp.expert_bias",
+                              **{part: f"mlp.shared_experts.{own}" for part, own in SHARED_EXPERT.items()}}),
     "llama": Architecture("llama", interleaved=True, keys={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
                           experts=("block_sparse_moe", mixtral.NAMES)),
     "qwen2": Architecture("qwen2"),
@@ -238,7 +246,7 @@ BY_FAMILY = dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), laten
     "llama4", "minimax_m2": "minimax-m2", "ministral3": "mistral3", "mistral": "llama", "mixtral": "llama", "olmo3": "olmo2", "phi":
     "phi2", "qwen2_moe": "qwen2moe", "qwen3_5_moe_text": "qwen35moe", "qwen3_5_text": "qwen35", "qwen3_moe": "qwen3moe", "qwen3_next":
     linear_attention.JOINED, "solar_open": "glm4moe"} | {
-    name: name for name in ("apertus", "arcee", "cohere2", "dots1", "ernie4_5", "exaone4", "gemma", "gemma2", "glm4", "granite",
+    name: name for name in ("afmoe", "apertus", "arcee", "cohere2", "dots1", "ernie4_5", "exaone4", "gemma", "gemma2", "glm4", "granite",
                             "granitemoe", "lfm2", "llama", "nemotron", "nemotron_h", "olmo", "olmo2", "olmoe", "phi3", "qwen2", "qwen3",
                             "seed_oss", "smollm3", "stablelm", "starcoder2")}
 
@@ -296,7 +304,8 @@ ROLES = {
     "embed": "token_embd", "norm": "output_norm", "head": "output", "input_norm": "attn_norm", "post_norm": "ffn_norm", "q": "attn_q",
     "k": "attn_k", "v": "attn_v", "o": "attn_output", "q_norm": "attn_q_norm", "k_norm": "attn_k_norm", "o_norm": "post_attention_norm",
     "down_norm": "post_ffw_norm", "gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down", "router": ROUTER,
-    "shared.scale": SHARE, "correction": CORRECTION, **linear_attention.ROLES, **latent_attention.ROLES, **nextn.ROLES,
+    "attn_gate": "attn_gate", "shared.scale": SHARE, "correction": CORRECTION, **linear_attention.ROLES, **latent_attention.ROLES,
+    **nextn.ROLES,
     **{f"shared.{own.removesuffix('_proj')}": part for part, own in SHARED_EXPERT.items()},
 }
 

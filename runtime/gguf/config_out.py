@@ -18,13 +18,13 @@ from ..config_rope import GROWTH, RopeConfig
 from ..rope import RopeTable, rope_table
 from . import apertus, gemma4, half_layers, latent_attention, llama4, stateful, yarn
 from .architectures import ARCHITECTURES, BY_FAMILY, FACTORS, LONG, SHORT, UNTURNED, Architecture, file_architecture
-from .family_keys import COHERE2_EVERY, EXAONE4_EVERY, EXAONE4_LAYERS, OLMO3_EVERY, OTHER_SCALE, SIGMOID
+from .family_keys import AFMOE_EVERY, COHERE2_EVERY, EXAONE4_EVERY, EXAONE4_LAYERS, OLMO3_EVERY, OTHER_SCALE, SIGMOID
 
 TYPES = {"F16": 1, "Q8_0": 7, "Q4_0": 2}  # what a person may ask for -> general.file_type
 QUANTIZATION_VERSION = 2
 INDEXED = ": this version reads no indexer, without which they would run as another model"
 UNTRIED = ": this version writes no files of them"
-NOT_WRITTEN = {**dict.fromkeys(("afmoe", "gpt_neox", "hyperclovax", "jais2", "mellum", "youtu"), UNTRIED),
+NOT_WRITTEN = {**dict.fromkeys(("gpt_neox", "hyperclovax", "jais2", "mellum", "youtu"), UNTRIED),
                "phimoe": ": llama.cpp weighs their experts otherwise",
                "bamba": ": llama.cpp runs them as Granite 4, whose heads turn as a whole",
                "deepseek_v32": INDEXED, "glm_moe_dsa": INDEXED,
@@ -33,10 +33,11 @@ NOT_WRITTEN = {**dict.fromkeys(("afmoe", "gpt_neox", "hyperclovax", "jais2", "me
                "gpt_oss": ": this version does not write their experts, in MXFP4 with biases"}
 WITHOUT_WINDOW = ("mistral", "mixtral", "phi3", "starcoder2")  # families whose windows llama.cpp passes over
 # All but every so-manieth layer has one.
-WINDOW_EVERY = {"cohere2": COHERE2_EVERY, "exaone_moe": EXAONE4_EVERY, "gemma2": 2, "gemma3_text": 6, "olmo3": OLMO3_EVERY}
+WINDOW_EVERY = {"afmoe": AFMOE_EVERY, "cohere2": COHERE2_EVERY, "exaone_moe": EXAONE4_EVERY, "gemma2": 2, "gemma3_text": 6, "olmo3":
+                OLMO3_EVERY}
 # Families whose rotary frequencies llama.cpp divides by no tensor.
-UNDIVIDED = ("cohere", "cohere2", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe", "exaone_moe", "falcon_h1", "gemma",
-             "glm", "glm4", "glm4_moe", "glm4_moe_lite", "hunyuan_v1_dense", "hunyuan_v1_moe", "lfm2", "lfm2_moe", "minimax_m2",
+UNDIVIDED = ("afmoe", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe", "exaone_moe", "falcon_h1",
+             "gemma", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "hunyuan_v1_dense", "hunyuan_v1_moe", "lfm2", "lfm2_moe", "minimax_m2",
              "nemotron", "olmo", "olmo2", "olmo3", "phi", "qwen2_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "seed_oss",
              "solar_open", "stablelm", "starcoder2")
 # Families whose heads llama.cpp takes to be as wide as the model together.
@@ -47,7 +48,7 @@ ACTS = {"apertus": "xielu", **dict.fromkeys(("arcee", "nemotron", "nemotron_h"),
         **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "gemma4_text", "phi", "starcoder2"), "gelu_tanh")}
 UNGROUPED = ("dots1", "olmoe")  # families whose heads llama.cpp takes to have keys and values of their own
 # Families whose files say how experts are scored and weighed.
-STATED_SUM = ("deepseek_v2", "deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite", "solar_open")
+STATED_SUM = ("afmoe", "deepseek_v2", "deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite", "solar_open")
 LEADING_DENSE = (*STATED_SUM, "ernie4_5_moe", "lfm2_moe")  # whose first layers have no experts
 CONVOLVED = ("lfm2", "lfm2_moe")
 NORMED_FROM = 64  # layers: smaller models of Cohere's have no norms of queries and keys
@@ -92,7 +93,7 @@ def _departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
         yield from gemma4.departures(config)
     else:
         yield family not in WITHOUT_WINDOW and set(config.windows) != {None}, "has a sliding window"
-    if family.startswith("gemma"):
+    if family.startswith("gemma") or family == "afmoe":
         yield not np.isclose(config.embedding_multiplier, config.hidden_size**0.5, rtol=1e-2), "multiplies its embedding otherwise"
     if family in ("gemma2", "gemma3_text"):
         whole = OTHER_SCALE[BY_FAMILY[family]] == config.num_hidden_layers
@@ -194,6 +195,8 @@ def _of_family(config: ModelConfig) -> dict[str, Value]:
         if config.family in LEADING_DENSE and config.family not in CONVOLVED:
             keys |= {"expert_shared_count": (config.mixture.shared_width or 0) // config.mixture.width,
                      "leading_dense_block_count": min(config.mixture.layers, default=config.num_hidden_layers)}
+        if config.family == "afmoe":  # of which what all tokens visit is an MLP
+            keys["expert_shared_count"] = config.ffn_of(config.num_hidden_layers - 1) // config.mixture.width
         if config.family == "hunyuan_v1_moe":
             keys |= {"expert_feed_forward_length": config.mixture.width, "expert_shared_count": 1,
                      "expert_shared_feed_forward_length": config.mixture.shared_width}

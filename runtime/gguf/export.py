@@ -29,7 +29,7 @@ from ..config import ModelConfig, read_config
 from ..container import read_container
 from ..convert_plan import MATRICES
 from ..events import Notice, Progress
-from ..families import SHARED, expert_of, kind_of
+from ..families import EXPERT, SHARED, expert_of, kind_of
 from ..generation_config import read_generation_config
 from ..outliers import check_outliers
 from ..source import is_rounded, licence_of, open_store
@@ -184,7 +184,9 @@ def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], config: ModelC
     for key, roles in (("outer", outer), *layers, (config.num_hidden_layers, beside)):
         grouped: dict[str, list[tuple[str, ModelTensor]]] = {}
         for role, tensor in roles.items():
-            own, end = file_part(role, found), "bias" if role.endswith("_bias") or role == "correction" else "weight"
+            shared = role in EXPERT and "router" in roles and config.family == "afmoe"  # the MLP that stands for what all tokens visit
+            own = file_part(f"shared.{role}" if shared else role, found)
+            end = "bias" if role.endswith("_bias") or role == "correction" else "weight"
             block = "" if key == "outer" else f"blk.{half_layers.block_of(config, key, role)}."
             grouped.setdefault(block + (own if own in found.whole else f"{parts.get(own, own)}.{end}"), []).append((role, tensor))
         for name, members in grouped.items():

@@ -16,7 +16,7 @@ SIGMOID = 2  # how experts are scored
 USUAL_WINDOW = 4096  # of every size of Gemma 2, EXAONE 4 and StarCoder 2
 USUAL_WINDOW_MOE = 128  # of K-EXAONE
 USUAL_THETA = 10_000.0
-OLMO3_EVERY = EXAONE4_EVERY = COHERE2_EVERY = 4  # all but the last of so many layers have a window
+AFMOE_EVERY = OLMO3_EVERY = EXAONE4_EVERY = COHERE2_EVERY = 4  # all but the last of so many layers have a window
 EXAONE4_LAYERS = 64  # of the one size that has windows
 PATTERN = ".attention.sliding_window_pattern"
 OTHER_SCALE = {"gemma2": 46, "gemma3": 62}  # the layers of the one size whose scores are scaled by width over heads
@@ -65,6 +65,12 @@ def add_family(header: GgufHeader, raw: dict[str, object]) -> None:
     elif raw["model_type"] == "minimax_m2":
         _scored(header, raw)
         raw |= {"sliding_window": window, "partial_rotary_factor": raw.get("partial_rotary_factor", 1.0)}
+    elif raw["model_type"] == "afmoe":
+        _scored(header, raw)
+        raw |= {"attention_bias": "blk.0.attn_q.bias" in header.tensors, "sliding_window": window, "layer_types":
+                layer_types(header, raw["num_hidden_layers"], AFMOE_EVERY if window else 1)}
+        for key, usual in (("route_norm", False), ("num_dense_layers", 0)):  # what llama.cpp takes for granted
+            raw.setdefault(key, usual)
     elif raw["model_type"] == "exaone_moe":
         _exaone_moe(header, raw, window if stated is not None else USUAL_WINDOW_MOE)
     elif raw["model_type"] in ("cohere", "cohere2"):
