@@ -91,6 +91,8 @@ class Answer:
             return parts
 
         try:
+            if engine.shares is not None:
+                yield from engine.shares.waits(engine, ids, self.cancelled)
             for progress in engine.prefill(ids):
                 yield progress
                 if engine.shares is not None and isinstance(progress, Progress):

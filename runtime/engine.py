@@ -131,6 +131,7 @@ class Engine(Scoring):
         self.watch = Watch(mapped=options.load == "mmap", shed=self.model.pager.shed)
         self.tokens: list[int] = []
         self.anew = 0  # the first of them that are held as reading them in one prompt, from an empty cache, leaves them
+        self.reading: list[int] = []  # the prompt, while it is read
         self.truncated = False
         self.reused = self.read = 0  # tokens of the last prompt that the cache already held, and that were run
         self.load_s = 0.0
@@ -227,7 +228,7 @@ class Engine(Scoring):
             ids = self._shortened(ids)
         held = common_prefix(self.tokens, ids)
         held, said = self.recall(ids, self.cache.truncate(min(held, len(ids) - 1)))
-        self.tokens, self.reused, self.read, self.anew = ids[:held], held, 0, min(self.anew, held)
+        self.tokens, self.reused, self.read, self.anew, self.reading = ids[:held], held, 0, min(self.anew, held), ids
         yield from map(Notice, said)
         started = time.perf_counter()
         try:
@@ -243,6 +244,8 @@ class Engine(Scoring):
                     yield Progress("reading the prompt", len(self.tokens), len(ids), "tokens", rate=rate)
         except Interrupted:
             self._logits = None
+        finally:
+            self.reading = []
         self.prefill_s += time.perf_counter() - started
 
     def _pieces(self, tokens: int) -> Iterator[tuple[int, int, bool]]:

@@ -21,6 +21,7 @@ from .events import Call, Done, Event, Notice, PromptRead, TextDelta
 from .passes import common_prefix
 from .prompting import NO_SYSTEM_ROLE, NO_TEMPLATE, Prompts
 from .sampler import Sampler, SamplerSettings
+from .shared_prefix import WORTH
 from .text import Tokenizer
 
 if TYPE_CHECKING:
@@ -54,21 +55,24 @@ class Wish:
 
 @dataclass
 class Slot:
-    """A sequence, which one answer after the other goes to. `prompts` knows what its cache holds as a text; `used`: when it had its last
-    answer, in answers of all."""
+    """A sequence, which one answer after the other goes to. `prompts` knows what its cache holds as a text; `prompt`: tokens of the last
+    one; `used`: when it had its last answer, in answers of all."""
 
     engine: Engine
     prompts: Prompts
     kept: KeptPrompts | None
+    prompt: int = 0
     used: int = 0
     is_free: bool = True
 
     def saves(self, prompt: str | list[int], plain: list[int]) -> int:
-        """Tokens of a prompt that are held here, less those that it takes the place of; 0 where these are more. `plain`: the ids of a text
-        that goes on from nothing that is held."""
-        ids = plain if isinstance(prompt, list) else self.prompts.behind(self.prompts.held, prompt) or plain
-        has = common_prefix(self.engine.tokens, ids)
-        return max(0, 2 * has - len(self.engine.tokens))
+        """Tokens of a prompt that are held here and need not be read; 0 where it would take the place of another one's, whose beginning can
+        be copied from here instead. `plain`: the ids of a text that goes on from nothing that is held."""
+        engine, ids = self.engine, plain
+        if isinstance(prompt, str):
+            ids = self.prompts.behind(self.prompts.held, prompt) or plain
+        has = engine.cache.reach(min(common_prefix(engine.tokens, ids), len(ids) - 1))
+        return has if min(self.prompt, len(engine.tokens)) - has < WORTH else 0
 
 
 class Replies:
@@ -113,6 +117,7 @@ class Replies:
             ids = own.prompts.encoded(prompt)
             if own.kept is not None:
                 ids = yield from own.kept.turn_to(prompt, ids, own.prompts)
+            own.prompt = len(ids)
             think, marks = self.tokenizer.reasoning(ids, tools is not None), None
             if tools:
                 think, marks = calling.reading(think, tools), calling.marks
@@ -142,6 +147,7 @@ class Replies:
         with self._slot_for(ids) as own:
             if own.kept is not None:
                 ids = yield from own.kept.turn_to(None, ids, own.prompts)
+            own.prompt = len(ids)
             yield from self._answer(own.engine, ids, wish, cancelled, None, raw=True)
 
     @contextmanager

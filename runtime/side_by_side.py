@@ -8,8 +8,9 @@ attention), the sequences take turns, a pass each: their answers still come side
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,6 +20,7 @@ from ..offload.notes import Fallback, refuse_fallbacks
 from ..quant.kv import codec
 from .events import Turn
 from .joint_cache import JointCache
+from .shared_prefix import is_coming, lend
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -45,10 +47,16 @@ class SharedPasses:
 
     def __init__(self, engine: Engine) -> None:
         self._model, self._host, self.apart = engine.model, engine.backends["cpu"], hindrance(engine)
+        self.others: dict[int, list[Engine]] = {}  # of each engine, by identity
         self._known: dict[int, tuple[object, ...]] = {}
         self.is_alone = False  # nobody waits for the one that goes on
         # Every pass would read weights from the disk, or copy them to a card, again.
         self._cuts, self._rate = engine.model.pager.stays and "cuda" not in engine.backends, 0.0
+
+    def waits(self, engine: Engine, ids: Sequence[int], cancelled: Callable[[], bool]) -> Iterator[Turn]:
+        """Before a prompt is read: let another sequence go on that reads its beginning, which is copied then."""
+        while is_coming(engine, self.others[id(engine)], ids) and not cancelled():
+            yield Turn()
 
     def pieces(self, tokens: int) -> Iterator[tuple[int, int]]:
         """Lengths of the passes over so many tokens of a prompt, which change nothing of it, each with how many are left: where others
@@ -133,4 +141,7 @@ def side_by_side(engine: Engine, sequences: int) -> tuple[list[Engine], list[Fal
     if engine.options.strict:
         refuse_fallbacks(said)
     engines = [engine, *(engine.another() for _ in range(sequences - 1))]
+    for each in engines:
+        each.recall = partial(lend, each, others := [other for other in engines if other is not each])
+        shared.others[id(each)] = others
     return engines, said

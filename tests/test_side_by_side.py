@@ -143,6 +143,8 @@ def test_one_writes_while_another_reads(replies):
 def test_pieces_of_a_prompt_leave_what_its_chunks_do(engines, length, monkeypatch):
     """Read while others wait, in passes of any length, a prompt leaves the same pages and the same logits, packed where they would be."""
     shares, (one, other, *_) = engines[0].shares, engines
+    for engine in engines:  # none copies what another has read
+        monkeypatch.setattr(engine, "recall", lambda ids, held: (held, []))
     ids = [5 + (7 * i * i + i // 3) % 900 for i in range(length)]
     monkeypatch.setattr(shares, "is_alone", True)
     one.reset()
@@ -164,6 +166,8 @@ def test_pieces_of_a_prompt_leave_what_its_chunks_do(engines, length, monkeypatc
 
 def test_a_prompt_that_is_left_amid_a_chunk_goes_on_as_if_it_were_not(engines, monkeypatch):
     shares, (one, other, *_) = engines[0].shares, engines
+    for engine in engines:  # none copies what another has read
+        monkeypatch.setattr(engine, "recall", lambda ids, held: (held, []))
     ids = [5 + (7 * i * i + i // 3) % 900 for i in range(1000)]
     monkeypatch.setattr(shares, "is_alone", True)
     one.reset()
@@ -234,6 +238,35 @@ def test_a_conversation_goes_on_where_it_was(replies):
     new, _ = written(replies, {"new": replies.complete("Once upon a time", wish(max_tokens=3))})
     assert new["new"].stats.cached_tokens <= 1
     assert [len(slot.engine.tokens) > 20 for slot in replies._slots].count(True) == 3
+
+
+def test_a_beginning_that_another_has_read_is_copied(replies, monkeypatch):
+    """Beside an answer that is being written, and where several come at once: the first reads, the others wait for it."""
+    before = FOX * 50
+    wanted = {who: lambda who=who: replies.reply(asked(f"{before} And the {who}?"), wish(max_tokens=40)) for who in ("king", "sea", "boat")}
+    alone = one_by_one(replies, wanted)
+    rounds = Rounds(replies.engine.shares)
+    rounds.begin("first", wanted["king"]())
+    while not rounds._writing:
+        list(rounds.round())
+    ends, _ = written(replies, {"second": wanted["sea"]()}, rounds)
+    assert (ends["second"].stats.token_ids, ends["first"].stats.token_ids) == (alone["sea"], alone["king"])
+    read, cached = ends["second"].stats.read_tokens, ends["second"].stats.cached_tokens
+    assert cached > 512 and read + cached == ends["second"].stats.prompt_tokens and not ends["first"].stats.cached_tokens
+    for slot in replies._slots:
+        slot.engine.reset()
+    ends, _ = written(replies, {key: start() for key, start in wanted.items()})
+    assert tokens_of(ends) == alone
+    assert sorted(done.stats.cached_tokens > 512 for done in ends.values()) == [False, True, True]
+
+
+def test_a_prompt_that_begins_as_another_does_takes_no_place_of_it(replies):
+    """Long ones with a beginning in common lie in sequences of their own; a new answer to the same one goes where that lies."""
+    for who, cached in (("king", False), ("sea", True), ("sea", True), ("boat", True)):
+        text = FOX * 32 + f"{who} " * 280
+        ends, _ = written(replies, {who: replies.reply(asked(text), wish(max_tokens=5))})
+        assert (ends[who].stats.cached_tokens > 128) == cached
+    assert [len(slot.engine.tokens) > 300 for slot in replies._slots] == [True, True, True, False]
 
 
 def test_calls_of_tools_are_each_answers_own(replies):
