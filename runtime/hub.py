@@ -23,6 +23,7 @@ COMMIT = re.compile(r"[0-9a-f]{7,40}")
 INDEX = "model.safetensors.index.json"
 # What makes a folder of weights run alone, and with it what its licence asks to be passed on.
 RANKS = ("tekken.json", "tiktoken.model", "hy.tiktoken")  # tokenizers that are read where there is no tokenizer.json
+PIECES = "tokenizer.model"  # and SentencePiece's, which many have beside it
 SETTINGS = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt",
             "chat_template*", *RANKS)
 COMPANIONS = (*SETTINGS, "LICENSE*", "LICENCE*", "NOTICE*", "README*", "USE_POLICY*")

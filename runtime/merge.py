@@ -35,7 +35,7 @@ from .config_reader import read_json
 from .container import read_container
 from .convert import check_space, check_target, copied
 from .events import Notice, Progress
-from .hub import RANKS
+from .hub import PIECES, RANKS
 from .source import is_rounded
 
 PEFT, MLX = "adapter_model.safetensors", "adapters.safetensors"
@@ -52,7 +52,7 @@ REFUSED = {"target_parameters": "matrices of parameters that are no weights of t
            "arrow_config": "a choice among adapters", "monteclora_config": "drawn matrices"}
 # How an adapter may begin that is added to the model's own weights; other ways change these first.
 BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
-VOCABULARIES = ("tokenizer.json", *RANKS)
+VOCABULARIES = ("tokenizer.json", *RANKS, PIECES)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from . import families
 from .config import ModelConfig
 from .made_store import MadeStore
 
-IN_ONE = ("gpt_neox", "qwen3_next")  # families whose folders hold matrices in one another, row by row
+IN_ONE = ("gpt_neox", "internlm2", "qwen3_next")  # families whose folders hold matrices in one another, row by row
 STACKED = ("stablelm",)  # and those that may hold rows of one apart
 
 

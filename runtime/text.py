@@ -16,7 +16,7 @@ import tokenizers
 
 from .. import EffllmError, ModelNotFound
 from ..offload.header import is_gguf
-from .hub import RANKS
+from .hub import PIECES, RANKS
 from .small_file import JSON_NBYTES, TOKENIZER_NBYTES, read_whole
 from .stream_filters import ANSWER_SIGNS, ANSWER_TAGS, CALL_MARKS, OF_TEMPLATES, THINK_TAGS, ChannelFilter, ThinkFilter, ThinkTags
 from .template import ChatTemplate, TemplateError, load_template
@@ -284,13 +284,18 @@ def has_words_of_mistral(number_of: Callable[[str], int | None]) -> bool:
 
 
 def _open_ranks(folder: Path, settings: Mapping[str, Any]) -> "Ranks | None":
-    """The tokenizer of a folder that has a file of ranks and no tokenizer.json."""
-    path = None if (folder / "tokenizer.json").exists() else next((path for name in RANKS if (path := folder / name).exists()), None)
+    """The tokenizer of a folder that has a file of ranks or pieces and no tokenizer.json."""
+    named = () if (folder / "tokenizer.json").exists() else (*RANKS, PIECES)
+    path = next((path for name in named if (path := folder / name).exists()), None)
     if path is None:
         return None
     from .rank_vocabulary import RanksError, read_ranks
 
     try:
+        if path.name == PIECES:
+            from .piece_vocabulary import read_pieces
+
+            return read_pieces(path, settings)
         return read_ranks(path, settings)
     except RanksError as error:
         raise TokenizerError(f"{path} is not a tokenizer that can be read: {error}",
@@ -360,7 +365,7 @@ def refused(error: BaseException, what: str) -> BaseException:
 
 
 def _without_tokenizer(folder: Path) -> str:
-    if (folder / "tokenizer.model").exists() or (folder / "vocab.json").exists():
+    if (folder / "vocab.json").exists():
         return "write one with transformers: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
     return "copy tokenizer.json from the model's repository into the folder"
 

@@ -48,6 +48,8 @@ POWERS = {"attention_in_multiplier": 0.5, "attention_out_multiplier": 4.0, "embe
 HEADS = {"mamba_num_heads": 6, "mamba_head_dim": 32, "ssm_state_size": 16}  # of state spaces
 MODELS = {
     "llama": Case("llama", {"tie_word_embeddings": True}),
+    "internlm2": Case("internlm2"),
+    "internlm3": Case("internlm3", {"head_dim": 32}),
     "iquestcoder": Case("iquestcoder", {"head_dim": 32}),
     "mistral": Case("mistral", {"sliding_window": None, "head_dim": 32}),
     "ministral3": Case("ministral3", {"head_dim": 32, "rope_parameters": GROWING}),

@@ -32,10 +32,12 @@ from family_sizes import (
     rope,
 )
 from newer_cases import NEWER, SIGHT, SIGHTS
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from effllm.runtime.engine import Engine, EngineOptions, open_engine
 
+LIKE = {"internlm2": "llama"}  # families that transformers does not have, by the one that computes the same
 TOLERANCE = 1e-4  # of the largest logit
 # The models that take images, by their text part.
 IMAGES = {"gemma3_text": "gemma3", "gemma4_text": "gemma4", "gemma4_unified_text": "gemma4_unified",
@@ -263,7 +265,7 @@ CASES = {
 
 def written(case: Case, folder: Path) -> PreTrainedModel:
     """Save a random model in `folder` and return it as transformers reads it, in float32."""
-    config = AutoConfig.for_model(case.family, **{
+    config = AutoConfig.for_model(LIKE.get(case.family, case.family), **{
         "vocab_size": 300, "hidden_size": 64, "intermediate_size": 88, "num_hidden_layers": 3, "num_attention_heads": 4,
         "num_key_value_heads": 2, "max_position_embeddings": CONTEXT, "initializer_range": 0.2, "pad_token_id": None,
         **case.changes})
@@ -287,6 +289,9 @@ def written(case: Case, folder: Path) -> PreTrainedModel:
             if name.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar")):  # which start at 0, or 1
                 buffer.add_(0.3 * torch.randn_like(buffer))
     model.to(getattr(torch, case.dtype)).save_pretrained(folder, max_shard_size=case.shard)
+    model = read.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    if case.family in LIKE:
+        as_internlm2(folder)
     if case.older:
         path = folder / "config.json"
         raw = json.loads(path.read_text())
@@ -296,11 +301,36 @@ def written(case: Case, folder: Path) -> PreTrainedModel:
                {"type": kind or section["rope_type"], **{key: value for key, value in section.items() if key != "rope_type"}}}
         raw.pop("dtype", None)
         path.write_text(json.dumps(raw))
-    model = read.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+        model = read.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     if case.family.startswith("gemma") and case.dtype != "float32":  # the factor has the type of the weights
         for scaled in (module for module in model.modules() if hasattr(module, "embed_scale")):
             scaled.embed_scale = scaled.embed_scale.to(getattr(torch, case.dtype)).float()
     return model
+
+
+def as_internlm2(folder: Path) -> None:
+    """A folder of Llama as InternLM 2 has it: of every group of heads queries, key and value one after the other, under other names."""
+    path, tensors = folder / "model.safetensors", load_file(folder / "model.safetensors")
+    raw = json.loads((folder / "config.json").read_text())
+    groups, depth = raw["num_key_value_heads"], raw["head_dim"]
+    names = {"embed_tokens": "tok_embeddings", "lm_head": "output", "mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3",
+             "mlp.down_proj": "feed_forward.w2", "self_attn.o_proj": "attention.wo", "input_layernorm": "attention_norm",
+             "post_attention_layernorm": "ffn_norm"}
+    made = {}
+    for name, tensor in tensors.items():
+        if ".q_proj." in name:
+            parts = [tensors[name.replace("q_proj", part)] for part in ("q_proj", "k_proj", "v_proj")]
+            joined = torch.cat([part.view(groups, -1, depth, *part.shape[1:]) for part in parts], 1)
+            made[name.replace("self_attn.q_proj", "attention.wqkv")] = joined.flatten(0, 2)
+        elif ".k_proj." not in name and ".v_proj." not in name:
+            own = next((old for old in names if old in name), "")
+            made[name.replace(own, names[own]) if own else name] = tensor
+    save_file(made, path)
+    bias = raw.pop("attention_bias")
+    for key in ("mlp_bias", "head_dim"):
+        del raw[key]
+    raw |= {"model_type": "internlm2", "architectures": ["InternLM2ForCausalLM"], "bias": bias}
+    (folder / "config.json").write_text(json.dumps(raw))
 
 
 def oracle(model: PreTrainedModel, ids: list[int]) -> np.ndarray:

@@ -85,6 +85,11 @@ NEWER = {
     "phimoe, no biases, tied, bfloat16": Case("phimoe", {
         "num_local_experts": 4, "intermediate_size": 40, "tie_word_embeddings": True, "num_key_value_heads": 1, "router_jitter_noise": 0.05,
         **rope("default")}, dtype="bfloat16"),
+    "internlm2": Case("internlm2", {"vocab_size": 301, **rope("dynamic", factor=2.0)}),
+    "internlm2, biases, one KV head, bfloat16": Case("internlm2", {"attention_bias": True, "num_key_value_heads": 1}, dtype="bfloat16"),
+    "internlm3": Case("internlm3", {"head_dim": 32, "vocab_size": 301}),
+    "internlm3, biases, tied, bfloat16": Case("internlm3", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True,
+                                                            "head_dim": 16, "num_key_value_heads": 1}, dtype="bfloat16"),
     "mistral4": Case("mistral4", {**LATENT, **ONE_GROUP, "rope_parameters": GROWING_PARTS, "first_k_dense_replace": 0,
                                   "initializer_range": 0.15}, inside="mistral3"),
     "mistral4, queries at once, bfloat16": Case("mistral4", {

@@ -114,6 +114,18 @@ PUBLISHED = {
         "no_rope_layers": [1] * 22, "num_experts_per_tok": 0, "num_local_experts": 0, "output_router_logits": False,
         "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-05, "rope_local_base_freq": 10000.0, "rope_scaling": None, "rope_theta": 8000000.0,
         "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0, "sliding_window": 512, "tie_word_embeddings": True, "use_qk_norm": True},
+    "internlm2": {"architectures": ["InternLM2ForCausalLM"], "attn_implementation": "eager", "auto_map": {
+        "AutoConfig": "configuration_internlm2.InternLM2Config", "AutoModel": "modeling_internlm2.InternLM2ForCausalLM",
+        "AutoModelForCausalLM": "modeling_internlm2.InternLM2ForCausalLM"}, "bias": False, "bos_token_id": 1, "hidden_act": "silu",
+        "initializer_range": 0.02, "max_position_embeddings": 32768, "pad_token_id": 2, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+        "rope_scaling": {"factor": 2.0, "type": "dynamic"}, "rope_theta": 1000000, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        "use_cache": True},
+    "internlm3": {"architectures": ["InternLM3ForCausalLM"], "attention_dropout": 0.0, "auto_map": {
+        "AutoConfig": "configuration_internlm3.InternLM3Config", "AutoModel": "modeling_internlm3.InternLM3Model",
+        "AutoModelForCausalLM": "modeling_internlm3.InternLM3ForCausalLM"}, "bias": False, "bos_token_id": 1, "head_dim": 128, "hidden_act":
+        "silu", "initializer_range": 0.02, "max_position_embeddings": 32768, "pad_token_id": 2, "qkv_bias": False, "rms_norm_eps": 1e-05,
+        "rope_scaling": {"factor": 6.0, "rope_type": "dynamic"}, "rope_theta": 50000000, "tie_word_embeddings": False, "torch_dtype":
+        "bfloat16", "use_cache": True},
     "mellum": {"architectures": ["MellumForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "head_dim": 128, "hidden_act":
                "silu", "layer_types": ["sliding_attention"] * 3 + ["full_attention"], "max_position_embeddings": 131072,
                "mlp_layer_types": ["sparse"] * 4, "moe_intermediate_size": 896, "norm_topk_prob": True, "num_experts": 64,
@@ -164,6 +176,8 @@ def test_published_configs_are_known_to_the_last_key(family: str) -> None:
     ("phi", "qk_layernorm", True), ("phi", "auto_map", {"AutoModel": "modeling_mixformer.MixFormer"}), ("phi", "sliding_window", 9),
     ("olmo", "clip_qkv", 0), ("olmo", "sliding_window", 40), ("olmo", "mlp_bias", True),
     ("phimoe", "num_experts_per_tok", 3), ("phimoe", "auto_map", {"AutoModel": "modeling_mixtral.Mixtral"}), ("phimoe", "mlp_bias", True),
+    ("internlm2", "auto_map", {"AutoModel": "modeling_internlm.InternLM"}), ("internlm2", "sliding_window", 40),
+    ("internlm3", "auto_map", {"AutoModel": "modeling_internlm2.InternLM2"}), ("internlm3", "layer_types", ["chunked_attention"] * 4),
     ("mellum", "mlp_layer_types", ["dense", "moe", "sparse", "sparse"]), ("mellum", "layer_types", ["chunked_attention"] * 4),
     ("mellum", "decoder_sparse_step", 2), ("mistral4", "layer_types", ["sliding_attention"] * 4), ("mistral4", "rope_parameters", {
         "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "partial_rotary_factor": 0.25}),

@@ -351,7 +351,7 @@ def test_missing_tokenizer_names_the_file_and_the_next_step(tmp_path):
     with pytest.raises(ModelNotFound, match="tokenizer.json") as caught:
         Tokenizer.load(tmp_path, CONFIG)
     assert caught.value.exit_code == 3 and "copy tokenizer.json" in caught.value.hint
-    (tmp_path / "tokenizer.model").write_bytes(b"x")
+    (tmp_path / "vocab.json").write_bytes(b"x")
     with pytest.raises(ModelNotFound) as caught:
         Tokenizer.load(tmp_path, CONFIG)
     assert "save_pretrained" in caught.value.hint

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ...offload.header import CheckpointError, shown
 from ..config_rope import GROWTH
-from ..families import FAMILIES, expert_of, kind_of, mixtral, qwen3_moe
+from ..families import FAMILIES, expert_of, internlm2, kind_of, mixtral, qwen3_moe
 from . import apertus, falcon_h1, gemma4, half_layers, latent_attention, linear_attention, llama4, nextn, sections, short_conv, state_spaces
 
 if TYPE_CHECKING:
@@ -129,6 +129,9 @@ ARCHITECTURES = {
                               **{part: f"mlp.shared_experts.{own}" for part, own in SHARED_EXPERT.items()}}),
     "llama": Architecture("llama", interleaved=True, keys={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
                           experts=("block_sparse_moe", mixtral.NAMES)),
+    "internlm2": Architecture("internlm2", interleaved=True, outer={
+        "token_embd.weight": internlm2.OUTER["embed"], "output.weight": internlm2.OUTER["head"]}, layer_names={
+        part: internlm2.NAMES[own] for part, own in LAYER.items() if own in internlm2.NAMES}),
     "qwen2": Architecture("qwen2"),
     "qwen2moe": Architecture("qwen2_moe", config={"norm_topk_prob": False}, experts=("mlp", qwen3_moe.NAMES),
                              keys={**_COUNTS, **_QWEN_WIDTHS}, layer_names=_QWEN_SHARED),
@@ -242,13 +245,13 @@ ARCHITECTURES = {
 BY_FAMILY = dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), latent_attention.NAME) | {
     "cohere": "command-r", "ernie4_5_moe": "ernie4_5-moe", "exaone_moe": "exaone-moe", "falcon_h1": "falcon-h1", "gemma3_text": "gemma3",
     "gemma4_text": "gemma4", "glm": "chatglm", "glm4_moe": "glm4moe", "granitemoehybrid": "granite", "granitemoeshared": "granitemoe",
-    "hunyuan_v1_dense": "hunyuan-dense", "hunyuan_v1_moe": "hunyuan-moe", "iquestcoder": "llama", "lfm2_moe": "lfm2moe", "llama4_text":
-    "llama4", "minimax_m2": "minimax-m2", "ministral3": "mistral3", "mistral": "llama", "mixtral": "llama", "olmo3": "olmo2", "phi":
-    "phi2", "qwen2_moe": "qwen2moe", "qwen3_5_moe_text": "qwen35moe", "qwen3_5_text": "qwen35", "qwen3_moe": "qwen3moe", "qwen3_next":
-    linear_attention.JOINED, "solar_open": "glm4moe"} | {
+    "hunyuan_v1_dense": "hunyuan-dense", "hunyuan_v1_moe": "hunyuan-moe", "internlm3": "llama", "iquestcoder": "llama", "lfm2_moe":
+    "lfm2moe", "llama4_text": "llama4", "minimax_m2": "minimax-m2", "ministral3": "mistral3", "mistral": "llama", "mixtral": "llama",
+    "olmo3": "olmo2", "phi": "phi2", "qwen2_moe": "qwen2moe", "qwen3_5_moe_text": "qwen35moe", "qwen3_5_text": "qwen35", "qwen3_moe":
+    "qwen3moe", "qwen3_next": linear_attention.JOINED, "solar_open": "glm4moe"} | {
     name: name for name in ("afmoe", "apertus", "arcee", "cohere2", "dots1", "ernie4_5", "exaone4", "gemma", "gemma2", "glm4", "granite",
-                            "granitemoe", "lfm2", "llama", "nemotron", "nemotron_h", "olmo", "olmo2", "olmoe", "phi3", "qwen2", "qwen3",
-                            "seed_oss", "smollm3", "stablelm", "starcoder2")}
+                            "granitemoe", "internlm2", "lfm2", "llama", "nemotron", "nemotron_h", "olmo", "olmo2", "olmoe", "phi3",
+                            "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm", "starcoder2")}
 
 
 def file_architecture(config: ModelConfig) -> str:

@@ -1,0 +1,57 @@
+"""InternLM 2 and 2.5 (1.8B, 7B, 20B): the Llama block, whose checkpoints hold queries, keys and values in one matrix: of every group of
+heads the queries, then the key, then the value. A store of the folder takes them apart (`parted_rows.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from ..config import Defaults, ModelConfig, decoder_config
+from ..config_reader import Keys
+from . import TensorRule, llama
+from .deepseek_v3 import refuse_other_code
+from .llama import block
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors", "stored_rows"]
+
+KEYS_USED = frozenset({"auto_map", "bias"})
+KEYS_HARMLESS = frozenset()
+REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "layer_types": None, "mlp_bias": False, "sliding_window": None}
+SIZES = {"vocab_size": 103_168, "hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32, "num_attention_heads": 32}
+CODE = r"(configuration|modeling)_internlm2\.InternLM2\w+"  # of the published ones, which is not run
+# Llama's names -> those of the checkpoints; q, k and v have Llama's once they are apart.
+NAMES = {"self_attn.o_proj": "attention.wo", "mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3", "mlp.down_proj":
+         "feed_forward.w2", "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm"}
+OUTER = {"embed": "model.tok_embeddings.weight", "head": "output.weight"}
+JOINT = "attention.wqkv"
+
+
+def config(keys: Keys) -> ModelConfig:
+    refuse_other_code(keys, CODE)
+    base = Defaults(max_position_embeddings=2048, bos=1, eos=(2,), sizes=SIZES)
+    bias = keys.flag("bias", True)
+    return decoder_config(keys, base, qkv_bias=bias, o_bias=bias)
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    prefix = f"model.layers.{layer}."
+    found = {}
+    for role, rule in llama.layer_tensors(config, layer).items():
+        own, _, kind = rule.name.removeprefix(prefix).rpartition(".")
+        found[role] = TensorRule(f"{prefix}{NAMES.get(own, own)}.{kind}", rule.shape)
+    return found
+
+
+def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
+    return {role: TensorRule(OUTER.get(role, rule.name), rule.shape) for role, rule in llama.outer_tensors(config).items()}
+
+
+def stored_rows(config: ModelConfig, layer: int) -> dict[str, tuple[str, np.ndarray]]:
+    """Names of a layer's q, k and v, biases too -> that of what they lie in, and their rows there."""
+    prefix, groups = f"model.layers.{layer}.", config.num_key_value_heads
+    queries = config.num_attention_heads // groups
+    rows = np.arange(groups * (queries + 2) * config.head_dim).reshape(groups, queries + 2, config.head_dim)
+    parts = {"q_proj": rows[:, :queries], "k_proj": rows[:, queries], "v_proj": rows[:, queries + 1]}
+    return {f"{prefix}self_attn.{name}.{kind}": (f"{prefix}{JOINT}.{kind}", own.reshape(-1))
+            for name, own in parts.items() for kind in ("weight", *(("bias",) if config.qkv_bias else ()))}

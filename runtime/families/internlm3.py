@@ -1,0 +1,26 @@
+"""InternLM 3 (8B): the Llama block, with biases under names of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..config import Defaults, ModelConfig, decoder_config
+from ..config_reader import Keys
+from .deepseek_v3 import refuse_other_code
+from .llama import block, layer_tensors, outer_tensors
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({"attention_bias", "auto_map", "bias", "mlp_bias", "qkv_bias"})
+KEYS_HARMLESS = frozenset()
+REFUSED_UNLESS: Mapping[str, object] = {"layer_types": None, "sliding_window": None}
+SIZES = {"vocab_size": 128_512, "hidden_size": 4096, "intermediate_size": 10_240, "num_hidden_layers": 48, "num_attention_heads": 32}
+CODE = r"(configuration|modeling)_internlm3\.InternLM3\w+"  # of the published ones, which became part of transformers
+
+
+def config(keys: Keys) -> ModelConfig:
+    refuse_other_code(keys, CODE)
+    inside = keys.flag("qkv_bias", keys.flag("attention_bias", False))  # of q, k and v; transformers has it under the second name
+    behind = keys.flag("bias", keys.flag("mlp_bias", False))  # of o and the MLP
+    base = Defaults(max_position_embeddings=32_768, num_key_value_heads=2, head_dim=128, bos=1, eos=(2,), norm_eps=1e-5, sizes=SIZES)
+    return decoder_config(keys, base, qkv_bias=inside, o_bias=behind, mlp_bias=behind)
