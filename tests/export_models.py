@@ -48,6 +48,9 @@ POWERS = {"attention_in_multiplier": 0.5, "attention_out_multiplier": 4.0, "embe
 HEADS = {"mamba_num_heads": 6, "mamba_head_dim": 32, "ssm_state_size": 16}  # of state spaces
 MODELS = {
     "llama": Case("llama", {"tie_word_embeddings": True}),
+    "gpt_neox": Case("gpt_neox", {"num_key_value_heads": 4, "hidden_size": 128}),
+    "gpt_neox, one behind the other": Case("gpt_neox", {"use_parallel_residual": False, "hidden_size": 128, "num_key_value_heads": 4,
+                                                        **rope("default", partial_rotary_factor=1.0)}),
     "internlm2": Case("internlm2"),
     "internlm3": Case("internlm3", {"head_dim": 32}),
     "iquestcoder": Case("iquestcoder", {"head_dim": 32}),

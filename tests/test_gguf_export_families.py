@@ -117,7 +117,7 @@ def test_blocks_of_experts_and_of_fused_tensors(tmp_path: Path, name: str, kind:
     ("lfm2_moe", {"use_expert_bias": False}, "nothing corrects"), ("lfm2_moe", {"routed_scaling_factor": 2.0}, "shares by 2"),
     ("lfm2_moe", {"norm_topk_prob": False}, "does not add"),
     ("dots1", {"num_key_value_heads": 2}, "fewer key-value heads"),
-    ("internlm2", {"attention_bias": True}, "biases on o"),
+    ("internlm2", {"attention_bias": True}, "biases on o"), ("gpt_neox", {"attention_bias": False}, "no biases"),
     ("olmoe", {"num_key_value_heads": 2}, "fewer key-value heads"), ("mixtral", {"hidden_act": "gelu"}, "gelu"),
     ("granite", {"mlp_bias": True}, "biases"), ("qwen2", {"use_sliding_window": True, "sliding_window": 30, "max_window_layers": 1},
                                                "sliding window")])

@@ -7,6 +7,7 @@ Checkpoints hold queries, keys and values in one matrix, head by head; a store o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -56,7 +57,7 @@ def config(keys: Keys) -> ModelConfig:
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     """Tensors of one layer by role, `[N, K]` as the store gives them."""
-    hidden, ffn, prefix = config.hidden_size, config.intermediate_size, f"gpt_neox.layers.{layer}."
+    hidden, ffn, prefix = config.hidden_size, config.intermediate_size, f"model.layers.{layer}."
     matrices = {**{role: (f"attention.{name}", hidden, hidden, config.qkv_bias) for role, name in PARTS.items()},
                 "o": ("attention.dense", hidden, hidden, config.o_bias), "up": ("mlp.dense_h_to_4h", ffn, hidden, True),
                 "down": ("mlp.dense_4h_to_h", hidden, ffn, True)}
@@ -67,12 +68,17 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
         rules[role] = TensorRule(f"{prefix}{name}.weight", (out, width))
         if has_bias:
             rules[f"{role}_bias"] = TensorRule(f"{prefix}{name}.bias", (out,))
-    return rules
+    return published(rules)
+
+
+def published(rules: Mapping[str, TensorRule]) -> dict[str, TensorRule]:
+    """The same tensors, also as the checkpoints call them."""
+    return {role: replace(rule, also=(*rule.also, "gpt_neox." + rule.name.removeprefix("model."))) for role, rule in rules.items()}
 
 
 def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
-    table, norm = (config.vocab_size, config.hidden_size), TensorRule("gpt_neox.final_layer_norm.weight", (config.hidden_size,))
-    rules = {"embed": TensorRule("gpt_neox.embed_in.weight", table), "norm": norm, "norm_bias": biased(norm)}
+    table, norm = (config.vocab_size, config.hidden_size), TensorRule("model.final_layer_norm.weight", (config.hidden_size,))
+    rules = published({"embed": TensorRule("model.embed_in.weight", table), "norm": norm, "norm_bias": biased(norm)})
     return rules if config.tie_word_embeddings else rules | {"head": TensorRule("embed_out.weight", table, also=("lm_head.weight",))}
 
 

@@ -129,6 +129,13 @@ ARCHITECTURES = {
                               **{part: f"mlp.shared_experts.{own}" for part, own in SHARED_EXPERT.items()}}),
     "llama": Architecture("llama", interleaved=True, keys={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
                           experts=("block_sparse_moe", mixtral.NAMES)),
+    "gptneox": Architecture("gpt_neox", config={"hidden_act": "gelu"}, partial=True, fused=_QKV, epsilon=LAYER_NORM,
+                            roles={"mlp_norm": "ffn_norm"}, required=("use_parallel_residual",), keys={
+                                LAYER_NORM: "layer_norm_eps", "use_parallel_residual": "use_parallel_residual"}, outer={
+                                "token_embd.weight": "model.embed_in.weight", "output.weight": "embed_out.weight",
+                                **{f"output_norm.{kind}": f"model.final_layer_norm.{kind}" for kind in ("weight", "bias")}}, layer_names={
+                                "attn_q": "attention.q_proj", "attn_k": "attention.k_proj", "attn_v": "attention.v_proj", "attn_output":
+                                "attention.dense", "ffn_up": "mlp.dense_h_to_4h", "ffn_down": "mlp.dense_4h_to_h"}),
     "internlm2": Architecture("internlm2", interleaved=True, outer={
         "token_embd.weight": internlm2.OUTER["embed"], "output.weight": internlm2.OUTER["head"]}, layer_names={
         part: internlm2.NAMES[own] for part, own in LAYER.items() if own in internlm2.NAMES}),
@@ -244,11 +251,11 @@ ARCHITECTURES = {
 # A model's family -> what its files are called.
 BY_FAMILY = dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), latent_attention.NAME) | {
     "cohere": "command-r", "ernie4_5_moe": "ernie4_5-moe", "exaone_moe": "exaone-moe", "falcon_h1": "falcon-h1", "gemma3_text": "gemma3",
-    "gemma4_text": "gemma4", "glm": "chatglm", "glm4_moe": "glm4moe", "granitemoehybrid": "granite", "granitemoeshared": "granitemoe",
-    "hunyuan_v1_dense": "hunyuan-dense", "hunyuan_v1_moe": "hunyuan-moe", "internlm3": "llama", "iquestcoder": "llama", "lfm2_moe":
-    "lfm2moe", "llama4_text": "llama4", "minimax_m2": "minimax-m2", "ministral3": "mistral3", "mistral": "llama", "mixtral": "llama",
-    "olmo3": "olmo2", "phi": "phi2", "qwen2_moe": "qwen2moe", "qwen3_5_moe_text": "qwen35moe", "qwen3_5_text": "qwen35", "qwen3_moe":
-    "qwen3moe", "qwen3_next": linear_attention.JOINED, "solar_open": "glm4moe"} | {
+    "gemma4_text": "gemma4", "glm": "chatglm", "glm4_moe": "glm4moe", "gpt_neox": "gptneox", "granitemoehybrid": "granite",
+    "granitemoeshared": "granitemoe", "hunyuan_v1_dense": "hunyuan-dense", "hunyuan_v1_moe": "hunyuan-moe", "internlm3": "llama",
+    "iquestcoder": "llama", "lfm2_moe": "lfm2moe", "llama4_text": "llama4", "minimax_m2": "minimax-m2", "ministral3": "mistral3",
+    "mistral": "llama", "mixtral": "llama", "olmo3": "olmo2", "phi": "phi2", "qwen2_moe": "qwen2moe", "qwen3_5_moe_text": "qwen35moe",
+    "qwen3_5_text": "qwen35", "qwen3_moe": "qwen3moe", "qwen3_next": linear_attention.JOINED, "solar_open": "glm4moe"} | {
     name: name for name in ("afmoe", "apertus", "arcee", "cohere2", "dots1", "ernie4_5", "exaone4", "gemma", "gemma2", "glm4", "granite",
                             "granitemoe", "internlm2", "lfm2", "llama", "nemotron", "nemotron_h", "olmo", "olmo2", "olmoe", "phi3",
                             "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm", "starcoder2")}

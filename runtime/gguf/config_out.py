@@ -24,7 +24,7 @@ TYPES = {"F16": 1, "Q8_0": 7, "Q4_0": 2}  # what a person may ask for -> general
 QUANTIZATION_VERSION = 2
 INDEXED = ": this version reads no indexer, without which they would run as another model"
 UNTRIED = ": this version writes no files of them"
-NOT_WRITTEN = {**dict.fromkeys(("gpt_neox", "hyperclovax", "jais2", "mellum", "youtu"), UNTRIED),
+NOT_WRITTEN = {**dict.fromkeys(("hyperclovax", "jais2", "mellum", "youtu"), UNTRIED),
                "phimoe": ": llama.cpp weighs their experts otherwise",
                "bamba": ": llama.cpp runs them as Granite 4, whose heads turn as a whole",
                "deepseek_v32": INDEXED, "glm_moe_dsa": INDEXED,
@@ -37,14 +37,14 @@ WINDOW_EVERY = {"afmoe": AFMOE_EVERY, "cohere2": COHERE2_EVERY, "exaone_moe": EX
                 OLMO3_EVERY}
 # Families whose rotary frequencies llama.cpp divides by no tensor.
 UNDIVIDED = ("afmoe", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe", "exaone_moe", "falcon_h1",
-             "gemma", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "hunyuan_v1_dense", "hunyuan_v1_moe", "lfm2", "lfm2_moe", "minimax_m2",
-             "nemotron", "olmo", "olmo2", "olmo3", "phi", "qwen2_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "seed_oss",
-             "solar_open", "stablelm", "starcoder2")
+             "gemma", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_neox", "hunyuan_v1_dense", "hunyuan_v1_moe", "lfm2", "lfm2_moe",
+             "minimax_m2", "nemotron", "olmo", "olmo2", "olmo3", "phi", "qwen2_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
+             "seed_oss", "solar_open", "stablelm", "starcoder2")
 # Families whose heads llama.cpp takes to be as wide as the model together.
 EVEN_HEADS = ("cohere", "cohere2", "exaone4", "glm", "lfm2", "lfm2_moe", "nemotron", "olmo", "olmo2", "olmo3", "phi", "qwen2_moe",
               "stablelm", "starcoder2")
 # By family, others have silu.
-ACTS = {"apertus": "xielu", **dict.fromkeys(("arcee", "nemotron", "nemotron_h"), "relu2"),
+ACTS = {"apertus": "xielu", "gpt_neox": "gelu", **dict.fromkeys(("arcee", "nemotron", "nemotron_h"), "relu2"),
         **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "gemma4_text", "phi", "starcoder2"), "gelu_tanh")}
 UNGROUPED = ("dots1", "olmoe")  # families whose heads llama.cpp takes to have keys and values of their own
 # Families whose files say how experts are scored and weighed.
@@ -74,8 +74,8 @@ def _departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     family, mixture = config.family, config.mixture
     act = ACTS.get(family, "silu")
     biased = config.o_bias or config.mlp_bias
-    yield biased and family not in ("phi", "starcoder2"), "has biases on o or in its feed-forward"
-    yield not biased and family == "starcoder2", "has no biases"
+    yield biased and family not in ("gpt_neox", "phi", "starcoder2"), "has biases on o or in its feed-forward"
+    yield not (biased and config.qkv_bias) and family in ("gpt_neox", "starcoder2"), "has no biases"
     yield config.hidden_act != act, f"has {config.hidden_act} where {act} is meant"
     if family in WINDOW_EVERY:
         every = WINDOW_EVERY[family]
@@ -175,6 +175,8 @@ def _of_family(config: ModelConfig) -> dict[str, Value]:
     if config.family == "gemma3_text":
         local = next((rope for rope, own in zip(config.ropes, config.windows) if own is not None), config.rope)
         keys["rope.freq_base_swa"] = float(local.theta)
+    if config.family == "gpt_neox":
+        keys["use_parallel_residual"] = config.side_by_side
     if config.clip_qkv is not None:
         keys["attention.clamp_kqv"] = float(config.clip_qkv)
     if config.family in ("cohere", "cohere2"):

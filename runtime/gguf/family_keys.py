@@ -118,6 +118,9 @@ def add_family(header: GgufHeader, raw: dict[str, object]) -> None:
                 "use_parallel_residual": "blk.0.ffn_norm.weight" not in header.tensors,
                 "partial_rotary_factor": raw.get("partial_rotary_factor", 1.0)}
         raw.setdefault("num_key_value_heads", raw["num_attention_heads"])
+    elif raw["model_type"] == "gpt_neox":
+        raw |= {"sliding_window": window, "attention_bias": any(f"blk.0.{part}.bias" in header.tensors for part in ("attn_qkv", "attn_q")),
+                "rotary_pct": raw.pop("partial_rotary_factor", 1.0)}
     elif raw["model_type"] == "internlm2":
         raw |= {"sliding_window": window, "bias": "blk.0.attn_q.bias" in header.tensors}
         raw.setdefault("num_key_value_heads", raw["num_attention_heads"])
