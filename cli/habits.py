@@ -25,7 +25,7 @@ CALLED = {"--max-tokens": "-n", "--num-predict": "-n", "--max-new-tokens": "-n",
           "--kv-bits": "--kv", "--reverse-prompt": "--stop", "-r": "--stop", "-j": "--schema", "--mmap": "--load", "--num-gpu": "-ngl",
           "--num-thread": "-t", "--q-bits": "--bits", "-q": "--bits", "--quantize": "--bits", "--mlx-path": "-o", "--outfile": "-o",
           "--outtype": "--type", "--model-draft": "--draft", "--draft-model": "--draft", "--alias": "--name",
-          "--served-model-name": "--name", "--max-queue": "--queue", "--allowed-origins": "--cors"}
+          "--served-model-name": "--name", "--max-queue": "--queue", "--max-num-seqs": "--parallel", "--allowed-origins": "--cors"}
 BITS = "--bits"
 # A flag of elsewhere -> what to type instead.
 INSTEAD = {
@@ -43,7 +43,8 @@ INSTEAD = {
     **dict.fromkeys(("--lora", "--adapter", "--adapter-path"), "an adapter is merged into its model once: effllm export MODEL -o DIR "
                     "--lora ADAPTER, then effllm run DIR"),
     **dict.fromkeys(("--image", "--mmproj", "--audio"), "the text part of a model alone runs in this version"),
-    **dict.fromkeys(("-np", "--parallel", "-cb", "--cont-batching"), "one answer is written at a time, others wait: effllm serve --help"),
+    **dict.fromkeys(("-np", "--parallel"), "several answers at once: effllm serve MODEL --parallel N"),
+    **dict.fromkeys(("-cb", "--cont-batching"), "leave it away: answers of effllm serve MODEL --parallel N share their passes always"),
     "--format": "an answer in JSON: --schema json; the answer with what it cost as JSON: --json",
     "-md": "here it is --draft: effllm run --help",
     **dict.fromkeys(("--mlock", "--no-mmap"), "leave it away: weights are read into memory (--load mmap maps the files)"),
