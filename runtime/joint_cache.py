@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from .. import EffllmError
+from .cache import LayerCache
 
 if TYPE_CHECKING:
-    from .cache import KVCache, LayerCache
+    from ..kernels.cpu.states import LayerStates
+    from .cache import KVCache
 
 
 class Rows(Protocol):
@@ -42,7 +44,7 @@ class JointStep:
 class JointLayer:
     """What a block sees of the caches: those of one layer, in the order of the pass's tokens."""
 
-    layers: Sequence[LayerCache]
+    layers: Sequence[LayerCache | LayerStates]
     backend: Rows
 
     def attend(self, q: object, k: object | None, v: object | None, sinks: object | None = None) -> object:
@@ -52,6 +54,16 @@ class JointLayer:
             own = slice(row, row + 1)
             with self.backend.of_row(row):
                 layer.attend(q[own], *(None if each is None else each[own] for each in (k, v)), sinks, out[own])
+        return out
+
+    def mix(self, products: Sequence[object], w: object) -> object:
+        """As `LayerStates.mix`, row i of each product in state i."""
+        states = [layer.states if isinstance(layer, LayerCache) else layer for layer in self.layers]
+        out = states[0].mixed(len(states))
+        for row, each in enumerate(states):
+            own = slice(row, row + 1)
+            with self.backend.of_row(row):
+                each.mix([product[own] for product in products], w, out[own])
         return out
 
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 COUNTED = 1 << 20  # letters of a text that is cut in any case, to say how many tokens it has
 SHRINKS = 4  # times that a text may become shorter before it is cut into tokens, generously
+LITTLE = 4  # times that what is held of a prompt is more than what it takes the place of, where it goes on from there
 SYSTEM, DEVELOPER = "system", "developer"  # newer programs call the system prompt's role so
 
 
@@ -72,7 +73,8 @@ class Slot:
         if isinstance(prompt, str):
             ids = self.prompts.behind(self.prompts.held, prompt) or plain
         has = engine.cache.reach(min(common_prefix(engine.tokens, ids), len(ids) - 1))
-        return has if min(self.prompt, len(engine.tokens)) - has < WORTH else 0
+        lost = min(self.prompt, len(engine.tokens)) - has
+        return has if lost < min(WORTH, has / LITTLE) else 0
 
 
 class Replies:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from .events import Event, Turn
@@ -21,10 +21,11 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Rounds(Generic[Key]):
-    """Answers that have begun and not ended, each by a key. `passes` are those of their engines, None for one answer at a time."""
+    """Answers that have begun and not ended, each by a key. `passes` are those of their engines, None for one answer at a time; `clock` tells
+    seconds."""
 
-    def __init__(self, passes: SharedPasses | None = None) -> None:
-        self._passes = passes
+    def __init__(self, passes: SharedPasses | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._passes, self._clock = passes, clock
         self._events: dict[Key, Iterator[Event]] = {}
         self._reading: deque[Key] = deque()
         self._writing: deque[tuple[Key, Want]] = deque()
@@ -40,16 +41,16 @@ class Rounds(Generic[Key]):
 
     def round(self) -> Iterator[tuple[Key, Event | Exception | None]]:
         """The next turn: events by whose they are, an exception or None behind the last of an answer."""
-        started = time.perf_counter()
+        started = self._clock()
         if self._reading and (not self._writing or self._owed_s <= 0):
             yield from self._goes_on(self._reading.popleft())
-            self._owed_s = time.perf_counter() - started
+            self._owed_s = self._clock() - started
         elif self._writing:
             together = [self._writing.popleft() for _ in range(min(self._passes.most, len(self._writing)))]
             self._passes.run([want for _, want in together])
             for key, _ in together:
                 yield from self._goes_on(key)
-            self._owed_s -= time.perf_counter() - started
+            self._owed_s -= self._clock() - started
 
     def _goes_on(self, key: Key) -> Iterator[tuple[Key, Event | Exception | None]]:
         """An answer to the end of its turn."""

@@ -1,8 +1,8 @@
 """Several sequences through one model, as a server writes answers at once: an engine for each, and passes that have a token of all.
 
 Weights are read once for a pass of a few tokens, whosever they are, so four answers at once take little longer than one. Where a model
-keeps what one pass cannot be told of apart (states beside or instead of keys, layers on a GPU, pages on a disk, a policy that watches
-attention), the sequences take turns, a pass each: their answers still come side by side.
+keeps what one pass cannot be told of apart (layers on a GPU, a policy that watches attention), the sequences take turns, a pass each:
+their answers still come side by side.
 """
 
 from __future__ import annotations
@@ -117,13 +117,9 @@ class SharedPasses:
 
 def hindrance(engine: Engine) -> str:
     """Why sequences of this engine's model cannot share a pass; empty where they can."""
-    config, placement = engine.config, engine.placement
+    placement = engine.placement
     if "cuda" in placement.devices:
         return "layers are on the GPU"
-    if config.state is not None:
-        return "layers keep states"
-    if placement.kv_pages is not None:
-        return "pages of the cache lie on the disk"
     if codec(engine.options.kv).policy:
         return f"--kv {engine.options.kv} watches attention"
     return ""

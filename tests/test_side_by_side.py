@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -56,10 +57,15 @@ def wish(**more) -> Wish:
     return Wish(**{"settings": GREEDY, "max_tokens": 60, "ignore_eos": True, **more})
 
 
+def rounds_of(replies: Replies) -> Rounds[str]:
+    """Each turn takes a second: after a piece of a prompt there is one pass of the others."""
+    return Rounds(replies.engine.shares, count().__next__)
+
+
 def written(replies: Replies, wanted: dict[str, Iterator[Event]], rounds: Rounds | None = None,
             ) -> tuple[dict[str, Done], list[tuple[str, Event]]]:
     """How answers ended, an error in the place of what it cost, and all events in the order in which they came."""
-    rounds = Rounds(replies.engine.shares) if rounds is None else rounds
+    rounds = rounds_of(replies) if rounds is None else rounds
     for key, events in wanted.items():
         rounds.begin(key, events)
     ends, came = {}, []
@@ -128,7 +134,7 @@ def test_more_than_a_pass_takes_go_in_groups(monkeypatch):
 
 def test_one_writes_while_another_reads(replies):
     """The long prompt is several pieces; between any two of them the other has gone on."""
-    rounds = Rounds(replies.engine.shares)
+    rounds = rounds_of(replies)
     rounds.begin("writes", replies.complete("The sea", wish(max_tokens=400)))
     for _ in range(5):
         list(rounds.round())
@@ -245,7 +251,7 @@ def test_a_beginning_that_another_has_read_is_copied(replies, monkeypatch):
     before = FOX * 50
     wanted = {who: lambda who=who: replies.reply(asked(f"{before} And the {who}?"), wish(max_tokens=40)) for who in ("king", "sea", "boat")}
     alone = one_by_one(replies, wanted)
-    rounds = Rounds(replies.engine.shares)
+    rounds = rounds_of(replies)
     rounds.begin("first", wanted["king"]())
     while not rounds._writing:
         list(rounds.round())

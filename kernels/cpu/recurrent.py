@@ -32,10 +32,14 @@ class RecurrentStates(Slots):
         self._gates = recent[2 * wide :][: 2 * REPEATED * heads].reshape(REPEATED, 2, heads)
         self._recent: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
 
-    def mix(self, products: list[np.ndarray], w: object) -> np.ndarray:
-        """What the layer's heads read of the text, [T, values], gated and normed; the state goes on. Products are what is convolved
-        [T, channels], the gate of what is read [T, values], and what gates are made of [T, heads] each."""
-        out = self.ops.workspace.take("beside" if self.ops.dims.beside else "attend", len(products[0]), self.shape.values)
+    def mixed(self, tokens: int) -> np.ndarray:
+        """Where `mix` of so many tokens leaves what it read."""
+        return self.ops.workspace.take("beside" if self.ops.dims.beside else "attend", tokens, self.shape.values)
+
+    def mix(self, products: list[np.ndarray], w: object, out: np.ndarray | None = None) -> np.ndarray:
+        """What the layer's heads read of the text, [T, values], gated and normed, in `out` where that is given; the state goes on. Products
+        are what is convolved [T, channels], the gate of what is read [T, values], and what gates are made of [T, heads] each."""
+        out = self.mixed(len(products[0])) if out is None else out
         self.run(self, *products, w, out)
         return out
 

@@ -29,9 +29,13 @@ class ConvStates(Slots):
         super().__init__(ops, shape, memory, told, "short convolution", loops.SLOTS)
         self._raw = self.recent[: REPEATED * shape.width].reshape(REPEATED, -1)
 
-    def mix(self, products: list[np.ndarray], w: ShortConv) -> np.ndarray:
-        """What the layer reads of the text, [T, width]; the state goes on. The product is [T, 3 * width]."""
-        out = self.ops.workspace.take("attend", len(products[0]), self.shape.width)
+    def mixed(self, tokens: int) -> np.ndarray:
+        """Where `mix` of so many tokens leaves what it read."""
+        return self.ops.workspace.take("attend", tokens, self.shape.width)
+
+    def mix(self, products: list[np.ndarray], w: ShortConv, out: np.ndarray | None = None) -> np.ndarray:
+        """What the layer reads of the text, [T, width], in `out` where that is given; the state goes on. The product is [T, 3 * width]."""
+        out = self.mixed(len(products[0])) if out is None else out
         self.run(self, products[0], w, out)
         return out
 
