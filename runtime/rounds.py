@@ -21,8 +21,8 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Rounds(Generic[Key]):
-    """Answers that have begun and not ended, each by a key. `passes` are those of their engines, None for one answer at a time; `clock` tells
-    seconds."""
+    """Answers that have begun and not ended, each by a key. `passes` are those of their engines, None for one answer at a time; `clock`
+    tells seconds."""
 
     def __init__(self, passes: SharedPasses | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
         self._passes, self._clock = passes, clock
