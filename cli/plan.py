@@ -223,10 +223,10 @@ def tiers(prepared: Prepared, work: Work, known: Roofs, width: int = BAR, disk: 
     residency, budget = placement.residency, placement.budget
     other = placement.workspace_bytes + placement.baseline_bytes
     paged = placement.expert_slots is not None and prepared.streams
-    caches = f"{prepared.options.parallel} times: each a " if prepared.options.parallel > 1 else ""
+    each = f" for each of {prepared.options.parallel} answers" if prepared.options.parallel > 1 else ""
     held = paged.held_nbytes if paged else placement.pinned_bytes + (residency.ring_nbytes if residency else 0)
     said = [
-        ("context", f"{placement.ctx} of {prepared.config.context_length} tokens, {caches}cache at {prepared.options.kv}"),
+        ("context", f"{placement.ctx} of {prepared.config.context_length} tokens{each}, cache at {prepared.options.kv}"),
         ("layers", where(placement)), *on_gpu(placement, width),
         ("memory", f"{bar(((WEIGHTS, held), (CACHE, placement.host_kv_bytes), (OTHER, other)), budget.ram, width)} "
                    f"{format_size(placement.total_bytes)} of {format_size(budget.ram)}"),

@@ -1,5 +1,6 @@
 """`effllm serve --parallel`: several programs are answered at once, each as if it were alone."""
 
+import json
 import subprocess
 import sys
 import threading
@@ -92,6 +93,17 @@ def test_long_conversations_beyond_those_at_once_are_kept(tmp_path: Path) -> Non
                 talk += [reply.json["choices"][0]["message"], {"role": "user", "content": "Go on."}]
         assert min(cached) > 256
         assert server.err.count("while others are answered") == 1
+
+
+def test_a_plan_is_of_as_many_answers() -> None:
+    def planned(*flags: str) -> str:
+        return subprocess.run([sys.executable, "-P", "-m", "effllm", "plan", "fable", "--no-probe", *flags], capture_output=True, text=True,
+                              timeout=MINUTE, stdin=subprocess.DEVNULL, check=True).stdout
+
+    one, four = (json.loads(planned("--json", *flags)) for flags in ((), ("-np", "4")))
+    assert (one["parallel"], four["parallel"]) == (1, 4) and four["kv_bytes"] == 4 * one["kv_bytes"] > 0
+    assert four["per_token"] == one["per_token"] and four["weights_bytes"] == one["weights_bytes"]
+    assert "2048 of 2048 tokens for each of 4 answers, cache at 16bit" in planned("--parallel", "4")
 
 
 @pytest.mark.parametrize(("flags", "said"), [
