@@ -28,10 +28,10 @@ def unit(heads: np.ndarray) -> np.ndarray:
     return heads / np.sqrt((heads * heads).sum(-1, keepdims=True) + KEY_EPS)
 
 
-def gates(a: np.ndarray, b: np.ndarray, decay: np.ndarray, dt: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(what S is multiplied by, beta), [T, G] each: exp(-decay * softplus(a + dt)) and sigmoid(b)."""
+def gates(a: np.ndarray, b: np.ndarray, decay: np.ndarray, dt: np.ndarray, writes: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
+    """(what S is multiplied by, beta), [T, G] each: exp(-decay * softplus(a + dt)) and writes * sigmoid(b)."""
     a, b = a.astype(np.float64) + dt, b.astype(np.float64)
-    return np.exp(-decay * np.logaddexp(0, a)), 1 / (1 + np.exp(-b))
+    return np.exp(-decay * np.logaddexp(0, a)), writes / (1 + np.exp(-b))
 
 
 def recur(q: np.ndarray, k: np.ndarray, v: np.ndarray, decay: np.ndarray, beta: np.ndarray,

@@ -95,7 +95,7 @@ class ModelConfig:
     a weight, in layers that turn. `gates_apart`: gates of what is attended to are made by a matrix of their own.
     `side_by_side`: of families with both kinds of blocks, attention and MLP read what comes into the layer.
     `norms_unit`: no norm has a weight. `clip_qkv`: beyond which q, k and v are cut off, before they are turned. `head_bias`: the
-    head has one.
+    head has one. `state_norm_eps`: of the norm behind a state, where it is not that of the others.
     """
 
     family: str
@@ -156,6 +156,7 @@ class ModelConfig:
     norms_unit: bool = False
     clip_qkv: float | None = None
     head_bias: bool = False
+    state_norm_eps: float | None = None
     warnings: tuple[str, ...] = ()
 
     @property

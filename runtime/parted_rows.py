@@ -2,7 +2,8 @@
 
 Qwen 3 Next joins all that reads a layer's input by heads of keys, GPT-NeoX queries, keys and values by heads. Rows are gathered as they are
 asked for, of a matrix or of its bias; what lies in no other matrix is the inner store's, whatever kind that is. The norms of StableLM's
-heads lie the other way, one by one, and are stacked. `turned_experts.py` has another reason for such a store.
+heads lie the other way, one by one, and are stacked, and OLMo Hybrid's queries, keys and values of linear attention are joined.
+`turned_experts.py` has another reason for such a store.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from .made_store import MadeStore
 
 IN_ONE = ("gpt_neox", "internlm2", "qwen3_next")  # families whose folders hold matrices in one another, row by row
 STACKED = ("stablelm",)  # and those that may hold rows of one apart
+JOINED = ("olmo_hybrid",)  # and those that hold parts of one apart
 
 
 class Part(Protocol):
@@ -74,6 +76,34 @@ class Stack:
         return np.concatenate([store.read(info) for info in self.wholes[begin:end]])
 
 
+@dataclass(frozen=True)
+class Joined:
+    """Matrices of `heights` rows one above the other."""
+
+    wholes: tuple[TensorInfo, ...]
+    heights: tuple[int, ...]
+    at_once: bool = False
+
+    @property
+    def whole(self) -> TensorInfo:
+        return self.wholes[0]
+
+    def read(self, store: TensorStore, begin: int, end: int) -> np.ndarray:
+        parts, first = [], 0
+        for whole, height in zip(self.wholes, self.heights, strict=True):
+            low, high = max(begin - first, 0), min(end - first, height)
+            parts += [store.read(whole, low, high)] if low < high else []
+            first += height
+        return np.concatenate(parts)
+
+
+def joins(config: ModelConfig) -> dict[str, tuple[tuple[str, int], ...]]:
+    """Name of a matrix -> those of its parts, which are stored by themselves, with their rows."""
+    family = families.get(config.family)
+    return {} if config.family not in JOINED else {
+        own: found for layer in range(config.num_hidden_layers) for own, found in family.joined_rows(config, layer).items()}
+
+
 def stacks(config: ModelConfig) -> dict[str, tuple[str, ...]]:
     """Name of a matrix -> those of its rows, which are stored one by one."""
     family = families.get(config.family)
@@ -90,8 +120,8 @@ def places(config: ModelConfig) -> dict[str, tuple[str, np.ndarray]]:
 
 
 def parted(store: TensorStore, config: ModelConfig) -> TensorStore:
-    """The store with the tensors of `places` by themselves and those of `stacks` as one. Raises CheckpointError for one of these of another
-    shape."""
+    """The store with the tensors of `places` by themselves and those of `stacks` and `joins` as one. Raises CheckpointError for one of
+    another shape."""
     parts: dict[str, tuple[tuple[int, ...], Part]] = {}
     heights: dict[str, int] = {}
     for whole, rows in places(config).values():
@@ -112,6 +142,16 @@ def parted(store: TensorStore, config: ModelConfig) -> TensorStore:
             raise CheckpointError(f"tensor {stray.name} is {stray.dtype} {list(stray.shape)}, expected {config.head_dim} numbers alike",
                                   "the config and the weights are of different models")
         parts[name] = (len(rows), config.head_dim), Stack(wholes)
+    for name, named in joins(config).items():
+        wholes = tuple(found for found in (store.tensors.get(each) for each, _ in named) if found is not None)
+        if name in store.tensors or len(wholes) < len(named):
+            continue
+        # transformers writes the taps of three sorts in three parts of equal height, wherever one sort ends
+        heights, rows, width = tuple(info.shape[0] for info in wholes), sum(own for _, own in named), wholes[0].shape[1:]
+        if sum(heights) != rows or any(info.shape[1:] != width or info.dtype != wholes[0].dtype for info in wholes):
+            raise CheckpointError(f"tensor {wholes[0].name} is {wholes[0].dtype} {list(wholes[0].shape)}, expected a part of {rows} rows",
+                                  "the config and the weights are of different models")
+        parts[name] = (sum(heights), *width), Joined(wholes, heights)
     return PartedStore(store, parts) if parts else store
 
 

@@ -64,9 +64,9 @@ def _rearranged(store: TensorStore, wide: str, low_bit: bool, kept: Callable[[st
 
         store = turned(store, raw, TURNED[outer["model_type"]])
     store = _in_own_form(store, raw, wide, low_bit, kept)
-    from .parted_rows import IN_ONE, STACKED, parted
+    from .parted_rows import IN_ONE, JOINED, STACKED, parted
 
-    if raw.get("model_type") not in (*IN_ONE, *STACKED):
+    if raw.get("model_type") not in (*IN_ONE, *JOINED, *STACKED):
         return store
     from .config import read_config
 
@@ -111,9 +111,9 @@ def _parted(path: Path) -> frozenset[str]:
     family = families.get(config.family)
     rules = (rule for i in range(config.num_hidden_layers) for rule in family.layer_tensors(config, i).values())
     found = frozenset(rule.part_of[0] if rule.part_of else rule.name for rule in rules if rule.part_of or rule.plain)
-    from .parted_rows import places
+    from .parted_rows import joins, places
 
-    return found | {whole for whole, _ in places(config).values()}
+    return found | {whole for whole, _ in places(config).values()} | {name for named in joins(config).values() for name, _ in named}
 
 
 def quantization_of(path: Path) -> Mapping[str, object] | None:
@@ -168,10 +168,10 @@ def _imports_codes(path: Path) -> bool:
 
 def _is_rearranged(path: Path) -> bool:
     from .config import read_config
-    from .parted_rows import IN_ONE, STACKED, stacks
+    from .parted_rows import IN_ONE, JOINED, STACKED, stacks
 
     kind = read_json(path / "config.json").get("model_type")
-    if quantization_of(path) is not None or kind in ("gpt_oss", *IN_ONE, *TURNED) or kind in STACKED and stacks(read_config(path)):
+    if quantization_of(path) is not None or kind in ("gpt_oss", *IN_ONE, *JOINED, *TURNED) or kind in STACKED and stacks(read_config(path)):
         return True
     with TensorStore.open(path) as store:
         return has_doubles(store)

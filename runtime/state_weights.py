@@ -68,7 +68,7 @@ def channel_factors(config: ModelConfig) -> np.ndarray:
 
 def delta(found: Source) -> StateWeights:
     """Decays are stored as logarithms."""
-    norm = Norm("rms", found.vector("state_norm"), None, found.config.norm_eps)
+    norm = Norm("rms", found.vector("state_norm"), None, found.config.state_norm_eps or found.config.norm_eps)
     own = Delta(found.conv(), found.put(np.exp(found.values("state_decay"))), found.vector("state_dt"), norm)
     return StateWeights(tuple(map(found.linear, ("state_in", "state_gate", "state_beta", "state_rate"))), found.linear("state_out"), own)
 

@@ -4,7 +4,7 @@ import pytest
 
 from effllm import EffllmError
 from effllm.runtime.config import ModelConfig, parse_config
-from effllm.runtime.parted_rows import places, stacks
+from effllm.runtime.parted_rows import joins, places, stacks
 
 SMALL = {"vocab_size": 300, "hidden_size": 96, "intermediate_size": 88, "num_hidden_layers": 4, "num_attention_heads": 6,
          "num_key_value_heads": 2}
@@ -49,4 +49,6 @@ def in_one(shapes: dict[str, tuple[int, ...]], config: ModelConfig) -> dict[str,
         assert shapes[name] == (len(rows), *width)
         joined[whole] = joined.get(whole, (0, 0))[0] + len(rows), *width
     apart = {row: shapes[name][1:] for name, rows in stacks(config).items() for row in rows}
-    return {name: shape for name, shape in shapes.items() if name not in {*places(config), *stacks(config)}} | joined | apart
+    apart |= {part: (rows, *shapes[name][1:]) for name, named in joins(config).items() for part, rows in named}
+    made = {*places(config), *stacks(config), *joins(config)}
+    return {name: shape for name, shape in shapes.items() if name not in made} | joined | apart

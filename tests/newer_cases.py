@@ -90,6 +90,13 @@ NEWER = {
     "internlm3": Case("internlm3", {"head_dim": 32, "vocab_size": 301}),
     "internlm3, biases, tied, bfloat16": Case("internlm3", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True,
                                                             "head_dim": 16, "num_key_value_heads": 1}, dtype="bfloat16"),
+    "olmo_hybrid": Case("olmo_hybrid", {
+        "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 24, "rms_norm_eps": 1e-3,
+        "linear_value_head_dim": 20, "rope_parameters": None, "vocab_size": 301, "initializer_range": 0.12}, shard="100KB"),
+    "olmo_hybrid, positions, no doubles, bfloat16": Case("olmo_hybrid", {
+        "layer_types": ["full_attention", "linear_attention", "linear_attention"], "linear_key_head_dim": 12, "linear_conv_kernel_dim": 2,
+        "linear_allow_neg_eigval": False, "attention_bias": True, "tie_word_embeddings": True, "initializer_range": 0.12,
+        **rope("linear", factor=4.0)}, dtype="bfloat16"),
     "mistral4": Case("mistral4", {**LATENT, **ONE_GROUP, "rope_parameters": GROWING_PARTS, "first_k_dense_replace": 0,
                                   "initializer_range": 0.15}, inside="mistral3"),
     "mistral4, queries at once, bfloat16": Case("mistral4", {

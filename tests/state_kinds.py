@@ -24,7 +24,8 @@ from effllm.kernels.workspace import Dims
 from effllm.runtime.states import controls
 
 DELTAS = {"usual": DeltaShape(2, 4, 128, 128, 4), "odd": DeltaShape(3, 3, 24, 40, 2), "one head, narrow": DeltaShape(1, 2, 7, 5, 3),
-          "one tap": DeltaShape(1, 1, 16, 33, 1), "tiled": DeltaShape(2, 6, 24, 20, 4, tiled=True)}
+          "one tap": DeltaShape(1, 1, 16, 33, 1), "tiled": DeltaShape(2, 6, 24, 20, 4, tiled=True),
+          "doubled": DeltaShape(2, 4, 24, 20, 3, writes=2.0)}
 CONVS = {"usual convolution": ConvShape(256, 3), "odd convolution": ConvShape(37, 5), "convolution of one tap": ConvShape(20, 1)}
 MAMBAS = {"usual state space": Mamba2Shape(4, 64, 1, 128, 4), "odd state space": Mamba2Shape(6, 10, 2, 24, 3),
           "state space of one tap": Mamba2Shape(2, 7, 2, 256, 1), "state space without a norm": Mamba2Shape(3, 20, 1, 24, 4, normed=False)}
@@ -65,7 +66,7 @@ def delta_expected(shape: DeltaShape, w: SimpleNamespace, given: Arrays) -> tupl
     mixed = reference_delta.convolve(qkv, np.zeros((shape.taps - 1, shape.channels)), w.conv)
     q, k, v = np.split(mixed, (shape.keys, 2 * shape.keys), axis=1)
     heads = lambda x, count: x.reshape(len(x), count, -1)  # noqa: E731
-    decay, beta = reference_delta.gates(a, b, w.decay, w.dt)
+    decay, beta = reference_delta.gates(a, b, w.decay, w.dt, shape.writes)
     out, state = reference_delta.recur(heads(q, shape.key_heads), heads(k, shape.key_heads), heads(v, shape.value_heads), decay, beta,
                                        np.zeros((shape.value_heads, shape.value_dim, shape.key_dim)), shape.tiled)
     return reference_delta.gated_norm(out, heads(z, shape.value_heads), w.norm.weight, EPS).reshape(len(qkv), -1), state.reshape(-1)

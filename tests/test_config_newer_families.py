@@ -126,6 +126,13 @@ PUBLISHED = {
         "silu", "initializer_range": 0.02, "max_position_embeddings": 32768, "pad_token_id": 2, "qkv_bias": False, "rms_norm_eps": 1e-05,
         "rope_scaling": {"factor": 6.0, "rope_type": "dynamic"}, "rope_theta": 50000000, "tie_word_embeddings": False, "torch_dtype":
         "bfloat16", "use_cache": True},
+    "olmo_hybrid": {"architectures": ["OlmoHybridForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "dtype": "bfloat16",
+                    "hidden_act": "silu", "initializer_range": 0.02, "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+                    "linear_a_log_max": 16.0, "linear_a_log_min": 0.0, "linear_allow_neg_eigval": True, "linear_conv_kernel_dim": 4,
+                    "linear_dt_init_floor": 0.0001, "linear_dt_max": 0.1, "linear_dt_min": 0.001, "linear_key_head_dim": 96,
+                    "linear_num_key_heads": 30, "linear_num_value_heads": 30, "linear_value_head_dim": 192, "max_position_embeddings":
+                    65536, "num_key_value_heads": 6, "pad_token_id": 7, "rms_norm_eps": 1e-06, "rope_parameters": None,
+                    "tie_word_embeddings": False, "use_cache": True},
     "mellum": {"architectures": ["MellumForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "head_dim": 128, "hidden_act":
                "silu", "layer_types": ["sliding_attention"] * 3 + ["full_attention"], "max_position_embeddings": 131072,
                "mlp_layer_types": ["sparse"] * 4, "moe_intermediate_size": 896, "norm_topk_prob": True, "num_experts": 64,
@@ -178,6 +185,8 @@ def test_published_configs_are_known_to_the_last_key(family: str) -> None:
     ("phimoe", "num_experts_per_tok", 3), ("phimoe", "auto_map", {"AutoModel": "modeling_mixtral.Mixtral"}), ("phimoe", "mlp_bias", True),
     ("internlm2", "auto_map", {"AutoModel": "modeling_internlm.InternLM"}), ("internlm2", "sliding_window", 40),
     ("internlm3", "auto_map", {"AutoModel": "modeling_internlm2.InternLM2"}), ("internlm3", "layer_types", ["chunked_attention"] * 4),
+    ("olmo_hybrid", "layer_types", ["linear_attention"] * 4), ("olmo_hybrid", "layer_types", ["full_attention"] * 3 + ["conv"]),
+    ("olmo_hybrid", "hidden_act", "gelu"), ("olmo_hybrid", "linear_num_value_heads", 31), ("olmo_hybrid", "sliding_window", 9),
     ("mellum", "mlp_layer_types", ["dense", "moe", "sparse", "sparse"]), ("mellum", "layer_types", ["chunked_attention"] * 4),
     ("mellum", "decoder_sparse_step", 2), ("mistral4", "layer_types", ["sliding_attention"] * 4), ("mistral4", "rope_parameters", {
         "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "partial_rotary_factor": 0.25}),

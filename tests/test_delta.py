@@ -26,7 +26,7 @@ def test_the_reference_is_what_transformers_computes(shape: DeltaShape) -> None:
     if shape.tiled:  # there heads of values that read one of keys lie side by side
         q, k = (side.repeat(1, 1, shape.value_heads // shape.key_heads, 1) for side in (q, k))
     g = -t(w.decay) * torch.nn.functional.softplus(t(a) + t(w.dt))
-    out, last = oracle.torch_recurrent_gated_delta_rule(q, k, v, g[None], t(b).sigmoid()[None], output_final_state=True,
+    out, last = oracle.torch_recurrent_gated_delta_rule(q, k, v, g[None], shape.writes * t(b).sigmoid()[None], output_final_state=True,
                                                         use_qk_l2norm_in_kernel=True)
     norm = oracle.Qwen3_5RMSNormGated(shape.value_dim, EPS)
     norm.weight.data = t(w.norm.weight)

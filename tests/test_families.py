@@ -131,6 +131,7 @@ PECULIAR = {
     "ministral3": [{"ropes": {"llama_4_scaling_beta": 0.1}}, {"ropes": {"mscale": None}}],
     "olmo": [{"clip_qkv": None}, {"norm_kind": "rms"}, {"norm_eps": 1e-1}],
     "phimoe": [{"mixture": {"near": None}}, {"mixture": {"near": 0.02}}, {"norm_kind": "rms"}, {"windows": (None,) * 3}],
+    "olmo_hybrid": [{"norm_eps": 1e-1}, {"state_norm_eps": 1e-1}, {"norm_kind": "rms+1"}],
     "olmo3": [{"windows": (None,) * 3}, {"windows": (40,) * 3}, {"ropes": 0}, {"ropes": 1}],
     "qwen3_5_moe_text": [{"mixture": each} for each in ({"renormalise": False}, {"shared_scaled": False}, {"shared_width": None})],
     "qwen3_next": [{"mixture": each} for each in ({"renormalise": False}, {"shared_scaled": False})] + [{"norm_kind": "rms"}],
@@ -217,7 +218,7 @@ def test_every_peculiarity_of_a_family_shows(name: str, tmp_path: Path) -> None:
                                   "cohere, norms of every head", "hunyuan_v1_moe", "nemotron", "stablelm", "apertus",
                                   "granitemoehybrid, experts, bfloat16", "gemma4_text", "gemma4_text, keys as values",
                                   "gemma4_text, mixture", "afmoe", "gpt_neox", "phi", "stablelm, side by side", "olmo",
-                                  "phimoe"])
+                                  "phimoe", "olmo_hybrid"])
 def test_the_other_backend_agrees(name: str, tmp_path: Path) -> None:
     """Layers on torch, on CPU tensors: the same logits."""
     model = written(CASES[name], tmp_path)

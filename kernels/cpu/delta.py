@@ -29,6 +29,7 @@ class DeltaStates(RecurrentStates):
         super().__init__(ops, shape, memory, told, "delta", loops, (shape.value_heads, shape.value_dim, shape.key_dim))
         self.reference = run_reference
         self.block[loops.KEY_HEADS : loops.TILED + 1] = (shape.key_heads, shape.value_heads, shape.key_dim, shape.value_dim, shape.tiled)
+        self.block.view(np.float64)[loops.WRITES] = shape.writes
 
     def recur_reference(self, mixed: np.ndarray, gates: np.ndarray, out: np.ndarray) -> None:
         recur_reference(self, mixed, gates, out)
@@ -54,7 +55,7 @@ def run_reference(states: DeltaStates, qkv: np.ndarray, z: np.ndarray, b: np.nda
     if raw is not None:
         raw[:] = qkv
     mixed[:] = reference.convolve(qkv, states.last_inputs(states.told()[0], qkv[:0]), w.conv.reshape(shape.taps, -1))
-    gates[:, 0], gates[:, 1] = reference.gates(a, b, w.decay, w.dt)
+    gates[:, 0], gates[:, 1] = reference.gates(a, b, w.decay, w.dt, shape.writes)
     states.keep_inputs(qkv)
     recur_reference(states, mixed, gates, out)
     heads = out.reshape(tokens, shape.value_heads, -1)

@@ -25,8 +25,9 @@ ROWS = 32  # of a state, for one thread at a time: 16 KiB where keys are 128 wid
 EPS_OF_KEYS = np.float32(KEY_EPS)
 
 # Slots of all three kernels' argument block behind those of `conv_loops`. Z and OUT [TOKENS, values], B and A [TOKENS, value heads],
-# GATES [TOKENS, 2, value heads], DECAY and DT [value heads], NORM [value dim]. TILED: 0 or 1, see `DeltaShape`.
-Z, B, A, GATES, OUT, DECAY, DT, NORM, EPS, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, TILED, SLOTS = range(OWN, OWN + 15)
+# GATES [TOKENS, 2, value heads], DECAY and DT [value heads], NORM [value dim]. TILED: 0 or 1, see `DeltaShape`;
+# WRITES: a float64, which multiplies beta.
+Z, B, A, GATES, OUT, DECAY, DT, NORM, EPS, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, TILED, WRITES, SLOTS = range(OWN, OWN + 16)
 
 
 @inlined(REASSOCIATE)
@@ -56,17 +57,18 @@ def _mix(a, t):
 
 
 @inlined()
-def _gates(a, t):
+def _gates(args, t):
     """What token t lets S decay by, and beta."""
+    a = i64_at(args)
     heads = a[VALUE_HEADS]
     raw_a, raw_b, out = f32_at(a[A] + 4 * t * heads), f32_at(a[B] + 4 * t * heads), f32_at(a[GATES] + 8 * t * heads)
-    rate, dt = f32_at(a[DECAY]), f32_at(a[DT])
+    rate, dt, writes = f32_at(a[DECAY]), f32_at(a[DT]), float32(f64_at(args)[WRITES])
     for head in range(heads):
         x = raw_a[head] + dt[head]
         softplus = max(x, ZERO) + float32(math.log1p(math.exp(-abs(np.float64(x)))))
         softplus = softplus if x == x else x
         out[head] = exp(-rate[head] * softplus)
-        out[heads + head] = ONE / (ONE + exp(-raw_b[head]))
+        out[heads + head] = writes / (ONE + exp(-raw_b[head]))
 
 
 @kernel()
@@ -76,7 +78,7 @@ def mix_inputs(args, worker, counter):
     t = next_token(a, counter)
     while t >= 0:
         _mix(a, t)
-        _gates(a, t)
+        _gates(args, t)
         keep_raw(a, t)
         t = next_token(a, counter)
 

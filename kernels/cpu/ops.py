@@ -276,8 +276,8 @@ class CpuOps(Jobs):
         the threads: between two kernels the interpreter's own data has been driven out of the caches by the weights.
         """
         job = self._jobs.get((id(x), id(linears[0]), mode, id(residual)))
-        if job is None or job.norm is not norm or job.linears[-1] is not linears[-1] or job.act != act:
-            return None
+        if job is None or job.norm is not norm or job.linears[-1] is not linears[-1] or len(job.linears) != len(linears) or job.act != act:
+            return None  # some of a stage's matrices may have met alone, where the others come in parts
         self.keep(job.block)
         self.run(job.kernel, job.where, job.parallel)
         return job.outs

@@ -37,7 +37,8 @@ class TorchDelta(TorchRecurrent):
         """As `kernels/cpu/delta.py`."""
         qkv, z, b, a = products
         mixed = functional.silu(self.convolve(qkv, w.conv))
-        gates = torch.stack([torch.exp(-w.decay * functional.softplus(a + w.dt, threshold=80.0)), torch.sigmoid(b)], dim=1)
+        gates = torch.stack([torch.exp(-w.decay * functional.softplus(a + w.dt, threshold=80.0)),
+                             self.shape.writes * torch.sigmoid(b)], dim=1)
         out = self.recurred(qkv, mixed, gates)
         out = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + w.norm.eps) * w.norm.weight
         return out.flatten(1).mul_(functional.silu(z))

@@ -46,7 +46,7 @@ FAMILIES = ("afmoe", "apertus", "arcee", "bamba", "cohere", "cohere2", "deepseek
             "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_neox", "gpt_oss", "granite", "granitemoe", "granitemoehybrid",
             "granitemoeshared", "hunyuan_v1_dense", "hunyuan_v1_moe", "hyperclovax", "internlm2", "internlm3", "iquestcoder", "jais2",
             "lfm2", "lfm2_moe", "llama", "llama4_text", "mellum", "minimax_m2", "ministral3", "mistral", "mistral4", "mixtral", "nemotron",
-            "nemotron_h", "olmo", "olmo2", "olmo3", "olmoe", "opt", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3",
+            "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "opt", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3",
             "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2",
             "youtu")
 COMPOSITE: Mapping[str, tuple[str, ...]] = {

@@ -1,0 +1,104 @@
+"""OLMo Hybrid (7B): three of four layers are linear attention (a gated delta rule that may write the double) behind norms of their own, the
+others attend as OLMo 3's do, of the published ones without positions.
+
+Checkpoints hold queries, keys and values of linear attention in matrices of their own, and so the taps of their convolution; a store of the
+folder joins them (`parted_rows.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ...kernels.delta_shape import DeltaShape
+from ..config import Defaults, ModelConfig, decoder_config
+from ..config_reader import ConfigError, Keys, show
+from ..config_rope import RopeConfig, rope_config
+from . import TensorRule, llama, olmo2
+from .llama import block, outer_tensors
+from .qwen3_5_text import FULL, LINEAR
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "joined_rows", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({"attention_bias", "layer_types", "linear_allow_neg_eigval", "linear_conv_kernel_dim", "linear_key_head_dim",
+                       "linear_num_key_heads", "linear_num_value_heads", "linear_value_head_dim"})
+# How weights were drawn before training.
+KEYS_HARMLESS = frozenset({"linear_a_log_max", "linear_a_log_min", "linear_dt_init_floor", "linear_dt_max", "linear_dt_min"})
+REFUSED_UNLESS: Mapping[str, object] = {"mlp_bias": False, "sliding_window": None}
+SIZES = {"vocab_size": 100_352, "hidden_size": 3840, "intermediate_size": 11_008, "num_hidden_layers": 32, "num_attention_heads": 30}
+EVERY = 4  # of so many layers the last has keys and values, where none are listed
+STATE_EPS = 1e-5  # of the norm behind linear attention, whatever the config says
+PARTS = ("q", "k", "v")
+# What transformers calls norms -> what checkpoints do, of layers of either kind.
+PUBLISHED = {"input_layernorm": "attention_layer_norm", "post_attention_layernorm": "feedforward_layer_norm"}
+
+
+def config(keys: Keys) -> ModelConfig:
+    base = Defaults(max_position_embeddings=65_536, eos=(100_257,), sizes=SIZES)
+    layers, hidden, heads = (base.size(keys, name) for name in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
+    kinds, bias = _kinds(keys, layers), keys.flag("attention_bias", False)
+    key_heads = keys.integer("linear_num_key_heads", heads, high=4096)
+    key_dim = keys.integer("linear_key_head_dim", None, high=1024) or max(1, int(0.75 * hidden / key_heads))
+    shape = DeltaShape(key_heads, keys.integer("linear_num_value_heads", heads, high=4096), key_dim,
+                       keys.integer("linear_value_head_dim", 2 * key_dim, high=2048), keys.integer("linear_conv_kernel_dim", 4, high=64),
+                       writes=2.0 if keys.flag("linear_allow_neg_eigval", True) else 1.0)
+    if shape.value_heads % shape.key_heads:
+        raise ConfigError(f"config.json: linear_num_value_heads {shape.value_heads} is not a multiple of linear_num_key_heads "
+                          f"{shape.key_heads}")
+
+    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig | None, ...]:
+        stated = [keys.raw, keys.section("rope_parameters") or {}, keys.section("rope_scaling") or {}]
+        turns = any(section.get("rope_theta") is not None for section in stated)
+        rope = rope_config(keys, head_dim, positions)
+        return tuple(rope if turns and kind == FULL else None for kind in kinds)
+
+    made = decoder_config(keys, base, ropes, qkv_bias=bias, o_bias=bias, qk_norm=True, qk_norm_whole=True, state=shape,
+                          state_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR), state_norm_eps=STATE_EPS)
+    if made.hidden_act != "silu":
+        raise ConfigError(f"config.json: hidden_act = {show(keys.raw['hidden_act'])} is not supported for olmo_hybrid models",
+                          "this family runs only with hidden_act = silu: its linear attention uses it too")
+    return made
+
+
+def _kinds(keys: Keys, layers: int) -> tuple[str, ...]:
+    """LINEAR or FULL, by layer. Raises ConfigError for other kinds, and unless there are both."""
+    usual = [FULL if layer % EVERY == EVERY - 1 else LINEAR for layer in range(layers)]
+    if FULL not in usual:
+        usual[-1] = FULL
+    kinds = keys.words("layer_types", layers) or tuple(usual)
+    for kind in kinds:
+        if kind not in (LINEAR, FULL):
+            raise ConfigError(f"config.json: layer_types holds {show(kind)}, which is not supported", f"known: {LINEAR}, {FULL}")
+    if len(set(kinds)) < 2:
+        raise ConfigError(f"config.json: layer_types holds {kinds[0]} alone, which is not supported", "it has layers of both kinds")
+    return kinds
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    """Tensors of one layer by role: norms behind the branches, but of linear attention before them."""
+    own, hidden, prefix = config.state, config.hidden_size, f"model.layers.{layer}."
+    if layer in config.state_layers:
+        rules = {role: rule for role, rule in llama.layer_tensors(config, layer).items() if ".self_attn." not in rule.name}
+    else:
+        rules = olmo2.layer_tensors(config, layer)
+    for role, rule in rules.items():
+        name = rule.name.removeprefix(prefix).removesuffix(".weight")
+        if name in PUBLISHED:
+            rules[role] = TensorRule(rule.name, rule.shape, also=(f"{prefix}{PUBLISHED[name]}.weight",))
+    if layer not in config.state_layers:
+        return rules
+    for role, (name, *shape) in {
+            "state_in": ("qkv_proj.weight", own.channels, hidden), "state_gate": ("g_proj.weight", own.values, hidden),
+            "state_beta": ("b_proj.weight", own.value_heads, hidden), "state_rate": ("a_proj.weight", own.value_heads, hidden),
+            "state_conv": ("conv1d.weight", own.channels, 1, own.taps), "state_decay": ("A_log", own.value_heads),
+            "state_dt": ("dt_bias", own.value_heads), "state_norm": ("o_norm.weight", own.value_dim),
+            "state_out": ("o_proj.weight", hidden, own.values)}.items():
+        rules[role] = TensorRule(f"{prefix}linear_attn.{name}", tuple(shape))
+    return rules
+
+
+def joined_rows(config: ModelConfig, layer: int) -> dict[str, tuple[tuple[str, int], ...]]:
+    """Names of a layer's tensors that are stored in parts -> those of the parts, with their rows."""
+    own, prefix = config.state, f"model.layers.{layer}.linear_attn."
+    heights = own.keys, own.keys, own.values
+    return {f"{prefix}{whole}.weight": tuple((f"{prefix}{part}_{name}.weight", height) for part, height in zip(PARTS, heights, strict=True))
+            for whole, name in (("qkv_proj", "proj"), ("conv1d", "conv1d"))} if layer in config.state_layers else {}
