@@ -44,6 +44,10 @@ KANA = "[一-龥\u3040-\u309f\u30a0-\u30ff]+"  # and the usual Han characters
 MARKED = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""  # a mark before letters is theirs
 DEEPSEEK3_WORDS = rf"{MARKED}| ?[\p{{P}}\p{{S}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 DEEPSEEK3 = Cutter((r"\p{N}{1,3}", KANA, DEEPSEEK3_WORDS))
+# Han, kana, Thai from its leading vowels on, Lao, Khmer, Burmese and hangul, which have no blanks between words, or few.
+UNSPACED = ("[\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f\u2f00-\u2fdf\u0e40-\u0e7f\u0e80-\u0eff"
+            "\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+")
+THOUSANDS = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"  # digits in threes from the end on
 CLAUSES = r" ?[^(\s|.,!?…。，、।۔،)]+"
 # Letters with the case that they have, Han characters apart: what is between them is cut off by the first alternative.
 KIMI_UPPER, KIMI_LOWER = (rf"{kind[:-1]}&&[^\p{{Han}}]]" for kind in (UPPER, LOWER))
@@ -52,6 +56,7 @@ KIMI = Cutter((rf"[\p{{Han}}]+|{BEFORE}{KIMI_UPPER}*{KIMI_LOWER}+{ANY_ENDINGS}|{
 HALVED = "|".join(rf"\s{{{1 << power}}}(?!\S)" for power in range(9, 1, -1))  # blanks in runs of 512, 256, … 4
 YOUTU_ASIA = "[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|" + KANA
 CUTTERS = {
+    "afmoe": Cutter((THOUSANDS, UNSPACED, DEEPSEEK3_WORDS)),
     "default": Cutter((r"[\p{P}\$\+<=>\^~\|]+", WORDS, r"\p{N}+", r"[0-9][0-9][0-9]")),
     "chameleon": Cutter((r"<sentinel:[0-9]+>", r"IMGIMG[A-I]{1,4}Z", r"[\t\n]|    |  ", r"\p{N}", r"[\p{P}!-/:-@\[-`{-~]", WORDS),
                         bos=True),
