@@ -1,8 +1,8 @@
 """Text to token ids and back: the tokenizer of a model folder, streaming decode, and the tokens that end a turn.
 
-Reads tokenizer.json (through the `tokenizers` library) or where there is none a file of ranks (`rank_vocabulary`), tokenizer_config.json,
-special_tokens_map.json and generation_config.json. The
-engine knows token ids only; everything about text lives here. A character may be spread over several tokens, so `TextStream` shows it when
+Reads tokenizer.json (through the `tokenizers` library) or where there is none a file of ranks (`rank_vocabulary`) or of pieces
+(`piece_vocabulary`), tokenizer_config.json, special_tokens_map.json and generation_config.json. The engine knows token ids only; everything
+about text lives here. A character may be spread over several tokens, so `TextStream` shows it when
 its last byte has come. Padding, truncation and dropout stored in tokenizer.json are training settings and are switched off.
 """
 

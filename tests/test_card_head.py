@@ -9,7 +9,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from conversions import FABLE, options, run
-from family_models import Case, written
+from family_models import CASES, Case, written
 from gpu_runs import CTX, divergence, logits, opened, simulated
 from test_device_memory import watched
 from test_gpu_tier import planned
@@ -43,7 +43,8 @@ def test_logits_are_those_of_the_processor(spec: str | None, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("case", [Case("gemma2"), Case("granite", {"logits_scaling": 3.0}), Case("olmo2", dtype="bfloat16"),
                                   Case("opt", {"hidden_size": 64, "ffn_dim": 128, "word_embed_proj_dim": 64}),
-                                  Case("llama", {"tie_word_embeddings": False}, dtype="float16")])
+                                  Case("llama", {"tie_word_embeddings": False}, dtype="float16"), Case("phi"),
+                                  Case("olmo", {"clip_qkv": 0.7}), CASES["phimoe"], CASES["afmoe"], CASES["gpt_neox"]])
 def test_every_kind_of_head(case: Case, tmp_path: Path) -> None:
     written(case, tmp_path)
     engine, _ = opened(tmp_path, simulated(), ctx=100)
