@@ -8,6 +8,7 @@ weight comes as `values` v int16 [N, K], `factors` f float32 [N, G] of its group
     more, from 5 bits  `grouped_linear`   the same, but for outliers (and all formats of super-blocks; on AVX2 linear codes of any width)
     more, to 4 bits    `scaled_linear`    weights as int8 of their row's range, a scale per token and 128 inputs
     the same on AVX2   `stepped_linear`   codebooks as they are, a scale per token and 128 inputs
+    more, with AMX     `halves_linear`    all that `scaled_linear` is not for, as 16 bits of a row's range in 512 inputs and of a token's
     floats, up to 16   `float_linear`     activations as they are, as in the next
     floats, more       `exact_linear`     weights as float32
 """
@@ -24,6 +25,7 @@ F32, F64 = np.float32, np.float64
 MOST = F32(127)
 SMALLEST = F32(2.0**-126)  # the smallest normal number
 SCALED_BLOCK = 128
+HALVES_MOST, HALVES_SPAN = F32(127 * 256), 512
 
 
 class Outliers(NamedTuple):
@@ -99,6 +101,31 @@ def stepped_linear(x: np.ndarray, values: np.ndarray, factors: np.ndarray, rows:
     codes, scales = quantize_columns(x, SCALED_BLOCK)
     steps = np.repeat(factors.astype(np.int64), group, axis=1)[:, : values.shape[1]]
     return _finish(_in_blocks(codes, scales, values * steps) * rows, codes, scales, SCALED_BLOCK, outliers, bias)
+
+
+def halves_linear(x: np.ndarray, weights: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
+    """x float32 [T, K] -> float32 [T, N] with weights float32 [N, K], both as numbers of two bytes; products of two lower bytes are left
+    out. A fused step for every span."""
+    upper, lower, scales = _halves(x)
+    y = np.zeros((len(x), len(weights)), F32)
+    for start in range(0, x.shape[1], HALVES_SPAN):
+        part = slice(start, start + HALVES_SPAN)
+        own_upper, own_lower, factors = _halves(weights[:, part])
+        main, fine = upper[:, part] @ own_upper.T, lower[:, part] @ own_upper.T + upper[:, part] @ own_lower.T
+        y = fma(fma(main.astype(F32), F32(256), fine.astype(F32)) * (factors * F32(256)), scales[:, None], y)
+    return y if bias is None else y + bias
+
+
+def _halves(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """float32 [N, K] -> upper and lower bytes, whole numbers as float64, and what a row's numbers stand for. A row that is not finite
+    throughout counts as zeros and stands for NaN."""
+    finite = np.isfinite(x).all(-1)
+    x = np.where(finite[:, None], x, F32(0))
+    top = np.abs(x).max(-1)
+    inverse = np.divide(HALVES_MOST, top, out=np.zeros_like(top), where=top / HALVES_MOST >= SMALLEST)
+    numbers = np.rint(x * inverse[:, None]).astype(F64)
+    upper = np.floor((numbers + 128) / 256)
+    return upper, numbers - 256 * upper, np.where(finite, top / HALVES_MOST, F32(np.nan))
 
 
 def _in_blocks(codes: np.ndarray, scales: np.ndarray, weights: np.ndarray) -> np.ndarray:

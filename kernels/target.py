@@ -11,6 +11,7 @@ import llvmlite.binding as llvm
 
 # Features of a 64-bit ARM processor that LLVM may not tell, and their bits in what Linux says of the processor.
 HWCAP, ARM_BITS = 16, {"neon": 1, "dotprod": 20}
+ARCH_PRCTL, ASK_FOR_STATE, TILE_DATA = 158, 0x1023, 18  # a system call of x86-64, what it is asked for (ARCH_REQ_XCOMP_PERM), and of what
 
 
 @cache
@@ -20,6 +21,8 @@ def target() -> tuple[str, str]:
     if features is None:
         generic = name is not None and name.lower() == "generic"
         features = "" if generic else with_arm(llvm.get_host_cpu_features().flatten(sort=True), arm_features())
+    if "+amx-tile" in features and not may_use_tiles():
+        features = ",".join(each for each in features.split(",") if not each.startswith("+amx-"))
     return name or llvm.get_host_cpu_name(), features
 
 
@@ -40,6 +43,15 @@ def arm_features() -> frozenset[str]:
         return frozenset()
     ask.restype, ask.argtypes = ctypes.c_ulong, (ctypes.c_ulong,)
     return frozenset(name for name, bit in ARM_BITS.items() if ask(HWCAP) >> bit & 1)
+
+
+@cache
+def may_use_tiles() -> bool:
+    """Ask Linux for the tile registers of AMX, for all threads of this process: one that has not asked ends when it touches them. False on
+    a system that gives none: one before Linux 5.16, or one in which a thread has too small a stack for signals."""
+    if not sys.platform.startswith("linux") or os.uname().machine != "x86_64":
+        return False
+    return ctypes.CDLL(None).syscall(ARCH_PRCTL, ASK_FOR_STATE, TILE_DATA) == 0
 
 
 @cache

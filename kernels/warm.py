@@ -40,6 +40,7 @@ def compiled_functions(kinds: Sequence[str] = KINDS) -> list[Kernel | Jit]:
         foreign_levels,
         foreign_words,
         gemm,
+        gemm_amx,
         kv_few,
         kv_many,
         kv_merge,
@@ -59,11 +60,13 @@ def compiled_functions(kinds: Sequence[str] = KINDS) -> list[Kernel | Jit]:
     from .cpu import bundles as neurons
     from .cpu import kv_choice as choices
     from .cpu import kv_estimate as estimates
+    from .cpu.amx import AMX
 
-    modules = {KV: (kv_many, kv_few, kv_seal, kv_merge), LOW_BIT: (packed, gemm, packed_rows), EXACT: (gemm,), LOOKUP: (lut, lut_order),
+    many = gemm_amx if AMX else gemm
+    modules = {KV: (kv_many, kv_few, kv_seal, kv_merge), LOW_BIT: (packed, many, packed_rows), EXACT: (gemm,), LOOKUP: (lut, lut_order),
                BUNDLED: (neurons,), SPARSE: (estimates, choices),
                FOREIGN: (foreign_words, foreign_blocks, foreign_floats, foreign_levels),
-               FLOATS: (floats, gemm),
+               FLOATS: (floats, many),
                RAW: (sampling, attention, attention_few, linear, rows, experts, threads, roof),
                MIXERS: (delta_loops, short_conv_loops, mamba2_loops, latent_loops)}
     exact = {EXACT, FLOATS}  # kinds that need of `gemm` what multiplies in float32, and that alone

@@ -163,7 +163,7 @@ def floats_assembly() -> str:
 
 # What widens a vector's codes, and multiplies them.
 WIDENS = {"portable": (r"mulps\t", r"fmaf"), "avx2": (r"vcvtph2ps\t.*%ymm", r"vfmadd\w+ps\t.*%ymm"),
-          "avx512": (r"vcvtph2ps\t.*%zmm", r"vfmadd\w+ps\t.*%zmm")}
+          "avx512": (r"vcvtph2psx?\t.*%zmm", r"vfmadd\w+ps\t.*%zmm")}
 
 
 @pytest.mark.parametrize("name", WIDENS)

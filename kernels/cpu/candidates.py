@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from ..layout import ACTIVATIONS, STORED_TYPES
 from ..registry import Call, Candidate, Registry
 from . import delta, latent, low_bit, mamba2, moe, packed, rows, short_conv
+from .amx import AMX
 from .int8_ir import INSTRUCTION_SET
 from .intrinsics import HAS_HALF
 from .ops import FEW, LOW_BIT, CpuOps
@@ -24,6 +25,7 @@ WIDENED_ONCE = "many tokens: a tile of weights is widened once and multiplied by
 AS_THEY_LIE = "few tokens: codes are multiplied as they lie in memory"
 LOOKED_UP = "measured faster than dot products for these weights"
 EXPANDED_ONCE = "many tokens: rows are expanded to bytes once and multiplied by all of them"
+IN_BYTES = "many tokens: rows are expanded to one byte or two and multiplied by activations of as many, 16,384 products at a time"
 OPENED = "few tokens: floats of eight bits are read once and widened in registers"
 WIDENED_FLOATS = "many tokens: a tile of floats of eight bits is widened once and multiplied by all of them"
 NOTHING_ROUNDED = "--exact: nothing is rounded"
@@ -77,8 +79,9 @@ def default_registry(only: str | None = None, exact: bool = False) -> Registry:
         *([Candidate(LOW_BIT, "float32 tiles", low_bit.declines, low_bit.run_exact, NOTHING_ROUNDED)] if exact else []),
         Candidate(LOW_BIT, f"table lookup, {INSTRUCTION_SET}", few_low_bit[1], low_bit.run_few, LOOKED_UP),
         Candidate(LOW_BIT, f"dot products, {INSTRUCTION_SET}", few_low_bit[0], low_bit.run_few, AS_THEY_LIE),
-        Candidate(LOW_BIT, f"int8 tiles, {INSTRUCTION_SET}", low_bit.declines_integers, low_bit.run_many, EXPANDED_ONCE),
         Candidate(LOW_BIT, "eight-bit floats, few columns", _few(low_bit.declines_floats, packed.MOST_COLUMNS), low_bit.run_floats, OPENED),
+        *([Candidate(LOW_BIT, "int8 tiles, amx", low_bit.declines, low_bit.run_many, IN_BYTES)] if AMX else []),
+        Candidate(LOW_BIT, f"int8 tiles, {INSTRUCTION_SET}", low_bit.declines_integers, low_bit.run_many, EXPANDED_ONCE),
         Candidate(LOW_BIT, "eight-bit floats, register tiles", low_bit.declines_floats, low_bit.run_exact, WIDENED_FLOATS),
         Candidate(LOW_BIT, NUMPY, _never, CpuOps.by_reference, NO_KERNEL, fallback=True),
         Candidate("moe", "compiled", _compiled, moe.run, "the experts of a token are picked and run by one native job"),

@@ -230,7 +230,7 @@ def _add_outliers(a, matrix, way, row, sums, panels, panel_nbytes, block, scales
 
 
 @inlined()
-def _bias_of(a, matrix, row, scratch):
+def bias_of(a, matrix, row, scratch):
     """A stripe's bias, at BIAS_AT; past the last row it is zero."""
     bias, rows = f32_at(scratch + BIAS_AT), min(STRIPE, a[matrix + ROWS] - row)
     for i in range(STRIPE):
@@ -256,7 +256,7 @@ def _write(a, matrix, mode, row, sums, scales, bias, first, tokens):
 
 
 @inlined()
-def _close(a, matrix, mode, row, number, used, sums, sums_nbytes, scratch, first, tokens):
+def close(a, matrix, mode, row, number, used, sums, sums_nbytes, scratch, first, tokens):
     """What is left to do with the sums of `tokens` tokens from `first` on in stripe `number` of a block, which begins at row `row` of its
     matrix: y is written, or with GATED the gate kept for the up matrix, whose stripe comes `used` numbers later and writes both."""
     scales, bias = scratch + ROWS_AT + 4 * number * STRIPE, scratch + BIAS_AT
@@ -317,18 +317,18 @@ def multiply(args, worker, counter):
                 x, sums = a[X] + start // block * block_nbytes, scratch + SUMS_AT + number * sums_nbytes
                 sparse = a[own + SPARSE] != 0
                 if last:
-                    _bias_of(a, own, first, scratch)
+                    bias_of(a, own, first, scratch)
                 for panel in range(panels):
                     at = sums + panel * 4 * TOKENS * STRIPE
                     _product(a, own, way, scratch, x, at, span, panel_nbytes)
                     x += panel_nbytes
                     if last and not sparse:
                         here = min(TOKENS, tokens - panel * TOKENS)
-                        _close(a, own, mode, first, number, used, at, sums_nbytes, scratch, panel * TOKENS, here)
+                        close(a, own, mode, first, number, used, at, sums_nbytes, scratch, panel * TOKENS, here)
                 if last and sparse:
                     _add_outliers(a, own, way, first, sums, panels, panel_nbytes, block, scratch + ROWS_AT + 4 * number * STRIPE,
                                   scratch)
-                    _close(a, own, mode, first, number, used, sums, sums_nbytes, scratch, 0, tokens)
+                    close(a, own, mode, first, number, used, sums, sums_nbytes, scratch, 0, tokens)
 
 
 @kernel()

@@ -16,7 +16,8 @@ from typing import NamedTuple
 from llvmlite import ir
 
 from ..deferred import intrinsic, types
-from ..tiles import LEVEL_SHIFT, LEVELS_NBYTES, ROWS, WIDE_SHIFT
+from ..tiles import LEVEL_SHIFT, LEVELS_NBYTES, ROWS, TILE, WIDE_SHIFT
+from .amx import PAIR_SPAN, QUAD_NBYTES
 from .gemm_tiles import HALVES, NARROW, PAIRS, ROUND, SIGNED_BYTES, STEP, WHOLE, Form, Loop
 from .int8_ir import (
     BYTES,
@@ -27,9 +28,12 @@ from .int8_ir import (
     PIECES,
     WIDTH,
     WORDS,
+    ask,
     constant,
     function,
+    levels_of_tile,
     load,
+    load_table,
     look_up,
     offset,
     splat,
@@ -134,8 +138,8 @@ def _four_times(builder: ir.IRBuilder, words: ir.Value) -> _Pair:
     return _interleave(builder, twice, twice)
 
 
-def _put(builder: ir.IRBuilder, out: ir.Value, quad: int, piece: int, values: _Pair, shift: int) -> None:
-    """A quad's values of a piece's rows into the steps at `out`; where bytes are multiplied as such, `shift` above."""
+def _put(builder: ir.IRBuilder, out: ir.Value, quad: int, piece: int, values: _Pair, shift: int, step: int = STEP) -> None:
+    """A quad's values of a piece's rows into the steps at `out`; where bytes are multiplied as such, `shift` above and `step` apart."""
     out = offset(builder, out, WIDTH * piece)
     if SIGNED_BYTES:
         places = ir.Constant(ir.VectorType(I32, WIDTH), list(range(WIDTH)))
@@ -143,9 +147,9 @@ def _put(builder: ir.IRBuilder, out: ir.Value, quad: int, piece: int, values: _P
         store(builder, builder.trunc(both, BYTES), offset(builder, out, STEP * quad))
         return
     if not PAIRS:
-        name = "llvm.x86.avx512.packuswb.512" if WIDTH == 64 else "llvm.x86.avx2.packuswb"
-        shifted = _each(lambda each: builder.add(each, constant(HALVES, shift)), values)
-        store(builder, builder.call(function(builder, BYTES, [HALVES] * 2, name), [*shifted]), offset(builder, out, STEP * quad))
+        name = ("llvm.x86.avx512.pack{}swb.512" if WIDTH == 64 else "llvm.x86.avx2.pack{}swb").format("u" if shift else "s")
+        shifted = _each(lambda each: builder.add(each, constant(HALVES, shift)), values) if shift else values
+        store(builder, builder.call(function(builder, BYTES, [HALVES] * 2, name), [*shifted]), offset(builder, out, step * quad))
         return
     low, high = (builder.bitcast(each, WORDS) for each in values)
     for step in (0, 1):
@@ -174,13 +178,17 @@ class _Reader:
         builder = self.builder
         raw = load(builder, offset(builder, self.codes, 64 * quad + WIDTH * piece), BYTES)
         if self.way == CODEBOOK:
-            wide = _interleave(builder, constant(BYTES, 0), look_up(builder, self.table, raw, 4))
-            return _each(lambda each: builder.ashr(each, self.down), wide)
+            return self.widened(look_up(builder, self.table, raw, 4))
         values = _each(builder.sub, _interleave(builder, raw, constant(BYTES, 0)), self.zeros)
         return values if self.up is None else _each(lambda each: builder.shl(each, self.up), values)
 
+    def widened(self, levels: ir.Value) -> _Pair:
+        """Levels of a codebook as 16-bit numbers, as far up."""
+        wide = _interleave(self.builder, constant(BYTES, 0), levels)
+        return _each(lambda each: self.builder.ashr(each, self.down), wide)
 
-def _scaled(way: str):
+
+def _scaled(way: str, shift: int = SCALED_SHIFT, step: int = STEP):
     @intrinsic
     def run(typingctx, codes, scales, second, extra, limits, up, out):
         """A tile as int8 of each row's own range into a stripe at `out` (this row block's place in it).
@@ -200,16 +208,46 @@ def _scaled(way: str):
                 reader.piece(piece)
                 limit = load(builder, offset(builder, limits, 4 * LANES * piece), FLOATS, 4)
                 for half in (0, 1):
-                    rounded = builder.fadd(builder.fmul(factors[half][piece], limit), constant(FLOATS, ROUND))
-                    multiplier = _four_times(builder, builder.and_(builder.bitcast(rounded, WORDS), constant(WORDS, 0xFFFF)))
+                    multiplier = _multiplier(builder, factors[half][piece], limit)
                     for quad in range(4 * half, 4 * half + 4):
                         scaled = _each(lambda a, b: rounded_high(builder, a, b), reader.values(quad, piece), multiplier)
-                        _put(builder, out, quad, piece, scaled, SCALED_SHIFT)
+                        _put(builder, out, quad, piece, scaled, shift, step)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 7), codegen
 
     return run
+
+
+def signed_codebook_of(bits: int):
+    """`_scaled` of a codebook's tile from its packed codes, as signed bytes for the matrix unit."""
+
+    @intrinsic
+    def run(typingctx, source, scales, tables, limits, up, out):
+        def codegen(context, builder, signature, args):
+            source, scales, tables, limits, up, out = args
+            ahead = PAIR_SPAN // TILE  # in tiles: the next span comes from memory meanwhile
+            ask(builder, offset(builder, source, ahead * ROWS * TILE * bits // 8), ROWS * TILE * bits // 8, 2)
+            ask(builder, offset(builder, scales, ahead * ROWS), ROWS, 2)
+            reader = _Reader(builder, CODEBOOK, source, tables, up)
+            factors = _step_factors(builder, steps_table(builder, tables), scales)
+            levels = load_table(builder, tables, bits, 0)
+            for piece in range(PIECES):
+                limit = load(builder, offset(builder, limits, 4 * LANES * piece), FLOATS, 4)
+                multipliers = [_multiplier(builder, half[piece], limit) for half in factors]
+                for quad, own in enumerate(levels_of_tile(builder, levels, source, bits, piece)):
+                    scaled = _each(lambda a, b: rounded_high(builder, a, b), reader.widened(own), multipliers[quad // 4])
+                    _put(builder, out, quad, piece, scaled, 0, QUAD_NBYTES)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 6), codegen
+
+    return run
+
+
+def _multiplier(builder: ir.IRBuilder, factors: ir.Value, limit: ir.Value) -> _Pair:
+    rounded = builder.fadd(builder.fmul(factors, limit), constant(FLOATS, ROUND))
+    return _four_times(builder, builder.and_(builder.bitcast(rounded, WORDS), constant(WORDS, 0xFFFF)))
 
 
 def _plain(way: str, form: Form = WHOLE, lower: int = 0):
@@ -314,6 +352,8 @@ def _levels_of(shift: int):
 
 levels_of, wide_levels_of = _levels_of(LEVEL_SHIFT), _levels_of(WIDE_SHIFT)
 scaled_codebook, scaled_linear, scaled_blocks = _scaled(CODEBOOK), _scaled(LINEAR), _scaled(BLOCKS)
+signed_linear, signed_blocks = (_scaled(kind, 0, QUAD_NBYTES) for kind in (LINEAR, BLOCKS))
+signed_codebook_2, signed_codebook_3, signed_codebook_4 = (signed_codebook_of(bits) for bits in (2, 3, 4))
 plain_codebook, plain_linear, narrow_plain = _plain(CODEBOOK), _plain(LINEAR), _plain(LINEAR, NARROW)
 lowered_plain = _plain(LINEAR, lower=LOWERED) if LOWERED else plain_linear  # of codes of eight bits
 codebook_factors, linear_factors, block_factors = (_factors(way) for way in (CODEBOOK, LINEAR, BLOCKS))

@@ -107,7 +107,7 @@ def _largest_level(tables):
 
 
 @inlined()
-def _up(a, matrix):
+def up_of(a, matrix):
     """How far weights are shifted up before they are scaled: as far as the multiplier, at most 127 * 256, allows."""
     if a[matrix + SCHEME] == CODEBOOK:
         up, largest = 7, _largest_level(a[matrix + TABLES])
@@ -146,7 +146,7 @@ def _largest(a, matrix, depth, row, scratch, out):
 def prepare_rows(a, matrix, depth, way, row, scratch, number):
     """The scales of the rows of stripe `number` of a block, which begins at row `row` of the weight; with SCALED their limits as well."""
     limits, scales = scratch + LIMITS_AT + 4 * number * STRIPE, scratch + ROWS_AT + 4 * number * STRIPE
-    top = float32(127 << (15 - _up(a, matrix)))
+    top = float32(127 << (15 - up_of(a, matrix)))
     for first in range(0, min(STRIPE, stored_rows(a, matrix) - row), TILE_ROWS):
         stored, own = u16_at(a[matrix + ROW_SCALES] + 2 * (row + first)), f32_at(scales + 4 * first)
         if a[matrix + SCHEME] == NVFP:
@@ -168,7 +168,7 @@ def expand_stripe(a, matrix, depth, way, row, start, span, scratch, number):
     """Inputs `start` to `start + span` of the rows from `row` on, stripe `number` of a block; with GROUPED their factors and shifts too."""
     scheme, group = a[matrix + SCHEME], a[matrix + GROUP]
     wide = scratch + WIDE_AT
-    codes, tables, zeros, up = scratch + TILE_AT, a[matrix + TABLES], scratch + ZEROS_AT, _up(a, matrix)
+    codes, tables, zeros, up = scratch + TILE_AT, a[matrix + TABLES], scratch + ZEROS_AT, up_of(a, matrix)
     tiles, groups = depth // TILE, depth // group
     parts = 2 if group == 16 else 1  # groups of a tile
     narrow, stepped = way == NARROW_CODES and AS_BYTES, way == STEPPED and AS_BYTES

@@ -15,7 +15,8 @@ from ..layout import ACTIVATIONS, NORMS
 from ..registry import Call
 from ..tiles import SCHEME_MASK, SCHEME_SHIFT, SCHEMES
 from ..workspace import Dims, address
-from . import floats, gemm, linear, lut, lut_order, packed, packed_matrix, packed_rows
+from . import floats, gemm, gemm_amx, linear, lut, lut_order, packed, packed_matrix, packed_rows
+from .amx import AMX
 from .inner_loops import TILE_COLUMNS
 from .packed_matrix import FIELDS
 
@@ -31,11 +32,13 @@ BLOCK_SIZE = max(linear.FIRST + MOST_MATRICES * FIELDS, gemm.FIRST + MOST_MATRIC
 
 def scratch_floats(dims: Dims, chunk: int, wide: int) -> int:
     """Floats of scratch that one worker needs."""
-    return -(-max(lut.scratch_nbytes(wide), gemm.gemm_scratch(chunk, wide)) // 4)
+    return -(-max(lut.scratch_nbytes(wide), gemm.gemm_scratch(chunk, wide), gemm_amx.scratch_nbytes(chunk, wide) if AMX else 0) // 4)
 
 
 def panel_floats(chunk: int, wide: int) -> int:
     """Floats of packed activations for the products of many columns."""
+    if AMX:
+        return -(-gemm_amx.panels_nbytes(chunk, wide) // 4)
     return -(-max(gemm.panel_nbytes(chunk, wide, way) for way in (gemm.SCALED, gemm.GROUPED, gemm.NARROW_CODES, gemm.STEPPED)) // 4)
 
 
@@ -68,7 +71,8 @@ def declines_lookup(call: Call) -> str:
 
 
 def _way_of(weight: Weight) -> int:
-    return gemm.way_of(weight.spec.bits, weight.spec.scheme)
+    spec = weight.spec
+    return gemm_amx.way_of(spec.bits, spec.scheme, bool(spec.outliers)) if AMX else gemm.way_of(spec.bits, spec.scheme)
 
 
 def one_way(linears: Sequence[Linear]) -> bool:
@@ -111,6 +115,7 @@ def run_floats(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[
 def run_many(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: Sequence[np.ndarray], mode: int,
              act: str) -> None:
     """More columns. Widths that are multiplied differently are packed differently, so they are separate jobs."""
+    pack, multiply = (gemm_amx.pack_tokens, gemm_amx.multiply) if AMX else (gemm.pack_tokens, gemm.multiply)
     ways = [_way_of(each.weight) for each in linears]
     for way in dict.fromkeys(ways):
         chosen = [i for i, own in enumerate(ways) if own == way]
@@ -128,10 +133,10 @@ def run_many(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Li
             ops.reals[gemm.EPS] = norm.eps
         if ops.must_pack("low_panels", way):
             ops.args[gemm.FIRST + gemm.OUT] = ops.at(panels)
-            ops.run(gemm.pack_tokens, ops.where, True, ops.args)
+            ops.run(pack, ops.where, True, ops.args)
         ops.args[: len(block)] = block
         ops.args[gemm.X] = ops.at(panels)
-        ops.run(gemm.multiply, ops.where, True, ops.args)
+        ops.run(multiply, ops.where, True, ops.args)
 
 
 def run_exact(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: Sequence[np.ndarray], mode: int,

@@ -1,0 +1,185 @@
+"""The tile registers of Intel's matrix unit (AMX), as LLVM instructions: eight tiles of 16 rows of 64 bytes.
+
+One instruction multiplies 16 tokens by 16 rows of weights over 64 inputs, 16,384 products in 16 cycles, where a dot product of vectors
+makes 64. Activations lie in a tile as [token][64 bytes], weights as [quad][16 rows][4 bytes], which is how the quads of `tiles.py` lie.
+A process has to ask the system before it may touch them (`kernels/target.py`); a thread tells the unit the shapes of its tiles first
+(`configure`) and gives them back, so that switching threads does not save what nobody needs (`release`).
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+
+from ..compile import cpu_features
+from ..deferred import intrinsic, types
+from ..reference_low_bit import HALVES_SPAN
+from .gemm_tiles import Loop
+from .int8_ir import FLOATS, I8, INSTRUCTION_SET, WORDS, constant, fma, function, load, offset, splat, store
+from .intrinsics import F32, I64
+
+AMX = INSTRUCTION_SET == "avx512" and {"amx-tile", "amx-int8"} <= cpu_features()
+SIDE, INPUTS = 16, 64  # rows of a tile; bytes of a row, inputs of one instruction
+TILE_NBYTES = SIDE * INPUTS
+STEP_NBYTES = 2 * TILE_NBYTES  # of a panel: 64 inputs of 32 tokens, or of 16 tokens with two bytes each
+QUAD_NBYTES = 2 * INPUTS  # of two row blocks, which are multiplied together
+PAIR_SPAN = HALVES_SPAN  # inputs that the weights of 32 rows and a panel have in the first-level cache
+BLOCK = 128  # inputs of a token that share a scale, where it is a byte
+CONFIG_NBYTES = 64
+SUMS, LEFT, RIGHT = (0, 1, 2, 3), (4, 5), (6, 7)  # tiles: sums, activations, weights
+STAGE_NBYTES = len(SUMS) * TILE_NBYTES
+
+
+def _call(builder: ir.IRBuilder, name: str, *values: ir.Value) -> None:
+    builder.call(function(builder, ir.VoidType(), [each.type for each in values], f"llvm.x86.{name}"), values)
+
+
+def _pointer(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+    return builder.inttoptr(address, I8.as_pointer())
+
+
+def _load(builder: ir.IRBuilder, tile: int, address: ir.Value, stride: int = INPUTS) -> None:
+    _call(builder, "tileloadd64", I8(tile), _pointer(builder, address), I64(stride))
+
+
+def _multiply(builder: ir.IRBuilder, tile: int, left: int, right: int) -> None:
+    _call(builder, "tdpbssd", I8(tile), I8(left), I8(right))
+
+
+def _zero(builder: ir.IRBuilder) -> None:
+    for tile in SUMS:
+        _call(builder, "tilezero", I8(tile))
+
+
+def _store(builder: ir.IRBuilder, stage: ir.Value) -> None:
+    for tile in SUMS:
+        _call(builder, "tilestored64", I8(tile), _pointer(builder, offset(builder, stage, TILE_NBYTES * tile)), I64(INPUTS))
+
+
+@intrinsic
+def configure(typingctx, scratch):
+    """All tiles of 16 rows of 64 bytes. scratch: CONFIG_NBYTES bytes."""
+
+    def codegen(context, builder, signature, args):
+        shape = [1, *[0] * 15, *[INPUTS, 0] * 8, *[0] * 16, *[SIDE] * 8, *[0] * 8]
+        store(builder, ir.Constant(ir.VectorType(I8, CONFIG_NBYTES), shape), args[0])
+        _call(builder, "ldtilecfg", _pointer(builder, args[0]))
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+@intrinsic
+def release(typingctx):
+    def codegen(context, builder, signature, args):
+        _call(builder, "tilerelease")
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+def _step_of_bytes(builder: ir.IRBuilder, weights: ir.Value, panel: ir.Value) -> None:
+    """64 inputs of 32 tokens times 32 rows."""
+    for i in (0, 1):
+        _load(builder, LEFT[i], offset(builder, panel, TILE_NBYTES * i))
+    for row in (0, 1):
+        _load(builder, RIGHT[row], offset(builder, weights, INPUTS * row), QUAD_NBYTES)
+        for token in (0, 1):
+            _multiply(builder, SUMS[2 * token + row], LEFT[token], RIGHT[row])
+
+
+def _merge_tokens(builder: ir.IRBuilder, stage: ir.Value, scales: ir.Value, out: ir.Value, pitch: ir.Value, half: int) -> None:
+    """out[token][32 rows] += scale * sum for the first or the other 16 of 32 tokens."""
+    for token in range(SIDE):
+        scale = splat(builder, load(builder, offset(builder, scales, 4 * (SIDE * half + token)), F32, 4), FLOATS)
+        at = builder.add(out, builder.mul(pitch, I64(SIDE * half + token)))
+        for row in (0, 1):
+            own = load(builder, offset(builder, stage, TILE_NBYTES * (2 * half + row) + INPUTS * token), WORDS, 4)
+            place = offset(builder, at, INPUTS * row)
+            store(builder, fma(builder, builder.sitofp(own, FLOATS), scale, load(builder, place, FLOATS, 4)), place, 4)
+
+
+@intrinsic
+def product_of_bytes(typingctx, weights, scales, panel, blocks, stage, out, pitch):
+    """out[32 tokens][32 rows] (float32, tokens `pitch` bytes apart) += scale * (panel . rows), block by block; `blocks` >= 1.
+
+    weights: quads of 32 rows. scales: float32 [blocks][32]. panel: a block's 128 inputs are two steps. stage: STAGE_NBYTES bytes. The sums
+    of a block are merged while the next one is multiplied.
+    """
+
+    def codegen(context, builder, signature, args):
+        weights, scales, panel, blocks, stage, out, pitch = args
+        further = lambda address: offset(builder, address, STEP_NBYTES)  # noqa: E731  as long for weights as for activations
+        _zero(builder)
+        _step_of_bytes(builder, weights, panel)
+        _step_of_bytes(builder, further(weights), further(panel))
+        _store(builder, stage)
+        with builder.if_then(builder.icmp_signed(">", blocks, I64(1))):
+            loop = Loop(builder, builder.sub(blocks, I64(1)), [further(further(weights)), scales, further(further(panel))], "blocks")
+            own, before, x = loop.values
+            _zero(builder)
+            for half in (0, 1):
+                _step_of_bytes(builder, own, x)
+                _merge_tokens(builder, stage, before, out, pitch, half)
+                own, x = further(own), further(x)
+            _store(builder, stage)
+            loop.end([own, offset(builder, before, 8 * SIDE), x])
+        last = builder.add(scales, builder.mul(builder.sub(blocks, I64(1)), I64(8 * SIDE)))
+        for half in (0, 1):
+            _merge_tokens(builder, stage, last, out, pitch, half)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 7), codegen
+
+
+@intrinsic
+def product_of_halves(typingctx, weights, second, panel, steps, stage):
+    """Products of a panel's 16 tokens with 32 rows, numbers of two bytes both, over `steps` >= 1 times 64 inputs, int32 [2][2][16][16] at
+    `stage`: of each row block upper by upper bytes, and what is 256 times less. Lower by lower is left out.
+
+    weights: quads of 32 rows, their lower bytes `second` bytes further. panel: a step is 16 tokens' upper bytes, then the lower ones.
+    """
+
+    def codegen(context, builder, signature, args):
+        weights, second, panel, steps, stage = args
+        _zero(builder)
+        loop = Loop(builder, steps, [weights, panel], "steps")
+        weights, panel = loop.values
+        upper, lower = LEFT
+        _load(builder, upper, panel)
+        _load(builder, lower, offset(builder, panel, TILE_NBYTES))
+        for row in (0, 1):
+            main, fine = SUMS[2 * row], SUMS[2 * row + 1]
+            own = offset(builder, weights, INPUTS * row)
+            _load(builder, RIGHT[0], own, QUAD_NBYTES)
+            _multiply(builder, main, upper, RIGHT[0])
+            _multiply(builder, fine, lower, RIGHT[0])
+            _load(builder, RIGHT[1], builder.add(own, second), QUAD_NBYTES)
+            _multiply(builder, fine, upper, RIGHT[1])
+        loop.end([offset(builder, weights, QUAD_NBYTES * SIDE), offset(builder, panel, STEP_NBYTES)])
+        _store(builder, stage)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), codegen
+
+
+@intrinsic
+def add_halves(typingctx, stage, scales, factors, out, pitch):
+    """out[16][32] (float32, tokens `pitch` bytes apart) += (256 * first + second) * factor of the row * scale of the token, of what
+    `product_of_halves` made. scales: float32 [16]; factors: float32 [32]."""
+
+    def codegen(context, builder, signature, args):
+        stage, scales, factors, out, pitch = args
+        rows = [load(builder, offset(builder, factors, INPUTS * v), FLOATS, 4) for v in (0, 1)]
+        loop = Loop(builder, I64(SIDE), [stage, out], "tokens")
+        stage, out = loop.values
+        scale = splat(builder, load(builder, builder.add(scales, builder.mul(loop.turn, I64(4))), F32, 4), FLOATS)
+        for v in (0, 1):
+            main, fine = (builder.sitofp(load(builder, offset(builder, stage, TILE_NBYTES * (2 * v + i)), WORDS, 4), FLOATS)
+                          for i in (0, 1))
+            value = builder.fmul(fma(builder, main, constant(FLOATS, 256.0), fine), rows[v])
+            at = offset(builder, out, INPUTS * v)
+            store(builder, fma(builder, value, scale, load(builder, at, FLOATS, 4)), at, 4)
+        loop.end([offset(builder, stage, INPUTS), builder.add(out, pitch)])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), codegen

@@ -1,0 +1,142 @@
+"""The product of many columns by Intel's matrix unit: bit for bit the definitions, and within its buffers. Where there is none, the way
+to a machine without it is tested alone."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from effllm.kernels import reference_low_bit as definition
+from effllm.kernels import target
+from effllm.kernels.cpu import amx, gemm, gemm_amx, linear
+from effllm.kernels.threads import ThreadPool
+from effllm.quant.codes import dequantize
+
+sys.path.insert(0, str(Path(__file__).parent))
+from low_bit_samples import FORMATS, WITH_OUTLIERS
+from test_gemm import Buffer, Operand, block, sample
+
+needs_amx = pytest.mark.skipif(not amx.AMX, reason="no matrix unit here")
+ALL = (*FORMATS, *WITH_OUTLIERS)
+BOTH = pytest.mark.parametrize("way", (gemm_amx.BYTES, gemm_amx.HALVES), ids=("bytes", "halves"))
+TEXTS = {gemm_amx.BYTES: ("codebook4:16", "affine4:128"), gemm_amx.HALVES: ("codebook4:16+0.01", "super4:32")}
+
+
+@pytest.fixture(scope="module")
+def pools():
+    made = {workers: ThreadPool(workers) for workers in (1, 2, 3)}
+    yield made
+    for each in made.values():
+        each.close()
+
+
+def way_of(each: Operand) -> int:
+    return gemm_amx.way_of(each.spec.bits, each.spec.scheme, bool(each.spec.outliers))
+
+
+def defined(each: Operand, x: np.ndarray, way: int) -> np.ndarray:
+    if way == gemm_amx.BYTES:
+        return each.definition(x, gemm.SCALED)
+    return definition.halves_linear(x, dequantize(each.codes, each.spec), each.bias)
+
+
+def product(pool: ThreadPool, x: np.ndarray, operands: list[Operand], way: int, mode: int = linear.PLAIN,
+            outs: list[np.ndarray] | None = None) -> list[np.ndarray]:
+    tokens, depth = x.shape
+    scratch, panels = Buffer(pool.workers * gemm_amx.scratch_nbytes(tokens, depth)), Buffer(gemm_amx.panels_nbytes(tokens, depth))
+    if outs is None:
+        outs = [np.full((tokens, each.shape[0]), np.nan, np.float32) for each in operands[: 1 if mode == linear.GATED else None]]
+    targets = [outs[min(i, len(outs) - 1)] for i in range(len(operands))]
+    args = block(x.ctypes.data, x.shape, scratch, pool, mode, way, operands, targets)
+    args[gemm.FIRST + gemm.OUT] = panels.address
+    pool.run(gemm_amx.pack_tokens, args.ctypes.data)
+    args = block(panels.address, x.shape, scratch, pool, mode, way, operands, targets)
+    pool.run(gemm_amx.multiply, args.ctypes.data)
+    assert scratch.intact() and panels.intact()
+    return outs
+
+
+@needs_amx
+@pytest.mark.parametrize("text", ALL)
+def test_every_format_is_its_definition(pools, text):
+    shapes = ((17, 33, 1), (1, 300, 50), (33, 128, 64), (40, 97, 200), (5, 2 * gemm_amx.SPAN + 200, 150))
+    for index, (tokens, depth, rows) in enumerate(shapes):
+        each, x = Operand(text, (rows, depth), bias=index % 2 == 1), sample(tokens, depth)
+        got, = product(pools[1 + index % 3], x, [each], way_of(each))
+        assert np.array_equal(got, defined(each, x, way_of(each))), f"{tokens} x {depth} x {rows}"
+
+
+@needs_amx
+@BOTH
+def test_a_token_has_the_same_bits_on_any_number_of_threads_and_in_any_company(pools, way):
+    for text in TEXTS[way]:
+        each, x = Operand(text, (3 * gemm.BLOCK_ROWS + 5, gemm_amx.SPAN + 100)), sample(75, gemm_amx.SPAN + 100)
+        want = defined(each, x, way)
+        for pool in pools.values():
+            assert np.array_equal(product(pool, x, [each], way)[0], want)
+        for tokens in (1, 16, 33):
+            assert np.array_equal(product(pools[2], x[:tokens], [each], way)[0], want[:tokens])
+
+
+@needs_amx
+@BOTH
+@pytest.mark.parametrize("rows", (1, 32, 75, 2 * gemm.BLOCK_ROWS + 17))
+def test_gated_pairs_additions_and_several_matrices(pools, rows, way):
+    x, pair = sample(37, 700), [Operand(text, (rows, 700), bias=True, seed="pair") for text in TEXTS[way]]
+    first, second = (defined(each, x, way) for each in pair)
+    out, = product(pools[2], x, pair, way, linear.GATED)
+    assert np.array_equal(out, np.maximum(first, np.float32(0)) * second)
+    there = sample(len(x), rows)
+    product(pools[2], x, pair[:1], way, linear.ADD, [there])
+    assert np.array_equal(there, sample(len(x), rows) + first)
+    assert all(map(np.array_equal, product(pools[3], x, pair, way), (first, second)))
+
+
+@needs_amx
+@BOTH
+def test_tokens_that_are_no_numbers_spoil_nobody_else(pools, way):
+    each, x = Operand(TEXTS[way][0], (40, 300)), sample(20, 300)
+    sound, = product(pools[1], x, [each], way)
+    x[3, 130], x[5] = np.nan, 0.0
+    got, = product(pools[1], x, [each], way)
+    others = [t for t in range(20) if t not in (3, 5)]
+    assert np.isnan(got[3]).all() and not got[5].any() and np.array_equal(got[others], sound[others])
+
+
+@needs_amx
+def test_the_largest_sums_of_both_bytes(pools):
+    """Every product at the end of its range, over more inputs than a span has."""
+    each, ones = Operand("symmetric8:32", (33, 2048)), np.full((18, 2048), np.float32(-1.0))
+    each.codes = replace(each.codes, codes=np.full_like(each.codes.codes, 0), scales=np.full_like(each.codes.scales, 255))
+    each.pack()
+    got, = product(pools[1], ones, [each], gemm_amx.HALVES)
+    assert np.array_equal(got, defined(each, ones, gemm_amx.HALVES)) and np.abs(got).min() > 0
+
+
+@needs_amx
+def test_two_bytes_are_nearer_to_the_exact_product_than_groups_with_bytes(pools):
+    x = sample(30, 1024)
+    for text in ("symmetric8:32", "super4:32", "float8:128"):
+        each = Operand(text, (64, 1024))
+        exact = x.astype(np.float64) @ dequantize(each.codes, each.spec).T
+        got, = product(pools[2], x, [each], gemm_amx.HALVES)
+        assert np.sqrt(((got - exact) ** 2).mean() / (exact**2).mean()) < 3e-4, text
+
+
+def test_a_system_that_gives_no_tiles_is_compiled_for_without_them(monkeypatch):
+    """Touching them would end the process."""
+    monkeypatch.setattr(target.llvm, "get_host_cpu_features", lambda: Features("+amx-bf16,+amx-int8,+amx-tile,+avx2"))
+    monkeypatch.delenv("NUMBA_CPU_FEATURES", raising=False)
+    monkeypatch.delenv("NUMBA_CPU_NAME", raising=False)
+    for may, want in ((True, "+amx-bf16,+amx-int8,+amx-tile,+avx2"), (False, "+avx2")):
+        monkeypatch.setattr(target, "may_use_tiles", lambda may=may: may)
+        assert target.target.__wrapped__()[1] == want
+
+
+class Features(str):
+    def flatten(self, sort: bool) -> str:
+        return str(self)
