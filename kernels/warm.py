@@ -47,6 +47,7 @@ def compiled_functions(kinds: Sequence[str] = KINDS) -> list[Kernel | Jit]:
         kv_seal,
         latent_loops,
         linear,
+        linear_amx,
         lut,
         lut_order,
         mamba2_loops,
@@ -61,13 +62,14 @@ def compiled_functions(kinds: Sequence[str] = KINDS) -> list[Kernel | Jit]:
     from .cpu import kv_choice as choices
     from .cpu import kv_estimate as estimates
     from .cpu.amx import AMX
+    from .cpu.linear_amx import AMX_FLOATS
 
     many = gemm_amx if AMX else gemm
     modules = {KV: (kv_many, kv_few, kv_seal, kv_merge), LOW_BIT: (packed, many, packed_rows), EXACT: (gemm,), LOOKUP: (lut, lut_order),
                BUNDLED: (neurons,), SPARSE: (estimates, choices),
                FOREIGN: (foreign_words, foreign_blocks, foreign_floats, foreign_levels),
                FLOATS: (floats, many),
-               RAW: (sampling, attention, attention_few, linear, rows, experts, threads, roof),
+               RAW: (sampling, attention, attention_few, linear, rows, experts, threads, roof) + ((linear_amx,) if AMX_FLOATS else ()),
                MIXERS: (delta_loops, short_conv_loops, mamba2_loops, latent_loops)}
     exact = {EXACT, FLOATS}  # kinds that need of `gemm` what multiplies in float32, and that alone
     found = [value for kind, of_kind in modules.items() if kind in kinds for module in of_kind for value in vars(module).values()

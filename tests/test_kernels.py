@@ -11,6 +11,7 @@ import pytest
 from effllm.kernels import reference
 from effllm.kernels.cpu.arithmetic import exp, narrow_half, widen_half
 from effllm.kernels.cpu.candidates import default_registry
+from effllm.kernels.cpu.linear_amx import AMX_FLOATS
 from effllm.kernels.cpu.ops import FEW, CpuOps
 from effllm.kernels.registry import Call
 from effllm.kernels.threads import ThreadPool
@@ -250,8 +251,9 @@ assert len(said) == 2 and "half by shifts" in said[0] and not ops.registry.annou
 
 def test_a_choice_says_why():
     registry = default_registry()
-    choice = registry.select(Call("matrix", "bf16", FEW + 1))
-    assert choice.candidate.name == "register tiles" and choice.declined == (("few columns", f"more than {FEW} columns"),)
+    choice = registry.select(Call("matrix", "f32", FEW + 1))
+    assert choice.candidate.name == "register tiles" and choice.declined == (("few columns", f"more than {FEW} columns"),) + (
+        (("float tiles, amx", "no floats that the matrix unit multiplies"),) if AMX_FLOATS else ())
     odd = registry.select(Call("matrix", "int3", 1))
     assert odd.candidate.name == "NumPy reference" and "no kernel for int3" in str(odd)
     assert len(registry.announcements()) == 1 and registry.announcements() == []

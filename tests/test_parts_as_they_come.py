@@ -9,7 +9,7 @@ import pytest
 
 import effllm
 from effllm.kernels.compile import Kernel
-from effllm.kernels.cpu import gemm, gemm_amx, linear
+from effllm.kernels.cpu import gemm, gemm_amx, linear, linear_amx
 from effllm.kernels.cpu.jobs import Jobs
 from effllm.kernels.cpu.low_bit import MOST_MATRICES
 from effllm.offload.turns import Turns
@@ -25,8 +25,8 @@ from streamed_models import streaming
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 IDS = np.random.default_rng(3).integers(0, 2000, 70).tolist()
 WAYS = ("bf16", "4bit", "8bit", "bf16, exact", "4bit, exact")
-PACKING = (linear.pack_columns, gemm.pack_tokens, gemm_amx.pack_tokens)
-PRODUCTS = (linear.many_columns, gemm.multiply, gemm.multiply_exact, gemm_amx.multiply)
+PACKING = (linear.pack_columns, linear_amx.pack_columns, gemm.pack_tokens, gemm_amx.pack_tokens)
+PRODUCTS = (linear.many_columns, linear_amx.multiply, gemm.multiply, gemm.multiply_exact, gemm_amx.multiply)
 
 
 @pytest.fixture(autouse=True)

@@ -29,7 +29,7 @@ SUMS, LEFT, RIGHT = (0, 1, 2, 3), (4, 5), (6, 7)  # tiles: sums, activations, we
 STAGE_NBYTES = len(SUMS) * TILE_NBYTES
 
 
-def _call(builder: ir.IRBuilder, name: str, *values: ir.Value) -> None:
+def call(builder: ir.IRBuilder, name: str, *values: ir.Value) -> None:
     builder.call(function(builder, ir.VoidType(), [each.type for each in values], f"llvm.x86.{name}"), values)
 
 
@@ -37,22 +37,22 @@ def _pointer(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
     return builder.inttoptr(address, I8.as_pointer())
 
 
-def _load(builder: ir.IRBuilder, tile: int, address: ir.Value, stride: int = INPUTS) -> None:
-    _call(builder, "tileloadd64", I8(tile), _pointer(builder, address), I64(stride))
+def load_tile(builder: ir.IRBuilder, tile: int, address: ir.Value, stride: int = INPUTS) -> None:
+    call(builder, "tileloadd64", I8(tile), _pointer(builder, address), I64(stride))
 
 
 def _multiply(builder: ir.IRBuilder, tile: int, left: int, right: int) -> None:
-    _call(builder, "tdpbssd", I8(tile), I8(left), I8(right))
+    call(builder, "tdpbssd", I8(tile), I8(left), I8(right))
 
 
-def _zero(builder: ir.IRBuilder) -> None:
+def zero_tiles(builder: ir.IRBuilder) -> None:
     for tile in SUMS:
-        _call(builder, "tilezero", I8(tile))
+        call(builder, "tilezero", I8(tile))
 
 
-def _store(builder: ir.IRBuilder, stage: ir.Value) -> None:
+def store_tiles(builder: ir.IRBuilder, stage: ir.Value) -> None:
     for tile in SUMS:
-        _call(builder, "tilestored64", I8(tile), _pointer(builder, offset(builder, stage, TILE_NBYTES * tile)), I64(INPUTS))
+        call(builder, "tilestored64", I8(tile), _pointer(builder, offset(builder, stage, TILE_NBYTES * tile)), I64(INPUTS))
 
 
 @intrinsic
@@ -62,7 +62,7 @@ def configure(typingctx, scratch):
     def codegen(context, builder, signature, args):
         shape = [1, *[0] * 15, *[INPUTS, 0] * 8, *[0] * 16, *[SIDE] * 8, *[0] * 8]
         store(builder, ir.Constant(ir.VectorType(I8, CONFIG_NBYTES), shape), args[0])
-        _call(builder, "ldtilecfg", _pointer(builder, args[0]))
+        call(builder, "ldtilecfg", _pointer(builder, args[0]))
         return context.get_dummy_value()
 
     return types.void(types.int64), codegen
@@ -71,7 +71,7 @@ def configure(typingctx, scratch):
 @intrinsic
 def release(typingctx):
     def codegen(context, builder, signature, args):
-        _call(builder, "tilerelease")
+        call(builder, "tilerelease")
         return context.get_dummy_value()
 
     return types.void(), codegen
@@ -80,9 +80,9 @@ def release(typingctx):
 def _step_of_bytes(builder: ir.IRBuilder, weights: ir.Value, panel: ir.Value) -> None:
     """64 inputs of 32 tokens times 32 rows."""
     for i in (0, 1):
-        _load(builder, LEFT[i], offset(builder, panel, TILE_NBYTES * i))
+        load_tile(builder, LEFT[i], offset(builder, panel, TILE_NBYTES * i))
     for row in (0, 1):
-        _load(builder, RIGHT[row], offset(builder, weights, INPUTS * row), QUAD_NBYTES)
+        load_tile(builder, RIGHT[row], offset(builder, weights, INPUTS * row), QUAD_NBYTES)
         for token in (0, 1):
             _multiply(builder, SUMS[2 * token + row], LEFT[token], RIGHT[row])
 
@@ -109,19 +109,19 @@ def product_of_bytes(typingctx, weights, scales, panel, blocks, stage, out, pitc
     def codegen(context, builder, signature, args):
         weights, scales, panel, blocks, stage, out, pitch = args
         further = lambda address: offset(builder, address, STEP_NBYTES)  # noqa: E731  as long for weights as for activations
-        _zero(builder)
+        zero_tiles(builder)
         _step_of_bytes(builder, weights, panel)
         _step_of_bytes(builder, further(weights), further(panel))
-        _store(builder, stage)
+        store_tiles(builder, stage)
         with builder.if_then(builder.icmp_signed(">", blocks, I64(1))):
             loop = Loop(builder, builder.sub(blocks, I64(1)), [further(further(weights)), scales, further(further(panel))], "blocks")
             own, before, x = loop.values
-            _zero(builder)
+            zero_tiles(builder)
             for half in (0, 1):
                 _step_of_bytes(builder, own, x)
                 _merge_tokens(builder, stage, before, out, pitch, half)
                 own, x = further(own), further(x)
-            _store(builder, stage)
+            store_tiles(builder, stage)
             loop.end([own, offset(builder, before, 8 * SIDE), x])
         last = builder.add(scales, builder.mul(builder.sub(blocks, I64(1)), I64(8 * SIDE)))
         for half in (0, 1):
@@ -141,22 +141,22 @@ def product_of_halves(typingctx, weights, second, panel, steps, stage):
 
     def codegen(context, builder, signature, args):
         weights, second, panel, steps, stage = args
-        _zero(builder)
+        zero_tiles(builder)
         loop = Loop(builder, steps, [weights, panel], "steps")
         weights, panel = loop.values
         upper, lower = LEFT
-        _load(builder, upper, panel)
-        _load(builder, lower, offset(builder, panel, TILE_NBYTES))
+        load_tile(builder, upper, panel)
+        load_tile(builder, lower, offset(builder, panel, TILE_NBYTES))
         for row in (0, 1):
             main, fine = SUMS[2 * row], SUMS[2 * row + 1]
             own = offset(builder, weights, INPUTS * row)
-            _load(builder, RIGHT[0], own, QUAD_NBYTES)
+            load_tile(builder, RIGHT[0], own, QUAD_NBYTES)
             _multiply(builder, main, upper, RIGHT[0])
             _multiply(builder, fine, lower, RIGHT[0])
-            _load(builder, RIGHT[1], builder.add(own, second), QUAD_NBYTES)
+            load_tile(builder, RIGHT[1], builder.add(own, second), QUAD_NBYTES)
             _multiply(builder, fine, upper, RIGHT[1])
         loop.end([offset(builder, weights, QUAD_NBYTES * SIDE), offset(builder, panel, STEP_NBYTES)])
-        _store(builder, stage)
+        store_tiles(builder, stage)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 5), codegen

@@ -96,7 +96,7 @@ def pack_byte_block(typingctx, x, scale, steps):
     return types.void(*[types.int64] * 3), codegen
 
 
-def _transposed(builder: ir.IRBuilder, rows: Sequence[ir.Value]) -> list[ir.Value]:
+def transposed(builder: ir.IRBuilder, rows: Sequence[ir.Value]) -> list[ir.Value]:
     """Sixteen rows of sixteen words, the other way round."""
 
     def pairs(values: list[ir.Value], apart: int, first: list[int], second: list[int]) -> list[ir.Value]:
@@ -149,7 +149,7 @@ def pack_rows(typingctx, rows, pitch, count, scratch, factors, out, second):
         for plane in (0, 1):
             lines = [load(builder, offset(builder, tiles, TILE_NBYTES * plane + INPUTS * i), WORDS) for i in range(SIDE)]
             to = builder.add(place, second) if plane else place
-            for i, quad in enumerate(_transposed(builder, lines)):  # packing left word 4 l + j as the quad 4 j + l
+            for i, quad in enumerate(transposed(builder, lines)):  # packing left word 4 l + j as the quad 4 j + l
                 store(builder, quad, offset(builder, to, QUAD_NBYTES * (4 * (i % 4) + i // 4)))
         steps.end([offset(builder, first, 4 * INPUTS), offset(builder, place, QUAD_NBYTES * SIDE)])
         return context.get_dummy_value()

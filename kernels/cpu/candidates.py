@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ..layout import ACTIVATIONS, STORED_TYPES
 from ..registry import Call, Candidate, Registry
-from . import delta, latent, low_bit, mamba2, moe, packed, rows, short_conv
+from . import delta, latent, linear_amx, low_bit, mamba2, moe, packed, rows, short_conv
 from .amx import AMX
 from .int8_ir import INSTRUCTION_SET
 from .intrinsics import HAS_HALF
@@ -26,6 +26,7 @@ AS_THEY_LIE = "few tokens: codes are multiplied as they lie in memory"
 LOOKED_UP = "measured faster than dot products for these weights"
 EXPANDED_ONCE = "many tokens: rows are expanded to bytes once and multiplied by all of them"
 IN_BYTES = "many tokens: rows are expanded to one byte or two and multiplied by activations of as many, 16,384 products at a time"
+IN_PARTS = "many tokens: weights as they are are multiplied by activations in three parts, 8,192 products at a time"
 OPENED = "few tokens: floats of eight bits are read once and widened in registers"
 WIDENED_FLOATS = "many tokens: a tile of floats of eight bits is widened once and multiplied by all of them"
 NOTHING_ROUNDED = "--exact: nothing is rounded"
@@ -59,6 +60,10 @@ def _native(call: Call) -> str:
     return _compiled(call) or ("" if HAS_HALF or call.stored != "f16" else "no half-precision conversion in this CPU")
 
 
+def _brief(call: Call) -> str:
+    return _compiled(call) or ("" if call.stored == "bf16" else "no floats that the matrix unit multiplies")
+
+
 def _never(call: Call) -> str:
     return ""
 
@@ -72,6 +77,7 @@ def default_registry(only: str | None = None, exact: bool = False) -> Registry:
     few_low_bit = _few(low_bit.declines_integers, packed.MOST_COLUMNS), _few(low_bit.declines_lookup, packed.MOST_COLUMNS)
     candidates = [
         Candidate("matrix", "few columns", _few(_native), CpuOps.few_columns, READ_ONCE),
+        *([Candidate("matrix", "float tiles, amx", _brief, linear_amx.run_many, IN_PARTS)] if linear_amx.AMX_FLOATS else []),
         Candidate("matrix", "register tiles", _native, CpuOps.many_columns, WIDENED_ONCE),
         Candidate("matrix", f"few columns, {BY_SHIFTS}", _few(_compiled), CpuOps.few_columns, NO_HALF, fallback=True),
         Candidate("matrix", f"register tiles, {BY_SHIFTS}", _compiled, CpuOps.many_columns, NO_HALF, fallback=True),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from . import linear, low_bit
+from . import linear, linear_amx, low_bit
 
 if TYPE_CHECKING:
     from ...quant.weight import Lease, Linear, Norm, Rows
@@ -41,7 +41,7 @@ def _gated(ops: CpuOps, x: np.ndarray, norm: Norm | None, pair: Sequence[Linear]
     first = [each.parts[0][1] for each in pair]
     runner = ops._runner(first[0], len(x), act)
     at_once = (len({low_bit.kind_of(each.weight) for each in first}) == 1 and low_bit.one_way(first)
-               and runner not in (type(ops).many_columns, low_bit.run_exact))
+               and runner not in (type(ops).many_columns, linear_amx.run_many, low_bit.run_exact))
     up = out if at_once else ops.workspace.take("up", *out.shape)
     parts = map(list, zip(_products(pair[0], out), _products(pair[1], up), strict=True))
     if at_once:  # one of the kernels that gate what they multiply takes several pairs

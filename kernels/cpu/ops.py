@@ -25,6 +25,7 @@ from .jobs import Jobs
 from .kv_many import packed_scratch
 from .kv_scratch import few_scratch
 from .kv_seal import seal_scratch
+from .linear_amx import panel_floats, scratch_floats
 from .rows import SHARE_FROM, Angles
 
 if TYPE_CHECKING:  # records of the layer above; the kernels read their fields and never build one
@@ -49,7 +50,7 @@ def plan_workspace(dims: Dims, workers: int) -> dict[str, int]:
     scratch = max(linear.HEADROOM + FEW * wide, TILE_COLUMNS * wide, linear.MANY_BLOCK * (linear.DEPTH_BLOCK + columns),
                   attention.attend_many_scratch(dims.heads, dims.kv_heads, dims.head_dim),
                   attention_few.attend_few_scratch(FEW, dims.heads, dims.kv_heads, dims.head_dim),
-                  low_bit.scratch_floats(dims, chunk, wide),
+                  low_bit.scratch_floats(dims, chunk, wide), scratch_floats(chunk, wide),
                   0 if dims.latent is None else latent_loops.scratch_floats(dims.latent.nope, dims.latent.rank),
                   max(packed_scratch(dims.heads, dims.kv_heads, dims.head_dim), few_scratch(group, dims.head_dim),
                       seal_scratch(dims.head_dim)) if dims.packed_kv else 0)
@@ -61,7 +62,8 @@ def plan_workspace(dims: Dims, workers: int) -> dict[str, int]:
         partials, state = FEW * blocks * dims.heads * (dims.head_dim + 2), attention.attend_many_state(chunk, dims)
     # y0 takes the queries, and later in a layer a branch on its way to the stream
     return {"x": chunk * dims.hidden, "y0": chunk * max(dims.projected, dims.hidden), **states.plan_workspace(dims, chunk),
-            "attend": chunk * dims.attended, "gate": chunk * dims.ffn, "up": chunk * dims.ffn, "panels": columns * wide,
+            "attend": chunk * dims.attended, "gate": chunk * dims.ffn, "up": chunk * dims.ffn,
+            "panels": max(columns * wide, panel_floats(chunk, wide)),
             "low_panels": low_bit.panel_floats(chunk, wide), "scratch": workers * (scratch + 16), "logits": dims.rows * dims.vocab,
             "partials": partials, "state": state, **moe.plan_workspace(dims, chunk),
             **bundled.plan_workspace(dims, chunk), **latent.plan_workspace(dims, chunk),
@@ -320,7 +322,7 @@ class CpuOps(Jobs):
         """gate = act(gate) * up, or act(gate)."""
         self.registry.select(Call("activate", act=act)).candidate.run(self, gate, up, act)
 
-    def _fill(self, x: int, tokens: int, depth: int, norm: Norm | None, mode: int, act: str, linears: Sequence[Linear],
+    def fill(self, x: int, tokens: int, depth: int, norm: Norm | None, mode: int, act: str, linears: Sequence[Linear],
               outs: Sequence[np.ndarray]) -> None:
         """Write the argument block of the matrix kernels."""
         kind = 0 if norm is None else NORMS[norm.kind]
@@ -335,7 +337,7 @@ class CpuOps(Jobs):
 
     def few_columns(self, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray], mode: int, act: str) -> None:
         tokens, depth = x.shape
-        self._fill(self.at(x), tokens, depth, norm, mode, act, linears, outs)
+        self.fill(self.at(x), tokens, depth, norm, mode, act, linears, outs)
         self.run_and_remember(linear.few_columns, x, norm, linears, outs, mode, act)
 
     def run_and_remember(self, kernel: Kernel, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray],
@@ -354,14 +356,14 @@ class CpuOps(Jobs):
         tokens, depth = x.shape
         panels = self.workspace.take("panels", -(-tokens // TILE_COLUMNS) * TILE_COLUMNS, depth)
         if self.must_pack("panels", low_bit.RAW):
-            self._fill(self.at(x), tokens, depth, norm, mode, act, linears[:1], [panels])
+            self.fill(self.at(x), tokens, depth, norm, mode, act, linears[:1], [panels])
             self.run(linear.pack_columns, self.where, True, self.args)
         if mode != linear.GATED:
-            self._fill(self.at(panels), tokens, depth, None, mode, act, linears, outs)
+            self.fill(self.at(panels), tokens, depth, None, mode, act, linears, outs)
             self.run(linear.many_columns, self.where, True, self.args)
             return
         gate, up = outs[0], self.workspace.take("up", *outs[0].shape)
-        self._fill(self.at(panels), tokens, depth, None, linear.PLAIN, act, linears, [gate, up])
+        self.fill(self.at(panels), tokens, depth, None, linear.PLAIN, act, linears, [gate, up])
         self.run(linear.many_columns, self.where, True, self.args)
         self.gate(gate, up, act)
 

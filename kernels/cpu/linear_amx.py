@@ -1,0 +1,158 @@
+"""Many columns of bfloat16 weights by the matrix unit (AMX): what `linear.many_columns` does with vectors of float32.
+
+The unit multiplies floats of two bytes and adds in float32. Weights are such floats; an activation is the sum of three, each what rounding
+to the ones before it has left, which is all of a float32. So no product is rounded but in the sums, two inputs at a time, in their order:
+a result depends on neither the other tokens nor the threads. 16 rows, 16 tokens and 32 inputs are three instructions of 16 cycles, where
+vectors take 256 cycles.
+
+Panels of 32 tokens, a span of SPAN inputs of all of them in the second-level cache, weights of 32 rows as pairs of inputs in the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy import float32, int64
+
+from ..compile import cpu_features, kernel
+from ..layout import align
+from .amx import AMX, CONFIG_NBYTES, SIDE, STAGE_NBYTES, configure, release
+from .amx_parts import PARTS, STEP, STEP_NBYTES, float_product, pair_rows, split_token
+from .arithmetic import normalise
+from .intrinsics import f32_at, f64_at, fetch_add, i64_at
+from .linear import (
+    ADD,
+    BIAS,
+    DEPTH,
+    EPS,
+    FIELDS,
+    FIRST,
+    GATED,
+    MATRICES,
+    MODE,
+    NORM,
+    NORM_BIAS,
+    NORM_WEIGHT,
+    OUT,
+    OUT_STRIDE,
+    PLAIN,
+    ROWS,
+    SCRATCH,
+    SCRATCH_STRIDE,
+    TOKENS,
+    WEIGHT,
+    X,
+    biased,
+)
+
+if TYPE_CHECKING:
+    from ...quant.weight import Linear, Norm
+    from .ops import CpuOps
+
+AMX_FLOATS = AMX and "amx-bf16" in cpu_features()
+PANEL, PAIR = 2 * SIDE, 2 * SIDE  # tokens, rows
+BLOCK_ROWS, SPAN = 256, 256  # fewer rows at a time wait for activations from the third-level cache
+PAIR_NBYTES = 2 * PAIR * SPAN
+# Scratch of a worker: the shapes of tiles, pairs of a block's rows, rows that fill a block up, then sums of all panels.
+PAIRS_AT = CONFIG_NBYTES
+SUMS_AT = PAIRS_AT + BLOCK_ROWS // PAIR * PAIR_NBYTES
+SPLIT = -2  # panels as of this module, for `CpuOps.must_pack`
+
+
+def scratch_floats(tokens: int, depth: int) -> int:
+    """Floats of scratch per worker for at most `tokens` tokens of at most `depth` inputs; none without such a unit."""
+    nbytes = align(max(SUMS_AT + 4 * BLOCK_ROWS * align(tokens, PANEL), 4 * align(depth, STEP))) + 64
+    return nbytes // 4 if AMX_FLOATS else 0
+
+
+def panel_floats(tokens: int, depth: int) -> int:
+    """Floats that the packed activations take; none without such a unit."""
+    return align(2 * PARTS * align(tokens, PANEL) * align(depth, STEP)) // 4 if AMX_FLOATS else 0
+
+
+@kernel()
+def pack_columns(args, worker, counter):
+    """Norm rows of X and lay their parts out as panels at matrix slot 0's OUT, span after span. Blocks are panels."""
+    a = i64_at(args)
+    tokens, depth = a[TOKENS], a[DEPTH]
+    eps = float32(f64_at(args)[EPS])
+    row = a[SCRATCH] + worker * a[SCRATCH_STRIDE]
+    panels, padded = (tokens + PANEL - 1) // PANEL, (depth + STEP - 1) // STEP * STEP
+    x = f32_at(row)
+    while True:
+        panel = fetch_add(counter, 1)
+        if panel >= panels:
+            return
+        for t in range(PANEL):
+            token = panel * PANEL + t
+            if token < tokens:
+                normalise(a[X] + 4 * token * depth, row, depth, a[NORM], a[NORM_WEIGHT], a[NORM_BIAS], eps)
+            for i in range(depth if token < tokens else 0, padded):
+                x[i] = float32(0.0)
+            for start in range(0, padded, SPAN):
+                steps = min(SPAN, padded - start) // STEP
+                at = a[FIRST + OUT] + (start // STEP * panels + steps * panel) * STEP_NBYTES
+                split_token(row + 4 * start, steps, at + t // SIDE * (SIDE * 2 * STEP) + t % SIDE * (2 * STEP))
+
+
+@kernel()
+def multiply(args, worker, counter):
+    """y[t, n], `mode` PLAIN or ADD, from the panels at X. Blocks are BLOCK_ROWS rows."""
+    a = i64_at(args)
+    tokens, depth, mode = a[TOKENS], a[DEPTH], a[MODE]
+    panels, padded = (tokens + PANEL - 1) // PANEL, (depth + STEP - 1) // STEP * STEP
+    scratch = (a[SCRATCH] + worker * a[SCRATCH_STRIDE] + 63) // 64 * 64
+    configure(scratch)
+    while True:
+        block = fetch_add(counter, 1)
+        m = int64(FIRST)
+        for _ in range(a[MATRICES]):
+            here = (a[m + ROWS] + BLOCK_ROWS - 1) // BLOCK_ROWS
+            if block < here:
+                break
+            block -= here
+            m += FIELDS
+        else:
+            release()
+            return
+        first = block * BLOCK_ROWS
+        rows = min(BLOCK_ROWS, a[m + ROWS] - first)
+        for start in range(0, padded, SPAN):
+            steps, span = min(SPAN, padded - start) // STEP, min(SPAN, depth - start)
+            for pair in range(0, rows, PAIR):
+                pairs = scratch + PAIRS_AT + pair // PAIR * PAIR_NBYTES
+                for half in range(0, PAIR, SIDE):
+                    row = first + pair + half
+                    pair_rows(a[m + WEIGHT] + 2 * (row * depth + start), 2 * depth, max(int64(0), min(SIDE, a[m + ROWS] - row)), span,
+                              pairs + 4 * half)
+                for panel in range(panels):
+                    x = a[X] + (start // STEP * panels + steps * panel) * STEP_NBYTES
+                    sums = scratch + SUMS_AT + (pair // PAIR * panels + panel) * STAGE_NBYTES
+                    float_product(x, pairs, steps, sums, 1 if start else 0)
+        for t in range(tokens):
+            y = f32_at(a[m + OUT] + 4 * t * a[m + OUT_STRIDE])
+            for row in range(0, rows, SIDE):
+                at = (row // PAIR * panels + t // PANEL) * STAGE_NBYTES + (t % PANEL // SIDE * 2 + row % PAIR // SIDE) * (4 * SIDE * SIDE)
+                sums = f32_at(scratch + SUMS_AT + at + 4 * SIDE * (t % SIDE))
+                for i in range(min(SIDE, rows - row)):
+                    value = biased(sums[i], a[m + BIAS], first + row + i)
+                    y[first + row + i] = y[first + row + i] + value if mode == ADD else value
+
+
+def run_many(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: Sequence[np.ndarray], mode: int,
+             act: str) -> None:
+    """Many columns of bfloat16 weights."""
+    if mode == GATED:
+        gate, up = outs[0], ops.workspace.take("up", *outs[0].shape)
+        run_many(ops, x, norm, linears, [gate, up], PLAIN, act)
+        ops.gate(gate, up, act)
+        return
+    tokens, depth = x.shape
+    panels = ops.workspace.take("panels", panel_floats(tokens, depth))
+    if ops.must_pack("panels", SPLIT):
+        ops.fill(ops.at(x), tokens, depth, norm, PLAIN, act, linears[:1], [panels])
+        ops.run(pack_columns, ops.where, True, ops.args)
+    ops.fill(ops.at(panels), tokens, depth, None, mode, act, linears, outs)
+    ops.run(multiply, ops.where, True, ops.args)
