@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import index
-from effllm.kernels.target import target
+from effllm.kernels.target import cpu_features, target
 from effllm.offload.hardware import cpu_name, cpu_threads, memory_total
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -49,16 +49,23 @@ def context() -> dict[str, str]:
     system = f"{platform.system()} {platform.release().partition('-')[0]}"
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "machine": f"{cpu_name()} ({target()[0]}), {cpu_threads()} cores, {memory_total() / GIB:.0f} GiB, {system}",
+        "machine": f"{cpu_name()} ({generation()}), {cpu_threads()} cores, {memory_total() / GIB:.0f} GiB, {system}",
         "software": f"effllm {version('effllm')}, Python {platform.python_version()}, NumPy {version('numpy')}, Numba {version('numba')}",
         "commit": commit(),
     }
 
 
+def generation() -> str:
+    """LLVM's name of the processor. A virtual machine may give the number of an older one; with a matrix unit, which that has not, it is
+    named by it."""
+    name = target()[0]
+    return "amx" if "amx-int8" in cpu_features() and not name.endswith("rapids") else name
+
+
 def machine_slug() -> str:
     """The machine as part of a file name: `amd-epyc-znver4-2-cores`. Virtual machines leave the generation out of the processor's name."""
     words = re.sub(r"\((r|tm)\)|\bcpu\b|@.*", " ", cpu_name().lower())
-    return re.sub(r"[^a-z0-9]+", "-", f"{words} {target()[0]} {cpu_threads()} cores").strip("-")
+    return re.sub(r"[^a-z0-9]+", "-", f"{words} {generation()} {cpu_threads()} cores").strip("-")
 
 
 def table(figures: list[Figure]) -> str:
