@@ -14,6 +14,7 @@ from ..kernels.cpu.ops import LOW_BIT
 from ..kernels.registry import Call, Registry
 from . import lookup
 from .bundles import ROLE as BUNDLES
+from .bundles import SPARSE
 from .forecast import Tensors
 from .prepare import Prepared
 from .tensors import ModelTensor, check_tensors
@@ -58,7 +59,7 @@ def chosen_kernels(prepared: Prepared, tensors: Tensors | None = None) -> tuple[
     tensors = tensors or check_tensors(prepared.config, prepared.store, prepared.container)
     decisions = [] if prepared.options.exact else lookup.decide(prepared, tensors)  # what is exact is neither of the two
     decided = {tensor.name: decision for decision in decisions for tensor in decision.tensors}
-    registries = {device: _registry(device, prepared.options.exact) for device in dict.fromkeys((*prepared.placement.devices, "cpu"))}
+    registries = {device: _registry(device, prepared) for device in dict.fromkeys((*prepared.placement.devices, "cpu"))}
     found: dict[tuple[str, str, Kernel, Kernel], int] = {}
     for device, role, tensor in _matrices(prepared, tensors):
         kernels = NEURONS if role == BUNDLES and device == "cpu" else (
@@ -69,9 +70,9 @@ def chosen_kernels(prepared: Prepared, tensors: Tensors | None = None) -> tuple[
                  for (stored, device, token, prompt), nbytes in sorted(found.items(), key=lambda item: -item[1]))
 
 
-def _registry(device: str, exact: bool) -> Registry:
+def _registry(device: str, prepared: Prepared) -> Registry:
     if device == "cpu":
-        return default_registry(exact=exact)
+        return default_registry(exact=prepared.options.exact, by_neuron=prepared.config.hidden_act in SPARSE)
     from ..kernels.cuda import torch_ops
 
     return torch_ops.default_registry()

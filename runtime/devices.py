@@ -144,12 +144,14 @@ def not_free(placement: Placement, mapped: bool) -> list[str]:
             "process"]
 
 
-def backends_of(devices: Sequence[str], widths: Dims, pool: ThreadPool, exact: bool, card: Device | None) -> dict[str, object]:
-    """What runs the layers of each of `devices`, and the CPU's beside them, which the embedding and the head may need."""
+def backends_of(devices: Sequence[str], widths: Dims, pool: ThreadPool, exact: bool, card: Device | None,
+                by_neuron: bool = False) -> dict[str, object]:
+    """What runs the layers of each of `devices`, and the CPU's beside them, which the embedding and the head may need. `by_neuron`: as
+    `default_registry` has it."""
     from ..kernels.cpu.candidates import default_registry
     from ..kernels.cpu.ops import CpuOps
 
-    backends: dict[str, object] = {"cpu": CpuOps(pool, widths, default_registry(exact=exact))}
+    backends: dict[str, object] = {"cpu": CpuOps(pool, widths, default_registry(exact=exact, by_neuron=by_neuron))}
     if "cuda" in devices:
         from ..kernels.cuda.torch_ops import TorchOps
 

@@ -24,7 +24,7 @@ from ..offload.direct import Interrupted, Traffic
 from ..offload.notes import Fallback, refuse_fallbacks
 from ..offload.page_stream import PagesLost
 from ..quant.kv import codec
-from .bundles import is_bundled
+from .bundles import SPARSE, is_bundled
 from .cache import KVCache
 from .cache_made import open_cache
 from .cache_shape import layer_specs
@@ -117,7 +117,8 @@ class Engine(Scoring):
         with ExitStack() as unless_made:  # an engine that is not made leaves no thread and no file
             if backends is None:
                 unless_made.callback((pool := ThreadPool(worker_count(options))).close)
-                backends = backends_of(self.placement.devices, widths, pool, options.exact, prepared.card)
+                backends = backends_of(self.placement.devices, widths, pool, options.exact, prepared.card,
+                                       prepared.config.hidden_act in SPARSE)
             self.backends = backends
             self.model = Model(config, prepared.store, self.placement.devices, self.backends, self.n_ctx,
                                mmap=options.load == "mmap", container=prepared.container, streams=streams,

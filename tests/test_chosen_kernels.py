@@ -14,7 +14,6 @@ from effllm.cli.app import main
 from effllm.cli.environment import Environment
 from effllm.kernels import choice
 from effllm.kernels.choice import Timing
-from effllm.kernels.cpu.linear_amx import AMX_FLOATS
 from effllm.kernels.cpu.ops import LOW_BIT
 from effllm.runtime import lookup
 from effllm.runtime.bundle_ffn import bundle
@@ -67,8 +66,8 @@ def test_exact_products_are_no_matter_of_measurement(nothing_small: None) -> Non
 def test_bundles_are_multiplied_neuron_by_neuron(tmp_path: Path) -> None:
     assert list(bundle(FABLE.parent / "fable-relu", tmp_path / "made"))
     found = chosen_kernels(planned(tmp_path / "made", None, device="cpu"))
-    tiles = "float tiles, amx" if AMX_FLOATS else "register tiles"
-    assert {(each.token.name, each.prompt.name) for each in found} == {("few columns", tiles), ("active neurons", "neurons in groups")}
+    assert {(each.token.name, each.prompt.name) for each in found} == {("few columns", "register tiles"),
+                                                                       ("active neurons", "neurons in groups")}
 
 
 def test_the_run_takes_what_is_said() -> None:

@@ -86,7 +86,7 @@ def _many(ops: CpuOps, x: np.ndarray, norm: Norm, hidden: np.ndarray, bundles: B
     columns = -(-tokens // TILE_COLUMNS) * TILE_COLUMNS
     if bundles.has_up:
         panels = ops.workspace.take("panels", columns, depth)
-        ops._fill(ops.at(x), tokens, depth, norm, linear.PLAIN, act, (), ())
+        ops.fill(ops.at(x), tokens, depth, norm, linear.PLAIN, act, (), ())
         ops.args[linear.FIRST + linear.OUT] = ops.at(panels)
         ops.run(linear.pack_columns, ops.where, True, ops.args)
     else:
@@ -111,7 +111,7 @@ def _fill(ops: CpuOps, x: np.ndarray, norm: Norm | None, hidden: np.ndarray, bun
           mode: int) -> np.ndarray:
     """The argument block of these kernels, but for the neurons."""
     tokens, depth = x.shape
-    ops._fill(ops.at(x), tokens, depth, norm, mode, act, (), ())
+    ops.fill(ops.at(x), tokens, depth, norm, mode, act, (), ())
     block = ops.args[: kernels.SLOTS].copy()
     block[kernels.DTYPE : kernels.FFN + 1] = STORED_TYPES[bundles.scheme], bundles.offset, bundles.width, hidden.shape[1]
     block[kernels.HIDDEN], block[kernels.LANES] = ops.at(hidden), address(ops.workspace.take("lanes", 1))

@@ -15,6 +15,7 @@ from . import delta, latent, linear_amx, low_bit, mamba2, moe, packed, rows, sho
 from .amx import AMX
 from .int8_ir import INSTRUCTION_SET
 from .intrinsics import HAS_HALF
+from .linear_amx import AMX_FLOATS
 from .ops import FEW, LOW_BIT, CpuOps
 
 if TYPE_CHECKING:
@@ -72,12 +73,13 @@ def _few(accept: Callable[[Call], str], most: int = FEW) -> Callable[[Call], str
     return lambda call: accept(call) or ("" if call.columns <= most else f"more than {most} columns")
 
 
-def default_registry(only: str | None = None, exact: bool = False) -> Registry:
-    """All of the CPU; `only="reference"` keeps the NumPy ones (to check the others against). `exact`: low-bit weights in float32."""
+def default_registry(only: str | None = None, exact: bool = False, by_neuron: bool = False) -> Registry:
+    """All of the CPU; `only="reference"` keeps the NumPy ones (to check the others against). `exact`: low-bit weights in float32.
+    `by_neuron`: for a model whose neurons may be multiplied one by one, which adds in the order of `linear.py`, with the same bits."""
     few_low_bit = _few(low_bit.declines_integers, packed.MOST_COLUMNS), _few(low_bit.declines_lookup, packed.MOST_COLUMNS)
     candidates = [
         Candidate("matrix", "few columns", _few(_native), CpuOps.few_columns, READ_ONCE),
-        *([Candidate("matrix", "float tiles, amx", _brief, linear_amx.run_many, IN_PARTS)] if linear_amx.AMX_FLOATS else []),
+        *([Candidate("matrix", "float tiles, amx", _brief, linear_amx.run_many, IN_PARTS)] if AMX_FLOATS and not by_neuron else []),
         Candidate("matrix", "register tiles", _native, CpuOps.many_columns, WIDENED_ONCE),
         Candidate("matrix", f"few columns, {BY_SHIFTS}", _few(_compiled), CpuOps.few_columns, NO_HALF, fallback=True),
         Candidate("matrix", f"register tiles, {BY_SHIFTS}", _compiled, CpuOps.many_columns, NO_HALF, fallback=True),
