@@ -30,7 +30,7 @@ from __future__ import annotations
 from llvmlite import ir
 
 from ..deferred import intrinsic, types
-from ..target import target
+from ..target import cpu_features, target
 from ..tiles import LEVEL_SHIFT, LEVELS_NBYTES, ROWS, tile_nbytes
 from .int8_ir import (
     BYTES,
@@ -58,8 +58,9 @@ from .packed_factors import CODEBOOK, EXPONENTS, HALVES, NIBBLE, SIGNED, SMALL, 
 
 # Row blocks that `single` takes side by side, and how many bytes ahead of each are asked for: a row block's arithmetic hides too little of
 # its way from memory. What suits a processor was measured (docs/architecture): a Zen 5 wants one run of memory and its pages ahead of
-# time, a Zen 4 and a Cascade Lake two runs and a tile of 4 bits, processors with 32-byte vectors two and four such tiles.
-STREAMS, AHEAD = (1, 7168) if WIDTH == 64 and target()[0] == "znver5" else (2, 256) if WIDTH == 64 else (2, 1024)
+# time, a Zen 4 and a Cascade Lake two runs and a tile of 4 bits, a server with AMX sixteen of these, processors with 32-byte vectors four.
+LONG_WAY = "amx-int8" in cpu_features()  # servers since Sapphire Rapids wait longer for memory than Zen 4 and Cascade Lake do
+STREAMS, AHEAD = (((1, 7168) if target()[0] == "znver5" else (2, 4096) if LONG_WAY else (2, 256)) if WIDTH == 64 else (2, 1024))
 NEXT = 256 if WIDTH == 64 else 1024  # the same where tiles are unpacked for several columns
 SUMS_NBYTES = 4 * ROWS * 16  # of a row block and the most columns
 RECORD = 32 + 4 + 8  # bytes of a tile of one column: codes, scale, two seeds
