@@ -111,9 +111,10 @@ def kimi(tmp_path_factory) -> Tokenizer:
     return Tokenizer.load(write_tiktoken(tmp_path_factory.mktemp("kimi")), CONFIG)
 
 
+# Without characters that this Python's Unicode has not assigned: what they are, two libraries of different years see differently.
 SNIPPETS = st.lists(st.one_of(st.sampled_from(TEXTS).flatmap(lambda text: st.integers(0, len(text)).map(lambda at: text[at:at + 7])),
                               st.sampled_from([" ", "\n", "\r\n", "'s", "'LL", "/", "中A", "A中", "1", "\u0301", "\u2028"]),
-                              st.text(max_size=3)), max_size=12).map("".join)
+                              st.text(st.characters(exclude_categories=("Cn",)), max_size=3)), max_size=12).map("".join)
 
 
 @settings(max_examples=150, deadline=None)
