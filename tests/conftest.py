@@ -17,6 +17,7 @@ from hub_server import Hub, running
 from pulls import Person
 
 from effllm.kernels import blas, warm
+from effllm.kernels.threads import ThreadPool
 from effllm.runtime import damage_notes
 
 NO_PROFILE = "EFFLLM_NO_KV_PROFILE"  # `quantize` would take most of a minute for each of the models that tests make
@@ -69,6 +70,15 @@ def kernels_are_compiled_once() -> None:
     """Two workers that meet a cold cache compile the same functions side by side, each on one core; this waits for one to do it on both."""
     if "PYTEST_XDIST_WORKER" in os.environ and warm.is_cold():
         list(warm.warm())
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[dict[int, ThreadPool]]:
+    """By how many workers they have."""
+    made = {workers: ThreadPool(workers) for workers in (1, 2, 3)}
+    yield made
+    for each in made.values():
+        each.close()
 
 
 @pytest.fixture

@@ -7,13 +7,16 @@ exact and float32 follows in one order, so results are held against the definiti
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
 from effllm.kernels import reference_low_bit as definition
+from effllm.kernels.compile import Kernel
 from effllm.kernels.cpu import gemm, linear
 from effllm.kernels.cpu.gemm_tiles import HEADER, INPUTS, ITEM, TOKENS
 from effllm.kernels.cpu.inner_loops import TILE_COLUMNS
@@ -36,14 +39,6 @@ EXPONENTS = "mxfp4:32"
 FORMATS = ("block4:32", "block8:32", "codebook4:16", "codebook3:16", "codebook2:16+0.02", "ternary:64", "symmetric8:16",
            "symmetric6:32", "symmetric5:128", "symmetric4:16", "affine8:32", "affine4:128+0.01", "affine3:32", "affine2:64")
 GUARD = 0x5A
-
-
-@pytest.fixture(scope="module")
-def pools():
-    made = {workers: ThreadPool(workers) for workers in (1, 2, 3)}
-    yield made
-    for each in made.values():
-        each.close()
 
 
 class Buffer:
@@ -99,20 +94,31 @@ def block(x: int, shape: tuple[int, int], scratch: Buffer, pool: ThreadPool, mod
     return np.array(head, np.int64)
 
 
+class Kernels(NamedTuple):
+    """What packs and multiplies, and the sizes of its buffers that the planner is told: of tokens and inputs, of panels of a way too."""
+
+    pack: Kernel
+    multiply: Kernel
+    scratch_nbytes: Callable[[int, int], int]
+    panels_nbytes: Callable[[int, int, int], int]
+
+
+VECTORS = Kernels(gemm.pack_tokens, gemm.multiply, gemm.gemm_scratch, gemm.panel_nbytes)
+
+
 def product(pool: ThreadPool, x: np.ndarray, operands: list[Operand], way: int, mode: int = linear.PLAIN,
-            outs: list[np.ndarray] | None = None) -> list[np.ndarray]:
-    """Packed and multiplied, in buffers of the sizes that the planner is told."""
+            outs: list[np.ndarray] | None = None, by: Kernels = VECTORS) -> list[np.ndarray]:
+    """Packed and multiplied, in buffers of those sizes."""
     tokens, depth = x.shape
-    scratch = Buffer(pool.workers * gemm.gemm_scratch(tokens, depth))
-    panels = Buffer(gemm.panel_nbytes(tokens, depth, way))
+    scratch, panels = Buffer(pool.workers * by.scratch_nbytes(tokens, depth)), Buffer(by.panels_nbytes(tokens, depth, way))
     if outs is None:
         outs = [np.full((tokens, each.shape[0]), np.nan, np.float32) for each in operands[: 1 if mode == linear.GATED else None]]
     targets = [outs[min(i, len(outs) - 1)] for i in range(len(operands))]
     args = block(x.ctypes.data, x.shape, scratch, pool, mode, way, operands, targets)
     args[gemm.FIRST + gemm.OUT] = panels.address
-    pool.run(gemm.pack_tokens, args.ctypes.data)
+    pool.run(by.pack, args.ctypes.data)
     args = block(panels.address, x.shape, scratch, pool, mode, way, operands, targets)
-    pool.run(gemm.multiply, args.ctypes.data)
+    pool.run(by.multiply, args.ctypes.data)
     assert scratch.intact() and panels.intact()
     return outs
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,25 +14,17 @@ import pytest
 from effllm.kernels import reference_low_bit as definition
 from effllm.kernels import target
 from effllm.kernels.cpu import amx, gemm, gemm_amx, linear
-from effllm.kernels.threads import ThreadPool
 from effllm.quant.codes import dequantize
 
 sys.path.insert(0, str(Path(__file__).parent))
 from low_bit_samples import FORMATS, WITH_OUTLIERS
-from test_gemm import Buffer, Operand, block, sample
+from test_gemm import Kernels, Operand, sample
+from test_gemm import product as gemm_product
 
 needs_amx = pytest.mark.skipif(not amx.AMX, reason="no matrix unit here")
 ALL = (*FORMATS, *WITH_OUTLIERS)
 BOTH = pytest.mark.parametrize("way", (gemm_amx.BYTES, gemm_amx.HALVES), ids=("bytes", "halves"))
 TEXTS = {gemm_amx.BYTES: ("codebook4:16", "affine4:128"), gemm_amx.HALVES: ("codebook4:16+0.01", "super4:32")}
-
-
-@pytest.fixture(scope="module")
-def pools():
-    made = {workers: ThreadPool(workers) for workers in (1, 2, 3)}
-    yield made
-    for each in made.values():
-        each.close()
 
 
 def way_of(each: Operand) -> int:
@@ -44,20 +37,9 @@ def defined(each: Operand, x: np.ndarray, way: int) -> np.ndarray:
     return definition.halves_linear(x, dequantize(each.codes, each.spec), each.bias)
 
 
-def product(pool: ThreadPool, x: np.ndarray, operands: list[Operand], way: int, mode: int = linear.PLAIN,
-            outs: list[np.ndarray] | None = None) -> list[np.ndarray]:
-    tokens, depth = x.shape
-    scratch, panels = Buffer(pool.workers * gemm_amx.scratch_nbytes(tokens, depth)), Buffer(gemm_amx.panels_nbytes(tokens, depth))
-    if outs is None:
-        outs = [np.full((tokens, each.shape[0]), np.nan, np.float32) for each in operands[: 1 if mode == linear.GATED else None]]
-    targets = [outs[min(i, len(outs) - 1)] for i in range(len(operands))]
-    args = block(x.ctypes.data, x.shape, scratch, pool, mode, way, operands, targets)
-    args[gemm.FIRST + gemm.OUT] = panels.address
-    pool.run(gemm_amx.pack_tokens, args.ctypes.data)
-    args = block(panels.address, x.shape, scratch, pool, mode, way, operands, targets)
-    pool.run(gemm_amx.multiply, args.ctypes.data)
-    assert scratch.intact() and panels.intact()
-    return outs
+UNIT = Kernels(gemm_amx.pack_tokens, gemm_amx.multiply, gemm_amx.scratch_nbytes,
+               lambda tokens, depth, _: gemm_amx.panels_nbytes(tokens, depth))
+product = partial(gemm_product, by=UNIT)
 
 
 @needs_amx

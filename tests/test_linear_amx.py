@@ -22,14 +22,6 @@ pytestmark = pytest.mark.skipif(not linear_amx.AMX_FLOATS, reason="no matrix uni
 SHAPES = ((17, 33, 1), (1, 300, 50), (33, 128, 64), (40, 97, 200), (70, 2 * linear_amx.SPAN + 40, 3 * linear_amx.BLOCK_ROWS + 5))
 
 
-@pytest.fixture(scope="module")
-def pools():
-    made = {workers: ThreadPool(workers) for workers in (1, 2, 3)}
-    yield made
-    for each in made.values():
-        each.close()
-
-
 def brief(rng: np.random.Generator, *shape: int) -> np.ndarray:
     """float32 that bfloat16 holds."""
     return (rng.standard_normal(shape, np.float32).view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)

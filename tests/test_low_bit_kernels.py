@@ -18,7 +18,6 @@ from effllm.kernels import reference
 from effllm.kernels import reference_low_bit as definition
 from effllm.kernels.cpu import linear, ops, packed
 from effllm.kernels.cpu.ops import CpuOps
-from effllm.kernels.threads import ThreadPool
 from effllm.quant.codes import Codes, bf16, dequantize
 from effllm.quant.spec import QuantSpec
 from effllm.quant.weight import Linear, Norm, Weight, from_f32
@@ -34,14 +33,6 @@ SOME = ("codebook4:16", "codebook3:16", "codebook2:16", "symmetric8:32", "symmet
         "minimum5:32", "nvfp4:16")
 COLUMNS = (1, 2, 3, 4, 5, 8, 15, 16)
 SHAPES = ((1, 1), (16, 32), (17, 33), (31, 100), (50, 257))
-
-
-@pytest.fixture(scope="module")
-def pools():
-    made = {workers: ThreadPool(workers) for workers in (1, 2, 3)}
-    yield made
-    for each in made.values():
-        each.close()
 
 
 @pytest.fixture(autouse=True)

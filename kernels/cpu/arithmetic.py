@@ -266,6 +266,16 @@ def normalise(source, out, depth, kind, weight, bias, eps):
 
 
 @inlined()
+def normed_row(source, out, depth, padded, kind, weight, bias, eps):
+    """`normalise` of a row, filled up with zeros to `padded` float32; with a `depth` of 0, of a token that is not there, zeros alone."""
+    if depth > 0:
+        normalise(source, out, depth, kind, weight, bias, eps)
+    y = f32_at(out)
+    for i in range(depth, padded):
+        y[i] = ZERO
+
+
+@inlined()
 def normalise_here(row, depth, kind, weight, bias, eps):
     """`normalise` in place, of a kind that is not NORM_NONE. What is read and written is one array: of two that overlap the compiler would
     take one value at a time."""

@@ -24,7 +24,7 @@ from ..deferred import inlined
 from ..layout import align
 from ..tiles import AFFINE, MINIMUM, NIBBLE, OFFSET, SUPER, TILE
 from ..tiles import ROWS as TILE_ROWS
-from .arithmetic import gate_values, normalise
+from .arithmetic import gate_values, normed_row
 from .gemm_expand import SCALED_SHIFT
 from .gemm_formats import BIAS, FIELDS, GROUP, OUT, OUT_STRIDE, ROWS, SCHEME, SPARSE, stored_depth
 from .gemm_groups import (
@@ -77,6 +77,7 @@ from .inner_loops import TILE_COLUMNS, tile_product
 from .inner_loops import TILE_ROWS as FLOAT_ROWS
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at, u32_at
 from .linear import ADD, DEPTH_BLOCK, GATED, MANY_BLOCK
+from .sharing import matrix_of
 
 # Slots of the argument block; the matrices follow, as `gemm_stripes.py` says.
 X, COUNT, DEPTH, NORM, NORM_WEIGHT, NORM_BIAS, EPS, SCRATCH, SCRATCH_STRIDE, MODE, ACT, WAY, MATRICES, FIRST = range(14)
@@ -148,7 +149,6 @@ def pack_tokens(args, worker, counter):
     factor = -SCALED_SHIFT if way == SCALED else 1  # sums of scaled weights begin where the shift is taken back
     block_nbytes = _block_nbytes(way)
     panels = (tokens + TOKENS - 1) // TOKENS
-    x = f32_at(row)
     while True:
         panel = fetch_add(counter, 1)
         if panel >= panels:
@@ -156,10 +156,7 @@ def pack_tokens(args, worker, counter):
         start = a[FIRST + OUT] + panel * (padded // block) * block_nbytes
         for t in range(TOKENS):
             token = panel * TOKENS + t
-            if token < tokens:
-                normalise(a[X] + 4 * token * depth, row, depth, a[NORM], a[NORM_WEIGHT], a[NORM_BIAS], eps)
-            for i in range(depth if token < tokens else 0, padded):
-                x[i] = ZERO
+            normed_row(a[X] + 4 * token * depth, row, depth if token < tokens else 0, padded, a[NORM], a[NORM_WEIGHT], a[NORM_BIAS], eps)
             for index in range(padded // block):
                 if _is_stepped(way):
                     stepped_pack_block(row + 4 * index * block, block, start + index * block_nbytes, t, factor)
@@ -290,15 +287,8 @@ def multiply(args, worker, counter):
     for i in range(STRIPE):
         f32_at(scratch + NO_BIAS_AT)[i], f32_at(scratch + ONES_AT)[i] = ZERO, ONE
     while True:
-        index = fetch_add(counter, 1)
-        matrix = FIRST
-        for _ in range(a[MATRICES] // both):
-            here = (a[matrix + ROWS] + share - 1) // share
-            if index < here:
-                break
-            index -= here
-            matrix += both * FIELDS
-        else:
+        matrix, index = matrix_of(a, fetch_add(counter, 1), FIRST, a[MATRICES] // both, both * FIELDS, ROWS, share)
+        if matrix < 0:
             return
         row = index * share
         used = (min(share, a[matrix + ROWS] - row) + STRIPE - 1) // STRIPE  # stripes of each matrix
@@ -342,15 +332,8 @@ def multiply_exact(args, worker, counter):
     sums = wide + 4 * MANY_BLOCK * DEPTH_BLOCK
     tile_scratch = sums + 4 * MANY_BLOCK * columns
     while True:
-        block = fetch_add(counter, 1)
-        matrix = FIRST
-        for _ in range(a[MATRICES]):
-            here = (a[matrix + ROWS] + MANY_BLOCK - 1) // MANY_BLOCK
-            if block < here:
-                break
-            block -= here
-            matrix += FIELDS
-        else:
+        matrix, block = matrix_of(a, fetch_add(counter, 1), FIRST, a[MATRICES], FIELDS, ROWS, MANY_BLOCK)
+        if matrix < 0:
             return
         first = block * MANY_BLOCK
         rows = min(MANY_BLOCK, a[matrix + ROWS] - first)

@@ -33,7 +33,7 @@ from .amx import (
 )
 from .amx_planes import pack_byte_block, pack_token, scale_token
 from .amx_rows import FLOATS_NBYTES, PAIR, PAIR_NBYTES, PLANE_NBYTES, SPAN, expand_narrow, expand_wide, tiles_of_stripe
-from .arithmetic import normalise
+from .arithmetic import normed_row
 from .gemm import (
     COUNT,
     DEPTH,
@@ -62,6 +62,7 @@ from .gemm_stripes import BLOCK_ROWS, ROWS_AT, SCALED, prepare_rows, up_of
 from .gemm_tiles import STRIPE
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at
 from .linear import GATED
+from .sharing import matrix_of
 
 BYTES, HALVES = 4, 5  # beside the ways of `gemm.py`
 PANEL = 2 * SIDE  # tokens, of bytes
@@ -121,17 +122,14 @@ def pack_tokens(args, worker, counter):
     height = PANEL if a[WAY] == BYTES else SIDE
     row = a[SCRATCH] + worker * a[SCRATCH_STRIDE]
     panels, padded = (tokens + height - 1) // height, (depth + BLOCK - 1) // BLOCK * BLOCK
-    x, inverse = f32_at(row), row + 4 * padded
+    inverse = row + 4 * padded
     while True:
         panel = fetch_add(counter, 1)
         if panel >= panels:
             return
         for t in range(height):
             token = panel * height + t
-            if token < tokens:
-                normalise(a[X] + 4 * token * depth, row, depth, a[NORM], a[NORM_WEIGHT], a[NORM_BIAS], eps)
-            for i in range(depth if token < tokens else 0, padded):
-                x[i] = ZERO
+            normed_row(a[X] + 4 * token * depth, row, depth if token < tokens else 0, padded, a[NORM], a[NORM_WEIGHT], a[NORM_BIAS], eps)
             if a[WAY] == BYTES:
                 for start in range(0, depth, SPAN):
                     at = _bytes_at(base, panels, depth, start, panel)
@@ -171,15 +169,8 @@ def multiply(args, worker, counter):
         f32_at(scratch + NO_BIAS_AT)[i], f32_at(scratch + ONES_AT)[i] = ZERO, ONE
     configure(own + CONFIG_AT)
     while True:
-        index = fetch_add(counter, 1)
-        matrix = FIRST
-        for _ in range(a[MATRICES] // both):
-            here = (a[matrix + ROWS] + share - 1) // share
-            if index < here:
-                break
-            index -= here
-            matrix += both * FIELDS
-        else:
+        matrix, index = matrix_of(a, fetch_add(counter, 1), FIRST, a[MATRICES] // both, both * FIELDS, ROWS, share)
+        if matrix < 0:
             release()
             return
         row = index * share

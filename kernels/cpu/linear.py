@@ -18,7 +18,7 @@ from ..layout import F32
 from .arithmetic import dot, expand, gated, normalise
 from .inner_loops import FEW_ROWS, MANY_ROWS, TILE_COLUMNS, TILE_ROWS, tile_product
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at
-from .sharing import first_region, take
+from .sharing import first_region, matrix_of, take
 
 # Slots of the argument block.
 X, TOKENS, DEPTH, NORM, NORM_WEIGHT, NORM_BIAS, EPS, SCRATCH, SCRATCH_STRIDE, MODE, ACT, MATRICES, FIRST = range(13)
@@ -154,15 +154,8 @@ def many_columns(args, worker, counter):
     wide = a[SCRATCH] + worker * a[SCRATCH_STRIDE]
     sums = wide + 4 * MANY_BLOCK * DEPTH_BLOCK
     while True:
-        block = fetch_add(counter, 1)
-        row_of = FIRST
-        for _ in range(matrices):
-            here = (a[row_of + ROWS] + MANY_BLOCK - 1) // MANY_BLOCK
-            if block < here:
-                break
-            block -= here
-            row_of += FIELDS
-        else:
+        row_of, block = matrix_of(a, fetch_add(counter, 1), FIRST, matrices, FIELDS, ROWS, MANY_BLOCK)
+        if row_of < 0:
             return
         dtype, stride, bias = a[row_of + DTYPE], a[row_of + OUT_STRIDE], a[row_of + BIAS]
         item = 4 if dtype == F32 else 2

@@ -1,9 +1,9 @@
 """Many columns of bfloat16 weights by the matrix unit (AMX): what `linear.many_columns` does with vectors of float32.
 
 The unit multiplies floats of two bytes and adds in float32. Weights are such floats; an activation is the sum of three, each what rounding
-to the ones before it has left, which is all of a float32. So no product is rounded but in the sums, two inputs at a time, in their order:
-a result depends on neither the other tokens nor the threads. 16 rows, 16 tokens and 32 inputs are three instructions of 16 cycles, where
-vectors take 256 cycles.
+to the ones before it has left, which is all of a float32 (an infinity becomes no number). So no product is rounded but in the sums, two
+inputs at a time, in their order: a result depends on neither the other tokens nor the threads. 16 rows, 16 tokens and 32 inputs are three
+instructions of 16 cycles, where vectors take 256 cycles.
 
 Panels of 32 tokens, a span of SPAN inputs of all of them in the second-level cache, weights of 32 rows as pairs of inputs in the first.
 """
@@ -20,7 +20,7 @@ from ..compile import cpu_features, kernel
 from ..layout import align
 from .amx import AMX, CONFIG_NBYTES, SIDE, STAGE_NBYTES, configure, release
 from .amx_parts import PARTS, STEP, STEP_NBYTES, float_product, pair_rows, split_token
-from .arithmetic import normalise
+from .arithmetic import normed_row
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at
 from .linear import (
     ADD,
@@ -46,6 +46,7 @@ from .linear import (
     X,
     biased,
 )
+from .sharing import matrix_of
 
 if TYPE_CHECKING:
     from ...quant.weight import Linear, Norm
@@ -80,17 +81,13 @@ def pack_columns(args, worker, counter):
     eps = float32(f64_at(args)[EPS])
     row = a[SCRATCH] + worker * a[SCRATCH_STRIDE]
     panels, padded = (tokens + PANEL - 1) // PANEL, (depth + STEP - 1) // STEP * STEP
-    x = f32_at(row)
     while True:
         panel = fetch_add(counter, 1)
         if panel >= panels:
             return
         for t in range(PANEL):
             token = panel * PANEL + t
-            if token < tokens:
-                normalise(a[X] + 4 * token * depth, row, depth, a[NORM], a[NORM_WEIGHT], a[NORM_BIAS], eps)
-            for i in range(depth if token < tokens else 0, padded):
-                x[i] = float32(0.0)
+            normed_row(a[X] + 4 * token * depth, row, depth if token < tokens else 0, padded, a[NORM], a[NORM_WEIGHT], a[NORM_BIAS], eps)
             for start in range(0, padded, SPAN):
                 steps = min(SPAN, padded - start) // STEP
                 at = a[FIRST + OUT] + (start // STEP * panels + steps * panel) * STEP_NBYTES
@@ -106,15 +103,8 @@ def multiply(args, worker, counter):
     scratch = (a[SCRATCH] + worker * a[SCRATCH_STRIDE] + 63) // 64 * 64
     configure(scratch)
     while True:
-        block = fetch_add(counter, 1)
-        m = int64(FIRST)
-        for _ in range(a[MATRICES]):
-            here = (a[m + ROWS] + BLOCK_ROWS - 1) // BLOCK_ROWS
-            if block < here:
-                break
-            block -= here
-            m += FIELDS
-        else:
+        m, block = matrix_of(a, fetch_add(counter, 1), FIRST, a[MATRICES], FIELDS, ROWS, BLOCK_ROWS)
+        if m < 0:
             release()
             return
         first = block * BLOCK_ROWS

@@ -34,6 +34,20 @@ def clear_regions(counter):
 
 
 @inlined()
+def matrix_of(a, block, first, count, fields, rows, unit):
+    """Of a block of a job over `count` matrices, each cut into blocks of `unit` rows: the slot where its matrix begins, -1 behind the last,
+    and the block among that one's. first: slot of the first matrix; fields: from one to the next; rows: which of them counts rows."""
+    matrix = int64(first)
+    for _ in range(count):
+        here = (a[matrix + rows] + unit - 1) // unit
+        if block < here:
+            return matrix, block
+        block -= here
+        matrix += fields
+    return int64(-1), block
+
+
+@inlined()
 def first_region(worker):
     """Two workers begin half of the job apart, four a quarter: the bits of the worker's number from behind."""
     return (worker & 1) << 2 | (worker & 2) | (worker & 4) >> 2
