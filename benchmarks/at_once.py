@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Several answers at once against one after the other: tokens per second of all together, by how many there are.
 
-    python benchmarks/at_once.py [--shape tinyllama-1.1b] [--bits 4] [--kv 16bit] [--depth 256] [--tokens 32] [--rounds 3]
+    python benchmarks/at_once.py [--shape tinyllama-1.1b] [--bits 4] [--kv 16bit] [--depth 256 1000] [--tokens 32] [--rounds 5]
 
 Random weights. Every sequence first reads `--depth` tokens; then each number of them writes `--tokens` more, by turns with one that writes
-as many alone, and the median of the rounds is printed. The tokens of each are those that it writes alone, which is checked.
+as many alone: ratios within a round, medians of the rounds. The tokens of each are those that it writes alone, which is checked.
 """
 
 import argparse
@@ -21,7 +21,10 @@ from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.rounds import Rounds
 from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.side_by_side import side_by_side
+from report import Figure, publish
 
+INTRO = ("Random weights; several answers written by one model at once, by turns with one of them alone. Each token of each is the one "
+         "that it writes alone. Ratios of tokens a second within a round, medians over rounds.")
 COUNTS = 1, 2, 4, 8
 
 
@@ -47,38 +50,50 @@ def run(engines: list[Engine], prompts: list[list[int]], tokens: int) -> tuple[f
     return time.perf_counter() - started, said
 
 
+def measured(options: argparse.Namespace, depth: int) -> list[Figure]:
+    """Figures behind prompts of `depth` tokens."""
+    asked = EngineOptions(device="cpu", kv=options.kv, ctx=depth + options.tokens + 1, threads=options.threads, parallel=max(COUNTS))
+    spec = f"{options.bits}bit" if options.bits < 16 else None
+    engine = list(open_prepared(lambda: prepare_synthetic(options.shape, asked, spec), kernel_kinds(Needs(spec is not None), asked)))[-1]
+    engines, said = side_by_side(engine, max(COUNTS))
+    if said:
+        raise SystemExit("\n".join(map(str, said)))
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, engine.config.vocab_size, depth).tolist() for _ in engines]
+    for _ in range(2):  # from the second time on a prompt's last token alone is read again, by another kernel
+        alone = [run([each], [prompt], options.tokens)[1][0] for each, prompt in zip(engines, prompts, strict=True)]
+    figures, conditions = [], f"{spec or 'bf16'}, {depth} tokens deep, {options.threads} threads, {options.rounds} rounds"
+    for count in COUNTS:
+        rounds = []
+        for _ in range(options.rounds):
+            one, (seconds, wrote) = run(engines[:1], prompts[:1], options.tokens)[0], run(engines[:count], prompts[:count], options.tokens)
+            rounds.append((options.tokens / one, count * options.tokens / seconds))
+            if wrote != alone[:count]:
+                raise SystemExit("what was written at once is not what was written alone")
+        key = f"{count}_at_{depth}"
+        if count > 1:
+            figures.append(Figure(f"ratio_{key}", f"{count} at once, against one after the other", conditions,
+                                  median(together / one for one, together in rounds), "×"))
+        figures.append(Figure(key, f"{count} at once, together", conditions, median(together for _, together in rounds), "tokens/s"))
+    engine.close()
+    return figures
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="tinyllama-1.1b")
     parser.add_argument("--bits", type=int, default=4)
     parser.add_argument("--kv", default="16bit")
-    parser.add_argument("--depth", type=int, default=256)
+    parser.add_argument("--depth", type=int, nargs="+", default=[256, 1000])
     parser.add_argument("--tokens", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=cpu_threads())
+    parser.add_argument("--no-results", action="store_true", help="print, keep nothing")
     options = parser.parse_args()
-    asked = EngineOptions(device="cpu", kv=options.kv, ctx=options.depth + options.tokens + 1, threads=options.threads,
-                          parallel=max(COUNTS))
-    spec = f"{options.bits}bit" if options.bits < 16 else None
-    engine = list(open_prepared(lambda: prepare_synthetic(options.shape, asked, spec), kernel_kinds(Needs(spec is not None), asked)))[-1]
-    engines, said = side_by_side(engine, max(COUNTS))
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, engine.config.vocab_size, options.depth).tolist() for _ in engines]
-    for _ in range(2):  # from the second time on a prompt's last token alone is read again, by another kernel
-        alone = [run([each], [prompt], options.tokens)[1][0] for each, prompt in zip(engines, prompts, strict=True)]
-    print(*said, f"{options.shape}, {spec or 'bf16'}, --kv {options.kv}, {options.depth} tokens deep, {options.threads} threads", sep="\n")
-    for count in COUNTS:
-        one, all_of_them = [], []
-        for _ in range(options.rounds):
-            one.append(run(engines[:1], prompts[:1], options.tokens)[0])
-            seconds, wrote = run(engines[:count], prompts[:count], options.tokens)
-            all_of_them.append(seconds)
-            if wrote != alone[:count]:
-                raise SystemExit("what was written at once is not what was written alone")
-        rates = options.tokens / median(one), count * options.tokens / median(all_of_them)
-        print(f"{count} at once: {rates[1]:.1f} tokens/s together, {rates[1] / count:.1f} each, {rates[1] / rates[0]:.2f} times as fast "
-              f"as one after the other ({rates[0]:.1f})")
-    engine.close()
+    figures = [figure for depth in options.depth for figure in measured(options, depth)]
+    shape, cache = ("" if each == usual else f"-{each}" for each, usual in ((options.shape, "tinyllama-1.1b"), (options.kv, "16bit")))
+    intro = f"Shape: {options.shape}. {INTRO} Cache: {options.kv}."
+    publish(f"at-once{shape}{cache}", "Several answers at once", intro, figures, keep=not options.no_results)
 
 
 if __name__ == "__main__":

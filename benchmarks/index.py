@@ -12,7 +12,8 @@ from pathlib import Path
 
 RESULTS = Path(__file__).resolve().parent / "results"
 PAGE, PREFIX = "README.md", "same-file-"
-PROCESSORS = {"znver3": "Zen 3", "znver4": "Zen 4", "znver5": "Zen 5", "cascadelake": "Cascade Lake", "emeraldrapids": "Emerald Rapids"}
+PROCESSORS = {"znver3": "Zen 3", "znver4": "Zen 4", "znver5": "Zen 5", "cascadelake": "Cascade Lake", "emeraldrapids": "Emerald Rapids",
+              "amx": "Xeon, AMX"}
 UNKNOWN = "EPYC, older"  # whose results name no generation
 INTRO = """# Results
 
@@ -144,6 +145,9 @@ TABLES = (
         "of the disk's rate": ("exact_of_disk", percent),
         "pages picked, tokens/s": ("sparse_tps", rounded), "of memory's rate": ("sparse_kept", percent),
         "where tokens want the same": ("alike_kept", percent), "disk, GB/s": ("disk_gbps", rounded)}),
+    Table("Several answers of a 1.1B shape at 4 bits at once, against one after the other", r"at-once(-\d+bit)?", {
+        "2": ("ratio_2_at_*", times), "4": ("ratio_4_at_*", times), "8": ("ratio_8_at_*", times), "tokens/s of one": ("1_at_*", rounded),
+        "of 8": ("8_at_*", rounded)}, "tokens deep", ("256", "1000"), "benchmark"),
     Table("A saved conversation of 2,000 tokens", r"sessions", {
         "read again, s": ("prefill_s", rounded), "restored, s": ("restore_cold_s", rounded), "of 16 bits": ("size", percent)}),
     Table("The first token of `run fable`", r"first-token", {
