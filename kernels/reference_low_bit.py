@@ -8,7 +8,7 @@ weight comes as `values` v int16 [N, K], `factors` f float32 [N, G] of its group
     more, from 5 bits  `grouped_linear`   the same, but for outliers (and all formats of super-blocks; on AVX2 linear codes of any width)
     more, to 4 bits    `scaled_linear`    weights as int8 of their row's range, a scale per token and 128 inputs
     the same on AVX2   `stepped_linear`   codebooks as they are, a scale per token and 128 inputs
-    more, with AMX     `halves_linear`    all that `scaled_linear` is not for, as 16 bits of a row's range in 512 inputs and of a token's
+    more, with AMX     `halves_linear`    other codes than those, as 16 bits of a row's range in 512 inputs and of a token's
     floats, up to 16   `float_linear`     activations as they are, as in the next
     floats, more       `exact_linear`     weights as float32
 """

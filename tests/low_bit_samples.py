@@ -92,12 +92,12 @@ def few(x: np.ndarray, codes: Codes, spec: QuantSpec, bias: np.ndarray | None = 
 
 def many(x: np.ndarray, codes: Codes, spec: QuantSpec, bias: np.ndarray | None = None) -> np.ndarray:
     """The definition for more columns."""
-    from effllm.kernels.cpu import amx, gemm, gemm_amx
+    from effllm.kernels.cpu import gemm
 
-    if amx.AMX and gemm_amx.way_of(spec.bits, spec.scheme, codes.sparse is not None) == gemm_amx.HALVES:
-        return definition.halves_linear(x, dequantize(codes, spec), bias)
     if spec.scheme == "float":
         return definition.exact_linear(x, dequantize(codes, spec), bias)
+    if by_halves(spec):
+        return definition.halves_linear(x, dequantize(codes, spec), bias)
     parts = (x, values(codes, spec), factors_of(codes), codes.rows, spec.group)
     way = gemm.way_of(spec.bits, spec.scheme)
     if way == gemm.STEPPED != gemm.SCALED:
@@ -106,6 +106,13 @@ def many(x: np.ndarray, codes: Codes, spec: QuantSpec, bias: np.ndarray | None =
         return definition.grouped_linear(*parts, outliers=_outliers(codes), bias=bias, minima=minimum_values(codes))
     most, shift = _range(codes, spec)
     return definition.scaled_linear(*parts, most=most, shift=shift, outliers=_outliers(codes), bias=bias)
+
+
+def by_halves(spec: QuantSpec) -> bool:
+    """Does a matrix unit multiply prompts of this format as numbers of two bytes here?"""
+    from effllm.kernels.cpu import amx, gemm_amx
+
+    return amx.AMX and spec.scheme != "float" and gemm_amx.way_of(spec.bits, spec.scheme, bool(spec.outliers)) == gemm_amx.HALVES
 
 
 def _outliers(codes: Codes) -> definition.Outliers | None:
@@ -135,7 +142,7 @@ def seed_of(text: str) -> int:
 def digests() -> dict[str, str]:
     """Of every format, the bytes of products with 1 and 5 columns and of embedding rows, and of those with 19 by how they are multiplied;
     outliers and a gated pair included."""
-    from effllm.kernels.cpu import amx, gemm, gemm_amx
+    from effllm.kernels.cpu import gemm
     from effllm.kernels.cpu.ops import CpuOps  # the other users of this file compile nothing
     from effllm.kernels.threads import ThreadPool
 
@@ -154,7 +161,7 @@ def digests() -> dict[str, str]:
         found[text] = few.hexdigest()[:16]
         ways = {gemm.STEPPED: "by steps", gemm.SCALED: "rows scaled"}  # the same number but for AVX2
         way = ways.get(gemm.way_of(spec.bits, spec.scheme), "groups apart")
-        if amx.AMX and gemm_amx.way_of(spec.bits, spec.scheme, bool(spec.outliers)) == gemm_amx.HALVES:
+        if by_halves(spec):
             way = "halves"
         found[f"{text}, {way}"] = many.hexdigest()[:16]
     pool.close()

@@ -21,8 +21,6 @@ import pytest
 
 from effllm.kernels import reference_low_bit as definition
 from effllm.kernels.compile import cpu_features
-from effllm.kernels.cpu import gemm_amx
-from effllm.kernels.cpu.amx import AMX
 from effllm.kernels.cpu.int8_ir import INSTRUCTION_SET, SIX_BITS
 from effllm.kernels.deferred import compiler
 from effllm.kernels.target import target
@@ -31,7 +29,7 @@ from effllm.quant.spec import QuantSpec
 from effllm.quant.weight import Linear, Norm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from low_bit_samples import FORMATS, WITH_OUTLIERS, dims_for, few, low_bit, random_codes
+from low_bit_samples import FORMATS, WITH_OUTLIERS, by_halves, dims_for, few, low_bit, random_codes
 
 HERE = Path(__file__).resolve().parent
 X86 = platform.machine() in ("x86_64", "AMD64")
@@ -297,14 +295,9 @@ def test_every_format_has_the_same_bytes_on(name, tmp_path):
     narrow = {text for text in FORMATS + WITH_OUTLIERS
               if QuantSpec.parse(text).bits <= 4 and not text.startswith(("minimum", "mxfp", "nibble", "nvfp", "super", "table"))}
     apart = {key.split(", ")[0] for key in set(own) ^ set(other)}
-    halves = {text for text in FORMATS + WITH_OUTLIERS if AMX and way_by_amx(text) == gemm_amx.HALVES}
+    halves = {text for text in FORMATS + WITH_OUTLIERS if by_halves(QuantSpec.parse(text))}
     assert apart == halves | (narrow if "avx2" in (name, INSTRUCTION_SET) else set())
     assert all(own[key] == other[key] for key in both), [key for key in both if own[key] != other[key]]
-
-
-def way_by_amx(text: str) -> int:
-    spec = QuantSpec.parse(text)
-    return gemm_amx.way_of(spec.bits, spec.scheme, bool(spec.outliers))
 
 
 @pytest.mark.slow

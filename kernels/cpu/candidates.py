@@ -88,7 +88,7 @@ def default_registry(only: str | None = None, exact: bool = False, by_neuron: bo
         Candidate(LOW_BIT, f"table lookup, {INSTRUCTION_SET}", few_low_bit[1], low_bit.run_few, LOOKED_UP),
         Candidate(LOW_BIT, f"dot products, {INSTRUCTION_SET}", few_low_bit[0], low_bit.run_few, AS_THEY_LIE),
         Candidate(LOW_BIT, "eight-bit floats, few columns", _few(low_bit.declines_floats, packed.MOST_COLUMNS), low_bit.run_floats, OPENED),
-        *([Candidate(LOW_BIT, "int8 tiles, amx", low_bit.declines, low_bit.run_many, IN_BYTES)] if AMX else []),
+        *([Candidate(LOW_BIT, "int8 tiles, amx", low_bit.declines_integers, low_bit.run_many, IN_BYTES)] if AMX else []),
         Candidate(LOW_BIT, f"int8 tiles, {INSTRUCTION_SET}", low_bit.declines_integers, low_bit.run_many, EXPANDED_ONCE),
         Candidate(LOW_BIT, "eight-bit floats, register tiles", low_bit.declines_floats, low_bit.run_exact, WIDENED_FLOATS),
         Candidate(LOW_BIT, NUMPY, _never, CpuOps.by_reference, NO_KERNEL, fallback=True),

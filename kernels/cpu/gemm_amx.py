@@ -1,9 +1,10 @@
 """Many columns of low-bit weights by the matrix unit (AMX): what `gemm.py` does with vectors, in two ways, each for a whole job.
 
     BYTES   SCALED of `gemm.py`, bit for bit: weights as int8 of their row's range, a scale for 128 activations as bytes
-    HALVES  all other formats, and what has outliers: weights as 16 bits of a row's range within a span of inputs, and activations as 16
+    HALVES  all other codes, and what has outliers: weights as 16 bits of a row's range within a span of inputs, and activations as 16
             bits of a token's range. Their bytes are multiplied one after the other, but for lower by lower ones; the sums are whole numbers
             within a span. Nothing else is rounded, so this is nearer to the float32 product than groups with activations of eight bits.
+            Floats of eight bits are multiplied as float32 wherever they are.
 
 Panels are of 32 tokens, or of 16 with two bytes each; a span of SPAN inputs of all of them stays in the second-level cache while the rows
 go by, 32 rows of it in the first. Sums are added in float32 in the order of the inputs, so a result depends on neither the other tokens nor
