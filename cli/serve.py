@@ -176,7 +176,7 @@ def kept_prompts(engine: Engine, ref: ModelRef, flags: SessionFlags, for_good: b
     except OSError as error:
         screen.note(f"conversations that take turns are read again: {error.filename}: {error.strerror}")
         return None
-    return KeptPrompts(engine, SavedSessions(SessionStore(folder), ref.text, sessions.budget),
+    return KeptPrompts(engine, SavedSessions(SessionStore(folder, lasting=False), ref.text, sessions.budget),
                        f"what was read of conversations is kept in {folder} while others are answered, until the server ends "
                        "(--session-disk 0 keeps nothing)")
 

@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from .. import EffllmError
 
@@ -56,8 +57,9 @@ def describe(key: str, parts: Sequence[bytes | memoryview]) -> PageFile:
     return PageFile(key, digest.hexdigest(), sum(len(part) for part in parts))
 
 
-def write_page_file(folder: Path, file: PageFile, parts: Sequence[bytes | memoryview]) -> None:
-    """Put a file in its place in one step; what it holds is on the disk then. Raises OSError, and leaves nothing behind."""
+def write_page_file(folder: Path, file: PageFile, parts: Sequence[bytes | memoryview], lasting: bool = True) -> None:
+    """Put a file in its place in one step; what it holds is on the disk then, if it is `lasting`. Raises OSError, and leaves nothing
+    behind."""
     path = folder / file.name
     path.parent.mkdir(mode=0o700, exist_ok=True)
     descriptor, unfinished = tempfile.mkstemp(prefix=".", dir=path.parent)
@@ -66,8 +68,8 @@ def write_page_file(folder: Path, file: PageFile, parts: Sequence[bytes | memory
             out.write(file.header())
             for part in parts:
                 out.write(part)
-            out.flush()
-            os.fsync(out.fileno())
+            if lasting:
+                on_disk(out)
         os.replace(unfinished, path)
     except BaseException:
         Path(unfinished).unlink(missing_ok=True)
@@ -99,6 +101,12 @@ def read_page_file(folder: Path, file: PageFile) -> memoryview:
     if view[: HEADER.size] != file.header() or hashlib.sha256(view[HEADER.size :]).hexdigest() != file.sha256:
         raise DamagedPage("has been altered: its checksum differs")
     return view[HEADER.size :]
+
+
+def on_disk(out: IO[bytes]) -> None:
+    """Let what was written outlive a loss of power."""
+    out.flush()
+    os.fsync(out.fileno())
 
 
 def sync_folder(folder: Path) -> None:

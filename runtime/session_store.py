@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .. import EffllmError, UsageError, not_written, typed
-from ..offload.page_file import DamagedPage, PageFile, describe, read_page_file, sync_folder, write_page_file
+from ..offload.page_file import DamagedPage, PageFile, describe, on_disk, read_page_file, sync_folder, write_page_file
 from ..offload.size import format_size
 from .saved_format import LARGEST, Malformed, OtherVersion, SavedSession, parse_saved
 from .session_name import can_be_named, check_name, removing
@@ -58,8 +58,10 @@ class Listed:
 class SessionStore:
     """The sessions in one folder, which need not exist yet."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.pages = folder, folder / PAGES
+    def __init__(self, folder: Path, lasting: bool = True) -> None:
+        """`lasting`: what is saved outlives a loss of power; not so in a folder that goes with the process, where nobody waits for the
+        disk."""
+        self.folder, self.pages, self.lasting = folder, folder / PAGES, lasting
         self._known: set[str] = set()  # files that this process has written, or read and found whole
 
     def names(self) -> list[str]:
@@ -140,7 +142,7 @@ class SessionStore:
         """Write a file of pages, unless it is there and whole. Call while `writing`. Raises OSError."""
         file = describe(key, parts)
         if not self._is_whole(file):
-            write_page_file(self.pages, file, parts)
+            write_page_file(self.pages, file, parts, self.lasting)
         self._known.add(file.name)
         return file
 
@@ -183,7 +185,7 @@ class SessionStore:
 
     def write(self, session: SavedSession) -> None:
         """Let a session be this one from now on, after its pages. Raises OSError."""
-        places = {file.name[:2] for file in session.cache.files} if session.cache else set()
+        places = {file.name[:2] for file in session.cache.files} if session.cache and self.lasting else set()
         for folder in (*(self.pages / place for place in sorted(places)), *([self.pages] if places else ())):
             sync_folder(folder)
         path = self.path(session.name)
@@ -191,13 +193,14 @@ class SessionStore:
         try:
             with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as out:
                 out.write(session.to_json().encode())
-                out.flush()
-                os.fsync(out.fileno())
+                if self.lasting:
+                    on_disk(out)
             os.replace(unfinished, path)
         except BaseException:
             unfinished.unlink(missing_ok=True)
             raise
-        sync_folder(self.folder)
+        if self.lasting:
+            sync_folder(self.folder)
 
     def remove(self, names: Sequence[str], cache_only: bool = False) -> int:
         """Remove sessions, or their caches and not their conversations, which are then written anew. Returns the bytes that the disk gets

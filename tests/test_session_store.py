@@ -66,6 +66,16 @@ def test_names_outlive_a_loss_of_power(store: SessionStore, monkeypatch: pytest.
     assert synced[named + 1 :] == [store.folder]
 
 
+def test_what_goes_with_its_process_waits_for_no_disk(store: SessionStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited = []
+    monkeypatch.setattr(os, "fsync", lambda *_: waited.append(True))
+    passing = SessionStore(store.folder, lasting=False)
+    save(passing, "tale", 1)
+    assert check(passing, "tale") == 1 and not waited
+    save(store, "other", 2)
+    assert waited
+
+
 def test_files_are_private(store: SessionStore) -> None:
     save(store, "tale", 1)
     for path in (store.folder, *store.folder.rglob("*")):
