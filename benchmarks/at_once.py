@@ -52,7 +52,8 @@ def run(engines: list[Engine], prompts: list[list[int]], tokens: int) -> tuple[f
 
 def measured(options: argparse.Namespace, depth: int) -> list[Figure]:
     """Figures behind prompts of `depth` tokens."""
-    asked = EngineOptions(device="cpu", kv=options.kv, ctx=depth + options.tokens + 1, threads=options.threads, parallel=max(COUNTS))
+    asked = EngineOptions(device="cpu", kv=options.kv, ctx=depth + options.tokens + 1, threads=options.threads, parallel=max(COUNTS),
+                          spec="off")
     spec = f"{options.bits}bit" if options.bits < 16 else None
     engine = list(open_prepared(lambda: prepare_synthetic(options.shape, asked, spec), kernel_kinds(Needs(spec is not None), asked)))[-1]
     engines, said = side_by_side(engine, max(COUNTS))

@@ -143,6 +143,7 @@ class Engine(Scoring):
         """Another sequence through the same model, in a cache of its own, which its owner closes."""
         other = copy(self)
         other.cache, other.cancelled = self.new_cache(), lambda: False
+        other.speculation = speculation(self.prepared, self.model)
         other.hold([])
         return other
 
@@ -343,7 +344,7 @@ class Engine(Scoring):
     def _after(self, token: int, left: int | None) -> Generator[Turn, None, np.ndarray]:
         """Hold `token`; returns the logits behind it. `left`: tokens that may still be asked for (None: no limit)."""
         if self.shares is not None:
-            return (yield from self.shares.after(self, token))
+            return (yield from self.shares.after(self, token, left))
         if self.speculation is not None:
             return self.speculation.after(self, token, left)
         with self._a_pass():

@@ -12,12 +12,13 @@ if TYPE_CHECKING:
     from .prepare import EngineOptions
 
 MOST = 64  # answers at once: more would wait for one another longer than in a line
-# Options that are for one text at a time -> what they are without, the flag as it was given, and why it is not for several.
+# Options that are for one text at a time -> what they are without, the flag as it was given, and why it is not for several. Drafts from the
+# text itself are not among them: a sequence has them while no other one writes.
 ALONE = {"draft": (None, "--draft", "a model that drafts follows one text"),
          "kv_ram": (None, "--kv-ram", "the caches of several texts stay in memory"),
          "disk": (None, "--disk", "the caches of several texts stay in memory"),
          "kv_read": ("exact", "--kv-read sparse", "the caches of several texts stay in memory"),
-         "spec": ("auto", "--spec {}", "drafts are of one text")}
+         "spec": ("auto", "--spec {}", "the layer that drafts follows one text")}
 
 
 def fitted(options: EngineOptions, notices: list[str]) -> EngineOptions:
@@ -29,11 +30,11 @@ def fitted(options: EngineOptions, notices: list[str]) -> EngineOptions:
         raise UsageError(f"--parallel {options.parallel} is more than {MOST} answers at once", "others wait in the line")
     for name, (without, flag, why) in ALONE.items():
         value = getattr(options, name)
-        if value == without or value == "off":
+        if value == without or value in ("off", "lookup"):
             continue
         said = f"{flag.format(value)} does not go with --parallel {options.parallel}: {why}"
         if name not in options.preset:
             raise UsageError(said, "leave one of them out")
         options = replace(options, **{name: without})
         notices.append(Fallback(f"{said}; left out, as it was set for all models"))
-    return replace(options, spec="off")
+    return options

@@ -77,8 +77,16 @@ class SharedPasses:
         """Tokens that one pass takes."""
         return 1 if self.apart else MOST
 
-    def after(self, engine: Engine, token: int) -> Generator[Turn, None, np.ndarray]:
-        """Wait for the pass that holds `token`; returns the logits behind it."""
+    def after(self, engine: Engine, token: int, left: int | None) -> Generator[Turn, None, np.ndarray]:
+        """Wait for the pass that holds `token`; returns the logits behind it. An answer that nobody waits beside has passes of its own, of
+        drafts too; `left`: tokens that it may still ask for (None: no limit)."""
+        drafts = engine.speculation
+        if drafts is not None and drafts.has_next(engine, token):  # nobody has had a pass since
+            return drafts.after(engine, token, left)
+        if drafts is not None and self.is_alone:
+            yield Turn()
+            if self.is_alone:
+                return drafts.after(engine, token, left)
         want = Want(engine, token)
         yield Turn(want)
         engine.passes_s += want.took_s

@@ -177,9 +177,13 @@ class Speculation:
         if self._model:
             self._model.choose_as(settings)
 
+    def has_next(self, engine: Engine, token: int) -> bool:
+        """Was `token` guessed, so that what is behind it is there without a pass? Until the next pass of the model, whosever it is."""
+        return bool(self._ahead) and engine.cache.step is self._step and self._ahead[0] == token
+
     def after(self, engine: Engine, token: int, left: int | None) -> np.ndarray:
         """Hold `token`; returns the logits behind it, float32 [V], a view. `left`: tokens that may still be asked for (None: no limit)."""
-        if self._ahead and engine.cache.step is self._step and self._ahead[0] == token:
+        if self.has_next(engine, token):
             engine.take(token)
             self._ahead, self._rows = self._ahead[1:], self._rows[1:]
             self._accepted += 1

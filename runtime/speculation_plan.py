@@ -52,9 +52,9 @@ class Speculating:
 
 def wants_own_layer(options: EngineOptions, config: ModelConfig, draft: Prepared | None, on_card: bool) -> bool:
     """Is a run to draft by the model's own layer, where that is stored and fits? A mixture's only where it is asked for: every token of a
-    draft reads experts of its own."""
+    draft reads experts of its own. Beside other answers by none's: it follows one text."""
     asked = options.spec == "mtp" or options.spec == "auto" and draft is None and config.mixture is None
-    return asked and not on_card
+    return asked and not on_card and options.parallel == 1
 
 
 def demand_own_layer(config: ModelConfig, store: TensorStore, container: Container | None) -> None:

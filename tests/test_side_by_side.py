@@ -105,6 +105,33 @@ def test_answers_at_once_are_what_they_are_alone(replies):
     assert {key for key, event in came[:last] if isinstance(event, TextDelta)} == wanted.keys()  # side by side, not in turn
 
 
+def test_an_answer_drafts_while_it_is_alone(replies):
+    """Others that begin and end beside it change no token, whenever they come: it goes on without drafts, then with them again."""
+    texts = {"tells": (FOX * 12, 120), "comes": ("The sea", 9), "reads": ("The boat", 0)}
+
+    def started(key: str) -> Iterator[Event]:
+        text, most = texts[key]
+        return replies.complete(text, wish(max_tokens=most))
+
+    engine = list(open_engine(FABLE, EngineOptions(device="cpu", ctx=1024, kv=replies.engine.options.kv, spec="off")))[-1]
+    plain = Replies(engine, replies.tokenizer, None)
+    expected = {}
+    for key, (text, most) in texts.items():
+        engine.reset()
+        expected[key] = next(event for event in plain.complete(text, wish(max_tokens=most)) if isinstance(event, Done)).stats.token_ids
+    engine.close()
+    alone, _ = written(replies, {"tells": started("tells")})
+    assert alone["tells"].stats.token_ids == expected["tells"] and alone["tells"].stats.speculation["accepted"] > 20
+    for begins in (1, 2, 7):
+        rounds = rounds_of(replies)
+        rounds.begin("tells", started("tells"))
+        for _ in range(begins):
+            list(rounds.round())
+        ends, _ = written(replies, {"comes": started("comes"), "reads": started("reads")}, rounds)
+        assert tokens_of(ends) == expected
+        assert 0 < ends["tells"].stats.speculation["accepted"] < len(expected["tells"])
+
+
 def test_passes_are_of_all_and_come_again(replies, monkeypatch):
     passes, again = [], []
     model, host = replies.engine.model, replies.engine.backends["cpu"]
@@ -221,8 +248,8 @@ def test_a_cache_that_takes_no_token_fails_its_own_answer(replies, engines, monk
     alone = one_by_one(replies, {"stays": lambda: replies.complete("The king", wish())})
     sea = replies.tokenizer.encode("The sea")
 
-    def refuses(engine: Engine, commit) -> None:
-        commit()
+    def refuses(engine: Engine, commit, *tokens) -> None:
+        commit(*tokens)
         if engine.tokens[: len(sea)] == sea and len(engine.tokens) > 20:
             raise EffllmError("the KV cache cannot be packed")
 
@@ -253,8 +280,8 @@ def test_a_beginning_that_another_has_read_is_copied(replies, monkeypatch):
     alone = one_by_one(replies, wanted)
     rounds = rounds_of(replies)
     rounds.begin("first", wanted["king"]())
-    while not rounds._writing:
-        list(rounds.round())
+    while not any(isinstance(event, TextDelta) for _, event in list(rounds.round())):
+        continue
     ends, _ = written(replies, {"second": wanted["sea"]()}, rounds)
     assert (ends["second"].stats.token_ids, ends["first"].stats.token_ids) == (alone["sea"], alone["king"])
     read, cached = ends["second"].stats.read_tokens, ends["second"].stats.cached_tokens
@@ -314,12 +341,13 @@ def test_what_cannot_share_a_pass_takes_turns():
         engine.close()
 
 
-@pytest.mark.parametrize("asked", [{"draft": str(FABLE)}, {"spec": "lookup"}, {"kv_ram": "1M"}, {"disk": "1G"}, {"kv_read": "sparse"}])
+@pytest.mark.parametrize("asked", [{"draft": str(FABLE)}, {"spec": "mtp"}, {"kv_ram": "1M"}, {"disk": "1G"}, {"kv_read": "sparse"}])
 def test_what_is_for_one_text_is_refused_or_given_up(asked):
     with pytest.raises(UsageError, match="does not go with --parallel 4"):
         prepare(FABLE, EngineOptions(device="cpu", parallel=4, **asked))
     prepared = prepare(FABLE, EngineOptions(device="cpu", parallel=4, preset=frozenset(asked), **asked))
-    assert any("does not go with --parallel 4" in notice for notice in prepared.notices) and not prepared.speculating
+    assert any("does not go with --parallel 4" in notice for notice in prepared.notices)
+    assert prepared.speculating.draft is None and not prepared.speculating.mtp
     prepared.store.close()
 
 

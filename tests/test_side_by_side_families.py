@@ -20,7 +20,8 @@ LENGTHS, STEPS = (5, 190, 64), 14  # of prompts: the last one's page is full whi
 
 
 def assert_rows_alone(engine: Engine) -> None:
-    """Passes of several against passes of as many other sequences alone, prompts in pieces against prompts in chunks."""
+    """Passes of several against passes of as many other sequences alone, prompts in pieces against prompts in chunks; now and then one of
+    the several goes on by itself, with drafts of which some come true."""
     try:
         engines, said = side_by_side(engine, 2 * len(LENGTHS))
         together, alone, rows = engines[: len(LENGTHS)], engines[len(LENGTHS) :], engine.config.vocab_size
@@ -30,7 +31,14 @@ def assert_rows_alone(engine: Engine) -> None:
             for reads, passes.is_alone in ((one, False), (other, True)):  # in pieces, and in chunks
                 list(reads.prefill(ids))
         assert not said and passes.most > 1
-        for _ in range(STEPS):
+        for step in range(STEPS):
+            place, guesses = step % len(LENGTHS), rng.integers(0, rows, 3).tolist()
+            if engine.speculation is not None and together[place].cache.ahead >= len(guesses):
+                found = together[place].run_ahead(guesses).copy()
+                for row, token in enumerate(guesses[: 1 + step % len(guesses)]):
+                    together[place].take(token)
+                    right = engine.model.logits(engine.model.forward(np.array([token], np.int64), alone[place].cache))[0]
+                    assert np.array_equal(found[row], right)
             tokens = rng.integers(0, rows, len(LENGTHS)).tolist()
             expected = []
             for other, token in zip(alone, tokens, strict=True):
