@@ -1,4 +1,4 @@
-"""`effllm serve`: a model for other programs on this machine, by OpenAI's APIs and Anthropic's. What is served lies in `server/`."""
+"""`effllm serve`: a model for other programs on this machine, by the APIs of OpenAI, Anthropic and Ollama. It lies in `server/`."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ EXAMPLES = """examples
   effllm serve qwen3-4b --parallel 4 -c 8k
   effllm serve fable --host 0.0.0.0 --api-key "$(cat key.txt)"
 
-Programs that speak OpenAI's API are pointed at http://127.0.0.1:8080/v1, those of Anthropic's at http://127.0.0.1:8080; any key
-will do unless --api-key is given. One answer is written at a time, with --parallel N so many, and others wait in order. What a request
-does not say is as the flags here say it.
+Programs that speak OpenAI's API are pointed at http://127.0.0.1:8080/v1, those of Anthropic's and Ollama's at
+http://127.0.0.1:8080 (--port 11434 is where the latter look); any key will do unless --api-key is given. One answer is written at
+a time, with --parallel N so many, and others wait in order. What a request does not say is as the flags here say it.
 """
 
 Host = Annotated[str, flag(SERVER, "--host", "ADDRESS", "address to listen at; 0.0.0.0 is every one of this machine (127.0.0.1)")]
@@ -58,7 +58,7 @@ def serve(context: typer.Context, model: Model, host: Host = "127.0.0.1", port: 
           cors: Cors = None, parallel: Parallel = 1, queue: Queue = 32, keep_prompts: KeepPrompts = False,
           session_disk: SessionDisk = None, *, answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags, weights: WeightFlags,
           quiet: Quiet = False, json: Json = False, yes: Yes = False) -> int:
-    """Serve a model to other programs, by APIs like OpenAI's and Anthropic's. --json prints one object on stdout once it listens."""
+    """Serve a model to other programs, by APIs like OpenAI's, Anthropic's and Ollama's. --json prints an object once it listens."""
     screen = Screen(context.obj)
     judge_own(api_key, name, cors, queue)
     found = find_or_absent(model, screen, yes)

@@ -1,5 +1,5 @@
-"""What is served: the paths of OpenAI's and Anthropic's APIs that a model of text has an answer for, and the few of llama.cpp's that go
-with them. Whatever API a request is of, it is read as one of chat completions, and its answer has the shape of its own."""
+"""What is served: the paths of OpenAI's, Anthropic's and Ollama's APIs that a model of text has an answer for, and the few of llama.cpp's
+that go with them. Whatever API a request is of, it is read as one of chat completions, and its answer has the shape of its own."""
 
 from __future__ import annotations
 
@@ -18,17 +18,21 @@ from starlette.routing import Route
 
 from ... import EffllmError
 from ...runtime.replies import Replies, Wish
-from . import messages_fields, responses_fields
+from . import messages_fields, ollama_fields, responses_fields
+from .bodies import read
 from .desk import Desk, Start
-from .fields import Asked, ChatAsked, Detokenize, Kind, TextAsked, Tokenize, messages_of, parsed, prompt_of
+from .fields import Asked, ChatAsked, Detokenize, Kind, TextAsked, Tokenize, messages_of, prompt_of
 from .guard import RECORD
 from .messages_fields import CountAsked, MessagesAsked
 from .messages_shape import MessageShape
-from .problems import FAILED, MESSAGES, Problem, closing, problem_of
+from .ollama import OllamaModels
+from .ollama_fields import OllamaAsked, OllamaChat, OllamaText, untagged
+from .ollama_shape import OllamaMessage, OllamaResponse
+from .problems import FAILED, MESSAGES, NO_MODEL, OLLAMA, Problem, closing, problem_of
 from .responses_fields import ResponsesAsked
 from .responses_shape import ResponseShape
 from .shapes import ChatShape, Completion, Shape, TextShape
-from .streams import GONE, LEFT, EventStream, Listener, json_response, problem_response, whole
+from .streams import GONE, LEFT, EventStream, LineStream, Listener, json_response, problem_response, whole
 from .tools import tools_asked
 from .wishes import Defaults, reasoning_of, wish_of
 
@@ -36,10 +40,8 @@ if TYPE_CHECKING:
     from ...runtime.calls.calling import Tools
     from ...runtime.events import Event
 
-LARGEST_BODY, MOST_READ = 32 << 20, 256 << 20  # bytes of a body that is taken, and of one that is read to its end
-BODY_S = 60.0  # for a body to come
 SYSTEM = ("system", "developer")
-SERVED = "/v1/chat/completions, /v1/completions, /v1/responses, /v1/messages and /v1/models"
+SERVED = "/v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/models, /api/chat and /api/generate"
 
 
 @dataclass(frozen=True)
@@ -76,12 +78,15 @@ class Service:
                   *(post(path, self.text) for path in ("/v1/completions", "/completions")),
                   *(post(path, self.responses) for path in ("/v1/responses", "/responses")),
                   post(MESSAGES, self.messages), post(f"{MESSAGES}/count_tokens", self.count_tokens),
+                  post(f"{OLLAMA}chat", self.ollama_chat), post(f"{OLLAMA}generate", self.ollama_generate),
+                  *OllamaModels(self.name, self.replies, self.defaults, self._demand_model).routes(),
                   post("/tokenize", self.tokenize), post("/detokenize", self.detokenize)]
         return Starlette(routes=routes, exception_handlers={Problem: on_problem, HTTPException: on_path, EffllmError: on_problem,
                                                             ClientDisconnect: on_left, Exception: on_problem})
 
     async def greeting(self, request: Request) -> Response:
-        return PlainTextResponse(f"effllm serves {self.name}: APIs like OpenAI's and Anthropic's, under /v1\n")
+        return PlainTextResponse(f"effllm serves {self.name}: APIs like OpenAI's and Anthropic's under /v1, and like Ollama's under /api, "
+                                 "whose programs look here for the words \"Ollama is running\"\n")
 
     async def health(self, request: Request) -> Response:
         if self.desk.is_closed:
@@ -117,9 +122,28 @@ class Service:
         count = await asyncio.to_thread(self.replies.count, wanted.messages, wanted.wish.think, wanted.tools, wanted.variables)
         return json_response({"input_tokens": count})
 
+    async def ollama_chat(self, request: Request) -> Response:
+        asked = await self._asked_as_ollama(request, OllamaChat)
+        shape = OllamaMessage(asked.model or self.name)
+        if not asked.messages:
+            return json_response(shape.loaded())
+        answer = await self._wanted(*ollama_fields.chat_of(asked), ollama_fields.CALLED)
+        return await self._answer(request, asked, shape, partial(self._reply, answer))
+
+    async def ollama_generate(self, request: Request) -> Response:
+        asked = await self._asked_as_ollama(request, OllamaText)
+        shape = OllamaResponse(asked.model or self.name)
+        if not asked.prompt:
+            return json_response(shape.loaded())
+        if asked.raw:
+            wish = await self._wish(ollama_fields.raw_of(asked), ollama_fields.CALLED)
+            return await self._answer(request, asked, shape, partial(self.replies.complete, asked.prompt, wish))
+        answer = await self._wanted(*ollama_fields.answer_of(asked), ollama_fields.CALLED)
+        return await self._answer(request, asked, shape, partial(self._reply, answer))
+
     async def text(self, request: Request) -> Response:
         asked = await self._asked(request, TextAsked)
-        prompt, wish = prompt_of(asked), await asyncio.to_thread(wish_of, asked, self.defaults)
+        prompt, wish = prompt_of(asked), await self._wish(asked)
         return await self._answer(request, asked, self._completion(TextShape, asked),
                                   lambda cancelled: self.replies.complete(prompt, wish, cancelled))
 
@@ -146,13 +170,26 @@ class Service:
             self._demand_model(asked.model, "model")
         return asked
 
+    async def _asked_as_ollama(self, request: Request, kind: type[Kind]) -> Kind:
+        asked = await self._asked(request, kind)
+        if remark := ollama_fields.judged(asked, self.name, self.replies.tokenizer.thinks, self.replies.engine.n_ctx):
+            self.note(remark)
+        return asked
+
+    async def _wish(self, asked: Asked, called: Mapping[str, str] | None = None) -> Wish:
+        """Raises Problem that names the field, as it is `called` where the request comes from."""
+        try:
+            return await asyncio.to_thread(wish_of, asked, self.defaults)
+        except Problem as problem:
+            raise problem.renamed(called or {}) from problem
+
     async def _wanted(self, asked: ChatAsked, messages: list[dict[str, Any]], called: Mapping[str, str] | None = None) -> Wanted:
         """What a request comes to. Raises Problem that names the field, as it is `called` where the request comes from."""
         if self.defaults.system and not any(message["role"] in SYSTEM for message in messages):
             messages = [{"role": "system", "content": self.defaults.system}, *messages]
         try:
             tools = await asyncio.to_thread(tools_asked, asked)
-            wish, variables = reasoning_of(asked, await asyncio.to_thread(wish_of, asked, self.defaults), self.replies.tokenizer)
+            wish, variables = reasoning_of(asked, await self._wish(asked), self.replies.tokenizer)
         except Problem as problem:
             raise problem.renamed(called or {}) from problem
         return Wanted(messages, wish, tools, variables)
@@ -163,14 +200,15 @@ class Service:
     def _completion(self, kind: type[Completion], asked: Asked) -> Completion:
         return kind(self.name, bool(asked.stream_options and asked.stream_options.include_usage))
 
-    async def _answer(self, request: Request, asked: Asked, shape: Shape, start: Start) -> Response:
+    async def _answer(self, request: Request, asked: Asked | OllamaAsked, shape: Shape, start: Start) -> Response:
         listener = Listener(self.desk.ask(start), self.note, request.scope[RECORD])
-        return EventStream(listener, shape) if asked.stream else await whole(request, listener, shape)
+        kind = LineStream if shape.by_line else EventStream
+        return kind(listener, shape) if asked.stream else await whole(request, listener, shape)
 
     def _demand_model(self, name: str, param: str | None = None) -> None:
-        if name != self.name and name not in self.also:
+        if not {name, untagged(name)} & {self.name, *self.also}:
             raise Problem(404, f"there is no model {name!r:.100} here: this server serves {self.name} (--name NAME calls it otherwise)",
-                          param=param, code="model_not_found")
+                          param=param, code=NO_MODEL)
 
     def _card(self) -> dict[str, object]:
         engine = self.replies.engine
@@ -178,33 +216,6 @@ class Service:
         return {"id": self.name, "object": "model", "created": self._created, "owned_by": "effllm", "max_model_len": engine.n_ctx,
                 "meta": meta, "type": "model", "display_name": self.name, "max_input_tokens": engine.n_ctx,
                 "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._created))}
-
-
-async def read(request: Request, kind: type[Kind]) -> Kind:
-    """The body of a request as an object. Raises Problem."""
-    coding = request.headers.get("content-encoding", "identity").strip().lower()
-    if coding not in ("", "identity"):
-        raise Problem(415, f"a body with Content-Encoding {coding:.40} is not read: send it as it is", code="unsupported_encoding")
-    too_large = Problem(413, f"the body is larger than {LARGEST_BODY >> 20} MiB", code="body_too_large", headers={"connection": "close"})
-    length = request.headers.get("content-length", "0")
-    if not length.isdecimal() or int(length) > MOST_READ:
-        raise too_large
-    body, came = bytearray(), 0
-    try:
-        async with asyncio.timeout(BODY_S):
-            async for part in request.stream():
-                came += len(part)
-                if came <= LARGEST_BODY:
-                    body += part
-                elif came > MOST_READ:
-                    raise too_large
-                else:  # read and dropped: who is cut off while sending never sees why
-                    body.clear()
-    except TimeoutError:
-        raise Problem(408, f"the body did not come in {BODY_S:.0f} s", headers={"connection": "close"}) from None
-    if came > LARGEST_BODY:
-        raise too_large
-    return await asyncio.to_thread(parsed, kind, bytes(body))
 
 
 async def on_problem(request: Request, error: Exception) -> Response:

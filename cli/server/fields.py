@@ -20,8 +20,9 @@ NOT_HERE: dict[str, tuple[object, ...]] = {
     "dynatemp_range": (0,), "xtc_probability": (0,), "dry_multiplier": (0,), "top_n_sigma": (0, -1), "min_tokens": (0,),
     "length_penalty": (1,), "use_beam_search": (False,), "allowed_token_ids": ([],), "bad_words": ([],), "guided_json": (),
     "guided_regex": (), "guided_choice": (), "guided_grammar": (), "structured_outputs": (), "lora": ([],)}
-INSTEAD = {"guided_json": "response_format", "guided_grammar": "grammar", "guided_choice": "grammar", "guided_regex": "grammar",
-           "structured_outputs": "response_format"}
+THE_FORM, THE_GRAMMAR = "response_format does this here", "grammar does this here"
+INSTEAD = {"guided_json": THE_FORM, "guided_grammar": THE_GRAMMAR, "guided_choice": THE_GRAMMAR, "guided_regex": THE_GRAMMAR,
+           "structured_outputs": THE_FORM}
 
 
 def one_or_more(value: Any) -> Any:
@@ -29,10 +30,11 @@ def one_or_more(value: Any) -> Any:
 
 
 class Body(BaseModel):
-    """`not_here`: what no answer can have, with the values by which a request asks for nothing."""
+    """`not_here`: what no answer can have, with the values by which a request asks for nothing; `instead`: what does it here."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
     not_here: ClassVar[Mapping[str, tuple[object, ...]]] = NOT_HERE
+    instead: ClassVar[Mapping[str, str]] = INSTEAD
 
 
 class StreamOptions(Body):
@@ -105,12 +107,17 @@ def parsed(kind: type[Kind], body: bytes) -> Kind:
         param = path_of(first["loc"])
         what = first["msg"][:1].lower() + first["msg"][1:]
         raise Problem(400, f"{param}: {what}" if param else f"the body is not what is asked for: {what}", param=param or None) from None
-    for field, nothing in kind.not_here.items():
+    refuse_not_here(asked)
+    return asked
+
+
+def refuse_not_here(asked: Body, where: str = "") -> None:
+    """Raises Problem for a field that asks for what no answer can have; `where` is how its name begins."""
+    for field, nothing in asked.not_here.items():
         value = (asked.model_extra or {}).get(field)
         if value is not None and not any(is_same(value, each) for each in nothing):
-            here = f"; {INSTEAD[field]} does this here" if field in INSTEAD else ""
-            raise Problem(400, f"{field} is not supported{here}", param=field, code="unsupported_parameter")
-    return asked
+            here = f"; {asked.instead[field]}" if field in asked.instead else ""
+            raise Problem(400, f"{where}{field} is not supported{here}", param=where + field, code="unsupported_parameter")
 
 
 def is_same(value: object, other: object) -> bool:

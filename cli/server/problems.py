@@ -9,8 +9,9 @@ from ... import ContextOverflow, EffllmError, UsageError
 from ...runtime.template import TemplateError
 
 INVALID, REFUSED, FAILED, BUSY = "invalid_request_error", "authentication_error", "server_error", "overloaded_error"
-TOO_LONG = "context_length_exceeded"
+TOO_LONG, NO_MODEL = "context_length_exceeded", "model_not_found"
 MESSAGES = "/v1/messages"  # Anthropic's API
+OLLAMA = "/api/"
 OF_ANTHROPIC = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
                 408: "timeout_error", 504: "timeout_error"}
 CLOSING = "the server ends"
@@ -30,6 +31,8 @@ class Problem(Exception):
 
     def at(self, path: str) -> dict[str, object]:
         """As the API has it that is spoken at a path."""
+        if path.startswith(OLLAMA):
+            return self.to_ollama()
         return self.to_anthropic() if path.startswith(MESSAGES) else self.to_json()
 
     def to_anthropic(self) -> dict[str, object]:
@@ -37,6 +40,10 @@ class Problem(Exception):
         said = f"prompt is too long: {self.message}" if self.code == TOO_LONG else self.message
         kind = BUSY if self.type == BUSY else OF_ANTHROPIC.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
         return {"type": "error", "error": {"type": kind, "message": said}}
+
+    def to_ollama(self) -> dict[str, object]:
+        """As Ollama's API has it, some of whose clients know by the words that a model has to be loaded first."""
+        return {"error": f"model not found: {self.message}" if self.code == NO_MODEL else self.message}
 
     def renamed(self, names: Mapping[str, str]) -> Problem:
         """The same, of fields that are called otherwise: `names` has what they are called there."""

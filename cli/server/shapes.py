@@ -18,10 +18,11 @@ MS = 1000
 
 
 class Shape(Protocol):
-    """One answer, of which it is told everything through `add`. `named`: pieces are events of the name that their `type` is; `ending` is
-    what comes behind the last. A stream that is `early` begins while the engine reads the prompt, others with the first text."""
+    """One answer, of which it is told everything through `add`. `named`: pieces are events of the name that their `type` is; `by_line`:
+    they are no events but lines; `ending` is what comes behind the last. A stream that is `early` begins while the engine reads the prompt,
+    others with the first text."""
 
-    named, ending, early = False, b"data: [DONE]\n\n", False
+    named, by_line, ending, early = False, False, b"data: [DONE]\n\n", False
 
     def first(self) -> list[dict[str, object]]:
         """What comes before the first text."""

@@ -1,8 +1,9 @@
-"""Answers on their way to a client: whole, or as server-sent events. A client that goes away is noticed, and its answer ends.
+"""Answers on their way to a client: whole, as server-sent events, or as lines of JSON. A client that goes away is noticed, and its answer
+ends.
 
 The status of a stream is sent with its first bytes, so these wait for the first event of the engine: what is wrong with a request is an
 error with a status of its own. Only a wait that is long begins with a comment, which readers of events pass over and which keeps proxies
-from giving up; an error then comes as an event.
+from giving up; an error then comes as an event. Lines have no comments: there it is a piece that holds no text.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from .shapes import Shape
 
 KEEP_ALIVE_S = 5.0  # without a byte
 PROGRESS_S = 1.0
-HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
+EVENTS, LINES = "text/event-stream; charset=utf-8", "application/x-ndjson"
+HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 LEFT = "the client left"
 GONE = 499  # as web servers log a client that went away
 
@@ -102,6 +104,8 @@ async def whole(request: Request, listener: Listener, shape: Shape) -> Response:
 class EventStream(Response):
     """The answer in pieces."""
 
+    kind = EVENTS
+
     def __init__(self, listener: Listener, shape: Shape) -> None:
         self._listener, self._shape, self._began, self._wrote = listener, shape, False, 0.0
 
@@ -158,10 +162,28 @@ class EventStream(Response):
 
     async def _body(self, body: bytes, more: bool = True) -> None:
         if not self._wrote:
-            headers = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
+            headers = [(name.encode(), value.encode()) for name, value in (("content-type", self.kind), *HEADERS.items())]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         self._wrote = time.monotonic()
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+class LineStream(EventStream):
+    """The answer in pieces, each an object on a line."""
+
+    kind = LINES
+
+    def __init__(self, listener: Listener, shape: Shape) -> None:
+        super().__init__(listener, shape)
+        self._since = time.monotonic()
+
+    async def _wait(self) -> None:
+        if time.monotonic() - max(self._since, self._wrote) >= KEEP_ALIVE_S:
+            await self._data(self._shape.waiting())
+
+    async def _data(self, pieces: Iterable[Mapping[str, object]]) -> None:
+        if lines := b"".join(encoded(piece) + b"\n" for piece in pieces):
+            await self._body(lines)
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Any], left: Callable[[], None]) -> Any:

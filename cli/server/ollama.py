@@ -1,0 +1,92 @@
+"""The paths of Ollama's API that are about models, not answers, and what is said where it has a path and this server nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from functools import cached_property, partial
+from typing import TYPE_CHECKING
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ... import __version__, typed
+from .bodies import read
+from .ollama_fields import Named, untagged
+from .ollama_models import Listed, listed, loaded, running, shown, tags
+from .problems import OLLAMA, Problem
+from .streams import json_response
+
+if TYPE_CHECKING:
+    from ...runtime.replies import Replies
+    from .wishes import Defaults
+
+# Of Ollama, the one whose API this is: programs ask for 0.6.4 and later (calls of tools, reasoning apart), or for 0.14.2, the first with
+# Anthropic's API, and compare it by its numbers.
+VERSION = "0.14.2"
+AT_TERMINAL = "models are made, renamed and removed at the terminal: effllm {}"
+NO_EMBEDDINGS = "embeddings are not served: models answer here; point what asks for embeddings at a server that has them"
+INSTEAD = {"create": AT_TERMINAL.format("quantize, effllm alias"), "blobs/{digest}": AT_TERMINAL.format("quantize, effllm alias"),
+           "copy": AT_TERMINAL.format("alias NAME MODEL"), "delete": AT_TERMINAL.format("rm MODEL"),
+           "push": "models are not sent from here: effllm export MODEL -o FILE writes one for other programs",
+           "embed": NO_EMBEDDINGS, "embeddings": NO_EMBEDDINGS}
+METHODS = ["GET", "POST", "PUT", "DELETE"]
+
+
+class OllamaModels:
+    """One model as Ollama's API has it. `demand` raises Problem for the name of another."""
+
+    def __init__(self, name: str, replies: Replies, defaults: Defaults, demand: Callable[[str, str | None], None]) -> None:
+        self._name, self._replies, self._defaults, self._demand = name, replies, defaults, demand
+        self._since = time.time()
+
+    def routes(self) -> list[Route]:
+        return [Route(f"{OLLAMA}version", self.version, methods=["GET"]), Route(f"{OLLAMA}tags", self.tags, methods=["GET"]),
+                Route(f"{OLLAMA}ps", self.running, methods=["GET"]), Route(f"{OLLAMA}show", self.show, methods=["POST"]),
+                Route(f"{OLLAMA}pull", self.pull, methods=["POST"]),
+                *(Route(OLLAMA + path, partial(_not_here, path), methods=METHODS) for path in INSTEAD)]
+
+    async def version(self, request: Request) -> Response:
+        return json_response({"version": VERSION, "effllm": __version__})
+
+    async def tags(self, request: Request) -> Response:
+        return json_response(tags([await self._model()]))
+
+    async def running(self, request: Request) -> Response:
+        return json_response(running([loaded(await self._model(), self._replies.engine, self._since)]))
+
+    async def show(self, request: Request) -> Response:
+        self._demand(await _named(request), "model")
+        model = await self._model()
+        return json_response(await asyncio.to_thread(shown, model, self._replies.engine, self._replies.tokenizer, self._defaults))
+
+    async def pull(self, request: Request) -> Response:
+        """A model that is served is here; no other is loaded for whoever reaches the server."""
+        name = await _named(request)
+        try:
+            self._demand(name, "model")
+        except Problem as problem:
+            said = f"{problem.message}; no request downloads one: effllm pull {typed(untagged(name))} at the terminal"
+            raise Problem(problem.status, said, param=problem.param, code=problem.code) from problem
+        return json_response({"status": "success"})
+
+    async def _model(self) -> Listed:
+        return await asyncio.to_thread(lambda: self._listed)
+
+    @cached_property
+    def _listed(self) -> Listed:
+        return listed(self._name, self._replies.engine)
+
+
+async def _named(request: Request) -> str:
+    """The model that a request is about. Raises Problem."""
+    asked = await read(request, Named)
+    if not asked.about:
+        raise Problem(400, "model is missing", param="model")
+    return asked.about
+
+
+async def _not_here(path: str, request: Request) -> Response:
+    raise Problem(501, INSTEAD[path], code="not_served")

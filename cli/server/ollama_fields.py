@@ -1,0 +1,187 @@
+"""Requests of Ollama's API, read as those of chat completions, or of completions where a prompt is to be taken as it stands."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BeforeValidator
+
+from ...runtime.calls.schema import closed
+from .fields import ROLES, Asked, Body, ChatAsked, TextAsked, one_or_more, refuse_not_here, texts_of
+from .problems import Problem
+from .turns import ASSISTANT, SYSTEM, TOOL, USER
+from .wishes import NO_LIMIT
+
+LATEST = ":latest"  # what its programs put behind a name that has no tag
+JSON = "json"
+LEVELS = ("low", "medium", "high", "max")
+IN_CHAT = "/api/chat takes a conversation"
+
+
+def whole_number(value: Any) -> Any:
+    """Programs that know no integers send 8192.0, which is one."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def unless_none(value: Any) -> Any:
+    return True if value is None else value
+
+
+Whole = Annotated[int | None, BeforeValidator(whole_number)]
+
+
+class Options(Body):
+    temperature: float | None = None
+    top_k: Whole = None
+    top_p: float | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    repeat_penalty: float | None = None
+    repeat_last_n: Whole = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: Whole = None
+    stop: Annotated[list[str] | None, BeforeValidator(one_or_more)] = None
+    num_predict: Whole = None
+    num_ctx: Whole = None
+
+
+SAME = tuple(name for name in Options.model_fields if name in Asked.model_fields)  # called as in chat completions
+CALLED = {"response_format": "format", **{name: f"options.{name}" for name in SAME}}
+
+
+class OllamaAsked(Body):
+    not_here: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "suffix": ("",), "template": ("",), "context": ([],), "images": ([],), "logprobs": (False,), "top_logprobs": (0,)}
+    instead: ClassVar[Mapping[str, str]] = {
+        "template": "the model's own is used, and with raw a prompt is taken as it stands", "context": IN_CHAT,
+        "images": "the text part of models alone runs here"}
+
+    model: str | None = None
+    stream: Annotated[bool, BeforeValidator(unless_none)] = True
+    format: Any = None
+    think: bool | str | None = None
+    options: Options | None = None
+
+
+class Turn(Body):
+    role: str
+    content: Any = None
+    thinking: str | None = None
+    images: list[Any] | None = None
+    tool_calls: list[Any] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+
+class OllamaChat(OllamaAsked):
+    messages: list[Turn] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+class OllamaText(OllamaAsked):
+    prompt: str | None = None
+    system: str | None = None
+    raw: bool | None = None
+
+
+class Named(Body):
+    """A request that is about a model."""
+
+    model: str | None = None
+    name: str | None = None  # what `model` was called
+
+    @property
+    def about(self) -> str | None:
+        return self.model or self.name
+
+
+def untagged(name: str) -> str:
+    """The name of a model without the tag that says nothing."""
+    return name.removesuffix(LATEST)
+
+
+def judged(asked: OllamaAsked, name: str, thinks: bool, context: int) -> str | None:
+    """What is to be remarked of a request, for a model of this name and context. Raises Problem for reasoning that it has none of, in the
+    words by which programs know that they are to ask again without."""
+    if asked.think and not thinks:
+        raise Problem(400, f'"{name}" does not support thinking: leave think away', param="think")
+    if asked.options is None or (asked.options.num_ctx or 0) <= context:
+        return None
+    return f"a program asks for num_ctx {asked.options.num_ctx}: the context is {context} tokens (-c), and longer prompts are refused"
+
+
+def chat_of(asked: OllamaChat) -> tuple[ChatAsked, list[dict[str, Any]]]:
+    """The request as one of chat completions, and its messages. Raises Problem."""
+    return _chat(asked, asked.tools), _messages(asked.messages or [])
+
+
+def answer_of(asked: OllamaText) -> tuple[ChatAsked, list[dict[str, Any]]]:
+    """As `chat_of`, of a prompt that is to go through the model's template."""
+    system = [{"role": SYSTEM, "content": asked.system}] if asked.system else []
+    return _chat(asked), [*system, {"role": USER, "content": asked.prompt or ""}]
+
+
+def raw_of(asked: OllamaText) -> TextAsked:
+    """The request as one of completions, for a prompt that is to be taken as it stands. Raises Problem."""
+    if asked.system:
+        raise Problem(400, "raw takes the prompt as it stands: system is a part of it, or nothing", param="system")
+    return TextAsked.model_construct(prompt=asked.prompt, **_common(asked))
+
+
+def _chat(asked: OllamaAsked, tools: list[dict[str, Any]] | None = None) -> ChatAsked:
+    if isinstance(asked.think, str) and asked.think not in LEVELS:
+        raise Problem(400, f"think is true, false, {', '.join(LEVELS)}, not {asked.think!r:.40}", param="think")
+    effort = asked.think if isinstance(asked.think, str) else None
+    switch = {"enable_thinking": asked.think} if isinstance(asked.think, bool) else None
+    return ChatAsked.model_construct(messages=[], tools=tools, reasoning_effort=effort, chat_template_kwargs=switch, **_common(asked))
+
+
+def _common(asked: OllamaAsked) -> dict[str, Any]:
+    """What the fields of chat completions are."""
+    options = asked.options or Options()
+    refuse_not_here(options, "options.")
+    most = options.num_predict
+    return {**{name: getattr(options, name) for name in SAME}, "max_tokens": NO_LIMIT if most is not None and most <= 0 else most,
+            "response_format": _form(asked.format)}
+
+
+def _form(format: object) -> dict[str, Any] | None:
+    """The form as chat completions have it. Objects have the properties that the schema names alone, as Ollama holds them: schemas that are
+    made of classes do not say so, and a model that may name any goes on to invent some."""
+    if format is None or format == "":
+        return None
+    if format == JSON:
+        return {"type": "json_object"}
+    if isinstance(format, dict):
+        return {"type": "json_schema", "json_schema": {"schema": closed(format)}}
+    raise Problem(400, f'format is "json" or a JSON schema, not {format!r:.40}', param="format")
+
+
+def _messages(turns: list[Turn]) -> list[dict[str, Any]]:
+    """Messages with names for calls, which have none here: what a tool gave back belongs to the first call of it that has no answer."""
+    made, called, unanswered = [], 0, {}
+    for number, turn in enumerate(turns):
+        role, where = turn.role.lower(), f"messages[{number}]"
+        if role not in ROLES:
+            raise Problem(400, f"{where}.role is system, user, assistant or tool, not {turn.role!r:.40}", param=f"{where}.role")
+        if turn.images:
+            raise Problem(400, f"{where}.images is not supported: the text part of models alone runs here", param=f"{where}.images")
+        message = {"role": role, "content": "\n".join(texts_of(turn.content or "", f"{where}.content"))}
+        if role == ASSISTANT and turn.thinking:
+            message["reasoning_content"] = turn.thinking
+        if role == ASSISTANT and turn.tool_calls:
+            message["tool_calls"] = []
+            for call in turn.tool_calls:
+                if isinstance(call, dict):
+                    call = {"id": f"call_{called}", "type": "function", **call}
+                    called += 1
+                    unanswered[call["id"]] = (call.get("function") or {}).get("name")
+                message["tool_calls"].append(call)
+        if role == TOOL:
+            answers = turn.tool_call_id or next((id for id, name in unanswered.items() if name == turn.tool_name), None)
+            unanswered.pop(answers, None)
+            message |= {key: value for key, value in (("tool_call_id", answers), ("name", turn.tool_name)) if value}
+        made.append(message)
+    return made

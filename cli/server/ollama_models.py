@@ -1,0 +1,128 @@
+"""What Ollama's API tells of models: those that there are, those that are loaded, and one in full. `tags` and `running` take any number."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .ollama_fields import LATEST, SAME
+from .ollama_shape import stamp
+from .wishes import SAMPLING
+
+if TYPE_CHECKING:
+    from ...runtime.engine import Engine
+    from ...runtime.replies import Wish
+    from ...runtime.text import Tokenizer
+    from .wishes import Defaults
+
+COLUMNS = 30  # of the name of a parameter
+FOREVER_S = 100 * 365 * 86400  # programs show what is held for some decades as held for ever
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A model as lists have it. `stored`: the format of most of its weights; `changed`: when its files did, in seconds."""
+
+    name: str
+    family: str
+    parameters: int
+    stored: str
+    nbytes: int
+    digest: str
+    changed: float
+    is_gguf: bool = False
+
+    @property
+    def tagged(self) -> str:
+        """Its name with a tag, which every model of Ollama's has."""
+        return self.name if ":" in self.name else self.name + LATEST
+
+    @property
+    def details(self) -> dict[str, object]:
+        size = f"{self.parameters / 1e9:.1f}B" if self.parameters >= 1e9 else f"{self.parameters / 1e6:.1f}M"
+        return {"parent_model": "", "format": "gguf" if self.is_gguf else "safetensors", "family": self.family, "families": [self.family],
+                "parameter_size": size, "quantization_level": self.stored}
+
+
+@dataclass(frozen=True)
+class Running:
+    """A model that is loaded: bytes that it takes in memory and on a GPU, those on the GPU alone, tokens of its context, and until when it
+    is held, in seconds."""
+
+    model: Listed
+    nbytes: int
+    vram: int
+    context: int
+    until: float
+
+
+def listed(name: str, engine: Engine) -> Listed:
+    """The model of an engine. Reads its headers again. Raises EffllmError."""
+    from ...runtime.kv_profile_file import identity_of
+    from ...runtime.tensors import parameters
+
+    prepared, tensors, formats = engine.prepared, engine.model.tensors, Counter()
+    for roles in tensors.values():
+        for tensor in roles.values():
+            formats[tensor.info.dtype if tensor.spec.is_raw else str(tensor.spec)] += prod(tensor.shape)
+    return Listed(name, engine.config.family, parameters(tensors), max(formats, key=formats.__getitem__), prepared.store.nbytes,
+                  identity_of(prepared.folder), prepared.folder.stat().st_mtime, prepared.folder.is_file())
+
+
+def loaded(model: Listed, engine: Engine, now: float) -> Running:
+    """The model of an engine, which it has until the server ends."""
+    placement = engine.placement
+    return Running(model, placement.total_bytes + placement.vram_bytes, placement.vram_bytes, engine.n_ctx, now + FOREVER_S)
+
+
+def tags(models: Iterable[Listed]) -> dict[str, object]:
+    """The answer to /api/tags."""
+    return {"models": [{**_card(model), "modified_at": stamp(model.changed)} for model in models]}
+
+
+def running(models: Iterable[Running]) -> dict[str, object]:
+    """The answer to /api/ps."""
+    return {"models": [{**_card(each.model), "size": each.nbytes, "size_vram": each.vram, "context_length": each.context,
+                        "expires_at": stamp(each.until)} for each in models]}
+
+
+def _card(model: Listed) -> dict[str, object]:
+    return {"name": model.tagged, "model": model.tagged, "size": model.nbytes, "digest": model.digest, "details": model.details}
+
+
+def shown(model: Listed, engine: Engine, tokenizer: Tokenizer, defaults: Defaults) -> dict[str, object]:
+    """The answer to /api/show. The context is the one that is served, by which programs cut what they send."""
+    from ...runtime.source import licence_of
+
+    config, template, container = engine.config, tokenizer.template, engine.prepared.container
+    about = {"context_length": engine.n_ctx, "embedding_length": config.hidden_size, "block_count": config.num_hidden_layers,
+             "feed_forward_length": config.intermediate_size, "attention.head_count": config.num_attention_heads,
+             "attention.head_count_kv": config.num_key_value_heads, "vocab_size": config.vocab_size}
+    kind = config.family
+    found = {"license": (container and container.source.get("licence")) or licence_of(engine.prepared.folder), "system": defaults.system,
+             "template": template and template.source}
+    return {**{key: value for key, value in found.items() if value}, "parameters": _parameters(engine.n_ctx, defaults.wish),
+            "details": model.details, "modified_at": stamp(model.changed), "capabilities": capabilities(tokenizer),
+            "model_info": {"general.architecture": kind, "general.basename": Path(model.name).name,
+                           "general.parameter_count": model.parameters, **{f"{kind}.{key}": value for key, value in about.items()}}}
+
+
+def _parameters(context: int, wish: Wish) -> str:
+    """What answers are by default, a line for each, as programs read the context and stop strings from there."""
+    said = {"num_ctx": context, "num_predict": wish.max_tokens,
+            **{option: getattr(wish.settings, SAMPLING[option]) for option in SAME if option in SAMPLING}}
+    lines = [(key, value) for key, value in said.items() if value is not None] + [("stop", json.dumps(stop)) for stop in wish.stops]
+    return "\n".join(f"{key:<{COLUMNS}}{value}" for key, value in lines)
+
+
+def capabilities(tokenizer: Tokenizer) -> list[str]:
+    """What a model was made for. Tools are among it where its template knows them, though any model is told of them."""
+    from ...runtime.calls.calling import Calling
+
+    knows_tools = tokenizer.template is not None and Calling(tokenizer).style.knows_tools
+    return ["completion", *(["tools"] if knows_tools else []), *(["thinking"] if tokenizer.thinks else [])]

@@ -1,0 +1,90 @@
+"""Answers as Ollama's API has them: an object, or lines of them, each with a piece, the last with what it cost. Times are nanoseconds."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime
+from typing import Any, Protocol
+
+from ...runtime.calls.cursor import parsed
+from ...runtime.events import Call, PromptRead, Stats, TextDelta
+from .problems import Problem
+from .shapes import Shape
+from .tools import CallList
+
+NS = 1_000_000_000
+LOAD = "load"
+
+
+def stamp(seconds: float | None = None) -> str:
+    """A moment, or now, as RFC 3339 has it."""
+    moment = datetime.now(UTC) if seconds is None else datetime.fromtimestamp(seconds, UTC)
+    return moment.isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
+class OllamaShape(Shape, Protocol):
+    """Each kind of answer knows how it has texts and calls (`said`)."""
+
+    by_line, ending = True, b""
+
+    def __init__(self, model: str) -> None:
+        self.model, self._began = model, time.monotonic()
+        self.texts: dict[str, str] = {}  # by kind
+        self.calls = CallList()
+
+    def said(self, answer: str = "", thinking: str = "", calls: list[dict[str, Any]] | None = None) -> dict[str, object]:
+        """Of an object with so much of the answer."""
+
+    def loaded(self) -> dict[str, object]:
+        """What a request gets that asks for nothing but the model."""
+        return self._piece(self.said(), done=True, done_reason=LOAD)
+
+    def add(self, event: PromptRead | TextDelta | Call) -> list[dict[str, object]]:
+        if isinstance(event, PromptRead):
+            return []
+        if isinstance(event, Call):
+            return [self._piece(self.said(calls=[self._call(self.calls.add(event), len(self.calls.made) - 1)]))]
+        self.texts[event.kind] = self.texts.get(event.kind, "") + event.text
+        return [self._piece(self.said(**{event.kind: event.text}))]
+
+    def waiting(self) -> list[dict[str, object]]:
+        return [self._piece(self.said())]
+
+    def last(self, stats: Stats) -> list[dict[str, object]]:
+        return [self._piece(self.said(), done=True, **self._cost(stats))]
+
+    def whole(self, stats: Stats) -> dict[str, object]:
+        calls = [self._call(call, number) for number, call in enumerate(self.calls.made)]
+        return self._piece(self.said(**self.texts, calls=calls), done=True, **self._cost(stats))
+
+    def failed(self, problem: Problem) -> list[dict[str, object]]:
+        return [problem.to_ollama()]
+
+    def _piece(self, said: dict[str, object], done: bool = False, **more: object) -> dict[str, object]:
+        return {"model": self.model, "created_at": stamp(), **said, "done": done, **more}
+
+    def _call(self, call: dict[str, Any], number: int) -> dict[str, Any]:
+        function = call["function"]
+        return {"id": call["id"], "function": {"index": number, "name": function["name"], "arguments": parsed(function["arguments"])}}
+
+    def _cost(self, stats: Stats) -> dict[str, object]:
+        """Nothing is loaded for an answer: the model is there."""
+        return {"done_reason": "stop" if stats.finish_reason == "stop" else "length",
+                "total_duration": round((time.monotonic() - self._began) * NS), "load_duration": 0,
+                "prompt_eval_count": stats.prompt_tokens, "prompt_eval_duration": round(stats.prefill_s * NS),
+                "eval_count": len(stats.token_ids), "eval_duration": round(stats.decode_s * NS)}
+
+
+class OllamaMessage(OllamaShape):
+    """An answer to messages."""
+
+    def said(self, answer: str = "", thinking: str = "", calls: list[dict[str, Any]] | None = None) -> dict[str, object]:
+        more = {"thinking": thinking} if thinking else {}
+        return {"message": {"role": "assistant", "content": answer, **more, **({"tool_calls": calls} if calls else {})}}
+
+
+class OllamaResponse(OllamaShape):
+    """An answer to a prompt."""
+
+    def said(self, answer: str = "", thinking: str = "", calls: list[dict[str, Any]] | None = None) -> dict[str, object]:
+        return {"response": answer, **({"thinking": thinking} if thinking else {})}

@@ -1,0 +1,142 @@
+"""The parts of Ollama's API that the packaged model is too quick or too small for: requests, answers and lists as values, and waits."""
+
+import asyncio
+import json
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from effllm.cli.server import streams
+from effllm.cli.server.desk import Desk
+from effllm.cli.server.fields import Body, parsed
+from effllm.cli.server.ollama_fields import OllamaChat, OllamaText, chat_of, judged, raw_of
+from effllm.cli.server.ollama_models import Listed, Running, running, tags
+from effllm.cli.server.ollama_shape import OllamaMessage, OllamaResponse
+from effllm.cli.server.problems import Problem
+from effllm.cli.server.streams import LineStream, Listener, Record
+from effllm.cli.server.wishes import Defaults, reasoning_of, wish_of
+from effllm.runtime.events import Call, Done, Event, Progress, PromptRead, TextDelta
+from effllm.runtime.replies import Wish
+from effllm.runtime.sampler import SamplerSettings
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from served import Reply
+from test_call_replies import WEATHER
+from test_serve_ollama import lines
+from test_serve_parts import STATS, Client
+
+
+def body(kind: type[Body], **fields: object) -> Body:
+    return parsed(kind, json.dumps(fields).encode())
+
+
+def test_lists_take_any_number_of_models() -> None:
+    big = Listed("org/big:4bit", "qwen3", 32_760_000_000, "codebook4:16", 18 << 30, "ab" * 32, 1.7e9, True)
+    small = Listed("small", "llama", 137_000_000, "F16", 1 << 28, "cd" * 32, 1.7e9)
+    assert [(each["name"], each["details"]["parameter_size"], each["details"]["format"]) for each in tags([big, small])["models"]] == [
+        ("org/big:4bit", "32.8B", "gguf"), ("small:latest", "137.0M", "safetensors")]
+    assert tags([])["models"] == running([])["models"] == []
+    (one,) = running([Running(big, 20 << 30, 4 << 30, 4096, 1.8e9)])["models"]
+    assert (one["size"], one["size_vram"], one["context_length"], one["expires_at"]) == (
+        20 << 30, 4 << 30, 4096, "2027-01-15T08:00:00.000000Z")
+
+
+def test_messages_get_names_for_their_calls() -> None:
+    messages = [
+        {"role": "System", "content": "s"}, {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "I call.", "thinking": "hm", "tool_calls": [
+            {"function": {"name": "f", "arguments": {"a": 1}}}, {"function": {"name": "g", "arguments": {}}},
+            {"function": {"name": "f", "arguments": {}}}, {"id": "own", "function": {"name": "h", "arguments": {}}}]},
+        {"role": "tool", "tool_name": "g", "content": "two"}, {"role": "tool", "tool_name": "f", "content": "one"},
+        {"role": "tool", "tool_name": "f", "content": "three"}, {"role": "tool", "tool_call_id": "own", "content": "four"},
+        {"role": "tool", "content": "five"}]
+    asked, made = chat_of(body(OllamaChat, messages=messages, tools=[WEATHER]))
+    assert [message["role"] for message in made] == ["system", "user", "assistant", *["tool"] * 5] and asked.tools == [WEATHER]
+    assert made[2]["reasoning_content"] == "hm" and made[2]["content"] == "I call."
+    names = [(call["id"], call["function"]["name"]) for call in made[2]["tool_calls"]]
+    assert names == [("call_0", "f"), ("call_1", "g"), ("call_2", "f"), ("own", "h")]
+    assert [message.get("tool_call_id") for message in made[3:]] == ["call_1", "call_0", "call_2", "own", None]
+    assert [message.get("name") for message in made[3:]] == ["g", "f", "f", None, None]
+
+
+def test_options_become_a_wish() -> None:
+    options = {"temperature": 0.5, "top_k": 7.0, "top_p": 0.5, "min_p": 0.1, "typical_p": 0.9, "repeat_penalty": 1.1, "repeat_last_n": 64,
+               "presence_penalty": 0.2, "frequency_penalty": 0.3, "seed": 3, "stop": "x", "num_predict": 5, "num_keep": 4, "mirostat": 0}
+    usual = Defaults(Wish(SamplerSettings(), max_tokens=9))
+    wish = wish_of(chat_of(body(OllamaChat, options=options))[0], usual)
+    assert wish == Wish(SamplerSettings(0.5, 7, 0.5, 0.1, 0.9, 1.1, 0.2, 0.3, 64, 3), stops=("x",), max_tokens=5)
+    assert wish_of(raw_of(body(OllamaText, prompt="a", options=options)), usual) == wish
+    assert wish_of(chat_of(body(OllamaChat))[0], usual) == usual.wish
+
+
+@pytest.mark.parametrize(("think", "wished", "variables"), [
+    (None, "auto", {}), (True, "on", {"enable_thinking": True}), (False, "off", {"enable_thinking": False}),
+    ("low", "on", {"reasoning_effort": "low"}), ("max", "on", {"reasoning_effort": "high"})])
+def test_wishes_for_thinking(think: bool | str | None, wished: str, variables: dict) -> None:
+    asked = body(OllamaChat, think=think)
+    tokenizer = SimpleNamespace(thinks=True, template=SimpleNamespace(variables=frozenset({"reasoning_effort"})))
+    wish, told = reasoning_of(chat_of(asked)[0], Wish(SamplerSettings()), tokenizer)
+    assert (wish.think, told) == (wished, variables) and judged(asked, "m", True, 9) is None
+    if think:
+        with pytest.raises(Problem, match='^"m" does not support thinking'):
+            judged(asked, "m", False, 9)
+    else:
+        assert judged(asked, "m", False, 9) is None
+
+
+def test_what_was_reasoned_said_and_called_is_streamed_as_it_is_whole() -> None:
+    happened = [PromptRead(9, 4), TextDelta("h", "thinking"), TextDelta("m", "thinking"), TextDelta("so"), Call("f", '{"a": 1}'),
+                Call("g", "{}")]
+    streamed, whole = OllamaMessage("m"), OllamaMessage("m")
+    pieces = [piece["message"] for event in happened for piece in streamed.add(event)]
+    for event in happened:
+        whole.add(event)
+    message = whole.whole(STATS)["message"]
+    assert [piece.get("thinking") for piece in pieces] == ["h", "m", None, None, None] and message["thinking"] == "hm"
+    assert "".join(piece["content"] for piece in pieces) == message["content"] == "so"
+    calls = [call["function"] for piece in pieces for call in piece.get("tool_calls", ())]
+    assert calls == [call["function"] for call in message["tool_calls"]] == [
+        {"index": 0, "name": "f", "arguments": {"a": 1}}, {"index": 1, "name": "g", "arguments": {}}]
+    (last,) = streamed.last(STATS)
+    assert (last["done_reason"], last["prompt_eval_count"], last["eval_count"]) == ("stop", 3, 2)
+    assert (last["prompt_eval_duration"], last["eval_duration"]) == (100_000_000, 100_000_000)
+    shape = OllamaResponse("m")
+    assert [piece["response"] for event in happened[:4] for piece in shape.add(event)] == ["", "", "so"]
+    assert shape.whole(STATS)["thinking"] == "hm" and shape.failed(Problem(500, "memory ran out")) == [{"error": "memory ran out"}]
+
+
+def test_who_waits_gets_pieces_without_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines have no comments. Progress alone begins no stream: what is wrong with a request keeps its status for as long as it can."""
+    monkeypatch.setattr(streams, "KEEP_ALIVE_S", 0.05)
+    go, desk = threading.Event(), Desk(most_waiting=8)
+
+    def answer(left: Callable[[], bool]) -> Iterator[Event]:
+        yield Progress("reading the prompt", 512, 2048, "tokens")
+        go.wait()
+        yield from (PromptRead(3, 1), TextDelta("yes"), Done(STATS))
+
+    def fails(left: Callable[[], bool]) -> Iterator[Event]:
+        yield Progress("reading the prompt", 512, 2048, "tokens")
+        raise MemoryError
+
+    async def heard(start: Callable, waits: int) -> Client:
+        client, listener = Client(), Listener(desk.ask(start), print, Record())
+        stream = LineStream(listener, OllamaMessage("m"))({"type": "http", "path": "/api/chat"}, client.receive, client.send)
+        task = asyncio.ensure_future(stream)
+        while client.body.count("\n") < waits:
+            await asyncio.sleep(0.01)
+        go.set()
+        await asyncio.wait_for(task, 5)
+        return client
+
+    made = lines(Reply(200, {"content-type": "application/x-ndjson"}, asyncio.run(heard(answer, 3)).body.encode()))
+    assert [piece["message"]["content"] for piece in made[:3]] == [""] * 3
+    assert [piece["message"]["content"] for piece in made[-2:]] == ["yes", ""] and made[-1]["done"]
+    client = asyncio.run(heard(fails, 0))
+    assert client.status == 500 and json.loads(client.body) == {"error": "memory ran out"}
+    desk.close()
+    assert desk.ended(5)
