@@ -118,7 +118,7 @@ class Report:
 
     def request(self, method: str, path: str, status: int, record: Record) -> None:
         parts = [f"{method} {cut(path, MOST_SHOWN)} {status}", *([cost(record.stats)] if record.stats else ())]
-        parts += [cut(each, MOST_SAID) for each in (record.ending, record.problem) if each]
+        parts += [cut(each, MOST_SAID) for each in (record.made, record.ending, record.problem) if each]
         if record.problem or not self._quiet:
             self._screen.note(" · ".join(parts))
 

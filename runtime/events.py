@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclass(frozen=True)
@@ -134,4 +138,12 @@ class Done:
     stats: Stats
 
 
-Event = Progress | Notice | PromptRead | TextDelta | Call | Done
+@dataclass(frozen=True)
+class Embedded:
+    """The vectors of texts, float32 [D] of length 1 each, and how many tokens these had together."""
+
+    vectors: Sequence[np.ndarray]
+    tokens: int
+
+
+Event = Progress | Notice | PromptRead | TextDelta | Call | Done | Embedded

@@ -24,9 +24,11 @@ INDEX = "model.safetensors.index.json"
 # What makes a folder of weights run alone, and with it what its licence asks to be passed on.
 RANKS = ("tekken.json", "tiktoken.model", "hy.tiktoken")  # tokenizers that are read where there is no tokenizer.json
 PIECES = "tokenizer.model"  # and SentencePiece's, which many have beside it
+# How a model makes one vector of a text: as sentence-transformers has it, and where that lies in a folder without others.
+MODULES, POOLING, POOLING_KEPT = "modules.json", "1_Pooling/config.json", "pooling.json"
 SETTINGS = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt",
-            "chat_template*", *RANKS)
-COMPANIONS = (*SETTINGS, "LICENSE*", "LICENCE*", "NOTICE*", "README*", "USE_POLICY*")
+            "chat_template*", *RANKS, MODULES, POOLING_KEPT)
+COMPANIONS = (*SETTINGS, POOLING, "LICENSE*", "LICENCE*", "NOTICE*", "README*", "USE_POLICY*")
 GGUF_PATH = re.compile(PATH, re.IGNORECASE)
 LICENCE_LINE = re.compile(r"^license(_name)?:[ \t]*[\"']?([A-Za-z0-9.+_-]{1,40})[\"']?[ \t]*$", re.MULTILINE)
 

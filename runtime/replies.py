@@ -17,7 +17,7 @@ from .. import ContextOverflow, EffllmError, UsageError
 from ..offload.notes import Fallback, refuse_fallbacks
 from .answering import Answer, Reasoning
 from .engine import Engine
-from .events import Call, Done, Event, Notice, PromptRead, TextDelta
+from .events import Call, Done, Embedded, Event, Notice, Progress, PromptRead, TextDelta
 from .passes import common_prefix
 from .prompting import NO_SYSTEM_ROLE, NO_TEMPLATE, Prompts
 from .sampler import Sampler, SamplerSettings
@@ -143,14 +143,50 @@ class Replies:
             raise UsageError("the prompt is empty", "send at least one letter or token")
         if isinstance(prompt, str):
             self._demand_near(prompt)
-        ids, rows = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt), self.engine.config.vocab_size
-        if bad := [token for token in ids if not 0 <= token < rows]:  # before they are taken for text
-            raise UsageError(f"token id {bad[0]} is outside the vocabulary of {rows}", "send ids of this model's tokenizer")
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else self._demand_known(prompt)
         with self._slot_for(ids) as own:
             if own.kept is not None:
                 ids = yield from own.kept.turn_to(None, ids, own.prompts)
             own.prompt = len(ids)
             yield from self._answer(own.engine, ids, wish, cancelled, None, raw=True)
+
+    def embed(self, texts: Sequence[str | Sequence[int]], cut: bool = False, cancelled: Callable[[], bool] = never) -> Iterator[Event]:
+        """One vector of each text, or of token ids as they stand. Of a text that is longer than the context, its end is left out with
+        `cut`, but for the token that ends every text. Raises EffllmError where the model makes none, or of these none."""
+        from .embedding import pooling_of, vector
+
+        pooling, room = pooling_of(self.engine.prepared.folder), self.engine.n_ctx
+        made, tokens = [], 0
+        with self._slot_for([]) as own:
+            if own.kept is not None:
+                yield from own.kept.turn_to(None, [], own.prompts)  # keeps what is lost here
+            own.prompts.held, own.prompt = ("", []), 0
+            for number, text in enumerate(texts):
+                ids = self.tokenizer.encode(text) if isinstance(text, str) else self._demand_known(text)
+                if cut and len(ids) > room:
+                    yield Notice(f"a text of {len(ids)} tokens is cut: the context is {room} tokens (-c)")
+                    ends = self._ends if isinstance(text, str) else []
+                    ids = ids[: room - len(ends)] + ends
+                made.append((yield from vector(own.engine, ids, pooling, cancelled)))
+                tokens += len(ids)
+                if made[-1] is None:
+                    return
+                if number + 1 < len(texts):
+                    yield Progress("embedding", number + 1, len(texts), "texts")
+        yield Embedded(made, tokens)
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        """The token that ends every text of this vocabulary, if one does."""
+        whole, bare = self.tokenizer.encode("a"), self.tokenizer.encode("a", add_special_tokens=False)
+        return [] if whole[-1] == bare[-1] else whole[-1:]
+
+    def _demand_known(self, ids: Sequence[int]) -> list[int]:
+        """Token ids of a program. Raises UsageError for one that there is not, before they are taken for text."""
+        rows = self.engine.config.vocab_size
+        if bad := [token for token in ids if not 0 <= token < rows]:
+            raise UsageError(f"token id {bad[0]} is outside the vocabulary of {rows}", "send ids of this model's tokenizer")
+        return list(ids)
 
     @contextmanager
     def _slot_for(self, prompt: str | list[int]) -> Iterator[Slot]:

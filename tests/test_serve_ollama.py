@@ -271,8 +271,7 @@ def test_errors_have_their_statuses(server: Served, guarded: Served) -> None:
 
 def test_what_is_done_at_the_terminal_says_so(server: Served) -> None:
     for method, path, said in (("POST", "create", "effllm quantize"), ("POST", "copy", "effllm alias"), ("DELETE", "delete", "effllm rm"),
-                               ("POST", "push", "effllm export"), ("POST", "blobs/sha256:ab", "effllm quantize"),
-                               ("POST", "embed", "embeddings"), ("POST", "embeddings", "embeddings")):
+                               ("POST", "push", "effllm export"), ("POST", "blobs/sha256:ab", "effllm quantize")):
         reply = server.ask(method, f"/api/{path}", {"model": "fable"})
         assert reply.status == 501 and said in error_of(reply)
     assert server.ask("POST", "/api/pull", {"model": "fable"}).json == {"status": "success"}  # it is here

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from embedders import embedder
 from served import ASKED, QUESTION, serving
 from test_serve import thinking_model
 
@@ -70,12 +71,22 @@ def test_models(client) -> None:
     assert client.pull("fable").status == "success" and [each.status for each in client.pull("fable", stream=True)] == ["success"]
 
 
+def test_vectors(tmp_path: Path) -> None:
+    with serving(model=str(embedder(tmp_path / "vectors"))) as server:
+        client = ollama.Client(server.url.removesuffix("/v1"))
+        both = client.embed("vectors", ["The fox.", "The king."])
+        assert [len(each) for each in both.embeddings] == [256, 256] and both.prompt_eval_count > 2
+        assert client.embeddings("vectors", "The king.").embedding == both.embeddings[1]
+        assert len(client.embed("vectors", "The fox.", dimensions=8).embeddings[0]) == 8
+
+
 def test_errors(client) -> None:
     for call, status, said in ((lambda: client.chat("llama3", ASKED), 404, "model not found"),
                                (lambda: [*client.chat("fable", ASKED, stream=True, think=True)], 400, "does not support thinking"),
                                (lambda: client.chat("fable", [{**ASKED[0], "images": [b"x"]}]), 400, "images is not supported"),
                                (lambda: client.pull("llama3"), 404, "effllm pull llama3"),
                                (lambda: client.delete("fable"), 501, "effllm rm"),
+                               (lambda: client.embed("fable", "a"), 400, "not made for embeddings"),
                                (lambda: client.generate("fable", "fox " * 3000), 400, "the prompt has")):
         with pytest.raises(ollama.ResponseError, match=said) as caught:
             call()

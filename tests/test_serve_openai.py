@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from embedders import embedder
 from served import ASKED, serving
 
 openai = pytest.importorskip("openai")
@@ -63,3 +64,16 @@ def test_errors_are_of_their_classes(client) -> None:
     assert caught.value.code == "context_length_exceeded"
     with pytest.raises(openai.AuthenticationError):
         client.with_options(api_key="wrong").models.list()
+
+
+def test_vectors(tmp_path: Path) -> None:
+    """As numbers, and in base64, which the client asks for by itself."""
+    folder = embedder(tmp_path / "vectors")
+    with serving(model=str(folder)) as server, openai.OpenAI(base_url=server.url, api_key="k", max_retries=0) as client:
+        packed, plain = (client.embeddings.create(model="vectors", input=["The fox.", "The king."], **fields).data
+                         for fields in ({}, {"encoding_format": "float"}))
+        for one, other in zip(packed, plain, strict=True):
+            assert one.embedding == pytest.approx(other.embedding) and len(one.embedding) == 256
+        assert len(client.embeddings.create(model="vectors", input="The fox.", dimensions=8).data[0].embedding) == 8
+        with pytest.raises(openai.BadRequestError, match="the context holds"):
+            client.embeddings.create(model="vectors", input="fox " * 3000)

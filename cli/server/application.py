@@ -21,6 +21,7 @@ from ...runtime.replies import Replies, Wish
 from . import messages_fields, ollama_fields, responses_fields
 from .bodies import read
 from .desk import Desk, Start
+from .embeddings import Embeddings
 from .fields import Asked, ChatAsked, Detokenize, Kind, TextAsked, Tokenize, messages_of, prompt_of
 from .guard import RECORD
 from .messages_fields import CountAsked, MessagesAsked
@@ -79,6 +80,7 @@ class Service:
                   *(post(path, self.responses) for path in ("/v1/responses", "/responses")),
                   post(MESSAGES, self.messages), post(f"{MESSAGES}/count_tokens", self.count_tokens),
                   post(f"{OLLAMA}chat", self.ollama_chat), post(f"{OLLAMA}generate", self.ollama_generate),
+                  *Embeddings(self.replies, self.desk, self.name, self.note, self._demand_model).routes(),
                   *OllamaModels(self.name, self.replies, self.defaults, self._demand_model).routes(),
                   post("/tokenize", self.tokenize), post("/detokenize", self.detokenize)]
         return Starlette(routes=routes, exception_handlers={Problem: on_problem, HTTPException: on_path, EffllmError: on_problem,

@@ -27,11 +27,9 @@ if TYPE_CHECKING:
 # Anthropic's API, and compare it by its numbers.
 VERSION = "0.14.2"
 AT_TERMINAL = "models are made, renamed and removed at the terminal: effllm {}"
-NO_EMBEDDINGS = "embeddings are not served: models answer here; point what asks for embeddings at a server that has them"
 INSTEAD = {"create": AT_TERMINAL.format("quantize, effllm alias"), "blobs/{digest}": AT_TERMINAL.format("quantize, effllm alias"),
            "copy": AT_TERMINAL.format("alias NAME MODEL"), "delete": AT_TERMINAL.format("rm MODEL"),
-           "push": "models are not sent from here: effllm export MODEL -o FILE writes one for other programs",
-           "embed": NO_EMBEDDINGS, "embeddings": NO_EMBEDDINGS}
+           "push": "models are not sent from here: effllm export MODEL -o FILE writes one for other programs"}
 METHODS = ["GET", "POST", "PUT", "DELETE"]
 
 

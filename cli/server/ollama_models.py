@@ -10,6 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ... import EffllmError
 from .ollama_fields import LATEST, SAME
 from .ollama_shape import stamp
 from .wishes import SAMPLING
@@ -107,7 +108,7 @@ def shown(model: Listed, engine: Engine, tokenizer: Tokenizer, defaults: Default
     found = {"license": (container and container.source.get("licence")) or licence_of(engine.prepared.folder), "system": defaults.system,
              "template": template and template.source}
     return {**{key: value for key, value in found.items() if value}, "parameters": _parameters(engine.n_ctx, defaults.wish),
-            "details": model.details, "modified_at": stamp(model.changed), "capabilities": capabilities(tokenizer),
+            "details": model.details, "modified_at": stamp(model.changed), "capabilities": capabilities(engine, tokenizer),
             "model_info": {"general.architecture": kind, "general.basename": Path(model.name).name,
                            "general.parameter_count": model.parameters, **{f"{kind}.{key}": value for key, value in about.items()}}}
 
@@ -120,9 +121,16 @@ def _parameters(context: int, wish: Wish) -> str:
     return "\n".join(f"{key:<{COLUMNS}}{value}" for key, value in lines)
 
 
-def capabilities(tokenizer: Tokenizer) -> list[str]:
+def capabilities(engine: Engine, tokenizer: Tokenizer) -> list[str]:
     """What a model was made for. Tools are among it where its template knows them, though any model is told of them."""
     from ...runtime.calls.calling import Calling
+    from ...runtime.embedding import pooling_of
 
+    try:
+        pooling_of(engine.prepared.folder)
+        embeds = True
+    except EffllmError:
+        embeds = False
     knows_tools = tokenizer.template is not None and Calling(tokenizer).style.knows_tools
-    return ["completion", *(["tools"] if knows_tools else []), *(["thinking"] if tokenizer.thinks else [])]
+    return ["completion", *(["tools"] if knows_tools else []), *(["thinking"] if tokenizer.thinks else []),
+            *(["embedding"] if embeds else [])]

@@ -37,6 +37,7 @@ class Record:
     """What is said of one request."""
 
     stats: Stats | None = None
+    made: str = ""  # what it got, in words, that is no answer
     ending: str = ""  # why it ended before its end
     problem: str = ""  # what a person at the terminal is told of it
 

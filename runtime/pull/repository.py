@@ -16,7 +16,7 @@ from urllib.parse import quote
 from ... import ModelNotFound
 from ..config_reader import is_count, show
 from ..gguf import names
-from ..hub import COMPANIONS, GGUF_PATH, INDEX, RANKS, is_repo
+from ..hub import COMPANIONS, GGUF_PATH, INDEX, POOLING, RANKS, is_repo
 from .client import Client, DownloadFailed, RemoteFile
 
 SINGLE = "model.safetensors"
@@ -65,7 +65,8 @@ def describe(client: Client, repo: str, revision: str) -> Repository:
 
 
 def _file(sibling: object) -> RemoteFile | str | None:
-    """A file at the top level, or a GGUF file in a folder; the name of one that lies elsewhere or has no size; None for nothing."""
+    """A file at the top level, or in a folder a GGUF file or what says of embeddings; the name of one that lies elsewhere or has no size;
+    None for nothing."""
     if not isinstance(sibling, dict) or not isinstance(name := sibling.get("rfilename"), str):
         return None
     lfs, size, etag = sibling.get("lfs"), sibling.get("size"), sibling.get("blobId")
@@ -78,7 +79,7 @@ def _file(sibling: object) -> RemoteFile | str | None:
 
 
 def _is_nested(name: str) -> bool:
-    return GGUF_PATH.fullmatch(name) is not None and name.count("/") <= DEEPEST and len(name) <= LONGEST
+    return name == POOLING or GGUF_PATH.fullmatch(name) is not None and name.count("/") <= DEEPEST and len(name) <= LONGEST
 
 
 def _licence(raw: Mapping[str, object]) -> str | None:

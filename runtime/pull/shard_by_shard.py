@@ -130,6 +130,8 @@ class Shard:
 def _as_it_comes(plan: PullPlan, client: Client, env: Mapping[str, str]) -> Iterator[Progress | Notice]:
     source = SourceFolder(plan, CacheFolder(env, plan.repository))
     source.path.mkdir(exist_ok=True)
+    for name in (before + file.name for file in plan.files if "/" in file.name for before in ("", ".")):  # itself, and what of it has come
+        (source.path / name).parent.mkdir(exist_ok=True)
     half_made.note(plan.folder, plan.wish.revision, plan.files, half_made.done_with(plan.folder))
     weights = [file for file in plan.files if file.name.endswith(".safetensors")]
     small = [file for file in plan.files if file not in weights]

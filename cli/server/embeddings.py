@@ -1,0 +1,163 @@
+"""Vectors of texts, as OpenAI's API and Ollama's ask for them."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ...runtime.embedding import unit
+from ...runtime.events import Embedded
+from .bodies import read
+from .desk import Desk
+from .fields import Body, Kind
+from .guard import RECORD
+from .ollama_shape import NS
+from .problems import OLLAMA, Problem
+from .streams import GONE, Listener, json_response, unless_gone
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ...runtime.replies import Replies
+
+MOST = 2048  # texts of a request, as at OpenAI
+FLOAT, BASE64 = "float", "base64"
+Texts = list[str] | list[list[int]]
+
+
+class EmbeddingsAsked(Body):
+    model: str | None = None
+    input: Any
+    encoding_format: str | None = None
+    dimensions: int | None = None
+
+
+class OllamaEmbeddings(Body):
+    model: str | None = None
+    input: Any = None
+    truncate: bool | None = None
+    dimensions: int | None = None
+
+
+class OllamaEmbedding(Body):
+    """As it was asked before for one."""
+
+    model: str | None = None
+    prompt: str | None = None
+
+
+class Embeddings:
+    """What has vectors of one model. `note` is told the remarks of the engine, `demand` raises Problem for the name of another."""
+
+    def __init__(self, replies: Replies, desk: Desk, name: str, note: Callable[[str], None],
+                 demand: Callable[[str, str | None], None]) -> None:
+        self._replies, self._desk, self._name, self._note, self._demand = replies, desk, name, note, demand
+
+    def routes(self) -> list[Route]:
+        answers = {"/v1/embeddings": self.openai, "/embeddings": self.openai,
+                   f"{OLLAMA}embed": self.ollama, f"{OLLAMA}embeddings": self.single}
+        return [Route(path, answer, methods=["POST"]) for path, answer in answers.items()]
+
+    async def openai(self, request: Request) -> Response:
+        asked = await self._asked(request, EmbeddingsAsked)
+        if asked.encoding_format not in (None, FLOAT, BASE64):
+            raise Problem(400, f"encoding_format is float or base64, not {asked.encoding_format!r:.40}", param="encoding_format")
+        texts = texts_of(asked.input, "input")
+        self._demand_width(asked.dimensions)
+        if not texts:
+            raise Problem(400, "input is empty", param="input")
+        written = in_base64 if asked.encoding_format == BASE64 else in_numbers
+
+        def made(embedded: Embedded) -> dict[str, object]:
+            vectors = shortened(embedded.vectors, asked.dimensions)
+            return {"object": "list", "model": self._name, "usage": {"prompt_tokens": embedded.tokens, "total_tokens": embedded.tokens},
+                    "data": [{"object": "embedding", "index": at, "embedding": written(each)} for at, each in enumerate(vectors)]}
+
+        return await self._answer(request, texts, False, made)
+
+    async def ollama(self, request: Request) -> Response:
+        """A text that is too long is cut, unless `truncate` is false: so it is there."""
+        asked, began = await self._asked(request, OllamaEmbeddings), time.monotonic()
+        texts = texts_of(asked.input, "input") if asked.input else []
+        self._demand_width(asked.dimensions)
+
+        def made(embedded: Embedded) -> dict[str, object]:
+            vectors = shortened(embedded.vectors, asked.dimensions)
+            return {"model": asked.model or self._name, "embeddings": [in_numbers(each) for each in vectors], "load_duration": 0,
+                    "total_duration": round((time.monotonic() - began) * NS), "prompt_eval_count": embedded.tokens}
+
+        if not texts:
+            return json_response(made(Embedded([], 0)))
+        return await self._answer(request, texts, asked.truncate is not False, made)
+
+    async def single(self, request: Request) -> Response:
+        asked = await self._asked(request, OllamaEmbedding)
+        if not asked.prompt:
+            return json_response({"embedding": []})
+        return await self._answer(request, [asked.prompt], True, lambda embedded: {"embedding": in_numbers(embedded.vectors[0])})
+
+    async def _asked(self, request: Request, kind: type[Kind]) -> Kind:
+        asked = await read(request, kind)
+        if asked.model:
+            self._demand(asked.model, "model")
+        return asked
+
+    def _demand_width(self, dimensions: int | None) -> None:
+        """Raises Problem for more numbers than a vector has."""
+        width = self._replies.engine.config.hidden_size
+        if dimensions is not None and not 1 <= dimensions <= width:
+            raise Problem(400, f"dimensions is 1 to {width}, not {dimensions}", param="dimensions")
+
+    async def _answer(self, request: Request, texts: Texts, cut: bool, made: Callable[[Embedded], dict[str, object]]) -> Response:
+        """Raises Problem; an empty response where the client has gone."""
+        record = request.scope[RECORD]
+        listener = Listener(self._desk.ask(partial(self._replies.embed, texts, cut)), self._note, record)
+
+        async def collected() -> Embedded:
+            while not isinstance(event := await listener.next(), Embedded):
+                continue
+            return event
+
+        try:
+            embedded = await unless_gone(request.receive, collected(), listener.left)
+        finally:
+            listener.job.leave()
+        if embedded is None:
+            return Response(status_code=GONE)
+        record.made = f"{embedded.tokens} tokens in, {len(texts)} vector{'' if len(texts) == 1 else 's'}"
+        return await asyncio.to_thread(lambda: json_response(made(embedded)))  # of megabytes in seconds, in which streams are to go on
+
+
+def texts_of(given: object, where: str) -> Texts:
+    """The texts that are asked for, or their token ids: one or a list. Raises Problem."""
+    texts = [given] if isinstance(given, str) or isinstance(given, list) and given and all(type(each) is int for each in given) else given
+    if not isinstance(texts, list) or not (all(isinstance(each, str) for each in texts) or all(
+            isinstance(each, list) and all(type(token) is int for token in each) for each in texts)):
+        raise Problem(400, f"{where} is a text, a list of texts, or token ids", param=where)
+    if len(texts) > MOST:
+        raise Problem(400, f"{where} has {len(texts)} texts, {MOST} are taken at once", param=where)
+    if (empty := next((at for at, each in enumerate(texts) if not each), None)) is not None:
+        raise Problem(400, f"{where}[{empty}] is empty", param=where)
+    return texts
+
+
+def shortened(vectors: Iterable[np.ndarray], dimensions: int | None) -> list[np.ndarray]:
+    """The first so many numbers of each, which models are trained to say most in, at the length 1 again."""
+    return [each if dimensions is None else unit(each[:dimensions]) for each in vectors]
+
+
+def in_numbers(vector: np.ndarray) -> list[float]:
+    """The numbers with the digits that float32 has, no more."""
+    return [float(str(each)) for each in vector]
+
+
+def in_base64(vector: np.ndarray) -> str:
+    return base64.b64encode(vector.astype("<f4").tobytes()).decode()

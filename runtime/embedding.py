@@ -1,0 +1,92 @@
+"""One vector of a text, by models that were made for it: the state of its last token, or the mean of all, behind the final norm.
+
+How a model does it stands where sentence-transformers writes it, `modules.json` and `1_Pooling/config.json`; the latter lies as
+`pooling.json` in folders that effllm made. Whatever these say of a norm, a vector has the length 1, as programs expect of embeddings.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from .. import ContextOverflow, UsageError
+from ..kernels.reference import normalise
+from ..offload.direct import Interrupted
+from .config_reader import ConfigError, show
+from .engine import Engine
+from .events import Turn
+from .hub import MODULES, POOLING, POOLING_KEPT
+from .small_file import JSON_NBYTES, read_whole
+
+LAST, MEAN = "last", "mean"
+WAYS = {"lasttoken": LAST, "mean": MEAN}
+STATED = {"pooling_mode_lasttoken": LAST, "pooling_mode_mean_tokens": MEAN}  # as it was written before
+USUAL = {"transformer", "pooling", "normalize"}  # modules that do what is done here, by the last word of their type
+OTHERS = "serve a model that was made for it, as Qwen/Qwen3-Embedding-0.6B"
+
+
+def pooling_of(path: Path | None) -> str:
+    """How the model at `path` makes a vector of a text: last or mean. Raises UsageError for one that was not made for it, or in a way that
+    does not run here."""
+    if path is not None and path.is_file():
+        raise UsageError("embeddings of GGUF files do not run here", "serve the folder of safetensors that the file was made of")
+    stated = None if path is None else next((found for name in (POOLING, POOLING_KEPT) if (found := _read(path / name)) is not None), None)
+    if not isinstance(stated, dict):
+        raise UsageError("this model was not made for embeddings: nothing beside its weights says how", OTHERS)
+    for module in _read(path / MODULES) or ():
+        kind = module.get("type") if isinstance(module, dict) else None
+        if not isinstance(kind, str) or kind.rpartition(".")[2].lower() not in USUAL:
+            raise UsageError(f"this model's embeddings go through a module {show(kind)}, which does not run here", OTHERS)
+    way = stated.get("pooling_mode")
+    said = {WAYS.get(way, str(way))} if isinstance(way, str) else {
+        STATED.get(name, name.removeprefix("pooling_mode_")) for name, value in stated.items()
+        if name.startswith("pooling_mode_") and value is True}
+    if not said:
+        raise UsageError("this model's files name no way in which embeddings are made", OTHERS)
+    if len(said) != 1 or not said <= {LAST, MEAN}:
+        raise UsageError(f"this model's embeddings are made by {show(' and '.join(sorted(said)))}, not of the last token or the mean of "
+                         "all", OTHERS)
+    return said.pop()
+
+
+def _read(path: Path) -> object:
+    """What a JSON file holds; None where there is none. Raises ConfigError."""
+    try:
+        return json.loads(read_whole(path, JSON_NBYTES))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON", "the download may be incomplete") from error
+
+
+def vector(engine: Engine, ids: Sequence[int], pooling: str, cancelled: Callable[[], bool]) -> Generator[Turn, None, np.ndarray | None]:
+    """The vector float32 [D] of token ids, of length 1; None where it was cancelled. The sequence that the engine held is forgotten.
+    Raises ContextOverflow."""
+    if not 0 < len(ids) <= engine.n_ctx:
+        raise ContextOverflow(f"a text has {len(ids)} token{'' if len(ids) == 1 else 's'} and the context holds {engine.n_ctx}",
+                              "shorten it, or serve with a larger -c")
+    norm, total = engine.model.read_norm(), np.zeros(engine.config.hidden_size)
+    engine.cancelled = cancelled
+    try:
+        for start, states in engine.states(ids):
+            if pooling == MEAN or start + len(states) == len(ids):
+                rows = states if pooling == MEAN else states[-1:]
+                total += normalise(rows, norm.kind, norm.weight, norm.bias, norm.eps).sum(0)
+            if cancelled():
+                return None
+            yield Turn()
+    except Interrupted:
+        return None
+    finally:
+        engine.reset()  # what a prompt would go on from is not here
+    engine.demand_finite(total[None])
+    return unit(total)
+
+
+def unit(values: np.ndarray) -> np.ndarray:
+    """The same direction with the length 1, float32; zeros stay what they are."""
+    length = np.linalg.norm(values.astype(np.float64))
+    return (values / length if length else values).astype(np.float32)

@@ -1,0 +1,127 @@
+"""Vectors of texts: those that transformers makes, by the way that a model's files state, which goes along where one is made smaller."""
+
+import json
+import sys
+from collections.abc import Generator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from effllm import ContextOverflow, EffllmError, UsageError
+from effllm.runtime.config import read_config
+from effllm.runtime.embedding import LAST, MEAN, pooling_of, unit, vector
+from effllm.runtime.engine import Engine, EngineOptions, open_engine
+from effllm.runtime.text import Tokenizer
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import embedders
+from embedders import FABLE, MODULES, embedder, expected
+from hub_server import running
+from pulls import Person, sharded
+
+TEXTS = ("Once upon a time there was a fox.", "The king saw the fox and the fox saw the king. " * 40)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    *_, engine = open_engine(FABLE, EngineOptions(ctx=1024))
+    yield engine
+    engine.close()
+
+
+def made(steps: Generator) -> np.ndarray | None:
+    while True:
+        try:
+            next(steps)
+        except StopIteration as stop:
+            return stop.value
+
+
+@pytest.mark.parametrize("way", [LAST, MEAN])
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_vector_is_that_of_transformers(engine: Engine, text: str, way: str) -> None:
+    ids = Tokenizer.load(FABLE, read_config(FABLE)).encode(text)
+    own, theirs = made(vector(engine, ids, way, lambda: False)), expected(FABLE, ids, way)
+    assert own.dtype == np.float32 and own.shape == (256,) and abs(np.linalg.norm(own) - 1) < 1e-6
+    assert own @ theirs > 0.99999 and np.abs(own - theirs).max() < 1e-3
+    assert engine.tokens == [] and np.array_equal(made(vector(engine, ids, way, lambda: False)), own)
+
+
+def test_the_family_that_embeddings_are_made_of(tmp_path: Path) -> None:
+    """As its published models are stored: without a head, and without `model.` before the names."""
+    import torch
+    from transformers import Qwen3Config, Qwen3Model
+
+    torch.manual_seed(5)
+    config = Qwen3Config(vocab_size=301, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, head_dim=32,
+                         num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=True, initializer_range=0.2)
+    Qwen3Model(config).save_pretrained(tmp_path)
+    stated = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**stated, "architectures": ["Qwen3ForCausalLM"]}))
+    *_, engine = open_engine(tmp_path, EngineOptions())
+    for count in (1, 9, 300):
+        ids = [(7 * each + 3) % 301 for each in range(count)]
+        own, theirs = made(vector(engine, ids, LAST, lambda: False)), expected(tmp_path, ids)
+        assert own @ theirs > 0.99999 and np.abs(own - theirs).max() < 1e-3
+    engine.close()
+
+
+def test_what_has_no_vector(engine: Engine) -> None:
+    for ids in ([], [5] * 1025):
+        with pytest.raises(ContextOverflow, match=f"a text has {len(ids)} tokens and the context holds 1024"):
+            made(vector(engine, ids, LAST, lambda: False))
+    assert made(vector(engine, [5] * 9, LAST, lambda: True)) is None and engine.tokens == []
+    assert np.array_equal(unit(np.zeros(3)), np.zeros(3))
+
+
+@pytest.mark.parametrize(("pooling", "way"), [
+    (embedders.LAST, LAST), ({"pooling_mode_mean_tokens": True}, MEAN), ({"pooling_mode": "lasttoken", "embedding_dimension": 4}, LAST),
+    ({"pooling_mode": "mean"}, MEAN)])
+def test_ways_that_files_state(tmp_path: Path, pooling: object, way: str) -> None:
+    assert pooling_of(embedder(tmp_path / "a", pooling)) == way
+    assert pooling_of(embedder(tmp_path / "b", pooling, [{"type": "sentence_transformers.sentence_transformer.modules.Pooling"}])) == way
+
+
+@pytest.mark.parametrize(("pooling", "modules", "said"), [
+    ({"pooling_mode_cls_token": True}, MODULES, "made by 'cls_token', not"), ({}, MODULES, "name no way"),
+    ({"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": True}, MODULES, "by 'last and mean'"),
+    ([], MODULES, "not made for embeddings"), ({"pooling_mode": "max"}, MODULES, "made by 'max'"),
+    (embedders.LAST, [*MODULES, {"type": "a.Dense"}], "go through a module 'a.Dense'"), (embedders.LAST, ["x"], "through a module None")])
+def test_ways_that_do_not_run(tmp_path: Path, pooling: object, modules: object, said: str) -> None:
+    with pytest.raises(UsageError, match=said) as caught:
+        pooling_of(embedder(tmp_path / "a", pooling, modules))
+    assert "Qwen3-Embedding" in caught.value.hint
+
+
+def test_models_that_say_nothing_or_nonsense(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="not made for embeddings"):
+        pooling_of(FABLE)
+    (tmp_path / "a.gguf").touch()
+    with pytest.raises(UsageError, match="GGUF"):
+        pooling_of(tmp_path / "a.gguf")
+    folder = embedder(tmp_path / "a")
+    (folder / "1_Pooling" / "config.json").write_text("{")
+    with pytest.raises(EffllmError, match="cannot be read as JSON"):
+        pooling_of(folder)
+
+
+def test_it_goes_along_where_a_model_is_made_smaller(tmp_path: Path) -> None:
+    person = Person(tmp_path, "http://127.0.0.1:9")
+    for source, out in ((embedder(tmp_path / "a"), tmp_path / "b"), (tmp_path / "a", tmp_path / "c")):
+        assert person.types("quantize", source, "-o", out, "--bits", "8", "--no-kv-profile").code == 0
+        assert pooling_of(out) == LAST and person.types("verify", out).code == 0
+
+
+def test_it_comes_with_a_download(tmp_path: Path) -> None:
+    person = Person(tmp_path, "")
+    with running() as hub:
+        beside = {"1_Pooling/config.json": json.dumps(embedders.LAST).encode(), "modules.json": json.dumps(MODULES).encode(),
+                  "2_Normalize/config.json": b"{}"}
+        hub.add("org/name", files=sharded(FABLE) | beside)
+        person.endpoint = hub.endpoint
+        assert person.types("pull", "org/name", "--bits", "4").code == person.types("pull", "org/name").code == 0
+        commit = hub.repos["org/name"].commit
+    pulled = tmp_path / "hf" / "hub" / "models--org--name" / "snapshots" / commit
+    kept = tmp_path / "data" / "effllm" / "models" / "org--name" / commit / "4bit"
+    assert pooling_of(pulled) == pooling_of(kept) == LAST and not (pulled / "2_Normalize").exists()
