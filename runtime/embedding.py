@@ -1,7 +1,8 @@
 """One vector of a text, by models that were made for it: the state of its last token, or the mean of all, behind the final norm.
 
 How a model does it stands where sentence-transformers writes it, `modules.json` and `1_Pooling/config.json`; the latter lies as
-`pooling.json` in folders that effllm made. Whatever these say of a norm, a vector has the length 1, as programs expect of embeddings.
+`pooling.json` in folders that effllm made. A GGUF file says it itself, and whether a token ends every text. Whatever these say of a norm, a
+vector has the length 1, as programs expect of embeddings.
 """
 
 from __future__ import annotations
@@ -15,24 +16,30 @@ import numpy as np
 from .. import ContextOverflow, UsageError
 from ..kernels.reference import normalise
 from ..offload.direct import Interrupted
+from ..offload.header import is_gguf
 from .config_reader import ConfigError, show
 from .engine import Engine
 from .events import Turn
+from .gguf.architectures import POOLED
 from .hub import MODULES, POOLING, POOLING_KEPT
 from .small_file import JSON_NBYTES, read_whole
+from .text import Tokenizer
 
 LAST, MEAN = "last", "mean"
 WAYS = {"lasttoken": LAST, "mean": MEAN}
 STATED = {"pooling_mode_lasttoken": LAST, "pooling_mode_mean_tokens": MEAN}  # as it was written before
 USUAL = {"transformer", "pooling", "normalize"}  # modules that do what is done here, by the last word of their type
+POOLING_TYPE, EOS, ADDS_EOS = "{}.pooling_type", "tokenizer.ggml.eos_token_id", "tokenizer.ggml.add_eos_token"
 OTHERS = "serve a model that was made for it, as Qwen/Qwen3-Embedding-0.6B"
 
 
 def pooling_of(path: Path | None) -> str:
     """How the model at `path` makes a vector of a text: last or mean. Raises UsageError for one that was not made for it, or in a way that
     does not run here."""
-    if path is not None and path.is_file():
-        raise UsageError("embeddings of GGUF files do not run here", "serve the folder of safetensors that the file was made of")
+    if path is not None and is_gguf(path):
+        if (way := POOLED.get(_stated(path, POOLING_TYPE))) is None:
+            raise UsageError("this model was not made for embeddings: its file does not say how", OTHERS)
+        return way
     stated = None if path is None else next((found for name in (POOLING, POOLING_KEPT) if (found := _read(path / name)) is not None), None)
     if not isinstance(stated, dict):
         raise UsageError("this model was not made for embeddings: nothing beside its weights says how", OTHERS)
@@ -50,6 +57,23 @@ def pooling_of(path: Path | None) -> str:
         raise UsageError(f"this model's embeddings are made by {show(' and '.join(sorted(said)))}, not of the last token or the mean of "
                          "all", OTHERS)
     return said.pop()
+
+
+def ending(path: Path | None, tokenizer: Tokenizer) -> list[int]:
+    """The token that ends every text of which a vector is made, if one does; behind a text of a folder the tokenizer puts it itself."""
+    if path is not None and is_gguf(path):
+        number = _stated(path, EOS)
+        return [number] if _stated(path, ADDS_EOS) is True and type(number) is int else []
+    whole, bare = tokenizer.encode("a"), tokenizer.encode("a", add_special_tokens=False)
+    return [] if whole[-1] == bare[-1] else whole[-1:]
+
+
+def _stated(path: Path, key: str) -> object:
+    """What a GGUF file states; `{}` stands for its architecture."""
+    from .gguf.store import read_header
+
+    metadata = read_header(path).metadata
+    return metadata.get(key.format(metadata.get("general.architecture")))
 
 
 def _read(path: Path) -> object:

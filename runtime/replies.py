@@ -162,7 +162,7 @@ class Replies:
                 yield from own.kept.turn_to(None, [], own.prompts)  # keeps what is lost here
             own.prompts.held, own.prompt = ("", []), 0
             for number, text in enumerate(texts):
-                ids = self.tokenizer.encode(text) if isinstance(text, str) else self._demand_known(text)
+                ids = self._ended(text) if isinstance(text, str) else self._demand_known(text)
                 if cut and len(ids) > room:
                     yield Notice(f"a text of {len(ids)} tokens is cut: the context is {room} tokens (-c)")
                     ends = self._ends if isinstance(text, str) else []
@@ -177,9 +177,14 @@ class Replies:
 
     @cached_property
     def _ends(self) -> list[int]:
-        """The token that ends every text of this vocabulary, if one does."""
-        whole, bare = self.tokenizer.encode("a"), self.tokenizer.encode("a", add_special_tokens=False)
-        return [] if whole[-1] == bare[-1] else whole[-1:]
+        from .embedding import ending
+
+        return ending(self.engine.prepared.folder, self.tokenizer)
+
+    def _ended(self, text: str) -> list[int]:
+        """Token ids of a text with the one that ends it."""
+        ids = self.tokenizer.encode(text)
+        return ids if ids[-1:] == self._ends else ids + self._ends
 
     def _demand_known(self, ids: Sequence[int]) -> list[int]:
         """Token ids of a program. Raises UsageError for one that there is not, before they are taken for text."""

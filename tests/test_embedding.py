@@ -5,6 +5,7 @@ import sys
 from collections.abc import Generator
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 
@@ -12,11 +13,13 @@ from effllm import ContextOverflow, EffllmError, UsageError
 from effllm.runtime.config import read_config
 from effllm.runtime.embedding import LAST, MEAN, pooling_of, unit, vector
 from effllm.runtime.engine import Engine, EngineOptions, open_engine
+from effllm.runtime.replies import Replies
 from effllm.runtime.text import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import embedders
-from embedders import FABLE, MODULES, embedder, expected
+from embedders import ENDS, FABLE, MODULES, embedder, expected
+from gguf_samples import fable_gguf
 from hub_server import running
 from pulls import Person, sharded
 
@@ -67,6 +70,30 @@ def test_the_family_that_embeddings_are_made_of(tmp_path: Path) -> None:
     engine.close()
 
 
+def test_gguf_files_say_it_themselves(tmp_path: Path) -> None:
+    """And whether a text ends with a token, of which a prompt is told nothing."""
+    kinds = {name: tmp_path / f"{name}.gguf" for name in ("LAST", "MEAN", "NONE", "CLS")}
+    for name, path in kinds.items():
+        def made_for_it(writer: gguf.GGUFWriter, name: str = name) -> None:
+            writer.add_pooling_type(gguf.PoolingType[name])
+            writer.add_add_eos_token(name == "LAST")
+
+        fable_gguf(path, "F32", made_for_it)
+    assert pooling_of(kinds["LAST"]) == LAST and pooling_of(kinds["MEAN"]) == MEAN
+    with pytest.raises(UsageError, match="its file does not say how"):
+        pooling_of(kinds["NONE"])
+    with pytest.raises(EffllmError, match="pooling_type = 2 is not supported"):
+        [*open_engine(kinds["CLS"], EngineOptions())]
+    *_, engine = open_engine(kinds["LAST"], EngineOptions())
+    tokenizer = Tokenizer.load(kinds["LAST"], engine.config)
+    *_, embedded = Replies(engine, tokenizer).embed(TEXTS)
+    engine.close()
+    for text, own in zip(TEXTS, embedded.vectors, strict=True):
+        ids = tokenizer.encode(text)
+        assert ids[-1] != tokenizer.encode(ENDS)[0]
+        assert own @ expected(FABLE, ids + tokenizer.encode(ENDS)) > 0.99999 > own @ expected(FABLE, ids)
+
+
 def test_what_has_no_vector(engine: Engine) -> None:
     for ids in ([], [5] * 1025):
         with pytest.raises(ContextOverflow, match=f"a text has {len(ids)} tokens and the context holds 1024"):
@@ -97,9 +124,6 @@ def test_ways_that_do_not_run(tmp_path: Path, pooling: object, modules: object, 
 def test_models_that_say_nothing_or_nonsense(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="not made for embeddings"):
         pooling_of(FABLE)
-    (tmp_path / "a.gguf").touch()
-    with pytest.raises(UsageError, match="GGUF"):
-        pooling_of(tmp_path / "a.gguf")
     folder = embedder(tmp_path / "a")
     (folder / "1_Pooling" / "config.json").write_text("{")
     with pytest.raises(EffllmError, match="cannot be read as JSON"):

@@ -181,7 +181,8 @@ def _refuse(header: GgufHeader, name: str, found: Architecture) -> None:
     data, path = header.metadata, header.path
     for key, neutral in NEUTRAL.items():
         value = None if key in found.keys or key in found.read else data.get(f"{name}.{key}")
-        if value is not None and (isinstance(value, np.ndarray | list) or value != neutral):
+        allowed = neutral if isinstance(neutral, tuple) else (neutral,)
+        if value is not None and (isinstance(value, np.ndarray | list) or value not in allowed):
             raise CheckpointError(f"{path}: {name}.{key} = {shown_value(value)} is not supported for this architecture",
                                   "give the folder of the original checkpoint, if its family is supported")
 
