@@ -67,13 +67,18 @@ class Served:
 
     def open(self, method: str, path: str, body: Any = None, **headers: str) -> http.client.HTTPResponse:
         """A request whose response is yet to be read. A body that is bytes goes as it is."""
+        connection = self.open_later(method, path, body, **headers)
+        response = connection.getresponse()
+        response.connection = connection  # kept open as long as it
+        return response
+
+    def open_later(self, method: str, path: str, body: Any = None, **headers: str) -> http.client.HTTPConnection:
+        """A request whose response is yet to come."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=MINUTE)
         sent = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         connection.request(method, path, sent, {"Content-Type": "application/json", **named})
-        response = connection.getresponse()
-        response.connection = connection  # kept open as long as it
-        return response
+        return connection
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> Reply:
         response = self.open(method, path, body, **headers)
@@ -102,15 +107,17 @@ class Served:
             time.sleep(0.02)
 
 
-def started(*flags: str, model: str = "fable", **variables: str) -> tuple[subprocess.Popen, Any]:
+def started(*flags: str, model: str | None = "fable", **variables: str) -> tuple[subprocess.Popen, Any]:
+    """`model` None serves all that are here."""
     stderr = tempfile.TemporaryFile()
-    process = subprocess.Popen([sys.executable, "-P", "-m", "effllm", "serve", model, "--port", "0", "--json", *flags],
+    named = [] if model is None else [model]
+    process = subprocess.Popen([sys.executable, "-P", "-m", "effllm", "serve", *named, "--port", "0", "--json", *flags],
                                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr, env={**os.environ, **variables})
     return process, stderr
 
 
 @contextmanager
-def serving(*flags: str, model: str = "fable", **variables: str) -> Iterator[Served]:
+def serving(*flags: str, model: str | None = "fable", **variables: str) -> Iterator[Served]:
     process, stderr = started(*flags, model=model, **variables)
     try:
         yield Served(process, stderr)

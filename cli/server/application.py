@@ -57,15 +57,15 @@ class Wanted:
 
 @dataclass
 class Service:
-    """One model by its `name`, and what its answers are by default. `also` are other names that it is asked for by; `note` is told
-    what the engine remarks."""
+    """One model by its `name`, and what its answers are by default. `also` are other names that it is asked for by, None: any; `note` is
+    told what the engine remarks."""
 
     replies: Replies
     desk: Desk
     defaults: Defaults
     name: str
     note: Callable[[str], None]
-    also: frozenset[str] = frozenset()
+    also: frozenset[str] | None = frozenset()
 
     def __post_init__(self) -> None:
         self._created = int(time.time())
@@ -208,7 +208,7 @@ class Service:
         return kind(listener, shape) if asked.stream else await whole(request, listener, shape)
 
     def _demand_model(self, name: str, param: str | None = None) -> None:
-        if not {name, untagged(name)} & {self.name, *self.also}:
+        if self.also is not None and not {name, untagged(name)} & {self.name, *self.also}:
             raise Problem(404, f"there is no model {name!r:.100} here: this server serves {self.name} (--name NAME calls it otherwise)",
                           param=param, code=NO_MODEL)
 

@@ -15,6 +15,11 @@ BODY_S = 60.0  # for a body to come
 
 async def read(request: Request, kind: type[Kind]) -> Kind:
     """The body of a request as an object. Raises Problem."""
+    return await asyncio.to_thread(parsed, kind, await body_of(request))
+
+
+async def body_of(request: Request) -> bytes:
+    """The body of a request, whole. Raises Problem."""
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding not in ("", "identity"):
         raise Problem(415, f"a body with Content-Encoding {coding:.40} is not read: send it as it is", code="unsupported_encoding")
@@ -37,4 +42,4 @@ async def read(request: Request, kind: type[Kind]) -> Kind:
         raise Problem(408, f"the body did not come in {BODY_S:.0f} s", headers={"connection": "close"}) from None
     if came > LARGEST_BODY:
         raise too_large
-    return await asyncio.to_thread(parsed, kind, bytes(body))
+    return bytes(body)

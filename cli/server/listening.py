@@ -8,16 +8,15 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ... import EffllmError, UsageError
-from .desk import Desk
 
 GRACE_S = 0.5  # for answers that were ended to say so
 KEEP_S = 75  # that a connection is kept for the next request
@@ -56,6 +55,13 @@ def url_of(listening: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
 
+class Closing(Protocol):
+    """What answers: it is told of the end."""
+
+    def close(self) -> None:
+        """Take no more, and end what there is."""
+
+
 class Server(uvicorn.Server):
     """Tells when it listens, and leaves signals to whoever runs it."""
 
@@ -89,11 +95,12 @@ class Connection(H11Protocol):
             self.transport.abort()
 
 
-def listen(application: ASGIApp, listening: socket.socket, desk: Desk, ready: Callable[[], None], note: Callable[[str], None]) -> None:
-    """Serve until a signal ends it; running answers are told. `ready` is called once requests are taken, `note` is told what goes wrong
-    beside them."""
+def listen(application: ASGIApp, listening: socket.socket, desk: Closing, ready: Callable[[], None], note: Callable[[str], None],
+           closed: Callable[[], Awaitable[None]] | None = None, grace_s: float = GRACE_S) -> None:
+    """Serve until a signal ends it; running answers are told, and have `grace_s` seconds to end. `ready` is called once requests are
+    taken, `note` is told what goes wrong beside them; `closed` is what is to be waited for at the end."""
     config = uvicorn.Config(application, loop="asyncio", http=Connection, ws="none", lifespan="off", log_config=None, log_level="critical",
-                            access_log=False, server_header=False, timeout_keep_alive=KEEP_S, timeout_graceful_shutdown=GRACE_S)
+                            access_log=False, server_header=False, timeout_keep_alive=KEEP_S, timeout_graceful_shutdown=grace_s)
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of each write to a client that has gone, which has its line already
     server = Server(config, ready)
 
@@ -108,6 +115,8 @@ def listen(application: ASGIApp, listening: socket.socket, desk: Desk, ready: Ca
             if signal.getsignal(each) is not signal.SIG_IGN:  # as `nohup` has it
                 loop.add_signal_handler(each, stop)
         await server.serve([listening])
+        if closed is not None:
+            await closed()
 
     asyncio.run(serve())
 

@@ -93,6 +93,10 @@ class ResponseShape(Shape):
         error = {"code": problem.code or problem.type, "message": problem.message}
         return [*begun, self._event("response.failed", response={**self.response("failed"), "error": error})]
 
+    def broken_off(self, problem: Problem) -> list[dict[str, object]]:
+        """Of a response that is not known here."""
+        return [self._event("error", code=problem.code or problem.type, message=problem.message, param=problem.param)]
+
     def response(self, status: str, stats: Stats | None = None) -> dict[str, object]:
         """The response as it is now."""
         asked, reasoning = self.asked, self.asked.reasoning

@@ -49,6 +49,10 @@ class Shape(Protocol):
         """The end of a stream that ends early."""
         return [problem.to_json()]
 
+    def broken_off(self, problem: Problem) -> list[dict[str, object]]:
+        """The end of a stream that another process began, and did not end."""
+        return self.failed(problem)
+
 
 class Completion(Shape, Protocol):
     """An answer by the name of a model. `kind` and `piece_kind` are what its objects are called. Each kind of answer knows the choice of a

@@ -40,6 +40,7 @@ class Record:
     made: str = ""  # what it got, in words, that is no answer
     ending: str = ""  # why it ended before its end
     problem: str = ""  # what a person at the terminal is told of it
+    passed_on: bool = False  # to a server of its own, which says it
 
 
 class Listener:
@@ -155,11 +156,8 @@ class EventStream(Response):
                 await self._data(self._shape.waiting())
 
     async def _data(self, pieces: Iterable[Mapping[str, object]]) -> None:
-        if lines := b"".join(self._name(piece) + b"data: " + encoded(piece) + b"\n\n" for piece in pieces):
+        if lines := written(self._shape, pieces):
             await self._body(lines)
-
-    def _name(self, piece: Mapping[str, object]) -> bytes:
-        return f"event: {piece['type']}\n".encode() if self._shape.named else b""
 
     async def _body(self, body: bytes, more: bool = True) -> None:
         if not self._wrote:
@@ -182,9 +180,16 @@ class LineStream(EventStream):
         if time.monotonic() - max(self._since, self._wrote) >= KEEP_ALIVE_S:
             await self._data(self._shape.waiting())
 
-    async def _data(self, pieces: Iterable[Mapping[str, object]]) -> None:
-        if lines := b"".join(encoded(piece) + b"\n" for piece in pieces):
-            await self._body(lines)
+
+def written(shape: Shape, pieces: Iterable[Mapping[str, object]]) -> bytes:
+    """Pieces of a stream as they are sent."""
+    if shape.by_line:
+        return b"".join(encoded(piece) + b"\n" for piece in pieces)
+
+    def name(piece: Mapping[str, object]) -> bytes:
+        return f"event: {piece['type']}\n".encode() if shape.named else b""
+
+    return b"".join(name(piece) + b"data: " + encoded(piece) + b"\n\n" for piece in pieces)
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Any], left: Callable[[], None]) -> Any:
