@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, TextIO
 from .. import DiskFull, EffllmError, lacks_room
 
 if TYPE_CHECKING:
+    from .server.overseen import Overseer
     from .settings import Setting
 
 
@@ -64,6 +65,7 @@ class Environment:
     debug: bool = False  # set by --debug, read by the error boundary
     has_stdout: bool = True  # the caller did not close it
     no_color: bool = False  # set by --no-color
+    overseer: Overseer | None = None  # the process that started this one to serve a model, where one did
 
     @classmethod
     def of_process(cls) -> Environment:

@@ -25,7 +25,8 @@ CALLED = {"--max-tokens": "-n", "--num-predict": "-n", "--max-new-tokens": "-n",
           "--kv-bits": "--kv", "--reverse-prompt": "--stop", "-r": "--stop", "-j": "--schema", "--mmap": "--load", "--num-gpu": "-ngl",
           "--num-thread": "-t", "--q-bits": "--bits", "-q": "--bits", "--quantize": "--bits", "--mlx-path": "-o", "--outfile": "-o",
           "--outtype": "--type", "--model-draft": "--draft", "--draft-model": "--draft", "--alias": "--name",
-          "--served-model-name": "--name", "--max-queue": "--queue", "--max-num-seqs": "--parallel", "--allowed-origins": "--cors"}
+          "--served-model-name": "--name", "--max-queue": "--queue", "--models-max": "--max-models",
+          "--max-num-seqs": "--parallel", "--allowed-origins": "--cors"}
 BITS = "--bits"
 # A flag of elsewhere -> what to type instead.
 INSTEAD = {
@@ -55,7 +56,8 @@ COMMANDS = {"ls": "list", "models": "list --all", "search": "list --all", "tags"
             "inspect": "show", "cp": "alias", "tag": "alias", "generate": "run", "ask": "run", "prompt": "run", "cli": "run",
             "server": "serve", "start": "serve", "create": "quantize", "convert": "quantize", "benchmark": "bench",
             "perplexity": "eval ppl", "version": "--version", "sessions": "session list", "settings": "config show"}
-SENTENCES = {**dict.fromkeys(("ps", "stop", "unload"), "nothing stays in memory when a command has ended"),
+SENTENCES = {**dict.fromkeys(("ps", "stop", "unload"), "nothing stays in memory when a command has ended; what effllm serve "
+                             "holds, its /v1/models says"),
              **dict.fromkeys(("completion", "completions"), "effllm --show-completion prints what completes words in this shell, effllm "
                              "--install-completion keeps it there"),
              **dict.fromkeys(("login", "signin"), "hf auth login, or a token in HF_TOKEN")}

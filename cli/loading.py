@@ -204,10 +204,12 @@ def shortened(text: str) -> str:
 
 @contextmanager
 def loaded(ref: ModelRef, options: EngineOptions, screen: Screen) -> Iterator[Loaded]:
-    """An engine with its weights in place, closed at the end."""
+    """An engine with its weights in place, closed at the end. Whoever oversees this process says when they are loaded."""
     tokenizer = read_tokenizer(ref.folder, options)
     for remark in tokenizer.remarks:
         screen.note(remark)
+    if screen.environment.overseer is not None:
+        options = screen.environment.overseer.agree(ref.folder, options)
     engine = open_with_progress(ref.folder, options, screen)
     try:
         yield Loaded(engine, tokenizer)

@@ -49,13 +49,14 @@ def complete_session(incomplete: str) -> list[str]:
         return []
 
 
-def model_argument() -> Any:
-    return typer.Argument(metavar="MODEL", help="alias (`effllm list -a`), org/repo, folder or GGUF file; then @revision, "
+def model_argument(metavar: str = "MODEL") -> Any:
+    return typer.Argument(metavar=metavar, help="alias (`effllm list -a`), org/repo, folder or GGUF file; then @revision, "
                           ":4bit, :FILE or :Q4_K_M", autocompletion=complete_model, show_default=False)
 
 
 Model = Annotated[str, model_argument()]
 AnyModel = Annotated[str | None, model_argument()]
+Models = Annotated[list[str] | None, model_argument("MODEL ...")]
 Json = Annotated[bool, flag(OUTPUT, "--json", "", "print one JSON object")]
 Yes = Annotated[bool, flag(OUTPUT, "-y --yes", "", "answer yes to questions")]
 

@@ -1,4 +1,5 @@
-"""`effllm serve`: a model for other programs on this machine, by the APIs of OpenAI, Anthropic and Ollama. It lies in `server/`."""
+"""`effllm serve`: models for other programs on this machine, by the APIs of OpenAI, Anthropic and Ollama. What is served lies in `server/`;
+one model is served here, several as `serve_many.py` says."""
 
 from __future__ import annotations
 
@@ -10,18 +11,21 @@ import typer
 
 from .. import UsageError
 from .answer import counted
-from .flags import add_command, flag
+from .flags import add_command, flag, is_typed
 from .loading import at_bits, at_hand, find_or_absent, judge, loaded, with_draft
-from .options import OUTPUT, AnswerFlags, Json, Model, Parallel, RunFlags, SamplingFlags, SessionDisk, SessionFlags, WeightFlags, Yes
+from .options import OUTPUT, AnswerFlags, Json, Models, Parallel, RunFlags, SamplingFlags, SessionDisk, SessionFlags, WeightFlags, Yes
 from .saving import Keeper
 from .screen import Screen, cut, rounded
 
 if TYPE_CHECKING:
+    from socket import socket
+
     from ..runtime.catalog import ModelRef
     from ..runtime.engine import Engine
     from ..runtime.events import Stats
     from ..runtime.kept_prompts import KeptPrompts
     from .server.application import Service
+    from .server.guard import Rules
     from .server.streams import Record
 
 SERVER = "server"
@@ -32,21 +36,28 @@ EXAMPLES = """examples
   effllm serve qwen3-4b --bits 4 -c 16k --port 9000
   effllm serve qwen3-4b --parallel 4 -c 8k
   effllm serve fable --host 0.0.0.0 --api-key "$(cat key.txt)"
+  effllm serve                                   # every model on this machine, by name
+  effllm serve qwen3-4b fable --keep-alive 1h    # these two
 
 Programs that speak OpenAI's API are pointed at http://127.0.0.1:8080/v1, those of Anthropic's and Ollama's at
 http://127.0.0.1:8080 (--port 11434 is where the latter look); any key will do unless --api-key is given. One answer is written at
-a time, with --parallel N so many, and others wait in order. What a request does not say is as the flags here say it.
+a time, with --parallel N so many, and others wait in order. What a request does not say is as the flags here say it. Without
+MODEL, or with several, a request names its model: it is loaded when it is first asked for, and the one that rested longest goes where
+memory is short.
 """
 
 Host = Annotated[str, flag(SERVER, "--host", "ADDRESS", "address to listen at; 0.0.0.0 is every one of this machine (127.0.0.1)")]
 Port = Annotated[int, flag(SERVER, "--port", "N", "port to listen at; 0 takes one that is free, and says it (8080)")]
 ApiKey = Annotated[str | None, flag(SERVER, "--api-key", "KEY", "the key that requests must bring (none)")]
-Name = Annotated[str | None, flag(SERVER, "--name", "NAME", "what the model is called in requests and answers (as MODEL)")]
+Name = Annotated[str | None, flag(SERVER, "--name", "NAME", "what the one MODEL is called in requests and answers (as MODEL)")]
 Cors = Annotated[list[str] | None, flag(SERVER, "--cors", "ORIGIN", "pages of this origin may ask, as https://chat.example; * is all; "
                                         "may be repeated (those of this machine)")]
 Queue = Annotated[int, flag(SERVER, "--queue", "N", "answers that may wait for those that are written (32)")]
 KeepPrompts = Annotated[bool, flag(SERVER, "--keep-prompts", "", "keep what was read of conversations when the server ends, for the "
                                    "next one")]
+MaxModels = Annotated[int | None, flag(SERVER, "--max-models", "N", "of several: models that are loaded at once (as many as fit)")]
+KeepAlive = Annotated[str | None, flag(SERVER, "--keep-alive", "TIME", "of several: how long one stays loaded that nobody asks for, as "
+                                       "30s or 1h; 0 ends it behind its answer, -1 never (5m)")]
 Quiet = Annotated[bool, flag(OUTPUT, "--quiet", "", "no line for each request")]
 
 
@@ -54,13 +65,25 @@ def register(app: typer.Typer) -> None:
     add_command(app, "serve", "talk to a model", serve, EXAMPLES)
 
 
-def serve(context: typer.Context, model: Model, host: Host = "127.0.0.1", port: Port = 8080, api_key: ApiKey = None, name: Name = None,
-          cors: Cors = None, parallel: Parallel = 1, queue: Queue = 32, keep_prompts: KeepPrompts = False,
-          session_disk: SessionDisk = None, *, answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags, weights: WeightFlags,
-          quiet: Quiet = False, json: Json = False, yes: Yes = False) -> int:
-    """Serve a model to other programs, by APIs like OpenAI's, Anthropic's and Ollama's. --json prints an object once it listens."""
-    screen = Screen(context.obj)
+def serve(context: typer.Context, models: Models = None, host: Host = "127.0.0.1", port: Port = 8080, api_key: ApiKey = None,
+          name: Name = None, cors: Cors = None, parallel: Parallel = 1, queue: Queue = 32, keep_prompts: KeepPrompts = False,
+          session_disk: SessionDisk = None, max_models: MaxModels = None, keep_alive: KeepAlive = None, *, answer: AnswerFlags,
+          sampling: SamplingFlags, engine: RunFlags, weights: WeightFlags, quiet: Quiet = False, json: Json = False,
+          yes: Yes = False) -> int:
+    """Serve a model to other programs, by APIs like OpenAI's, Anthropic's and Ollama's; without MODEL, all that are on this machine.
+    --json prints an object once it listens."""
+    overseer = context.obj.overseer
+    screen = Screen(context.obj) if overseer is None else overseer.screen()
     judge_own(api_key, name, cors, queue)
+    if len(models or ()) != 1:
+        from .serve_many import Served, serve_many
+
+        served = Served(models or [], host, port, api_key, cors, parallel, queue, max_models, keep_alive, quiet, json)
+        return serve_many(context, served, answer, sampling, engine, weights, SessionFlags(session_disk=session_disk), screen)
+    for given, value in (("max_models", max_models), ("keep_alive", keep_alive)):
+        if value is not None and is_typed(context, given):
+            raise UsageError(f"--{given.replace('_', '-')} is for a server of several models", "leave MODEL away: all that are here")
+    (model,) = models
     found = find_or_absent(model, screen, yes)
     keeping = SessionFlags(session_disk=session_disk)
     judge(answer, sampling, engine, keeping)
@@ -79,12 +102,10 @@ def serve(context: typer.Context, model: Model, host: Host = "127.0.0.1", port: 
             from ..runtime.stream_filters import StopStrings
             from .server.application import Service
             from .server.desk import Desk
-            from .server.guard import Guard, Rules, is_loopback
+            from .server.guard import Guard
             from .server.wishes import Defaults
 
-            rules = Rules(is_loopback(listening.getsockname()[0]), api_key, tuple(each.rstrip("/") for each in cors or ()))
-            if not rules.on_loopback and api_key is None:
-                screen.note(f"--host {host} without --api-key: whoever reaches this machine can ask, and nothing on the way is encrypted")
+            rules = rules_of(listening, host, api_key, cors, screen)
             settings, form = sampling.settings(ref.folder, screen.note), answer.form()
             with ExitStack() as lasting, loaded(ref, options, screen) as opened:
                 think = answer.think if opened.tokenizer.thinks or "think" not in answer.settled else None
@@ -93,14 +114,35 @@ def serve(context: typer.Context, model: Model, host: Host = "127.0.0.1", port: 
                 desk = Desk(queue, parallel, Rounds(opened.engine.shares))
                 kept = kept_prompts(opened.engine, ref, keeping, keep_prompts, screen, lasting)
                 service = Service(Replies(opened.engine, opened.tokenizer, kept, engines[1:]), desk, Defaults(wish, answer.system),
-                                  name or own_name(ref.text), screen.note_once, frozenset() if name else frozenset({model, ref.text}))
+                                  name or own_name(ref.text), screen.note_once, names_beside(name, overseer is not None, model, ref.text))
                 report = Report(screen, service, quiet)
-                listen(Guard(service.application(), rules, report.request), listening, desk, lambda: report.ready(url_of(listening), json),
-                       screen.note_once)
+
+                def ready() -> None:
+                    if overseer is None:
+                        report.ready(url_of(listening), json)
+                    else:
+                        overseer.listens(listening.getsockname()[1], opened.engine, parallel)
+
+                listen(Guard(service.application(), rules, report.request), listening, desk, ready, screen.note_once)
                 if not desk.ended(GRACE_S):
                     lasting.close()
                     leave_at_once()
     return 0
+
+
+def names_beside(name: str | None, is_overseen: bool, *typed: str) -> frozenset[str] | None:
+    """What the model is asked for by beside its name; None for whatever the server before it has found to mean it."""
+    return None if is_overseen else frozenset() if name else frozenset(typed)
+
+
+def rules_of(listening: socket, host: str, api_key: str | None, cors: list[str] | None, screen: Screen) -> Rules:
+    """Who may ask at an address; that everybody may is said."""
+    from .server.guard import Rules, is_loopback
+
+    rules = Rules(is_loopback(listening.getsockname()[0]), api_key, tuple(each.rstrip("/") for each in cors or ()))
+    if not rules.on_loopback and api_key is None:
+        screen.note(f"--host {host} without --api-key: whoever reaches this machine can ask, and nothing on the way is encrypted")
+    return rules
 
 
 class Report:
@@ -117,10 +159,15 @@ class Report:
             self._screen.json({"url": url, "model": self._service.name, "context": context, "parallel": parallel})
 
     def request(self, method: str, path: str, status: int, record: Record) -> None:
-        parts = [f"{method} {cut(path, MOST_SHOWN)} {status}", *([cost(record.stats)] if record.stats else ())]
-        parts += [cut(each, MOST_SAID) for each in (record.made, record.ending, record.problem) if each]
-        if record.problem or not self._quiet:
-            self._screen.note(" · ".join(parts))
+        say_request(self._screen, self._quiet, method, path, status, record)
+
+
+def say_request(screen: Screen, quiet: bool, method: str, path: str, status: int, record: Record) -> None:
+    """A line for a request; `quiet` leaves out those that nothing went wrong with."""
+    parts = [f"{method} {cut(path, MOST_SHOWN)} {status}", *([cost(record.stats)] if record.stats else ())]
+    parts += [cut(each, MOST_SAID) for each in (record.made, record.ending, record.problem) if each]
+    if record.problem or not quiet:
+        screen.note(" · ".join(parts))
 
 
 def cost(stats: Stats) -> str:

@@ -1,0 +1,158 @@
+"""`effllm serve` without MODEL, or with several: a process that holds no model, in front of one for each that was asked for.
+
+How a model runs and answers is said once, for all of them. What a person typed for one model is an order, and what is said of all is a
+setting: it reaches each as its variables do, so that one that cannot have it (a longer context than its own, bits where it has fewer) runs
+without, with a notice, where the others have it.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import typer
+
+from .. import UsageError
+from .flags import flags_of, is_typed, long_name
+from .loading import find_any, judge, wanted_bits
+from .options import CONTRADICTIONS, AnswerFlags, RunFlags, SamplingFlags, SessionFlags, WeightFlags
+from .screen import Screen, cut
+from .serve import rules_of, say_request
+
+if TYPE_CHECKING:
+    from ..runtime.events import Progress
+    from .server.streams import Record
+
+KEEP_ALIVE = "5m"
+# Of the front alone, as parameters of the command; a child gets none of them, typed or by a variable.
+OWN = ("host", "port", "api_key", "name", "cors", "max_models", "keep_alive", "ram", "json", "yes", "models")
+ONE = {"name": "each model has its own name", "draft": "a draft model is for one: effllm serve MODEL --draft SMALL-MODEL"}
+MOST_NAMED = 10
+GRACE_S = 2.0  # in which the servers of models, which end with this one, tell of it in their streams
+
+
+@dataclass(frozen=True)
+class Served:
+    """What is asked of the server itself."""
+
+    models: Sequence[str]
+    host: str
+    port: int
+    api_key: str | None
+    cors: list[str] | None
+    parallel: int
+    queue: int
+    max_models: int | None
+    keep_alive: str | None
+    quiet: bool
+    json: bool
+
+
+def serve_many(context: typer.Context, served: Served, answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags,
+               weights: WeightFlags, keeping: SessionFlags, screen: Screen) -> int:
+    """Serve them until a signal ends it."""
+    for name, instead in ONE.items():
+        if is_typed(context, name):
+            raise UsageError(f"--{name} is for a server of one model", instead)
+    keep_s = judged(served)
+    judge(answer, sampling, engine, keeping)
+    engine.options(overflow=answer.overflow, parallel=served.parallel)
+    wanted_bits("MODEL", None, weights)
+    from ..offload.size import parse_size
+    from .server.child import Starter
+    from .server.front import Front
+    from .server.guard import Guard
+    from .server.listening import bound, listen, url_of
+    from .server.residents import Limits, Residents
+    from .server.shelf import Shelf
+
+    variables = screen.environment.variables
+    only = [find_any(model, screen) for model in served.models] or None
+    with bound(served.host, served.port) as listening:
+        rules, key = rules_of(listening, served.host, served.api_key, served.cors, screen), secrets.token_urlsafe(32)
+        flags, inherited = handed_on(context, screen)
+        report = Report(screen, served.quiet)
+        starter = Starter(["--host=127.0.0.1", "--port=0", *flags], {**inherited, "EFFLLM_API_KEY": key}, report.progress, report.remark)
+        limits = Limits(None if engine.ram is None else parse_size(engine.ram), served.max_models, keep_s, served.parallel + served.queue)
+        residents = Residents(starter, limits, report.note)
+        shelf = Shelf(variables, only)
+        names = [each.name for each in shelf.models()]
+
+        def ready() -> None:
+            url = url_of(listening)
+            more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+            screen.note(f"{url} serves {', '.join(names[:MOST_NAMED])}{more}, each loaded when a request names it; Ctrl-C ends it")
+            if served.json:
+                screen.json({"url": url, "models": names})
+
+        listen(Guard(Front(shelf, residents, key).application(), rules, report.request), listening, residents, ready, screen.note_once,
+               residents.closed, GRACE_S)
+    return 0
+
+
+def judged(served: Served) -> float:
+    """Seconds of --keep-alive. Raises UsageError for it and --max-models."""
+    from .server.lasting import seconds_of
+
+    if served.max_models is not None and served.max_models < 1:
+        raise UsageError(f"--max-models {served.max_models} is no number of models", "1 or more; left away, as many as fit into memory")
+    try:
+        return seconds_of(KEEP_ALIVE if served.keep_alive is None else served.keep_alive)
+    except ValueError:
+        raise UsageError(f"--keep-alive {cut(served.keep_alive or '', 20)} is no time",
+                         "as 90s, 5m or 1h; 0 keeps none, -1 for ever") from None
+
+
+def handed_on(context: typer.Context, screen: Screen) -> tuple[list[str], dict[str, str]]:
+    """What a child is told of how its model runs and answers: flags, and its variables."""
+    variables = dict(screen.environment.variables)
+    groups = {field.name for group in (RunFlags, WeightFlags) for field in flags_of(group)}
+    parameters = {each.name: each for each in context.command.params if each.param_type_name == "option" and each.envvar}
+    flags = []
+    for name, parameter in parameters.items():
+        if name in OWN:
+            variables.pop(parameter.envvar, None)
+            continue
+        value = context.params.get(name)
+        if not is_typed(context, name) or value is None:
+            continue
+        if name in groups:
+            for other in opposed(name, value):
+                variables.pop(parameters[other].envvar, None)
+            variables[parameter.envvar] = "1" if value is True else str(value)
+        elif value is True:
+            flags.append(long_name(parameter.opts))
+        else:
+            flags += [f"{long_name(parameter.opts)}={each}" for each in (value if isinstance(value, list) else [value])]
+    return flags, variables
+
+
+def opposed(name: str, value: object) -> list[str]:
+    """The flags that a value of one excludes."""
+    found = []
+    for pair in CONTRADICTIONS:
+        own = [each for each in pair if each[0] == name and each[1] in (None, value)]
+        found += [other for other, _ in pair if own and other != name]
+    return found
+
+
+class Report:
+    """What a person at the terminal is told."""
+
+    def __init__(self, screen: Screen, quiet: bool) -> None:
+        self._screen, self._quiet = screen, quiet
+
+    def note(self, text: str) -> None:
+        self._screen.note(text)
+
+    def progress(self, name: str, event: Progress) -> None:
+        self._screen.progress(replace(event, phase=f"{name}: {event.phase}"))
+
+    def remark(self, name: str, text: str) -> None:
+        self._screen.note(f"{name}: {text}")
+
+    def request(self, method: str, path: str, status: int, record: Record) -> None:
+        if not record.passed_on:
+            say_request(self._screen, self._quiet, method, path, status, record)

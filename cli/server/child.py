@@ -1,0 +1,148 @@
+"""A model's own process, as the server of several knows it: started, planned, loaded, ended. What it says of itself is read here."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ... import EffllmError
+from ...offload.size import format_size
+from ...runtime.events import Progress
+from .overseen import FAILED, GO, LISTENING, PLANNED, PROGRESS, RAM
+
+LONGEST_LINE = 1 << 20  # bytes
+END_S = 10.0  # in which a child that was asked to end does: answers that run have ended before, so it has nothing to do
+
+
+class ModelFailed(EffllmError):
+    """A model's process could not plan or load it. `exit_code` is the one that the command would have ended with."""
+
+    def __init__(self, message: str, hint: str = "", exit_code: int = 1) -> None:
+        super().__init__(message, hint)
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True)
+class Starter:
+    """How children are started: by the words behind `serve`, with these variables. `progress` and `note` are told, by the model's name,
+    what they do and what they say at the terminal."""
+
+    flags: Sequence[str]
+    variables: Mapping[str, str]
+    progress: Callable[[str, Progress], None]
+    note: Callable[[str, str], None]
+
+    async def start(self, name: str, typed: str) -> Child:
+        """The process of the model that is `typed` on a command line, and called `name`."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-P", "-m", f"{__package__}.overseen", "serve", *self.flags, f"--name={name}", "--", typed,
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, limit=LONGEST_LINE,
+            env=self.variables, start_new_session=True)  # else Ctrl-C would reach it before its parent has told the clients
+        return Child(name, process, self)
+
+
+class Child:
+    """`at` is what it is at, in words; `ended` is done when it has."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process, starter: Starter) -> None:
+        self.name, self.at, self.port = name, "starting", 0
+        self._process, self._starter = process, starter
+        self._said: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        self.ended = asyncio.ensure_future(self._live())
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return not self.ended.done() and self._process.returncode is None
+
+    async def planned(self, ram: int) -> int:
+        """Bytes of memory that the model takes within `ram`. Raises ModelFailed."""
+        self._tell({RAM: ram})
+        return (await self._next(PLANNED))["nbytes"]
+
+    async def loaded(self) -> dict[str, Any]:
+        """Load it, and say where it listens: `port`, `context`, `parallel`, `nbytes`. Raises ModelFailed."""
+        self._tell({GO: True})
+        said = await self._next(LISTENING)
+        self.port = said["port"]
+        return said
+
+    async def end(self) -> None:
+        """In order if it can, else by force."""
+        self.terminate()
+        _, late = await asyncio.wait((self.ended,), timeout=END_S)
+        if late:
+            self._kill()
+            await asyncio.wait(late)
+
+    def terminate(self) -> None:
+        self._signal(signal.SIGTERM)
+
+    def how_it_ended(self) -> str:
+        code = self._process.returncode
+        if code is None or code >= 0:
+            return f"with code {code}"
+        with contextlib.suppress(ValueError):
+            return f"by {signal.Signals(-code).name}"
+        return f"by signal {-code}"
+
+    def _kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, number)
+
+    def _tell(self, what: dict[str, object]) -> None:
+        self._process.stdin.write(json.dumps(what).encode() + b"\n")
+
+    async def _next(self, kind: str) -> dict[str, Any]:
+        said = await self._said.get()
+        if said is None:
+            await asyncio.wait((self.ended,))
+            raise ModelFailed(f"its process ended {self.how_it_ended()} before it was loaded", "the next request starts it again")
+        if FAILED in said:
+            raise ModelFailed(**{"exit_code" if key == "code" else key: value for key, value in said[FAILED].items()})
+        return said[kind]
+
+    async def _live(self) -> None:
+        """Follow it until it ends. Whatever goes wrong here, it does not outlive that."""
+        try:
+            await asyncio.gather(self._read_said(), self._read_remarks())
+            await self._process.wait()
+        finally:
+            self._kill()
+            self._process.stdin.close()
+
+    async def _read_said(self) -> None:
+        async for line in self._process.stdout:
+            said = json.loads(line)
+            if PROGRESS in said:
+                event = Progress(**said[PROGRESS])
+                self.at = in_words(event)
+                self._starter.progress(self.name, event)
+            else:
+                self._said.put_nowait(said)
+        self._said.put_nowait(None)
+
+    async def _read_remarks(self) -> None:
+        async for line in self._process.stderr:
+            self._starter.note(self.name, line.decode("utf-8", "replace").rstrip("\n"))
+
+
+def in_words(event: Progress) -> str:
+    """`loading: 1.20 GiB of 4.00 GiB`"""
+    if event.unit == "bytes":
+        return f"{event.phase}: {format_size(event.done)} of {format_size(event.total)}"
+    return f"{event.phase}: {event.done} of {event.total} {event.unit}"

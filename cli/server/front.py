@@ -1,0 +1,257 @@
+"""The server of several models, in front of theirs: a request names its model, is passed on to the server of that one, which is started
+where there is none yet, and so is what comes back, piece by piece. No answer is made here.
+
+What is new here is the wait for a model that is loaded: a stream gets a comment every few seconds, as in one that waits for its turn, and
+what goes wrong then is its last event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from ... import EffllmError
+from . import responses_fields
+from .application import body_of, on_left, on_path, on_problem
+from .fields import Body, parsed
+from .guard import RECORD
+from .lasting import seconds_of
+from .messages_fields import MessagesAsked
+from .messages_shape import MessageShape
+from .passing import Answer, Broken, passed_on
+from .problems import FAILED, MESSAGES, Problem, closing
+from .residents import Resident, Residents
+from .responses_fields import ResponsesAsked
+from .responses_shape import ResponseShape
+from .shapes import ChatShape, Shape, TextShape
+from .shelf import Shelf, Shelved
+from .streams import HEADERS, KEEP_ALIVE_S, LEFT, json_response, unless_gone, written
+
+EVENTS = b"text/event-stream"
+
+
+class Named(Body):
+    """What is read here of a request that is passed on."""
+
+    not_here: ClassVar[Mapping[str, tuple[object, ...]]] = {}  # the model's server judges
+
+    model: str | None = None
+    stream: bool | None = None
+    keep_alive: str | int | float | None = None  # as Ollama's API has it
+
+
+def response_shape(name: str, body: bytes) -> Shape:
+    asked = parsed(ResponsesAsked, body)
+    return ResponseShape(name, asked, responses_fields.chat_of(asked)[2])
+
+
+@dataclass(frozen=True)
+class Passed:
+    """Paths of requests that models answer. `shape`: of their streams, given the model's name and the body; None where they have no
+    stream of events, which then begins when the model does."""
+
+    paths: tuple[str, ...]
+    shape: Callable[[str, bytes], Shape] | None = None
+
+
+PASSED = (Passed(("/v1/chat/completions", "/chat/completions"), lambda name, body: ChatShape(name)),
+          Passed(("/v1/completions", "/completions"), lambda name, body: TextShape(name)),
+          Passed(("/v1/responses", "/responses"), response_shape),
+          Passed((MESSAGES,), lambda name, body: MessageShape(name, parsed(MessagesAsked, body))),
+          Passed((f"{MESSAGES}/count_tokens", "/tokenize", "/detokenize")))
+
+
+@dataclass(frozen=True)
+class State:
+    """One model, as lists have it: None of what is not so. `since`, `until`: in seconds since 1970."""
+
+    model: Shelved
+    context: int | None
+    nbytes: int | None = None
+    since: float | None = None
+    until: float | None = None
+    is_loading: bool = False
+
+
+class Front:
+    """`key` is what the servers of models ask for."""
+
+    def __init__(self, shelf: Shelf, residents: Residents, key: str) -> None:
+        self.shelf, self.residents, self.key = shelf, residents, key
+        self._created = int(time.time())
+
+    def application(self) -> Starlette:
+        get = partial(Route, methods=["GET"])
+        routes = [get("/", self.greeting), *(get(path, self.health) for path in ("/health", "/v1/health")),
+                  *(get(path, self.models) for path in ("/v1/models", "/models")),
+                  *(get(path, self.model) for path in ("/v1/models/{name:path}", "/models/{name:path}")),
+                  *(Route(path, partial(self.pass_on, passed), methods=["POST"]) for passed in PASSED for path in passed.paths)]
+        return Starlette(routes=routes, exception_handlers={Problem: on_problem, HTTPException: on_path, EffllmError: on_problem,
+                                                            ClientDisconnect: on_left, Exception: on_problem})
+
+    async def greeting(self, request: Request) -> Response:
+        return PlainTextResponse("effllm serves models by name: APIs like OpenAI's and Anthropic's, under /v1; /v1/models lists them\n")
+
+    async def health(self, request: Request) -> Response:
+        if self.residents.is_closed:
+            raise closing()
+        return json_response({"status": "ok", "waiting": self.residents.waiting})
+
+    async def states(self) -> list[State]:
+        """All models, loaded or not: what lists of any API are made of."""
+        models = await asyncio.to_thread(self.shelf.models)
+        here = {each.key for each in models}
+        others = [each.model for each in self.residents.loaded() if each.model.key not in here]  # by names that no list has
+        return [self._state(each) for each in (*models, *others)]
+
+    def _state(self, model: Shelved) -> State:
+        resident = self.residents.find(model)
+        if resident is not None:
+            return State(model, resident.context, resident.nbytes, resident.since, resident.until)
+        return State(model, model.facts and model.facts.context, is_loading=self.residents.is_loading(model))
+
+    async def models(self, request: Request) -> Response:
+        cards = [self._card(each) for each in await self.states()]
+        first, last = (cards[0]["id"], cards[-1]["id"]) if cards else (None, None)
+        return json_response({"object": "list", "data": cards, "has_more": False, "first_id": first, "last_id": last})
+
+    async def model(self, request: Request) -> Response:
+        found = await asyncio.to_thread(self.shelf.find, request.path_params["name"])
+        return json_response(self._card(self._state(found)))
+
+    def _card(self, state: State) -> dict[str, object]:
+        """A model as OpenAI's and Anthropic's lists have it, with llama-server's word for whether it is loaded."""
+        made, name = self._created, state.model.name
+        status = "loaded" if state.since is not None else "loading" if state.is_loading else "unloaded"
+        return {"id": name, "object": "model", "created": made, "owned_by": "effllm", "max_model_len": state.context,
+                "status": {"value": status}, "type": "model", "display_name": name, "max_input_tokens": state.context,
+                "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(made))}
+
+    async def pass_on(self, passed: Passed, request: Request) -> Response:
+        body = await body_of(request)
+        asked = await asyncio.to_thread(parsed, Named, body)
+        model, keep_s = await self._meant(asked.model), keep_of(asked)
+        shape = await asyncio.to_thread(passed.shape, model.name, body) if passed.shape is not None and asked.stream else None
+        return Relay(self, model, shape, body, keep_s)
+
+    async def _meant(self, name: str | None) -> Shelved:
+        """The model that a request is for. Raises Problem."""
+        if name:
+            return self.residents.named(name) or await asyncio.to_thread(self.shelf.find, name)
+        loaded = self.residents.loaded()
+        if len(loaded) != 1:
+            which = "none is loaded" if not loaded else f"{len(loaded)} are loaded"
+            raise Problem(400, f"model is missing, and {which}: name one of those that /v1/models lists", param="model")
+        return loaded[0].model
+
+
+def keep_of(asked: Named) -> float | None:
+    """How long a request wants its model to stay. Raises Problem."""
+    if asked.keep_alive is None:
+        return None
+    try:
+        return seconds_of(asked.keep_alive)
+    except ValueError:
+        raise Problem(400, "keep_alive is seconds, or a time as \"5m\"; negative is for ever", param="keep_alive") from None
+
+
+class Relay(Response):
+    """The answer of a model's server to a request, as it comes."""
+
+    def __init__(self, front: Front, model: Shelved, shape: Shape | None, body: bytes, keep_s: float | None) -> None:
+        self._front, self._model, self._shape, self._body, self._keep_s = front, model, shape, body, keep_s
+        self._began = self._passing = False  # bytes were sent; they are the model's
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._scope, self._send = scope, send
+        await unless_gone(receive, self._answered(), self._left)
+
+    def _left(self) -> None:
+        if not self._passing:
+            self._scope[RECORD].ending = LEFT
+
+    async def _answered(self) -> None:
+        record = self._scope[RECORD]
+        try:
+            await self._relayed()
+        except Problem as problem:
+            record.passed_on = False
+            if not self._began:
+                raise
+            record.ending = problem.message
+            if self._shape is None:  # nothing says it but that the connection ends before the answer
+                return
+            pieces = self._shape.broken_off(problem) if self._passing else self._shape.failed(problem)
+            await self._piece(written(self._shape, pieces) + self._shape.ending, more=False)
+
+    async def _relayed(self) -> None:
+        """Raises Problem."""
+        residents = self._front.residents
+        taking = asyncio.ensure_future(residents.take(self._model))
+        try:
+            while not (await asyncio.wait((taking,), timeout=KEEP_ALIVE_S))[0]:
+                await self._comment(residents.at(self._model))
+            await self._from(await taking)
+        finally:
+            if not taking.cancel() and not taking.cancelled() and taking.exception() is None:
+                residents.give_back(taking.result(), self._keep_s)
+
+    async def _from(self, resident: Resident) -> None:
+        scope, record = self._scope, self._scope[RECORD]
+        target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
+        try:
+            async with passed_on(resident.child.port, self._front.key, scope["method"], target, scope["headers"], self._body) as answer:
+                record.passed_on = True
+                if self._began:
+                    await self._demand_events(answer)
+                else:
+                    self._began = True
+                    await self._send({"type": "http.response.start", "status": answer.status, "headers": answer.headers})
+                self._passing = True
+                async for piece in answer.pieces:
+                    await self._piece(piece)
+                await self._piece(b"", more=False)
+        except Broken as error:
+            raise Problem(500, f"{resident.model.name} ended before its answer did: the next request loads it again", FAILED,
+                          code="model_ended") from error
+
+    async def _demand_events(self, answer: Answer) -> None:
+        """A stream has begun: what is none is an error, which is its last event. Raises Problem."""
+        if any(name == b"content-type" and value.startswith(EVENTS) for name, value in answer.headers):
+            return
+        raise problem_in(answer.status, b"".join([piece async for piece in answer.pieces]))
+
+    async def _comment(self, text: str) -> None:
+        if self._shape is None:
+            return
+        if not self._began:
+            self._began = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": raw(HEADERS.items())})
+        await self._piece(f": {text}\n\n".encode("utf-8", "replace"))
+
+    async def _piece(self, body: bytes, more: bool = True) -> None:
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+def raw(headers: Iterable[tuple[str, str]]) -> list[tuple[bytes, bytes]]:
+    return [(name.encode(), value.encode()) for name, value in headers]
+
+
+def problem_in(status: int, body: bytes) -> Problem:
+    """The problem that an answer tells of, in the form of any API."""
+    error = json.loads(body).get("error")
+    if not isinstance(error, dict):
+        error = {"message": error}
+    return Problem(status, str(error.get("message")), error.get("type") or FAILED, error.get("param"), error.get("code"))

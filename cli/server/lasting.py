@@ -1,0 +1,35 @@
+"""How long a model stays that nobody asks for, as Ollama's people say it."""
+
+from __future__ import annotations
+
+NEVER = float("inf")
+UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def seconds_of(said: str | float) -> float:
+    """`90`, `90s`, `5m`, `1h30m` as seconds; whatever is negative never ends. Raises ValueError."""
+    text = str(said).strip()
+    if text.startswith("-"):
+        if seconds_of(text[1:]) == NEVER:  # a second sign
+            raise ValueError(text)
+        return NEVER
+    total, number = 0.0, ""
+    for letter in f"{text}s" if text[-1:].isdecimal() else text:
+        if letter in UNITS:
+            total, number = total + float(number) * UNITS[letter], ""
+        elif letter in "0123456789.":
+            number += letter
+        else:
+            raise ValueError(text)
+    if not text or number:
+        raise ValueError(text)
+    return total
+
+
+def in_words(seconds: float) -> str:
+    """`5 minutes`, `90 seconds`."""
+    for name, unit in (("hour", 3600), ("minute", 60)):
+        if seconds >= unit and seconds % unit == 0:
+            count = round(seconds / unit)
+            return f"{count} {name}{'' if count == 1 else 's'}"
+    return f"{seconds:g} second{'' if seconds == 1 else 's'}"

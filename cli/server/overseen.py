@@ -1,0 +1,105 @@
+"""One model's server as the child of a server of several (`python -m effllm.cli.server.overseen serve MODEL …`): the same command, which
+beside that says on stdout, a JSON object a line, how far it is, and is told on stdin how much memory it may plan with and when to load.
+
+Its stdin stays open as long as the parent lives. When that ends, however it does, the system closes the pipe, and the child ends too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..app import program
+from ..environment import Environment
+from ..errors import describe, guarded
+from ..screen import Screen
+
+if TYPE_CHECKING:
+    from ...runtime.engine import Engine, EngineOptions
+    from ...runtime.events import Progress
+
+PROGRESS_S = 0.2
+RAM, GO = "ram", "go"  # what the parent says
+PLANNED, PROGRESS, LISTENING, FAILED = "planned", "progress", "listening", "failed"  # what the child says
+
+
+class Overseer:
+    """The parent, as the child knows it."""
+
+    def __init__(self, environment: Environment) -> None:
+        self._environment = environment
+        self._heard: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        threading.Thread(target=self._listen, args=(environment.stdin.fileno(),), daemon=True).start()
+
+    def tell(self, kind: str, **said: object) -> None:
+        self._environment.write(json.dumps({kind: said}) + "\n")
+
+    def screen(self) -> Screen:
+        """Remarks go to stderr, which the parent reads; progress to the parent."""
+        return OverseenScreen(self._environment, lambda event: self.tell(PROGRESS, phase=event.phase, done=event.done, total=event.total,
+                                                                         unit=event.unit))
+
+    def agree(self, folder: Path, options: EngineOptions) -> EngineOptions:
+        """The options to load with, once the parent has made room for what they take. Raises what planning does."""
+        from ...runtime.prepare import prepare, refuse_beyond_machine
+
+        while RAM in (said := self._heard.get()):
+            options = replace(options, ram=f"{max(1, said[RAM] >> 20)}Mi")
+            prepared = prepare(folder, options)
+            refuse_beyond_machine(prepared)
+            for each in filter(None, (prepared, prepared.speculating.draft)):
+                each.store.close()
+            self.tell(PLANNED, nbytes=prepared.placement.total_bytes)
+        return options
+
+    def listens(self, port: int, engine: Engine, parallel: int) -> None:
+        self.tell(LISTENING, port=port, context=engine.n_ctx, parallel=parallel, nbytes=engine.placement.total_bytes)
+
+    def _listen(self, descriptor: int) -> None:
+        held = b""
+        while part := os.read(descriptor, 1 << 16):  # not by the stream: its lock is held while the interpreter ends
+            *lines, held = (held + part).split(b"\n")
+            for line in lines:
+                self._heard.put(json.loads(line))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+class OverseenScreen(Screen):
+    def __init__(self, environment: Environment, tell: Callable[[Progress], None]) -> None:
+        super().__init__(environment)
+        self._tell_progress, self._told = tell, 0.0
+
+    def progress(self, event: Progress) -> None:
+        if (now := time.monotonic()) - self._told >= PROGRESS_S:
+            self._told = now
+            self._tell_progress(event)
+
+
+def main() -> int:
+    environment = Environment.of_process()
+    overseer = environment.overseer = Overseer(environment)
+
+    def served() -> int:
+        try:
+            return program(sys.argv[1:], environment)
+        except Exception as error:
+            message, hint, code = describe(error)
+            overseer.tell(FAILED, message=message, hint=hint, code=code)
+            if environment.debug:
+                raise
+            return code
+
+    return guarded(served, environment)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""A request to a model's own server on the loopback, and its answer piece by piece: what the one in front of it passes on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass
+
+import h11
+
+ADDRESS = "127.0.0.1"
+PIECE = 1 << 16  # bytes read at once
+# Of one connection, not of what is passed on; or each side's own.
+OWN = frozenset((b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"date"))
+# What the server in front has judged, and what it says itself.
+JUDGED = frozenset((b"host", b"origin", b"authorization", b"x-api-key", b"content-length", b"expect"))
+Headers = Iterable[tuple[bytes, bytes]]
+
+
+class Broken(Exception):
+    """The connection ended before the answer did, or could not be had."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    headers: list[tuple[bytes, bytes]]
+    pieces: AsyncIterator[bytes]
+
+
+@contextlib.asynccontextmanager
+async def passed_on(port: int, key: str, method: str, target: bytes, headers: Headers, body: bytes) -> AsyncIterator[Answer]:
+    """Ask, and what comes back, as long as it is looked at: whoever leaves it ends the answer. Raises Broken."""
+    try:
+        reader, writer = await asyncio.open_connection(ADDRESS, port)
+    except OSError as error:
+        raise Broken from error
+    connection = h11.Connection(h11.CLIENT)
+    try:
+        own = [(b"host", f"{ADDRESS}:{port}".encode()), (b"authorization", f"Bearer {key}".encode()), (b"connection", b"close"),
+               (b"content-length", str(len(body)).encode())]
+        kept = [(name, value) for name, value in headers if name.lower() not in OWN | JUDGED]
+        for event in (h11.Request(method=method, target=target, headers=own + kept), h11.Data(data=body), h11.EndOfMessage()):
+            writer.write(connection.send(event))
+        try:
+            await writer.drain()
+            head = await _next(connection, reader)
+            while isinstance(head, h11.InformationalResponse):
+                head = await _next(connection, reader)
+        except OSError as error:
+            raise Broken from error
+        yield Answer(head.status_code, [(name, value) for name, value in head.headers if name not in OWN], _pieces(connection, reader))
+    finally:
+        writer.transport.abort()
+
+
+async def _pieces(connection: h11.Connection, reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    while not isinstance(event := await _next(connection, reader), h11.EndOfMessage):
+        yield bytes(event.data)
+
+
+async def _next(connection: h11.Connection, reader: asyncio.StreamReader) -> h11.Event:
+    try:
+        while (event := connection.next_event()) is h11.NEED_DATA:
+            connection.receive_data(await reader.read(PIECE))
+    except (h11.RemoteProtocolError, OSError) as error:
+        raise Broken from error
+    if not isinstance(event, h11.Response | h11.InformationalResponse | h11.Data | h11.EndOfMessage):  # it hung up
+        raise Broken
+    return event

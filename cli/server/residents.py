@@ -1,0 +1,244 @@
+"""The models that a server of several holds in memory: loaded when one is asked for, ended when they rest too long or stand in the way.
+
+What a model takes is planned before it is loaded, as if it had the whole budget: it runs as it would alone, with the same context. If
+that and what is loaded already are more than the budget, models that rest go, the one first that has rested longest; if all of them
+answer, the next request to one of those waits until this load is done, else a model that is always busy would keep out the others.
+Loads go one by one, in the order in which they were asked for. All of this happens on the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ...offload.size import format_size
+from ...runtime.shared_ram import shared_ram
+from .child import Child, ModelFailed, Starter
+from .lasting import NEVER, in_words
+from .problems import BUSY, FAILED, INVALID, Problem, closing, said
+from .shelf import Shelved
+
+STATUS = {2: 400, 3: 404, 4: 400}  # exit code of a load that failed -> status; what cannot fit does not fit either when it is tried again
+CODES = {3: "model_not_found", 4: "does_not_fit"}
+
+
+@dataclass(eq=False)
+class Resident:
+    """A model that is loaded. `used` is when its last answer ended (monotonic), `since` when it was loaded; `busy` requests are with it."""
+
+    model: Shelved
+    child: Child
+    nbytes: int
+    context: int
+    keep_s: float
+    since: float = field(default_factory=time.time)
+    used: float = field(default_factory=time.monotonic)
+    busy: int = 0
+    timer: asyncio.TimerHandle | None = None
+
+    @property
+    def until(self) -> float | None:
+        """When it goes if nobody asks for it, in seconds since 1970; None for never, or while it answers."""
+        return None if self.busy or self.keep_s == NEVER else time.time() + self.used + self.keep_s - time.monotonic()
+
+
+@dataclass(frozen=True)
+class Limits:
+    """`ram`: bytes for all processes together, None for what is free; `most`: models at once; `keep_s`: how long one stays that nobody
+    asks for; `waiting`: requests that may wait for one load."""
+
+    ram: int | None = None
+    most: int | None = None
+    keep_s: float = NEVER
+    waiting: int = 32
+
+
+class Residents:
+    """`note` is told what happens."""
+
+    def __init__(self, starter: Starter, limits: Limits, note: Callable[[str], None]) -> None:
+        self._starter, self._limits, self._note = starter, limits, note
+        self._loaded: dict[object, Resident] = {}
+        self._loads: dict[object, asyncio.Task[None]] = {}
+        self._waiting: dict[object, int] = {}  # requests that wait for a load
+        self._in_way: list[Resident] = []  # take no more requests until a load is done
+        self._coming: Child | None = None
+        self._ending: set[asyncio.Task[None]] = set()
+        self._turn, self._changed = asyncio.Lock(), asyncio.Event()
+        self.is_closed = False
+
+    def loaded(self) -> list[Resident]:
+        """Those that are, in the order in which they were."""
+        return [*self._loaded.values()]
+
+    def find(self, model: Shelved) -> Resident | None:
+        """The model, if it is loaded."""
+        return self._loaded.get(model.key)
+
+    def named(self, name: str) -> Shelved | None:
+        """The model of that name, if it is loaded: then nobody has to look where the name leads."""
+        return next((each.model for each in self._loaded.values() if name in (each.model.name, each.model.typed)), None)
+
+    def is_loading(self, model: Shelved) -> bool:
+        return model.key in self._loads
+
+    @property
+    def waiting(self) -> int:
+        return sum(self._waiting.values())
+
+    def at(self, model: Shelved) -> str:
+        """What a request for a model waits for, in words."""
+        if self._coming is None or self._coming.name != model.name:
+            return f"{model.name} waits for another model to be loaded" if self._coming else f"{model.name} is loaded"
+        return f"{model.name}: {self._coming.at}"
+
+    async def take(self, model: Shelved) -> Resident:
+        """The model, loaded, which stays until it is given back. Raises Problem."""
+        if self._waiting.get(model.key, 0) >= self._limits.waiting:
+            raise Problem(503, f"{self._waiting[model.key]} requests wait for {model.name} already, which is the most here (--queue)", BUSY,
+                          code="queue_full", headers={"retry-after": "1"})
+        while True:
+            if self.is_closed:
+                raise closing()
+            resident = self._loaded.get(model.key)
+            if resident is not None and resident.child.is_alive and resident not in self._in_way:
+                resident.busy += 1
+                self._stop_timer(resident)
+                return resident
+            load = self._loads.get(model.key) or self._begin(model)
+            self._waiting[model.key] = self._waiting.get(model.key, 0) + 1
+            try:
+                await asyncio.shield(load)
+            finally:
+                self._waiting[model.key] -= 1
+
+    def give_back(self, resident: Resident, keep_s: float | None = None) -> None:
+        """An answer has ended. `keep_s`: how long the request wants it to stay, from now on."""
+        resident.busy -= 1
+        resident.used = time.monotonic()
+        resident.keep_s = resident.keep_s if keep_s is None else keep_s
+        self._changed.set()
+        self._rest(resident)
+
+    def close(self) -> None:
+        """Load no more, and let what is loaded end."""
+        self.is_closed = True
+        for each in self._loads.values():
+            each.cancel()
+        for resident in self.loaded():
+            resident.child.terminate()
+
+    async def closed(self) -> None:
+        """Wait until every process has ended."""
+        await asyncio.gather(*self._loads.values(), *self._ending, return_exceptions=True)
+        await asyncio.gather(*(each.child.end() for each in self.loaded()))
+
+    def _begin(self, model: Shelved) -> asyncio.Task[None]:
+        load = self._loads[model.key] = asyncio.ensure_future(self._load(model))
+        load.add_done_callback(lambda done: done.cancelled() or done.exception())  # whoever waited may have left
+        return load
+
+    async def _load(self, model: Shelved) -> None:
+        try:
+            async with self._turn:
+                if not self.is_closed and self._waiting.get(model.key) and not self._is_there(model):
+                    await self._load_now(model)
+        except asyncio.CancelledError:
+            raise closing() from None
+        except ModelFailed as error:
+            self._note(f"{model.name} is not loaded: {error.message}" + (f": {error.hint}" if error.hint else ""))
+            status = STATUS.get(error.exit_code, 500)
+            raise Problem(status, f"{model.name} cannot be loaded: {said(error)}", FAILED if status == 500 else INVALID,
+                          code=CODES.get(error.exit_code, "model_not_loaded")) from error
+        finally:
+            del self._loads[model.key]
+
+    async def _load_now(self, model: Shelved) -> None:
+        """Raises ModelFailed."""
+        await asyncio.gather(*self._ending)  # whose memory is still taken
+        child = self._coming = await self._starter.start(model.name, model.typed)
+        try:
+            nbytes = await child.planned(self._budget(child))
+            await self._make_room(nbytes, child)
+            told = await child.loaded()
+        except BaseException:
+            await child.end()
+            raise
+        finally:
+            self._coming, self._in_way = None, []
+        resident = self._loaded[model.key] = Resident(model, child, told["nbytes"], told["context"], self._limits.keep_s)
+        self._follow(resident)
+        self._note(f"{model.name} is loaded: context {resident.context} tokens, {format_size(resident.nbytes)} of memory planned")
+
+    def _is_there(self, model: Shelved) -> bool:
+        resident = self._loaded.get(model.key)
+        return resident is not None and resident.child.is_alive
+
+    def _budget(self, coming: Child) -> int:
+        """Bytes for all models together, were none loaded."""
+        return shared_ram(self._limits.ram, [coming.pid, *(each.child.pid for each in self.loaded())])
+
+    async def _make_room(self, nbytes: int, coming: Child) -> None:
+        """End what stands in the way of a model of so many bytes."""
+        while going := self._going(nbytes, coming):
+            self._in_way = going
+            resting = [each for each in going if not each.busy]
+            for each in resting:
+                await self._end(each, f"to make room for {coming.name}")
+            if not resting:
+                await self._wait_for(going, coming)
+
+    async def _wait_for(self, going: list[Resident], coming: Child) -> None:
+        """Until one of the models that answer has done so, or another thing has changed."""
+        said = f"waits for answers of {', '.join(each.model.name for each in going)}, whose place it takes"
+        if coming.at != said:
+            coming.at = said
+            self._note(f"{coming.name} {said}")
+        self._changed.clear()
+        await self._changed.wait()
+
+    def _going(self, nbytes: int, coming: Child) -> list[Resident]:
+        """What has to go for it: what rests before what answers, and of these what was used longest ago."""
+        staying = sorted(self.loaded(), key=lambda each: (each.busy == 0, -each.used))
+        budget, most, going = self._budget(coming), self._limits.most, []
+        while staying and (sum(each.nbytes for each in staying) + nbytes > budget or most is not None and len(staying) >= most):
+            going.append(staying.pop())
+        return going
+
+    def _follow(self, resident: Resident) -> None:
+        """Forget it when its process ends by itself, and end it when it rests too long."""
+
+        def over(_: object) -> None:
+            if self._loaded.get(resident.model.key) is resident and not self.is_closed:
+                del self._loaded[resident.model.key]
+                self._stop_timer(resident)
+                self._changed.set()
+                self._note(f"{resident.model.name} ended {resident.child.how_it_ended()}: the next request loads it again")
+
+        resident.child.ended.add_done_callback(over)
+        self._rest(resident)
+
+    def _rest(self, resident: Resident) -> None:
+        if resident.busy == 0 and resident.keep_s != NEVER and self._is_there(resident.model) and not self.is_closed:
+            self._stop_timer(resident)
+            resident.timer = asyncio.get_running_loop().call_later(resident.keep_s, self._expire, resident)
+
+    def _stop_timer(self, resident: Resident) -> None:
+        if resident.timer is not None:
+            resident.timer.cancel()
+            resident.timer = None
+
+    def _expire(self, resident: Resident) -> None:
+        if self._loaded.get(resident.model.key) is resident and not resident.busy:
+            why = f"nobody asked for it for {in_words(resident.keep_s)}" if resident.keep_s else "it has answered, and is not kept"
+            self._ending.add(task := asyncio.ensure_future(self._end(resident, why)))
+            task.add_done_callback(self._ending.discard)
+
+    async def _end(self, resident: Resident, why: str) -> None:
+        """Who calls this beside another waits for the same end."""
+        self._stop_timer(resident)
+        if self._loaded.pop(resident.model.key, None) is not None:
+            self._note(f"{resident.model.name} is ended: {why}")
+        await resident.child.end()

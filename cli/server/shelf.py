@@ -1,0 +1,111 @@
+"""The models that a server of several has, by the names that requests call them by: all on this machine, or those that it was given.
+
+They are listed from headers, and found as `effllm run` finds them, as far as they are here: no request downloads anything, and none makes
+the server read a folder that is nobody's model.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ... import EffllmError
+from ...runtime import hub, storage
+from ...runtime.catalog import ModelRef, resolve
+from ...runtime.listing import LocalModel, local_models, model_names
+from ...runtime.model_name import parse_reference
+from .problems import Problem, said
+
+SPELLED = (".", "/", "~")  # how a path begins that cannot be a name
+STALE_S = 60.0  # after which headers are read again, though no name has come or gone
+
+
+@dataclass(frozen=True)
+class Shelved:
+    """A model that can be loaded. `name` is what answers call it, `typed` what a command line does; `folder` and `variant` (a format that
+    it is quantized to as it is loaded) say whether two names mean one. `facts` is what its headers tell, where they were read."""
+
+    name: str
+    typed: str
+    folder: Path
+    variant: str | None = None
+    facts: LocalModel | None = None
+
+    @property
+    def key(self) -> tuple[str, str | None]:
+        return os.path.abspath(self.folder), self.variant
+
+
+class Shelf:
+    """`only`: the models that it was given; None for all on this machine. Methods read the disk, for tens of milliseconds: none is for the
+    thread of the loop."""
+
+    def __init__(self, variables: Mapping[str, str], only: Iterable[ModelRef] | None = None) -> None:
+        self._variables = variables
+        self._only = None if only is None else [*only]
+        self._lock = threading.Lock()
+        self._listed: list[Shelved] = []
+        self._names: list[str] = []
+        self._read = 0.0
+
+    def models(self) -> list[Shelved]:
+        """All of them, in the order of `effllm list`."""
+        with self._lock:
+            names = model_names(self._variables)
+            if not self._listed or names != self._names or time.monotonic() - self._read > STALE_S:
+                self._listed, self._names, self._read = self._look(), names, time.monotonic()
+            return self._listed
+
+    def find(self, name: str) -> Shelved:
+        """The model that is called so. Raises Problem."""
+        models = self.models()
+        for each in models:
+            if name in (each.name, each.typed):
+                return each
+        unknown = f"there is no model {name!r:.100} here"
+        try:
+            is_path = parse_reference(name, self._variables).path is not None
+            ref = resolve(name, self._variables)
+        except EffllmError as error:
+            raise self._missing(name, unknown if name.startswith(SPELLED) else said(error)) from error
+        found = Shelved(" ".join(name.split()), name, ref.folder, ref.variant)
+        known = next((each for each in models if each.key == found.key), None)
+        if known is None and (self._only is not None or is_path or not self._is_named(ref)):
+            raise self._missing(name, unknown)
+        return known or found
+
+    def _look(self) -> list[Shelved]:
+        here = local_models(self._variables)
+        if self._only is None:
+            return called([(each.name, each.folder, None, each) for each in here])
+        facts = {os.path.abspath(each.folder): each for each in here}
+        return called([(ref.text, ref.folder, ref.variant, facts.get(os.path.abspath(ref.folder))) for ref in self._only])
+
+    def _is_named(self, ref: ModelRef) -> bool:
+        """Whether a name of the catalog or of a repository leads there, and no path that a request spells."""
+        own = (hub.cache_folder(self._variables), storage.models_folder(self._variables))
+        return ref.alias is not None or any(Path(os.path.abspath(ref.folder)).is_relative_to(os.path.abspath(each)) for each in own)
+
+    def _missing(self, name: str, why: str) -> Problem:
+        some = ", ".join(each.name for each in self.models()[:5])
+        return Problem(404, f"{why} (/v1/models lists what is here: {some})" if self._only is None else
+                       f"there is no model {name!r:.100} here: this server has {some}", param="model", code="model_not_found")
+
+
+def called(models: Iterable[tuple[str, Path, str | None, LocalModel | None]]) -> list[Shelved]:
+    """Models by (what is typed, folder, variant, facts): one that is typed as a path is called by the end of it that no other has, since
+    no answer names a folder of this machine."""
+    made: dict[str, Shelved] = {}
+    for typed, folder, variant, facts in models:
+        path = Path(typed).expanduser()
+        ends = [typed]
+        if typed.startswith(SPELLED) or path.exists():
+            parts = path.resolve().parts[1:]
+            ends = ["/".join(parts[-count:]) for count in range(1, len(parts) + 1)]
+        name = next((each for each in ends if each not in made), typed)
+        made.setdefault(name, Shelved(" ".join(name.split()), typed, folder, variant, facts))
+    return [*made.values()]

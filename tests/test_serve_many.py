@@ -1,0 +1,258 @@
+"""`effllm serve` without MODEL: a real process in front of real ones, a model each: fable, and a twin of it with another template."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+import effllm
+from effllm.cli.app import main
+from effllm.cli.environment import Environment
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from served import ASKED, MINUTE, Reply, Served, serving
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+ENDLESS = {"prompt": "Once", "temperature": 0, "ignore_eos": True, "stream": True, "max_tokens": -1}
+SLOWLY = ("-t", "1", "--spec", "off")  # so that an endless answer is one for as long as a test looks at it
+
+
+def twin_of_fable(folder: Path) -> Path:
+    """The same weights, whose template says more."""
+    fable = Path(effllm.__path__[0]) / "models" / "fable"
+    folder.mkdir()
+    for path in fable.iterdir():
+        (folder / path.name).symlink_to(path)
+    settings = json.loads((fable / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").unlink()
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": "Long, long ago. " + settings["chat_template"]}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The variables of a person who has an alias for it."""
+    place = tmp_path_factory.mktemp("many")
+    variables = {name: str(place / name) for name in ("XDG_CONFIG_HOME", "XDG_DATA_HOME", "HF_HOME")}
+    subprocess.run([sys.executable, "-P", "-m", "effllm", "alias", "twin", str(twin_of_fable(place / "twin-folder"))], check=True,
+                   env={**os.environ, **variables}, capture_output=True, timeout=MINUTE)
+    return variables
+
+
+@pytest.fixture(scope="module")
+def server(here: dict[str, str]) -> Iterator[Served]:
+    with serving(*SLOWLY, "-c", "4096", model=None, **here) as server:
+        yield server
+
+
+def children(server: Served) -> dict[str, psutil.Process]:
+    """The processes of models, by name."""
+    found = {}
+    for child in psutil.Process(server.process.pid).children():
+        name = next((word.removeprefix("--name=") for word in child.cmdline() if word.startswith("--name=")), None)
+        if name is not None and child.status() != psutil.STATUS_ZOMBIE:
+            found[name] = child
+    return found
+
+
+def until(holds: Callable[[], object], seconds: float = 10) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def states(server: Served) -> dict[str, str]:
+    return {card["id"]: card["status"]["value"] for card in server.ask("GET", "/v1/models").json["data"]}
+
+
+def endless(server: Served, model: str, **headers: str):
+    """A stream that goes on to the end of the context, after its first piece; before that a comment may have come while it was loaded."""
+    response = server.open("POST", TEXT, {**ENDLESS, "model": model}, **headers)
+    next_piece(response)
+    return response
+
+
+def next_piece(response) -> None:
+    while not (line := response.readline()).startswith(b"data: "):
+        assert not line.strip() or line.startswith(b": ")
+
+
+def demand_end(server: Served, number: signal.Signals, **headers: str) -> None:
+    """A signal ends the server with a model that answers and one that is loaded: no process of either is left."""
+    stream = endless(server, "fable", **headers)
+    (other,) = {*server.said["models"]} - {"fable"}
+    loading = server.open_later("POST", TEXT, {"prompt": "Once", "model": other}, **headers)
+    until(lambda: len(children(server)) == 2)
+    left, began = [*children(server).values()], time.monotonic()
+    server.process.send_signal(number)
+    if number == signal.SIGINT:
+        *_, last, done = stream.read().decode().strip().split("\n\n")
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "server_closing" and done == "data: [DONE]"
+        assert loading.getresponse().status == 503 and server.process.wait(5) == 0
+    until(lambda: not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in left), 5)
+    assert time.monotonic() - began < 5 and "Traceback" not in server.err
+
+
+def prompt_tokens(reply: Reply) -> int:
+    return reply.json["usage"]["prompt_tokens"]
+
+
+def test_all_models_are_listed_and_none_is_loaded(server: Served) -> None:
+    assert server.said == {"url": f"http://127.0.0.1:{server.port}/v1", "models": ["fable", "twin"]}
+    assert "serves fable, twin, each loaded when a request names it; Ctrl-C ends it\n" in server.err
+    listed = server.ask("GET", "/v1/models").json
+    assert (listed["object"], listed["first_id"], listed["last_id"]) == ("list", "fable", "twin")
+    for card in listed["data"]:
+        assert card["max_model_len"] == 2048 and card["object"] == "model" and server.ask("GET", f"/v1/models/{card['id']}").json == card
+    assert set(states(server).values()) == {"unloaded"} and not children(server)
+    assert server.ask("GET", "/health").json == {"status": "ok", "waiting": 0}
+    reply = server.chat()
+    assert reply.status == 400 and reply.error["param"] == "model" and "none is loaded" in reply.error["message"]
+
+
+def test_a_request_loads_its_model(server: Served) -> None:
+    fable = server.chat(model="fable")
+    assert fable.status == 200 and fable.json["model"] == "fable" and states(server) == {"fable": "loaded", "twin": "unloaded"}
+    assert server.chat().json["choices"] == fable.json["choices"], "of one that is loaded nobody has to say which"
+    twin = server.chat(model="twin")
+    assert twin.json["model"] == "twin" and prompt_tokens(twin) > prompt_tokens(fable) and set(states(server).values()) == {"loaded"}
+    assert set(children(server)) == {"fable", "twin"}
+    reply = server.chat()
+    assert reply.status == 400 and "2 are loaded" in reply.error["message"]
+    assert server.err.count("fable is loaded: context 2048 tokens, ") == 1
+    assert "fable: a context of 4096 is more than the 2048 positions that the model was made for: left out" in server.err
+    server.until("fable: POST /v1/chat/completions 200 · ")
+
+
+def test_names_that_lead_nowhere(server: Served, here: dict[str, str]) -> None:
+    folder = Path(here["XDG_CONFIG_HOME"]).parent / "twin-folder"
+    known = set(children(server))
+    for name, said in (("no-such-model", "there is no model 'no-such-model'"), ("qwen3-4b", "effllm pull qwen3-4b"),
+                       ("/etc", "there is no model '/etc' here"), (str(folder.parent), "there is no model"), ("gpt-4o", "fable, twin")):
+        for path, asked in ((CHAT, {"messages": ASKED}), (TEXT, {"prompt": "Once"})):
+            reply = server.ask("POST", path, {**asked, "model": name})
+            assert reply.status == 404 and (reply.error["param"], reply.error["code"]) == ("model", "model_not_found")
+            assert said in reply.error["message"]
+        assert server.ask("GET", f"/v1/models/{name}").status == 404
+    reply = server.message(model="no-such-model")
+    assert reply.status == 404 and reply.json["type"] == "error" and reply.json["error"]["type"] == "not_found_error"
+    for asked in ({"model": 7}, {"model": "fable", "keep_alive": "soon"}, {"model": "fable", "stream": "yes"}):
+        assert server.ask("POST", TEXT, {"prompt": "Once", **asked}).status == 400
+    assert server.ask("POST", "/v1/embeddings", {"model": "fable"}).status == 404 and server.ask("GET", CHAT).status == 405
+    assert server.chat(model=str(folder)).json["model"] == "twin", "by what leads to it as well"
+    assert set(children(server)) == known | {"twin"}
+
+
+def test_every_api_is_passed_on(server: Served) -> None:
+    assert server.complete(model="twin").json["object"] == "text_completion"
+    assert server.respond(model="twin").json["model"] == "twin"
+    assert server.message(model="twin").json["role"] == "assistant"
+    events = server.message(model="twin", stream=True).named_events
+    assert events[0]["message"]["model"] == "twin" and events[-1]["type"] == "message_stop"
+    counted = server.message(model="twin", path="/v1/messages/count_tokens").json["input_tokens"]
+    assert counted == prompt_tokens(server.chat(model="twin"))
+    ids = server.ask("POST", "/tokenize", {"model": "twin", "content": "the fox"}).json["tokens"]
+    assert server.ask("POST", "/detokenize", {"model": "twin", "tokens": ids}).json == {"content": "the fox"}
+    first, *pieces, last, usage = server.chat(model="fable", stream=True, stream_options={"include_usage": True}).events
+    whole = server.chat(model="fable").json["choices"][0]["message"]["content"]
+    assert "".join(piece["choices"][0]["delta"]["content"] for piece in pieces) == whole and usage["usage"]["completion_tokens"] == 24
+    refused = server.chat(model="fable", temperature=-1)
+    assert refused.status == 400 and refused.error["param"] == "temperature"
+    assert server.ask("POST", CHAT, {"messages": ASKED, "model": "fable"}, Origin="https://evil.example").status == 403
+
+
+def test_two_clients_of_two_models_are_answered_side_by_side(server: Served) -> None:
+    streams = [endless(server, model) for model in ("fable", "twin")]
+    try:
+        for _ in range(5):
+            for each in streams:
+                next_piece(each)
+    finally:
+        for each in streams:
+            each.connection.close()
+            each.close()
+    for name in ("fable", "twin"):  # who goes away ends the answer of the model
+        server.until(f"{name}: POST /v1/completions 200 · the client left")
+
+
+def test_a_model_whose_process_is_killed_is_loaded_again(server: Served) -> None:
+    plain = server.chat(model="fable").json["choices"]
+    stream = endless(server, "fable")
+    children(server)["fable"].kill()
+    *_, last, done = stream.read().decode().strip().split("\n\n")
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "model_ended" and done == "data: [DONE]"
+    server.until("fable ended by SIGKILL: the next request loads it again")
+    assert states(server)["fable"] == "unloaded"
+    assert server.chat(model="fable").json["choices"] == plain
+
+
+def test_one_at_a_time_waits_for_answers(here: dict[str, str]) -> None:
+    with serving(*SLOWLY, "--max-models", "1", "--api-key", "k", model=None, **here) as server:
+        assert server.chat(model="fable").status == 401
+        asked = {"Authorization": "Bearer k"}
+        first = endless(server, "fable", **asked)
+        second = subprocess.Popen([sys.executable, "-c", ASK, str(server.port), "twin"], stdout=subprocess.PIPE, text=True)
+        server.until("twin waits for answers of fable, whose place it takes")
+        assert server.ask("GET", "/health").json["waiting"] == 1 and len(children(server)) == 2
+        third = subprocess.Popen([sys.executable, "-c", ASK, str(server.port), "fable"], stdout=subprocess.PIPE, text=True)
+        until(lambda: server.ask("GET", "/health").json["waiting"] == 2)
+        assert first.readline() and second.poll() is None, "what answers is not ended, and who comes later does not go first"
+        first.connection.close()
+        first.close()
+        assert [each.communicate(timeout=MINUTE)[0].strip() for each in (second, third)] == ["twin", "fable"]
+        order = [line for line in server.err.splitlines() if " is loaded" in line or " is ended" in line]
+        assert [line.split(":")[0] for line in order] == \
+            ["fable is loaded", "fable is ended", "twin is loaded", "twin is ended", "fable is loaded"]
+        assert set(children(server)) == {"fable"}
+        demand_end(server, signal.SIGINT, **asked)
+
+
+ASK = """
+import http.client, json, sys
+connection = http.client.HTTPConnection("127.0.0.1", int(sys.argv[1]), timeout=60)
+body = json.dumps({"model": sys.argv[2], "prompt": "Once", "max_tokens": 2})
+connection.request("POST", "/v1/completions", body, {"Authorization": "Bearer k"})
+print(json.loads(connection.getresponse().read())["model"])
+"""
+
+
+def test_memory_is_one_budget_and_what_nobody_asks_for_goes(here: dict[str, str]) -> None:
+    with serving("--ram", "420M", "--keep-alive", "0.4s", "--quiet", model=None, **here) as server:  # the front, one model, and no second
+        server.complete(model="fable", max_tokens=2, keep_alive=-1)
+        time.sleep(0.6)
+        ((name, process),) = children(server).items()
+        assert name == "fable" and server.complete(model="twin", max_tokens=2).status == 200
+        assert "fable is ended: to make room for twin\n" in server.err and not process.is_running()
+        server.until("twin is ended: nobody asked for it for 0.4 seconds")
+        until(lambda: not children(server))
+        assert set(states(server).values()) == {"unloaded"} and "POST" not in server.err
+
+
+@pytest.mark.parametrize(("flags", "said"), [
+    (("--name", "x"), "--name is for a server of one model"), (("--draft", "fable"), "--draft is for a server of one model"),
+    (("--max-models", "0"), "--max-models 0 is no number"), (("--keep-alive", "soon"), "--keep-alive soon is no time"),
+    (("fable", "--max-models", "2"), "--max-models is for a server of several"), (("fable", "no-such-model"), "there is no model"),
+    (("-c", "0"), "--ctx 0 is too small"), (("--parallel", "0"), "--parallel 0 is too small"), (("--ram", "6"), "--ram 6 is 6 bytes")])
+def test_what_is_refused(flags: tuple[str, ...], said: str) -> None:
+    environment = Environment(io.StringIO(), io.StringIO(), io.StringIO(), os.environ)
+    code, err = main(["serve", "--port", "0", *flags], environment), environment.stderr.getvalue()
+    assert code in (2, 3) and said in err and err.count("hint: ") == 1 and not environment.stdout.getvalue()
+
+
+def test_models_that_are_named_are_those_alone(here: dict[str, str]) -> None:
+    folder = Path(here["XDG_CONFIG_HOME"]).parent / "twin-folder"
+    with serving(str(folder), "-n", "3", "-s", "Be brief.", model="fable", **here) as server:
+        assert server.said["models"] == ["fable", "twin-folder"], "no folder of this machine"
+        reply = server.ask("POST", CHAT, {"model": "twin-folder", "messages": ASKED})
+        assert reply.json["usage"]["completion_tokens"] == 3 and reply.json["model"] == "twin-folder"
+        assert server.chat(model="fable:4bit").status == 404 and str(folder) not in server.chat(model="x").error["message"]
+        demand_end(server, signal.SIGKILL)

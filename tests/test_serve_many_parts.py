@@ -1,0 +1,136 @@
+"""The parts of a server of several models: what a stream is told while its model is loaded, how long one stays, what models are called."""
+
+import asyncio
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+import effllm
+from effllm.cli.server import front as front_module
+from effllm.cli.server.child import Starter, in_words
+from effllm.cli.server.front import Front, problem_in
+from effllm.cli.server.guard import RECORD
+from effllm.cli.server.lasting import NEVER, seconds_of
+from effllm.cli.server.lasting import in_words as time_in_words
+from effllm.cli.server.problems import Problem
+from effllm.cli.server.residents import Limits, Residents
+from effllm.cli.server.shelf import Shelf, called
+from effllm.cli.server.streams import Record
+from effllm.offload import hardware
+from effllm.runtime.events import Progress
+
+FABLE = Path(effllm.__path__[0]) / "models" / "fable"
+MIB = 1 << 20
+ASKED = {"/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3},
+         "/v1/completions": {"prompt": "Once", "max_tokens": 3}, "/v1/responses": {"input": "Hi", "max_output_tokens": 3},
+         "/v1/messages": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}}
+
+
+def made(notes: list[str], **limits: object) -> Front:
+    """In this process, with children of it that ask for the key."""
+    starter = Starter(["--host=127.0.0.1", "--port=0"], {**os.environ, "EFFLLM_API_KEY": "key"}, lambda name, event: None,
+                      lambda name, text: notes.append(text))
+    return Front(Shelf(os.environ), Residents(starter, Limits(**limits), notes.append), "key")
+
+
+async def asked(front: Front, path: str, **fields: object) -> tuple[int, str]:
+    """Status and body of what is answered to a request that stays until the end."""
+    sent, body = [], json.dumps({"model": "fable", **ASKED[path], **fields}).encode()
+    coming = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+    async def receive() -> dict[str, object]:
+        return next(coming, None) or await asyncio.Future()
+
+    async def send(message: dict[str, object]) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "http_version": "1.1", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"",
+             "headers": [(b"content-type", b"application/json")], RECORD: Record()}
+    await front.application()(scope, receive, send)
+    return sent[0]["status"], b"".join(each.get("body", b"") for each in sent).decode()
+
+
+def in_loop(front: Front, *paths: str, **fields: object) -> list[tuple[int, str]]:
+    async def together() -> list[tuple[int, str]]:
+        try:
+            return await asyncio.gather(*(asked(front, path, **fields) for path in paths))
+        finally:
+            front.residents.close()
+            await front.residents.closed()
+
+    return asyncio.run(together())
+
+
+def parts(text: str) -> tuple[list[str], list[dict]]:
+    """The comments and the objects of a stream: the former come first."""
+    lines = [line for line in text.split("\n") if line and line != "data: [DONE]" and not line.startswith("event: ")]
+    comments = [line for line in lines if line.startswith(": ")]
+    assert lines[: len(comments)] == comments
+    return comments, [json.loads(line.removeprefix("data: ")) for line in lines[len(comments) :]]
+
+
+def test_streams_are_told_of_the_load_that_all_of_them_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(front_module, "KEEP_ALIVE_S", 0.05)
+    notes: list[str] = []
+    front = made(notes)
+    replies = in_loop(front, *ASKED, stream=True)
+    assert sum("fable is loaded" in each for each in notes) == 1 and len(replies) == 4
+    for path, (status, text) in zip(ASKED, replies, strict=True):
+        comments, objects = parts(text)
+        assert status == 200 and ": fable: starting" in comments and len(objects) > 2, path
+    assert replies[0][1].endswith("data: [DONE]\n\n") and parts(replies[3][1])[1][-1]["type"] == "message_stop"
+
+
+def test_a_load_that_fails_is_an_error_of_each_api(monkeypatch: pytest.MonkeyPatch) -> None:
+    notes: list[str] = []
+    front = made(notes, ram=hardware.rss() + 30 * MIB, waiting=2)
+    (status, text), (_, message), (third, full) = in_loop(front, "/v1/chat/completions", "/v1/messages", "/v1/completions", stream=True)
+    assert third == 503 and json.loads(full)["error"]["code"] == "queue_full", "no more wait than may"
+    error = json.loads(text)["error"]
+    assert status == 400 and error["code"] == "does_not_fit" and "fable cannot be loaded: " in error["message"]
+    assert " MiB" in error["message"] and "--ram" in error["message"], "the numbers, and the next step"
+    assert json.loads(message)["error"]["type"] == "invalid_request_error"
+    assert len(notes) == 1 and notes[0].startswith("fable is not loaded: ") and not front.residents.loaded()
+
+    monkeypatch.setattr(front_module, "KEEP_ALIVE_S", 0.05)
+    chat, _, response, message = in_loop(made([], ram=hardware.rss() + 30 * MIB), *ASKED, stream=True)
+    for (status, text), found in ((chat, lambda last: last["error"]), (response, lambda last: last["response"]["error"]),
+                                  (message, lambda last: last["error"])):
+        comments, objects = parts(text)
+        assert status == 200 and comments and "cannot be loaded" in found(objects[-1])["message"]
+
+
+@pytest.mark.parametrize(("said", "seconds"), [("90", 90), (90, 90), ("0", 0), ("5m", 300), ("1h30m", 5400), ("0.5s", 0.5), (1.5, 1.5),
+                                               ("-1", NEVER), (-1, NEVER), ("-1m", NEVER), ("1d", 86400)])
+def test_times(said: str | float, seconds: float) -> None:
+    assert seconds_of(said) == seconds
+
+
+@pytest.mark.parametrize("said", ["", "m", "soon", "5 m", "5x", "1..2s", "--1", "-", "nan", "1m2.", "٣s"])
+def test_what_is_no_time(said: str) -> None:
+    with pytest.raises(ValueError):
+        seconds_of(said)
+
+
+def test_what_is_said_of_waiting() -> None:
+    assert [time_in_words(each) for each in (300, 60, 3600, 90, 1, 0.4)] == \
+        ["5 minutes", "1 minute", "1 hour", "90 seconds", "1 second", "0.4 seconds"]
+    assert in_words(Progress("loading", 3 * MIB, 9 * MIB, "bytes")) == "loading: 3.00 MiB of 9.00 MiB"
+    assert in_words(Progress("compiling kernels", 2, 37, "kernels")) == "compiling kernels: 2 of 37 kernels"
+
+
+def test_models_of_paths_are_called_by_what_tells_them_apart(tmp_path: Path) -> None:
+    folders = [tmp_path / place / "model" for place in ("a", "b", "c")]
+    models = called([("fable", FABLE, None, None), *((str(each), each, None, None) for each in folders)])
+    assert [each.name for each in models] == ["fable", "model", "b/model", "c/model"]
+    assert [each.typed for each in models] == ["fable", *map(str, folders)]
+
+
+def test_the_problem_of_any_api_is_read() -> None:
+    for problem in (Problem(400, "too hot", param="temperature", code="x"), Problem(503, "the server ends")):
+        again = problem_in(problem.status, json.dumps(problem.to_json()).encode())
+        assert (again.status, again.message, again.param, again.code) == (problem.status, problem.message, problem.param, problem.code)
+        assert problem_in(problem.status, json.dumps(problem.to_anthropic()).encode()).message == problem.message
+    assert problem_in(404, b'{"error": "no such model"}').message == "no such model"
