@@ -56,6 +56,8 @@ def serve_many(context: typer.Context, served: Served, answer: AnswerFlags, samp
     for name, instead in ONE.items():
         if is_typed(context, name):
             raise UsageError(f"--{name} is for a server of one model", instead)
+    if context.params["name"] is not None:
+        screen.note("EFFLLM_NAME is left out: each model has its own name")
     keep_s = judged(served)
     judge(answer, sampling, engine, keeping)
     engine.options(overflow=answer.overflow, parallel=served.parallel)
@@ -107,7 +109,7 @@ def judged(served: Served) -> float:
 
 def handed_on(context: typer.Context, screen: Screen) -> tuple[list[str], dict[str, str]]:
     """What a child is told of how its model runs and answers: flags, and its variables."""
-    variables = dict(screen.environment.variables)
+    variables = {**screen.environment.variables, "NO_COLOR": "1"}  # what it says is a part of lines that are said here
     groups = {field.name for group in (RunFlags, WeightFlags) for field in flags_of(group)}
     parameters = {each.name: each for each in context.command.params if each.param_type_name == "option" and each.envvar}
     flags = []

@@ -1,8 +1,10 @@
 """`effllm serve` without MODEL: a real process in front of real ones, a model each: fable, and a twin of it with another template."""
 
+import contextlib
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,7 +24,7 @@ from served import ASKED, MINUTE, Reply, Served, serving
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 ENDLESS = {"prompt": "Once", "temperature": 0, "ignore_eos": True, "stream": True, "max_tokens": -1}
-SLOWLY = ("-t", "1", "--spec", "off")  # so that an endless answer is one for as long as a test looks at it
+ON_AND_ON = ("-t", "1", "--spec", "off", "--overflow", "shift")  # an endless answer is one, and leaves the others a core
 
 
 def twin_of_fable(folder: Path) -> Path:
@@ -49,7 +51,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def server(here: dict[str, str]) -> Iterator[Served]:
-    with serving(*SLOWLY, "-c", "4096", model=None, **here) as server:
+    with serving(*ON_AND_ON, "-c", "4096", model=None, **here) as server:
         yield server
 
 
@@ -57,9 +59,8 @@ def children(server: Served) -> dict[str, psutil.Process]:
     """The processes of models, by name."""
     found = {}
     for child in psutil.Process(server.process.pid).children():
-        name = next((word.removeprefix("--name=") for word in child.cmdline() if word.startswith("--name=")), None)
-        if name is not None and child.status() != psutil.STATUS_ZOMBIE:
-            found[name] = child
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ends at this moment
+            found |= {word.removeprefix("--name="): child for word in child.cmdline() if word.startswith("--name=")}
     return found
 
 
@@ -75,7 +76,7 @@ def states(server: Served) -> dict[str, str]:
 
 
 def endless(server: Served, model: str, **headers: str):
-    """A stream that goes on to the end of the context, after its first piece; before that a comment may have come while it was loaded."""
+    """A stream that goes on until it is left, after its first piece; before that a comment may have come while it was loaded."""
     response = server.open("POST", TEXT, {**ENDLESS, "model": model}, **headers)
     next_piece(response)
     return response
@@ -184,6 +185,15 @@ def test_two_clients_of_two_models_are_answered_side_by_side(server: Served) -> 
         server.until(f"{name}: POST /v1/completions 200 · the client left")
 
 
+def test_models_are_loaded_and_ended_by_hand(server: Served) -> None:
+    assert server.ask("POST", "/models/unload", {"model": "twin"}).json == {"success": True}
+    until(lambda: states(server)["twin"] == "unloaded" and set(children(server)) == {"fable"})
+    reply = server.ask("POST", "/models/unload", {"model": "twin"})
+    assert reply.status == 400 and "twin is not loaded" in reply.error["message"]
+    assert server.ask("POST", "/models/load", {"model": "twin"}).json == {"success": True} and states(server)["twin"] == "loaded"
+    assert server.ask("POST", "/models/load", {"model": "no-such-model"}).status == 404
+
+
 def test_a_model_whose_process_is_killed_is_loaded_again(server: Served) -> None:
     plain = server.chat(model="fable").json["choices"]
     stream = endless(server, "fable")
@@ -196,7 +206,7 @@ def test_a_model_whose_process_is_killed_is_loaded_again(server: Served) -> None
 
 
 def test_one_at_a_time_waits_for_answers(here: dict[str, str]) -> None:
-    with serving(*SLOWLY, "--max-models", "1", "--api-key", "k", model=None, **here) as server:
+    with serving(*ON_AND_ON, "--max-models", "1", "--api-key", "k", model=None, **here) as server:
         assert server.chat(model="fable").status == 401
         asked = {"Authorization": "Bearer k"}
         first = endless(server, "fable", **asked)
@@ -225,8 +235,11 @@ print(json.loads(connection.getresponse().read())["model"])
 """
 
 
-def test_memory_is_one_budget_and_what_nobody_asks_for_goes(here: dict[str, str]) -> None:
-    with serving("--ram", "420M", "--keep-alive", "0.4s", "--quiet", model=None, **here) as server:  # the front, one model, and no second
+def test_memory_is_one_budget_and_what_nobody_asks_for_goes(server: Served, here: dict[str, str]) -> None:
+    server.complete(model="fable", max_tokens=2)
+    planned = float(re.findall(r"fable is loaded: context \d+ tokens, ([\d.]+) MiB", server.err)[-1])
+    ram = psutil.Process(server.process.pid).memory_info().rss / 2**20 + 1.5 * planned  # the front, one model, and no second
+    with serving("--ram", f"{ram:.0f}Mi", "--keep-alive", "0.4s", "--quiet", model=None, **here) as server:
         server.complete(model="fable", max_tokens=2, keep_alive=-1)
         time.sleep(0.6)
         ((name, process),) = children(server).items()

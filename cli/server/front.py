@@ -24,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 
 from ... import EffllmError
 from . import responses_fields
-from .application import body_of, on_left, on_path, on_problem
+from .application import body_of, on_left, on_path, on_problem, read
 from .fields import Body, parsed
 from .guard import RECORD
 from .lasting import seconds_of
@@ -97,7 +97,8 @@ class Front:
         routes = [get("/", self.greeting), *(get(path, self.health) for path in ("/health", "/v1/health")),
                   *(get(path, self.models) for path in ("/v1/models", "/models")),
                   *(get(path, self.model) for path in ("/v1/models/{name:path}", "/models/{name:path}")),
-                  *(Route(path, partial(self.pass_on, passed), methods=["POST"]) for passed in PASSED for path in passed.paths)]
+                  *(Route(path, partial(self.pass_on, passed), methods=["POST"]) for passed in PASSED for path in passed.paths),
+                  Route("/models/load", self.load, methods=["POST"]), Route("/models/unload", self.unload, methods=["POST"])]
         return Starlette(routes=routes, exception_handlers={Problem: on_problem, HTTPException: on_path, EffllmError: on_problem,
                                                             ClientDisconnect: on_left, Exception: on_problem})
 
@@ -138,6 +139,20 @@ class Front:
         return {"id": name, "object": "model", "created": made, "owned_by": "effllm", "max_model_len": state.context,
                 "status": {"value": status}, "type": "model", "display_name": name, "max_input_tokens": state.context,
                 "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(made))}
+
+    async def load(self, request: Request) -> Response:
+        """As llama-server has it, but that what is answered is true then."""
+        asked = await read(request, Named)
+        resident = await self.residents.take(await self._meant(asked.model))
+        self.residents.give_back(resident, keep_of(asked))
+        return json_response({"success": True})
+
+    async def unload(self, request: Request) -> Response:
+        """Behind the answers that run."""
+        model = await self._meant((await read(request, Named)).model)
+        if not self.residents.let_go(model):
+            raise Problem(400, f"{model.name} is not loaded", param="model")
+        return json_response({"success": True})
 
     async def pass_on(self, passed: Passed, request: Request) -> Response:
         body = await body_of(request)

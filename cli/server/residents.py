@@ -122,6 +122,15 @@ class Residents:
         self._changed.set()
         self._rest(resident)
 
+    def let_go(self, model: Shelved) -> bool:
+        """End it as soon as nobody is with it; False where it is not loaded."""
+        resident = self.find(model)
+        if resident is None:
+            return False
+        resident.keep_s = 0.0
+        self._rest(resident)
+        return True
+
     def close(self) -> None:
         """Load no more, and let what is loaded end."""
         self.is_closed = True
