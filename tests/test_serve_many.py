@@ -263,9 +263,11 @@ def test_what_is_refused(flags: tuple[str, ...], said: str) -> None:
 
 def test_models_that_are_named_are_those_alone(here: dict[str, str]) -> None:
     folder = Path(here["XDG_CONFIG_HOME"]).parent / "twin-folder"
-    with serving(str(folder), "-n", "3", "-s", "Be brief.", model="fable", **here) as server:
+    flags = (str(folder), "-n", "3", "-s", "Be brief.", "--kv", "8bit", "--stop", "@ @", "--stop", "@@")
+    with serving(*flags, model="fable", **here, EFFLLM_CACHE_TYPE_K="f16", EFFLLM_NAME="house") as server:
         assert server.said["models"] == ["fable", "twin-folder"], "no folder of this machine"
         reply = server.ask("POST", CHAT, {"model": "twin-folder", "messages": ASKED})
         assert reply.json["usage"]["completion_tokens"] == 3 and reply.json["model"] == "twin-folder"
+        assert "twin-folder: --kv 8bit: no profile of this model" in server.err and "EFFLLM_NAME is left out" in server.err
         assert server.chat(model="fable:4bit").status == 404 and str(folder) not in server.chat(model="x").error["message"]
         demand_end(server, signal.SIGKILL)
