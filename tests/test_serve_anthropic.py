@@ -70,3 +70,13 @@ def test_errors_are_of_their_classes(client) -> None:
         client.messages.create(**{**GIVEN, "messages": [{"role": "user", "content": "fox " * 3000}]}, stream=True)
     with pytest.raises(anthropic.AuthenticationError):
         client.with_options(api_key="wrong").messages.create(**GIVEN)
+
+
+def test_models_by_name() -> None:
+    with serving(model=None) as server, anthropic.Anthropic(base_url=server.url.removesuffix("/v1"), api_key="x", max_retries=0) as client:
+        assert "fable" in [model.id for model in client.models.list()]
+        with client.messages.stream(**GIVEN) as stream:
+            text = "".join(stream.text_stream)
+        assert text == client.messages.create(**GIVEN).content[0].text != ""
+        with pytest.raises(anthropic.NotFoundError, match="no-such-model"):
+            client.messages.create(**{**GIVEN, "model": "no-such-model"})

@@ -77,3 +77,17 @@ def test_vectors(tmp_path: Path) -> None:
         assert len(client.embeddings.create(model="vectors", input="The fox.", dimensions=8).data[0].embedding) == 8
         with pytest.raises(openai.BadRequestError, match="the context holds"):
             client.embeddings.create(model="vectors", input="fox " * 3000)
+
+
+def test_models_by_name() -> None:
+    with serving("--api-key", "k", model=None) as server, openai.OpenAI(base_url=server.url, api_key="k", max_retries=0) as client:
+        assert "fable" in [model.id for model in client.models.list()] and client.models.retrieve("fable").owned_by == "effllm"
+        asked = {"model": "fable", "messages": ASKED, "max_completion_tokens": 8, "temperature": 0}
+        with client.chat.completions.stream(**asked) as stream:
+            text = "".join(event.delta for event in stream if event.type == "content.delta")
+        assert text == client.chat.completions.create(**asked).choices[0].message.content != ""
+        with pytest.raises(openai.NotFoundError, match="no-such-model"):
+            client.chat.completions.create(**{**asked, "model": "no-such-model"})
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.chat.completions.create(**asked, n=2)
+        assert caught.value.param == "n"
