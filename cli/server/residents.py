@@ -113,6 +113,8 @@ class Residents:
                 await asyncio.shield(load)
             finally:
                 self._waiting[model.key] -= 1
+                if (resident := self.find(model)) is not None:  # which rests if this was the last that waited, and has left
+                    self._rest(resident)
 
     def give_back(self, resident: Resident, keep_s: float | None = None) -> None:
         """An answer has ended. `keep_s`: how long the request wants it to stay, from now on."""
@@ -230,7 +232,9 @@ class Residents:
         self._rest(resident)
 
     def _rest(self, resident: Resident) -> None:
-        if resident.busy == 0 and resident.keep_s != NEVER and self._is_there(resident.model) and not self.is_closed:
+        """End it in time, unless somebody asks for it. Who waited for it to be loaded has yet to take it."""
+        is_wanted = resident.busy or self._waiting.get(resident.model.key)
+        if not is_wanted and resident.keep_s != NEVER and self._is_there(resident.model) and not self.is_closed:
             self._stop_timer(resident)
             resident.timer = asyncio.get_running_loop().call_later(resident.keep_s, self._expire, resident)
 
@@ -242,12 +246,18 @@ class Residents:
     def _expire(self, resident: Resident) -> None:
         if self._loaded.get(resident.model.key) is resident and not resident.busy:
             why = f"nobody asked for it for {in_words(resident.keep_s)}" if resident.keep_s else "it has answered, and is not kept"
-            self._ending.add(task := asyncio.ensure_future(self._end(resident, why)))
+            self._remove(resident, why)
+            self._ending.add(task := asyncio.ensure_future(resident.child.end()))
             task.add_done_callback(self._ending.discard)
 
     async def _end(self, resident: Resident, why: str) -> None:
         """Who calls this beside another waits for the same end."""
-        self._stop_timer(resident)
-        if self._loaded.pop(resident.model.key, None) is not None:
-            self._note(f"{resident.model.name} is ended: {why}")
+        if self._loaded.get(resident.model.key) is resident:
+            self._remove(resident, why)
         await resident.child.end()
+
+    def _remove(self, resident: Resident, why: str) -> None:
+        """From now on nobody takes it."""
+        self._stop_timer(resident)
+        del self._loaded[resident.model.key]
+        self._note(f"{resident.model.name} is ended: {why}")
