@@ -89,8 +89,8 @@ def serve_many(context: typer.Context, served: Served, answer: AnswerFlags, samp
             if served.json:
                 screen.json({"url": url, "models": names})
 
-        listen(Guard(Front(shelf, residents, key).application(), rules, report.request), listening, residents, ready, screen.note_once,
-               residents.closed, GRACE_S)
+        front = Front(shelf, residents, key, engine.ctx)
+        listen(Guard(front.application(), rules, report.request), listening, residents, ready, screen.note_once, residents.closed, GRACE_S)
     return 0
 
 

@@ -148,7 +148,7 @@ def test_names_that_lead_nowhere(server: Served, here: dict[str, str]) -> None:
     assert reply.status == 404 and reply.json["type"] == "error" and reply.json["error"]["type"] == "not_found_error"
     for asked in ({"model": 7}, {"model": "fable", "keep_alive": "soon"}, {"model": "fable", "stream": "yes"}):
         assert server.ask("POST", TEXT, {"prompt": "Once", **asked}).status == 400
-    assert server.ask("POST", "/v1/embeddings", {"model": "fable"}).status == 404 and server.ask("GET", CHAT).status == 405
+    assert server.ask("POST", "/api/embed", {"model": "fable", "input": "the fox"}).status == 400 and server.ask("GET", CHAT).status == 405
     assert server.chat(model=str(folder)).json["model"] == "twin", "by what leads to it as well"
     assert set(children(server)) == known | {"twin"}
 
@@ -169,6 +169,29 @@ def test_every_api_is_passed_on(server: Served) -> None:
     refused = server.chat(model="fable", temperature=-1)
     assert refused.status == 400 and refused.error["param"] == "temperature"
     assert server.ask("POST", CHAT, {"messages": ASKED, "model": "fable"}, Origin="https://evil.example").status == 403
+
+
+def test_ollamas_api_is_of_all_models(server: Served) -> None:
+    """Lists are of all; a model is shown without being loaded, and loaded by a chat, whose lines come as they are written."""
+    tags = {each["name"]: each for each in server.ask("GET", "/api/tags").json["models"]}
+    assert set(tags) == {"fable:latest", "twin:latest"} and tags["twin:latest"]["details"]["quantization_level"] == "16bit"
+    assert server.ask("POST", "/models/unload", {"model": "twin"}).status in (200, 400)
+    until(lambda: states(server)["twin"] == "unloaded")
+    shown = server.ask("POST", "/api/show", {"model": "twin:latest"}).json
+    assert shown["template"].startswith("Long, long ago. ") and shown["model_info"]["llama.context_length"] == 2048
+    assert shown["capabilities"] == ["completion"] and states(server)["twin"] == "unloaded"
+    asked = {"model": "twin:latest", "messages": ASKED, "options": {"num_predict": 6, "temperature": 0}}
+    reply = server.ask("POST", "/api/chat", asked)
+    *pieces, last = map(json.loads, reply.body.splitlines())
+    whole = server.ask("POST", "/api/chat", {**asked, "stream": False}).json
+    assert "".join(each["message"]["content"] for each in pieces) == whole["message"]["content"] != ""
+    assert last["done"] and last["eval_count"] == whole["eval_count"] == 6
+    running = {each["name"]: each for each in server.ask("GET", "/api/ps").json["models"]}
+    assert running["twin:latest"]["context_length"] == 2048 and running["twin:latest"]["size"] > 1 << 20
+    missing = server.ask("POST", "/api/generate", {"model": "no-such-model", "prompt": "Once"})
+    assert missing.status == 404 and missing.json["error"].startswith("model not found: ")
+    assert "effllm pull qwen3-4b" in server.ask("POST", "/api/pull", {"model": "qwen3-4b"}).json["error"]
+    assert server.ask("DELETE", "/api/delete", {"model": "twin"}).status == 501 and b"Ollama is running" in server.ask("GET", "/").body
 
 
 def test_two_clients_of_two_models_are_answered_side_by_side(server: Served) -> None:

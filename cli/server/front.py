@@ -24,22 +24,24 @@ from starlette.types import Receive, Scope, Send
 
 from ... import EffllmError
 from . import responses_fields
-from .application import body_of, on_left, on_path, on_problem, read
+from .application import on_left, on_path, on_problem
+from .bodies import body_of, read
 from .fields import Body, parsed
 from .guard import RECORD
 from .lasting import seconds_of
 from .messages_fields import MessagesAsked
 from .messages_shape import MessageShape
+from .ollama_fields import untagged
+from .ollama_front import OllamaFront
+from .ollama_shape import OllamaMessage, OllamaResponse
 from .passing import Answer, Broken, passed_on
-from .problems import FAILED, MESSAGES, Problem, closing
+from .problems import FAILED, MESSAGES, OLLAMA, Problem, closing
 from .residents import Resident, Residents
 from .responses_fields import ResponsesAsked
 from .responses_shape import ResponseShape
 from .shapes import ChatShape, Shape, TextShape
 from .shelf import Shelf, Shelved
-from .streams import HEADERS, KEEP_ALIVE_S, LEFT, json_response, unless_gone, written
-
-EVENTS = b"text/event-stream"
+from .streams import EVENTS, HEADERS, KEEP_ALIVE_S, LEFT, LINES, json_response, unless_gone, written
 
 
 class Named(Body):
@@ -60,16 +62,20 @@ def response_shape(name: str, body: bytes) -> Shape:
 @dataclass(frozen=True)
 class Passed:
     """Paths of requests that models answer. `shape`: of their streams, given the model's name and the body; None where they have no
-    stream of events, which then begins when the model does."""
+    stream, which then begins when the model does. `streams`: without being asked to."""
 
     paths: tuple[str, ...]
     shape: Callable[[str, bytes], Shape] | None = None
+    streams: bool = False
 
 
 PASSED = (Passed(("/v1/chat/completions", "/chat/completions"), lambda name, body: ChatShape(name)),
           Passed(("/v1/completions", "/completions"), lambda name, body: TextShape(name)),
           Passed(("/v1/responses", "/responses"), response_shape),
           Passed((MESSAGES,), lambda name, body: MessageShape(name, parsed(MessagesAsked, body))),
+          Passed((f"{OLLAMA}chat",), lambda name, body: OllamaMessage(name), streams=True),
+          Passed((f"{OLLAMA}generate",), lambda name, body: OllamaResponse(name), streams=True),
+          Passed(("/v1/embeddings", "/embeddings", f"{OLLAMA}embed", f"{OLLAMA}embeddings")),
           Passed((f"{MESSAGES}/count_tokens", "/tokenize", "/detokenize")))
 
 
@@ -86,10 +92,10 @@ class State:
 
 
 class Front:
-    """`key` is what the servers of models ask for."""
+    """`key` is what the servers of models ask for; `most_context` what a person lets each have."""
 
-    def __init__(self, shelf: Shelf, residents: Residents, key: str) -> None:
-        self.shelf, self.residents, self.key = shelf, residents, key
+    def __init__(self, shelf: Shelf, residents: Residents, key: str, most_context: int | None = None) -> None:
+        self.shelf, self.residents, self.key, self._most_context = shelf, residents, key, most_context
         self._created = int(time.time())
 
     def application(self) -> Starlette:
@@ -98,12 +104,14 @@ class Front:
                   *(get(path, self.models) for path in ("/v1/models", "/models")),
                   *(get(path, self.model) for path in ("/v1/models/{name:path}", "/models/{name:path}")),
                   *(Route(path, partial(self.pass_on, passed), methods=["POST"]) for passed in PASSED for path in passed.paths),
+                  *OllamaFront(self).routes(),
                   Route("/models/load", self.load, methods=["POST"]), Route("/models/unload", self.unload, methods=["POST"])]
         return Starlette(routes=routes, exception_handlers={Problem: on_problem, HTTPException: on_path, EffllmError: on_problem,
                                                             ClientDisconnect: on_left, Exception: on_problem})
 
     async def greeting(self, request: Request) -> Response:
-        return PlainTextResponse("effllm serves models by name: APIs like OpenAI's and Anthropic's, under /v1; /v1/models lists them\n")
+        return PlainTextResponse("effllm serves models by name: APIs like OpenAI's and Anthropic's under /v1, where /v1/models lists them, "
+                                 "and like Ollama's under /api, whose programs look here for the words \"Ollama is running\"\n")
 
     async def health(self, request: Request) -> Response:
         if self.residents.is_closed:
@@ -115,13 +123,14 @@ class Front:
         models = await asyncio.to_thread(self.shelf.models)
         here = {each.key for each in models}
         others = [each.model for each in self.residents.loaded() if each.model.key not in here]  # by names that no list has
-        return [self._state(each) for each in (*models, *others)]
+        return [self.state(each) for each in (*models, *others)]
 
-    def _state(self, model: Shelved) -> State:
+    def state(self, model: Shelved) -> State:
         resident = self.residents.find(model)
         if resident is not None:
             return State(model, resident.context, resident.nbytes, resident.since, resident.until)
-        return State(model, model.facts and model.facts.context, is_loading=self.residents.is_loading(model))
+        contexts = [each for each in (model.facts and model.facts.context, self._most_context) if each]
+        return State(model, min(contexts, default=None), is_loading=self.residents.is_loading(model))
 
     async def models(self, request: Request) -> Response:
         cards = [self._card(each) for each in await self.states()]
@@ -130,7 +139,7 @@ class Front:
 
     async def model(self, request: Request) -> Response:
         found = await asyncio.to_thread(self.shelf.find, request.path_params["name"])
-        return json_response(self._card(self._state(found)))
+        return json_response(self._card(self.state(found)))
 
     def _card(self, state: State) -> dict[str, object]:
         """A model as OpenAI's and Anthropic's lists have it, with llama-server's word for whether it is loaded."""
@@ -143,13 +152,13 @@ class Front:
     async def load(self, request: Request) -> Response:
         """As llama-server has it, but that what is answered is true then."""
         asked = await read(request, Named)
-        resident = await self.residents.take(await self._meant(asked.model))
+        resident = await self.residents.take(await self.meant(asked.model))
         self.residents.give_back(resident, keep_of(asked))
         return json_response({"success": True})
 
     async def unload(self, request: Request) -> Response:
         """Behind the answers that run."""
-        model = await self._meant((await read(request, Named)).model)
+        model = await self.meant((await read(request, Named)).model)
         if not self.residents.let_go(model):
             raise Problem(400, f"{model.name} is not loaded", param="model")
         return json_response({"success": True})
@@ -157,13 +166,14 @@ class Front:
     async def pass_on(self, passed: Passed, request: Request) -> Response:
         body = await body_of(request)
         asked = await asyncio.to_thread(parsed, Named, body)
-        model, keep_s = await self._meant(asked.model), keep_of(asked)
-        shape = await asyncio.to_thread(passed.shape, model.name, body) if passed.shape is not None and asked.stream else None
+        model, keep_s = await self.meant(asked.model), keep_of(asked)
+        streams = passed.streams if asked.stream is None else asked.stream
+        shape = await asyncio.to_thread(passed.shape, model.name, body) if passed.shape is not None and streams else None
         return Relay(self, model, shape, body, keep_s)
 
-    async def _meant(self, name: str | None) -> Shelved:
+    async def meant(self, name: str | None) -> Shelved:
         """The model that a request is for. Raises Problem."""
-        if name:
+        if name := untagged(name or ""):
             return self.residents.named(name) or await asyncio.to_thread(self.shelf.find, name)
         loaded = self.residents.loaded()
         if len(loaded) != 1:
@@ -187,6 +197,7 @@ class Relay(Response):
 
     def __init__(self, front: Front, model: Shelved, shape: Shape | None, body: bytes, keep_s: float | None) -> None:
         self._front, self._model, self._shape, self._body, self._keep_s = front, model, shape, body, keep_s
+        self._kind = LINES if shape is not None and shape.by_line else EVENTS
         self._began = self._passing = False  # bytes were sent; they are the model's
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -244,17 +255,20 @@ class Relay(Response):
 
     async def _demand_events(self, answer: Answer) -> None:
         """A stream has begun: what is none is an error, which is its last event. Raises Problem."""
-        if any(name == b"content-type" and value.startswith(EVENTS) for name, value in answer.headers):
+        if any(name == b"content-type" and value.decode("latin-1") == self._kind for name, value in answer.headers):
             return
         raise problem_in(answer.status, b"".join([piece async for piece in answer.pieces]))
 
     async def _comment(self, text: str) -> None:
+        """Lines have no comments: there it is a piece without text, as from a model that waits for its turn."""
         if self._shape is None:
             return
         if not self._began:
             self._began = True
-            await self._send({"type": "http.response.start", "status": 200, "headers": raw(HEADERS.items())})
-        await self._piece(f": {text}\n\n".encode("utf-8", "replace"))
+            headers = raw((("content-type", self._kind), *HEADERS.items()))
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        by_line = self._shape.by_line
+        await self._piece(written(self._shape, self._shape.waiting()) if by_line else f": {text}\n\n".encode("utf-8", "replace"))
 
     async def _piece(self, body: bytes, more: bool = True) -> None:
         await self._send({"type": "http.response.body", "body": body, "more_body": more})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from starlette.routing import Route
 from ... import __version__, typed
 from .bodies import read
 from .ollama_fields import Named, untagged
-from .ollama_models import Listed, listed, loaded, running, shown, tags
+from .ollama_models import Listed, listed, loaded, of_engine, running, shown, tags
 from .problems import OLLAMA, Problem
 from .streams import json_response
 
@@ -41,13 +41,9 @@ class OllamaModels:
         self._since = time.time()
 
     def routes(self) -> list[Route]:
-        return [Route(f"{OLLAMA}version", self.version, methods=["GET"]), Route(f"{OLLAMA}tags", self.tags, methods=["GET"]),
+        return [Route(f"{OLLAMA}version", version, methods=["GET"]), Route(f"{OLLAMA}tags", self.tags, methods=["GET"]),
                 Route(f"{OLLAMA}ps", self.running, methods=["GET"]), Route(f"{OLLAMA}show", self.show, methods=["POST"]),
-                Route(f"{OLLAMA}pull", self.pull, methods=["POST"]),
-                *(Route(OLLAMA + path, partial(_not_here, path), methods=METHODS) for path in INSTEAD)]
-
-    async def version(self, request: Request) -> Response:
-        return json_response({"version": VERSION, "effllm": __version__})
+                *common_routes(self._demand_here)]
 
     async def tags(self, request: Request) -> Response:
         return json_response(tags([await self._model()]))
@@ -56,19 +52,12 @@ class OllamaModels:
         return json_response(running([loaded(await self._model(), self._replies.engine, self._since)]))
 
     async def show(self, request: Request) -> Response:
-        self._demand(await _named(request), "model")
+        self._demand(await named(request), "model")
         model = await self._model()
-        return json_response(await asyncio.to_thread(shown, model, self._replies.engine, self._replies.tokenizer, self._defaults))
+        return json_response(await asyncio.to_thread(shown, model, of_engine(self._replies), self._defaults))
 
-    async def pull(self, request: Request) -> Response:
-        """A model that is served is here; no other is loaded for whoever reaches the server."""
-        name = await _named(request)
-        try:
-            self._demand(name, "model")
-        except Problem as problem:
-            said = f"{problem.message}; no request downloads one: effllm pull {typed(untagged(name))} at the terminal"
-            raise Problem(problem.status, said, param=problem.param, code=problem.code) from problem
-        return json_response({"status": "success"})
+    async def _demand_here(self, name: str) -> None:
+        self._demand(name, "model")
 
     async def _model(self) -> Listed:
         return await asyncio.to_thread(lambda: self._listed)
@@ -78,7 +67,28 @@ class OllamaModels:
         return listed(self._name, self._replies.engine)
 
 
-async def _named(request: Request) -> str:
+def common_routes(demand: Callable[[str], Awaitable[None]]) -> list[Route]:
+    """What changes models, and is not done by a request. `demand` raises Problem for a model that is not here."""
+    return [Route(f"{OLLAMA}pull", partial(_pull, demand), methods=["POST"]),
+            *(Route(OLLAMA + path, partial(_not_here, path), methods=METHODS) for path in INSTEAD)]
+
+
+async def version(request: Request) -> Response:
+    return json_response({"version": VERSION, "effllm": __version__})
+
+
+async def _pull(demand: Callable[[str], Awaitable[None]], request: Request) -> Response:
+    """A model that is served is here; no other is loaded for whoever reaches the server."""
+    name = await named(request)
+    try:
+        await demand(name)
+    except Problem as problem:
+        said = f"{problem.message}; no request downloads one: effllm pull {typed(untagged(name))} at the terminal"
+        raise Problem(problem.status, said, param=problem.param, code=problem.code) from problem
+    return json_response({"status": "success"})
+
+
+async def named(request: Request) -> str:
     """The model that a request is about. Raises Problem."""
     asked = await read(request, Named)
     if not asked.about:

@@ -16,8 +16,9 @@ from .ollama_shape import stamp
 from .wishes import SAMPLING
 
 if TYPE_CHECKING:
+    from ...runtime.config import ModelConfig
     from ...runtime.engine import Engine
-    from ...runtime.replies import Wish
+    from ...runtime.replies import Replies, Wish
     from ...runtime.text import Tokenizer
     from .wishes import Defaults
 
@@ -96,38 +97,70 @@ def _card(model: Listed) -> dict[str, object]:
     return {"name": model.tagged, "model": model.tagged, "size": model.nbytes, "digest": model.digest, "details": model.details}
 
 
-def shown(model: Listed, engine: Engine, tokenizer: Tokenizer, defaults: Defaults) -> dict[str, object]:
-    """The answer to /api/show. The context is the one that is served, by which programs cut what they send."""
+@dataclass(frozen=True)
+class Files:
+    """What a model's files tell, with the context that it is served with, or may be."""
+
+    folder: Path
+    config: ModelConfig
+    tokenizer: Tokenizer
+    context: int
+    licence: object = None  # as whoever quantized it noted it
+
+
+def of_engine(replies: Replies) -> Files:
+    prepared = replies.engine.prepared
+    noted = prepared.container and prepared.container.source.get("licence")
+    return Files(prepared.folder, replies.engine.config, replies.tokenizer, replies.engine.n_ctx, noted)
+
+
+def of_folder(folder: Path, context: int | None) -> Files:
+    """Of a model that is not loaded: its own context, unless another is known. Raises EffllmError."""
+    from ...runtime.config import read_config
+    from ...runtime.container import read_container
+    from ...runtime.text import Tokenizer
+
+    config, container = read_config(folder), None if folder.is_file() else read_container(folder)
+    noted = container and container.source.get("licence")
+    return Files(folder, config, Tokenizer.load(folder, config), context or config.context_length, noted)
+
+
+def shown(model: Listed, files: Files, defaults: Defaults | None = None) -> dict[str, object]:
+    """The answer to /api/show. The context is the one that is served, by which programs cut what they send. Without `defaults` what
+    answers are by default is not told."""
     from ...runtime.source import licence_of
 
-    config, template, container = engine.config, tokenizer.template, engine.prepared.container
-    about = {"context_length": engine.n_ctx, "embedding_length": config.hidden_size, "block_count": config.num_hidden_layers,
+    config, template = files.config, files.tokenizer.template
+    about = {"context_length": files.context, "embedding_length": config.hidden_size, "block_count": config.num_hidden_layers,
              "feed_forward_length": config.intermediate_size, "attention.head_count": config.num_attention_heads,
              "attention.head_count_kv": config.num_key_value_heads, "vocab_size": config.vocab_size}
     kind = config.family
-    found = {"license": (container and container.source.get("licence")) or licence_of(engine.prepared.folder), "system": defaults.system,
+    found = {"license": files.licence or licence_of(files.folder), "system": defaults and defaults.system,
              "template": template and template.source}
-    return {**{key: value for key, value in found.items() if value}, "parameters": _parameters(engine.n_ctx, defaults.wish),
-            "details": model.details, "modified_at": stamp(model.changed), "capabilities": capabilities(engine, tokenizer),
+    return {**{key: value for key, value in found.items() if value}, "parameters": _parameters(files.context, defaults and defaults.wish),
+            "details": model.details, "modified_at": stamp(model.changed), "capabilities": capabilities(files.folder, files.tokenizer),
             "model_info": {"general.architecture": kind, "general.basename": Path(model.name).name,
                            "general.parameter_count": model.parameters, **{f"{kind}.{key}": value for key, value in about.items()}}}
 
 
-def _parameters(context: int, wish: Wish) -> str:
+def _parameters(context: int, wish: Wish | None) -> str:
     """What answers are by default, a line for each, as programs read the context and stop strings from there."""
-    said = {"num_ctx": context, "num_predict": wish.max_tokens,
-            **{option: getattr(wish.settings, SAMPLING[option]) for option in SAME if option in SAMPLING}}
-    lines = [(key, value) for key, value in said.items() if value is not None] + [("stop", json.dumps(stop)) for stop in wish.stops]
+    said = {"num_ctx": context}
+    if wish is not None:
+        said["num_predict"] = wish.max_tokens
+        said |= {option: getattr(wish.settings, SAMPLING[option]) for option in SAME if option in SAMPLING}
+    stops = wish.stops if wish else ()
+    lines = [(key, value) for key, value in said.items() if value is not None] + [("stop", json.dumps(stop)) for stop in stops]
     return "\n".join(f"{key:<{COLUMNS}}{value}" for key, value in lines)
 
 
-def capabilities(engine: Engine, tokenizer: Tokenizer) -> list[str]:
+def capabilities(folder: Path, tokenizer: Tokenizer) -> list[str]:
     """What a model was made for. Tools are among it where its template knows them, though any model is told of them."""
     from ...runtime.calls.calling import Calling
     from ...runtime.embedding import pooling_of
 
     try:
-        pooling_of(engine.prepared.folder)
+        pooling_of(folder)
         embeds = True
     except EffllmError:
         embeds = False

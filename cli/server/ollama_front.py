@@ -1,0 +1,62 @@
+"""What Ollama's API tells of several models: as of one, from headers alone where a model is not loaded."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from .ollama import common_routes, named, version
+from .ollama_models import FOREVER_S, Listed, Running, of_folder, running, shown, tags
+from .problems import OLLAMA
+from .streams import json_response
+
+if TYPE_CHECKING:
+    from .front import Front, State
+
+
+class OllamaFront:
+    """The models of `front`."""
+
+    def __init__(self, front: Front) -> None:
+        self._front = front
+
+    def routes(self) -> list[Route]:
+        return [Route(f"{OLLAMA}version", version, methods=["GET"]), Route(f"{OLLAMA}tags", self.tags, methods=["GET"]),
+                Route(f"{OLLAMA}ps", self.running, methods=["GET"]), Route(f"{OLLAMA}show", self.show, methods=["POST"]),
+                *common_routes(self._demand)]
+
+    async def tags(self, request: Request) -> Response:
+        states = await self._front.states()
+        return json_response(await asyncio.to_thread(lambda: tags(listed(each) for each in states)))
+
+    async def running(self, request: Request) -> Response:
+        states = [each for each in await self._front.states() if each.since is not None]
+        return json_response(await asyncio.to_thread(lambda: running(held(each) for each in states)))
+
+    async def show(self, request: Request) -> Response:
+        """Nothing is loaded for it: programs ask it of every model that there is."""
+        state = self._front.state(await self._front.meant(await named(request)))
+        return json_response(await asyncio.to_thread(lambda: shown(listed(state), of_folder(state.model.folder, state.context))))
+
+    async def _demand(self, name: str) -> None:
+        await self._front.meant(name)
+
+
+def listed(state: State) -> Listed:
+    """A model as lists have it, from its headers. Raises EffllmError."""
+    from ...runtime.kv_profile_file import identity_of
+
+    model, facts = state.model, state.model.facts
+    family, params, bits, nbytes = (facts.family, facts.params, facts.bits, facts.size_bytes) if facts else ("", 0, 0.0, 0)
+    return Listed(model.name, family, params, model.variant or f"{bits:.4g}bit", nbytes, identity_of(model.folder),
+                  model.folder.stat().st_mtime, model.folder.is_file())
+
+
+def held(state: State) -> Running:
+    """A model that is loaded. What of it is on a GPU is its own process's affair."""
+    return Running(listed(state), state.nbytes or 0, 0, state.context or 0, state.until or time.time() + FOREVER_S)
