@@ -168,4 +168,4 @@ def built_in_values() -> dict[str, object]:
 def written(value: object) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
-    return "-" if value is None else ", ".join(map(repr, value)) if isinstance(value, list) else str(value)
+    return "-" if value is None else ", ".join(map(repr, value)) if isinstance(value, list | tuple) else str(value)

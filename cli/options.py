@@ -7,7 +7,7 @@ words with those dataclasses. Names are llama.cpp's where it has one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -161,6 +161,18 @@ class SessionFlags(Group):
     session_disk: SessionDisk = None
 
 
+NO_BREAKERS = "none"
+ESCAPES = {"\\n": "\n", "\\t": "\t", "\\r": "\r", "\\\\": "\\", '\\"': '"', "\\'": "'"}  # that llama.cpp reads in texts of flags
+
+
+def breakers(texts: Sequence[str]) -> tuple[str, ...]:
+    """The texts of --dry-sequence-breaker as they are meant: `none` is no text, and `\\n` the end of a line."""
+    import re
+
+    meant = (re.sub(r"\\[ntr\\\"']", lambda found: ESCAPES[found.group()], text) for text in texts)
+    return () if [*texts] == [NO_BREAKERS] else tuple(meant)
+
+
 RANDOM = -1  # as a seed, in llama.cpp and its kin
 
 
@@ -176,6 +188,21 @@ class SamplingFlags(Group):
     repetition_penalty: Annotated[float | None, flag(SAMPLING, "--repeat-penalty", "X", "above 1 avoids what was said (1.0)")] = None
     presence_penalty: Annotated[float | None, flag(SAMPLING, "--presence-penalty", "X", "subtracted once from what was said (0.0)")] = None
     frequency_penalty: Annotated[float | None, flag(SAMPLING, "--frequency-penalty", "X", "subtracted each time it was said (0.0)")] = None
+    dry_multiplier: Annotated[float | None, flag(SAMPLING, "--dry-multiplier", "X", "DRY: subtracted where tokens repeat, more the longer "
+                                                 "the repeat; 0 is off (0.0)")] = None
+    dry_base: Annotated[float | None, flag(SAMPLING, "--dry-base", "X", "DRY: how many times more with each further token (1.75)")] = None
+    dry_allowed_length: Annotated[int | None, flag(SAMPLING, "--dry-allowed-length", "N", "DRY: tokens from which on a repeat counts "
+                                                   "(2)")] = None
+    dry_penalty_last_n: Annotated[int | None, flag(SAMPLING, "--dry-penalty-last-n", "N", "DRY: how many tokens it looks back; -1 is all, "
+                                                   "0 is off (-1)")] = None
+    dry_sequence_breakers: Annotated[list[str] | None, flag(SAMPLING, "--dry-sequence-breaker", "TEXT", "DRY: no repeat goes on over this; "
+                                                            "may be repeated, none for none (\\n, :, \" and *)")] = None
+    xtc_probability: Annotated[float | None, flag(SAMPLING, "--xtc-probability", "P", "XTC: how often all likely tokens but the last of "
+                                                  "them are left out; 0 is off (0.0)")] = None
+    xtc_threshold: Annotated[float | None, flag(SAMPLING, "--xtc-threshold", "P", "XTC: from where on a token is likely; above 0.5 is off "
+                                                "(0.1)")] = None
+    top_n_sigma: Annotated[float | None, flag(SAMPLING, "--top-nsigma --top-n-sigma", "X", "only tokens whose logit is within X standard "
+                                              "deviations of the largest; 0 or less is off (-1.0)")] = None
     seed: Annotated[int | None, flag(SAMPLING, "--seed", "N", "same seed and flags, same text (random, also -1; --stats tells it)")] = None
 
     def settings(self, folder: Path, remark: Callable[[str], None]) -> SamplerSettings:
@@ -193,6 +220,8 @@ class SamplingFlags(Group):
         said = given(self)
         if said.get("seed") == RANDOM:
             del said["seed"]
+        if "dry_sequence_breakers" in said:
+            said["dry_sequence_breakers"] = breakers(said["dry_sequence_breakers"])
         return said
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 from .. import EffllmError, UsageError
 from .attachment import Attachment, completed_paths, named_path, read_text, written_in_editor
 from .flags import names_and_types
-from .options import SamplingFlags, demand_room, most_tokens
+from .options import NO_BREAKERS, SamplingFlags, demand_room, most_tokens
 
 if TYPE_CHECKING:
     from .conversation import Conversation
@@ -19,9 +20,11 @@ if TYPE_CHECKING:
 # name in /set -> (field of SamplerSettings, type): the same names as on the command line
 SETTINGS = names_and_types(SamplingFlags)
 
+BREAKERS = "dry-sequence-breaker"
 FORMS = ("schema", "grammar")  # of which the answers are held to one
 # What Ollama calls them after /set, and what it sets there that is no setting of an answer.
-OLLAMAS = {"temperature": "temp", "format": "schema", "num_predict": "predict", "typical_p": "typical"}
+OLLAMAS = {"temperature": "temp", "format": "schema", "num_predict": "predict", "typical_p": "typical", "top_n_sigma": "top-nsigma",
+           "dry_sequence_breakers": BREAKERS}
 ELSEWHERE = {"system": "/system TEXT sets the system prompt", "num-ctx": "the context is chosen at the start: effllm chat MODEL -c 4096",
              "verbose": "/stats tells what the last answer cost; effllm chat MODEL --stats, what each does", "history": "it is always kept",
              "nothink": "/set think off"}
@@ -115,7 +118,7 @@ def change(chat: Conversation, rest: str) -> None:
     name = OLLAMAS.get(name, name.replace("_", "-"))
     if not name:
         for each in settable():
-            chat.screen.note(f"  {each:<18} {current(chat, each)}")
+            chat.screen.note(f"  {each:<20} {current(chat, each)}")
         return
     if name in ELSEWHERE:
         raise UsageError(f"/set does not change {name}", ELSEWHERE[name])
@@ -141,6 +144,8 @@ def current(chat: Conversation, name: str) -> object:
     if name == "markdown":
         return "on" if chat.screen.markdown else "off"
     value = getattr(session.settings, SETTINGS[name][0])
+    if name == BREAKERS:
+        return " ".join(json.dumps(text, ensure_ascii=False)[1:-1].replace('\\"', '"') for text in value) or NO_BREAKERS
     return "random" if value is None else value
 
 
@@ -164,6 +169,8 @@ def assign(chat: Conversation, name: str, value: str) -> None:
         tokens = most_tokens(converted(name, value, int))
         demand_room(tokens, "/set predict -1 is no limit")
         session.max_tokens = tokens
+    elif name == BREAKERS:
+        session.settings = replace(session.settings, **SamplingFlags(dry_sequence_breakers=value.split()).said())
     else:
         field, kind = SETTINGS[name]
         free = name == "seed" and value in ("random", "-1")

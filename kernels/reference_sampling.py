@@ -1,11 +1,14 @@
 """The meaning of sampling, in NumPy float64: what the fast kernel in `cpu/sampling.py` is held against.
 
-The order is that of transformers: penalties, temperature, top-k, top-p, min-p, typical. Each filter renormalises what the one
-before it left. A filter never separates equal values: tokens that tie with the last one kept are kept too, so a result does not
-depend on the order in which a sort happens to leave them. Everything is sorted here, which the fast kernel avoids.
+The order is that of transformers: penalties, temperature, top-k, top-p, min-p, typical. Of llama.cpp's samplers DRY stands behind the
+penalties, top-n-sigma before top-k, and XTC behind typical. Each filter renormalises what the one before it left. A filter never separates
+equal values: tokens that tie with the last one kept are kept too, so a result does not depend on the order in which a sort happens to
+leave them. Everything is sorted here, which the fast kernel avoids.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -21,6 +24,50 @@ def penalise(logits: np.ndarray, tokens: np.ndarray, counts: np.ndarray, repetit
     value = result[tokens]
     result[tokens] = np.where(value < 0, value * repetition, value / repetition) - presence - frequency * np.asarray(counts, np.float64)
     return result
+
+
+def penalise_repeats(logits: np.ndarray, tokens: Sequence[int], multiplier: float, base: float, allowed: int,
+                     breakers: Sequence[Sequence[int]] = ()) -> np.ndarray:
+    """DRY (oobabooga/text-generation-webui, pull request 5677, as llama.cpp has it): logits[V] of what would go on with a repeat.
+
+    A token that stood behind an earlier place of `tokens`, where the n tokens before it are the newest n, loses `multiplier` x
+    `base` ** (n - `allowed`) for the largest such n, if that is `allowed` or more. No match reaches back over the newest of the `breakers`,
+    and a token that is one by itself loses nothing.
+    """
+    tokens, result = list(tokens), np.array(logits, np.float64)
+    broken = [begin for begin in range(len(tokens)) if any(tokens[begin : begin + len(each)] == list(each) for each in breakers)]
+    most = len(tokens)
+    if broken:
+        begin = broken[-1]
+        most -= begin + max(len(each) for each in breakers if tokens[begin : begin + len(each)] == list(each))
+    longest: dict[int, int] = {}
+    for place in range(1, len(tokens)):
+        length = 0
+        while length < min(place, most) and tokens[place - 1 - length] == tokens[-1 - length]:
+            length += 1
+        longest[tokens[place]] = max(longest.get(tokens[place], 0), length)
+    for token, length in longest.items():
+        if length >= allowed and 0 <= token < len(result) and [token] not in [list(each) for each in breakers]:
+            result[token] -= multiplier * float(base) ** (length - allowed)
+    return result
+
+
+def above_sigmas(logits: np.ndarray, sigmas: float) -> np.ndarray:
+    """Top-n-sigma (arXiv 2411.07641): logits[V] with -inf for those more than `sigmas` standard deviations below the largest."""
+    logits = np.array(logits, np.float64)
+    finite = logits[np.isfinite(logits)]
+    return np.where(logits < finite.max() - sigmas * finite.std(), -np.inf, logits)
+
+
+def without_top(shares: np.ndarray, logits: np.ndarray, threshold: float) -> np.ndarray:
+    """XTC (oobabooga/text-generation-webui, pull request 6335): probabilities[V] without the tokens that are at least `threshold` likely,
+    but the least likely of those. How likely is judged at temperature 1 among the tokens that are left."""
+    weights = np.where(shares > 0, np.exp(np.array(logits, np.float64) - np.max(logits)), 0.0)
+    likely = weights >= threshold * weights.sum()
+    if not likely.any():
+        return shares
+    kept = np.where(weights <= weights[likely].min(), shares, 0.0)
+    return kept / kept.sum()
 
 
 def _reaching(keys: np.ndarray, weights: np.ndarray, target: float) -> np.ndarray:

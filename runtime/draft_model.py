@@ -24,11 +24,14 @@ from .text import Tokenizer
 if TYPE_CHECKING:
     import numpy as np
 
+    from .dry import Breakers
     from .prepare import EngineOptions, Prepared
 
 KIND = "model"
 DROP = "drop --draft, or a smaller one"
-PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "penalty_last_n")
+# What moves the likeliest token.
+MOVING = ("repetition_penalty", "presence_penalty", "frequency_penalty", "penalty_last_n", "dry_multiplier", "dry_base",
+          "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers", "logit_bias")
 
 
 def prepare_draft(folder: Path | None, options: EngineOptions) -> Prepared:
@@ -93,9 +96,12 @@ def refuse_other_vocabulary(folder: Path, draft: Path) -> None:
                      "give a smaller model of the same family")
 
 
-def likeliest_under(settings: SamplerSettings) -> SamplerSettings:
-    """How to choose what a run with these settings finds likeliest: penalties move the likeliest token, the temperature does not."""
-    return replace(SamplerSettings(temperature=0), **{name: getattr(settings, name) for name in PENALTIES})
+def likeliest_under(settings: SamplerSettings, breakers: Breakers | None, known: Sampler) -> Sampler:
+    """What chooses the token that a run with these settings finds likeliest: `known` where it does, else one over as many tokens. Penalties
+    move the likeliest token, the temperature does not."""
+    greedy = replace(SamplerSettings(temperature=0), **{name: getattr(settings, name) for name in MOVING})
+    same = greedy == known.settings and breakers is known.breakers
+    return known if same else Sampler(greedy, known.vocab_size, breakers)
 
 
 class DraftModel:
@@ -120,10 +126,9 @@ class DraftModel:
         if (states := self._engine.cache.states) is not None:
             states.guesses = True
 
-    def choose_as(self, settings: SamplerSettings) -> None:
+    def choose_as(self, settings: SamplerSettings, breakers: Breakers | None = None) -> None:
         """Guess what a run with these settings finds likeliest."""
-        if (greedy := likeliest_under(settings)) != self._greedy.settings:
-            self._greedy = Sampler(greedy, self._greedy.vocab_size)
+        self._greedy = likeliest_under(settings, breakers, self._greedy)
 
     def saw(self, held: Sequence[int], start: int, ids: Sequence[int], x: np.ndarray, certain: bool) -> None:
         """What the large model makes of a text says nothing to another."""

@@ -304,7 +304,7 @@ class Engine(Scoring):
         if self._logits is None:
             raise RuntimeError("generate before prefill")
         if self.speculation is not None:
-            self.speculation.choose_as(sampler.settings)
+            self.speculation.choose_as(sampler.settings, sampler.breakers)
         made = 0
         while max_tokens is None or made < max_tokens:
             started = time.perf_counter()

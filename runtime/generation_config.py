@@ -12,13 +12,13 @@ from pathlib import Path
 
 from .. import EffllmError, UsageError
 from .config_reader import show
-from .sampler import SamplerSettings
+from .sampler import OWN, SamplerSettings
 from .small_file import read_whole
 
 NAME = "generation_config.json"
 LARGEST = 1 << 20  # bytes
 REPAIR = "correct the file, or remove it to use the built-in defaults"
-SAMPLING = tuple(field.name for field in fields(SamplerSettings) if field.name != "seed")
+SAMPLING = tuple(field.name for field in fields(SamplerSettings) if field.name not in OWN)
 
 
 def read_generation_config(folder: Path) -> tuple[dict[str, object], list[str]]:

@@ -36,6 +36,7 @@ from .sampler import Sampler, SamplerSettings
 if TYPE_CHECKING:
     from ..quant.weight import Norm
     from .config import ModelConfig
+    from .dry import Breakers
     from .events import Progress
     from .model import Model
 
@@ -85,10 +86,9 @@ class OwnDrafts:
         """Its weights come with the model's."""
         return iter(())
 
-    def choose_as(self, settings: SamplerSettings) -> None:
+    def choose_as(self, settings: SamplerSettings, breakers: Breakers | None = None) -> None:
         """Guess what a run with these settings finds likeliest."""
-        if (greedy := likeliest_under(settings)) != self._greedy.settings:
-            self._greedy = Sampler(greedy, self._model.config.vocab_size)
+        self._greedy = likeliest_under(settings, breakers, self._greedy)
 
     def reset(self) -> None:
         """Forget the sequence."""
@@ -192,7 +192,7 @@ class OwnDrafts:
         """The token that the head finds likeliest of x [1, D]."""
         config = self._model.config
         logits = self._host.logits(x, norm, head, config.final_logit_softcapping, 1 / config.logits_scaling)[0]
-        if not self._greedy.settings.penalises or not np.isfinite(logits).all():
+        if not self._greedy.settings.moves or not np.isfinite(logits).all():
             return int(logits.argmax())
         every = np.full(config.vocab_size, -np.inf, np.float32)
         every[: len(logits)] = logits

@@ -22,6 +22,7 @@ from .gguf.splits import CUTTERS, KIMI, LLAMA3_WORDS, QWEN2_WORDS, same_pattern
 from .hub import RANKS
 from .small_file import TOKENIZER_NBYTES, read_whole
 from .template import ChatTemplate
+from .token_bytes import letters_of_bytes
 
 TEKKEN, TIKTOKEN, HUNYUAN = RANKS
 MOST_PIECE = 1024  # bytes of a token, which is looked up cut at every place; the longest published one has 256
@@ -185,8 +186,6 @@ def _cutter(pattern: str) -> pre_tokenizers.PreTokenizer:
 
 
 def _spelling() -> Callable[[bytes], str]:
-    """How byte-level vocabularies write bytes: those that print in Latin 1 as they are, the others in order from U+0100 on."""
-    prints = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    table = {byte: byte if byte in prints else next(others) for byte in range(256)}
+    """How byte-level vocabularies write bytes."""
+    table = letters_of_bytes()
     return lambda token: token.decode("latin-1").translate(table)

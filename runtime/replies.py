@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from .. import ContextOverflow, EffllmError, UsageError
 from ..offload.notes import Fallback, refuse_fallbacks
 from .answering import Answer, Reasoning
+from .dry import breakers_of
 from .engine import Engine
 from .events import Call, Done, Embedded, Event, Notice, Progress, PromptRead, TextDelta
 from .passes import common_prefix
@@ -214,7 +215,7 @@ class Replies:
     def _answer(self, engine: Engine, ids: list[int], wish: Wish, cancelled: Callable[[], bool], think: Reasoning | CallFilter | None,
                 said: str = "", raw: bool = False, marks: Mapping[int, str] | None = None) -> Generator[Event, None, Answer]:
         engine.cancelled = cancelled
-        sampler = Sampler(wish.settings, engine.config.vocab_size)
+        sampler = Sampler(wish.settings, engine.config.vocab_size, breakers_of(self.tokenizer, wish.settings))
         answer = Answer(engine, self.tokenizer, sampler, think, wish.stops, wish.max_tokens, cancelled, wish.ignore_eos,
                         self._held_to(wish.form), wish.think != "off", raw, said, marks)
         try:

@@ -1,9 +1,10 @@
-"""From logits to a token: penalties, temperature, top-k, top-p, min-p, typical, in the order of transformers.
+"""From logits to a token: biases, penalties, DRY, top-n-sigma, temperature, top-k, top-p, min-p, typical, XTC: in the order of
+transformers, with llama.cpp's samplers that transformers lacks where llama.cpp has them.
 
 The filters run in one compiled kernel over buffers that the sampler owns (28 bytes a token of the vocabulary); how often each
 token occurred is kept between calls and extended by what is new, so a long history costs no more than a short one. One 64-bit
-number of a counter-based generator is used per drawn token and none for a greedy one: the same seed, flags and logits give the
-same tokens, whatever the number of threads.
+number of a counter-based generator is used per drawn token, before it another where XTC is on, and none for a greedy one: the same seed,
+flags and logits give the same tokens, whatever the number of threads.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,17 +21,30 @@ from .. import EffllmError, UsageError
 from ..kernels.cpu import sampling
 from ..kernels.workspace import address
 
+if TYPE_CHECKING:
+    from .dry import Breakers
+
 SMALLEST_TEMPERATURE = 1e-6
 MOST_PENALTY = 1e6  # further out a logit may be more than float32 holds
+BANNED = -1e30  # a bias that no token is drawn with, and a number all the same
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
+BREAKERS = ("\n", ":", '"', "*")  # llama.cpp's
+MOST_BREAKERS = 64  # each is looked for in every token
+ROOM = 1024  # tokens of a history that are made room for at once
+WHOLE = ("top_k", "penalty_last_n", "dry_allowed_length", "dry_penalty_last_n", "seed")
+LISTS = ("dry_sequence_breakers", "logit_bias")
+OWN = ("seed", "logit_bias")  # of a request, never of a model
 HINT = "effllm run --help says what each setting takes and which value is off"
 
 
 @dataclass(frozen=True)
 class SamplerSettings:
-    """Temperature 0 is greedy. Neutral: top_k 0, top_p 1, min_p 0, typical_p 1, repetition_penalty 1, presence and frequency 0.
+    """Temperature 0 is greedy. Neutral: top_k 0, top_p 1, min_p 0, typical_p 1, repetition_penalty 1, presence and frequency 0,
+    dry_multiplier 0, top_n_sigma 0 or less, xtc_probability 0 or xtc_threshold above a half.
 
-    The penalties look at the newest `penalty_last_n` tokens of the history, prompt included; -1 is all of it (as transformers).
+    The penalties look at the newest `penalty_last_n` tokens of the history, prompt included; -1 is all of it (as transformers). DRY looks
+    at the newest `dry_penalty_last_n`, and not beyond one of `dry_sequence_breakers`, which are texts. `logit_bias` are pairs of a token id
+    and what is added to its logit.
     """
 
     temperature: float = 0.8
@@ -41,16 +56,27 @@ class SamplerSettings:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     penalty_last_n: int = -1
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1
+    dry_sequence_breakers: tuple[str, ...] = BREAKERS
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    top_n_sigma: float = -1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("top_k", "penalty_last_n", "seed"):
+        for name in LISTS:  # a saved conversation has them as JSON does
+            self._take_list(name)
+        for name in WHOLE:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) and not (name == "seed" and value is None):
                 raise UsageError(f"{name} must be a whole number, not {value!r}", HINT)
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name == "seed" and value is None:
+            if field.name in LISTS or field.name == "seed" and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
                 raise UsageError(f"{field.name} must be a number, not {value!r}", HINT)
@@ -64,8 +90,34 @@ class SamplerSettings:
                      f"above 0 and at most {MOST_PENALTY:g}; 1 is off")
         for name in ("presence_penalty", "frequency_penalty"):
             self._demand(abs(getattr(self, name)) <= MOST_PENALTY, name, f"between -{MOST_PENALTY:g} and {MOST_PENALTY:g}; 0 is off")
-        self._demand(self.penalty_last_n >= -1, "penalty_last_n", "-1 (the whole history) or more")
+        for name in ("penalty_last_n", "dry_penalty_last_n"):
+            self._demand(getattr(self, name) >= -1, name, "-1 (the whole history) or more")
+        self._demand(0 <= self.dry_multiplier <= MOST_PENALTY, "dry_multiplier", f"between 0 (off) and {MOST_PENALTY:g}")
+        self._demand(1 <= self.dry_base <= MOST_PENALTY, "dry_base", f"between 1 and {MOST_PENALTY:g}")
+        self._demand(0 <= self.dry_allowed_length < 2**31, "dry_allowed_length", "a number of tokens, 0 or more")
+        for name in ("xtc_probability", "xtc_threshold"):
+            self._demand(0 <= getattr(self, name) <= 1, name, "between 0 and 1")
         self._demand(self.seed is None or 0 <= self.seed < 2**64, "seed", "between 0 and 2**64 - 1")
+
+    def _take_list(self, name: str) -> None:
+        """Make a tuple of a field that has several values, and see that they are what they should be."""
+        value = getattr(self, name)
+        try:
+            value = tuple((token, bias) for token, bias in value) if name == "logit_bias" else value
+            is_list = isinstance(value, list | tuple)
+        except (TypeError, ValueError):
+            is_list = False
+        if not is_list:
+            raise UsageError(f"{name} must be a list, not {value!r:.80}", HINT)
+        object.__setattr__(self, name, tuple(value))
+        if name == "dry_sequence_breakers" and len(value) > MOST_BREAKERS:
+            raise UsageError(f"{name} must be at most {MOST_BREAKERS} texts, not {len(value)}", HINT)
+        for each in value:
+            if name == "dry_sequence_breakers" and not (isinstance(each, str) and each):
+                raise UsageError(f"{name} must be texts of a letter or more, not {each!r:.80}", HINT)
+            if name == "logit_bias" and not (type(each[0]) is int and each[0] >= 0 and type(each[1]) in (int, float)
+                                             and (abs(each[1]) <= MOST_PENALTY or each[1] == BANNED)):
+                raise UsageError(f"{name} must be token ids, each with a number of at most {MOST_PENALTY:g}, not {each!r:.80}", HINT)
 
     def _demand(self, holds: bool, name: str, range_: str) -> None:
         if not holds:
@@ -77,13 +129,28 @@ class SamplerSettings:
         neutral = self.repetition_penalty == 1 and self.presence_penalty == 0 and self.frequency_penalty == 0
         return not neutral and self.penalty_last_n != 0
 
+    @property
+    def breaks_repeats(self) -> bool:
+        """Whether DRY is on."""
+        return self.dry_multiplier > 0 and self.dry_penalty_last_n != 0
+
+    @property
+    def moves(self) -> bool:
+        """Whether the likeliest token may be another than the model's."""
+        return self.penalises or self.breaks_repeats or bool(self.logit_bias)
+
+    @property
+    def cuts_top(self) -> bool:
+        """Whether XTC is on."""
+        return self.xtc_probability > 0 and self.xtc_threshold <= 0.5
+
     @classmethod
     def from_generation_config(cls, raw: Mapping[str, object], **overrides: object) -> SamplerSettings:
         """Overrides that are not None win, then `generation_config.json`, then the built-in defaults.
 
         A file that states any filter is a recipe and is taken whole: what it leaves out is off, not our default.
         """
-        stated = {name: raw[name] for name in (field.name for field in fields(cls)) if raw.get(name) is not None and name != "seed"}
+        stated = {name: raw[name] for name in (field.name for field in fields(cls)) if raw.get(name) is not None and name not in OWN}
         if stated.get("top_k") == -1:
             stated["top_k"] = 0
         recipe = {**OFF, **stated} if stated.keys() & OFF.keys() else stated
@@ -119,12 +186,39 @@ class TokenCounts:
         self._counted += new
 
 
-class Sampler:
-    """Draws tokens from logits[V]. `seed` is the one in use, also when none was asked for."""
+class Recent:
+    """The newest tokens of a history as an array, kept in step with a list that grows, or is cut or changed. `matches` is scratch of its
+    length."""
 
-    def __init__(self, settings: SamplerSettings, vocab_size: int) -> None:
-        self.settings, self.vocab_size = settings, vocab_size
-        self._seen = TokenCounts(vocab_size)
+    def __init__(self) -> None:
+        self._held: list[int] = []
+        self._tokens = np.empty(ROOM, np.int32)
+        self.matches = np.empty(ROOM, np.int32)
+
+    def follow(self, history: Sequence[int], last_n: int) -> np.ndarray:
+        """int32 [n] of the newest `last_n` tokens (-1: all), a view. What is no int32 is no token, and -1."""
+        history = history if isinstance(history, list) else [int(token) for token in history]
+        held = len(self._held)
+        if history[:held] != self._held:
+            self._held, held = [], 0
+        new = history[held:]
+        if len(history) > len(self._tokens):
+            room = len(history) + max(ROOM, len(history) // 2)
+            self._tokens, self.matches = np.resize(self._tokens, room), np.empty(room, np.int32)
+        self._tokens[held : len(history)] = [token if 0 <= token < 2**31 else -1 for token in new]
+        self._held += new
+        return self._tokens[0 if last_n < 0 else max(0, len(history) - last_n) : len(history)]
+
+
+class Sampler:
+    """Draws tokens from logits[V]. `seed` is the one in use, also when none was asked for. `breakers` are those of the settings, as tokens
+    (`dry.py`); None has none."""
+
+    def __init__(self, settings: SamplerSettings, vocab_size: int, breakers: Breakers | None = None) -> None:
+        self.settings, self.vocab_size, self.breakers = settings, vocab_size, breakers
+        self._seen, self._recent = TokenCounts(vocab_size), Recent()
+        bias = [(token, value) for token, value in settings.logit_bias if token < vocab_size]
+        self._biased, self._bias = np.array([token for token, _ in bias], np.int64), np.array([value for _, value in bias], np.float32)
         self._logits = np.empty(vocab_size, np.float32)
         self._ids, self._weights = np.empty(vocab_size, np.int32), np.empty(vocab_size, np.float32)
         self._keys, self._mass = np.empty(vocab_size, np.uint32), np.empty(sampling.BINS, np.float64)
@@ -144,28 +238,44 @@ class Sampler:
             refuse_broken(values[token])
             return token
         count = self._survivors(values)
-        uniform = (int(self._random.random_raw()) >> 11) * 2.0**-53
-        return int(sampling.draw(address(self._ids), address(self._weights), count, uniform))
+        return int(sampling.draw(address(self._ids), address(self._weights), count, self._uniform()))
 
     def _penalised(self, logits: np.ndarray, history: Sequence[int]) -> np.ndarray:
         if logits.shape != (self.vocab_size,):
             raise ValueError(f"logits of shape {logits.shape} for a vocabulary of {self.vocab_size}")
         np.copyto(self._logits, logits)
         settings = self.settings
+        if len(self._biased):
+            refuse_broken(float(self._logits.max()))  # a sum with what is no number may be one
+            np.add.at(self._logits, self._biased, self._bias)
         if settings.penalises and len(history):
             seen = self._seen
             seen.follow(history, settings.penalty_last_n)
             sampling.penalise(address(self._logits), address(seen.counts), address(seen.distinct), seen.known,
                               settings.repetition_penalty, settings.presence_penalty, settings.frequency_penalty)
+        if settings.breaks_repeats:
+            self._penalise_repeats(history)
         if self.narrow is not None:
             refuse_broken(float(self._logits.max()))  # nothing that is broken is hidden by being taken away
             self.narrow(self._logits)
         return self._logits
 
+    def _penalise_repeats(self, history: Sequence[int]) -> None:
+        s, breakers = self.settings, self.breakers
+        tokens = self._recent.follow(history, s.dry_penalty_last_n)
+        rows, at = (0, (0, 0, 0)) if breakers is None else (breakers.rows, map(address, (breakers.first, breakers.starts, breakers.tails)))
+        sampling.penalise_repeats(address(self._logits), self.vocab_size, address(tokens), len(tokens), rows, *at,
+                                  address(self._recent.matches), address(self._keys), s.dry_multiplier, s.dry_base, s.dry_allowed_length)
+
+    def _uniform(self) -> float:
+        """The next random number, in [0, 1)."""
+        return (int(self._random.random_raw()) >> 11) * 2.0**-53
+
     def _survivors(self, values: np.ndarray) -> int:
         s = self.settings
-        count = sampling.survivors(address(values), len(values), min(s.top_k, len(values)), s.temperature, s.top_p, s.min_p, s.typical_p,
-                                   *map(address, (self._ids, self._weights, self._keys, self._mass)))
+        threshold = s.xtc_threshold if s.cuts_top and self._uniform() < s.xtc_probability else 1.0
+        count = sampling.survivors(address(values), len(values), s.top_n_sigma, min(s.top_k, len(values)), s.temperature, s.top_p, s.min_p,
+                                   s.typical_p, threshold, *map(address, (self._ids, self._weights, self._keys, self._mass)))
         if count < 0:
             refuse_broken({sampling.FOUND_NAN: math.nan, sampling.FOUND_INFINITY: math.inf}.get(count, -math.inf))
         return count

@@ -17,6 +17,7 @@ from .. import EffllmError, UsageError
 from ..offload.notes import Fallback, refuse_fallbacks
 from .answering import Answer, Reasoning
 from .conversation_file import History, load_conversation, save_conversation
+from .dry import breakers_of
 from .engine import Engine
 from .events import Done, Event, Notice, Stats
 from .prompting import NO_SYSTEM_ROLE, NO_TEMPLATE, Prompts
@@ -78,7 +79,7 @@ class Session:
     def settings(self, settings: SamplerSettings) -> None:
         """New settings start a new sampler; the old random state ends with it."""
         self._settings = settings
-        self._sampler = Sampler(settings, self.engine.config.vocab_size)
+        self._sampler = Sampler(settings, self.engine.config.vocab_size, breakers_of(self.tokenizer, settings))
 
     @property
     def form(self) -> Form | None:

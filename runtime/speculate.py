@@ -28,6 +28,7 @@ from .drafts import SAME, Draft, Proposer, RecycledTokens, SuffixMatch
 from .mtp import OwnDrafts
 
 if TYPE_CHECKING:
+    from .dry import Breakers
     from .engine import Engine
     from .events import Progress
     from .model import Model
@@ -172,10 +173,10 @@ class Speculation:
         if self._model:
             self._model.close()
 
-    def choose_as(self, settings: SamplerSettings) -> None:
+    def choose_as(self, settings: SamplerSettings, breakers: Breakers | None = None) -> None:
         """How tokens will be drawn from now on."""
         if self._model:
-            self._model.choose_as(settings)
+            self._model.choose_as(settings, breakers)
 
     def has_next(self, engine: Engine, token: int) -> bool:
         """Was `token` guessed, so that what is behind it is there without a pass? Until the next pass of the model, whosever it is."""

@@ -28,7 +28,8 @@ MINUTE = 60
 # What a flag feeds -> what its help calls the default, where that is not the value of the dataclass in words.
 SAID_OTHERWISE = {"threads": "all physical cores", "ctx": "the model's, or what fits of it", "ram": "what is free", "vram": "what is free",
                   "gpu_layers": "as many as fit", "seed": "random, also -1; --stats tells it", "cache_k": "as --kv", "cache_v": "as --kv",
-                  "kv_ram": "what is left", "disk": "what is free", "spill_dir": "the user's cache folder"}
+                  "dry_sequence_breakers": '\\n, :, " and *', "kv_ram": "what is left",
+                  "disk": "what is free", "spill_dir": "the user's cache folder"}
 
 
 def commands(group: typer.core.TyperGroup | None = None, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], object]]:

@@ -115,12 +115,15 @@ def test_nothing_of_a_request_is_left_in_the_next(server: Served) -> None:
 @pytest.mark.parametrize("fields", [
     {"temperature": 1.2, "seed": 5}, {"temperature": 1.2, "seed": -5}, {"temperature": 1, "top_p": 0.5, "seed": 7},
     {"temperature": 1, "top_k": 2, "min_p": 0.1, "typical_p": 0.9, "seed": 2}, {"frequency_penalty": 30}, {"presence_penalty": 30},
-    {"repeat_penalty": 1.9, "repeat_last_n": 64}, {"repetition_penalty": 1.9}, {"logit_bias": {}, "n": 1, "logprobs": False}])
+    {"logit_bias": {"18": -100, " said": False}, "n": 1}, {"logit_bias": [[18, -100], [" the", 9.5], ["A fox", False]]},
+    {"dry_multiplier": 3.0, "dry_allowed_length": 0, "dry_sequence_breakers": []}, {"temperature": 1, "seed": 1, "top_n_sigma": 0.5},
+    {"temperature": 1, "seed": 1, "xtc_probability": 1.0, "xtc_threshold": 0.01},
+    {"repeat_penalty": 1.9, "repeat_last_n": 64}, {"repetition_penalty": 1.9}, {"logit_bias": {}, "logprobs": False}])
 def test_fields_of_sampling(server: Served, fields: dict) -> None:
     """The same twice; what draws otherwise says something else."""
     first, second = (server.chat(**fields) for _ in range(2))
     assert first.status == 200 and first.json["choices"] == second.json["choices"]
-    assert (first.json["choices"] != server.chat().json["choices"]) == ("logit_bias" not in fields)
+    assert (first.json["choices"] != server.chat().json["choices"]) == (fields != {"logit_bias": {}, "logprobs": False})
 
 
 def test_where_answers_end(server: Served) -> None:

@@ -34,7 +34,11 @@ def plain(server: Served) -> list:
 
 
 @pytest.mark.parametrize(("fields", "param"), [
-    ({"n": 2}, "n"), ({"logit_bias": {"5": 1}}, "logit_bias"), ({"logprobs": True}, "logprobs"), ({"top_logprobs": 3}, "top_logprobs"),
+    ({"n": 2}, "n"), ({"logit_bias": {"999999": 1}}, "logit_bias"), ({"logit_bias": {"5": "x"}}, "logit_bias"),
+    ({"logit_bias": [[5]]}, "logit_bias"), ({"logit_bias": 3}, "logit_bias"), ({"dry_base": 0.5}, "dry_base"),
+    ({"dry_sequence_breakers": [""]}, "dry_sequence_breakers"), ({"xtc_threshold": 2}, "xtc_threshold"),
+    ({"top_n_sigma": "1"}, "top_n_sigma"),
+    ({"logprobs": True}, "logprobs"), ({"top_logprobs": 3}, "top_logprobs"),
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": "What is it?"}, IMAGE]}]}, "messages[0].content[1]"),
     ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content"), ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"), ({"messages": [{"content": "x"}]}, "messages[0].role"),

@@ -174,7 +174,9 @@ def test_a_draft_model_guesses_under_the_penalties_of_the_run() -> None:
         return draft
 
     engine.speculation._guess = guess
-    for settings in (SamplerSettings(temperature=0), SamplerSettings(temperature=0, repetition_penalty=1.3, presence_penalty=0.5)):
+    for settings in (SamplerSettings(temperature=0), SamplerSettings(temperature=0, repetition_penalty=1.3, presence_penalty=0.5),
+                     SamplerSettings(temperature=0, dry_multiplier=2.0),
+                     SamplerSettings(temperature=0, logit_bias=((264, -9.0), (18, 4.0)))):
         guessed.clear()
         engine.reset()
         for _ in engine.prefill(prompt):

@@ -181,7 +181,7 @@ class Service:
     async def _wish(self, asked: Asked, called: Mapping[str, str] | None = None) -> Wish:
         """Raises Problem that names the field, as it is `called` where the request comes from."""
         try:
-            return await asyncio.to_thread(wish_of, asked, self.defaults)
+            return await asyncio.to_thread(wish_of, asked, self.defaults, self.replies.tokenizer)
         except Problem as problem:
             raise problem.renamed(called or {}) from problem
 

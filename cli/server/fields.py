@@ -14,10 +14,10 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 TEXTS = ("text", "input_text", "output_text")  # types of parts that are text
 # What no answer here can have -> the values with which a request asks for nothing.
 NOT_HERE: dict[str, tuple[object, ...]] = {
-    "n": (1,), "best_of": (1,), "logit_bias": ({}, []), "logprobs": (False,), "top_logprobs": (0,), "prompt_logprobs": (0,),
+    "n": (1,), "best_of": (1,), "logprobs": (False,), "top_logprobs": (0,), "prompt_logprobs": (0,),
     "n_probs": (0,), "echo": (False,), "suffix": ("",), "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],),
     "function_call": ("none", "auto"), "modalities": (["text"],), "audio": (), "web_search_options": (), "mirostat": (0,),
-    "dynatemp_range": (0,), "xtc_probability": (0,), "dry_multiplier": (0,), "top_n_sigma": (0, -1), "min_tokens": (0,),
+    "dynatemp_range": (0,), "min_tokens": (0,),
     "length_penalty": (1,), "use_beam_search": (False,), "allowed_token_ids": ([],), "bad_words": ([],), "guided_json": (),
     "guided_regex": (), "guided_choice": (), "guided_grammar": (), "structured_outputs": (), "lora": ([],)}
 THE_FORM, THE_GRAMMAR = "response_format does this here", "grammar does this here"
@@ -57,6 +57,15 @@ class Asked(Body):
     repeat_last_n: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: int | None = None
+    dry_penalty_last_n: int | None = None
+    dry_sequence_breakers: list[str] | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    top_n_sigma: float | None = None
+    logit_bias: Any = None
     seed: int | None = None
     stop: Annotated[list[str] | None, BeforeValidator(one_or_more)] = None
     max_tokens: int | None = None

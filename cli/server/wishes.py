@@ -10,7 +10,7 @@ from typing import Any
 from ... import EffllmError, UsageError
 from ...runtime.constraint import ANY_OBJECT, Form, form_of_grammar, form_of_schema
 from ...runtime.replies import Wish
-from ...runtime.sampler import SamplerSettings
+from ...runtime.sampler import BANNED, SamplerSettings
 from ...runtime.stream_filters import StopStrings
 from ...runtime.text import Tokenizer
 from .fields import Asked, ChatAsked
@@ -19,7 +19,9 @@ from .problems import Problem, problem_of
 # Field of a request -> field of SamplerSettings. Of two names for one thing the later is the name elsewhere.
 SAMPLING = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "typical_p": "typical_p",
             "repeat_penalty": "repetition_penalty", "repetition_penalty": "repetition_penalty", "repeat_last_n": "penalty_last_n",
-            "presence_penalty": "presence_penalty", "frequency_penalty": "frequency_penalty", "seed": "seed"}
+            "presence_penalty": "presence_penalty", "frequency_penalty": "frequency_penalty",
+            **{name: name for name in ("dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers",
+                                       "xtc_probability", "xtc_threshold", "top_n_sigma", "seed")}}
 NO_LIMIT = RANDOM = -1
 SEEDS = 1 << 64
 LENGTHS = ("max_completion_tokens", "max_tokens", "n_predict")
@@ -38,11 +40,11 @@ class Defaults:
     system: str | None = None
 
 
-def wish_of(asked: Asked, defaults: Defaults) -> Wish:
+def wish_of(asked: Asked, defaults: Defaults, tokenizer: Tokenizer) -> Wish:
     """Raises Problem that names the field."""
     wish = defaults.wish
-    return replace(wish, settings=_settings(asked, wish.settings), max_tokens=_length(asked, wish.max_tokens), form=_form(asked, wish.form),
-                   stops=wish.stops if asked.stop is None else _stops(asked.stop),
+    return replace(wish, settings=_biased(asked, _settings(asked, wish.settings), tokenizer), max_tokens=_length(asked, wish.max_tokens),
+                   form=_form(asked, wish.form), stops=wish.stops if asked.stop is None else _stops(asked.stop),
                    ignore_eos=wish.ignore_eos if asked.ignore_eos is None else asked.ignore_eos)
 
 
@@ -81,6 +83,29 @@ def _settings(asked: Asked, settings: SamplerSettings) -> SamplerSettings:
         except UsageError as error:
             raise Problem(400, error.message.replace(name, field, 1), param=field) from error
     return settings
+
+
+def _biased(asked: Asked, settings: SamplerSettings, tokenizer: Tokenizer) -> SamplerSettings:
+    """With `logit_bias`: an object or a list of pairs, of a token id, also as a text, or of a text, which is that of all its tokens; and of
+    a number that is added, or false for never. Raises Problem."""
+    asked_for = asked.logit_bias if asked.logit_bias is not None else ()
+    if not isinstance(asked_for, dict | list | tuple):
+        raise Problem(400, "logit_bias is an object or a list of pairs, each of a token and a number", param="logit_bias")
+    found: dict[int, float] = {}
+    for each in asked_for.items() if isinstance(asked_for, dict) else asked_for:
+        token, bias = each if isinstance(each, list | tuple) and len(each) == 2 else (None, None)
+        number = int(token) if isinstance(token, str) and isinstance(asked_for, dict) and token.isdecimal() and len(token) < 10 else token
+        bias = BANNED if bias is False else bias
+        if isinstance(number, str):
+            found |= dict.fromkeys(tokenizer.encode(number, add_special_tokens=False), bias)
+        elif type(number) is not int or number not in range(tokenizer.rows):
+            raise Problem(400, f"logit_bias: {token!r:.40} is no token of this model", param="logit_bias")
+        else:
+            found[number] = bias
+    try:
+        return replace(settings, logit_bias=tuple(found.items())) if found else settings
+    except UsageError as error:
+        raise Problem(400, error.message, param="logit_bias") from error
 
 
 def _length(asked: Asked, otherwise: int | None) -> int | None:

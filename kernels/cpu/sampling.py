@@ -1,18 +1,18 @@
-"""Sampling: which tokens survive the filters, with which weight, and the draw. Meaning in `kernels/reference_sampling.py`.
+"""Sampling: penalties, which tokens survive the filters, with which weight, and the draw. Meaning in `kernels/reference_sampling.py`.
 
 Nothing is sorted. Top-k, top-p and typical all ask one question: the smallest key whose predecessors, itself included, reach a
 given mass; a radix walk over the 32 bits of the key (11 + 11 + 10) answers it in three passes over a histogram. For top-k the walk
 first runs over the maxima of blocks of 64 logits: the k-th of those bounds the k-th logit from below, so only a few blocks are
 looked into. A filter never separates equal keys: ties at the border stay, whatever their order.
 
-Survivors lie compacted, by ascending token id, in `ids` int32[V] and `weights` float32[V]; the largest weight is exactly 1 and
-the sum is not normalised. `keys` uint32[V] and `mass` float64[2048] are scratch. Sums are float64, the exponential float32.
+Survivors lie compacted, by ascending token id, in `ids` int32[V] and `weights` float32[V]; the weight of the largest logit is exactly 1
+and the sum is not normalised. `keys` uint32[V] and `mass` float64[2048] are scratch. Sums are float64, the exponential float32.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from numpy import float32, float64, uint32, uint64
+from numpy import float32, float64, int64, uint32, uint64
 
 from ..compile import REASSOCIATE, jit
 from ..deferred import inlined
@@ -22,6 +22,7 @@ from .intrinsics import bits_to_f32, f32_at, f32_to_bits, f64_at, i32_at, i64_at
 BINS = 2048
 BLOCK = np.uint64(64)  # logits under one maximum
 STRIDE = 1024  # weights under one partial sum of the draw
+FARTHEST = 1e30  # the most that a repeat takes from a logit, which stays a number
 FOUND_NAN, FOUND_INFINITY, NOTHING_FINITE = -1, -2, -3
 SIGN, MAGNITUDE, ALL, INFINITY_BITS = (np.uint32(bits) for bits in (0x80000000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F800000))
 ONE, ZERO = np.uint64(1), np.float32(0.0)
@@ -152,10 +153,42 @@ def _typical(logits, largest, temperature, typical_p, ids, weights, keys, count,
     return _keep(ids, weights, keys, count, _cut(keys, weights, count, typical_p * total, False, mass))
 
 
-@jit("int64(int64, int64, int64, float32, float64, float32, float64, int64, int64, int64, int64)")
-def survivors(at_logits, size, top_k, temperature, top_p, min_p, typical_p, at_ids, at_weights, at_keys, at_mass):
-    """How many of `size` tokens survive top-k, top-p, min-p and typical, in this order, or a negative code. `temperature` > 0. Arrays by
-    their addresses."""
+@inlined(REASSOCIATE)
+def _above_sigmas(logits, size, largest, sigmas):
+    """Top-n-sigma: -inf in the place of logits further below the largest than so many standard deviations of those that are finite."""
+    total, known = 0.0, 0.0
+    for i in range(size):
+        total += logits[i] if logits[i] > -np.inf else ZERO
+        known += 1.0 if logits[i] > -np.inf else 0.0
+    mean, squares = total / known, 0.0
+    for i in range(size):
+        apart = logits[i] - mean if logits[i] > -np.inf else 0.0
+        squares += apart * apart
+    bound = float32(largest - sigmas * np.sqrt(squares / known))
+    for i in range(size):
+        logits[i] = logits[i] if logits[i] >= bound else float32(-np.inf)
+
+
+@inlined()
+def _without_top(logits, largest, threshold, ids, weights, keys, count):
+    """XTC: of the survivors that are at least `threshold` likely, at temperature 1, the least likely alone stays with those below it."""
+    total = 0.0
+    for i in range(count):
+        share = exp(logits[uint32(ids[i])] - largest)
+        keys[i] = f32_to_bits(share)  # which are in the order of the numbers, none being negative
+        total += share
+    least = ALL
+    for i in range(count):
+        if bits_to_f32(keys[i]) >= threshold * total:
+            least = min(least, keys[i])
+    return _keep(ids, weights, keys, count, least)
+
+
+@jit("int64(int64, int64, float32, int64, float32, float64, float32, float64, float64, int64, int64, int64, int64)")
+def survivors(at_logits, size, sigmas, top_k, temperature, top_p, min_p, typical_p, threshold, at_ids, at_weights, at_keys, at_mass):
+    """How many of `size` tokens survive top-n-sigma, top-k, top-p, min-p, typical and XTC, in this order, or a negative code.
+    `temperature` > 0. `sigmas` of 0 or less and a `threshold` above a half leave top-n-sigma and XTC out. Arrays by their addresses; the
+    logits are changed by top-n-sigma."""
     logits, weights, mass, ids, keys = f32_at(at_logits), f32_at(at_weights), f64_at(at_mass), i32_at(at_ids), u32_at(at_keys)
     best, bad = _block_maxima(logits, size, weights)
     if bad:
@@ -165,6 +198,8 @@ def survivors(at_logits, size, top_k, temperature, top_p, min_p, typical_p, at_i
         return FOUND_INFINITY
     if largest == -np.inf:
         return NOTHING_FINITE
+    if sigmas > ZERO:
+        _above_sigmas(logits, size, largest, sigmas)
     count = uint64(size)
     if 0 < top_k < size:
         count = _top_k(logits, size, top_k, weights, ids, keys, mass)
@@ -189,6 +224,8 @@ def survivors(at_logits, size, top_k, temperature, top_p, min_p, typical_p, at_i
         count = _keep(ids, weights, keys, count, _cut(keys, weights, count, top_p * total, False, mass))
     if typical_p < 1.0:
         count = _typical(logits, largest, temperature, typical_p, ids, weights, keys, count, mass)
+    if threshold <= 0.5:
+        count = _without_top(logits, largest, threshold, ids, weights, keys, count)
     return count
 
 
@@ -235,3 +272,70 @@ def penalise(at_logits, at_counts, at_distinct, known, repetition, presence, fre
         value = logits[token]
         value = value * repetition if value < ZERO else value / repetition
         logits[token] = value - presence - frequency * float32(counts[token])
+
+
+@inlined()
+def _since_break(tokens, many, rows, first, starts, tails):
+    """How many of `many` tokens stand behind the newest sequence that breaks repeats. Those that begin with a token are numbered from
+    `first` of it to that of the next; what follows in sequence s is `tails` from `starts`[s] to [s + 1]."""
+    for back in range(many):
+        token = tokens[many - 1 - back]
+        longest = -1
+        if 0 <= token < rows:
+            for sequence in range(first[token], first[token + 1]):
+                begin = starts[sequence]
+                length = starts[sequence + 1] - begin
+                if longest < length <= back:
+                    same = True
+                    for i in range(length):
+                        same = same and tails[begin + i] == tokens[many - back + i]
+                    longest = length if same else longest
+        if longest >= 0:
+            return back - longest
+    return many
+
+
+@inlined()
+def _repeats(tokens, many, matches):
+    """For each k from 1 on: how many of the newest tokens stand just so k places before -> `matches`[k]. The Z-algorithm from the end:
+    each token is compared a few times, whatever repeats."""
+    left = right = 0
+    for k in range(1, many):
+        length = min(matches[k - left], right - k + 1) if k <= right else 0
+        while length + k < many and tokens[many - 1 - length] == tokens[many - 1 - length - k]:
+            length += 1
+        matches[k] = length
+        if k + length - 1 > right:
+            left, right = k, k + length - 1
+
+
+@jit("void(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, float64, float64, int64)")
+def penalise_repeats(at_logits, size, at_tokens, many, rows, at_first, at_starts, at_tails, at_matches, at_longest, multiplier, base,
+                     allowed):
+    """DRY, in place: what would go on with a repeat of `allowed` tokens or more loses `multiplier` x `base` ** (tokens beyond these).
+    `tokens` int32 [many] are the newest; sequences that break repeats are those of `_since_break`, over `rows` tokens, where there are any.
+    `matches` int32 [many] and `longest` uint32 [size] are scratch. Arrays by their addresses."""
+    logits, tokens, matches, longest = f32_at(at_logits), i32_at(at_tokens), i32_at(at_matches), u32_at(at_longest)
+    first, starts, tails = i32_at(at_first), i32_at(at_starts), i32_at(at_tails)
+    most = _since_break(tokens, many, rows, first, starts, tails)
+    if most < allowed or many <= allowed:
+        return
+    _repeats(tokens, many, matches)
+    for k in range(1, many):
+        if 0 <= tokens[many - k] < size:
+            longest[tokens[many - k]] = 0
+    for k in range(1, many):
+        token, length = tokens[many - k], min(int64(matches[k]), most)
+        if length >= allowed and 0 <= token < size:
+            longest[token] = max(longest[token], uint32(length + 1))
+    for k in range(1, many):
+        token = tokens[many - k]
+        if 0 <= token < size and longest[token] > 0:
+            beyond = int64(longest[token]) - 1 - allowed
+            longest[token] = 0
+            breaks = False
+            if token < rows:
+                for sequence in range(first[token], first[token + 1]):
+                    breaks = breaks or starts[sequence] == starts[sequence + 1]
+            if not breaks:
+                logits[token] -= float32(min(multiplier * base ** float64(beyond), FARTHEST))
