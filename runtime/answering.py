@@ -18,6 +18,7 @@ from .events import Call, Event, Notice, Progress, Stats, TextDelta, Turn
 from .sampler import Sampler
 from .stream_filters import ChannelFilter, StopStrings, ThinkFilter
 from .text import Tokenizer
+from .token_chances import Trail
 
 if TYPE_CHECKING:
     from .calls.filter import CallFilter
@@ -78,6 +79,7 @@ class Answer:
         self.sampler.narrow = held and held.narrow
         if engine.speculation is not None:
             engine.speculation.forced = held and held.forced
+        trail = None if self.sampler.tells is None else Trail()
         shown, into = self.shown, {"answer": self.shown, "thinking": self.thought, "call": self.calls}
 
         def split(text: str) -> list[tuple[str, str | Call]]:
@@ -112,8 +114,13 @@ class Answer:
                     self._first_at = self._first_at or time.monotonic()
                     ends = step.finish == "stop"
                     text, at_answer = "" if ends else stream.push(step.token), think is None or think.at_answer
-                    yield from map(_event, split(stops.push(text)))
-                    is_thought = think is not None and not think.at_answer
+                    may_open = think is not None and think.may_open
+                    certain = stops.push(text)
+                    parts, is_thought = split(certain), think is not None and not think.at_answer
+                    if trail and not ends:
+                        was_thought = is_thought or not (at_answer or may_open)
+                        trail.took(step.chances, text, None if may_open and think.may_open else "thinking" if was_thought else "answer")
+                    yield from trail.events(parts, len(certain)) if trail else map(_event, parts)
                     self.reasoned += is_thought or not at_answer
                     if held:
                         held.took(step.token, is_thought)
@@ -127,12 +134,13 @@ class Answer:
                         break
                 else:
                     self.finish = "cancelled" if self.cancelled() else self.finish
-            parts = [] if stops.hit else split(stops.push(stream.flush()) + stops.flush())
+            certain = "" if stops.hit else stops.push(stream.flush()) + stops.flush()
+            parts = [] if stops.hit else split(certain)
             stood = copy.copy(think)
             for kind, part in think.flush() if think else ():
                 into[kind].append(part)
                 parts.append((kind, part))
-            yield from map(_event, parts)
+            yield from trail.events(parts, len(certain)) if trail else map(_event, parts)
         except KeyboardInterrupt:  # a pass was left in its middle: what the cache holds is not known
             engine.reset()
             raise

@@ -44,14 +44,16 @@ from .speculate import speculation
 
 if TYPE_CHECKING:
     from .side_by_side import SharedPasses
+    from .token_chances import Chances
 
 
 @dataclass(frozen=True)
 class Step:
-    """One generated token. `finish` is None while more can follow, else stop, length or context."""
+    """One generated token. `finish` is None while more can follow, else stop, length or context; `chances` what the sampler tells."""
 
     token: int
     finish: str | None
+    chances: Chances | None = None
 
 
 def open_engine(folder: Path, options: EngineOptions | None = None) -> Iterator[Progress | Notice | Engine]:
@@ -323,7 +325,7 @@ class Engine(Scoring):
                 else:
                     finish = "context"
             self.decode_s += time.perf_counter() - started
-            yield Step(token, finish)
+            yield Step(token, finish, sampler.chances)
             if finish:
                 return
             started = time.perf_counter()

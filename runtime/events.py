@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import numpy as np
 
+    from .token_chances import Chances
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -50,10 +52,11 @@ class PromptRead:
 
 @dataclass(frozen=True)
 class TextDelta:
-    """New text of the answer. `kind` is answer or thinking."""
+    """New text of the answer. `kind` is answer or thinking; `tokens` are those of it, where a wish asks how likely they were."""
 
     text: str
     kind: str = "answer"
+    tokens: tuple[Chances, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from .prompting import NO_SYSTEM_ROLE, NO_TEMPLATE, Prompts
 from .sampler import Sampler, SamplerSettings
 from .shared_prefix import WORTH
 from .text import Tokenizer
+from .token_chances import Chances, chances
 
 if TYPE_CHECKING:
     from .calls.calling import Calling, Tools
@@ -45,7 +46,9 @@ def never() -> bool:
 @dataclass(frozen=True)
 class Wish:
     """What one answer is to be. `think`: auto leaves reasoning to the model, on and off ask its template for it. `stops` end the answer,
-    `max_tokens` too (None: no limit); with `ignore_eos` it goes on behind the model's end of text. `form` is what it is held to."""
+    `max_tokens` too (None: no limit); with `ignore_eos` it goes on behind the model's end of text. `form` is what it is held to. `tells`:
+    how likely each token was is told, and of so many of the likeliest beside it (None: nothing is). `echo`: a text comes first that it is
+    to continue, with the same of its tokens."""
 
     settings: SamplerSettings
     think: str = "auto"
@@ -53,6 +56,8 @@ class Wish:
     max_tokens: int | None = None
     ignore_eos: bool = False
     form: Form | None = None
+    tells: int | None = None
+    echo: bool = False
 
 
 @dataclass
@@ -149,7 +154,31 @@ class Replies:
             if own.kept is not None:
                 ids = yield from own.kept.turn_to(None, ids, own.prompts)
             own.prompt = len(ids)
-            yield from self._answer(own.engine, ids, wish, cancelled, None, raw=True)
+            is_scored = wish.echo and wish.tells is not None
+            if wish.echo:
+                yield from self._echoed(own.engine, prompt, ids, wish, cancelled)
+            yield from self._answer(own.engine, ids, wish, cancelled, None, raw=True, is_scored=is_scored)
+
+    def _echoed(self, engine: Engine, prompt: str | Sequence[int], ids: list[int], wish: Wish,
+                cancelled: Callable[[], bool]) -> Iterator[Event]:
+        """The text of a prompt, with how likely its tokens are where that is told: they are read from the first one on."""
+        room, may_shift = engine.n_ctx, engine.options.overflow == "shift" and wish.tells is None
+        if len(ids) >= room and not may_shift:  # before the first of it is sent
+            raise ContextOverflow(f"the prompt has {len(ids)} tokens and the context holds {room}", "shorten it")
+        text = prompt if isinstance(prompt, str) else self.tokenizer.decode(ids, False)
+        if wish.tells is None:
+            yield TextDelta(text)
+            return
+        engine.cancelled = cancelled
+        found = [Chances(ids[0], None)]
+        for start, logits in engine.score(ids):
+            engine.demand_finite(logits)
+            found += [chances(row, token, wish.tells) for row, token in zip(logits, ids[start + 1 :])]
+            yield Progress("reading the prompt", start + len(logits), len(ids), "tokens")
+            if cancelled():
+                return
+        is_added = isinstance(prompt, str) and ids[0] == self.tokenizer.bos_id and ids[0] not in self.tokenizer.encode(prompt, False)[:1]
+        yield TextDelta(text, tokens=tuple(found[is_added:]))
 
     def embed(self, texts: Sequence[str | Sequence[int]], cut: bool = False, cancelled: Callable[[], bool] = never) -> Iterator[Event]:
         """One vector of each text, or of token ids as they stand. Of a text that is longer than the context, its end is left out with
@@ -213,9 +242,11 @@ class Replies:
             own.is_free = True
 
     def _answer(self, engine: Engine, ids: list[int], wish: Wish, cancelled: Callable[[], bool], think: Reasoning | CallFilter | None,
-                said: str = "", raw: bool = False, marks: Mapping[int, str] | None = None) -> Generator[Event, None, Answer]:
+                said: str = "", raw: bool = False, marks: Mapping[int, str] | None = None,
+                is_scored: bool = False) -> Generator[Event, None, Answer]:
         engine.cancelled = cancelled
         sampler = Sampler(wish.settings, engine.config.vocab_size, breakers_of(self.tokenizer, wish.settings))
+        sampler.tells = wish.tells
         answer = Answer(engine, self.tokenizer, sampler, think, wish.stops, wish.max_tokens, cancelled, wish.ignore_eos,
                         self._held_to(wish.form), wish.think != "off", raw, said, marks)
         try:
@@ -231,6 +262,8 @@ class Replies:
             engine.reset()
             raise
         stats = answer.cost(explained=False)  # a program does not ask why, and the next one waits
+        if is_scored:  # what is held of it was read for this answer
+            stats = replace(stats, cached_tokens=0)
         if not is_read:
             yield PromptRead(stats.prompt_tokens, stats.cached_tokens)
         yield from answer.remarks()

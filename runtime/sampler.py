@@ -20,6 +20,7 @@ import numpy as np
 from .. import EffllmError, UsageError
 from ..kernels.cpu import sampling
 from ..kernels.workspace import address
+from .token_chances import Chances, chances
 
 if TYPE_CHECKING:
     from .dry import Breakers
@@ -223,6 +224,8 @@ class Sampler:
         self._ids, self._weights = np.empty(vocab_size, np.int32), np.empty(vocab_size, np.float32)
         self._keys, self._mass = np.empty(vocab_size, np.uint32), np.empty(sampling.BINS, np.float64)
         self.narrow: Callable[[np.ndarray], None] | None = None  # takes away in place what may not be drawn, see `constraint.py`
+        self.tells: int | None = None  # of how many tokens beside the drawn one it is told how likely they were, in `chances`
+        self.chances: Chances | None = None
         self.reset(settings.seed)
 
     def reset(self, seed: int | None = None) -> None:
@@ -232,7 +235,12 @@ class Sampler:
 
     def sample(self, logits: np.ndarray, history: Sequence[int] = ()) -> int:
         """The next token after `history`, from float32 logits[V]. Raises EffllmError when they hold NaN or infinity."""
-        values = self._penalised(logits, history)
+        token = self._drawn(self._penalised(logits, history))
+        if self.tells is not None:
+            self.chances = chances(logits, token, self.tells)
+        return token
+
+    def _drawn(self, values: np.ndarray) -> int:
         if self.settings.temperature == 0:
             token = int(values.argmax())  # a NaN wins every comparison, ties go to the lowest id
             refuse_broken(values[token])

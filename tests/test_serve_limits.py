@@ -38,7 +38,9 @@ def plain(server: Served) -> list:
     ({"logit_bias": [[5]]}, "logit_bias"), ({"logit_bias": 3}, "logit_bias"), ({"dry_base": 0.5}, "dry_base"),
     ({"dry_sequence_breakers": [""]}, "dry_sequence_breakers"), ({"xtc_threshold": 2}, "xtc_threshold"),
     ({"top_n_sigma": "1"}, "top_n_sigma"),
-    ({"logprobs": True}, "logprobs"), ({"top_logprobs": 3}, "top_logprobs"),
+    ({"logprobs": 1}, "logprobs"), ({"top_logprobs": 3}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"), ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+    ({"echo": True}, "echo"), ({"n_probs": 21}, "n_probs"), ({"prompt_logprobs": 1}, "prompt_logprobs"),
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": "What is it?"}, IMAGE]}]}, "messages[0].content[1]"),
     ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content"), ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"), ({"messages": [{"content": "x"}]}, "messages[0].role"),
@@ -64,7 +66,8 @@ def test_what_is_not_answered_names_its_field(server: Served, plain: list, field
 
 @pytest.mark.parametrize(("fields", "param"), [
     ({"prompt": ["a", "b"]}, "prompt"), ({"prompt": None}, "prompt"), ({"prompt": [[1], "a"]}, "prompt"), ({"prompt": [1.5]}, "prompt"),
-    ({"echo": True}, "echo"), ({"suffix": "end"}, "suffix"), ({"logprobs": 0}, "logprobs"), ({"best_of": 2}, "best_of"),
+    ({"echo": 1}, "echo"), ({"suffix": "end"}, "suffix"), ({"logprobs": 21}, "logprobs"), ({"logprobs": True}, "logprobs"),
+    ({"top_logprobs": 2}, "top_logprobs"), ({"best_of": 2}, "best_of"), ({"echo": True, "prompt": [5] * 2048}, None),
     ({"prompt": [10**6]}, None), ({"prompt": [-1]}, None), ({"prompt": ""}, None), ({"prompt": []}, None)])
 def test_texts_that_are_not_continued(server: Served, fields: dict, param: str | None) -> None:
     reply = server.complete(**{"prompt": "Once", **fields})

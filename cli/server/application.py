@@ -105,13 +105,14 @@ class Service:
     async def chat(self, request: Request) -> Response:
         asked = await self._asked(request, ChatAsked)
         answer = await self._wanted(asked, messages_of(asked))
-        return await self._answer(request, asked, self._completion(ChatShape, asked), partial(self._reply, answer))
+        return await self._answer(request, asked, self._completion(ChatShape, asked, answer.wish), partial(self._reply, answer))
 
     async def responses(self, request: Request) -> Response:
         asked = await self._asked(request, ResponsesAsked)
         chat, messages, names = responses_fields.chat_of(asked)
         answer = await self._wanted(chat, messages, responses_fields.CALLED)
-        return await self._answer(request, asked, ResponseShape(self.name, asked, names), partial(self._reply, answer))
+        shape = ResponseShape(self.name, asked, names, self.replies.tokenizer if asked.tells else None)
+        return await self._answer(request, asked, shape, partial(self._reply, answer))
 
     async def messages(self, request: Request) -> Response:
         asked = await self._asked(request, MessagesAsked)
@@ -146,7 +147,7 @@ class Service:
     async def text(self, request: Request) -> Response:
         asked = await self._asked(request, TextAsked)
         prompt, wish = prompt_of(asked), await self._wish(asked)
-        return await self._answer(request, asked, self._completion(TextShape, asked),
+        return await self._answer(request, asked, self._completion(TextShape, asked, wish),
                                   lambda cancelled: self.replies.complete(prompt, wish, cancelled))
 
     async def tokenize(self, request: Request) -> Response:
@@ -199,8 +200,9 @@ class Service:
     def _reply(self, wanted: Wanted, cancelled: Callable[[], bool]) -> Iterator[Event]:
         return self.replies.reply(wanted.messages, wanted.wish, wanted.tools, wanted.variables, cancelled)
 
-    def _completion(self, kind: type[Completion], asked: Asked) -> Completion:
-        return kind(self.name, bool(asked.stream_options and asked.stream_options.include_usage))
+    def _completion(self, kind: type[Completion], asked: Asked, wish: Wish) -> Completion:
+        told_by = None if wish.tells is None else self.replies.tokenizer
+        return kind(self.name, bool(asked.stream_options and asked.stream_options.include_usage), told_by)
 
     async def _answer(self, request: Request, asked: Asked | OllamaAsked, shape: Shape, start: Start) -> Response:
         listener = Listener(self.desk.ask(start), self.note, request.scope[RECORD])

@@ -88,10 +88,16 @@ class ChatAsked(Asked):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    n_probs: int | None = None
 
 
 class TextAsked(Asked):
     prompt: Any
+    logprobs: int | bool | None = None
+    n_probs: int | None = None
+    echo: bool | None = None
 
 
 class Tokenize(Body):

@@ -46,8 +46,14 @@ class ResponsesAsked(Asked):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     include: list[str] | None = None
+    top_logprobs: int | None = None
     metadata: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def tells(self) -> bool:
+        """Whether it is told how likely tokens were."""
+        return LOGPROBS in (self.include or ())
 
 
 @dataclass
@@ -67,13 +73,13 @@ def chat_of(asked: ResponsesAsked) -> tuple[ChatAsked, list[dict[str, Any]], Nam
     """The request as one of chat completions, and its messages. Raises Problem."""
     if asked.previous_response_id is not None:
         raise Problem(400, f"previous_response_id is not supported: {NOT_KEPT}", param="previous_response_id", code="unsupported_parameter")
-    if LOGPROBS in (asked.include or ()):
-        raise Problem(400, f"include: {LOGPROBS} is not supported", param="include", code="unsupported_parameter")
+    if asked.top_logprobs and not asked.tells:
+        raise Problem(400, f"top_logprobs goes with {LOGPROBS} in include", param="top_logprobs")
     names = Names()
     common = {name: getattr(asked, name) for name in Asked.model_fields}
     own = {"messages": [], "tools": _functions(asked.tools or [], names), "tool_choice": _choice(asked.tool_choice),
            "parallel_tool_calls": asked.parallel_tool_calls, "chat_template_kwargs": asked.chat_template_kwargs,
-           "reasoning_effort": asked.reasoning and asked.reasoning.effort}
+           "reasoning_effort": asked.reasoning and asked.reasoning.effort, "logprobs": asked.tells, "top_logprobs": asked.top_logprobs}
     if asked.max_output_tokens is not None:
         own["max_tokens"] = asked.max_output_tokens
     if asked.text is not None and asked.text.format is not None:

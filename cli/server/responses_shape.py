@@ -10,6 +10,8 @@ from typing import Any
 
 from ...runtime.calls.cursor import parsed
 from ...runtime.events import Call, PromptRead, Stats, TextDelta
+from ...runtime.text import Tokenizer
+from .logprobs import TokenList
 from .problems import TOO_LONG, Problem
 from .responses_fields import FREE, Names, ResponsesAsked
 from .shapes import Shape
@@ -42,12 +44,14 @@ def new_id(prefix: str) -> str:
 
 
 class ResponseShape(Shape):
-    """`asked` is what the response says again, `names` what programs call the tools."""
+    """`asked` is what the response says again, `names` what programs call the tools. With a `tokenizer` it is told how likely tokens
+    were."""
 
     named, ending, early = True, b"", True
 
-    def __init__(self, model: str, asked: ResponsesAsked, names: Names) -> None:
+    def __init__(self, model: str, asked: ResponsesAsked, names: Names, tokenizer: Tokenizer | None = None) -> None:
         self.model, self.asked, self.names = model, asked, names
+        self._tokens, self._told = tokenizer and TokenList(tokenizer), []  # of the message that is not whole
         self.id, self.created = new_id("resp"), int(time.time())
         wants = asked.reasoning and asked.reasoning.summary
         self.thinking = SUMMARY if wants and wants != "none" else REASONING
@@ -68,7 +72,9 @@ class ResponseShape(Shape):
         pieces = [] if self._open and self._open[0] is kind else [*self._close(), *self._begin(kind)]
         _, called, texts = self._open
         texts.append(event.text)
-        return [*pieces, self._event(f"{kind.text_event}.delta", delta=event.text, **self._at(kind, called), **_logprobs(kind))]
+        told = self._tokens.told(event.tokens) if self._tokens and kind is MESSAGE else []
+        self._told += told
+        return [*pieces, self._event(f"{kind.text_event}.delta", delta=event.text, **self._at(kind, called), **_logprobs(kind, told))]
 
     def waiting(self) -> list[dict[str, object]]:
         return [self._event("keepalive")]
@@ -108,7 +114,8 @@ class ResponseShape(Shape):
             "parallel_tool_calls": asked.parallel_tool_calls is not False, "service_tier": "default", "store": False,
             "reasoning": {"effort": reasoning and reasoning.effort, "summary": reasoning and reasoning.summary},
             "text": {"format": asked.text and asked.text.format or {"type": "text"}}, "temperature": asked.temperature,
-            "top_p": asked.top_p, "tools": asked.tools or [], "tool_choice": asked.tool_choice or "auto", "truncation": "disabled",
+            "top_p": asked.top_p, "top_logprobs": asked.top_logprobs or 0, "tools": asked.tools or [],
+            "tool_choice": asked.tool_choice or "auto", "truncation": "disabled",
             "usage": stats and usage(stats)}
 
     def _event(self, kind: str, **fields: object) -> dict[str, object]:
@@ -127,7 +134,7 @@ class ResponseShape(Shape):
         called = new_id(kind.prefix)
         self._open = kind, called, []
         return [self._event("response.output_item.added", output_index=len(self.items), item=self._item(kind, called, "in_progress", [])),
-                self._event(f"{kind.part_event}.added", part=_part(kind, ""), **self._at(kind, called))]
+                self._event(f"{kind.part_event}.added", part=_part(kind, "", []), **self._at(kind, called))]
 
     def _close(self, status: str = DONE) -> list[dict[str, object]]:
         """The end of the item that is open, if one is."""
@@ -135,9 +142,10 @@ class ResponseShape(Shape):
             return []
         kind, called, texts = self._open
         self._open, text, at = None, "".join(texts), self._at(kind, called)
-        part = _part(kind, text)
+        told, self._told = self._told, []
+        part = _part(kind, text, told)
         item = self._item(kind, called, status, [part])
-        made = [self._event(f"{kind.text_event}.done", text=text, **at, **_logprobs(kind)),
+        made = [self._event(f"{kind.text_event}.done", text=text, **at, **_logprobs(kind, told)),
                 self._event(f"{kind.part_event}.done", part=part, **at),
                 self._event("response.output_item.done", output_index=len(self.items), item=item)]
         self.items.append(item)
@@ -161,13 +169,13 @@ class ResponseShape(Shape):
         return made
 
 
-def _part(kind: Kind, text: str) -> dict[str, object]:
-    own = {"annotations": [], "logprobs": []} if kind is MESSAGE else {}
-    return {"type": kind.part, "text": text, **own}
+def _part(kind: Kind, text: str, told: list[dict[str, object]]) -> dict[str, object]:
+    own = {"annotations": []} if kind is MESSAGE else {}
+    return {"type": kind.part, "text": text, **own, **_logprobs(kind, told)}
 
 
-def _logprobs(kind: Kind) -> dict[str, object]:
-    return {"logprobs": []} if kind is MESSAGE else {}
+def _logprobs(kind: Kind, told: list[dict[str, object]]) -> dict[str, object]:
+    return {"logprobs": told} if kind is MESSAGE else {}
 
 
 def status_of(stats: Stats) -> str:

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import time
 import uuid
-from typing import Protocol
+from typing import Any, Protocol
 
 from ... import __version__
 from ...runtime.events import Call, PromptRead, Stats, TextDelta
+from ...runtime.text import Tokenizer
+from .logprobs import TokenColumns, TokenList, joined
 from .problems import Problem
 from .tools import CallList
 
@@ -60,10 +62,12 @@ class Completion(Shape, Protocol):
 
     prefix, kind, piece_kind = "", "", ""
 
-    def __init__(self, model: str, include_usage: bool = False) -> None:
-        self.model, self.include_usage = model, include_usage
+    def __init__(self, model: str, include_usage: bool = False, tokenizer: Tokenizer | None = None) -> None:
+        """With a `tokenizer` it is told how likely tokens were."""
+        self.model, self.include_usage, self.tokenizer = model, include_usage, tokenizer
         self.id, self.created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
         self.texts: dict[str, str] = {}  # by kind
+        self.told: dict[str, list[dict[str, object]]] = {}  # of a chat's tokens, by the name of their text
         self.calls = CallList()
 
     def head(self, kind: str) -> dict[str, object]:
@@ -95,7 +99,7 @@ class Completion(Shape, Protocol):
         return [*pieces, self.piece(None, usage=usage(stats))] if self.include_usage else pieces
 
     def whole(self, stats: Stats) -> dict[str, object]:
-        choice = {"index": 0, **self.whole_choice(), "logprobs": None, "finish_reason": self.finish(stats)}
+        choice = {"index": 0, "logprobs": None, **self.whole_choice(), "finish_reason": self.finish(stats)}
         return {**self.head(self.kind), "choices": [choice], "usage": usage(stats), "timings": timings(stats)}
 
     def finish(self, stats: Stats) -> str:
@@ -114,7 +118,15 @@ class ChatShape(Completion):
             delta = {"tool_calls": [{"index": len(self.calls.made), **self.calls.add(event)}]}
             return {"delta": delta, "logprobs": None, "finish_reason": None}
         name = "content" if event.kind == "answer" else "reasoning_content"
-        return {"delta": {name: event.text}, "logprobs": None, "finish_reason": None}
+        return {"delta": {name: event.text}, "logprobs": self._told(name, event), "finish_reason": None}
+
+    def _told(self, name: str, event: TextDelta) -> dict[str, object] | None:
+        """How likely the tokens of a piece were, noted for the whole answer."""
+        if self.tokenizer is None:
+            return None
+        told = TokenList(self.tokenizer).told(event.tokens)
+        self.told.setdefault(name, []).extend(told)
+        return {"content": None, name: told, "refusal": None}
 
     def choice_at_end(self, stats: Stats) -> dict[str, object]:
         return {"delta": {}, "logprobs": None, "finish_reason": self.finish(stats)}
@@ -124,20 +136,27 @@ class ChatShape(Completion):
         reasoning = {"reasoning_content": texts["thinking"]} if texts.get("thinking") else {}
         calls = {"tool_calls": self.calls.made} if self.calls.made else {}
         content = texts.get("answer", None if calls else "")
-        return {"message": {"role": "assistant", "content": content, **reasoning, **calls}}
+        logprobs = None if self.tokenizer is None else {"content": None, **self.told, "refusal": None}
+        return {"message": {"role": "assistant", "content": content, **reasoning, **calls}, "logprobs": logprobs}
 
 
 class TextShape(Completion):
     prefix, kind, piece_kind = "cmpl", "text_completion", "text_completion"
 
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._columns, self._parts = self.tokenizer and TokenColumns(self.tokenizer), []
+
     def choice_of(self, event: TextDelta) -> dict[str, object]:
-        return {"text": event.text, "logprobs": None, "finish_reason": None}
+        told = self._columns and self._columns.told(event.tokens, event.text)
+        self._parts += [told] if told else []
+        return {"text": event.text, "logprobs": told, "finish_reason": None}
 
     def choice_at_end(self, stats: Stats) -> dict[str, object]:
         return {"text": "", "logprobs": None, "finish_reason": self.finish(stats)}
 
     def whole_choice(self) -> dict[str, object]:
-        return {"text": "".join(self.texts.values())}
+        return {"text": "".join(self.texts.values()), "logprobs": self._columns and joined(self._parts)}
 
 
 def usage(stats: Stats) -> dict[str, object]:

@@ -13,7 +13,7 @@ from ...runtime.replies import Wish
 from ...runtime.sampler import BANNED, SamplerSettings
 from ...runtime.stream_filters import StopStrings
 from ...runtime.text import Tokenizer
-from .fields import Asked, ChatAsked
+from .fields import Asked, ChatAsked, TextAsked
 from .problems import Problem, problem_of
 
 # Field of a request -> field of SamplerSettings. Of two names for one thing the later is the name elsewhere.
@@ -23,6 +23,7 @@ SAMPLING = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "m
             **{name: name for name in ("dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers",
                                        "xtc_probability", "xtc_threshold", "top_n_sigma", "seed")}}
 NO_LIMIT = RANDOM = -1
+MOST_TOP = 20  # tokens beside each of an answer whose chances are told
 SEEDS = 1 << 64
 LENGTHS = ("max_completion_tokens", "max_tokens", "n_predict")
 SCHEMA, GRAMMAR, THE_SCHEMA, THE_GRAMMAR = "response_format", "grammar", "the schema", "the grammar"
@@ -45,7 +46,26 @@ def wish_of(asked: Asked, defaults: Defaults, tokenizer: Tokenizer) -> Wish:
     wish = defaults.wish
     return replace(wish, settings=_biased(asked, _settings(asked, wish.settings), tokenizer), max_tokens=_length(asked, wish.max_tokens),
                    form=_form(asked, wish.form), stops=wish.stops if asked.stop is None else _stops(asked.stop),
-                   ignore_eos=wish.ignore_eos if asked.ignore_eos is None else asked.ignore_eos)
+                   ignore_eos=wish.ignore_eos if asked.ignore_eos is None else asked.ignore_eos, tells=_tells(asked),
+                   echo=isinstance(asked, TextAsked) and bool(asked.echo))
+
+
+def _tells(asked: Asked) -> int | None:
+    """Of how many tokens beside each of the answer it is told how likely they were; None where nothing is told. Raises Problem."""
+    field, tokens, wanted = "n_probs", getattr(asked, "n_probs", None), False
+    if isinstance(asked, TextAsked) and asked.logprobs is not None and asked.logprobs is not False:
+        field, tokens, wanted = "logprobs", asked.logprobs, True
+        if tokens is True:
+            raise Problem(400, "logprobs is a number here: that of the likeliest tokens that are told of beside each", param="logprobs")
+    elif isinstance(asked, ChatAsked) and (asked.logprobs or asked.top_logprobs):
+        field, tokens, wanted = "top_logprobs", asked.top_logprobs or 0, True
+        if not asked.logprobs:
+            raise Problem(400, "top_logprobs goes with logprobs true", param=field)
+    if not wanted and not tokens:
+        return None
+    if tokens not in range(MOST_TOP + 1):
+        raise Problem(400, f"{field} is between 0 and {MOST_TOP}, not {tokens}", param=field)
+    return tokens
 
 
 def reasoning_of(asked: ChatAsked, wish: Wish, tokenizer: Tokenizer) -> tuple[Wish, dict[str, Any]]:

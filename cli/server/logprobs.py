@@ -1,0 +1,77 @@
+"""How likely tokens were, as OpenAI's APIs tell it: objects with bytes in chats and responses, four lists in completions."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+
+from ...runtime.text import Tokenizer
+from ...runtime.token_bytes import bytes_of
+from ...runtime.token_chances import Chances
+
+
+class TokenList:
+    """Tokens with how likely they were, as objects."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._bytes = bytes_of(tokenizer)
+
+    def told(self, tokens: Sequence[Chances]) -> list[dict[str, object]]:
+        return [{**self._one(each.token, each.logprob), "top_logprobs": [self._one(*other) for other in each.top]} for each in tokens]
+
+    def _one(self, token: int, logprob: float | None) -> dict[str, object]:
+        said = self._bytes(token)
+        return {"token": spelled(said), "logprob": logprob, "bytes": [*said]}
+
+
+class TokenColumns:
+    """Tokens with how likely they were, as the lists that completions have. `text_offset` counts the letters of an answer's text before a
+    token."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._bytes, self._letters, self._decoder = bytes_of(tokenizer), 0, codecs.getincrementaldecoder("utf-8")("replace")
+        self._begun = False
+
+    def told(self, tokens: Sequence[Chances], text: str) -> dict[str, object]:
+        """Of the next piece of text."""
+        places = []
+        for each in tokens:
+            said = self._bytes(each.token)
+            if not self._begun and said[:1] == b" " and text[:1] != " ":  # which nobody sees where a text begins
+                said = said[1:]
+            self._begun = True
+            places.append(self._letters)
+            self._letters += len(self._decoder.decode(said))
+        return {"tokens": [self._named(each.token) for each in tokens], "token_logprobs": [each.logprob for each in tokens],
+                "top_logprobs": [self._likeliest(each) for each in tokens], "text_offset": places}
+
+    def _named(self, token: int) -> str:
+        said = self._bytes(token)
+        return spelled(said) if is_text(said) else f"bytes:{spelled(said)}"
+
+    def _likeliest(self, told: Chances) -> dict[str, float] | None:
+        """With the token itself, which may be none of them. Of two that are written alike it is the likelier one's."""
+        if told.logprob is None:
+            return None
+        likeliest: dict[str, float] = {}
+        for token, logprob in (*told.top, (told.token, told.logprob)):
+            likeliest.setdefault(self._named(token), logprob)
+        return likeliest
+
+
+def joined(columns: Sequence[dict[str, list]]) -> dict[str, object]:
+    """Those of several pieces as those of one."""
+    return {name: [each for part in columns for each in part[name]] for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")}
+
+
+def is_text(said: bytes) -> bool:
+    try:
+        said.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def spelled(said: bytes) -> str:
+    """A token as text; one that is half a character by its bytes, as `\\xf0\\x9f`."""
+    return said.decode() if is_text(said) else "".join(f"\\x{byte:02x}" for byte in said)
