@@ -188,6 +188,8 @@ class SamplingFlags(Group):
     repetition_penalty: Annotated[float | None, flag(SAMPLING, "--repeat-penalty", "X", "above 1 avoids what was said (1.0)")] = None
     presence_penalty: Annotated[float | None, flag(SAMPLING, "--presence-penalty", "X", "subtracted once from what was said (0.0)")] = None
     frequency_penalty: Annotated[float | None, flag(SAMPLING, "--frequency-penalty", "X", "subtracted each time it was said (0.0)")] = None
+    penalty_last_n: Annotated[int | None, flag(SAMPLING, "--repeat-last-n", "N", "how many tokens these three look back; -1 is all "
+                                               "(-1)")] = None
     dry_multiplier: Annotated[float | None, flag(SAMPLING, "--dry-multiplier", "X", "DRY: subtracted where tokens repeat, more the longer "
                                                  "the repeat; 0 is off (0.0)")] = None
     dry_base: Annotated[float | None, flag(SAMPLING, "--dry-base", "X", "DRY: how many times more with each further token (1.75)")] = None

@@ -149,6 +149,9 @@ def test_answers_of_a_form(server: Served) -> None:
     assert set(json.loads(said(response_format={"type": "json_object", "schema": SCHEMA}))) == {"fox"}
     assert said(grammar='root ::= "yes" | "no"') in ("yes", "no")
     assert said(response_format={"type": "text"}) == said()
+    wild = {"temperature": 1.5, "seed": 4, "dry_multiplier": 2.0, "xtc_probability": 0.7, "top_n_sigma": 2.0, "logit_bias": {"{": False}}
+    assert set(json.loads(said(response_format=strict, **wild))) == {"fox"}
+    assert said(grammar='root ::= "yes" | "no"', **wild) in ("yes", "no")
     joined = text_of(server.chat(response_format=strict, stream=True, max_tokens=200).events)
     assert set(json.loads(joined)) == {"fox"}
 

@@ -200,7 +200,8 @@ def test_responses_tell_them_where_they_are_included(server: Served) -> None:
 
 def test_what_is_said_of_answers_at_once_is_what_is_said_of_each_alone(server: Served) -> None:
     asked = [{"prompt": "Once upon a time", "seed": 1}, {"prompt": "The king", "seed": 2}, {"prompt": "A fox and a wolf", "seed": 3}]
-    fields = {"logprobs": 2, "temperature": 1.0, "max_tokens": 60, "ignore_eos": True}
+    fields = {"logprobs": 2, "temperature": 1.0, "max_tokens": 60, "ignore_eos": True, "dry_multiplier": 0.5, "xtc_probability": 0.5,
+              "top_n_sigma": 1.5}
     alone = [forgetful(server).complete(**each, **fields).json["choices"][0]["logprobs"] for each in asked]
     with serving("-np", "3") as other, ThreadPoolExecutor(3) as pool:
         together = [each.result() for each in [pool.submit(lambda each=each: other.complete(**each, **fields)) for each in asked]]
@@ -250,6 +251,22 @@ def test_an_echoed_prompt_is_scored(server: Served, engine: Engine, tokenizer: T
     assert "".join(event["choices"][0]["text"] for event in events) == text + plain
     long = server.complete("The fox said. " * 200, echo=True, logprobs=0, max_tokens=0).json["choices"][0]["logprobs"]
     assert len(long["tokens"]) > 600 and max(long["token_logprobs"][1:]) < 0
+
+
+@pytest.mark.peer
+@pytest.mark.slow
+def test_lm_evaluation_harness_scores_by_it(server: Served, engine: Engine, tokenizer: Tokenizer) -> None:
+    for each in ("aiohttp", "tenacity"):  # which it wants for this alone
+        pytest.importorskip(each)
+    Instance = pytest.importorskip("lm_eval.api.instance").Instance
+    LocalCompletionsAPI = pytest.importorskip("lm_eval.models.openai_completions").LocalCompletionsAPI
+    asked = [("Once upon a time there was a", " fox who had a house"), ("The king said:", " yes")]
+    peer = LocalCompletionsAPI(model="fable", base_url=f"{server.url}/completions", tokenizer=str(FABLE), tokenizer_backend="huggingface")
+    found = peer.loglikelihood([Instance("loglikelihood", {}, each, at) for at, each in enumerate(asked)])
+    for (context, target), (score, greedy) in zip(asked, found):
+        begin, ids = len(tokenizer.encode(context)), tokenizer.encode(context + target)
+        rows = log_softmax(engine, ids)
+        assert score == pytest.approx(sum(rows[at - 1, ids[at]] for at in range(begin, len(ids))), abs=NEAR) and not greedy
 
 
 # -- pieces -------------------------------------------------------------------------------------------------------------------------

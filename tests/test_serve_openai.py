@@ -50,6 +50,22 @@ def test_texts_and_models(client) -> None:
     assert "".join(each.choices[0].text for each in streamed) == whole.choices[0].text != ""
 
 
+def test_how_likely_tokens_were(client) -> None:
+    asked = {"model": "fable", "temperature": 0, "logprobs": True, "top_logprobs": 3}
+    (choice,) = client.chat.completions.create(messages=ASKED, max_tokens=12, **asked).choices
+    told = choice.logprobs.content
+    assert "".join(each.token for each in told) == choice.message.content and len(told[0].top_logprobs) == 3
+    with client.chat.completions.stream(messages=ASKED, max_tokens=12, **asked) as stream:
+        pieces = [event for event in stream if event.type == "logprobs.content.delta"]
+    assert [each.token for each in pieces[-1].snapshot] == [each.token for each in told]
+    (scored,) = client.completions.create(model="fable", prompt="Once upon a time", echo=True, logprobs=2, max_tokens=0).choices
+    assert scored.text == "Once upon a time" and scored.logprobs.token_logprobs[0] is None and len(scored.logprobs.tokens) == 4
+    wanted = {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "max_output_tokens": 12}
+    response = client.responses.create(model="fable", input="Hello", **wanted)
+    (part,) = response.output[0].content
+    assert "".join(each.token for each in part.logprobs) == part.text and len(part.logprobs[0].top_logprobs) == 2
+
+
 def test_errors_are_of_their_classes(client) -> None:
     def ask(**fields: object) -> object:
         return client.chat.completions.create(**{"model": "fable", "messages": ASKED, "max_tokens": 1, **fields})
