@@ -43,7 +43,8 @@ def pooling_of(path: Path | None) -> str:
     stated = None if path is None else next((found for name in (POOLING, POOLING_KEPT) if (found := _read(path / name)) is not None), None)
     if not isinstance(stated, dict):
         raise UsageError("this model was not made for embeddings: nothing beside its weights says how", OTHERS)
-    for module in _read(path / MODULES) or ():
+    modules = _read(path / MODULES)
+    for module in modules if isinstance(modules, list) else () if modules is None else (modules,):
         kind = module.get("type") if isinstance(module, dict) else None
         if not isinstance(kind, str) or kind.rpartition(".")[2].lower() not in USUAL:
             raise UsageError(f"this model's embeddings go through a module {show(kind)}, which does not run here", OTHERS)

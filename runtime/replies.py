@@ -183,9 +183,9 @@ class Replies:
     def embed(self, texts: Sequence[str | Sequence[int]], cut: bool = False, cancelled: Callable[[], bool] = never) -> Iterator[Event]:
         """One vector of each text, or of token ids as they stand. Of a text that is longer than the context, its end is left out with
         `cut`, but for the token that ends every text. Raises EffllmError where the model makes none, or of these none."""
-        from .embedding import pooling_of, vector
+        from .embedding import vector
 
-        pooling, room = pooling_of(self.engine.prepared.folder), self.engine.n_ctx
+        pooling, room = self._pooling, self.engine.n_ctx
         made, tokens = [], 0
         with self._slot_for([]) as own:
             if own.kept is not None:
@@ -204,6 +204,12 @@ class Replies:
                 if number + 1 < len(texts):
                     yield Progress("embedding", number + 1, len(texts), "texts")
         yield Embedded(made, tokens)
+
+    @cached_property
+    def _pooling(self) -> str:
+        from .embedding import pooling_of
+
+        return pooling_of(self.engine.prepared.folder)
 
     @cached_property
     def _ends(self) -> list[int]:

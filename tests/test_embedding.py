@@ -114,7 +114,8 @@ def test_ways_that_files_state(tmp_path: Path, pooling: object, way: str) -> Non
     ({"pooling_mode_cls_token": True}, MODULES, "made by 'cls_token', not"), ({}, MODULES, "name no way"),
     ({"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": True}, MODULES, "by 'last and mean'"),
     ([], MODULES, "not made for embeddings"), ({"pooling_mode": "max"}, MODULES, "made by 'max'"),
-    (embedders.LAST, [*MODULES, {"type": "a.Dense"}], "go through a module 'a.Dense'"), (embedders.LAST, ["x"], "through a module None")])
+    (embedders.LAST, [*MODULES, {"type": "a.Dense"}], "go through a module 'a.Dense'"), (embedders.LAST, ["x"], "through a module None"),
+    (embedders.LAST, 7, "through a module None")])
 def test_ways_that_do_not_run(tmp_path: Path, pooling: object, modules: object, said: str) -> None:
     with pytest.raises(UsageError, match=said) as caught:
         pooling_of(embedder(tmp_path / "a", pooling, modules))

@@ -53,14 +53,17 @@ class OllamaModels:
 
     async def show(self, request: Request) -> Response:
         self._demand(await named(request), "model")
-        model = await self._model()
-        return json_response(await asyncio.to_thread(shown, model, of_engine(self._replies), self._defaults))
+        return json_response(await asyncio.to_thread(lambda: self._shown))
 
     async def _demand_here(self, name: str) -> None:
         self._demand(name, "model")
 
     async def _model(self) -> Listed:
         return await asyncio.to_thread(lambda: self._listed)
+
+    @cached_property
+    def _shown(self) -> dict[str, object]:
+        return shown(self._listed, of_engine(self._replies), self._defaults)
 
     @cached_property
     def _listed(self) -> Listed:
