@@ -68,6 +68,8 @@ class Spent:
 class Replay:
     """A sampler that says a text."""
 
+    breakers = chances = tells = None
+
     def __init__(self, first: int, tokens: Sequence[int]) -> None:
         self._first, self._tokens = first, tokens
 

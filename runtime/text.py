@@ -86,7 +86,7 @@ class Tokenizer:
         remarks: Sequence[str] = (),
     ) -> None:
         self._decoder = Decoder(backend)
-        self._backend, self._add_bos, self.rows, self._eos_ids = backend, add_bos, model_rows, tuple(eos_ids)
+        self._backend, self._add_bos, self._model_rows, self._eos_ids = backend, add_bos, model_rows, tuple(eos_ids)
         self.special_tokens = dict(special_tokens)  # role ("bos_token") -> text
         self.bos_id = bos_id
         self.template = template
@@ -214,9 +214,9 @@ class Tokenizer:
             ids = yield from encoding(self._backend, text, add_special_tokens)
         except BaseException as error:
             raise refused(error, f"{self.source} cannot make tokens of the text") from None
-        if ids and max(ids) >= self.rows:
+        if ids and max(ids) >= self._model_rows:
             raise TokenizerError(
-                f"{self.source} makes token {max(ids)}, but the model has only {self.rows} embedding rows",
+                f"{self.source} makes token {max(ids)}, but the model has only {self._model_rows} embedding rows",
                 f"{REFETCH}: these two do not belong together",
             )
         return ids

@@ -118,7 +118,7 @@ def _biased(asked: Asked, settings: SamplerSettings, tokenizer: Tokenizer) -> Sa
         bias = BANNED if bias is False else bias
         if isinstance(number, str):
             found |= dict.fromkeys(tokenizer.encode(number, add_special_tokens=False), bias)
-        elif type(number) is not int or number not in range(tokenizer.rows):
+        elif type(number) is not int or number not in range(tokenizer.vocab_size):
             raise Problem(400, f"logit_bias: {token!r:.40} is no token of this model", param="logit_bias")
         else:
             found[number] = bias
