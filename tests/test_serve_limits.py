@@ -87,7 +87,7 @@ def test_bodies_that_are_no_request(server: Served, plain: list) -> None:
 
 
 def test_paths_methods_and_models_that_there_are_not(server: Served) -> None:
-    for method, path, status in (("GET", "/v1/nothing", 404), ("POST", "/v1/embeddings", 404), ("GET", CHAT, 405), ("DELETE", TEXT, 405),
+    for method, path, status in (("GET", "/v1/nothing", 404), ("POST", "/v1/moderations", 404), ("GET", CHAT, 405), ("DELETE", TEXT, 405),
                                  ("POST", "/v1/models", 405), ("GET", "/v1/models/gpt-4o", 404), ("GET", "/..%2f..%2fetc/passwd", 404)):
         assert server.ask(method, path).status == status and server.ask(method, path).error["param"] is None
     reply = server.chat(model="gpt-4o")

@@ -314,8 +314,10 @@ def test_files_are_not_named() -> None:
 def test_what_is_not_here_is_what_changes_something() -> None:
     assert is_same(0, 0.0) and not is_same(0, False) and not is_same(1, True)
     base = {"prompt": "x"}
-    for field, nothing in NOT_HERE.items():
-        for value in (*nothing, None):
+    answered = NOT_HERE.keys() & TextAsked.model_fields.keys()
+    assert answered == {"echo", "logprobs", "n_probs"}, "what other requests cannot have"
+    for field in NOT_HERE.keys() - answered:
+        for value in (*NOT_HERE[field], None):
             assert parsed(TextAsked, json.dumps({**base, field: value}).encode())
         with pytest.raises(Problem, match=f"^{field} is not supported"):
             parsed(TextAsked, json.dumps({**base, field: {"more": 1}}).encode())
@@ -338,10 +340,11 @@ def test_wishes_for_reasoning(fields: dict, think: str, variables: dict) -> None
 
 def test_a_request_that_says_nothing_is_as_the_command_line_has_it() -> None:
     usual = Wish(SamplerSettings(temperature=0.3, seed=4), "on", ("x",), 9, True, form_of_schema({"type": "object"}, "--schema", "json"))
-    assert wish_of(parsed(ChatAsked, b'{"messages": []}'), Defaults(usual)) == usual
+    tokenizer = SimpleNamespace()  # asked for what biases are of
+    assert wish_of(parsed(ChatAsked, b'{"messages": []}'), Defaults(usual), tokenizer) == usual
     said = {"messages": [], "temperature": 0.3, "seed": -1, "stop": ["y", "y"], "max_tokens": -1, "ignore_eos": False,
             "response_format": {"type": "text"}, "top_k": -1, "repeat_last_n": 5}
-    wish = wish_of(parsed(ChatAsked, json.dumps(said).encode()), Defaults(usual))
+    wish = wish_of(parsed(ChatAsked, json.dumps(said).encode()), Defaults(usual), tokenizer)
     assert wish == Wish(SamplerSettings(temperature=0.3, top_k=0, penalty_last_n=5), "on", ("y",))
 
 
