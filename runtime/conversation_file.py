@@ -25,7 +25,7 @@ class History:
     settings: SamplerSettings
 
     def to_json(self) -> dict[str, object]:
-        settings = {key: value for key, value in asdict(self.settings).items() if value is not None}
+        settings = {key: value for key, value in json.loads(json.dumps(asdict(self.settings))).items() if value is not None}
         return {"format": FORMAT, "version": VERSION, "system": self.system, "messages": self.messages, "settings": settings}
 
 

@@ -1,6 +1,7 @@
 """Tiny random models of every family, made by transformers, for tests: what a checkpoint means is what transformers makes of it."""
 
 import json
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 
@@ -334,9 +335,9 @@ def as_internlm2(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(raw))
 
 
-def oracle(model: PreTrainedModel, ids: list[int]) -> np.ndarray:
+def oracle(model: PreTrainedModel, ids: list[int], dtype: torch.dtype = torch.float64) -> np.ndarray:
     """Logits of the model in float64, [T, V]: in float32 transformers itself is up to 1e-4 of the largest logit beside them."""
-    exact = deepcopy(model).double()
+    exact = deepcopy(model).to(dtype)
     for module in exact.modules():
         if hasattr(getattr(module, "config", None), "_experts_implementation"):
             module.config._experts_implementation = "eager"  # the others multiply no float64
@@ -369,11 +370,16 @@ def share_angles(engine: Engine, model: PreTrainedModel) -> None:
         rotary.inv_freq = torch.from_numpy(ours.copy())
 
 
-def assert_close(ours: np.ndarray, expected: np.ndarray) -> None:
+def assert_close(ours: np.ndarray, expected: np.ndarray, in_float32: Callable[[], np.ndarray] | None = None) -> None:
+    """Within TOLERANCE of the largest logit. At a token whose logits a model of random weights makes of roundings (one in float32 moves
+    them by more than that) within twice what transformers' own are off there in float32."""
     assert ours.shape == expected.shape
-    scale = np.abs(expected).max()
-    worst = np.abs(ours - expected).max()
-    assert worst <= TOLERANCE * scale, f"differs by {worst:.2e}, {worst / scale:.2e} of the largest logit"
+    scale, off = np.abs(expected).max(), np.abs(ours - expected).max(1)
+    bound = np.full(len(off), TOLERANCE * scale)
+    if in_float32 is not None and (off > bound).any():
+        bound = np.maximum(bound, 2 * np.abs(in_float32() - expected).max(1))
+    worst = np.argmax(off - bound)
+    assert off[worst] <= bound[worst], f"token {worst} differs by {off[worst]:.2e}, {off[worst] / scale:.2e} of the largest logit"
 
 
 def scored(folder: Path, ids: list[int], beside: PreTrainedModel | None = None) -> np.ndarray:

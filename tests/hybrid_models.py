@@ -27,7 +27,7 @@ MODELS = {"qwen3_5_text": Case("qwen3_5_text", {**CASES["qwen3_5_text"].changes,
           "nemotron_h, experts": Case("nemotron_h", {
               **CASES["nemotron_h, experts"].changes, **CALM, "layers_block_type": ["mamba", "moe", "mamba", "attention", "mamba", "moe"]}),
           "falcon_h1": Case("falcon_h1", {**CASES["falcon_h1"].changes, **CALM, "num_hidden_layers": 4}),
-          "olmo_hybrid": Case("olmo_hybrid", {**CASES["olmo_hybrid"].changes, **CALM, "initializer_range": 0.06}),
+          "olmo_hybrid": Case("olmo_hybrid", {**CASES["olmo_hybrid"].changes, **CALM, "initializer_range": 0.04}),
           "lfm2": Case("lfm2", {**CALM, "num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"]})}
 KINDS = ("raw", "4 bits", "4 bits, packed cache", "packed cache")
 

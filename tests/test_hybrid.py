@@ -83,6 +83,20 @@ def test_a_chat_that_goes_on_is_one_text(engine: Engine) -> None:
             here = read(engine, text)
 
 
+def test_turns_at_4_bits_differ_by_what_products_of_bytes_round(small: Path) -> None:
+    """With products of float32 they agree as those of whole weights do."""
+    engine, text = opened(small, exact=True), IDS[:150]
+    read(engine, text)
+    for more in (30, 100):
+        text = text + answer(engine, 20)[:19]
+        text = text + IDS[len(text) : len(text) + more]
+        here = read(engine, text)
+        assert engine.reused >= len(text) - more
+        there = anew(engine, text)
+        assert np.abs(here - there).max() < 1e-4 * np.abs(there).max()
+    engine.close()
+
+
 def test_what_is_asked_again_reads_the_end_of_the_prompt_alone(engine: Engine) -> None:
     first = anew(engine, IDS[:400])
     tokens = answer(engine, 12)
