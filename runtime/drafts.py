@@ -17,6 +17,7 @@ PAIR = 2  # tokens that must agree before what followed them is worth a guess
 LONGEST = 32  # agreement beyond this is not told apart
 PLACES = 64  # earlier places that are looked at
 HEADS, SPREAD = 1 << 16, 0x9E3779B1  # chains of places, and what spreads pairs over them
+PLACES_NBYTES = 4 * HEADS
 CANDIDATES = 4  # kept for a token
 SAME = 32  # tokens by which a text is known to be the one of the pass before: a guess about another would only be wrong
 

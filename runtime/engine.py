@@ -145,7 +145,7 @@ class Engine(Scoring):
         """Another sequence through the same model, in a cache of its own, which its owner closes."""
         other = copy(self)
         other.cache, other.cancelled = self.new_cache(), lambda: False
-        other.speculation = speculation(self.prepared, self.model)
+        other.speculation = self.speculation and self.speculation.another()
         other.hold([])
         return other
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from .. import UsageError
 from ..offload.notes import Fallback
+from .drafts import PLACES_NBYTES
 
 if TYPE_CHECKING:
     from .prepare import EngineOptions
@@ -19,6 +20,11 @@ ALONE = {"draft": (None, "--draft", "a model that drafts follows one text"),
          "disk": (None, "--disk", "the caches of several texts stay in memory"),
          "kv_read": ("exact", "--kv-read sparse", "the caches of several texts stay in memory"),
          "spec": ("auto", "--spec {}", "the layer that drafts follows one text")}
+
+
+def drafts_nbytes(texts: int) -> int:
+    """What the places of tokens take in which each further text looks for its own drafts."""
+    return (texts - 1) * PLACES_NBYTES
 
 
 def fitted(options: EngineOptions, notices: list[str]) -> EngineOptions:

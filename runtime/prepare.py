@@ -201,7 +201,8 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
     options, draft = draft_model.draft_or_without(folder, options, notices) if options.draft and card is None else (options, None)
     if draft is not None and unless_planned is not None:
         unless_planned.callback(draft.store.close)
-    bundled, budget, beside = is_bundled(container), _budget(options, card, notices), beside + Speculating(draft=draft).draft_nbytes
+    bundled, budget = is_bundled(container), _budget(options, card, notices)
+    beside += Speculating(draft=draft).draft_nbytes + parallel.drafts_nbytes(options.parallel)
     predictors = _predictors(options, folder, config)  # before the process is weighed, which they are a part of
     kinds = kinds_of(config, store, container, options)
     baseline = _baseline(kinds) + beside if program is None else program.with_kinds(kinds)

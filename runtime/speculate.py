@@ -124,6 +124,13 @@ class Speculation:
         self._said_failed = self._right = False  # the latter: the last guess of the draft model was, as a whole
         self._since_model, self._since_draft = TRY_EVERY, 0  # the latter counts passes that ended
 
+    def another(self) -> Speculation:
+        """For another sequence of the same model, for which no model drafts. What is known of the model (what passes cost, which tokens it
+        thinks likely behind one) serves both; places in the text are each one's own."""
+        made = Speculation([SuffixMatch() if isinstance(each, SuffixMatch) else each for each in self._proposers], clock=self._clock)
+        made._costs = self._costs
+        return made
+
     @property
     def counts(self) -> Counts:
         """Of all answers."""

@@ -24,11 +24,11 @@ from effllm.runtime.dry import MOST_TOKENS, Breakers, breakers_of
 from effllm.runtime.engine import open_engine
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import BANNED, Sampler, SamplerSettings
-from effllm.runtime.speculate import RecycledTokens, Speculation, SuffixMatch
 from effllm.runtime.text import Tokenizer
 from effllm.runtime.token_bytes import bytes_of
 
 sys.path.insert(0, str(Path(__file__).parent))
+from drafted import both_ways
 from gguf_samples import fable_gguf
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
@@ -210,17 +210,8 @@ def test_bytes_of_tokens_are_those_of_the_text(tokenizer: Tokenizer) -> None:
     {"temperature": 1.2, "top_n_sigma": 1.0, "dry_multiplier": 1.5, "logit_bias": ((264, 3.0),), "seed": 4}], ids=str)
 def test_drafts_change_no_answer(tokenizer: Tokenizer, changes: dict) -> None:
     *_, engine = open_engine(FABLE, EngineOptions(ctx=512, spec="off"))
-    prompt = tokenizer.encode("The fox was happy, and he ran to the river. " * 6, add_special_tokens=False)
-    chosen = SamplerSettings(**changes)
-    answers = []
-    for drafts in (None, Speculation((SuffixMatch(), RecycledTokens()), clock=iter(range(10**6)).__next__)):
-        engine.speculation = drafts
-        engine.reset()
-        for _ in engine.prefill(prompt):
-            continue
-        sampler = Sampler(chosen, engine.config.vocab_size, breakers_of(tokenizer, chosen))
-        answers.append([step.token for step in engine.generate(sampler, 100, frozenset())])
-    assert answers[0] == answers[1] and engine.speculation.counts.accepted > 0
+    without, drafted = both_ways(engine, tokenizer, SamplerSettings(**changes), 100)
+    assert [step.token for step in without] == [step.token for step in drafted]
     engine.close()
 
 

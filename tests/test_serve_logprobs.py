@@ -8,17 +8,16 @@ import numpy as np
 import pytest
 
 import effllm
-from effllm.runtime.dry import breakers_of
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Call, TextDelta
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import Sampler, SamplerSettings
-from effllm.runtime.speculate import RecycledTokens, Speculation, SuffixMatch
 from effllm.runtime.stream_filters import StopStrings, ThinkFilter
 from effllm.runtime.text import Tokenizer
 from effllm.runtime.token_chances import LEAST, Chances, Trail, chances
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from drafted import both_ways
 from served import ASKED, Served, serving
 from test_call_replies import WEATHER
 from test_serve import thinking_model
@@ -211,18 +210,10 @@ def test_what_is_said_of_answers_at_once_is_what_is_said_of_each_alone(server: S
 
 
 def test_drafts_change_no_number(engine: Engine, tokenizer: Tokenizer) -> None:
-    prompt = tokenizer.encode("The fox was happy, and he ran to the river. " * 6, add_special_tokens=False)
-    chosen, found = SamplerSettings(temperature=0.7, seed=3, dry_multiplier=0.1), []
+    chosen = SamplerSettings(temperature=0.7, seed=3, dry_multiplier=0.1)
     try:
-        for drafts in (None, Speculation((SuffixMatch(), RecycledTokens()), clock=iter(range(10**6)).__next__)):
-            engine.speculation = drafts
-            engine.reset()
-            for _ in engine.prefill(prompt):
-                continue
-            sampler = Sampler(chosen, engine.config.vocab_size, breakers_of(tokenizer, chosen))
-            sampler.tells = 3
-            found.append([step.chances for step in engine.generate(sampler, 80, frozenset())])
-        assert found[0] == found[1] and engine.speculation.counts.accepted > 0
+        without, drafted = both_ways(engine, tokenizer, chosen, 80, tells=3)
+        assert [step.chances for step in without] == [step.chances for step in drafted] and without[0].chances is not None
     finally:
         engine.speculation = None
 

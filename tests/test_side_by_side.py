@@ -14,6 +14,7 @@ from effllm.runtime.calls.calling import tools_of
 from effllm.runtime.constraint import grammar_form
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Done, Event, TextDelta
+from effllm.runtime.parallel import drafts_nbytes
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.replies import Replies, Wish
 from effllm.runtime.rounds import Rounds
@@ -130,6 +131,21 @@ def test_an_answer_drafts_while_it_is_alone(replies):
         ends, _ = written(replies, {"comes": started("comes"), "reads": started("reads")}, rounds)
         assert tokens_of(ends) == expected
         assert 0 < ends["tells"].stats.speculation["accepted"] < len(expected["tells"])
+
+
+def test_what_drafts_know_of_the_model_serves_all_and_is_planned():
+    """What passes cost and which tokens are likely is learned once; places in a text are each one's own, and counted."""
+    engine = opened(spec="lookup")
+    engines, _ = side_by_side(engine, SEQUENCES)
+    one, *others = (each.speculation for each in engines)
+    assert len({id(each) for each in (one, *others)}) == SEQUENCES
+    for other in others:
+        (own, learned), (places, known) = other._proposers, one._proposers
+        assert learned is known and own is not places and other._costs is one._costs
+    assert drafts_nbytes(1) == 0 and drafts_nbytes(SEQUENCES) == sum(len(each._proposers[0]._latest) * 4 for each in others)
+    for other in engines[1:]:
+        other.cache.close()
+    engine.close()
 
 
 def test_passes_are_of_all_and_come_again(replies, monkeypatch):

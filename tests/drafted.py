@@ -1,0 +1,25 @@
+"""An answer without drafts and with them, on one engine."""
+
+from effllm.runtime.drafts import RecycledTokens, SuffixMatch
+from effllm.runtime.dry import breakers_of
+from effllm.runtime.engine import Engine, Step
+from effllm.runtime.sampler import Sampler, SamplerSettings
+from effllm.runtime.speculate import Speculation
+from effllm.runtime.text import Tokenizer
+
+REPEATS = "The fox was happy, and he ran to the river. " * 6
+
+
+def both_ways(engine: Engine, tokenizer: Tokenizer, chosen: SamplerSettings, tokens: int, tells: int | None = None) -> list[list[Step]]:
+    """Steps behind a text that repeats; some of the drafts came true."""
+    prompt, found = tokenizer.encode(REPEATS, add_special_tokens=False), []
+    for drafts in (None, Speculation((SuffixMatch(), RecycledTokens()), clock=iter(range(10**6)).__next__)):
+        engine.speculation = drafts
+        engine.reset()
+        for _ in engine.prefill(prompt):
+            continue
+        sampler = Sampler(chosen, engine.config.vocab_size, breakers_of(tokenizer, chosen))
+        sampler.tells = tells
+        found.append([*engine.generate(sampler, tokens, frozenset())])
+    assert engine.speculation.counts.accepted > 0
+    return found
