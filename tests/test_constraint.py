@@ -16,18 +16,21 @@ import effllm
 from effllm import EffllmError
 from effllm.runtime.config import read_config
 from effllm.runtime.constraint import grammar_form, schema_form
+from effllm.runtime.drafts import SuffixMatch
 from effllm.runtime.engine import Engine, Step, open_engine
 from effllm.runtime.events import Notice, TextDelta
 from effllm.runtime.gguf.tokenizer import load_tokenizer
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.session import Session
+from effllm.runtime.speculate import Speculation
 from effllm.runtime.template import ChatTemplate
 from effllm.runtime.text import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_session_channels import THOUGHT, write_folder
 from test_session_continue import REASONS, said
+from test_speculation import Ticks
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 SPM = [path for parent in Path(__file__).resolve().parents if (path := parent / "shared" / "vocabs" / "llama-spm.gguf").is_file()]
@@ -41,6 +44,7 @@ PERSON = {"type": "object", "properties": {"name": {"type": "string", "maxLength
 @pytest.fixture(scope="module")
 def engine():
     engine = list(open_engine(FABLE, EngineOptions(device="cpu", spec="lookup")))[-1]
+    engine.speculation = Speculation((SuffixMatch(),), clock=Ticks())
     yield engine
     engine.close()
 

@@ -1,5 +1,6 @@
 """Answers that are written at once, on the real model: each is, token for token, what it is alone, and one goes on while another reads."""
 
+import sys
 from collections.abc import Iterator
 from functools import partial
 from itertools import count
@@ -12,6 +13,7 @@ import effllm
 from effllm import EffllmError, UsageError
 from effllm.runtime.calls.calling import tools_of
 from effllm.runtime.constraint import grammar_form
+from effllm.runtime.drafts import RecycledTokens, SuffixMatch
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Done, Event, TextDelta
 from effllm.runtime.parallel import drafts_nbytes
@@ -20,7 +22,11 @@ from effllm.runtime.replies import Replies, Wish
 from effllm.runtime.rounds import Rounds
 from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.side_by_side import MOST, side_by_side
+from effllm.runtime.speculate import Speculation
 from effllm.runtime.text import Tokenizer
+
+sys.path.insert(0, str(Path(__file__).parent))
+from test_speculation import Ticks
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 FOX = "The fox asked the king for bread and the king gave him none. "
@@ -35,6 +41,7 @@ def opened(**options) -> Engine:
 @pytest.fixture(scope="module", params=["16bit", "4bit"])
 def engines(request) -> Iterator[list[Engine]]:
     engine = opened(kv=request.param)
+    engine.speculation = Speculation((SuffixMatch(), RecycledTokens()), clock=Ticks())
     made, said = side_by_side(engine, SEQUENCES)
     assert len(made) == SEQUENCES and not said
     yield made
