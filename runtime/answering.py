@@ -69,7 +69,7 @@ class Answer:
         """Run the prompt `ids` and write the answer; `inside`: the prompt ends in the midst of it."""
         engine, said, think = self.engine, self.said, self.think
         self._ids, self._started, self._first_at = ids, time.monotonic(), None
-        self._read_before = engine.disk_traffic
+        self._read_before, self._cpu_before = engine.disk_traffic, hardware.cpu_time()
         self._before = engine.prefill_s, engine.decode_s, engine.passes_s
         self._drafted = engine.speculation and engine.speculation.counts
         self.shown = [said]
@@ -104,7 +104,7 @@ class Answer:
             self.finish = "cancelled" if self.cancelled() else self.finish
             if engine.truncated:
                 yield Notice(f"the prompt of {len(ids)} tokens is longer than the context: its middle was dropped (--overflow shift)")
-            dropped, self._read_before = engine.truncated, engine.disk_traffic
+            dropped, self._read_before, self._cpu_before = engine.truncated, engine.disk_traffic, hardware.cpu_time()
             if self.finish != "cancelled" and self.max_tokens != 0:
                 for step in engine.generate(self.sampler, self.max_tokens, self.tokenizer.stop_ids, self.ignore_eos and not held):
                     if isinstance(step, Turn):
@@ -157,7 +157,7 @@ class Answer:
         return stats(engine, "".join(self.shown[1:]), self.tokens, "length" if self.finish == "context" else self.finish, self.sampler.seed,
                      len(self._ids), (self._first_at or time.monotonic()) - origin, *took,
                      self._drafted and engine.speculation.counts.since(self._drafted), engine.disk_traffic.since(self._read_before),
-                     self.reasoned, explained, self.stopped_by)
+                     hardware.cpu_time().since(self._cpu_before), self.reasoned, explained, self.stopped_by)
 
     def remarks(self) -> Iterator[Notice]:
         """What is to be said of how it ended."""

@@ -1,8 +1,8 @@
 """After an answer: what was predicted against what came, and why they differ where they do by a quarter and by more than the stated error.
 
 A reason is looked for, not guessed: reads from the disk were counted and timed, the memory is read again (the weights themselves, so it
-takes none), the system is asked how many programs wait for the cores, the answer for its length, the engine for what lay between its
-passes. What none of them explains is said to be so.
+takes none), the system is asked who had the cores meanwhile and how many programs wait for them, the answer for its length, the engine
+for what lay between its passes. What none of them explains is said to be so.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 from ..kernels.threads import ThreadPool
 from ..offload import hardware
 from ..offload.direct import Traffic
+from ..offload.hardware import CpuTime
 from ..offload.predict import Prediction, Work, decode, prompt
 from ..offload.size import format_size
 from . import forecast, roofs
@@ -31,9 +32,10 @@ if TYPE_CHECKING:
 MISS = 0.25  # a difference that is worth an explanation
 FEW_TOKENS = 16
 MOST = 0.5  # of the time that came on top: what took as much is why
+IDLE = 0.25  # of the cores' time, up to which it is scarce
 BUSY = 0.8  # of the memory's usual rate, or the disk's, when it was measured; of the bytes that were expected
 APART = 1.3  # times the rate of one thread: threads that read less together are in one another's way (docs/measured.md, Machines)
-NOTHING_READ = Traffic()
+NOTHING_READ, NO_TIME = Traffic(), CpuTime(0.0, 0.0, 0.0)
 LEAST_NBYTES, MOST_NBYTES = 64 << 20, 1 << 30  # less than this of weights may lie in a cache
 
 
@@ -57,10 +59,10 @@ class Outcome:
 
 
 def outcome(engine: Engine, prompt_tokens: int, cached: int, made: int, prefill_s: float, decode_s: float, passes_s: float,
-            drafted: Counts | None = None, reads: Traffic = NOTHING_READ, explained: bool = True) -> Outcome:
+            drafted: Counts | None = None, reads: Traffic = NOTHING_READ, cores: CpuTime = NO_TIME, explained: bool = True) -> Outcome:
     """Hold an answer of `made` tokens, after `prompt_tokens` of which `cached` were held already, against the prediction for it: that of
-    one token a pass, times what drafts gained. `passes_s`: of `decode_s`, in passes. `reads`: of the disk, while it was written. Why it
-    missed is looked for where that is to be `explained`: it takes as long as reading the weights."""
+    one token a pass, times what drafts gained. `passes_s`: of `decode_s`, in passes. `reads` of the disk, and who had the `cores`, while it
+    was written. Why it missed is looked for where that is to be `explained`: it takes as long as reading the weights."""
     steps = made - 1  # the first token comes out of the prompt's pass
     measured = steps / decode_s if steps > 0 and decode_s else None
     waited = prefill_s if prefill_s and prompt_tokens and not cached else None  # nothing is read where it was stopped at once
@@ -81,17 +83,17 @@ def outcome(engine: Engine, prompt_tokens: int, cached: int, made: int, prefill_
         ratio = measured / expected
         miss = explain_disk(asked, depth, predicted, known.disk.date, ratio, passes, decode_s, reads) if known.disk else ""
         if not miss or reads.busy_s < (1 - MISS) * decode_s:  # not all of the time
-            miss = explain(engine, known.machine, ratio, steps, decode_s, passes_s, miss)
+            miss = explain(engine, known.machine, ratio, steps, decode_s, passes_s, miss, cores)
     return Outcome(expected, measured, predicted.error, first and first.seconds, waited, miss)
 
 
 def stats(engine: Engine, text: str, tokens: list[int], finish: str, seed: int, prompt_tokens: int, ttft: float, prefill: float,
-          decode: float, passes: float, drafted: Counts | None, reads: Traffic, reasoned: int = 0,
+          decode: float, passes: float, drafted: Counts | None, reads: Traffic, cores: CpuTime, reasoned: int = 0,
           explained: bool = True, stopped_by: str | None = None) -> Stats:
     """What an answer cost, once it has ended; times in seconds, `ttft` to its first token. `reasoned`: tokens of reasoning. `explained`: as
     `outcome`. `stopped_by`: the stop string that ended it."""
     cache, cached, read = engine.cache, engine.reused, engine.read
-    found = outcome(engine, cached + read, cached, len(tokens), prefill, decode, passes, drafted, reads, explained)
+    found = outcome(engine, cached + read, cached, len(tokens), prefill, decode, passes, drafted, reads, cores, explained)
     return Stats(
         text=text, token_ids=tuple(tokens), finish_reason=finish, seed=seed, prompt_tokens=prompt_tokens, cached_tokens=cached,
         read_tokens=read, load_s=engine.load_s, ttft_s=ttft, prefill_s=prefill, decode_s=decode, peak_rss_bytes=hardware.peak_rss(),
@@ -144,16 +146,21 @@ def explain_disk(work: Work, depth: int, predicted: Prediction, probed: str, rat
 
 
 def explain(engine: Engine, machine: roofs.MachineRoofs, ratio: float, steps: int, decode_s: float, passes_s: float,
-            disk: str = "") -> str:
+            disk: str = "", cores: CpuTime = NO_TIME) -> str:
     """The likeliest cause of a miss, from what can be looked at now, behind what the disk explains of it."""
     if steps < FEW_TOKENS:
         return disk or ("one token is too few to tell" if steps == 1 else f"{steps} tokens are too few to tell")
-    said = "; ".join(each for each in (disk, _beside_the_disk(engine, machine, ratio, steps, decode_s, passes_s)) if each)
+    said = "; ".join(each for each in (disk, _beside_the_disk(engine, machine, ratio, steps, decode_s, passes_s, cores)) if each)
     again = forecast.doctor(engine.options, "--probe")
     return said or f"which nothing that was looked at explains: {again} measures this machine again (last {machine.date})"
 
 
-def _beside_the_disk(engine: Engine, machine: roofs.MachineRoofs, ratio: float, steps: int, decode_s: float, passes_s: float) -> str:
+def _beside_the_disk(engine: Engine, machine: roofs.MachineRoofs, ratio: float, steps: int, decode_s: float, passes_s: float,
+                     cores: CpuTime) -> str:
+    late = decode_s * (1 - ratio)
+    if ratio < 1 and cores.idle <= IDLE * cores.all and cores.others + cores.stolen > late * MOST:
+        who = "other programs" if cores.others > cores.stolen else "this virtual machine's host, for others,"
+        return f"{who} had {100 * max(cores.others, cores.stolen) / cores.all:.0f}% of the cores' time meanwhile"
     now = memory_now(engine)
     if now is not None and (now < BUSY * machine.memory_usual if ratio < 1 else now > machine.memory_usual / BUSY):
         then = f"{machine.memory_usual / 1e9:.1f} when it was measured ({machine.date})"
@@ -164,7 +171,7 @@ def _beside_the_disk(engine: Engine, machine: roofs.MachineRoofs, ratio: float, 
         return f"{waiting:.0f} programs want the {'one core' if cores == 1 else f'{cores} cores'} of this machine"
     if ratio < 1 and engine.options.load == "mmap":
         return "the weights are mapped: what the system had not in memory was read from the file while the answer was written"
-    between, late = decode_s - passes_s, decode_s * (1 - ratio)
+    between = decode_s - passes_s
     if ratio < 1 and machine.choice_s is not None and between - steps * machine.choice_s > late * MOST:
         foreseen = 100 * steps * machine.choice_s / decode_s
         return f"choosing and guessing tokens took {100 * between / decode_s:.0f}% of the time, where {foreseen:.0f}% were foreseen"

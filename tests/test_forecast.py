@@ -16,6 +16,7 @@ from effllm.cli.environment import Environment
 from effllm.cli.plan import bar
 from effllm.cli.screen import rounded
 from effllm.kernels import warm
+from effllm.offload import hardware
 from effllm.offload.direct import Traffic
 from effllm.offload.disk import Disk, DiskRead
 from effllm.offload.placement import Residency
@@ -261,6 +262,13 @@ def test_a_reason_is_looked_for(engine: object, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(outcome, "memory_now", lambda engine: 40e9)
     assert "the threads shared a core or a way to memory then" in outcome.explain(engine, alike, 2.0, 100, 1.0, 1.0)
     assert "others used it then" in outcome.explain(engine, apart, 2.0, 100, 1.0, 1.0)
+    busy = hardware.CpuTime(all=2.0, idle=0.1, own=1.1, stolen=0.1)
+    assert outcome.explain(engine, MACHINE, 0.5, 100, 1.0, 1.0, cores=busy) == "other programs had 35% of the cores' time meanwhile"
+    host = outcome.explain(engine, MACHINE, 0.5, 100, 1.0, 1.0, "the disk", replace(busy, own=1.2, stolen=0.5))
+    assert host == "the disk; this virtual machine's host, for others, had 25% of the cores' time meanwhile"
+    for else_ in (replace(busy, idle=0.6), replace(busy, own=1.7), replace(busy, own=1.6, idle=0.0, stolen=0.0)):
+        assert "cores' time" not in outcome.explain(engine, MACHINE, 0.4, 100, 1.0, 1.0, cores=else_)
+    assert "cores' time" not in outcome.explain(engine, MACHINE, 2.0, 100, 1.0, 1.0, cores=busy)
     monkeypatch.setattr(os, "getloadavg", lambda: (9.0, 1.0, 1.0))
     monkeypatch.setattr(outcome.hardware, "cpu_threads", lambda: 4)
     assert outcome.explain(engine, MACHINE, 0.5, 100, 1.0, 1.0) == "9 programs want the 4 cores of this machine"

@@ -5,6 +5,7 @@ import platform
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -277,6 +278,29 @@ def test_a_process_is_as_old_as_it_is() -> None:
     done = subprocess.run([sys.executable, "-P", "-c", code], check=True, capture_output=True, text=True)
     began, asked = map(float, done.stdout.split())
     assert before - 0.1 <= began < asked <= time.monotonic()  # clock ticks, and a machine that is busy between two clocks
+
+
+def test_who_had_the_cores(tmp_path: Path) -> None:
+    """Of the CPUs that this process may use, in ticks of 10 ms."""
+    rows = ("cpu  9 9 9 9 9 9 9 9 0 0\ncpu0 100 50 20 400 30 1 2 7 60 5\ncpu1 10 0 5 80 0 0 0 3 0 0\n"
+            "cpu10 9000 0 0 0 0 0 0 0 0 0\nintr 8 8\n")  # fmt: skip
+    root = tree(tmp_path, {"proc/stat": rows})
+    one, two = (hardware.cpu_time(root, frozenset(allowed)) for allowed in ({0}, {0, 1}))
+    assert (one.all, one.idle, one.stolen) == pytest.approx((6.1, 4.3, 0.07))
+    assert (two.all, two.idle, two.stolen) == pytest.approx((7.08, 5.1, 0.1))
+    later = replace(two, all=two.all + 4, idle=two.idle + 1, own=two.own + 1.5, stolen=two.stolen + 0.5).since(two)
+    assert later.others == pytest.approx(1.0)
+    assert replace(later, own=9.0).others == 0, "ticks are counted late"
+
+
+@pytest.mark.parametrize("known", (True, False))
+def test_what_this_process_computes_is_its_own(known: bool, tmp_path: Path) -> None:
+    root = hardware.ROOT if known else tmp_path
+    before, until = hardware.cpu_time(root), time.process_time() + 0.1
+    while time.process_time() < until:
+        sum(range(1000))
+    found = hardware.cpu_time(root).since(before)
+    assert found.own >= 0.1 and found.all - found.idle >= 0.05 and found.all > 0
 
 
 def test_the_name_of_a_program_may_look_like_a_field(tmp_path: Path) -> None:
