@@ -166,7 +166,8 @@ WIDENS = {"portable": (r"mulps\t", r"fmaf"), "avx2": (r"vcvtph2ps\t.*%ymm", r"vf
           "avx512": (r"vcvtph2psx?\t.*%zmm", r"vfmadd\w+ps\t.*%zmm")}
 
 
-@pytest.mark.parametrize("name", WIDENS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == ("avx512" if OWN in WIDE else OWN) else pytest.mark.slow)
+                                  for name in WIDENS])
 def test_floats_of_eight_bits_are_right_and_of_the_instructions_of(name, tmp_path):
     own = name == ("avx512" if OWN in WIDE else OWN)
     if own:
@@ -183,7 +184,7 @@ def loop_assembly() -> dict[str, str]:
     return {text: "\n".join(loop.inspect_asm().values()) for text, loop in compiled_loops().items()}
 
 
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name == "portable" != OWN else ()) for name in TARGETS])
 def test_loops_are_right_and_of_the_instructions_of(name, tmp_path):
     """Compiled for the set and, where the machine has it, run."""
     if name == OWN:

@@ -19,6 +19,7 @@ from test_moe_models import mixture_model
 from test_recorded_passes import Counted, opened
 
 PASSES = 120
+FIRST = {case.family: name for name, case in reversed(CASES.items())}  # of each family the first
 
 
 def passes(engine: Engine, seed: int, most: int) -> list[np.ndarray]:
@@ -80,7 +81,8 @@ def test_pages_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     check(lambda: opened(FABLE, 1, spill_dir=str(tmp_path)), monkeypatch, repeats=False)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == FIRST[CASES[name].family] else pytest.mark.slow)
+                                  for name in CASES])
 def test_families(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written(CASES[name], tmp_path)
     recorded, anew = (plain(tmp_path, ctx=None) for _ in range(2))

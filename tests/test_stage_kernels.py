@@ -61,7 +61,8 @@ def test_rotary_positions(depth: int, turned: int, neighbours: bool) -> None:
 
 @pytest.mark.parametrize("layout, group, tokens, window, cap, with_sinks", [
     (PageLayout(2, 64, F16), 4, 1, None, None, False), (PageLayout(1, 80, F32), 3, 3, None, 50.0, True),
-    (PageLayout(2, 128, F16), 8, 8, 100, None, True), (PageLayout(4, 32, F16), 1, 2, None, None, False)])
+    (PageLayout(2, 128, F16), 8, 8, 100, None, True),
+    pytest.param(PageLayout(4, 32, F16), 1, 2, None, None, False, marks=pytest.mark.slow)])
 def test_pages_are_written_and_read(layout: PageLayout, group: int, tokens: int, window: int | None, cap: float | None,
                                     with_sinks: bool) -> None:
     """Sealed ones and an open one, more than are merged at once; what does not fit a half saturates, and infinities stay."""

@@ -31,6 +31,9 @@ from low_bit_samples import FORMATS, WITH_OUTLIERS, low_bit, random_codes, seed_
 ON = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SOME = ("codebook4:16", "codebook3:16", "affine5:64", "symmetric8:128", "ternary:32", "block4:32", "mxfp4:32", "offset8:32", "super5:32",
         "signed6:16", "nibble2:16", "table4:16", "table3:16", "float8:128", "nvfp4:16", "minimum5:32", "codebook2:16+0.05")
+TURNS = {"even": 2048, "a part of the last turn": 2304, "long": 4352}
+AT_ONCE = (("codebook4:16", "a part of the last turn"), ("super4:32", "even"), ("affine3:128+0.02", "a part of the last turn"),
+           ("codebook3:16", "long"))  # every format and every length
 TYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
 EVERY = [pytest.param(each, marks=() if each in SOME else pytest.mark.slow) for each in (*FORMATS, *WITH_OUTLIERS)]
 
@@ -64,8 +67,10 @@ def test_weights_are_opened_to_the_same_bits_and_multiplied(text: str) -> None:
         assert (stored_product.of_codes(x, blob, form, added) - want).abs().max() <= 2e-6 * max(1, want.abs().max())
 
 
-@pytest.mark.parametrize("text", ("codebook4:16", "super4:32", "affine3:128+0.02", "codebook3:16"))
-@pytest.mark.parametrize("inputs", (2048, 2304, 4352), ids=("even", "a part of the last turn", "long"))
+@pytest.mark.parametrize("text, inputs", [pytest.param(text, inputs, id=f"{said}-{text}",
+                                                       marks=() if (text, said) in AT_ONCE else pytest.mark.slow)
+                                          for text in ("codebook4:16", "super4:32", "affine3:128+0.02", "codebook3:16")
+                                          for said, inputs in TURNS.items()])
 def test_rows_of_several_turns(text: str, inputs: int) -> None:
     """What is read ahead is what comes next, and nothing counts twice; products are added to what is there."""
     rng, (weight, form) = np.random.default_rng(2), sample(text, 32, inputs)
@@ -161,7 +166,8 @@ def placed(text: str, rows: int, inputs: int) -> tuple[TorchOps, Linear, np.ndar
     return ops, Linear(Weight(weight.spec, weight.shape, there), None), weight.to_f32()
 
 
-@pytest.mark.parametrize("capability, texts", [("90", ("codebook4:16", "affine3:64+0.02")),
+@pytest.mark.parametrize("capability, texts", [("90", ("codebook4:16",)),
+                                               pytest.param("90", ("affine3:64+0.02",), marks=pytest.mark.slow),
                                                pytest.param("80", (*FORMATS, *WITH_OUTLIERS), marks=pytest.mark.slow)])
 def test_kernels_compile_for_a_card(capability: str, texts: tuple[str, ...], tmp_path: Path) -> None:
     """What the interpreter runs is not all that the compiler takes; neither needs a GPU."""
