@@ -137,13 +137,13 @@ class Keys:
             raise self.fail(name, "an object")
         return value or None
 
-    def numbers(self, name: str, length: int) -> tuple[float, ...]:
-        """A list of exactly `length` positive numbers."""
+    def numbers(self, name: str, length: int, or_zero: bool = False) -> tuple[float, ...]:
+        """A list of exactly `length` positive numbers, `or_zero`."""
         value = self._get(name, REQUIRED)
         if not isinstance(value, list) or len(value) != length:
             raise self.fail(name, f"a list of {length} numbers")
-        if any(isinstance(v, bool) or not isinstance(v, (int, float)) or not LEAST < v < MOST for v in value):
-            raise self.fail(name, f"a list of {length} positive numbers")
+        if any(isinstance(v, bool) or not isinstance(v, (int, float)) or not (LEAST < v < MOST or or_zero and v == 0) for v in value):
+            raise self.fail(name, f"a list of {length} {'numbers of 0 or more' if or_zero else 'positive numbers'}")
         return tuple(float(v) for v in value)
 
     def switches(self, name: str, length: int) -> tuple[bool, ...] | None:

@@ -22,7 +22,8 @@ BASE, OLDER_BASE, INSIDE = "model.", "backbone.", ("layers.", "embed_tokens.", "
 EXPERTS = {**dict.fromkeys(("afmoe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe", "exaone_moe", "glm4_moe",
                             "glm4_moe_lite", "glm_moe_dsa", "hunyuan_v1_moe", "mellum", "mistral4", "olmoe", "solar_open",
                             "qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next"), "mlp"),
-           **dict.fromkeys(("granitemoe", "granitemoehybrid", "granitemoeshared", "minimax_m2", "mixtral", "phimoe"), "block_sparse_moe"),
+           **dict.fromkeys(("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "minimax_m2", "mixtral", "phimoe"),
+                           "block_sparse_moe"),
            **dict.fromkeys(("lfm2_moe", "llama4_text"), "feed_forward"),
            **dict.fromkeys(("gemma4", "gemma4_text"), ""), "nemotron_h": "mixer"}  # family -> where it has router and experts
 PARTS = {"gate_up_proj": ("gate", "up"), "up_proj": ("up",), "down_proj": ("down",), "input_linear": ("gate", "up"),

@@ -30,7 +30,32 @@ LLAMA_4 = {"head_dim": 32, "intermediate_size": 40, "attention_chunk_size": CONT
 GROWING_PARTS = {**GROWING, "partial_rotary_factor": 16 / 36}
 AFMOE = {**FEW_EXPERTS, "num_hidden_layers": 4, "head_dim": 32, "sliding_window": 40, "num_shared_experts": 2, "mup_enabled": True,
          "route_scale": 2.5, "num_dense_layers": 1, "initializer_range": 0.12}
+SWASH = {"attention_multiplier": 0.3, "embedding_multiplier": 12.0, "residual_multiplier": 0.4, "logits_scaling": 7.0,
+         "num_hidden_layers": 4}
 NEWER = {
+    "granite_swa": Case("granite_swa", {**SWASH, "sliding_window": 40, "layer_rope_theta": [0, 300.0, 300.0, 50_000.0], "vocab_size": 301}),
+    "granite_swa, one base, biases, bfloat16": Case("granite_swa", {
+        **SWASH, "sliding_window": 150, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False, "num_key_value_heads": 1,
+        "layer_types": ["sliding_attention", "full_attention"] * 2, **rope("linear", factor=4.0)}, dtype="bfloat16"),
+    "granitemoe_swa": Case("granitemoe_swa", {**SWASH, "num_local_experts": 7, "num_experts_per_tok": 3, "intermediate_size": 40,
+                                              "shared_intermediate_size": 104, "sliding_window": 40}),
+    "granitemoe_swa, nothing shared, bfloat16": Case("granitemoe_swa", {
+        **SWASH, "num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 40, "attention_bias": True, "sliding_window": 40,
+        "tie_word_embeddings": True, "layer_rope_theta": [300.0, 0, 300.0, 0]}, dtype="bfloat16"),
+    "cwm": Case("cwm", {"head_dim": 32, "vocab_size": 301, "sliding_window": 40, **rope(
+        "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)}),
+    "cwm, other layers, bfloat16": Case("cwm", {
+        "head_dim": 16, "mlp_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 1, "sliding_window": 150, "layer_types": [
+            "full_attention", "sliding_attention", "full_attention"]}, dtype="bfloat16"),
+    "vaultgemma": Case("vaultgemma", {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "head_dim": 12, "sliding_window": 40,
+                                      "query_pre_attn_scalar": 20, "attention_bias": True}),
+    "vaultgemma, no caps, bfloat16": Case("vaultgemma", {
+        "attn_logit_softcapping": None, "final_logit_softcapping": None, "head_dim": 32, "sliding_window": 150, "num_key_value_heads": 1,
+        "tie_word_embeddings": False}, dtype="bfloat16"),
+    "helium": Case("helium", {"head_dim": 16, "vocab_size": 301, "num_key_value_heads": 4}, shard="60KB"),
+    "helium, biases, yarn, bfloat16": Case("helium", {
+        "head_dim": 16, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 1,
+        **rope("yarn", factor=8.0, original_max_position_embeddings=64)}, dtype="bfloat16"),
     "qwen3_next": Case("qwen3_next", {**DELTA, **FEW_EXPERTS, "shared_expert_intermediate_size": 56, "initializer_range": 0.12}),
     "qwen3_next, other layers, bfloat16": Case("qwen3_next", {
         **DELTA, **FEW_EXPERTS, "shared_expert_intermediate_size": 104, "layer_types": ["linear_attention", "full_attention"] * 2,

@@ -119,6 +119,12 @@ PECULIAR = {
     "mistral, images": [{"windows": (None,) * 3}],
     "bamba": [{"ropes": (None,) * 4}, {"norm_eps": 1e-1}],
     "hyperclovax": [{"attn_scale": None}, {"embedding_multiplier": 1.0}, {"residual_multiplier": 1.0}, {"logits_scaling": 1.0}],
+    "granite_swa": [{"windows": (None,) * 4}, {"windows": (40,) * 4}, {"ropes": 0}, {"ropes": 1}, {"ropes": 3}, {"attn_scale": None},
+                    {"residual_multiplier": 1.0}],
+    "granitemoe_swa": [{"windows": (None,) * 4}, {"mixture": {"shared_width": None}}, {"mixture": {"factor": 1.0}}],
+    "cwm": [{"windows": (None,) * 3}, {"windows": (40,) * 3}, {"ropes": {"factor": 1.0}}],
+    "vaultgemma": [{"windows": (None,) * 3}, {"attn_logit_softcapping": None}, {"final_logit_softcapping": None}, {"attn_scale": None}],
+    "helium": [{"ropes": {"neighbours": False}}, {"norm_eps": 1e-1}],
     "jais2": [{"hidden_act": "relu"}, {"norm_eps": 1e-1}, {"ropes": (None,) * 3}],
     "afmoe": [{"windows": (None,) * 4}, {"ropes": 0}, {"ropes": 3}, {"embedding_multiplier": 1.0}, {"norm_eps": 1e-1}] + [
         {"mixture": each} for each in ({"renormalise": False}, {"sigmoid": False}, {"per_token": 2})],
@@ -218,7 +224,7 @@ def test_every_peculiarity_of_a_family_shows(name: str, tmp_path: Path) -> None:
                                   "cohere, norms of every head", "hunyuan_v1_moe", "nemotron", "stablelm", "apertus",
                                   "granitemoehybrid, experts, bfloat16", "gemma4_text", "gemma4_text, keys as values",
                                   "gemma4_text, mixture", "afmoe", "gpt_neox", "phi", "stablelm, side by side", "olmo",
-                                  "phimoe", "olmo_hybrid"])
+                                  "phimoe", "olmo_hybrid", "granite_swa", "granitemoe_swa", "cwm", "vaultgemma", "helium"])
 def test_the_other_backend_agrees(name: str, tmp_path: Path) -> None:
     """Layers on torch, on CPU tensors: the same logits."""
     model = written(CASES[name], tmp_path)

@@ -24,12 +24,12 @@ TYPES = {"F16": 1, "Q8_0": 7, "Q4_0": 2}  # what a person may ask for -> general
 QUANTIZATION_VERSION = 2
 INDEXED = ": this version reads no indexer, without which they would run as another model"
 UNTRIED = ": this version writes no files of them"
-NOT_WRITTEN = {**dict.fromkeys(("hyperclovax", "jais2", "mellum", "olmo_hybrid", "youtu"), UNTRIED),
+NOT_WRITTEN = {**dict.fromkeys(("cwm", "helium", "hyperclovax", "jais2", "mellum", "olmo_hybrid", "vaultgemma", "youtu"), UNTRIED),
                "phimoe": ": llama.cpp weighs their experts otherwise",
                "bamba": ": llama.cpp runs them as Granite 4, whose heads turn as a whole",
                "deepseek_v32": INDEXED, "glm_moe_dsa": INDEXED,
                "mistral4": ": this version does not write how their queries grow",
-               "opt": ": llama.cpp does not run them",
+               **dict.fromkeys(("granite_swa", "granitemoe_swa", "opt"), ": llama.cpp does not run them"),
                "gpt_oss": ": this version does not write their experts, in MXFP4 with biases"}
 WITHOUT_WINDOW = ("mistral", "mixtral", "phi3", "starcoder2")  # families whose windows llama.cpp passes over
 # All but every so-manieth layer has one.

@@ -1,0 +1,34 @@
+"""Code World Model (32B): Llama 3's block with a window in three of four layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
+from ..config_reader import Keys
+from ..config_rope import RopeConfig, rope_config
+from .llama import block, layer_tensors, outer_tensors
+from .qwen2 import windows_of
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({"layer_types", "mlp_bias", "sliding_window"})
+KEYS_HARMLESS = frozenset()
+REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False}
+WINDOW, EVERY, THETA = 8192, 4, 1_000_000.0  # where a config says nothing: the first of so many layers has no window
+ROPE = {"rope_type": "llama3", "rope_theta": THETA, "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192}
+
+
+def config(keys: Keys) -> ModelConfig:
+    layers = keys.integer("num_hidden_layers", high=MAX_LAYERS)
+    window = keys.integer("sliding_window", None if keys.holds("sliding_window") else WINDOW)
+    usual = ["sliding_attention" if layer % EVERY else "full_attention" for layer in range(layers)]
+
+    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
+        said = keys if keys.section("rope_scaling") or keys.section("rope_parameters") else keys.saying(rope_parameters=ROPE)
+        return (rope_config(said, head_dim, positions, THETA),) * layers
+
+    base = Defaults(max_position_embeddings=131_072, num_key_value_heads=8, head_dim=128, bos=128_000, eos=(128_001, 128_008, 128_009),
+                    norm_eps=1e-5)
+    return decoder_config(keys, base, ropes, windows=windows_of(keys, window, usual), mlp_bias=keys.flag("mlp_bias", False))

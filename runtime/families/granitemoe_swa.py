@@ -1,0 +1,25 @@
+"""Granite Swash mixtures (3B-A600M): the Granite mixture, with a shared expert or without, seeing as Granite Swash does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..config import ModelConfig
+from ..config_reader import Keys
+from . import TensorRule, granite_swa, granitemoeshared
+from .llama import block, outer_tensors
+from .qwen3_moe import NAMES
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = granitemoeshared.KEYS_USED | granite_swa.SEEING
+KEYS_HARMLESS = granitemoeshared.KEYS_HARMLESS
+REFUSED_UNLESS: Mapping[str, object] = {"mlp_bias": False}
+
+
+def config(keys: Keys) -> ModelConfig:
+    return granite_swa.seeing(keys, granitemoeshared.config(keys))
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    return granitemoeshared.layer_tensors(config, layer) | granite_swa.sinks(config, layer)
