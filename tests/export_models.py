@@ -119,6 +119,16 @@ MODELS = {
     "granitemoe": Case("granitemoe", {**GRANITE, "num_local_experts": 5, "num_experts_per_tok": 2, "tie_word_embeddings": True}),
     "granitemoeshared": Case("granitemoeshared", {**GRANITE, "num_local_experts": 5, "num_experts_per_tok": 2,
                                                   "shared_intermediate_size": 64}),
+    "granite_swa": Case("granite_swa", {**GRANITE, "num_hidden_layers": 4, "sliding_window": 24, "layer_rope_theta": [0, 1e4, 1e4, 1e4],
+                                        "tie_word_embeddings": True}),
+    "granite_swa, other layers, own head": Case("granite_swa", {
+        **GRANITE, "sliding_window": 40, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "tie_word_embeddings": False, "attention_bias": False}),
+    "granitemoe_swa": Case("granitemoe_swa", {**GRANITE, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 24,
+                                              "num_hidden_layers": 4, "tie_word_embeddings": True}),
+    "granitemoe_swa, a shared expert": Case("granitemoe_swa", {
+        **GRANITE, "num_local_experts": 5, "num_experts_per_tok": 2, "shared_intermediate_size": 64, "sliding_window": 24,
+        "layer_rope_theta": [1e4, 0, 1e4]}),
     "granitemoehybrid": Case("granitemoehybrid", {**GRANITE, **GRANITE_4, "shared_intermediate_size": 96, "mamba_n_heads": 4}),
     "ernie4_5_moe": Case("ernie4_5_moe", {**ERNIE_EXPERTS, "moe_intermediate_size": 32}),
     "mixtral": Case("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),

@@ -115,16 +115,15 @@ def test_transformers_reads_every_kind_of_family(name: str, tmp_path: Path) -> N
     assert np.abs(logits(tmp_path / "out") - theirs).max() < 0.02 * np.abs(theirs).max()
 
 
-@pytest.mark.parametrize(("written", "kind", "bits", "strategy", "codes"), [
-    ("int-quantized", "int", 8, "channel", 42), ("int-quantized", "int", 8, "group", 42), ("int-quantized", "int", 8, "tensor", 42),
-    ("int-quantized", "int", 4, "group", 42), ("naive-quantized", "int", 8, "channel", 42), ("pack-quantized", "int", 4, "group", 42),
-    ("float-quantized", "float", 8, "channel", 0), ("float-quantized", "float", 8, "tensor", 0),
-    ("float-quantized", "float", 8, "block", 0), ("naive-quantized", "float", 8, "channel", 0),
+@pytest.mark.parametrize(("written", "kind", "bits", "strategy"), [
+    ("int-quantized", "int", 8, "channel"), ("int-quantized", "int", 8, "group"), ("int-quantized", "int", 8, "tensor"),
+    ("int-quantized", "int", 4, "group"), ("naive-quantized", "int", 8, "channel"), ("pack-quantized", "int", 4, "group"),
+    ("float-quantized", "float", 8, "channel"), ("float-quantized", "float", 8, "tensor"),
+    ("float-quantized", "float", 8, "block"), ("naive-quantized", "float", 8, "channel"),
 ])
-def test_what_the_package_writes_is_read_as_it_reads_it(tmp_path: Path, written: str, kind: str, bits: int, strategy: str,
-                                                       codes: int) -> None:
+def test_what_the_package_writes_is_read_as_it_reads_it(tmp_path: Path, written: str, kind: str, bits: int, strategy: str) -> None:
     child(WRITE, FABLE, tmp_path / "m", written, kind, bits, strategy)
     store, container = open_weights(tmp_path / "m")
     store.close()
-    assert (0 if container is None else len(container.tensors)) == codes
+    assert len(container.tensors) == 42  # they run from their own codes
     compared(tmp_path / "m", tmp_path / "theirs")

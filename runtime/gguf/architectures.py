@@ -14,7 +14,20 @@ from typing import TYPE_CHECKING
 from ...offload.header import CheckpointError, shown
 from ..config_rope import GROWTH
 from ..families import FAMILIES, expert_of, internlm2, kind_of, mixtral, qwen3_moe
-from . import apertus, falcon_h1, gemma4, half_layers, latent_attention, linear_attention, llama4, nextn, sections, short_conv, state_spaces
+from . import (
+    apertus,
+    falcon_h1,
+    gemma4,
+    half_layers,
+    latent_attention,
+    linear_attention,
+    llama4,
+    nextn,
+    sections,
+    short_conv,
+    state_spaces,
+    swash,
+)
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
@@ -210,6 +223,11 @@ ARCHITECTURES = {
         part: own for part, own in state_spaces.NAMES.items() if part.endswith("_shexp")}, keys={
         **_GRANITE_SCALES, **_COUNTS, "expert_count": "num_local_experts", "expert_shared_feed_forward_length":
         "shared_intermediate_size"}),
+    swash.NAME: Architecture(swash.DENSE, interleaved=True, experts=("block_sparse_moe", qwen3_moe.NAMES), pattern=True, layer_names={
+        part: own for part, own in state_spaces.NAMES.items() if part.endswith("_shexp")}, whole=swash.WHOLE, roles=swash.ROLES,
+        fused=swash.FUSED, read=frozenset({swash.TURNED}), keys={
+        **_GRANITE_SCALES, **_COUNTS, "expert_count": "num_local_experts", "expert_shared_feed_forward_length":
+        "shared_intermediate_size"}),
     "granitehybrid": Architecture("granitemoehybrid", interleaved=True, keys={**_GRANITE_SCALES, **state_spaces.KEYS},
                                   experts=("block_sparse_moe", qwen3_moe.NAMES), layer_names=state_spaces.NAMES, whole=state_spaces.WHOLE,
                                   fused=state_spaces.FUSED, roles=state_spaces.ROLES, required=state_spaces.REQUIRED,
@@ -256,10 +274,11 @@ BY_FAMILY = dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), laten
     "granitemoeshared": "granitemoe", "hunyuan_v1_dense": "hunyuan-dense", "hunyuan_v1_moe": "hunyuan-moe", "internlm3": "llama",
     "iquestcoder": "llama", "lfm2_moe": "lfm2moe", "llama4_text": "llama4", "minimax_m2": "minimax-m2", "ministral3": "mistral3",
     "mistral": "llama", "mixtral": "llama", "olmo3": "olmo2", "phi": "phi2", "qwen2_moe": "qwen2moe", "qwen3_5_moe_text": "qwen35moe",
-    "qwen3_5_text": "qwen35", "qwen3_moe": "qwen3moe", "qwen3_next": linear_attention.JOINED, "solar_open": "glm4moe"} | {
+    "qwen3_5_text": "qwen35", "qwen3_moe": "qwen3moe", "qwen3_next": linear_attention.JOINED, "solar_open": "glm4moe",
+    swash.MIXED: swash.NAME} | {
     name: name for name in ("afmoe", "apertus", "arcee", "cohere2", "dots1", "ernie4_5", "exaone4", "gemma", "gemma2", "glm4", "granite",
-                            "granitemoe", "internlm2", "lfm2", "llama", "nemotron", "nemotron_h", "olmo", "olmo2", "olmoe", "phi3",
-                            "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm", "starcoder2")}
+                            "granite_swa", "granitemoe", "internlm2", "lfm2", "llama", "nemotron", "nemotron_h", "olmo", "olmo2", "olmoe",
+                            "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm", "starcoder2")}
 
 
 def file_architecture(config: ModelConfig) -> str:

@@ -16,7 +16,7 @@ from ...offload.gguf import Value
 from ..config import ModelConfig
 from ..config_rope import GROWTH, RopeConfig
 from ..rope import RopeTable, rope_table
-from . import apertus, gemma4, half_layers, latent_attention, llama4, stateful, yarn
+from . import apertus, gemma4, half_layers, latent_attention, llama4, stateful, swash, yarn
 from .architectures import ARCHITECTURES, BY_FAMILY, FACTORS, LONG, SHORT, UNTURNED, Architecture, file_architecture
 from .family_keys import AFMOE_EVERY, COHERE2_EVERY, EXAONE4_EVERY, EXAONE4_LAYERS, OLMO3_EVERY, OTHER_SCALE, SIGMOID
 
@@ -29,7 +29,7 @@ NOT_WRITTEN = {**dict.fromkeys(("cwm", "helium", "hyperclovax", "jais2", "mellum
                "bamba": ": llama.cpp runs them as Granite 4, whose heads turn as a whole",
                "deepseek_v32": INDEXED, "glm_moe_dsa": INDEXED,
                "mistral4": ": this version does not write how their queries grow",
-               **dict.fromkeys(("granite_swa", "granitemoe_swa", "opt"), ": llama.cpp does not run them"),
+               "opt": ": llama.cpp does not run them",
                "gpt_oss": ": this version does not write their experts, in MXFP4 with biases"}
 WITHOUT_WINDOW = ("mistral", "mixtral", "phi3", "starcoder2")  # families whose windows llama.cpp passes over
 # All but every so-manieth layer has one.
@@ -91,6 +91,8 @@ def _departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
         yield window is None and None in config.ropes, "turns no layer by position"
     elif family == gemma4.FAMILY:
         yield from gemma4.departures(config)
+    elif BY_FAMILY[family] == swash.NAME:
+        yield from swash.departures(config)
     else:
         yield family not in WITHOUT_WINDOW and set(config.windows) != {None}, "has a sliding window"
     if family.startswith("gemma") or family == "afmoe":
@@ -184,6 +186,8 @@ def _of_family(config: ModelConfig) -> dict[str, Value]:
     if config.family.startswith("granite"):
         keys |= {"attention.scale": float(config.attn_scale), "embedding_scale": float(config.embedding_multiplier),
                  "residual_scale": float(config.residual_multiplier), "logit_scale": float(config.logits_scaling)}
+    if BY_FAMILY[config.family] == swash.NAME:
+        keys |= swash.stated(config)
     if config.rope.params.get(GROWTH):
         keys["attention.temperature_scale"] = float(config.rope.params[GROWTH])
     if config.family == gemma4.FAMILY:
@@ -202,7 +206,7 @@ def _of_family(config: ModelConfig) -> dict[str, Value]:
         if config.family == "hunyuan_v1_moe":
             keys |= {"expert_feed_forward_length": config.mixture.width, "expert_shared_count": 1,
                      "expert_shared_feed_forward_length": config.mixture.shared_width}
-        if config.family == "granitemoeshared":
+        if config.family in ("granitemoeshared", swash.MIXED):
             keys |= {"feed_forward_length": config.mixture.width, "expert_shared_feed_forward_length": config.mixture.shared_width or 0}
         if config.family == "minimax_m2":
             keys |= {"expert_feed_forward_length": config.mixture.width, "expert_gating_func": SIGMOID}

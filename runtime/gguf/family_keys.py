@@ -8,7 +8,7 @@ from ...offload.gguf import GgufHeader, shown_value
 from ...offload.header import CheckpointError, damaged
 from ..config import MAX_LAYERS
 from ..config_rope import GLOBAL, GROWTH, LOCAL
-from . import apertus, falcon_h1, half_layers, latent_attention, linear_attention, llama4, short_conv, state_spaces
+from . import apertus, falcon_h1, half_layers, latent_attention, linear_attention, llama4, short_conv, state_spaces, swash
 from .architectures import SHARED_WIDTH
 
 REPAIR = "the file is damaged or was converted wrongly: download it again, or another one"
@@ -48,6 +48,8 @@ def add_family(header: GgufHeader, raw: dict[str, object]) -> None:
         linear_attention.add_linear_attention(header, header.metadata["general.architecture"], raw)
     elif raw["model_type"] == llama4.FAMILY:
         llama4.add_llama4(header, raw, stated)
+    elif raw["model_type"] == swash.DENSE:
+        swash.add_swash(header, raw, window, layer_types(header, raw["num_hidden_layers"], 1))
     elif raw["model_type"] == apertus.FAMILY:
         raw |= {"sliding_window": window, "attention_bias": "blk.0.attn_q.bias" in header.tensors}
         raw.setdefault("rope_theta", USUAL_THETA)
