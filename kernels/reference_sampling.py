@@ -12,6 +12,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+NEVER = -1e20  # no logit of a model, with whatever is added to it
+
 
 def penalise(logits: np.ndarray, tokens: np.ndarray, counts: np.ndarray, repetition: float, presence: float,
              frequency: float) -> np.ndarray:
@@ -53,10 +55,11 @@ def penalise_repeats(logits: np.ndarray, tokens: Sequence[int], multiplier: floa
 
 
 def above_sigmas(logits: np.ndarray, sigmas: float) -> np.ndarray:
-    """Top-n-sigma (arXiv 2411.07641): logits[V] with -inf for those more than `sigmas` standard deviations below the largest."""
+    """Top-n-sigma (arXiv 2411.07641): logits[V] with -inf for those more than `sigmas` standard deviations below the largest. Those below
+    NEVER are of tokens that were taken away, and count for nothing."""
     logits = np.array(logits, np.float64)
-    finite = logits[np.isfinite(logits)]
-    return np.where(logits < finite.max() - sigmas * finite.std(), -np.inf, logits)
+    left = logits[logits > NEVER]
+    return np.where(logits < left.max() - sigmas * left.std(), -np.inf, logits) if len(left) else logits
 
 
 def without_top(shares: np.ndarray, logits: np.ndarray, threshold: float) -> np.ndarray:

@@ -126,6 +126,23 @@ def test_top_n_sigma_keeps_what_is_near_the_largest(seed: int, sigmas: float, sc
     assert survivors(settings_of(top_n_sigma=0.0), logits) == survivors(settings_of(top_n_sigma=-1.0), logits) == {*range(9, 700)}
 
 
+def test_what_is_taken_away_is_none_of_the_logits_whose_deviation_counts() -> None:
+    """A bias of never, and a long repeat, are far numbers: one of them among the others would let all pass."""
+    logits = logits_of(8)
+    edge = {*np.flatnonzero(np.isfinite(reference.above_sigmas(np.where(np.arange(VOCAB) < 2, -np.inf, logits), 1.0))).tolist()}
+    assert 1 < len(edge) < 100
+    for more in ({}, {"repetition_penalty": 1e6}, {"repetition_penalty": 1e-6}):
+        chosen = settings_of(top_n_sigma=1.0, logit_bias=((0, BANNED), (1, BANNED)), **more)
+        sampler = Sampler(chosen, VOCAB)
+        count = sampler._survivors(sampler._penalised(logits, [1]))
+        assert {*sampler._ids[:count].tolist()} == edge
+    repeated = Sampler(settings_of(top_n_sigma=1.0, logit_bias=((0, BANNED),), dry_multiplier=5.0, dry_base=4.0), VOCAB)
+    count = repeated._survivors(repeated._penalised(logits, [1] * 500))
+    assert {*repeated._ids[:count].tolist()} == edge
+    everything = tuple((token, BANNED) for token in range(VOCAB))
+    assert survivors(settings_of(top_n_sigma=1.0, logit_bias=everything), logits) == {*range(VOCAB)}
+
+
 @settings(max_examples=80, deadline=None)
 @given(st.integers(0, 10**6), st.floats(0.001, 0.5), st.floats(0.2, 2), st.sampled_from((0, 12)))
 def test_xtc_leaves_the_least_likely_of_those_that_are_likely(seed: int, threshold: float, temperature: float, top_k: int) -> None:

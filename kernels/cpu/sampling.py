@@ -23,6 +23,7 @@ BINS = 2048
 BLOCK = np.uint64(64)  # logits under one maximum
 STRIDE = 1024  # weights under one partial sum of the draw
 FARTHEST = 1e30  # the most that a repeat takes from a logit, which stays a number
+NEVER = np.float32(-1e20)  # below are the logits of tokens that were taken away, by such a number or by minus infinity
 FOUND_NAN, FOUND_INFINITY, NOTHING_FINITE = -1, -2, -3
 SIGN, MAGNITUDE, ALL, INFINITY_BITS = (np.uint32(bits) for bits in (0x80000000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F800000))
 ONE, ZERO = np.uint64(1), np.float32(0.0)
@@ -155,14 +156,17 @@ def _typical(logits, largest, temperature, typical_p, ids, weights, keys, count,
 
 @inlined(REASSOCIATE)
 def _above_sigmas(logits, size, largest, sigmas):
-    """Top-n-sigma: -inf in the place of logits further below the largest than so many standard deviations of those that are finite."""
+    """Top-n-sigma: -inf in the place of logits further below the largest than so many standard deviations of those that were not taken
+    away. Where all were, all stay."""
+    if largest <= NEVER:
+        return
     total, known = 0.0, 0.0
     for i in range(size):
-        total += logits[i] if logits[i] > -np.inf else ZERO
-        known += 1.0 if logits[i] > -np.inf else 0.0
+        total += logits[i] if logits[i] > NEVER else ZERO
+        known += 1.0 if logits[i] > NEVER else 0.0
     mean, squares = total / known, 0.0
     for i in range(size):
-        apart = logits[i] - mean if logits[i] > -np.inf else 0.0
+        apart = logits[i] - mean if logits[i] > NEVER else 0.0
         squares += apart * apart
     bound = float32(largest - sigmas * np.sqrt(squares / known))
     for i in range(size):
