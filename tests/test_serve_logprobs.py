@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import effllm
+from effllm.cli.server.logprobs import TokenColumns
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Call, TextDelta
 from effllm.runtime.prepare import EngineOptions
@@ -156,6 +157,17 @@ def test_half_characters_are_told_by_their_bytes(server: Served) -> None:
     (choice,) = server.complete(grammar=FORM, logprobs=0, max_tokens=40).json["choices"]
     assert choice["logprobs"]["tokens"][:3] == ["bytes:\\xe7", "bytes:\\x8b", "bytes:\\x90"]
     assert choice["logprobs"]["text_offset"][:4] == [0, 0, 0, 1]
+
+
+def test_a_special_token_takes_no_place_in_the_text(tokenizer: Tokenizer) -> None:
+    """As where an answer goes on behind the end of a text. An echoed prompt has it as it is written."""
+    end, letters = min(tokenizer.stop_ids), tokenizer.encode("ab", add_special_tokens=False)
+    told = [Chances(token, -1.0) for token in (letters[0], end, letters[-1])]
+    written = tokenizer.decode(letters[:1])
+    assert TokenColumns(tokenizer).told(told, tokenizer.decode([letters[0], letters[-1]]))["text_offset"] == [0, len(written), len(written)]
+    echoed = tokenizer.decode([each.token for each in told], False)
+    places = TokenColumns(tokenizer).told(told, echoed)["text_offset"]
+    assert places == [0, len(written), len(echoed) - len(tokenizer.decode(letters[-1:]))] and places[2] > places[1]
 
 
 def test_a_stop_string_is_not_told(server: Served) -> None:

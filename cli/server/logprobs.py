@@ -30,7 +30,7 @@ class TokenColumns:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._bytes, self._letters, self._decoder = bytes_of(tokenizer), 0, codecs.getincrementaldecoder("utf-8")("replace")
-        self._begun = False
+        self._begun, self._tokenizer, self._marks = False, tokenizer, frozenset(tokenizer.added.values())
 
     def told(self, tokens: Sequence[Chances], text: str) -> dict[str, object]:
         """Of the next piece of text."""
@@ -41,9 +41,14 @@ class TokenColumns:
                 said = said[1:]
             self._begun = True
             places.append(self._letters)
-            self._letters += len(self._decoder.decode(said))
+            if not self._is_hidden(each.token, text):
+                self._letters += len(self._decoder.decode(said))
         return {"tokens": [self._named(each.token) for each in tokens], "token_logprobs": [each.logprob for each in tokens],
                 "top_logprobs": [self._likeliest(each) for each in tokens], "text_offset": places}
+
+    def _is_hidden(self, token: int, text: str) -> bool:
+        """Is it a special token, which the text of an answer is without? An echoed prompt may hold it as it is written."""
+        return token in self._marks and not self._tokenizer.decode([token]) and spelled(self._bytes(token)) not in text
 
     def _named(self, token: int) -> str:
         said = self._bytes(token)
