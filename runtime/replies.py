@@ -18,7 +18,7 @@ from ..offload.notes import Fallback, refuse_fallbacks
 from .answering import Answer, Reasoning
 from .dry import breakers_of
 from .engine import Engine
-from .events import Call, Done, Embedded, Event, Notice, Progress, PromptRead, TextDelta
+from .events import Call, Done, Embedded, Event, Notice, Progress, PromptRead, TextDelta, Turn
 from .passes import common_prefix
 from .prompting import NO_SYSTEM_ROLE, NO_TEMPLATE, Prompts
 from .sampler import Sampler, SamplerSettings
@@ -177,6 +177,8 @@ class Replies:
             yield Progress("reading the prompt", start + len(logits), len(ids), "tokens")
             if cancelled():
                 return
+            if engine.shares is not None and start + len(logits) == len(engine.tokens):  # what another's pass writes over was read
+                yield Turn()
         is_added = isinstance(prompt, str) and ids[0] == self.tokenizer.bos_id and ids[0] not in self.tokenizer.encode(prompt, False)[:1]
         yield TextDelta(text, tokens=tuple(found[is_added:]))
 

@@ -10,9 +10,11 @@ import pytest
 import effllm
 from effllm.cli.server.logprobs import TokenColumns
 from effllm.runtime.engine import Engine, open_engine
-from effllm.runtime.events import Call, TextDelta
+from effllm.runtime.events import Call, Progress, TextDelta
 from effllm.runtime.prepare import EngineOptions
+from effllm.runtime.replies import Replies
 from effllm.runtime.sampler import Sampler, SamplerSettings
+from effllm.runtime.side_by_side import side_by_side
 from effllm.runtime.stream_filters import StopStrings, ThinkFilter
 from effllm.runtime.text import Tokenizer
 from effllm.runtime.token_chances import LEAST, Chances, Trail, chances
@@ -22,6 +24,7 @@ from drafted import both_ways
 from served import ASKED, Served, serving
 from test_call_replies import WEATHER
 from test_serve import thinking_model
+from test_side_by_side import FOX, opened, rounds_of, wish, written
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 NEAR = 1e-9
@@ -254,6 +257,31 @@ def test_an_echoed_prompt_is_scored(server: Served, engine: Engine, tokenizer: T
     assert "".join(event["choices"][0]["text"] for event in events) == text + plain
     long = server.complete("The fox said. " * 200, echo=True, logprobs=0, max_tokens=0).json["choices"][0]["logprobs"]
     assert len(long["tokens"]) > 600 and max(long["token_logprobs"][1:]) < 0
+
+
+def test_others_write_while_a_prompt_is_scored(tokenizer: Tokenizer) -> None:
+    """Between its chunks, with the numbers that it has alone."""
+    first = opened()
+    engines, _ = side_by_side(first, 2)
+    replies, scored = Replies(first, tokenizer, None, engines[1:]), wish(max_tokens=0, tells=1, echo=True)
+
+    def numbers(came) -> list[float]:
+        return [each.logprob for key, event in came if key == "scores" and isinstance(event, TextDelta) for each in event.tokens]
+
+    alone = numbers(written(replies, {"scores": replies.complete(FOX * 55, scored)})[1])
+    for each in engines:
+        each.reset()
+    rounds = rounds_of(replies)
+    rounds.begin("writes", replies.complete("The sea", wish()))
+    for _ in range(5):
+        list(rounds.round())
+    _, came = written(replies, {"scores": replies.complete(FOX * 55, scored)}, rounds)
+    assert len(alone) > 700 and numbers(came) == alone
+    keys = [key for key, event in came if isinstance(event, Progress | TextDelta)]
+    chunks = [index for index, key in enumerate(keys) if key == "scores"]
+    assert "writes" in keys[chunks[0] : chunks[-1]]
+    engines[1].cache.close()
+    first.close()
 
 
 @pytest.mark.peer
