@@ -41,6 +41,7 @@ def plain(server: Served) -> list:
     ({"logprobs": 1}, "logprobs"), ({"top_logprobs": 3}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"), ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
     ({"echo": True}, "echo"), ({"n_probs": 21}, "n_probs"), ({"prompt_logprobs": 1}, "prompt_logprobs"),
+    ({"n_probs": 2, "post_sampling_probs": True}, "post_sampling_probs"),
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": "What is it?"}, IMAGE]}]}, "messages[0].content[1]"),
     ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content"), ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"), ({"messages": [{"content": "x"}]}, "messages[0].role"),

@@ -17,7 +17,7 @@ NOT_HERE: dict[str, tuple[object, ...]] = {
     "n": (1,), "best_of": (1,), "logprobs": (False,), "top_logprobs": (0,), "prompt_logprobs": (0,),
     "n_probs": (0,), "echo": (False,), "suffix": ("",), "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],),
     "function_call": ("none", "auto"), "modalities": (["text"],), "audio": (), "web_search_options": (), "mirostat": (0,),
-    "dynatemp_range": (0,), "min_tokens": (0,),
+    "dynatemp_range": (0,), "min_tokens": (0,), "post_sampling_probs": (False,),
     "length_penalty": (1,), "use_beam_search": (False,), "allowed_token_ids": ([],), "bad_words": ([],), "guided_json": (),
     "guided_regex": (), "guided_choice": (), "guided_grammar": (), "structured_outputs": (), "lora": ([],)}
 THE_FORM, THE_GRAMMAR = "response_format does this here", "grammar does this here"
