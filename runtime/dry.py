@@ -60,9 +60,11 @@ def _found(tokenizer: Tokenizer, own: TokenBytes, texts: tuple[str, ...]) -> Bre
             if whole in said:
                 by_token.setdefault(token, set()).add(())
                 continue
-            for begun, rest in enumerate(rests, 1):
-                if said.endswith(whole[:begun]):
-                    by_token.setdefault(token, set()).add(rest)
+            at = said.find(whole[:1])  # where most tokens end
+            while at >= 0:
+                if whole.startswith(said[at:]):
+                    by_token.setdefault(token, set()).add(rests[len(said) - at - 1])
+                at = said.find(whole[:1], at + 1)
     rows = 1 + max(own.all, default=-1)
     counts = np.zeros(rows + 1, np.int32)
     for token, tails in by_token.items():

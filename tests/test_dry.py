@@ -213,6 +213,17 @@ def test_texts_that_break_repeats_as_tokens(tokenizer: Tokenizer) -> None:
     assert breakers_of(tokenizer, settings_of()) is None
 
 
+@pytest.mark.parametrize("text", ["eee n", "anan", "é", "<|end|>", " the king"])
+def test_a_token_may_end_in_any_beginning_of_such_a_text(tokenizer: Tokenizer, text: str) -> None:
+    own, whole, expected = bytes_of(tokenizer), text.encode(), set()
+    for token, said in own.all.items():
+        begun = [b""] if whole in said else [whole[cut:] for cut in range(1, len(whole)) if said.endswith(whole[:cut])]
+        rests = [tokenizer.encode(rest.decode("utf-8", "ignore"), add_special_tokens=False) for rest in begun]
+        expected |= {(token, *rest) for rest in rests}
+    found = breakers_of(tokenizer, settings_of(dry_multiplier=1.0, dry_sequence_breakers=(text,))).sequences()
+    assert {*found} == expected and len(found) == len(expected) > 0
+
+
 def test_bytes_of_tokens_are_those_of_the_text(tokenizer: Tokenizer) -> None:
     own, text = bytes_of(tokenizer), "The kïng’s 3 foxes — 狐 🦊\n\tsaid: \"no\""
     assert b"".join(map(own, tokenizer.encode(text, add_special_tokens=False))) == text.encode()
