@@ -48,8 +48,6 @@ INSTEAD = {
     **dict.fromkeys(("-cb", "--cont-batching"), "leave it away: answers of effllm serve MODEL --parallel N share their passes always"),
     "--format": "an answer in JSON: --schema json; the answer with what it cost as JSON: --json",
     **dict.fromkeys(("--samplers", "--sampling-seq", "--sampler-seq"), "leave it away: the order is always the same (docs/sampling.md)"),
-    **dict.fromkeys(("--mirostat", "--mirostat-lr", "--mirostat-ent"), "it is not here: --min-p, --top-nsigma, --xtc-probability and "
-                    "--dry-multiplier are"),
     **dict.fromkeys(("-l", "--logit-bias"), "a field of requests to effllm serve: logit_bias"),
     "-md": "here it is --draft: effllm run --help",
     **dict.fromkeys(("--mlock", "--no-mmap"), "leave it away: weights are read into memory (--load mmap maps the files)"),

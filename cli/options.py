@@ -205,6 +205,12 @@ class SamplingFlags(Group):
                                                 "(0.1)")] = None
     top_n_sigma: Annotated[float | None, flag(SAMPLING, "--top-nsigma --top-n-sigma", "X", "only tokens whose logit is within X standard "
                                               "deviations of the largest; 0 or less is off (-1.0)")] = None
+    mirostat: Annotated[int | None, flag(SAMPLING, "--mirostat", "0|1|2", "Mirostat in the place of all filters: its version; 0 is off "
+                                         "(0)")] = None
+    mirostat_tau: Annotated[float | None, flag(SAMPLING, "--mirostat-ent --mirostat-tau", "BITS", "Mirostat: how much a token is to "
+                                               "surprise (5.0)")] = None
+    mirostat_eta: Annotated[float | None, flag(SAMPLING, "--mirostat-lr --mirostat-eta", "X", "Mirostat: how fast it corrects itself "
+                                               "(0.1)")] = None
     seed: Annotated[int | None, flag(SAMPLING, "--seed", "N", "same seed and flags, same text (random, also -1; --stats tells it)")] = None
 
     def settings(self, folder: Path, remark: Callable[[str], None]) -> SamplerSettings:

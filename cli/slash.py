@@ -24,6 +24,7 @@ BREAKERS = "dry-sequence-breaker"
 FORMS = ("schema", "grammar")  # of which the answers are held to one
 # What Ollama calls them after /set, and what it sets there that is no setting of an answer.
 OLLAMAS = {"temperature": "temp", "format": "schema", "num_predict": "predict", "typical_p": "typical", "top_n_sigma": "top-nsigma",
+           "mirostat_tau": "mirostat-ent", "mirostat_eta": "mirostat-lr",
            "dry_sequence_breakers": BREAKERS}
 ELSEWHERE = {"system": "/system TEXT sets the system prompt", "num-ctx": "the context is chosen at the start: effllm chat MODEL -c 4096",
              "verbose": "/stats tells what the last answer cost; effllm chat MODEL --stats, what each does", "history": "it is always kept",

@@ -1,5 +1,6 @@
 """From logits to a token: biases, penalties, DRY, top-n-sigma, temperature, top-k, top-p, min-p, typical, XTC: in the order of
-transformers, with llama.cpp's samplers that transformers lacks where llama.cpp has them.
+transformers, with llama.cpp's samplers that transformers lacks where llama.cpp has them. Mirostat (`mirostat.py`) takes the place of all
+filters.
 
 The filters run in one compiled kernel over buffers that the sampler owns (28 bytes a token of the vocabulary); how often each
 token occurred is kept between calls and extended by what is new, so a long history costs no more than a short one. One 64-bit
@@ -20,6 +21,7 @@ import numpy as np
 from .. import EffllmError, UsageError
 from ..kernels.cpu import sampling
 from ..kernels.workspace import address
+from .mirostat import LOOKED_AT, Mirostat
 from .token_chances import Chances, chances
 
 if TYPE_CHECKING:
@@ -31,8 +33,9 @@ BANNED = -1e30  # a bias that no token is drawn with, and a number all the same
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
 BREAKERS = ("\n", ":", '"', "*")  # llama.cpp's
 MOST_BREAKERS = 64  # each is looked for in every token
+MOST_BITS = 100  # of surprise: no token of a softmax in float32 has more than some 150
 ROOM = 1024  # tokens of a history that are made room for at once
-WHOLE = ("top_k", "penalty_last_n", "dry_allowed_length", "dry_penalty_last_n", "seed")
+WHOLE = ("top_k", "penalty_last_n", "dry_allowed_length", "dry_penalty_last_n", "mirostat", "seed")
 LISTS = ("dry_sequence_breakers", "logit_bias")
 OWN = ("seed", "logit_bias")  # of a request, never of a model
 HINT = "effllm run --help says what each setting takes and which value is off"
@@ -41,11 +44,12 @@ HINT = "effllm run --help says what each setting takes and which value is off"
 @dataclass(frozen=True)
 class SamplerSettings:
     """Temperature 0 is greedy. Neutral: top_k 0, top_p 1, min_p 0, typical_p 1, repetition_penalty 1, presence and frequency 0,
-    dry_multiplier 0, top_n_sigma 0 or less, xtc_probability 0 or xtc_threshold above a half.
+    dry_multiplier 0, top_n_sigma 0 or less, xtc_probability 0 or xtc_threshold above a half, mirostat 0.
 
     The penalties look at the newest `penalty_last_n` tokens of the history, prompt included; -1 is all of it (as transformers). DRY looks
     at the newest `dry_penalty_last_n`, and not beyond one of `dry_sequence_breakers`, which are texts. `logit_bias` are pairs of a token id
-    and what is added to its logit.
+    and what is added to its logit. `mirostat` is its version, 1 or 2, which `mirostat_tau` bits a token are the target of, and
+    `mirostat_eta` the part of an error that is made up for.
     """
 
     temperature: float = 0.8
@@ -65,6 +69,9 @@ class SamplerSettings:
     xtc_probability: float = 0.0
     xtc_threshold: float = 0.1
     top_n_sigma: float = -1.0
+    mirostat: int = 0
+    mirostat_tau: float = 5.0
+    mirostat_eta: float = 0.1
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int | None = None
 
@@ -98,6 +105,9 @@ class SamplerSettings:
         self._demand(0 <= self.dry_allowed_length < 2**31, "dry_allowed_length", "a number of tokens, 0 or more")
         for name in ("xtc_probability", "xtc_threshold"):
             self._demand(0 <= getattr(self, name) <= 1, name, "between 0 and 1")
+        self._demand(self.mirostat in (0, 1, 2), "mirostat", "0 (off), 1 or 2")
+        self._demand(0 <= self.mirostat_tau <= MOST_BITS, "mirostat_tau", f"between 0 and {MOST_BITS}, in bits")
+        self._demand(0 <= self.mirostat_eta <= 1, "mirostat_eta", "between 0 and 1")
         self._demand(self.seed is None or 0 <= self.seed < 2**64, "seed", "between 0 and 2**64 - 1")
 
     def _take_list(self, name: str) -> None:
@@ -223,15 +233,18 @@ class Sampler:
         self._logits = np.empty(vocab_size, np.float32)
         self._ids, self._weights = np.empty(vocab_size, np.int32), np.empty(vocab_size, np.float32)
         self._keys, self._mass = np.empty(vocab_size, np.uint32), np.empty(sampling.BINS, np.float64)
+        self._mirostat = Mirostat(settings.mirostat_tau, settings.mirostat_eta) if settings.mirostat else None
         self.narrow: Callable[[np.ndarray], None] | None = None  # takes away in place what may not be drawn, see `constraint.py`
         self.tells: int | None = None  # of how many tokens beside the drawn one it is told how likely they were, in `chances`
         self.chances: Chances | None = None
         self.reset(settings.seed)
 
     def reset(self, seed: int | None = None) -> None:
-        """Start the random numbers again, from `seed` or from a fresh one."""
+        """Start the random numbers again, from `seed` or from a fresh one, and what Mirostat knows of an answer."""
         self.seed = int.from_bytes(os.urandom(4), "little") if seed is None else seed
         self._random = np.random.Philox(key=self.seed)
+        if self._mirostat is not None:
+            self._mirostat.reset()
 
     def sample(self, logits: np.ndarray, history: Sequence[int] = ()) -> int:
         """The next token after `history`, from float32 logits[V]. Raises EffllmError when they hold NaN or infinity."""
@@ -245,8 +258,29 @@ class Sampler:
             token = int(values.argmax())  # a NaN wins every comparison, ties go to the lowest id
             refuse_broken(values[token])
             return token
-        count = self._survivors(values)
+        if self._mirostat is not None:
+            return self._drawn_by_surprise(values, self._mirostat)
+        return self._draw(self._survivors(values))
+
+    def _draw(self, count: int) -> int:
+        """One of the first `count` of `_ids`, by their weights."""
         return int(sampling.draw(address(self._ids), address(self._weights), count, self._uniform()))
+
+    def _drawn_by_surprise(self, values: np.ndarray, mirostat: Mirostat) -> int:
+        ids, weights = self._ids, self._weights
+        if self.settings.mirostat == 1:
+            count = self._unfiltered(values, LOOKED_AT)
+            most = mirostat.likeliest(np.sort(weights[:count])[::-1][:LOOKED_AT], self.vocab_size)
+            count = self._unfiltered(values, most)
+        else:
+            known = self._unfiltered(values)
+            kept = np.flatnonzero(mirostat.likely_enough(weights[:known]))
+            count = len(kept)
+            ids[:count], weights[:count] = ids[kept], weights[kept]
+        token = self._draw(count)
+        share = float(weights[np.searchsorted(ids[:count], token)])  # ids ascend
+        mirostat.drew(share / float(weights[:count].sum(dtype=np.float64)))
+        return token
 
     def _penalised(self, logits: np.ndarray, history: Sequence[int]) -> np.ndarray:
         if logits.shape != (self.vocab_size,):
@@ -282,8 +316,16 @@ class Sampler:
     def _survivors(self, values: np.ndarray) -> int:
         s = self.settings
         threshold = s.xtc_threshold if s.cuts_top and self._uniform() < s.xtc_probability else 1.0
-        count = sampling.survivors(address(values), len(values), s.top_n_sigma, min(s.top_k, len(values)), s.temperature, s.top_p, s.min_p,
-                                   s.typical_p, threshold, *map(address, (self._ids, self._weights, self._keys, self._mass)))
+        return self._left(values, s.top_n_sigma, s.top_k, s.top_p, s.min_p, s.typical_p, threshold)
+
+    def _unfiltered(self, values: np.ndarray, top_k: int = 0) -> int:
+        """The likeliest `top_k` (0: all) with their weights at the temperature."""
+        return self._left(values, 0.0, top_k, 1.0, 0.0, 1.0, 1.0)
+
+    def _left(self, values: np.ndarray, sigmas: float, top_k: int, top_p: float, min_p: float, typical_p: float, threshold: float) -> int:
+        """How many tokens these filters leave, at the begin of `_ids` and `_weights`."""
+        count = sampling.survivors(address(values), len(values), sigmas, min(top_k, len(values)), self.settings.temperature, top_p, min_p,
+                                   typical_p, threshold, *map(address, (self._ids, self._weights, self._keys, self._mass)))
         if count < 0:
             refuse_broken({sampling.FOUND_NAN: math.nan, sampling.FOUND_INFINITY: math.inf}.get(count, -math.inf))
         return count

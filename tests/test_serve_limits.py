@@ -56,7 +56,8 @@ def plain(server: Served) -> list:
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}}, None),
     ({"response_format": {"type": "json_object"}, "grammar": 'root ::= "a"'}, "grammar"), ({"grammar": "/etc/passwd"}, "grammar"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"), ({"guided_json": {}}, "guided_json"),
-    ({"modalities": ["audio"]}, "modalities"), ({"mirostat": 2}, "mirostat")])
+    ({"modalities": ["audio"]}, "modalities"), ({"mirostat": 3}, "mirostat"),
+    ({"mirostat_tau": -1}, "mirostat_tau"), ({"dynatemp_range": 0.5}, "dynatemp_range")])
 def test_what_is_not_answered_names_its_field(server: Served, plain: list, fields: dict, param: str | None) -> None:
     for stream in ({}, {"stream": True}):
         reply = server.chat(**stream | fields)

@@ -220,7 +220,7 @@ def test_what_programs_look_for_first(server: Served) -> None:
     ({"options": {"temperature": -1}}, "options.temperature must be"), ({"options": {"temperature": "0"}}, "options.temperature"),
     ({"options": {"top_k": 0.5}}, "options.top_k"), ({"options": {"top_p": 2}}, "options.top_p"), ({"options": 3}, "options"),
     ({"options": {"repeat_penalty": -1}}, "options.repeat_penalty"), ({"options": {"stop": [""]}}, "options.stop: an empty text"),
-    ({"options": {"mirostat": 2}}, "options.mirostat is not supported"), ({"options": {"num_predict": "9"}}, "options.num_predict"),
+    ({"options": {"mirostat": 3}}, "options.mirostat must be"), ({"options": {"num_predict": "9"}}, "options.num_predict"),
     ({"format": "xml"}, 'format is "json" or a JSON schema'), ({"format": {"type": "odd"}}, "format: the schema"),
     ({"think": True}, '"fable" does not support thinking'), ({"think": "high"}, "does not support thinking"),
     ({"images": ["AAAA"]}, "images is not supported; the text part"), ({"suffix": "}"}, "suffix is not supported"),

@@ -65,10 +65,12 @@ def test_messages_get_names_for_their_calls() -> None:
 
 def test_options_become_a_wish() -> None:
     options = {"temperature": 0.5, "top_k": 7.0, "top_p": 0.5, "min_p": 0.1, "typical_p": 0.9, "repeat_penalty": 1.1, "repeat_last_n": 64,
-               "presence_penalty": 0.2, "frequency_penalty": 0.3, "seed": 3, "stop": "x", "num_predict": 5, "num_keep": 4, "mirostat": 0}
+               "presence_penalty": 0.2, "frequency_penalty": 0.3, "seed": 3, "stop": "x", "num_predict": 5, "num_keep": 4, "mirostat": 2.0,
+               "mirostat_tau": 4, "mirostat_eta": 0.2}
     usual = Defaults(Wish(SamplerSettings(), max_tokens=9))
     wish = wish_of(chat_of(body(OllamaChat, options=options))[0], usual, None)
-    assert wish == Wish(SamplerSettings(0.5, 7, 0.5, 0.1, 0.9, 1.1, 0.2, 0.3, 64, seed=3), stops=("x",), max_tokens=5)
+    assert wish == Wish(SamplerSettings(0.5, 7, 0.5, 0.1, 0.9, 1.1, 0.2, 0.3, 64, mirostat=2, mirostat_tau=4, mirostat_eta=0.2, seed=3),
+                        stops=("x",), max_tokens=5)
     assert wish_of(raw_of(body(OllamaText, prompt="a", options=options)), usual, None) == wish
     assert wish_of(chat_of(body(OllamaChat))[0], usual, None) == usual.wish
 

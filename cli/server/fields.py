@@ -16,7 +16,7 @@ TEXTS = ("text", "input_text", "output_text")  # types of parts that are text
 NOT_HERE: dict[str, tuple[object, ...]] = {
     "n": (1,), "best_of": (1,), "logprobs": (False,), "top_logprobs": (0,), "prompt_logprobs": (0,),
     "n_probs": (0,), "echo": (False,), "suffix": ("",), "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],),
-    "function_call": ("none", "auto"), "modalities": (["text"],), "audio": (), "web_search_options": (), "mirostat": (0,),
+    "function_call": ("none", "auto"), "modalities": (["text"],), "audio": (), "web_search_options": (),
     "dynatemp_range": (0,), "min_tokens": (0,), "post_sampling_probs": (False,),
     "length_penalty": (1,), "use_beam_search": (False,), "allowed_token_ids": ([],), "bad_words": ([],), "guided_json": (),
     "guided_regex": (), "guided_choice": (), "guided_grammar": (), "structured_outputs": (), "lora": ([],)}
@@ -65,6 +65,9 @@ class Asked(Body):
     xtc_probability: float | None = None
     xtc_threshold: float | None = None
     top_n_sigma: float | None = None
+    mirostat: int | None = None
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
     logit_bias: Any = None
     seed: int | None = None
     stop: Annotated[list[str] | None, BeforeValidator(one_or_more)] = None

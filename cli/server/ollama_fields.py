@@ -41,6 +41,9 @@ class Options(Body):
     repeat_last_n: Whole = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    mirostat: Whole = None
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
     seed: Whole = None
     stop: Annotated[list[str] | None, BeforeValidator(one_or_more)] = None
     num_predict: Whole = None

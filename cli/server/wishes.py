@@ -21,7 +21,8 @@ SAMPLING = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "m
             "repeat_penalty": "repetition_penalty", "repetition_penalty": "repetition_penalty", "repeat_last_n": "penalty_last_n",
             "presence_penalty": "presence_penalty", "frequency_penalty": "frequency_penalty",
             **{name: name for name in ("dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers",
-                                       "xtc_probability", "xtc_threshold", "top_n_sigma", "seed")}}
+                                       "xtc_probability", "xtc_threshold", "top_n_sigma", "mirostat", "mirostat_tau", "mirostat_eta",
+                                       "seed")}}
 NO_LIMIT = RANDOM = -1
 MOST_TOP = 20  # tokens beside each of an answer whose chances are told
 SEEDS = 1 << 64

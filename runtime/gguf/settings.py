@@ -19,8 +19,9 @@ LICENCE = re.compile(r"[A-Za-z0-9.+_-]{1,40}")
 LARGEST_WHOLE, LARGEST_VALUE = 2**31 - 1, 3e38  # of 32 bits
 # What a file recommends -> generation_config.json.
 SETTINGS = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty",
-            "penalty_last_n": "penalty_last_n", "xtc_probability": "xtc_probability", "xtc_threshold": "xtc_threshold"}
-WHOLE = {"top_k": 0, "penalty_last_n": -1}  # those that are whole numbers, and the least of each
+            "penalty_last_n": "penalty_last_n", "xtc_probability": "xtc_probability", "xtc_threshold": "xtc_threshold",
+            "mirostat": "mirostat", "mirostat_tau": "mirostat_tau", "mirostat_eta": "mirostat_eta"}
+WHOLE = {"top_k": 0, "penalty_last_n": -1, "mirostat": 0}  # those that are whole numbers, and the least of each
 
 
 def generation_config(path: Path) -> dict[str, object]:
