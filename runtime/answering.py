@@ -134,8 +134,9 @@ class Answer:
                         break
                 else:
                     self.finish = "cancelled" if self.cancelled() else self.finish
-            certain = "" if stops.hit else stops.push(stream.flush()) + stops.flush()
-            parts = [] if stops.hit else split(certain)
+            ended = stops.hit
+            certain = "" if ended else stops.push(stream.flush()) + stops.flush()
+            parts = [] if ended else split(certain)
             stood = copy.copy(think)
             for kind, part in think.flush() if think else ():
                 into[kind].append(part)

@@ -162,6 +162,14 @@ def test_half_characters_are_told_by_their_bytes(server: Served) -> None:
     assert choice["logprobs"]["text_offset"][:4] == [0, 0, 0, 1]
 
 
+def test_what_stands_before_a_stop_string_at_the_very_end_is_told(server: Served) -> None:
+    """A stop string that half a character completes where the answer is cut; another held back what comes before it."""
+    fields = {"grammar": 'root ::= "x狐"', "max_tokens": 2, "stop": ["xy", "\ufffd"]}
+    for more in ({}, {"logprobs": 0}):
+        (choice,) = server.complete(**fields, **more).json["choices"]
+        assert choice["text"] == "x" and (not more or choice["logprobs"]["tokens"] == ["x"])
+
+
 def test_a_special_token_takes_no_place_in_the_text(tokenizer: Tokenizer) -> None:
     """As where an answer goes on behind the end of a text. An echoed prompt has it as it is written."""
     end, letters = min(tokenizer.stop_ids), tokenizer.encode("ab", add_special_tokens=False)
