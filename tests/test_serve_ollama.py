@@ -213,6 +213,26 @@ def test_what_programs_look_for_first(server: Served) -> None:
         assert reply.status == 200 and reply.body == b""
 
 
+def test_how_likely_tokens_were(server: Served) -> None:
+    """As chats and completions tell it, whole and with the pieces; of prompts that are taken as they stand too."""
+    fields = {"logprobs": True, "top_logprobs": 2}
+    wanted = server.chat(**fields).json["choices"][0]["logprobs"]["content"]
+    for path, given in ((chat, ASKED), (generate, QUESTION)):
+        told = path(server, given, stream=False, **fields).json["logprobs"]
+        assert [each["token"] for each in told] == [each["token"] for each in wanted]
+        assert [each["logprob"] for each in told] == pytest.approx([each["logprob"] for each in wanted], abs=2e-3)
+        assert all(len(each["top_logprobs"]) == 2 and bytes(each["bytes"]).decode() == each["token"] for each in told)
+        pieces = lines(path(server, given, **fields))
+        assert [each["token"] for piece in pieces for each in piece.get("logprobs", ())] == [each["token"] for each in told]
+        assert "logprobs" not in pieces[-1] and "logprobs" not in path(server, given, stream=False).json
+    columns = server.complete("A fox", logprobs=1).json["choices"][0]["logprobs"]
+    raw = generate(server, "A fox", stream=False, raw=True, logprobs=True).json["logprobs"]
+    assert [each["token"] for each in raw] == columns["tokens"] and raw[0]["top_logprobs"] == []
+    reply = generate(server, "A fox", stream=False, raw=True, logprobs=True, top_logprobs=21)
+    assert reply.status == 400 and error_of(reply).startswith("top_logprobs is between 0 and 20")
+    assert error_of(generate(server, "A fox", raw=True, top_logprobs=2)).startswith("top_logprobs goes with")
+
+
 # ---- refusals
 
 
@@ -225,7 +245,8 @@ def test_what_programs_look_for_first(server: Served) -> None:
     ({"think": True}, '"fable" does not support thinking'), ({"think": "high"}, "does not support thinking"),
     ({"images": ["AAAA"]}, "images is not supported; the text part"), ({"suffix": "}"}, "suffix is not supported"),
     ({"template": "{{ .Prompt }}"}, "template is not supported; the model's own"), ({"context": [1, 2]}, "/api/chat takes a conversation"),
-    ({"logprobs": True}, "logprobs is not supported"), ({"stream": "yes"}, "stream")])
+    ({"logprobs": 1}, "logprobs"), ({"logprobs": True, "top_logprobs": 21}, "top_logprobs is between 0 and 20"),
+    ({"top_logprobs": 2}, "top_logprobs goes with logprobs true"), ({"stream": "yes"}, "stream")])
 def test_what_is_refused_is_named(server: Served, fields: dict, said: str) -> None:
     for path, more in (("chat", {"messages": ASKED}), ("generate", {"prompt": "a"})):
         for stream in ({}, {"stream": False}):

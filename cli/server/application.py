@@ -127,7 +127,7 @@ class Service:
 
     async def ollama_chat(self, request: Request) -> Response:
         asked = await self._asked_as_ollama(request, OllamaChat)
-        shape = OllamaMessage(asked.model or self.name)
+        shape = OllamaMessage(asked.model or self.name, self.replies.tokenizer if asked.logprobs else None)
         if not asked.messages:
             return json_response(shape.loaded())
         answer = await self._wanted(*ollama_fields.chat_of(asked), ollama_fields.CALLED)
@@ -135,11 +135,11 @@ class Service:
 
     async def ollama_generate(self, request: Request) -> Response:
         asked = await self._asked_as_ollama(request, OllamaText)
-        shape = OllamaResponse(asked.model or self.name)
+        shape = OllamaResponse(asked.model or self.name, self.replies.tokenizer if asked.logprobs else None)
         if not asked.prompt:
             return json_response(shape.loaded())
         if asked.raw:
-            wish = await self._wish(ollama_fields.raw_of(asked), ollama_fields.CALLED)
+            wish = await self._wish(ollama_fields.raw_of(asked), ollama_fields.CALLED_RAW)
             return await self._answer(request, asked, shape, partial(self.replies.complete, asked.prompt, wish))
         answer = await self._wanted(*ollama_fields.answer_of(asked), ollama_fields.CALLED)
         return await self._answer(request, asked, shape, partial(self._reply, answer))

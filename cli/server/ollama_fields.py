@@ -11,7 +11,7 @@ from ...runtime.calls.schema import closed
 from .fields import ROLES, Asked, Body, ChatAsked, TextAsked, one_or_more, refuse_not_here, texts_of
 from .problems import Problem
 from .turns import ASSISTANT, SYSTEM, TOOL, USER
-from .wishes import NO_LIMIT
+from .wishes import ALONE, NO_LIMIT
 
 LATEST = ":latest"  # what its programs put behind a name that has no tag
 JSON = "json"
@@ -52,11 +52,12 @@ class Options(Body):
 
 SAME = tuple(name for name in Options.model_fields if name in Asked.model_fields)  # called as in chat completions
 CALLED = {"response_format": "format", **{name: f"options.{name}" for name in SAME}}
+CALLED_RAW = {**CALLED, "logprobs": "top_logprobs"}  # which in completions is the number
 
 
 class OllamaAsked(Body):
     not_here: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        "suffix": ("",), "template": ("",), "context": ([],), "images": ([],), "logprobs": (False,), "top_logprobs": (0,)}
+        "suffix": ("",), "template": ("",), "context": ([],), "images": ([],)}
     instead: ClassVar[Mapping[str, str]] = {
         "template": "the model's own is used, and with raw a prompt is taken as it stands", "context": IN_CHAT,
         "images": "the text part of models alone runs here"}
@@ -66,6 +67,8 @@ class OllamaAsked(Body):
     format: Any = None
     think: bool | str | None = None
     options: Options | None = None
+    logprobs: bool | None = None
+    top_logprobs: Whole = None
 
 
 class Turn(Body):
@@ -130,7 +133,9 @@ def raw_of(asked: OllamaText) -> TextAsked:
     """The request as one of completions, for a prompt that is to be taken as it stands. Raises Problem."""
     if asked.system:
         raise Problem(400, "raw takes the prompt as it stands: system is a part of it, or nothing", param="system")
-    return TextAsked.model_construct(prompt=asked.prompt, **_common(asked))
+    if asked.top_logprobs and not asked.logprobs:
+        raise Problem(400, ALONE, param="top_logprobs")
+    return TextAsked.model_construct(prompt=asked.prompt, logprobs=(asked.top_logprobs or 0) if asked.logprobs else None, **_common(asked))
 
 
 def _chat(asked: OllamaAsked, tools: list[dict[str, Any]] | None = None) -> ChatAsked:
@@ -138,7 +143,8 @@ def _chat(asked: OllamaAsked, tools: list[dict[str, Any]] | None = None) -> Chat
         raise Problem(400, f"think is true, false, {', '.join(LEVELS)}, not {asked.think!r:.40}", param="think")
     effort = asked.think if isinstance(asked.think, str) else None
     switch = {"enable_thinking": asked.think} if isinstance(asked.think, bool) else None
-    return ChatAsked.model_construct(messages=[], tools=tools, reasoning_effort=effort, chat_template_kwargs=switch, **_common(asked))
+    return ChatAsked.model_construct(messages=[], tools=tools, reasoning_effort=effort, chat_template_kwargs=switch,
+                                     logprobs=asked.logprobs, top_logprobs=asked.top_logprobs, **_common(asked))
 
 
 def _common(asked: OllamaAsked) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 from ...runtime.calls.cursor import parsed
 from ...runtime.events import Call, PromptRead, Stats, TextDelta
+from ...runtime.text import Tokenizer
+from .logprobs import TokenList
 from .problems import Problem
 from .shapes import Shape
 from .tools import CallList
@@ -23,12 +25,13 @@ def stamp(seconds: float | None = None) -> str:
 
 
 class OllamaShape(Shape, Protocol):
-    """Each kind of answer knows how it has texts and calls (`said`)."""
+    """Each kind of answer knows how it has texts and calls (`said`). With a `tokenizer` it is told how likely tokens were."""
 
     by_line, ending = True, b""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, tokenizer: Tokenizer | None = None) -> None:
         self.model, self._began = model, time.monotonic()
+        self._tokens, self._told = tokenizer and TokenList(tokenizer), []
         self.texts: dict[str, str] = {}  # by kind
         self.calls = CallList()
 
@@ -45,7 +48,9 @@ class OllamaShape(Shape, Protocol):
         if isinstance(event, Call):
             return [self._piece(self.said(calls=[self._call(self.calls.add(event), len(self.calls.made) - 1)]))]
         self.texts[event.kind] = self.texts.get(event.kind, "") + event.text
-        return [self._piece(self.said(**{event.kind: event.text}))]
+        told = self._tokens.told(event.tokens) if self._tokens else []
+        self._told += told
+        return [self._piece(self.said(**{event.kind: event.text}), **_logprobs(told))]
 
     def waiting(self) -> list[dict[str, object]]:
         return [self._piece(self.said())]
@@ -55,7 +60,7 @@ class OllamaShape(Shape, Protocol):
 
     def whole(self, stats: Stats) -> dict[str, object]:
         calls = [self._call(call, number) for number, call in enumerate(self.calls.made)]
-        return self._piece(self.said(**self.texts, calls=calls), done=True, **self._cost(stats))
+        return self._piece(self.said(**self.texts, calls=calls), done=True, **self._cost(stats), **_logprobs(self._told))
 
     def failed(self, problem: Problem) -> list[dict[str, object]]:
         return [problem.to_ollama()]
@@ -73,6 +78,11 @@ class OllamaShape(Shape, Protocol):
                 "total_duration": round((time.monotonic() - self._began) * NS), "load_duration": 0,
                 "prompt_eval_count": stats.prompt_tokens, "prompt_eval_duration": round(stats.prefill_s * NS),
                 "eval_count": len(stats.token_ids), "eval_duration": round(stats.decode_s * NS)}
+
+
+def _logprobs(told: list[dict[str, object]]) -> dict[str, object]:
+    """Of reasoning and of the answer alike, in the order in which they came; left out where there are none."""
+    return {"logprobs": told} if told else {}
 
 
 class OllamaMessage(OllamaShape):

@@ -24,6 +24,7 @@ SAMPLING = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "m
                                        "xtc_probability", "xtc_threshold", "top_n_sigma", "mirostat", "mirostat_tau", "mirostat_eta",
                                        "seed")}}
 NO_LIMIT = RANDOM = -1
+ALONE = "top_logprobs goes with logprobs true"
 MOST_TOP = 20  # tokens beside each of an answer whose chances are told
 SEEDS = 1 << 64
 LENGTHS = ("max_completion_tokens", "max_tokens", "n_predict")
@@ -61,7 +62,7 @@ def _tells(asked: Asked) -> int | None:
     elif isinstance(asked, ChatAsked) and (asked.logprobs or asked.top_logprobs):
         field, tokens, wanted = "top_logprobs", asked.top_logprobs or 0, True
         if not asked.logprobs:
-            raise Problem(400, "top_logprobs goes with logprobs true", param=field)
+            raise Problem(400, ALONE, param=field)
     if not wanted and not tokens:
         return None
     if tokens not in range(MOST_TOP + 1):
