@@ -58,6 +58,8 @@ KeepPrompts = Annotated[bool, flag(SERVER, "--keep-prompts", "", "keep what was 
 MaxModels = Annotated[int | None, flag(SERVER, "--max-models", "N", "of several: models that are loaded at once (as many as fit)")]
 KeepAlive = Annotated[str | None, flag(SERVER, "--keep-alive", "TIME", "of several: how long one stays loaded that nobody asks for, as "
                                        "30s or 1h; 0 ends it behind its answer, -1 never (5m)")]
+LoadTimeout = Annotated[str | None, flag(SERVER, "--load-timeout", "TIME", "of several: how long a load may go on without progress "
+                                          "before it is given up; -1 for ever (5m)")]
 Quiet = Annotated[bool, flag(OUTPUT, "--quiet", "", "no line for each request")]
 
 
@@ -67,9 +69,9 @@ def register(app: typer.Typer) -> None:
 
 def serve(context: typer.Context, models: Models = None, host: Host = "127.0.0.1", port: Port = 8080, api_key: ApiKey = None,
           name: Name = None, cors: Cors = None, parallel: Parallel = 1, queue: Queue = 32, keep_prompts: KeepPrompts = False,
-          session_disk: SessionDisk = None, max_models: MaxModels = None, keep_alive: KeepAlive = None, *, answer: AnswerFlags,
-          sampling: SamplingFlags, engine: RunFlags, weights: WeightFlags, quiet: Quiet = False, json: Json = False,
-          yes: Yes = False) -> int:
+          session_disk: SessionDisk = None, max_models: MaxModels = None, keep_alive: KeepAlive = None, load_timeout: LoadTimeout = None, *,
+          answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags, weights: WeightFlags, quiet: Quiet = False,
+          json: Json = False, yes: Yes = False) -> int:
     """Serve a model to other programs, by APIs like OpenAI's, Anthropic's and Ollama's; without MODEL, all that are on this machine.
     --json prints an object once it listens."""
     overseer = context.obj.overseer
@@ -78,9 +80,9 @@ def serve(context: typer.Context, models: Models = None, host: Host = "127.0.0.1
     if len(models or ()) != 1:
         from .serve_many import Served, serve_many
 
-        served = Served(models or [], host, port, api_key, cors, parallel, queue, max_models, keep_alive, quiet, json)
+        served = Served(models or [], host, port, api_key, cors, parallel, queue, max_models, keep_alive, load_timeout, quiet, json)
         return serve_many(context, served, answer, sampling, engine, weights, SessionFlags(session_disk=session_disk), screen)
-    for given, value in (("max_models", max_models), ("keep_alive", keep_alive)):
+    for given, value in (("max_models", max_models), ("keep_alive", keep_alive), ("load_timeout", load_timeout)):
         if value is not None and is_typed(context, given):
             raise UsageError(f"--{given.replace('_', '-')} is for a server of several models", "leave MODEL away: all that are here")
     (model,) = models

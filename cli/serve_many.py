@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from ..runtime.events import Progress
     from .server.streams import Record
 
-KEEP_ALIVE = "5m"
+KEEP_ALIVE = LOAD_TIMEOUT = "5m"
 # Of the front alone, as parameters of the command; a child gets none of them, typed or by a variable.
-OWN = ("host", "port", "api_key", "name", "cors", "max_models", "keep_alive", "ram", "json", "yes", "models")
+OWN = ("host", "port", "api_key", "name", "cors", "max_models", "keep_alive", "load_timeout", "ram", "json", "yes", "models")
 ONE = {"name": "each model has its own name", "draft": "a draft model is for one: effllm serve MODEL --draft SMALL-MODEL"}
 MOST_NAMED = 10
 GRACE_S = 2.0  # in which the servers of models, which end with this one, tell of it in their streams
@@ -46,6 +46,7 @@ class Served:
     queue: int
     max_models: int | None
     keep_alive: str | None
+    load_timeout: str | None
     quiet: bool
     json: bool
 
@@ -58,7 +59,7 @@ def serve_many(context: typer.Context, served: Served, answer: AnswerFlags, samp
             raise UsageError(f"--{name} is for a server of one model", instead)
     if context.params["name"] is not None:
         screen.note("EFFLLM_NAME is left out: each model has its own name")
-    keep_s = judged(served)
+    keep_s, silence_s = judged(served)
     judge(answer, sampling, engine, keeping)
     engine.options(overflow=answer.overflow, parallel=served.parallel)
     wanted_bits("MODEL", None, weights)
@@ -76,7 +77,8 @@ def serve_many(context: typer.Context, served: Served, answer: AnswerFlags, samp
         rules, key = rules_of(listening, served.host, served.api_key, served.cors, screen), secrets.token_urlsafe(32)
         flags, inherited = handed_on(context, screen)
         report = Report(screen, served.quiet)
-        starter = Starter(["--host=127.0.0.1", "--port=0", *flags], {**inherited, "EFFLLM_API_KEY": key}, report.progress, report.remark)
+        starter = Starter(["--host=127.0.0.1", "--port=0", *flags], {**inherited, "EFFLLM_API_KEY": key}, report.progress, report.remark,
+                          silence_s)
         limits = Limits(None if engine.ram is None else parse_size(engine.ram), served.max_models, keep_s, served.parallel + served.queue)
         residents = Residents(starter, limits, report.note)
         shelf = Shelf(variables, only)
@@ -94,17 +96,24 @@ def serve_many(context: typer.Context, served: Served, answer: AnswerFlags, samp
     return 0
 
 
-def judged(served: Served) -> float:
-    """Seconds of --keep-alive. Raises UsageError for it and --max-models."""
-    from .server.lasting import seconds_of
+def judged(served: Served) -> tuple[float, float]:
+    """Seconds of --keep-alive and of --load-timeout. Raises UsageError for these and --max-models."""
+    from .server.lasting import NEVER
 
     if served.max_models is not None and served.max_models < 1:
         raise UsageError(f"--max-models {served.max_models} is no number of models", "1 or more; left away, as many as fit into memory")
+    keep_s = seconds("--keep-alive", served.keep_alive, KEEP_ALIVE, "0 keeps none, -1 for ever")
+    return keep_s, seconds("--load-timeout", served.load_timeout, LOAD_TIMEOUT, "-1 for ever") or NEVER  # 0, as Ollama has it
+
+
+def seconds(flag: str, said: str | None, otherwise: str, more: str) -> float:
+    """The time of a flag. Raises UsageError."""
+    from .server.lasting import seconds_of
+
     try:
-        return seconds_of(KEEP_ALIVE if served.keep_alive is None else served.keep_alive)
+        return seconds_of(otherwise if said is None else said)
     except ValueError:
-        raise UsageError(f"--keep-alive {cut(served.keep_alive or '', 20)} is no time",
-                         "as 90s, 5m or 1h; 0 keeps none, -1 for ever") from None
+        raise UsageError(f"{flag} {cut(said or '', 20)} is no time", f"as 90s, 5m or 1h; {more}") from None
 
 
 def handed_on(context: typer.Context, screen: Screen) -> tuple[list[str], dict[str, str]]:

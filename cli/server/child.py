@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,8 @@ from typing import Any
 from ... import EffllmError
 from ...offload.size import format_size
 from ...runtime.events import Progress
+from .lasting import NEVER
+from .lasting import in_words as time_in_words
 from .overseen import FAILED, GO, LISTENING, PLANNED, PROGRESS, RAM
 
 LONGEST_LINE = 1 << 20  # bytes
@@ -32,19 +35,23 @@ class ModelFailed(EffllmError):
 @dataclass(frozen=True)
 class Starter:
     """How children are started: by the words behind `serve`, with these variables. `progress` and `note` are told, by the model's name,
-    what they do and what they say at the terminal."""
+    what they do and what they say at the terminal. One that is to plan or to load and says nothing for `silence_s` seconds hangs."""
 
     flags: Sequence[str]
     variables: Mapping[str, str]
     progress: Callable[[str, Progress], None]
     note: Callable[[str, str], None]
+    silence_s: float = NEVER
 
     async def start(self, name: str, typed: str) -> Child:
-        """The process of the model that is `typed` on a command line, and called `name`."""
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", "-m", f"{__package__}.overseen", "serve", *self.flags, f"--name={name}", "--", typed,
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, limit=LONGEST_LINE,
-            env=self.variables, start_new_session=True)  # else Ctrl-C would reach it before its parent has told the clients
+        """The process of the model that is `typed` on a command line, and called `name`. Raises ModelFailed."""
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-P", "-m", f"{__package__}.overseen", "serve", *self.flags, f"--name={name}", "--", typed,
+                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, limit=LONGEST_LINE,
+                env=self.variables, start_new_session=True)  # else Ctrl-C would reach it before its parent has told the clients
+        except OSError as error:
+            raise ModelFailed(f"no process can be started for it: {error.strerror}", "the next request tries again") from error
         return Child(name, process, self)
 
 
@@ -55,6 +62,7 @@ class Child:
         self.name, self.at, self.port = name, "starting", 0
         self._process, self._starter = process, starter
         self._said: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        self._heard = 0.0  # when it last said anything, progress and remarks too (monotonic)
         self.ended = asyncio.ensure_future(self._live())
 
     @property
@@ -108,7 +116,7 @@ class Child:
         self._process.stdin.write(json.dumps(what).encode() + b"\n")
 
     async def _next(self, kind: str) -> dict[str, Any]:
-        said = await self._said.get()
+        said = await self._unless_it_hangs()
         if said is None:
             await asyncio.wait((self.ended,))
             raise ModelFailed(f"its process ended {self.how_it_ended()} before it was loaded", "the next request starts it again")
@@ -116,28 +124,47 @@ class Child:
             raise ModelFailed(**{"exit_code" if key == "code" else key: value for key, value in said[FAILED].items()})
         return said[kind]
 
+    async def _unless_it_hangs(self) -> dict[str, Any] | None:
+        """What it says next; None where it ends. Raises ModelFailed, and ends it, where nothing is heard of it for too long."""
+        self._heard, silence_s = time.monotonic(), self._starter.silence_s
+        while (left_s := self._heard + silence_s - time.monotonic()) > 0:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(None if left_s == NEVER else left_s):
+                    return await self._said.get()
+        self._kill()  # what hangs does not end in order
+        raise ModelFailed(f"nothing came of it for {time_in_words(silence_s)} ({self.at})",
+                          "the next request tries again; --load-timeout gives it longer")
+
     async def _live(self) -> None:
-        """Follow it until it ends. Whatever goes wrong here, it does not outlive that."""
+        """Follow it until it ends. Whatever goes wrong here, it does not outlive that, and nobody waits for what it would have said."""
+        reading = [asyncio.ensure_future(each) for each in (self._read_said(), self._read_remarks())]
         try:
-            await asyncio.gather(self._read_said(), self._read_remarks())
+            await asyncio.gather(*reading)
+        except ValueError as error:  # a line that is none of its words, or has no end
+            self._starter.note(self.name, f"ended, as what it says cannot be read: {error}")
+            self._kill()
+        try:
             await self._process.wait()
         finally:
             self._kill()
+            for each in reading:
+                each.cancel()
             self._process.stdin.close()
+            self._said.put_nowait(None)
 
     async def _read_said(self) -> None:
         async for line in self._process.stdout:
-            said = json.loads(line)
+            said, self._heard = json.loads(line), time.monotonic()
             if PROGRESS in said:
                 event = Progress(**said[PROGRESS])
                 self.at = in_words(event)
                 self._starter.progress(self.name, event)
             else:
                 self._said.put_nowait(said)
-        self._said.put_nowait(None)
 
     async def _read_remarks(self) -> None:
         async for line in self._process.stderr:
+            self._heard = time.monotonic()
             self._starter.note(self.name, line.decode("utf-8", "replace").rstrip("\n"))
 
 

@@ -24,6 +24,10 @@ STATUS = {2: 400, 3: 404, 4: 400}  # exit code of a load that failed -> status; 
 CODES = {3: "model_not_found", 4: "does_not_fit"}
 
 
+class NobodyWaits(Exception):
+    """For a model that others would have to go for."""
+
+
 @dataclass(eq=False)
 class Resident:
     """A model that is loaded. `used` is when its last answer ended (monotonic), `since` when it was loaded; `busy` requests are with it."""
@@ -113,6 +117,7 @@ class Residents:
                 await asyncio.shield(load)
             finally:
                 self._waiting[model.key] -= 1
+                self._changed.set()
                 if (resident := self.find(model)) is not None:  # which rests if this was the last that waited, and has left
                     self._rest(resident)
 
@@ -158,6 +163,8 @@ class Residents:
                     await self._load_now(model)
         except asyncio.CancelledError:
             raise closing() from None
+        except NobodyWaits:
+            self._note(f"{model.name} is not loaded: nobody waits for it any more")
         except ModelFailed as error:
             self._note(f"{model.name} is not loaded: {error.message}" + (f": {error.hint}" if error.hint else ""))
             status = STATUS.get(error.exit_code, 500)
@@ -167,12 +174,13 @@ class Residents:
             del self._loads[model.key]
 
     async def _load_now(self, model: Shelved) -> None:
-        """Raises ModelFailed."""
+        """Raises ModelFailed and NobodyWaits."""
         await asyncio.gather(*self._ending)  # whose memory is still taken
         child = self._coming = await self._starter.start(model.name, model.typed)
+        child.ended.add_done_callback(lambda _: self._changed.set())
         try:
             nbytes = await child.planned(self._budget(child))
-            await self._make_room(nbytes, child)
+            await self._make_room(nbytes, child, model)
             told = await child.loaded()
         except BaseException:
             await child.end()
@@ -191,9 +199,11 @@ class Residents:
         """Bytes for all models together, were none loaded."""
         return shared_ram(self._limits.ram, [coming.pid, *(each.child.pid for each in self.loaded())])
 
-    async def _make_room(self, nbytes: int, coming: Child) -> None:
-        """End what stands in the way of a model of so many bytes."""
-        while going := self._going(nbytes, coming):
+    async def _make_room(self, nbytes: int, coming: Child, model: Shelved) -> None:
+        """End what stands in the way of a model of so many bytes, as long as it is wanted. Raises NobodyWaits."""
+        while coming.is_alive and (going := self._going(nbytes, coming)):
+            if not self._waiting.get(model.key):
+                raise NobodyWaits
             self._in_way = going
             resting = [each for each in going if not each.busy]
             for each in resting:

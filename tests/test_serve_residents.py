@@ -1,0 +1,184 @@
+"""Which models a server of several holds: children that hang, babble or die while they are loaded, requests that are withdrawn, ends that
+come as a request does. The children are real processes of a few milliseconds, which say what a model's process says, and hold none."""
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from effllm.cli.server.child import Starter
+from effllm.cli.server.lasting import NEVER
+from effllm.cli.server.problems import Problem
+from effllm.cli.server.residents import Limits, Residents
+from effllm.cli.server.shelf import Shelved
+from effllm.runtime.events import Progress
+
+CHILD = """#!/bin/sh
+case "$*" in
+  *--name=hung*) trap '' TERM; exec sleep 60 ;;
+  *--name=babbling*) echo no JSON; exec sleep 60 ;;
+  *--name=slow*)
+    for i in 1 2 3 4 5 6 7 8; do sleep 0.1; echo '{"progress": {"phase": "loading", "done": 1, "total": 9, "unit": "bytes"}}'; done ;;
+esac
+read budget
+echo '{"planned": {"nbytes": 100}}'
+read go
+echo '{"listening": {"port": 1, "context": 8, "parallel": 1, "nbytes": 100}}'
+read end
+"""
+SOON_S = 8.0  # less than a child is given to end in order
+
+
+@pytest.fixture(autouse=True)
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What is started in the place of Python."""
+    path = tmp_path / "child"
+    path.write_text(CHILD)
+    path.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(path))
+    return path
+
+
+def model(name: str) -> Shelved:
+    return Shelved(name, name, Path("/", name))
+
+
+def run(work: Callable[[Residents], Awaitable[None]], notes: list[str], silence_s: float = NEVER, **limits: object) -> None:
+    """`work` with residents, whose processes all end with it."""
+    heard: list[Progress] = []
+
+    async def whole() -> None:
+        starter = Starter([], dict(os.environ), lambda name, event: heard.append(event), lambda name, text: notes.append(text), silence_s)
+        residents = Residents(starter, Limits(**limits), notes.append)
+        try:
+            async with asyncio.timeout(SOON_S):
+                await work(residents)
+        finally:
+            residents.close()
+            await residents.closed()
+
+    asyncio.run(whole())
+    assert not psutil.Process().children()
+
+
+async def refused(taking: Awaitable[object]) -> Problem:
+    with pytest.raises(Problem) as caught:
+        await taking
+    return caught.value
+
+
+async def until(holds: Callable[[], object]) -> None:
+    while not holds():
+        await asyncio.sleep(0.005)
+
+
+def test_a_load_that_hangs_is_given_up_and_the_next_one_begins() -> None:
+    notes: list[str] = []
+
+    async def work(residents: Residents) -> None:
+        hung = asyncio.ensure_future(refused(residents.take(model("hung"))))
+        await asyncio.sleep(0)
+        other = await residents.take(model("other"))
+        problem = await hung
+        assert problem.status == 500 and problem.code == "model_not_loaded" and not problem.headers
+        assert "hung cannot be loaded: nothing came of it for 0.5 seconds (starting): " in problem.message
+        assert "--load-timeout" in problem.message and other.child.is_alive and residents.loaded() == [other]
+
+    run(work, notes, silence_s=0.5)
+    assert [each.partition(":")[0] for each in notes] == ["hung is not loaded", "other is loaded"]
+
+
+def test_what_goes_on_may_take_longer() -> None:
+    async def work(residents: Residents) -> None:
+        began = time.monotonic()
+        assert (await residents.take(model("slow"))).child.at == "loading: 1 B of 9 B" and time.monotonic() - began > 0.6
+
+    run(work, [], silence_s=0.6)
+
+
+def test_a_child_that_says_what_is_no_word_of_it_is_ended() -> None:
+    async def work(residents: Residents) -> None:
+        assert "babbling cannot be loaded: its process ended by " in (await refused(residents.take(model("babbling")))).message
+
+    run(work, [])
+
+
+def test_a_process_that_cannot_be_started_is_told(script: Path) -> None:
+    async def work(residents: Residents) -> None:
+        problem = await refused(residents.take(model("other")))
+        assert (problem.status, problem.message) == \
+            (500, "other cannot be loaded: no process can be started for it: Permission denied: the next request tries again")
+        script.chmod(0o700)
+        assert (await residents.take(model("other"))).busy == 1
+
+    script.chmod(0o600)
+    run(work, [])
+
+
+def test_a_model_that_nobody_waits_for_keeps_none_from_answering() -> None:
+    """Requests for one whose place another takes wait behind that, but not behind one that has no client left."""
+    notes: list[str] = []
+
+    async def work(residents: Residents) -> None:
+        first = await residents.take(model("first"))
+        second = asyncio.ensure_future(residents.take(model("second")))
+        await until(lambda: "second waits for answers of first, whose place it takes" in notes)
+        third = asyncio.ensure_future(residents.take(model("first")))
+        await asyncio.sleep(0.05)
+        assert not third.done()
+        second.cancel()
+        assert await third is first and first.busy == 2 and residents.loaded() == [first] and not residents.waiting
+
+    run(work, notes, most=1)
+    assert notes[-1] == "second is not loaded: nobody waits for it any more"
+
+
+def test_a_child_that_dies_while_it_waits_for_its_place_is_told_at_once() -> None:
+    notes: list[str] = []
+
+    async def work(residents: Residents) -> None:
+        await residents.take(model("first"))
+        second = asyncio.ensure_future(refused(residents.take(model("second"))))
+        await until(lambda: "second waits for answers of first, whose place it takes" in notes)
+        for each in psutil.Process().children():
+            if "--name=second" in each.cmdline():
+                each.send_signal(signal.SIGKILL)
+        assert "its process ended by SIGKILL before it was loaded" in (await second).message
+
+    run(work, notes, most=1)
+
+
+def test_ends_and_requests_that_come_at_once() -> None:
+    """Two models by turns in one place, kept for no moment: whoever takes one has a process that lives, until it is given back."""
+    notes, chance = [], random.Random(7)
+
+    async def client(residents: Residents, number: int) -> None:
+        await asyncio.sleep(chance.random() * 0.3)
+        taking = asyncio.ensure_future(residents.take(model("ab"[number % 2])))
+        if number % 5 == 0:  # leaves before
+            await asyncio.sleep(0.01)
+            if taking.cancel():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await taking
+                return
+        resident = await taking
+        for _ in range(3):
+            assert resident.child.is_alive and resident.model.name == "ab"[number % 2] and len(residents.loaded()) == 1
+            await asyncio.sleep(chance.random() * 0.01)
+        residents.give_back(resident)
+
+    async def work(residents: Residents) -> None:
+        await asyncio.gather(*(client(residents, number) for number in range(60)))
+        await until(lambda: not residents.loaded() and not residents.waiting)
+
+    run(work, notes, most=1, keep_s=0.0, waiting=100)
+    count = sum(" is loaded" in each for each in notes)
+    assert 2 <= count == sum(" is ended: it has answered" in each or " is ended: to make room" in each for each in notes)
