@@ -181,13 +181,25 @@ def test_ollamas_api_is_of_all_models(server: Served) -> None:
     assert shown["template"].startswith("Long, long ago. ") and shown["model_info"]["llama.context_length"] == 2048
     assert shown["capabilities"] == ["completion"] and states(server)["twin"] == "unloaded"
     asked = {"model": "twin:latest", "messages": ASKED, "options": {"num_predict": 6, "temperature": 0}}
-    reply = server.ask("POST", "/api/chat", asked)
+    loading = time.monotonic_ns()
+    reply = server.ask("POST", "/api/chat", asked, X_Effllm_Waited="9" * 15)
+    took = time.monotonic_ns() - loading
     *pieces, last = map(json.loads, reply.body.splitlines())
     whole = server.ask("POST", "/api/chat", {**asked, "stream": False}).json
     assert "".join(each["message"]["content"] for each in pieces) == whole["message"]["content"] != ""
     assert last["done"] and last["eval_count"] == whole["eval_count"] == 6
+    assert took > last["total_duration"] > last["load_duration"] > took / 3 > whole["total_duration"] > whole["load_duration"] > 0
     running = {each["name"]: each for each in server.ask("GET", "/api/ps").json["models"]}
     assert running["twin:latest"]["context_length"] == 2048 and running["twin:latest"]["size"] > 1 << 20
+    for until_then in ("99999999999d", -1):
+        assert server.ask("POST", "/api/generate", {"model": "twin", "keep_alive": until_then}).json["done_reason"] == "load"
+        assert server.ask("GET", "/api/ps").json["models"][-1]["expires_at"] > "2100"
+    for _ in range(2):  # nothing is loaded to be ended
+        ended = server.ask("POST", "/api/generate", {"model": "twin:latest", "keep_alive": 0})
+        assert (ended.json["model"], ended.json["done_reason"], ended.json["response"]) == ("twin:latest", "unload", "")
+        until(lambda: "twin" not in children(server))
+    assert server.ask("POST", "/api/chat", {"model": "twin", "keep_alive": "0s"}).json["message"] == {"role": "assistant", "content": ""}
+    assert states(server)["twin"] == "unloaded"
     missing = server.ask("POST", "/api/generate", {"model": "no-such-model", "prompt": "Once"})
     assert missing.status == 404 and missing.json["error"].startswith("model not found: ")
     assert "effllm pull qwen3-4b" in server.ask("POST", "/api/pull", {"model": "qwen3-4b"}).json["error"]

@@ -27,7 +27,7 @@ from .guard import RECORD
 from .messages_fields import CountAsked, MessagesAsked
 from .messages_shape import MessageShape
 from .ollama import OllamaModels
-from .ollama_fields import OllamaAsked, OllamaChat, OllamaText, untagged
+from .ollama_fields import OllamaAsked, OllamaChat, OllamaText, untagged, waited_ns
 from .ollama_shape import OllamaMessage, OllamaResponse
 from .problems import FAILED, MESSAGES, NO_MODEL, OLLAMA, Problem, closing, problem_of
 from .responses_fields import ResponsesAsked
@@ -127,7 +127,7 @@ class Service:
 
     async def ollama_chat(self, request: Request) -> Response:
         asked = await self._asked_as_ollama(request, OllamaChat)
-        shape = OllamaMessage(asked.model or self.name, self.replies.tokenizer if asked.logprobs else None)
+        shape = OllamaMessage(asked.model or self.name, waited_ns(request.headers), self.replies.tokenizer if asked.logprobs else None)
         if not asked.messages:
             return json_response(shape.loaded())
         answer = await self._wanted(*ollama_fields.chat_of(asked), ollama_fields.CALLED)
@@ -135,7 +135,7 @@ class Service:
 
     async def ollama_generate(self, request: Request) -> Response:
         asked = await self._asked_as_ollama(request, OllamaText)
-        shape = OllamaResponse(asked.model or self.name, self.replies.tokenizer if asked.logprobs else None)
+        shape = OllamaResponse(asked.model or self.name, waited_ns(request.headers), self.replies.tokenizer if asked.logprobs else None)
         if not asked.prompt:
             return json_response(shape.loaded())
         if asked.raw:

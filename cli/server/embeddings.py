@@ -19,6 +19,7 @@ from .bodies import read
 from .desk import Desk
 from .fields import Body, Kind
 from .guard import RECORD
+from .ollama_fields import waited_ns
 from .ollama_shape import NS
 from .problems import OLLAMA, Problem
 from .streams import GONE, Listener, json_response, unless_gone
@@ -88,11 +89,12 @@ class Embeddings:
         asked, began = await self._asked(request, OllamaEmbeddings), time.monotonic()
         texts = texts_of(asked.input, "input") if asked.input else []
         self._demand_width(asked.dimensions)
+        waited = waited_ns(request.headers)
 
         def made(embedded: Embedded) -> dict[str, object]:
             vectors = shortened(embedded.vectors, asked.dimensions)
-            return {"model": asked.model or self._name, "embeddings": [in_numbers(each) for each in vectors], "load_duration": 0,
-                    "total_duration": round((time.monotonic() - began) * NS), "prompt_eval_count": embedded.tokens}
+            return {"model": asked.model or self._name, "embeddings": [in_numbers(each) for each in vectors], "load_duration": waited,
+                    "total_duration": waited + round((time.monotonic() - began) * NS), "prompt_eval_count": embedded.tokens}
 
         if not texts:
             return json_response(made(Embedded([], 0)))

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -33,7 +33,7 @@ from .messages_fields import MessagesAsked
 from .messages_shape import MessageShape
 from .ollama_fields import untagged
 from .ollama_front import OllamaFront
-from .ollama_shape import OllamaMessage, OllamaResponse
+from .ollama_shape import UNLOAD, OllamaMessage, OllamaResponse
 from .passing import Answer, Broken, passed_on
 from .problems import FAILED, MESSAGES, OLLAMA, Problem, closing
 from .residents import Resident, Residents
@@ -51,7 +51,9 @@ class Named(Body):
 
     model: str | None = None
     stream: bool | None = None
-    keep_alive: str | int | float | None = None  # as Ollama's API has it
+    keep_alive: str | int | float | None = None  # as Ollama's API has it, and these
+    messages: Any = None
+    prompt: Any = None
 
 
 def response_shape(name: str, body: bytes) -> Shape:
@@ -62,7 +64,7 @@ def response_shape(name: str, body: bytes) -> Shape:
 @dataclass(frozen=True)
 class Passed:
     """Paths of requests that models answer. `shape`: of their streams, given the model's name and the body; None where they have no
-    stream, which then begins when the model does. `streams`: without being asked to."""
+    stream, which then begins when the model does. `streams`: without being asked to, as Ollama's do."""
 
     paths: tuple[str, ...]
     shape: Callable[[str, bytes], Shape] | None = None
@@ -167,6 +169,9 @@ class Front:
         body = await body_of(request)
         asked = await asyncio.to_thread(parsed, Named, body)
         model, keep_s = await self.meant(asked.model), keep_of(asked)
+        if passed.streams and keep_s == 0 and not asked.messages and not asked.prompt:  # which is how `ollama stop` says it
+            self.residents.let_go(model)
+            return json_response(passed.shape(asked.model or model.name, body).loaded(UNLOAD))
         streams = passed.streams if asked.stream is None else asked.stream
         shape = await asyncio.to_thread(passed.shape, model.name, body) if passed.shape is not None and streams else None
         return Relay(self, model, shape, body, keep_s)
@@ -224,21 +229,22 @@ class Relay(Response):
 
     async def _relayed(self) -> None:
         """Raises Problem."""
-        residents = self._front.residents
+        residents, began = self._front.residents, time.monotonic_ns()
         taking = asyncio.ensure_future(residents.take(self._model))
         try:
             while not (await asyncio.wait((taking,), timeout=KEEP_ALIVE_S))[0]:
                 await self._comment(residents.at(self._model))
-            await self._from(await taking)
+            await self._from(await taking, began)
         finally:
             if not taking.cancel() and not taking.cancelled() and taking.exception() is None:
                 residents.give_back(taking.result(), self._keep_s)
 
-    async def _from(self, resident: Resident) -> None:
+    async def _from(self, resident: Resident, began: int) -> None:
         scope, record = self._scope, self._scope[RECORD]
         target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
         try:
-            async with passed_on(resident.child.port, self._front.key, scope["method"], target, scope["headers"], self._body) as answer:
+            async with passed_on(resident.child.port, self._front.key, scope["method"], target, scope["headers"], self._body,
+                                 time.monotonic_ns() - began) as answer:
                 record.passed_on = True
                 if self._began:
                     await self._demand_events(answer)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 NEVER = float("inf")
+FOREVER_S = 100 * 365 * 86400  # what is to last some decades is shown as held for ever, and is
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def seconds_of(said: str | float) -> float:
-    """`90`, `90s`, `5m`, `1h30m` as seconds; whatever is negative never ends. Raises ValueError."""
-    text = str(said).strip()
+    """`90`, `90s`, `5m`, `1h30m` as seconds; whatever is negative, or a century, never ends. Raises ValueError."""
+    text = f"{said:f}" if isinstance(said, float) else str(said).strip()
     if text.startswith("-"):
         if seconds_of(text[1:]) == NEVER:  # a second sign
             raise ValueError(text)
@@ -23,7 +24,7 @@ def seconds_of(said: str | float) -> float:
             raise ValueError(text)
     if not text or number:
         raise ValueError(text)
-    return total
+    return total if total < FOREVER_S else NEVER
 
 
 def in_words(seconds: float) -> str:

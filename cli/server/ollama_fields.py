@@ -15,6 +15,8 @@ from .wishes import ALONE, NO_LIMIT
 
 LATEST = ":latest"  # what its programs put behind a name that has no tag
 JSON = "json"
+WAITED = "x-effllm-waited"  # header: nanoseconds that a request waited for its model, as the server in front says it
+MOST_DIGITS = 18
 LEVELS = ("low", "medium", "high", "max")
 IN_CHAT = "/api/chat takes a conversation"
 
@@ -106,6 +108,12 @@ class Named(Body):
 def untagged(name: str) -> str:
     """The name of a model without the tag that says nothing."""
     return name.removesuffix(LATEST)
+
+
+def waited_ns(headers: Mapping[str, str]) -> int:
+    """How long a request waited for its model to be loaded; one that reaches it without another server did not."""
+    said = headers.get(WAITED, "")
+    return int(said) if said.isdecimal() and len(said) <= MOST_DIGITS else 0
 
 
 def judged(asked: OllamaAsked, name: str, thinks: bool, context: int) -> str | None:

@@ -10,8 +10,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from .lasting import FOREVER_S
 from .ollama import common_routes, named, version
-from .ollama_models import FOREVER_S, Listed, Running, of_folder, running, shown, tags
+from .ollama_models import Listed, Running, of_folder, running, shown, tags
 from .problems import OLLAMA
 from .streams import json_response
 

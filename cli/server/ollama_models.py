@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ... import EffllmError
+from .lasting import FOREVER_S
 from .ollama_fields import LATEST, SAME
 from .ollama_shape import stamp
 from .wishes import SAMPLING
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from .wishes import Defaults
 
 COLUMNS = 30  # of the name of a parameter
-FOREVER_S = 100 * 365 * 86400  # programs show what is held for some decades as held for ever
 
 
 @dataclass(frozen=True)

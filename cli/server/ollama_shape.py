@@ -15,7 +15,7 @@ from .shapes import Shape
 from .tools import CallList
 
 NS = 1_000_000_000
-LOAD = "load"
+LOAD, UNLOAD = "load", "unload"
 
 
 def stamp(seconds: float | None = None) -> str:
@@ -29,8 +29,9 @@ class OllamaShape(Shape, Protocol):
 
     by_line, ending = True, b""
 
-    def __init__(self, model: str, tokenizer: Tokenizer | None = None) -> None:
-        self.model, self._began = model, time.monotonic()
+    def __init__(self, model: str, waited_ns: int = 0, tokenizer: Tokenizer | None = None) -> None:
+        """`waited_ns`: for the model to be loaded. `tokenizer`: of tokens that are told of."""
+        self.model, self._waited_ns, self._began = model, waited_ns, time.monotonic()
         self._tokens, self._told = tokenizer and TokenList(tokenizer), []
         self.texts: dict[str, str] = {}  # by kind
         self.calls = CallList()
@@ -38,9 +39,9 @@ class OllamaShape(Shape, Protocol):
     def said(self, answer: str = "", thinking: str = "", calls: list[dict[str, Any]] | None = None) -> dict[str, object]:
         """Of an object with so much of the answer."""
 
-    def loaded(self) -> dict[str, object]:
-        """What a request gets that asks for nothing but the model."""
-        return self._piece(self.said(), done=True, done_reason=LOAD)
+    def loaded(self, reason: str = LOAD) -> dict[str, object]:
+        """What a request gets that asks for nothing but the model, or that it goes."""
+        return self._piece(self.said(), done=True, done_reason=reason)
 
     def add(self, event: PromptRead | TextDelta | Call) -> list[dict[str, object]]:
         if isinstance(event, PromptRead):
@@ -73,9 +74,8 @@ class OllamaShape(Shape, Protocol):
         return {"id": call["id"], "function": {"index": number, "name": function["name"], "arguments": parsed(function["arguments"])}}
 
     def _cost(self, stats: Stats) -> dict[str, object]:
-        """Nothing is loaded for an answer: the model is there."""
         return {"done_reason": "stop" if stats.finish_reason == "stop" else "length",
-                "total_duration": round((time.monotonic() - self._began) * NS), "load_duration": 0,
+                "total_duration": self._waited_ns + round((time.monotonic() - self._began) * NS), "load_duration": self._waited_ns,
                 "prompt_eval_count": stats.prompt_tokens, "prompt_eval_duration": round(stats.prefill_s * NS),
                 "eval_count": len(stats.token_ids), "eval_duration": round(stats.decode_s * NS)}
 

@@ -9,12 +9,15 @@ from dataclasses import dataclass
 
 import h11
 
+from .ollama_fields import WAITED
+
 ADDRESS = "127.0.0.1"
 PIECE = 1 << 16  # bytes read at once
 # Of one connection, not of what is passed on; or each side's own.
 OWN = frozenset((b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"date"))
 # What the server in front has judged, and what it says itself.
-JUDGED = frozenset((b"host", b"origin", b"authorization", b"x-api-key", b"content-length", b"expect"))
+JUDGED = frozenset((b"host", b"origin", b"authorization", b"x-api-key", b"content-length", b"expect",
+                    WAITED.encode()))
 Headers = Iterable[tuple[bytes, bytes]]
 
 
@@ -30,8 +33,9 @@ class Answer:
 
 
 @contextlib.asynccontextmanager
-async def passed_on(port: int, key: str, method: str, target: bytes, headers: Headers, body: bytes) -> AsyncIterator[Answer]:
-    """Ask, and what comes back, as long as it is looked at: whoever leaves it ends the answer. Raises Broken."""
+async def passed_on(port: int, key: str, method: str, target: bytes, headers: Headers, body: bytes,
+                    waited_ns: int) -> AsyncIterator[Answer]:
+    """Ask, behind so long a wait, and what comes back, as long as it is looked at: whoever leaves it ends the answer. Raises Broken."""
     try:
         reader, writer = await asyncio.open_connection(ADDRESS, port)
     except OSError as error:
@@ -39,7 +43,7 @@ async def passed_on(port: int, key: str, method: str, target: bytes, headers: He
     connection = h11.Connection(h11.CLIENT)
     try:
         own = [(b"host", f"{ADDRESS}:{port}".encode()), (b"authorization", f"Bearer {key}".encode()), (b"connection", b"close"),
-               (b"content-length", str(len(body)).encode())]
+               (b"content-length", str(len(body)).encode()), (WAITED.encode(), str(waited_ns).encode())]
         kept = [(name, value) for name, value in headers if name.lower() not in OWN | JUDGED]
         for event in (h11.Request(method=method, target=target, headers=own + kept), h11.Data(data=body), h11.EndOfMessage()):
             writer.write(connection.send(event))
