@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ from effllm.cli.app import main
 from effllm.cli.environment import Environment
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from served import ASKED, MINUTE, Reply, Served, serving
+from served import ASKED, Reply, Served, serving
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 ENDLESS = {"prompt": "Once", "temperature": 0, "ignore_eos": True, "stream": True, "max_tokens": -1}
@@ -44,8 +43,8 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The variables of a person who has an alias for it."""
     place = tmp_path_factory.mktemp("many")
     variables = {name: str(place / name) for name in ("XDG_CONFIG_HOME", "XDG_DATA_HOME", "HF_HOME")}
-    subprocess.run([sys.executable, "-P", "-m", "effllm", "alias", "twin", str(twin_of_fable(place / "twin-folder"))], check=True,
-                   env={**os.environ, **variables}, capture_output=True, timeout=MINUTE)
+    environment = Environment(io.StringIO(), io.StringIO(), io.StringIO(), {**os.environ, **variables})
+    assert main(["alias", "twin", str(twin_of_fable(place / "twin-folder"))], environment) == 0
     return variables
 
 
@@ -87,11 +86,11 @@ def next_piece(response) -> None:
         assert not line.strip() or line.startswith(b": ")
 
 
-def demand_end(server: Served, number: signal.Signals, **headers: str) -> None:
-    """A signal ends the server with a model that answers and one that is loaded: no process of either is left."""
-    stream = endless(server, "fable", **headers)
+def demand_end(server: Served, number: signal.Signals) -> None:
+    """A signal ends the server with a model that answers and one that is being loaded: no process of either is left."""
+    stream = endless(server, "fable")
     (other,) = {*server.said["models"]} - {"fable"}
-    loading = server.open_later("POST", TEXT, {"prompt": "Once", "model": other}, **headers)
+    loading = server.open_later("POST", TEXT, {"prompt": "Once", "model": other})
     until(lambda: len(children(server)) == 2)
     left, began = [*children(server).values()], time.monotonic()
     server.process.send_signal(number)
@@ -171,12 +170,26 @@ def test_every_api_is_passed_on(server: Served) -> None:
     assert server.ask("POST", CHAT, {"messages": ASKED, "model": "fable"}, Origin="https://evil.example").status == 403
 
 
+def test_two_clients_of_two_models_are_answered_side_by_side(server: Served) -> None:
+    streams = [endless(server, model) for model in ("fable", "twin")]
+    try:
+        for _ in range(5):
+            for each in streams:
+                next_piece(each)
+    finally:
+        for each in streams:
+            each.connection.close()
+            each.close()
+    for name in ("fable", "twin"):  # who goes away ends the answer of the model
+        server.until(f"{name}: POST /v1/completions 200 · the client left")
+
+
 def test_ollamas_api_is_of_all_models(server: Served) -> None:
     """Lists are of all; a model is shown without being loaded, and loaded by a chat, whose lines come as they are written."""
     tags = {each["name"]: each for each in server.ask("GET", "/api/tags").json["models"]}
     assert set(tags) == {"fable:latest", "twin:latest"} and tags["twin:latest"]["details"]["quantization_level"] == "16bit"
-    assert server.ask("POST", "/models/unload", {"model": "twin"}).status in (200, 400)
-    until(lambda: states(server)["twin"] == "unloaded")
+    assert server.ask("POST", "/models/unload", {"model": "twin"}).json == {"success": True}
+    until(lambda: states(server)["twin"] == "unloaded" and set(children(server)) == {"fable"})
     shown = server.ask("POST", "/api/show", {"model": "twin:latest"}).json
     assert shown["template"].startswith("Long, long ago. ") and shown["model_info"]["llama.context_length"] == 2048
     assert shown["capabilities"] == ["completion"] and states(server)["twin"] == "unloaded"
@@ -206,83 +219,45 @@ def test_ollamas_api_is_of_all_models(server: Served) -> None:
     assert server.ask("DELETE", "/api/delete", {"model": "twin"}).status == 501 and b"Ollama is running" in server.ask("GET", "/").body
 
 
-def test_two_clients_of_two_models_are_answered_side_by_side(server: Served) -> None:
-    streams = [endless(server, model) for model in ("fable", "twin")]
-    try:
-        for _ in range(5):
-            for each in streams:
-                next_piece(each)
-    finally:
-        for each in streams:
-            each.connection.close()
-            each.close()
-    for name in ("fable", "twin"):  # who goes away ends the answer of the model
-        server.until(f"{name}: POST /v1/completions 200 · the client left")
-
-
-def test_models_are_loaded_and_ended_by_hand(server: Served) -> None:
-    assert server.ask("POST", "/models/unload", {"model": "twin"}).json == {"success": True}
-    until(lambda: states(server)["twin"] == "unloaded" and set(children(server)) == {"fable"})
-    reply = server.ask("POST", "/models/unload", {"model": "twin"})
-    assert reply.status == 400 and "twin is not loaded" in reply.error["message"]
-    assert server.ask("POST", "/models/load", {"model": "twin"}).json == {"success": True} and states(server)["twin"] == "loaded"
-    assert server.ask("POST", "/models/load", {"model": "no-such-model"}).status == 404
-
-
 def test_a_model_whose_process_is_killed_is_loaded_again(server: Served) -> None:
+    """By the next request, be it one that asks for nothing else."""
     plain = server.chat(model="fable").json["choices"]
     stream = endless(server, "fable")
     children(server)["fable"].kill()
     *_, last, done = stream.read().decode().strip().split("\n\n")
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "model_ended" and done == "data: [DONE]"
     server.until("fable ended by SIGKILL: the next request loads it again")
-    assert states(server)["fable"] == "unloaded"
+    reply = server.ask("POST", "/models/unload", {"model": "fable"})
+    assert reply.status == 400 and "fable is not loaded" in reply.error["message"] and states(server)["fable"] == "unloaded"
+    assert server.ask("POST", "/models/load", {"model": "fable"}).json == {"success": True} and states(server)["fable"] == "loaded"
     assert server.chat(model="fable").json["choices"] == plain
-
-
-def test_one_at_a_time_waits_for_answers(here: dict[str, str]) -> None:
-    with serving(*ON_AND_ON, "--max-models", "1", "--api-key", "k", model=None, **here) as server:
-        assert server.chat(model="fable").status == 401
-        asked = {"Authorization": "Bearer k"}
-        first = endless(server, "fable", **asked)
-        second = subprocess.Popen([sys.executable, "-c", ASK, str(server.port), "twin"], stdout=subprocess.PIPE, text=True)
-        server.until("twin waits for answers of fable, whose place it takes")
-        assert server.ask("GET", "/health").json["waiting"] == 1 and len(children(server)) == 2
-        third = subprocess.Popen([sys.executable, "-c", ASK, str(server.port), "fable"], stdout=subprocess.PIPE, text=True)
-        until(lambda: server.ask("GET", "/health").json["waiting"] == 2)
-        assert first.readline() and second.poll() is None, "what answers is not ended, and who comes later does not go first"
-        first.connection.close()
-        first.close()
-        assert [each.communicate(timeout=MINUTE)[0].strip() for each in (second, third)] == ["twin", "fable"]
-        order = [line for line in server.err.splitlines() if " is loaded" in line or " is ended" in line]
-        assert [line.split(":")[0] for line in order] == \
-            ["fable is loaded", "fable is ended", "twin is loaded", "twin is ended", "fable is loaded"]
-        assert set(children(server)) == {"fable"}
-        demand_end(server, signal.SIGINT, **asked)
-
-
-ASK = """
-import http.client, json, sys
-connection = http.client.HTTPConnection("127.0.0.1", int(sys.argv[1]), timeout=60)
-body = json.dumps({"model": sys.argv[2], "prompt": "Once", "max_tokens": 2})
-connection.request("POST", "/v1/completions", body, {"Authorization": "Bearer k"})
-print(json.loads(connection.getresponse().read())["model"])
-"""
+    assert server.ask("POST", "/models/load", {"model": "no-such-model"}).status == 404
 
 
 def test_memory_is_one_budget_and_what_nobody_asks_for_goes(server: Served, here: dict[str, str]) -> None:
+    """One model has a place: who rests makes room, but not before it has answered, and whoever comes is told what it waits for."""
     server.complete(model="fable", max_tokens=2)
     planned = float(re.findall(r"fable is loaded: context \d+ tokens, ([\d.]+) MiB", server.err)[-1])
-    ram = psutil.Process(server.process.pid).memory_info().rss / 2**20 + 1.5 * planned  # the front, one model, and no second
-    with serving("--ram", f"{ram:.0f}Mi", "--keep-alive", "0.4s", "--quiet", model=None, **here) as server:
-        server.complete(model="fable", max_tokens=2, keep_alive=-1)
+    ram, asked = psutil.Process(server.process.pid).memory_info().rss / 2**20 + 1.5 * planned, {"Authorization": "Bearer k"}
+    flags = ("--ram", f"{ram:.0f}Mi", "--keep-alive", "0.4s", "--quiet", "--api-key", "k")
+    with serving(*ON_AND_ON, *flags, model=None, **here) as server:
+        assert server.chat(model="fable").status == 401
+        stay = server.ask("POST", TEXT, {"model": "fable", "prompt": "Once", "max_tokens": 2, "keep_alive": -1}, **asked)
         time.sleep(0.6)
         ((name, process),) = children(server).items()
-        assert name == "fable" and server.complete(model="twin", max_tokens=2).status == 200
-        assert "fable is ended: to make room for twin\n" in server.err and not process.is_running()
+        first = endless(server, "fable", **asked)
+        second = server.open_later("POST", TEXT, {"model": "twin", "prompt": "Once", "max_tokens": 2}, **asked)
+        server.until("twin waits for answers of fable, whose place it takes")
+        assert server.ask("GET", "/health").json["waiting"] == 1 and stay.status == 200 and name == "fable"
+        assert first.readline() and process.is_running(), "what answers is not ended"
+        first.connection.close()
+        first.close()
+        assert json.loads(second.getresponse().read())["model"] == "twin" and not process.is_running()
         server.until("twin is ended: nobody asked for it for 0.4 seconds")
         until(lambda: not children(server))
-        assert set(states(server).values()) == {"unloaded"} and "POST" not in server.err
+        order = [line for line in server.err.splitlines() if " is loaded" in line or " is ended" in line]
+        assert [line.partition(":")[0] for line in order] == ["fable is loaded", "fable is ended", "twin is loaded", "twin is ended"]
+        assert "fable is ended: to make room for twin\n" in server.err and "POST" not in server.err
 
 
 @pytest.mark.parametrize(("flags", "said"), [
@@ -299,7 +274,7 @@ def test_what_is_refused(flags: tuple[str, ...], said: str) -> None:
 
 def test_models_that_are_named_are_those_alone(here: dict[str, str]) -> None:
     folder = Path(here["XDG_CONFIG_HOME"]).parent / "twin-folder"
-    flags = (str(folder), "-n", "3", "-s", "Be brief.", "--kv", "8bit", "--stop", "@ @", "--stop", "@@")
+    flags = (str(folder), "-n", "3", "-s", "Be brief.", "--kv", "8bit", "--stop", "@ @", "--stop", "@@", "--max-models", "1")
     with serving(*flags, model="fable", **here, EFFLLM_CACHE_TYPE_K="f16", EFFLLM_NAME="house") as server:
         assert server.said["models"] == ["fable", "twin-folder"], "no folder of this machine"
         reply = server.ask("POST", CHAT, {"model": "twin-folder", "messages": ASKED})
@@ -307,3 +282,10 @@ def test_models_that_are_named_are_those_alone(here: dict[str, str]) -> None:
         assert "twin-folder: --kv 8bit: no profile of this model" in server.err and "EFFLLM_NAME is left out" in server.err
         assert server.chat(model="fable:4bit").status == 404 and str(folder) not in server.chat(model="x").error["message"]
         demand_end(server, signal.SIGKILL)
+        assert "twin-folder is ended: to make room for fable\n" in server.err
+
+
+def test_ctrl_c_ends_all(server: Served) -> None:
+    """The last of those of this server."""
+    assert set(children(server)) == {"fable"}
+    demand_end(server, signal.SIGINT)

@@ -141,6 +141,27 @@ def test_a_model_that_nobody_waits_for_keeps_none_from_answering() -> None:
     assert notes[-1] == "second is not loaded: nobody waits for it any more"
 
 
+def test_who_comes_later_does_not_go_first() -> None:
+    """A model that answers is not ended, and the next request for it waits until the one before has had its place."""
+    notes: list[str] = []
+
+    async def work(residents: Residents) -> None:
+        first = await residents.take(model("first"))
+        second = asyncio.ensure_future(residents.take(model("second")))
+        await until(lambda: "second waits for answers of first, whose place it takes" in notes)
+        third = asyncio.ensure_future(residents.take(model("first")))
+        await asyncio.sleep(0.02)
+        assert residents.waiting == 2 and not second.done() and not third.done() and first.child.is_alive
+        residents.give_back(first)
+        residents.give_back(await second)
+        again = await third
+        assert again is not first and residents.loaded() == [again] and not residents.waiting
+
+    run(work, notes, most=1)
+    assert [each.partition(":")[0] for each in notes if " waits " not in each] == \
+        ["first is loaded", "first is ended", "second is loaded", "second is ended", "first is loaded"]
+
+
 def test_a_child_that_dies_while_it_waits_for_its_place_is_told_at_once() -> None:
     notes: list[str] = []
 
