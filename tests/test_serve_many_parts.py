@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from effllm.cli.server.residents import Limits, Residents
 from effllm.cli.server.shelf import Shelf, called
 from effllm.cli.server.streams import Record
 from effllm.offload import hardware
+from effllm.runtime.catalog import resolve
 from effllm.runtime.events import Progress
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
@@ -35,9 +37,9 @@ def made(notes: list[str], **limits: object) -> Front:
     return Front(Shelf(os.environ), Residents(starter, Limits(**limits), notes.append), "key")
 
 
-async def asked(front: Front, path: str, **fields: object) -> tuple[int, str]:
+async def asked(front: Front, path: str, method: str = "POST", **fields: object) -> tuple[int, str]:
     """Status and body of what is answered to a request that stays until the end."""
-    sent, body = [], json.dumps({"model": "fable", **ASKED[path], **fields}).encode()
+    sent, body = [], json.dumps({"model": "fable", **ASKED.get(path, {}), **fields}).encode()
     coming = iter([{"type": "http.request", "body": body, "more_body": False}])
 
     async def receive() -> dict[str, object]:
@@ -46,7 +48,7 @@ async def asked(front: Front, path: str, **fields: object) -> tuple[int, str]:
     async def send(message: dict[str, object]) -> None:
         sent.append(message)
 
-    scope = {"type": "http", "http_version": "1.1", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"",
+    scope = {"type": "http", "http_version": "1.1", "method": method, "path": path, "raw_path": path.encode(), "query_string": b"",
              "headers": [(b"content-type", b"application/json")], RECORD: Record()}
     await front.application()(scope, receive, send)
     return sent[0]["status"], b"".join(each.get("body", b"") for each in sent).decode()
@@ -102,6 +104,26 @@ def test_a_load_that_fails_is_an_error_of_each_api(monkeypatch: pytest.MonkeyPat
         comments, objects = parts(text)
         assert status == 200 and comments and "cannot be loaded" in found(objects[-1])["message"]
     assert parts(chat[1])[1][-1]["error"]["code"] == parts(response[1])[1][-1]["response"]["error"]["code"] == "does_not_fit"
+
+
+def test_a_model_whose_files_are_broken_or_gone_hides_no_other(tmp_path: Path) -> None:
+    folder = tmp_path / "broken"
+    shutil.copytree(FABLE, folder)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[: 1 << 16])
+    front = made([])
+    front.shelf = Shelf(os.environ, [resolve("fable", os.environ), resolve(str(folder), os.environ)])
+
+    def tags() -> list[str]:
+        ((status, text),) = in_loop(front, "/api/tags", method="GET")
+        assert status == 200
+        return [each["name"] for each in json.loads(text)["models"]]
+
+    assert tags() == ["fable:latest", "broken:latest"]
+    shutil.rmtree(folder)
+    assert tags() == ["fable:latest", "broken:latest"]
+    ((status, text),) = in_loop(front, "/api/show", model="broken")
+    assert status == 500 and "there is no " in json.loads(text)["error"] and str(tmp_path) not in text
 
 
 @pytest.mark.parametrize(("said", "seconds"), [("90", 90), (90, 90), ("0", 0), ("5m", 300), ("1h30m", 5400), ("0.5s", 0.5), (1.5, 1.5),

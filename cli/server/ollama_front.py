@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ... import EffllmError
 from .lasting import FOREVER_S
 from .ollama import common_routes, named, version
 from .ollama_models import Listed, Running, of_folder, running, shown, tags
@@ -49,13 +50,16 @@ class OllamaFront:
 
 
 def listed(state: State) -> Listed:
-    """A model as lists have it, from its headers. Raises EffllmError."""
+    """A model as lists have it, from its headers: one whose files are broken, or gone, says so when it is asked, and hides no other."""
     from ...runtime.kv_profile_file import identity_of
 
     model, facts = state.model, state.model.facts
     family, params, bits, nbytes = (facts.family, facts.params, facts.bits, facts.size_bytes) if facts else ("", 0, 0.0, 0)
-    return Listed(model.name, family, params, model.variant or f"{bits:.4g}bit", nbytes, identity_of(model.folder),
-                  model.folder.stat().st_mtime, model.folder.is_file())
+    try:
+        digest, changed = identity_of(model.folder), model.folder.stat().st_mtime
+    except (EffllmError, OSError):
+        digest, changed = "", 0.0
+    return Listed(model.name, family, params, model.variant or f"{bits:.4g}bit", nbytes, digest, changed, model.folder.is_file())
 
 
 def held(state: State) -> Running:

@@ -101,8 +101,10 @@ class Residents:
     async def take(self, model: Shelved) -> Resident:
         """The model, loaded, which stays until it is given back. Raises Problem."""
         if self._waiting.get(model.key, 0) >= self._limits.waiting:
-            raise Problem(503, f"{self._waiting[model.key]} requests wait for {model.name} already, which is the most here (--queue)", BUSY,
-                          code="queue_full", headers={"retry-after": "1"})
+            many = self._waiting[model.key]
+            waits = "1 request waits" if many == 1 else f"{many} requests wait"
+            raise Problem(503, f"{waits} for {model.name} already, which is the most here (--queue)", BUSY, code="queue_full",
+                          headers={"retry-after": "1"})
         while True:
             if self.is_closed:
                 raise closing()
