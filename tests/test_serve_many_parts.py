@@ -4,6 +4,9 @@ import asyncio
 import json
 import os
 import shutil
+import socket
+import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -104,6 +107,28 @@ def test_a_load_that_fails_is_an_error_of_each_api(monkeypatch: pytest.MonkeyPat
         comments, objects = parts(text)
         assert status == 200 and comments and "cannot be loaded" in found(objects[-1])["message"]
     assert parts(chat[1])[1][-1]["error"]["code"] == parts(response[1])[1][-1]["response"]["error"]["code"] == "does_not_fit"
+
+
+def test_who_is_told_that_a_model_ended_does_not_meet_it_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its connections end some time before its process is known to have: here 0.3 seconds."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    said = {"port": listening.getsockname()[1], "context": 8, "parallel": 1, "nbytes": 100}
+    script = tmp_path / "child"
+    script.write_text("#!/bin/sh\nread budget\necho '{\"planned\": {\"nbytes\": 100}}'\nread go\n"
+                      f"echo '{json.dumps({'listening': said})}'\nsleep 0.3\n")
+    script.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(script))
+    notes: list[str] = []
+    front = made(notes)
+
+    async def told() -> list[object]:
+        status, text = await asked(front, "/v1/completions")
+        assert status == 500 and json.loads(text)["error"]["code"] == "model_ended"
+        return front.residents.loaded()
+
+    with listening:
+        threading.Thread(target=lambda: listening.accept()[0].close(), daemon=True).start()
+        assert asyncio.run(told()) == [] and notes[-1] == "fable ended with code 0: the next request loads it again"
 
 
 def test_a_model_whose_files_are_broken_or_gone_hides_no_other(tmp_path: Path) -> None:

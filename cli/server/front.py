@@ -43,6 +43,8 @@ from .shapes import ChatShape, Shape, TextShape
 from .shelf import Shelf, Shelved
 from .streams import EVENTS, HEADERS, KEEP_ALIVE_S, LEFT, LINES, json_response, unless_gone, written
 
+DEATH_S = 1.0  # a process that dies is known to some milliseconds after its connections have ended
+
 
 class Named(Body):
     """What is read here of a request that is passed on."""
@@ -256,6 +258,7 @@ class Relay(Response):
                     await self._piece(piece)
                 await self._piece(b"", more=False)
         except Broken as error:
+            await asyncio.wait((resident.child.ended,), timeout=DEATH_S)  # who asks again at once is not to meet it once more
             raise Problem(500, f"{resident.model.name} ended before its answer did: the next request loads it again", FAILED,
                           code="model_ended") from error
 
