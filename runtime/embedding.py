@@ -90,9 +90,7 @@ def _read(path: Path) -> object:
 def vector(engine: Engine, ids: Sequence[int], pooling: str, cancelled: Callable[[], bool]) -> Generator[Turn, None, np.ndarray | None]:
     """The vector float32 [D] of token ids, of length 1; None where it was cancelled. The sequence that the engine held is forgotten.
     Raises ContextOverflow."""
-    if not 0 < len(ids) <= engine.n_ctx:
-        raise ContextOverflow(f"a text has {len(ids)} token{'' if len(ids) == 1 else 's'} and the context holds {engine.n_ctx}",
-                              "shorten it, or serve with a larger -c")
+    demand_room(ids, engine.n_ctx)
     norm, total = engine.model.read_norm(), np.zeros(engine.config.hidden_size)
     engine.cancelled = cancelled
     try:
@@ -109,6 +107,13 @@ def vector(engine: Engine, ids: Sequence[int], pooling: str, cancelled: Callable
         engine.reset()  # what a prompt would go on from is not here
     engine.demand_finite(total[None])
     return unit(total)
+
+
+def demand_room(ids: Sequence[int], room: int) -> None:
+    """Raises ContextOverflow for a text that has no vector in a context of `room` tokens."""
+    if not 0 < len(ids) <= room:
+        raise ContextOverflow(f"a text has {len(ids)} token{'' if len(ids) == 1 else 's'} and the context holds {room}",
+                              "shorten it, or serve with a larger -c" if ids else "write something")
 
 
 def unit(values: np.ndarray) -> np.ndarray:

@@ -185,27 +185,33 @@ class Replies:
     def embed(self, texts: Sequence[str | Sequence[int]], cut: bool = False, cancelled: Callable[[], bool] = never) -> Iterator[Event]:
         """One vector of each text, or of token ids as they stand. Of a text that is longer than the context, its end is left out with
         `cut`, but for the token that ends every text. Raises EffllmError where the model makes none, or of these none."""
-        from .embedding import vector
+        from .embedding import demand_room, vector
 
         pooling, room = self._pooling, self.engine.n_ctx
-        made, tokens = [], 0
+        rows: list[list[int]] = []
+        for text in texts:  # all of them before the first costs a pass, and what the cache holds
+            ids = self._ended(text) if isinstance(text, str) else self._demand_known(text)
+            if cut and len(ids) > room:
+                yield Notice(f"a text of {len(ids)} tokens is cut: the context is {room} tokens (-c)")
+                ends = self._ends if isinstance(text, str) else []
+                ids = ids[: room - len(ends)] + ends
+            demand_room(ids, room)
+            rows.append(ids)
+            if cancelled():
+                return
+            yield Turn()
+        made = []
         with self._slot_for([]) as own:
             if own.kept is not None:
                 yield from own.kept.turn_to(None, [], own.prompts)  # keeps what is lost here
             own.prompts.held, own.prompt = ("", []), 0
-            for number, text in enumerate(texts):
-                ids = self._ended(text) if isinstance(text, str) else self._demand_known(text)
-                if cut and len(ids) > room:
-                    yield Notice(f"a text of {len(ids)} tokens is cut: the context is {room} tokens (-c)")
-                    ends = self._ends if isinstance(text, str) else []
-                    ids = ids[: room - len(ends)] + ends
+            for number, ids in enumerate(rows):
                 made.append((yield from vector(own.engine, ids, pooling, cancelled)))
-                tokens += len(ids)
                 if made[-1] is None:
                     return
-                if number + 1 < len(texts):
-                    yield Progress("embedding", number + 1, len(texts), "texts")
-        yield Embedded(made, tokens)
+                if number + 1 < len(rows):
+                    yield Progress("embedding", number + 1, len(rows), "texts")
+        yield Embedded(made, sum(map(len, rows)))
 
     @cached_property
     def _pooling(self) -> str:

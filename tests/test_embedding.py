@@ -102,6 +102,20 @@ def test_what_has_no_vector(engine: Engine) -> None:
     assert np.array_equal(unit(np.zeros(3)), np.zeros(3))
 
 
+def test_a_text_that_is_refused_costs_no_pass(tmp_path: Path) -> None:
+    """Be it the last of many: neither the texts before it, nor what the cache holds."""
+    *_, engine = open_engine(embedder(tmp_path / "model"), EngineOptions(ctx=256))
+    replies = Replies(engine, Tokenizer.load(FABLE, engine.config))
+    list(engine.prefill([5, 6, 7]))
+    for last, kind in ((TEXTS[1], ContextOverflow), ([5] * 257, ContextOverflow), ([1 << 20], UsageError)):
+        with pytest.raises(kind):
+            list(replies.embed([TEXTS[0], last]))
+        assert engine.tokens == [5, 6, 7]
+    *_, embedded = replies.embed(TEXTS, cut=True)
+    assert (len(embedded.vectors), embedded.tokens) == (2, len(replies.tokenizer.encode(TEXTS[0])) + 256) and engine.tokens == []
+    engine.close()
+
+
 @pytest.mark.parametrize(("pooling", "way"), [
     (embedders.LAST, LAST), ({"pooling_mode_mean_tokens": True}, MEAN), ({"pooling_mode": "lasttoken", "embedding_dimension": 4}, LAST),
     ({"pooling_mode": "mean"}, MEAN)])
