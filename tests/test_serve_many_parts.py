@@ -184,3 +184,4 @@ def test_the_problem_of_any_api_is_read() -> None:
         assert (again.status, again.message, again.param, again.code) == (problem.status, problem.message, problem.param, problem.code)
         assert problem_in(problem.status, json.dumps(problem.to_anthropic()).encode()).message == problem.message
     assert problem_in(404, b'{"error": "no such model"}').message == "no such model"
+    assert problem_in(400, b"Invalid HTTP request received.").message == "Invalid HTTP request received."

@@ -288,8 +288,11 @@ def raw(headers: Iterable[tuple[str, str]]) -> list[tuple[bytes, bytes]]:
 
 
 def problem_in(status: int, body: bytes) -> Problem:
-    """The problem that an answer tells of, in the form of any API."""
-    error = json.loads(body).get("error")
+    """The problem that an answer tells of, in the form of any API, or in words alone, as of a request that was no HTTP to it."""
+    try:
+        error = json.loads(body).get("error")
+    except ValueError:
+        error = body.decode("utf-8", "replace")
     if not isinstance(error, dict):
         error = {"message": error}
     return Problem(status, str(error.get("message")), error.get("type") or FAILED, error.get("param"), error.get("code"))
