@@ -65,7 +65,7 @@ def text_config(keys: Keys, positions: int, window: int, inputs: int, sight: str
     windows = windows_of(keys.saying(layer_types=kinds), keys.integer("sliding_window", window), kinds)
     heads = _heads(keys, kinds)
     shared = keys.integer("num_kv_shared_layers", 0, low=0, high=layers)
-    sources = _sources(kinds, layers - shared)
+    sources = sources_of(kinds, layers - shared)
     doubled = keys.flag("use_double_wide_mlp", False) and shared > 0
     ffn, bias = base.size(keys, "intermediate_size"), keys.flag("attention_bias", False)
     width = keys.integer("hidden_size_per_layer_input", inputs, low=0, high=MOST_INPUTS)
@@ -137,7 +137,7 @@ def _heads(keys: Keys, kinds: list[str]) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
-def _sources(kinds: list[str], first: int) -> tuple[int, ...]:
+def sources_of(kinds: list[str], first: int) -> tuple[int, ...]:
     """By layer whose keys and values it attends to; from `first` on those of the last one of its kind before that."""
     last = {kind: layer for layer, kind in enumerate(kinds[:first])}
     if missing := sorted(set(kinds) - last.keys()):
@@ -159,13 +159,9 @@ def _mixture(keys: Keys, layers: int, routed: bool) -> Mixture | None:
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     """Tensors of one layer by role."""
     rules, prefix, hidden, own = gemma2.layer_tensors(config, layer), f"model.layers.{layer}.", config.hidden_size, config.mixture
-    for role in ("k", "v", "k_norm", "k_bias", "v_bias") if config.kv_sources and config.kv_sources[layer] != layer else \
-            ("v", "v_bias") if layer in config.keys_as_values else ():
+    for role in not_made(config, layer):
         rules.pop(role, None)
-    more = {"layer_scale": ("layer_scalar", 1)}
-    if width := config.input_width:
-        more |= {"input_gate": ("per_layer_input_gate.weight", width, hidden), "input_out": ("per_layer_projection.weight", hidden, width),
-                 "input_after": ("post_per_layer_input_norm.weight", hidden)}
+    more = {"layer_scale": ("layer_scalar", 1), **(given_tensors(config) if config.input_width else {})}
     if own is not None:
         more |= {"router": ("router.proj.weight", own.experts, hidden), "router_scale": ("router.scale", hidden),
                  "expert_scales": ("router.per_expert_scale", own.experts), "expert_norm": ("pre_feedforward_layernorm_2.weight", hidden),
@@ -179,13 +175,30 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     return inside_others(rules)
 
 
+def not_made(config: ModelConfig, layer: int) -> tuple[str, ...]:
+    """The roles of attention that a layer lacks."""
+    if config.kv_sources and config.kv_sources[layer] != layer:
+        return "k", "v", "k_norm", "k_bias", "v_bias"
+    return ("v", "v_bias") if layer in config.keys_as_values else ()
+
+
+def given_tensors(config: ModelConfig) -> dict[str, tuple[str | int, ...]]:
+    """By role the name in a layer, and the shape, of what takes what it is given of a token."""
+    width, hidden = config.input_width, config.hidden_size
+    return {"input_gate": ("per_layer_input_gate.weight", width, hidden), "input_out": ("per_layer_projection.weight", hidden, width),
+            "input_after": ("post_per_layer_input_norm.weight", hidden)}
+
+
+def given_outside(config: ModelConfig) -> dict[str, TensorRule]:
+    """What makes what layers are given of a token."""
+    every = config.num_hidden_layers * config.input_width
+    return {"layer_embed": TensorRule("model.embed_tokens_per_layer.weight", (config.input_vocab, every)),
+            "layer_proj": TensorRule("model.per_layer_model_projection.weight", (every, config.hidden_size)),
+            "layer_norm": TensorRule("model.per_layer_projection_norm.weight", (config.input_width,))}
+
+
 def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
-    rules, every = llama.outer_tensors(config), config.num_hidden_layers * config.input_width
-    if config.input_width:
-        rules |= {"layer_embed": TensorRule("model.embed_tokens_per_layer.weight", (config.input_vocab, every)),
-                  "layer_proj": TensorRule("model.per_layer_model_projection.weight", (every, config.hidden_size)),
-                  "layer_norm": TensorRule("model.per_layer_projection_norm.weight", (config.input_width,))}
-    return inside_others(rules)
+    return inside_others(llama.outer_tensors(config) | (given_outside(config) if config.input_width else {}))
 
 
 def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
