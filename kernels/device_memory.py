@@ -49,6 +49,8 @@ def _pass(dims: Dims, tokens: int, widest: int, opened: int) -> int:
         visits = tokens * dims.top_k
         mlp += FLOAT * visits * (4 * dims.expert_ffn + 4 * dims.hidden) + FLOAT * tokens * dims.experts * 4
     stream = FLOAT * 2 * tokens * dims.hidden
+    if dims.streams:  # twice, the one that a layer works on, and its branch in four steps
+        stream += FLOAT * tokens * (3 * dims.streams * dims.hidden + 5 * dims.hidden + 2 * dims.low_rank)
     return stream + max(projected + _attention(dims, tokens), projected + product, mlp + product, _state(dims, tokens, product))
 
 

@@ -57,6 +57,7 @@ def compiled_functions(kinds: Sequence[str] = KINDS) -> list[Kernel | Jit]:
         rows,
         sampling,
         short_conv_loops,
+        stream_loops,
     )
     from .cpu import bundles as neurons
     from .cpu import kv_choice as choices
@@ -70,7 +71,7 @@ def compiled_functions(kinds: Sequence[str] = KINDS) -> list[Kernel | Jit]:
                FOREIGN: (foreign_words, foreign_blocks, foreign_floats, foreign_levels),
                FLOATS: (floats, gemm),
                RAW: (sampling, attention, attention_few, linear, rows, experts, threads, roof) + ((linear_amx,) if AMX_FLOATS else ()),
-               MIXERS: (delta_loops, short_conv_loops, mamba2_loops, latent_loops)}
+               MIXERS: (delta_loops, short_conv_loops, mamba2_loops, latent_loops, stream_loops)}
     exact = {EXACT, FLOATS}  # kinds that need of `gemm` what multiplies in float32, and that alone
     found = [value for kind, of_kind in modules.items() if kind in kinds for module in of_kind for value in vars(module).values()
              if isinstance(value, Kernel | Jit) and (module is not gemm or (value is gemm.multiply_exact) == (kind in exact))]

@@ -232,6 +232,29 @@ class Inputs:
 
 
 @dataclass(frozen=True)
+class LowRank:
+    """A branch of what a layer reads: `into` [R, D], `out` [D, R], and a norm behind."""
+
+    into: Linear
+    out: Linear
+    after: Norm
+
+
+@dataclass(frozen=True)
+class Streams:
+    """How a layer meets the `count` streams of a token, S, of which it works on the first (`kernels/reference_streams.py`): a norm and a
+    `router` [S, D], of which coefficients are made by `predict` [S * S, S] before the layer and by `correct` [S, S] behind it; `scale` [D]
+    of the first where a layer takes what it is given. All float32."""
+
+    count: int
+    norm: Norm
+    router: object
+    predict: object
+    correct: object
+    scale: object
+
+
+@dataclass(frozen=True)
 class Bundles:
     """`up` and `down` of an MLP neuron by neuron: the row of `up`, if `has_up`, `width` values, then the column of `down`, as many.
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from ..kernels.latent_shape import LatentShape
     from ..kernels.reference_moe import Routing
-    from ..quant.weight import Apart, Bundles, Curve, Expert, Inputs, Linear, Norm, SharedExpert, Weight
+    from ..quant.weight import Apart, Bundles, Curve, Expert, Inputs, Linear, LowRank, Norm, SharedExpert, Streams, Weight
     from .rope import RopeTable
 
 See = Callable[[object], None] | None  # is shown a view that the next stage may overwrite
@@ -85,3 +85,24 @@ class BlockOps(Protocol):
 
     def add_inputs(self, x: object, inputs: Inputs, given: object, act: str, see: See = None) -> object:
         """x + after(out(act(gate(x)) * given)), in place; `given` [T, P]. `see`: what goes into `out`."""
+
+    def predicted(self, x: object, streams: Streams) -> object:
+        """The stream [T, D] that a layer works on, in an array of its own, of x [T, S * D], to each of which some of all is added, in
+        place."""
+
+    def corrected(self, x: object, own: object, streams: Streams) -> object:
+        """The first stream, scaled, in the place of `own` [T, D]: of what this is beyond the first of x [T, S * D] each has had a share
+        added, in place."""
+
+    def spread_inputs(self, x: object, own: object, inputs: Inputs, given: object, act: str, see: See = None) -> object:
+        """x [T, S * D] with what `add_inputs` would add to `own` [T, D] added to all streams but the first, in place."""
+
+    def low_rank(self, x: object, norm: Norm, low: LowRank, see: See = None) -> object:
+        """n + after(out(into(n))) with n = norm(x), [T, D] in an array of its own. `see`: what goes into `out`."""
+
+    def added(self, x: object, y: object, factor: float) -> object:
+        """x + factor * y, in place."""
+
+    def cut_mlp(self, x: object, norm: Norm, gate: Linear, up: Linear, down: Linear, act: str, deviations: float, see: See = None,
+                after: Norm | None = None) -> object:
+        """`gated_mlp` of whose gates only what is beyond their mean and so many of their deviations, of one token, goes on."""

@@ -42,9 +42,9 @@ from .timing import turns
 TOKENS, LEAST, WINDOW = 16384, 512, 512
 SHORTEST = 64  # of a last window
 VARIED = 128  # different tokens, below which a text shows a model's inputs too narrowly
-READS = {"block_in": ("q", "k", "v", "kv_a", "q_a", "attn_gate", "state_in", "state_gate"), "q_in": ("q_b",), "attn_out": ("o",),
+READS = {"block_in": ("q", "k", "v", "kv_a", "q_a", "attn_gate", "state_in", "state_gate", "low_in"), "q_in": ("q_b",), "attn_out": ("o",),
          "state_out": ("state_out",), "mlp_in": ("gate", "up"), "mlp_hidden": ("down",), "inputs_in": ("input_gate",),
-         "inputs_hidden": ("input_out",)}  # tap -> roles
+         "inputs_hidden": ("input_out",), "low_hidden": ("low_out",)}  # tap -> roles
 SHARED_READS = {"mlp_in": SHARED[:2], "shared_hidden": SHARED[2:3]}  # those of a shared expert
 NORMS = {"block_in": "input_norm", "q_in": "latent.q_norm", "mlp_in": "post_norm"}  # a tap before a norm
 SMALL = 1 << 30  # multiplications of a product that one thread makes
@@ -343,13 +343,14 @@ class Calibration:
 
     def head(self) -> dict[str, Stats]:
         """Statistics of what the head reads, of `states` that have gone through all layers."""
-        norm, gathered = self.model.read_norm(), Gathered(self.states.shape[1])
+        model = self.model
+        norm, gathered = model.read_norm(), Gathered(model.config.hidden_size)
         begin = 0
         for window in self.cut:
-            gathered.add(normalised(self.states[begin : begin + len(window)], norm))
+            gathered.add(normalised(model.read_left(self.states[begin : begin + len(window)]), norm))
             begin += len(window)
         stats = gathered.stats()
-        return {"head": stats} if "head" in self.model.tensors["outer"] else {"embed": looked_up_too(stats)}
+        return {"head": stats} if "head" in model.tensors["outer"] else {"embed": looked_up_too(stats)}
 
 
 def looked_up_too(stats: Stats) -> Stats:

@@ -95,7 +95,9 @@ class ModelConfig:
     a weight, in layers that turn. `gates_apart`: gates of what is attended to are made by a matrix of their own.
     `side_by_side`: of families with both kinds of blocks, attention and MLP read what comes into the layer.
     `norms_unit`: no norm has a weight. `clip_qkv`: beyond which q, k and v are cut off, before they are turned. `head_bias`: the
-    head has one. `state_norm_eps`: of the norm behind a state, where it is not that of the others.
+    head has one. `state_norm_eps`: of the norm behind a state, where it is not that of the others. `streams`: of how many a token has side
+    by side each layer works on one, 0 for one as it is; `low_rank`: the width inside a branch of what a layer reads, 0 for none; `cuts`: by
+    layer how many deviations beyond their mean the gates of its MLP have to be, None for all, where any have to.
     """
 
     family: str
@@ -157,6 +159,9 @@ class ModelConfig:
     clip_qkv: float | None = None
     head_bias: bool = False
     state_norm_eps: float | None = None
+    streams: int = 0
+    low_rank: int = 0
+    cuts: tuple[float | None, ...] = ()
     warnings: tuple[str, ...] = ()
 
     @property
@@ -172,6 +177,10 @@ class ModelConfig:
     def ffn_of(self, layer: int) -> int:
         """The width inside a layer's MLP."""
         return self.layer_ffn[layer] if self.layer_ffn else self.intermediate_size
+
+    def cut_of(self, layer: int) -> float | None:
+        """How many deviations beyond their mean a layer's gates have to be."""
+        return self.cuts[layer] if self.cuts else None
 
     def factor(self, role: str) -> float:
         """What of a role is multiplied by."""

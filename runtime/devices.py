@@ -123,7 +123,7 @@ def copied(tensors: Tensors, dims: Dims, own: Mixture | None, exact: bool, worke
     rates = LinkRates(USUAL[0] * workers, USUAL[1], link) if rate is None else LinkRates(rate.prefill, rate.decode, link)
     tokens = copied_from(nbytes, products, border, rates)
     tokens = tokens if rate is not None or tokens is None else max(2, tokens)
-    vectors = sum(card_nbytes(tensor) for roles in layers for tensor in roles.values() if len(tensor.shape) == 1)
+    vectors = sum(card_nbytes(tensor) for roles in layers for tensor in roles.values() if not tensor.is_matrix)
     return None if tokens is None or tokens > dims.chunk else Copied(nbytes, tokens, vectors)
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from .. import DoesNotFit
 from ..kernels.layout import REPEATED
 from ..kernels.reference import normalise
+from ..kernels.reference_streams import entered, left
 from ..kernels.workspace import Dims
 from ..offload.checkpoint import TensorStore
 from ..offload.memory import anonymous
@@ -53,7 +54,7 @@ def dims(config: ModelConfig, ctx: int, chunk: int, rows: int, packed_kv: bool =
                 config.vocab_size, min(chunk, ctx), ctx, rows, *mixture, packed_kv, bundled, spilled_kv, config.state, config.gated_queries,
                 config.latent, tuple(sorted({*config.cache_heads} - {(config.num_key_value_heads, config.head_dim)})),
                 config.num_hidden_layers * config.input_width, own is not None and own.apart, 2 * config.hidden_size if mtp else 0,
-                config.states_beside, config.gates_apart)
+                config.states_beside, config.gates_apart, config.streams, config.low_rank)
 
 
 class Model:
@@ -184,7 +185,24 @@ class Model:
         return self.records.last_norm({tensor.name: self.store.read(tensor.info) for tensor in tensors})
 
     def read_states(self, windows: Sequence[np.ndarray]) -> np.ndarray:
-        """The residual stream with which windows of text begin, straight from an unquantized store: float32 [tokens, D]."""
+        """The residual stream with which windows of text begin, straight from an unquantized store: float32 [tokens, D], or of several
+        streams [tokens, S * D]."""
+        states = self._read_embeddings(windows)
+        made = [states @ matrix.T for matrix in self._read_streams("enter")]
+        return entered(states, np.stack(made)).astype(np.float32).reshape(len(states), -1) if made else states
+
+    def read_left(self, states: np.ndarray) -> np.ndarray:
+        """What the last norm reads of states [tokens, S * D] that have gone through all layers: float32 [tokens, D]."""
+        first, *others = np.split(states, max(1, self.config.streams), axis=1)
+        made = [other @ matrix.T for other, matrix in zip(others, self._read_streams("leave"), strict=True)]
+        return left(first, np.stack(made)).astype(np.float32) if made else states
+
+    def _read_streams(self, role: str) -> Iterator[np.ndarray]:
+        for i in range(1, self.config.streams):
+            tensor = self.tensors["outer"][f"streams.{i}.{role}"]
+            yield to_f32(typed(self.store.read(tensor.info), tensor.spec), tensor.spec.scheme).reshape(tensor.shape)
+
+    def _read_embeddings(self, windows: Sequence[np.ndarray]) -> np.ndarray:
         states = self._read_rows("embed", np.concatenate(windows)) * np.float32(self.config.embedding_multiplier)
         if self.config.position_offset is None:
             return states
@@ -199,8 +217,8 @@ class Model:
         own = slice(layer * width, (layer + 1) * width)
         projection, weight = (to_f32(typed(self.store.read(roles[role].info, *span), roles[role].spec), roles[role].spec.scheme)
                               for role, span in (("layer_proj", (own.start, own.stop)), ("layer_norm", (0, width))))
-        made = self.read_states([ids]) @ projection.reshape(width, -1).T * np.float32(config.hidden_size**-0.5)
-        rows = self._read_rows("layer_embed", ids)[:, own] * np.float32(config.input_multiplier)
+        made = self._read_embeddings([ids]) @ projection.reshape(width, -1).T * np.float32(config.hidden_size**-0.5)
+        rows = self._read_rows("layer_embed", in_table(ids, config.input_vocab))[:, own] * np.float32(config.input_multiplier)
         return (normalise(made, "rms", weight, None, config.norm_eps).astype(np.float32) + rows) * np.float32(0.5**0.5)
 
     def _read_rows(self, role: str, ids: np.ndarray) -> np.ndarray:
@@ -262,7 +280,12 @@ class Model:
                 x = None if listed else self._embed(ids, outer, step.positions)
                 if outer.inputs is not None:
                     table, *made = outer.inputs
-                    self._given = host.layer_inputs(ids, x, table, *made, self.config.input_multiplier)
+                    known = in_table(ids, self.config.input_vocab)
+                    self._given = host.layer_inputs(known, x, table, *made, self.config.input_multiplier)
+                if outer.enter:
+                    x = host.enter_streams(x, outer.enter)
+                    if not self.pager.stays:
+                        host.flush()
             if same is not None and host.replay(same, len(ids), step.position):
                 x = self._repeated[len(ids)]
             else:
@@ -278,7 +301,7 @@ class Model:
         return self.backends["cpu"].embed(ids, outer.embed, self.config.embedding_multiplier, places, outer.positions)
 
     def _layers(self, x: object, cache: KVCache, tap: Tap) -> object:
-        """All blocks, each on its backend: the host's x[T, D] -> x[T, D]."""
+        """All blocks, each on its backend: the host's x[T, D], or of several streams [T, S * D] -> x[T, D]."""
         here, host, positions = "cpu", self.backends["cpu"], cache.step.positions
         ops, copies = host, (least := self.copied_from) is not None and len(positions) >= least
         for layer, lives in enumerate(self.devices):
@@ -301,7 +324,14 @@ class Model:
                         host.flush()
             else:
                 x = self._block(layer, ops, self._on_device[layer], x, cache, tap)
-        return x if here == "cpu" else host.from_host(ops.to_host(x))
+        x = x if here == "cpu" else host.from_host(ops.to_host(x))
+        if not self.config.streams:
+            return x
+        with self.pager.lease("outer") as raw:
+            x = host.leave_streams(x, self._lease("outer", raw).leave)
+            if not self.pager.stays:
+                host.flush()
+        return x
 
     def _block(self, layer: int, ops: object, w: LayerWeights, x: object, cache: KVCache, tap: Tap) -> object:
         """One block, on the backend of `ops`; where keys and values lie on the host and it does not, what attends crosses."""
@@ -332,6 +362,11 @@ class Model:
                 return self.card_head.logits(x)
         with self.outer() as outer:
             return self.backends["cpu"].logits(x, outer.norm, outer.head, config.final_logit_softcapping, 1 / config.logits_scaling)
+
+
+def in_table(ids: np.ndarray, rows: int) -> np.ndarray:
+    """Ids, of which those beyond the table of what layers are given have the first row of it."""
+    return np.where(ids < rows, ids, 0)
 
 
 def _is_job(outer: OuterWeights) -> bool:

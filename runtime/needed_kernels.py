@@ -71,8 +71,8 @@ def has_floats(container: Container | None) -> bool:
 
 
 def has_mixers(config: ModelConfig) -> bool:
-    """Has any layer a state, or latent attention?"""
-    return config.state is not None or config.latent is not None
+    """Has any layer a state, or latent attention, or a token several streams?"""
+    return config.state is not None or config.latent is not None or config.streams > 0
 
 
 def folder_needs(folder: Path) -> Needs:

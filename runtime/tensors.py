@@ -27,12 +27,14 @@ SCHEMES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 class ModelTensor:
     """A tensor of the model: where its bytes are, what they mean, and the shape of the weight.
 
-    Where a checkpoint stores several in one, `info` is of the part, under the name that the part would have by itself.
+    Where a checkpoint stores several in one, `info` is of the part, under the name that the part would have by itself. `coefficients`: as
+    of a `TensorRule`.
     """
 
     info: TensorInfo
     spec: QuantSpec
     shape: tuple[int, ...]
+    coefficients: bool = False
 
     @property
     def name(self) -> str:
@@ -45,7 +47,7 @@ class ModelTensor:
     @property
     def is_matrix(self) -> bool:
         """Is it multiplied with? All else is float32 where it is used."""
-        return len(self.shape) == 2
+        return len(self.shape) == 2 and not self.coefficients
 
 
 def check_tensors(config: ModelConfig, store: TensorStore, container: Container | None = None,
@@ -71,7 +73,8 @@ def check_tensors(config: ModelConfig, store: TensorStore, container: Container 
             if stored is not None and info.nbytes != stored.nbytes:
                 raise CheckpointError(f"tensor {info.name} has {info.nbytes} bytes, {stored.spec} of {list(shape)} takes {stored.nbytes}",
                                       REMADE)
-            found[key][role] = ModelTensor(info, QuantSpec.raw(SCHEMES[info.dtype]) if stored is None else stored.spec, shape)
+            found[key][role] = ModelTensor(info, QuantSpec.raw(SCHEMES[info.dtype]) if stored is None else stored.spec, shape,
+                                           rule.coefficients)
     return found
 
 

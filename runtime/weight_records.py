@@ -11,7 +11,7 @@ import numpy as np
 from ..kernels.reference import CURVE_SLOPE
 from ..kernels.reference_moe import ranks
 from ..offload.neurons import ResidentBundles
-from ..quant.weight import Apart, Bundles, Curve, Expert, Inputs, Linear, Norm, SharedExpert, Weight
+from ..quant.weight import Apart, Bundles, Curve, Expert, Inputs, Linear, LowRank, Norm, SharedExpert, Streams, Weight
 from .bundles import ROLE as BUNDLES
 from .bundles import THRESHOLDS, layout_of
 from .families import SHARED, LayerWeights, expert_roles
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 CURVED, CURVE = "xielu", ("curve_above", "curve_below")  # an activation, and roles of what a layer has of it
 GIVEN = ("input_gate", "input_out")  # roles of a layer that takes what it is given of a token
+STREAMS = ("stream_router", "predict", "correct")  # and of one that meets several streams of it
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,16 @@ class OwnLayer:
 @dataclass(frozen=True)
 class OuterWeights:
     """What surrounds the layers, on the host. `positions`: the table of learned ones; `inputs`: what makes what layers are given of a token
-    beside the stream, a table, a matrix and a norm; `mtp`: the layer that the model drafts by."""
+    beside the stream, a table, a matrix and a norm; `enter` and `leave`: matrices that make streams of one and one of them, none where
+    there is one; `mtp`: the layer that the model drafts by."""
 
     embed: Weight
     positions: Weight | None
     norm: Norm
     head: Linear
     inputs: tuple[Weight, Linear, Norm] | None = None
+    enter: tuple[Linear, ...] = ()
+    leave: tuple[Linear, ...] = ()
     mtp: OwnLayer | None = None
 
 
@@ -112,6 +116,9 @@ class WeightRecords:
                 weight = weight.reshape(roles[role].shape)
             return made_norm(config, weight, vector(f"{role}_bias"))
 
+        def shaped(role: str) -> object:
+            return vector(role).reshape(roles[role].shape)
+
         def ones(size: int, factors: np.ndarray | float = 1.0) -> Norm:
             return Norm("rms", ops.put(np.ones(size, np.float32) * np.float32(factors), "f32"), None, config.norm_eps)
 
@@ -145,7 +152,10 @@ class WeightRecords:
                             v_norm=ones(config.heads_of(key)[1]) if config.values_normed and "k" in roles else None,
                             scale=float(as_float32(roles["layer_scale"], raw)[0]) if "layer_scale" in roles else None, curve=curve,
                             inputs=Inputs(*map(linear, GIVEN), norm("input_after")) if GIVEN[0] in roles else None, apart=apart,
-                            attn_gate=linear("attn_gate"))
+                            attn_gate=linear("attn_gate"),
+                            streams=Streams(config.streams, norm("stream_norm"), *map(shaped, STREAMS), vector("stream_scale"))
+                            if STREAMS[0] in roles else None,
+                            low_rank=LowRank(linear("low_in"), linear("low_out"), norm("low_norm")) if "low_in" in roles else None)
 
     def _bundles(self, roles: Mapping[str, ModelTensor], raw: Mapping[str, np.ndarray], ops: object,
                  vector: Callable[[str], object | None]) -> Bundles | None:
@@ -200,7 +210,8 @@ class WeightRecords:
             own = Norm("rms", self.host.put(as_float32(roles["layer_norm"], raw), "f32"), None, self.config.norm_eps)
             inputs = table("layer_embed"), Linear(weight("layer_proj")), own
         return OuterWeights(embed, weight("positions"), self.last_norm(raw), Linear(head, self.head_bias(raw)), inputs,
-                            self._own_layer(raw))
+                            *(tuple(Linear(weight(f"streams.{i}.{role}")) for i in range(1, self.config.streams))
+                              for role in ("enter", "leave")), self._own_layer(raw))
 
     def _own_layer(self, raw: Mapping[str, np.ndarray]) -> OwnLayer | None:
         """The layer for multi-token prediction, which stays in memory wherever it is read."""

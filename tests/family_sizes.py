@@ -66,6 +66,12 @@ KEYS_AS_VALUES = {"num_hidden_layers": 4, "layer_types": GEMMA_4["layer_types"][
                   "num_global_key_value_heads": 1}
 GEMMA_EXPERTS = {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 40}
 
+# Cuts of half the gates, or of few: of nearly none that are left transformers' own rounding would be most of a small model's logits.
+GEMMA_3N = {"num_hidden_layers": 6, "head_dim": 16, "sliding_window": 40, "vocab_size_per_layer_input": 290, "laurel_rank": 12,
+            "hidden_size_per_layer_input": 16, "num_kv_shared_layers": 2, "final_logit_softcapping": 3.0, "altup_num_inputs": 4,
+            "layer_types": GEMMA_4["layer_types"], "intermediate_size": [88, 88, 72, 88, 104, 88],
+            "activation_sparsity_pattern": [0.6, 0.3, 0.8, 0.0, 0.0, 0.5]}
+
 # Heads of linear attention: two of values for each of keys, of other widths than attention's.
 DELTA = {"num_hidden_layers": 4, "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 24,
          "linear_value_head_dim": 20}

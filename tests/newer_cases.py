@@ -1,6 +1,20 @@
 """Tiny random models of the families that came last, as `family_models.CASES`."""
 
-from family_sizes import CONTEXT, DELTA, FEW_EXPERTS, GLM_EXPERTS, GROWING, LATENT, MAMBA, ONE_GROUP, SHARPENED, TWO_ROPES, Case, rope
+from family_sizes import (
+    CONTEXT,
+    DELTA,
+    FEW_EXPERTS,
+    GEMMA_3N,
+    GLM_EXPERTS,
+    GROWING,
+    LATENT,
+    MAMBA,
+    ONE_GROUP,
+    SHARPENED,
+    TWO_ROPES,
+    Case,
+    rope,
+)
 
 # Sizes of what sees, of models in which a text part lies; the rest is as small as the others'.
 SIGHT = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32, "patch_size": 8}
@@ -77,6 +91,10 @@ NEWER = {
         **LLAMA_4, "num_local_experts": 0, "num_experts_per_tok": 0, "interleave_moe_layer_step": 0, "moe_layers": [],
         "intermediate_size_mlp": 72, "no_rope_layers": [1] * 3, "tie_word_embeddings": True, "sliding_window": 40}),
     "llama4, images": Case("llama4_text", {**LLAMA_4, "num_local_experts": 3}, inside="llama4"),
+    "gemma3n_text": Case("gemma3n_text", GEMMA_3N),
+    "gemma3n_text, two streams, windows over pages, bfloat16": Case("gemma3n_text", {
+        **GEMMA_3N, "sliding_window": 150, "num_kv_shared_layers": 3, "vocab_size_per_layer_input": 310, "hidden_size_per_layer_input": 12,
+        "altup_num_inputs": 2, "activation_sparsity_pattern": [0.0] * 6, "intermediate_size": 72}, dtype="bfloat16"),
     "mellum": Case("mellum", {**FEW_EXPERTS, "head_dim": 32, "sliding_window": 40, "mlp_layer_types": ["dense", "sparse", "sparse"],
                               "layer_types": TWO_ROPES["layer_types"], "rope_parameters": TWO_ROPES["rope_parameters"]}),
     "mellum, no windows, bfloat16": Case("mellum", {**FEW_EXPERTS, "attention_bias": True, "tie_word_embeddings": True, "norm_topk_prob":

@@ -160,7 +160,7 @@ def test_a_family_reads_the_keys_it_lists_and_no_others(family: str) -> None:
     some = {"layer_types": ["attention"] * 4, "num_local_experts": 0} if family == "granitemoehybrid" else {}
     some |= {"num_key_value_heads": 6, "topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2} if family in LATENT else {}
     some = {"hybrid_override_pattern": "M*-M"} if family == "nemotron_h" else some
-    some |= {"num_experts": 4} if family == "hunyuan_v1_moe" else {}
+    some |= {"num_experts": 4} if family == "hunyuan_v1_moe" else {"num_kv_shared_layers": 0} if family == "gemma3n_text" else {}
     some |= {"attn_layer_indices": [1], "mamba_n_heads": 4} if family == "bamba" else {}
     keys = Keys({**LLAMA, "ffn_dim": 88, **DOTS, **some, "model_type": family})
     module.config(keys)

@@ -170,6 +170,8 @@ PECULIAR = {
     "deepseek_v32": [{"mixture": each} for each in ({"renormalise": False}, {"groups": 1, "kept_groups": 1}, {"corrected": False})] + [
         {"ropes": {"neighbours": False}}],
     "dots1": [{"mixture": {"renormalise": False}}, {"mixture": {"corrected": False}}, {"windows": (None,) * 3}],
+    "gemma3n_text": [{"windows": (None,) * 6}, {"ropes": 0}, {"values_normed": False}, {"attn_scale": None}, {"input_multiplier": 1.0},
+                     {"cuts": ()}, {"cuts": (0.0,) * 6}, {"kv_sources": (0, 1, 2, 3, 0, 1)}],
     "gemma4_text": [{"windows": (None,) * 6}, {"ropes": 0}, {"ropes": 1}, {"values_normed": False}, {"input_multiplier": 1.0},
                     {"final_logit_softcapping": None}, {"attn_scale": None}, {"kv_sources": (0, 1, 2, 3, 0, 1)}],
     "gemma4_text, mixture": [{"mixture": {"per_token": 1}}, {"values_normed": False}, {"attn_scale": None}],  # a norm undoes sums
@@ -223,7 +225,8 @@ def test_every_peculiarity_of_a_family_shows(name: str, tmp_path: Path) -> None:
                                   "nemotron_h, experts", "bamba", "falcon_h1", "falcon_h1, norms, tied, bfloat16",
                                   "cohere, norms of every head", "hunyuan_v1_moe", "nemotron", "stablelm", "apertus",
                                   "granitemoehybrid, experts, bfloat16", "gemma4_text", "gemma4_text, keys as values",
-                                  "gemma4_text, mixture", "afmoe", "gpt_neox", "phi", "stablelm, side by side", "olmo",
+                                  "gemma4_text, mixture", "gemma3n_text", "gemma3n_text, two streams, windows over pages, bfloat16",
+                                  "afmoe", "gpt_neox", "phi", "stablelm, side by side", "olmo",
                                   "phimoe", "olmo_hybrid", "granite_swa", "granitemoe_swa", "cwm", "vaultgemma", "helium"])
 def test_the_other_backend_agrees(name: str, tmp_path: Path) -> None:
     """Layers on torch, on CPU tensors: the same logits."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ..layout import ACTIVATIONS, STORED_TYPES
 from ..registry import Call, Candidate, Registry
-from . import delta, latent, linear_amx, low_bit, mamba2, moe, packed, rows, short_conv
+from . import delta, latent, linear_amx, low_bit, mamba2, moe, packed, rows, short_conv, streams
 from .amx import AMX
 from .int8_ir import INSTRUCTION_SET
 from .intrinsics import HAS_HALF
@@ -44,6 +44,13 @@ ROWS = {"rotate": (rows.rotate, rows.rotate_reference, "native code for every wi
         "latent keys": (latent.keys, latent.keys_reference, "native code, the latent normed where it lies"),
         "latent queries": (latent.queries, latent.queries_reference, "native code, the matrices of all heads as one job"),
         "latent values": (latent.values, latent.values_reference, "native code, the matrices of all heads as one job"),
+        "predict": (streams.predict, streams.predict_reference, "native code, a token's streams in the cache"),
+        "correct": (streams.correct, streams.correct_reference, "native code, a token's streams in the cache"),
+        "spread": (streams.spread, streams.spread_reference, "native code, row by row"),
+        "enter streams": (streams.enter, streams.enter_reference, "native code, row by row"),
+        "leave streams": (streams.leave, streams.leave_reference, "native code, row by row"),
+        "take stream": (streams.take, streams.take_reference, "native code, row by row"),
+        "cut": (streams.cut, streams.cut_reference, "native code, a token's gates in the cache"),
         "delta": (delta.run, delta.run_reference, "native code, rows of a state that stay in the cache for all tokens of a pass"),
         "short convolution": (short_conv.run, short_conv.run_reference, "native code, a token with those before it at a time"),
         "state space": (mamba2.run, mamba2.run_reference, "native code, rows of a state that stay in the cache for all tokens of a pass")}

@@ -36,6 +36,13 @@ def run(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear]
         _as_they_come(ops, x, norm, parts, low_bit.MOST_MATRICES, mode, act)
 
 
+def run_pair(ops: CpuOps, x: np.ndarray, norm: Norm | None, pair: Sequence[Linear], outs: Sequence[np.ndarray]) -> None:
+    """Products with a gate and with what it gates, where something is done to the gate between: the same rows of both are one part."""
+    with ops.one_input():
+        parts = map(list, zip(*map(_products, pair, outs), strict=True))
+        _as_they_come(ops, x, norm, parts, low_bit.MOST_MATRICES, linear.PLAIN, "none")
+
+
 def _gated(ops: CpuOps, x: np.ndarray, norm: Norm | None, pair: Sequence[Linear], out: np.ndarray, act: str) -> None:
     """A gate and what it gates: the same rows of both are one part."""
     first = [each.parts[0][1] for each in pair]

@@ -19,7 +19,7 @@ from ..layout import ACTIVATIONS, NORMS, PAGE, PageLayout
 from ..registry import Call, Registry
 from ..threads import ThreadPool
 from ..workspace import Dims, Workspace, address
-from . import attention, attention_few, bundled, in_parts, inputs, latent, latent_loops, linear, low_bit, moe, packed, rows, states
+from . import attention, attention_few, bundled, in_parts, inputs, latent, latent_loops, linear, low_bit, moe, packed, rows, states, streams
 from .inner_loops import TILE_COLUMNS
 from .jobs import Jobs
 from .kv_many import packed_scratch
@@ -53,7 +53,7 @@ def plan_workspace(dims: Dims, workers: int) -> dict[str, int]:
                   low_bit.scratch_floats(dims, chunk, wide), scratch_floats(chunk, wide),
                   0 if dims.latent is None else latent_loops.scratch_floats(dims.latent.nope, dims.latent.rank),
                   max(packed_scratch(dims.heads, dims.kv_heads, dims.head_dim), few_scratch(group, dims.head_dim),
-                      seal_scratch(dims.head_dim)) if dims.packed_kv else 0)
+                      seal_scratch(dims.head_dim)) if dims.packed_kv else 0, streams.scratch_floats(dims))
     blocks = dims.ctx // attention.PAGE + 3
     # Where attention takes turns, all of a few tokens have their own partials at any depth, and a prompt's tiles wait between two turns.
     partials = attention_few.partials_floats(FEW, dims.heads, dims.head_dim, blocks)
@@ -61,13 +61,13 @@ def plan_workspace(dims: Dims, workers: int) -> dict[str, int]:
     if dims.spilled_kv:
         partials, state = FEW * blocks * dims.heads * (dims.head_dim + 2), attention.attend_many_state(chunk, dims)
     # y0 takes the queries, and later in a layer a branch on its way to the stream
-    return {"x": chunk * dims.hidden, "y0": chunk * max(dims.projected, dims.hidden), **states.plan_workspace(dims, chunk),
-            "attend": chunk * dims.attended, "gate": chunk * dims.ffn, "up": chunk * dims.ffn,
-            "panels": max(columns * wide, panel_floats(chunk, wide)),
-            "low_panels": low_bit.panel_floats(chunk, wide), "scratch": workers * (scratch + 16), "logits": dims.rows * dims.vocab,
+    return {"x": chunk * dims.hidden * max(1, dims.streams), "y0": chunk * max(dims.projected, dims.hidden),
+            **states.plan_workspace(dims, chunk), "attend": chunk * dims.attended, "gate": chunk * dims.ffn, "up": chunk * dims.ffn,
+            "panels": max(columns * wide, panel_floats(chunk, wide)), "low_panels": low_bit.panel_floats(chunk, wide),
+            "scratch": workers * (scratch + 16), "logits": dims.rows * dims.vocab,
             "partials": partials, "state": state, **moe.plan_workspace(dims, chunk),
             **bundled.plan_workspace(dims, chunk), **latent.plan_workspace(dims, chunk),
-            **inputs.plan_workspace(dims, chunk),
+            **inputs.plan_workspace(dims, chunk), **streams.plan_workspace(dims, chunk),
             # of drafts by a layer of the model's own: what goes into it, and states that wait for it, of a pass and of one before
             "joined": min(chunk, PAGE) * dims.joined, "states": (chunk + FEW) * dims.hidden if dims.joined else 0}
 
@@ -196,6 +196,9 @@ class CpuOps(Jobs):
     moe = moe.moe
     layer_inputs = inputs.layer_inputs
     add_inputs = inputs.add_inputs
+    enter_streams, leave_streams = streams.enter_streams, streams.leave_streams
+    predicted, corrected, spread_inputs = streams.predicted, streams.corrected, streams.spread_inputs
+    low_rank, added, cut_mlp = streams.low_rank, streams.added, streams.cut_mlp
     copied = rows.copied
     scaled = rows.scaled
     clipped = rows.clipped

@@ -21,6 +21,7 @@ from ..reference import CURVE_EDGE, CURVE_SLOPE
 from ..reference_moe import SMALLEST_SUM, Routed, Routing, visits
 from ..registry import Call, Candidate, Registry
 from ..tiles import SCHEMES
+from . import streams
 from .device import CudaDevice, Device, SimulatedDevice, within_memory
 from .one_kernel import OneKernel
 from .packed_pages import TorchPackedPages
@@ -191,6 +192,9 @@ class TorchOps:
         """See `BlockOps`."""
         hidden = self.stages.gated(self._linear(x, inputs.gate), given, act)
         return self._down(hidden, inputs.out, x, see, inputs.after, 1.0)
+
+    predicted, corrected, spread_inputs = streams.predicted, streams.corrected, streams.spread_inputs
+    low_rank, added, cut_mlp = streams.low_rank, streams.added, streams.cut_mlp
 
     def copied(self, y: torch.Tensor) -> torch.Tensor:
         """See `BlockOps`."""

@@ -59,7 +59,7 @@ def equalise(tensors: Mapping[str, np.ndarray], stats: Mapping[str, Stats], spec
         readers = [reader for reader in all_readers if reader in tensors]
         if maker not in tensors or all(specs[reader].is_raw for reader in readers):
             continue
-        if maker == "input_norm" and "state_in" in tensors:  # which reads that norm too, and more with it
+        if maker == "input_norm" and {"state_in", "low_in"} & tensors.keys():  # which read that norm too, and more with it
             continue
         if maker == "post_norm" and "router" in tensors and "expert_norm" not in tensors:  # which a router and experts read too
             continue

@@ -9,13 +9,15 @@ makes gates of what is attended to. In a mixture router and `experts.<number>.<r
 `shared.<role>` are those of the expert that every token visits, with shared.scale its share; correction is added to a router's scores.
 Experts that are a branch beside the MLP have router_scale, expert_scales, expert_norm and experts_after, and the MLP mlp_after, or none of
 them. What a layer is given of a token beside the stream it takes by input_gate, input_out and input_after; layer_scale multiplies what
-leaves it, curve_above and curve_below are of its activation. In a bundled folder `bundles` is up and down. Outside the layers: embed,
-positions (learned ones), norm, head (absent where it is the embedding) and head_bias, and layer_embed, layer_proj and layer_norm, which
-make what layers are given of a token. Layers without keys and values of their own have neither k, v nor k_norm; those of which a key is
-the value too have no v. Layers that remember a text in a state have in the place of q, k, v and o state_in, what goes into it, state_gate
-of what is read, and state_out behind that; smaller ones are state_rate and state_beta, what decays and shares are read from, state_conv,
-state_decay, state_dt, state_skip and state_norm, as far as a kind has them. Latent attention has kv_a, kv_a_norm and kv_b in the place of
-k and v, and may have q_a, q_a_norm and q_b in that of q.
+leaves it, low_in, low_out and low_norm are a branch of what it reads, and where a token has several streams stream_norm, stream_router,
+predict, correct and stream_scale say how it meets them; curve_above and curve_below are of its activation. In a bundled folder `bundles` is
+up and down. Outside the layers: embed, positions (learned ones), norm, head (absent where it is the embedding) and head_bias, and
+layer_embed, layer_proj and layer_norm, which make what layers are given of a token, and `streams.<number>.enter` and `.leave`, which make
+streams and one of them. Layers without keys and values of their own have neither k, v nor k_norm; those of which a key is the value too
+have no v. Layers that remember a text in a state have in the place of q, k, v and o state_in, what goes into it, state_gate of what is
+read, and state_out behind that; smaller ones are state_rate and state_beta, what decays and shares are read from, state_conv, state_decay,
+state_dt, state_skip and state_norm, as far as a kind has them. Latent attention has kv_a, kv_a_norm and kv_b in the place of k and v, and
+may have q_a, q_a_norm and q_b in that of q.
 
 A checkpoint of several models that holds a text generator is read as that one: COMPOSITE maps its `model_type` to the generator's, where
 there may be several to the one that is meant where it says none and then the others.
@@ -33,7 +35,7 @@ from ..config_reader import ConfigError, Keys, show
 if TYPE_CHECKING:
     import numpy as np
 
-    from ...quant.weight import Apart, Bundles, Curve, Expert, Inputs, Latent, Linear, Norm, SharedExpert
+    from ...quant.weight import Apart, Bundles, Curve, Expert, Inputs, Latent, Linear, LowRank, Norm, SharedExpert, Streams
     from ..block_ops import BlockOps
     from ..cache import LayerCache
     from ..config import ModelConfig
@@ -42,17 +44,17 @@ if TYPE_CHECKING:
     from ..states import LayerStates
 
 FAMILIES = ("afmoe", "apertus", "arcee", "bamba", "cohere", "cohere2", "cwm", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1",
-            "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "falcon_h1", "gemma", "gemma2", "gemma3_text", "gemma4_text", "glm",
-            "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_neox", "gpt_oss", "granite", "granite_swa", "granitemoe",
-            "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hyperclovax",
-            "internlm2", "internlm3", "iquestcoder", "jais2", "lfm2", "lfm2_moe", "llama", "llama4_text", "mellum", "minimax_m2",
-            "ministral3", "mistral", "mistral4", "mixtral", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe",
-            "opt", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next",
-            "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma", "youtu")
+            "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "falcon_h1", "gemma", "gemma2", "gemma3_text", "gemma3n_text",
+            "gemma4_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_neox", "gpt_oss", "granite", "granite_swa",
+            "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe",
+            "hyperclovax", "internlm2", "internlm3", "iquestcoder", "jais2", "lfm2", "lfm2_moe", "llama", "llama4_text", "mellum",
+            "minimax_m2", "ministral3", "mistral", "mistral4", "mixtral", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid",
+            "olmoe", "opt", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe",
+            "qwen3_next", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma", "youtu")
 COMPOSITE: Mapping[str, tuple[str, ...]] = {
     "aya_vision": ("cohere2",), "cohere2_vision": ("cohere2",), "exaone4_5": ("exaone4", "exaone4_5_text"), "gemma3": ("gemma3_text",),
-    "gemma4": ("gemma4_text",), "gemma4_unified": ("gemma4_unified_text",), "glm46v": ("glm4v_moe_text", "glm4v_text"),
-    "glm4v": ("glm4v_text",), "glm4v_moe": ("glm4v_moe_text",), "idefics3": ("llama",),
+    "gemma3n": ("gemma3n_text",), "gemma4": ("gemma4_text",), "gemma4_unified": ("gemma4_unified_text",),
+    "glm46v": ("glm4v_moe_text", "glm4v_text"), "glm4v": ("glm4v_text",), "glm4v_moe": ("glm4v_moe_text",), "idefics3": ("llama",),
     "internvl": ("qwen2", "qwen3", "llama", "qwen3_moe"), "lfm2_vl": ("lfm2", "lfm2_moe"), "llama4": ("llama4_text",),
     "llava": ("llama", "mistral", "qwen2"), "mistral3": ("mistral", "ministral3", "mistral4"), "qwen2_5_omni": ("qwen2_5_omni_text",),
     "qwen2_5_vl": ("qwen2_5_vl_text",), "qwen2_vl": ("qwen2_vl_text",), "qwen3_5": ("qwen3_5_text",), "qwen3_5_moe": ("qwen3_5_moe_text",),
@@ -91,7 +93,8 @@ class TensorRule:
     """A tensor that a checkpoint must hold: its name there and its shape; `also` are other names under which it is published.
 
     `part_of`: where no tensor has the name, (name, first row, rows) of a stored one of which this is a range of rows. `plain`: what is done
-    with it wants raw values, so codes of other tools are widened.
+    with it wants raw values, so codes of other tools are widened. `coefficients`: it has two dimensions and is no matrix of the model's,
+    but float32 where it is used, as vectors are.
     """
 
     name: str
@@ -99,6 +102,7 @@ class TensorRule:
     also: tuple[str, ...] = ()
     part_of: tuple[str, int, int] | None = None
     plain: bool = False
+    coefficients: bool = False
 
 
 def inside_others(rules: Mapping[str, TensorRule]) -> dict[str, TensorRule]:
@@ -154,6 +158,8 @@ class LayerWeights:
     inputs: Inputs | None = None
     apart: Apart | None = None
     attn_gate: Linear | None = None
+    streams: Streams | None = None
+    low_rank: LowRank | None = None
 
 
 def is_side_by_side(roles: Collection[str]) -> bool:

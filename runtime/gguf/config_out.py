@@ -28,6 +28,7 @@ NOT_WRITTEN = {**dict.fromkeys(("cwm", "helium", "hyperclovax", "jais2", "mellum
                "phimoe": ": llama.cpp weighs their experts otherwise",
                "bamba": ": llama.cpp runs them as Granite 4, whose heads turn as a whole",
                "deepseek_v32": INDEXED, "glm_moe_dsa": INDEXED,
+               "gemma3n_text": UNTRIED,
                "mistral4": ": this version does not write how their queries grow",
                "opt": ": llama.cpp does not run them",
                "gpt_oss": ": this version does not write their experts, in MXFP4 with biases"}

@@ -1,0 +1,237 @@
+"""Loops over the streams of a token, of which one goes through a layer: predicting all of them before it and correcting them behind it,
+making them of an embedding and one of them again; and the gates of a token of which only the largest stay.
+
+Streams lie side by side, [T, S * D], the one that layers work on first. Each kernel goes over tokens, and what is added up of a token is
+added in one order, so that neither threads nor other tokens have a say in a bit.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy import float32
+
+from ..compile import REASSOCIATE, kernel
+from ..deferred import inlined
+from .arithmetic import ONE, ZERO, exp, normalise, normalise_here
+from .intrinsics import f32_at, f64_at, fetch_add, i64_at
+
+LEAST_POWER = float32(1e-5)  # of a stream's mean square, where it is divided by its root
+TWO = float32(2.0)
+
+# Slots of `predict` and `correct`: X [TOKENS, COUNT * WIDTH], in place; OWN [TOKENS, WIDTH], what a layer works on; a norm, ROUTER
+# [COUNT, WIDTH] and COEFFICIENTS, [COUNT * COUNT, COUNT] or [COUNT, COUNT]; SCALE [WIDTH] of what `correct` leaves in OWN. Scratch of a
+# worker: `scratch_floats`.
+X, OWN, TOKENS, COUNT, WIDTH, NORM, NORM_WEIGHT, ROUTER, COEFFICIENTS, SCALE, SCRATCH, STRIDE, EPS = range(13)
+# Slots of `spread`: X [TOKENS, COUNT * WIDTH], to all streams but the first of which the normed BRANCH [TOKENS, WIDTH] is added.
+P_X, P_BRANCH, P_TOKENS, P_COUNT, P_WIDTH, P_NORM, P_WEIGHT, P_EPS = range(8)
+# Slots of `enter` and `leave`: STREAMS [TOKENS, COUNT * WIDTH], BRANCHES [COUNT - 1, TOKENS, WIDTH], ONE_STREAM [TOKENS, WIDTH]; of `take`
+# STREAMS, ONE_STREAM and WHICH.
+M_STREAMS, M_BRANCHES, M_ONE, M_TOKENS, M_COUNT, M_WIDTH, M_WHICH = range(7)
+# Slots of `cut`: GATE [TOKENS, WIDTH], in place, less its mean and DEVIATIONS times its deviation, above zero; DEVIATIONS is float64.
+C_GATE, C_TOKENS, C_WIDTH, C_DEVIATIONS = range(4)
+
+
+def scratch_floats(count: int, width: int) -> int:
+    """Of a worker: a token's streams, a normed row, what the router says and coefficients."""
+    return (count + 1) * width + count + count * count
+
+
+@inlined(REASSOCIATE)
+def _product(x, w, depth):
+    total = ZERO
+    for i in range(depth):
+        total += x[i] * w[i]
+    return total
+
+
+@inlined(REASSOCIATE)
+def _power(x, depth):
+    total = ZERO
+    for i in range(depth):
+        total += x[i] * x[i]
+    return total / float32(depth)
+
+
+@inlined(REASSOCIATE)
+def _mean(x, depth):
+    total = ZERO
+    for i in range(depth):
+        total += x[i]
+    return total / float32(depth)
+
+
+@inlined(REASSOCIATE)
+def _variance(x, mean, depth):
+    total = ZERO
+    for i in range(depth):
+        total += (x[i] - mean) * (x[i] - mean)
+    return total / float32(depth)
+
+
+@inlined()
+def _coefficients(args, row, normed, count, rows):
+    """The address of `rows` numbers of a token: coefficients times what the router says of its normed `row`, within -1 and 1. They lie
+    behind the row that is `normed`."""
+    a = i64_at(args)
+    width = a[WIDTH]
+    normalise(row, normed, width, a[NORM], a[NORM_WEIGHT], 0, float32(f64_at(args)[EPS]))
+    at = normed + 4 * width
+    said, found = f32_at(at), f32_at(at + 4 * count)
+    for s in range(count):
+        value = _product(f32_at(normed), f32_at(a[ROUTER] + 4 * s * width), width) / float32(width)
+        said[s] = ONE - TWO / (ONE + exp(min(value + value, float32(80.0))))
+    weights = f32_at(a[COEFFICIENTS])
+    for i in range(rows):
+        total = ZERO
+        for s in range(count):
+            total += weights[i * count + s] * said[s]
+        found[i] = total
+    return at + 4 * count
+
+
+@kernel({"contract"})
+def predict(args, worker, counter):
+    """Every stream with some of all added to it, and the first of them in OWN. Blocks are tokens."""
+    a = i64_at(args)
+    count, width = a[COUNT], a[WIDTH]
+    before = a[SCRATCH] + worker * a[STRIDE]
+    while True:
+        t = fetch_add(counter, 1)
+        if t >= a[TOKENS]:
+            return
+        row = a[X] + 4 * t * count * width
+        shares = f32_at(_coefficients(args, row, before + 4 * count * width, count, count * count))
+        x, kept = f32_at(row), f32_at(before)
+        for i in range(count * width):
+            kept[i] = x[i]
+        for to in range(count):
+            y = f32_at(row + 4 * to * width)
+            for of in range(count):
+                share, source = shares[to * count + of], f32_at(before + 4 * of * width)
+                for i in range(width):
+                    y[i] += share * source[i]
+        own = f32_at(a[OWN] + 4 * t * width)
+        for i in range(width):
+            own[i] = x[i]
+
+
+@kernel({"contract"})
+def correct(args, worker, counter):
+    """To every stream a share of what OWN is beyond the first; then the first, scaled, in OWN. Blocks are tokens."""
+    a = i64_at(args)
+    count, width = a[COUNT], a[WIDTH]
+    beyond = a[SCRATCH] + worker * a[STRIDE]
+    scale = f32_at(a[SCALE])
+    while True:
+        t = fetch_add(counter, 1)
+        if t >= a[TOKENS]:
+            return
+        row, at = a[X] + 4 * t * count * width, a[OWN] + 4 * t * width
+        shares = f32_at(_coefficients(args, at, beyond + 4 * width, count, count))
+        x, own, more = f32_at(row), f32_at(at), f32_at(beyond)
+        for i in range(width):
+            more[i] = own[i] - x[i]
+        for to in range(count):
+            y, share = f32_at(row + 4 * to * width), ONE + shares[to]
+            for i in range(width):
+                y[i] += share * more[i]
+        for i in range(width):
+            own[i] = x[i] * scale[i]
+
+
+@kernel()
+def spread(args, worker, counter):
+    """What a token is given, normed, to all streams but the first. Blocks are tokens."""
+    a = i64_at(args)
+    count, width = a[P_COUNT], a[P_WIDTH]
+    while True:
+        t = fetch_add(counter, 1)
+        if t >= a[P_TOKENS]:
+            return
+        branch = a[P_BRANCH] + 4 * t * width
+        normalise_here(branch, width, a[P_NORM], a[P_WEIGHT], 0, float32(f64_at(args)[P_EPS]))
+        y = f32_at(branch)
+        for to in range(1, count):
+            x = f32_at(a[P_X] + 4 * (t * count + to) * width)
+            for i in range(width):
+                x[i] += y[i]
+
+
+@inlined()
+def _matching(wanted, branch, width):
+    """What a branch is multiplied by for a magnitude `wanted`."""
+    return wanted / np.sqrt(max(_power(f32_at(branch), width), LEAST_POWER))
+
+
+@kernel()
+def enter(args, worker, counter):
+    """Streams of one and of branches, which become as large as that one. Blocks are tokens."""
+    a = i64_at(args)
+    count, width = a[M_COUNT], a[M_WIDTH]
+    while True:
+        t = fetch_add(counter, 1)
+        if t >= a[M_TOKENS]:
+            return
+        x, first = f32_at(a[M_ONE] + 4 * t * width), f32_at(a[M_STREAMS] + 4 * t * count * width)
+        for i in range(width):
+            first[i] = x[i]
+        wanted = np.sqrt(_power(x, width))
+        for to in range(1, count):
+            at = a[M_BRANCHES] + 4 * ((to - 1) * a[M_TOKENS] + t) * width
+            factor, branch, y = _matching(wanted, at, width), f32_at(at), f32_at(a[M_STREAMS] + 4 * (t * count + to) * width)
+            for i in range(width):
+                y[i] = branch[i] * factor
+
+
+@kernel({"contract"})
+def leave(args, worker, counter):
+    """The mean of the first stream and of branches, which become as large as that. Blocks are tokens."""
+    a = i64_at(args)
+    count, width = a[M_COUNT], a[M_WIDTH]
+    share = ONE / float32(count)
+    while True:
+        t = fetch_add(counter, 1)
+        if t >= a[M_TOKENS]:
+            return
+        first, out = f32_at(a[M_STREAMS] + 4 * t * count * width), f32_at(a[M_ONE] + 4 * t * width)
+        wanted = np.sqrt(_power(first, width))
+        for i in range(width):
+            out[i] = first[i]
+        for of in range(1, count):
+            at = a[M_BRANCHES] + 4 * ((of - 1) * a[M_TOKENS] + t) * width
+            factor, branch = _matching(wanted, at, width), f32_at(at)
+            for i in range(width):
+                out[i] += branch[i] * factor
+        for i in range(width):
+            out[i] *= share
+
+
+@kernel()
+def take(args, worker, counter):
+    """One stream of every token by itself. Blocks are tokens."""
+    a = i64_at(args)
+    width = a[M_WIDTH]
+    while True:
+        t = fetch_add(counter, 1)
+        if t >= a[M_TOKENS]:
+            return
+        x, out = f32_at(a[M_STREAMS] + 4 * (t * a[M_COUNT] + a[M_WHICH]) * width), f32_at(a[M_ONE] + 4 * t * width)
+        for i in range(width):
+            out[i] = x[i]
+
+
+@kernel()
+def cut(args, worker, counter):
+    """Gates less what they have to be beyond, above zero. Blocks are tokens."""
+    a = i64_at(args)
+    width, deviations = a[C_WIDTH], float32(f64_at(args)[C_DEVIATIONS])
+    while True:
+        t = fetch_add(counter, 1)
+        if t >= a[C_TOKENS]:
+            return
+        gate = f32_at(a[C_GATE] + 4 * t * width)
+        mean = _mean(gate, width)
+        least = mean + np.sqrt(_variance(gate, mean, width)) * deviations
+        for i in range(width):
+            beyond = gate[i] - least
+            gate[i] = ZERO if beyond < ZERO else beyond  # NaN stays

@@ -1,0 +1,225 @@
+"""The streams of a token, of which one goes through a layer: stages of a block and what surrounds the layers; a low-rank branch of what a
+layer reads, and an MLP of whose gates the largest alone stay.
+
+All are jobs over buffers of the workspace, so a recorded pass holds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .. import reference_streams as meaning
+from ..layout import NORMS
+from ..registry import Call
+from ..workspace import Dims, address
+from . import in_parts, linear, rows
+from . import stream_loops as loops
+
+if TYPE_CHECKING:
+    from ...quant.weight import Inputs, Linear, LowRank, Norm, Streams
+    from .ops import CpuOps
+
+See = Callable[[np.ndarray], None] | None
+
+
+def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
+    """Floats of the buffers, none for a model with one stream."""
+    if not dims.streams:
+        return {}
+    return {"streams": chunk * dims.streams * dims.hidden, "branches": chunk * (dims.streams - 1) * dims.hidden,
+            "stream": chunk * dims.hidden, "beside": chunk * dims.hidden, "low rank": chunk * dims.low_rank}
+
+
+def scratch_floats(dims: Dims) -> int:
+    """Of a worker."""
+    return loops.scratch_floats(dims.streams, dims.hidden) if dims.streams else 0
+
+
+def enter_streams(ops: CpuOps, x: np.ndarray, linears: Sequence[Linear]) -> np.ndarray:
+    """Streams [T, S * D] of embeddings x [T, D]: these, and what each matrix makes of them in their magnitude."""
+    branches = ops.workspace.take("branches", len(linears), *x.shape)
+    ops._matrix(x, None, list(linears), list(branches), linear.PLAIN, "none")
+    out = ops.workspace.take("streams", len(x), (len(linears) + 1) * x.shape[1])
+    ops.registry.select(Call("enter streams")).candidate.run(ops, out, branches, x)
+    return out
+
+
+def leave_streams(ops: CpuOps, x: np.ndarray, linears: Sequence[Linear]) -> np.ndarray:
+    """[T, D] of streams x [T, S * D]: the mean of the first and of what each matrix makes of another in its magnitude."""
+    count = len(linears) + 1
+    one = ops.workspace.take("stream", len(x), x.shape[1] // count)
+    branches = ops.workspace.take("branches", len(linears), *one.shape)
+    taken = ops.registry.select(Call("take stream")).candidate.run
+    for i, each in enumerate(linears):
+        taken(ops, x, one, i + 1)
+        ops._matrix(one, None, [each], [branches[i]], linear.PLAIN, "none")
+    ops.registry.select(Call("leave streams")).candidate.run(ops, x, branches, one)
+    return one
+
+
+def predicted(ops: CpuOps, x: np.ndarray, streams: Streams) -> np.ndarray:
+    """See `BlockOps`."""
+    own = ops.workspace.take("stream", len(x), x.shape[1] // streams.count)
+    ops.registry.select(Call("predict")).candidate.run(ops, x, own, streams)
+    return own
+
+
+def corrected(ops: CpuOps, x: np.ndarray, own: np.ndarray, streams: Streams) -> np.ndarray:
+    """See `BlockOps`."""
+    ops.registry.select(Call("correct")).candidate.run(ops, x, own, streams)
+    return own
+
+
+def spread_inputs(ops: CpuOps, x: np.ndarray, own: np.ndarray, inputs: Inputs, given: np.ndarray, act: str, see: See = None) -> np.ndarray:
+    """See `BlockOps`."""
+    if (outs := ops._remembered(own, None, (inputs.gate,), linear.PLAIN, "none")) is None:
+        outs = [ops.workspace.take("gate", len(own), inputs.gate.weight.shape[0])]
+        ops._matrix(own, None, [inputs.gate], outs, linear.PLAIN, "none")
+    ops.gate(outs[0], given, act)
+    if see is not None:
+        see(outs[0])
+    (branch,) = ops.norm_linear(outs[0], None, (inputs.out,))
+    ops.registry.select(Call("spread")).candidate.run(ops, x, branch, inputs.after)
+    return x
+
+
+def low_rank(ops: CpuOps, x: np.ndarray, norm: Norm, low: LowRank, see: See = None) -> np.ndarray:
+    """See `BlockOps`."""
+    n = ops.workspace.take("beside", *x.shape)
+    ops.registry.select(Call("scale")).candidate.run(ops, x, n, 1.0)
+    rows.norm_rows(ops, n, norm)
+    if (outs := ops._remembered(n, None, (low.into,), linear.PLAIN, "none")) is None:
+        outs = [ops.workspace.take("low rank", len(x), low.into.weight.shape[0])]
+        ops._matrix(n, None, [low.into], outs, linear.PLAIN, "none")
+    if see is not None:
+        see(outs[0])
+    return ops.linear_add(outs[0], low.out, n, low.after)
+
+
+def added(ops: CpuOps, x: np.ndarray, y: np.ndarray, factor: float) -> np.ndarray:
+    """See `BlockOps`."""
+    ops._add_with(ops, y, None, x, factor)
+    return x
+
+
+def cut_mlp(ops: CpuOps, x: np.ndarray, norm: Norm, gate: Linear, up: Linear, down: Linear, act: str, deviations: float, see: See = None,
+            after: Norm | None = None) -> np.ndarray:
+    """See `BlockOps`."""
+    if (outs := ops._remembered(x, norm, (gate, up), linear.PLAIN, "none")) is None:
+        outs = [ops.workspace.take(name, len(x), gate.weight.shape[0]) for name in ("gate", "up")]
+        if gate.weight.in_parts and up.weight.in_parts:
+            in_parts.run_pair(ops, x, norm, (gate, up), outs)
+        else:
+            ops._matrix(x, norm, [gate, up], outs, linear.PLAIN, "none")
+    ops.registry.select(Call("cut")).candidate.run(ops, outs[0], deviations)
+    ops.gate(outs[0], outs[1], act)
+    if see is not None:
+        see(outs[0])
+    return ops.linear_add(outs[0], down, x, after)
+
+
+# -- what runs them -----------------------------------------------------------------------------------------------------------------------
+
+
+def _fill(ops: CpuOps, x: np.ndarray, own: np.ndarray, streams: Streams, coefficients: np.ndarray) -> None:
+    norm = streams.norm
+    ops.args[: loops.EPS] = (ops.at(x), ops.at(own), *own.shape[:1], streams.count, own.shape[1], NORMS[norm.kind], address(norm.weight),
+                             address(streams.router), address(coefficients), address(streams.scale), ops.scratch, ops.scratch_stride)
+    ops.reals[loops.EPS] = norm.eps
+
+
+def predict(ops: CpuOps, x: np.ndarray, own: np.ndarray, streams: Streams) -> None:
+    _fill(ops, x, own, streams, streams.predict)
+    ops.run(loops.predict, ops.where, len(x) > 1, ops.args)
+
+
+def correct(ops: CpuOps, x: np.ndarray, own: np.ndarray, streams: Streams) -> None:
+    _fill(ops, x, own, streams, streams.correct)
+    ops.run(loops.correct, ops.where, len(x) > 1, ops.args)
+
+
+def spread(ops: CpuOps, x: np.ndarray, branch: np.ndarray, norm: Norm) -> None:
+    ops.args[: loops.P_EPS] = (ops.at(x), ops.at(branch), len(x), x.shape[1] // branch.shape[1], branch.shape[1], NORMS[norm.kind],
+                               address(norm.weight))
+    ops.reals[loops.P_EPS] = norm.eps
+    ops.run(loops.spread, ops.where, x.size >= rows.SHARE_FROM, ops.args)
+
+
+def _between(ops: CpuOps, kernel: object, streams: np.ndarray, branches: np.ndarray | None, one: np.ndarray, which: int = 0) -> None:
+    tokens, width = one.shape
+    ops.args[: loops.M_WHICH + 1] = (ops.at(streams), 0 if branches is None else ops.at(branches), ops.at(one), tokens,
+                                     streams.shape[1] // width, width, which)
+    ops.run(kernel, ops.where, streams.size >= rows.SHARE_FROM, ops.args)
+
+
+def enter(ops: CpuOps, streams: np.ndarray, branches: np.ndarray, one: np.ndarray) -> None:
+    _between(ops, loops.enter, streams, branches, one)
+
+
+def leave(ops: CpuOps, streams: np.ndarray, branches: np.ndarray, one: np.ndarray) -> None:
+    _between(ops, loops.leave, streams, branches, one)
+
+
+def take(ops: CpuOps, streams: np.ndarray, one: np.ndarray, which: int) -> None:
+    _between(ops, loops.take, streams, None, one, which)
+
+
+def cut(ops: CpuOps, gate: np.ndarray, deviations: float) -> None:
+    ops.args[: loops.C_DEVIATIONS] = ops.at(gate), *gate.shape
+    ops.reals[loops.C_DEVIATIONS] = deviations
+    ops.run(loops.cut, ops.where, gate.size >= rows.SHARE_FROM, ops.args)
+
+
+# -- and what they mean, by `reference_streams.py` ----------------------------------------------------------------------------------------
+
+
+def _said(rows_of: np.ndarray, streams: Streams) -> np.ndarray:
+    norm = streams.norm
+    return meaning.said(rows_of, (norm.kind, norm.weight, norm.bias, norm.eps), streams.router)
+
+
+def _parted(x: np.ndarray, one: np.ndarray) -> np.ndarray:
+    return x.reshape(len(x), -1, one.shape[1])
+
+
+def predict_reference(ops: CpuOps, x: np.ndarray, own: np.ndarray, streams: Streams) -> None:
+    ops.flush()
+    split = _parted(x, own)
+    split[:] = meaning.predicted(split, _said(split[:, 0], streams), streams.predict)
+    own[:] = split[:, 0]
+
+
+def correct_reference(ops: CpuOps, x: np.ndarray, own: np.ndarray, streams: Streams) -> None:
+    ops.flush()
+    split = _parted(x, own)
+    split[:] = meaning.corrected(split, own, _said(own, streams), streams.correct)
+    own[:] = split[:, 0] * streams.scale
+
+
+def spread_reference(ops: CpuOps, x: np.ndarray, branch: np.ndarray, norm: Norm) -> None:
+    ops.flush()
+    branch[:] = meaning.normalise(branch, norm.kind, norm.weight, norm.bias, norm.eps)
+    _parted(x, branch)[:, 1:] += branch[:, None]
+
+
+def enter_reference(ops: CpuOps, streams: np.ndarray, branches: np.ndarray, one: np.ndarray) -> None:
+    ops.flush()
+    _parted(streams, one)[:] = meaning.entered(one, branches)
+
+
+def leave_reference(ops: CpuOps, streams: np.ndarray, branches: np.ndarray, one: np.ndarray) -> None:
+    ops.flush()
+    one[:] = meaning.left(_parted(streams, one)[:, 0], branches)
+
+
+def take_reference(ops: CpuOps, streams: np.ndarray, one: np.ndarray, which: int) -> None:
+    ops.flush()
+    one[:] = _parted(streams, one)[:, which]
+
+
+def cut_reference(ops: CpuOps, gate: np.ndarray, deviations: float) -> None:
+    ops.flush()
+    gate[:] = meaning.cut(gate, deviations)

@@ -1,0 +1,69 @@
+"""Stages of a block over the streams of a token, of which one goes through it, by torch's operations: what `cpu/streams.py` computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from ...quant.weight import Inputs, Linear, LowRank, Norm, Streams
+    from .torch_ops import TorchOps
+
+See = Callable[[torch.Tensor], None] | None
+
+
+def predicted(ops: TorchOps, x: torch.Tensor, streams: Streams) -> torch.Tensor:
+    """See `BlockOps`."""
+    split = x.view(len(x), streams.count, -1)
+    shares = _shares(ops, split[:, 0].contiguous(), streams, streams.predict).view(-1, streams.count, streams.count)
+    split.add_(torch.bmm(shares, split))
+    return split[:, 0].clone()
+
+
+def corrected(ops: TorchOps, x: torch.Tensor, own: torch.Tensor, streams: Streams) -> torch.Tensor:
+    """See `BlockOps`."""
+    split, shares = x.view(len(x), streams.count, -1), _shares(ops, own, streams, streams.correct)
+    split.addcmul_(shares[..., None] + 1, (own - split[:, 0])[:, None])
+    return torch.mul(split[:, 0], streams.scale, out=own)
+
+
+def _shares(ops: TorchOps, rows: torch.Tensor, streams: Streams, coefficients: torch.Tensor) -> torch.Tensor:
+    said = torch.tanh(ops.stages.normalise(rows, streams.norm) @ streams.router.T / rows.shape[1])
+    return said @ coefficients.T
+
+
+def spread_inputs(ops: TorchOps, x: torch.Tensor, own: torch.Tensor, inputs: Inputs, given: torch.Tensor, act: str,
+                  see: See = None) -> torch.Tensor:
+    """See `BlockOps`."""
+    hidden = ops.stages.gated(ops._linear(own, inputs.gate), given, act)
+    if see is not None:
+        see(hidden)
+    branch = ops.stages.normalise(ops._linear(hidden, inputs.out), inputs.after)
+    x.view(len(x), -1, branch.shape[1])[:, 1:].add_(branch[:, None])
+    return x
+
+
+def low_rank(ops: TorchOps, x: torch.Tensor, norm: Norm, low: LowRank, see: See = None) -> torch.Tensor:
+    """See `BlockOps`."""
+    n = ops.stages.normalise(x, norm)
+    hidden = ops._linear(n, low.into)
+    if see is not None:
+        see(hidden)
+    return n + ops.stages.normalise(ops._linear(hidden, low.out), low.after)
+
+
+def added(ops: TorchOps, x: torch.Tensor, y: torch.Tensor, factor: float) -> torch.Tensor:
+    """See `BlockOps`."""
+    return x.add_(y, alpha=factor)
+
+
+def cut_mlp(ops: TorchOps, x: torch.Tensor, norm: Norm, gate: Linear, up: Linear, down: Linear, act: str, deviations: float,
+            see: See = None, after: Norm | None = None) -> torch.Tensor:
+    """See `BlockOps`."""
+    n = ops.stages.normalise(x, norm)
+    gates = ops._linear(n, gate)
+    deviation, mean = torch.std_mean(gates, -1, correction=0, keepdim=True)
+    hidden = ops.stages.gated(gates.sub_(mean + deviations * deviation).relu_(), ops._linear(n, up), act)
+    return ops._down(hidden, down, x, see, after, 1.0)

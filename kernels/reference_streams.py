@@ -1,0 +1,51 @@
+"""What the streams of a token mean, of which one goes through a layer (AltUp, arXiv 2301.13310), and gates of which the largest alone stay.
+
+In float64. `streams` [T, S, D] lie side by side, the one that layers work on first; `say` is what a router says of a token.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .reference import normalise
+
+LEAST_POWER = 1e-5  # of a stream's mean square, where it is divided by its root
+
+
+def said(x: np.ndarray, norm: tuple[str, np.ndarray, np.ndarray | None, float], router: np.ndarray) -> np.ndarray:
+    """[T, S] of rows x [T, D]: tanh(router @ norm(x) / D)."""
+    return np.tanh(normalise(x, *norm) @ router.astype(np.float64).T / x.shape[1])
+
+
+def predicted(streams: np.ndarray, say: np.ndarray, coefficients: np.ndarray) -> np.ndarray:
+    """Every stream with some of all added to it, [T, S, D]; `coefficients` [S * S, S]."""
+    count = streams.shape[1]
+    shares = (say @ coefficients.astype(np.float64).T).reshape(-1, count, count)
+    return streams + np.einsum("tij,tjd->tid", shares, streams.astype(np.float64))
+
+
+def corrected(streams: np.ndarray, own: np.ndarray, say: np.ndarray, coefficients: np.ndarray) -> np.ndarray:
+    """To every stream a share of what `own` [T, D] is beyond the first; `coefficients` [S, S]."""
+    shares = 1 + say @ coefficients.astype(np.float64).T
+    return streams + shares[..., None] * (own.astype(np.float64) - streams[:, 0])[:, None]
+
+
+def entered(x: np.ndarray, branches: np.ndarray) -> np.ndarray:
+    """Streams [T, S, D] of one [T, D] and of branches [S - 1, T, D], which become as large as that one."""
+    return np.stack([x, *(_matched(branch, x) for branch in branches)], 1)
+
+
+def left(first: np.ndarray, branches: np.ndarray) -> np.ndarray:
+    """The mean of the first stream and of branches [S - 1, T, D], which become as large as that, [T, D]."""
+    return np.mean([first, *(_matched(branch, first) for branch in branches)], axis=0)
+
+
+def _matched(branch: np.ndarray, like: np.ndarray) -> np.ndarray:
+    wide, wanted = branch.astype(np.float64), np.square(like.astype(np.float64)).mean(-1, keepdims=True)
+    return wide * np.sqrt(wanted / np.maximum(np.square(wide).mean(-1, keepdims=True), LEAST_POWER))
+
+
+def cut(gates: np.ndarray, deviations: float) -> np.ndarray:
+    """What gates [T, F] of a token are beyond their mean and so many of their deviations, 0 for those that are not."""
+    wide = gates.astype(np.float64)
+    return np.maximum(wide - wide.mean(-1, keepdims=True) - deviations * wide.std(-1, keepdims=True), 0)

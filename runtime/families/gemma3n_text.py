@@ -1,0 +1,138 @@
+"""Gemma 3n, text (E2B, E4B): Gemma 3's block with norms as they are stored, values that are normed too, layers that attend to the keys and
+values of others, and three things more.
+
+A token has several streams side by side (AltUp, arXiv 2301.13310), of which each layer works on the first: before it all are predicted of
+one another, behind it all are corrected by what it made of the first. What attention reads goes through a branch of low rank beside it
+(LAuReL, arXiv 2411.07501). And of the gates of the first layers only the largest go on, as the mean and the deviation of a token's tell.
+What layers are given of a token beside the streams, as in Gemma 4, is added to all but the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from statistics import NormalDist
+from typing import TYPE_CHECKING
+
+from ..config import Defaults, ModelConfig, decoder_config
+from ..config_reader import Keys, is_count
+from ..config_rope import GLOBAL, LOCAL, RopeConfig, two_ropes
+from . import LayerWeights, TensorRule, gemma2, inside_others, llama
+from .gemma2 import ACT, embedding_multiplier, softcap
+from .gemma4_text import MOST_INPUTS, given_outside, given_tensors, not_made, sources_of
+from .llama import attention, mlp_or_experts
+from .qwen2 import windows_of
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ..block_ops import BlockOps
+    from ..cache import LayerCache
+    from ..rope import RopeTable
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({"activation_sparsity_pattern", "altup_num_inputs", "attention_bias", "final_logit_softcapping", "hidden_activation",
+                       "hidden_size_per_layer_input", "laurel_rank", "layer_types", "num_kv_shared_layers", "rope_local_base_freq",
+                       "sliding_window", "vocab_size_per_layer_input"})
+# A clip and a multiplier of what was learned.
+KEYS_HARMLESS = frozenset({"altup_coef_clip", "altup_lr_multiplier", "cache_implementation", "hidden_act",
+                           "original_max_position_embeddings"})
+REFUSED_UNLESS: Mapping[str, object] = {"altup_active_idx": 0, "altup_correct_scale": True, "mlp_bias": False,
+                                        "use_bidirectional_attention": False}
+SIZES = {"vocab_size": 262_400, "hidden_size": 2048, "intermediate_size": 16_384, "num_hidden_layers": 35, "num_attention_heads": 8}
+PATTERN = 5  # one layer in so many has no window, where the config lists no types
+CUT, CUT_LAYERS = 0.95, 10  # the share of gates that do not go on, and in how many layers, where it says nothing
+MOST_STREAMS, MOST_RANK, MOST_WIDTH = 8, 2**16, 2**22
+HALF = 0.5**0.5  # of two branches of the same magnitude
+
+
+def config(keys: Keys) -> ModelConfig:
+    base = Defaults(max_position_embeddings=32_768, num_key_value_heads=2, head_dim=256, bos=2, eos=(1,), tied=True, act=ACT, sizes=SIZES)
+    layers, hidden = base.size(keys, "num_hidden_layers"), base.size(keys, "hidden_size")
+    kinds = list(keys.words("layer_types", layers) or [LOCAL if (layer + 1) % PATTERN else GLOBAL for layer in range(layers)])
+    windows = windows_of(keys.saying(layer_types=kinds), keys.integer("sliding_window", 512), kinds)
+    shared = keys.integer("num_kv_shared_layers", 15, low=0, high=layers)
+    sources = sources_of(kinds, layers - shared)
+    widths, bias = _widths(keys, layers), keys.flag("attention_bias", False)
+    width = keys.integer("hidden_size_per_layer_input", 256, high=MOST_INPUTS)
+
+    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
+        thetas = keys.number("rope_theta", 1_000_000.0, above=1.0), keys.number("rope_local_base_freq", 10_000.0, above=1.0)
+        everywhere, local = two_ropes(keys, head_dim, positions, thetas)
+        return tuple(everywhere if kind == GLOBAL else local for kind in kinds)
+
+    return decoder_config(
+        keys.saying(intermediate_size=max(widths)), base, ropes, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True, attn_scale=1.0,
+        values_normed=True, embedding_multiplier=embedding_multiplier(keys, hidden),
+        final_logit_softcapping=softcap(keys, "final_logit_softcapping", 30.0), kv_sources=sources if shared else (),
+        layer_ffn=widths if len(set(widths)) > 1 else (), input_width=width,
+        input_vocab=keys.integer("vocab_size_per_layer_input", 262_144, high=2**24), input_multiplier=embedding_multiplier(keys, width),
+        streams=keys.integer("altup_num_inputs", 4, low=2, high=MOST_STREAMS), low_rank=keys.integer("laurel_rank", 64, high=MOST_RANK),
+        cuts=_cuts(keys, layers))
+
+
+def _widths(keys: Keys, layers: int) -> tuple[int, ...]:
+    """The width inside the MLP of every layer, of which a config may state one."""
+    stated = keys.raw.get("intermediate_size") if keys.holds("intermediate_size") else None
+    if not isinstance(stated, list):
+        return (keys.integer("intermediate_size", SIZES["intermediate_size"], high=MOST_WIDTH),) * layers
+    if len(stated) != layers or not all(is_count(each) and 0 < each <= MOST_WIDTH for each in stated):
+        raise keys.fail("intermediate_size", f"a width, or one for each of {layers} layers")
+    return tuple(stated)
+
+
+def _cuts(keys: Keys, layers: int) -> tuple[float | None, ...]:
+    """By layer how many deviations beyond their mean gates have to be for the share of them that is stated not to go on."""
+    shares = keys.raw.get("activation_sparsity_pattern") if keys.holds("activation_sparsity_pattern") else None
+    if shares is None:
+        count = CUT_LAYERS if layers > CUT_LAYERS else 0
+        shares = [CUT] * count + [0.0] * (layers - count)
+    if not isinstance(shares, list) or len(shares) != layers or any(type(each) not in (int, float) or not 0 <= each < 1 for each in shares):
+        raise keys.fail("activation_sparsity_pattern", f"a share of gates from 0 to 1 for each of {layers} layers")
+    return tuple(NormalDist().inv_cdf(each) if each else None for each in shares) if any(shares) else ()
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    """Tensors of one layer by role."""
+    rules, prefix, hidden = gemma2.layer_tensors(config, layer), f"model.layers.{layer}.", config.hidden_size
+    for role in not_made(config, layer):
+        rules.pop(role, None)
+    count, rank = config.streams, config.low_rank
+    more = {"low_in": ("laurel.linear_left.weight", rank, hidden), "low_out": ("laurel.linear_right.weight", hidden, rank),
+            "low_norm": ("laurel.post_laurel_norm.weight", hidden), "stream_norm": ("altup.router_norm.weight", hidden),
+            "stream_scale": ("altup.correct_output_scale", hidden), **given_tensors(config)}
+    small = {"stream_router": ("altup.modality_router.weight", count, hidden),
+             "predict": ("altup.prediction_coefs.weight", count**2, count), "correct": ("altup.correction_coefs.weight", count, count)}
+    rules |= {role: TensorRule(prefix + name, tuple(shape)) for role, (name, *shape) in more.items()}
+    rules |= {role: TensorRule(prefix + name, tuple(shape), coefficients=True) for role, (name, *shape) in small.items()}
+    return inside_others(rules)
+
+
+def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
+    square = (config.hidden_size, config.hidden_size)
+    names = {"enter": "altup_projections", "leave": "altup_unembed_projections"}
+    rules = {f"streams.{i}.{role}": TensorRule(f"model.{name}.{i - 1}.weight", square)
+             for role, name in names.items() for i in range(1, config.streams)}
+    return inside_others(llama.outer_tensors(config) | given_outside(config) | rules)
+
+
+def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
+          layer: int, tap: Callable[[str, int, object], None], inputs: object) -> object:
+    """As `gemma4_text.block`, of streams x [T, S * D]. Taps see the one that the layer works on where they see x of other families, but for
+    block_out; before `low_out` low_hidden."""
+    own = ops.predicted(x, w.streams)
+    beside = ops.low_rank(own, w.input_norm, w.low_rank, partial(tap, "low_hidden", layer))
+    own = attention(ops, w, own, kv, positions, rope, config, layer, tap)
+    own = ops.added(ops.scaled(own, HALF), beside, HALF)
+    cut = config.cut_of(layer)
+    if cut is None:
+        own = mlp_or_experts(ops, w, own, config, layer, tap)
+    else:
+        tap("mlp_in", layer, own)
+        own = ops.cut_mlp(own, w.post_norm, w.gate, w.up, w.down, config.hidden_act, cut, partial(tap, "mlp_hidden", layer), w.down_norm)
+    own = ops.corrected(x, own, w.streams)
+    tap("inputs_in", layer, own)
+    x = ops.spread_inputs(x, own, w.inputs, inputs, config.hidden_act, partial(tap, "inputs_hidden", layer))
+    tap("block_out", layer, x)
+    return x
