@@ -17,6 +17,7 @@ from ..families import FAMILIES, expert_of, internlm2, kind_of, mixtral, qwen3_m
 from . import (
     apertus,
     falcon_h1,
+    gemma3n,
     gemma4,
     half_layers,
     latent_attention,
@@ -214,6 +215,9 @@ ARCHITECTURES = {
                                            "final_logit_softcapping": "final_logit_softcapping"}, **_GEMMA),
     "gemma3": Architecture("gemma3_text", keys={"rope.freq_base_swa": "rope_local_base_freq",
                                                 "attention.sliding_window_pattern": "sliding_window_pattern"}, **_GEMMA),
+    "gemma3n": Architecture(gemma3n.FAMILY, config={"hidden_activation": "gelu_pytorch_tanh"}, keys=gemma3n.KEYS, pattern=True,
+                            layer_names=gemma3n.NAMES, outer=gemma4.OUTER, required=gemma3n.REQUIRED, whole=gemma3n.WHOLE,
+                            read=frozenset((gemma3n.BEYOND, *gemma3n.BY_LAYER))),
     "gemma4": Architecture(gemma4.FAMILY, config={"hidden_activation": "gelu_pytorch_tanh"}, keys=gemma4.KEYS, layer_names=gemma4.NAMES,
                            pattern=True, roles=gemma4.ROLES, outer=gemma4.OUTER, required=gemma4.REQUIRED, whole=gemma4.WHOLE,
                            experts=("", qwen3_moe.NAMES), read=frozenset((*gemma4.LENGTHS, *gemma4.BY_LAYER))),

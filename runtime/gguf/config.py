@@ -19,7 +19,7 @@ from ...offload.header import CheckpointError, damaged, shown
 from ...quant.weight import to_f32
 from ..config import ModelConfig, parse_config
 from ..config_rope import GROWTH
-from . import gemma4, half_layers, latent_attention, sections, stateful, yarn
+from . import gemma3n, gemma4, half_layers, latent_attention, sections, stateful, yarn
 from .architectures import FACTORS, HARMLESS, LONG, NEUTRAL, RMS_NORM, SHORT, UNTURNED, Architecture, architecture
 from .family_keys import PATTERN, REPAIR, add_family, layer_types
 
@@ -37,7 +37,8 @@ SCALING = "rope.scaling."
 SCALING_KEYS = frozenset(SCALING + name for name in ("type", "factor", "original_context_length", *yarn.KEYS))
 
 # Architecture -> keys that state a number for each layer, which are not translated.
-BY_LAYER = {gemma4.NAME: gemma4.BY_LAYER, half_layers.DENSE: half_layers.BY_BLOCK, half_layers.MIXED: half_layers.BY_BLOCK}
+BY_LAYER = {gemma3n.NAME: gemma3n.BY_LAYER, gemma4.NAME: gemma4.BY_LAYER, half_layers.DENSE: half_layers.BY_BLOCK,
+            half_layers.MIXED: half_layers.BY_BLOCK}
 Factors = Mapping[str, np.ndarray]  # tensor name -> rotary divisors
 
 

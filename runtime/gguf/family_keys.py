@@ -8,7 +8,7 @@ from ...offload.gguf import GgufHeader, shown_value
 from ...offload.header import CheckpointError, damaged
 from ..config import MAX_LAYERS
 from ..config_rope import GLOBAL, GROWTH, LOCAL
-from . import apertus, falcon_h1, half_layers, latent_attention, linear_attention, llama4, short_conv, state_spaces, swash
+from . import apertus, falcon_h1, gemma3n, half_layers, latent_attention, linear_attention, llama4, short_conv, state_spaces, swash
 from .architectures import SHARED_WIDTH
 
 REPAIR = "the file is damaged or was converted wrongly: download it again, or another one"
@@ -28,7 +28,7 @@ def add_family(header: GgufHeader, raw: dict[str, object]) -> None:
     window = stated or None  # files of Phi 4 state 0 for none
     if raw["model_type"] == "gemma2" and stated is None:
         window = USUAL_WINDOW  # early files leave it out
-    if raw["model_type"] in ("gemma2", "gemma3_text") and not window:
+    if raw["model_type"] in ("gemma2", "gemma3_text", "gemma3n_text") and not window:
         key = f"{header.metadata['general.architecture']}.attention.sliding_window"
         how = "lacks key" if stated is None else "states 0 for"
         raise CheckpointError(f"{header.path} {how} {key}: how far its layers with a window see is not known",
@@ -54,6 +54,8 @@ def add_family(header: GgufHeader, raw: dict[str, object]) -> None:
         raw |= {"sliding_window": window, "attention_bias": "blk.0.attn_q.bias" in header.tensors}
         raw.setdefault("rope_theta", USUAL_THETA)
         apertus.add_apertus(header, raw)
+    elif raw["model_type"] == gemma3n.FAMILY:
+        gemma3n.add_gemma3n(header, raw, layer_types(header, raw["num_hidden_layers"], gemma3n.PATTERN), window)
     elif raw["model_type"] == falcon_h1.FAMILY:
         raw["sliding_window"] = window
         falcon_h1.add_falcon_h1(header, raw)

@@ -39,13 +39,13 @@ STILL = 1e30  # what the frequency of a pair of channels is divided by that does
 UNUSED = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:k_proj|v_proj|k_norm)\..+")  # where a layer has no keys and values of its own
 
 
-def by_layer(header: GgufHeader, key: str, layers: object) -> list[int]:
-    """The numbers of all layers. Raises CheckpointError."""
-    value = header.metadata.get(f"{NAME}.{key}")
+def by_layer(header: GgufHeader, name: str, key: str, layers: object) -> list[int]:
+    """The numbers of all layers, of the architecture `name`. Raises CheckpointError."""
+    value = header.metadata.get(f"{name}.{key}")
     if isinstance(value, np.ndarray) and value.dtype.kind in "iu" and len(value) == layers:
         return value.tolist()
     if type(value) is not int or type(layers) is not int:
-        damaged(header.path, f"states {NAME}.{key} that is neither a number nor one for each layer")
+        damaged(header.path, f"states {name}.{key} that is neither a number nor one for each layer")
     return [value] * min(layers, 1 << 16)
 
 
@@ -53,7 +53,7 @@ def add_gemma4(header: GgufHeader, raw: dict[str, object], kinds: list[str], div
     """Put into `raw`, a config.json in the making, what the architecture says in its own way: `kinds` are the layers' types, `divisors` of
     rotary frequencies. Raises CheckpointError."""
     layers, tensors = len(kinds), header.tensors
-    heads, widths = (by_layer(header, key, layers) for key in BY_LAYER)
+    heads, widths = (by_layer(header, NAME, key, layers) for key in BY_LAYER)
     shared = raw.setdefault("num_kv_shared_layers", 0)
     narrow, wide = raw.pop("head_dim"), raw.pop("global_head_dim")
     for key, own in zip(LENGTHS, (wide, narrow) * 2, strict=True):

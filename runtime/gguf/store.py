@@ -38,6 +38,7 @@ from ..made_store import ARRANGED_NBYTES, MadeStore, scratch_nbytes, steps
 from ..mtp_tensors import mtp_rules
 from .architectures import DIVISORS, ROUTER, Architecture, architecture, own_names
 from .config import Factors, model_config, rotary_divisors
+from .gemma3n import STACKED, stacked
 from .gemma4 import is_unused
 from .latent_attention import HALVES, Halves, halves
 from .linear_attention import joined_rows
@@ -69,7 +70,7 @@ class GgufStore(MadeStore):
     def __init__(self, file: GgufFile, config: ModelConfig, wide: str, low_bit: bool) -> None:
         self._path, self._wide = file.header.path, wide
         rules, behind = _rules(config), tuple(f"blk.{config.num_hidden_layers + i}." for i in range(config.mtp_layers))
-        wanted, plain = {rule.name: rule.shape for rule in rules}, {rule.name for rule in rules if rule.plain}
+        wanted, plain = {rule.name: rule.shape for rule in rules}, {rule.name for rule in rules if rule.plain or rule.coefficients}
         self._sources: dict[str, Source] = {}
         self._halves: dict[str, Halves] = {}
         in_two: dict[str, dict[str, GgufTensor]] = {}
@@ -79,6 +80,8 @@ class GgufStore(MadeStore):
         for tensor in (each for each in file.header.tensors.values() if each.name not in DIVISORS and not is_scale(each.name, file.header)):
             whole, tensor = tensor, _matrices(tensor)
             names = own_names(tensor.name, file.found, config.mixture.experts if config.mixture else 0)
+            if tensor.name in STACKED:
+                names = stacked(tensor.name, config)
             if tensor.name.startswith(behind):
                 names = mtp_names(tensor.name, names, config)
             if names is not None and all(is_unused(name, config) for name in names):
@@ -286,7 +289,7 @@ class GgufStore(MadeStore):
 
 
 def _matrices(tensor: GgufTensor) -> GgufTensor:
-    """The matrices of all experts as one, their rows one after the other."""
+    """Matrices that lie in one tensor, as those of all experts, as one: their rows one after the other."""
     if len(tensor.shape) != 3:
         return tensor
     return replace(tensor, shape=(tensor.shape[0] * tensor.shape[1], tensor.shape[2]))
