@@ -12,7 +12,7 @@ from numpy import float32
 
 from ..compile import REASSOCIATE, kernel
 from ..deferred import inlined
-from .arithmetic import ONE, ZERO, exp, normalise, normalise_here
+from .arithmetic import ONE, ZERO, exp, gated, normalise, normalise_here
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at
 
 LEAST_POWER = float32(1e-5)  # of a stream's mean square, where it is divided by its root
@@ -27,8 +27,9 @@ P_X, P_BRANCH, P_TOKENS, P_COUNT, P_WIDTH, P_NORM, P_WEIGHT, P_EPS = range(8)
 # Slots of `enter` and `leave`: STREAMS [TOKENS, COUNT * WIDTH], BRANCHES [COUNT - 1, TOKENS, WIDTH], ONE_STREAM [TOKENS, WIDTH]; of `take`
 # STREAMS, ONE_STREAM and WHICH.
 M_STREAMS, M_BRANCHES, M_ONE, M_TOKENS, M_COUNT, M_WIDTH, M_WHICH = range(7)
-# Slots of `cut`: GATE [TOKENS, WIDTH], in place, less its mean and DEVIATIONS times its deviation, above zero; DEVIATIONS is float64.
-C_GATE, C_TOKENS, C_WIDTH, C_DEVIATIONS = range(4)
+# Slots of `cut`: GATE [TOKENS, WIDTH], in place, less its mean and DEVIATIONS, a float64, times its deviation, above zero, is activated and
+# multiplied by UP.
+C_GATE, C_UP, C_TOKENS, C_WIDTH, C_ACT, C_DEVIATIONS = range(6)
 
 
 def scratch_floats(count: int, width: int) -> int:
@@ -222,16 +223,19 @@ def take(args, worker, counter):
 
 @kernel()
 def cut(args, worker, counter):
-    """Gates less what they have to be beyond, above zero. Blocks are tokens."""
+    """What gates are beyond what they have to be, activated, times what they gate. Few are, and an activation of zero, which is zero, is
+    not computed. Blocks are tokens."""
     a = i64_at(args)
-    width, deviations = a[C_WIDTH], float32(f64_at(args)[C_DEVIATIONS])
+    width, act, deviations = a[C_WIDTH], a[C_ACT], float32(f64_at(args)[C_DEVIATIONS])
     while True:
         t = fetch_add(counter, 1)
         if t >= a[C_TOKENS]:
             return
-        gate = f32_at(a[C_GATE] + 4 * t * width)
+        gate, up = f32_at(a[C_GATE] + 4 * t * width), f32_at(a[C_UP] + 4 * t * width)
         mean = _mean(gate, width)
         least = mean + np.sqrt(_variance(gate, mean, width)) * deviations
         for i in range(width):
             beyond = gate[i] - least
             gate[i] = ZERO if beyond < ZERO else beyond  # NaN stays
+        for i in range(width):
+            gate[i] = gate[i] * up[i] if gate[i] == ZERO else gated(gate[i], up[i], act)

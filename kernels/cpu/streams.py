@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .. import reference_streams as meaning
-from ..layout import NORMS
+from ..layout import ACTIVATIONS, NORMS
+from ..reference import gated
 from ..registry import Call
 from ..workspace import Dims, address
 from . import in_parts, linear, rows
@@ -114,8 +115,7 @@ def cut_mlp(ops: CpuOps, x: np.ndarray, norm: Norm, gate: Linear, up: Linear, do
             in_parts.run_pair(ops, x, norm, (gate, up), outs)
         else:
             ops._matrix(x, norm, [gate, up], outs, linear.PLAIN, "none")
-    ops.registry.select(Call("cut")).candidate.run(ops, outs[0], deviations)
-    ops.gate(outs[0], outs[1], act)
+    ops.registry.select(Call("cut", act=act)).candidate.run(ops, *outs, act, deviations)
     if see is not None:
         see(outs[0])
     return ops.linear_add(outs[0], down, x, after)
@@ -167,8 +167,8 @@ def take(ops: CpuOps, streams: np.ndarray, one: np.ndarray, which: int) -> None:
     _between(ops, loops.take, streams, None, one, which)
 
 
-def cut(ops: CpuOps, gate: np.ndarray, deviations: float) -> None:
-    ops.args[: loops.C_DEVIATIONS] = ops.at(gate), *gate.shape
+def cut(ops: CpuOps, gate: np.ndarray, up: np.ndarray, act: str, deviations: float) -> None:
+    ops.args[: loops.C_DEVIATIONS] = ops.at(gate), ops.at(up), *gate.shape, ACTIVATIONS[act]
     ops.reals[loops.C_DEVIATIONS] = deviations
     ops.run(loops.cut, ops.where, gate.size >= rows.SHARE_FROM, ops.args)
 
@@ -220,6 +220,6 @@ def take_reference(ops: CpuOps, streams: np.ndarray, one: np.ndarray, which: int
     one[:] = _parted(streams, one)[:, which]
 
 
-def cut_reference(ops: CpuOps, gate: np.ndarray, deviations: float) -> None:
+def cut_reference(ops: CpuOps, gate: np.ndarray, up: np.ndarray, act: str, deviations: float) -> None:
     ops.flush()
-    gate[:] = meaning.cut(gate, deviations)
+    gate[:] = gated(meaning.cut(gate, deviations), up, act)
