@@ -30,12 +30,13 @@ if TYPE_CHECKING:
 READ_AGAIN = "your next message reads that part of the conversation again; where this comes back: check the disk, or --spill-dir DIR"
 
 
-def next_step(error: EffllmError) -> str:
-    """What a hint says in a chat, which goes on."""
+def next_step(error: EffllmError, has_messages: bool) -> str:
+    """What a hint says in a chat, which goes on. Without `has_messages` the new one alone is too long: nothing can be taken back."""
     from ..runtime.engine import PagesLost
 
     if isinstance(error, ContextOverflow):
-        return f"/undo or /clear makes room here; or leave, and for another chat: {error.hint}"
+        here = "/undo or /clear makes room here" if has_messages else "a shorter message here"
+        return f"{here}; or leave, and for another chat: {error.hint}"
     return READ_AGAIN if isinstance(error, PagesLost) else error.hint
 
 
@@ -89,7 +90,7 @@ class Conversation:
                 if not asked_to_end():
                     raise
             except EffllmError as error:
-                write_error(self.screen.environment, error.message, next_step(error))
+                write_error(self.screen.environment, error.message, next_step(error, bool(self.session.messages)))
             except OSError as error:
                 write_error(self.screen.environment, f"{error.filename or 'file'}: {error.strerror}", "")
 

@@ -331,8 +331,14 @@ def test_quotes_are_taken_off_and_the_text_stays() -> None:
 
 
 def test_a_full_context_is_left_by_what_a_chat_can_do() -> None:
-    assert next_step(ContextOverflow("the prompt has 9 tokens", "raise -c")).startswith("/undo or /clear makes room here; ")
-    assert next_step(EffllmError("no", "another way")) == "another way"
+    full = ContextOverflow("the prompt has 9 tokens", "raise -c")
+    assert next_step(full, has_messages=True).startswith("/undo or /clear makes room here; ")
+    assert next_step(EffllmError("no", "another way"), has_messages=True) == "another way"
+
+
+def test_a_first_message_that_is_too_long_is_not_answered_with_taking_back() -> None:
+    hint = next_step(ContextOverflow("the prompt has 9 tokens", "raise -c"), has_messages=False)
+    assert hint == "a shorter message here; or leave, and for another chat: raise -c"
 
 
 def test_an_editor_that_leaves_nothing_is_told_of_a_message() -> None:
