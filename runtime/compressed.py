@@ -58,7 +58,7 @@ NOT_WRITTEN = {**dict.fromkeys(("gpt_oss", "granitemoe", "granitemoe_swa", "gran
                "gpt_neox": "other tools want their queries, keys and values joined head by head",
                "falcon_h1": "no other tool was found to read what its config multiplies by so",
                "nemotron_h": "no other tool was found to read their layers so",
-               **dict.fromkeys(("lfm2", "lfm2_moe"), "no other tool was found to read their convolutions so"),
+               **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), "no other tool was found to read their convolutions so"),
                **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
                                "no other tool was found to read their linear attention so")}
 LEFT_OUT = ("auto_map",)  # names code that does not go along and that no reader needs

@@ -93,6 +93,7 @@ class ModelConfig:
     as pairs of a role and a number. `curves`: by layer the numbers of its activation as checkpoints have them, where no tensors hold them.
     `most_tokens`: of a text, beyond which the model computes what is not run here. `qk_norm_unit`: q and k are normed head by head without
     a weight, in layers that turn. `gates_apart`: gates of what is attended to are made by a matrix of their own.
+    `branches_normed`: what a convolution, attention or an MLP gives is normed before it is added, of families with both kinds of blocks.
     `side_by_side`: of families with both kinds of blocks, attention and MLP read what comes into the layer.
     `norms_unit`: no norm has a weight. `clip_qkv`: beyond which q, k and v are cut off, before they are turned. `head_bias`: the
     head has one. `state_norm_eps`: of the norm behind a state, where it is not that of the others. `streams`: of how many a token has side
@@ -154,6 +155,7 @@ class ModelConfig:
     most_tokens: int | None = None
     qk_norm_unit: bool = False
     gates_apart: bool = False
+    branches_normed: bool = False
     side_by_side: bool = False
     norms_unit: bool = False
     clip_qkv: float | None = None

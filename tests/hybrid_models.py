@@ -17,7 +17,7 @@ IDS = np.random.default_rng(5).integers(0, 300, CTX).tolist()
 GREEDY = SamplerSettings(temperature=0)
 # Heads as wide as a packed cache takes them, matrices that are cut, and weights of which answers are no lottery.
 CALM = {"head_dim": 64, "initializer_range": 0.08, "max_position_embeddings": CTX, "vocab_size": 300}
-# Of each one layer has keys and values, and three a state; of Falcon H1 all four both.
+# Of each one layer has keys and values, and three a state; of LFM3 two of four, one of them in a window; of Falcon H1 all four both.
 MODELS = {"qwen3_5_text": Case("qwen3_5_text", {**CASES["qwen3_5_text"].changes, **CALM, "attention_bias": False}),
           "granitemoehybrid": Case("granitemoehybrid", {
               **CASES["granitemoehybrid, state spaces"].changes, **CALM, "tie_word_embeddings": False,
@@ -28,7 +28,9 @@ MODELS = {"qwen3_5_text": Case("qwen3_5_text", {**CASES["qwen3_5_text"].changes,
               **CASES["nemotron_h, experts"].changes, **CALM, "layers_block_type": ["mamba", "moe", "mamba", "attention", "mamba", "moe"]}),
           "falcon_h1": Case("falcon_h1", {**CASES["falcon_h1"].changes, **CALM, "num_hidden_layers": 4}),
           "olmo_hybrid": Case("olmo_hybrid", {**CASES["olmo_hybrid"].changes, **CALM, "initializer_range": 0.04}),
-          "lfm2": Case("lfm2", {**CALM, "num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"]})}
+          "lfm2": Case("lfm2", {**CALM, "num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"]}),
+          "lfm3": Case("lfm3", {**CALM, "num_hidden_layers": 4, "layer_types": ["conv", "sliding_attention", "full_attention", "conv"],
+                                "sliding_window": 100, "eos_token_id": 7, "bos_token_id": 1})}
 KINDS = ("raw", "4 bits", "4 bits, packed cache", "packed cache")
 
 

@@ -56,6 +56,12 @@ NEWER = {
     "granitemoe_swa, nothing shared, bfloat16": Case("granitemoe_swa", {
         **SWASH, "num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 40, "attention_bias": True, "sliding_window": 40,
         "tie_word_embeddings": True, "layer_rope_theta": [300.0, 0, 300.0, 0]}, dtype="bfloat16"),
+    "lfm3": Case("lfm3", {"num_hidden_layers": 5, "head_dim": 16, "sliding_window": 40, "vocab_size": 301, "initializer_range": 0.15,
+                          "eos_token_id": 7, "bos_token_id": 1}, shard="100KB"),
+    "lfm3, no gates, plain branches, own head, bfloat16": Case("lfm3", {
+        "layer_types": ["full_attention", "conv", "sliding_attention"], "head_dim": 32, "num_key_value_heads": 1, "conv_L_cache": 3,
+        "sliding_window": 150, "use_attention_gate": False, "use_sandwich_norm": False, "attention_bias": True, "tie_word_embeddings":
+        False, "eos_token_id": 7, "bos_token_id": 1}, dtype="bfloat16"),
     "cwm": Case("cwm", {"head_dim": 32, "vocab_size": 301, "sliding_window": 40, **rope(
         "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)}),
     "cwm, other layers, bfloat16": Case("cwm", {

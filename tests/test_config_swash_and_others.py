@@ -1,4 +1,4 @@
-"""config.json of Granite Swash, CWM, VaultGemma and Helium: what is read of it, as transformers reads it, and what is refused by name."""
+"""config.json of Granite Swash, CWM, VaultGemma, LFM3 and Helium: what is read of it, as transformers does, and what is refused by name."""
 
 import json
 import sys
@@ -38,6 +38,13 @@ PUBLISHED = {
                    "dtype": "bfloat16", "eos_token_id": 1, "final_logit_softcapping": None, "head_dim": 256, "hidden_activation":
                    "gelu_pytorch_tanh", "layer_types": ["full_attention"] * 4, "max_position_embeddings": 1024, "pad_token_id": 0,
                    "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_theta": 10000.0, "sliding_window": 512, "use_cache": True},
+    "lfm3": {"architectures": ["Lfm3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 1, "conv_L_cache": 7,
+             "conv_bias": False, "dtype": "bfloat16", "eos_token_id": 7, "head_dim": 128, "hidden_act": "silu", "initializer_range": 0.02,
+             "layer_types": ["conv", "sliding_attention", "full_attention", "conv"], "max_position_embeddings": 128000, "norm_eps": 1e-05,
+             "pad_token_id": 0, "rope_parameters": {
+                 "full_attention": {"partial_rotary_factor": 0.5, "rope_theta": 1000000.0, "rope_type": "proportional"},
+                 "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"}},
+             "sliding_window": 256, "tie_word_embeddings": True, "use_attention_gate": True, "use_cache": True, "use_sandwich_norm": True},
     "helium": {"architectures": ["HeliumForCausalLM"], "attention_bias": False, "bos_token_id": 1, "eos_token_id": 2, "head_dim": 16,
                "hidden_act": "silu", "max_position_embeddings": 4096, "mlp_bias": False, "pad_token_id": 3, "rms_norm_eps": 1e-08,
                "rope_theta": 100000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True},
@@ -76,12 +83,26 @@ def test_what_is_left_out_is_what_transformers_takes(family: str, changes: dict[
     ("granite_swa", "layer_rope_theta", "1e4"), ("granite_swa", "layer_types", ["chunked_attention"] * 4),
     ("granite_swa", "sliding_window", None), ("granite_swa", "no_rope_layers", [0, 1, 1, 1]), ("granitemoe_swa", "mlp_bias", True),
     ("granitemoe_swa", "shared_intermediate_size", -1), ("cwm", "attention_bias", True), ("cwm", "sliding_window", -1),
-    ("vaultgemma", "use_bidirectional_attention", True), ("vaultgemma", "mlp_bias", True), ("helium", "sliding_window", 512)])
+    ("vaultgemma", "use_bidirectional_attention", True), ("vaultgemma", "mlp_bias", True), ("helium", "sliding_window", 512),
+    ("lfm3", "conv_bias", True), ("lfm3", "layer_types", ["conv"] * 4), ("lfm3", "layer_types", ["mamba"] * 4),
+    ("lfm3", "sliding_window", None), ("lfm3", "rope_parameters", {"full_attention": {"rope_type": "default"}}),
+    ("lfm3", "conv_L_cache", 65), ("lfm3", "use_attention_gate", 1)])
 def test_what_a_family_cannot_do_is_named(family: str, key: str, value: object) -> None:
     if key == "no_rope_layers":  # which transformers passes over
         assert any(key in said for said in parse_config({**base(family), key: value}).warnings)
     else:
         refused({**base(family), key: value}, key if key != "sliding_window" or value is not None else "layer_types")
+
+
+def test_layers_of_lfm3() -> None:
+    config = parse_config(base("lfm3"), strict=True)
+    assert config.windows == (None, 256, None, None) and config.state_layers == (0, 3) and config.state.taps == 7
+    assert [rope and (rope.kind, rope.theta) for rope in config.ropes] == [None, ("default", 1e4), ("proportional", 1e6), None]
+    rules = [families.get("lfm3").layer_tensors(config, layer) for layer in (0, 1)]
+    assert rules[1]["attn_gate"].shape == (6, 96) and "q" not in rules[0] and rules[0]["state_conv"].shape == (96, 1, 7)
+    assert {"o_norm", "down_norm"} <= rules[0].keys() & rules[1].keys()
+    plain = parse_config({**base("lfm3"), "use_sandwich_norm": False, "use_attention_gate": False}, strict=True)
+    assert not {"o_norm", "down_norm", "attn_gate"} & families.get("lfm3").layer_tensors(plain, 1).keys()
 
 
 def test_layers_of_granite_swash() -> None:

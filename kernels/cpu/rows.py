@@ -37,7 +37,8 @@ R_Y, R_TOKENS, R_HEADS, R_DIM, R_ROTARY, R_COS, R_SIN, R_NORM, R_WEIGHT, R_WIDTH
 # Slots of `activate_rows`: GATE = act(GATE) * UP, or act(GATE) where UP is 0; both [TOKENS, WIDTH].
 G_GATE, G_UP, G_TOKENS, G_WIDTH, G_ACT = range(5)
 # Slots of `part_rows`: of each of HEADS heads of Y [TOKENS, 2 * heads * DEPTH] the first half into OUT [TOKENS, heads * DEPTH]. Of
-# `gate_heads`: OUT times the sigmoid of the second halves, or of all of Y where STEP, how many times DEPTH a head is wide in Y, is 1.
+# `gate_heads`: OUT times the sigmoid of the second halves, or of all of Y where STEP, how many times DEPTH a head is wide in Y, is 1, or
+# of its one number where that is 0.
 P_Y, P_OUT, P_TOKENS, P_HEADS, P_DEPTH, P_STEP = range(6)
 # Slots of `scale_rows`: OUT = FACTOR * Y, both [TOKENS, WIDTH], which may be one.
 S_Y, S_OUT, S_TOKENS, S_WIDTH, S_FACTOR = range(5)
@@ -186,9 +187,15 @@ def gate_head_rows(args, worker, counter):
         if t >= a[P_TOKENS]:
             return
         for head in range(t * a[P_HEADS], (t + 1) * a[P_HEADS]):
-            gate, out = f32_at(a[P_Y] + 4 * (step * head + step - 1) * depth), f32_at(a[P_OUT] + 4 * head * depth)
-            for i in range(depth):
-                out[i] = out[i] / (ONE + exp(-gate[i]))
+            out = f32_at(a[P_OUT] + 4 * head * depth)
+            if step == 0:
+                of_all = ONE + exp(-f32_at(a[P_Y] + 4 * head)[0])
+                for i in range(depth):
+                    out[i] = out[i] / of_all
+            else:
+                gate = f32_at(a[P_Y] + 4 * (step * head + step - 1) * depth)
+                for i in range(depth):
+                    out[i] = out[i] / (ONE + exp(-gate[i]))
 
 
 @dataclass(frozen=True)
@@ -384,5 +391,6 @@ def gate_attended(ops: CpuOps, y: np.ndarray, out: np.ndarray, heads: int, head_
 
 def gate_attended_reference(ops: CpuOps, y: np.ndarray, out: np.ndarray, heads: int, head_dim: int) -> None:
     ops.flush()
+    y = np.repeat(y, head_dim, 1) if y.shape[1] == heads else y
     gates = y.reshape(len(y), heads, -1, head_dim)[:, :, -1].reshape(out.shape).astype(np.float64)
     out[:] = out / (1 + np.exp(-gates))

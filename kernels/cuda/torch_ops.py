@@ -227,6 +227,8 @@ class TorchOps:
 
     def gate_heads(self, x: torch.Tensor, y: torch.Tensor, heads: int, head_dim: int) -> torch.Tensor:
         """See `BlockOps`."""
+        if y.shape[1] == heads:
+            return x.view(len(x), heads, head_dim).mul_(torch.sigmoid(y)[:, :, None]).view_as(x)
         return x.mul_(torch.sigmoid(y.view(len(y), heads, -1, head_dim)[:, :, -1].flatten(1)))
 
     def latent_keys(self, y: torch.Tensor, shape: LatentShape, norm: Norm) -> torch.Tensor:

@@ -24,7 +24,7 @@ TYPES = {"F16": 1, "Q8_0": 7, "Q4_0": 2}  # what a person may ask for -> general
 QUANTIZATION_VERSION = 2
 INDEXED = ": this version reads no indexer, without which they would run as another model"
 UNTRIED = ": this version writes no files of them"
-NOT_WRITTEN = {**dict.fromkeys(("cwm", "helium", "hyperclovax", "jais2", "mellum", "olmo_hybrid", "vaultgemma", "youtu"), UNTRIED),
+NOT_WRITTEN = {**dict.fromkeys(("cwm", "helium", "hyperclovax", "jais2", "lfm3", "mellum", "olmo_hybrid", "vaultgemma", "youtu"), UNTRIED),
                "phimoe": ": llama.cpp weighs their experts otherwise",
                "bamba": ": llama.cpp runs them as Granite 4, whose heads turn as a whole",
                "deepseek_v32": INDEXED, "glm_moe_dsa": INDEXED,

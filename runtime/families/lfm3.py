@@ -1,0 +1,93 @@
+"""LFM3 (1.7B): LFM2's layers of short convolutions and of attention, each branch normed before it is added; of the layers with attention
+every second sees a window, under rotary positions of its own, and what a head attended to is gated as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ...kernels.conv_shape import ConvShape
+from ..config import Defaults, ModelConfig, decoder_config
+from ..config_reader import ConfigError, Keys, show
+from ..config_rope import GLOBAL, LOCAL, RopeConfig, rope_of
+from . import TensorRule, llama
+from .lfm2 import CONV, outer_tensors
+from .llama import block
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({"attention_bias", "conv_L_cache", "layer_types", "norm_eps", "sliding_window", "use_attention_gate",
+                       "use_sandwich_norm"})
+KEYS_HARMLESS = frozenset({"rms_norm_eps"})  # another name of norm_eps that is not read
+REFUSED_UNLESS: Mapping[str, object] = {"conv_bias": False, "mlp_bias": False}
+SIZES = {"vocab_size": 128_000, "hidden_size": 2048, "intermediate_size": 7680, "num_hidden_layers": 24, "num_attention_heads": 16}
+ROPES = {LOCAL: {"rope_type": "default", "rope_theta": 10_000.0},
+         GLOBAL: {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.5}}
+WINDOW, TAPS, THETA = 256, 7, 10_000.0
+NAMES = {"mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3", "mlp.down_proj": "feed_forward.w2", "input_layernorm":
+         "operator_norm", "post_attention_layernorm": "ffn_norm"}
+
+
+def config(keys: Keys) -> ModelConfig:
+    base = Defaults(max_position_embeddings=128_000, num_key_value_heads=4, head_dim=128, bos=124_894, eos=(124_900,), eps_key="norm_eps",
+                    norm_eps=1e-5, tied=True, sizes=SIZES)
+    layers = base.size(keys, "num_hidden_layers")
+    usual = tuple(GLOBAL if layer % 4 == 2 else LOCAL if layer % 4 == 0 < layer else CONV for layer in range(layers))
+    kinds = keys.words("layer_types", layers) or usual
+    for kind in kinds:
+        if kind not in (CONV, GLOBAL, LOCAL):
+            raise ConfigError(f"config.json: layer_types holds {show(kind)}, which is not supported", f"known: {CONV}, {GLOBAL}, {LOCAL}")
+    if {*kinds} == {CONV}:
+        raise ConfigError("config.json: layer_types without attention are not supported", f"this version needs a layer of {GLOBAL}")
+    window = keys.integer("sliding_window", None if keys.holds("sliding_window") else WINDOW)
+    if window is None and LOCAL in kinds:
+        raise ConfigError("config.json: layer_types holds sliding_attention, but there is no sliding window",
+                          "sliding_window must say how wide it is")
+    bias = keys.flag("attention_bias", False)
+
+    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig | None, ...]:
+        stray = {"rope_scaling": keys.section("rope_scaling"), "rope_theta": keys.number("rope_theta", None),
+                 "original_max_position_embeddings": keys.integer("original_max_position_embeddings", None)}
+        for name, value in stray.items():
+            if value is not None:  # which transformers passes over
+                raise ConfigError(f"config.json: {name} = {show(value)} is not supported for {keys.text('model_type')} models",
+                                  "rotary positions stand in rope_parameters, in a section for each type of layer")
+        sections = keys.section("rope_parameters") or ROPES
+        made: dict[str, RopeConfig | None] = {CONV: None}
+        for kind in {*kinds} - {CONV}:
+            section = sections.get(kind)
+            if not isinstance(section, dict):
+                raise ConfigError(f"config.json: rope_parameters holds nothing of {kind}",
+                                  "this family has a section for each type of layer")
+            made[kind] = rope_of(Keys(section, f"config.json: rotary positions of {kind}"), head_dim, positions, THETA)
+        return tuple(made[kind] for kind in kinds)
+
+    made = decoder_config(keys, base, ropes, windows=tuple(window if kind == LOCAL else None for kind in kinds), qkv_bias=bias, o_bias=bias,
+                          qk_norm=True, gates_apart=keys.flag("use_attention_gate", True),
+                          branches_normed=keys.flag("use_sandwich_norm", True),
+                          state_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == CONV))
+    return replace(made, state=ConvShape(made.hidden_size, keys.integer("conv_L_cache", TAPS, high=64)) if CONV in kinds else None)
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    """Tensors of one layer by role: those of a convolution in the place of attention's where it has that."""
+    prefix, hidden = f"model.layers.{layer}.", config.hidden_size
+    rules = {role: replace(rule, name=_named(rule.name)) for role, rule in llama.layer_tensors(config, layer).items()
+             if layer not in config.state_layers or ".self_attn." not in rule.name}
+    if config.branches_normed:
+        rules |= {role: TensorRule(f"{prefix}{name}.weight", (hidden,))
+                  for role, name in (("o_norm", "post_operator_norm"), ("down_norm", "post_ffn_norm"))}
+    if layer in config.state_layers:
+        return rules | {"state_in": TensorRule(f"{prefix}conv.in_proj.weight", (3 * hidden, hidden)),
+                        "state_conv": TensorRule(f"{prefix}conv.conv.weight", (hidden, 1, config.state.taps)),
+                        "state_out": TensorRule(f"{prefix}conv.out_proj.weight", (hidden, hidden))}
+    if config.gates_apart:
+        rules["attn_gate"] = TensorRule(f"{prefix}self_attn.gate_proj.weight", (config.num_attention_heads, hidden),
+                                        (f"{prefix}self_attn.g_proj.weight",))
+    return rules
+
+
+def _named(name: str) -> str:
+    for theirs, ours in NAMES.items():
+        name = name.replace(f".{theirs}.", f".{ours}.")
+    return name
