@@ -266,7 +266,7 @@ def test_a_reason_is_looked_for(engine: object, monkeypatch: pytest.MonkeyPatch)
     assert outcome.explain(engine, MACHINE, 0.5, 100, 1.0, 1.0, cores=busy) == "other programs had 35% of the cores' time meanwhile"
     host = outcome.explain(engine, MACHINE, 0.5, 100, 1.0, 1.0, "the disk", replace(busy, own=1.2, stolen=0.5))
     assert host == "the disk; this virtual machine's host, for others, had 25% of the cores' time meanwhile"
-    for else_ in (replace(busy, idle=0.6), replace(busy, own=1.7), replace(busy, own=1.6, idle=0.0, stolen=0.0)):
+    for else_ in (replace(busy, idle=0.6), replace(busy, own=1.7), replace(busy, own=1.8, idle=0.0, stolen=0.0)):
         assert "cores' time" not in outcome.explain(engine, MACHINE, 0.4, 100, 1.0, 1.0, cores=else_)
     assert "cores' time" not in outcome.explain(engine, MACHINE, 2.0, 100, 1.0, 1.0, cores=busy)
     monkeypatch.setattr(os, "getloadavg", lambda: (9.0, 1.0, 1.0))
