@@ -100,6 +100,16 @@ def two_ropes(keys: Keys, head_dim: int, positions: int, thetas: tuple[float, fl
             rope_of(Keys(sections.get(LOCAL) or {}, f"config.json: rotary positions of {LOCAL}"), head_dim, positions, thetas[1]))
 
 
+def refuse_outside_sections(keys: Keys) -> None:
+    """Raises ConfigError where rotary positions are stated beside sections by type of layer, which transformers passes over."""
+    stray = {"rope_scaling": keys.section("rope_scaling"), "rope_theta": keys.number("rope_theta", None),
+             "original_max_position_embeddings": keys.integer("original_max_position_embeddings", None)}
+    for name, value in stray.items():
+        if value is not None:
+            raise ConfigError(f"config.json: {name} = {show(value)} is not supported for {keys.text('model_type')} models",
+                              "rotary positions stand in rope_parameters, in a section for each type of layer")
+
+
 def is_flat(sections: Mapping[str, object]) -> bool:
     """Has a section of rotary positions none for types of layers?"""
     return bool(sections) and not {GLOBAL, LOCAL} & sections.keys()

@@ -240,7 +240,7 @@ def _squares(x, depth):
 
 
 @inlined(REASSOCIATE)
-def _mean(x, depth):
+def mean_of(x, depth):
     total = ZERO
     for i in range(depth):
         total += x[i]
@@ -248,7 +248,7 @@ def _mean(x, depth):
 
 
 @inlined(REASSOCIATE)
-def _variance(x, mean, depth):
+def variance_of(x, mean, depth):
     total = ZERO
     for i in range(depth):
         total += (x[i] - mean) * (x[i] - mean)
@@ -281,8 +281,8 @@ def normalise_here(row, depth, kind, weight, bias, eps):
     take one value at a time."""
     y, w = f32_at(row), f32_at(weight)
     if kind == NORM_LAYER:
-        mean = _mean(y, depth)
-        scale = ONE / np.sqrt(_variance(y, mean, depth) + eps)
+        mean = mean_of(y, depth)
+        scale = ONE / np.sqrt(variance_of(y, mean, depth) + eps)
         for i in range(depth):
             value = (y[i] - mean) * scale
             y[i] = value * w[i] if weight != 0 else value

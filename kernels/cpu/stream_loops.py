@@ -12,7 +12,7 @@ from numpy import float32
 
 from ..compile import REASSOCIATE, kernel
 from ..deferred import inlined
-from .arithmetic import ONE, ZERO, exp, gated, normalise, normalise_here
+from .arithmetic import ONE, ZERO, exp, gated, mean_of, normalise, normalise_here, variance_of
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at
 
 LEAST_POWER = float32(1e-5)  # of a stream's mean square, where it is divided by its root
@@ -50,22 +50,6 @@ def _power(x, depth):
     total = ZERO
     for i in range(depth):
         total += x[i] * x[i]
-    return total / float32(depth)
-
-
-@inlined(REASSOCIATE)
-def _mean(x, depth):
-    total = ZERO
-    for i in range(depth):
-        total += x[i]
-    return total / float32(depth)
-
-
-@inlined(REASSOCIATE)
-def _variance(x, mean, depth):
-    total = ZERO
-    for i in range(depth):
-        total += (x[i] - mean) * (x[i] - mean)
     return total / float32(depth)
 
 
@@ -232,8 +216,8 @@ def cut(args, worker, counter):
         if t >= a[C_TOKENS]:
             return
         gate, up = f32_at(a[C_GATE] + 4 * t * width), f32_at(a[C_UP] + 4 * t * width)
-        mean = _mean(gate, width)
-        least = mean + np.sqrt(_variance(gate, mean, width)) * deviations
+        mean = mean_of(gate, width)
+        least = mean + np.sqrt(variance_of(gate, mean, width)) * deviations
         for i in range(width):
             beyond = gate[i] - least
             gate[i] = ZERO if beyond < ZERO else beyond  # NaN stays

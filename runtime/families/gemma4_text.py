@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from ..config import Defaults, Mixture, ModelConfig, decoder_config
 from ..config_reader import REQUIRED, ConfigError, Keys, show
-from ..config_rope import GLOBAL, LOCAL, RopeConfig, rope_of
+from ..config_rope import GLOBAL, LOCAL, RopeConfig, refuse_outside_sections, rope_of
 from . import LayerWeights, TensorRule, expert_role, gemma2, inside_others, llama
 from .gemma2 import ACT, embedding_multiplier, softcap
 from .llama import attention, mlp_or_experts
@@ -77,12 +77,7 @@ def text_config(keys: Keys, positions: int, window: int, inputs: int, sight: str
     mixture = _mixture(keys, layers, routed)
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
-        stray = {"rope_scaling": keys.section("rope_scaling"), "rope_theta": keys.number("rope_theta", None),
-                 "original_max_position_embeddings": keys.integer("original_max_position_embeddings", None)}
-        for name, value in stray.items():
-            if value is not None:  # which transformers passes over
-                raise ConfigError(f"config.json: {name} = {show(value)} is not supported for {keys.text('model_type')} models",
-                                  "rotary positions stand in rope_parameters, in a section for each type of layer")
+        refuse_outside_sections(keys)
         sections, made = keys.section("rope_parameters") or ROPES, {}
         for kind, (_, size) in zip(kinds, heads):
             if kind not in made:

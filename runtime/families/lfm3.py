@@ -9,7 +9,7 @@ from dataclasses import replace
 from ...kernels.conv_shape import ConvShape
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
-from ..config_rope import GLOBAL, LOCAL, RopeConfig, rope_of
+from ..config_rope import GLOBAL, LOCAL, RopeConfig, refuse_outside_sections, rope_of
 from . import TensorRule, llama
 from .lfm2 import CONV, outer_tensors
 from .llama import block
@@ -46,12 +46,7 @@ def config(keys: Keys) -> ModelConfig:
     bias = keys.flag("attention_bias", False)
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig | None, ...]:
-        stray = {"rope_scaling": keys.section("rope_scaling"), "rope_theta": keys.number("rope_theta", None),
-                 "original_max_position_embeddings": keys.integer("original_max_position_embeddings", None)}
-        for name, value in stray.items():
-            if value is not None:  # which transformers passes over
-                raise ConfigError(f"config.json: {name} = {show(value)} is not supported for {keys.text('model_type')} models",
-                                  "rotary positions stand in rope_parameters, in a section for each type of layer")
+        refuse_outside_sections(keys)
         sections = keys.section("rope_parameters") or ROPES
         made: dict[str, RopeConfig | None] = {CONV: None}
         for kind in {*kinds} - {CONV}:
