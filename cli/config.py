@@ -111,7 +111,7 @@ def left_out(given: Mapping[str, object], ref: ModelRef, screen: Screen) -> set[
     """Which of these fields of RunFlags a model cannot have, each with a note."""
     if not given:
         return set()
-    from ..runtime.prepare import given_way
+    from ..runtime.fitted import given_way
 
     asked = with_draft(RunFlags(**given, settled=frozenset(given)), screen).options()
     holds, notices = given_way(ref.folder, asked)

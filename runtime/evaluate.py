@@ -21,8 +21,9 @@ from .config import read_config
 from .demands import LOGIT_ROWS
 from .engine import Engine, EngineOptions, open_prepared
 from .events import Notice, Progress
+from .fitted import fitted
 from .needed_kernels import folder_kinds
-from .prepare import fitted, prepare
+from .prepare import prepare
 from .text import Tokenizer
 
 LARGEST_LOSS = 700.0  # nats: its exponential is the last that a float holds, nearly

@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .. import DoesNotFit, EffllmError, MemoryTooSmall, UsageError, typed
+from .. import DoesNotFit, MemoryTooSmall, UsageError, typed
 from ..kernels.layout import PAGE
 from ..kernels.threads import MOST_WORKERS, beyond
 from ..offload import hardware
@@ -21,11 +21,12 @@ from ..offload.plan import AUTO_CTX, Budget, Placement
 from ..offload.size import SPARE, format_size, parse_size
 from ..quant.kv import PackedCodec, RawCodec, codec, of_types
 from . import devices, draft_model, kv_disk, parallel
-from .bundles import SPARSE, is_bundled, is_lossy
+from .bundles import is_bundled, is_lossy
 from .cache import CacheShape
 from .config import ModelConfig, read_config
-from .container import Container, read_container
+from .container import Container
 from .demands import Asked, cache_form
+from .fitted import check_context, fitted, predictors_of
 from .kv_setting import AUTO
 from .mtp import own_cache_nbytes
 from .mtp_tensors import MTP
@@ -35,7 +36,6 @@ from .parts import Parts
 from .passes import widest
 from .policy import POLICIES, check_policy
 from .predictors import Predictors
-from .predictors import load as load_predictors
 from .source import check_mapping, open_weights
 from .speculation_plan import Speculating, decide, demand_own_layer, wants_own_layer
 from .streamed import Streams
@@ -197,13 +197,13 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
     if cache.kv.policy and card is not None:
         raise UsageError(f"--kv {options.kv}: policies see attention on the CPU alone in this version",
                          f"--device cpu, or no +{cache.kv.policy}")
-    _check_context(options, config)
+    check_context(options, config)
     options, draft = draft_model.draft_or_without(folder, options, notices) if options.draft and card is None else (options, None)
     if draft is not None and unless_planned is not None:
         unless_planned.callback(draft.store.close)
     bundled, budget = is_bundled(container), _budget(options, card, notices)
     beside += Speculating(draft=draft).draft_nbytes + parallel.drafts_nbytes(options.parallel)
-    predictors = _predictors(options, folder, config)  # before the process is weighed, which they are a part of
+    predictors = predictors_of(options, folder, config)  # before the process is weighed, which they are a part of
     kinds = kinds_of(config, store, container, options)
     baseline = _baseline(kinds) + beside if program is None else program.with_kinds(kinds)
     asked = Asked(config, options, tensors, cache, store, folder, card, bundled, worker_count(options), baseline, budget)
@@ -245,61 +245,6 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
 
         refuse_slower(made)
     return made
-
-
-def fitted(options: EngineOptions, folder: Path | None, config: ModelConfig, store: TensorStore, notices: list[str],
-           container: Container | None = None) -> EngineOptions:
-    """The options without those of `preset` that this model cannot have, each with a notice."""
-    # option -> (what it is without, the check that it does not pass)
-    checks: dict[str, tuple[object, Callable[[EngineOptions], object]]] = {
-        "ctx": (None, lambda asked: _check_context(asked, config)),
-        "load": ("ram", lambda asked: asked.load == "mmap" and check_mapping(folder)),
-        "predict_neurons": (False, lambda asked: _predictors(asked, folder, config)),
-        "spec": ("auto", lambda asked: asked.spec == "mtp" and demand_own_layer(config, store, container)),
-        "draft": (None, lambda asked: asked.draft and folder and draft_model.refuse_other_vocabulary(folder, Path(asked.draft))),
-        "kv": ("16bit", lambda asked: cache_form(asked, folder, config, store, lambda said: None))}
-    for name, (without, check) in checks.items():
-        if name in options.preset:
-            try:
-                check(options)
-            except EffllmError as error:
-                options = replace(options, **{name: without})
-                notices.append(Fallback(f"{error.message}: left out, as it was set for all models"))
-    return options
-
-
-def given_way(folder: Path, options: EngineOptions) -> tuple[EngineOptions, list[str]]:
-    """`fitted` for a folder that nothing else is wanted of, with its notices: from headers alone."""
-    notices: list[str] = []
-    store, container = open_weights(folder)
-    try:
-        return fitted(options, folder, read_config(folder), store, notices, container), notices
-    finally:
-        store.close()
-
-
-def _check_context(options: EngineOptions, config: ModelConfig) -> None:
-    """Raises UsageError for a context that the model was not made for, unless that is forced and can be."""
-    learned, most = config.position_offset is not None, config.context_length
-    if options.ctx is not None and config.most_tokens is not None and options.ctx > config.most_tokens:
-        raise UsageError(f"a context of {options.ctx} is more than the {config.most_tokens} tokens that this model attends to at once",
-                         f"at most {most}: beyond, it attends to chosen tokens alone, which effllm does not do")
-    if options.ctx is not None and options.ctx > most and (learned or not options.force):
-        raise UsageError(f"a context of {options.ctx} is more than the {most} positions that the model was made for",
-                         f"at most {most}: its positions are learned" if learned else f"ask for {most} at most, or --force to try")
-
-
-def _predictors(options: EngineOptions, folder: Path | None, config: ModelConfig) -> Predictors | None:
-    """Those that were trained for a model, where a run is to use them. Raises UsageError where there are none."""
-    if not options.predict_neurons:
-        return None
-    found = None if folder is None else load_predictors(folder, config.num_hidden_layers, config.hidden_size, config.intermediate_size)
-    if found is None and config.hidden_act not in SPARSE and not (folder is not None and is_lossy(read_container(folder))):
-        raise UsageError(f"--predict-neurons: {config.hidden_act} is zero for no neuron, there is nothing to predict", "leave it out")
-    if found is None:
-        raise UsageError(f"--predict-neurons: nothing in {folder} predicts this model's neurons",
-                         f"effllm calibrate-sparsity {typed(folder)} --predictor 64 trains what does")
-    return found
 
 
 def _budget(options: EngineOptions, card: Device | None, notices: list[str]) -> Budget:
