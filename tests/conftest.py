@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"  # read where a kernel is defined, Triton's own when it is first imported, by whatever library
@@ -20,6 +21,8 @@ from effllm.kernels import blas, warm
 from effllm.kernels.threads import ThreadPool
 from effllm.runtime import damage_notes
 
+settings.register_profile("effllm", deadline=None)  # how long an example takes says what else the machine does
+settings.load_profile("effllm")
 NO_PROFILE = "EFFLLM_NO_KV_PROFILE"  # `quantize` would take most of a minute for each of the models that tests make
 VARIABLES = ("XDG_DATA_HOME", "XDG_CONFIG_HOME")
 
