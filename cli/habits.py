@@ -26,7 +26,7 @@ CALLED = {"--max-tokens": "-n", "--num-predict": "-n", "--max-new-tokens": "-n",
           "--num-thread": "-t", "--q-bits": "--bits", "-q": "--bits", "--quantize": "--bits", "--mlx-path": "-o", "--outfile": "-o",
           "--outtype": "--type", "--model-draft": "--draft", "--draft-model": "--draft", "--alias": "--name",
           "--served-model-name": "--name", "--max-queue": "--queue", "--models-max": "--max-models",
-          "--max-num-seqs": "--parallel", "--allowed-origins": "--cors"}
+          "--max-num-seqs": "--parallel", "--allowed-origins": "--cors", "--adapter": "--lora", "--adapter-path": "--lora"}
 BITS = "--bits"
 # A flag of elsewhere -> what to type instead.
 INSTEAD = {
@@ -41,8 +41,7 @@ INSTEAD = {
     **dict.fromkeys(("--n-cpu-moe", "-ncmoe", "--cpu-moe", "-cmoe", "-ot", "--override-tensor"),
                     "leave it away: the plan says where each layer and expert lies; --ram and --vram bound it"),
     **dict.fromkeys(("--chat-template", "--chat-template-file", "--jinja"), "leave it away: a model has its own; --raw does without"),
-    **dict.fromkeys(("--lora", "--adapter", "--adapter-path"), "an adapter is merged into its model once: effllm export MODEL -o DIR "
-                    "--lora ADAPTER, then effllm run DIR"),
+    "--lora-scaled": "how much of an adapter stands behind it: --lora ADAPTER:0.5",
     **dict.fromkeys(("--image", "--mmproj", "--audio"), "the text part of a model alone runs in this version"),
     **dict.fromkeys(("-np", "--parallel"), "several answers at once: effllm serve MODEL --parallel N"),
     **dict.fromkeys(("-cb", "--cont-batching"), "leave it away: answers of effllm serve MODEL --parallel N share their passes always"),

@@ -119,6 +119,8 @@ class EngineFlags(Group):
                 del values[weaker[0]]
         if "kv" in values and not {"cache_k", "cache_v"}.isdisjoint(values):  # given 16bit looks like the default later
             raise UsageError("--kv and -ctk or -ctv say the same thing", "give one of them")
+        if "lora" in values:
+            values["lora"] = tuple(values["lora"])
         return EngineOptions(**values, preset=settled, **{name: value for name, value in more.items() if value is not None})
 
 
@@ -131,6 +133,8 @@ class RunFlags(EngineFlags):
                                                                          "lookup from what was said, mtp also by the model's "
                                                                          "own layer for it, auto what pays (auto)")] = None
     draft: Annotated[str | None, flag(COMPUTE, "--draft", "MODEL", "let a small model of the same tokenizer draft")] = None
+    lora: Annotated[list[str] | None, flag(COMPUTE, "--lora", "ADAPTER", "a LoRA adapter, a folder or a GGUF file, beside the weights as "
+                                           "they are; ADAPTER:0.5 is half of it; repeat it for more")] = None
     predict_neurons: Annotated[bool, flag(COMPUTE, "--predict-neurons", "", "read neurons before it is certain that they are used")] = False
 
 

@@ -172,6 +172,8 @@ def report(model: str, prepared: Prepared, known: Roofs, found: Forecast, better
         "kernels": [each.to_json() for each in chosen_kernels(prepared)],
         "speculation": {"lookup": drafting.lookup, "draft": prepared.options.draft if drafting.draft else None,
                         "draft_bytes": drafting.draft_nbytes, "mtp": drafting.mtp, "mtp_bytes": drafting.mtp_nbytes},
+        "adapters": {"names": list(prepared.adapted.names), "matrices": len(prepared.adapted.weights), "rank": prepared.adapted.rank,
+                     "bytes": prepared.adapted.nbytes},
         "suggestion": better and {"flag": better.flag, "tokens_per_s": better.tokens_per_s, "gain": better.gain,
                                   "full_context": better.full},
         "machine": known.machine and {"date": known.machine.date, "memory_bytes_per_s": known.machine.memory},
@@ -203,6 +205,9 @@ def lines(model: str, prepared: Prepared, known: Roofs, found: Forecast, better:
               + (f", {format_size(read)} of them from the disk" if read else "")
               + f", up to {format_size(work.kv_bytes * placement.ctx)} of cache{paged_cache(prepared, work)}"),
              *products(prepared), *speeds(found)]
+    if prepared.adapted.names:
+        own = prepared.adapted
+        said.append(("adapters", f"{', '.join(own.names)}: beside {len(own.weights)} matrices, rank {own.rank}, {format_size(own.nbytes)}"))
     if prepared.speculating:
         said.append(("speculation", drafts(prepared)))
     if better is not None:

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 KEEP_ALIVE = LOAD_TIMEOUT = "5m"
 # Of the front alone, as parameters of the command; a child gets none of them, typed or by a variable.
 OWN = ("host", "port", "api_key", "name", "cors", "max_models", "keep_alive", "load_timeout", "ram", "json", "yes", "models")
-ONE = {"name": "each model has its own name", "draft": "a draft model is for one: effllm serve MODEL --draft SMALL-MODEL"}
+ONE = {"name": "each model has its own name", "draft": "a draft model is for one: effllm serve MODEL --draft SMALL-MODEL",
+       "lora": "an adapter is for one model: effllm serve MODEL --lora ADAPTER"}
 MOST_NAMED = 10
 GRACE_S = 2.0  # in which the servers of models, which end with this one, tell of it in their streams
 

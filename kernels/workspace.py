@@ -27,7 +27,7 @@ class Dims:
     all layers together are given of a token beside the stream. `apart`: experts are a branch beside an MLP. `joined`: numbers of a token
     that the layer for multi-token prediction begins with, 0 for a run without it. `beside`: layers have attention and a state side by side.
     `gates_apart`: gates of what is attended to are made by a matrix of their own. `streams`: how many of a token lie side by side, 0 for
-    one as it is; `low_rank`: the width inside a branch of what a layer reads.
+    one as it is; `low_rank`: the width inside a branch of what a layer reads. `lora`: the widest inside an adapter, 0 for a run without.
     """
 
     hidden: int
@@ -56,6 +56,7 @@ class Dims:
     gates_apart: bool = False
     streams: int = 0
     low_rank: int = 0
+    lora: int = 0
 
     @property
     def alike(self) -> tuple[Dims, ...]:

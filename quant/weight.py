@@ -150,14 +150,23 @@ def from_f32(data: np.ndarray, scheme: str) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Linear:
-    """y = x @ weight.T + bias; `bias` is float32 `[N]` or None."""
+    """y = x @ weight.T + bias; `bias` is float32 `[N]` or None. `lora`: an adapter beside it, which adds to y."""
 
     weight: Weight
     bias: np.ndarray | None = None
+    lora: Lora | None = None
+
+    @cached_property
+    def plain(self) -> Linear:
+        """The same product without what is beside it."""
+        return replace(self, lora=None)
 
     @cached_property
     def fields(self) -> tuple[int, int, int, int]:
-        """What a CPU kernel reads of it: address, stored type, rows, address of the bias (0: none)."""
+        """What a CPU kernel reads of it: address, stored type, rows, address of the bias (0: none). Raises ValueError for a product with an
+        adapter, of which a kernel would leave out a part."""
+        if self.lora is not None:
+            raise ValueError("a matrix with an adapter beside it goes to a kernel that knows of none")
         weight, bias = self.weight, self.bias
         return weight.address, STORED_TYPES[weight.spec.scheme], weight.shape[0], 0 if bias is None else bias.ctypes.data
 
@@ -168,6 +177,14 @@ class Linear:
 
     def _bias(self, rows: Rows) -> np.ndarray | None:
         return None if self.bias is None else self.bias[rows.first : rows.first + rows.weight.shape[0]]
+
+
+@dataclass(frozen=True)
+class Lora:
+    """What an adapter adds to a product: out(into(x)), of raw matrices `into` [r, K] and `out` [N, r], its scale taken in."""
+
+    into: Linear
+    out: Linear
 
 
 @dataclass(frozen=True)

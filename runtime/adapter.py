@@ -84,6 +84,11 @@ class Adapter:
         _demand_known(stated, folder, is_mlx)
         return cls(TensorStore.of_file(path), stated, is_mlx)
 
+    @property
+    def brought(self) -> list[str]:
+        """Names of weights whose place what it holds takes."""
+        return [_whole(info.name) for info in self._others]
+
     def tie(self) -> None:
         """The model's embeddings are its head: both have to be trained as one. Raises CheckpointError where they were not."""
         whole = {_whole(info.name): info for info in self._others}

@@ -164,7 +164,7 @@ def cut_weights(tensors: Tensors, config: ModelConfig, store: TensorStore, folde
 @dataclass(frozen=True)
 class Asked:
     """Everything that a plan depends on but the length of a pass. `card`: the GPU that may be used; `baseline`: bytes of the process
-    without the model."""
+    without the model; `lora`: the widest within an adapter."""
 
     config: ModelConfig
     options: EngineOptions
@@ -177,6 +177,7 @@ class Asked:
     workers: int
     baseline: int
     budget: Budget
+    lora: int = 0
     _cuts: dict[int, Cuts] = field(default_factory=dict)
 
     def beneath(self, on_card: int) -> Tensors:
@@ -258,7 +259,8 @@ class Asked:
 
     def _dims(self, shape: CacheShape, on_disk: bool) -> Dims:
         mtp = any(role.startswith(MTP) for role in self.tensors["outer"])
-        return dims(self.config, shape.ctx, shape.chunk, LOGIT_ROWS, self.cache.kv.is_packed, self.bundled, on_disk, mtp)
+        return dims(self.config, shape.ctx, shape.chunk, LOGIT_ROWS, self.cache.kv.is_packed, self.bundled, on_disk, mtp,
+                    self.lora)
 
     def _workspace(self, shape: CacheShape, on_disk: bool) -> int:
         """Bytes of working memory; `on_disk`: with pages of the cache read from there, or of two kinds: attention takes turns."""

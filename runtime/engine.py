@@ -110,7 +110,7 @@ class Engine(Scoring):
         self.placement, self.n_ctx = prepared.placement, prepared.placement.ctx
         kv = codec(options.kv)
         widths = dims(config, self.n_ctx, shape.chunk, LOGIT_ROWS, kv.is_packed, is_bundled(prepared.container),
-                      self.placement.kv_pages is not None or bool(kv.policy), prepared.speculating.mtp)
+                      self.placement.kv_pages is not None or bool(kv.policy), prepared.speculating.mtp, prepared.adapted.rank)
         self.cancelled: Callable[[], bool] = lambda: False  # asked while the disk is waited for
         # told a prompt and how much of it is held; may put more of it into the cache. How much is held then, and what a person is told
         self.recall: Callable[[list[int], int], tuple[int, list[str]]] = lambda ids, held: (held, [])
@@ -125,7 +125,7 @@ class Engine(Scoring):
             self.model = Model(config, prepared.store, self.placement.devices, self.backends, self.n_ctx,
                                mmap=options.load == "mmap", container=prepared.container, streams=streams,
                                copied_from=self.placement.copied_from, predictors=prepared.predictors,
-                               head_on_card=self.placement.card.head_bytes > 0, mtp=prepared.speculating.mtp)
+                               head_on_card=self.placement.card.head_bytes > 0, mtp=prepared.speculating.mtp, adapted=prepared.adapted)
             unless_made.callback(self.model.close)
             self.cache = self.new_cache()
             unless_made.callback(self.cache.close)

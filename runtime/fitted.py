@@ -14,6 +14,7 @@ from .. import EffllmError, UsageError, typed
 from ..offload.checkpoint import TensorStore
 from ..offload.notes import Fallback
 from . import draft_model
+from .adapted import adapted
 from .bundles import SPARSE, is_lossy
 from .config import ModelConfig, read_config
 from .container import Container, read_container
@@ -21,6 +22,7 @@ from .demands import cache_form
 from .predictors import Predictors, load
 from .source import check_mapping, open_weights
 from .speculation_plan import demand_own_layer
+from .tensors import check_tensors
 
 if TYPE_CHECKING:
     from .prepare import EngineOptions
@@ -36,6 +38,7 @@ def fitted(options: EngineOptions, folder: Path | None, config: ModelConfig, sto
         "predict_neurons": (False, lambda asked: predictors_of(asked, folder, config)),
         "spec": ("auto", lambda asked: asked.spec == "mtp" and demand_own_layer(config, store, container)),
         "draft": (None, lambda asked: asked.draft and folder and draft_model.refuse_other_vocabulary(folder, Path(asked.draft))),
+        "lora": ((), lambda asked: adapted(asked.lora, config, check_tensors(config, store, container))),
         "kv": ("16bit", lambda asked: cache_form(asked, folder, config, store, lambda said: None))}
     for name, (without, check) in checks.items():
         if name in options.preset:

@@ -23,6 +23,7 @@ from ..offload.notes import Fallback
 from ..offload.pager import ResidentPager
 from ..quant.weight import Norm, Weight, to_f32
 from . import card_head, families
+from .adapted import NOTHING, Adapted
 from .cache import KVCache
 from .config import ModelConfig
 from .container import Container
@@ -46,15 +47,15 @@ def no_tap(name: str, layer: int, value: object) -> None:
 
 
 def dims(config: ModelConfig, ctx: int, chunk: int, rows: int, packed_kv: bool = False, bundled: bool = False,
-         spilled_kv: bool = False, mtp: bool = False) -> Dims:
-    """The widths that size a workspace. `mtp`: of a run that drafts by the model's own layer."""
+         spilled_kv: bool = False, mtp: bool = False, lora: int = 0) -> Dims:
+    """The widths that size a workspace. `mtp`: of a run that drafts by the model's own layer; `lora`: the widest within an adapter."""
     own = config.mixture
     mixture = (own.experts, own.per_token, own.width) if own and own.layers else (0, 0, 0)
     return Dims(config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.widest,
                 config.vocab_size, min(chunk, ctx), ctx, rows, *mixture, packed_kv, bundled, spilled_kv, config.state, config.gated_queries,
                 config.latent, tuple(sorted({*config.cache_heads} - {(config.num_key_value_heads, config.head_dim)})),
                 config.num_hidden_layers * config.input_width, own is not None and own.apart, 2 * config.hidden_size if mtp else 0,
-                config.states_beside, config.gates_apart, config.streams, config.low_rank)
+                config.states_beside, config.gates_apart, config.streams, config.low_rank, lora)
 
 
 class Model:
@@ -64,7 +65,7 @@ class Model:
     def __init__(self, config: ModelConfig, store: TensorStore, devices: Sequence[str], backends: Mapping[str, object], ctx: int,
                  mmap: bool = False, container: Container | None = None, streams: Streams | PagedExperts | None = None,
                  copied_from: int | None = None, predictors: Predictors | None = None, head_on_card: bool = False,
-                 mtp: bool = False) -> None:
+                 mtp: bool = False, adapted: Adapted = NOTHING) -> None:
         self.config, self.store, self.devices, self.backends = config, store, tuple(devices), backends
         self.tensors = check_tensors(config, store, container, mtp)
         check_outliers(self.tensors, store)
@@ -74,7 +75,7 @@ class Model:
         self.pager = ResidentPager(store, host, mmap=mmap) if streams is None else streams.pager(store)
         self.streamed = None if streams is None else StreamedWeights(streams.parts, self.pager)
         self.paging = Paging(streams, self.pager) if isinstance(streams, PagedExperts) else None
-        self.records = WeightRecords(config, self.tensors, store, backends["cpu"], self.pager, self.streamed, self.paging)
+        self.records = WeightRecords(config, self.tensors, store, backends["cpu"], self.pager, self.streamed, self.paging, adapted)
         self.block = families.get(config.family).block
         self.looked_up: set[str] = set()  # tensors whose codes lie in lookup order in the pager's memory (`lookup.py`)
         self._wrapped: dict[int | str, tuple[Mapping[str, np.ndarray], object]] = {}

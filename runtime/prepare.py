@@ -21,6 +21,7 @@ from ..offload.plan import AUTO_CTX, Budget, Placement
 from ..offload.size import SPARE, format_size, parse_size
 from ..quant.kv import PackedCodec, RawCodec, codec, of_types
 from . import devices, draft_model, kv_disk, parallel
+from .adapted import NOTHING, Adapted, adapted
 from .bundles import is_bundled, is_lossy
 from .cache import CacheShape
 from .config import ModelConfig, read_config
@@ -62,8 +63,9 @@ class EngineOptions:
     `kv_window`: first and newest tokens that a packed cache keeps exact, None: as the profile says, or 64 and 128. `kv_ram`: memory for
     the cache at most, its other pages go into a file in `spill_dir` of at most `disk`. `kv_read`: all of those are read for a token
     (exact), or few picked and the others estimated (sparse). `predict_neurons`: those that come from the disk begin to before it is certain
-    that they are used. `parallel`: texts at once, each with a cache of its own. `preset`: options that were not asked of this model but
-    stand in a person's settings; where it cannot have them they are left, with a notice."""
+    that they are used. `parallel`: texts at once, each with a cache of its own. `lora`: adapters beside the weights, FOLDER or
+    FOLDER:SCALE. `preset`: options that were not asked of this model but stand in a person's settings; where it cannot have them they are
+    left, with a notice."""
 
     device: str = "auto"
     threads: int | None = None
@@ -91,6 +93,7 @@ class EngineOptions:
     kv_read: str = "exact"
     predict_neurons: bool = False
     parallel: int = 1
+    lora: tuple[str, ...] = ()
     preset: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
@@ -149,7 +152,8 @@ class Program:
 @dataclass(frozen=True)
 class Prepared:
     """What is known before a byte of weights is read. `chunk`: the grid of a prompt's chunks, of which `shape` may take several at once.
-    `card`: the GPU of a run that may use one. `predictors`: of neurons on the disk. `window`: newest exact tokens (`shape` cuts it)."""
+    `card`: the GPU of a run that may use one. `predictors`: of neurons on the disk. `window`: newest exact tokens (`shape` cuts it).
+    `adapted`: what adapters add to products."""
 
     folder: Path | None
     config: ModelConfig
@@ -166,6 +170,7 @@ class Prepared:
     card: Device | None = None
     predictors: Predictors | None = None
     window: int = CacheShape.window
+    adapted: Adapted = NOTHING
 
 
 def prepare(folder: Path, options: EngineOptions, beside: int = 0, rehearsal: bool = False) -> Prepared:
@@ -201,12 +206,14 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
     options, draft = draft_model.draft_or_without(folder, options, notices) if options.draft and card is None else (options, None)
     if draft is not None and unless_planned is not None:
         unless_planned.callback(draft.store.close)
-    bundled, budget = is_bundled(container), _budget(options, card, notices)
+    bundled, beside_weights = is_bundled(container), adapted(options.lora, config, tensors)  # before the process is weighed
+    budget = _budget(options, card, notices, beside_weights.nbytes)
     beside += Speculating(draft=draft).draft_nbytes + parallel.drafts_nbytes(options.parallel)
     predictors = predictors_of(options, folder, config)  # before the process is weighed, which they are a part of
     kinds = kinds_of(config, store, container, options)
     baseline = _baseline(kinds) + beside if program is None else program.with_kinds(kinds)
-    asked = Asked(config, options, tensors, cache, store, folder, card, bundled, worker_count(options), baseline, budget)
+    asked = Asked(config, options, tensors, cache, store, folder, card, bundled, worker_count(options), baseline, budget,
+                  beside_weights.rank)
     chunk = max(PAGE, options.chunk // PAGE * PAGE)
     try:
         tokens, placement = _planned(asked, chunk, folder)
@@ -237,7 +244,7 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
     speculating, remarks = decide(options, config, placement, draft, own_nbytes)
     made = Prepared(folder, config, store, placement, shape, options, (*notices, *placement.notes, *remarks), container, cache.codecs,
                     streams, cache.shape(placement.ctx, chunk).chunk, speculating, card,
-                    predictors if placement.slots else None, cache.window)
+                    predictors if placement.slots else None, cache.window, beside_weights)
     if options.strict and not rehearsal:
         refuse_fallbacks(made.notices)
     if placement.slots and is_lossy(container) and not (options.force or rehearsal):
@@ -247,10 +254,10 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
     return made
 
 
-def _budget(options: EngineOptions, card: Device | None, notices: list[str]) -> Budget:
-    """Bytes for this process: as asked, else what the machine has free."""
+def _budget(options: EngineOptions, card: Device | None, notices: list[str], beside: int) -> Budget:
+    """Bytes for this process: as asked, else what the machine has free; on a card `beside` less."""
     ram = parse_size(options.ram) if options.ram else max(0, hardware.memory_available() + hardware.rss() - RESERVE)
-    return Budget(ram=ram, vram=0 if card is None else devices.vram(options, card, notices))
+    return Budget(ram=ram, vram=0 if card is None else max(0, devices.vram(options, card, notices) - beside))
 
 
 def refuse_beyond_machine(prepared: Prepared) -> None:

@@ -33,6 +33,7 @@ from .saved_format import SavedCache, SavedSession, Spoken
 from .session_name import removing
 from .session_store import SessionStore
 
+ADAPTERS = "adapters"  # which of the identity's parts is there only where adapters are
 # Part of the identity -> what a person is told where it differs; {0} is the saved value, {1} this run's.
 DIFFERENCES = {
     "model": ("another model", "run it with {model}"),
@@ -44,6 +45,7 @@ DIFFERENCES = {
     "positions": ("a context of another length, to which this model stretches its positions", "the -c of then"),
     "exact": ("--exact {0}, this run has {1}", "the same flag"),
     "pages": ("pages of version {0}, this effllm has {1}", "the effllm that wrote it"),
+    ADAPTERS: ("another --lora, or none", "the --lora of then, or none"),
 }
 NOT_OF_PAGES = {"warnings", "ropes", "bos_token_id", "eos_token_ids", "max_position_embeddings", "mtp_layers"}  # fields of a config
 # What came when sessions of models without it had been saved already: fields of a config, of its linear attention and its mixture as these
@@ -86,7 +88,7 @@ def identity(engine: Engine) -> dict[str, object]:
     packed = engine.cache.is_packed
     return {**folder_identity(prepared.folder), "kv": engine.options.kv, "basis": basis.hexdigest()[:32], "sink": shape.sinks,
             "window": engine.prepared.window if packed else 0, "positions": positions.hexdigest()[:32], "exact": engine.options.exact,
-            "pages": VERSION}
+            "pages": VERSION, **({ADAPTERS: prepared.adapted.digest} if prepared.adapted.names else {})}
 
 
 def read_by(engine: Engine) -> str:
@@ -122,8 +124,9 @@ def refuse_other(session: SavedSession, own: Mapping[str, object]) -> None:
         return
     theirs = session.cache.identity
     for part, (what, hint) in DIFFERENCES.items():
-        if part in own and theirs.get(part) != own[part]:
-            values = [("off", "on")[each] if isinstance(each, bool) else each for each in (theirs.get(part), own[part])]
+        known = part in own or part == ADAPTERS and "pages" in own  # which all of an identity has
+        if known and theirs.get(part) != own.get(part):
+            values = [("off", "on")[each] if isinstance(each, bool) else each for each in (theirs.get(part), own.get(part))]
             raise UsageError(f"session {session.name} was saved with {what.format(*values)}",
                              f"{hint.format(*values, model=session.model)}; another --session NAME; or "
                              f"{removing(session.name, more='--cache')}, which keeps the text and reads it again")

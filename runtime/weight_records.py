@@ -12,6 +12,7 @@ from ..kernels.reference import CURVE_SLOPE
 from ..kernels.reference_moe import ranks
 from ..offload.neurons import ResidentBundles
 from ..quant.weight import Apart, Bundles, Curve, Expert, Inputs, Linear, LowRank, Norm, SharedExpert, Streams, Weight
+from .adapted import NOTHING, Adapted
 from .bundles import ROLE as BUNDLES
 from .bundles import THRESHOLDS, layout_of
 from .families import SHARED, LayerWeights, expert_roles
@@ -82,12 +83,13 @@ def unit_norm(config: ModelConfig, ops: object, size: int) -> Norm:
 
 class WeightRecords:
     """Makes records of a model's tensors by role: `tensors`, layers by number and what surrounds them as "outer". `host`: the ops of the
-    CPU, whose matrices may be `streamed` and whose experts `paging` reads, both None where all weights stay in memory."""
+    CPU, whose matrices may be `streamed` and whose experts `paging` reads, both None where all weights stay in memory. `adapted`: what
+    adapters add."""
 
     def __init__(self, config: ModelConfig, tensors: Mapping[int | str, Mapping[str, ModelTensor]], store: TensorStore, host: object,
-                 pager: object, streamed: StreamedWeights | None, paging: Paging | None) -> None:
+                 pager: object, streamed: StreamedWeights | None, paging: Paging | None, adapted: Adapted = NOTHING) -> None:
         self.config, self.tensors, self.store, self.host = config, tensors, store, host
-        self.pager, self.streamed, self.paging = pager, streamed, paging
+        self.pager, self.streamed, self.paging, self.adapted = pager, streamed, paging, adapted
 
     def layer(self, key: int, raw: Mapping[str, np.ndarray], ops: object, place: Callable[[ModelTensor], object] | None = None,
               looked_up: Collection[str] = ()) -> LayerWeights:
@@ -101,12 +103,12 @@ class WeightRecords:
         def linear(role: str) -> Linear | None:
             if role not in roles:
                 return None
-            tensor = roles[role]
+            tensor, lora = roles[role], self.adapted.beside(key, role, ops.put)
             if self.streamed is not None and self.streamed.holds(tensor):
-                return Linear(self.streamed.matrix(tensor, raw), vector(f"{role}_bias"))
+                return Linear(self.streamed.matrix(tensor, raw), vector(f"{role}_bias"), lora)
             data = ops.put(typed(raw[tensor.name], tensor.spec), tensor.spec.scheme) if place is None else place(tensor)
             shaped = data.reshape(tensor.shape) if tensor.spec.is_raw else data
-            return Linear(Weight(tensor.spec, tensor.shape, {"data": shaped}, tensor.name in looked_up), vector(f"{role}_bias"))
+            return Linear(Weight(tensor.spec, tensor.shape, {"data": shaped}, tensor.name in looked_up), vector(f"{role}_bias"), lora)
 
         def norm(role: str) -> Norm | None:
             if role not in roles:

@@ -81,7 +81,7 @@ def test_names_that_both_have_are_taken() -> None:
     (("fable", "hi", "--mlock"), "--load mmap"), (("fable", "hi", "--kv", "q4_0"), "use 4bit"), (("fable", "hi", "-c", "0"), "left away"),
     (("fable", "hi", "--ram", "6"), "--ram 6G"), (("fable", "hi", "--bits", "ternary"), "effllm run MODEL:ternary"),
     (("fable", "hi", "--bits=4bit"), "effllm run MODEL:ternary"),
-    (("fable", "hi", "--lora", "x"), "effllm export MODEL -o DIR --lora ADAPTER"),
+    (("fable", "hi", "--adapter-path", "x"), "here it is --lora"), (("fable", "hi", "--lora-scaled", "x:1"), "--lora ADAPTER:0.5"),
     (("fable", "hi", "--format", "json"), "--schema json"), (("fable", "hi", "-md", "x"), "here it is --draft"),
     (("fable", "hi", "--draft-model", "x"), "here it is --draft"), (("fable", "hi", "-ot", "exps=CPU"), "leave it away"),
     (("fable", "hi", "--chat-template", "chatml"), "a model has its own"), (("fable", "hi", "--mmproj", "x"), "text part")])

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
@@ -22,8 +21,9 @@ from effllm.runtime.merge import Merged, merge
 
 sys.path.insert(0, str(Path(__file__).parent))
 from family_models import DELTA, Case, assert_scored_as, text, written
+from lora_adapters import PREFIX, RANK, adapter, peft, random, weights
 
-PREFIX, RANK, LAYER = "base_model.model.", 4, "model.layers.1."
+LAYER = "model.layers.1."
 MODULES = ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")
 
 
@@ -36,36 +36,12 @@ def base(request, tmp_path_factory) -> Path:
     return folder
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    found = {}
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            found |= {name: file.get_tensor(name) for name in file.keys()}
-    return found
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
-
-
-def adapter(folder: Path, tensors: dict[str, torch.Tensor], **stated: object) -> Path:
-    folder.mkdir()
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 10, "base_model_name_or_path": "org/base", **stated}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
-
-
 def matrices(base: Path, modules=MODULES) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     found, own = {}, weights(base)
     for seed, module in enumerate(modules):
         rows, columns = own[f"{LAYER}{module}.weight"].shape
         found[LAYER + module] = random(RANK, columns, seed=seed), random(rows, RANK, seed=seed + 50)
     return found
-
-
-def peft(pairs: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    return {f"{PREFIX}{module}.lora_{part}.weight": each for module, pair in pairs.items() for part, each in zip("AB", pair)}
 
 
 def merged(base: Path, own: Path, out: Path) -> Merged:

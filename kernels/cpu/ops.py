@@ -26,6 +26,8 @@ from .kv_many import packed_scratch
 from .kv_scratch import few_scratch
 from .kv_seal import seal_scratch
 from .linear_amx import panel_floats, scratch_floats
+from .lora import plan_workspace as plan_lora
+from .lora import run as run_with_adapters
 from .rows import SHARE_FROM, Angles
 
 if TYPE_CHECKING:  # records of the layer above; the kernels read their fields and never build one
@@ -67,7 +69,7 @@ def plan_workspace(dims: Dims, workers: int) -> dict[str, int]:
             "scratch": workers * (scratch + 16), "logits": dims.rows * dims.vocab,
             "partials": partials, "state": state, **moe.plan_workspace(dims, chunk),
             **bundled.plan_workspace(dims, chunk), **latent.plan_workspace(dims, chunk),
-            **inputs.plan_workspace(dims, chunk), **streams.plan_workspace(dims, chunk),
+            **inputs.plan_workspace(dims, chunk), **streams.plan_workspace(dims, chunk), **plan_lora(dims, chunk),
             # of drafts by a layer of the model's own: what goes into it, and states that wait for it, of a pass and of one before
             "joined": min(chunk, PAGE) * dims.joined, "states": (chunk + FEW) * dims.hidden if dims.joined else 0}
 
@@ -290,6 +292,9 @@ class CpuOps(Jobs):
     def _matrix(self, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray], mode: int, act: str,
                 columns: int = 0) -> None:
         """Run a stage as one job, or as a job per kind of weight where several meet; `columns`: as if there were so many tokens."""
+        if any(each.lora for each in linears):
+            run_with_adapters(self, x, norm, linears, outs, mode, act)
+            return
         if any(each.weight.in_parts for each in linears):
             in_parts.run(self, x, norm, linears, outs, mode, act)
             return

@@ -321,7 +321,8 @@ class TorchOps:
     def _linear(self, x: torch.Tensor, each: Linear, into: Into = (None, 1.0)) -> torch.Tensor:
         weight = each.weight
         run = self.registry.select(Call("matrix", weight.spec.scheme)).candidate.run
-        return run(self.products, x, weight, each.bias, into)
+        y = run(self.products, x, weight, each.bias, into)
+        return y if each.lora is None else self._linear(self._linear(x, each.lora.into), each.lora.out, (y, into[1]))
 
     def _cos_sin(self, positions: np.ndarray, table: RopeTable) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin [T, 1, R/2] for these positions, made once per step and table on the host, so that every backend turns by the same

@@ -149,7 +149,7 @@ class GgufStore(MadeStore):
             return
         first = 0
         for name, rows in zip(names, heights, strict=True):
-            heads = _heads(name, config) if found.interleaved else 0
+            heads = heads_of(name, config) if found.interleaved else 0
             if heads and rows % (2 * heads):
                 damaged(self._path, f"has tensor {shown(tensor.name)} of {rows} rows for {heads} heads")
             yield name, Source(tensor, (rows, *tensor.shape[1:]), first, heads, found.offset(name), name.endswith(DECAYS))
@@ -308,7 +308,8 @@ def _rules(config: ModelConfig) -> list[TensorRule]:
     return [rule for rules in groups for rule in rules.values()]
 
 
-def _heads(name: str, config: ModelConfig) -> int:
+def heads_of(name: str, config: ModelConfig) -> int:
+    """Heads of queries or keys whose rows are interleaved in llama files; 0 for what is neither."""
     if ".q_proj." in name:
         return config.num_attention_heads
     return config.num_key_value_heads if ".k_proj." in name else 0

@@ -1,0 +1,180 @@
+"""LoRA adapters beside a model as it runs: y = W x + s B (A x), whatever W is stored as and wherever it lies.
+
+Nothing of the model is touched, so adapters go with low-bit weights, GGUF files and weights that come from the disk, where merging would
+have to open what is rounded and round it anew. What it costs is two thin products for each matrix. Of several adapters the matrices lie
+behind one another, A's rows and B's columns, which is their sum. What an adapter changes otherwise (lengths of rows, embeddings, a head,
+experts) is merged: `merge.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .. import UsageError
+from ..offload.checkpoint import CheckpointError
+from ..offload.header import is_gguf, shown
+from ..quant.weight import Linear, Lora, Weight, from_f32, to_f32
+from . import families
+from .adapter import HEAD, TABLE, Adapter
+
+if TYPE_CHECKING:
+    from .config import ModelConfig
+    from .tensors import ModelTensor
+
+# Roles of a layer whose products are stages of their own. Experts are multiplied by a kernel that picks them, `kv_b` is taken apart.
+BESIDE = frozenset(("q", "k", "v", "o", "attn_gate", "gate", "up", "down", "q_a", "q_b", "kv_a", "state_in", "state_gate", "state_rate",
+                    "state_beta", "state_out"))
+MERGES = "effllm export MODEL -o DIR --lora ADAPTER merges it into the original checkpoint"
+NARROW = ("bf16", "f16")  # as which a matrix is kept where that loses nothing
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Of one matrix [N, K]: `a` [r, K] and `b` [N, r], whose product is added to it. float32."""
+
+    a: np.ndarray
+    b: np.ndarray
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """What adapters add, by layer and role; empty for a run without any. `names`: of their folders."""
+
+    names: tuple[str, ...] = ()
+    weights: Mapping[tuple[int | str, str], tuple[Weight, Weight]] = field(default_factory=dict)
+
+    @property
+    def rank(self) -> int:
+        """The most numbers between the two matrices of one weight."""
+        return max((a.shape[0] for a, _ in self.weights.values()), default=0)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.parts["data"].nbytes for pair in self.weights.values() for each in pair)
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of what is added; empty for nothing."""
+        made = hashlib.sha256()
+        for (layer, role), pair in sorted(self.weights.items(), key=lambda item: (str(item[0][0]), item[0][1])):
+            made.update(f"{layer} {role}".encode())
+            for each in pair:
+                made.update(f"{each.spec.scheme} {each.shape}".encode() + each.parts["data"].tobytes())
+        return made.hexdigest()[:32] if self.weights else ""
+
+    def beside(self, layer: int | str, role: str, put: Callable[[np.ndarray, str], object]) -> Lora | None:
+        """What goes beside a matrix, on the backend of `put`; None for nothing."""
+        pair = self.weights.get((layer, role))
+        if pair is None:
+            return None
+        return Lora(*(Linear(Weight(each.spec, each.shape, {"data": put(each.parts["data"], each.spec.scheme)})) for each in pair))
+
+
+NOTHING = Adapted()
+
+
+def adapted(asked: Sequence[str], config: ModelConfig, tensors: Mapping[int | str, Mapping[str, ModelTensor]]) -> Adapted:
+    """The adapters of `--lora ADAPTER` or `ADAPTER:SCALE`, folders or GGUF files, for a model with these tensors. Raises UsageError,
+    CheckpointError for one that is none, that was made for another model, or that adds what only merging can."""
+    found: dict[tuple[int | str, str], list[Factors]] = {}
+    for each in asked:
+        for key, factors in _read(*_parsed(each), config, tensors).items():
+            found.setdefault(key, []).append(factors)
+    weights = {key: (_kept(np.concatenate([own.a for own in several])), _kept(np.concatenate([own.b for own in several], axis=1)))
+               for key, several in found.items()}
+    return Adapted(tuple(_parsed(each)[0].resolve().name for each in asked), weights)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Rows of a weight, as an adapter names it, that are the matrix of a role: of (layer, role), from `first` on, `rows` of them."""
+
+    key: tuple[int | str, str]
+    first: int
+    rows: int
+
+
+def _parsed(asked: str) -> tuple[Path, float]:
+    """The folder, and how much of it: FOLDER:0.5 is half."""
+    folder, colon, share = asked.rpartition(":")
+    whole = Path(asked).expanduser()
+    if not colon or whole.exists():
+        return whole, 1.0
+    try:
+        scale = float(share)
+    except ValueError:
+        return whole, 1.0
+    if not math.isfinite(scale):
+        raise UsageError(f"--lora {asked}: {share} is no scale", f"--lora {folder}, or {folder}:0.5 for half of it")
+    return Path(folder).expanduser(), scale
+
+
+def _places(config: ModelConfig, tensors: Mapping[int | str, Mapping[str, ModelTensor]],
+            usual: bool = False) -> dict[str, tuple[tuple[int, int], list[_Place]]]:
+    """The weights of the layers by name: their shapes, and what they are. One that is stored as several roles has all of them. `usual`:
+    by the names of the family, not by those that they have in these files."""
+    found: dict[str, tuple[tuple[int, int], list[_Place]]] = {}
+    family = families.get(config.family)
+    for layer in range(config.num_hidden_layers):
+        rules = family.layer_tensors(config, layer)
+        for role, tensor in tensors[layer].items():
+            if not tensor.is_matrix:
+                continue
+            whole = _Place((layer, role), 0, tensor.shape[0])
+            found[rules[role].name if usual and role in rules else tensor.name] = tensor.shape, [whole]
+            if role in rules and (part := rules[role].part_of) is not None:
+                name, first, rows = part
+                shape = rows, tensor.shape[1]
+                found.setdefault(name, (shape, []))[1].append(_Place((layer, role), first, tensor.shape[0]))
+    return found
+
+
+def _read(folder: Path, scale: float, config: ModelConfig, tensors: Mapping[int | str, Mapping[str, ModelTensor]]) -> dict[
+        tuple[int | str, str], Factors]:
+    is_file = is_gguf(folder)
+    places = _places(config, tensors, is_file)
+    shapes = {name: shape for name, (shape, _) in places.items()}
+    if is_file:
+        from .gguf.adapter import gguf_deltas
+
+        deltas = gguf_deltas(folder, config, shapes)
+    else:
+        own = Adapter.open(folder)
+        with own.store:
+            deltas = own.deltas(shapes | _outer(config))
+            if whole := own.brought:
+                raise CheckpointError(f"{folder} brings {shown(whole[0])} whole, which is not added beside a model", MERGES)
+    if not deltas:
+        raise CheckpointError(f"{folder} changes no weight", "look at what it holds: its training may not have been saved")
+    found = {}
+    for name, delta in deltas.items():
+        if delta.lengths is not None:
+            raise CheckpointError(f"{folder} gives rows of {shown(name)} lengths (DoRA), which is not done beside a model", MERGES)
+        for place in places[name][1] if name in places else [None]:
+            if place is None or place.key[1] not in BESIDE:
+                raise CheckpointError(f"{folder} changes {shown(name)}, beside which nothing is added as a model runs", MERGES)
+            rows = slice(place.first, place.first + place.rows)
+            found[place.key] = Factors(delta.a, np.float32(delta.scale * scale) * delta.b[rows])
+    return found
+
+
+def _outer(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """What surrounds the layers, by the names that adapters have for it, so that one which changes it is told what stands for that."""
+    shape = config.vocab_size, config.hidden_size
+    return {f"{HEAD}.weight": shape, f"model.{TABLE}.weight": shape}
+
+
+def _kept(values: np.ndarray) -> Weight:
+    """A matrix in two bytes a number where those say the same, else in four."""
+    values = np.ascontiguousarray(values, np.float32)
+    with np.errstate(over="ignore"):
+        scheme = next((each for each in NARROW if np.array_equal(to_f32(from_f32(values, each), each), values)), "f32")
+    return Weight.raw(scheme, values.shape, from_f32(values, scheme))

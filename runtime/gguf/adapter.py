@@ -1,0 +1,106 @@
+"""LoRA adapters in GGUF files, as llama.cpp's converter writes them: `blk.0.attn_q.weight.lora_a` [r, K] and `.lora_b` [N, r] for each
+weight that one changes, s = adapter.lora.alpha / r (1 where it states none).
+
+Rows of B lie in the order in which a model's file has those of the weight: interleaved queries and keys of llama files, several matrices in
+one. What comes of it is by the names and in the order of a checkpoint, so it goes beside any model, whatever that lies in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from ...offload.checkpoint import CheckpointError, TensorStore
+from ...offload.gguf import GgufHeader, GgufTensor
+from ...offload.header import shown
+from ...quant.imports.gguf import DECODERS, dequantize
+from ...quant.weight import RAW_NUMPY, to_f32
+from ..adapter import Delta
+from ..config import ModelConfig
+from .architectures import BY_FAMILY, Architecture, architecture, file_architecture, own_names
+from .linear_attention import joined_rows
+from .sources import RAW, separated
+from .split import close_all, open_parts
+from .store import heads_of
+
+ENDINGS = {".lora_a": "a", ".lora_b": "b"}
+ALPHA, INVOKED = "adapter.lora.alpha", "adapter.alora.invocation_tokens"
+MADE = "llama.cpp's convert_lora_to_gguf.py makes one of PEFT's adapters; those are read as they are, too"
+
+
+def gguf_deltas(path: Path, config: ModelConfig, shapes: Mapping[str, tuple[int, int]]) -> dict[str, Delta]:
+    """What the adapter in a file adds, by the names that weights of these shapes have in a checkpoint of the model's family. Raises
+    CheckpointError for a file that is no adapter, is one of another kind of model, or does not fit."""
+    header, opened = open_parts(path)
+    try:
+        found = _architecture(path, header, config)
+        parts: dict[str, dict[str, GgufTensor]] = {}
+        for tensor in header.tensors.values():
+            name, dot, ending = tensor.name.rpartition(".")
+            if (part := ENDINGS.get(dot + ending)) is None:
+                raise CheckpointError(f"{path} brings {shown(tensor.name)} whole, which is not added beside a model", MADE)
+            parts.setdefault(name, {})[part] = tensor
+        store, made = TensorStore(path, {}, opened), {}
+        for name, pair in parts.items():
+            made |= dict(_deltas(path, name, pair, store, header, found, config, shapes))
+        return made
+    finally:
+        close_all(opened)
+
+
+def _architecture(path: Path, header: GgufHeader, config: ModelConfig) -> Architecture:
+    told = {key: header.metadata.get(key) for key in ("general.type", "adapter.type", "general.architecture")}
+    if told["general.type"] != "adapter" or told["adapter.type"] != "lora":
+        raise CheckpointError(f"{path} is no LoRA adapter but {shown(told['general.type'] or 'a model')}", MADE)
+    if INVOKED in header.metadata:
+        raise CheckpointError(f"{path} is an adapter that begins in the midst of a text, which is not computed here", MADE)
+    name = told["general.architecture"]
+    found = architecture(path, name)
+    if found.family != config.family and (config.family not in BY_FAMILY or file_architecture(config) != name):
+        raise CheckpointError(f"{path} is an adapter of {shown(name)}, the model is {config.family}",
+                              "is it the model that it was made for?")
+    return found
+
+
+def _deltas(path: Path, name: str, pair: Mapping[str, GgufTensor], store: TensorStore, header: GgufHeader, found: Architecture,
+            config: ModelConfig, shapes: Mapping[str, tuple[int, int]]) -> Iterator[tuple[str, Delta]]:
+    """Of a tensor of a model's file: one, or what lies in it one after the other."""
+    def refuse(why: str) -> CheckpointError:
+        return CheckpointError(f"{path} {why}", "is it the model that it was made for?")
+
+    if pair.keys() != {"a", "b"}:
+        raise refuse(f"holds one of the two matrices of {shown(name)} alone")
+    names = own_names(name, found, config.mixture.experts if config.mixture else 0)
+    if names is None or not shapes.keys() >= {*names} or joined_rows(names, config) is not None:
+        raise refuse(f"changes {shown(name)}, beside which nothing is added as a model runs")
+    a, b = (_values(path, store, pair[part]) for part in "ab")
+    heights = [shapes[each][0] for each in names]
+    if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1] or a.shape[1] != shapes[names[0]][1] or len(b) != sum(heights):
+        raise refuse(f"changes {shown(name)} by matrices of {list(a.shape)} and {list(b.shape)}, in the model it has "
+                     f"{sum(heights)} rows of {shapes[names[0]][1]}")
+    alpha, first = header.metadata.get(ALPHA, 0.0), 0
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not np.isfinite(alpha):
+        raise refuse(f"states {ALPHA} {shown(alpha)}, which is no number")
+    for each, rows in zip(names, heights):
+        own, heads = b[first : first + rows], heads_of(each, config) if found.interleaved else 0
+        if heads:
+            own = own[separated(np.arange(rows), rows // heads)]
+        yield each, Delta(a, np.ascontiguousarray(own), float(alpha) / len(a) if alpha else 1.0, None)
+        first += rows
+
+
+def _values(path: Path, store: TensorStore, tensor: GgufTensor) -> np.ndarray:
+    """float32, in its shape. Raises CheckpointError for NaN, infinity and a type that is not known."""
+    raw = np.empty(tensor.nbytes, np.uint8)
+    store.read_at(tensor.file, tensor.offset, memoryview(raw))
+    if tensor.type in RAW:
+        values = to_f32(raw.view(RAW_NUMPY[tensor.type.lower()]), tensor.type.lower()).reshape(tensor.shape)
+    elif tensor.type in DECODERS:
+        values = dequantize(raw, tensor.type, tensor.shape[-1]).reshape(tensor.shape)
+    else:
+        raise CheckpointError(f"{path} has tensor {shown(tensor.name)} of type {tensor.type}, which is not supported", MADE)
+    if not np.isfinite(values).all():
+        raise CheckpointError(f"{path} has NaN or infinity in {shown(tensor.name)}", "the adapter is damaged: download it again")
+    return values
