@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +23,7 @@ from ..offload.checkpoint import CheckpointError
 from ..offload.header import is_gguf, shown
 from ..quant.weight import Linear, Lora, Weight, from_f32, to_f32
 from . import families
-from .adapter import HEAD, TABLE, Adapter
+from .adapter import HEAD, TABLE, Adapter, Delta
 
 if TYPE_CHECKING:
     from .config import ModelConfig
@@ -34,14 +34,6 @@ BESIDE = frozenset(("q", "k", "v", "o", "attn_gate", "gate", "up", "down", "q_a"
                     "state_beta", "state_out"))
 MERGES = "effllm export MODEL -o DIR --lora ADAPTER merges it into the original checkpoint"
 NARROW = ("bf16", "f16")  # as which a matrix is kept where that loses nothing
-
-
-@dataclass(frozen=True)
-class Factors:
-    """Of one matrix [N, K]: `a` [r, K] and `b` [N, r], whose product is added to it. float32."""
-
-    a: np.ndarray
-    b: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -84,13 +76,19 @@ NOTHING = Adapted()
 def adapted(asked: Sequence[str], config: ModelConfig, tensors: Mapping[int | str, Mapping[str, ModelTensor]]) -> Adapted:
     """The adapters of `--lora ADAPTER` or `ADAPTER:SCALE`, folders or GGUF files, for a model with these tensors. Raises UsageError,
     CheckpointError for one that is none, that was made for another model, or that adds what only merging can."""
-    found: dict[tuple[int | str, str], list[Factors]] = {}
+    found: dict[tuple[int | str, str], tuple[Weight, Weight]] = {}
+    names = []
     for each in asked:
-        for key, factors in _read(*_parsed(each), config, tensors).items():
-            found.setdefault(key, []).append(factors)
-    weights = {key: (_kept(np.concatenate([own.a for own in several])), _kept(np.concatenate([own.b for own in several], axis=1)))
-               for key, several in found.items()}
-    return Adapted(tuple(_parsed(each)[0].resolve().name for each in asked), weights)
+        path, scale = _parsed(each)
+        names.append(path.resolve().name)
+        for key, pair in _read(path, scale, config, tensors):
+            found[key] = pair if key not in found else _sum(found[key], pair)
+    return Adapted(tuple(names), found)
+
+
+def _sum(first: tuple[Weight, Weight], second: tuple[Weight, Weight]) -> tuple[Weight, Weight]:
+    """A's rows and B's columns behind one another."""
+    return tuple(_kept(np.concatenate([own.to_f32() for own in pair], axis)) for axis, pair in enumerate(zip(first, second, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -137,33 +135,37 @@ def _places(config: ModelConfig, tensors: Mapping[int | str, Mapping[str, ModelT
     return found
 
 
-def _read(folder: Path, scale: float, config: ModelConfig, tensors: Mapping[int | str, Mapping[str, ModelTensor]]) -> dict[
-        tuple[int | str, str], Factors]:
-    is_file = is_gguf(folder)
-    places = _places(config, tensors, is_file)
-    shapes = {name: shape for name, (shape, _) in places.items()}
-    if is_file:
-        from .gguf.adapter import gguf_deltas
-
-        deltas = gguf_deltas(folder, config, shapes)
-    else:
-        own = Adapter.open(folder)
-        with own.store:
-            deltas = own.deltas(shapes | _outer(config))
-            if whole := own.brought:
-                raise CheckpointError(f"{folder} brings {shown(whole[0])} whole, which is not added beside a model", MERGES)
-    if not deltas:
-        raise CheckpointError(f"{folder} changes no weight", "look at what it holds: its training may not have been saved")
-    found = {}
-    for name, delta in deltas.items():
+def _read(path: Path, scale: float, config: ModelConfig,
+          tensors: Mapping[int | str, Mapping[str, ModelTensor]]) -> Iterator[tuple[tuple[int | str, str], tuple[Weight, Weight]]]:
+    """What one adds, a role after the other: of all of them there is never more than what is kept."""
+    places, changes = _places(config, tensors, is_gguf(path)), False
+    for name, delta in _deltas(path, config, {name: shape for name, (shape, _) in places.items()}):
+        changes = True
         if delta.lengths is not None:
-            raise CheckpointError(f"{folder} gives rows of {shown(name)} lengths (DoRA), which is not done beside a model", MERGES)
+            raise CheckpointError(f"{path} gives rows of {shown(name)} lengths (DoRA), which is not done beside a model", MERGES)
         for place in places[name][1] if name in places else [None]:
             if place is None or place.key[1] not in BESIDE:
-                raise CheckpointError(f"{folder} changes {shown(name)}, beside which nothing is added as a model runs", MERGES)
-            rows = slice(place.first, place.first + place.rows)
-            found[place.key] = Factors(delta.a, np.float32(delta.scale * scale) * delta.b[rows])
-    return found
+                raise CheckpointError(f"{path} changes {shown(name)}, beside which nothing is added as a model runs", MERGES)
+            with np.errstate(over="ignore"):
+                b = np.float32(delta.scale * scale) * delta.b[place.first : place.first + place.rows]
+            if not np.isfinite(b).all():
+                raise CheckpointError(f"{path}: infinity comes of its scale for {shown(name)}", "the adapter is damaged: download it again")
+            yield place.key, (_kept(delta.a), _kept(b))
+    if not changes:
+        raise CheckpointError(f"{path} changes no weight", "look at what it holds: its training may not have been saved")
+
+
+def _deltas(path: Path, config: ModelConfig, shapes: Mapping[str, tuple[int, int]]) -> Iterator[tuple[str, Delta]]:
+    if is_gguf(path):
+        from .gguf.adapter import gguf_deltas
+
+        yield from gguf_deltas(path, config, shapes)
+        return
+    own = Adapter.open(path)
+    with own.store:
+        yield from own.deltas(shapes | _outer(config))
+        if whole := own.brought:
+            raise CheckpointError(f"{path} brings {shown(whole[0])} whole, which is not added beside a model", MERGES)
 
 
 def _outer(config: ModelConfig) -> dict[str, tuple[int, int]]:

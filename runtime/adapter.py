@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,10 +103,9 @@ class Adapter:
                 self._refuse("changes the embeddings and not the head in the same way, which in this model are one matrix",
                              "train with ensure_weight_tying, or merge with the program that trained it, which gives the model a head")
 
-    def deltas(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Delta]:
-        """By names of the weights that they change, of a model whose weights have these shapes. Raises CheckpointError where they do not
-        fit."""
-        found = {}
+    def deltas(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Delta]]:
+        """With the names of the weights that they change, one read after the other, of a model whose weights have these shapes. Raises
+        CheckpointError where they do not fit."""
         for module, parts in self._parts.items():
             name = self._weight(shapes, f"{module}.weight")
             if not {"a", "b"} <= parts.keys():
@@ -124,8 +123,7 @@ class Adapter:
             own, ranks = shapes[name], {a.shape[0], b.shape[1]}
             if len(own) != 2 or shape != tuple(own) or len(ranks) > 1 or lengths is not None and len(lengths) != shape[0]:
                 self._refuse(f"changes {shown(module)} of shape {list(shape)}, in the model it is {list(own)}")
-            found[name] = Delta(np.ascontiguousarray(a), np.ascontiguousarray(b), self._scale(module, a.shape[0]), lengths)
-        return found
+            yield name, Delta(np.ascontiguousarray(a), np.ascontiguousarray(b), self._scale(module, a.shape[0]), lengths)
 
     def replaced(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorInfo]:
         """What the adapter brings whole, by names of the tensors whose place it takes. Raises CheckpointError where it does not fit."""

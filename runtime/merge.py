@@ -63,7 +63,7 @@ def merge(source: Path, adapter: Path, out: Path) -> Iterator[Progress | Notice 
         if config.tie_word_embeddings:
             own.tie()
         shapes = {name: info.shape for name, info in store.tensors.items()}
-        deltas, whole = own.deltas(shapes), own.replaced(shapes)
+        deltas, whole = dict(own.deltas(shapes)), own.replaced(shapes)
         if not deltas and not whole:
             raise CheckpointError(f"{adapter} changes no weight", "look at what it holds: its training may not have been saved")
         files = _files(store)

@@ -30,8 +30,8 @@ ALPHA, INVOKED = "adapter.lora.alpha", "adapter.alora.invocation_tokens"
 MADE = "llama.cpp's convert_lora_to_gguf.py makes one of PEFT's adapters; those are read as they are, too"
 
 
-def gguf_deltas(path: Path, config: ModelConfig, shapes: Mapping[str, tuple[int, int]]) -> dict[str, Delta]:
-    """What the adapter in a file adds, by the names that weights of these shapes have in a checkpoint of the model's family. Raises
+def gguf_deltas(path: Path, config: ModelConfig, shapes: Mapping[str, tuple[int, int]]) -> Iterator[tuple[str, Delta]]:
+    """What the adapter in a file adds, with the names that weights of these shapes have in a checkpoint of the model's family. Raises
     CheckpointError for a file that is no adapter, is one of another kind of model, or does not fit."""
     header, opened = open_parts(path)
     try:
@@ -42,10 +42,9 @@ def gguf_deltas(path: Path, config: ModelConfig, shapes: Mapping[str, tuple[int,
             if (part := ENDINGS.get(dot + ending)) is None:
                 raise CheckpointError(f"{path} brings {shown(tensor.name)} whole, which is not added beside a model", MADE)
             parts.setdefault(name, {})[part] = tensor
-        store, made = TensorStore(path, {}, opened), {}
+        store = TensorStore(path, {}, opened)
         for name, pair in parts.items():
-            made |= dict(_deltas(path, name, pair, store, header, found, config, shapes))
-        return made
+            yield from _deltas(path, name, pair, store, header, found, config, shapes)
     finally:
         close_all(opened)
 
