@@ -16,7 +16,7 @@ from ..offload import hardware
 from .engine import Engine
 from .events import Call, Event, Notice, Progress, Stats, TextDelta, Turn
 from .sampler import Sampler
-from .stream_filters import ChannelFilter, StopStrings, ThinkFilter
+from .stream_filters import ChannelFilter, Indented, StopStrings, ThinkFilter
 from .text import Tokenizer
 from .token_chances import Trail
 
@@ -31,6 +31,8 @@ Reasoning = ThinkFilter | ChannelFilter
 class Answer:
     """`stops` end it, `max_tokens` too (None: no limit), `cancelled` is asked between tokens and between chunks of the prompt. `held_to` is
     the form that it is of, `may_reason`: whether reasoning may come first. `raw`: the prompt is a text that goes on, without a template.
+    `ends`: tokens that end it beside those that end any; `most_s`: seconds behind its first token after which it ends, if it has a whole
+    line by then; `indent`: it ends before a line that is indented by fewer blanks.
 
     `said` is how it began before; `shown` and `thought` are what came, `tokens` as it was sampled, the one that ended it among them.
     `reasoned`: how many of them were reasoning. `stopped_by`: the stop string that ended it, if one did. `is_exact`: the tokens say just
@@ -51,6 +53,9 @@ class Answer:
     raw: bool = False
     said: str = ""
     marks: Mapping[int, str] | None = None
+    ends: frozenset[int] = frozenset()
+    most_s: float | None = None
+    indent: int = 0
     calls: list[Call] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     shown: list[str] = field(default_factory=list)
@@ -73,7 +78,7 @@ class Answer:
         self._before = engine.prefill_s, engine.decode_s, engine.passes_s
         self._drafted = engine.speculation and engine.speculation.counts
         self.shown = [said]
-        stops = StopStrings(self.stops, said)
+        stops, indented, has_line = StopStrings(self.stops, said), Indented(self.indent), False
         stream = self.tokenizer.stream(ids if self.raw or said or inside else (), self.marks)
         held = self._held = self.held_to and self.held_to.begin(said, self.raw or inside, think, self.may_reason, ids if inside else ())
         self.sampler.narrow = held and held.narrow
@@ -106,7 +111,8 @@ class Answer:
                 yield Notice(f"the prompt of {len(ids)} tokens is longer than the context: its middle was dropped (--overflow shift)")
             dropped, self._read_before, self._cpu_before = engine.truncated, engine.disk_traffic, hardware.cpu_time()
             if self.finish != "cancelled" and self.max_tokens != 0:
-                for step in engine.generate(self.sampler, self.max_tokens, self.tokenizer.stop_ids, self.ignore_eos and not held):
+                stop_ids = self.tokenizer.stop_ids | self.ends
+                for step in engine.generate(self.sampler, self.max_tokens, stop_ids, self.ignore_eos and not held):
                     if isinstance(step, Turn):
                         yield step
                         continue
@@ -115,7 +121,7 @@ class Answer:
                     ends = step.finish == "stop"
                     text, at_answer = "" if ends else stream.push(step.token), think is None or think.at_answer
                     may_open = think is not None and think.may_open
-                    certain = stops.push(text)
+                    certain = indented.push(stops.push(text))
                     parts, is_thought = split(certain), think is not None and not think.at_answer
                     if trail and not ends:
                         was_thought = is_thought or not (at_answer or may_open)
@@ -130,12 +136,14 @@ class Answer:
                         yield Notice("the context is full: its middle was dropped to go on (--overflow shift)")
                     given_up, at_end = self.cancelled(), stops.hit or bool(self.calls) and think.is_full
                     self.finish = "stop" if at_end else "cancelled" if given_up else step.finish or self.finish
-                    if at_end or given_up or step.finish:
+                    has_line = has_line or "\n" in text
+                    is_late = has_line and self.most_s is not None and time.monotonic() - self._first_at >= self.most_s
+                    if at_end or given_up or step.finish or indented.hit or is_late:
                         break
                 else:
                     self.finish = "cancelled" if self.cancelled() else self.finish
             ended = stops.hit
-            certain = "" if ended else stops.push(stream.flush()) + stops.flush()
+            certain = "" if ended else indented.push(stops.push(stream.flush()) + stops.flush()) + indented.flush()
             parts = [] if ended else split(certain)
             stood = copy.copy(think)
             for kind, part in think.flush() if think else ():

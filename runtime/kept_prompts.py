@@ -70,7 +70,7 @@ class KeptPrompts:
         self.engine, self.sessions, self.said = engine, sessions, said
         self._kept: dict[str, Kept] = {}
         self._looked = [False]  # whether what was kept before is in it
-        self._prompt = 0  # tokens of the prompt that the cache holds
+        self._prompt = 0  # tokens of the prompt that the cache holds, those that are worth saving
 
     def beside(self, engine: Engine) -> KeptPrompts:
         """The same for another sequence of the model: what one of them kept is there for all."""
@@ -78,9 +78,11 @@ class KeptPrompts:
         other.engine, other._prompt = engine, 0
         return other
 
-    def turn_to(self, prompt: str | None, ids: list[int], prompts: Prompts) -> Generator[Progress | Notice, None, list[int]]:
+    def turn_to(self, prompt: str | None, ids: list[int], prompts: Prompts,
+                lasting: int | None = None) -> Generator[Progress | Notice, None, list[int]]:
         """Before a prompt is read: save what is lost by it, restore what it goes on from. Returns its token ids, which may be cut as those
-        of a restored answer were. `prompts` knows what the cache holds as a text; `prompt` is None where the ids were given."""
+        of a restored answer were. `prompts` knows what the cache holds as a text; `prompt` is None where the ids were given. `lasting`: so
+        many of them are worth saving when it is lost itself, None for all."""
         if len(ids) >= self.engine.n_ctx:  # no prompt of this context's
             return ids
         held = self.engine.cache.reach(min(common_prefix(self.engine.tokens, ids), max(0, len(ids) - 1)))
@@ -92,7 +94,7 @@ class KeptPrompts:
         if found is not None and known - held >= WORTH and (yield from self._restore(found)):
             ids = own
             prompts.held = (found.spoken.text, list(found.spoken.ids)) if found.spoken else ("", [])
-        self._prompt = len(ids)
+        self._prompt = len(ids) if lasting is None else lasting
         return ids
 
     def _longest(self, prompt: str | None, ids: list[int], prompts: Prompts) -> tuple[Kept | None, int, list[int]]:

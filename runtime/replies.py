@@ -19,7 +19,9 @@ from .answering import Answer, Reasoning
 from .dry import breakers_of
 from .engine import Engine
 from .events import Call, Done, Embedded, Event, Notice, Progress, PromptRead, TextDelta, Turn
+from .infill import Gap, Marks, Prompt, marks_of, prompt_of
 from .passes import common_prefix
+from .plain_text import PlainText
 from .prompting import NO_SYSTEM_ROLE, NO_TEMPLATE, Prompts
 from .sampler import Sampler, SamplerSettings
 from .shared_prefix import WORTH
@@ -36,6 +38,7 @@ Message = Mapping[str, Any]
 COUNTED = 1 << 20  # letters of a text that is cut in any case, to say how many tokens it has
 SHRINKS = 4  # times that a text may become shorter before it is cut into tokens, generously
 LITTLE = 4  # times that what is held of a prompt is more than what it takes the place of, where it goes on from there
+USUAL = 256  # tokens that are kept free behind a place that is filled in, where nobody says how many may be written
 SYSTEM, DEVELOPER = "system", "developer"  # newer programs call the system prompt's role so
 
 
@@ -48,7 +51,8 @@ class Wish:
     """What one answer is to be. `think`: auto leaves reasoning to the model, on and off ask its template for it. `stops` end the answer,
     `max_tokens` too (None: no limit); with `ignore_eos` it goes on behind the model's end of text. `form` is what it is held to. `tells`:
     how likely each token was is told, and of so many of the likeliest beside it (None: nothing is). `echo`: a text comes first that it is
-    to continue, with the same of its tokens."""
+    to continue, with the same of its tokens. `ends`: tokens that end it beside those that end any. `most_s`: seconds behind its first token
+    after which it ends, if it has a whole line by then. `indent`: it ends before a line that is indented by fewer blanks."""
 
     settings: SamplerSettings
     think: str = "auto"
@@ -58,6 +62,9 @@ class Wish:
     form: Form | None = None
     tells: int | None = None
     echo: bool = False
+    ends: frozenset[int] = frozenset()
+    most_s: float | None = None
+    indent: int = 0
 
 
 @dataclass
@@ -134,17 +141,21 @@ class Replies:
 
     def count(self, messages: Sequence[Message], think: str = "auto", tools: Tools | None = None,
               variables: Mapping[str, Any] | None = None) -> int:
-        """How many tokens the prompt of an answer to messages has; from any thread, whatever is answered meanwhile. Raises EffllmError as
-        `reply` does."""
-        prompts = Prompts(self.tokenizer)
-        prompt, said = self._asking(prompts, messages, think, tools, variables)
-        prompt = prompts.going_on(prompt, said)
+        """How many tokens the prompt of an answer to messages has, as `rendered`."""
+        prompt = self.rendered(messages, think, tools, variables)
         self._demand_near(prompt)
-        return len(prompts.encoded(prompt))
+        return len(Prompts(self.tokenizer).encoded(prompt))
 
-    def complete(self, prompt: str | Sequence[int], wish: Wish, cancelled: Callable[[], bool] = never) -> Iterator[Event]:
-        """Continue a text, or token ids, as they stand, without a template; reasoning is a part of the text. Raises EffllmError before the
-        first event."""
+    def rendered(self, messages: Sequence[Message], think: str = "auto", tools: Tools | None = None,
+                 variables: Mapping[str, Any] | None = None) -> str:
+        """The prompt of an answer to messages; from any thread, whatever is answered meanwhile. Raises EffllmError as `reply` does."""
+        prompts = Prompts(self.tokenizer)
+        return prompts.going_on(*self._asking(prompts, messages, think, tools, variables))
+
+    def complete(self, prompt: str | Sequence[int], wish: Wish, cancelled: Callable[[], bool] = never,
+                 lasting: int | None = None) -> Iterator[Event]:
+        """Continue a text, or token ids, as they stand, without a template; reasoning is a part of the text. `lasting`: tokens of it that
+        are worth keeping when another takes its place, None for all. Raises EffllmError before the first event."""
         if not prompt:
             raise UsageError("the prompt is empty", "send at least one letter or token")
         if isinstance(prompt, str):
@@ -152,12 +163,34 @@ class Replies:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else self._demand_known(prompt)
         with self._slot_for(ids) as own:
             if own.kept is not None:
-                ids = yield from own.kept.turn_to(None, ids, own.prompts)
-            own.prompt = len(ids)
+                ids = yield from own.kept.turn_to(None, ids, own.prompts, lasting)
+            own.prompt = len(ids) if lasting is None else lasting
             is_scored = wish.echo and wish.tells is not None
             if wish.echo:
                 yield from self._echoed(own.engine, prompt, ids, wish, cancelled)
             yield from self._answer(own.engine, ids, wish, cancelled, None, raw=True, is_scored=is_scored)
+
+    @cached_property
+    def marks(self) -> Marks | None:
+        """The model's tokens for filling in the middle, None where it has none."""
+        return marks_of(self.tokenizer.vocabulary(), self.tokenizer.special_tokens)
+
+    @cached_property
+    def _plain(self) -> PlainText:
+        return PlainText(self.tokenizer, self.marks.ends)
+
+    def around(self, gap: Gap, most: int | None, may_cut: bool) -> Prompt:
+        """The prompt that asks for what belongs into a gap, of `most` tokens; from any thread. Of what has no room the farthest is left out
+        where that `may_cut`. Raises UsageError for a model that does not know how, ContextOverflow."""
+        if self.marks is None:
+            raise UsageError("this model has no tokens for filling in the middle", "ask one that was trained for it")
+        if may_cut:  # before megabytes of it are made tokens
+            far = self.engine.n_ctx * self._longest
+            gap = Gap(gap.prefix[-far:], gap.suffix[:far], gap.begun, tuple((name, text[-far:]) for name, text in gap.files))
+        self._demand_near(gap.begun if may_cut else gap.prefix + gap.suffix)
+        begins = self.tokenizer.encode("a")[:1] == [self.tokenizer.bos_id]
+        return prompt_of(self.marks, gap, self._plain.first, self._plain.going_on, self.tokenizer.bos_id if begins else None,
+                         self.engine.n_ctx, USUAL if most is None else most, may_cut)
 
     def _echoed(self, engine: Engine, prompt: str | Sequence[int], ids: list[int], wish: Wish,
                 cancelled: Callable[[], bool]) -> Iterator[Event]:
@@ -262,7 +295,7 @@ class Replies:
         sampler = Sampler(wish.settings, engine.config.vocab_size, breakers_of(self.tokenizer, wish.settings))
         sampler.tells = wish.tells
         answer = Answer(engine, self.tokenizer, sampler, think, wish.stops, wish.max_tokens, cancelled, wish.ignore_eos,
-                        self._held_to(wish.form), wish.think != "off", raw, said, marks)
+                        self._held_to(wish.form), wish.think != "off", raw, said, marks, wish.ends, wish.most_s, wish.indent)
         try:
             is_read = False
             for event in answer.written(ids):
@@ -318,6 +351,10 @@ class Replies:
         if not rest and not system:
             raise UsageError("there are no messages", "send at least one that has text")
         return prompts.rendered(rest, system, think, variables, beside), said
+
+    def slots(self) -> list[tuple[bool, int]]:
+        """Of each sequence whether an answer goes to it, and how many tokens it holds."""
+        return [(not each.is_free, len(each.engine.tokens)) for each in self._slots]
 
     def _apart(self, messages: Sequence[Message]) -> tuple[str | None, dict[str, Any], list[dict[str, Any]]]:
         """The system prompt, the keys that its message has beside, and the other messages with their content as one text."""

@@ -61,6 +61,37 @@ class StopStrings:
         return text
 
 
+class Indented:
+    """Ends the text before a line, not the first, that is indented by fewer than `least` blanks: it is behind the block that was to be
+    written in. A line of blanks alone says nothing of that."""
+
+    def __init__(self, least: int) -> None:
+        self._least, self._held, self._at_line, self.hit = least, "", False, False
+
+    def push(self, text: str) -> str:
+        """The text that belongs; after a hit always empty."""
+        if not self._least:
+            return text
+        done, text, self._held = "", self._held + text, ""
+        while text and not self.hit:
+            if self._at_line:
+                inside = text.lstrip(" \t\n")
+                if not inside:  # it may be the end
+                    self._held = text
+                    break
+                margin = text[: len(text) - len(inside)]
+                self.hit, self._at_line = len(margin.rpartition("\n")[2]) < self._least, False
+                done, text = (done, "") if self.hit else (done + margin, inside)
+            line, end, text = text.partition("\n")
+            done, self._at_line = done + line + end, bool(end)
+        return done
+
+    def flush(self) -> str:
+        """The text ended: blanks that were held back are a part of it."""
+        text, self._held = "" if self.hit else self._held, ""
+        return text
+
+
 @dataclass(frozen=True)
 class ThinkTags:
     """How a family marks reasoning. `behind`: what its template may put behind the opening tag; `off`: what tells the template that none is

@@ -26,7 +26,10 @@ from .store import read_header
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)
 SPACE = "▁"
 MODELS = ("gpt2", "llama", "gemma4")
-ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}  # ours -> tokenizer.ggml.<>_token_id
+# Ours -> tokenizer.ggml.<>_token_id, the second as older files have it. The last two lines are of filling in the middle.
+ROLES = {"bos_token": ("bos",), "eos_token": ("eos",), "unk_token": ("unknown",), "pad_token": ("padding",),
+         "prefix_token": ("fim_pre", "prefix"), "suffix_token": ("fim_suf", "suffix"), "middle_token": ("fim_mid", "middle"),
+         "fim_pad_token": ("fim_pad",), "fim_rep_token": ("fim_rep",), "fim_sep_token": ("fim_sep",)}
 ENDS = ("eos", "eot", "eom")
 # Control tokens also where a file has them for words, as some do: templates write them, and they end a turn.
 MARKS = frozenset(END_OF_TURN)
@@ -59,7 +62,8 @@ class Vocabulary:
 
     @property
     def special_tokens(self) -> dict[str, str]:
-        return {role: self.tokens[self.ids[name]] for role, name in ROLES.items() if name in self.ids}
+        found = {role: next((self.ids[name] for name in names if name in self.ids), None) for role, names in ROLES.items()}
+        return {role: self.tokens[number] for role, number in found.items() if number is not None}
 
 
 def read_vocabulary(header: GgufHeader) -> Vocabulary:
@@ -93,7 +97,7 @@ def read_vocabulary(header: GgufHeader) -> Vocabulary:
     if model == "gpt2" and pre not in CUTTERS:
         raise TokenizerError(f"{path} cuts words by the rules of {shown_value(pre)}, which are not known here", OTHER_FILE)
     ids = {}
-    for name in (*ROLES.values(), *ENDS):
+    for name in (*(name for names in ROLES.values() for name in names), *ENDS):
         value = data.get(f"tokenizer.ggml.{name}_token_id")
         if value is not None and (type(value) is not int or not 0 <= value < 1 << 32):
             raise fail(f"tokenizer.ggml.{name}_token_id", "a token")

@@ -115,7 +115,7 @@ def _patterns(step: Mapping | None, path: Path) -> Iterator[str]:
 def _special(tokenizer: ModelTokenizer, made: Tokenizer, count: int) -> dict[str, Value]:
     """Ids of roles, and whether texts begin with the begin token."""
     out: dict[str, Value] = {}
-    for role, name in ROLES.items():
+    for role, (name, *_) in ROLES.items():
         number = made.token_to_id(tokenizer.special_tokens.get(role, ""))
         if number is not None and number < count:
             out[f"tokenizer.ggml.{name}_token_id"] = number
