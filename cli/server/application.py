@@ -1,12 +1,12 @@
-"""What is served: the paths of OpenAI's, Anthropic's and Ollama's APIs that a model of text has an answer for, and the few of llama.cpp's
-that go with them. Whatever API a request is of, it is read as one of chat completions, and its answer has the shape of its own."""
+"""What is served: the paths of OpenAI's, Anthropic's, Ollama's and llama.cpp's APIs that a model of text has an answer for. Whatever API a
+request is of, it is read as one of chat completions, or of completions, and its answer has the shape of its own."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from ... import EffllmError
+from ...runtime.infill import Gap
 from ...runtime.replies import Replies, Wish
 from . import messages_fields, ollama_fields, responses_fields
 from .bodies import read
@@ -24,8 +25,10 @@ from .desk import Desk, Start
 from .embeddings import Embeddings
 from .fields import Asked, ChatAsked, Detokenize, Kind, TextAsked, Tokenize, messages_of, prompt_of
 from .guard import RECORD
+from .llama_paths import LlamaPaths
 from .messages_fields import CountAsked, MessagesAsked
 from .messages_shape import MessageShape
+from .metrics import Tally
 from .ollama import OllamaModels
 from .ollama_fields import OllamaAsked, OllamaChat, OllamaText, untagged, waited_ns
 from .ollama_shape import OllamaMessage, OllamaResponse
@@ -42,7 +45,8 @@ if TYPE_CHECKING:
     from ...runtime.events import Event
 
 SYSTEM = ("system", "developer")
-SERVED = "/v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/models, /api/chat and /api/generate"
+SERVED = "/v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/models, /api/chat, /api/generate, /completion and /infill"
+NO_INSERT = 'suffix is not supported: "{}" does not support insert, having no tokens for filling in the middle'  # words of Ollama's in it
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,7 @@ class Service:
     also: frozenset[str] | None = frozenset()
 
     def __post_init__(self) -> None:
-        self._created = int(time.time())
+        self._created, self.tally = int(time.time()), Tally()
 
     def application(self) -> Starlette:
         get, post = partial(Route, methods=["GET"]), partial(Route, methods=["POST"])
@@ -76,13 +80,13 @@ class Service:
                   *(get(path, self.models) for path in ("/v1/models", "/models")),
                   *(get(path, self.model) for path in ("/v1/models/{name:path}", "/models/{name:path}")),
                   *(post(path, self.chat) for path in ("/v1/chat/completions", "/chat/completions")),
-                  *(post(path, self.text) for path in ("/v1/completions", "/completions")),
+                  post("/v1/completions", self.text),
                   *(post(path, self.responses) for path in ("/v1/responses", "/responses")),
                   post(MESSAGES, self.messages), post(f"{MESSAGES}/count_tokens", self.count_tokens),
                   post(f"{OLLAMA}chat", self.ollama_chat), post(f"{OLLAMA}generate", self.ollama_generate),
                   *Embeddings(self.replies, self.desk, self.name, self.note, self._demand_model).routes(),
                   *OllamaModels(self.name, self.replies, self.defaults, self._demand_model).routes(),
-                  post("/tokenize", self.tokenize), post("/detokenize", self.detokenize)]
+                  *LlamaPaths(self).routes(), post("/tokenize", self.tokenize), post("/detokenize", self.detokenize)]
         return Starlette(routes=routes, exception_handlers={Problem: on_problem, HTTPException: on_path, EffllmError: on_problem,
                                                             ClientDisconnect: on_left, Exception: on_problem})
 
@@ -103,25 +107,25 @@ class Service:
         return json_response(self._card())
 
     async def chat(self, request: Request) -> Response:
-        asked = await self._asked(request, ChatAsked)
-        answer = await self._wanted(asked, messages_of(asked))
-        return await self._answer(request, asked, self._completion(ChatShape, asked, answer.wish), partial(self._reply, answer))
+        asked = await self.asked(request, ChatAsked)
+        answer = await self.wanted(asked, messages_of(asked))
+        return await self.answer(request, asked, self._completion(ChatShape, asked, answer.wish), partial(self._reply, answer))
 
     async def responses(self, request: Request) -> Response:
-        asked = await self._asked(request, ResponsesAsked)
+        asked = await self.asked(request, ResponsesAsked)
         chat, messages, names = responses_fields.chat_of(asked)
-        answer = await self._wanted(chat, messages, responses_fields.CALLED)
+        answer = await self.wanted(chat, messages, responses_fields.CALLED)
         shape = ResponseShape(self.name, asked, names, self.replies.tokenizer if asked.tells else None)
-        return await self._answer(request, asked, shape, partial(self._reply, answer))
+        return await self.answer(request, asked, shape, partial(self._reply, answer))
 
     async def messages(self, request: Request) -> Response:
-        asked = await self._asked(request, MessagesAsked)
-        answer = await self._wanted(*messages_fields.chat_of(asked), messages_fields.CALLED)
-        return await self._answer(request, asked, MessageShape(self.name, asked), partial(self._reply, answer))
+        asked = await self.asked(request, MessagesAsked)
+        answer = await self.wanted(*messages_fields.chat_of(asked), messages_fields.CALLED)
+        return await self.answer(request, asked, MessageShape(self.name, asked), partial(self._reply, answer))
 
     async def count_tokens(self, request: Request) -> Response:
-        asked = await self._asked(request, CountAsked)
-        wanted = await self._wanted(*messages_fields.chat_of(asked), messages_fields.CALLED)
+        asked = await self.asked(request, CountAsked)
+        wanted = await self.wanted(*messages_fields.chat_of(asked), messages_fields.CALLED)
         count = await asyncio.to_thread(self.replies.count, wanted.messages, wanted.wish.think, wanted.tools, wanted.variables)
         return json_response({"input_tokens": count})
 
@@ -130,25 +134,25 @@ class Service:
         shape = OllamaMessage(asked.model or self.name, waited_ns(request.headers), self.replies.tokenizer if asked.logprobs else None)
         if not asked.messages:
             return json_response(shape.loaded())
-        answer = await self._wanted(*ollama_fields.chat_of(asked), ollama_fields.CALLED)
-        return await self._answer(request, asked, shape, partial(self._reply, answer))
+        answer = await self.wanted(*ollama_fields.chat_of(asked), ollama_fields.CALLED)
+        return await self.answer(request, asked, shape, partial(self._reply, answer))
 
     async def ollama_generate(self, request: Request) -> Response:
         asked = await self._asked_as_ollama(request, OllamaText)
         shape = OllamaResponse(asked.model or self.name, waited_ns(request.headers), self.replies.tokenizer if asked.logprobs else None)
         if not asked.prompt:
             return json_response(shape.loaded())
-        if asked.raw:
+        if asked.raw or asked.suffix:
             wish = await self._wish(ollama_fields.raw_of(asked), ollama_fields.CALLED_RAW)
-            return await self._answer(request, asked, shape, partial(self.replies.complete, asked.prompt, wish))
-        answer = await self._wanted(*ollama_fields.answer_of(asked), ollama_fields.CALLED)
-        return await self._answer(request, asked, shape, partial(self._reply, answer))
+            return await self.answer(request, asked, shape, await self._completed(asked.prompt, asked.suffix, wish))
+        answer = await self.wanted(*ollama_fields.answer_of(asked), ollama_fields.CALLED)
+        return await self.answer(request, asked, shape, partial(self._reply, answer))
 
     async def text(self, request: Request) -> Response:
-        asked = await self._asked(request, TextAsked)
+        asked = await self.asked(request, TextAsked)
         prompt, wish = prompt_of(asked), await self._wish(asked)
-        return await self._answer(request, asked, self._completion(TextShape, asked, wish),
-                                  lambda cancelled: self.replies.complete(prompt, wish, cancelled))
+        start = await self._completed(prompt, asked.suffix, wish)
+        return await self.answer(request, asked, self._completion(TextShape, asked, wish), start)
 
     async def tokenize(self, request: Request) -> Response:
         asked = await read(request, Tokenize)
@@ -167,14 +171,15 @@ class Service:
             raise Problem(400, f"token id {bad} is outside the vocabulary of {rows}", param="tokens")
         return json_response({"content": await asyncio.to_thread(self.replies.tokenizer.decode, asked.tokens, False)})
 
-    async def _asked(self, request: Request, kind: type[Kind]) -> Kind:
+    async def asked(self, request: Request, kind: type[Kind]) -> Kind:
+        """The body of a request that is for this model. Raises Problem."""
         asked = await read(request, kind)
         if asked.model:
             self._demand_model(asked.model, "model")
         return asked
 
     async def _asked_as_ollama(self, request: Request, kind: type[Kind]) -> Kind:
-        asked = await self._asked(request, kind)
+        asked = await self.asked(request, kind)
         if remark := ollama_fields.judged(asked, self.name, self.replies.tokenizer.thinks, self.replies.engine.n_ctx):
             self.note(remark)
         return asked
@@ -186,7 +191,20 @@ class Service:
         except Problem as problem:
             raise problem.renamed(called or {}) from problem
 
-    async def _wanted(self, asked: ChatAsked, messages: list[dict[str, Any]], called: Mapping[str, str] | None = None) -> Wanted:
+    async def _completed(self, prompt: str | list[int], suffix: str | None, wish: Wish) -> Start:
+        """What begins an answer to a prompt that is taken as it stands, or to what belongs between it and a suffix. Raises Problem,
+        EffllmError."""
+        if not suffix:
+            return partial(self.replies.complete, prompt, wish)
+        if wish.echo or not isinstance(prompt, str):
+            raise Problem(400, "suffix goes with a prompt that is a text, without echo", param="suffix")
+        marks = await asyncio.to_thread(lambda: self.replies.marks)
+        if marks is None:
+            raise Problem(400, NO_INSERT.format(self.name), param="suffix", code="unsupported_parameter")
+        around = await asyncio.to_thread(self.replies.around, Gap(prompt, suffix), wish.max_tokens, False)
+        return partial(self.replies.complete, around.ids, replace(wish, ends=marks.ends), lasting=around.lasting)
+
+    async def wanted(self, asked: ChatAsked, messages: list[dict[str, Any]], called: Mapping[str, str] | None = None) -> Wanted:
         """What a request comes to. Raises Problem that names the field, as it is `called` where the request comes from."""
         if self.defaults.system and not any(message["role"] in SYSTEM for message in messages):
             messages = [{"role": "system", "content": self.defaults.system}, *messages]
@@ -204,8 +222,9 @@ class Service:
         told_by = None if wish.tells is None else self.replies.tokenizer
         return kind(self.name, bool(asked.stream_options and asked.stream_options.include_usage), told_by)
 
-    async def _answer(self, request: Request, asked: Asked | OllamaAsked, shape: Shape, start: Start) -> Response:
-        listener = Listener(self.desk.ask(start), self.note, request.scope[RECORD])
+    async def answer(self, request: Request, asked: Asked | OllamaAsked, shape: Shape, start: Start) -> Response:
+        """The answer that `start` begins, whole or as a stream. Raises Problem."""
+        listener = Listener(self.desk.ask(start), self.note, request.scope[RECORD], self.tally.add)
         kind = LineStream if shape.by_line else EventStream
         return kind(listener, shape) if asked.stream else await whole(request, listener, shape)
 

@@ -110,6 +110,10 @@ class Desk:
     def waiting(self) -> int:
         return max(0, len(self._jobs) - self.parallel)
 
+    @property
+    def running(self) -> int:
+        return len(self._jobs) - self.waiting
+
     def place(self, job: Job) -> int:
         """How many of the jobs before it have to end before it begins."""
         return max(0, self._jobs.index(job) - self.parallel + 1) if job in self._jobs else 0

@@ -101,6 +101,7 @@ class TextAsked(Asked):
     logprobs: int | bool | None = None
     n_probs: int | None = None
     echo: bool | None = None
+    suffix: str | None = None
 
 
 class Tokenize(Body):

@@ -29,6 +29,7 @@ from .bodies import body_of, read
 from .fields import Body, parsed
 from .guard import RECORD
 from .lasting import seconds_of
+from .llama_shape import LlamaShape
 from .messages_fields import MessagesAsked
 from .messages_shape import MessageShape
 from .ollama_fields import untagged
@@ -74,13 +75,16 @@ class Passed:
 
 
 PASSED = (Passed(("/v1/chat/completions", "/chat/completions"), lambda name, body: ChatShape(name)),
-          Passed(("/v1/completions", "/completions"), lambda name, body: TextShape(name)),
+          Passed(("/v1/completions",), lambda name, body: TextShape(name)),
+          Passed(("/completion", "/completions", "/infill"), lambda name, body: LlamaShape(name)),
           Passed(("/v1/responses", "/responses"), response_shape),
           Passed((MESSAGES,), lambda name, body: MessageShape(name, parsed(MessagesAsked, body))),
           Passed((f"{OLLAMA}chat",), lambda name, body: OllamaMessage(name), streams=True),
           Passed((f"{OLLAMA}generate",), lambda name, body: OllamaResponse(name), streams=True),
           Passed(("/v1/embeddings", "/embeddings", f"{OLLAMA}embed", f"{OLLAMA}embeddings")),
-          Passed((f"{MESSAGES}/count_tokens", "/tokenize", "/detokenize")))
+          Passed((f"{MESSAGES}/count_tokens", "/tokenize", "/detokenize", "/apply-template")))
+TOLD = ("/props",)  # of a model by its name in the query, which is loaded for it
+GLANCED = ("/slots", "/metrics")  # nothing is loaded for these, and asking them is no use of a model: whoever watches asks for ever
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,7 @@ class Front:
                   *(get(path, self.models) for path in ("/v1/models", "/models")),
                   *(get(path, self.model) for path in ("/v1/models/{name:path}", "/models/{name:path}")),
                   *(Route(path, partial(self.pass_on, passed), methods=["POST"]) for passed in PASSED for path in passed.paths),
+                  *(get(path, self.tell) for path in TOLD), *(get(path, self.glance) for path in GLANCED),
                   *OllamaFront(self).routes(),
                   Route("/models/load", self.load, methods=["POST"]), Route("/models/unload", self.unload, methods=["POST"])]
         return Starlette(routes=routes, exception_handlers={Problem: on_problem, HTTPException: on_path, EffllmError: on_problem,
@@ -177,6 +182,12 @@ class Front:
         streams = passed.streams if asked.stream is None else asked.stream
         shape = await asyncio.to_thread(passed.shape, model.name, body) if passed.shape is not None and streams else None
         return Relay(self, model, shape, body, keep_s)
+
+    async def tell(self, request: Request) -> Response:
+        return Relay(self, await self.meant(request.query_params.get("model")), None, b"", None)
+
+    async def glance(self, request: Request) -> Response:
+        return Glance(self, await self.meant(request.query_params.get("model")), None, b"", None)
 
     async def meant(self, name: str | None) -> Shelved:
         """The model that a request is for. Raises Problem."""
@@ -281,6 +292,16 @@ class Relay(Response):
 
     async def _piece(self, body: bytes, more: bool = True) -> None:
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+class Glance(Relay):
+    """What the server of a model that is loaded tells of itself."""
+
+    async def _relayed(self) -> None:
+        resident = self._front.residents.find(self._model)
+        if resident is None:
+            raise Problem(400, f"{self._model.name} is not loaded", param="model")
+        await self._from(resident, time.monotonic_ns())
 
 
 def raw(headers: Iterable[tuple[str, str]]) -> list[tuple[bytes, bytes]]:

@@ -90,6 +90,7 @@ class OllamaChat(OllamaAsked):
 
 class OllamaText(OllamaAsked):
     prompt: str | None = None
+    suffix: str | None = None
     system: str | None = None
     raw: bool | None = None
 
@@ -139,7 +140,7 @@ def answer_of(asked: OllamaText) -> tuple[ChatAsked, list[dict[str, Any]]]:
 
 def raw_of(asked: OllamaText) -> TextAsked:
     """The request as one of completions, for a prompt that is to be taken as it stands. Raises Problem."""
-    if asked.system:
+    if asked.system and not asked.suffix:  # whose prompts have no place for it at Ollama either
         raise Problem(400, "raw takes the prompt as it stands: system is a part of it, or nothing", param="system")
     if asked.top_logprobs and not asked.logprobs:
         raise Problem(400, ALONE, param="top_logprobs")

@@ -158,6 +158,7 @@ def capabilities(folder: Path, tokenizer: Tokenizer) -> list[str]:
     """What a model was made for. Tools are among it where its template knows them, though any model is told of them."""
     from ...runtime.calls.calling import Calling
     from ...runtime.embedding import pooling_of
+    from ...runtime.infill import marks_of
 
     try:
         pooling_of(folder)
@@ -165,5 +166,6 @@ def capabilities(folder: Path, tokenizer: Tokenizer) -> list[str]:
     except EffllmError:
         embeds = False
     knows_tools = tokenizer.template is not None and Calling(tokenizer).style.knows_tools
-    return ["completion", *(["tools"] if knows_tools else []), *(["thinking"] if tokenizer.thinks else []),
-            *(["embedding"] if embeds else [])]
+    inserts = marks_of(tokenizer.vocabulary(), tokenizer.special_tokens) is not None
+    return ["completion", *(["tools"] if knows_tools else []), *(["insert"] if inserts else []),
+            *(["thinking"] if tokenizer.thinks else []), *(["embedding"] if embeds else [])]

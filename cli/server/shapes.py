@@ -167,6 +167,8 @@ def usage(stats: Stats) -> dict[str, object]:
 
 
 def timings(stats: Stats) -> dict[str, object]:
+    made = len(stats.token_ids)
     return {"cache_n": stats.cached_tokens, "prompt_n": stats.read_tokens, "prompt_ms": stats.prefill_s * MS,
-            "prompt_per_second": stats.prefill_tps, "predicted_n": len(stats.token_ids), "predicted_ms": stats.decode_s * MS,
+            "prompt_per_token_ms": stats.prefill_s * MS / max(1, stats.read_tokens), "prompt_per_second": stats.prefill_tps,
+            "predicted_n": made, "predicted_ms": stats.decode_s * MS, "predicted_per_token_ms": stats.decode_s * MS / max(1, made),
             "predicted_per_second": stats.decode_tps}

@@ -44,10 +44,10 @@ class Record:
 
 
 class Listener:
-    """Follows the events of one job. `note` is told the remarks of the engine, `record` what it cost."""
+    """Follows the events of one job. `note` is told the remarks of the engine, `record` what it cost, and so is `count`."""
 
-    def __init__(self, job: Job, note: Callable[[str], None], record: Record) -> None:
-        self.job, self._note, self._record = job, note, record
+    def __init__(self, job: Job, note: Callable[[str], None], record: Record, count: Callable[[Stats], None] | None = None) -> None:
+        self.job, self._note, self._record, self._count = job, note, record, count
         self.at = ""  # what the engine is at, in words
 
     async def next(self, seconds: float | None = None) -> Event | None:
@@ -66,6 +66,8 @@ class Listener:
                 self.at = f"{event.phase}: {event.done} of {event.total} {event.unit}"
             if isinstance(event, Done):
                 self._record.stats = event.stats
+                if self._count is not None:
+                    self._count(event.stats)
             return event
 
     def told(self, error: Exception) -> Problem:

@@ -1,0 +1,116 @@
+"""Requests of llama.cpp's own API: its completions, and filling in the middle."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from ...runtime.infill import Gap
+from ...runtime.replies import Wish
+from ...runtime.sampler import SamplerSettings
+from ...runtime.text import Tokenizer
+from .fields import NOT_HERE, Asked, Body
+from .problems import Problem
+from .wishes import NO_LIMIT, Defaults, wish_of
+
+ONE_PROMPT = "prompt: one prompt a request"
+A_PROMPT = "prompt is a text, token ids, or a list of both"
+SCHEMA = "json_schema"
+# A sampler's names in `samplers`, the letter first -> what settings are without it.
+WITHOUT: Mapping[tuple[str, ...], Mapping[str, Any]] = {
+    ("e", "penalties"): {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
+    ("d", "dry"): {"dry_multiplier": 0.0}, ("s", "top_n_sigma"): {"top_n_sigma": -1.0}, ("k", "top_k"): {"top_k": 0},
+    ("y", "typ_p", "typical_p", "typical"): {"typical_p": 1.0}, ("p", "top_p"): {"top_p": 1.0}, ("m", "min_p"): {"min_p": 0.0},
+    ("x", "xtc"): {"xtc_probability": 0.0}, ("t", "temperature"): {"temperature": 1.0}}
+INFILL = ("i", "infill")
+GREEDY = 0.0
+
+
+class CompletionAsked(Asked):
+    """Fields that say how caches and slots are used (`id_slot`, `cache_prompt`, `n_keep`, `n_cache_reuse`, `t_max_prompt_ms`) change no
+    answer here and are let pass."""
+
+    not_here: ClassVar[Mapping[str, tuple[object, ...]]] = {**NOT_HERE, "n_cmpl": (1,)}
+
+    prompt: Any = None
+    n_probs: int | None = None
+    json_schema: dict[str, Any] | None = None
+    samplers: str | list[str] | None = None
+    n_indent: int | None = None
+    t_max_predict_ms: int | float | None = None
+    return_tokens: bool | None = None
+    response_fields: list[str] | None = None
+
+
+class File(Body):
+    text: str
+    filename: str | None = None
+
+
+class InfillAsked(CompletionAsked):
+    prompt: str | None = None
+    input_prefix: str | None = None
+    input_suffix: str | None = None
+    input_extra: list[File] | None = None
+
+    @property
+    def gap(self) -> Gap:
+        return Gap(self.input_prefix or "", self.input_suffix or "", self.prompt or "",
+                   tuple((each.filename or "tmp", each.text) for each in self.input_extra or ()))
+
+
+def completion_wish(asked: CompletionAsked, defaults: Defaults, tokenizer: Tokenizer) -> Wish:
+    """Raises Problem that names the field."""
+    if asked.json_schema is not None:
+        if asked.grammar:
+            raise Problem(400, f"{SCHEMA} and grammar both say what the answer is", param=SCHEMA)
+        asked = asked.model_copy(update={"response_format": {"type": SCHEMA, SCHEMA: {"schema": asked.json_schema}}})
+    try:
+        wish = wish_of(asked, defaults, tokenizer)
+    except Problem as problem:
+        raise problem.renamed({"response_format": SCHEMA}) from problem
+    tells = 0 if asked.return_tokens and asked.stream and wish.tells is None else wish.tells  # by which the tokens of a piece are known
+    most_s = asked.t_max_predict_ms / 1000 if asked.t_max_predict_ms and asked.t_max_predict_ms > 0 else None
+    return replace(wish, settings=_chosen(asked, wish.settings), tells=tells, most_s=most_s, indent=max(0, asked.n_indent or 0))
+
+
+def _chosen(asked: CompletionAsked, settings: SamplerSettings) -> SamplerSettings:
+    """With the samplers that a request names alone. Their order is ours, and of the one for infilling, which leaves what has a fifth of
+    all chances or more, it is the likeliest token that is taken."""
+    if asked.samplers is None:
+        return settings
+    named = frozenset(asked.samplers)  # letters of a text
+    for names, without in WITHOUT.items():
+        if named.isdisjoint(names) and not ("temperature" in without and settings.temperature == GREEDY):
+            settings = replace(settings, **without)
+    return replace(settings, temperature=GREEDY) if not named.isdisjoint(INFILL) else settings
+
+
+def completion_prompt(asked: CompletionAsked, tokenizer: Tokenizer) -> str | list[int]:
+    """The one prompt of a request: a text, token ids, or both in turn, of which the ids. Raises Problem."""
+    prompt = asked.prompt
+    if isinstance(prompt, list) and any(isinstance(each, list | dict) for each in prompt) or isinstance(prompt, list) and len(prompt) == 1 \
+            and isinstance(prompt[0], str):
+        if len(prompt) > 1:
+            raise Problem(400, ONE_PROMPT, param="prompt")
+        prompt = prompt[0]
+    if isinstance(prompt, dict):
+        if prompt.get("multimodal_data"):
+            raise Problem(400, "prompt.multimodal_data is not supported: the text part of models alone runs here", param="prompt")
+        prompt = prompt.get("prompt_string")
+    if isinstance(prompt, str):
+        return prompt
+    if not isinstance(prompt, list) or not all(isinstance(each, str) or type(each) is int for each in prompt):
+        raise Problem(400, A_PROMPT if prompt is not None else "prompt is missing", param="prompt")
+    if len(prompt) > 1 and all(isinstance(each, str) for each in prompt):
+        raise Problem(400, ONE_PROMPT, param="prompt")
+    made: list[int] = []
+    for number, part in enumerate(prompt):
+        made += [part] if isinstance(part, int) else tokenizer.encode(part, number == 0)
+    return made
+
+
+def most_tokens(wish: Wish) -> int:
+    """As llama.cpp writes a limit, or that there is none."""
+    return NO_LIMIT if wish.max_tokens is None else wish.max_tokens

@@ -1,0 +1,103 @@
+"""The paths of llama.cpp's own API, by which editors and its own programs speak to llama-server: completions, filling in the middle, and
+what there is to know of the server."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ...runtime.replies import Wish
+from .fields import ChatAsked, messages_of
+from .llama_fields import CompletionAsked, InfillAsked, completion_prompt, completion_wish
+from .llama_shape import LlamaShape, Settings, generation_settings
+from .metrics import TEXT
+from .problems import BUSY, Problem
+from .shapes import FINGERPRINT
+from .streams import json_response
+
+if TYPE_CHECKING:
+    from .application import Service
+
+UNSUPPORTED = "not_supported_error"
+NO_MARKS = "Infill is not supported by this model: {} has no tokens for filling in the middle"  # by which its clients know it
+CUT = "there is more around a place that is filled in than the context holds: what is nearest is read (-c for a larger one)"
+
+
+class LlamaPaths:
+    """Of one model, which `service` has."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def routes(self) -> list[Route]:
+        answers = {"/completion": self.complete, "/completions": self.complete, "/infill": self.infill,
+                   "/apply-template": self.apply_template}
+        told = {"/props": self.props, "/slots": self.slots, "/metrics": self.metrics}
+        return [*(Route(path, answer, methods=["POST"]) for path, answer in answers.items()),
+                *(Route(path, answer, methods=["GET"]) for path, answer in told.items())]
+
+    async def complete(self, request: Request) -> Response:
+        asked, replies = await self._service.asked(request, CompletionAsked), self._service.replies
+        prompt = await asyncio.to_thread(completion_prompt, asked, replies.tokenizer)
+        wish = await self._wish(asked)
+        return await self._answer(request, asked, prompt, wish)
+
+    async def infill(self, request: Request) -> Response:
+        """What has no room in the context is left out: editors send what is around the cursor, however long, and again at the next key."""
+        asked, service = await self._service.asked(request, InfillAsked), self._service
+        replies, wish = service.replies, await self._wish(asked)
+        marks = await asyncio.to_thread(lambda: replies.marks)
+        if marks is None:
+            raise Problem(501, NO_MARKS.format(service.name), UNSUPPORTED, code="not_supported")
+        prompt = await asyncio.to_thread(replies.around, asked.gap, wish.max_tokens, True)
+        if prompt.is_cut:
+            service.note(CUT)
+        return await self._answer(request, asked, prompt.ids, replace(wish, ends=marks.ends), prompt.lasting, prompt.is_cut)
+
+    async def apply_template(self, request: Request) -> Response:
+        asked = await self._service.asked(request, ChatAsked)
+        wanted = await self._service.wanted(asked, messages_of(asked))
+        said = partial(self._service.replies.rendered, wanted.messages, wanted.wish.think, wanted.tools, wanted.variables)
+        return json_response({"prompt": await asyncio.to_thread(said)})
+
+    async def props(self, request: Request) -> Response:
+        service = self._service
+        tokenizer, wish = service.replies.tokenizer, service.defaults.wish
+        usual = {"id": 0, "n_ctx": service.replies.engine.n_ctx, "is_processing": False, "params": generation_settings(wish, True)}
+        template = "" if tokenizer.template is None else tokenizer.template.source
+        special = tokenizer.special_tokens
+        # No answer names a folder of this machine, so the path is the name.
+        return json_response({"default_generation_settings": usual, "total_slots": service.desk.parallel, "model_alias": service.name,
+                              "model_path": service.name, "chat_template": template, "bos_token": special.get("bos_token", ""),
+                              "eos_token": special.get("eos_token", ""), "modalities": {"vision": False, "audio": False},
+                              "build_info": FINGERPRINT, "is_sleeping": False})
+
+    async def slots(self, request: Request) -> Response:
+        service, slots = self._service, self._service.replies.slots()
+        if request.query_params.get("fail_on_no_slot") and all(is_busy for is_busy, _ in slots):
+            raise Problem(503, "no slot is free", BUSY, code="no_slot")
+        speculates = service.replies.engine.speculation is not None
+        return json_response([{"id": number, "n_ctx": service.replies.engine.n_ctx, "speculative": speculates, "is_processing": is_busy,
+                               "n_prompt_tokens": tokens} for number, (is_busy, tokens) in enumerate(slots)])
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self._service.tally.said(self._service.desk), media_type=TEXT)
+
+    async def _wish(self, asked: CompletionAsked) -> Wish:
+        return await asyncio.to_thread(completion_wish, asked, self._service.defaults, self._service.replies.tokenizer)
+
+    async def _answer(self, request: Request, asked: CompletionAsked, prompt: str | list[int], wish: Wish,
+                      lasting: int | None = None, is_cut: bool = False) -> Response:
+        service, tokenizer = self._service, self._service.replies.tokenizer
+        text = prompt if isinstance(prompt, str) else await asyncio.to_thread(tokenizer.decode, prompt, False)
+        settings = Settings(generation_settings(wish, bool(asked.stream), asked.grammar or ""), text,
+                            None if not asked.response_fields else tuple(asked.response_fields), bool(asked.return_tokens),
+                            tokenizer if asked.n_probs else None, is_cut)
+        start = partial(service.replies.complete, prompt, wish, lasting=lasting)
+        return await service.answer(request, asked, LlamaShape(service.name, settings), start)

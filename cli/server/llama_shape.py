@@ -1,0 +1,102 @@
+"""Answers as llama.cpp's own API has them: an object, or events with a piece each, of which the last says how it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ...runtime.events import Call, PromptRead, Stats, TextDelta
+from ...runtime.replies import Wish
+from ...runtime.text import Tokenizer
+from .llama_fields import most_tokens
+from .logprobs import TokenList
+from .shapes import Shape, timings
+from .wishes import RANDOM, SAMPLING
+
+# The order in which they are here, by llama.cpp's names.
+SAMPLERS = ("penalties", "dry", "top_n_sigma", "temperature", "top_k", "top_p", "min_p", "typ_p", "xtc")
+NOT_ITS = ("repetition_penalty",)  # of the names that a request may use
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What an answer is told with: `prompt` as a text, `fields` those alone that are asked for, `tells` tokens and their chances, of
+    `tokens` the numbers alone. `is_cut`: something of the prompt was left out."""
+
+    values: Mapping[str, object]
+    prompt: str = ""
+    fields: tuple[str, ...] | None = None
+    tokens: bool = False
+    tokenizer: Tokenizer | None = None
+    is_cut: bool = False
+
+
+def generation_settings(wish: Wish, stream: bool, grammar: str = "") -> dict[str, object]:
+    """What an answer is made by, under llama.cpp's names."""
+    values = {name: getattr(wish.settings, field) for name, field in SAMPLING.items() if name not in NOT_ITS}
+    return {**values, "seed": RANDOM if wish.settings.seed is None else wish.settings.seed,
+            "logit_bias": [{"token": token, "bias": bias} for token, bias in wish.settings.logit_bias], "stop": list(wish.stops),
+            "max_tokens": most_tokens(wish), "n_predict": most_tokens(wish), "ignore_eos": wish.ignore_eos, "stream": stream,
+            "n_probs": wish.tells or 0, "grammar": grammar, "samplers": SAMPLERS}
+
+
+class LlamaShape(Shape):
+    ending = b""
+
+    def __init__(self, model: str, settings: Settings | None = None) -> None:
+        self.model, self.settings, self.text = model, settings or Settings({}), ""
+        self._rows = self.settings.tokenizer and TokenRows(self.settings.tokenizer)
+        self._told: list[dict[str, object]] = []
+
+    def add(self, event: PromptRead | TextDelta | Call) -> list[dict[str, object]]:
+        if not isinstance(event, TextDelta):
+            return []
+        self.text += event.text
+        told = self._rows.told(event.tokens) if self._rows else []
+        self._told += told
+        tokens = [each.token for each in event.tokens] if self.settings.tokens else []
+        return [{"index": 0, "content": event.text, "tokens": tokens, "stop": False, **_chances(told)}]
+
+    def last(self, stats: Stats) -> list[dict[str, object]]:
+        return [self._end("", [], stats)]
+
+    def whole(self, stats: Stats) -> dict[str, object]:
+        return self._end(self.text, list(stats.token_ids) if self.settings.tokens else [], stats, **_chances(self._told))
+
+    def _end(self, content: str, tokens: list[int], stats: Stats, **more: object) -> dict[str, object]:
+        settings = self.settings
+        ended = {"index": 0, "content": content, "tokens": tokens, "stop": True, "model": self.model,
+                 "tokens_predicted": len(stats.token_ids), "tokens_evaluated": stats.prompt_tokens,
+                 "generation_settings": {**settings.values, "seed": stats.seed}, "prompt": settings.prompt,
+                 "has_new_line": "\n" in self.text, "truncated": settings.is_cut or stats.truncated, "stop_type": stop_type(stats),
+                 "stopping_word": stats.stop_string or "", "tokens_cached": stats.context_used, "timings": timings(stats), **more}
+        return ended if settings.fields is None else chosen(ended, settings.fields)
+
+
+def stop_type(stats: Stats) -> str:
+    if stats.finish_reason == "stop":
+        return "eos" if stats.stop_string is None else "word"
+    return "limit" if stats.finish_reason == "length" else "none"
+
+
+def chosen(ended: Mapping[str, object], fields: Iterable[str]) -> dict[str, object]:
+    """Those of an answer that are asked for, `timings/prompt_n` by that name; what there is not is left out."""
+    found = {}
+    for field in fields:
+        value: object = ended
+        for name in field.split("/"):
+            value = value.get(name) if isinstance(value, Mapping) else None
+        if value is not None:
+            found[field] = value
+    return found
+
+
+def _chances(told: list[dict[str, object]]) -> dict[str, object]:
+    return {"completion_probabilities": told} if told else {}
+
+
+class TokenRows(TokenList):
+    """Tokens with how likely they were, with their numbers."""
+
+    def _one(self, token: int, logprob: float | None) -> dict[str, object]:
+        return {"id": token, **super()._one(token, logprob)}

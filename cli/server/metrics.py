@@ -1,0 +1,49 @@
+"""What a server's answers took so far, in the text that Prometheus reads, under llama.cpp's names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ...runtime.events import Stats
+from .desk import Desk
+
+TEXT = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Tally:
+    """Of all answers that came to their end."""
+
+    def __init__(self) -> None:
+        self.read = self.made = self.longest = self.drafted = self.accepted = 0
+        self.reading_s = self.writing_s = 0.0
+
+    def add(self, stats: Stats) -> None:
+        self.read += stats.read_tokens
+        self.made += len(stats.token_ids)
+        self.reading_s += stats.prefill_s
+        self.writing_s += stats.decode_s
+        self.longest = max(self.longest, stats.context_used)
+        drafts = stats.speculation or {}
+        self.drafted += drafts.get("drafted", 0)
+        self.accepted += drafts.get("accepted", 0)
+
+    def said(self, desk: Desk) -> str:
+        """All of it, with what the desk is at."""
+        rows: Iterable[tuple[str, str, str, float]] = (
+            ("prompt_tokens_total", "counter", "Tokens of prompts that were read.", self.read),
+            ("prompt_seconds_total", "counter", "Seconds that prompts were read.", self.reading_s),
+            ("tokens_predicted_total", "counter", "Tokens that were written.", self.made),
+            ("tokens_predicted_seconds_total", "counter", "Seconds that tokens were written.", self.writing_s),
+            ("n_tokens_max", "counter", "Tokens of the longest context so far.", self.longest),
+            ("spec_decode_num_draft_tokens_total", "counter", "Tokens that were drafted.", self.drafted),
+            ("spec_decode_num_accepted_tokens_total", "counter", "Drafted tokens that were right.", self.accepted),
+            ("prompt_tokens_seconds", "gauge", "Tokens of prompts a second, over all.", rate(self.read, self.reading_s)),
+            ("predicted_tokens_seconds", "gauge", "Tokens written a second, over all.", rate(self.made, self.writing_s)),
+            ("requests_processing", "gauge", "Answers that are written now.", desk.running),
+            ("requests_deferred", "gauge", "Answers that wait for their turn.", desk.waiting))
+        return "".join(f"# HELP llamacpp:{name} {what}\n# TYPE llamacpp:{name} {kind}\nllamacpp:{name} {value:.15g}\n"
+                       for name, kind, what, value in rows)
+
+
+def rate(count: int, seconds: float) -> float:
+    return count / seconds if seconds else 0.0
