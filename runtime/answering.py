@@ -23,6 +23,7 @@ from .token_chances import Trail
 if TYPE_CHECKING:
     from .calls.filter import CallFilter
     from .constraint import Vocabulary
+    from .sure import Sure
 
 Reasoning = ThinkFilter | ChannelFilter
 
@@ -32,7 +33,8 @@ class Answer:
     """`stops` end it, `max_tokens` too (None: no limit), `cancelled` is asked between tokens and between chunks of the prompt. `held_to` is
     the form that it is of, `may_reason`: whether reasoning may come first. `raw`: the prompt is a text that goes on, without a template.
     `ends`: tokens that end it beside those that end any; `most_s`: seconds behind its first token after which it ends, if it has a whole
-    line by then; `indent`: it ends before a line that is indented by fewer blanks.
+    line by then; `indent`: it ends before a line that is indented by fewer blanks. `sure`: it has what the model is sure of, unless it is
+    held to a form.
 
     `said` is how it began before; `shown` and `thought` are what came, `tokens` as it was sampled, the one that ended it among them.
     `reasoned`: how many of them were reasoning. `stopped_by`: the stop string that ended it, if one did. `is_exact`: the tokens say just
@@ -56,6 +58,7 @@ class Answer:
     ends: frozenset[int] = frozenset()
     most_s: float | None = None
     indent: int = 0
+    sure: bool = False
     calls: list[Call] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     shown: list[str] = field(default_factory=list)
@@ -70,6 +73,12 @@ class Answer:
         """The answer, without its reasoning, what was said before included."""
         return "".join(self.shown)
 
+    @property
+    def _sure(self) -> Sure:
+        from .sure import Sure  # of few answers
+
+        return Sure(self.tokenizer, self.tokenizer.stop_ids | self.ends, self.sampler.settings)
+
     def written(self, ids: list[int], inside: bool = False) -> Iterator[Event]:
         """Run the prompt `ids` and write the answer; `inside`: the prompt ends in the midst of it."""
         engine, said, think = self.engine, self.said, self.think
@@ -81,7 +90,7 @@ class Answer:
         stops, indented, has_line = StopStrings(self.stops, said), Indented(self.indent), False
         stream = self.tokenizer.stream(ids if self.raw or said or inside else (), self.marks)
         held = self._held = self.held_to and self.held_to.begin(said, self.raw or inside, think, self.may_reason, ids if inside else ())
-        self.sampler.narrow = held and held.narrow
+        self.sampler.narrow = held.narrow if held else self._sure.narrow if self.sure else None
         if engine.speculation is not None:
             engine.speculation.forced = held and held.forced
         trail = None if self.sampler.tells is None else Trail()

@@ -51,8 +51,9 @@ class Wish:
     """What one answer is to be. `think`: auto leaves reasoning to the model, on and off ask its template for it. `stops` end the answer,
     `max_tokens` too (None: no limit); with `ignore_eos` it goes on behind the model's end of text. `form` is what it is held to. `tells`:
     how likely each token was is told, and of so many of the likeliest beside it (None: nothing is). `echo`: a text comes first that it is
-    to continue, with the same of its tokens. `ends`: tokens that end it beside those that end any. `most_s`: seconds behind its first token
-    after which it ends, if it has a whole line by then. `indent`: it ends before a line that is indented by fewer blanks."""
+    to continue, with the same of its tokens. `most_s`: seconds behind its first token after which it ends, if it has a
+    whole line by then. `indent`: it ends before a line that is indented by fewer blanks. `sure`: it has what the model is sure of, and ends
+    where that is nothing, unless it has a form."""
 
     settings: SamplerSettings
     think: str = "auto"
@@ -62,9 +63,9 @@ class Wish:
     form: Form | None = None
     tells: int | None = None
     echo: bool = False
-    ends: frozenset[int] = frozenset()
     most_s: float | None = None
     indent: int = 0
+    sure: bool = False
 
 
 @dataclass
@@ -154,13 +155,15 @@ class Replies:
 
     def complete(self, prompt: str | Sequence[int], wish: Wish, cancelled: Callable[[], bool] = never,
                  lasting: int | None = None) -> Iterator[Event]:
-        """Continue a text, or token ids, as they stand, without a template; reasoning is a part of the text. `lasting`: tokens of it that
-        are worth keeping when another takes its place, None for all. Raises EffllmError before the first event."""
+        """Continue a text, or token ids, as they stand, without a template; reasoning is a part of the text. Behind a place to fill in, as
+        `around` or a program marks it, other marks end what is written. `lasting`: tokens of the prompt that are worth keeping when another
+        takes its place, None for all. Raises EffllmError before the first event."""
         if not prompt:
             raise UsageError("the prompt is empty", "send at least one letter or token")
         if isinstance(prompt, str):
             self._demand_near(prompt)
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else self._demand_known(prompt)
+        ends = self.marks.ends if self.marks is not None and self.marks.prefix in ids else frozenset()
         with self._slot_for(ids) as own:
             if own.kept is not None:
                 ids = yield from own.kept.turn_to(None, ids, own.prompts, lasting)
@@ -168,7 +171,7 @@ class Replies:
             is_scored = wish.echo and wish.tells is not None
             if wish.echo:
                 yield from self._echoed(own.engine, prompt, ids, wish, cancelled)
-            yield from self._answer(own.engine, ids, wish, cancelled, None, raw=True, is_scored=is_scored)
+            yield from self._answer(own.engine, ids, wish, cancelled, None, raw=True, is_scored=is_scored, ends=ends)
 
     @cached_property
     def marks(self) -> Marks | None:
@@ -290,12 +293,13 @@ class Replies:
 
     def _answer(self, engine: Engine, ids: list[int], wish: Wish, cancelled: Callable[[], bool], think: Reasoning | CallFilter | None,
                 said: str = "", raw: bool = False, marks: Mapping[int, str] | None = None,
-                is_scored: bool = False) -> Generator[Event, None, Answer]:
+                is_scored: bool = False, ends: frozenset[int] = frozenset()) -> Generator[Event, None, Answer]:
         engine.cancelled = cancelled
         sampler = Sampler(wish.settings, engine.config.vocab_size, breakers_of(self.tokenizer, wish.settings))
         sampler.tells = wish.tells
         answer = Answer(engine, self.tokenizer, sampler, think, wish.stops, wish.max_tokens, cancelled, wish.ignore_eos,
-                        self._held_to(wish.form), wish.think != "off", raw, said, marks, wish.ends, wish.most_s, wish.indent)
+                        self._held_to(wish.form), wish.think != "off", raw, said, marks, ends, wish.most_s, wish.indent,
+                        wish.sure)
         try:
             is_read = False
             for event in answer.written(ids):

@@ -84,6 +84,10 @@ def test_marks_end_it_and_are_no_text(server: Served, mark: str) -> None:
     assert len(number) == 1
     ended = infill(server, logit_bias=[[number[0], 1000]]).json
     assert (ended["content"], ended["stop_type"], ended["tokens_predicted"]) == ("", "eos", 1)
+    by_hand = server.complete(f"<|fim_prefix|>{PREFIX}<|fim_suffix|>{SUFFIX}<|fim_middle|>", logit_bias=[[number[0], 1000]]).json
+    assert by_hand["choices"][0]["finish_reason"] == "stop" and by_hand["usage"]["completion_tokens"] == 1, "by programs that mark it"
+    elsewhere = server.complete(PREFIX, logit_bias=[[number[0], 1000]], max_tokens=3).json["choices"][0]
+    assert elsewhere["finish_reason"] == "length", "a model may write them where nothing is to be filled in"
     assert infill(server, input_prefix=f"mark = '{mark}'", n_predict=0).json["prompt"].count(mark) <= 2, "one of them is written there"
     asked = infill(server, input_prefix=f"mark = '{mark}'", n_predict=0).json
     plain = infill(server, input_prefix="mark = ''", n_predict=0).json
@@ -101,8 +105,8 @@ def test_what_editors_send(server: Served) -> None:
     read, all_of_it = first.json["timings/prompt_n"], prompt["tokens_evaluated"]
     held = len(server.ask("POST", "/tokenize", {"content": files + "<|fim_prefix|>"}).json["tokens"])
     assert read == all_of_it - held, "what was read to warm is not read again"
-    assert server.ask("POST", "/infill", {**OF_VIM, "response_fields": None}).json["generation_settings"]["temperature"] == 0
-    assert first.json["timings/predicted_n"] == server.ask("POST", "/infill", OF_VIM).json["timings/predicted_n"], "the likeliest tokens"
+    again = server.ask("POST", "/infill", {**OF_VIM, "response_fields": None}).json
+    assert again["content"] == first.json["content"] and again["stop_type"] == "eos", "random weights are sure of nothing for long"
     second = server.ask("POST", "/infill", OF_VSCODE)
     assert second.status == 200 and {"content", "generation_settings", "tokens_cached", "truncated", "timings"} <= set(second.json)
     assert second.json["prompt"].startswith("<|fim_prefix|>"), "no file, no names"

@@ -138,8 +138,19 @@ def test_samplers_that_are_not_named_are_off(server: Served) -> None:
         few = settings(samplers=named)
         assert (few["top_k"], few["top_p"], few["min_p"], few["temperature"], few["repeat_penalty"]) == (9, 1, 0.2, 1, 1), named
     assert settings(samplers="edskypmxt") == usual == settings(samplers=usual["samplers"])
-    assert settings(samplers=["top_k", "top_p", "infill"])["temperature"] == 0
+    sure = settings(samplers=["top_k", "top_p", "infill"])
+    assert sure["samplers"][-1] == "infill" and (sure["top_k"], sure["top_p"], sure["temperature"]) == (9, 0.5, 1)
     assert settings(samplers=["top_k"], temperature=0)["temperature"] == 0, "what is greedy stays so"
+
+
+def test_what_the_model_is_sure_of(server: Served) -> None:
+    """It ends where that is nothing; a form goes before."""
+    asked = {"samplers": ["top_k", "top_p", "infill"], "n_predict": 60, "top_k": 40, "top_p": 0.99, "temperature": None}
+    first, second = (completed(server, prompt="and they lived happily ever", **asked).json for _ in range(2))
+    assert first["content"] == second["content"] and first["stop_type"] == "eos" and first["content"].startswith(" after.")
+    rows = completed(server, prompt="and they lived happily ever", **asked, n_probs=1).json["completion_probabilities"]
+    assert all(row["logprob"] > -2.5 for row in rows), "a fifth of all, or of the ways to cut one text"
+    assert completed(server, grammar='root ::= "yes"', **asked).json["content"] == "yes"
 
 
 def test_what_sillytavern_sends(server: Served) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -198,11 +198,10 @@ class Service:
             return partial(self.replies.complete, prompt, wish)
         if wish.echo or not isinstance(prompt, str):
             raise Problem(400, "suffix goes with a prompt that is a text, without echo", param="suffix")
-        marks = await asyncio.to_thread(lambda: self.replies.marks)
-        if marks is None:
+        if await asyncio.to_thread(lambda: self.replies.marks) is None:
             raise Problem(400, NO_INSERT.format(self.name), param="suffix", code="unsupported_parameter")
         around = await asyncio.to_thread(self.replies.around, Gap(prompt, suffix), wish.max_tokens, False)
-        return partial(self.replies.complete, around.ids, replace(wish, ends=marks.ends), lasting=around.lasting)
+        return partial(self.replies.complete, around.ids, wish, lasting=around.lasting)
 
     async def wanted(self, asked: ChatAsked, messages: list[dict[str, Any]], called: Mapping[str, str] | None = None) -> Wanted:
         """What a request comes to. Raises Problem that names the field, as it is `called` where the request comes from."""

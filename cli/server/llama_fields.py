@@ -24,7 +24,6 @@ WITHOUT: Mapping[tuple[str, ...], Mapping[str, Any]] = {
     ("y", "typ_p", "typical_p", "typical"): {"typical_p": 1.0}, ("p", "top_p"): {"top_p": 1.0}, ("m", "min_p"): {"min_p": 0.0},
     ("x", "xtc"): {"xtc_probability": 0.0}, ("t", "temperature"): {"temperature": 1.0}}
 INFILL = ("i", "infill")
-GREEDY = 0.0
 
 
 class CompletionAsked(Asked):
@@ -72,19 +71,19 @@ def completion_wish(asked: CompletionAsked, defaults: Defaults, tokenizer: Token
         raise problem.renamed({"response_format": SCHEMA}) from problem
     tells = 0 if asked.return_tokens and asked.stream and wish.tells is None else wish.tells  # by which the tokens of a piece are known
     most_s = asked.t_max_predict_ms / 1000 if asked.t_max_predict_ms and asked.t_max_predict_ms > 0 else None
-    return replace(wish, settings=_chosen(asked, wish.settings), tells=tells, most_s=most_s, indent=max(0, asked.n_indent or 0))
+    sure = asked.samplers is not None and not frozenset(asked.samplers).isdisjoint(INFILL)
+    return replace(wish, settings=_chosen(asked, wish.settings), tells=tells, most_s=most_s, indent=max(0, asked.n_indent or 0), sure=sure)
 
 
 def _chosen(asked: CompletionAsked, settings: SamplerSettings) -> SamplerSettings:
-    """With the samplers that a request names alone. Their order is ours, and of the one for infilling, which leaves what has a fifth of
-    all chances or more, it is the likeliest token that is taken."""
+    """With the samplers that a request names alone, in our order."""
     if asked.samplers is None:
         return settings
     named = frozenset(asked.samplers)  # letters of a text
     for names, without in WITHOUT.items():
-        if named.isdisjoint(names) and not ("temperature" in without and settings.temperature == GREEDY):
+        if named.isdisjoint(names) and not ("temperature" in without and settings.temperature == 0):  # what is greedy stays so
             settings = replace(settings, **without)
-    return replace(settings, temperature=GREEDY) if not named.isdisjoint(INFILL) else settings
+    return settings
 
 
 def completion_prompt(asked: CompletionAsked, tokenizer: Tokenizer) -> str | list[int]:

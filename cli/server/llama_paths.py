@@ -4,7 +4,6 @@ what there is to know of the server."""
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -52,13 +51,12 @@ class LlamaPaths:
         """What has no room in the context is left out: editors send what is around the cursor, however long, and again at the next key."""
         asked, service = await self._service.asked(request, InfillAsked), self._service
         replies, wish = service.replies, await self._wish(asked)
-        marks = await asyncio.to_thread(lambda: replies.marks)
-        if marks is None:
+        if await asyncio.to_thread(lambda: replies.marks) is None:
             raise Problem(501, NO_MARKS.format(service.name), UNSUPPORTED, code="not_supported")
         prompt = await asyncio.to_thread(replies.around, asked.gap, wish.max_tokens, True)
         if prompt.is_cut:
             service.note(CUT)
-        return await self._answer(request, asked, prompt.ids, replace(wish, ends=marks.ends), prompt.lasting, prompt.is_cut)
+        return await self._answer(request, asked, prompt.ids, wish, prompt.lasting, prompt.is_cut)
 
     async def apply_template(self, request: Request) -> Response:
         asked = await self._service.asked(request, ChatAsked)
