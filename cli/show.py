@@ -28,6 +28,7 @@ def show(context: typer.Context, model: Model, json: Json = False) -> None:
     from ..runtime.calls.calling import Calling
     from ..runtime.engine import EngineOptions, prepare
     from ..runtime.hub import shown_licence
+    from ..runtime.infill import marks_of
     from ..runtime.source import licence_of
     from ..runtime.tensors import check_tensors
     from ..runtime.tensors import parameters as count
@@ -40,6 +41,7 @@ def show(context: typer.Context, model: Model, json: Json = False) -> None:
     groups = check_tensors(config, prepared.store, container)
     tokenizer = Tokenizer.load(ref.folder, config)
     calls = Calling(tokenizer).style if tokenizer.template else None
+    infill = marks_of(tokenizer.vocabulary(), tokenizer.special_tokens)
     licence = ref.licence or (container and container.source.get("licence")) or licence_of(ref.folder)
     parameters, tensors = count(groups), [tensor for roles in groups.values() for tensor in roles.values()]
     stored = sorted({tensor.info.dtype if tensor.spec.is_raw else str(tensor.spec) for tensor in tensors})
@@ -64,7 +66,7 @@ def show(context: typer.Context, model: Model, json: Json = False) -> None:
                      "states": None if state is None else {"kind": state.title, "layers": len(config.state_layers)},
                      "windows": windows, "chat_template": tokenizer.template is not None, "thinks": tokenizer.thinks,
                      "tools": calls.format.name if calls and calls.knows_tools else None,
-                     "warnings": [*config.warnings, *tokenizer.remarks],
+                     "infill": infill is not None, "warnings": [*config.warnings, *tokenizer.remarks],
                      "quantized": None if container is None else {"spec": container.spec_text, "bits_per_weight": container.bits_per_weight,
                                                                   "source": dict(container.source), "method": dict(container.method),
                                                                   "calibration": dict(container.calibration)}})
@@ -91,6 +93,7 @@ def show(context: typer.Context, model: Model, json: Json = False) -> None:
         ("vocabulary", f"{config.vocab_size} tokens"),
         ("chat", "has a template" + (", reasons first" if tokenizer.thinks else "") if tokenizer.template else "base model, no template"),
         ("tools", "" if calls is None else f"calls in the form of {calls.format.name}" if calls.knows_tools else "its template knows none"),
+        ("infill", "" if infill is None else f"has tokens for filling in the middle ({tokenizer.decode([infill.prefix], False)})"),
     ) if pair[1]])
 
 

@@ -1,5 +1,6 @@
 """Filling in the middle: which tokens a vocabulary has for it, the prompts that are made of them, and what of a text has room."""
 
+import json
 import random
 import sys
 from pathlib import Path
@@ -19,7 +20,8 @@ from effllm.runtime.text import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from gguf_samples import FABLE, add_fable_tokenizer, write_model
-from infilling import OF_CODESTRAL, OF_QWEN
+from infilling import OF_CODESTRAL, OF_QWEN, filling_model
+from test_cli_config import Ran
 
 VOCABS = [folder for parent in Path(__file__).resolve().parents if (folder := parent / "shared" / "vocabs").is_dir()]
 needs_vocabularies = pytest.mark.skipif(not VOCABS, reason="no vocabularies beside this checkout")
@@ -189,6 +191,13 @@ def test_a_gguf_file_states_its_tokens(tmp_path: Path) -> None:
     older = GgufHeader(tmp_path / "m.gguf", {f"tokenizer.ggml.{before[key]}_token_id" if key in before else key: value
                                              for key, value in read_header(tmp_path / "m.gguf").metadata.items()}, {})
     assert read_vocabulary(older).special_tokens == tokenizer.special_tokens and backend(read_vocabulary(older)).get_vocab_size()
+
+
+def test_show_says_whether_a_model_has_them(tmp_path: Path) -> None:
+    for model, said in ((str(filling_model(tmp_path / "coder")), "has tokens for filling in the middle (<|fim_prefix|>)"), ("fable", "")):
+        table = Ran("show", model)
+        assert table.code == 0 and ("infill " in table.out) == bool(said) and said in table.out
+        assert json.loads(Ran("show", model, "--json").out)["infill"] == bool(said)
 
 
 # ---- where it ends
