@@ -109,7 +109,7 @@ class Served:
 
 def started(*flags: str, model: str | None = "fable", **variables: str) -> tuple[subprocess.Popen, Any]:
     """`model` None serves all that are here."""
-    stderr = tempfile.TemporaryFile()
+    stderr = tempfile.TemporaryFile("a+b")  # whoever reads it moves the place where others would write
     named = [] if model is None else [model]
     process = subprocess.Popen([sys.executable, "-P", "-m", "effllm", "serve", *named, "--port", "0", "--json", *flags],
                                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr, env={**os.environ, **variables})
