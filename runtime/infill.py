@@ -117,19 +117,16 @@ def prompt_of(marks: Marks, gap: Gap, first: Encode, going_on: Encode, bos: int 
     overhead = len(start) + (2 if marks.middle is None else 3) + len(begun)
     files, dropped = _files(marks, gap.files, going_on, room - min(room // 2, NEAR) - min(room // 8, ROOM_TO_WRITE), may_cut)
     around = room - overhead - len(files) - max(1, min(answer, room // 2))
-    is_cut = dropped or len(prefix) + len(suffix) > around
-    if is_cut and not may_cut:
-        all_of_it = overhead + len(files) + len(prefix) + len(suffix)
-        if all_of_it >= room:
-            raise ContextOverflow(f"the prompt has {all_of_it} tokens and the context holds {room}", "shorten it")
-        is_cut = False
-    elif len(prefix) + len(suffix) > around:
+    whole = overhead + len(files) + len(prefix) + len(suffix)
+    if not may_cut and whole >= room:
+        raise ContextOverflow(f"the prompt has {whole} tokens and the context holds {room}", "shorten it")
+    if is_long := may_cut and len(prefix) + len(suffix) > around:
         if around < 0:
             raise ContextOverflow(f"what is begun has {len(begun)} tokens and the context holds {room}", "shorten it")
         prefix, suffix = _near(prefix, suffix, around)
     before, behind = [marks.prefix, *prefix, *begun], [marks.suffix, *suffix]
     parts = behind + before if marks.suffix_first else before + behind
-    return Prompt([*start, *files, *parts, *([] if marks.middle is None else [marks.middle])], len(start) + len(files), is_cut)
+    return Prompt([*start, *files, *parts, *([] if marks.middle is None else [marks.middle])], len(start) + len(files), dropped or is_long)
 
 
 def _near(prefix: list[int], suffix: list[int], room: int) -> tuple[list[int], list[int]]:
