@@ -11,8 +11,10 @@ import pytest
 
 from effllm import ContextOverflow
 from effllm.offload.gguf import GgufHeader
+from effllm.runtime.config import read_config
 from effllm.runtime.gguf.store import read_header
 from effllm.runtime.gguf.tokenizer import backend, load_tokenizer, read_vocabulary
+from effllm.runtime.gguf.vocabulary_out import tokenizer_metadata
 from effllm.runtime.infill import HERE, NEAR, PROJECT, SNIPPET, Gap, marks_of, prompt_of
 from effllm.runtime.plain_text import PlainText
 from effllm.runtime.stream_filters import Indented
@@ -20,7 +22,7 @@ from effllm.runtime.text import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from gguf_samples import FABLE, add_fable_tokenizer, write_model
-from infilling import OF_CODESTRAL, OF_QWEN, filling_model
+from infilling import OF_CODESTRAL, OF_QWEN, ROWS, filling_model
 from test_cli_config import Ran
 
 VOCABS = [folder for parent in Path(__file__).resolve().parents if (folder := parent / "shared" / "vocabs").is_dir()]
@@ -191,6 +193,18 @@ def test_a_gguf_file_states_its_tokens(tmp_path: Path) -> None:
     older = GgufHeader(tmp_path / "m.gguf", {f"tokenizer.ggml.{before[key]}_token_id" if key in before else key: value
                                              for key, value in read_header(tmp_path / "m.gguf").metadata.items()}, {})
     assert read_vocabulary(older).special_tokens == tokenizer.special_tokens and backend(read_vocabulary(older)).get_vocab_size()
+
+
+def test_what_a_folder_states_is_in_the_file_that_is_made_of_it(tmp_path: Path) -> None:
+    folder, names = filling_model(tmp_path / "coder", ("<before>", "<after>", "<here>")), ("prefix", "suffix", "middle")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    stated = {f"{name}_token": text for name, text in zip(names, ("<before>", "<after>", "<here>"))}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | stated))
+    tokenizer = Tokenizer.load(folder, read_config(folder))
+    written = tokenizer_metadata(folder, tokenizer, ROWS)
+    assert [written[f"tokenizer.ggml.fim_{part}_token_id"] for part in ("pre", "suf", "mid")] == [4096, 4097, 4098]
+    again = read_vocabulary(GgufHeader(folder, written, {})).special_tokens
+    assert marks_of(tokenizer.vocabulary(), again) == marks_of(tokenizer.vocabulary(), tokenizer.special_tokens) is not None
 
 
 def test_show_says_whether_a_model_has_them(tmp_path: Path) -> None:
