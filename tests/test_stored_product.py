@@ -99,7 +99,7 @@ def test_sixteen_bit_weights_are_multiplied(stored: str) -> None:
 
 
 @pytest.mark.skipif(ON.type == "cuda", reason="what a simulated card has is on the CPU, and Triton compiles here")
-@pytest.mark.parametrize("made", ["wide", "4bit", pytest.param("3bit", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("made", ["wide", *(pytest.param(made, marks=pytest.mark.slow) for made in ("4bit", "3bit"))])
 def test_a_model_is_multiplied_by_them(made: str, tmp_path: Path) -> None:
     """All of its layers, passes that are run again among them."""
     folder = tmp_path / "wide"
