@@ -243,18 +243,21 @@ def open_with_progress(folder: Path, options: EngineOptions, screen: Screen) -> 
 
 
 def follow(items: Iterable[object], screen: Screen, wanted: type[Result]) -> Iterator[Result]:
-    """The results of an iterator that also reports progress and notices, which are shown here."""
+    """The results of an iterator that also reports progress and notices, which are shown here. However it ends, no progress stays in the
+    line where a failure is told next."""
     from ..runtime.events import Notice, Progress
 
-    for item in items:
-        if isinstance(item, Progress):
-            screen.progress(item)
-        elif isinstance(item, Notice):
-            screen.note_once(item.text)
-        elif isinstance(item, wanted):
-            screen.clear()
-            yield item
-    screen.clear()
+    try:
+        for item in items:
+            if isinstance(item, Progress):
+                screen.progress(item)
+            elif isinstance(item, Notice):
+                screen.note_once(item.text)
+            elif isinstance(item, wanted):
+                screen.clear()
+                yield item
+    finally:
+        screen.clear()
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import threading
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
@@ -16,6 +17,7 @@ from effllm.cli.attachment import written_in_editor
 from effllm.cli.conversation import next_step
 from effllm.cli.editor import is_open, unquoted
 from effllm.cli.environment import Environment
+from effllm.cli.loading import follow
 from effllm.cli.prompt import read_prompt
 from effllm.cli.screen import Screen, broken, cell_width, describe, margin, rounded
 from effllm.runtime.events import Progress
@@ -144,6 +146,19 @@ def test_progress_is_redrawn_on_a_terminal_and_taken_away() -> None:
     err = texts(shown)[1]
     assert "loading  1.00 MiB of 4.00 MiB  25%  1.00 MiB/s" in err and err.count("\n") == 0
     assert err.endswith("\r\x1b[K"), "the line is cleared before the answer"
+
+
+def test_progress_is_taken_away_where_a_failure_is_told_next() -> None:
+    """A download whose server went away: the message stood behind the bytes, in the same line."""
+    def broken_off() -> Iterator[Progress]:
+        yield from (Progress("downloading", done, 4 << 20, "bytes") for done in (0, 1 << 20))
+        raise EffllmError("connection refused")
+
+    shown = ticking(screen(err=Terminal(), NO_COLOR="1"))
+    with pytest.raises(EffllmError):
+        list(follow(broken_off(), shown, str))
+    err = texts(shown)[1]
+    assert "downloading  1.00 MiB of 4.00 MiB" in err and err.endswith("\r\x1b[K")
 
 
 def test_an_operation_of_the_same_name_begins_anew() -> None:
