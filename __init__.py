@@ -74,6 +74,16 @@ def typed(text: object) -> str:
     return "'" + said.replace("'", "'\"'\"'") + "'"
 
 
+def ls(path: object) -> str:
+    """The command that shows who may use a path: of what is not there, or may not be seen, the nearest above it that can be listed."""
+    from os.path import abspath, dirname, lexists
+
+    found = abspath(str(path))
+    while not lexists(found) and found != dirname(found):
+        found = dirname(found)
+    return f"ls -ld {typed(found)}"
+
+
 def lacks_room(error: OSError) -> bool:
     """Did a write fail for want of room?"""
     import errno

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from .. import DiskFull, EffllmError, UsageError, lacks_room, typed
+from .. import DiskFull, EffllmError, UsageError, lacks_room, ls
 from .header import read_header
 from .shards import PAD, PlannedFile
 from .size import format_size
@@ -175,7 +175,7 @@ class _Space:
             raise DiskFull(f"{reason}: {out.name} needs {format_size(self._writer.missing_nbytes())} more",
                            "make room, then run the same command again: it goes on where it stopped") from error
         raise EffllmError(f"{error.filename or self._writer.partial} cannot be written: {error.strerror}",
-                          f"check the folder: ls -ld {typed(out.parent)}") from error
+                          f"check the folder: {ls(out.parent)}") from error
 
 
 def partial_folder(out: Path) -> Path:

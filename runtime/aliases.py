@@ -15,7 +15,7 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
-from .. import ModelNotFound, UsageError, not_written, typed
+from .. import ModelNotFound, UsageError, ls, not_written
 from . import hub, storage
 from .config_reader import AGAIN, ConfigError, Keys, show
 from .small_file import JSON_NBYTES, read_whole
@@ -143,7 +143,7 @@ def own_aliases(env: Mapping[str, str]) -> tuple[CatalogEntry, ...]:
     except (FileNotFoundError, NotADirectoryError):
         return ()
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}", f"check its permissions: ls -l {typed(path)}") from error
+        raise ConfigError(f"{path} cannot be read: {error.strerror}", f"check its permissions: {ls(path)}") from error
     try:
         return parse_catalog(text, str(path), own=True)
     except ConfigError as error:  # a file of the person's own, which is nowhere to be fetched from
@@ -200,7 +200,7 @@ def _change(env: Mapping[str, str], name: str, entry: CatalogEntry | None) -> No
         with storage.changing(path):
             storage.write_aside(place, _edited(_read_exactly(path), path, name, entry))
     except OSError as error:
-        raise not_written(error, f"{path} cannot be written", f"check its folder: ls -ld {typed(place.parent)}") from error
+        raise not_written(error, f"{path} cannot be written", f"check its folder: {ls(place.parent)}") from error
 
 
 def _read_exactly(path: Path) -> str:

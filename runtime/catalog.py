@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .. import EffllmError, ModelNotFound, UsageError, typed
+from .. import EffllmError, ModelNotFound, UsageError, ls, typed
 from ..offload.header import is_gguf
 from ..offload.size import format_size
 from . import hub, storage, unfinished
@@ -100,7 +100,7 @@ def _from_path(reference: Reference, path: Path) -> ModelRef:
         present = path.exists()
     except OSError as error:
         raise ModelNotFound(f"{show(text)} cannot be read: {error.strerror}",
-                            f"check its permissions: ls -ld {typed(path.parent)}") from error
+                            f"check its permissions: {ls(path)}") from error
     if not present:
         others = names.models(hub.gguf_files(folder)) if reference.file else []
         if reference.file and folder.is_dir() and not is_gguf(path):

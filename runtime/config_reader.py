@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from .. import EffllmError, ModelNotFound, typed
+from .. import EffllmError, ModelNotFound, ls, typed
 from .small_file import OddFile, read_whole
 
 ADAPTER = "adapter_config.json"  # what stands in the place of config.json beside a LoRA adapter
@@ -55,7 +55,7 @@ def read_json(path: Path) -> dict[str, object]:
                                 "a model folder holds config.json, tokenizer.json and *.safetensors") from error
         raise ModelNotFound(f"there is no folder {path.parent}", "effllm list shows the models that are here") from error
     except OSError as error:
-        raise ModelNotFound(f"{path} cannot be read: {error.strerror}", f"check its permissions: ls -ld {typed(path.parent)}") from error
+        raise ModelNotFound(f"{path} cannot be read: {error.strerror}", f"check its permissions: {ls(path)}") from error
     try:
         raw = json.loads(text)
     except (ValueError, RecursionError) as error:  # the decoder's own errors are ValueErrors

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from glob import escape
 from pathlib import Path
 
-from .. import EffllmError, ModelNotFound, UsageError, typed
+from .. import EffllmError, ModelNotFound, UsageError, ls, typed
 from ..offload.header import is_gguf
 from ..offload.writer import is_being_written
 from . import half_made, hub, storage, unfinished
@@ -112,7 +112,7 @@ def remove(removal: Removal, env: Mapping[str, str]) -> None:
             storage.forget(env, removal.folder)
     except OSError as error:
         raise EffllmError(f"{error.filename} cannot be removed: {error.strerror}",
-                          f"check its permissions: ls -ld {typed(removal.folder)}") from error
+                          f"check its permissions: {ls(removal.folder)}") from error
 
 
 def _is_in_ours(reference: Reference, env: Mapping[str, str]) -> bool:
@@ -202,7 +202,7 @@ def _made_folder(text: str, folder: Path) -> Removal:
         raise UsageError(f"{folder} is where you are", f"cd somewhere else, then effllm rm {typed(folder)}")
     if not os.access(folder.parent, os.W_OK | os.X_OK):  # before a file has gone
         raise EffllmError(f"{folder} cannot be removed from {folder.parent}: Permission denied",
-                          f"check its permissions: ls -ld {typed(folder.parent)}")
+                          f"check its permissions: {ls(folder.parent)}")
     # The marker last: what a kill leaves is still known for what it is.
     entries = sorted(folder.iterdir(), key=lambda path: (path.name == storage.MARKER, path.name))
     return Removal(text, FOLDER, folder, tuple(entries), _nbytes(folder))

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .. import EffllmError, UsageError, not_written, typed
+from .. import EffllmError, UsageError, ls, not_written, typed
 from ..offload.page_file import DamagedPage, PageFile, describe, on_disk, read_page_file, sync_folder, write_page_file
 from ..offload.size import format_size
 from .saved_format import LARGEST, Malformed, OtherVersion, SavedSession, parse_saved
@@ -99,7 +99,7 @@ class SessionStore:
 
     def _closed(self, error: OSError) -> EffllmError:
         return EffllmError(f"the sessions in {self.folder} cannot be read: {error.strerror}",
-                           f"check the folder: ls -ld {typed(self.folder)}")
+                           f"check the folder: {ls(self.folder)}")
 
     def version(self, name: str) -> tuple[int, int] | None:
         """What tells a session's file from the one before it: each is another file in the same place. None where there is none."""
@@ -180,7 +180,7 @@ class SessionStore:
             with self._locked(fcntl.LOCK_SH):
                 yield
         except OSError as error:
-            raise not_written(error, f"session {name} cannot be saved", f"check its folder: ls -ld {typed(self.folder)}",
+            raise not_written(error, f"session {name} cannot be saved", f"check its folder: {ls(self.folder)}",
                               "effllm session list shows what takes space; the session is what it was before") from error
 
     def write(self, session: SavedSession) -> None:
@@ -214,7 +214,7 @@ class SessionStore:
                 return freed + (self._collect() if alone else 0)
         except OSError as error:
             what = f"the cache of session {names[0]}" if cache_only else f"session {names[0]}"
-            raise not_written(error, f"{what} cannot be removed", f"check its folder: ls -ld {typed(self.folder)}") from error
+            raise not_written(error, f"{what} cannot be removed", f"check its folder: {ls(self.folder)}") from error
 
     def demand(self, names: Sequence[str]) -> None:
         """Raises NoSession for the first that is not there."""

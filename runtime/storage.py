@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from stat import S_IMODE
 
-from .. import not_written, typed
+from .. import ls, not_written
 from . import hub
 from .whole_file import one_at_a_time, whole
 
@@ -194,7 +194,7 @@ def _change(env: Mapping[str, str], how: Callable[[list[str]], list[str]]) -> No
             known = [each for each in how(_read(path)) if (Path(each) / MARKER).is_file()]
             write_aside(path, json.dumps({"format": FORMAT, "version": VERSION, "folders": known}, indent=1) + "\n")
     except OSError as error:
-        raise not_written(error, f"{path} cannot be written", f"check its folder: ls -ld {typed(path.parent)}") from error
+        raise not_written(error, f"{path} cannot be written", f"check its folder: {ls(path.parent)}") from error
 
 
 def _read(path: Path) -> list[str]:

@@ -184,6 +184,15 @@ def test_a_model_folder_without_read_permission() -> None:
         folder.chmod(0o700)
     assert ran.returncode == 3 and "permission denied" in ran.stderr.lower(), ran.stderr
     assert len(ran.stderr.splitlines()) == 2 and not ran.stdout
+    assert ran.stderr.splitlines()[1] == f"hint: check its permissions: ls -ld {folder}", "the folder that is closed, not the one around it"
+
+
+def test_what_shows_permissions_can_be_typed_also_of_what_is_not_there(tmp_path: Path) -> None:
+    assert effllm.ls(tmp_path) == f"ls -ld {tmp_path}"
+    assert effllm.ls(tmp_path / "state" / "effllm" / "sessions") == f"ls -ld {tmp_path}"
+    (tmp_path / "a file").touch()
+    shown = shell(effllm.ls(tmp_path / "a file" / "sessions"))
+    assert shown.returncode == 0 and shown.stdout.startswith("-rw")
 
 
 def shell(line: str) -> subprocess.CompletedProcess:
