@@ -86,8 +86,16 @@ def is_cold(kinds: Sequence[str] = KINDS) -> bool:
 
 def load_all(kinds: Sequence[str] = KINDS) -> None:
     """Take every function from the cache (or compile it): after this the memory of the process holds all machine code it will ever have."""
-    for function in compiled_functions(kinds):
+    for _ in load_each(kinds):
+        continue
+
+
+def load_each(kinds: Sequence[str] = KINDS) -> Iterator[tuple[int, int]]:
+    """`load_all`; yields (functions done, functions in total), to be told where there is no folder that keeps them."""
+    functions = compiled_functions(kinds)
+    for done, function in enumerate(functions, 1):
         function.load()
+        yield done, len(functions)
 
 
 def warm(kinds: Sequence[str] = KINDS) -> Iterator[tuple[int, int]]:

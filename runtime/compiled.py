@@ -35,6 +35,9 @@ def compiled(kinds: Sequence[str]) -> Iterator[Progress]:
     if warm.is_cold(kinds):
         for done, total in warm.warm(kinds):
             yield Progress("compiling kernels (first run only)", done, total, "kernels")
+    elif warm.cache_folder() is None:  # in this process, and so for this run alone
+        for done, total in warm.load_each(kinds):
+            yield Progress("compiling kernels (nothing keeps them)", done, total, "kernels")
     if (target := trial.forced()) and not trial.runs(kinds):
         raise UsageError(f"{target}: this processor lacks instructions of that target",
                          "unset it, and kernels are compiled for this processor")

@@ -22,6 +22,7 @@ from effllm.kernels.cpu.jobs import Jobs
 from effllm.kernels.cpu.linear_amx import AMX_FLOATS
 from effllm.kernels.machine_code import compile_object
 from effllm.kernels.threads import MOST_WORKERS, ThreadPool
+from effllm.runtime.compiled import compiled
 
 ROOT = os.path.dirname(os.path.dirname(__file__))
 
@@ -211,6 +212,15 @@ def test_a_cache_folder_that_cannot_be_written_only_costs_time(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "file")},
                           capture_output=True, text=True)
     assert done.stdout == "ran\n", done.stderr
+
+
+def test_compiling_that_nothing_keeps_shows_how_far_it_is(monkeypatch):
+    """It takes as long as a first run, on every run, and went by without a word."""
+    monkeypatch.setattr(warm, "cache_folder", lambda: None)
+    events = list(compiled((warm.RAW,)))
+    assert {event.phase for event in events} == {"compiling kernels (nothing keeps them)"}
+    functions = warm.compiled_functions((warm.RAW,))
+    assert [event.done for event in events] == [*range(1, len(functions) + 1)] and {event.total for event in events} == {len(functions)}
 
 
 def test_a_cache_folder_on_a_full_disk_is_said_to_take_nothing(tmp_path, monkeypatch):
