@@ -14,7 +14,8 @@ from . import hub, storage, unfinished
 from .aliases import NOT_STATED, CatalogEntry, catalog, entry_folder, parse_catalog
 from .config_reader import show
 from .gguf import names
-from .model_name import LOOK, Reference, exists, parse_reference
+from .model_name import ELSEWHERE, LOOK, Reference, exists, parse_reference
+from .near_names import OLLAMAS, called_elsewhere, near, slips
 
 __all__ = ["Absent", "CatalogEntry", "ModelRef", "catalog", "entry_folder", "find_entry", "parse_catalog", "pull_hint", "resolve"]
 
@@ -106,9 +107,9 @@ def _from_path(reference: Reference, path: Path) -> ModelRef:
         if reference.file and folder.is_dir() and not is_gguf(path):
             raise ModelNotFound(f"{show(text)}: no name of a GGUF file in {folder} states {reference.file}",
                                 f"name one: {_listed(reference, others)}" if others else f"leave it away: {reference.base}")
-        near = [] if others else _siblings(path)
-        raise ModelNotFound(f"there is no {'file' if reference.file or is_gguf(path) else 'folder'} {show(text)}",
-                            f"name one: {_listed(reference, others)}" if others else f"did you mean {' or '.join(near)}?" if near else LOOK)
+        beside = [] if others else _siblings(path)
+        hint = f"name one: {_listed(reference, others)}" if others else f"did you mean {' or '.join(beside)}?" if beside else LOOK
+        raise ModelNotFound(f"there is no {'file' if reference.file or is_gguf(path) else 'folder'} {show(text)}", hint)
     if is_gguf(path):
         return _from_gguf(reference, path)
     inside = (path.parent / "config.json").is_file()  # such as weights, named in place of their folder
@@ -241,7 +242,15 @@ def _absent_entry(reference: Reference, entry: CatalogEntry, env: Mapping[str, s
     label = entry.repo if entry.repo == reference.name else f"{entry.alias} ({entry.repo})"
     at = f" at {reference.revision}" if reference.revision else ""
     return _absent(reference, entry.repo, f"{label}{at} is not on this machine: {format_size(entry.size_bytes)} to load, licence "
-                   f"{entry.licence or NOT_STATED}" + (", gated" if entry.gated else ""), pull_hint(entry, reference.to_pull), entry)
+                   f"{entry.licence or NOT_STATED}" + (", gated" if entry.gated else ""), _next_step(reference, entry), entry)
+
+
+def _next_step(reference: Reference, entry: CatalogEntry) -> str:
+    """For a precision of GGUF files (`qwen3-8b:Q4_K_M`), which repositories of safetensors do not have, what comes near it."""
+    if not reference.file or reference.file.lower().endswith(names.SUFFIX):
+        return pull_hint(entry, reference.to_pull)
+    bits = next((each for each in reference.file if each in "234568"), "4")
+    return f"it holds no GGUF files: {pull_hint(entry, f'{reference.base} --bits {bits}')}; of others: org/repo:{reference.file}"
 
 
 def pull_hint(entry: CatalogEntry, text: str = "") -> str:
@@ -264,18 +273,25 @@ def _not_found(reference: Reference, entries: Iterable[CatalogEntry], env: Mappi
                        f"name it, {typed(f'{name}@{whole[0]}')}, or: {pull}")
     if name in repos:
         return _absent(reference, name, f"{name} is only partly downloaded", f"to complete it: {pull}")
-    near = _near(name, _known(entries, repos)) or (_siblings(Path(name)) if "/" not in name else [])
-    if near:
-        return ModelNotFound(f"there is no model {show(name)}", f"did you mean {' or '.join(near)}?")
-    if "/" in name and hub.is_repo(name):
+    is_repo = "/" in name and hub.is_repo(name) and not OLLAMAS.match(name)
+    meant = slips(name, repos | {entry.repo for entry in entries if entry.repo}) if is_repo else _meant_by(name, entries, repos)
+    if meant:
+        return ModelNotFound(f"there is no model {show(name)}", f"did you mean {' or '.join(meant)}?")
+    if is_repo:
         return _absent(reference, name, f"{name} is not on this machine", pull)
-    return ModelNotFound(f"there is no model {show(name)}", LOOK)
+    return ModelNotFound(f"there is no model {show(name)}", ELSEWHERE)
+
+
+def _meant_by(name: str, entries: Sequence[CatalogEntry], repos: Iterable[str]) -> list[str]:
+    """Names for one word, or for what stands behind Ollama's library/."""
+    word = OLLAMAS.sub("", name)
+    return called_elsewhere(word, entries) or near(word, _known(entries, repos)) or ([] if "/" in name else _siblings(Path(name)))
 
 
 def near_names(name: str, env: Mapping[str, str]) -> list[str]:
     """At most three names, of the catalog or of what is here, that were probably meant by one that leads nowhere."""
     repos = {snapshot.repo for snapshot in hub.snapshots(env)} | {kept.repo for kept in storage.kept_models(env)}
-    return [near for near in _near(name, _known(catalog(env), repos)) if near != name]
+    return [each for each in near(name, _known(catalog(env), repos)) if each != name]
 
 
 def _known(entries: Iterable[CatalogEntry], repos: Iterable[str]) -> list[str]:
@@ -286,15 +302,4 @@ def _siblings(path: Path) -> list[str]:
     """The names of at most three models beside a path that is not there, nearly its own."""
     around = hub.names_in(path.parent) if exists(path.parent) else []
     beside = [name for name in around if is_gguf(Path(name)) or exists(path.parent / name / "config.json")]
-    return [show(name) for name in _near(path.name, beside)]
-
-
-def _near(name: str, known: list[str]) -> list[str]:
-    """At most three names that were probably meant."""
-    import difflib
-
-    folded = {each.lower(): each for each in known}
-    close = difflib.get_close_matches(name.lower(), folded, n=3, cutoff=0.75)
-    if not close and len(name) >= 3 and "/" not in name:
-        close = [each for each in folded if name.lower() in each][:3]
-    return [folded[each] for each in close]
+    return [show(name) for name in near(path.name, beside)]

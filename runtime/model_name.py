@@ -16,6 +16,7 @@ from . import hub
 from .aliases import catalog
 from .config_reader import show
 from .gguf.names import PATH, TAG
+from .near_names import OLLAMAS, tagged
 
 VARIANT = re.compile(rf"(.+):({'|'.join(DEFAULTS)})", re.DOTALL)
 AS_BITS = re.compile(r"\d+[-_ ]?bits?", re.IGNORECASE)  # a precision, and no size of a model
@@ -24,6 +25,7 @@ FILE = re.compile(rf"(.+):({PATH}|{TAG})", re.DOTALL | re.IGNORECASE)
 ADDRESS = re.compile(r"(?:https?://[^/]+|hf\.co|huggingface\.co)/([^/:]+/[^/:?#]+)(?:/(?:tree|blob|resolve)/([^/?#]+)(?:/([^?#]+\.gguf))?)?"
                      r"[^:]*(:[^/]+)?", re.IGNORECASE)
 LOOK = "effllm list shows the models that are here; fable comes with effllm"
+ELSEWHERE = "effllm list --all names what is here and some of the hub; any other of it is called org/repo"
 
 
 @dataclass(frozen=True)
@@ -91,27 +93,17 @@ def _split(text: str, env: Mapping[str, str]) -> tuple[str, str | None]:
     if not base.partition("@")[0]:
         raise UsageError(f"{show(text)} names no model", LOOK)
     if colon:
-        known = f"known: {', '.join(DEFAULTS)}, or the name or the tag (Q4_K_M) of a .gguf file; or leave it away: {show(base)}"
-        near = [] if AS_BITS.fullmatch(variant) else _tagged(base, variant, env)
+        entries = catalog(env)
+        if not AS_BITS.fullmatch(variant) and (meant := tagged(base, variant, entries)):
+            raise UsageError(f"there is no model {show(text)}", f"did you mean {' or '.join(meant)}?")
+        is_one = "/" in base and not OLLAMAS.match(base) or any(entry.alias == base.partition("@")[0].lower() for entry in entries)
         raise UsageError(f"{show(':' + variant)} is no format that a model can be loaded in",
-                         f"did you mean {' or '.join(near)}?" if near else known)
+                         f"known: {', '.join(DEFAULTS)}, or the name or the tag (Q4_K_M) of a .gguf file; "
+                         + (f"or leave it away: {show(base)}" if is_one else f"and {show(base)} is no model here: {ELSEWHERE}"))
     name, at, revision = base.partition("@")
     if at and not hub.is_revision(revision):
         raise UsageError(f"{show(revision)} is no revision", "a branch, a tag or a commit follows the @")
     return name, revision if at else None
-
-
-def _tagged(base: str, tag: str, env: Mapping[str, str]) -> list[str]:
-    """At most three names for what Ollama calls `base:tag`, as in qwen3:4b: the size of a model stands in its name here."""
-    entries, wanted = catalog(env), _letters(base + tag)
-    same = [entry.alias for entry in entries if tag == "latest" and entry.alias == base.lower()]
-    same = same or [entry.alias for entry in entries
-                    if _letters(entry.alias) == wanted or _letters((entry.repo or "").rpartition("/")[2]).startswith(wanted)]
-    return (same or [entry.alias for entry in entries if entry.alias.startswith(base.lower())])[:3]
-
-
-def _letters(name: str) -> str:
-    return "".join(each for each in name.lower() if each.isalnum())
 
 
 def exists(path: Path) -> bool:

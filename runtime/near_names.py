@@ -1,0 +1,100 @@
+"""What was probably meant by a name that leads nowhere: a slip of the hand, or what a model is called elsewhere.
+
+Ollama puts a size behind a colon (`llama3.1:8b`, `qwen2.5:7b-instruct-q4_K_M`), repositories of GGUF files put words around the name
+(`Meta-Llama-3.1-8B-Instruct-GGUF`). Of all of them the family and the sizes are compared, with those of an alias and of its repository.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from .aliases import CatalogEntry
+
+# Where Ollama keeps its models, and what stands there before the name of one.
+OLLAMAS = re.compile(r"(?:https?://)?(?:(?:www\.|registry\.)?ollama\.(?:com|ai)/)?library/|(?:https?://)?(?:www\.|registry\.)?ollama\.(?:com|ai)/",
+                     re.IGNORECASE)
+# What says how a model is stored or trained, and not which one it is.
+ASIDE = re.compile(r"(?<![a-z0-9])(?:i?q\d\w*|[bf]p?f?(?:16|32)|gguf|latest|instruct|chat|it|hf|meta)(?![a-z0-9])")
+SIZE = re.compile(r"[ae]?\d+(?:\.\d+)?[bm]|\d+x\d+b")
+AS_LARGE = 0.12  # parameters are counted in other ways: 7b is 7.25B to its makers
+CLOSE, ALIKE = 0.75, 0.7  # of a name's letters, of a word's
+
+
+@dataclass(frozen=True)
+class Spelled:
+    """A name as what it says: the letters of its family, version included, and its sizes (`8b`, `a3b`)."""
+
+    family: str
+    sizes: frozenset[str]
+
+
+def spelled(name: str) -> Spelled:
+    words = [word for word in re.split(r"[-_:\s]+", ASIDE.sub("", name.lower().rpartition("/")[2])) if word]
+    sizes = frozenset(word for word in words if SIZE.fullmatch(word))
+    return Spelled(letters("".join(word for word in words if word not in sizes)), sizes)
+
+
+def letters(name: str) -> str:
+    return "".join(each for each in name.lower() if each.isalnum())
+
+
+def called_elsewhere(name: str, entries: Iterable[CatalogEntry]) -> list[str]:
+    """The aliases of the family that a name states, those of its size where it has one and there are such; none for another family."""
+    wanted = spelled(name)
+    of_family = [entry for entry in entries if wanted.family and wanted.family in _families(entry)]
+    named = [entry.alias for entry in of_family if wanted.sizes <= spelled(entry.alias).sizes | spelled(entry.repo or "").sizes]
+    counted = [entry.alias for entry in of_family if all(_is_as_large(entry, size) for size in wanted.sizes)]
+    return named or counted or [entry.alias for entry in of_family]
+
+
+def _families(entry: CatalogEntry) -> set[str]:
+    return {spelled(name).family for name in (entry.alias, entry.repo or "")}
+
+
+def _is_as_large(entry: CatalogEntry, size: str) -> bool:
+    wanted = _billions(size)
+    return wanted > 0 and abs(_billions(entry.params.lower()) / wanted - 1) <= AS_LARGE
+
+
+def _billions(size: str) -> float:
+    """8b -> 8.0; 0.0 for what is no plain count, as 8x7b and e4b."""
+    return float(size[:-1]) / (1 if size[-1] == "b" else 1000) if re.fullmatch(r"\d+(\.\d+)?[bm]", size) else 0.0
+
+
+def tagged(base: str, tag: str, entries: Sequence[CatalogEntry]) -> list[str]:
+    """Aliases for what Ollama calls `base:tag`."""
+    base = OLLAMAS.sub("", base)
+    same = [entry.alias for entry in entries if tag == "latest" and entry.alias == base.lower()]
+    same = same or called_elsewhere(f"{base}-{tag}", entries)
+    wanted = letters(base + tag)
+    same = same or [entry.alias for entry in entries if letters((entry.repo or "").rpartition("/")[2]).startswith(wanted)]
+    same = same or called_elsewhere(base, entries)
+    return same or [entry.alias for entry in entries if entry.alias.startswith(base.lower())][:3]
+
+
+def near(name: str, known: Iterable[str]) -> list[str]:
+    """At most three of the known names, those that are written nearly as this one."""
+    from difflib import get_close_matches  # not for a name that leads somewhere: the first word waits for those
+
+    folded = {each.lower(): each for each in known}
+    close = get_close_matches(name.lower(), folded, n=3, cutoff=CLOSE)
+    if not close and len(name) >= 3 and "/" not in name:
+        close = [each for each in folded if name.lower() in each][:3]
+    return [folded[each] for each in close]
+
+
+def slips(repo: str, known: Iterable[str]) -> list[str]:
+    """Of the repositories that are written nearly as this one those that it can be a slip for: word by word the same or alike, and the same
+    in all that has figures. The hub holds a million others: Qwen2.5-Coder-7B is none of Qwen2.5-7B."""
+    return [each for each in near(repo, known) if "/" in each and _is_slip(repo.lower(), each.lower())]
+
+
+def _is_slip(repo: str, meant: str) -> bool:
+    from difflib import SequenceMatcher
+
+    words, others = re.split(r"[-_/]", repo), re.split(r"[-_/]", meant)
+    return len(words) == len(others) and all(
+        word == other or not re.search(r"\d", word + other) and SequenceMatcher(None, word, other).ratio() >= ALIKE
+        for word, other in zip(words, others))
