@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,7 +17,8 @@ from .screen import Screen, margin, rounded
 from .settings import origin
 
 if TYPE_CHECKING:
-    from ..runtime.catalog import Absent, ModelRef
+    from ..runtime.catalog import Absent, CatalogEntry, ModelRef
+    from ..runtime.model_name import Reference
     from ..runtime.prepare import EngineOptions
     from ..runtime.pull.client import Client
     from ..runtime.pull.plan import PullPlan, Wish
@@ -62,6 +64,9 @@ def pull(context: typer.Context, model: Model, bits: Bits = None, keep: Keep = F
     if gives_way and reference.file is not None and reference.variant is None:
         screen.note(f"{model}: a file of a repository is pulled as it is: bits of {origin(screen.environment, 'bits')} is left out")
     bits = None if gives_way and (reference.variant or reference.file) else bits  # also to a name that states a format
+    if bits is None and not keep and (here := without_hub(reference, variables)) is not None:
+        say_without_hub(here, screen, json)
+        return
     keep = keep and (is_typed(context, "keep") or bits is not None or reference.variant is not None)
     wish = replace(wish_of(reference, variables, chosen_bits(reference.variant, bits, keep, model), keep), gives_way=gives_way)
     client = Client(variables, offline)
@@ -79,6 +84,26 @@ def pull(context: typer.Context, model: Model, bits: Bits = None, keep: Keep = F
     confirm_memory(plan, screen, yes)
     pulled = fetch(plan, client, screen)
     say_done(pulled.folder, pulled, plan, screen, json)
+
+
+def without_hub(reference: Reference, variables: Mapping[str, str]) -> CatalogEntry | None:
+    """The alias of a model that is in a folder and in no hub, asked for as it is: there is nothing to do."""
+    from ..runtime.catalog import catalog, find_entry
+
+    plain = reference.file is None and reference.variant is None and reference.revision is None
+    entry = find_entry(catalog(variables), reference.name) if plain else None
+    return entry if entry is not None and entry.repo is None else None
+
+
+def say_without_hub(entry: CatalogEntry, screen: Screen, json: bool) -> None:
+    from ..runtime.catalog import resolve
+
+    folder = resolve(entry.alias, screen.environment.variables).folder
+    if json:
+        screen.json({"folder": str(folder), "bytes_loaded": 0, "seconds": 0.0, "plan": None})
+    else:
+        place = f"it is at {folder}" if entry.own else "it comes with effllm"
+        screen.note(f"{entry.alias} needs no download: {place}; effllm run {entry.alias}")
 
 
 def chosen_bits(variant: str | None, bits: int | None, keep: bool, model: str) -> str | None:

@@ -42,12 +42,22 @@ def test_run_with_yes_and_bits(hub: Hub, person: Person) -> None:
 
 
 @pytest.mark.parametrize(("words", "code", "said"), [
-    (("pull", "fable"), 2, "comes with effllm"), (("pull", "./folder"), 2, "is a path"), (("pull", "lama3"), 3, "did you mean llama3"),
+    (("pull", "fable:4bit"), 2, "comes with effllm"), (("pull", "./folder"), 2, "is a path"), (("pull", "lama3"), 3, "did you mean llama3"),
     (("pull", REPO, "--keep"), 2, "--bits 4 --keep"), (("pull", f"{REPO}:4bit", "--bits", "3"), 2, "disagree"),
     (("pull", REPO, "--bits", "7"), 2, "7bit"), (("pull", f"{REPO}:a.gguf", "--bits", "4"), 2, "as it is"),
     (("pull", "word"), 3, "no model 'word'"), (("pull", REPO + "@../x"), 2, "no revision")])
 def test_requests_that_make_no_sense(person: Person, hub: Hub, words: tuple[str, ...], code: int, said: str) -> None:
     assert said in person.types(*words).refused(code)
+    assert not hub.requests
+
+
+def test_what_comes_with_effllm_needs_no_download(person: Person, hub: Hub) -> None:
+    """Whoever pulls before the first run, as elsewhere, is told that nothing is lacking, and a script goes on."""
+    pulled = person.types("pull", "fable")
+    assert (pulled.code, pulled.err) == (0, "fable needs no download: it comes with effllm; effllm run fable\n")
+    assert person.types("pull", "fable", "--json").json == {"folder": str(FABLE), "bytes_loaded": 0, "seconds": 0.0, "plan": None}
+    assert person.types("alias", "tale", FABLE).code == 0
+    assert f"tale needs no download: it is at {FABLE}" in person.types("pull", "tale").err
     assert not hub.requests
 
 
