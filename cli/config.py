@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_origin
 
 import typer
 
-from .. import UsageError
+from .. import ModelNotFound, UsageError
 from .errors import unset
 from .flags import add_command, flag, flags_of, valued, variable
 from .help import PlainGroup
@@ -59,7 +59,7 @@ def show(context: typer.Context, model: AnyModel = None, origin: Origin = False,
     """Every setting and its value; with MODEL, the values that this model's own defaults lead to."""
     screen = Screen(context.obj)
     screen.environment.demand_stdout()
-    ref = find(model, screen) if model is not None else None
+    ref = asked_model(model, screen) if model is not None else None
     shown = list(settings(screen, ref and ref.folder))
     if ref is not None:
         shown = list(beside_model(shown, ref, screen))
@@ -72,6 +72,16 @@ def show(context: typer.Context, model: AnyModel = None, origin: Origin = False,
     screen.table(("setting", "value", "from"), [(each.key, written(each.value), each.origin) for each in shown])
     for path in (PROJECT_FILE, screen.environment.config_folder / "config.toml"):
         screen.note(f"looked for {path}")
+
+
+def asked_model(model: str, screen: Screen) -> ModelRef:
+    """Raises UsageError for the name of a setting, which elsewhere is asked for by itself."""
+    try:
+        return find(model, screen)
+    except ModelNotFound as error:
+        if model.replace("_", "-") not in known():
+            raise
+        raise UsageError(f"{model} is a setting, and here stands a MODEL", "effllm config show --origin shows every setting") from error
 
 
 def settings(screen: Screen, folder: Path | None) -> Iterator[Shown]:

@@ -45,6 +45,8 @@ class Editor:
             self._session: PromptSession[str] = PromptSession(
                 multiline=True, key_bindings=keys(), history=self._history, completer=Words(complete), complete_while_typing=False,
                 prompt_continuation=lambda width, line, wrapped: [("class:more", "… ")], style=STYLE, output=None if plain else screen)
+        # A terminal that does not say where its cursor is lacks the status line; the library's warning has no next step, for there is none.
+        self._session.app.renderer.cpr_not_supported_callback = None
 
     def read(self) -> str | None:
         try:

@@ -66,8 +66,9 @@ SENTENCES = {**dict.fromkeys(("ps", "stop", "unload"), "nothing stays in memory 
 KEPT = "a setting is a line of effllm.toml, as temp = 0.5: effllm config show --help"
 TAKEN_UP = "a saved conversation goes on with effllm chat MODEL --session NAME"
 # A group of commands -> a word behind it that is none of them -> the next step; "" is any word.
-BENEATH = {"config": {"": KEPT}, "session": {**dict.fromkeys(("show", "load", "open", "resume", "continue", "start", "new"), TAKEN_UP),
-                                             **dict.fromkeys(("ls", "remove", "delete"), "effllm session list, effllm session rm NAME")}}
+BENEATH = {"config": {"": KEPT, **dict.fromkeys(("get", "list", "ls", "print", "view"), "effllm config show --origin shows every setting")},
+           "session": {**dict.fromkeys(("show", "load", "open", "resume", "continue", "start", "new"), TAKEN_UP),
+                       **dict.fromkeys(("ls", "remove", "delete"), "effllm session list, effllm session rm NAME")}}
 # Words that take an alias away elsewhere, and would be made one here.
 TAKES_AWAY = ("rm", "remove", "delete", "unset", "unalias")
 

@@ -97,7 +97,8 @@ def end_if_asked() -> None:
 
 @contextmanager
 def unechoed(stream: TextIO) -> Iterator[None]:
-    """Keep what is typed during an answer out of the answer; it waits for the next prompt. Nothing to do where `stream` is no terminal."""
+    """Keep what is typed during an answer out of the answer, also after Ctrl-Z and `fg`; it waits for the next prompt. Nothing to do where
+    `stream` is no terminal."""
     if not stream.isatty():
         yield
         return
@@ -108,9 +109,17 @@ def unechoed(stream: TextIO) -> Iterator[None]:
     changed = [*before]
     changed[3] &= ~termios.ECHO
     termios.tcsetattr(descriptor, termios.TCSANOW, changed)
+
+    def on_continue(signum: int, frame: FrameType | None) -> None:
+        with suppress(OSError, termios.error):
+            if os.tcgetpgrp(descriptor) == os.getpgrp():  # a terminal is another's in the background: to set it would stop this again
+                termios.tcsetattr(descriptor, termios.TCSANOW, changed)
+
+    shell_gave_it_back = signal.signal(signal.SIGCONT, on_continue) or signal.SIG_DFL  # as the shell keeps it for itself
     try:
         yield
     finally:
+        signal.signal(signal.SIGCONT, shell_gave_it_back)
         with suppress(termios.error):  # a terminal that is gone
             termios.tcsetattr(descriptor, termios.TCSANOW, before)
 

@@ -4,10 +4,13 @@ import codecs
 import io
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
+import termios
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -261,12 +264,61 @@ def test_ctrl_z_goes_to_the_shell_and_fg_comes_back(tmp_path: Path) -> None:
         os.waitpid(pid, 0)
 
 
-def read_until(terminal: int, wanted: bytes) -> bytes:
+def test_what_is_typed_during_an_answer_stays_out_of_it_after_ctrl_z_too(tmp_path: Path) -> None:
+    """The shell gives the terminal back as it keeps it for itself, where what is typed is shown."""
+    program = tmp_path / "answer.py"
+    program.write_text("import sys\nfrom effllm.cli.interrupt import unechoed\nwith unechoed(sys.stdin):\n"
+                       "    print('ready', flush=True)\n    print('read', sys.stdin.readline().strip()[::-1])\n")
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execvpe("bash", ["bash", "--norc", "--noprofile", "-i"], os.environ | {"TERM": "xterm", "PS1": "$ "})
+    try:
+        os.write(terminal, f"'{sys.executable}' '{program}'\r".encode())
+        read_until(terminal, b"ready")
+        os.write(terminal, b"\x1a")
+        read_until(terminal, b"Stopped")
+        os.write(terminal, b"fg\r")
+        until(lambda: os.tcgetpgrp(terminal) != pid and not termios.tcgetattr(terminal)[3] & termios.ECHO)
+        os.write(terminal, b"yal\r")
+        assert b"yal" not in read_until(terminal, b"read lay")
+    finally:
+        os.kill(pid, signal.SIGHUP)
+        os.close(terminal)
+        os.waitpid(pid, 0)
+
+
+def test_a_terminal_that_does_not_tell_where_its_cursor_is_gets_no_warning_of_a_library(tmp_path: Path) -> None:
+    program = tmp_path / "line.py"
+    program.write_text("import sys\nfrom pathlib import Path\nfrom effllm.cli.editor import Editor\n"
+                       f"editor = Editor(sys.stdout, False, Path({str(tmp_path / 'history')!r}), lambda: [], lambda line: [], print)\n"
+                       "editor._session.app.renderer.CPR_TIMEOUT = 0.1\nprint('said', repr(editor.read()))\n")
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execvpe(sys.executable, [sys.executable, str(program)], os.environ | {"TERM": "xterm"})
+    try:
+        read_until(terminal, b"\x1b[6n", cursor=False)
+        time.sleep(0.4)
+        os.write(terminal, b"hello\r")
+        assert b"WARNING" not in read_until(terminal, b"said 'hello'", cursor=False)
+    finally:
+        os.close(terminal)
+        os.waitpid(pid, 0)
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def read_until(terminal: int, wanted: bytes, cursor: bool = True) -> bytes:
+    """What came until it was `wanted`; with `cursor` the terminal tells where that is."""
     seen, deadline = b"", time.monotonic() + 60
     while wanted not in seen:
-        assert time.monotonic() < deadline, seen
+        assert select.select([terminal], [], [], deadline - time.monotonic())[0], seen
         seen += os.read(terminal, 4096)
-        if b"\x1b[6n" in seen:  # the library asks where the cursor is
+        if cursor and b"\x1b[6n" in seen:  # the library asks where the cursor is
             os.write(terminal, b"\x1b[1;1R")
             seen = seen.replace(b"\x1b[6n", b"")
     return seen
@@ -280,6 +332,8 @@ def test_a_command_without_its_model_says_how_one_is_found(command: str) -> None
 
 @pytest.mark.parametrize(("words", "hint"), [
     (("config", "set", "temp", "1"), "a line of effllm.toml"), (("config", "temp"), "effllm config show --help"),
+    (("config", "get", "temp"), "effllm config show --origin shows every setting"), (("config", "list"), "effllm config show --origin"),
+    (("config", "show", "temp"), "effllm config show --origin"), (("config", "show", "ctx_size"), "effllm config show --origin"),
     (("session", "resume", "tale"), "effllm chat MODEL --session NAME"), (("session", "ls"), "effllm session list"),
     (("session", "frob"), "effllm session --help"), (("list", "fable"), "effllm show MODEL"),
     (("session", "list", "x"), "effllm session list --help"), (("alias", "rm", "mine"), "effllm alias --rm mine takes that one away"),
