@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from .. import EffllmError, UsageError
 from .attachment import Attachment, completed_paths, named_path, read_text, written_in_editor
 from .flags import names_and_types
-from .options import NO_BREAKERS, SamplingFlags, demand_room, most_tokens
+from .options import NO_BREAKERS, RunFlags, SamplingFlags, WeightFlags, demand_room, most_tokens
 
 if TYPE_CHECKING:
     from .conversation import Conversation
@@ -23,10 +23,11 @@ SETTINGS = names_and_types(SamplingFlags)
 BREAKERS = "dry-sequence-breaker"
 FORMS = ("schema", "grammar")  # of which the answers are held to one
 # What Ollama calls them after /set, and what it sets there that is no setting of an answer.
-OLLAMAS = {"temperature": "temp", "format": "schema", "num_predict": "predict", "typical_p": "typical", "top_n_sigma": "top-nsigma",
-           "mirostat_tau": "mirostat-ent", "mirostat_eta": "mirostat-lr",
+OLLAMAS = {"temperature": "temp", "format": "schema", "num_predict": "predict", "n": "predict", "n_predict": "predict",
+           "typical_p": "typical", "top_n_sigma": "top-nsigma", "mirostat_tau": "mirostat-ent", "mirostat_eta": "mirostat-lr",
            "dry_sequence_breakers": BREAKERS}
-ELSEWHERE = {"system": "/system TEXT sets the system prompt", "num-ctx": "the context is chosen at the start: effllm chat MODEL -c 4096",
+ELSEWHERE = {"system": "/system TEXT sets the system prompt",
+             **dict.fromkeys(("num-ctx", "ctx", "c"), "the context is chosen at the start: effllm chat MODEL -c 4096"),
              "verbose": "/stats tells what the last answer cost; effllm chat MODEL --stats, what each does", "history": "it is always kept",
              "nothink": "/set think off"}
 
@@ -123,6 +124,8 @@ def change(chat: Conversation, rest: str) -> None:
         return
     if name in ELSEWHERE:
         raise UsageError(f"/set does not change {name}", ELSEWHERE[name])
+    if name not in settable() and name in {**names_and_types(RunFlags), **names_and_types(WeightFlags)}:
+        raise UsageError(f"/set does not change {name}", f"--{name} is chosen at the start: effllm chat --help")
     if name not in settable():
         raise UsageError(f"there is no setting {name!r}{suggestion(name, settable())}", "/set lists them")
     if value:
@@ -362,6 +365,8 @@ def named(name: str, rest: str = "") -> SlashCommand:
     if found is None:
         setting = OLLAMAS.get(name, name.replace("_", "-"))
         set_so = f", did you mean {f'/set {setting} {rest}'.rstrip()}?" if setting in settable() else ""
+        if name in ("model", "models"):
+            raise UsageError(f"there is no command /{name}: a chat has one model", "/exit, then effllm chat MODEL; effllm list shows them")
         raise UsageError(f"there is no command /{name}{set_so or suggestion(name, [*BY_NAME, *ALIASES], '/')}",
                          "/help lists them; a space before the slash sends the line to the model")
     return found

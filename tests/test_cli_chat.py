@@ -198,7 +198,10 @@ def test_settings_change_what_follows(chat: Chat) -> None:
 def test_settings_are_known_by_ollamas_names_too(chat: Chat) -> None:
     assert "temp is 0.7" in chat.say("/set parameter temperature 0.7") and "top-k is 7" in chat.say("/set top_k 7")
     assert "predict is 24" in chat.say("/set num_predict 24")
-    assert "/system TEXT" in chat.say("/set system be kind") and "effllm chat MODEL -c" in chat.say("/set num_ctx 4096")
+    assert "predict is 24" in chat.say("/set n 24")
+    assert "/system TEXT" in chat.say("/set system be kind")
+    assert all("effllm chat MODEL -c" in chat.say(f"/set {name} 4096") for name in ("num_ctx", "ctx"))
+    assert "--kv is chosen at the start" in chat.say("/set kv 4bit") and "effllm chat MODEL" in chat.say("/model llama3")
     chat.say("/set temp 0")
 
 
