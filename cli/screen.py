@@ -112,7 +112,7 @@ class Screen:
     def _paragraphs(self, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         """A row at a time: its first cell, then the others behind their headings, broken between words."""
         for first, *others in rows:
-            named = " · ".join(f"{heading} {cell}" for heading, cell in zip(headings[1:], others) if cell)
+            named = " · ".join(f"{heading} {cell}".lstrip() for heading, cell in zip(headings[1:], others) if cell)
             for line in (first, *broken(f"  {named}", self.environment.width, 2)):
                 self.line(line)
 

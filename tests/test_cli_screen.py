@@ -138,6 +138,14 @@ def ticking(shown: Screen) -> Screen:
     return shown
 
 
+def test_a_cell_without_a_heading_stands_behind_its_dot_as_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    shown = screen(out=Terminal(), NO_COLOR="1")
+    shown.table(("not here", "repository", "size", "parameters", "licence", ""),
+                [("llama3.2-1b", "meta-llama/Llama-3.2-1B-Instruct", "2.33 GiB", "1.24B", "llama3.2", "gated")])
+    assert texts(shown)[0].splitlines()[-1].strip() == "licence llama3.2 · gated"
+
+
 def test_progress_is_redrawn_on_a_terminal_and_taken_away() -> None:
     shown = ticking(screen(err=Terminal(), NO_COLOR="1"))
     for done in (0, 1 << 20, 2 << 20):
