@@ -17,6 +17,10 @@ from math import log2
 # Shares by which predictions may miss, from few machines (`docs/speed.md`); what else is known to be uncertain is added. Of models that
 # caches hold, fixed costs and chance are a large part.
 ERROR, STREAMED_ERROR, MIXTURE_ERROR, UNKNOWN_ERROR, CACHED_ERROR = 0.15, 0.1, 0.15, 0.3, 0.3
+# Tokens of a prompt from which on the rates of a whole chunk are its own. Fewer go through kernels of few columns, or fill tiles of 32 in
+# part: in bf16 eight cost twice, twelve three times what the rates say, and 48 as much as 64; at 4 bits up to 1.7 times (one thread of an
+# EPYC with AVX-512, layers of 2048).
+LEAST_PROMPT = 64
 # Of the memory's rate, for a kind of weights that was not measured here.
 USUAL_SHARE = 0.7
 # Weights up to the first size stay in a processor's caches from token to token, from the second on in none: where rates are measured. (Of
@@ -239,6 +243,11 @@ def window_gain(work: Work, rates: Rates) -> float | None:
         return None
     small = rates.small(work.read_bytes) if rates.small else rates.disk
     return ((work.neurons - work.window) / rates.disk) / (work.missed / small)
+
+
+def is_foreseen(tokens: int) -> bool:
+    """Whether a person is told a prediction for a prompt of so many tokens: `prompt` is too fast for a few, but for one alone."""
+    return tokens == 1 or tokens >= LEAST_PROMPT
 
 
 def prompt(work: Work, rates: Rates, tokens: int) -> Prediction | None:

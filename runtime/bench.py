@@ -98,7 +98,7 @@ class Measured:
 class BenchRow:
     """One test. Rates in tokens a second over repetitions, times in nanoseconds, bandwidth in bytes a second, `test_time` the UTC time at
     which it began. `n_batch` is the most tokens per pass, what is told of the disk one repetition's; `predicted_ts` None where this machine
-    was not measured; `tokens_per_pass` of an answer, where tokens were drafted their mean."""
+    was not measured, or the prompt is a short one; `tokens_per_pass` of an answer, where tokens were drafted their mean."""
 
     build_commit: str
     build_number: int
@@ -240,9 +240,11 @@ def _row(engine: Engine, options: BenchOptions, name: str, measured: Measured, r
 
 
 def _predicted(engine: Engine, test: BenchTest, columns: int) -> float | None:
-    """What a plan would have said of a test, from what is known of this machine; several columns and picked pages are not predicted."""
+    """What a plan would have said of a test, from what is known of this machine; several columns, picked pages and prompts of a few tokens
+    are not predicted."""
     known = roofs.known(forecast.wanted(engine.prepared, engine.model.tensors)).rates
-    if known is None or not _may_predict(engine, columns) or (test.gen and engine.cache.pool.picks):
+    unforeseen = engine.cache.pool.picks if test.gen else not predict.is_foreseen(test.prompt)
+    if known is None or not _may_predict(engine, columns) or unforeseen:
         return None
     asked = forecast.work(engine.prepared, engine.model.tensors)
     if test.gen:

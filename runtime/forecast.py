@@ -18,7 +18,7 @@ from ..kernels.layout import PAGE
 from ..offload import hardware
 from ..offload.checkpoint import TensorStore
 from ..offload.header import is_gguf
-from ..offload.predict import STATE_TRAFFIC, Part, Prediction, Rates, Work, decode, load_seconds, prompt, window_gain
+from ..offload.predict import STATE_TRAFFIC, Part, Prediction, Rates, Work, decode, is_foreseen, load_seconds, prompt, window_gain
 from ..offload.size import asked_mib, format_size, parse_size
 from ..quant.kv import codec
 from ..quant.spec import QuantSpec
@@ -230,7 +230,7 @@ def forecast(prepared: Prepared, roofs: Roofs, prompt_tokens: int | None = None)
     start, full = decode(asked, rates), decode(asked, rates, placement.ctx - 1)
     if start is None or full is None:
         return replace(made, reason=SLOW_DISK)
-    return replace(made, start=start, full=full, prompt=prompt(asked, rates, prompt_tokens),
+    return replace(made, start=start, full=full, prompt=prompt(asked, rates, prompt_tokens) if is_foreseen(prompt_tokens) else None,
                    load_s=load_seconds(asked, rates))
 
 

@@ -18,7 +18,7 @@ from ..kernels.threads import ThreadPool
 from ..offload import hardware
 from ..offload.direct import Traffic
 from ..offload.hardware import CpuTime
-from ..offload.predict import Prediction, Work, decode, prompt
+from ..offload.predict import Prediction, Work, decode, is_foreseen, prompt
 from ..offload.size import format_size
 from . import forecast, roofs
 from .events import Stats
@@ -75,7 +75,7 @@ def outcome(engine: Engine, prompt_tokens: int, cached: int, made: int, prefill_
     predicted, reason = (None, reason) if reason else (decode(asked, rates, depth), forecast.SLOW_DISK)
     if predicted is None:
         return Outcome(None, measured, None, None, waited, reason=reason)
-    first = prompt(asked, rates, prompt_tokens) if waited else None
+    first = prompt(asked, rates, prompt_tokens) if waited and is_foreseen(prompt_tokens) else None
     expected = predicted.tokens_per_s * max(1.0, drafted.gain if drafted else 1.0)  # a guess that cost more than it gave was not foreseen
     miss = ""
     if explained and measured is not None and is_a_miss(measured / expected, predicted):
