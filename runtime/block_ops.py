@@ -78,11 +78,12 @@ class BlockOps(Protocol):
         """x + the sum of the experts that `router` picks for each token as `routing` says, and the `shared` one. `correction` [E] is added
         to scores for the choice. `see`: which tokens visit which experts."""
 
-    def mlp_and_experts(self, x: object, norm: Norm, gate: Linear, up: Linear, down: Linear, router: Linear, experts: Sequence[Expert],
-                        apart: Apart, routing: Routing, act: str, see: See = None, see_visits: See = None,
+    def mlp_and_experts(self, x: object, norm: Norm, gate: Linear | None, up: Linear | None, down: Linear | None, router: Linear,
+                        experts: Sequence[Expert], apart: Apart, routing: Routing, act: str, see: See = None, see_visits: See = None,
                         after: Norm | None = None, correction: object | None = None) -> object:
         """x + after(m + e), in place: m is `gated_mlp`'s branch under `apart.mlp_after`, e under `apart.after` the sum of the experts
-        that `router` picks. These read `apart.norm` of x, the router `apart.router_norm`. `correction` as in `moe`."""
+        that `router` picks. These read `apart.norm` of x, the router `apart.router_norm`. `correction` as in `moe`. Without matrices of
+        an MLP there is no m."""
 
     def add_inputs(self, x: object, inputs: Inputs, given: object, act: str, see: See = None) -> object:
         """x + after(out(act(gate(x)) * given)), in place; `given` [T, P]. `see`: what goes into `out`."""

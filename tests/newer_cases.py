@@ -15,6 +15,7 @@ from family_sizes import (
     Case,
     rope,
 )
+from related_cases import RELATED
 
 # Sizes of what sees, of models in which a text part lies; the rest is as small as the others'.
 SIGHT = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32, "patch_size": 8}
@@ -47,6 +48,7 @@ AFMOE = {**FEW_EXPERTS, "num_hidden_layers": 4, "head_dim": 32, "sliding_window"
 SWASH = {"attention_multiplier": 0.3, "embedding_multiplier": 12.0, "residual_multiplier": 0.4, "logits_scaling": 7.0,
          "num_hidden_layers": 4}
 NEWER = {
+    **RELATED,
     "granite_swa": Case("granite_swa", {**SWASH, "sliding_window": 40, "layer_rope_theta": [0, 300.0, 300.0, 50_000.0], "vocab_size": 301}),
     "granite_swa, one base, biases, bfloat16": Case("granite_swa", {
         **SWASH, "sliding_window": 150, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False, "num_key_value_heads": 1,

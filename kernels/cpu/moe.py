@@ -107,17 +107,18 @@ def moe(self: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: tuple[
     return run(self, x, norm, router, experts, (routing, act), see, correction, shared, None)
 
 
-def mlp_and_experts(self: CpuOps, x: np.ndarray, norm: Norm, gate: Linear, up: Linear, down: Linear, router: Linear,
+def mlp_and_experts(self: CpuOps, x: np.ndarray, norm: Norm, gate: Linear | None, up: Linear | None, down: Linear | None, router: Linear,
                     experts: tuple[Expert, ...] | ExpertPages, apart: Apart, routing: Routing, act: str,
                     see: Callable[[np.ndarray], None] | None = None, see_visits: See | None = None,
                     after: Norm | None = None, correction: np.ndarray | None = None) -> np.ndarray:
     """See `BlockOps`."""
-    hidden = self.gated_hidden(x, norm, gate, up, act)
-    if see is not None:
-        see(hidden)
-    branch = self.workspace.take("branch", *x.shape)
-    if self._remembered(hidden, None, (down,), linear.PLAIN, "none") is None:
-        self._matrix(hidden, None, [down], [branch], linear.PLAIN, "none")
+    if down is not None:
+        hidden = self.gated_hidden(x, norm, gate, up, act)
+        if see is not None:
+            see(hidden)
+        branch = self.workspace.take("branch", *x.shape)
+        if self._remembered(hidden, None, (down,), linear.PLAIN, "none") is None:
+            self._matrix(hidden, None, [down], [branch], linear.PLAIN, "none")
     if isinstance(experts, tuple):
         run = self.registry.select(Call("moe", act=act)).candidate.run
     else:
@@ -125,7 +126,8 @@ def mlp_and_experts(self: CpuOps, x: np.ndarray, norm: Norm, gate: Linear, up: L
     total = run(self, x, apart.norm, router, experts, (routing, act), see_visits, correction, None, apart)
     if apart.after is not None:
         norm_rows(self, total, apart.after)
-    self._add_with(self, branch, apart.mlp_after, total, 1.0)
+    if down is not None:
+        self._add_with(self, branch, apart.mlp_after, total, 1.0)
     self._add_with(self, total, after, x, 1.0)
     return x
 

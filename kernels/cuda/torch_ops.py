@@ -171,20 +171,21 @@ class TorchOps:
         up = self._linear(n, expert.up)
         return activated(up, act) if expert.gate is None else self.stages.gated(self._linear(n, expert.gate), up, act)
 
-    def mlp_and_experts(self, x: torch.Tensor, norm: Norm, gate: Linear, up: Linear, down: Linear, router: Linear,
+    def mlp_and_experts(self, x: torch.Tensor, norm: Norm, gate: Linear | None, up: Linear | None, down: Linear | None, router: Linear,
                         experts: Sequence[Expert], apart: Apart, routing: Routing, act: str,
                         see: Callable[[torch.Tensor], None] | None = None, see_visits: Callable[[Routed], None] | None = None,
                         after: Norm | None = None, correction: torch.Tensor | None = None) -> torch.Tensor:
         """See `BlockOps`."""
-        n = self.stages.normalise(x, norm)
-        hidden = self.stages.gated(self._linear(n, gate), self._linear(n, up), act)
-        if see is not None:
-            see(hidden)
+        if down is not None:
+            n = self.stages.normalise(x, norm)
+            hidden = self.stages.gated(self._linear(n, gate), self._linear(n, up), act)
+            if see is not None:
+                see(hidden)
         chosen, shares = _routed(self._linear(self.stages.normalise(x, apart.router_norm), router), routing, correction)
         total = torch.zeros_like(x)
         self._visited(total, self.stages.normalise(x, apart.norm), chosen, shares * apart.scales[chosen], experts, act, see_visits)
         own = lambda branch, norm: branch if norm is None else self.stages.normalise(branch, norm)  # noqa: E731
-        branch = own(self._linear(hidden, down), apart.mlp_after)
+        branch = 0 if down is None else own(self._linear(hidden, down), apart.mlp_after)
         return x.add_(own(branch + own(total, apart.after), after))
 
     def add_inputs(self, x: torch.Tensor, inputs: Inputs, given: torch.Tensor, act: str,

@@ -1,0 +1,33 @@
+"""FlexOlmo (7x7B): OLMo 2's block, whose norms stand behind attention and the MLP, with experts that were trained apart in the place of
+the MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..config import Defaults, ModelConfig, decoder_config
+from ..config_reader import Keys
+from . import TensorRule, olmo2
+from .llama import block, outer_tensors
+from .mixtral import mixture, mixture_tensors
+from .qwen3_moe import NAMES
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({"attention_bias", "norm_topk_prob", "num_experts", "num_experts_per_tok", "num_local_experts"})
+KEYS_HARMLESS = frozenset({"output_router_logits", "router_aux_loss_coef"})
+REFUSED_UNLESS: Mapping[str, object] = {"clip_qkv": None, "layer_types": None, "mlp_bias": False, "sliding_window": None}
+SIZES = {"vocab_size": 100_352, "hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32, "num_attention_heads": 32}
+
+
+def config(keys: Keys) -> ModelConfig:
+    base = Defaults(max_position_embeddings=4096, eos=(100_257,), theta=500_000.0, sizes=SIZES)
+    layers, ffn = (base.size(keys, name) for name in ("num_hidden_layers", "intermediate_size"))
+    bias = keys.flag("attention_bias", False)
+    own = mixture(keys, 7, 5, ffn, keys.flag("norm_topk_prob", False), range(layers), apart=True)
+    return decoder_config(keys, base, qkv_bias=bias, o_bias=bias, qk_norm=True, qk_norm_whole=True, mixture=own)
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    rules = {role: rule for role, rule in olmo2.layer_tensors(config, layer).items() if role not in NAMES}
+    return rules | mixture_tensors(config, f"model.layers.{layer}.mlp.", NAMES)

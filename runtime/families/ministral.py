@@ -1,0 +1,24 @@
+"""Ministral (8B of 2024): the Mistral block, of which `layer_types` says what layers have the window."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
+from ..config_reader import Keys
+from ..config_rope import GLOBAL, LOCAL
+from .llama import block, layer_tensors, outer_tensors
+from .qwen2 import windows_of
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({"layer_types", "sliding_window"})
+KEYS_HARMLESS = frozenset()
+REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "mlp_bias": False}
+
+
+def config(keys: Keys) -> ModelConfig:
+    layers = keys.integer("num_hidden_layers", high=MAX_LAYERS)
+    window = keys.integer("sliding_window", None if keys.holds("sliding_window") else 4096)
+    base = Defaults(max_position_embeddings=131_072, num_key_value_heads=8, bos=1, eos=(2,))
+    return decoder_config(keys, base, windows=windows_of(keys, window, (GLOBAL if window is None else LOCAL,) * layers))

@@ -1,0 +1,68 @@
+"""config.json of families that are close to others: what is read of it, as transformers reads it, and what is refused by name."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from effllm.runtime.config import parse_config
+
+sys.path.insert(0, str(Path(__file__).parent))
+from config_samples import LLAMA, SMALL, refused
+
+# What checkpoints state, shortened by the sizes that every config has: nothing in it is unknown.
+PUBLISHED = {
+    "ministral": {"architectures": ["MinistralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1, "dtype": "bfloat16",
+                  "eos_token_id": 2, "head_dim": 16, "hidden_act": "silu", "initializer_range": 0.02, "layer_types": [
+                      "full_attention", *["sliding_attention"] * 3], "max_position_embeddings": 131072, "rms_norm_eps": 1e-05,
+                  "rope_theta": 1e8, "sliding_window": 32768, "tie_word_embeddings": False, "use_cache": True},
+    "flex_olmo": {"architectures": ["FlexOlmoForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "eos_token_id": 2,
+                  "max_position_embeddings": 4096, "norm_topk_prob": False, "num_experts": 7, "num_experts_per_tok": 7, "pad_token_id": 1,
+                  "output_router_logits": False, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 500000, "router_aux_loss_coef":
+                  0.01, "torch_dtype": "bfloat16", "use_cache": True},
+}
+
+
+def base(family: str) -> dict[str, object]:
+    return {**LLAMA, "model_type": family, **PUBLISHED[family]}
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_published_configs_are_known_to_the_last_key(family: str) -> None:
+    """Strict: an unknown key would be an error."""
+    config = parse_config(base(family), strict=True)
+    assert config.family == family and config.warnings == ()
+
+
+@pytest.mark.parametrize("family", [family for family in PUBLISHED if family in CONFIG_MAPPING])
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True, "eos_token_id": [7, 9]}], ids=["defaults", "others"])
+def test_what_is_left_out_is_what_transformers_takes(family: str, changes: dict[str, object]) -> None:
+    sizes = {**SMALL, "hidden_size": 128, "num_attention_heads": 8}
+    full = CONFIG_MAPPING[family](**sizes, **changes)
+    bare = {"model_type": family, **sizes, **changes}
+    silent, said = parse_config(bare), parse_config(json.loads(full.to_json_string()), strict=True)
+    # Two numbers that a config leaves out are those that its vocabulary has no place for.
+    same = ("windows", "ropes", "norm_eps", "tie_word_embeddings", "max_position_embeddings", "mixture", "head_dim", "num_key_value_heads",
+            "attn_scale", "embedding_multiplier", "residual_multiplier", "logits_scaling", "latent", "intermediate_size", "layer_ffn",
+            "hidden_act", "qk_norm", "qkv_bias", "norm_kind")
+    assert {name: getattr(silent, name) for name in same} == {name: getattr(said, name) for name in same}
+    assert silent.eos_token_ids == tuple(each for each in said.eos_token_ids if each < full.vocab_size)
+    kinds = getattr(full, "layer_types", None) or ["full_attention"] * full.num_hidden_layers
+    assert silent.windows == tuple(full.sliding_window if kind == "sliding_attention" else None for kind in kinds)
+    assert silent.max_position_embeddings == full.max_position_embeddings
+
+
+@pytest.mark.parametrize(("family", "key", "value"), [
+    ("ministral", "attention_bias", True), ("ministral", "layer_types", ["chunked_attention"] * 4), ("ministral", "sliding_window", -1),
+    ("flex_olmo", "clip_qkv", 8.0), ("flex_olmo", "num_experts_per_tok", 8), ("flex_olmo", "sliding_window", 512)])
+def test_what_a_family_cannot_do_is_named(family: str, key: str, value: object) -> None:
+    refused({**base(family), key: value}, key)
+
+
+def test_layers_of_ministral() -> None:
+    config = parse_config(base("ministral"), strict=True)
+    assert config.windows == (None, 32_768, 32_768, 32_768) and {rope.theta for rope in config.ropes} == {1e8}
+    assert parse_config({**base("ministral"), "layer_types": None}, strict=True).windows == (32_768,) * 4
+    assert parse_config({**base("ministral"), "layer_types": None, "sliding_window": None}, strict=True).windows == (None,) * 4
