@@ -258,6 +258,8 @@ class Calibration:
             entered = "mlp_in", "mlp_in", "mlp_hidden"
             if weights.apart is not None:
                 entered = "experts_in", "experts_in", "experts_hidden"
+                if weights.down is None:  # and no MLP beside them
+                    reads.remove(("mlp_hidden", READS["mlp_hidden"]))
             del weights, cache
             known = self.model.tensors[layer].keys() | {kind_of(role) for role in self.model.tensors[layer]}
             by_role = {role: found[name] for name, roles in reads for role in roles if role in known}

@@ -34,13 +34,15 @@ GLOBAL, LOCAL = "full_attention", "sliding_attention"  # types of layers that ma
 @dataclass(frozen=True)
 class RopeConfig:
     """Rotary positions as the checkpoint states them; `rope.rope_table` turns them into frequencies. `params` by ROPE_KEYS, and GROWTH.
-    `neighbours`: channels 2i and 2i + 1 of a head turn together, not i and i + half of what turns."""
+    `neighbours`: channels 2i and 2i + 1 of a head turn together, not i and i + half of what turns. `backwards`: they turn the other way
+    round, by the same angles."""
 
     theta: float
     kind: str
     params: Mapping[str, object]
     partial_rotary_factor: float = 1.0
     neighbours: bool = False
+    backwards: bool = False
 
 
 def rope_config(keys: Keys, head_dim: int, positions: int, theta: float = 10_000.0, partial: bool = False,

@@ -26,7 +26,8 @@ F32 = np.float32
 
 @dataclass(frozen=True)
 class RopeTable:
-    """Channel i turns with channel i + rotary_dim/2 by `position * inv_freq[i]`; cos and sin are times `attention_scaling`.
+    """Channel i turns with channel i + rotary_dim/2 by `position * inv_freq[i]`, below zero the other way round; cos and sin are times
+    `attention_scaling`.
 
     `neighbours`: channel 2i turns with 2i + 1 instead, and they come out as i and i + rotary_dim/2. Queries and keys alike: their products
     stay what they were, and whoever keeps or packs keys meets one order.
@@ -73,7 +74,7 @@ def rope_table(config: RopeConfig, head_dim: int, ctx: int, max_position_embeddi
         inv_freq, scaling = F32(1.0) / (np.array(factors, F32) * _periods(theta, dim)), _longrope_scaling(params)
     else:
         raise KeyError(config.kind)
-    table = RopeTable(inv_freq.astype(F32), float(scaling), dim, neighbours=config.neighbours)
+    table = RopeTable((-inv_freq if config.backwards else inv_freq).astype(F32), float(scaling), dim, neighbours=config.neighbours)
     if params.get(GROWTH):
         return replace(table, queries=replace(table, growth=(params[GROWTH], params["original_max_position_embeddings"])))
     return table

@@ -3,6 +3,10 @@
 from family_sizes import Case, rope
 
 RELATED = {
+    "nanochat": Case("nanochat", {"final_logit_softcapping": 3.0, "vocab_size": 301}),
+    "nanochat, biases, no cap, tied, bfloat16": Case("nanochat", {
+        "final_logit_softcapping": None, "attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 1, "hidden_act":
+        "gelu", **rope("linear", factor=4.0)}, dtype="bfloat16"),
     "ministral": Case("ministral", {"head_dim": 32, "sliding_window": 40, "vocab_size": 301, "layer_types": [
         "full_attention", "sliding_attention", "sliding_attention"]}),
     "ministral, windows everywhere, bfloat16": Case("ministral", {

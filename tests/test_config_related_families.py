@@ -18,6 +18,10 @@ PUBLISHED = {
                   "eos_token_id": 2, "head_dim": 16, "hidden_act": "silu", "initializer_range": 0.02, "layer_types": [
                       "full_attention", *["sliding_attention"] * 3], "max_position_embeddings": 131072, "rms_norm_eps": 1e-05,
                   "rope_theta": 1e8, "sliding_window": 32768, "tie_word_embeddings": False, "use_cache": True},
+    "nanochat": {"architectures": ["NanoChatForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 0, "dtype":
+                 "bfloat16", "eos_token_id": 1, "final_logit_softcapping": 15.0, "hidden_act": "relu2", "initializer_range": 0.02,
+                 "max_position_embeddings": 2048, "pad_token_id": 1, "rms_norm_eps": 1e-06, "rope_parameters": {
+                     "rope_theta": 10000.0, "rope_type": "default"}, "tie_word_embeddings": False, "use_cache": True},
     "flex_olmo": {"architectures": ["FlexOlmoForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "eos_token_id": 2,
                   "max_position_embeddings": 4096, "norm_topk_prob": False, "num_experts": 7, "num_experts_per_tok": 7, "pad_token_id": 1,
                   "output_router_logits": False, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 500000, "router_aux_loss_coef":
@@ -56,7 +60,8 @@ def test_what_is_left_out_is_what_transformers_takes(family: str, changes: dict[
 
 @pytest.mark.parametrize(("family", "key", "value"), [
     ("ministral", "attention_bias", True), ("ministral", "layer_types", ["chunked_attention"] * 4), ("ministral", "sliding_window", -1),
-    ("flex_olmo", "clip_qkv", 8.0), ("flex_olmo", "num_experts_per_tok", 8), ("flex_olmo", "sliding_window", 512)])
+    ("flex_olmo", "clip_qkv", 8.0), ("flex_olmo", "num_experts_per_tok", 8), ("flex_olmo", "sliding_window", 512),
+    ("nanochat", "mlp_bias", True), ("nanochat", "final_logit_softcapping", -1), ("nanochat", "layer_types", ["sliding_attention"] * 4)])
 def test_what_a_family_cannot_do_is_named(family: str, key: str, value: object) -> None:
     refused({**base(family), key: value}, key)
 

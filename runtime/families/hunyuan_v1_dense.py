@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..cache import LayerCache
     from ..rope import RopeTable
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "attention_names", "block", "config", "layer_tensors",
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "attention", "attention_names", "block", "config", "layer_tensors",
            "outer_tensors"]
 
 KEYS_USED = frozenset({"attention_bias"})
@@ -76,6 +76,12 @@ def attention_names(rules: Mapping[str, TensorRule], layer: int) -> dict[str, Te
 def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
           layer: int, tap: Callable[[str, int, object], None]) -> object:
     """Llama's block, but for the place of the norms of q and k."""
+    return feed_forward(ops, w, attention(ops, w, x, kv, positions, rope, config, layer, tap), config, layer, tap)
+
+
+def attention(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
+              layer: int, tap: Callable[[str, int, object], None]) -> object:
+    """The first half of a block."""
     tap("block_in", layer, x)
     q, k, v = ops.norm_linear(x, w.input_norm, [w.q, w.k, w.v])
     for y, heads, norm in ((q, config.num_attention_heads, w.q_norm), (k, config.num_key_value_heads, w.k_norm)):
@@ -86,4 +92,4 @@ def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: 
     tap("v", layer, v)
     attended = kv.attend(q, k, v, None)
     tap("attn_out", layer, attended)
-    return feed_forward(ops, w, ops.linear_add(attended, w.o, x), config, layer, tap)
+    return ops.linear_add(attended, w.o, x)

@@ -71,7 +71,12 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
 def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
           layer: int, tap: Callable[[str, int, object], None]) -> object:
     """x[T, D] -> x[T, D], with the taps of `llama.block`."""
-    x = attention(ops, w, x, kv, positions, rope, config, layer, tap)
+    return feed_forward(ops, w, attention(ops, w, x, kv, positions, rope, config, layer, tap), config, layer, tap)
+
+
+def feed_forward(ops: BlockOps, w: LayerWeights, x: object, config: ModelConfig, layer: int,
+                 tap: Callable[[str, int, object], None]) -> object:
+    """The second half of a block."""
     tap("mlp_in", layer, x)
     see = partial(tap, "mlp_hidden", layer)
     if w.bundles is not None:

@@ -25,7 +25,7 @@ QUANTIZATION_VERSION = 2
 INDEXED = ": this version reads no indexer, without which they would run as another model"
 UNTRIED = ": this version writes no files of them"
 NOT_WRITTEN = {**dict.fromkeys(("cwm", "helium", "hyperclovax", "jais2", "lfm3", "mellum", "olmo_hybrid", "vaultgemma", "youtu"), UNTRIED),
-               "flex_olmo": ": llama.cpp does not run them",
+               **dict.fromkeys(("flex_olmo", "nanochat"), ": llama.cpp does not run them"),
                "ministral": ": llama.cpp runs them as if no layer had a window",
                "phimoe": ": llama.cpp weighs their experts otherwise",
                "bamba": ": llama.cpp runs them as Granite 4, whose heads turn as a whole",

@@ -1,0 +1,55 @@
+"""nanochat (d20 to d34): no norm has a weight, the embedding is normed too, queries and keys are normed behind the rotation, which turns
+the other way round, and an MLP of two matrices has the square of ReLU between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ..config import Defaults, ModelConfig, decoder_config
+from ..config_reader import Keys
+from . import LayerWeights, TensorRule, llama
+from .hunyuan_v1_dense import attention
+from .opt import feed_forward
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ..block_ops import BlockOps
+    from ..cache import LayerCache
+    from ..rope import RopeTable
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({"attention_bias", "final_logit_softcapping"})
+KEYS_HARMLESS = frozenset()
+REFUSED_UNLESS: Mapping[str, object] = {"layer_types": None, "mlp_bias": False, "sliding_window": None}
+SIZES = {"vocab_size": 50_304, "hidden_size": 768, "intermediate_size": 8192, "num_hidden_layers": 12, "num_attention_heads": 6}
+NAMES = {"up": "fc1", "down": "fc2"}
+
+
+def config(keys: Keys) -> ModelConfig:
+    bias = keys.flag("attention_bias", False)
+    base = Defaults(max_position_embeddings=2048, bos=0, eos=(1,), act=("hidden_act", "relu2"), sizes=SIZES)
+    cap = keys.number("final_logit_softcapping", None if keys.holds("final_logit_softcapping") else 15.0)
+    made = decoder_config(keys, base, qkv_bias=bias, o_bias=bias, norms_unit=True, qk_norm_unit=True, final_logit_softcapping=cap)
+    return replace(made, ropes=tuple(replace(rope, backwards=True) for rope in made.ropes))
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    """Tensors of one layer by role: no norms."""
+    rules = {role: rule for role, rule in llama.layer_tensors(config, layer).items() if role not in ("input_norm", "post_norm", "gate")}
+    return rules | {role: replace(rules[role], name=f"model.layers.{layer}.mlp.{name}.weight") for role, name in NAMES.items()}
+
+
+def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
+    return {role: rule for role, rule in llama.outer_tensors(config).items() if role != "norm"}
+
+
+def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
+          layer: int, tap: Callable[[str, int, object], None]) -> object:
+    """Hunyuan's attention and OPT's MLP. What enters the first layer is normed in place, as a row that does not turn."""
+    if layer == 0:
+        x = ops.rope_heads(x, 1, config.hidden_size, positions, None, w.input_norm)
+    return feed_forward(ops, w, attention(ops, w, x, kv, positions, rope, config, layer, tap), config, layer, tap)
