@@ -143,7 +143,8 @@ class WeightRecords:
             experts = tuple(Expert(*map(linear, expert_roles(e))) for e in range(config.mixture.experts)) if router else ()
         curve = curve_of(config, key, roles, raw)
         unit = ones(config.heads_of(key)[1]) if config.qk_norm_unit and config.ropes[key] is not None else None
-        shared = SharedExpert(*map(linear, SHARED), config.residual_multiplier) if SHARED[1] in roles else None
+        added = config.residual_multiplier * config.factor(SHARED[2])
+        shared = SharedExpert(*map(linear, SHARED), added) if SHARED[1] in roles else None
         return LayerWeights(input_norm=input_norm, q=linear("q"), k=linear("k"), v=linear("v"), o=linear("o"),
                             q_norm=norm("q_norm") or unit, k_norm=norm("k_norm") or unit, post_norm=post_norm, gate=linear("gate"),
                             up=linear("up"), down=linear("down"), o_norm=norm("o_norm"), down_norm=norm("down_norm"), sinks=vector("sinks"),

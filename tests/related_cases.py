@@ -1,8 +1,36 @@
 """Tiny random models of families that are close to others, as `family_models.CASES`."""
 
-from family_sizes import Case, rope
+from family_sizes import FEW_EXPERTS, RAMP, Case, rope
+
+# Latent attention of no two widths alike.
+PARTS = {"num_key_value_heads": 4, "q_lora_rank": 36, "kv_lora_rank": 48, "qk_nope_head_dim": 20, "qk_rope_head_dim": 16,
+         "v_head_dim": 28}
 
 RELATED = {
+    "hy_v3": Case("hy_v3", {**FEW_EXPERTS, **rope("default"), "num_shared_experts": 2, "head_dim": 32, "vocab_size": 301}),
+    "hy_v3, other layers, biases, tied, bfloat16": Case("hy_v3", {
+        **FEW_EXPERTS, "num_shared_experts": 1, "head_dim": 16, "mlp_layer_types": ["sparse", "dense", "sparse"], "attention_bias": True,
+        "tie_word_embeddings": True, "num_key_value_heads": 1, "router_scaling_factor": 1.5}, dtype="bfloat16"),
+    "cohere2_moe": Case("cohere2_moe", {
+        "num_experts": 7, "num_experts_per_tok": 3, "intermediate_size": 40, "head_dim": 32, "num_hidden_layers": 5, "sliding_window": 40,
+        "mlp_layer_types": ["dense", *["sparse"] * 4], "layer_types": ["full_attention", *["sliding_attention"] * 3, "full_attention"],
+        "prefix_dense_intermediate_size": 72, "num_shared_experts": 2, "expert_selection_fn": "sigmoid", "logit_scale": 0.25,
+        "rms_norm_eps": 1e-5}),
+    "cohere2_moe, softmax, sums, layer norms, bfloat16": Case("cohere2_moe", {
+        "num_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 40, "head_dim": 16, "sliding_window": 150, "num_shared_experts": 1,
+        "shared_expert_combination_strategy": "sum", "tie_word_embeddings": False, "attention_bias": True, "sliding_window_pattern": 2,
+        **rope("linear", factor=4.0)}, dtype="bfloat16"),
+    "cohere2_moe, sigmoids that do not add up, nothing shared": Case("cohere2_moe", {
+        "num_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 40, "head_dim": 16, "sliding_window": 40, "norm_topk_prob": False,
+        "expert_selection_fn": "sigmoid", "sliding_window_pattern": 2, "prefix_dense_sliding_window_pattern": 2, "mlp_layer_types": [
+            "dense", "dense", "sparse"]}),
+    "cohere2_moe, images, bfloat16": Case("cohere2_moe", {
+        "num_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 40, "head_dim": 16, "sliding_window": 40, "num_shared_experts": 1,
+        "logit_scale": 1.0}, dtype="bfloat16", inside="cohere2_vision"),
+    "minicpm3": Case("minicpm3", {**PARTS, "scale_emb": 5, "scale_depth": 1.1, "dim_model_base": 16, "vocab_size": 301}),
+    "minicpm3, longrope, queries at once, own head, bfloat16": Case("minicpm3", {
+        **PARTS, "q_lora_rank": None, "tie_word_embeddings": False, "attention_bias": True, **rope(
+            "longrope", short_factor=RAMP, long_factor=[4 * x for x in RAMP], original_max_position_embeddings=64)}, dtype="bfloat16"),
     "nanochat": Case("nanochat", {"final_logit_softcapping": 3.0, "vocab_size": 301}),
     "nanochat, biases, no cap, tied, bfloat16": Case("nanochat", {
         "final_logit_softcapping": None, "attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 1, "hidden_act":

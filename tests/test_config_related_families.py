@@ -22,6 +22,28 @@ PUBLISHED = {
                  "bfloat16", "eos_token_id": 1, "final_logit_softcapping": 15.0, "hidden_act": "relu2", "initializer_range": 0.02,
                  "max_position_embeddings": 2048, "pad_token_id": 1, "rms_norm_eps": 1e-06, "rope_parameters": {
                      "rope_theta": 10000.0, "rope_type": "default"}, "tie_word_embeddings": False, "use_cache": True},
+    "hy_v3": {"architectures": ["HYV3ForCausalLM"], "attention_bias": False, "bos_token_id": 1, "dtype": "bfloat16",
+              "enable_moe_fp32_combine": False, "eos_token_id": 2, "first_k_dense_replace": 1, "head_dim": 16, "hidden_act": "silu",
+              "max_position_embeddings": 262144, "moe_intermediate_size": 48, "moe_router_enable_expert_bias": True,
+              "moe_router_use_sigmoid": True, "num_experts": 12, "num_experts_per_tok": 3, "num_nextn_predict_layers": 1,
+              "num_shared_experts": 1, "qk_norm": True, "rms_norm_eps": 1e-05, "rope_parameters": {
+                  "rope_theta": 11158840.0, "rope_type": "default"}, "route_norm": True, "router_scaling_factor": 2.826,
+              "tie_word_embeddings": False},
+    "cohere2_moe": {"architectures": ["Cohere2MoeForCausalLM"], "attention_bias": False, "bos_token_id": 2, "eos_token_id": 3,
+                    "expert_selection_fn": "sigmoid", "first_k_dense_replace": 1, "head_dim": 16, "layer_norm_eps": 1e-05, "layer_types": [
+                        "full_attention", *["sliding_attention"] * 3], "logit_scale": 0.25, "max_position_embeddings": 500000,
+                    "norm_topk_prob": True, "num_experts": 8, "num_experts_per_tok": 2, "num_shared_experts": 1,
+                    "prefix_dense_intermediate_size": 96, "prefix_dense_sliding_window_pattern": 1, "rms_norm_eps": 1e-06, "rope_theta":
+                    50000, "shared_expert_combination_strategy": "average", "sliding_window": 4096, "sliding_window_pattern": 4,
+                    "tie_word_embeddings": True, "use_cache": True, "use_gated_activation": True, "use_parallel_block": True},
+    "minicpm3": {"architectures": ["MiniCPM3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "auto_map": {
+                     "AutoConfig": "configuration_minicpm.MiniCPM3Config", "AutoModel": "modeling_minicpm.MiniCPM3Model",
+                     "AutoModelForCausalLM": "modeling_minicpm.MiniCPM3ForCausalLM"}, "bos_token_id": 1, "dim_model_base": 256,
+                 "num_attention_heads": 4, "num_key_value_heads": 4,
+                 "eos_token_id": [2, 3], "hidden_act": "silu", "initializer_range": 0.1, "kv_lora_rank": 256, "max_position_embeddings":
+                 32768, "q_lora_rank": 768, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "rms_norm_eps": 1e-05, "rope_scaling": {
+                     "type": "longrope", "long_factor": [1.0] * 16, "short_factor": [1.0] * 16, "original_max_position_embeddings":
+                     32768}, "scale_depth": 1.4, "scale_emb": 12, "torch_dtype": "bfloat16", "use_cache": True},
     "flex_olmo": {"architectures": ["FlexOlmoForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "eos_token_id": 2,
                   "max_position_embeddings": 4096, "norm_topk_prob": False, "num_experts": 7, "num_experts_per_tok": 7, "pad_token_id": 1,
                   "output_router_logits": False, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 500000, "router_aux_loss_coef":
@@ -43,7 +65,7 @@ def test_published_configs_are_known_to_the_last_key(family: str) -> None:
 @pytest.mark.parametrize("family", [family for family in PUBLISHED if family in CONFIG_MAPPING])
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True, "eos_token_id": [7, 9]}], ids=["defaults", "others"])
 def test_what_is_left_out_is_what_transformers_takes(family: str, changes: dict[str, object]) -> None:
-    sizes = {**SMALL, "hidden_size": 128, "num_attention_heads": 8}
+    sizes = {**SMALL, "hidden_size": 128, "num_attention_heads": 8, **({"num_key_value_heads": 8} if family == "minicpm3" else {})}
     full = CONFIG_MAPPING[family](**sizes, **changes)
     bare = {"model_type": family, **sizes, **changes}
     silent, said = parse_config(bare), parse_config(json.loads(full.to_json_string()), strict=True)
@@ -61,6 +83,12 @@ def test_what_is_left_out_is_what_transformers_takes(family: str, changes: dict[
 @pytest.mark.parametrize(("family", "key", "value"), [
     ("ministral", "attention_bias", True), ("ministral", "layer_types", ["chunked_attention"] * 4), ("ministral", "sliding_window", -1),
     ("flex_olmo", "clip_qkv", 8.0), ("flex_olmo", "num_experts_per_tok", 8), ("flex_olmo", "sliding_window", 512),
+    ("hy_v3", "route_norm", False), ("hy_v3", "qk_norm", False), ("hy_v3", "mlp_bias", True),
+    ("hy_v3", "auto_map", {"AutoModel": "modeling_other.Model"}), ("hy_v3", "mlp_layer_types", ["moe"] * 4),
+    ("cohere2_moe", "expert_selection_fn", "tanh"), ("cohere2_moe", "shared_expert_combination_strategy", "product"),
+    ("cohere2_moe", "use_parallel_block", False), ("cohere2_moe", "use_qk_norm", True),
+    ("minicpm3", "scale_depth", 0), ("minicpm3", "dim_model_base", 0), ("minicpm3", "kv_lora_rank", 4096),
+    ("minicpm3", "auto_map", {"AutoModel": "modeling_other.Model"}),
     ("nanochat", "mlp_bias", True), ("nanochat", "final_logit_softcapping", -1), ("nanochat", "layer_types", ["sliding_attention"] * 4)])
 def test_what_a_family_cannot_do_is_named(family: str, key: str, value: object) -> None:
     refused({**base(family), key: value}, key)

@@ -127,6 +127,12 @@ PECULIAR = {
     "flex_olmo": [{"mixture": {"per_token": 2}}, {"norm_eps": 1e-1}],  # a norm undoes sums
     "nanochat": [{"ropes": {"backwards": False}}, {"final_logit_softcapping": None}, {"qk_norm_unit": False}, {"norm_eps": 1e-1},
                  {"hidden_act": "relu"}],
+    "hy_v3": [{"mixture": each} for each in ({"renormalise": False}, {"sigmoid": False}, {"factor": 1.0}, {"corrected": False},
+                                             {"shared_width": None})] + [{"qk_norm": False}],
+    "cohere2_moe": [{"mixture": each} for each in ({"renormalise": False}, {"sigmoid": False}, {"factor": 1.0}, {"shared_width": None})] + [
+        {"factors": {"shared.down": 1.0}}, {"windows": (None,) * 5}, {"ropes": 4}, {"ropes": 0}, {"norm_kind": "layer"},
+        {"logits_scaling": 1.0}],
+    "minicpm3": [{"residual_multiplier": 1.0}, {"embedding_multiplier": 1.0}, {"logits_scaling": 1.0}, {"ropes": {"neighbours": True}}],
     "cwm": [{"windows": (None,) * 3}, {"windows": (40,) * 3}, {"ropes": {"factor": 1.0}}],
     "vaultgemma": [{"windows": (None,) * 3}, {"attn_logit_softcapping": None}, {"final_logit_softcapping": None}, {"attn_scale": None}],
     "helium": [{"ropes": {"neighbours": False}}, {"norm_eps": 1e-1}],
@@ -233,7 +239,7 @@ def test_every_peculiarity_of_a_family_shows(name: str, tmp_path: Path) -> None:
                                   "gemma4_text, mixture", "gemma3n_text", "gemma3n_text, two streams, windows over pages, bfloat16",
                                   "afmoe", "gpt_neox", "phi", "stablelm, side by side", "olmo",
                                   "phimoe", "olmo_hybrid", "granite_swa", "granitemoe_swa", "cwm", "vaultgemma",
-                                  "helium", "lfm3", "ministral", "flex_olmo", "nanochat"])
+                                  "helium", "lfm3", "ministral", "flex_olmo", "nanochat", "hy_v3", "cohere2_moe", "minicpm3"])
 def test_the_other_backend_agrees(name: str, tmp_path: Path) -> None:
     """Layers on torch, on CPU tensors: the same logits."""
     model = written(CASES[name], tmp_path)

@@ -12,7 +12,7 @@ from ..config import MAX_LAYERS, Defaults, ModelConfig, Ropes, decoder_config
 from ..config_reader import ConfigError, Keys
 from ..config_rope import RopeConfig, rope_config
 from . import LayerWeights, TensorRule, llama
-from .llama import outer_tensors
+from .llama import mlp_or_experts, outer_tensors
 
 if TYPE_CHECKING:
     import numpy as np
@@ -63,8 +63,8 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 
 def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
           layer: int, tap: Callable[[str, int, object], None]) -> object:
-    """As Llama's block, taps too. What was attended to waits while the MLP, with a gate or without, which reads what attention read, adds
-    to x."""
+    """As Llama's block, taps too. What was attended to waits while the MLP, with a gate or without, or experts, which read what attention
+    read, add to x."""
     tap("block_in", layer, x)
     q, k, v = ops.norm_linear(x, w.input_norm, [w.q, w.k, w.v])
     q = ops.rope_heads(q, config.num_attention_heads, config.head_dim, positions, rope, w.q_norm)
@@ -74,12 +74,11 @@ def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: 
     tap("v", layer, v)
     attended = kv.attend(q, k, v, None)
     tap("attn_out", layer, attended)
-    tap("mlp_in", layer, x)
-    see = partial(tap, "mlp_hidden", layer)
-    if w.gate is None:
-        x = ops.mlp(x, w.post_norm, w.up, w.down, config.hidden_act, see)
+    if w.gate is None and not w.experts:
+        tap("mlp_in", layer, x)
+        x = ops.mlp(x, w.post_norm, w.up, w.down, config.hidden_act, partial(tap, "mlp_hidden", layer))
     else:
-        x = ops.gated_mlp(x, w.post_norm, w.gate, w.up, w.down, config.hidden_act, see)
+        x = mlp_or_experts(ops, w, x, config, layer, tap)
     x = ops.linear_add(attended, w.o, x)
     tap("block_out", layer, x)
     return x

@@ -160,4 +160,4 @@ def attention(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positio
     tap("v", layer, k)
     attended = ops.latent_values(kv.attend(q, k, k), heads, shape, own.expand)  # [T, H * value]
     tap("attn_out", layer, attended)
-    return ops.linear_add(attended, w.o, x)
+    return ops.linear_add(attended, w.o, x, None, config.residual_multiplier)

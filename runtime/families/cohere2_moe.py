@@ -1,0 +1,67 @@
+"""Command A+ and North Mini (Cohere's mixtures): the block of Cohere 2, whose experts read what attention reads, in all layers but the
+first ones; what every token visits and what it was sent to may be averaged. Dense layers turn by position though they see everything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
+from ..config_reader import Keys
+from ..config_rope import GLOBAL, LOCAL, RopeConfig, rope_config
+from . import TensorRule, cohere
+from .cohere import block
+from .glm4_moe_lite import sparse_layers
+from .llama import outer_tensors
+from .mixtral import MOST_EXPERTS, expert_tensors, mixture
+from .qwen2 import windows_of
+from .qwen3_moe import NAMES
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({"attention_bias", "expert_selection_fn", "first_k_dense_replace", "layer_norm_eps", "layer_types", "logit_scale",
+                       "mlp_layer_types", "norm_topk_prob", "num_experts", "num_experts_per_tok", "num_local_experts",
+                       "num_nextn_predict_layers", "num_shared_experts", "prefix_dense_intermediate_size",
+                       "prefix_dense_sliding_window_pattern", "shared_expert_combination_strategy", "sliding_window",
+                       "sliding_window_pattern"})
+KEYS_HARMLESS = cohere.KEYS_HARMLESS - {"rms_norm_eps"} | {"cache_implementation", "layer_switch", "output_router_logits",
+                                                           "router_aux_loss_coef"}
+REFUSED_UNLESS: Mapping[str, object] = {
+    **{key: value for key, value in cohere.REFUSED_UNLESS.items() if key not in ("layer_types", "sliding_window")},
+    "order_of_interleaved_layers": "local_attn_first", "use_qk_norm": False}
+CHOICES, SUMS = {"softmax": "softmax", "sigmoid": "sigmoid"}, {"average": "average", "sum": "sum"}
+HALF = 0.5
+
+
+def config(keys: Keys) -> ModelConfig:
+    rms = keys.number("rms_norm_eps", None) is not None
+    base = Defaults(max_position_embeddings=8192, head_dim=128, bos=5, eos=(255_001,), eps_key="rms_norm_eps" if rms else "layer_norm_eps",
+                    norm_eps=1e-5, tied=True, sizes=cohere.SIZES)
+    layers, width, bias = base.size(keys, "num_hidden_layers"), base.size(keys, "intermediate_size"), keys.flag("attention_bias", False)
+    first = keys.integer("first_k_dense_replace", 0, low=0, high=layers)
+    sparse = frozenset(range(first, layers) if keys.words("mlp_layer_types", layers) is None else sparse_layers(keys, layers))
+    dense_every, every = (keys.integer(name, usual) for name, usual in (("prefix_dense_sliding_window_pattern", 1),
+                                                                        ("sliding_window_pattern", 4)))
+    kinds = [*(GLOBAL if (i + 1) % dense_every == 0 else LOCAL for i in range(first)),
+             *(GLOBAL if (i + 1) % every == 0 else LOCAL for i in range(layers - first))]
+    windows = windows_of(keys, keys.integer("sliding_window", None if keys.holds("sliding_window") else 4096), kinds)
+
+    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig | None, ...]:
+        rope = rope_config(keys, head_dim, positions, neighbours=True)
+        return tuple(rope if own is not None or layer not in sparse and dense_every == 1 else None for layer, own in enumerate(windows))
+
+    shared = keys.integer("num_shared_experts", 0, low=0, high=MOST_EXPERTS)
+    averaged = keys.choice("shared_expert_combination_strategy", SUMS, "average") == "average" and shared > 0
+    sigmoid, summed = keys.choice("expert_selection_fn", CHOICES, "softmax") == "sigmoid", keys.flag("norm_topk_prob", True)
+    own = mixture(keys, 8, 2, width, summed or not sigmoid, sparse, sigmoid=sigmoid, factor=HALF if averaged else 1.0,
+                  shared_width=width * shared or None)
+    dense = keys.integer("prefix_dense_intermediate_size", width, high=2**22)
+    return decoder_config(keys, base, ropes, windows=windows, qkv_bias=bias, o_bias=bias, norm_kind="rms" if rms else "layer",
+                          logits_scaling=1 / keys.number("logit_scale", cohere.LOGIT_SCALE), mixture=own,
+                          layer_ffn=tuple(width if layer in sparse else dense for layer in range(layers)) if len(sparse) < layers else (),
+                          factors=(("shared.down", HALF),) if averaged else (),
+                          mtp_layers=keys.integer("num_nextn_predict_layers", 0, low=0, high=MAX_LAYERS))
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    """Tensors of one layer by role: one norm for both branches."""
+    return {role: rule for role, rule in expert_tensors(config, layer, "mlp", NAMES).items() if role != "post_norm"}

@@ -1,0 +1,53 @@
+"""Hy3 (Hunyuan 3): Qwen 3's attention, and experts chosen by corrected sigmoids beside one that every token visits, in all layers but the
+first ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
+from ..config_reader import Keys
+from . import TensorRule
+from .deepseek_v3 import refuse_other_code
+from .glm4_moe_lite import sparse_layers
+from .llama import block, outer_tensors
+from .mixtral import MOST_EXPERTS, expert_tensors, mixture
+from .qwen3_moe import NAMES
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({"attention_bias", "auto_map", "first_k_dense_replace", "mlp_layer_types", "moe_intermediate_size", "num_experts",
+                       "num_experts_per_tok", "num_local_experts", "num_nextn_predict_layers", "num_shared_experts",
+                       "router_scaling_factor"})
+KEYS_HARMLESS = frozenset({"enable_attention_fp32_softmax", "enable_lm_head_fp32", "enable_moe_fp32_combine", "expert_hidden_dim",
+                           "output_router_logits", "router_aux_loss_coef", "use_grouped_mm"})  # what is added in float32 here
+# The published ones say in words what every model of the family does.
+REFUSED_UNLESS: Mapping[str, object] = {"layer_types": None, "mlp_bias": False, "moe_router_enable_expert_bias": True,
+                                        "moe_router_use_sigmoid": True, "qk_norm": True, "route_norm": True, "sliding_window": None}
+SIZES = {"vocab_size": 120_832, "hidden_size": 4096, "intermediate_size": 13_312, "num_hidden_layers": 80, "num_attention_heads": 64}
+CODE = r"(configuration|modeling)_hy_v3\.HYV3\w+"  # of what became part of transformers
+# Names of the published ones -> of what some writers call them.
+OTHER_NAMES = {"mlp.router.gate.weight": "mlp.gate.weight", "mlp.expert_bias": "mlp.e_score_correction_bias",
+               "mlp.shared_mlp.": "mlp.shared_experts."}
+
+
+def config(keys: Keys) -> ModelConfig:
+    refuse_other_code(keys, CODE)
+    base = Defaults(max_position_embeddings=131_072, num_key_value_heads=8, head_dim=128, norm_eps=1e-5, theta=11_158_840.0, sizes=SIZES)
+    layers, bias = base.size(keys, "num_hidden_layers"), keys.flag("attention_bias", False)
+    width = keys.integer("moe_intermediate_size", 1536, high=2**22)
+    first = keys.integer("first_k_dense_replace", 1, low=0, high=layers)
+    sparse = range(first, layers) if keys.words("mlp_layer_types", layers) is None else sparse_layers(keys, layers)
+    own = mixture(keys, 192, 8, width, True, sparse, sigmoid=True, corrected=True, factor=keys.number("router_scaling_factor", 2.826),
+                  shared_width=width * keys.integer("num_shared_experts", 1, high=MOST_EXPERTS))
+    return decoder_config(keys, base, qkv_bias=bias, o_bias=bias, qk_norm=True, mixture=own,
+                          mtp_layers=keys.integer("num_nextn_predict_layers", 0, low=0, high=MAX_LAYERS))
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    rules = expert_tensors(config, layer, "mlp", NAMES, "shared_mlp", "expert_bias")
+    if "router" in rules:
+        rules["router"] = replace(rules["router"], name=f"model.layers.{layer}.mlp.router.gate.weight")
+    return {role: replace(rule, also=tuple(rule.name.replace(own, other) for own, other in OTHER_NAMES.items() if own in rule.name))
+            for role, rule in rules.items()}

@@ -1,0 +1,43 @@
+"""MiniCPM 3 (4B): DeepSeek V2's latent attention, whose positions turn halves, and multipliers of the embedding, of what is added and of
+logits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from ..config import Defaults, ModelConfig
+from ..config_reader import Keys
+from . import TensorRule, llama
+from .deepseek_v3 import block, latent_config, latent_tensors, outer_tensors, refuse_other_code
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors", "scaled"]
+
+KEYS_USED = frozenset({"attention_bias", "auto_map", "dim_model_base", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim",
+                       "qk_rope_head_dim", "scale_depth", "scale_emb", "v_head_dim"})
+KEYS_HARMLESS = frozenset({"head_dim", "qk_head_dim"})  # which are said of the parts
+REFUSED_UNLESS: Mapping[str, object] = {"layer_types": None, "mlp_bias": False, "sliding_window": None}
+SIZES = {"vocab_size": 73_448, "hidden_size": 2560, "intermediate_size": 6400, "num_hidden_layers": 62, "num_attention_heads": 40}
+CODE = r"(configuration|modeling)_minicpm(3)?\.MiniCPM3\w+"  # of the published ones, which became part of transformers
+RANK = 768
+
+
+def config(keys: Keys) -> ModelConfig:
+    refuse_other_code(keys, CODE)
+    base = Defaults(max_position_embeddings=32_768, sizes=SIZES, bos=1, eos=(2,), tied=True, norm_eps=1e-5)
+    value = base.size(keys, "hidden_size") // base.size(keys, "num_attention_heads")
+    widths = {"kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": value}
+    return latent_config(keys, base, widths, RANK, False, **scaled(keys, base, 12.0, 1.4, 256))
+
+
+def scaled(keys: Keys, base: Defaults, embedding: float, depth: float, width: int) -> dict[str, float]:
+    """The multipliers of a MiniCPM, with the family's defaults; a null takes the latter two away."""
+    layers, hidden = base.size(keys, "num_hidden_layers"), base.size(keys, "hidden_size")
+    depth = keys.number("scale_depth", None if keys.holds("scale_depth") else depth)
+    width = keys.integer("dim_model_base", hidden if keys.holds("dim_model_base") else width)
+    return {"embedding_multiplier": keys.number("scale_emb", embedding), "logits_scaling": hidden / width,
+            "residual_multiplier": 1.0 if depth is None else depth / math.sqrt(layers)}
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    return latent_tensors(config, layer, llama.layer_tensors(config, layer))
