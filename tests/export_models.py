@@ -79,6 +79,15 @@ MODELS = {
     "cohere, norms of every head": Case("cohere", {"logit_scale": 0.125, "use_qk_norm": True, "num_hidden_layers": 64,
                                                    "initializer_range": 0.1}),
     "cohere2": Case("cohere2", {"num_hidden_layers": 5, "sliding_window": 24, "logit_scale": 0.25}),
+    "cohere2_moe": Case("cohere2_moe", {
+        **EXPERTS, "intermediate_size": 32, "prefix_dense_intermediate_size": 96, "num_hidden_layers": 5, "head_dim": 32, "sliding_window":
+        24, "layer_types": ["full_attention", *["sliding_attention"] * 3, "full_attention"], "mlp_layer_types": ["dense"] + ["sparse"] * 4,
+        "num_shared_experts": 1, "expert_selection_fn": "sigmoid", "logit_scale": 0.25, "rms_norm_eps": 1e-5}),
+    "cohere2_moe, softmax, layer norms, nothing shared, own head": Case("cohere2_moe", {
+        **EXPERTS, "intermediate_size": 32, "num_hidden_layers": 4, "head_dim": 16, "sliding_window": 24, "tie_word_embeddings": False}),
+    "hy_v3": Case("hy_v3", {**EXPERTS, "moe_intermediate_size": 32, "num_shared_experts": 2, "head_dim": 32}),
+    "hy_v3, tied": Case("hy_v3", {**EXPERTS, "moe_intermediate_size": 32, "num_shared_experts": 1, "head_dim": 32, "mlp_layer_types": [
+        "sparse"] * 3, "tie_word_embeddings": True, "router_scaling_factor": 1.5}),
     "exaone_moe": Case("exaone_moe", {**K_EXPERTS, "moe_intermediate_size": 32, "num_hidden_layers": 5, "sliding_window": 24}),
     "hunyuan_v1_dense": Case("hunyuan_v1_dense", {"head_dim": 32, "tie_word_embeddings": True, **rope("dynamic", alpha=9.0, factor=1.0)}),
     "hunyuan_v1_moe": Case("hunyuan_v1_moe", {"head_dim": 32, "num_experts": 6, "moe_topk": 2, **rope("dynamic", alpha=9.0, factor=1.0)}),

@@ -16,6 +16,7 @@ from ..config_rope import GROWTH
 from ..families import FAMILIES, expert_of, internlm2, kind_of, mixtral, qwen3_moe
 from . import (
     apertus,
+    cohere2_moe,
     falcon_h1,
     gemma3n,
     gemma4,
@@ -190,6 +191,10 @@ ARCHITECTURES = {
     "arcee": Architecture("arcee", config={"hidden_act": "relu2"}, interleaved=True),
     "command-r": Architecture("cohere", **_COHERE),
     "cohere2": Architecture("cohere2", pattern=True, **_COHERE),
+    cohere2_moe.NAME: Architecture(cohere2_moe.FAMILY, experts=("mlp", qwen3_moe.NAMES), pattern=True, epsilon=LAYER_NORM,
+                                   keys=cohere2_moe.KEYS, required=cohere2_moe.REQUIRED,
+                                   read=frozenset({"expert_shared_feed_forward_length"}), layer_names={
+                                       part: f"mlp.shared_experts.{own}" for part, own in SHARED_EXPERT.items()}),
     "exaone4": Architecture("exaone4", layer_names=_BEHIND, pattern=True),
     "exaone-moe": Architecture("exaone_moe", experts=("mlp", qwen3_moe.NAMES), pattern=True, layer_names={
         **_GLM_NAMES, CORRECTION: "mlp.e_score_correction_bias"}, keys={
@@ -203,6 +208,13 @@ ARCHITECTURES = {
                                 keys={"expert_count": "num_experts", "expert_used_count": "moe_topk", "expert_shared_count":
                                       "num_shared_expert", "expert_feed_forward_length": "moe_intermediate_size",
                                       "expert_shared_feed_forward_length": SHARED_WIDTH}),
+    # The correction has no kind in its name there.
+    "hy_v3": Architecture("hy_v3", experts=("mlp", qwen3_moe.NAMES), whole={
+        f"{ROUTER}.weight": "mlp.router.gate.weight", CORRECTION: "mlp.expert_bias"}, layer_names={
+        CORRECTION: "mlp.expert_bias", **{part: f"mlp.shared_mlp.{own}" for part, own in SHARED_EXPERT.items()}}, keys={
+        **_GLM_COUNTS, "expert_count": "num_experts", "expert_shared_count": "num_shared_experts", "expert_weights_scale":
+        "router_scaling_factor", "expert_weights_norm": "route_norm", "nextn_predict_layers": "num_nextn_predict_layers",
+        "expert_shared_feed_forward_length": SHARED_WIDTH}),
     "minimax-m2": Architecture("minimax_m2", partial=True, experts=("block_sparse_moe", mixtral.NAMES), layer_names={
         CORRECTION: "block_sparse_moe.e_score_correction_bias"}, keys={
         "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok", "expert_gating_func": "scoring_func",
@@ -273,16 +285,16 @@ ARCHITECTURES = {
 }
 # A model's family -> what its files are called.
 BY_FAMILY = dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), latent_attention.NAME) | {
-    "cohere": "command-r", "ernie4_5_moe": "ernie4_5-moe", "exaone_moe": "exaone-moe", "falcon_h1": "falcon-h1", "gemma3_text": "gemma3",
-    "gemma4_text": "gemma4", "glm": "chatglm", "glm4_moe": "glm4moe", "gpt_neox": "gptneox", "granitemoehybrid": "granite",
-    "granitemoeshared": "granitemoe", "hunyuan_v1_dense": "hunyuan-dense", "hunyuan_v1_moe": "hunyuan-moe", "internlm3": "llama",
-    "iquestcoder": "llama", "lfm2_moe": "lfm2moe", "llama4_text": "llama4", "minimax_m2": "minimax-m2", "ministral3": "mistral3",
-    "mistral": "llama", "mixtral": "llama", "olmo3": "olmo2", "phi": "phi2", "qwen2_moe": "qwen2moe", "qwen3_5_moe_text": "qwen35moe",
-    "qwen3_5_text": "qwen35", "qwen3_moe": "qwen3moe", "qwen3_next": linear_attention.JOINED, "solar_open": "glm4moe",
-    swash.MIXED: swash.NAME} | {
+    "cohere": "command-r", cohere2_moe.FAMILY: cohere2_moe.NAME, "ernie4_5_moe": "ernie4_5-moe", "exaone_moe": "exaone-moe",
+    "falcon_h1": "falcon-h1", "gemma3_text": "gemma3", "gemma4_text": "gemma4", "glm": "chatglm", "glm4_moe": "glm4moe",
+    "gpt_neox": "gptneox", "granitemoehybrid": "granite", "granitemoeshared": "granitemoe", "hunyuan_v1_dense": "hunyuan-dense",
+    "hunyuan_v1_moe": "hunyuan-moe", "internlm3": "llama", "iquestcoder": "llama", "lfm2_moe": "lfm2moe", "llama4_text": "llama4",
+    "minimax_m2": "minimax-m2", "ministral3": "mistral3", "mistral": "llama", "mixtral": "llama", "olmo3": "olmo2", "phi": "phi2",
+    "qwen2_moe": "qwen2moe", "qwen3_5_moe_text": "qwen35moe", "qwen3_5_text": "qwen35", "qwen3_moe": "qwen3moe",
+    "qwen3_next": linear_attention.JOINED, "solar_open": "glm4moe", swash.MIXED: swash.NAME} | {
     name: name for name in ("afmoe", "apertus", "arcee", "cohere2", "dots1", "ernie4_5", "exaone4", "gemma", "gemma2", "glm4", "granite",
-                            "granite_swa", "granitemoe", "internlm2", "lfm2", "llama", "nemotron", "nemotron_h", "olmo", "olmo2", "olmoe",
-                            "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm", "starcoder2")}
+                            "granite_swa", "granitemoe", "hy_v3", "internlm2", "lfm2", "llama", "nemotron", "nemotron_h", "olmo", "olmo2",
+                            "olmoe", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm", "starcoder2")}
 
 
 def file_architecture(config: ModelConfig) -> str:

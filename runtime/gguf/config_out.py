@@ -16,7 +16,7 @@ from ...offload.gguf import Value
 from ..config import ModelConfig
 from ..config_rope import GROWTH, RopeConfig
 from ..rope import RopeTable, rope_table
-from . import apertus, gemma4, half_layers, latent_attention, llama4, stateful, swash, yarn
+from . import apertus, cohere2_moe, gemma4, half_layers, latent_attention, llama4, stateful, swash, yarn
 from .architectures import ARCHITECTURES, BY_FAMILY, FACTORS, LONG, SHORT, UNTURNED, Architecture, file_architecture
 from .family_keys import AFMOE_EVERY, COHERE2_EVERY, EXAONE4_EVERY, EXAONE4_LAYERS, OLMO3_EVERY, OTHER_SCALE, SIGMOID
 
@@ -24,7 +24,7 @@ TYPES = {"F16": 1, "Q8_0": 7, "Q4_0": 2}  # what a person may ask for -> general
 QUANTIZATION_VERSION = 2
 INDEXED = ": this version reads no indexer, without which they would run as another model"
 UNTRIED = ": this version writes no files of them"
-NOT_WRITTEN = {**dict.fromkeys(("cohere2_moe", "cwm", "helium", "hy_v3", "hyperclovax", "jais2", "lfm3", "mellum", "minicpm3",
+NOT_WRITTEN = {**dict.fromkeys(("cwm", "helium", "hyperclovax", "jais2", "lfm3", "mellum", "minicpm3",
                                 "olmo_hybrid", "vaultgemma", "youtu"), UNTRIED),
                **dict.fromkeys(("flex_olmo", "nanochat"), ": llama.cpp does not run them"),
                "ministral": ": llama.cpp runs them as if no layer had a window",
@@ -52,7 +52,7 @@ ACTS = {"apertus": "xielu", "gpt_neox": "gelu", **dict.fromkeys(("arcee", "nemot
         **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "gemma4_text", "phi", "starcoder2"), "gelu_tanh")}
 UNGROUPED = ("dots1", "olmoe")  # families whose heads llama.cpp takes to have keys and values of their own
 # Families whose files say how experts are scored and weighed.
-STATED_SUM = ("afmoe", "deepseek_v2", "deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite", "solar_open")
+STATED_SUM = ("afmoe", "deepseek_v2", "deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite", "hy_v3", "solar_open")
 LEADING_DENSE = (*STATED_SUM, "ernie4_5_moe", "lfm2_moe")  # whose first layers have no experts
 CONVOLVED = ("lfm2", "lfm2_moe")
 NORMED_FROM = 64  # layers: smaller models of Cohere's have no norms of queries and keys
@@ -97,6 +97,8 @@ def _departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
         yield from gemma4.departures(config)
     elif BY_FAMILY[family] == swash.NAME:
         yield from swash.departures(config)
+    elif family == cohere2_moe.FAMILY:
+        yield from cohere2_moe.departures(config)
     else:
         yield family not in WITHOUT_WINDOW and set(config.windows) != {None}, "has a sliding window"
     if family.startswith("gemma") or family == "afmoe":
@@ -137,7 +139,7 @@ def _departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
             f"leaves rotary positions out elsewhere than in every {NO_ROPE_EVERY}th layer"
     if family == llama4.FAMILY:
         yield from llama4.departures(config)
-    elif mixture is not None and family != half_layers.FAMILY:
+    elif mixture is not None and family not in (cohere2_moe.FAMILY, half_layers.FAMILY):
         dense = min(mixture.layers, default=config.num_hidden_layers) if family in LEADING_DENSE else 0
         yield mixture.layers != frozenset(range(dense, config.num_hidden_layers)), "has layers without experts"
         yield family not in STATED_SUM and mixture.renormalise != (family not in ("olmoe", "qwen2_moe")), \
@@ -222,6 +224,10 @@ def _of_family(config: ModelConfig) -> dict[str, Value]:
                      "expert_weights_norm": config.mixture.renormalise}
         if config.family == llama4.FAMILY:
             keys |= llama4.stated(config)
+        if config.family == "hy_v3":
+            keys["expert_shared_feed_forward_length"] = config.mixture.shared_width
+        if config.family == cohere2_moe.FAMILY:
+            keys |= cohere2_moe.stated(config)
         if config.family == "ernie4_5_moe":
             keys |= {"interleave_moe_layer_step": 1, "expert_shared_feed_forward_length": config.mixture.shared_width or 0}
     return keys

@@ -8,7 +8,19 @@ from ...offload.gguf import GgufHeader, shown_value
 from ...offload.header import CheckpointError, damaged
 from ..config import MAX_LAYERS
 from ..config_rope import GLOBAL, GROWTH, LOCAL
-from . import apertus, falcon_h1, gemma3n, half_layers, latent_attention, linear_attention, llama4, short_conv, state_spaces, swash
+from . import (
+    apertus,
+    cohere2_moe,
+    falcon_h1,
+    gemma3n,
+    half_layers,
+    latent_attention,
+    linear_attention,
+    llama4,
+    short_conv,
+    state_spaces,
+    swash,
+)
 from .architectures import SHARED_WIDTH
 
 REPAIR = "the file is damaged or was converted wrongly: download it again, or another one"
@@ -77,6 +89,10 @@ def add_family(header: GgufHeader, raw: dict[str, object]) -> None:
             raw.setdefault(key, usual)
     elif raw["model_type"] == "exaone_moe":
         _exaone_moe(header, raw, window if stated is not None else USUAL_WINDOW_MOE)
+    elif raw["model_type"] == "hy_v3":
+        _hy3(header, raw)
+    elif raw["model_type"] == cohere2_moe.FAMILY:
+        cohere2_moe.add_cohere2_moe(header, raw, window, layer_types(header, raw["num_hidden_layers"], cohere2_moe.EVERY))
     elif raw["model_type"] in ("cohere", "cohere2"):
         raw |= {"attention_bias": "blk.0.attn_q.bias" in header.tensors, "sliding_window": window}
         if raw["model_type"] == "cohere":
@@ -181,6 +197,25 @@ def _exaone_moe(header: GgufHeader, raw: dict[str, object], window: int | None) 
         raw["num_hidden_layers"] = layers = layers - behind  # files count them in
     every = EXAONE4_EVERY if window else 1
     raw |= {"sliding_window": window, "layer_types": layer_types(header, layers, every)}
+
+
+def _hy3(header: GgufHeader, raw: dict[str, object]) -> None:
+    """Which layers have experts is said by their routers alone, and how many are shared by their width."""
+    _scored(header, raw)
+    width, inside = raw.get(SHARED_WIDTH), raw.get("moe_intermediate_size")
+    if "num_shared_experts" not in raw and type(width) is type(inside) is int and inside > 0:
+        raw["num_shared_experts"] = width // inside
+    _shared(header, raw, "num_shared_experts")
+    for key, usual in (("router_scaling_factor", 1.0), ("route_norm", False), ("num_nextn_predict_layers", 0)):
+        raw.setdefault(key, usual)  # what llama.cpp takes for granted
+    behind, layers = raw["num_nextn_predict_layers"], raw["num_hidden_layers"]
+    if type(behind) is not int or type(layers) is not int or not 0 <= behind < layers <= MAX_LAYERS:
+        return  # refused for that
+    raw["num_hidden_layers"] = layers - behind  # files count them in
+    raw.pop("first_k_dense_replace", None)
+    raw["mlp_layer_types"] = ["sparse" if f"blk.{layer}.ffn_gate_inp.weight" in header.tensors else "dense"
+                              for layer in range(layers - behind)]
+    raw["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
 
 
 def _shared(header: GgufHeader, raw: dict[str, object], key: str) -> None:

@@ -1,0 +1,67 @@
+"""What GGUF files say otherwise of Cohere's mixtures: the width of an MLP as that of dense layers, which layers have a window as a truth
+for each, and shared experts as ones that are averaged with the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from ...offload.gguf import GgufHeader, Value
+from ...offload.header import CheckpointError
+from ..config import ModelConfig
+
+FAMILY, NAME = "cohere2_moe", "cohere2moe"
+EVERY = 4  # all but the last of so many layers have a window, where a file says nothing
+KEYS = {"attention.layer_norm_epsilon": "layer_norm_eps", "logit_scale": "logit_scale", "expert_count": "num_experts",
+        "expert_used_count": "num_experts_per_tok", "expert_shared_count": "num_shared_experts", "expert_feed_forward_length":
+        "intermediate_size", "feed_forward_length": "prefix_dense_intermediate_size", "leading_dense_block_count":
+        "first_k_dense_replace", "expert_weights_norm": "norm_topk_prob", "expert_gating_func": "expert_selection_fn",
+        "nextn_predict_layers": "num_nextn_predict_layers"}
+REQUIRED = ("logit_scale", "attention.sliding_window", "expert_feed_forward_length", "leading_dense_block_count")
+SCORES = {0: "sigmoid", 1: "softmax", 2: "sigmoid"}  # 0 and nothing are what llama.cpp takes for the latter
+RMS = "attention.layer_norm_rms_epsilon"
+
+
+def add_cohere2_moe(header: GgufHeader, raw: dict[str, object], window: int | None, kinds: list[str]) -> None:
+    """Put into `raw`, a config.json in the making, what the family has beside its keys. `kinds` of layers. Raises CheckpointError."""
+    scored, layers = raw.pop("expert_selection_fn", 0), raw["num_hidden_layers"]
+    if scored not in SCORES or scored == 1 and raw.get("norm_topk_prob") is not True:
+        raise CheckpointError(f"{header.path}: {NAME}.expert_gating_func = {scored} is not supported for this architecture with "
+                              f"expert_weights_norm = {raw.get('norm_topk_prob', False)}",
+                              "give the folder of the original checkpoint, if its family is supported")
+    raw |= {"expert_selection_fn": SCORES[scored], "norm_topk_prob": raw.get("norm_topk_prob", False), "sliding_window": window,
+            "attention_bias": "blk.0.attn_q.bias" in header.tensors, "shared_expert_combination_strategy": "average"}
+    behind = raw.setdefault("num_nextn_predict_layers", 0)
+    if type(behind) is int and type(layers) is int and 0 <= behind < layers:
+        raw["num_hidden_layers"] = layers - behind  # files count them in
+        kinds = kinds[: layers - behind]
+    raw["layer_types"] = kinds
+
+
+def stated(config: ModelConfig) -> dict[str, Value]:
+    """The keys below the architecture's name, beside those of every mixture."""
+    own = config.mixture
+    dense = sum(layer not in own.layers for layer in range(config.num_hidden_layers))
+    keys: dict[str, Value] = {
+        "attention.sliding_window": next((each for each in config.windows if each is not None), 0),
+        "attention.sliding_window_pattern": np.array([each is not None for each in config.windows], np.int32),
+        "feed_forward_length": config.ffn_of(0), "expert_feed_forward_length": own.width, "leading_dense_block_count": dense,
+        "expert_gating_func": 2 if own.sigmoid else 1, "expert_weights_norm": own.renormalise,
+        "logit_scale": float(1 / config.logits_scaling), "attention.layer_norm_epsilon": float(config.norm_eps)}
+    if config.norm_kind == "rms":
+        keys[RMS] = float(config.norm_eps)
+    if own.shared_width:
+        keys |= {"expert_shared_count": own.shared_width // own.width, "expert_shared_feed_forward_length": own.shared_width}
+    return keys
+
+
+def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """(whether it is so, what files cannot say)."""
+    own = config.mixture
+    dense = sum(layer not in own.layers for layer in range(config.num_hidden_layers))
+    turned = [each is not None or layer < dense for layer, each in enumerate(config.windows)]
+    yield set(config.windows) == {None}, "has no window"
+    yield own.layers != frozenset(range(dense, config.num_hidden_layers)), "has layers without experts behind others"
+    yield turned != [each is not None for each in config.ropes], "turns other layers than those with a window and dense ones"
+    yield bool(own.shared_width) and config.factor("shared.down") == 1.0, "adds what all tokens visit to the sum of the others"
