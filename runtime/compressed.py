@@ -55,6 +55,7 @@ NOT_WRITTEN = {**dict.fromkeys(("gpt_oss", "granitemoe", "granitemoe_swa", "gran
                "gemma4_text": "no other tool was found to read what its layers are given, and its experts, so",
                "llama4_text": "no other tool was found to read their experts so",
                "mistral4": "other tools read it inside models that take images alone",
+               **dict.fromkeys(("bailing_moe_v2", "exaone", "mimo", "minicpm"), "other tools read them by code of the checkpoints' own"),
                "internlm2": "other tools want their queries, keys and values joined group by group",
                "gpt_neox": "other tools want their queries, keys and values joined head by head",
                "falcon_h1": "no other tool was found to read what its config multiplies by so",

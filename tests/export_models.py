@@ -73,6 +73,20 @@ MODELS = {
     "arcee, llama3": Case("arcee", {"tie_word_embeddings": True, **rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
                                                                         original_max_position_embeddings=64)}),
     "ernie4_5": Case("ernie4_5", {"head_dim": 32, **rope("yarn", factor=8.0, original_max_position_embeddings=64)}),
+    "exaone": Case("exaone", {"head_dim": 16, "tie_word_embeddings": True}),
+    "exaone, llama3": Case("exaone", {"head_dim": 16, **rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                                                             original_max_position_embeddings=64)}),
+    "mimo": Case("mimo"),
+    "minicpm": Case("minicpm", {"attention_multiplier": 0.25, "embedding_multiplier": 12.0, "residual_multiplier": 0.4, "logits_scaling":
+                                4.0, "tie_word_embeddings": True}),
+    "minicpm, longrope": Case("minicpm", {"attention_multiplier": 0.25, "embedding_multiplier": 3.0, "residual_multiplier": 0.7,
+                                          "logits_scaling": 2.0, **rope("longrope", **SU)}),
+    "bailing_moe_v2": Case("bailing_moe_v2", {
+        **GLM_EXPERTS, "moe_intermediate_size": 32, "head_dim": 16, "use_qk_norm": True, "n_group": 4, "topk_group": 2, **rope(
+            "default", partial_rotary_factor=0.5)}),
+    "bailing_moe_v2, one group, tied": Case("bailing_moe_v2", {
+        **GLM_EXPERTS, "moe_intermediate_size": 32, "head_dim": 16, "use_qk_norm": True, "n_shared_experts": 1, "tie_word_embeddings": True,
+        **rope("default", partial_rotary_factor=0.5)}),
     "exaone4": Case("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
     "exaone4, windows": Case("exaone4", {"num_hidden_layers": 64, "sliding_window": 24, "initializer_range": 0.1}),
     "cohere": Case("cohere", {"logit_scale": 0.125}),

@@ -34,12 +34,11 @@ from family_sizes import (
     rope,
 )
 from newer_cases import NEWER, SIGHT, SIGHTS
-from safetensors.torch import load_file, save_file
+from retold_models import LIKE, RETOLD
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from effllm.runtime.engine import Engine, EngineOptions, open_engine
 
-LIKE = {"internlm2": "llama"}  # families that transformers does not have, by the one that computes the same
 TOLERANCE = 1e-4  # of the largest logit
 # The models that take images, by their text part.
 IMAGES = {"gemma3_text": "gemma3", "gemma4_text": "gemma4", "gemma4_unified_text": "gemma4_unified",
@@ -293,7 +292,7 @@ def written(case: Case, folder: Path) -> PreTrainedModel:
     model.to(getattr(torch, case.dtype)).save_pretrained(folder, max_shard_size=case.shard)
     model = read.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     if case.family in LIKE:
-        as_internlm2(folder)
+        RETOLD[case.family](folder)
     if case.older:
         path = folder / "config.json"
         raw = json.loads(path.read_text())
@@ -308,31 +307,6 @@ def written(case: Case, folder: Path) -> PreTrainedModel:
         for scaled in (module for module in model.modules() if hasattr(module, "embed_scale")):
             scaled.embed_scale = scaled.embed_scale.to(getattr(torch, case.dtype)).float()
     return model
-
-
-def as_internlm2(folder: Path) -> None:
-    """A folder of Llama as InternLM 2 has it: of every group of heads queries, key and value one after the other, under other names."""
-    path, tensors = folder / "model.safetensors", load_file(folder / "model.safetensors")
-    raw = json.loads((folder / "config.json").read_text())
-    groups, depth = raw["num_key_value_heads"], raw["head_dim"]
-    names = {"embed_tokens": "tok_embeddings", "lm_head": "output", "mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3",
-             "mlp.down_proj": "feed_forward.w2", "self_attn.o_proj": "attention.wo", "input_layernorm": "attention_norm",
-             "post_attention_layernorm": "ffn_norm"}
-    made = {}
-    for name, tensor in tensors.items():
-        if ".q_proj." in name:
-            parts = [tensors[name.replace("q_proj", part)] for part in ("q_proj", "k_proj", "v_proj")]
-            joined = torch.cat([part.view(groups, -1, depth, *part.shape[1:]) for part in parts], 1)
-            made[name.replace("self_attn.q_proj", "attention.wqkv")] = joined.flatten(0, 2)
-        elif ".k_proj." not in name and ".v_proj." not in name:
-            own = next((old for old in names if old in name), "")
-            made[name.replace(own, names[own]) if own else name] = tensor
-    save_file(made, path)
-    bias = raw.pop("attention_bias")
-    for key in ("mlp_bias", "head_dim"):
-        del raw[key]
-    raw |= {"model_type": "internlm2", "architectures": ["InternLM2ForCausalLM"], "bias": bias}
-    (folder / "config.json").write_text(json.dumps(raw))
 
 
 def oracle(model: PreTrainedModel, ids: list[int], dtype: torch.dtype = torch.float64) -> np.ndarray:

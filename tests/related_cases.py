@@ -1,12 +1,28 @@
 """Tiny random models of families that are close to others, as `family_models.CASES`."""
 
-from family_sizes import FEW_EXPERTS, RAMP, Case, rope
+from family_sizes import FEW_EXPERTS, GLM_EXPERTS, RAMP, Case, rope
 
 # Latent attention of no two widths alike.
 PARTS = {"num_key_value_heads": 4, "q_lora_rank": 36, "kv_lora_rank": 48, "qk_nope_head_dim": 20, "qk_rope_head_dim": 16,
          "v_head_dim": 28}
 
 RELATED = {
+    "minicpm": Case("minicpm", {"attention_multiplier": 0.25, "embedding_multiplier": 12.0, "residual_multiplier": 0.4, "logits_scaling":
+                                4.0, "vocab_size": 301, "tie_word_embeddings": True}),
+    "minicpm, longrope, own head, bfloat16": Case("minicpm", {
+        "attention_multiplier": 0.25, "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "logits_scaling": 2.0, "num_key_value_heads":
+        1, "tie_word_embeddings": False, **rope("longrope", short_factor=RAMP, long_factor=[4 * x for x in RAMP],
+                                                original_max_position_embeddings=64)}, dtype="bfloat16"),
+    "exaone": Case("exaone", {"vocab_size": 301, "head_dim": 16}),
+    "exaone, llama3, tied, bfloat16": Case("exaone", {
+        "head_dim": 16, "tie_word_embeddings": True, "num_key_value_heads": 1, **rope(
+            "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)}, dtype="bfloat16"),
+    "mimo": Case("mimo", {"vocab_size": 301}),
+    "bailing_moe_v2": Case("bailing_moe_v2", {**GLM_EXPERTS, "head_dim": 32, "use_qk_norm": True, "n_group": 4, "topk_group": 2, **rope(
+        "default", partial_rotary_factor=0.5)}),
+    "bailing_moe_v2, one group, tied, bfloat16": Case("bailing_moe_v2", {
+        **GLM_EXPERTS, "head_dim": 16, "use_qk_norm": True, "tie_word_embeddings": True, "num_key_value_heads": 1,
+        "first_k_dense_replace": 0, "n_shared_experts": 1, **rope("default", partial_rotary_factor=0.25)}, dtype="bfloat16"),
     "hy_v3": Case("hy_v3", {**FEW_EXPERTS, **rope("default"), "num_shared_experts": 2, "head_dim": 32, "vocab_size": 301}),
     "hy_v3, other layers, biases, tied, bfloat16": Case("hy_v3", {
         **FEW_EXPERTS, "num_shared_experts": 1, "head_dim": 16, "mlp_layer_types": ["sparse", "dense", "sparse"], "attention_bias": True,

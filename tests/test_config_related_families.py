@@ -44,6 +44,34 @@ PUBLISHED = {
                  32768, "q_lora_rank": 768, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "rms_norm_eps": 1e-05, "rope_scaling": {
                      "type": "longrope", "long_factor": [1.0] * 16, "short_factor": [1.0] * 16, "original_max_position_embeddings":
                      32768}, "scale_depth": 1.4, "scale_emb": 12, "torch_dtype": "bfloat16", "use_cache": True},
+    "exaone": {"activation_function": "silu", "architectures": ["ExaoneForCausalLM"], "attention_dropout": 0.0, "auto_map": {
+                   "AutoConfig": "configuration_exaone.ExaoneConfig", "AutoModelForCausalLM": "modeling_exaone.ExaoneForCausalLM"},
+               "bos_token_id": 1, "embed_dropout": 0.0, "eos_token_id": 2, "head_dim": 16, "layer_norm_epsilon": 1e-05,
+               "max_position_embeddings": 32768, "num_hidden_layers": None, "num_layers": 4, "pad_token_id": 0, "rope_scaling": {
+                   "factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
+                   "rope_type": "llama3"}, "rope_theta": 1000000.0, "tie_word_embeddings": False, "torch_dtype": "float32"},
+    "minicpm": {"architectures": ["MiniCPMForCausalLM"], "attention_bias": False, "auto_map": {
+                    "AutoConfig": "configuration_minicpm.MiniCPMConfig", "AutoModel": "modeling_minicpm.MiniCPMModel",
+                    "AutoModelForSeq2SeqLM": "modeling_minicpm.MiniCPMForCausalLM"}, "bos_token_id": 1, "dim_model_base": 256,
+                "eos_token_id": [2, 3], "mup_denominator": 32, "rms_norm_eps": 1e-06, "rope_scaling": {
+                    "rope_type": "longrope", "long_factor": [1.0] * 8, "short_factor": [1.0] * 8, "original_max_position_embeddings":
+                    32768}, "max_position_embeddings": 32768, "rope_theta": 10000.0, "scale_depth": 1.4, "scale_emb": 12,
+                "torch_dtype": "bfloat16"},
+    "mimo": {"architectures": ["MiMoForCausalLM"], "attention_bias": True, "auto_map": {
+                 "AutoConfig": "configuration_mimo.MiMoConfig", "AutoModel": "modeling_mimo.MiMoModel", "AutoModelForCausalLM":
+                 "modeling_mimo.MiMoForCausalLM"}, "head_dim": 16, "max_position_embeddings": 32768, "max_window_layers": 36,
+             "num_nextn_predict_layers": 1, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 640000, "sliding_window": 32768,
+             "tie_word_embeddings": False, "use_sliding_window": False},
+    "bailing_moe_v2": {"architectures": ["BailingMoeV2ForCausalLM"], "auto_map": {
+                           "AutoConfig": "configuration_bailing_moe_v2.BailingMoeV2Config", "AutoModelForCausalLM":
+                           "modeling_bailing_moe_v2.BailingMoeV2ForCausalLM"}, "embedding_dropout": 0.0, "eos_token_id": 2,
+                       "first_k_dense_replace": 1, "head_dim": 16, "max_position_embeddings": 32768, "max_window_layers": 20,
+                       "moe_intermediate_size": 48, "moe_router_enable_expert_bias": True, "moe_shared_expert_intermediate_size": 48,
+                       "mtp_loss_scaling_factor": 0, "n_group": 4, "norm_topk_prob": True, "num_experts": 16, "num_experts_per_tok": 2,
+                       "num_nextn_predict_layers": 0, "num_shared_experts": 1, "output_dropout": 0.0, "partial_rotary_factor": 0.5,
+                       "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 600000, "rotary_dim": 8, "routed_scaling_factor": 2.5,
+                       "router_dtype": "fp32", "score_function": "sigmoid", "tie_word_embeddings": False, "topk_group": 2,
+                       "use_bias": False, "use_qk_norm": True, "use_qkv_bias": False, "use_rmsnorm": True, "use_sliding_window": False},
     "flex_olmo": {"architectures": ["FlexOlmoForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "eos_token_id": 2,
                   "max_position_embeddings": 4096, "norm_topk_prob": False, "num_experts": 7, "num_experts_per_tok": 7, "pad_token_id": 1,
                   "output_router_logits": False, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 500000, "router_aux_loss_coef":
@@ -89,6 +117,10 @@ def test_what_is_left_out_is_what_transformers_takes(family: str, changes: dict[
     ("cohere2_moe", "use_parallel_block", False), ("cohere2_moe", "use_qk_norm", True),
     ("minicpm3", "scale_depth", 0), ("minicpm3", "dim_model_base", 0), ("minicpm3", "kv_lora_rank", 4096),
     ("minicpm3", "auto_map", {"AutoModel": "modeling_other.Model"}),
+    ("exaone", "num_layers", 0), ("exaone", "num_hidden_layers", 3), ("exaone", "auto_map", {"AutoModel": "other.Model"}),
+    ("minicpm", "auto_map", {"AutoModelForCausalLM": "modeling_minicpm.MiniCPM3ForCausalLM"}), ("minicpm", "scale_emb", 0),
+    ("mimo", "attention_bias", False), ("mimo", "use_mrope", True), ("bailing_moe_v2", "score_function", "softmax"),
+    ("bailing_moe_v2", "use_qkv_bias", True), ("bailing_moe_v2", "n_group", 3), ("bailing_moe_v2", "rotary_dim", 17),
     ("nanochat", "mlp_bias", True), ("nanochat", "final_logit_softcapping", -1), ("nanochat", "layer_types", ["sliding_attention"] * 4)])
 def test_what_a_family_cannot_do_is_named(family: str, key: str, value: object) -> None:
     refused({**base(family), key: value}, key)
@@ -99,3 +131,9 @@ def test_layers_of_ministral() -> None:
     assert config.windows == (None, 32_768, 32_768, 32_768) and {rope.theta for rope in config.ropes} == {1e8}
     assert parse_config({**base("ministral"), "layer_types": None}, strict=True).windows == (32_768,) * 4
     assert parse_config({**base("ministral"), "layer_types": None, "sliding_window": None}, strict=True).windows == (None,) * 4
+
+
+def test_what_minicpm_4_1_would_not_attend_to_is_said() -> None:
+    sparse = parse_config({**base("minicpm"), "sparse_config": {"block_size": 64, "dense_len": 8192, "topk": 64}}, strict=True)
+    assert len(sparse.warnings) == 1 and "effllm attends to all of it" in sparse.warnings[0]
+    assert sparse.residual_multiplier == 0.7 and sparse.logits_scaling == 96 / 256

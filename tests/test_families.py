@@ -133,6 +133,11 @@ PECULIAR = {
         {"factors": {"shared.down": 1.0}}, {"windows": (None,) * 5}, {"ropes": 4}, {"ropes": 0}, {"norm_kind": "layer"},
         {"logits_scaling": 1.0}],
     "minicpm3": [{"residual_multiplier": 1.0}, {"embedding_multiplier": 1.0}, {"logits_scaling": 1.0}, {"ropes": {"neighbours": True}}],
+    "minicpm": [{"residual_multiplier": 1.0}, {"embedding_multiplier": 1.0}, {"logits_scaling": 1.0}],
+    "mimo": [{"qkv_bias": False}],
+    "bailing_moe_v2": [{"mixture": each} for each in ({"renormalise": False}, {"sigmoid": False}, {"groups": 1, "kept_groups": 1},
+                                                      {"corrected": False}, {"factor": 1.0}, {"shared_width": None})] + [
+        {"ropes": {"partial_rotary_factor": 1.0}}],
     "cwm": [{"windows": (None,) * 3}, {"windows": (40,) * 3}, {"ropes": {"factor": 1.0}}],
     "vaultgemma": [{"windows": (None,) * 3}, {"attn_logit_softcapping": None}, {"final_logit_softcapping": None}, {"attn_scale": None}],
     "helium": [{"ropes": {"neighbours": False}}, {"norm_eps": 1e-1}],
@@ -231,15 +236,15 @@ def test_every_peculiarity_of_a_family_shows(name: str, tmp_path: Path) -> None:
                                   "granitemoe", "granitemoehybrid", "qwen2_moe", "glm4_moe", "dots1, no windows, bfloat16", "starcoder2",
                                   "exaone4", "arcee", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "deepseek_v2", "deepseek_v3",
                                   "glm4_moe_lite", "mistral4", "youtu", "qwen3_5_text", "qwen3_5_text, other layers", "qwen3_5_moe_text",
-                                  "qwen3_next", "llama4_text", "lfm2",
-                                  "lfm2, other taps, bfloat16", "lfm2_moe", "granitemoehybrid, state spaces", "nemotron_h",
-                                  "nemotron_h, experts", "bamba", "falcon_h1", "falcon_h1, norms, tied, bfloat16",
-                                  "cohere, norms of every head", "hunyuan_v1_moe", "nemotron", "stablelm", "apertus",
-                                  "granitemoehybrid, experts, bfloat16", "gemma4_text", "gemma4_text, keys as values",
-                                  "gemma4_text, mixture", "gemma3n_text", "gemma3n_text, two streams, windows over pages, bfloat16",
-                                  "afmoe", "gpt_neox", "phi", "stablelm, side by side", "olmo",
-                                  "phimoe", "olmo_hybrid", "granite_swa", "granitemoe_swa", "cwm", "vaultgemma",
-                                  "helium", "lfm3", "ministral", "flex_olmo", "nanochat", "hy_v3", "cohere2_moe", "minicpm3"])
+                                  "qwen3_next", "llama4_text", "lfm2", "lfm2, other taps, bfloat16", "lfm2_moe",
+                                  "granitemoehybrid, state spaces", "nemotron_h", "nemotron_h, experts", "bamba", "falcon_h1",
+                                  "falcon_h1, norms, tied, bfloat16", "cohere, norms of every head", "hunyuan_v1_moe", "nemotron",
+                                  "stablelm", "apertus", "granitemoehybrid, experts, bfloat16", "gemma4_text",
+                                  "gemma4_text, keys as values", "gemma4_text, mixture", "gemma3n_text",
+                                  "gemma3n_text, two streams, windows over pages, bfloat16", "afmoe", "gpt_neox", "phi",
+                                  "stablelm, side by side", "olmo", "phimoe", "olmo_hybrid", "granite_swa", "granitemoe_swa", "cwm",
+                                  "vaultgemma", "helium", "lfm3", "ministral", "flex_olmo", "nanochat", "hy_v3", "cohere2_moe", "minicpm3",
+                                  "minicpm", "bailing_moe_v2"])
 def test_the_other_backend_agrees(name: str, tmp_path: Path) -> None:
     """Layers on torch, on CPU tensors: the same logits."""
     model = written(CASES[name], tmp_path)

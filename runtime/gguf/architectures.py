@@ -195,6 +195,7 @@ ARCHITECTURES = {
                                    keys=cohere2_moe.KEYS, required=cohere2_moe.REQUIRED,
                                    read=frozenset({"expert_shared_feed_forward_length"}), layer_names={
                                        part: f"mlp.shared_experts.{own}" for part, own in SHARED_EXPERT.items()}),
+    "exaone": Architecture("exaone", keys={RMS_NORM: "layer_norm_epsilon"}),
     "exaone4": Architecture("exaone4", layer_names=_BEHIND, pattern=True),
     "exaone-moe": Architecture("exaone_moe", experts=("mlp", qwen3_moe.NAMES), pattern=True, layer_names={
         **_GLM_NAMES, CORRECTION: "mlp.e_score_correction_bias"}, keys={
@@ -208,6 +209,15 @@ ARCHITECTURES = {
                                 keys={"expert_count": "num_experts", "expert_used_count": "moe_topk", "expert_shared_count":
                                       "num_shared_expert", "expert_feed_forward_length": "moe_intermediate_size",
                                       "expert_shared_feed_forward_length": SHARED_WIDTH}),
+    "bailingmoe2": Architecture("bailing_moe_v2", experts=("mlp", qwen3_moe.NAMES), partial=True, fused=_QKV, outer={
+        "token_embd.weight": "model.word_embeddings.weight"}, keys={
+        **_GLM_COUNTS, "expert_count": "num_experts", "expert_shared_count": "num_shared_experts", "expert_group_count": "n_group",
+        "expert_group_used_count": "topk_group", "nextn_predict_layers": "num_nextn_predict_layers",
+        "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size"}, layer_names={
+        "attn_output": "attention.dense", "attn_q_norm": "attention.query_layernorm", "attn_k_norm": "attention.key_layernorm",
+        CORRECTION: "mlp.gate.expert_bias", **{part: f"mlp.shared_experts.{own}" for part, own in SHARED_EXPERT.items()}}),
+    "minicpm": Architecture("minicpm", interleaved=True, keys={"embedding_scale": "scale_emb", "residual_scale": "scale_depth",
+                                                               "logit_scale": "dim_model_base"}),
     # The correction has no kind in its name there.
     "hy_v3": Architecture("hy_v3", experts=("mlp", qwen3_moe.NAMES), whole={
         f"{ROUTER}.weight": "mlp.router.gate.weight", CORRECTION: "mlp.expert_bias"}, layer_names={
@@ -285,16 +295,17 @@ ARCHITECTURES = {
 }
 # A model's family -> what its files are called.
 BY_FAMILY = dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), latent_attention.NAME) | {
-    "cohere": "command-r", cohere2_moe.FAMILY: cohere2_moe.NAME, "ernie4_5_moe": "ernie4_5-moe", "exaone_moe": "exaone-moe",
-    "falcon_h1": "falcon-h1", "gemma3_text": "gemma3", "gemma4_text": "gemma4", "glm": "chatglm", "glm4_moe": "glm4moe",
-    "gpt_neox": "gptneox", "granitemoehybrid": "granite", "granitemoeshared": "granitemoe", "hunyuan_v1_dense": "hunyuan-dense",
-    "hunyuan_v1_moe": "hunyuan-moe", "internlm3": "llama", "iquestcoder": "llama", "lfm2_moe": "lfm2moe", "llama4_text": "llama4",
-    "minimax_m2": "minimax-m2", "ministral3": "mistral3", "mistral": "llama", "mixtral": "llama", "olmo3": "olmo2", "phi": "phi2",
-    "qwen2_moe": "qwen2moe", "qwen3_5_moe_text": "qwen35moe", "qwen3_5_text": "qwen35", "qwen3_moe": "qwen3moe",
-    "qwen3_next": linear_attention.JOINED, "solar_open": "glm4moe", swash.MIXED: swash.NAME} | {
-    name: name for name in ("afmoe", "apertus", "arcee", "cohere2", "dots1", "ernie4_5", "exaone4", "gemma", "gemma2", "glm4", "granite",
-                            "granite_swa", "granitemoe", "hy_v3", "internlm2", "lfm2", "llama", "nemotron", "nemotron_h", "olmo", "olmo2",
-                            "olmoe", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm", "starcoder2")}
+    "cohere": "command-r", "bailing_moe_v2": "bailingmoe2", "mimo": "qwen2", cohere2_moe.FAMILY: cohere2_moe.NAME,
+    "ernie4_5_moe": "ernie4_5-moe", "exaone_moe": "exaone-moe", "falcon_h1": "falcon-h1", "gemma3_text": "gemma3", "gemma4_text": "gemma4",
+    "glm": "chatglm", "glm4_moe": "glm4moe", "gpt_neox": "gptneox", "granitemoehybrid": "granite", "granitemoeshared": "granitemoe",
+    "hunyuan_v1_dense": "hunyuan-dense", "hunyuan_v1_moe": "hunyuan-moe", "internlm3": "llama", "iquestcoder": "llama",
+    "lfm2_moe": "lfm2moe", "llama4_text": "llama4", "minimax_m2": "minimax-m2", "ministral3": "mistral3", "mistral": "llama",
+    "mixtral": "llama", "olmo3": "olmo2", "phi": "phi2", "qwen2_moe": "qwen2moe", "qwen3_5_moe_text": "qwen35moe", "qwen3_5_text": "qwen35",
+    "qwen3_moe": "qwen3moe", "qwen3_next": linear_attention.JOINED, "solar_open": "glm4moe", swash.MIXED: swash.NAME} | {
+    name: name for name in ("afmoe", "apertus", "arcee", "cohere2", "dots1", "ernie4_5", "exaone", "exaone4", "gemma", "gemma2", "glm4",
+                            "granite", "granite_swa", "granitemoe", "hy_v3", "internlm2", "lfm2", "llama", "minicpm", "nemotron",
+                            "nemotron_h", "olmo", "olmo2", "olmoe", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm",
+                            "starcoder2")}
 
 
 def file_architecture(config: ModelConfig) -> str:

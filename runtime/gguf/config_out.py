@@ -24,8 +24,8 @@ TYPES = {"F16": 1, "Q8_0": 7, "Q4_0": 2}  # what a person may ask for -> general
 QUANTIZATION_VERSION = 2
 INDEXED = ": this version reads no indexer, without which they would run as another model"
 UNTRIED = ": this version writes no files of them"
-NOT_WRITTEN = {**dict.fromkeys(("cwm", "helium", "hyperclovax", "jais2", "lfm3", "mellum", "minicpm3",
-                                "olmo_hybrid", "vaultgemma", "youtu"), UNTRIED),
+NOT_WRITTEN = {**dict.fromkeys(("cwm", "helium", "hyperclovax", "jais2", "lfm3", "mellum", "minicpm3", "olmo_hybrid", "vaultgemma",
+                                "youtu"), UNTRIED),
                **dict.fromkeys(("flex_olmo", "nanochat"), ": llama.cpp does not run them"),
                "ministral": ": llama.cpp runs them as if no layer had a window",
                "phimoe": ": llama.cpp weighs their experts otherwise",
@@ -40,19 +40,21 @@ WITHOUT_WINDOW = ("mistral", "mixtral", "phi3", "starcoder2")  # families whose 
 WINDOW_EVERY = {"afmoe": AFMOE_EVERY, "cohere2": COHERE2_EVERY, "exaone_moe": EXAONE4_EVERY, "gemma2": 2, "gemma3_text": 6, "olmo3":
                 OLMO3_EVERY}
 # Families whose rotary frequencies llama.cpp divides by no tensor.
-UNDIVIDED = ("afmoe", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe", "exaone_moe", "falcon_h1",
-             "gemma", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_neox", "hunyuan_v1_dense", "hunyuan_v1_moe", "lfm2", "lfm2_moe",
-             "minimax_m2", "nemotron", "olmo", "olmo2", "olmo3", "phi", "qwen2_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
-             "seed_oss", "solar_open", "stablelm", "starcoder2")
+UNDIVIDED = ("afmoe", "bailing_moe_v2", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe",
+             "exaone_moe", "falcon_h1", "gemma", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_neox", "hunyuan_v1_dense",
+             "hunyuan_v1_moe", "lfm2", "lfm2_moe", "minimax_m2", "nemotron", "olmo", "olmo2", "olmo3", "phi", "qwen2_moe",
+             "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "seed_oss", "solar_open", "stablelm", "starcoder2")
 # Families whose heads llama.cpp takes to be as wide as the model together.
-EVEN_HEADS = ("cohere", "cohere2", "exaone4", "glm", "lfm2", "lfm2_moe", "nemotron", "olmo", "olmo2", "olmo3", "phi", "qwen2_moe",
-              "stablelm", "starcoder2")
+EVEN_HEADS = ("bailing_moe_v2", "cohere", "cohere2", "exaone", "exaone4", "glm", "lfm2", "lfm2_moe", "nemotron", "olmo", "olmo2", "olmo3",
+              "phi", "qwen2_moe", "stablelm", "starcoder2")
 # By family, others have silu.
 ACTS = {"apertus": "xielu", "gpt_neox": "gelu", **dict.fromkeys(("arcee", "nemotron", "nemotron_h"), "relu2"),
         **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "gemma4_text", "phi", "starcoder2"), "gelu_tanh")}
+LONG_AND_SHORT = ("minicpm", "phi3")  # families whose rotary frequencies llama.cpp divides by the length that is asked for
 UNGROUPED = ("dots1", "olmoe")  # families whose heads llama.cpp takes to have keys and values of their own
 # Families whose files say how experts are scored and weighed.
-STATED_SUM = ("afmoe", "deepseek_v2", "deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite", "hy_v3", "solar_open")
+STATED_SUM = ("afmoe", "bailing_moe_v2", "deepseek_v2", "deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite", "hy_v3",
+              "solar_open")
 LEADING_DENSE = (*STATED_SUM, "ernie4_5_moe", "lfm2_moe")  # whose first layers have no experts
 CONVOLVED = ("lfm2", "lfm2_moe")
 NORMED_FROM = 64  # layers: smaller models of Cohere's have no norms of queries and keys
@@ -137,6 +139,7 @@ def _departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     if family == "smollm3":
         yield [rope is not None for rope in config.ropes] != [(i + 1) % NO_ROPE_EVERY != 0 for i in range(config.num_hidden_layers)], \
             f"leaves rotary positions out elsewhere than in every {NO_ROPE_EVERY}th layer"
+    yield family == "bailing_moe_v2" and not mixture.shared_width, "has no expert that every token visits"
     if family == llama4.FAMILY:
         yield from llama4.departures(config)
     elif mixture is not None and family not in (cohere2_moe.FAMILY, half_layers.FAMILY):
@@ -192,6 +195,9 @@ def _of_family(config: ModelConfig) -> dict[str, Value]:
     if config.family.startswith("granite"):
         keys |= {"attention.scale": float(config.attn_scale), "embedding_scale": float(config.embedding_multiplier),
                  "residual_scale": float(config.residual_multiplier), "logit_scale": float(config.logits_scaling)}
+    if config.family == "minicpm":
+        keys |= {"embedding_scale": float(config.embedding_multiplier), "residual_scale": float(config.residual_multiplier),
+                 "logit_scale": float(config.logits_scaling)}
     if BY_FAMILY[config.family] == swash.NAME:
         keys |= swash.stated(config)
     if config.rope.params.get(GROWTH):
@@ -224,6 +230,9 @@ def _of_family(config: ModelConfig) -> dict[str, Value]:
                      "expert_weights_norm": config.mixture.renormalise}
         if config.family == llama4.FAMILY:
             keys |= llama4.stated(config)
+        if config.family == "bailing_moe_v2":  # whose shared experts are one here
+            keys |= {"expert_shared_count": 1, "expert_shared_feed_forward_length": config.mixture.shared_width,
+                     "expert_group_count": config.mixture.groups, "expert_group_used_count": config.mixture.kept_groups}
         if config.family == "hy_v3":
             keys["expert_shared_feed_forward_length"] = config.mixture.shared_width
         if config.family == cohere2_moe.FAMILY:
@@ -248,9 +257,10 @@ def _rope(config: ModelConfig) -> dict[str, Value]:
         table = _table(config)
         own = yarn.stated(params, table.attention_scaling, file_architecture(config))
         return {f"rope.scaling.{key}": value for key, value in own.items()}
-    if rope.kind == "longrope" and config.family == "phi3":
+    if rope.kind == "longrope" and config.family in LONG_AND_SHORT:
         table = _table(config)
-        return {"rope.scaling.attn_factor": float(table.attention_scaling),
+        own = {} if config.family == "phi3" else {"rope.scaling.type": "longrope"}
+        return {**own, "rope.scaling.attn_factor": float(table.attention_scaling),
                 "rope.scaling.original_context_length": int(params["original_max_position_embeddings"])}
     return {}
 
@@ -266,7 +276,7 @@ def rotary_tensors(config: ModelConfig) -> dict[str, np.ndarray]:
     if rope.kind in ("default", "linear", "yarn"):
         return {}
     params = rope.params
-    if rope.kind == "longrope" and config.family == "phi3":
+    if rope.kind == "longrope" and config.family in LONG_AND_SHORT:
         return {LONG: np.array(params["long_factor"], "<f4"), SHORT: np.array(params["short_factor"], "<f4")}
     if rope.kind == "longrope" and params["short_factor"] == params["long_factor"] and params["attention_factor"] == 1.0:
         return {FACTORS: np.array(params["long_factor"], "<f4")}

@@ -46,7 +46,8 @@ OTHER_PLACE = "give another place with -o"
 BLOCK, HEADS = 32, ("embed", "layer_embed", "head")
 BLOCK_NBYTES = 16 << 20  # float32 rows at once
 VECTORS = (SHARED[3], "correction")  # roles of rows that files hold as vectors
-HEADED = ("apertus", "gptneox", "nemotron", "olmo2", "olmoe", "phi2", "stablelm")  # their files hold a head, also where it is the embedding
+# Their files hold a head, also where it is the embedding.
+HEADED = ("apertus", "bailingmoe2", "gptneox", "nemotron", "olmo2", "olmoe", "phi2", "stablelm")
 
 
 @dataclass(frozen=True)

@@ -89,6 +89,16 @@ def add_family(header: GgufHeader, raw: dict[str, object]) -> None:
             raw.setdefault(key, usual)
     elif raw["model_type"] == "exaone_moe":
         _exaone_moe(header, raw, window if stated is not None else USUAL_WINDOW_MOE)
+    elif raw["model_type"] == "minicpm":
+        raw["sliding_window"] = window
+        _minicpm(header, raw)
+    elif raw["model_type"] == "bailing_moe_v2":
+        _scored(header, raw)
+        raw["sliding_window"] = window
+        for key, usual in (("routed_scaling_factor", 1.0), ("norm_topk_prob", False), ("partial_rotary_factor", 1.0)):
+            raw.setdefault(key, usual)  # what llama.cpp takes for granted
+        raw["moe_router_enable_expert_bias"] = any(name.endswith(".exp_probs_b.bias") for name in header.tensors)
+        _without_those_behind(raw)
     elif raw["model_type"] == "hy_v3":
         _hy3(header, raw)
     elif raw["model_type"] == cohere2_moe.FAMILY:
@@ -192,11 +202,31 @@ def _exaone_moe(header: GgufHeader, raw: dict[str, object], window: int | None) 
     raw.setdefault("norm_topk_prob", False)
     raw.setdefault("first_k_dense_replace", 0)
     raw.setdefault("routed_scaling_factor", 1.0)  # in a config.json an absent one is 2.5
-    behind, layers = raw.setdefault("num_nextn_predict_layers", 0), raw["num_hidden_layers"]
-    if type(behind) is int and type(layers) is int and 0 <= behind < layers:
-        raw["num_hidden_layers"] = layers = layers - behind  # files count them in
+    _without_those_behind(raw)
+    layers = raw["num_hidden_layers"]
     every = EXAONE4_EVERY if window else 1
     raw |= {"sliding_window": window, "layer_types": layer_types(header, layers, every)}
+
+
+def _minicpm(header: GgufHeader, raw: dict[str, object]) -> None:
+    """Multipliers as they are, which a checkpoint states by depth and width; early files are of models that have the same ones."""
+    raw["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
+    if not {"scale_emb", "scale_depth", "dim_model_base"} & raw.keys():
+        raw |= {"scale_emb": 12.0, "scale_depth": 1.4, "dim_model_base": 256}
+        return
+    added, divisor, layers, hidden = (raw.get(key, 1.0) for key in ("scale_depth", "dim_model_base", "num_hidden_layers", "hidden_size"))
+    for key, value in (("residual_scale", added), ("logit_scale", divisor)):
+        if not isinstance(value, float | int) or not 1e-9 < value < 1e9:
+            damaged(header.path, f"states minicpm.{key} {shown_value(value)}, expected a number above 0")
+    if type(layers) is int and type(hidden) is int and layers > 0:  # else refused for that
+        raw |= {"scale_depth": added * layers**0.5, "dim_model_base": max(1, round(hidden / divisor))}
+
+
+def _without_those_behind(raw: dict[str, object]) -> None:
+    """Count the layers without those behind the last, which files count in."""
+    behind, layers = raw.setdefault("num_nextn_predict_layers", 0), raw["num_hidden_layers"]
+    if type(behind) is int and type(layers) is int and 0 <= behind < layers:
+        raw["num_hidden_layers"] = layers - behind
 
 
 def _hy3(header: GgufHeader, raw: dict[str, object]) -> None:
@@ -208,14 +238,12 @@ def _hy3(header: GgufHeader, raw: dict[str, object]) -> None:
     _shared(header, raw, "num_shared_experts")
     for key, usual in (("router_scaling_factor", 1.0), ("route_norm", False), ("num_nextn_predict_layers", 0)):
         raw.setdefault(key, usual)  # what llama.cpp takes for granted
-    behind, layers = raw["num_nextn_predict_layers"], raw["num_hidden_layers"]
-    if type(behind) is not int or type(layers) is not int or not 0 <= behind < layers <= MAX_LAYERS:
-        return  # refused for that
-    raw["num_hidden_layers"] = layers - behind  # files count them in
+    _without_those_behind(raw)
     raw.pop("first_k_dense_replace", None)
-    raw["mlp_layer_types"] = ["sparse" if f"blk.{layer}.ffn_gate_inp.weight" in header.tensors else "dense"
-                              for layer in range(layers - behind)]
     raw["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
+    layers = raw["num_hidden_layers"]
+    if type(layers) is int and 0 < layers <= MAX_LAYERS:  # else refused for that
+        raw["mlp_layer_types"] = ["sparse" if f"blk.{layer}.ffn_gate_inp.weight" in header.tensors else "dense" for layer in range(layers)]
 
 
 def _shared(header: GgufHeader, raw: dict[str, object], key: str) -> None:
@@ -242,9 +270,7 @@ def _glm(header: GgufHeader, raw: dict[str, object]) -> None:
     if raw["model_type"] == "glm4_moe":
         raw.setdefault("partial_rotary_factor", 1.0)
         raw["use_qk_norm"] = "blk.0.attn_q_norm.weight" in header.tensors
-        behind, layers = raw.setdefault("num_nextn_predict_layers", 0), raw["num_hidden_layers"]
-        if type(behind) is int and type(layers) is int and 0 <= behind < layers:
-            raw["num_hidden_layers"] = layers - behind  # files count them in
+        _without_those_behind(raw)
 
 def layer_types(header: GgufHeader, layers: object, every: int) -> list[str]:
     """Which layers have a window: as the file lists, one truth a layer, or all but the last of so many as it states, else of `every`."""

@@ -1,0 +1,62 @@
+"""Ling 2 and Ring 2 (mini 16B-A1.4B, flash 100B-A6B): queries, keys and values as one matrix, norms of q and k before half of each head
+turns, and DeepSeek V3's mixture, whose experts lie in groups, in all layers but the first ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
+from ..config_reader import Keys
+from ..config_rope import RopeConfig, rope_config
+from . import TensorRule, joined, llama
+from .deepseek_v3 import grouped, refuse_other_code
+from .llama import block
+from .mixtral import MOST_EXPERTS, expert_tensors, mixture
+from .qwen3_moe import NAMES
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({"auto_map", "first_k_dense_replace", "moe_intermediate_size", "moe_router_enable_expert_bias",
+                       "moe_shared_expert_intermediate_size", "n_group", "norm_topk_prob", "num_experts", "num_experts_per_tok",
+                       "num_local_experts", "num_nextn_predict_layers", "num_shared_experts", "partial_rotary_factor", "rotary_dim",
+                       "routed_scaling_factor", "topk_group"})
+# Of training, and windows that are not used.
+KEYS_HARMLESS = frozenset({"embedding_dropout", "max_window_layers", "mtp_loss_scaling_factor", "num_token_max", "output_dropout",
+                           "output_router_logits", "router_dtype", "use_sliding_window"})
+REFUSED_UNLESS: Mapping[str, object] = {
+    "layer_types": None, "norm_head": False, "norm_softmax": False, "score_function": "sigmoid", "sliding_window": None,
+    "use_bias": False, "use_qk_norm": True, "use_qkv_bias": False, "use_rmsnorm": True, "using_split_qkv_in_self_attention": False}
+CODE = r"(configuration|modeling)_bailing_moe_v2\.BailingMoeV2\w+"
+ATTENTION = {"q_norm": "query_layernorm", "k_norm": "key_layernorm", "o": "dense"}
+JOINED = {"attention.query_key_value": ("q", "k", "v")}
+
+
+def config(keys: Keys) -> ModelConfig:
+    refuse_other_code(keys, CODE)
+    layers, width = keys.integer("num_hidden_layers", high=MAX_LAYERS), keys.integer("moe_intermediate_size", high=2**22)
+
+    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
+        share = keys.integer("rotary_dim", head_dim, low=2, high=head_dim) / head_dim
+        return (rope_config(keys, head_dim, positions, 600_000.0, partial=True, share=share),) * layers
+
+    first = keys.integer("first_k_dense_replace", 0, low=0, high=layers)
+    shared = keys.integer("moe_shared_expert_intermediate_size", width, high=2**22) * keys.integer("num_shared_experts", 0, low=0,
+                                                                                                   high=MOST_EXPERTS)
+    own = mixture(keys, 16, 2, width, keys.flag("norm_topk_prob", True), range(first, layers), sigmoid=True, shared_width=shared or None,
+                  corrected=keys.flag("moe_router_enable_expert_bias", True), factor=keys.number("routed_scaling_factor", 1.0))
+    base = Defaults(max_position_embeddings=16_384)
+    return decoder_config(keys, base, ropes, qk_norm=True, mixture=grouped(keys, own, 1, 1),
+                          mtp_layers=keys.integer("num_nextn_predict_layers", 0, low=0, high=MAX_LAYERS))
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    rules, prefix = expert_tensors(config, layer, "mlp", NAMES, correction="gate.expert_bias"), f"model.layers.{layer}.attention."
+    for role, name in ATTENTION.items():
+        rules[role] = replace(rules[role], name=f"{prefix}{name}.weight")
+    return joined(rules, layer, JOINED)
+
+
+def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
+    rules = llama.outer_tensors(config)
+    return rules | {"embed": replace(rules["embed"], name="model.word_embeddings.weight")}

@@ -1,0 +1,46 @@
+"""EXAONE 3, 3.5 and Deep: the Llama block under other names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ..config import Defaults, ModelConfig, decoder_config
+from ..config_reader import ConfigError, Keys
+from . import TensorRule, llama
+from .deepseek_v3 import refuse_other_code
+from .llama import block
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "OUTER", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({"activation_function", "auto_map", "layer_norm_epsilon", "num_layers"})
+KEYS_HARMLESS = frozenset({"embed_dropout", "rms_norm_eps", "rotary"})
+REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "layer_types": None, "mlp_bias": False, "sliding_window": None}
+CODE = r"(configuration|modeling)_exaone\.Exaone\w+"
+# Llama's names -> the family's.
+NAMES = {"input_layernorm": "ln_1", "post_attention_layernorm": "ln_2", "self_attn.q_proj": "attn.attention.q_proj", "self_attn.k_proj":
+         "attn.attention.k_proj", "self_attn.v_proj": "attn.attention.v_proj", "self_attn.o_proj": "attn.attention.out_proj",
+         "mlp.gate_proj": "mlp.c_fc_0", "mlp.up_proj": "mlp.c_fc_1", "mlp.down_proj": "mlp.c_proj"}
+OUTER = {"embed": ("transformer.wte.weight",), "norm": ("transformer.ln_f.weight",)}
+
+
+def config(keys: Keys) -> ModelConfig:
+    refuse_other_code(keys, CODE)
+    layers, also = keys.integer("num_layers", None), keys.integer("num_hidden_layers", None)
+    if layers is not None and also not in (None, layers):
+        raise ConfigError(f"config.json: num_layers is {layers} and num_hidden_layers {also}, which should be the same")
+    base = Defaults(max_position_embeddings=2048, bos=0, eos=(2,), act=("activation_function", "silu"), eps_key="layer_norm_epsilon",
+                    norm_eps=1e-5)
+    return decoder_config(keys if layers is None else keys.saying(num_hidden_layers=layers), base)
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    def published(name: str) -> str:
+        own, _, kind = name.removeprefix(f"model.layers.{layer}.").rpartition(".")
+        return f"transformer.h.{layer}.{NAMES[own]}.{kind}"
+
+    return {role: replace(rule, also=(published(rule.name),)) for role, rule in llama.layer_tensors(config, layer).items()}
+
+
+def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
+    return {role: replace(rule, also=OUTER.get(role, ())) for role, rule in llama.outer_tensors(config).items()}

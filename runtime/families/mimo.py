@@ -1,0 +1,26 @@
+"""MiMo (7B): Qwen 2's block, and layers that guess ahead, which are left out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
+from ..config_reader import Keys
+from .deepseek_v3 import refuse_other_code
+from .llama import block, layer_tensors, outer_tensors
+from .qwen2 import KEYS_USED as OF_QWEN
+from .qwen2 import qwen_windows
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = OF_QWEN | {"auto_map", "num_nextn_predict_layers"}
+KEYS_HARMLESS = frozenset()
+REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": True, "mlp_bias": False, "use_mrope": False}
+CODE = r"(configuration|modeling)_mimo\.MiMo\w+"
+
+
+def config(keys: Keys) -> ModelConfig:
+    refuse_other_code(keys, CODE)
+    base = Defaults(max_position_embeddings=32_768, num_key_value_heads=32)
+    return decoder_config(keys, base, windows=qwen_windows(keys), qkv_bias=True,
+                          mtp_layers=keys.integer("num_nextn_predict_layers", 0, low=0, high=MAX_LAYERS))

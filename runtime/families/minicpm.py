@@ -1,0 +1,35 @@
+"""MiniCPM 1, 2 and 4 (0.5B to 8B): the Llama block with multipliers of the embedding, of what is added and of logits.
+
+MiniCPM 4.1 states how it would attend to chosen blocks of a long text; its published code does so by kernels of some GPUs alone, and
+attends to all elsewhere, as is done here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ..config import Defaults, ModelConfig, decoder_config
+from ..config_reader import Keys
+from .deepseek_v3 import refuse_other_code
+from .llama import block, layer_tensors, outer_tensors
+from .minicpm3 import scaled
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({"attention_bias", "auto_map", "dim_model_base", "scale_depth", "scale_emb", "sparse_config"})
+KEYS_HARMLESS = frozenset({"mup_denominator"})  # of training
+REFUSED_UNLESS: Mapping[str, object] = {"layer_types": None, "mlp_bias": False, "num_experts": 0, "sliding_window": None}
+CODE = r"(configuration|modeling)_minicpm\.MiniCPM(Config|Model|ForCausalLM|ForSequenceClassification)"
+SIZES = {"vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32, "num_attention_heads": 32}
+
+
+def config(keys: Keys) -> ModelConfig:
+    refuse_other_code(keys, CODE)
+    base = Defaults(max_position_embeddings=2048, bos=1, eos=(2,), tied=True, sizes=SIZES)
+    bias = keys.flag("attention_bias", False)
+    made = decoder_config(keys, base, qkv_bias=bias, o_bias=bias, **scaled(keys, base, 1.0, 1.0, 1))
+    if keys.section("sparse_config") is None:
+        return made
+    return replace(made, warnings=(*made.warnings, "config.json: sparse_config says how this model may attend to chosen blocks of a long "
+                                                   "text: effllm attends to all of it"))

@@ -1,0 +1,103 @@
+"""Folders of families that transformers does not have, made of those of one that computes the same."""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+LIKE = {"bailing_moe_v2": "glm4_moe", "exaone": "llama", "internlm2": "llama", "mimo": "qwen2", "minicpm": "granite"}
+
+
+def as_internlm2(folder: Path) -> None:
+    """A folder of Llama as InternLM 2 has it: of every group of heads queries, key and value one after the other, under other names."""
+    path, tensors = folder / "model.safetensors", load_file(folder / "model.safetensors")
+    raw = json.loads((folder / "config.json").read_text())
+    groups, depth = raw["num_key_value_heads"], raw["head_dim"]
+    names = {"embed_tokens": "tok_embeddings", "lm_head": "output", "mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3",
+             "mlp.down_proj": "feed_forward.w2", "self_attn.o_proj": "attention.wo", "input_layernorm": "attention_norm",
+             "post_attention_layernorm": "ffn_norm"}
+    made = {}
+    for name, tensor in tensors.items():
+        if ".q_proj." in name:
+            parts = [tensors[name.replace("q_proj", part)] for part in ("q_proj", "k_proj", "v_proj")]
+            joined = torch.cat([part.view(groups, -1, depth, *part.shape[1:]) for part in parts], 1)
+            made[name.replace("self_attn.q_proj", "attention.wqkv")] = joined.flatten(0, 2)
+        elif ".k_proj." not in name and ".v_proj." not in name:
+            own = next((old for old in names if old in name), "")
+            made[name.replace(own, names[own]) if own else name] = tensor
+    save_file(made, path)
+    bias = raw.pop("attention_bias")
+    for key in ("mlp_bias", "head_dim"):
+        del raw[key]
+    raw |= {"model_type": "internlm2", "architectures": ["InternLM2ForCausalLM"], "bias": bias}
+    (folder / "config.json").write_text(json.dumps(raw))
+
+
+def as_exaone(folder: Path) -> None:
+    """A folder of Llama as EXAONE 3 has it, under other names."""
+    names = {r"model\.layers\.(\d+)\.": r"transformer.h.\1.", "input_layernorm": "ln_1", "post_attention_layernorm": "ln_2",
+             r"self_attn\.o_proj": "attn.attention.out_proj", "self_attn": "attn.attention", r"mlp\.gate_proj": "mlp.c_fc_0",
+             r"mlp\.up_proj": "mlp.c_fc_1", r"mlp\.down_proj": "mlp.c_proj", r"model\.embed_tokens": "transformer.wte",
+             r"model\.norm": "transformer.ln_f"}
+    _rename(folder, names)
+    _retell(folder, "exaone", "ExaoneForCausalLM", {"num_hidden_layers": "num_layers", "rms_norm_eps": "layer_norm_epsilon", "hidden_act":
+                                                    "activation_function"}, ("mlp_bias", "attention_bias"))
+
+
+def as_mimo(folder: Path) -> None:
+    """A folder of Qwen 2 with a layer behind that guesses ahead."""
+    path, tensors = folder / "model.safetensors", load_file(folder / "model.safetensors")
+    save_file({**tensors, "model.mtp_layers.0.token_layernorm.weight": torch.ones(8)}, path)
+    _retell(folder, "mimo", "MiMoForCausalLM", {}, (), {"attention_bias": True, "num_nextn_predict_layers": 1})
+
+
+def as_minicpm(folder: Path) -> None:
+    """A folder of Granite, whose multipliers have other names."""
+    raw = json.loads((folder / "config.json").read_text())
+    own = {"dim_model_base": int(raw["hidden_size"] / raw.pop("logits_scaling")), "scale_emb": raw["embedding_multiplier"],
+           "scale_depth": raw["residual_multiplier"] * raw["num_hidden_layers"] ** 0.5}
+    _retell(folder, "minicpm", "MiniCPMForCausalLM", {}, ("attention_multiplier", "embedding_multiplier", "residual_multiplier",
+                                                          "logits_scaling", "mlp_bias"), own)
+
+
+def as_bailing(folder: Path) -> None:
+    """A folder of GLM 4 MoE as Ling 2 has it: queries, keys and values as one matrix, under other names."""
+    path, tensors = folder / "model.safetensors", load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("q_proj.weight")]:
+        parts = [tensors.pop(name.replace("q_proj", part)) for part in ("q_proj", "k_proj", "v_proj")]
+        tensors[name.replace("q_proj", "query_key_value")] = torch.cat(parts)
+    save_file(tensors, path)
+    _rename(folder, {r"self_attn\.o_proj": "attention.dense", r"self_attn\.q_norm": "attention.query_layernorm", r"self_attn\.k_norm":
+                     "attention.key_layernorm", "self_attn": "attention", "e_score_correction_bias": "expert_bias", r"model\.embed_tokens":
+                     "model.word_embeddings"})
+    raw = json.loads((folder / "config.json").read_text())
+    share = raw["rope_parameters"].pop("partial_rotary_factor")
+    own = {"partial_rotary_factor": share, "rope_theta": raw["rope_parameters"]["rope_theta"], "score_function": "sigmoid",
+           "moe_router_enable_expert_bias": True}
+    _retell(folder, "bailing_moe_v2", "BailingMoeV2ForCausalLM", {"n_routed_experts": "num_experts", "n_shared_experts":
+                                                                  "num_shared_experts"},
+            ("attention_bias", "num_mtp_layers", "rope_parameters", "router_aux_loss_coef"), own)
+
+
+def _rename(folder: Path, names: Mapping[str, str]) -> None:
+    path, made = folder / "model.safetensors", {}
+    for name, tensor in load_file(path).items():
+        for own, other in names.items():
+            name = re.sub(own, other, name)
+        made[name] = tensor
+    save_file(made, path)
+
+
+def _retell(folder: Path, kind: str, architecture: str, renamed: Mapping[str, str], without: tuple[str, ...],
+            more: Mapping[str, object] | None = None) -> None:
+    """config.json with other names of keys, and `more`."""
+    raw = json.loads((folder / "config.json").read_text())
+    raw = {renamed.get(key, key): value for key, value in raw.items() if key not in without}
+    (folder / "config.json").write_text(json.dumps(raw | {"model_type": kind, "architectures": [architecture], **(more or {})}))
+
+
+RETOLD: Mapping[str, Callable[[Path], None]] = {"bailing_moe_v2": as_bailing, "exaone": as_exaone, "internlm2": as_internlm2, "mimo":
+                                                as_mimo, "minicpm": as_minicpm}
