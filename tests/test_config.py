@@ -61,7 +61,7 @@ from config_samples import LLAMA, SMALL, in_a_file, in_one, refused
 
 # What transformers has no numbers for.
 GRANITE_4 = {"num_local_experts": 0, "position_embedding_type": "rope", "mamba_n_heads": 4}
-LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "mistral4", "youtu")
+LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "mistral4", "youtu", "minicpm3")
 DOTS = {"n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 1}
 
 
@@ -160,8 +160,8 @@ def test_a_family_reads_the_keys_it_lists_and_no_others(family: str) -> None:
     some = {"layer_types": ["attention"] * 4, "num_local_experts": 0} if family == "granitemoehybrid" else {}
     some |= {"num_key_value_heads": 6, "topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2} if family in LATENT else {}
     some = {"hybrid_override_pattern": "M*-M"} if family == "nemotron_h" else some
-    some |= {"num_experts": 4} if family == "hunyuan_v1_moe" else {"num_kv_shared_layers": 0} if family == "gemma3n_text" else {}
-    some |= {"attn_layer_indices": [1], "mamba_n_heads": 4} if family == "bamba" else {}
+    some |= {"bailing_moe_v2": {"moe_intermediate_size": 48}, "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 4},
+             "gemma3n_text": {"num_kv_shared_layers": 0}, "hunyuan_v1_moe": {"num_experts": 4}}.get(family, {})
     keys = Keys({**LLAMA, "ffn_dim": 88, **DOTS, **some, "model_type": family})
     module.config(keys)
     listed = config_module.KEYS_USED - module.KEYS_HARMLESS | module.KEYS_USED

@@ -14,7 +14,7 @@ from .llama import block
 __all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "OUTER", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
 
 KEYS_USED = frozenset({"activation_function", "auto_map", "layer_norm_epsilon", "num_layers"})
-KEYS_HARMLESS = frozenset({"embed_dropout", "rms_norm_eps", "rotary"})
+KEYS_HARMLESS = frozenset({"embed_dropout", "hidden_act", "rms_norm_eps", "rotary"})
 REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "layer_types": None, "mlp_bias": False, "sliding_window": None}
 CODE = r"(configuration|modeling)_exaone\.Exaone\w+"
 # Llama's names -> the family's.

@@ -15,7 +15,7 @@ __all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "l
 
 KEYS_USED = frozenset({"attention_bias", "auto_map", "dim_model_base", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim",
                        "qk_rope_head_dim", "scale_depth", "scale_emb", "v_head_dim"})
-KEYS_HARMLESS = frozenset({"head_dim", "qk_head_dim"})  # which are said of the parts
+KEYS_HARMLESS = frozenset({"qk_head_dim"})  # a sum of two that are read
 REFUSED_UNLESS: Mapping[str, object] = {"layer_types": None, "mlp_bias": False, "sliding_window": None}
 SIZES = {"vocab_size": 73_448, "hidden_size": 2560, "intermediate_size": 6400, "num_hidden_layers": 62, "num_attention_heads": 40}
 CODE = r"(configuration|modeling)_minicpm(3)?\.MiniCPM3\w+"  # of the published ones, which became part of transformers
