@@ -24,7 +24,7 @@ from ..quant.imports.compressed_tensors import WORD, pack_words, quantize_groups
 from ..quant.weight import RAW_NUMPY, from_f32, to_f32
 from . import families
 from .composite import text_alone
-from .config import GENERATOR, ModelConfig, read_config
+from .config import GENERATOR, OLDER, ModelConfig, read_config
 from .container import DTYPES, read_container
 from .convert import check_target, copied
 from .events import Notice, Progress
@@ -43,7 +43,7 @@ BLOCK_NBYTES = 16 << 20  # float32 rows at once
 MARKER = "config.json"
 # Families that readers do not call by the words of their name.
 SPELLED = {"cohere2_moe": "Cohere2Moe", "ernie4_5": "Ernie4_5", "ernie4_5_moe": "Ernie4_5_Moe", "gemma3_text": "Gemma3",
-           "gemma3n_text": "Gemma3n", "gemma4_text": "Gemma4", "gpt_neox": "GPTNeoX", "granite_swa": "GraniteSWA",
+           "gemma3n_text": "Gemma3n", "gemma4_text": "Gemma4", "gpt2": "GPT2", "gpt_neox": "GPTNeoX", "granite_swa": "GraniteSWA",
            "granitemoe": "GraniteMoe", "granitemoe_swa": "GraniteMoeSWA", "granitemoehybrid": "GraniteMoeHybrid",
            "granitemoeshared": "GraniteMoeShared", "hunyuan_v1_dense": "HunYuanDenseV1", "hunyuan_v1_moe": "HunYuanMoEV1", "hy_v3": "HYV3",
            "hyperclovax": "HyperCLOVAX", "internlm3": "Llama", "iquestcoder": "Llama", "llama4_text": "Llama4", "minicpm3": "MiniCPM3",
@@ -56,6 +56,7 @@ NOT_WRITTEN = {**dict.fromkeys(("gpt_oss", "granitemoe", "granitemoe_swa", "gran
                "llama4_text": "no other tool was found to read their experts so",
                "mistral4": "other tools read it inside models that take images alone",
                **dict.fromkeys(("bailing_moe_v2", "exaone", "mimo", "minicpm"), "other tools read them by code of the checkpoints' own"),
+               "gpt2": "other tools want their matrices turned over",
                "internlm2": "other tools want their queries, keys and values joined group by group",
                "gpt_neox": "other tools want their queries, keys and values joined head by head",
                "falcon_h1": "no other tool was found to read what its config multiplies by so",
@@ -134,7 +135,8 @@ def export_compressed(source: Path, out: Path, kind: str) -> Iterator[Progress |
 
 def reader(family: str) -> str:
     """The class by which transformers and vLLM read a family, for sources that do not say it, such as GGUF files."""
-    return (SPELLED.get(family) or "".join(map(str.capitalize, family.split("_")))) + GENERATOR
+    own = SPELLED.get(family) or "".join(map(str.capitalize, family.split("_")))
+    return own + (OLDER if family == "gpt2" else GENERATOR)
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,7 @@ REFUSED_UNLESS: Mapping[str, object] = {
     "rope_interleaved": False, "use_qk_norm": False,
 }
 GENERATOR, SEVERAL = "ForCausalLM", "ForConditionalGeneration"  # endings of architectures: text alone, and with images
+OLDER = "LMHeadModel"  # as GPT-2's of the former
 SPEAKING = "OmniModel"  # and what the first model that speaks was called
 REASONS = {
     "auto_map": "the checkpoint brings its own code, which is never run",
@@ -265,7 +266,7 @@ def parse_config(raw: Mapping[str, object], strict: bool = False) -> ModelConfig
     composite = str(raw.get("model_type")) in families.COMPOSITE
     suffix = SEVERAL if composite else GENERATOR
     if not isinstance(architectures, list) or architectures and not any(
-            str(name).endswith((suffix, SPEAKING) if composite else suffix) for name in architectures):
+            str(name).endswith((suffix, SPEAKING if composite else OLDER)) for name in architectures):
         raise ConfigError(f"config.json: architectures is {show(architectures)}, expected a ...{suffix}", "effllm runs text generators")
     if composite:
         return _text_part(raw, strict)

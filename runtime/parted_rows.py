@@ -2,7 +2,8 @@
 
 Qwen 3 Next joins all that reads a layer's input by heads of keys, GPT-NeoX queries, keys and values by heads. Rows are gathered as they are
 asked for, of a matrix or of its bias; what lies in no other matrix is the inner store's, whatever kind that is. The norms of StableLM's
-heads lie the other way, one by one, and are stacked, and OLMo Hybrid's queries, keys and values of linear attention are joined.
+heads lie the other way, one by one, and are stacked, and OLMo Hybrid's queries, keys and values of linear attention are joined. GPT-2's
+matrices lie inputs before outputs.
 `turned_experts.py` has another reason for such a store.
 """
 
@@ -24,9 +25,11 @@ from . import families
 from .config import ModelConfig
 from .made_store import MadeStore
 
-IN_ONE = ("gpt_neox", "internlm2", "qwen3_next")  # families whose folders hold matrices in one another, row by row
+IN_ONE = ("gpt2", "gpt_neox", "internlm2", "qwen3_next")  # families whose folders hold matrices in one another, row by row
 STACKED = ("stablelm",)  # and those that may hold rows of one apart
 JOINED = ("olmo_hybrid",)  # and those that hold parts of one apart
+WIDE = ("F64", "F32", "F16", "BF16")
+TURNED_OVER = ("gpt2",)  # and those whose matrices lie inputs before outputs
 
 
 class Part(Protocol):
@@ -97,6 +100,31 @@ class Joined:
         return np.concatenate(parts)
 
 
+@dataclass(frozen=True)
+class Columns:
+    """Columns from `first` on of a matrix [K, N], as rows."""
+
+    whole: TensorInfo
+    first: int
+    at_once: bool = True
+
+    @property
+    def wholes(self) -> tuple[TensorInfo, ...]:
+        return (self.whole,)
+
+    def read(self, store: TensorStore, begin: int, end: int) -> np.ndarray:
+        inputs, outputs = self.whole.shape
+        typed = store.read(self.whole).view(f"u{self.whole.nbytes // (inputs * outputs)}").reshape(inputs, outputs)
+        return np.ascontiguousarray(typed[:, self.first + begin : self.first + end].T).view(np.uint8).reshape(-1)
+
+
+def columns(config: ModelConfig) -> dict[str, tuple[str, int]]:
+    """Name of a matrix -> that of the one that it lies in turned over, and its first column there."""
+    family = families.get(config.family)
+    return {} if config.family not in TURNED_OVER else {
+        own: found for layer in range(config.num_hidden_layers) for own, found in family.turned_columns(config, layer).items()}
+
+
 def joins(config: ModelConfig) -> dict[str, tuple[tuple[str, int], ...]]:
     """Name of a matrix -> those of its parts, which are stored by themselves, with their rows."""
     family = families.get(config.family)
@@ -134,6 +162,20 @@ def parted(store: TensorStore, config: ModelConfig) -> TensorStore:
             raise CheckpointError(f"tensor {whole} has shape {list(info.shape)}, the config says {heights[whole]} rows",
                                   "the config and the weights are of different models")
         parts[name] = (len(rows), *info.shape[1:]), Rows(info, rows)
+    turned = columns(config)
+    if turned and (low := next((store.tensors[whole] for whole, _ in turned.values() if whole in store.tensors
+                                and store.tensors[whole].dtype not in WIDE), None)) is not None:
+        raise CheckpointError(f"tensor {low.name} is {low.dtype}: matrices of {config.family} models are turned over, which is not done "
+                              "with those of other tools' low-bit formats", "take the original 16-bit checkpoint, or a GGUF file")
+    for name, (whole, first) in turned.items():
+        info = store.tensors.get(whole)
+        if name in store.tensors or info is None:
+            continue
+        shape = _shape_of(config, name)
+        if len(info.shape) != 2 or info.shape[0] != shape[1] or info.shape[1] not in (shape[0], 3 * shape[0]):
+            raise CheckpointError(f"tensor {whole} has shape {list(info.shape)}, expected {shape[1]} inputs before its outputs",
+                                  "the config and the weights are of different models")
+        parts[name] = shape, Columns(info, first)
     for name, rows in stacks(config).items():
         wholes = tuple(found for found in map(store.tensors.get, rows) if found is not None)
         if name in store.tensors or len(wholes) < len(rows):
@@ -153,6 +195,13 @@ def parted(store: TensorStore, config: ModelConfig) -> TensorStore:
                                   "the config and the weights are of different models")
         parts[name] = (sum(heights), *width), Joined(wholes, heights)
     return PartedStore(store, parts) if parts else store
+
+
+def _shape_of(config: ModelConfig, name: str) -> tuple[int, ...]:
+    """The shape of a layer's tensor as the family says it."""
+    rules = families.get(config.family).layer_tensors(config, 0)
+    end = name.split(".", 3)[3]
+    return next(rule.shape for rule in rules.values() if rule.name.endswith(f".{end}"))
 
 
 class PartedStore(MadeStore):

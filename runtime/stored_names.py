@@ -14,10 +14,12 @@ from dataclasses import dataclass, replace
 from ..offload.checkpoint import TensorStore
 from ..offload.header import TensorInfo, damaged, shown
 from . import families
+from .families import gpt2
 from .families.mixtral import MOST_EXPERTS
 
 THINKER = "thinker."  # before all that writes, of models that speak
 PARTS_BEFORE, HEAD = ("model.language_model.", "language_model.model.", "model.text_model.", "language_model."), "lm_head."
+OF_GPT2 = ("h.", "wte.", "wpe.", "ln_f.")
 BASE, OLDER_BASE, INSIDE = "model.", "backbone.", ("layers.", "embed_tokens.", "norm.")
 EXPERTS = {**dict.fromkeys(("afmoe", "bailing_moe_v2", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe",
                             "exaone_moe", "flex_olmo", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "hunyuan_v1_moe", "hy_v3", "mellum",
@@ -71,6 +73,9 @@ def give_names(store: TensorStore, model_type: object) -> None:
     model_type = families.RENAMED.get(str(model_type), str(model_type))
     if any(name.startswith(INSIDE) for name in store.tensors) and not any(name.startswith(BASE) for name in store.tensors):
         names = ((BASE + name if name.startswith(INSIDE) else name, info) for name, info in store.tensors.items())
+        store.tensors = {name: replace(info, name=name) for name, info in names}
+    if model_type == "gpt2":  # the first ones are of the model without its head
+        names = ((gpt2.BEFORE + name if name.startswith(OF_GPT2) else name, info) for name, info in store.tensors.items())
         store.tensors = {name: replace(info, name=name) for name, info in names}
     if model_type == "nemotron_h":
         names = ((BASE + name.removeprefix(OLDER_BASE) if name.startswith(OLDER_BASE) else name, info)

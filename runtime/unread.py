@@ -25,6 +25,7 @@ from .import_config import IGNORED
 from .tensors import ModelTensor
 
 HARMLESS = re.compile(r"(?:.*\.)?(?:rotary_emb\.(?:inv_freq|cos_cached|sin_cached)|masked_bias|layers\.\d+\.attention\.bias|"
+                      r"h\.\d+\.attn\.(?:masked_)?bias|"
                       rf"decoder\.version|position_ids|mtp(?:_\w+)?\..+|(?:{'|'.join(IGNORED)}))")
 SIGHT = re.compile(r"(?:.*\.)?(?:audio_tower|code2wav|connector|embed_audio|embed_vision|multi_modal_projector|talker|token2wav|"
                    r"vision_embedder|vision_model|vision_tower|visual)\..+")

@@ -48,6 +48,8 @@ POWERS = {"attention_in_multiplier": 0.5, "attention_out_multiplier": 4.0, "embe
 HEADS = {"mamba_num_heads": 6, "mamba_head_dim": 32, "ssm_state_size": 16}  # of state spaces
 MODELS = {
     "llama": Case("llama", {"tie_word_embeddings": True}),
+    "gpt2": Case("gpt2", {"hidden_size": 128}),
+    "gpt2, other widths, own head": Case("gpt2", {"n_inner": 96, "tie_word_embeddings": False, "n_positions": 256}),
     "gpt_neox": Case("gpt_neox", {"num_key_value_heads": 4, "hidden_size": 128}),
     "gpt_neox, one behind the other": Case("gpt_neox", {"use_parallel_residual": False, "hidden_size": 128, "num_key_value_heads": 4,
                                                         **rope("default", partial_rotary_factor=1.0)}),

@@ -7,6 +7,10 @@ PARTS = {"num_key_value_heads": 4, "q_lora_rank": 36, "kv_lora_rank": 48, "qk_no
          "v_head_dim": 28}
 
 RELATED = {
+    "gpt2": Case("gpt2", {"vocab_size": 301, "eos_token_id": 7, "bos_token_id": 7}, shard="60KB"),
+    "gpt2, other widths, own head, bfloat16": Case("gpt2", {
+        "n_inner": 72, "activation_function": "gelu", "scale_attn_weights": False, "tie_word_embeddings": False, "layer_norm_epsilon": 1e-3,
+        "eos_token_id": 7, "bos_token_id": 7}, dtype="bfloat16"),
     "minicpm": Case("minicpm", {"attention_multiplier": 0.25, "embedding_multiplier": 12.0, "residual_multiplier": 0.4, "logits_scaling":
                                 4.0, "vocab_size": 301, "tie_word_embeddings": True}),
     "minicpm, longrope, own head, bfloat16": Case("minicpm", {

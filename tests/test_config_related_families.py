@@ -72,6 +72,11 @@ PUBLISHED = {
                        "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 600000, "rotary_dim": 8, "routed_scaling_factor": 2.5,
                        "router_dtype": "fp32", "score_function": "sigmoid", "tie_word_embeddings": False, "topk_group": 2,
                        "use_bias": False, "use_qk_norm": True, "use_qkv_bias": False, "use_rmsnorm": True, "use_sliding_window": False},
+    "gpt2": {"activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1, "bos_token_id": 50, "embd_pdrop":
+             0.1, "eos_token_id": 50, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05, "n_ctx": 1024, "n_embd": 96, "n_head": 6,
+             "n_layer": 4, "n_positions": 1024, "resid_pdrop": 0.1, "summary_activation": None, "summary_first_dropout": 0.1,
+             "summary_proj_to_labels": True, "summary_type": "cls_index", "summary_use_proj": True, "task_specific_params": {
+                 "text-generation": {"do_sample": True, "max_length": 50}}},
     "flex_olmo": {"architectures": ["FlexOlmoForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "eos_token_id": 2,
                   "max_position_embeddings": 4096, "norm_topk_prob": False, "num_experts": 7, "num_experts_per_tok": 7, "pad_token_id": 1,
                   "output_router_logits": False, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 500000, "router_aux_loss_coef":
@@ -121,6 +126,7 @@ def test_what_is_left_out_is_what_transformers_takes(family: str, changes: dict[
     ("minicpm", "auto_map", {"AutoModelForCausalLM": "modeling_minicpm.MiniCPM3ForCausalLM"}), ("minicpm", "scale_emb", 0),
     ("mimo", "attention_bias", False), ("mimo", "use_mrope", True), ("bailing_moe_v2", "score_function", "softmax"),
     ("bailing_moe_v2", "use_qkv_bias", True), ("bailing_moe_v2", "n_group", 3), ("bailing_moe_v2", "rotary_dim", 17),
+    ("gpt2", "scale_attn_by_inverse_layer_idx", True), ("gpt2", "n_head", 0), ("gpt2", "add_cross_attention", True),
     ("nanochat", "mlp_bias", True), ("nanochat", "final_logit_softcapping", -1), ("nanochat", "layer_types", ["sliding_attention"] * 4)])
 def test_what_a_family_cannot_do_is_named(family: str, key: str, value: object) -> None:
     refused({**base(family), key: value}, key)

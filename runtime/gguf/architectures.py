@@ -145,6 +145,9 @@ ARCHITECTURES = {
                               **{part: f"mlp.shared_experts.{own}" for part, own in SHARED_EXPERT.items()}}),
     "llama": Architecture("llama", interleaved=True, keys={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
                           experts=("block_sparse_moe", mixtral.NAMES)),
+    "gpt2": Architecture("gpt2", config={"activation_function": "gelu_new"}, fused=_QKV, epsilon=LAYER_NORM, roles={
+        "positions": "position_embd"}, outer={"position_embd.weight": "model.embed_positions.weight", **_NORM_BIAS}, keys={
+        LAYER_NORM: "layer_norm_epsilon", "feed_forward_length": "n_inner"}),
     "gptneox": Architecture("gpt_neox", config={"hidden_act": "gelu"}, partial=True, fused=_QKV, epsilon=LAYER_NORM,
                             roles={"mlp_norm": "ffn_norm"}, required=("use_parallel_residual",), keys={
                                 LAYER_NORM: "layer_norm_eps", "use_parallel_residual": "use_parallel_residual"}, outer={
@@ -303,7 +306,7 @@ BY_FAMILY = dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), laten
     "mixtral": "llama", "olmo3": "olmo2", "phi": "phi2", "qwen2_moe": "qwen2moe", "qwen3_5_moe_text": "qwen35moe", "qwen3_5_text": "qwen35",
     "qwen3_moe": "qwen3moe", "qwen3_next": linear_attention.JOINED, "solar_open": "glm4moe", swash.MIXED: swash.NAME} | {
     name: name for name in ("afmoe", "apertus", "arcee", "cohere2", "dots1", "ernie4_5", "exaone", "exaone4", "gemma", "gemma2", "glm4",
-                            "granite", "granite_swa", "granitemoe", "hy_v3", "internlm2", "lfm2", "llama", "minicpm", "nemotron",
+                            "gpt2", "granite", "granite_swa", "granitemoe", "hy_v3", "internlm2", "lfm2", "llama", "minicpm", "nemotron",
                             "nemotron_h", "olmo", "olmo2", "olmoe", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm",
                             "starcoder2")}
 

@@ -49,7 +49,7 @@ EVEN_HEADS = ("bailing_moe_v2", "cohere", "cohere2", "exaone", "exaone4", "glm",
               "phi", "qwen2_moe", "stablelm", "starcoder2")
 # By family, others have silu.
 ACTS = {"apertus": "xielu", "gpt_neox": "gelu", **dict.fromkeys(("arcee", "nemotron", "nemotron_h"), "relu2"),
-        **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "gemma4_text", "phi", "starcoder2"), "gelu_tanh")}
+        **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "gemma4_text", "gpt2", "phi", "starcoder2"), "gelu_tanh")}
 LONG_AND_SHORT = ("minicpm", "phi3")  # families whose rotary frequencies llama.cpp divides by the length that is asked for
 UNGROUPED = ("dots1", "olmoe")  # families whose heads llama.cpp takes to have keys and values of their own
 # Families whose files say how experts are scored and weighed.
@@ -80,7 +80,7 @@ def _departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     family, mixture = config.family, config.mixture
     act = ACTS.get(family, "silu")
     biased = config.o_bias or config.mlp_bias
-    yield biased and family not in ("gpt_neox", "phi", "starcoder2"), "has biases on o or in its feed-forward"
+    yield biased and family not in ("gpt2", "gpt_neox", "phi", "starcoder2"), "has biases on o or in its feed-forward"
     yield not (biased and config.qkv_bias) and family in ("gpt_neox", "starcoder2"), "has no biases"
     yield config.hidden_act != act, f"has {config.hidden_act} where {act} is meant"
     if family in WINDOW_EVERY:
@@ -125,6 +125,7 @@ def _departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     yield family in CONVOLVED and config.state is None, "has no convolution"
     yield family == "granitemoehybrid" and config.state is None and mixture is not None, "has experts beside attention alone"
     yield family == half_layers.FAMILY and config.state is None, "has no state space"
+    yield family == "gpt2" and config.attn_scale is not None, "does not scale its scores by the width of a head"
     yield from stateful.departures(config)
     if config.latent is not None:
         yield from latent_attention.departures(config, _table(config).attention_scaling)
