@@ -57,6 +57,7 @@ NOT_WRITTEN = {**dict.fromkeys(("gpt_oss", "granitemoe", "granitemoe_swa", "gran
                "mistral4": "other tools read it inside models that take images alone",
                **dict.fromkeys(("bailing_moe_v2", "exaone", "mimo", "minicpm"), "other tools read them by code of the checkpoints' own"),
                "gpt2": "other tools want their matrices turned over",
+               "falcon": "other tools want their queries, keys and values joined group by group",
                "internlm2": "other tools want their queries, keys and values joined group by group",
                "gpt_neox": "other tools want their queries, keys and values joined head by head",
                "falcon_h1": "no other tool was found to read what its config multiplies by so",

@@ -95,11 +95,12 @@ class ModelConfig:
     `most_tokens`: of a text, beyond which the model computes what is not run here. `qk_norm_unit`: q and k are normed head by head without
     a weight, in layers that turn. `gates_apart`: gates of what is attended to are made by a matrix of their own.
     `branches_normed`: what a convolution, attention or an MLP gives is normed before it is added, of families with both kinds of blocks.
-    `side_by_side`: of families with both kinds of blocks, attention and MLP read what comes into the layer.
-    `norms_unit`: no norm has a weight. `clip_qkv`: beyond which q, k and v are cut off, before they are turned. `head_bias`: the
-    head has one. `state_norm_eps`: of the norm behind a state, where it is not that of the others. `streams`: of how many a token has side
-    by side each layer works on one, 0 for one as it is; `low_rank`: the width inside a branch of what a layer reads, 0 for none; `cuts`: by
-    layer how many deviations beyond their mean the gates of its MLP have to be, None for all, where any have to.
+    `side_by_side`: of families with both kinds of blocks, attention and MLP read what comes into the layer. `norms_apart`: where they do,
+    each reads a norm of its own. `norms_unit`: no norm has a weight. `clip_qkv`: beyond which q, k and v are cut off, before they are
+    turned. `head_bias`: the head has one. `state_norm_eps`: of the norm behind a state, where it is not that of the others. `streams`: of
+    how many a token has side by side each layer works on one, 0 for one as it is; `low_rank`: the width inside a branch of what a layer
+    reads, 0 for none; `cuts`: by layer how many deviations beyond their mean the gates of its MLP have to be, None for all, where any have
+    to.
     """
 
     family: str
@@ -158,6 +159,7 @@ class ModelConfig:
     gates_apart: bool = False
     branches_normed: bool = False
     side_by_side: bool = False
+    norms_apart: bool = False
     norms_unit: bool = False
     clip_qkv: float | None = None
     head_bias: bool = False

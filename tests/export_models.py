@@ -171,6 +171,9 @@ MODELS = {
     "granitemoehybrid, experts": Case("granitemoehybrid", {
         **GRANITE, **GRANITE_4, **MAMBA, "num_local_experts": 6, "num_experts_per_tok": 2, "shared_intermediate_size": 64,
         "layer_types": ["mamba", "attention", "mamba"], "position_embedding_type": None}),
+    "falcon": Case("falcon", {"hidden_size": 128}),
+    "falcon, two norms, groups, own head": Case("falcon", {"hidden_size": 128, "new_decoder_architecture": True, "num_kv_heads": 2,
+                                                           "tie_word_embeddings": False}),
     "falcon_h1": Case("falcon_h1", {**FALCON, **FALCON_FILE, **POWERS}),
     "falcon_h1, norms, tied": Case("falcon_h1", {**FALCON, **FALCON_FILE, "mamba_rms_norm": True, "mamba_norm_before_gate": False,
                                                  "mamba_n_groups": 2, "tie_word_embeddings": True}),

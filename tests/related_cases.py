@@ -6,7 +6,16 @@ from family_sizes import FEW_EXPERTS, GLM_EXPERTS, RAMP, Case, rope
 PARTS = {"num_key_value_heads": 4, "q_lora_rank": 36, "kv_lora_rank": 48, "qk_nope_head_dim": 20, "qk_rope_head_dim": 16,
          "v_head_dim": 28}
 
+FALCON_1 = {"eos_token_id": 7, "bos_token_id": 7}
 RELATED = {
+    "falcon": Case("falcon", {**FALCON_1, "vocab_size": 301}, shard="60KB"),
+    "falcon, two norms, groups, biases, own head, bfloat16": Case("falcon", {
+        **FALCON_1, "new_decoder_architecture": True, "num_kv_heads": 2, "bias": True, "tie_word_embeddings": False, "ffn_hidden_size": 72,
+        **rope("linear", factor=4.0)}, dtype="bfloat16"),
+    "falcon, one norm, groups": Case("falcon", {**FALCON_1, "new_decoder_architecture": True, "num_kv_heads": 2,
+                                                "num_ln_in_parallel_attn": 1}),
+    "falcon, one behind the other, heads of their own": Case("falcon", {
+        **FALCON_1, "parallel_attn": False, "multi_query": False, "bias": True, "activation": "relu", "layer_norm_epsilon": 1e-3}),
     "gpt2": Case("gpt2", {"vocab_size": 301, "eos_token_id": 7, "bos_token_id": 7}, shard="60KB"),
     "gpt2, other widths, own head, bfloat16": Case("gpt2", {
         "n_inner": 72, "activation_function": "gelu", "scale_attn_weights": False, "tie_word_embeddings": False, "layer_norm_epsilon": 1e-3,

@@ -72,6 +72,11 @@ PUBLISHED = {
                        "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 600000, "rotary_dim": 8, "routed_scaling_factor": 2.5,
                        "router_dtype": "fp32", "score_function": "sigmoid", "tie_word_embeddings": False, "topk_group": 2,
                        "use_bias": False, "use_qk_norm": True, "use_qkv_bias": False, "use_rmsnorm": True, "use_sliding_window": False},
+    "falcon": {"activation": "gelu", "alibi": False, "apply_residual_connection_post_layernorm": False, "architectures": [
+                   "FalconForCausalLM"], "attention_dropout": 0.0, "auto_map": {
+                       "AutoConfig": "configuration_falcon.FalconConfig", "AutoModelForCausalLM": "modeling_falcon.FalconForCausalLM"},
+               "bias": False, "bos_token_id": 11, "eos_token_id": 11, "hidden_dropout": 0.0, "layer_norm_epsilon": 1e-05, "multi_query":
+               True, "new_decoder_architecture": False, "num_kv_heads": 71, "parallel_attn": True, "torch_dtype": "bfloat16"},
     "gpt2": {"activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1, "bos_token_id": 50, "embd_pdrop":
              0.1, "eos_token_id": 50, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05, "n_ctx": 1024, "n_embd": 96, "n_head": 6,
              "n_layer": 4, "n_positions": 1024, "resid_pdrop": 0.1, "summary_activation": None, "summary_first_dropout": 0.1,
@@ -126,6 +131,7 @@ def test_what_is_left_out_is_what_transformers_takes(family: str, changes: dict[
     ("minicpm", "auto_map", {"AutoModelForCausalLM": "modeling_minicpm.MiniCPM3ForCausalLM"}), ("minicpm", "scale_emb", 0),
     ("mimo", "attention_bias", False), ("mimo", "use_mrope", True), ("bailing_moe_v2", "score_function", "softmax"),
     ("bailing_moe_v2", "use_qkv_bias", True), ("bailing_moe_v2", "n_group", 3), ("bailing_moe_v2", "rotary_dim", 17),
+    ("falcon", "alibi", True), ("falcon", "num_ln_in_parallel_attn", 2), ("falcon", "ffn_hidden_size", 0),
     ("gpt2", "scale_attn_by_inverse_layer_idx", True), ("gpt2", "n_head", 0), ("gpt2", "add_cross_attention", True),
     ("nanochat", "mlp_bias", True), ("nanochat", "final_logit_softcapping", -1), ("nanochat", "layer_types", ["sliding_attention"] * 4)])
 def test_what_a_family_cannot_do_is_named(family: str, key: str, value: object) -> None:

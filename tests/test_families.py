@@ -139,6 +139,7 @@ PECULIAR = {
                                                       {"corrected": False}, {"factor": 1.0}, {"shared_width": None})] + [
         {"ropes": {"partial_rotary_factor": 1.0}}],
     "gpt2": [{"hidden_act": "silu"}, {"norm_eps": 1e-1}, {"norm_kind": "rms"}, {"attn_scale": 1.0}],
+    "falcon": [{"hidden_act": "silu"}, {"norm_eps": 1e-1}, {"norm_kind": "rms"}, {"ropes": (None,) * 3}],
     "cwm": [{"windows": (None,) * 3}, {"windows": (40,) * 3}, {"ropes": {"factor": 1.0}}],
     "vaultgemma": [{"windows": (None,) * 3}, {"attn_logit_softcapping": None}, {"final_logit_softcapping": None}, {"attn_scale": None}],
     "helium": [{"ropes": {"neighbours": False}}, {"norm_eps": 1e-1}],
@@ -245,7 +246,7 @@ def test_every_peculiarity_of_a_family_shows(name: str, tmp_path: Path) -> None:
                                   "gemma3n_text, two streams, windows over pages, bfloat16", "afmoe", "gpt_neox", "phi",
                                   "stablelm, side by side", "olmo", "phimoe", "olmo_hybrid", "granite_swa", "granitemoe_swa", "cwm",
                                   "vaultgemma", "helium", "lfm3", "ministral", "flex_olmo", "nanochat", "hy_v3", "cohere2_moe", "minicpm3",
-                                  "minicpm", "bailing_moe_v2", "gpt2"])
+                                  "minicpm", "bailing_moe_v2", "gpt2", "falcon", "falcon, two norms, groups, biases, own head, bfloat16"])
 def test_the_other_backend_agrees(name: str, tmp_path: Path) -> None:
     """Layers on torch, on CPU tensors: the same logits."""
     model = written(CASES[name], tmp_path)

@@ -94,6 +94,7 @@ def test_blocks_of_experts_and_of_fused_tensors(tmp_path: Path, name: str, kind:
     ("nemotron", {"hidden_act": "relu"}, "relu where relu2"), ("stablelm", {"hidden_act": "gelu"}, "gelu where silu"),
     ("phi", {"hidden_act": "gelu"}, "gelu where gelu_tanh"),
     ("cohere", {"use_qk_norm": True}, "3 layers and norms"), ("cohere", {"num_hidden_layers": 64}, "64 layers and no norms"),
+    ("falcon", {"bias": True}, "biases on o"), ("falcon", {"parallel_attn": False}, "behind attention"),
     ("gpt2", {"scale_attn_weights": False}, "by the width of a head"), ("gpt2", {"activation_function": "relu"}, "relu where gelu_tanh"),
     ("exaone", {"head_dim": 32}, "4 heads of 32"), ("bailing_moe_v2", {"head_dim": 32}, "4 heads of 32"),
     ("cohere2_moe", {"shared_expert_combination_strategy": "sum"}, "adds what all tokens visit"),

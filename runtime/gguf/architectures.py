@@ -232,6 +232,13 @@ ARCHITECTURES = {
         CORRECTION: "block_sparse_moe.e_score_correction_bias"}, keys={
         "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok", "expert_gating_func": "scoring_func",
         "expert_feed_forward_length": "intermediate_size"}),
+    # The norm that attention reads has the second name, where it is not the one that the MLP reads.
+    "falcon": Architecture("falcon", config={"activation": "gelu"}, fused=_QKV, epsilon=LAYER_NORM, outer=_NORM_BIAS, keys={
+        LAYER_NORM: "layer_norm_epsilon", "feed_forward_length": "ffn_hidden_size", "attention.head_count_kv": "num_kv_heads"},
+        roles={"mlp_norm": "attn_norm"}, layer_names={
+            "attn_norm": "input_layernorm", "attn_norm_2": "ln_attn", "attn_output": "self_attention.dense", "attn_q":
+            "self_attention.q_proj", "attn_k": "self_attention.k_proj", "attn_v": "self_attention.v_proj", "ffn_up": "mlp.dense_h_to_4h",
+            "ffn_down": "mlp.dense_4h_to_h"}),
     falcon_h1.NAME: Architecture(falcon_h1.FAMILY, keys=falcon_h1.KEYS, layer_names=falcon_h1.NAMES, whole=falcon_h1.WHOLE,
                                  fused=state_spaces.FUSED, roles={**state_spaces.ROLES, "post_norm": "ffn_norm"}, outer=falcon_h1.OUTER,
                                  required=falcon_h1.REQUIRED),
@@ -305,9 +312,9 @@ BY_FAMILY = dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), laten
     "lfm2_moe": "lfm2moe", "llama4_text": "llama4", "minimax_m2": "minimax-m2", "ministral3": "mistral3", "mistral": "llama",
     "mixtral": "llama", "olmo3": "olmo2", "phi": "phi2", "qwen2_moe": "qwen2moe", "qwen3_5_moe_text": "qwen35moe", "qwen3_5_text": "qwen35",
     "qwen3_moe": "qwen3moe", "qwen3_next": linear_attention.JOINED, "solar_open": "glm4moe", swash.MIXED: swash.NAME} | {
-    name: name for name in ("afmoe", "apertus", "arcee", "cohere2", "dots1", "ernie4_5", "exaone", "exaone4", "gemma", "gemma2", "glm4",
-                            "gpt2", "granite", "granite_swa", "granitemoe", "hy_v3", "internlm2", "lfm2", "llama", "minicpm", "nemotron",
-                            "nemotron_h", "olmo", "olmo2", "olmoe", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm",
+    name: name for name in ("afmoe", "apertus", "arcee", "cohere2", "dots1", "ernie4_5", "exaone", "exaone4", "falcon", "gemma", "gemma2",
+                            "glm4", "gpt2", "granite", "granite_swa", "granitemoe", "hy_v3", "internlm2", "lfm2", "llama", "minicpm",
+                            "nemotron", "nemotron_h", "olmo", "olmo2", "olmoe", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm",
                             "starcoder2")}
 
 

@@ -41,14 +41,14 @@ WINDOW_EVERY = {"afmoe": AFMOE_EVERY, "cohere2": COHERE2_EVERY, "exaone_moe": EX
                 OLMO3_EVERY}
 # Families whose rotary frequencies llama.cpp divides by no tensor.
 UNDIVIDED = ("afmoe", "bailing_moe_v2", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe",
-             "exaone_moe", "falcon_h1", "gemma", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_neox", "hunyuan_v1_dense",
+             "exaone_moe", "falcon", "falcon_h1", "gemma", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_neox", "hunyuan_v1_dense",
              "hunyuan_v1_moe", "lfm2", "lfm2_moe", "minimax_m2", "nemotron", "olmo", "olmo2", "olmo3", "phi", "qwen2_moe",
              "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "seed_oss", "solar_open", "stablelm", "starcoder2")
 # Families whose heads llama.cpp takes to be as wide as the model together.
-EVEN_HEADS = ("bailing_moe_v2", "cohere", "cohere2", "exaone", "exaone4", "glm", "lfm2", "lfm2_moe", "nemotron", "olmo", "olmo2", "olmo3",
-              "phi", "qwen2_moe", "stablelm", "starcoder2")
+EVEN_HEADS = ("bailing_moe_v2", "cohere", "cohere2", "exaone", "exaone4", "falcon", "glm", "lfm2", "lfm2_moe", "nemotron", "olmo", "olmo2",
+              "olmo3", "phi", "qwen2_moe", "stablelm", "starcoder2")
 # By family, others have silu.
-ACTS = {"apertus": "xielu", "gpt_neox": "gelu", **dict.fromkeys(("arcee", "nemotron", "nemotron_h"), "relu2"),
+ACTS = {"apertus": "xielu", "falcon": "gelu", "gpt_neox": "gelu", **dict.fromkeys(("arcee", "nemotron", "nemotron_h"), "relu2"),
         **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "gemma4_text", "gpt2", "phi", "starcoder2"), "gelu_tanh")}
 LONG_AND_SHORT = ("minicpm", "phi3")  # families whose rotary frequencies llama.cpp divides by the length that is asked for
 UNGROUPED = ("dots1", "olmoe")  # families whose heads llama.cpp takes to have keys and values of their own
@@ -125,6 +125,7 @@ def _departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     yield family in CONVOLVED and config.state is None, "has no convolution"
     yield family == "granitemoehybrid" and config.state is None and mixture is not None, "has experts beside attention alone"
     yield family == half_layers.FAMILY and config.state is None, "has no state space"
+    yield family == "falcon" and not config.side_by_side, "has its MLP behind attention"
     yield family == "gpt2" and config.attn_scale is not None, "does not scale its scores by the width of a head"
     yield from stateful.departures(config)
     if config.latent is not None:

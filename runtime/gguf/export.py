@@ -187,6 +187,8 @@ def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], config: ModelC
         for role, tensor in roles.items():
             shared = role in EXPERT and "router" in roles and config.family == "afmoe"  # the MLP that stands for what all tokens visit
             own = file_part(f"shared.{role}" if shared else role, found)
+            if config.family == "falcon" and config.norms_apart and role.startswith("input_norm"):
+                own = "attn_norm_2"
             end = "bias" if role.endswith("_bias") or role == "correction" else "weight"
             block = "" if key == "outer" else f"blk.{half_layers.block_of(config, key, role)}."
             grouped.setdefault(block + (own if own in found.whole else f"{parts.get(own, own)}.{end}"), []).append((role, tensor))

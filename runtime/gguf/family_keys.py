@@ -148,6 +148,12 @@ def add_family(header: GgufHeader, raw: dict[str, object]) -> None:
                 "use_parallel_residual": "blk.0.ffn_norm.weight" not in header.tensors,
                 "partial_rotary_factor": raw.get("partial_rotary_factor", 1.0)}
         raw.setdefault("num_key_value_heads", raw["num_attention_heads"])
+    elif raw["model_type"] == "falcon":  # of which llama.cpp runs those with attention and MLP side by side alone
+        apart = "blk.0.attn_norm_2.weight" in header.tensors
+        raw |= {"sliding_window": window, "bias": "blk.0.attn_qkv.bias" in header.tensors, "new_decoder_architecture": True,
+                "num_ln_in_parallel_attn": 2 if apart else 1}
+        raw.setdefault("num_kv_heads", raw["num_attention_heads"])
+        raw.pop("head_dim", None)
     elif raw["model_type"] == "gpt_neox":
         raw |= {"sliding_window": window, "attention_bias": any(f"blk.0.{part}.bias" in header.tensors for part in ("attn_qkv", "attn_q")),
                 "rotary_pct": raw.pop("partial_rotary_factor", 1.0)}

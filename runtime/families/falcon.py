@@ -1,0 +1,94 @@
+"""Falcon 1 and 2 (7B, 40B, 180B; 11B): layer norms, an MLP of two matrices beside attention under one norm or under one of its own, and one
+head of keys and values for all queries or a few. Queries, keys and values lie in one matrix, group by group (`parted_rows.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
+from ..config_reader import ConfigError, Keys
+from . import TensorRule
+from .deepseek_v3 import refuse_other_code
+from .gpt_neox import block
+from .stablelm import biased
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors", "stored_rows"]
+
+KEYS_USED = frozenset({"activation", "auto_map", "bias", "ffn_hidden_size", "layer_norm_epsilon", "multi_query",
+                       "new_decoder_architecture", "num_kv_heads", "num_ln_in_parallel_attn", "parallel_attn"})
+# What other families call by these names, transformers passes over in this one.
+KEYS_HARMLESS = frozenset({"apply_residual_connection_post_layernorm", "hidden_act", "rms_norm_eps"})
+REFUSED_UNLESS: Mapping[str, object] = {"alibi": False, "layer_types": None, "sliding_window": None}
+SIZES = {"vocab_size": 65_024, "hidden_size": 4544, "num_hidden_layers": 32, "num_attention_heads": 71}
+CODE = r"(configuration|modeling)_(falcon|RW)\.(Falcon|RW)\w+"  # of what became part of transformers
+BEFORE = "transformer."
+# Once they are apart, and as they are stored.
+PARTS = {"q": "self_attention.q_proj", "k": "self_attention.k_proj", "v": "self_attention.v_proj"}
+NAMES = {"o": "self_attention.dense", "up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h"}
+JOINT = "self_attention.query_key_value"
+
+
+def config(keys: Keys) -> ModelConfig:
+    refuse_other_code(keys, CODE)
+    hidden, heads = (keys.integer(name, SIZES[name], high=2**20) for name in ("hidden_size", "num_attention_heads"))
+    newer, beside = keys.flag("new_decoder_architecture", False), keys.flag("parallel_attn", True)
+    stated = keys.integer("num_kv_heads", heads, high=4096)
+    groups = stated if newer else 1 if keys.flag("multi_query", True) else heads
+    norms = keys.integer("num_ln_in_parallel_attn", 2 if newer else 1, high=2)
+    if newer and not beside or norms == 2 and not newer:
+        raise ConfigError(f"config.json: num_ln_in_parallel_attn = {norms} and parallel_attn = {beside} are not supported with "
+                          f"new_decoder_architecture = {newer}", "no model of the family is so")
+    sizes = {"num_key_value_heads": groups, "head_dim": None, "intermediate_size": keys.integer("ffn_hidden_size", 4 * hidden, high=2**22),
+             "num_hidden_layers": keys.integer("num_hidden_layers", SIZES["num_hidden_layers"], high=MAX_LAYERS)}
+    base = Defaults(max_position_embeddings=2048, bos=11, eos=(11,), tied=True, act=("activation", "gelu"), eps_key="layer_norm_epsilon",
+                    norm_eps=1e-5, sizes=SIZES)
+    bias = keys.flag("bias", False)
+    return decoder_config(keys.saying(**sizes), base, qkv_bias=bias, o_bias=bias, mlp_bias=bias, norm_kind="layer", side_by_side=beside,
+                          norms_apart=norms == 2)
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    """Tensors of one layer by role, `[N, K]` as the store gives them."""
+    hidden, ffn, prefix = config.hidden_size, config.intermediate_size, f"model.layers.{layer}."
+    kv = config.num_key_value_heads * config.head_dim
+    norms = {"input_norm": "input_layernorm"}
+    if config.norms_apart:
+        norms = {"input_norm": "ln_attn", "mlp_norm": "input_layernorm"}  # ln_mlp as it is published
+    elif not config.side_by_side:
+        norms["post_norm"] = "post_attention_layernorm"
+    rules = {role: TensorRule(f"{prefix}{name}.weight", (hidden,)) for role, name in norms.items()}
+    rules |= {f"{role}_bias": biased(rules[role]) for role in norms}
+    shapes = {**dict.fromkeys(("q", "o"), (hidden, hidden)), **dict.fromkeys(("k", "v"), (kv, hidden)), "up": (ffn, hidden), "down":
+              (hidden, ffn)}
+    for role, name in {**PARTS, **NAMES}.items():
+        rules[role] = TensorRule(f"{prefix}{name}.weight", shapes[role])
+        if config.mlp_bias:
+            rules[f"{role}_bias"] = TensorRule(f"{prefix}{name}.bias", shapes[role][:1])
+    own = {"input_layernorm": "ln_mlp"} if config.norms_apart else {}
+    return {role: replace(rule, also=(_published(rule.name, own),)) for role, rule in rules.items()}
+
+
+def _published(name: str, own: Mapping[str, str]) -> str:
+    return ".".join(own.get(part, part) for part in name.replace("model.layers.", f"{BEFORE}h.", 1).split("."))
+
+
+def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
+    table, norm = (config.vocab_size, config.hidden_size), TensorRule("model.norm.weight", (config.hidden_size,),
+                                                                      also=(f"{BEFORE}ln_f.weight",))
+    rules = {"embed": TensorRule("model.embed_tokens.weight", table, also=(f"{BEFORE}word_embeddings.weight",)), "norm": norm,
+             "norm_bias": TensorRule("model.norm.bias", norm.shape, also=(f"{BEFORE}ln_f.bias",))}
+    return rules if config.tie_word_embeddings else rules | {"head": TensorRule("lm_head.weight", table)}
+
+
+def stored_rows(config: ModelConfig, layer: int) -> dict[str, tuple[str, np.ndarray]]:
+    """Names of a layer's q, k and v, biases too -> that of what they lie in, and their rows there: of every head of keys its queries, then
+    itself and the values."""
+    prefix, groups = f"{BEFORE}h.{layer}.", config.num_key_value_heads
+    queries = config.num_attention_heads // groups
+    rows = np.arange(groups * (queries + 2) * config.head_dim).reshape(groups, queries + 2, config.head_dim)
+    parts = {"q": rows[:, :queries], "k": rows[:, queries], "v": rows[:, queries + 1]}
+    return {f"{prefix}{PARTS[role]}.{kind}": (f"{prefix}{JOINT}.{kind}", own.reshape(-1))
+            for role, own in parts.items() for kind in ("weight", *(("bias",) if config.mlp_bias else ()))}
