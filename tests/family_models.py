@@ -291,8 +291,8 @@ def written(case: Case, folder: Path) -> PreTrainedModel:
                 buffer.add_(0.3 * torch.randn_like(buffer))
     model.to(getattr(torch, case.dtype)).save_pretrained(folder, max_shard_size=case.shard)
     model = read.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    if case.family in LIKE:
-        RETOLD[case.family](folder)
+    if (told := outer if outer in RETOLD else case.family) in RETOLD:
+        RETOLD[told](folder)
     if case.older:
         path = folder / "config.json"
         raw = json.loads(path.read_text())

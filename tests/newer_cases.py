@@ -29,6 +29,7 @@ SIGHTS = {"qwen2_vl": {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_head
           **dict.fromkeys(("glm4v", "glm4v_moe", "glm46v"), {
               "depth": 1, "hidden_size": 32, "intermediate_size": 16, "num_heads": 2, "patch_size": 8, "out_hidden_size": 64,
               "image_size": 32}),
+          "kimi_k25": {**{key: value for key, value in SIGHT.items() if key != "image_size"}, "pos_emb_height": 4, "pos_emb_width": 4},
           "llama4": {**SIGHT, "intermediate_size": 128, "pixel_shuffle_ratio": 0.5, "projector_input_dim": 64, "projector_output_dim": 64,
                      "vision_output_dim": 64},
           "internvl": {**SIGHT, "image_size": [32, 32], "patch_size": [8, 8]}}

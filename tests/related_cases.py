@@ -1,6 +1,6 @@
 """Tiny random models of families that are close to others, as `family_models.CASES`."""
 
-from family_sizes import FEW_EXPERTS, GLM_EXPERTS, RAMP, Case, rope
+from family_sizes import FEW_EXPERTS, GLM_EXPERTS, LATENT, RAMP, Case, rope
 
 # Latent attention of no two widths alike.
 PARTS = {"num_key_value_heads": 4, "q_lora_rank": 36, "kv_lora_rank": 48, "qk_nope_head_dim": 20, "qk_rope_head_dim": 16,
@@ -20,6 +20,7 @@ RELATED = {
     "gpt2, other widths, own head, bfloat16": Case("gpt2", {
         "n_inner": 72, "activation_function": "gelu", "scale_attn_weights": False, "tie_word_embeddings": False, "layer_norm_epsilon": 1e-3,
         "eos_token_id": 7, "bos_token_id": 7}, dtype="bfloat16"),
+    "kimi_k25, bfloat16": Case("deepseek_v3", {**LATENT, "n_group": 1, "topk_group": 1}, dtype="bfloat16", inside="kimi_k25"),
     "minicpm": Case("minicpm", {"attention_multiplier": 0.25, "embedding_multiplier": 12.0, "residual_multiplier": 0.4, "logits_scaling":
                                 4.0, "vocab_size": 301, "tie_word_embeddings": True}),
     "minicpm, longrope, own head, bfloat16": Case("minicpm", {

@@ -82,6 +82,11 @@ def as_bailing(folder: Path) -> None:
             ("attention_bias", "num_mtp_layers", "rope_parameters", "router_aux_loss_coef"), own)
 
 
+def as_kimi(folder: Path) -> None:
+    """A folder of Kimi K2.5 with the text part's names as they are published, which transformers writes as those of what sees."""
+    _rename(folder, {r"language_model\.model\.blocks\.": "language_model.model.layers."})
+
+
 def _rename(folder: Path, names: Mapping[str, str]) -> None:
     path, made = folder / "model.safetensors", {}
     for name, tensor in load_file(path).items():
@@ -99,5 +104,5 @@ def _retell(folder: Path, kind: str, architecture: str, renamed: Mapping[str, st
     (folder / "config.json").write_text(json.dumps(raw | {"model_type": kind, "architectures": [architecture], **(more or {})}))
 
 
-RETOLD: Mapping[str, Callable[[Path], None]] = {"bailing_moe_v2": as_bailing, "exaone": as_exaone, "internlm2": as_internlm2, "mimo":
-                                                as_mimo, "minicpm": as_minicpm}
+RETOLD: Mapping[str, Callable[[Path], None]] = {"bailing_moe_v2": as_bailing, "exaone": as_exaone, "internlm2": as_internlm2,
+                                                "kimi_k25": as_kimi, "mimo": as_mimo, "minicpm": as_minicpm}

@@ -149,3 +149,18 @@ def test_what_minicpm_4_1_would_not_attend_to_is_said() -> None:
     sparse = parse_config({**base("minicpm"), "sparse_config": {"block_size": 64, "dense_len": 8192, "topk": 64}}, strict=True)
     assert len(sparse.warnings) == 1 and "effllm attends to all of it" in sparse.warnings[0]
     assert sparse.residual_multiplier == 0.7 and sparse.logits_scaling == 96 / 256
+
+
+def test_kimi_k2_5_is_read_as_its_text_part() -> None:
+    """As it is published: with code of its own on the outside and inside, and what sees beside it."""
+    inner = {**LLAMA, "model_type": "kimi_k2", "num_key_value_heads": 6, "architectures": ["DeepseekV3ForCausalLM"], "auto_map": {
+        "AutoConfig": "configuration_deepseek.DeepseekV3Config"}, "n_group": 1, "topk_group": 1, "n_routed_experts": 8,
+        "num_experts_per_tok": 2, "tie_word_embeddings": False, "num_nextn_predict_layers": 0}
+    raw = {"architectures": ["KimiK25ForConditionalGeneration"], "auto_map": {
+        "AutoConfig": "configuration_kimi_k25.KimiK25Config", "AutoModelForCausalLM": "modeling_kimi_k25.KimiK25ForConditionalGeneration"},
+        "bos_token_id": 1, "eos_token_id": 2, "ignore_index": -100, "media_placeholder_token_id": 9, "model_type": "kimi_k25",
+        "pad_token_id": 0, "text_config": inner, "use_unified_vision_chunk": True, "video_placeholder": "<v>", "vision_config": {}}
+    config = parse_config(raw, strict=True)
+    assert config.family == "deepseek_v3" and not config.tie_word_embeddings and config.mixture.experts == 8
+    assert len(config.warnings) == 1 and "takes images too" in config.warnings[0]
+    refused({**raw, "auto_map": {"AutoModel": "modeling_other.Other"}}, "auto_map")

@@ -44,7 +44,8 @@ SIZES = {"vocab_size": 129_280, "hidden_size": 7168, "intermediate_size": 18_432
 WIDTHS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 QUERY_RANK = 1536
 MOST_WIDTH = 1024
-CODE = r"(configuration|modeling)_deepseek(_v3)?\.DeepseekV3\w+"  # of the published ones, which became part of transformers
+# Of the published ones, which became part of transformers.
+CODE = r"(configuration|modeling)_(deepseek(_v3)?\.DeepseekV3|kimi_k25\.KimiK25)\w+"
 
 
 def config(keys: Keys) -> ModelConfig:
