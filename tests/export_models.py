@@ -46,6 +46,9 @@ POWERS = {"attention_in_multiplier": 0.5, "attention_out_multiplier": 4.0, "embe
           "lm_head_multiplier": 0.25, "mlp_multipliers": [0.5, 0.25], "ssm_in_multiplier": 2.0, "ssm_out_multiplier": 0.125,
           "ssm_multipliers": [0.25, 0.5, 1.0, 2.0, 0.125]}
 HEADS = {"mamba_num_heads": 6, "mamba_head_dim": 32, "ssm_state_size": 16}  # of state spaces
+# As wide as the one size is in its parts.
+OF_MINICPM = {"num_key_value_heads": 4, "q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16,
+              "initializer_range": 0.1}
 MODELS = {
     "llama": Case("llama", {"tie_word_embeddings": True}),
     "gpt2": Case("gpt2", {"hidden_size": 128}),
@@ -79,6 +82,8 @@ MODELS = {
     "exaone, llama3": Case("exaone", {"head_dim": 16, **rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
                                                              original_max_position_embeddings=64)}),
     "mimo": Case("mimo"),
+    "minicpm3": Case("minicpm3", {**OF_MINICPM, "tie_word_embeddings": False}),
+    "minicpm3, longrope": Case("minicpm3", {**OF_MINICPM, **rope("longrope", **SU)}),
     "minicpm": Case("minicpm", {"attention_multiplier": 0.25, "embedding_multiplier": 12.0, "residual_multiplier": 0.4, "logits_scaling":
                                 4.0, "tie_word_embeddings": True}),
     "minicpm, longrope": Case("minicpm", {"attention_multiplier": 0.25, "embedding_multiplier": 3.0, "residual_multiplier": 0.7,

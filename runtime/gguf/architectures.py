@@ -24,6 +24,7 @@ from . import (
     latent_attention,
     linear_attention,
     llama4,
+    minicpm3,
     nextn,
     sections,
     short_conv,
@@ -221,6 +222,7 @@ ARCHITECTURES = {
         CORRECTION: "mlp.gate.expert_bias", **{part: f"mlp.shared_experts.{own}" for part, own in SHARED_EXPERT.items()}}),
     "minicpm": Architecture("minicpm", interleaved=True, keys={"embedding_scale": "scale_emb", "residual_scale": "scale_depth",
                                                                "logit_scale": "dim_model_base"}),
+    minicpm3.NAME: Architecture(minicpm3.FAMILY, keys=minicpm3.KEYS, required=minicpm3.REQUIRED, layer_names=latent_attention.NAMES),
     # The correction has no kind in its name there.
     "hy_v3": Architecture("hy_v3", experts=("mlp", qwen3_moe.NAMES), whole={
         f"{ROUTER}.weight": "mlp.router.gate.weight", CORRECTION: "mlp.expert_bias"}, layer_names={
@@ -314,8 +316,8 @@ BY_FAMILY = dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), laten
     "qwen3_moe": "qwen3moe", "qwen3_next": linear_attention.JOINED, "solar_open": "glm4moe", swash.MIXED: swash.NAME} | {
     name: name for name in ("afmoe", "apertus", "arcee", "cohere2", "dots1", "ernie4_5", "exaone", "exaone4", "falcon", "gemma", "gemma2",
                             "glm4", "gpt2", "granite", "granite_swa", "granitemoe", "hy_v3", "internlm2", "lfm2", "llama", "minicpm",
-                            "nemotron", "nemotron_h", "olmo", "olmo2", "olmoe", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm",
-                            "starcoder2")}
+                            "minicpm3", "nemotron", "nemotron_h", "olmo", "olmo2", "olmoe", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3",
+                            "stablelm", "starcoder2")}
 
 
 def file_architecture(config: ModelConfig) -> str:

@@ -16,7 +16,7 @@ from ...offload.gguf import Value
 from ..config import ModelConfig
 from ..config_rope import GROWTH, RopeConfig
 from ..rope import RopeTable, rope_table
-from . import apertus, cohere2_moe, gemma4, half_layers, latent_attention, llama4, stateful, swash, yarn
+from . import apertus, cohere2_moe, gemma4, half_layers, latent_attention, llama4, minicpm3, stateful, swash, yarn
 from .architectures import ARCHITECTURES, BY_FAMILY, FACTORS, LONG, SHORT, UNTURNED, Architecture, file_architecture
 from .family_keys import AFMOE_EVERY, COHERE2_EVERY, EXAONE4_EVERY, EXAONE4_LAYERS, OLMO3_EVERY, OTHER_SCALE, SIGMOID
 
@@ -24,8 +24,8 @@ TYPES = {"F16": 1, "Q8_0": 7, "Q4_0": 2}  # what a person may ask for -> general
 QUANTIZATION_VERSION = 2
 INDEXED = ": this version reads no indexer, without which they would run as another model"
 UNTRIED = ": this version writes no files of them"
-NOT_WRITTEN = {**dict.fromkeys(("cwm", "helium", "hyperclovax", "jais2", "lfm3", "mellum", "minicpm3", "olmo_hybrid", "vaultgemma",
-                                "youtu"), UNTRIED),
+NOT_WRITTEN = {**dict.fromkeys(("cwm", "helium", "hyperclovax", "jais2", "lfm3", "mellum", "olmo_hybrid", "vaultgemma", "youtu"),
+                               UNTRIED),
                **dict.fromkeys(("flex_olmo", "nanochat"), ": llama.cpp does not run them"),
                "ministral": ": llama.cpp runs them as if no layer had a window",
                "phimoe": ": llama.cpp weighs their experts otherwise",
@@ -50,7 +50,7 @@ EVEN_HEADS = ("bailing_moe_v2", "cohere", "cohere2", "exaone", "exaone4", "falco
 # By family, others have silu.
 ACTS = {"apertus": "xielu", "falcon": "gelu", "gpt_neox": "gelu", **dict.fromkeys(("arcee", "nemotron", "nemotron_h"), "relu2"),
         **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "gemma4_text", "gpt2", "phi", "starcoder2"), "gelu_tanh")}
-LONG_AND_SHORT = ("minicpm", "phi3")  # families whose rotary frequencies llama.cpp divides by the length that is asked for
+LONG_AND_SHORT = ("minicpm", "minicpm3", "phi3")  # families whose rotary frequencies llama.cpp divides by the length that is asked for
 UNGROUPED = ("dots1", "olmoe")  # families whose heads llama.cpp takes to have keys and values of their own
 # Families whose files say how experts are scored and weighed.
 STATED_SUM = ("afmoe", "bailing_moe_v2", "deepseek_v2", "deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite", "hy_v3",
@@ -128,7 +128,9 @@ def _departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     yield family == "falcon" and not config.side_by_side, "has its MLP behind attention"
     yield family == "gpt2" and config.attn_scale is not None, "does not scale its scores by the width of a head"
     yield from stateful.departures(config)
-    if config.latent is not None:
+    if family == minicpm3.FAMILY:
+        yield from minicpm3.departures(config)
+    elif config.latent is not None:
         yield from latent_attention.departures(config, _table(config).attention_scaling)
     if family in UNDIVIDED:
         yield config.rope.kind not in ("default", "linear", "yarn"), f"has rotary positions of kind {config.rope.kind}"
@@ -172,7 +174,8 @@ def config_metadata(config: ModelConfig, name: str, kind: str) -> dict[str, Valu
         "rope.dimension_count": int(config.head_dim * config.rope.partial_rotary_factor), "rope.freq_base": float(config.rope.theta),
         "vocab_size": config.vocab_size}
     keys |= _of_family(config) | stateful.stated(config) | _rope(config) | ({UNTURNED: False} if unturned else {})
-    keys |= {} if config.latent is None else latent_attention.stated(config)
+    if config.latent is not None:
+        keys |= (minicpm3 if config.family == minicpm3.FAMILY else latent_attention).stated(config)
     return out | {f"{arch}.{key}": value for key, value in keys.items()} | apertus.stated(config)
 
 

@@ -194,13 +194,13 @@ def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], config: ModelC
             grouped.setdefault(block + (own if own in found.whole else f"{parts.get(own, own)}.{end}"), []).append((role, tensor))
         for name, members in grouped.items():
             role, first = members[0]
-            if role == "kv_b":
+            if role == "kv_b" and config.family != "minicpm3":
                 yield from _halves(f"blk.{key}", first, config, kind)
                 continue
             matrix = kind_of(role)
             own = "F32"
-            if matrix in MATRICES:
-                own = "Q8_0" if kind == "Q4_0" and role in HEADS else kind
+            if matrix in MATRICES or role == "kv_b":
+                own = "Q8_0" if kind == "Q4_0" and role in (*HEADS, "kv_b") else kind
                 own = own if first.shape[1] % BLOCK == 0 else "F16"
             shape = (sum(tensor.shape[0] for _, tensor in members), *first.shape[1:])
             if expert_of(role) is not None:

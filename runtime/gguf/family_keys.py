@@ -17,6 +17,7 @@ from . import (
     latent_attention,
     linear_attention,
     llama4,
+    minicpm3,
     short_conv,
     state_spaces,
     swash,
@@ -48,7 +49,10 @@ def add_family(header: GgufHeader, raw: dict[str, object]) -> None:
     if raw.get("num_local_experts") == 0:  # llama files state it of dense models too
         del raw["num_local_experts"]
         raw.pop("num_experts_per_tok", None)
-    if "kv_lora_rank" in raw:
+    if raw["model_type"] == minicpm3.FAMILY:
+        raw["sliding_window"] = window
+        minicpm3.add_minicpm3(header, raw)
+    elif "kv_lora_rank" in raw:
         latent_attention.add_latent_attention(header, raw)
     elif raw["model_type"] in ("dots1", "glm4_moe"):
         _glm(header, raw)

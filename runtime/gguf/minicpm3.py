@@ -1,0 +1,46 @@
+"""What GGUF files say otherwise of MiniCPM 3: latent attention by the widths of the heads that are made, values as wide as the model over
+its heads, and the multipliers of the one size there is, which no key states."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from ...offload.gguf import GgufHeader, Value, shown_value
+from ...offload.header import damaged
+from ..config import ModelConfig
+
+FAMILY = NAME = "minicpm3"
+KEYS = {"attention.kv_lora_rank": "kv_lora_rank", "attention.q_lora_rank": "q_lora_rank"}
+REQUIRED = (*KEYS, "attention.key_length", "rope.dimension_count")
+EMBEDDING, DEPTH, WIDTH = 12.0, 1.4, 256
+
+
+def add_minicpm3(header: GgufHeader, raw: dict[str, object]) -> None:
+    """Put into `raw`, a config.json in the making, what such files say in their own way. Raises CheckpointError."""
+    query, rope = (header.metadata[f"{NAME}.{key}"] for key in REQUIRED[2:])
+    for key, width in zip(REQUIRED[2:], (query, rope)):
+        if type(width) is not int or not 0 < width < 1 << 16:
+            damaged(header.path, f"states {NAME}.{key} {shown_value(width)}, expected a width")
+    if rope >= query:
+        damaged(header.path, f"states {NAME}.rope.dimension_count {rope} of heads of {query}")
+    raw.pop("head_dim", None)
+    raw |= {"qk_rope_head_dim": rope, "qk_nope_head_dim": query - rope, "num_key_value_heads": raw["num_attention_heads"],
+            "scale_emb": EMBEDDING, "scale_depth": DEPTH, "dim_model_base": WIDTH}
+
+
+def stated(config: ModelConfig) -> dict[str, Value]:
+    """The keys of latent attention, below the architecture's name."""
+    own = config.latent
+    return {"attention.kv_lora_rank": own.rank, "attention.q_lora_rank": own.query_rank, "attention.key_length": own.query,
+            "attention.value_length": own.value, "attention.head_count_kv": config.num_attention_heads, "rope.dimension_count": own.rope}
+
+
+def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """(whether it is so, what files cannot say)."""
+    own, added = config.latent, DEPTH / math.sqrt(config.num_hidden_layers)
+    yield own.query_rank is None, "makes its queries at once"
+    yield own.value * config.num_attention_heads != config.hidden_size, f"has values of {own.value}"
+    yield config.embedding_multiplier != EMBEDDING, "multiplies its embedding otherwise"
+    yield not math.isclose(config.residual_multiplier, added, rel_tol=1e-6), "multiplies what it adds otherwise"
+    yield not math.isclose(config.logits_scaling, config.hidden_size / WIDTH, rel_tol=1e-6), "divides its logits otherwise"
