@@ -1,4 +1,5 @@
-"""The meaning of a gated delta rule's ops, in NumPy and float64 (Gated Delta Networks, arXiv 2412.06464).
+"""The meaning of a gated delta rule's ops, in NumPy and float64 (Gated Delta Networks, arXiv 2412.06464; with a decay for every channel of
+a key Kimi Delta Attention, arXiv 2510.26692).
 
 T tokens, C channels, H heads of keys, G of values, each of which reads the keys of head g * H // G, or g mod H where they are tiled,
 widths dk and dv. S [G, dv, dk] is the state: what it returns for a key is S k. A token lets it decay, sees how far its value is from what
@@ -34,15 +35,22 @@ def gates(a: np.ndarray, b: np.ndarray, decay: np.ndarray, dt: np.ndarray, write
     return np.exp(-decay * np.logaddexp(0, a)), writes / (1 + np.exp(-b))
 
 
+def channel_gates(a: np.ndarray, b: np.ndarray, decay: np.ndarray, dt: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """As `gates` of a and dt with every channel of a key, [T, G * dk] and [G * dk]; the decays are [T, G * dk] then."""
+    return gates(a, b, np.repeat(decay, a.shape[1] // len(decay)), dt)
+
+
 def recur(q: np.ndarray, k: np.ndarray, v: np.ndarray, decay: np.ndarray, beta: np.ndarray,
           state: np.ndarray, tiled: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """q, k [T, H, dk], v [T, G, dv], decay and beta [T, G] -> (what was read [T, G, dv], the state behind the last token)."""
+    """q, k [T, H, dk], v [T, G, dv], decay [T, G], or [T, G * dk] with one for every channel, beta [T, G] -> (what was read [T, G, dv],
+    the state behind the last token)."""
     heads, own = np.arange(v.shape[1]), k.shape[1]
     reads = heads % own if tiled else heads * own // len(heads)
     q, k = (unit(side.astype(np.float64))[:, reads] for side in (q, k))
     q, s, out = q * q.shape[-1] ** -0.5, state.astype(np.float64), np.zeros(v.shape)
+    decay = decay.reshape(*beta.shape, 1, -1)
     for t in range(len(v)):
-        s = s * decay[t][:, None, None]
+        s = s * decay[t]
         difference = (v[t] - np.einsum("gvk,gk->gv", s, k[t])) * beta[t][:, None]
         s = s + difference[:, :, None] * k[t][:, None]
         out[t] = np.einsum("gvk,gk->gv", s, q[t])
@@ -52,3 +60,8 @@ def recur(q: np.ndarray, k: np.ndarray, v: np.ndarray, decay: np.ndarray, beta: 
 def gated_norm(out: np.ndarray, z: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
     """rms norm of every head of out [T, G, dv], then times silu(z)."""
     return normalise(out, "rms", weight, None, eps) * activate(z.astype(np.float64), "silu")
+
+
+def sigmoid_norm(out: np.ndarray, z: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+    """`gated_norm` with the sigmoid alone."""
+    return normalise(out, "rms", weight, None, eps) / (1 + np.exp(-z.astype(np.float64)))

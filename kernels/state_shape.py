@@ -44,6 +44,11 @@ class StateShape(Protocol):
         ...
 
     @property
+    def widened(self) -> tuple[int, ...]:
+        """Widths of the products that `mix` makes itself, of some that it is given or of what it convolved."""
+        return ()
+
+    @property
     def gates(self) -> int:
         """Floats of a token beside its convolved channels."""
         return 0

@@ -67,9 +67,10 @@ class Dims:
     @property
     def projected(self) -> int:
         """Values of a token that the first product of a layer makes, at most."""
+        state = 0 if self.state is None else self.state.products[0]
         if self.latent is not None:
-            return max(self.heads * self.latent.query, self.latent.key)
-        return max(self.heads * self.head_dim * (2 if self.gated_queries else 1), 0 if self.state is None else self.state.products[0])
+            return max(self.heads * self.latent.query, self.latent.key, state)
+        return max(self.heads * self.head_dim * (2 if self.gated_queries else 1), state)
 
     @property
     def attended(self) -> int:
@@ -79,7 +80,9 @@ class Dims:
     @property
     def multiplied(self) -> int:
         """Values of a token that a product of attention reads, at most."""
-        return self.attended if self.latent is None else max(self.heads * self.latent.value, self.latent.query_rank or 0)
+        if self.latent is None:
+            return self.attended
+        return max(self.heads * self.latent.value, self.latent.query_rank or 0, 0 if self.state is None else self.state.values)
 
 
 def address(array: np.ndarray | None) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .weight import Norm
+    from .weight import Linear, Norm
 
 
 @dataclass(frozen=True)
@@ -21,10 +21,37 @@ class Delta:
 
 
 @dataclass(frozen=True)
+class Kda(Delta):
+    """Kimi Delta Attention: `dt` [G * dk]; `gate` and `rate` make gates and decays of every channel of what the first products narrow."""
+
+    gate: Linear
+    rate: Linear
+
+
+@dataclass(frozen=True)
 class ShortConv:
     """A gated short convolution: `conv` float32 [taps, C]."""
 
     conv: object
+
+
+@dataclass(frozen=True)
+class Mamba1:
+    """State spaces channel by channel: `conv` [taps, V] and its `bias` [V] or None, `decay` [V * N], `dt` and `skip` [V] (see
+    `kernels/reference_mamba1.py`); float32. Of what is convolved `rate` and `keys` make what steps are made of, and B and C; `steps` makes
+    them behind `rate_norm`, `b_norm` and `c_norm` are of the others, all None for none."""
+
+    conv: object
+    bias: object | None
+    decay: object
+    dt: object
+    skip: object
+    rate: Linear
+    keys: Linear
+    steps: Linear
+    rate_norm: Norm | None = None
+    b_norm: Norm | None = None
+    c_norm: Norm | None = None
 
 
 @dataclass(frozen=True)

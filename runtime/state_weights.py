@@ -13,8 +13,10 @@ import numpy as np
 
 from ..kernels.conv_shape import ConvShape
 from ..kernels.delta_shape import DeltaShape
+from ..kernels.kda_shape import KdaShape
+from ..kernels.mamba1_shape import Mamba1Shape
 from ..kernels.mamba2_shape import Mamba2Shape
-from ..quant.state_weights import Delta, Mamba2, ShortConv
+from ..quant.state_weights import Delta, Kda, Mamba1, Mamba2, ShortConv
 from ..quant.weight import Linear, Norm
 from .tensors import ModelTensor, as_float32
 
@@ -73,9 +75,26 @@ def delta(found: Source) -> StateWeights:
     return StateWeights(tuple(map(found.linear, ("state_in", "state_gate", "state_beta", "state_rate"))), found.linear("state_out"), own)
 
 
+def kda(found: Source) -> StateWeights:
+    """As `delta`; what gates and decays are made of is narrow."""
+    made = delta(found)
+    inputs, gate, beta, rate = made.products
+    wide = Kda(**vars(made.own), gate=found.linear("state_gate_wide"), rate=found.linear("state_rate_wide"))
+    return StateWeights((inputs, gate, rate, beta), made.out, wide)
+
+
 def short_conv(found: Source) -> StateWeights:
     """All of it is one product, taps, and another."""
     return StateWeights((found.linear("state_in"),), found.linear("state_out"), ShortConv(found.conv()))
+
+
+def mamba1(found: Source) -> StateWeights:
+    """Decays are stored as logarithms."""
+    normed, eps = found.config.state.normed, found.config.state_norm_eps or found.config.norm_eps
+    norms = (Norm("rms", found.vector(role), None, eps) if normed else None for role in ("state_rate_norm", "state_b_norm", "state_c_norm"))
+    own = Mamba1(found.conv(), found.vector("state_conv_bias"), found.put(np.exp(found.values("state_decay"))), found.vector("state_dt"),
+                 found.vector("state_skip"), *map(found.linear, ("state_rate", "state_keys", "state_rate_wide")), *norms)
+    return StateWeights(tuple(map(found.linear, ("state_in", "state_gate"))), found.linear("state_out"), own)
 
 
 def mamba2(found: Source) -> StateWeights:
@@ -86,7 +105,7 @@ def mamba2(found: Source) -> StateWeights:
     return StateWeights(tuple(map(found.linear, ("state_in", "state_gate", "state_rate"))), found.linear("state_out"), own)
 
 
-KINDS = {ConvShape: short_conv, DeltaShape: delta, Mamba2Shape: mamba2}
+KINDS = {ConvShape: short_conv, DeltaShape: delta, KdaShape: kda, Mamba1Shape: mamba1, Mamba2Shape: mamba2}
 
 
 def state_weights(found: Source) -> StateWeights | None:

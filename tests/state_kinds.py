@@ -12,15 +12,19 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from effllm.kernels import reference_conv, reference_delta, reference_mamba2
+from effllm.kernels import reference, reference_conv, reference_delta, reference_mamba1, reference_mamba2
 from effllm.kernels.conv_shape import ConvShape
 from effllm.kernels.cpu.candidates import default_registry
 from effllm.kernels.cpu.ops import CpuOps
 from effllm.kernels.delta_shape import DeltaShape
+from effllm.kernels.kda_shape import KdaShape
+from effllm.kernels.mamba1_shape import Mamba1Shape
 from effllm.kernels.mamba2_shape import Mamba2Shape
 from effllm.kernels.state_shape import AFTER, FROM, KEPT, NO_SLOT, TO, StateShape
 from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import Dims
+from effllm.quant.spec import QuantSpec
+from effllm.quant.weight import Linear, Norm, Weight
 from effllm.runtime.states import controls
 
 DELTAS = {"usual": DeltaShape(2, 4, 128, 128, 4), "odd": DeltaShape(3, 3, 24, 40, 2), "one head, narrow": DeltaShape(1, 2, 7, 5, 3),
@@ -29,7 +33,11 @@ DELTAS = {"usual": DeltaShape(2, 4, 128, 128, 4), "odd": DeltaShape(3, 3, 24, 40
 CONVS = {"usual convolution": ConvShape(256, 3), "odd convolution": ConvShape(37, 5), "convolution of one tap": ConvShape(20, 1)}
 MAMBAS = {"usual state space": Mamba2Shape(4, 64, 1, 128, 4), "odd state space": Mamba2Shape(6, 10, 2, 24, 3),
           "state space of one tap": Mamba2Shape(2, 7, 2, 256, 1), "state space without a norm": Mamba2Shape(3, 20, 1, 24, 4, normed=False)}
-SHAPES: dict[str, StateShape] = {**DELTAS, **CONVS, **MAMBAS}
+KDAS = {"usual channels": KdaShape.of(4, 128, 4), "odd channels": KdaShape.of(3, 40, 2), "narrow channels": KdaShape.of(1, 7, 3),
+        "channels of one tap": KdaShape.of(2, 33, 1)}
+MAMBA_1S = {"usual channels of states": Mamba1Shape(640, 16, 20, 4, normed=True), "odd channels of states": Mamba1Shape(37, 5, 3, 3),
+            "channels of states, one tap": Mamba1Shape(130, 24, 8, 1, biased=False)}
+SHAPES: dict[str, StateShape] = {**DELTAS, **CONVS, **MAMBAS, **KDAS, **MAMBA_1S}
 EPS = 1e-6
 Arrays = tuple[np.ndarray, ...]
 
@@ -46,6 +54,11 @@ class Kind:
 
 def normal(seed: int, *size: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(size).astype(np.float32)
+
+
+def matrix(seed: int, *shape: int) -> Linear:
+    """Random, about as long as one row by row."""
+    return Linear(Weight(QuantSpec.raw("f32"), shape, {"data": normal(seed, *shape) / np.float32(np.sqrt(shape[1]))}))
 
 
 def delta_weights(shape: DeltaShape) -> SimpleNamespace:
@@ -70,6 +83,29 @@ def delta_expected(shape: DeltaShape, w: SimpleNamespace, given: Arrays) -> tupl
     out, state = reference_delta.recur(heads(q, shape.key_heads), heads(k, shape.key_heads), heads(v, shape.value_heads), decay, beta,
                                        np.zeros((shape.value_heads, shape.value_dim, shape.key_dim)), shape.tiled)
     return reference_delta.gated_norm(out, heads(z, shape.value_heads), w.norm.weight, EPS).reshape(len(qkv), -1), state.reshape(-1)
+
+
+def kda_weights(shape: KdaShape) -> SimpleNamespace:
+    return SimpleNamespace(conv=normal(1, shape.taps, shape.channels), decay=np.exp(normal(2, shape.value_heads)),
+                           dt=normal(3, shape.keys), norm=SimpleNamespace(weight=normal(4, shape.value_dim), eps=EPS),
+                           gate=matrix(5, shape.values, shape.value_dim), rate=matrix(6, shape.keys, shape.key_dim))
+
+
+def kda_inputs(shape: KdaShape, products: list[np.ndarray]) -> None:
+    qkv, _, of_a, _ = products
+    qkv[2::3, : 2 * shape.keys] = qkv[: len(qkv[2::3]), : 2 * shape.keys]  # a token in three has the keys of an earlier one
+    of_a[::5] *= 30  # some channels forget all, some nothing
+    of_a[::17] *= 100
+
+
+def kda_expected(shape: KdaShape, w: SimpleNamespace, given: Arrays) -> tuple[np.ndarray, np.ndarray]:
+    qkv, of_z, of_a, b = given
+    z, a = (reference.linear(x, each.weight.parts["data"], None) for x, each in ((of_z, w.gate), (of_a, w.rate)))
+    mixed = reference_delta.convolve(qkv, np.zeros((shape.taps - 1, shape.channels)), w.conv)
+    q, k, v = (part.reshape(len(qkv), shape.key_heads, -1) for part in np.split(mixed, 3, axis=1))
+    out, state = reference_delta.recur(q, k, v, *reference_delta.channel_gates(a, b, w.decay, w.dt),
+                                       np.zeros((shape.value_heads, shape.value_dim, shape.key_dim)))
+    return reference_delta.sigmoid_norm(out, z.reshape(v.shape), w.norm.weight, EPS).reshape(len(qkv), -1), state.reshape(-1)
 
 
 def conv_expected(shape: ConvShape, w: SimpleNamespace, given: Arrays) -> tuple[np.ndarray, np.ndarray]:
@@ -102,7 +138,36 @@ def mamba_expected(shape: Mamba2Shape, w: SimpleNamespace, given: Arrays) -> tup
     return reference_mamba2.gated_norm(out.reshape(len(xbc), -1), gates, weight, shape.groups, EPS), state.reshape(-1)
 
 
-KINDS = {Mamba2Shape: Kind(mamba_weights, mamba_inputs, mamba_expected),
+def mamba_1_weights(shape: Mamba1Shape) -> SimpleNamespace:
+    norm = lambda seed, size: Norm("rms", normal(seed, size), None, EPS) if shape.normed else None  # noqa: E731
+    return SimpleNamespace(conv=normal(1, shape.taps, shape.values), bias=normal(5, shape.values) if shape.biased else None,
+                           decay=np.exp(normal(2, shape.values * shape.depth)), dt=normal(3, shape.values), skip=normal(6, shape.values),
+                           rate=matrix(7, shape.rank, shape.values), keys=matrix(8, 2 * shape.depth, shape.values),
+                           steps=matrix(9, shape.values, shape.rank), rate_norm=norm(10, shape.rank), b_norm=norm(11, shape.depth),
+                           c_norm=norm(12, shape.depth))
+
+
+def mamba_1_inputs(shape: Mamba1Shape, products: list[np.ndarray]) -> None:
+    products[0][::5] *= 10  # long steps and short ones
+    products[0][::17] *= 0.01
+
+
+def mamba_1_expected(shape: Mamba1Shape, w: SimpleNamespace, given: Arrays) -> tuple[np.ndarray, np.ndarray]:
+    x, z = given
+    mixed = reference_delta.convolve(x, np.zeros((shape.taps - 1, shape.channels)), w.conv, w.bias)
+    times = lambda values, each: reference.linear(values, each.weight.parts["data"], None)  # noqa: E731
+    normed = lambda values, own: values if own is None else reference.normalise(values, own.kind, own.weight, None, own.eps)  # noqa: E731
+    steps = reference_mamba1.steps(times(normed(times(mixed, w.rate), w.rate_norm), w.steps), w.dt)
+    b, c = np.split(times(mixed, w.keys), 2, axis=1)
+    size = shape.values, shape.depth
+    out, state = reference_mamba1.recur(mixed, steps, normed(b, w.b_norm), normed(c, w.c_norm), w.decay.reshape(size), w.skip,
+                                        np.zeros(size))
+    return reference_mamba1.gated(out, z), state.reshape(-1)
+
+
+KINDS = {Mamba1Shape: Kind(mamba_1_weights, mamba_1_inputs, mamba_1_expected),
+         Mamba2Shape: Kind(mamba_weights, mamba_inputs, mamba_expected),
+         KdaShape: Kind(kda_weights, kda_inputs, kda_expected),
          DeltaShape: Kind(delta_weights, delta_inputs, delta_expected),
          ConvShape: Kind(lambda shape: SimpleNamespace(conv=normal(1, shape.taps, shape.width)), lambda *_: None, conv_expected)}
 
@@ -133,9 +198,17 @@ class Layer:
         self.slot = NO_SLOT
 
     def _put(self, w: SimpleNamespace) -> SimpleNamespace:
-        own = {name: self.ops.put(value, "f32") if isinstance(value, np.ndarray) else self._put(value) if isinstance(value, SimpleNamespace)
-               else value for name, value in vars(w).items()}
-        return SimpleNamespace(**own)
+        return SimpleNamespace(**{name: self._there(value) for name, value in vars(w).items()})
+
+    def _there(self, value: object) -> object:
+        if isinstance(value, Linear):
+            weight = value.weight
+            return Linear(Weight(weight.spec, weight.shape, {"data": self.ops.put(weight.parts["data"], "f32")}))
+        if isinstance(value, Norm):
+            return Norm(value.kind, self.ops.put(value.weight, "f32"), None, value.eps)
+        if isinstance(value, np.ndarray):
+            return self.ops.put(value, "f32")
+        return self._put(value) if isinstance(value, SimpleNamespace) else value
 
     def run(self, given: Arrays, after: int = 0, hold: bool = True) -> np.ndarray:
         target = 1 if self.slot == 0 else 0

@@ -6,13 +6,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers.models.kimi_linear import modeling_kimi_linear as kimi
 from transformers.models.qwen3_5 import modeling_qwen3_5 as oracle
 
 from effllm.kernels import reference_delta
 from effllm.kernels.delta_shape import DeltaShape
+from effllm.kernels.kda_shape import KdaShape
 
 sys.path.insert(0, str(Path(__file__).parent))
-from state_kinds import DELTAS, EPS, assert_close, expected, inputs, weights
+from state_kinds import DELTAS, EPS, KDAS, assert_close, expected, inputs, weights
 
 
 @pytest.mark.parametrize("shape", DELTAS.values(), ids=DELTAS)
@@ -32,4 +34,22 @@ def test_the_reference_is_what_transformers_computes(shape: DeltaShape) -> None:
     norm.weight.data = t(w.norm.weight)
     found, state = expected(shape, (qkv, z, b, a))
     assert_close(found, norm(out[0].flatten(0, 1), t(z).reshape(-1, shape.value_dim)).detach().numpy().reshape(len(z), -1), 1e-5)
+    assert_close(state, last[0].transpose(1, 2).numpy().reshape(-1), 1e-5)  # which goes through float32
+
+
+@pytest.mark.parametrize("shape", KDAS.values(), ids=KDAS)
+def test_the_reference_by_channel_is_what_transformers_computes(shape: KdaShape) -> None:
+    w, given = weights(shape), inputs(shape, 40)
+    qkv, of_z, of_a, b = (torch.from_numpy(np.ascontiguousarray(x)).double() for x in given)
+    matrix = lambda each: torch.from_numpy(each.weight.parts["data"]).double()  # noqa: E731
+    mixed = kimi.causal_conv1d_fn(qkv.T[None], torch.from_numpy(w.conv.T).double(), activation="silu")[0].T
+    q, k, v = (side.unflatten(1, (shape.key_heads, -1))[None] for side in mixed.chunk(3, dim=1))
+    steps = torch.nn.functional.softplus(of_a @ matrix(w.rate).T + torch.from_numpy(w.dt)).unflatten(1, (shape.key_heads, -1))
+    g = -torch.from_numpy(w.decay).double()[:, None] * steps
+    out, last = kimi.recurrent_kimi_delta_attention(q, k, v, g[None], b.sigmoid()[None], None, True, use_qk_l2norm_in_kernel=True)
+    norm = kimi.KimiLinearRMSNormGated(shape.value_dim, EPS)
+    norm.weight.data = torch.from_numpy(w.norm.weight)
+    gated = norm(out[0], (of_z @ matrix(w.gate).T).unflatten(1, (shape.value_heads, -1)))
+    found, state = expected(shape, given)
+    assert_close(found, gated.detach().numpy().reshape(len(found), -1), 1e-5)
     assert_close(state, last[0].transpose(1, 2).numpy().reshape(-1), 1e-5)  # which goes through float32

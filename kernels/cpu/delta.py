@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,19 +25,25 @@ class DeltaStates(RecurrentStates):
     """See the module and `runtime/states.py`. Products are qkv [T, channels], z [T, values], b and a [T, value heads]."""
 
     shape: DeltaShape
+    op, kernels = "delta", loops
 
     def __init__(self, ops: CpuOps, shape: DeltaShape, memory: np.ndarray, told: np.ndarray) -> None:
-        super().__init__(ops, shape, memory, told, "delta", loops, (shape.value_heads, shape.value_dim, shape.key_dim))
-        self.reference = run_reference
+        super().__init__(ops, shape, memory, told, self.op, self.kernels, (shape.value_heads, shape.value_dim, shape.key_dim))
+        self.reference = self.meaning
         self.block[loops.KEY_HEADS : loops.TILED + 1] = (shape.key_heads, shape.value_heads, shape.key_dim, shape.value_dim, shape.tiled)
         self.block.view(np.float64)[loops.WRITES] = shape.writes
+
+    @property
+    def meaning(self) -> Callable[..., None]:
+        """What runs where no kernel does."""
+        return run_reference
 
     def recur_reference(self, mixed: np.ndarray, gates: np.ndarray, out: np.ndarray) -> None:
         recur_reference(self, mixed, gates, out)
 
 
 def run(states: DeltaStates, qkv: np.ndarray, z: np.ndarray, b: np.ndarray, a: np.ndarray, w: Delta, out: np.ndarray) -> None:
-    ops, block, shape, tokens = states.ops, states.block, states.shape, len(qkv)
+    ops, block, shape, loops, tokens = states.ops, states.block, states.shape, states.kernels, len(qkv)
     raw, mixed, gates = states.passing(tokens)
     block[X:BIAS] = ops.at(qkv), tokens, ops.at(mixed), 0 if raw is None else ops.at(raw), address(w.conv)
     block[loops.Z : loops.EPS] = (ops.at(z), ops.at(b), ops.at(a), ops.at(gates), ops.at(out), address(w.decay), address(w.dt),
@@ -50,16 +57,20 @@ def run(states: DeltaStates, qkv: np.ndarray, z: np.ndarray, b: np.ndarray, a: n
 
 def run_reference(states: DeltaStates, qkv: np.ndarray, z: np.ndarray, b: np.ndarray, a: np.ndarray, w: Delta, out: np.ndarray) -> None:
     states.ops.flush()
-    shape, tokens = states.shape, len(qkv)
-    raw, mixed, gates = states.passing(tokens)
+    read(states, qkv, reference.gates(a, b, w.decay, w.dt, states.shape.writes), w, out)
+    heads = out.reshape(len(out), states.shape.value_heads, -1)
+    heads[:] = reference.gated_norm(heads, z.reshape(heads.shape), w.norm.weight, w.norm.eps)
+
+
+def read(states: DeltaStates, qkv: np.ndarray, made: tuple[np.ndarray, np.ndarray], w: Delta, out: np.ndarray) -> None:
+    """What heads read of the text, before the norm, of what is to be convolved, and decays and betas."""
+    raw, mixed, gates = states.passing(len(qkv))
     if raw is not None:
         raw[:] = qkv
-    mixed[:] = reference.convolve(qkv, states.last_inputs(states.told()[0], qkv[:0]), w.conv.reshape(shape.taps, -1))
-    gates[:, 0], gates[:, 1] = reference.gates(a, b, w.decay, w.dt, shape.writes)
+    mixed[:] = reference.convolve(qkv, states.last_inputs(states.told()[0], qkv[:0]), w.conv.reshape(states.shape.taps, -1))
+    gates[:] = np.concatenate(made, axis=1)
     states.keep_inputs(qkv)
     recur_reference(states, mixed, gates, out)
-    heads = out.reshape(tokens, shape.value_heads, -1)
-    heads[:] = reference.gated_norm(heads, z.reshape(heads.shape), w.norm.weight, w.norm.eps)
 
 
 def recur_reference(states: DeltaStates, mixed: np.ndarray, gates: np.ndarray, out: np.ndarray) -> None:
@@ -71,5 +82,6 @@ def recur_reference(states: DeltaStates, mixed: np.ndarray, gates: np.ndarray, o
     heads = out.reshape(len(out), shape.value_heads, -1)
     for end, slot in ((after, kept), (len(out), target)):
         if end > at:
-            heads[at:end], s = reference.recur(q[at:end], k[at:end], v[at:end], gates[at:end, 0], gates[at:end, 1], s, shape.tiled)
+            decay, beta = np.split(gates[at:end], (-shape.value_heads,), axis=1)
+            heads[at:end], s = reference.recur(q[at:end], k[at:end], v[at:end], decay, beta, s, shape.tiled)
             states.state_of(slot)[:], at = s, end

@@ -48,7 +48,7 @@ def _unit(row, count, factor):
 
 
 @inlined()
-def _mix(a, t):
+def mix(a, t):
     """Token t's queries, keys and values."""
     out, depth = convolve(a, t), a[KEY_DIM]
     for head in range(a[KEY_HEADS]):
@@ -77,7 +77,7 @@ def mix_inputs(args, worker, counter):
     a = i64_at(args)
     t = next_token(a, counter)
     while t >= 0:
-        _mix(a, t)
+        mix(a, t)
         _gates(args, t)
         keep_raw(a, t)
         t = next_token(a, counter)

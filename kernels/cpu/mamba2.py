@@ -56,7 +56,7 @@ def run_reference(states: Mamba2States, xbc: np.ndarray, z: np.ndarray, steps: n
         raw[:] = xbc
     before = states.last_inputs(states.told()[0], xbc[:0])
     mixed[:] = reference_delta.convolve(xbc, before, w.conv.reshape(shape.taps, -1), w.bias)
-    gates[:, 0], gates[:, 1] = reference_mamba2.steps(steps * np.float64(w.step_factor), w.decay, w.dt)
+    gates[:] = np.concatenate(reference_mamba2.steps(steps * np.float64(w.step_factor), w.decay, w.dt), axis=1)
     states.keep_inputs(xbc)
     recur_reference(states, mixed, gates, w.skip, out)
     norm = (None, 0.0) if w.norm is None else (w.norm.weight, w.norm.eps)
@@ -73,5 +73,5 @@ def recur_reference(states: Mamba2States, mixed: np.ndarray, gates: np.ndarray, 
     heads = out.reshape(len(out), shape.heads, -1)
     for end, slot in ((after, kept), (len(out), target)):
         if end > at:
-            heads[at:end], s = reference_mamba2.recur(x[at:end], b[at:end], c[at:end], gates[at:end, 0], gates[at:end, 1], skip, s)
+            heads[at:end], s = reference_mamba2.recur(x[at:end], b[at:end], c[at:end], *np.split(gates[at:end], 2, axis=1), skip, s)
             states.state_of(slot)[:], at = s, end

@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 class RecurrentStates(Slots):
     """`loops`: the module of the kernels, with GATES, OUT, SLOTS and `recur`; `reference`: what runs where no kernel does; `op` as of
-    `Slots`; `sizes`: heads, rows and columns of a head's matrix. Behind the slots lie inputs, results of the convolution and gates of the
-    last pass of few tokens."""
+    `Slots`; `sizes`: of a state, as heads, rows and columns of a head's matrix. Behind the slots lie inputs, results of the convolution
+    and gates of the last pass of few tokens."""
 
     def __init__(self, ops: CpuOps, shape: StateShape, memory: np.ndarray, told: np.ndarray, op: str, loops: ModuleType,
-                 sizes: tuple[int, int, int]) -> None:
+                 sizes: tuple[int, ...]) -> None:
         super().__init__(ops, shape, memory, told, op, loops.SLOTS)
         self.loops, self.sizes = loops, sizes
-        wide, heads, recent = REPEATED * shape.channels, sizes[0], self.recent
+        wide, recent = REPEATED * shape.channels, self.recent
         self._raw, self._mixed = (recent[at * wide :][:wide].reshape(REPEATED, -1) for at in (0, 1))
-        self._gates = recent[2 * wide :][: 2 * REPEATED * heads].reshape(REPEATED, 2, heads)
+        self._gates = recent[2 * wide :][: REPEATED * shape.gates].reshape(REPEATED, -1)
         self._recent: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
 
     def mixed(self, tokens: int) -> np.ndarray:
@@ -38,7 +38,7 @@ class RecurrentStates(Slots):
 
     def mix(self, products: list[np.ndarray], w: object, out: np.ndarray | None = None) -> np.ndarray:
         """What the layer's heads read of the text, [T, values], gated and normed, in `out` where that is given; the state goes on. Products
-        are what is convolved [T, channels], the gate of what is read [T, values], and what gates are made of [T, heads] each."""
+        are what the shape says, what is convolved [T, channels] first."""
         out = self.mixed(len(products[0])) if out is None else out
         self.run(self, *products, w, out)
         return out
@@ -47,7 +47,7 @@ class RecurrentStates(Slots):
         """Where inputs, results of the convolution, and gates of so many tokens go: where they stay if they are few."""
         if tokens > REPEATED:
             take = self.ops.workspace.take
-            return None, take("mixed", tokens, self.shape.channels), take("gates", tokens, 2, self.sizes[0])
+            return None, take("mixed", tokens, self.shape.channels), take("gates", tokens, self.shape.gates)
         if tokens not in self._recent:
             self._recent[tokens] = self._raw[:tokens], self._mixed[:tokens], self._gates[:tokens]
         return self._recent[tokens]

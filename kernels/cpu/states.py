@@ -8,13 +8,17 @@ import numpy as np
 
 from ..conv_shape import ConvShape
 from ..delta_shape import DeltaShape
+from ..kda_shape import KdaShape
+from ..mamba1_shape import Mamba1Shape
 from ..mamba2_shape import Mamba2Shape
 from ..registry import Call
 from ..state_shape import AFTER, FROM, KEPT, NO_SLOT, TO, StateShape
 from ..workspace import Dims, address
 from . import conv_loops as loops
+from . import linear
 
 if TYPE_CHECKING:
+    from ...quant.weight import Linear, Norm
     from .ops import CpuOps
 
 
@@ -39,16 +43,22 @@ def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
         buffers["y3"] = max(buffers.get("y3", 0), chunk * dims.heads * dims.head_dim)
     if dims.beside:  # what attention gave is still to be added
         buffers["beside"] = chunk * shape.values
-    return buffers | queries | ({} if shape is None else {"mixed": chunk * shape.channels, "gates": chunk * shape.gates})
+    if shape is None:
+        return buffers | queries
+    return {**buffers, **queries, "mixed": chunk * shape.channels, "gates": chunk * shape.gates,
+            **{f"widened{i}": chunk * width for i, width in enumerate(shape.widened)}}
 
 
 def state_layer(ops: CpuOps, shape: StateShape, memory: np.ndarray, told: np.ndarray) -> LayerStates:
     """The states of one layer in uint8 memory (`shape.nbytes`), of whose slots `told` says those of a pass."""
     from .delta import DeltaStates
+    from .kda import KdaStates
+    from .mamba1 import Mamba1States
     from .mamba2 import Mamba2States
     from .short_conv import ConvStates
 
-    kinds = {ConvShape: ConvStates, DeltaShape: DeltaStates, Mamba2Shape: Mamba2States}
+    kinds = {ConvShape: ConvStates, DeltaShape: DeltaStates, KdaShape: KdaStates, Mamba1Shape: Mamba1States,
+             Mamba2Shape: Mamba2States}
     return kinds[type(shape)](ops, shape, memory, told)
 
 
@@ -65,6 +75,13 @@ class Slots:
         self.block = np.zeros(size, np.int64)
         self.block[loops.MEMORY : loops.OWN] = (address(self._slots), 4 * shape.slot_floats, 4 * shape.state_offset, address(told),
                                                shape.taps, shape.channels)
+
+    def widen(self, first: int, x: np.ndarray, linears: tuple[Linear, ...], norm: Norm | None = None) -> list[np.ndarray]:
+        """norm(x) @ W.T + b of each: what `widened` of the shape says from `first` on."""
+        if (outs := self.ops._remembered(x, norm, linears, linear.PLAIN, "none")) is None:
+            outs = [self.ops.workspace.take(f"widened{i}", len(x), each.weight.shape[0]) for i, each in enumerate(linears, first)]
+            self.ops._matrix(x, norm, linears, outs, linear.PLAIN, "none")
+        return outs
 
     def inputs_of(self, slot: int) -> np.ndarray:
         """The last inputs [taps - 1, channels] of a slot."""

@@ -23,6 +23,7 @@ from .recurrent import TorchRecurrent
 
 if TYPE_CHECKING:
     from ...quant.state_weights import Delta
+    from .states import Linears
 
 
 class TorchDelta(TorchRecurrent):
@@ -30,32 +31,32 @@ class TorchDelta(TorchRecurrent):
 
     shape: DeltaShape
 
-    def __init__(self, shape: DeltaShape, memory: torch.Tensor, told: np.ndarray) -> None:
-        super().__init__(shape, memory, told, (shape.value_heads, shape.value_dim, shape.key_dim))
+    def __init__(self, shape: DeltaShape, memory: torch.Tensor, told: np.ndarray, linear: Linears) -> None:
+        super().__init__(shape, memory, told, linear, (shape.value_heads, shape.value_dim, shape.key_dim))
 
     def mix(self, products: list[torch.Tensor], w: Delta) -> torch.Tensor:
         """As `kernels/cpu/delta.py`."""
         qkv, z, b, a = products
         mixed = functional.silu(self.convolve(qkv, w.conv))
-        gates = torch.stack([torch.exp(-w.decay * functional.softplus(a + w.dt, threshold=80.0)),
-                             self.shape.writes * torch.sigmoid(b)], dim=1)
+        gates = torch.cat([torch.exp(-w.decay * functional.softplus(a + w.dt, threshold=80.0)),
+                           self.shape.writes * torch.sigmoid(b)], dim=1)
         out = self.recurred(qkv, mixed, gates)
         out = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + w.norm.eps) * w.norm.weight
         return out.flatten(1).mul_(functional.silu(z))
 
     def _recur(self, mixed: torch.Tensor, gates: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Results of the convolution [T, channels], gates [T, 2, G] -> (what was read [T, G, dv], the state behind them)."""
+        """Results of the convolution [T, channels], gates [T, 2 * G] -> (what was read [T, G, dv], the state behind them)."""
         shape = self.shape
         q, k, v = mixed.split((shape.keys, shape.keys, shape.values), dim=1)
         group = shape.value_heads // shape.key_heads
-        q, k = (_unit(side.unflatten(1, (shape.key_heads, -1))) for side in (q, k))
+        q, k = (unit(side.unflatten(1, (shape.key_heads, -1))) for side in (q, k))
         q, k = (side.repeat(1, group, 1) if shape.tiled else side.repeat_interleave(group, dim=1) for side in (q, k))
         q, v = q * shape.key_dim**-0.5, v.unflatten(1, (shape.value_heads, -1))
         run: Callable = _one_by_one if len(mixed) <= REPEATED else _in_stretches
-        return run(q, k, v, gates[:, 0], gates[:, 1], state)
+        return run(q, k, v, *gates.chunk(2, dim=1), state)
 
 
-def _unit(heads: torch.Tensor) -> torch.Tensor:
+def unit(heads: torch.Tensor) -> torch.Tensor:
     return heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + KEY_EPS)
 
 

@@ -19,6 +19,7 @@ from .recurrent import TorchRecurrent
 
 if TYPE_CHECKING:
     from ...quant.state_weights import Mamba2
+    from .states import Linears
 
 
 class TorchMamba2(TorchRecurrent):
@@ -26,8 +27,8 @@ class TorchMamba2(TorchRecurrent):
 
     shape: Mamba2Shape
 
-    def __init__(self, shape: Mamba2Shape, memory: torch.Tensor, told: np.ndarray) -> None:
-        super().__init__(shape, memory, told, (shape.heads, shape.head_dim, shape.depth))
+    def __init__(self, shape: Mamba2Shape, memory: torch.Tensor, told: np.ndarray, linear: Linears) -> None:
+        super().__init__(shape, memory, told, linear, (shape.heads, shape.head_dim, shape.depth))
 
     def mix(self, products: list[torch.Tensor], w: Mamba2) -> torch.Tensor:
         """As `kernels/cpu/mamba2.py`."""
@@ -35,7 +36,7 @@ class TorchMamba2(TorchRecurrent):
         mixed = self.convolve(xbc, w.conv)
         mixed = functional.silu(mixed if w.bias is None else mixed + w.bias)
         step = functional.softplus(steps * w.step_factor + w.dt, threshold=80.0)
-        gates = torch.stack([-w.decay * step, step], dim=1)
+        gates = torch.cat([-w.decay * step, step], dim=1)
         out = self.recurred(xbc, mixed, gates)
         out = out + w.skip[:, None] * mixed[:, : shape.values].unflatten(1, (shape.heads, -1))
         out = out.flatten(1) * functional.silu(z * w.gate_factor)
@@ -45,13 +46,14 @@ class TorchMamba2(TorchRecurrent):
         return (out * torch.rsqrt(out.square().mean(-1, keepdim=True) + w.norm.eps)).flatten(1) * w.norm.weight
 
     def _recur(self, mixed: torch.Tensor, gates: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Results of the convolution [T, channels], gates [T, 2, H] -> (what was read [T, H, P], the state behind them)."""
+        """Results of the convolution [T, channels], gates [T, 2 * H] -> (what was read [T, H, P], the state behind them)."""
         shape = self.shape
         x, b, c = mixed.split((shape.values, shape.groups * shape.depth, shape.groups * shape.depth), dim=1)
         b, c = (side.unflatten(1, (shape.groups, -1)).repeat_interleave(shape.heads // shape.groups, dim=1) for side in (b, c))
-        x = x.unflatten(1, (shape.heads, -1)) * gates[:, 1, :, None]
+        logs, steps = gates.chunk(2, dim=1)
+        x = x.unflatten(1, (shape.heads, -1)) * steps[:, :, None]
         run = _one_by_one if len(mixed) <= REPEATED else _in_stretches
-        return run(x, b, c, gates[:, 0], state)
+        return run(x, b, c, logs, state)
 
 
 def _one_by_one(x: torch.Tensor, b: torch.Tensor, c: torch.Tensor, logs: torch.Tensor,

@@ -14,20 +14,22 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ..state_shape import StateShape
+    from .states import Linears
 
 
 class TorchRecurrent(TorchSlots):
-    """`sizes`: heads, rows and columns of a head's matrix. `_recur`, of a kind: results of the convolution [T, channels], gates
-    [T, 2, heads] and the state before them -> (what was read [T, heads, rows], the state behind them)."""
+    """`sizes`: of a state, as heads, rows and columns of a head's matrix. `_recur`, of a kind: results of the convolution [T, channels],
+    gates [T, gates] and the state before them -> (what was read [T, ...], the state behind them)."""
 
-    def __init__(self, shape: StateShape, memory: torch.Tensor, told: np.ndarray, sizes: tuple[int, int, int]) -> None:
-        super().__init__(shape, memory, told)
+    def __init__(self, shape: StateShape, memory: torch.Tensor, told: np.ndarray, linear: Linears,
+                 sizes: tuple[int, ...]) -> None:
+        super().__init__(shape, memory, told, linear)
         self.sizes, wide, recent = sizes, REPEATED * shape.channels, self.recent
         self._raw, self._mixed = (recent[at * wide :][:wide].view(REPEATED, -1) for at in (0, 1))
-        self._gates = recent[2 * wide :][: 2 * REPEATED * sizes[0]].view(REPEATED, 2, sizes[0])
+        self._gates = recent[2 * wide :][: REPEATED * shape.gates].view(REPEATED, -1)
 
     def recurred(self, inputs: torch.Tensor, mixed: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-        """What the heads read of the pass, [T, heads, rows]; states go into the slots that it was told of, and what few tokens leave is
+        """What the heads read of the pass, as `_recur` does; states go into the slots that it was told of, and what few tokens leave is
         kept. `inputs`: what was convolved."""
         (source, target, after, kept), tokens = self.told(), len(mixed)
         if tokens <= REPEATED:

@@ -13,6 +13,7 @@ from .states import TorchSlots
 
 if TYPE_CHECKING:
     from ...quant.state_weights import ShortConv
+    from .states import Linears
 
 
 class TorchConv(TorchSlots):
@@ -20,8 +21,8 @@ class TorchConv(TorchSlots):
 
     shape: ConvShape
 
-    def __init__(self, shape: ConvShape, memory: torch.Tensor, told: np.ndarray) -> None:
-        super().__init__(shape, memory, told)
+    def __init__(self, shape: ConvShape, memory: torch.Tensor, told: np.ndarray, linear: Linears) -> None:
+        super().__init__(shape, memory, told, linear)
         self._raw = self.recent[: REPEATED * shape.width].view(REPEATED, -1)
 
     def mix(self, products: list[torch.Tensor], w: ShortConv) -> torch.Tensor:

@@ -2,30 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 
 from ..conv_shape import ConvShape
 from ..delta_shape import DeltaShape
+from ..kda_shape import KdaShape
+from ..mamba1_shape import Mamba1Shape
 from ..mamba2_shape import Mamba2Shape
 from ..state_shape import NO_SLOT, StateShape
 
+if TYPE_CHECKING:
+    from ...quant.weight import Linear
 
-def state_layer(shape: StateShape, memory: torch.Tensor, told: np.ndarray) -> TorchSlots:
-    """The states of one layer in uint8 `memory` on the device, as `shape` lays it out; `told` is on the host."""
+    Linears = Callable[[torch.Tensor, Linear], torch.Tensor]
+
+
+def state_layer(shape: StateShape, memory: torch.Tensor, told: np.ndarray, linear: Linears) -> TorchSlots:
+    """The states of one layer in uint8 `memory` on the device, as `shape` lays it out; `told` is on the host. `linear`: x @ W.T + b."""
     from .delta import TorchDelta
+    from .kda import TorchKda
+    from .mamba1 import TorchMamba1
     from .mamba2 import TorchMamba2
     from .short_conv import TorchConv
 
-    kinds = {ConvShape: TorchConv, DeltaShape: TorchDelta, Mamba2Shape: TorchMamba2}
-    return kinds[type(shape)](shape, memory, told)
+    kinds = {ConvShape: TorchConv, DeltaShape: TorchDelta, KdaShape: TorchKda, Mamba1Shape: TorchMamba1,
+             Mamba2Shape: TorchMamba2}
+    return kinds[type(shape)](shape, memory, told, linear)
 
 
 class TorchSlots:
     """The slots of a layer and the inputs of its convolution; behind `self.recent` lies what a kind keeps of a pass of few tokens."""
 
-    def __init__(self, shape: StateShape, memory: torch.Tensor, told: np.ndarray) -> None:
-        self.shape, self._told = shape, told
+    def __init__(self, shape: StateShape, memory: torch.Tensor, told: np.ndarray, linear: Linears) -> None:
+        self.shape, self._told, self.linear = shape, told, linear
         memory = memory.view(torch.float32)
         end = shape.slots * shape.slot_floats
         self._slots, self.recent = memory[:end].view(shape.slots, -1), memory[end:]

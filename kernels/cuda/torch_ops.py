@@ -288,7 +288,7 @@ class TorchOps:
 
     def state_layer(self, shape: StateShape, memory: np.ndarray, told: np.ndarray) -> TorchSlots:
         """One layer's states on this device, in as much memory as the host's that stands for them."""
-        return state_layer(shape, self.on.take(memory.nbytes), told)
+        return state_layer(shape, self.on.take(memory.nbytes), told, self._linear)
 
     def upload(self, array: np.ndarray) -> torch.Tensor:
         """An index array on this device. The last few are remembered, since every layer of a step passes the same ones: by what they hold,

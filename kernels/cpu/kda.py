@@ -1,0 +1,41 @@
+"""The states of a layer of Kimi Delta Attention on the CPU, and running its kernels (`kda_loops.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .. import reference_delta as reference
+from ..kda_shape import KdaShape
+from . import delta, kda_loops
+from .delta import DeltaStates
+
+if TYPE_CHECKING:
+    from ...quant.state_weights import Kda
+
+
+class KdaStates(DeltaStates):
+    """Products are qkv [T, channels], what gates z and what decays a are made of [T, head dim] each, and b [T, heads]."""
+
+    shape: KdaShape
+    op, kernels = "channel delta", kda_loops
+
+    @property
+    def meaning(self) -> Callable[..., None]:
+        return run_reference
+
+    def mix(self, products: list[np.ndarray], w: Kda, out: np.ndarray | None = None) -> np.ndarray:
+        qkv, of_z, of_a, b = products
+        out = self.mixed(len(qkv)) if out is None else out
+        (z,), (a,) = self.widen(0, of_z, (w.gate,)), self.widen(1, of_a, (w.rate,))
+        self.run(self, qkv, z, b, a, w, out)
+        return out
+
+
+def run_reference(states: KdaStates, qkv: np.ndarray, z: np.ndarray, b: np.ndarray, a: np.ndarray, w: Kda, out: np.ndarray) -> None:
+    states.ops.flush()
+    delta.read(states, qkv, reference.channel_gates(a, b, w.decay, w.dt), w, out)
+    heads = out.reshape(len(out), states.shape.value_heads, -1)
+    heads[:] = reference.sigmoid_norm(heads, z.reshape(heads.shape), w.norm.weight, w.norm.eps)

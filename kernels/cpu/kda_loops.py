@@ -1,0 +1,118 @@
+"""The kernels of Kimi Delta Attention: those of `delta_loops.py`, whose argument block they share, with a decay for every channel of a key.
+
+A row of S is read and written channel by channel, so a decay of each costs its reading and no pass of its own. Rows are shared among
+threads as there, with the same bits whatever their number and the cut of a prompt.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy import float32
+
+from ..compile import REASSOCIATE, kernel
+from ..deferred import inlined
+from ..layout import NORM_RMS
+from ..state_shape import AFTER, FROM, KEPT, TO
+from .arithmetic import ONE, ZERO, exp, normalise_here
+from .conv_loops import CHANNELS, CONTROL, MEMORY, MIXED, SLOT, STATE, TOKENS, copy, keep_raw, next_token
+from .delta_loops import DECAY, DT, EPS, GATES, KEY_DIM, NORM, OUT, ROWS, SLOTS, VALUE_DIM, VALUE_HEADS, A, B, Z, mix
+from .intrinsics import f32_at, f64_at, fetch_add, i64_at
+
+__all__ = ["GATES", "OUT", "SLOTS", "gated_norm", "mix_inputs", "recur"]  # of which the first two and the block are `delta_loops`'
+
+
+@inlined()
+def _gates(args, t):
+    """What token t lets every channel of S decay by, and beta. A and DT [keys], GATES [TOKENS, keys + heads]."""
+    a = i64_at(args)
+    heads, depth = a[VALUE_HEADS], a[KEY_DIM]
+    keys = heads * depth
+    raw_a, raw_b, out = f32_at(a[A] + 4 * t * keys), f32_at(a[B] + 4 * t * heads), f32_at(a[GATES] + 4 * t * (keys + heads))
+    rate, dt = f32_at(a[DECAY]), f32_at(a[DT])
+    for head in range(heads):
+        for channel in range(head * depth, (head + 1) * depth):
+            x = raw_a[channel] + dt[channel]
+            softplus = max(x, ZERO) + float32(math.log1p(math.exp(-abs(np.float64(x)))))
+            softplus = softplus if x == x else x
+            out[channel] = exp(-rate[head] * softplus)
+        out[keys + head] = ONE / (ONE + exp(-raw_b[head]))
+
+
+@kernel()
+def mix_inputs(args, worker, counter):
+    """Blocks are tokens, and one that keeps the last inputs."""
+    a = i64_at(args)
+    t = next_token(a, counter)
+    while t >= 0:
+        mix(a, t)
+        _gates(args, t)
+        keep_raw(a, t)
+        t = next_token(a, counter)
+
+
+@inlined(REASSOCIATE)
+def _returned(s, decay, k, count):
+    """(decay * s) . k"""
+    total = ZERO
+    for i in range(count):
+        total += decay[i] * s[i] * k[i]
+    return total
+
+
+@inlined(REASSOCIATE)
+def _write_and_read(s, decay, k, q, count, difference):
+    """s = decay * s + difference * k; returns s . q."""
+    total = ZERO
+    for i in range(count):
+        value = decay[i] * s[i] + difference * k[i]
+        s[i] = value
+        total += value * q[i]
+    return total
+
+
+@kernel({"contract"})
+def recur(args, worker, counter):
+    """Blocks are ROWS rows of a head's state."""
+    a = i64_at(args)
+    control, channels, depth = i64_at(a[CONTROL]), a[CHANNELS], a[KEY_DIM]
+    heads, width = a[VALUE_HEADS], a[VALUE_DIM]
+    keys = heads * depth
+    source, target, after, kept, tokens = control[FROM], control[TO], control[AFTER], control[KEPT], a[TOKENS]
+    cuts = (width + ROWS - 1) // ROWS
+    while True:
+        block = fetch_add(counter, 1)
+        if block >= heads * cuts:
+            return
+        head, first = block // cuts, (block % cuts) * ROWS
+        rows, place = min(ROWS, width - first), a[STATE] + 4 * (head * width + first) * depth
+        state = a[MEMORY] + target * a[SLOT] + place
+        copy(0 if source < 0 else a[MEMORY] + source * a[SLOT] + place, state, rows * depth)
+        for t in range(tokens):
+            row, gates = a[MIXED] + 4 * t * channels, a[GATES] + 4 * t * (keys + heads)
+            q, k, decay = f32_at(row + 4 * head * depth), f32_at(row + 4 * (keys + head * depth)), f32_at(gates + 4 * head * depth)
+            v, beta = f32_at(row + 4 * (2 * keys + head * width + first)), f32_at(gates)[keys + head]
+            out = f32_at(a[OUT] + 4 * (t * heads * width + head * width + first))
+            for j in range(rows):
+                s = f32_at(state + 4 * j * depth)
+                out[j] = _write_and_read(s, decay, k, q, depth, (v[j] - _returned(s, decay, k, depth)) * beta)
+            if t + 1 == after:
+                copy(state, a[MEMORY] + kept * a[SLOT] + place, rows * depth)
+
+
+@kernel({"contract"})
+def gated_norm(args, worker, counter):
+    """OUT = norm(OUT) * sigmoid(Z), head by head. Blocks are tokens."""
+    a = i64_at(args)
+    heads, width, eps = a[VALUE_HEADS], a[VALUE_DIM], float32(f64_at(args)[EPS])
+    while True:
+        t = fetch_add(counter, 1)
+        if t >= a[TOKENS]:
+            return
+        for head in range(heads):
+            at = 4 * (t * heads + head) * width
+            normalise_here(a[OUT] + at, width, NORM_RMS, a[NORM], 0, eps)
+            y, z = f32_at(a[OUT] + at), f32_at(a[Z] + at)
+            for i in range(width):
+                y[i] *= ONE / (ONE + exp(-z[i]))

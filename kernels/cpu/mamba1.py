@@ -1,0 +1,89 @@
+"""The states of a Mamba layer on the CPU, and running its kernels (`mamba1_loops.py`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .. import reference, reference_delta, reference_mamba1
+from ..mamba1_shape import Mamba1Shape
+from ..state_shape import NO_SLOT
+from ..workspace import address
+from . import mamba1_loops as loops
+from .conv_loops import MEMORY, X
+from .recurrent import RecurrentStates
+from .rows import SHARE_FROM
+
+if TYPE_CHECKING:
+    from ...quant.state_weights import Mamba1
+    from .ops import CpuOps
+
+
+class Mamba1States(RecurrentStates):
+    """See the module and `runtime/states.py`. Products are what is convolved and z, [T, values] each; what steps, B and C are made of is
+    multiplied here, behind the convolution."""
+
+    shape: Mamba1Shape
+
+    def __init__(self, ops: CpuOps, shape: Mamba1Shape, memory: np.ndarray, told: np.ndarray) -> None:
+        super().__init__(ops, shape, memory, told, "channel state space", loops, (shape.values, shape.depth))
+        self.reference, self.last = run_reference, None
+        self.block[loops.DEPTH : loops.SLOTS] = (shape.depth,)
+
+    def products_of(self, mixed: np.ndarray, w: Mamba1) -> tuple[np.ndarray, np.ndarray]:
+        """(steps before their bias [T, values], B and C [T, 2 * depth]) of what was convolved."""
+        low, keys = self.widen(0, mixed, (w.rate, w.keys))
+        (raw,) = self.widen(2, low, (w.steps,), w.rate_norm)
+        return raw, keys
+
+    def recur_reference(self, mixed: np.ndarray, gates: np.ndarray, out: np.ndarray) -> None:
+        """A state is made again with the decays that the last pass was told: they are the layer's."""
+        recur_reference(self, mixed, gates, self.last, out)
+
+    def mix(self, products: list[np.ndarray], w: Mamba1, out: np.ndarray | None = None) -> np.ndarray:
+        self.last = w  # `again` reads decays where the block says they lie
+        return super().mix(products, w, out)
+
+
+def run(states: Mamba1States, x: np.ndarray, z: np.ndarray, w: Mamba1, out: np.ndarray) -> None:
+    ops, block, shape, tokens = states.ops, states.block, states.shape, len(x)
+    raw, mixed, gates = states.passing(tokens)
+    block[X:MEMORY] = ops.at(x), tokens, ops.at(mixed), 0 if raw is None else ops.at(raw), address(w.conv), address(w.bias)
+    at = address(block)
+    ops.run(loops.mix_inputs, at, tokens * shape.values >= SHARE_FROM, block)
+    steps, keys = states.products_of(mixed, w)
+    block[loops.Z : loops.EPS] = (ops.at(z), ops.at(steps), ops.at(keys), ops.at(gates), ops.at(out), address(w.decay), address(w.dt),
+                                  address(w.skip), *(0 if norm is None else address(norm.weight) for norm in (w.b_norm, w.c_norm)))
+    block.view(np.float64)[loops.EPS] = 0.0 if w.b_norm is None else w.b_norm.eps
+    ops.run(loops.make_gates, at, tokens * shape.values >= SHARE_FROM, block)
+    ops.run(loops.recur, at, tokens * shape.state_floats >= SHARE_FROM, block)
+    ops.run(loops.gate, at, tokens * shape.values >= SHARE_FROM, block)
+
+
+def run_reference(states: Mamba1States, x: np.ndarray, z: np.ndarray, w: Mamba1, out: np.ndarray) -> None:
+    states.ops.flush()
+    shape = states.shape
+    raw, mixed, gates = states.passing(len(x))
+    if raw is not None:
+        raw[:] = x
+    mixed[:] = reference_delta.convolve(x, states.last_inputs(states.told()[0], x[:0]), w.conv.reshape(shape.taps, -1), w.bias)
+    states.keep_inputs(x)
+    steps, keys = states.products_of(mixed, w)
+    states.ops.flush()
+    b, c = (side if norm is None else reference.normalise(side, "rms", norm.weight, None, norm.eps)
+            for side, norm in zip(np.split(keys, 2, axis=1), (w.b_norm, w.c_norm)))
+    gates[:] = np.concatenate([reference_mamba1.steps(steps, w.dt), b, c], axis=1)
+    recur_reference(states, mixed, gates, w, out)
+    out[:] = reference_mamba1.gated(out, z)
+
+
+def recur_reference(states: Mamba1States, mixed: np.ndarray, gates: np.ndarray, w: Mamba1, out: np.ndarray) -> None:
+    """The recurrence, from slot to slot as the pass was told."""
+    shape, (source, target, after, kept) = states.shape, states.told()
+    s, at = np.zeros_like(states.state_of(0)) if source == NO_SLOT else states.state_of(source), 0
+    for end, slot in ((after, kept), (len(out), target)):
+        if end > at:
+            own = np.split(gates[at:end], (shape.values, shape.values + shape.depth), axis=1)
+            out[at:end], s = reference_mamba1.recur(mixed[at:end], *own, w.decay.reshape(s.shape), w.skip, s)
+            states.state_of(slot)[:], at = s, end

@@ -1,0 +1,116 @@
+"""The kernels of a Mamba layer: the convolution of every token, then, behind products that others make of it, steps, the recurrence channel
+by channel, and gates.
+
+A channel meets no other, so channels are shared among threads, with the same bits whatever their number. Every number of a channel decays
+by its own share, so the recurrence makes as many exponentials as the state has numbers, for every token. `reference_mamba1.py` says what
+is computed, `mamba1_shape.py` how a slot lies.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy import float32
+
+from ..compile import REASSOCIATE, kernel
+from ..deferred import inlined
+from ..layout import NORM_RMS, SILU
+from ..state_shape import AFTER, FROM, KEPT, TO
+from .arithmetic import ZERO, activate, exp, normalise_here
+from .conv_loops import CHANNELS, CONTROL, MEMORY, MIXED, OWN, SLOT, STATE, TOKENS, convolve, copy, keep_raw, next_token
+from .intrinsics import f32_at, f64_at, fetch_add, i64_at
+
+SHARE = 4096  # floats of a state for one thread at a time: 16 KiB, which stay in the first-level cache
+GATED = 1024  # channels of a token that one thread gates at a time
+
+# Behind those of `conv_loops`. Z, STEPS and OUT [TOKENS, CHANNELS], KEYS [TOKENS, 2, DEPTH], GATES [TOKENS, CHANNELS + 2 * DEPTH], DECAY
+# [CHANNELS, DEPTH], DT and SKIP [CHANNELS], B_NORM and C_NORM [DEPTH], or 0 for none. EPS is a float64.
+Z, STEPS, KEYS, GATES, OUT, DECAY, DT, SKIP, B_NORM, C_NORM, EPS, DEPTH, SLOTS = range(OWN, OWN + 13)
+
+
+@kernel()
+def mix_inputs(args, worker, counter):
+    """Blocks are tokens, and one that keeps the last inputs."""
+    a = i64_at(args)
+    t = next_token(a, counter)
+    while t >= 0:
+        convolve(a, t)
+        keep_raw(a, t)
+        t = next_token(a, counter)
+
+
+@kernel()
+def make_gates(args, worker, counter):
+    """Steps, B and C of every token. Blocks are tokens."""
+    a, eps = i64_at(args), float32(f64_at(args)[EPS])
+    channels, depth = a[CHANNELS], a[DEPTH]
+    while True:
+        t = fetch_add(counter, 1)
+        if t >= a[TOKENS]:
+            return
+        row = a[GATES] + 4 * t * (channels + 2 * depth)
+        raw, dt, out = f32_at(a[STEPS] + 4 * t * channels), f32_at(a[DT]), f32_at(row)
+        for channel in range(channels):
+            x = raw[channel] + dt[channel]
+            step = max(x, ZERO) + float32(math.log1p(math.exp(-abs(np.float64(x)))))
+            out[channel] = step if x == x else x
+        copy(a[KEYS] + 8 * t * depth, row + 4 * channels, 2 * depth)
+        if a[B_NORM] != 0:
+            normalise_here(row + 4 * channels, depth, NORM_RMS, a[B_NORM], 0, eps)
+            normalise_here(row + 4 * (channels + depth), depth, NORM_RMS, a[C_NORM], 0, eps)
+
+
+@inlined(REASSOCIATE)
+def _written_and_read(s, decay, b, c, count, step, value):
+    """s = exp(-decay * step) * s + step * value * b; returns s . c."""
+    total, written = ZERO, step * value
+    for i in range(count):
+        own = exp(-decay[i] * step) * s[i] + written * b[i]
+        s[i] = own
+        total += own * c[i]
+    return total
+
+
+@kernel({"contract"})
+def recur(args, worker, counter):
+    """Blocks are some channels' states."""
+    a = i64_at(args)
+    control, channels, depth, skips = i64_at(a[CONTROL]), a[CHANNELS], a[DEPTH], f32_at(a[SKIP])
+    source, target, after, kept, tokens = control[FROM], control[TO], control[AFTER], control[KEPT], a[TOKENS]
+    most = max(1, SHARE // depth)
+    while True:
+        first = fetch_add(counter, 1) * most
+        if first >= channels:
+            return
+        count, place = min(most, channels - first), a[STATE] + 4 * first * depth
+        state = a[MEMORY] + target * a[SLOT] + place
+        copy(0 if source < 0 else a[MEMORY] + source * a[SLOT] + place, state, count * depth)
+        for t in range(tokens):
+            row = a[GATES] + 4 * t * (channels + 2 * depth)
+            b, c = f32_at(row + 4 * channels), f32_at(row + 4 * (channels + depth))
+            x, steps, out = f32_at(a[MIXED] + 4 * t * channels), f32_at(row), f32_at(a[OUT] + 4 * t * channels)
+            for j in range(count):
+                channel = first + j
+                decay, s = f32_at(a[DECAY] + 4 * channel * depth), f32_at(state + 4 * j * depth)
+                read = _written_and_read(s, decay, b, c, depth, steps[channel], x[channel])
+                out[channel] = read + skips[channel] * x[channel]
+            if t + 1 == after:
+                copy(state, a[MEMORY] + kept * a[SLOT] + place, count * depth)
+
+
+@kernel()
+def gate(args, worker, counter):
+    """OUT *= silu(Z). Blocks are some channels of a token."""
+    a = i64_at(args)
+    channels = a[CHANNELS]
+    parts = (channels + GATED - 1) // GATED
+    while True:
+        block = fetch_add(counter, 1)
+        if block >= a[TOKENS] * parts:
+            return
+        first = block % parts * GATED
+        at = 4 * (block // parts * channels + first)
+        y, z = f32_at(a[OUT] + at), f32_at(a[Z] + at)
+        for i in range(min(GATED, channels - first)):
+            y[i] *= activate(z[i], SILU)

@@ -1,0 +1,77 @@
+"""Kimi Delta Attention on torch tensors, as `kernels/reference_delta.py` says, with a layer's states on its device.
+
+As `delta.py`, but that what is left of what a token wrote is another share of every channel: it cannot be taken out of a product of keys,
+since the inverse of a small share is no number, so pairs of tokens are added up channel by channel, in shorter stretches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional
+
+from ..kda_shape import STRETCH, KdaShape
+from ..layout import REPEATED
+from .delta import TorchDelta, unit
+
+if TYPE_CHECKING:
+    from ...quant.state_weights import Kda
+
+
+class TorchKda(TorchDelta):
+    """See the module and `runtime/states.py`. What is kept of gates are logarithms of decays, and betas."""
+
+    shape: KdaShape
+
+    def mix(self, products: list[torch.Tensor], w: Kda) -> torch.Tensor:
+        """As `kernels/cpu/kda.py`."""
+        (qkv, of_z, of_a, b), shape = products, self.shape
+        mixed = functional.silu(self.convolve(qkv, w.conv))
+        steps = functional.softplus(self.linear(of_a, w.rate) + w.dt, threshold=80.0).unflatten(1, (shape.key_heads, -1))
+        gates = torch.cat([(-w.decay[:, None] * steps).flatten(1), torch.sigmoid(b)], dim=1)
+        out = self.recurred(qkv, mixed, gates)
+        out = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + w.norm.eps) * w.norm.weight
+        return out.flatten(1).mul_(torch.sigmoid(self.linear(of_z, w.gate)))
+
+    def _recur(self, mixed: torch.Tensor, gates: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Results of the convolution [T, channels], gates [T, keys + G] -> (what was read [T, G, dv], the state behind them)."""
+        shape = self.shape
+        q, k, v = (side.unflatten(1, (shape.key_heads, -1)) for side in mixed.chunk(3, dim=1))
+        logs, beta = gates.split((shape.keys, shape.value_heads), dim=1)
+        run: Callable = _one_by_one if len(mixed) <= REPEATED else _in_stretches
+        return run(unit(q) * shape.key_dim**-0.5, unit(k), v, logs.unflatten(1, (shape.key_heads, -1)), beta, state)
+
+
+def _one_by_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, logs: torch.Tensor, beta: torch.Tensor,
+                state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """q, k, v and logarithms of decays [T, G, d], beta [T, G], state [G, d of values, d of keys]."""
+    out = torch.empty_like(v)
+    for t in range(len(v)):
+        state = state * logs[t, :, None].exp()
+        difference = (v[t] - (state @ k[t, :, :, None]).squeeze(-1)) * beta[t, :, None]
+        state = state + difference[:, :, None] * k[t, :, None]
+        out[t] = (state @ q[t, :, :, None]).squeeze(-1)
+    return out, state
+
+
+def _in_stretches(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, logs: torch.Tensor, beta: torch.Tensor,
+                  state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `_one_by_one`. With c_t the products of decays up to token t, channel by channel, and u_t what token t writes for its key:
+    u_t = beta_t (v_t - S (c_t k_t) - sum over s < t of (k_t . c_t / c_s k_s) u_s)."""
+    out = torch.empty_like(v)
+    for begin in range(0, len(v), STRETCH):
+        part = slice(begin, begin + STRETCH)
+        queries, keys, values, sums = (side[part].transpose(0, 1) for side in (q, k, v, logs))  # [G, T, ...]
+        total, share = sums.cumsum(1), beta[part].T[:, :, None]  # [G, T, d], [G, T, 1]
+        ahead = torch.ones(values.shape[1], values.shape[1], dtype=torch.bool, device=v.device).triu(1)[:, :, None]
+        later = (total[:, :, None] - total[:, None]).masked_fill(ahead, -torch.inf).exp()  # [G, T, T, d]: at token t of token s
+        system = share * torch.einsum("gtc,gsc,gtsc->gts", keys, keys, later)
+        wanted = share * (values - (total.exp() * keys) @ state.transpose(1, 2))
+        written = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)  # [G, T, d]
+        read = (total.exp() * queries) @ state.transpose(1, 2) + torch.einsum("gtc,gsc,gtsc->gts", queries, keys, later) @ written
+        out[part] = read.transpose(0, 1)
+        left = (total[:, -1:] - total).exp()
+        state = total[:, -1, None].exp() * state + written.transpose(1, 2) @ (keys * left)
+    return out, state

@@ -1,0 +1,65 @@
+"""A Mamba layer on torch tensors, as `kernels/reference_mamba1.py` says, with its states on its device.
+
+A few tokens go one after the other. Many go in stretches of STRETCH, of which the state behind every token is made at once, by doubling:
+what a run of tokens does to a state is a share of it and a sum, and two runs are one. So the bits of a prompt depend on how it is cut, as
+on this backend they do anyway.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from ..layout import REPEATED
+from ..mamba1_shape import STRETCH, Mamba1Shape
+from .recurrent import TorchRecurrent
+
+if TYPE_CHECKING:
+    from ...quant.state_weights import Mamba1
+    from ...quant.weight import Norm
+    from .states import Linears
+
+
+class TorchMamba1(TorchRecurrent):
+    """See the module and `runtime/states.py`. `_decay` is of the last pass: it is the layer's."""
+
+    shape: Mamba1Shape
+
+    def __init__(self, shape: Mamba1Shape, memory: torch.Tensor, told: np.ndarray, linear: Linears) -> None:
+        super().__init__(shape, memory, told, linear, (shape.values, shape.depth))
+
+    def mix(self, products: list[torch.Tensor], w: Mamba1) -> torch.Tensor:
+        """As `kernels/cpu/mamba1.py`."""
+        (x, z), self._decay = products, w.decay.view(self.sizes)
+        mixed = self.convolve(x, w.conv)
+        mixed = functional.silu(mixed if w.bias is None else mixed + w.bias)
+        low = _normed(self.linear(mixed, w.rate), w.rate_norm)
+        b, c = self.linear(mixed, w.keys).chunk(2, dim=1)
+        steps = functional.softplus(self.linear(low, w.steps) + w.dt, threshold=80.0)
+        out = self.recurred(x, mixed, torch.cat([steps, _normed(b, w.b_norm), _normed(c, w.c_norm)], dim=1))
+        return (out + w.skip * mixed).mul_(functional.silu(z))
+
+    def _recur(self, mixed: torch.Tensor, gates: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Results of the convolution [T, V], gates [T, V + 2 * N] -> (what was read [T, V], the state behind them)."""
+        steps, b, c = gates.split((self.shape.values, self.shape.depth, self.shape.depth), dim=1)
+        out, stretch = torch.empty_like(mixed), 1 if len(mixed) <= REPEATED else STRETCH
+        for begin in range(0, len(mixed), stretch):
+            part = slice(begin, begin + stretch)
+            left = torch.exp(-self._decay * steps[part, :, None])  # [T, V, N]: of the state before a token
+            sums = (steps[part] * mixed[part])[:, :, None] * b[part, None]
+            sums[0] += left[0] * state
+            run = 1
+            while run < len(sums):  # each holds what its last `run` tokens do to a state
+                sums[run:] = sums[run:] + left[run:] * sums[:-run]
+                left[run:] = left[run:] * left[:-run]
+                run *= 2
+            out[part] = (sums @ c[part, :, None]).squeeze(-1)
+            state = sums[-1]
+        return out, state
+
+
+def _normed(x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+    return x if norm is None else x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * norm.weight

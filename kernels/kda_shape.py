@@ -1,0 +1,52 @@
+"""The state of Kimi Delta Attention: that of a gated delta rule whose decay is another one for every channel of a key.
+
+Of a pass of few tokens inputs of the convolution and its results are kept, [REPEATED, channels] each, and decays and betas
+[REPEATED, keys + heads].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from .delta_shape import DeltaShape
+
+STRETCH = 16  # tokens of a prompt that torch takes together: of a pair of them every channel has a decay of its own
+
+
+@dataclass(frozen=True)
+class KdaShape(DeltaShape):
+    """As many heads of keys as of values, of one width, which is also how narrow the input is made of which decays and gates come."""
+
+    title: ClassVar[str] = "linear attention by channel"
+
+    @classmethod
+    def of(cls, heads: int, head_dim: int, taps: int) -> KdaShape:
+        return cls(heads, heads, head_dim, head_dim, taps)
+
+    @property
+    def products(self) -> tuple[int, ...]:
+        """What is convolved, what gates of what is read and what decays are made of, and betas."""
+        return self.channels, self.value_dim, self.key_dim, self.value_heads
+
+    @property
+    def widened(self) -> tuple[int, ...]:
+        """Gates of what is read, and decays."""
+        return self.values, self.keys
+
+    @property
+    def gates(self) -> int:
+        return self.keys + self.value_heads
+
+    @property
+    def recent(self) -> int:
+        return 2 * self.channels + self.gates
+
+    def card_floats(self, tokens: int) -> int:
+        """What is convolved, before and after, decays, and a stretch with a decay of every channel of every pair of its tokens."""
+        made = 6 * tokens * self.channels + 8 * tokens * self.values + 6 * tokens * (self.keys + self.value_heads)
+        stretch = self.value_heads * (8 * STRETCH**2 + 8 * STRETCH * (self.key_dim + self.value_dim) + 4 * STRETCH**2 * self.key_dim)
+        return made + stretch + 5 * self.state_floats
+
+    def described(self) -> str:
+        return f"{self.key_heads} heads of {self.key_dim}, each channel with a decay of its own"

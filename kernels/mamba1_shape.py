@@ -1,0 +1,66 @@
+"""The state of a Mamba layer: for every channel `depth` numbers, each with a decay of its own, S[values, depth].
+
+Of a pass of few tokens inputs of the convolution and its results are kept, [REPEATED, values] each, and steps, B and C
+[REPEATED, values + 2 * depth].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from .state_shape import StateShape
+
+STRETCH = 32  # tokens of a prompt that torch takes together: a state of each is made
+
+
+@dataclass(frozen=True)
+class Mamba1Shape(StateShape):
+    """`values` channels; `rank` numbers of which their steps are made, and `taps` of their convolution, which may be `biased`. `normed`:
+    what steps, B and C are made of is."""
+
+    title: ClassVar[str] = "state spaces"
+    width: int
+    depth: int
+    rank: int
+    taps: int
+    biased: bool = True
+    normed: bool = False
+
+    @property
+    def values(self) -> int:
+        return self.width
+
+    @property
+    def channels(self) -> int:
+        return self.width
+
+    @property
+    def products(self) -> tuple[int, ...]:
+        """What is convolved, and the gates of what is read."""
+        return self.width, self.width
+
+    @property
+    def widened(self) -> tuple[int, ...]:
+        """Of what was convolved what steps are made of, B and C; and steps."""
+        return self.rank, 2 * self.depth, self.width
+
+    @property
+    def gates(self) -> int:
+        return self.width + 2 * self.depth
+
+    @property
+    def state_floats(self) -> int:
+        return self.width * self.depth
+
+    @property
+    def recent(self) -> int:
+        return 2 * self.width + self.gates
+
+    def card_floats(self, tokens: int) -> int:
+        """What is convolved, before and after, steps, and the states and decays of a stretch."""
+        made = tokens * (12 * self.width + 8 * self.depth + 2 * self.rank)
+        return made + (6 * STRETCH + 5) * self.state_floats
+
+    def described(self) -> str:
+        return f"{self.width} channels, each in {self.depth} numbers"
