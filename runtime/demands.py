@@ -210,7 +210,7 @@ class Asked:
             left = tuple(own for own in weights if own.layer is None or own.layer < layers)
             return Demand(
                 baseline=self.baseline, workspace=workspace, weights=left,
-                kv_bytes_per_token=sum(by_layer[:layers]) if above else per_page // PAGE,
+                kv_bytes_per_token=sum(by_layer[:layers]) if above else -(-per_page // PAGE),
                 kv_fixed=sum(always[:layers]) if above else fixed, kv_fixed_layers=always[:layers], layers=layers,
                 blocks=() if cuts.parts is None else cuts.parts.sizes, always=cuts.always_nbytes, units=cuts.units,
                 experts=cuts.experts and cuts.experts.demand, card_workspace=on_card,

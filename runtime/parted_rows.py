@@ -2,8 +2,8 @@
 
 Qwen 3 Next joins all that reads a layer's input by heads of keys, GPT-NeoX queries, keys and values by heads. Rows are gathered as they are
 asked for, of a matrix or of its bias; what lies in no other matrix is the inner store's, whatever kind that is. The norms of StableLM's
-heads lie the other way, one by one, and are stacked, and OLMo Hybrid's queries, keys and values of linear attention are joined. GPT-2's
-matrices lie inputs before outputs.
+heads lie the other way, one by one, and are stacked, and queries, keys and values of OLMo Hybrid's and Kimi Linear's linear attention are
+joined. GPT-2's matrices lie inputs before outputs.
 `turned_experts.py` has another reason for such a store.
 """
 
@@ -27,7 +27,7 @@ from .made_store import MadeStore
 
 IN_ONE = ("falcon", "gpt2", "gpt_neox", "internlm2", "qwen3_next")  # families whose folders hold matrices in one another, row by row
 STACKED = ("stablelm",)  # and those that may hold rows of one apart
-JOINED = ("olmo_hybrid",)  # and those that hold parts of one apart
+JOINED = ("kimi_linear", "olmo_hybrid")  # and those that hold parts of one apart
 WIDE = ("F64", "F32", "F16", "BF16")
 TURNED_OVER = ("gpt2",)  # and those whose matrices lie inputs before outputs
 

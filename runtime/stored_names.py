@@ -25,9 +25,10 @@ EXPERTS = {**dict.fromkeys(("afmoe", "bailing_moe_v2", "cohere2_moe", "deepseek_
                             "exaone_moe", "flex_olmo", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "hunyuan_v1_moe", "hy_v3", "mellum",
                             "mistral4", "olmoe", "qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "solar_open"),
                             "mlp"),
-           **dict.fromkeys(("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "minimax_m2", "mixtral", "phimoe"),
+           **dict.fromkeys(("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "kimi_linear", "minimax_m2", "mixtral",
+                            "phimoe"),
                            "block_sparse_moe"),
-           **dict.fromkeys(("lfm2_moe", "llama4_text"), "feed_forward"),
+           **dict.fromkeys(("jamba", "lfm2_moe", "llama4_text"), "feed_forward"),
            **dict.fromkeys(("gemma4", "gemma4_text"), ""), "nemotron_h": "mixer"}  # family -> where it has router and experts
 PARTS = {"gate_up_proj": ("gate", "up"), "up_proj": ("up",), "down_proj": ("down",), "input_linear": ("gate", "up"),
          "output_linear": ("down",)}

@@ -79,6 +79,13 @@ DELTA = {"num_hidden_layers": 4, "head_dim": 32, "linear_num_key_heads": 2, "lin
 # Latent attention: no two widths are the same.
 LATENT = {**GLM_EXPERTS, "num_key_value_heads": 4, "q_lora_rank": 36, "kv_lora_rank": 48, "qk_nope_head_dim": 20, "qk_rope_head_dim": 16,
           "v_head_dim": 28, "first_k_dense_replace": 1}
+# Of Kimi Linear: three heads of linear attention, in groups of experts.
+KIMI = {"num_hidden_layers": 5, "num_key_value_heads": 4, "kv_lora_rank": 48, "qk_nope_head_dim": 20, "qk_rope_head_dim": 16, "v_head_dim":
+        28, "linear_head_dim": 24, "linear_num_heads": 3, "num_local_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+        "n_shared_experts": 2, "n_group": 4, "topk_group": 2, "bos_token_id": 1, "eos_token_id": 7}
+# Of Jamba: two of six layers attend, every second has experts.
+JAMBA = {"num_hidden_layers": 6, "attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 6, "num_experts_per_tok": 2,
+         "intermediate_size": 40, "mamba_d_state": 12, "mamba_dt_rank": 10, "mamba_expand": 3}
 SHARPENED = rope("yarn", factor=8.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=0.7)
 OF_BLOCKS = {"moe_intermediate_size": 32, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "v_head_dim": 32, "q_lora_rank": 64}
 SAME_SCALES = rope("yarn", factor=8.0, original_max_position_embeddings=64, mscale=0.7, mscale_all_dim=0.7)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from conversions import options, run
 from family_models import CASES, Case, written
+from family_sizes import ONE_GROUP
 
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.prepare import EngineOptions
@@ -28,6 +29,12 @@ MODELS = {"qwen3_5_text": Case("qwen3_5_text", {**CASES["qwen3_5_text"].changes,
               **CASES["nemotron_h, experts"].changes, **CALM, "layers_block_type": ["mamba", "moe", "mamba", "attention", "mamba", "moe"]}),
           "falcon_h1": Case("falcon_h1", {**CASES["falcon_h1"].changes, **CALM, "num_hidden_layers": 4}),
           "olmo_hybrid": Case("olmo_hybrid", {**CASES["olmo_hybrid"].changes, **CALM, "initializer_range": 0.04}),
+          "kimi_linear": Case("kimi_linear", {
+              **CASES["kimi_linear"].changes, **CALM, **ONE_GROUP, "num_hidden_layers": 4, "kv_lora_rank": 112,
+              "num_local_experts": 3, "num_experts_per_tok": 2, "layer_types": [
+                  "linear_attention", "full_attention", "linear_attention", "linear_attention"]}),
+          "jamba": Case("jamba", {**CASES["jamba"].changes, **CALM, "num_hidden_layers": 4, "attn_layer_period": 4, "num_experts": 3,
+                                  "hidden_size": 256}),
           "lfm2": Case("lfm2", {**CALM, "num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"]}),
           "lfm3": Case("lfm3", {**CALM, "num_hidden_layers": 4, "layer_types": ["conv", "sliding_attention", "full_attention", "conv"],
                                 "sliding_window": 100, "eos_token_id": 7, "bos_token_id": 1})}

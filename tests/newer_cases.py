@@ -7,6 +7,8 @@ from family_sizes import (
     GEMMA_3N,
     GLM_EXPERTS,
     GROWING,
+    JAMBA,
+    KIMI,
     LATENT,
     MAMBA,
     ONE_GROUP,
@@ -149,6 +151,16 @@ NEWER = {
         "layer_types": ["full_attention", "linear_attention", "linear_attention"], "linear_key_head_dim": 12, "linear_conv_kernel_dim": 2,
         "linear_allow_neg_eigval": False, "attention_bias": True, "tie_word_embeddings": True, "initializer_range": 0.12,
         **rope("linear", factor=4.0)}, dtype="bfloat16"),
+    "kimi_linear": Case("kimi_linear", {**KIMI, "vocab_size": 301, "rms_norm_eps": 1e-3, "initializer_range": 0.15}, shard="100KB"),
+    "kimi_linear, one group, other layers, bfloat16": Case("kimi_linear", {
+        **KIMI, **ONE_GROUP, "num_hidden_layers": 4, "layer_types": ["full_attention", "linear_attention", "full_attention",
+                                                                     "linear_attention"],
+        "mlp_layer_types": ["dense", "sparse", "dense", "sparse"], "linear_conv_kernel_dim": 2, "linear_head_dim": 40,
+        "norm_topk_prob": False, "q_lora_rank": 36}, dtype="bfloat16"),
+    "jamba": Case("jamba", {**JAMBA, "vocab_size": 301, "rms_norm_eps": 1e-3, "initializer_range": 0.15}, shard="100KB"),
+    "jamba, no experts, tied, bfloat16": Case("jamba", {
+        **JAMBA, "num_hidden_layers": 3, "num_experts": 1, "mamba_conv_bias": False, "mamba_d_conv": 2, "mamba_dt_rank": "auto",
+        "num_key_value_heads": 1, "tie_word_embeddings": True}, dtype="bfloat16"),
     "mistral4": Case("mistral4", {**LATENT, **ONE_GROUP, "rope_parameters": GROWING_PARTS, "first_k_dense_replace": 0,
                                   "initializer_range": 0.15}, inside="mistral3"),
     "mistral4, queries at once, bfloat16": Case("mistral4", {

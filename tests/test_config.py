@@ -57,7 +57,7 @@ from effllm.runtime.config import ModelConfig, parse_config, read_config
 from effllm.runtime.config_reader import FILE_LIMIT, ConfigError, Keys
 
 sys.path.insert(0, str(Path(__file__).parent))
-from config_samples import LLAMA, SMALL, in_a_file, in_one, refused
+from config_samples import LLAMA, PARTED, SMALL, in_a_file, in_one, refused
 
 # What transformers has no numbers for.
 GRANITE_4 = {"num_local_experts": 0, "position_embedding_type": "rope", "mamba_n_heads": 4}
@@ -162,6 +162,7 @@ def test_a_family_reads_the_keys_it_lists_and_no_others(family: str) -> None:
     some = {"hybrid_override_pattern": "M*-M"} if family == "nemotron_h" else some
     some |= {"bailing_moe_v2": {"moe_intermediate_size": 48}, "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 4},
              "gemma3n_text": {"num_kv_shared_layers": 0}, "hunyuan_v1_moe": {"num_experts": 4}}.get(family, {})
+    some |= PARTED.get(family, {})
     keys = Keys({**LLAMA, "ffn_dim": 88, **DOTS, **some, "model_type": family})
     module.config(keys)
     listed = config_module.KEYS_USED - module.KEYS_HARMLESS | module.KEYS_USED

@@ -156,6 +156,9 @@ PECULIAR = {
     "olmo": [{"clip_qkv": None}, {"norm_kind": "rms"}, {"norm_eps": 1e-1}],
     "phimoe": [{"mixture": {"near": None}}, {"mixture": {"near": 0.02}}, {"norm_kind": "rms"}, {"windows": (None,) * 3}],
     "olmo_hybrid": [{"norm_eps": 1e-1}, {"state_norm_eps": 1e-1}, {"norm_kind": "rms+1"}],
+    "kimi_linear": [{"mixture": each} for each in ({"renormalise": False}, {"sigmoid": False}, {"groups": 1, "kept_groups": 1},
+                                                   {"corrected": False}, {"factor": 1.0})] + [{"norm_eps": 1e-1}, {"attn_scale": 0.3}],
+    "jamba": [{"mixture": {"renormalise": True}}, {"mixture": {"per_token": 1}}, {"norm_eps": 1e-1}, {"state_norm_eps": 1.0}],
     "olmo3": [{"windows": (None,) * 3}, {"windows": (40,) * 3}, {"ropes": 0}, {"ropes": 1}],
     "qwen3_5_moe_text": [{"mixture": each} for each in ({"renormalise": False}, {"shared_scaled": False}, {"shared_width": None})],
     "qwen3_next": [{"mixture": each} for each in ({"renormalise": False}, {"shared_scaled": False})] + [{"norm_kind": "rms"}],
@@ -246,7 +249,9 @@ def test_every_peculiarity_of_a_family_shows(name: str, tmp_path: Path) -> None:
                                   "gemma3n_text, two streams, windows over pages, bfloat16", "afmoe", "gpt_neox", "phi",
                                   "stablelm, side by side", "olmo", "phimoe", "olmo_hybrid", "granite_swa", "granitemoe_swa", "cwm",
                                   "vaultgemma", "helium", "lfm3", "ministral", "flex_olmo", "nanochat", "hy_v3", "cohere2_moe", "minicpm3",
-                                  "minicpm", "bailing_moe_v2", "gpt2", "falcon", "falcon, two norms, groups, biases, own head, bfloat16"])
+                                  "minicpm", "bailing_moe_v2", "gpt2", "falcon", "falcon, two norms, groups, biases, own head",
+                                  "kimi_linear", "kimi_linear, one group, other layers, bfloat16",
+                                  "jamba", "jamba, no experts, tied, bfloat16"])
 def test_the_other_backend_agrees(name: str, tmp_path: Path) -> None:
     """Layers on torch, on CPU tensors: the same logits."""
     model = written(CASES[name], tmp_path)

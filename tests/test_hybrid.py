@@ -270,7 +270,8 @@ def test_show_says_how_a_model_knows_where_a_token_stands(folder: Path, tmp_path
     model = shutil.copytree(folder, tmp_path / "shown")
     (model / "tokenizer.json").write_bytes((FABLE / "tokenizer.json").read_bytes())
     (said,) = [line for line in person.types("show", model).out.splitlines() if line.startswith("context")]
-    others = {"nemotron_h": "no positions", "nemotron_h, experts": "no positions", "lfm3": "rotary positions proportional"}
+    silent = dict.fromkeys(("jamba", "kimi_linear", "nemotron_h", "nemotron_h, experts"), "no positions")
+    others = {**silent, "lfm3": "rotary positions proportional"}
     assert said.endswith(others.get(folder.name, "rotary positions default"))
 
 

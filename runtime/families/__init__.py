@@ -16,8 +16,9 @@ layer_embed, layer_proj and layer_norm, which make what layers are given of a to
 streams and one of them. Layers without keys and values of their own have neither k, v nor k_norm; those of which a key is the value too
 have no v. Layers that remember a text in a state have in the place of q, k, v and o state_in, what goes into it, state_gate of what is
 read, and state_out behind that; smaller ones are state_rate and state_beta, what decays and shares are read from, state_conv, state_decay,
-state_dt, state_skip and state_norm, as far as a kind has them. Latent attention has kv_a, kv_a_norm and kv_b in the place of k and v, and
-may have q_a, q_a_norm and q_b in that of q.
+state_dt, state_skip and state_norm, as far as a kind has them; state_gate_wide and state_rate_wide widen what state_gate and state_rate
+narrow, state_keys makes B and C, state_rate_norm, state_b_norm and state_c_norm are behind these. Latent attention has kv_a, kv_a_norm and
+kv_b in the place of k and v, and may have q_a, q_a_norm and q_b in that of q.
 
 A checkpoint of several models that holds a text generator is read as that one: COMPOSITE maps its `model_type` to the generator's, where
 there may be several to the one that is meant where it says none and then the others.
@@ -48,10 +49,10 @@ FAMILIES = ("afmoe", "apertus", "arcee", "bailing_moe_v2", "bamba", "cohere", "c
             "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa",
             "gpt2", "gpt_neox", "gpt_oss", "granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared",
             "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm2", "internlm3", "iquestcoder", "jais2",
-            "lfm2", "lfm2_moe", "lfm3", "llama", "llama4_text", "mellum", "mimo", "minicpm", "minicpm3", "minimax_m2", "ministral",
-            "ministral3", "mistral", "mistral4", "mixtral", "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid",
-            "olmoe", "opt", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe",
-            "qwen3_next", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma", "youtu")
+            "jamba", "kimi_linear", "lfm2", "lfm2_moe", "lfm3", "llama", "llama4_text", "mellum", "mimo", "minicpm", "minicpm3",
+            "minimax_m2", "ministral", "ministral3", "mistral", "mistral4", "mixtral", "nanochat", "nemotron", "nemotron_h", "olmo",
+            "olmo2", "olmo3", "olmo_hybrid", "olmoe", "opt", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text",
+            "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma", "youtu")
 COMPOSITE: Mapping[str, tuple[str, ...]] = {
     "aya_vision": ("cohere2",), "cohere2_vision": ("cohere2", "cohere2_moe"), "exaone4_5": ("exaone4", "exaone4_5_text"),
     "gemma3": ("gemma3_text",), "gemma3n": ("gemma3n_text",), "gemma4": ("gemma4_text",), "gemma4_unified": ("gemma4_unified_text",),

@@ -44,6 +44,7 @@ SIZES = {"vocab_size": 129_280, "hidden_size": 7168, "intermediate_size": 18_432
 WIDTHS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 QUERY_RANK = 1536
 MOST_WIDTH = 1024
+SILENT = None  # in the place of how channels turn: attention knows no positions
 # Of the published ones, which became part of transformers.
 CODE = r"(configuration|modeling)_(deepseek(_v3)?\.DeepseekV3|kimi_k25\.KimiK25)\w+"
 
@@ -75,9 +76,10 @@ def grouped(keys: Keys, own: Mixture, groups: int, kept: int) -> Mixture:
     return replace(own, groups=groups, kept_groups=kept)
 
 
-def latent_config(keys: Keys, base: Defaults, widths: Mapping[str, int], query_rank: int | None, neighbours: bool,
+def latent_config(keys: Keys, base: Defaults, widths: Mapping[str, int], query_rank: int | None, neighbours: bool | None,
                   **features: object) -> ModelConfig:
-    """What a config of latent attention says; `widths` and `query_rank` are defaults, `features` what the family decides besides."""
+    """What a config of latent attention says; `widths` and `query_rank` are defaults, `features` what the family decides besides.
+    `neighbours`: which channels turn together, SILENT where none do."""
     rank, nope, rope, value = (keys.integer(name, default, high=MOST_WIDTH) for name, default in widths.items())
     from_rank = keys.integer("q_lora_rank", query_rank if "q_lora_rank" not in keys.raw else None, high=2**16)
     layers, heads = base.size(keys, "num_hidden_layers"), base.size(keys, "num_attention_heads")
@@ -91,15 +93,18 @@ def latent_config(keys: Keys, base: Defaults, widths: Mapping[str, int], query_r
     biased = keys.flag("attention_bias", False)
     cached = keys.saying(num_key_value_heads=1, head_dim=shape.key)
 
-    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
-        return (rope_config(keys, rope, positions, base.theta, neighbours=neighbours),) * layers
+    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig | None, ...]:
+        turned = None if neighbours is SILENT else rope_config(keys, rope, positions, base.theta, neighbours=neighbours)
+        return (turned,) * layers
 
     made = decoder_config(cached, base, ropes, qkv_bias=biased, o_bias=biased, latent=shape, **features)
     return replace(made, attn_scale=shape.query**-0.5 * sharpening(made.rope))
 
 
-def sharpening(rope: RopeConfig) -> float:
+def sharpening(rope: RopeConfig | None) -> float:
     """What yarn multiplies scores by, beside what it does to cos and sin."""
+    if rope is None:
+        return 1.0
     all_dim, factor = rope.params.get("mscale_all_dim"), rope.params.get("factor", 1.0)
     return (0.1 * all_dim * math.log(factor) + 1.0) ** 2 if all_dim and factor > 1 else 1.0
 
@@ -154,7 +159,7 @@ def attention(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positio
         tap("q_in", layer, q)
         (q,) = ops.norm_linear(q, own.q_norm, [own.q])
     q = ops.rope_heads(ops.latent_queries(q, heads, shape, own.expand), heads, shape.key, positions, rope, None)
-    if rope.queries is not None:
+    if rope is not None and rope.queries is not None:
         q = ops.rope_heads(q, heads, shape.key, positions, rope.queries, None)
     tap("q", layer, q)
     tap("k", layer, k)

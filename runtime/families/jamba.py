@@ -1,0 +1,111 @@
+"""Jamba (Mini and Large 1.5 to 1.7, Reasoning 3B): most layers are state spaces of the first kind (Mamba 1), the others attend without
+positions; in some layers experts take the place of the MLP.
+
+What steps, B and C of a state space are made of is normed, each by weights of its own. Checkpoints join what is convolved and what gates
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ...kernels.mamba1_shape import Mamba1Shape
+from ..config import Defaults, ModelConfig, decoder_config
+from ..config_reader import ConfigError, Keys, show
+from . import TensorRule, expert_of, llama
+from .llama import block
+from .mixtral import expert_tensors, mixture
+from .qwen3_moe import NAMES
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors", "space_tensors"]
+
+KEYS_USED = frozenset({"attn_layer_offset", "attn_layer_period", "expert_layer_offset", "expert_layer_period", "mamba_conv_bias",
+                       "mamba_d_conv", "mamba_d_state", "mamba_dt_rank", "mamba_expand", "num_experts", "num_experts_per_tok",
+                       "num_local_experts"})
+# Of training, of programs, of what follows from others, and of positions that nothing has.
+KEYS_HARMLESS = frozenset({"layer_types", "layers_block_type", "layers_num_experts", "num_logits_to_keep",
+                           "original_max_position_embeddings", "output_router_logits", "rope_parameters", "rope_scaling", "rope_theta",
+                           "router_aux_loss_coef", "use_associative_scan", "use_mamba_kernels", "use_mambapy"})
+REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "mamba_proj_bias": False, "mlp_bias": False, "sliding_window": None}
+SIZES = {"vocab_size": 65_536, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32}
+NORMS = {"input_norm": "input_layernorm", "post_norm": "pre_ff_layernorm"}
+
+
+def config(keys: Keys) -> ModelConfig:
+    base = Defaults(max_position_embeddings=262_144, num_key_value_heads=8, bos=1, eos=(2,), sizes=SIZES)
+    layers, width = (base.size(keys, name) for name in ("num_hidden_layers", "intermediate_size"))
+    attending, mixed = _every(keys, "attn_layer", 8, 4, layers), _every(keys, "expert_layer", 2, 1, layers)
+    if not attending:
+        raise ConfigError(f"config.json: attn_layer_offset leaves none of {layers} layers that attends, which is not supported",
+                          "this version needs a layer with attention")
+    only = 1 in (keys.integer("num_experts", None), keys.integer("num_local_experts", None))  # which is an MLP
+    own = mixture(keys.saying(num_experts_per_tok=1) if only else keys, 16, 2, width, False, mixed)
+    own = None if only or not mixed else own
+    made = decoder_config(keys, base, lambda *_: (None,) * layers, mixture=own,
+                          state_layers=tuple(layer for layer in range(layers) if layer not in attending))
+    if made.hidden_act != "silu":
+        raise ConfigError(f"config.json: hidden_act = {show(keys.raw['hidden_act'])} is not supported for jamba models",
+                          "this family runs only with hidden_act = silu: its state spaces use it too")
+    shape = Mamba1Shape(keys.integer("mamba_expand", 2, high=64) * made.hidden_size, keys.integer("mamba_d_state", 16, high=4096),
+                        rank(keys, "mamba_dt_rank", made.hidden_size), keys.integer("mamba_d_conv", 4, high=64),
+                        keys.flag("mamba_conv_bias", True), normed=True)
+    return replace(made, state=shape if made.state_layers else None)
+
+
+def _every(keys: Keys, name: str, period: int, offset: int, layers: int) -> tuple[int, ...]:
+    """The layers that a period and an offset name. Raises ConfigError."""
+    period, offset = keys.integer(f"{name}_period", period), keys.integer(f"{name}_offset", offset, low=0)
+    if offset >= period:
+        raise ConfigError(f"config.json: {name}_offset {offset} is not less than {name}_period {period}")
+    return tuple(range(offset, layers, period))
+
+
+def rank(keys: Keys, name: str, hidden: int) -> int:
+    """Of how many numbers steps are made; "auto" is a sixteenth of the width. Raises ConfigError."""
+    keys.holds(name)
+    usual = -(-hidden // 16)
+    return usual if keys.raw.get(name) == "auto" else keys.integer(name, usual, high=2**16)
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    """Tensors of one layer by role: those of a state space in the place of attention's where it is one."""
+    prefix = f"model.layers.{layer}."
+    if config.mixture is not None and layer in config.mixture.layers:
+        rules = expert_tensors(config, layer, "feed_forward", NAMES)
+        rules["router"] = replace(rules["router"], name=f"{prefix}feed_forward.router.weight")
+    else:
+        rules = {role: replace(rule, name=rule.name.replace(".mlp.", ".feed_forward."))
+                 for role, rule in llama.layer_tensors(config, layer).items()}
+    for role, name in NORMS.items():
+        rules[role] = replace(rules[role], name=f"{prefix}{name}.weight")
+    if layer not in config.state_layers:
+        return rules
+    return {role: rule for role, rule in rules.items() if expert_of(role) is not None or ".self_attn." not in rule.name} | space_tensors(
+        config, f"{prefix}mamba.")
+
+
+def space_tensors(config: ModelConfig, prefix: str) -> dict[str, TensorRule]:
+    """Tensors of a state space by role: the first product is stored as one matrix, and so is what reads the convolution."""
+    own, hidden = config.state, config.hidden_size
+    first, second = (f"{prefix}{name}.weight" for name in ("in_proj", "x_proj"))
+    low, keys = own.rank, 2 * own.depth
+    rules = {"state_in": TensorRule(f"{prefix}in_x.weight", (own.values, hidden), part_of=(first, 0, 2 * own.values)),
+             "state_gate": TensorRule(f"{prefix}in_z.weight", (own.values, hidden), part_of=(first, own.values, 2 * own.values)),
+             "state_rate": TensorRule(f"{prefix}x_dt.weight", (low, own.values), part_of=(second, 0, low + keys)),
+             "state_keys": TensorRule(f"{prefix}x_bc.weight", (keys, own.values), part_of=(second, low, low + keys)),
+             "state_rate_wide": TensorRule(f"{prefix}dt_proj.weight", (own.values, low)),
+             "state_dt": TensorRule(f"{prefix}dt_proj.bias", (own.values,)),
+             "state_conv": TensorRule(f"{prefix}conv1d.weight", (own.channels, 1, own.taps)),
+             "state_decay": TensorRule(f"{prefix}A_log", (own.values, own.depth)), "state_skip": TensorRule(f"{prefix}D", (own.values,)),
+             "state_out": TensorRule(f"{prefix}out_proj.weight", (hidden, own.values))}
+    if own.normed:
+        rules |= {"state_rate_norm": TensorRule(f"{prefix}dt_layernorm.weight", (low,)),
+                  "state_b_norm": TensorRule(f"{prefix}b_layernorm.weight", (own.depth,)),
+                  "state_c_norm": TensorRule(f"{prefix}c_layernorm.weight", (own.depth,))}
+    return rules | ({"state_conv_bias": TensorRule(f"{prefix}conv1d.bias", (own.channels,))} if own.biased else {})
+
+
+def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
+    rules = llama.outer_tensors(config)
+    return rules | {"norm": replace(rules["norm"], name="model.final_layernorm.weight")}

@@ -1,0 +1,148 @@
+"""Kimi Linear (48B-A3B): three of four layers are Kimi Delta Attention, a gated delta rule with a decay for every channel of a key, the
+others latent attention without positions, which is what DeepSeek V3's would be if nothing turned; and V3's mixture behind both.
+
+Checkpoints hold queries, keys and values of linear attention in matrices of their own, and so the taps of their convolution; a store of the
+folder joins them (`parted_rows.py`). Decays and gates of every channel come of the input in two steps, by way of a few numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ...kernels.kda_shape import KdaShape
+from ..config import MAX_LAYERS, Defaults, ModelConfig
+from ..config_reader import ConfigError, Keys, show
+from . import LayerWeights, TensorRule
+from .deepseek_v3 import SILENT, attention, grouped, latent_config, latent_tensors, refuse_other_code
+from .glm4_moe_lite import DENSE, SPARSE
+from .llama import feed_forward, outer_tensors, state_layer
+from .mixtral import MOST_EXPERTS, NAMES, expert_tensors, mixture
+from .qwen3_5_text import FULL, LINEAR
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ..block_ops import BlockOps
+    from ..cache import LayerCache
+    from ..rope import RopeTable
+    from ..states import LayerStates
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "joined_rows", "layer_tensors", "outer_tensors"]
+
+# What is called so in transformers -> what published configs call it, where they differ.
+CALLED = {"max_position_embeddings": "model_max_length", "n_group": "num_expert_group", "n_shared_experts": "num_shared_experts",
+          "norm_topk_prob": "moe_renormalize", "num_experts_per_tok": "num_experts_per_token"}
+KEYS_USED = frozenset({
+    *CALLED, *CALLED.values(), "attention_bias", "auto_map", "first_k_dense_replace", "kv_lora_rank", "layer_types", "linear_attn_config",
+    "linear_conv_kernel_dim", "linear_head_dim", "linear_num_heads", "mlp_layer_types", "moe_intermediate_size", "num_experts",
+    "num_local_experts", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "routed_scaling_factor", "topk_group", "v_head_dim"})
+# Of training, and of positions that nothing has; qk_head_dim is the sum of two that are read, and use_grouped_topk what the number of
+# groups says.
+KEYS_HARMLESS = frozenset({"original_max_position_embeddings", "output_router_logits", "qk_head_dim", "rope_parameters", "rope_scaling",
+                           "rope_theta", "use_grouped_topk"})
+REFUSED_UNLESS: Mapping[str, object] = {
+    "attn_res_block_size": None, "mla_use_nope": True, "mla_use_output_gate": False, "mlp_bias": False, "moe_layer_freq": 1,
+    "moe_router_activation_func": "sigmoid", "num_nextn_predict_layers": 0, "routed_expert_hidden_size": None, "sliding_window": None}
+OF_LINEAR = frozenset({"full_attn_layers", "head_dim", "kda_layers", "num_heads", "short_conv_kernel_size"})  # in linear_attn_config
+SIZES = {"vocab_size": 163_840, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 27, "num_attention_heads": 32}
+WIDTHS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+CODE = r"(configuration|modeling)_kimi\.KimiLinear\w+"  # of the published ones, which became part of transformers
+PARTS = ("q", "k", "v")
+
+
+def config(keys: Keys) -> ModelConfig:
+    refuse_other_code(keys, CODE)
+    named = keys.saying(**{name: keys.raw[own] for name, own in CALLED.items() if keys.holds(own)})
+    base = Defaults(max_position_embeddings=1_048_576, norm_eps=1e-5, sizes=SIZES, bos=163_584, eos=(163_586,))
+    layers = base.size(keys, "num_hidden_layers")
+    shape, states = _linear(keys, layers)
+    width, most = keys.integer("moe_intermediate_size", 1024, high=2**22), MOST_EXPERTS
+    own = mixture(named, 256, 8, width, named.flag("norm_topk_prob", True), _sparse(keys, layers), sigmoid=True, corrected=True,
+                  factor=keys.number("routed_scaling_factor", 2.446),
+                  shared_width=width * named.integer("n_shared_experts", 1, high=most))
+    made = latent_config(named, base, WIDTHS, None, SILENT, mixture=grouped(named, own, 1, 1), state=shape, state_layers=states)
+    if made.hidden_act != "silu":
+        raise ConfigError(f"config.json: hidden_act = {show(keys.raw['hidden_act'])} is not supported for kimi_linear models",
+                          "this family runs only with hidden_act = silu: its linear attention uses it too")
+    return made
+
+
+def _linear(keys: Keys, layers: int) -> tuple[KdaShape, tuple[int, ...]]:
+    """What layers of linear attention remember, and which these are. Raises ConfigError."""
+    section = dict(keys.section("linear_attn_config") or {})
+    for name, value in section.items():
+        if name not in OF_LINEAR and value not in (None, False):
+            raise ConfigError(f"config.json: linear_attn_config holds {show(name)}, which is not supported",
+                              f"known: {', '.join(sorted(OF_LINEAR))}")
+    inner = Keys(section, "config.json: linear_attn_config")
+    shape = KdaShape.of(*(inner.integer(name, keys.integer(outer, default, high=high), high=high) for name, outer, default, high in (
+        ("num_heads", "linear_num_heads", 32, 4096), ("head_dim", "linear_head_dim", 128, 1024),
+        ("short_conv_kernel_size", "linear_conv_kernel_dim", 4, 64))))
+    kinds = keys.words("layer_types", layers)
+    if kinds is None and {"full_attn_layers", "kda_layers"} <= section.keys():  # which count from 1
+        full, linear = (inner.layers(name, layers + 1) for name in ("full_attn_layers", "kda_layers"))
+        if full | linear != set(range(1, layers + 1)) or full & linear:
+            raise ConfigError(f"config.json: full_attn_layers and kda_layers of linear_attn_config do not part layers 1 to {layers}",
+                              "every layer is in one of both lists")
+        kinds = tuple(FULL if layer in full else LINEAR for layer in range(1, layers + 1))
+    elif kinds is None:
+        kinds = tuple(FULL if layer and layer % 4 == 0 else LINEAR for layer in range(layers))
+    for kind in kinds:
+        if kind not in (LINEAR, FULL):
+            raise ConfigError(f"config.json: layer_types holds {show(kind)}, which is not supported", f"known: {LINEAR}, {FULL}")
+    if len(set(kinds)) < 2:
+        raise ConfigError(f"config.json: layer_types holds {kinds[0]} alone, which is not supported", "it has layers of both kinds")
+    return shape, tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR)
+
+
+def _sparse(keys: Keys, layers: int) -> tuple[int, ...]:
+    """The layers with experts: those that mlp_layer_types says, else all but the first ones."""
+    first = keys.integer("first_k_dense_replace", 1, low=0, high=MAX_LAYERS)
+    kinds = keys.words("mlp_layer_types", layers) or tuple(DENSE if layer < first else SPARSE for layer in range(layers))
+    for kind in kinds:
+        if kind not in (DENSE, SPARSE):
+            raise ConfigError(f"config.json: mlp_layer_types holds {show(kind)}, which is not supported", f"known: {DENSE}, {SPARSE}")
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == SPARSE)
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    """Tensors of one layer by role. transformers writes an MLP to where others have experts."""
+    prefix, own, hidden = f"model.layers.{layer}.", config.state, config.hidden_size
+    rules = expert_tensors(config, layer, "block_sparse_moe", NAMES)
+    for role in NAMES:
+        if (shared := f"shared.{role}") in rules:
+            rules[shared] = replace(rules[shared], name=f"{prefix}block_sparse_moe.shared_experts.{role}_proj.weight")
+        elif role in rules:
+            rules[role] = replace(rules[role], also=(rules[role].name.replace(".mlp.", ".block_sparse_moe."),))
+    if layer not in config.state_layers:
+        return latent_tensors(config, layer, rules)
+    rules = {role: rule for role, rule in rules.items() if ".self_attn." not in rule.name}
+    for role, (name, *shape) in {
+            "state_in": ("qkv_proj.weight", own.channels, hidden), "state_gate": ("g_a_proj.weight", own.value_dim, hidden),
+            "state_gate_wide": ("g_b_proj.weight", own.values, own.value_dim),
+            "state_rate": ("f_a_proj.weight", own.key_dim, hidden), "state_rate_wide": ("f_b_proj.weight", own.keys, own.key_dim),
+            "state_beta": ("b_proj.weight", own.value_heads, hidden), "state_conv": ("conv1d.weight", own.channels, 1, own.taps),
+            "state_decay": ("A_log", 1, 1, own.value_heads, 1), "state_dt": ("dt_bias", own.keys),
+            "state_norm": ("o_norm.weight", own.value_dim), "state_out": ("o_proj.weight", hidden, own.values)}.items():
+        rules[role] = TensorRule(f"{prefix}self_attn.{name}", tuple(shape))
+    return rules
+
+
+def joined_rows(config: ModelConfig, layer: int) -> dict[str, tuple[tuple[str, int], ...]]:
+    """Names of a layer's tensors that are stored in parts -> those of the parts, with their rows."""
+    own, prefix = config.state, f"model.layers.{layer}.self_attn."
+    heights = own.keys, own.keys, own.values
+    return {f"{prefix}{whole}.weight": tuple((f"{prefix}{part}_{name}.weight", height) for part, height in zip(PARTS, heights, strict=True))
+            for whole, name in (("qkv_proj", "proj"), ("conv1d", "conv1d"))} if layer in config.state_layers else {}
+
+
+def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache | LayerStates, positions: np.ndarray, rope: RopeTable | None,
+          config: ModelConfig, layer: int, tap: Callable[[str, int, object], None]) -> object:
+    """As `deepseek_v3.block` and, of layers with a state, `llama.block`."""
+    if w.state is not None:
+        x = state_layer(ops, w, x, kv, config, layer, tap)
+    else:
+        x = attention(ops, w, x, kv, positions, rope, config, layer, tap)
+    return feed_forward(ops, w, x, config, layer, tap)
