@@ -186,6 +186,10 @@ MODELS = {
     "nemotron_h, experts": Case("nemotron_h", {
         **NEMOTRON, **HEADS, **NEMOTRON_EXPERTS, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 64,
         "layers_block_type": ["mamba", "moe", "mamba", "attention", "moe", "attention", "moe", "mamba"]}),
+    "jamba": Case("jamba", {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 5,
+                            "num_experts_per_tok": 2, "mamba_d_state": 16, "mamba_dt_rank": 32}),
+    "jamba, no experts, tied": Case("jamba", {"num_hidden_layers": 3, "attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 1,
+                                              "mamba_d_state": 16, "mamba_dt_rank": 32, "tie_word_embeddings": True}),
     "lfm2": Case("lfm2", {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 32}),
     "lfm2, own head": Case("lfm2", {"layer_types": ["full_attention", "conv", "full_attention"], "block_auto_adjust_ff_dim": False,
                                     "tie_word_embeddings": False, "conv_L_cache": 4}),

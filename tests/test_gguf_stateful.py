@@ -21,13 +21,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 from export_models import exported, model
 
 CONV, MOE, MAMBA, MIXED = "lfm2", "lfm2_moe", "granitemoehybrid, state spaces", "granitemoehybrid, experts"
+JAMBA = "jamba"
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[ModelConfig, GgufHeader]]:
     """The config of a folder, and the header of the file made of it."""
     made = {}
-    for name in (CONV, MOE, MAMBA, MIXED):
+    for name in (CONV, MOE, MAMBA, MIXED, JAMBA):
         place = tmp_path_factory.mktemp("stateful")
         source = model(name, place / "source")
         made[name] = read_config(source), read_header(exported(source, place / "m.gguf"))
@@ -43,7 +44,7 @@ def changed(files: dict[str, tuple[ModelConfig, GgufHeader]], name: str, key: st
     return model_config(replace(header, metadata=metadata), {}, strict=True)
 
 
-@pytest.mark.parametrize("name", [CONV, MOE, MAMBA, MIXED])
+@pytest.mark.parametrize("name", [CONV, MOE, MAMBA, MIXED, JAMBA])
 def test_a_file_says_what_the_config_of_its_folder_does(files: dict[str, tuple[ModelConfig, GgufHeader]], name: str) -> None:
     folder, file = files[name][0], changed(files, name)
     if folder.mixture is not None:  # factors are of 32 bits there
@@ -62,6 +63,7 @@ def test_what_a_file_may_leave_out(files: dict[str, tuple[ModelConfig, GgufHeade
     assert changed(files, MIXED, "rope.scaling.finetuned").rope is not None and files[MIXED][0].rope is None
     assert changed(files, MOE, "expert_gating_func").mixture.sigmoid
     assert changed(files, CONV, "attention.head_count_kv", [2, 2, 0]).state_layers == (2,)
+    assert changed(files, JAMBA, "attention.head_count_kv", [2, 0, 0, 0]).attention_layers == (0,)
 
 
 @pytest.mark.parametrize("name, key, value, said", [
@@ -77,7 +79,12 @@ def test_what_a_file_may_leave_out(files: dict[str, tuple[ModelConfig, GgufHeade
     (MAMBA, "ssm.inner_size", None, "lacks key granitehybrid.ssm.inner_size"), (MAMBA, "ssm.group_count", 3, "ssm.group_count 3"),
     (MAMBA, "ssm.time_step_rank", 0, "ssm.time_step_rank"), (MAMBA, "ssm.conv_kernel", 1 << 20, "ssm.conv_kernel"),
     (MAMBA, "attention.scale", None, "lacks key granitehybrid.attention.scale"),
-    (MAMBA, "rope.scaling.finetuned", 1, "expected true or false"), (MIXED, "expert_used_count", 7, "expert_used_count 7")])
+    (MAMBA, "rope.scaling.finetuned", 1, "expected true or false"), (MIXED, "expert_used_count", 7, "expert_used_count 7"),
+    (JAMBA, "ssm.inner_size", 127, "inner_size 127 for a width of 64"), (JAMBA, "ssm.inner_size", 0, "inner_size 0 for a width"),
+    (JAMBA, "ssm.inner_size", None, "lacks key jamba.ssm.inner_size"), (JAMBA, "ssm.time_step_rank", 0, "ssm.time_step_rank"),
+    (JAMBA, "attention.head_count_kv", [2, 2, 0, 2], "attention in layers [0, 1, 3] of 4"),
+    (JAMBA, "attention.head_count_kv", None, "lacks key jamba.attention.head_count_kv"), (JAMBA, "block_count", 5.0, "head_count_kv"),
+    (JAMBA, "expert_used_count", 7, "expert_used_count 7"), (JAMBA, "attention.sliding_window", 32, "sliding_window")])
 def test_lies(files: dict[str, tuple[ModelConfig, GgufHeader]], name: str, key: str, value: object, said: str) -> None:
     with pytest.raises(EffllmError) as caught:
         changed(files, name, key, value)

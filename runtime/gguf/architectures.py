@@ -21,6 +21,7 @@ from . import (
     gemma3n,
     gemma4,
     half_layers,
+    jamba,
     latent_attention,
     linear_attention,
     llama4,
@@ -244,6 +245,9 @@ ARCHITECTURES = {
     falcon_h1.NAME: Architecture(falcon_h1.FAMILY, keys=falcon_h1.KEYS, layer_names=falcon_h1.NAMES, whole=falcon_h1.WHOLE,
                                  fused=state_spaces.FUSED, roles={**state_spaces.ROLES, "post_norm": "ffn_norm"}, outer=falcon_h1.OUTER,
                                  required=falcon_h1.REQUIRED),
+    jamba.FAMILY: Architecture(jamba.FAMILY, keys=jamba.KEYS, experts=("feed_forward", qwen3_moe.NAMES), layer_names=jamba.NAMES,
+                               whole=jamba.WHOLE, fused=jamba.FUSED, roles=jamba.ROLES, outer=jamba.OUTER, required=jamba.REQUIRED,
+                               kinds=jamba.KINDS),
     "gemma": Architecture("gemma", config={"hidden_act": "gelu_pytorch_tanh"}, norm_offset=1.0),
     "gemma2": Architecture("gemma2", keys={"attn_logit_softcapping": "attn_logit_softcapping",
                                            "final_logit_softcapping": "final_logit_softcapping"}, **_GEMMA),
@@ -315,9 +319,9 @@ BY_FAMILY = dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), laten
     "mixtral": "llama", "olmo3": "olmo2", "phi": "phi2", "qwen2_moe": "qwen2moe", "qwen3_5_moe_text": "qwen35moe", "qwen3_5_text": "qwen35",
     "qwen3_moe": "qwen3moe", "qwen3_next": linear_attention.JOINED, "solar_open": "glm4moe", swash.MIXED: swash.NAME} | {
     name: name for name in ("afmoe", "apertus", "arcee", "cohere2", "dots1", "ernie4_5", "exaone", "exaone4", "falcon", "gemma", "gemma2",
-                            "glm4", "gpt2", "granite", "granite_swa", "granitemoe", "hy_v3", "internlm2", "lfm2", "llama", "minicpm",
-                            "minicpm3", "nemotron", "nemotron_h", "olmo", "olmo2", "olmoe", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3",
-                            "stablelm", "starcoder2")}
+                            "glm4", "gpt2", "granite", "granite_swa", "granitemoe", "hy_v3", "internlm2", "jamba", "lfm2", "llama",
+                            "minicpm", "minicpm3", "nemotron", "nemotron_h", "olmo", "olmo2", "olmoe", "phi3", "qwen2", "qwen3",
+                            "seed_oss", "smollm3", "stablelm", "starcoder2")}
 
 
 def file_architecture(config: ModelConfig) -> str:

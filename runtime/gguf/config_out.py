@@ -16,7 +16,7 @@ from ...offload.gguf import Value
 from ..config import ModelConfig
 from ..config_rope import GROWTH, RopeConfig
 from ..rope import RopeTable, rope_table
-from . import apertus, cohere2_moe, gemma4, half_layers, latent_attention, llama4, minicpm3, stateful, swash, yarn
+from . import apertus, cohere2_moe, gemma4, half_layers, jamba, latent_attention, llama4, minicpm3, stateful, swash, yarn
 from .architectures import ARCHITECTURES, BY_FAMILY, FACTORS, LONG, SHORT, UNTURNED, Architecture, file_architecture
 from .family_keys import AFMOE_EVERY, COHERE2_EVERY, EXAONE4_EVERY, EXAONE4_LAYERS, OLMO3_EVERY, OTHER_SCALE, SIGMOID
 
@@ -24,7 +24,7 @@ TYPES = {"F16": 1, "Q8_0": 7, "Q4_0": 2}  # what a person may ask for -> general
 QUANTIZATION_VERSION = 2
 INDEXED = ": this version reads no indexer, without which they would run as another model"
 UNTRIED = ": this version writes no files of them"
-NOT_WRITTEN = {**dict.fromkeys(("cwm", "helium", "hyperclovax", "jais2", "jamba", "kimi_linear", "lfm3", "mellum", "olmo_hybrid",
+NOT_WRITTEN = {**dict.fromkeys(("cwm", "helium", "hyperclovax", "jais2", "kimi_linear", "lfm3", "mellum", "olmo_hybrid",
                                 "vaultgemma", "youtu"), UNTRIED),
                **dict.fromkeys(("flex_olmo", "nanochat"), ": llama.cpp does not run them"),
                "ministral": ": llama.cpp runs them as if no layer had a window",
@@ -45,8 +45,8 @@ UNDIVIDED = ("afmoe", "bailing_moe_v2", "cohere", "cohere2", "deepseek_v2", "dee
              "hunyuan_v1_moe", "lfm2", "lfm2_moe", "minimax_m2", "nemotron", "olmo", "olmo2", "olmo3", "phi", "qwen2_moe",
              "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "seed_oss", "solar_open", "stablelm", "starcoder2")
 # Families whose heads llama.cpp takes to be as wide as the model together.
-EVEN_HEADS = ("bailing_moe_v2", "cohere", "cohere2", "exaone", "exaone4", "falcon", "glm", "lfm2", "lfm2_moe", "nemotron", "olmo", "olmo2",
-              "olmo3", "phi", "qwen2_moe", "stablelm", "starcoder2")
+EVEN_HEADS = ("bailing_moe_v2", "cohere", "cohere2", "exaone", "exaone4", "falcon", "glm", "jamba", "lfm2", "lfm2_moe", "nemotron", "olmo",
+              "olmo2", "olmo3", "phi", "qwen2_moe", "stablelm", "starcoder2")
 # By family, others have silu.
 ACTS = {"apertus": "xielu", "falcon": "gelu", "gpt_neox": "gelu", **dict.fromkeys(("arcee", "nemotron", "nemotron_h"), "relu2"),
         **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "gemma4_text", "gpt2", "phi", "starcoder2"), "gelu_tanh")}
@@ -124,7 +124,7 @@ def _departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
         f"has {config.num_attention_heads} heads of {config.head_dim} for a width of {config.hidden_size}"
     yield family in CONVOLVED and config.state is None, "has no convolution"
     yield family == "granitemoehybrid" and config.state is None and mixture is not None, "has experts beside attention alone"
-    yield family == half_layers.FAMILY and config.state is None, "has no state space"
+    yield family in (half_layers.FAMILY, jamba.FAMILY) and config.state is None, "has no state space"
     yield family == "falcon" and not config.side_by_side, "has its MLP behind attention"
     yield family == "gpt2" and config.attn_scale is not None, "does not scale its scores by the width of a head"
     yield from stateful.departures(config)
@@ -146,7 +146,7 @@ def _departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     yield family == "bailing_moe_v2" and not mixture.shared_width, "has no expert that every token visits"
     if family == llama4.FAMILY:
         yield from llama4.departures(config)
-    elif mixture is not None and family not in (cohere2_moe.FAMILY, half_layers.FAMILY):
+    elif mixture is not None and family not in (cohere2_moe.FAMILY, half_layers.FAMILY, jamba.FAMILY):  # which say it by layer
         dense = min(mixture.layers, default=config.num_hidden_layers) if family in LEADING_DENSE else 0
         yield mixture.layers != frozenset(range(dense, config.num_hidden_layers)), "has layers without experts"
         yield family not in STATED_SUM and mixture.renormalise != (family not in ("olmoe", "qwen2_moe")), \

@@ -14,6 +14,7 @@ from . import (
     falcon_h1,
     gemma3n,
     half_layers,
+    jamba,
     latent_attention,
     linear_attention,
     llama4,
@@ -56,6 +57,9 @@ def add_family(header: GgufHeader, raw: dict[str, object]) -> None:
         latent_attention.add_latent_attention(header, raw)
     elif raw["model_type"] in ("dots1", "glm4_moe"):
         _glm(header, raw)
+    elif raw["model_type"] == jamba.FAMILY:
+        raw["sliding_window"] = window
+        jamba.add_jamba(header, raw)
     elif "conv_L_cache" in raw:
         raw["sliding_window"] = window
         short_conv.add_short_conv(header, header.metadata["general.architecture"], raw)

@@ -106,7 +106,8 @@ class GgufStore(MadeStore):
                     stored[name] = StoredTensor(name, KEPT[tensor.type], source.shape, 0)
                     tensors[name] = TensorInfo(name, "U8", (stored[name].nbytes,), tensor.file, tensor.offset, stored[name].nbytes)
                     continue
-                dtype = tensor.type if tensor.type in RAW and not source.changed else "F32" if len(tensor.shape) == 1 else wide.upper()
+                plainly = len(tensor.shape) == 1 or source.decay  # no matrix of the model's
+                dtype = tensor.type if tensor.type in RAW and not source.changed else "F32" if plainly else wide.upper()
                 nbytes = prod(source.shape) * (4 if dtype == "F32" else 2)
                 tensors[name] = TensorInfo(name, dtype, source.shape, tensor.file, tensor.offset, nbytes)
         for name, parts in in_two.items():

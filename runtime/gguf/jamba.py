@@ -1,0 +1,84 @@
+"""What GGUF files say otherwise of Jamba: where a checkpoint's config has it, and what they cannot say.
+
+Which layers attend they say by the number of their key-value heads, and which have experts by their routers, where a config has a period
+and an offset of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from ...offload.gguf import GgufHeader, Value
+from ...offload.header import CheckpointError
+from ..config import ModelConfig
+
+FAMILY = "jamba"
+INNER = "inner_size"  # of all channels together, which no config states
+# Below the architecture's name -> config.json.
+KEYS = {"ssm.conv_kernel": "mamba_d_conv", "ssm.state_size": "mamba_d_state", "ssm.time_step_rank": "mamba_dt_rank",
+        "ssm.inner_size": INNER, "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+REQUIRED = (*(key for key in KEYS if key.startswith("ssm.")), "attention.head_count_kv")
+KINDS = "mamba", "attention"
+# A matrix of a file -> what lies in it: what is convolved and its gates; what steps are made of, and B and C.
+FUSED = {"ssm_in": ("ssm_convolved", "ssm_gates"), "ssm_x": ("ssm_low", "ssm_keys")}
+# Parts of tensors' names -> those of a checkpoint; without their kind where they have none there.
+NAMES = {"ssm_convolved": "mamba.in_x", "ssm_gates": "mamba.in_z", "ssm_low": "mamba.x_dt", "ssm_keys": "mamba.x_bc",
+         "ssm_conv1d": "mamba.conv1d", "ssm_dt": "mamba.dt_proj", "ssm_dt_norm": "mamba.dt_layernorm", "ssm_b_norm": "mamba.b_layernorm",
+         "ssm_c_norm": "mamba.c_layernorm", "ssm_out": "mamba.out_proj", "ffn_norm": "pre_ff_layernorm",
+         "ffn_gate": "feed_forward.gate_proj", "ffn_up": "feed_forward.up_proj", "ffn_down": "feed_forward.down_proj"}
+WHOLE = {"ssm_a": "mamba.A_log", "ssm_d": "mamba.D", "ssm_dt.bias": "mamba.dt_proj.bias",
+         "ffn_gate_inp.weight": "feed_forward.router.weight"}
+OUTER = {"output_norm.weight": "model.final_layernorm.weight"}
+ROLES = {"state_in": "ssm_convolved", "state_gate": "ssm_gates", "state_rate": "ssm_low", "state_keys": "ssm_keys",
+         "state_rate_wide": "ssm_dt", "state_rate_norm": "ssm_dt_norm", "state_b_norm": "ssm_b_norm", "state_c_norm": "ssm_c_norm",
+         "state_skip": "ssm_d"}
+EXPANDS = 2  # channels together are so many times as wide as the model
+AGAIN = "the file is damaged or was converted wrongly: download it again, or another one"
+
+
+def add_jamba(header: GgufHeader, raw: dict[str, object]) -> None:
+    """Put into `raw`, a config.json in the making, what files say in their own way. Raises CheckpointError."""
+    path, inner, hidden, layers = header.path, raw.pop(INNER), raw["hidden_size"], raw["num_hidden_layers"]
+    if type(inner) is int and type(hidden) is int and hidden > 0:
+        if inner < 1 or inner % hidden:
+            raise CheckpointError(f"{path} states {FAMILY}.ssm.inner_size {inner} for a width of {hidden}, of which it is no multiple",
+                                  AGAIN)
+        raw["mamba_expand"] = inner // hidden
+    if type(layers) is not int:
+        return  # refused for that
+    kinds = raw.pop("layer_types", [KINDS[1]] * layers)
+    mixed = [layer for layer in range(layers) if f"blk.{layer}.ffn_gate_inp.weight" in header.tensors]
+    if not mixed:
+        raw |= {"num_experts": 1, "num_experts_per_tok": 1}
+    for name, own in (("attn_layer", [layer for layer, kind in enumerate(kinds) if kind == KINDS[1]]), ("expert_layer", mixed)):
+        raw |= _every(path, name, own, layers)
+    raw["mamba_conv_bias"] = any(tensor.endswith(".ssm_conv1d.bias") for tensor in header.tensors)
+
+
+def _every(path: object, name: str, own: Sequence[int], layers: int) -> dict[str, object]:
+    """The period and the offset of some layers. Raises CheckpointError where they have none."""
+    if not own:
+        return {}
+    period = own[1] - own[0] if len(own) > 1 else layers
+    if list(own) != list(range(own[0], layers, period)) or own[0] >= period:
+        what = "attention" if name == "attn_layer" else "experts"
+        raise CheckpointError(f"{path} has {what} in layers {list(own)[:8]} of {layers}, which is not supported",
+                              "published models of this family have them at equal distances")
+    return {f"{name}_period": period, f"{name}_offset": own[0]}
+
+
+def stated(config: ModelConfig) -> dict[str, Value]:
+    """The keys of its states, below the architecture's name."""
+    own = config.state
+    heads = [0 if layer in config.state_layers else config.num_key_value_heads for layer in range(config.num_hidden_layers)]
+    return {"ssm.conv_kernel": own.taps, "ssm.state_size": own.depth, "ssm.time_step_rank": own.rank, "ssm.inner_size": own.values,
+            "attention.head_count_kv": np.array(heads, np.int32)}
+
+
+def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """(whether it is so, what files cannot say)."""
+    yield config.state.values != EXPANDS * config.hidden_size, \
+        f"has state spaces of {config.state.values} channels for a width of {config.hidden_size}"
+    yield not config.state.biased, "has convolutions without biases"  # for which llama.cpp looks all the same
