@@ -186,9 +186,12 @@ def profile(folder: Path, text: str | None, calib: str | None, threads: int | No
     """Record where a packed KV cache of the new model needs its bits, on the text of --calib, else on the sample. A failure here is no
     failure of the conversion."""
     from ..runtime.calibrate import built_in_text
+    from ..runtime.config import read_config
     from ..runtime.kv_profile import Profile
     from ..runtime.kv_profile_run import SECONDS, recorded
 
+    if not read_config(folder).cache_heads:
+        return
     screen.note(f"where a packed cache needs its bits is recorded now: {SECONDS:.0f} s at most, about (--no-kv-profile leaves it out)")
     source = "the sample" if calib is None else named(calib)
     try:

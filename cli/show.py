@@ -82,7 +82,7 @@ def show(context: typer.Context, model: Model, json: Json = False) -> None:
         ("parameters", f"{counted(parameters)}, stored as {', '.join(stored)}, {format_size(prepared.store.nbytes)}"),
         ("quantized", "" if container is None else f"{container.spec_text}, {container.bits_per_weight:.2f} bits per weight, by "
                                                    f"{container.method.get('name', '?')} from {container.source.get('model', '?')}"),
-        ("layers", f"{config.num_hidden_layers} of width {config.hidden_size}, feed-forward {config.intermediate_size}"),
+        ("layers", f"{config.num_hidden_layers} of width {config.hidden_size}" + _inside(config)),
         ("experts", "" if experts is None else f"{experts.per_token} of {experts.experts} for a token, of width {experts.width}, in "
                                                f"{len(experts.layers)} layers"
                                                + (f", beside a shared one of {experts.shared_width}" if experts.shared_width else "")),
@@ -104,8 +104,15 @@ def _positions(config: ModelConfig) -> str:
     return "no positions" if config.position_offset is None else "learned positions"
 
 
+def _inside(config: ModelConfig) -> str:
+    """The width inside the MLPs, if there are any."""
+    return "" if len(config.without_mlp) == config.num_hidden_layers else f", feed-forward {config.intermediate_size}"
+
+
 def _attention(config: ModelConfig) -> str:
     """Heads of the layers, of those that have others too, and how many have no keys and values of their own."""
+    if not config.attention_layers:
+        return "none"
     if config.latent is not None:
         own = config.latent
         return (f"{config.num_attention_heads} heads with keys of {own.query} and values of {own.value}, made of a latent of {own.rank}; "

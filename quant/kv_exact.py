@@ -59,7 +59,8 @@ def unpack_exact(data: bytes | memoryview, counts: Sequence[int], layouts: Seque
 
 
 def _kind(layouts: Sequence[PageLayout]) -> np.dtype:
-    return np.dtype("<u4" if layouts[0].stored == F32 else "<u2")
+    """Of a cache without layers any."""
+    return np.dtype("<u4" if layouts and layouts[0].stored == F32 else "<u2")
 
 
 def _items(counts: Sequence[int], layouts: Sequence[PageLayout]) -> int:

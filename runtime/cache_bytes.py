@@ -30,11 +30,11 @@ class CacheBytes:
     @property
     def sealed_nbytes(self) -> int:
         """Bytes of a sealed page, all layers."""
-        return sum(page_sizes(self.codecs, self._own_layouts))
+        return sum(page_sizes(self.codecs, self.own_layouts))
 
     @property
     def _better_nbytes(self) -> int:
-        return sum(page_sizes(self.better, self._own_layouts)) if self.better else 0
+        return sum(page_sizes(self.better, self.own_layouts)) if self.better else 0
 
     @property
     def allocated_nbytes(self) -> int:
@@ -43,22 +43,22 @@ class CacheBytes:
 
     @property
     def _pages_nbytes(self) -> int:
-        return self._packed_nbytes + sum(self._used.values()) * sum(layout.part_nbytes for layout in self._own_layouts)
+        return self._packed_nbytes + sum(self._used.values()) * sum(layout.part_nbytes for layout in self.own_layouts)
 
     @property
     def read_nbytes(self) -> int:
         """Bytes of keys and values that attention over everything held reads."""
-        return self.exact_tokens * sum(layout.token_nbytes for layout in self._own_layouts) + self._packed_nbytes
+        return self.exact_tokens * sum(layout.token_nbytes for layout in self.own_layouts) + self._packed_nbytes
 
     @property
-    def _own_layouts(self) -> Sequence[PageLayout]:
+    def own_layouts(self) -> Sequence[PageLayout]:
         """Of layers that have pages."""
         return self.layouts[: len(self.codecs)]
 
     @property
     def _token_values(self) -> int:
         """Numbers of keys and values of a token, all layers."""
-        return 2 * sum(layout.kv_heads * layout.head_dim for layout in self._own_layouts)
+        return 2 * sum(layout.kv_heads * layout.head_dim for layout in self.own_layouts)
 
     @property
     def _packed_nbytes(self) -> int:
@@ -84,4 +84,5 @@ class CacheBytes:
     @property
     def packed_bits(self) -> float:
         """Bits per value of a sealed page, header and alignment included, sinks and window left out; of those that are sealed, the mean."""
-        return 8 * (self._packed_nbytes / self.sealed if self.sealed else self.sealed_nbytes) / (PAGE * self._token_values)
+        values = PAGE * self._token_values
+        return 8 * (self._packed_nbytes / self.sealed if self.sealed else self.sealed_nbytes) / values if values else 0.0

@@ -67,4 +67,5 @@ def _open_states(backends: Sequence[object], specs: Sequence[LayerSpec]) -> tupl
 
 def _without_pages(states: States, stateful: Mapping[int, LayerStates], shape: CacheShape, kv: RawCodec | PackedFormat) -> KVCache:
     """A cache of layers with states alone, as a text runs through one by itself."""
-    return KVCache([], [], open_policy("", 0.0), shape, [kv.layout(1, 64)], states=states, stateful=stateful)
+    return KVCache([], [], open_policy("", 0.0), shape, [kv.layout(1, 64)], pool=PagePool(shape.pages, []), states=states,
+                   stateful=stateful)

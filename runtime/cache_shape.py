@@ -104,7 +104,7 @@ def cache_nbytes(codecs: Sequence[RawCodec | PackedCodec], layouts: Sequence[Pag
     """(bytes of the exact slots, at most; bytes per page of the grid), over all layers: what the planner counts."""
     sealed = sum(page_sizes(codecs, layouts))
     fixed = sum(exact_nbytes(layout, shape) for layout in layouts)
-    if codecs[0].better is None:
+    if not codecs or codecs[0].better is None:
         return fixed, sealed
     # A share of the pages takes more, rounded up to whole pages.
     more = sum(page_sizes([codec.better for codec in codecs], layouts)) - sealed

@@ -32,6 +32,9 @@ def recorded(path: Path, text: str, seconds: float = SECONDS, threads: int | Non
              source: str = "the text") -> Iterator[Progress | Notice | Profile]:
     """Record the profile of the model at `path` and write it beside the weights; yields the Profile last. Raises as `record` does."""
     config = read_config(path)
+    if not config.cache_heads:
+        raise UsageError("no layer of this model has keys and values, of which a profile would be",
+                         "its states take the same memory behind any text")
     try:
         codec(FORMAT).layers(config.cache_heads)
     except UsageError as error:  # what helps a run, other bits, is nothing that can be asked for here

@@ -21,6 +21,9 @@ def profile_for(name: str, folder: Path | None, config: ModelConfig, store: Tens
     """The model's profile, where the cache `name` needs one; that there is none is remarked. Raises UsageError as `load_profile` does."""
     if folder is None or (name != AUTO and not codec(name).is_packed):
         return None
+    if not config.cache_heads:
+        remark(f"--kv {name}: no layer of this model has keys and values, its states stay as they are")
+        return None
     profile = load_profile(folder, config, store)
     if profile is None and name == AUTO and (said := unpackable(config.cache_heads)):
         remark(f"--kv auto: {said}; keys and values stay at {UNPACKED}")

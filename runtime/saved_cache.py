@@ -185,7 +185,7 @@ def _keep_exact(cache: KVCache, store: SessionStore, key: str, blocks: Sequence[
     """Write the exact tokens of `blocks`; None where there are none."""
     if not blocks:
         return None
-    return store.keep_page(key, [pack_exact([cache.read(page) for page, _ in blocks], [count for _, count in blocks], cache.layouts)])
+    return store.keep_page(key, [pack_exact([cache.read(page) for page, _ in blocks], [count for _, count in blocks], cache.own_layouts)])
 
 
 def _sinks_and_tail(cache: KVCache) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
@@ -257,9 +257,9 @@ def put_exact(engine: Engine, store: SessionStore, file: PageFile | None, blocks
     cache = engine.cache
     counts = [count for _, count in blocks]
     try:
-        if file.nbytes > most_exact(counts, cache.layouts):
+        if file.nbytes > most_exact(counts, cache.own_layouts):
             raise ValueError(f"{file.nbytes} bytes are more than they take")
-        pages = unpack_exact(store.read_page(file), counts, cache.layouts)
+        pages = unpack_exact(store.read_page(file), counts, cache.own_layouts)
     except (DamagedPage, ValueError) as error:
         raise DamagedPage(f"the file of {sum(counts)} exact tokens {_said(error)}") from error
     for (page, _), layers in zip(blocks, pages, strict=True):

@@ -89,12 +89,18 @@ def short_conv(found: Source) -> StateWeights:
 
 
 def mamba1(found: Source) -> StateWeights:
-    """Decays are stored as logarithms."""
-    normed, eps = found.config.state.normed, found.config.state_norm_eps or found.config.norm_eps
-    norms = (Norm("rms", found.vector(role), None, eps) if normed else None for role in ("state_rate_norm", "state_b_norm", "state_c_norm"))
-    own = Mamba1(found.conv(), found.vector("state_conv_bias"), found.put(np.exp(found.values("state_decay"))), found.vector("state_dt"),
-                 found.vector("state_skip"), *map(found.linear, ("state_rate", "state_keys", "state_rate_wide")), *norms)
-    return StateWeights(tuple(map(found.linear, ("state_in", "state_gate"))), found.linear("state_out"), own)
+    """Decays are stored as logarithms; a norm without a tensor has no weights."""
+    own, eps = found.config.state, found.config.state_norm_eps or found.config.norm_eps
+
+    def norm(role: str, size: int) -> Norm | None:
+        weight = found.vector(role) if role in found.roles else found.put(np.ones(size, np.float32))
+        return Norm("rms", weight, None, eps) if own.normed else None
+
+    norms = norm("state_rate_norm", own.rank), norm("state_b_norm", own.depth), norm("state_c_norm", own.depth)
+    weights = Mamba1(found.conv(), found.vector("state_conv_bias"), found.put(np.exp(found.values("state_decay"))),
+                     *map(found.vector, ("state_dt", "state_skip")), *map(found.linear, ("state_rate", "state_keys", "state_rate_wide")),
+                     *norms)
+    return StateWeights(tuple(map(found.linear, ("state_in", "state_gate"))), found.linear("state_out"), weights)
 
 
 def mamba2(found: Source) -> StateWeights:

@@ -86,6 +86,7 @@ KIMI = {"num_hidden_layers": 5, "num_key_value_heads": 4, "kv_lora_rank": 48, "q
 # Of Jamba: two of six layers attend, every second has experts.
 JAMBA = {"num_hidden_layers": 6, "attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 6, "num_experts_per_tok": 2,
          "intermediate_size": 40, "mamba_d_state": 12, "mamba_dt_rank": 10, "mamba_expand": 3}
+SPACES = {"intermediate_size": 128, "num_hidden_layers": 4, "state_size": 12, "time_step_rank": 10}  # of Mamba
 SHARPENED = rope("yarn", factor=8.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=0.7)
 OF_BLOCKS = {"moe_intermediate_size": 32, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "v_head_dim": 32, "q_lora_rank": 64}
 SAME_SCALES = rope("yarn", factor=8.0, original_max_position_embeddings=64, mscale=0.7, mscale_all_dim=0.7)

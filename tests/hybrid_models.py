@@ -9,6 +9,7 @@ from conversions import options, run
 from family_models import CASES, Case, written
 from family_sizes import ONE_GROUP
 
+from effllm.runtime.config import read_config
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import Sampler, SamplerSettings
@@ -18,7 +19,8 @@ IDS = np.random.default_rng(5).integers(0, 300, CTX).tolist()
 GREEDY = SamplerSettings(temperature=0)
 # Heads as wide as a packed cache takes them, matrices that are cut, and weights of which answers are no lottery.
 CALM = {"head_dim": 64, "initializer_range": 0.08, "max_position_embeddings": CTX, "vocab_size": 300}
-# Of each one layer has keys and values, and three a state; of LFM3 two of four, one of them in a window; of Falcon H1 all four both.
+# Of each one layer has keys and values, and three a state; of LFM3 two of four, one of them in a window; of Falcon H1 all four both; of
+# Mamba none has any.
 MODELS = {"qwen3_5_text": Case("qwen3_5_text", {**CASES["qwen3_5_text"].changes, **CALM, "attention_bias": False}),
           "granitemoehybrid": Case("granitemoehybrid", {
               **CASES["granitemoehybrid, state spaces"].changes, **CALM, "tie_word_embeddings": False,
@@ -35,6 +37,7 @@ MODELS = {"qwen3_5_text": Case("qwen3_5_text", {**CASES["qwen3_5_text"].changes,
                   "linear_attention", "full_attention", "linear_attention", "linear_attention"]}),
           "jamba": Case("jamba", {**CASES["jamba"].changes, **CALM, "num_hidden_layers": 4, "attn_layer_period": 4, "num_experts": 3,
                                   "hidden_size": 256}),
+          "mamba": Case("mamba", {**CASES["mamba"].changes, **CALM, "hidden_size": 128, "intermediate_size": 256}),
           "lfm2": Case("lfm2", {**CALM, "num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"]}),
           "lfm3": Case("lfm3", {**CALM, "num_hidden_layers": 4, "layer_types": ["conv", "sliding_attention", "full_attention", "conv"],
                                 "sliding_window": 100, "eos_token_id": 7, "bos_token_id": 1})}
@@ -46,6 +49,14 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     made = tmp_path_factory.mktemp("hybrid") / request.param
     written(MODELS[request.param], made)
     return made
+
+
+@pytest.fixture(scope="module")
+def paged(folder: Path) -> Path:
+    """One of which a layer has keys and values."""
+    if not read_config(folder).attention_layers:
+        pytest.skip("no layer has pages")
+    return folder
 
 
 @pytest.fixture(scope="module")

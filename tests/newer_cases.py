@@ -13,6 +13,7 @@ from family_sizes import (
     MAMBA,
     ONE_GROUP,
     SHARPENED,
+    SPACES,
     TWO_ROPES,
     Case,
     rope,
@@ -161,6 +162,12 @@ NEWER = {
     "jamba, no experts, tied, bfloat16": Case("jamba", {
         **JAMBA, "num_hidden_layers": 3, "num_experts": 1, "mamba_conv_bias": False, "mamba_d_conv": 2, "mamba_dt_rank": "auto",
         "num_key_value_heads": 1, "tie_word_embeddings": True}, dtype="bfloat16"),
+    "mamba": Case("mamba", {**SPACES, "vocab_size": 301}, shard="100KB"),
+    "mamba, own head, no bias, bfloat16": Case("mamba", {
+        **SPACES, "num_hidden_layers": 2, "use_conv_bias": False, "conv_kernel": 2, "time_step_rank": "auto", "tie_word_embeddings": False},
+        dtype="bfloat16"),
+    "falcon_mamba": Case("falcon_mamba", {**SPACES, "intermediate_size": 160, "tie_word_embeddings": False, "mixer_rms_eps": 1e-3}),
+    "falcon_mamba, tied, bfloat16": Case("falcon_mamba", {**SPACES, "num_hidden_layers": 2, "state_size": 16}, dtype="bfloat16"),
     "mistral4": Case("mistral4", {**LATENT, **ONE_GROUP, "rope_parameters": GROWING_PARTS, "first_k_dense_replace": 0,
                                   "initializer_range": 0.15}, inside="mistral3"),
     "mistral4, queries at once, bfloat16": Case("mistral4", {

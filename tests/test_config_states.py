@@ -26,6 +26,20 @@ PUBLISHED = {
         "output_router_logits": False, "pad_token_id": 0, "rms_norm_eps": 1e-06, "router_aux_loss_coef": 0.001, "sliding_window": None,
         "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.40.2", "use_cache": True,
         "use_mamba_kernels": True, "vocab_size": 65536},
+    "mamba": {  # 130m-hf
+        "architectures": ["MambaForCausalLM"], "bos_token_id": 0, "conv_kernel": 4, "d_inner": 1536, "d_model": 768, "eos_token_id": 0,
+        "expand": 2, "fused_add_norm": True, "hidden_act": "silu", "hidden_size": 768, "initializer_range": 0.1, "intermediate_size": 1536,
+        "layer_norm_epsilon": 1e-05, "n_layer": 24, "num_hidden_layers": 24, "pad_token_id": 0, "pad_vocab_size_multiple": 8,
+        "rescale_prenorm_residual": False, "residual_in_fp32": True, "rms_norm": True, "ssm_cfg": {}, "state_size": 16, "time_step_floor":
+        0.0001, "time_step_init_scheme": "random", "time_step_max": 0.1, "time_step_min": 0.001, "time_step_rank": 48, "time_step_scale":
+        1.0, "torch_dtype": "float32", "use_bias": False, "use_cache": True, "use_conv_bias": True, "vocab_size": 50280},
+    "falcon_mamba": {
+        "architectures": ["FalconMambaForCausalLM"], "bos_token_id": 0, "conv_kernel": 4, "eos_token_id": 11, "expand": 16, "hidden_act":
+        "silu", "hidden_size": 4096, "initializer_range": 0.1, "intermediate_size": 8192, "layer_norm_epsilon": 1e-05, "mixer_rms_eps":
+        1e-06, "num_hidden_layers": 64, "pad_token_id": 11, "rescale_prenorm_residual": False, "residual_in_fp32": True, "state_size": 16,
+        "tie_word_embeddings": False, "time_step_floor": 0.0001, "time_step_init_scheme": "random", "time_step_max": 0.1, "time_step_min":
+        0.001, "time_step_rank": 256, "time_step_scale": 1.0, "torch_dtype": "bfloat16", "use_bias": False, "use_cache": True,
+        "use_conv_bias": True, "use_mambapy": False, "vocab_size": 65024},
     "kimi_linear": {
         "architectures": ["KimiLinearForCausalLM"], "auto_map": {
             "AutoConfig": "configuration_kimi.KimiLinearConfig", "AutoModel": "modeling_kimi.KimiLinearModel",
@@ -76,7 +90,19 @@ def test_what_jamba_says() -> None:
     refused({"model_type": "jamba", **PUBLISHED["jamba"], "num_hidden_layers": 4}, "attn_layer_offset")
 
 
+def test_what_state_spaces_alone_say() -> None:
+    config = parse_config({"model_type": "mamba", **PUBLISHED["mamba"]})
+    assert config.state == Mamba1Shape(1536, 16, 48, 4) and config.attention_layers == () and config.tie_word_embeddings
+    assert config.without_mlp == config.state_layers == tuple(range(24)) and config.context_length == 1 << 20
+    falcon = parse_config({"model_type": "falcon_mamba", **PUBLISHED["falcon_mamba"]})
+    assert falcon.state == Mamba1Shape(8192, 16, 256, 4, normed=True) and falcon.state_norm_eps == 1e-6 and not falcon.tie_word_embeddings
+    bare = parse_config({"model_type": "mamba", "hidden_size": 500})
+    assert bare.state == Mamba1Shape(1000, 16, 32, 4) and bare.vocab_size == 50280
+
+
 @pytest.mark.parametrize(("family", "key", "value"), [
+    ("mamba", "use_bias", True), ("mamba", "hidden_act", "gelu"), ("mamba", "rms_norm", False), ("mamba", "time_step_rank", -1),
+    ("mamba", "state_size", 0), ("falcon_mamba", "mixer_rms_eps", 0),
     ("jamba", "attn_layer_offset", 8), ("jamba", "expert_layer_offset", 2), ("jamba", "hidden_act", "gelu"),
     ("jamba", "mamba_proj_bias", True), ("jamba", "sliding_window", 40), ("jamba", "mamba_dt_rank", "some"),
     ("jamba", "num_experts_per_tok", 17), ("jamba", "mamba_d_state", 0),

@@ -159,6 +159,8 @@ PECULIAR = {
     "kimi_linear": [{"mixture": each} for each in ({"renormalise": False}, {"sigmoid": False}, {"groups": 1, "kept_groups": 1},
                                                    {"corrected": False}, {"factor": 1.0})] + [{"norm_eps": 1e-1}, {"attn_scale": 0.3}],
     "jamba": [{"mixture": {"renormalise": True}}, {"mixture": {"per_token": 1}}, {"norm_eps": 1e-1}, {"state_norm_eps": 1.0}],
+    "mamba": [{"norm_eps": 1e-1}, {"state": {"normed": True}}],
+    "falcon_mamba": [{"norm_eps": 1e-1}, {"state_norm_eps": 1.0}, {"state": {"normed": False}}],
     "olmo3": [{"windows": (None,) * 3}, {"windows": (40,) * 3}, {"ropes": 0}, {"ropes": 1}],
     "qwen3_5_moe_text": [{"mixture": each} for each in ({"renormalise": False}, {"shared_scaled": False}, {"shared_width": None})],
     "qwen3_next": [{"mixture": each} for each in ({"renormalise": False}, {"shared_scaled": False})] + [{"norm_kind": "rms"}],
@@ -227,6 +229,8 @@ def test_every_peculiarity_of_a_family_shows(name: str, tmp_path: Path) -> None:
             taken = {"ropes": (other,) * 3}
         if "factors" in taken:
             taken = {"factors": tuple((dict(config.factors) | taken["factors"]).items())}
+        if "state" in taken:
+            taken = {"state": replace(config.state, **taken["state"])}
         if "mixture" in taken:
             taken = {"mixture": replace(config.mixture, **taken["mixture"])}
         asked = EngineOptions(kv="32bit", device="cpu", ctx=256)
@@ -251,7 +255,7 @@ def test_every_peculiarity_of_a_family_shows(name: str, tmp_path: Path) -> None:
                                   "vaultgemma", "helium", "lfm3", "ministral", "flex_olmo", "nanochat", "hy_v3", "cohere2_moe", "minicpm3",
                                   "minicpm", "bailing_moe_v2", "gpt2", "falcon", "falcon, two norms, groups, biases, own head",
                                   "kimi_linear", "kimi_linear, one group, other layers, bfloat16",
-                                  "jamba", "jamba, no experts, tied, bfloat16"])
+                                  "jamba", "jamba, no experts, tied, bfloat16", "mamba", "falcon_mamba"])
 def test_the_other_backend_agrees(name: str, tmp_path: Path) -> None:
     """Layers on torch, on CPU tensors: the same logits."""
     model = written(CASES[name], tmp_path)

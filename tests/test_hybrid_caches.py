@@ -26,7 +26,7 @@ from effllm.runtime.saved_prefix import lend
 from effllm.runtime.session_store import SessionStore
 
 sys.path.insert(0, str(Path(__file__).parent))
-from hybrid_models import CTX, IDS, anew, engine, folder, opened, read, small  # noqa: F401
+from hybrid_models import CTX, IDS, anew, engine, folder, opened, paged, read, small  # noqa: F401
 
 
 @pytest.fixture
@@ -107,9 +107,9 @@ def test_other_sessions_lend_nothing(engine: Engine, store: SessionStore) -> Non
 
 
 @pytest.mark.parametrize("policy", ["mikv", "zipcache"])
-def test_policies_see_the_layers_that_have_pages(folder: Path, policy: str) -> None:
+def test_policies_see_the_layers_that_have_pages(paged: Path, policy: str) -> None:
     """Their bits go to pages of those layers by the attention there; what is read again comes to the same."""
-    engine = opened(folder, kv=f"4bit+{policy}", kv_window=32)
+    engine = opened(paged, kv=f"4bit+{policy}", kv_window=32)
     try:
         first = anew(engine, IDS[:600])
         assert 2 in engine.cache._kinds and len(engine.cache.codecs) == len(engine.config.attention_layers)
@@ -121,10 +121,10 @@ def test_policies_see_the_layers_that_have_pages(folder: Path, policy: str) -> N
 
 
 @pytest.mark.parametrize("kv", ["16bit", "4bit"])
-def test_pages_on_the_disk_give_the_same_bits(folder: Path, kv: str) -> None:
+def test_pages_on_the_disk_give_the_same_bits(paged: Path, kv: str) -> None:
     """States stay in memory."""
     asked = {"kv": kv, "kv_window": 0, "kv_sink": 0} if kv == "4bit" else {"kv": kv}
-    memory, prepared = opened(folder, **asked), prepare(folder, EngineOptions(device="cpu", ctx=CTX, chunk=128, **asked))
+    memory, prepared = opened(paged, **asked), prepare(paged, EngineOptions(device="cpu", ctx=CTX, chunk=128, **asked))
     disk = Engine(replace(prepared, placement=replace(prepared.placement, kv_pages=1)))
     list(disk.model.load())
     try:
@@ -139,15 +139,15 @@ def test_pages_on_the_disk_give_the_same_bits(folder: Path, kv: str) -> None:
         disk.close()
 
 
-def test_a_profile_is_of_the_layers_that_have_pages(folder: Path, tmp_path: Path) -> None:
+def test_a_profile_is_of_the_layers_that_have_pages(paged: Path, tmp_path: Path) -> None:
     """Recorded, kept and used: with as many layers as have keys and values."""
-    engine = opened(folder, kv="32bit", chunk=CTX)
+    engine = opened(paged, kv="32bit", chunk=CTX)
     try:
         *_, profile = record(engine, Numbers(), "x" * 3000, "some weights", seconds=1e6)
     finally:
         engine.close()
     assert len(profile.layers) == len(profile.costs) == len(engine.config.attention_layers) and profile.costs[0] is not None
-    copy = shutil.copytree(folder, tmp_path / "model")
+    copy = shutil.copytree(paged, tmp_path / "model")
     save_profile(replace(profile, weights=identity_of(copy), auto=4), copy)
     engine = opened(copy, kv="auto", kv_window=32)
     try:

@@ -85,8 +85,9 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
         config, f"{prefix}mamba.")
 
 
-def space_tensors(config: ModelConfig, prefix: str) -> dict[str, TensorRule]:
-    """Tensors of a state space by role: the first product is stored as one matrix, and so is what reads the convolution."""
+def space_tensors(config: ModelConfig, prefix: str, weighed: bool = True) -> dict[str, TensorRule]:
+    """Tensors of a state space by role: the first product is stored as one matrix, and so is what reads the convolution. `weighed`: norms,
+    where there are some, have weights."""
     own, hidden = config.state, config.hidden_size
     first, second = (f"{prefix}{name}.weight" for name in ("in_proj", "x_proj"))
     low, keys = own.rank, 2 * own.depth
@@ -99,7 +100,7 @@ def space_tensors(config: ModelConfig, prefix: str) -> dict[str, TensorRule]:
              "state_conv": TensorRule(f"{prefix}conv1d.weight", (own.channels, 1, own.taps)),
              "state_decay": TensorRule(f"{prefix}A_log", (own.values, own.depth)), "state_skip": TensorRule(f"{prefix}D", (own.values,)),
              "state_out": TensorRule(f"{prefix}out_proj.weight", (hidden, own.values))}
-    if own.normed:
+    if own.normed and weighed:
         rules |= {"state_rate_norm": TensorRule(f"{prefix}dt_layernorm.weight", (low,)),
                   "state_b_norm": TensorRule(f"{prefix}b_layernorm.weight", (own.depth,)),
                   "state_c_norm": TensorRule(f"{prefix}c_layernorm.weight", (own.depth,))}

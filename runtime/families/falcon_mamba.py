@@ -1,0 +1,17 @@
+"""Falcon Mamba (7B): Mamba's state spaces, in which what steps, B and C are made of is normed without weights."""
+
+from __future__ import annotations
+
+from ..config import ModelConfig
+from ..config_reader import Keys
+from . import mamba
+from .mamba import REFUSED_UNLESS, block, layer_tensors, outer_tensors, spaces_config
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = mamba.KEYS_USED | {"mixer_rms_eps"}
+KEYS_HARMLESS = mamba.KEYS_HARMLESS | {"use_falcon_mambapy"}
+
+
+def config(keys: Keys) -> ModelConfig:
+    return spaces_config(keys, keys.number("mixer_rms_eps", 1e-6))

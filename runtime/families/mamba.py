@@ -1,0 +1,80 @@
+"""Mamba (130M to 2.8B): layers that are a state space of the first kind each, with no MLP behind it and no attention anywhere.
+
+A config has to have heads and a width inside: there is one of each, as small as they can be, and no layer has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ...kernels.mamba1_shape import Mamba1Shape
+from ..config import Defaults, ModelConfig, decoder_config
+from ..config_reader import ConfigError, Keys, show
+from . import LayerWeights, TensorRule
+from .jamba import rank, space_tensors
+from .llama import state_layer
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ..block_ops import BlockOps
+    from ..rope import RopeTable
+    from ..states import LayerStates
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({"conv_kernel", "expand", "layer_norm_epsilon", "state_size", "time_step_rank", "use_conv_bias"})
+# Of training, of programs, of what is said twice, and of attention, which nothing has.
+KEYS_HARMLESS = frozenset({
+    "d_inner", "d_model", "fused_add_norm", "n_layer", "original_max_position_embeddings", "pad_vocab_size_multiple",
+    "rescale_prenorm_residual", "residual_in_fp32", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "ssm_cfg",
+    "time_step_floor", "time_step_init_scheme", "time_step_max", "time_step_min", "time_step_scale", "use_associative_scan", "use_mambapy"})
+REFUSED_UNLESS: Mapping[str, object] = {"rms_norm": True, "sliding_window": None, "use_bias": False}
+SIZES = {"vocab_size": 50_280, "hidden_size": 768, "num_hidden_layers": 32}
+ABSENT = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 2, "intermediate_size": 1}  # what no layer has
+
+
+def config(keys: Keys) -> ModelConfig:
+    return spaces_config(keys, None)
+
+
+def spaces_config(keys: Keys, norm_eps: float | None) -> ModelConfig:
+    """What a config of state spaces alone says; `norm_eps`: of the norms of what steps, B and C are made of, None for none.
+
+    How long a text may be it does not say: a state is as large behind any.
+    """
+    base = Defaults(max_position_embeddings=1 << 20, bos=0, eos=(0,), eps_key="layer_norm_epsilon", norm_eps=1e-5, tied=True, sizes=SIZES)
+    hidden, layers = (base.size(keys, name) for name in ("hidden_size", "num_hidden_layers"))
+    width = keys.integer("intermediate_size", keys.integer("expand", 2, high=64) * hidden, high=2**22)
+    shape = Mamba1Shape(width, keys.integer("state_size", 16, high=4096),
+                        rank(keys, "time_step_rank", hidden), keys.integer("conv_kernel", 4, high=64), keys.flag("use_conv_bias", True),
+                        norm_eps is not None)
+    made = decoder_config(keys.saying(**ABSENT), base, lambda *_: (None,) * layers, state=shape, state_layers=tuple(range(layers)),
+                          without_mlp=tuple(range(layers)))
+    if made.hidden_act != "silu":
+        raise ConfigError(f"config.json: hidden_act = {show(keys.raw['hidden_act'])} is not supported for {made.family} models",
+                          "this family runs only with hidden_act = silu")
+    return replace(made, state_norm_eps=norm_eps)
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    prefix = f"backbone.layers.{layer}."
+    norm = {"input_norm": TensorRule(f"{prefix}norm.weight", (config.hidden_size,))}
+    return norm | space_tensors(config, f"{prefix}mixer.", weighed=False)
+
+
+def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
+    table = (config.vocab_size, config.hidden_size)
+    rules = {"embed": TensorRule("backbone.embeddings.weight", table),
+             "norm": TensorRule("backbone.norm_f.weight", (config.hidden_size,))}
+    return rules if config.tie_word_embeddings else rules | {"head": TensorRule("lm_head.weight", table)}
+
+
+def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerStates, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
+          layer: int, tap: Callable[[str, int, object], None]) -> object:
+    """x[T, D] -> x[T, D], with the taps of a state alone."""
+    x = state_layer(ops, w, x, kv, config, layer, tap)
+    tap("block_out", layer, x)
+    return x
