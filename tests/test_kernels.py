@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from effllm.kernels import reference
-from effllm.kernels.cpu.arithmetic import exp, narrow_half, widen_half
+from effllm.kernels.cpu.arithmetic import exp, narrow_half, softplus, widen_half
 from effllm.kernels.cpu.candidates import default_registry
 from effllm.kernels.cpu.linear_amx import AMX_FLOATS
 from effllm.kernels.cpu.ops import FEW, CpuOps
@@ -191,6 +191,13 @@ def test_embed_reads_rows_in_their_stored_type(pool, stored):
     places = np.array([2, 3, 19, 0])
     got = CpuOps(pool, DIMS).embed(ids, table, 2.0, places, learned)
     assert np.array_equal(got, to_f32(table.parts["data"], stored)[ids] * 2 + to_f32(learned.parts["data"], stored)[places])
+
+
+def test_softplus_is_accurate_at_either_end() -> None:
+    x = np.concatenate([np.linspace(-87, 90, 20_001), [-1e-6, 0.0, 1e-6, 1e30]]).astype(np.float32)
+    got = np.array([softplus(v) for v in x], np.float64)
+    assert np.abs(got / np.logaddexp(0, x.astype(np.float64)) - 1).max() < 3e-7
+    assert softplus(np.float32(-200)) == 0 and np.isnan(softplus(np.float32(np.nan))) and softplus(np.float32(np.inf)) == np.inf
 
 
 def test_exp_is_accurate_and_exact_zero_below():

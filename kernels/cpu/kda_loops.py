@@ -6,16 +6,13 @@ threads as there, with the same bits whatever their number and the cut of a prom
 
 from __future__ import annotations
 
-import math
-
-import numpy as np
 from numpy import float32
 
 from ..compile import REASSOCIATE, kernel
 from ..deferred import inlined
 from ..layout import NORM_RMS
 from ..state_shape import AFTER, FROM, KEPT, TO
-from .arithmetic import ONE, ZERO, exp, normalise_here
+from .arithmetic import ONE, ZERO, exp, normalise_here, softplus
 from .conv_loops import CHANNELS, CONTROL, MEMORY, MIXED, SLOT, STATE, TOKENS, copy, keep_raw, next_token
 from .delta_loops import DECAY, DT, EPS, GATES, KEY_DIM, NORM, OUT, ROWS, SLOTS, VALUE_DIM, VALUE_HEADS, A, B, Z, mix
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at
@@ -33,10 +30,7 @@ def _gates(args, t):
     rate, dt = f32_at(a[DECAY]), f32_at(a[DT])
     for head in range(heads):
         for channel in range(head * depth, (head + 1) * depth):
-            x = raw_a[channel] + dt[channel]
-            softplus = max(x, ZERO) + float32(math.log1p(math.exp(-abs(np.float64(x)))))
-            softplus = softplus if x == x else x
-            out[channel] = exp(-rate[head] * softplus)
+            out[channel] = exp(-rate[head] * softplus(raw_a[channel] + dt[channel]))
         out[keys + head] = ONE / (ONE + exp(-raw_b[head]))
 
 

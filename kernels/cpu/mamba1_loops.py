@@ -8,16 +8,13 @@ is computed, `mamba1_shape.py` how a slot lies.
 
 from __future__ import annotations
 
-import math
-
-import numpy as np
 from numpy import float32
 
 from ..compile import REASSOCIATE, kernel
 from ..deferred import inlined
 from ..layout import NORM_RMS, SILU
 from ..state_shape import AFTER, FROM, KEPT, TO
-from .arithmetic import ZERO, activate, exp, normalise_here
+from .arithmetic import ZERO, activate, exp, normalise_here, softplus
 from .conv_loops import CHANNELS, CONTROL, MEMORY, MIXED, OWN, SLOT, STATE, TOKENS, convolve, copy, keep_raw, next_token
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at
 
@@ -52,9 +49,7 @@ def make_gates(args, worker, counter):
         row = a[GATES] + 4 * t * (channels + 2 * depth)
         raw, dt, out = f32_at(a[STEPS] + 4 * t * channels), f32_at(a[DT]), f32_at(row)
         for channel in range(channels):
-            x = raw[channel] + dt[channel]
-            step = max(x, ZERO) + float32(math.log1p(math.exp(-abs(np.float64(x)))))
-            out[channel] = step if x == x else x
+            out[channel] = softplus(raw[channel] + dt[channel])
         copy(a[KEYS] + 8 * t * depth, row + 4 * channels, 2 * depth)
         if a[B_NORM] != 0:
             normalise_here(row + 4 * channels, depth, NORM_RMS, a[B_NORM], 0, eps)
