@@ -69,9 +69,8 @@ def plan_workspace(dims: Dims, workers: int) -> dict[str, int]:
             **beside, "attend": chunk * dims.attended, "gate": chunk * dims.ffn, "up": chunk * dims.ffn,
             "panels": max(columns * wide, panel_floats(chunk, wide)), "low_panels": low_bit.panel_floats(chunk, wide),
             "scratch": workers * (scratch + 16), "logits": dims.rows * dims.vocab,
-            "partials": partials, "state": state, **moe.plan_workspace(dims, chunk),
-            **bundled.plan_workspace(dims, chunk), **latents, **inputs.plan_workspace(dims, chunk),
-            **streams.plan_workspace(dims, chunk), **plan_lora(dims, chunk),
+            "partials": partials, "state": state, **moe.plan_workspace(dims, chunk), **bundled.plan_workspace(dims, chunk), **latents,
+            **inputs.plan_workspace(dims, chunk), **streams.plan_workspace(dims, chunk), **plan_lora(dims, chunk),
             # of drafts by a layer of the model's own: what goes into it, and states that wait for it, of a pass and of one before
             "joined": min(chunk, PAGE) * dims.joined, "states": (chunk + FEW) * dims.hidden if dims.joined else 0}
 
