@@ -137,8 +137,7 @@ class Engine(Scoring):
         self.reading: list[int] = []  # the prompt, while it is read
         self.truncated = False
         self.reused = self.read = 0  # tokens of the last prompt that the cache already held, and that were run
-        self.load_s = 0.0
-        self.prefill_s = self.decode_s = self.passes_s = 0.0  # decode is its passes (below), choosing tokens, and guessing them
+        self.load_s = self.prefill_s = self.decode_s = self.passes_s = 0.0  # decode: its passes (below), choosing tokens and guessing them
         self._logits: np.ndarray | None = None
 
     def another(self) -> Engine:
@@ -270,8 +269,7 @@ class Engine(Scoring):
 
     def _shortened(self, ids: list[int]) -> list[int]:
         """The sinks and the newest half of the context: what --overflow shift keeps."""
-        self.truncated = True
-        sinks = min(self.cache.shape.sinks, self.n_ctx // 4)
+        self.truncated, sinks = True, min(self.cache.shape.sinks, self.n_ctx // 4)
         return ids[:sinks] + ids[len(ids) - (self.n_ctx // 2 - sinks) :]
 
     def _forward(self, ids: Sequence[int], prompt: bool = False, seal: bool = True) -> np.ndarray:
@@ -288,13 +286,15 @@ class Engine(Scoring):
 
     @contextmanager
     def keeping_what_is_whole(self) -> Iterator[None]:
-        """While pages of the cache are read: where those on the disk are lost, only what memory has of the sequence is held, so that the
-        next prompt reads the rest again, into pages that are written anew. Raises PagesLost all the same: this answer cannot go on."""
+        """While pages of the cache are read and written: where a disk loses some, or takes none, only what is still there of the sequence
+        is held, and the next prompt reads the rest again, into pages that are written anew. Raises all the same: no answer goes on."""
         try:
             yield
-        except PagesLost:
-            held = self.cache.truncate(self.cache.shape.sinks + PAGE * self.cache.pool.first)
-            self.hold(self.tokens[:held], min(self.anew, held))
+        except (EffllmError, Interrupted) as error:
+            if isinstance(error, PagesLost):
+                self.cache.truncate(self.cache.shape.sinks + PAGE * self.cache.pool.first)
+            if (held := self.cache.n) < len(self.tokens):
+                self.hold(self.tokens[:held], min(self.anew, held))
             raise
 
     # -- answer ----------------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from effllm import DiskFull
 from effllm.kernels.layout import PAGE
 from effllm.offload.page_stream import PagesLost
 from effllm.runtime.calibrate import built_in_text
@@ -115,6 +116,38 @@ def test_a_disk_that_cannot_be_read_for_a_while(tmp_path, monkeypatch):
         more(engine)
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize("kv", ("16bit", "4bit"))
+def test_a_disk_that_fills_within_a_chunk(tmp_path, monkeypatch, kv):
+    """A chunk of a prompt seals several pages. Some are on the disk when there is no room for the next one: a packed cache then goes back
+    to where the first of them begins, and the engine holds as much."""
+    writes, pwrite = [], os.pwrite
+
+    def filling(*where: object) -> int:
+        writes.append(where)
+        if len(writes) == full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return pwrite(*where)
+
+    engine, whole = tiered(tmp_path, kv=kv, kv_ram="3500K" if kv == "4bit" else "6M"), opened(ctx=2048, kv=kv)
+    try:
+        full, ids = engine.config.num_hidden_layers + 1, tokens(1500)
+        read(engine, ids[:960])  # where a chunk ends
+        before = engine.cache.sealed
+        assert before >= engine.cache.pool.first
+        monkeypatch.setattr(os, "pwrite", filling)
+        with pytest.raises(DiskFull):
+            read(engine, ids)
+        assert len(writes) == full and engine.cache.sealed == before
+        assert 0 < engine.cache.n == len(engine.tokens) and engine.tokens == ids[: engine.cache.n]
+        read(engine, ids)
+        read(whole, ids)
+        assert np.abs(engine._logits - whole._logits).max() < (1e-3 if kv == "16bit" else 0.5)
+        more(engine)
+    finally:
+        engine.close()
+        whole.close()
 
 
 @pytest.mark.parametrize("spec", ("off", "lookup"))
