@@ -163,6 +163,7 @@ class DraftModel:
         engine, drafted = self._engine, []
         with self._failing():
             started = time.perf_counter()
+            engine.hold(engine.tokens)  # as what a guess goes on from, however few tokens are new
             for _ in engine.prefill(self._history):
                 if cancelled():
                     return None

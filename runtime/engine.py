@@ -35,7 +35,7 @@ from .events import Notice, Progress, Turn
 from .kv_disk import disk_tier
 from .model import Model, dims
 from .needed_kernels import folder_kinds
-from .passes import as_in_one_reading, common_prefix, joined
+from .passes import as_in_one_reading, goes_on_from, joined
 from .prepare import EngineOptions, Prepared, prepare, refuse_beyond_machine, worker_count
 from .pressure import Watch
 from .sampler import Sampler, refuse_broken
@@ -229,8 +229,8 @@ class Engine(Scoring):
                 raise ContextOverflow(f"the prompt has {len(ids)} token{'' if len(ids) == 1 else 's'} and the context holds {self.n_ctx}",
                                       f"shorten it,{more} or --overflow shift to drop the middle")
             ids = self._shortened(ids)
-        held = common_prefix(self.tokens, ids)
-        held, said = self.recall(ids, self.cache.truncate(min(held, len(ids) - 1)))
+        held = goes_on_from(self.cache, self.tokens, ids, self.anew, self.prepared.chunk)
+        held, said = self.recall(ids, self.cache.truncate(held))
         self.tokens, self.reused, self.read, self.anew, self.reading = ids[:held], held, 0, min(self.anew, held), ids
         yield from map(Notice, said)
         started = time.perf_counter()

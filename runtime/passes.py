@@ -56,10 +56,15 @@ def as_in_one_reading(cache: KVCache, tokens: int, chunk: int, copied_from: int 
     """Does a pass of `tokens` more, over what reading a prompt has left in `cache`, leave there what reading a longer prompt from its first
     token would? A few tokens go to another kernel, and those of fewer than `copied_from` to another device for layers copied there;
     over packed pages it matters which ones are packed."""
-    shape = cache.shape
-    exact = cache.sealed == cache.sealed_at(cache.n)  # what is in the window is not packed yet
-    return (tokens > FEW and _as_long_chunks(cache.n, cache.n + tokens, tokens, shape.sinks, chunk, copied_from)
-            and (not cache.is_packed or (exact and is_boundary(cache.n, shape.sinks, chunk))))
+    sinks = cache.shape.sinks
+    return (tokens > FEW and _as_long_chunks(cache.n, cache.n + tokens, tokens, sinks, chunk, copied_from)
+            # no more is packed than where the chunk began
+            and (not cache.is_packed or cache.sealed == cache.sealed_at(_begin(cache.n, sinks, chunk))))
+
+
+def _begin(at: int, sinks: int, chunk: int) -> int:
+    """Where the chunk of a prompt begins in which token `at` lies."""
+    return max(0, at - (at - (sinks - PAGE)) % chunk)
 
 
 def _as_long_chunks(begin: int, end: int, tokens: int, sinks: int, chunk: int, copied_from: int | None) -> bool:
@@ -84,6 +89,19 @@ def goes_on_alike(held: int, tokens: int, sinks: int, chunk: int, copied_from: i
     return (all(_as_long_chunks(begin, min(end, held), end - begin, sinks, chunk, copied_from) for begin, end in whole)
             and all((end - begin >= copied_from) == (stop - start >= copied_from)
                     for begin, end in rest for start, stop in whole if start < end and begin < stop))
+
+
+def goes_on_from(cache: KVCache, held: Sequence[int], ids: Sequence[int], anew: int, chunk: int) -> int:
+    """How many tokens of the prompt `ids` to go on from, in a cache that holds the tokens `held`; at least one is left to be read. Where
+    only tokens are gone on from that one reading left, the first `anew`, the rest is multiplied as one reading of all would: no few
+    tokens are left of a longer chunk, which would go to another kernel, if the cache can go back so far. That kernel rounds otherwise,
+    and of low-bit weights so much that a prompt had another answer when it came again."""
+    known, sinks = min(common_prefix(held, ids), len(ids) - 1), cache.shape.sinks
+    begin, end = _begin(known, sinks, chunk), known + next(cut(known, len(ids), sinks, chunk))
+    if end - known > FEW or end - begin <= FEW or known > anew:
+        return known
+    back = min(known, max(begin, end - FEW - 1))
+    return back if cache.reach(back) == back else known
 
 
 def _spans(at: int, end: int, sinks: int, chunk: int) -> Iterator[tuple[int, int]]:

@@ -69,14 +69,15 @@ def test_an_answer_is_that_of_a_conversation(replies, engine, tokenizer):
 
 
 def test_what_the_cache_holds_of_a_conversation_is_not_read_again(replies):
-    first = list(replies.reply([ASKED], GREEDY))[-1].stats
+    asked = {"role": "user", "content": QUESTION * 3}
+    first = list(replies.reply([asked], GREEDY))[-1].stats
     assert first.cached_tokens == 0
-    messages = [ASKED, {"role": "assistant", "content": first.text}, {"role": "user", "content": "Go on."}]
+    messages = [asked, {"role": "assistant", "content": first.text}, {"role": "user", "content": "Go on."}]
     second = list(replies.reply(messages, GREEDY))[-1].stats
     assert second.cached_tokens >= first.prompt_tokens + len(first.token_ids) - 1
     assert 0 < second.prompt_tokens - second.cached_tokens < 15
-    again = list(replies.reply([ASKED], GREEDY))[-1].stats
-    assert again.text == first.text and again.cached_tokens == first.prompt_tokens - 1
+    again = list(replies.reply([asked], GREEDY))[-1].stats
+    assert again.text == first.text and again.cached_tokens == first.prompt_tokens - 17  # no few tokens alone, which another kernel takes
     assert list(replies.complete("Once upon a time", GREEDY))[-1].stats.cached_tokens <= 1
 
 
@@ -223,7 +224,8 @@ def test_tokens_are_counted_as_they_are_read(replies):
 def test_what_was_read_is_told_before_the_first_text(replies):
     for most in (24, 0):
         for _ in range(2):
-            events = [event for event in replies.reply([ASKED], replace(GREEDY, max_tokens=most)) if not isinstance(event, Progress)]
+            answer = replies.reply([{"role": "user", "content": QUESTION * 3}], replace(GREEDY, max_tokens=most))
+            events = [event for event in answer if not isinstance(event, Progress)]
             stats = events[-1].stats
             assert events[0] == PromptRead(stats.prompt_tokens, stats.cached_tokens) and stats.stop_string is None
             assert sum(isinstance(event, PromptRead) for event in events) == 1

@@ -325,8 +325,9 @@ def test_a_failed_regenerate_or_continue_keeps_the_answer(start):
 
 def test_cached_tokens_are_those_that_were_not_run(start):
     session = start()
-    list(session.ask(QUESTION))
-    assert list(session.regenerate())[-1].stats.cached_tokens == 16
+    list(session.ask(QUESTION * 3))
+    stats = list(session.regenerate())[-1].stats
+    assert stats.cached_tokens == stats.prompt_tokens - 17  # a few tokens alone would go to another kernel than they did
     session.undo()
     stats = list(session.ask("Something else altogether, if you please, about a goose."))[-1].stats
     assert stats.cached_tokens <= 3 and stats.to_json()["timings"]["prefill_tps"] > 0
