@@ -95,12 +95,14 @@ def goes_on_from(cache: KVCache, held: Sequence[int], ids: Sequence[int], anew: 
     """How many tokens of the prompt `ids` to go on from, in a cache that holds the tokens `held`; at least one is left to be read. Where
     only tokens are gone on from that one reading left, the first `anew`, the rest is multiplied as one reading of all would: no few
     tokens are left of a longer chunk, which would go to another kernel, if the cache can go back so far. That kernel rounds otherwise,
-    and of low-bit weights so much that a prompt had another answer when it came again."""
+    and of low-bit weights so much that a prompt had another answer when it came again. Few tokens with which a chunk begins are read
+    again where it is not known to which kernel they went, or where all of it has few."""
     known, sinks = min(common_prefix(held, ids), len(ids) - 1), cache.shape.sinks
     begin, end = _begin(known, sinks, chunk), known + next(cut(known, len(ids), sinks, chunk))
-    if end - known > FEW or end - begin <= FEW or known > anew:
-        return known
-    back = min(known, max(begin, end - FEW - 1))
+    if known <= anew and end - begin > FEW:
+        back = min(known, max(begin, end - FEW - 1))
+    else:
+        back = begin if begin <= anew and known - begin <= FEW else known
     return back if cache.reach(back) == back else known
 
 

@@ -51,7 +51,7 @@ def anew(engine: Engine, ids: list[int]) -> np.ndarray:
     return engine._logits.copy()
 
 
-@pytest.mark.parametrize("length", (*ENDS, 448 + 3))
+@pytest.mark.parametrize("length", (5, FEW, *ENDS, 448 + 3))
 def test_a_prompt_that_comes_again_has_the_same_bits(engine: Engine, length: int) -> None:
     ids = tokens(length)
     expected = anew(engine, ids)
@@ -61,7 +61,7 @@ def test_a_prompt_that_comes_again_has_the_same_bits(engine: Engine, length: int
         assert np.array_equal(engine._logits, expected) and engine.read <= FEW + 1
 
 
-@pytest.mark.parametrize("length", ENDS)
+@pytest.mark.parametrize("length", (5, FEW, *ENDS, 448 + 3))
 @pytest.mark.parametrize("more", (1, FEW))
 def test_one_that_begins_as_the_one_before_has_the_bits_of_reading_it_whole(engine: Engine, length: int, more: int) -> None:
     ids = [*tokens(length), *tokens(more, 2)]
@@ -69,7 +69,17 @@ def test_one_that_begins_as_the_one_before_has_the_bits_of_reading_it_whole(engi
     anew(engine, tokens(length))
     answer(engine, tokens(7, 1))
     read(engine, ids)
-    assert np.array_equal(engine._logits, expected) and engine.read <= FEW + more
+    assert np.array_equal(engine._logits, expected) and engine.read <= 2 * FEW + more
+
+
+def test_a_short_one_behind_a_long_one_that_begins_alike(engine: Engine) -> None:
+    """As a server's first questions do, whose beginning is the template's."""
+    short, long = [*tokens(3), *tokens(9, 2)], [*tokens(3), *tokens(50, 3)]
+    for first, second in ((short, long), (long, short)):
+        expected = anew(engine, second)
+        anew(engine, first)
+        read(engine, second)
+        assert np.array_equal(engine._logits, expected)
 
 
 def test_what_was_answered_is_not_read_again(engine: Engine) -> None:
