@@ -94,7 +94,9 @@ def quantize(context: typer.Context, model: Model, out: Out, bits: Bits = None, 
         plan = plan_conversion(ref.folder, options.recipe, options.target is None)
         with plan.store:
             calibration(plan, options)  # what a run would refuse, its plan refuses
-            say_plan(last(follow(decided(plan, options), screen, ConversionPlan)), screen, json)
+            if options.target is not None:  # the formats are found by measuring; sizes alone need no kernel
+                plan = last(follow(decided(plan, options), screen, ConversionPlan))
+            say_plan(plan, screen, json)
         return
     with resumable(screen):
         made = last(follow(convert(ref.folder, Path(out), options), screen, Converted))

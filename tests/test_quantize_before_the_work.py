@@ -9,6 +9,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from test_cli_quantize import FABLE, Ran, copy, made
 
+from effllm.kernels import warm
+
 __all__ = ["made"]  # a fixture
 TO_FOUR = ("--bits", "4", "--no-kv-profile")
 
@@ -28,6 +30,13 @@ def test_a_plan_says_that_a_folder_is_in_the_way_unless_it_may_go(tmp_path: Path
     refused = Ran(*words)
     assert "exists" in refused.refused(2) and "--force replaces it" in refused.err
     assert Ran(*words, "--force").code == 0
+
+
+def test_a_plan_of_sizes_compiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine that never ran a model it took a quarter of a minute, for a table."""
+    monkeypatch.setattr(warm, "is_cold", lambda kinds=(): True)
+    monkeypatch.setattr(warm, "warm", lambda kinds=(): pytest.fail("kernels are compiled"))
+    assert Ran("quantize", FABLE, "-o", tmp_path / "out", *TO_FOUR, "--dry-run").code == 0
 
 
 @pytest.mark.parametrize("more", ((), ("--bundle-ffn",)))
