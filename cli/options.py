@@ -35,6 +35,21 @@ def complete_model(incomplete: str) -> list[str]:
     return [name for name in model_names(os.environ) if name.startswith(incomplete)]
 
 
+def complete_absent(incomplete: str) -> list[str]:
+    """Names that a pull knows, for the shell: those of the catalog, and what of the hub is here already. No network."""
+    import os
+
+    from .. import EffllmError
+    from ..runtime.catalog import catalog
+
+    try:
+        known = [entry.alias for entry in catalog(os.environ) if entry.repo]
+    except EffllmError:  # whoever runs the command is told
+        known = []
+    here = [name for name in complete_model(incomplete) if "/" in name]
+    return [name for name in known if name.startswith(incomplete)] + here
+
+
 def complete_session(incomplete: str) -> list[str]:
     """Names of saved sessions, for the shell."""
     import os
@@ -49,13 +64,14 @@ def complete_session(incomplete: str) -> list[str]:
         return []
 
 
-def model_argument(metavar: str = "MODEL") -> Any:
+def model_argument(metavar: str = "MODEL", complete: Callable[[str], list[str]] = complete_model) -> Any:
     return typer.Argument(metavar=metavar, help="alias (`effllm list -a`), org/repo, folder or GGUF file; then @revision, "
-                          ":4bit, :FILE or :Q4_K_M", autocompletion=complete_model, show_default=False)
+                          ":4bit, :FILE or :Q4_K_M", autocompletion=complete, show_default=False)
 
 
 Model = Annotated[str, model_argument()]
 AnyModel = Annotated[str | None, model_argument()]
+AbsentModel = Annotated[str, model_argument(complete=complete_absent)]
 Models = Annotated[list[str] | None, model_argument("MODEL ...")]
 Json = Annotated[bool, flag(OUTPUT, "--json", "", "print one JSON object")]
 Yes = Annotated[bool, flag(OUTPUT, "-y --yes", "", "answer yes to questions")]

@@ -12,7 +12,7 @@ import typer
 from .. import DoesNotFit, ModelNotFound, UsageError, typed
 from .flags import add_command, flag, is_typed
 from .loading import follow, last
-from .options import MEMORY, OUTPUT, Json, Model, Yes
+from .options import MEMORY, OUTPUT, AbsentModel, Json, Yes
 from .screen import Screen, margin, rounded
 from .settings import origin
 
@@ -48,8 +48,8 @@ def register(app: typer.Typer) -> None:
     add_command(app, "pull", "get and keep models", pull, EXAMPLES)
 
 
-def pull(context: typer.Context, model: Model, bits: Bits = None, keep: Keep = False, dry_run: DryRun = False, offline: Offline = False,
-         yes: Yes = False, json: Json = False) -> None:
+def pull(context: typer.Context, model: AbsentModel, bits: Bits = None, keep: Keep = False, dry_run: DryRun = False,
+         offline: Offline = False, yes: Yes = False, json: Json = False) -> None:
     """Download a model, or make it small as it comes."""
     from ..runtime.model_name import parse_reference
     from ..runtime.pull.client import Client

@@ -346,6 +346,7 @@ def test_ollama_925_the_shell_completes_commands_and_models(hub: Hub, person: Pe
         return ran.stdout.split()
 
     assert {"run", "rm"} <= set(completed("effllm r")) and completed("effllm run org/") == [REPO] and "fable" in completed("effllm show ")
+    assert completed("effllm pull qwen3-0") == ["qwen3-0.6b"] and completed("effllm pull org/") == [REPO], "a pull is for what is not here"
 
 
 @pytest.mark.parametrize(("words", "at", "line", "number", "before"), [
