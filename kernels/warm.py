@@ -8,6 +8,7 @@ quantizing needs is compiled when that begins. Run as `python -m effllm.kernels.
 from __future__ import annotations
 
 import os
+import select
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ from pathlib import Path
 from .compile import Jit, Kernel, cache_folder, complete
 
 MOST_HELPERS = 4  # each takes some 200 MB while it compiles
+TICK_S = 0.25
 
 
 KINDS = ("raw", "low-bit", "exact", "lookup", "kv", "bundled", "sparse", "foreign", "mixers", "floats")
@@ -101,12 +103,18 @@ def load_each(kinds: Sequence[str] = KINDS) -> Iterator[tuple[int, int]]:
 
 
 def warm(kinds: Sequence[str] = KINDS) -> Iterator[tuple[int, int]]:
-    """Compile these kinds in a child; yields (functions done, functions in total). A child that fails costs time, nothing else: what it
-    did not compile is compiled when it is first called."""
+    """Compile these kinds in a child; yields (functions done, functions in total), every TICK_S also where no more are done: the first may
+    take many seconds, in which a person is to see that something happens. A child that fails costs time, nothing else: what it did not
+    compile is compiled when it is first called."""
     command = [sys.executable, "-P", "-m", f"{__package__}.warm", *kinds]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=_environment()) as child:
-        for done, line in enumerate(child.stdout, 1):
-            yield done, int(line.rsplit(" ", 1)[1])
+    done, total = 0, len(compiled_functions(kinds))
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0, env=_environment()) as child:
+        while True:
+            if select.select([child.stdout], [], [], TICK_S)[0]:
+                if not (lines := child.stdout.read(1 << 16)):
+                    return
+                done += lines.count(b"\n")
+            yield done, total
 
 
 def _environment() -> dict[str, str]:

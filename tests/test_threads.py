@@ -214,6 +214,16 @@ def test_a_cache_folder_that_cannot_be_written_only_costs_time(tmp_path):
     assert done.stdout == "ran\n", done.stderr
 
 
+def test_a_cold_start_is_seen_while_its_first_function_compiles(monkeypatch, tmp_path):
+    """Or waits for another that compiles: for seconds, on busy cores for half a minute, nothing was to be seen."""
+    child = tmp_path / "python"
+    child.write_text("#!/bin/sh\nsleep 0.7\necho 'a 2'\necho 'b 2'\n")
+    child.chmod(0o755)
+    monkeypatch.setattr(warm.sys, "executable", str(child))
+    told, total = list(warm.warm((warm.RAW,))), len(warm.compiled_functions((warm.RAW,)))
+    assert told[:2] == [(0, total)] * 2 and told[-1] == (2, total)
+
+
 def test_compiling_that_nothing_keeps_shows_how_far_it_is(monkeypatch):
     """It takes as long as a first run, on every run, and went by without a word."""
     monkeypatch.setattr(warm, "cache_folder", lambda: None)
