@@ -78,7 +78,7 @@ def give_names(store: TensorStore, model_type: object) -> None:
     if model_type == "gpt2":  # the first ones are of the model without its head
         names = ((gpt2.BEFORE + name if name.startswith(OF_GPT2) else name, info) for name, info in store.tensors.items())
         store.tensors = {name: replace(info, name=name) for name, info in names}
-    if model_type == "nemotron_h":
+    if model_type in ("falcon_mamba", "mamba", "nemotron_h"):
         names = ((BASE + name.removeprefix(OLDER_BASE) if name.startswith(OLDER_BASE) else name, info)
                  for name, info in store.tensors.items())
         store.tensors = {name: replace(info, name=name) for name, info in names}

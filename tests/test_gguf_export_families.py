@@ -48,7 +48,7 @@ def test_a_file_is_the_model_that_it_was_made_of(tmp_path: Path, name: str) -> N
     assert fields["general.architecture"].contents() == {**BY_FAMILY, **others}[MODELS[name].family]
     there = scores(exported(path, tmp_path / "again.gguf"), ids)
     hybrid = hybrid or "mamba_d_ssm" in changes
-    turned = hybrid or MODELS[name].family.startswith(("jamba", "qwen3_5", "qwen3_next"))
+    turned = hybrid or MODELS[name].family.startswith(("falcon_mamba", "jamba", "mamba", "qwen3_5", "qwen3_next"))
     within = 1e-5 if turned else 0  # whose decays are logarithms in between
     assert np.abs(there - got).max() <= within * np.abs(got).max()
 
@@ -123,6 +123,8 @@ def test_blocks_of_experts_and_of_fused_tensors(tmp_path: Path, name: str, kind:
      "kind llama3"),
     ("granitemoehybrid, state spaces", {"mamba_conv_bias": False}, "without biases"),
     ("granitemoehybrid, state spaces", {"mamba_expand": 4, "mamba_n_heads": 8}, "256 channels for a width of 64"),
+    ("mamba", {"intermediate_size": 192}, "192 channels for a width of 64"), ("mamba", {"use_conv_bias": False}, "without biases"),
+    ("falcon_mamba", {"mixer_rms_eps": 1e-3}, "an epsilon of 0.001"),
     ("jamba", {"mamba_conv_bias": False}, "without biases"), ("jamba", {"mamba_expand": 4}, "256 channels for a width of 64"),
     ("jamba", {"head_dim": 32}, "4 heads of 32"), ("jamba", {"attn_layer_period": 1, "attn_layer_offset": 0}, "no state space"),
     ("granitemoehybrid", {"num_local_experts": 3}, "experts beside attention alone"),

@@ -21,14 +21,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 from export_models import exported, model
 
 CONV, MOE, MAMBA, MIXED = "lfm2", "lfm2_moe", "granitemoehybrid, state spaces", "granitemoehybrid, experts"
-JAMBA = "jamba"
+JAMBA, ALONE, NORMED = "jamba", "mamba", "falcon_mamba"
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[ModelConfig, GgufHeader]]:
     """The config of a folder, and the header of the file made of it."""
     made = {}
-    for name in (CONV, MOE, MAMBA, MIXED, JAMBA):
+    for name in (CONV, MOE, MAMBA, MIXED, JAMBA, ALONE, NORMED):
         place = tmp_path_factory.mktemp("stateful")
         source = model(name, place / "source")
         made[name] = read_config(source), read_header(exported(source, place / "m.gguf"))
@@ -44,7 +44,7 @@ def changed(files: dict[str, tuple[ModelConfig, GgufHeader]], name: str, key: st
     return model_config(replace(header, metadata=metadata), {}, strict=True)
 
 
-@pytest.mark.parametrize("name", [CONV, MOE, MAMBA, MIXED, JAMBA])
+@pytest.mark.parametrize("name", [CONV, MOE, MAMBA, MIXED, JAMBA, ALONE, NORMED])
 def test_a_file_says_what_the_config_of_its_folder_does(files: dict[str, tuple[ModelConfig, GgufHeader]], name: str) -> None:
     folder, file = files[name][0], changed(files, name)
     if folder.mixture is not None:  # factors are of 32 bits there
@@ -84,7 +84,10 @@ def test_what_a_file_may_leave_out(files: dict[str, tuple[ModelConfig, GgufHeade
     (JAMBA, "ssm.inner_size", None, "lacks key jamba.ssm.inner_size"), (JAMBA, "ssm.time_step_rank", 0, "ssm.time_step_rank"),
     (JAMBA, "attention.head_count_kv", [2, 2, 0, 2], "attention in layers [0, 1, 3] of 4"),
     (JAMBA, "attention.head_count_kv", None, "lacks key jamba.attention.head_count_kv"), (JAMBA, "block_count", 5.0, "head_count_kv"),
-    (JAMBA, "expert_used_count", 7, "expert_used_count 7"), (JAMBA, "attention.sliding_window", 32, "sliding_window")])
+    (JAMBA, "expert_used_count", 7, "expert_used_count 7"), (JAMBA, "attention.sliding_window", 32, "sliding_window"),
+    (ALONE, "ssm.inner_size", 0, "inner_size 0, expected a width"), (ALONE, "ssm.inner_size", None, "lacks key mamba.ssm.inner_size"),
+    (ALONE, "ssm.dt_b_c_rms", 1, "expected true or false"), (ALONE, "ssm.time_step_rank", 0, "time_step_rank"),
+    (ALONE, "attention.sliding_window", 32, "sliding_window"), (NORMED, "ssm.state_size", -1, "state_size")])
 def test_lies(files: dict[str, tuple[ModelConfig, GgufHeader]], name: str, key: str, value: object, said: str) -> None:
     with pytest.raises(EffllmError) as caught:
         changed(files, name, key, value)

@@ -60,15 +60,15 @@ def spaces_config(keys: Keys, norm_eps: float | None) -> ModelConfig:
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
-    prefix = f"backbone.layers.{layer}."
+    prefix = f"model.layers.{layer}."
     norm = {"input_norm": TensorRule(f"{prefix}norm.weight", (config.hidden_size,))}
     return norm | space_tensors(config, f"{prefix}mixer.", weighed=False)
 
 
 def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
     table = (config.vocab_size, config.hidden_size)
-    rules = {"embed": TensorRule("backbone.embeddings.weight", table),
-             "norm": TensorRule("backbone.norm_f.weight", (config.hidden_size,))}
+    rules = {"embed": TensorRule("model.embeddings.weight", table),
+             "norm": TensorRule("model.norm_f.weight", (config.hidden_size,))}
     return rules if config.tie_word_embeddings else rules | {"head": TensorRule("lm_head.weight", table)}
 
 

@@ -25,6 +25,7 @@ from . import (
     latent_attention,
     linear_attention,
     llama4,
+    mamba,
     minicpm3,
     nextn,
     sections,
@@ -248,6 +249,8 @@ ARCHITECTURES = {
     jamba.FAMILY: Architecture(jamba.FAMILY, keys=jamba.KEYS, experts=("feed_forward", qwen3_moe.NAMES), layer_names=jamba.NAMES,
                                whole=jamba.WHOLE, fused=jamba.FUSED, roles=jamba.ROLES, outer=jamba.OUTER, required=jamba.REQUIRED,
                                kinds=jamba.KINDS),
+    mamba.NAME: Architecture(mamba.NAME, keys=mamba.KEYS, layer_names=mamba.NAMES, whole=mamba.WHOLE, fused=jamba.FUSED, roles=jamba.ROLES,
+                             outer=mamba.OUTER, required=mamba.REQUIRED, read=frozenset({mamba.NORMS})),
     "gemma": Architecture("gemma", config={"hidden_act": "gelu_pytorch_tanh"}, norm_offset=1.0),
     "gemma2": Architecture("gemma2", keys={"attn_logit_softcapping": "attn_logit_softcapping",
                                            "final_logit_softcapping": "final_logit_softcapping"}, **_GEMMA),
@@ -317,11 +320,12 @@ BY_FAMILY = dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), laten
     "hunyuan_v1_dense": "hunyuan-dense", "hunyuan_v1_moe": "hunyuan-moe", "internlm3": "llama", "iquestcoder": "llama",
     "lfm2_moe": "lfm2moe", "llama4_text": "llama4", "minimax_m2": "minimax-m2", "ministral3": "mistral3", "mistral": "llama",
     "mixtral": "llama", "olmo3": "olmo2", "phi": "phi2", "qwen2_moe": "qwen2moe", "qwen3_5_moe_text": "qwen35moe", "qwen3_5_text": "qwen35",
-    "qwen3_moe": "qwen3moe", "qwen3_next": linear_attention.JOINED, "solar_open": "glm4moe", swash.MIXED: swash.NAME} | {
+    "qwen3_moe": "qwen3moe", "qwen3_next": linear_attention.JOINED, "solar_open": "glm4moe", swash.MIXED: swash.NAME,
+    mamba.NORMED: mamba.NAME} | {
     name: name for name in ("afmoe", "apertus", "arcee", "cohere2", "dots1", "ernie4_5", "exaone", "exaone4", "falcon", "gemma", "gemma2",
                             "glm4", "gpt2", "granite", "granite_swa", "granitemoe", "hy_v3", "internlm2", "jamba", "lfm2", "llama",
-                            "minicpm", "minicpm3", "nemotron", "nemotron_h", "olmo", "olmo2", "olmoe", "phi3", "qwen2", "qwen3",
-                            "seed_oss", "smollm3", "stablelm", "starcoder2")}
+                            "mamba", "minicpm", "minicpm3", "nemotron", "nemotron_h", "olmo", "olmo2", "olmoe", "phi3", "qwen2",
+                            "qwen3", "seed_oss", "smollm3", "stablelm", "starcoder2")}
 
 
 def file_architecture(config: ModelConfig) -> str:

@@ -18,6 +18,7 @@ from . import (
     latent_attention,
     linear_attention,
     llama4,
+    mamba,
     minicpm3,
     short_conv,
     state_spaces,
@@ -57,6 +58,9 @@ def add_family(header: GgufHeader, raw: dict[str, object]) -> None:
         latent_attention.add_latent_attention(header, raw)
     elif raw["model_type"] in ("dots1", "glm4_moe"):
         _glm(header, raw)
+    elif raw["model_type"] == mamba.NAME:
+        raw["sliding_window"] = window
+        mamba.add_mamba(header, raw)
     elif raw["model_type"] == jamba.FAMILY:
         raw["sliding_window"] = window
         jamba.add_jamba(header, raw)

@@ -1,0 +1,55 @@
+"""What GGUF files say otherwise of Mamba and Falcon Mamba, which are one architecture there: where a checkpoint's config has it, and what
+they cannot say.
+
+Heads and widths inside, which no layer has, are stated as 0. The epsilon of the norms of Falcon Mamba's steps, B and C is not stated: it is
+read as published models have it, and llama.cpp takes it to be that of the other norms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ...offload.gguf import GgufHeader, Value
+from ...offload.header import CheckpointError, damaged
+from ..config import ModelConfig
+from . import jamba
+
+NAME, NORMED = "mamba", "falcon_mamba"
+INNER, NORMS = "inner_size", "ssm.dt_b_c_rms"  # of all channels together; whether what steps, B and C are made of is normed
+# Below the architecture's name -> config.json.
+KEYS = {"ssm.conv_kernel": "conv_kernel", "ssm.state_size": "state_size", "ssm.time_step_rank": "time_step_rank", "ssm.inner_size": INNER,
+        "attention.layer_norm_rms_epsilon": "layer_norm_epsilon"}
+REQUIRED = tuple(key for key in KEYS if key.startswith("ssm."))
+NAMES = {"attn_norm": "norm"} | {part: own.replace("mamba.", "mixer.") for part, own in jamba.NAMES.items() if own.startswith("mamba.")}
+WHOLE = {part: own.replace("mamba.", "mixer.") for part, own in jamba.WHOLE.items() if own.startswith("mamba.")}
+OUTER = {"token_embd.weight": "model.embeddings.weight", "output_norm.weight": "model.norm_f.weight"}
+EPS = 1e-6  # of the norms that are not stated
+NOWHERE = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
+
+
+def add_mamba(header: GgufHeader, raw: dict[str, object]) -> None:
+    """Put into `raw`, a config.json in the making, what files say in their own way. Raises CheckpointError."""
+    normed = header.metadata.get(f"{NAME}.{NORMS}", False)
+    if not isinstance(normed, bool):
+        damaged(header.path, f"states {NAME}.{NORMS} {normed!r}, expected true or false")
+    for key in NOWHERE:
+        raw.pop(key, None)
+    inner = raw.pop(INNER)
+    if type(inner) is not int or inner < 1:
+        raise CheckpointError(f"{header.path} states {NAME}.ssm.inner_size {inner!r}, expected a width", jamba.AGAIN)
+    raw |= {"model_type": NORMED if normed else NAME, "intermediate_size": inner,
+            "use_conv_bias": any(tensor.endswith(".ssm_conv1d.bias") for tensor in header.tensors)}
+    raw |= {"mixer_rms_eps": EPS} if normed else {}
+
+
+def stated(config: ModelConfig) -> dict[str, Value]:
+    """The keys of its states, below the architecture's name."""
+    own = config.state
+    return {"ssm.conv_kernel": own.taps, "ssm.state_size": own.depth, "ssm.time_step_rank": own.rank, "ssm.inner_size": own.values,
+            NORMS: own.normed, "attention.head_count": 0, "attention.head_count_kv": 0, "feed_forward_length": 0}
+
+
+def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """(whether it is so, what files cannot say)."""
+    yield from jamba.departures(config)
+    yield config.state.normed and config.state_norm_eps != EPS, f"norms its steps with an epsilon of {config.state_norm_eps}"
