@@ -253,7 +253,7 @@ def test_every_peculiarity_of_a_family_shows(name: str, tmp_path: Path) -> None:
                                   "gemma3n_text, two streams, windows over pages, bfloat16", "afmoe", "gpt_neox", "phi",
                                   "stablelm, side by side", "olmo", "phimoe", "olmo_hybrid", "granite_swa", "granitemoe_swa", "cwm",
                                   "vaultgemma", "helium", "lfm3", "ministral", "flex_olmo", "nanochat", "hy_v3", "cohere2_moe", "minicpm3",
-                                  "minicpm", "bailing_moe_v2", "gpt2", "falcon", "falcon, two norms, groups, biases, own head",
+                                  "minicpm", "bailing_moe_v2", "gpt2", "falcon", "falcon, two norms, groups, biases, own head, bfloat16",
                                   "kimi_linear", "kimi_linear, one group, other layers, bfloat16",
                                   "jamba", "jamba, no experts, tied, bfloat16", "mamba", "falcon_mamba"])
 def test_the_other_backend_agrees(name: str, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from ..layout import NORMS, STORED_TYPES
 from ..registry import Call
 from ..workspace import Dims, address
 from . import latent_loops as loops
+from . import states
 from .rows import SHARE_FROM
 
 if TYPE_CHECKING:
@@ -20,12 +21,14 @@ if TYPE_CHECKING:
 
 
 def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
-    """Floats of the buffers of latent attention, none where there is none."""
-    own = dims.latent
+    """Floats of the buffers of latent attention, none where there is none; those that layers with a state have too are as large as either
+    asks for."""
+    own, beside = dims.latent, states.plan_workspace(dims, chunk)
     if own is None:
         return {}
-    return {"y1": chunk * max(own.key, own.query_rank or 0), "latents": chunk * own.key, "queries": chunk * dims.heads * own.key,
-            "values": chunk * dims.heads * own.value}
+    planned = {"y1": chunk * max(own.key, own.query_rank or 0), "latents": chunk * own.key, "queries": chunk * dims.heads * own.key,
+               "values": chunk * dims.heads * own.value}
+    return {name: max(floats, beside.get(name, 0)) for name, floats in planned.items()}
 
 
 def latent_keys(ops: CpuOps, y: np.ndarray, shape: LatentShape, norm: Norm) -> np.ndarray:

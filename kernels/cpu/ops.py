@@ -62,15 +62,14 @@ def plan_workspace(dims: Dims, workers: int) -> dict[str, int]:
     state = 0
     if dims.spilled_kv:
         partials, state = FEW * blocks * dims.heads * (dims.head_dim + 2), attention.attend_many_state(chunk, dims)
-    beside, latents = states.plan_workspace(dims, chunk), latent.plan_workspace(dims, chunk)
-    latents |= {name: max(latents[name], beside[name]) for name in latents.keys() & beside.keys()}
     # y0 takes the queries, and later in a layer a branch on its way to the stream
     return {"x": chunk * dims.hidden * max(1, dims.streams), "y0": chunk * max(dims.projected, dims.hidden),
-            **beside, "attend": chunk * dims.attended, "gate": chunk * dims.ffn, "up": chunk * dims.ffn,
+            **states.plan_workspace(dims, chunk), "attend": chunk * dims.attended, "gate": chunk * dims.ffn, "up": chunk * dims.ffn,
             "panels": max(columns * wide, panel_floats(chunk, wide)), "low_panels": low_bit.panel_floats(chunk, wide),
             "scratch": workers * (scratch + 16), "logits": dims.rows * dims.vocab,
-            "partials": partials, "state": state, **moe.plan_workspace(dims, chunk), **bundled.plan_workspace(dims, chunk), **latents,
-            **inputs.plan_workspace(dims, chunk), **streams.plan_workspace(dims, chunk), **plan_lora(dims, chunk),
+            "partials": partials, "state": state, **moe.plan_workspace(dims, chunk), **bundled.plan_workspace(dims, chunk),
+            **latent.plan_workspace(dims, chunk), **inputs.plan_workspace(dims, chunk), **streams.plan_workspace(dims, chunk),
+            **plan_lora(dims, chunk),
             # of drafts by a layer of the model's own: what goes into it, and states that wait for it, of a pass and of one before
             "joined": min(chunk, PAGE) * dims.joined, "states": (chunk + FEW) * dims.hidden if dims.joined else 0}
 
