@@ -32,7 +32,7 @@ MODELS = {"qwen3_5_text": Case("qwen3_5_text", {**CASES["qwen3_5_text"].changes,
           "falcon_h1": Case("falcon_h1", {**CASES["falcon_h1"].changes, **CALM, "num_hidden_layers": 4}),
           "olmo_hybrid": Case("olmo_hybrid", {**CASES["olmo_hybrid"].changes, **CALM, "initializer_range": 0.04}),
           "kimi_linear": Case("kimi_linear", {
-              **CASES["kimi_linear"].changes, **CALM, **ONE_GROUP, "num_hidden_layers": 4, "kv_lora_rank": 112,
+              **CASES["kimi_linear"].changes, **CALM, **ONE_GROUP, "num_hidden_layers": 4, "kv_lora_rank": 112, "initializer_range": 0.05,
               "num_local_experts": 3, "num_experts_per_tok": 2, "layer_types": [
                   "linear_attention", "full_attention", "linear_attention", "linear_attention"]}),
           "jamba": Case("jamba", {**CASES["jamba"].changes, **CALM, "num_hidden_layers": 4, "attn_layer_period": 4, "num_experts": 3,
