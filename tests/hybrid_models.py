@@ -44,7 +44,11 @@ MODELS = {"qwen3_5_text": Case("qwen3_5_text", {**CASES["qwen3_5_text"].changes,
 KINDS = ("raw", "4 bits", "4 bits, packed cache", "packed cache")
 
 
-@pytest.fixture(scope="module", params=MODELS)
+# Another of a kind of states that has one, or of what lies beside them.
+LIKE_OTHERS = ("nemotron_h", "jamba", "lfm3")
+
+
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.slow if name in LIKE_OTHERS else ()) for name in MODELS])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("hybrid") / request.param
     written(MODELS[request.param], made)

@@ -56,7 +56,13 @@ def opened(folder: Path, **options: object) -> Engine:
     return engine
 
 
-@pytest.fixture(params=CASES, scope="module")
+# Of each family the first case, and of those that most people run all.
+OFTEN = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "gpt_oss", "phi3", "deepseek_v3")
+FIRST = {*{case.family: name for name, case in reversed(CASES.items())}.values()}
+FIRST |= {name for name, case in CASES.items() if case.family in OFTEN}
+
+
+@pytest.fixture(params=[pytest.param(name, marks=() if name in FIRST else pytest.mark.slow) for name in CASES], scope="module")
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, PreTrainedModel]]:
     """(ours, transformers') for one case."""
     case = CASES[request.param]
