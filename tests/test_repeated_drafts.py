@@ -14,12 +14,14 @@ from effllm.runtime.prepare import EngineOptions
 sys.path.insert(0, str(Path(__file__).parent))
 from conversions import options, run
 from family_models import CASES, written
+from family_sizes import OF_ALL_KINDS
 from streamed_models import FABLE, paging
 from test_moe_models import mixture_model
 from test_recorded_passes import Counted, opened
 
 PASSES = 120
 FIRST = {case.family: name for name, case in reversed(CASES.items())}  # of each family the first
+QUICK = {name for family, name in FIRST.items() if family in OF_ALL_KINDS}
 
 
 def passes(engine: Engine, seed: int, most: int) -> list[np.ndarray]:
@@ -81,8 +83,7 @@ def test_pages_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     check(lambda: opened(FABLE, 1, spill_dir=str(tmp_path)), monkeypatch, repeats=False)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == FIRST[CASES[name].family] else pytest.mark.slow)
-                                  for name in CASES])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES])
 def test_families(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written(CASES[name], tmp_path)
     recorded, anew = (plain(tmp_path, ctx=None) for _ in range(2))

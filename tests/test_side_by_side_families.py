@@ -12,6 +12,7 @@ from effllm.runtime.side_by_side import Want, side_by_side
 
 sys.path.insert(0, str(Path(__file__).parent))
 from family_models import CASES, written
+from family_sizes import OF_ALL_KINDS
 from streamed_models import paging, random_model, streaming
 
 # One case of each family.
@@ -51,7 +52,8 @@ def assert_rows_alone(engine: Engine) -> None:
         engine.close()
 
 
-@pytest.mark.parametrize("family", sorted(BY_FAMILY))
+@pytest.mark.parametrize("family", [pytest.param(family, marks=() if family in OF_ALL_KINDS else pytest.mark.slow)
+                                    for family in sorted(BY_FAMILY)])
 def test_rows_are_those_of_passes_alone(family: str, tmp_path: Path) -> None:
     written(BY_FAMILY[family], tmp_path)
     *_, engine = open_engine(tmp_path, EngineOptions(device="cpu", ctx=256, parallel=2 * len(LENGTHS)))
