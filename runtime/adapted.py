@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +24,7 @@ from ..offload.checkpoint import CheckpointError
 from ..offload.header import is_gguf, shown
 from ..quant.weight import Linear, Lora, Weight, from_f32, to_f32
 from . import families
-from .adapter import HEAD, TABLE, Adapter, Delta
+from .adapter import HEAD, MLX, PEFT, STATED, TABLE, Adapter, Delta
 
 if TYPE_CHECKING:
     from .config import ModelConfig
@@ -101,18 +102,17 @@ class _Place:
 
 
 def _parsed(asked: str) -> tuple[Path, float]:
-    """The folder, and how much of it: FOLDER:0.5 is half."""
-    folder, colon, share = asked.rpartition(":")
-    whole = Path(asked).expanduser()
-    if not colon or whole.exists():
-        return whole, 1.0
-    try:
-        scale = float(share)
-    except ValueError:
-        return whole, 1.0
+    """The folder or file, and how much of it: ADAPTER:0.5 is half. Raises UsageError for one that is not there."""
+    path, scale = Path(asked).expanduser(), 1.0
+    before, colon, share = asked.rpartition(":")
+    if colon and not path.exists():
+        with suppress(ValueError):
+            path, scale = Path(before).expanduser(), float(share)
     if not math.isfinite(scale):
-        raise UsageError(f"--lora {asked}: {share} is no scale", f"--lora {folder}, or {folder}:0.5 for half of it")
-    return Path(folder).expanduser(), scale
+        raise UsageError(f"--lora {asked}: {share} is no scale", f"--lora {before}, or {before}:0.5 for half of it")
+    if not path.exists():
+        raise UsageError(f"--lora: {path} is not there", f"a folder with {STATED} and {PEFT} or {MLX}, or a GGUF file")
+    return path, scale
 
 
 def _places(config: ModelConfig, tensors: Mapping[int | str, Mapping[str, ModelTensor]],

@@ -49,8 +49,8 @@ def prepare_draft(folder: Path | None, options: EngineOptions) -> Prepared:
     refuse_other_vocabulary(folder, place)
     with _said_of_the_draft():
         longest = read_config(place, options.strict).context_length
-        own = replace(options, draft=None, spec="off", device="cpu", gpu_layers=None, ctx=min(options.ctx or AUTO_CTX, longest), kv="16bit",
-                      kv_sink=None, kv_window=None, load="ram", chunk=PAGE, overflow="error", vram=None, kv_ram=None, disk="0",
+        own = replace(options, draft=None, lora=(), spec="off", device="cpu", gpu_layers=None, ctx=min(options.ctx or AUTO_CTX, longest),
+                      kv="16bit", kv_sink=None, kv_window=None, load="ram", chunk=PAGE, overflow="error", vram=None, kv_ram=None, disk="0",
                       kv_read="exact", kernel="auto", predict_neurons=False)
         prepared = prepare(place, own)
     if prepared.placement.streamed_bytes:

@@ -250,8 +250,26 @@ def test_experts_are_refused(mixture: Path, tmp_path: Path) -> None:
 def test_a_scale_is_a_number(own: Path) -> None:
     with pytest.raises(EffllmError, match="inf is no scale"):
         opened(FABLE, f"{own}:inf")
-    with pytest.raises(EffllmError, match="is no folder"):
+    with pytest.raises(EffllmError, match="is not there"):
         opened(FABLE, f"{own}:half")
+
+
+def test_a_model_that_drafts_has_none_of_it(own: Path, tmp_path: Path) -> None:
+    """It is of another shape as a rule, and guesses by itself."""
+    written(Case("llama", {"vocab_size": 4096}), tmp_path / "small")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(FABLE / name, tmp_path / "small" / name)
+    engine = opened(FABLE, own, draft=str(tmp_path / "small"), spec="auto")
+    assert engine.prepared.adapted.names == ("own",) and engine.prepared.speculating.draft.adapted.names == ()
+    engine.close()
+
+
+def test_it_may_be_wider_than_the_model(tmp_path: Path) -> None:
+    written(Case("llama"), base := tmp_path / "base")
+    name = "model.layers.0.self_attn.o_proj"
+    own = adapter(tmp_path / "own", peft({name: (0.05 * random(700, 64), 0.05 * random(64, 700))}), lora_alpha=RANK)
+    list(merge(base, own, tmp_path / "out"))
+    assert_near(logits(opened(base, own)), logits(opened(tmp_path / "out")))
 
 
 def test_from_the_command_line(person, tmp_path: Path, own: Path) -> None:

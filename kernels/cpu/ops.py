@@ -46,7 +46,7 @@ def plan_workspace(dims: Dims, workers: int) -> dict[str, int]:
         plans = [plan_workspace(own, workers) for own in dims.alike]
         return {name: max(plan[name] for plan in plans) for name in plans[0]}
     chunk = max(dims.chunk, dims.rows)
-    wide = max(dims.hidden, dims.ffn, dims.multiplied, dims.joined)
+    wide = max(dims.hidden, dims.ffn, dims.multiplied, dims.joined, dims.lora)
     columns = -(-chunk // TILE_COLUMNS) * TILE_COLUMNS
     group = dims.heads // dims.kv_heads
     scratch = max(linear.HEADROOM + FEW * wide, TILE_COLUMNS * wide, linear.MANY_BLOCK * (linear.DEPTH_BLOCK + columns),
