@@ -10,8 +10,8 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -239,6 +239,25 @@ def test_what_falls_apart_says_nothing_and_an_interrupt_in_it_is_not_lost() -> N
     assert (done.stdout, done.stderr) == ("interrupted\n", "")
 
 
+@contextmanager
+def stopped_and_back(program: Path) -> Iterator[tuple[int, int]]:
+    """A program that a shell started in a terminal of its own, behind Ctrl-Z and fg: the shell's id and the terminal."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execvpe("bash", ["bash", "--norc", "--noprofile", "-i"], os.environ | {"TERM": "xterm", "PS1": "$ "})
+    try:
+        os.write(terminal, f"'{sys.executable}' '{program}'\r".encode())
+        read_until(terminal, b"ready")
+        os.write(terminal, b"\x1a")
+        read_until(terminal, b"Stopped")
+        os.write(terminal, b"fg\r")
+        yield pid, terminal
+    finally:
+        os.kill(pid, signal.SIGHUP)
+        os.close(terminal)
+        os.waitpid(pid, 0)
+
+
 def test_ctrl_z_goes_to_the_shell_and_fg_comes_back(tmp_path: Path) -> None:
     """At the line of a chat, which reads every key itself."""
     program = tmp_path / "line.py"
@@ -246,22 +265,10 @@ def test_ctrl_z_goes_to_the_shell_and_fg_comes_back(tmp_path: Path) -> None:
                        f"history = Path({str(tmp_path / 'history')!r})\n"
                        "editor = Editor(sys.stdout, False, history, lambda: ['ready'], lambda line: [], print)\n"
                        "print('said', repr(editor.read()))\n")
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.execvpe("bash", ["bash", "--norc", "--noprofile", "-i"], os.environ | {"TERM": "xterm", "PS1": "$ "})
-    try:
-        os.write(terminal, f"'{sys.executable}' '{program}'\r".encode())
-        read_until(terminal, b"ready")
-        os.write(terminal, b"\x1a")
-        read_until(terminal, b"Stopped")
-        os.write(terminal, b"fg\r")
+    with stopped_and_back(program) as (_, terminal):
         read_until(terminal, b"ready")
         os.write(terminal, b"hello\r")
         read_until(terminal, b"said 'hello'")
-    finally:
-        os.kill(pid, signal.SIGHUP)
-        os.close(terminal)
-        os.waitpid(pid, 0)
 
 
 def test_what_is_typed_during_an_answer_stays_out_of_it_after_ctrl_z_too(tmp_path: Path) -> None:
@@ -269,22 +276,10 @@ def test_what_is_typed_during_an_answer_stays_out_of_it_after_ctrl_z_too(tmp_pat
     program = tmp_path / "answer.py"
     program.write_text("import sys\nfrom effllm.cli.interrupt import unechoed\nwith unechoed(sys.stdin):\n"
                        "    print('ready', flush=True)\n    print('read', sys.stdin.readline().strip()[::-1])\n")
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.execvpe("bash", ["bash", "--norc", "--noprofile", "-i"], os.environ | {"TERM": "xterm", "PS1": "$ "})
-    try:
-        os.write(terminal, f"'{sys.executable}' '{program}'\r".encode())
-        read_until(terminal, b"ready")
-        os.write(terminal, b"\x1a")
-        read_until(terminal, b"Stopped")
-        os.write(terminal, b"fg\r")
+    with stopped_and_back(program) as (pid, terminal):
         until(lambda: os.tcgetpgrp(terminal) != pid and not termios.tcgetattr(terminal)[3] & termios.ECHO)
         os.write(terminal, b"yal\r")
         assert b"yal" not in read_until(terminal, b"read lay")
-    finally:
-        os.kill(pid, signal.SIGHUP)
-        os.close(terminal)
-        os.waitpid(pid, 0)
 
 
 def test_a_terminal_that_does_not_tell_where_its_cursor_is_gets_no_warning_of_a_library(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ...kernels.kda_shape import KdaShape
 from ..config import MAX_LAYERS, Defaults, ModelConfig
 from ..config_reader import ConfigError, Keys, show
-from . import LayerWeights, TensorRule
+from . import LayerWeights, TensorRule, olmo_hybrid
 from .deepseek_v3 import SILENT, attention, grouped, latent_config, latent_tensors, refuse_other_code
 from .glm4_moe_lite import DENSE, SPARSE
 from .llama import feed_forward, outer_tensors, state_layer
@@ -49,7 +49,6 @@ OF_LINEAR = frozenset({"full_attn_layers", "head_dim", "kda_layers", "num_heads"
 SIZES = {"vocab_size": 163_840, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 27, "num_attention_heads": 32}
 WIDTHS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 CODE = r"(configuration|modeling)_kimi\.KimiLinear\w+"  # of the published ones, which became part of transformers
-PARTS = ("q", "k", "v")
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -131,11 +130,8 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 
 
 def joined_rows(config: ModelConfig, layer: int) -> dict[str, tuple[tuple[str, int], ...]]:
-    """Names of a layer's tensors that are stored in parts -> those of the parts, with their rows."""
-    own, prefix = config.state, f"model.layers.{layer}.self_attn."
-    heights = own.keys, own.keys, own.values
-    return {f"{prefix}{whole}.weight": tuple((f"{prefix}{part}_{name}.weight", height) for part, height in zip(PARTS, heights, strict=True))
-            for whole, name in (("qkv_proj", "proj"), ("conv1d", "conv1d"))} if layer in config.state_layers else {}
+    """As OLMo Hybrid's, under the name that attention has in every layer."""
+    return olmo_hybrid.joined_rows(config, layer, "self_attn")
 
 
 def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache | LayerStates, positions: np.ndarray, rope: RopeTable | None,

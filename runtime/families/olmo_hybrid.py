@@ -96,9 +96,10 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     return rules
 
 
-def joined_rows(config: ModelConfig, layer: int) -> dict[str, tuple[tuple[str, int], ...]]:
-    """Names of a layer's tensors that are stored in parts -> those of the parts, with their rows."""
-    own, prefix = config.state, f"model.layers.{layer}.linear_attn."
+def joined_rows(config: ModelConfig, layer: int, place: str = "linear_attn") -> dict[str, tuple[tuple[str, int], ...]]:
+    """Names of a layer's tensors that are stored in parts -> those of the parts, with their rows. `place`: what a layer calls its linear
+    attention."""
+    own, prefix = config.state, f"model.layers.{layer}.{place}."
     heights = own.keys, own.keys, own.values
     return {f"{prefix}{whole}.weight": tuple((f"{prefix}{part}_{name}.weight", height) for part, height in zip(PARTS, heights, strict=True))
             for whole, name in (("qkv_proj", "proj"), ("conv1d", "conv1d"))} if layer in config.state_layers else {}
