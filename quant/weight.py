@@ -181,7 +181,8 @@ class Linear:
 
 @dataclass(frozen=True)
 class Lora:
-    """What an adapter adds to a product: out(into(x)), of raw matrices `into` [r, K] and `out` [N, r], its scale taken in."""
+    """What an adapter adds to a product: out(into(x)), of raw matrices `into` [r, K] and `out` [N, r], its scale taken in. Both lie by
+    columns, and r is a multiple of 4: `kernels/cpu/lora_loops.py` says why."""
 
     into: Linear
     out: Linear

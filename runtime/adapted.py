@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 BESIDE = frozenset(("q", "k", "v", "o", "attn_gate", "gate", "up", "down", "q_a", "q_b", "kv_a", "state_in", "state_gate", "state_rate",
                     "state_beta", "state_out"))
 MERGES = "effllm export MODEL -o DIR --lora ADAPTER merges it into the original checkpoint"
+RANK_MULTIPLE = 4  # what kernels take at a time of the numbers between; more are zeros
 NARROW = ("bf16", "f16")  # as which a matrix is kept where that loses nothing
 
 
@@ -68,7 +69,7 @@ class Adapted:
         pair = self.weights.get((layer, role))
         if pair is None:
             return None
-        return Lora(*(Linear(Weight(each.spec, each.shape, {"data": put(each.parts["data"], each.spec.scheme)})) for each in pair))
+        return Lora(*(Linear(Weight(each.spec, each.shape, {"data": put(each.parts["data"].T, each.spec.scheme).T})) for each in pair))
 
 
 NOTHING = Adapted()
@@ -150,7 +151,8 @@ def _read(path: Path, scale: float, config: ModelConfig,
                 b = np.float32(delta.scale * scale) * delta.b[place.first : place.first + place.rows]
             if not np.isfinite(b).all():
                 raise CheckpointError(f"{path}: infinity comes of its scale for {shown(name)}", "the adapter is damaged: download it again")
-            yield place.key, (_kept(delta.a), _kept(b))
+            more = -len(delta.a) % RANK_MULTIPLE
+            yield place.key, (_kept(np.pad(delta.a, ((0, more), (0, 0)))), _kept(np.pad(b, ((0, 0), (0, more)))))
     if not changes:
         raise CheckpointError(f"{path} changes no weight", "look at what it holds: its training may not have been saved")
 
@@ -175,8 +177,9 @@ def _outer(config: ModelConfig) -> dict[str, tuple[int, int]]:
 
 
 def _kept(values: np.ndarray) -> Weight:
-    """A matrix in two bytes a number where those say the same, else in four."""
-    values = np.ascontiguousarray(values, np.float32)
+    """A matrix by columns, in two bytes a number where those say the same, else in four."""
+    values = np.asarray(values, np.float32)
     with np.errstate(over="ignore"):
         scheme = next((each for each in NARROW if np.array_equal(to_f32(from_f32(values, each), each), values)), "f32")
-    return Weight.raw(scheme, values.shape, from_f32(values, scheme))
+    stored = Weight.raw(scheme, values.shape[::-1], from_f32(np.ascontiguousarray(values.T), scheme))
+    return Weight(stored.spec, values.shape, {"data": stored.parts["data"].T})

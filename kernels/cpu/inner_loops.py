@@ -30,29 +30,29 @@ FEW_STEP, MANY_STEP = 4 * VECTOR, 2 * VECTOR
 FLOATS = ir.VectorType(F32, VECTOR)
 
 
-def widen_bf16(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
-    words = ir.VectorType(I32, VECTOR)
-    bits = builder.zext(load(builder, address, ir.VectorType(I16, VECTOR), 2), words)
-    return builder.bitcast(builder.shl(bits, ir.Constant(words, [16] * VECTOR)), FLOATS)
+def widen_bf16(builder: ir.IRBuilder, address: ir.Value, lanes: int = VECTOR) -> ir.Value:
+    words = ir.VectorType(I32, lanes)
+    bits = builder.zext(load(builder, address, ir.VectorType(I16, lanes), 2), words)
+    return builder.bitcast(builder.shl(bits, ir.Constant(words, [16] * lanes)), ir.VectorType(F32, lanes))
 
 
-def widen_f16(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
-    """VECTOR halves as floats; without an instruction for it as `arithmetic.widen_half` does it."""
+def widen_f16(builder: ir.IRBuilder, address: ir.Value, lanes: int = VECTOR) -> ir.Value:
+    """Halves as floats; without an instruction for it as `arithmetic.widen_half` does it."""
+    words, floats = ir.VectorType(I32, lanes), ir.VectorType(F32, lanes)
     if HAS_HALF:
-        return builder.fpext(load(builder, address, ir.VectorType(F16, VECTOR), 2), FLOATS)
-    words = ir.VectorType(I32, VECTOR)
-    every = lambda value: ir.Constant(words, [value] * VECTOR)  # noqa: E731
-    raw = builder.zext(load(builder, address, ir.VectorType(I16, VECTOR), 2), words)
+        return builder.fpext(load(builder, address, ir.VectorType(F16, lanes), 2), floats)
+    every = lambda value: ir.Constant(words, [value] * lanes)  # noqa: E731
+    raw = builder.zext(load(builder, address, ir.VectorType(I16, lanes), 2), words)
     bits = builder.shl(builder.and_(raw, every(0x7FFF)), every(13))
-    finite = builder.fmul(builder.bitcast(bits, FLOATS), ir.Constant(FLOATS, [2.0**112] * VECTOR))
+    finite = builder.fmul(builder.bitcast(bits, floats), ir.Constant(floats, [2.0**112] * lanes))
     special = builder.icmp_unsigned(">=", bits, every(0x7C00 << 13))
     magnitude = builder.select(special, builder.or_(bits, every(0x7F800000)), builder.bitcast(finite, words))
     sign = builder.shl(builder.and_(raw, every(0x8000)), every(16))
-    return builder.bitcast(builder.or_(magnitude, sign), FLOATS)
+    return builder.bitcast(builder.or_(magnitude, sign), floats)
 
 
-def plain_f32(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
-    return load(builder, address, FLOATS, 4)
+def plain_f32(builder: ir.IRBuilder, address: ir.Value, lanes: int = VECTOR) -> ir.Value:
+    return load(builder, address, ir.VectorType(F32, lanes), 4)
 
 
 def _dot_rows(widen, item: int, count: int, width: int):

@@ -19,15 +19,14 @@ from ..layout import ACTIVATIONS, NORMS, PAGE, PageLayout
 from ..registry import Call, Registry
 from ..threads import ThreadPool
 from ..workspace import Dims, Workspace, address
-from . import attention, attention_few, bundled, in_parts, inputs, latent, latent_loops, linear, low_bit, moe, packed, rows, states, streams
+from . import attention, bundled, in_parts, inputs, latent, latent_loops, linear, lora, low_bit, moe, packed, rows, states, streams
+from .attention_few import attend_few_scratch, partials_floats
 from .inner_loops import TILE_COLUMNS
 from .jobs import Jobs
 from .kv_many import packed_scratch
 from .kv_scratch import few_scratch
 from .kv_seal import seal_scratch
 from .linear_amx import panel_floats, scratch_floats
-from .lora import plan_workspace as plan_lora
-from .lora import run as run_with_adapters
 from .rows import SHARE_FROM, Angles
 
 if TYPE_CHECKING:  # records of the layer above; the kernels read their fields and never build one
@@ -51,14 +50,14 @@ def plan_workspace(dims: Dims, workers: int) -> dict[str, int]:
     group = dims.heads // dims.kv_heads
     scratch = max(linear.HEADROOM + FEW * wide, TILE_COLUMNS * wide, linear.MANY_BLOCK * (linear.DEPTH_BLOCK + columns),
                   attention.attend_many_scratch(dims.heads, dims.kv_heads, dims.head_dim),
-                  attention_few.attend_few_scratch(FEW, dims.heads, dims.kv_heads, dims.head_dim),
+                  attend_few_scratch(FEW, dims.heads, dims.kv_heads, dims.head_dim),
                   low_bit.scratch_floats(dims, chunk, wide), scratch_floats(chunk, wide),
                   0 if dims.latent is None else latent_loops.scratch_floats(dims.latent.nope, dims.latent.rank),
                   max(packed_scratch(dims.heads, dims.kv_heads, dims.head_dim), few_scratch(group, dims.head_dim),
-                      seal_scratch(dims.head_dim)) if dims.packed_kv else 0, streams.scratch_floats(dims))
+                      seal_scratch(dims.head_dim)) if dims.packed_kv else 0, streams.scratch_floats(dims), lora.scratch_floats(dims))
     blocks = dims.ctx // attention.PAGE + 3
     # Where attention takes turns, all of a few tokens have their own partials at any depth, and a prompt's tiles wait between two turns.
-    partials = attention_few.partials_floats(FEW, dims.heads, dims.head_dim, blocks)
+    partials = partials_floats(FEW, dims.heads, dims.head_dim, blocks)
     state = 0
     if dims.spilled_kv:
         partials, state = FEW * blocks * dims.heads * (dims.head_dim + 2), attention.attend_many_state(chunk, dims)
@@ -69,7 +68,7 @@ def plan_workspace(dims: Dims, workers: int) -> dict[str, int]:
             "scratch": workers * (scratch + 16), "logits": dims.rows * dims.vocab,
             "partials": partials, "state": state, **moe.plan_workspace(dims, chunk), **bundled.plan_workspace(dims, chunk),
             **latent.plan_workspace(dims, chunk), **inputs.plan_workspace(dims, chunk), **streams.plan_workspace(dims, chunk),
-            **plan_lora(dims, chunk),
+            **lora.plan_workspace(dims, chunk),
             # of drafts by a layer of the model's own: what goes into it, and states that wait for it, of a pass and of one before
             "joined": min(chunk, PAGE) * dims.joined, "states": (chunk + FEW) * dims.hidden if dims.joined else 0}
 
@@ -293,7 +292,7 @@ class CpuOps(Jobs):
                 columns: int = 0) -> None:
         """Run a stage as one job, or as a job per kind of weight where several meet; `columns`: as if there were so many tokens."""
         if any(each.lora for each in linears):
-            run_with_adapters(self, x, norm, linears, outs, mode, act)
+            lora.run(self, x, norm, linears, outs, mode, act)
             return
         if any(each.weight.in_parts for each in linears):
             in_parts.run(self, x, norm, linears, outs, mode, act)

@@ -1,0 +1,307 @@
+"""Kernels of thin matrices that lie by columns: into the few numbers of an adapter, y_r = A x, and out of them, y += B y_r.
+
+One of the two has rows as short as the rank, and a dot product over sixteen numbers is mostly its own end. By columns there is none: a
+vector holds neighbouring outputs, and each input that comes is multiplied into it. Going in, the inputs are cut into parts of PART, each
+summed in CHAINS chains and the parts then in order; going out, an output is one chain over the rank. So the bits depend neither on how many
+tokens there are, nor on threads, nor on how wide vectors are. Of a few tokens each part is a block of work of its own, and whoever goes out
+adds them up, which spares a job; of many a worker goes through all parts of a group of tokens.
+
+What a step became, read from the assembly, AVX-512 and bf16: going in 4 `vpmovzxwd`, 4 `vpslld` and 12 `vfmadd231ps` whose x comes from
+memory into every lane, for four inputs of 16 ranks and three tokens.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numpy import float32, int64
+
+from ..compile import kernel
+from ..deferred import inlined, intrinsic, types
+from ..layout import BF16, F16, F32
+from .arithmetic import ZERO, gate_values, normalise, widen
+from .gemm_tiles import Loop
+from .inner_loops import TILE_COLUMNS, VECTOR, plain_f32, widen_bf16, widen_f16
+from .int8_ir import constant, function, load, offset, splat, store
+from .intrinsics import F32 as FLOAT
+from .intrinsics import I64, f32_at, f64_at, i64_at
+from .linear import ACT, DEPTH, EPS, FIRST, GATED, MATRICES, MODE, NORM, NORM_BIAS, NORM_WEIGHT, SCRATCH, SCRATCH_STRIDE, TOKENS, X
+from .sharing import first_region, take
+
+# How many sums `parts_of` says, then per matrix that leads in; and per matrix that leads out, of which one may have no rank, from FIRST on.
+ALL_PARTS, OWN_FIRST = FIRST, FIRST + 1
+WEIGHT, DTYPE, RANK, THIN, FIELDS = range(5)
+PARTS, ROWS, OUT, OUT_STRIDE, OUT_FIELDS = range(4, 9)
+
+NARROWEST = 4  # outputs of the shortest vector: ranks are a multiple of it
+PART, CHAINS = 256, 4  # inputs
+ABREAST = 3 if VECTOR == 16 else 2  # tokens that are multiplied while a weight is in a register
+GROUP = min(12, TILE_COLUMNS)  # tokens of a block of work
+RUN = 256  # outputs of a block of work
+
+
+def parts_of(depth: int) -> int:
+    """Sums of each number between the two matrices, of a few tokens: inputs that are not CHAINS any more are a part of their own."""
+    return -(-(depth // CHAINS * CHAINS) // PART) + (depth % CHAINS > 0)
+
+
+def _fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+    return builder.call(function(builder, a.type, [a.type] * 3, f"llvm.fma.v{a.type.count}f32"), [a, b, c])
+
+
+def _add_to(builder: ir.IRBuilder, value: ir.Value, address: ir.Value, warm: ir.Value) -> None:
+    before = builder.fadd(load(builder, address, value.type, 4), value)
+    store(builder, builder.select(builder.icmp_signed("!=", warm, I64(0)), before, value), address, 4)
+
+
+def _in(widened, lanes: int, abreast: int):
+    @intrinsic
+    def run(typingctx, x, apart, weights, pitch, steps, out, out_apart, warm):
+        """out[c, :lanes] (+)= the products of CHAINS * steps inputs with as many rows of weights, `pitch` bytes apart, for `abreast` x."""
+        floats = ir.VectorType(FLOAT, lanes)
+
+        def codegen(context, builder, signature, args):
+            x, apart, weights, pitch, steps, out, out_apart, warm = args
+            columns = [builder.add(x, builder.mul(apart, I64(c))) for c in range(abreast)]
+            loop = Loop(builder, steps, [weights, *[constant(floats, 0.0)] * (CHAINS * abreast)], "inputs")
+            row, *sums = loop.values
+            for chain in range(CHAINS):
+                weight = widened(builder, row, lanes)
+                row = builder.add(row, pitch)
+                for c, column in enumerate(columns):
+                    at = offset(builder, builder.add(column, builder.mul(loop.turn, I64(4 * CHAINS))), 4 * chain)
+                    place = CHAINS * c + chain
+                    sums[place] = _fma(builder, splat(builder, load(builder, at, FLOAT, 4), floats), weight, sums[place])
+            _, *sums = loop.end([row, *sums])
+            for c in range(abreast):
+                one, two, three, four = sums[CHAINS * c : CHAINS * (c + 1)]
+                total = builder.fadd(builder.fadd(one, two), builder.fadd(three, four))
+                _add_to(builder, total, builder.add(out, builder.mul(out_apart, I64(c))), warm)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 8), codegen
+
+    return run
+
+
+def _out(widened, item: int, lanes: int, vectors: int, abreast: int):
+    @intrinsic
+    def run(typingctx, thin, apart, weights, pitch, rank, out, out_apart):
+        """out[c, :vectors * lanes] += thin[c, :rank] @ weights, rows of which are `pitch` bytes apart, for `abreast` of thin."""
+        floats = ir.VectorType(FLOAT, lanes)
+
+        def codegen(context, builder, signature, args):
+            thin, apart, weights, pitch, rank, out, out_apart = args
+            columns = [builder.add(thin, builder.mul(apart, I64(c))) for c in range(abreast)]
+            loop = Loop(builder, rank, [weights, *[constant(floats, 0.0)] * (vectors * abreast)], "ranks")
+            row, *sums = loop.values
+            own = [widened(builder, offset(builder, row, item * lanes * v), lanes) for v in range(vectors)]
+            for c, column in enumerate(columns):
+                number = load(builder, builder.add(column, builder.mul(loop.turn, I64(4))), FLOAT, 4)
+                for v in range(vectors):
+                    sums[vectors * c + v] = _fma(builder, splat(builder, number, floats), own[v], sums[vectors * c + v])
+            _, *sums = loop.end([builder.add(row, pitch), *sums])
+            for c in range(abreast):
+                to = builder.add(out, builder.mul(out_apart, I64(c)))
+                for v in range(vectors):
+                    _add_to(builder, sums[vectors * c + v], offset(builder, to, 4 * lanes * v), I64(1))
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 7), codegen
+
+    return run
+
+
+def _step_in(lanes: int):
+    """A strip of `lanes` ranks for all tokens of a group."""
+    (half_all, half_one), (brain_all, brain_one), (full_all, full_one) = (
+        [_in(widened, lanes, abreast) for abreast in (ABREAST, 1)] for widened in (widen_f16, widen_bf16, plain_f32))
+
+    @inlined()
+    def run(dtype, tokens, x, apart, weights, pitch, steps, out, out_apart, warm):
+        t = int64(0)
+        while t < tokens:
+            at, to, all_ = x + t * apart, out + t * out_apart, tokens - t >= ABREAST
+            if dtype == BF16:
+                if all_:
+                    brain_all(at, apart, weights, pitch, steps, to, out_apart, warm)
+                else:
+                    brain_one(at, apart, weights, pitch, steps, to, out_apart, warm)
+            elif dtype == F16:
+                if all_:
+                    half_all(at, apart, weights, pitch, steps, to, out_apart, warm)
+                else:
+                    half_one(at, apart, weights, pitch, steps, to, out_apart, warm)
+            elif all_:
+                full_all(at, apart, weights, pitch, steps, to, out_apart, warm)
+            else:
+                full_one(at, apart, weights, pitch, steps, to, out_apart, warm)
+            t += ABREAST if all_ else 1
+
+    return run
+
+
+def _step_out(lanes: int, vectors: int):
+    """A strip of `vectors` times `lanes` outputs for all tokens of a group."""
+    (half_all, half_one), (brain_all, brain_one), (full_all, full_one) = (
+        [_out(widened, item, lanes, vectors, abreast) for abreast in (ABREAST, 1)]
+        for widened, item in ((widen_f16, 2), (widen_bf16, 2), (plain_f32, 4)))
+
+    @inlined()
+    def run(dtype, tokens, thin, apart, weights, pitch, rank, out, out_apart):
+        t = int64(0)
+        while t < tokens:
+            at, to, all_ = thin + t * apart, out + t * out_apart, tokens - t >= ABREAST
+            if dtype == BF16:
+                if all_:
+                    brain_all(at, apart, weights, pitch, rank, to, out_apart)
+                else:
+                    brain_one(at, apart, weights, pitch, rank, to, out_apart)
+            elif dtype == F16:
+                if all_:
+                    half_all(at, apart, weights, pitch, rank, to, out_apart)
+                else:
+                    half_one(at, apart, weights, pitch, rank, to, out_apart)
+            elif all_:
+                full_all(at, apart, weights, pitch, rank, to, out_apart)
+            else:
+                full_one(at, apart, weights, pitch, rank, to, out_apart)
+            t += ABREAST if all_ else 1
+
+    return run
+
+
+_wide_in, _short_in = _step_in(VECTOR), _step_in(NARROWEST)
+_wide_out, _short_out = _step_out(VECTOR, 4), _step_out(NARROWEST, 1)
+
+
+@inlined()
+def _part_in(a, m, tokens, x, apart, part, out, warm):
+    """The products of a part of the inputs of a group's tokens with matrix m: float32 [tokens][rank] at `out`."""
+    dtype, rank, depth = a[m + DTYPE], a[m + RANK], a[DEPTH]
+    whole, begin = depth // CHAINS * CHAINS, part * PART
+    pitch = rank * int64(4 if dtype == F32 else 2)
+    if begin >= whole:
+        for t in range(tokens):
+            for r in range(rank):
+                total = ZERO
+                for k in range(whole, depth):
+                    total += widen(a[m + WEIGHT], dtype, k * rank + r) * f32_at(x + t * apart)[k]
+                f32_at(out)[t * rank + r] = f32_at(out)[t * rank + r] + total if warm else total
+        return
+    steps, weights, x = min(int64(PART), whole - begin) // CHAINS, a[m + WEIGHT] + begin * pitch, x + 4 * begin
+    first, item = int64(0), pitch // rank
+    while rank - first >= VECTOR:
+        _wide_in(dtype, tokens, x, apart, weights + item * first, pitch, steps, out + 4 * first, 4 * rank, warm)
+        first += VECTOR
+    while first < rank:
+        _short_in(dtype, tokens, x, apart, weights + item * first, pitch, steps, out + 4 * first, 4 * rank, warm)
+        first += NARROWEST
+
+
+@kernel()
+def columns_in(args, worker, counter):
+    """The numbers between the matrices of each adapter of a stage: [tokens][rank] at its THIN, of up to GROUP tokens each part's by itself.
+    Blocks of work are parts, of more tokens groups of them."""
+    a = i64_at(args)
+    tokens, depth, matrices = a[TOKENS], a[DEPTH], a[MATRICES]
+    parts, groups = a[ALL_PARTS], (tokens + GROUP - 1) // GROUP
+    normed = a[SCRATCH] + worker * a[SCRATCH_STRIDE]
+    region, ended, at_hand = first_region(worker), int64(0), int64(-1)
+    while True:
+        block, region, ended = take(counter, region, ended, parts if groups == 1 else groups)
+        if block < 0:
+            return
+        group = int64(0) if groups == 1 else block
+        first = group * GROUP
+        here, x = min(int64(GROUP), tokens - first), a[X] + 4 * depth * first
+        if a[NORM] != 0:
+            if group != at_hand:  # every worker norms for itself: cheaper than a second job
+                eps = float32(f64_at(args)[EPS])
+                for t in range(here):
+                    normalise(x + 4 * t * depth, normed + 4 * t * depth, depth, a[NORM], a[NORM_WEIGHT], a[NORM_BIAS], eps)
+                at_hand = group
+            x = normed
+        for i in range(matrices):
+            m = OWN_FIRST + i * FIELDS
+            if groups == 1:
+                _part_in(a, m, here, x, 4 * depth, block, a[m + THIN] + 4 * block * here * a[m + RANK], 0)
+            else:
+                for part in range(parts):
+                    _part_in(a, m, here, x, 4 * depth, part, a[m + THIN] + 4 * first * a[m + RANK], part)
+
+
+@inlined()
+def _gather(a, m, group, here, out):
+    """What lies between the matrices for a group's tokens, its parts added up: [tokens][rank] at `out`."""
+    count = here * a[m + RANK]
+    total, source = f32_at(out), f32_at(a[m + THIN] + 4 * group * GROUP * a[m + RANK])
+    for i in range(count):
+        total[i] = source[i]
+    for part in range(1, a[m + PARTS]):
+        for i in range(count):
+            total[i] += source[part * count + i]
+
+
+@inlined()
+def _run_out(a, m, here, thin, begin, rows, out):
+    """out[t, :rows] += thin[t] @ the columns of matrix m from `begin` on."""
+    dtype, rank = a[m + DTYPE], a[m + RANK]
+    if rank == 0:
+        return
+    item = int64(4 if dtype == F32 else 2)
+    pitch, apart, weights = a[m + ROWS] * item, 4 * a[m + OUT_STRIDE], a[m + WEIGHT] + item * begin
+    first = int64(0)
+    while rows - first >= 4 * VECTOR:
+        _wide_out(dtype, here, thin, 4 * rank, weights + item * first, pitch, rank, out + 4 * first, apart)
+        first += 4 * VECTOR
+    while rows - first >= NARROWEST:
+        _short_out(dtype, here, thin, 4 * rank, weights + item * first, pitch, rank, out + 4 * first, apart)
+        first += NARROWEST
+    for row in range(first, rows):
+        for t in range(here):
+            total = ZERO
+            for r in range(rank):
+                total += f32_at(thin)[t * rank + r] * widen(weights, dtype, r * a[m + ROWS] + row)
+            f32_at(out + t * apart)[row] += total
+
+
+@inlined()
+def _runs(a, m):
+    return (a[m + ROWS] + RUN - 1) // RUN
+
+
+@kernel()
+def columns_out(args, worker, counter):
+    """y[t, n] += what each adapter of a stage adds. With GATED there are two matrices, and then y = act(y0) * y1 where y0 lies. A block of
+    work is a run of a group's outputs."""
+    a = i64_at(args)
+    tokens, mode = a[TOKENS], a[MODE]
+    groups = (tokens + GROUP - 1) // GROUP
+    thin = a[SCRATCH] + worker * a[SCRATCH_STRIDE]
+    blocks = int64(0)
+    for i in range(1 if mode == GATED else a[MATRICES]):
+        blocks += groups * _runs(a, FIRST + i * OUT_FIELDS)
+    region, ended, at_hand, of = first_region(worker), int64(0), int64(-1), int64(-1)
+    while True:
+        block, region, ended = take(counter, region, ended, blocks)
+        if block < 0:
+            return
+        m = int64(FIRST)
+        while block >= groups * _runs(a, m):
+            block -= groups * _runs(a, m)
+            m += OUT_FIELDS
+        group, begin, second = block // _runs(a, m), block % _runs(a, m) * RUN, m + OUT_FIELDS
+        here, rows = min(int64(GROUP), tokens - group * GROUP), min(int64(RUN), a[m + ROWS] - begin)
+        other = thin + 4 * here * a[m + RANK]
+        if group != at_hand or m != of:
+            _gather(a, m, group, here, thin)
+            if mode == GATED:
+                _gather(a, second, group, here, other)
+            at_hand, of = group, m
+        out = a[m + OUT] + 4 * (group * GROUP * a[m + OUT_STRIDE] + begin)
+        _run_out(a, m, here, thin, begin, rows, out)
+        if mode == GATED:
+            up = a[second + OUT] + 4 * (group * GROUP * a[second + OUT_STRIDE] + begin)
+            _run_out(a, second, here, other, begin, rows, up)
+            for t in range(here):
+                gate_values(out + 4 * t * a[m + OUT_STRIDE], up + 4 * t * a[second + OUT_STRIDE], rows, a[ACT])
