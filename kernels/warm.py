@@ -20,8 +20,8 @@ MOST_HELPERS = 4  # each takes some 200 MB while it compiles
 TICK_S = 0.25
 
 
-KINDS = ("raw", "low-bit", "exact", "lookup", "kv", "bundled", "sparse", "foreign", "mixers", "floats")
-RAW, LOW_BIT, EXACT, LOOKUP, KV, BUNDLED, SPARSE, FOREIGN, MIXERS, FLOATS = KINDS
+KINDS = ("raw", "low-bit", "exact", "lookup", "kv", "bundled", "sparse", "foreign", "mixers", "floats", "adapters")
+RAW, LOW_BIT, EXACT, LOOKUP, KV, BUNDLED, SPARSE, FOREIGN, MIXERS, FLOATS, ADAPTERS = KINDS
 
 
 def compiled_functions(kinds: Sequence[str] = KINDS) -> list[Kernel | Jit]:
@@ -29,7 +29,7 @@ def compiled_functions(kinds: Sequence[str] = KINDS) -> list[Kernel | Jit]:
     EXACT their products in float32, LOOKUP the table lookup where it is chosen, KV attention over packed pages and packing them,
     BUNDLED the MLP over neurons that lie one by one, SPARSE the estimates of pages that are not read, FOREIGN what puts codes of other
     tools in order, or widens them, MIXERS what layers have in the place of attention over keys and values, FLOATS products with
-    floats of eight bits. Those first that take longest to compile."""
+    floats of eight bits, ADAPTERS what they add. Those first that take longest to compile."""
     from . import threads
     from .cpu import (
         attention,
@@ -51,6 +51,7 @@ def compiled_functions(kinds: Sequence[str] = KINDS) -> list[Kernel | Jit]:
         latent_loops,
         linear,
         linear_amx,
+        lora_loops,
         lut,
         lut_order,
         mamba1_loops,
@@ -73,7 +74,7 @@ def compiled_functions(kinds: Sequence[str] = KINDS) -> list[Kernel | Jit]:
     modules = {KV: (kv_many, kv_few, kv_seal, kv_merge), LOW_BIT: (packed, many, packed_rows), EXACT: (gemm,), LOOKUP: (lut, lut_order),
                BUNDLED: (neurons,), SPARSE: (estimates, choices),
                FOREIGN: (foreign_words, foreign_blocks, foreign_floats, foreign_levels),
-               FLOATS: (floats, gemm),
+               FLOATS: (floats, gemm), ADAPTERS: (lora_loops,),
                RAW: (sampling, attention, attention_few, linear, rows, experts, threads, roof) + ((linear_amx,) if AMX_FLOATS else ()),
                MIXERS: (delta_loops, kda_loops, short_conv_loops, mamba1_loops, mamba2_loops, latent_loops, stream_loops)}
     exact = {EXACT, FLOATS}  # kinds that need of `gemm` what multiplies in float32, and that alone

@@ -44,7 +44,7 @@ def kernel_kinds(needs: Needs, options: EngineOptions) -> tuple[str, ...]:
     needed = {warm.RAW: True, warm.LOW_BIT: needs.low_bit, warm.EXACT: needs.low_bit and options.exact,
               warm.LOOKUP: needs.low_bit and options.kernel == "lut", warm.KV: options.kv == AUTO or codec(options.kv).is_packed,
               warm.BUNDLED: needs.bundled, warm.SPARSE: options.kv_read == "sparse", warm.FOREIGN: needs.foreign,
-              warm.MIXERS: needs.mixers, warm.FLOATS: needs.floats}
+              warm.MIXERS: needs.mixers, warm.FLOATS: needs.floats, warm.ADAPTERS: bool(options.lora)}
     return tuple(kind for kind, is_needed in needed.items() if is_needed)
 
 

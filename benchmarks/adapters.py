@@ -1,0 +1,101 @@
+#!/usr/bin/env python3
+"""What a LoRA adapter beside all matrices of a model costs: a token and a prompt with and without one, by turns in one process.
+
+    python benchmarks/adapters.py [--ranks 8 16 64] [--bits 4] [--rounds 9]
+
+Both engines hold the same random weights of the `tinyllama-1.1b` shape. Ratios are taken within a round, figures are medians over rounds;
+beside them what of a token's bytes the adapter is.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from effllm.offload.hardware import cpu_threads
+from effllm.runtime.bench import prepare_synthetic
+from effllm.runtime.engine import Engine, open_prepared
+from effllm.runtime.prepare import EngineOptions
+from effllm.runtime.synthetic import synthetic_config
+from report import Figure, publish
+
+SHAPE, PROMPT, TOKENS = "tinyllama-1.1b", 512, 32
+INTRO = "A model with a LoRA adapter beside all its matrices, and without, by turns. Ratios within a round, medians over rounds."
+
+
+def adapter(folder: Path, rank: int) -> Path:
+    """Random matrices of this rank beside every matrix of the layers, in PEFT's form."""
+    config, rng = synthetic_config(SHAPE), np.random.default_rng(rank)
+    hidden, kv = config.hidden_size, config.num_key_value_heads * config.head_dim
+    attention = {"q_proj": (hidden, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, hidden)}
+    mlp = {"gate_proj": (config.intermediate_size, hidden), "up_proj": (config.intermediate_size, hidden),
+           "down_proj": (hidden, config.intermediate_size)}
+    made = {}
+    for layer in range(config.num_hidden_layers):
+        for block, matrices in (("self_attn", attention), ("mlp", mlp)):
+            for name, (rows, depth) in matrices.items():
+                for which, shape in (("A", (rank, depth)), ("B", (rows, rank))):
+                    values = 0.01 * rng.standard_normal(shape, np.float32)
+                    made[f"base_model.model.model.layers.{layer}.{block}.{name}.lora_{which}.weight"] = values.astype(np.float16)
+    folder.mkdir()
+    save_file(made, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank}))
+    return folder
+
+
+def opened(bits: int, *adapters: Path) -> Engine:
+    options = EngineOptions(device="cpu", ctx=PROMPT + TOKENS, spec="off", lora=tuple(map(str, adapters)))
+    *_, engine = open_prepared(lambda: prepare_synthetic(SHAPE, options, f"{bits}bit"), ())
+    return engine
+
+
+def seconds(engine: Engine, ids: list[int]) -> tuple[float, float]:
+    """Of a prompt, and of a token behind a few others."""
+    engine.reset()
+    started = time.perf_counter()
+    list(engine.prefill(ids))
+    prompt = time.perf_counter() - started
+    engine.reset()
+    list(engine.prefill(ids[:8]))
+    started = time.perf_counter()
+    for token in ids[:TOKENS]:
+        engine.forward_logits([token])
+    return prompt, (time.perf_counter() - started) / TOKENS
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 64])
+    parser.add_argument("--bits", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--no-results", action="store_true", help="print, keep nothing")
+    asked = parser.parse_args()
+    ids, figures = np.random.default_rng(0).integers(0, 32000, PROMPT).tolist(), []
+    plain = opened(asked.bits)
+    with tempfile.TemporaryDirectory() as folder:
+        for rank in asked.ranks:
+            beside = opened(asked.bits, adapter(Path(folder) / f"rank-{rank}", rank))
+            rounds = [[seconds(engine, ids) for engine in (plain, beside)] for _ in range(asked.rounds + 1)][1:]  # the first wakes them
+            share = beside.prepared.adapted.nbytes / plain.model.bytes_per_pass
+            conditions = f"rank {rank}, {SHAPE} at {asked.bits} bits, {cpu_threads()} threads, {asked.rounds} rounds"
+            for place, name, what in ((1, "token", "a token"), (0, "prompt", f"a prompt of {PROMPT} tokens")):
+                key = f"{name}_{rank}"
+                pairs = [(one[place], other[place]) for one, other in rounds]
+                figures += [Figure(f"{key}_ratio", f"{what}: its rate with the adapter", conditions, median(a / b for a, b in pairs), "×"),
+                            Figure(f"{key}_plain", f"{what}, without", conditions, 1e3 * median(a for a, _ in pairs), "ms"),
+                            Figure(f"{key}_beside", f"{what}, with", conditions, 1e3 * median(b for _, b in pairs), "ms")]
+            figures.append(Figure(f"bytes_{rank}", "its bytes, of those of a token", conditions, 100 * share, "%"))
+            beside.close()
+    plain.close()
+    publish("adapters", "Adapters", INTRO, figures, keep=not asked.no_results)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
