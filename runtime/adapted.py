@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,6 +54,11 @@ class Adapted:
     @property
     def nbytes(self) -> int:
         return sum(each.parts["data"].nbytes for pair in self.weights.values() for each in pair)
+
+    @property
+    def products(self) -> int:
+        """Of a token with what they add."""
+        return sum(prod(each.shape) for pair in self.weights.values() for each in pair)
 
     @cached_property
     def digest(self) -> str:

@@ -111,6 +111,10 @@ def work(prepared: Prepared, tensors: Tensors) -> Work:
             share = active if role == BUNDLES else share
             nbytes[kind] += share * tensor.nbytes
             products[kind] += share * prod(tensor.shape) * (len(tensor.shape) == 2)
+    if prepared.adapted.weights:
+        beside = RAW_KIND, False, False
+        nbytes[beside] += prepared.adapted.nbytes
+        products[beside] += prepared.adapted.products
     paged = prepared.streams.work if isinstance(prepared.streams, PagedExperts) else None
     window = {} if paged else window_work(prepared, sparsity)
     return Work(

@@ -24,6 +24,7 @@ from effllm.runtime.adapted import BESIDE, adapted
 from effllm.runtime.adapted import _places as places_of
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import Engine, open_engine
+from effllm.runtime.forecast import work
 from effllm.runtime.gguf.export import export_gguf
 from effllm.runtime.merge import merge
 from effllm.runtime.prepare import EngineOptions, prepare
@@ -211,8 +212,11 @@ def test_it_is_kept_as_narrow_as_loses_nothing(tmp_path: Path) -> None:
 
 def test_a_plan_counts_it(own: Path) -> None:
     found = [prepare(FABLE, EngineOptions(device="cpu", ctx=256, lora=lora)) for lora in ((), (str(own),))]
+    tokens = []
     for each in found:
+        tokens.append(work(each, check_tensors(each.config, each.store, each.container)).bytes_per_token)
         each.store.close()
+    assert tokens[1] - tokens[0] == found[1].adapted.nbytes == 4 * found[1].adapted.products, "a token reads it, floats"
     workspace = [each.placement.workspace_bytes for each in found]
     assert workspace[1] > workspace[0] and found[1].adapted.nbytes > 0 == found[0].adapted.nbytes
 
