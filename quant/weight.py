@@ -181,11 +181,18 @@ class Linear:
 
 @dataclass(frozen=True)
 class Lora:
-    """What an adapter adds to a product: out(into(x)), of raw matrices `into` [r, K] and `out` [N, r], its scale taken in. Both lie by
+    """What adapters add to a product: out(s * into(x)), of raw matrices `into` [r, K] and `out` [N, r], each adapter's alpha taken in; s is
+    how much a text has of each. `ranks`: how many of the r numbers between are of each adapter, in their order. Both matrices lie by
     columns, and r is a multiple of 4: `kernels/cpu/lora_loops.py` says why."""
 
     into: Linear
     out: Linear
+    ranks: tuple[int, ...]
+
+    @cached_property
+    def of(self) -> np.ndarray:
+        """The adapter of each number between, int64 [r]."""
+        return np.repeat(np.arange(len(self.ranks)), self.ranks)
 
 
 @dataclass(frozen=True)

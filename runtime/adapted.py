@@ -1,15 +1,14 @@
-"""LoRA adapters beside a model as it runs: y = W x + s B (A x), whatever W is stored as and wherever it lies.
+"""LoRA adapters beside a model as it runs: y = W x + B (s * A x), whatever W is stored as and wherever it lies.
 
 Nothing of the model is touched, so adapters go with low-bit weights, GGUF files and weights that come from the disk, where merging would
 have to open what is rounded and round it anew. What it costs is two thin products for each matrix. Of several adapters the matrices lie
-behind one another, A's rows and B's columns, which is their sum. What an adapter changes otherwise (lengths of rows, embeddings, a head,
-experts) is merged: `merge.py`.
+behind one another, A's rows and B's columns, which is their sum. How much of each a text has, s, is chosen as it is read (`choosing.py`)
+and multiplied between the two. What an adapter changes otherwise (lengths of rows, embeddings, a head, experts) is merged: `merge.py`.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -36,15 +35,19 @@ BESIDE = frozenset(("q", "k", "v", "o", "attn_gate", "gate", "up", "down", "q_a"
                     "state_beta", "state_out"))
 MERGES = "effllm export MODEL -o DIR --lora ADAPTER merges it into the original checkpoint"
 RANK_MULTIPLE = 4  # what kernels take at a time of the numbers between; more are zeros
+LARGEST = float(np.finfo(np.float32).max)  # as a scale
 NARROW = ("bf16", "f16")  # as which a matrix is kept where that loses nothing
 
 
 @dataclass(frozen=True)
 class Adapted:
-    """What adapters add, by layer and role; empty for a run without any. `names`: of their folders."""
+    """What adapters add, by layer and role; empty for a run without any. `names`: what each is called; `scales`: how much of each a text
+    has that nothing else is said of. `ranks`: of the numbers between two matrices, how many are of each adapter."""
 
     names: tuple[str, ...] = ()
     weights: Mapping[tuple[int | str, str], tuple[Weight, Weight]] = field(default_factory=dict)
+    scales: tuple[float, ...] = ()
+    ranks: Mapping[tuple[int | str, str], tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
@@ -60,22 +63,40 @@ class Adapted:
         """Of a token with what they add."""
         return sum(prod(each.shape) for pair in self.weights.values() for each in pair)
 
-    @cached_property
+    @property
     def digest(self) -> str:
-        """A hash of what is added; empty for nothing."""
+        """A hash of what is added to a text that nothing is said of; empty for nothing."""
+        return self.digest_of(self.scales)
+
+    def digest_of(self, scales: tuple[float, ...]) -> str:
+        """A hash of what is added with so much of each; empty for nothing. All of them as they are have that of what they are."""
+        if not any(scales) or not self.weights:
+            return ""
+        if all(each == 1 for each in scales):
+            return self._content
+        said = [float(each) for each in scales], [self.ranks[key] for key in self._keys]
+        return hashlib.sha256(f"{self._content} {said}".encode()).hexdigest()[:32]
+
+    @property
+    def _keys(self) -> list[tuple[int | str, str]]:
+        return sorted(self.weights, key=lambda key: (str(key[0]), key[1]))
+
+    @cached_property
+    def _content(self) -> str:
         made = hashlib.sha256()
-        for (layer, role), pair in sorted(self.weights.items(), key=lambda item: (str(item[0][0]), item[0][1])):
+        for layer, role in self._keys:
             made.update(f"{layer} {role}".encode())
-            for each in pair:
+            for each in self.weights[layer, role]:
                 made.update(f"{each.spec.scheme} {each.shape}".encode() + each.parts["data"].tobytes())
-        return made.hexdigest()[:32] if self.weights else ""
+        return made.hexdigest()[:32]
 
     def beside(self, layer: int | str, role: str, put: Callable[[np.ndarray, str], object]) -> Lora | None:
         """What goes beside a matrix, on the backend of `put`; None for nothing."""
         pair = self.weights.get((layer, role))
         if pair is None:
             return None
-        return Lora(*(Linear(Weight(each.spec, each.shape, {"data": put(each.parts["data"].T, each.spec.scheme).T})) for each in pair))
+        own = (Linear(Weight(each.spec, each.shape, {"data": put(each.parts["data"].T, each.spec.scheme).T})) for each in pair)
+        return Lora(*own, self.ranks[layer, role])
 
 
 NOTHING = Adapted()
@@ -85,13 +106,22 @@ def adapted(asked: Sequence[str], config: ModelConfig, tensors: Mapping[int | st
     """The adapters of `--lora ADAPTER` or `ADAPTER:SCALE`, folders or GGUF files, for a model with these tensors. Raises UsageError,
     CheckpointError for one that is none, that was made for another model, or that adds what only merging can."""
     found: dict[tuple[int | str, str], tuple[Weight, Weight]] = {}
-    names = []
-    for each in asked:
+    ranks: dict[tuple[int | str, str], list[int]] = {}
+    names, scales = [], []
+    for number, each in enumerate(asked):
         path, scale = _parsed(each)
-        names.append(path.resolve().name)
-        for key, pair in _read(path, scale, config, tensors):
+        names.append(_other_than(names, path.resolve().name))
+        scales.append(scale)
+        for key, pair in _read(path, config, tensors):
             found[key] = pair if key not in found else _sum(found[key], pair)
-    return Adapted(tuple(names), found)
+            ranks.setdefault(key, [0] * len(asked))[number] += pair[0].shape[0]
+    return Adapted(tuple(names), found, tuple(scales), {key: tuple(each) for key, each in ranks.items()})
+
+
+def _other_than(names: Sequence[str], name: str) -> str:
+    """A name that none of them has: `sql`, `sql-2`."""
+    numbers = (name, *(f"{name}-{number}" for number in range(2, len(names) + 2)))
+    return next(each for each in numbers if each not in names)
 
 
 def _sum(first: tuple[Weight, Weight], second: tuple[Weight, Weight]) -> tuple[Weight, Weight]:
@@ -115,7 +145,7 @@ def _parsed(asked: str) -> tuple[Path, float]:
     if colon and not path.exists():
         with suppress(ValueError):
             path, scale = Path(before).expanduser(), float(share)
-    if not math.isfinite(scale):
+    if not abs(scale) <= LARGEST:
         raise UsageError(f"--lora {asked}: {share} is no scale", f"--lora {before}, or {before}:0.5 for half of it")
     if not path.exists():
         raise UsageError(f"--lora: {path} is not there", f"a folder with {STATED} and {PEFT} or {MLX}, or a GGUF file")
@@ -142,8 +172,8 @@ def _places(config: ModelConfig, tensors: Mapping[int | str, Mapping[str, ModelT
     return found
 
 
-def _read(path: Path, scale: float, config: ModelConfig,
-          tensors: Mapping[int | str, Mapping[str, ModelTensor]]) -> Iterator[tuple[tuple[int | str, str], tuple[Weight, Weight]]]:
+def _read(path: Path, config: ModelConfig, tensors: Mapping[int | str, Mapping[str, ModelTensor]],
+          ) -> Iterator[tuple[tuple[int | str, str], tuple[Weight, Weight]]]:
     """What one adds, a role after the other: of all of them there is never more than what is kept."""
     places, changes = _places(config, tensors, is_gguf(path)), False
     for name, delta in _deltas(path, config, {name: shape for name, (shape, _) in places.items()}):
@@ -154,7 +184,7 @@ def _read(path: Path, scale: float, config: ModelConfig,
             if place is None or place.key[1] not in BESIDE:
                 raise CheckpointError(f"{path} changes {shown(name)}, beside which nothing is added as a model runs", MERGES)
             with np.errstate(over="ignore"):
-                b = np.float32(delta.scale * scale) * delta.b[place.first : place.first + place.rows]
+                b = np.float32(delta.scale) * delta.b[place.first : place.first + place.rows]
             if not np.isfinite(b).all():
                 raise CheckpointError(f"{path}: infinity comes of its scale for {shown(name)}", "the adapter is damaged: download it again")
             more = -len(delta.a) % RANK_MULTIPLE

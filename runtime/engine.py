@@ -28,6 +28,7 @@ from .bundles import SPARSE, is_bundled
 from .cache import KVCache
 from .cache_made import open_cache
 from .cache_shape import layer_specs
+from .choosing import Choosing, scales_of
 from .compiled import compiled, refuse_while_cold
 from .demands import LOGIT_ROWS
 from .devices import backends_of
@@ -101,13 +102,13 @@ def open_prepared(prepare_late: Callable[[], Prepared], kinds: Sequence[str]) ->
     yield engine
 
 
-class Engine(Scoring):
+class Engine(Scoring, Choosing):
     """One model and one sequence. `tokens` are the ids that the cache holds. Made by `open_engine`."""
 
     def __init__(self, prepared: Prepared, backends: dict[str, object] | None = None) -> None:
         config, options, shape = prepared.config, prepared.options, prepared.shape
         self.prepared, self.config, self.options = prepared, config, options
-        self.placement, self.n_ctx = prepared.placement, prepared.placement.ctx
+        self.placement, self.n_ctx, self.choice = prepared.placement, prepared.placement.ctx, prepared.adapted.scales
         kv = codec(options.kv)
         widths = dims(config, self.n_ctx, shape.chunk, LOGIT_ROWS, kv.is_packed, is_bundled(prepared.container),
                       self.placement.kv_pages is not None or bool(kv.policy), prepared.speculating.mtp, prepared.adapted.rank)
@@ -150,9 +151,8 @@ class Engine(Scoring):
 
     def new_cache(self) -> KVCache:
         """An empty KV cache for this model, codec and context, over the backends of its layers."""
-        backends = [self.backends[device] for device in self.placement.devices]
-        return open_cache(backends, layer_specs(self.config), codec(self.options.kv), self.prepared.shape, self.prepared.codecs,
-                          disk_tier(self.prepared, lambda: self.cancelled()))
+        return open_cache([self.backends[device] for device in self.placement.devices], layer_specs(self.config), codec(self.options.kv),
+                          self.prepared.shape, self.prepared.codecs, disk_tier(self.prepared, lambda: self.cancelled()))
 
     def announcements(self) -> list[str]:
         """Fallbacks that have been chosen since the last call. Raises UsageError with `strict` where one is a slower kernel."""
@@ -276,7 +276,7 @@ class Engine(Scoring):
         self.watch.look(self.cache)
         started = time.perf_counter()
         with self.keeping_what_is_whole():
-            x = self.model.forward(np.array(ids, np.int64), self.cache, commit=seal, prompt=prompt)
+            x = self.model.forward(np.array(ids, np.int64), self.cache, commit=seal, prompt=prompt, scales=scales_of([self]))
             if not seal:
                 self.cache.commit(seal=False)
         self.tokens.extend(ids)
@@ -367,7 +367,7 @@ class Engine(Scoring):
         with self._a_pass():
             self.watch.look(self.cache)
             with self.keeping_what_is_whole():
-                x = self.model.forward(np.array(ids, np.int64), self.cache, commit=False)
+                x = self.model.forward(np.array(ids, np.int64), self.cache, commit=False, scales=scales_of([self]))
             logits = self.model.logits(x)
             if self.speculation is not None:  # last: what it does with the states may take their place
                 self.speculation.saw(self.tokens, len(self.tokens), ids, x, certain=False)

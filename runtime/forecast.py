@@ -111,7 +111,7 @@ def work(prepared: Prepared, tensors: Tensors) -> Work:
             share = active if role == BUNDLES else share
             nbytes[kind] += share * tensor.nbytes
             products[kind] += share * prod(tensor.shape) * (len(tensor.shape) == 2)
-    if prepared.adapted.weights:
+    if any(prepared.adapted.scales):
         beside = RAW_KIND, False, False
         nbytes[beside] += prepared.adapted.nbytes
         products[beside] += prepared.adapted.products

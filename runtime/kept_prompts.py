@@ -23,10 +23,11 @@ from .conversation_file import History
 from .events import Notice, Progress
 from .passes import common_prefix
 from .sampler import SamplerSettings
-from .saved_cache import restore_cache
-from .saved_format import SavedSession, Spoken
+from .saved_cache import ADAPTERS, restore_cache
+from .saved_format import SavedCache, SavedSession, Spoken
 
 if TYPE_CHECKING:
+    from .choosing import Choice
     from .engine import Engine
     from .prepare import EngineOptions
     from .prompting import Prompts
@@ -39,11 +40,13 @@ NO_TEXT = History([], None, SamplerSettings()).to_json()
 
 @dataclass(frozen=True)
 class Kept:
-    """A saved prompt with its answer: the tokens that the cache held, and the text that is known to be so many of them."""
+    """A saved prompt with its answer: the tokens that the cache held, and the text that is known to be so many of them. `adapted_by`: what
+    adapters added to it, as `Choosing` says it."""
 
     name: str
     tokens: tuple[int, ...]
     spoken: Spoken | None
+    adapted_by: str = ""
 
     def ids_of(self, prompts: Prompts, prompt: str) -> list[int] | None:
         """Token ids of a prompt that goes on from this one; None for another."""
@@ -78,17 +81,22 @@ class KeptPrompts:
         other.engine, other._prompt = engine, 0
         return other
 
-    def turn_to(self, prompt: str | None, ids: list[int], prompts: Prompts,
-                lasting: int | None = None) -> Generator[Progress | Notice, None, list[int]]:
+    def turn_to(self, prompt: str | None, ids: list[int], prompts: Prompts, lasting: int | None = None,
+                choice: Choice | None = None) -> Generator[Progress | Notice, None, list[int]]:
         """Before a prompt is read: save what is lost by it, restore what it goes on from. Returns its token ids, which may be cut as those
         of a restored answer were. `prompts` knows what the cache holds as a text; `prompt` is None where the ids were given. `lasting`: so
-        many of them are worth saving when it is lost itself, None for all."""
-        if len(ids) >= self.engine.n_ctx:  # no prompt of this context's
+        many of them are worth saving when it is lost itself, None for all. `choice`: with so much of each adapter it is read, None for as
+        much as the text before it."""
+        engine = self.engine
+        choice = engine.choice if choice is None else choice
+        if len(ids) >= engine.n_ctx:  # no prompt of this context's
             return ids
-        held = self.engine.cache.reach(min(common_prefix(self.engine.tokens, ids), max(0, len(ids) - 1)))
-        found, known, own = self._longest(prompt, ids, prompts)
-        if min(self._prompt, len(self.engine.tokens)) - held >= WORTH:
+        common = common_prefix(engine.tokens, ids) if choice == engine.choice else 0
+        held = engine.cache.reach(min(common, max(0, len(ids) - 1)))
+        found, known, own = self._longest(prompt, ids, prompts, engine.prepared.adapted.digest_of(choice))
+        if min(self._prompt, len(engine.tokens)) - held >= WORTH:
             yield from self._save(prompts)
+        engine.choose(choice)
         if found is not None and found.name not in self._all():  # it made room for what was just saved
             found = None
         if found is not None and known - held >= WORTH and (yield from self._restore(found)):
@@ -97,10 +105,13 @@ class KeptPrompts:
         self._prompt = len(ids) if lasting is None else lasting
         return ids
 
-    def _longest(self, prompt: str | None, ids: list[int], prompts: Prompts) -> tuple[Kept | None, int, list[int]]:
-        """What is kept of the longest beginning of a prompt, how many tokens of it, and the prompt's ids if it goes on from there."""
+    def _longest(self, prompt: str | None, ids: list[int], prompts: Prompts, adapted_by: str) -> tuple[Kept | None, int, list[int]]:
+        """What is kept of the longest beginning of a prompt that is read so, how many tokens of it, and the prompt's ids if it goes on from
+        there."""
         best: tuple[Kept | None, int, list[int]] = (None, 0, ids)
         for kept in self._all().values():
+            if kept.adapted_by != adapted_by:
+                continue
             own = ids if prompt is None else kept.ids_of(prompts, prompt) or ids
             known = common_prefix(kept.tokens, own)
             if self.engine.cache.states is not None and known < len(kept.tokens):
@@ -123,8 +134,14 @@ class KeptPrompts:
 
     def _note(self, saved: SavedSession) -> None:
         cache = saved.cache
-        if cache is not None and cache.identity == self.sessions.identity(self.engine) and len(cache.tokens) <= self.engine.n_ctx:
-            self._all()[saved.name] = Kept(saved.name, cache.tokens, cache.spoken)
+        if cache is not None and len(cache.tokens) <= self.engine.n_ctx and self._is_ours(cache):
+            self._all()[saved.name] = Kept(saved.name, cache.tokens, cache.spoken, str(cache.identity.get(ADAPTERS, "")))
+
+    def _is_ours(self, cache: SavedCache) -> bool:
+        """Made by this model, read and run like this; with whatever choice among its adapters."""
+        theirs, own = ({part: value for part, value in each.items() if part != ADAPTERS}
+                       for each in (cache.identity, self.sessions.identity(self.engine)))
+        return theirs == own
 
     def _save(self, prompts: Prompts) -> Generator[Progress | Notice, None, None]:
         """What the cache holds, in the place of those that it goes on from."""
@@ -135,7 +152,8 @@ class KeptPrompts:
             yield Notice(f"a prompt's cache of {format_size(large)} is more than --session-disk {format_size(self.sessions.budget)}: it is "
                          "read again if it goes on")
             return
-        name = PREFIX + hashlib.sha256(np.array(tokens, "<u4").tobytes()).hexdigest()[:12]
+        adapted_by = self.engine.adapted_by
+        name = PREFIX + hashlib.sha256(np.array(tokens, "<u4").tobytes() + adapted_by.encode()).hexdigest()[:12]
         if name in self._all():
             return
         try:
@@ -145,7 +163,8 @@ class KeptPrompts:
                     yield from [Notice(self.said)] if self.said else ()
                 else:
                     yield event
-            before = [each.name for each in self._all().values() if each.name != name and each.tokens == tokens[: len(each.tokens)]]
+            before = [each.name for each in self._all().values() if each.name != name and each.adapted_by == adapted_by
+                      and each.tokens == tokens[: len(each.tokens)]]
             self.sessions.store.remove([each for each in before if self.sessions.store.has(each)])
             for each in [each for each in self._all() if not self.sessions.store.has(each)]:  # these, and those that made room
                 self._all().pop(each)

@@ -255,13 +255,17 @@ class Model:
 
     # -- forward ---------------------------------------------------------------------------------------------------------------
 
-    def forward(self, ids: np.ndarray, cache: KVCache, tap: Tap = no_tap, commit: bool = True, prompt: bool = False) -> np.ndarray:
+    def forward(self, ids: np.ndarray, cache: KVCache, tap: Tap = no_tap, commit: bool = True, prompt: bool = False,
+                scales: np.ndarray | None = None) -> np.ndarray:
         """Run `ids` int64 [T] after what is cached; returns the last hidden states on the host, float32 [T, D], before the final norm.
 
-        Without `commit` the cache holds none of them until the caller says how many. `prompt`: as of `KVCache.begin`.
+        Without `commit` the cache holds none of them until the caller says how many. `prompt`: as of `KVCache.begin`. `scales`: how much of
+        each adapter these tokens have, float32 [1, adapters], or a row for each where they are of several texts; None for nothing of any.
         """
         step = cache.begin(len(ids), prompt)
         host = self.backends["cpu"]
+        for backend in self.backends.values() if self.records.adapted.names else ():
+            backend.adapt(scales)
         if not self.pager.resident:
             self.store.check_unchanged()
         if tap is no_tap and cache.probes is not None and cache.probes.begin(step.positions):

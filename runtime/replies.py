@@ -20,24 +20,23 @@ from .dry import breakers_of
 from .engine import Engine
 from .events import Call, Done, Embedded, Event, Notice, Progress, PromptRead, TextDelta, Turn
 from .infill import Gap, Marks, Prompt, marks_of, prompt_of
-from .passes import common_prefix
 from .plain_text import PlainText
 from .prompting import NO_SYSTEM_ROLE, NO_TEMPLATE, Prompts
 from .sampler import Sampler, SamplerSettings
-from .shared_prefix import WORTH
+from .slot import Slot
 from .text import Tokenizer
 from .token_chances import Chances, chances
 
 if TYPE_CHECKING:
     from .calls.calling import Calling, Tools
     from .calls.filter import CallFilter
+    from .choosing import Choice
     from .constraint import Form, Vocabulary
     from .kept_prompts import KeptPrompts
 
 Message = Mapping[str, Any]
 COUNTED = 1 << 20  # letters of a text that is cut in any case, to say how many tokens it has
 SHRINKS = 4  # times that a text may become shorter before it is cut into tokens, generously
-LITTLE = 4  # times that what is held of a prompt is more than what it takes the place of, where it goes on from there
 USUAL = 256  # tokens that are kept free behind a place that is filled in, where nobody says how many may be written
 SYSTEM, DEVELOPER = "system", "developer"  # newer programs call the system prompt's role so
 
@@ -53,7 +52,7 @@ class Wish:
     how likely each token was is told, and of so many of the likeliest beside it (None: nothing is). `echo`: a text comes first that it is
     to continue, with the same of its tokens. `most_s`: seconds behind its first token after which it ends, if it has a
     whole line by then. `indent`: it ends before a line that is indented by fewer blanks. `sure`: it has what the model is sure of, and ends
-    where that is nothing, unless it has a form."""
+    where that is nothing, unless it has a form. `choice`: how much of each adapter it has, None for what `Replies.usual` says."""
 
     settings: SamplerSettings
     think: str = "auto"
@@ -66,37 +65,17 @@ class Wish:
     most_s: float | None = None
     indent: int = 0
     sure: bool = False
-
-
-@dataclass
-class Slot:
-    """A sequence, which one answer after the other goes to. `prompts` knows what its cache holds as a text; `prompt`: tokens of the last
-    one; `used`: when it had its last answer, in answers of all."""
-
-    engine: Engine
-    prompts: Prompts
-    kept: KeptPrompts | None
-    prompt: int = 0
-    used: int = 0
-    is_free: bool = True
-
-    def saves(self, prompt: str | list[int], plain: list[int]) -> int:
-        """Tokens of a prompt that are held here and need not be read; 0 where it would take the place of another one's, whose beginning can
-        be copied from here instead. `plain`: the ids of a text that goes on from nothing that is held."""
-        engine, ids = self.engine, plain
-        if isinstance(prompt, str):
-            ids = self.prompts.behind(self.prompts.held, prompt) or plain
-        has = engine.cache.reach(min(common_prefix(engine.tokens, ids), len(ids) - 1))
-        lost = min(self.prompt, len(engine.tokens)) - has
-        return has if lost < min(WORTH, has / LITTLE) else 0
+    choice: Choice | None = None
 
 
 class Replies:
     """One model and one sequence, as Engine, for one answer after the other; `beside` are engines of others, for as many more at once.
-    `cancelled` of an answer is asked between tokens, between chunks of the prompt and while the disk is waited for, and ends it."""
+    `cancelled` of an answer is asked between tokens, between chunks of the prompt and while the disk is waited for, and ends it. `usual`:
+    how much of each adapter answers have that do not say it."""
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, kept: KeptPrompts | None = None, beside: Iterable[Engine] = ()) -> None:
         self.engine, self.tokenizer, self.kept = engine, tokenizer, kept
+        self.usual = engine.choice
         self._prompts = Prompts(tokenizer)
         self._slots = [Slot(engine, self._prompts, kept),
                            *(Slot(each, Prompts(tokenizer), kept and kept.beside(each)) for each in beside)]
@@ -129,10 +108,12 @@ class Replies:
             yield Notice(fallback)
         prompt = self._prompts.going_on(prompt, said)
         self._demand_near(prompt)
-        with self._slot_for(prompt) as own:
-            ids = own.prompts.encoded(prompt)
+        choice = self._choice(wish)
+        with self._slot_for(prompt, choice) as own:
+            ids = own.encoded(prompt, choice)
             if own.kept is not None:
-                ids = yield from own.kept.turn_to(prompt, ids, own.prompts)
+                ids = yield from own.kept.turn_to(prompt, ids, own.prompts, choice=choice)
+            own.engine.choose(choice)
             own.prompt = len(ids)
             think, marks = self.tokenizer.reasoning(ids, tools is not None), None
             if tools:
@@ -164,9 +145,11 @@ class Replies:
             self._demand_near(prompt)
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else self._demand_known(prompt)
         ends = self.marks.ends if self.marks is not None and self.marks.prefix in ids else frozenset()
-        with self._slot_for(ids) as own:
+        choice = self._choice(wish)
+        with self._slot_for(ids, choice) as own:
             if own.kept is not None:
-                ids = yield from own.kept.turn_to(None, ids, own.prompts, lasting)
+                ids = yield from own.kept.turn_to(None, ids, own.prompts, lasting, choice)
+            own.engine.choose(choice)
             own.prompt = len(ids) if lasting is None else lasting
             is_scored = wish.echo and wish.tells is not None
             if wish.echo:
@@ -218,9 +201,11 @@ class Replies:
         is_added = isinstance(prompt, str) and ids[0] == self.tokenizer.bos_id and ids[0] not in self.tokenizer.encode(prompt, False)[:1]
         yield TextDelta(text, tokens=tuple(found[is_added:]))
 
-    def embed(self, texts: Sequence[str | Sequence[int]], cut: bool = False, cancelled: Callable[[], bool] = never) -> Iterator[Event]:
+    def embed(self, texts: Sequence[str | Sequence[int]], cut: bool = False, cancelled: Callable[[], bool] = never,
+              choice: Choice | None = None) -> Iterator[Event]:
         """One vector of each text, or of token ids as they stand. Of a text that is longer than the context, its end is left out with
-        `cut`, but for the token that ends every text. Raises EffllmError where the model makes none, or of these none."""
+        `cut`, but for the token that ends every text. `choice`: as of a `Wish`. Raises EffllmError where the model makes none, or of these
+        none."""
         from .embedding import demand_room, vector
 
         pooling, room = self._pooling, self.engine.n_ctx
@@ -237,9 +222,11 @@ class Replies:
                 return
             yield Turn()
         made = []
-        with self._slot_for([]) as own:
+        choice = self.usual if choice is None else choice
+        with self._slot_for([], choice) as own:
             if own.kept is not None:
-                yield from own.kept.turn_to(None, [], own.prompts)  # keeps what is lost here
+                yield from own.kept.turn_to(None, [], own.prompts, choice=choice)  # keeps what is lost here
+            own.engine.choose(choice)
             own.prompts.held, own.prompt = ("", []), 0
             for number, ids in enumerate(rows):
                 made.append((yield from vector(own.engine, ids, pooling, cancelled)))
@@ -273,8 +260,11 @@ class Replies:
             raise UsageError(f"token id {bad[0]} is outside the vocabulary of {rows}", "send ids of this model's tokenizer")
         return list(ids)
 
+    def _choice(self, wish: Wish) -> Choice:
+        return self.usual if wish.choice is None else wish.choice
+
     @contextmanager
-    def _slot_for(self, prompt: str | list[int]) -> Iterator[Slot]:
+    def _slot_for(self, prompt: str | list[int], choice: Choice) -> Iterator[Slot]:
         """The sequence for an answer to this prompt: of those that are free the one where it saves most, else the one that rested longest.
         Raises RuntimeError for more answers at once than there are."""
         free = [each for each in self._slots if each.is_free]
@@ -282,7 +272,7 @@ class Replies:
             raise RuntimeError(f"more than {len(self._slots)} answers at once")
         if len(free) > 1:
             plain = prompt if isinstance(prompt, list) else Prompts(self.tokenizer).encoded(prompt)
-            free.sort(key=lambda each: (-each.saves(prompt, plain), each.used))
+            free.sort(key=lambda each: (-each.saves(prompt, plain, choice), each.used))
         own = free[0]
         self._answers += 1
         own.is_free, own.used = False, self._answers

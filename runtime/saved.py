@@ -11,6 +11,7 @@ from pathlib import Path
 from .. import EffllmError
 from ..offload.page_stream import PagesLost
 from ..offload.size import format_size
+from .choosing import Choice
 from .conversation_file import parse_conversation
 from .engine import Engine
 from .events import Notice, Progress
@@ -30,7 +31,7 @@ class SavedSessions:
 
     def __init__(self, store: SessionStore, model: str, budget: int) -> None:
         self.store, self.model, self.budget = store, model, budget
-        self._own: dict[str, object] | None = None
+        self._own: dict[Choice, dict[str, object]] = {}
 
     def check(self, name: str, folder: Path, strict: bool = False) -> None:
         """Before the weights are read: raises what `load` would raise, as far as the model's files tell. A new name is fine."""
@@ -90,7 +91,7 @@ class SavedSessions:
                     else:
                         yield event
             except PagesLost as error:
-                before = self._before(name, tokens, spoken)
+                before = self._before(name, tokens, spoken, self.identity(engine))
                 cache = max(cache, before, key=lambda each: len(each.tokens) if each else 0)
                 held = f"{len(cache.tokens)} of {len(tokens)} tokens are kept, the rest" if cache else "the text alone is kept, and"
                 yield Notice(f"session {name}: {held} is read again: {error.message}")
@@ -102,21 +103,21 @@ class SavedSessions:
             yield Notice(stuck_note(unread, self.budget))
         yield saved
 
-    def _before(self, name: str, tokens: Sequence[int], spoken: Spoken | None) -> SavedCache | None:
+    def _before(self, name: str, tokens: Sequence[int], spoken: Spoken | None, own: Mapping[str, object]) -> SavedCache | None:
         """The cache that was saved under a name, with what is spoken now, where these tokens go on from it."""
         try:
             cache = self.store.read(name).cache
         except EffllmError:
             return None
-        if cache is None or cache.identity != self._own or tuple(tokens[: len(cache.tokens)]) != cache.tokens:
+        if cache is None or cache.identity != own or tuple(tokens[: len(cache.tokens)]) != cache.tokens:
             return None
         return replace(cache, spoken=spoken) if all(self.store.has_page(file.key) for file in cache.files) else None
 
     def identity(self, engine: Engine) -> dict[str, object]:
         """What the bytes of its cache depend on besides tokens."""
-        if self._own is None:
-            self._own = identity(engine)
-        return self._own
+        if engine.choice not in self._own:
+            self._own[engine.choice] = identity(engine)
+        return self._own[engine.choice]
 
     def lend_to(self, engine: Engine) -> None:
         """From now on a prompt that begins as a saved session does takes its pages, and says so."""

@@ -88,7 +88,7 @@ def identity(engine: Engine) -> dict[str, object]:
     packed = engine.cache.is_packed
     return {**folder_identity(prepared.folder), "kv": engine.options.kv, "basis": basis.hexdigest()[:32], "sink": shape.sinks,
             "window": engine.prepared.window if packed else 0, "positions": positions.hexdigest()[:32], "exact": engine.options.exact,
-            "pages": VERSION, **({ADAPTERS: prepared.adapted.digest} if prepared.adapted.names else {})}
+            "pages": VERSION, **({ADAPTERS: engine.adapted_by} if engine.adapted_by else {})}
 
 
 def read_by(engine: Engine) -> str:

@@ -48,6 +48,8 @@ def _lends(engine: Engine) -> bool:
 
 def _pages(engine: Engine, other: Engine, ids: Sequence[int]) -> int:
     """Pages of a prompt that another sequence can lend."""
+    if other.choice != engine.choice:
+        return 0
     cache, common = engine.cache, common_prefix(other.tokens, ids)
     pages = pages_of(engine, ids, common, max(0, min(common, other.anew) - cache.shape.sinks) // PAGE)
     while pages and (pages if cache.is_packed else cache.sealed_at(cache.shape.sinks + PAGE * pages)) > other.cache.sealed:
@@ -60,4 +62,5 @@ def is_coming(engine: Engine, others: Sequence[Engine], ids: Sequence[int]) -> b
     if not _lends(engine):
         return False
     known = common_prefix(engine.tokens, ids)
-    return any(common_prefix(other.reading, ids) - max(known, len(other.tokens)) >= WORTH for other in others if other.reading)
+    alike = [other for other in others if other.reading and other.choice == engine.choice]
+    return any(common_prefix(other.reading, ids) - max(known, len(other.tokens)) >= WORTH for other in alike)

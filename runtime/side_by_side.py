@@ -18,6 +18,7 @@ import numpy as np
 from ..kernels.layout import REPEATED
 from ..offload.notes import Fallback, refuse_fallbacks
 from ..quant.kv import codec
+from .choosing import scales_of
 from .events import Turn
 from .joint_cache import JointCache
 from .shared_prefix import is_coming, lend
@@ -113,7 +114,7 @@ class SharedPasses:
             engine.watch.look(engine.cache)
         caches = [engine.cache for engine in engines]
         cache = caches[0] if len(caches) == 1 else JointCache(caches, self._host, self._known)
-        x = self._model.forward(np.array([want.token for want in wants], np.int64), cache)
+        x = self._model.forward(np.array([want.token for want in wants], np.int64), cache, scales=scales_of(engines))
         failed = cache.failed if isinstance(cache, JointCache) else {}
         logits = self._model.logits(x)
         for row, want in enumerate(wants):

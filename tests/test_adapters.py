@@ -206,8 +206,10 @@ def test_it_is_kept_as_narrow_as_loses_nothing(tmp_path: Path) -> None:
     (into, out), = made.weights.values()
     assert (into.spec.scheme, out.spec.scheme) == ("bf16", "f16") and made.nbytes == 2 * 2 * 64 * RANK
     assert np.array_equal(out.to_f32(), 2 * b.half().float().numpy())
-    third = adapted((f"{own}:0.3",), read_config(base), check_all(base))
-    assert third.weights[0, "o"][1].spec.scheme == "f32" and third.digest != made.digest
+    third = adapted((f"{own}:0.3",), read_config(base), check_all(base))  # a share is multiplied as it runs
+    assert third.weights[0, "o"][1].spec.scheme == "f16" and third.digest != made.digest
+    wide = adapted((str(adapter(tmp_path / "wide", peft(pairs), lora_alpha=0.3)),), read_config(base), check_all(base))
+    assert wide.weights[0, "o"][1].spec.scheme == "f32"
 
 
 def test_a_plan_counts_it(own: Path) -> None:

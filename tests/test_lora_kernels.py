@@ -8,6 +8,7 @@ from test_instruction_sets import TARGETS, X86, child, runs_here
 
 from effllm.kernels.cpu.lora_loops import GROUP
 from effllm.kernels.cpu.ops import CpuOps
+from effllm.kernels.layout import REPEATED
 from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import Dims
 from effllm.quant.weight import Linear, Lora, Norm, Weight, from_f32, to_f32
@@ -31,11 +32,13 @@ def adapted(depth: int, rows: int, rank: int, scheme: str, seed: int) -> tuple[L
     a, b = random(rank, depth, seed=seed), random(rows, rank, seed=seed + 1)
     exact = [to_f32(from_f32(each, scheme), scheme).astype(np.float64) for each in (b, a)]
     zeros = Weight.raw("f32", (rows, depth), np.zeros((rows, depth), np.float32))
-    return Linear(zeros, lora=Lora(by_columns(a, scheme), by_columns(b, scheme))), exact[0] @ exact[1]
+    return Linear(zeros, lora=Lora(by_columns(a, scheme), by_columns(b, scheme), (rank,))), exact[0] @ exact[1]
 
 
 def ops_of(depth: int, rows: int, rank: int, threads: int) -> CpuOps:
-    return CpuOps(ThreadPool(threads), Dims(depth, 1, 1, max(rows, depth), max(rows, depth), rows, 64, 128, 64, lora=rank))
+    ops = CpuOps(ThreadPool(threads), Dims(depth, 1, 1, max(rows, depth), max(rows, depth), rows, 64, 128, 64, lora=rank))
+    ops.adapt(np.ones((1, 1), np.float32))
+    return ops
 
 
 def close(found: np.ndarray, wanted: np.ndarray, x: np.ndarray) -> None:
@@ -95,6 +98,28 @@ def test_what_is_added_to_the_stream_comes_on_top():
     for count in (1, 3, TOKENS):
         x, stream = random(count, 96, seed=3), random(count, 96, seed=4)
         close(ops.linear_add(x, own, stream.copy()), stream + x @ wanted.T, stream)
+    ops.close()
+
+
+@pytest.mark.parametrize("count", [1, 5, GROUP + 2])
+def test_each_number_between_has_the_scale_of_its_adapter(count):
+    """Of a text's all tokens, or of each token's text; nothing of any leaves products out."""
+    depth, rows = 300, 90
+    (own, first), (other, second) = adapted(depth, rows, 8, "bf16", 1), adapted(depth, rows, 4, "bf16", 3)
+    joined = [by_columns(np.concatenate([each.weight.to_f32() for each in both], axis), "bf16")
+              for axis, both in enumerate(((own.lora.into, other.lora.into), (own.lora.out, other.lora.out)))]
+    both, ops, x = Linear(own.weight, lora=Lora(*joined, (8, 0, 4))), ops_of(depth, rows, 12, 2), random(count, depth, seed=5)
+    for scales in (random(1, 3, seed=6), random(count if count <= REPEATED else 1, 3, seed=7)):
+        ops.adapt(scales)
+        (found,) = ops.norm_linear(x, None, [both])
+        close(found, scales[:, :1] * (x @ first.T) + scales[:, 2:] * (x @ second.T), x)
+        found = found.copy()
+        for at in range(count):
+            ops.adapt(scales[[at % len(scales)]])
+            assert np.array_equal(found[[at]], ops.norm_linear(x[at : at + 1], None, [both])[0])
+    for nothing in (None, np.zeros((1, 3), np.float32)):
+        ops.adapt(nothing)
+        assert not ops.norm_linear(x, None, [both])[0].any()
     ops.close()
 
 

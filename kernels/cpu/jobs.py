@@ -170,6 +170,10 @@ class Jobs:
         finally:
             self._row = None
 
+    def forget(self) -> None:
+        """No pass is recorded."""
+        self._recorded.clear()
+
     def replay(self, key: object, tokens: int, position: Position) -> bool:
         """Run the recorded pass of so many tokens again from `position` on, if it has this key."""
         found = self._recorded.get(tokens)

@@ -27,10 +27,11 @@ from .intrinsics import I64, f32_at, f64_at, i64_at
 from .linear import ACT, DEPTH, EPS, FIRST, GATED, MATRICES, MODE, NORM, NORM_BIAS, NORM_WEIGHT, SCRATCH, SCRATCH_STRIDE, TOKENS, X
 from .sharing import first_region, take
 
-# How many sums `parts_of` says, then per matrix that leads in; and per matrix that leads out, of which one may have no rank, from FIRST on.
-ALL_PARTS, OWN_FIRST = FIRST, FIRST + 1
+# Of what leads in: how many sums `parts_of` says. Of what leads out: scales of adapters, 0 for none, and floats from token to token.
+ALL_PARTS, SCALES, STEP, OWN_FIRST = FIRST, FIRST, FIRST + 1, FIRST + 2
+# Then per matrix that leads in, and per matrix that leads out, of which one may have no rank; OF [rank] int64: each number's adapter.
 WEIGHT, DTYPE, RANK, THIN, FIELDS = range(5)
-PARTS, ROWS, OUT, OUT_STRIDE, OUT_FIELDS = range(4, 9)
+PARTS, OF, ROWS, OUT, OUT_STRIDE, OUT_FIELDS = range(4, 10)
 
 NARROWEST = 4  # outputs of the shortest vector: ranks are a multiple of it
 PART, CHAINS = 256, 4  # inputs
@@ -232,14 +233,20 @@ def columns_in(args, worker, counter):
 
 @inlined()
 def _gather(a, m, group, here, out):
-    """What lies between the matrices for a group's tokens, its parts added up: [tokens][rank] at `out`."""
-    count = here * a[m + RANK]
+    """What lies between the matrices for a group's tokens, its parts added up and each adapter's share of it: [tokens][rank] at `out`."""
+    rank, of = a[m + RANK], i64_at(a[m + OF])
+    count = here * rank
     total, source = f32_at(out), f32_at(a[m + THIN] + 4 * group * GROUP * a[m + RANK])
     for i in range(count):
         total[i] = source[i]
     for part in range(1, a[m + PARTS]):
         for i in range(count):
             total[i] += source[part * count + i]
+    if a[SCALES] != 0:
+        for t in range(here):
+            scales = f32_at(a[SCALES] + 4 * a[STEP] * (group * GROUP + t))
+            for i in range(rank):
+                total[t * rank + i] *= scales[of[i]]
 
 
 @inlined()
@@ -280,13 +287,13 @@ def columns_out(args, worker, counter):
     thin = a[SCRATCH] + worker * a[SCRATCH_STRIDE]
     blocks = int64(0)
     for i in range(1 if mode == GATED else a[MATRICES]):
-        blocks += groups * _runs(a, FIRST + i * OUT_FIELDS)
+        blocks += groups * _runs(a, OWN_FIRST + i * OUT_FIELDS)
     region, ended, at_hand, of = first_region(worker), int64(0), int64(-1), int64(-1)
     while True:
         block, region, ended = take(counter, region, ended, blocks)
         if block < 0:
             return
-        m = int64(FIRST)
+        m = int64(OWN_FIRST)
         while block >= groups * _runs(a, m):
             block -= groups * _runs(a, m)
             m += OUT_FIELDS

@@ -91,7 +91,7 @@ class _Job:
         return address(self.block)
 
 
-class CpuOps(Jobs):
+class CpuOps(Jobs, lora.Scales):
     """See the module. `dims` sizes the workspace; one instance serves every CPU block of a model."""
 
     name = "cpu"

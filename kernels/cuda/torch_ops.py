@@ -21,7 +21,7 @@ from ..reference import CURVE_EDGE, CURVE_SLOPE
 from ..reference_moe import SMALLEST_SUM, Routed, Routing, visits
 from ..registry import Call, Candidate, Registry
 from ..tiles import SCHEMES
-from . import streams
+from . import lora, streams
 from .device import CudaDevice, Device, SimulatedDevice, within_memory
 from .one_kernel import OneKernel
 from .packed_pages import TorchPackedPages
@@ -49,12 +49,13 @@ def default_registry() -> Registry:
                                "in the kernel that multiplies where Triton compiles one for the card, else before the product")])
 
 
-class TorchOps:
+class TorchOps(lora.Scales):
     """See the module. `device` is a Device, or its name: cuda, or cpu for a simulated one; one instance serves every block placed on it."""
 
     name = "torch"
 
     def __init__(self, device: str | Device, registry: Registry | None = None) -> None:
+        super().__init__()
         if isinstance(device, str):
             device = SimulatedDevice() if device == "cpu" else CudaDevice(device)
         self.on, self.device = device, device.torch
@@ -323,7 +324,7 @@ class TorchOps:
         weight = each.weight
         run = self.registry.select(Call("matrix", weight.spec.scheme)).candidate.run
         y = run(self.products, x, weight, each.bias, into)
-        return y if each.lora is None else self._linear(self._linear(x, each.lora.into), each.lora.out, (y, into[1]))
+        return y if each.lora is None else self.beside(x, each.lora, y, into[1])
 
     def _cos_sin(self, positions: np.ndarray, table: RopeTable) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin [T, 1, R/2] for these positions, made once per step and table on the host, so that every backend turns by the same

@@ -1,0 +1,47 @@
+"""How much of each adapter the texts of a pass have, as `kernels/cpu/lora.py` has it, on a device.
+
+A pass that is run again as one graph reads the scales from an array of its own on the device, into which those of the host are copied.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from ...quant.weight import Lora
+
+NONE, AS_THEY_ARE, BY_TEXT = range(3)
+
+
+class Scales:
+    """What of it `TorchOps` holds."""
+
+    _way = NONE
+
+    def __init__(self) -> None:
+        self._held: dict[int, np.ndarray] = {}  # by rows: a recorded pass knows an array by its identity
+        self._of: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def adapt(self, scales: np.ndarray | None) -> None:
+        """As of the CPU's: float32 [1, adapters] or a row for each token; None for nothing of any."""
+        way = NONE if scales is None or not scales.any() else AS_THEY_ARE if (scales == 1).all() else BY_TEXT
+        if way != self._way:
+            self._way = way
+            self.repeats.forget()
+        if way == BY_TEXT:
+            self._scales = self._held.setdefault(len(scales), np.zeros(scales.shape, np.float32))
+            self._scales[:] = scales
+
+    def beside(self, x: torch.Tensor, own: Lora, y: torch.Tensor, factor: float) -> torch.Tensor:
+        """y + factor * out(s * into(x)), in place."""
+        if self._way == NONE:
+            return y
+        between = self._linear(x, own.into)
+        if self._way == BY_TEXT:
+            if own.ranks not in self._of:
+                self._of[own.ranks] = self.on.bring(own.of)
+            between = between * self.upload(self._scales).index_select(1, self._of[own.ranks])
+        return self._linear(between, own.out, (y, factor))

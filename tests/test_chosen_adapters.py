@@ -1,0 +1,222 @@
+"""How much of each adapter a text has, chosen for each: the logits of a run that was started so, wherever layers lie, and nothing that was
+read with one choice is used for another."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import effllm
+from effllm import UsageError
+from effllm.kernels.cpu import lora
+from effllm.runtime.engine import Engine
+from effllm.runtime.kept_prompts import KeptPrompts
+from effllm.runtime.replies import Replies, Wish
+from effllm.runtime.sampler import Sampler, SamplerSettings
+from effllm.runtime.saved import SavedSessions
+from effllm.runtime.saved_cache import identity
+from effllm.runtime.session_store import SessionStore
+from effllm.runtime.side_by_side import Want, side_by_side
+from effllm.runtime.text import Tokenizer
+
+sys.path.insert(0, str(Path(__file__).parent))
+from gpu_runs import card_here, simulated
+from streamed_models import streaming
+from test_adapters import assert_near, low_bit, of_all_matrices, opened  # noqa: F401  a fixture
+from test_side_by_side import one_by_one, tokens_of, written
+
+FABLE = Path(effllm.__path__[0]) / "models" / "fable"
+IDS = np.random.default_rng(3).integers(3, 256, 160).tolist()
+TALE = "The fox asked the king for bread and the king gave him none. " * 30 + "But the boat"
+CHOICES = ((0.0, 0.0), (1.0, 0.0), (0.3, -0.5), (1.0, 1.0))
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Two adapters of the packaged model."""
+    folder = tmp_path_factory.mktemp("adapters")
+    return [str(of_all_matrices(FABLE, folder / name, seed)) for name, seed in (("sea", 1), ("fox", 50))]
+
+
+def logits_of(engine: Engine, choice: tuple[float, ...]) -> np.ndarray:
+    """Behind a prompt, of single tokens and of a few at once."""
+    engine.choose(choice)
+    engine.reset()
+    list(engine.prefill(IDS[:140]))
+    found = [engine._logits.copy(), *(engine.forward_logits([token])[0].copy() for token in IDS[140:150])]
+    return np.stack([*found, *engine.forward_logits(IDS[150:156]).copy()])
+
+
+def started(base: Path, pair: list[str], choice: tuple[float, ...], **asked: object) -> np.ndarray:
+    """The logits of a run that has this choice from its beginning."""
+    engine = opened(base, *(f"{own}:{scale}" for own, scale in zip(pair, choice)), **asked)
+    try:
+        assert engine.choice == choice
+        return logits_of(engine, choice)
+    finally:
+        engine.close()
+
+
+@pytest.fixture(params=["bf16", "4bit"])
+def base(request: pytest.FixtureRequest, low_bit: Path) -> Path:  # noqa: F811
+    return FABLE if request.param == "bf16" else low_bit
+
+
+def test_a_choice_is_a_run_that_was_started_so(base: Path, pair: list[str]) -> None:
+    """To the bit, whatever was chosen before; of passes that come again too."""
+    engine = opened(base, *pair, kv="16bit")
+    found = [(choice, logits_of(engine, choice)) for choice in (*CHOICES, *CHOICES[::-1])]
+    engine.close()
+    for choice, ours in found:
+        assert np.array_equal(ours, started(base, pair, choice, kv="16bit")), choice
+    assert len({ours.tobytes() for _, ours in found}) == len(CHOICES)
+
+
+def test_nothing_of_any_is_a_run_without(base: Path, pair: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits, since no thin product is made."""
+    engine, made = opened(base, *pair, kv="16bit"), []
+    thin = lora._add
+    monkeypatch.setattr(lora, "_add", lambda *asked: made.append(1) or thin(*asked))
+    logits_of(engine, (0.5, 0.0))
+    counted = len(made)
+    ours = logits_of(engine, (0.0, 0.0))
+    assert counted and len(made) == counted
+    assert np.array_equal(ours, started(base, [], (), kv="16bit"))
+    engine.close()
+
+
+def test_one_of_several_is_as_near_to_it_alone_as_sums_in_another_order_are(pair: list[str]) -> None:
+    ours, alone = (started(FABLE, pair[:number], choice) for number, choice in ((2, (0.7, 0.0)), (1, (0.7,))))
+    assert_near(ours, alone, 2e-6)
+    assert np.abs(alone - started(FABLE, [], ())).max() > 0.05 * np.abs(alone).max()
+
+
+def test_texts_of_different_choices_share_a_pass(base: Path, pair: list[str]) -> None:
+    """Each has the bits that it has alone."""
+    engine = opened(base, *pair, kv="16bit", parallel=len(CHOICES))
+    engines, said = side_by_side(engine, len(CHOICES))
+    assert not said
+    alone = [logits_of(engine, choice)[1:11] for choice in CHOICES]
+    for each, choice in zip(engines, CHOICES):
+        each.choose(choice)
+        each.reset()
+        list(each.prefill(IDS[:140]))
+    for at, token in enumerate(IDS[140:150]):
+        wants = [Want(each, token) for each in engines]
+        engine.shares.run(wants)
+        for want, expected in zip(wants, alone):
+            assert want.error is None and np.array_equal(want.logits, expected[at])
+    close(engines)
+
+
+def close(engines: list[Engine]) -> None:
+    for other in engines[1:]:
+        other.cache.close()
+    engines[0].close()
+
+
+def test_from_the_disk(pair: list[str]) -> None:
+    engine = streaming(FABLE, ctx=256, spec="off", lora=tuple(pair))
+    for choice in CHOICES:
+        assert np.array_equal(logits_of(engine, choice), started(FABLE, pair, choice, kv="16bit"))
+    engine.close()
+
+
+@pytest.mark.parametrize("layers", [2, 6])
+def test_layers_on_a_card(pair: list[str], layers: int) -> None:
+    """Also passes that run again as one graph."""
+    with card_here(simulated()):
+        engine = opened(FABLE, *pair, device="auto", gpu_layers=layers)
+    assert engine.placement.devices.count("cuda") == layers
+    for choice in (*CHOICES, *CHOICES):
+        assert_near(logits_of(engine, choice), started(FABLE, pair, choice))
+    engine.close()
+
+
+def test_drafts_change_no_token(pair: list[str]) -> None:
+    ids, texts = IDS[:24] * 4, {}
+    for spec in ("off", "lookup"):
+        engine = opened(FABLE, *pair, spec=spec, kv="16bit")
+        for choice in CHOICES:
+            engine.choose(choice)
+            list(engine.prefill(ids))
+            sampler = Sampler(SamplerSettings(temperature=0.0), engine.config.vocab_size)
+            texts[spec, choice] = [step.token for step in engine.generate(sampler, 30, frozenset())]
+        drafted = engine.speculation is not None and engine.speculation.counts.drafted
+        engine.close()
+    assert drafted and all(texts["off", choice] == texts["lookup", choice] for choice in CHOICES)
+
+
+def test_what_is_held_is_of_one_choice(pair: list[str]) -> None:
+    engine = opened(FABLE, *pair)
+    list(engine.prefill(IDS))
+    engine.choose((1.0, 1.0))
+    list(engine.prefill(IDS))
+    assert engine.reused > 128
+    engine.choose((1.0, 0.5))
+    assert not engine.tokens and not engine.cache.n
+    list(engine.prefill(IDS))
+    assert engine.reused == 0
+    for wrong, said in (((1.0,), "1 scales for 2 adapters"), ((1.0, float("nan")), "nan is no scale"), ((1e39, 0.0), "1e+39 is no scale")):
+        with pytest.raises(UsageError, match=said.replace("+", "[+]")):
+            engine.choose(wrong)
+    assert engine.choice == (1.0, 0.5) and len(engine.tokens) == len(IDS)
+    engine.close()
+
+
+def test_a_saved_cache_says_what_was_chosen(pair: list[str]) -> None:
+    engine, plain = opened(FABLE, *pair), opened(FABLE)
+    found = {}
+    for choice in CHOICES:
+        engine.choose(choice)
+        found[choice] = identity(engine)
+    assert len({each.get("adapters") for each in found.values()}) == len(CHOICES)
+    assert found[0.0, 0.0] == identity(plain)
+    engine.close()
+    plain.close()
+
+
+def wanted(choice: tuple[float, ...] | None, most: int = 24) -> Wish:
+    return Wish(SamplerSettings(temperature=0), max_tokens=most, ignore_eos=True, choice=choice)
+
+
+def test_answers_at_once_have_each_its_own(pair: list[str]) -> None:
+    """Of the same prompt, which none of them takes from another; one that says nothing has what is usual, which may change."""
+    engine = opened(FABLE, *pair, kv="16bit", ctx=1024, parallel=4)
+    engines, _ = side_by_side(engine, 4)
+    replies = Replies(engine, Tokenizer.load(FABLE, engine.config), None, engines[1:])
+    ask = {str(choice): lambda choice=choice: replies.complete(TALE, wanted(choice)) for choice in (*CHOICES[:3], None)}
+    alone = one_by_one(replies, ask)
+    as_they_are = one_by_one(replies, {"": lambda: replies.complete(TALE, wanted((1.0, 1.0)))})
+    assert len({*alone.values()}) == 4 and alone["None"] == as_they_are[""]
+    ends, _ = written(replies, {key: start() for key, start in ask.items()})
+    assert tokens_of(ends) == alone and all(done.stats.cached_tokens == 0 for done in ends.values())
+    ends, _ = written(replies, {key: start() for key, start in ask.items()})
+    assert tokens_of(ends) == alone and all(done.stats.cached_tokens > 300 for done in ends.values())
+    replies.usual = CHOICES[2]
+    ends, _ = written(replies, {"None": ask["None"]()})
+    assert tokens_of(ends)["None"] == alone[str(CHOICES[2])] and ends["None"].stats.cached_tokens > 300
+    same, _ = written(replies, {"one": ask["None"](), "other": ask["None"]()})  # which is lent where the choice is the same
+    assert tokens_of(same) == {"one": alone[str(CHOICES[2])], "other": alone[str(CHOICES[2])]}
+    assert all(done.stats.cached_tokens > 128 for done in same.values())
+    close(engines)
+
+
+def test_prompts_that_are_kept_come_back_for_the_same_choice(pair: list[str], tmp_path: Path) -> None:
+    """Also to a server that begins with another one."""
+    answers = {}
+    for usual in (CHOICES[1], CHOICES[0]):
+        engine = opened(FABLE, *(f"{own}:{scale}" for own, scale in zip(pair, usual)), kv="16bit", ctx=1024)
+        kept = KeptPrompts(engine, SavedSessions(SessionStore(tmp_path), "fable", 1 << 30))
+        replies = Replies(engine, Tokenizer.load(FABLE, engine.config), kept)
+        for choice in (*CHOICES[:3], *CHOICES[:3]):
+            *_, done = replies.complete(TALE, wanted(choice))
+            answers.setdefault(choice, []).append((done.stats.token_ids, done.stats.cached_tokens > 256))
+        engine.close()
+    assert len({found[0][0] for found in answers.values()}) == 3
+    for choice, found in answers.items():
+        assert len({ids for ids, _ in found}) == 1, choice
+        assert [is_held for _, is_held in found] == [False, True, True, True], choice
