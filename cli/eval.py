@@ -12,7 +12,7 @@ from .. import UsageError
 from .flags import add_command, flag, token_count
 from .help import PlainGroup
 from .loading import at_bits, find, find_any, follow, last, loaded
-from .options import COMPUTE, MEMORY, EngineFlags, Json, Model, WeightFlags
+from .options import COMPUTE, MEMORY, EngineFlags, Json, Lora, Model, WeightFlags
 from .prompt import read_file, read_stream
 from .screen import Screen
 
@@ -34,6 +34,7 @@ KLD_EXAMPLES = """examples
   effllm eval kld fable --text story.txt
   effllm eval kld ./my-model --against ./my-model-original --text story.txt --json
   effllm eval kld fable --text story.txt --kv 4bit --by-token
+  effllm eval kld ./my-model --lora ./my-adapter --text story.txt   # what the adapter does to it
 """
 
 PROFILE_EXAMPLES = """examples
@@ -52,7 +53,8 @@ Sample = Annotated[str | None, flag(TEXT, "--text", "FILE", "the text to record 
 Seconds = Annotated[float | None, flag(TEXT, "--seconds", "S", "time to take at most, about (60)")]
 Threads = Annotated[int | None, flag(COMPUTE, "-t --threads", "N", "CPU threads (all physical cores)")]
 Samples = Annotated[int, flag(TEXT, "--samples", "N", "texts with facts and questions at each distance (8)")]
-Against = Annotated[str | None, flag(TEXT, "--against", "MODEL", "the reference model (the same one as it is stored, with a 32-bit cache)")]
+Against = Annotated[str | None, flag(TEXT, "--against", "MODEL", "the reference model (the same one as it is stored, with a "
+                                         "32-bit cache and no adapter)")]
 ByToken = Annotated[bool, flag(TEXT, "--by-token", "", "one token at a time, as an answer is written; slower than a prompt's pages")]
 
 
@@ -62,6 +64,7 @@ class WindowFlags(EngineFlags):
 
     ctx: Annotated[int | None, flag(MEMORY, "-c --ctx-size --ctx", "N",
                                     "tokens of context and of a window, 16k is 16384 (1024, or the model's if less)"), token_count] = None
+    lora: Lora = None
 
 
 def register(app: typer.Typer) -> None:
@@ -94,6 +97,8 @@ def ppl(context: typer.Context, model: Model, text: Text, engine: WindowFlags, w
 def kld(context: typer.Context, model: Model, text: Text, engine: WindowFlags, weights: WeightFlags, against: Against = None,
         by_token: ByToken = False, json: Json = False) -> None:
     """KL divergence of the next-token distributions from a reference, token by token."""
+    from dataclasses import replace
+
     from ..runtime.config import read_config
     from ..runtime.engine import Engine
     from ..runtime.evaluate import KldResult, open_reference, refuse_other_tokenizer
@@ -109,7 +114,7 @@ def kld(context: typer.Context, model: Model, text: Text, engine: WindowFlags, w
     if against:
         refuse_other_tokenizer(found.folder, reference_ref.folder)
     with at_bits(found, weights, screen, options) as ref, loaded(ref, options, screen) as at_hand:
-        own = as_reference(options, at_hand.engine, reference_ref.folder == ref.folder)
+        own = replace(as_reference(options, at_hand.engine, reference_ref.folder == ref.folder), lora=())  # what adapters do is measured
         reference = last(follow(open_reference(reference_ref.folder, own, at_hand.engine), screen, Engine))
         try:
             comparing = compare(at_hand.engine, reference, at_hand.tokenizer, content, at_hand.engine.n_ctx, named(text), by_token)

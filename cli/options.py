@@ -140,6 +140,10 @@ class EngineFlags(Group):
         return EngineOptions(**values, preset=settled, **{name: value for name, value in more.items() if value is not None})
 
 
+Lora = Annotated[list[str] | None, flag(COMPUTE, "--lora", "ADAPTER", "a LoRA adapter, a folder or a GGUF file, beside the weights as they "
+                                        "are; ADAPTER:0.5 is half of it; repeat it for more")]
+
+
 @dataclass(frozen=True)
 class RunFlags(EngineFlags):
     """Where and how a model runs that writes."""
@@ -149,8 +153,7 @@ class RunFlags(EngineFlags):
                                                                          "lookup from what was said, mtp also by the model's "
                                                                          "own layer for it, auto what pays (auto)")] = None
     draft: Annotated[str | None, flag(COMPUTE, "--draft", "MODEL", "let a small model of the same tokenizer draft")] = None
-    lora: Annotated[list[str] | None, flag(COMPUTE, "--lora", "ADAPTER", "a LoRA adapter, a folder or a GGUF file, beside the weights as "
-                                           "they are; ADAPTER:0.5 is half of it; repeat it for more")] = None
+    lora: Lora = None
     predict_neurons: Annotated[bool, flag(COMPUTE, "--predict-neurons", "", "read neurons before it is certain that they are used")] = False
 
 

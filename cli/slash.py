@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import EffllmError, UsageError
+from . import chosen_adapters
 from .attachment import Attachment, completed_paths, named_path, read_text, written_in_editor
 from .flags import names_and_types
 from .options import NO_BREAKERS, RunFlags, SamplingFlags, WeightFlags, demand_room, most_tokens
@@ -29,7 +30,7 @@ OLLAMAS = {"temperature": "temp", "format": "schema", "num_predict": "predict", 
 ELSEWHERE = {"system": "/system TEXT sets the system prompt",
              **dict.fromkeys(("num-ctx", "ctx", "c"), "the context is chosen at the start: effllm chat MODEL -c 4096"),
              "verbose": "/stats tells what the last answer cost; effllm chat MODEL --stats, what each does", "history": "it is always kept",
-             "nothink": "/set think off"}
+             "nothink": "/set think off", "lora": "/lora NAME SCALE sets how much of an adapter answers have"}
 
 EDITED_SHOWN = 12  # lines of a message from the editor
 
@@ -338,6 +339,7 @@ COMMANDS = (
     SlashCommand("compact", "/compact", "replace the conversation by a summary of it", compact),
     SlashCommand("system", "/system [TEXT|off]", "show or set the system prompt", system),
     SlashCommand("set", "/set [NAME [VALUE]]", "show or change settings, as /set temp 0.5", change),
+    SlashCommand("lora", chosen_adapters.USAGE, "how much of each adapter answers have, as /lora sql 0.5", chosen_adapters.choose),
     SlashCommand("show", "/show", "the model, the context, the settings", show),
     SlashCommand("stats", "/stats", "what the last answer cost", stats),
     SlashCommand("save", "/save [NAME]", "keep the conversation and its cache; /save FILE.json the text alone", save),
@@ -384,5 +386,5 @@ def complete(chat: Conversation, line: str) -> Iterable[tuple[str, str]]:
         return [(f"/{each.name}", each.meaning) for each in COMMANDS if f"/{each.name}".startswith(line)]
     if command.strip() in ("/file", "/export"):
         return [(path, "") for path in completed_paths(typed)]
-    words = {"/set": settable(), "/load": saved(chat)}.get(command.strip(), [])
+    words = {"/set": settable(), "/load": saved(chat), "/lora": chat.session.engine.prepared.adapted.names}.get(command.strip(), [])
     return [(word, "") for word in words if word.startswith(typed)]

@@ -3,6 +3,7 @@ read with one choice is used for another."""
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from effllm import UsageError
 from effllm.kernels.cpu import lora
 from effllm.runtime.engine import Engine
 from effllm.runtime.kept_prompts import KeptPrompts
+from effllm.runtime.merge import merge
 from effllm.runtime.replies import Replies, Wish
 from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.saved import SavedSessions
@@ -26,6 +28,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from gpu_runs import card_here, simulated
 from streamed_models import streaming
 from test_adapters import assert_near, low_bit, of_all_matrices, opened  # noqa: F401  a fixture
+from test_cli_chat import STORY, Chat
+from test_cli_eval import SAMPLE, Ran
 from test_side_by_side import one_by_one, tokens_of, written
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
@@ -220,3 +224,44 @@ def test_prompts_that_are_kept_come_back_for_the_same_choice(pair: list[str], tm
     for choice, found in answers.items():
         assert len({ids for ids, _ in found}) == 1, choice
         assert [is_held for _, is_held in found] == [False, True, True, True], choice
+
+
+def measured(*words: object) -> dict[str, float]:
+    ran = Ran("eval", *words, "-c", "128", "--kv", "32bit", "--json")
+    assert ran.code == 0, ran.err
+    return json.loads(ran.out)
+
+
+def test_eval_says_what_an_adapter_does_to_a_model(pair: list[str], tmp_path: Path) -> None:
+    """Against the model without it: nothing where there is nothing of it, and what the merged model does where there is."""
+    (text := tmp_path / "text.txt").write_text(SAMPLE.read_text(encoding="utf-8")[:1200], encoding="utf-8")
+    list(merge(FABLE, Path(pair[0]), merged := tmp_path / "merged"))
+    nothing, whole = (measured("kld", FABLE, "--text", text, "--lora", f"{pair[0]}:{scale}") for scale in (0, 1))
+    alike = measured("kld", merged, "--against", FABLE, "--text", text)
+    assert nothing["kld_mean"] == 0 and nothing["same_top"] == 1 and nothing["ppl"] == nothing["ppl_ref"] == whole["ppl_ref"]
+    assert whole["kld_mean"] == pytest.approx(alike["kld_mean"], rel=0.05) and whole["kld_mean"] > 100 * whole["floor_kld_mean"]
+    assert measured("ppl", FABLE, "--text", text, "--lora", pair[0])["ppl"] == pytest.approx(whole["ppl"], rel=1e-5)
+
+
+def test_a_chat_chooses_as_it_goes(pair: list[str], tmp_path: Path) -> None:
+    chat = Chat(tmp_path, "chat", "fable", "--lora", f"{pair[0]}:0", "--lora", f"{pair[1]}:0", "--temp", "0", "-n", "12")
+    chat.wait()
+    assert "sea  0" in (listed := chat.say("/lora")) and "fox  0" in listed
+    plain = chat.say(STORY)
+    assert "reads the conversation again" in (said := chat.say("/lora sea 3")) and "sea  3" in said and "fox" not in said
+    chat.say("/undo")
+    other = chat.say(STORY)
+    assert "there is no adapter 'boat'" in chat.say("/lora boat 1") and "'much' is no scale" in chat.say("/lora sea much")
+    chat.say("/lora sea 0")
+    chat.say("/undo")
+    again = chat.say(STORY)
+    assert again == plain != other
+    assert "/lora NAME SCALE" in chat.say("/set lora 1")
+    assert chat.leave("/exit\r") == 0
+
+
+def test_a_chat_without_any_says_where_they_come_from(tmp_path: Path) -> None:
+    chat = Chat(tmp_path, "chat", "fable")
+    chat.wait()
+    assert "this chat has no adapter" in (said := chat.say("/lora")) and "--lora ADAPTER" in said
+    assert chat.leave("/exit\r") == 0

@@ -1,0 +1,40 @@
+"""`/lora` in a chat: how much of each adapter what follows has."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .. import UsageError
+
+if TYPE_CHECKING:
+    from .conversation import Conversation
+
+USAGE = "/lora [NAME SCALE]"
+
+
+def choose(chat: Conversation, rest: str) -> None:
+    """`/lora`, `/lora NAME`, `/lora NAME 0.5`. Raises UsageError."""
+    engine = chat.session.engine
+    names, words = engine.prepared.adapted.names, rest.split()
+    if not names:
+        raise UsageError("this chat has no adapter", "they are loaded at the start: effllm chat MODEL --lora ADAPTER, ADAPTER:0 for later")
+    if words:
+        name, *scale = words
+        if name not in names or len(scale) > 1:
+            raise UsageError(f"there is no adapter {name!r}" if name not in names else f"{' '.join(scale)} is no scale", USAGE)
+        if scale:
+            before = engine.choice
+            engine.choose(tuple(_scale(*scale) if each == name else own for each, own in zip(names, before, strict=True)))
+            if engine.choice != before and chat.session.messages:
+                chat.screen.note("your next message reads the conversation again")
+    width = max(map(len, names))
+    for name, own in zip(names, engine.choice, strict=True):
+        if not words or name == words[0]:
+            chat.screen.note(f"  {name:<{width}}  {own:g}")
+
+
+def _scale(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise UsageError(f"{text!r} is no scale of an adapter", "0 is nothing of it, 1 all, 0.5 half") from error
