@@ -42,6 +42,8 @@ INSTEAD = {
                     "leave it away: the plan says where each layer and expert lies; --ram and --vram bound it"),
     **dict.fromkeys(("--chat-template", "--chat-template-file", "--jinja"), "leave it away: a model has its own; --raw does without"),
     "--lora-scaled": "how much of an adapter stands behind it: --lora ADAPTER:0.5",
+    "--lora-init-without-apply": "an adapter that waits for requests to choose it: --lora ADAPTER:0",
+    **dict.fromkeys(("--lora-modules", "--enable-lora"), "--lora ADAPTER:0, which requests choose by the name of its folder"),
     **dict.fromkeys(("--image", "--mmproj", "--audio"), "the text part of a model alone runs in this version"),
     **dict.fromkeys(("-np", "--parallel"), "several answers at once: effllm serve MODEL --parallel N"),
     **dict.fromkeys(("-cb", "--cont-batching"), "leave it away: answers of effllm serve MODEL --parallel N share their passes always"),

@@ -6,8 +6,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
@@ -20,6 +20,7 @@ from ... import EffllmError
 from ...runtime.infill import Gap
 from ...runtime.replies import Replies, Wish
 from . import messages_fields, ollama_fields, responses_fields
+from .adapters import Adapters
 from .bodies import read
 from .desk import Desk, Start
 from .embeddings import Embeddings
@@ -74,6 +75,10 @@ class Service:
     def __post_init__(self) -> None:
         self._created, self.tally = int(time.time()), Tally()
 
+    @cached_property
+    def adapters(self) -> Adapters:
+        return Adapters(self.replies, {self.name, *(self.also or ())})
+
     def application(self) -> Starlette:
         get, post = partial(Route, methods=["GET"]), partial(Route, methods=["POST"])
         routes = [get("/", self.greeting), *(get(path, self.health) for path in ("/health", "/v1/health")),
@@ -84,9 +89,10 @@ class Service:
                   *(post(path, self.responses) for path in ("/v1/responses", "/responses")),
                   post(MESSAGES, self.messages), post(f"{MESSAGES}/count_tokens", self.count_tokens),
                   post(f"{OLLAMA}chat", self.ollama_chat), post(f"{OLLAMA}generate", self.ollama_generate),
-                  *Embeddings(self.replies, self.desk, self.name, self.note, self._demand_model).routes(),
+                  *Embeddings(self.replies, self.desk, self.name, self.note, self._demand_model, self.adapters).routes(),
                   *OllamaModels(self.name, self.replies, self.defaults, self._demand_model).routes(),
-                  *LlamaPaths(self).routes(), post("/tokenize", self.tokenize), post("/detokenize", self.detokenize)]
+                  *LlamaPaths(self).routes(), *self.adapters.routes(),
+                  post("/tokenize", self.tokenize), post("/detokenize", self.detokenize)]
         return Starlette(routes=routes, exception_handlers={Problem: on_problem, HTTPException: on_path, EffllmError: on_problem,
                                                             ClientDisconnect: on_left, Exception: on_problem})
 
@@ -100,11 +106,12 @@ class Service:
         return json_response({"status": "ok", "waiting": self.desk.waiting})
 
     async def models(self, request: Request) -> Response:
-        return json_response({"object": "list", "data": [self._card()], "has_more": False, "first_id": self.name, "last_id": self.name})
+        cards = [self._card(), *map(self._card, self.adapters.models)]
+        return json_response({"object": "list", "data": cards, "has_more": False, "first_id": self.name, "last_id": cards[-1]["id"]})
 
     async def model(self, request: Request) -> Response:
-        self._demand_model(request.path_params["name"])
-        return json_response(self._card())
+        self._demand_model(name := request.path_params["name"])
+        return json_response(self._card(self.adapters.called(name)))
 
     async def chat(self, request: Request) -> Response:
         asked = await self.asked(request, ChatAsked)
@@ -115,13 +122,13 @@ class Service:
         asked = await self.asked(request, ResponsesAsked)
         chat, messages, names = responses_fields.chat_of(asked)
         answer = await self.wanted(chat, messages, responses_fields.CALLED)
-        shape = ResponseShape(self.name, asked, names, self.replies.tokenizer if asked.tells else None)
+        shape = ResponseShape(self.called(asked.model), asked, names, self.replies.tokenizer if asked.tells else None)
         return await self.answer(request, asked, shape, partial(self._reply, answer))
 
     async def messages(self, request: Request) -> Response:
         asked = await self.asked(request, MessagesAsked)
         answer = await self.wanted(*messages_fields.chat_of(asked), messages_fields.CALLED)
-        return await self.answer(request, asked, MessageShape(self.name, asked), partial(self._reply, answer))
+        return await self.answer(request, asked, MessageShape(self.called(asked.model), asked), partial(self._reply, answer))
 
     async def count_tokens(self, request: Request) -> Response:
         asked = await self.asked(request, CountAsked)
@@ -187,7 +194,8 @@ class Service:
     async def _wish(self, asked: Asked, called: Mapping[str, str] | None = None) -> Wish:
         """Raises Problem that names the field, as it is `called` where the request comes from."""
         try:
-            return await asyncio.to_thread(wish_of, asked, self.defaults, self.replies.tokenizer)
+            wish = await asyncio.to_thread(wish_of, asked, self.defaults, self.replies.tokenizer)
+            return replace(wish, choice=self.adapters.choice(asked))
         except Problem as problem:
             raise problem.renamed(called or {}) from problem
 
@@ -219,7 +227,7 @@ class Service:
 
     def _completion(self, kind: type[Completion], asked: Asked, wish: Wish) -> Completion:
         told_by = None if wish.tells is None else self.replies.tokenizer
-        return kind(self.name, bool(asked.stream_options and asked.stream_options.include_usage), told_by)
+        return kind(self.called(asked.model), bool(asked.stream_options and asked.stream_options.include_usage), told_by)
 
     async def answer(self, request: Request, asked: Asked | OllamaAsked, shape: Shape, start: Start) -> Response:
         """The answer that `start` begins, whole or as a stream. Raises Problem."""
@@ -227,17 +235,24 @@ class Service:
         kind = LineStream if shape.by_line else EventStream
         return kind(listener, shape) if asked.stream else await whole(request, listener, shape)
 
+    def called(self, model: str | None) -> str:
+        """What answers to a request for this model are told as: its own name, or that of an adapter."""
+        return self.adapters.called(model) or self.name
+
     def _demand_model(self, name: str, param: str | None = None) -> None:
-        if self.also is not None and not {name, untagged(name)} & {self.name, *self.also}:
+        known = {name, untagged(name)} & {self.name, *(self.also or ()), *self.adapters.models}
+        if self.also is not None and not known:
             raise Problem(404, f"there is no model {name!r:.100} here: this server serves {self.name} (--name NAME calls it otherwise)",
                           param=param, code=NO_MODEL)
 
-    def _card(self) -> dict[str, object]:
-        engine = self.replies.engine
+    def _card(self, adapter: str | None = None) -> dict[str, object]:
+        """The model as lists have it, or with one of its adapters, whose parent it is."""
+        engine, name = self.replies.engine, adapter or self.name
+        own = {} if adapter is None else {"parent": self.name}
         meta = {"n_ctx": engine.n_ctx, "n_ctx_train": engine.config.context_length, "n_vocab": engine.config.vocab_size}
-        return {"id": self.name, "object": "model", "created": self._created, "owned_by": "effllm", "max_model_len": engine.n_ctx,
-                "meta": meta, "type": "model", "display_name": self.name, "max_input_tokens": engine.n_ctx,
-                "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._created))}
+        return {"id": name, "object": "model", "created": self._created, "owned_by": "effllm", "max_model_len": engine.n_ctx,
+                "meta": meta, "type": "model", "display_name": name, "max_input_tokens": engine.n_ctx,
+                "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._created)), **own}
 
 
 async def on_problem(request: Request, error: Exception) -> Response:

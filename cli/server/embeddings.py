@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,7 +17,7 @@ from ...runtime.embedding import unit
 from ...runtime.events import Embedded
 from .bodies import read
 from .desk import Desk
-from .fields import Body, Kind
+from .fields import INSTEAD, NOT_HERE, Body, Kind
 from .guard import RECORD
 from .ollama_fields import waited_ns
 from .ollama_shape import NS
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ...runtime.replies import Replies
+    from .adapters import Adapters
 
 MOST = 2048  # texts of a request, as at OpenAI
 FLOAT, BASE64 = "float", "base64"
@@ -35,6 +36,9 @@ Texts = list[str] | list[list[int]]
 
 
 class EmbeddingsAsked(Body):
+    not_here: ClassVar[Mapping[str, tuple[object, ...]]] = {**NOT_HERE, "lora": ([],)}
+    instead: ClassVar[Mapping[str, str]] = {**INSTEAD, "lora": "the name of an adapter as model does this here"}
+
     model: str | None = None
     input: Any
     encoding_format: str | None = None
@@ -56,11 +60,13 @@ class OllamaEmbedding(Body):
 
 
 class Embeddings:
-    """What has vectors of one model. `note` is told the remarks of the engine, `demand` raises Problem for the name of another."""
+    """What has vectors of one model. `note` is told the remarks of the engine, `demand` raises Problem for the name of another; that of one
+    of the `adapters` is none."""
 
-    def __init__(self, replies: Replies, desk: Desk, name: str, note: Callable[[str], None],
-                 demand: Callable[[str, str | None], None]) -> None:
+    def __init__(self, replies: Replies, desk: Desk, name: str, note: Callable[[str], None], demand: Callable[[str, str | None], None],
+                 adapters: Adapters) -> None:
         self._replies, self._desk, self._name, self._note, self._demand = replies, desk, name, note, demand
+        self._adapters = adapters
 
     def routes(self) -> list[Route]:
         answers = {"/v1/embeddings": self.openai, "/embeddings": self.openai,
@@ -79,10 +85,11 @@ class Embeddings:
 
         def made(embedded: Embedded) -> dict[str, object]:
             vectors = shortened(embedded.vectors, asked.dimensions)
-            return {"object": "list", "model": self._name, "usage": {"prompt_tokens": embedded.tokens, "total_tokens": embedded.tokens},
+            return {"object": "list", "model": self._adapters.called(asked.model) or self._name,
+                    "usage": {"prompt_tokens": embedded.tokens, "total_tokens": embedded.tokens},
                     "data": [{"object": "embedding", "index": at, "embedding": written(each)} for at, each in enumerate(vectors)]}
 
-        return await self._answer(request, texts, False, made)
+        return await self._answer(request, asked.model, texts, False, made)
 
     async def ollama(self, request: Request) -> Response:
         """A text that is too long is cut, unless `truncate` is false: so it is there."""
@@ -98,13 +105,14 @@ class Embeddings:
 
         if not texts:
             return json_response(made(Embedded([], 0)))
-        return await self._answer(request, texts, asked.truncate is not False, made)
+        return await self._answer(request, asked.model, texts, asked.truncate is not False, made)
 
     async def single(self, request: Request) -> Response:
         asked = await self._asked(request, OllamaEmbedding)
         if not asked.prompt:
             return json_response({"embedding": []})
-        return await self._answer(request, [asked.prompt], True, lambda embedded: {"embedding": in_numbers(embedded.vectors[0])})
+        made = lambda embedded: {"embedding": in_numbers(embedded.vectors[0])}  # noqa: E731
+        return await self._answer(request, asked.model, [asked.prompt], True, made)
 
     async def _asked(self, request: Request, kind: type[Kind]) -> Kind:
         asked = await read(request, kind)
@@ -118,10 +126,11 @@ class Embeddings:
         if dimensions is not None and not 1 <= dimensions <= width:
             raise Problem(400, f"dimensions is 1 to {width}, not {dimensions}", param="dimensions")
 
-    async def _answer(self, request: Request, texts: Texts, cut: bool, made: Callable[[Embedded], dict[str, object]]) -> Response:
+    async def _answer(self, request: Request, model: str | None, texts: Texts, cut: bool,
+                      made: Callable[[Embedded], dict[str, object]]) -> Response:
         """Raises Problem; an empty response where the client has gone."""
-        record = request.scope[RECORD]
-        listener = Listener(self._desk.ask(partial(self._replies.embed, texts, cut)), self._note, record)
+        record, choice = request.scope[RECORD], self._adapters.choice_of(model)
+        listener = Listener(self._desk.ask(partial(self._replies.embed, texts, cut, choice=choice)), self._note, record)
 
         async def collected() -> Embedded:
             while not isinstance(event := await listener.next(), Embedded):

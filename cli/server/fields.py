@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, RootModel, ValidationError
 
 from .problems import Problem
 
@@ -19,7 +19,7 @@ NOT_HERE: dict[str, tuple[object, ...]] = {
     "function_call": ("none", "auto"), "modalities": (["text"],), "audio": (), "web_search_options": (),
     "dynatemp_range": (0,), "min_tokens": (0,), "post_sampling_probs": (False,),
     "length_penalty": (1,), "use_beam_search": (False,), "allowed_token_ids": ([],), "bad_words": ([],), "guided_json": (),
-    "guided_regex": (), "guided_choice": (), "guided_grammar": (), "structured_outputs": (), "lora": ([],)}
+    "guided_regex": (), "guided_choice": (), "guided_grammar": (), "structured_outputs": ()}
 THE_FORM, THE_GRAMMAR = "response_format does this here", "grammar does this here"
 INSTEAD = {"guided_json": THE_FORM, "guided_grammar": THE_GRAMMAR, "guided_choice": THE_GRAMMAR, "guided_regex": THE_GRAMMAR,
            "structured_outputs": THE_FORM}
@@ -35,6 +35,20 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
     not_here: ClassVar[Mapping[str, tuple[object, ...]]] = NOT_HERE
     instead: ClassVar[Mapping[str, str]] = INSTEAD
+
+
+class Scale(Body):
+    """So much of an adapter, by its number."""
+
+    id: int
+    scale: float
+
+
+class Scales(RootModel[list[Scale]]):
+    """A body that is a list of them."""
+
+    model_config = ConfigDict(strict=True)
+    not_here: ClassVar[Mapping[str, tuple[object, ...]]] = {}
 
 
 class StreamOptions(Body):
@@ -77,6 +91,7 @@ class Asked(Body):
     ignore_eos: bool | None = None
     response_format: dict[str, Any] | None = None
     grammar: str | None = None
+    lora: list[Scale] | None = None
 
 
 class Message(Body):
@@ -114,7 +129,7 @@ class Detokenize(Body):
     tokens: list[int]
 
 
-Kind = TypeVar("Kind", bound=Body)
+Kind = TypeVar("Kind", bound=Body | Scales)
 
 
 def parsed(kind: type[Kind], body: bytes) -> Kind:
@@ -130,7 +145,7 @@ def parsed(kind: type[Kind], body: bytes) -> Kind:
     return asked
 
 
-def refuse_not_here(asked: Body, where: str = "") -> None:
+def refuse_not_here(asked: Body | Scales, where: str = "") -> None:
     """Raises Problem for a field that asks for what no answer can have; `where` is how its name begins."""
     for field, nothing in asked.not_here.items():
         value = (asked.model_extra or {}).get(field)

@@ -4,6 +4,7 @@ what there is to know of the server."""
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -67,7 +68,8 @@ class LlamaPaths:
     async def props(self, request: Request) -> Response:
         service = self._service
         tokenizer, wish = service.replies.tokenizer, service.defaults.wish
-        usual = {"id": 0, "n_ctx": service.replies.engine.n_ctx, "is_processing": False, "params": generation_settings(wish, True)}
+        params = generation_settings(replace(wish, choice=service.replies.usual), True)
+        usual = {"id": 0, "n_ctx": service.replies.engine.n_ctx, "is_processing": False, "params": params}
         template = "" if tokenizer.template is None else tokenizer.template.source
         special = tokenizer.special_tokens
         # No answer names a folder of this machine, so the path is the name.
@@ -88,7 +90,8 @@ class LlamaPaths:
         return Response(self._service.tally.said(self._service.desk), media_type=TEXT)
 
     async def _wish(self, asked: CompletionAsked) -> Wish:
-        return await asyncio.to_thread(completion_wish, asked, self._service.defaults, self._service.replies.tokenizer)
+        wish = await asyncio.to_thread(completion_wish, asked, self._service.defaults, self._service.replies.tokenizer)
+        return replace(wish, choice=self._service.adapters.choice(asked))
 
     async def _answer(self, request: Request, asked: CompletionAsked, prompt: str | list[int], wish: Wish,
                       lasting: int | None = None, is_cut: bool = False) -> Response:
@@ -98,4 +101,4 @@ class LlamaPaths:
                             None if not asked.response_fields else tuple(asked.response_fields), bool(asked.return_tokens),
                             tokenizer if asked.n_probs else None, is_cut)
         start = partial(service.replies.complete, prompt, wish, lasting=lasting)
-        return await service.answer(request, asked, LlamaShape(service.name, settings), start)
+        return await service.answer(request, asked, LlamaShape(service.called(asked.model), settings), start)

@@ -37,7 +37,8 @@ def generation_settings(wish: Wish, stream: bool, grammar: str = "") -> dict[str
     return {**values, "seed": RANDOM if wish.settings.seed is None else wish.settings.seed,
             "logit_bias": [{"token": token, "bias": bias} for token, bias in wish.settings.logit_bias], "stop": list(wish.stops),
             "max_tokens": most_tokens(wish), "n_predict": most_tokens(wish), "ignore_eos": wish.ignore_eos, "stream": stream,
-            "n_probs": wish.tells or 0, "grammar": grammar, "samplers": [*SAMPLERS, *(["infill"] if wish.sure else [])]}
+            "n_probs": wish.tells or 0, "grammar": grammar, "samplers": [*SAMPLERS, *(["infill"] if wish.sure else [])],
+            "lora": [{"id": number, "scale": scale} for number, scale in enumerate(wish.choice or ())]}
 
 
 class LlamaShape(Shape):

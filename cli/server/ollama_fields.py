@@ -161,8 +161,8 @@ def _common(asked: OllamaAsked) -> dict[str, Any]:
     options = asked.options or Options()
     refuse_not_here(options, "options.")
     most = options.num_predict
-    return {**{name: getattr(options, name) for name in SAME}, "max_tokens": NO_LIMIT if most is not None and most <= 0 else most,
-            "response_format": _form(asked.format)}
+    return {**{name: getattr(options, name) for name in SAME}, "model": asked.model, "response_format": _form(asked.format),
+            "max_tokens": NO_LIMIT if most is not None and most <= 0 else most}
 
 
 def _form(format: object) -> dict[str, Any] | None:

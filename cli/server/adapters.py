@@ -1,0 +1,88 @@
+"""The adapters of the one model, as a request chooses among them: by their numbers with a scale each, as llama-server has it, or by the
+name of one in the place of the model's, as vLLM has it. What is usual may be changed while it is served."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Container, Iterable
+from typing import TYPE_CHECKING
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ... import UsageError
+from ...runtime.choosing import Choice, demand_choice
+from .bodies import body_of
+from .fields import Asked, Scale, Scales, parsed
+from .ollama_fields import untagged
+from .problems import Problem
+from .streams import json_response
+
+if TYPE_CHECKING:
+    from ...runtime.replies import Replies
+
+PATH, LORA = "/lora-adapters", "lora"
+
+
+class Adapters:
+    """`taken`: names that the model itself goes by."""
+
+    def __init__(self, replies: Replies, taken: Container[str]) -> None:
+        self._replies = replies
+        own = replies.engine.prepared.adapted
+        self.names, self._scales = own.names, own.scales
+        self._by_name = {name: number for number, name in enumerate(own.names) if name not in taken}
+
+    def routes(self) -> list[Route]:
+        return [Route(PATH, self.listed, methods=["GET"]), Route(PATH, self.set, methods=["POST"])]
+
+    async def listed(self, request: Request) -> Response:
+        """No answer names a folder of this machine, so the path is the name."""
+        return json_response([{"id": number, "path": name, "scale": scale}
+                              for number, (name, scale) in enumerate(zip(self.names, self._replies.usual, strict=True))])
+
+    async def set(self, request: Request) -> Response:
+        """The scales of all, for requests that come from now on and say nothing of them."""
+        asked = await asyncio.to_thread(parsed, Scales, await body_of(request))
+        self._replies.usual = self._chosen(asked.root, "")
+        return json_response({"success": True})
+
+    def called(self, model: str | None) -> str | None:
+        """The adapter that a request names in the place of a model; None for another name."""
+        return next((name for name in (model, untagged(model)) if name in self._by_name), None) if model else None
+
+    @property
+    def models(self) -> Iterable[str]:
+        """Their names, for lists of models."""
+        return self._by_name
+
+    def choice(self, asked: Asked) -> Choice:
+        """How much of each a request has. Raises Problem."""
+        if asked.lora is None:
+            return self.choice_of(asked.model)
+        if (name := self.called(asked.model)) is not None:
+            raise Problem(400, f"lora and model {name!r:.100} both say which adapter it is", param=LORA)
+        return self._chosen(asked.lora, LORA)
+
+    def choice_of(self, model: str | None) -> Choice:
+        """How much of each one has that names this model. An adapter that it names it has as that was at the start, or whole where that was
+        nothing; no other is beside it."""
+        if (name := self.called(model)) is None:
+            return self._replies.usual
+        return tuple((scale or 1.0) if number == self._by_name[name] else 0.0 for number, scale in enumerate(self._scales))
+
+    def _chosen(self, asked: Iterable[Scale], where: str) -> Choice:
+        """Of those that are not named there is nothing. Raises Problem."""
+        scales, said = [0.0] * len(self.names), f"{where}: " if where else ""
+        for each in asked:
+            if not 0 <= each.id < len(scales):
+                known = f"there are {len(scales)}, from 0 on" if scales else "this server has none (effllm serve MODEL --lora ADAPTER)"
+                raise Problem(400, f"{said}there is no adapter {each.id}: {known}", param=where or None)
+            scales[each.id] = each.scale
+        choice = tuple(scales)
+        try:
+            demand_choice(choice, self.names)
+        except UsageError as error:
+            raise Problem(400, f"{said}{error.message}", param=where or None) from error
+        return choice
