@@ -172,7 +172,9 @@ class Linear:
 
     @cached_property
     def parts(self) -> tuple[tuple[Rows, Linear], ...]:
-        """Of a weight in parts each one's rows and the product with them."""
+        """Of a weight in parts each one's rows and the product with them. Raises ValueError for one with an adapter, which has all rows."""
+        if self.lora is not None:
+            raise ValueError("a matrix with an adapter beside it goes in parts without it")
         return tuple((rows, replace(self, weight=rows.weight, bias=self._bias(rows))) for rows in self.weight.in_parts)
 
     def _bias(self, rows: Rows) -> np.ndarray | None:

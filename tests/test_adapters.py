@@ -119,6 +119,14 @@ def test_the_bits_are_the_same_on_any_threads_and_from_the_disk(base: Path, own:
     assert np.array_equal(logits(streaming(base, ctx=256, spec="off", lora=(str(own),))), expected)
 
 
+def test_gates_that_are_cut_before_they_gate_have_theirs_from_the_disk_too(tmp_path: Path) -> None:
+    """Gemma 3n's, whose gate and what it gates come row by row together where nothing is beside them."""
+    written(ALL["gemma3n_text"], tmp_path / "base")
+    own = str(of_all_matrices(tmp_path / "base", tmp_path / "own"))
+    expected = logits(opened(tmp_path / "base", own, kv="16bit"))
+    assert np.array_equal(logits(streaming(tmp_path / "base", ctx=256, spec="off", lora=(own,))), expected)
+
+
 def test_low_bit_weights_are_not_touched(low_bit: Path, own: Path, tmp_path: Path) -> None:
     """Beside products that round nothing it is the sum of what the codes mean and of the adapter."""
     apart = adapted((str(own),), read_config(low_bit), check_all(low_bit))

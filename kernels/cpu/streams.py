@@ -111,7 +111,7 @@ def cut_mlp(ops: CpuOps, x: np.ndarray, norm: Norm, gate: Linear, up: Linear, do
     """See `BlockOps`."""
     if (outs := ops._remembered(x, norm, (gate, up), linear.PLAIN, "none")) is None:
         outs = [ops.workspace.take(name, len(x), gate.weight.shape[0]) for name in ("gate", "up")]
-        if gate.weight.in_parts and up.weight.in_parts:
+        if gate.weight.in_parts and up.weight.in_parts and gate.lora is None and up.lora is None:
             in_parts.run_pair(ops, x, norm, (gate, up), outs)
         else:
             ops._matrix(x, norm, [gate, up], outs, linear.PLAIN, "none")
