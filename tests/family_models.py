@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -309,14 +310,37 @@ def written(case: Case, folder: Path) -> PreTrainedModel:
     return model
 
 
+# Model -> (its tensors when it was copied, each with how often it was written to; the copies by type).
+COPIES: WeakKeyDictionary[PreTrainedModel, tuple[list[tuple[torch.Tensor, int]], dict[torch.dtype, PreTrainedModel]]] = WeakKeyDictionary()
+
+
+def state(model: PreTrainedModel) -> list[tuple[torch.Tensor, int]]:
+    return [(tensor, 0 if tensor.is_inference() else tensor._version) for tensor in (*model.parameters(), *model.buffers())]
+
+
+def same(now: list[tuple[torch.Tensor, int]], then: list[tuple[torch.Tensor, int]]) -> bool:
+    return len(now) == len(then) and all(a is b and written == before for (a, written), (b, before) in zip(now, then))
+
+
 def oracle(model: PreTrainedModel, ids: list[int], dtype: torch.dtype = torch.float64) -> np.ndarray:
-    """Logits of the model in float64, [T, V]: in float32 transformers itself is up to 1e-4 of the largest logit beside them."""
-    exact = deepcopy(model).to(dtype)
+    """Logits of the model in float64, [T, V]: in float32 transformers itself is up to 1e-4 of the largest logit beside them.
+
+    The copy of that type is kept for the next text, since making it takes as long as one: until the model has other tensors (our angles),
+    or the text changed those of the copy (frequencies that grow with it).
+    """
+    then, copies = COPIES.get(model, ([], {}))
+    if not same(now := state(model), then):
+        COPIES[model] = now, (copies := {})
+    exact = copies.pop(dtype, None) or deepcopy(model).to(dtype)
     for module in exact.modules():
         if hasattr(getattr(module, "config", None), "_experts_implementation"):
             module.config._experts_implementation = "eager"  # the others multiply no float64
+    before = state(exact)
     with torch.inference_mode():
-        return exact(torch.tensor([ids]), use_cache=False).logits[0].numpy()
+        logits = exact(torch.tensor([ids]), use_cache=False).logits[0].numpy()
+    if same(state(exact), before):
+        copies[dtype] = exact
+    return logits
 
 
 def text(model: PreTrainedModel, length: int) -> list[int]:
