@@ -71,11 +71,13 @@ class Feed:
 @pytest.mark.parametrize("kv,bound", (("32bit", 2e-5), ("16bit", 5e-3)))
 @pytest.mark.parametrize("window,softcap", ((None, None), (50, None), (200, 5.0)))
 def test_attention_equals_softmax(pool, heads, kv_heads, head_dim, kv, bound, window, softcap):
+    expected = None  # the same text however it is cut, and the reference takes longer than what is tested
     for cuts in ([700], [1] * 20 + [300, 5, 9, 1, 1, 364], [64, 128, 508]):
         feed = Feed(make(pool, kv, heads, kv_heads, head_dim, window, softcap), heads, 700)
         for cut in cuts:
             feed.run(cut)
-        assert np.abs(feed.out - feed.expected(window, softcap)).max() < bound
+        expected = feed.expected(window, softcap) if expected is None else expected
+        assert np.abs(feed.out - expected).max() < bound
 
 
 SINKS = np.array([0.0, 1.5, -300.0, 4.0, 9.0, 300.0], np.float32)  # without weight, of about that of the keys, of almost all weight
