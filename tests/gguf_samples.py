@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,6 +43,27 @@ EXPERTS = {"w1": "ffn_gate_exps", "w2": "ffn_down_exps", "w3": "ffn_up_exps", "g
 INTERLEAVED = ("arcee", "llama", "granite", "granitemoe", "mistral3", "smollm3")
 FUSED = {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"}
 TYPES = gguf.GGMLQuantizationType
+
+
+class Reader(gguf.GGUFReader):
+    """The package's reader, which makes two maps of the file for every text of a list: 0.15 s for fable's words. Here lists are cut."""
+
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[np.ndarray], list[int], list[gguf.GGUFValueType]]:
+        if raw_type != gguf.GGUFValueType.ARRAY or self.byte_order == "S":
+            return super()._get_field_parts(orig_offs, raw_type)
+        data = self.data.view(np.ndarray)
+        kind, count = struct.unpack_from("<IQ", data, orig_offs)
+        at, parts = orig_offs + 12, [data[orig_offs : orig_offs + 4].view(np.uint32), data[orig_offs + 4 : orig_offs + 12].view(np.uint64)]
+        if kind == gguf.GGUFValueType.STRING:
+            for _ in range(count):
+                length, = struct.unpack_from("<Q", data, at)
+                parts.append(data[at + 8 : at + 8 + length])
+                at += 8 + length
+        else:
+            values = data[at:].view(np.uint8)[: count * np.dtype(scalar := self.gguf_scalar_to_np[gguf.GGUFValueType(kind)]).itemsize]
+            parts += np.split(values.view(scalar), count) if count else []
+            at += len(values)
+        return at - orig_offs, parts, list(range(2, len(parts))), [gguf.GGUFValueType.ARRAY] + [gguf.GGUFValueType(kind)] * (count > 0)
 
 
 def interleaved(rows: np.ndarray, heads: int) -> np.ndarray:

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import gguf
 import numpy as np
 import pytest
 import torch
@@ -32,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from config_samples import LLAMA, refused
 from conversions import options, run
 from export_models import exported, model, scores
+from gguf_samples import Reader
 
 OWN = Curve(0.83, 1.27)
 EXTREMES = (0.0, -0.0, 1e-7, -1e-7, -1e-6, -2e-6, 1e-3, -1e-3, -0.349, -0.35, -0.351, -1.0, -5.0, -80.0, -1e4, 3.0, 1e4)
@@ -158,7 +158,7 @@ def test_damaged_lists_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_file_states_its_curves_and_becomes_a_folder(tmp_path: Path) -> None:
     source = model("apertus", tmp_path / "source")
     path = exported(source, tmp_path / "m.gguf")
-    fields, tensors = gguf.GGUFReader(path).fields, load_file(source / "model.safetensors")
+    fields, tensors = Reader(path).fields, load_file(source / "model.safetensors")
     for end in ("alpha_p", "alpha_n"):
         own = [float(tensors[f"model.layers.{layer}.mlp.act_fn.{end}"][0]) for layer in range(3)]
         assert np.allclose(fields[f"xielu.{end}"].contents(), own, rtol=1e-6)

@@ -29,7 +29,7 @@ from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.text import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))
-from gguf_samples import FABLE, fable_gguf, write_model
+from gguf_samples import FABLE, Reader, fable_gguf, write_model
 
 IDS = [0, 1, 17, 300, 2, 4000, 91, 1234, 5, 77, 901, 3]
 SMALL = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -136,7 +136,7 @@ def test_a_file_that_llama_cpp_quantized_answers_as_its_widened_weights(tmp_path
     params.ftype, params.nthread = peer.LLAMA_FTYPE_MOSTLY_Q4_K_M, 2
     path = tmp_path / "m.gguf"
     assert peer.llama_model_quantize(str(tmp_path / "f16.gguf").encode(), str(path).encode(), ctypes.byref(params)) == 0
-    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    tensors = {tensor.name: tensor for tensor in Reader(path).tensors}
     kinds = {tensor.tensor_type.name for tensor in tensors.values()}
     assert {"Q4_K", "Q6_K"} <= kinds <= {"Q4_K", "Q6_K", "F32"}
     with open_gguf_store(path, low_bit=True) as store, open_gguf_store(path, "f32") as wide:

@@ -30,7 +30,7 @@ from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.text import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))
-from gguf_samples import FABLE, separated, weights
+from gguf_samples import FABLE, Reader, separated, weights
 
 VOCABULARIES = sorted(path for parent in Path(__file__).resolve().parents for path in (parent / "shared" / "vocabs").glob("*.gguf"))
 PROMPTS = ("Once upon a time", "The king said to his daughter:", "There was a fox who", "In a dark forest", "The old woman",
@@ -77,7 +77,7 @@ def test_the_recommended_sampling_goes_along(tmp_path: Path) -> None:
 def test_a_name_that_is_no_text(tmp_path: Path) -> None:
     """A folder out of an old archive, named in another code than UTF-8: internal error."""
     *_, made = export_gguf(FABLE, tmp_path / "m.gguf", "Q8_0", os.fsdecode(b"caf\xe9"))
-    assert gguf.GGUFReader(made.path).fields["general.name"].contents() == "caf?"
+    assert Reader(made.path).fields["general.name"].contents() == "caf?"
 
 
 @pytest.mark.parametrize("kind", ["F16", *ENCODERS])
@@ -111,7 +111,10 @@ def test_blocks_are_those_of_the_gguf_package(kind: str) -> None:
 def test_fable_as_a_file(tmp_path: Path, kind: str) -> None:
     made, notices = exported(FABLE, tmp_path / "fable.gguf", kind)
     assert made.nbytes == (tmp_path / "fable.gguf").stat().st_size
-    reader = gguf.GGUFReader(tmp_path / "fable.gguf")
+    reader, package = Reader(tmp_path / "fable.gguf"), gguf.GGUFReader(tmp_path / "fable.gguf")
+    fields, theirs = ([(name, each.types, each.contents()) for name, each in of.fields.items()] for of in (reader, package))
+    assert fields == theirs
+    assert [(each.name, each.data_offset) for each in reader.tensors] == [(each.name, each.data_offset) for each in package.tensors]
     assert reader.fields["general.architecture"].contents() == "llama"
     assert reader.fields["general.file_type"].contents() == {"F16": 1, "Q8_0": 7, "Q4_0": 2}[kind]
     assert reader.fields["tokenizer.ggml.pre"].contents() == "smollm"
@@ -171,7 +174,7 @@ def test_published_vocabularies_there_and_back(tmp_path: Path, path: Path) -> No
         (tmp_path / name).write_text(text, encoding="utf-8")
     config = type("Config", (), {"vocab_size": 40_000 if path.stem != "gpt-2" else 50_257, "bos_token_id": None, "eos_token_ids": ()})
     keys = tokenizer_metadata(tmp_path, Tokenizer.load(tmp_path, config), config.vocab_size)
-    own = gguf.GGUFReader(path).fields
+    own = Reader(path).fields
     tokens = own["tokenizer.ggml.tokens"].contents()
     assert keys["tokenizer.ggml.tokens"][: len(tokens)] == tokens and keys["tokenizer.ggml.model"] == own["tokenizer.ggml.model"].contents()
     assert keys["tokenizer.ggml.eos_token_id"] == own["tokenizer.ggml.eos_token_id"].contents()

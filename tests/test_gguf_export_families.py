@@ -20,7 +20,7 @@ from effllm.runtime.sampler import Sampler, SamplerSettings
 sys.path.insert(0, str(Path(__file__).parent))
 from export_models import MODELS, exported, model, opened, scores
 from family_models import GROWING, Case, rope, written
-from gguf_samples import write_model
+from gguf_samples import Reader, write_model
 
 PROMPTS, STEPS = (1, 12, 70), 24
 FIRST = {case.family: name for name, case in reversed(MODELS.items())}.values()  # of each family
@@ -40,7 +40,7 @@ def test_a_file_is_the_model_that_it_was_made_of(tmp_path: Path, name: str) -> N
     expected, got = scores(source, ids), scores(path, ids)
     rounded = 10 if name == "falcon_h1, norms, tied" else 1  # once more, where its weights have been multiplied
     assert np.abs(got - expected).max() < rounded * 2e-4 * np.abs(expected).max()
-    fields = gguf.GGUFReader(path).fields
+    fields = Reader(path).fields
     changes = MODELS[name].changes
     hybrid = "mamba" in changes.get("layer_types", changes.get("layers_block_type", ()))
     others = {"granitemoehybrid": "granitehybrid"} if hybrid else {}
@@ -58,7 +58,7 @@ def test_a_file_is_the_model_that_it_was_made_of(tmp_path: Path, name: str) -> N
 def test_blocks_of_experts_and_of_fused_tensors(tmp_path: Path, name: str, kind: str) -> None:
     source = model(name, tmp_path / "source")
     path = exported(source, tmp_path / "m.gguf", kind)
-    kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(path).tensors}
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in Reader(path).tensors}
     vectors = {part for part in kinds if "norm" in part or part.endswith("bias")}
     assert {each for part, each in kinds.items() if "_exps" in part or "attn_q" in part and part not in vectors} == {kind}
     assert {each for part, each in kinds.items() if "gate_inp" in part or part in vectors} == {"F32"}
@@ -148,7 +148,7 @@ def test_a_file_may_be_made_with_another_tokenizer_or_none(tmp_path: Path) -> No
     source = model("olmoe", tmp_path / "source")
     (source / "tokenizer.json").unlink()
     *_, made = export_gguf(source, tmp_path / "m.gguf", "F16", "a name", tokenizer={"tokenizer.ggml.model": "no_vocab"})
-    fields = gguf.GGUFReader(made.path).fields
+    fields = Reader(made.path).fields
     assert fields["tokenizer.ggml.model"].contents() == "no_vocab" and fields["olmoe.vocab_size"].contents() == 4096
     assert not any(key.startswith("tokenizer.") and key != "tokenizer.ggml.model" for key in fields)
 

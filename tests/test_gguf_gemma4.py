@@ -15,6 +15,7 @@ from effllm.runtime.gguf.tokenizer import backend, read_vocabulary
 
 sys.path.insert(0, str(Path(__file__).parent))
 from export_models import exported, model, scores
+from gguf_samples import Reader
 from test_gguf_tokenizer import LLAMA, header
 
 IDS = np.random.default_rng(3).integers(0, 4096, 60).tolist()
@@ -23,7 +24,7 @@ GEMMA = "gemma4."
 
 def copied(path: Path, out: Path, change: Callable[[dict, dict], None]) -> Path:
     """The file with other keys and tensors."""
-    reader, writer = gguf.GGUFReader(path), gguf.GGUFWriter(out, "gemma4")
+    reader, writer = Reader(path), gguf.GGUFWriter(out, "gemma4")
     keys = {name: (field.contents(), field.types) for name, field in reader.fields.items() if not name.startswith("GGUF.")}
     tensors = {tensor.name: np.array(tensor.data) for tensor in reader.tensors}
     del keys["general.architecture"]

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import gguf
 import numpy as np
 import pytest
 
@@ -16,6 +15,7 @@ from effllm.runtime.gguf import half_layers
 
 sys.path.insert(0, str(Path(__file__).parent))
 from export_models import exported, model, scores
+from gguf_samples import Reader
 from test_paged_models import paged, resident
 
 MIXED, DENSE = "nemotron_h, experts", "nemotron_h"
@@ -25,7 +25,7 @@ MIXED, DENSE = "nemotron_h, experts", "nemotron_h"
 def test_blocks_are_those_of_the_checkpoint(tmp_path: Path, name: str) -> None:
     source = model(name, tmp_path / "source")
     path = exported(source, tmp_path / "m.gguf")
-    reader, config = gguf.GGUFReader(path), read_config(path, strict=True)
+    reader, config = Reader(path), read_config(path, strict=True)
     arch = "nemotron_h_moe" if name == MIXED else "nemotron_h"
     stated = {key: reader.fields[f"{arch}.{key}"].contents() for key in ("block_count", *half_layers.BY_BLOCK)}
     kinds = ["E" if width and name == MIXED else "-" if width else "*" if heads else "M"

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from export_models import exported, model, scores
 from family_models import LATENT, SHARPENED, Case, oracle, text, written
 from family_sizes import OF_BLOCKS, ONE_GROUP, SAME_SCALES
-from gguf_samples import write_model
+from gguf_samples import Reader, write_model
 
 MODELS = {
     "deepseek_v2": Case("deepseek_v2", {**LATENT, **OF_BLOCKS, "q_lora_rank": None, "n_group": 4, "topk_group": 2, **SAME_SCALES,
@@ -141,7 +141,7 @@ def test_halves_of_blocks_mean_what_they_meant(tmp_path: Path) -> None:
     """Each half is rounded along its own rows; what is read in pieces is what is read at once."""
     source = model("deepseek_v3", tmp_path / "source")
     path = exported(source, tmp_path / "m.gguf", "Q8_0")
-    kinds = {tensor.name: (tensor.tensor_type.name, tensor.shape.tolist()) for tensor in gguf.GGUFReader(path).tensors}
+    kinds = {tensor.name: (tensor.tensor_type.name, tensor.shape.tolist()) for tensor in Reader(path).tensors}
     assert kinds["blk.0.attn_k_b.weight"] == ("Q8_0", [32, 64, 4]) and kinds["blk.0.attn_v_b.weight"] == ("Q8_0", [64, 32, 4])
     config = read_config(path)
     with open_gguf_store(path, "f32") as store, TensorStore.open(source) as before:

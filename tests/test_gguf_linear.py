@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from conversions import options, run
 from family_models import oracle, written
 from gguf_linear import ARCH, CASES, NEXT, write
+from gguf_samples import Reader
 from gpu_runs import opened as with_card
 from gpu_runs import simulated
 from hub_server import Hub
@@ -142,7 +143,7 @@ def test_early_files_of_qwen3_next_are_joined_as_its_folders(tmp_path: Path, kin
 def test_gates_and_ups_of_experts_in_one_tensor(folders: dict[str, Path], tmp_path: Path, kind: str) -> None:
     write(folders[MIXTURE], tmp_path / "joint.gguf", kind, joint=True)
     write(folders[MIXTURE], tmp_path / "parted.gguf", kind)
-    assert any("ffn_gate_up_exps" in tensor.name for tensor in gguf.GGUFReader(tmp_path / "joint.gguf").tensors)
+    assert any("ffn_gate_up_exps" in tensor.name for tensor in Reader(tmp_path / "joint.gguf").tensors)
     np.testing.assert_array_equal(logits(tmp_path / "joint.gguf"), logits(tmp_path / "parted.gguf"))
 
 
@@ -243,7 +244,7 @@ def test_tensors_that_no_such_model_has(folders: dict[str, Path], tmp_path: Path
 def test_what_a_pull_says_of_its_memory(folders: dict[str, Path], tmp_path: Path, hub: Hub, family: str) -> None:
     """Before the download, from the keys; a mixture need not state the width of layers that it does not have."""
     write(folders[family], tmp_path / "m.gguf", "Q8_0", change=lambda writer: (writer.add_file_type(7), words(writer)))
-    assert (family == MIXTURE) != (f"{ARCH[family]}.feed_forward_length" in gguf.GGUFReader(tmp_path / "m.gguf").fields)
+    assert (family == MIXTURE) != (f"{ARCH[family]}.feed_forward_length" in Reader(tmp_path / "m.gguf").fields)
     hub.add("org/name", files={"m.gguf": (tmp_path / "m.gguf").read_bytes()})
     plan = Person(tmp_path / "home", hub.endpoint).types("pull", "org/name:m.gguf", "--dry-run", "--json").json
     prepared = prepare(tmp_path / "m.gguf", EngineOptions())
@@ -290,12 +291,12 @@ def test_an_export_holds_what_the_converter_writes(folders: dict[str, Path], tmp
         run(path, path := tmp_path / "8bit", options("8bit"))
     list(export_gguf(path, tmp_path / "out.gguf", "F16", "a name", tokenizer={"tokenizer.ggml.model": "no_vocab"}))
     write(folders[DENSE], tmp_path / "theirs.gguf")
-    ours, theirs = ({tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / name).tensors} for name in ("out.gguf", "theirs.gguf"))
+    ours, theirs = ({tensor.name: tensor for tensor in Reader(tmp_path / name).tensors} for name in ("out.gguf", "theirs.gguf"))
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         got, wanted = np.asarray(ours[name].data, np.float32), np.asarray(tensor.data)
         assert got.shape == wanted.shape and near(got, wanted, 1e-2 if "8 bits" in source else 1e-3), name
-    keys, others = (gguf.GGUFReader(tmp_path / name).fields for name in ("out.gguf", "theirs.gguf"))
+    keys, others = (Reader(tmp_path / name).fields for name in ("out.gguf", "theirs.gguf"))
     for key in others.keys() - {"general.architecture"}:
         if key.startswith("qwen35."):
             assert np.allclose(keys[key].contents(), others[key].contents()), key

@@ -4,7 +4,6 @@ import ctypes
 import sys
 from pathlib import Path
 
-import gguf
 import numpy as np
 import pytest
 
@@ -16,7 +15,7 @@ from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.text import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))
-from gguf_samples import FABLE, add_scales, fable_gguf
+from gguf_samples import FABLE, Reader, add_scales, fable_gguf
 
 # What llama.cpp calls a file, the number that asks for it, and the types of blocks in it.
 FILES = {"ALL_F32": (0, {"F32"}), "MOSTLY_F16": (1, {"F16"}), "MOSTLY_BF16": (32, {"BF16"}), "MOSTLY_Q8_0": (7, {"Q8_0"}),
@@ -38,7 +37,7 @@ def test_every_type_that_is_read_is_among_them() -> None:
 
 def alike(peer: object, source: Path) -> tuple[object, list[np.ndarray]]:
     """All columns of all matrices as equally important, and what has to stay while that is read."""
-    shapes = {tensor.name: int(tensor.shape[0]) for tensor in gguf.GGUFReader(source).tensors if len(tensor.shape) == 2}
+    shapes = {tensor.name: int(tensor.shape[0]) for tensor in Reader(source).tensors if len(tensor.shape) == 2}
     kind, kept = peer.llama_model_imatrix_data, [np.ones(width, np.float32) for width in shapes.values()]
     entries = (kind * (len(kept) + 1))()  # the last one, all zeros, ends the list
     for entry, name, values in zip(entries, shapes, kept):
@@ -62,7 +61,7 @@ def test_llama_cpp_writes_the_same_text_from_the_same_file(tmp_path: Path, name:
         params.imatrix, kept = alike(peer, source)
         assert kept
     assert peer.llama_model_quantize(str(source).encode(), str(path).encode(), ctypes.byref(params)) == 0
-    assert kinds <= {tensor.tensor_type.name for tensor in gguf.GGUFReader(path).tensors}
+    assert kinds <= {tensor.tensor_type.name for tensor in Reader(path).tensors}
     same_text(peer, path)
 
 

@@ -8,7 +8,7 @@ import gguf
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from gguf_samples import add_fable_tokenizer, write_model
+from gguf_samples import Reader, add_fable_tokenizer, write_model
 from hub_server import Hub
 from pulls import FABLE, Person
 
@@ -121,7 +121,7 @@ def test_a_file_states_it_and_what_is_made_of_the_file_does(person: Person, tmp_
         (source / name).write_bytes(data)
     for made_of, out in ((source, file), (file, again)):
         assert person.types("export", made_of, "-o", out, "--type", "Q8_0").code == 0
-        assert gguf.GGUFReader(out).fields["general.license"].contents() == said
+        assert Reader(out).fields["general.license"].contents() == said
     for made_of in (source, again):
         assert person.types("quantize", made_of, "-o", small, "--bits", "4", "--force").code == 0
         assert told(person, str(small)) == (said, said)
@@ -134,7 +134,7 @@ def test_a_file_of_an_unusual_licence_keeps_all_that_it_states(person: Person, t
     write_model(FABLE, tmp_path / "m.gguf", "Q8_0", change=lambda writer: _stated(writer, keys))
     assert person.types("show", tmp_path / "m.gguf", "--json").json["licence"] == "its-own"
     assert person.types("export", tmp_path / "m.gguf", "-o", tmp_path / "n.gguf", "--type", "Q8_0").code == 0
-    fields = gguf.GGUFReader(tmp_path / "n.gguf").fields
+    fields = Reader(tmp_path / "n.gguf").fields
     assert {key: fields[key].contents() for key in keys} == keys
 
 

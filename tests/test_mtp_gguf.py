@@ -18,6 +18,7 @@ from effllm.runtime.prepare import EngineOptions, prepare
 
 sys.path.insert(0, str(Path(__file__).parent))
 from export_models import exported
+from gguf_samples import Reader
 from hybrid_models import answer, opened
 from mtp_models import own_logits, source, with_layer
 
@@ -88,7 +89,7 @@ def test_an_exported_file_has_it(tmp_path: Path, name: str) -> None:
     path = source(name, tmp_path / "source")
     made = exported(path, tmp_path / "m.gguf")
     layers = json.loads((path / "config.json").read_text())["num_hidden_layers"]
-    header = gguf.GGUFReader(made)
+    header = Reader(made)
     arch = header.fields["general.architecture"].contents()
     assert header.fields[f"{arch}.block_count"].contents() == layers + 1 and header.fields[f"{arch}.nextn_predict_layers"].contents() == 1
     assert {tensor.name.removeprefix(f"blk.{layers}.") for tensor in header.tensors if ".nextn." in tensor.name} == {
@@ -104,7 +105,7 @@ def test_an_exported_file_has_it(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", ("deepseek_v3", "glm4_moe_lite"))
 def test_files_that_llamacpp_would_not_take_are_written_without(tmp_path: Path, name: str) -> None:
     made = exported(source(name, tmp_path / "source"), tmp_path / "m.gguf")
-    assert not any(".nextn." in tensor.name for tensor in gguf.GGUFReader(made).tensors)
+    assert not any(".nextn." in tensor.name for tensor in Reader(made).tensors)
 
 
 @pytest.mark.peer
