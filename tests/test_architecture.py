@@ -13,9 +13,11 @@ import pkgutil
 import re
 import subprocess
 import sys
+import tokenize
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -95,10 +97,13 @@ def imports(file: Path) -> tuple[Import, ...]:
 
 def _imports(file: Path) -> Iterator[Import]:
     package = ["effllm", *file.parent.parts]
-    on_use = nodes_inside(file, lambda node: isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
-    for_types = nodes_inside(file, lambda node: isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
-    for node in ast.walk(tree(file)):
-        when = "types" if id(node) in for_types else "on use" if id(node) in on_use else "at once"
+    waiting: list[tuple[ast.AST, str]] = [(tree(file), "at once")]
+    while waiting:
+        node, when = waiting.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            when = "types"
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and when != "types":
+            when = "on use"
         if isinstance(node, ast.Import):
             names = [name.name for name in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -106,13 +111,10 @@ def _imports(file: Path) -> Iterator[Import]:
             modules = [node.module] if node.module else [name.name for name in node.names]
             names = [f"{base}.{module}".lstrip(".") for module in modules]
         else:
+            waiting.extend((child, when) for child in ast.iter_child_nodes(node))
             continue
         for name in names:
             yield Import(name, node.lineno, when)
-
-
-def nodes_inside(file: Path, encloses: Callable[[ast.AST], bool]) -> set[int]:
-    return {id(inner) for outer in ast.walk(tree(file)) if encloses(outer) for inner in ast.walk(outer)}
 
 
 def layer(module: str) -> str | None:
@@ -135,10 +137,27 @@ def in_fresh_interpreter(code: str) -> dict:
     return json.loads(ran.stdout.splitlines()[-1])
 
 
+def for_every(files: list[Path]) -> Callable[[Callable[[Path], None]], Callable[[], None]]:
+    """One test of all these files, which names every one that fails: a test for each takes longer to hand out than to run."""
+    def of(check: Callable[[Path], None]) -> Callable[[], None]:
+        def test() -> None:
+            wrong = []
+            for file in files:
+                try:
+                    check(file)
+                except AssertionError as error:
+                    wrong.append(str(error))
+            assert files and not wrong, "\n".join(wrong)
+
+        test.__name__, test.__doc__ = check.__name__, check.__doc__
+        return test
+    return of
+
+
 # ---- who imports whom
 
 
-@pytest.mark.parametrize("file", [file for file in package_files() if len(file.parts) > 1], ids=str)
+@for_every([file for file in package_files() if len(file.parts) > 1])
 def test_imports_point_downward(file: Path) -> None:
     own = file.parts[0]
     allowed = MAY_IMPORT[own] | {own, None}
@@ -152,7 +171,7 @@ def test_layers_cover_every_folder_of_code() -> None:
     assert with_code == set(FOLDERS) == set(MAY_IMPORT)
 
 
-@pytest.mark.parametrize("file", package_files(), ids=str)
+@for_every(package_files())
 def test_own_modules_are_imported_relatively(file: Path) -> None:
     absolute = [node.lineno for node in ast.walk(tree(file))
                 if isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").split(".")[0] == "effllm"
@@ -160,7 +179,7 @@ def test_own_modules_are_imported_relatively(file: Path) -> None:
     assert not absolute, f"{file}: absolute import of effllm at lines {absolute}"
 
 
-@pytest.mark.parametrize("file", package_files(), ids=str)
+@for_every(package_files())
 def test_heavy_packages_stay_in_their_place(file: Path) -> None:
     for found in imports(file):
         top = found.module.split(".")[0]
@@ -189,17 +208,26 @@ def test_the_import_reader_sees_what_it_should() -> None:
 # ---- what a file may hold
 
 
-@pytest.mark.parametrize("file", project_files(), ids=str)
+@for_every(project_files())
 def test_files_stay_small(file: Path) -> None:
     lines = (ROOT / file).read_text(encoding="utf-8").splitlines()
     assert len(lines) <= LONGEST_FILE, f"{file} has {len(lines)} lines: which two ideas live in it?"
 
 
-@pytest.mark.parametrize("file", project_files(), ids=str)
+@for_every(project_files())
 def test_files_say_what_they_are(file: Path) -> None:
     assert not set(file.with_suffix("").parts) & VAGUE_NAMES, f"{file}: a name that says nothing"
-    empty = not tree(file).body
-    assert ast.get_docstring(tree(file)) or (empty and file.name == "__init__.py"), f"{file} has no docstring"
+    first, behind = first_tokens(file)
+    said = first.type == tokenize.STRING and behind.type == tokenize.NEWLINE and isinstance(ast.literal_eval(first.string), str)
+    assert said or (first.type == tokenize.ENDMARKER and file.name == "__init__.py"), f"{file} has no docstring"
+
+
+def first_tokens(file: Path) -> tuple[tokenize.TokenInfo, tokenize.TokenInfo]:
+    """Two, without comments and empty lines; the last one twice where there are no more. Trees of all tests would take five seconds."""
+    with tokenize.open(ROOT / file) as text:
+        telling = (token for token in tokenize.generate_tokens(text.readline) if token.type not in (tokenize.COMMENT, tokenize.NL))
+        first = next(telling)
+        return first, next(telling, first)
 
 
 def test_kernels_init_is_empty() -> None:
@@ -213,7 +241,7 @@ def test_the_root_holds_two_python_files() -> None:
     assert not (ROOT / "tests" / "__init__.py").exists()
 
 
-@pytest.mark.parametrize("file", package_files(), ids=str)
+@for_every(package_files())
 def test_only_the_screen_prints(file: Path) -> None:
     if file.as_posix() != "cli/screen.py":
         assert not calls(file, "print"), f"{file} prints at lines {calls(file, 'print')}"
@@ -223,7 +251,7 @@ def test_only_the_screen_prints(file: Path) -> None:
         assert not streams, f"{file}: only cli/ knows that a terminal exists (lines {streams})"
 
 
-@pytest.mark.parametrize("file", package_files(), ids=str)
+@for_every(package_files())
 def test_no_shortcuts(file: Path) -> None:
     assert not calls(file, "hasattr"), f"{file} dispatches on hasattr at lines {calls(file, 'hasattr')}"
     assert not calls(file, "eval", "exec"), f"{file} evaluates text"
