@@ -16,6 +16,8 @@ PEERS_READY := $(VENV)/peers-$(REQUIREMENTS)
 , := ,
 # Two processes at most, whatever the machine: many tests run the tool with all its threads. A file's tests stay together, for its fixtures.
 WORKERS := -n 2 --dist loadfile
+# Without compiled files beside the sources half of the start of each of the hundreds of programs that tests start would be compiling.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/pytest
 PROMPT := Tell me a story about the fox and the king.
 
 # The variables, unlike -c, also reach the isolated environment that builds the package (one for old pips, one for new).
@@ -34,13 +36,13 @@ demo: $(RUNTIME_READY)  ## install the runtime and write a story
 	$(BIN)/effllm run fable "$(PROMPT)"
 
 test: $(TEST_READY)  ## run the tests, without the slow ones
-	$(BIN)/pytest -m "not slow" $(WORKERS) $(ARGS)
+	$(PYTEST) -m "not slow" $(WORKERS) $(ARGS)
 
 test-all: $(TEST_READY)  ## run every test
-	$(BIN)/pytest $(WORKERS) $(ARGS)
+	$(PYTEST) $(WORKERS) $(ARGS)
 
 test-peers: $(PEERS_READY)  ## install what we compare with (llama.cpp is compiled) and run those tests
-	$(BIN)/pytest -m peer $(WORKERS) $(ARGS)
+	$(PYTEST) -m peer $(WORKERS) $(ARGS)
 
 lint: $(LINT_READY)  ## check the style
 	$(BIN)/ruff check .

@@ -90,11 +90,14 @@ class KVBasis:
         return replace(self, k_matrix=k_matrix, v_matrix=v_matrix)
 
     def head(self, index: int) -> KVBasis:
-        """The basis of one head: heads of a layer may have different bits."""
+        """The basis of one head: heads of a layer may have different bits. Inverses that are known come with it: who opens page after
+        page would make them for each."""
         one = slice(index, index + 1)
         sides = {name: None if (side := getattr(self, name)) is None else side[one] for name in
                  ("k_scale", "k_matrix", "v_matrix", "k_mean", "strength_k", "strength_v")}
-        return replace(self, **sides)
+        basis = replace(self, **sides)
+        vars(basis).update({name: vars(self)[name][one] for name in ("k_inverse", "v_inverse") if name in vars(self)})
+        return basis
 
 
 def _inverse(matrices: np.ndarray) -> np.ndarray:

@@ -17,7 +17,6 @@ import tokenize
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -147,7 +146,8 @@ def for_every(files: list[Path]) -> Callable[[Callable[[Path], None]], Callable[
                     check(file)
                 except AssertionError as error:
                     wrong.append(str(error))
-            assert files and not wrong, "\n".join(wrong)
+            assert files
+            assert not wrong, "\n".join(wrong)
 
         test.__name__, test.__doc__ = check.__name__, check.__doc__
         return test

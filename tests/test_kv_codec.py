@@ -294,3 +294,14 @@ def test_zeros_and_extremes_stay_finite() -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_the_rotation_is_its_own_inverse(size: int) -> None:
     assert np.abs(hadamard(size) @ hadamard(size) - np.eye(size)).max() < 1e-6
+
+
+def test_a_head_brings_its_inverses_along() -> None:
+    """A reader of pages asks for each head's basis for every page: what is known of the layer is not made again, and is the same."""
+    k, v = page(2, 64)
+    basis = KVBasis.from_moments(moments(k), moments(k), moments(v), moments(v))
+    alone = basis.head(1)
+    assert "k_inverse" not in vars(alone) and np.array_equal(alone.k_inverse, basis.k_inverse[1:])
+    one = basis.head(1)
+    assert np.shares_memory(vars(one)["k_inverse"], basis.k_inverse) and np.array_equal(one.k_inverse, alone.k_inverse)
+    assert "v_inverse" not in vars(one) and np.array_equal(one.v_inverse, basis.v_inverse[1:])
