@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -48,7 +49,7 @@ def export(context: typer.Context, model: Model, out: Out, format: Format = None
         if format or type or force:
             raise UsageError("--lora makes a folder as the model's, of another format is what comes of that",
                              f"effllm export {typed(model)} -o DIR --lora {typed(lora)}, then effllm export DIR -o {typed(out)}")
-        merged_folder(find(model, screen).folder, Path(lora).expanduser(), Path(out), screen, json)
+        merged_folder(find(model, screen).folder, Path(os.path.expanduser(lora)), Path(out), screen, json)
         return
     if format == "compressed-tensors" and force:
         raise UsageError("--force replaces a GGUF file, not a folder", "give another folder with -o")

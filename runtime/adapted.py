@@ -9,6 +9,7 @@ and multiplied between the two. What an adapter changes otherwise (lengths of ro
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from ..offload.checkpoint import CheckpointError
 from ..offload.header import is_gguf, shown
 from ..quant.weight import Linear, Lora, Weight, from_f32, to_f32
 from . import families
-from .adapter import HEAD, MLX, PEFT, STATED, TABLE, Adapter, Delta
+from .adapter import DAMAGED, HEAD, MLX, PEFT, STATED, TABLE, Adapter, Delta
 
 if TYPE_CHECKING:
     from .config import ModelConfig
@@ -140,11 +141,11 @@ class _Place:
 
 def _parsed(asked: str) -> tuple[Path, float]:
     """The folder or file, and how much of it: ADAPTER:0.5 is half. Raises UsageError for one that is not there."""
-    path, scale = Path(asked).expanduser(), 1.0
+    path, scale = Path(os.path.expanduser(asked)), 1.0
     before, colon, share = asked.rpartition(":")
     if colon and not path.exists():
         with suppress(ValueError):
-            path, scale = Path(before).expanduser(), float(share)
+            path, scale = Path(os.path.expanduser(before)), float(share)
     if not abs(scale) <= LARGEST:
         raise UsageError(f"--lora {asked}: {share} is no scale", f"--lora {before}, or {before}:0.5 for half of it")
     if not path.exists():
@@ -186,7 +187,7 @@ def _read(path: Path, config: ModelConfig, tensors: Mapping[int | str, Mapping[s
             with np.errstate(over="ignore"):
                 b = np.float32(delta.scale) * delta.b[place.first : place.first + place.rows]
             if not np.isfinite(b).all():
-                raise CheckpointError(f"{path}: infinity comes of its scale for {shown(name)}", "the adapter is damaged: download it again")
+                raise CheckpointError(f"{path}: infinity comes of its scale for {shown(name)}", DAMAGED)
             more = -len(delta.a) % RANK_MULTIPLE
             yield place.key, (_kept(np.pad(delta.a, ((0, more), (0, 0)))), _kept(np.pad(b, ((0, 0), (0, more)))))
     if not changes:

@@ -24,9 +24,10 @@ from ..offload.checkpoint import CheckpointError, TensorStore
 from ..offload.header import TensorInfo, shown
 from ..quant.weight import RAW_NUMPY, to_f32
 from .config_reader import ADAPTER as STATED
-from .config_reader import read_json
+from .config_reader import MOST, read_json
 
 PEFT, MLX = "adapter_model.safetensors", "adapters.safetensors"
+DAMAGED = "the adapter is damaged: download it again"
 HEAD, TABLE = "lm_head", "embed_tokens"
 ENDINGS = {"lora_A": "a", "lora_B": "b", "lora_a": "a", "lora_b": "b", "lora_magnitude_vector": "m", "lora_embedding_A": "a",
            "lora_embedding_B": "b", "m": "m"}
@@ -36,6 +37,7 @@ REFUSED = {"target_parameters": "matrices of parameters that are no weights of t
            "trainable_token_indices": "rows of the embeddings alone", "use_bdlora": "matrices of blocks",
            "kasa_config": "weights cut by rank", "use_qalora": "matrices over groups of channels",
            "arrow_config": "a choice among adapters", "monteclora_config": "drawn matrices"}
+LONGEST, MOST_REPEATS = 256, 3  # of a pattern for names of modules: its letters, its repeats, and its groups
 # How an adapter may begin that is added to the model's own weights; other ways change these first.
 BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 
@@ -67,7 +69,10 @@ class Adapter:
         for name, info in store.tensors.items():
             module, _, ending = name.removesuffix(".weight").removesuffix(".default").rpartition(".")
             if (part := ENDINGS.get(ending)) is not None:
-                self._parts.setdefault(_module(module), {})[part] = info
+                parts = self._parts.setdefault(_module(module), {})
+                if part in parts:
+                    self._refuse(f"holds a matrix of {shown(_module(module))} twice", DAMAGED)
+                parts[part] = info
             else:
                 self._others.append(info)
 
@@ -82,7 +87,12 @@ class Adapter:
             raise UsageError(f"--lora: {folder} holds no LoRA adapter{pickled}", f"{STATED} beside {PEFT} (PEFT) or {MLX} (mlx-lm)")
         stated, is_mlx = read_json(folder / STATED), path.name == MLX
         _demand_known(stated, folder, is_mlx)
-        return cls(TensorStore.of_file(path), stated, is_mlx)
+        store = TensorStore.of_file(path)
+        try:
+            return cls(store, stated, is_mlx)
+        except CheckpointError:
+            store.close()
+            raise
 
     @property
     def brought(self) -> list[str]:
@@ -106,8 +116,12 @@ class Adapter:
     def deltas(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Delta]]:
         """With the names of the weights that they change, one read after the other, of a model whose weights have these shapes. Raises
         CheckpointError where they do not fit."""
+        seen: set[str] = set()
         for module, parts in self._parts.items():
             name = self._weight(shapes, f"{module}.weight")
+            if name in seen:
+                self._refuse(f"changes {shown(name)} twice", DAMAGED)
+            seen.add(name)
             if not {"a", "b"} <= parts.keys():
                 self._refuse(f"holds one of the two matrices of {shown(module)} alone")
             a, b = (self._values(parts[part]) for part in "ab")
@@ -140,7 +154,7 @@ class Adapter:
     def _values(self, info: TensorInfo) -> np.ndarray:
         values = floats(self.store.read(info), info).reshape(info.shape)
         if not np.isfinite(values).all():
-            self._refuse(f"has NaN or infinity in {shown(info.name)}")
+            self._refuse(f"has NaN or infinity in {shown(info.name)}", DAMAGED)
         return values
 
     def _weight(self, shapes: Mapping[str, tuple[int, ...]], name: str) -> str:
@@ -168,7 +182,7 @@ class Adapter:
         for pattern, value in (self.stated.get("alpha_pattern") or {}).items():
             try:
                 matches = re.match(rf"(.*\.)?({pattern})$", module)
-            except re.error as error:
+            except (re.error, OverflowError) as error:
                 self._refuse(f"states an alpha for {shown(pattern)}, which is no pattern: {error}")
             if matches:
                 alpha = value
@@ -203,7 +217,7 @@ def _demand_known(stated: Mapping[str, object], folder: Path, is_mlx: bool) -> N
         own = stated.get("lora_parameters")
         if stated.get("fine_tune_type", "lora") not in ("lora", "dora") or not isinstance(own, dict):
             refuse(f"fine_tune_type {stated.get('fine_tune_type')!r} is no LoRA")
-        if isinstance(own.get("scale"), bool) or not isinstance(own.get("scale"), int | float):
+        if not _is_number(own.get("scale")):
             refuse("lora_parameters states no scale")
         return
     if stated.get("peft_type") != "LORA":
@@ -213,8 +227,11 @@ def _demand_known(stated: Mapping[str, object], folder: Path, is_mlx: bool) -> N
         refuse("alpha_pattern is no object")
     alphas = {"lora_alpha": stated.get("lora_alpha"), **{f"alpha_pattern of {shown(each)}": value for each, value in patterns.items()}}
     for name, value in alphas.items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            refuse(f"{name} is no number")
+        if not _is_number(value):
+            refuse(f"{name} is no number, or beyond all that is of use")
+    for pattern in patterns:
+        if not is_quick(pattern):
+            refuse(f"alpha_pattern {shown(pattern)} might take hours to compare")
     if (began := stated.get("init_lora_weights")) not in BEGINNINGS:
         refuse(f"weights of the model were changed before the training (init_lora_weights = {began!r})")
     if stated.get("fan_in_fan_out"):
@@ -224,6 +241,19 @@ def _demand_known(stated: Mapping[str, object], folder: Path, is_mlx: bool) -> N
     for key, what in REFUSED.items():
         if stated.get(key):
             refuse(f"{what} ({key})")
+
+
+def _is_number(value: object) -> bool:
+    """Neither NaN nor infinity, nor a whole number that no float is as large as."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MOST
+
+
+def is_quick(pattern: str) -> bool:
+    """Whether a regular expression ends soon on whatever name: Python's go back over all ways in which repeats, and repeats of repeats,
+    can share a text between them, so a file that nobody trusts may have few of them."""
+    bare = re.sub(r"\\.", "x", pattern, flags=re.DOTALL)  # what is escaped is a letter
+    return (len(bare) <= LONGEST and len(re.findall(r"(?<!\()[*+?{]", bare)) <= MOST_REPEATS and bare.count("(") <= MOST_REPEATS
+            and re.search(r"\)[*+{]", bare) is None)
 
 
 def floats(raw: np.ndarray, info: TensorInfo) -> np.ndarray:

@@ -8,6 +8,7 @@ guess counts only where the sampler draws it; what a form leaves no choice about
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -267,7 +268,7 @@ def _library() -> ModuleType:
 
 def _read(asked: str, flag: str, also: str) -> str:
     try:
-        return read_text(Path(asked).expanduser(), JSON_NBYTES).removeprefix("\ufeff")
+        return read_text(Path(os.path.expanduser(asked)), JSON_NBYTES).removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise UsageError(f"{flag}: {asked} is no text: byte {error.start} is no UTF-8", f"{also}a file of text") from None
     except OSError as error:

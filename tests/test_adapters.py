@@ -266,6 +266,8 @@ def test_a_scale_is_a_number(own: Path) -> None:
         opened(FABLE, f"{own}:inf")
     with pytest.raises(EffllmError, match="is not there"):
         opened(FABLE, f"{own}:half")
+    with pytest.raises(EffllmError, match="is not there"):
+        opened(FABLE, "~nobody-of-this-name/own:0.5")
 
 
 def test_a_model_that_drafts_has_none_of_it(own: Path, tmp_path: Path) -> None:

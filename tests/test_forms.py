@@ -21,6 +21,7 @@ __all__ = ["engine", "tokenizer"]  # fixtures
     ('{"not": {}}', None, 'Unimplemented keys: ["not"]'),
     ("{bad", None, "is no JSON"),
     ("nowhere.json", None, "cannot read nowhere.json: No such file"),
+    ("~nobody-of-this-name/x.json", None, "cannot read ~nobody-of-this-name/x.json: No such file"),
     (None, "nowhere.gbnf", "cannot read nowhere.gbnf: No such file"),
     (None, "root ::= foo", "names foo, which is no rule"),
     (None, 'root ::= "a', "--grammar: the grammar: "),

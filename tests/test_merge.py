@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from effllm import EffllmError
 from effllm.offload.checkpoint import TensorStore
 from effllm.runtime import merge as merging
+from effllm.runtime.adapter import is_quick
 from effllm.runtime.events import Notice
 from effllm.runtime.merge import Merged, merge
 
@@ -159,7 +160,11 @@ def test_what_was_stopped_goes_on(base, tmp_path, monkeypatch):
     ({"layer_replication": [[0, 2]]}, "layer_replication"), ({"alpha_pattern": {"(": 2}}, "no pattern"),
     ({"alpha_pattern": {"q": "x"}}, "alpha_pattern of 'q' is no number"), ({"alpha_pattern": ["q"]}, "alpha_pattern is no object"),
     ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa'"), ({"init_lora_weights": "olora"}, "'olora'"),
-    ({"kasa_config": {"beta": 1}}, "kasa_config"), ({"use_bdlora": {"nblocks": 2}}, "use_bdlora")])
+    ({"kasa_config": {"beta": 1}}, "kasa_config"), ({"use_bdlora": {"nblocks": 2}}, "use_bdlora"),
+    ({"lora_alpha": 10**400}, "lora_alpha is no number"), ({"lora_alpha": math.nan}, "lora_alpha is no number"),
+    ({"alpha_pattern": {"q": 10**400}}, "alpha_pattern of 'q' is no number"),
+    ({"alpha_pattern": {"a{99999999999999999999}": 2}}, "no pattern"),
+    *(({"alpha_pattern": {slow: 2}}, "might take hours") for slow in ("(.*)*x", "(.+)+x", "(" * 5000, "a?" * 30, "(a|a)" * 30))])
 def test_what_is_not_computed_is_refused_by_its_key(base, tmp_path, stated, expected):
     own = adapter(tmp_path / "adapter", peft(matrices(base)), **stated)
     with pytest.raises(EffllmError) as refused:
@@ -182,6 +187,25 @@ def test_what_does_not_fit_names_the_base(base, tmp_path, change, expected):
     with pytest.raises(EffllmError) as refused:
         merged(base, own, tmp_path / "out")
     assert expected in refused.value.message and "org/base" in refused.value.hint
+
+
+@pytest.mark.parametrize(("again", "expected"), [
+    (lambda name: name.replace(".weight", ".default.weight"), "holds a matrix of 'model.layers.0.self_attn.q_proj' twice"),
+    (lambda name: name.removeprefix(PREFIX).replace("model.", "language_model."), "changes 'model.layers.0.self_attn.q_proj.weight' tw")])
+def test_a_weight_has_one_change(base, tmp_path, again, expected):
+    """Which of two would have been taken was said nowhere."""
+    name = "model.layers.0.self_attn.q_proj"
+    rows, columns = weights(base)[f"{name}.weight"].shape
+    made = peft({name: (random(RANK, columns), random(rows, RANK))})
+    own = adapter(tmp_path / "adapter", made | {again(name): each + 1 for name, each in made.items()})
+    with pytest.raises(EffllmError) as refused:
+        merged(base, own, tmp_path / "out")
+    assert expected in refused.value.message
+
+
+def test_patterns_that_people_write_are_quick():
+    for usual in ("q_proj", "model.layers.0.mlp.up_proj", r".*layers\.[0-9]+\..*", "(q|k|v)_proj", r"layers\.(1|2)\.(mlp|self_attn)\..*"):
+        assert is_quick(usual)
 
 
 def test_matrices_in_words_are_refused(base, tmp_path):
