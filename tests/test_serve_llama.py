@@ -121,6 +121,12 @@ def test_forms_and_chances(server: Served) -> None:
     assert [row for piece in pieces for row in piece["completion_probabilities"]] == rows and "completion_probabilities" not in last
 
 
+@pytest.mark.parametrize("token", [-1, 1 << 32, 10**30, 4096])
+def test_tokens_that_no_vocabulary_has(server: Served, token: int) -> None:
+    refused = completed(server, prompt=["Once", token])
+    assert refused.status == 400 and refused.error["param"] == "prompt" and f"token id {token} is outside" in refused.error["message"]
+
+
 def test_fields_of_an_answer_are_chosen(server: Served) -> None:
     chosen = completed(server, response_fields=["content", "timings/predicted_n", "generation_settings/n_predict", "nothing", "stop/deep"])
     assert set(chosen.json) == {"content", "timings/predicted_n", "generation_settings/n_predict"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -173,10 +173,15 @@ class Service:
         return await asyncio.to_thread(made)
 
     async def detokenize(self, request: Request) -> Response:
-        asked, rows = await read(request, Detokenize), self.replies.engine.config.vocab_size
-        if (bad := next((each for each in asked.tokens if not 0 <= each < rows), None)) is not None:
-            raise Problem(400, f"token id {bad} is outside the vocabulary of {rows}", param="tokens")
+        asked = await read(request, Detokenize)
+        self.demand_tokens(asked.tokens, "tokens")
         return json_response({"content": await asyncio.to_thread(self.replies.tokenizer.decode, asked.tokens, False)})
+
+    def demand_tokens(self, ids: Sequence[int], param: str) -> None:
+        """Before they become a text. Raises Problem for one that the model does not have."""
+        rows = self.replies.engine.config.vocab_size
+        if (bad := next((each for each in ids if not 0 <= each < rows), None)) is not None:
+            raise Problem(400, f"token id {bad} is outside the vocabulary of {rows}", param=param)
 
     async def asked(self, request: Request, kind: type[Kind]) -> Kind:
         """The body of a request that is for this model. Raises Problem."""

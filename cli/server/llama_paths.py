@@ -45,6 +45,8 @@ class LlamaPaths:
     async def complete(self, request: Request) -> Response:
         asked, replies = await self._service.asked(request, CompletionAsked), self._service.replies
         prompt = await asyncio.to_thread(completion_prompt, asked, replies.tokenizer)
+        if not isinstance(prompt, str):
+            self._service.demand_tokens(prompt, "prompt")
         wish = await self._wish(asked)
         return await self._answer(request, asked, prompt, wish)
 
