@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import typer
 
 from .. import EffllmError
@@ -40,8 +42,9 @@ def verify(context: typer.Context, model: Model, json: Json = False) -> None:
     if result.damaged:
         more = f" and {len(result.damaged) - NAMED} more" if len(result.damaged) > NAMED else ""
         verb = "are" if len(result.damaged) > 1 else "is"
+        is_ours = Path(__file__).resolve().parents[1] in folder.resolve().parents
         raise Damaged(f"{folder} is damaged: {', '.join(result.damaged[:NAMED])}{more} {verb} not what was written",
-                      "quantize or download it again")
+                      "install effllm again, with which it comes" if is_ours else "quantize or download it again")
     if not json:
         beside = f" and {several(result.files, 'file')} beside them" if result.files else ""
         tensors = several(result.count, result.kind.removesuffix("s"))

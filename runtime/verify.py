@@ -1,5 +1,6 @@
-"""`verify`: the bytes of a quantized folder against the checksums that were recorded when it was made, and those of a downloaded one
-against the names of their blobs, which are checksums too."""
+"""`verify`: the bytes of a quantized folder against the checksums that were recorded when it was made, those of a downloaded one against
+the names of their blobs, which are checksums too, and those of any other against a SHA256SUMS in the folder or beside it, as `sha256sum`
+writes it."""
 
 from __future__ import annotations
 
@@ -13,19 +14,24 @@ from pathlib import Path
 
 import numpy as np
 
-from .. import EffllmError, ModelNotFound, UsageError
+from .. import EffllmError, ModelNotFound, UsageError, ls, typed
+from ..offload.header import CheckpointError
 from ..offload.part_file import Digest
 from ..offload.running_hash import matches
 from .config import read_config
+from .config_reader import show
 from .container import Container, check_stored, read_container
 from .events import Progress
 from .gguf.names import all_parts
 from .hub import SETTINGS
 from .kv_profile_file import load_profile, profile_paths
+from .small_file import OddFile, read_whole
 from .source import open_store
 
 PIECE = 8 << 20
 BLOB = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")
+SUMS, LARGEST_SUMS = "SHA256SUMS", 1 << 20
+SUM = re.compile(r"([0-9A-Fa-f]{64}) [ *](?:\./)?([^/\0][^\0]*)")  # and a path from the list's folder; `*`: it was read as binary
 
 
 @dataclass(frozen=True)
@@ -48,7 +54,7 @@ class Verified:
 def verify(folder: Path) -> Iterator[Progress | Verified]:
     """Read every tensor, of a downloaded model every file; yields Progress and the result last.
 
-    Raises CheckpointError where effllm.json or a header is damaged already, UsageError for a folder without checksums.
+    Raises CheckpointError where effllm.json, a header or SHA256SUMS is damaged already, UsageError for a folder without checksums.
     """
     container = read_container(folder)
     if container is None:
@@ -57,11 +63,13 @@ def verify(folder: Path) -> Iterator[Progress | Verified]:
         if (found := downloaded(folder)).blobs or found.lost:
             yield from _verify_blobs(found)
             return
-        if folder.is_file():
-            raise UsageError(f"{folder} has no checksums: GGUF files come without, downloads have them",
-                             "give a folder that effllm quantize made, or a model from the hub cache")
-        raise UsageError(f"{folder} has no checksums: effllm quantize records them, downloads have them, other checkpoints come without",
-                         "give a folder that effllm quantize made, or a model from the hub cache")
+        if (found := summed(folder)) is None:
+            within = folder.parent if folder.is_file() else folder
+            came = "GGUF files come" if folder.is_file() else "effllm quantize records them, downloads have them, other checkpoints come"
+            raise UsageError(f"{folder} has no checksums: {came} without",
+                             f"to see later whether it is what it is now: {recording(within)}")
+        yield from _verify_blobs(found)
+        return
     with open_store(folder, whole=False) as store:
         check_stored(container, store)
         total = sum(store.tensors[name].nbytes for name in container.tensors)
@@ -105,7 +113,8 @@ def _small_files(folder: Path, container: Container) -> tuple[list[str], int, tu
 @dataclass(frozen=True)
 class Downloaded:
     """Files of a snapshot in the hub cache: by path those whose blobs are named by their checksums, by name those whose blob is `lost`, and
-    those that are no link to one and have no checksum, such as what was measured of the model."""
+    those that are no link to one and have no checksum, such as what was measured of the model. Of a folder with a list of checksums: those
+    that it names, those of them that are gone, and the others."""
 
     blobs: dict[str, Digest]
     lost: tuple[str, ...]
@@ -126,6 +135,49 @@ def downloaded(model: Path) -> Downloaded:
         elif path.is_symlink() or not path.is_dir():
             unknown.append(path.name)
     return Downloaded(blobs, tuple(lost), tuple(unknown))
+
+
+def recording(folder: Path) -> str:
+    """The command that lists checksums of the files in a folder as they are now."""
+    return f"cd {typed(folder)} && sha256sum * > {SUMS}"
+
+
+def summed(model: Path) -> Downloaded | None:
+    """The files of a folder by a list of checksums in it, or in the folder above; of a GGUF file it and its other parts. None where no list
+    speaks of them. Raises CheckpointError for a list in the folder that is none."""
+    folder = model if model.is_dir() else model.parent
+    sums = listed_sums(folder)
+    if not sums and model.is_dir():  # one above may be of anything
+        above, within = listed_sums(folder.absolute().parent, strict=False), f"{folder.absolute().name}/"
+        sums = {name.removeprefix(within): value for name, value in above.items() if name.startswith(within)}
+    sums.pop(SUMS, None)  # the shell made it, empty, before it was read
+    if model.is_dir():
+        present = {each.relative_to(folder).as_posix() for each in folder.rglob("*") if each.is_file()}
+    else:
+        present = {*all_parts(model.name)}
+        sums = {name: sums[name] for name in present if name in sums}
+        present &= {each.name for each in folder.iterdir()}
+    blobs = {str(folder / name): Digest("sha256", value) for name, value in sums.items() if name in present}
+    return Downloaded(blobs, tuple(sums.keys() - present), tuple(sorted(present - sums.keys() - {SUMS}))) if sums else None
+
+
+def listed_sums(folder: Path, strict: bool = True) -> dict[str, str]:
+    """Checksums by path from a folder, of the list in it; empty where there is none. Raises CheckpointError where it is `strict`."""
+    path, sums = folder / SUMS, {}
+    try:
+        lines = read_whole(path, LARGEST_SUMS).decode(errors="replace").splitlines()
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) or not strict:
+            return {}
+        reason = f"it is {error.strerror}" if isinstance(error, OddFile) else error.strerror
+        raise CheckpointError(f"{path} cannot be read: {reason}", f"check it: {ls(path)}") from error
+    for number, line in enumerate(lines, 1):
+        if (found := SUM.fullmatch(line)) and ".." not in found[2].split("/"):
+            sums[found[2]] = found[1].lower()
+        elif strict:
+            raise CheckpointError(f"{path}: line {number} is {show(line)}, expected a checksum of 64 digits and the name of a file here",
+                                  f"take the line out, or make the list anew: {recording(folder)}")
+    return sums
 
 
 def _verify_blobs(found: Downloaded) -> Iterator[Progress | Verified]:

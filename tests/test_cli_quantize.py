@@ -297,10 +297,6 @@ def test_headers_and_the_record_are_checked_on_load_too(tmp_path: Path, made: Pa
             assert said in ran.refused(1) and f"hint: {step}" in ran.err, (command, ran.err)
 
 
-def test_a_checkpoint_without_checksums_says_so() -> None:
-    assert "no checksums" in Ran("verify", "fable").refused(2)
-
-
 # -- on load -----------------------------------------------------------------------------------------------------------------------
 
 
