@@ -22,6 +22,7 @@ from .environment import Environment
 if TYPE_CHECKING:
     from ..runtime.events import Progress
     from .markdown import MarkdownStream
+    from .wrapping import WordWrap
 
 LEAST_FOLDED = 10  # columns of a terminal that a folded cell needs to be read
 REDRAW_S = 0.1
@@ -35,6 +36,7 @@ class Screen:
         self._safe = environment.is_terminal(environment.stdout)
         self._answer_filter = TerminalFilter() if self._safe else None
         self._thinking_filter = TerminalFilter() if environment.is_terminal(environment.stderr) else None
+        self._answer_wrap, self._thinking_wrap = self._wrap(self._answer_filter), self._wrap(self._thinking_filter)
         self._markdown: MarkdownStream | None = None
         self._styled = environment.is_styled(environment.stderr)
         self._redraws = environment.can_redraw(environment.stderr)
@@ -47,6 +49,13 @@ class Screen:
         self._turn_began, self._drawn = 0.0, -math.inf
         if markdown:
             self.markdown = True
+
+    def _wrap(self, to_terminal: object) -> WordWrap | None:
+        if to_terminal is None:
+            return None
+        from .wrapping import WordWrap
+
+        return WordWrap(lambda: self.environment.width)
 
     # stdout
 
@@ -66,6 +75,7 @@ class Screen:
         """A piece of the answer, as it comes."""
         text = self._answer_filter.push(text) if self._answer_filter else text
         text = self._markdown.push(text) if self._markdown else text
+        text = self._answer_wrap.push(text) if self._answer_wrap else text
         if text:
             self.clear()
             self.end_thinking()
@@ -79,6 +89,8 @@ class Screen:
         rest = self._answer_filter.flush() if self._answer_filter else ""
         if self._markdown:
             rest = self._markdown.push(rest) + self._markdown.flush()
+        if self._answer_wrap:
+            rest = self._answer_wrap.push(rest) + self._answer_wrap.flush()
         if rest or self._answer_open:
             self.environment.write(rest if rest.endswith("\n") else rest + "\n")
             self._answer_open = False
@@ -146,7 +158,7 @@ class Screen:
         self.clear()
         self.end_thinking()
         if self._answer_open and (self._safe or self.environment.streams_are_one):
-            self.environment.write("\n")
+            self.environment.write((self._answer_wrap.pause() if self._answer_wrap else "") + "\n")
             self._answer_open = False
         text = sanitize(text).replace("\n", " ")
         terminal = self.environment.is_terminal(self.environment.stderr)
@@ -161,14 +173,16 @@ class Screen:
 
     def thinking(self, text: str) -> None:
         text = self._thinking_filter.push(text) if self._thinking_filter else text
+        text = self._thinking_wrap.push(text) if self._thinking_wrap else text
         if text:
             self.clear()
             self._dim_open = not text.endswith("\n")
             self._stderr(self._dim(text))
 
     def end_thinking(self) -> None:
-        if self._dim_open:
-            self._stderr("\n")
+        rest = self._thinking_wrap.flush() if self._thinking_wrap else ""
+        if self._dim_open or rest.strip():
+            self._stderr(self._dim(rest) + "\n")
             self._dim_open = False
 
     def progress(self, event: Progress) -> None:
