@@ -96,8 +96,8 @@ def before_pull(absent: Absent, weights: BitsFlag, engine: RunFlags, screen: Scr
     network, ModelNotFound where the hub does not tell what a run would take, DoesNotFit."""
     from ..runtime import session  # noqa: F401  (a run has it in memory when it plans)
     from ..runtime.pull.client import Client
-    from ..runtime.pull.plan import plan_pull, wish_of_run
-    from .pull import say_left_out
+    from ..runtime.pull.plan import wish_of_run
+    from .pull import asked_of_hub, say_left_out
 
     variables, reference = screen.environment.variables, absent.reference
     spec = wanted_bits(reference.text, reference.variant, weights)
@@ -106,7 +106,7 @@ def before_pull(absent: Absent, weights: BitsFlag, engine: RunFlags, screen: Scr
         raise absent
     try:
         wish = wish_of_run(reference, variables, spec, "bits" in weights.settled and reference.variant is None)
-        plan = plan_pull(wish, client, variables, engine.options(parallel=parallel))
+        plan = asked_of_hub(wish, client, screen, engine.options(parallel=parallel))
     except DownloadFailed as error:
         screen.note(error.message)
         raise absent from error

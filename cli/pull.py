@@ -53,7 +53,7 @@ def pull(context: typer.Context, model: AbsentModel, bits: Bits = None, keep: Ke
     """Download a model, or make it small as it comes."""
     from ..runtime.model_name import parse_reference
     from ..runtime.pull.client import Client
-    from ..runtime.pull.plan import plan_pull, wish_of
+    from ..runtime.pull.plan import wish_of
 
     screen = Screen(context.obj)
     variables = screen.environment.variables
@@ -73,7 +73,7 @@ def pull(context: typer.Context, model: AbsentModel, bits: Bits = None, keep: Ke
     if client.offline and (here := present(wish, screen)) is not None:
         say_done(here, None, None, screen, json)
         return
-    plan = plan_pull(wish, client, variables)
+    plan = asked_of_hub(wish, client, screen)
     say_left_out(wish, plan, screen)
     if not json:
         show_plan(measured(plan, screen, at_all=not dry_run), client, screen)
@@ -142,6 +142,14 @@ def make_small(ref: ModelRef, screen: Screen) -> Path:
     request = on_load.Request(ref, ref.variant, screen.environment.models_folder, keep=True)
     request.folder.parent.mkdir(parents=True, exist_ok=True)
     return last(follow(on_load.quantize_on_load(request, request.folder), screen, Converted)).folder
+
+
+def asked_of_hub(wish: Wish, client: Client, screen: Screen, options: EngineOptions | None = None) -> PullPlan:
+    """`plan_pull`, with a line on a terminal while the hub has not answered. Raises what that does."""
+    from ..runtime.pull.plan import plan_pull
+
+    with screen.waiting(f"asking {client.host} for {wish.reference.base}"):
+        return plan_pull(wish, client, screen.environment.variables, options)
 
 
 def fetch(plan: PullPlan, client: Client, screen: Screen) -> Pulled:
@@ -271,14 +279,14 @@ def offer(absent: Absent, bits: str | None, gives_way: bool, screen: Screen, yes
     the settings ask for it. `options`: of the run that is to follow. -y does not load what that could not run."""
     from ..runtime.catalog import resolve
     from ..runtime.pull.client import Client
-    from ..runtime.pull.plan import plan_pull, wish_of_run
+    from ..runtime.pull.plan import wish_of_run
 
     variables = screen.environment.variables
     client = Client(variables)
     if not yes and not screen.environment.can_ask:
         raise absent
     wish = wish_of_run(absent.reference, variables, bits, gives_way)
-    plan = plan_pull(wish, client, variables, options)
+    plan = asked_of_hub(wish, client, screen, options)
     say_left_out(wish, plan, screen)
     show_plan(measured(plan, screen), client, screen)
     if plan.run.memory is not None and not plan.run.memory.fits:

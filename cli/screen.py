@@ -12,6 +12,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import StringIO
 from typing import TYPE_CHECKING
@@ -205,6 +206,17 @@ class Screen:
             self._stderr(f"\r\x1b[K{self._dim(self._status)}")
         else:
             self._stderr(describe(event, pace.per_s) + "\n")
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Around something that may take long and tells nothing meanwhile: on a terminal a line stands there until it has ended."""
+        if self._redraws:
+            self._status = cut(sanitize(what), self.environment.width - 1)
+            self._stderr(self._dim(self._status))
+        try:
+            yield
+        finally:
+            self.clear()
 
     def clear(self) -> None:
         """Take the progress line away."""

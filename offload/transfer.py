@@ -27,7 +27,7 @@ BACKLOG_NBYTES = 64 << 20  # this far behind, the hash decides when the file is 
 PIECE_NBYTES, PIECE_S = 1 << 20, 0.3  # what is written at once: so much, or what came in that time
 TICK_S = 0.1
 SILENCE_S = 3.0
-LEAVE_S = 3.0  # for a thread that is waiting for a host to answer at all
+LEAVE_S = 3.0  # for a thread that is writing; one that waits for a host to answer at all is left to itself
 DAMAGES = 2  # complete files with a wrong hash before it is given up
 
 
@@ -124,7 +124,7 @@ def transfer(files: Sequence[Wanted], open_range: OpenRange, network: Network, c
     finally:
         work.stop()
         for thread in threads:
-            if thread.ident is not None:
+            if thread.ident is not None and thread not in work.unanswered:
                 thread.join(LEAVE_S)
 
 
@@ -146,6 +146,9 @@ class _Work:
 
     def __post_init__(self) -> None:
         self._changed = threading.Condition()
+        # Threads whose host has not answered: looking up a name and making a connection cannot be broken off. One that is here when all
+        # stops touches no file any more.
+        self.unanswered: set[threading.Thread] = set()
         self._states = [_State(wanted) for wanted in self.files]
         self._checking = 0  # the state that is hashed
         for state in self._states:
@@ -178,9 +181,8 @@ class _Work:
 
     def stop(self) -> None:
         with self._changed:
-            self._stopping = True
+            self._stopping, running = True, self._running
             self._changed.notify_all()
-            running = self._running
         self.network.cut()
         if running is not None:
             running.stop()
@@ -207,8 +209,7 @@ class _Work:
     def _complete(self, piece: _Range, buffer: memoryview) -> None:
         failures = 0
         while not self._stopping and piece.begin < piece.end and piece.generation == piece.state.generation:
-            before = piece.begin
-            asked = None
+            before, asked = piece.begin, None
             try:
                 self._stream(piece, buffer)
                 continue
@@ -222,13 +223,18 @@ class _Work:
                     raise DownloadFailed(error.reason, error.step or "check the network, then run the same command again") from error
                 reason = error.reason
             failures = 1 if piece.begin > before else failures + 1
-            if self._stopping:
-                return
-            self._wait_after(piece.state.wanted.name, failures, reason, asked)
+            if not self._stopping:
+                self._wait_after(piece.state.wanted.name, failures, reason, asked)
 
     def _stream(self, piece: _Range, buffer: memoryview) -> None:
         """Receive from `piece.begin` on, which moves with what is written."""
-        body = self.open_range(piece.state.wanted.name, piece.begin, piece.end)
+        self.unanswered.add(thread := threading.current_thread())
+        try:
+            body = self.open_range(piece.state.wanted.name, piece.begin, piece.end)
+        finally:
+            with self._changed:
+                if not self._stopping:
+                    self.unanswered.discard(thread)
         try:
             while piece.begin < piece.end:
                 room = min(len(buffer), piece.end - piece.begin)
@@ -272,7 +278,7 @@ class _Work:
     def _start_over(self, piece: _Range, error: StartOver) -> None:
         with self._changed:
             state = piece.state
-            if piece.generation != state.generation:
+            if self._stopping or piece.generation != state.generation:
                 return
             state.damages += not error.whole
             if state.damages > DAMAGES:

@@ -3,7 +3,9 @@
 import json
 import os
 import re
+import socket
 import sys
+import time
 from pathlib import Path
 
 import pexpect
@@ -15,7 +17,8 @@ from pulls import FABLE, MINUTE, Person, on_disk, sharded, tiny
 
 REPO = "org/name"
 NARROW, WIDE = 40, 100
-DRAWN = re.compile(r"\r\x1b\[K(?:\x1b\[2m)?([^\r\n\x1b]*)")
+# What is drawn in place, up to what takes it away; a line of text that comes where it stood has an end of its own.
+DRAWN = re.compile(r"\r\x1b\[K(?:\x1b\[2m)?([^\r\n\x1b]*)(?!(?:\x1b\[0m)?\r\n)(?=\x1b\[0m|\r|\Z)")
 
 
 def at_terminal(person: Person, columns: int, *words: str) -> pexpect.spawn:
@@ -42,7 +45,11 @@ def test_ctrl_c_in_the_middle_says_how_to_go_on_and_the_next_pull_does(hub: Hub,
     repo = hub.add(REPO, files=tiny(30_000_000))
     hub.rate = 1.5e6
     terminal = at_terminal(person, columns, "pull", REPO)
-    terminal.expect(r"downloading[^\r\n]*  [3-6]\d%")
+    until = time.monotonic() + MINUTE
+    while hub.served["model.safetensors"] < 10_000_000 and time.monotonic() < until:
+        time.sleep(0.005)
+    hub.rate = 1.5e4  # nearly stands still: it cannot end before Ctrl-C arrives, however late that is on a busy machine
+    terminal.expect(r"downloading[^\r\n]*  [3-9]\d%")
     drawn = terminal.before + terminal.after
     terminal.sendintr()
     rest = ended(terminal)
@@ -76,3 +83,16 @@ def test_bars_of_a_pull_that_quantizes(hub: Hub, person: Person) -> None:
     assert shares == sorted(shares) and shares[-1] > 80
     assert f"effllm run {REPO}:4bit" in text(shown)
     assert person.types("verify", f"{REPO}:4bit").code == 0
+
+
+def test_a_host_that_says_nothing_is_named_while_it_is_asked(person: Person) -> None:
+    """Ctrl-C ends the waiting at once, and its line."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        person.endpoint = f"http://{address}"
+        terminal = at_terminal(person, WIDE, "pull", REPO)
+        terminal.expect_exact(f"asking {address} for {REPO}")
+        began = time.monotonic()
+        terminal.sendintr()
+        assert ended(terminal).endswith("\r\x1b[K") and terminal.exitstatus == 130
+        assert time.monotonic() - began < 5, "as long as a machine under load may take, and less than any patience with a host"

@@ -181,3 +181,48 @@ def test_receivers_do_not_wait_while_an_earlier_run_s_bytes_are_hashed(part: Wat
     assert Complete in {type(event) for event in transfer([Wanted("file", part)], lambda name, begin, end: Bytes(begin), Quiet())}
     all_here = next(n for n, waiting in enumerate(behind, 1) if waiting == len(CONTENT) - n * (64 << 10))
     assert all_here * (64 << 10) <= 1.25 * PIECE_NBYTES, "the hash had come as far as this run's bytes are many, not past the earlier ones"
+
+
+def test_a_host_that_does_not_answer_holds_up_nobody_who_leaves(part: Watched) -> None:
+    """A connection that is being made can only be left to itself; what it brings when all has stopped is written nowhere."""
+    waiting, answered, closed = threading.Event(), threading.Event(), threading.Event()
+
+    class Late(Bytes):
+        def close(self) -> None:
+            closed.set()
+
+    def opened(name: str, begin: int, end: int) -> Bytes:
+        waiting.set()
+        assert answered.wait(SECONDS)
+        return Late(begin)
+
+    events = transfer([Wanted("weights", part)], opened, Quiet())
+    next(events)
+    assert waiting.wait(SECONDS)
+    began = time.monotonic()
+    events.close()
+    assert time.monotonic() - began < transfer_module.LEAVE_S / 2
+    answered.set()
+    assert closed.wait(SECONDS) and part.held == 0
+    part.close()
+
+
+def test_nor_is_a_file_begun_again_when_all_has_stopped(part: Watched) -> None:
+    waiting, answered, restarted = threading.Event(), threading.Event(), []
+
+    def opened(name: str, begin: int, end: int) -> Bytes:
+        waiting.set()
+        assert answered.wait(SECONDS)
+        raise StartOver("it changed on the server")
+
+    part.restart = lambda: restarted.append(True)
+    events = transfer([Wanted("weights", part)], opened, Quiet(), connections=1)
+    next(events)
+    assert waiting.wait(SECONDS)
+    events.close()
+    answered.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("effllm-receive"):
+            thread.join(SECONDS)
+    assert not restarted
+    part.close()

@@ -103,6 +103,10 @@ class Client:
     def has_token(self) -> bool:
         return self._token is not None
 
+    @property
+    def host(self) -> str:
+        return self._home.authority
+
     def page(self, repo: str) -> str:
         return f"{self.endpoint}/{repo}"
 
