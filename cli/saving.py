@@ -37,6 +37,14 @@ class Keeper:
         if self.name is not None:
             check_name(self.name)
             self.sessions.check(self.name, ref.folder, strict)
+            self._try_out()
+
+    def _try_out(self) -> None:
+        """Say before anything is said that it will not be kept: a long answer is no time to learn that."""
+        try:
+            self.store.try_out(self.name)
+        except EffllmError as error:
+            self.screen.note(f"{error.message}; what is said now is not kept ({error.hint})")
 
     def begin(self, session: Session) -> None:
         """Take up the session of the name that was given, if there is one; a system prompt that was given stays."""

@@ -101,6 +101,11 @@ class Screen:
         self.clear()
         self.environment.write((sanitize(text) if self._safe else text) + "\n")
 
+    @property
+    def report_width(self) -> int | None:
+        """Columns that a report has; None in a pipe, where none is wrapped."""
+        return self.environment.width if self._safe else None
+
     def json(self, value: object) -> None:
         """One document; escaped where stdout has another encoding, which would replace letters, quotation marks among them."""
         self.clear()

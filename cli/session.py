@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -11,7 +12,7 @@ from .. import UsageError
 from .flags import add_command, flag
 from .help import PlainGroup
 from .options import OUTPUT, Json, Yes, complete_session
-from .screen import Screen, duration
+from .screen import Screen, cell_width, cut, duration
 
 EXAMPLES = """examples
 
@@ -19,6 +20,12 @@ EXAMPLES = """examples
   effllm session list
   effllm session rm tale --cache
 """
+
+COLUMNS = ("session", "model", "messages", "tokens", "cache", "size", "its own", "saved", "begins")
+NUMBERS = ("messages", "tokens", "size", "its own")
+SECONDARY = ("its own", "cache", "tokens", "size")  # what a narrow terminal does without first; --json has all
+MORE = " ..."
+LEAST_WORDS = 20  # columns of a beginning by which a conversation is known again
 
 Names = Annotated[list[str], typer.Argument(metavar="NAME...", help="sessions", autocompletion=complete_session, show_default=False)]
 Cache = Annotated[bool, flag(OUTPUT, "--cache", "", "remove the KV cache alone: the conversation stays, and is read again when it goes on")]
@@ -43,18 +50,43 @@ def list_sessions(context: typer.Context, json: Json = False) -> None:
     if json:
         screen.json({"folder": str(store.folder), "bytes": store.nbytes(), "sessions": [
             {"name": each.name, "model": each.model, "messages": each.messages, "tokens": each.tokens, "kv": each.kv or None,
-             "size_bytes": each.nbytes, "own_bytes": each.own_nbytes, "saved": each.saved, "problem": each.problem or None}
+             "size_bytes": each.nbytes, "own_bytes": each.own_nbytes, "saved": each.saved, "begins": each.begins,
+             "problem": each.problem or None}
             for each in found]})
         return
-    screen.table(("session", "model", "messages", "tokens", "cache", "size", "its own", "saved"),
-                 [(each.name, each.model, str(each.messages), str(each.tokens), each.kv or "-", format_size(each.nbytes),
-                   format_size(each.own_nbytes), f"{duration(max(0.0, now - each.saved))} ago")
-                  for each in found if not each.problem], right=(2, 3, 5, 6))
+    rows = [(each.name, each.model, str(each.messages), str(each.tokens), each.kv or "-", format_size(each.nbytes),
+             format_size(each.own_nbytes), f"{duration(max(0.0, now - each.saved))} ago", each.begins)
+            for each in found if not each.problem]
+    columns, rows = within(screen.report_width, COLUMNS, rows)
+    screen.table(columns, rows, right=[index for index, name in enumerate(columns) if name in NUMBERS])
     for each in found:
         if each.problem:
             screen.note(each.problem)
     screen.note(f"{format_size(store.nbytes())} in {store.folder}" if found else
                 "no session is saved: effllm run MODEL --session NAME saves one")
+
+
+def within(width: int | None, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[Sequence[str], list[Sequence[str]]]:
+    """Columns and rows for a terminal of `width` columns, all of them for None: the last column is cut to what is left beside the others,
+    and in a narrow one SECONDARY columns make room for it."""
+    if width is None or not rows:
+        return columns, [*rows]
+    kept = [*range(len(columns))]
+    for name in ("", *SECONDARY):
+        kept = [index for index in kept if columns[index] != name]
+        left = width - sum(2 + max(cell_width(row[index]) for row in (columns, *rows)) for index in kept[:-1])
+        if left >= LEAST_WORDS:
+            break
+    shown = [[row[index] for index in kept] for row in rows]
+    return [columns[index] for index in kept], [[*row, shortened(last, max(left, LEAST_WORDS))] for *row, last in shown]
+
+
+def shortened(text: str, width: int) -> str:
+    """As many of its first words as `width` columns show."""
+    if cell_width(text) <= width:
+        return text
+    start = cut(text, width - len(MORE))
+    return f"{start.rpartition(' ')[0] or start}{MORE}"
 
 
 def rm(context: typer.Context, names: Names, cache: Cache = False, yes: Yes = False, json: Json = False) -> None:

@@ -61,6 +61,9 @@ class SavedCache:
         return (*self.pages, *(file for file in (self.sinks, self.tail, self.state) if file is not None))
 
 
+FIRST_WORDS = 100  # characters that tell one session from others
+
+
 @dataclass(frozen=True)
 class SavedSession:
     """`conversation` is what `conversation_file.py` writes; `saved` seconds since the epoch; `cache` None where only the text is kept."""
@@ -75,6 +78,13 @@ class SavedSession:
     def messages(self) -> Sequence[object]:
         messages = self.conversation.get("messages")
         return messages if isinstance(messages, list) else []
+
+    @property
+    def begins(self) -> str:
+        """The first words that a person said in it, in one line."""
+        said = (each.get("content") for each in self.messages if isinstance(each, dict) and each.get("role") == "user")
+        text = next((each for each in said if isinstance(each, str) and each.strip()), "")
+        return " ".join(text[: 4 * FIRST_WORDS].split())[:FIRST_WORDS]
 
     def to_json(self) -> str:
         cache = self.cache

@@ -28,6 +28,7 @@ from .small_file import OddFile, read_whole
 
 SUFFIX, PAGES = ".json", "pages"
 DISK = "4G"  # for the pages of all sessions
+TRIAL_NBYTES = 16 << 10
 YOUNG_S = 3600.0  # sessions younger than this differ in what they save, not in their age
 
 
@@ -41,8 +42,8 @@ class DamagedSession(EffllmError):
 
 @dataclass(frozen=True)
 class Listed:
-    """A session as `effllm session list` shows it. `nbytes` of its pages, `own_nbytes` of those that no other session uses; `problem` where
-    its file cannot be read."""
+    """A session as `effllm session list` shows it. `nbytes` of its pages, `own_nbytes` of those that no other session uses; `begins`: its
+    first words; `problem` where its file cannot be read."""
 
     name: str
     model: str = ""
@@ -53,6 +54,7 @@ class Listed:
     nbytes: int = 0
     own_nbytes: int = 0
     problem: str = ""
+    begins: str = ""
 
 
 class SessionStore:
@@ -182,6 +184,15 @@ class SessionStore:
         except OSError as error:
             raise not_written(error, f"session {name} cannot be saved", f"check its folder: {ls(self.folder)}",
                               "effllm session list shows what takes space; the session is what it was before") from error
+
+    def try_out(self, name: str) -> None:
+        """Raises what saving under a name would, as far as a small file in the folder tells."""
+        with self.writing(name):
+            path = self.folder / f".{name}.{os.getpid()}.new"
+            try:
+                path.write_bytes(bytes(TRIAL_NBYTES))
+            finally:
+                path.unlink(missing_ok=True)
 
     def write(self, session: SavedSession) -> None:
         """Let a session be this one from now on, after its pages. Raises OSError."""
@@ -362,7 +373,7 @@ class SessionStore:
             found.append(Listed(
                 session.name, session.model, session.saved, len(session.messages), len(cache.tokens) if cache else 0,
                 str(cache.identity.get("kv", "")) if cache else "", sum(sizes.get(name, 0) for name in files),
-                sum(sizes.get(name, 0) for name in files if users[name] == 1)))
+                sum(sizes.get(name, 0) for name in files if users[name] == 1), begins=session.begins))
         return sorted(found, key=lambda each: (-each.saved, each.name))
 
 
