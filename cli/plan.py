@@ -109,6 +109,7 @@ def before_pull(absent: Absent, weights: BitsFlag, engine: RunFlags, screen: Scr
         plan = asked_of_hub(wish, client, screen, engine.options(parallel=parallel))
     except DownloadFailed as error:
         screen.note(error.message)
+        absent.hint = f"check the network, then {absent.hint}"
         raise absent from error
     say_left_out(wish, plan, screen)
     run = plan.run
@@ -200,7 +201,7 @@ def lines(model: str, prepared: Prepared, known: Roofs, found: Forecast, better:
         said.append(("not here", f"effllm pull {coming.wish.reference.text}{suffix(coming)} loads {format_size(coming.to_load)}, keeps "
                                  f"{format_size(coming.kept_bytes)}; licence {shown_licence(coming.licence, 'not stated')}"
                                  + (", gated" if coming.repository.gated else "")))
-    said += tiers(prepared, work, known, width)
+    said += [("fits", verdict(prepared, found)), *tiers(prepared, work, known, width)]
     said += [("per token", f"{format_size(work.bytes_per_token)} of weights"
               + (f", {format_size(read)} of them from the disk" if read else "")
               + f", up to {format_size(work.kv_bytes * placement.ctx)} of cache{paged_cache(prepared, work)}"),
@@ -217,6 +218,18 @@ def lines(model: str, prepared: Prepared, known: Roofs, found: Forecast, better:
         disk = f", disk {known.disk.disk.stream_rate / 1e9:.2f} GB/s ({known.disk.date})" if known.disk else ""
         said.append(("measured", f"memory {known.machine.memory / 1e9:.1f} GB/s, kernels ({known.machine.date}){disk}"))
     return said
+
+
+def verdict(prepared: Prepared, found: Forecast) -> str:
+    """The plan in a sentence, for somebody to whom tokens mean nothing."""
+    placement = prepared.placement
+    held = " and ".join(TIERS[tier] for tier in ("gpu", "memory") if tier in placement.tiers) or TIERS["memory"]
+    away = placement.streamed_bytes or placement.kv_disk_bytes or "disk" in placement.tiers or prepared.streams
+    said = f"with the help of the disk: what has no room {held} is read from there" if away else f"yes, all of it {held}"
+    if found.start is None:
+        return said
+    pace = next(words for least, words in PACES if found.start.tokens_per_s >= least)
+    return f"{said}; answers come {pace}"
 
 
 def tiers(prepared: Prepared, work: Work, known: Roofs, width: int = BAR, disk: str = "disk") -> list[tuple[str, str]]:
@@ -255,6 +268,9 @@ def tiers(prepared: Prepared, work: Work, known: Roofs, width: int = BAR, disk: 
     return said
 
 
+# Tokens a second from which an answer comes so: people read some 250 words a minute, five or six tokens a second.
+PACES = ((12, "faster than one reads"), (4, "about as fast as one reads"), (1, "more slowly than one reads"),
+         (0, "very slowly: a sentence may take a minute"))
 TIERS = {"gpu": "on the GPU", "memory": "in memory", "disk": "from the disk"}
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from effllm.cli.plan import speeds
+from effllm.cli.plan import speeds, verdict
 from effllm.offload.predict import KindRate
 from effllm.runtime.forecast import forecast, suggest
 from effllm.runtime.prepare import prepare
@@ -29,6 +29,22 @@ def test_fewer_bits_are_advised_where_they_help() -> None:
     raw = replace(MACHINE, kinds={"bf16": KINDS["bf16"]})
     assert suggest(fable(), Roofs(raw, DISK)) is None, "a guess is no advice"
     assert suggest(fable(spec="4bit"), KNOWN) is None
+
+
+@pytest.mark.parametrize(("bytes_per_s", "pace"), [
+    (40e9, "faster than one reads"), (6e7, "about as fast as one reads"), (2e7, "more slowly than one reads"), (3e6, "very slowly")])
+def test_a_plan_says_in_a_sentence_how_fast_answers_come(bytes_per_s: float, pace: str) -> None:
+    slow = replace(MACHINE, memory=bytes_per_s, kinds={"bf16": KindRate(bytes_per_s, 1e11)})
+    said = verdict(fable(), forecast(fable(), Roofs(slow, DISK)))
+    assert said.startswith(f"yes, all of it in memory; answers come {pace}")
+
+
+def test_a_plan_says_in_a_sentence_what_the_disk_is_needed_for() -> None:
+    capped = fable(replace(CPU, ctx=2048, kv_ram="9M"))
+    assert verdict(capped, forecast(capped, KNOWN)) == ("with the help of the disk: what has no room in memory is read from there; "
+                                                        "answers come faster than one reads")
+    unknown = forecast(fable(), Roofs(None, None))
+    assert unknown.start is None and verdict(fable(), unknown) == "yes, all of it in memory"
 
 
 def test_a_smaller_cache_is_advised_where_depth_costs() -> None:
