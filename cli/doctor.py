@@ -94,7 +94,7 @@ def trial() -> tuple[bool, str]:
         said = [line for line in ran.stderr.splitlines() if line.startswith("effllm: ")] or ran.stderr.strip().splitlines()[-1:]
         return False, f"fable did not answer: {said[-1].removeprefix('effllm: ') if said else 'no message'}"
     figures = jsonlib.loads(ran.stdout)
-    return True, f"fable wrote {len(figures['token_ids'])} tokens, the first after {figures['timings']['ttft_s']:.2f} s"
+    return True, f"fable wrote {len(figures['token_ids'])} tokens, the first after {figures['timings']['ttft_s']:.2f} s: effllm works here"
 
 
 def ended_by(number: int) -> str:

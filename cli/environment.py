@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from .settings import Setting
 
 
+NARROWEST = 20  # columns: what is laid out for fewer is no easier to read
+
+
 class OutputClosed(Exception):
     """The reader of stdout has gone. Not an OSError: the command-line library would take that for a failure of its own."""
 
@@ -131,7 +134,7 @@ class Environment:
             if not columns and self.is_terminal(stream):
                 with contextlib.suppress(OSError, ValueError):  # such as a stream of a test, which has no descriptor
                     columns = os.get_terminal_size(stream.fileno()).columns
-        return max(40, columns or 80)
+        return max(NARROWEST, columns or 80)
 
     @cached_property
     def settings(self) -> Mapping[str, Setting]:

@@ -78,7 +78,7 @@ def usage_message(error: typer.TyperException) -> str:
 
 
 # Command -> the next step where more words stand on its line than it takes.
-UNQUOTED = {"list": "about one model: effllm show MODEL",
+UNQUOTED = {"list": "about one model: effllm show MODEL", "doctor": "about one model: effllm plan MODEL, effllm show MODEL",
             "run": 'a prompt of several words stands in quotes: effllm run MODEL "your prompt"',
             "chat": 'a chat asks for what to say; to ask once: effllm run MODEL "your prompt"'}
 
@@ -113,6 +113,8 @@ def usage_hint(error: typer.TyperException) -> str:
     if hint := own_hint(error):
         return hint
     missing = getattr(getattr(error, "param", None), "metavar", None) if "missing argument" in error.format_message().lower() else None
+    if missing == "MODEL" and context.command_path == "effllm pull":
+        return "effllm list --all shows names of models that can be pulled: effllm pull qwen3-0.6b"
     if missing == "MODEL":
         return f"effllm list shows the models that are here: {context.command_path} fable"
     if "missing option" in error.format_message().lower():

@@ -53,6 +53,7 @@ INSTEAD = {
     "-md": "here it is --draft: effllm run --help",
     **dict.fromkeys(("--mlock", "--no-mmap"), "leave it away: weights are read into memory (--load mmap maps the files)"),
 }
+NO_FLAGS = ("-m", "--model", "-p", "--prompt", "-i", "--interactive")  # before any command as well
 # A command of elsewhere -> the one here, or in a sentence what stands for it.
 COMMANDS = {"ls": "list", "models": "list --all", "search": "list --all", "tags": "list", "download": "pull", "install": "pull",
             "get": "pull", "fetch": "pull", "add": "pull", "remove": "rm", "delete": "rm", "uninstall": "rm", "info": "show",
@@ -108,6 +109,8 @@ def flag_hint(command: Any, name: str) -> str:
     """The next step for a flag that a command does not have; empty where nothing is known of it."""
     if name in ("-v", "-V") and "--version" in flags_of(command):
         return "here it is effllm --version"
+    if name in NO_FLAGS and getattr(command, "commands", None):
+        return INSTEAD[name]
     if any({name, SAME.get(name)} & {*flags_of(each)} for each in getattr(command, "commands", {}).values()):
         return f"a flag stands behind the command that it is for: effllm COMMAND {name}"
     if command.name in ("run", "chat", "serve") and name in INSTEAD:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -148,7 +149,7 @@ def asked_of_hub(wish: Wish, client: Client, screen: Screen, options: EngineOpti
     """`plan_pull`, with a line on a terminal while the hub has not answered. Raises what that does."""
     from ..runtime.pull.plan import plan_pull
 
-    with screen.waiting(f"asking {client.host} for {wish.reference.base}"):
+    with nullcontext() if client.offline else screen.waiting(f"asking {client.host} for {wish.reference.base}"):
         return plan_pull(wish, client, screen.environment.variables, options)
 
 

@@ -346,7 +346,7 @@ COMMANDS = (
     SlashCommand("load", "/load NAME", "take up a saved conversation", load),
     SlashCommand("export", "/export FILE", "write the conversation as FILE.md or FILE.json", export),
 )
-ALIASES = {"bye": "exit", "quit": "exit", "?": "help", "retry": "regen", "read": "file"}
+ALIASES = {"bye": "exit", "quit": "exit", "?": "help", "retry": "regen", "redo": "regen", "read": "file", "new": "clear", "reset": "clear"}
 BY_NAME = {command.name: command for command in COMMANDS}
 
 

@@ -80,7 +80,7 @@ def open_prepared(prepare_late: Callable[[], Prepared], kinds: Sequence[str]) ->
                 unless_made.callback(opened.store.close)
         refuse_beyond_machine(prepared)
         if warm.cache_folder() is None:
-            said = Fallback("no room for compiled kernels, which every run compiles anew: their folder takes no files, or its disk is full")
+            said = Fallback("no room for compiled kernels, compiled anew in each run: their folder takes no files (effllm doctor names it)")
             if prepared.options.strict:
                 refuse_fallbacks([said])
             yield Notice(said)

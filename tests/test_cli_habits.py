@@ -319,7 +319,18 @@ def read_until(terminal: int, wanted: bytes, cursor: bool = True) -> bytes:
     return seen
 
 
-@pytest.mark.parametrize("command", ["chat", "show", "plan", "pull"])
+@pytest.mark.parametrize("words", [("-m", "fable", "-p", "hi"), ("-p", "hi"), ("--model", "fable"), ("-i",)])
+def test_flags_of_llama_cpp_without_a_command_lead_to_one(words: tuple[str, ...]) -> None:
+    code, out, err = typed(*words)
+    assert (code, out) == (2, "") and err.splitlines()[-1].split(": ")[-1].startswith(("effllm run MODEL", "effllm chat MODEL")), err
+
+
+def test_a_pull_without_a_model_is_told_of_one_that_can_be_pulled() -> None:
+    code, _, err = typed("pull")
+    assert code == 2 and "effllm list --all shows names of models that can be pulled: effllm pull qwen3-0.6b" in err
+
+
+@pytest.mark.parametrize("command", ["chat", "show", "plan", "rm"])
 def test_a_command_without_its_model_says_how_one_is_found(command: str) -> None:
     code, _, err = typed(command)
     assert code == 2 and f"effllm list shows the models that are here: effllm {command} fable" in err
@@ -330,7 +341,7 @@ def test_a_command_without_its_model_says_how_one_is_found(command: str) -> None
     (("config", "get", "temp"), "effllm config show --origin shows every setting"), (("config", "list"), "effllm config show --origin"),
     (("config", "show", "temp"), "effllm config show --origin"), (("config", "show", "ctx_size"), "effllm config show --origin"),
     (("session", "resume", "tale"), "effllm chat MODEL --session NAME"), (("session", "ls"), "effllm session list"),
-    (("session", "frob"), "effllm session --help"), (("list", "fable"), "effllm show MODEL"),
+    (("session", "frob"), "effllm session --help"), (("list", "fable"), "effllm show MODEL"), (("doctor", "fable"), "effllm plan MODEL"),
     (("session", "list", "x"), "effllm session list --help"), (("alias", "rm", "mine"), "effllm alias --rm mine takes that one away"),
     (("alias", "list"), "effllm alias lists yours")])
 def test_a_word_that_means_something_else_here_gets_the_next_step(words: tuple[str, ...], hint: str) -> None:

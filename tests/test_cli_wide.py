@@ -122,17 +122,18 @@ SAID = [("run", "nosuch", "hi"), ("run", "fable", "hi", "-c", "4096"), ("run", "
         ("run", "--help"), ("quantize", "--help"), ("--help",)]
 
 
-@pytest.mark.parametrize("argv", SAID, ids=" ".join)
-def test_no_word_of_the_programs_own_is_cut(argv: tuple[str, ...], tmp_path) -> None:
+@pytest.mark.parametrize(("argv", "width"), [*((argv, WIDTH) for argv in SAID), (("list",), 20), (("plan", "fable", "--no-probe"), 24)],
+                         ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value))
+def test_no_word_of_the_programs_own_is_cut(argv: tuple[str, ...], width: int, tmp_path) -> None:
     """Lines that are longer than the terminal hold a single word, or an example to be pasted."""
     environment = {**os.environ, "NO_COLOR": "1", "TERM": "xterm", "XDG_STATE_HOME": str(tmp_path)}
     environment.pop("COLUMNS", None)
-    child = pexpect.spawn(sys.executable, ["-m", "effllm", *argv], dimensions=(40, WIDTH), env=environment, encoding="utf-8",
+    child = pexpect.spawn(sys.executable, ["-m", "effllm", *argv], dimensions=(40, width), env=environment, encoding="utf-8",
                           timeout=MINUTE)
     child.expect(pexpect.EOF)
     shown = re.sub(r"[^\n]*\r(?!\n)", "", child.before.replace("\r\n", "\n"))
     shown = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", shown).partition("\nexamples\n")[0]
-    longer = [line for line in shown.splitlines() if get_cwidth(line) > WIDTH and len(line.split()) > 1]
+    longer = [line for line in shown.splitlines() if get_cwidth(line) > width and len(line.split()) > 1]
     assert shown.strip() and not longer
 
 
