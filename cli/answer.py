@@ -35,6 +35,7 @@ def show_answer(events: Iterable[object], session: Session, screen: Screen, sile
             else:
                 screen.answer(event.text)
 
+    screen.is_for_programs(session.form is not None)
     try:
         with interruptible(session.cancel):
             return last(pieces()).stats

@@ -72,6 +72,11 @@ class Screen:
         drawn = wanted and self._safe and self.environment.is_styled(self.environment.stdout)
         self._markdown = MarkdownStream(self.environment.width) if drawn else None
 
+    def is_for_programs(self, is_so: bool) -> None:
+        """Whether the answers to come have a form, and lines of their own."""
+        if self._answer_wrap:
+            self._answer_wrap.is_for_programs = is_so
+
     def answer(self, text: str) -> None:
         """A piece of the answer, as it comes."""
         text = self._answer_filter.push(text) if self._answer_filter else text

@@ -1,7 +1,8 @@
 """Words of a text that streams onto a terminal are not cut at its edge: a line ends before the word that has no room in it.
 
 Text is only ever appended, so a word is held back until it is certain where it goes: far from the edge it passes at once, near it when its
-end has come. What is meant line by line stays as it is, and the terminal breaks it where it must: code between fences, rows of tables.
+end has come. What is meant line by line stays as it is, and the terminal breaks it where it must: code between fences, rows of tables, and
+JSON, whose texts hold no line breaks.
 The result does not depend on how the text was cut into pieces. Input has passed the terminal filter, and may have been styled by
 `markdown`: codes of colour take no room, and a line that is broken inside a style goes on in it.
 """
@@ -28,14 +29,15 @@ OPENING = frozenset("（「『【〔〈《｛［‘“")  # end none
 
 
 class WordWrap:
-    """`push` gives what can be shown now, `flush` the rest; `width` is asked each time: a window may change its size."""
+    """`push` gives what can be shown now, `flush` the rest; `width` is asked each time: a window may change its size. `is_for_programs`: no
+    line is broken, which a text that begins with a brace is spared by itself."""
 
     def __init__(self, width: Callable[[], int]) -> None:
-        self._asked = width
+        self._asked, self.is_for_programs = width, False
         self._begin()
 
     def _begin(self) -> None:
-        self._fence = ""
+        self._fence, self._first = "", ""  # its first letter
         self._column, self._style = 0, ""  # of the terminal, behind what was shown
         self._out: list[str] = []
         self._new_line()
@@ -84,8 +86,9 @@ class WordWrap:
         return shown
 
     def _letter(self, letter: str) -> None:
+        self._first = self._first or letter
         if not self._head.strip(" \t"):
-            self._is_kept = bool(self._fence) or letter == "|"
+            self._is_kept = bool(self._fence) or letter == "|" or self.is_for_programs or self._first == "{"
         if self._last and parts(self._last, letter) and not (is_flag(letter) and self._flags % 2):
             self._place()
         self._word += letter

@@ -34,7 +34,7 @@ def compiled(kinds: Sequence[str]) -> Iterator[Progress]:
 
     if warm.is_cold(kinds):
         for done, total in warm.warm(kinds):
-            yield Progress("compiling kernels (first run only)", done, total, "kernels")
+            yield Progress("compiling kernels (once, then kept)", done, total, "kernels")
     elif warm.cache_folder() is None:  # in this process, and so for this run alone
         for done, total in warm.load_each(kinds):
             yield Progress("compiling kernels (nothing keeps them)", done, total, "kernels")

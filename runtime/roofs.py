@@ -122,7 +122,7 @@ def probe(lacking: Wanted, roofs: Roofs, everything: bool = False) -> Iterator[P
 
     if is_cold(lacking):
         for done, count in warm.warm(_kernels(lacking)):
-            yield Progress("compiling kernels (first run only)", done, count, "kernels")
+            yield Progress("compiling kernels (once, then kept)", done, count, "kernels")
     base = everything or _lacks_base(roofs.machine)
     total = child.count(lacking.kinds, lacking.kv, base) + (lacking.file is not None)
     phase, figures, done = "measuring this machine", [], 0

@@ -70,6 +70,15 @@ def test_code_and_tables_stay_as_they_are_and_prose_behind_them_does_not() -> No
     assert wrapped(unclosed) == unclosed
 
 
+def test_json_is_not_broken_whose_texts_hold_no_line_breaks() -> None:
+    text = '\n{"a name of some length": "and a text that is\\n longer than a line", "b": 1}\nand words behind it, too'
+    assert wrapped(text) == text
+    stream = WordWrap(lambda: WIDTH)
+    stream.is_for_programs = True
+    listed = '["a text that is longer", "than a line"]'
+    assert stream.push(listed) + stream.flush() == listed
+
+
 LETTERS = st.sampled_from(["word ", "a", " ", "  ", "\n", "- ", "```\n", "| ", "狐", "。", "「", "🦊", "👩\u200d👧", "🇫🇷", "\t",
                            "x" * (LONG - 1), "\x1b[1m", "\x1b[0m"])
 
