@@ -165,7 +165,10 @@ def understood(command: Any, line: Sequence[str]) -> list[str]:
 
 
 def judge_bits(command: Any, given: str) -> None:
-    """Raises UsageError for a value of --bits that is no number: it may be a format, which is asked for elsewhere."""
+    """Raises UsageError for a value of --bits that is no number: it may be a format, which is asked for elsewhere; and for the number of
+    bits that nothing is quantized to."""
+    if given in ("16", "32") and command.name != "quantize":
+        raise UsageError(f"{BITS} is 8, 6, 5, 4, 3 or 2, not {given}", f"leave {BITS} away: the weights stay as they are stored")
     if not given.removeprefix("-").isdigit():
         elsewhere = f"{command_path(command)} MODEL -o DIR --spec SPEC" if "--spec" in flags_of(command) and command.name == "quantize" \
             else f"{command_path(command)} MODEL:ternary"

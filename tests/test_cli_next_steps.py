@@ -165,3 +165,29 @@ def test_a_format_behind_the_name_of_a_quantized_model_is_left_away(tmp_path: Pa
 def test_a_precision_that_does_not_fit_is_answered_with_those_that_do(argv: tuple[str, ...], step: str) -> None:
     code, err = said(*argv)
     assert code != 0 and step in err, err
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("width", "has_repositories"), [(80, False), (140, True)])
+def test_names_that_can_be_pulled_are_a_line_each_and_say_what_to_type(monkeypatch: pytest.MonkeyPatch, width: int,
+                                                                      has_repositories: bool) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    out, err = Terminal(), Terminal()
+    assert main(["list", "--all"], Environment(io.StringIO(), out, err, {**os.environ, "NO_COLOR": "1"})) == 0
+    absent = out.getvalue().partition("\nnot here ")[2].splitlines()[1:]
+    names = [line.split()[0] for line in absent]
+    assert len(names) == len(set(names)) > 40 and "qwen3-0.6b" in names and max(map(len, absent)) <= width
+    assert any("Qwen/Qwen3-0.6B" in line for line in absent) == has_repositories
+    note = " ".join(err.getvalue().split())
+    assert "`effllm plan NAME` says whether one fits this machine; `effllm pull NAME` fetches it" in note
+
+
+@pytest.mark.parametrize("words", [("run", "fable", "hi", "--bits", "16"), ("pull", "org/name", "--bits=16"),
+                                   ("plan", "fable", "--bits", "32")])
+def test_bits_as_they_are_stored_are_no_flag(words: tuple[str, ...]) -> None:
+    code, text = said(*words)
+    assert code == 2 and "--bits is 8, 6, 5, 4, 3 or 2, not " in text and "hint: leave --bits away" in text
