@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .. import UsageError
+from .fitted_table import fitted_table
 from .flags import add_command, flag
 from .loading import follow, last
 from .options import COMPUTE, OUTPUT, Json
@@ -137,8 +138,10 @@ def show_report(screen: Screen, report: Diagnosis) -> None:
     screen.line()
     show_roofs(screen, report.roofs)
     screen.line()
-    screen.table(("kernel", "stored", "tokens", "runs as", "because"),
-                 [(each.op, each.stored, str(each.columns), each.chosen, reason(each)) for each in report.kernels], right=(2,))
+    if not fitted_table(screen, ("kernel", "stored", "tokens", "runs as", "because"),
+                        [(each.op, each.stored, str(each.columns), each.chosen, reason(each)) for each in report.kernels], ("tokens",),
+                        spare=("because",)):
+        screen.sentence("why each of them: a wider terminal, or effllm doctor | less -S")
     screen.line()
     show_measured(screen, report.measured)
     screen.line()
@@ -179,7 +182,8 @@ def show_roofs(screen: Screen, known: Roofs) -> None:
         return
     found = known.disk.disk
     how = "direct reads" if found.direct else "buffered reads, the file system refuses direct ones: some may come from memory"
-    screen.line(f"disk {found.device} ({found.file_system}), {how}, on a file of {format_size(known.disk.file_bytes)}, {known.disk.date}")
+    screen.sentence(f"disk {found.device} ({found.file_system}), {how}, on a file of {format_size(known.disk.file_bytes)}, "
+                    f"{known.disk.date}")
     depths = sorted({read.depth for read in found.reads})
     sizes = sorted({read.nbytes for read in found.reads})
     rate = {(read.nbytes, read.depth): read.rate for read in found.reads}
@@ -191,12 +195,12 @@ def show_roofs(screen: Screen, known: Roofs) -> None:
 def show_measured(screen: Screen, measured: tuple[Measurement, ...]) -> None:
     """Dot products against table lookup, as measured on this machine."""
     if not measured:
-        screen.line("dot products or table lookup: nothing measured yet; a model that needs it measures, or `effllm doctor --warm`")
+        screen.sentence("dot products or table lookup: nothing measured yet; a model that needs it measures, or `effllm doctor --warm`")
         return
     rows = [(str(each.case.bits), str(each.case.group), str(each.case.depth), str(each.case.threads), f"{each.timing.dot / 1e9:.1f}",
              f"{each.timing.lut / 1e9:.1f}", each.kernel, each.reason) for each in measured]
     screen.table(("bits", "group", "inputs", "threads", "dot", "lut", "runs as", "because"), rows, right=(0, 1, 2, 3, 4, 5))
-    screen.line("dot, lut: billions of weights a second for one token")
+    screen.sentence("dot, lut: billions of weights a second for one token")
 
 
 def reason(choice: KernelChoice) -> str:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
 from .. import typed
+from .fitted_table import fitted_table
 from .flags import add_command, flag
 from .options import OUTPUT, Json
-from .screen import Screen, cell_width, columns
+from .screen import Screen
 
 All = Annotated[bool, flag(OUTPUT, "-a --all", "", "also the names whose files are not here")]
 Long = Annotated[bool, flag(OUTPUT, "-l --long", "", "which version of each is here, and whether it has a chat template")]
@@ -67,20 +67,14 @@ def list_models(context: typer.Context, all: All = False, long: Long = False, js
         screen.note(f"{each.name} cannot run: {each.why}; `effllm rm {typed(each.name)}` removes it")
     if absent:
         screen.line()
-        show_absent(screen, [(entry.alias, entry.repo or "", entry.params, format_size(entry.size_bytes), shown_licence(entry.licence),
-                              "gated" if entry.gated else "") for entry in absent])
+        fitted_table(screen, ("not here", "repository", "parameters", "size", "licence", ""),
+                     [(entry.alias, entry.repo or "", entry.params, format_size(entry.size_bytes), shown_licence(entry.licence),
+                       "gated" if entry.gated else "") for entry in absent],
+                     ("parameters", "size"), spare=("repository",))  # a name is all that is typed
         screen.note("`effllm plan NAME` says whether one fits this machine; `effllm pull NAME` fetches it, and with --bits 4 keeps it in "
                     "about a quarter of the size; gated: its maker asks for consent first")
     else:
         screen.note("`effllm list --all` also shows the names of models that are not here; `effllm pull MODEL` fetches one")
-
-
-def show_absent(screen: Screen, rows: Sequence[Sequence[str]]) -> None:
-    """Names that can be pulled. Where their repositories have no room beside them they are left out: a name is all that is typed."""
-    headings, numbers = ("not here", "repository", "parameters", "size", "licence", ""), (2, 3)
-    if screen.report_width is not None and max(map(cell_width, columns([headings, *rows]))) > screen.report_width:
-        headings, rows, numbers = (headings[0], *headings[2:]), [(row[0], *row[2:]) for row in rows], (1, 2)
-    screen.table(headings, rows, right=numbers)
 
 
 def shortened(revision: str | None) -> str:

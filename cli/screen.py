@@ -106,6 +106,11 @@ class Screen:
         self.clear()
         self.environment.write((sanitize(text) if self._safe else text) + "\n")
 
+    def sentence(self, text: str) -> None:
+        """A line of a report that is nothing but words."""
+        for line in broken(text, self.environment.width, 2) if self._safe else [text]:
+            self.line(line)
+
     @property
     def report_width(self) -> int | None:
         """Columns that a report has; None in a pipe, where none is wrapped."""

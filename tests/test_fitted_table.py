@@ -1,0 +1,51 @@
+"""Tables at a terminal that has no room for all columns: those that can be spared go, whole words stay."""
+
+import io
+import os
+
+import pytest
+
+from effllm.cli import doctor
+from effllm.cli.app import main
+from effllm.cli.environment import Environment
+from effllm.cli.fitted_table import fitted_table
+from effllm.cli.screen import Screen
+
+HEADINGS = ("name", "place", "size", "reason")
+ROWS = [("a", "somewhere", "10", "because it is so"), ("bb", "elsewhere", "9", "and not otherwise")]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def shown(out: io.StringIO, monkeypatch: pytest.MonkeyPatch, width: int) -> tuple[bool, list[str]]:
+    monkeypatch.setenv("COLUMNS", str(width))
+    screen = Screen(Environment(io.StringIO(), out, io.StringIO(), {"NO_COLOR": "1"}))
+    return fitted_table(screen, HEADINGS, ROWS, ("size",), spare=("reason", "place")), out.getvalue().splitlines()
+
+
+@pytest.mark.parametrize(("width", "headings"), [(80, "name  place      size  reason"), (38, "name  place      size"), (20, "name  size")])
+def test_spare_columns_go_one_after_the_other(monkeypatch: pytest.MonkeyPatch, width: int, headings: str) -> None:
+    whole, lines = shown(Terminal(), monkeypatch, width)
+    assert (whole, lines[0]) == (width == 80, headings) and len(lines) == 3 and max(map(len, lines)) <= width
+    assert lines[2].startswith("bb ") and lines[2].partition("     9")[1], "numbers are flush right whatever is left out"
+
+
+def test_a_pipe_has_room_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, lines = shown(io.StringIO(), monkeypatch, 20)
+    assert whole and lines[1] == "a     somewhere    10  because it is so"
+
+
+def test_doctor_fits_a_terminal_and_says_where_its_reasons_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "trial", lambda: (True, "fable wrote 8 tokens"))
+    monkeypatch.setenv("COLUMNS", "80")
+    for kind in (Terminal, io.StringIO):
+        out = kind()
+        assert main(["doctor", "--no-probe"], Environment(io.StringIO(), out, io.StringIO(), {**os.environ, "NO_COLOR": "1"})) == 0
+        kernels = out.getvalue().partition("\n\nkernel  ")[2].partition("\n\n")[0].splitlines()
+        is_terminal = kind is Terminal
+        assert ("because" in kernels[0]) != is_terminal and len(kernels) > 40
+        assert kernels[-1].startswith("why each of them: ") == is_terminal
+        assert not is_terminal or max(map(len, kernels)) <= 80
