@@ -19,6 +19,7 @@ from .editor import Editor
 from .environment import OutputClosed
 from .errors import INTERRUPTED, write_error
 from .interrupt import Ended, asked_to_end, end_if_asked, unechoed
+from .prompt import typed_text
 from .screen import Screen
 
 if TYPE_CHECKING:
@@ -113,6 +114,7 @@ class Conversation:
         return self._last is not None and self._last.finish_reason == "stop"
 
     def _take(self, line: str) -> None:
+        line = typed_text(line, "this message", "write it into a file and add that: /file PATH")
         if line.startswith("/") and not self._editor.quoted:
             slash.run(self, line.strip())
         elif line.strip():

@@ -95,10 +95,10 @@ def decoded(data: bytes, source: str) -> str:
         raise UsageError(f"{source} is not UTF-8 text (byte {error.start})", "convert it, as with `iconv -t utf-8`") from error
 
 
-def typed_text(text: str, what: str) -> str:
-    """What was typed on the command line. Raises UsageError for bytes that are no UTF-8, which Python hands on as lone surrogates."""
+def typed_text(text: str, what: str, instead: str = "give it in a file with -f") -> str:
+    """What was typed. Raises UsageError for bytes that are no UTF-8, or not read as that, which Python hands on as lone surrogates."""
     if any("\udc80" <= letter <= "\udcff" for letter in text):
-        raise UsageError(f"{what} is not UTF-8 text", "check the terminal's encoding (`locale`), or give it in a file with -f")
+        raise UsageError(f"{what} is not UTF-8 text", f"check the terminal's encoding (`locale`), or {instead}")
     return text
 
 

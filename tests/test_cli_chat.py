@@ -352,3 +352,12 @@ def test_what_is_typed_during_an_answer_waits(chat: Chat) -> None:
     chat.terminal.expect_exact(HAS_LINE)
     assert "first token" in chat.wait()
     chat.say("/set predict 24")
+
+
+def test_letters_that_the_locale_does_not_read_are_refused_and_the_chat_goes_on(home: Path) -> None:
+    """As UTF-8 is typed where Python was told to read ASCII: the model got pieces of letters, and nobody was told."""
+    running = Chat(home, "chat", "fable", "-n", "2", LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
+    running.wait()
+    said = running.say("Ünïcode")
+    assert "this message is not UTF-8 text" in said and "/file PATH" in said
+    assert "stopped after 2 tokens" in running.say("plain words") and running.leave(CTRL_D) == 0
