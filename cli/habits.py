@@ -154,6 +154,8 @@ def understood(command: Any, line: Sequence[str]) -> list[str]:
             return [*words, *line[place:]]
         if is_value and words[-1] == BITS:
             judge_bits(command, word)
+        elif is_value and words[-1] in ("-ngl", "--gpu-layers") and word in ("auto", "all"):
+            raise UsageError(f"{words[-1]} takes a number of layers, not {word!r}", "leave it away: the plan puts as many on a GPU as fit")
         elif not is_value and word.startswith("-"):
             word = own_name(command, known, word)
             name, equals, value = word.partition("=")

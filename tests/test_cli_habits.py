@@ -347,3 +347,9 @@ def test_a_command_without_its_model_says_how_one_is_found(command: str) -> None
 def test_a_word_that_means_something_else_here_gets_the_next_step(words: tuple[str, ...], hint: str) -> None:
     code, out, err = typed(*words)
     assert (code, out) == (2, "") and hint in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("words", [("-ngl", "auto"), ("--n-gpu-layers", "all")])
+def test_layers_by_a_word_are_told_to_be_left_to_the_plan(words: tuple[str, ...]) -> None:
+    code, out, err = typed("run", "fable", "hi", *words)
+    assert (code, out) == (2, "") and f"takes a number of layers, not '{words[1]}'" in err and "hint: leave it away: the plan " in err
