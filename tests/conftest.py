@@ -19,7 +19,6 @@ from pulls import Person
 
 from effllm.kernels import blas, warm
 from effllm.kernels.threads import ThreadPool
-from effllm.offload import hardware
 from effllm.runtime import damage_notes
 
 settings.register_profile("effllm", deadline=None)  # how long an example takes says what else the machine does
@@ -66,21 +65,6 @@ def oracles_on_one_thread() -> Iterator[None]:
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
     with blas.one_thread():
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def a_share_of_the_cores() -> Iterator[None]:
-    """Of engines that tests open. Workers with threads on every core each wait for those that another worker keeps from running; a tenth
-    of the work was that. Tests that say how many threads they mean have them, and programs that tests start take all cores as ever."""
-    every, workers = hardware.cpu_threads, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-
-    def share(root: Path = hardware.ROOT, allowed: frozenset[int] | None = None) -> int:
-        here = root == hardware.ROOT and allowed is None
-        return max(1, every() // workers) if here else every(root, allowed)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(hardware, "cpu_threads", share)
         yield
 
 
