@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -39,10 +40,10 @@ CHOICES = ((0.0, 0.0), (1.0, 0.0), (0.3, -0.5), (1.0, 1.0))
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     """Two adapters of the packaged model."""
     folder = tmp_path_factory.mktemp("adapters")
-    return [str(of_all_matrices(FABLE, folder / name, seed)) for name, seed in (("sea", 1), ("fox", 50))]
+    return tuple(str(of_all_matrices(FABLE, folder / name, seed)) for name, seed in (("sea", 1), ("fox", 50)))
 
 
 def logits_of(engine: Engine, choice: tuple[float, ...]) -> np.ndarray:
@@ -54,7 +55,8 @@ def logits_of(engine: Engine, choice: tuple[float, ...]) -> np.ndarray:
     return np.stack([*found, *engine.forward_logits(IDS[150:156]).copy()])
 
 
-def started(base: Path, pair: list[str], choice: tuple[float, ...], **asked: object) -> np.ndarray:
+@cache
+def started(base: Path, pair: tuple[str, ...], choice: tuple[float, ...], **asked: object) -> np.ndarray:
     """The logits of a run that has this choice from its beginning."""
     engine = opened(base, *(f"{own}:{scale}" for own, scale in zip(pair, choice)), **asked)
     try:
@@ -69,7 +71,7 @@ def base(request: pytest.FixtureRequest, low_bit: Path) -> Path:  # noqa: F811
     return FABLE if request.param == "bf16" else low_bit
 
 
-def test_a_choice_is_a_run_that_was_started_so(base: Path, pair: list[str]) -> None:
+def test_a_choice_is_a_run_that_was_started_so(base: Path, pair: tuple[str, ...]) -> None:
     """To the bit, whatever was chosen before; of passes that come again too."""
     engine = opened(base, *pair, kv="16bit")
     found = [(choice, logits_of(engine, choice)) for choice in (*CHOICES, *CHOICES[::-1])]
@@ -79,7 +81,7 @@ def test_a_choice_is_a_run_that_was_started_so(base: Path, pair: list[str]) -> N
     assert len({ours.tobytes() for _, ours in found}) == len(CHOICES)
 
 
-def test_nothing_of_any_is_a_run_without(base: Path, pair: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_of_any_is_a_run_without(base: Path, pair: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bits, since no thin product is made."""
     engine, made = opened(base, *pair, kv="16bit"), []
     thin = lora._add
@@ -88,17 +90,17 @@ def test_nothing_of_any_is_a_run_without(base: Path, pair: list[str], monkeypatc
     counted = len(made)
     ours = logits_of(engine, (0.0, 0.0))
     assert counted and len(made) == counted
-    assert np.array_equal(ours, started(base, [], (), kv="16bit"))
+    assert np.array_equal(ours, started(base, (), (), kv="16bit"))
     engine.close()
 
 
-def test_one_of_several_is_as_near_to_it_alone_as_sums_in_another_order_are(pair: list[str]) -> None:
+def test_one_of_several_is_as_near_to_it_alone_as_sums_in_another_order_are(pair: tuple[str, ...]) -> None:
     ours, alone = (started(FABLE, pair[:number], choice) for number, choice in ((2, (0.7, 0.0)), (1, (0.7,))))
     assert_near(ours, alone, 2e-6)
-    assert np.abs(alone - started(FABLE, [], ())).max() > 0.05 * np.abs(alone).max()
+    assert np.abs(alone - started(FABLE, (), ())).max() > 0.05 * np.abs(alone).max()
 
 
-def test_texts_of_different_choices_share_a_pass(base: Path, pair: list[str]) -> None:
+def test_texts_of_different_choices_share_a_pass(base: Path, pair: tuple[str, ...]) -> None:
     """Each has the bits that it has alone."""
     engine = opened(base, *pair, kv="16bit", parallel=len(CHOICES))
     engines, said = side_by_side(engine, len(CHOICES))
@@ -122,7 +124,7 @@ def close(engines: list[Engine]) -> None:
     engines[0].close()
 
 
-def test_from_the_disk(pair: list[str]) -> None:
+def test_from_the_disk(pair: tuple[str, ...]) -> None:
     engine = streaming(FABLE, ctx=256, spec="off", lora=tuple(pair))
     for choice in CHOICES:
         assert np.array_equal(logits_of(engine, choice), started(FABLE, pair, choice, kv="16bit"))
@@ -130,7 +132,7 @@ def test_from_the_disk(pair: list[str]) -> None:
 
 
 @pytest.mark.parametrize("layers", [2, 6])
-def test_layers_on_a_card(pair: list[str], layers: int) -> None:
+def test_layers_on_a_card(pair: tuple[str, ...], layers: int) -> None:
     """Also passes that run again as one graph."""
     with card_here(simulated()):
         engine = opened(FABLE, *pair, device="auto", gpu_layers=layers)
@@ -140,7 +142,7 @@ def test_layers_on_a_card(pair: list[str], layers: int) -> None:
     engine.close()
 
 
-def test_drafts_change_no_token(pair: list[str]) -> None:
+def test_drafts_change_no_token(pair: tuple[str, ...]) -> None:
     ids, texts = IDS[:24] * 4, {}
     for spec in ("off", "lookup"):
         engine = opened(FABLE, *pair, spec=spec, kv="16bit")
@@ -154,7 +156,7 @@ def test_drafts_change_no_token(pair: list[str]) -> None:
     assert drafted and all(texts["off", choice] == texts["lookup", choice] for choice in CHOICES)
 
 
-def test_what_is_held_is_of_one_choice(pair: list[str]) -> None:
+def test_what_is_held_is_of_one_choice(pair: tuple[str, ...]) -> None:
     engine = opened(FABLE, *pair)
     list(engine.prefill(IDS))
     engine.choose((1.0, 1.0))
@@ -171,7 +173,14 @@ def test_what_is_held_is_of_one_choice(pair: list[str]) -> None:
     engine.close()
 
 
-def test_a_saved_cache_says_what_was_chosen(pair: list[str]) -> None:
+def test_two_of_one_name_are_told_apart(pair: tuple[str, ...]) -> None:
+    engine = opened(FABLE, pair[0], f"{pair[0]}:0.5", pair[1])
+    assert engine.prepared.adapted.names == ("sea", "sea-2", "fox") and engine.choice == (1.0, 0.5, 1.0)
+    assert_near(logits_of(engine, (0.25, 0.75, 0.0)), started(FABLE, pair, (1.0, 0.0)))
+    engine.close()
+
+
+def test_a_saved_cache_says_what_was_chosen(pair: tuple[str, ...]) -> None:
     engine, plain = opened(FABLE, *pair), opened(FABLE)
     found = {}
     for choice in CHOICES:
@@ -187,7 +196,7 @@ def wanted(choice: tuple[float, ...] | None, most: int = 24) -> Wish:
     return Wish(SamplerSettings(temperature=0), max_tokens=most, ignore_eos=True, choice=choice)
 
 
-def test_answers_at_once_have_each_its_own(pair: list[str]) -> None:
+def test_answers_at_once_have_each_its_own(pair: tuple[str, ...]) -> None:
     """Of the same prompt, which none of them takes from another; one that says nothing has what is usual, which may change."""
     engine = opened(FABLE, *pair, kv="16bit", ctx=1024, parallel=4)
     engines, _ = side_by_side(engine, 4)
@@ -209,7 +218,7 @@ def test_answers_at_once_have_each_its_own(pair: list[str]) -> None:
     close(engines)
 
 
-def test_prompts_that_are_kept_come_back_for_the_same_choice(pair: list[str], tmp_path: Path) -> None:
+def test_prompts_that_are_kept_come_back_for_the_same_choice(pair: tuple[str, ...], tmp_path: Path) -> None:
     """Also to a server that begins with another one."""
     answers = {}
     for usual in (CHOICES[1], CHOICES[0]):
@@ -232,7 +241,7 @@ def measured(*words: object) -> dict[str, float]:
     return json.loads(ran.out)
 
 
-def test_eval_says_what_an_adapter_does_to_a_model(pair: list[str], tmp_path: Path) -> None:
+def test_eval_says_what_an_adapter_does_to_a_model(pair: tuple[str, ...], tmp_path: Path) -> None:
     """Against the model without it: nothing where there is nothing of it, and what the merged model does where there is."""
     (text := tmp_path / "text.txt").write_text(SAMPLE.read_text(encoding="utf-8")[:1200], encoding="utf-8")
     list(merge(FABLE, Path(pair[0]), merged := tmp_path / "merged"))
@@ -243,7 +252,7 @@ def test_eval_says_what_an_adapter_does_to_a_model(pair: list[str], tmp_path: Pa
     assert measured("ppl", FABLE, "--text", text, "--lora", pair[0])["ppl"] == pytest.approx(whole["ppl"], rel=1e-5)
 
 
-def test_a_chat_chooses_as_it_goes(pair: list[str], tmp_path: Path) -> None:
+def test_a_chat_chooses_as_it_goes(pair: tuple[str, ...], tmp_path: Path) -> None:
     chat = Chat(tmp_path, "chat", "fable", "--lora", f"{pair[0]}:0", "--lora", f"{pair[1]}:0", "--temp", "0", "-n", "12")
     chat.wait()
     assert "sea  0" in (listed := chat.say("/lora")) and "fox  0" in listed
