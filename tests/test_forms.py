@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from effllm import EffllmError, UsageError
-from effllm.runtime.constraint import form_of, grammar_form, schema_form
+from effllm.runtime.constraint import form_of, grammar_form, most_remainders, schema_form
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_constraint import FOX, PERSON, engine, narrowed, tokenizer
@@ -20,6 +20,8 @@ __all__ = ["engine", "tokenizer"]  # fixtures
     ('{"type": "objekt"}', None, "--schema: the schema: Invalid type: objekt"),
     ('{"not": {}}', None, 'Unimplemented keys: ["not"]'),
     ("{bad", None, "is no JSON"),
+    ('{"type": "integer", "multipleOf": 1000003}', None, "multipleOf takes 1000003 remainders"),
+    ('{"items": {"multipleOf": 7, "allOf": [{"multipleOf": 211}, {"anyOf": [{"multipleOf": 227}]}]}}', None, "multipleOf takes 335279 remainders"),
     ("nowhere.json", None, "cannot read nowhere.json: No such file"),
     ("~nobody-of-this-name/x.json", None, "cannot read ~nobody-of-this-name/x.json: No such file"),
     (None, "nowhere.gbnf", "cannot read nowhere.gbnf: No such file"),
@@ -105,3 +107,13 @@ def test_forms_are_read_from_files(tmp_path):
     assert form_of(str(tmp_path / "one.json"), None).name.endswith("one.json")
     assert all(form_of(None, str(tmp_path / name)).flag == "--grammar" for name in ("one.gbnf", "one.lark"))
     assert form_of(None, None) is None
+
+
+@pytest.mark.parametrize("value", [1, 0.01, 2.5, 1_000_000, 65536, 0.00333, 60, 99_991])
+def test_multiples_that_are_quick(value: float) -> None:
+    assert schema_form(json.dumps({"type": "number", "multipleOf": value, "minimum": 0})).grammar
+
+
+def test_what_is_no_number_has_no_multiples() -> None:
+    assert most_remainders({"properties": {"multipleOf": {"multipleOf": 9}}, "multipleOf": True, "allOf": [5], "anyOf": "x"}) == 9
+    assert most_remainders({"multipleOf": float("nan"), "allOf": [{"multipleOf": 0}, {"multipleOf": float("inf")}]}) == 1
