@@ -138,6 +138,14 @@ def most_remainders(schema: object) -> int:
     return most
 
 
+def without_slow(schema: Mapping[str, object]) -> Mapping[str, object]:
+    """The same schema, for one that is held to as far as it can be: where its numbers would take too long to tell, any may stand."""
+    if most_remainders(schema) <= MOST_REMAINDERS:
+        return schema
+    return json.loads(json.dumps(schema), object_hook=lambda part: {
+        key: each for key, each in part.items() if key != MULTIPLE or isinstance(each, dict)})
+
+
 def _remainders(value: object) -> int:
     """Of the numbers that are multiples of `value`; 1 for what is no number."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not value or value != value or value in (math.inf, -math.inf):

@@ -117,6 +117,7 @@ def test_a_schema_that_cannot_be_held_to_in_full_is_no_reason_to_refuse(server):
     odd = {"type": "function", "function": {"name": "odd", "strict": True, "parameters": {
         "$schema": "http://json-schema.org/draft-07/schema#", "type": "object", "properties": {"a": {"type": "string", "format": "odd"}},
         "required": ["a"], "not": {"type": "array"}}}}
+    odd["function"]["parameters"]["properties"]["number"] = {"type": "integer", "multipleOf": 10**9 + 7}  # gigabytes to prepare
     answer = server.chat(tools=[odd], tool_choice="required", **MORE)
     assert answer.status == 200, answer.json
 

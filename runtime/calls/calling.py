@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ... import UsageError
-from ..constraint import Form, lark_form
+from ..constraint import Form, lark_form, without_slow
 from ..template import TemplateError
 from ..text import Tokenizer
 from .filter import CallFilter
@@ -125,4 +125,4 @@ class Calling:
 
 def _closed(tool: Message) -> Message:
     """A tool whose arguments are those that it names."""
-    return {**tool, "function": {**tool["function"], "parameters": closed(tool["function"]["parameters"])}}
+    return {**tool, "function": {**tool["function"], "parameters": closed(without_slow(tool["function"]["parameters"]))}}
