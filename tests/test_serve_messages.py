@@ -64,7 +64,7 @@ def test_an_answer_is_that_of_chat_completions(server: Served) -> None:
             "messages": messages, "system": system, "temperature": 0, "max_tokens": 24, "model": "fable", "metadata": {"user_id": "me"}},
             anthropic_version="2023-06-01", anthropic_beta="unknown-2026-01-01")
         whole = reply.json
-        assert reply.status == 200 and whole["content"] == [{"type": "text", "text": text, "citations": None}]
+        assert reply.status == 200 and whole["content"] == [{"type": "text", "text": text}]
         assert (whole["type"], whole["role"], whole["model"]) == ("message", "assistant", "fable") and whole["id"].startswith("msg_")
         assert (whole["stop_reason"], whole["stop_sequence"]) == ("max_tokens", None)
         usage = whole["usage"]
@@ -77,7 +77,7 @@ def test_a_stream_builds_the_whole(server: Served) -> None:
     reply = server.message(stream=True)
     start, begun, *deltas, ended, last, stop = reply.named_events
     assert start["type"] == "message_start" and start["message"]["content"] == [] and start["message"]["stop_reason"] is None
-    assert begun == {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": "", "citations": None}}
+    assert begun == {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
     assert {(event["type"], event["index"], event["delta"]["type"]) for event in deltas} == {("content_block_delta", 0, "text_delta")}
     assert "".join(event["delta"]["text"] for event in deltas) == whole["content"][0]["text"] and len(deltas) > 10
     assert ended == {"type": "content_block_stop", "index": 0} and stop == {"type": "message_stop"}
@@ -243,8 +243,8 @@ def test_what_was_reasoned_said_and_called_is_in_order() -> None:
     final = whole.whole(stats)
     used = {"type": "tool_use", "id": final["content"][2]["id"], "name": "f", "input": {"a": 1}}
     assert final["content"] == [
-        {"type": "thinking", "thinking": "hm", "signature": "effllm"}, {"type": "text", "text": "so", "citations": None}, used,
-        {"type": "text", "text": "end", "citations": None}]
+        {"type": "thinking", "thinking": "hm", "signature": "effllm"}, {"type": "text", "text": "so"}, used,
+        {"type": "text", "text": "end"}]
     assert final["stop_reason"] == "tool_use" == events[-2]["delta"]["stop_reason"]
     assert final["usage"] == events[-2]["usage"] == {"input_tokens": 5, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 4,
                                                      "output_tokens": 2, "output_tokens_details": {"thinking_tokens": 1}}

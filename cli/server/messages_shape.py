@@ -98,7 +98,7 @@ class MessageShape(Shape):
 
 
 def _block(kind: str, text: str, signed: str) -> dict[str, object]:
-    return {"type": THINKING, THINKING: text, SIGNATURE: signed} if kind == THINKING else {"type": TEXT, TEXT: text, "citations": None}
+    return {"type": THINKING, THINKING: text, SIGNATURE: signed} if kind == THINKING else {"type": TEXT, TEXT: text}
 
 
 def usage(prompt: int, cached: int, made: int = 0, reasoned: int = 0) -> dict[str, object]:
