@@ -186,6 +186,11 @@ def _leads_to(name: str, kept: storage.Kept, env: Mapping[str, str]) -> bool:
         return False
 
 
+def local_model(name: str, folder: Path) -> LocalModel | None:
+    """What headers tell of a folder or a GGUF file that is nowhere among `local_models`; None for what cannot run here."""
+    return _local(name, folder, "folder", None)
+
+
 def _local(name: str, folder: Path, source: str, licence: str | None, revision: str | None = None) -> LocalModel | None:
     """None for what cannot run here."""
     if is_gguf(folder):

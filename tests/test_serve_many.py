@@ -286,6 +286,16 @@ def test_models_that_are_named_are_those_alone(here: dict[str, str]) -> None:
         assert "twin-folder is ended: to make room for fable\n" in server.err
 
 
+def test_a_folder_that_no_list_knows_is_listed_with_what_its_headers_tell(here: dict[str, str], tmp_path: Path) -> None:
+    """Programs of Ollama's API show families and sizes of what they offer."""
+    with serving(str(twin_of_fable(tmp_path / "elsewhere")), model="fable", **here) as server:
+        listed = {each["name"]: each for each in server.ask("GET", "/api/tags").json["models"]}
+        shown = server.ask("POST", "/api/show", {"model": "elsewhere"}).json
+    known, other = listed["fable:latest"], listed["elsewhere:latest"]
+    assert other["details"] == known["details"] == shown["details"] and other["details"]["family"] == "llama"
+    assert other["size"] == known["size"] > 10_000_000 and shown["model_info"]["general.parameter_count"] > 5e6
+
+
 def test_ctrl_c_ends_all(server: Served) -> None:
     """The last of those of this server."""
     server.ask("POST", "/api/generate", {"model": "twin", "keep_alive": 0})

@@ -16,7 +16,7 @@ from pathlib import Path
 from ... import EffllmError
 from ...runtime import hub, storage
 from ...runtime.catalog import ModelRef, resolve
-from ...runtime.listing import LocalModel, local_models, model_names
+from ...runtime.listing import LocalModel, local_model, local_models, model_names
 from ...runtime.model_name import parse_reference
 from .problems import Problem, said
 
@@ -83,7 +83,8 @@ class Shelf:
         if self._only is None:
             return called([(each.name, each.folder, None, each) for each in here])
         facts = {os.path.abspath(each.folder): each for each in here}
-        return called([(ref.text, ref.folder, ref.variant, facts.get(os.path.abspath(ref.folder))) for ref in self._only])
+        return called([(ref.text, ref.folder, ref.variant, facts.get(os.path.abspath(ref.folder)) or local_model(ref.text, ref.folder))
+                       for ref in self._only])
 
     def _is_named(self, ref: ModelRef) -> bool:
         """Whether a name of the catalog or of a repository leads there, and no path that a request spells."""
