@@ -187,6 +187,17 @@ def test_the_command_line_says_what_requests_leave_out() -> None:
         assert "POST" not in server.err and "serves gpt-x" in server.err
 
 
+def test_schemas_of_classes_hold_answers_to_what_they_name(server: Served) -> None:
+    """As instructor sends one: nothing says that there are no other properties, and a small model would go on to name some."""
+    schema = {"properties": {"place": {"enum": ["Oslo", "Bergen"], "title": "Place", "type": "string"},
+                             "inner": {"properties": {"rain": {"type": "boolean"}}, "required": ["rain"], "type": "object"}},
+              "required": ["place", "inner"], "title": "W", "type": "object"}
+    for form in ({"type": "json_schema", "json_schema": {"name": "W", "schema": schema}}, {"type": "json_object", "schema": schema}):
+        choice = server.chat(response_format=form, max_tokens=300).json["choices"][0]
+        made = json.loads(choice["message"]["content"])
+        assert choice["finish_reason"] == "stop" and [*made] == ["place", "inner"] and [*made["inner"]] == ["rain"]
+
+
 def thinking_model(folder: Path) -> Path:
     """The packaged model with a template that opens reasoning, unless it is told not to."""
     fable = Path(effllm.__path__[0]) / "models" / "fable"

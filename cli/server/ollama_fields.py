@@ -7,7 +7,6 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator
 
-from ...runtime.calls.schema import closed
 from .fields import ROLES, Asked, Body, ChatAsked, TextAsked, one_or_more, refuse_not_here, texts_of
 from .problems import Problem
 from .turns import ASSISTANT, SYSTEM, TOOL, USER
@@ -166,14 +165,13 @@ def _common(asked: OllamaAsked) -> dict[str, Any]:
 
 
 def _form(format: object) -> dict[str, Any] | None:
-    """The form as chat completions have it. Objects have the properties that the schema names alone, as Ollama holds them: schemas that are
-    made of classes do not say so, and a model that may name any goes on to invent some."""
+    """The form as chat completions have it."""
     if format is None or format == "":
         return None
     if format == JSON:
         return {"type": "json_object"}
     if isinstance(format, dict):
-        return {"type": "json_schema", "json_schema": {"schema": closed(format)}}
+        return {"type": "json_schema", "json_schema": {"schema": format}}
     raise Problem(400, f'format is "json" or a JSON schema, not {format!r:.40}', param="format")
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ... import EffllmError, UsageError
+from ...runtime.calls.schema import closed
 from ...runtime.constraint import ANY_OBJECT, Form, form_of_grammar, form_of_schema
 from ...runtime.replies import Wish
 from ...runtime.sampler import BANNED, SamplerSettings
@@ -147,7 +148,9 @@ def _stops(stops: list[str]) -> tuple[str, ...]:
 
 
 def _form(asked: Asked, otherwise: Form | None) -> Form | None:
-    """What the answer is held to. `{"type": "text"}` is free, whatever the command line says."""
+    """What the answer is held to. `{"type": "text"}` is free, whatever the command line says. Objects have the properties that a schema
+    names alone, as llama-server holds them: schemas that are made of classes do not say so, and a small model that may name any goes on to
+    invent some."""
     wanted = asked.response_format
     kind = None if wanted is None else wanted.get("type")
     if kind not in (None, "text") and asked.grammar:
@@ -160,13 +163,14 @@ def _form(asked: Asked, otherwise: Form | None) -> Form | None:
         if kind == "text":
             return None
         if kind == "json_object":
-            return form_of_schema(wanted.get("schema") or {"type": "object"}, SCHEMA, THE_SCHEMA if "schema" in wanted else ANY_OBJECT)
+            schema = closed(wanted.get("schema") or {"type": "object"})
+            return form_of_schema(schema, SCHEMA, THE_SCHEMA if "schema" in wanted else ANY_OBJECT)
         if kind == "json_schema":
             inner = wanted.get("json_schema")
             schema = inner.get("schema") if isinstance(inner, dict) else wanted.get("schema")
             if not isinstance(schema, dict):
                 raise Problem(400, "response_format.json_schema.schema is missing", param="response_format.json_schema.schema")
-            return form_of_schema(schema, SCHEMA, THE_SCHEMA)
+            return form_of_schema(closed(schema), SCHEMA, THE_SCHEMA)
     except EffllmError as error:
         raise problem_of(error, GRAMMAR if asked.grammar else SCHEMA) from error
     raise Problem(400, f"response_format.type is text, json_object or json_schema, not {kind!r:.40}", param="response_format.type")
