@@ -69,6 +69,17 @@ def oracles_on_one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def nobody_waits_for_the_disk() -> Iterator[None]:
+    """Every tensor of a conversion is waited for until it would survive a power cut, which no test has: ten thousand times in some files.
+    What is told to last, in which order, is held by tests that put their own listener here, and programs that tests start do wait."""
+    with pytest.MonkeyPatch.context() as patched:
+        for name in ("fsync", "fdatasync"):
+            if hasattr(os, name):
+                patched.setattr(os, name, lambda fd: os.fstat(fd) and None)  # which fails as well where nothing is open
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def kernels_are_compiled_once() -> None:
     """Two workers that meet a cold cache compile the same functions side by side, each on one core; this waits for one to do it on both."""
     if "PYTEST_XDIST_WORKER" in os.environ and warm.is_cold():
