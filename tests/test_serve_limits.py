@@ -34,7 +34,7 @@ def plain(server: Served) -> list:
 
 
 @pytest.mark.parametrize(("fields", "param"), [
-    ({"n": 2}, "n"), ({"logit_bias": {"999999": 1}}, "logit_bias"), ({"logit_bias": {"5": "x"}}, "logit_bias"),
+    ({"n": 0}, "n"), ({"n": 129}, "n"), ({"logit_bias": {"999999": 1}}, "logit_bias"), ({"logit_bias": {"5": "x"}}, "logit_bias"),
     ({"logit_bias": [[5]]}, "logit_bias"), ({"logit_bias": 3}, "logit_bias"), ({"dry_base": 0.5}, "dry_base"),
     ({"dry_sequence_breakers": [""]}, "dry_sequence_breakers"), ({"xtc_threshold": 2}, "xtc_threshold"),
     ({"top_n_sigma": "1"}, "top_n_sigma"),
@@ -67,7 +67,8 @@ def test_what_is_not_answered_names_its_field(server: Served, plain: list, field
 
 
 @pytest.mark.parametrize(("fields", "param"), [
-    ({"prompt": ["a", "b"]}, "prompt"), ({"prompt": None}, "prompt"), ({"prompt": [[1], "a"]}, "prompt"), ({"prompt": [1.5]}, "prompt"),
+    ({"prompt": ["a", 7]}, "prompt"), ({"prompt": None}, "prompt"), ({"prompt": [[1], "a"], "n": 99}, "n"),
+    ({"prompt": [1.5]}, "prompt"),
     ({"echo": 1}, "echo"), ({"suffix": "end"}, "suffix"), ({"logprobs": 21}, "logprobs"), ({"logprobs": True}, "logprobs"),
     ({"top_logprobs": 2}, "top_logprobs"), ({"best_of": 2}, "best_of"), ({"echo": True, "prompt": [5] * 2048}, None),
     ({"prompt": [10**6]}, None), ({"prompt": [-1]}, None), ({"prompt": ""}, None), ({"prompt": []}, None)])

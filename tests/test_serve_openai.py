@@ -73,8 +73,9 @@ def test_errors_are_of_their_classes(client) -> None:
     with pytest.raises(openai.NotFoundError, match="this server serves fable"):
         ask(model="gpt-4o")
     with pytest.raises(openai.BadRequestError) as caught:
-        ask(n=2)
+        ask(n=0)
     assert caught.value.param == "n"
+    assert [choice.index for choice in ask(n=2).choices] == [0, 1]
     with pytest.raises(openai.BadRequestError) as caught:
         ask(messages=[{"role": "user", "content": "fox " * 3000}], stream=True)
     assert caught.value.code == "context_length_exceeded"
@@ -105,5 +106,5 @@ def test_models_by_name() -> None:
         with pytest.raises(openai.NotFoundError, match="no-such-model"):
             client.chat.completions.create(**{**asked, "model": "no-such-model"})
         with pytest.raises(openai.BadRequestError) as caught:
-            client.chat.completions.create(**asked, n=2)
+            client.chat.completions.create(**asked, n=0)
         assert caught.value.param == "n"

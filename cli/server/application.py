@@ -24,7 +24,7 @@ from .adapters import Adapters
 from .bodies import read
 from .desk import Desk, Start
 from .embeddings import Embeddings
-from .fields import Asked, ChatAsked, Detokenize, Kind, TextAsked, Tokenize, messages_of, prompt_of
+from .fields import Asked, ChatAsked, Detokenize, Kind, TextAsked, Tokenize, messages_of, prompts_of
 from .guard import RECORD
 from .llama_paths import LlamaPaths
 from .messages_fields import CountAsked, MessagesAsked
@@ -36,6 +36,7 @@ from .ollama_shape import OllamaMessage, OllamaResponse
 from .problems import FAILED, MESSAGES, NO_MODEL, OLLAMA, Problem, closing, problem_of
 from .responses_fields import ResponsesAsked
 from .responses_shape import ResponseShape
+from .several import Several, counted, in_turn, varied
 from .shapes import ChatShape, Completion, Shape, TextShape
 from .streams import GONE, LEFT, EventStream, LineStream, Listener, json_response, problem_response, whole
 from .tools import tools_asked
@@ -115,8 +116,9 @@ class Service:
 
     async def chat(self, request: Request) -> Response:
         asked = await self.asked(request, ChatAsked)
-        answer = await self.wanted(asked, messages_of(asked))
-        return await self.answer(request, asked, self._completion(ChatShape, asked, answer.wish), partial(self._reply, answer))
+        answer, each = await self.wanted(asked, messages_of(asked)), counted(asked.n)
+        starts = [partial(self._reply, replace(answer, wish=wish)) for wish in varied(answer.wish, each)]
+        return await self._answers(request, asked, partial(self._completion, ChatShape, asked, answer.wish), starts, each)
 
     async def responses(self, request: Request) -> Response:
         asked = await self.asked(request, ResponsesAsked)
@@ -157,9 +159,10 @@ class Service:
 
     async def text(self, request: Request) -> Response:
         asked = await self.asked(request, TextAsked)
-        prompt, wish = prompt_of(asked), await self._wish(asked)
-        start = await self._completed(prompt, asked.suffix, wish)
-        return await self.answer(request, asked, self._completion(TextShape, asked, wish), start)
+        prompts, wish = prompts_of(asked), await self._wish(asked)
+        each = counted(asked.n, len(prompts))
+        starts = [await self._completed(prompt, asked.suffix, own) for prompt in prompts for own in varied(wish, each)]
+        return await self._answers(request, asked, partial(self._completion, TextShape, asked, wish), starts, each)
 
     async def tokenize(self, request: Request) -> Response:
         asked = await read(request, Tokenize)
@@ -233,6 +236,12 @@ class Service:
     def _completion(self, kind: type[Completion], asked: Asked, wish: Wish) -> Completion:
         told_by = None if wish.tells is None else self.replies.tokenizer
         return kind(self.called(asked.model), bool(asked.stream_options and asked.stream_options.include_usage), told_by)
+
+    async def _answers(self, request: Request, asked: Asked, make: Callable[[], Completion], starts: Sequence[Start],
+                       each: int) -> Response:
+        """One answer of a shape, or several, `each` of them to one prompt."""
+        shape = make() if len(starts) == 1 else Several(make, len(starts), each)
+        return await self.answer(request, asked, shape, in_turn(starts))
 
     async def answer(self, request: Request, asked: Asked | OllamaAsked, shape: Shape, start: Start) -> Response:
         """The answer that `start` begins, whole or as a stream. Raises Problem."""

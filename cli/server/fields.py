@@ -101,6 +101,7 @@ class Message(Body):
 
 class ChatAsked(Asked):
     messages: list[Message]
+    n: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     tools: list[dict[str, Any]] | None = None
@@ -113,6 +114,7 @@ class ChatAsked(Asked):
 
 class TextAsked(Asked):
     prompt: Any
+    n: int | None = None
     logprobs: int | bool | None = None
     n_probs: int | None = None
     echo: bool | None = None
@@ -201,13 +203,10 @@ def texts_of(content: object, where: str) -> list[str]:
     return [text_of(part, f"{where}[{number}]") for number, part in enumerate(content)]
 
 
-def prompt_of(asked: TextAsked) -> str | list[int]:
-    """The one prompt of a request: a text or token ids, in a list or not. Raises Problem."""
+def prompts_of(asked: TextAsked) -> list[str | list[int]]:
+    """The prompts of a request, each a text or token ids: one, in a list or not, or several in a list. Raises Problem."""
     prompt = asked.prompt
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
-        if len(prompt) > 1:
-            raise Problem(400, "prompt: one prompt a request", param="prompt")
-        prompt = prompt[0]
-    if isinstance(prompt, str) or isinstance(prompt, list) and all(type(each) is int for each in prompt):
-        return prompt
-    raise Problem(400, "prompt is a text, or a list of token ids", param="prompt")
+    prompts = prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else [prompt]
+    if all(isinstance(each, str) or isinstance(each, list) and all(type(one) is int for one in each) for each in prompts):
+        return prompts
+    raise Problem(400, "prompt is a text or a list of token ids, or a list of such", param="prompt")

@@ -58,9 +58,9 @@ class Shape(Protocol):
 
 class Completion(Shape, Protocol):
     """An answer by the name of a model. `kind` and `piece_kind` are what its objects are called. Each kind of answer knows the choice of a
-    piece (`choice_of`), of the end (`choice_at_end`) and of the whole (`whole_choice`)."""
+    piece (`choice_of`), of the end (`choice_at_end`) and of the whole (`whole_choice`). `index`: which of several it is."""
 
-    prefix, kind, piece_kind = "", "", ""
+    prefix, kind, piece_kind, index = "", "", "", 0
 
     def __init__(self, model: str, include_usage: bool = False, tokenizer: Tokenizer | None = None) -> None:
         """With a `tokenizer` it is told how likely tokens were."""
@@ -76,7 +76,7 @@ class Completion(Shape, Protocol):
     def piece(self, choice: dict[str, object] | None, **more: object) -> dict[str, object]:
         """An object of the stream with one choice, or none."""
         usage = {"usage": None} if self.include_usage else {}
-        return {**self.head(self.piece_kind), "choices": [] if choice is None else [{"index": 0, **choice}], **usage, **more}
+        return {**self.head(self.piece_kind), "choices": [] if choice is None else [{"index": self.index, **choice}], **usage, **more}
 
     def add(self, event: PromptRead | TextDelta | Call) -> list[dict[str, object]]:
         if isinstance(event, PromptRead):
@@ -94,12 +94,15 @@ class Completion(Shape, Protocol):
     def whole_choice(self) -> dict[str, object]:
         """Of the answer as one object."""
 
+    def end(self, stats: Stats) -> dict[str, object]:
+        return self.piece(self.choice_at_end(stats), timings=timings(stats))
+
     def last(self, stats: Stats) -> list[dict[str, object]]:
-        pieces = [self.piece(self.choice_at_end(stats), timings=timings(stats))]
+        pieces = [self.end(stats)]
         return [*pieces, self.piece(None, usage=usage(stats))] if self.include_usage else pieces
 
     def whole(self, stats: Stats) -> dict[str, object]:
-        choice = {"index": 0, "logprobs": None, **self.whole_choice(), "finish_reason": self.finish(stats)}
+        choice = {"index": self.index, "logprobs": None, **self.whole_choice(), "finish_reason": self.finish(stats)}
         return {**self.head(self.kind), "choices": [choice], "usage": usage(stats), "timings": timings(stats)}
 
     def finish(self, stats: Stats) -> str:

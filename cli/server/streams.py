@@ -22,6 +22,7 @@ from starlette.types import Receive, Scope, Send
 from ...runtime.events import Call, Done, Event, Notice, Progress, PromptRead, Stats, TextDelta
 from .desk import Job
 from .problems import Problem, problem_of
+from .several import Ended, together
 from .shapes import Shape
 
 KEEP_ALIVE_S = 5.0  # without a byte
@@ -48,7 +49,7 @@ class Listener:
 
     def __init__(self, job: Job, note: Callable[[str], None], record: Record, count: Callable[[Stats], None] | None = None) -> None:
         self.job, self._note, self._record, self._count = job, note, record, count
-        self.at = ""  # what the engine is at, in words
+        self.at, self._ended = "", []  # what the engine is at, in words; what answers cost that have ended
 
     async def next(self, seconds: float | None = None) -> Event | None:
         """The next text, progress or end; None after so many seconds without one. Raises Problem."""
@@ -64,8 +65,9 @@ class Listener:
                 continue
             if isinstance(event, Progress):
                 self.at = f"{event.phase}: {event.done} of {event.total} {event.unit}"
-            if isinstance(event, Done):
-                self._record.stats = event.stats
+            if isinstance(event, Done | Ended):
+                self._ended.append(event.stats)
+                self._record.stats = together(self._ended)
                 if self._count is not None:
                     self._count(event.stats)
             return event
@@ -95,7 +97,7 @@ async def whole(request: Request, listener: Listener, shape: Shape) -> Response:
 
     async def collected() -> Response:
         while not isinstance(event := await listener.next(), Done):
-            if isinstance(event, PromptRead | TextDelta | Call):
+            if isinstance(event, PromptRead | TextDelta | Call | Ended):
                 shape.add(event)
         return json_response(shape.whole(event.stats))
 
@@ -126,7 +128,7 @@ class EventStream(Response):
             while not isinstance(event := await listener.next(KEEP_ALIVE_S), Done):
                 if isinstance(event, PromptRead):
                     shape.add(event)
-                elif isinstance(event, TextDelta | Call):
+                elif isinstance(event, TextDelta | Call | Ended):
                     await self._begin()
                     await self._data(shape.add(event))
                 else:

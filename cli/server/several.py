@@ -1,0 +1,101 @@
+"""Several answers to one request: to each of some prompts, or `n` to each. The model gives one after the other, as one job of its queue,
+and the client is told of each under an index of its own, prompt by prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ...runtime.events import Call, Done, Event, PromptRead, Stats, TextDelta
+from ...runtime.replies import Wish
+from .desk import Start
+from .problems import Problem
+from .shapes import Completion, Shape, timings, usage
+
+MOST = 128  # answers to a request
+
+
+@dataclass(frozen=True)
+class Ended:
+    """One of several answers has ended, and the next one follows."""
+
+    stats: Stats
+
+
+def counted(n: int | None, prompts: int = 1) -> int:
+    """How many answers each prompt has. Raises Problem."""
+    count = 1 if n is None else n
+    if count < 1 or count * prompts > MOST:
+        raise Problem(400, f"n is 1 or more, and {MOST} answers at most come to a request", param="n")
+    return count
+
+
+def varied(wish: Wish, count: int) -> list[Wish]:
+    """The wishes of so many answers to one prompt: each has a seed of its own, where one is stated the numbers from it on."""
+    seed = wish.settings.seed
+    return [wish] * count if seed is None else [replace(wish, settings=replace(wish.settings, seed=seed + i)) for i in range(count)]
+
+
+def in_turn(starts: Sequence[Start]) -> Start:
+    """Answers one after the other. A client that goes away ends all of them."""
+    if len(starts) == 1:
+        return starts[0]
+
+    def begin(cancelled: Callable[[], bool]) -> Iterator[Event | Ended]:
+        for start in starts[:-1]:
+            for event in start(cancelled):
+                yield Ended(event.stats) if isinstance(event, Done) and not cancelled() else event
+            if cancelled():
+                return
+        yield from starts[-1](cancelled)
+
+    return begin
+
+
+def together(stats: Sequence[Stats]) -> Stats:
+    """What several answers cost."""
+    if len(stats) == 1:
+        return stats[0]
+    total = lambda name: sum(getattr(each, name) for each in stats)  # noqa: E731
+    sums = ("prompt_tokens", "cached_tokens", "read_tokens", "prefill_s", "decode_s", "reasoning_tokens")
+    return replace(stats[-1], text="".join(each.text for each in stats), token_ids=sum((each.token_ids for each in stats), ()),
+                   ttft_s=stats[0].ttft_s, **{name: total(name) for name in sums})
+
+
+class Several(Shape):
+    """`count` answers of a shape that `make` makes, `each` of them to one prompt."""
+
+    def __init__(self, make: Callable[[], Completion], count: int, each: int) -> None:
+        self._answers, self._each, self._ended = [make() for _ in range(count)], each, []
+        for index, answer in enumerate(self._answers):
+            answer.index, answer.id, answer.created = index, self._answers[0].id, self._answers[0].created
+
+    @property
+    def _now(self) -> Completion:
+        return self._answers[len(self._ended)]
+
+    def first(self) -> list[dict[str, object]]:
+        return self._now.first()
+
+    def add(self, event: PromptRead | TextDelta | Call | Ended) -> list[dict[str, object]]:
+        return self._now.add(event) if not isinstance(event, Ended) else [self._end(event.stats), *self._now.first()]
+
+    def last(self, stats: Stats) -> list[dict[str, object]]:
+        pieces, own = [self._end(stats)], self._answers[0]
+        return [*pieces, own.piece(None, usage=self._usage())] if own.include_usage else pieces
+
+    def whole(self, stats: Stats) -> dict[str, object]:
+        self._ended.append(stats)
+        objects = [answer.whole(own) for answer, own in zip(self._answers, self._ended, strict=True)]
+        choices = [choice for each in objects for choice in each["choices"]]
+        return {**objects[0], "choices": choices, "usage": self._usage(), "timings": timings(together(self._ended))}
+
+    def _end(self, stats: Stats) -> dict[str, object]:
+        piece = self._now.end(stats)
+        self._ended.append(stats)
+        return piece
+
+    def _usage(self) -> dict[str, object]:
+        """A prompt is counted once, however many answers it has."""
+        prompts = together(self._ended[:: self._each])
+        return usage(replace(together(self._ended), prompt_tokens=prompts.prompt_tokens, cached_tokens=prompts.cached_tokens))
