@@ -62,8 +62,8 @@ class Served:
 
     @property
     def err(self) -> str:
-        self._stderr.seek(0)
-        return self._stderr.read().decode()
+        file = self._stderr.fileno()
+        return os.pread(file, os.fstat(file).st_size, 0).decode()  # the server writes where the last one who moved left the place
 
     def open(self, method: str, path: str, body: Any = None, **headers: str) -> http.client.HTTPResponse:
         """A request whose response is yet to be read. A body that is bytes goes as it is."""
@@ -109,7 +109,7 @@ class Served:
 
 def started(*flags: str, model: str | None = "fable", **variables: str) -> tuple[subprocess.Popen, Any]:
     """`model` None serves all that are here."""
-    stderr = tempfile.TemporaryFile("a+b")  # whoever reads it moves the place where others would write
+    stderr = tempfile.TemporaryFile("a+b")
     named = [] if model is None else [model]
     process = subprocess.Popen([sys.executable, "-P", "-m", "effllm", "serve", *named, "--port", "0", "--json", *flags],
                                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr, env={**os.environ, **variables})

@@ -160,7 +160,7 @@ def test_prompts_of_editors_are_not_kept_on_the_disk(server: Served) -> None:
     ({"input_extra": {}}, "input_extra"), ({"input_extra": [{"filename": "a"}]}, "input_extra[0].text"),
     ({"input_extra": [{"filename": 1, "text": "a"}]}, "input_extra[0].filename"), ({"input_prefix": 3}, "input_prefix"),
     ({"prompt": [1]}, "prompt"), ({"n_predict": -2}, "n_predict is 0 or more"), ({"temperature": -1}, "temperature must be"),
-    ({"lora": [{"id": 0, "scale": 0.5}]}, "lora is not supported"), ({"n_cmpl": 3}, "n_cmpl is not supported"),
+    ({"lora": [{"id": 0, "scale": 0.5}]}, "lora: there is no adapter 0"), ({"n_cmpl": 3}, "n_cmpl is not supported"),
     ({"json_schema": {}, "grammar": "root ::= \"a\""}, "json_schema and grammar both"),
     ({"json_schema": {"type": "odd"}}, "json_schema: the"),
     ({"samplers": [1]}, "samplers"), ({"t_max_predict_ms": "1"}, "t_max_predict_ms")])

@@ -17,7 +17,7 @@ from effllm.runtime.drafts import RecycledTokens, SuffixMatch
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Done, Event, TextDelta
 from effllm.runtime.parallel import drafts_nbytes
-from effllm.runtime.prepare import EngineOptions, prepare
+from effllm.runtime.prepare import EngineOptions, _baseline, prepare
 from effllm.runtime.replies import Replies, Wish
 from effllm.runtime.rounds import Rounds
 from effllm.runtime.sampler import SamplerSettings
@@ -374,7 +374,9 @@ def test_what_is_for_one_text_is_refused_or_given_up(asked):
     prepared.store.close()
 
 
-def test_a_plan_counts_every_cache():
+def test_a_plan_counts_every_cache(monkeypatch):
+    weighed = _baseline(("raw",))  # memory of other tests may be given back between two plans
+    monkeypatch.setattr("effllm.runtime.prepare._baseline", lambda kinds: weighed)
     plans = []
     for parallel in (1, 4):
         prepared = prepare(FABLE, EngineOptions(device="cpu", ctx=1024, parallel=parallel))
