@@ -18,7 +18,7 @@ NEEDS_AN_EXTRA = "effllm.kernels.cuda."
 
 def expected_files(sources: Path) -> set[str]:
     paths = [path for folder in FOLDERS for path in (sources / folder).rglob("*.py")]
-    paths += [sources / name for name in ("__init__.py", "__main__.py", "models.yaml", "runtime/calibration.txt")]
+    paths += [sources / name for name in ("__init__.py", "__main__.py", "models.yaml", "models/SHA256SUMS", "runtime/calibration.txt")]
     paths += [path for path in (sources / "models" / "fable").rglob("*") if path.is_file()]
     return {path.relative_to(sources).as_posix() for path in paths}
 
