@@ -27,7 +27,9 @@ def test_chats_whole_and_streamed(client) -> None:
                                         stream_options={"include_usage": True}) as stream:
         pieces = [event for event in stream if event.type == "content.delta"]
         assert "".join(event.delta for event in pieces) == whole.choices[0].message.content
-    pieces = [*client.chat.completions.create(model="fable", messages=ASKED, temperature=0, max_tokens=24, stream=True,
+    longer = [{"role": "system", "content": "Speak of foxes, kings and the sea, and of nothing else. " * 3}, *ASKED]  # than is read again
+    whole = client.chat.completions.create(model="fable", messages=longer, temperature=0, max_tokens=24)
+    pieces = [*client.chat.completions.create(model="fable", messages=longer, temperature=0, max_tokens=24, stream=True,
                                               stream_options={"include_usage": True})]
     assert "".join(each.choices[0].delta.content or "" for each in pieces if each.choices) == whole.choices[0].message.content
     assert pieces[-1].usage.completion_tokens == 24 and pieces[-1].usage.prompt_tokens_details.cached_tokens > 0
