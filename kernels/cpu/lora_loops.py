@@ -12,6 +12,9 @@ memory into every lane, for four inputs of 16 ranks and three tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from llvmlite import ir
 from numpy import float32, int64
 
@@ -54,7 +57,7 @@ def _add_to(builder: ir.IRBuilder, value: ir.Value, address: ir.Value, warm: ir.
     store(builder, builder.select(builder.icmp_signed("!=", warm, I64(0)), before, value), address, 4)
 
 
-def _in(widened, lanes: int, abreast: int):
+def _in(widened: Callable, item: int, abreast: int, lanes: int):
     @intrinsic
     def run(typingctx, x, apart, weights, pitch, steps, out, out_apart, warm):
         """out[c, :lanes] (+)= the products of CHAINS * steps inputs with as many rows of weights, `pitch` bytes apart, for `abreast` x."""
@@ -84,14 +87,14 @@ def _in(widened, lanes: int, abreast: int):
     return run
 
 
-def _out(widened, item: int, lanes: int, vectors: int, abreast: int):
+def _out(widened: Callable, item: int, abreast: int, lanes: int, vectors: int):
     @intrinsic
-    def run(typingctx, thin, apart, weights, pitch, rank, out, out_apart):
-        """out[c, :vectors * lanes] += thin[c, :rank] @ weights, rows of which are `pitch` bytes apart, for `abreast` of thin."""
+    def run(typingctx, thin, apart, weights, pitch, rank, out, out_apart, warm):
+        """out[c, :vectors * lanes] (+)= thin[c, :rank] @ weights, rows of which are `pitch` bytes apart, for `abreast` of thin."""
         floats = ir.VectorType(FLOAT, lanes)
 
         def codegen(context, builder, signature, args):
-            thin, apart, weights, pitch, rank, out, out_apart = args
+            thin, apart, weights, pitch, rank, out, out_apart, warm = args
             columns = [builder.add(thin, builder.mul(apart, I64(c))) for c in range(abreast)]
             loop = Loop(builder, rank, [weights, *[constant(floats, 0.0)] * (vectors * abreast)], "ranks")
             row, *sums = loop.values
@@ -104,18 +107,20 @@ def _out(widened, item: int, lanes: int, vectors: int, abreast: int):
             for c in range(abreast):
                 to = builder.add(out, builder.mul(out_apart, I64(c)))
                 for v in range(vectors):
-                    _add_to(builder, sums[vectors * c + v], offset(builder, to, 4 * lanes * v), I64(1))
+                    _add_to(builder, sums[vectors * c + v], offset(builder, to, 4 * lanes * v), warm)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 7), codegen
+        return types.void(*[types.int64] * 8), codegen
 
     return run
 
 
-def _step_in(lanes: int):
-    """A strip of `lanes` ranks for all tokens of a group."""
+def _step(make: Callable[[Callable, int, int], object]):
+    """A strip of outputs for all tokens of a group, of whatever type the weights are stored as; `make` makes the loop for one type and so
+    many tokens."""
     (half_all, half_one), (brain_all, brain_one), (full_all, full_one) = (
-        [_in(widened, lanes, abreast) for abreast in (ABREAST, 1)] for widened in (widen_f16, widen_bf16, plain_f32))
+        [make(widened, item, abreast) for abreast in (ABREAST, 1)]
+        for widened, item in ((widen_f16, 2), (widen_bf16, 2), (plain_f32, 4)))
 
     @inlined()
     def run(dtype, tokens, x, apart, weights, pitch, steps, out, out_apart, warm):
@@ -141,38 +146,8 @@ def _step_in(lanes: int):
     return run
 
 
-def _step_out(lanes: int, vectors: int):
-    """A strip of `vectors` times `lanes` outputs for all tokens of a group."""
-    (half_all, half_one), (brain_all, brain_one), (full_all, full_one) = (
-        [_out(widened, item, lanes, vectors, abreast) for abreast in (ABREAST, 1)]
-        for widened, item in ((widen_f16, 2), (widen_bf16, 2), (plain_f32, 4)))
-
-    @inlined()
-    def run(dtype, tokens, thin, apart, weights, pitch, rank, out, out_apart):
-        t = int64(0)
-        while t < tokens:
-            at, to, all_ = thin + t * apart, out + t * out_apart, tokens - t >= ABREAST
-            if dtype == BF16:
-                if all_:
-                    brain_all(at, apart, weights, pitch, rank, to, out_apart)
-                else:
-                    brain_one(at, apart, weights, pitch, rank, to, out_apart)
-            elif dtype == F16:
-                if all_:
-                    half_all(at, apart, weights, pitch, rank, to, out_apart)
-                else:
-                    half_one(at, apart, weights, pitch, rank, to, out_apart)
-            elif all_:
-                full_all(at, apart, weights, pitch, rank, to, out_apart)
-            else:
-                full_one(at, apart, weights, pitch, rank, to, out_apart)
-            t += ABREAST if all_ else 1
-
-    return run
-
-
-_wide_in, _short_in = _step_in(VECTOR), _step_in(NARROWEST)
-_wide_out, _short_out = _step_out(VECTOR, 4), _step_out(NARROWEST, 1)
+_wide_in, _short_in = _step(partial(_in, lanes=VECTOR)), _step(partial(_in, lanes=NARROWEST))
+_wide_out, _short_out = _step(partial(_out, lanes=VECTOR, vectors=4)), _step(partial(_out, lanes=NARROWEST, vectors=1))
 
 
 @inlined()
@@ -259,10 +234,10 @@ def _run_out(a, m, here, thin, begin, rows, out):
     pitch, apart, weights = a[m + ROWS] * item, 4 * a[m + OUT_STRIDE], a[m + WEIGHT] + item * begin
     first = int64(0)
     while rows - first >= 4 * VECTOR:
-        _wide_out(dtype, here, thin, 4 * rank, weights + item * first, pitch, rank, out + 4 * first, apart)
+        _wide_out(dtype, here, thin, 4 * rank, weights + item * first, pitch, rank, out + 4 * first, apart, 1)
         first += 4 * VECTOR
     while rows - first >= NARROWEST:
-        _short_out(dtype, here, thin, 4 * rank, weights + item * first, pitch, rank, out + 4 * first, apart)
+        _short_out(dtype, here, thin, 4 * rank, weights + item * first, pitch, rank, out + 4 * first, apart, 1)
         first += NARROWEST
     for row in range(first, rows):
         for t in range(here):
