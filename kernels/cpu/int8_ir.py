@@ -21,6 +21,7 @@ from llvmlite import ir
 
 from ..compile import cpu_features
 from ..deferred import cgutils, inlined
+from ..target import target
 from ..tiles import PLANES, ROWS
 from .intrinsics import F32, I16, I32, I64
 
@@ -45,6 +46,8 @@ PIECES = 64 // WIDTH  # vectors of a quad
 LANES = WIDTH // 4  # rows of a piece
 BYTES, WORDS, FLOATS = ir.VectorType(I8, WIDTH), ir.VectorType(I32, LANES), ir.VectorType(F32, LANES)
 HALVES = ir.VectorType(I16, WIDTH // 2)
+# Which cache the next page is asked into. A Zen 4's first level has 32 KiB, and what it waits for there holds up what is needed now.
+NEXT_PAGE = 2 if target()[0] == "znver4" else 3
 SPLIT_SEEDS = INSTRUCTION_SET == "avx2"
 OFFSET_WHEN_WIDE = SPLIT_SEEDS or NEON  # where bytes are multiplied as signed ones
 SIX_BITS = INSTRUCTION_SET == "avx512" and "avx512vbmi" in cpu_features()  # is there a lookup that takes six bits of a byte as they are?

@@ -24,6 +24,7 @@ from .int8_ir import (
     I8,
     INSTRUCTION_SET,
     LANES,
+    NEXT_PAGE,
     OFFSET_WHEN_WIDE,
     PIECES,
     WIDTH,
@@ -219,7 +220,7 @@ def by_width(builder: ir.IRBuilder, bits: ir.Value, most: int, carried: list[ir.
     return merged
 
 
-def ask_part(builder: ir.IRBuilder, address: ir.Value, part: int, parts: int, lines: int = LINES, nearness: int = 3) -> None:
+def ask_part(builder: ir.IRBuilder, address: ir.Value, part: int, parts: int, lines: int = LINES, nearness: int = NEXT_PAGE) -> None:
     """One of `parts` shares of some cache lines: all at once would keep what is needed now waiting behind them."""
     first, last = (lines * each // parts for each in (part, part + 1))
     ask(builder, offset(builder, address, 64 * first), 64 * (last - first), nearness)

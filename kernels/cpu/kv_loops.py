@@ -18,6 +18,7 @@ from .int8_ir import (
     FLOATS,
     I8,
     LANES,
+    NEXT_PAGE,
     PIECES,
     WIDTH,
     WORDS,
@@ -363,7 +364,7 @@ def prefetch(typingctx, address, nbytes):
     def codegen(context, builder, signature, args):
         address, nbytes = args
         at, _, finish = loop(builder, nbytes, 64, [])
-        ask(builder, builder.add(address, at), 64)
+        ask(builder, builder.add(address, at), 64, NEXT_PAGE)
         finish([])
         return context.get_dummy_value()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from ..deferred import inlined, intrinsic, types
 from ..layout import F32, PAGE
 from .inner_loops import FLOATS, LOW_ROWS, VECTOR, plain_f32, widen_f16
-from .int8_ir import ask, function, in_register, load, offset, splat, store
+from .int8_ir import NEXT_PAGE, ask, function, in_register, load, offset, splat, store
 from .intrinsics import F32 as SINGLE
 from .intrinsics import I64, f32_at
 
@@ -39,7 +39,7 @@ def _tile(widen, item: int, rows: int, vectors: int, row_step: int, depth_step: 
             builder.position_at_end(loop)
             left, factors, source, wanted = (builder.phi(I64) for _ in range(4))
             sums = [builder.phi(FLOATS) for _ in range(rows * vectors)]
-            ask(builder, wanted, nbytes)
+            ask(builder, wanted, nbytes, NEXT_PAGE)
             updated = []
             for part in range(vectors):
                 own, value = in_register(builder, factors), widen(builder, offset(builder, source, item * VECTOR * part))
