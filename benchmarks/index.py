@@ -101,6 +101,12 @@ def depth(tokens: int) -> Table:
         "q4_0, flash attention": ("deep llama.cpp q4_0, flash attention", rounded)}, "--kv", ("4bit", "8bit", "16bit"))
 
 
+def attention(heads: str, name: str) -> Table:
+    return Table(f"Attention over packed pages, 16,384 tokens, {heads}", name, {
+        "a layer, ms": ("ms_*", rounded), "of the read roof": ("roof_*", percent), "against 16 bits": ("against_raw_*", times),
+        "sealing a page, ms": ("seal_*", rounded)}, "--kv", ("4bit", "8bit", "3bit", "2bit", "16bit"))
+
+
 TABLES = (
     Table("A 1.1B shape beside llama.cpp", r"compare-llamacpp(?!.*olmoe).*", SPEEDS, "bits", ("4", "3", "2", "8")),
     Table("The shape of Llama 3 8B at 4 bits", r"compare-llamacpp(?!.*olmoe).*", {
@@ -118,9 +124,8 @@ TABLES = (
         "time": ("quantize_ratio", times), "s": ("quantize_effllm_s", rounded), "peak, MB": ("quantize_effllm_peak_mb", rounded),
         "its peak, MB": ("quantize_q4_k_m_peak_mb", rounded)}),
     *map(depth, DEPTHS),
-    Table("Attention over packed pages, 16,384 tokens", r"kv-kernels", {
-        "a layer, ms": ("ms_*", rounded), "of the read roof": ("roof_*", percent), "against 16 bits": ("against_raw_*", times),
-        "sealing a page, ms": ("seal_*", rounded)}, "--kv", ("4bit", "8bit", "3bit", "2bit", "16bit")),
+    attention("32 query and 4 KV heads of 64", r"kv-kernels"),
+    attention("32 query and 8 KV heads of 128", r"kv-kernels-32-8-128"),
     Table("Damage of a packed cache with its profile, beside the best block format of llama.cpp, rotated, and KIVI", r"kv-quality", {
         "KL divergence": ("kld_*", times), "flips": ("flips_*", times)}, "bits and peer", (
             "8_block", "5_block", "4_block", "4_kivi", "3_kivi", "2_kivi")),

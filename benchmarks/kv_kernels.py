@@ -5,12 +5,13 @@ Attention: 32 query and 4 KV heads of 64 (TinyLlama's), 16,384 tokens a layer, g
 pages, so that no page is still in a cache. Widths, raw pages and the roof take turns in every round; figures are medians over rounds.
 Sealing: one page of 22 layers, from 16-bit slots, headers and checksums included.
 
-    python benchmarks/kv_kernels.py [--bits 10 8 6 5 4 3 2] [--threads N] [--quick] [--no-results]
+    python benchmarks/kv_kernels.py [--heads 32 8 128] [--bits 10 8 6 5 4 3 2] [--threads N] [--quick] [--no-results]
 """
 
 import argparse
 import time
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,24 +28,35 @@ from effllm.runtime.cache_made import open_cache
 from effllm.runtime.cache_shape import AttnSpec, CacheShape
 from report import GIB, Figure, publish
 
-HEADS, KV_HEADS, HEAD_DIM, TOKENS, LAYERS = 32, 4, 64, 16384, 22
-INTRO = ("One token, 32 query and 4 KV heads of 64, 16,384 tokens, layers in turn over a gigabyte of pages; random keys and values, the "
+TOKENS, LAYERS = 16384, 22
+INTRO = ("One token, {} query and {} KV heads of {}, 16,384 tokens, layers in turn over a gigabyte of pages; random keys and values, the "
          "same bits in every head. Roof: a load-only kernel over 1 GiB with the same threads, in the same round.")
 
 
-def opened(pool: ThreadPool, kv: str, layers: int) -> KVCache:
+class Heads(NamedTuple):
+    """Of a layer: queries, keys and values, numbers of each."""
+
+    queries: int
+    kv: int
+    dim: int
+
+
+SHAPE = Heads(32, 4, 64)
+
+
+def opened(pool: ThreadPool, kv: str, layers: int, heads: Heads = SHAPE) -> KVCache:
     form = PackedFormat(10, 10) if kv == "10bit" else codec(kv)  # 10 bits are for profiles to give, not to be asked for
     shape = CacheShape(TOKENS, sink=64, window=128, chunk=PAGE)
-    ops = CpuOps(pool, Dims(HEADS * HEAD_DIM, HEADS, KV_HEADS, HEAD_DIM, 64, 64, PAGE, TOKENS, 1, packed_kv=form.is_packed))
-    return open_cache([ops] * layers, [AttnSpec(HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM**-0.5)] * layers, form, shape)
+    ops = CpuOps(pool, Dims(heads.queries * heads.dim, *heads, 64, 64, PAGE, TOKENS, 1, packed_kv=form.is_packed))
+    return open_cache([ops] * layers, [AttnSpec(*heads, heads.dim**-0.5)] * layers, form, shape)
 
 
-def filled(cache: KVCache, layers: int) -> list[float]:
+def filled(cache: KVCache, layers: int, heads: Heads = SHAPE) -> list[float]:
     """Fill every layer with the same random pages, all but the last token; seconds that each page took to seal in all layers."""
     rng, sealing = np.random.default_rng(0), []
     for piece in cache.pieces(TOKENS - 1):
         cache.begin(piece)
-        k, v = (rng.standard_normal((piece, KV_HEADS * HEAD_DIM), np.float32) for _ in range(2))
+        k, v = (rng.standard_normal((piece, heads.kv * heads.dim), np.float32) for _ in range(2))
         for layer in range(layers):
             pages = cache.layer(layer).pages
             pages.write(k, v, cache.step.slots, cache.step.rows)
@@ -57,23 +69,24 @@ def filled(cache: KVCache, layers: int) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--heads", nargs=3, type=int, default=SHAPE, metavar=("QUERIES", "KV", "DIM"))
     parser.add_argument("--bits", nargs="+", default=["10", "8", "6", "5", "4", "3", "2"])
     parser.add_argument("--threads", type=int, default=cpu_threads())
     parser.add_argument("--quick", action="store_true", help="a quarter of the pages and fewer rounds")
     parser.add_argument("--no-results", action="store_true", help="print, keep nothing")
     options = parser.parse_args()
-    pool = ThreadPool(options.threads)
+    pool, heads = ThreadPool(options.threads), Heads(*options.heads)
     names = [f"{bits}bit" for bits in options.bits] + ["16bit"]
     caches, sealing, sizes = {}, {}, {}
     for name in names:
-        page = sum(each.layout(KV_HEADS, HEAD_DIM).layer_page_nbytes for each in opened(pool, name, 1).codecs)
+        page = sum(each.layout(heads.kv, heads.dim).layer_page_nbytes for each in opened(pool, name, 1, heads).codecs)
         layers = max(2, GIB // (page * TOKENS // PAGE) // (4 if options.quick else 1))
-        cache = caches[name] = opened(pool, name, layers)
-        sealing[name] = [1e3 * seconds * LAYERS / layers for seconds in filled(cache, layers)]
+        cache = caches[name] = opened(pool, name, layers, heads)
+        sealing[name] = [1e3 * seconds * LAYERS / layers for seconds in filled(cache, layers, heads)]
         cache.begin(1)
         sizes[name] = cache.sealed * page
 
-    q = np.random.default_rng(1).standard_normal((1, HEADS * HEAD_DIM), np.float32)
+    q = np.random.default_rng(1).standard_normal((1, heads.queries * heads.dim), np.float32)
     buffer, rates, shares = anonymous(GIB), {name: [] for name in names}, {name: [] for name in names}
     buffer[:] = 1
     for _ in range(3 if options.quick else 7):
@@ -97,7 +110,8 @@ def main() -> None:
                     Figure(f"roof_{name}", f"--kv {name}", "of the read roof", median(shares[name]), "x")]
         if name != "16bit":
             figures.append(Figure(f"seal_{name}", f"--kv {name}", f"sealing a page of {LAYERS} layers", median(sealing[name]), "ms"))
-    publish("kv-kernels", "Kernels of packed caches", INTRO, figures, keep=not options.no_results)
+    name = "kv-kernels" if heads == SHAPE else f"kv-kernels-{heads.queries}-{heads.kv}-{heads.dim}"
+    publish(name, "Kernels of packed caches", INTRO.format(*heads), figures, keep=not options.no_results)
 
 
 if __name__ == "__main__":

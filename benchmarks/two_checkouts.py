@@ -10,7 +10,7 @@ and the conditions say from where to where.
     python benchmarks/two_checkouts.py /somewhere/effllm [--model DIR] [--tokens 1 2 4 8 16] [--depth N] [--kv BITS] [--rounds 25]
 
 The other side is this checkout; both folders have to be called `effllm`. NUMBA_CPU_NAME and NUMBA_CPU_FEATURES force another instruction
-set on both. Without `--model` it takes the random weights of 4 bits that compare_llamacpp.py makes.
+set on both. `--model` takes a folder or random weights in memory, `synthetic:SHAPE:BITS`; without it both have TinyLlama's shape at 4 bits.
 """
 
 import argparse
@@ -19,8 +19,6 @@ import subprocess
 import sys
 from pathlib import Path
 from statistics import median
-
-from platformdirs import user_cache_path
 
 from effllm.offload.hardware import cpu_threads
 from llamacpp_sides import CTX
@@ -65,9 +63,9 @@ INTRO = "Passes of one model by two checkouts that take turns in every round. Ra
 class Side:
     """One checkout's process."""
 
-    def __init__(self, checkout: Path, model: Path, threads: int, depth: int, ctx: int, kv: str) -> None:
+    def __init__(self, checkout: Path, model: str, threads: int, depth: int, ctx: int, kv: str) -> None:
         numbers = map(str, (threads, PROMPT, depth, TURN, ctx))
-        command = [sys.executable, "-c", SIDE, str(HERE), str(model), *numbers, kv]
+        command = [sys.executable, "-c", SIDE, str(HERE), model, *numbers, kv]
         self._child = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(checkout.parent)}, stdin=subprocess.PIPE,
                                        stdout=subprocess.PIPE, text=True)
         if self._child.stdout.readline() != "ready\n":
@@ -95,7 +93,7 @@ class Side:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("other", type=Path)
-    parser.add_argument("--model", type=Path, default=user_cache_path("effllm") / "benchmarks" / "random-tinyllama-1.1b" / "own-4bit")
+    parser.add_argument("--model", default="synthetic:tinyllama-1.1b:4", help="a folder, or random weights: synthetic:SHAPE:BITS")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--depth", type=int, default=0, help="tokens before the passes (default: a few)")
     parser.add_argument("--kv", default="16bit")
@@ -110,7 +108,8 @@ def main() -> None:
     described = subprocess.run(["git", "describe", "--always", "--abbrev=10"], cwd=other, capture_output=True, text=True, check=True)
     before = described.stdout.strip()
     ctx = options.depth + (options.rounds + 1) * TURN * max(options.tokens) if options.depth else max(CTX, max(options.tokens) + 1)
-    sides = [Side(each, options.model.resolve(), options.threads, options.depth, ctx, options.kv) for each in (other, HERE.parent)]
+    model = options.model if options.model.startswith("synthetic:") else str(Path(options.model).resolve())
+    sides = [Side(each, model, options.threads, options.depth, ctx, options.kv) for each in (other, HERE.parent)]
     figures, target = [], f", for {os.environ['NUMBA_CPU_NAME']}" if "NUMBA_CPU_NAME" in os.environ else ""
     for tokens in options.tokens:
         if options.depth:
@@ -120,7 +119,7 @@ def main() -> None:
         rounds = [[seconds for seconds, _ in turn] for turn in turns]
         first, last = turns[0][0][1], turns[-1][0][1] + TURN * tokens
         where = f"{f', at depths of {first} to {last} tokens' if options.depth else ''}, --kv {options.kv}"
-        conditions = f"{options.model.name}, {options.threads} threads, {options.rounds} rounds{where}{target}"
+        conditions = f"{Path(model).name}, {options.threads} threads, {options.rounds} rounds{where}{target}"
         figures += [Figure(f"ratio_{tokens}", f"{tokens} tokens, against {before}", conditions, median(a / b for a, b in rounds), "×"),
                     Figure(f"before_{tokens}", f"{tokens} tokens, {before}", conditions, 1e3 * median(a for a, _ in rounds), "ms"),
                     Figure(f"after_{tokens}", f"{tokens} tokens, this one", conditions, 1e3 * median(b for _, b in rounds), "ms")]
