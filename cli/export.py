@@ -28,8 +28,8 @@ Format = Annotated[Literal["gguf", "compressed-tensors"] | None,
                    flag(FORMAT, "--format", "gguf|compressed-tensors", "for llama.cpp and its kin, or for transformers and vLLM (gguf)")]
 Type = Annotated[str | None, flag(FORMAT, "--type", "F16|Q8_0|Q4_0|INT8|INT4",
                                   "precision of the matrices (F16); the integers are those of compressed-tensors (INT4)")]
-Lora = Annotated[str | None, flag(FORMAT, "--lora", "DIR", "merge a LoRA adapter into the model: a folder as the model's comes of it",
-                                    "export")]
+Lora = Annotated[str | None, flag(FORMAT, "--lora", "ADAPTER", "merge a LoRA adapter, a folder or a GGUF file, into the model: a folder as "
+                                  "the model's comes of it", "export")]
 Force = Annotated[bool, flag(OUTPUT, "--force", "", "replace a GGUF file", "export")]
 
 

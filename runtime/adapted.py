@@ -26,6 +26,8 @@ from ..offload.header import is_gguf, shown
 from ..quant.weight import Linear, Lora, Weight, from_f32, to_f32
 from . import families
 from .adapter import DAMAGED, HEAD, MLX, PEFT, STATED, TABLE, Adapter, Delta
+from .adapter_places import places
+from .parted_rows import TURNED_OVER
 
 if TYPE_CHECKING:
     from .config import ModelConfig
@@ -130,15 +132,6 @@ def _sum(first: tuple[Weight, Weight], second: tuple[Weight, Weight]) -> tuple[W
     return tuple(_kept(np.concatenate([own.to_f32() for own in pair], axis)) for axis, pair in enumerate(zip(first, second, strict=True)))
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Rows of a weight, as an adapter names it, that are the matrix of a role: of (layer, role), from `first` on, `rows` of them."""
-
-    key: tuple[int | str, str]
-    first: int
-    rows: int
-
-
 def _parsed(asked: str) -> tuple[Path, float]:
     """The folder or file, and how much of it: ADAPTER:0.5 is half. Raises UsageError for one that is not there."""
     path, scale = Path(os.path.expanduser(asked)), 1.0
@@ -153,43 +146,23 @@ def _parsed(asked: str) -> tuple[Path, float]:
     return path, scale
 
 
-def _places(config: ModelConfig, tensors: Mapping[int | str, Mapping[str, ModelTensor]],
-            usual: bool = False) -> dict[str, tuple[tuple[int, int], list[_Place]]]:
-    """The weights of the layers by name: their shapes, and what they are. One that is stored as several roles has all of them. `usual`:
-    by the names of the family, not by those that they have in these files."""
-    found: dict[str, tuple[tuple[int, int], list[_Place]]] = {}
-    family = families.get(config.family)
-    for layer in range(config.num_hidden_layers):
-        rules = family.layer_tensors(config, layer)
-        for role, tensor in tensors[layer].items():
-            if not tensor.is_matrix:
-                continue
-            whole = _Place((layer, role), 0, tensor.shape[0])
-            found[rules[role].name if usual and role in rules else tensor.name] = tensor.shape, [whole]
-            if role in rules and (part := rules[role].part_of) is not None:
-                name, first, rows = part
-                shape = rows, tensor.shape[1]
-                found.setdefault(name, (shape, []))[1].append(_Place((layer, role), first, tensor.shape[0]))
-    return found
-
-
 def _read(path: Path, config: ModelConfig, tensors: Mapping[int | str, Mapping[str, ModelTensor]],
           ) -> Iterator[tuple[tuple[int | str, str], tuple[Weight, Weight]]]:
     """What one adds, a role after the other: of all of them there is never more than what is kept."""
-    places, changes = _places(config, tensors, is_gguf(path)), False
-    for name, delta in _deltas(path, config, {name: shape for name, (shape, _) in places.items()}):
+    known, changes = places(config, tensors, is_gguf(path)), False
+    for name, delta in _deltas(path, config, {name: shape for name, (shape, _) in known.items()}):
         changes = True
         if delta.lengths is not None:
             raise CheckpointError(f"{path} gives rows of {shown(name)} lengths (DoRA), which is not done beside a model", MERGES)
-        for place in places[name][1] if name in places else [None]:
+        for place in known[name][1] if name in known else [None]:
             if place is None or place.key[1] not in BESIDE:
                 raise CheckpointError(f"{path} changes {shown(name)}, beside which nothing is added as a model runs", MERGES)
             with np.errstate(over="ignore"):
-                b = np.float32(delta.scale) * delta.b[place.first : place.first + place.rows]
+                b = np.float32(delta.scale) * place.of_role(delta.b)
             if not np.isfinite(b).all():
                 raise CheckpointError(f"{path}: infinity comes of its scale for {shown(name)}", DAMAGED)
             more = -len(delta.a) % RANK_MULTIPLE
-            yield place.key, (_kept(np.pad(delta.a, ((0, more), (0, 0)))), _kept(np.pad(b, ((0, 0), (0, more)))))
+            yield place.key, (_kept(np.pad(place.into_role(delta.a), ((0, more), (0, 0)))), _kept(np.pad(b, ((0, 0), (0, more)))))
     if not changes:
         raise CheckpointError(f"{path} changes no weight", "look at what it holds: its training may not have been saved")
 
@@ -200,7 +173,7 @@ def _deltas(path: Path, config: ModelConfig, shapes: Mapping[str, tuple[int, int
 
         yield from gguf_deltas(path, config, shapes)
         return
-    own = Adapter.open(path)
+    own = Adapter.open(path, config.family in TURNED_OVER)
     with own.store:
         yield from own.deltas(shapes | _outer(config))
         if whole := own.brought:
@@ -210,7 +183,9 @@ def _deltas(path: Path, config: ModelConfig, shapes: Mapping[str, tuple[int, int
 def _outer(config: ModelConfig) -> dict[str, tuple[int, int]]:
     """What surrounds the layers, by the names that adapters have for it, so that one which changes it is told what stands for that."""
     shape = config.vocab_size, config.hidden_size
-    return {f"{HEAD}.weight": shape, f"model.{TABLE}.weight": shape}
+    rules = families.get(config.family).outer_tensors(config).values()
+    own = {name: rule.shape for rule in rules for name in (rule.name, *rule.also) if len(rule.shape) == 2}
+    return {f"{HEAD}.weight": shape, f"model.{TABLE}.weight": shape} | own
 
 
 def _kept(values: np.ndarray) -> Weight:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from .config_reader import MOST, read_json
 
 PEFT, MLX = "adapter_model.safetensors", "adapters.safetensors"
 DAMAGED = "the adapter is damaged: download it again"
-HEAD, TABLE = "lm_head", "embed_tokens"
+HEAD, TABLE, FAN_IN = "lm_head", "embed_tokens", "fan_in_fan_out"
 ENDINGS = {"lora_A": "a", "lora_B": "b", "lora_a": "a", "lora_b": "b", "lora_magnitude_vector": "m", "lora_embedding_A": "a",
            "lora_embedding_B": "b", "m": "m"}
 # Of adapter_config.json: what changes what the matrices mean, and is not computed here.
@@ -62,8 +62,9 @@ class Delta:
 class Adapter:
     """A folder with an adapter. Open one with `Adapter.open`."""
 
-    def __init__(self, store: TensorStore, stated: Mapping[str, object], is_mlx: bool) -> None:
+    def __init__(self, store: TensorStore, stated: Mapping[str, object], is_mlx: bool, tables: Collection[str] = ()) -> None:
         self.store, self.stated, self._is_mlx = store, stated, is_mlx
+        self._tables = {TABLE, *tables}
         self._parts: dict[str, dict[str, TensorInfo]] = {}  # module -> a, b, m
         self._others: list[TensorInfo] = []
         for name, info in store.tensors.items():
@@ -77,19 +78,21 @@ class Adapter:
                 self._others.append(info)
 
     @classmethod
-    def open(cls, folder: Path) -> Adapter:
-        """Read the headers and the config of an adapter. Raises CheckpointError, UsageError."""
+    def open(cls, folder: Path, turned_over: bool = False, tables: Collection[str] = ()) -> Adapter:
+        """Read the headers and the config of an adapter. `turned_over`: of a model that is stored inputs before outputs, of which PEFT says
+        so as well; its matrices lie as of any other. `tables`: what else the model's embeddings are called. Raises CheckpointError,
+        UsageError."""
         if not folder.is_dir():
-            raise UsageError(f"--lora: {folder} is no folder", f"a folder with {STATED} and {PEFT}")
+            raise UsageError(f"--lora: {folder} is no folder", f"a folder with {STATED} and {PEFT}, or a GGUF file")
         path = next((folder / name for name in (PEFT, MLX) if (folder / name).is_file()), None)
         if path is None or not (folder / STATED).is_file():
             pickled = "; weights in a pickle are not opened" if (folder / "adapter_model.bin").exists() else ""
             raise UsageError(f"--lora: {folder} holds no LoRA adapter{pickled}", f"{STATED} beside {PEFT} (PEFT) or {MLX} (mlx-lm)")
         stated, is_mlx = read_json(folder / STATED), path.name == MLX
-        _demand_known(stated, folder, is_mlx)
+        _demand_known(stated if not turned_over else {**stated, FAN_IN: False}, folder, is_mlx)
         store = TensorStore.of_file(path)
         try:
-            return cls(store, stated, is_mlx)
+            return cls(store, stated, is_mlx, tables)
         except CheckpointError:
             store.close()
             raise
@@ -102,13 +105,13 @@ class Adapter:
     def tie(self) -> None:
         """The model's embeddings are its head: both have to be trained as one. Raises CheckpointError where they were not."""
         whole = {_whole(info.name): info for info in self._others}
-        tables, heads = ([info for name, info in whole.items() if part in name] for part in (TABLE, HEAD))
+        tables, heads = ([info for name, info in whole.items() if is_one(name)] for is_one in (self._is_table, _is_head))
         if self.stated.get("ensure_weight_tying"):  # what is said of the head says the same
             self._parts = {module: parts for module, parts in self._parts.items() if HEAD not in module}
             if tables:
                 self._others = [info for info in self._others if info not in heads]
-        elif not self._is_mlx and (tables or any(TABLE in module for module in self._parts)):
-            same = tables and heads and not any(part in module for module in self._parts for part in (TABLE, HEAD))
+        elif not self._is_mlx and (tables or any(map(self._is_table, self._parts))):
+            same = tables and heads and not any(self._is_table(module) or _is_head(module) for module in self._parts)
             if not same or not np.array_equal(self._values(tables[0]), self._values(heads[0])):
                 self._refuse("changes the embeddings and not the head in the same way, which in this model are one matrix",
                              "train with ensure_weight_tying, or merge with the program that trained it, which gives the model a head")
@@ -143,13 +146,16 @@ class Adapter:
         """What the adapter brings whole, by names of the tensors whose place it takes. Raises CheckpointError where it does not fit."""
         found, names = {}, {_whole(own.name): own for own in self._others}
         for name, own in names.items():
-            if HEAD in name and name not in shapes and any(TABLE in other for other in names):
+            if HEAD in name and name not in shapes and any(map(self._is_table, names)):
                 continue  # the embeddings, which come as well, are the head
             changed = self._weight(shapes, name)
             if tuple(own.shape) != tuple(shapes[changed]):
                 self._refuse(f"brings {shown(name)} of shape {list(own.shape)}, in the model it is {list(shapes[changed])}")
             found[changed] = own
         return found
+
+    def _is_table(self, name: str) -> bool:
+        return not self._tables.isdisjoint(name.removesuffix(".weight").split("."))
 
     def _values(self, info: TensorInfo) -> np.ndarray:
         values = floats(self.store.read(info), info).reshape(info.shape)
@@ -158,17 +164,8 @@ class Adapter:
         return values
 
     def _weight(self, shapes: Mapping[str, tuple[int, ...]], name: str) -> str:
-        """The model's tensor of that name, or the only one whose name ends alike from the layers on: parts of a larger model are named
-        otherwise in files than in programs."""
-        if name in shapes:
-            return name
-        tail = name[name.find("layers.") :] if "layers." in name else name.rpartition(".")[0].rpartition(".")[2] + ".weight"
-        said = _words(name, tail)
-        alike = [other for other in shapes if (other.endswith("." + tail) or other == tail)
-                 and {*filter(str.isdigit, _words(other, tail))} == {*filter(str.isdigit, said)}]
-        if len(alike) > 1:  # layers of text and of images: the part is told by the words before, in whatever order
-            near = [len(said & (words := _words(other, tail))) - len(said ^ words) for other in alike]
-            alike = [other for other, score in zip(alike, near) if score == max(near)]
+        """The model's tensor of that name. Raises CheckpointError for none."""
+        alike = named_alike(shapes, name)
         if len(alike) != 1:
             tied = "the embeddings of this model are its head as well" if HEAD in name else "is it the model that it was made for?"
             self._refuse(f"changes {shown(name)}, which the model does not have", tied)
@@ -193,6 +190,25 @@ class Adapter:
         base = self.stated.get("base_model_name_or_path" if not self._is_mlx else "model")
         named = f"{hint}{'' if hint.endswith('?') else ';'} it names {shown(base)}" if isinstance(base, str) and base else hint
         raise CheckpointError(f"{self.store.folder} {why}", named)
+
+
+def named_alike(names: Collection[str], name: str) -> list[str]:
+    """That of `names`, or those whose name ends alike from the layers on: parts of a larger model are named otherwise in files than in
+    programs. One, where it is told which is meant."""
+    if name in names:
+        return [name]
+    tail = name[name.find("layers.") :] if "layers." in name else name.rpartition(".")[0].rpartition(".")[2] + ".weight"
+    said = _words(name, tail)
+    alike = [other for other in names if (other.endswith("." + tail) or other == tail)
+             and {*filter(str.isdigit, _words(other, tail))} == {*filter(str.isdigit, said)}]
+    if len(alike) > 1:  # layers of text and of images: the part is told by the words before, in whatever order
+        near = [len(said & (words := _words(other, tail))) - len(said ^ words) for other in alike]
+        alike = [other for other, score in zip(alike, near) if score == max(near)]
+    return alike
+
+
+def _is_head(name: str) -> bool:
+    return HEAD in name
 
 
 def _words(name: str, tail: str) -> set[str]:
@@ -234,8 +250,8 @@ def _demand_known(stated: Mapping[str, object], folder: Path, is_mlx: bool) -> N
             refuse(f"alpha_pattern {shown(pattern)} might take hours to compare")
     if (began := stated.get("init_lora_weights")) not in BEGINNINGS:
         refuse(f"weights of the model were changed before the training (init_lora_weights = {began!r})")
-    if stated.get("fan_in_fan_out"):
-        refuse("weights that lie the other way round (fan_in_fan_out)")
+    if stated.get(FAN_IN):
+        refuse(f"weights that lie the other way round ({FAN_IN})")
     if stated.get("bias", "none") != "none":
         refuse(f"biases that were trained (bias = {stated['bias']!r})")
     for key, what in REFUSED.items():

@@ -1,7 +1,7 @@
 """A LoRA adapter merged into the model that it was made for: a folder as the model's, with other weights.
 
-What it changes (`adapter.py`) is computed in float32 and rounded once, to what the weight was stored as. Tensors lie in files of the same
-names as before, and one is written some rows at a time.
+What it changes (`merge_changes.py`) is computed in float32 and rounded once, to what the weight was stored as. Tensors lie in files of the
+same names as before, and one is written some rows at a time.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,12 +22,13 @@ from ..offload.header import TensorInfo, is_gguf
 from ..offload.shards import PlannedFile
 from ..offload.writer import FolderWriter
 from ..quant.weight import from_f32
-from .adapter import Adapter, Delta, floats
+from .adapter import floats
 from .config import read_config
 from .container import read_container
 from .convert import check_space, check_target, copied
 from .events import Notice, Progress
 from .hub import PIECES, RANKS
+from .merge_changes import Changes, changes
 from .source import is_rounded
 
 MARKER, INDEX = "config.json", "model.safetensors.index.json"
@@ -48,7 +50,7 @@ class Merged:
 
 
 def merge(source: Path, adapter: Path, out: Path) -> Iterator[Progress | Notice | Merged]:
-    """Write the model in `source` with the adapter in `adapter` as the folder `out`; the result comes last.
+    """Write the model in `source` with the adapter in `adapter`, a folder or a GGUF file, as the folder `out`; the result comes last.
 
     Raises UsageError where `out` exists, the model is quantized or no folder, and CheckpointError where the two do not fit.
     """
@@ -58,13 +60,11 @@ def merge(source: Path, adapter: Path, out: Path) -> Iterator[Progress | Notice 
     if is_gguf(source) or read_container(source) is not None or is_rounded(source):
         raise UsageError(f"an adapter is merged into a folder of 16-bit weights, and {source} is quantized, or a GGUF file",
                          "take the original checkpoint; effllm quantize makes what comes of it small")
-    own = Adapter.open(adapter)
-    with own.store, TensorStore.open(source) as store:
-        if config.tie_word_embeddings:
-            own.tie()
-        shapes = {name: info.shape for name, info in store.tensors.items()}
-        deltas, whole = dict(own.deltas(shapes)), own.replaced(shapes)
-        if not deltas and not whole:
+    with ExitStack() as opened:
+        store = opened.enter_context(TensorStore.open(source))
+        own = changes(adapter, source, config, store.tensors)
+        opened.enter_context(own.store)
+        if not own.deltas and not own.whole:
             raise CheckpointError(f"{adapter} changes no weight", "look at what it holds: its training may not have been saved")
         files = _files(store)
         sizes = sum(file.size for file in files)
@@ -75,7 +75,7 @@ def merge(source: Path, adapter: Path, out: Path) -> Iterator[Progress | Notice 
             done, total = 0, sum(info.nbytes for info in store.tensors.values())
             for name, info in store.tensors.items():
                 if name not in writer.finished:
-                    _write(store, own, writer, info, deltas.get(name), whole.get(name))
+                    _write(store, own, writer, info)
                 done += info.nbytes
                 yield Progress("merging", done, total, "bytes", name)
             store.check_unchanged()
@@ -89,7 +89,7 @@ def merge(source: Path, adapter: Path, out: Path) -> Iterator[Progress | Notice 
                 beside[INDEX] = index
             beside.pop(MARKER, None)
             writer.commit(beside, {MARKER: (source / MARKER).read_text(encoding="utf-8")})
-    yield Merged(out, sizes, len({*deltas, *whole}), len(store.tensors))
+    yield Merged(out, sizes, len({*own.deltas, *own.whole}), len(store.tensors))
 
 
 def _is_of_text(name: str) -> bool:
@@ -99,7 +99,7 @@ def _is_of_text(name: str) -> bool:
 
 def _vocabulary(source: Path, adapter: Path) -> dict[str, Path]:
     """The files about text that lie beside an adapter, which was trained with them, where they are whole and say something else."""
-    theirs = {name: path for name, path in copied(adapter).items() if _is_of_text(name)}
+    theirs = {} if is_gguf(adapter) else {name: path for name, path in copied(adapter).items() if _is_of_text(name)}
     if "tokenizer_config.json" not in theirs or theirs.keys().isdisjoint(VOCABULARIES):
         return {}
     if _has_template(source) and not _has_template(adapter):
@@ -127,7 +127,7 @@ def _files(store: TensorStore) -> tuple[PlannedFile, ...]:
     return tuple(made)
 
 
-def _fingerprint(store: TensorStore, adapter: Adapter, files: tuple[PlannedFile, ...]) -> str:
+def _fingerprint(store: TensorStore, adapter: Changes, files: tuple[PlannedFile, ...]) -> str:
     """A hash of all that decides the bytes of the weights."""
     stamps = [(str(path), (status := os.fstat(each.descriptor(path))).st_size, status.st_mtime_ns)
               for each in (store, adapter.store) for path in each.files]
@@ -135,18 +135,19 @@ def _fingerprint(store: TensorStore, adapter: Adapter, files: tuple[PlannedFile,
     return hashlib.sha256(json.dumps([__version__, "merge", stamps, heads, adapter.stated]).encode()).hexdigest()
 
 
-def _write(store: TensorStore, adapter: Adapter, writer: FolderWriter, info: TensorInfo, delta: Delta | None,
-           whole: TensorInfo | None) -> None:
+def _write(store: TensorStore, adapter: Changes, writer: FolderWriter, info: TensorInfo) -> None:
     """A tensor, some rows at a time; where nothing changes it, its bytes."""
+    delta, whole = adapter.deltas.get(info.name), adapter.whole.get(info.name)
     rows, kind = info.shape[0] if info.shape else 1, info.dtype.lower()
     row_nbytes = info.nbytes // rows if rows else 0
-    step = max(1, BLOCK_NBYTES // max(1, 2 * row_nbytes))
+    turned = delta is not None and info.name in adapter.turned  # its outputs, which lengths are of, are columns
+    step = rows if turned else max(1, BLOCK_NBYTES // max(1, 2 * row_nbytes))
     for begin in range(0, rows, step):
         end = min(rows, begin + step)
         raw = store.read(info, begin, end) if whole is None else adapter.store.read(whole, begin, end)
         if delta is not None or whole is not None:
             values = floats(raw, info if whole is None else whole).reshape(end - begin, *info.shape[1:])
-            made = values if delta is None else delta.onto(values, begin, end)
+            made = values if delta is None else delta.onto(values.T, 0, info.shape[1]).T if turned else delta.onto(values, begin, end)
             if not np.isfinite(made).all():
                 raise EffllmError(f"{info.name}: NaN or infinity comes of the adapter", "the adapter is damaged: download it again")
             raw = np.ascontiguousarray(from_f32(made, kind)).reshape(-1).view(np.uint8)

@@ -21,7 +21,8 @@ from effllm import EffllmError
 from effllm.offload.checkpoint import TensorStore
 from effllm.quant.weight import Weight, to_f32
 from effllm.runtime.adapted import BESIDE, adapted
-from effllm.runtime.adapted import _places as places_of
+from effllm.runtime.adapter import named_alike
+from effllm.runtime.adapter_places import places as places_of
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.forecast import work
@@ -42,9 +43,10 @@ from streamed_models import streaming
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 ALL = {**CASES, **NEWER}
-QUICK = ("llama, odd vocabulary", "phi3", "qwen3_5_text", "gemma4_text, mixture", "deepseek_v2", "afmoe", "nemotron", "cohere")
+QUICK = ("llama, odd vocabulary", "phi3", "qwen3_5_text", "gemma4_text, mixture", "deepseek_v2", "afmoe", "nemotron", "cohere", "gpt2",
+         "gpt_neox", "falcon, two norms, groups, biases, own head, bfloat16", "internlm2")
 OTHERS = ("gemma3n_text", "falcon_h1", "lfm2", "granitemoehybrid, experts, bfloat16", "mixtral", "gpt_oss", "qwen3_next", "gemma2",
-          "qwen3_vl", "olmo_hybrid", "gpt_neox", "opt", "llama4_text", "youtu", "granite_swa", "bamba")
+          "qwen3_vl", "olmo_hybrid", "opt", "llama4_text", "youtu", "granite_swa", "bamba", "falcon", "exaone", "kimi_linear")
 
 
 def of_all_matrices(folder: Path, out: Path, seed: int = 1, size: float = 0.05, **stated: object) -> Path:
@@ -55,10 +57,11 @@ def of_all_matrices(folder: Path, out: Path, seed: int = 1, size: float = 0.05, 
         known = places_of(config, check_tensors(config, store, container))
     with TensorStore.open(folder) as files:
         stored = [*files.tensors]
-    made, tail = {}, lambda name: name[name.find("layers.") :]
+    made = {}
     for name in stored:
-        shape, own = next((each for other, each in known.items() if tail(other) == tail(name)), ((), []))
-        if own and "vis" not in name and all(place.key[1] in BESIDE for place in own):
+        alike = named_alike(known, name) if name.endswith(".weight") and "vis" not in name else []
+        shape, own = known[alike[0]] if len(alike) == 1 else ((), [])
+        if own and all(place.key[1] in BESIDE for place in own):
             a, b = (size * random(*thin, seed=seed + len(made)) for thin in ((RANK, shape[1]), (shape[0], RANK)))
             made |= peft({name.removesuffix(".weight"): (a, b)})
     return adapter(out, made, lora_alpha=RANK, **stated)

@@ -240,6 +240,7 @@ def test_from_the_command_line_to_a_run(person, tmp_path):
     assert again.code == 2 and "exists" in again.err
     assert person.types("export", "fable", "-o", tmp_path / "x", "--lora", tuned, "--type", "Q4_0").code == 2
     assert "holds no LoRA adapter" in person.types("export", "fable", "-o", tmp_path / "x", "--lora", tmp_path).err
+    assert "is not there" in person.types("export", "fable", "-o", tmp_path / "x", "--lora", tmp_path / "absent.gguf").err
     small = tmp_path / "small"
     assert person.types("quantize", tmp_path / "out", "-o", small, "--bits", "4").code == 0
     told = person.types("export", small, "-o", tmp_path / "x", "--lora", tuned)

@@ -17,12 +17,14 @@ from ...offload.gguf import GgufHeader, GgufTensor
 from ...offload.header import shown
 from ...quant.imports.gguf import DECODERS, dequantize
 from ...quant.weight import RAW_NUMPY, to_f32
+from .. import families
 from ..adapter import Delta
 from ..config import ModelConfig
 from .architectures import BY_FAMILY, Architecture, architecture, file_architecture, own_names
 from .linear_attention import joined_rows
 from .sources import RAW, separated
 from .split import close_all, open_parts
+from .stateful import order
 from .store import heads_of
 
 ENDINGS = {".lora_a": "a", ".lora_b": "b"}
@@ -40,13 +42,19 @@ def gguf_deltas(path: Path, config: ModelConfig, shapes: Mapping[str, tuple[int,
         for tensor in header.tensors.values():
             name, dot, ending = tensor.name.rpartition(".")
             if (part := ENDINGS.get(dot + ending)) is None:
-                raise CheckpointError(f"{path} brings {shown(tensor.name)} whole, which is not added beside a model", MADE)
+                raise CheckpointError(f"{path} brings {shown(tensor.name)} whole, which is not added", MADE)
             parts.setdefault(name, {})[part] = tensor
-        store = TensorStore(path, {}, opened)
+        store, family = TensorStore(path, {}, opened), families.get(config.family)
+        roles = {rule.name: role for i in range(config.num_hidden_layers) for role, rule in family.layer_tensors(config, i).items()}
         for name, pair in parts.items():
-            yield from _deltas(path, name, pair, store, header, found, config, shapes)
+            yield from _deltas(path, name, pair, store, header, found, config, shapes, roles)
     finally:
         close_all(opened)
+
+
+def opened_file(path: Path) -> TensorStore:
+    """The open file of an adapter, of which nothing is read by name; whoever takes it closes it."""
+    return TensorStore(path, {}, open_parts(path)[1])
 
 
 def _architecture(path: Path, header: GgufHeader, config: ModelConfig) -> Architecture:
@@ -64,30 +72,38 @@ def _architecture(path: Path, header: GgufHeader, config: ModelConfig) -> Archit
 
 
 def _deltas(path: Path, name: str, pair: Mapping[str, GgufTensor], store: TensorStore, header: GgufHeader, found: Architecture,
-            config: ModelConfig, shapes: Mapping[str, tuple[int, int]]) -> Iterator[tuple[str, Delta]]:
-    """Of a tensor of a model's file: one, or what lies in it one after the other."""
+            config: ModelConfig, shapes: Mapping[str, tuple[int, int]], roles: Mapping[str, str]) -> Iterator[tuple[str, Delta]]:
+    """Of a tensor of a model's file: one, or the several that lie in it."""
     def refuse(why: str) -> CheckpointError:
         return CheckpointError(f"{path} {why}", "is it the model that it was made for?")
 
     if pair.keys() != {"a", "b"}:
         raise refuse(f"holds one of the two matrices of {shown(name)} alone")
     names = own_names(name, found, config.mixture.experts if config.mixture else 0)
-    if names is None or not shapes.keys() >= {*names} or joined_rows(names, config) is not None:
-        raise refuse(f"changes {shown(name)}, beside which nothing is added as a model runs")
+    if names is None or not shapes.keys() >= {*names}:
+        raise refuse(f"changes {shown(name)}, to which nothing is added")
     a, b = (_values(path, store, pair[part]) for part in "ab")
     heights = [shapes[each][0] for each in names]
     if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1] or a.shape[1] != shapes[names[0]][1] or len(b) != sum(heights):
         raise refuse(f"changes {shown(name)} by matrices of {list(a.shape)} and {list(b.shape)}, in the model it has "
                      f"{sum(heights)} rows of {shapes[names[0]][1]}")
-    alpha, first = header.metadata.get(ALPHA, 0.0), 0
+    alpha = header.metadata.get(ALPHA, 0.0)
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not np.isfinite(alpha):
         raise refuse(f"states {ALPHA} {shown(alpha)}, which is no number")
-    for each, rows in zip(names, heights):
-        own, heads = b[first : first + rows], heads_of(each, config) if found.interleaved else 0
-        if heads:
-            own = own[separated(np.arange(rows), rows // heads)]
-        yield each, Delta(a, np.ascontiguousarray(own), float(alpha) / len(a) if alpha else 1.0, None)
-        first += rows
+    scale = float(alpha) / len(a) if alpha else 1.0
+    ends = np.cumsum(heights)
+    for each, rows in zip(names, joined_rows(names, config) or [np.arange(end - height, end) for end, height in zip(ends, heights)]):
+        heads = heads_of(each, config) if found.interleaved else 0
+        own = b[rows[separated(np.arange(len(rows)), len(rows) // heads)] if heads else rows]
+        yield each, Delta(*_as_in_a_folder(a, own, roles.get(each, ""), config), scale, None)
+
+
+def _as_in_a_folder(a: np.ndarray, b: np.ndarray, role: str, config: ModelConfig) -> tuple[np.ndarray, np.ndarray]:
+    """A and B of a role in the order of a checkpoint, where files have heads of values in another than the model."""
+    rows, columns = order(role, config)
+    if rows is not None:
+        b = b[np.argsort(rows)]
+    return a if columns is None else np.ascontiguousarray(a[:, np.argsort(columns)]), b
 
 
 def _values(path: Path, store: TensorStore, tensor: GgufTensor) -> np.ndarray:
