@@ -97,17 +97,25 @@ class Weight:
 
 
 def first_rows(weight: Weight, rows: int) -> Weight:
-    """The first rows of a matrix in memory, a whole number of row blocks, where they lie; the matrix itself where its outliers, which are
-    one list for all rows, or its order do not let it be parted."""
-    spec, shape = weight.spec, (rows, weight.shape[1])
-    if rows >= weight.shape[0] or "data" not in weight.parts or weight.looked_up or spec.outliers:
-        return weight
+    """The first rows of a matrix in memory, a whole number of row blocks, where they lie; the matrix itself where it cannot be parted."""
+    return weight if rows >= weight.shape[0] or not can_be_parted(weight) else some_rows(weight, 0, rows)
+
+
+def can_be_parted(weight: Weight) -> bool:
+    """Is it in memory, and do neither its outliers, which are one list for all rows, nor its order keep rows together?"""
+    return "data" in weight.parts and not weight.looked_up and not weight.spec.outliers
+
+
+def some_rows(weight: Weight, begin: int, end: int) -> Weight:
+    """Rows [begin, end) of a matrix that can be parted, where they lie: from a row block on, as many as there are or whole ones."""
+    spec, rows = weight.spec, end - begin
+    shape = rows, weight.shape[1]
     if spec.is_raw:
-        return Weight(spec, shape, {"data": weight.parts["data"][:rows]})
+        return Weight(spec, shape, {"data": weight.parts["data"][begin:end]})
     blob, at = weight.parts["data"], spec.sections(weight.shape)
-    found = {name: blob[getattr(at, name) :][: rows // ROWS * each]
+    found = {name: blob[getattr(at, name) :][begin // ROWS * each : -(-end // ROWS) * each]
              for name, each in block_nbytes(at.depth, spec.bits, spec.scheme, spec.group).items()}
-    found |= {"row_scales": blob[at.row_scales :][: row_nbytes(spec.scheme) * rows],
+    found |= {"row_scales": blob[at.row_scales :][row_nbytes(spec.scheme) * begin : row_nbytes(spec.scheme) * -(-end // ROWS) * ROWS],
               **({} if at.tables < 0 else {"tables": blob[at.tables :]})}
     return Weight(spec, shape, found)
 
@@ -161,6 +169,11 @@ class Linear:
         """The same product without what is beside it."""
         return replace(self, lora=None)
 
+    @property
+    def is_lengthened(self) -> bool:
+        """Does an adapter change how much of the matrix's own product there is?"""
+        return self.lora is not None and self.lora.gains is not None
+
     @cached_property
     def fields(self) -> tuple[int, int, int, int]:
         """What a CPU kernel reads of it: address, stored type, rows, address of the bias (0: none). Raises ValueError for a product with an
@@ -185,11 +198,13 @@ class Linear:
 class Lora:
     """What adapters add to a product: out(s * into(x)), of raw matrices `into` [r, K] and `out` [N, r], each adapter's alpha taken in; s is
     how much a text has of each. `ranks`: how many of the r numbers between are of each adapter, in their order. Both matrices lie by
-    columns, and r is a multiple of 4: `kernels/cpu/lora_loops.py` says why."""
+    columns, and r is a multiple of 4: `kernels/cpu/lora_loops.py` says why. `gains` float32 [adapters, N]: of those that give rows other
+    lengths, how much more of the matrix's own y (without its bias) that is for a text that has all of each; None where none does."""
 
     into: Linear
     out: Linear
     ranks: tuple[int, ...]
+    gains: object | None = None
 
     @cached_property
     def of(self) -> np.ndarray:

@@ -3,7 +3,8 @@
 Nothing of the model is touched, so adapters go with low-bit weights, GGUF files and weights that come from the disk, where merging would
 have to open what is rounded and round it anew. What it costs is two thin products for each matrix. Of several adapters the matrices lie
 behind one another, A's rows and B's columns, which is their sum. How much of each a text has, s, is chosen as it is read (`choosing.py`)
-and multiplied between the two. What an adapter changes otherwise (lengths of rows, embeddings, a head, experts) is merged: `merge.py`.
+and multiplied between the two. Lengths of rows are `adapter_lengths.py`'s; what an adapter changes otherwise (embeddings, a head, experts)
+is merged: `merge.py`.
 """
 
 from __future__ import annotations
@@ -45,12 +46,15 @@ NARROW = ("bf16", "f16")  # as which a matrix is kept where that loses nothing
 @dataclass(frozen=True)
 class Adapted:
     """What adapters add, by layer and role; empty for a run without any. `names`: what each is called; `scales`: how much of each a text
-    has that nothing else is said of. `ranks`: of the numbers between two matrices, how many are of each adapter."""
+    has that nothing else is said of. `ranks`: of the numbers between two matrices, how many are of each adapter. `lengths`: those that rows
+    of a matrix get, float32 [N], by the number of the adapter; `gains` what follows from them, as a `Lora` has it."""
 
     names: tuple[str, ...] = ()
     weights: Mapping[tuple[int | str, str], tuple[Weight, Weight]] = field(default_factory=dict)
     scales: tuple[float, ...] = ()
     ranks: Mapping[tuple[int | str, str], tuple[int, ...]] = field(default_factory=dict)
+    lengths: Mapping[tuple[int | str, str], Mapping[int, np.ndarray]] = field(default_factory=dict)
+    gains: Mapping[tuple[int | str, str], np.ndarray] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
@@ -59,12 +63,16 @@ class Adapted:
 
     @property
     def nbytes(self) -> int:
-        return sum(each.parts["data"].nbytes for pair in self.weights.values() for each in pair)
+        return sum(each.parts["data"].nbytes for pair in self.weights.values() for each in pair) + 4 * self._gained
 
     @property
     def products(self) -> int:
         """Of a token with what they add."""
-        return sum(prod(each.shape) for pair in self.weights.values() for each in pair)
+        return sum(prod(each.shape) for pair in self.weights.values() for each in pair) + self._gained
+
+    @property
+    def _gained(self) -> int:
+        return sum(len(self.names) * self.weights[key][1].shape[0] for key in self.lengths)
 
     @property
     def digest(self) -> str:
@@ -91,6 +99,8 @@ class Adapted:
             made.update(f"{layer} {role}".encode())
             for each in self.weights[layer, role]:
                 made.update(f"{each.spec.scheme} {each.shape}".encode() + each.parts["data"].tobytes())
+            if (layer, role) in self.gains:
+                made.update(b"gains" + self.gains[layer, role].tobytes())
         return made.hexdigest()[:32]
 
     def beside(self, layer: int | str, role: str, put: Callable[[np.ndarray, str], object]) -> Lora | None:
@@ -99,7 +109,9 @@ class Adapted:
         if pair is None:
             return None
         own = (Linear(Weight(each.spec, each.shape, {"data": put(each.parts["data"].T, each.spec.scheme).T})) for each in pair)
-        return Lora(*own, self.ranks[layer, role])
+        if (layer, role) not in self.lengths:
+            return Lora(*own, self.ranks[layer, role])
+        return Lora(*own, self.ranks[layer, role], put(self.gains[layer, role], "f32"))
 
 
 NOTHING = Adapted()
@@ -110,15 +122,20 @@ def adapted(asked: Sequence[str], config: ModelConfig, tensors: Mapping[int | st
     CheckpointError for one that is none, that was made for another model, or that adds what only merging can."""
     found: dict[tuple[int | str, str], tuple[Weight, Weight]] = {}
     ranks: dict[tuple[int | str, str], list[int]] = {}
+    lengths: dict[tuple[int | str, str], dict[int, np.ndarray]] = {}
     names, scales = [], []
     for number, each in enumerate(asked):
         path, scale = _parsed(each)
         names.append(_other_than(names, path.resolve().name))
         scales.append(scale)
-        for key, pair in _read(path, config, tensors):
+        for key, pair, own_lengths in _read(path, config, tensors):
             found[key] = pair if key not in found else _sum(found[key], pair)
             ranks.setdefault(key, [0] * len(asked))[number] += pair[0].shape[0]
-    return Adapted(tuple(names), found, tuple(scales), {key: tuple(each) for key, each in ranks.items()})
+            if own_lengths is not None:
+                lengths.setdefault(key, {})[number] = own_lengths
+    for key in lengths:  # what B is multiplied by is no number of 16 bits
+        found[key] = found[key][0], kept(found[key][1].to_f32(), ())
+    return Adapted(tuple(names), found, tuple(scales), {key: tuple(each) for key, each in ranks.items()}, lengths)
 
 
 def _other_than(names: Sequence[str], name: str) -> str:
@@ -129,7 +146,7 @@ def _other_than(names: Sequence[str], name: str) -> str:
 
 def _sum(first: tuple[Weight, Weight], second: tuple[Weight, Weight]) -> tuple[Weight, Weight]:
     """A's rows and B's columns behind one another."""
-    return tuple(_kept(np.concatenate([own.to_f32() for own in pair], axis)) for axis, pair in enumerate(zip(first, second, strict=True)))
+    return tuple(kept(np.concatenate([own.to_f32() for own in pair], axis)) for axis, pair in enumerate(zip(first, second, strict=True)))
 
 
 def _parsed(asked: str) -> tuple[Path, float]:
@@ -147,13 +164,11 @@ def _parsed(asked: str) -> tuple[Path, float]:
 
 
 def _read(path: Path, config: ModelConfig, tensors: Mapping[int | str, Mapping[str, ModelTensor]],
-          ) -> Iterator[tuple[tuple[int | str, str], tuple[Weight, Weight]]]:
-    """What one adds, a role after the other: of all of them there is never more than what is kept."""
+          ) -> Iterator[tuple[tuple[int | str, str], tuple[Weight, Weight], np.ndarray | None]]:
+    """What one adds, a role after the other, and the lengths that it gives rows: of all of them there is never more than what is kept."""
     known, changes = places(config, tensors, is_gguf(path)), False
     for name, delta in _deltas(path, config, {name: shape for name, (shape, _) in known.items()}):
         changes = True
-        if delta.lengths is not None:
-            raise CheckpointError(f"{path} gives rows of {shown(name)} lengths (DoRA), which is not done beside a model", MERGES)
         for place in known[name][1] if name in known else [None]:
             if place is None or place.key[1] not in BESIDE:
                 raise CheckpointError(f"{path} changes {shown(name)}, beside which nothing is added as a model runs", MERGES)
@@ -161,8 +176,11 @@ def _read(path: Path, config: ModelConfig, tensors: Mapping[int | str, Mapping[s
                 b = np.float32(delta.scale) * place.of_role(delta.b)
             if not np.isfinite(b).all():
                 raise CheckpointError(f"{path}: infinity comes of its scale for {shown(name)}", DAMAGED)
+            lengths = None if delta.lengths is None else delta.lengths[place.rows]
+            if lengths is not None and len(lengths) != place.height:
+                raise CheckpointError(f"{path} gives lengths (DoRA) to rows of {shown(name)}, only a part of a matrix here", MERGES)
             more = -len(delta.a) % RANK_MULTIPLE
-            yield place.key, (_kept(np.pad(place.into_role(delta.a), ((0, more), (0, 0)))), _kept(np.pad(b, ((0, 0), (0, more)))))
+            yield place.key, (kept(np.pad(place.into_role(delta.a), ((0, more), (0, 0)))), kept(np.pad(b, ((0, 0), (0, more))))), lengths
     if not changes:
         raise CheckpointError(f"{path} changes no weight", "look at what it holds: its training may not have been saved")
 
@@ -188,10 +206,10 @@ def _outer(config: ModelConfig) -> dict[str, tuple[int, int]]:
     return {f"{HEAD}.weight": shape, f"model.{TABLE}.weight": shape} | own
 
 
-def _kept(values: np.ndarray) -> Weight:
-    """A matrix by columns, in two bytes a number where those say the same, else in four."""
+def kept(values: np.ndarray, narrow: Sequence[str] = NARROW) -> Weight:
+    """A matrix by columns, in two bytes a number where one of `narrow` says the same, else in four."""
     values = np.asarray(values, np.float32)
     with np.errstate(over="ignore"):
-        scheme = next((each for each in NARROW if np.array_equal(to_f32(from_f32(values, each), each), values)), "f32")
+        scheme = next((each for each in narrow if np.array_equal(to_f32(from_f32(values, each), each), values)), "f32")
     stored = Weight.raw(scheme, values.shape[::-1], from_f32(np.ascontiguousarray(values.T), scheme))
     return Weight(stored.spec, values.shape, {"data": stored.parts["data"].T})

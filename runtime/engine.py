@@ -24,6 +24,7 @@ from ..offload.direct import Interrupted, Traffic
 from ..offload.notes import Fallback, refuse_fallbacks
 from ..offload.page_stream import PagesLost
 from ..quant.kv import codec
+from .adapter_lengths import measured
 from .bundles import SPARSE, is_bundled
 from .cache import KVCache
 from .cache_made import open_cache
@@ -66,8 +67,7 @@ def open_engine(folder: Path, options: EngineOptions | None = None) -> Iterator[
 
 
 def open_prepared(prepare_late: Callable[[], Prepared], kinds: Sequence[str]) -> Iterator[Progress | Notice | Engine]:
-    """`open_engine` for a plan made otherwise; it is made after kernels of these kinds are compiled, so that it sees the memory that
-    is left."""
+    """`open_engine` for a plan made otherwise, after kernels of these kinds are compiled: it sees the memory that is left."""
     from ..kernels import warm
     from . import lookup
 
@@ -85,7 +85,7 @@ def open_prepared(prepare_late: Callable[[], Prepared], kinds: Sequence[str]) ->
                 refuse_fallbacks([said])
             yield Notice(said)
         yield from (Notice(text) for text in prepared.notices)
-        engine = Engine(prepared)
+        engine = Engine((yield from measured(prepared)))
         unless_made.pop_all()
     try:
         yield from lookup.measure(prepared, engine.model.tensors)

@@ -12,11 +12,12 @@ import effllm
 from effllm.offload.experts import Choice
 from effllm.offload.placement import Residency
 from effllm.offload.shards import Planned, plan_files
+from effllm.runtime.adapter_lengths import measured
 from effllm.runtime.config import parse_config
 from effllm.runtime.engine import Engine
 from effllm.runtime.paged_experts import PagedExperts, cut_experts
 from effllm.runtime.parts import cut
-from effllm.runtime.prepare import EngineOptions, prepare
+from effllm.runtime.prepare import EngineOptions, Prepared, prepare
 from effllm.runtime.streamed import Streams
 from effllm.runtime.synthetic import SyntheticStore
 from effllm.runtime.tensors import check_tensors
@@ -40,10 +41,19 @@ def streaming(folder: Path, keep: int = 0, ring: int | None = None, direct: bool
     """An engine that streams."""
     asked = EngineOptions(device="cpu", **options)
     made = streams(folder, asked, keep, ring, direct)
-    engine = Engine(replace(prepare(folder, asked), streams=made))
+    engine = Engine(_measured(replace(prepare(folder, asked), streams=made)))
     for _ in engine.model.load():
         continue
     return engine
+
+
+def _measured(prepared: Prepared) -> Prepared:
+    steps = measured(prepared)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as ended:
+            return ended.value
 
 
 def paging(folder: Path, slots: int, policy: str = "lru", direct: bool = True, kv_pages: int | None = None, **options: object) -> Engine:

@@ -123,8 +123,28 @@ def test_each_number_between_has_the_scale_of_its_adapter(count):
     ops.close()
 
 
+@pytest.mark.parametrize("count", [1, 5, GROUP + 2])
+def test_of_a_product_there_is_more_or_less_by_the_scale_of_each_adapter(count):
+    """Not of its bias, also where it is added to the stream."""
+    depth, rows = 300, 300
+    own, wanted = adapted(depth, rows, 8, "bf16", 1)
+    values, bias, gains = random(rows, depth, seed=8), random(rows, seed=9), random(3, rows, seed=10)
+    weight = Weight.raw("f32", values.shape, values)
+    each = Linear(weight, bias, Lora(own.lora.into, own.lora.out, (8, 0, 0), gains))
+    ops, x, stream = ops_of(depth, rows, 8, 2), random(count, depth, seed=5), random(count, rows, seed=6)
+    for scales in (np.ones((1, 3), np.float32), random(1, 3, seed=6), random(count if count <= REPEATED else 1, 3, seed=7)):
+        ops.adapt(scales)
+        expected = (1 + scales @ gains) * (x @ values.T) + bias + scales[:, :1] * (x @ wanted.T)
+        close(ops.norm_linear(x, None, [each])[0], expected, x)
+        close(ops.linear_add(x, each, stream.copy()), stream + expected, x)
+    ops.adapt(None)
+    assert np.array_equal(ops.norm_linear(x, None, [each])[0].copy(), ops.norm_linear(x, None, [each.plain])[0])
+    ops.close()
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not X86, reason="the sets that can be forced are those of x86")
 @pytest.mark.parametrize("name", [each for each in TARGETS if runs_here(each)])
 def test_every_instruction_set_adds_the_same(name, tmp_path):
-    child("import test_lora_kernels as t\nfor shape in t.SHAPES: t.check(*shape)", tmp_path, forced=name)
+    child("import test_lora_kernels as t\nfor shape in t.SHAPES: t.check(*shape)\n"
+          "t.test_of_a_product_there_is_more_or_less_by_the_scale_of_each_adapter(5)", tmp_path, forced=name)

@@ -4,6 +4,8 @@ What a stage's adapters add are two jobs behind the one of its matrices, by the 
 numbers of a token, which stay in a cache, then all that lead out of them, where a gate is applied as well. As W's, a row's numbers depend
 neither on other rows nor on other tokens.
 
+Where one gives rows of W other lengths (DoRA) there is a job between: y becomes more or less of itself. Its B has that taken in.
+
 Adapters stay as they are stored, behind one another, and texts with different choices share a pass. Where no text has any of them their
 jobs are left out, where all have all of them as they are nothing is multiplied: the bits are the same as with zeros and ones. What the jobs
 read lies where it lay in the last pass, so that a recorded one runs again with other numbers.
@@ -19,7 +21,7 @@ import numpy as np
 from ..layout import ACTIVATIONS, NORMS, REPEATED, STORED_TYPES
 from ..workspace import address
 from . import linear
-from .lora_loops import GROUP, OUT_FIELDS, columns_in, columns_out, parts_of
+from .lora_loops import GROUP, OUT_FIELDS, RUN, columns_in, columns_out, lengthened, parts_of
 
 if TYPE_CHECKING:
     from ...quant.weight import Linear, Lora, Norm
@@ -53,6 +55,11 @@ class Scales:
             self._scales[:] = scales
 
     @property
+    def is_adapted(self) -> bool:
+        """Has a text of this pass any of an adapter?"""
+        return self._way != NONE
+
+    @property
     def _scales_fields(self) -> list[int]:
         """For a kernel: where the scales lie, 0 for nothing to multiply, and floats from one token's to the next one's, 0 where all tokens
         have the same."""
@@ -70,8 +77,8 @@ def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
 
 
 def scratch_floats(dims: Dims) -> int:
-    """Of a worker: what lies between of a group's tokens, twice."""
-    return 2 * GROUP * dims.lora
+    """Of a worker: what lies between of a group's tokens, twice, or what a run of outputs becomes more."""
+    return max(2 * GROUP * dims.lora, RUN) if dims.lora else 0
 
 
 def run(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: Sequence[np.ndarray], mode: int, act: str) -> None:
@@ -83,7 +90,19 @@ def run(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear]
     if ops._remembered(x, norm, plain, way, by, outs[0] if mode == linear.ADD else None) is None:
         ops._matrix(x, norm, plain, outs, way, by)
     if is_added:
+        _lengthen(ops, x, linears, outs)
         _add(ops, x, norm, [(own.lora, out) for own, out in zip(linears, outs, strict=True)], mode, act)
+
+
+def _lengthen(ops: CpuOps, x: np.ndarray, linears: Sequence[Linear], outs: Sequence[np.ndarray]) -> None:
+    """More or less of the products that are there, as far as adapters give rows of matrices other lengths."""
+    own = [(each, out) for each, out in zip(linears, outs, strict=True) if each.is_lengthened]
+    fields = ops._scales_fields
+    for each, out in own:
+        gains, bias = each.lora.gains, each.bias
+        fields += [address(gains), len(gains), 0 if bias is None else address(bias), gains.shape[1], ops.at(out), out.strides[0] // 4]
+    if own:
+        _run(ops, lengthened, x, None, linear.PLAIN, "none", len(own), fields)
 
 
 def _add(ops: CpuOps, x: np.ndarray, norm: Norm | None, pairs: Sequence[tuple[Lora | None, np.ndarray]], mode: int, act: str) -> None:

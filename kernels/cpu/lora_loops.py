@@ -21,7 +21,7 @@ from numpy import float32, int64
 from ..compile import kernel
 from ..deferred import inlined, intrinsic, types
 from ..layout import BF16, F16, F32
-from .arithmetic import ZERO, gate_values, normalise, widen
+from .arithmetic import ONE, ZERO, gate_values, normalise, widen
 from .gemm_tiles import Loop
 from .inner_loops import TILE_COLUMNS, VECTOR, plain_f32, widen_bf16, widen_f16
 from .int8_ir import constant, function, load, offset, splat, store
@@ -35,6 +35,8 @@ ALL_PARTS, SCALES, STEP, OWN_FIRST = FIRST, FIRST, FIRST + 1, FIRST + 2
 # Then per matrix that leads in, and per matrix that leads out, of which one may have no rank; OF [rank] int64: each number's adapter.
 WEIGHT, DTYPE, RANK, THIN, FIELDS = range(5)
 PARTS, OF, ROWS, OUT, OUT_STRIDE, OUT_FIELDS = range(4, 10)
+# And per matrix of which there is more or less than its own: GAINS [adapters, HEIGHT], BIAS (0: none) [HEIGHT].
+GAINS, ADAPTERS, BIAS, HEIGHT, PLACE, APART, GAIN_FIELDS = range(7)
 
 NARROWEST = 4  # outputs of the shortest vector: ranks are a multiple of it
 PART, CHAINS = 256, 4  # inputs
@@ -287,3 +289,53 @@ def columns_out(args, worker, counter):
             _run_out(a, second, here, other, begin, rows, up)
             for t in range(here):
                 gate_values(out + 4 * t * a[m + OUT_STRIDE], up + 4 * t * a[second + OUT_STRIDE], rows, a[ACT])
+
+
+@inlined()
+def _total(a, m, token, begin, rows, total):
+    """How much more than itself each of a run's outputs becomes for a token: float32 [rows] at `total`."""
+    gains, of_run = f32_at(a[m + GAINS] + 4 * begin), f32_at(total)
+    for n in range(rows):
+        of_run[n] = ZERO
+    for i in range(a[m + ADAPTERS]):
+        share = f32_at(a[SCALES] + 4 * a[STEP] * token)[i] if a[SCALES] != 0 else ONE
+        for n in range(rows):
+            of_run[n] += share * gains[i * a[m + HEIGHT] + n]
+
+
+@inlined()
+def _gain_runs(a, m):
+    return (a[m + HEIGHT] + RUN - 1) // RUN
+
+
+@kernel()
+def lengthened(args, worker, counter):
+    """y[t, n] of each matrix becomes y + (y - bias[n]) * (the gain of n of each adapter by how much the token has of it, added up). A block
+    of work is a run of a group's outputs."""
+    a = i64_at(args)
+    tokens, total = a[TOKENS], a[SCRATCH] + worker * a[SCRATCH_STRIDE]
+    groups, blocks = (tokens + GROUP - 1) // GROUP, int64(0)
+    for i in range(a[MATRICES]):
+        blocks += groups * _gain_runs(a, OWN_FIRST + i * GAIN_FIELDS)
+    region, ended = first_region(worker), int64(0)
+    while True:
+        block, region, ended = take(counter, region, ended, blocks)
+        if block < 0:
+            return
+        m = int64(OWN_FIRST)
+        while block >= groups * _gain_runs(a, m):
+            block -= groups * _gain_runs(a, m)
+            m += GAIN_FIELDS
+        group, begin = block // _gain_runs(a, m), block % _gain_runs(a, m) * RUN
+        here, rows = min(int64(GROUP), tokens - group * GROUP), min(int64(RUN), a[m + HEIGHT] - begin)
+        bias, of_run = f32_at(a[m + BIAS] + 4 * begin), f32_at(total)
+        for t in range(group * GROUP, group * GROUP + here):
+            if t == group * GROUP or a[SCALES] != 0 and a[STEP] != 0:
+                _total(a, m, t, begin, rows, total)
+            y = f32_at(a[m + PLACE] + 4 * (t * a[m + APART] + begin))
+            if a[m + BIAS] != 0:
+                for n in range(rows):
+                    y[n] += of_run[n] * (y[n] - bias[n])
+            else:
+                for n in range(rows):
+                    y[n] += of_run[n] * y[n]

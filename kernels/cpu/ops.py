@@ -151,7 +151,7 @@ class CpuOps(Jobs, lora.Scales):
 
     def linear_add(self, x: np.ndarray, each: Linear, residual: np.ndarray, after: Norm | None = None, factor: float = 1.0) -> np.ndarray:
         """residual + factor * after(x @ W.T + b), in place; no norm without `after`."""
-        if after is not None or factor != 1.0:
+        if after is not None or factor != 1.0 or each.is_lengthened and self.is_adapted:
             (branch,) = self.norm_linear(x, None, (each,))
             self._add_with(self, branch, after, residual, factor)
         elif self._remembered(x, None, (each,), linear.ADD, "none", residual) is None:

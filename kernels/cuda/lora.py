@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from ...quant.weight import Lora
+    from ...quant.weight import Linear, Lora
+    from .products import Into
 
 NONE, AS_THEY_ARE, BY_TEXT = range(3)
 
@@ -34,6 +35,19 @@ class Scales:
         if way == BY_TEXT:
             self._scales = self._held.setdefault(len(scales), np.zeros(scales.shape, np.float32))
             self._scales[:] = scales
+
+    @property
+    def is_adapted(self) -> bool:
+        """As of the CPU's."""
+        return self._way != NONE
+
+    def lengthened(self, x: torch.Tensor, each: Linear, y: torch.Tensor, into: Into) -> torch.Tensor:
+        """What `beside` makes of a product y of its own [T, N], of which adapters make more or less; added to what `into` says."""
+        total = self.upload(self._scales) @ each.lora.gains if self._way == BY_TEXT else each.lora.gains.sum(0)
+        y = y + total * (y if each.bias is None else y - each.bias)
+        y = self.beside(x, each.lora, y, 1.0)
+        held, factor = into
+        return y if held is None else held.add_(y, alpha=factor)
 
     def beside(self, x: torch.Tensor, own: Lora, y: torch.Tensor, factor: float) -> torch.Tensor:
         """y + factor * out(s * into(x)), in place."""

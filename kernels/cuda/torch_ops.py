@@ -323,6 +323,8 @@ class TorchOps(lora.Scales):
     def _linear(self, x: torch.Tensor, each: Linear, into: Into = (None, 1.0)) -> torch.Tensor:
         weight = each.weight
         run = self.registry.select(Call("matrix", weight.spec.scheme)).candidate.run
+        if each.is_lengthened and self.is_adapted:
+            return self.lengthened(x, each, run(self.products, x, weight, each.bias, (None, 1.0)), into)
         y = run(self.products, x, weight, each.bias, into)
         return y if each.lora is None else self.beside(x, each.lora, y, into[1])
 
