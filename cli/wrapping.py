@@ -40,6 +40,7 @@ class WordWrap:
         self._fence, self._first = "", ""  # its first letter
         self._column, self._style = 0, ""  # of the terminal, behind what was shown
         self._out: list[str] = []
+        self._is_first_line = True
         self._new_line()
 
     def _new_line(self) -> None:
@@ -108,7 +109,7 @@ class WordWrap:
                 self._fence = ""
         elif len(line) < HEAD and (fence := FENCE.fullmatch(line)):
             self._fence = fence[1]
-        self._column = 0
+        self._column, self._is_first_line = 0, False
         self._new_line()
 
     def _room(self) -> int:
@@ -140,7 +141,9 @@ class WordWrap:
             self._last = ""
 
     def _indent(self) -> int:
-        indent = columns_of(HANG.match(self._head)[0])
+        """Columns. A text that goes on with another (`/continue`, `--raw`) begins with a blank before its first word, no indent."""
+        hang = HANG.match(self._head)[0]
+        indent = 0 if self._is_first_line and hang == " " else columns_of(hang)
         return indent if indent <= self._width // 2 else 0
 
 

@@ -44,6 +44,8 @@ def test_a_word_waits_near_the_edge_alone() -> None:
     ("- a point of a list that is long", ["- a point of a list", "  that is long"]),
     ("  12. numbered and long, too", ["  12. numbered and", "      long, too"]),
     ("> a quotation of some length", ["> a quotation of", "  some length"]),
+    (" there was a fox in the forest\n a line that is indented", [" there was a fox in", "the forest", " a line that is", " indented"]),
+    (" - a point of a list that is long", [" - a point of a list", "   that is long"]),
     ("four    blanks  stay there", ["four    blanks  stay", "there"]),
     ("exactly twenty here.\nnext", ["exactly twenty here.", "next"]),
     ("a\n\n\nb", ["a", "", "", "b"]),
