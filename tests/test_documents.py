@@ -176,6 +176,14 @@ def test_every_name_of_a_module_that_the_architecture_names_is_defined_there() -
     assert len(spans) > 10 and len(placed) > 1 and not wrong, wrong
 
 
+def test_the_family_that_is_shown_is_the_file() -> None:
+    text = (ROOT / "docs" / "architecture" / "families.md").read_text(encoding="utf-8")
+    path, block = re.search(r"\(`(runtime/families/\w+\.py)`\):\n\n((?:    .*\n|\n)+)", text).groups()
+    shown = [line.removeprefix("    ") for line in block.splitlines() if line]
+    file = [line for line in (ROOT / path).read_text(encoding="utf-8").splitlines() if line]
+    assert len(shown) > 5 and file[-len(shown) :] == shown
+
+
 def test_exit_codes_are_those_of_the_errors() -> None:
     said = {int(code) for code in re.findall(r"^\| (\d+) \|", (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8"), re.M)}
     errors = [value for value in vars(effllm).values() if isinstance(value, type) and issubclass(value, effllm.EffllmError)]
