@@ -37,7 +37,8 @@ def next_step(error: EffllmError, has_messages: bool) -> str:
 
     if isinstance(error, ContextOverflow):
         here = "/undo or /clear makes room here" if has_messages else "a shorter message here"
-        return f"{here}; or leave, and for another chat: {error.hint}"
+        another = error.hint.removeprefix("shorten it,").removeprefix(" or ").lstrip()  # what is left of a message's own way out
+        return f"{here}; or leave, and for another chat: {another}"
     return READ_AGAIN if isinstance(error, PagesLost) else error.hint
 
 
