@@ -37,6 +37,10 @@ Output = Annotated[Literal["md", "json", "csv"], flag(OUTPUT, "-o --output", "md
 Rows = Annotated[bool, flag(OUTPUT, "--json", "", "print one JSON array, as -o json does")]
 
 
+SETUP = ("model", "size", "params", "backend", "threads", "kv")  # columns of what was measured, not of what came
+SPARE = ("memory", "read")  # what a narrow terminal does without, the first one first; --json has all
+
+
 def register(app: typer.Typer) -> None:
     add_command(app, "bench", "measure", bench, EXAMPLES)
 
@@ -107,7 +111,7 @@ def preparation(model: str | None, synthetic: str | None, options: EngineOptions
 
 
 def write_table(rows: Sequence[BenchRow], screen: Screen) -> None:
-    """Markdown, which a terminal shows as it is and a page renders."""
+    """Markdown, which a terminal shows as it is and a page renders: with fewer columns where a terminal has no room for all."""
     from ..offload.size import format_size
 
     # As llama-bench does, what was asked for beside the usual has a column of its own.
@@ -121,11 +125,27 @@ def write_table(rows: Sequence[BenchRow], screen: Screen) -> None:
                       "" if row.predicted_ts is None else f"{row.predicted_ts:.2f}",
                       f"{format_size(round(row.read_bandwidth))}/s" if row.n_gen else "",
                       f"{100 * row.roof_fraction:.0f}%" if row.n_gen else "", format_size(row.peak_rss_bytes)))
+    lines = ruled(cells)
+    if screen.report_width is not None and len(lines[0]) > screen.report_width:  # what all rows have alike stands above them, once
+        alike = [at for at, heading in enumerate(cells[0]) if heading in (*SETUP, *asked) and len({line[at] for line in cells[1:]}) == 1]
+        screen.sentence(" · ".join(f"{cells[0][at]} {cells[1][at]}" for at in alike).removeprefix("model "))
+        screen.line()  # before which a page would read a table as prose
+        cells = [tuple(cell for at, cell in enumerate(line) if at not in alike) for line in cells]
+        lines = ruled(cells)
+        for heading in SPARE:
+            if len(lines[0]) > screen.report_width:
+                gone = cells[0].index(heading)
+                cells = [line[:gone] + line[gone + 1 :] for line in cells]
+                lines = ruled(cells)
+    for line in lines:
+        screen.line(line)
+
+
+def ruled(cells: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table in Markdown, its columns of one width; the first of `cells` are the headings."""
     widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
     lines = ["| " + " | ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)) + " |" for line in cells]
-    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
-    for line in (lines[0], rule, *lines[1:]):
-        screen.line(line)
+    return [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]
 
 
 def write_csv(rows: Sequence[BenchRow], screen: Screen) -> None:

@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+from pathlib import Path
 
 import pexpect
 import pytest
@@ -114,6 +115,17 @@ def test_columns_of_a_report_count_what_is_shown() -> None:
     assert [get_cwidth(line) for line in lines] == [10, 10, 10]
 
 
+def left_on(width: int, argv: tuple[str, ...], state: Path) -> str:
+    """What a command leaves on a terminal, its progress gone."""
+    environment = {**os.environ, "NO_COLOR": "1", "TERM": "xterm", "XDG_STATE_HOME": str(state)}
+    environment.pop("COLUMNS", None)
+    child = pexpect.spawn(sys.executable, ["-m", "effllm", *argv], dimensions=(40, width), env=environment, encoding="utf-8",
+                          timeout=MINUTE)
+    child.expect(pexpect.EOF)
+    shown = re.sub(r"[^\n]*\r(?!\n)", "", child.before.replace("\r\n", "\n"))
+    return re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", shown)
+
+
 LONG = "./" + "a-folder-whose-name-is-longer-than-a-line" * 2
 SAID = [("run", "nosuch", "hi"), ("run", "fable", "hi", "-c", "4096"), ("run", "fable", "-n", "x", "hi"),
         ("run", "fable", "hi", "--kv", "9bit"), ("quantize", "fable", "-o", "/tmp"), ("show", LONG), ("session", "list"), ("list",),
@@ -126,15 +138,19 @@ SAID = [("run", "nosuch", "hi"), ("run", "fable", "hi", "-c", "4096"), ("run", "
                          ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value))
 def test_no_word_of_the_programs_own_is_cut(argv: tuple[str, ...], width: int, tmp_path) -> None:
     """Lines that are longer than the terminal hold a single word, or an example to be pasted."""
-    environment = {**os.environ, "NO_COLOR": "1", "TERM": "xterm", "XDG_STATE_HOME": str(tmp_path)}
-    environment.pop("COLUMNS", None)
-    child = pexpect.spawn(sys.executable, ["-m", "effllm", *argv], dimensions=(40, width), env=environment, encoding="utf-8",
-                          timeout=MINUTE)
-    child.expect(pexpect.EOF)
-    shown = re.sub(r"[^\n]*\r(?!\n)", "", child.before.replace("\r\n", "\n"))
-    shown = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", shown).partition("\nexamples\n")[0]
+    shown = left_on(width, argv, tmp_path).partition("\nexamples\n")[0]
     longer = [line for line in shown.splitlines() if get_cwidth(line) > width and len(line.split()) > 1]
     assert shown.strip() and not longer
+
+
+@pytest.mark.parametrize(("width", "without"), [(100, set()), (70, {"memory"}), (56, {"memory", "read"})])
+def test_rows_of_bench_are_lines(width: int, without: set[str], tmp_path) -> None:
+    lines = left_on(width, ("bench", "fable", "-p", "16", "-n", "4", "-r", "1"), tmp_path).splitlines()
+    table = [line for line in lines if line.startswith("|")]
+    assert any(line.startswith("fable · size 11.01 MiB") for line in lines) and max(map(len, lines)) <= width, lines
+    headings = [cell.strip() for cell in table[0].split("|")[1:-1]]
+    assert headings == [name for name in ("test", "t/s", "predicted", "read", "of the roof", "memory") if name not in without]
+    assert len(table) == 4 and [line.split("|")[1].strip() for line in table[2:]] == ["pp16", "tg4"]
 
 
 def test_the_bars_of_a_plan_fit_in_a_line() -> None:
