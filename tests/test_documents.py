@@ -21,8 +21,9 @@ from effllm.cli.app import build
 from effllm.cli.doctor import show_roofs
 from effllm.cli.environment import Environment
 from effllm.cli.screen import Screen
-from effllm.runtime import kv_profile_run, roofs
+from effllm.runtime import compressed, kv_profile_run, roofs
 from effllm.runtime.families import COMPOSITE, FAMILIES, RENAMED
+from effllm.runtime.gguf import config_out
 from effllm.runtime.gguf.architectures import BY_FAMILY
 from effllm.runtime.kv_profile import Profile
 
@@ -108,6 +109,20 @@ def test_the_readme_names_the_models_of_the_table() -> None:
     words = {*re.findall(r"[\w.-]+\w", line)}
     missing = [row[0] for row in models_listed() if re.match(r"[\w.-]+\w", row[0])[0] not in words]
     assert not missing, missing
+
+
+@pytest.mark.parametrize(("format_", "not_written"), [("GGUF", config_out.NOT_WRITTEN), ("compressed-tensors", compressed.NOT_WRITTEN)])
+def test_the_models_that_are_not_exported_are_named(format_: str, not_written: dict[str, str]) -> None:
+    """By how the names of their rows begin."""
+    (said,) = re.findall(rf"^\| {format_} \| ([^;]+);", (ROOT / "docs" / "models.md").read_text(encoding="utf-8"), re.M)
+    rows = {row[0]: {*quoted(row[2])} & {*FAMILIES} for row in models_listed()}
+    named = set()
+    for name in said.split(", "):
+        begun = [row for row in rows if row.partition(",")[0] == name] or [row for row in rows if re.match(rf"{re.escape(name)}\b", row)]
+        assert len(begun) == 1, (name, begun)
+        assert rows[begun[0]] & {*not_written}, f"{name} is written"
+        named |= rows[begun[0]]
+    assert {*not_written} <= named, {*not_written} - named
 
 
 def flags(command: object) -> set[str]:
