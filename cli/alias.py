@@ -57,11 +57,13 @@ def alias(context: typer.Context, name: Name = None, model: Target = None, rm: R
     else:
         said = f"kept in {own_file(variables)}"
     own = own_aliases(variables)
+    if name is None and not own:
+        said = f"no name is yours yet: effllm alias NAME MODEL gives one, {said}"
     if json:
         entries = {entry.alias: entry.to_yaml() | {"licence": entry.licence} for entry in own}
         screen.json({"file": str(own_file(variables)), "aliases": entries})
         return
-    if name is None:
+    if name is None and (own or screen.report_width is None):  # a heading alone is for scripts
         screen.table(("alias", "model", "licence"),
                      [(entry.alias, str(entry.packaged or entry.repo or entry.path), shown_licence(entry.licence)) for entry in own])
     screen.note(said)

@@ -58,7 +58,8 @@ def list_sessions(context: typer.Context, json: Json = False) -> None:
              format_size(each.own_nbytes), f"{duration(max(0.0, now - each.saved))} ago", each.begins)
             for each in found if not each.problem]
     columns, rows = within(screen.report_width, COLUMNS, rows)
-    screen.table(columns, rows, right=[index for index, name in enumerate(columns) if name in NUMBERS])
+    if rows or screen.report_width is None:  # a heading alone is for scripts
+        screen.table(columns, rows, right=[index for index, name in enumerate(columns) if name in NUMBERS])
     for each in found:
         if each.problem:
             screen.note(each.problem)

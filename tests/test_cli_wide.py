@@ -143,6 +143,13 @@ def test_no_word_of_the_programs_own_is_cut(argv: tuple[str, ...], width: int, t
     assert shown.strip() and not longer
 
 
+@pytest.mark.parametrize(("argv", "said"), [(("session", "list"), "no session is saved: effllm run MODEL --session NAME saves one"),
+                                            (("alias",), "no name is yours yet: effllm alias NAME MODEL gives one, kept in ")])
+def test_nothing_has_no_heading(argv: tuple[str, ...], said: str, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert left_on(200, argv, tmp_path).startswith(said)
+
+
 @pytest.mark.parametrize(("width", "without"), [(100, set()), (70, {"memory"}), (56, {"memory", "read"})])
 def test_rows_of_bench_are_lines(width: int, without: set[str], tmp_path) -> None:
     lines = left_on(width, ("bench", "fable", "-p", "16", "-n", "4", "-r", "1"), tmp_path).splitlines()
