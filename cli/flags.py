@@ -8,7 +8,7 @@ value. Values are converted here: the library's converter loads a schema library
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
 from types import NoneType, UnionType
@@ -27,11 +27,21 @@ TOKEN_UNITS = {"k": 1 << 10, "m": 1 << 20}
 
 def flag(panel: str, names: str, value: str, help: str, command: str = "", **more: Any) -> Any:
     """`flag("memory", "-c --ctx-size", "N", "context in tokens")`; a flag without a value has an empty one. `command`: the one that means
-    something else by this name than others do, and has a variable of its own."""
+    something else by this name than others do, and has a variable of its own. Words between bars are completed by a shell."""
     long = long_name(names.split())
     own = variable(f"{command}-{long.removeprefix('--')}" if command else long)
+    if "|" in value and "FILE" not in value:
+        more = {"autocompletion": completing(value.split("|")), **more}
     return typer.Option(*names.split(), help=f"{help}; its variable is {own}" if command else help, rich_help_panel=panel,
                         metavar=value or None, envvar=own, show_envvar=False, show_default=False, **more)
+
+
+def completing(words: Sequence[str]) -> Callable[[str], list[str]]:
+    """What tells a shell which of some words begin like one that is typed."""
+    def begun(incomplete: str) -> list[str]:
+        return [word for word in words if word.startswith(incomplete)]
+
+    return begun
 
 
 def long_name(names: Iterable[str]) -> str:

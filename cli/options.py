@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from .. import UsageError
-from .flags import flag, flags_of, token_count
+from .flags import completing, flag, flags_of, token_count
 
 if TYPE_CHECKING:
     from ..runtime.constraint import Form
@@ -85,6 +85,7 @@ class Group:
     settled: frozenset[str] = field(default=frozenset(), kw_only=True)
 
 
+CACHES = ("32bit", "16bit", "8bit", "6bit", "5bit", "4bit", "3bit", "2bit", "auto")  # what a shell tells of --kv
 # Pairs of (field, value) of flags that exclude each other; None is any value.
 CONTRADICTIONS = ((("kv", None), ("cache_k", None)), (("kv", None), ("cache_v", None)), (("exact", True), ("kernel", "lut")),
                   (("draft", None), ("spec", "off")), (("draft", None), ("spec", "mtp")), (("device", "cpu"), ("gpu_layers", None)),
@@ -112,7 +113,7 @@ class EngineFlags(Group):
     force: Annotated[bool, flag(MEMORY, "--force", "", "allow a context beyond what the model was made for, and a --kv that breaks "
                                          "it")] = False
     kv: Annotated[str | None, flag(CACHE, "--kv", "BITS", "precision of the cache: 32bit, 16bit, 8bit to 2bit, k8v4, 4bit+POLICY "
-                                   "(4bit+x names them), auto (16bit)")] = None
+                                   "(4bit+x names them), auto (16bit)", autocompletion=completing(CACHES))] = None
     cache_k: Annotated[str | None, flag(CACHE, "-ctk --cache-type-k", "TYPE", "type of the keys, as llama.cpp names it (as --kv)")] = None
     cache_v: Annotated[str | None, flag(CACHE, "-ctv --cache-type-v", "TYPE", "type of the values (as --kv)")] = None
     kv_sink: Annotated[int | None, flag(CACHE, "--kv-sink", "N", "first tokens that stay exact (64, or by the profile)")] = None

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from pulls import FABLE, Person
 
+from effllm.quant.kv import ASKED, CODECS
 from effllm.runtime import storage
 
 MINUTE = 60
@@ -65,12 +67,24 @@ def shell(request: pytest.FixtureRequest, person: Person) -> Callable[[str], str
     terminal.close(force=True)
 
 
+@pytest.mark.parametrize(("line", "told"), [
+    ("run fable --kv ", [*CODECS, *(f"{bits}bit" for bits in ASKED), "auto"]), ("run fable --kv 4", ["4bit"]),
+    ("run fable --bits ", ["8", "6", "5", "4", "3", "2"]), ("run fable --device c", ["cpu", "cuda"]), ("run fable --schema ", []),
+    ("export fable --type Q", ["Q8_0", "Q4_0"]), ("quantize fable --method s", ["smooth", "spqr"])])
+def test_the_words_that_a_flag_takes_are_told(line: str, told: list[str]) -> None:
+    variables = {**os.environ, "_EFFLLM_COMPLETE": "complete_bash", "COMP_WORDS": f"effllm {line}", "COMP_CWORD": str(len(line.split(" ")))}
+    ran = subprocess.run([sys.executable, "-P", "-m", "effllm"], env=variables, capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == told
+
+
 @pytest.mark.slow
 def test_a_tab_completes_commands_models_and_values(shell: Callable[[str], str]) -> None:
     assert shell("effllm quan\t") == "<quantize>", "at the first tab of a new shell"
     assert shell("effllm show fable:4\t") == "<show> <fable:4bit>"
     assert shell("effllm run fable --device cp\t") == "<run> <fable> <--device> <cpu>"
     assert shell("effllm run fable --temp 0.5 --load mm\t--seed 4") == "<run> <fable> <--temp> <0.5> <--load> <mmap> <--seed> <4>"
+    assert shell("effllm run fable --kv au\t--bits 4") == "<run> <fable> <--kv> <auto> <--bits> <4>"
+    assert shell("effllm export fable --type Q8\t") == "<export> <fable> <--type> <Q8_0>"
     assert shell("effllm run fable --kv-wi\t64") == "<run> <fable> <--kv-window> <64>"
     assert shell("effllm session r\t") == "<session> <rm>"
     assert shell("effllm run a\\ fi\t").removesuffix("/>") == "<run> <a file>", "what is no name may be a path"
