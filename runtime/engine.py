@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .. import ContextOverflow, EffllmError, UsageError
+from .. import EffllmError, UsageError
 from ..kernels.layout import PAGE
 from ..kernels.threads import ThreadPool
 from ..offload.direct import Interrupted, Traffic
@@ -37,7 +37,7 @@ from .events import Notice, Progress, Turn
 from .kv_disk import disk_tier
 from .model import Model, dims
 from .needed_kernels import folder_kinds
-from .passes import as_in_one_reading, goes_on_from, joined
+from .passes import SHORTEST, as_in_one_reading, goes_on_from, joined, too_long
 from .prepare import EngineOptions, Prepared, prepare, refuse_beyond_machine, worker_count
 from .pressure import Watch
 from .sampler import Sampler, refuse_broken
@@ -224,10 +224,8 @@ class Engine(Scoring, Choosing):
             raise UsageError(f"token id {bad[0]} is outside the vocabulary of {self.config.vocab_size}",
                              "the tokenizer is of another model")
         if len(ids) >= self.n_ctx:
-            if self.options.overflow != "shift" or self.n_ctx < 4:
-                more = "" if self.n_ctx >= self.config.context_length else " raise -c,"
-                raise ContextOverflow(f"the prompt has {len(ids)} token{'' if len(ids) == 1 else 's'} and the context holds {self.n_ctx}",
-                                      f"shorten it,{more} or --overflow shift to drop the middle")
+            if self.options.overflow != "shift" or self.n_ctx < SHORTEST:
+                raise too_long(len(ids), self.n_ctx, self.config.context_length)
             ids = self._shortened(ids)
         held = goes_on_from(self.cache, self.tokens, ids, self.anew, self.prepared.chunk)
         held, said = self.recall(ids, self.cache.truncate(held))

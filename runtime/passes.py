@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from .. import DoesNotFit
+from .. import ContextOverflow, DoesNotFit
 from ..kernels.layout import PAGE
 from ..kernels.tiles import ROWS
 from ..offload.plan import Placement
@@ -21,6 +21,14 @@ if TYPE_CHECKING:
 FEW = ROWS  # most tokens that any kernel takes as tokens of an answer
 DEARER = 1.1  # what may be streamed for every token so that a long prompt takes fewer passes
 WIDTHS = (8, 4, 2)
+SHORTEST = 4  # tokens of a context in which the middle of a prompt can be dropped
+
+
+def too_long(count: int, n_ctx: int, most: int) -> ContextOverflow:
+    """What is said of a prompt of so many tokens that leaves no room in a context of `n_ctx`, where a model has `most`."""
+    more = "" if n_ctx >= most else " raise -c,"
+    return ContextOverflow(f"the prompt has {count} token{'' if count == 1 else 's'} and the context holds {n_ctx}",
+                           f"shorten it,{more} or --overflow shift to drop the middle")
 
 
 def cut(at: int, end: int, sinks: int, span: int) -> Iterator[int]:

@@ -20,6 +20,7 @@ from .dry import breakers_of
 from .engine import Engine
 from .events import Call, Done, Embedded, Event, Notice, Progress, PromptRead, TextDelta, Turn
 from .infill import Gap, Marks, Prompt, marks_of, prompt_of
+from .passes import SHORTEST, too_long
 from .plain_text import PlainText
 from .prompting import NO_SYSTEM_ROLE, NO_TEMPLATE, Prompts
 from .sampler import Sampler, SamplerSettings
@@ -139,11 +140,7 @@ class Replies:
         """Continue a text, or token ids, as they stand, without a template; reasoning is a part of the text. Behind a place to fill in, as
         `around` or a program marks it, other marks end what is written. `lasting`: tokens of the prompt that are worth keeping when another
         takes its place, None for all. Raises EffllmError before the first event."""
-        if not prompt:
-            raise UsageError("the prompt is empty", "send at least one letter or token")
-        if isinstance(prompt, str):
-            self._demand_near(prompt)
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else self._demand_known(prompt)
+        ids = self._ids(prompt)
         ends = self.marks.ends if self.marks is not None and self.marks.prefix in ids else frozenset()
         choice = self._choice(wish)
         with self._slot_for(ids, choice) as own:
@@ -155,6 +152,22 @@ class Replies:
             if wish.echo:
                 yield from self._echoed(own.engine, prompt, ids, wish, cancelled)
             yield from self._answer(own.engine, ids, wish, cancelled, None, raw=True, is_scored=is_scored, ends=ends)
+
+    def demand_room(self, prompt: str | Sequence[int], wish: Wish) -> None:
+        """From any thread: raises, as `complete` does, for a prompt that cannot be continued."""
+        count, engine = len(self._ids(prompt)), self.engine
+        may_shift = engine.options.overflow == "shift" and engine.n_ctx >= SHORTEST and not (wish.echo and wish.tells is not None)
+        if count >= engine.n_ctx and not may_shift:
+            raise too_long(count, engine.n_ctx, engine.config.context_length)
+
+    def _ids(self, prompt: str | Sequence[int]) -> list[int]:
+        """Token ids of a prompt that is taken as it stands. Raises UsageError, ContextOverflow for a text that is much too long."""
+        if not prompt:
+            raise UsageError("the prompt is empty", "send at least one letter or token")
+        if not isinstance(prompt, str):
+            return self._demand_known(prompt)
+        self._demand_near(prompt)
+        return self.tokenizer.encode(prompt)
 
     @cached_property
     def marks(self) -> Marks | None:

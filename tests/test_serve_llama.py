@@ -77,7 +77,7 @@ def test_prompts_of_text_and_tokens(server: Served) -> None:
                    [*first, " a time"], [[*first, " a time"]]):
         assert completed(server, prompt=prompt).json["content"] == said, prompt
     assert completed(server, prompt=["Once upon", *ids[2:]]).json["prompt"] == ONCE
-    for prompt in ([ONCE, ONCE], [ids, ids], [1.5], [True], 7, None, {"prompt_string": 3}, [[ids]], {}):
+    for prompt in ([ONCE, 1.5], [ids, True], [[ONCE, ONCE]], [1.5], [True], 7, None, {"prompt_string": 3}, [[ids]], {}):
         assert completed(server, prompt=prompt).error["param"] == "prompt", prompt
     assert "prompt is empty" in completed(server, prompt="").error["message"]
     assert completed(server, prompt=[10**6]).status == 400

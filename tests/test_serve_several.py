@@ -35,6 +35,20 @@ def test_each_prompt_has_its_answer(server: Served) -> None:
     assert "129" not in server.complete(PROMPTS * 43).error["message"] and server.complete(PROMPTS * 43).error["param"] == "n"
 
 
+def test_a_prompt_that_is_wrong_is_told_before_the_first_is_answered(server: Served) -> None:
+    """Whatever it is: nothing was written by then, and a stream has a status."""
+    before = server.err.count("tokens out")
+    wrongs = (("the fox " * 3000, "and the context holds 2048", "context_length_exceeded"), ([4096], "is outside the vocabulary", None),
+              ("", "is empty", None))
+    for wrong, said, code in wrongs:
+        for stream in (False, True):
+            refused = server.complete([*PROMPTS, wrong], stream=stream)
+            assert refused.status == 400 and refused.error["param"] == "prompt[3]" and refused.error["code"] == code
+            assert refused.error["message"].startswith("prompt[3]: ") and said in refused.error["message"]
+    assert server.complete("the fox " * 3000).error["code"] == "context_length_exceeded"
+    assert server.err.count("tokens out") == before and len(server.complete(PROMPTS).json["choices"]) == 3
+
+
 @pytest.mark.parametrize("ask", [lambda server, **fields: server.chat(**fields), lambda server, **fields: server.complete(**fields)])
 def test_several_of_one_prompt_have_seeds_one_after_the_other(server: Served, ask) -> None:
     sampled = {"temperature": 1.2, "max_tokens": 12}

@@ -161,6 +161,8 @@ class Service:
         asked = await self.asked(request, TextAsked)
         prompts, wish = prompts_of(asked), await self._wish(asked)
         each = counted(asked.n, len(prompts))
+        if not asked.suffix:
+            await self.demand_room(prompts, wish)
         starts = [await self._completed(prompt, asked.suffix, own) for prompt in prompts for own in varied(wish, each)]
         return await self._answers(request, asked, partial(self._completion, TextShape, asked, wish), starts, each)
 
@@ -185,6 +187,16 @@ class Service:
         rows = self.replies.engine.config.vocab_size
         if (bad := next((each for each in ids if not 0 <= each < rows), None)) is not None:
             raise Problem(400, f"token id {bad} is outside the vocabulary of {rows}", param=param)
+
+    async def demand_room(self, prompts: Sequence[str | list[int]], wish: Wish) -> None:
+        """Of several prompts that are answered in turn one that cannot be is told of before the first is. Raises Problem that names it."""
+        for number, prompt in enumerate(prompts if len(prompts) > 1 else ()):
+            try:
+                await asyncio.to_thread(self.replies.demand_room, prompt, wish)
+            except EffllmError as error:
+                problem = problem_of(error, f"prompt[{number}]")
+                problem.message = f"prompt[{number}]: {problem.message}"
+                raise problem from error
 
     async def asked(self, request: Request, kind: type[Kind]) -> Kind:
         """The body of a request that is for this model. Raises Problem."""

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 from ...runtime.infill import Gap
 from ...runtime.replies import Wish
 from ...runtime.sampler import SamplerSettings
 from ...runtime.text import Tokenizer
-from .fields import NOT_HERE, Asked, Body
+from .fields import Asked, Body
 from .problems import Problem
+from .several import counted
 from .wishes import NO_LIMIT, Defaults, wish_of
 
-ONE_PROMPT = "prompt: one prompt a request"
-A_PROMPT = "prompt is a text, token ids, or a list of both"
+A_PROMPT = "prompt is a text, token ids, a list of both, or a list of such prompts"
 SCHEMA = "json_schema"
 # A sampler's names in `samplers`, the letter first -> what settings are without it.
 WITHOUT: Mapping[tuple[str, ...], Mapping[str, Any]] = {
@@ -30,9 +30,9 @@ class CompletionAsked(Asked):
     """Fields that say how caches and slots are used (`id_slot`, `cache_prompt`, `n_keep`, `n_cache_reuse`, `t_max_prompt_ms`) change no
     answer here and are let pass."""
 
-    not_here: ClassVar[Mapping[str, tuple[object, ...]]] = {**NOT_HERE, "n_cmpl": (1,)}
-
     prompt: Any = None
+    n: int | None = None
+    n_cmpl: int | None = None
     n_probs: int | None = None
     json_schema: dict[str, Any] | None = None
     samplers: str | list[str] | None = None
@@ -40,6 +40,11 @@ class CompletionAsked(Asked):
     t_max_predict_ms: int | float | None = None
     return_tokens: bool | None = None
     response_fields: list[str] | None = None
+
+
+    def answers(self, prompts: int) -> int:
+        """How many each of so many prompts is to have, by either name. Raises Problem."""
+        return counted(self.n, prompts) if self.n_cmpl is None else counted(self.n_cmpl, prompts, "n_cmpl")
 
 
 class File(Body):
@@ -86,24 +91,26 @@ def _chosen(asked: CompletionAsked, settings: SamplerSettings) -> SamplerSetting
     return settings
 
 
-def completion_prompt(asked: CompletionAsked, tokenizer: Tokenizer) -> str | list[int]:
-    """The one prompt of a request: a text, token ids, or both in turn, of which the ids. Raises Problem."""
+def completion_prompts(asked: CompletionAsked, tokenizer: Tokenizer) -> list[str | list[int]]:
+    """The prompts of a request, in their order: each a text, token ids, or both in turn, of which the ids. A list in which a number stands
+    is one prompt, any other a list of prompts. Raises Problem."""
     prompt = asked.prompt
-    if isinstance(prompt, list) and any(isinstance(each, list | dict) for each in prompt) or isinstance(prompt, list) and len(prompt) == 1 \
-            and isinstance(prompt[0], str):
-        if len(prompt) > 1:
-            raise Problem(400, ONE_PROMPT, param="prompt")
-        prompt = prompt[0]
+    if prompt is None:
+        raise Problem(400, "prompt is missing", param="prompt")
+    is_one = not isinstance(prompt, list) or not prompt or any(type(each) is int for each in prompt)
+    return [_one_prompt(each, tokenizer) for each in ([prompt] if is_one else prompt)]
+
+
+def _one_prompt(prompt: object, tokenizer: Tokenizer) -> str | list[int]:
     if isinstance(prompt, dict):
         if prompt.get("multimodal_data"):
             raise Problem(400, "prompt.multimodal_data is not supported: the text part of models alone runs here", param="prompt")
         prompt = prompt.get("prompt_string")
     if isinstance(prompt, str):
         return prompt
-    if not isinstance(prompt, list) or not all(isinstance(each, str) or type(each) is int for each in prompt):
-        raise Problem(400, A_PROMPT if prompt is not None else "prompt is missing", param="prompt")
-    if len(prompt) > 1 and all(isinstance(each, str) for each in prompt):
-        raise Problem(400, ONE_PROMPT, param="prompt")
+    texts = [isinstance(each, str) for each in prompt] if isinstance(prompt, list) else [True, True]
+    if len(texts) > 1 and all(texts) or not all(is_text or type(each) is int for each, is_text in zip(prompt, texts, strict=True)):
+        raise Problem(400, A_PROMPT, param="prompt")
     made: list[int] = []
     for number, part in enumerate(prompt):
         made += [part] if isinstance(part, int) else tokenizer.encode(part, number == 0)

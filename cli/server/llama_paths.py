@@ -14,10 +14,11 @@ from starlette.routing import Route
 
 from ...runtime.replies import Wish
 from .fields import ChatAsked, messages_of
-from .llama_fields import CompletionAsked, InfillAsked, completion_prompt, completion_wish
-from .llama_shape import LlamaShape, Settings, generation_settings
+from .llama_fields import CompletionAsked, InfillAsked, completion_prompts, completion_wish
+from .llama_shape import LlamaAnswers, LlamaShape, Settings, generation_settings
 from .metrics import TEXT
 from .problems import BUSY, Problem
+from .several import in_turn, varied
 from .shapes import FINGERPRINT
 from .streams import json_response
 
@@ -44,22 +45,27 @@ class LlamaPaths:
 
     async def complete(self, request: Request) -> Response:
         asked, replies = await self._service.asked(request, CompletionAsked), self._service.replies
-        prompt = await asyncio.to_thread(completion_prompt, asked, replies.tokenizer)
-        if not isinstance(prompt, str):
-            self._service.demand_tokens(prompt, "prompt")
+        prompts = await asyncio.to_thread(completion_prompts, asked, replies.tokenizer)
         wish = await self._wish(asked)
-        return await self._answer(request, asked, prompt, wish)
+        await self._service.demand_room(prompts, wish)
+        for prompt in prompts:
+            if not isinstance(prompt, str):
+                self._service.demand_tokens(prompt, "prompt")
+        return await self._answer(request, asked, prompts, wish)
 
     async def infill(self, request: Request) -> Response:
         """What has no room in the context is left out: editors send what is around the cursor, however long, and again at the next key."""
         asked, service = await self._service.asked(request, InfillAsked), self._service
+        for field, count in (("n_cmpl", asked.n_cmpl), ("n", asked.n)):
+            if count not in (None, 1):
+                raise Problem(400, f"{field} is not supported", param=field, code="unsupported_parameter")
         replies, wish = service.replies, await self._wish(asked)
         if await asyncio.to_thread(lambda: replies.marks) is None:
             raise Problem(501, NO_MARKS.format(service.name), UNSUPPORTED, code="not_supported")
         prompt = await asyncio.to_thread(replies.around, asked.gap, wish.max_tokens, True)
         if prompt.is_cut:
             service.note(CUT)
-        return await self._answer(request, asked, prompt.ids, wish, prompt.lasting, prompt.is_cut)
+        return await self._answer(request, asked, [prompt.ids], wish, prompt.lasting, prompt.is_cut)
 
     async def apply_template(self, request: Request) -> Response:
         asked = await self._service.asked(request, ChatAsked)
@@ -95,12 +101,18 @@ class LlamaPaths:
         wish = await asyncio.to_thread(completion_wish, asked, self._service.defaults, self._service.replies.tokenizer)
         return replace(wish, choice=self._service.adapters.choice(asked))
 
-    async def _answer(self, request: Request, asked: CompletionAsked, prompt: str | list[int], wish: Wish,
+    async def _answer(self, request: Request, asked: CompletionAsked, prompts: list[str | list[int]], wish: Wish,
                       lasting: int | None = None, is_cut: bool = False) -> Response:
+        """One answer, or a list: to each prompt, and to each as many as are asked for."""
         service, tokenizer = self._service, self._service.replies.tokenizer
-        text = prompt if isinstance(prompt, str) else await asyncio.to_thread(tokenizer.decode, prompt, False)
-        settings = Settings(generation_settings(wish, bool(asked.stream), asked.grammar or ""), text,
-                            None if not asked.response_fields else tuple(asked.response_fields), bool(asked.return_tokens),
-                            tokenizer if asked.n_probs else None, is_cut)
-        start = partial(service.replies.complete, prompt, wish, lasting=lasting)
-        return await service.answer(request, asked, LlamaShape(service.called(asked.model), settings), start)
+        shapes, starts = [], []
+        wishes = varied(wish, asked.answers(len(prompts)))
+        for prompt in prompts:
+            text = prompt if isinstance(prompt, str) else await asyncio.to_thread(tokenizer.decode, prompt, False)
+            for own in wishes:
+                settings = Settings(generation_settings(own, bool(asked.stream), asked.grammar or ""), text,
+                                    None if not asked.response_fields else tuple(asked.response_fields), bool(asked.return_tokens),
+                                    tokenizer if asked.n_probs else None, is_cut)
+                shapes.append(LlamaShape(service.called(asked.model), settings))
+                starts.append(partial(service.replies.complete, prompt, own, lasting=lasting))
+        return await service.answer(request, asked, shapes[0] if len(shapes) == 1 else LlamaAnswers(shapes), in_turn(starts))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...runtime.events import Call, PromptRead, Stats, TextDelta
@@ -10,6 +10,7 @@ from ...runtime.replies import Wish
 from ...runtime.text import Tokenizer
 from .llama_fields import most_tokens
 from .logprobs import TokenList
+from .several import Ended
 from .shapes import Shape, timings
 from .wishes import RANDOM, SAMPLING
 
@@ -45,7 +46,7 @@ class LlamaShape(Shape):
     ending = b""
 
     def __init__(self, model: str, settings: Settings | None = None) -> None:
-        self.model, self.settings, self.text = model, settings or Settings({}), ""
+        self.model, self.settings, self.text, self.index, self._sent = model, settings or Settings({}), "", 0, 0
         self._rows = self.settings.tokenizer and TokenRows(self.settings.tokenizer)
         self._told: list[dict[str, object]] = []
 
@@ -56,22 +57,49 @@ class LlamaShape(Shape):
         told = self._rows.told(event.tokens) if self._rows else []
         self._told += told
         tokens = [each.token for each in event.tokens] if self.settings.tokens else []
-        return [{"index": 0, "content": event.text, "tokens": tokens, "stop": False, **_chances(told)}]
+        self._sent += len(tokens)
+        return [{"index": self.index, "content": event.text, "tokens": tokens, "stop": False, **_chances(told)}]
 
     def last(self, stats: Stats) -> list[dict[str, object]]:
-        return [self._end("", [], stats)]
+        """With the tokens that came with no text: the one that ended it, those of a stop string."""
+        return [self._end("", list(stats.token_ids[self._sent :]) if self.settings.tokens else [], stats)]
 
     def whole(self, stats: Stats) -> dict[str, object]:
         return self._end(self.text, list(stats.token_ids) if self.settings.tokens else [], stats, **_chances(self._told))
 
     def _end(self, content: str, tokens: list[int], stats: Stats, **more: object) -> dict[str, object]:
         settings = self.settings
-        ended = {"index": 0, "content": content, "tokens": tokens, "stop": True, "model": self.model,
+        ended = {"index": self.index, "content": content, "tokens": tokens, "stop": True, "model": self.model,
                  "tokens_predicted": len(stats.token_ids), "tokens_evaluated": stats.prompt_tokens,
                  "generation_settings": {**settings.values, "seed": stats.seed}, "prompt": settings.prompt,
                  "has_new_line": "\n" in self.text, "truncated": settings.is_cut or stats.truncated, "stop_type": stop_type(stats),
                  "stopping_word": stats.stop_string or "", "tokens_cached": stats.context_used, "timings": timings(stats), **more}
         return ended if settings.fields is None else chosen(ended, settings.fields)
+
+
+class LlamaAnswers(Shape):
+    """Several answers, one after the other: a list of them, or pieces each of which says by its `index` whose it is."""
+
+    ending = LlamaShape.ending
+
+    def __init__(self, answers: Sequence[LlamaShape]) -> None:
+        self._answers: Sequence[LlamaShape] = answers
+        self._made: list[dict[str, object]] = []  # of those that have ended
+        for index, answer in enumerate(answers):
+            answer.index = index
+
+    def add(self, event: PromptRead | TextDelta | Call | Ended) -> list[dict[str, object]]:
+        if not isinstance(event, Ended):
+            return self._answers[len(self._made)].add(event)
+        answer = self._answers[len(self._made)]
+        self._made.append(answer.whole(event.stats))
+        return answer.last(event.stats)
+
+    def last(self, stats: Stats) -> list[dict[str, object]]:
+        return self._answers[-1].last(stats)
+
+    def whole(self, stats: Stats) -> list[dict[str, object]]:
+        return [*self._made, self._answers[-1].whole(stats)]
 
 
 def stop_type(stats: Stats) -> str:

@@ -22,11 +22,11 @@ class Ended:
     stats: Stats
 
 
-def counted(n: int | None, prompts: int = 1) -> int:
+def counted(n: int | None, prompts: int = 1, field: str = "n") -> int:
     """How many answers each prompt has. Raises Problem."""
     count = 1 if n is None else n
     if count < 1 or count * prompts > MOST:
-        raise Problem(400, f"n is 1 or more, and {MOST} answers at most come to a request", param="n")
+        raise Problem(400, f"{field} is 1 or more, and {MOST} answers at most come to a request", param=field)
     return count
 
 

@@ -40,7 +40,7 @@ class Shape(Protocol):
     def last(self, stats: Stats) -> list[dict[str, object]]:
         """What comes behind the last text."""
 
-    def whole(self, stats: Stats) -> dict[str, object]:
+    def whole(self, stats: Stats) -> dict[str, object] | list[dict[str, object]]:
         """All at once."""
 
     def tells(self, problem: Problem) -> bool:
