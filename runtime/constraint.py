@@ -8,11 +8,9 @@ guess counts only where the sampler draws it; what a form leaves no choice about
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
 from itertools import takewhile
 from pathlib import Path
 from types import ModuleType
@@ -23,6 +21,7 @@ import numpy as np
 from .. import EffllmError, UsageError
 from ..offload.header import shown
 from .gbnf import RULE, GbnfError, to_lark
+from .schema_cost import too_much
 from .small_file import JSON_NBYTES, read_text
 from .text_stream import UNFINISHED
 
@@ -38,10 +37,10 @@ ANY_OBJECT = "json"  # what --schema takes beside a file: whatever object the mo
 SPACE = {"whitespace_pattern": r" ?|\n[ \t]{0,24}"}
 SCHEMA, GRAMMAR = "--schema", "--grammar"
 LENIENT = 'leave it out; "x-guidance": {"lenient": true} in the schema passes over it'
-HINTS = {"Unimplemented keys": LENIENT, "Unknown format": LENIENT, "oneOf constraints": 'write anyOf for oneOf; "x-guidance": '
+SMALLER = "make it smaller: fewer entries, properties or alternatives, less of it in one another"
+HINTS = {"schema too large": SMALLER, "initial lexer configuration": SMALLER, "recursion limit exceeded": SMALLER,
+         "Unimplemented keys": LENIENT, "Unknown format": LENIENT, "oneOf constraints": 'write anyOf for oneOf; "x-guidance": '
          '{"coerce_one_of": true} in the schema reads it so'}
-MULTIPLE, MOST_REMAINDERS = "multipleOf", 100_000  # some 3 s and 50 MB
-JOINING = ("allOf", "anyOf", "oneOf")
 ITSELF = """GBNF itself, as 'root ::= "yes" | "no"', or """
 # What programs that ask a server for answers of a schema put around it.
 MOST_SAID = 300  # of a grammar that is wrong the library shows all
@@ -109,52 +108,11 @@ def form_of_schema(schema: object, flag: str, name: str) -> Form:
     if schema and schema.keys().isdisjoint(KEYWORDS):
         raise UsageError(f"{flag}: {name} says nothing that JSON Schema knows: {shown(next(iter(schema)))} is no keyword of it",
                          f"{ANY_OBJECT} for any object; see json-schema.org for how a schema is written")
-    if (remainders := most_remainders(schema)) > MOST_REMAINDERS:
-        raise UsageError(f"{flag}: {name}: multipleOf takes {remainders} remainders to tell, at most {MOST_REMAINDERS} are",
-                         "leave it out, or take one that is smaller but for its twos and fives")
     try:
         grammar = _library().LLMatcher.grammar_from_json_schema(schema, defaults=SPACE)
     except ValueError as error:  # a number of more than 64 bits, half a surrogate pair
         raise UsageError(f"{flag}: {name}: {_line(error)}", "numbers of at most 64 bits, and text that has UTF-8") from None
     return _judged(Form(grammar, flag, name))
-
-
-def most_remainders(schema: object) -> int:
-    """Of all numbers in a schema the most remainders by which digits are told to come to a multiple: a state each, of time and of memory,
-    which no limit of the library bounds. Twos and fives are free, as the last digits tell them; what allOf joins is multiplied."""
-    most, left = 1, [(schema, 1)]
-    while left:
-        part, joined = left.pop()
-        if isinstance(part, list):
-            left += [(each, 1) for each in part]
-        if not isinstance(part, dict):
-            continue
-        every = part.get("allOf")
-        beside = [each.get(MULTIPLE) for each in every if isinstance(each, dict)] if isinstance(every, list) else []
-        joined = math.lcm(joined, *map(_remainders, (part.get(MULTIPLE), *beside)))
-        most = max(most, joined)
-        for key, each in part.items():
-            left += [(one, joined) for one in each] if key in JOINING and isinstance(each, list) else [(each, 1)]
-    return most
-
-
-def without_slow(schema: Mapping[str, object]) -> Mapping[str, object]:
-    """The same schema, for one that is held to as far as it can be: where its numbers would take too long to tell, any may stand."""
-    if most_remainders(schema) <= MOST_REMAINDERS:
-        return schema
-    return json.loads(json.dumps(schema), object_hook=lambda part: {
-        key: each for key, each in part.items() if key != MULTIPLE or isinstance(each, dict)})
-
-
-def _remainders(value: object) -> int:
-    """Of the numbers that are multiples of `value`; 1 for what is no number."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value or value != value or value in (math.inf, -math.inf):
-        return 1
-    number = abs(value) if isinstance(value, int) else int("".join(map(str, Decimal(repr(value)).as_tuple().digits)))
-    for free in (2, 5):
-        while number % free == 0:
-            number //= free
-    return number
 
 
 def grammar_form(asked: str) -> Form:
@@ -294,6 +252,8 @@ class Constraint:
 
 
 def _judged(form: Form) -> Form:
+    if (dear := too_much(form.grammar)) is not None:
+        raise UsageError(f"{form.flag}: {form.name}: {dear[0]}", dear[1])
     wrong, said = _library().LLMatcher.validate_grammar_with_warnings(form.grammar)
     if wrong:
         told = _line(said[0])

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from effllm import EffllmError, UsageError
-from effllm.runtime.constraint import form_of, grammar_form, most_remainders, schema_form, without_slow
+from effllm.runtime.constraint import form_of, grammar_form, schema_form
+from effllm.runtime.schema_cost import MOST_NODES, MOST_PATTERNS, most_patterns, most_remainders, too_much_of_schema, without_slow
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_constraint import FOX, PERSON, engine, narrowed, tokenizer
@@ -123,3 +124,110 @@ def test_a_tool_is_held_to_the_rest_of_its_schema() -> None:
 def test_what_is_no_number_has_no_multiples() -> None:
     assert most_remainders({"properties": {"multipleOf": {"multipleOf": 9}}, "multipleOf": True, "allOf": [5], "anyOf": "x"}) == 9
     assert most_remainders({"multipleOf": float("nan"), "allOf": [{"multipleOf": 0}, {"multipleOf": float("inf")}]}) == 1
+
+
+REF = {"$ref": "#/$defs/a"}
+OTHER = {"$ref": "#/$defs/b"}
+
+
+def multiple(of: int, **more: object) -> dict:
+    return {"type": "integer", "multipleOf": of, **more}
+
+
+@pytest.mark.parametrize("schema", [
+    multiple(1009, **REF), {"allOf": [REF, OTHER]}, {"anyOf": [multiple(1009), multiple(997)]}, {"oneOf": [multiple(1009), REF]},
+    {"properties": {"x": multiple(1009)}, "allOf": [{"properties": {"x": REF}}]},
+    {"properties": {"x": multiple(1009)}, "allOf": [{"additionalProperties": REF}]},
+    {"properties": {"x": multiple(1009)}, "patternProperties": {"^x": REF}},
+    {"items": multiple(1009), "allOf": [{"items": REF}]}, {"prefixItems": [multiple(1009)], "allOf": [{"items": REF}]},
+    {"items": [multiple(1009)], "allOf": [{"prefixItems": [REF]}]}])
+def test_multiples_that_meet_by_whatever_way_are_one(schema: dict) -> None:
+    """1,006,009 remainders took 12 s and 700 MB, three of them minutes."""
+    whole = schema | {"$defs": {"a": multiple(997), "b": {"allOf": [multiple(1009)]}}}
+    assert most_remainders(whole) in (997 * 1009, 997 * 1009 + 997)  # others' own beside
+    with pytest.raises(UsageError, match="takes 100(5973|6970) remainders"):
+        schema_form(json.dumps(whole))
+
+
+def test_multiples_apart_are_a_sum() -> None:
+    apart = {"properties": {"x": REF, "y": multiple(1009), "z": {"anyOf": [REF, {"type": "null"}]}, "items": {"items": REF}},
+             "$defs": {"a": multiple(997)}}
+    assert most_remainders(apart) == 997 + 1009 and schema_form(json.dumps(apart)).grammar
+    many = [99_907 + 2 * number for number in range(40) if (99_907 + 2 * number) % 5]
+    with pytest.raises(UsageError, match=f"takes {sum(many)} remainders"):
+        schema_form(json.dumps({"properties": {f"x{number}": multiple(number) for number in many}}))
+
+
+def chain(links: int, link) -> dict:
+    """So many definitions of which each names the next."""
+    return {"$ref": "#/$defs/0", "$defs": {str(each): link({"$ref": f"#/$defs/{each + 1}"}) if each < links else {"type": "integer"}
+                                           for each in range(links + 1)}}
+
+
+@pytest.mark.parametrize("link", [lambda ref: ref, lambda ref: {"properties": {"x": ref}}, lambda ref: {"anyOf": [ref, {"type": "null"}]},
+                                  lambda ref: {"items": ref}, lambda ref: {"additionalProperties": ref}, lambda ref: {"allOf": [ref]},
+                                  lambda ref: {"properties": {"a": {"type": "null"}, "b": ref}}])
+def test_definitions_that_name_one_another_have_an_end(link) -> None:
+    """Of some hundreds in one another the library took the end of the program's stack for its own."""
+    for links in (1000, 30_000):
+        with pytest.raises(UsageError, match=f"more than {MOST_NODES} schemas lie in one another"):
+            schema_form(json.dumps(chain(links, link)))
+    assert schema_form(json.dumps(chain(120, link))).grammar
+    ring = {"$ref": "#/$defs/a", "$defs": {"a": {"properties": {"x": REF, "y": OTHER}}, "b": {"items": [REF, OTHER, {"$ref": "#"}]}}}
+    assert too_much_of_schema(ring) is None
+
+
+def test_rules_in_larks_notation_have_an_end_too(tmp_path) -> None:
+    own = tmp_path / "own.lark"
+    for rule in ("r{0}", "R{0}"):
+        rules = (f'{rule.format(each)}: "x" /[a-z]/ {rule.format(each + 1)} // as r{each}\n' for each in range(8000))
+        own.write_text(f"start: {rule.format(0)}\n{''.join(rules)}{rule.format(8000)}: \"y\"")
+        with pytest.raises(UsageError, match="more than 500 rules lie in one another"):
+            grammar_form(str(own))
+    own.write_text("start: " + " | ".join(f"r{each}" for each in range(800)) + "\n" + "".join(
+        f'r{each}: "r{each} : r{each + 1}" // r{each + 1}\n' for each in range(800)))
+    assert grammar_form(str(own)).grammar
+
+
+@pytest.mark.parametrize(("schema", "expected"), [(multiple(1_000_003), "takes 1000003 remainders"),
+                                                  (chain(1000, lambda ref: {"items": ref}), "schemas lie in one another")])
+def test_a_schema_within_a_grammar_is_judged_as_one(tmp_path, schema: dict, expected: str) -> None:
+    (tmp_path / "own.lark").write_text('start: "so: " said\nsaid: %json ' + json.dumps(schema) + "\n")
+    with pytest.raises(UsageError, match=expected):
+        grammar_form(str(tmp_path / "own.lark"))
+
+
+def test_names_that_are_many() -> None:
+    """Each pattern of names is held against each other, and each name that may be left out is a way for all behind it."""
+    many = {f"^p{number}x": {"type": "integer"} for number in range(120)}
+    first, *rest = ({key: many[key]} for key in many)
+    for whole in ({"patternProperties": many}, {"patternProperties": first, "allOf": [{"patternProperties": each} for each in rest]}):
+        with pytest.raises(UsageError, match="120 patternProperties"):
+            schema_form(json.dumps(whole))
+    assert schema_form(json.dumps({"properties": {f"x{number}": {"patternProperties": first} for number in range(120)}})).grammar
+    many = {f"x{number}": {"type": "integer"} for number in range(4100)}
+    with pytest.raises(UsageError, match="4100 properties of an object may be left out"):
+        schema_form(json.dumps({"properties": many}))
+    assert schema_form(json.dumps({"type": "object", "properties": many, "required": [*many][200:]})).grammar
+
+
+@pytest.mark.parametrize("schema", [{"enum": [f"{number} and more of it" for number in range(120_000)]},
+                                    {"allOf": [{"anyOf": [{"type": "object", "properties": {f"k{number}": {"const": each}}}
+                                                          for each in range(3)]} for number in range(10)]}])
+def test_what_is_too_large_is_told_to_be_made_smaller(schema: dict) -> None:
+    with pytest.raises(UsageError) as refused:
+        schema_form(json.dumps(schema))
+    assert "too " in refused.value.message and "make it smaller" in refused.value.hint
+
+
+def test_texts_that_must_fit_many_patterns() -> None:
+    """Each more takes twice the time."""
+    many = [{"pattern": f"a.{{{number}}}b"} for number in range(1, 40)]
+    for whole in ({"allOf": many}, {"pattern": "c", "$ref": "#/$defs/a", "$defs": {"a": {"allOf": many}}},
+                  {"properties": {"x": {"allOf": many[:12]}}, "allOf": [{"properties": {"x": {"allOf": many[12:]}}}]}):
+        with pytest.raises(UsageError, match="patterns at once"):
+            schema_form(json.dumps(whole))
+        assert most_patterns(without_slow(whole)) == 0
+    assert most_patterns({"anyOf": many}) == 1 and schema_form(json.dumps({"type": "string", "anyOf": many})).grammar
+    apart = {f"x{number}": {"$ref": "#/$defs/a"} for number in range(40)}
+    assert most_patterns({"properties": apart, "$defs": {"a": {"pattern": "b", "allOf": many[:2]}}}) == 3 <= MOST_PATTERNS

@@ -9,7 +9,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ... import UsageError
-from ..constraint import Form, lark_form, without_slow
+from ..constraint import Form, lark_form
+from ..schema_cost import without_slow
 from ..template import TemplateError
 from ..text import Tokenizer
 from .filter import CallFilter

@@ -1,0 +1,275 @@
+"""What a form costs to prepare where llguidance, which prepares it, has no limit of its own: judged from its text, before a minute, a
+gigabyte or the program's stack is spent.
+
+Multiples: by the remainder that is left, digits are told to come to a multiple. That is a state each, and where two must be told at once a
+state for each pair, whether both must hold or either may. Patterns: whether any text fits all that one must fit takes twice the time with
+each more, and patterns of names are held against one another. Nesting: the library goes into what a schema or a rule names by the program's
+stack, whose end ends the program.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from decimal import Decimal
+from typing import TypeVar
+from urllib.parse import unquote
+
+from .gbnf import DEEPEST
+
+MULTIPLE, MOST_REMAINDERS = "multipleOf", 100_000  # some 3 s and 50 MB
+PATTERN, MOST_PATTERNS = "pattern", 16  # 20 take a second, 24 half a minute
+MOST_KEYS = 100  # patternProperties of one object, each held against each other: 400 take 22 s
+MOST_OPTIONAL = 4000  # properties that may be left out: a second, and four times that for twice as many
+MOST_NODES = 400  # schemas in one another: the stack's 8 MB end at 1,800, those of a thread may be 2
+MOST_STEPS = 100_000  # in looking for what a value must fit, a second; of more everything is taken together
+ALTERNATIVES = ("anyOf", "oneOf")
+JOINING = ("allOf", *ALTERNATIVES)
+LISTS = (*JOINING, "prefixItems", "items")
+SINGLE = ("items", "additionalItems", "additionalProperties", "unevaluatedItems", "unevaluatedProperties", "contains", "propertyNames",
+          "not", "if", "then", "else")
+NAMED = ("properties", "patternProperties", "dependentSchemas")
+Node = TypeVar("Node")
+# Of Lark's notation: what is no name, a rule's own name, names within it, and a schema in it.
+BESIDE = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/')
+LARK_RULE = re.compile(r"^[ \t]*[?!]?([A-Za-z_]\w*)[ \t]*(?:\[[^\]\n]*\])?(?:\.-?\d+)?[ \t]*:", re.MULTILINE)
+LARK_NAME, LARK_JSON = re.compile(r"[A-Za-z_]\w*"), re.compile(r"%json\s*(?=\{)")
+
+
+def too_much(grammar: str) -> tuple[str, str] | None:
+    """What of a grammar, as llguidance is given it, must not be prepared, and what helps; None for nothing."""
+    for part in _parts(grammar):
+        found = too_much_of_schema(part.get("json_schema")) or _too_much_of_lark(str(part.get("lark_grammar") or ""))
+        if found is not None:
+            return found
+    return None
+
+
+def _parts(grammar: str) -> list[dict[str, object]]:
+    """What is no JSON is Lark's notation as it stands."""
+    if not grammar.lstrip().startswith("{"):
+        return [{"lark_grammar": grammar}]
+    try:
+        return [each for each in json.loads(grammar).get("grammars", []) if isinstance(each, dict)]
+    except RecursionError:  # the library refuses that too
+        return []
+
+
+def _too_much_of_lark(text: str) -> tuple[str, str] | None:
+    bare = BESIDE.sub(" ", text)
+    heads = [*LARK_RULE.finditer(bare)]
+    ends = [*(head.start() for head in heads[1:]), len(bare)]
+    rules = {head[1]: LARK_NAME.findall(bare, head.end(), end) for head, end in zip(heads, ends)}
+
+    def within(name: str) -> list[str]:
+        return [each for each in rules.get(name, ()) if each in rules]
+
+    if len(rules) > DEEPEST and _deepest("start", within, str, DEEPEST) > DEEPEST:
+        return f"more than {DEEPEST} rules lie in one another", "let fewer rules name one another"
+    for found in LARK_JSON.finditer(text):
+        try:
+            schema, _ = json.JSONDecoder().raw_decode(text, found.end())
+        except (ValueError, RecursionError):
+            continue  # the library says what is wrong with it
+        if (said := too_much_of_schema(schema)) is not None:
+            return said
+    return None
+
+
+def too_much_of_schema(schema: object) -> tuple[str, str] | None:
+    """As `too_much`."""
+    if _is_deep(schema):
+        return f"more than {MOST_NODES} schemas lie in one another", "let fewer of $defs name one another"
+    if (remainders := most_remainders(schema)) > MOST_REMAINDERS:
+        return (f"multipleOf takes {remainders} remainders to tell, at most {MOST_REMAINDERS} are",
+                "leave it out, or take one that is smaller but for its twos and fives")
+    if (patterns := most_patterns(schema)) > MOST_PATTERNS:
+        return f"a text must fit {patterns} patterns at once, at most {MOST_PATTERNS} are told", "write fewer patterns, each of more"
+    if (keys := _most(schema, lambda node: len(_dict(node, "patternProperties")), MOST_KEYS)) > MOST_KEYS:
+        return f"an object has {keys} patternProperties, at most {MOST_KEYS} are held apart", "write fewer patterns, each of more"
+    if (optional := _most(schema, _optional, MOST_OPTIONAL)) > MOST_OPTIONAL:
+        return f"{optional} properties of an object may be left out, at most {MOST_OPTIONAL} may", "name more of them as required, or fewer"
+    return None
+
+
+def without_slow(schema: Mapping[str, object]) -> Mapping[str, object]:
+    """The same schema, for one that is held to as far as it can be: where its numbers or its texts would take too long to tell, any may
+    stand."""
+    if _is_deep(schema):  # which is refused
+        return schema
+    slow = {MULTIPLE} if most_remainders(schema) > MOST_REMAINDERS else set()
+    slow |= {PATTERN} if most_patterns(schema) > MOST_PATTERNS else set()
+    if not slow:
+        return schema
+    return json.loads(json.dumps(schema), object_hook=lambda part: {
+        key: each for key, each in part.items() if key not in slow or isinstance(each, dict)})
+
+
+def most_remainders(schema: object) -> int:
+    """The remainders by which a schema's numbers are told to be multiples, those of all places of a value together. Twos and fives are
+    free, as the last digits tell them; what one place joins (allOf, anyOf, oneOf, $ref and what is beside them) is multiplied."""
+    every = {_remainders(node[MULTIPLE]) for node in _dicts(schema) if MULTIPLE in node} - {1}
+    whole = math.lcm(*every)
+    if whole <= MOST_REMAINDERS and sum(every) <= MOST_REMAINDERS:  # nothing that can come of them is more
+        return whole
+    places = _places(schema)
+    if places is None:
+        return whole
+    return sum({math.lcm(*(_remainders(node.get(MULTIPLE)) for node in said)) for said in places} - {1}) or 1
+
+
+def most_patterns(schema: object) -> int:
+    """The most patterns that one text of a schema must fit."""
+    every = sum(isinstance(node.get(PATTERN), str) for node in _dicts(schema))
+    if every <= MOST_PATTERNS and not any("$ref" in node for node in _dicts(schema)):
+        return every
+    places = _places(schema)
+    return every if places is None else max((_at_once(said, schema) for said in places), default=0)
+
+
+def _optional(node: dict) -> int:
+    return len(_dict(node, "properties")) - len(_list(node, "required"))
+
+
+def _most(schema: object, count: Callable[[dict], int], most: int) -> int:
+    """The most that the schemas of one place have of something; more than that where it is no more than `most`."""
+    every = sum(max(0, count(node)) for node in _dicts(schema))
+    if every <= most or (places := _places(schema)) is None:
+        return every
+    return max((sum(max(0, count(node)) for node in said) for said in places), default=0)
+
+
+def _at_once(said: list[dict], root: object) -> int:
+    """Of the schemas that speak of one place: alternatives are not told at once."""
+    counted: dict[int, int] = {}
+
+    def count(node: object) -> int:
+        if not isinstance(node, dict) or id(node) in counted:
+            return 0
+        counted[id(node)] = 0  # one that names itself, or that is named twice
+        others = [each for key in ALTERNATIVES for each in [_list(node, key)] if each]
+        return (isinstance(node.get(PATTERN), str) + sum(map(count, _list(node, "allOf"))) + count(_target(node, root))
+                + sum(max(map(count, each)) for each in others))
+
+    inner = {id(each) for node in said for key in JOINING for each in _list(node, key)} | {id(_target(node, root)) for node in said}
+    return sum(count(node) for node in said if id(node) not in inner)
+
+
+def _places(schema: object) -> list[list[dict]] | None:
+    """For each place of a value the schemas that speak of it; None where that takes too long to find."""
+    found, left, met, steps = [], [[schema]], set(), 0
+    while left:
+        group = left.pop()
+        key = frozenset(map(id, group))
+        if key in met:
+            continue
+        met.add(key)
+        said, open_, here = [], [*group], set()
+        while open_:
+            steps += 1
+            node = open_.pop()
+            if isinstance(node, dict) and id(node) not in here:
+                here.add(id(node))
+                said.append(node)
+                open_ += [each for key in JOINING for each in _list(node, key)]
+                open_.append(_target(node, schema))
+        if steps > MOST_STEPS:
+            return None
+        found.append(said)
+        left += _inner(said)
+    return found
+
+
+def _inner(said: list[dict]) -> Iterator[list[object]]:
+    """What is said of the parts of a value of which these schemas speak: of each property, of others, of each item."""
+    own, by_pattern = ([_dict(node, key) for node in said] for key in NAMED[:2])
+    others = [node.get("additionalProperties") for node in said]
+    patterned = [each for mine in by_pattern for each in mine.values()]
+    for name in dict.fromkeys(name for mine in own for name in mine):
+        yield [mine.get(name, other) for mine, other in zip(own, others, strict=True)] + patterned
+    yield others + patterned
+    first = [_list(node, "prefixItems") or _list(node, "items") for node in said]
+    rest = [node.get("additionalItems" if isinstance(node.get("items"), list) else "items") for node in said]
+    for place in range(max(map(len, first), default=0)):
+        yield [mine[place] if place < len(mine) else other for mine, other in zip(first, rest, strict=True)]
+    yield rest
+
+
+def _deepest(start: Node, within: Callable[[Node], Iterable[Node]], key: Callable[[Node], Hashable], most: int) -> int:
+    """How many lie in one another, each met once, from the first on or from the last; ends where there are more than `most`."""
+    deepest = 0
+    for step in (1, -1):
+        met, left = set(), [(start, 1)]
+        while left:
+            node, depth = left.pop()
+            if key(node) in met:
+                continue
+            met.add(key(node))
+            deepest = max(deepest, depth)
+            if deepest > most:
+                return deepest
+            left += [(each, depth + 1) for each in [*within(node)][::step]]
+    return deepest
+
+
+def _is_deep(schema: object) -> bool:
+    return _deepest(schema, lambda node: [each for each in _within(node, schema) if isinstance(each, dict)], id, MOST_NODES) > MOST_NODES
+
+
+def _within(node: object, root: object) -> Iterator[object]:
+    """The schemas that one consists of."""
+    if not isinstance(node, dict):
+        return
+    for key in LISTS:
+        yield from _list(node, key)
+    for key in SINGLE:
+        yield node.get(key)
+    for key in NAMED:
+        yield from _dict(node, key).values()
+    yield _target(node, root)
+
+
+def _target(node: dict, root: object) -> object:
+    """The schema that one refers to within the whole; None for none that is there."""
+    reference = node.get("$ref")
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    found = root
+    for step in unquote(reference[1:]).split("/")[1:]:
+        step = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and step.isdecimal() and int(step) < len(found):
+            found = found[int(step)]
+        else:
+            found = found.get(step) if isinstance(found, dict) else None
+    return found
+
+
+def _dicts(schema: object) -> Iterator[dict]:
+    """All objects in it, whether they are schemas or not."""
+    left = [schema]
+    while left:
+        part = left.pop()
+        if isinstance(part, dict):
+            yield part
+        left += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+
+
+def _list(node: dict, key: str) -> list[object]:
+    return found if isinstance(found := node.get(key), list) else []
+
+
+def _dict(node: dict, key: str) -> dict[str, object]:
+    return found if isinstance(found := node.get(key), dict) else {}
+
+
+def _remainders(value: object) -> int:
+    """Of the numbers that are multiples of `value`; 1 for what is no number."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value or value != value or value in (math.inf, -math.inf):
+        return 1
+    number = abs(value) if isinstance(value, int) else int("".join(map(str, Decimal(repr(value)).as_tuple().digits)))
+    for free in (2, 5):
+        while number % free == 0:
+            number //= free
+    return number
