@@ -3,6 +3,7 @@ one model is served here, several as `serve_many.py` says."""
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -231,6 +232,6 @@ def kept_prompts(engine: Engine, ref: ModelRef, flags: SessionFlags, for_good: b
 
 
 def own_name(text: str) -> str:
-    """What a model is called in answers: no folder of this machine."""
+    """What a model is called in answers: no folder of this machine, and a link as it is called itself, not as what it leads to."""
     path = Path(text).expanduser()
-    return path.resolve().name if text.startswith((".", "/", "~")) or path.exists() else text
+    return os.path.basename(os.path.abspath(path)) if text.startswith((".", "/", "~")) or path.exists() else text

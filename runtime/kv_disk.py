@@ -106,6 +106,8 @@ def reading(options: EngineOptions, placement: Placement, config: ModelConfig, p
 
 def _unpicked(placement: Placement, config: ModelConfig) -> tuple[str, str] | None:
     """Why no pages could ever be picked, and what to do about it; None where they could."""
+    if not config.attention_layers:
+        return "--kv-read sparse: no layer of this model has keys and values, so there are no pages to pick", "no --kv-read"
     on_host = [layer for layer in config.attention_layers if placement.devices[layer] == "cpu"]
     if "cpu" in placement.devices and all(config.windows[layer] is not None for layer in on_host):
         return "--kv-read sparse: every layer of this model sees a window of tokens alone, and reads all of it", "no --kv-read"

@@ -21,10 +21,13 @@ from effllm.runtime.events import Notice
 from effllm.runtime.prepare import EngineOptions, prepare
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from family_models import written
 from gpu_runs import card_here, simulated
 from gpu_runs import opened as opened_beside
+from hybrid_models import MODELS
 from pulls import FABLE
 
+MAMBA = MODELS["mamba"]
 TIER = {"ctx": 2048, "kv_ram": "8M", "device": "cpu"}
 FLAGS = ("-c", "2048", "--kv-ram", "8M", "--device", "cpu")
 SPARSE = ("--kv-read", "sparse")
@@ -138,6 +141,12 @@ def test_a_model_that_sees_windows_alone_has_nothing_to_pick(tmp_path: Path) -> 
     (tmp_path / "config.json").write_text(json.dumps(content))
     code, _, err = ran("run", str(tmp_path), "hi", *FLAGS, *SPARSE)
     assert code == 2 and "every layer of this model sees a window" in err and "hint: no --kv-read" in err
+
+
+def test_a_model_without_keys_and_values_is_told_so(tmp_path: Path) -> None:
+    written(MAMBA, tmp_path / "mamba")
+    with pytest.raises(UsageError, match="no layer of this model has keys and values"):
+        prepare(tmp_path / "mamba", EngineOptions(device="cpu", kv_read="sparse"))
 
 
 def test_all_layers_on_a_card_leave_nothing_to_pick() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import effllm
+from effllm.cli.serve import own_name
 from effllm.cli.server import front as front_module
 from effllm.cli.server.child import Starter, in_words
 from effllm.cli.server.front import Front, problem_in
@@ -176,6 +177,16 @@ def test_models_of_paths_are_called_by_what_tells_them_apart(tmp_path: Path) -> 
     models = called([("fable", FABLE, None, None), *((str(each), each, None, None) for each in folders)])
     assert [each.name for each in models] == ["fable", "model", "b/model", "c/model"]
     assert [each.typed for each in models] == ["fable", *map(str, folders)]
+
+
+def test_a_link_is_called_as_it_is_itself(tmp_path: Path) -> None:
+    """Files of the hub's cache are links to blobs, whose names are checksums."""
+    (tmp_path / "a1b2c3").touch()
+    for name in ("one.gguf", "two.gguf"):
+        (tmp_path / name).symlink_to("a1b2c3")
+    models = called([(str(tmp_path / name), tmp_path / name, None, None) for name in ("one.gguf", "two.gguf", "a1b2c3")])
+    assert [each.name for each in models] == ["one.gguf", "two.gguf", "a1b2c3"]
+    assert own_name(str(tmp_path / "one.gguf")) == "one.gguf"
 
 
 def test_the_problem_of_any_api_is_read() -> None:

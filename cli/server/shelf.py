@@ -105,7 +105,7 @@ def called(models: Iterable[tuple[str, Path, str | None, LocalModel | None]]) ->
         path = Path(typed).expanduser()
         ends = [typed]
         if typed.startswith(SPELLED) or path.exists():
-            parts = path.resolve().parts[1:]
+            parts = Path(os.path.abspath(path)).parts[1:]  # of a link its own name, not that of where it leads
             ends = ["/".join(parts[-count:]) for count in range(1, len(parts) + 1)]
         name = next((each for each in ends if each not in made), typed)
         made.setdefault(name, Shelved(" ".join(name.split()), typed, folder, variant, facts))
