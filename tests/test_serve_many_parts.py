@@ -177,6 +177,7 @@ def test_models_of_paths_are_called_by_what_tells_them_apart(tmp_path: Path) -> 
     models = called([("fable", FABLE, None, None), *((str(each), each, None, None) for each in folders)])
     assert [each.name for each in models] == ["fable", "model", "b/model", "c/model"]
     assert [each.typed for each in models] == ["fable", *map(str, folders)]
+    assert called([("fable", FABLE, None, None), *((str(each), each, None, None) for each in [*folders, *folders])]) == models
 
 
 def test_a_link_is_called_as_it_is_itself(tmp_path: Path) -> None:

@@ -99,9 +99,9 @@ class Shelf:
 
 def called(models: Iterable[tuple[str, Path, str | None, LocalModel | None]]) -> list[Shelved]:
     """Models by (what is typed, folder, variant, facts): one that is typed as a path is called by the end of it that no other has, since
-    no answer names a folder of this machine."""
+    no answer names a folder of this machine. One that is typed twice is one."""
     made: dict[str, Shelved] = {}
-    for typed, folder, variant, facts in models:
+    for typed, folder, variant, facts in {each[:3]: each for each in models}.values():
         path = Path(typed).expanduser()
         ends = [typed]
         if typed.startswith(SPELLED) or path.exists():
