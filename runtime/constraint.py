@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -42,6 +43,8 @@ HINTS = {"schema too large": SMALLER, "initial lexer configuration": SMALLER, "r
          "Unimplemented keys": LENIENT, "Unknown format": LENIENT, "oneOf constraints": 'write anyOf for oneOf; "x-guidance": '
          '{"coerce_one_of": true} in the schema reads it so'}
 ITSELF = """GBNF itself, as 'root ::= "yes" | "no"', or """
+# A reference that leads nowhere, as the library says it.
+LOST = re.compile(r"(?:(Pointer|Anchor)|Resource) '(?:json-schema:///)?([^']*)' (?:does not exist|is not present in a registry).*")
 # What programs that ask a server for answers of a schema put around it.
 MOST_SAID = 300  # of a grammar that is wrong the library shows all
 ENVELOPE = "json_schema"
@@ -257,6 +260,9 @@ def _judged(form: Form) -> Form:
     wrong, said = _library().LLMatcher.validate_grammar_with_warnings(form.grammar)
     if wrong:
         told = _line(said[0])
+        if (lost := LOST.search(told)) is not None:
+            raise UsageError(f"{form.flag}: {form.name}: $ref names {'#' if lost[1] else ''}{lost[2]}, which is not in it",
+                             "put it into $defs of the schema: nothing else is read")
         raise UsageError(f"{form.flag}: {form.name}: {told}", next((HINTS[each] for each in HINTS if told.startswith(each)), "correct it"))
     return form
 

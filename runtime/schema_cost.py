@@ -23,8 +23,8 @@ MULTIPLE, MOST_REMAINDERS = "multipleOf", 100_000  # some 3 s and 50 MB
 PATTERN, MOST_PATTERNS = "pattern", 16  # 20 take a second, 24 half a minute
 MOST_KEYS = 100  # patternProperties of one object, each held against each other: 400 take 22 s
 MOST_OPTIONAL = 4000  # properties that may be left out: a second, and four times that for twice as many
-MOST_NODES = 400  # schemas in one another: the stack's 8 MB end at 1,800, those of a thread may be 2
-MOST_STEPS = 100_000  # in looking for what a value must fit, a second; of more everything is taken together
+MOST_NODES = 1000  # schemas in one another: the 8 MB of a stack end at 1,800
+MOST_STEPS = 150_000  # in looking for what a value must fit, half a second; beyond, numbers are taken together, all else apart
 ALTERNATIVES = ("anyOf", "oneOf")
 JOINING = ("allOf", *ALTERNATIVES)
 LISTS = (*JOINING, "prefixItems", "items")
@@ -123,10 +123,10 @@ def most_remainders(schema: object) -> int:
 def most_patterns(schema: object) -> int:
     """The most patterns that one text of a schema must fit."""
     every = sum(isinstance(node.get(PATTERN), str) for node in _dicts(schema))
-    if every <= MOST_PATTERNS and not any("$ref" in node for node in _dicts(schema)):
+    if every <= MOST_PATTERNS:
         return every
-    places = _places(schema)
-    return every if places is None else max((_at_once(said, schema) for said in places), default=0)
+    places = _places(schema) or ([node] for node in _dicts(schema))
+    return max((_at_once(said, schema) for said in places), default=0)
 
 
 def _optional(node: dict) -> int:
@@ -136,8 +136,9 @@ def _optional(node: dict) -> int:
 def _most(schema: object, count: Callable[[dict], int], most: int) -> int:
     """The most that the schemas of one place have of something; more than that where it is no more than `most`."""
     every = sum(max(0, count(node)) for node in _dicts(schema))
-    if every <= most or (places := _places(schema)) is None:
+    if every <= most:
         return every
+    places = _places(schema) or ([node] for node in _dicts(schema))
     return max((sum(max(0, count(node)) for node in said) for said in places), default=0)
 
 
@@ -154,7 +155,10 @@ def _at_once(said: list[dict], root: object) -> int:
                 + sum(max(map(count, each)) for each in others))
 
     inner = {id(each) for node in said for key in JOINING for each in _list(node, key)} | {id(_target(node, root)) for node in said}
-    return sum(count(node) for node in said if id(node) not in inner)
+    try:
+        return sum(count(node) for node in said if id(node) not in inner)
+    except RecursionError:  # hundreds in one another
+        return sum(isinstance(node.get(PATTERN), str) for node in said)
 
 
 def _places(schema: object) -> list[list[dict]] | None:
@@ -175,10 +179,12 @@ def _places(schema: object) -> list[list[dict]] | None:
                 said.append(node)
                 open_ += [each for key in JOINING for each in _list(node, key)]
                 open_.append(_target(node, schema))
-        if steps > MOST_STEPS:
-            return None
         found.append(said)
-        left += _inner(said)
+        for inner in _inner(said):
+            steps += len(inner)
+            if steps > MOST_STEPS:
+                return None
+            left.append(inner)
     return found
 
 

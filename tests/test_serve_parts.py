@@ -305,7 +305,7 @@ def test_hosts_of_this_machine() -> None:
 def test_files_are_not_named() -> None:
     for text, said in (("cannot read /etc/passwd: no", "cannot read (a file): no"), ("~/a/b.gguf is", "(a file) is"),
                        ("20 tokens/s, 3 of 4", "20 tokens/s, 3 of 4"), ("read ./x/y, then", "read (a file), then"),
-                       ("<think>/</think>", "<think>/</think>")):
+                       ("<think>/</think>", "<think>/</think>"), ("$ref names #/$defs/a, which", "$ref names #/$defs/a, which")):
         assert without_paths(text) == said
     assert own_name("org/repo:4bit") == "org/repo:4bit" and own_name("/models/mine/") == "mine" and own_name(".") == Path.cwd().name
     assert problem_of(Problem(418, "tea")).status == 418

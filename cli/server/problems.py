@@ -15,7 +15,7 @@ OLLAMA = "/api/"
 OF_ANTHROPIC = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
                 408: "timeout_error", 504: "timeout_error"}
 CLOSING = "the server ends"
-PATH = re.compile(r"(?<![\w/.<>:-])(?:~|\.{1,2})?/[^\s:,;'\"]*")
+PATH = re.compile(r"(?<![\w/.<>:#-])(?:~|\.{1,2})?/[^\s:,;'\"]*")
 
 
 class Problem(Exception):
