@@ -8,7 +8,7 @@ recursion becomes one terminal, which says just what it says; else terminals are
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 
 RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)  # what GBNF has and Lark has not
@@ -20,6 +20,7 @@ LETTERS = {"n": "\n", "r": "\r", "t": "\t"}
 NOTHING, ANY = '""', "/(?s:.)/"
 ROOT = "root"
 MOST = "*+?"
+NEVER = re.compile(r"[*?]|\{0+[,}]")  # how often a part may come that may be absent
 DEEPEST = 500  # rules in one another: llguidance takes the program's stack for each, and has no limit of its own
 
 
@@ -42,6 +43,15 @@ class Node:
             yield self.text
         for part in self.parts:
             yield from part.names()
+
+    def ends(self, ending: Container[str]) -> bool:
+        """Is there a text that is whole, where these rules have one?"""
+        if self.kind == "rule":
+            return self.text in ending
+        if self.kind == "times" and NEVER.match(self.text):
+            return True
+        held = [part.ends(ending) for part in self.parts]
+        return any(held) if self.kind == "one" and held else all(held)
 
 
 def to_lark(text: str, as_one: bool = True) -> str:
@@ -190,6 +200,7 @@ class _Writer:
 
     def written(self, as_one: bool) -> str:
         order, recurs = self._reached()
+        self._demand_ends(order)
         whole = as_one and not recurs
         self._names = {name: f"r{number}_{re.sub('[^a-z0-9]', '_', name.lower())}" for number, name in enumerate(order)}
         if whole:
@@ -217,6 +228,14 @@ class _Writer:
             if len(above) > DEEPEST:
                 raise GbnfError(f"more than {DEEPEST} rules lie in one another")
         return [*found], recurs
+
+    def _demand_ends(self, order: list[str]) -> None:
+        """Raises GbnfError for a rule that no text is whole of: over some such llguidance never comes to an end either."""
+        ending: set[str] = set()
+        while found := [name for name in order if name not in ending and self.rules[name].ends(ending)]:
+            ending.update(found)
+        if endless := [name for name in order if name not in ending]:
+            raise GbnfError(f"no text ends the rule {endless[-1]}: each of its alternatives goes on")
 
     def _plain(self, node: Node) -> str:
         """As it stands."""

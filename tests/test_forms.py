@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from effllm import EffllmError, UsageError
-from effllm.runtime.constraint import form_of, grammar_form, schema_form
+from effllm.runtime.constraint import form_of, form_of_grammar, grammar_form, schema_form
 from effllm.runtime.schema_cost import MOST_NODES, MOST_PATTERNS, most_patterns, most_remainders, too_much_of_schema, without_slow
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -63,7 +63,7 @@ def test_hints_of_a_file_that_is_not_there_say_what_else_could_be_written():
 
 
 def test_what_a_form_that_cannot_be_met_says_is_short(engine, tokenizer):
-    for form in (grammar_form("root ::= root"), schema_form('{"$ref": "#"}')):
+    for form in (form_of_grammar("start: start", "--grammar", "it"), schema_form('{"$ref": "#"}')):
         with pytest.raises(EffllmError) as refused:
             narrowed(form.opened(tokenizer, engine.config.vocab_size).begin(), engine.config.vocab_size)
         assert len(refused.value.message) < 120 and refused.value.message.endswith(": nothing can come next")

@@ -100,8 +100,10 @@ ws ::= | " " | "\n" [ \t]{0,20}"""
     ("root ::= [a&&b]+ [/\\]\\[^]", ["a&b/", "b]", "a^"], ["a"]),
     ('root ::= start My-Rule myRule\nstart ::= "s"\nMy-Rule ::= "M"\nmyRule ::= "m"', ["sMm"], ["smM"]),
     ('root ::= "(" root ")" |\n "x"', ["((x))", "x"], ["((x)"]),
+    ('root ::= "a" root{00,2} r*\nr ::= "b" root? "c"', ["a", "aaa", "abc", "abac"], ["ab", "b"]),
     ("root ::=", [""], ["a"]),
-], ids=["arithmetic", "JSON", "list", "up to a word", "numbers of characters", "twice how often", "sets", "names", "recursion", "nothing"])
+], ids=["arithmetic", "JSON", "list", "up to a word", "numbers of characters", "twice how often", "sets", "names", "recursion",
+        "one that may be absent", "nothing"])
 def test_grammars_as_they_are_written(opened, tokenizer, grammar, texts, others):
     vocabulary = opened(grammar)
     assert [text for text in texts if not is_of(vocabulary, tokenizer, text)] == []
@@ -115,6 +117,7 @@ def test_grammars_as_they_are_written(opened, tokenizer, grammar, texts, others)
     ('root ::= ("a"', "a closing parenthesis"), ('root ::= "a")', "the end of the line"), ('root ::= "a"{2,1}', "how often"),
     ("root ::= [b-a]", "ends before it begins"), ("root ::= []", "holds nothing"), ('root ::= "\\ud800"', "no such character"),
     ('root ::= "\\q"', "no such character"), ('root "a"\nb ::= "b"', "::= was expected"), ("root ::= <think>", "a name was expected"),
+    ('root ::= "a" root', "no text ends the rule root"), ('root ::= "b" | r{1,2}\nr ::= "x"+ r .', "no text ends the rule r"),
     ("root ::= " + "(" * 9000 + '"a"' + ")" * 9000, "nested too deeply")])
 def test_what_is_wrong_is_one_line(grammar, expected):
     with pytest.raises(GbnfError) as refused:
