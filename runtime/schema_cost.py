@@ -24,6 +24,7 @@ PATTERN, MOST_PATTERNS = "pattern", 16  # 20 take a second, 24 half a minute
 MOST_KEYS = 100  # patternProperties of one object, each held against each other: 400 take 22 s
 MOST_OPTIONAL = 4000  # properties that may be left out: a second, and four times that for twice as many
 MOST_NODES = 1000  # schemas in one another: the 8 MB of a stack end at 1,800
+LEAST_INTEGER = -(2**63) + 1024  # whole numbers between two bounds that both are below what 64 bits hold take the whole stack
 MOST_STEPS = 150_000  # in looking for what a value must fit, half a second; beyond, numbers are taken together, all else apart
 ALTERNATIVES = ("anyOf", "oneOf")
 JOINING = ("allOf", *ALTERNATIVES)
@@ -82,6 +83,8 @@ def too_much_of_schema(schema: object) -> tuple[str, str] | None:
     """As `too_much`."""
     if _is_deep(schema):
         return f"more than {MOST_NODES} schemas lie in one another", "let fewer of $defs name one another"
+    if (bound := next(_too_low(schema), None)) is not None:
+        return f"{bound} as the largest is less than numbers of 64 bits hold", "leave it out, or take a larger one"
     if (remainders := most_remainders(schema)) > MOST_REMAINDERS:
         return (f"multipleOf takes {remainders} remainders to tell, at most {MOST_REMAINDERS} are",
                 "leave it out, or take one that is smaller but for its twos and fives")
@@ -127,6 +130,13 @@ def most_patterns(schema: object) -> int:
         return every
     places = _places(schema) or ([node] for node in _dicts(schema))
     return max((_at_once(said, schema) for said in places), default=0)
+
+
+def _too_low(schema: object) -> Iterator[float]:
+    for node in _dicts(schema):
+        for value in (node.get("maximum"), node.get("exclusiveMaximum")):
+            if isinstance(value, int | float) and not isinstance(value, bool) and value < LEAST_INTEGER:
+                yield value
 
 
 def _optional(node: dict) -> int:

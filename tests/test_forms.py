@@ -200,6 +200,14 @@ def test_a_schema_within_a_grammar_is_judged_as_one(tmp_path, schema: dict, expe
         grammar_form(str(tmp_path / "own.lark"))
 
 
+@pytest.mark.parametrize("schema", [{"type": "integer", "minimum": -(2**63), "maximum": -(2**63)}, {"exclusiveMaximum": -9.3e18},
+                                    {"allOf": [{"type": "integer", "minimum": -1e30}, {"properties": {"a": {"maximum": -1e19}}}]}])
+def test_largest_numbers_below_those_of_64_bits_are_refused(schema: dict) -> None:
+    with pytest.raises(UsageError, match="is less than numbers of 64 bits hold"):
+        schema_form(json.dumps(schema))
+    assert schema_form(json.dumps({"type": "integer", "minimum": -(2**63) + 4000, "maximum": -(2**63) + 4000})).grammar
+
+
 def test_names_that_are_many() -> None:
     """Each pattern of names is held against each other, and each name that may be left out is a way for all behind it."""
     many = {f"^p{number}x": {"type": "integer"} for number in range(120)}
