@@ -134,7 +134,7 @@ def form_of_grammar(text: str, flag: str, name: str) -> Form:
     try:
         whole, cut = to_lark(text), to_lark(text, as_one=False)
     except GbnfError as error:
-        raise UsageError(f"{flag}: {name}: {error}", "GBNF begins with `root ::=`, Lark with `start:`") from None
+        raise UsageError(f"{flag}: {name}: {error}", error.hint) from None
     try:
         return form(whole)
     except UsageError:

@@ -25,7 +25,11 @@ DEEPEST = 500  # rules in one another: llguidance takes the program's stack for 
 
 
 class GbnfError(ValueError):
-    """What is wrong with a grammar, on one line."""
+    """What is wrong with a grammar, on one line, and what helps."""
+
+    def __init__(self, message: str, hint: str = "GBNF begins with `root ::=`, Lark with `start:`") -> None:
+        super().__init__(message)
+        self.hint = hint
 
 
 @dataclass(frozen=True)
@@ -226,7 +230,7 @@ class _Writer:
                 above.append(name)
                 left.append(iter(dict.fromkeys(self.rules[name].names())))
             if len(above) > DEEPEST:
-                raise GbnfError(f"more than {DEEPEST} rules lie in one another")
+                raise GbnfError(f"more than {DEEPEST} rules lie in one another", "let fewer rules name one another")
         return [*found], recurs
 
     def _demand_ends(self, order: list[str]) -> None:
@@ -235,7 +239,7 @@ class _Writer:
         while found := [name for name in order if name not in ending and self.rules[name].ends(ending)]:
             ending.update(found)
         if endless := [name for name in order if name not in ending]:
-            raise GbnfError(f"no text ends the rule {endless[-1]}: each of its alternatives goes on")
+            raise GbnfError(f"no text ends the rule {endless[-1]}: each of its alternatives goes on", "give it an alternative that ends")
 
     def _plain(self, node: Node) -> str:
         """As it stands."""
