@@ -145,3 +145,23 @@ def test_the_table_is_called_by_its_name_there(tmp_path: Path) -> None:
     assert "effllm export" in refused.value.hint
     with pytest.raises(EffllmError, match="changes the embeddings and not the head in the same way"):
         list(merge(tmp_path / "base", own, tmp_path / "out"))
+
+
+def test_a_file_that_changes_a_head_of_its_own_is_merged(tmp_path: Path) -> None:
+    written(Case("llama", {"tie_word_embeddings": False}), base := tmp_path / "base")
+    before = weights(base)
+    a, b = random(RANK, before["lm_head.weight"].shape[1]), random(len(before["lm_head.weight"]), RANK)
+    writer = gguf.GGUFWriter(tmp_path / "own.gguf", "llama")
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", 2.0 * RANK)
+    for part, values in (("a", a), ("b", b)):
+        writer.add_tensor(f"output.weight.lora_{part}", values.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert [*merge(base, tmp_path / "own.gguf", tmp_path / "out")][-1].changed == 1
+    after = weights(tmp_path / "out")
+    assert torch.allclose(after["lm_head.weight"], before["lm_head.weight"] + 2.0 * b @ a, rtol=1e-4, atol=1e-4)
+    assert all(torch.equal(after[name], before[name]) for name in before if name != "lm_head.weight")
