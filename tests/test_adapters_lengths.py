@@ -15,7 +15,6 @@ from effllm import EffllmError
 from effllm.runtime.adapted import adapted
 from effllm.runtime.config import read_config
 from effllm.runtime.merge import merge
-from effllm.runtime.side_by_side import Want, side_by_side
 
 sys.path.insert(0, str(Path(__file__).parent))
 from family_models import Case, written
@@ -33,7 +32,7 @@ from test_adapters import (  # noqa: F401  a fixture
     opened,
     widen,
 )
-from test_chosen_adapters import CHOICES, IDS, close, logits_of
+from test_chosen_adapters import CHOICES, alone_and_together, logits_of
 
 
 def lengthened(folder: Path, out: Path, seed: int = 1) -> Path:
@@ -113,21 +112,8 @@ def test_texts_of_different_choices_share_a_pass(low_bit: Path, own: Path, tmp_p
     """Each has the bits that it has alone, and one that has nothing of any those of a run without."""
     pair = own, of_all_matrices(FABLE, tmp_path / "other", 50)
     for base in (FABLE, low_bit):
-        engine = opened(base, *pair, kv="16bit", parallel=len(CHOICES))
-        engines, said = side_by_side(engine, len(CHOICES))
-        assert not said
-        alone = [logits_of(engine, choice)[1:11] for choice in CHOICES]
+        alone = alone_and_together(base, pair)
         assert len({each.tobytes() for each in alone}) == len(CHOICES)
-        for each, choice in zip(engines, CHOICES):
-            each.choose(choice)
-            each.reset()
-            list(each.prefill(IDS[:140]))
-        for at, token in enumerate(IDS[140:150]):
-            wants = [Want(each, token) for each in engines]
-            engine.shares.run(wants)
-            for want, expected in zip(wants, alone):
-                assert want.error is None and np.array_equal(want.logits, expected[at])
-        close(engines)
         plain = opened(base, kv="16bit")
         assert np.array_equal(alone[CHOICES.index((0.0, 0.0))], logits_of(plain, ())[1:11])
         plain.close()

@@ -102,6 +102,11 @@ def test_one_of_several_is_as_near_to_it_alone_as_sums_in_another_order_are(pair
 
 def test_texts_of_different_choices_share_a_pass(base: Path, pair: tuple[str, ...]) -> None:
     """Each has the bits that it has alone."""
+    alone_and_together(base, pair)
+
+
+def alone_and_together(base: Path, pair: tuple[object, ...]) -> list[np.ndarray]:
+    """What texts of CHOICES have alone, after it was seen that they have the same bits in passes that they share."""
     engine = opened(base, *pair, kv="16bit", parallel=len(CHOICES))
     engines, said = side_by_side(engine, len(CHOICES))
     assert not said
@@ -116,6 +121,7 @@ def test_texts_of_different_choices_share_a_pass(base: Path, pair: tuple[str, ..
         for want, expected in zip(wants, alone):
             assert want.error is None and np.array_equal(want.logits, expected[at])
     close(engines)
+    return alone
 
 
 def close(engines: list[Engine]) -> None:
