@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,7 +28,7 @@ from effllm.cli.server.shapes import ChatShape
 from effllm.cli.server.streams import EventStream, Listener, Record, whole
 from effllm.cli.server.wishes import Defaults, reasoning_of, wish_of
 from effllm.runtime.constraint import form_of_schema
-from effllm.runtime.events import Done, Event, Notice, Progress, TextDelta, Turn
+from effllm.runtime.events import Done, Event, Notice, Progress, TextDelta
 from effllm.runtime.replies import Wish
 from effllm.runtime.sampler import SamplerSettings
 
@@ -109,52 +108,6 @@ def test_who_waits_hears_that_it_does(desk: Desk, monkeypatch: pytest.MonkeyPatc
         assert json.loads(end[6:])["choices"][0]["finish_reason"] == "stop"
 
     asyncio.run(test())
-
-
-def test_a_client_that_does_not_read_keeps_no_place_in_the_line(desk: Desk) -> None:
-    async def test() -> None:
-        job = desk.ask(lambda left: iter([TextDelta("yes"), DONE]))
-        end = time.monotonic() + 5
-        while job in desk._jobs and time.monotonic() < end:
-            await asyncio.sleep(0.01)
-        assert not desk._jobs and [await job.next(1), await job.next(1)] == [TextDelta("yes"), DONE]
-
-    asyncio.run(test())
-
-
-def test_several_are_written_at_once_and_the_next_begins_where_one_ends() -> None:
-    desk, began = Desk(most_waiting=1, parallel=2), []
-
-    def answer(name: str, ends: threading.Event, left: Callable[[], bool]) -> Iterator[Event]:
-        began.append(name)
-        while not ends.is_set() and not left():
-            yield TextDelta(name)
-            yield Turn()
-        yield DONE
-
-    async def test() -> None:
-        ends = [threading.Event() for _ in range(3)]
-        one, two, three = (desk.ask(partial(answer, name, end)) for name, end in zip("abc", ends, strict=True))
-        assert [job.before for job in (one, two, three)] == [0, 0, 1] and desk.waiting == 1
-        with pytest.raises(Problem, match="1 answers wait already"):
-            desk.ask(partial(answer, "d", ends[0]))
-        for _ in range(3):  # side by side
-            assert [await job.next(5) for job in (one, two)] == [TextDelta("a"), TextDelta("b")]
-        assert began == ["a", "b"]
-        ends[1].set()
-        assert await three.next(5) == TextDelta("c") and desk.waiting == 0 and three.before == 0
-        one.leave()
-        three.leave()
-        end = time.monotonic() + 5
-        while desk._rounds and time.monotonic() < end:
-            await asyncio.sleep(0.01)
-        assert not desk._rounds
-
-    try:
-        asyncio.run(test())
-    finally:
-        desk.close()
-    assert desk.ended(5)
 
 
 def test_a_panic_of_a_library_ends_its_answer_alone(desk: Desk) -> None:

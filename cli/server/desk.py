@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ...runtime.events import Event
+from ...runtime.events import Done, Event
 from ...runtime.rounds import Rounds
 from .problems import BUSY, Problem, closing
 
@@ -29,6 +29,7 @@ class Job:
         self._desk, self._start, self._loop = desk, start, asyncio.get_running_loop()
         self._events: asyncio.Queue[object] = asyncio.Queue()
         self._left = False
+        self._last: Done | None = None
 
     @property
     def before(self) -> int:
@@ -69,10 +70,16 @@ class Job:
             yield from self._start(lambda: self._left)
 
     def told(self, item: Event | Exception | None) -> None:
-        """Another event, or how it ended; by the thread of the engine."""
-        self._tell(END if item is None else item)
+        """Another event, or how it ended; by the thread of the engine. The end of the answer is told when the engine has put it down, or
+        whoever asks next would find the sequence taken."""
+        if isinstance(item, Done):
+            self._last = item
+            return
         if item is None or isinstance(item, Exception):
             self._on_loop(self._desk.forget, self)  # its place is another's, however slowly a client reads
+            if self._last is not None:
+                self._tell(self._last)
+        self._tell(END if item is None else item)
 
     def _tell(self, item: object) -> None:
         self._on_loop(self._events.put_nowait, item)

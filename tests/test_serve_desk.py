@@ -1,0 +1,82 @@
+"""The line in front of the engine: who has a place in it, who is written beside whom, and when a place is free again."""
+
+import asyncio
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from test_serve_parts import DONE, desk  # noqa: F401  a fixture
+
+from effllm.cli.server.desk import Desk
+from effllm.cli.server.problems import Problem
+from effllm.runtime.events import Event, TextDelta, Turn
+
+
+def test_who_reads_the_end_finds_the_place_free(desk: Desk) -> None:  # noqa: F811
+    """What the engine puts down behind its last event is put down when that is told: the next request may look."""
+    put_down = threading.Event()
+
+    def answer(left: Callable[[], bool]) -> Iterator[Event]:
+        yield TextDelta("yes")
+        yield DONE
+        time.sleep(0.05)
+        put_down.set()
+
+    async def test() -> None:
+        job = desk.ask(answer)
+        assert [await job.next(5), await job.next(5)] == [TextDelta("yes"), DONE]
+        assert put_down.is_set() and job not in desk._jobs and desk.running == 0
+
+    asyncio.run(test())
+
+
+def test_a_client_that_does_not_read_keeps_no_place_in_the_line(desk: Desk) -> None:  # noqa: F811
+    async def test() -> None:
+        job = desk.ask(lambda left: iter([TextDelta("yes"), DONE]))
+        end = time.monotonic() + 5
+        while job in desk._jobs and time.monotonic() < end:
+            await asyncio.sleep(0.01)
+        assert not desk._jobs and [await job.next(1), await job.next(1)] == [TextDelta("yes"), DONE]
+
+    asyncio.run(test())
+
+
+def test_several_are_written_at_once_and_the_next_begins_where_one_ends() -> None:
+    several, began = Desk(most_waiting=1, parallel=2), []
+
+    def answer(name: str, ends: threading.Event, left: Callable[[], bool]) -> Iterator[Event]:
+        began.append(name)
+        while not ends.is_set() and not left():
+            yield TextDelta(name)
+            yield Turn()
+        yield DONE
+
+    async def test() -> None:
+        ends = [threading.Event() for _ in range(3)]
+        one, two, three = (several.ask(partial(answer, name, end)) for name, end in zip("abc", ends, strict=True))
+        assert [job.before for job in (one, two, three)] == [0, 0, 1] and several.waiting == 1
+        with pytest.raises(Problem, match="1 answers wait already"):
+            several.ask(partial(answer, "d", ends[0]))
+        for _ in range(3):  # side by side
+            assert [await job.next(5) for job in (one, two)] == [TextDelta("a"), TextDelta("b")]
+        assert began == ["a", "b"]
+        ends[1].set()
+        assert await three.next(5) == TextDelta("c") and several.waiting == 0 and three.before == 0
+        one.leave()
+        three.leave()
+        end = time.monotonic() + 5
+        while several._rounds and time.monotonic() < end:
+            await asyncio.sleep(0.01)
+        assert not several._rounds
+
+    try:
+        asyncio.run(test())
+    finally:
+        several.close()
+    assert several.ended(5)
