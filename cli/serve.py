@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from ..runtime.engine import Engine
     from ..runtime.events import Stats
     from ..runtime.kept_prompts import KeptPrompts
+    from ..runtime.prepare import EngineOptions
+    from ..runtime.slot_files import SlotFiles
     from .server.application import Service
     from .server.guard import Rules
     from .server.streams import Record
@@ -53,6 +55,8 @@ ApiKey = Annotated[str | None, flag(SERVER, "--api-key", "KEY", "the key that re
 Name = Annotated[str | None, flag(SERVER, "--name", "NAME", "what the one MODEL is called in requests and answers (as MODEL)")]
 Cors = Annotated[list[str] | None, flag(SERVER, "--cors", "ORIGIN", "pages of this origin may ask, as https://chat.example; * is all; "
                                         "may be repeated (those of this machine)")]
+SlotSavePath = Annotated[str | None, flag(SERVER, "--slot-save-path", "DIR", "where programs may save and restore slots, by "
+                                          "llama-server's /slots/N (nowhere)")]
 Queue = Annotated[int, flag(SERVER, "--queue", "N", "answers that may wait for those that are written (32)")]
 KeepPrompts = Annotated[bool, flag(SERVER, "--keep-prompts", "", "keep what was read of conversations when the server ends, for the "
                                    "next one")]
@@ -70,9 +74,9 @@ def register(app: typer.Typer) -> None:
 
 def serve(context: typer.Context, models: Models = None, host: Host = "127.0.0.1", port: Port = 8080, api_key: ApiKey = None,
           name: Name = None, cors: Cors = None, parallel: Parallel = 1, queue: Queue = 32, keep_prompts: KeepPrompts = False,
-          session_disk: SessionDisk = None, max_models: MaxModels = None, keep_alive: KeepAlive = None, load_timeout: LoadTimeout = None, *,
-          answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags, weights: WeightFlags, quiet: Quiet = False,
-          json: Json = False, yes: Yes = False) -> int:
+          session_disk: SessionDisk = None, slot_save_path: SlotSavePath = None, max_models: MaxModels = None,
+          keep_alive: KeepAlive = None, load_timeout: LoadTimeout = None, *, answer: AnswerFlags, sampling: SamplingFlags,
+          engine: RunFlags, weights: WeightFlags, quiet: Quiet = False, json: Json = False, yes: Yes = False) -> int:
     """Serve a model to other programs, by APIs like OpenAI's, Anthropic's and Ollama's; without MODEL, all that are on this machine.
     --json prints an object once it listens."""
     overseer = context.obj.overseer
@@ -82,7 +86,8 @@ def serve(context: typer.Context, models: Models = None, host: Host = "127.0.0.1
         from .serve_many import Served, serve_many
 
         served = Served(models or [], host, port, api_key, cors, parallel, queue, max_models, keep_alive, load_timeout, quiet, json)
-        return serve_many(context, served, answer, sampling, engine, weights, SessionFlags(session_disk=session_disk), screen)
+        return serve_many(context, served, answer, sampling, engine, weights, SessionFlags(session_disk=session_disk), screen,
+                          slot_save_path)
     for given, value in (("max_models", max_models), ("keep_alive", keep_alive), ("load_timeout", load_timeout)):
         if value is not None and is_typed(context, given):
             raise UsageError(f"--{given.replace('_', '-')} is for a server of several models", "leave MODEL away: all that are here")
@@ -99,6 +104,7 @@ def serve(context: typer.Context, models: Models = None, host: Host = "127.0.0.1
             from ..runtime.kept_prompts import refuse_inexact
 
             refuse_inexact(options)
+        slots_in = slot_folder(slot_save_path, options)
         with at_bits(at_hand(found, weights, options, screen, yes), weights, screen, options) as ref:
             from ..runtime.replies import Replies, Wish
             from ..runtime.rounds import Rounds
@@ -117,7 +123,8 @@ def serve(context: typer.Context, models: Models = None, host: Host = "127.0.0.1
                 desk = Desk(queue, parallel, Rounds(opened.engine.shares))
                 kept = kept_prompts(opened.engine, ref, keeping, keep_prompts, screen, lasting)
                 service = Service(Replies(opened.engine, opened.tokenizer, kept, engines[1:]), desk, Defaults(wish, answer.system),
-                                  name or own_name(ref.text), screen.note_once, names_beside(name, overseer is not None, model, ref.text))
+                                  name or own_name(ref.text), screen.note_once, names_beside(name, overseer is not None, model, ref.text),
+                                  slot_files(slots_in, opened.engine, ref, keeping))
                 report = Report(screen, service, quiet)
 
                 def ready() -> None:
@@ -229,6 +236,26 @@ def kept_prompts(engine: Engine, ref: ModelRef, flags: SessionFlags, for_good: b
     return KeptPrompts(engine, SavedSessions(SessionStore(folder, lasting=False), ref.text, sessions.budget),
                        f"what was read of conversations is kept in {folder} while others are answered, until the server ends "
                        "(--session-disk 0 keeps nothing)")
+
+
+def slot_folder(text: str | None, options: EngineOptions) -> Path | None:
+    """The folder of --slot-save-path, tried out. Raises what `slot_files.slot_folder` does."""
+    if text is None:
+        return None
+    from ..runtime import slot_files
+
+    return slot_files.slot_folder(text, options)
+
+
+def slot_files(folder: Path | None, engine: Engine, ref: ModelRef, flags: SessionFlags) -> SlotFiles | None:
+    """What saves and restores slots in a folder."""
+    if folder is None:
+        return None
+    from ..offload.size import parse_size
+    from ..runtime.session_store import DISK
+    from ..runtime.slot_files import SlotFiles
+
+    return SlotFiles(folder, ref.text, parse_size(flags.session_disk or DISK), engine.choice)
 
 
 def own_name(text: str) -> str:

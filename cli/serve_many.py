@@ -19,7 +19,7 @@ from .flags import flags_of, is_typed, long_name
 from .loading import find_any, judge, wanted_bits
 from .options import CONTRADICTIONS, AnswerFlags, RunFlags, SamplingFlags, SessionFlags, WeightFlags
 from .screen import Screen, cut
-from .serve import rules_of, say_request
+from .serve import rules_of, say_request, slot_folder
 
 if TYPE_CHECKING:
     from ..runtime.events import Progress
@@ -53,7 +53,7 @@ class Served:
 
 
 def serve_many(context: typer.Context, served: Served, answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags,
-               weights: WeightFlags, keeping: SessionFlags, screen: Screen) -> int:
+               weights: WeightFlags, keeping: SessionFlags, screen: Screen, slot_save_path: str | None = None) -> int:
     """Serve them until a signal ends it."""
     for name, instead in ONE.items():
         if is_typed(context, name):
@@ -62,7 +62,7 @@ def serve_many(context: typer.Context, served: Served, answer: AnswerFlags, samp
         screen.note("EFFLLM_NAME is left out: each model has its own name")
     keep_s, silence_s = judged(served)
     judge(answer, sampling, engine, keeping)
-    engine.options(overflow=answer.overflow, parallel=served.parallel)
+    slot_folder(slot_save_path, engine.options(overflow=answer.overflow, parallel=served.parallel))  # before a model is loaded for it
     wanted_bits("MODEL", None, weights)
     from ..offload.size import parse_size
     from .server.child import Starter

@@ -149,4 +149,13 @@ class Embedded:
     tokens: int
 
 
-Event = Progress | Notice | PromptRead | TextDelta | Call | Done | Embedded
+@dataclass(frozen=True)
+class SlotDone:
+    """What a sequence holds was saved, restored or forgotten: so many tokens, bytes on the disk, and seconds."""
+
+    tokens: int
+    nbytes: int = 0
+    seconds: float = 0.0
+
+
+Event = Progress | Notice | PromptRead | TextDelta | Call | Done | Embedded | SlotDone

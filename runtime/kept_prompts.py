@@ -10,7 +10,7 @@ need not give. A conversation that goes on has the bits that it would have had i
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -58,10 +58,16 @@ def hindrance(options: EngineOptions) -> str:
     return "--kv-read sparse" if options.kv_read == "sparse" else f"--kv {options.kv}" if "+" in options.kv else ""
 
 
-def refuse_inexact(options: EngineOptions) -> None:
-    """Raises UsageError where there is a `hindrance`."""
+def refuse_inexact(options: EngineOptions, wanted: str = "--keep-prompts") -> None:
+    """Raises UsageError where there is a `hindrance`, for a flag by which caches are `wanted` again."""
     if what := hindrance(options):
-        raise UsageError(f"with {what} the caches of prompts cannot be kept", f"leave out {what} or --keep-prompts")
+        raise UsageError(f"with {what} the caches of prompts cannot be kept", f"leave out {what} or {wanted}")
+
+
+def spoken_of(tokens: Sequence[int], text: str, ids: Sequence[int]) -> Spoken | None:
+    """The text that these tokens are known to be, which was cut into `ids`; None where it is not known."""
+    known = min(len(tokens), len(ids))
+    return Spoken(text, tuple(ids), None) if text and tuple(ids[:known]) == tuple(tokens[:known]) else None
 
 
 class KeptPrompts:
@@ -145,9 +151,8 @@ class KeptPrompts:
 
     def _save(self, prompts: Prompts) -> Generator[Progress | Notice, None, None]:
         """What the cache holds, in the place of those that it goes on from."""
-        tokens, (text, ids) = tuple(self.engine.tokens), prompts.held
-        known = min(len(tokens), len(ids))
-        spoken = Spoken(text, tuple(ids), None) if text and tuple(ids[:known]) == tokens[:known] else None
+        tokens = tuple(self.engine.tokens)
+        spoken = spoken_of(tokens, *prompts.held)
         if (large := self.engine.cache.read_nbytes) > self.sessions.budget:
             yield Notice(f"a prompt's cache of {format_size(large)} is more than --session-disk {format_size(self.sessions.budget)}: it is "
                          "read again if it goes on")

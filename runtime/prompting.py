@@ -79,3 +79,10 @@ class Prompts:
     def hold(self, prompt: str, ids: list[int], made: list[int], text: str) -> None:
         """Behind a prompt of these ids the tokens `made` were sampled, as `text`."""
         self.held = (prompt + text, ids + made) if self.tokenizer.decode(made) == text else ("", [])
+
+
+def whole_text(content: object) -> str | None:
+    """The content of a message as one text, its parts on lines of their own; None where it has none."""
+    if content is None or isinstance(content, str):
+        return content
+    return "\n".join(part["text"] for part in content)

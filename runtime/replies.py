@@ -8,7 +8,7 @@ at once, each goes to that sequence of the free ones which has most in common wi
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from .events import Call, Done, Embedded, Event, Notice, Progress, PromptRead, T
 from .infill import Gap, Marks, Prompt, marks_of, prompt_of
 from .passes import SHORTEST, too_long
 from .plain_text import PlainText
-from .prompting import NO_SYSTEM_ROLE, NO_TEMPLATE, Prompts
+from .prompting import NO_SYSTEM_ROLE, NO_TEMPLATE, Prompts, whole_text
 from .sampler import Sampler, SamplerSettings
 from .slot import Slot
 from .text import Tokenizer
@@ -286,13 +286,22 @@ class Replies:
         if len(free) > 1:
             plain = prompt if isinstance(prompt, list) else Prompts(self.tokenizer).encoded(prompt)
             free.sort(key=lambda each: (-each.saves(prompt, plain, choice), each.used))
-        own = free[0]
-        self._answers += 1
-        own.is_free, own.used = False, self._answers
-        try:
+        with self._taken(free[0]) as own:
             yield own
-        finally:
-            own.is_free = True
+
+    def _taken(self, own: Slot) -> AbstractContextManager[Slot]:
+        self._answers += 1
+        return own.taken(self._answers)
+
+    def at_slot(self, number: int, act: Callable[[Slot], Iterator[Event]], cancelled: Callable[[], bool] = never) -> Iterator[Event]:
+        """Act on one sequence, behind the answer that goes to it."""
+        own = self._slots[number]
+        while not own.is_free:
+            if cancelled():
+                return
+            yield Turn()
+        with self._taken(own):
+            yield from act(own)
 
     def _answer(self, engine: Engine, ids: list[int], wish: Wish, cancelled: Callable[[], bool], think: Reasoning | CallFilter | None,
                 said: str = "", raw: bool = False, marks: Mapping[int, str] | None = None,
@@ -388,10 +397,3 @@ class Replies:
             yield f"--think {think} changes nothing: {why}"
         if self._prompts.folds:
             yield NO_SYSTEM_ROLE
-
-
-def whole_text(content: object) -> str | None:
-    """The content of a message as one text, its parts on lines of their own; None where it has none."""
-    if content is None or isinstance(content, str):
-        return content
-    return "\n".join(part["text"] for part in content)

@@ -3,6 +3,8 @@ on from by the next."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -29,6 +31,15 @@ class Slot:
     prompt: int = 0
     used: int = 0
     is_free: bool = True
+
+    @contextmanager
+    def taken(self, used: int) -> Iterator[Slot]:
+        """Around an answer that goes to it, the `used`th of all."""
+        self.is_free, self.used = False, used
+        try:
+            yield self
+        finally:
+            self.is_free = True
 
     def saves(self, prompt: str | list[int], plain: list[int], choice: Choice) -> int:
         """Tokens of a prompt that are held here and need not be read; 0 where it would take the place of another one's, whose beginning can

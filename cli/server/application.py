@@ -27,6 +27,7 @@ from .embeddings import Embeddings
 from .fields import Asked, ChatAsked, Detokenize, Kind, TextAsked, Tokenize, messages_of, prompts_of
 from .guard import RECORD
 from .llama_paths import LlamaPaths
+from .llama_slots import LlamaSlots
 from .messages_fields import CountAsked, MessagesAsked
 from .messages_shape import MessageShape
 from .metrics import Tally
@@ -45,6 +46,7 @@ from .wishes import Defaults, reasoning_of, wish_of
 if TYPE_CHECKING:
     from ...runtime.calls.calling import Tools
     from ...runtime.events import Event
+    from ...runtime.slot_files import SlotFiles
 
 SYSTEM = ("system", "developer")
 SERVED = "/v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/models, /api/chat, /api/generate, /completion and /infill"
@@ -64,7 +66,7 @@ class Wanted:
 @dataclass
 class Service:
     """One model by its `name`, and what its answers are by default. `also` are other names that it is asked for by, None: any; `note` is
-    told what the engine remarks."""
+    told what the engine remarks; in `slot_files` programs save what sequences hold, None: nowhere."""
 
     replies: Replies
     desk: Desk
@@ -72,6 +74,7 @@ class Service:
     name: str
     note: Callable[[str], None]
     also: frozenset[str] | None = frozenset()
+    slot_files: SlotFiles | None = None
 
     def __post_init__(self) -> None:
         self._created, self.tally = int(time.time()), Tally()
@@ -90,9 +93,9 @@ class Service:
                   *(post(path, self.responses) for path in ("/v1/responses", "/responses")),
                   post(MESSAGES, self.messages), post(f"{MESSAGES}/count_tokens", self.count_tokens),
                   post(f"{OLLAMA}chat", self.ollama_chat), post(f"{OLLAMA}generate", self.ollama_generate),
-                  *Embeddings(self.replies, self.desk, self.name, self.note, self._demand_model, self.adapters).routes(),
-                  *OllamaModels(self.name, self.replies, self.defaults, self._demand_model).routes(),
-                  *LlamaPaths(self).routes(), *self.adapters.routes(),
+                  *Embeddings(self.replies, self.desk, self.name, self.note, self.demand_model, self.adapters).routes(),
+                  *OllamaModels(self.name, self.replies, self.defaults, self.demand_model).routes(),
+                  *LlamaPaths(self).routes(), *LlamaSlots(self, self.slot_files).routes(), *self.adapters.routes(),
                   post("/tokenize", self.tokenize), post("/detokenize", self.detokenize)]
         return Starlette(routes=routes, exception_handlers={Problem: on_problem, HTTPException: on_path, EffllmError: on_problem,
                                                             ClientDisconnect: on_left, Exception: on_problem})
@@ -111,7 +114,7 @@ class Service:
         return json_response({"object": "list", "data": cards, "has_more": False, "first_id": self.name, "last_id": cards[-1]["id"]})
 
     async def model(self, request: Request) -> Response:
-        self._demand_model(name := request.path_params["name"])
+        self.demand_model(name := request.path_params["name"])
         return json_response(self._card(self.adapters.called(name)))
 
     async def chat(self, request: Request) -> Response:
@@ -202,7 +205,7 @@ class Service:
         """The body of a request that is for this model. Raises Problem."""
         asked = await read(request, kind)
         if asked.model:
-            self._demand_model(asked.model, "model")
+            self.demand_model(asked.model, "model")
         return asked
 
     async def _asked_as_ollama(self, request: Request, kind: type[Kind]) -> Kind:
@@ -265,7 +268,7 @@ class Service:
         """What answers to a request for this model are told as: its own name, or that of an adapter."""
         return self.adapters.called(model) or self.name
 
-    def _demand_model(self, name: str, param: str | None = None) -> None:
+    def demand_model(self, name: str, param: str | None = None) -> None:
         known = {name, untagged(name)} & {self.name, *(self.also or ()), *self.adapters.models}
         if self.also is not None and not known:
             raise Problem(404, f"there is no model {name!r:.100} here: this server serves {self.name} (--name NAME calls it otherwise)",

@@ -22,7 +22,7 @@ from .guard import RECORD
 from .ollama_fields import waited_ns
 from .ollama_shape import NS
 from .problems import OLLAMA, Problem
-from .streams import GONE, Listener, json_response, unless_gone
+from .streams import GONE, Listener, json_response, made
 
 if TYPE_CHECKING:
     import numpy as np
@@ -83,13 +83,13 @@ class Embeddings:
             raise Problem(400, "input is empty", param="input")
         written = in_base64 if asked.encoding_format == BASE64 else in_numbers
 
-        def made(embedded: Embedded) -> dict[str, object]:
+        def told(embedded: Embedded) -> dict[str, object]:
             vectors = shortened(embedded.vectors, asked.dimensions)
             return {"object": "list", "model": self._adapters.called(asked.model) or self._name,
                     "usage": {"prompt_tokens": embedded.tokens, "total_tokens": embedded.tokens},
                     "data": [{"object": "embedding", "index": at, "embedding": written(each)} for at, each in enumerate(vectors)]}
 
-        return await self._answer(request, asked.model, texts, False, made)
+        return await self._answer(request, asked.model, texts, False, told)
 
     async def ollama(self, request: Request) -> Response:
         """A text that is too long is cut, unless `truncate` is false: so it is there."""
@@ -98,21 +98,21 @@ class Embeddings:
         self._demand_width(asked.dimensions)
         waited = waited_ns(request.headers)
 
-        def made(embedded: Embedded) -> dict[str, object]:
+        def told(embedded: Embedded) -> dict[str, object]:
             vectors = shortened(embedded.vectors, asked.dimensions)
             return {"model": asked.model or self._name, "embeddings": [in_numbers(each) for each in vectors], "load_duration": waited,
                     "total_duration": waited + round((time.monotonic() - began) * NS), "prompt_eval_count": embedded.tokens}
 
         if not texts:
-            return json_response(made(Embedded([], 0)))
-        return await self._answer(request, asked.model, texts, asked.truncate is not False, made)
+            return json_response(told(Embedded([], 0)))
+        return await self._answer(request, asked.model, texts, asked.truncate is not False, told)
 
     async def single(self, request: Request) -> Response:
         asked = await self._asked(request, OllamaEmbedding)
         if not asked.prompt:
             return json_response({"embedding": []})
-        made = lambda embedded: {"embedding": in_numbers(embedded.vectors[0])}  # noqa: E731
-        return await self._answer(request, asked.model, [asked.prompt], True, made)
+        told = lambda embedded: {"embedding": in_numbers(embedded.vectors[0])}  # noqa: E731
+        return await self._answer(request, asked.model, [asked.prompt], True, told)
 
     async def _asked(self, request: Request, kind: type[Kind]) -> Kind:
         asked = await read(request, kind)
@@ -127,24 +127,14 @@ class Embeddings:
             raise Problem(400, f"dimensions is 1 to {width}, not {dimensions}", param="dimensions")
 
     async def _answer(self, request: Request, model: str | None, texts: Texts, cut: bool,
-                      made: Callable[[Embedded], dict[str, object]]) -> Response:
+                      told: Callable[[Embedded], object]) -> Response:
         """Raises Problem; an empty response where the client has gone."""
         record, choice = request.scope[RECORD], self._adapters.choice_of(model)
         listener = Listener(self._desk.ask(partial(self._replies.embed, texts, cut, choice=choice)), self._note, record)
-
-        async def collected() -> Embedded:
-            while not isinstance(event := await listener.next(), Embedded):
-                continue
-            return event
-
-        try:
-            embedded = await unless_gone(request.receive, collected(), listener.left)
-        finally:
-            listener.job.leave()
-        if embedded is None:
+        if (embedded := await made(request, listener, Embedded)) is None:
             return Response(status_code=GONE)
         record.made = f"{embedded.tokens} tokens in, {len(texts)} vector{'' if len(texts) == 1 else 's'}"
-        return await asyncio.to_thread(lambda: json_response(made(embedded)))  # of megabytes in seconds, in which streams are to go on
+        return await asyncio.to_thread(lambda: json_response(told(embedded)))  # of megabytes in seconds, in which streams are to go on
 
 
 def texts_of(given: object, where: str) -> Texts:

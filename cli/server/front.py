@@ -113,7 +113,7 @@ class Front:
                   *(get(path, self.model) for path in ("/v1/models/{name:path}", "/models/{name:path}")),
                   *(Route(path, partial(self.pass_on, passed), methods=["POST"]) for passed in PASSED for path in passed.paths),
                   *(get(path, self.tell) for path in TOLD), *(get(path, self.glance) for path in GLANCED),
-                  *OllamaFront(self).routes(),
+                  Route("/slots/{id_slot}", self.act_on_slot, methods=["POST"]), *OllamaFront(self).routes(),
                   Route("/models/load", self.load, methods=["POST"]), Route("/models/unload", self.unload, methods=["POST"])]
         return Starlette(routes=routes, exception_handlers={Problem: on_problem, HTTPException: on_path, EffllmError: on_problem,
                                                             ClientDisconnect: on_left, Exception: on_problem})
@@ -185,6 +185,12 @@ class Front:
 
     async def tell(self, request: Request) -> Response:
         return Relay(self, await self.meant(request.query_params.get("model")), None, b"", None)
+
+    async def act_on_slot(self, request: Request) -> Response:
+        """Its body may be empty, and the model named in the query."""
+        body = await body_of(request)
+        named = (await asyncio.to_thread(parsed, Named, body)).model if body.strip() else None
+        return Relay(self, await self.meant(named or request.query_params.get("model")), None, body, None)
 
     async def glance(self, request: Request) -> Response:
         return Glance(self, await self.meant(request.query_params.get("model")), None, b"", None)

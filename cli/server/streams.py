@@ -13,7 +13,7 @@ import json
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -30,6 +30,7 @@ PROGRESS_S = 1.0
 EVENTS, LINES = "text/event-stream; charset=utf-8", "application/x-ndjson"
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 LEFT = "the client left"
+Made = TypeVar("Made")
 GONE = 499  # as web servers log a client that went away
 
 
@@ -103,6 +104,20 @@ async def whole(request: Request, listener: Listener, shape: Shape) -> Response:
 
     try:
         return await unless_gone(request.receive, collected(), listener.left) or Response(status_code=GONE)
+    finally:
+        listener.job.leave()
+
+
+async def made(request: Request, listener: Listener, kind: type[Made]) -> Made | None:
+    """What a job that is no answer comes to; None where the client has gone. Raises Problem."""
+
+    async def last() -> Made:
+        while not isinstance(event := await listener.next(), kind):
+            continue
+        return event
+
+    try:
+        return await unless_gone(request.receive, last(), listener.left)
     finally:
         listener.job.leave()
 

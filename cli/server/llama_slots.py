@@ -1,0 +1,98 @@
+"""What llama-server lets programs do with its slots: save what one holds to a file, restore it, and erase it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ...runtime.events import Event, SlotDone
+from ...runtime.session_name import can_be_named
+from ...runtime.slot_files import FLAG, SlotFiles, erase
+from .bodies import body_of
+from .fields import Body, parsed
+from .guard import RECORD
+from .problems import Problem
+from .streams import GONE, Listener, json_response, made
+
+if TYPE_CHECKING:
+    from ...runtime.slot import Slot
+    from .application import Service
+
+UNSUPPORTED = "not_supported_error"
+NO_FOLDER = f"what slots hold is not saved by this server: start it with {FLAG} DIR"
+A_NAME = "filename is the name of a file: no /, no \\, no dot or dash at its beginning, 100 bytes at most"
+ACTION = "action is save, restore or erase"
+
+
+class SlotAsked(Body):
+    not_here: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+
+    model: str | None = None
+    filename: str | None = None
+
+
+@dataclass(frozen=True)
+class Action:
+    """What is done with a slot, as `done`, and how an answer calls its tokens, bytes and time."""
+
+    done: str
+    begin: Callable[[SlotFiles, Slot, str], Iterator[Event]]
+    tokens: str
+    nbytes: str
+    ms: str
+
+
+ACTIONS = {"save": Action("saved", SlotFiles.save, "n_saved", "n_written", "save_ms"),
+           "restore": Action("restored", SlotFiles.restore, "n_restored", "n_read", "restore_ms")}
+
+
+class LlamaSlots:
+    """Of one model, which `service` has; `files` is None where nothing is saved."""
+
+    def __init__(self, service: Service, files: SlotFiles | None) -> None:
+        self._service, self._files = service, files
+
+    def routes(self) -> list[Route]:
+        return [Route("/slots/{id_slot}", self.act, methods=["POST"])]
+
+    async def act(self, request: Request) -> Response:
+        service, action = self._service, request.query_params.get("action")
+        body = await body_of(request)
+        asked = parsed(SlotAsked, body) if body.strip() else SlotAsked()
+        if name := asked.model or request.query_params.get("model"):
+            service.demand_model(name, "model")
+        number, last = request.path_params["id_slot"], service.desk.parallel - 1
+        if not number.isascii() or not number.isdecimal() or int(number) > last:
+            there = f"0 to {last}" if last else "0 alone"
+            raise Problem(400, f"there is no slot {number!r:.20}: {there} (--parallel)", param="id_slot")
+        if action == "erase":
+            done = await self._done(request, int(number), erase, "erased")
+            return gone() if done is None else json_response({"id_slot": int(number), "n_erased": done.tokens})
+        if (way := ACTIONS.get(action or "")) is None:
+            raise Problem(400, ACTION, param="action")
+        if self._files is None:
+            raise Problem(501, NO_FOLDER, UNSUPPORTED, code="not_supported")
+        if asked.filename is None or not can_be_named(asked.filename):
+            raise Problem(400, A_NAME, param="filename")
+        done = await self._done(request, int(number), lambda slot: way.begin(self._files, slot, asked.filename), way.done)
+        if done is None:
+            return gone()
+        return json_response({"id_slot": int(number), "filename": asked.filename, way.tokens: done.tokens, way.nbytes: done.nbytes,
+                              "timings": {way.ms: round(done.seconds * 1000, 3)}})
+
+    async def _done(self, request: Request, number: int, act: Callable[[Slot], Iterator[Event]], word: str) -> SlotDone | None:
+        service, record = self._service, request.scope[RECORD]
+        listener = Listener(service.desk.ask(partial(service.replies.at_slot, number, act)), service.note, record)
+        if (done := await made(request, listener, SlotDone)) is not None:
+            record.made = f"{done.tokens} tokens {word}"
+        return done
+
+
+def gone() -> Response:
+    return Response(status_code=GONE)
