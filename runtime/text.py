@@ -8,6 +8,7 @@ its last byte has come. Padding, truncation and dropout stored in tokenizer.json
 
 import json
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,33 +30,10 @@ if TYPE_CHECKING:
 
 MOST_GROWTH = 64  # what published ones replace becomes a few letters
 REFETCH = "fetch the model's files again"
-END_OF_TURN = (
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<|im_end|>",
-    "<|end|>",
-    "<|return|>",
-    "<|call|>",
-    "<end_of_turn>",
-    "<turn|>",
-    "<|end_of_turn|>",
-    "<|END_OF_TURN_TOKEN|>",
-    "<|endoftext|>",
-    "<|end_of_text|>",
-    "<｜end▁of▁sentence｜>",
-    "<|eos|>",
-    "<eos>",
-    "<EOT>",
-    "<|eot|>",
-    "[EOT]",
-    "[EOS]",
-    "[e~[",
-    "[|endofturn|]",
-    "<seed:eos>",
-    "<|end_of_sentence|>",
-    "<|tool_response>",
-    "<|assistant_end|>",
-)
+END_OF_TURN = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<turn|>",
+               "<|end_of_turn|>", "<|END_OF_TURN_TOKEN|>", "<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<|eos|>", "<eos>",
+               "<EOT>", "<|eot|>", "[EOT]", "[EOS]", "[e~[", "[|endofturn|]", "<seed:eos>", "<|end_of_sentence|>", "<|tool_response>",
+               "<|assistant_end|>")
 END_TAG = "</s>"  # one of them in many vocabularies, in others a word of HTML
 SWITCHES = ("enable_thinking", "thinking", "reasoning")  # what templates call the wish for reasoning
 NO_THINK = "/no_think"  # and what is written into the system prompt of those that have no such name
@@ -197,6 +175,14 @@ class Tokenizer:
         """Token ids of `text`; special tokens written in the text count as such. A beginning-of-text token is added once, where the
         model wants one. Raises TokenizerError for an id that the model has no row for."""
         return in_the_end(self.encoding(text, add_special_tokens))
+
+    @cached_property
+    def of_letters(self) -> "Tokenizer":
+        """The same, for which a special token that is written in a text is the letters that it is written with."""
+        other = copy(self)
+        other._backend = tokenizers.Tokenizer.from_str(self.to_json())
+        other._backend.encode_special_tokens = True
+        return other
 
     def encoding(self, text: str, add_special_tokens: bool = True) -> Generator[int, None, list[int]]:
         """`encode` of a text that may be long: yields how many of its characters are done."""

@@ -82,6 +82,30 @@ def test_as_ollama_has_it(server: Served) -> None:
     assert server.ask("POST", "/api/show", {"model": "vectors"}).json["capabilities"] == ["completion", "embedding"]
 
 
+def test_as_llama_server_has_it(server: Served) -> None:
+    plain, ids = vectors(embed(server, TEXTS)), server.ask("POST", "/tokenize", {"content": TEXTS[0], "add_special": True}).json["tokens"]
+
+    def asked(**fields: object) -> list[np.ndarray]:
+        made = server.ask("POST", "/embedding", fields).json
+        assert [each["index"] for each in made] == [*range(len(made))] and all(len(each["embedding"]) == 1 for each in made)
+        return [np.array(each["embedding"][0], np.float32) for each in made]
+
+    for fields in ({"content": TEXTS}, {"input": TEXTS}, {"content": [ids, TEXTS[1]]}, {"content": TEXTS, "embd_normalize": 2}):
+        assert all(np.array_equal(one, other) for one, other in zip(asked(**fields), plain, strict=True)), fields
+    assert np.array_equal(*asked(content=[{"prompt_string": TEXTS[0]}, TEXTS[0]]))
+    (one,), (three,), (largest,) = (asked(content=TEXTS[0], embd_normalize=norm) for norm in (1, 3, 0))
+    assert abs(np.abs(one).sum() - 1) < 1e-5 and abs((np.abs(three) ** 3).sum() - 1) < 1e-5 and abs(np.abs(largest).max() - 32760) < 1e-2
+    for made in (one, three, largest):
+        assert np.allclose(made / np.linalg.norm(made), plain[0], atol=1e-6)
+    (packed,) = server.ask("POST", "/embedding", {"content": TEXTS[0], "encoding_format": "base64"}).json
+    assert np.array_equal(np.frombuffer(base64.b64decode(packed["embedding"][0]), "<f4"), plain[0])
+    for fields, param in (({}, "content"), ({"content": ""}, "content"), ({"content": ["a", 1.5]}, "content"), ({"input": []}, "input"),
+                          ({"content": "a", "embd_normalize": -1}, "embd_normalize")):
+        refused = server.ask("POST", "/embedding", fields)
+        assert refused.status == 400 and refused.error["param"] == param, fields
+    server.until("POST /embedding 200 · ")
+
+
 def test_texts_that_are_too_long(server: Served) -> None:
     """Cut where Ollama's API has them cut, but for the token at the end; elsewhere refused with the number."""
     long = "The fox saw the king. " * 200
@@ -108,7 +132,7 @@ def test_what_is_refused_is_named(server: Served, fields: dict, param: str | Non
 
 
 def test_another_model_is_not_here(server: Served) -> None:
-    for path in ("/v1/embeddings", "/api/embed", "/api/embeddings"):
+    for path in ("/v1/embeddings", "/embedding", "/api/embed", "/api/embeddings"):
         assert server.ask("POST", path, {"model": "other", "input": "a", "prompt": "a"}).status == 404
 
 
@@ -124,7 +148,7 @@ def test_answers_go_on_as_they_were(server: Served) -> None:
 
 def test_a_model_that_was_not_made_for_it_says_so() -> None:
     with serving() as server:
-        for path in ("/v1/embeddings", "/embeddings"):
+        for path in ("/v1/embeddings", "/embeddings", "/embedding"):
             reply = embed(server, "a", path)
             assert reply.status == 400 and "this model was not made for embeddings" in reply.error["message"]
         assert "not made for embeddings" in embed(server, "a", "/api/embed").json["error"]

@@ -173,12 +173,44 @@ def test_what_is_told_of_the_server(server: Served) -> None:
     assert props["total_slots"] == 1 and props["model_alias"] == "fable" and "/" not in props["model_path"]
     assert (props["bos_token"], props["eos_token"]) == ("<|endoftext|>", "<|end|>")
     assert props["modalities"] == {"vision": False, "audio": False} and props["build_info"] == f"effllm-{effllm.__version__}"
-    assert props["default_generation_settings"]["params"]["temperature"] == 0.8 and server.ask("POST", "/props", {}).status == 405
+    assert props["default_generation_settings"]["params"]["temperature"] == 0.8 and server.ask("GET", "/props?x=1").json == props
     prompt = server.ask("POST", "/apply-template", {"messages": ASKED}).json["prompt"]
     assert prompt == f"<|user|>\n{ASKED[0]['content']}<|end|><|assistant|>\n"
     chat = server.chat(ASKED, max_tokens=5).json["choices"][0]["message"]["content"]
     assert completed(server, prompt=prompt, n_predict=5).json["content"] == chat
     assert server.ask("POST", "/apply-template", {}).error["param"] == "messages"
+
+
+def test_nothing_of_the_server_is_changed_by_a_request(server: Served, many: Served) -> None:
+    for each in (server, many):
+        refused = each.ask("POST", "/props", {"default_generation_settings": {}})
+        assert refused.status == 501 and refused.error["type"] == "not_supported_error"
+        assert "requests change nothing of this server but the scales of POST /lora-adapters" in refused.error["message"]
+    assert set(states(many).values()) == {"unloaded"}
+
+
+def test_pieces_of_tokens_are_texts_or_bytes(server: Served) -> None:
+    text = "the kïng 🦊"
+    made = server.ask("POST", "/tokenize", {"content": text, "with_pieces": True}).json["tokens"]
+    assert [each["id"] for each in made] == server.ask("POST", "/tokenize", {"content": text}).json["tokens"]
+    spelled = [each["piece"] if isinstance(each["piece"], list) else [*each["piece"].encode()] for each in made]
+    assert bytes(sum(spelled, [])).decode() == text and made[0]["piece"] == "the"
+    assert sum(isinstance(each["piece"], list) for each in made) >= 4, "a fox is four bytes"
+
+
+def test_marks_in_a_text_are_letters_where_that_is_asked(server: Served) -> None:
+    def tokens(content: str, **fields: object) -> list[int]:
+        return server.ask("POST", "/tokenize", {"content": content, **fields}).json["tokens"]
+
+    text = "a<|end|>b"
+    (end,) = tokens("<|end|>")
+    assert end in tokens(text) == tokens(text, parse_special=True)
+    plain = tokens(text, parse_special=False)
+    assert end not in plain and server.ask("POST", "/detokenize", {"tokens": plain}).json["content"] == text
+    assert tokens("a fox", parse_special=False) == tokens("a fox") and end in tokens(text), "and nobody else's are"
+    begun = tokens(text, parse_special=False, add_special=True)
+    assert begun[len(begun) - len(plain):] == plain and begun[: len(begun) - len(plain)] == [
+        token for token in tokens("a", add_special=True) if token not in tokens("a")]
 
 
 def figures(server: Served, query: str = "") -> dict[str, float]:

@@ -23,6 +23,7 @@ from effllm.cli.server.application import Service
 from effllm.cli.server.desk import Desk
 from effllm.cli.server.fields import NOT_HERE, ChatAsked, TextAsked, is_same, parsed
 from effllm.cli.server.guard import Rules, is_loopback
+from effllm.cli.server.llama_paths import LlamaPaths
 from effllm.cli.server.problems import Problem, problem_of, without_paths
 from effllm.cli.server.shapes import ChatShape
 from effllm.cli.server.streams import EventStream, Listener, Record, whole
@@ -305,21 +306,24 @@ def test_tokens_are_told_beside_the_loop(desk: Desk) -> None:
     seen = []
 
     class Words:
+        added: dict[str, int] = {}
+
         def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+            seen.append(threading.current_thread())
             return [*range(len(text.split()))]
 
-        def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        def vocabulary(self) -> dict[str, int]:
             seen.append(threading.current_thread())
-            return str(ids)
+            return {"<0xF0>": 0, "\u2581b": 1}
 
     service = Service(SimpleNamespace(tokenizer=Words()), desk, Defaults(Wish(SamplerSettings())), "m", seen.append)
 
     async def receive() -> dict:
         return {"type": "http.request", "body": b'{"content": "a b", "with_pieces": true}', "more_body": False}
 
-    response = asyncio.run(service.tokenize(Request({"type": "http", "method": "POST", "headers": []}, receive)))
-    assert json.loads(response.body) == {"tokens": [{"id": 0, "piece": "[0]"}, {"id": 1, "piece": "[1]"}]}
-    assert len(seen) == 2 and threading.main_thread() not in seen
+    response = asyncio.run(LlamaPaths(service).tokenize(Request({"type": "http", "method": "POST", "headers": []}, receive)))
+    assert json.loads(response.body) == {"tokens": [{"id": 0, "piece": [0xF0]}, {"id": 1, "piece": " b"}]}
+    assert len(seen) >= 2 and threading.main_thread() not in seen
 
 
 def test_a_port_that_another_server_took_meanwhile(desk: Desk) -> None:

@@ -24,7 +24,7 @@ from .adapters import Adapters
 from .bodies import read
 from .desk import Desk, Start
 from .embeddings import Embeddings
-from .fields import Asked, ChatAsked, Detokenize, Kind, TextAsked, Tokenize, messages_of, prompts_of
+from .fields import Asked, ChatAsked, Kind, TextAsked, messages_of, prompts_of
 from .guard import RECORD
 from .llama_paths import LlamaPaths
 from .llama_slots import LlamaSlots
@@ -95,8 +95,7 @@ class Service:
                   post(f"{OLLAMA}chat", self.ollama_chat), post(f"{OLLAMA}generate", self.ollama_generate),
                   *Embeddings(self.replies, self.desk, self.name, self.note, self.demand_model, self.adapters).routes(),
                   *OllamaModels(self.name, self.replies, self.defaults, self.demand_model).routes(),
-                  *LlamaPaths(self).routes(), *LlamaSlots(self, self.slot_files).routes(), *self.adapters.routes(),
-                  post("/tokenize", self.tokenize), post("/detokenize", self.detokenize)]
+                  *LlamaPaths(self).routes(), *LlamaSlots(self, self.slot_files).routes(), *self.adapters.routes()]
         return Starlette(routes=routes, exception_handlers={Problem: on_problem, HTTPException: on_path, EffllmError: on_problem,
                                                             ClientDisconnect: on_left, Exception: on_problem})
 
@@ -168,22 +167,6 @@ class Service:
             await self.demand_room(prompts, wish)
         starts = [await self._completed(prompt, asked.suffix, own) for prompt in prompts for own in varied(wish, each)]
         return await self._answers(request, asked, partial(self._completion, TextShape, asked, wish), starts, each)
-
-    async def tokenize(self, request: Request) -> Response:
-        asked = await read(request, Tokenize)
-        tokenizer = self.replies.tokenizer
-
-        def made() -> Response:  # of megabytes in seconds, in which streams are to go on
-            ids = tokenizer.encode(asked.content, asked.add_special)
-            tokens = ids if not asked.with_pieces else [{"id": each, "piece": tokenizer.decode([each], False)} for each in ids]
-            return json_response({"tokens": tokens})
-
-        return await asyncio.to_thread(made)
-
-    async def detokenize(self, request: Request) -> Response:
-        asked = await read(request, Detokenize)
-        self.demand_tokens(asked.tokens, "tokens")
-        return json_response({"content": await asyncio.to_thread(self.replies.tokenizer.decode, asked.tokens, False)})
 
     def demand_tokens(self, ids: Sequence[int], param: str) -> None:
         """Before they become a text. Raises Problem for one that the model does not have."""

@@ -19,6 +19,7 @@ from .bodies import read
 from .desk import Desk
 from .fields import INSTEAD, NOT_HERE, Body, Kind
 from .guard import RECORD
+from .llama_fields import prompts_in
 from .ollama_fields import waited_ns
 from .ollama_shape import NS
 from .problems import OLLAMA, Problem
@@ -32,7 +33,9 @@ if TYPE_CHECKING:
 
 MOST = 2048  # texts of a request, as at OpenAI
 FLOAT, BASE64 = "float", "base64"
-Texts = list[str] | list[list[int]]
+LARGEST_INTEGER = 32760.0
+NO_NORM = "embd_normalize is the number of a norm, 0 or more: vectors have a length here, the direction is what they say"
+Texts = list[str] | list[list[int]] | list[str | list[int]]
 
 
 class EmbeddingsAsked(Body):
@@ -59,6 +62,19 @@ class OllamaEmbedding(Body):
     prompt: str | None = None
 
 
+class LlamaEmbedding(Body):
+    """As llama-server asks for them: `embd_normalize` is by which norm a vector has the length 1, 0 for integers of 16 bits."""
+
+    not_here: ClassVar[Mapping[str, tuple[object, ...]]] = EmbeddingsAsked.not_here
+    instead: ClassVar[Mapping[str, str]] = EmbeddingsAsked.instead
+
+    model: str | None = None
+    content: Any = None
+    input: Any = None
+    embd_normalize: int = 2
+    encoding_format: str | None = None
+
+
 class Embeddings:
     """What has vectors of one model. `note` is told the remarks of the engine, `demand` raises Problem for the name of another; that of one
     of the `adapters` is none."""
@@ -69,25 +85,38 @@ class Embeddings:
         self._adapters = adapters
 
     def routes(self) -> list[Route]:
-        answers = {"/v1/embeddings": self.openai, "/embeddings": self.openai,
+        answers = {"/v1/embeddings": self.openai, "/embeddings": self.openai, "/embedding": self.llama,
                    f"{OLLAMA}embed": self.ollama, f"{OLLAMA}embeddings": self.single}
         return [Route(path, answer, methods=["POST"]) for path, answer in answers.items()]
 
     async def openai(self, request: Request) -> Response:
         asked = await self._asked(request, EmbeddingsAsked)
-        if asked.encoding_format not in (None, FLOAT, BASE64):
-            raise Problem(400, f"encoding_format is float or base64, not {asked.encoding_format!r:.40}", param="encoding_format")
+        written = self._written(asked.encoding_format)
         texts = texts_of(asked.input, "input")
         self._demand_width(asked.dimensions)
         if not texts:
             raise Problem(400, "input is empty", param="input")
-        written = in_base64 if asked.encoding_format == BASE64 else in_numbers
 
         def told(embedded: Embedded) -> dict[str, object]:
             vectors = shortened(embedded.vectors, asked.dimensions)
             return {"object": "list", "model": self._adapters.called(asked.model) or self._name,
                     "usage": {"prompt_tokens": embedded.tokens, "total_tokens": embedded.tokens},
                     "data": [{"object": "embedding", "index": at, "embedding": written(each)} for at, each in enumerate(vectors)]}
+
+        return await self._answer(request, asked.model, texts, False, told)
+
+    async def llama(self, request: Request) -> Response:
+        """A list, also of one; the vectors of each text are a list again, since there one may have a vector of each token."""
+        asked = await self._asked(request, LlamaEmbedding)
+        if asked.embd_normalize < 0:
+            raise Problem(400, NO_NORM, param="embd_normalize")
+        written = self._written(asked.encoding_format)
+        field = "content" if asked.content is not None or asked.input is None else "input"
+        texts = await asyncio.to_thread(prompts_in, getattr(asked, field), self._replies.tokenizer, field)
+        demand_texts(texts, field)
+
+        def told(embedded: Embedded) -> list[dict[str, object]]:
+            return [{"index": at, "embedding": [written(normed(each, asked.embd_normalize))]} for at, each in enumerate(embedded.vectors)]
 
         return await self._answer(request, asked.model, texts, False, told)
 
@@ -120,6 +149,12 @@ class Embeddings:
             self._demand(asked.model, "model")
         return asked
 
+    @staticmethod
+    def _written(encoding: str | None) -> Callable[[np.ndarray], object]:
+        if encoding not in (None, FLOAT, BASE64):
+            raise Problem(400, f"encoding_format is float or base64, not {encoding!r:.40}", param="encoding_format")
+        return in_base64 if encoding == BASE64 else in_numbers
+
     def _demand_width(self, dimensions: int | None) -> None:
         """Raises Problem for more numbers than a vector has."""
         width = self._replies.engine.config.hidden_size
@@ -143,16 +178,30 @@ def texts_of(given: object, where: str) -> Texts:
     if not isinstance(texts, list) or not (all(isinstance(each, str) for each in texts) or all(
             isinstance(each, list) and all(type(token) is int for token in each) for each in texts)):
         raise Problem(400, f"{where} is a text, a list of texts, or token ids", param=where)
+    demand_texts(texts, where)
+    return texts
+
+
+def demand_texts(texts: Texts, where: str) -> None:
+    """Raises Problem for too many of them, and for one that is empty."""
     if len(texts) > MOST:
         raise Problem(400, f"{where} has {len(texts)} texts, {MOST} are taken at once", param=where)
     if (empty := next((at for at, each in enumerate(texts) if not each), None)) is not None:
         raise Problem(400, f"{where}[{empty}] is empty", param=where)
-    return texts
 
 
 def shortened(vectors: Iterable[np.ndarray], dimensions: int | None) -> list[np.ndarray]:
     """The first so many numbers of each, which models are trained to say most in, at the length 1 again."""
     return [each if dimensions is None else unit(each[:dimensions]) for each in vectors]
+
+
+def normed(vector: np.ndarray, norm: int) -> np.ndarray:
+    """The same direction, of length 1 by the p-norm of that number; by 0 the largest number is that of llama.cpp's integers."""
+    if norm == 2:
+        return vector
+    sizes = abs(vector.astype("f8"))
+    length = sizes.max() / LARGEST_INTEGER if norm == 0 else (sizes ** norm).sum() ** (1 / norm)
+    return (vector / length).astype("f4") if length else vector
 
 
 def in_numbers(vector: np.ndarray) -> list[float]:

@@ -124,6 +124,7 @@ class TextAsked(Asked):
 class Tokenize(Body):
     content: str
     add_special: bool = False
+    parse_special: bool = True
     with_pieces: bool = False
 
 

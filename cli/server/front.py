@@ -29,6 +29,7 @@ from .bodies import body_of, read
 from .fields import Body, parsed
 from .guard import RECORD
 from .lasting import seconds_of
+from .llama_paths import refuse_change
 from .llama_shape import LlamaShape
 from .messages_fields import MessagesAsked
 from .messages_shape import MessageShape
@@ -81,7 +82,7 @@ PASSED = (Passed(("/v1/chat/completions", "/chat/completions"), lambda name, bod
           Passed((MESSAGES,), lambda name, body: MessageShape(name, parsed(MessagesAsked, body))),
           Passed((f"{OLLAMA}chat",), lambda name, body: OllamaMessage(name), streams=True),
           Passed((f"{OLLAMA}generate",), lambda name, body: OllamaResponse(name), streams=True),
-          Passed(("/v1/embeddings", "/embeddings", f"{OLLAMA}embed", f"{OLLAMA}embeddings")),
+          Passed(("/v1/embeddings", "/embeddings", "/embedding", f"{OLLAMA}embed", f"{OLLAMA}embeddings")),
           Passed((f"{MESSAGES}/count_tokens", "/tokenize", "/detokenize", "/apply-template")))
 TOLD = ("/props",)  # of a model by its name in the query, which is loaded for it
 GLANCED = ("/slots", "/metrics")  # nothing is loaded for these, and asking them is no use of a model: whoever watches asks for ever
@@ -113,7 +114,8 @@ class Front:
                   *(get(path, self.model) for path in ("/v1/models/{name:path}", "/models/{name:path}")),
                   *(Route(path, partial(self.pass_on, passed), methods=["POST"]) for passed in PASSED for path in passed.paths),
                   *(get(path, self.tell) for path in TOLD), *(get(path, self.glance) for path in GLANCED),
-                  Route("/slots/{id_slot}", self.act_on_slot, methods=["POST"]), *OllamaFront(self).routes(),
+                  Route("/slots/{id_slot}", self.act_on_slot, methods=["POST"]), Route("/props", refuse_change, methods=["POST"]),
+                  *OllamaFront(self).routes(),
                   Route("/models/load", self.load, methods=["POST"]), Route("/models/unload", self.unload, methods=["POST"])]
         return Starlette(routes=routes, exception_handlers={Problem: on_problem, HTTPException: on_path, EffllmError: on_problem,
                                                             ClientDisconnect: on_left, Exception: on_problem})

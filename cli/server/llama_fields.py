@@ -15,7 +15,7 @@ from .problems import Problem
 from .several import counted
 from .wishes import NO_LIMIT, Defaults, wish_of
 
-A_PROMPT = "prompt is a text, token ids, a list of both, or a list of such prompts"
+A_PROMPT = "{} is a text, token ids, a list of both, or a list of such prompts"
 SCHEMA = "json_schema"
 # A sampler's names in `samplers`, the letter first -> what settings are without it.
 WITHOUT: Mapping[tuple[str, ...], Mapping[str, Any]] = {
@@ -94,23 +94,27 @@ def _chosen(asked: CompletionAsked, settings: SamplerSettings) -> SamplerSetting
 def completion_prompts(asked: CompletionAsked, tokenizer: Tokenizer) -> list[str | list[int]]:
     """The prompts of a request, in their order: each a text, token ids, or both in turn, of which the ids. A list in which a number stands
     is one prompt, any other a list of prompts. Raises Problem."""
-    prompt = asked.prompt
+    return prompts_in(asked.prompt, tokenizer)
+
+
+def prompts_in(prompt: object, tokenizer: Tokenizer, param: str = "prompt") -> list[str | list[int]]:
+    """The same of the field `param`. Raises Problem."""
     if prompt is None:
-        raise Problem(400, "prompt is missing", param="prompt")
+        raise Problem(400, f"{param} is missing", param=param)
     is_one = not isinstance(prompt, list) or not prompt or any(type(each) is int for each in prompt)
-    return [_one_prompt(each, tokenizer) for each in ([prompt] if is_one else prompt)]
+    return [_one_prompt(each, tokenizer, param) for each in ([prompt] if is_one else prompt)]
 
 
-def _one_prompt(prompt: object, tokenizer: Tokenizer) -> str | list[int]:
+def _one_prompt(prompt: object, tokenizer: Tokenizer, param: str) -> str | list[int]:
     if isinstance(prompt, dict):
         if prompt.get("multimodal_data"):
-            raise Problem(400, "prompt.multimodal_data is not supported: the text part of models alone runs here", param="prompt")
+            raise Problem(400, f"{param}.multimodal_data is not supported: the text part of models alone runs here", param=param)
         prompt = prompt.get("prompt_string")
     if isinstance(prompt, str):
         return prompt
     texts = [isinstance(each, str) for each in prompt] if isinstance(prompt, list) else [True, True]
     if len(texts) > 1 and all(texts) or not all(is_text or type(each) is int for each, is_text in zip(prompt, texts, strict=True)):
-        raise Problem(400, A_PROMPT, param="prompt")
+        raise Problem(400, A_PROMPT.format(param), param=param)
     made: list[int] = []
     for number, part in enumerate(prompt):
         made += [part] if isinstance(part, int) else tokenizer.encode(part, number == 0)

@@ -13,7 +13,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ...runtime.replies import Wish
-from .fields import ChatAsked, messages_of
+from ...runtime.token_bytes import bytes_of
+from .bodies import read
+from .fields import ChatAsked, Detokenize, Tokenize, messages_of
 from .llama_fields import CompletionAsked, InfillAsked, completion_prompts, completion_wish
 from .llama_shape import LlamaAnswers, LlamaShape, Settings, generation_settings
 from .metrics import TEXT
@@ -29,6 +31,8 @@ UNSUPPORTED = "not_supported_error"
 NO_MARKS = "Infill is not supported by this model: {} has no tokens for filling in the middle"  # by which its clients know it
 CUT = "there is more around a place that is filled in than the context holds: what is nearest is read (-c for a larger one)"
 
+NOT_CHANGED = "requests change nothing of this server but the scales of POST /lora-adapters: each says itself what its answer is to be"
+
 
 class LlamaPaths:
     """Of one model, which `service` has."""
@@ -37,8 +41,8 @@ class LlamaPaths:
         self._service = service
 
     def routes(self) -> list[Route]:
-        answers = {"/completion": self.complete, "/completions": self.complete, "/infill": self.infill,
-                   "/apply-template": self.apply_template}
+        answers = {"/completion": self.complete, "/completions": self.complete, "/infill": self.infill, "/props": refuse_change,
+                   "/apply-template": self.apply_template, "/tokenize": self.tokenize, "/detokenize": self.detokenize}
         told = {"/props": self.props, "/slots": self.slots, "/metrics": self.metrics}
         return [*(Route(path, answer, methods=["POST"]) for path, answer in answers.items()),
                 *(Route(path, answer, methods=["GET"]) for path, answer in told.items())]
@@ -72,6 +76,22 @@ class LlamaPaths:
         wanted = await self._service.wanted(asked, messages_of(asked))
         said = partial(self._service.replies.rendered, wanted.messages, wanted.wish.think, wanted.tools, wanted.variables)
         return json_response({"prompt": await asyncio.to_thread(said)})
+
+    async def tokenize(self, request: Request) -> Response:
+        asked = await read(request, Tokenize)
+        tokenizer = self._service.replies.tokenizer
+
+        def told() -> Response:  # of megabytes in seconds, in which streams are to go on
+            ids = (tokenizer if asked.parse_special else tokenizer.of_letters).encode(asked.content, asked.add_special)
+            spelled = bytes_of(tokenizer)
+            return json_response({"tokens": [{"id": each, "piece": piece(spelled(each))} for each in ids] if asked.with_pieces else ids})
+
+        return await asyncio.to_thread(told)
+
+    async def detokenize(self, request: Request) -> Response:
+        asked = await read(request, Detokenize)
+        self._service.demand_tokens(asked.tokens, "tokens")
+        return json_response({"content": await asyncio.to_thread(self._service.replies.tokenizer.decode, asked.tokens, False)})
 
     async def props(self, request: Request) -> Response:
         service = self._service
@@ -116,3 +136,16 @@ class LlamaPaths:
                 shapes.append(LlamaShape(service.called(asked.model), settings))
                 starts.append(partial(service.replies.complete, prompt, own, lasting=lasting))
         return await service.answer(request, asked, shapes[0] if len(shapes) == 1 else LlamaAnswers(shapes), in_turn(starts))
+
+
+async def refuse_change(request: Request) -> Response:
+    """llama-server has no property that could be set, also with its --props."""
+    raise Problem(501, NOT_CHANGED, UNSUPPORTED, code="not_supported")
+
+
+def piece(spelled: bytes) -> str | list[int]:
+    """A token as a text, or where it is none, being a part of a character, its bytes."""
+    try:
+        return spelled.decode()
+    except UnicodeDecodeError:
+        return [*spelled]
