@@ -189,6 +189,8 @@ def test_ollamas_api_is_of_all_models(server: Served) -> None:
     """Lists are of all; a model is shown without being loaded, and loaded by a chat, whose lines come as they are written."""
     tags = {each["name"]: each for each in server.ask("GET", "/api/tags").json["models"]}
     assert set(tags) == {"fable:latest", "twin:latest"} and tags["twin:latest"]["details"]["quantization_level"] == "16bit"
+    assert tags["twin:latest"]["digest"] != tags["fable:latest"]["digest"], "programs take models of one digest for one"
+    assert all(each["digest"] == tags[each["name"]]["digest"] for each in server.ask("GET", "/api/ps").json["models"])
     assert server.ask("POST", "/models/unload", {"model": "twin"}).json == {"success": True}
     until(lambda: states(server)["twin"] == "unloaded" and set(children(server)) == {"fable"})
     shown = server.ask("POST", "/api/show", {"model": "twin:latest"}).json

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -10,11 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 
+import effllm
+from effllm import EffllmError
 from effllm.cli.server import streams
 from effllm.cli.server.desk import Desk
 from effllm.cli.server.fields import Body, parsed
 from effllm.cli.server.ollama_fields import OllamaChat, OllamaText, chat_of, judged, raw_of
-from effllm.cli.server.ollama_models import Listed, Running, running, tags
+from effllm.cli.server.ollama_models import Listed, Running, digest_of, running, tags
 from effllm.cli.server.ollama_shape import OllamaMessage, OllamaResponse
 from effllm.cli.server.problems import Problem
 from effllm.cli.server.streams import LineStream, Listener, Record
@@ -142,3 +145,18 @@ def test_who_waits_gets_pieces_without_text(monkeypatch: pytest.MonkeyPatch) -> 
     assert client.status == 500 and json.loads(client.body) == {"error": "memory ran out"}
     desk.close()
     assert desk.ended(5)
+
+
+def test_a_digest_is_of_all_that_a_model_answers_by(tmp_path: Path) -> None:
+    fable = Path(effllm.__path__[0]) / "models" / "fable"
+    made = {"alone": digest_of(fable), "at 4 bits": digest_of(fable, "4bit")}
+    for what in ("copy", "chat_template.jinja", "generation_config.json", "1_Pooling/config.json"):
+        folder = tmp_path / what.replace("/", "-")
+        shutil.copytree(fable, folder)
+        if what != "copy":
+            (folder / what).parent.mkdir(exist_ok=True)
+            (folder / what).write_text("{}")
+        made[what] = digest_of(folder)
+    assert made.pop("copy") == made["alone"] and len(set(made.values())) == len(made)
+    with pytest.raises(EffllmError):
+        digest_of(tmp_path / "nothing")

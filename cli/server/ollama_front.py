@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from starlette.routing import Route
 from ... import EffllmError
 from .lasting import FOREVER_S
 from .ollama import common_routes, named, version
-from .ollama_models import Listed, Running, of_folder, running, shown, tags
+from .ollama_models import Listed, Running, digest_of, of_folder, running, shown, tags
 from .problems import OLLAMA
 from .streams import json_response
 
@@ -51,14 +52,12 @@ class OllamaFront:
 
 def listed(state: State) -> Listed:
     """A model as lists have it, from its headers: one whose files are broken, or gone, says so when it is asked, and hides no other."""
-    from ...runtime.kv_profile_file import identity_of
-
     model, facts = state.model, state.model.facts
     family, params, bits, nbytes = (facts.family, facts.params, facts.bits, facts.size_bytes) if facts else ("", 0, 0.0, 0)
     try:
-        digest, changed = identity_of(model.folder), model.folder.stat().st_mtime
+        digest, changed = digest_of(model.folder, model.variant or ""), model.folder.stat().st_mtime
     except (EffllmError, OSError):
-        digest, changed = "", 0.0
+        digest, changed = hashlib.sha256(model.name.encode()).hexdigest(), 0.0
     return Listed(model.name, family, params, model.variant or f"{bits:.4g}bit", nbytes, digest, changed, model.folder.is_file())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from .wishes import Defaults
 
 COLUMNS = 30  # of the name of a parameter
+SMALL, SMALL_NBYTES = ("*.json", "*.jinja", "1_Pooling/*.json"), 1 << 20  # files that say how a model answers; of larger ones the size does
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,6 @@ class Running:
 
 def listed(name: str, engine: Engine) -> Listed:
     """The model of an engine. Reads its headers again. Raises EffllmError."""
-    from ...runtime.kv_profile_file import identity_of
     from ...runtime.tensors import parameters
 
     prepared, tensors, formats = engine.prepared, engine.model.tensors, Counter()
@@ -73,7 +74,21 @@ def listed(name: str, engine: Engine) -> Listed:
         for tensor in roles.values():
             formats[tensor.info.dtype if tensor.spec.is_raw else str(tensor.spec)] += prod(tensor.shape)
     return Listed(name, engine.config.family, parameters(tensors), max(formats, key=formats.__getitem__), prepared.store.nbytes,
-                  identity_of(prepared.folder), prepared.folder.stat().st_mtime, prepared.folder.is_file())
+                  digest_of(prepared.folder), prepared.folder.stat().st_mtime, prepared.folder.is_file())
+
+
+def digest_of(folder: Path, variant: str = "") -> str:
+    """A name for a model as it answers: its weights, the small files beside them (template, settings, pooling), the format that it is made
+    in as it is loaded. Programs take two of one digest for one model. Raises EffllmError, OSError."""
+    from ...runtime.kv_profile_file import identity_of
+
+    made = hashlib.sha256(f"{identity_of(folder)} {variant}".encode())
+    files = [folder] if folder.is_file() else sorted(each for pattern in SMALL for each in folder.glob(pattern))
+    for path in files:
+        nbytes = path.stat().st_size
+        made.update(f"{path.name} {nbytes}".encode())
+        made.update(path.read_bytes() if nbytes <= SMALL_NBYTES else b"")
+    return made.hexdigest()
 
 
 def loaded(model: Listed, engine: Engine, now: float) -> Running:
