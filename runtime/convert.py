@@ -38,7 +38,7 @@ from .convert_plan import MATRICES, ConversionPlan, SizeRow, plan_conversion
 from .convert_tensors import Converter
 from .engine import Engine, EngineOptions, open_engine
 from .events import Notice, Progress
-from .hub import COMPANIONS, POOLING, POOLING_KEPT
+from .hub import COMPANIONS, NESTED
 from .needed_kernels import calibration_kinds
 from .prepare import too_many_threads
 from .small_file import TOKENIZER_NBYTES
@@ -269,8 +269,9 @@ def copied(folder: Path) -> dict[str, Path]:
         return {}
     found = {entry.name: entry for entry in sorted(folder.iterdir())
              if entry.is_file() and any(fnmatch(entry.name, pattern) for pattern in COMPANIONS)}
-    if (pooling := folder / POOLING).is_file():  # these folders have none of their own
-        found[POOLING_KEPT] = pooling
+    for nested, kept in NESTED.items():  # these folders have none of their own
+        if (folder / nested).is_file():
+            found[kept] = folder / nested
     for entry in found.values():
         if (nbytes := entry.stat().st_size) > TOKENIZER_NBYTES:
             raise UsageError(f"{entry} is {nbytes:,} bytes, too long for what goes along with a model", "move it elsewhere")

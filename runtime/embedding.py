@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -37,13 +38,14 @@ def pooling_of(path: Path | None) -> str:
     """How the model at `path` makes a vector of a text: last or mean. Raises UsageError for one that was not made for it, or in a way that
     does not run here."""
     if path is not None and is_gguf(path):
-        if (way := POOLED.get(_stated(path, POOLING_TYPE))) is None:
+        if (way := POOLED.get(stated_in(path, POOLING_TYPE))) is None:
             raise UsageError("this model was not made for embeddings: its file does not say how", OTHERS)
         return way
-    stated = None if path is None else next((found for name in (POOLING, POOLING_KEPT) if (found := _read(path / name)) is not None), None)
+    names = () if path is None else (POOLING, POOLING_KEPT)
+    stated = next((found for name in names if (found := read_json(path / name)) is not None), None)
     if not isinstance(stated, dict):
         raise UsageError("this model was not made for embeddings: nothing beside its weights says how", OTHERS)
-    modules = _read(path / MODULES)
+    modules = read_json(path / MODULES)
     for module in modules if isinstance(modules, list) else () if modules is None else (modules,):
         kind = module.get("type") if isinstance(module, dict) else None
         if not isinstance(kind, str) or kind.rpartition(".")[2].lower() not in USUAL:
@@ -63,13 +65,13 @@ def pooling_of(path: Path | None) -> str:
 def ending(path: Path | None, tokenizer: Tokenizer) -> list[int]:
     """The token that ends every text of which a vector is made, if one does; behind a text of a folder the tokenizer puts it itself."""
     if path is not None and is_gguf(path):
-        number = _stated(path, EOS)
-        return [number] if _stated(path, ADDS_EOS) is True and type(number) is int else []
+        number = stated_in(path, EOS)
+        return [number] if stated_in(path, ADDS_EOS) is True and type(number) is int else []
     whole, bare = tokenizer.encode("a"), tokenizer.encode("a", add_special_tokens=False)
     return [] if whole[-1] == bare[-1] else whole[-1:]
 
 
-def _stated(path: Path, key: str) -> object:
+def stated_in(path: Path, key: str) -> Any:
     """What a GGUF file states; `{}` stands for its architecture."""
     from .gguf.store import read_header
 
@@ -77,7 +79,7 @@ def _stated(path: Path, key: str) -> object:
     return metadata.get(key.format(metadata.get("general.architecture")))
 
 
-def _read(path: Path) -> object:
+def read_json(path: Path) -> object:
     """What a JSON file holds; None where there is none. Raises ConfigError."""
     try:
         return json.loads(read_whole(path, JSON_NBYTES))

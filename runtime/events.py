@@ -150,6 +150,14 @@ class Embedded:
 
 
 @dataclass(frozen=True)
+class Ranked:
+    """How well each of some documents answers a query, 0 to 1, and how many tokens were read for it."""
+
+    scores: Sequence[float]
+    tokens: int
+
+
+@dataclass(frozen=True)
 class SlotDone:
     """What a sequence holds was saved, restored or forgotten: so many tokens, bytes on the disk, and seconds."""
 
@@ -158,4 +166,4 @@ class SlotDone:
     seconds: float = 0.0
 
 
-Event = Progress | Notice | PromptRead | TextDelta | Call | Done | Embedded | SlotDone
+Event = Progress | Notice | PromptRead | TextDelta | Call | Done | Embedded | Ranked | SlotDone

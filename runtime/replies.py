@@ -18,11 +18,12 @@ from ..offload.notes import Fallback, refuse_fallbacks
 from .answering import Answer, Reasoning
 from .dry import breakers_of
 from .engine import Engine
-from .events import Call, Done, Embedded, Event, Notice, Progress, PromptRead, TextDelta, Turn
+from .events import Call, Done, Event, Notice, Progress, PromptRead, TextDelta, Turn
 from .infill import Gap, Marks, Prompt, marks_of, prompt_of
 from .passes import SHORTEST, too_long
 from .plain_text import PlainText
 from .prompting import NO_SYSTEM_ROLE, NO_TEMPLATE, Prompts, whole_text
+from .readings import Readings, never
 from .sampler import Sampler, SamplerSettings
 from .slot import Slot
 from .text import Tokenizer
@@ -40,10 +41,6 @@ COUNTED = 1 << 20  # letters of a text that is cut in any case, to say how many 
 SHRINKS = 4  # times that a text may become shorter before it is cut into tokens, generously
 USUAL = 256  # tokens that are kept free behind a place that is filled in, where nobody says how many may be written
 SYSTEM, DEVELOPER = "system", "developer"  # newer programs call the system prompt's role so
-
-
-def never() -> bool:
-    return False
 
 
 @dataclass(frozen=True)
@@ -69,7 +66,7 @@ class Wish:
     choice: Choice | None = None
 
 
-class Replies:
+class Replies(Readings):
     """One model and one sequence, as Engine, for one answer after the other; `beside` are engines of others, for as many more at once.
     `cancelled` of an answer is asked between tokens, between chunks of the prompt and while the disk is waited for, and ends it. `usual`:
     how much of each adapter answers have that do not say it."""
@@ -110,7 +107,7 @@ class Replies:
         prompt = self._prompts.going_on(prompt, said)
         self._demand_near(prompt)
         choice = self._choice(wish)
-        with self._slot_for(prompt, choice) as own:
+        with self.slot_for(prompt, choice) as own:
             ids = own.encoded(prompt, choice)
             if own.kept is not None:
                 ids = yield from own.kept.turn_to(prompt, ids, own.prompts, choice=choice)
@@ -143,7 +140,7 @@ class Replies:
         ids = self._ids(prompt)
         ends = self.marks.ends if self.marks is not None and self.marks.prefix in ids else frozenset()
         choice = self._choice(wish)
-        with self._slot_for(ids, choice) as own:
+        with self.slot_for(ids, choice) as own:
             if own.kept is not None:
                 ids = yield from own.kept.turn_to(None, ids, own.prompts, lasting, choice)
             own.engine.choose(choice)
@@ -165,7 +162,7 @@ class Replies:
         if not prompt:
             raise UsageError("the prompt is empty", "send at least one letter or token")
         if not isinstance(prompt, str):
-            return self._demand_known(prompt)
+            return self.demand_known(prompt)
         self._demand_near(prompt)
         return self.tokenizer.encode(prompt)
 
@@ -214,59 +211,7 @@ class Replies:
         is_added = isinstance(prompt, str) and ids[0] == self.tokenizer.bos_id and ids[0] not in self.tokenizer.encode(prompt, False)[:1]
         yield TextDelta(text, tokens=tuple(found[is_added:]))
 
-    def embed(self, texts: Sequence[str | Sequence[int]], cut: bool = False, cancelled: Callable[[], bool] = never,
-              choice: Choice | None = None) -> Iterator[Event]:
-        """One vector of each text, or of token ids as they stand. Of a text that is longer than the context, its end is left out with
-        `cut`, but for the token that ends every text. `choice`: as of a `Wish`. Raises EffllmError where the model makes none, or of these
-        none."""
-        from .embedding import demand_room, vector
-
-        pooling, room = self._pooling, self.engine.n_ctx
-        rows: list[list[int]] = []
-        for text in texts:  # all of them before the first costs a pass, and what the cache holds
-            ids = self._ended(text) if isinstance(text, str) else self._demand_known(text)
-            if cut and len(ids) > room:
-                yield Notice(f"a text of {len(ids)} tokens is cut: the context is {room} tokens (-c)")
-                ends = self._ends if isinstance(text, str) else []
-                ids = ids[: room - len(ends)] + ends
-            demand_room(ids, room)
-            rows.append(ids)
-            if cancelled():
-                return
-            yield Turn()
-        made = []
-        choice = self.usual if choice is None else choice
-        with self._slot_for([], choice) as own:
-            if own.kept is not None:
-                yield from own.kept.turn_to(None, [], own.prompts, choice=choice)  # keeps what is lost here
-            own.engine.choose(choice)
-            own.prompts.held, own.prompt = ("", []), 0
-            for number, ids in enumerate(rows):
-                made.append((yield from vector(own.engine, ids, pooling, cancelled)))
-                if made[-1] is None:
-                    return
-                if number + 1 < len(rows):
-                    yield Progress("embedding", number + 1, len(rows), "texts")
-        yield Embedded(made, sum(map(len, rows)))
-
-    @cached_property
-    def _pooling(self) -> str:
-        from .embedding import pooling_of
-
-        return pooling_of(self.engine.prepared.folder)
-
-    @cached_property
-    def _ends(self) -> list[int]:
-        from .embedding import ending
-
-        return ending(self.engine.prepared.folder, self.tokenizer)
-
-    def _ended(self, text: str) -> list[int]:
-        """Token ids of a text with the one that ends it."""
-        ids = self.tokenizer.encode(text)
-        return ids if ids[-1:] == self._ends else ids + self._ends
-
-    def _demand_known(self, ids: Sequence[int]) -> list[int]:
+    def demand_known(self, ids: Sequence[int]) -> list[int]:
         """Token ids of a program. Raises UsageError for one that there is not, before they are taken for text."""
         rows = self.engine.config.vocab_size
         if bad := [token for token in ids if not 0 <= token < rows]:
@@ -277,7 +222,7 @@ class Replies:
         return self.usual if wish.choice is None else wish.choice
 
     @contextmanager
-    def _slot_for(self, prompt: str | list[int], choice: Choice) -> Iterator[Slot]:
+    def slot_for(self, prompt: str | list[int], choice: Choice) -> Iterator[Slot]:
         """The sequence for an answer to this prompt: of those that are free the one where it saves most, else the one that rested longest.
         Raises RuntimeError for more answers at once than there are."""
         free = [each for each in self._slots if each.is_free]

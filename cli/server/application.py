@@ -35,6 +35,7 @@ from .ollama import OllamaModels
 from .ollama_fields import OllamaAsked, OllamaChat, OllamaText, untagged, waited_ns
 from .ollama_shape import OllamaMessage, OllamaResponse
 from .problems import FAILED, MESSAGES, NO_MODEL, OLLAMA, Problem, closing, problem_of
+from .reranking import Reranking
 from .responses_fields import ResponsesAsked
 from .responses_shape import ResponseShape
 from .several import Several, counted, in_turn, varied
@@ -95,7 +96,8 @@ class Service:
                   post(f"{OLLAMA}chat", self.ollama_chat), post(f"{OLLAMA}generate", self.ollama_generate),
                   *Embeddings(self.replies, self.desk, self.name, self.note, self.demand_model, self.adapters).routes(),
                   *OllamaModels(self.name, self.replies, self.defaults, self.demand_model).routes(),
-                  *LlamaPaths(self).routes(), *LlamaSlots(self, self.slot_files).routes(), *self.adapters.routes()]
+                  *LlamaPaths(self).routes(), *LlamaSlots(self, self.slot_files).routes(), *Reranking(self).routes(),
+                  *self.adapters.routes()]
         return Starlette(routes=routes, exception_handlers={Problem: on_problem, HTTPException: on_path, EffllmError: on_problem,
                                                             ClientDisconnect: on_left, Exception: on_problem})
 

@@ -38,6 +38,7 @@ from .ollama_front import OllamaFront
 from .ollama_shape import UNLOAD, OllamaMessage, OllamaResponse
 from .passing import Answer, Broken, passed_on
 from .problems import FAILED, MESSAGES, OLLAMA, Problem, closing
+from .reranking import PATHS as RERANKING
 from .residents import Resident, Residents
 from .responses_fields import ResponsesAsked
 from .responses_shape import ResponseShape
@@ -82,7 +83,7 @@ PASSED = (Passed(("/v1/chat/completions", "/chat/completions"), lambda name, bod
           Passed((MESSAGES,), lambda name, body: MessageShape(name, parsed(MessagesAsked, body))),
           Passed((f"{OLLAMA}chat",), lambda name, body: OllamaMessage(name), streams=True),
           Passed((f"{OLLAMA}generate",), lambda name, body: OllamaResponse(name), streams=True),
-          Passed(("/v1/embeddings", "/embeddings", "/embedding", f"{OLLAMA}embed", f"{OLLAMA}embeddings")),
+          Passed(("/v1/embeddings", "/embeddings", "/embedding", f"{OLLAMA}embed", f"{OLLAMA}embeddings")), Passed(RERANKING),
           Passed((f"{MESSAGES}/count_tokens", "/tokenize", "/detokenize", "/apply-template")))
 TOLD = ("/props",)  # of a model by its name in the query, which is loaded for it
 GLANCED = ("/slots", "/metrics")  # nothing is loaded for these, and asking them is no use of a model: whoever watches asks for ever

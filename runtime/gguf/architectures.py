@@ -58,17 +58,18 @@ SHARED_WIDTH = "shared_width"  # which no config states by itself
 FACTORS, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 DIVISORS = (FACTORS, LONG, SHORT)
 POOLED = {1: "mean", 3: "last"}  # pooling_type -> how embeddings are made (`embedding.py`)
+RANK = 4  # the same of models that rank documents (`ranking.py`)
 # Key below the architecture's name -> the one value that changes nothing of an answer, or those that do not.
 NEUTRAL: Mapping[str, object] = {
     "attention.causal": True, "attention.clamp_kqv": 0.0, "attention.scale": None, "attn_logit_softcapping": 0.0,
     "embedding_scale": 1.0, "expert_count": 0, "expert_gating_func": 1, "expert_shared_count": 0, "expert_used_count": 0,
     "expert_group_count": 1, "expert_group_used_count": 1,
     "final_logit_softcapping": 0.0, "logit_scale": 1.0,
-    "pooling_type": (0, *POOLED), "residual_scale": 1.0, "rope.dimension_sections": None, "use_parallel_residual": False,
+    "pooling_type": (0, *POOLED, RANK), "residual_scale": 1.0, "rope.dimension_sections": None, "use_parallel_residual": False,
 }
 RMS_NORM, LAYER_NORM = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
 UNTURNED = "rope.scaling.finetuned"  # read of granite alone, where false leaves rotary positions out
-HARMLESS = frozenset({"vocab_size", "tensor_data_layout", UNTURNED})
+HARMLESS = frozenset({"vocab_size", "tensor_data_layout", "classifier.output_labels", UNTURNED})
 
 
 @dataclass(frozen=True)

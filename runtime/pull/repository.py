@@ -16,7 +16,7 @@ from urllib.parse import quote
 from ... import ModelNotFound
 from ..config_reader import is_count, show
 from ..gguf import names
-from ..hub import COMPANIONS, GGUF_PATH, INDEX, POOLING, RANKS, is_repo
+from ..hub import COMPANIONS, GGUF_PATH, INDEX, NESTED, RANKS, is_repo
 from .client import Client, DownloadFailed, RemoteFile
 
 SINGLE = "model.safetensors"
@@ -79,7 +79,7 @@ def _file(sibling: object) -> RemoteFile | str | None:
 
 
 def _is_nested(name: str) -> bool:
-    return name == POOLING or GGUF_PATH.fullmatch(name) is not None and name.count("/") <= DEEPEST and len(name) <= LONGEST
+    return name in NESTED or GGUF_PATH.fullmatch(name) is not None and name.count("/") <= DEEPEST and len(name) <= LONGEST
 
 
 def _licence(raw: Mapping[str, object]) -> str | None:

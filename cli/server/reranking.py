@@ -1,0 +1,91 @@
+"""Documents in the order in which they answer a query, as Jina's API asks for it, and with it llama-server's; or as that of text embeddings
+inference does, by `texts`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ... import UsageError
+from ...runtime.events import Ranked
+from .embeddings import MOST, EmbeddingsAsked
+from .fields import Body
+from .guard import RECORD
+from .llama_paths import UNSUPPORTED
+from .problems import Problem, said
+from .streams import GONE, Listener, json_response, made
+
+if TYPE_CHECKING:
+    from .application import Service
+
+PATHS = ("/v1/rerank", "/rerank", "/v1/reranking", "/reranking")
+A_LIST = "{} is a list of texts, of which none is empty"
+
+
+class RerankAsked(Body):
+    not_here: ClassVar[Mapping[str, tuple[object, ...]]] = EmbeddingsAsked.not_here
+    instead: ClassVar[Mapping[str, str]] = EmbeddingsAsked.instead
+
+    model: str | None = None
+    query: str
+    documents: list[Any] | None = None
+    texts: list[Any] | None = None
+    top_n: int | None = None
+    instruction: str | None = None
+    return_documents: bool = False
+    return_text: bool = False
+
+
+class Reranking:
+    """Of one model, which `service` has."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def routes(self) -> list[Route]:
+        return [Route(path, self.rank, methods=["POST"]) for path in PATHS]
+
+    async def rank(self, request: Request) -> Response:
+        asked, service, record = await self._service.asked(request, RerankAsked), self._service, request.scope[RECORD]
+        replies = service.replies
+        try:
+            await asyncio.to_thread(lambda: replies.ranking)
+        except UsageError as error:
+            raise Problem(501, said(error), UNSUPPORTED, code="not_supported") from error
+        field = "documents" if asked.documents is not None or asked.texts is None else "texts"
+        documents = documents_of(getattr(asked, field), field)
+        if not asked.query:
+            raise Problem(400, "query is empty", param="query")
+        if asked.top_n is not None and asked.top_n < 1:
+            raise Problem(400, f"top_n is 1 or more, not {asked.top_n}", param="top_n")
+        start = partial(replies.rank, asked.query, documents, asked.instruction, choice=service.adapters.choice_of(asked.model))
+        ranked = await made(request, Listener(service.desk.ask(start), service.note, record), Ranked)
+        if ranked is None:
+            return Response(status_code=GONE)
+        record.made = f"{ranked.tokens} tokens in, {len(documents)} document{'' if len(documents) == 1 else 's'} ranked"
+        order = sorted(range(len(documents)), key=lambda at: -ranked.scores[at])[: asked.top_n]
+        if field == "texts":
+            return json_response([{"index": at, "score": ranked.scores[at], **({"text": documents[at]} if asked.return_text else {})}
+                                  for at in order])
+        results = [{"index": at, "relevance_score": ranked.scores[at],
+                    **({"document": {"text": documents[at]}} if asked.return_documents else {})} for at in order]
+        return json_response({"model": service.called(asked.model), "object": "list", "results": results,
+                              "usage": {"prompt_tokens": ranked.tokens, "total_tokens": ranked.tokens}})
+
+
+def documents_of(given: list[Any] | None, field: str) -> list[str]:
+    """The texts of documents, each one or an object with a `text`. Raises Problem."""
+    if not given:
+        raise Problem(400, f"{field} is missing" if given is None else f"{field} is empty", param=field)
+    texts = [each.get("text") if isinstance(each, dict) else each for each in given]
+    if not all(isinstance(each, str) and each for each in texts):
+        raise Problem(400, A_LIST.format(field), param=field)
+    if len(texts) > MOST:
+        raise Problem(400, f"{field} has {len(texts)} texts, {MOST} are taken at once", param=field)
+    return texts
