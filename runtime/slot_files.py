@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from .. import ContextOverflow, EffllmError, UsageError
 from ..offload.size import format_size
+from .choosing import demand_choice
 from .events import Event, SlotDone
 from .kept_prompts import NO_TEXT, refuse_inexact, spoken_of
 from .saved import SavedSessions
@@ -25,11 +26,13 @@ from .session_store import SessionStore
 
 if TYPE_CHECKING:
     from .choosing import Choice
+    from .engine import Engine
     from .prepare import EngineOptions
     from .slot import Slot
 
 FLAG = "--slot-save-path"
 TRIAL = "trial"
+CHOSEN = "adapters"  # how much of each, beside a conversation that there is none of
 
 
 class SlotFiles:
@@ -50,8 +53,8 @@ class SlotFiles:
         if needed > self.budget:
             raise UsageError(f"it would take the folder of {FLAG} to {format_size(needed)}, and --session-disk is "
                              f"{format_size(self.budget)}", "remove files there, or serve with a larger --session-disk")
-        saved = None
-        for event in self.sessions.keep(engine, name, spoken_of(engine.tokens, *slot.prompts.held), NO_TEXT):
+        saved, chosen = None, {CHOSEN: list(engine.choice)} if engine.choice else {}
+        for event in self.sessions.keep(engine, name, spoken_of(engine.tokens, *slot.prompts.held), {**NO_TEXT, **chosen}):
             if isinstance(event, SavedSession):
                 saved = event
             else:
@@ -66,11 +69,9 @@ class SlotFiles:
             there = self.store.names()
             raise UsageError(f"nothing is saved as {name!r}", f"there is: {', '.join(there[:20])}" if there else "nothing is saved yet")
         saved = self._read(name)
-        cache, adapted = saved.cache, engine.prepared.adapted
-        made_with = "" if cache is None else cache.identity.get(ADAPTERS, "")
-        known = dict.fromkeys((engine.choice, self._usual, (0.0,) * len(adapted.names)))
-        choice = next((each for each in known if adapted.digest_of(each) == made_with), engine.choice)
-        digest = adapted.digest_of(choice)
+        cache = saved.cache
+        choice = self._choice(saved, engine)
+        digest = engine.prepared.adapted.digest_of(choice)
         own = {part: value for part, value in self.sessions.identity(engine).items() if part != ADAPTERS}
         with _called(name):
             refuse_other(saved, {**own, **({ADAPTERS: digest} if digest else {})})
@@ -90,6 +91,16 @@ class SlotFiles:
             if cache.spoken is not None:
                 slot.prompts.held = cache.spoken.text, list(cache.spoken.ids)
         yield self._done(saved, began)
+
+    def _choice(self, saved: SavedSession, engine: Engine) -> Choice:
+        """How much of each adapter it was read with, which `refuse_other` judges."""
+        stated = saved.conversation.get(CHOSEN)
+        try:
+            choice = tuple(map(float, stated)) if isinstance(stated, list) else self._usual
+            demand_choice(choice, engine.prepared.adapted.names)
+        except (UsageError, TypeError, ValueError):
+            return self._usual
+        return choice
 
     def _read(self, name: str) -> SavedSession:
         with _called(name):

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from embedders import FABLE
 from served import MINUTE, Reply, Served, serving, started
+from test_adapters import of_all_matrices
 from test_serve_llama import completed
 from test_serve_many import here, states  # noqa: F401  a fixture
 
@@ -182,6 +184,22 @@ def test_a_busy_slot_is_waited_for(tmp_path: Path) -> None:
         assert saving.result(MINUTE).json["n_saved"] == tokens > 700, "behind the answer"
         assert act(server, "restore", "busy", slot=1 - busy).json["n_restored"] == tokens, "in whichever slot"
         assert [each["n_prompt_tokens"] for each in server.ask("GET", "/slots").json] == [tokens, tokens]
+
+
+def test_adapters_are_had_again_as_they_were(server: Served, folder: Path, tmp_path: Path) -> None:
+    """Whatever the slot, and the server, would have by themselves."""
+    adapter = str(of_all_matrices(FABLE, tmp_path / "sea", 1, 0.12))
+    with serving("--lora", f"{adapter}:0", "--slot-save-path", str(folder)) as adapted:
+        half = [{"id": 0, "scale": 0.5}]
+        said = completed(adapted, prompt=SEA, lora=half).json["content"]
+        saved = act(adapted, "save", "half").json
+        assert completed(adapted, prompt=SEA).json["content"] != said
+        assert act(adapted, "restore", "half").json["n_restored"] == saved["n_saved"]
+        again = completed(adapted, prompt=SEA, lora=half)
+        assert again.json["content"] == said and cached(again) > 60
+    completed(server)
+    refused = act(server, "restore", "half")
+    assert refused.status == 400 and "'half' was saved with another --lora, or none" in refused.error["message"] and held(server) > 0
 
 
 def test_of_several_models_a_request_names_its_own(here: dict[str, str], tmp_path: Path) -> None:  # noqa: F811
