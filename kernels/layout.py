@@ -29,6 +29,9 @@ ACTIVATIONS = {"silu": SILU, "gelu": GELU, "gelu_tanh": GELU_TANH, "relu": RELU,
 SWISH_SLOPE, SWISH_LIMIT = 1.702, 7.0  # of the clamped one
 NORM_NONE, NORM_RMS, NORM_RMS_PLUS_ONE, NORM_LAYER = 0, 1, 2, 3
 NORMS = {"none": NORM_NONE, "rms": NORM_RMS, "rms+1": NORM_RMS_PLUS_ONE, "layer": NORM_LAYER}
+# Added to a norm's kind where a low-bit product rounds all of a token's activations by one scale. So were models with ternary weights
+# trained (BitNet), whose largest activation counts as LEAST_TOP at least.
+ONE_SCALE, LEAST_TOP = 16, 1e-5
 
 PAGE = 128  # tokens in a page
 REPEATED = 8  # tokens at most of a pass that may come again, an answer's or a draft's: kernels take more as a prompt

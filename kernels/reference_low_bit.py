@@ -11,6 +11,8 @@ weight comes as `values` v int16 [N, K], `factors` f float32 [N, G] of its group
     more, with AMX     `halves_linear`    other codes than those, as 16 bits of a row's range in 512 inputs and of a token's
     floats, up to 16   `float_linear`     activations as they are, as in the next
     floats, more       `exact_linear`     weights as float32
+
+With `one_scale` (`Dims.one_scale`, of ternary weights) a scale is one for all activations of a token.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .layout import LEAST_TOP
 from .tiles import SUPER_BLOCK, TILE
 
 F32, F64 = np.float32, np.float64
@@ -52,26 +55,30 @@ def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(total) & (error != 0) & (bits & 1 == 0), odd, total).astype(F32)
 
 
-def quantize_columns(x: np.ndarray, block: int = TILE) -> tuple[np.ndarray, np.ndarray]:
+def quantize_columns(x: np.ndarray, block: int = TILE, one_scale: bool = False) -> tuple[np.ndarray, np.ndarray]:
     """x float32 [T, K] -> codes float64 [T, blocks * block], whole numbers up to 127, and scales float32 [T, blocks].
 
-    A block that is not finite throughout gets the scale NaN; one whose scale is below the normal numbers counts as zeros.
+    A block that is not finite throughout gets the scale NaN; one whose scale is below the normal numbers counts as zeros. `one_scale`: all
+    blocks of a token have that of its largest activation, which counts as LEAST_TOP at least.
     """
     depth = -(-x.shape[1] // block) * block
     blocks = _padded(x, depth).reshape(len(x), -1, block)
     finite = np.isfinite(blocks).all(-1)
     blocks = np.where(finite[..., None], blocks, F32(0))
     top = np.abs(blocks).max(-1)
+    if one_scale:
+        finite, top = np.broadcast_to(finite.all(-1, keepdims=True), finite.shape), np.tile(top.max(-1, keepdims=True), top.shape[1])
+        top = np.maximum(top, F32(LEAST_TOP))
     inverse = np.divide(MOST, top, out=np.zeros_like(top), where=top / MOST >= SMALLEST)
     return np.rint(blocks * inverse[..., None]).reshape(len(x), depth).astype(F64), np.where(finite, top / MOST, F32(np.nan))
 
 
 def packed_linear(x: np.ndarray, values: np.ndarray, factors: np.ndarray, rows: np.ndarray, group: int, *, whole: bool,
                   outliers: Outliers | None = None, bias: np.ndarray | None = None, minima: np.ndarray | None = None,
-                  supers: np.ndarray | None = None) -> np.ndarray:
+                  supers: np.ndarray | None = None, one_scale: bool = False) -> np.ndarray:
     """x float32 [T, K] -> float32 [T, N]. `whole`: factors are whole numbers, and a tile's groups become one integer (a codebook), which
     is multiplied by `supers` float32 [N, ceil(K / 256)] if they are given."""
-    codes, scales = quantize_columns(x)
+    codes, scales = quantize_columns(x, one_scale=one_scale)
     y = _grouped(codes, scales, values, factors, group, whole, minima, supers) * rows
     if outliers is not None:
         for row, column, value in zip(*outliers):
@@ -80,17 +87,18 @@ def packed_linear(x: np.ndarray, values: np.ndarray, factors: np.ndarray, rows: 
 
 
 def grouped_linear(x: np.ndarray, values: np.ndarray, factors: np.ndarray, rows: np.ndarray, group: int, *,
-                   outliers: Outliers | None = None, bias: np.ndarray | None = None, minima: np.ndarray | None = None) -> np.ndarray:
+                   outliers: Outliers | None = None, bias: np.ndarray | None = None, minima: np.ndarray | None = None,
+                   one_scale: bool = False) -> np.ndarray:
     """x float32 [T, K] -> float32 [T, N]."""
-    codes, scales = quantize_columns(x)
+    codes, scales = quantize_columns(x, one_scale=one_scale)
     y = _grouped(codes, scales, values, factors, group, False, minima) * rows
     return _finish(y, codes, scales, TILE, outliers, bias)
 
 
 def scaled_linear(x: np.ndarray, values: np.ndarray, factors: np.ndarray, rows: np.ndarray, group: int, *, most: np.ndarray, shift: int,
-                  outliers: Outliers | None = None, bias: np.ndarray | None = None) -> np.ndarray:
+                  outliers: Outliers | None = None, bias: np.ndarray | None = None, one_scale: bool = False) -> np.ndarray:
     """x float32 [T, K] -> float32 [T, N]. most, shift: as for `scaled_weights`."""
-    codes, scales = quantize_columns(x, SCALED_BLOCK)
+    codes, scales = quantize_columns(x, SCALED_BLOCK, one_scale)
     y = _in_blocks(codes, scales, scaled_weights(values, factors, group, most, shift))
     return _finish(y * (rows * most / MOST), codes, scales, SCALED_BLOCK, outliers, bias)
 

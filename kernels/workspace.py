@@ -28,6 +28,7 @@ class Dims:
     that the layer for multi-token prediction begins with, 0 for a run without it. `beside`: layers have attention and a state side by side.
     `gates_apart`: gates of what is attended to are made by a matrix of their own. `streams`: how many of a token lie side by side, 0 for
     one as it is; `low_rank`: the width inside a branch of what a layer reads. `lora`: the widest inside an adapter, 0 for a run without.
+    `one_scale`: before a product with ternary weights all of a token's activations are rounded by one scale.
     """
 
     hidden: int
@@ -57,6 +58,7 @@ class Dims:
     streams: int = 0
     low_rank: int = 0
     lora: int = 0
+    one_scale: bool = False
 
     @property
     def alike(self) -> tuple[Dims, ...]:

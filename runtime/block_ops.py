@@ -40,6 +40,9 @@ class BlockOps(Protocol):
     def scaled(self, x: object, factor: float) -> object:
         """x times a number, in place."""
 
+    def normed(self, y: object, norm: Norm) -> object:
+        """norm(y) of every row, in place."""
+
     def clipped(self, y: object, limit: float) -> object:
         """y with what is beyond -limit and limit at these, in place."""
 
@@ -61,8 +64,9 @@ class BlockOps(Protocol):
         """[T, heads * value] from x [T, heads * (rope + rank)], what was attended to, and `expand`."""
 
     def gated_mlp(self, x: object, norm: Norm, gate: Linear, up: Linear, down: Linear, act: str, see: See = None,
-                  after: Norm | None = None, factor: float = 1.0) -> object:
-        """x + down(act(gate(n)) * up(n)) with n = norm(x), in place and added as by `linear_add`. `see`: what goes into `down`."""
+                  after: Norm | None = None, factor: float = 1.0, within: Norm | None = None) -> object:
+        """x + down(within(act(gate(n)) * up(n))) with n = norm(x), in place and added as by `linear_add`; without `within` no norm there.
+        `see`: what goes into `down`."""
 
     def mlp(self, x: object, norm: Norm, up: Linear, down: Linear, act: str, see: See = None, after: Norm | None = None,
             factor: float = 1.0, curve: Curve | None = None) -> object:

@@ -156,5 +156,5 @@ def backends_of(devices: Sequence[str], widths: Dims, pool: ThreadPool, exact: b
     if "cuda" in devices:
         from ..kernels.cuda.torch_ops import TorchOps
 
-        backends["cuda"] = TorchOps(card)
+        backends["cuda"] = TorchOps(card, one_scale=widths.one_scale)
     return backends

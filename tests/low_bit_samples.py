@@ -79,7 +79,7 @@ def factors_of(codes: Codes) -> np.ndarray:
     return factors(codes)
 
 
-def few(x: np.ndarray, codes: Codes, spec: QuantSpec, bias: np.ndarray | None = None) -> np.ndarray:
+def few(x: np.ndarray, codes: Codes, spec: QuantSpec, bias: np.ndarray | None = None, one_scale: bool = False) -> np.ndarray:
     """The definition for up to 16 columns."""
     if spec.scheme == "float":
         return definition.float_linear(x, values(codes, spec), factors_of(codes), codes.rows, spec.group, bias=bias)
@@ -87,10 +87,10 @@ def few(x: np.ndarray, codes: Codes, spec: QuantSpec, bias: np.ndarray | None = 
     supers = to_f32(codes.supers[:, :, 0], "f16") if signed else None
     return definition.packed_linear(x, values(codes, spec), codes.scales.astype(np.float32) if signed else factors_of(codes), codes.rows,
                                     spec.group, whole=signed or spec.scheme == "codebook", outliers=_outliers(codes), bias=bias,
-                                    minima=minimum_values(codes), supers=supers)
+                                    minima=minimum_values(codes), supers=supers, one_scale=one_scale)
 
 
-def many(x: np.ndarray, codes: Codes, spec: QuantSpec, bias: np.ndarray | None = None) -> np.ndarray:
+def many(x: np.ndarray, codes: Codes, spec: QuantSpec, bias: np.ndarray | None = None, one_scale: bool = False) -> np.ndarray:
     """The definition for more columns."""
     from effllm.kernels.cpu import gemm
 
@@ -103,9 +103,9 @@ def many(x: np.ndarray, codes: Codes, spec: QuantSpec, bias: np.ndarray | None =
     if way == gemm.STEPPED != gemm.SCALED:
         return definition.stepped_linear(*parts, outliers=_outliers(codes), bias=bias)
     if way != gemm.SCALED:
-        return definition.grouped_linear(*parts, outliers=_outliers(codes), bias=bias, minima=minimum_values(codes))
+        return definition.grouped_linear(*parts, outliers=_outliers(codes), bias=bias, minima=minimum_values(codes), one_scale=one_scale)
     most, shift = _range(codes, spec)
-    return definition.scaled_linear(*parts, most=most, shift=shift, outliers=_outliers(codes), bias=bias)
+    return definition.scaled_linear(*parts, most=most, shift=shift, outliers=_outliers(codes), bias=bias, one_scale=one_scale)
 
 
 def by_halves(spec: QuantSpec) -> bool:

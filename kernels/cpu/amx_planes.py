@@ -79,21 +79,22 @@ def pack_token(typingctx, x, count, inverse, steps):
 
 
 @intrinsic
-def pack_byte_block(typingctx, x, scale, steps):
+def pack_byte_block(typingctx, x, scale, steps, least):
     """BLOCK float32 of a token as bytes into two steps of a panel, from its own row of `steps` on; what they stand for to `scale`. As
     `gemm_tiles.pack_block` has it."""
     narrow = ir.VectorType(I8, LANES)
 
     def codegen(context, builder, signature, args):
-        x, scale, steps = args
-        value, inverse = _scale(builder, _largest(builder, x, I64(BLOCK)), 127.0)
+        x, scale, steps, least = args
+        top, least = _largest(builder, x, I64(BLOCK)), builder.trunc(least, I32)
+        value, inverse = _scale(builder, builder.select(builder.icmp_unsigned(">", top, least), top, least), 127.0)
         store(builder, value, scale, 4)
         for i in range(0, BLOCK, LANES):
             numbers = builder.trunc(_numbers(builder, offset(builder, x, 4 * i), inverse), narrow)
             store(builder, numbers, offset(builder, steps, i // INPUTS * STEP_NBYTES + i % INPUTS))
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 3), codegen
+    return types.void(*[types.int64] * 4), codegen
 
 
 def transposed(builder: ir.IRBuilder, rows: Sequence[ir.Value]) -> list[ir.Value]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numpy import float32, int32, uint16, uint32
+from numpy import float32, int32, int64, uint16, uint32
 
 from ..compile import REASSOCIATE
 from ..deferred import inlined
@@ -19,9 +19,11 @@ from ..layout import (
     F16,
     GELU,
     GELU_TANH,
+    LEAST_TOP,
     NORM_LAYER,
     NORM_NONE,
     NORM_RMS_PLUS_ONE,
+    ONE_SCALE,
     RELU,
     RELU2,
     SILU,
@@ -39,12 +41,13 @@ from .inner_loops import (
     many_rows_f16,
     many_rows_f32,
 )
-from .intrinsics import HAS_HALF, bits_to_f32, f32_at, f32_to_bits, f32_to_half, half_to_f32, i64_at, u16_at
+from .intrinsics import HAS_HALF, bits_to_f32, f32_at, f32_to_bits, f32_to_half, half_to_f32, i64_at, u16_at, u32_at
 
 LOG2E, LN2_HIGH, LN2_LOW = np.float32(1.44269504088896341), np.float32(0.693359375), np.float32(-2.12194440e-4)
 P0, P1, P2, P3, P4, P5 = (np.float32(c) for c in (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5))
 L1, L2, L3, L4, L5, L6, L7 = (np.float32(1 / n) for n in range(3, 17, 2))
 ONE, HALF, ZERO = np.float32(1.0), np.float32(0.5), np.float32(0.0)
+LEAST_BITS = np.float32(LEAST_TOP).view(np.uint32)
 EXP_LOW, EXP_HIGH = np.float32(-87.3), np.float32(88.3)
 HALF_MAX, HALF_SCALE = np.float32(65504.0), np.float32(2.0**112)
 INV_SQRT2, TANH_INNER, GELU_CUBE = np.float32(math.sqrt(0.5)), np.float32(math.sqrt(2 / math.pi)), np.float32(0.044715)
@@ -285,6 +288,18 @@ def normed_row(source, out, depth, padded, kind, weight, bias, eps):
     y = f32_at(out)
     for i in range(depth, padded):
         y[i] = ZERO
+
+
+@inlined()
+def least_of(row, count, norm):
+    """What a block's largest magnitude is at least, as the bits of a float: that of all `count` float32 of a row where `norm`, a kind as a
+    product's block holds it, says that they have one scale; else 0."""
+    if norm < ONE_SCALE:
+        return int64(0)
+    value, top = u32_at(row), LEAST_BITS
+    for i in range(count):
+        top = max(top, value[i] & np.uint32(0x7FFFFFFF))
+    return int64(top)
 
 
 @inlined()

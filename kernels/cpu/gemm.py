@@ -21,10 +21,10 @@ from numpy import float32, uint32
 
 from ..compile import kernel
 from ..deferred import inlined
-from ..layout import align
+from ..layout import ONE_SCALE, align
 from ..tiles import AFFINE, MINIMUM, NIBBLE, OFFSET, SUPER, TILE
 from ..tiles import ROWS as TILE_ROWS
-from .arithmetic import gate_values, normed_row
+from .arithmetic import gate_values, least_of, normed_row
 from .gemm_expand import SCALED_SHIFT
 from .gemm_formats import BIAS, FIELDS, GROUP, OUT, OUT_STRIDE, ROWS, SCHEME, SPARSE, stored_depth
 from .gemm_groups import (
@@ -156,14 +156,16 @@ def pack_tokens(args, worker, counter):
         start = a[FIRST + OUT] + panel * (padded // block) * block_nbytes
         for t in range(TOKENS):
             token = panel * TOKENS + t
-            normed_row(a[X] + 4 * token * depth, row, depth if token < tokens else 0, padded, a[NORM], a[NORM_WEIGHT], a[NORM_BIAS], eps)
+            normed_row(a[X] + 4 * token * depth, row, depth if token < tokens else 0, padded, a[NORM] % ONE_SCALE, a[NORM_WEIGHT],
+                       a[NORM_BIAS], eps)
+            least = least_of(row, padded, a[NORM])
             for index in range(padded // block):
                 if _is_stepped(way):
-                    stepped_pack_block(row + 4 * index * block, block, start + index * block_nbytes, t, factor)
+                    stepped_pack_block(row + 4 * index * block, block, start + index * block_nbytes, t, factor, least)
                 elif _is_narrow(way):
-                    narrow_pack_block(row + 4 * index * block, block, start + index * block_nbytes, t, factor)
+                    narrow_pack_block(row + 4 * index * block, block, start + index * block_nbytes, t, factor, least)
                 else:
-                    pack_block(row + 4 * index * block, block, start + index * block_nbytes, t, factor)
+                    pack_block(row + 4 * index * block, block, start + index * block_nbytes, t, factor, least)
 
 
 @inlined()

@@ -17,7 +17,7 @@ from numpy import float32, int64
 
 from ..compile import kernel
 from ..deferred import inlined
-from ..layout import align
+from ..layout import ONE_SCALE, align
 from ..tiles import TILE
 from .amx import (
     BLOCK,
@@ -34,7 +34,7 @@ from .amx import (
 )
 from .amx_planes import pack_byte_block, pack_token, scale_token
 from .amx_rows import FLOATS_NBYTES, PAIR, PAIR_NBYTES, PLANE_NBYTES, SPAN, expand_narrow, expand_wide, tiles_of_stripe
-from .arithmetic import normed_row
+from .arithmetic import least_of, normed_row
 from .gemm import (
     COUNT,
     DEPTH,
@@ -130,14 +130,16 @@ def pack_tokens(args, worker, counter):
             return
         for t in range(height):
             token = panel * height + t
-            normed_row(a[X] + 4 * token * depth, row, depth if token < tokens else 0, padded, a[NORM], a[NORM_WEIGHT], a[NORM_BIAS], eps)
+            normed_row(a[X] + 4 * token * depth, row, depth if token < tokens else 0, padded, a[NORM] % ONE_SCALE, a[NORM_WEIGHT],
+                       a[NORM_BIAS], eps)
             if a[WAY] == BYTES:
+                least = least_of(row, padded, a[NORM])
                 for start in range(0, depth, SPAN):
                     at = _bytes_at(base, panels, depth, start, panel)
                     blocks = (_span(depth, start) + BLOCK - 1) // BLOCK
                     own = at + 4 * PANEL * blocks + t // SIDE * (SIDE * INPUTS) + t % SIDE * INPUTS
                     for i in range(blocks):
-                        pack_byte_block(row + 4 * (start + i * BLOCK), at + 4 * (PANEL * i + t), own + i * (2 * STEP_NBYTES))
+                        pack_byte_block(row + 4 * (start + i * BLOCK), at + 4 * (PANEL * i + t), own + i * (2 * STEP_NBYTES), least)
                 continue
             scale_token(row, (depth + INPUTS - 1) // INPUTS * INPUTS, base + 4 * token, inverse)
             for start in range(0, depth, SPAN):

@@ -304,19 +304,19 @@ def _correction(form: Form):
 
 def _packing(form: Form):
     @intrinsic
-    def run(typingctx, x, count, header, token, factor):
+    def run(typingctx, x, count, header, token, factor, least):
         """`count` (a multiple of 32) float32 of a token, quantized into the block at `header`: scale, `factor` * sum, sum of a half, steps.
 
-        int8 = rint(x * (127 / largest)), scale = largest / 127; zeros where that is no normal number, and a NaN for a scale where a number
-        is not finite.
+        int8 = rint(x * (127 / largest)), scale = largest / 127, which is at least what `least` is the bits of; zeros where that is no
+        normal number, and a NaN for a scale where a number is not finite.
         """
         per = LANES // form.inputs  # words of a vector
 
         def codegen(context, builder, signature, args):
-            x, count, header, token, factor = args
+            x, count, header, token, factor, least = args
             vectors = builder.lshr(count, I64(LANES.bit_length() - 1))
             over = lambda name: function(builder, I32, [WORDS], f"llvm.vector.reduce.{name}.v{LANES}i32")  # noqa: E731
-            loop = Loop(builder, vectors, [constant(WORDS, 0)], "largest")
+            loop = Loop(builder, vectors, [splat(builder, builder.trunc(least, I32), WORDS)], "largest")
             at = lambda: builder.add(x, builder.mul(loop.turn, I64(4 * LANES)))  # noqa: E731
             magnitude = builder.and_(load(builder, at(), WORDS, 4), constant(WORDS, 0x7FFFFFFF))
             top, = loop.end([builder.select(builder.icmp_unsigned(">", magnitude, loop.values[0]), magnitude, loop.values[0])])
@@ -347,7 +347,7 @@ def _packing(form: Form):
             store(builder, sums[0], offset(builder, column, 8 * TOKENS), 4)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 5), codegen
+        return types.void(*[types.int64] * 6), codegen
 
     return run
 

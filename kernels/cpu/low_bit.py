@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..layout import ACTIVATIONS, NORMS
+from ..layout import ACTIVATIONS, NORMS, ONE_SCALE
 from ..registry import Call
 from ..tiles import SCHEME_MASK, SCHEME_SHIFT, SCHEMES
 from ..workspace import Dims, address
@@ -82,11 +82,17 @@ def one_way(linears: Sequence[Linear]) -> bool:
                 for each in linears}) == 1
 
 
+def _norm_of(ops: CpuOps, norm: Norm | None, linears: Sequence[Linear]) -> int:
+    """The kind of a norm in the block of a product with low-bit weights, which says too how activations are rounded."""
+    kind = 0 if norm is None else NORMS[norm.kind]
+    return kind + ONE_SCALE if ops.dims.one_scale and all(each.weight.spec.scheme == "ternary" for each in linears) else kind
+
+
 def fill_few(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: Sequence[np.ndarray], mode: int,
              act: str) -> None:
     """Write the argument block for up to 16 columns."""
     tokens, depth = x.shape
-    kind = 0 if norm is None else NORMS[norm.kind]
+    kind = _norm_of(ops, norm, linears)
     block = [ops.at(x), tokens, depth, kind, 0 if norm is None else address(norm.weight),
              0 if norm is None else address(norm.bias), 0, ops.scratch, ops.scratch_stride, mode, ACTIVATIONS[act], len(linears)]
     for i, each in enumerate(linears):
@@ -121,7 +127,7 @@ def run_many(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Li
         chosen = [i for i, own in enumerate(ways) if own == way]
         tokens, depth = x.shape
         panels = ops.workspace.take("low_panels", panel_floats(tokens, depth))
-        kind = 0 if norm is None else NORMS[norm.kind]
+        kind = _norm_of(ops, norm, linears)
         head = [tokens, depth, kind, 0 if norm is None else address(norm.weight), 0 if norm is None else address(norm.bias), 0,
                 ops.scratch, ops.scratch_stride, mode, ACTIVATIONS[act], way, len(chosen)]
         block = [ops.at(x), *head]
@@ -131,7 +137,7 @@ def run_many(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Li
         ops.args[: len(block)] = block
         if norm is not None:
             ops.reals[gemm.EPS] = norm.eps
-        if ops.must_pack("low_panels", way):
+        if ops.must_pack("low_panels", (way, kind)):
             ops.args[gemm.FIRST + gemm.OUT] = ops.at(panels)
             ops.run(pack, ops.where, True, ops.args)
         ops.args[: len(block)] = block

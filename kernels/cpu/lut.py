@@ -10,6 +10,7 @@ from numpy import float32, int64
 
 from ..compile import kernel
 from ..deferred import inlined
+from ..layout import ONE_SCALE
 from ..tiles import ROWS, SCHEME_SHIFT, TILE
 from . import lut_loops as loops
 from . import packed
@@ -117,8 +118,8 @@ def looked_up_columns(args, worker, counter):
             eps = float32(f64_at(args)[EPS])
             for t in range(tokens):
                 at = t * x_nbytes
-                normalise(a[X] + 4 * t * depth, normed + at, depth, a[NORM], a[NORM_WEIGHT], a[NORM_BIAS], eps)
-                packed.quantize_column(normed + at, depth, x[0] + at, x[1] + at, totals + at)
+                normalise(a[X] + 4 * t * depth, normed + at, depth, a[NORM] % ONE_SCALE, a[NORM_WEIGHT], a[NORM_BIAS], eps)
+                packed.quantize_column(normed + at, depth, x[0] + at, x[1] + at, totals + at, a[NORM])
                 if tokens > 1 and not packed.IN_TURN:
                     packed.make_seeds(WHOLE, totals + at, x[2] + at, padded // TILE)
             if tokens > 1:

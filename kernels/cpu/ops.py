@@ -159,10 +159,13 @@ class CpuOps(Jobs, lora.Scales):
         return residual
 
     def gated_mlp(self, x: np.ndarray, norm: Norm, gate: Linear, up: Linear, down: Linear, act: str,
-                  see: Callable[[np.ndarray], None] | None = None, after: Norm | None = None, factor: float = 1.0) -> np.ndarray:
-        """x + down(act(gate(n)) * up(n)) with n = norm(x), in place; the branch is added as in `linear_add`. `see` is shown what goes
-        into `down`."""
+                  see: Callable[[np.ndarray], None] | None = None, after: Norm | None = None, factor: float = 1.0,
+                  within: Norm | None = None) -> np.ndarray:
+        """x + down(within(act(gate(n)) * up(n))) with n = norm(x), in place; the branch is added as in `linear_add`. `see` is shown what
+        goes into `down`."""
         hidden = self.gated_hidden(x, norm, gate, up, act)
+        if within is not None:
+            self.normed(hidden, within)
         if see is not None:
             see(hidden)
         return self.linear_add(hidden, down, x, after, factor)
@@ -200,9 +203,7 @@ class CpuOps(Jobs, lora.Scales):
     enter_streams, leave_streams = streams.enter_streams, streams.leave_streams
     predicted, corrected, spread_inputs = streams.predicted, streams.corrected, streams.spread_inputs
     low_rank, added, cut_mlp = streams.low_rank, streams.added, streams.cut_mlp
-    copied = rows.copied
-    scaled = rows.scaled
-    clipped = rows.clipped
+    copied, scaled, clipped, normed = rows.copied, rows.scaled, rows.clipped, rows.norm_rows
     bundled_mlp = bundled.bundled_mlp
     part_queries = rows.part_queries
     gate_heads = rows.gate_heads

@@ -12,8 +12,9 @@ from numpy import float32, int64
 
 from ..compile import kernel
 from ..deferred import inlined
+from ..layout import ONE_SCALE
 from ..tiles import ROWS, SUPER_BLOCK, TILE
-from .arithmetic import gate_values, normalise
+from .arithmetic import gate_values, least_of, normalise
 from .int8_ir import seed_of
 from .intrinsics import bits_to_f32, f32_at, f64_at, i32_at, i64_at, u16_at, u32_at
 from .kv_loops import prefetch
@@ -85,13 +86,13 @@ def scratch_nbytes(depth: int, tokens: int) -> int:
 
 
 @inlined()
-def quantize_column(x, depth, codes, scales, totals):
-    """float32 [depth], with room up to whole PADs -> int8 [padded], float32 per 32 and int32 totals per 16."""
+def quantize_column(x, depth, codes, scales, totals, norm=0):
+    """float32 [depth], with room up to whole PADs -> int8 [padded], float32 per 32 and int32 totals per 16. `norm`: as of `least_of`."""
     padded = (depth + PAD - 1) // PAD * PAD
     values = f32_at(x)
     for i in range(depth, padded):
         values[i] = float32(0.0)
-    quantize_tiles(x, padded // TILE, codes, scales, totals)
+    quantize_tiles(x, padded // TILE, codes, scales, totals, least_of(x, padded, norm))
 
 
 @inlined()
@@ -346,8 +347,8 @@ def packed_columns(args, worker, counter):
             eps = float32(f64_at(args)[EPS])
             for t in range(tokens):
                 at = t * x_nbytes
-                normalise(a[X] + 4 * t * depth, normed + at, depth, a[NORM], a[NORM_WEIGHT], a[NORM_BIAS], eps)
-                quantize_column(normed + at, depth, x[0] + at, x[1] + at, totals + at)
+                normalise(a[X] + 4 * t * depth, normed + at, depth, a[NORM] % ONE_SCALE, a[NORM_WEIGHT], a[NORM_BIAS], eps)
+                quantize_column(normed + at, depth, x[0] + at, x[1] + at, totals + at, a[NORM])
             ready = True
         if seeded != way:
             seeded = way

@@ -16,19 +16,21 @@ SMALLEST = 2.0**-126  # scale of activations; below it, its inverse could be inf
 
 
 @intrinsic
-def quantize_tiles(typingctx, x, tiles, codes, scales, totals):
-    """float32 [tiles * 32] -> int8 of the same count, float32 scales per 32 (largest magnitude / 127), int32 totals per 16. `tiles` >= 1.
+def quantize_tiles(typingctx, x, tiles, codes, scales, totals, least):
+    """float32 [tiles * 32] -> int8 of the same count, float32 scales per 32 (largest magnitude / 127), int32 totals per 16. `tiles` >= 1;
+    `least`: the bits of what a largest magnitude is at least.
 
     Rounds to nearest, ties to even; with a scale below the normal numbers all are zeros. NaN and infinity make the scale NaN, so that
     they stay visible.
     """
 
     def codegen(context, builder, signature, args):
-        x, tiles, codes, scales, totals = args
+        x, tiles, codes, scales, totals, least = args
         parts = TILE // VECTOR
         words, small = ir.VectorType(I32, VECTOR), ir.VectorType(I8, VECTOR)
         wide = ir.VectorType(F32, VECTOR)
         reduce = lambda name, value: builder.call(function(builder, I32, [words], f"llvm.vector.reduce.{name}.v{VECTOR}i32"), [value])  # noqa: E731
+        least = builder.trunc(least, I32)
         blocks, tile, _ = begin_loop(builder, "quantize", I64(0), [])
         at = builder.add(x, builder.mul(tile, I64(4 * TILE)))
         values = [load(builder, offset(builder, at, 4 * VECTOR * i), wide, 4) for i in range(parts)]
@@ -37,7 +39,8 @@ def quantize_tiles(typingctx, x, tiles, codes, scales, totals):
         sizes = [builder.and_(builder.bitcast(value, words), constant(words, 0x7FFFFFFF)) for value in values]
         while len(sizes) > 1:
             sizes = [builder.select(builder.icmp_unsigned(">", a, b), a, b) for a, b in zip(sizes[::2], sizes[1::2])]
-        top = builder.bitcast(reduce("umax", sizes[0]), F32)
+        top = reduce("umax", sizes[0])
+        top = builder.bitcast(builder.select(builder.icmp_unsigned(">", top, least), top, least), F32)
         seen = builder.fmul(top, F32(0.0))  # NaN, if any value is not finite
         scale = builder.fdiv(top, F32(127.0))
         inverse = builder.select(builder.fcmp_ordered(">=", scale, F32(SMALLEST)), builder.fdiv(F32(127.0), top), F32(0.0))
@@ -56,7 +59,7 @@ def quantize_tiles(typingctx, x, tiles, codes, scales, totals):
         end_loop(builder, blocks, tile, tiles, [], [])
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 5), codegen
+    return types.void(*[types.int64] * 6), codegen
 
 
 @intrinsic

@@ -267,10 +267,11 @@ def rotate(ops: CpuOps, y: np.ndarray, heads: int, head_dim: int, angles: Angles
     ops.run(rope_heads, ops.where, y.size >= SHARE_FROM, args)
 
 
-def norm_rows(ops: CpuOps, y: np.ndarray, norm: Norm) -> None:
+def norm_rows(ops: CpuOps, y: np.ndarray, norm: Norm) -> np.ndarray:
     """norm(y) of every row, in place."""
     none = np.zeros((len(y), 0), np.float32)
     ops._rotate_with(ops, y, 1, y.shape[1], Angles(none, None, none, none, (0, 0)), norm)
+    return y
 
 
 def rotate_reference(ops: CpuOps, y: np.ndarray, heads: int, head_dim: int, angles: Angles, norm: Norm | None) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from ..device_memory import TILE
 from ..latent_shape import LatentShape
-from ..layout import STORED_TYPES, PageLayout
+from ..layout import LEAST_TOP, STORED_TYPES, PageLayout
 from ..reference import CURVE_EDGE, CURVE_SLOPE
 from ..reference_moe import SMALLEST_SUM, Routed, Routing, visits
 from ..registry import Call, Candidate, Registry
@@ -54,8 +54,9 @@ class TorchOps(lora.Scales):
 
     name = "torch"
 
-    def __init__(self, device: str | Device, registry: Registry | None = None) -> None:
+    def __init__(self, device: str | Device, registry: Registry | None = None, one_scale: bool = False) -> None:
         super().__init__()
+        self.one_scale = one_scale  # as of `Dims`
         if isinstance(device, str):
             device = SimulatedDevice() if device == "cpu" else CudaDevice(device)
         self.on, self.device = device, device.torch
@@ -101,11 +102,13 @@ class TorchOps(lora.Scales):
         return residual.add_(self.stages.normalise(self._linear(x, each), after), alpha=factor)
 
     def gated_mlp(self, x: torch.Tensor, norm: Norm, gate: Linear, up: Linear, down: Linear, act: str,
-                  see: Callable[[torch.Tensor], None] | None = None, after: Norm | None = None, factor: float = 1.0) -> torch.Tensor:
-        """x + down(act(gate(n)) * up(n)) with n = norm(x), in place; the branch is added as in `linear_add`. `see` is shown what goes
-        into `down`. Raises ValueError for an unknown activation."""
+                  see: Callable[[torch.Tensor], None] | None = None, after: Norm | None = None, factor: float = 1.0,
+                  within: Norm | None = None) -> torch.Tensor:
+        """x + down(within(act(gate(n)) * up(n))) with n = norm(x), in place; the branch is added as in `linear_add`. `see` is shown what
+        goes into `down`. Raises ValueError for an unknown activation."""
         n = self.stages.normalise(x, norm)
-        return self._down(self.stages.gated(self._linear(n, gate), self._linear(n, up), act), down, x, see, after, factor)
+        hidden = self.stages.gated(self._linear(n, gate), self._linear(n, up), act)
+        return self._down(hidden if within is None else self.stages.normalise(hidden, within), down, x, see, after, factor)
 
     def mlp(self, x: torch.Tensor, norm: Norm, up: Linear, down: Linear, act: str, see: Callable[[torch.Tensor], None] | None = None,
             after: Norm | None = None, factor: float = 1.0, curve: Curve | None = None) -> torch.Tensor:
@@ -205,6 +208,10 @@ class TorchOps(lora.Scales):
     def scaled(self, x: torch.Tensor, factor: float) -> torch.Tensor:
         """See `BlockOps`."""
         return x.mul_(factor)
+
+    def normed(self, y: torch.Tensor, norm: Norm) -> torch.Tensor:
+        """See `BlockOps`."""
+        return y.copy_(self.stages.normalise(y, norm))
 
     def clipped(self, y: torch.Tensor, limit: float) -> torch.Tensor:
         """See `BlockOps`."""
@@ -323,6 +330,8 @@ class TorchOps(lora.Scales):
     def _linear(self, x: torch.Tensor, each: Linear, into: Into = (None, 1.0)) -> torch.Tensor:
         weight = each.weight
         run = self.registry.select(Call("matrix", weight.spec.scheme)).candidate.run
+        if self.one_scale and weight.spec.scheme == "ternary":
+            x = _by_one_scale(x)
         if each.is_lengthened and self.is_adapted:
             return self.lengthened(x, each, run(self.products, x, weight, each.bias, (None, 1.0)), into)
         y = run(self.products, x, weight, each.bias, into)
@@ -374,3 +383,9 @@ def _routed(logits: torch.Tensor, routing: Routing, correction: torch.Tensor | N
         return chosen, routing.factor / (every - own).masked_fill(~counted, -torch.inf).exp().sum(2)
     shares = scores.gather(1, chosen)
     return chosen, routing.factor * (shares / shares.sum(1, keepdim=True).clamp_min(SMALLEST_SUM) if routing.renormalise else shares)
+
+
+def _by_one_scale(x: torch.Tensor) -> torch.Tensor:
+    """Activations [T, K] as they are rounded to eight bits by one scale a token."""
+    scale = x.abs().amax(-1, keepdim=True).clamp(min=LEAST_TOP) / 127
+    return (x / scale).round() * scale
