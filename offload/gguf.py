@@ -39,6 +39,7 @@ TYPES: Mapping[int, tuple[str, int, int]] = {
     29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17),
     40: ("NVFP4", 64, 36),
 }  # fmt: skip
+I2_S = 36  # in files of bitnet.cpp
 SCALARS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "<u1", 10: "<u8", 11: "<i8", 12: "<f8"}
 BOOL, STRING, ARRAY = 7, 8, 9
 
@@ -167,6 +168,10 @@ def _placed(path: Path, entries: list, begin: int, size: int, alignment: int) ->
     for name, shape, kind, offset in entries:
         if name in found:
             damaged(path, f"holds tensor {shown(name)} twice")
+        if kind == I2_S:
+            raise CheckpointError(f"{path} has tensor {shown(name)} of type {kind}, Microsoft's i2_s, whose bytes lie as suited the "
+                                  "processor and the version that wrote them, which no file says",
+                                  "take the safetensors of the model, or a file of type TQ2_0 or TQ1_0, which llama.cpp's converter makes")
         if kind not in TYPES:
             damaged(path, f"has tensor {shown(name)} of unknown type {kind}")
         label, block, block_nbytes = TYPES[kind]

@@ -39,8 +39,8 @@ from .source import folder_files, open_store
 from .tensors import ModelTensor, check_tensors
 
 COPY_NBYTES = 16 << 20
-# Families whose blocks multiply gate, up and down themselves.
-WHOLE = ("cohere", "cohere2", "falcon_h1", "gemma3n_text", "gemma4_text", "phi")
+# Families whose blocks multiply gate, up and down themselves, or norm what goes into down.
+WHOLE = ("bitnet", "cohere", "cohere2", "falcon_h1", "gemma3n_text", "gemma4_text", "phi")
 
 
 @dataclass(frozen=True)

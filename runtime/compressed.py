@@ -42,7 +42,7 @@ HEAD = "lm_head"  # a linear of readers also where it is the embedding
 BLOCK_NBYTES = 16 << 20  # float32 rows at once
 MARKER = "config.json"
 # Families that readers do not call by the words of their name.
-SPELLED = {"cohere2_moe": "Cohere2Moe", "ernie4_5": "Ernie4_5", "ernie4_5_moe": "Ernie4_5_Moe", "gemma3_text": "Gemma3",
+SPELLED = {"bitnet": "BitNet", "cohere2_moe": "Cohere2Moe", "ernie4_5": "Ernie4_5", "ernie4_5_moe": "Ernie4_5_Moe", "gemma3_text": "Gemma3",
            "gemma3n_text": "Gemma3n", "gemma4_text": "Gemma4", "gpt2": "GPT2", "gpt_neox": "GPTNeoX", "granite_swa": "GraniteSWA",
            "granitemoe": "GraniteMoe", "granitemoe_swa": "GraniteMoeSWA", "granitemoehybrid": "GraniteMoeHybrid",
            "granitemoeshared": "GraniteMoeShared", "hunyuan_v1_dense": "HunYuanDenseV1", "hunyuan_v1_moe": "HunYuanMoEV1", "hy_v3": "HYV3",

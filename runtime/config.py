@@ -100,7 +100,7 @@ class ModelConfig:
     turned. `head_bias`: the head has one. `state_norm_eps`: of the norm behind a state, where it is not that of the others. `streams`: of
     how many a token has side by side each layer works on one, 0 for one as it is; `low_rank`: the width inside a branch of what a layer
     reads, 0 for none; `cuts`: by layer how many deviations beyond their mean the gates of its MLP have to be, None for all, where any have
-    to.
+    to. `one_scale`: ternary matrices read activations that are rounded by one scale a token, as they were trained (BitNet).
     """
 
     family: str
@@ -167,6 +167,7 @@ class ModelConfig:
     streams: int = 0
     low_rank: int = 0
     cuts: tuple[float | None, ...] = ()
+    one_scale: bool = False
     warnings: tuple[str, ...] = ()
 
     @property
@@ -291,6 +292,8 @@ def parse_config(raw: Mapping[str, object], strict: bool = False) -> ModelConfig
             why = REASONS.get(key, f"this family runs only {'without it' if default is None else f'with {key} = {show(default)}'}")
             raise ConfigError(f"config.json: {key} = {show(raw[key])} is not supported for {keys.text('model_type')} models", why)
     config = family.config(keys)
+    if isinstance(section, dict) and section.get("quant_method") == "bitnet":
+        config = replace(config, one_scale=True)
     unknown = sorted(raw.keys() - KEYS_USED - KEYS_HARMLESS - refused.keys() - family.KEYS_USED - family.KEYS_HARMLESS)
     unknown += unknown_rope_keys(raw, config.ropes)
     return replace(config, warnings=config.warnings + _judge_unknown(unknown, strict))

@@ -1,8 +1,8 @@
 """What the `quantization_config` of another tool says: whether it is read, how its weights lie, and of how many bits.
 
-GPTQ, AWQ, FP8, ModelOpt's FP8 and NVFP4, and of compressed-tensors integers in words (pack-quantized), integers in bytes (int-quantized),
-floats of eight bits (float-quantized) and NVFP4 (nvfp4-pack-quantized); naive-quantized is one of those in bytes. The section is input from
-elsewhere: nothing of it is taken for granted.
+GPTQ, AWQ, FP8, ModelOpt's FP8 and NVFP4, BitNet, and of compressed-tensors integers in words (pack-quantized), integers in bytes
+(int-quantized), floats of eight bits (float-quantized) and NVFP4 (nvfp4-pack-quantized); naive-quantized is one of those in bytes. The
+section is input from elsewhere: nothing of it is taken for granted.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from ..quant.imports import fp8, groups, nvfp4
+from ..quant.imports import fp8, groups, nvfp4, ternary
 from ..quant.spec import QuantSpec
 from .config_reader import ConfigError, show
 from .families import TensorRule, kind_of
@@ -18,9 +18,11 @@ from .families import TensorRule, kind_of
 # Roles of what these methods quantize.
 LINEARS = ("q", "k", "v", "kv_a", "q_a", "q_b", "attn_gate", "o", "gate", "up", "down", "state_in", "state_gate", "state_out")
 ORIGINAL = "take the original 16-bit checkpoint"
-METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "modelopt")
+METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "modelopt", "bitnet")
 ALGORITHMS = {"FP8": "fp8", "NVFP4": "nvfp4 in bytes"}  # of ModelOpt -> layout
 NVFP4 = ("nvfp4", "nvfp4 in bytes")  # layouts
+# Of quant_method bitnet, whose weights `imported_ternary.py` reads. A norm of its own before each matrix is none of a family's here.
+TERNARY_KEYS = {"linear_class": ("autobitlinear", "bitlinear"), "quantization_mode": ("offline", "online"), "use_rms_norm": (False,)}
 FLOATS, INTEGERS = ("F32", "F16", "BF16"), ("I32", "I64")
 
 
@@ -91,6 +93,10 @@ def check_method(section: Mapping[str, object]) -> None:
     version = str(section.get("version") or order_of(section) or "gemm")
     if method == "awq" and (bits not in (4, None) or version.lower() != "gemm"):
         raise refused(f"bits {show(bits)} and version {show(version)}", "AWQ of 4 bits in the gemm layout")
+    if method == "bitnet":
+        for key, known in TERNARY_KEYS.items():
+            if section.get(key) not in (None, *known):
+                raise refused(f"{key} {show(section[key])}", f"of BitNet: {', '.join(map(show, known))}")
     if method == "modelopt" and (algorithm := section.get("quant_algo")) not in ALGORITHMS:
         raise refused(f"quant_algo {show(algorithm)}", f"of ModelOpt: {', '.join(ALGORITHMS)}")
     if method != "compressed-tensors":
@@ -190,7 +196,7 @@ def block_of(section: Mapping[str, object]) -> tuple[int, int]:
 def from_codes(section: Mapping[str, object]) -> bool:
     """Whether weights of a `quantization_config` are such that kernels multiply their codes, as far as it says."""
     layout = layout_of(section)
-    return layout in ("awq", "packed", "integers", "fp8", *NVFP4) or (layout == "gptq" and section.get("bits") in groups.BITS)
+    return layout in ("awq", "packed", "integers", "fp8", "bitnet", *NVFP4) or (layout == "gptq" and section.get("bits") in groups.BITS)
 
 
 def are_floats(section: Mapping[str, object]) -> bool:
@@ -209,15 +215,16 @@ def expected_formats(section: Mapping[str, object]) -> Callable[[str, TensorRule
     first = _weights(section)[0] if method == "compressed-tensors" else section
     group = block_of(section)[1] or first.get("group_size", first.get("q_group_size"))
     ordered = section.get("desc_act") is True or first.get("actorder") in ("group", True)
-    lists = [section.get(key) for key in ("ignore", "modules_to_not_convert")]
-    named = [each for names in lists if isinstance(names, list) for each in names if isinstance(each, str)]
+    named = left_out(section)
 
     def formats(role: str, rule: TensorRule) -> QuantSpec | None:
         own = kind_of(role)
         head = own == "head" and section.get("lm_head") is True
-        if not head and (own not in LINEARS or len(rule.shape) != 2) or any(_names(each, rule.name) for each in named):
+        if not head and (own not in LINEARS or len(rule.shape) != 2) or any(is_named(each, rule.name) for each in named):
             return None
         depth = rule.shape[1]
+        if layout_of(section) == "bitnet":
+            return ternary.spec_of(depth)
         if not rule.part_of and layout_of(section) in NVFP4:
             return nvfp4.SPEC if depth % nvfp4.GROUP == 0 else widened
         if not rule.part_of and layout_of(section) == "fp8":
@@ -233,6 +240,12 @@ def expected_formats(section: Mapping[str, object]) -> Callable[[str, TensorRule
     return formats
 
 
-def _names(ignored: str, tensor: str) -> bool:
+def left_out(section: Mapping[str, object]) -> list[str]:
+    """Modules, or parts of their names, that a section says were not quantized."""
+    lists = [section.get(key) for key in ("ignore", "modules_to_not_convert")]
+    return [each for names in lists if isinstance(names, list) for each in names if isinstance(each, str)]
+
+
+def is_named(ignored: str, tensor: str) -> bool:
     """Whether a module that was left out, or a part of its name, is a tensor's. Patterns are not tried: they are a stranger's."""
     return not ignored.startswith("re:") and f".{ignored.strip('.')}." in f".{tensor}"

@@ -55,7 +55,7 @@ FIRST_CALLED = {"state": "delta", "state_layers": "delta_layers"}  # fields of a
 LATER_UNLESS_USED = {  # at their default
     "branches_normed", "clip_qkv", "curves", "cuts", "factors", "gates_apart", "head_bias", "input_multiplier", "input_vocab",
     "input_width", "keys_as_values", "kv_sources", "latent", "layer_ffn", "layer_heads", "layers_scaled", "low_rank", "most_tokens",
-    "norms_apart", "norms_unit", "qk_norm_each", "qk_norm_unit", "side_by_side", "state_norm_eps", "states_beside", "streams",
+    "norms_apart", "norms_unit", "one_scale", "qk_norm_each", "qk_norm_unit", "side_by_side", "state_norm_eps", "states_beside", "streams",
     "values_normed", "without_mlp"}
 LATER_OF_STATES = ", writes=1.0", ", tiled=False", ", normed=True"
 LATER_OF_MIXTURES = (", near=None", ", of_inputs=False", ", gated=True", ", apart=False", ", groups=1, kept_groups=1",

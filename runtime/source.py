@@ -83,7 +83,10 @@ def _in_own_form(store: TensorStore, raw: Mapping[str, object], wide: str, low_b
         return ExpertStore(store, kept or (lambda name: low_bit))
     if isinstance(section := raw.get("quantization_config"), dict):
         from .imported import ImportedStore
+        from .imported_ternary import TernaryStore
 
+        if section.get("quant_method") == "bitnet":
+            return TernaryStore(store, section, wide, _linears(store.folder, section), kept or (lambda name: low_bit))
         return ImportedStore(store, section, wide, low_bit, _parted(store.folder) if low_bit else ())
     _refuse_undescribed(store)
     return DoubleStore(store) if has_doubles(store) else store
@@ -100,6 +103,18 @@ def _refuse_undescribed(store: TensorStore) -> None:
     raise CheckpointError(f"{store.folder} holds {shown(words)}, quantized weights that its config.json says nothing of",
                           f"put what {beside} says into config.json as quantization_config, with its quant_method ({BESIDE[beside]}); or "
                           "take the original checkpoint" if beside else "take the original 16-bit checkpoint, or an upload that says it")
+
+
+def _linears(path: Path, section: Mapping[str, object]) -> frozenset[str]:
+    """Names of the matrices that a `quantization_config` is about, but for those that it leaves out."""
+    from . import families
+    from .config import read_config
+    from .import_config import LINEARS, is_named, left_out
+
+    config, named = read_config(path), left_out(section)
+    rules = (families.get(config.family).layer_tensors(config, layer) for layer in range(config.num_hidden_layers))
+    return frozenset(rule.name for each in rules for role, rule in each.items()
+                     if families.kind_of(role) in LINEARS and not any(is_named(module, rule.name) for module in named))
 
 
 def _parted(path: Path) -> frozenset[str]:

@@ -158,7 +158,8 @@ class WeightRecords:
                             attn_gate=linear("attn_gate"),
                             streams=Streams(config.streams, norm("stream_norm"), *map(shaped, STREAMS), vector("stream_scale"))
                             if STREAMS[0] in roles else None,
-                            low_rank=LowRank(linear("low_in"), linear("low_out"), norm("low_norm")) if "low_in" in roles else None)
+                            low_rank=LowRank(linear("low_in"), linear("low_out"), norm("low_norm")) if "low_in" in roles else None,
+                            attn_sub_norm=norm("attn_sub_norm"), ffn_sub_norm=norm("ffn_sub_norm"))
 
     def _bundles(self, roles: Mapping[str, ModelTensor], raw: Mapping[str, np.ndarray], ops: object,
                  vector: Callable[[str], object | None]) -> Bundles | None:

@@ -74,6 +74,8 @@ MODELS = {
                             "initializer_range": 0.12}),
     "apertus": Case("apertus", {"head_dim": 32}),
     "apertus, tied": Case("apertus", {"tie_word_embeddings": True, **rope("default")}),
+    "bitnet": Case("bitnet", {"tie_word_embeddings": True}),
+    "bitnet, silu": Case("bitnet", {"tie_word_embeddings": True, "hidden_act": "silu", "num_key_value_heads": 1}),
     "arcee": Case("arcee", {"head_dim": 32}),
     "arcee, llama3": Case("arcee", {"tie_word_embeddings": True, **rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
                                                                         original_max_position_embeddings=64)}),

@@ -21,6 +21,10 @@ from config_samples import LLAMA, SMALL, refused
 
 # What the published checkpoints state, shortened by the sizes that every config has: nothing in it is unknown.
 PUBLISHED = {
+    "bitnet": {"architectures": ["BitNetForCausalLM"], "auto_map": {
+        "AutoConfig": "configuration_bitnet.BitNetConfig", "AutoModelForCausalLM": "modeling_bitnet.BitNetForCausalLM"},
+        "bos_token_id": 1, "hidden_act": "relu2", "initializer_range": 0.02, "max_position_embeddings": 4096, "quantization_config": {
+            "quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "offline"}, "rope_theta": 500000.0},
     "arcee": {"architectures": ["ArceeForCausalLM"], "attention_bias": False, "head_dim": 128, "hidden_act": "relu2",
               "max_position_embeddings": 65536, "mlp_bias": False, "rope_scaling": {
                   "beta_fast": 32.0, "beta_slow": 1.0, "factor": 20.0, "mscale": 1.0, "original_max_position_embeddings": 4096,
@@ -128,6 +132,7 @@ def test_published_configs_are_known_to_the_last_key(family: str) -> None:
 
 
 @pytest.mark.parametrize(("family", "key", "value"), [
+    ("bitnet", "sliding_window", 40), ("bitnet", "mlp_bias", True),
     ("arcee", "sliding_window", 40), ("arcee", "layer_types", ["sliding_attention"] * 4),
     ("ernie4_5", "auto_map", {"AutoModelForCausalLM": "modeling_ernie4_5_vl.Ernie4_5_VLMoeForConditionalGeneration"}),
     ("ernie4_5", "partial_rotary_factor", 0.5), ("ernie4_5", "sliding_window", 40), ("ernie4_5", "mlp_bias", True),

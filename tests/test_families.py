@@ -111,6 +111,7 @@ def test_logits_of_single_steps(pair: tuple[Engine, PreTrainedModel]) -> None:
 PECULIAR = {
     "phi3": [{"windows": (None,) * 3}],
     "arcee": [{"hidden_act": "relu"}],
+    "bitnet": [{"hidden_act": "relu"}, {"norm_eps": 1e-1}],
     "ernie4_5": [{"ropes": {"neighbours": False}}],
     "exaone4": [{"windows": (None,) * 3}, {"ropes": 0}, {"ropes": 1}],
     "gemma": [{"embedding_multiplier": 1.0}, {"norm_kind": "rms"}, {"hidden_act": "silu"}],
@@ -260,7 +261,7 @@ def test_every_peculiarity_of_a_family_shows(name: str, tmp_path: Path) -> None:
                                   "stablelm, side by side", "olmo", "phimoe", "olmo_hybrid", "granite_swa", "granitemoe_swa", "cwm",
                                   "vaultgemma", "helium", "lfm3", "ministral", "flex_olmo", "nanochat", "hy_v3", "cohere2_moe", "minicpm3",
                                   "minicpm", "bailing_moe_v2", "gpt2", "falcon", "falcon, two norms, groups, biases, own head, bfloat16",
-                                  "kimi_linear", "kimi_linear, one group, other layers, bfloat16",
+                                  "bitnet", "kimi_linear", "kimi_linear, one group, other layers, bfloat16",
                                   "jamba", "jamba, no experts, tied, bfloat16", "mamba", "falcon_mamba"])
 def test_the_other_backend_agrees(name: str, tmp_path: Path) -> None:
     """Layers on torch, on CPU tensors: the same logits."""

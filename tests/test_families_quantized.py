@@ -45,7 +45,7 @@ NEW = {name: replace(CASES[name], dtype="float32", changes={**CASES[name].change
        for name in ("phi3", "arcee", "exaone4", "gemma", "gemma2", "gemma3_text", "gemma3", "olmo2", "olmo3", "ministral3", "seed_oss",
                     "smollm3", "granite", "opt", "starcoder2", "ernie4_5", "glm", "glm4", "qwen3_5_text", "lfm2",
                     "granitemoehybrid, state spaces", "nemotron_h", "bamba", "falcon_h1", "nemotron", "hyperclovax", "jais2", "stablelm",
-                    "apertus", "cohere", "gpt_neox", "phi", "olmo")}
+                    "apertus", "cohere", "gpt_neox", "phi", "olmo", "bitnet")}
 IDS = np.random.default_rng(3).integers(0, 300, 200).tolist()
 # Which roles of a layer smoothing may change: a norm that feeds matrices, projections whose rows can be divided, and their readers.
 PLAIN = {"input_norm", "q", "k", "v", "o", "post_norm", "gate", "up", "down"}
@@ -53,7 +53,7 @@ SMOOTHED = {**dict.fromkeys(("gemma", "gemma2", "gemma3", "glm", "glm4", "seed_o
             **dict.fromkeys(("apertus", "arcee", "nemotron_h"), PLAIN - {"gate", "down"}),
             "nemotron": PLAIN - {"gate", "down"} | {"input_norm_bias", "post_norm_bias"},
             "stablelm": PLAIN | {"input_norm_bias", "post_norm_bias", "v_bias"}, "exaone4": {"v", "o", "up", "down"},
-            "olmo": {"up", "down"},
+            "olmo": {"up", "down"}, "bitnet": {"input_norm", "q", "k", "v", "post_norm", "gate", "up"},
             **dict.fromkeys(("olmo2", "olmo3"), {"v", "o", "up", "down", "v_bias"}),
             **dict.fromkeys(("granite", "smollm3"), PLAIN | {"v_bias", "up_bias"}),
             "opt": PLAIN - {"gate"} | {"input_norm_bias", "post_norm_bias", "v_bias", "up_bias"},

@@ -72,6 +72,8 @@ def test_blocks_of_experts_and_of_fused_tensors(tmp_path: Path, name: str, kind:
     ("afmoe", {"mup_enabled": False}, "multiplies its embedding"), ("afmoe", {"attention_bias": True}, "biases on o"),
     ("afmoe", {"global_attn_every_n_layers": 2}, "every 4th layer"),
     ("arcee", {"mlp_bias": True}, "biases on o"), ("arcee", {"hidden_act": "relu"}, "relu where relu2 is meant"),
+    ("bitnet", {"tie_word_embeddings": False}, "head of its own"), ("bitnet", {"hidden_act": "gelu"}, "gelu where silu or relu2"),
+    ("bitnet", {"attention_bias": True}, "biases on o"),
     ("ernie4_5", {"use_bias": True}, "biases on o"),
     ("glm4", rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64), "kind llama3"),
     ("exaone4", {"sliding_window": 24, "layer_types": ["sliding_attention"] * 3}, "3 layers and sliding windows"),
@@ -174,7 +176,7 @@ def peer() -> object:
 
 @pytest.mark.peer
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "bitnet"])  # which says relu2: newer versions alone read that
 def test_llamacpp_writes_the_same_tokens(tmp_path: Path, peer: object, name: str) -> None:
     """From prompts of one token, of some, and of more than a window. Where an answer parts, two tokens were as likely."""
     source = model(name, tmp_path / "source")

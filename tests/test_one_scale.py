@@ -13,7 +13,8 @@ import torch
 from transformers.integrations.bitnet import ActQuant as Rounding
 
 from effllm.kernels import reference_low_bit as definition
-from effllm.kernels.cpu import lut_order, ops
+from effllm.kernels.cpu import amx, amx_planes, lut_order, ops
+from effllm.kernels.cpu.int8_ir import INSTRUCTION_SET
 from effllm.kernels.cpu.ops import CpuOps
 from effllm.kernels.cuda.torch_ops import TorchOps
 from effllm.quant.codes import dequantize
@@ -114,3 +115,15 @@ def test_torch_rounds_by_one_scale_too():
     got = TorchOps("cpu", one_scale=True)._linear(torch.from_numpy(x), Linear(weight)).numpy()
     want = rounded(x) @ dequantize(codes, spec).T
     assert np.allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
+
+
+@pytest.mark.skipif(INSTRUCTION_SET != "avx512", reason="of processors with AVX-512")
+@pytest.mark.parametrize("least", [0.0, 9.0])
+def test_the_bytes_that_the_matrix_unit_reads(least: float):
+    """Packed without it: a block of a token by its own largest activation, or by what that is at least."""
+    x, scale, steps = columns(1, amx.BLOCK), np.zeros(1, np.float32), np.zeros(2 * amx_planes.STEP_NBYTES, np.int8)
+    x /= np.abs(x).max()
+    amx_planes.pack_byte_block(x.ctypes.data, scale.ctypes.data, steps.ctypes.data, int(np.float32(least).view(np.uint32)))
+    top = np.float32(max(1.0, least))
+    got = np.concatenate([steps[at : at + amx_planes.INPUTS] for at in (0, amx_planes.STEP_NBYTES)])
+    assert scale[0] == top / np.float32(127) and np.array_equal(got, np.rint(x[0] * (np.float32(127) / top)))

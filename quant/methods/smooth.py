@@ -63,8 +63,8 @@ def equalise(tensors: Mapping[str, np.ndarray], stats: Mapping[str, Stats], spec
             continue
         if maker == "post_norm" and "router" in tensors and "expert_norm" not in tensors:  # which a router and experts read too
             continue
-        if maker == "v" and layout.values_normed:
-            continue
+        if maker == "v" and layout.values_normed or {"v": "attn_sub_norm", "up": "ffn_sub_norm"}.get(maker) in tensors:
+            continue  # a norm lies between
         if maker == "up" and "gate" not in tensors and layout.act != "relu":
             continue
         factors = best_factors(maker, [checked(changed[reader]) for reader in readers], [specs[reader] for reader in readers],

@@ -4,21 +4,21 @@ A family says which config keys it uses, which tensors it has by role, and how a
 one: a file with the members of `Family`, and its name in FAMILIES (a test compares the list with the folder).
 
 Roles of a layer: input_norm, q, k, v, q_norm, k_norm, o, o_norm, post_norm, gate, up, down, down_norm, and `<role>_bias`: input_norm and
-post_norm come before attention and MLP, `<matrix>_norm` after that matrix; sinks are logits of attention, one a query head, and attn_gate
-makes gates of what is attended to. In a mixture router and `experts.<number>.<role>` take the place of gate, up and down, and
-`shared.<role>` are those of the expert that every token visits, with shared.scale its share; correction is added to a router's scores.
-Experts that are a branch beside the MLP have router_scale, expert_scales, expert_norm and experts_after, and the MLP mlp_after, or none of
-them. What a layer is given of a token beside the stream it takes by input_gate, input_out and input_after; layer_scale multiplies what
-leaves it, low_in, low_out and low_norm are a branch of what it reads, and where a token has several streams stream_norm, stream_router,
-predict, correct and stream_scale say how it meets them; curve_above and curve_below are of its activation. In a bundled folder `bundles` is
-up and down. Outside the layers: embed, positions (learned ones), norm, head (absent where it is the embedding) and head_bias, and
-layer_embed, layer_proj and layer_norm, which make what layers are given of a token, and `streams.<number>.enter` and `.leave`, which make
-streams and one of them. Layers without keys and values of their own have neither k, v nor k_norm; those of which a key is the value too
-have no v. Layers that remember a text in a state have in the place of q, k, v and o state_in, what goes into it, state_gate of what is
-read, and state_out behind that; smaller ones are state_rate and state_beta, what decays and shares are read from, state_conv, state_decay,
-state_dt, state_skip and state_norm, as far as a kind has them; state_gate_wide and state_rate_wide widen what state_gate and state_rate
-narrow, state_keys makes B and C, state_rate_norm, state_b_norm and state_c_norm are behind these. Latent attention has kv_a, kv_a_norm and
-kv_b in the place of k and v, and may have q_a, q_a_norm and q_b in that of q.
+post_norm come before attention and MLP, `<matrix>_norm` after that matrix, attn_sub_norm and ffn_sub_norm before o and down; sinks are
+logits of attention, one a query head, and attn_gate makes gates of what is attended to. In a mixture router and `experts.<number>.<role>`
+take the place of gate, up and down, and `shared.<role>` are those of the expert that every token visits, with shared.scale its share;
+correction is added to a router's scores. Experts that are a branch beside the MLP have router_scale, expert_scales, expert_norm and
+experts_after, and the MLP mlp_after, or none of them. What a layer is given of a token beside the stream it takes by input_gate, input_out
+and input_after; layer_scale multiplies what leaves it, low_in, low_out and low_norm are a branch of what it reads, and where a token has
+several streams stream_norm, stream_router, predict, correct and stream_scale say how it meets them; curve_above and curve_below are of its
+activation. In a bundled folder `bundles` is up and down. Outside the layers: embed, positions (learned ones), norm, head (absent where it
+is the embedding) and head_bias, and layer_embed, layer_proj and layer_norm, which make what layers are given of a token, and
+`streams.<number>.enter` and `.leave`, which make streams and one of them. Layers without keys and values of their own have neither k, v nor
+k_norm; those of which a key is the value too have no v. Layers that remember a text in a state have in the place of q, k, v and o state_in,
+what goes into it, state_gate of what is read, and state_out behind that; smaller ones are state_rate and state_beta, what decays and shares
+are read from, state_conv, state_decay, state_dt, state_skip and state_norm, as far as a kind has them; state_gate_wide and state_rate_wide
+widen what state_gate and state_rate narrow, state_keys makes B and C, state_rate_norm, state_b_norm and state_c_norm are behind these.
+Latent attention has kv_a, kv_a_norm and kv_b in the place of k and v, and may have q_a, q_a_norm and q_b in that of q.
 
 A checkpoint of several models that holds a text generator is read as that one: COMPOSITE maps its `model_type` to the generator's, where
 there may be several to the one that is meant where it says none and then the others.
@@ -44,16 +44,16 @@ if TYPE_CHECKING:
     from ..state_weights import StateWeights
     from ..states import LayerStates
 
-FAMILIES = ("afmoe", "apertus", "arcee", "bailing_moe_v2", "bamba", "cohere", "cohere2", "cohere2_moe", "cwm", "deepseek_v2", "deepseek_v3",
-            "deepseek_v32", "dots1", "ernie4_5", "ernie4_5_moe", "exaone", "exaone4", "exaone_moe", "falcon", "falcon_h1", "falcon_mamba",
-            "flex_olmo", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite",
-            "glm_moe_dsa", "gpt2", "gpt_neox", "gpt_oss", "granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid",
-            "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm2", "internlm3",
-            "iquestcoder", "jais2", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "lfm3", "llama", "llama4_text", "mamba", "mellum", "mimo",
-            "minicpm", "minicpm3", "minimax_m2", "ministral", "ministral3", "mistral", "mistral4", "mixtral", "nanochat", "nemotron",
-            "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "opt", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3",
-            "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2",
-            "vaultgemma", "youtu")
+FAMILIES = ("afmoe", "apertus", "arcee", "bailing_moe_v2", "bamba", "bitnet", "cohere", "cohere2", "cohere2_moe", "cwm", "deepseek_v2",
+            "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5", "ernie4_5_moe", "exaone", "exaone4", "exaone_moe", "falcon", "falcon_h1",
+            "falcon_mamba", "flex_olmo", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "glm", "glm4", "glm4_moe",
+            "glm4_moe_lite", "glm_moe_dsa", "gpt2", "gpt_neox", "gpt_oss", "granite", "granite_swa", "granitemoe", "granitemoe_swa",
+            "granitemoehybrid", "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm2",
+            "internlm3", "iquestcoder", "jais2", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "lfm3", "llama", "llama4_text", "mamba",
+            "mellum", "mimo", "minicpm", "minicpm3", "minimax_m2", "ministral", "ministral3", "mistral", "mistral4", "mixtral", "nanochat",
+            "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "opt", "phi", "phi3", "phimoe", "qwen2",
+            "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "solar_open",
+            "stablelm", "starcoder2", "vaultgemma", "youtu")
 COMPOSITE: Mapping[str, tuple[str, ...]] = {
     "aya_vision": ("cohere2",), "cohere2_vision": ("cohere2", "cohere2_moe"), "exaone4_5": ("exaone4", "exaone4_5_text"),
     "gemma3": ("gemma3_text",), "gemma3n": ("gemma3n_text",), "gemma4": ("gemma4_text",), "gemma4_unified": ("gemma4_unified_text",),
@@ -129,9 +129,10 @@ class LayerWeights:
     """A layer's parameters on one backend. Biases sit in their `Linear`; `q_norm` and `k_norm` are over head_dim, or over all heads.
 
     A norm of kind none stands for an input_norm that the family lacks, post_norm is the one that the MLP reads. `gate` None: the MLP has
-    none. A layer with experts has neither gate, up nor down. `sinks`: float32 [H]; `correction`: [E]. `bundles` take the place of down,
-    and with a gate of up; `state` that of q, k, v and o, `latent` that of q, k and v. `v_norm`: over head_dim, of values; `scale`: a
-    number that multiplies what leaves the layer; `curve`: an activation with numbers of the layer's own.
+    none. A layer with experts has neither gate, up nor down. `attn_sub_norm`, `ffn_sub_norm`: of what goes into o and down. `sinks`:
+    float32 [H]; `correction`: [E]. `bundles` take the place of down, and with a gate of up; `state` that of q, k, v and o, `latent` that of
+    q, k and v. `v_norm`: over head_dim, of values; `scale`: a number that multiplies what leaves the layer; `curve`: an activation with
+    numbers of the layer's own.
     """
 
     input_norm: Norm
@@ -163,6 +164,8 @@ class LayerWeights:
     attn_gate: Linear | None = None
     streams: Streams | None = None
     low_rank: LowRank | None = None
+    attn_sub_norm: Norm | None = None
+    ffn_sub_norm: Norm | None = None
 
 
 def is_side_by_side(roles: Collection[str]) -> bool:

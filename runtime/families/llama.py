@@ -102,7 +102,7 @@ def mlp_or_experts(ops: BlockOps, w: LayerWeights, x: object, config: ModelConfi
         if w.bundles is not None:
             x = ops.bundled_mlp(x, w.post_norm, w.gate, w.bundles, config.hidden_act, see, w.down_norm, factor)
         else:
-            x = ops.gated_mlp(x, w.post_norm, w.gate, w.up, w.down, config.hidden_act, see, w.down_norm, factor)
+            x = ops.gated_mlp(x, w.post_norm, w.gate, w.up, w.down, config.hidden_act, see, w.down_norm, factor, w.ffn_sub_norm)
     return x
 
 
@@ -135,6 +135,8 @@ def attention(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positio
     attended = kv.attend(q, k, v, w.sinks)  # [T, H * head_dim]
     if config.gated_queries or config.gates_apart:
         attended = ops.gate_heads(attended, gated, config.num_attention_heads, head_dim)
+    if w.attn_sub_norm is not None:
+        attended = ops.normed(attended, w.attn_sub_norm)
     tap("attn_out", layer, attended)
     return ops.linear_add(attended, w.o, x, w.o_norm, config.residual_multiplier)
 

@@ -16,6 +16,7 @@ from ..config_rope import GROWTH
 from ..families import FAMILIES, expert_of, internlm2, kind_of, mixtral, qwen3_moe
 from . import (
     apertus,
+    bitnet,
     cohere2_moe,
     falcon_h1,
     gemma3n,
@@ -69,6 +70,7 @@ NEUTRAL: Mapping[str, object] = {
 }
 RMS_NORM, LAYER_NORM = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
 UNTURNED = "rope.scaling.finetuned"  # read of granite alone, where false leaves rotary positions out
+FORKED = ("bitnet-b1.58", "bitnet-25")
 HARMLESS = frozenset({"vocab_size", "tensor_data_layout", "classifier.output_labels", UNTURNED})
 
 
@@ -195,6 +197,7 @@ ARCHITECTURES = {
                                         keys={**_GLM_COUNTS, **latent_attention.KEYS}, read=latent_attention.READ,
                                         layer_names={**_GLM_NAMES, **latent_attention.NAMES}),
     "apertus": Architecture(apertus.FAMILY, config={"hidden_act": "xielu"}, layer_names=apertus.NAMES),
+    bitnet.NAME: Architecture(bitnet.FAMILY, layer_names=bitnet.NAMES, roles=bitnet.ROLES, read=frozenset({bitnet.ACT})),
     "arcee": Architecture("arcee", config={"hidden_act": "relu2"}, interleaved=True),
     "command-r": Architecture("cohere", **_COHERE),
     "cohere2": Architecture("cohere2", pattern=True, **_COHERE),
@@ -323,9 +326,9 @@ BY_FAMILY = dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), laten
     "mixtral": "llama", "olmo3": "olmo2", "phi": "phi2", "qwen2_moe": "qwen2moe", "qwen3_5_moe_text": "qwen35moe", "qwen3_5_text": "qwen35",
     "qwen3_moe": "qwen3moe", "qwen3_next": linear_attention.JOINED, "solar_open": "glm4moe", swash.MIXED: swash.NAME,
     mamba.NORMED: mamba.NAME} | {
-    name: name for name in ("afmoe", "apertus", "arcee", "cohere2", "dots1", "ernie4_5", "exaone", "exaone4", "falcon", "gemma", "gemma2",
-                            "glm4", "gpt2", "granite", "granite_swa", "granitemoe", "hy_v3", "internlm2", "jamba", "lfm2", "llama",
-                            "mamba", "minicpm", "minicpm3", "nemotron", "nemotron_h", "olmo", "olmo2", "olmoe", "phi3", "qwen2",
+    name: name for name in ("afmoe", "apertus", "arcee", "bitnet", "cohere2", "dots1", "ernie4_5", "exaone", "exaone4", "falcon", "gemma",
+                            "gemma2", "glm4", "gpt2", "granite", "granite_swa", "granitemoe", "hy_v3", "internlm2", "jamba", "lfm2",
+                            "llama", "mamba", "minicpm", "minicpm3", "nemotron", "nemotron_h", "olmo", "olmo2", "olmoe", "phi3", "qwen2",
                             "qwen3", "seed_oss", "smollm3", "stablelm", "starcoder2")}
 
 
@@ -340,6 +343,9 @@ def architecture(path: object, name: object) -> Architecture:
     """The entry of `general.architecture`. Raises CheckpointError naming it and those that are known."""
     if not isinstance(name, str):
         raise CheckpointError(f"{path} states general.architecture {shown(name)}, expected a name", "convert the original checkpoint again")
+    if name in FORKED:
+        raise CheckpointError(f"{path} is of architecture {shown(name)}, which only Microsoft's bitnet.cpp writes and runs",
+                              "take the safetensors of the model, or a file of architecture bitnet, which llama.cpp's converter makes")
     known = sorted(each for each, entry in ARCHITECTURES.items() if entry.family in FAMILIES)
     if name not in known:
         raise CheckpointError(f"{path} is of architecture {shown(name)}, which is not supported", f"known: {', '.join(known)}")

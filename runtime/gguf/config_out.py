@@ -16,7 +16,7 @@ from ...offload.gguf import Value
 from ..config import ModelConfig
 from ..config_rope import GROWTH, RopeConfig
 from ..rope import RopeTable, rope_table
-from . import apertus, cohere2_moe, gemma4, half_layers, jamba, latent_attention, llama4, minicpm3, stateful, swash, yarn
+from . import apertus, bitnet, cohere2_moe, gemma4, half_layers, jamba, latent_attention, llama4, minicpm3, stateful, swash, yarn
 from .architectures import ARCHITECTURES, BY_FAMILY, FACTORS, LONG, SHORT, UNTURNED, Architecture, file_architecture
 from .family_keys import AFMOE_EVERY, COHERE2_EVERY, EXAONE4_EVERY, EXAONE4_LAYERS, OLMO3_EVERY, OTHER_SCALE, SIGMOID
 
@@ -40,13 +40,13 @@ WITHOUT_WINDOW = ("mistral", "mixtral", "phi3", "starcoder2")  # families whose 
 WINDOW_EVERY = {"afmoe": AFMOE_EVERY, "cohere2": COHERE2_EVERY, "exaone_moe": EXAONE4_EVERY, "gemma2": 2, "gemma3_text": 6, "olmo3":
                 OLMO3_EVERY}
 # Families whose rotary frequencies llama.cpp divides by no tensor.
-UNDIVIDED = ("afmoe", "bailing_moe_v2", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe",
+UNDIVIDED = ("afmoe", "bailing_moe_v2", "bitnet", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe",
              "exaone_moe", "falcon", "falcon_h1", "gemma", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_neox", "hunyuan_v1_dense",
              "hunyuan_v1_moe", "lfm2", "lfm2_moe", "minimax_m2", "nemotron", "olmo", "olmo2", "olmo3", "phi", "qwen2_moe",
              "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "seed_oss", "solar_open", "stablelm", "starcoder2")
 # Families whose heads llama.cpp takes to be as wide as the model together.
-EVEN_HEADS = ("bailing_moe_v2", "cohere", "cohere2", "exaone", "exaone4", "falcon", "glm", "jamba", "lfm2", "lfm2_moe", "nemotron", "olmo",
-              "olmo2", "olmo3", "phi", "qwen2_moe", "stablelm", "starcoder2")
+EVEN_HEADS = ("bailing_moe_v2", "bitnet", "cohere", "cohere2", "exaone", "exaone4", "falcon", "glm", "jamba", "lfm2", "lfm2_moe",
+              "nemotron", "olmo", "olmo2", "olmo3", "phi", "qwen2_moe", "stablelm", "starcoder2")
 # By family, others have silu.
 ACTS = {"apertus": "xielu", "falcon": "gelu", "gpt_neox": "gelu", **dict.fromkeys(("arcee", "nemotron", "nemotron_h"), "relu2"),
         **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "gemma4_text", "gpt2", "phi", "starcoder2"), "gelu_tanh")}
@@ -82,7 +82,7 @@ def _departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     biased = config.o_bias or config.mlp_bias
     yield biased and family not in ("gpt2", "gpt_neox", "phi", "starcoder2"), "has biases on o or in its feed-forward"
     yield not (biased and config.qkv_bias) and family in ("gpt_neox", "starcoder2"), "has no biases"
-    yield config.hidden_act != act, f"has {config.hidden_act} where {act} is meant"
+    yield config.hidden_act != act and family != bitnet.FAMILY, f"has {config.hidden_act} where {act} is meant"
     if family in WINDOW_EVERY:
         every = WINDOW_EVERY[family]
         window = next((each for each in config.windows if each is not None), None)
@@ -97,6 +97,8 @@ def _departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
         yield window is None and None in config.ropes, "turns no layer by position"
     elif family == gemma4.FAMILY:
         yield from gemma4.departures(config)
+    elif family == bitnet.FAMILY:
+        yield from bitnet.departures(config)
     elif BY_FAMILY[family] == swash.NAME:
         yield from swash.departures(config)
     elif family == cohere2_moe.FAMILY:
@@ -207,8 +209,8 @@ def _of_family(config: ModelConfig) -> dict[str, Value]:
         keys |= swash.stated(config)
     if config.rope.params.get(GROWTH):
         keys["attention.temperature_scale"] = float(config.rope.params[GROWTH])
-    if config.family == gemma4.FAMILY:
-        keys |= gemma4.stated(config)
+    if config.family in (bitnet.FAMILY, gemma4.FAMILY):
+        keys |= (bitnet if config.family == bitnet.FAMILY else gemma4).stated(config)
     if config.mixture is not None:
         keys |= {"expert_count": config.mixture.experts, "expert_used_count": config.mixture.per_token}
         if config.family in ("qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", *LEADING_DENSE):

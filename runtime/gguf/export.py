@@ -36,7 +36,7 @@ from ..source import is_rounded, licence_of, open_store
 from ..tensors import ModelTensor, check_tensors, with_own_layer
 from ..text import Tokenizer
 from ..written import demand_folder, what_lies_at
-from . import apertus, falcon_h1, half_layers, latent_attention, linear_attention, nextn, stateful
+from . import apertus, bitnet, falcon_h1, half_layers, latent_attention, linear_attention, nextn, stateful
 from .architectures import BY_FAMILY, Architecture, file_architecture, file_part
 from .config_out import TYPES, config_metadata, exported_as, rotary_tensors, unused_window
 from .settings import licence_metadata, sampling_metadata
@@ -232,6 +232,8 @@ def _notices(config: ModelConfig, jobs: list[_Job], kind: str, quantized: bool) 
     odd = [job for job in jobs if len(job.planned.shape) > 1 and job.planned.shape[-1] % BLOCK and job.planned.type == "F16" != kind]
     if odd:
         yield Notice(f"{odd[0].planned.name} and {len(odd) - 1} more are written as F16: their rows are no multiple of {BLOCK}")
+    if config.family == bitnet.FAMILY and config.hidden_act != bitnet.ACTS[0]:
+        yield Notice(bitnet.RUN_OTHERWISE)
     if (window := unused_window(config)) is not None:
         yield Notice(f"llama.cpp runs this family without its sliding window: texts beyond {window} tokens differ")
 

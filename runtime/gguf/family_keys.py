@@ -10,6 +10,7 @@ from ..config import MAX_LAYERS
 from ..config_rope import GLOBAL, GROWTH, LOCAL
 from . import (
     apertus,
+    bitnet,
     cohere2_moe,
     falcon_h1,
     gemma3n,
@@ -58,6 +59,9 @@ def add_family(header: GgufHeader, raw: dict[str, object]) -> None:
         latent_attention.add_latent_attention(header, raw)
     elif raw["model_type"] in ("dots1", "glm4_moe"):
         _glm(header, raw)
+    elif raw["model_type"] == bitnet.FAMILY:
+        raw["sliding_window"] = window
+        bitnet.add_bitnet(header, raw)
     elif raw["model_type"] == mamba.NAME:
         raw["sliding_window"] = window
         mamba.add_mamba(header, raw)

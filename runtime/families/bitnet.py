@@ -1,0 +1,37 @@
+"""BitNet b1.58 (2B-4T): the Llama block with the square of ReLU in its MLP, and a norm of what goes into o and of what goes into down.
+
+Its matrices are trained to be -1, 0 or 1 times a number; `quantization_config` says how a checkpoint holds them (`imported_ternary.py`).
+Without that section they are what they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..config import Defaults, ModelConfig, decoder_config
+from ..config_reader import Keys
+from . import TensorRule, llama
+from .llama import block, outer_tensors
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({"attention_bias"})
+KEYS_HARMLESS = frozenset({"auto_map"})  # the published model brings code, which transformers has had since: nothing of it is run
+REFUSED_UNLESS: Mapping[str, object] = {"layer_types": None, "mlp_bias": False, "sliding_window": None}
+SIZES = {"vocab_size": 128_256, "hidden_size": 2560, "intermediate_size": 6912, "num_hidden_layers": 30, "num_attention_heads": 20}
+SUB_NORMS = {"o": "attn_sub_norm", "down": "ffn_sub_norm"}  # matrix -> the role of the norm of what goes into it
+
+
+def config(keys: Keys) -> ModelConfig:
+    bias = keys.flag("attention_bias", False)
+    base = Defaults(max_position_embeddings=2048, num_key_value_heads=5, bos=128_000, eos=(128_001,), norm_eps=1e-5, theta=500_000.0,
+                    act=("hidden_act", "relu2"), sizes=SIZES)
+    return decoder_config(keys, base, qkv_bias=bias, o_bias=bias, one_scale=True)
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    rules, prefix = llama.layer_tensors(config, layer), f"model.layers.{layer}."
+    for matrix, part in (("o", "self_attn"), ("down", "mlp")):
+        role = SUB_NORMS[matrix]
+        rules[role] = TensorRule(f"{prefix}{part}.{role}.weight", (rules[matrix].shape[1],))
+    return rules

@@ -1,0 +1,45 @@
+"""What GGUF files say of BitNet: the activation by name, if they say it, and nothing of a head, which is the embedding.
+
+llama.cpp's converter says no activation. Until August 2026 llama.cpp took SiLU for all, which the published model does not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ...offload.gguf import GgufHeader, Value, shown_value
+from ...offload.header import CheckpointError, shown
+from ..config import ModelConfig
+
+FAMILY = NAME = "bitnet"
+NAMES = {"attn_sub_norm": "self_attn.attn_sub_norm", "ffn_sub_norm": "mlp.ffn_sub_norm"}
+ROLES = {own: own for own in NAMES}
+ACT = "hidden_activation"
+ACTS = ("silu", "relu2")  # of which files that say nothing mean the first, as models did that came before the published one
+PUBLISHED = {"num_hidden_layers": 30, "hidden_size": 2560, "intermediate_size": 6912}  # whose files mean the second
+RUN_OTHERWISE = "llama.cpp reads this model's activation since August 2026: older versions run the file with SiLU, as another model"
+ORIGINAL = "take the folder of the checkpoint, or a file that llama.cpp's converter makes of it today"
+
+
+def add_bitnet(header: GgufHeader, raw: dict[str, object]) -> None:
+    """Put into `raw`, a config.json in the making, the activation. Raises CheckpointError, also for scales beside matrices, as early files
+    had them."""
+    published = all(raw.get(key) == value for key, value in PUBLISHED.items())
+    act = header.metadata.get(f"{NAME}.{ACT}", ACTS[published])
+    if act not in ACTS:
+        raise CheckpointError(f"{header.path} states {NAME}.{ACT} {shown_value(act)}, which is not supported", f"known: {', '.join(ACTS)}")
+    if scale := next((name for name in header.tensors if name.endswith(".scale")), None):
+        raise CheckpointError(f"{header.path} holds {shown(scale)}, a scale beside a ternary matrix, which this version does not read",
+                              ORIGINAL)
+    raw |= {"hidden_act": act, "attention_bias": "blk.0.attn_q.bias" in header.tensors}
+
+
+def stated(config: ModelConfig) -> dict[str, Value]:
+    """The key below the architecture's name."""
+    return {ACT: config.hidden_act}
+
+
+def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """(whether it is so, what files cannot say)."""
+    yield config.hidden_act not in ACTS, f"has {config.hidden_act} where {' or '.join(ACTS)} is meant"
+    yield not config.tie_word_embeddings, "has a head of its own"
