@@ -140,7 +140,7 @@ class ConversionPlan:
         if kept := [job for job in self.jobs if job.kept]:
             yield (f"{len(kept)} tensors stay in {kept[0].spec}, as they were published: rounding them anew would lose and save nothing "
                    "(--tensor-type for another format)")
-        if any(job.quantized and not job.kept for job in self.jobs) and is_low_bit(self.folder):
+        if any(job.quantized and job.stored_nbytes < job.info.nbytes for job in self.jobs) and is_low_bit(self.folder):
             yield "these weights were quantized before: what that lost stays lost, this comes on top; from the published ones it is less"
         for job in self.jobs:
             if not job.quantized or (job.shape, job.spec.group) in said:
