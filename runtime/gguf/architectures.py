@@ -64,8 +64,7 @@ RANK = 4  # the same of models that rank documents (`ranking.py`)
 NEUTRAL: Mapping[str, object] = {
     "attention.causal": True, "attention.clamp_kqv": 0.0, "attention.scale": None, "attn_logit_softcapping": 0.0,
     "embedding_scale": 1.0, "expert_count": 0, "expert_gating_func": 1, "expert_shared_count": 0, "expert_used_count": 0,
-    "expert_group_count": 1, "expert_group_used_count": 1,
-    "final_logit_softcapping": 0.0, "logit_scale": 1.0,
+    "expert_group_count": 1, "expert_group_used_count": 1, "final_logit_softcapping": 0.0, "logit_scale": 1.0,
     "pooling_type": (0, *POOLED, RANK), "residual_scale": 1.0, "rope.dimension_sections": None, "use_parallel_residual": False,
 }
 RMS_NORM, LAYER_NORM = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
