@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 ENDINGS = {
     "length": "stopped after {tokens} (-n)",
-    "cancelled": "stopped by {what} after {tokens}",
+    "cancelled": "stopped by {what} after {tokens}{then}",
 }
 
 
@@ -45,11 +45,12 @@ def show_answer(events: Iterable[object], session: Session, screen: Screen, sile
         screen.end_answer()
 
 
-def say_ending(stats: Stats, session: Session, screen: Screen) -> None:
-    """Why an answer ended, where neither the model nor a notice of the session said it."""
+def say_ending(stats: Stats, session: Session, screen: Screen, then: str = "") -> None:
+    """Why an answer ended, where neither the model nor a notice of the session said it; `then`: what another Ctrl-C would do."""
     count = len(stats.token_ids)
     if stats.finish_reason in ENDINGS and (stats.finish_reason != "length" or count == session.max_tokens):
-        screen.note(ENDINGS[stats.finish_reason].format(tokens=counted(count), what=asked_to_end() or "Ctrl-C"))
+        by = asked_to_end()
+        screen.note(ENDINGS[stats.finish_reason].format(tokens=counted(count), what=by or "Ctrl-C", then="" if by else then))
 
 
 def say_cost(stats: Stats, session: Session, screen: Screen) -> None:

@@ -2,7 +2,8 @@
 
 A failure of one turn (a context that is full, a file that cannot be saved) is told and the conversation goes on; only a model that
 cannot be loaded or a terminal that is lost ends it. Ctrl-C at an idle prompt empties the line; a second one in a row, with nothing
-typed between, leaves, as Ctrl-D does, and so does a second one during an answer.
+typed between, leaves, as Ctrl-D does. So does a second one during an answer, or behind the one that stopped it: two in a hurry are
+often one signal, so the line that tells of the stop says how to leave.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from .saving import Keeper
 
 
+LEAVES = "; Ctrl-C again leaves"
 READ_AGAIN = "your next message reads that part of the conversation again; where this comes back: check the disk, or --spill-dir DIR"
 
 
@@ -58,6 +60,7 @@ class Conversation:
         self.attached: list[Attachment] = []
         self.own: set[str | Path] = {keeper.name} if keeper.name else set()  # sessions and files that this chat has saved or taken up
         self.was_cleared = False
+        self._stopped = False  # the last answer, by Ctrl-C
         state = screen.environment.state_folder
         plain = not screen.environment.can_redraw(output)
         self._editor = Editor(output, plain, state / "history", self._status, lambda line: slash.complete(self, line), screen.note)
@@ -77,17 +80,19 @@ class Conversation:
                 pressed = True
                 self.screen.note("Ctrl-D or /exit leaves (or Ctrl-C again)")
                 continue
-            pressed = False
+            pressed = self._stopped = False
             if line is None:
                 return 0
             try:
                 self._take(line)
+                pressed = self._stopped
             except slash.Leave:
                 return 0
             except Ended:
                 return INTERRUPTED
             except KeyboardInterrupt:  # while a session is saved or taken up; an answer has its own way of being stopped
-                self.screen.note("stopped by Ctrl-C")
+                pressed = True
+                self.screen.note(f"stopped by Ctrl-C{LEAVES}")
             except OutputClosed:
                 if not asked_to_end():
                     raise
@@ -100,7 +105,8 @@ class Conversation:
         """Show an answer and why it ended, where it did not end by itself."""
         with unechoed(self.screen.environment.stdin):
             self._last = show_answer(events, self.session, self.screen)
-        say_ending(self._last, self.session, self.screen)
+        self._stopped = self._last.finish_reason == "cancelled"
+        say_ending(self._last, self.session, self.screen, LEAVES)
         if self._always_stats:
             say_cost(self._last, self.session, self.screen)
 

@@ -42,17 +42,18 @@ class EndedFromOutside(BaseException):
 @contextmanager
 def interruptible(cancel: Callable[[], None]) -> Iterator[None]:
     """Call `cancel` at the first Ctrl-C, or at a signal that ends the program, of which `end_if_asked` makes an end. Raises Ended at the
-    second Ctrl-C; a signal from outside that comes later than ONE_SIGNAL_S after the first ends the program at once, also while a session
-    is saved. A signal that is ignored (`nohup`) stays so."""
-    pressed = False
+    second Ctrl-C, also where both came during one long pass; a signal from outside that comes later than ONE_SIGNAL_S after the first ends
+    the program at once, also while a session is saved. A signal that is ignored (`nohup`) stays so."""
+    pressed = 0
     terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 
     def on_interrupt(signum: int, frame: FrameType | None) -> None:
         nonlocal pressed
-        if pressed:
+        before, pressed = pressed, pressed + (new := presses())
+        if before == 0 < new:
+            cancel()
+        if new and pressed > 1:
             raise Ended
-        pressed = True
-        cancel()
 
     def on_end(signum: int, frame: FrameType | None) -> None:
         if _asked and time.monotonic() - _asked[0][1] > ONE_SIGNAL_S:
@@ -64,15 +65,37 @@ def interruptible(cancel: Callable[[], None]) -> Iterator[None]:
 
     before = signal.getsignal(signal.SIGINT)
     heard = [each for each in FROM_OUTSIDE if signal.getsignal(each) == signal.SIG_DFL]
+    with _counting() as presses:
+        try:
+            signal.signal(signal.SIGINT, on_interrupt)
+            for each in heard:
+                signal.signal(each, on_end)
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+            for each in heard if not _asked else ():
+                signal.signal(each, signal.SIG_DFL)
+
+
+@contextmanager
+def _counting() -> Iterator[Callable[[], int]]:
+    """Tells how often Ctrl-C was pressed since it was last asked. A handler cannot: a pass of a large model is one native call, behind
+    which Python calls the handler once for all signals of a kind. But for each it writes a byte, at once."""
+    reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def presses() -> int:
+        try:
+            return os.read(reading, 4096).count(signal.SIGINT)
+        except BlockingIOError:
+            return 0
+
+    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     try:
-        signal.signal(signal.SIGINT, on_interrupt)
-        for each in heard:
-            signal.signal(each, on_end)
-        yield
+        yield presses
     finally:
-        signal.signal(signal.SIGINT, before)
-        for each in heard if not _asked else ():
-            signal.signal(each, signal.SIG_DFL)
+        signal.set_wakeup_fd(before)
+        os.close(reading)
+        os.close(writing)
 
 
 def _silence(descriptors: list[int]) -> None:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .constraint import Form
 
 SUMMARISE = "Summarise our conversation so far in a few sentences, keeping names, numbers and decisions."
+SUMMARY_TOKENS = 2048  # that a summary may have, its reasoning included, where answers have fewer
 Message = dict[str, str]
 
 
@@ -189,17 +190,19 @@ class Session:
         self.engine.reset()
 
     def compact(self) -> Iterator[Event]:
-        """Ask the model for a summary and put it in the place of the history."""
+        """Ask the model for a summary and put it in the place of the history. It has room of its own, and no form: a limit of the answers
+        would cut it, and then nothing is put there."""
         if not self.messages:
             raise UsageError("there is nothing to summarise", "ask something first")
-        before, form, self._form = list(self.messages), self._form, None
+        before, form, most = list(self.messages), self._form, self.max_tokens
+        self._form, self.max_tokens = None, most and max(most, SUMMARY_TOKENS)
         self.messages.append({"role": "user", "content": SUMMARISE})
         finished = False
         try:
             yield from self._turn()
             finished = self.stats is not None and self.stats.finish_reason == "stop" and bool(self.messages[-1]["content"].strip())
         finally:
-            self._form = form
+            self._form, self.max_tokens = form, most
             summary = self.messages[-1]["content"].strip() if finished else ""
             self.messages = [{"role": "user", "content": SUMMARISE}, {"role": "assistant", "content": summary}] if finished else before
         if not finished:

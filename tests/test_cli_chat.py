@@ -278,13 +278,39 @@ def test_a_history_that_cannot_be_written_is_one_remark(tmp_path: Path) -> None:
 def test_a_summary_takes_the_place_of_the_conversation_or_nothing_does(chat: Chat) -> None:
     chat.say(STORY)
     before = chat.saved()["messages"]
-    assert "the history stays as it was" in chat.say("/compact"), "24 tokens are no whole summary"
+    chat.say(BABBLE)
+    chat.type("/compact" + ENTER)
+    chat.terminal.expect_exact(HAS_LINE)
+    chat.terminal.expect(r"\S+ \S+ \S+ \S+ \S+ \S+")
+    chat.type(CTRL_C)
+    assert "the history stays as it was" in chat.wait()
     assert chat.saved()["messages"] == before
-    chat.say("/set predict -1")
+    chat.say("/set temp 0")
     answer = chat.say("/compact")
-    chat.say("/set predict 24")
+    assert "(-n)" not in answer and len(answer.split()) > 24, "the 24 tokens of an answer are no limit of a summary"
     assert ("the conversation is now this summary" in answer) == (chat.saved()["messages"] != before)
     assert len(chat.saved()["messages"]) == 2
+    assert "stopped after 24 tokens" in chat.say("And then?"), "the limit of the answers is still theirs"
+
+
+def test_another_ctrl_c_behind_a_stopped_answer_leaves(tmp_path: Path) -> None:
+    chat = Chat(tmp_path, "chat", "fable", "--temp", "100")
+    chat.wait()
+    for line in (STORY, "And then?"):
+        chat.type(line + ENTER)
+        chat.terminal.expect_exact(HAS_LINE)
+        chat.terminal.expect(r"\S+ \S+ \S+ \S+ \S+ \S+")
+        chat.type(CTRL_C)
+        assert re.search(r"stopped by Ctrl-C after \d+ tokens; Ctrl-C again leaves\n", chat.wait())
+    chat.type("half a thought" + CTRL_C)
+    chat.terminal.expect_exact(HAS_LINE)
+    chat.wait()
+    chat.type("/regen" + ENTER)
+    chat.terminal.expect_exact(HAS_LINE)
+    chat.terminal.expect(r"\S+ \S+ \S+ \S+ \S+ \S+")
+    chat.type(CTRL_C + CTRL_C)  # as like as not one signal
+    chat.terminal.expect([re.escape(WAITS), pexpect.EOF])
+    assert chat.terminal.after is pexpect.EOF or chat.leave(CTRL_C) == 130
 
 
 def test_a_dumb_terminal_gets_plain_text(tmp_path: Path) -> None:

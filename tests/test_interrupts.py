@@ -1,5 +1,6 @@
 """Ctrl-C pressed twice: the program ends, and what a conversation held is whole. In a session, and in a real terminal with a slow model."""
 
+import hashlib
 import json
 import os
 import re
@@ -156,6 +157,18 @@ def test_the_second_press_ends_and_the_handler_of_before_comes_back() -> None:
         assert asked == [1]
         os.kill(os.getpid(), signal.SIGINT)
     assert asked == [1] and signal.getsignal(signal.SIGINT) is before
+
+
+def test_two_presses_during_one_long_call_are_two() -> None:
+    """Python tells the handler once, when the call has ended."""
+    asked = []
+    presses = f"for each in 1 2; do sleep 0.15; kill -INT {os.getpid()}; done"
+    with pytest.raises(Ended), interruptible(lambda: asked.append(1)), subprocess.Popen(["sh", "-c", presses]) as pressing:
+        until = time.monotonic() + MINUTE
+        while time.monotonic() < until and not asked:
+            hashlib.pbkdf2_hmac("sha256", b"", b"", 2_000_000)  # a second, about
+    assert asked == [1] and pressing.wait() == 0
+    assert signal.set_wakeup_fd(-1) == -1, "nothing is left behind"
 
 
 # ---- in a terminal

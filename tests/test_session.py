@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -162,10 +163,24 @@ def test_compact_replaces_the_history_or_says_that_it_could_not(start):
         assert len(session.messages) == 2 and session.messages[1]["content"] == session.stats.text.strip()
     else:
         assert session.messages == before and any(isinstance(event, Notice) for event in events)
-    session.max_tokens = 1
-    before = list(session.messages)
-    events = list(session.compact())
+    before, events = list(session.messages), []
+    for event in session.compact():
+        events.append(event)
+        session.cancel()
+    assert session.stats.finish_reason == "cancelled"
     assert session.messages == before and any(isinstance(event, Notice) and "stays as it was" in event.text for event in events)
+
+
+def test_a_summary_has_room_of_its_own(start):
+    session = start(max_tokens=3)
+    list(session.ask(QUESTION))
+    list(session.compact())
+    assert len(session.stats.token_ids) > 3 and session.max_tokens == 3
+    session.max_tokens = None
+    with closing(session.compact()) as events:
+        next(events)
+        assert session.max_tokens is None
+    assert session.max_tokens is None
 
 
 def test_save_and_load(start, tmp_path):
