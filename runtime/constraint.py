@@ -263,7 +263,7 @@ def _judged(form: Form) -> Form:
         if (lost := LOST.search(told)) is not None:
             raise UsageError(f"{form.flag}: {form.name}: $ref names {'#' if lost[1] else ''}{lost[2]}, which is not in it",
                              "put it into $defs of the schema: nothing else is read")
-        raise UsageError(f"{form.flag}: {form.name}: {told}", next((HINTS[each] for each in HINTS if told.startswith(each)), "correct it"))
+        raise UsageError(f"{form.flag}: {form.name}: {told}", next((HINTS[each] for each in HINTS if each in told), "correct it"))
     return form
 
 

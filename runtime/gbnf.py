@@ -8,7 +8,7 @@ recursion becomes one terminal, which says just what it says; else terminals are
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)  # what GBNF has and Lark has not
@@ -22,6 +22,9 @@ ROOT = "root"
 MOST = "*+?"
 NEVER = re.compile(r"[*?]|\{0+[,}]")  # how often a part may come that may be absent
 DEEPEST = 500  # rules in one another: llguidance takes the program's stack for each, and has no limit of its own
+
+
+ENDLESS_HINT = "give it an alternative that ends"
 
 
 class GbnfError(ValueError):
@@ -71,6 +74,19 @@ def to_lark(text: str, as_one: bool = True) -> str:
         return _Writer(rules).written(as_one)
     except RecursionError:
         raise GbnfError("it is nested too deeply") from None
+
+
+def endless(rules: Mapping[str, Node], order: Iterable[str]) -> str | None:
+    """The first of these rules that no text is whole of: over some such llguidance never comes to an end either. None for none."""
+    ending: set[str] = set()
+    left, before = [*order], -1
+    while len(left) != before:
+        before = len(left)
+        for name in left:
+            if rules[name].ends(ending):
+                ending.add(name)
+        left = [name for name in left if name not in ending]
+    return next(iter(left), None)
 
 
 @dataclass
@@ -234,12 +250,8 @@ class _Writer:
         return [*found], recurs
 
     def _demand_ends(self, order: list[str]) -> None:
-        """Raises GbnfError for a rule that no text is whole of: over some such llguidance never comes to an end either."""
-        ending: set[str] = set()
-        while found := [name for name in order if name not in ending and self.rules[name].ends(ending)]:
-            ending.update(found)
-        if endless := [name for name in order if name not in ending]:
-            raise GbnfError(f"no text ends the rule {endless[-1]}: each of its alternatives goes on", "give it an alternative that ends")
+        if (name := endless(self.rules, order[::-1])) is not None:
+            raise GbnfError(f"no text ends the rule {name}: each of its alternatives goes on", ENDLESS_HINT)
 
     def _plain(self, node: Node) -> str:
         """As it stands."""

@@ -3,29 +3,31 @@ gigabyte or the program's stack is spent.
 
 Multiples: by the remainder that is left, digits are told to come to a multiple. That is a state each, and where two must be told at once a
 state for each pair, whether both must hold or either may. Patterns: whether any text fits all that one must fit takes twice the time with
-each more, and patterns of names are held against one another. Nesting: the library goes into what a schema or a rule names by the program's
-stack, whose end ends the program.
+each more, and patterns of names are held against one another. Nesting: the library goes into what a schema names by the program's stack,
+whose end ends the program. What is a grammar's own is in grammar_cost.py.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from decimal import Decimal
 from typing import TypeVar
 from urllib.parse import unquote
 
-from .gbnf import DEEPEST
+from .grammar_cost import too_much_of_lark
+from .lark_notation import rules_of
 
 MULTIPLE, MOST_REMAINDERS = "multipleOf", 100_000  # some 3 s and 50 MB
+SMALLER_MULTIPLES = "leave it out, or take one that is smaller but for its twos and fives"
 PATTERN, MOST_PATTERNS = "pattern", 16  # 20 take a second, 24 half a minute
 MOST_KEYS = 100  # patternProperties of one object, each held against each other: 400 take 22 s
 MOST_OPTIONAL = 4000  # properties that may be left out: a second, and four times that for twice as many
 MOST_NODES = 1000  # schemas in one another: the 8 MB of a stack end at 1,800
 LEAST_INTEGER = -(2**63) + 1024  # whole numbers between two bounds that both are below what 64 bits hold take the whole stack
 MOST_STEPS = 150_000  # in looking for what a value must fit, half a second; beyond, numbers are taken together, all else apart
+MOST_WAYS = 100  # of choosing among alternatives that are told apart; beyond, they are taken together
 ALTERNATIVES = ("anyOf", "oneOf")
 JOINING = ("allOf", *ALTERNATIVES)
 LISTS = (*JOINING, "prefixItems", "items")
@@ -33,10 +35,6 @@ SINGLE = ("items", "additionalItems", "additionalProperties", "unevaluatedItems"
           "not", "if", "then", "else")
 NAMED = ("properties", "patternProperties", "dependentSchemas")
 Node = TypeVar("Node")
-# Of Lark's notation: what is no name, a rule's own name, names within it, and a schema in it.
-BESIDE = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/')
-LARK_RULE = re.compile(r"^[ \t]*[?!]?([A-Za-z_]\w*)[ \t]*(?:\[[^\]\n]*\])?(?:\.-?\d+)?[ \t]*:", re.MULTILINE)
-LARK_NAME, LARK_JSON = re.compile(r"[A-Za-z_]\w*"), re.compile(r"%json\s*(?=\{)")
 
 
 def too_much(grammar: str) -> tuple[str, str] | None:
@@ -59,24 +57,13 @@ def _parts(grammar: str) -> list[dict[str, object]]:
 
 
 def _too_much_of_lark(text: str) -> tuple[str, str] | None:
-    bare = BESIDE.sub(" ", text)
-    heads = [*LARK_RULE.finditer(bare)]
-    ends = [*(head.start() for head in heads[1:]), len(bare)]
-    rules = {head[1]: LARK_NAME.findall(bare, head.end(), end) for head, end in zip(heads, ends)}
-
-    def within(name: str) -> list[str]:
-        return [each for each in rules.get(name, ()) if each in rules]
-
-    if len(rules) > DEEPEST and _deepest("start", within, str, DEEPEST) > DEEPEST:
-        return f"more than {DEEPEST} rules lie in one another", "let fewer rules name one another"
-    for found in LARK_JSON.finditer(text):
-        try:
-            schema, _ = json.JSONDecoder().raw_decode(text, found.end())
-        except (ValueError, RecursionError):
-            continue  # the library says what is wrong with it
+    schemas = [token.value for rule in rules_of(text).values() for token in rule.tokens if token.text == "%json"]
+    for schema in schemas:
         if (said := too_much_of_schema(schema)) is not None:
             return said
-    return None
+    if (remainders := sum({most_remainders(schema) for schema in schemas})) > MOST_REMAINDERS:
+        return f"multipleOf of its schemas takes {remainders} remainders to tell, at most {MOST_REMAINDERS} are", SMALLER_MULTIPLES
+    return too_much_of_lark(text)
 
 
 def too_much_of_schema(schema: object) -> tuple[str, str] | None:
@@ -87,7 +74,7 @@ def too_much_of_schema(schema: object) -> tuple[str, str] | None:
         return f"{bound} as the largest is less than numbers of 64 bits hold", "leave it out, or take a larger one"
     if (remainders := most_remainders(schema)) > MOST_REMAINDERS:
         return (f"multipleOf takes {remainders} remainders to tell, at most {MOST_REMAINDERS} are",
-                "leave it out, or take one that is smaller but for its twos and fives")
+                SMALLER_MULTIPLES)
     if (patterns := most_patterns(schema)) > MOST_PATTERNS:
         return f"a text must fit {patterns} patterns at once, at most {MOST_PATTERNS} are told", "write fewer patterns, each of more"
     if (keys := _most(schema, lambda node: len(_dict(node, "patternProperties")), MOST_KEYS)) > MOST_KEYS:
@@ -190,12 +177,37 @@ def _places(schema: object) -> list[list[dict]] | None:
                 open_ += [each for key in JOINING for each in _list(node, key)]
                 open_.append(_target(node, schema))
         found.append(said)
-        for inner in _inner(said):
-            steps += len(inner)
-            if steps > MOST_STEPS:
-                return None
-            left.append(inner)
+        for ways in _ways(group, schema) or [said]:
+            for inner in _inner(ways):
+                steps += len(inner)
+                if steps > MOST_STEPS:
+                    return None
+                left.append(inner)
     return found
+
+
+def _ways(group: list[object], root: object) -> list[list[dict]]:
+    """What a value must fit, once for each choice among alternatives: the parts of an object of one are not told together with those of
+    another. None of them where the choices are too many."""
+    made: list[list[dict]] = []
+    left: list[tuple[list[dict], list[object], list[list[object]]]] = [([], group, [])]
+    while left:  # each with what is said, what is to be read, and the choices that are to be made
+        if len(left) + len(made) > MOST_WAYS:
+            return []
+        said, open_, choices = ([*each] for each in left.pop())
+        here = set(map(id, said))
+        while open_:
+            node = open_.pop()
+            if isinstance(node, dict) and id(node) not in here:
+                here.add(id(node))
+                said.append(node)
+                open_ += [*_list(node, "allOf"), _target(node, root)]
+                choices += [each for key in ALTERNATIVES for each in [_list(node, key)] if each]
+        if choices:
+            left += [(said, [each], choices[:-1]) for each in choices[-1]]
+        else:
+            made.append(said)
+    return made
 
 
 def _inner(said: list[dict]) -> Iterator[list[object]]:

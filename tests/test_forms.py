@@ -63,7 +63,7 @@ def test_hints_of_a_file_that_is_not_there_say_what_else_could_be_written():
 
 
 def test_what_a_form_that_cannot_be_met_says_is_short(engine, tokenizer):
-    for form in (form_of_grammar("start: start", "--grammar", "it"), schema_form('{"$ref": "#"}')):
+    for form in (form_of_grammar("start: A\nA: /a/ & /b/", "--grammar", "it"), schema_form('{"$ref": "#"}')):
         with pytest.raises(EffllmError) as refused:
             narrowed(form.opened(tokenizer, engine.config.vocab_size).begin(), engine.config.vocab_size)
         assert len(refused.value.message) < 120 and refused.value.message.endswith(": nothing can come next")
@@ -161,6 +161,23 @@ def test_multiples_apart_are_a_sum() -> None:
         schema_form(json.dumps({"properties": {f"x{number}": multiple(number) for number in many}}))
 
 
+def kind(name: str, of: int) -> dict:
+    return {"type": "object", "properties": {"kind": {"const": name}, "x": multiple(of)}, "required": ["kind", "x"]}
+
+
+@pytest.mark.parametrize(("schema", "expected"), [
+    ({"anyOf": [kind("a", 1009), kind("b", 997)]}, 1009 + 997),
+    ({"oneOf": [kind("a", 1009), {"allOf": [kind("b", 997)]}, kind("c", 997)]}, 1009 + 997),
+    ({"anyOf": [{"items": multiple(1009)}, {"items": multiple(997)}]}, 1009 + 997),
+    ({"anyOf": [{"properties": {"deep": kind("a", 1009)}}, {"properties": {"deep": kind("b", 997)}}]}, 1009 + 997),
+    ({"properties": {"x": multiple(3)}, "anyOf": [kind("a", 1009), kind("b", 997)]}, 3 * (1009 + 997)),
+    ({"anyOf": [kind("a", 7), kind("b", 11)], "allOf": [{"anyOf": [kind("a", 13), kind("b", 17)]}]}, 7 * 13 + 7 * 17 + 11 * 13 + 11 * 17),
+    ({"allOf": [kind("a", 7), {"anyOf": [kind("a", 11)] * 200}]}, 77)])
+def test_multiples_of_alternative_objects_are_apart(schema: dict, expected: int) -> None:
+    assert most_remainders(schema | {"title": {"multipleOf": 99_991}}) == expected  # what is no schema does not count
+    assert schema_form(json.dumps(schema)).grammar
+
+
 def chain(links: int, link) -> dict:
     """So many definitions of which each names the next."""
     return {"$ref": "#/$defs/0", "$defs": {str(each): link({"$ref": f"#/$defs/{each + 1}"}) if each < links else {"type": "integer"}
@@ -180,6 +197,18 @@ def test_definitions_that_name_one_another_have_an_end(link) -> None:
     assert too_much_of_schema(ring) is None
 
 
+def test_a_ring_of_definitions_is_as_deep_as_it_is_long() -> None:
+    """Each is met once, in one another all the same."""
+    def ring(links: int) -> dict:
+        return {"$ref": "#/$defs/0", "$defs": {str(each): {"items": {"$ref": f"#/$defs/{(each + 1) % links}"}} for each in range(links)}}
+
+    assert schema_form(json.dumps(ring(300))).grammar
+    for links in (MOST_NODES // 2 + 1, 5000):  # a schema and its items, each
+        with pytest.raises(UsageError, match=f"more than {MOST_NODES} schemas lie in one another") as refused:
+            schema_form(json.dumps(ring(links)))
+        assert "fewer of $defs" in refused.value.hint
+
+
 def test_rules_in_larks_notation_have_an_end_too(tmp_path) -> None:
     own = tmp_path / "own.lark"
     for rule in ("r{0}", "R{0}"):
@@ -190,6 +219,80 @@ def test_rules_in_larks_notation_have_an_end_too(tmp_path) -> None:
     own.write_text("start: " + " | ".join(f"r{each}" for each in range(800)) + "\n" + "".join(
         f'r{each}: "r{each} : r{each + 1}" // r{each + 1}\n' for each in range(800)))
     assert grammar_form(str(own)).grammar
+
+
+def links(count: int, rule: str) -> str:
+    """So many rules of which each names the next; `rule` has two places, for its own number and for that."""
+    return "".join(f"{rule.format(each, each + 1)}\n" for each in range(count))
+
+
+@pytest.mark.parametrize("text", [
+    "start: r-0\n" + links(3000, 'r-{}: "x" r-{}') + 'r-3000: "y"',
+    "start: r0\n" + links(400, "r{}: " + "(" * 20 + '"x" r{}' + ")?" * 20) + 'r400: "y"',
+    "start: R0\n" + links(400, "R{}: " + "(" * 20 + '"x" R{}' + ' "q")' * 20) + 'R400: "y"',
+    "start: r0\n" + links(3000, 'r{}: "x" r{}') + 'r3000: within\nwithin: %lark {\nstart: "x"\n}\n',
+    'start: within\nwithin: %lark {\nstart: r0\n' + links(3000, 'r{}: "x" r{}') + 'r3000: "y"\n}\n'])
+def test_rules_and_parentheses_by_whatever_way_have_an_end(text: str) -> None:
+    """Each of these ended the program: rules that are named with a dash, with many parentheses, beside or in a grammar within."""
+    with pytest.raises(UsageError, match="more than 500 rules lie in one another, or 1000 with parentheses"):
+        form_of_grammar(text, "--grammar", "it")
+
+
+@pytest.mark.parametrize(("text", "rule"), [
+    ("start: start", "start"), ('start: "a" start', "start"), ('start: start "a" | ("b" start)+', "start"),
+    ('start: "q" a\na: b\nb: "x" a', "b"),
+    ('start: "a"\n  | b\nb: ("x" | "y") b{2,5}', "b"), ('start: a::0\na::_: "x" a::incr(_) %if lt(_, 5)', "a"),
+    ('start: "a" [b] // b: "end"\nb: "b: \\" |" b', "b"), ('start: %lark {\nstart: within\nwithin: "a" within\n} | "b"', "within")])
+def test_a_rule_in_larks_notation_that_no_text_ends_is_refused(text: str, rule: str) -> None:
+    with pytest.raises(UsageError, match=f"no text ends the rule {rule}:") as refused:
+        form_of_grammar(text, "--grammar", "it")
+    assert refused.value.hint == "give it an alternative that ends"
+
+
+@pytest.mark.parametrize("text", [
+    'start: "a" start?', 'start: ("a" start)*', 'start: "a" [start]', 'start: ["b"] "a" start~0..3', 'start: ("a" start){,3}', 'start:',
+    'start: "a" start |', 'start: a\n%import common.INT\na: INT a | INT', 'start: "a"\nunused: unused "x"',
+    "start: a\n!a: /[|]/i a\n\n | B\nB: ~/a/",
+    'start: a::0\na::_: "x" a::incr(_) %if lt(_, 5)\n | ""', 'start: a -> one | "b" start -> more\na[max_tokens=5]: /.*/',
+    "start: a # b: b\na: /x\ny/ | a",
+    'start: %lark {\nstart: /}/ start | "{"\n} | "b" start', 'start: %json {"const": "} a: a"} | "b" start\n%ignore / +/',
+    'start: "a".."c" start | "\\""'])
+def test_grammars_in_larks_notation_that_end_are_taken(text: str) -> None:
+    assert form_of_grammar(text, "--grammar", "it").grammar
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("start: A\nA: /(a{97})*/ & /(a{101})*/ & /(a{103})*/", "repeat themselves in 1009091 ways"),
+    ("start: A\nA: ~(~B | ~C)\nB: (X)+\nC: /(?:[a-c]x{500})+/\nX: /a/~997", "repeat themselves in 499497 ways"),
+    ("start: A\nA: " + " & ".join(f"/.*a.{{{each}}}b.*/" for each in range(22)), "fit 22 terminals at once"),
+    ("start: A\nA: B & C\nB: /a/ & D & E\nC: ~(" + " | ".join(f"/{each}/" for each in range(14)) + ")\nD: /b/\nE: /c/",
+     "fit 17 terminals"),
+    ("start: " + " | ".join(f'"w{each}"' for each in range(30_000)), "its rules have 30000 parts"),
+    ("start: " + " | ".join(f"j{each}" for each in range(30)) + "".join(
+        f'\nj{each}: %json {{"type": "integer", "multipleOf": {99_901 + 2 * each}}}' for each in range(30)), "of its schemas takes")])
+def test_what_takes_a_grammar_minutes_is_refused(text: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        form_of_grammar(text, "--grammar", "it")
+
+
+def test_terminals_may_have_many_words_and_few_conditions() -> None:
+    words = "start: WORD (\" \" WORD)*\nWORD: " + " | ".join(f'"w{each}"' for each in range(30_000))
+    for text in (words, "start: A\nA: /(?:[a-z ]{1,40}\\.)+/ & ~/.*secret.*/ & /.{5,2000}/", "start: A\nA: /(?:" + "x" * 997 + ")*y/",
+                 "start: A\nA: " + " | ".join(f"/{each}*/" for each in range(90))):
+        assert form_of_grammar(text, "--grammar", "it").grammar
+
+
+@pytest.mark.parametrize("text", [
+    "", "\n", "start", "start:: a", "start: (", "start: " + "(" * 50_000, "start: " + "~" * 50_000 + "A\nA: /a/", 'start: "a', "start: /a",
+    "start: %json {", "start: %lark {", "start: }", "start: a::", 'start: "a"{', 'start: "a"{,}', "start: %json " + "[" * 50_000,
+    "a: b", "start: a\na: a a a | \nstart: b", 'start: "\\ud800"', "start: \x00", "start: /a{9,1}/", "start: /(a/", "start: %if",
+    "%ignore", "%ignore a\na: a", "start: a-\na-: a-", "start: <[0-9]>"])
+def test_what_is_no_grammar_is_one_line_or_none(text: str) -> None:
+    """The reader here passes over what it does not understand: what is wrong says the library."""
+    try:
+        assert form_of_grammar(text, "--grammar", "it").grammar
+    except UsageError as refused:
+        assert "\n" not in refused.message and len(refused.message) < 400 and refused.hint
 
 
 @pytest.mark.parametrize(("schema", "expected"), [(multiple(1_000_003), "takes 1000003 remainders"),

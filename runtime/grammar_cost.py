@@ -1,0 +1,140 @@
+"""What a grammar in Lark's notation costs to prepare, where llguidance has no limit of its own, and whether it comes to an end: judged from
+its text, before a minute, a gigabyte or the program's stack is spent.
+
+Nesting: the library goes into what a rule names, and into parentheses, by the program's stack, whose end ends the program. Parts: each of a
+rule is looked at for each other. Terminals that hold at once (`&`, or `~` of alternatives): twice the time with each more, and where each
+goes round by itself, as `(a{97})*` does, a state for each place of the one beside each of the other.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .gbnf import DEEPEST, ENDLESS_HINT, Node, endless
+from .lark_notation import IGNORED, START, Rule, rules_of
+
+MOST_STEPS = 1000  # rules and parentheses in one another: the 8 MB of a stack end at some 3,000
+MOST_PARTS = 20_000  # of rules: two seconds, and four times that for twice as many. A terminal may have more
+MOST_AT_ONCE = 16  # terminals: 20 take 3 s, 22 take 12
+MOST_WAYS = 100_000  # half a second
+REGEX = re.compile(r"\\[pPx]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?[a-zA-Z-]*[:)]?|[()|*+?]|\{(\d*)(,?)(\d*)\}|.", re.DOTALL)
+UNLIMITED = re.compile(r"[*+]|\{\d+,\}")
+
+
+def too_much_of_lark(text: str) -> tuple[str, str] | None:
+    """What of it must not be prepared, and what helps; None for nothing. The schemas in it are judged apart."""
+    rules = rules_of(text)
+    starts = [name for name in (f"0:{START}", f"0:{IGNORED}") if name in rules]
+    if any(_is_deep(rules, start) for start in starts):
+        return f"more than {DEEPEST} rules lie in one another, or {MOST_STEPS} with parentheses", "let fewer rules name one another"
+    parts = sum(token.kind != "mark" for name, rule in rules.items() if not _is_terminal(name) for token in rule.tokens)
+    if parts > MOST_PARTS:
+        return f"its rules have {parts} parts, at most {MOST_PARTS} may be", 'words that are many go into a terminal, as WORD: "a" | "b"'
+    order = _reached(rules, starts)
+    nodes = {name: rules[name].parts(rules) for name in order}
+    if (name := endless(nodes, order)) is not None:
+        return f"no text ends the rule {name.partition(':')[2]}: each of its alternatives goes on", ENDLESS_HINT
+    known: dict[tuple[str, bool], Size] = {}
+    for name in order:
+        for flipped in (False, True):
+            known[name, flipped] = size = _size(nodes[name], flipped, known)
+            if not flipped and size.at_once > MOST_AT_ONCE:
+                return f"a text must fit {size.at_once} terminals at once, at most {MOST_AT_ONCE} are told", "write fewer, each of more"
+            if not flipped and size.ways > MOST_WAYS:
+                return (f"terminals that hold at once repeat themselves in {size.ways} ways, at most {MOST_WAYS} are told",
+                        "join fewer of them by &, or shorter ones")
+    return None
+
+
+def _is_terminal(name: str) -> bool:
+    return name.partition(":")[2].lstrip("_")[:1].isupper()
+
+
+def _is_deep(rules: Mapping[str, Rule], start: str) -> bool:
+    """Each rule is met once, from the first on or from the last: which way the library takes is its own affair."""
+    for step in (1, -1):
+        met: set[str] = set()
+        left = [(start, 1, 1)]
+        while left:
+            name, depth, steps = left.pop()
+            if depth > DEEPEST or steps > MOST_STEPS:
+                return True
+            if name not in met:
+                met.add(name)
+                left += [(other, depth + 1, steps + more) for other, more in [*rules[name].deeper(rules)][::step]]
+    return False
+
+
+def _reached(rules: Mapping[str, Rule], starts: list[str]) -> list[str]:
+    """The rules that one comes to, those that a rule names before it."""
+    found: dict[str, None] = {}
+    met = set(starts)
+    left = [(name, iter([*rules[name].deeper(rules)])) for name in starts]
+    while left:
+        name, inner = left[-1]
+        other = next((each for each, _ in inner if each not in met), None)
+        if other is None:
+            found[name] = None
+            left.pop()
+        else:
+            met.add(other)
+            left.append((other, iter([*rules[other].deeper(rules)])))
+    return [*found]
+
+
+@dataclass(frozen=True)
+class Size:
+    """How many terminals a text must fit at once, in how many ways those that do repeat themselves, after how many characters one by itself
+    repeats itself, and how many characters it has where it does not."""
+
+    at_once: int = 1
+    ways: int = 1
+    round: int = 1
+    characters: int = 1
+
+
+def _size(node: Node, flipped: bool, known: Mapping[tuple[str, bool], Size]) -> Size:
+    """`flipped`: of all texts but those that fit."""
+    if node.kind == "rule":
+        return known.get((node.text, flipped), Size())  # none yet: it recurs, and is no terminal
+    if node.kind == "text":
+        return _size_of_regex(node.text[1 : node.text.rfind("/")]) if node.text.startswith("/") else Size(characters=len(node.text))
+    inner = [_size(part, flipped != (node.kind == "not"), known) for part in node.parts] or [Size()]
+    at_once, ways, rounds, characters = (
+        [getattr(each, name) for each in inner] for name in ("at_once", "ways", "round", "characters"))
+    if node.kind == ("one" if flipped else "and"):
+        whole = math.prod(rounds)
+        return Size(sum(at_once), max(*ways, whole), whole, max(characters))
+    length, longest = (max if node.kind == "one" else sum)(characters), max(rounds)
+    if node.kind == "times":
+        longest = max(longest, length) if UNLIMITED.fullmatch(node.text) else longest
+        length *= max(1, *map(int, re.findall(r"\d+", node.text)), 1)
+    return Size(max(at_once), max(ways), longest, length)
+
+
+def _size_of_regex(text: str) -> Size:
+    longest, groups, last = 1, [(0, 0)], 0  # of each group that is open the characters of its alternative, and of the longest before
+    for found in REGEX.finditer(text):
+        token, (length, before) = found[0], groups[-1]
+        if token.startswith("("):
+            groups.append((0, 0))
+            last = 0
+        elif token == "|":
+            groups[-1] = 0, max(length, before)
+        elif token == ")" and len(groups) > 1:
+            groups.pop()
+            last = max(length, before)
+            groups[-1] = groups[-1][0] + last, groups[-1][1]
+        elif token in "*+" or found[2] == "," and not found[3]:
+            longest = max(longest, last * int(found[1] or 1))
+        elif found[2] is not None:
+            times = int(found[3] or found[1] or 1)
+            groups[-1] = length + last * (times - 1), before
+            last *= times
+        elif token not in "?)":
+            last = 1
+            groups[-1] = length + 1, before
+    return Size(round=longest, characters=max(1, *groups[0]))
