@@ -59,7 +59,8 @@ COMMANDS = {"ls": "list", "models": "list --all", "search": "list --all", "tags"
             "get": "pull", "fetch": "pull", "add": "pull", "remove": "rm", "delete": "rm", "uninstall": "rm", "info": "show",
             "inspect": "show", "cp": "alias", "tag": "alias", "generate": "run", "ask": "run", "prompt": "run", "cli": "run",
             "server": "serve", "start": "serve", "create": "quantize", "convert": "quantize", "benchmark": "bench",
-            "perplexity": "eval ppl", "version": "--version", "sessions": "session list", "settings": "config show"}
+            **{each: f"eval {each}" for each in ("ppl", "kld", "recall", "kv-profile")}, "perplexity": "eval ppl",
+            "version": "--version", "sessions": "session list", "settings": "config show"}
 SENTENCES = {**dict.fromkeys(("ps", "stop", "unload"), "nothing stays in memory when a command has ended; what effllm serve "
                              "holds, its /v1/models says"),
              **dict.fromkeys(("completion", "completions"), "effllm --show-completion prints what completes words in this shell, effllm "

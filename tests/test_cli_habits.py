@@ -42,7 +42,8 @@ def typed(*words: str) -> tuple[int, str, str]:
 @pytest.mark.parametrize(("word", "hint"), [
     ("ls", "here it is effllm list"), ("ps", "nothing stays in memory"), ("server", "here it is effllm serve"),
     ("remove", "here it is effllm rm"), ("download", "here it is effllm pull"), ("version", "effllm --version"),
-    ("perplexity", "effllm eval ppl"), ("completion", "effllm --show-completion"),
+    ("perplexity", "effllm eval ppl"), ("kv-profile", "here it is effllm eval kv-profile"),
+    ("completion", "effllm --show-completion"),
     ("fable", 'effllm run fable "your prompt"'), ("qwen3-4b", "effllm chat qwen3-4b")])
 def test_a_command_of_elsewhere_is_answered_with_the_one_here(word: str, hint: str) -> None:
     code, out, err = typed(word, "something", "--more")

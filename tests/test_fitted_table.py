@@ -38,6 +38,23 @@ def test_a_pipe_has_room_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     assert whole and lines[1] == "a     somewhere    10  because it is so"
 
 
+@pytest.mark.parametrize(("width", "folded"), [(120, True), (80, True), (50, False), (24, False)])
+def test_a_path_is_folded_into_few_lines_or_stands_alone(monkeypatch: pytest.MonkeyPatch, width: int, folded: bool) -> None:
+    """Folded into more it was cut to pieces that nobody could tell apart, or paste."""
+    paths = [f"/home/me/models/of-a-rather-long-name-{'and-more-of-it-' * 7}{number}" for number in (1, 2)]
+    monkeypatch.setenv("COLUMNS", str(width))
+    for out in (Terminal(), io.StringIO()):
+        Screen(Environment(io.StringIO(), out, io.StringIO(), {"NO_COLOR": "1"})).table(
+            ("model", "family", "size"), [(path, "llama", "1.00 GiB") for path in paths])
+        lines = out.getvalue().splitlines()
+        if not out.isatty():
+            assert lines[1:] == [f"{path}  llama   1.00 GiB" for path in paths], "a pipe has them whole, whatever the terminal"
+        elif folded:
+            assert max(map(len, lines)) <= width and all(path in "".join(line.split()[0] for line in lines) for path in paths)
+        else:
+            assert [line for line in lines if not line.startswith("  ")] == paths and lines[1].startswith("  family llama")
+
+
 def test_doctor_fits_a_terminal_and_says_where_its_reasons_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "trial", lambda: (True, "fable wrote 8 tokens"))
     monkeypatch.setenv("COLUMNS", "80")
