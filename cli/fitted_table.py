@@ -1,10 +1,13 @@
-"""Tables that do without a column rather than with words cut to pieces, where a terminal has no room for all."""
+"""Tables that do without a column, or without columns, rather than with words cut to pieces, where a terminal has no room for all."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
 from .screen import Screen, cell_width, columns
+
+LEAST_FOLDED = 10  # columns of a terminal that a folded cell needs to be read
+MOST_LINES = 4  # of a folded word: in more, one path cannot be told from another
 
 
 def fitted_table(screen: Screen, headings: Sequence[str], rows: Sequence[Sequence[str]], numbers: Collection[str] = (),
@@ -17,3 +20,13 @@ def fitted_table(screen: Screen, headings: Sequence[str], rows: Sequence[Sequenc
         headings, *rows = ([*row[:gone], *row[gone + 1 :]] for row in (headings, *rows))
     screen.table(headings, rows, right=[at for at, heading in enumerate(headings) if heading in numbers])
     return len(left) == len(spare)
+
+
+def is_cramped(headings: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> bool:
+    """Whether a table could only be had with words cut to pieces: its two widest columns can be folded, the others have to fit. A path is a
+    word, and may be folded into some lines."""
+    cells = [[*column] for column in zip(headings, *rows)]
+    widths = sorted(max(map(cell_width, column)) for column in cells)
+    longest = max(cell_width(word) for column in cells for cell in column for word in cell.split() or [""])
+    room = width - sum(widths[:-1]) - 2 * (len(widths) - 1)
+    return sum(widths[:-2]) + 2 * len(widths) + 2 * LEAST_FOLDED > width or longest > MOST_LINES * max(room, LEAST_FOLDED)

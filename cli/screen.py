@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from .markdown import MarkdownStream
     from .wrapping import WordWrap
 
-LEAST_FOLDED = 10  # columns of a terminal that a folded cell needs to be read
-MOST_LINES = 4  # of a folded word: in more, one path cannot be told from another
 REDRAW_S = 0.1
 PATIENCE_S = 0.4  # a phase shorter than this flashes by unseen
 PLAIN_PATIENCE_S, PLAIN_EVERY_S = 2.0, 15.0  # for logs
@@ -133,7 +131,10 @@ class Screen:
                 lines[0] = f"\x1b[1m{lines[0]}\x1b[0m"
             self.clear()
             self.environment.write("".join(f"{line}\n" for line in lines))
-        elif self._safe and any(headings) and is_cramped(headings, cells, self.environment.width):
+            return
+        from .fitted_table import is_cramped
+
+        if self._safe and any(headings) and is_cramped(headings, cells, self.environment.width):
             self._paragraphs(headings, cells)
         else:
             self._drawn_table(headings, cells, right)
@@ -272,16 +273,6 @@ def columns(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[st
         return blank + cell if right else cell + blank
 
     return ["  ".join(padded(cell, width, index in flush) for index, (cell, width) in enumerate(zip(row, widths))).rstrip() for row in rows]
-
-
-def is_cramped(headings: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> bool:
-    """Whether a table could only be had with words cut to pieces: its two widest columns can be folded, the others have to fit. A path is a
-    word, and may be folded into some lines."""
-    cells = [[*column] for column in zip(headings, *rows)]
-    widths = sorted(max(map(cell_width, column)) for column in cells)
-    longest = max(cell_width(word) for column in cells for cell in column for word in cell.split() or [""])
-    room = width - sum(widths[:-1]) - 2 * (len(widths) - 1)
-    return sum(widths[:-2]) + 2 * len(widths) + 2 * LEAST_FOLDED > width or longest > MOST_LINES * max(room, LEAST_FOLDED)
 
 
 def broken(text: str, width: int, hang: int) -> list[str]:

@@ -21,7 +21,7 @@ import numpy as np
 
 from .. import EffllmError, UsageError
 from ..offload.header import shown
-from .gbnf import RULE, GbnfError, to_lark
+from .gbnf import RULE, SHALLOWER, GbnfError, to_lark
 from .schema_cost import too_much
 from .small_file import JSON_NBYTES, read_text
 from .text_stream import UNFINISHED
@@ -39,9 +39,9 @@ SPACE = {"whitespace_pattern": r" ?|\n[ \t]{0,24}"}
 SCHEMA, GRAMMAR = "--schema", "--grammar"
 LENIENT = 'leave it out; "x-guidance": {"lenient": true} in the schema passes over it'
 SMALLER = "make it smaller: fewer entries, properties or alternatives, less of it in one another"
-HINTS = {"schema too large": SMALLER, "initial lexer configuration": SMALLER, "recursion limit exceeded": SMALLER,
-         "Unimplemented keys": LENIENT, "Unknown format": LENIENT, "oneOf constraints": 'write anyOf for oneOf; "x-guidance": '
-         '{"coerce_one_of": true} in the schema reads it so'}
+HINTS = {**dict.fromkeys(("schema too large", "initial lexer configuration", "recursion limit exceeded"), SMALLER),
+         "too deeply nested": SHALLOWER, "Unimplemented keys": LENIENT, "Unknown format": LENIENT,
+         "oneOf constraints": 'write anyOf for oneOf; "x-guidance": {"coerce_one_of": true} in the schema reads it so'}
 ITSELF = """GBNF itself, as 'root ::= "yes" | "no"', or """
 # A reference that leads nowhere, as the library says it.
 LOST = re.compile(r"(?:(Pointer|Anchor)|Resource) '(?:json-schema:///)?([^']*)' (?:does not exist|is not present in a registry).*")

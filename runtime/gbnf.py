@@ -24,6 +24,7 @@ NEVER = re.compile(r"[*?]|\{0+[,}]")  # how often a part may come that may be ab
 DEEPEST = 500  # rules in one another: llguidance takes the program's stack for each, and has no limit of its own
 
 
+SHALLOWER = "put fewer parentheses in one another: a rule of its own for what they hold"
 ENDLESS_HINT = "give it an alternative that ends"
 
 
@@ -73,7 +74,7 @@ def to_lark(text: str, as_one: bool = True) -> str:
                     raise GbnfError(f"the rule {name} names {other}, which is no rule")
         return _Writer(rules).written(as_one)
     except RecursionError:
-        raise GbnfError("it is nested too deeply") from None
+        raise GbnfError("it is nested too deeply", SHALLOWER) from None
 
 
 def endless(rules: Mapping[str, Node], order: Iterable[str]) -> str | None:

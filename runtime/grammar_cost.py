@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .gbnf import DEEPEST, ENDLESS_HINT, Node, endless
-from .lark_notation import IGNORED, START, Rule, rules_of
+from .lark_notation import IGNORED, START, Rule
 
 MOST_STEPS = 1000  # rules and parentheses in one another: the 8 MB of a stack end at some 3,000
 MOST_PARTS = 20_000  # of rules: two seconds, and four times that for twice as many. A terminal may have more
@@ -24,9 +24,8 @@ REGEX = re.compile(r"\\[pPx]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?[a-zA-Z
 UNLIMITED = re.compile(r"[*+]|\{\d+,\}")
 
 
-def too_much_of_lark(text: str) -> tuple[str, str] | None:
-    """What of it must not be prepared, and what helps; None for nothing. The schemas in it are judged apart."""
-    rules = rules_of(text)
+def too_much_of_rules(rules: Mapping[str, Rule]) -> tuple[str, str] | None:
+    """What of a grammar must not be prepared, and what helps; None for nothing. The schemas in it are judged apart."""
     starts = [name for name in (f"0:{START}", f"0:{IGNORED}") if name in rules]
     if any(_is_deep(rules, start) for start in starts):
         return f"more than {DEEPEST} rules lie in one another, or {MOST_STEPS} with parentheses", "let fewer rules name one another"
@@ -37,15 +36,20 @@ def too_much_of_lark(text: str) -> tuple[str, str] | None:
     nodes = {name: rules[name].parts(rules) for name in order}
     if (name := endless(nodes, order)) is not None:
         return f"no text ends the rule {name.partition(':')[2]}: each of its alternatives goes on", ENDLESS_HINT
+    return _too_much_at_once(nodes) if any(token.text in "&~" for rule in rules.values() for token in rule.tokens) else None
+
+
+def _too_much_at_once(nodes: Mapping[str, Node]) -> tuple[str, str] | None:
+    """Of rules each of which stands behind those that it names."""
     known: dict[tuple[str, bool], Size] = {}
-    for name in order:
-        for flipped in (False, True):
-            known[name, flipped] = size = _size(nodes[name], flipped, known)
-            if not flipped and size.at_once > MOST_AT_ONCE:
-                return f"a text must fit {size.at_once} terminals at once, at most {MOST_AT_ONCE} are told", "write fewer, each of more"
-            if not flipped and size.ways > MOST_WAYS:
-                return (f"terminals that hold at once repeat themselves in {size.ways} ways, at most {MOST_WAYS} are told",
-                        "join fewer of them by &, or shorter ones")
+    for name, node in nodes.items():
+        known[name, True], known[name, False] = (_size(node, flipped, known) for flipped in (True, False))
+        size = known[name, False]
+        if size.at_once > MOST_AT_ONCE:
+            return f"a text must fit {size.at_once} terminals at once, at most {MOST_AT_ONCE} are told", "write fewer, each of more"
+        if size.ways > MOST_WAYS:
+            return (f"terminals that hold at once repeat themselves in {size.ways} ways, at most {MOST_WAYS} are told",
+                    "join fewer of them by &, or shorter ones")
     return None
 
 

@@ -16,7 +16,7 @@ from decimal import Decimal
 from typing import TypeVar
 from urllib.parse import unquote
 
-from .grammar_cost import too_much_of_lark
+from .grammar_cost import too_much_of_rules
 from .lark_notation import rules_of
 
 MULTIPLE, MOST_REMAINDERS = "multipleOf", 100_000  # some 3 s and 50 MB
@@ -57,13 +57,14 @@ def _parts(grammar: str) -> list[dict[str, object]]:
 
 
 def _too_much_of_lark(text: str) -> tuple[str, str] | None:
-    schemas = [token.value for rule in rules_of(text).values() for token in rule.tokens if token.text == "%json"]
+    rules = rules_of(text)
+    schemas = [token.value for rule in rules.values() for token in rule.tokens if token.text == "%json"]
     for schema in schemas:
         if (said := too_much_of_schema(schema)) is not None:
             return said
     if (remainders := sum({most_remainders(schema) for schema in schemas})) > MOST_REMAINDERS:
         return f"multipleOf of its schemas takes {remainders} remainders to tell, at most {MOST_REMAINDERS} are", SMALLER_MULTIPLES
-    return too_much_of_lark(text)
+    return too_much_of_rules(rules)
 
 
 def too_much_of_schema(schema: object) -> tuple[str, str] | None:

@@ -147,3 +147,4 @@ def test_what_is_too_much_for_one_terminal_is_cut(opened, tokenizer):
     with pytest.raises(UsageError) as refused:
         grammar_form("root ::= " + "(" * 100 + '"x"' + ")?" * 100)
     assert "too deeply nested" in refused.value.message and len(refused.value.message) < 400
+    assert "fewer parentheses" in refused.value.hint
