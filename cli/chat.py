@@ -21,7 +21,7 @@ EXAMPLES = """examples
   effllm chat fable
   effllm chat ./my-model -s "Answer in one sentence." --temp 0.3
 
-In the chat, /help lists the commands. Ctrl-C stops an answer and keeps what was written; Ctrl-D leaves.
+In the chat, /help lists the commands. Ctrl-C stops an answer and keeps what was written, a second one leaves, as Ctrl-D does.
 """
 
 

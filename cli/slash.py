@@ -61,7 +61,7 @@ def show_help(chat: Conversation, rest: str) -> None:
     if rest:
         return
     chat.screen.note("Alt-Enter or a \\ at the end of a line starts a new line; "
-                     "\"\"\" begins and ends a block. Ctrl-C stops an answer.")
+                     "\"\"\" begins and ends a block. Ctrl-C stops an answer, a second one leaves.")
 
 
 def leave(chat: Conversation, rest: str) -> None:
