@@ -55,7 +55,7 @@ def show(context: typer.Context, model: Model, json: Json = False) -> None:
                      "context": config.context_length, "num_hidden_layers": config.num_hidden_layers, "hidden_size": config.hidden_size,
                      "intermediate_size": config.intermediate_size, "num_attention_heads": config.num_attention_heads,
                      "num_key_value_heads": config.num_key_value_heads, "head_dim": config.head_dim,
-                     "layer_heads": [list(each) for each in config.layer_heads],
+                     "layer_heads": [list(each) for each in config.layer_heads], "layer_queries": list(config.layer_queries),
                      "layers_without_keys": sorted(set(range(len(config.kv_sources))) - set(config.attention_layers)),
                      "vocab_size": config.vocab_size,
                      "experts": None if experts is None else {"count": experts.experts, "per_token": experts.per_token,
@@ -117,7 +117,8 @@ def _attention(config: ModelConfig) -> str:
         own = config.latent
         return (f"{config.num_attention_heads} heads with keys of {own.query} and values of {own.value}, made of a latent of {own.rank}; "
                 f"{own.key} numbers of a token are kept")
-    said = f"{config.num_attention_heads} query and {config.num_key_value_heads} key-value heads of {config.head_dim}"
+    queries = sorted({*config.layer_queries} or {config.num_attention_heads})
+    said = f"{' or '.join(map(str, queries))} query and {config.num_key_value_heads} key-value heads of {config.head_dim}"
     usual = config.num_key_value_heads, config.head_dim
     for other in sorted({*config.layer_heads} - {usual}):
         said += f", in {config.layer_heads.count(other)} layers {other[0]} of {other[1]}"

@@ -16,23 +16,27 @@ STRETCH = 16  # tokens of a prompt that torch takes together: of a pair of them 
 
 @dataclass(frozen=True)
 class KdaShape(DeltaShape):
-    """As many heads of keys as of values, of one width, which is also how narrow the input is made of which decays and gates come."""
+    """As many heads of keys as of values, of one width. `narrow`: the input is made as narrow as that first, and decays and gates come of
+    what is left, else they are made at once. `bound`: the logarithm of a decay is between it and 0, None for no bound."""
 
     title: ClassVar[str] = "linear attention by channel"
+    narrow: bool = True
+    bound: float | None = None
 
     @classmethod
-    def of(cls, heads: int, head_dim: int, taps: int) -> KdaShape:
-        return cls(heads, heads, head_dim, head_dim, taps)
+    def of(cls, heads: int, head_dim: int, taps: int, narrow: bool = True, bound: float | None = None) -> KdaShape:
+        return cls(heads, heads, head_dim, head_dim, taps, narrow=narrow, bound=bound)
 
     @property
     def products(self) -> tuple[int, ...]:
         """What is convolved, what gates of what is read and what decays are made of, and betas."""
-        return self.channels, self.value_dim, self.key_dim, self.value_heads
+        gates, decays = (self.value_dim, self.key_dim) if self.narrow else (self.values, self.keys)
+        return self.channels, gates, decays, self.value_heads
 
     @property
     def widened(self) -> tuple[int, ...]:
         """Gates of what is read, and decays."""
-        return self.values, self.keys
+        return (self.values, self.keys) if self.narrow else ()
 
     @property
     def gates(self) -> int:

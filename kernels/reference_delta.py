@@ -35,9 +35,13 @@ def gates(a: np.ndarray, b: np.ndarray, decay: np.ndarray, dt: np.ndarray, write
     return np.exp(-decay * np.logaddexp(0, a)), writes / (1 + np.exp(-b))
 
 
-def channel_gates(a: np.ndarray, b: np.ndarray, decay: np.ndarray, dt: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """As `gates` of a and dt with every channel of a key, [T, G * dk] and [G * dk]; the decays are [T, G * dk] then."""
-    return gates(a, b, np.repeat(decay, a.shape[1] // len(decay)), dt)
+def channel_gates(a: np.ndarray, b: np.ndarray, decay: np.ndarray, dt: np.ndarray,
+                  bound: float | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """As `gates` of a and dt with every channel of a key, [T, G * dk] and [G * dk]; the decays are [T, G * dk] then. With a `bound` below 0
+    they are exp(bound * sigmoid(decay * (a + dt)))."""
+    rate = np.repeat(decay, a.shape[1] // len(decay))
+    made, beta = gates(a, b, rate, dt)
+    return (made if bound is None else np.exp(bound * np.exp(-np.logaddexp(0, -rate * (a.astype(np.float64) + dt))))), beta
 
 
 def recur(q: np.ndarray, k: np.ndarray, v: np.ndarray, decay: np.ndarray, beta: np.ndarray,

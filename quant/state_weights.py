@@ -22,10 +22,11 @@ class Delta:
 
 @dataclass(frozen=True)
 class Kda(Delta):
-    """Kimi Delta Attention: `dt` [G * dk]; `gate` and `rate` make gates and decays of every channel of what the first products narrow."""
+    """Kimi Delta Attention: `dt` [G * dk]; `gate` and `rate` make gates and decays of every channel of what the first products narrow, None
+    where these make them at once."""
 
-    gate: Linear
-    rate: Linear
+    gate: Linear | None
+    rate: Linear | None
 
 
 @dataclass(frozen=True)

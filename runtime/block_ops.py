@@ -49,9 +49,9 @@ class BlockOps(Protocol):
     def part_queries(self, y: object, heads: int, head_dim: int) -> object:
         """[T, heads * head_dim]: the first half of every head of y [T, heads * 2 * head_dim], of which the second is a gate."""
 
-    def gate_heads(self, x: object, y: object, heads: int, head_dim: int) -> object:
+    def gate_heads(self, x: object, y: object, heads: int, head_dim: int, soft: bool = False) -> object:
         """x [T, heads * head_dim] times the sigmoid of gates, in place: of y as of `part_queries`, or y itself if it is as wide as x; y
-        [T, heads] has one for a whole head."""
+        [T, heads] has one for a whole head. `soft`: times their softplus."""
 
     def latent_keys(self, y: object, shape: LatentShape, norm: Norm) -> object:
         """[T, rope + rank]: what is cached of y [T, rank + rope] once it is rotated, the latent normed."""

@@ -47,7 +47,7 @@ LayerSpec = "AttnSpec | SharedPages | StateShape | Both"  # what a layer remembe
 
 def attention_specs(config: ModelConfig) -> list[AttnSpec]:
     """The attention of each layer that has keys and values of its own."""
-    return [AttnSpec(config.num_attention_heads, kv_heads, head_dim, head_dim**-0.5 if config.attn_scale is None else config.attn_scale,
+    return [AttnSpec(config.queries_of(layer), kv_heads, head_dim, head_dim**-0.5 if config.attn_scale is None else config.attn_scale,
                      config.windows[layer], config.attn_logit_softcapping)
             for layer, (kv_heads, head_dim) in zip(config.attention_layers, config.cache_heads, strict=True)]
 

@@ -85,22 +85,24 @@ class ModelConfig:
     table. `mtp_layers`: layers behind the last, for multi-token prediction, of which drafts need one. `state`: what `state_layers` remember
     a text in, in the place of keys and values. `gated_queries`: in each head of q a gate of what it attends to stands behind the query.
     `latent`: the widths of latent attention; num_key_value_heads and head_dim are then those of what is cached. `layer_heads`: by layer how
-    many key-value heads there are and of which size, where layers differ. `kv_sources`: by layer whose keys and values it attends to, where
-    some have none of their own. `layer_ffn`: by layer the width inside its MLP, where layers differ. `values_normed`: values are normed
-    head by head, without a weight; `keys_as_values`: layers in which they are what keys are made of too. `input_width`: of what every layer
-    is given of a token beside the stream, 0 for nothing, of which there is a table of `input_vocab` rows, times `input_multiplier`.
-    `layers_scaled`: what leaves a layer is multiplied by a number of the layer's. `without_mlp`: layers that have none. `states_beside`:
-    layers with a state have attention too, both of one input. `factors`: what a tensor's values, or what a matrix gives, is multiplied by,
-    as pairs of a role and a number. `curves`: by layer the numbers of its activation as checkpoints have them, where no tensors hold them.
-    `most_tokens`: of a text, beyond which the model computes what is not run here. `qk_norm_unit`: q and k are normed head by head without
-    a weight, in layers that turn. `gates_apart`: gates of what is attended to are made by a matrix of their own.
-    `branches_normed`: what a convolution, attention or an MLP gives is normed before it is added, of families with both kinds of blocks.
-    `side_by_side`: of families with both kinds of blocks, attention and MLP read what comes into the layer. `norms_apart`: where they do,
-    each reads a norm of its own. `norms_unit`: no norm has a weight. `clip_qkv`: beyond which q, k and v are cut off, before they are
-    turned. `head_bias`: the head has one. `state_norm_eps`: of the norm behind a state, where it is not that of the others. `streams`: of
-    how many a token has side by side each layer works on one, 0 for one as it is; `low_rank`: the width inside a branch of what a layer
-    reads, 0 for none; `cuts`: by layer how many deviations beyond their mean the gates of its MLP have to be, None for all, where any have
-    to. `one_scale`: ternary matrices read activations that are rounded by one scale a token, as they were trained (BitNet).
+    many key-value heads there are and of which size, where layers differ; `layer_queries`: how many query heads. `kv_sources`: by layer
+    whose keys and values it attends to, where some have none of their own. `layer_ffn`: by layer the width inside its MLP, where layers
+    differ. `values_normed`: values are normed head by head, without a weight; `keys_as_values`: layers in which they are what keys are made
+    of too. `input_width`: of what every layer is given of a token beside the stream, 0 for nothing, of which there is a table of
+    `input_vocab` rows, times `input_multiplier`. `layers_scaled`: what leaves a layer is multiplied by a number of the layer's.
+    `without_mlp`: layers that have none. `states_beside`: layers with a state have attention too, both of one input. `factors`: what a
+    tensor's values, or what a matrix gives, is multiplied by, as pairs of a role and a number. `curves`: by layer the numbers of its
+    activation as checkpoints have them, where no tensors hold them. `most_tokens`: of a text, beyond which the model computes what is not
+    run here. `qk_norm_unit`: q and k are normed head by head without a weight, in layers that turn. `gates_apart`: gates of what is
+    attended to are made by a matrix of their own; `gates_softplus`: they are the softplus of what it makes, not the sigmoid; `gates_whole`:
+    a head has one for all its channels. `branches_normed`: what a convolution, attention or an MLP gives is normed before it is added, of
+    families with both kinds of blocks. `side_by_side`: of families with both kinds of blocks, attention and MLP read what comes into the
+    layer. `norms_apart`: where they do, each reads a norm of its own. `norms_unit`: no norm has a weight. `clip_qkv`: beyond which q, k and
+    v are cut off, before they are turned. `head_bias`: the head has one. `state_norm_eps`: of the norm behind a state, where it is not that
+    of the others. `streams`: of how many a token has side by side each layer works on one, 0 for one as it is; `low_rank`: the width inside
+    a branch of what a layer reads, 0 for none; `cuts`: by layer how many deviations beyond their mean the gates of its MLP have to be, None
+    for all, where any have to. `one_scale`: ternary matrices read activations that are rounded by one scale a token, as they were trained
+    (BitNet).
     """
 
     family: str
@@ -141,6 +143,7 @@ class ModelConfig:
     gated_queries: bool = False
     latent: LatentShape | None = None
     layer_heads: tuple[tuple[int, int], ...] = ()
+    layer_queries: tuple[int, ...] = ()
     kv_sources: tuple[int, ...] = ()
     layer_ffn: tuple[int, ...] = ()
     values_normed: bool = False
@@ -157,6 +160,8 @@ class ModelConfig:
     most_tokens: int | None = None
     qk_norm_unit: bool = False
     gates_apart: bool = False
+    gates_softplus: bool = False
+    gates_whole: bool = False
     branches_normed: bool = False
     side_by_side: bool = False
     norms_apart: bool = False
@@ -179,6 +184,10 @@ class ModelConfig:
     def heads_of(self, layer: int) -> tuple[int, int]:
         """Key-value heads of a layer, and their size, which is that of its query heads."""
         return self.layer_heads[layer] if self.layer_heads else (self.num_key_value_heads, self.head_dim)
+
+    def queries_of(self, layer: int) -> int:
+        """Query heads of a layer."""
+        return self.layer_queries[layer] if self.layer_queries else self.num_attention_heads
 
     def ffn_of(self, layer: int) -> int:
         """The width inside a layer's MLP."""

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -100,6 +100,20 @@ def two_ropes(keys: Keys, head_dim: int, positions: int, thetas: tuple[float, fl
     everywhere = {**(sections.get(GLOBAL) or {}), **(keys.section("rope_scaling") or {})}
     return (rope_of(Keys(everywhere, f"config.json: rotary positions of {GLOBAL}"), head_dim, positions, thetas[0]),
             rope_of(Keys(sections.get(LOCAL) or {}, f"config.json: rotary positions of {LOCAL}"), head_dim, positions, thetas[1]))
+
+
+def ropes_by_kind(keys: Keys, kinds: Collection[str], usual: Mapping[str, Mapping[str, object]], head_dim: int, positions: int,
+                  theta: float = 10_000.0, partial: bool = False) -> dict[str, RopeConfig]:
+    """Rotary positions of layers by their kind, of families that have a section for each kind that there is; `usual` where a config has
+    none, `theta` where a section states none. `partial`: not all of a head need turn."""
+    refuse_outside_sections(keys)
+    sections, made = keys.section("rope_parameters") or usual, {}
+    for kind in sorted({*kinds}):
+        section = sections.get(kind)
+        if not isinstance(section, dict):
+            raise ConfigError(f"config.json: rope_parameters holds nothing of {kind}", "this family has a section for each type of layer")
+        made[kind] = rope_of(Keys(section, f"config.json: rotary positions of {kind}"), head_dim, positions, theta, partial=partial)
+    return made
 
 
 def refuse_outside_sections(keys: Keys) -> None:

@@ -106,7 +106,8 @@ def text_operations(plan: ConversionPlan) -> float:
     with themselves wherever they are read."""
     config, matrices = plan.config, [job for job in plan.jobs if kind_of(job.role) in TAPS and len(job.shape) == 2]
     inputs = {_inputs(job): _visited(plan, job) * job.shape[1] ** 2 for job in matrices}
-    attention = 2 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * min(WINDOW, config.context_length)
+    heads = sum(map(config.queries_of, range(config.num_hidden_layers)))
+    attention = 2 * heads * config.head_dim * min(WINDOW, config.context_length)
     return sum(2 * _visited(plan, job) * prod(job.shape) for job in matrices) + sum(inputs.values()) + attention + config.hidden_size ** 2
 
 

@@ -133,9 +133,9 @@ def attention_work(prepared: Prepared) -> dict[str, object]:
     """What attention adds to `Work`: layers that differ by themselves, and those too that read another's keys and values again."""
     config, every = prepared.config, prepared.placement.kv_bytes_per_token // prepared.options.parallel  # of one text
     attending = [layer for layer in range(config.num_hidden_layers) if config.states_beside or layer not in config.state_layers]
-    widths = tuple(2 * config.num_attention_heads * config.heads_of(layer)[1] for layer in attending)
+    widths = tuple(2 * config.queries_of(layer) * config.heads_of(layer)[1] for layer in attending)
     found = {"attention_width": max(widths, default=0), "windows": tuple(config.windows[layer] for layer in attending), "kv_bytes": every}
-    if not config.layer_heads and not config.kv_sources:
+    if not config.layer_heads and not config.kv_sources and not config.layer_queries:
         return found
     pages = page_sizes(prepared.codecs, [codec(prepared.options.kv).layout(*heads) for heads in config.cache_heads])
     own = {layer: round(every * page / sum(pages)) for layer, page in zip(config.attention_layers, pages, strict=True)}

@@ -155,7 +155,7 @@ class _Recording:
         power = float(np.square(value, dtype=np.float64).sum(1).mean())
         if place not in self.grams:
             with self.engine.model.layer(layer) as weights:
-                self.grams[place] = _grams(weights, tapped["attn_out"], config)
+                self.grams[place] = _grams(weights, tapped["attn_out"], config, layer)
                 self.sinks[place] = None if weights.sinks is None else np.array(weights.sinks, np.float32)
         tokens, size = len(tapped["q"]), config.heads_of(layer)[1]
         first = Reading(1.0).first_packed_query()
@@ -181,10 +181,10 @@ class _Recording:
                           "the model runs without a profile; effllm verify MODEL looks for damage" if name is None else DAMAGED)
 
 
-def _grams(weights: LayerWeights, attended: np.ndarray, config: ModelConfig) -> np.ndarray:
+def _grams(weights: LayerWeights, attended: np.ndarray, config: ModelConfig, layer: int) -> np.ndarray:
     """W_oᵀ W_o of each query head, float64 [heads, D, D], with what stands between W_o and the residual stream; of latent attention W_o is
     what a latent goes through, and rotated channels go nowhere."""
-    o, heads = weights.o.weight.to_f32(), config.num_attention_heads
+    o, heads = weights.o.weight.to_f32(), config.queries_of(layer)
     scale = np.float64(config.residual_multiplier * config.factor("o"))
     if weights.o_norm is not None and weights.o_norm.kind != "none":
         branch = attended @ o.T

@@ -49,9 +49,9 @@ def no_tap(name: str, layer: int, value: object) -> None:
 def dims(config: ModelConfig, ctx: int, chunk: int, rows: int, packed_kv: bool = False, bundled: bool = False,
          spilled_kv: bool = False, mtp: bool = False, lora: int = 0) -> Dims:
     """The widths that size a workspace. `mtp`: of a run that drafts by the model's own layer; `lora`: the widest within an adapter."""
-    own = config.mixture
+    own, queries = config.mixture, max(config.layer_queries, default=config.num_attention_heads)
     mixture = (own.experts, own.per_token, own.width) if own and own.layers else (0, 0, 0)
-    return Dims(config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.widest,
+    return Dims(config.hidden_size, queries, config.num_key_value_heads, config.head_dim, config.widest,
                 config.vocab_size, min(chunk, ctx), ctx, rows, *mixture, packed_kv, bundled, spilled_kv, config.state, config.gated_queries,
                 config.latent, tuple(sorted({*config.cache_heads} - {(config.num_key_value_heads, config.head_dim)})),
                 config.num_hidden_layers * config.input_width, own is not None and own.apart, 2 * config.hidden_size if mtp else 0,

@@ -76,10 +76,11 @@ def delta(found: Source) -> StateWeights:
 
 
 def kda(found: Source) -> StateWeights:
-    """As `delta`; what gates and decays are made of is narrow."""
+    """As `delta`; what gates and decays are made of may be narrow."""
     made = delta(found)
     inputs, gate, beta, rate = made.products
-    wide = Kda(**vars(made.own), gate=found.linear("state_gate_wide"), rate=found.linear("state_rate_wide"))
+    wide = map(found.linear, ("state_gate_wide", "state_rate_wide")) if found.config.state.narrow else (None, None)
+    wide = Kda(**vars(made.own), **dict(zip(("gate", "rate"), wide, strict=True)))
     return StateWeights((inputs, gate, rate, beta), made.out, wide)
 
 

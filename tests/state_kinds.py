@@ -34,7 +34,7 @@ CONVS = {"usual convolution": ConvShape(256, 3), "odd convolution": ConvShape(37
 MAMBAS = {"usual state space": Mamba2Shape(4, 64, 1, 128, 4), "odd state space": Mamba2Shape(6, 10, 2, 24, 3),
           "state space of one tap": Mamba2Shape(2, 7, 2, 256, 1), "state space without a norm": Mamba2Shape(3, 20, 1, 24, 4, normed=False)}
 KDAS = {"usual channels": KdaShape.of(4, 128, 4), "odd channels": KdaShape.of(3, 40, 2), "narrow channels": KdaShape.of(1, 7, 3),
-        "channels of one tap": KdaShape.of(2, 33, 1)}
+        "channels of one tap": KdaShape.of(2, 33, 1), "bounded channels": KdaShape.of(3, 24, 4, narrow=False, bound=-5.0)}
 MAMBA_1S = {"usual channels of states": Mamba1Shape(640, 16, 20, 4, normed=True), "odd channels of states": Mamba1Shape(37, 5, 3, 3),
             "channels of states, one tap": Mamba1Shape(130, 24, 8, 1, biased=False)}
 SHAPES: dict[str, StateShape] = {**DELTAS, **CONVS, **MAMBAS, **KDAS, **MAMBA_1S}
@@ -88,7 +88,8 @@ def delta_expected(shape: DeltaShape, w: SimpleNamespace, given: Arrays) -> tupl
 def kda_weights(shape: KdaShape) -> SimpleNamespace:
     return SimpleNamespace(conv=normal(1, shape.taps, shape.channels), decay=np.exp(normal(2, shape.value_heads)),
                            dt=normal(3, shape.keys), norm=SimpleNamespace(weight=normal(4, shape.value_dim), eps=EPS),
-                           gate=matrix(5, shape.values, shape.value_dim), rate=matrix(6, shape.keys, shape.key_dim))
+                           gate=matrix(5, shape.values, shape.value_dim) if shape.narrow else None,
+                           rate=matrix(6, shape.keys, shape.key_dim) if shape.narrow else None)
 
 
 def kda_inputs(shape: KdaShape, products: list[np.ndarray]) -> None:
@@ -99,11 +100,12 @@ def kda_inputs(shape: KdaShape, products: list[np.ndarray]) -> None:
 
 
 def kda_expected(shape: KdaShape, w: SimpleNamespace, given: Arrays) -> tuple[np.ndarray, np.ndarray]:
-    qkv, of_z, of_a, b = given
-    z, a = (reference.linear(x, each.weight.parts["data"], None) for x, each in ((of_z, w.gate), (of_a, w.rate)))
+    qkv, z, a, b = given
+    if shape.narrow:
+        z, a = (reference.linear(x, each.weight.parts["data"], None) for x, each in ((z, w.gate), (a, w.rate)))
     mixed = reference_delta.convolve(qkv, np.zeros((shape.taps - 1, shape.channels)), w.conv)
     q, k, v = (part.reshape(len(qkv), shape.key_heads, -1) for part in np.split(mixed, 3, axis=1))
-    out, state = reference_delta.recur(q, k, v, *reference_delta.channel_gates(a, b, w.decay, w.dt),
+    out, state = reference_delta.recur(q, k, v, *reference_delta.channel_gates(a, b, w.decay, w.dt, shape.bound),
                                        np.zeros((shape.value_heads, shape.value_dim, shape.key_dim)))
     return reference_delta.sigmoid_norm(out, z.reshape(v.shape), w.norm.weight, EPS).reshape(len(qkv), -1), state.reshape(-1)
 

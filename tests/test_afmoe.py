@@ -124,3 +124,19 @@ def test_gates_by_themselves_match_the_reference(tokens: int) -> None:
     pool.close()
     assert np.array_equal(found[0], found[1]) and np.array_equal(found[2], found[3])
     assert np.allclose(found[0], x / (1 + np.exp(-gates.astype(np.float64))), atol=1e-6) and np.allclose(found[0], found[2], atol=1e-6)
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+@pytest.mark.parametrize("width", [6, 6 * 24])
+def test_gates_of_a_softplus_match_the_reference(width: int, tokens: int) -> None:
+    """One of a head or of each of its channels; large ones are what they are, and small ones nearly nothing."""
+    rng, heads, depth = np.random.default_rng(2), 6, 24
+    sizes, pool = Dims(96, heads, 2, depth, 64, 300, chunk=64, ctx=128, rows=8, gates_apart=True), ThreadPool(2)
+    x, gates = rng.standard_normal((tokens, heads * depth), np.float32), 30 * rng.standard_normal((tokens, width), np.float32)
+    gates[0, :3] = 200, -200, 0
+    fast, exact = CpuOps(pool, sizes), CpuOps(pool, sizes, default_registry("reference"))
+    found = [ops.gate_heads(x.copy(), gates, heads, depth, True) for ops in (fast, exact)]
+    fast.flush()
+    pool.close()
+    wanted = x * np.repeat(np.log1p(np.exp(gates.astype(np.float64))), heads * depth // width, 1)
+    assert all(np.allclose(each, wanted, rtol=1e-5, atol=1e-7) for each in found)

@@ -41,15 +41,16 @@ def test_the_reference_is_what_transformers_computes(shape: DeltaShape) -> None:
 def test_the_reference_by_channel_is_what_transformers_computes(shape: KdaShape) -> None:
     w, given = weights(shape), inputs(shape, 40)
     qkv, of_z, of_a, b = (torch.from_numpy(np.ascontiguousarray(x)).double() for x in given)
-    matrix = lambda each: torch.from_numpy(each.weight.parts["data"]).double()  # noqa: E731
+    made = lambda x, each: x if each is None else x @ torch.from_numpy(each.weight.parts["data"]).double().T  # noqa: E731
     mixed = kimi.causal_conv1d_fn(qkv.T[None], torch.from_numpy(w.conv.T).double(), activation="silu")[0].T
     q, k, v = (side.unflatten(1, (shape.key_heads, -1))[None] for side in mixed.chunk(3, dim=1))
-    steps = torch.nn.functional.softplus(of_a @ matrix(w.rate).T + torch.from_numpy(w.dt)).unflatten(1, (shape.key_heads, -1))
-    g = -torch.from_numpy(w.decay).double()[:, None] * steps
+    steps = (made(of_a, w.rate) + torch.from_numpy(w.dt)).unflatten(1, (shape.key_heads, -1))
+    rates = torch.from_numpy(w.decay).double()[:, None]
+    g = -rates * torch.nn.functional.softplus(steps) if shape.bound is None else shape.bound * torch.sigmoid(rates * steps)
     out, last = kimi.recurrent_kimi_delta_attention(q, k, v, g[None], b.sigmoid()[None], None, True, use_qk_l2norm_in_kernel=True)
     norm = kimi.KimiLinearRMSNormGated(shape.value_dim, EPS)
     norm.weight.data = torch.from_numpy(w.norm.weight)
-    gated = norm(out[0], (of_z @ matrix(w.gate).T).unflatten(1, (shape.value_heads, -1)))
+    gated = norm(out[0], made(of_z, w.gate).unflatten(1, (shape.value_heads, -1)))
     found, state = expected(shape, given)
     assert_close(found, gated.detach().numpy().reshape(len(found), -1), 1e-5)
     assert_close(state, last[0].transpose(1, 2).numpy().reshape(-1), 1e-5)  # which goes through float32

@@ -26,8 +26,8 @@ EPS_OF_KEYS = np.float32(KEY_EPS)
 
 # Slots of all three kernels' argument block behind those of `conv_loops`. Z and OUT [TOKENS, values], B and A [TOKENS, value heads],
 # GATES [TOKENS, 2, value heads], DECAY and DT [value heads], NORM [value dim]. TILED: 0 or 1, see `DeltaShape`;
-# WRITES: a float64, which multiplies beta.
-Z, B, A, GATES, OUT, DECAY, DT, NORM, EPS, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, TILED, WRITES, SLOTS = range(OWN, OWN + 16)
+# WRITES: a float64, which multiplies beta; BOUND, one too, is of `kda_loops`: what logarithms of decays are above, 0 for nothing.
+Z, B, A, GATES, OUT, DECAY, DT, NORM, EPS, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, TILED, WRITES, BOUND, SLOTS = range(OWN, OWN + 17)
 
 
 @inlined(REASSOCIATE)

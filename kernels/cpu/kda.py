@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 class KdaStates(DeltaStates):
-    """Products are qkv [T, channels], what gates z and what decays a are made of [T, head dim] each, and b [T, heads]."""
+    """Products are qkv [T, channels], what gates z and what decays a are made of [T, head dim] each, or z [T, values] and a [T, keys], and
+    b [T, heads]."""
 
     shape: KdaShape
     op, kernels = "channel delta", kda_loops
@@ -27,15 +28,17 @@ class KdaStates(DeltaStates):
         return run_reference
 
     def mix(self, products: list[np.ndarray], w: Kda, out: np.ndarray | None = None) -> np.ndarray:
-        qkv, of_z, of_a, b = products
+        qkv, z, a, b = products
         out = self.mixed(len(qkv)) if out is None else out
-        (z,), (a,) = self.widen(0, of_z, (w.gate,)), self.widen(1, of_a, (w.rate,))
+        if self.shape.narrow:
+            (z,), (a,) = self.widen(0, z, (w.gate,)), self.widen(1, a, (w.rate,))
+        self.block.view(np.float64)[kda_loops.BOUND] = self.shape.bound or 0.0
         self.run(self, qkv, z, b, a, w, out)
         return out
 
 
 def run_reference(states: KdaStates, qkv: np.ndarray, z: np.ndarray, b: np.ndarray, a: np.ndarray, w: Kda, out: np.ndarray) -> None:
     states.ops.flush()
-    delta.read(states, qkv, reference.channel_gates(a, b, w.decay, w.dt), w, out)
+    delta.read(states, qkv, reference.channel_gates(a, b, w.decay, w.dt, states.shape.bound), w, out)
     heads = out.reshape(len(out), states.shape.value_heads, -1)
     heads[:] = reference.sigmoid_norm(heads, z.reshape(heads.shape), w.norm.weight, w.norm.eps)

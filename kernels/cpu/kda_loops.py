@@ -14,10 +14,10 @@ from ..layout import NORM_RMS
 from ..state_shape import AFTER, FROM, KEPT, TO
 from .arithmetic import ONE, ZERO, exp, normalise_here, softplus
 from .conv_loops import CHANNELS, CONTROL, MEMORY, MIXED, SLOT, STATE, TOKENS, copy, keep_raw, next_token
-from .delta_loops import DECAY, DT, EPS, GATES, KEY_DIM, NORM, OUT, ROWS, SLOTS, VALUE_DIM, VALUE_HEADS, A, B, Z, mix
+from .delta_loops import BOUND, DECAY, DT, EPS, GATES, KEY_DIM, NORM, OUT, ROWS, SLOTS, VALUE_DIM, VALUE_HEADS, A, B, Z, mix
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at
 
-__all__ = ["GATES", "OUT", "SLOTS", "gated_norm", "mix_inputs", "recur"]  # of which the first two and the block are `delta_loops`'
+__all__ = ["BOUND", "GATES", "OUT", "SLOTS", "gated_norm", "mix_inputs", "recur"]  # all but the last two are `delta_loops`'
 
 
 @inlined()
@@ -27,10 +27,14 @@ def _gates(args, t):
     heads, depth = a[VALUE_HEADS], a[KEY_DIM]
     keys = heads * depth
     raw_a, raw_b, out = f32_at(a[A] + 4 * t * keys), f32_at(a[B] + 4 * t * heads), f32_at(a[GATES] + 4 * t * (keys + heads))
-    rate, dt = f32_at(a[DECAY]), f32_at(a[DT])
+    rate, dt, bound = f32_at(a[DECAY]), f32_at(a[DT]), float32(f64_at(args)[BOUND])
     for head in range(heads):
-        for channel in range(head * depth, (head + 1) * depth):
-            out[channel] = exp(-rate[head] * softplus(raw_a[channel] + dt[channel]))
+        if bound == ZERO:
+            for channel in range(head * depth, (head + 1) * depth):
+                out[channel] = exp(-rate[head] * softplus(raw_a[channel] + dt[channel]))
+        else:
+            for channel in range(head * depth, (head + 1) * depth):
+                out[channel] = exp(bound / (ONE + exp(-rate[head] * (raw_a[channel] + dt[channel]))))
         out[keys + head] = ONE / (ONE + exp(-raw_b[head]))
 
 

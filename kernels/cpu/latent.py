@@ -27,8 +27,8 @@ def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
     if own is None:
         return {}
     planned = {"y1": chunk * max(own.key, own.query_rank or 0), "latents": chunk * own.key, "queries": chunk * dims.heads * own.key,
-               "values": chunk * dims.heads * own.value}
-    return {name: max(floats, beside.get(name, 0)) for name, floats in planned.items()}
+               "values": chunk * dims.heads * own.value, "y2": chunk * dims.heads * dims.gates_apart}
+    return {name: max(floats, beside.get(name, 0)) for name, floats in planned.items() if floats}
 
 
 def latent_keys(ops: CpuOps, y: np.ndarray, shape: LatentShape, norm: Norm) -> np.ndarray:

@@ -17,7 +17,7 @@ from ..compile import kernel
 from ..layout import ACTIVATIONS, NORMS
 from ..registry import Call
 from ..workspace import address
-from .arithmetic import ONE, ZERO, activate, exp, gate_values, normalise_here
+from .arithmetic import ONE, ZERO, activate, exp, gate_values, normalise_here, softplus
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at
 
 if TYPE_CHECKING:
@@ -38,8 +38,8 @@ R_Y, R_TOKENS, R_HEADS, R_DIM, R_ROTARY, R_COS, R_SIN, R_NORM, R_WEIGHT, R_WIDTH
 G_GATE, G_UP, G_TOKENS, G_WIDTH, G_ACT = range(5)
 # Slots of `part_rows`: of each of HEADS heads of Y [TOKENS, 2 * heads * DEPTH] the first half into OUT [TOKENS, heads * DEPTH]. Of
 # `gate_heads`: OUT times the sigmoid of the second halves, or of all of Y where STEP, how many times DEPTH a head is wide in Y, is 1, or
-# of its one number where that is 0.
-P_Y, P_OUT, P_TOKENS, P_HEADS, P_DEPTH, P_STEP = range(6)
+# of its one number where that is 0; with SOFT times their softplus.
+P_Y, P_OUT, P_TOKENS, P_HEADS, P_DEPTH, P_STEP, P_SOFT = range(7)
 # Slots of `scale_rows`: OUT = FACTOR * Y, both [TOKENS, WIDTH], which may be one.
 S_Y, S_OUT, S_TOKENS, S_WIDTH, S_FACTOR = range(5)
 # Slots of `clip_rows`: Y [TOKENS, WIDTH], in place, within -LIMIT and LIMIT, which is float64.
@@ -179,21 +179,24 @@ def part_rows(args, worker, counter):
 
 @kernel()
 def gate_head_rows(args, worker, counter):
-    """OUT *= sigmoid(gate). Blocks are tokens."""
+    """OUT *= sigmoid(gate), or softplus(gate). Blocks are tokens."""
     a = i64_at(args)
-    depth, step = a[P_DEPTH], a[P_STEP]
+    depth, step, soft = a[P_DEPTH], a[P_STEP], a[P_SOFT]
     while True:
         t = fetch_add(counter, 1)
         if t >= a[P_TOKENS]:
             return
         for head in range(t * a[P_HEADS], (t + 1) * a[P_HEADS]):
             out = f32_at(a[P_OUT] + 4 * head * depth)
+            gate = f32_at(a[P_Y] + 4 * (head if step == 0 else (step * head + step - 1) * depth))
             if step == 0:
-                of_all = ONE + exp(-f32_at(a[P_Y] + 4 * head)[0])
+                of_all = softplus(gate[0]) if soft else ONE / (ONE + exp(-gate[0]))
                 for i in range(depth):
-                    out[i] = out[i] / of_all
+                    out[i] = out[i] * of_all
+            elif soft:
+                for i in range(depth):
+                    out[i] = out[i] * softplus(gate[i])
             else:
-                gate = f32_at(a[P_Y] + 4 * (step * head + step - 1) * depth)
                 for i in range(depth):
                     out[i] = out[i] / (ONE + exp(-gate[i]))
 
@@ -369,9 +372,9 @@ def part_queries(ops: CpuOps, y: np.ndarray, heads: int, head_dim: int) -> np.nd
     return out
 
 
-def gate_heads(ops: CpuOps, x: np.ndarray, y: np.ndarray, heads: int, head_dim: int) -> np.ndarray:
+def gate_heads(ops: CpuOps, x: np.ndarray, y: np.ndarray, heads: int, head_dim: int, soft: bool = False) -> np.ndarray:
     """See `BlockOps`."""
-    ops.registry.select(Call("gate heads")).candidate.run(ops, y, x, heads, head_dim)
+    ops.registry.select(Call("gate heads")).candidate.run(ops, y, x, heads, head_dim, soft)
     return x
 
 
@@ -385,13 +388,13 @@ def part_reference(ops: CpuOps, y: np.ndarray, out: np.ndarray, heads: int, head
     out[:] = y.reshape(len(y), heads, 2, head_dim)[:, :, 0].reshape(out.shape)
 
 
-def gate_attended(ops: CpuOps, y: np.ndarray, out: np.ndarray, heads: int, head_dim: int) -> None:
-    ops.args[: P_STEP + 1] = ops.at(y), ops.at(out), len(y), heads, head_dim, y.shape[1] // out.shape[1]
+def gate_attended(ops: CpuOps, y: np.ndarray, out: np.ndarray, heads: int, head_dim: int, soft: bool) -> None:
+    ops.args[: P_SOFT + 1] = ops.at(y), ops.at(out), len(y), heads, head_dim, y.shape[1] // out.shape[1], soft
     ops.run(gate_head_rows, ops.where, out.size >= SHARE_FROM, ops.args)
 
 
-def gate_attended_reference(ops: CpuOps, y: np.ndarray, out: np.ndarray, heads: int, head_dim: int) -> None:
+def gate_attended_reference(ops: CpuOps, y: np.ndarray, out: np.ndarray, heads: int, head_dim: int, soft: bool) -> None:
     ops.flush()
     y = np.repeat(y, head_dim, 1) if y.shape[1] == heads else y
     gates = y.reshape(len(y), heads, -1, head_dim)[:, :, -1].reshape(out.shape).astype(np.float64)
-    out[:] = out / (1 + np.exp(-gates))
+    out[:] = out * np.logaddexp(0, gates) if soft else out / (1 + np.exp(-gates))

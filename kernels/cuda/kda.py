@@ -27,13 +27,19 @@ class TorchKda(TorchDelta):
 
     def mix(self, products: list[torch.Tensor], w: Kda) -> torch.Tensor:
         """As `kernels/cpu/kda.py`."""
-        (qkv, of_z, of_a, b), shape = products, self.shape
+        (qkv, z, a, b), shape = products, self.shape
+        if shape.narrow:
+            z, a = self.linear(z, w.gate), self.linear(a, w.rate)
         mixed = functional.silu(self.convolve(qkv, w.conv))
-        steps = functional.softplus(self.linear(of_a, w.rate) + w.dt, threshold=80.0).unflatten(1, (shape.key_heads, -1))
-        gates = torch.cat([(-w.decay[:, None] * steps).flatten(1), torch.sigmoid(b)], dim=1)
+        steps = (a + w.dt).unflatten(1, (shape.key_heads, -1))
+        if shape.bound is None:
+            logs = -w.decay[:, None] * functional.softplus(steps, threshold=80.0)
+        else:
+            logs = shape.bound * torch.sigmoid(w.decay[:, None] * steps)
+        gates = torch.cat([logs.flatten(1), torch.sigmoid(b)], dim=1)
         out = self.recurred(qkv, mixed, gates)
         out = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + w.norm.eps) * w.norm.weight
-        return out.flatten(1).mul_(torch.sigmoid(self.linear(of_z, w.gate)))
+        return out.flatten(1).mul_(torch.sigmoid(z))
 
     def _recur(self, mixed: torch.Tensor, gates: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Results of the convolution [T, channels], gates [T, keys + G] -> (what was read [T, G, dv], the state behind them)."""

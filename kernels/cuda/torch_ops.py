@@ -234,11 +234,11 @@ class TorchOps(lora.Scales):
         """See `BlockOps`."""
         return y.view(len(y), heads, 2, head_dim)[:, :, 0].flatten(1)
 
-    def gate_heads(self, x: torch.Tensor, y: torch.Tensor, heads: int, head_dim: int) -> torch.Tensor:
+    def gate_heads(self, x: torch.Tensor, y: torch.Tensor, heads: int, head_dim: int, soft: bool = False) -> torch.Tensor:
         """See `BlockOps`."""
-        if y.shape[1] == heads:
-            return x.view(len(x), heads, head_dim).mul_(torch.sigmoid(y)[:, :, None]).view_as(x)
-        return x.mul_(torch.sigmoid(y.view(len(y), heads, -1, head_dim)[:, :, -1].flatten(1)))
+        gates = y[:, :, None] if y.shape[1] == heads else y.view(len(y), heads, -1, head_dim)[:, :, -1]
+        gates = torch.nn.functional.softplus(gates) if soft else torch.sigmoid(gates)
+        return x.view(len(x), heads, head_dim).mul_(gates).view_as(x)
 
     def latent_keys(self, y: torch.Tensor, shape: LatentShape, norm: Norm) -> torch.Tensor:
         """See `BlockOps`."""

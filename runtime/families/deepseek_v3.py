@@ -150,10 +150,11 @@ def attention(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positio
     """The first half of a block."""
     tap("block_in", layer, x)
     own, shape, heads = w.latent, config.latent, config.num_attention_heads
+    gates = () if w.attn_gate is None else (w.attn_gate,)  # [T, H], of what is attended to
     if own.q_down is None:
-        q, latent = ops.norm_linear(x, w.input_norm, [own.q, own.kv_down])  # [T, H * (nope + rope)], [T, rank + rope]
+        q, latent, *gated = ops.norm_linear(x, w.input_norm, [own.q, own.kv_down, *gates])  # [T, H * (nope + rope)], [T, rank + rope]
     else:
-        latent, q = ops.norm_linear(x, w.input_norm, [own.kv_down, own.q_down])
+        latent, q, *gated = ops.norm_linear(x, w.input_norm, [own.kv_down, own.q_down, *gates])
     k = ops.rope_heads(ops.latent_keys(latent, shape, own.kv_norm), 1, shape.key, positions, rope, None)
     if own.q_down is not None:
         tap("q_in", layer, q)
@@ -165,5 +166,7 @@ def attention(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positio
     tap("k", layer, k)
     tap("v", layer, k)
     attended = ops.latent_values(kv.attend(q, k, k), heads, shape, own.expand)  # [T, H * value]
+    if gated:
+        attended = ops.gate_heads(attended, gated[0], heads, shape.value)
     tap("attn_out", layer, attended)
     return ops.linear_add(attended, w.o, x, None, config.residual_multiplier)

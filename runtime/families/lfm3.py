@@ -9,7 +9,7 @@ from dataclasses import replace
 from ...kernels.conv_shape import ConvShape
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
-from ..config_rope import GLOBAL, LOCAL, RopeConfig, refuse_outside_sections, rope_of
+from ..config_rope import GLOBAL, LOCAL, RopeConfig, ropes_by_kind
 from . import TensorRule, llama
 from .lfm2 import CONV, outer_tensors
 from .llama import block
@@ -46,15 +46,7 @@ def config(keys: Keys) -> ModelConfig:
     bias = keys.flag("attention_bias", False)
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig | None, ...]:
-        refuse_outside_sections(keys)
-        sections = keys.section("rope_parameters") or ROPES
-        made: dict[str, RopeConfig | None] = {CONV: None}
-        for kind in {*kinds} - {CONV}:
-            section = sections.get(kind)
-            if not isinstance(section, dict):
-                raise ConfigError(f"config.json: rope_parameters holds nothing of {kind}",
-                                  "this family has a section for each type of layer")
-            made[kind] = rope_of(Keys(section, f"config.json: rotary positions of {kind}"), head_dim, positions, THETA)
+        made = {CONV: None, **ropes_by_kind(keys, {*kinds} - {CONV}, ROPES, head_dim, positions, THETA)}
         return tuple(made[kind] for kind in kinds)
 
     made = decoder_config(keys, base, ropes, windows=tuple(window if kind == LOCAL else None for kind in kinds), qkv_bias=bias, o_bias=bias,

@@ -37,7 +37,7 @@ def config(keys: Keys) -> ModelConfig:
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     """Tensors of one layer by role, `[N, K]` as stored."""
     hidden, ffn, (kv_heads, head_dim) = config.hidden_size, config.ffn_of(layer), config.heads_of(layer)
-    q, kv = config.num_attention_heads * head_dim, kv_heads * head_dim
+    q, kv = config.queries_of(layer) * head_dim, kv_heads * head_dim
     queries = 2 * q if config.gated_queries else q
     linears = {  # role: name, out, in, has a bias
         "q": ("self_attn.q_proj", queries, hidden, config.qkv_bias), "k": ("self_attn.k_proj", kv, hidden, config.qkv_bias),
@@ -49,7 +49,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     if config.qk_norm:
         widths = (q, kv) if config.qk_norm_whole else (head_dim, head_dim)
         norms |= {"q_norm": ("self_attn.q_norm", widths[0]), "k_norm": ("self_attn.k_norm", widths[1])}
-    own = {"q_norm": (config.num_attention_heads, head_dim), "k_norm": (kv_heads, head_dim)} if config.qk_norm_each else {}
+    own = {"q_norm": (config.queries_of(layer), head_dim), "k_norm": (kv_heads, head_dim)} if config.qk_norm_each else {}
     prefix = f"model.layers.{layer}."
     rules = {role: TensorRule(f"{prefix}{name}.weight", own.get(role, (size,))) for role, (name, size) in norms.items()}
     for role, (name, out, width, biased) in linears.items():
@@ -110,7 +110,7 @@ def attention(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positio
               layer: int, tap: Callable[[str, int, object], None]) -> object:
     """The first half of a block."""
     tap("block_in", layer, x)
-    kv_heads, head_dim = config.heads_of(layer)
+    heads, (kv_heads, head_dim) = config.queries_of(layer), config.heads_of(layer)
     # [T, H * head_dim], and if they are the layer's own [T, KVH * head_dim] twice
     made = ops.norm_linear(x, w.input_norm, [each for each in (w.q, w.k, w.v, w.attn_gate) if each is not None])
     for each in made if config.clip_qkv is not None else ():
@@ -120,9 +120,9 @@ def attention(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positio
     if k is not None and v is None:
         v = ops.copied(k)
     if config.gated_queries:
-        q = ops.part_queries(q, config.num_attention_heads, head_dim)
+        q = ops.part_queries(q, heads, head_dim)
     turned = rope if rope is None else rope.queries or rope
-    q = ops.rope_heads(q, config.num_attention_heads, head_dim, positions, turned, w.q_norm)
+    q = ops.rope_heads(q, heads, head_dim, positions, turned, w.q_norm)
     tap("q", layer, q)
     if k is not None:
         k = ops.rope_heads(k, kv_heads, head_dim, positions, rope, w.k_norm)
@@ -134,7 +134,7 @@ def attention(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positio
         tap("sinks", layer, w.sinks)
     attended = kv.attend(q, k, v, w.sinks)  # [T, H * head_dim]
     if config.gated_queries or config.gates_apart:
-        attended = ops.gate_heads(attended, gated, config.num_attention_heads, head_dim)
+        attended = ops.gate_heads(attended, gated, heads, head_dim, config.gates_softplus)
     if w.attn_sub_norm is not None:
         attended = ops.normed(attended, w.attn_sub_norm)
     tap("attn_out", layer, attended)
