@@ -21,9 +21,10 @@ THINKER = "thinker."  # before all that writes, of models that speak
 PARTS_BEFORE, HEAD = ("model.language_model.", "language_model.model.", "model.text_model.", "language_model."), "lm_head."
 OF_GPT2 = ("h.", "wte.", "wpe.", "ln_f.")
 BASE, OLDER_BASE, INSIDE = "model.", "backbone.", ("layers.", "embed_tokens.", "norm.")
-EXPERTS = {**dict.fromkeys(("afmoe", "bailing_moe_v2", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe",
-                            "exaone_moe", "flex_olmo", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "hunyuan_v1_moe", "hy_v3", "mellum",
-                            "mistral4", "olmoe", "qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "solar_open"),
+EXPERTS = {**dict.fromkeys(("afmoe", "bailing_hybrid", "bailing_moe_v2", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32",
+                            "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "flint", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa",
+                            "hunyuan_v1_moe", "hy_v3", "laguna", "mellum", "mistral4", "olmoe", "qwen2_moe", "qwen3_5_moe",
+                            "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "solar_open"),
                             "mlp"),
            **dict.fromkeys(("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "kimi_linear", "minimax_m2", "mixtral",
                             "phimoe"),
@@ -78,7 +79,7 @@ def give_names(store: TensorStore, model_type: object) -> None:
     if model_type == "gpt2":  # the first ones are of the model without its head
         names = ((gpt2.BEFORE + name if name.startswith(OF_GPT2) else name, info) for name, info in store.tensors.items())
         store.tensors = {name: replace(info, name=name) for name, info in names}
-    if model_type in ("falcon_mamba", "mamba", "nemotron_h"):
+    if model_type in ("falcon_mamba", "mamba", "mamba2", "nemotron_h"):
         names = ((BASE + name.removeprefix(OLDER_BASE) if name.startswith(OLDER_BASE) else name, info)
                  for name, info in store.tensors.items())
         store.tensors = {name: replace(info, name=name) for name, info in names}

@@ -49,6 +49,7 @@ HEADS = {"mamba_num_heads": 6, "mamba_head_dim": 32, "ssm_state_size": 16}  # of
 # As wide as the one size is in its parts.
 OF_MINICPM = {"num_key_value_heads": 4, "q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16,
               "initializer_range": 0.1}
+OF_SPACES = {"num_heads": 4, "head_dim": 32, "n_groups": 2, "state_size": 32, "expand": 2}  # of Mamba 2
 MODELS = {
     "llama": Case("llama", {"tie_word_embeddings": True}),
     "gpt2": Case("gpt2", {"hidden_size": 128}),
@@ -72,6 +73,17 @@ MODELS = {
     "afmoe": Case("afmoe", {**EXPERTS, "moe_intermediate_size": 32, "num_hidden_layers": 5, "head_dim": 32, "sliding_window": 24,
                             "num_shared_experts": 2, "mup_enabled": True, "route_scale": 2.5, "num_dense_layers": 1,
                             "initializer_range": 0.12}),
+    "laguna": Case("laguna", {
+        **EXPERTS, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "num_hidden_layers": 5, "head_dim": 32,
+        "sliding_window": 24, "num_attention_heads_per_layer": [4, 6, 6, 6, 4], "moe_routed_scaling_factor": 2.5, "layer_types": [
+            "full_attention", *["sliding_attention"] * 3, "full_attention"], "initializer_range": 0.12, "rope_parameters": {
+            "full_attention": {"rope_type": "yarn", "rope_theta": 50_000.0, "factor": 8.0, "original_max_position_embeddings": 64,
+                               "attention_factor": 1.0, "partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 1.0}}}),
+    "laguna, no windows, gates of channels, tied": Case("laguna", {
+        **EXPERTS, "moe_intermediate_size": 32, "head_dim": 32, "gating": "per-element", "mlp_layer_types": ["dense", "dense", "sparse"],
+        "tie_word_embeddings": True, "layer_types": ["full_attention"] * 3, "initializer_range": 0.12, "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 50_000.0, "partial_rotary_factor": 0.5}}}),
     "apertus": Case("apertus", {"head_dim": 32}),
     "apertus, tied": Case("apertus", {"tie_word_embeddings": True, **rope("default")}),
     "bitnet": Case("bitnet", {"tie_word_embeddings": True}),
@@ -193,6 +205,8 @@ MODELS = {
     "jamba, no experts, tied": Case("jamba", {"num_hidden_layers": 3, "attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 1,
                                               "mamba_d_state": 16, "mamba_dt_rank": 32, "tie_word_embeddings": True}),
     "mamba": Case("mamba", {"intermediate_size": 128, "num_hidden_layers": 4, "state_size": 16, "time_step_rank": 32}),
+    "mamba2": Case("mamba2", {**OF_SPACES, "hidden_size": 64, "num_hidden_layers": 4, "tie_word_embeddings": False}),
+    "mamba2, tied": Case("mamba2", {**OF_SPACES, "n_groups": 1, "num_hidden_layers": 2, "tie_word_embeddings": True}),
     "falcon_mamba": Case("falcon_mamba", {"intermediate_size": 128, "state_size": 16, "time_step_rank": 32,
                                           "tie_word_embeddings": False}),
     "lfm2": Case("lfm2", {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 32}),

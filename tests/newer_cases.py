@@ -51,8 +51,36 @@ AFMOE = {**FEW_EXPERTS, "num_hidden_layers": 4, "head_dim": 32, "sliding_window"
          "route_scale": 2.5, "num_dense_layers": 1, "initializer_range": 0.12}
 SWASH = {"attention_multiplier": 0.3, "embedding_multiplier": 12.0, "residual_multiplier": 0.4, "logits_scaling": 7.0,
          "num_hidden_layers": 4}
+LING = {"num_hidden_layers": 6, "layer_group_size": 3, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 24, "kv_lora_rank":
+        48, "qk_nope_head_dim": 20, "qk_rope_head_dim": 16, "v_head_dim": 28, "num_local_experts": 12, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40, "n_shared_experts": 2, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "kda_lower_bound":
+        -3.0, "bos_token_id": 1, "eos_token_id": 7}
+SPACES_2 = {"num_heads": 6, "head_dim": 32, "n_groups": 2, "state_size": 24, "expand": 3, "num_hidden_layers": 4, "eos_token_id": 7}
+LAGUNA = {**FEW_EXPERTS, "head_dim": 32, "sliding_window": 40, "shared_expert_intermediate_size": 56, "moe_routed_scaling_factor": 2.5,
+          "layer_types": ["full_attention", "sliding_attention", "sliding_attention"], "num_attention_heads_per_layer": [4, 6, 6],
+          "rope_parameters": {
+              "full_attention": {"rope_type": "yarn", "rope_theta": 50_000.0, "factor": 8.0, "original_max_position_embeddings": 64,
+                                 "attention_factor": 1.0, "beta_fast": 64.0, "partial_rotary_factor": 0.5},
+              "sliding_attention": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 1.0}}}
 NEWER = {
     **RELATED,
+    "bailing_hybrid": Case("bailing_hybrid", {**LING, "vocab_size": 301, "rms_norm_eps": 1e-3, "initializer_range": 0.15}, shard="100KB"),
+    "bailing_hybrid, no bound, other layers, bfloat16": Case("bailing_hybrid", {
+        **LING, **ONE_GROUP, "num_hidden_layers": 4, "layer_types": ["full_attention", "linear_attention", "full_attention",
+                                                                     "linear_attention"],
+        "mlp_layer_types": ["dense", "sparse", "dense", "sparse"], "short_conv_kernel_size": 2, "head_dim": 40, "kda_safe_gate": False,
+        "norm_topk_prob": False}, dtype="bfloat16"),
+    "flint": Case("flint", {**FEW_EXPERTS, "shared_expert_intermediate_size": 56, "head_dim": 32, "sliding_window": 40, "vocab_size": 301,
+                            "num_hidden_layers": 5, "mlp_only_layers": [0]}),
+    "flint, other layers, biases, tied, bfloat16": Case("flint", {
+        **FEW_EXPERTS, "shared_expert_intermediate_size": 40, "head_dim": 16, "sliding_window": 150, "norm_topk_prob": False,
+        "attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 1, "mlp_only_layers": [1], "layer_types": [
+            "sliding_attention", "full_attention", "sliding_attention"]}, dtype="bfloat16"),
+    "laguna": Case("laguna", {**LAGUNA, "vocab_size": 301}),
+    "laguna, gates of channels, other layers, bfloat16": Case("laguna", {
+        **LAGUNA, "gating": "per-element", "sliding_window": 150, "mlp_layer_types": ["sparse", "dense", "sparse"], "num_key_value_heads":
+        1, "num_attention_heads_per_layer": [6, 4, 2], "attention_bias": True, "tie_word_embeddings": True, "layer_types": [
+            "sliding_attention", "full_attention", "sliding_attention"]}, dtype="bfloat16"),
     "granite_swa": Case("granite_swa", {**SWASH, "sliding_window": 40, "layer_rope_theta": [0, 300.0, 300.0, 50_000.0], "vocab_size": 301}),
     "granite_swa, one base, biases, bfloat16": Case("granite_swa", {
         **SWASH, "sliding_window": 150, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False, "num_key_value_heads": 1,
@@ -165,6 +193,10 @@ NEWER = {
     "mamba": Case("mamba", {**SPACES, "vocab_size": 301}, shard="100KB"),
     "mamba, own head, no bias, bfloat16": Case("mamba", {
         **SPACES, "num_hidden_layers": 2, "use_conv_bias": False, "conv_kernel": 2, "time_step_rank": "auto", "tie_word_embeddings": False},
+        dtype="bfloat16"),
+    "mamba2": Case("mamba2", {**SPACES_2, "vocab_size": 301}, shard="100KB"),
+    "mamba2, tied, no bias, bfloat16": Case("mamba2", {
+        **SPACES_2, "n_groups": 1, "num_hidden_layers": 2, "use_conv_bias": False, "conv_kernel": 2, "tie_word_embeddings": True},
         dtype="bfloat16"),
     "falcon_mamba": Case("falcon_mamba", {**SPACES, "intermediate_size": 160, "tie_word_embeddings": False, "mixer_rms_eps": 1e-3}),
     "falcon_mamba, tied, bfloat16": Case("falcon_mamba", {**SPACES, "num_hidden_layers": 2, "state_size": 16}, dtype="bfloat16"),

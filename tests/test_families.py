@@ -151,6 +151,13 @@ PECULIAR = {
     "vaultgemma": [{"windows": (None,) * 3}, {"attn_logit_softcapping": None}, {"final_logit_softcapping": None}, {"attn_scale": None}],
     "helium": [{"ropes": {"neighbours": False}}, {"norm_eps": 1e-1}],
     "jais2": [{"hidden_act": "relu"}, {"norm_eps": 1e-1}, {"ropes": (None,) * 3}],
+    "bailing_hybrid": [{"mixture": each} for each in ({"renormalise": False}, {"sigmoid": False}, {"groups": 1, "kept_groups": 1},
+                                                      {"corrected": False}, {"factor": 1.0})] + [
+        {"norm_eps": 1e-1}, {"attn_scale": 0.3}, {"state": {"bound": None}}, {"state": {"bound": -5.0}}],
+    "flint": [{"mixture": each} for each in ({"renormalise": False}, {"sigmoid": False}, {"shared_width": None})] + [
+        {"windows": (None,) * 5}, {"ropes": 0}, {"ropes": 2}, {"norm_eps": 1e-1}],
+    "laguna": [{"windows": (None,) * 3}, {"ropes": 0}, {"ropes": 1}, {"gates_softplus": False}, {"mixture": {"renormalise": False}},
+               {"mixture": {"corrected": False}}, {"mixture": {"factor": 1.0}}, {"mixture": {"shared_width": None}}],
     "afmoe": [{"windows": (None,) * 4}, {"ropes": 0}, {"ropes": 3}, {"embedding_multiplier": 1.0}, {"norm_eps": 1e-1}] + [
         {"mixture": each} for each in ({"renormalise": False}, {"sigmoid": False}, {"per_token": 2})],
     "gpt_neox": [{"side_by_side": False}, {"norm_kind": "rms"}, {"norm_eps": 1e-1}, {"hidden_act": "silu"},
@@ -167,6 +174,7 @@ PECULIAR = {
                                                    {"corrected": False}, {"factor": 1.0})] + [{"norm_eps": 1e-1}, {"attn_scale": 0.3}],
     "jamba": [{"mixture": {"renormalise": True}}, {"mixture": {"per_token": 1}}, {"norm_eps": 1e-1}, {"state_norm_eps": 1.0}],
     "mamba": [{"norm_eps": 1e-1}, {"state": {"normed": True}}],
+    "mamba2": [{"norm_eps": 1e-1}, {"state": {"normed": False}}],
     "falcon_mamba": [{"norm_eps": 1e-1}, {"state_norm_eps": 1.0}, {"state": {"normed": False}}],
     "olmo3": [{"windows": (None,) * 3}, {"windows": (40,) * 3}, {"ropes": 0}, {"ropes": 1}],
     "qwen3_5_moe_text": [{"mixture": each} for each in ({"renormalise": False}, {"shared_scaled": False}, {"shared_width": None})],
@@ -262,7 +270,9 @@ def test_every_peculiarity_of_a_family_shows(name: str, tmp_path: Path) -> None:
                                   "vaultgemma", "helium", "lfm3", "ministral", "flex_olmo", "nanochat", "hy_v3", "cohere2_moe", "minicpm3",
                                   "minicpm", "bailing_moe_v2", "gpt2", "falcon", "falcon, two norms, groups, biases, own head, bfloat16",
                                   "bitnet", "kimi_linear", "kimi_linear, one group, other layers, bfloat16",
-                                  "jamba", "jamba, no experts, tied, bfloat16", "mamba", "falcon_mamba"])
+                                  "jamba", "jamba, no experts, tied, bfloat16", "mamba", "mamba2", "falcon_mamba",
+                                  "bailing_hybrid", "bailing_hybrid, no bound, other layers, bfloat16",
+                                  "flint", "laguna", "laguna, gates of channels, other layers, bfloat16"])
 def test_the_other_backend_agrees(name: str, tmp_path: Path) -> None:
     """Layers on torch, on CPU tensors: the same logits."""
     model = written(CASES[name], tmp_path)

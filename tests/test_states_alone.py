@@ -19,7 +19,7 @@ from hybrid_models import opened, read
 FABLE = Path(__file__).resolve().parent.parent / "models" / "fable"
 
 
-@pytest.fixture(scope="module", params=["mamba", "falcon_mamba"])
+@pytest.fixture(scope="module", params=["mamba", "falcon_mamba", "mamba2"])
 def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One that speaks, if nonsense."""
     made = tmp_path_factory.mktemp("alone") / request.param

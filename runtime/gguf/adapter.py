@@ -20,12 +20,13 @@ from ...quant.weight import RAW_NUMPY, to_f32
 from .. import families
 from ..adapter import Delta
 from ..config import ModelConfig
-from .architectures import BY_FAMILY, Architecture, architecture, file_architecture, own_names
+from .architectures import BY_FAMILY, Architecture, architecture, file_architecture
 from .linear_attention import joined_rows
 from .sources import RAW, separated
 from .split import close_all, open_parts
 from .stateful import order
 from .store import heads_of
+from .tensor_names import own_names
 
 ENDINGS = {".lora_a": "a", ".lora_b": "b"}
 ALPHA, INVOKED = "adapter.lora.alpha", "adapter.alora.invocation_tokens"

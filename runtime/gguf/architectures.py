@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ...offload.header import CheckpointError, shown
 from ..config_rope import GROWTH
-from ..families import FAMILIES, expert_of, internlm2, kind_of, mixtral, qwen3_moe
+from ..families import FAMILIES, internlm2, mixtral, qwen3_moe
 from . import (
     apertus,
     bitnet,
@@ -23,12 +23,13 @@ from . import (
     gemma4,
     half_layers,
     jamba,
+    laguna,
     latent_attention,
     linear_attention,
     llama4,
     mamba,
+    mamba2,
     minicpm3,
-    nextn,
     sections,
     short_conv,
     state_spaces,
@@ -45,10 +46,6 @@ LAYER = {
     "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
     "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
 }
-# Of a mixture: the matrices of all experts, and the router; older files have `ffn_gate.3` instead, a tensor for every expert.
-EXPERTS = {"ffn_gate_exps": "gate", "ffn_up_exps": "up", "ffn_down_exps": "down"}
-JOINT_EXPERTS = {"ffn_gate_up_exps": ("gate", "up")}  # of each expert one after the other
-SINGLE_EXPERTS = {"ffn_gate": "gate", "ffn_up": "up", "ffn_down": "down"}
 ROUTER = "ffn_gate_inp"
 SHARED_EXPERT = {"ffn_gate_shexp": "gate_proj", "ffn_up_shexp": "up_proj", "ffn_down_shexp": "down_proj"}
 CORRECTION = "exp_probs_b"  # of scores; it has kind bias and no weight
@@ -254,6 +251,8 @@ ARCHITECTURES = {
                                kinds=jamba.KINDS),
     mamba.NAME: Architecture(mamba.NAME, keys=mamba.KEYS, layer_names=mamba.NAMES, whole=mamba.WHOLE, fused=jamba.FUSED, roles=jamba.ROLES,
                              outer=mamba.OUTER, required=mamba.REQUIRED, read=frozenset({mamba.NORMS})),
+    mamba2.NAME: Architecture(mamba2.NAME, keys=mamba2.KEYS, layer_names=mamba2.NAMES, whole=mamba2.WHOLE, fused=state_spaces.FUSED,
+                              roles=state_spaces.ROLES, outer=mamba.OUTER, required=mamba2.REQUIRED),
     "gemma": Architecture("gemma", config={"hidden_act": "gelu_pytorch_tanh"}, norm_offset=1.0),
     "gemma2": Architecture("gemma2", keys={"attn_logit_softcapping": "attn_logit_softcapping",
                                            "final_logit_softcapping": "final_logit_softcapping"}, **_GEMMA),
@@ -265,6 +264,10 @@ ARCHITECTURES = {
     "gemma4": Architecture(gemma4.FAMILY, config={"hidden_activation": "gelu_pytorch_tanh"}, keys=gemma4.KEYS, layer_names=gemma4.NAMES,
                            pattern=True, roles=gemma4.ROLES, outer=gemma4.OUTER, required=gemma4.REQUIRED, whole=gemma4.WHOLE,
                            experts=("", qwen3_moe.NAMES), read=frozenset((*gemma4.LENGTHS, *gemma4.BY_LAYER))),
+    laguna.NAME: Architecture(laguna.FAMILY, experts=("mlp", qwen3_moe.NAMES), partial=True, keys=laguna.COUNTS, required=laguna.REQUIRED,
+                              read=laguna.READ | {"expert_shared_count"}, layer_names={
+                                  CORRECTION: "mlp.experts.e_score_correction_bias", "attn_gate": "self_attn.g_proj",
+                                  **{part: f"mlp.shared_expert.{own}" for part, own in SHARED_EXPERT.items()}}),
     "mistral3": Architecture("ministral3", interleaved=True, keys={"attention.temperature_scale": GROWTH}),
     "granite": Architecture("granite", interleaved=True, keys=_GRANITE_SCALES),
     "granitemoe": Architecture("granitemoe", interleaved=True, experts=("block_sparse_moe", qwen3_moe.NAMES), layer_names={
@@ -326,9 +329,9 @@ BY_FAMILY = dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), laten
     "qwen3_moe": "qwen3moe", "qwen3_next": linear_attention.JOINED, "solar_open": "glm4moe", swash.MIXED: swash.NAME,
     mamba.NORMED: mamba.NAME} | {
     name: name for name in ("afmoe", "apertus", "arcee", "bitnet", "cohere2", "dots1", "ernie4_5", "exaone", "exaone4", "falcon", "gemma",
-                            "gemma2", "glm4", "gpt2", "granite", "granite_swa", "granitemoe", "hy_v3", "internlm2", "jamba", "lfm2",
-                            "llama", "mamba", "minicpm", "minicpm3", "nemotron", "nemotron_h", "olmo", "olmo2", "olmoe", "phi3", "qwen2",
-                            "qwen3", "seed_oss", "smollm3", "stablelm", "starcoder2")}
+                            "gemma2", "glm4", "gpt2", "granite", "granite_swa", "granitemoe", "hy_v3", "internlm2", "jamba", "laguna",
+                            "lfm2", "llama", "mamba", "mamba2", "minicpm", "minicpm3", "nemotron", "nemotron_h", "olmo", "olmo2", "olmoe",
+                            "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm", "starcoder2")}
 
 
 def file_architecture(config: ModelConfig) -> str:
@@ -349,52 +352,3 @@ def architecture(path: object, name: object) -> Architecture:
     if name not in known:
         raise CheckpointError(f"{path} is of architecture {shown(name)}, which is not supported", f"known: {', '.join(known)}")
     return ARCHITECTURES[name]
-
-
-def own_names(name: str, found: Architecture, experts: int = 0) -> tuple[str, ...] | None:
-    """The names in a checkpoint folder of what lies in a tensor, of a model with so many `experts`; None for one that no family has."""
-    if name in OUTER or name in found.outer:
-        return (found.outer.get(name) or OUTER[name],)
-    first, _, rest = name.partition(".")
-    index, _, rest = rest.partition(".")
-    if first == "blk" and index.isdecimal() and rest in found.whole:
-        return (f"model.layers.{int(index)}.{found.whole[rest]}",)
-    part, _, kind = rest.rpartition(".")
-    if experts and found.experts is not None:
-        own = _of_experts(part, experts, *found.experts)
-    else:
-        own = []
-    own = own or [found.layer_names.get(each) or LAYER.get(each) for each in {**found.fused_before, **found.fused}.get(part, (part,))]
-    if first != "blk" or not index.isdecimal() or None in own or kind not in ("weight", "bias"):
-        return None
-    return tuple(f"model.layers.{int(index)}.{each if part == CORRECTION else f'{each}.{kind}'}" for each in own)
-
-
-def _of_experts(part: str, experts: int, place: str, names: Mapping[str, str]) -> list[str]:
-    """What a tensor of experts or a router is called; empty for another."""
-    if part == ROUTER:
-        return [f"{place}.gate"]
-    base, _, number = part.partition(".")
-    before = place and f"{place}."
-    if number.isdecimal() and base in SINGLE_EXPERTS and int(number) < experts:
-        return [f"{before}experts.{int(number)}.{names[SINGLE_EXPERTS[base]]}"]
-    kinds = JOINT_EXPERTS.get(part) or ((EXPERTS[part],) if part in EXPERTS else ())
-    return [f"{before}experts.{expert}.{names[kind]}" for expert in range(experts) for kind in kinds]
-
-
-# Role of a tensor of a family -> the part of its name in a file.
-ROLES = {
-    "embed": "token_embd", "norm": "output_norm", "head": "output", "input_norm": "attn_norm", "post_norm": "ffn_norm", "q": "attn_q",
-    "k": "attn_k", "v": "attn_v", "o": "attn_output", "q_norm": "attn_q_norm", "k_norm": "attn_k_norm", "o_norm": "post_attention_norm",
-    "down_norm": "post_ffw_norm", "gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down", "router": ROUTER,
-    "attn_gate": "attn_gate", "shared.scale": SHARE, "correction": CORRECTION, **linear_attention.ROLES, **latent_attention.ROLES,
-    **nextn.ROLES,
-    **{f"shared.{own.removesuffix('_proj')}": part for part, own in SHARED_EXPERT.items()},
-}
-
-
-def file_part(role: str, found: Architecture) -> str:
-    """What a tensor of a role is called in a file, without its layer and kind. Raises KeyError for a role that files do not have."""
-    plain = (role if expert_of(role) is None else kind_of(role)).removesuffix("_bias")
-    own = found.roles.get(plain) or ROLES[plain]
-    return f"{own}_exps" if expert_of(role) is not None else own

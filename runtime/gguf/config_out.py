@@ -16,7 +16,7 @@ from ...offload.gguf import Value
 from ..config import ModelConfig
 from ..config_rope import GROWTH, RopeConfig
 from ..rope import RopeTable, rope_table
-from . import apertus, bitnet, cohere2_moe, gemma4, half_layers, jamba, latent_attention, llama4, minicpm3, stateful, swash, yarn
+from . import apertus, bitnet, cohere2_moe, gemma4, half_layers, jamba, laguna, latent_attention, llama4, minicpm3, stateful, swash, yarn
 from .architectures import ARCHITECTURES, BY_FAMILY, FACTORS, LONG, SHORT, UNTURNED, Architecture, file_architecture
 from .family_keys import AFMOE_EVERY, COHERE2_EVERY, EXAONE4_EVERY, EXAONE4_LAYERS, OLMO3_EVERY, OTHER_SCALE, SIGMOID
 
@@ -24,9 +24,9 @@ TYPES = {"F16": 1, "Q8_0": 7, "Q4_0": 2}  # what a person may ask for -> general
 QUANTIZATION_VERSION = 2
 INDEXED = ": this version reads no indexer, without which they would run as another model"
 UNTRIED = ": this version writes no files of them"
-NOT_WRITTEN = {**dict.fromkeys(("cwm", "helium", "hyperclovax", "jais2", "kimi_linear", "lfm3", "mellum", "olmo_hybrid",
+NOT_WRITTEN = {**dict.fromkeys(("bailing_hybrid", "cwm", "helium", "hyperclovax", "jais2", "kimi_linear", "lfm3", "mellum", "olmo_hybrid",
                                 "vaultgemma", "youtu"), UNTRIED),
-               **dict.fromkeys(("flex_olmo", "nanochat"), ": llama.cpp does not run them"),
+               **dict.fromkeys(("flex_olmo", "flint", "nanochat"), ": llama.cpp does not run them"),
                "ministral": ": llama.cpp runs them as if no layer had a window",
                "phimoe": ": llama.cpp weighs their experts otherwise",
                "bamba": ": llama.cpp runs them as Granite 4, whose heads turn as a whole",
@@ -54,7 +54,7 @@ LONG_AND_SHORT = ("minicpm", "minicpm3", "phi3")  # families whose rotary freque
 UNGROUPED = ("dots1", "olmoe")  # families whose heads llama.cpp takes to have keys and values of their own
 # Families whose files say how experts are scored and weighed.
 STATED_SUM = ("afmoe", "bailing_moe_v2", "deepseek_v2", "deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite", "hy_v3",
-              "solar_open")
+              "laguna", "solar_open")
 LEADING_DENSE = (*STATED_SUM, "ernie4_5_moe", "lfm2_moe")  # whose first layers have no experts
 CONVOLVED = ("lfm2", "lfm2_moe")
 NORMED_FROM = 64  # layers: smaller models of Cohere's have no norms of queries and keys
@@ -101,6 +101,8 @@ def _departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
         yield from bitnet.departures(config)
     elif BY_FAMILY[family] == swash.NAME:
         yield from swash.departures(config)
+    elif family == laguna.FAMILY:
+        yield from laguna.departures(config)
     elif family == cohere2_moe.FAMILY:
         yield from cohere2_moe.departures(config)
     else:
@@ -242,6 +244,8 @@ def _of_family(config: ModelConfig) -> dict[str, Value]:
                      "expert_group_count": config.mixture.groups, "expert_group_used_count": config.mixture.kept_groups}
         if config.family == "hy_v3":
             keys["expert_shared_feed_forward_length"] = config.mixture.shared_width
+        if config.family == laguna.FAMILY:
+            keys |= laguna.stated(config)
         if config.family == cohere2_moe.FAMILY:
             keys |= cohere2_moe.stated(config)
         if config.family == "ernie4_5_moe":

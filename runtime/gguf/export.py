@@ -37,10 +37,11 @@ from ..tensors import ModelTensor, check_tensors, with_own_layer
 from ..text import Tokenizer
 from ..written import demand_folder, what_lies_at
 from . import apertus, bitnet, falcon_h1, half_layers, latent_attention, linear_attention, nextn, stateful
-from .architectures import BY_FAMILY, Architecture, file_architecture, file_part
+from .architectures import BY_FAMILY, Architecture, file_architecture
 from .config_out import TYPES, config_metadata, exported_as, rotary_tensors, unused_window
 from .settings import licence_metadata, sampling_metadata
 from .sources import separated
+from .tensor_names import file_part
 
 OTHER_PLACE = "give another place with -o"
 BLOCK, HEADS = 32, ("embed", "layer_embed", "head")

@@ -16,10 +16,12 @@ from . import (
     gemma3n,
     half_layers,
     jamba,
+    laguna,
     latent_attention,
     linear_attention,
     llama4,
     mamba,
+    mamba2,
     minicpm3,
     short_conv,
     state_spaces,
@@ -65,6 +67,9 @@ def add_family(header: GgufHeader, raw: dict[str, object]) -> None:
     elif raw["model_type"] == mamba.NAME:
         raw["sliding_window"] = window
         mamba.add_mamba(header, raw)
+    elif raw["model_type"] == mamba2.NAME:
+        raw["sliding_window"] = window
+        mamba2.add_mamba2(header, raw)
     elif raw["model_type"] == jamba.FAMILY:
         raw["sliding_window"] = window
         jamba.add_jamba(header, raw)
@@ -97,6 +102,9 @@ def add_family(header: GgufHeader, raw: dict[str, object]) -> None:
     elif raw["model_type"] == "minimax_m2":
         _scored(header, raw)
         raw |= {"sliding_window": window, "partial_rotary_factor": raw.get("partial_rotary_factor", 1.0)}
+    elif raw["model_type"] == laguna.FAMILY:
+        _scored(header, raw)
+        laguna.add_laguna(header, raw, window)
     elif raw["model_type"] == "afmoe":
         _scored(header, raw)
         raw |= {"attention_bias": "blk.0.attn_q.bias" in header.tensors, "sliding_window": window, "layer_types":

@@ -36,7 +36,7 @@ from ..container import Container, StoredTensor
 from ..families import TensorRule
 from ..made_store import ARRANGED_NBYTES, MadeStore, scratch_nbytes, steps
 from ..mtp_tensors import mtp_rules
-from .architectures import DIVISORS, ROUTER, Architecture, architecture, own_names
+from .architectures import DIVISORS, ROUTER, Architecture, architecture
 from .config import Factors, model_config, rotary_divisors
 from .gemma3n import STACKED, stacked
 from .gemma4 import is_unused
@@ -46,6 +46,7 @@ from .nextn import mtp_names
 from .sources import RAW, Source
 from .split import close_all, open_parts
 from .stateful import DECAYS
+from .tensor_names import own_names
 from .tensor_scales import is_scale, tensor_scales
 
 NO_SCALE = np.ones(1, np.float32)

@@ -1,0 +1,143 @@
+"""Ling 3 (tiny 7.9B-A1.3B): Kimi Delta Attention whose decays have a bound, with latent attention in the last layer of every group, each
+head of which has a gate, and DeepSeek V3's mixture behind both.
+
+Decays and gates of every channel come of the input at once. Checkpoints hold queries, keys and values of linear attention in matrices of
+their own, as Kimi Linear's do (`parted_rows.py`). Refused are Ling 3 flash, the gates of whose last experts have bounds that some programs
+apply and others pass over, and Ling 2.5 and 2.6, which state the same type and are other models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ...kernels.kda_shape import KdaShape
+from ..config import MAX_LAYERS, Defaults, ModelConfig
+from ..config_reader import ConfigError, Keys, show
+from . import TensorRule, llama, olmo_hybrid
+from .deepseek_v3 import grouped, latent_config, latent_tensors, refuse_other_code
+from .glm4_moe_lite import DENSE, SPARSE
+from .kimi_linear import CALLED, block
+from .mixtral import MOST_EXPERTS, expert_tensors, mixture
+from .qwen3_5_text import FULL, LINEAR
+from .qwen3_moe import NAMES
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "joined_rows", "layer_tensors", "outer_tensors"]
+
+CLAMPS = "expert_swiglu_limit_list", "share_expert_swiglu_limit_list"  # how large gates of experts get, by layer; 0 for no bound
+KEYS_USED = frozenset({
+    *CALLED, *CALLED.values(), *CLAMPS, "attention_bias", "auto_map", "first_k_dense_replace", "kda_lower_bound", "kda_safe_gate",
+    "kv_lora_rank", "layer_group_size", "layer_types", "linear_conv_kernel_dim", "linear_head_dim", "linear_num_heads",
+    "mlp_layer_types", "moe_intermediate_size", "moe_shared_expert_intermediate_size", "num_experts", "num_local_experts",
+    "num_mtp_layers", "num_nextn_predict_layers", "partial_rotary_factor", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
+    "routed_scaling_factor", "short_conv_kernel_size", "topk_group", "v_head_dim"})
+# Of training and of the layer behind; rotary_dim and qk_head_dim are what others say.
+KEYS_HARMLESS = frozenset({"embedding_dropout", "max_window_layers", "mtp_loss_scaling_factor", "mtp_use_kda", "output_dropout",
+                           "output_router_logits", "qk_head_dim", "rotary_dim", "router_dtype"})
+REFUSED_UNLESS: Mapping[str, object] = {
+    "gated_attention_proj_granularity_type": "head_wise", "group_norm_size": 1, "linear_attention": "kda",
+    "linear_silu": True, "mlp_bias": False, "moe_router_enable_expert_bias": True, "no_kda_lora": True, "rope_interleave": True,
+    "scale_router_input": False, "score_function": "sigmoid", "scoring_func": "sigmoid", "sliding_window": None, "swiglu_limit": None,
+    "topk_method": "noaux_tc", "up_proj_norm": False, "use_bias": False, "use_kda_lora": False, "use_mla_nope": False, "use_nGPT": False,
+    "use_qk_norm": True, "use_qkv_bias": False, "value_norm": False}
+SIZES = {"vocab_size": 157_184, "hidden_size": 2560, "intermediate_size": 6144, "num_hidden_layers": 42, "num_attention_heads": 32}
+WIDTHS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+CODE = r"(configuration|modeling)_bailing_(moe_v3|hybrid)\.Bailing(MoeV3|Hybrid)\w+"  # of the published ones
+EARLIER = "MoeV2"  # in the architectures of models of this type with another linear attention
+PLACE = "attention"
+NO_BOUND = 0.0
+
+
+def config(keys: Keys) -> ModelConfig:
+    refuse_other_code(keys, CODE)
+    keys.number("partial_rotary_factor", None)  # of a head, of which a part is set apart that turns as a whole
+    if any(EARLIER in str(name) for name in keys.raw.get("architectures") or ()):
+        raise ConfigError(f"config.json: architectures {show(keys.raw['architectures'])} is not supported for bailing_hybrid models",
+                          "its linear attention is another one; Ling 2 (bailing_moe_v2) and Ling 3 run")
+    for name in CLAMPS:
+        keys.asked.add(name)
+        stated = keys.raw.get(name)
+        if stated is not None and (not isinstance(stated, list) or any(stated)):
+            raise ConfigError(f"config.json: {name} = {show(stated)} is not supported for bailing_hybrid models",
+                              "this family runs only without clamped gates: the list must be of zeros or absent")
+    named = keys.saying(**{name: keys.raw[own] for name, own in CALLED.items() if keys.holds(own)})
+    base = Defaults(max_position_embeddings=262_144, eos=(156_895,), theta=6e6, sizes=SIZES)
+    layers, heads = base.size(keys, "num_hidden_layers"), base.size(keys, "num_attention_heads")
+    bound = -float(keys.raw.get("kda_lower_bound", -5.0)) if type(keys.raw.get("kda_lower_bound", -5.0)) in (int, float) else NO_BOUND
+    keys.asked.add("kda_lower_bound")
+    if not 0 < bound < 1e3:
+        raise keys.fail("kda_lower_bound", "a number below 0")
+    shape = KdaShape.of(*(keys.integer(own, keys.integer(name, usual, high=high), high=high) for own, name, usual, high in (
+        ("linear_num_heads", "num_attention_heads", heads, 4096), ("linear_head_dim", "head_dim", 128, 1024),
+        ("linear_conv_kernel_dim", "short_conv_kernel_size", 4, 64))),
+        narrow=False, bound=-bound if keys.flag("kda_safe_gate", True) else None)
+    width = keys.integer("moe_intermediate_size", 768, high=2**22)
+    shared = keys.integer("moe_shared_expert_intermediate_size", width, high=2**22)
+    own = mixture(named, 512, 8, width, named.flag("norm_topk_prob", True), _sparse(keys, layers), sigmoid=True, corrected=True,
+                  factor=keys.number("routed_scaling_factor", 2.5),
+                  shared_width=shared * named.integer("n_shared_experts", 1, low=0, high=MOST_EXPERTS) or None)
+    ahead = keys.integer("num_nextn_predict_layers", keys.integer("num_mtp_layers", 0, low=0, high=MAX_LAYERS), low=0, high=MAX_LAYERS)
+    made = latent_config(named, base, WIDTHS, None, True, mixture=grouped(named, own, 8, 4), state=shape, gates_apart=True,
+                         gates_whole=True, state_layers=_linear(keys, layers), mtp_layers=ahead)
+    if made.qkv_bias:
+        raise ConfigError("config.json: attention_bias = true is not supported for bailing_hybrid models",
+                          "this family runs only with attention_bias = false")
+    if made.hidden_act != "silu":
+        raise ConfigError(f"config.json: hidden_act = {show(keys.raw['hidden_act'])} is not supported for bailing_hybrid models",
+                          "this family runs only with hidden_act = silu: its linear attention uses it too")
+    return made
+
+
+def _linear(keys: Keys, layers: int) -> tuple[int, ...]:
+    """The layers of linear attention: as layer_types says, else all but the last of every group."""
+    group = keys.integer("layer_group_size", 6, high=MAX_LAYERS)
+    kinds = keys.words("layer_types", layers)
+    if kinds is None and layers % group:
+        raise ConfigError(f"config.json: num_hidden_layers {layers} is not a multiple of layer_group_size {group}, which is not supported",
+                          "programs differ in what the layers behind the last whole group are: layer_types says it")
+    kinds = kinds or tuple(LINEAR if (layer + 1) % group else FULL for layer in range(layers))
+    for kind in kinds:
+        if kind not in (LINEAR, FULL):
+            raise ConfigError(f"config.json: layer_types holds {show(kind)}, which is not supported", f"known: {LINEAR}, {FULL}")
+    if len(set(kinds)) < 2:
+        raise ConfigError(f"config.json: layer_types holds {kinds[0]} alone, which is not supported", "it has layers of both kinds")
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR)
+
+
+def _sparse(keys: Keys, layers: int) -> tuple[int, ...]:
+    """The layers with experts: those that mlp_layer_types says, else all but the first ones."""
+    first = keys.integer("first_k_dense_replace", 2, low=0, high=MAX_LAYERS)
+    kinds = keys.words("mlp_layer_types", layers) or tuple(DENSE if layer < first else SPARSE for layer in range(layers))
+    for kind in kinds:
+        if kind not in (DENSE, SPARSE):
+            raise ConfigError(f"config.json: mlp_layer_types holds {show(kind)}, which is not supported", f"known: {DENSE}, {SPARSE}")
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == SPARSE)
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    """Tensors of one layer by role."""
+    own, hidden, prefix = config.state, config.hidden_size, f"model.layers.{layer}.{PLACE}."
+    rules = expert_tensors(config, layer, "mlp", NAMES, correction="gate.expert_bias")
+    if layer not in config.state_layers:
+        rules = latent_tensors(config, layer, rules)
+        rules = {role: replace(rule, name=rule.name.replace(".self_attn.", f".{PLACE}.")) for role, rule in rules.items()}
+        return rules | {"attn_gate": TensorRule(f"{prefix}g_proj.weight", (config.num_attention_heads, hidden)),
+                        "o": replace(rules["o"], name=f"{prefix}dense.weight", also=(f"{prefix}o_proj.weight",))}
+    rules = {role: rule for role, rule in rules.items() if ".self_attn." not in rule.name}
+    for role, (name, *shape) in {
+            "state_in": ("qkv_proj.weight", own.channels, hidden), "state_gate": ("g_proj.weight", own.values, hidden),
+            "state_rate": ("f_proj.weight", own.keys, hidden), "state_beta": ("b_proj.weight", own.value_heads, hidden),
+            "state_conv": ("conv1d.weight", own.channels, 1, own.taps), "state_decay": ("A_log", own.value_heads),
+            "state_dt": ("dt_bias", own.keys), "state_norm": ("o_norm.weight", own.value_dim)}.items():
+        rules[role] = TensorRule(f"{prefix}{name}", tuple(shape))
+    return rules | {"state_out": TensorRule(f"{prefix}dense.weight", (hidden, own.values), also=(f"{prefix}o_proj.weight",))}
+
+
+def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
+    rules = llama.outer_tensors(config)
+    return rules | {"embed": replace(rules["embed"], name="model.word_embeddings.weight")}
+
+
+def joined_rows(config: ModelConfig, layer: int) -> dict[str, tuple[tuple[str, int], ...]]:
+    """As OLMo Hybrid's, under the name that attention has in every layer."""
+    return olmo_hybrid.joined_rows(config, layer, PLACE)

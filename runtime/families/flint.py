@@ -1,0 +1,50 @@
+"""Flint: Qwen 3's mixture with sinks in attention, layers with a window that turn by position beside others that see all and do not turn,
+and an expert that every token visits beside those that plain sigmoids choose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..config import Defaults, ModelConfig, decoder_config
+from ..config_reader import Keys
+from ..config_rope import GLOBAL, LOCAL, RopeConfig, rope_config
+from . import TensorRule
+from .llama import block, outer_tensors
+from .mixtral import expert_tensors, mixture
+from .qwen2 import windows_of
+from .qwen3_moe import NAMES
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({"attention_bias", "decoder_sparse_step", "layer_types", "mlp_only_layers", "moe_intermediate_size", "norm_topk_prob",
+                       "num_experts", "num_experts_per_tok", "num_local_experts", "shared_expert_intermediate_size", "sliding_window"})
+KEYS_HARMLESS = frozenset({"output_router_logits", "router_aux_loss_coef"})  # of training
+REFUSED_UNLESS: Mapping[str, object] = {"mlp_bias": False, "qkv_bias": False}
+SIZES = {"vocab_size": 150_144, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 49, "num_attention_heads": 32}
+WINDOW, DENSE = 513, (0, 1)
+
+
+def config(keys: Keys) -> ModelConfig:
+    base = Defaults(max_position_embeddings=262_144, num_key_value_heads=4, head_dim=128, sizes=SIZES)
+    layers, bias = base.size(keys, "num_hidden_layers"), keys.flag("attention_bias", False)
+    usual = [GLOBAL if i < 2 or i % 4 == 1 or i == layers - 1 else LOCAL for i in range(layers)]
+    windows = windows_of(keys, keys.integer("sliding_window", WINDOW), usual)
+
+    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig | None, ...]:
+        rope = rope_config(keys, head_dim, positions)
+        return tuple(None if own is None else rope for own in windows)
+
+    listed = keys.layers("mlp_only_layers", layers)
+    dense = DENSE if keys.raw.get("mlp_only_layers") is None else listed
+    step = keys.integer("decoder_sparse_step", 1, high=2048)
+    sparse = [layer for layer in range(layers) if layer not in dense and (layer + 1) % step == 0]
+    own = mixture(keys, 256, 6, keys.integer("moe_intermediate_size", 512, high=2**22), keys.flag("norm_topk_prob", True), sparse,
+                  sigmoid=True, shared_width=keys.integer("shared_expert_intermediate_size", 1024, high=2**22))
+    return decoder_config(keys, base, ropes, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True, mixture=own)
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    """Tensors of one layer by role: sinks are called an offset."""
+    prefix = f"model.layers.{layer}.self_attn."
+    return {**expert_tensors(config, layer, "mlp", NAMES, "shared_expert"),
+            "sinks": TensorRule(f"{prefix}softmax_offset", (config.num_attention_heads,), also=(f"{prefix}sinks",))}

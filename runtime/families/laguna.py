@@ -1,0 +1,98 @@
+"""Laguna (Poolside's XS, S and M): layers with a window that have more query heads than the others and turn by another table, a softplus in
+the gates of what is attended to, and experts that corrected sigmoids choose, beside one that every token visits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ..config import Defaults, ModelConfig, decoder_config
+from ..config_reader import ConfigError, Keys, show
+from ..config_rope import GLOBAL, LOCAL, RopeConfig, ropes_by_kind
+from . import TensorRule
+from .deepseek_v3 import refuse_other_code
+from .glm4_moe_lite import sparse_layers
+from .llama import block, outer_tensors
+from .mixtral import expert_tensors, mixture
+from .qwen2 import windows_of
+from .qwen3_moe import NAMES
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors", "queries_by_layer"]
+
+KEYS_USED = frozenset({
+    "attention_bias", "auto_map", "first_k_dense_replace", "gating", "gating_types", "layer_types", "mlp_layer_types",
+    "mlp_only_layers", "moe_intermediate_size", "moe_routed_scaling_factor", "num_attention_heads_per_layer", "num_experts",
+    "num_experts_per_tok", "num_local_experts", "partial_rotary_factor", "shared_expert_intermediate_size", "sliding_window"})
+# Of training, and what other programs read in the place of the sections of rotary positions.
+KEYS_HARMLESS = frozenset({"output_router_logits", "qkv_bias", "router_aux_loss_coef", "swa_rope_parameters"})
+REFUSED_UNLESS: Mapping[str, object] = {
+    "decoder_sparse_step": 1, "mlp_bias": False, "moe_apply_router_weight_on_input": False, "moe_router_logit_softcapping": 0.0,
+    "norm_topk_prob": True, "swa_attention_sink_enabled": False}
+SIZES = {"vocab_size": 100_352, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 40, "num_attention_heads": 48}
+ROPES = {GLOBAL: {"rope_type": "default", "rope_theta": 500_000.0, "partial_rotary_factor": 0.5},
+         LOCAL: {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 1.0}}
+CODE = r"(configuration|modeling)_laguna\.Laguna\w+"  # of the published ones, which became part of transformers
+WHOLE, EACH = "per-head", "per-element"
+PUBLISHED = "mlp.experts.e_score_correction_bias"  # where the correction lies there
+
+
+def config(keys: Keys) -> ModelConfig:
+    refuse_other_code(keys, CODE)
+    keys.number("partial_rotary_factor", None)  # each section has its own
+    base = Defaults(max_position_embeddings=131_072, num_key_value_heads=8, head_dim=128, sizes=SIZES)
+    layers, bias = base.size(keys, "num_hidden_layers"), keys.flag("attention_bias", False)
+    window = keys.integer("sliding_window", None if keys.holds("sliding_window") else 512, low=0) or None
+    windows = windows_of(keys, window, [GLOBAL] * layers)
+    kinds = tuple(GLOBAL if own is None else LOCAL for own in windows)
+
+    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
+        made = ropes_by_kind(keys, kinds, ROPES, head_dim, positions, partial=True)
+        return tuple(made[kind] for kind in kinds)
+
+    sparse = sparse_layers(keys, layers)
+    if (dense := keys.layers("mlp_only_layers", layers)) and dense != frozenset(range(layers)) - sparse:
+        raise ConfigError("config.json: mlp_only_layers is not what mlp_layer_types says, one dense layer by default",
+                          "mlp_layer_types decides: take the other key away")
+    own = mixture(keys, 256, 8, keys.integer("moe_intermediate_size", 512, high=2**22), True, sparse, sigmoid=True, corrected=True,
+                  factor=keys.number("moe_routed_scaling_factor", 1.0),
+                  shared_width=keys.integer("shared_expert_intermediate_size", 512, high=2**22))
+    made = decoder_config(keys, base, ropes, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True, gates_apart=True,
+                          gates_softplus=True, gates_whole=_gates(keys, layers) == WHOLE, mixture=own)
+    return replace(made, layer_queries=queries_by_layer(keys, made, "num_attention_heads_per_layer"))
+
+
+def _gates(keys: Keys, layers: int) -> str:
+    """Whether a head has one gate or each of its channels. Raises ConfigError."""
+    keys.asked |= {"gating", "gating_types"}
+    stated, by_layer = keys.raw.get("gating"), keys.raw.get("gating_types")
+    kind = WHOLE if stated in (None, True) else stated
+    if kind not in (WHOLE, EACH):
+        raise ConfigError(f"config.json: gating is {show(stated)}, which is not supported", f"known: true, {WHOLE}, {EACH}")
+    if by_layer is not None and by_layer != [kind] * layers and by_layer != [kind.replace("-", "_")] * layers:
+        raise ConfigError(f"config.json: gating_types is {show(by_layer)}, which is not {kind} for each of {layers} layers",
+                          "the layers' gates are all alike here, as gating says")
+    return kind
+
+
+def queries_by_layer(keys: Keys, made: ModelConfig, name: str) -> tuple[int, ...]:
+    """How many query heads each layer has, where they differ: as a list says. Raises ConfigError."""
+    keys.asked.add(name)
+    stated, layers = keys.raw.get(name), made.num_hidden_layers
+    if stated is None:
+        return ()
+    if not isinstance(stated, list) or len(stated) != layers or not all(type(each) is int and 0 < each <= 4096 for each in stated):
+        raise keys.fail(name, f"a number of heads for each of {layers} layers")
+    if odd := next((each for each in stated if each % made.num_key_value_heads), None):
+        raise ConfigError(f"config.json: {name} holds {odd}, which is not a multiple of num_key_value_heads {made.num_key_value_heads}")
+    return () if set(stated) == {made.num_attention_heads} else tuple(stated)
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    """Tensors of one layer by role, under the published names before those of transformers."""
+    rules, prefix = expert_tensors(config, layer, "mlp", NAMES, "shared_expert"), f"model.layers.{layer}."
+    gates = config.queries_of(layer) * (1 if config.gates_whole else config.head_dim)
+    rules["attn_gate"] = TensorRule(f"{prefix}self_attn.g_proj.weight", (gates, config.hidden_size))
+    if "correction" in rules:
+        rules["correction"] = replace(rules["correction"], name=prefix + PUBLISHED, also=(rules["correction"].name,))
+    return {role: replace(rule, also=(rule.name.replace(".shared_expert.", ".shared_experts."),)) if role.startswith("shared.") else rule
+            for role, rule in rules.items()}

@@ -1,0 +1,47 @@
+"""Mamba 2 (130M to 2.8B, Mamba Codestral 7B): layers that are a state space of the second kind each, with no MLP and no attention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ...kernels.mamba2_shape import Mamba2Shape
+from ..config import Defaults, ModelConfig, decoder_config
+from ..config_reader import ConfigError, Keys, show
+from . import TensorRule, mamba
+from .granitemoehybrid import check_steps, mamba_tensors
+from .mamba import ABSENT, block, outer_tensors
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({"conv_kernel", "expand", "head_dim", "intermediate_size", "layer_norm_epsilon", "n_groups", "num_heads",
+                       "state_size", "time_step_limit", "use_conv_bias"})
+KEYS_HARMLESS = mamba.KEYS_HARMLESS | {"chunk_size", "norm_before_gate", "time_step_rank"}
+REFUSED_UNLESS: Mapping[str, object] = {"rms_norm": True, "sliding_window": None, "use_bias": False}
+SIZES = {"vocab_size": 32_768, "hidden_size": 4096, "num_hidden_layers": 64}
+
+
+def config(keys: Keys) -> ModelConfig:
+    """How long a text may be it does not say: a state is as large behind any."""
+    base = Defaults(max_position_embeddings=1 << 20, bos=0, eos=(2,), eps_key="layer_norm_epsilon", norm_eps=1e-5, sizes=SIZES)
+    hidden, layers = (base.size(keys, name) for name in ("hidden_size", "num_hidden_layers"))
+    shape = Mamba2Shape(keys.integer("num_heads", 128, high=4096), keys.integer("head_dim", 64, high=4096),
+                        keys.integer("n_groups", 8, high=4096), keys.integer("state_size", 128, high=4096),
+                        keys.integer("conv_kernel", 4, high=64), keys.flag("use_conv_bias", True))
+    expand = keys.integer("expand", 2, high=64)
+    if shape.values != expand * hidden:
+        raise ConfigError(f"config.json: num_heads {shape.heads} times head_dim {shape.head_dim} is not {expand * hidden}, which is expand "
+                          "times hidden_size")
+    if shape.heads % shape.groups:
+        raise ConfigError(f"config.json: num_heads {shape.heads} is not a multiple of n_groups {shape.groups}")
+    check_steps(keys)
+    made = decoder_config(keys.saying(**ABSENT), base, lambda *_: (None,) * layers, state=shape, state_layers=tuple(range(layers)),
+                          without_mlp=tuple(range(layers)))
+    if made.hidden_act != "silu":
+        raise ConfigError(f"config.json: hidden_act = {show(keys.raw['hidden_act'])} is not supported for {made.family} models",
+                          "this family runs only with hidden_act = silu")
+    return made
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    prefix = f"model.layers.{layer}."
+    return {"input_norm": TensorRule(f"{prefix}norm.weight", (config.hidden_size,)), **mamba_tensors(config, f"{prefix}mixer.")}

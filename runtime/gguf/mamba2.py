@@ -1,0 +1,46 @@
+"""What GGUF files say otherwise of Mamba 2: where a checkpoint's config has it. Heads and widths inside, which no layer has, are stated as
+0."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ...offload.gguf import GgufHeader, Value
+from ...offload.header import CheckpointError
+from ..config import ModelConfig
+from . import jamba, mamba, state_spaces
+
+NAME = "mamba2"
+INNER = "inner_size"  # of all heads together
+# Below the architecture's name -> config.json.
+KEYS = {"ssm.conv_kernel": "conv_kernel", "ssm.state_size": "state_size", "ssm.group_count": "n_groups", "ssm.time_step_rank": "num_heads",
+        "ssm.inner_size": INNER, "attention.layer_norm_rms_epsilon": "layer_norm_epsilon"}
+REQUIRED = tuple(key for key in KEYS if key.startswith("ssm."))
+NAMES = {"attn_norm": "norm"} | {part: own.replace("mamba.", "mixer.") for part, own in state_spaces.NAMES.items()
+                                 if own.startswith("mamba.")}
+WHOLE = {part: own.replace("mamba.", "mixer.") for part, own in state_spaces.WHOLE.items()}
+
+
+def add_mamba2(header: GgufHeader, raw: dict[str, object]) -> None:
+    """Put into `raw`, a config.json in the making, what files say in their own way. Raises CheckpointError."""
+    for key in mamba.NOWHERE:
+        raw.pop(key, None)
+    inner, heads, hidden = raw.pop(INNER), raw["num_heads"], raw["hidden_size"]
+    if type(inner) is type(heads) is type(hidden) is int and heads > 0 and hidden > 0:
+        if inner < 1 or inner % heads or inner % hidden:
+            raise CheckpointError(f"{header.path} states {NAME}.ssm.inner_size {inner} for {heads} heads and a width of {hidden}, one of "
+                                  "which it is no multiple of", jamba.AGAIN)
+        raw |= {"head_dim": inner // heads, "expand": inner // hidden}
+    raw["use_conv_bias"] = any(tensor.endswith(".ssm_conv1d.bias") for tensor in header.tensors)
+
+
+def stated(config: ModelConfig) -> dict[str, Value]:
+    """The keys of its states, below the architecture's name."""
+    own = config.state
+    return {"ssm.conv_kernel": own.taps, "ssm.state_size": own.depth, "ssm.group_count": own.groups, "ssm.time_step_rank": own.heads,
+            "ssm.inner_size": own.values, "attention.head_count": 0, "attention.head_count_kv": 0, "feed_forward_length": 0}
+
+
+def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """(whether it is so, what files cannot say)."""
+    yield from state_spaces.departures(config)

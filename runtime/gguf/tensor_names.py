@@ -1,0 +1,63 @@
+"""The names of tensors, from a GGUF file to a checkpoint folder and back, by what `architectures.py` says of an architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..families import expert_of, kind_of
+from . import latent_attention, linear_attention, nextn
+from .architectures import CORRECTION, LAYER, OUTER, ROUTER, SHARE, SHARED_EXPERT, Architecture
+
+# Of a mixture: the matrices of all experts, and the router; older files have `ffn_gate.3` instead, a tensor for every expert.
+EXPERTS = {"ffn_gate_exps": "gate", "ffn_up_exps": "up", "ffn_down_exps": "down"}
+JOINT_EXPERTS = {"ffn_gate_up_exps": ("gate", "up")}  # of each expert one after the other
+SINGLE_EXPERTS = {"ffn_gate": "gate", "ffn_up": "up", "ffn_down": "down"}
+
+
+def own_names(name: str, found: Architecture, experts: int = 0) -> tuple[str, ...] | None:
+    """The names in a checkpoint folder of what lies in a tensor, of a model with so many `experts`; None for one that no family has."""
+    if name in OUTER or name in found.outer:
+        return (found.outer.get(name) or OUTER[name],)
+    first, _, rest = name.partition(".")
+    index, _, rest = rest.partition(".")
+    if first == "blk" and index.isdecimal() and rest in found.whole:
+        return (f"model.layers.{int(index)}.{found.whole[rest]}",)
+    part, _, kind = rest.rpartition(".")
+    if experts and found.experts is not None:
+        own = _of_experts(part, experts, *found.experts)
+    else:
+        own = []
+    own = own or [found.layer_names.get(each) or LAYER.get(each) for each in {**found.fused_before, **found.fused}.get(part, (part,))]
+    if first != "blk" or not index.isdecimal() or None in own or kind not in ("weight", "bias"):
+        return None
+    return tuple(f"model.layers.{int(index)}.{each if part == CORRECTION else f'{each}.{kind}'}" for each in own)
+
+
+def _of_experts(part: str, experts: int, place: str, names: Mapping[str, str]) -> list[str]:
+    """What a tensor of experts or a router is called; empty for another."""
+    if part == ROUTER:
+        return [f"{place}.gate"]
+    base, _, number = part.partition(".")
+    before = place and f"{place}."
+    if number.isdecimal() and base in SINGLE_EXPERTS and int(number) < experts:
+        return [f"{before}experts.{int(number)}.{names[SINGLE_EXPERTS[base]]}"]
+    kinds = JOINT_EXPERTS.get(part) or ((EXPERTS[part],) if part in EXPERTS else ())
+    return [f"{before}experts.{expert}.{names[kind]}" for expert in range(experts) for kind in kinds]
+
+
+# Role of a tensor of a family -> the part of its name in a file.
+ROLES = {
+    "embed": "token_embd", "norm": "output_norm", "head": "output", "input_norm": "attn_norm", "post_norm": "ffn_norm", "q": "attn_q",
+    "k": "attn_k", "v": "attn_v", "o": "attn_output", "q_norm": "attn_q_norm", "k_norm": "attn_k_norm", "o_norm": "post_attention_norm",
+    "down_norm": "post_ffw_norm", "gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down", "router": ROUTER,
+    "attn_gate": "attn_gate", "shared.scale": SHARE, "correction": CORRECTION, **linear_attention.ROLES, **latent_attention.ROLES,
+    **nextn.ROLES,
+    **{f"shared.{own.removesuffix('_proj')}": part for part, own in SHARED_EXPERT.items()},
+}
+
+
+def file_part(role: str, found: Architecture) -> str:
+    """What a tensor of a role is called in a file, without its layer and kind. Raises KeyError for a role that files do not have."""
+    plain = (role if expert_of(role) is None else kind_of(role)).removesuffix("_bias")
+    own = found.roles.get(plain) or ROLES[plain]
+    return f"{own}_exps" if expert_of(role) is not None else own
