@@ -27,8 +27,8 @@ from .tensors import ModelTensor
 HARMLESS = re.compile(r"(?:.*\.)?(?:rotary_emb\.(?:inv_freq|cos_cached|sin_cached)|masked_bias|layers\.\d+\.attention\.bias|"
                       r"h\.\d+\.attn\.(?:masked_)?bias|"
                       rf"decoder\.version|position_ids|mtp(?:_\w+)?\..+|(?:{'|'.join(IGNORED)}))")
-SIGHT = re.compile(r"(?:.*\.)?(?:audio_tower|code2wav|connector|embed_audio|embed_vision|mm_projector|multi_modal_projector|talker|"
-                   r"token2wav|vision_embedder|vision_model|vision_tower|visual)\..+")
+SIGHT = re.compile(r"(?:.*\.)?(?:image_newline|(?:audio_tower|code2wav|connector|embed_audio|embed_vision|merger|mm_projector|"
+                   r"multi_modal_projector|talker|token2wav|vision_embedder|vision_model|vision_tower|visual)\..+)")
 INDEXER = re.compile(r"(?:.*\.)?layers\.\d+\.self_attn\.indexer\..+")  # of models that run as far as it chooses every token
 OWN_KEYS = re.compile(r"(?:.*\.)?layers\.(\d+)\.self_attn\.(?:[kv]_proj|[kv]_norm)\..+")
 # What every xIELU has besides its layer's own numbers.

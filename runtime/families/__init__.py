@@ -59,13 +59,16 @@ COMPOSITE: Mapping[str, tuple[str, ...]] = {
     "gemma3": ("gemma3_text",), "gemma3n": ("gemma3n_text",), "gemma4": ("gemma4_text",), "gemma4_unified": ("gemma4_unified_text",),
     "glm46v": ("glm4v_moe_text", "glm4v_text"), "glm4v": ("glm4v_text",), "glm4v_moe": ("glm4v_moe_text",), "idefics3": ("llama",),
     "internvl": ("qwen2", "qwen3", "llama", "qwen3_moe"), "kimi_k25": ("deepseek_v3", "kimi_k2"), "lfm2_vl": ("lfm2", "lfm2_moe"),
-    "llama4": ("llama4_text",), "llava": ("llama", "mistral", "qwen2"), "mistral3": ("mistral", "ministral3", "mistral4"),
-    "qwen2_5_omni": ("qwen2_5_omni_text",), "qwen2_5_vl": ("qwen2_5_vl_text",), "qwen2_vl": ("qwen2_vl_text",),
-    "qwen3_5": ("qwen3_5_text",), "qwen3_5_moe": ("qwen3_5_moe_text",), "qwen3_omni_moe": ("qwen3_omni_moe_text",),
-    "qwen3_vl": ("qwen3_vl_text",), "qwen3_vl_moe": ("qwen3_vl_moe_text",), "smolvlm": ("llama",)}
+    "lfm3_vl": ("lfm3",), "llama4": ("llama4_text",), "llava": ("llama", "mistral", "qwen2"), "llava_next": ("llama", "mistral", "qwen2"),
+    "llava_onevision": ("qwen2",), "minicpmv4_6": ("qwen3_5_text",), "minicpmv4_7": ("qwen3_5_text",),
+    "mistral3": ("mistral", "ministral3", "mistral4"), "qwen2_5_omni": ("qwen2_5_omni_text",),
+    "qwen2_5_vl": ("qwen2_5_vl_text",), "qwen2_vl": ("qwen2_vl_text",), "qwen3_5": ("qwen3_5_text",), "qwen3_5_moe": ("qwen3_5_moe_text",),
+    "qwen3_omni_moe": ("qwen3_omni_moe_text",), "qwen3_vl": ("qwen3_vl_text",), "qwen3_vl_moe": ("qwen3_vl_moe_text",),
+    "smolvlm": ("llama",)}
 # Those of which a store gives the text part's tensors the names that they would have alone; families know the prefixes of the others.
 BY_PREFIX = ("aya_vision", "cohere2_vision", "exaone4_5", "glm46v", "glm4v", "glm4v_moe", "idefics3", "internvl", "kimi_k25", "lfm2_vl",
-             "llama4", "llava", "qwen2_5_omni", "qwen2_5_vl", "qwen2_vl", "qwen3_omni_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm")
+             "lfm3_vl", "llama4", "llava", "llava_next", "llava_onevision", "minicpmv4_6", "minicpmv4_7", "qwen2_5_omni", "qwen2_5_vl",
+             "qwen2_vl", "qwen3_omni_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm")
 # A `model_type` -> the family that it is, and what its configs say by saying nothing.
 RENAMED: Mapping[str, str] = {
     "exaone4_5_text": "exaone4", "gemma4_unified_text": "gemma4_text", "glm4v_moe_text": "glm4_moe", "glm4v_text": "glm4",
