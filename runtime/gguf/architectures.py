@@ -17,6 +17,7 @@ from ..families import FAMILIES, internlm2, mixtral, qwen3_moe
 from . import (
     apertus,
     bitnet,
+    channel_decays,
     cohere2_moe,
     falcon_h1,
     gemma3n,
@@ -268,6 +269,17 @@ ARCHITECTURES = {
                               read=laguna.READ | {"expert_shared_count"}, layer_names={
                                   CORRECTION: "mlp.experts.e_score_correction_bias", "attn_gate": "self_attn.g_proj",
                                   **{part: f"mlp.shared_expert.{own}" for part, own in SHARED_EXPERT.items()}}),
+    channel_decays.KIMI: Architecture(
+        "kimi_linear", experts=("block_sparse_moe", mixtral.NAMES), required=channel_decays.REQUIRED, read=channel_decays.READ,
+        keys=channel_decays.KEYS[channel_decays.KIMI], whole=channel_decays.WHOLE[channel_decays.KIMI], kinds=channel_decays.KINDS,
+        layer_names={CORRECTION: "block_sparse_moe.gate.e_score_correction_bias", **channel_decays.NAMES[channel_decays.KIMI],
+                     **{part: f"block_sparse_moe.shared_experts.{own}" for part, own in SHARED_EXPERT.items()}}),
+    channel_decays.LING: Architecture(
+        "bailing_hybrid", experts=("mlp", qwen3_moe.NAMES), required=(*channel_decays.REQUIRED, channel_decays.BOUND),
+        read=channel_decays.READ, keys=channel_decays.KEYS[channel_decays.LING], whole=channel_decays.WHOLE[channel_decays.LING],
+        kinds=channel_decays.KINDS, outer={"token_embd.weight": "model.word_embeddings.weight"},
+        layer_names={CORRECTION: "mlp.gate.expert_bias", **channel_decays.NAMES[channel_decays.LING],
+                     **{part: f"mlp.shared_experts.{own}" for part, own in SHARED_EXPERT.items()}}),
     "mistral3": Architecture("ministral3", interleaved=True, keys={"attention.temperature_scale": GROWTH}),
     "granite": Architecture("granite", interleaved=True, keys=_GRANITE_SCALES),
     "granitemoe": Architecture("granitemoe", interleaved=True, experts=("block_sparse_moe", qwen3_moe.NAMES), layer_names={

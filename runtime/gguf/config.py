@@ -19,7 +19,7 @@ from ...offload.header import CheckpointError, damaged, shown
 from ...quant.weight import to_f32
 from ..config import ModelConfig, parse_config
 from ..config_rope import GROWTH
-from . import gemma3n, gemma4, half_layers, laguna, latent_attention, minicpm3, sections, stateful, yarn
+from . import channel_decays, gemma3n, gemma4, half_layers, laguna, latent_attention, minicpm3, sections, stateful, yarn
 from .architectures import FACTORS, HARMLESS, LONG, NEUTRAL, RMS_NORM, SHORT, UNTURNED, Architecture, architecture
 from .family_keys import PATTERN, REPAIR, add_family, layer_types
 
@@ -117,7 +117,7 @@ def config_json(header: GgufHeader, factors: Factors) -> dict[str, object]:
         kinds = layer_types(header, raw["num_hidden_layers"], 1)
         gemma4.add_gemma4(header, raw, kinds, factors.get(FACTORS), raw.pop("sliding_window"))
     else:
-        if name not in (latent_attention.NAME, minicpm3.NAME):
+        if name not in (channel_decays.KIMI, channel_decays.LING, latent_attention.NAME, minicpm3.NAME):
             _heads(header, name, raw, found)
         add_family(header, raw)
         if name in sections.IN_TURN:

@@ -11,6 +11,7 @@ from ..config_rope import GLOBAL, GROWTH, LOCAL
 from . import (
     apertus,
     bitnet,
+    channel_decays,
     cohere2_moe,
     falcon_h1,
     gemma3n,
@@ -57,6 +58,10 @@ def add_family(header: GgufHeader, raw: dict[str, object]) -> None:
     if raw["model_type"] == minicpm3.FAMILY:
         raw["sliding_window"] = window
         minicpm3.add_minicpm3(header, raw)
+    elif "linear_head_dim" in raw:
+        _scored(header, raw)
+        raw["sliding_window"] = window
+        channel_decays.add_channel_decays(header, header.metadata["general.architecture"], raw)
     elif "kv_lora_rank" in raw:
         latent_attention.add_latent_attention(header, raw)
     elif raw["model_type"] in ("dots1", "glm4_moe"):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
@@ -124,6 +125,10 @@ class Halves:
     def nbytes(self) -> int:
         """In the file."""
         return self.keys.nbytes + self.values.nbytes
+
+    @property
+    def files(self) -> frozenset[Path]:
+        return frozenset((self.keys.file, self.values.file))
 
     def rows(self, begin: int, end: int, read: Callable[[GgufTensor, int, int], np.ndarray]) -> np.ndarray:
         """Rows [begin, end) float32; `read` gives rows of either as they mean, [rows, width]."""

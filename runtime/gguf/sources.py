@@ -17,7 +17,8 @@ RAW = ("F32", "F16", "BF16")
 class Source:
     """Where a tensor's rows come from: from row `first` of the file's tensor on, in its shape. `heads`: they are interleaved within so
     many heads (0: they are not); `offset` is to be taken off. `decay`: values are less than zero, their logarithms without the sign are
-    meant. `rows`: which of the file's tensor they are, where they are not one after the other.
+    meant; `growth`: they are more than zero, and those of theirs are. `rows`: which of the file's tensor they are, where they are not one
+    after the other.
     `scale`: what NVFP4 is multiplied by beside the scales in its blocks."""
 
     tensor: GgufTensor
@@ -26,6 +27,7 @@ class Source:
     heads: int = 0
     offset: float = 0.0
     decay: bool = False
+    growth: bool = False
     rows: np.ndarray | None = None
     scale: float = 1.0
 
@@ -42,7 +44,7 @@ class Source:
     @property
     def changed(self) -> bool:
         """Are its values other ones than the file's?"""
-        return bool(self.offset) or self.decay
+        return bool(self.offset) or self.decay or self.growth
 
     @property
     def in_order(self) -> bool:

@@ -15,14 +15,16 @@ from ...kernels.mamba2_shape import Mamba2Shape
 from ...offload.gguf import Value
 from ...offload.header import damaged
 from ..config import ModelConfig
-from . import falcon_h1, half_layers, jamba, linear_attention, mamba, mamba2, short_conv, state_spaces
+from . import channel_decays, falcon_h1, half_layers, jamba, linear_attention, mamba, mamba2, short_conv, state_spaces
 
 HEADS = "attention.head_count_kv"
 SAYS = {ConvShape: short_conv, DeltaShape: linear_attention, Mamba1Shape: jamba, Mamba2Shape: state_spaces}  # kind -> what files say of it
 # Those whose files say it otherwise.
 BY_FAMILY = {falcon_h1.FAMILY: falcon_h1, half_layers.FAMILY: half_layers, mamba.NAME: mamba, mamba.NORMED: mamba,
              mamba2.NAME: mamba2}
-DECAYS = linear_attention.DECAY, state_spaces.DECAY, half_layers.DECAY  # ends of names of what is stored as less than zero
+# Ends of names of what is stored as less than zero, and as more.
+DECAYS = linear_attention.DECAY, state_spaces.DECAY, half_layers.DECAY, channel_decays.BELOW
+GROWTHS = (channel_decays.ABOVE,)
 
 
 def layers_without(path: Path, key: str, value: np.ndarray, layers: object, kinds: tuple[str, str]) -> tuple[np.ndarray, list[str]]:

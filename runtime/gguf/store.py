@@ -7,7 +7,7 @@ load needs a few megabytes beside what it keeps.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -40,12 +40,13 @@ from .architectures import DIVISORS, ROUTER, Architecture, architecture
 from .config import Factors, model_config, rotary_divisors
 from .gemma3n import STACKED, stacked
 from .gemma4 import is_unused
+from .joined import joined, places
 from .latent_attention import HALVES, Halves, halves
 from .linear_attention import joined_rows
 from .nextn import mtp_names
 from .sources import RAW, Source
 from .split import close_all, open_parts
-from .stateful import DECAYS
+from .stateful import DECAYS, GROWTHS
 from .tensor_names import own_names
 from .tensor_scales import is_scale, tensor_scales
 
@@ -75,6 +76,7 @@ class GgufStore(MadeStore):
         self._sources: dict[str, Source] = {}
         self._halves: dict[str, Halves] = {}
         in_two: dict[str, dict[str, GgufTensor]] = {}
+        of_whole, in_parts = places(config), defaultdict[str, dict[int, Source]](dict)
         tensors: dict[str, TensorInfo] = {}
         stored: dict[str, StoredTensor] = {}
         self._scales = tensor_scales(file.header, file.opened, config.mixture.experts if config.mixture else 0)
@@ -87,7 +89,8 @@ class GgufStore(MadeStore):
                 names = mtp_names(tensor.name, names, config)
             if names is not None and all(is_unused(name, config) for name in names):
                 continue
-            if names is None or not wanted.keys() >= set(names):
+            of_one = of_whole.get(names[0]) if names and names[0] not in wanted else None
+            if names is None or not of_one and not wanted.keys() >= set(names):
                 raise CheckpointError(f"{self._path} holds tensor {shown(tensor.name)}, which no {config.family} model has",
                                       "the file is of another kind of model than it says")
             if tensor.type not in DECODERS and tensor.type not in RAW:
@@ -98,6 +101,9 @@ class GgufStore(MadeStore):
             if config.latent is not None and (part := next((part for part in HALVES if tensor.name.endswith(part)), None)) is not None:
                 in_two.setdefault(names[0], {})[part] = whole
                 continue
+            if of_one:
+                in_parts[of_one[0]][of_one[1]] = Source(tensor, (), scale=float(self._scales.get(tensor.name, NO_SCALE)[0]))
+                continue
             if len(names) == 1 and _same_values(tensor.shape, wanted[names[0]]):
                 tensor = replace(tensor, shape=wanted[names[0]])
             scales = self._scales.get(tensor.name, NO_SCALE)
@@ -107,7 +113,7 @@ class GgufStore(MadeStore):
                     stored[name] = StoredTensor(name, KEPT[tensor.type], source.shape, 0)
                     tensors[name] = TensorInfo(name, "U8", (stored[name].nbytes,), tensor.file, tensor.offset, stored[name].nbytes)
                     continue
-                plainly = len(tensor.shape) == 1 or source.decay  # no matrix of the model's
+                plainly = len(tensor.shape) == 1 or source.decay or source.growth  # no matrix of the model's
                 dtype = tensor.type if tensor.type in RAW and not source.changed else "F32" if plainly else wide.upper()
                 nbytes = prod(source.shape) * (4 if dtype == "F32" else 2)
                 tensors[name] = TensorInfo(name, dtype, source.shape, tensor.file, tensor.offset, nbytes)
@@ -116,8 +122,16 @@ class GgufStore(MadeStore):
             dtype = own.keys.type if own.keys.type == own.values.type and own.keys.type in RAW else wide.upper()
             nbytes = prod(own.shape) * (4 if dtype == "F32" else 2)
             tensors[name] = TensorInfo(name, dtype, own.shape, own.keys.file, own.keys.offset, nbytes)
+        self._joined = {name: joined(self._path, name, found, wanted[name], config) for name, found in in_parts.items()}
+        for name, whole in self._joined.items():
+            first, low = whole.parts[0].tensor, low_bit and whole.is_kept
+            if low:
+                stored[name] = StoredTensor(name, KEPT[first.type], whole.shape, 0)
+            dtype = "U8" if low else whole.dtype(wide)
+            nbytes = stored[name].nbytes if low else prod(whole.shape) * (4 if dtype == "F32" else 2)
+            tensors[name] = TensorInfo(name, dtype, (nbytes,) if low else whole.shape, first.file, first.offset, nbytes)
         super().__init__(self._path, tensors, dict(file.opened))
-        self.made = self._sources.keys() | self._halves.keys()
+        self.made = self._sources.keys() | self._halves.keys() | self._joined.keys()
         self.container = _container(file, stored, self._sources) if stored else None
         self.notices = tuple(self._said(wide, stored, plain))
 
@@ -129,11 +143,12 @@ class GgufStore(MadeStore):
                                   "the package gguf, which this installation lacks", "python -m pip install gguf") from None
 
     def stored_nbytes(self, info: TensorInfo) -> int:
-        return own.nbytes if (own := self._sources.get(info.name) or self._halves.get(info.name)) else info.nbytes
+        own = self._sources.get(info.name) or self._halves.get(info.name) or self._joined.get(info.name) or info
+        return own.nbytes
 
     def files_of(self, info: TensorInfo) -> frozenset[Path]:
-        own = self._halves.get(info.name)
-        return super().files_of(info) if own is None else frozenset((own.keys.file, own.values.file))
+        own = self._joined.get(info.name) or self._halves.get(info.name)
+        return super().files_of(info) if own is None else own.files
 
     def _parts(self, tensor: GgufTensor, names: tuple[str, ...], config: ModelConfig, found: Architecture,
                wanted: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Source]]:
@@ -154,7 +169,8 @@ class GgufStore(MadeStore):
             heads = heads_of(name, config) if found.interleaved else 0
             if heads and rows % (2 * heads):
                 damaged(self._path, f"has tensor {shown(tensor.name)} of {rows} rows for {heads} heads")
-            yield name, Source(tensor, (rows, *tensor.shape[1:]), first, heads, found.offset(name), name.endswith(DECAYS))
+            yield name, Source(tensor, (rows, *tensor.shape[1:]), first, heads, found.offset(name), name.endswith(DECAYS),
+                               name.endswith(GROWTHS))
             first += rows
 
     def _said(self, wide: str, stored: Mapping[str, StoredTensor], plain: Collection[str]) -> Iterator[str]:
@@ -170,7 +186,7 @@ class GgufStore(MadeStore):
                 yield said if ours else Fallback(said)
 
     def place(self, info: TensorInfo) -> int | None:
-        if info.name in self._halves:
+        if info.name not in self._sources:
             return None
         source = self._sources[info.name]
         if source.tensor.type not in RAW or source.moved or source.changed:
@@ -178,7 +194,7 @@ class GgufStore(MadeStore):
         return source.tensor.offset + source.first * (source.tensor.nbytes // source.tensor.shape[0])
 
     def arrival(self, infos: Sequence[TensorInfo]) -> Arrival | None:
-        if any(info.name in self._halves for info in infos):
+        if any(info.name not in self._sources for info in infos):
             return None
         sources = [self._sources[info.name] for info in infos]
         if not all(source.in_order for source in sources):
@@ -210,17 +226,27 @@ class GgufStore(MadeStore):
             self._widen(info, raw[begin:end], out[(first + begin) * each : (first + end) * each])
 
     def put_codes(self, info: TensorInfo, begin: int, end: int, blob: np.ndarray) -> None:
+        if (own := self._joined.get(info.name)) is not None:
+            for part, first, last, at in own.ranges(begin, end):
+                self._put_codes(info, at, self._rows(part, first, last, part.tensor.row_nbytes), blob, part)
+            return
         source = self._sources[info.name]
         self._put_codes(info, begin, self._rows(source, begin, end, source.tensor.row_nbytes), blob)
 
-    def _put_codes(self, info: TensorInfo, begin: int, raw: np.ndarray, blob: np.ndarray) -> None:
-        source = self._sources[info.name]
+    def _put_codes(self, info: TensorInfo, begin: int, raw: np.ndarray, blob: np.ndarray, part: Source | None = None) -> None:
+        source = part or self._sources[info.name]
         if not put_blocks(blob, source.tensor.type, source.shape, begin, raw, source.scale):
             self._refuse(source.tensor, "a scale of NaN or infinity")
 
     def fill(self, info: TensorInfo, begin: int, end: int, out: np.ndarray) -> None:
         if (own := self._halves.get(info.name)) is not None:
             self._store(own.rows(begin, end, self._values), info, own.keys, out)
+            return
+        if (own := self._joined.get(info.name)) is not None:
+            each = len(out) // (end - begin)
+            for part, first, last, at in own.ranges(begin, end):
+                raw = self._rows(part, first, last, part.tensor.nbytes // part.tensor.shape[0])
+                self._widen(info, raw, out[(at - begin) * each : (at - begin + last - first) * each], part)
             return
         source = self._sources[info.name]
         tensor = source.tensor
@@ -233,13 +259,13 @@ class GgufStore(MadeStore):
             return
         self._widen(info, self._rows(source, begin, end, nbytes), out)
 
-    def _widen(self, info: TensorInfo, raw: np.ndarray, out: np.ndarray) -> None:
+    def _widen(self, info: TensorInfo, raw: np.ndarray, out: np.ndarray, part: Source | None = None) -> None:
         """Rows [n, row bytes] of the file as raw values."""
-        source = self._sources[info.name]
+        source = part or self._sources[info.name]
         tensor = source.tensor
         if tensor.type not in RAW:
             values = self._dequantized(raw, tensor, tensor.shape[-1] if len(tensor.shape) > 1 else 1) * np.float32(source.scale)
-        elif source.changed:
+        elif source.changed or info.dtype != tensor.type:
             scheme = tensor.type.lower()
             values = self._meant(source, to_f32(raw.reshape(-1).view(RAW_NUMPY[scheme]), scheme))
         else:
@@ -268,6 +294,10 @@ class GgufStore(MadeStore):
             if not (values < 0).all() or np.isinf(values).any():
                 self._refuse(source.tensor, "a decay that is not below zero")
             return np.log(-values)
+        if source.growth:
+            if not (values > 0).all() or np.isinf(values).any():
+                self._refuse(source.tensor, "a decay that is not above zero")
+            return np.log(values)
         return values - np.float32(source.offset) if source.offset else values
 
     def _dequantized(self, raw: np.ndarray, tensor: GgufTensor, width: int) -> np.ndarray:
