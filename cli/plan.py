@@ -137,6 +137,7 @@ def report(model: str, prepared: Prepared, known: Roofs, found: Forecast, better
     """What `--json` prints. Keys stay; bytes, seconds, tokens a second. Of a tier, `weights_bytes` are those of its memory, or what a token
     reads, and `tensor_bytes` those of the model's tensors that lie there: over all tiers, all of them. Where pages of the
     cache are picked, those of a token from the disk are the most that it could read."""
+    from ..runtime.adapter_lengths import measuring_s
     from ..runtime.chosen_kernels import chosen_kernels
     from ..runtime.weight_tiers import weight_tiers
 
@@ -174,7 +175,7 @@ def report(model: str, prepared: Prepared, known: Roofs, found: Forecast, better
         "speculation": {"lookup": drafting.lookup, "draft": prepared.options.draft if drafting.draft else None,
                         "draft_bytes": drafting.draft_nbytes, "mtp": drafting.mtp, "mtp_bytes": drafting.mtp_nbytes},
         "adapters": {"names": list(prepared.adapted.names), "matrices": len(prepared.adapted.weights), "rank": prepared.adapted.rank,
-                     "bytes": prepared.adapted.nbytes},
+                     "bytes": prepared.adapted.nbytes, "measuring_s": measuring_s(prepared)},
         "suggestion": better and {"flag": better.flag, "tokens_per_s": better.tokens_per_s, "gain": better.gain,
                                   "full_context": better.full},
         "machine": known.machine and {"date": known.machine.date, "memory_bytes_per_s": known.machine.memory},
@@ -207,8 +208,12 @@ def lines(model: str, prepared: Prepared, known: Roofs, found: Forecast, better:
               + f", up to {format_size(work.kv_bytes * placement.ctx)} of cache{paged_cache(prepared, work)}"),
              *products(prepared), *speeds(found)]
     if prepared.adapted.names:
+        from ..runtime.adapter_lengths import measuring_s
+
         own = prepared.adapted
-        said.append(("adapters", f"{', '.join(own.names)}: beside {len(own.weights)} matrices, rank {own.rank}, {format_size(own.nbytes)}"))
+        rows = f"; measuring rows for DoRA takes about {seconds(measuring_s(prepared))} of each start" if own.lengths else ""
+        said.append(("adapters", f"{', '.join(own.names)}: beside {len(own.weights)} matrices, rank {own.rank}, {format_size(own.nbytes)}"
+                                 f"{rows}"))
     if prepared.speculating:
         said.append(("speculation", drafts(prepared)))
     if better is not None:

@@ -59,6 +59,7 @@ def compiled_functions(kinds: Sequence[str] = KINDS) -> list[Kernel | Jit]:
         packed,
         packed_rows,
         roof,
+        row_lengths,
         rows,
         sampling,
         short_conv_loops,
@@ -74,7 +75,7 @@ def compiled_functions(kinds: Sequence[str] = KINDS) -> list[Kernel | Jit]:
     modules = {KV: (kv_many, kv_few, kv_seal, kv_merge), LOW_BIT: (packed, many, packed_rows), EXACT: (gemm,), LOOKUP: (lut, lut_order),
                BUNDLED: (neurons,), SPARSE: (estimates, choices),
                FOREIGN: (foreign_words, foreign_blocks, foreign_floats, foreign_levels),
-               FLOATS: (floats, gemm), ADAPTERS: (lora_loops,),
+               FLOATS: (floats, gemm), ADAPTERS: (lora_loops, row_lengths),
                RAW: (sampling, attention, attention_few, linear, rows, experts, threads, roof) + ((linear_amx,) if AMX_FLOATS else ()),
                MIXERS: (delta_loops, kda_loops, short_conv_loops, mamba1_loops, mamba2_loops, latent_loops, stream_loops)}
     exact = {EXACT, FLOATS}  # kinds that need of `gemm` what multiplies in float32, and that alone

@@ -8,7 +8,8 @@ c - 1 is kept beside it for the matrix's own product. Half of such an adapter is
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
+from contextlib import closing
 from dataclasses import replace
 from itertools import accumulate
 from math import prod
@@ -16,17 +17,28 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..kernels.threads import ThreadPool
 from ..offload.checkpoint import CheckpointError, TensorStore
 from ..offload.header import shown
-from ..quant.weight import Weight, can_be_parted, some_rows
+from ..quant.weight import Weight
 from .adapted import kept
 from .events import Progress
+from .prepare import worker_count
 from .tensors import ModelTensor, check_tensors, typed
 
 if TYPE_CHECKING:
     from .prepare import Prepared
 
-ROWS_AT_ONCE = 512
+# Multiply-adds of a row's input that opening and squaring it takes as long as, and those of a thread in a second (a Zen 4, any format).
+OPENING, RATE = 8, 20e9
+
+
+def measuring_s(prepared: Prepared) -> float:
+    """About how many seconds `measured` takes where what it reads is in memory."""
+    adapted = prepared.adapted
+    products = sum(prod(adapted.weights[key][index].shape[1 - index] for index in (0, 1)) * (OPENING + adapted.ranks[key][number])
+                   for key, lengths in adapted.lengths.items() for number in lengths)
+    return products / (RATE * worker_count(prepared.options))
 
 
 def measured(prepared: Prepared) -> Generator[Progress, None, Prepared]:
@@ -35,37 +47,34 @@ def measured(prepared: Prepared) -> Generator[Progress, None, Prepared]:
     adapted, store = prepared.adapted, prepared.store
     if not adapted.lengths:
         return prepared
+    from ..kernels.cpu.row_lengths import squared_lengths  # which most runs need nothing of
+
     tensors = check_tensors(prepared.config, store, prepared.container)
     weights, gains, done = dict(adapted.weights), {}, 0
     total = sum(prod(tensors[layer][role].shape) for layer, role in adapted.lengths)
-    for (layer, role), lengths in adapted.lengths.items():
-        tensor, (a, b) = tensors[layer][role], (each.to_f32() for each in adapted.weights[layer, role])
-        ends = [0, *accumulate(adapted.ranks[layer, role])]
-        gains[layer, role] = np.zeros((len(adapted.names), len(b)), np.float32)
-        for begin, rows in _rows(tensor, store):
-            end = begin + len(rows)
+    with closing(ThreadPool(worker_count(prepared.options))) as pool:
+        for (layer, role), lengths in adapted.lengths.items():
+            tensor, (a, b) = tensors[layer][role], (each.to_f32() for each in adapted.weights[layer, role])
+            yield Progress("measuring rows for DoRA", done, total, "weights", tensor.name)
+            ends = [0, *accumulate(adapted.ranks[layer, role])]
+            own = {number: slice(ends[number], ends[number + 1]) for number in lengths}
+            found = squared_lengths(pool, _weight(tensor, store), {number: (a[part], b[:, part]) for number, part in own.items()})
+            gains[layer, role] = np.zeros((len(adapted.names), len(b)), np.float32)
             for number, wanted in lengths.items():
-                own = slice(ends[number], ends[number + 1])
-                sizes = np.linalg.norm(rows + b[begin:end, own] @ a[own], axis=1)
-                if not sizes.all():
+                if not found[number].all():
                     raise CheckpointError(f"{adapted.names[number]} gives a length to a row of zeros in {shown(tensor.name)}",
                                           "is it the model that it was made for?")
-                factors = wanted[begin:end] / sizes
-                b[begin:end, own] *= factors[:, None]
-                gains[layer, role][number, begin:end] = factors - 1
-            done += rows.size
-            yield Progress("measuring rows for DoRA", done, total, "weights", tensor.name)
-        weights[layer, role] = kept(a), kept(b, ())
+                factors = (wanted / np.sqrt(found[number])).astype(np.float32)
+                b[:, own[number]] *= factors[:, None]
+                gains[layer, role][number] = factors - 1
+            done += prod(tensor.shape)
+            weights[layer, role] = kept(a), kept(b, ())
+    yield Progress("measuring rows for DoRA", done, total, "weights")
     return replace(prepared, adapted=replace(adapted, weights=weights, gains=gains))
 
 
-def _rows(tensor: ModelTensor, store: TensorStore) -> Iterator[tuple[int, np.ndarray]]:
-    """What a weight means, some rows [n, K] at a time, with the first one's place."""
+def _weight(tensor: ModelTensor, store: TensorStore) -> Weight:
+    """As it is stored, read for a moment."""
     raw = store.read(tensor.info)
-    weight = (Weight.raw(tensor.spec.scheme, tensor.shape, typed(raw, tensor.spec)) if tensor.spec.is_raw
-              else Weight.low_bit(tensor.spec, tensor.shape, raw))
-    height = tensor.shape[0]
-    step = ROWS_AT_ONCE if can_be_parted(weight) else height
-    for begin in range(0, height, step):
-        end = min(height, begin + step)
-        yield begin, weight.to_f32() if step == height else some_rows(weight, begin, end).to_f32()
+    return (Weight.raw(tensor.spec.scheme, tensor.shape, typed(raw, tensor.spec)) if tensor.spec.is_raw
+            else Weight.low_bit(tensor.spec, tensor.shape, raw))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from effllm import EffllmError
 from effllm.runtime.adapted import adapted
+from effllm.runtime.adapter_lengths import OPENING, RATE
 from effllm.runtime.config import read_config
 from effllm.runtime.merge import merge
 
@@ -33,6 +35,7 @@ from test_adapters import (  # noqa: F401  a fixture
     widen,
 )
 from test_chosen_adapters import CHOICES, alone_and_together, logits_of
+from test_cli_eval import Ran
 
 
 def lengthened(folder: Path, out: Path, seed: int = 1) -> Path:
@@ -126,6 +129,17 @@ def test_what_is_counted_is_there_before_it_is_measured(own: Path) -> None:
     engine.close()
     assert before.nbytes == after.nbytes and before.lengths.keys() == after.gains.keys() == after.weights.keys()
     assert {each.dtype for each in after.gains.values()} == {np.dtype(np.float32)} and before.digest != after.digest
+
+
+def test_a_plan_says_how_long_measuring_takes(own: Path, tmp_path: Path) -> None:
+    """As products that a thread makes; nothing where no rows get lengths."""
+    both = own, of_all_matrices(FABLE, tmp_path / "plain")
+    told = [Ran("plan", FABLE, "--lora", each, "--json", "--no-probe", "-t", "2") for each in both]
+    lengthened, plain = (json.loads(ran.out)["adapters"] for ran in told)
+    assert lengthened["matrices"] == plain["matrices"] and plain["measuring_s"] == 0
+    count = sum(tensor.numel() for name, tensor in weights(FABLE).items() if "layers" in name and tensor.dim() == 2)
+    assert lengthened["measuring_s"] == pytest.approx(count * (OPENING + RANK) / (2 * RATE))
+    assert "; measuring rows for DoRA takes about" in Ran("plan", FABLE, "--lora", own, "--no-probe").out
 
 
 def test_what_has_no_direction_or_is_a_part_is_refused(tmp_path: Path) -> None:

@@ -247,7 +247,7 @@ def expand(address, dtype, out, count):
 
 
 @inlined(REASSOCIATE)
-def _squares(x, depth):
+def squares_of(x, depth):
     total = ZERO
     for i in range(depth):
         total += x[i] * x[i]
@@ -318,7 +318,7 @@ def normalise_here(row, depth, kind, weight, bias, eps):
             for i in range(depth):
                 y[i] += b[i]
         return
-    scale = ONE / np.sqrt(_squares(y, depth) / float32(depth) + eps)
+    scale = ONE / np.sqrt(squares_of(y, depth) / float32(depth) + eps)
     shift = ONE if kind == NORM_RMS_PLUS_ONE else ZERO
     for i in range(depth):
         y[i] = y[i] * scale * (w[i] + shift)

@@ -133,7 +133,7 @@ def run_many(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Li
         block = [ops.at(x), *head]
         for i in chosen:
             out = outs[min(i, len(outs) - 1)]
-            block += [*_gemm_fields(linears[i]), ops.at(out), out.strides[0] // 4]
+            block += [*gemm_fields(linears[i].weight, linears[i].bias), ops.at(out), out.strides[0] // 4]
         ops.args[: len(block)] = block
         if norm is not None:
             ops.reals[gemm.EPS] = norm.eps
@@ -165,16 +165,16 @@ def run_exact(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[L
         ops.run(linear.pack_columns, ops.where, True, ops.args)
     block = [ops.at(panels), *head, gemm.GROUPED, len(linears)]
     for each, out in zip(linears, outs):
-        block += [*_gemm_fields(each), ops.at(out), out.strides[0] // 4]
+        block += [*gemm_fields(each.weight, each.bias), ops.at(out), out.strides[0] // 4]
     ops.args[: len(block)] = block
     ops.run(gemm.multiply_exact, ops.where, True, ops.args)
 
 
-def _gemm_fields(each: Linear) -> list[int]:
-    (base, kind, rows), (_, _, scales, zeros, row_scales, tables, sparse, _) = each.weight.low_bit_fields
-    weight = each.weight
+def gemm_fields(weight: Weight, bias: np.ndarray | None = None) -> list[int]:
+    """What the kernels of many columns read of a matrix, up to where its outputs go, in the order of `gemm_formats.py`."""
+    (base, kind, rows), (_, _, scales, zeros, row_scales, tables, sparse, _) = weight.low_bit_fields
     return [base, scales, zeros, row_scales, tables, sparse, kind >> SCHEME_SHIFT, kind & SCHEME_MASK, weight.spec.group, weight.looked_up,
-            rows, address(each.bias)]
+            rows, address(bias)]
 
 
 def embed(ops: CpuOps, ids: np.ndarray, table: Weight, scale: float, out: np.ndarray) -> None:
