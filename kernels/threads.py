@@ -6,7 +6,7 @@ of the shape alone, so a result depends neither on the number of threads nor on 
 active while the job is open: one that the system has put aside never enters, and nobody waits for it, so a busy machine costs its share and
 not a time slice per job.
 
-Control block, in cache lines (8 int64): job word (odd: open) | kernel, args | active | counters, two lines | state of worker 0, 1, ...
+Control block, in cache lines (8 int64): job word (odd: open) | kernel, args | active | counters, 4 lines | state of worker 0, 1, ...
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import numpy as np
 
 from .compile import Kernel, jit
 from .cpu.intrinsics import call_kernel, compare_swap, fetch_add, i64_at, load, relax, store
-from .cpu.sharing import COUNTERS_NBYTES, clear_regions
+from .cpu.sharing import COUNTERS_NBYTES, SETS, clear_counters
 from .deferred import inlined
 
 JOB, KERNEL, ARGS, ACTIVE, COUNTER = 0, 64, 72, 128, 192  # byte offsets
-STATES = COUNTER + COUNTERS_NBYTES
+STATES = COUNTER + SETS * COUNTERS_NBYTES
 RUNNING, PARKED = 0, 1
 AT_END = 0xFFFF  # in the place of a job's number: none is open
 MOST_WORKERS = 46  # their bits fit beside a job's number in one integer; memory is saturated long before
@@ -76,7 +76,7 @@ def _start(control, function, args, workers):
     sleeping = _settle(control, workers)
     i64_at(control + KERNEL)[0] = function
     i64_at(control + ARGS)[0] = args
-    clear_regions(control + COUNTER)
+    clear_counters(control + COUNTER)
     store(control + JOB, load(control + JOB) + 1)
     for worker in range(1, workers):
         if compare_swap(control + STATES + 64 * worker, PARKED, RUNNING) == 1:
@@ -99,7 +99,7 @@ def _start_list(control, jobs, first, count, workers, pause):
     lost = _settle(control, workers)
     for index in range(first, count):
         job = i64_at(jobs + 24 * index)
-        clear_regions(control + COUNTER)
+        clear_counters(control + COUNTER)
         if job[2] == 0:
             call_kernel(job[0], job[1], 0, control + COUNTER)
             continue
@@ -138,7 +138,7 @@ def _quiet(control, workers):
 def _alone(control, function, args, workers):
     """Run a small job on the calling thread only. Returns what `_settle` does."""
     sleeping = _settle(control, workers)
-    clear_regions(control + COUNTER)
+    clear_counters(control + COUNTER)
     call_kernel(function, args, 0, control + COUNTER)
     return sleeping
 

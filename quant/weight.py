@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from ..kernels.layout import STORED_TYPES
 from ..kernels.tiles import ROWS, SCHEME_SHIFT, SCHEMES, TILE, block_nbytes, row_nbytes
 from .spec import QuantSpec
+
+if TYPE_CHECKING:
+    from .thin import Added
 
 SECTIONS = ("codes", "scales", "zeros", "row_scales", "tables")  # of a low-bit weight without outliers, as uint8
 RAW_NUMPY = {"f32": np.dtype(np.float32), "f16": np.dtype(np.uint16), "bf16": np.dtype(np.uint16)}
@@ -196,20 +199,12 @@ class Linear:
 
 @dataclass(frozen=True)
 class Lora:
-    """What adapters add to a product: out(s * into(x)), of raw matrices `into` [r, K] and `out` [N, r], each adapter's alpha taken in; s is
-    how much a text has of each. `ranks`: how many of the r numbers between are of each adapter, in their order. Both matrices lie by
-    columns, and r is a multiple of 4: `kernels/cpu/lora_loops.py` says why. `gains` float32 [adapters, N]: of those that give rows other
-    lengths, how much more of the matrix's own y (without its bias) that is for a text that has all of each; None where none does."""
+    """What adapters add to a product: out(s * into(x)) of each in `pairs`, in the order of their numbers, each one's alpha taken in; s is
+    how much a text has of it. `gains` float32 [adapters, N]: of those that give rows other lengths, how much more of the matrix's own y
+    (without its bias) that is for a text that has all of each; None where none does."""
 
-    into: Linear
-    out: Linear
-    ranks: tuple[int, ...]
+    pairs: tuple[Added, ...]
     gains: object | None = None
-
-    @cached_property
-    def of(self) -> np.ndarray:
-        """The adapter of each number between, int64 [r]."""
-        return np.repeat(np.arange(len(self.ranks)), self.ranks)
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,18 @@
 """LoRA adapters beside a model as it runs: y = W x + B (s * A x), whatever W is stored as and wherever it lies.
 
 Nothing of the model is touched, so adapters go with low-bit weights, GGUF files and weights that come from the disk, where merging would
-have to open what is rounded and round it anew. What it costs is two thin products for each matrix. Of several adapters the matrices lie
-behind one another, A's rows and B's columns, which is their sum. How much of each a text has, s, is chosen as it is read (`choosing.py`)
-and multiplied between the two. Lengths of rows are `adapter_lengths.py`'s; what an adapter changes otherwise (embeddings, a head, experts)
-is merged: `merge.py`.
+have to open what is rounded and round it anew. What it costs is two thin products for each matrix, and of several adapters those of which
+a text has any. How much of each it has, s, is chosen as it is read (`choosing.py`) and multiplied between the two. Lengths of rows are
+`adapter_lengths.py`'s; what an adapter changes otherwise (embeddings, a head, experts) is merged: `merge.py`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -24,13 +23,15 @@ import numpy as np
 from .. import UsageError
 from ..offload.checkpoint import CheckpointError
 from ..offload.header import is_gguf, shown
-from ..quant.weight import Linear, Lora, Weight, from_f32, to_f32
+from ..quant.thin import Added, Thin
+from ..quant.weight import Lora
 from . import families
 from .adapter import DAMAGED, HEAD, MLX, PEFT, STATED, TABLE, Adapter, Delta
 from .adapter_places import places
 from .parted_rows import TURNED_OVER
 
 if TYPE_CHECKING:
+    from .block_ops import BlockOps
     from .config import ModelConfig
     from .tensors import ModelTensor
 
@@ -40,39 +41,51 @@ BESIDE = frozenset(("q", "k", "v", "o", "attn_gate", "gate", "up", "down", "q_a"
 MERGES = "effllm export MODEL -o DIR --lora ADAPTER merges it into the original checkpoint"
 RANK_MULTIPLE = 4  # what kernels take at a time of the numbers between; more are zeros
 LARGEST = float(np.finfo(np.float32).max)  # as a scale
-NARROW = ("bf16", "f16")  # as which a matrix is kept where that loses nothing
+Key = tuple["int | str", str]  # layer and role
 
 
 @dataclass(frozen=True)
 class Adapted:
-    """What adapters add, by layer and role; empty for a run without any. `names`: what each is called; `scales`: how much of each a text
-    has that nothing else is said of. `ranks`: of the numbers between two matrices, how many are of each adapter. `lengths`: those that rows
-    of a matrix get, float32 [N], by the number of the adapter; `gains` what follows from them, as a `Lora` has it."""
+    """What adapters add, by layer and role, one behind the other in the order of their numbers; empty for a run without any. `names`: what
+    each is called; `scales`: how much of each a text has that nothing else is said of. `lengths`: those that rows of a matrix get, float32
+    [N], by the number of the adapter; `gains` what follows from them, as a `Lora` has it."""
 
     names: tuple[str, ...] = ()
-    weights: Mapping[tuple[int | str, str], tuple[Weight, Weight]] = field(default_factory=dict)
+    weights: Mapping[Key, tuple[Added, ...]] = field(default_factory=dict)
     scales: tuple[float, ...] = ()
-    ranks: Mapping[tuple[int | str, str], tuple[int, ...]] = field(default_factory=dict)
-    lengths: Mapping[tuple[int | str, str], Mapping[int, np.ndarray]] = field(default_factory=dict)
-    gains: Mapping[tuple[int | str, str], np.ndarray] = field(default_factory=dict)
+    lengths: Mapping[Key, Mapping[int, np.ndarray]] = field(default_factory=dict)
+    gains: Mapping[Key, np.ndarray] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
-        """The most numbers between the two matrices of one weight."""
-        return max((a.shape[0] for a, _ in self.weights.values()), default=0)
+        """The most numbers between the matrices beside one weight."""
+        return max((sum(each.into.shape[0] for each in added) for added in self.weights.values()), default=0)
 
     @property
     def nbytes(self) -> int:
-        return sum(each.parts["data"].nbytes for pair in self.weights.values() for each in pair) + 4 * self._gained
+        return self.nbytes_of([1.0] * len(self.names))
 
-    @property
-    def products(self) -> int:
-        """Of a token with what they add."""
-        return sum(prod(each.shape) for pair in self.weights.values() for each in pair) + self._gained
+    def nbytes_of(self, scales: Sequence[float]) -> int:
+        """What a token with so much of each goes through."""
+        return sum(each.nbytes for each in self._read(scales)) + 4 * self._gained(scales)
 
-    @property
-    def _gained(self) -> int:
-        return sum(len(self.names) * self.weights[key][1].shape[0] for key in self.lengths)
+    def products_of(self, scales: Sequence[float]) -> int:
+        """Of a token with so much of each."""
+        return sum(prod(each.shape) for each in self._read(scales)) + self._gained(scales)
+
+    def _read(self, scales: Sequence[float]) -> Iterator[Thin]:
+        for added in self.weights.values():
+            for own in added:
+                if scales[own.adapter]:
+                    yield from (own.into, own.out)
+
+    def _gained(self, scales: Sequence[float]) -> int:
+        return sum(map(bool, scales)) * sum(self.weights[key][0].out.shape[0] for key in self.lengths)
+
+    def _ranks(self, key: Key) -> list[int]:
+        """Of the numbers between, how many are of each adapter."""
+        found = dict.fromkeys(range(len(self.names)), 0) | {own.adapter: own.into.shape[0] for own in self.weights[key]}
+        return list(found.values())
 
     @property
     def digest(self) -> str:
@@ -85,11 +98,11 @@ class Adapted:
             return ""
         if all(each == 1 for each in scales):
             return self._content
-        said = [float(each) for each in scales], [self.ranks[key] for key in self._keys]
+        said = [float(each) for each in scales], [self._ranks(key) for key in self._keys]
         return hashlib.sha256(f"{self._content} {said}".encode()).hexdigest()[:32]
 
     @property
-    def _keys(self) -> list[tuple[int | str, str]]:
+    def _keys(self) -> list[Key]:
         return sorted(self.weights, key=lambda key: (str(key[0]), key[1]))
 
     @cached_property
@@ -97,21 +110,20 @@ class Adapted:
         made = hashlib.sha256()
         for layer, role in self._keys:
             made.update(f"{layer} {role}".encode())
-            for each in self.weights[layer, role]:
-                made.update(f"{each.spec.scheme} {each.shape}".encode() + each.parts["data"].tobytes())
+            for own in self.weights[layer, role]:
+                for each in (own.into, own.out):
+                    made.update(f"{each.scheme} {each.shape}".encode() + each.stored.tobytes())
             if (layer, role) in self.gains:
                 made.update(b"gains" + self.gains[layer, role].tobytes())
         return made.hexdigest()[:32]
 
-    def beside(self, layer: int | str, role: str, put: Callable[[np.ndarray, str], object]) -> Lora | None:
-        """What goes beside a matrix, on the backend of `put`; None for nothing."""
-        pair = self.weights.get((layer, role))
-        if pair is None:
+    def beside(self, layer: int | str, role: str, ops: BlockOps) -> Lora | None:
+        """What goes beside a matrix, on a backend; None for nothing."""
+        added = self.weights.get((layer, role))
+        if added is None:
             return None
-        own = (Linear(Weight(each.spec, each.shape, {"data": put(each.parts["data"].T, each.spec.scheme).T})) for each in pair)
-        if (layer, role) not in self.lengths:
-            return Lora(*own, self.ranks[layer, role])
-        return Lora(*own, self.ranks[layer, role], put(self.gains[layer, role], "f32"))
+        pairs = added if ops.name == "cpu" else tuple(Added(own.adapter, own.into.put(ops.put), own.out.put(ops.put)) for own in added)
+        return Lora(pairs, ops.put(self.gains[layer, role], "f32") if (layer, role) in self.lengths else None)
 
 
 NOTHING = Adapted()
@@ -120,33 +132,29 @@ NOTHING = Adapted()
 def adapted(asked: Sequence[str], config: ModelConfig, tensors: Mapping[int | str, Mapping[str, ModelTensor]]) -> Adapted:
     """The adapters of `--lora ADAPTER` or `ADAPTER:SCALE`, folders or GGUF files, for a model with these tensors. Raises UsageError,
     CheckpointError for one that is none, that was made for another model, or that adds what only merging can."""
-    found: dict[tuple[int | str, str], tuple[Weight, Weight]] = {}
-    ranks: dict[tuple[int | str, str], list[int]] = {}
-    lengths: dict[tuple[int | str, str], dict[int, np.ndarray]] = {}
+    found: dict[Key, dict[int, Added]] = {}
+    lengths: dict[Key, dict[int, np.ndarray]] = {}
     names, scales = [], []
     for number, each in enumerate(asked):
         path, scale = _parsed(each)
         names.append(_other_than(names, path.resolve().name))
         scales.append(scale)
-        for key, pair, own_lengths in _read(path, config, tensors):
-            found[key] = pair if key not in found else _sum(found[key], pair)
-            ranks.setdefault(key, [0] * len(asked))[number] += pair[0].shape[0]
+        for key, a, b, own_lengths in _read(path, config, tensors):
+            if (before := found.setdefault(key, {}).get(number)) is not None:  # another part of the matrix
+                a, b = np.concatenate([before.into.to_f32(), a]), np.concatenate([before.out.to_f32(), b], 1)
+            found[key][number] = Added(number, Thin.into(a), Thin.out(b))
             if own_lengths is not None:
                 lengths.setdefault(key, {})[number] = own_lengths
-    for key in lengths:  # what B is multiplied by is no number of 16 bits
-        found[key] = found[key][0], kept(found[key][1].to_f32(), ())
-    return Adapted(tuple(names), found, tuple(scales), {key: tuple(each) for key, each in ranks.items()}, lengths)
+    for key, numbers in lengths.items():  # what B is multiplied by is no number of 16 bits
+        for number in numbers:
+            found[key][number] = replace(found[key][number], out=Thin.out(found[key][number].out.to_f32(), ()))
+    return Adapted(tuple(names), {key: tuple(own.values()) for key, own in found.items()}, tuple(scales), lengths)
 
 
 def _other_than(names: Sequence[str], name: str) -> str:
     """A name that none of them has: `sql`, `sql-2`."""
     numbers = (name, *(f"{name}-{number}" for number in range(2, len(names) + 2)))
     return next(each for each in numbers if each not in names)
-
-
-def _sum(first: tuple[Weight, Weight], second: tuple[Weight, Weight]) -> tuple[Weight, Weight]:
-    """A's rows and B's columns behind one another."""
-    return tuple(kept(np.concatenate([own.to_f32() for own in pair], axis)) for axis, pair in enumerate(zip(first, second, strict=True)))
 
 
 def _parsed(asked: str) -> tuple[Path, float]:
@@ -164,8 +172,9 @@ def _parsed(asked: str) -> tuple[Path, float]:
 
 
 def _read(path: Path, config: ModelConfig, tensors: Mapping[int | str, Mapping[str, ModelTensor]],
-          ) -> Iterator[tuple[tuple[int | str, str], tuple[Weight, Weight], np.ndarray | None]]:
-    """What one adds, a role after the other, and the lengths that it gives rows: of all of them there is never more than what is kept."""
+          ) -> Iterator[tuple[Key, np.ndarray, np.ndarray, np.ndarray | None]]:
+    """What one adds, a role after the other, A [r, K] and B [N, r], and the lengths that it gives rows: of all of them there is never more
+    than what is kept."""
     known, changes = places(config, tensors, is_gguf(path)), False
     for name, delta in _deltas(path, config, {name: shape for name, (shape, _) in known.items()}):
         changes = True
@@ -180,7 +189,7 @@ def _read(path: Path, config: ModelConfig, tensors: Mapping[int | str, Mapping[s
             if lengths is not None and len(lengths) != place.height:
                 raise CheckpointError(f"{path} gives lengths (DoRA) to rows of {shown(name)}, only a part of a matrix here", MERGES)
             more = -len(delta.a) % RANK_MULTIPLE
-            yield place.key, (kept(np.pad(place.into_role(delta.a), ((0, more), (0, 0)))), kept(np.pad(b, ((0, 0), (0, more))))), lengths
+            yield place.key, np.pad(place.into_role(delta.a), ((0, more), (0, 0))), np.pad(b, ((0, 0), (0, more))), lengths
     if not changes:
         raise CheckpointError(f"{path} changes no weight", "look at what it holds: its training may not have been saved")
 
@@ -204,12 +213,3 @@ def _outer(config: ModelConfig) -> dict[str, tuple[int, int]]:
     rules = families.get(config.family).outer_tensors(config).values()
     own = {name: rule.shape for rule in rules for name in (rule.name, *rule.also) if len(rule.shape) == 2}
     return {f"{HEAD}.weight": shape, f"model.{TABLE}.weight": shape} | own
-
-
-def kept(values: np.ndarray, narrow: Sequence[str] = NARROW) -> Weight:
-    """A matrix by columns, in two bytes a number where one of `narrow` says the same, else in four."""
-    values = np.asarray(values, np.float32)
-    with np.errstate(over="ignore"):
-        scheme = next((each for each in narrow if np.array_equal(to_f32(from_f32(values, each), each), values)), "f32")
-    stored = Weight.raw(scheme, values.shape[::-1], from_f32(np.ascontiguousarray(values.T), scheme))
-    return Weight(stored.spec, values.shape, {"data": stored.parts["data"].T})

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import closing
 from dataclasses import replace
-from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -20,8 +19,8 @@ import numpy as np
 from ..kernels.threads import ThreadPool
 from ..offload.checkpoint import CheckpointError, TensorStore
 from ..offload.header import shown
+from ..quant.thin import Thin
 from ..quant.weight import Weight
-from .adapted import kept
 from .events import Progress
 from .prepare import worker_count
 from .tensors import ModelTensor, check_tensors, typed
@@ -36,8 +35,8 @@ OPENING, RATE = 8, 20e9
 def measuring_s(prepared: Prepared) -> float:
     """About how many seconds `measured` takes where what it reads is in memory."""
     adapted = prepared.adapted
-    products = sum(prod(adapted.weights[key][index].shape[1 - index] for index in (0, 1)) * (OPENING + adapted.ranks[key][number])
-                   for key, lengths in adapted.lengths.items() for number in lengths)
+    products = sum(own.out.shape[0] * own.into.shape[1] * (OPENING + own.into.shape[0])
+                   for key, lengths in adapted.lengths.items() for own in adapted.weights[key] if own.adapter in lengths)
     return products / (RATE * worker_count(prepared.options))
 
 
@@ -54,21 +53,21 @@ def measured(prepared: Prepared) -> Generator[Progress, None, Prepared]:
     total = sum(prod(tensors[layer][role].shape) for layer, role in adapted.lengths)
     with closing(ThreadPool(worker_count(prepared.options))) as pool:
         for (layer, role), lengths in adapted.lengths.items():
-            tensor, (a, b) = tensors[layer][role], (each.to_f32() for each in adapted.weights[layer, role])
+            tensor = tensors[layer][role]
             yield Progress("measuring rows for DoRA", done, total, "weights", tensor.name)
-            ends = [0, *accumulate(adapted.ranks[layer, role])]
-            own = {number: slice(ends[number], ends[number + 1]) for number in lengths}
-            found = squared_lengths(pool, _weight(tensor, store), {number: (a[part], b[:, part]) for number, part in own.items()})
-            gains[layer, role] = np.zeros((len(adapted.names), len(b)), np.float32)
+            own = {each.adapter: each for each in adapted.weights[layer, role]}
+            pairs = {number: (own[number].into.to_f32(), own[number].out.to_f32()) for number in lengths}
+            found = squared_lengths(pool, _weight(tensor, store), pairs)
+            gains[layer, role] = np.zeros((len(adapted.names), tensor.shape[0]), np.float32)
             for number, wanted in lengths.items():
                 if not found[number].all():
                     raise CheckpointError(f"{adapted.names[number]} gives a length to a row of zeros in {shown(tensor.name)}",
                                           "is it the model that it was made for?")
                 factors = (wanted / np.sqrt(found[number])).astype(np.float32)
-                b[:, own[number]] *= factors[:, None]
+                own[number] = replace(own[number], out=Thin.out(factors[:, None] * pairs[number][1], ()))
                 gains[layer, role][number] = factors - 1
             done += prod(tensor.shape)
-            weights[layer, role] = kept(a), kept(b, ())
+            weights[layer, role] = tuple(own.values())
     yield Progress("measuring rows for DoRA", done, total, "weights")
     return replace(prepared, adapted=replace(adapted, weights=weights, gains=gains))
 

@@ -113,8 +113,8 @@ def work(prepared: Prepared, tensors: Tensors) -> Work:
             products[kind] += share * prod(tensor.shape) * (len(tensor.shape) == 2)
     if any(prepared.adapted.scales):
         beside = RAW_KIND, False, False
-        nbytes[beside] += prepared.adapted.nbytes
-        products[beside] += prepared.adapted.products
+        nbytes[beside] += prepared.adapted.nbytes_of(prepared.adapted.scales)
+        products[beside] += prepared.adapted.products_of(prepared.adapted.scales)
     paged = prepared.streams.work if isinstance(prepared.streams, PagedExperts) else None
     window = {} if paged else window_work(prepared, sparsity)
     return Work(

@@ -103,7 +103,7 @@ class WeightRecords:
         def linear(role: str) -> Linear | None:
             if role not in roles:
                 return None
-            tensor, lora = roles[role], self.adapted.beside(key, role, ops.put)
+            tensor, lora = roles[role], self.adapted.beside(key, role, ops)
             if self.streamed is not None and self.streamed.holds(tensor):
                 return Linear(self.streamed.matrix(tensor, raw), vector(f"{role}_bias"), lora)
             data = ops.put(typed(raw[tensor.name], tensor.spec), tensor.spec.scheme) if place is None else place(tensor)

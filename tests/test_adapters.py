@@ -215,13 +215,13 @@ def test_it_is_kept_as_narrow_as_loses_nothing(tmp_path: Path) -> None:
     pairs = {"model.layers.0.self_attn.o_proj": (a.bfloat16(), b.half())}
     own = adapter(tmp_path / "own", peft(pairs), lora_alpha=2 * RANK)
     made = adapted((str(own), ), read_config(base), check_all(base))
-    (into, out), = made.weights.values()
-    assert (into.spec.scheme, out.spec.scheme) == ("bf16", "f16") and made.nbytes == 2 * 2 * 64 * RANK
-    assert np.array_equal(out.to_f32(), 2 * b.half().float().numpy())
+    (added,), = made.weights.values()
+    assert (added.into.scheme, added.out.scheme) == ("bf16", "f16") and made.nbytes == 2 * 2 * 64 * RANK
+    assert np.array_equal(added.out.to_f32(), 2 * b.half().float().numpy())
     third = adapted((f"{own}:0.3",), read_config(base), check_all(base))  # a share is multiplied as it runs
-    assert third.weights[0, "o"][1].spec.scheme == "f16" and third.digest != made.digest
+    assert third.weights[0, "o"][0].out.scheme == "f16" and third.digest != made.digest
     wide = adapted((str(adapter(tmp_path / "wide", peft(pairs), lora_alpha=0.3)),), read_config(base), check_all(base))
-    assert wide.weights[0, "o"][1].spec.scheme == "f32"
+    assert wide.weights[0, "o"][0].out.scheme == "f32"
 
 
 def test_a_plan_counts_it(own: Path) -> None:
@@ -230,7 +230,7 @@ def test_a_plan_counts_it(own: Path) -> None:
     for each in found:
         tokens.append(work(each, check_tensors(each.config, each.store, each.container)).bytes_per_token)
         each.store.close()
-    assert tokens[1] - tokens[0] == found[1].adapted.nbytes == 4 * found[1].adapted.products, "a token reads it, floats"
+    assert tokens[1] - tokens[0] == found[1].adapted.nbytes == 4 * found[1].adapted.products_of((1.0,)), "a token reads it, floats"
     workspace = [each.placement.workspace_bytes for each in found]
     assert workspace[1] > workspace[0] and found[1].adapted.nbytes > 0 == found[0].adapted.nbytes
 

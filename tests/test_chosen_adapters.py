@@ -84,8 +84,8 @@ def test_a_choice_is_a_run_that_was_started_so(base: Path, pair: tuple[str, ...]
 def test_nothing_of_any_is_a_run_without(base: Path, pair: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bits, since no thin product is made."""
     engine, made = opened(base, *pair, kv="16bit"), []
-    thin = lora._add
-    monkeypatch.setattr(lora, "_add", lambda *asked: made.append(1) or thin(*asked))
+    thin = lora._into
+    monkeypatch.setattr(lora, "_into", lambda *asked: made.append(1) or thin(*asked))
     logits_of(engine, (0.5, 0.0))
     counted = len(made)
     ours = logits_of(engine, (0.0, 0.0))
@@ -94,10 +94,26 @@ def test_nothing_of_any_is_a_run_without(base: Path, pair: tuple[str, ...], monk
     engine.close()
 
 
-def test_one_of_several_is_as_near_to_it_alone_as_sums_in_another_order_are(pair: tuple[str, ...]) -> None:
+def test_one_of_several_is_it_alone(pair: tuple[str, ...]) -> None:
     ours, alone = (started(FABLE, pair[:number], choice) for number, choice in ((2, (0.7, 0.0)), (1, (0.7,))))
-    assert_near(ours, alone, 2e-6)
+    assert np.array_equal(ours, alone)
+    assert np.array_equal(started(FABLE, pair, (0.0, 0.7)), started(FABLE, pair[1:], (0.7,)))
     assert np.abs(alone - started(FABLE, (), ())).max() > 0.05 * np.abs(alone).max()
+
+
+def test_what_nobody_in_a_pass_has_is_not_read(base: Path, pair: tuple[str, ...]) -> None:
+    """Nor counted: whatever its values are."""
+    expected = started(base, pair, (0.3, 0.0), kv="16bit")
+    engine = opened(base, *pair, kv="16bit")
+    adapted = engine.prepared.adapted
+    for added in adapted.weights.values():
+        for own in (added[1].into, added[1].out):
+            own.data.fill(0x7FC0 if own.data.dtype == np.uint16 else np.nan)
+    assert np.array_equal(logits_of(engine, (0.3, 0.0)), expected)
+    assert np.isnan(logits_of(engine, (0.3, 0.1))).all()
+    engine.close()
+    parts = [adapted.nbytes_of(choice) for choice in ((1.0, 0.0), (0.0, -2.0), (0.3, 0.2))]
+    assert parts[0] + parts[1] == parts[2] == adapted.nbytes and min(parts) > 0
 
 
 def test_texts_of_different_choices_share_a_pass(base: Path, pair: tuple[str, ...]) -> None:

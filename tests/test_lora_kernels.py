@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from test_instruction_sets import TARGETS, X86, child, runs_here
@@ -11,6 +13,7 @@ from effllm.kernels.cpu.ops import CpuOps
 from effllm.kernels.layout import REPEATED
 from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import Dims
+from effllm.quant.thin import Added, Thin
 from effllm.quant.weight import Linear, Lora, Norm, Weight, from_f32, to_f32
 
 TOKENS = 3 * GROUP + 2
@@ -22,17 +25,15 @@ def random(*shape: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape, np.float32)
 
 
-def by_columns(values: np.ndarray, scheme: str) -> Linear:
-    stored = Weight.raw(scheme, values.shape[::-1], from_f32(np.ascontiguousarray(values.T), scheme))
-    return Linear(Weight(stored.spec, values.shape, {"data": stored.parts["data"].T}))
-
-
 def adapted(depth: int, rows: int, rank: int, scheme: str, seed: int) -> tuple[Linear, np.ndarray]:
     """A matrix of zeros with an adapter beside it, and B A."""
     a, b = random(rank, depth, seed=seed), random(rows, rank, seed=seed + 1)
     exact = [to_f32(from_f32(each, scheme), scheme).astype(np.float64) for each in (b, a)]
     zeros = Weight.raw("f32", (rows, depth), np.zeros((rows, depth), np.float32))
-    return Linear(zeros, lora=Lora(by_columns(a, scheme), by_columns(b, scheme), (rank,))), exact[0] @ exact[1]
+    narrow = () if scheme == "f32" else (scheme,)
+    pair = Added(0, Thin.into(to_f32(from_f32(a, scheme), scheme), narrow), Thin.out(to_f32(from_f32(b, scheme), scheme), narrow))
+    assert pair.into.scheme == pair.out.scheme == scheme
+    return Linear(zeros, lora=Lora((pair,))), exact[0] @ exact[1]
 
 
 def ops_of(depth: int, rows: int, rank: int, threads: int) -> CpuOps:
@@ -106,9 +107,8 @@ def test_each_number_between_has_the_scale_of_its_adapter(count):
     """Of a text's all tokens, or of each token's text; nothing of any leaves products out."""
     depth, rows = 300, 90
     (own, first), (other, second) = adapted(depth, rows, 8, "bf16", 1), adapted(depth, rows, 4, "bf16", 3)
-    joined = [by_columns(np.concatenate([each.weight.to_f32() for each in both], axis), "bf16")
-              for axis, both in enumerate(((own.lora.into, other.lora.into), (own.lora.out, other.lora.out)))]
-    both, ops, x = Linear(own.weight, lora=Lora(*joined, (8, 0, 4))), ops_of(depth, rows, 12, 2), random(count, depth, seed=5)
+    pairs = own.lora.pairs[0], replace(other.lora.pairs[0], adapter=2)
+    both, ops, x = Linear(own.weight, lora=Lora(pairs)), ops_of(depth, rows, 12, 2), random(count, depth, seed=5)
     for scales in (random(1, 3, seed=6), random(count if count <= REPEATED else 1, 3, seed=7)):
         ops.adapt(scales)
         (found,) = ops.norm_linear(x, None, [both])
@@ -117,6 +117,15 @@ def test_each_number_between_has_the_scale_of_its_adapter(count):
         for at in range(count):
             ops.adapt(scales[[at % len(scales)]])
             assert np.array_equal(found[[at]], ops.norm_linear(x[at : at + 1], None, [both])[0])
+    some = random(count if count <= REPEATED else 1, 3, seed=8)
+    some[::2, 0] = some[1::2, 2] = 0  # by turns
+    ops.adapt(some)
+    found = ops.norm_linear(x, None, [both])[0].copy()
+    for pair, column in zip(pairs, (0, 2), strict=True):
+        alone = Linear(own.weight, lora=Lora((pair,)))
+        rows_of = np.broadcast_to(some[:, column] != 0, count)
+        ops.adapt(some)
+        assert np.array_equal(found[rows_of], ops.norm_linear(x, None, [alone])[0][rows_of])
     for nothing in (None, np.zeros((1, 3), np.float32)):
         ops.adapt(nothing)
         assert not ops.norm_linear(x, None, [both])[0].any()
@@ -130,7 +139,7 @@ def test_of_a_product_there_is_more_or_less_by_the_scale_of_each_adapter(count):
     own, wanted = adapted(depth, rows, 8, "bf16", 1)
     values, bias, gains = random(rows, depth, seed=8), random(rows, seed=9), random(3, rows, seed=10)
     weight = Weight.raw("f32", values.shape, values)
-    each = Linear(weight, bias, Lora(own.lora.into, own.lora.out, (8, 0, 0), gains))
+    each = Linear(weight, bias, Lora(own.lora.pairs, gains))
     ops, x, stream = ops_of(depth, rows, 8, 2), random(count, depth, seed=5), random(count, rows, seed=6)
     for scales in (np.ones((1, 3), np.float32), random(1, 3, seed=6), random(count if count <= REPEATED else 1, 3, seed=7)):
         ops.adapt(scales)

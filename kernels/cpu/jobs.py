@@ -19,6 +19,7 @@ import numpy as np
 from ..compile import Kernel
 from ..threads import ThreadPool
 from ..workspace import address
+from .lora_loops import side_by_side
 
 Position = "int | np.ndarray"  # of a pass's first token; where it has a token of each of several texts those of all, int64 [T]
 
@@ -59,6 +60,22 @@ class Jobs:
             self._kept.append(block)
             where = address(block)
         self._collected.append((kernel.address, where, parallel))
+
+    @property
+    def noted(self) -> int:
+        """How many jobs are collected and have not run."""
+        return len(self._collected or ())
+
+    def run_beside(self, kernel: Kernel, block: np.ndarray, noted: int) -> None:
+        """Run a kernel as one job with the last that was noted, whose outputs it does not read; by itself where none came behind `noted`
+        jobs."""
+        if self.noted <= noted:
+            self.run(kernel, address(block), True, block)
+            return
+        first, where, _ = self._collected.pop()
+        both = np.array([first, where, kernel.address, address(block)], np.int64)
+        self._kept += [block, both]
+        self._collected.append((side_by_side.address, address(both), True))
 
     def keep(self, block: np.ndarray) -> None:
         """Keep an argument block alive until what was collected has run."""

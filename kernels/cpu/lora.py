@@ -1,19 +1,20 @@
-"""Products with adapters beside the matrix: y = W x + B (s * A x), s by token and by the adapter that a number between is of.
+"""Products with adapters beside the matrix: y = W x + B (s * A x) for each adapter, s by token.
 
-What a stage's adapters add are two jobs behind the one of its matrices, by the kernels of `lora_loops.py`: all that lead into the few
-numbers of a token, which stay in a cache, then all that lead out of them, where a gate is applied as well. As W's, a row's numbers depend
-neither on other rows nor on other tokens.
+What a stage's adapters add are two steps, by the kernels of `lora_loops.py`: all that lead into the few numbers of a token, which stay in
+a cache, then all that lead out of them, where a gate is applied as well. The first waits for nothing that the matrices make: of a few
+tokens it is one job with them. As W's, a row's numbers depend neither on other rows nor on other tokens.
 
 Where one gives rows of W other lengths (DoRA) there is a job between: y becomes more or less of itself. Its B has that taken in.
 
-Adapters stay as they are stored, behind one another, and texts with different choices share a pass. Where no text has any of them their
-jobs are left out, where all have all of them as they are nothing is multiplied: the bits are the same as with zeros and ones. What the jobs
+Adapters stay as they are stored, and texts with different choices share a pass: of each adapter it reads and multiplies what its own tokens
+have. Where no text has any of them their jobs are left out, where all have all of them as they are nothing is multiplied: the bits are the
+same as with zeros and ones. What the jobs
 read lies where it lay in the last pass, so that a recorded one runs again with other numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,11 +22,11 @@ import numpy as np
 from ..layout import ACTIVATIONS, NORMS, REPEATED, STORED_TYPES
 from ..workspace import address
 from . import linear
-from .lora_loops import GROUP, OUT_FIELDS, RUN, columns_in, columns_out, lengthened, parts_of
+from .lora_loops import FIELDS, GROUP, OUT_FIELDS, OWN_FIRST, RUN, columns_in, columns_out, lengthened, parts_of
 
 if TYPE_CHECKING:
+    from ...quant.thin import Thin
     from ...quant.weight import Linear, Lora, Norm
-    from ..compile import Kernel
     from ..workspace import Dims
     from .ops import CpuOps
 
@@ -87,54 +88,77 @@ def run(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear]
     way, by = (mode, act) if mode == linear.ADD or not is_added else (linear.PLAIN, "none")
     if mode == linear.GATED and is_added:
         outs = [outs[0], ops.workspace.take("up", *outs[0].shape)]
+    noted = ops.noted
     if ops._remembered(x, norm, plain, way, by, outs[0] if mode == linear.ADD else None) is None:
         ops._matrix(x, norm, plain, outs, way, by)
     if is_added:
-        _lengthen(ops, x, linears, outs)
-        _add(ops, x, norm, [(own.lora, out) for own, out in zip(linears, outs, strict=True)], mode, act)
+        pairs = list(zip(linears, outs, strict=True))
+        between = _into(ops, x, norm, [own.lora for own, _ in pairs], noted)
+        _lengthen(ops, x, pairs)
+        _out(ops, x, pairs, between, mode, act)
 
 
-def _lengthen(ops: CpuOps, x: np.ndarray, linears: Sequence[Linear], outs: Sequence[np.ndarray]) -> None:
+def _into(ops: CpuOps, x: np.ndarray, norm: Norm | None, own: Sequence[Lora | None], noted: int) -> dict[int, list[int]]:
+    """What leads into the numbers between; where those of each matrix's adapters lie, by its place in the stage. Of a few tokens it is one
+    job with the matrices' own where such a one came behind the `noted` jobs."""
+    (tokens, depth), places = x.shape, {}
+    parts, fields = parts_of(depth), []
+    for i, lora in enumerate(own):
+        if lora is None:
+            continue
+        height, ranks = tokens if tokens > GROUP else parts * tokens, [each.into.shape[0] for each in lora.pairs]
+        at = address(ops.workspace.take(_between(i), height, sum(ranks)))
+        places[i] = [at + 4 * height * sum(ranks[:place]) for place in range(len(ranks))]
+        for each, place in zip(lora.pairs, places[i], strict=True):
+            fields += _fields(each.into, each.into.shape[0], place, each.adapter)
+    block = _block(ops, x, norm, linear.PLAIN, "none", len(fields) // FIELDS, [parts, *ops._scales_fields, *fields])
+    if tokens > GROUP:
+        ops.run(columns_in, address(block), True, block)
+    else:
+        ops.run_beside(columns_in, block, noted)
+    return places
+
+
+def _lengthen(ops: CpuOps, x: np.ndarray, pairs: Sequence[tuple[Linear, np.ndarray]]) -> None:
     """More or less of the products that are there, as far as adapters give rows of matrices other lengths."""
-    own = [(each, out) for each, out in zip(linears, outs, strict=True) if each.is_lengthened]
-    fields = ops._scales_fields
+    own = [(each, out) for each, out in pairs if each.is_lengthened]
+    fields = [0, *ops._scales_fields]
     for each, out in own:
         gains, bias = each.lora.gains, each.bias
         fields += [address(gains), len(gains), 0 if bias is None else address(bias), gains.shape[1], ops.at(out), out.strides[0] // 4]
     if own:
-        _run(ops, lengthened, x, None, linear.PLAIN, "none", len(own), fields)
+        block = _block(ops, x, None, linear.PLAIN, "none", len(own), fields)
+        ops.run(lengthened, address(block), True, block)
 
 
-def _add(ops: CpuOps, x: np.ndarray, norm: Norm | None, pairs: Sequence[tuple[Lora | None, np.ndarray]], mode: int, act: str) -> None:
-    """What adapters add to outputs that are there, and the gate behind it."""
-    (tokens, depth), adapted = x.shape, [(lora, out) for lora, out in pairs if lora is not None]
-    parts = parts_of(depth)
-    own = [lora.into.weight for lora, _ in adapted]
-    between = [ops.workspace.take(_between(i), tokens if tokens > GROUP else parts * tokens, each.shape[0]) for i, each in enumerate(own)]
-    at = {id(lora): address(thin) for (lora, _), thin in zip(adapted, between, strict=True)}
-    first = [parts, 0]
-    for (lora, _), each in zip(adapted, own, strict=True):
-        first += [each.address, STORED_TYPES[each.spec.scheme], each.shape[0], at[id(lora)]]
-    _run(ops, columns_in, x, norm, linear.PLAIN, "none", len(adapted), first)
-    then = ops._scales_fields
-    for lora, out in pairs if mode == linear.GATED else adapted:
-        thin = [0] * 6
-        if lora is not None:
-            each = lora.out.weight
-            thin = [each.address, STORED_TYPES[each.spec.scheme], each.shape[1], at[id(lora)], 1 if tokens > GROUP else parts,
-                    address(lora.of)]
-        then += [*thin, out.shape[1], ops.at(out), out.strides[0] // 4]
-    _run(ops, columns_out, x, None, mode, act, len(then) // OUT_FIELDS, then)
+def _out(ops: CpuOps, x: np.ndarray, pairs: Sequence[tuple[Linear, np.ndarray]], between: Mapping[int, Sequence[int]], mode: int,
+         act: str) -> None:
+    """What leads out of the numbers between, and the gate behind it."""
+    tokens, depth = x.shape
+    own = [i for i in range(len(pairs)) if i in between or mode == linear.GATED]
+    matrices, fields, at = [], [], OWN_FIRST + OUT_FIELDS * len(own)
+    for i in own:
+        out, added = pairs[i][1], pairs[i][0].lora.pairs if i in between else ()
+        matrices += [out.shape[1], ops.at(out), out.strides[0] // 4, len(added), at + len(fields), sum(pair.out.shape[1] for pair in added)]
+        for pair, place in zip(added, between.get(i, ()), strict=True):
+            fields += _fields(pair.out, pair.out.shape[1], place, pair.adapter)
+    head = [1 if tokens > GROUP else parts_of(depth), *ops._scales_fields]
+    block = _block(ops, x, None, mode, act, len(own), [*head, *matrices, *fields])
+    ops.run(columns_out, address(block), True, block)
 
 
-def _run(ops: CpuOps, kernel: Kernel, x: np.ndarray, norm: Norm | None, mode: int, act: str, matrices: int, fields: Sequence[int]) -> None:
+def _fields(each: Thin, rank: int, place: int, adapter: int) -> list[int]:
+    return [each.address, STORED_TYPES[each.scheme], rank, place, adapter]
+
+
+def _block(ops: CpuOps, x: np.ndarray, norm: Norm | None, mode: int, act: str, matrices: int, fields: Sequence[int]) -> np.ndarray:
     tokens, depth = x.shape
     head = [ops.at(x), tokens, depth, 0 if norm is None else NORMS[norm.kind], 0 if norm is None else address(norm.weight),
             0 if norm is None else address(norm.bias), 0, ops.scratch, ops.scratch_stride, mode, ACTIVATIONS[act], matrices]
     block = np.array([*head, *fields], np.int64)
     if norm is not None:
         block.view(np.float64)[linear.EPS] = norm.eps
-    ops.run(kernel, address(block), True, block)
+    return block
 
 
 def _between(index: int) -> str:

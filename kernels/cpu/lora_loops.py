@@ -2,9 +2,13 @@
 
 One of the two has rows as short as the rank, and a dot product over sixteen numbers is mostly its own end. By columns there is none: a
 vector holds neighbouring outputs, and each input that comes is multiplied into it. Going in, the inputs are cut into parts of PART, each
-summed in CHAINS chains and the parts then in order; going out, an output is one chain over the rank. So the bits depend neither on how many
-tokens there are, nor on threads, nor on how wide vectors are. Of a few tokens each part is a block of work of its own, and whoever goes out
-adds them up, which spares a job; of many a worker goes through all parts of a group of tokens.
+summed in CHAINS chains and the parts then in order; going out, an output is one chain over the rank of an adapter, which is added to what
+is there, adapter by adapter. So the bits depend neither on how many tokens there are, nor on what others of them have, nor on threads, nor
+on how wide vectors are. Of a few tokens each part is a block of work of its own, and whoever goes out adds them up, which spares a job; of
+many a worker goes through all parts of a group of tokens. What no token has is not read.
+
+What a block of work reads of a matrix is one stretch (`quant/thin.py`). By whole columns a block went through as many pages as there are
+ranks, a line or two in each, which the prefetcher follows badly.
 
 What a step became, read from the assembly, AVX-512 and bf16: going in 4 `vpmovzxwd`, 4 `vpslld` and 12 `vfmadd231ps` whose x comes from
 memory into every lane, for four inputs of 16 ranks and three tokens.
@@ -20,26 +24,27 @@ from numpy import float32, int64
 
 from ..compile import kernel
 from ..deferred import inlined, intrinsic, types
-from ..layout import BF16, F16, F32
+from ..layout import BF16, F16, F32, THIN_INPUTS, THIN_OUTPUTS, THIN_RANKS
 from .arithmetic import ONE, ZERO, gate_values, normalise, widen
 from .gemm_tiles import Loop
 from .inner_loops import TILE_COLUMNS, VECTOR, plain_f32, widen_bf16, widen_f16
 from .int8_ir import constant, function, load, offset, splat, store
 from .intrinsics import F32 as FLOAT
-from .intrinsics import I64, f32_at, f64_at, i64_at
+from .intrinsics import I64, call_kernel, f32_at, f64_at, i64_at
 from .linear import ACT, DEPTH, EPS, FIRST, GATED, MATRICES, MODE, NORM, NORM_BIAS, NORM_WEIGHT, SCRATCH, SCRATCH_STRIDE, TOKENS, X
-from .sharing import first_region, take
+from .sharing import COUNTERS_NBYTES, first_region, take
 
-# Of what leads in: how many sums `parts_of` says. Of what leads out: scales of adapters, 0 for none, and floats from token to token.
-ALL_PARTS, SCALES, STEP, OWN_FIRST = FIRST, FIRST, FIRST + 1, FIRST + 2
-# Then per matrix that leads in, and per matrix that leads out, of which one may have no rank; OF [rank] int64: each number's adapter.
-WEIGHT, DTYPE, RANK, THIN, FIELDS = range(5)
-PARTS, OF, ROWS, OUT, OUT_STRIDE, OUT_FIELDS = range(4, 10)
+# How many sums `parts_of` says that there are of a number between; scales of adapters, 0 for none, and floats from token to token.
+ALL_PARTS, SCALES, STEP, OWN_FIRST = range(FIRST, FIRST + 4)
+# Then of what leads in per matrix of an adapter; of what leads out OUT_FIELDS per matrix of the model, which say how many adapters it has
+# and where these FIELDS of its first one's stand. THIN: what lies between them.
+WEIGHT, DTYPE, RANK, THIN, ADAPTER, FIELDS = range(6)
+ROWS, OUT, OUT_STRIDE, PAIRS, FIRST_PAIR, RANKS, OUT_FIELDS = range(7)
 # And per matrix of which there is more or less than its own: GAINS [adapters, HEIGHT], BIAS (0: none) [HEIGHT].
 GAINS, ADAPTERS, BIAS, HEIGHT, PLACE, APART, GAIN_FIELDS = range(7)
 
 NARROWEST = 4  # outputs of the shortest vector: ranks are a multiple of it
-PART, CHAINS = 256, 4  # inputs
+PART, CHAINS = THIN_INPUTS, 4  # inputs
 ABREAST = 3 if VECTOR == 16 else 2  # tokens that are multiplied while a weight is in a register
 GROUP = min(12, TILE_COLUMNS)  # tokens of a block of work
 RUN = 256  # outputs of a block of work
@@ -153,33 +158,57 @@ _wide_out, _short_out = _step(partial(_out, lanes=VECTOR, vectors=4)), _step(par
 
 
 @inlined()
+def _has(a, pair, token):
+    """Has a token any of the adapter that a pair is of?"""
+    return a[SCALES] == 0 or f32_at(a[SCALES] + 4 * a[STEP] * token)[a[pair + ADAPTER]] != ZERO
+
+
+@inlined()
+def _next_run(a, pair, first, begin, here):
+    """Of a group of tokens from `first` on the next that have any of a pair's adapter, one after the other: [begin, end); begin is `here`
+    where no more do."""
+    while begin < here and not _has(a, pair, first + begin):
+        begin += 1
+    end = begin
+    while end < here and _has(a, pair, first + end):
+        end += 1
+    return begin, end
+
+
+@inlined()
 def _part_in(a, m, tokens, x, apart, part, out, warm):
-    """The products of a part of the inputs of a group's tokens with matrix m: float32 [tokens][rank] at `out`."""
+    """The products of a part of the inputs of some tokens with matrix m: float32 [tokens][rank] at `out`."""
     dtype, rank, depth = a[m + DTYPE], a[m + RANK], a[DEPTH]
-    whole, begin = depth // CHAINS * CHAINS, part * PART
-    pitch = rank * int64(4 if dtype == F32 else 2)
+    whole, begin, item = depth // CHAINS * CHAINS, part * PART, int64(4 if a[m + DTYPE] == F32 else 2)
     if begin >= whole:
+        start = whole // PART * PART
         for t in range(tokens):
             for r in range(rank):
-                total = ZERO
+                strip = r // THIN_RANKS * THIN_RANKS
+                width, total = min(int64(THIN_RANKS), rank - strip), ZERO
                 for k in range(whole, depth):
-                    total += widen(a[m + WEIGHT], dtype, k * rank + r) * f32_at(x + t * apart)[k]
+                    at = start * rank + (depth - start) * strip + (k - start) * width + r - strip
+                    total += widen(a[m + WEIGHT], dtype, at) * f32_at(x + t * apart)[k]
                 f32_at(out)[t * rank + r] = f32_at(out)[t * rank + r] + total if warm else total
         return
-    steps, weights, x = min(int64(PART), whole - begin) // CHAINS, a[m + WEIGHT] + begin * pitch, x + 4 * begin
-    first, item = int64(0), pitch // rank
-    while rank - first >= VECTOR:
-        _wide_in(dtype, tokens, x, apart, weights + item * first, pitch, steps, out + 4 * first, 4 * rank, warm)
-        first += VECTOR
-    while first < rank:
-        _short_in(dtype, tokens, x, apart, weights + item * first, pitch, steps, out + 4 * first, 4 * rank, warm)
-        first += NARROWEST
+    span, weights, x = min(int64(PART), depth - begin), a[m + WEIGHT] + item * begin * rank, x + 4 * begin
+    steps = min(int64(PART), whole - begin) // CHAINS
+    strip = int64(0)
+    while strip < rank:
+        width, own, first = min(int64(THIN_RANKS), rank - strip), weights + item * span * strip, int64(0)
+        while width - first >= VECTOR:
+            _wide_in(dtype, tokens, x, apart, own + item * first, item * width, steps, out + 4 * (strip + first), 4 * rank, warm)
+            first += VECTOR
+        while first < width:
+            _short_in(dtype, tokens, x, apart, own + item * first, item * width, steps, out + 4 * (strip + first), 4 * rank, warm)
+            first += NARROWEST
+        strip += THIN_RANKS
 
 
 @kernel()
 def columns_in(args, worker, counter):
-    """The numbers between the matrices of each adapter of a stage: [tokens][rank] at its THIN, of up to GROUP tokens each part's by itself.
-    Blocks of work are parts, of more tokens groups of them."""
+    """The numbers between the matrices of each adapter of a stage: [tokens][rank] at its THIN, of up to GROUP tokens each part's by itself;
+    nothing of tokens that have none of it. Blocks of work are parts, of more tokens groups of them."""
     a = i64_at(args)
     tokens, depth, matrices = a[TOKENS], a[DEPTH], a[MATRICES]
     parts, groups = a[ALL_PARTS], (tokens + GROUP - 1) // GROUP
@@ -191,62 +220,84 @@ def columns_in(args, worker, counter):
             return
         group = int64(0) if groups == 1 else block
         first = group * GROUP
-        here, x = min(int64(GROUP), tokens - first), a[X] + 4 * depth * first
-        if a[NORM] != 0:
-            if group != at_hand:  # every worker norms for itself: cheaper than a second job
-                eps = float32(f64_at(args)[EPS])
-                for t in range(here):
-                    normalise(x + 4 * t * depth, normed + 4 * t * depth, depth, a[NORM], a[NORM_WEIGHT], a[NORM_BIAS], eps)
-                at_hand = group
-            x = normed
+        here = min(int64(GROUP), tokens - first)
         for i in range(matrices):
             m = OWN_FIRST + i * FIELDS
-            if groups == 1:
-                _part_in(a, m, here, x, 4 * depth, block, a[m + THIN] + 4 * block * here * a[m + RANK], 0)
-            else:
-                for part in range(parts):
-                    _part_in(a, m, here, x, 4 * depth, part, a[m + THIN] + 4 * first * a[m + RANK], part)
+            begin, end = _next_run(a, m, first, int64(0), here)
+            while begin < here:
+                x = a[X] + 4 * depth * first
+                if a[NORM] != 0:
+                    if group != at_hand:  # every worker norms for itself: cheaper than a second job
+                        eps = float32(f64_at(args)[EPS])
+                        for t in range(here):
+                            normalise(x + 4 * t * depth, normed + 4 * t * depth, depth, a[NORM], a[NORM_WEIGHT], a[NORM_BIAS], eps)
+                        at_hand = group
+                    x = normed
+                for part in range(block if groups == 1 else 0, block + 1 if groups == 1 else parts):
+                    place, warm = (part * here if groups == 1 else first) + begin, int64(0) if groups == 1 else part
+                    _part_in(a, m, end - begin, x + 4 * depth * begin, 4 * depth, part, a[m + THIN] + 4 * place * a[m + RANK], warm)
+                begin, end = _next_run(a, m, first, end, here)
+
+
+@kernel()
+def side_by_side(args, worker, counter):
+    """Two kernels that need not wait for one another, as one job: whoever finds nothing more to do of the first goes on with the second."""
+    a = i64_at(args)
+    call_kernel(a[0], a[1], worker, counter)
+    call_kernel(a[2], a[3], worker, counter + COUNTERS_NBYTES)
 
 
 @inlined()
 def _gather(a, m, group, here, out):
-    """What lies between the matrices for a group's tokens, its parts added up and each adapter's share of it: [tokens][rank] at `out`."""
-    rank, of = a[m + RANK], i64_at(a[m + OF])
-    count = here * rank
-    total, source = f32_at(out), f32_at(a[m + THIN] + 4 * group * GROUP * a[m + RANK])
-    for i in range(count):
-        total[i] = source[i]
-    for part in range(1, a[m + PARTS]):
-        for i in range(count):
-            total[i] += source[part * count + i]
-    if a[SCALES] != 0:
+    """What lies between the matrices of each pair for a group's tokens, its parts added up, and each token's share of it: one pair's
+    [tokens][rank] behind the other's at `out`."""
+    for i in range(a[m + PAIRS]):
+        pair = a[m + FIRST_PAIR] + i * FIELDS
+        rank = a[pair + RANK]
+        total, source = f32_at(out), f32_at(a[pair + THIN] + 4 * group * GROUP * rank)
         for t in range(here):
-            scales = f32_at(a[SCALES] + 4 * a[STEP] * (group * GROUP + t))
-            for i in range(rank):
-                total[t * rank + i] *= scales[of[i]]
+            if not _has(a, pair, group * GROUP + t):
+                continue
+            for j in range(t * rank, (t + 1) * rank):
+                total[j] = source[j]
+            for part in range(1, a[ALL_PARTS]):
+                for j in range(t * rank, (t + 1) * rank):
+                    total[j] += source[part * here * rank + j]
+            if a[SCALES] != 0:
+                share = f32_at(a[SCALES] + 4 * a[STEP] * (group * GROUP + t))[a[pair + ADAPTER]]
+                for j in range(t * rank, (t + 1) * rank):
+                    total[j] *= share
+        out += 4 * here * rank
 
 
 @inlined()
-def _run_out(a, m, here, thin, begin, rows, out):
-    """out[t, :rows] += thin[t] @ the columns of matrix m from `begin` on."""
-    dtype, rank = a[m + DTYPE], a[m + RANK]
-    if rank == 0:
-        return
-    item = int64(4 if dtype == F32 else 2)
-    pitch, apart, weights = a[m + ROWS] * item, 4 * a[m + OUT_STRIDE], a[m + WEIGHT] + item * begin
-    first = int64(0)
-    while rows - first >= 4 * VECTOR:
-        _wide_out(dtype, here, thin, 4 * rank, weights + item * first, pitch, rank, out + 4 * first, apart, 1)
-        first += 4 * VECTOR
-    while rows - first >= NARROWEST:
-        _short_out(dtype, here, thin, 4 * rank, weights + item * first, pitch, rank, out + 4 * first, apart, 1)
-        first += NARROWEST
-    for row in range(first, rows):
-        for t in range(here):
-            total = ZERO
-            for r in range(rank):
-                total += f32_at(thin)[t * rank + r] * widen(weights, dtype, r * a[m + ROWS] + row)
-            f32_at(out + t * apart)[row] += total
+def _run_out(a, m, group, here, thin, begin, rows, out):
+    """out[t, :rows] += what each pair's numbers in `thin` become in the outputs of matrix m from `begin` on, a multiple of THIN_OUTPUTS."""
+    apart = 4 * a[m + OUT_STRIDE]
+    for i in range(a[m + PAIRS]):
+        pair = a[m + FIRST_PAIR] + i * FIELDS
+        dtype, rank, item = a[pair + DTYPE], a[pair + RANK], int64(4 if a[pair + DTYPE] == F32 else 2)
+        first, last = _next_run(a, pair, group * GROUP, int64(0), here)
+        while first < here:
+            own, to, strip = thin + 4 * first * rank, out + first * apart, int64(0)
+            while strip < rows:
+                width, weights, row = min(int64(THIN_OUTPUTS), rows - strip), a[pair + WEIGHT] + item * rank * (begin + strip), int64(0)
+                pitch, y = item * width, to + 4 * strip
+                while width - row >= 4 * VECTOR:
+                    _wide_out(dtype, last - first, own, 4 * rank, weights + item * row, pitch, rank, y + 4 * row, apart, 1)
+                    row += 4 * VECTOR
+                while width - row >= NARROWEST:
+                    _short_out(dtype, last - first, own, 4 * rank, weights + item * row, pitch, rank, y + 4 * row, apart, 1)
+                    row += NARROWEST
+                for left in range(row, width):
+                    for t in range(last - first):
+                        total = ZERO
+                        for r in range(rank):
+                            total += f32_at(own)[t * rank + r] * widen(weights, dtype, r * width + left)
+                        f32_at(y + t * apart)[left] += total
+                strip += THIN_OUTPUTS
+            first, last = _next_run(a, pair, group * GROUP, last, here)
+        thin += 4 * here * rank
 
 
 @inlined()
@@ -274,33 +325,39 @@ def columns_out(args, worker, counter):
         while block >= groups * _runs(a, m):
             block -= groups * _runs(a, m)
             m += OUT_FIELDS
-        group, begin, second = block // _runs(a, m), block % _runs(a, m) * RUN, m + OUT_FIELDS
+        group, begin, both = block // _runs(a, m), block % _runs(a, m) * RUN, 2 if mode == GATED else 1
         here, rows = min(int64(GROUP), tokens - group * GROUP), min(int64(RUN), a[m + ROWS] - begin)
-        other = thin + 4 * here * a[m + RANK]
         if group != at_hand or m != of:
-            _gather(a, m, group, here, thin)
-            if mode == GATED:
-                _gather(a, second, group, here, other)
+            own = thin
+            for i in range(both):
+                _gather(a, m + i * OUT_FIELDS, group, here, own)
+                own += 4 * here * a[m + i * OUT_FIELDS + RANKS]
             at_hand, of = group, m
-        out = a[m + OUT] + 4 * (group * GROUP * a[m + OUT_STRIDE] + begin)
-        _run_out(a, m, here, thin, begin, rows, out)
+        own = thin
+        for i in range(both):
+            n = m + i * OUT_FIELDS
+            _run_out(a, n, group, here, own, begin, rows, a[n + OUT] + 4 * (group * GROUP * a[n + OUT_STRIDE] + begin))
+            own += 4 * here * a[n + RANKS]
         if mode == GATED:
-            up = a[second + OUT] + 4 * (group * GROUP * a[second + OUT_STRIDE] + begin)
-            _run_out(a, second, here, other, begin, rows, up)
+            out, n = a[m + OUT] + 4 * (group * GROUP * a[m + OUT_STRIDE] + begin), m + OUT_FIELDS
+            up = a[n + OUT] + 4 * (group * GROUP * a[n + OUT_STRIDE] + begin)
             for t in range(here):
-                gate_values(out + 4 * t * a[m + OUT_STRIDE], up + 4 * t * a[second + OUT_STRIDE], rows, a[ACT])
+                gate_values(out + 4 * t * a[m + OUT_STRIDE], up + 4 * t * a[n + OUT_STRIDE], rows, a[ACT])
 
 
 @inlined()
 def _total(a, m, token, begin, rows, total):
-    """How much more than itself each of a run's outputs becomes for a token: float32 [rows] at `total`."""
-    gains, of_run = f32_at(a[m + GAINS] + 4 * begin), f32_at(total)
+    """How much more than itself each of a run's outputs becomes for a token: float32 [rows] at `total`. Is it anything?"""
+    gains, of_run, some = f32_at(a[m + GAINS] + 4 * begin), f32_at(total), False
     for n in range(rows):
         of_run[n] = ZERO
     for i in range(a[m + ADAPTERS]):
         share = f32_at(a[SCALES] + 4 * a[STEP] * token)[i] if a[SCALES] != 0 else ONE
-        for n in range(rows):
-            of_run[n] += share * gains[i * a[m + HEIGHT] + n]
+        if share != ZERO:
+            some = True
+            for n in range(rows):
+                of_run[n] += share * gains[i * a[m + HEIGHT] + n]
+    return some
 
 
 @inlined()
@@ -328,10 +385,12 @@ def lengthened(args, worker, counter):
             m += GAIN_FIELDS
         group, begin = block // _gain_runs(a, m), block % _gain_runs(a, m) * RUN
         here, rows = min(int64(GROUP), tokens - group * GROUP), min(int64(RUN), a[m + HEIGHT] - begin)
-        bias, of_run = f32_at(a[m + BIAS] + 4 * begin), f32_at(total)
+        bias, of_run, some = f32_at(a[m + BIAS] + 4 * begin), f32_at(total), False
         for t in range(group * GROUP, group * GROUP + here):
             if t == group * GROUP or a[SCALES] != 0 and a[STEP] != 0:
-                _total(a, m, t, begin, rows, total)
+                some = _total(a, m, t, begin, rows, total)
+            if not some:
+                continue
             y = f32_at(a[m + PLACE] + 4 * (t * a[m + APART] + begin))
             if a[m + BIAS] != 0:
                 for n in range(rows):

@@ -18,6 +18,7 @@ from .intrinsics import fetch_add, i64_at
 
 REGIONS, OF_A_LINE = 8, 4  # counters of a cache line
 COUNTERS_NBYTES = 64 * REGIONS // OF_A_LINE
+SETS = 2  # of counters that a job of the pool has, behind one another: for two kernels that need not wait for one another
 
 
 @inlined()
@@ -31,6 +32,13 @@ def clear_regions(counter):
     """No block of a job has been taken."""
     for region in range(REGIONS):
         i64_at(_counter_of(counter, region))[0] = 0
+
+
+@inlined()
+def clear_counters(counter):
+    """`clear_regions` for all kernels of a job."""
+    for own in range(SETS):
+        clear_regions(counter + own * COUNTERS_NBYTES)
 
 
 @inlined()

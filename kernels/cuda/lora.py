@@ -20,18 +20,16 @@ NONE, AS_THEY_ARE, BY_TEXT = range(3)
 class Scales:
     """What of it `TorchOps` holds."""
 
-    _way = NONE
+    _way, _chosen = NONE, ()
 
     def __init__(self) -> None:
         self._held: dict[int, np.ndarray] = {}  # by rows: a recorded pass knows an array by its identity
-        self._of: dict[tuple[int, ...], torch.Tensor] = {}
 
     def adapt(self, scales: np.ndarray | None) -> None:
         """As of the CPU's: float32 [1, adapters] or a row for each token; None for nothing of any."""
         way = NONE if scales is None or not scales.any() else AS_THEY_ARE if (scales == 1).all() else BY_TEXT
-        if way != self._way:
-            self._way = way
-            self.repeats.forget()
+        self._way, self._chosen = way, () if way == NONE else tuple(scales.any(0).tolist())
+        self.repeats.key = way, self._chosen  # what a recorded pass does
         if way == BY_TEXT:
             self._scales = self._held.setdefault(len(scales), np.zeros(scales.shape, np.float32))
             self._scales[:] = scales
@@ -50,12 +48,12 @@ class Scales:
         return y if held is None else held.add_(y, alpha=factor)
 
     def beside(self, x: torch.Tensor, own: Lora, y: torch.Tensor, factor: float) -> torch.Tensor:
-        """y + factor * out(s * into(x)), in place."""
-        if self._way == NONE:
-            return y
-        between = self._linear(x, own.into)
-        if self._way == BY_TEXT:
-            if own.ranks not in self._of:
-                self._of[own.ranks] = self.on.bring(own.of)
-            between = between * self.upload(self._scales).index_select(1, self._of[own.ranks])
-        return self._linear(between, own.out, (y, factor))
+        """y + factor * out(s * into(x)) for each adapter of which a text of the pass has any, in place."""
+        for each in own.pairs if self._way != NONE else ():
+            if not self._chosen[each.adapter]:
+                continue
+            between = self._linear(x, each.into)
+            if self._way == BY_TEXT:
+                between = between * self.upload(self._scales)[:, each.adapter : each.adapter + 1]
+            y = self._linear(between, each.out, (y, factor))
+        return y

@@ -27,10 +27,11 @@ Make = Callable[[np.ndarray], np.ndarray]  # of positions int64 [T], what lies o
 
 @dataclass
 class Recording:
-    """A pass of so many tokens over `blocks`: what it reads of the host, by array and by what is made of positions, its input `x`, and,
-    once it came twice, what runs it again and its output."""
+    """A pass of so many tokens over `blocks`, of this `key`: what it reads of the host, by array and by what is made of positions, its
+    input `x`, and, once it came twice, what runs it again and its output."""
 
     blocks: np.ndarray
+    key: object
     arrays: dict[int, tuple[np.ndarray, torch.Tensor]] = field(default_factory=dict)
     made: dict[object, tuple[Make, torch.Tensor]] = field(default_factory=dict)
     x: torch.Tensor | None = None
@@ -39,10 +40,11 @@ class Recording:
 
 
 class Repeats:
-    """The passes of one device. `broken`: why a pass could not be recorded, after which none is."""
+    """The passes of one device. `broken`: why a pass could not be recorded, after which none is; `key`: what passes do from now on, where
+    those over the same blocks may differ."""
 
     def __init__(self, device: Device) -> None:
-        self._device = device
+        self._device, self.key = device, None
         self._known: dict[int, Recording] = {}  # by tokens
         self._now: Recording | None = None
         self.broken, self._said = "", False
@@ -50,9 +52,9 @@ class Repeats:
     def run(self, blocks: np.ndarray, positions: np.ndarray, x: np.ndarray, layers: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """`layers` of the stream x float32 [T, D] on the device; it must do the same for every T tokens over these very `blocks`."""
         known = self._known.get(len(x))
-        if known is None or known.blocks is not blocks or self.broken:
+        if known is None or known.blocks is not blocks or known.key != self.key or self.broken:
             self._known.pop(len(x), None)
-            known = Recording(blocks)
+            known = Recording(blocks, self.key)
             with self._noting(None if self.broken else known):
                 out = layers(self._device.bring(x))
             self._known[len(x)] = known  # of a pass that breaks off nothing is known
