@@ -198,7 +198,7 @@ def _deltas(path: Path, config: ModelConfig, shapes: Mapping[str, tuple[int, int
     if is_gguf(path):
         from .gguf.adapter import gguf_deltas
 
-        yield from gguf_deltas(path, config, shapes)
+        yield from gguf_deltas(path, config, shapes | _outer(config))
         return
     own = Adapter.open(path, config.family in TURNED_OVER)
     with own.store:

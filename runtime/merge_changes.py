@@ -12,6 +12,7 @@ from .. import UsageError
 from ..offload.checkpoint import CheckpointError, TensorStore
 from ..offload.header import TensorInfo, is_gguf, shown
 from . import families
+from .adapted import BESIDE
 from .adapter import MLX, PEFT, STATED, Adapter, Delta, named_alike
 from .adapter_places import places, turned_over
 from .config import ModelConfig
@@ -19,7 +20,7 @@ from .parted_rows import TURNED_OVER
 from .source import open_weights
 from .tensors import check_tensors
 
-HEAD_ROLE = "outer", "head"
+OUTER = ("head", "embed")  # what surrounds the layers and may be changed
 
 
 @dataclass(frozen=True)
@@ -64,11 +65,15 @@ def _of_file(adapter: Path, source: Path, config: ModelConfig, shapes: Mapping[s
     with store:
         tensors = check_tensors(config, store)
     usual = {name: (shape, own[0]) for name, (shape, own) in places(config, tensors, of_file=True).items() if len(own) == 1}
-    head = families.get(config.family).outer_tensors(config).get("head")
-    rows = {name: shape for name, (shape, _) in usual.items()} | ({} if head is None else {head.name: head.shape})
+    around = families.get(config.family).outer_tensors(config)
+    outer = {name: role for role in OUTER if role in around for name in (around[role].name, *around[role].also)}
+    rows = {name: shape for name, (shape, _) in usual.items()} | {name: around[role].shape for name, role in outer.items()}
     found = {}
     for name, delta in gguf_deltas(adapter, config, rows):
-        found[HEAD_ROLE if name not in usual else usual[name][1].key] = name, delta
+        found[usual[name][1].key if name in usual else ("outer", outer[name])] = name, delta
+    if config.tie_word_embeddings and ("outer", "embed") in found:
+        raise CheckpointError(f"{adapter} changes the embeddings and not the head in the same way, which in this model are one matrix",
+                              "merge with the program that trained it, which gives the model a head")
     made: dict[str, Delta] = {}
     lacking = set(found)
     for name, (shape, own) in places(config, tensors).items():
@@ -79,10 +84,15 @@ def _of_file(adapter: Path, source: Path, config: ModelConfig, shapes: Mapping[s
         b = [place.of_weight(np.float32(delta.scale) * delta.b, shape[0]) for place, delta in parts]
         made[alike[0]] = Delta(np.concatenate([delta.a for _, delta in parts]), np.concatenate(b, 1), 1.0, None)
         lacking -= {place.key for place, _ in parts}
-    if HEAD_ROLE in lacking and len(alike := named_alike(shapes, head.name)) == 1:
-        made[alike[0]] = found[HEAD_ROLE][1]
-        lacking.remove(HEAD_ROLE)
+    for key in [key for key in lacking if key[0] == "outer"]:
+        name, delta = found[key]
+        held = {each for own in (name, around[key[1]].name, *around[key[1]].also) for each in named_alike(shapes, own)}
+        if len(held) == 1:
+            made[held.pop()] = delta
+            lacking.remove(key)
     if lacking:
-        raise CheckpointError(f"{adapter} changes {shown(found[min(lacking, key=str)][0])}, which the files of {source} hold otherwise",
-                              "effllm run --lora adds it as the model runs")
+        first = min(lacking, key=str)
+        raise CheckpointError(f"{adapter} changes {shown(found[first][0])}, which the files of {source} hold otherwise",
+                              "effllm run --lora adds it as the model runs" if first[1] in BESIDE
+                              else "merge it with the program that trained it")
     return Changes(made, {}, turned, opened_file(adapter), {})

@@ -1,5 +1,6 @@
 """LoRA adapters in GGUF files, as llama.cpp's converter writes them: `blk.0.attn_q.weight.lora_a` [r, K] and `.lora_b` [N, r] for each
-weight that one changes, s = adapter.lora.alpha / r (1 where it states none).
+weight that one changes, s = adapter.lora.alpha / r (1 where it states none). Those of all experts of a layer are [E, r, K] and [E, N, r];
+of the embeddings [V, D], of which a row is looked up, `.lora_a` is [V, r] and `.lora_b` [D, r].
 
 Rows of B lie in the order in which a model's file has those of the weight: interleaved queries and keys of llama files, several matrices in
 one. What comes of it is by the names and in the order of a checkpoint, so it goes beside any model, whatever that lies in.
@@ -7,7 +8,7 @@ one. What comes of it is by the names and in the order of a checkpoint, so it go
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,7 @@ from .store import heads_of
 from .tensor_names import own_names
 
 ENDINGS = {".lora_a": "a", ".lora_b": "b"}
+TABLE = "token_embd.weight"
 ALPHA, INVOKED = "adapter.lora.alpha", "adapter.alora.invocation_tokens"
 MADE = "llama.cpp's convert_lora_to_gguf.py makes one of PEFT's adapters; those are read as they are, too"
 
@@ -83,15 +85,30 @@ def _deltas(path: Path, name: str, pair: Mapping[str, GgufTensor], store: Tensor
     names = own_names(name, found, config.mixture.experts if config.mixture else 0)
     if names is None or not shapes.keys() >= {*names}:
         raise refuse(f"changes {shown(name)}, to which nothing is added")
-    a, b = (_values(path, store, pair[part]) for part in "ab")
-    heights = [shapes[each][0] for each in names]
-    if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1] or a.shape[1] != shapes[names[0]][1] or len(b) != sum(heights):
-        raise refuse(f"changes {shown(name)} by matrices of {list(a.shape)} and {list(b.shape)}, in the model it has "
-                     f"{sum(heights)} rows of {shapes[names[0]][1]}")
     alpha = header.metadata.get(ALPHA, 0.0)
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not np.isfinite(alpha):
         raise refuse(f"states {ALPHA} {shown(alpha)}, which is no number")
-    scale = float(alpha) / len(a) if alpha else 1.0
+    a, b = (_values(path, store, pair[part]) for part in "ab")
+    if name == TABLE and a.ndim == b.ndim == 2:
+        a, b = np.ascontiguousarray(b.T), a
+    said, count = f"{list(a.shape)} and {list(b.shape)}", config.mixture.experts if config.mixture else 1
+    experts = count if a.ndim == 3 and len(names) % count == 0 else 1
+    a, b = (each if each.ndim == 3 else each[None] for each in (a, b))
+    ranks, heights = {a.shape[-2], b.shape[-1]}, [shapes[each][0] for each in names[: len(names) // experts]]
+    width = shapes[names[0]][1]
+    if a.ndim != 3 or b.ndim != 3 or len(ranks) > 1 or (len(a), len(b)) != (experts, experts) or a.shape[2] != width \
+            or b.shape[1] != sum(heights):
+        raise refuse(f"changes {shown(name)} by matrices of {said}, in the model it has "
+                     f"{sum(heights)} rows of {width}")
+    scale = float(alpha) / a.shape[1] if alpha else 1.0
+    for expert in range(experts):
+        yield from _of_one(names[expert * len(heights) : (expert + 1) * len(heights)], a[expert], b[expert], scale, heights, found, config,
+                           roles)
+
+
+def _of_one(names: Sequence[str], a: np.ndarray, b: np.ndarray, scale: float, heights: Sequence[int], found: Architecture,
+            config: ModelConfig, roles: Mapping[str, str]) -> Iterator[tuple[str, Delta]]:
+    """Of matrices that lie behind one another, and share A."""
     ends = np.cumsum(heights)
     for each, rows in zip(names, joined_rows(names, config) or [np.arange(end - height, end) for end, height in zip(ends, heights)]):
         heads = heads_of(each, config) if found.interleaved else 0
