@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """What a LoRA adapter beside all matrices of a model costs: a token and a prompt with and without one, by turns in one process.
 
-    python benchmarks/adapters.py [--ranks 8 16 64] [--bits 4] [--rounds 9]
+    python benchmarks/adapters.py [--ranks 8 16 64] [--dora 16] [--bits 4] [--rounds 9]
 
-Both engines hold the same random weights of the `tinyllama-1.1b` shape. Ratios are taken within a round, figures are medians over rounds;
-beside them what of a token's bytes the adapter is.
+Adapters of the ranks behind `--dora` give rows lengths as well (DoRA), of which it is told what measuring them took at the start. Both
+engines hold the same random weights of the `tinyllama-1.1b` shape. Ratios are taken within a round, figures are medians over rounds; beside
+them what of a token's bytes the adapter is.
 """
 
 import argparse
@@ -19,8 +20,10 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from effllm.offload.hardware import cpu_threads
+from effllm.runtime.adapter_lengths import MEASURING
 from effllm.runtime.bench import prepare_synthetic
 from effllm.runtime.engine import Engine, open_prepared
+from effllm.runtime.events import Progress
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.synthetic import synthetic_config
 from report import Figure, publish
@@ -29,8 +32,8 @@ SHAPE, PROMPT, TOKENS = "tinyllama-1.1b", 512, 32
 INTRO = "A model with a LoRA adapter beside all its matrices, and without, by turns. Ratios within a round, medians over rounds."
 
 
-def adapter(folder: Path, rank: int) -> Path:
-    """Random matrices of this rank beside every matrix of the layers, in PEFT's form."""
+def adapter(folder: Path, rank: int, has_lengths: bool = False) -> Path:
+    """Random matrices of this rank beside every matrix of the layers, in PEFT's form; with lengths for all rows, all alike."""
     config, rng = synthetic_config(SHAPE), np.random.default_rng(rank)
     hidden, kv = config.hidden_size, config.num_key_value_heads * config.head_dim
     attention = {"q_proj": (hidden, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, hidden)}
@@ -43,16 +46,21 @@ def adapter(folder: Path, rank: int) -> Path:
                 for which, shape in (("A", (rank, depth)), ("B", (rows, rank))):
                     values = 0.01 * rng.standard_normal(shape, np.float32)
                     made[f"base_model.model.model.layers.{layer}.{block}.{name}.lora_{which}.weight"] = values.astype(np.float16)
+                if has_lengths:
+                    made[f"base_model.model.model.layers.{layer}.{block}.{name}.lora_magnitude_vector"] = np.ones(rows, np.float32)
     folder.mkdir()
     save_file(made, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank}))
     return folder
 
 
-def opened(bits: int, *adapters: Path) -> Engine:
-    options = EngineOptions(device="cpu", ctx=PROMPT + TOKENS, spec="off", lora=tuple(map(str, adapters)))
-    *_, engine = open_prepared(lambda: prepare_synthetic(SHAPE, options, f"{bits}bit"), ())
-    return engine
+def opened(bits: int, *adapters: Path) -> tuple[Engine, float]:
+    """And the seconds in which rows were measured."""
+    options, measuring = EngineOptions(device="cpu", ctx=PROMPT + TOKENS, spec="off", lora=tuple(map(str, adapters))), []
+    for event in open_prepared(lambda: prepare_synthetic(SHAPE, options, f"{bits}bit"), ()):
+        if isinstance(event, Progress) and event.phase == MEASURING:
+            measuring.append(time.perf_counter())
+    return event, measuring[-1] - measuring[0] if measuring else 0.0
 
 
 def seconds(engine: Engine, ids: list[int]) -> tuple[float, float]:
@@ -72,25 +80,30 @@ def seconds(engine: Engine, ids: list[int]) -> tuple[float, float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 64])
+    parser.add_argument("--dora", type=int, nargs="*", default=[16], metavar="RANK")
     parser.add_argument("--bits", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--no-results", action="store_true", help="print, keep nothing")
     asked = parser.parse_args()
     ids, figures = np.random.default_rng(0).integers(0, 32000, PROMPT).tolist(), []
-    plain = opened(asked.bits)
+    plain, _ = opened(asked.bits)
     with tempfile.TemporaryDirectory() as folder:
-        for rank in asked.ranks:
-            beside = opened(asked.bits, adapter(Path(folder) / f"rank-{rank}", rank))
+        for rank, has_lengths in [*((rank, False) for rank in asked.ranks), *((rank, True) for rank in asked.dora)]:
+            called = f"{'dora_' * has_lengths}{rank}"
+            beside, measuring = opened(asked.bits, adapter(Path(folder) / called, rank, has_lengths))
             rounds = [[seconds(engine, ids) for engine in (plain, beside)] for _ in range(asked.rounds + 1)][1:]  # the first wakes them
             share = beside.prepared.adapted.nbytes / plain.model.bytes_per_pass
-            conditions = f"rank {rank}, {SHAPE} at {asked.bits} bits, {cpu_threads()} threads, {asked.rounds} rounds"
+            machine = f"{SHAPE} at {asked.bits} bits, {cpu_threads()} threads, {asked.rounds} rounds"
+            conditions = f"{'DoRA, ' * has_lengths}rank {rank}, {machine}"
             for place, name, what in ((1, "token", "a token"), (0, "prompt", f"a prompt of {PROMPT} tokens")):
-                key = f"{name}_{rank}"
+                key = f"{name}_{called}"
                 pairs = [(one[place], other[place]) for one, other in rounds]
                 figures += [Figure(f"{key}_ratio", f"{what}: its rate with the adapter", conditions, median(a / b for a, b in pairs), "×"),
                             Figure(f"{key}_plain", f"{what}, without", conditions, 1e3 * median(a for a, _ in pairs), "ms"),
                             Figure(f"{key}_beside", f"{what}, with", conditions, 1e3 * median(b for _, b in pairs), "ms")]
-            figures.append(Figure(f"bytes_{rank}", "its bytes, of those of a token", conditions, 100 * share, "%"))
+            figures.append(Figure(f"bytes_{called}", "its bytes, of those of a token", conditions, 100 * share, "%"))
+            if has_lengths:
+                figures.append(Figure(f"measuring_{called}", "measuring rows at the start", conditions, measuring, "s"))
             beside.close()
     plain.close()
     publish("adapters", "Adapters", INTRO, figures, keep=not asked.no_results)

@@ -48,7 +48,7 @@ Key = tuple["int | str", str]  # layer and role
 class Adapted:
     """What adapters add, by layer and role, one behind the other in the order of their numbers; empty for a run without any. `names`: what
     each is called; `scales`: how much of each a text has that nothing else is said of. `lengths`: those that rows of a matrix get, float32
-    [N], by the number of the adapter; `gains` what follows from them, as a `Lora` has it."""
+    [N], by the number of the adapter, NaN for a row that gets none; `gains` what follows from them, as a `Lora` has it."""
 
     names: tuple[str, ...] = ()
     weights: Mapping[Key, tuple[Added, ...]] = field(default_factory=dict)
@@ -144,7 +144,8 @@ def adapted(asked: Sequence[str], config: ModelConfig, tensors: Mapping[int | st
                 a, b = np.concatenate([before.into.to_f32(), a]), np.concatenate([before.out.to_f32(), b], 1)
             found[key][number] = Added(number, Thin.into(a), Thin.out(b))
             if own_lengths is not None:
-                lengths.setdefault(key, {})[number] = own_lengths
+                known = lengths.setdefault(key, {}).get(number, own_lengths)
+                lengths[key][number] = np.where(np.isnan(known), own_lengths, known)
     for key, numbers in lengths.items():  # what B is multiplied by is no number of 16 bits
         for number in numbers:
             found[key][number] = replace(found[key][number], out=Thin.out(found[key][number].out.to_f32(), ()))
@@ -185,9 +186,7 @@ def _read(path: Path, config: ModelConfig, tensors: Mapping[int | str, Mapping[s
                 b = np.float32(delta.scale) * place.of_role(delta.b)
             if not np.isfinite(b).all():
                 raise CheckpointError(f"{path}: infinity comes of its scale for {shown(name)}", DAMAGED)
-            lengths = None if delta.lengths is None else delta.lengths[place.rows]
-            if lengths is not None and len(lengths) != place.height:
-                raise CheckpointError(f"{path} gives lengths (DoRA) to rows of {shown(name)}, only a part of a matrix here", MERGES)
+            lengths = None if delta.lengths is None else place.lengths_of_role(delta.lengths)
             more = -len(delta.a) % RANK_MULTIPLE
             yield place.key, np.pad(place.into_role(delta.a), ((0, more), (0, 0))), np.pad(b, ((0, 0), (0, more))), lengths
     if not changes:

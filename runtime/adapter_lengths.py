@@ -3,7 +3,8 @@
     W' = c (W + B A), row by row, c = m / |W + B A|        so y + t (y' - y) = (1 + t (c - 1)) W x + t (c B) A x        t: a text's share
 
 So c, which depends on what the weight is stored as, is computed once, before a run, from the weight as it lies: B is multiplied by it, and
-c - 1 is kept beside it for the matrix's own product. Half of such an adapter is half of what it changes.
+c - 1 is kept beside it for the matrix's own product. Half of such an adapter is half of what it changes. Where a checkpoint has parts of
+the matrix by themselves, each with an adapter of its own, a row has B's and A's of its part alone, and so its own c, or none.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 # Multiply-adds of a row's input that opening and squaring it takes as long as, and those of a thread in a second (a Zen 4, any format).
 OPENING, RATE = 8, 20e9
+MEASURING = "measuring rows for DoRA"
 
 
 def measuring_s(prepared: Prepared) -> float:
@@ -54,21 +56,23 @@ def measured(prepared: Prepared) -> Generator[Progress, None, Prepared]:
     with closing(ThreadPool(worker_count(prepared.options))) as pool:
         for (layer, role), lengths in adapted.lengths.items():
             tensor = tensors[layer][role]
-            yield Progress("measuring rows for DoRA", done, total, "weights", tensor.name)
+            yield Progress(MEASURING, done, total, "weights", tensor.name)
             own = {each.adapter: each for each in adapted.weights[layer, role]}
             pairs = {number: (own[number].into.to_f32(), own[number].out.to_f32()) for number in lengths}
             found = squared_lengths(pool, _weight(tensor, store), pairs)
             gains[layer, role] = np.zeros((len(adapted.names), tensor.shape[0]), np.float32)
             for number, wanted in lengths.items():
-                if not found[number].all():
+                stated = ~np.isnan(wanted)
+                if not found[number][stated].all():
                     raise CheckpointError(f"{adapted.names[number]} gives a length to a row of zeros in {shown(tensor.name)}",
                                           "is it the model that it was made for?")
-                factors = (wanted / np.sqrt(found[number])).astype(np.float32)
+                factors = np.ones(len(wanted), np.float32)
+                factors[stated] = wanted[stated] / np.sqrt(found[number][stated])
                 own[number] = replace(own[number], out=Thin.out(factors[:, None] * pairs[number][1], ()))
                 gains[layer, role][number] = factors - 1
             done += prod(tensor.shape)
             weights[layer, role] = tuple(own.values())
-    yield Progress("measuring rows for DoRA", done, total, "weights")
+    yield Progress(MEASURING, done, total, "weights")
     return replace(prepared, adapted=replace(adapted, weights=weights, gains=gains))
 
 

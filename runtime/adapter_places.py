@@ -44,6 +44,12 @@ class Place:
         own = b[self.rows]
         return own if len(own) == self.height else np.pad(own, ((self.first, self.height - self.first - len(own)), (0, 0)))
 
+    def lengths_of_role(self, lengths: np.ndarray) -> np.ndarray:
+        """Those of the role's rows [height], of the weight's [N]; NaN where that has other parts, whose rows stay as long as they are."""
+        own, made = lengths[self.rows], np.full(self.height, np.nan, np.float32)
+        made[self.first : self.first + len(own)] = own
+        return made
+
     def of_weight(self, b: np.ndarray, rows: int) -> np.ndarray:
         """What the role's B [height, r] is of the weight: [rows, r], zeros where that has other parts."""
         made = np.zeros((rows, b.shape[1]), b.dtype)

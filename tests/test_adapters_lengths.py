@@ -52,7 +52,7 @@ def lengthened(folder: Path, out: Path, seed: int = 1) -> Path:
     return own
 
 
-@pytest.mark.parametrize("name", ["llama, biases", "gemma2", "gpt2", "phi3", "qwen3_next",
+@pytest.mark.parametrize("name", ["llama, biases", "gemma2", "gpt2", "phi3", "qwen3_next", "olmo_hybrid",
                                   *(pytest.param(name, marks=pytest.mark.slow) for name in ("deepseek_v2", "cohere", "gemma3n_text"))])
 def test_what_is_beside_is_what_merging_makes(name: str, tmp_path: Path) -> None:
     """With biases, which have no length; behind norms; rows of a matrix that holds several."""
@@ -142,7 +142,7 @@ def test_a_plan_says_how_long_measuring_takes(own: Path, tmp_path: Path) -> None
     assert "; measuring rows for DoRA takes about" in Ran("plan", FABLE, "--lora", own, "--no-probe").out
 
 
-def test_what_has_no_direction_or_is_a_part_is_refused(tmp_path: Path) -> None:
+def test_what_has_no_direction_is_refused(tmp_path: Path) -> None:
     written(Case("llama"), base := tmp_path / "base")
     name = "model.layers.0.self_attn.o_proj"
     tensors = weights(base)
@@ -151,7 +151,18 @@ def test_what_has_no_direction_or_is_a_part_is_refused(tmp_path: Path) -> None:
     made = peft({name: (random(RANK, 64), torch.zeros(64, RANK))}) | {f"{PREFIX}{name}.lora_magnitude_vector": random(64).abs()}
     with pytest.raises(EffllmError, match="gives a length to a row of zeros in 'model.layers.0.self_attn.o_proj.weight'"):
         opened(base, adapter(tmp_path / "own", made))
-    written(ALL["olmo_hybrid"], hybrid := tmp_path / "hybrid")
-    with pytest.raises(EffllmError, match="only a part of a matrix here") as refused:
-        opened(hybrid, lengthened(hybrid, tmp_path / "parts"))
-    assert "effllm export" in refused.value.hint
+
+
+def test_of_parts_of_a_matrix_each_has_lengths_or_none(tmp_path: Path) -> None:
+    """Rows of a part without lengths, and of one without an adapter, stay as long as they are."""
+    written(replace(ALL["olmo_hybrid"], dtype="float32"), base := tmp_path / "base")
+    made = load_file(path := lengthened(base, tmp_path / "own") / "adapter_model.safetensors")
+    left = {name: each for name, each in made.items()
+            if not ("linear_attn.k_proj" in name and "magnitude" in name or "linear_attn.v_proj" in name)}
+    assert all(any(part in name for name in made.keys() - left.keys()) for part in ("lora_A", "lora_B", "magnitude"))
+    save_file(left, path)
+    list(merge(base, path.parent, tmp_path / "out"))
+    engine = opened(base, path.parent)
+    gains = [each for (_, role), each in engine.prepared.adapted.gains.items() if role == "state_in"]
+    assert gains and all(0 < np.count_nonzero(each == 0) < each.size for each in gains)
+    assert_near(logits(engine), logits(opened(tmp_path / "out")))
