@@ -4,7 +4,7 @@ What a stage's adapters add are two steps, by the kernels of `lora_loops.py`: al
 a cache, then all that lead out of them, where a gate is applied as well. The first waits for nothing that the matrices make: of a few
 tokens it is one job with them. As W's, a row's numbers depend neither on other rows nor on other tokens.
 
-Where one gives rows of W other lengths (DoRA) there is a job between: y becomes more or less of itself. Its B has that taken in.
+Where one gives rows of W other lengths (DoRA), y becomes more or less of itself before anything is added. Its B has that taken in.
 
 Adapters stay as they are stored, and texts with different choices share a pass: of each adapter it reads and multiplies what its own tokens
 have. Where no text has any of them their jobs are left out, where all have all of them as they are nothing is multiplied: the bits are the
@@ -22,7 +22,7 @@ import numpy as np
 from ..layout import ACTIVATIONS, NORMS, REPEATED, STORED_TYPES
 from ..workspace import address
 from . import linear
-from .lora_loops import FIELDS, GROUP, OUT_FIELDS, OWN_FIRST, RUN, columns_in, columns_out, lengthened, parts_of
+from .lora_loops import FIELDS, GROUP, OUT_FIELDS, OWN_FIRST, RUN, columns_in, columns_out, parts_of
 
 if TYPE_CHECKING:
     from ...quant.thin import Thin
@@ -78,8 +78,8 @@ def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
 
 
 def scratch_floats(dims: Dims) -> int:
-    """Of a worker: what lies between of a group's tokens, twice, or what a run of outputs becomes more."""
-    return max(2 * GROUP * dims.lora, RUN) if dims.lora else 0
+    """Of a worker: what a run of outputs becomes more, and what lies between of a group's tokens, twice."""
+    return RUN + 2 * GROUP * dims.lora if dims.lora else 0
 
 
 def run(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: Sequence[np.ndarray], mode: int, act: str) -> None:
@@ -94,7 +94,6 @@ def run(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear]
     if is_added:
         pairs = list(zip(linears, outs, strict=True))
         between = _into(ops, x, norm, [own.lora for own, _ in pairs], noted)
-        _lengthen(ops, x, pairs)
         _out(ops, x, pairs, between, mode, act)
 
 
@@ -119,27 +118,17 @@ def _into(ops: CpuOps, x: np.ndarray, norm: Norm | None, own: Sequence[Lora | No
     return places
 
 
-def _lengthen(ops: CpuOps, x: np.ndarray, pairs: Sequence[tuple[Linear, np.ndarray]]) -> None:
-    """More or less of the products that are there, as far as adapters give rows of matrices other lengths."""
-    own = [(each, out) for each, out in pairs if each.is_lengthened]
-    fields = [0, *ops._scales_fields]
-    for each, out in own:
-        gains, bias = each.lora.gains, each.bias
-        fields += [address(gains), len(gains), 0 if bias is None else address(bias), gains.shape[1], ops.at(out), out.strides[0] // 4]
-    if own:
-        block = _block(ops, x, None, linear.PLAIN, "none", len(own), fields)
-        ops.run(lengthened, address(block), True, block)
-
-
 def _out(ops: CpuOps, x: np.ndarray, pairs: Sequence[tuple[Linear, np.ndarray]], between: Mapping[int, Sequence[int]], mode: int,
          act: str) -> None:
-    """What leads out of the numbers between, and the gate behind it."""
+    """More or less of the products that are there, what leads out of the numbers between, and the gate behind it."""
     tokens, depth = x.shape
     own = [i for i in range(len(pairs)) if i in between or mode == linear.GATED]
     matrices, fields, at = [], [], OWN_FIRST + OUT_FIELDS * len(own)
     for i in own:
-        out, added = pairs[i][1], pairs[i][0].lora.pairs if i in between else ()
-        matrices += [out.shape[1], ops.at(out), out.strides[0] // 4, len(added), at + len(fields), sum(pair.out.shape[1] for pair in added)]
+        (each, out), added = pairs[i], pairs[i][0].lora.pairs if i in between else ()
+        gains = [address(each.lora.gains), len(each.lora.gains), address(each.bias)] if each.is_lengthened else [0, 0, 0]
+        matrices += [out.shape[1], ops.at(out), out.strides[0] // 4, len(added), at + len(fields), sum(pair.out.shape[1] for pair in added),
+                     *gains]
         for pair, place in zip(added, between.get(i, ()), strict=True):
             fields += _fields(pair.out, pair.out.shape[1], place, pair.adapter)
     head = [1 if tokens > GROUP else parts_of(depth), *ops._scales_fields]

@@ -39,9 +39,8 @@ ALL_PARTS, SCALES, STEP, OWN_FIRST = range(FIRST, FIRST + 4)
 # Then of what leads in per matrix of an adapter; of what leads out OUT_FIELDS per matrix of the model, which say how many adapters it has
 # and where these FIELDS of its first one's stand. THIN: what lies between them.
 WEIGHT, DTYPE, RANK, THIN, ADAPTER, FIELDS = range(6)
-ROWS, OUT, OUT_STRIDE, PAIRS, FIRST_PAIR, RANKS, OUT_FIELDS = range(7)
-# And per matrix of which there is more or less than its own: GAINS [adapters, HEIGHT], BIAS (0: none) [HEIGHT].
-GAINS, ADAPTERS, BIAS, HEIGHT, PLACE, APART, GAIN_FIELDS = range(7)
+# GAINS float32 [ADAPTERS, ROWS] of a matrix of which there is more or less than its own, 0 where there is not; BIAS [ROWS] or 0.
+ROWS, OUT, OUT_STRIDE, PAIRS, FIRST_PAIR, RANKS, GAINS, ADAPTERS, BIAS, OUT_FIELDS = range(10)
 
 NARROWEST = 4  # outputs of the shortest vector: ranks are a multiple of it
 PART, CHAINS = THIN_INPUTS, 4  # inputs
@@ -301,19 +300,52 @@ def _run_out(a, m, group, here, thin, begin, rows, out):
 
 
 @inlined()
+def _total(a, m, token, begin, rows, total):
+    """How much more than itself each of a run's outputs becomes for a token: float32 [rows] at `total`. Is it anything?"""
+    gains, of_run, some = f32_at(a[m + GAINS] + 4 * begin), f32_at(total), False
+    for n in range(rows):
+        of_run[n] = ZERO
+    for i in range(a[m + ADAPTERS]):
+        share = f32_at(a[SCALES] + 4 * a[STEP] * token)[i] if a[SCALES] != 0 else ONE
+        if share != ZERO:
+            some = True
+            for n in range(rows):
+                of_run[n] += share * gains[i * a[m + ROWS] + n]
+    return some
+
+
+@inlined()
+def _lengthen(a, m, first, here, begin, rows, total):
+    """y[t, n] of a run of a matrix becomes y + (y - bias[n]) * (the gains of n, each by how much the token has of its adapter, summed)."""
+    bias, of_run, some = f32_at(a[m + BIAS] + 4 * begin), f32_at(total), False
+    for t in range(first, first + here):
+        if t == first or a[SCALES] != 0 and a[STEP] != 0:
+            some = _total(a, m, t, begin, rows, total)
+        if not some:
+            continue
+        y = f32_at(a[m + OUT] + 4 * (t * a[m + OUT_STRIDE] + begin))
+        if a[m + BIAS] != 0:
+            for n in range(rows):
+                y[n] += of_run[n] * (y[n] - bias[n])
+        else:
+            for n in range(rows):
+                y[n] += of_run[n] * y[n]
+
+
+@inlined()
 def _runs(a, m):
     return (a[m + ROWS] + RUN - 1) // RUN
 
 
 @kernel()
 def columns_out(args, worker, counter):
-    """y[t, n] += what each adapter of a stage adds. With GATED there are two matrices, and then y = act(y0) * y1 where y0 lies. A block of
-    work is a run of a group's outputs."""
+    """y[t, n] becomes more or less where adapters give rows lengths, then += what each adapter of a stage adds. With GATED there are two
+    matrices, and then y = act(y0) * y1 where y0 lies. A block of work is a run of a group's outputs."""
     a = i64_at(args)
     tokens, mode = a[TOKENS], a[MODE]
     groups = (tokens + GROUP - 1) // GROUP
-    thin = a[SCRATCH] + worker * a[SCRATCH_STRIDE]
-    blocks = int64(0)
+    total = a[SCRATCH] + worker * a[SCRATCH_STRIDE]
+    thin, blocks = total + 4 * RUN, int64(0)
     for i in range(1 if mode == GATED else a[MATRICES]):
         blocks += groups * _runs(a, OWN_FIRST + i * OUT_FIELDS)
     region, ended, at_hand, of = first_region(worker), int64(0), int64(-1), int64(-1)
@@ -336,6 +368,8 @@ def columns_out(args, worker, counter):
         own = thin
         for i in range(both):
             n = m + i * OUT_FIELDS
+            if a[n + GAINS] != 0:
+                _lengthen(a, n, group * GROUP, here, begin, rows, total)
             _run_out(a, n, group, here, own, begin, rows, a[n + OUT] + 4 * (group * GROUP * a[n + OUT_STRIDE] + begin))
             own += 4 * here * a[n + RANKS]
         if mode == GATED:
@@ -343,58 +377,3 @@ def columns_out(args, worker, counter):
             up = a[n + OUT] + 4 * (group * GROUP * a[n + OUT_STRIDE] + begin)
             for t in range(here):
                 gate_values(out + 4 * t * a[m + OUT_STRIDE], up + 4 * t * a[n + OUT_STRIDE], rows, a[ACT])
-
-
-@inlined()
-def _total(a, m, token, begin, rows, total):
-    """How much more than itself each of a run's outputs becomes for a token: float32 [rows] at `total`. Is it anything?"""
-    gains, of_run, some = f32_at(a[m + GAINS] + 4 * begin), f32_at(total), False
-    for n in range(rows):
-        of_run[n] = ZERO
-    for i in range(a[m + ADAPTERS]):
-        share = f32_at(a[SCALES] + 4 * a[STEP] * token)[i] if a[SCALES] != 0 else ONE
-        if share != ZERO:
-            some = True
-            for n in range(rows):
-                of_run[n] += share * gains[i * a[m + HEIGHT] + n]
-    return some
-
-
-@inlined()
-def _gain_runs(a, m):
-    return (a[m + HEIGHT] + RUN - 1) // RUN
-
-
-@kernel()
-def lengthened(args, worker, counter):
-    """y[t, n] of each matrix becomes y + (y - bias[n]) * (the gain of n of each adapter by how much the token has of it, added up). A block
-    of work is a run of a group's outputs."""
-    a = i64_at(args)
-    tokens, total = a[TOKENS], a[SCRATCH] + worker * a[SCRATCH_STRIDE]
-    groups, blocks = (tokens + GROUP - 1) // GROUP, int64(0)
-    for i in range(a[MATRICES]):
-        blocks += groups * _gain_runs(a, OWN_FIRST + i * GAIN_FIELDS)
-    region, ended = first_region(worker), int64(0)
-    while True:
-        block, region, ended = take(counter, region, ended, blocks)
-        if block < 0:
-            return
-        m = int64(OWN_FIRST)
-        while block >= groups * _gain_runs(a, m):
-            block -= groups * _gain_runs(a, m)
-            m += GAIN_FIELDS
-        group, begin = block // _gain_runs(a, m), block % _gain_runs(a, m) * RUN
-        here, rows = min(int64(GROUP), tokens - group * GROUP), min(int64(RUN), a[m + HEIGHT] - begin)
-        bias, of_run, some = f32_at(a[m + BIAS] + 4 * begin), f32_at(total), False
-        for t in range(group * GROUP, group * GROUP + here):
-            if t == group * GROUP or a[SCALES] != 0 and a[STEP] != 0:
-                some = _total(a, m, t, begin, rows, total)
-            if not some:
-                continue
-            y = f32_at(a[m + PLACE] + 4 * (t * a[m + APART] + begin))
-            if a[m + BIAS] != 0:
-                for n in range(rows):
-                    y[n] += of_run[n] * (y[n] - bias[n])
-            else:
-                for n in range(rows):
-                    y[n] += of_run[n] * y[n]
