@@ -55,7 +55,7 @@ def export(context: typer.Context, model: Model, out: Out, format: Format = None
         raise UsageError("--force replaces a GGUF file, not a folder", "give another folder with -o")
     ref = find(model, screen)
     if format == "compressed-tensors":
-        with resumable(screen):
+        with resumable(screen, Path(out)):
             folder = last(follow(export_compressed(ref.folder, Path(out), (type or "INT4").upper()), screen, CompressedFolder))
         if json:
             screen.json(folder.to_json())
@@ -79,7 +79,7 @@ def merged_folder(source: Path, adapter: Path, out: Path, screen: Screen, json: 
     from ..runtime.merge import Merged, merge
     from .quantize import remember
 
-    with resumable(screen):
+    with resumable(screen, out):
         made = last(follow(merge(source, adapter, out), screen, Merged))
     remember(made.folder, screen)
     if json:

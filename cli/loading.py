@@ -261,13 +261,25 @@ def follow(items: Iterable[object], screen: Screen, wanted: type[Result]) -> Ite
 
 
 @contextmanager
-def resumable(screen: Screen) -> Iterator[None]:
-    """Ctrl-C keeps what is done, and says so."""
+def resumable(screen: Screen, out: Path) -> Iterator[None]:
+    """Ctrl-C keeps what is done, and says so; one that comes when the folder `out` has just got its name is told that it has: the same
+    command would be refused."""
+    before = identity(out)
     try:
         yield
     except KeyboardInterrupt:
-        screen.note("stopped; what is done is kept, the same command goes on from here")
+        is_whole = identity(out) not in (None, before)
+        screen.note(f"stopped; {out} is whole already" if is_whole else "stopped; what is done is kept, the same command goes on from here")
         raise
+
+
+def identity(place: Path) -> tuple[int, int] | None:
+    """What tells a file or folder from another that has its name later; None where there is none."""
+    try:
+        found = place.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def last(items: Iterable[Result]) -> Result:

@@ -80,6 +80,7 @@ def quantize(context: typer.Context, model: Model, out: Out, bits: Bits = None, 
         check_bundling(bits, spec, target, tensor_type, method, calib if gate_sparsity is None else None, calib_tokens, dry_run)
         sample = None if calib is None else read_text(calib, screen, "--calib")
         made = bundled(ref, Path(out), force, gate_sparsity, gate_rule, sample, screen)
+        remember(made.folder, screen)  # before what may take a minute, and is left with Ctrl-C
         if not no_kv_profile:
             profile(made.folder, sample, calib, threads, screen)
         report(made, ref, text, threads, screen, json)
@@ -98,16 +99,16 @@ def quantize(context: typer.Context, model: Model, out: Out, bits: Bits = None, 
                 plan = last(follow(decided(plan, options), screen, ConversionPlan))
             say_plan(plan, screen, json)
         return
-    with resumable(screen):
+    with resumable(screen, Path(out)):
         made = last(follow(convert(ref.folder, Path(out), options), screen, Converted))
+    remember(made.folder, screen)
     if not no_kv_profile:
         profile(made.folder, sample, calib, threads, screen)
     report(made, ref, text, threads, screen, json)
 
 
 def report(made: Converted, ref: ModelRef, text: str | None, threads: int | None, screen: Screen, json: bool) -> None:
-    """List the new model, score it if asked, and say what it is."""
-    remember(made.folder, screen)
+    """Score the new model if asked, and say what it is."""
     quality = None if text is None else measured(ref, made, text, threads, screen)
     if json:
         screen.json(made.to_json() | ({} if quality is None else {"eval": quality.to_json()}))
@@ -141,7 +142,7 @@ def bundled(ref: ModelRef, out: Path, replace: bool, gate_sparsity: float | None
     from ..runtime.bundle_ffn import bundle
     from ..runtime.convert import Converted
 
-    with resumable(screen):
+    with resumable(screen, out):
         return last(follow(bundle(ref.folder, out, replace, source_of(ref), gate_sparsity, text, gate_rule or "weighed"), screen,
                            Converted))
 

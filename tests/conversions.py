@@ -25,6 +25,14 @@ ODD = {"model_type": "llama", "hidden_size": 48, "intermediate_size": 40, "num_h
        "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu", "torch_dtype": "float32"}
 
 
+def lines_of(journal: Path) -> int:
+    """How much a running conversion has told of; nothing where it has not begun, or has given its folder the name."""
+    try:
+        return journal.read_bytes().count(b"\n")
+    except FileNotFoundError:
+        return 0
+
+
 def options(spec: str = "4bit", **more: object) -> ConvertOptions:
     rules = tuple(parse_rule(rule) for rule in more.pop("rules", ()))
     return ConvertOptions(Recipe(QuantSpec.parse(spec), rules), spec, **more)
