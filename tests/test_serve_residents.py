@@ -26,7 +26,7 @@ case "$*" in
   *--name=hung*) trap '' TERM; exec sleep 60 ;;
   *--name=babbling*) echo no JSON; exec sleep 60 ;;
   *--name=slow*)
-    for i in 1 2 3 4 5 6 7 8 9 10 11 12; do
+    for i in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31 32 33 34 35; do
       sleep 0.1; echo '{"progress": {"phase": "loading", "done": 1, "total": 9, "unit": "bytes"}}'; done ;;
 esac
 read budget
@@ -100,9 +100,9 @@ def test_a_load_that_hangs_is_given_up_and_the_next_one_begins() -> None:
 def test_what_goes_on_may_take_longer() -> None:
     async def work(residents: Residents) -> None:
         began = time.monotonic()
-        assert (await residents.take(model("slow"))).child.at == "loading: 1 B of 9 B" and time.monotonic() - began > 1
+        assert (await residents.take(model("slow"))).child.at == "loading: 1 B of 9 B" and time.monotonic() - began > 3
 
-    run(work, [], silence_s=1.0)
+    run(work, [], silence_s=3.0)
 
 
 def test_a_child_that_says_what_is_no_word_of_it_is_ended() -> None:
@@ -161,6 +161,23 @@ def test_who_comes_later_does_not_go_first() -> None:
     run(work, notes, most=1)
     assert [each.partition(":")[0] for each in notes if " waits " not in each] == \
         ["first is loaded", "first is ended", "second is loaded", "second is ended", "first is loaded"]
+
+
+def test_what_is_let_go_ends_behind_its_answers_however_long_these_wanted_it_to_stay() -> None:
+    """Every request of some programs says for how long: the one that was under way took back that another person had ended the model."""
+    notes: list[str] = []
+
+    async def work(residents: Residents) -> None:
+        first = await residents.take(model("first"))
+        assert await residents.take(model("first")) is first and residents.let_go(model("first"))
+        residents.give_back(first, NEVER)
+        assert residents.loaded() == [first] and first.child.is_alive, "an answer runs"
+        residents.give_back(first, 300.0)
+        await until(lambda: not residents.loaded())
+        assert (await residents.take(model("first"))).keep_s == NEVER, "whoever asks next has it as it was"
+
+    run(work, notes)
+    assert [each.partition(":")[0] for each in notes] == ["first is loaded", "first is ended", "first is loaded"]
 
 
 def test_a_child_that_dies_while_it_waits_for_its_place_is_told_at_once() -> None:

@@ -30,7 +30,8 @@ class NobodyWaits(Exception):
 
 @dataclass(eq=False)
 class Resident:
-    """A model that is loaded. `used` is when its last answer ended (monotonic), `since` when it was loaded; `busy` requests are with it."""
+    """A model that is loaded. `used` is when its last answer ended (monotonic), `since` when it was loaded; `busy` requests are with it.
+    `goes`: somebody let it go, however long these want it to stay."""
 
     model: Shelved
     child: Child
@@ -40,6 +41,7 @@ class Resident:
     since: float = field(default_factory=time.time)
     used: float = field(default_factory=time.monotonic)
     busy: int = 0
+    goes: bool = False
     timer: asyncio.TimerHandle | None = None
 
     @property
@@ -127,7 +129,7 @@ class Residents:
         """An answer has ended. `keep_s`: how long the request wants it to stay, from now on."""
         resident.busy -= 1
         resident.used = time.monotonic()
-        resident.keep_s = resident.keep_s if keep_s is None else keep_s
+        resident.keep_s = resident.keep_s if keep_s is None or resident.goes else keep_s
         self._changed.set()
         self._rest(resident)
 
@@ -136,7 +138,7 @@ class Residents:
         resident = self.find(model)
         if resident is None:
             return False
-        resident.keep_s = 0.0
+        resident.goes, resident.keep_s = True, 0.0
         self._rest(resident)
         return True
 
