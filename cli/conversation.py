@@ -17,7 +17,7 @@ from . import slash
 from .answer import say_cost, say_ending, show_answer
 from .attachment import Attachment, with_attachments
 from .editor import Editor
-from .environment import OutputClosed
+from .environment import OutputClosed, OutputFailed
 from .errors import INTERRUPTED, write_error
 from .interrupt import Ended, asked_to_end, end_if_asked, unechoed
 from .prompt import typed_text
@@ -67,9 +67,9 @@ class Conversation:
 
     def run(self) -> int:
         self.screen.note(f"{self.name}, context {self.session.n_ctx} tokens. /help lists commands, Ctrl-D leaves.")
-        pressed = False
+        pressed = is_lost = False
         while True:
-            if asked_to_end():
+            if asked_to_end() or is_lost:
                 self.keeper.keep(self.session)
                 end_if_asked()
             try:
@@ -97,6 +97,7 @@ class Conversation:
                 if not asked_to_end():
                     raise
             except EffllmError as error:
+                is_lost = isinstance(error, OutputFailed)  # as a terminal that is closed; its signal, which ends the program, comes later
                 write_error(self.screen.environment, error.message, next_step(error, bool(self.session.messages)))
             except OSError as error:
                 write_error(self.screen.environment, f"{error.filename or 'file'}: {error.strerror}", "")

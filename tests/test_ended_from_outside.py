@@ -50,7 +50,8 @@ def test_a_run_that_is_ended_keeps_its_session(number: signal.Signals, times: in
         rest, err = process.communicate(timeout=MINUTE)
     assert process.returncode == -number and f"stopped by {number.name} after ".encode() in err and b"Traceback" not in err
     asked, told = messages(tmp_path)
-    assert asked["content"] == STORY and told["content"] == (first + rest).decode().removesuffix("\n")
+    closed = "" if told["content"].endswith("\n") else "\n"  # of the last line, where the answer was left in its middle
+    assert asked["content"] == STORY and told["content"] + closed == (first + rest).decode()
 
 
 def test_what_reads_the_answer_may_be_gone_by_then(tmp_path: Path) -> None:
@@ -107,5 +108,21 @@ def test_a_chat_whose_terminal_is_closed_keeps_the_answer_that_was_being_written
         os.kill(terminal.pid, signal.SIGKILL)
         raise
     assert os.WTERMSIG(ended[1]) == signal.SIGHUP
+    asked, told = messages(tmp_path)
+    assert asked["content"] == STORY and told["content"]
+
+
+def test_what_cannot_be_shown_is_kept_before_the_next_line_is_asked_for(tmp_path: Path) -> None:
+    """As where a terminal is closed, which fails to show more before its signal comes; a disk that is full stands for it."""
+    command = f"exec '{sys.executable}' -P -m effllm chat fable --session tale -n 8 --temp 0 > /dev/full"
+    terminal = pexpect.spawn("/bin/sh", ["-c", command], env={**os.environ, "XDG_STATE_HOME": str(tmp_path), "TERM": "dumb"},
+                             encoding="utf-8", timeout=MINUTE)
+    terminal.expect_exact("> ")
+    terminal.send(f"{STORY}\r")
+    terminal.expect_exact("the output cannot be written: No space left on device")
+    terminal.expect_exact("> ")
+    terminal.kill(signal.SIGKILL)
+    terminal.expect(pexpect.EOF)
+    terminal.close()
     asked, told = messages(tmp_path)
     assert asked["content"] == STORY and told["content"]
