@@ -131,15 +131,16 @@ def unechoed(stream: TextIO) -> Iterator[None]:
     before = termios.tcgetattr(descriptor)
     changed = [*before]
     changed[3] &= ~termios.ECHO
-    termios.tcsetattr(descriptor, termios.TCSANOW, changed)
 
     def on_continue(signum: int, frame: FrameType | None) -> None:
         with suppress(OSError, termios.error):
             if os.tcgetpgrp(descriptor) == os.getpgrp():  # a terminal is another's in the background: to set it would stop this again
                 termios.tcsetattr(descriptor, termios.TCSANOW, changed)
 
-    shell_gave_it_back = signal.signal(signal.SIGCONT, on_continue) or signal.SIG_DFL  # as the shell keeps it for itself
+    shell_gave_it_back = signal.getsignal(signal.SIGCONT) or signal.SIG_DFL  # as the shell keeps it for itself
     try:
+        signal.signal(signal.SIGCONT, on_continue)
+        termios.tcsetattr(descriptor, termios.TCSANOW, changed)
         yield
     finally:
         signal.signal(signal.SIGCONT, shell_gave_it_back)

@@ -227,10 +227,10 @@ class Screen:
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
         """Around something that may take long and tells nothing meanwhile: on a terminal a line stands there until it has ended."""
-        if self._redraws:
-            self._status = cut(sanitize(what), self.environment.width - 1)
-            self._stderr(self._dim(self._status))
-        try:
+        try:  # from before it is seen: Ctrl-C may come as soon as it is
+            if self._redraws:
+                self._status = cut(sanitize(what), self.environment.width - 1)
+                self._stderr(self._dim(self._status))
             yield
         finally:
             self.clear()

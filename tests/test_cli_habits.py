@@ -18,7 +18,7 @@ import pytest
 from test_cli_errors import world
 
 from effllm import EffllmError, ModelNotFound, UsageError
-from effllm.cli import habits
+from effllm.cli import habits, interrupt
 from effllm.cli.app import main
 from effllm.cli.environment import PLAIN
 from effllm.cli.options import AnswerFlags
@@ -225,10 +225,10 @@ class Interrupted:
     def __del__(self):
         raise KeyboardInterrupt
 
-Broken()
-Interrupted()
 try:
-    time.sleep(5)
+    Broken()
+    Interrupted()
+    time.sleep(50)
     print("lost")
 except KeyboardInterrupt:
     print("interrupted")
@@ -281,6 +281,24 @@ def test_what_is_typed_during_an_answer_stays_out_of_it_after_ctrl_z_too(tmp_pat
         until(lambda: os.tcgetpgrp(terminal) != pid and not termios.tcgetattr(terminal)[3] & termios.ECHO)
         os.write(terminal, b"yal\r")
         assert b"yal" not in read_until(terminal, b"read lay")
+
+
+def test_ctrl_c_as_soon_as_a_terminal_shows_nothing_gives_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual, sets = termios.tcsetattr, []
+
+    def pressed(*given: object) -> None:
+        usual(*given)
+        sets.append(given)
+        if len(sets) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(termios, "tcsetattr", pressed)
+    here, there = pty.openpty()
+    with open(there) as terminal, open(here, "wb"):
+        with pytest.raises(KeyboardInterrupt), interrupt.unechoed(terminal):
+            pytest.fail("it goes on")
+        assert termios.tcgetattr(there)[3] & termios.ECHO and len(sets) == 2
+    assert signal.getsignal(signal.SIGCONT) == signal.SIG_DFL
 
 
 def test_a_terminal_that_does_not_tell_where_its_cursor_is_gets_no_warning_of_a_library(tmp_path: Path) -> None:

@@ -375,3 +375,17 @@ def test_an_editor_that_leaves_nothing_is_told_of_a_message() -> None:
 def test_a_prediction_never_promises_less_than_nothing() -> None:
     assert margin(0.25) == "± 25%" and margin(0.9) == "± 90%"
     assert margin(0.95) == "within a factor of 1.9" and margin(1.02) == "within a factor of 2.0"
+
+
+def test_ctrl_c_as_soon_as_a_line_is_seen_takes_it_away() -> None:
+    class Pressed(Terminal):
+        def write(self, text: str) -> int:
+            super().write(text)
+            if "asking" in text:
+                raise KeyboardInterrupt
+            return len(text)
+
+    shown = screen(err=Pressed(), TERM="xterm")
+    with pytest.raises(KeyboardInterrupt), shown.waiting("asking a host that says nothing"):
+        pytest.fail("it goes on")
+    assert texts(shown)[1].endswith("\r\x1b[K")
