@@ -24,12 +24,13 @@ from effllm.runtime import damage_notes
 settings.register_profile("effllm", deadline=None)  # how long an example takes says what else the machine does
 settings.load_profile("effllm")
 NO_PROFILE = "EFFLLM_NO_KV_PROFILE"  # `quantize` would take most of a minute for each of the models that tests make
-VARIABLES = ("XDG_DATA_HOME", "XDG_CONFIG_HOME")
+VARIABLES = ("XDG_DATA_HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def folders_of_nobody() -> Iterator[None]:
-    """Models that a test keeps and aliases that it writes are seen by tests alone. The cache of compiled kernels is the machine's."""
+    """Models that a test keeps, aliases that it writes and what a server of it holds of conversations are seen by tests alone. The
+    cache of compiled kernels is the machine's."""
     before = {name: os.environ.get(name) for name in (*VARIABLES, NO_PROFILE)}
     with tempfile.TemporaryDirectory(prefix="effllm-tests-") as place:
         os.environ.update({name: str(Path(place) / name) for name in VARIABLES})
@@ -50,13 +51,17 @@ def measured_by_nobody(tmp_path_factory: pytest.TempPathFactory, monkeypatch: py
 
 
 @pytest.fixture(scope="session", autouse=True)
-def ctrl_c_is_heard() -> Iterator[None]:
-    """Programs that tests start are interrupted by them; what a shell starts in the background is deaf to that, and so are its children."""
-    before = signal.getsignal(signal.SIGINT)
-    if before is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+def signals_are_heard() -> Iterator[None]:
+    """Programs that tests start are ended by them; what a shell starts in the background is deaf to Ctrl-C, what `nohup` does to a terminal
+    that is closed, and so are its children."""
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.getsignal(number) for number in usual}
+    for number, handler in usual.items():
+        if before[number] is signal.SIG_IGN:
+            signal.signal(number, handler)
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -8,13 +8,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 QUESTION = "Tell me a story about the fox and the king."
 ASKED = [{"role": "user", "content": QUESTION}]
 MINUTE = 60
+
+
+def until(holds: Callable[[], object], seconds: float = MINUTE, said: Callable[[], object] = lambda: "it never came so far") -> None:
+    """Wait for something; as long as a machine may take that does other work beside, so no test is to wait for this to fail."""
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, said()
+        time.sleep(0.02)
 
 
 class Reply:
@@ -99,12 +107,9 @@ class Served:
     def message(self, messages: Any = ASKED, path: str = "/v1/messages", **fields: Any) -> Reply:
         return self.ask("POST", path, {"messages": messages, "temperature": 0, "max_tokens": 24, **fields})
 
-    def until(self, said: str, seconds: float = 10) -> None:
+    def until(self, said: str, seconds: float = MINUTE) -> None:
         """Wait for a line at the terminal."""
-        end = time.monotonic() + seconds
-        while said not in self.err:
-            assert time.monotonic() < end, self.err
-            time.sleep(0.02)
+        until(lambda: said in self.err, seconds, lambda: self.err)
 
 
 def started(*flags: str, model: str | None = "fable", **variables: str) -> tuple[subprocess.Popen, Any]:

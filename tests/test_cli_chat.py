@@ -106,8 +106,10 @@ def test_turns_are_answered_and_only_what_is_new_is_read(chat: Chat) -> None:
     assert roles == ["user", "assistant", "user", "assistant"]
 
 
-def test_ctrl_c_stops_an_answer_and_keeps_what_was_written(chat: Chat) -> None:
-    chat.say("/set predict -1")
+def test_ctrl_c_stops_an_answer_and_keeps_what_was_written(tmp_path: Path) -> None:
+    """One that would go on without an end, however late the keys come."""
+    chat = Chat(tmp_path, "chat", "fable", "--seed", "5", "--overflow", "shift")
+    chat.wait()
     chat.say(BABBLE)
     chat.type(STORY + ENTER)
     chat.terminal.expect_exact(HAS_LINE)
@@ -119,6 +121,7 @@ def test_ctrl_c_stops_an_answer_and_keeps_what_was_written(chat: Chat) -> None:
     chat.say("/set predict 24")
     chat.say("/set temp 0")
     assert "stopped after 24 tokens" in chat.say("And then?"), "the chat goes on after a stopped answer"
+    assert chat.leave(CTRL_D) == 0
 
 
 def test_ctrl_c_at_the_prompt_empties_the_line(chat: Chat) -> None:

@@ -226,7 +226,7 @@ def test_whatever_a_job_fails_with_is_heard_by_who_waits_for_it(file: Path, read
         def run(self, fill: Callable[[Read], int]) -> int:
             raise failed
 
-    reader, until = reader_of(threads=1), time.monotonic() + 5
+    reader, until = reader_of(threads=1), time.monotonic() + 60
     ticket = reader.submit([Fails()])
     with pytest.raises(CheckpointError, match=f"{type(failed).__name__}.*{failed}") as error:
         reader.wait(ticket, lambda: time.monotonic() > until)

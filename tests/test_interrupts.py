@@ -32,7 +32,12 @@ import sys, time
 from pathlib import Path
 from effllm.cli.app import main
 from effllm.runtime.model import Model
-usual, gate = Model.forward, Path(sys.argv[1])
+from effllm.runtime.session import Session
+usual, cancel, gate = Model.forward, Session.cancel, Path(sys.argv[1])
+def cancelled(self):
+    cancel(self)
+    gate.with_suffix(".pressed").touch()
+Session.cancel = cancelled
 def forward(self, *given, **more):
     if gate.exists():
         gate.with_suffix(".reached").touch()
@@ -193,9 +198,8 @@ class Chat:
     def ends_at_the_second_press(self) -> str:
         """What is shown from now on, while the model stands still."""
         self.gate.touch()
-        self.is_reached()
-        self.terminal.send(CTRL_C)
-        time.sleep(0.5)  # two presses at once would be one signal
+        self.press()
+        time.sleep(0.2)
         assert self.terminal.isalive(), "the first press alone ended it"
         self.terminal.send(CTRL_C)
         self.terminal.expect(pexpect.EOF)
@@ -204,11 +208,16 @@ class Chat:
         assert "Traceback" not in self.terminal.before
         return self.terminal.before
 
-    def is_reached(self) -> None:
-        """Until a pass stands still at the gate."""
+    def press(self) -> None:
+        """Ctrl-C while a pass stands still at the gate, until it has been heard: two at once would be one signal."""
+        self._comes(".reached")
+        self.terminal.send(CTRL_C)
+        self._comes(".pressed")
+
+    def _comes(self, mark: str) -> None:
         deadline = time.monotonic() + MINUTE
-        while not self.gate.with_suffix(".reached").exists():
-            assert time.monotonic() < deadline, "no pass was run"
+        while not self.gate.with_suffix(mark).exists():
+            assert time.monotonic() < deadline, f"it never came to {mark}"
             time.sleep(0.01)
 
 
@@ -234,9 +243,7 @@ def test_one_press_in_a_prompt_keeps_the_file_that_was_to_go_with_it(tmp_path: P
     chat.say(f"/file {tmp_path}/notes.txt")
     chat.gate.touch()
     chat.type(STORY)
-    chat.is_reached()
-    chat.terminal.send(CTRL_C)
-    time.sleep(0.2)
+    chat.press()
     chat.gate.unlink()
     chat.terminal.expect_exact("stopped by Ctrl-C after 0 tokens")
     chat.terminal.expect_exact(WAITS)
@@ -245,7 +252,7 @@ def test_one_press_in_a_prompt_keeps_the_file_that_was_to_go_with_it(tmp_path: P
 
 
 def test_two_presses_in_an_answer_end_a_chat_with_what_was_written(tmp_path: Path) -> None:
-    chat = Chat(tmp_path, "chat", "fable", "--session", "tale", "--temp", "100", "--seed", "5", "-n", "400")
+    chat = Chat(tmp_path, "chat", "fable", "--session", "tale", "--temp", "100", "--seed", "5", "-n", "100000", "--overflow", "shift")
     chat.type(STORY)
     chat.terminal.expect(r"\w+ \w+")
     rest = chat.ends_at_the_second_press()

@@ -4,6 +4,7 @@ import errno
 import hashlib
 import os
 import signal
+import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -91,6 +92,18 @@ def test_a_process_that_is_closed_before_it_has_all_ends_by_itself(whole: PartFi
     assert hashed._process.poll() == 0
 
 
+@pytest.fixture
+def has_time_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once it was asked to: on a machine that does other work beside, to die takes a moment too."""
+    usual = subprocess.Popen.terminate
+
+    def asked(process: subprocess.Popen) -> None:
+        monkeypatch.setattr(running_hash, "LEAVE_S", 60.0)
+        usual(process)
+
+    monkeypatch.setattr(subprocess.Popen, "terminate", asked)
+
+
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(1000)"
 
 
@@ -98,8 +111,10 @@ STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); 
                                                 (STUBBORN, signal.SIGKILL)])
 @pytest.mark.parametrize("how", ["close", "stop"])
 def test_a_process_that_does_not_end_is_asked_to_and_then_ended(whole: PartFile, monkeypatch: pytest.MonkeyPatch, program: str,
-                                                                ended: signal.Signals, how: str) -> None:
+                                                                ended: signal.Signals, how: str, request: pytest.FixtureRequest) -> None:
     monkeypatch.setattr(running_hash, "XET", program)
+    if ended == signal.SIGTERM:
+        request.getfixturevalue("has_time_to_end")
     with closing(Xet("0" * 64)) as hashed:
         assert hashed._process.stdout.readline() == b"ready\n"
         getattr(hashed, how)()
@@ -234,7 +249,8 @@ def test_a_process_that_is_killed_in_between(empty: PartFile, named: str, monkey
     assert len(killed) == 1
 
 
-def test_a_process_that_hangs_is_not_waited_for(empty: PartFile, named: str, monkeypatch: pytest.MonkeyPatch, slow_processor: None) -> None:
+def test_a_process_that_hangs_is_not_waited_for(empty: PartFile, named: str, monkeypatch: pytest.MonkeyPatch, slow_processor: None,
+                                                has_time_to_end: None) -> None:
     made = begun(monkeypatch)
     monkeypatch.setattr(running_hash, "END_S", 0.3)
     monkeypatch.setattr(running_hash, "XET", "import time; time.sleep(1000)")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from served import MINUTE
 from test_serve_parts import DONE, desk  # noqa: F401  a fixture
 
 from effllm.cli.server.desk import Desk
@@ -30,7 +31,7 @@ def test_who_reads_the_end_finds_the_place_free(desk: Desk) -> None:  # noqa: F8
 
     async def test() -> None:
         job = desk.ask(answer)
-        assert [await job.next(5), await job.next(5)] == [TextDelta("yes"), DONE]
+        assert [await job.next(MINUTE), await job.next(MINUTE)] == [TextDelta("yes"), DONE]
         assert put_down.is_set() and job not in desk._jobs and desk.running == 0
 
     asyncio.run(test())
@@ -39,10 +40,10 @@ def test_who_reads_the_end_finds_the_place_free(desk: Desk) -> None:  # noqa: F8
 def test_a_client_that_does_not_read_keeps_no_place_in_the_line(desk: Desk) -> None:  # noqa: F811
     async def test() -> None:
         job = desk.ask(lambda left: iter([TextDelta("yes"), DONE]))
-        end = time.monotonic() + 5
+        end = time.monotonic() + MINUTE
         while job in desk._jobs and time.monotonic() < end:
             await asyncio.sleep(0.01)
-        assert not desk._jobs and [await job.next(1), await job.next(1)] == [TextDelta("yes"), DONE]
+        assert not desk._jobs and [await job.next(MINUTE), await job.next(MINUTE)] == [TextDelta("yes"), DONE]
 
     asyncio.run(test())
 
@@ -64,13 +65,13 @@ def test_several_are_written_at_once_and_the_next_begins_where_one_ends() -> Non
         with pytest.raises(Problem, match="1 answers wait already"):
             several.ask(partial(answer, "d", ends[0]))
         for _ in range(3):  # side by side
-            assert [await job.next(5) for job in (one, two)] == [TextDelta("a"), TextDelta("b")]
+            assert [await job.next(MINUTE) for job in (one, two)] == [TextDelta("a"), TextDelta("b")]
         assert began == ["a", "b"]
         ends[1].set()
-        assert await three.next(5) == TextDelta("c") and several.waiting == 0 and three.before == 0
+        assert await three.next(MINUTE) == TextDelta("c") and several.waiting == 0 and three.before == 0
         one.leave()
         three.leave()
-        end = time.monotonic() + 5
+        end = time.monotonic() + MINUTE
         while several._rounds and time.monotonic() < end:
             await asyncio.sleep(0.01)
         assert not several._rounds
@@ -79,4 +80,4 @@ def test_several_are_written_at_once_and_the_next_begins_where_one_ends() -> Non
         asyncio.run(test())
     finally:
         several.close()
-    assert several.ended(5)
+    assert several.ended(MINUTE)

@@ -15,16 +15,23 @@ import psutil
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from served import ASKED, MINUTE, Served, serving, started
+from served import ASKED, MINUTE, Served, serving, started, until
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-SLOWLY = ("-t", "1", "--spec", "off")  # so that an endless answer is one for as long as a test looks at it
+SLOWLY = ("-t", "1", "--spec", "off")
+ON_AND_ON = (*SLOWLY, "--overflow", "shift")  # an endless answer is one, however long a test is kept from looking at it
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 
 @pytest.fixture(scope="module")
 def server():
     with serving("--queue", "1", *SLOWLY) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def talker():
+    with serving("--queue", "1", *ON_AND_ON) as server:
         yield server
 
 
@@ -153,63 +160,58 @@ def test_origins_that_are_let_in() -> None:
 
 
 def endless(server: Served):
-    """A stream that goes on to the end of the context."""
+    """A stream that goes on until it is left."""
     response = server.open("POST", TEXT, {"prompt": "Once", "temperature": 0, "ignore_eos": True, "stream": True, "max_tokens": -1})
     assert response.readline().startswith(b"data: ")
     return response
 
 
-def test_a_client_that_goes_away_ends_its_answer(server: Served, plain: list) -> None:
+def test_a_client_that_goes_away_ends_its_answer(talker: Served, plain: list) -> None:
     for _ in range(3):
-        lines = server.err.count("the client left")
-        response = endless(server)
+        lines = talker.err.count("the client left")
+        response = endless(talker)
         response.connection.sock.shutdown(socket.SHUT_RDWR)
         response.close()
         response.connection.close()
-        server.chat(max_tokens=1)
-        end = time.monotonic() + 5
-        while server.err.count("the client left") == lines and time.monotonic() < end:
-            time.sleep(0.01)
-        assert server.err.count("the client left") == lines + 1
-    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        talker.chat(max_tokens=1)
+        until(lambda lines=lines: talker.err.count("the client left") > lines)
+        assert talker.err.count("the client left") == lines + 1
+    with socket.create_connection(("127.0.0.1", talker.port)) as client:
         body = json.dumps({"prompt": "Once", "ignore_eos": True, "max_tokens": -1}).encode()
         client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
-        time.sleep(0.1)
-    assert server.chat().json["choices"] == plain, "one that waits for a whole answer goes too"
-    server.until("POST /v1/completions 499 · the client left")
+        until(lambda: talker.ask("GET", "/slots").json[0]["is_processing"])
+    assert talker.chat().json["choices"] == plain, "one that waits for a whole answer goes too"
+    talker.until("POST /v1/completions 499 · the client left")
 
 
-def test_others_wait_in_order_and_no_more_than_may(server: Served, plain: list) -> None:
-    first = endless(server)
+def test_others_wait_in_order_and_no_more_than_may(talker: Served, plain: list) -> None:
+    first = endless(talker)
     ended: list[str] = []
-    waiting = threading.Thread(target=lambda: ended.append(server.chat().json["choices"]))
+    waiting = threading.Thread(target=lambda: ended.append(talker.chat().json["choices"]))
     waiting.start()
-    end = time.monotonic() + 10
-    while server.ask("GET", "/health").json["waiting"] < 1:
-        assert time.monotonic() < end
-    reply = server.chat()
+    until(lambda: talker.ask("GET", "/health").json["waiting"])
+    reply = talker.chat()
     assert reply.status == 503 and reply.error["code"] == "queue_full" and reply.headers["retry-after"] == "1"
-    assert not ended and server.ask("GET", "/v1/models").status == 200
+    assert not ended and talker.ask("GET", "/v1/models").status == 200
     first.close()
     first.connection.close()
     waiting.join(MINUTE)
-    assert ended == [plain] and server.chat().status == 200
+    assert ended == [plain] and talker.chat().status == 200
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_it_within_a_second(number: signal.Signals) -> None:
-    with serving(*SLOWLY) as server:
+    with serving(*ON_AND_ON) as server:
         running, idle, replies = endless(server), server.open("GET", "/health"), []
         waiting = threading.Thread(target=lambda: replies.append(server.chat()))
         waiting.start()
-        while not server.ask("GET", "/health").json["waiting"]:
-            time.sleep(0.01)
+        until(lambda: server.ask("GET", "/health").json["waiting"])
         began = time.monotonic()
         server.process.send_signal(number)
         *_, last, done = running.read().decode().strip().split("\n\n")
         assert json.loads(last.removeprefix("data: "))["error"]["code"] == "server_closing" and done == "data: [DONE]"
         assert server.process.wait(5) == 0 and time.monotonic() - began < 3
-        waiting.join(5)
+        waiting.join(MINUTE)
         assert replies[0].status == 503 and replies[0].error["code"] == "server_closing" and idle.status == 200
         assert "Traceback" not in server.err
         with pytest.raises(ConnectionRefusedError):

@@ -8,7 +8,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -19,7 +19,7 @@ from effllm.cli.app import main
 from effllm.cli.environment import Environment
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from served import ASKED, Reply, Served, serving
+from served import ASKED, Reply, Served, serving, until
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 ENDLESS = {"prompt": "Once", "temperature": 0, "ignore_eos": True, "stream": True, "max_tokens": -1}
@@ -61,13 +61,6 @@ def children(server: Served) -> dict[str, psutil.Process]:
         with contextlib.suppress(psutil.NoSuchProcess):  # it ends at this moment
             found |= {word.removeprefix("--name="): child for word in child.cmdline() if word.startswith("--name=")}
     return found
-
-
-def until(holds: Callable[[], object], seconds: float = 10) -> None:
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def states(server: Served) -> dict[str, str]:
@@ -201,7 +194,8 @@ def test_ollamas_api_is_of_all_models(server: Served) -> None:
     reply = server.ask("POST", "/api/chat", asked, X_Effllm_Waited="9" * 15)
     took = time.monotonic_ns() - loading
     *pieces, last = map(json.loads, reply.body.splitlines())
-    whole = server.ask("POST", "/api/chat", {**asked, "stream": False}).json
+    again = [server.ask("POST", "/api/chat", {**asked, "stream": False}).json for _ in range(3)]
+    whole = min(again, key=lambda each: each["total_duration"])  # one of which nothing else held up
     assert "".join(each["message"]["content"] for each in pieces) == whole["message"]["content"] != ""
     assert last["done"] and last["eval_count"] == whole["eval_count"] == 6
     assert took > last["total_duration"] > last["load_duration"] > took / 3 > whole["total_duration"] > whole["load_duration"] > 0

@@ -27,7 +27,7 @@ from effllm.runtime.replies import Wish
 from effllm.runtime.sampler import SamplerSettings
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from served import Reply
+from served import MINUTE, Reply
 from test_call_replies import WEATHER
 from test_serve_ollama import lines
 from test_serve_parts import STATS, Client
@@ -135,7 +135,7 @@ def test_who_waits_gets_pieces_without_text(monkeypatch: pytest.MonkeyPatch) -> 
         while client.body.count("\n") < waits:
             await asyncio.sleep(0.01)
         go.set()
-        await asyncio.wait_for(task, 5)
+        await asyncio.wait_for(task, MINUTE)
         return client
 
     made = lines(Reply(200, {"content-type": "application/x-ndjson"}, asyncio.run(heard(answer, 3)).body.encode()))
@@ -144,7 +144,7 @@ def test_who_waits_gets_pieces_without_text(monkeypatch: pytest.MonkeyPatch) -> 
     client = asyncio.run(heard(fails, 0))
     assert client.status == 500 and json.loads(client.body) == {"error": "memory ran out"}
     desk.close()
-    assert desk.ended(5)
+    assert desk.ended(MINUTE)
 
 
 def test_a_digest_is_of_all_that_a_model_answers_by(tmp_path: Path) -> None:

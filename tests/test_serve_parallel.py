@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from served import MINUTE, Served, serving
+from served import MINUTE, Served, serving, until
 
 FOX = "The fox asked the king for bread and the king gave him none. "
 LONG = [{"role": "user", "content": FOX * 40}]
-SLOWLY = ("-t", "1")  # so that an endless answer is one for as long as a test looks at it
+ON_AND_ON = ("-t", "1", "--overflow", "shift")  # an endless answer is one, however long a test is kept from looking at it
 
 
 @pytest.fixture(scope="module")
 def server():
-    with serving("-np", "3", "--queue", "1", *SLOWLY) as server:
+    with serving("-np", "3", "--queue", "1", *ON_AND_ON) as server:
         yield server
 
 
@@ -71,8 +71,7 @@ def test_who_comes_when_all_write_waits_and_the_next_is_refused(server: Served) 
     got: list = []
     try:
         waits.start()
-        while server.ask("GET", "/health").json["waiting"] < 1:
-            continue
+        until(lambda: server.ask("GET", "/health").json["waiting"])
         refused = server.chat(max_tokens=5)
         assert refused.status == 503 and refused.error["code"] == "queue_full"
     finally:

@@ -36,6 +36,7 @@ from effllm.runtime.sampler import SamplerSettings
 STATS = SimpleNamespace(finish_reason="stop", token_ids=(1, 2), prompt_tokens=3, cached_tokens=1, read_tokens=2, reasoning_tokens=0,
                         prefill_s=0.1, prefill_tps=20.0, decode_s=0.1, decode_tps=10.0)
 DONE = Done(STATS)
+MINUTE = 60
 
 
 class Client:
@@ -66,9 +67,10 @@ async def streamed(desk: Desk, start: Callable, client: Client, record: Record |
 
 
 def held(desk: Desk) -> Callable[[], None]:
-    """An answer that takes the engine until it is let go."""
-    release = threading.Event()
-    desk.ask(lambda left: iter([release.wait(), DONE][1:]))
+    """An answer that has the engine until it is let go."""
+    begun, release = threading.Event(), threading.Event()
+    desk.ask(lambda left: iter([begun.set(), release.wait(), DONE][2:]))
+    assert begun.wait(MINUTE), "else it might be left before it begins"
     return release.set
 
 
@@ -77,7 +79,7 @@ def desk() -> Iterator[Desk]:
     desk = Desk(most_waiting=8)
     yield desk
     desk.close()
-    assert desk.ended(5)
+    assert desk.ended(MINUTE)
 
 
 def test_who_waits_hears_that_it_does(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +104,7 @@ def test_who_waits_hears_that_it_does(desk: Desk, monkeypatch: pytest.MonkeyPatc
             await asyncio.sleep(0.01)
         assert client.status == 200 and "data" not in client.body
         go.set()
-        await asyncio.wait_for(task, 5)
+        await asyncio.wait_for(task, MINUTE)
         first, said, end, done = [line for line in client.body.split("\n\n") if line.startswith("data: ")]
         assert json.loads(said[6:])["choices"][0]["delta"] == {"content": "yes"} and done == "data: [DONE]"
         assert json.loads(first[6:])["choices"][0]["delta"]["role"] == "assistant"
@@ -121,35 +123,40 @@ def test_a_panic_of_a_library_ends_its_answer_alone(desk: Desk) -> None:
 
     async def test() -> None:
         client, record = Client(), Record()
-        await asyncio.wait_for(streamed(desk, answer, client, record), 5)
+        await asyncio.wait_for(streamed(desk, answer, client, record), MINUTE)
         assert "internal error" in client.body and record.problem == "Panic: index out of bounds"
         client = Client()
-        await asyncio.wait_for(streamed(desk, lambda left: iter([TextDelta("yes"), DONE]), client), 5)
+        await asyncio.wait_for(streamed(desk, lambda left: iter([TextDelta("yes"), DONE]), client), MINUTE)
         assert "yes" in client.body
 
     asyncio.run(test())
 
 
 def test_connections_of_which_no_request_comes_are_closed_and_too_many_are_a_line(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listening, "KEEP_S", 0.2)
+    monkeypatch.setattr(listening, "KEEP_S", 1.0)
     notes, closed = [], []
 
     async def application(scope: dict, receive: Callable, send: Callable) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
-        await asyncio.sleep(0.5)  # longer than an unused connection is kept
+        while not closed:  # longer than an unused connection is kept
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
         await send({"type": "http.response.body", "body": b""})
 
     with listening.bound("127.0.0.1", 0) as bound:
         def clients() -> None:
-            with socket.create_connection(bound.getsockname()[:2], 5) as idle, socket.create_connection(bound.getsockname()[:2], 5) as used:
-                used.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-                try:
-                    closed.append(idle.recv(1))
-                except ConnectionResetError:
-                    closed.append(b"")
-                while not (got := used.recv(100)).endswith(b"\r\n\r\n"):
-                    closed.append(got)
-            os.kill(os.getpid(), signal.SIGTERM)
+            place = bound.getsockname()[:2]
+            try:
+                with socket.create_connection(place, MINUTE) as used, socket.create_connection(place, MINUTE) as idle:
+                    used.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                    try:
+                        closed.append(idle.recv(1))
+                    except ConnectionResetError:
+                        closed.append(b"")
+                    while not (got := used.recv(100)).endswith(b"\r\n\r\n"):
+                        closed.append(got)
+            finally:
+                os.kill(os.getpid(), signal.SIGTERM)  # or the server would go on for ever
 
         listening.listen(application, bound, desk, lambda: threading.Thread(target=clients).start(), notes.append)
     assert closed[0] == b"" and not notes
@@ -217,8 +224,8 @@ def test_who_leaves_is_not_answered(desk: Desk) -> None:
         await tasks[1]
         assert desk.waiting == 1 and not ended.is_set()
         running.gone.set()
-        await asyncio.wait_for(asyncio.gather(*tasks, last), 5)
-        assert ended.wait(5) and began == ["endless"] and "[DONE]" in fine.body and record.ending == "the client left"
+        await asyncio.wait_for(asyncio.gather(*tasks, last), MINUTE)
+        assert ended.wait(MINUTE) and began == ["endless"] and "[DONE]" in fine.body and record.ending == "the client left"
         assert desk.waiting == 0 and desk.place(None) == 0
 
     asyncio.run(test())
@@ -230,7 +237,7 @@ def test_a_server_that_ends_tells_everyone(desk: Desk) -> None:
         tasks = [asyncio.ensure_future(streamed(desk, lambda left: iter([DONE]), client)) for client in (first, second)]
         await asyncio.sleep(0.01)
         desk.close()
-        await asyncio.wait_for(asyncio.gather(*tasks), 5)  # whatever the engine is at
+        await asyncio.wait_for(asyncio.gather(*tasks), MINUTE)  # whatever the engine is at
         assert {first.status, second.status} == {503}
         assert not desk.ended(0.05)
         let_go()
@@ -338,7 +345,7 @@ def test_who_leaves_in_the_moment_of_an_event_is_gone(desk: Desk) -> None:
     """An answer whose cancellation was lost to an event that came with it went on to its end."""
 
     def endless(left: Callable[[], bool]) -> Iterator[Event]:
-        end = time.monotonic() + 10
+        end = time.monotonic() + MINUTE
         while not left() and time.monotonic() < end:
             yield TextDelta("more ")
             time.sleep(1e-5)
@@ -351,7 +358,7 @@ def test_who_leaves_in_the_moment_of_an_event_is_gone(desk: Desk) -> None:
             while "more" not in client.body:
                 await asyncio.sleep(0)
             client.gone.set()
-            done, _ = await asyncio.wait([task], timeout=5)
+            done, _ = await asyncio.wait([task], timeout=MINUTE)
             assert done and "[DONE]" not in client.body
 
     asyncio.run(test())

@@ -23,7 +23,7 @@ from effllm.cli.server.streams import EventStream, Listener, Record
 from effllm.runtime.events import Call, Done, Event, Progress, PromptRead, TextDelta
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from served import ASKED, QUESTION, Reply, Served, serving
+from served import ASKED, MINUTE, QUESTION, Reply, Served, serving
 from test_call_replies import WEATHER
 from test_serve_parts import Client
 
@@ -252,7 +252,7 @@ def test_who_waits_hears_events(monkeypatch: pytest.MonkeyPatch) -> None:
         while client.body.count(waiting) < 3:
             await asyncio.sleep(0.01)
         go.set()
-        await asyncio.wait_for(task, 5)
+        await asyncio.wait_for(task, MINUTE)
         return Reply(200, {}, client.body.encode()).named_events
 
     kinds = [event["type"] for event in asyncio.run(heard(ResponseShape("m", asked(), Names()), "event: keepalive\n"))]
@@ -262,4 +262,4 @@ def test_who_waits_hears_events(monkeypatch: pytest.MonkeyPatch) -> None:
     events = asyncio.run(heard(MessageShape("m", body), ": reading the prompt: 512 of 2048 tokens\n\n"))
     assert events[0]["type"] == "message_start" and events[0]["message"]["usage"]["input_tokens"] == 2
     desk.close()
-    assert desk.ended(5)
+    assert desk.ended(MINUTE)

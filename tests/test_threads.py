@@ -216,12 +216,14 @@ def test_a_cache_folder_that_cannot_be_written_only_costs_time(tmp_path):
 
 def test_a_cold_start_is_seen_while_its_first_function_compiles(monkeypatch, tmp_path):
     """Or waits for another that compiles: for seconds, on busy cores for half a minute, nothing was to be seen."""
-    child = tmp_path / "python"
-    child.write_text("#!/bin/sh\nsleep 0.7\necho 'a 2'\necho 'b 2'\n")
+    child, seen = tmp_path / "python", tmp_path / "seen"
+    child.write_text(f"#!/bin/sh\nuntil [ -e '{seen}' ]; do sleep 0.02; done\necho 'a 2'\necho 'b 2'\n")
     child.chmod(0o755)
     monkeypatch.setattr(warm.sys, "executable", str(child))
-    told, total = list(warm.warm((warm.RAW,))), len(warm.compiled_functions((warm.RAW,)))
-    assert told[:2] == [(0, total)] * 2 and told[-1] == (2, total)
+    telling, total = warm.warm((warm.RAW,)), len(warm.compiled_functions((warm.RAW,)))
+    assert [next(telling) for _ in range(2)] == [(0, total)] * 2
+    seen.touch()
+    assert [*telling][-1] == (2, total)
 
 
 def test_compiling_that_nothing_keeps_shows_how_far_it_is(monkeypatch):
