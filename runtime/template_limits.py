@@ -25,20 +25,25 @@ class LimitExceeded(Exception):
 
 
 class Meter:
-    """Limits of one render. `input_weight` is the weight of the messages: limits grow with a legitimate long conversation."""
+    """Limits of one render, in the thread that makes it. `input_weight` is the weight of the messages: limits grow with a legitimate
+    conversation that is long. `seconds` are the processor's: other work of the machine, or a process that stood still, is no fault of a
+    template."""
 
-    __slots__ = ("budget", "deadline", "seconds", "value_limit")
+    __slots__ = ("began", "budget", "deadline", "seconds", "value_limit")
 
     def __init__(self, input_weight: int, seconds: float, value_limit: int = 1_000_000, budget: int = 64_000_000) -> None:
         self.value_limit = value_limit + 4 * input_weight
         self.budget = budget + 64 * input_weight
         self.seconds = seconds
-        self.deadline = time.perf_counter() + seconds
+        self.began, self.deadline = time.thread_time(), time.perf_counter() + seconds
 
     def step(self) -> None:
         """Called at each operation; between two steps only bounded work happens."""
-        if time.perf_counter() > self.deadline:
-            raise LimitExceeded(f"it ran longer than {self.seconds:g} s (an endless loop?)")
+        if time.perf_counter() > self.deadline:  # which is sooner asked than what it had of the processor
+            left = self.began + self.seconds - time.thread_time()
+            if left <= 0:
+                raise LimitExceeded(f"it ran longer than {self.seconds:g} s (an endless loop?)")
+            self.deadline = time.perf_counter() + left
 
     def require(self, size: float) -> None:
         """Refuse a value of this weight before it is made."""

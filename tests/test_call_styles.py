@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from effllm import UsageError
+from effllm.runtime.calls import style
 from effllm.runtime.calls.messages import functions, parameters_of, prepared
 from effllm.runtime.calls.reader import CallReader
 from effllm.runtime.calls.style import find_style
@@ -210,5 +211,17 @@ def test_a_mark_in_the_vocabulary_of_a_template_without_tools() -> None:
 
 def test_a_template_without_an_end_is_not_asked_for_ever() -> None:
     template = ChatTemplate("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", seconds=1.0)
-    begin = time.monotonic()
-    assert not find_style(template.render).knows_tools and time.monotonic() - begin < 8
+    begin = time.thread_time()
+    assert not find_style(template.render).knows_tools and time.thread_time() - begin < 8
+
+
+def test_a_machine_that_does_other_work_is_no_template_without_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is found is held for as long as the model is: a server that stood still meanwhile had no tools until its end."""
+    template, stands = ChatTemplate(TEMPLATES["Hermes"]), [1.1]
+    monkeypatch.setattr(style, "PATIENCE_S", 1.0)
+
+    def slowly(*given: object, **more: object) -> str:
+        time.sleep(stands.pop() if stands else 0)
+        return template.render(*given, **more)
+
+    assert find_style(slowly) == find_style(template.render) and not stands and find_style(slowly).knows_tools

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from effllm.runtime.template import ChatTemplate, TemplateError, TemplateRefused, load_template
+from effllm.runtime.template_limits import LimitExceeded, Meter
 
 FABLE = Path(__file__).parents[1] / "models" / "fable"
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -355,7 +356,16 @@ def test_a_long_conversation_has_more_time():
     source = "{% for m in messages %}{% for n in messages %}{% set x = n.content %}{% endfor %}{% endfor %}done"
     chat = [USER] * 300
     assert ChatTemplate(source, seconds=600).render(chat) == "done"
-    begun = time.perf_counter()
+    begun = time.thread_time()
     with pytest.raises(TemplateError, match="longer than 0.4 s"):
         ChatTemplate("{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}", seconds=0.1).render(chat)
-    assert time.perf_counter() - begun < 5
+    assert time.thread_time() - begun < 5
+
+
+def test_a_process_that_stood_still_is_no_endless_template():
+    meter = Meter(0, seconds=0.2)
+    time.sleep(0.3)
+    meter.step()
+    with pytest.raises(LimitExceeded, match="longer than 0.2 s"):
+        while True:
+            meter.step()

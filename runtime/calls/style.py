@@ -33,7 +33,7 @@ VARIABLES = ("tools", "xml_tools")  # under which templates look for tools
 KEYS = ("tools", "functions")  # and under which in the system's message, as JSON text
 ROLES = ("tool", "environment", "function")  # of what tools give back
 USER = {"role": "user", "content": "What is the weather?"}
-PATIENCE_S = 5.0  # for all that a template is asked
+PATIENCE_S = 5.0  # of the processor, for all that a template is asked
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,8 @@ def told(tools: Sequence[Mapping[str, Any]]) -> str:
 
 @dataclass(frozen=True)
 class _Template:
-    """A template with a tool, given under a variable or under a key of the system's message. It is asked nothing after `latest`."""
+    """A template with a tool, given under a variable or under a key of the system's message. It is asked nothing after `latest` (the
+    thread's time of the processor)."""
 
     render: Render
     latest: float
@@ -81,7 +82,7 @@ class _Template:
 
     def text(self, messages: Sequence[Mapping[str, Any]], reply: bool = True) -> str:
         """What it makes of messages, nothing where it refuses them."""
-        if time.monotonic() > self.latest:
+        if time.thread_time() > self.latest:
             return ""
         given = {self.variable: [TOOL]} if self.variable else {}
         if self.key:
@@ -108,7 +109,7 @@ class _Template:
 
 def find_style(render: Render, words: Collection[str] = ()) -> CallStyle:
     """The style of a model; `words` are the tokens that were added to its vocabulary."""
-    plain = _Template(render, time.monotonic() + PATIENCE_S)
+    plain = _Template(render, time.thread_time() + PATIENCE_S)
     ways = [*(replace(plain, variable=name) for name in VARIABLES), *(replace(plain, key=name) for name in KEYS)]
     template = next((way for way in ways if NAME in way.text([USER])), plain)
     for as_text, content, called in product((False, True), ("", None), (LONG_ID, ID, f"functions.{NAME}:0")):
