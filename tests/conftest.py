@@ -24,6 +24,7 @@ from effllm.runtime import damage_notes
 settings.register_profile("effllm", deadline=None)  # how long an example takes says what else the machine does
 settings.load_profile("effllm")
 NO_PROFILE = "EFFLLM_NO_KV_PROFILE"  # `quantize` would take most of a minute for each of the models that tests make
+SHOWS = ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR")
 VARIABLES = ("XDG_DATA_HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME")
 
 
@@ -41,6 +42,15 @@ def folders_of_nobody() -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = value
+
+
+@pytest.fixture(scope="session", autouse=True)
+def terminals_are_those_of_tests() -> Iterator[None]:
+    """Of as many columns and colours as these say, wherever the suite itself was started."""
+    with pytest.MonkeyPatch.context() as patched:
+        for name in SHOWS:
+            patched.delenv(name, raising=False)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -36,11 +36,14 @@ def stop(going: Iterator[object]) -> None:
 
 
 def keeping(person: Person, name: str) -> Path:
-    """A stopped `run NAME --keep`; the folder that was being made."""
+    """A stopped `run NAME --keep`; the folder that was being made. In this process: one of its own goes on, to the end where a test is kept
+    from looking."""
     ref = resolve(name, person.env)
     request = on_load.Request(ref, ref.variant, storage.models_folder(person.env), keep=True)
     request.folder.parent.mkdir(parents=True)
-    stop(on_load.quantize_on_load(request, request.folder))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(on_load, "_apart", convert)
+        stop(on_load.quantize_on_load(request, request.folder))
     return request.folder
 
 
