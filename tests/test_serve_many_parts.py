@@ -93,6 +93,7 @@ def test_streams_are_told_of_the_load_that_all_of_them_wait_for(monkeypatch: pyt
 
 def test_a_load_that_fails_is_an_error_of_each_api(monkeypatch: pytest.MonkeyPatch) -> None:
     notes: list[str] = []
+    monkeypatch.setattr(front_module, "KEEP_ALIVE_S", 60.0)  # a stream that has begun meanwhile has its status
     front = made(notes, ram=hardware.rss() + 30 * MIB, waiting=2)
     replies = sorted(in_loop(front, "/v1/chat/completions", "/v1/messages", "/v1/completions", stream=True))
     assert [status for status, _ in replies] == [400, 400, 503] and "which is the most here (--queue)" in replies[-1][1]
