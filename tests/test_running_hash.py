@@ -26,7 +26,7 @@ from effllm.runtime.pull.download import download
 from effllm.runtime.pull.repository import describe
 
 CONTENT = os.urandom((5 << 20) + 12345)
-OTHER = bytes(1) + CONTENT[1:]
+OTHER = bytes([CONTENT[0] ^ 1]) + CONTENT[1:]  # whatever the first one is
 SHA256 = Digest("sha256", hashlib.sha256(CONTENT).hexdigest())
 
 
