@@ -3,10 +3,11 @@
 The main thread is worker 0. The others spin on the job word for a while and then park on a lock. A job is opened, worked on, closed;
 work is drawn block by block from a shared counter, or from one for each region of the job (`cpu/sharing.py`), and the blocks are functions
 of the shape alone, so a result depends neither on the number of threads nor on who computed what. A worker enters a job by counting itself
-active while the job is open: one that the system has put aside never enters, and nobody waits for it, so a busy machine costs its share and
-not a time slice per job.
+active while the job is open: one that the system has put aside never enters, and nobody waits for it. One that is put aside within a job is
+waited for; where that happens too often fewer work (`crew.py`).
 
-Control block, in cache lines (8 int64): job word (odd: open) | kernel, args | active | counters, 4 lines | state of worker 0, 1, ...
+Control block, in cache lines (8 int64): job word (odd: open) | kernel, args, workers that take part, turns of a wait that is no block's,
+turns of such waits | active | counters, 4 lines | state of worker 0, 1, ...
 """
 
 from __future__ import annotations
@@ -20,13 +21,16 @@ import numpy as np
 from .compile import Kernel, jit
 from .cpu.intrinsics import call_kernel, compare_swap, fetch_add, i64_at, load, relax, store
 from .cpu.sharing import COUNTERS_NBYTES, SETS, clear_counters
+from .crew import Crew
 from .deferred import inlined
 
-JOB, KERNEL, ARGS, ACTIVE, COUNTER = 0, 64, 72, 128, 192  # byte offsets
+JOB, KERNEL, ARGS, CREW, PATIENCE, WAITED, ACTIVE, COUNTER = 0, 64, 72, 80, 88, 96, 128, 192  # byte offsets
 STATES = COUNTER + SETS * COUNTERS_NBYTES
 RUNNING, PARKED = 0, 1
 AT_END = 0xFFFF  # in the place of a job's number: none is open
 MOST_WORKERS = 46  # their bits fit beside a job's number in one integer; memory is saturated long before
+PATIENCE_S = 50e-6  # some blocks
+TURNS = 1000  # by which a clock tells how long one takes: 1 to 100 ns
 SPINS = 20_000  # under a millisecond of `pause`: longer than the gap between two stages of a decode step, shorter than a person's pause
 
 
@@ -38,14 +42,14 @@ def _work(control, worker, seen, spins):
         turn = 0
         while True:
             job = load(control + JOB)
-            if job & 1 and job != seen:
+            if job & 1 and job != seen and worker < load(control + CREW):
                 break
             relax()
             turn += 1
             if turn > spins:
                 store(state, PARKED)
                 job = load(control + JOB)
-                if not (job & 1 and job != seen) or compare_swap(state, PARKED, RUNNING) == 0:
+                if not (job & 1 and job != seen and worker < load(control + CREW)) or compare_swap(state, PARKED, RUNNING) == 0:
                     return seen
         fetch_add(control + ACTIVE, 1)
         if load(control + JOB) == job:
@@ -59,14 +63,32 @@ def _work(control, worker, seen, spins):
 
 
 @inlined()
+def _ended(control):
+    """Wait until nobody works on a job that is closed, and count the turns where it takes longer than a block does."""
+    turns = 0
+    while load(control + ACTIVE) != 0:
+        relax()
+        turns += 1
+    if turns > i64_at(control + PATIENCE)[0]:
+        i64_at(control + WAITED)[0] += turns
+
+
+@jit("void(int64, int64)")
+def _turns(control, count):
+    """So many turns of such a wait, for a clock."""
+    for _ in range(count):
+        if load(control + ACTIVE) == 0:
+            relax()
+
+
+@inlined()
 def _settle(control, workers):
     """Close a job that an exception left open: a signal's handler may raise as soon as Python has control again, before it knows whom to
     wake. Waits until nobody works on it. Returns a bit for every worker then, since some may sleep that are taken for awake, else 0."""
     if load(control + JOB) & 1 == 0:
         return 0
     store(control + JOB, load(control + JOB) + 1)
-    while load(control + ACTIVE) != 0:
-        relax()
+    _ended(control)
     return (1 << workers) - 2
 
 
@@ -84,8 +106,7 @@ def _start(control, function, args, workers):
     if sleeping == 0 and function != 0:
         call_kernel(function, args, 0, control + COUNTER)
         store(control + JOB, load(control + JOB) + 1)
-        while load(control + ACTIVE) != 0:
-            relax()
+        _ended(control)
     return sleeping
 
 
@@ -114,8 +135,7 @@ def _start_list(control, jobs, first, count, workers, pause):
             return (sleeping << 16) | index
         call_kernel(job[0], job[1], 0, control + COUNTER)
         store(control + JOB, load(control + JOB) + 1)
-        while load(control + ACTIVE) != 0:
-            relax()
+        _ended(control)
     return -1 if lost == 0 else (lost << 16) | AT_END
 
 
@@ -124,8 +144,7 @@ def _finish(control, function, args):
     """Worker 0's share, after the sleepers have been woken; closes the job."""
     call_kernel(function, args, 0, control + COUNTER)
     store(control + JOB, load(control + JOB) + 1)
-    while load(control + ACTIVE) != 0:
-        relax()
+    _ended(control)
 
 
 @jit("int64(int64, int64)")
@@ -156,11 +175,17 @@ class ThreadPool:
         self._memory = np.zeros(STATES // 8 + 8 * self.workers + 8, np.int64)
         self._control = (self._memory.ctypes.data + 63) // 64 * 64
         self._locks = [threading.Lock() for _ in range(self.workers)]
-        self._spins = spins
+        self._spins, self._crew = spins, Crew(self.workers)
         self._closed = False
         # compiled here, not inside the first worker
         self._work, self._start, self._finish, self._alone = (function.compiled for function in (_work, _start, _finish, _alone))
-        self._start_list, self._quiet = _start_list.compiled, _quiet.compiled
+        self._start_list, self._quiet, turns = _start_list.compiled, _quiet.compiled, _turns.compiled
+        began = time.perf_counter()
+        turns(self._control, TURNS)
+        self._turn_s = (time.perf_counter() - began) / TURNS
+        self._words = self._memory[(self._control - self._memory.ctypes.data) // 8 :]
+        self._words[PATIENCE // 8] = int(PATIENCE_S / self._turn_s)
+        self._call(self.workers)
         self._threads = [threading.Thread(target=self._serve, args=(worker,), name=f"effllm-{worker}", daemon=True)
                          for worker in range(1, self.workers)]
         for worker, thread in enumerate(self._threads, 1):
@@ -178,7 +203,7 @@ class ThreadPool:
         try:
             if not parallel or self.workers == 1:
                 self._wake(self._alone(self._control, function, address, self.workers))
-            elif sleeping := self._start(self._control, function, address, self.workers):
+            elif sleeping := self._start(self._control, function, address, self._crew.now):
                 self._wake(sleeping)
                 self._finish(self._control, function, address)
         except BaseException:  # Ctrl-C, before the job was ended: who called frees what it reads
@@ -198,8 +223,8 @@ class ThreadPool:
             raise
 
     def _run_list(self, jobs: np.ndarray, meanwhile: Callable[[], object] | None) -> None:
-        at, done, count = jobs.ctypes.data, 0, len(jobs)
-        while (state := self._start_list(self._control, at, done, count, self.workers, meanwhile is not None)) != -1:
+        at, done, count, began = jobs.ctypes.data, 0, len(jobs), time.perf_counter()
+        while (state := self._start_list(self._control, at, done, count, self._crew.now, meanwhile is not None)) != -1:
             index, sleeping = state & 0xFFFF, state >> 16
             self._wake(sleeping)
             if index == AT_END:
@@ -213,6 +238,24 @@ class ThreadPool:
             done = index + 1
         if meanwhile is not None:
             meanwhile()
+        if self.workers > 1:
+            self._judge(began)
+
+    def _judge(self, began: float) -> None:
+        """Whether as many workers as before are worth it, after jobs that began then."""
+        now, turns = time.perf_counter(), int(self._words[WAITED // 8])
+        self._words[WAITED // 8] = 0
+        self._crew.worked(now, now - began, turns * self._turn_s)
+        self._call(self._crew.now)
+
+    def _call(self, workers: int) -> None:
+        """So many take part in the next job; none is open."""
+        self._words[CREW // 8] = workers
+
+    @property
+    def at_work(self) -> int:
+        """Workers that take part now: fewer than there are while other programs want the cores."""
+        return self._crew.now
 
     def settle(self) -> None:
         """End a job that an exception left open: afterwards nobody reads or writes what it was given."""
@@ -231,6 +274,7 @@ class ThreadPool:
         if not self._closed:
             self._closed = True
             if self.workers > 1:
+                self._call(self.workers)
                 self._wake(self._start(self._control, 0, 0, self.workers))
             deadline = time.monotonic() + 5
             for thread in self._threads:

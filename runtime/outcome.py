@@ -160,7 +160,9 @@ def _beside_the_disk(engine: Engine, machine: roofs.MachineRoofs, ratio: float, 
     late = decode_s * (1 - ratio)
     if ratio < 1 and cores.idle <= IDLE * cores.all and cores.others + cores.stolen > late * MOST:
         who = "other programs" if cores.others > cores.stolen else "this virtual machine's host, for others,"
-        return f"{who} had {100 * max(cores.others, cores.stolen) / cores.all:.0f}% of the cores' time meanwhile"
+        pool = engine.backends["cpu"].pool
+        fewer = f", so {pool.at_work} of {pool.workers} threads worked at its end" if pool.at_work < pool.workers else ""
+        return f"{who} had {100 * max(cores.others, cores.stolen) / cores.all:.0f}% of the cores' time meanwhile{fewer}"
     now = memory_now(engine)
     if now is not None and (now < BUSY * machine.memory_usual if ratio < 1 else now > machine.memory_usual / BUSY):
         then = f"{machine.memory_usual / 1e9:.1f} when it was measured ({machine.date})"
