@@ -153,6 +153,11 @@ TABLES = (
     Table("Several answers of a 1.1B shape at 4 bits at once, against one after the other", r"at-once(-\d+bit)?", {
         "2": ("ratio_2_at_*", times), "4": ("ratio_4_at_*", times), "8": ("ratio_8_at_*", times), "tokens/s of one": ("1_at_*", rounded),
         "of 8": ("8_at_*", rounded)}, "tokens deep", ("256", "1000"), "benchmark"),
+    Table("Beside processes that want a core each, weights of a 1.1B shape at 4 bits", r"busy-machine", {
+        "decode": ("decode_*_ratio", times), "tokens/s": ("decode_* effllm, 2 threads", rounded),
+        "llama.cpp, 2 threads": ("decode_* llama.cpp, 2 threads", rounded), "1 thread": ("decode_* llama.cpp, 1 thread", rounded),
+        "prompt of 256": ("prompt_*_ratio", times), "its tokens/s": ("prompt_* effllm, 2 threads", rounded)},
+        "processes", ("0", "1", "2")),
     Table("A saved conversation of 2,000 tokens", r"sessions", {
         "read again, s": ("prefill_s", rounded), "restored, s": ("restore_cold_s", rounded), "of 16 bits": ("size", percent)}),
     Table("The first token of `run fable`", r"first-token", {

@@ -132,7 +132,7 @@ def test_published_configs_are_known_to_the_last_key(family: str) -> None:
 
 
 @pytest.mark.parametrize(("family", "key", "value"), [
-    ("bitnet", "sliding_window", 40), ("bitnet", "mlp_bias", True),
+    ("bitnet", "sliding_window", 40), ("bitnet", "mlp_bias", True), ("bitnet", "auto_map", {"AutoModel": "modeling_other.Other"}),
     ("arcee", "sliding_window", 40), ("arcee", "layer_types", ["sliding_attention"] * 4),
     ("ernie4_5", "auto_map", {"AutoModelForCausalLM": "modeling_ernie4_5_vl.Ernie4_5_VLMoeForConditionalGeneration"}),
     ("ernie4_5", "partial_rotary_factor", 0.5), ("ernie4_5", "sliding_window", 40), ("ernie4_5", "mlp_bias", True),

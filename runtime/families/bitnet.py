@@ -11,18 +11,21 @@ from collections.abc import Mapping
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from . import TensorRule, llama
+from .deepseek_v3 import refuse_other_code
 from .llama import block, outer_tensors
 
 __all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
 
-KEYS_USED = frozenset({"attention_bias"})
-KEYS_HARMLESS = frozenset({"auto_map"})  # the published model brings code, which transformers has had since: nothing of it is run
+KEYS_USED = frozenset({"attention_bias", "auto_map"})
+KEYS_HARMLESS: frozenset[str] = frozenset()
 REFUSED_UNLESS: Mapping[str, object] = {"layer_types": None, "mlp_bias": False, "sliding_window": None}
 SIZES = {"vocab_size": 128_256, "hidden_size": 2560, "intermediate_size": 6912, "num_hidden_layers": 30, "num_attention_heads": 20}
+CODE = r"(configuration|modeling)_bitnet\.BitNet\w+"  # of the published one, which became part of transformers
 SUB_NORMS = {"o": "attn_sub_norm", "down": "ffn_sub_norm"}  # matrix -> the role of the norm of what goes into it
 
 
 def config(keys: Keys) -> ModelConfig:
+    refuse_other_code(keys, CODE)
     bias = keys.flag("attention_bias", False)
     base = Defaults(max_position_embeddings=2048, num_key_value_heads=5, bos=128_000, eos=(128_001,), norm_eps=1e-5, theta=500_000.0,
                     act=("hidden_act", "relu2"), sizes=SIZES)

@@ -1,0 +1,98 @@
+#!/usr/bin/env python3
+"""Decode and prompts while other programs want the cores too, beside llama.cpp on the same random weights.
+
+Nobody's machine rests while a model writes: a build runs, a page plays. Each number of busy processes (loops that do nothing, at the usual
+priority) begins anew; the sides take turns with as many threads as there are cores and with one less, of which the better counts for
+llama.cpp, since its users are told to leave a core. Ratios within a round, medians over rounds.
+
+    python benchmarks/busy_machine.py [--bits 4] [--busy 0 1 2] [--rounds 5] [--no-results]
+
+Needs gguf and llama-cpp-python.
+"""
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+
+from platformdirs import user_cache_path
+
+from effllm.offload.hardware import cpu_threads
+from llamacpp_sides import SHAPE, Child, own_folder, peer_file, random_folder
+from report import Figure, publish
+
+PEERS = {"4": "Q4_0", "3": "Q3_K_M", "2": "Q2_K", "8": "Q8_0"}
+TOKENS, PROMPT, WARM = 32, 256, 4
+SETTLE_S = 1.0  # until the system has spread the busy ones
+INTRO = ("Random weights of TinyLlama's shape, the same on both sides; 16-bit cache; busy processes are loops that do nothing, at the "
+         "usual priority. Medians over rounds in which the sides alternate; ratios within a round, against the better of llama.cpp's "
+         "thread counts.")
+
+
+@contextmanager
+def busy(count: int) -> Iterator[None]:
+    """So many processes that want a core each."""
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    time.sleep(SETTLE_S)
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
+def one_round(sides: Sequence[Child]) -> dict[str, dict[str, float]]:
+    """Seconds of a side's tokens and of its prompt."""
+    taken: dict[str, dict[str, float]] = {"decode": {}, "prompt": {}}
+    for side in sides:
+        side.ask("clear")
+        side.ask("forward", 1, WARM)
+        taken["decode"][side.name] = side.ask("forward", TOKENS, 1)
+        taken["prompt"][side.name] = side.ask("prefill", PROMPT)
+    return taken
+
+
+def figures(sides: Sequence[Child], own: Sequence[str], count: int, rounds: int, about: str) -> Iterator[Figure]:
+    """`own`: names of our sides, the one with most threads first."""
+    with busy(count):
+        taken = [one_round(sides[:: 1 if turn % 2 else -1]) for turn in range(rounds + 1)][1:]
+    beside = f"{count} busy process{'es' * (count != 1)}"
+    conditions = f"{about}, {beside}, {rounds} rounds"
+    for what, work in (("decode", TOKENS), ("prompt", PROMPT)):
+        times = {side.name: [each[what][side.name] for each in taken] for side in sides}
+        peer = min((name for name in times if name not in own), key=lambda name: median(times[name]))
+        ratio = median(theirs / ours for theirs, ours in zip(times[peer], times[own[0]], strict=True))
+        yield Figure(f"{what}_{count}_ratio", f"{what}, {own[0]} against {peer}", conditions, ratio, "×")
+        yield from (Figure(f"{what}_{count} {name}", f"{what}, {name}", conditions, work / median(each), "tokens/s")
+                    for name, each in times.items())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bits", choices=PEERS, default="4")
+    parser.add_argument("--busy", type=int, nargs="+", default=[0, 1, 2], help="processes that want a core each")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--work", type=Path, default=user_cache_path("effllm-benchmarks"), help="where the files are made and kept")
+    parser.add_argument("--no-results", action="store_true", help="print, keep nothing")
+    options = parser.parse_args()
+    all_cores = cpu_threads()
+    counts = [all_cores, *([all_cores - 1] if all_cores > 1 else [])]
+    folder = random_folder(SHAPE, options.work)
+    ours, theirs = own_folder(folder, options.bits, all_cores), peer_file(folder, PEERS[options.bits], all_cores)
+    called = {count: f"{count} thread{'s' * (count > 1)}" for count in counts}
+    own = [f"effllm, {called[count]}" for count in counts]
+    sides = [Child(name, "own", ours, count) for name, count in zip(own, counts, strict=True)]
+    sides += [Child(f"llama.cpp, {called[count]}", "peer", theirs, count) for count in counts]
+    measured = [each for count in options.busy for each in figures(sides, own, count, options.rounds, f"{options.bits} bits")]
+    for side in sides:
+        side.close()
+    publish("busy-machine", "A busy machine", INTRO, measured, keep=not options.no_results)
+
+
+if __name__ == "__main__":
+    main()
