@@ -22,7 +22,9 @@ WAITS, HAS_LINE = "\x1b[?2004h", "\x1b[?2004l"
 TIMEOUT_S = 90
 ENTER, CTRL_C, CTRL_D, ALT_ENTER, UP, TAB = "\r", "\x03", "\x04", "\x1b\r", "\x1b[A", "\t"
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[=>]")
-BABBLE = "/set temp 100"  # near-uniform tokens: an answer that goes on until it is stopped
+# Any token as likely as another: an answer that goes on until it is stopped, since one in thousands alone ends it.
+BABBLE = {"temp": "100", "top-k": "0", "top-p": "1", "min-p": "0"}
+BABBLES = [part for name, value in BABBLE.items() for part in (f"--{name}", value)]
 STORY = "Tell me a story about a fox."
 
 
@@ -45,6 +47,10 @@ class Chat:
         self.type(keys + ENTER)
         self.terminal.expect_exact(HAS_LINE)
         return self.wait()
+
+    def babble(self) -> None:
+        for name, value in BABBLE.items():
+            self.say(f"/set {name} {value}")
 
     def type(self, keys: str) -> None:
         self.terminal.send(keys)
@@ -110,7 +116,7 @@ def test_ctrl_c_stops_an_answer_and_keeps_what_was_written(tmp_path: Path) -> No
     """One that would go on without an end, however late the keys come."""
     chat = Chat(tmp_path, "chat", "fable", "--seed", "5", "--overflow", "shift")
     chat.wait()
-    chat.say(BABBLE)
+    chat.babble()
     chat.type(STORY + ENTER)
     chat.terminal.expect_exact(HAS_LINE)
     chat.terminal.expect(r"\S+ \S+ \S+ \S+ \S+ \S+")
@@ -281,7 +287,7 @@ def test_a_history_that_cannot_be_written_is_one_remark(tmp_path: Path) -> None:
 def test_a_summary_takes_the_place_of_the_conversation_or_nothing_does(chat: Chat) -> None:
     chat.say(STORY)
     before = chat.saved()["messages"]
-    chat.say(BABBLE)
+    chat.babble()
     chat.type("/compact" + ENTER)
     chat.terminal.expect_exact(HAS_LINE)
     chat.terminal.expect(r"\S+ \S+ \S+ \S+ \S+ \S+")
@@ -297,7 +303,7 @@ def test_a_summary_takes_the_place_of_the_conversation_or_nothing_does(chat: Cha
 
 
 def test_another_ctrl_c_behind_a_stopped_answer_leaves(tmp_path: Path) -> None:
-    chat = Chat(tmp_path, "chat", "fable", "--temp", "100")
+    chat = Chat(tmp_path, "chat", "fable", *BABBLES, "--seed", "5")
     chat.wait()
     for line in (STORY, "And then?"):
         chat.type(line + ENTER)
@@ -373,7 +379,7 @@ def test_without_a_model_fable_is_offered(tmp_path: Path) -> None:
 
 def test_what_is_typed_during_an_answer_waits(chat: Chat) -> None:
     chat.say("/set predict 600")  # long enough to type something, however fast the machine is
-    chat.say(BABBLE)
+    chat.babble()
     chat.type(STORY + ENTER)
     chat.terminal.expect_exact(HAS_LINE)
     chat.type("/stats" + ENTER)
