@@ -94,21 +94,34 @@ def vector(engine: Engine, ids: Sequence[int], pooling: str, cancelled: Callable
     Raises ContextOverflow."""
     demand_room(ids, engine.n_ctx)
     norm, total = engine.model.read_norm(), np.zeros(engine.config.hidden_size)
+
+    def add(states: np.ndarray, is_last: bool) -> None:
+        if pooling == MEAN or is_last:
+            rows = states if pooling == MEAN else states[-1:]
+            np.add(total, normalise(rows, norm.kind, norm.weight, norm.bias, norm.eps).sum(0), out=total)
+
+    if not (yield from read_through(engine, ids, cancelled, add)):
+        return None
+    engine.demand_finite(total[None])
+    return unit(total)
+
+
+def read_through(engine: Engine, ids: Sequence[int], cancelled: Callable[[], bool],
+                 see: Callable[[np.ndarray, bool], None]) -> Generator[Turn, None, bool]:
+    """Read token ids alone; `see` is shown the states of each piece, and whether it is the last. False where it was cancelled. The sequence
+    that the engine held is forgotten."""
     engine.cancelled = cancelled
     try:
         for start, states in engine.states(ids):
-            if pooling == MEAN or start + len(states) == len(ids):
-                rows = states if pooling == MEAN else states[-1:]
-                total += normalise(rows, norm.kind, norm.weight, norm.bias, norm.eps).sum(0)
+            see(states, start + len(states) == len(ids))
             if cancelled():
-                return None
+                return False
             yield Turn()
     except Interrupted:
-        return None
+        return False
     finally:
         engine.reset()  # what a prompt would go on from is not here
-    engine.demand_finite(total[None])
-    return unit(total)
+    return True
 
 
 def demand_room(ids: Sequence[int], room: int) -> None:

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from math import exp
 from pathlib import Path
 
+import numpy as np
+
 from .. import UsageError
-from ..offload.direct import Interrupted
 from ..offload.header import is_gguf
 from .config_reader import show
-from .embedding import demand_room, read_json, stated_in
+from .embedding import demand_room, read_json, read_through, stated_in
 from .engine import Engine
 from .events import Turn
 from .gguf.architectures import RANK
@@ -110,18 +111,15 @@ def score(engine: Engine, ids: Sequence[int], ranking: Ranking, cancelled: Calla
     """How likely yes is behind token ids, against no, 0 to 1; None where it was cancelled. The sequence that the engine held is forgotten.
     Raises ContextOverflow."""
     demand_room(ids, engine.n_ctx)
-    engine.cancelled, found = cancelled, 0.0
-    try:
-        for start, states in engine.states(ids):
-            if start + len(states) == len(ids):
-                logits = engine.model.logits(states[-1:])
-                engine.demand_finite(logits)
-                found = float(logits[0, ranking.yes]) - float(logits[0, ranking.no])
-            if cancelled():
-                return None
-            yield Turn()
-    except Interrupted:
+    found = 0.0
+
+    def compare(states: np.ndarray, is_last: bool) -> None:
+        nonlocal found
+        if is_last:
+            logits = engine.model.logits(states[-1:])
+            engine.demand_finite(logits)
+            found = float(logits[0, ranking.yes]) - float(logits[0, ranking.no])
+
+    if not (yield from read_through(engine, ids, cancelled, compare)):
         return None
-    finally:
-        engine.reset()  # what a prompt would go on from is not here
     return 1 / (1 + exp(-found)) if found > -700 else 0.0  # beyond which exp has no number

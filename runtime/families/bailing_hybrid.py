@@ -16,7 +16,7 @@ from ..config import MAX_LAYERS, Defaults, ModelConfig
 from ..config_reader import ConfigError, Keys, show
 from . import TensorRule, llama, olmo_hybrid
 from .deepseek_v3 import grouped, latent_config, latent_tensors, refuse_other_code
-from .glm4_moe_lite import DENSE, SPARSE
+from .glm4_moe_lite import sparse_behind
 from .kimi_linear import CALLED, block
 from .mixtral import MOST_EXPERTS, expert_tensors, mixture
 from .qwen3_5_text import FULL, LINEAR
@@ -73,7 +73,7 @@ def config(keys: Keys) -> ModelConfig:
         narrow=False, bound=-bound if keys.flag("kda_safe_gate", True) else None)
     width = keys.integer("moe_intermediate_size", 768, high=2**22)
     shared = keys.integer("moe_shared_expert_intermediate_size", width, high=2**22)
-    own = mixture(named, 512, 8, width, named.flag("norm_topk_prob", True), _sparse(keys, layers), sigmoid=True, corrected=True,
+    own = mixture(named, 512, 8, width, named.flag("norm_topk_prob", True), sparse_behind(keys, layers, 2), sigmoid=True, corrected=True,
                   factor=keys.number("routed_scaling_factor", 2.5),
                   shared_width=shared * named.integer("n_shared_experts", 1, low=0, high=MOST_EXPERTS) or None)
     ahead = keys.integer("num_nextn_predict_layers", keys.integer("num_mtp_layers", 0, low=0, high=MAX_LAYERS), low=0, high=MAX_LAYERS)
@@ -95,23 +95,8 @@ def _linear(keys: Keys, layers: int) -> tuple[int, ...]:
     if kinds is None and layers % group:
         raise ConfigError(f"config.json: num_hidden_layers {layers} is not a multiple of layer_group_size {group}, which is not supported",
                           "programs differ in what the layers behind the last whole group are: layer_types says it")
-    kinds = kinds or tuple(LINEAR if (layer + 1) % group else FULL for layer in range(layers))
-    for kind in kinds:
-        if kind not in (LINEAR, FULL):
-            raise ConfigError(f"config.json: layer_types holds {show(kind)}, which is not supported", f"known: {LINEAR}, {FULL}")
-    if len(set(kinds)) < 2:
-        raise ConfigError(f"config.json: layer_types holds {kinds[0]} alone, which is not supported", "it has layers of both kinds")
+    kinds = olmo_hybrid.demand_both(kinds or tuple(LINEAR if (layer + 1) % group else FULL for layer in range(layers)))
     return tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR)
-
-
-def _sparse(keys: Keys, layers: int) -> tuple[int, ...]:
-    """The layers with experts: those that mlp_layer_types says, else all but the first ones."""
-    first = keys.integer("first_k_dense_replace", 2, low=0, high=MAX_LAYERS)
-    kinds = keys.words("mlp_layer_types", layers) or tuple(DENSE if layer < first else SPARSE for layer in range(layers))
-    for kind in kinds:
-        if kind not in (DENSE, SPARSE):
-            raise ConfigError(f"config.json: mlp_layer_types holds {show(kind)}, which is not supported", f"known: {DENSE}, {SPARSE}")
-    return tuple(layer for layer, kind in enumerate(kinds) if kind == SPARSE)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..config import Defaults, ModelConfig
+from ..config import MAX_LAYERS, Defaults, ModelConfig
 from ..config_reader import ConfigError, Keys, show
 from . import deepseek_v3
 from .deepseek_v3 import NAMES, block, grouped, latent_config, layer_tensors, mtp_layers, outer_tensors
@@ -30,13 +30,23 @@ def config(keys: Keys) -> ModelConfig:
 
 def sparse_layers(keys: Keys, layers: int) -> frozenset[int]:
     """The layers with experts: those that mlp_layer_types says, else all but the first."""
-    kinds = keys.words("mlp_layer_types", layers) or (DENSE, *[SPARSE] * (layers - 1))
-    for kind in kinds:
-        if kind not in (DENSE, SPARSE):
-            raise ConfigError(f"config.json: mlp_layer_types holds {show(kind)}, which is not supported", f"known: {DENSE}, {SPARSE}")
-    found = frozenset(layer for layer, kind in enumerate(kinds) if kind == SPARSE)
+    found = _of_kinds(keys.words("mlp_layer_types", layers) or (DENSE, *[SPARSE] * (layers - 1)))
     first = keys.integer("first_k_dense_replace", None, low=0, high=layers)
     if first is not None and found != frozenset(range(first, layers)):
         raise ConfigError(f"config.json: first_k_dense_replace {first} is not what mlp_layer_types says, one dense layer by default",
                           "mlp_layer_types decides: take the other key away")
     return found
+
+
+def sparse_behind(keys: Keys, layers: int, dense: int) -> frozenset[int]:
+    """The layers with experts: those that mlp_layer_types says, else all but as many as first_k_dense_replace says, by default `dense`."""
+    first = keys.integer("first_k_dense_replace", dense, low=0, high=MAX_LAYERS)
+    return _of_kinds(keys.words("mlp_layer_types", layers) or tuple(DENSE if layer < first else SPARSE for layer in range(layers)))
+
+
+def _of_kinds(kinds: tuple[str, ...]) -> frozenset[int]:
+    """The layers whose MLP is SPARSE. Raises ConfigError for a kind that is not known."""
+    for kind in kinds:
+        if kind not in (DENSE, SPARSE):
+            raise ConfigError(f"config.json: mlp_layer_types holds {show(kind)}, which is not supported", f"known: {DENSE}, {SPARSE}")
+    return frozenset(layer for layer, kind in enumerate(kinds) if kind == SPARSE)

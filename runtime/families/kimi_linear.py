@@ -12,11 +12,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ...kernels.kda_shape import KdaShape
-from ..config import MAX_LAYERS, Defaults, ModelConfig
+from ..config import Defaults, ModelConfig
 from ..config_reader import ConfigError, Keys, show
 from . import LayerWeights, TensorRule, olmo_hybrid
 from .deepseek_v3 import SILENT, attention, grouped, latent_config, latent_tensors, refuse_other_code
-from .glm4_moe_lite import DENSE, SPARSE
+from .glm4_moe_lite import sparse_behind
 from .llama import feed_forward, outer_tensors, state_layer
 from .mixtral import MOST_EXPERTS, NAMES, expert_tensors, mixture
 from .qwen3_5_text import FULL, LINEAR
@@ -58,7 +58,7 @@ def config(keys: Keys) -> ModelConfig:
     layers = base.size(keys, "num_hidden_layers")
     shape, states = _linear(keys, layers)
     width, most = keys.integer("moe_intermediate_size", 1024, high=2**22), MOST_EXPERTS
-    own = mixture(named, 256, 8, width, named.flag("norm_topk_prob", True), _sparse(keys, layers), sigmoid=True, corrected=True,
+    own = mixture(named, 256, 8, width, named.flag("norm_topk_prob", True), sparse_behind(keys, layers, 1), sigmoid=True, corrected=True,
                   factor=keys.number("routed_scaling_factor", 2.446),
                   shared_width=width * named.integer("n_shared_experts", 1, high=most))
     made = latent_config(named, base, WIDTHS, None, SILENT, mixture=grouped(named, own, 1, 1), state=shape, state_layers=states)
@@ -88,22 +88,7 @@ def _linear(keys: Keys, layers: int) -> tuple[KdaShape, tuple[int, ...]]:
         kinds = tuple(FULL if layer in full else LINEAR for layer in range(1, layers + 1))
     elif kinds is None:
         kinds = tuple(FULL if layer and layer % 4 == 0 else LINEAR for layer in range(layers))
-    for kind in kinds:
-        if kind not in (LINEAR, FULL):
-            raise ConfigError(f"config.json: layer_types holds {show(kind)}, which is not supported", f"known: {LINEAR}, {FULL}")
-    if len(set(kinds)) < 2:
-        raise ConfigError(f"config.json: layer_types holds {kinds[0]} alone, which is not supported", "it has layers of both kinds")
-    return shape, tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR)
-
-
-def _sparse(keys: Keys, layers: int) -> tuple[int, ...]:
-    """The layers with experts: those that mlp_layer_types says, else all but the first ones."""
-    first = keys.integer("first_k_dense_replace", 1, low=0, high=MAX_LAYERS)
-    kinds = keys.words("mlp_layer_types", layers) or tuple(DENSE if layer < first else SPARSE for layer in range(layers))
-    for kind in kinds:
-        if kind not in (DENSE, SPARSE):
-            raise ConfigError(f"config.json: mlp_layer_types holds {show(kind)}, which is not supported", f"known: {DENSE}, {SPARSE}")
-    return tuple(layer for layer, kind in enumerate(kinds) if kind == SPARSE)
+    return shape, tuple(layer for layer, kind in enumerate(olmo_hybrid.demand_both(kinds)) if kind == LINEAR)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

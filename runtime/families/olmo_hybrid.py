@@ -64,7 +64,11 @@ def _kinds(keys: Keys, layers: int) -> tuple[str, ...]:
     usual = [FULL if layer % EVERY == EVERY - 1 else LINEAR for layer in range(layers)]
     if FULL not in usual:
         usual[-1] = FULL
-    kinds = keys.words("layer_types", layers) or tuple(usual)
+    return demand_both(keys.words("layer_types", layers) or tuple(usual))
+
+
+def demand_both(kinds: tuple[str, ...]) -> tuple[str, ...]:
+    """The same. Raises ConfigError for kinds of layers other than LINEAR and FULL, and unless there are both."""
     for kind in kinds:
         if kind not in (LINEAR, FULL):
             raise ConfigError(f"config.json: layer_types holds {show(kind)}, which is not supported", f"known: {LINEAR}, {FULL}")
