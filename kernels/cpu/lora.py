@@ -8,8 +8,7 @@ Where one gives rows of W other lengths (DoRA), y becomes more or less of itself
 
 Adapters stay as they are stored, and texts with different choices share a pass: of each adapter it reads and multiplies what its own tokens
 have. Where no text has any of them their jobs are left out, where all have all of them as they are nothing is multiplied: the bits are the
-same as with zeros and ones. What the jobs
-read lies where it lay in the last pass, so that a recorded one runs again with other numbers.
+same as with zeros and ones. What the jobs read lies where it lay in the last pass, so that a recorded one runs again with other numbers.
 """
 
 from __future__ import annotations
