@@ -20,12 +20,12 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from effllm.offload.hardware import cpu_threads
-from effllm.runtime.adapter_lengths import MEASURING
-from effllm.runtime.bench import prepare_synthetic
+from effllm.runtime.adapters.adapter_lengths import MEASURING
 from effllm.runtime.engine import Engine, open_prepared
 from effllm.runtime.events import Progress
+from effllm.runtime.measuring.bench import prepare_synthetic
+from effllm.runtime.measuring.synthetic import synthetic_config
 from effllm.runtime.prepare import EngineOptions
-from effllm.runtime.synthetic import synthetic_config
 from report import Figure, publish
 
 SHAPE, PROMPT, TOKENS = "tinyllama-1.1b", 512, 32

@@ -14,13 +14,13 @@ from statistics import median
 import numpy as np
 
 from effllm.offload.hardware import cpu_threads
-from effllm.runtime.bench import prepare_synthetic
+from effllm.runtime.answers.rounds import Rounds
+from effllm.runtime.answers.side_by_side import side_by_side
 from effllm.runtime.engine import Engine, open_prepared
-from effllm.runtime.needed_kernels import Needs, kernel_kinds
+from effllm.runtime.measuring.bench import prepare_synthetic
+from effllm.runtime.planning.needed_kernels import Needs, kernel_kinds
 from effllm.runtime.prepare import EngineOptions
-from effllm.runtime.rounds import Rounds
 from effllm.runtime.sampler import Sampler, SamplerSettings
-from effllm.runtime.side_by_side import side_by_side
 from report import Figure, publish
 
 INTRO = ("Random weights; several answers written by one model at once, by turns with one of them alone. Each token of each is the one "

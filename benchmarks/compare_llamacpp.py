@@ -29,7 +29,7 @@ from platformdirs import user_cache_path
 import roof_compute
 from effllm.offload.hardware import cpu_threads
 from effllm.runtime.config import read_config
-from effllm.runtime.synthetic import SHAPES
+from effllm.runtime.measuring.synthetic import SHAPES
 from llamacpp_sides import SHAPE, Child, Cost, file_nbytes, own_folder, peer_file, quantize_own, quantize_peer, random_folder, result_name
 from report import Figure, publish
 from yardsticks import PASSES as PASSES_OF_PRODUCTS

@@ -41,8 +41,8 @@ from effllm.quant.weight import from_f32
 from effllm.runtime.config import parse_config
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Notice
+from effllm.runtime.measuring.synthetic import SHAPES, SyntheticStore
 from effllm.runtime.prepare import EngineOptions, prepare
-from effllm.runtime.synthetic import SHAPES, SyntheticStore
 from made_folder import of_store, write_folder, write_marker
 from offload import child, evict
 from promised import promise

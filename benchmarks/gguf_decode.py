@@ -20,7 +20,7 @@ from platformdirs import user_cache_path
 
 from compare_llamacpp import PROMPT, QUICK, TOKENS, Roof, Schedule, counted, decode_round, middle, prefill_round
 from effllm.offload.hardware import cpu_threads
-from effllm.runtime.synthetic import SHAPES
+from effllm.runtime.measuring.synthetic import SHAPES
 from llamacpp_sides import SHAPE, Child, file_nbytes, own_folder, peer_file, random_folder, result_name
 from report import Figure, publish
 

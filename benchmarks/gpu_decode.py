@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from effllm import UsageError
-from effllm.runtime.bench import prepare_synthetic
 from effllm.runtime.engine import Engine, open_prepared
-from effllm.runtime.needed_kernels import Needs, kernel_kinds
+from effllm.runtime.measuring.bench import prepare_synthetic
+from effllm.runtime.planning.needed_kernels import Needs, kernel_kinds
 from effllm.runtime.prepare import EngineOptions
 from report import GIB, Figure, publish
 

@@ -19,7 +19,7 @@ from statistics import median
 from platformdirs import user_cache_path
 
 from effllm.offload.hardware import cpu_threads
-from effllm.runtime.synthetic import SHAPES
+from effllm.runtime.measuring.synthetic import SHAPES
 from llamacpp_sides import SHAPE, Child, own_folder, peer_file, random_folder, result_name
 from report import Figure, publish
 from yardsticks import Roof

@@ -17,9 +17,9 @@ from pathlib import Path
 from effllm.offload.hardware import cpu_threads
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import Engine, open_prepared
-from effllm.runtime.evaluate import KldResult, kld, windows
-from effllm.runtime.kv_profile_run import without_profile
-from effllm.runtime.needed_kernels import folder_kinds
+from effllm.runtime.kv.kv_profile_run import without_profile
+from effllm.runtime.measuring.evaluate import KldResult, kld, windows
+from effllm.runtime.planning.needed_kernels import folder_kinds
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.text import Tokenizer
 from report import RESULTS, Figure, machine_slug, publish

@@ -24,8 +24,8 @@ from effllm.offload.hardware import cpu_threads
 from effllm.offload.memory import anonymous
 from effllm.quant.kv import PackedFormat, codec
 from effllm.runtime.cache import KVCache
-from effllm.runtime.cache_made import open_cache
-from effllm.runtime.cache_shape import AttnSpec, CacheShape
+from effllm.runtime.kv.cache_made import open_cache
+from effllm.runtime.kv.cache_shape import AttnSpec, CacheShape
 from report import GIB, Figure, publish
 
 TOKENS, LAYERS = 16384, 22

@@ -19,9 +19,9 @@ from pathlib import Path
 import numpy as np
 
 from effllm.offload.hardware import cpu_threads
-from effllm.runtime.bench import prepare_synthetic
 from effllm.runtime.engine import Engine, open_prepared
-from effllm.runtime.needed_kernels import Needs, kernel_kinds
+from effllm.runtime.measuring.bench import prepare_synthetic
+from effllm.runtime.planning.needed_kernels import Needs, kernel_kinds
 from effllm.runtime.prepare import EngineOptions
 from kv_tiers import opened, repeat_page
 from report import Figure, publish

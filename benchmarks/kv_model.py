@@ -22,8 +22,8 @@ from torch import Tensor
 from effllm.quant.kv_basis import KVBasis
 from effllm.quant.kv_price import Moments, Reading, trials
 from effllm.runtime.config import read_config
-from effllm.runtime.kv_profile import Profile
-from effllm.runtime.kv_recording import ROWS, echoed
+from effllm.runtime.kv.kv_profile import Profile
+from effllm.runtime.kv.kv_recording import ROWS, echoed
 from effllm.runtime.text import Tokenizer
 from kv_codecs import PAGE
 

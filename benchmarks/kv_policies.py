@@ -12,7 +12,7 @@ from pathlib import Path
 
 from effllm.offload.hardware import cpu_threads
 from effllm.runtime.config import read_config
-from effllm.runtime.evaluate import KldResult, kld
+from effllm.runtime.measuring.evaluate import KldResult, kld
 from effllm.runtime.policy import POLICIES
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.text import Tokenizer

@@ -25,7 +25,7 @@ from platformdirs import user_cache_path
 
 from effllm.offload.hardware import cpu_threads
 from effllm.quant.kv_basis import KVBasis
-from effllm.runtime.kv_profile import Profile
+from effllm.runtime.kv.kv_profile import Profile
 from kv_codecs import Codec, Exact, Packed, Stages
 from kv_model import KV, Harness, Model, Score, balance, profile, static_mean, text_windows
 from kv_peers import block_peers, group_peers

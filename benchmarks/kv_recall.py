@@ -11,8 +11,8 @@ import argparse
 from pathlib import Path
 
 from effllm.runtime.config import read_config
+from effllm.runtime.measuring.recall import SURE, RecallResult, recall
 from effllm.runtime.prepare import EngineOptions
-from effllm.runtime.recall import SURE, RecallResult, recall
 from effllm.runtime.text import Tokenizer
 from kv_grid import opened
 from report import Figure, publish

@@ -24,7 +24,7 @@ import numpy as np
 from platformdirs import user_cache_path
 
 from effllm.kernels.layout import PAGE
-from effllm.runtime.evaluate import log_softmax
+from effllm.runtime.measuring.evaluate import log_softmax
 from effllm.runtime.prepare import EngineOptions
 from kv_grid import opened
 from kv_model import FIRST, Score, text_windows

@@ -29,13 +29,13 @@ import effllm
 from effllm.kernels.layout import PAGE
 from effllm.offload.predict import Prediction
 from effllm.offload.size import format_size
-from effllm.runtime import kv_disk
-from effllm.runtime.bench import prepare_synthetic
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import Engine, open_engine, open_prepared
-from effllm.runtime.evaluate import log_softmax, windows
 from effllm.runtime.events import Notice
-from effllm.runtime.needed_kernels import folder_kinds
+from effllm.runtime.kv import kv_disk
+from effllm.runtime.measuring.bench import prepare_synthetic
+from effllm.runtime.measuring.evaluate import log_softmax, windows
+from effllm.runtime.planning.needed_kernels import folder_kinds
 from effllm.runtime.prepare import EngineOptions, Prepared, prepare
 from effllm.runtime.text import Tokenizer
 from promised import promise

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from effllm.runtime.config import read_config
-from effllm.runtime.evaluate import windows as cut
+from effllm.runtime.measuring.evaluate import windows as cut
 from effllm.runtime.text import Tokenizer
 
 RESAMPLES = 2000

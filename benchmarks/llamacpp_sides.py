@@ -25,7 +25,7 @@ from effllm.offload import hardware
 from effllm.quant.weight import from_f32
 from effllm.runtime.config import parse_config, read_config
 from effllm.runtime.gguf.export import export_gguf
-from effllm.runtime.synthetic import SHAPES, SyntheticStore
+from effllm.runtime.measuring.synthetic import SHAPES, SyntheticStore
 
 CTX = 1024
 SHAPE = "tinyllama-1.1b"  # of random weights, where none is asked for
@@ -191,9 +191,9 @@ class OwnSide:
     """effllm on a model folder, or on random weights held in memory alone (`synthetic:SHAPE:BITS`). `cache`: as --kv takes it."""
 
     def __init__(self, folder: str, threads: int, ctx: int = CTX, cache: str = "16bit") -> None:
-        from effllm.runtime.bench import prepare_synthetic
         from effllm.runtime.engine import open_engine, open_prepared
-        from effllm.runtime.needed_kernels import Needs, kernel_kinds
+        from effllm.runtime.measuring.bench import prepare_synthetic
+        from effllm.runtime.planning.needed_kernels import Needs, kernel_kinds
         from effllm.runtime.prepare import EngineOptions
 
         options = EngineOptions(device="cpu", ctx=ctx, threads=threads, kv=cache, force=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from effllm.offload.shards import Planned, index_json, plan_files
-from effllm.runtime.container import FILE
-from effllm.runtime.synthetic import SyntheticStore
+from effllm.runtime.measuring.synthetic import SyntheticStore
+from effllm.runtime.stores.container import FILE
 
 
 def of_store(store: SyntheticStore) -> list[Planned]:

@@ -33,8 +33,8 @@ from effllm.offload.streaming import FETCH_NBYTES
 from effllm.quant.spec import QuantSpec
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Notice
+from effllm.runtime.measuring.synthetic import SHAPES, SyntheticStore, synthetic_config
 from effllm.runtime.prepare import EngineOptions
-from effllm.runtime.synthetic import SHAPES, SyntheticStore, synthetic_config
 from made_folder import of_store, write_folder, write_marker
 from offload_prompts import CTX, by_turns
 from report import Figure, publish

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from effllm.offload import disk
-from effllm.runtime import forecast, roofs
+from effllm.runtime.planning import forecast, roofs
 from effllm.runtime.prepare import Prepared
 
 

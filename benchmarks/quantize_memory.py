@@ -19,7 +19,7 @@ from pathlib import Path
 from platformdirs import user_cache_path
 
 from effllm.offload.hardware import cpu_threads
-from effllm.runtime.synthetic import SHAPES, SyntheticStore, synthetic_config
+from effllm.runtime.measuring.synthetic import SHAPES, SyntheticStore, synthetic_config
 from llamacpp_sides import file_nbytes, quantize_own
 from made_folder import of_store, write_folder
 from report import Figure, publish

@@ -20,9 +20,9 @@ from platformdirs import user_cache_path
 from effllm.offload.hardware import cpu_threads
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.prepare import EngineOptions
-from effllm.runtime.saved_cache import identity, refuse_other, restore_cache, save_cache
-from effllm.runtime.saved_format import SavedSession
-from effllm.runtime.session_store import SessionStore
+from effllm.runtime.sessions.saved_cache import identity, refuse_other, restore_cache, save_cache
+from effllm.runtime.sessions.saved_format import SavedSession
+from effllm.runtime.sessions.session_store import SessionStore
 from report import Figure, publish
 
 INTRO = ("Random weights at the shape of {shape} in 4 bits (codebook4:16), {tokens} tokens, --kv {kv}, {threads} threads. Restoring counts "

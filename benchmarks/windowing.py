@@ -24,11 +24,11 @@ from statistics import median
 import numpy as np
 
 from effllm.offload.hardware import peak_rss
-from effllm.runtime import sparsity, sparsity_file
-from effllm.runtime.bundle_ffn import bundle
 from effllm.runtime.calibrate import built_in_text
+from effllm.runtime.conversion.bundle_ffn import bundle
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.prepare import EngineOptions, prepare
+from effllm.runtime.sparse import sparsity, sparsity_file
 from effllm.runtime.tensors import check_tensors
 from effllm.runtime.text import Tokenizer
 from offload import evict

@@ -32,9 +32,9 @@ def register(app: typer.Typer) -> None:
 
 def alias(context: typer.Context, name: Name = None, model: Target = None, rm: Remove = False, json: Json = False) -> None:
     """Give a model a short name of yours, or list those that you gave."""
-    from ..runtime.aliases import check_alias, own_aliases, own_file, packaged, remove_alias, write_alias
     from ..runtime.hub import shown_licence
-    from ..runtime.listing import entry_for
+    from ..runtime.library.aliases import check_alias, own_aliases, own_file, packaged, remove_alias, write_alias
+    from ..runtime.library.listing import entry_for
 
     screen = Screen(context.obj)
     variables = screen.environment.variables

@@ -15,8 +15,8 @@ from .options import OUTPUT, AnyModel, RunFlags, WeightFlags
 from .screen import Screen
 
 if TYPE_CHECKING:
-    from ..runtime.bench import BenchRow
     from ..runtime.engine import EngineOptions, Prepared
+    from ..runtime.measuring.bench import BenchRow
 
 MEASURE = "measurement"
 EXAMPLES = """examples
@@ -49,9 +49,9 @@ def bench(context: typer.Context, model: AnyModel = None, synthetic: Synthetic =
           depth: Depth = None, repetitions: Repetitions = None, columns: Columns = None, *, engine: RunFlags, weights: WeightFlags,
           output: Output = "md", json: Rows = False) -> None:
     """Tokens per second: reading a prompt (pp) and writing an answer (tg)."""
-    from ..runtime.bench import BenchOptions, BenchRow, context_for
-    from ..runtime.bench import bench as measure
     from ..runtime.engine import Engine, open_prepared
+    from ..runtime.measuring.bench import BenchOptions, BenchRow, context_for
+    from ..runtime.measuring.bench import bench as measure
 
     screen = Screen(context.obj)
     screen.environment.demand_stdout()
@@ -91,11 +91,11 @@ def counts(name: str, given: str | None) -> tuple[int, ...] | None:
 def preparation(model: str | None, synthetic: str | None, options: EngineOptions, weights: WeightFlags,
                 screen: Screen) -> Iterator[tuple[Callable[[], Prepared], Sequence[str]]]:
     """Headers and plan, for when the engine opens, and the kinds of kernels that it will need."""
-    from ..runtime.bench import prepare_synthetic
-    from ..runtime.compiled import refuse_while_cold
-    from ..runtime.needed_kernels import Needs, folder_kinds, has_mixers, kernel_kinds
+    from ..runtime.measuring.bench import prepare_synthetic
+    from ..runtime.measuring.synthetic import synthetic_config
+    from ..runtime.planning.compiled import refuse_while_cold
+    from ..runtime.planning.needed_kernels import Needs, folder_kinds, has_mixers, kernel_kinds
     from ..runtime.prepare import prepare
-    from ..runtime.synthetic import synthetic_config
 
     if synthetic is None:
         with at_bits(find_any(model, screen), weights, screen, options, text=False) as ref:

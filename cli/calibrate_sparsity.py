@@ -16,7 +16,7 @@ from .options import COMPUTE, OUTPUT, Json, Model
 from .screen import Screen
 
 if TYPE_CHECKING:
-    from ..runtime.sparsity_file import Sparsity
+    from ..runtime.sparse.sparsity_file import Sparsity
 
 EXAMPLES = """examples
 
@@ -40,10 +40,10 @@ def register(app: typer.Typer) -> None:
 def calibrate_sparsity(context: typer.Context, model: Model, text: Sample = None, tokens: Tokens = None, trace: Trace = None,
                        predictor: Predictor = None, threads: Threads = None, json: Json = False) -> None:
     """Record which neurons of a ReLU model a text activates, and keep beside it what a window would read: plan predicts with it."""
-    from ..runtime import predictors, sparsity, sparsity_file
-    from ..runtime.bundles import together_of
     from ..runtime.calibrate import built_in_text
     from ..runtime.prepare import EngineOptions
+    from ..runtime.sparse import predictors, sparsity, sparsity_file
+    from ..runtime.sparse.bundles import together_of
     from ..runtime.text import Tokenizer
 
     screen = Screen(context.obj)

@@ -121,7 +121,7 @@ def left_out(given: Mapping[str, object], ref: ModelRef, screen: Screen) -> set[
     """Which of these fields of RunFlags a model cannot have, each with a note."""
     if not given:
         return set()
-    from ..runtime.fitted import given_way
+    from ..runtime.planning.fitted import given_way
 
     asked = with_draft(RunFlags(**given, settled=frozenset(given)), screen).options()
     holds, notices = given_way(ref.folder, asked)
@@ -149,8 +149,8 @@ def switch(text: str) -> bool:
 
 def own_defaults(screen: Screen, folder: Path | None) -> dict[str, object]:
     """Field of SamplerSettings -> what the model's generation_config.json makes of it."""
-    from ..runtime.generation_config import read_generation_config
     from ..runtime.sampler import SamplerSettings
+    from ..runtime.sampling.generation_config import read_generation_config
 
     content, remarks = read_generation_config(folder) if folder is not None else ({}, [])
     for remark in remarks:
@@ -163,10 +163,10 @@ def own_defaults(screen: Screen, folder: Path | None) -> dict[str, object]:
 
 def built_in_values() -> dict[str, object]:
     """Field of a group -> the default of the dataclass that it feeds; None where a default is worked out when it is needed."""
-    from ..runtime.demands import ends_of
     from ..runtime.engine import EngineOptions
+    from ..runtime.planning.demands import ends_of
     from ..runtime.sampler import SamplerSettings
-    from ..runtime.session_store import DISK
+    from ..runtime.sessions.session_store import DISK
 
     values = {field.name: getattr(defaults, field.name) for group, defaults in
               ((RunFlags, EngineOptions()), (SamplingFlags, SamplerSettings())) for field in flags_of(group)}

@@ -23,8 +23,8 @@ from .screen import Screen
 
 if TYPE_CHECKING:
     from ..offload.hardware import Machine
-    from ..runtime.diagnose import Diagnosis, KernelChoice, Measurement
-    from ..runtime.roofs import Roofs
+    from ..runtime.planning.diagnose import Diagnosis, KernelChoice, Measurement
+    from ..runtime.planning.roofs import Roofs
 
 TRIAL = ("run", "fable", "--raw", "Once upon a time", "-n", "8", "--temp", "0", "--device", "cpu", "--json")
 # A run whose settings are those that are built in: no file of this folder or of this person is read.
@@ -52,7 +52,7 @@ def register(app: typer.Typer) -> None:
 def doctor(context: typer.Context, warm: Warm = False, probe: Probe = False, no_probe: NoProbe = False, threads: Threads = None,
            json: Json = False) -> int:
     """What this machine offers, how fast it is, which kernels run on it, and whether they work."""
-    from ..runtime.diagnose import diagnose, warm_up
+    from ..runtime.planning.diagnose import diagnose, warm_up
     from ..runtime.prepare import EngineOptions, worker_count
 
     screen, workers = Screen(context.obj), worker_count(EngineOptions(threads=threads))
@@ -72,8 +72,8 @@ def doctor(context: typer.Context, warm: Warm = False, probe: Probe = False, no_
 
 def measured(screen: Screen, threads: int, again: bool, never: bool) -> Roofs:
     """What is known of the machine's speed with so many threads, after measuring what is not, or all of it `again`."""
-    from ..runtime import roofs
-    from ..runtime.diagnose import roofs_wanted
+    from ..runtime.planning import roofs
+    from ..runtime.planning.diagnose import roofs_wanted
 
     wanted = roofs_wanted(screen.environment.variables, threads)
     known = roofs.known(wanted)

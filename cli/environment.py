@@ -160,13 +160,13 @@ class Environment:
     @property
     def sessions_folder(self) -> Path:
         """Saved sessions. Not created here."""
-        from ..runtime.storage import sessions_folder
+        from ..runtime.library.storage import sessions_folder
 
         return sessions_folder(self.variables)
 
     @property
     def models_folder(self) -> Path:
         """Models that this program made and keeps. Not created here."""
-        from ..runtime.storage import models_folder
+        from ..runtime.library.storage import models_folder
 
         return models_folder(self.variables)

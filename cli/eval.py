@@ -19,8 +19,8 @@ from .screen import Screen
 if TYPE_CHECKING:
     from ..runtime.catalog import ModelRef
     from ..runtime.engine import Engine, EngineOptions
-    from ..runtime.evaluate import KldResult
-    from ..runtime.recall import RecallResult
+    from ..runtime.measuring.evaluate import KldResult
+    from ..runtime.measuring.recall import RecallResult
 
 WINDOW = 1024  # tokens, where -c does not say: long enough that most of them see a context
 TEXT = "text"
@@ -78,7 +78,7 @@ def register(app: typer.Typer) -> None:
 
 def ppl(context: typer.Context, model: Model, text: Text, engine: WindowFlags, weights: WeightFlags, json: Json = False) -> None:
     """Perplexity over windows of -c tokens (1024) that share nothing."""
-    from ..runtime.evaluate import PerplexityResult, perplexity
+    from ..runtime.measuring.evaluate import PerplexityResult, perplexity
 
     screen = Screen(context.obj)
     screen.environment.demand_stdout()
@@ -101,8 +101,8 @@ def kld(context: typer.Context, model: Model, text: Text, engine: WindowFlags, w
 
     from ..runtime.config import read_config
     from ..runtime.engine import Engine
-    from ..runtime.evaluate import KldResult, open_reference, refuse_other_tokenizer
-    from ..runtime.evaluate import kld as compare
+    from ..runtime.measuring.evaluate import KldResult, open_reference, refuse_other_tokenizer
+    from ..runtime.measuring.evaluate import kld as compare
 
     screen = Screen(context.obj)
     screen.environment.demand_stdout()
@@ -140,9 +140,9 @@ def kv_profile(context: typer.Context, model: Model, text: Sample = None, second
                json: Json = False) -> None:
     """Record where a packed cache needs its bits, and keep that beside the model for --kv 8bit to 2bit."""
     from ..runtime.calibrate import built_in_text
-    from ..runtime.kv_profile import Profile
-    from ..runtime.kv_profile_run import recorded, report
-    from ..runtime.kv_recording import SECONDS
+    from ..runtime.kv.kv_profile import Profile
+    from ..runtime.kv.kv_profile_run import recorded, report
+    from ..runtime.kv.kv_recording import SECONDS
 
     screen = Screen(context.obj)
     if seconds is not None and not seconds > 0:
@@ -169,9 +169,9 @@ def recall(context: typer.Context, model: Model, text: Text, engine: WindowFlags
            json: Json = False) -> None:
     """Numbers stated far back, asked for again: how many come right with this cache, and with an exact one."""
     from ..runtime.engine import Engine
-    from ..runtime.evaluate import open_reference
-    from ..runtime.recall import RecallResult
-    from ..runtime.recall import recall as ask
+    from ..runtime.measuring.evaluate import open_reference
+    from ..runtime.measuring.recall import RecallResult
+    from ..runtime.measuring.recall import recall as ask
 
     screen = Screen(context.obj)
     screen.environment.demand_stdout()
@@ -206,7 +206,7 @@ def bits_of(result: KldResult | RecallResult, packed: bool) -> str:
 
 def windowed(ref: ModelRef, engine: EngineFlags, screen: Screen) -> EngineOptions:
     """Engine options whose context is the window: -c, else WINDOW or what the model has if that is less."""
-    from ..runtime.evaluate import in_windows
+    from ..runtime.measuring.evaluate import in_windows
 
     options, notices = in_windows(engine.options(), ref.folder, WINDOW)
     for each in notices:

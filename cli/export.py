@@ -41,7 +41,7 @@ def export(context: typer.Context, model: Model, out: Out, format: Format = None
            force: Force = False, json: Json = False) -> None:
     """Write a model for other programs, with its tokenizer and chat template."""
     from ..offload.size import format_size
-    from ..runtime.compressed import CompressedFolder, export_compressed
+    from ..runtime.conversion.compressed import CompressedFolder, export_compressed
     from ..runtime.gguf.export import Exported, export_gguf
 
     screen = Screen(context.obj)
@@ -76,7 +76,7 @@ def export(context: typer.Context, model: Model, out: Out, format: Format = None
 def merged_folder(source: Path, adapter: Path, out: Path, screen: Screen, json: bool) -> None:
     """The model with the adapter in it."""
     from ..offload.size import format_size
-    from ..runtime.merge import Merged, merge
+    from ..runtime.adapters.merge import Merged, merge
     from .quantize import remember
 
     with resumable(screen, out):

@@ -26,7 +26,7 @@ def list_models(context: typer.Context, all: All = False, long: Long = False, js
     from ..offload.size import format_size
     from ..runtime.catalog import catalog
     from ..runtime.hub import shown_licence
-    from ..runtime.listing import incomplete_models, local_models, unreadable_models
+    from ..runtime.library.listing import incomplete_models, local_models, unreadable_models
 
     screen = Screen(context.obj)
     screen.environment.demand_stdout()

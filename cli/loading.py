@@ -36,7 +36,7 @@ def find(model: str, screen: Screen) -> ModelRef:
     """The model of that name, its files present. A sentence in its place is told apart from a typing error."""
     ref = find_any(model, screen)
     if ref.variant:
-        from ..runtime.container import refuse_quantized
+        from ..runtime.stores.container import refuse_quantized
 
         refuse_quantized(ref.folder, model.rpartition(":")[0], f":{ref.variant}")
         raise UsageError(f"{model} would be quantized as it is loaded, which this command does not do",
@@ -89,11 +89,11 @@ def wanted_bits(text: str, variant: str | None, weights: BitsFlag) -> str | None
     if variant and bits and variant != bits:
         raise UsageError(f"{text} and --bits {weights.bits} disagree", "give one of them")
     if (wanted := bits or variant) is not None:
-        from ..runtime.on_load import demand_format
+        from ..runtime.conversion.on_load import demand_format
 
         demand_format(wanted)
     elif isinstance(weights, WeightFlags) and weights.keep and "keep" not in weights.settled:
-        from ..runtime.model_name import names_format
+        from ..runtime.library.model_name import names_format
 
         if names_format(text):  # and is kept already
             return None
@@ -107,13 +107,13 @@ def bits_for(ref: ModelRef, weights: BitsFlag, screen: Screen) -> str | None:
     bits = wanted_bits(ref.text, ref.variant, weights)
     if bits is None:
         return None
-    from ..runtime.container import read_container, refuse_quantized
     from ..runtime.source import is_low_bit
+    from ..runtime.stores.container import read_container, refuse_quantized
 
     for_all = "bits" in weights.settled and ref.variant is None
     if (made := read_container(ref.folder)) is None and not (for_all and is_low_bit(ref.folder)):
         return bits
-    from ..runtime import on_load
+    from ..runtime.conversion import on_load
 
     if on_load.find_kept(on_load.Request(ref, bits, screen.environment.models_folder)):  # such as what the pull before this run has made
         return bits
@@ -131,9 +131,9 @@ def judge(answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags, saving
     """Raise what is wrong with the flags in themselves, before a model is loaded or quantized for them."""
     from ..offload.size import parse_size
     from ..runtime.sampler import SamplerSettings
-    from ..runtime.session_name import check_name
-    from ..runtime.session_store import DISK
-    from ..runtime.stream_filters import StopStrings
+    from ..runtime.sessions.session_name import check_name
+    from ..runtime.sessions.session_store import DISK
+    from ..runtime.tokens.stream_filters import StopStrings
 
     SamplerSettings.from_generation_config({}, **sampling.said())
     StopStrings(answer.stop or ())
@@ -166,11 +166,11 @@ def at_bits(ref: ModelRef, weights: WeightFlags, screen: Screen, options: Engine
     if bits is None:
         yield ref
         return
-    from ..runtime import on_load
-    from ..runtime.compiled import compiled
+    from ..runtime.conversion import on_load
     from ..runtime.convert import Converted
-    from ..runtime.forecast import demand_plan
-    from ..runtime.needed_kernels import Needs, folder_needs, kernel_kinds
+    from ..runtime.planning.compiled import compiled
+    from ..runtime.planning.forecast import demand_plan
+    from ..runtime.planning.needed_kernels import Needs, folder_needs, kernel_kinds
     from ..runtime.pull.disk import speaking
 
     held = None
@@ -310,7 +310,7 @@ def open_session(ref: ModelRef, answer: AnswerFlags, sampling: SamplingFlags, en
                  ignore_eos: bool = False) -> Iterator[Session]:
     """A session on a loaded model. Every flag is judged before the weights are read."""
     from ..runtime.session import Session
-    from ..runtime.stream_filters import StopStrings
+    from ..runtime.tokens.stream_filters import StopStrings
 
     settings, max_tokens, stops = sampling.settings(ref.folder, screen.note), answer.max_tokens, StopStrings(answer.stop or ()).stops
     form = answer.form()

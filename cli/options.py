@@ -18,8 +18,8 @@ from .. import UsageError
 from .flags import completing, flag, flags_of, token_count
 
 if TYPE_CHECKING:
-    from ..runtime.constraint import Form
     from ..runtime.engine import EngineOptions
+    from ..runtime.forms.constraint import Form
     from ..runtime.sampler import SamplerSettings
 
 COMPUTE, MEMORY, CACHE, ANSWER, OUTPUT = "compute", "memory", "KV cache", "answer", "output"
@@ -30,7 +30,7 @@ def complete_model(incomplete: str) -> list[str]:
     """Names on this machine, for the shell. No network."""
     import os
 
-    from ..runtime.listing import model_names
+    from ..runtime.library.listing import model_names
 
     return [name for name in model_names(os.environ) if name.startswith(incomplete)]
 
@@ -55,8 +55,8 @@ def complete_session(incomplete: str) -> list[str]:
     import os
 
     from .. import EffllmError
-    from ..runtime.session_store import SessionStore
-    from ..runtime.storage import sessions_folder
+    from ..runtime.library.storage import sessions_folder
+    from ..runtime.sessions.session_store import SessionStore
 
     try:
         return [name for name in SessionStore(sessions_folder(os.environ)).names() if name.startswith(incomplete)]
@@ -239,8 +239,8 @@ class SamplingFlags(Group):
 
     def settings(self, folder: Path, remark: Callable[[str], None]) -> SamplerSettings:
         """Settings for the model in `folder`; what its file of defaults says in vain is told to `remark`."""
-        from ..runtime.generation_config import read_generation_config
         from ..runtime.sampler import SamplerSettings
+        from ..runtime.sampling.generation_config import read_generation_config
 
         content, remarks = read_generation_config(folder)
         for each in remarks:
@@ -289,7 +289,7 @@ class AnswerFlags(Group):
         """What answers are held to; of --schema and --grammar what was typed holds. Raises UsageError."""
         if self.schema is None and self.grammar is None:
             return None
-        from ..runtime.constraint import form_of
+        from ..runtime.forms.constraint import form_of
 
         kept = {name: getattr(self, name) for name in ("schema", "grammar")}
         if None not in kept.values() and len(weaker := self.settled & kept.keys()) == 1:

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from ..offload.plan import Placement
     from ..offload.predict import Prediction, Work
     from ..runtime.catalog import Absent
-    from ..runtime.forecast import Forecast, Suggestion
+    from ..runtime.planning.forecast import Forecast, Suggestion
+    from ..runtime.planning.roofs import Roofs
     from ..runtime.prepare import Prepared
     from ..runtime.pull.plan import PullPlan
-    from ..runtime.roofs import Roofs
 
 EXAMPLES = """examples
 
@@ -49,8 +49,8 @@ def register(app: typer.Typer) -> None:
 def plan(context: typer.Context, model: Model, prompt: PromptTokens = None, parallel: Parallel = 1, no_probe: NoProbe = False, *,
          engine: RunFlags, weights: BitsFlag, json: Json = False) -> None:
     """What goes where, whether it fits, and how fast it will be."""
-    from ..runtime import forecast
     from ..runtime.catalog import Absent
+    from ..runtime.planning import forecast
 
     screen = Screen(context.obj)
     screen.environment.demand_stdout()
@@ -77,7 +77,7 @@ def plan(context: typer.Context, model: Model, prompt: PromptTokens = None, para
 
 def prepared_for(model: str, weights: BitsFlag, engine: RunFlags, screen: Screen, parallel: int = 1) -> Prepared:
     """The plan of the model as it is stored, or as `--bits` or a format in its name would make it: what a run does with the same words."""
-    from ..runtime.forecast import prepare_at
+    from ..runtime.planning.forecast import prepare_at
     from ..runtime.prepare import prepare
 
     ref = find_any(model, screen)
@@ -124,7 +124,7 @@ def before_pull(absent: Absent, weights: BitsFlag, engine: RunFlags, screen: Scr
 
 def machine_roofs(prepared: Prepared, screen: Screen, no_probe: bool, coming: Path | None = None) -> Roofs:
     """What is known of this machine; what the prediction lacks is measured first. `coming`: where a model will be that is not here."""
-    from ..runtime import forecast, roofs
+    from ..runtime.planning import forecast, roofs
     from ..runtime.pull.reckon import nearest
 
     wanted = forecast.wanted(prepared)
@@ -137,9 +137,9 @@ def report(model: str, prepared: Prepared, known: Roofs, found: Forecast, better
     """What `--json` prints. Keys stay; bytes, seconds, tokens a second. Of a tier, `weights_bytes` are those of its memory, or what a token
     reads, and `tensor_bytes` those of the model's tensors that lie there: over all tiers, all of them. Where pages of the
     cache are picked, those of a token from the disk are the most that it could read."""
-    from ..runtime.adapter_lengths import measuring_s
-    from ..runtime.chosen_kernels import chosen_kernels
-    from ..runtime.weight_tiers import weight_tiers
+    from ..runtime.adapters.adapter_lengths import measuring_s
+    from ..runtime.planning.chosen_kernels import chosen_kernels
+    from ..runtime.weights.weight_tiers import weight_tiers
 
     placement, work = prepared.placement, found.work
 
@@ -208,7 +208,7 @@ def lines(model: str, prepared: Prepared, known: Roofs, found: Forecast, better:
               + f", up to {format_size(work.kv_bytes * placement.ctx)} of cache{paged_cache(prepared, work)}"),
              *products(prepared), *speeds(found)]
     if prepared.adapted.names:
-        from ..runtime.adapter_lengths import measuring_s
+        from ..runtime.adapters.adapter_lengths import measuring_s
 
         own = prepared.adapted
         rows = f"; measuring rows for DoRA takes about {seconds(measuring_s(prepared))} of each start" if own.lengths else ""
@@ -240,7 +240,7 @@ def verdict(prepared: Prepared, found: Forecast) -> str:
 def tiers(prepared: Prepared, work: Work, known: Roofs, width: int = BAR, disk: str = "disk") -> list[tuple[str, str]]:
     """What fits where, in bars of `width`; `disk` names the line of what is read from there."""
     from ..offload.size import format_size
-    from ..runtime.forecast import neurons_said
+    from ..runtime.planning.forecast import neurons_said
 
     placement = prepared.placement
     residency, budget = placement.residency, placement.budget
@@ -320,7 +320,7 @@ def drafts(prepared: Prepared) -> str:
 
 def products(prepared: Prepared) -> list[tuple[str, str]]:
     """What multiplies the weights, types that share a kernel in one line."""
-    from ..runtime.chosen_kernels import chosen_kernels
+    from ..runtime.planning.chosen_kernels import chosen_kernels
 
     alike: dict[tuple[str, str], list[str]] = {}
     for each in chosen_kernels(prepared):

@@ -19,7 +19,7 @@ from .settings import origin
 
 if TYPE_CHECKING:
     from ..runtime.catalog import Absent, CatalogEntry, ModelRef
-    from ..runtime.model_name import Reference
+    from ..runtime.library.model_name import Reference
     from ..runtime.prepare import EngineOptions
     from ..runtime.pull.client import Client
     from ..runtime.pull.plan import PullPlan, Wish
@@ -52,7 +52,7 @@ def register(app: typer.Typer) -> None:
 def pull(context: typer.Context, model: AbsentModel, bits: Bits = None, keep: Keep = False, dry_run: DryRun = False,
          offline: Offline = False, yes: Yes = False, json: Json = False) -> None:
     """Download a model, or make it small as it comes."""
-    from ..runtime.model_name import parse_reference
+    from ..runtime.library.model_name import parse_reference
     from ..runtime.pull.client import Client
     from ..runtime.pull.plan import wish_of
 
@@ -137,7 +137,7 @@ def present(wish: Wish, screen: Screen) -> Path | None:
 
 def make_small(ref: ModelRef, screen: Screen) -> Path:
     """The model of the cache in the format of its name, kept where a pull keeps it."""
-    from ..runtime import on_load
+    from ..runtime.conversion import on_load
     from ..runtime.convert import Converted
 
     request = on_load.Request(ref, ref.variant, screen.environment.models_folder, keep=True)
@@ -167,7 +167,7 @@ def fetch(plan: PullPlan, client: Client, screen: Screen) -> Pulled:
 def measured(plan: PullPlan, screen: Screen, at_all: bool = True) -> PullPlan:
     """The plan with a speed for the person who is about to decide: a machine of which nothing is known is measured, some seconds, once;
     where that would begin with compiling kernels, or not `at_all`, the memory alone."""
-    from ..runtime import roofs
+    from ..runtime.planning import roofs
     from ..runtime.pull.reckon import lacking, roughly, with_roofs
 
     if not screen.environment.can_ask:

@@ -17,9 +17,9 @@ from .screen import Screen
 
 if TYPE_CHECKING:
     from ..runtime.catalog import ModelRef
+    from ..runtime.conversion.convert_plan import ConversionPlan
     from ..runtime.convert import Converted, ConvertOptions
-    from ..runtime.convert_plan import ConversionPlan
-    from ..runtime.evaluate import KldResult
+    from ..runtime.measuring.evaluate import KldResult
 
 FORMAT, CALIBRATION, MEASURE = "format", "calibration", "measurement"
 EXAMPLES = """examples
@@ -63,8 +63,8 @@ def quantize(context: typer.Context, model: Model, out: Out, bits: Bits = None, 
              no_kv_profile: NoKvProfile = False,
              threads: Threads = None, dry_run: DryRun = False, force: Force = False, json: Json = False) -> None:
     """Make a smaller copy of a model, ready to run."""
+    from ..runtime.conversion.convert_plan import ConversionPlan, plan_conversion
     from ..runtime.convert import Converted, calibration, check_target, convert, decided
-    from ..runtime.convert_plan import ConversionPlan, plan_conversion
 
     screen = Screen(context.obj)
     ref = find(model, screen)
@@ -139,7 +139,7 @@ def check_bundling(*others: object) -> None:
 def bundled(ref: ModelRef, out: Path, replace: bool, gate_sparsity: float | None, gate_rule: str | None, text: str | None,
             screen: Screen) -> Converted:
     """The copy with bundles."""
-    from ..runtime.bundle_ffn import bundle
+    from ..runtime.conversion.bundle_ffn import bundle
     from ..runtime.convert import Converted
 
     with resumable(screen, out):
@@ -177,7 +177,7 @@ def source_of(ref: ModelRef) -> dict[str, object]:
 
 def remember(folder: Path, screen: Screen) -> None:
     """Let `effllm list` show the folder. Where that cannot be written, the model is no worse for it."""
-    from ..runtime.storage import register
+    from ..runtime.library.storage import register
 
     try:
         register(screen.environment.variables, folder)
@@ -190,8 +190,8 @@ def profile(folder: Path, text: str | None, calib: str | None, threads: int | No
     failure of the conversion."""
     from ..runtime.calibrate import built_in_text
     from ..runtime.config import read_config
-    from ..runtime.kv_profile import Profile
-    from ..runtime.kv_profile_run import SECONDS, recorded
+    from ..runtime.kv.kv_profile import Profile
+    from ..runtime.kv.kv_profile_run import SECONDS, recorded
 
     if not read_config(folder).cache_heads:
         return
@@ -209,7 +209,7 @@ def profile(folder: Path, text: str | None, calib: str | None, threads: int | No
 def to_score(source: str, ref: ModelRef, screen: Screen) -> str:
     """The text of --eval. Raises UsageError for one in which nothing can be scored, before the work and not after it."""
     from ..runtime.config import read_config
-    from ..runtime.evaluate import windows
+    from ..runtime.measuring.evaluate import windows
     from ..runtime.text import Tokenizer
 
     content, config = read_text(source, screen, "--eval"), read_config(ref.folder)
@@ -221,7 +221,7 @@ def measured(ref: ModelRef, made: Converted, text: str, threads: int | None, scr
     """Perplexity and KL divergence of the new model from the old one. A failure here is no failure of the conversion."""
     from ..runtime.config import read_config
     from ..runtime.engine import EngineOptions
-    from ..runtime.evaluate import KldResult, kld
+    from ..runtime.measuring.evaluate import KldResult, kld
     from ..runtime.text import Tokenizer
 
     config = read_config(ref.folder)
@@ -264,7 +264,7 @@ def say_plan(plan: ConversionPlan, screen: Screen, json: bool) -> None:
 
 def say_result(made: Converted, quality: KldResult | None, screen: Screen) -> None:
     from ..offload.size import format_size
-    from ..runtime.convert_estimate import about
+    from ..runtime.conversion.convert_estimate import about
 
     screen.table(("tensors", "format", "before", "after", "bits", "error"),
                  [(row.size.name, ", ".join(row.size.specs), format_size(row.size.before), format_size(row.size.after),

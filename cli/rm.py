@@ -28,7 +28,7 @@ def register(app: typer.Typer) -> None:
 def rm(context: typer.Context, model: Model, dry_run: DryRun = False, yes: Yes = False, json: Json = False) -> None:
     """Remove a model. Asks first where other programs share its files, in the hub cache, or takes -y."""
     from ..offload.size import format_size
-    from ..runtime.remove import SHARED, plan_removal, remove
+    from ..runtime.library.remove import SHARED, plan_removal, remove
 
     screen = Screen(context.obj)
     removal = plan_removal(model, screen.environment.variables)

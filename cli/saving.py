@@ -11,8 +11,8 @@ from .screen import Screen
 
 if TYPE_CHECKING:
     from ..runtime.catalog import ModelRef
-    from ..runtime.saved_format import SavedSession
     from ..runtime.session import Session
+    from ..runtime.sessions.saved_format import SavedSession
     from .options import SessionFlags
 
 
@@ -22,9 +22,9 @@ class Keeper:
     def __init__(self, screen: Screen, ref: ModelRef, flags: SessionFlags, strict: bool = False) -> None:
         """Raises what a session of that name gives reason to, as far as it can be known now."""
         from ..offload.size import parse_size
-        from ..runtime.saved import SavedSessions
-        from ..runtime.session_name import check_name
-        from ..runtime.session_store import DISK, SessionStore
+        from ..runtime.sessions.saved import SavedSessions
+        from ..runtime.sessions.session_name import check_name
+        from ..runtime.sessions.session_store import DISK, SessionStore
 
         self.screen, self.name = screen, flags.session
         self.store = SessionStore(screen.environment.sessions_folder)
@@ -74,7 +74,7 @@ class Keeper:
 
     def _save(self, session: Session, name: str) -> SavedSession:
         """While no other process saves."""
-        from ..runtime.saved_format import SavedSession
+        from ..runtime.sessions.saved_format import SavedSession
 
         saved = last(follow(self.sessions.save(session, name), self.screen, SavedSession))
         self.others.discard(name)
@@ -98,7 +98,7 @@ class Keeper:
 
     def is_anothers(self, name: str) -> bool:
         """Has another process saved another conversation there since? Its cache may be gone from a session that is the same."""
-        from ..runtime.conversation_file import parse_conversation
+        from ..runtime.sessions.conversation_file import parse_conversation
 
         known, messages = self._there.get(name, (None, []))
         if self.store.version(name) in (None, known):
@@ -116,7 +116,7 @@ class Keeper:
         """Go on under a name that is free: what another process saved under this one since is not this conversation's past."""
         from itertools import count
 
-        from ..runtime.session_name import LONGEST_NAME
+        from ..runtime.sessions.session_name import LONGEST_NAME
 
         theirs = self.name
         self.others.add(theirs)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from io import StringIO
 from typing import TYPE_CHECKING
 
-from ..runtime.stream_filters import TerminalFilter, sanitize
+from ..runtime.tokens.stream_filters import TerminalFilter, sanitize
 from .environment import Environment
 
 if TYPE_CHECKING:

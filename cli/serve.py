@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from ..runtime.catalog import ModelRef
     from ..runtime.engine import Engine
     from ..runtime.events import Stats
-    from ..runtime.kept_prompts import KeptPrompts
     from ..runtime.prepare import EngineOptions
-    from ..runtime.slot_files import SlotFiles
+    from ..runtime.sessions.kept_prompts import KeptPrompts
+    from ..runtime.sessions.slot_files import SlotFiles
     from .server.application import Service
     from .server.guard import Rules
     from .server.streams import Record
@@ -101,14 +101,14 @@ def serve(context: typer.Context, models: Models = None, host: Host = "127.0.0.1
         engine = with_draft(engine, screen)
         options = engine.options(overflow=answer.overflow, parallel=parallel)
         if keep_prompts:
-            from ..runtime.kept_prompts import refuse_inexact
+            from ..runtime.sessions.kept_prompts import refuse_inexact
 
             refuse_inexact(options)
         slots_in = slot_folder(slot_save_path, options)
         with at_bits(at_hand(found, weights, options, screen, yes), weights, screen, options) as ref:
-            from ..runtime.replies import Replies, Wish
-            from ..runtime.rounds import Rounds
-            from ..runtime.stream_filters import StopStrings
+            from ..runtime.answers.replies import Replies, Wish
+            from ..runtime.answers.rounds import Rounds
+            from ..runtime.tokens.stream_filters import StopStrings
             from .server.application import Service
             from .server.desk import Desk
             from .server.guard import Guard
@@ -201,7 +201,7 @@ def judge_own(api_key: str | None, name: str | None, cors: list[str] | None, que
 
 def several(engine: Engine, sequences: int, screen: Screen, lasting: ExitStack) -> list[Engine]:
     """The engines of so many answers at once, whose caches go with `lasting`."""
-    from ..runtime.side_by_side import side_by_side
+    from ..runtime.answers.side_by_side import side_by_side
 
     engines, said = side_by_side(engine, sequences)
     for other in engines[1:]:
@@ -215,11 +215,11 @@ def kept_prompts(engine: Engine, ref: ModelRef, flags: SessionFlags, for_good: b
                  lasting: ExitStack) -> KeptPrompts | None:
     """What keeps the caches of conversations while others are answered: in a folder that goes with `lasting`, or `for_good` among the
     sessions. None where nothing is to be kept, or can be."""
-    from ..runtime.kept_prompts import KeptPrompts, hindrance
-    from ..runtime.lasting_folder import lasting_folder
-    from ..runtime.saved import SavedSessions
-    from ..runtime.session_store import SessionStore
-    from ..runtime.storage import served_folder
+    from ..runtime.files.lasting_folder import lasting_folder
+    from ..runtime.library.storage import served_folder
+    from ..runtime.sessions.kept_prompts import KeptPrompts, hindrance
+    from ..runtime.sessions.saved import SavedSessions
+    from ..runtime.sessions.session_store import SessionStore
 
     sessions = Keeper(screen, ref, flags).sessions
     if for_good:
@@ -242,7 +242,7 @@ def slot_folder(text: str | None, options: EngineOptions) -> Path | None:
     """The folder of --slot-save-path, tried out. Raises what `slot_files.slot_folder` does."""
     if text is None:
         return None
-    from ..runtime import slot_files
+    from ..runtime.sessions import slot_files
 
     return slot_files.slot_folder(text, options)
 
@@ -252,8 +252,8 @@ def slot_files(folder: Path | None, engine: Engine, ref: ModelRef, flags: Sessio
     if folder is None:
         return None
     from ..offload.size import parse_size
-    from ..runtime.session_store import DISK
-    from ..runtime.slot_files import SlotFiles
+    from ..runtime.sessions.session_store import DISK
+    from ..runtime.sessions.slot_files import SlotFiles
 
     return SlotFiles(folder, ref.text, parse_size(flags.session_disk or DISK), engine.choice)
 

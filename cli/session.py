@@ -41,7 +41,7 @@ def register(app: typer.Typer) -> None:
 def list_sessions(context: typer.Context, json: Json = False) -> None:
     """The sessions on this machine, the newest first."""
     from ..offload.size import format_size
-    from ..runtime.session_store import SessionStore
+    from ..runtime.sessions.session_store import SessionStore
 
     screen = Screen(context.obj)
     screen.environment.demand_stdout()
@@ -93,8 +93,8 @@ def shortened(text: str, width: int) -> str:
 def rm(context: typer.Context, names: Names, cache: Cache = False, yes: Yes = False, json: Json = False) -> None:
     """Remove sessions. Asks first, or takes -y."""
     from ..offload.size import format_size
-    from ..runtime.session_name import removing
-    from ..runtime.session_store import SessionStore
+    from ..runtime.sessions.session_name import removing
+    from ..runtime.sessions.session_store import SessionStore
 
     screen = Screen(context.obj)
     store = SessionStore(screen.environment.sessions_folder)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from .. import UsageError
-from ..runtime.small_file import read_whole
+from ..runtime.files.small_file import read_whole
 from .flags import names_and_types, token_count, variable
 from .habits import meant_variable
 from .options import CONTRADICTIONS, AnswerFlags, RunFlags, SamplingFlags, SessionFlags, ShowFlags, WeightFlags, most_tokens
@@ -85,12 +85,12 @@ def demand_usable(key: str, value: object, where: str) -> None:
     """Raise UsageError, beginning with `where` a value comes from, if whatever command takes it would refuse it for itself alone: for
     what it is, not for the model, the machine or the other flags."""
     from ..offload.size import parse_size
-    from ..runtime.constraint import grammar_form, schema_form
+    from ..runtime.conversion.on_load import demand_format
     from ..runtime.engine import EngineOptions
-    from ..runtime.on_load import demand_format
+    from ..runtime.forms.constraint import grammar_form, schema_form
     from ..runtime.sampler import SamplerSettings
-    from ..runtime.session_name import check_name
-    from ..runtime.stream_filters import StopStrings
+    from ..runtime.sessions.session_name import check_name
+    from ..runtime.tokens.stream_filters import StopStrings
 
     group, field, _ = known()[key]
     own: dict[str, Callable[[Any], object]] = {

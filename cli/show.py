@@ -28,11 +28,11 @@ def show(context: typer.Context, model: Model, json: Json = False) -> None:
     from ..runtime.calls.calling import Calling
     from ..runtime.engine import EngineOptions, prepare
     from ..runtime.hub import shown_licence
-    from ..runtime.infill import marks_of
     from ..runtime.source import licence_of
     from ..runtime.tensors import check_tensors
     from ..runtime.tensors import parameters as count
     from ..runtime.text import Tokenizer
+    from ..runtime.tokens.infill import marks_of
 
     screen = Screen(context.obj)
     ref = find(model, screen)

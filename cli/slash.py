@@ -161,7 +161,7 @@ def assign(chat: Conversation, name: str, value: str) -> None:
             raise UsageError(f"think is auto, on or off, not {value!r}", "/set think off")
         session.think = value
     elif name in FORMS:
-        from ..runtime.constraint import form_of
+        from ..runtime.forms.constraint import form_of
 
         session.hold_to(None if value == "off" else form_of(**{**dict.fromkeys(FORMS), name: value}))
     elif name == "markdown":
@@ -292,7 +292,7 @@ def edit(chat: Conversation, rest: str) -> None:
 
 
 def export(chat: Conversation, rest: str) -> None:
-    from ..runtime.whole_file import write_whole
+    from ..runtime.files.whole_file import write_whole
     from .transcript import transcript
 
     demand_turn(chat)

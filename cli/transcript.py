@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import UsageError
-from ..runtime.stream_filters import sanitize
+from ..runtime.tokens.stream_filters import sanitize
 
 if TYPE_CHECKING:
     from ..runtime.session import Session

@@ -31,8 +31,8 @@ def register(app: typer.Typer) -> None:
 def verify(context: typer.Context, model: Model, json: Json = False) -> None:
     """Check a model's files against their checksums."""
     from ..offload.size import format_size, several
-    from ..runtime.verify import Verified
-    from ..runtime.verify import verify as check
+    from ..runtime.library.verify import Verified
+    from ..runtime.library.verify import verify as check
 
     screen = Screen(context.obj)
     folder = find(model, screen).folder

@@ -1,7 +1,7 @@
 """What the backends ask of experts that are not all in memory: which slot an expert lies in, and a visit that brings those that are needed.
 
 An expert in memory fills one slot, its matrices at places that are the same in every slot; so what a kernel reads of it is made once
-and moved by the distance of two slots. The implementation reads files and is the caller's (`runtime/paged_experts.py`).
+and moved by the distance of two slots. The implementation reads files and is the caller's (`runtime/weights/paged_experts.py`).
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ state that every token before has gone into:
 
 Behind the slots lies what the last pass of few tokens went through, `recent` floats of each, from which the slot behind any of them can be
 made again. A kind is one more class here, in a file of its own, with kernels for it on each backend (`kernels/cpu/states.py`,
-`kernels/cuda/states.py`), its meaning (`reference_*.py`), and what its weights are (`runtime/state_weights.py`); nothing else knows it.
+`kernels/cuda/states.py`), its meaning (`reference_*.py`), and what its weights are (`runtime/weights/state_weights.py`); nothing
+else knows it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import ClassVar, Protocol
 
 from .layout import REPEATED, align
 
-FROM, TO, AFTER, KEPT, CONTROLS = range(5)  # what a pass is told, see `controls` in runtime/states.py
+FROM, TO, AFTER, KEPT, CONTROLS = range(5)  # what a pass is told, see `controls` in runtime/kv/states.py
 NO_SLOT = -1  # the state of a text that has not begun: zeros
 STRETCH = 64  # tokens of a prompt that torch takes together
 

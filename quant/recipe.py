@@ -1,7 +1,7 @@
 """Which format each tensor gets: a base, rules by name, and a finer one for the embedding and the head, where errors cost most per bit.
 
 Matrices alone are asked for; norms, biases, vectors and routers keep their type whatever the recipe says. `allocate` shares a budget of
-bytes among tensors whose price and damage in each format are known (`runtime/bit_search.py` measures them).
+bytes among tensors whose price and damage in each format are known (`runtime/conversion/bit_search.py` measures them).
 """
 
 from __future__ import annotations

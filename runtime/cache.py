@@ -26,13 +26,13 @@ from ..offload.direct import Interrupted
 from ..offload.memory import discard
 from ..offload.pages import PagePool
 from ..quant.kv import PackedCodec, RawCodec
-from .cache_bytes import CacheBytes
-from .cache_parts import LayerPages, Step
-from .cache_probes import Probes
-from .cache_shape import CacheShape
+from .kv.cache_bytes import CacheBytes
+from .kv.cache_parts import LayerPages, Step
+from .kv.cache_probes import Probes
+from .kv.cache_shape import CacheShape
+from .kv.states import TAIL, LayerStates, States
 from .passes import cut
 from .policy.keep import Action, PageStats, Policy, most_with_more
-from .states import TAIL, LayerStates, States
 
 if TYPE_CHECKING:
     from ..quant.kv_seal import Sealer

@@ -24,20 +24,20 @@ from ..quant.kv import codec
 from ..quant.stats import Stats
 from ..quant.weight import Norm
 from .cache import KVCache
-from .cache_made import open_cache
-from .cache_shape import CacheShape, LayerSpec, SharedPages, layer_specs
-from .compiled import compiled
 from .config import ModelConfig, read_config
-from .convert_stream import DAMAGED
-from .demands import LOGIT_ROWS
+from .conversion.convert_stream import DAMAGED
 from .events import Notice, Progress
 from .families import EXPERT, SHARED, LayerWeights, expert_of, expert_role, kind_of
+from .kv.cache_made import open_cache
+from .kv.cache_shape import CacheShape, LayerSpec, SharedPages, layer_specs
 from .model import Model, dims
-from .needed_kernels import calibration_kinds
+from .planning.compiled import compiled
+from .planning.demands import LOGIT_ROWS
+from .planning.needed_kernels import calibration_kinds
+from .planning.timing import turns
 from .prepare import EngineOptions, worker_count
 from .source import open_store
 from .text import Tokenizer
-from .timing import turns
 
 TOKENS, LEAST, WINDOW = 16384, 512, 512
 SHORTEST = 64  # of a last window

@@ -10,12 +10,13 @@ from pathlib import Path
 from .. import EffllmError, ModelNotFound, UsageError, ls, typed
 from ..offload.header import is_gguf
 from ..offload.size import format_size
-from . import hub, storage, unfinished
-from .aliases import NOT_STATED, CatalogEntry, catalog, entry_folder, parse_catalog
+from . import hub
 from .config_reader import show
 from .gguf import names
-from .model_name import ELSEWHERE, LOOK, Reference, exists, parse_reference
-from .near_names import OLLAMAS, called_elsewhere, near, slips
+from .library import storage, unfinished
+from .library.aliases import NOT_STATED, CatalogEntry, catalog, entry_folder, parse_catalog
+from .library.model_name import ELSEWHERE, LOOK, Reference, exists, parse_reference
+from .library.near_names import OLLAMAS, called_elsewhere, near, slips
 
 __all__ = ["Absent", "CatalogEntry", "ModelRef", "catalog", "entry_folder", "find_entry", "parse_catalog", "pull_hint", "resolve"]
 
@@ -142,7 +143,7 @@ def _of_folder(ref: ModelRef) -> ModelRef:
     if not (ref.folder / storage.MARKER).is_file():
         return ref
     from ..offload.checkpoint import CheckpointError
-    from .container import read_container
+    from .stores.container import read_container
 
     made = None
     with suppress(CheckpointError):
@@ -196,7 +197,7 @@ def _refuse_begun(reference: Reference, repo: str, revision: str, env: Mapping[s
     """Raises Absent where a download was stopped, with how much of it is here; nothing where none was begun."""
     begun = []
     if reference.variant and not reference.file:
-        from . import half_made  # not for the shell, which waits for names
+        from .library import half_made  # not for the shell, which waits for names
 
         begun = half_made.meant(env, repo, revision, reference.variant)
     for each in begun[:1]:

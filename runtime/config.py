@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 from .. import UsageError
 from ..offload.header import is_gguf
-from .composite import text_alone, unknown_outside
 from .config_reader import REQUIRED, ConfigError, Keys, read_json, show
 from .config_rope import MAX_POSITIONS, RopeConfig, rope_config, unknown_rope_keys
 from .mixture import Mixture
+from .stores.composite import text_alone, unknown_outside
 
 if TYPE_CHECKING:
     from ..kernels.latent_shape import LatentShape
@@ -289,7 +289,7 @@ def parse_config(raw: Mapping[str, object], strict: bool = False) -> ModelConfig
     refused = {key: value for key, value in {**REFUSED_UNLESS, **family.REFUSED_UNLESS}.items() if key not in own}
     section = raw.get("quantization_config") if raw.get("quantization") is None else None  # MLX writes both
     if "quantization_config" not in own and isinstance(section, dict):
-        from .import_config import check_method
+        from .stores.import_config import check_method
 
         check_method(section)
         refused["quantization_config"] = section

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from .. import EffllmError, ModelNotFound, ls, typed
-from .small_file import OddFile, read_whole
+from .files.small_file import OddFile, read_whole
 
 ADAPTER = "adapter_config.json"  # what stands in the place of config.json beside a LoRA adapter
 FILE_LIMIT = 10 * 2**20

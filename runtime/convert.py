@@ -32,18 +32,18 @@ from ..quant.error import error_db
 from ..quant.recipe import Recipe, parse_rule, parse_target
 from ..quant.spec import FOREIGN, QuantSpec
 from .calibrate import LEAST, TOKENS, built_in_text, calibration_ids, narrow
-from .compiled import compiled
-from .container import FILE, Container, StoredTensor, read_container
-from .convert_plan import MATRICES, ConversionPlan, SizeRow, plan_conversion
-from .convert_tensors import Converter
+from .conversion.convert_plan import MATRICES, ConversionPlan, SizeRow, plan_conversion
+from .conversion.convert_tensors import Converter
 from .engine import Engine, EngineOptions, open_engine
 from .events import Notice, Progress
+from .files.small_file import TOKENIZER_NBYTES
+from .files.written import demand_folder, foreign, what_lies_at
 from .hub import COMPANIONS, NESTED
-from .needed_kernels import calibration_kinds
+from .planning.compiled import compiled
+from .planning.needed_kernels import calibration_kinds
 from .prepare import too_many_threads
-from .small_file import TOKENIZER_NBYTES
 from .source import folder_files
-from .written import demand_folder, foreign, what_lies_at
+from .stores.container import FILE, Container, StoredTensor, read_container
 
 OTHER_FOLDER = "give another folder with -o"
 
@@ -169,7 +169,7 @@ def decided(plan: ConversionPlan, options: ConvertOptions) -> Iterator[Progress 
     if options.target is None:
         yield plan
         return
-    from .bit_search import WINDOW, Found, search
+    from .conversion.bit_search import WINDOW, Found, search
 
     text = built_in_text() if options.calibration_text is None else options.calibration_text
     ids = calibration_ids(plan.folder, plan.config, text, options.calibration_tokens)

@@ -24,29 +24,29 @@ from ..offload.direct import Interrupted, Traffic
 from ..offload.notes import Fallback, refuse_fallbacks
 from ..offload.page_stream import PagesLost
 from ..quant.kv import codec
-from .adapter_lengths import measured
-from .bundles import SPARSE, is_bundled
+from .adapters.adapter_lengths import measured
+from .adapters.choosing import Choosing, scales_of
 from .cache import KVCache
-from .cache_made import open_cache
-from .cache_shape import layer_specs
-from .choosing import Choosing, scales_of
-from .compiled import compiled, refuse_while_cold
-from .demands import LOGIT_ROWS
-from .devices import backends_of
 from .events import Notice, Progress, Turn
-from .kv_disk import disk_tier
+from .kv.cache_made import open_cache
+from .kv.cache_shape import layer_specs
+from .kv.kv_disk import disk_tier
+from .measuring.scoring import Scoring
 from .model import Model, dims
-from .needed_kernels import folder_kinds
 from .passes import SHORTEST, as_in_one_reading, goes_on_from, joined, too_long
+from .planning.compiled import compiled, refuse_while_cold
+from .planning.demands import LOGIT_ROWS
+from .planning.devices import backends_of
+from .planning.needed_kernels import folder_kinds
+from .planning.pressure import Watch
 from .prepare import EngineOptions, Prepared, prepare, refuse_beyond_machine, worker_count
-from .pressure import Watch
 from .sampler import Sampler, refuse_broken
-from .scoring import Scoring
+from .sparse.bundles import SPARSE, is_bundled
 from .speculate import speculation
 
 if TYPE_CHECKING:
-    from .side_by_side import SharedPasses
-    from .token_chances import Chances
+    from .answers.side_by_side import SharedPasses
+    from .sampling.token_chances import Chances
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def open_engine(folder: Path, options: EngineOptions | None = None) -> Iterator[
 def open_prepared(prepare_late: Callable[[], Prepared], kinds: Sequence[str]) -> Iterator[Progress | Notice | Engine]:
     """`open_engine` for a plan made otherwise, after kernels of these kinds are compiled: it sees the memory that is left."""
     from ..kernels import warm
-    from . import lookup
+    from .weights import lookup
 
     started = time.monotonic()
     yield from compiled(kinds)

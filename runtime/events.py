@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import numpy as np
 
-    from .token_chances import Chances
+    from .sampling.token_chances import Chances
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,11 @@ import numpy as np
 
 from .. import EffllmError, UsageError, typed
 from .engine import open_engine
-from .evaluate import log_softmax
+from .measuring.evaluate import log_softmax
 from .prepare import EngineOptions
 from .sampler import Sampler, SamplerSettings
-from .stream_filters import StopStrings
 from .text import Tokenizer
+from .tokens.stream_filters import StopStrings
 
 Answer = TypeVar("Answer")
 LONGEST_ANSWER = 256  # tokens, where a task does not say
@@ -65,7 +65,7 @@ class Scoring:
         given = {"ctx": ctx, "threads": threads, "kv": kv, "device": device if device in ("cpu", "cuda") else None}
         ref = resolve(str(pretrained), os.environ)
         if ref.variant:
-            from .container import refuse_quantized
+            from .stores.container import refuse_quantized
 
             refuse_quantized(ref.folder, str(pretrained).rpartition(":")[0], f":{ref.variant}")
             raise UsageError(f"{pretrained} would be quantized as it is loaded, which an evaluation does not do",

@@ -22,22 +22,23 @@ from ..offload.memory import anonymous
 from ..offload.notes import Fallback
 from ..offload.pager import ResidentPager
 from ..quant.weight import Norm, Weight, to_f32
-from . import card_head, families
-from .adapted import NOTHING, Adapted
+from . import families
+from .adapters.adapted import NOTHING, Adapted
 from .cache import KVCache
 from .config import ModelConfig
-from .container import Container
-from .copied_layers import BorderCache, Carrier
 from .families import LayerWeights, expert_of
-from .mtp_tensors import MTP
-from .outliers import check_outliers
-from .paged_experts import PagedExperts, Paging
-from .parts import TABLES
-from .predictors import FEW, Predictors
 from .rope import rope_tables
-from .streamed import StreamedWeights, Streams
+from .sparse.predictors import FEW, Predictors
+from .speculation.mtp_tensors import MTP
+from .stores.container import Container
 from .tensors import as_float32, check_tensors, parameters, typed
-from .weight_records import OuterWeights, WeightRecords
+from .weights import card_head
+from .weights.copied_layers import BorderCache, Carrier
+from .weights.outliers import check_outliers
+from .weights.paged_experts import PagedExperts, Paging
+from .weights.parts import TABLES
+from .weights.streamed import StreamedWeights, Streams
+from .weights.weight_records import OuterWeights, WeightRecords
 
 Tap = Callable[[str, int, object], None]
 

@@ -20,28 +20,31 @@ from ..offload.notes import Fallback, refuse_fallbacks
 from ..offload.plan import AUTO_CTX, Budget, Placement
 from ..offload.size import SPARE, format_size, parse_size
 from ..quant.kv import PackedCodec, RawCodec, codec, of_types
-from . import devices, draft_model, kv_disk, parallel
-from .adapted import NOTHING, Adapted, adapted
-from .bundles import is_bundled, is_lossy
+from .adapters.adapted import NOTHING, Adapted, adapted
+from .answers import parallel
 from .cache import CacheShape
 from .config import ModelConfig, read_config
-from .container import Container
-from .demands import Asked, cache_form
-from .fitted import check_context, fitted, predictors_of
-from .kv_setting import AUTO
-from .mtp import own_cache_nbytes
-from .mtp_tensors import MTP
-from .needed_kernels import kinds_of
-from .paged_experts import PagedExperts
-from .parts import Parts
+from .kv import kv_disk
+from .kv.kv_setting import AUTO
 from .passes import widest
+from .planning import devices
+from .planning.demands import Asked, cache_form
+from .planning.fitted import check_context, fitted, predictors_of
+from .planning.needed_kernels import kinds_of
 from .policy import POLICIES, check_policy
-from .predictors import Predictors
 from .source import check_mapping, open_weights
-from .speculation_plan import Speculating, decide, demand_own_layer, wants_own_layer
-from .streamed import Streams
+from .sparse.bundles import is_bundled, is_lossy
+from .sparse.predictors import Predictors
+from .speculation import draft_model
+from .speculation.mtp import own_cache_nbytes
+from .speculation.mtp_tensors import MTP
+from .speculation.speculation_plan import Speculating, decide, demand_own_layer, wants_own_layer
+from .stores.container import Container
+from .stores.unread import unread_notices
 from .tensors import check_tensors, with_own_layer
-from .unread import unread_notices
+from .weights.paged_experts import PagedExperts
+from .weights.parts import Parts
+from .weights.streamed import Streams
 
 if TYPE_CHECKING:
     from ..kernels.cuda.device import Device
@@ -248,7 +251,7 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
     if options.strict and not rehearsal:
         refuse_fallbacks(made.notices)
     if placement.slots and is_lossy(container) and not (options.force or rehearsal):
-        from .forecast import refuse_slower
+        from .planning.forecast import refuse_slower
 
         refuse_slower(made)
     return made

@@ -21,11 +21,11 @@ import numpy as np
 from .. import EffllmError, UsageError
 from ..kernels.cpu import sampling
 from ..kernels.workspace import address
-from .mirostat import LOOKED_AT, Mirostat
-from .token_chances import Chances, chances
+from .sampling.mirostat import LOOKED_AT, Mirostat
+from .sampling.token_chances import Chances, chances
 
 if TYPE_CHECKING:
-    from .dry import Breakers
+    from .sampling.dry import Breakers
 
 SMALLEST_TEMPERATURE = 1e-6
 MOST_PENALTY = 1e6  # further out a logit may be more than float32 holds

@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING
 
 from .. import EffllmError, UsageError
 from ..offload.notes import Fallback, refuse_fallbacks
-from .answering import Answer, Reasoning
-from .conversation_file import History, load_conversation, save_conversation
-from .dry import breakers_of
+from .answers.answering import Answer, Reasoning
 from .engine import Engine
 from .events import Done, Event, Notice, Stats
-from .prompting import NO_SYSTEM_ROLE, NO_TEMPLATE, Prompts
 from .sampler import Sampler, SamplerSettings
-from .saved_format import Spoken
+from .sampling.dry import breakers_of
+from .sessions.conversation_file import History, load_conversation, save_conversation
+from .sessions.saved_format import Spoken
+from .templates.prompting import NO_SYSTEM_ROLE, NO_TEMPLATE, Prompts
 from .text import Tokenizer
 
 if TYPE_CHECKING:
-    from .constraint import Form
+    from .forms.constraint import Form
 
 SUMMARISE = "Summarise our conversation so far in a few sentences, keeping names, numbers and decisions."
 SUMMARY_TOKENS = 2048  # that a summary may have, its reasoning included, where answers have fewer

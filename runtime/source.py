@@ -10,14 +10,14 @@ from pathlib import Path
 from .. import EffllmError, UsageError
 from ..offload.checkpoint import CheckpointError, TensorStore
 from ..offload.header import is_gguf, shown
-from .composite import text_alone
 from .config_reader import read_json
-from .container import FILE, Container, made_here, read_container
-from .double_store import DoubleStore, has_doubles
 from .families import BY_PREFIX
 from .hub import stated_licence
-from .stored_names import give_names, give_text_names
-from .tied_head import leave_out_copy
+from .stores.composite import text_alone
+from .stores.container import FILE, Container, made_here, read_container
+from .stores.double_store import DoubleStore, has_doubles
+from .stores.stored_names import give_names, give_text_names
+from .weights.tied_head import leave_out_copy
 
 # Models whose folders hold matrices of experts with inputs before outputs (`turned_experts.py`), and whether all of them do.
 TURNED = {"llama4": True, "llama4_text": True, "qwen3_vl_moe": False}
@@ -60,11 +60,11 @@ def _rearranged(store: TensorStore, wide: str, low_bit: bool, kept: Callable[[st
     if outer.get("model_type") in BY_PREFIX:
         give_text_names(store)
     if outer.get("model_type") in TURNED:
-        from .turned_experts import turned
+        from .stores.turned_experts import turned
 
         store = turned(store, raw, TURNED[outer["model_type"]])
     store = _in_own_form(store, raw, wide, low_bit, kept)
-    from .parted_rows import IN_ONE, JOINED, STACKED, parted
+    from .stores.parted_rows import IN_ONE, JOINED, STACKED, parted
 
     if raw.get("model_type") not in (*IN_ONE, *JOINED, *STACKED):
         return store
@@ -78,12 +78,12 @@ def _in_own_form(store: TensorStore, raw: Mapping[str, object], wide: str, low_b
     """`_rearranged` but for matrices that lie in one another."""
     give_names(store, raw.get("model_type"))
     if raw.get("model_type") == "gpt_oss":
-        from .expert_store import ExpertStore
+        from .stores.expert_store import ExpertStore
 
         return ExpertStore(store, kept or (lambda name: low_bit))
     if isinstance(section := raw.get("quantization_config"), dict):
-        from .imported import ImportedStore
-        from .imported_ternary import TernaryStore
+        from .stores.imported import ImportedStore
+        from .stores.imported_ternary import TernaryStore
 
         if section.get("quant_method") == "bitnet":
             return TernaryStore(store, section, wide, _linears(store.folder, section), kept or (lambda name: low_bit))
@@ -109,7 +109,7 @@ def _linears(path: Path, section: Mapping[str, object]) -> frozenset[str]:
     """Names of the matrices that a `quantization_config` is about, but for those that it leaves out."""
     from . import families
     from .config import read_config
-    from .import_config import LINEARS, is_named, left_out
+    from .stores.import_config import LINEARS, is_named, left_out
 
     config, named = read_config(path), left_out(section)
     rules = (families.get(config.family).layer_tensors(config, layer) for layer in range(config.num_hidden_layers))
@@ -126,7 +126,7 @@ def _parted(path: Path) -> frozenset[str]:
     family = families.get(config.family)
     rules = (rule for i in range(config.num_hidden_layers) for rule in family.layer_tensors(config, i).values())
     found = frozenset(rule.part_of[0] if rule.part_of else rule.name for rule in rules if rule.part_of or rule.plain)
-    from .parted_rows import joins, places
+    from .stores.parted_rows import joins, places
 
     return found | {whole for whole, _ in places(config).values()} | {name for named in joins(config).values() for name, _ in named}
 
@@ -172,7 +172,7 @@ def is_rounded(path: Path) -> bool:
 
 
 def _imports_codes(path: Path) -> bool:
-    from .import_config import is_quantized
+    from .stores.import_config import is_quantized
 
     try:
         section = quantization_of(path)
@@ -183,7 +183,7 @@ def _imports_codes(path: Path) -> bool:
 
 def _is_rearranged(path: Path) -> bool:
     from .config import read_config
-    from .parted_rows import IN_ONE, JOINED, STACKED, stacks
+    from .stores.parted_rows import IN_ONE, JOINED, STACKED, stacks
 
     kind = read_json(path / "config.json").get("model_type")
     if quantization_of(path) is not None or kind in ("gpt_oss", *IN_ONE, *JOINED, *TURNED) or kind in STACKED and stacks(read_config(path)):

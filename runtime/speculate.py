@@ -22,18 +22,18 @@ import numpy as np
 
 from ..kernels.cpu.ops import FEW
 from ..offload.notes import Fallback
-from .draft_length import COMPUTING, STEADY, WAITING, PassCosts, Pays, Trust, best_length
-from .draft_model import KIND, DraftModel
-from .drafts import SAME, Draft, Proposer, RecycledTokens, SuffixMatch
-from .mtp import OwnDrafts
+from .speculation.draft_length import COMPUTING, STEADY, WAITING, PassCosts, Pays, Trust, best_length
+from .speculation.draft_model import KIND, DraftModel
+from .speculation.drafts import SAME, Draft, Proposer, RecycledTokens, SuffixMatch
+from .speculation.mtp import OwnDrafts
 
 if TYPE_CHECKING:
-    from .dry import Breakers
     from .engine import Engine
     from .events import Progress
     from .model import Model
     from .prepare import Prepared
     from .sampler import SamplerSettings
+    from .sampling.dry import Breakers
 
 COLUMNS = FEW  # the most tokens of a pass that are multiplied and attend as one token does
 TOO_SHORT = "the answer ended while passes of one token were timed"

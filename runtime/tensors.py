@@ -12,12 +12,12 @@ from ..offload.checkpoint import CheckpointError, TensorInfo, TensorStore
 from ..quant.spec import QuantSpec
 from ..quant.weight import RAW_NUMPY, to_f32
 from . import families
-from .bundles import bundled_rules
 from .config import ModelConfig
-from .container import REMADE, Container
 from .families import TensorRule
-from .mtp_tensors import held_rules
-from .tied_head import outer_rules
+from .sparse.bundles import bundled_rules
+from .speculation.mtp_tensors import held_rules
+from .stores.container import REMADE, Container
+from .weights.tied_head import outer_rules
 
 CODES = "codes of a quantized checkpoint whose config.json says nothing of them: take the original 16-bit checkpoint"
 SCHEMES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}

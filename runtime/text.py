@@ -17,16 +17,16 @@ import tokenizers
 
 from .. import EffllmError, ModelNotFound
 from ..offload.header import is_gguf
+from .files.small_file import JSON_NBYTES, TOKENIZER_NBYTES, read_whole
 from .hub import PIECES, RANKS
-from .small_file import JSON_NBYTES, TOKENIZER_NBYTES, read_whole
-from .stream_filters import ANSWER_SIGNS, ANSWER_TAGS, CALL_MARKS, OF_TEMPLATES, THINK_TAGS, ChannelFilter, ThinkFilter, ThinkTags
-from .template import ChatTemplate, TemplateError, load_template
-from .text_pieces import encoding, in_the_end
-from .text_stream import Decoder, TextStream
+from .templates.template import ChatTemplate, TemplateError, load_template
+from .tokens.stream_filters import ANSWER_SIGNS, ANSWER_TAGS, CALL_MARKS, OF_TEMPLATES, THINK_TAGS, ChannelFilter, ThinkFilter, ThinkTags
+from .tokens.text_pieces import encoding, in_the_end
+from .tokens.text_stream import Decoder, TextStream
 
 if TYPE_CHECKING:
     from .config import ModelConfig
-    from .rank_vocabulary import Ranks
+    from .tokens.rank_vocabulary import Ranks
 
 MOST_GROWTH = 64  # what published ones replace becomes a few letters
 REFETCH = "fetch the model's files again"
@@ -84,7 +84,7 @@ class Tokenizer:
             path = folder / "tokenizer.json"
             backend, remarks, own = _open_backend(path), [], None
             if has_words_of_mistral(backend.token_to_id):
-                from .rank_vocabulary import mend_words  # takes as long to import as this module
+                from .tokens.rank_vocabulary import mend_words  # takes as long to import as this module
 
                 remarks += [TEKKEN_REMARK.format(path.name)] if mend_words(backend) else []
         else:
@@ -275,11 +275,11 @@ def _open_ranks(folder: Path, settings: Mapping[str, Any]) -> "Ranks | None":
     path = next((path for name in named if (path := folder / name).exists()), None)
     if path is None:
         return None
-    from .rank_vocabulary import RanksError, read_ranks
+    from .tokens.rank_vocabulary import RanksError, read_ranks
 
     try:
         if path.name == PIECES:
-            from .piece_vocabulary import read_pieces
+            from .tokens.piece_vocabulary import read_pieces
 
             return read_pieces(path, settings)
         return read_ranks(path, settings)

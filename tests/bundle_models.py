@@ -10,12 +10,12 @@ import pytest
 from family_models import Case, written
 from streamed_models import streams
 
-from effllm.runtime.bundle_ffn import bundle
-from effllm.runtime.bundles import Windows, places
+from effllm.runtime.conversion.bundle_ffn import bundle
 from effllm.runtime.convert import Converted
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Notice
 from effllm.runtime.prepare import EngineOptions, prepare
+from effllm.runtime.sparse.bundles import Windows, places
 from effllm.runtime.tensors import check_tensors
 
 RELU = {"hidden_act": "relu", "hidden_size": 64, "intermediate_size": 192, "head_dim": 16, "num_key_value_heads": 2}

@@ -19,7 +19,7 @@ from pulls import Person
 
 from effllm.kernels import blas, warm
 from effllm.kernels.threads import ThreadPool
-from effllm.runtime import damage_notes
+from effllm.runtime.conversion import damage_notes
 
 settings.register_profile("effllm", deadline=None)  # how long an example takes says what else the machine does
 settings.load_profile("effllm")

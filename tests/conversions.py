@@ -14,9 +14,9 @@ from effllm.quant.pack import unpack
 from effllm.quant.recipe import Recipe, parse_rule
 from effllm.quant.spec import QuantSpec
 from effllm.quant.weight import from_f32, to_f32
-from effllm.runtime.container import Container, check_stored, read_container
 from effllm.runtime.convert import Converted, ConvertOptions, convert
 from effllm.runtime.events import Notice
+from effllm.runtime.stores.container import Container, check_stored, read_container
 
 FABLE = Path(__file__).resolve().parent.parent / "models" / "fable"
 # A model whose widths no group divides: K is 48 and 40, rows of 24 and 40 fill no block of 16.

@@ -1,10 +1,10 @@
 """An answer without drafts and with them, on one engine."""
 
-from effllm.runtime.drafts import RecycledTokens, SuffixMatch
-from effllm.runtime.dry import breakers_of
 from effllm.runtime.engine import Engine, Step
 from effllm.runtime.sampler import Sampler, SamplerSettings
+from effllm.runtime.sampling.dry import breakers_of
 from effllm.runtime.speculate import Speculation
+from effllm.runtime.speculation.drafts import RecycledTokens, SuffixMatch
 from effllm.runtime.text import Tokenizer
 
 REPEATS = "The fox was happy, and he ran to the river. " * 6

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from effllm.kernels.cuda.device import SimulatedDevice
-from effllm.runtime import devices
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Notice
+from effllm.runtime.planning import devices
+from effllm.runtime.planning.roofs import Roofs
 from effllm.runtime.prepare import EngineOptions
-from effllm.runtime.roofs import Roofs
 
 CTX = 512
 NO_ROOFS = Roofs(None, None)

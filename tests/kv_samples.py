@@ -17,8 +17,8 @@ from effllm.kernels.workspace import Dims
 from effllm.quant.kv import PackedCodec, PackedFormat, RawCodec, codec
 from effllm.quant.kv_basis import KVBasis
 from effllm.runtime.cache import KVCache
-from effllm.runtime.cache_made import open_cache
-from effllm.runtime.cache_shape import AttnSpec, CacheShape
+from effllm.runtime.kv.cache_made import open_cache
+from effllm.runtime.kv.cache_shape import AttnSpec, CacheShape
 
 FINE = 3e-4  # 70 dB: 16 bits round 79 below the answer, and with the bytes' parabola for weights it would be 64
 WIDE_SHARE = 0.02

@@ -15,7 +15,7 @@ from torch import nn
 
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import Engine
-from effllm.runtime.mtp_tensors import PLACES, like
+from effllm.runtime.speculation.mtp_tensors import PLACES, like
 
 
 @dataclass

@@ -9,9 +9,9 @@ import effllm
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Notice
 from effllm.runtime.prepare import EngineOptions
-from effllm.runtime.saved_cache import identity, save_cache
-from effllm.runtime.saved_format import SavedCache, SavedSession
-from effllm.runtime.session_store import SessionStore
+from effllm.runtime.sessions.saved_cache import identity, save_cache
+from effllm.runtime.sessions.saved_format import SavedCache, SavedSession
+from effllm.runtime.sessions.session_store import SessionStore
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 

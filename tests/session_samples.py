@@ -10,8 +10,8 @@ import sys
 import time
 from pathlib import Path
 
-from effllm.runtime.saved_format import SavedCache, SavedSession
-from effllm.runtime.session_store import SessionStore
+from effllm.runtime.sessions.saved_format import SavedCache, SavedSession
+from effllm.runtime.sessions.session_store import SessionStore
 
 PAGE_NBYTES = 40_000
 SHARED = 3  # pages that sessions of all seeds begin with

@@ -25,7 +25,7 @@ from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import Dims
 from effllm.quant.spec import QuantSpec
 from effllm.quant.weight import Linear, Norm, Weight
-from effllm.runtime.states import controls
+from effllm.runtime.kv.states import controls
 
 DELTAS = {"usual": DeltaShape(2, 4, 128, 128, 4), "odd": DeltaShape(3, 3, 24, 40, 2), "one head, narrow": DeltaShape(1, 2, 7, 5, 3),
           "one tap": DeltaShape(1, 1, 16, 33, 1), "tiled": DeltaShape(2, 6, 24, 20, 4, tiled=True),

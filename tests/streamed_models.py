@@ -12,15 +12,15 @@ import effllm
 from effllm.offload.experts import Choice
 from effllm.offload.placement import Residency
 from effllm.offload.shards import Planned, plan_files
-from effllm.runtime.adapter_lengths import measured
+from effllm.runtime.adapters.adapter_lengths import measured
 from effllm.runtime.config import parse_config
 from effllm.runtime.engine import Engine
-from effllm.runtime.paged_experts import PagedExperts, cut_experts
-from effllm.runtime.parts import cut
+from effllm.runtime.measuring.synthetic import SyntheticStore
 from effllm.runtime.prepare import EngineOptions, Prepared, prepare
-from effllm.runtime.streamed import Streams
-from effllm.runtime.synthetic import SyntheticStore
 from effllm.runtime.tensors import check_tensors
+from effllm.runtime.weights.paged_experts import PagedExperts, cut_experts
+from effllm.runtime.weights.parts import cut
+from effllm.runtime.weights.streamed import Streams
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 

@@ -20,14 +20,14 @@ import effllm
 from effllm import EffllmError
 from effllm.offload.checkpoint import TensorStore
 from effllm.quant.weight import Weight, to_f32
-from effllm.runtime.adapted import BESIDE, adapted
-from effllm.runtime.adapter import named_alike
-from effllm.runtime.adapter_places import places as places_of
+from effllm.runtime.adapters.adapted import BESIDE, adapted
+from effllm.runtime.adapters.adapter import named_alike
+from effllm.runtime.adapters.adapter_places import places as places_of
+from effllm.runtime.adapters.merge import merge
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import Engine, open_engine
-from effllm.runtime.forecast import work
 from effllm.runtime.gguf.export import export_gguf
-from effllm.runtime.merge import merge
+from effllm.runtime.planning.forecast import work
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.source import open_weights

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from effllm import EffllmError
-from effllm.runtime.merge import Merged, merge
+from effllm.runtime.adapters.merge import Merged, merge
 
 sys.path.insert(0, str(Path(__file__).parent))
 from conversions import options, run

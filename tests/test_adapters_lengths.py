@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from effllm import EffllmError
-from effllm.runtime.adapted import adapted
-from effllm.runtime.adapter_lengths import OPENING, RATE
+from effllm.runtime.adapters.adapted import adapted
+from effllm.runtime.adapters.adapter_lengths import OPENING, RATE
+from effllm.runtime.adapters.merge import merge
 from effllm.runtime.config import read_config
-from effllm.runtime.merge import merge
 
 sys.path.insert(0, str(Path(__file__).parent))
 from family_models import Case, written

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from effllm import EffllmError
-from effllm.runtime.merge import Merged, merge
+from effllm.runtime.adapters.merge import Merged, merge
 
 sys.path.insert(0, str(Path(__file__).parent))
 from export_models import FABLE, SIZES, exported

@@ -9,9 +9,9 @@ import pytest
 
 from effllm.cli.plan import speeds, verdict
 from effllm.offload.predict import KindRate
-from effllm.runtime.forecast import forecast, suggest
+from effllm.runtime.planning.forecast import forecast, suggest
+from effllm.runtime.planning.roofs import Roofs
 from effllm.runtime.prepare import prepare
-from effllm.runtime.roofs import Roofs
 
 sys.path.insert(0, str(Path(__file__).parent))
 from streamed_models import long_context, long_context_mixture

@@ -24,8 +24,8 @@ from effllm.offload.checkpoint import TensorStore
 from effllm.quant.weight import Curve, Linear, Norm, Weight
 from effllm.runtime.config import parse_config, read_config
 from effllm.runtime.gguf import apertus
+from effllm.runtime.stores.unread import unread
 from effllm.runtime.tensors import check_tensors
-from effllm.runtime.unread import unread
 
 sys.path.insert(0, str(Path(__file__).parent))
 from config_samples import LLAMA, refused

@@ -15,11 +15,11 @@ from effllm.offload.checkpoint import CheckpointError, TensorStore
 from effllm.offload.direct import BLOCK, THREADS, Read
 from effllm.offload.header import TensorInfo
 from effllm.offload.streaming import Part, Range, lay_out
-from effllm.runtime import expert_store, made_store
 from effllm.runtime.gguf import sources
-from effllm.runtime.needed_kernels import folder_kinds
+from effllm.runtime.planning.needed_kernels import folder_kinds
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.source import open_store, open_weights
+from effllm.runtime.stores import expert_store, made_store
 
 sys.path.insert(0, str(Path(__file__).parent))
 import test_imported

@@ -14,13 +14,14 @@ from pulls import FABLE, Person
 from effllm.offload.writer import JOURNAL, PAD, FolderWriter, partial_folder
 from effllm.quant.recipe import Recipe
 from effllm.quant.spec import QuantSpec
-from effllm.runtime import on_load, storage
 from effllm.runtime.catalog import resolve
-from effllm.runtime.compressed import export_compressed
+from effllm.runtime.conversion import on_load
+from effllm.runtime.conversion.compressed import export_compressed
+from effllm.runtime.conversion.convert_plan import plan_conversion
 from effllm.runtime.convert import ConvertOptions, convert
-from effllm.runtime.convert_plan import plan_conversion
 from effllm.runtime.events import Progress
-from effllm.runtime.listing import model_names
+from effllm.runtime.library import storage
+from effllm.runtime.library.listing import model_names
 
 REPO = "org/name"
 

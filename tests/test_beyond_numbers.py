@@ -16,14 +16,14 @@ from effllm.offload.checkpoint import CheckpointError
 from effllm.offload.page_file import DamagedPage, describe, read_page_file, write_page_file
 from effllm.quant.kv_basis import KVBasis
 from effllm.quant.kv_bits import SIDES
-from effllm.runtime import predictors, sparsity_file
 from effllm.runtime.config import parse_config, read_config
-from effllm.runtime.container import FILE, read_container
-from effllm.runtime.conversation_file import load_conversation, parse_conversation
-from effllm.runtime.kv_profile import Profile
-from effllm.runtime.kv_profile_file import identity_of, load_profile, profile_paths, save_profile
+from effllm.runtime.kv.kv_profile import Profile
+from effllm.runtime.kv.kv_profile_file import identity_of, load_profile, profile_paths, save_profile
 from effllm.runtime.rope import rope_table
-from effllm.runtime.saved_format import Malformed, SavedSession, parse_saved
+from effllm.runtime.sessions.conversation_file import load_conversation, parse_conversation
+from effllm.runtime.sessions.saved_format import Malformed, SavedSession, parse_saved
+from effllm.runtime.sparse import predictors, sparsity_file
+from effllm.runtime.stores.container import FILE, read_container
 
 sys.path.insert(0, str(Path(__file__).parent))
 from config_samples import LLAMA, refused

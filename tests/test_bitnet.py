@@ -22,9 +22,9 @@ from effllm.quant.weight import RAW_NUMPY, Weight, to_f32
 from effllm.runtime.config import parse_config, read_config
 from effllm.runtime.config_reader import ConfigError
 from effllm.runtime.engine import Engine, EngineOptions, open_engine
-from effllm.runtime.expected import ExpectedStore
-from effllm.runtime.import_config import expected_formats
+from effllm.runtime.planning.expected import ExpectedStore
 from effllm.runtime.source import is_low_bit, is_rounded, open_store, open_weights, quantization_of
+from effllm.runtime.stores.import_config import expected_formats
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bitnet_models import AUTO, LINEARS, ONLINE, PLAIN, logits, oracle, write

@@ -23,12 +23,12 @@ from effllm.offload.placement import Residency
 from effllm.offload.shards import Planned, plan_files
 from effllm.offload.streaming import StreamingPager
 from effllm.quant.bundles import BLOCK, FFN_MULTIPLE, BundleLayout, bundle_name
-from effllm.runtime.bundle_ffn import bundle
-from effllm.runtime.container import FILE, read_container
-from effllm.runtime.needed_kernels import folder_kinds
+from effllm.runtime.conversion.bundle_ffn import bundle
+from effllm.runtime.library.verify import verify
+from effllm.runtime.planning.needed_kernels import folder_kinds
 from effllm.runtime.prepare import EngineOptions, prepare
+from effllm.runtime.stores.container import FILE, read_container
 from effllm.runtime.text import Tokenizer
-from effllm.runtime.verify import verify
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bundle_models import CASES, RELU, bundled, folders, found, resident, windowed

@@ -10,8 +10,8 @@ import pytest
 
 from effllm.cli.plan import lines, report
 from effllm.offload.size import format_size
-from effllm.runtime.bundle_ffn import bundle
-from effllm.runtime.forecast import forecast, suggest
+from effllm.runtime.conversion.bundle_ffn import bundle
+from effllm.runtime.planning.forecast import forecast, suggest
 from effllm.runtime.prepare import EngineOptions, prepare
 
 sys.path.insert(0, str(Path(__file__).parent))

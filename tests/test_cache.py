@@ -18,8 +18,8 @@ from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import Dims
 from effllm.quant.kv import codec, of_types
 from effllm.runtime.cache import KVCache
-from effllm.runtime.cache_made import open_cache
-from effllm.runtime.cache_shape import AttnSpec, CacheShape, cache_nbytes
+from effllm.runtime.kv.cache_made import open_cache
+from effllm.runtime.kv.cache_shape import AttnSpec, CacheShape, cache_nbytes
 from effllm.runtime.policy.keep import Keep
 from effllm.runtime.prepare import EngineOptions
 

@@ -12,7 +12,7 @@ from effllm.runtime.calls.messages import functions, parameters_of, prepared
 from effllm.runtime.calls.reader import CallReader
 from effllm.runtime.calls.style import find_style
 from effllm.runtime.events import Call
-from effllm.runtime.template import ChatTemplate
+from effllm.runtime.templates.template import ChatTemplate
 
 # Our own templates, each with the way of published ones to tell of tools and to write a call.
 TURN = "{% for m in messages %}<|im_start|>{{ m.role }}\n"

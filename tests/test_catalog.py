@@ -19,7 +19,7 @@ from effllm import EffllmError, ModelNotFound, UsageError
 from effllm.runtime import families, hub
 from effllm.runtime.catalog import Absent, catalog, entry_folder, parse_catalog, pull_hint, resolve
 from effllm.runtime.config_reader import ConfigError
-from effllm.runtime.listing import local_models
+from effllm.runtime.library.listing import local_models
 
 ROOT = Path(__file__).resolve().parent.parent
 ENTRY = "a: {repo: org/name, licence: MIT, gated: false, params: 1.1B, size_gb: 2.2, default_bits: 4}\n"

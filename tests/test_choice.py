@@ -12,12 +12,12 @@ from effllm import UsageError
 from effllm.kernels import choice
 from effllm.kernels.choice import MARGIN, Case, Timing, Trial
 from effllm.kernels.threads import ThreadPool
-from effllm.runtime import lookup
-from effllm.runtime.bench import prepare_synthetic
 from effllm.runtime.engine import Engine, open_prepared
 from effllm.runtime.events import Notice, Progress
-from effllm.runtime.needed_kernels import Needs, kernel_kinds
+from effllm.runtime.measuring.bench import prepare_synthetic
+from effllm.runtime.planning.needed_kernels import Needs, kernel_kinds
 from effllm.runtime.prepare import EngineOptions
+from effllm.runtime.weights import lookup
 
 CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
           "torch_dtype": "bfloat16", "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -201,7 +201,7 @@ def test_an_unknown_kernel_is_refused():
 
 def test_doctor_knows_kernel_and_reason_of_low_bit_weights():
     from effllm.cli.doctor import reason
-    from effllm.runtime.diagnose import kernel_choices, measurements
+    from effllm.runtime.planning.diagnose import kernel_choices, measurements
 
     chosen = {(each.stored, each.columns): each for each in kernel_choices() if each.op == "low-bit matrix"}
     assert "no sum of bit planes" in reason(chosen["codebook4:16", 1]) and "8 bits" in reason(chosen["symmetric8:32", 1])

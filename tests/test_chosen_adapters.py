@@ -14,15 +14,15 @@ import pytest
 import effllm
 from effllm import UsageError
 from effllm.kernels.cpu import lora
+from effllm.runtime.adapters.merge import merge
+from effllm.runtime.answers.replies import Replies, Wish
+from effllm.runtime.answers.side_by_side import Want, side_by_side
 from effllm.runtime.engine import Engine
-from effllm.runtime.kept_prompts import KeptPrompts
-from effllm.runtime.merge import merge
-from effllm.runtime.replies import Replies, Wish
 from effllm.runtime.sampler import Sampler, SamplerSettings
-from effllm.runtime.saved import SavedSessions
-from effllm.runtime.saved_cache import identity
-from effllm.runtime.session_store import SessionStore
-from effllm.runtime.side_by_side import Want, side_by_side
+from effllm.runtime.sessions.kept_prompts import KeptPrompts
+from effllm.runtime.sessions.saved import SavedSessions
+from effllm.runtime.sessions.saved_cache import identity
+from effllm.runtime.sessions.session_store import SessionStore
 from effllm.runtime.text import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))

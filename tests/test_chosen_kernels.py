@@ -15,12 +15,12 @@ from effllm.cli.environment import Environment
 from effllm.kernels import choice
 from effllm.kernels.choice import Timing
 from effllm.kernels.cpu.ops import LOW_BIT
-from effllm.runtime import lookup
-from effllm.runtime.bundle_ffn import bundle
-from effllm.runtime.chosen_kernels import EITHER, ChosenKernels, chosen_kernels
+from effllm.runtime.conversion.bundle_ffn import bundle
 from effllm.runtime.engine import open_engine
-from effllm.runtime.forecast import prepare_at
+from effllm.runtime.planning.chosen_kernels import EITHER, ChosenKernels, chosen_kernels
+from effllm.runtime.planning.forecast import prepare_at
 from effllm.runtime.prepare import EngineOptions
+from effllm.runtime.weights import lookup
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from conversions import FABLE

@@ -140,8 +140,8 @@ def test_flags_of_later_versions_are_absent() -> None:
 
 @pytest.mark.parametrize("name", [field.name for field in flags_of(EngineFlags)])
 def test_engine_defaults_are_those_of_the_engine(name: str) -> None:
-    from effllm.runtime.demands import ends_of
     from effllm.runtime.engine import EngineOptions
+    from effllm.runtime.planning.demands import ends_of
 
     sinks, window = ends_of(EngineOptions())
     assert_default(EngineFlags, name, EngineOptions(kv_sink=sinks, kv_window=window))

@@ -14,7 +14,7 @@ import pytest
 from effllm import UsageError, typed
 from effllm.cli.app import main
 from effllm.cli.environment import Environment
-from effllm.runtime import kv_profile_run
+from effllm.runtime.kv import kv_profile_run
 from effllm.runtime.prepare import EngineOptions
 
 FABLE = Path(__file__).resolve().parent.parent / "models" / "fable"

@@ -20,9 +20,9 @@ from effllm.offload.checkpoint import TensorStore
 from effllm.offload.writer import JOURNAL, partial_folder
 from effllm.quant.spec import QuantSpec
 from effllm.runtime.config import read_config
-from effllm.runtime.kv_profile_file import load_profile
-from effllm.runtime.lasting_folder import LOCK
-from effllm.runtime.on_load import PREFIX
+from effllm.runtime.conversion.on_load import PREFIX
+from effllm.runtime.files.lasting_folder import LOCK
+from effllm.runtime.kv.kv_profile_file import load_profile
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from conversions import lines_of

@@ -22,7 +22,7 @@ from effllm.offload.size import parse_size
 from effllm.runtime.engine import EngineOptions, open_engine
 from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.session import Session
-from effllm.runtime.session_store import DISK
+from effllm.runtime.sessions.session_store import DISK
 from effllm.runtime.text import Tokenizer
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"

@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from hub_server import Hub
 from pulls import FABLE, MINUTE, Person, sharded
 
-from effllm.runtime import devices
 from effllm.runtime.engine import open_engine
 from effllm.runtime.events import Done, Progress
+from effllm.runtime.planning import devices
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.session import Session

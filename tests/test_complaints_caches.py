@@ -14,8 +14,8 @@ from effllm.kernels.cpu import attention_few, kv_few, kv_many, kv_merge
 from effllm.kernels.cpu.jobs import Jobs
 from effllm.kernels.cpu.pages import LayerPages
 from effllm.runtime.engine import open_engine
+from effllm.runtime.measuring.recall import recall
 from effllm.runtime.prepare import EngineOptions
-from effllm.runtime.recall import recall
 from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.text import Tokenizer
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from effllm.runtime.compressed import export_compressed
+from effllm.runtime.conversion.compressed import export_compressed
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.source import open_store, open_weights

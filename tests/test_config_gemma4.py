@@ -11,8 +11,8 @@ from transformers import Gemma4TextConfig
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRotaryEmbedding
 
 from effllm.quant.kv import codec
-from effllm.runtime.cache_parts import layer_codecs
 from effllm.runtime.config import parse_config
+from effllm.runtime.kv.cache_parts import layer_codecs
 from effllm.runtime.rope import rope_table
 
 sys.path.insert(0, str(Path(__file__).parent))

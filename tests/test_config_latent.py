@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, DeepseekV2Config, DeepseekV3Config, Glm4MoeLiteConfig
 
 from effllm.runtime import families
-from effllm.runtime.composite import text_alone
 from effllm.runtime.config import ModelConfig, parse_config
+from effllm.runtime.stores.composite import text_alone
 
 sys.path.insert(0, str(Path(__file__).parent))
 from config_samples import in_a_file, refused

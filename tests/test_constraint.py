@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 import effllm
 from effllm import EffllmError
 from effllm.runtime.config import read_config
-from effllm.runtime.constraint import grammar_form, schema_form
-from effllm.runtime.drafts import SuffixMatch
 from effllm.runtime.engine import Engine, Step, open_engine
 from effllm.runtime.events import Notice, TextDelta
+from effllm.runtime.forms.constraint import grammar_form, schema_form
 from effllm.runtime.gguf.tokenizer import load_tokenizer
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.session import Session
 from effllm.runtime.speculate import Speculation
-from effllm.runtime.template import ChatTemplate
+from effllm.runtime.speculation.drafts import SuffixMatch
+from effllm.runtime.templates.template import ChatTemplate
 from effllm.runtime.text import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -10,7 +10,7 @@ import pytest
 from effllm.offload.checkpoint import CheckpointError, TensorStore
 from effllm.offload.shards import Planned, plan_files
 from effllm.quant.spec import QuantSpec
-from effllm.runtime.container import FILE, VERSION, Container, StoredTensor, check_stored, read_container
+from effllm.runtime.stores.container import FILE, VERSION, Container, StoredTensor, check_stored, read_container
 
 LOW = StoredTensor("w", QuantSpec.parse("4bit"), (40, 100), 0xDEADBEEF, -21.5)
 RAW = StoredTensor("norm", QuantSpec.raw("bf16"), (100,), 7)

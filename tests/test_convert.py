@@ -19,10 +19,10 @@ from effllm.quant.codes import dequantize
 from effllm.quant.pack import unpack
 from effllm.quant.spec import QuantSpec
 from effllm.quant.weight import to_f32
-from effllm.runtime import convert_estimate, convert_plan, convert_stream
-from effllm.runtime.container import read_container
+from effllm.runtime.conversion import convert_estimate, convert_plan, convert_stream
 from effllm.runtime.convert import ConvertOptions, convert, recipe_of
 from effllm.runtime.events import Notice
+from effllm.runtime.stores.container import read_container
 
 sys.path.insert(0, str(Path(__file__).parent))
 from conversions import FABLE, check_whole, contents, odd_model, options, originals, run, short_fable

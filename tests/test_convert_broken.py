@@ -19,11 +19,11 @@ from effllm.offload.checkpoint import TensorStore
 from effllm.offload.writer import JOURNAL, partial_folder
 from effllm.quant.codes import dequantize
 from effllm.quant.pack import unpack
-from effllm.runtime import convert_stream
 from effllm.runtime.config_reader import ConfigError
-from effllm.runtime.container import read_container
+from effllm.runtime.conversion import convert_stream
 from effllm.runtime.convert import ConvertOptions, convert, recipe_of
-from effllm.runtime.written import foreign
+from effllm.runtime.files.written import foreign
+from effllm.runtime.stores.container import read_container
 
 sys.path.insert(0, str(Path(__file__).parent))
 from conversions import FABLE, ODD, check_whole, contents, odd_model, options, run, short_fable

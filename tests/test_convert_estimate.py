@@ -9,13 +9,14 @@ import pytest
 from effllm.quant.methods import smooth
 from effllm.quant.recipe import Recipe
 from effllm.quant.spec import QuantSpec
-from effllm.runtime import calibrate, convert_estimate
+from effllm.runtime import calibrate
 from effllm.runtime.calibrate import Calibration, TextCosts, text_costs
 from effllm.runtime.config import Mixture, read_config
-from effllm.runtime.convert_estimate import Costs, text_operations, total, visit_operations
-from effllm.runtime.convert_plan import ConversionPlan, plan_conversion
+from effllm.runtime.conversion import convert_estimate
+from effllm.runtime.conversion.convert_estimate import Costs, text_operations, total, visit_operations
+from effllm.runtime.conversion.convert_plan import ConversionPlan, plan_conversion
 from effllm.runtime.families import expert_role
-from effllm.runtime.timing import turns
+from effllm.runtime.planning.timing import turns
 
 sys.path.insert(0, str(Path(__file__).parent))
 from conversions import FABLE

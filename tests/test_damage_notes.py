@@ -16,9 +16,9 @@ import pytest
 from effllm.kernels.compile import cache_root
 from effllm.quant.recipe import Recipe
 from effllm.quant.spec import QuantSpec
-from effllm.runtime import bit_search, damage_notes
-from effllm.runtime.bit_search import Found
-from effllm.runtime.convert_plan import ConversionPlan, plan_conversion
+from effllm.runtime.conversion import bit_search, damage_notes
+from effllm.runtime.conversion.bit_search import Found
+from effllm.runtime.conversion.convert_plan import ConversionPlan, plan_conversion
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Notice, Progress
 from effllm.runtime.prepare import EngineOptions

@@ -12,10 +12,10 @@ import pytest
 from effllm import DiskFull, DoesNotFit, EffllmError, lacks_room, not_written
 from effllm.offload.pages import DiskTier
 from effllm.runtime.calibrate import built_in_text
-from effllm.runtime.on_load import temporary_folder
-from effllm.runtime.pressure import Watch
-from effllm.runtime.sparsity import Trace
-from effllm.runtime.whole_file import write_whole
+from effllm.runtime.conversion.on_load import temporary_folder
+from effllm.runtime.files.whole_file import write_whole
+from effllm.runtime.planning.pressure import Watch
+from effllm.runtime.sparse.sparsity import Trace
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from test_cli_run import shell

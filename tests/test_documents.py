@@ -21,11 +21,13 @@ from effllm.cli.app import build
 from effllm.cli.doctor import show_roofs
 from effllm.cli.environment import Environment
 from effllm.cli.screen import Screen
-from effllm.runtime import compressed, kv_profile_run, roofs
+from effllm.runtime.conversion import compressed
 from effllm.runtime.families import COMPOSITE, FAMILIES, RENAMED
 from effllm.runtime.gguf import config_out
 from effllm.runtime.gguf.architectures import BY_FAMILY
-from effllm.runtime.kv_profile import Profile
+from effllm.runtime.kv import kv_profile_run
+from effllm.runtime.kv.kv_profile import Profile
+from effllm.runtime.planning import roofs
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -319,9 +321,14 @@ def test_keys_of_json_have_the_names_that_are_told(at_home: Path, person) -> Non
     figures = person.types("run", "fable", "hi", "-n", "1", "--json").json
     assert set(re.findall(r"`io\.(\w+)`", memory)) == {"disk_bytes_read", "disk_wait_s"} <= figures["io"].keys()
     (first, ours) = re.findall(r"its fields come first in JSON and CSV \((.+?);.+?ours after \((.+?)\)", speed, re.DOTALL)[0]
-    from effllm.runtime.bench import BenchRow
+    from effllm.runtime.measuring.bench import BenchRow
 
     fields = [*BenchRow.__dataclass_fields__]
     begin, end = re.findall(r"`(\w+)`", first)
     ours = re.findall(r"`(\w+)`", ours)
     assert fields[0] == begin and set(ours) <= set(fields[fields.index(end) + 1 :]), json.dumps(fields)
+
+
+def test_the_architecture_lists_every_room_of_the_runtime():
+    table = re.findall(r"^\| `(\w+)/` \|", (ROOT / "docs" / "ARCHITECTURE.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert table == sorted(path.parent.name for path in (ROOT / "runtime").glob("*/__init__.py"))

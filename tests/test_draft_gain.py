@@ -12,9 +12,9 @@ import pytest
 import effllm
 from effllm.offload.direct import Interrupted
 from effllm.runtime.config import read_config
-from effllm.runtime.draft_length import COMPUTING
-from effllm.runtime.drafts import Draft, SuffixMatch
 from effllm.runtime.speculate import LOOK_EVERY, NO_GUESS, QUIET, RESTED, TOO_SHORT, Speculation
+from effllm.runtime.speculation.draft_length import COMPUTING
+from effllm.runtime.speculation.drafts import Draft, SuffixMatch
 from effllm.runtime.text import Tokenizer
 
 ROOT = Path(effllm.__path__[0])

@@ -14,15 +14,15 @@ import pytest
 
 import effllm
 from effllm import UsageError
-from effllm.runtime.draft_length import COMPUTING, STEADY, WAITING, GuessCosts
-from effllm.runtime.draft_model import KIND
-from effllm.runtime.drafts import Draft
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Notice, Progress
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.session import Session
 from effllm.runtime.speculate import Speculation
+from effllm.runtime.speculation.draft_length import COMPUTING, STEADY, WAITING, GuessCosts
+from effllm.runtime.speculation.draft_model import KIND
+from effllm.runtime.speculation.drafts import Draft
 from effllm.runtime.text import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))

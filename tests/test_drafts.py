@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from effllm.runtime.draft_length import ALONE_EVERY, COMPUTING, OLD, WAITING, PassCosts, Pays, Trust, agreement, best_length
-from effllm.runtime.drafts import CANDIDATES, LONGEST, PAIR, PLACES, RecycledTokens, SuffixMatch
+from effllm.runtime.speculation.draft_length import ALONE_EVERY, COMPUTING, OLD, WAITING, PassCosts, Pays, Trust, agreement, best_length
+from effllm.runtime.speculation.drafts import CANDIDATES, LONGEST, PAIR, PLACES, RecycledTokens, SuffixMatch
 
 
 def suffix(tokens: list[int], place: int) -> int:

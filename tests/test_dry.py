@@ -19,12 +19,12 @@ from effllm import EffllmError, UsageError
 from effllm.cli.options import SamplingFlags
 from effllm.kernels import reference_sampling as reference
 from effllm.runtime.config import read_config
-from effllm.runtime.dry import MOST_TOKENS, Breakers, breakers_of
 from effllm.runtime.engine import open_engine
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import BANNED, Sampler, SamplerSettings
+from effllm.runtime.sampling.dry import MOST_TOKENS, Breakers, breakers_of
 from effllm.runtime.text import Tokenizer
-from effllm.runtime.token_bytes import bytes_of
+from effllm.runtime.tokens.token_bytes import bytes_of
 
 sys.path.insert(0, str(Path(__file__).parent))
 from drafted import both_ways

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from effllm import ContextOverflow, EffllmError, UsageError
+from effllm.runtime.answers.embedding import LAST, MEAN, pooling_of, unit, vector
+from effllm.runtime.answers.replies import Replies
 from effllm.runtime.config import read_config
-from effllm.runtime.embedding import LAST, MEAN, pooling_of, unit, vector
 from effllm.runtime.engine import Engine, EngineOptions, open_engine
-from effllm.runtime.replies import Replies
 from effllm.runtime.text import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))

@@ -7,12 +7,12 @@ import pytest
 
 import effllm
 from effllm import EffllmError, UsageError
-from effllm.runtime.bench import BenchOptions, BenchRow, bench, context_for, prepare_synthetic
 from effllm.runtime.engine import open_engine, open_prepared
-from effllm.runtime.evaluate import kld, log_softmax, perplexity, windows
+from effllm.runtime.measuring.bench import BenchOptions, BenchRow, bench, context_for, prepare_synthetic
+from effllm.runtime.measuring.evaluate import kld, log_softmax, perplexity, windows
+from effllm.runtime.measuring.recall import recall
+from effllm.runtime.measuring.synthetic import SHAPES, SyntheticStore, synthetic_config
 from effllm.runtime.prepare import EngineOptions
-from effllm.runtime.recall import recall
-from effllm.runtime.synthetic import SHAPES, SyntheticStore, synthetic_config
 from effllm.runtime.text import Tokenizer
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from effllm.offload.neurons import MOST_TOKENS
-from effllm.runtime import sparsity
 from effllm.runtime.calibrate import built_in_text
 from effllm.runtime.engine import Engine
+from effllm.runtime.sparse import sparsity
 from effllm.runtime.text import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))

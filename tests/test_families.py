@@ -25,10 +25,10 @@ from effllm.kernels.cuda.torch_ops import TorchOps
 from effllm.kernels.threads import ThreadPool
 from effllm.offload.checkpoint import CheckpointError, TensorStore
 from effllm.runtime.config import read_config
-from effllm.runtime.demands import LOGIT_ROWS
 from effllm.runtime.engine import Engine, open_engine, open_prepared
 from effllm.runtime.families import FAMILIES, RENAMED
 from effllm.runtime.model import dims
+from effllm.runtime.planning.demands import LOGIT_ROWS
 from effllm.runtime.prepare import EngineOptions, prepare, prepare_with
 from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.source import open_store

@@ -27,12 +27,12 @@ from effllm.quant.codes import dequantize
 from effllm.quant.methods import smooth
 from effllm.quant.pack import unpack
 from effllm.runtime.calibrate import NORMS, READS, LayerStats, calibrate
-from effllm.runtime.container import read_container
-from effllm.runtime.convert_plan import plan_conversion
-from effllm.runtime.convert_stream import whole
-from effllm.runtime.convert_tensors import Converter
+from effllm.runtime.conversion.convert_plan import plan_conversion
+from effllm.runtime.conversion.convert_stream import whole
+from effllm.runtime.conversion.convert_tensors import Converter
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.prepare import EngineOptions, prepare
+from effllm.runtime.stores.container import read_container
 
 sys.path.insert(0, str(Path(__file__).parent))
 from conversions import options, run

@@ -23,12 +23,12 @@ from effllm.offload.placement import Residency
 from effllm.offload.predict import KindRate, Paged, Prediction
 from effllm.offload.size import format_size
 from effllm.quant.spec import QuantSpec
-from effllm.runtime import outcome, roofs
-from effllm.runtime.bench import prepare_synthetic
 from effllm.runtime.engine import open_engine
-from effllm.runtime.forecast import NO_EXACT, forecast, kind_of_weight, prepare_at, suggest, wanted, work
+from effllm.runtime.measuring.bench import prepare_synthetic
+from effllm.runtime.planning import outcome, roofs
+from effllm.runtime.planning.forecast import NO_EXACT, forecast, kind_of_weight, prepare_at, suggest, wanted, work
+from effllm.runtime.planning.roofs import DiskRoofs, MachineRoofs, Roofs
 from effllm.runtime.prepare import EngineOptions, prepare
-from effllm.runtime.roofs import DiskRoofs, MachineRoofs, Roofs
 from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.speculate import Counts
 from effllm.runtime.tensors import check_tensors

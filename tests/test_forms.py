@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from effllm import EffllmError, UsageError
-from effllm.runtime.constraint import form_of, form_of_grammar, grammar_form, schema_form
-from effllm.runtime.schema_cost import MOST_NODES, MOST_PATTERNS, most_patterns, most_remainders, too_much_of_schema, without_slow
+from effllm.runtime.forms.constraint import form_of, form_of_grammar, grammar_form, schema_form
+from effllm.runtime.forms.schema_cost import MOST_NODES, MOST_PATTERNS, most_patterns, most_remainders, too_much_of_schema, without_slow
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_constraint import FOX, PERSON, engine, narrowed, tokenizer

@@ -24,10 +24,10 @@ from effllm.offload.checkpoint import TensorStore
 from effllm.quant.weight import SharedExpert
 from effllm.runtime.calibrate import LayerStats, calibrate
 from effllm.runtime.config import read_config
-from effllm.runtime.container import read_container
 from effllm.runtime.engine import open_engine
 from effllm.runtime.families import expert_role
 from effllm.runtime.prepare import EngineOptions, prepare
+from effllm.runtime.stores.container import read_container
 from effllm.runtime.tensors import check_tensors
 
 sys.path.insert(0, str(Path(__file__).parent))

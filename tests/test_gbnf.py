@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from effllm import UsageError
-from effllm.runtime.constraint import Vocabulary, grammar_form
-from effllm.runtime.gbnf import GbnfError, to_lark
+from effllm.runtime.forms.constraint import Vocabulary, grammar_form
+from effllm.runtime.forms.gbnf import GbnfError, to_lark
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_constraint import engine, narrowed, tokenizer

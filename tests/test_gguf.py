@@ -20,12 +20,12 @@ from effllm.quant.imports import mxfp4
 from effllm.quant.imports.gguf import DECODERS, KEPT, dequantize
 from effllm.quant.weight import Weight
 from effllm.runtime.config import read_config
-from effllm.runtime.container import read_container
 from effllm.runtime.convert import Converted, ConvertOptions, convert, recipe_of
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Notice
 from effllm.runtime.gguf.store import open_gguf_store
 from effllm.runtime.prepare import EngineOptions, prepare
+from effllm.runtime.stores.container import read_container
 from effllm.runtime.text import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -16,17 +16,17 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from effllm import EffllmError, UsageError
 from effllm.cli.app import main
 from effllm.quant.imports.gguf import ENCODERS, quantize
-from effllm.runtime.bundle_ffn import bundle
 from effllm.runtime.config import read_config
+from effllm.runtime.conversion.bundle_ffn import bundle
 from effllm.runtime.convert import ConvertOptions, convert, recipe_of
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Notice
-from effllm.runtime.generation_config import read_generation_config
 from effllm.runtime.gguf.export import Exported, export_gguf
 from effllm.runtime.gguf.tokenizer import tokenizer_files
 from effllm.runtime.gguf.vocabulary_out import tokenizer_metadata
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import Sampler, SamplerSettings
+from effllm.runtime.sampling.generation_config import read_generation_config
 from effllm.runtime.text import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))

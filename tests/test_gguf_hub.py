@@ -18,7 +18,7 @@ from effllm.cli.app import main
 from effllm.cli.environment import Environment
 from effllm.runtime.catalog import Absent, resolve
 from effllm.runtime.gguf.names import meant
-from effllm.runtime.listing import local_models, model_names
+from effllm.runtime.library.listing import local_models, model_names
 
 REPO = "org/name"
 

@@ -18,11 +18,11 @@ from effllm.offload.notes import Fallback
 from effllm.quant.recipe import Recipe
 from effllm.quant.spec import QuantSpec
 from effllm.runtime.config import read_config
-from effllm.runtime.convert_plan import plan_conversion
+from effllm.runtime.conversion.convert_plan import plan_conversion
 from effllm.runtime.engine import open_engine
-from effllm.runtime.forecast import prepare_at
 from effllm.runtime.gguf.latent_attention import HALVES, halves
 from effllm.runtime.gguf.store import open_gguf_store, read_header
+from effllm.runtime.planning.forecast import prepare_at
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.pull.gguf_head import _config
 from effllm.runtime.tensors import check_tensors

@@ -15,9 +15,9 @@ from saves import read, save, tokens
 from effllm.kernels.layout import PAGE
 from effllm.runtime.engine import Engine
 from effllm.runtime.passes import as_in_one_reading, cut, goes_on_alike, joined
-from effllm.runtime.saved_cache import identity, read_by
-from effllm.runtime.saved_prefix import lend
-from effllm.runtime.session_store import SessionStore
+from effllm.runtime.sessions.saved_cache import identity, read_by
+from effllm.runtime.sessions.saved_prefix import lend
+from effllm.runtime.sessions.session_store import SessionStore
 
 SINKS, CTX, LINK = 64, 1536, 2e8
 

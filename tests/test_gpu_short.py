@@ -17,7 +17,7 @@ from effllm.kernels.cuda.device import CudaDevice, SimulatedDevice
 from effllm.kernels.cuda.torch_ops import TorchOps
 from effllm.offload.plan_gpu import Copied
 from effllm.offload.size import format_size
-from effllm.runtime import devices
+from effllm.runtime.planning import devices
 from effllm.runtime.prepare import EngineOptions, weighed
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))

@@ -17,9 +17,9 @@ from effllm.cli.app import main
 from effllm.cli.environment import Environment
 from effllm.kernels.cuda.device import SimulatedDevice
 from effllm.offload.plan_gpu import LinkRates, copied_from
-from effllm.runtime import demands, devices
 from effllm.runtime import prepare as preparing
 from effllm.runtime.engine import Engine
+from effllm.runtime.planning import demands, devices
 from effllm.runtime.prepare import EngineOptions, prepare
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))

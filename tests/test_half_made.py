@@ -11,9 +11,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from hub_server import Hub, running
 from pulls import FABLE, Person, sharded
 
-from effllm.runtime import half_made
 from effllm.runtime.events import Progress
-from effllm.runtime.model_name import parse_reference
+from effllm.runtime.library import half_made
+from effllm.runtime.library.model_name import parse_reference
 from effllm.runtime.pull.client import Client
 from effllm.runtime.pull.plan import plan_pull, wish_of
 from effllm.runtime.pull.pull import pull_model

@@ -23,20 +23,20 @@ from effllm.kernels.layout import PAGE, REPEATED
 from effllm.kernels.threads import ThreadPool
 from effllm.offload.checkpoint import TensorStore
 from effllm.offload.predict import KindRate, Rates, decode, prompt
-from effllm.runtime import parts
-from effllm.runtime.compressed import export_compressed
 from effllm.runtime.config import read_config
-from effllm.runtime.demands import LOGIT_ROWS
-from effllm.runtime.draft_model import DraftModel
+from effllm.runtime.conversion.compressed import export_compressed
 from effllm.runtime.engine import Engine
-from effllm.runtime.forecast import work
 from effllm.runtime.gguf.export import export_gguf
+from effllm.runtime.kv.states import TAIL
 from effllm.runtime.model import dims
+from effllm.runtime.planning.demands import LOGIT_ROWS
+from effllm.runtime.planning.forecast import work
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.speculate import Speculation
-from effllm.runtime.states import TAIL
+from effllm.runtime.speculation.draft_model import DraftModel
+from effllm.runtime.stores.unread import unread
 from effllm.runtime.tensors import check_tensors
-from effllm.runtime.unread import unread
+from effllm.runtime.weights import parts
 
 sys.path.insert(0, str(Path(__file__).parent))
 from gguf_samples import FABLE

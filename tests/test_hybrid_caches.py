@@ -15,15 +15,15 @@ import pytest
 from effllm import EffllmError
 from effllm.runtime.engine import Engine
 from effllm.runtime.events import Notice, Progress
-from effllm.runtime.kept_prompts import KeptPrompts
-from effllm.runtime.kv_profile_file import identity_of, load_profile, save_profile
-from effllm.runtime.kv_recording import record
+from effllm.runtime.kv.kv_profile_file import identity_of, load_profile, save_profile
+from effllm.runtime.kv.kv_recording import record
 from effllm.runtime.prepare import EngineOptions, prepare
-from effllm.runtime.saved import SavedSessions
-from effllm.runtime.saved_cache import identity, refuse_other, restore_cache, save_cache
-from effllm.runtime.saved_format import SavedSession
-from effllm.runtime.saved_prefix import lend
-from effllm.runtime.session_store import SessionStore
+from effllm.runtime.sessions.kept_prompts import KeptPrompts
+from effllm.runtime.sessions.saved import SavedSessions
+from effllm.runtime.sessions.saved_cache import identity, refuse_other, restore_cache, save_cache
+from effllm.runtime.sessions.saved_format import SavedSession
+from effllm.runtime.sessions.saved_prefix import lend
+from effllm.runtime.sessions.session_store import SessionStore
 
 sys.path.insert(0, str(Path(__file__).parent))
 from hybrid_models import CTX, IDS, anew, engine, folder, opened, paged, read, small  # noqa: F401

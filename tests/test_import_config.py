@@ -15,11 +15,11 @@ from test_imported import CASES, GROUP, plain, written
 from effllm.offload.checkpoint import CheckpointError
 from effllm.quant.spec import QuantSpec
 from effllm.runtime import families
-from effllm.runtime.compressed import export_compressed
 from effllm.runtime.config import parse_config, read_config
 from effllm.runtime.config_reader import ConfigError
-from effllm.runtime.import_config import block_of, expected_formats
+from effllm.runtime.conversion.compressed import export_compressed
 from effllm.runtime.source import is_low_bit, open_store, open_weights, quantization_of
+from effllm.runtime.stores.import_config import block_of, expected_formats
 
 
 @pytest.mark.parametrize("name", CASES)

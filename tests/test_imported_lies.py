@@ -14,7 +14,7 @@ from effllm.offload.header import TensorInfo
 from effllm.quant.imports import fp8, groups, nvfp4
 from effllm.quant.pack import pack
 from effllm.quant.weight import from_f32
-from effllm.runtime.imported import ImportedStore
+from effllm.runtime.stores.imported import ImportedStore
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_imported import CASES

@@ -15,10 +15,10 @@ from effllm.runtime.config import read_config
 from effllm.runtime.gguf.store import read_header
 from effllm.runtime.gguf.tokenizer import backend, load_tokenizer, read_vocabulary
 from effllm.runtime.gguf.vocabulary_out import tokenizer_metadata
-from effllm.runtime.infill import HERE, NEAR, PROJECT, SNIPPET, Gap, marks_of, prompt_of
-from effllm.runtime.plain_text import PlainText
-from effllm.runtime.stream_filters import Indented
 from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokens.infill import HERE, NEAR, PROJECT, SNIPPET, Gap, marks_of, prompt_of
+from effllm.runtime.tokens.plain_text import PlainText
+from effllm.runtime.tokens.stream_filters import Indented
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from gguf_samples import FABLE, add_fable_tokenizer, write_model

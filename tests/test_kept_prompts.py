@@ -6,14 +6,14 @@ import pytest
 
 import effllm
 from effllm import UsageError
+from effllm.runtime.answers.replies import Replies, Wish
 from effllm.runtime.engine import open_engine
 from effllm.runtime.events import Done, Notice, TextDelta
-from effllm.runtime.kept_prompts import PREFIX, WORTH, KeptPrompts
 from effllm.runtime.prepare import EngineOptions
-from effllm.runtime.replies import Replies, Wish
 from effllm.runtime.sampler import SamplerSettings
-from effllm.runtime.saved import SavedSessions
-from effllm.runtime.session_store import SessionStore
+from effllm.runtime.sessions.kept_prompts import PREFIX, WORTH, KeptPrompts
+from effllm.runtime.sessions.saved import SavedSessions
+from effllm.runtime.sessions.session_store import SessionStore
 from effllm.runtime.text import Tokenizer
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"

@@ -17,11 +17,11 @@ from effllm.quant.kv_price import Reading, rounded
 from effllm.runtime.calibrate import built_in_text
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import Engine, open_engine
-from effllm.runtime.evaluate import windows
-from effllm.runtime.kv_check import checked
-from effllm.runtime.kv_profile import Profile
-from effllm.runtime.kv_profile_file import identity_of, load_profile, save_profile
-from effllm.runtime.kv_recording import record
+from effllm.runtime.kv.kv_check import checked
+from effllm.runtime.kv.kv_profile import Profile
+from effllm.runtime.kv.kv_profile_file import identity_of, load_profile, save_profile
+from effllm.runtime.kv.kv_recording import record
+from effllm.runtime.measuring.evaluate import windows
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.text import Tokenizer
 

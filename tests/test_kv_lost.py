@@ -17,10 +17,10 @@ from effllm.runtime.calibrate import built_in_text
 from effllm.runtime.engine import Engine
 from effllm.runtime.events import Notice
 from effllm.runtime.sampler import Sampler, SamplerSettings
-from effllm.runtime.saved import SavedSessions
-from effllm.runtime.saved_format import SavedSession
 from effllm.runtime.session import Session
-from effllm.runtime.session_store import SessionStore
+from effllm.runtime.sessions.saved import SavedSessions
+from effllm.runtime.sessions.saved_format import SavedSession
+from effllm.runtime.sessions.session_store import SessionStore
 from effllm.runtime.text import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))

@@ -11,12 +11,12 @@ from effllm import DoesNotFit
 from effllm.kernels.layout import PAGE
 from effllm.offload.plan import BlockBytes, Budget, Demand, plan
 from effllm.offload.size import parse_size
-from effllm.runtime.bench import prepare_synthetic
 from effllm.runtime.cache import KVCache
 from effllm.runtime.engine import Engine, open_prepared
-from effllm.runtime.needed_kernels import folder_kinds
+from effllm.runtime.measuring.bench import prepare_synthetic
+from effllm.runtime.measuring.synthetic import SHAPES
+from effllm.runtime.planning.needed_kernels import folder_kinds
 from effllm.runtime.prepare import EngineOptions, Prepared, prepare
-from effllm.runtime.synthetic import SHAPES
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 LENGTHS = (1, 128, 192, 193, 300, 1024, 1100, 2048)  # 192 tokens are 64 sinks and a page, 300 end within the first half of one

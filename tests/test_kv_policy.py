@@ -27,11 +27,11 @@ from effllm.kernels.workspace import Dims
 from effllm.quant.kv import MIXED, PackedCodec, codec
 from effllm.quant.kv_basis import KVBasis
 from effllm.runtime.cache import KVCache
-from effllm.runtime.cache_made import open_cache
-from effllm.runtime.cache_parts import layer_codecs
-from effllm.runtime.cache_probes import BLOCK, PROBES, Probes
-from effllm.runtime.cache_shape import AttnSpec, CacheShape, cache_nbytes
 from effllm.runtime.engine import Engine, open_engine
+from effllm.runtime.kv.cache_made import open_cache
+from effllm.runtime.kv.cache_parts import layer_codecs
+from effllm.runtime.kv.cache_probes import BLOCK, PROBES, Probes
+from effllm.runtime.kv.cache_shape import AttnSpec, CacheShape, cache_nbytes
 from effllm.runtime.policy import POLICIES, mikv, open_policy, zipcache
 from effllm.runtime.policy.keep import Action, Keep, PageStats
 from effllm.runtime.policy.salient import Salient

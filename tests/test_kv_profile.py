@@ -19,17 +19,17 @@ from effllm.cli.environment import Environment
 from effllm.kernels.layout import PAGE
 from effllm.offload.checkpoint import TensorStore
 from effllm.quant.kv_codec import decode, encode
-from effllm.runtime import kv_profile_file
 from effllm.runtime.calibrate import built_in_text
 from effllm.runtime.config import parse_config, read_config
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Notice, Progress
-from effllm.runtime.kv_check import AUTO_FLIPS
-from effllm.runtime.kv_profile import Profile
-from effllm.runtime.kv_profile_file import ARRAYS, FILE, load_profile, save_profile
-from effllm.runtime.kv_profile_run import recorded
-from effllm.runtime.kv_recording import record
-from effllm.runtime.kv_setting import chosen, profile_for
+from effllm.runtime.kv import kv_profile_file
+from effllm.runtime.kv.kv_check import AUTO_FLIPS
+from effllm.runtime.kv.kv_profile import Profile
+from effllm.runtime.kv.kv_profile_file import ARRAYS, FILE, load_profile, save_profile
+from effllm.runtime.kv.kv_profile_run import recorded
+from effllm.runtime.kv.kv_recording import record
+from effllm.runtime.kv.kv_setting import chosen, profile_for
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.text import Tokenizer
 

@@ -19,16 +19,16 @@ from effllm.cli.environment import Environment
 from effllm.quant.kv_basis import KVBasis
 from effllm.quant.kv_bits import SIDES
 from effllm.quant.kv_ends import ENDS
-from effllm.runtime import kv_profile_run
 from effllm.runtime.calibrate import built_in_text
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import Engine, open_engine
-from effllm.runtime.evaluate import windows
 from effllm.runtime.events import Notice
-from effllm.runtime.kv_check import LEAST_SCORED, checked, to_hold_back
-from effllm.runtime.kv_profile import Profile
-from effllm.runtime.kv_profile_file import load_profile
-from effllm.runtime.kv_profile_run import recorded, report
+from effllm.runtime.kv import kv_profile_run
+from effllm.runtime.kv.kv_check import LEAST_SCORED, checked, to_hold_back
+from effllm.runtime.kv.kv_profile import Profile
+from effllm.runtime.kv.kv_profile_file import load_profile
+from effllm.runtime.kv.kv_profile_run import recorded, report
+from effllm.runtime.measuring.evaluate import windows
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.text import Tokenizer
 

@@ -24,9 +24,9 @@ from effllm.offload.page_stream import PagesLost
 from effllm.offload.pages import DiskTier
 from effllm.quant.kv import PackedCodec, codec
 from effllm.runtime.cache import KVCache
-from effllm.runtime.cache_made import open_cache
-from effllm.runtime.cache_shape import AttnSpec, CacheShape
-from effllm.runtime.pressure import Watch
+from effllm.runtime.kv.cache_made import open_cache
+from effllm.runtime.kv.cache_shape import AttnSpec, CacheShape
+from effllm.runtime.planning.pressure import Watch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from kv_samples import moments_basis

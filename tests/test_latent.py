@@ -20,8 +20,8 @@ from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import Dims
 from effllm.quant.kv import RawCodec
 from effllm.quant.weight import Expert, Linear, Norm, Weight, from_f32
-from effllm.runtime.cache_made import open_cache
-from effllm.runtime.cache_shape import AttnSpec, CacheShape
+from effllm.runtime.kv.cache_made import open_cache
+from effllm.runtime.kv.cache_shape import AttnSpec, CacheShape
 
 SHAPES = {"usual": (LatentShape(512, 128, 64, 128), 2), "odd": (LatentShape(74, 21, 6, 37, 40), 5),
           "of GLM": (LatentShape(512, 192, 64, 256), 3),

@@ -18,19 +18,19 @@ from effllm.kernels.threads import ThreadPool
 from effllm.offload.checkpoint import TensorStore
 from effllm.quant.codes import dequantize
 from effllm.quant.pack import unpack
-from effllm.runtime import parts
 from effllm.runtime.calibrate import LayerStats, calibrate
-from effllm.runtime.container import read_container
-from effllm.runtime.convert_plan import plan_conversion
-from effllm.runtime.convert_tensors import Converter
-from effllm.runtime.draft_model import DraftModel
+from effllm.runtime.conversion.convert_plan import plan_conversion
+from effllm.runtime.conversion.convert_tensors import Converter
 from effllm.runtime.engine import Engine, open_engine
-from effllm.runtime.kv_profile_file import identity_of, load_profile, save_profile
-from effllm.runtime.kv_recording import _grams, record
+from effllm.runtime.kv.kv_profile_file import identity_of, load_profile, save_profile
+from effllm.runtime.kv.kv_recording import _grams, record
 from effllm.runtime.prepare import EngineOptions, prepare
-from effllm.runtime.session_store import SessionStore
+from effllm.runtime.sessions.session_store import SessionStore
 from effllm.runtime.source import open_store
 from effllm.runtime.speculate import Speculation
+from effllm.runtime.speculation.draft_model import DraftModel
+from effllm.runtime.stores.container import read_container
+from effllm.runtime.weights import parts
 
 sys.path.insert(0, str(Path(__file__).parent))
 from conversions import options, run

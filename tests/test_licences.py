@@ -12,8 +12,8 @@ from gguf_samples import Reader, add_fable_tokenizer, write_model
 from hub_server import Hub
 from pulls import FABLE, Person
 
-from effllm.runtime.aliases import own_file
 from effllm.runtime.hub import shown_licence
+from effllm.runtime.library.aliases import own_file
 
 REPO = "org/name"
 SILENT = {path.name: path.read_bytes() for path in FABLE.iterdir() if path.name != "README.md"}

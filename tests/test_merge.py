@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM
 
 from effllm import EffllmError
 from effllm.offload.checkpoint import TensorStore
-from effllm.runtime import merge as merging
-from effllm.runtime.adapter import is_quick
+from effllm.runtime.adapters import merge as merging
+from effllm.runtime.adapters.adapter import is_quick
+from effllm.runtime.adapters.merge import Merged, merge
 from effllm.runtime.events import Notice
-from effllm.runtime.merge import Merged, merge
 
 sys.path.insert(0, str(Path(__file__).parent))
 from family_models import DELTA, Case, assert_scored_as, text, written
@@ -227,7 +227,7 @@ def test_a_head_that_is_the_embeddings(tmp_path):
 
 
 def test_from_the_command_line_to_a_run(person, tmp_path):
-    own = weights(Path(merging.__file__).parents[1] / "models" / "fable")
+    own = weights(Path(merging.__file__).parents[2] / "models" / "fable")
     name = "model.layers.2.mlp.down_proj"
     rows, columns = own[f"{name}.weight"].shape
     tuned = adapter(tmp_path / "tuned", peft({name: (random(RANK, columns), random(rows, RANK))}))

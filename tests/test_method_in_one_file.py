@@ -11,7 +11,7 @@ from effllm.quant import methods
 from effllm.quant.methods import rtn
 from effllm.quant.spec import DEFAULTS, QuantSpec
 from effllm.quant.stats import Stats
-from effllm.runtime import convert_estimate
+from effllm.runtime.conversion import convert_estimate
 from effllm.runtime.convert import ConvertOptions, convert, recipe_of
 from effllm.runtime.events import Notice
 

@@ -16,8 +16,8 @@ from effllm.offload.pages import DiskTier
 from effllm.quant.kv import codec
 from effllm.quant.kv_exact import most_exact, pack_exact, unpack_exact
 from effllm.runtime.cache import KVCache
-from effllm.runtime.cache_made import open_cache
-from effllm.runtime.cache_shape import AttnSpec, CacheShape, SharedPages, cache_nbytes, exact_nbytes, page_sizes
+from effllm.runtime.kv.cache_made import open_cache
+from effllm.runtime.kv.cache_shape import AttnSpec, CacheShape, SharedPages, cache_nbytes, exact_nbytes, page_sizes
 
 HEADS, SHAPE = 4, CacheShape(1024, sink=64, window=16, chunk=PAGE)
 SPECS = [AttnSpec(HEADS, 2, 32, 0.2, 40), AttnSpec(HEADS, 1, 64, 0.1), AttnSpec(HEADS, 2, 32, 0.2, 40), AttnSpec(HEADS, 4, 16, 0.3)]

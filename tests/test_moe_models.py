@@ -18,18 +18,18 @@ from effllm.offload.shards import PAD
 from effllm.quant.codes import dequantize
 from effllm.quant.pack import unpack
 from effllm.runtime import families
-from effllm.runtime.bench import BenchOptions, BenchRow, bench, prepare_synthetic
-from effllm.runtime.bit_search import units
 from effllm.runtime.calibrate import LEAST_VISITS, LayerStats, built_in_text, calibrate, calibration_ids, normalised, windows
 from effllm.runtime.config import read_config
-from effllm.runtime.container import read_container
-from effllm.runtime.convert_plan import OTHER, plan_conversion
+from effllm.runtime.conversion.bit_search import units
+from effllm.runtime.conversion.convert_plan import OTHER, plan_conversion
 from effllm.runtime.engine import Engine, open_engine, open_prepared
 from effllm.runtime.events import Notice
+from effllm.runtime.measuring.bench import BenchOptions, BenchRow, bench, prepare_synthetic
+from effllm.runtime.measuring.synthetic import synthetic_config
 from effllm.runtime.model import Model
-from effllm.runtime.needed_kernels import Needs, kernel_kinds
+from effllm.runtime.planning.needed_kernels import Needs, kernel_kinds
 from effllm.runtime.prepare import EngineOptions
-from effllm.runtime.synthetic import synthetic_config
+from effllm.runtime.stores.container import read_container
 
 sys.path.insert(0, str(Path(__file__).parent))
 from conversions import FABLE, check_whole, contents, options, originals, run

@@ -17,18 +17,20 @@ from effllm.offload.notes import Fallback
 from effllm.offload.placement import Residency
 from effllm.quant.spec import QuantSpec
 from effllm.quant.weight import Weight, first_rows, from_f32
-from effllm.runtime import mtp, parts, prepare
-from effllm.runtime.container import read_container
+from effllm.runtime import prepare
 from effllm.runtime.engine import Engine
-from effllm.runtime.forecast import work
-from effllm.runtime.mtp import OwnDrafts, cache_shape, own_cache_nbytes
+from effllm.runtime.planning.forecast import work
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.speculate import Speculation
-from effllm.runtime.speculation_plan import BESIDE_GPU, NO_ROOM, decide
-from effllm.runtime.streamed import Streams
+from effllm.runtime.speculation import mtp
+from effllm.runtime.speculation.mtp import OwnDrafts, cache_shape, own_cache_nbytes
+from effllm.runtime.speculation.speculation_plan import BESIDE_GPU, NO_ROOM, decide
+from effllm.runtime.stores.container import read_container
 from effllm.runtime.tensors import check_tensors
-from effllm.runtime.weight_tiers import weight_tiers
+from effllm.runtime.weights import parts
+from effllm.runtime.weights.streamed import Streams
+from effllm.runtime.weights.weight_tiers import weight_tiers
 
 sys.path.insert(0, str(Path(__file__).parent))
 from conversions import options, run

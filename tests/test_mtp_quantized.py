@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from effllm.runtime.container import read_container
 from effllm.runtime.prepare import EngineOptions, prepare
+from effllm.runtime.stores.container import read_container
 
 sys.path.insert(0, str(Path(__file__).parent))
 from conversions import options, run

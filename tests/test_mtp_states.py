@@ -13,12 +13,12 @@ from safetensors.numpy import load_file, save_file
 from effllm.kernels.cpu.ops import FEW
 from effllm.kernels.layout import PAGE
 from effllm.offload.checkpoint import CheckpointError
-from effllm.runtime import mtp
 from effllm.runtime.engine import Engine
-from effllm.runtime.mtp import OwnDrafts
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.speculate import Speculation
+from effllm.runtime.speculation import mtp
+from effllm.runtime.speculation.mtp import OwnDrafts
 
 sys.path.insert(0, str(Path(__file__).parent))
 from family_models import CASES, Case

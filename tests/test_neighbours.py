@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from effllm.runtime.calibrate import built_in_text
 from effllm.runtime.engine import Engine, open_engine
-from effllm.runtime.kv_recording import record
+from effllm.runtime.kv.kv_recording import record
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.text import Tokenizer
 

@@ -13,10 +13,10 @@ import effllm
 from effllm import EffllmError
 from effllm.runtime.config import read_config
 from effllm.runtime.config_reader import ConfigError
-from effllm.runtime.generation_config import read_generation_config
+from effllm.runtime.files.small_file import OddFile, read_text, read_whole
 from effllm.runtime.hub import stated_licence
-from effllm.runtime.listing import has_template
-from effllm.runtime.small_file import OddFile, read_text, read_whole
+from effllm.runtime.library.listing import has_template
+from effllm.runtime.sampling.generation_config import read_generation_config
 from effllm.runtime.text import Tokenizer
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"

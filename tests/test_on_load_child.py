@@ -7,13 +7,13 @@ import psutil
 import pytest
 
 from effllm import EffllmError
-from effllm.runtime import on_load
 from effllm.runtime.catalog import ModelRef
+from effllm.runtime.conversion import on_load
 
 FABLE = Path(__file__).resolve().parent.parent / "models" / "fable"
 STANDS_STILL = """
 import time
-from effllm.runtime import on_load
+from effllm.runtime.conversion import on_load
 from effllm.runtime.events import Notice
 def convert(*asked):
     yield Notice("it has begun")
@@ -36,7 +36,7 @@ def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def begun(folder: Path) -> tuple[object, psutil.Process]:
     making = on_load.quantize_on_load(on_load.Request(ModelRef("fable", FABLE), "2bit", folder), folder / "out")
     assert next(making).text == "it has begun"
-    (child,) = [each for each in psutil.Process().children() if "effllm.runtime.on_load" in each.cmdline()]
+    (child,) = [each for each in psutil.Process().children() if "effllm.runtime.conversion.on_load" in each.cmdline()]
     return making, child
 
 

@@ -13,13 +13,13 @@ from effllm.offload.checkpoint import CheckpointError, TensorStore
 from effllm.offload.shards import Planned, plan_files
 from effllm.quant.pack import pack
 from effllm.quant.spec import QuantSpec
-from effllm.runtime import outliers
-from effllm.runtime.container import read_container
 from effllm.runtime.convert import ConvertOptions, recipe_of
 from effllm.runtime.engine import Engine, EngineOptions, open_engine
 from effllm.runtime.gguf.export import export_gguf
-from effllm.runtime.outliers import check_outliers
+from effllm.runtime.stores.container import read_container
 from effllm.runtime.tensors import ModelTensor
+from effllm.runtime.weights import outliers
+from effllm.runtime.weights.outliers import check_outliers
 
 sys.path.insert(0, str(Path(__file__).parent))
 from conversions import run, short_fable

@@ -8,9 +8,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from pulls import FABLE, Person
 
-from effllm.runtime import aliases
-from effllm.runtime.aliases import own_file
 from effllm.runtime.catalog import resolve
+from effllm.runtime.library import aliases
+from effllm.runtime.library.aliases import own_file
 
 # -- names for what comes with effllm ----------------------------------------------------------------------------------------------
 

@@ -11,9 +11,9 @@ import pytest
 from effllm import DoesNotFit
 from effllm.offload.checkpoint import CheckpointError
 from effllm.offload.size import format_size
-from effllm.runtime.paged_experts import RECORD_NBYTES, cut_experts
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.tensors import check_tensors
+from effllm.runtime.weights.paged_experts import RECORD_NBYTES, cut_experts
 
 sys.path.insert(0, str(Path(__file__).parent))
 from family_models import FEW_EXPERTS, Case, written
@@ -180,8 +180,8 @@ def test_plans_of_files_that_are_not_here_page_too() -> None:
     """What another tool quantized is made as it arrives, and desks for it are counted."""
     from effllm.quant.spec import QuantSpec
     from effllm.runtime.config import parse_config
-    from effllm.runtime.expected import ExpectedStore
     from effllm.runtime.families import expert_of
+    from effllm.runtime.planning.expected import ExpectedStore
 
     config = parse_config({**LARGE, "vocab_size": 4096})
     spec = QuantSpec.parse("symmetric8:32")

@@ -8,8 +8,8 @@ import pytest
 
 from effllm.offload.experts import POLICIES
 from effllm.runtime.engine import Engine, open_engine
-from effllm.runtime.paged_experts import LayerExperts
 from effllm.runtime.prepare import EngineOptions
+from effllm.runtime.weights.paged_experts import LayerExperts
 
 sys.path.insert(0, str(Path(__file__).parent))
 from conversions import options, run

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from effllm.offload.expert_pager import TRACE_TOKENS
-from effllm.runtime import expert_trace
+from effllm.runtime.weights import expert_trace
 
 sys.path.insert(0, str(Path(__file__).parent))
 from conversions import options, run

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from effllm.offload.turns import Turns
-from effllm.runtime import families, parts
+from effllm.runtime import families
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import EngineOptions, open_engine
+from effllm.runtime.weights import parts
 
 sys.path.insert(0, str(Path(__file__).parent))
 from family_models import CASES, written

@@ -16,13 +16,13 @@ from effllm.offload.placement import Residency
 from effllm.offload.plan import Budget, Placement
 from effllm.offload.streaming import FETCH_NBYTES
 from effllm.quant.spec import QuantSpec
-from effllm.runtime import parts
 from effllm.runtime.config import parse_config
+from effllm.runtime.measuring.synthetic import SHAPES
 from effllm.runtime.passes import FEW, WIDTHS, joined, widest
 from effllm.runtime.prepare import EngineOptions, prepare_with
 from effllm.runtime.pull.plan import ExpectedStore
-from effllm.runtime.synthetic import SHAPES
 from effllm.runtime.tensors import check_tensors
+from effllm.runtime.weights import parts
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 SPECS = (None, "codebook4:16", "affine4:64", "symmetric8:32", "offset4:64", "super4:32", "block8:32")

@@ -13,10 +13,10 @@ from effllm.kernels.cpu import gemm, gemm_amx, linear, linear_amx
 from effllm.kernels.cpu.jobs import Jobs
 from effllm.kernels.cpu.low_bit import MOST_MATRICES
 from effllm.offload.turns import Turns
-from effllm.runtime import parts
-from effllm.runtime.demands import LOGIT_ROWS
 from effllm.runtime.engine import Engine, open_engine
+from effllm.runtime.planning.demands import LOGIT_ROWS
 from effllm.runtime.prepare import EngineOptions
+from effllm.runtime.weights import parts
 
 sys.path.insert(0, str(Path(__file__).parent))
 from conversions import options, run

@@ -12,7 +12,7 @@ from gguf_samples import fable_gguf
 from hub_server import Hub, running
 from pulls import FABLE, MINUTE, Person, sharded
 
-from effllm.runtime.model_name import parse_reference
+from effllm.runtime.library.model_name import parse_reference
 
 REPO = "org/name"
 SAME = ("ctx", "kv", "devices", "kv_bytes", "workspace_bytes", "layers", "per_token", "speculation", "experts")

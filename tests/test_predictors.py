@@ -15,11 +15,11 @@ import pytest
 from effllm import UsageError
 from effllm.cli.app import main
 from effllm.cli.environment import Environment
-from effllm.runtime import predictors, sparsity, sparsity_file
 from effllm.runtime.calibrate import built_in_text
 from effllm.runtime.events import Progress
 from effllm.runtime.prepare import EngineOptions, prepare
-from effllm.runtime.sparsity_file import PredictorRates, Sparsity
+from effllm.runtime.sparse import predictors, sparsity, sparsity_file
+from effllm.runtime.sparse.sparsity_file import PredictorRates, Sparsity
 from effllm.runtime.text import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -15,7 +15,7 @@ from test_streamed_runs import finish, start
 # the disk, which is what a process sees whose memory was taken away. It ends with 77 where this file system drops nothing.
 FAULTS = """
 import mmap, resource
-from effllm.runtime import pressure
+from effllm.runtime.planning import pressure
 pressure.EVERY_S = 0.0
 SIZE = 4 << 20
 path = Path({file!r})
@@ -45,7 +45,7 @@ pressure.Watch.look = look
 # While the cache holds between 5 and 7 pages, or three times where it holds none yet, next to nothing is free.
 SHORT = """
 from effllm.offload import hardware
-from effllm.runtime import pressure
+from effllm.runtime.planning import pressure
 pressure.EVERY_S = 0.0
 real, available, times = pressure.Watch.look, hardware.memory_available, []
 def look(self, cache):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from effllm.runtime import probe
+from effllm.runtime.planning import probe
 
 
 @pytest.mark.parametrize(("given", "made"), (([30e9, 31e9, 1e9], 2), ([10e9, 12e9, 14e9, 27e9, 1e9], 4),

@@ -16,14 +16,14 @@ from pulls import FABLE, MINUTE, Person, on_disk, sharded
 from test_pull_resume import wait_until, weights_served
 
 from effllm.offload.part_file import PartFile
-from effllm.runtime.container import read_container
 from effllm.runtime.events import Progress
-from effllm.runtime.model_name import parse_reference
+from effllm.runtime.library.model_name import parse_reference
 from effllm.runtime.pull import shard_by_shard
 from effllm.runtime.pull.client import Client
 from effllm.runtime.pull.disk import lock_of
 from effllm.runtime.pull.plan import plan_pull, wish_of
 from effllm.runtime.pull.pull import pull_model
+from effllm.runtime.stores.container import read_container
 
 REPO = "org/name"
 
@@ -245,7 +245,7 @@ def test_a_single_file_of_weights(hub: Hub, person: Person, from_folder: bytes) 
 
 def test_the_plan_predicts_from_what_is_known_and_measures_nothing(hub: Hub, person: Person, monkeypatch: pytest.MonkeyPatch) -> None:
     from effllm.offload.predict import CACHED_ERROR, ERROR, KindRate
-    from effllm.runtime import roofs
+    from effllm.runtime.planning import roofs
 
     asked = []
     monkeypatch.setattr(roofs, "known", lambda wanted: asked.append(wanted) or roofs.Roofs(None, None))

@@ -14,7 +14,7 @@ from test_pull_bits import REPO, allocated, kept, weights, weights_served
 
 from effllm.runtime.convert import ConvertOptions, convert, recipe_of
 from effllm.runtime.events import Progress
-from effllm.runtime.model_name import parse_reference
+from effllm.runtime.library.model_name import parse_reference
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.pull.client import Client
 from effllm.runtime.pull.plan import plan_pull, wish_of

@@ -14,7 +14,7 @@ from hub_server import Hub, Reply, Request, always, etag
 from pulls import Person, measure_nothing, on_disk, tiny
 
 from effllm.offload import transfer
-from effllm.runtime.unfinished import DATA, NOTE
+from effllm.runtime.library.unfinished import DATA, NOTE
 
 REPO = "org/name"
 

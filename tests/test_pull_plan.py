@@ -15,8 +15,8 @@ from hub_server import Hub
 from pulls import FABLE, Person, measure_nothing, on_disk, sharded, tiny
 
 from effllm.offload.predict import KindRate
-from effllm.runtime import roofs
 from effllm.runtime.events import Progress
+from effllm.runtime.planning import roofs
 from effllm.runtime.pull import reckon
 
 REPO = "org/name"

@@ -22,11 +22,11 @@ from effllm.offload.backoff import Backoff, retry_after
 from effllm.offload.connection import ConnectionFailed, Url, proxy_for
 from effllm.offload.part_file import Digest, PartFile, Stretches, read_journal
 from effllm.runtime.events import Notice, Progress
-from effllm.runtime.model_name import parse_reference
+from effllm.runtime.library.model_name import parse_reference
+from effllm.runtime.library.unfinished import JOURNAL
 from effllm.runtime.pull.client import Client
 from effllm.runtime.pull.plan import plan_pull, wish_of
 from effllm.runtime.pull.pull import Pulled, pull_model
-from effllm.runtime.unfinished import JOURNAL
 
 REPO = "org/name"
 SHARDS, SHARD_NBYTES = 3, 12_000_000

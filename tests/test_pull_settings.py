@@ -15,8 +15,8 @@ from test_imported import written
 
 from effllm.quant.spec import QuantSpec
 from effllm.runtime.config import read_config
-from effllm.runtime.expected import ExpectedStore
 from effllm.runtime.families import TensorRule, kind_of
+from effllm.runtime.planning.expected import ExpectedStore
 from effllm.runtime.pull.gguf_head import GgufHead
 from effllm.runtime.pull.plan import _is_quantized
 

@@ -16,13 +16,13 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers, trainers
 
 from effllm.offload.gguf import GgufHeader
-from effllm.runtime import rank_vocabulary
 from effllm.runtime.config import read_config
 from effllm.runtime.gguf.splits import CUTTERS, KIMI, LLAMA3_WORDS, QWEN2_WORDS
 from effllm.runtime.gguf.tokenizer import backend, read_vocabulary
 from effllm.runtime.gguf.vocabulary_out import tokenizer_metadata
-from effllm.runtime.rank_vocabulary import FIRST_SPECIAL, TEMPLATES, RanksError, _spelling, read_ranks
 from effllm.runtime.text import Tokenizer, TokenizerError
+from effllm.runtime.tokens import rank_vocabulary
+from effllm.runtime.tokens.rank_vocabulary import FIRST_SPECIAL, TEMPLATES, RanksError, _spelling, read_ranks
 
 FABLE = Path(__file__).parents[1] / "models" / "fable"
 CONFIG = replace(read_config(FABLE), vocab_size=4000)

@@ -8,10 +8,10 @@ import gguf
 import pytest
 
 from effllm import ContextOverflow, EffllmError, UsageError
+from effllm.runtime.answers.ranking import Ranking, ranking_of
+from effllm.runtime.answers.replies import Replies
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import EngineOptions, open_engine
-from effllm.runtime.ranking import Ranking, ranking_of
-from effllm.runtime.replies import Replies
 from effllm.runtime.text import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))

@@ -16,8 +16,8 @@ import effllm
 from effllm import UsageError
 from effllm.quant.recipe import Choice, Recipe, allocate, hull, parse_rule, parse_target
 from effllm.quant.spec import QuantSpec
-from effllm.runtime import bit_search, damage_notes
-from effllm.runtime.convert_plan import Job, plan_conversion
+from effllm.runtime.conversion import bit_search, damage_notes
+from effllm.runtime.conversion.convert_plan import Job, plan_conversion
 from effllm.runtime.engine import open_engine
 from effllm.runtime.events import Notice, Progress
 from effllm.runtime.prepare import EngineOptions

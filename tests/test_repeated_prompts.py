@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from effllm.runtime.draft_model import DraftModel
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.passes import FEW, cut, goes_on_from
 from effllm.runtime.prepare import EngineOptions, prepare
+from effllm.runtime.speculation.draft_model import DraftModel
 
 sys.path.insert(0, str(Path(__file__).parent))
 from conversions import options, run, short_fable

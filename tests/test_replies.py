@@ -9,16 +9,16 @@ import pytest
 
 import effllm
 from effllm import ContextOverflow, EffllmError, UsageError
+from effllm.runtime.answers.replies import Replies, Wish
 from effllm.runtime.calls.calling import tools_of
-from effllm.runtime.constraint import grammar_form, schema_form
 from effllm.runtime.engine import open_engine
 from effllm.runtime.events import Done, Notice, Progress, PromptRead, TextDelta
+from effllm.runtime.forms.constraint import grammar_form, schema_form
 from effllm.runtime.prepare import EngineOptions
-from effllm.runtime.prompting import NO_SYSTEM_ROLE, NO_TEMPLATE
-from effllm.runtime.replies import Replies, Wish
 from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.session import Session
-from effllm.runtime.template import ChatTemplate
+from effllm.runtime.templates.prompting import NO_SYSTEM_ROLE, NO_TEMPLATE
+from effllm.runtime.templates.template import ChatTemplate
 from effllm.runtime.text import Tokenizer
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"

@@ -52,5 +52,5 @@ def test_a_roundabout_path_is_still_the_folder(made: Path, person: Person, monke
 
 def test_a_parent_that_may_not_be_written_is_found_before_a_file_goes(made: Path, person: Person, monkeypatch: pytest.MonkeyPatch) -> None:
     before = held(made)
-    monkeypatch.setattr("effllm.runtime.remove.os.access", lambda path, mode: Path(path) != made.parent)
+    monkeypatch.setattr("effllm.runtime.library.remove.os.access", lambda path, mode: Path(path) != made.parent)
     assert "cannot be removed from" in person.types("rm", made).refused(1) and held(made) == before

@@ -10,7 +10,7 @@ from hub_server import Hub
 from pulls import FABLE, Person, measure_nothing, sharded, tiny
 
 from effllm.offload import transfer
-from effllm.runtime import storage
+from effllm.runtime.library import storage
 
 REPO = "org/name"
 

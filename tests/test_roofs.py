@@ -12,10 +12,10 @@ import pytest
 from effllm.kernels import warm
 from effllm.kernels.layout import PAGE
 from effllm.offload.predict import KindRate
-from effllm.runtime import probe as child
-from effllm.runtime import roofs
 from effllm.runtime.events import Notice, Progress
-from effllm.runtime.roofs import Roofs, Wanted
+from effllm.runtime.planning import probe as child
+from effllm.runtime.planning import roofs
+from effllm.runtime.planning.roofs import Roofs, Wanted
 
 FABLE = Path(__file__).resolve().parent.parent / "models/fable"
 MACHINE = {"cpu": "A CPU", "threads": 2, "date": "2026-01-01 12:00", "memory": 20e9, "memory_usual": 18e9, "token_s": 1e-4, "layer_s": 1e-5,

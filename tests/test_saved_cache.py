@@ -21,12 +21,12 @@ from effllm.offload.pages import DiskTier
 from effllm.quant.kv import codec
 from effllm.quant.kv_exact import most_exact, pack_exact, unpack_exact
 from effllm.quant.kv_stored import check_stored
-from effllm.runtime.cache_made import open_cache
-from effllm.runtime.cache_shape import AttnSpec, CacheShape
 from effllm.runtime.engine import Engine
-from effllm.runtime.saved_cache import folder_identity, identity, page_keys, refuse_other, restore_cache, tail_key
-from effllm.runtime.saved_format import SavedCache, SavedSession, Spoken
-from effllm.runtime.session_store import SessionStore
+from effllm.runtime.kv.cache_made import open_cache
+from effllm.runtime.kv.cache_shape import AttnSpec, CacheShape
+from effllm.runtime.sessions.saved_cache import folder_identity, identity, page_keys, refuse_other, restore_cache, tail_key
+from effllm.runtime.sessions.saved_format import SavedCache, SavedSession, Spoken
+from effllm.runtime.sessions.session_store import SessionStore
 
 LENGTHS = {"a page sealed": 400, "sinks alone": 40, "nothing sealed": 200, "on a page's end": 64 + 2 * PAGE}
 

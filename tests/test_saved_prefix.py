@@ -7,13 +7,13 @@ import pytest
 from saves import opened, read, save, tokens
 
 from effllm.kernels.layout import PAGE
-from effllm.runtime import saved_prefix, session_store
 from effllm.runtime.engine import Engine
 from effllm.runtime.passes import FEW
-from effllm.runtime.saved_cache import identity
-from effllm.runtime.saved_format import parse_saved
-from effllm.runtime.saved_prefix import lend
-from effllm.runtime.session_store import DamagedSession, SessionStore
+from effllm.runtime.sessions import saved_prefix, session_store
+from effllm.runtime.sessions.saved_cache import identity
+from effllm.runtime.sessions.saved_format import parse_saved
+from effllm.runtime.sessions.saved_prefix import lend
+from effllm.runtime.sessions.session_store import DamagedSession, SessionStore
 
 SINKS, CTX = 64, 1536
 
@@ -236,7 +236,7 @@ def test_a_file_of_before_says_nothing_of_reading_and_lends_nothing(one, store):
 
 
 def _summed(content: dict) -> str:
-    from effllm.runtime.saved_format import _checksum
+    from effllm.runtime.sessions.saved_format import _checksum
 
     return json.dumps({**content, "checksum": _checksum({key: value for key, value in content.items() if key != "checksum"})})
 

@@ -8,9 +8,9 @@ import pytest
 import effllm
 from effllm import UsageError
 from effllm.runtime.engine import Engine, open_engine
-from effllm.runtime.evaluate import kld
+from effllm.runtime.measuring.evaluate import kld
+from effllm.runtime.measuring.recall import SPREADS, recall
 from effllm.runtime.prepare import EngineOptions
-from effllm.runtime.recall import SPREADS, recall
 from effllm.runtime.text import Tokenizer
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"

@@ -9,15 +9,15 @@ import pytest
 
 import effllm
 from effllm.cli.server.logprobs import TokenColumns
+from effllm.runtime.answers.replies import Replies
+from effllm.runtime.answers.side_by_side import side_by_side
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Call, Progress, TextDelta
 from effllm.runtime.prepare import EngineOptions
-from effllm.runtime.replies import Replies
 from effllm.runtime.sampler import Sampler, SamplerSettings
-from effllm.runtime.side_by_side import side_by_side
-from effllm.runtime.stream_filters import StopStrings, ThinkFilter
+from effllm.runtime.sampling.token_chances import LEAST, Chances, Trail, chances
 from effllm.runtime.text import Tokenizer
-from effllm.runtime.token_chances import LEAST, Chances, Trail, chances
+from effllm.runtime.tokens.stream_filters import StopStrings, ThinkFilter
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from drafted import both_ways

@@ -12,8 +12,8 @@ from effllm.cli.server.messages_fields import MessagesAsked, chat_of
 from effllm.cli.server.messages_shape import MessageShape
 from effllm.cli.server.problems import Problem
 from effllm.cli.server.wishes import reasoning_of
+from effllm.runtime.answers.replies import Wish
 from effllm.runtime.events import Call, PromptRead, TextDelta
-from effllm.runtime.replies import Wish
 from effllm.runtime.sampler import SamplerSettings
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))

@@ -22,8 +22,8 @@ from effllm.cli.server.ollama_shape import OllamaMessage, OllamaResponse
 from effllm.cli.server.problems import Problem
 from effllm.cli.server.streams import LineStream, Listener, Record
 from effllm.cli.server.wishes import Defaults, reasoning_of, wish_of
+from effllm.runtime.answers.replies import Wish
 from effllm.runtime.events import Call, Done, Event, Progress, PromptRead, TextDelta
-from effllm.runtime.replies import Wish
 from effllm.runtime.sampler import SamplerSettings
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))

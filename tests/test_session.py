@@ -246,7 +246,7 @@ STRICT = (
 
 
 def strict(session):
-    from effllm.runtime.template import ChatTemplate
+    from effllm.runtime.templates.template import ChatTemplate
 
     session.tokenizer.template = ChatTemplate(STRICT, session.tokenizer.special_tokens)
     return session
@@ -265,7 +265,7 @@ DROPS_SYSTEM = "{% for m in messages if m['role'] != 'system' %}{{ m['role'] + '
 
 @pytest.mark.parametrize("source", [NO_SYSTEM, DROPS_SYSTEM], ids=["refuses", "drops"])
 def test_a_template_without_a_system_role_gets_it_in_front_of_the_first_message(start, tokenizer, monkeypatch, source):
-    from effllm.runtime.template import ChatTemplate
+    from effllm.runtime.templates.template import ChatTemplate
 
     monkeypatch.setattr(tokenizer, "template", ChatTemplate(source, tokenizer.special_tokens))
     session = start(system="Answer in rhymes.", max_tokens=3)
@@ -281,7 +281,7 @@ def test_a_template_without_a_system_role_gets_it_in_front_of_the_first_message(
 
 
 def test_folding_hides_no_other_refusal(start, tokenizer, monkeypatch):
-    from effllm.runtime.template import ChatTemplate
+    from effllm.runtime.templates.template import ChatTemplate
 
     monkeypatch.setattr(tokenizer, "template", ChatTemplate(NO_SYSTEM, tokenizer.special_tokens))
     session = start(system="Answer in rhymes.")

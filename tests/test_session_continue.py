@@ -12,7 +12,7 @@ from effllm.runtime.events import TextDelta
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.session import Session
-from effllm.runtime.template import ChatTemplate
+from effllm.runtime.templates.template import ChatTemplate
 from effllm.runtime.text import Tokenizer
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"

@@ -13,11 +13,11 @@ import pytest
 from effllm import EffllmError, UsageError, typed
 from effllm.cli.app import main
 from effllm.cli.environment import Environment
-from effllm.runtime.saved import SavedSessions
-from effllm.runtime.saved_cache import refuse_other
-from effllm.runtime.saved_format import SavedCache, SavedSession
-from effllm.runtime.session_name import LONGEST_NAME, check_name
-from effllm.runtime.session_store import SessionStore, stuck_note
+from effllm.runtime.sessions.saved import SavedSessions
+from effllm.runtime.sessions.saved_cache import refuse_other
+from effllm.runtime.sessions.saved_format import SavedCache, SavedSession
+from effllm.runtime.sessions.session_name import LONGEST_NAME, check_name
+from effllm.runtime.sessions.session_store import SessionStore, stuck_note
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from session_samples import save

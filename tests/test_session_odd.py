@@ -11,9 +11,9 @@ import pytest
 
 from effllm import EffllmError, UsageError
 from effllm.cli.options import complete_session
-from effllm.runtime.conversation_file import parse_conversation
-from effllm.runtime.saved_format import LARGEST, Malformed, _checksum, parse_saved
-from effllm.runtime.session_store import DamagedSession, NoSession, SessionStore
+from effllm.runtime.sessions.conversation_file import parse_conversation
+from effllm.runtime.sessions.saved_format import LARGEST, Malformed, _checksum, parse_saved
+from effllm.runtime.sessions.session_store import DamagedSession, NoSession, SessionStore
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from session_samples import check, save

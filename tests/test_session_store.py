@@ -13,8 +13,8 @@ import pytest
 
 from effllm import EffllmError, UsageError
 from effllm.offload.page_file import sync_folder
-from effllm.runtime import session_store
-from effllm.runtime.session_store import DamagedSession, NoSession, SessionStore, stuck_note
+from effllm.runtime.sessions import session_store
+from effllm.runtime.sessions.session_store import DamagedSession, NoSession, SessionStore, stuck_note
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from session_samples import PAGE_NBYTES, SHARED, check, save
@@ -277,7 +277,7 @@ def test_no_page_goes_while_another_process_saves(store: SessionStore) -> None:
     save(store, "tale", 1)
     with store.writing("story"):
         file = store.keep_page("0" * 32, [b"not used yet"])
-        code = ("import sys; from pathlib import Path; from effllm.runtime.session_store import SessionStore\n"
+        code = ("import sys; from pathlib import Path; from effllm.runtime.sessions.session_store import SessionStore\n"
                 "SessionStore(Path(sys.argv[1])).make_room(0, 'tale')")
         remover = subprocess.Popen([sys.executable, "-c", code, str(store.folder)])
         with pytest.raises(subprocess.TimeoutExpired):

@@ -17,7 +17,8 @@ from effllm import UsageError
 from effllm.cli import chat, doctor
 from effllm.cli.app import main
 from effllm.cli.environment import Environment
-from effllm.runtime import draft_model, on_load
+from effllm.runtime.conversion import on_load
+from effllm.runtime.speculation import draft_model
 
 STORY = "Tell me a story about a fox."
 FEW = ("-n", "2", "--temp", "0")

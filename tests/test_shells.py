@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from pulls import FABLE, Person
 
 from effllm.quant.kv import ASKED, CODECS
-from effllm.runtime import storage
+from effllm.runtime.library import storage
 
 MINUTE = 60
 READY = "ready> "

@@ -11,18 +11,18 @@ import pytest
 
 import effllm
 from effllm import EffllmError, UsageError
+from effllm.runtime.answers.parallel import drafts_nbytes
+from effllm.runtime.answers.replies import Replies, Wish
+from effllm.runtime.answers.rounds import Rounds
+from effllm.runtime.answers.side_by_side import MOST, side_by_side
 from effllm.runtime.calls.calling import tools_of
-from effllm.runtime.constraint import grammar_form
-from effllm.runtime.drafts import RecycledTokens, SuffixMatch
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Done, Event, TextDelta
-from effllm.runtime.parallel import drafts_nbytes
+from effllm.runtime.forms.constraint import grammar_form
 from effllm.runtime.prepare import EngineOptions, _baseline, prepare
-from effllm.runtime.replies import Replies, Wish
-from effllm.runtime.rounds import Rounds
 from effllm.runtime.sampler import SamplerSettings
-from effllm.runtime.side_by_side import MOST, side_by_side
 from effllm.runtime.speculate import Speculation
+from effllm.runtime.speculation.drafts import RecycledTokens, SuffixMatch
 from effllm.runtime.text import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from effllm.runtime.answers.side_by_side import Want, side_by_side
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.prepare import EngineOptions
-from effllm.runtime.side_by_side import Want, side_by_side
 
 sys.path.insert(0, str(Path(__file__).parent))
 from family_models import CASES, written

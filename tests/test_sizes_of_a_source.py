@@ -12,8 +12,8 @@ from test_imported import written
 from test_mxfp4 import packed_model
 
 from effllm.offload.checkpoint import TensorStore
+from effllm.runtime.conversion.convert_plan import plan_conversion
 from effllm.runtime.convert import Converted, ConvertOptions, convert, recipe_of
-from effllm.runtime.convert_plan import plan_conversion
 from effllm.runtime.gguf.store import read_header
 
 

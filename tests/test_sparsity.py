@@ -17,14 +17,17 @@ from effllm.cli import calibrate_sparsity
 from effllm.cli.app import main
 from effllm.cli.environment import Environment
 from effllm.offload.disk import Disk, DiskRead
-from effllm.runtime import bundle_ffn, families, forecast, sparsity, sparsity_file
-from effllm.runtime.bundle_ffn import bundle
-from effllm.runtime.bundles import Windows, places
+from effllm.runtime import families
 from effllm.runtime.calibrate import built_in_text
 from effllm.runtime.config import read_config
+from effllm.runtime.conversion import bundle_ffn
+from effllm.runtime.conversion.bundle_ffn import bundle
+from effllm.runtime.planning import forecast
+from effllm.runtime.planning.roofs import DiskRoofs, MachineRoofs, Roofs
 from effllm.runtime.prepare import EngineOptions, prepare
-from effllm.runtime.roofs import DiskRoofs, MachineRoofs, Roofs
-from effllm.runtime.sparsity_file import Sparsity
+from effllm.runtime.sparse import sparsity, sparsity_file
+from effllm.runtime.sparse.bundles import Windows, places
+from effllm.runtime.sparse.sparsity_file import Sparsity
 from effllm.runtime.tensors import check_tensors
 from effllm.runtime.text import Tokenizer
 

@@ -18,8 +18,8 @@ from transformers import (
 from effllm.offload.checkpoint import TensorStore
 from effllm.runtime.config import read_config
 from effllm.runtime.source import open_store
+from effllm.runtime.stores.unread import unread_notices
 from effllm.runtime.tensors import check_tensors
-from effllm.runtime.unread import unread_notices
 
 sys.path.insert(0, str(Path(__file__).parent))
 from conversions import options, run

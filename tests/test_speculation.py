@@ -14,15 +14,16 @@ import pytest
 
 import effllm
 from effllm.kernels.cpu.ops import FEW
-from effllm.runtime import parts, speculate
-from effllm.runtime.draft_model import DraftModel
-from effllm.runtime.drafts import Draft, RecycledTokens, SuffixMatch
+from effllm.runtime import speculate
 from effllm.runtime.engine import Engine, Step, open_engine
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.session import Session
 from effllm.runtime.speculate import COLUMNS, Speculation
+from effllm.runtime.speculation.draft_model import DraftModel
+from effllm.runtime.speculation.drafts import Draft, RecycledTokens, SuffixMatch
 from effllm.runtime.text import Tokenizer
+from effllm.runtime.weights import parts
 
 sys.path.insert(0, str(Path(__file__).parent))
 from conversions import options, run

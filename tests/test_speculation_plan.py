@@ -14,14 +14,14 @@ import effllm
 from effllm import DoesNotFit, EffllmError, ModelNotFound, UsageError
 from effllm.offload.notes import Fallback
 from effllm.offload.placement import Residency
-from effllm.runtime.bench import prepare_synthetic
-from effllm.runtime.draft_model import prepare_draft
-from effllm.runtime.drafts import Draft
 from effllm.runtime.engine import Engine, Step, open_engine
+from effllm.runtime.measuring.bench import prepare_synthetic
 from effllm.runtime.prepare import EngineOptions, Prepared, prepare
 from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.speculate import Speculation
-from effllm.runtime.speculation_plan import MIXTURE, NEURONS, NO_DRAFT, decide
+from effllm.runtime.speculation.draft_model import prepare_draft
+from effllm.runtime.speculation.drafts import Draft
+from effllm.runtime.speculation.speculation_plan import MIXTURE, NEURONS, NO_DRAFT, decide
 
 sys.path.insert(0, str(Path(__file__).parent))
 from streamed_models import larger_than_memory

@@ -14,9 +14,9 @@ from effllm.kernels.delta_shape import DeltaShape
 from effllm.kernels.layout import F16, PAGE, REPEATED, PageLayout
 from effllm.kernels.state_shape import AFTER, FROM, KEPT, NO_SLOT, TO
 from effllm.runtime.cache import KVCache
-from effllm.runtime.cache_shape import CacheShape
+from effllm.runtime.kv.cache_shape import CacheShape
+from effllm.runtime.kv.states import TAIL, States, controls
 from effllm.runtime.policy.keep import Keep
-from effllm.runtime.states import TAIL, States, controls
 
 SHAPE = DeltaShape(1, 1, 4, 4, 2)
 

@@ -12,8 +12,8 @@ from test_cli_quantize import FABLE, Ran, private  # noqa: F401  a fixture
 
 from effllm.offload import writer
 from effllm.offload.writer import partial_folder
-from effllm.runtime import kv_profile_run
-from effllm.runtime.container import read_container
+from effllm.runtime.kv import kv_profile_run
+from effllm.runtime.stores.container import read_container
 
 GOES_ON = "the same command goes on from here"
 

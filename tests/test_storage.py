@@ -20,11 +20,12 @@ from pulls import FABLE, Person, sharded, tiny
 from effllm import EffllmError, UsageError
 from effllm.cli.completion import joined
 from effllm.offload.writer import partial_folder
-from effllm.runtime import on_load, storage
-from effllm.runtime.aliases import own_file
 from effllm.runtime.catalog import resolve
-from effllm.runtime.listing import local_models, model_names
-from effllm.runtime.model_name import parse_reference
+from effllm.runtime.conversion import on_load
+from effllm.runtime.library import storage
+from effllm.runtime.library.aliases import own_file
+from effllm.runtime.library.listing import local_models, model_names
+from effllm.runtime.library.model_name import parse_reference
 
 REPO = "org/name"
 
@@ -115,10 +116,10 @@ def measured(folder: Path) -> Path:
     """The folder with what effllm records beside a model: a profile of its cache, sparsity, predictors, and a write that was cut short."""
     from effllm.quant.kv_basis import KVBasis
     from effllm.runtime.config import read_config
-    from effllm.runtime.kv_profile import Profile
-    from effllm.runtime.kv_profile_file import save_profile
-    from effllm.runtime.predictors import Predictor, Predictors
-    from effllm.runtime.sparsity_file import Sparsity, save
+    from effllm.runtime.kv.kv_profile import Profile
+    from effllm.runtime.kv.kv_profile_file import save_profile
+    from effllm.runtime.sparse.predictors import Predictor, Predictors
+    from effllm.runtime.sparse.sparsity_file import Sparsity, save
 
     config = read_config(folder)
     count, ones = config.num_hidden_layers, np.ones((4, 4), np.float32)

@@ -17,14 +17,15 @@ from effllm import EffllmError, UsageError
 from effllm.cli.app import main
 from effllm.cli.environment import Environment
 from effllm.cli.errors import describe
-from effllm.runtime import aliases, whole_file
 from effllm.runtime.config import ConfigError, parse_config
+from effllm.runtime.files import whole_file
+from effllm.runtime.files.whole_file import whole
+from effllm.runtime.library import aliases
 from effllm.runtime.sampler import SamplerSettings
-from effllm.runtime.session_store import SessionStore
-from effllm.runtime.sparsity import Trace
-from effllm.runtime.sparsity_file import demand_writable
+from effllm.runtime.sessions.session_store import SessionStore
+from effllm.runtime.sparse.sparsity import Trace
+from effllm.runtime.sparse.sparsity_file import demand_writable
 from effllm.runtime.text import Tokenizer, TokenizerError, growth
-from effllm.runtime.whole_file import whole
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 FOX = "a" * 31

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from effllm import UsageError
-from effllm.runtime.stream_filters import ChannelFilter, StopStrings, TerminalFilter, ThinkFilter, held_suffix, sanitize
+from effllm.runtime.tokens.stream_filters import ChannelFilter, StopStrings, TerminalFilter, ThinkFilter, held_suffix, sanitize
 
 quick = settings(max_examples=60, deadline=None)
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import effllm
-from effllm.runtime import parts
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.gguf.export import export_gguf
 from effllm.runtime.prepare import EngineOptions
+from effllm.runtime.weights import parts
 
 sys.path.insert(0, str(Path(__file__).parent))
 from conversions import odd_model, options, run

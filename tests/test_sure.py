@@ -9,7 +9,7 @@ import pytest
 
 from effllm.runtime.config import read_config
 from effllm.runtime.sampler import SamplerSettings
-from effllm.runtime.sure import Sure
+from effllm.runtime.sampling.sure import Sure
 from effllm.runtime.text import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from effllm.runtime.template import ChatTemplate, TemplateError, TemplateRefused, load_template
-from effllm.runtime.template_limits import LimitExceeded, Meter
+from effllm.runtime.templates.template import ChatTemplate, TemplateError, TemplateRefused, load_template
+from effllm.runtime.templates.template_limits import LimitExceeded, Meter
 
 FABLE = Path(__file__).parents[1] / "models" / "fable"
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -345,7 +345,8 @@ def test_renders_from_several_threads():
 
 def test_jinja_is_imported_by_the_first_render_only():
     program = (
-        "import sys; from effllm.runtime.template import ChatTemplate; t = ChatTemplate('{{ 1 }}'); before = 'jinja2' in sys.modules;"
+        "import sys; from effllm.runtime.templates.template import ChatTemplate; t = ChatTemplate('{{ 1 }}');"
+        "before = 'jinja2' in sys.modules;"
         "t.render([]); print(before, 'jinja2' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split() == ["False", "True"]

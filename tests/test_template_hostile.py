@@ -166,8 +166,8 @@ ATTACKS = {
 
 CHILD = """
 import json, resource, sys, threading
-from effllm.runtime.template import ChatTemplate, TemplateError
-import effllm.runtime.template_sandbox
+from effllm.runtime.templates.template import ChatTemplate, TemplateError
+import effllm.runtime.templates.template_sandbox
 resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
 resource.setrlimit(resource.RLIMIT_CPU, (200, 200))
 results = {}

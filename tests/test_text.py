@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as Backend
 
 from effllm import EffllmError, ModelNotFound
 from effllm.runtime.config import read_config
-from effllm.runtime.template import TemplateError
+from effllm.runtime.templates.template import TemplateError
 from effllm.runtime.text import Tokenizer, TokenizerError
 
 FABLE = Path(__file__).parents[1] / "models" / "fable"

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, normalizers, pre_tokenizers, processors, trainers
 
-from effllm.runtime import text_pieces
 from effllm.runtime.gguf.splits import CUTTERS, pre_tokenizer
-from effllm.runtime.text_pieces import encoding, in_the_end, pieces
+from effllm.runtime.tokens import text_pieces
+from effllm.runtime.tokens.text_pieces import encoding, in_the_end, pieces
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from test_rank_vocabulary import SNIPPETS, TEXTS

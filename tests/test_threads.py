@@ -22,7 +22,7 @@ from effllm.kernels.cpu.jobs import Jobs
 from effllm.kernels.cpu.linear_amx import AMX_FLOATS
 from effllm.kernels.machine_code import compile_object
 from effllm.kernels.threads import MOST_WORKERS, ThreadPool
-from effllm.runtime.compiled import compiled
+from effllm.runtime.planning.compiled import compiled
 
 ROOT = os.path.dirname(os.path.dirname(__file__))
 

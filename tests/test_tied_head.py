@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file, save_model
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from effllm.runtime import convert as convert_module
-from effllm.runtime.compressed import export_compressed
-from effllm.runtime.container import read_container
-from effllm.runtime.convert_plan import plan_conversion
+from effllm.runtime.conversion.compressed import export_compressed
+from effllm.runtime.conversion.convert_plan import plan_conversion
 from effllm.runtime.gguf.export import export_gguf
+from effllm.runtime.library.verify import Verified, verify
 from effllm.runtime.source import open_store
-from effllm.runtime.verify import Verified, verify
+from effllm.runtime.stores.container import read_container
 
 IDS = 150
 

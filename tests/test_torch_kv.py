@@ -16,8 +16,8 @@ from effllm.quant.kv import PackedCodec, codec
 from effllm.quant.kv_basis import KVBasis
 from effllm.quant.kv_codec import decode, encode
 from effllm.runtime.cache import KVCache
-from effllm.runtime.cache_made import open_cache
-from effllm.runtime.cache_shape import AttnSpec, CacheShape
+from effllm.runtime.kv.cache_made import open_cache
+from effllm.runtime.kv.cache_shape import AttnSpec, CacheShape
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from kv_samples import form_of, moments_basis

@@ -21,9 +21,9 @@ from effllm.kernels.threads import ThreadPool
 from effllm.quant.kv import RawCodec
 from effllm.quant.spec import QuantSpec
 from effllm.quant.weight import Linear, Norm, Weight, from_f32
-from effllm.runtime.demands import LOGIT_ROWS
 from effllm.runtime.engine import Engine
 from effllm.runtime.model import dims
+from effllm.runtime.planning.demands import LOGIT_ROWS
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.rope import RopeTable
 

@@ -19,14 +19,14 @@ from effllm.cli.plan import report
 from effllm.offload.checkpoint import TensorStore
 from effllm.offload.experts import Choice
 from effllm.offload.shards import PAD
-from effllm.runtime.bundles import Windows, places
 from effllm.runtime.engine import EngineOptions, prepare
-from effllm.runtime.forecast import forecast
-from effllm.runtime.paged_experts import PagedExperts, cut_experts
+from effllm.runtime.planning.forecast import forecast
+from effllm.runtime.planning.roofs import Roofs
 from effllm.runtime.prepare import Prepared
-from effllm.runtime.roofs import Roofs
+from effllm.runtime.sparse.bundles import Windows, places
 from effllm.runtime.tensors import check_tensors
-from effllm.runtime.weight_tiers import WeightTiers, weight_tiers
+from effllm.runtime.weights.paged_experts import PagedExperts, cut_experts
+from effllm.runtime.weights.weight_tiers import WeightTiers, weight_tiers
 
 ASKED = EngineOptions(device="cpu", ctx=256)
 

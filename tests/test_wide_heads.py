@@ -13,13 +13,13 @@ import pytest
 from effllm.kernels.cpu.ops import CpuOps
 from effllm.kernels.cuda.torch_ops import TorchOps
 from effllm.kernels.threads import ThreadPool
-from effllm.runtime.demands import LOGIT_ROWS
 from effllm.runtime.engine import Engine
-from effllm.runtime.kv_profile_file import identity_of, load_profile, save_profile
-from effllm.runtime.kv_recording import record
+from effllm.runtime.kv.kv_profile_file import identity_of, load_profile, save_profile
+from effllm.runtime.kv.kv_recording import record
 from effllm.runtime.model import dims
+from effllm.runtime.planning.demands import LOGIT_ROWS
 from effllm.runtime.prepare import EngineOptions, prepare
-from effllm.runtime.session_store import SessionStore
+from effllm.runtime.sessions.session_store import SessionStore
 
 sys.path.insert(0, str(Path(__file__).parent))
 from family_models import GEMMA_4, KEYS_AS_VALUES, Case, written

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ... import UsageError
-from ...runtime.choosing import Choice, demand_choice
+from ...runtime.adapters.choosing import Choice, demand_choice
 from .bodies import body_of
 from .fields import Asked, Scale, Scales, parsed
 from .ollama_fields import untagged
@@ -20,7 +20,7 @@ from .problems import Problem
 from .streams import json_response
 
 if TYPE_CHECKING:
-    from ...runtime.replies import Replies
+    from ...runtime.answers.replies import Replies
 
 PATH, LORA = "/lora-adapters", "lora"
 

@@ -17,8 +17,8 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from ... import EffllmError
-from ...runtime.infill import Gap
-from ...runtime.replies import Replies, Wish
+from ...runtime.answers.replies import Replies, Wish
+from ...runtime.tokens.infill import Gap
 from . import messages_fields, ollama_fields, responses_fields
 from .adapters import Adapters
 from .bodies import read
@@ -47,7 +47,7 @@ from .wishes import Defaults, reasoning_of, wish_of
 if TYPE_CHECKING:
     from ...runtime.calls.calling import Tools
     from ...runtime.events import Event
-    from ...runtime.slot_files import SlotFiles
+    from ...runtime.sessions.slot_files import SlotFiles
 
 SYSTEM = ("system", "developer")
 SERVED = "/v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/models, /api/chat, /api/generate, /completion and /infill"

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ...runtime.embedding import unit
+from ...runtime.answers.embedding import unit
 from ...runtime.events import Embedded
 from .bodies import read
 from .desk import Desk
@@ -28,7 +28,7 @@ from .streams import GONE, Listener, json_response, made
 if TYPE_CHECKING:
     import numpy as np
 
-    from ...runtime.replies import Replies
+    from ...runtime.answers.replies import Replies
     from .adapters import Adapters
 
 MOST = 2048  # texts of a request, as at OpenAI

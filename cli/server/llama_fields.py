@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ...runtime.infill import Gap
-from ...runtime.replies import Wish
+from ...runtime.answers.replies import Wish
 from ...runtime.sampler import SamplerSettings
 from ...runtime.text import Tokenizer
+from ...runtime.tokens.infill import Gap
 from .fields import Asked, Body
 from .problems import Problem
 from .several import counted

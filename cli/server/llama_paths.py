@@ -12,8 +12,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ...runtime.replies import Wish
-from ...runtime.token_bytes import bytes_of
+from ...runtime.answers.replies import Wish
+from ...runtime.tokens.token_bytes import bytes_of
 from .bodies import read
 from .fields import ChatAsked, Detokenize, Tokenize, messages_of
 from .llama_fields import CompletionAsked, InfillAsked, completion_prompts, completion_wish

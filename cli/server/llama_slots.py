@@ -12,8 +12,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ...runtime.events import Event, SlotDone
-from ...runtime.session_name import can_be_named
-from ...runtime.slot_files import FLAG, SlotFiles, erase
+from ...runtime.sessions.session_name import can_be_named
+from ...runtime.sessions.slot_files import FLAG, SlotFiles, erase
 from .bodies import body_of
 from .fields import Body, parsed
 from .guard import RECORD
@@ -21,7 +21,7 @@ from .problems import Problem
 from .streams import GONE, Listener, json_response, made
 
 if TYPE_CHECKING:
-    from ...runtime.slot import Slot
+    from ...runtime.answers.slot import Slot
     from .application import Service
 
 UNSUPPORTED = "not_supported_error"

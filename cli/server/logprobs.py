@@ -5,9 +5,9 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 
+from ...runtime.sampling.token_chances import Chances
 from ...runtime.text import Tokenizer
-from ...runtime.token_bytes import bytes_of
-from ...runtime.token_chances import Chances
+from ...runtime.tokens.token_bytes import bytes_of
 
 
 class TokenList:

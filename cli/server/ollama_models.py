@@ -18,9 +18,9 @@ from .ollama_shape import stamp
 from .wishes import SAMPLING
 
 if TYPE_CHECKING:
+    from ...runtime.answers.replies import Replies, Wish
     from ...runtime.config import ModelConfig
     from ...runtime.engine import Engine
-    from ...runtime.replies import Replies, Wish
     from ...runtime.text import Tokenizer
     from .wishes import Defaults
 
@@ -80,7 +80,7 @@ def listed(name: str, engine: Engine) -> Listed:
 def digest_of(folder: Path, variant: str = "") -> str:
     """A name for a model as it answers: its weights, the small files beside them (template, settings, pooling), the format that it is made
     in as it is loaded. Programs take two of one digest for one model. Raises EffllmError, OSError."""
-    from ...runtime.kv_profile_file import identity_of
+    from ...runtime.kv.kv_profile_file import identity_of
 
     made = hashlib.sha256(f"{identity_of(folder)} {variant}".encode())
     files = [folder] if folder.is_file() else sorted(each for pattern in SMALL for each in folder.glob(pattern))
@@ -132,7 +132,7 @@ def of_engine(replies: Replies) -> Files:
 def of_folder(folder: Path, context: int | None) -> Files:
     """Of a model that is not loaded: its own context, unless another is known. Raises EffllmError."""
     from ...runtime.config import read_config
-    from ...runtime.container import read_container
+    from ...runtime.stores.container import read_container
     from ...runtime.text import Tokenizer
 
     config, container = read_config(folder), None if folder.is_file() else read_container(folder)
@@ -171,9 +171,9 @@ def _parameters(context: int, wish: Wish | None) -> str:
 
 def capabilities(folder: Path, tokenizer: Tokenizer) -> list[str]:
     """What a model was made for. Tools are among it where its template knows them, though any model is told of them."""
+    from ...runtime.answers.embedding import pooling_of
     from ...runtime.calls.calling import Calling
-    from ...runtime.embedding import pooling_of
-    from ...runtime.infill import marks_of
+    from ...runtime.tokens.infill import marks_of
 
     try:
         pooling_of(folder)

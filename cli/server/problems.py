@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from ... import ContextOverflow, EffllmError, UsageError
-from ...runtime.template import TemplateError
+from ...runtime.templates.template import TemplateError
 
 INVALID, REFUSED, FAILED, BUSY = "invalid_request_error", "authentication_error", "server_error", "overloaded_error"
 TOO_LONG, NO_MODEL = "context_length_exceeded", "model_not_found"

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ...offload.size import format_size
-from ...runtime.shared_ram import shared_ram
+from ...runtime.planning.shared_ram import shared_ram
 from .child import Child, ModelFailed, Starter
 from .lasting import NEVER, in_words
 from .problems import BUSY, FAILED, INVALID, Problem, closing, said

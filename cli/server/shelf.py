@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ... import EffllmError
-from ...runtime import hub, storage
+from ...runtime import hub
 from ...runtime.catalog import ModelRef, resolve
-from ...runtime.listing import LocalModel, local_model, local_models, model_names
-from ...runtime.model_name import parse_reference
+from ...runtime.library import storage
+from ...runtime.library.listing import LocalModel, local_model, local_models, model_names
+from ...runtime.library.model_name import parse_reference
 from .problems import Problem, said
 
 SPELLED = (".", "/", "~")  # how a path begins that cannot be a name

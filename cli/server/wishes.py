@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ... import EffllmError, UsageError
+from ...runtime.answers.replies import Wish
 from ...runtime.calls.schema import closed
-from ...runtime.constraint import ANY_OBJECT, Form, form_of_grammar, form_of_schema
-from ...runtime.replies import Wish
+from ...runtime.forms.constraint import ANY_OBJECT, Form, form_of_grammar, form_of_schema
 from ...runtime.sampler import BANNED, SamplerSettings
-from ...runtime.stream_filters import StopStrings
 from ...runtime.text import Tokenizer
+from ...runtime.tokens.stream_filters import StopStrings
 from .fields import Asked, ChatAsked, TextAsked
 from .problems import Problem, problem_of
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class DeltaStates(RecurrentStates):
-    """See the module and `runtime/states.py`. Products are qkv [T, channels], z [T, values], b and a [T, value heads]."""
+    """See the module and `runtime/kv/states.py`. Products are qkv [T, channels], z [T, values], b and a [T, value heads]."""
 
     shape: DeltaShape
     op, kernels = "delta", loops

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Mamba1States(RecurrentStates):
-    """See the module and `runtime/states.py`. Products are what is convolved and z, [T, values] each; what steps, B and C are made of is
+    """See the module and `runtime/kv/states.py`. Products are what is convolved and z, [T, values] each; what steps, B and C are made of is
     multiplied here, behind the convolution."""
 
     shape: Mamba1Shape

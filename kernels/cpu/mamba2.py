@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Mamba2States(RecurrentStates):
-    """See the module and `runtime/states.py`. Products are what is convolved [T, channels], z [T, values] and steps [T, heads]."""
+    """See the module and `runtime/kv/states.py`. Products are what is convolved [T, channels], z [T, values] and steps [T, heads]."""
 
     shape: Mamba2Shape
 

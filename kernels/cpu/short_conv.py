@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class ConvStates(Slots):
-    """See the module and `runtime/states.py`."""
+    """See the module and `runtime/kv/states.py`."""
 
     shape: ConvShape
 

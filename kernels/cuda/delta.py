@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class TorchDelta(TorchRecurrent):
-    """See the module and `runtime/states.py`."""
+    """See the module and `runtime/kv/states.py`."""
 
     shape: DeltaShape
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class TorchKda(TorchDelta):
-    """See the module and `runtime/states.py`. What is kept of gates are logarithms of decays, and betas."""
+    """See the module and `runtime/kv/states.py`. What is kept of gates are logarithms of decays, and betas."""
 
     shape: KdaShape
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class TorchMamba1(TorchRecurrent):
-    """See the module and `runtime/states.py`. `_decay` is of the last pass: it is the layer's."""
+    """See the module and `runtime/kv/states.py`. `_decay` is of the last pass: it is the layer's."""
 
     shape: Mamba1Shape
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class TorchMamba2(TorchRecurrent):
-    """See the module and `runtime/states.py`. What is kept of gates are logarithms of decays, and steps."""
+    """See the module and `runtime/kv/states.py`. What is kept of gates are logarithms of decays, and steps."""
 
     shape: Mamba2Shape
 

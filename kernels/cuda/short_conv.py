@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class TorchConv(TorchSlots):
-    """See the module and `runtime/states.py`."""
+    """See the module and `runtime/kv/states.py`."""
 
     shape: ConvShape
 

@@ -9,9 +9,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ... import UsageError
-from ..constraint import Form, lark_form
-from ..schema_cost import without_slow
-from ..template import TemplateError
+from ..forms.constraint import Form, lark_form
+from ..forms.schema_cost import without_slow
+from ..templates.template import TemplateError
 from ..text import Tokenizer
 from .filter import CallFilter
 from .grammar import GUIDANCE, CallGrammar
@@ -23,7 +23,7 @@ from .schema import closed
 from .style import CallStyle, find_style
 
 if TYPE_CHECKING:
-    from ..answering import Reasoning
+    from ..answers.answering import Reasoning
 
 AUTO, REQUIRED = "auto", "required"
 NO_TOOLS = "this model's chat template knows no tools: a system prompt tells of them"

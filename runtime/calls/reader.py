@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..events import Call
-from ..stream_filters import held_suffix
+from ..tokens.stream_filters import held_suffix
 from .cursor import Cursor, More, Wrong
 from .formats import Format
 from .schema import Tools

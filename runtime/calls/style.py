@@ -17,7 +17,7 @@ from itertools import product
 from typing import Any
 
 from ..events import Call
-from ..template import TemplateError
+from ..templates.template import TemplateError
 from .formats import FORMATS, HERMES, Format
 from .reader import CallReader
 

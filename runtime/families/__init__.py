@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from ..block_ops import BlockOps
     from ..cache import LayerCache
     from ..config import ModelConfig
+    from ..kv.states import LayerStates
     from ..rope import RopeTable
-    from ..state_weights import StateWeights
-    from ..states import LayerStates
+    from ..weights.state_weights import StateWeights
 
 FAMILIES = ("afmoe", "apertus", "arcee", "bailing_hybrid", "bailing_moe_v2", "bamba", "bitnet", "cohere", "cohere2", "cohere2_moe", "cwm",
             "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5", "ernie4_5_moe", "exaone", "exaone4", "exaone_moe", "falcon",

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from ..block_ops import BlockOps
     from ..cache import LayerCache
+    from ..kv.states import LayerStates
     from ..rope import RopeTable
-    from ..states import LayerStates
 
 __all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "joined_rows", "layer_tensors", "outer_tensors"]
 

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from ..block_ops import BlockOps
     from ..cache import LayerCache
+    from ..kv.states import LayerStates
     from ..rope import RopeTable
-    from ..states import LayerStates
 
 KEYS_USED = frozenset({"attention_bias", "mlp_bias"})
 KEYS_HARMLESS = frozenset()

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ..block_ops import BlockOps
+    from ..kv.states import LayerStates
     from ..rope import RopeTable
-    from ..states import LayerStates
 
 __all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
 

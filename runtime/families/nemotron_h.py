@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from ..block_ops import BlockOps
     from ..cache import LayerCache
+    from ..kv.states import LayerStates
     from ..rope import RopeTable
-    from ..states import LayerStates
 
 KEYS_USED = frozenset({"attention_head_dim", "auto_map", "conv_kernel", "hybrid_override_pattern", "layer_norm_epsilon",
                        "layers_block_type", "mamba_head_dim", "mamba_hidden_act", "mamba_num_heads", "mlp_hidden_act",

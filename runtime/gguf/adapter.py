@@ -19,7 +19,7 @@ from ...offload.header import shown
 from ...quant.imports.gguf import DECODERS, dequantize
 from ...quant.weight import RAW_NUMPY, to_f32
 from .. import families
-from ..adapter import Delta
+from ..adapters.adapter import Delta
 from ..config import ModelConfig
 from .architectures import BY_FAMILY, Architecture, architecture, file_architecture
 from .linear_attention import joined_rows

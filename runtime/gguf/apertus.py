@@ -13,7 +13,7 @@ from ...offload.gguf import GgufHeader, Value
 from ...offload.header import CheckpointError, damaged
 from ..config import ModelConfig
 from ..tensors import as_float32
-from ..weight_records import CURVE
+from ..weights.weight_records import CURVE
 
 if TYPE_CHECKING:
     from ...offload.checkpoint import TensorStore

@@ -24,18 +24,18 @@ from ...offload.header import CheckpointError, is_gguf
 from ...offload.size import format_size
 from ...quant.imports.gguf import quantize
 from ...quant.weight import RAW_NUMPY, Weight, from_f32, to_f32
-from ..bundles import is_bundled
 from ..config import ModelConfig, read_config
-from ..container import read_container
-from ..convert_plan import MATRICES
+from ..conversion.convert_plan import MATRICES
 from ..events import Notice, Progress
 from ..families import EXPERT, SHARED, expert_of, kind_of
-from ..generation_config import read_generation_config
-from ..outliers import check_outliers
+from ..files.written import demand_folder, what_lies_at
+from ..sampling.generation_config import read_generation_config
 from ..source import is_rounded, licence_of, open_store
+from ..sparse.bundles import is_bundled
+from ..stores.container import read_container
 from ..tensors import ModelTensor, check_tensors, with_own_layer
 from ..text import Tokenizer
-from ..written import demand_folder, what_lies_at
+from ..weights.outliers import check_outliers
 from . import apertus, bitnet, falcon_h1, half_layers, latent_attention, linear_attention, nextn, stateful
 from .architectures import BY_FAMILY, Architecture, file_architecture
 from .config_out import TYPES, config_metadata, exported_as, rotary_tensors, unused_window

@@ -8,7 +8,7 @@ import numpy as np
 
 from ...offload.gguf import GgufHeader, Value
 from ..config import ModelConfig
-from ..state_weights import channel_factors
+from ..weights.state_weights import channel_factors
 from . import state_spaces
 
 NAME, FAMILY = "falcon-h1", "falcon_h1"

@@ -11,7 +11,7 @@ from ...kernels.tiles import ROWS
 from ...offload.header import CheckpointError
 from ...quant.imports.gguf import KEPT
 from ..config import ModelConfig
-from ..parted_rows import joins
+from ..stores.parted_rows import joins
 from .sources import RAW, Source
 
 

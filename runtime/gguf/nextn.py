@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ...offload.gguf import Value
 from ..config import ModelConfig
-from ..mtp_tensors import EMBED_NORM, JOIN, LAST_NORM, MTP, STATE_NORM, block_name, mtp_rules
+from ..speculation.mtp_tensors import EMBED_NORM, JOIN, LAST_NORM, MTP, STATE_NORM, block_name, mtp_rules
 
 if TYPE_CHECKING:
     from ..tensors import ModelTensor

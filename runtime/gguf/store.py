@@ -32,10 +32,10 @@ from ...quant.imports.gguf_levels import GridsMissing, grid_of
 from ...quant.weight import RAW_NUMPY, from_f32, to_f32
 from .. import families
 from ..config import ModelConfig
-from ..container import Container, StoredTensor
 from ..families import TensorRule
-from ..made_store import ARRANGED_NBYTES, MadeStore, scratch_nbytes, steps
-from ..mtp_tensors import mtp_rules
+from ..speculation.mtp_tensors import mtp_rules
+from ..stores.container import Container, StoredTensor
+from ..stores.made_store import ARRANGED_NBYTES, MadeStore, scratch_nbytes, steps
 from .architectures import DIVISORS, ROUTER, Architecture, architecture
 from .config import Factors, model_config, rotary_divisors
 from .gemma3n import STACKED, stacked

@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
 from ...offload.gguf import GgufHeader, shown_value
 from ...offload.header import shown
-from ..template import FOR_TOOLS, ChatTemplate
+from ..templates.template import FOR_TOOLS, ChatTemplate
 from ..text import END_OF_TURN, END_TAG, TEKKEN_REMARK, TEKKEN_SIGNS, TokenizerError
 from ..text import Tokenizer as ModelTokenizer
 from .splits import CUTTERS, LLAMA3_WORDS, pre_tokenizer

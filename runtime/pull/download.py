@@ -20,7 +20,7 @@ from ...offload.transfer import Complete, Received, Trouble, Wanted, transfer
 from .. import hub
 from ..config_reader import show
 from ..events import Notice, Progress
-from ..unfinished import DATA, JOURNAL, NOTE, note
+from ..library.unfinished import DATA, JOURNAL, NOTE, note
 from .client import Client, DownloadFailed, RemoteFile
 from .disk import Rate, locked, speaking
 from .repository import Repository, companions

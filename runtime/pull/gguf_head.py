@@ -17,11 +17,11 @@ from ...offload.header import CheckpointError
 from ...quant.imports.gguf import KEPT
 from ...quant.spec import QuantSpec
 from ..config import ModelConfig
-from ..convert_plan import MATRICES
-from ..expected import ExpectedStore
+from ..conversion.convert_plan import MATRICES
 from ..families import TensorRule, kind_of
 from ..gguf.architectures import architecture
 from ..gguf.config import SCALING, config_json, parsed, required
+from ..planning.expected import ExpectedStore
 from .client import Client, DownloadFailed, RemoteFile
 from .repository import Repository
 

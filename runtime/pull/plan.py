@@ -16,14 +16,15 @@ from typing import TYPE_CHECKING
 from ... import ModelNotFound, UsageError
 from ...offload.size import format_size
 from ...quant.spec import QuantSpec
-from .. import half_made, hub, storage
-from ..aliases import CatalogEntry, catalog, open_alternative
+from .. import hub
 from ..catalog import find_entry, near_names
-from ..composite import text_alone
 from ..config import ModelConfig, parse_config
 from ..config_reader import show
-from ..expected import ExpectedStore
-from ..model_name import Reference
+from ..library import half_made, storage
+from ..library.aliases import CatalogEntry, catalog, open_alternative
+from ..library.model_name import Reference
+from ..planning.expected import ExpectedStore
+from ..stores.composite import text_alone
 from .client import Client, DownloadFailed, Gated, NoSuchRepository, RemoteFile
 from .disk import check_space, free_nbytes, taken
 from .download import CacheFolder
@@ -256,7 +257,7 @@ def _smaller(plan: PullPlan, config: ModelConfig) -> tuple[int, int] | None:
 
 def _expected(wish: Wish, config: ModelConfig, section: Mapping[str, object] | None) -> ExpectedStore:
     """The tensors of the finished model."""
-    from ..import_config import METHODS, expected_formats
+    from ..stores.import_config import METHODS, expected_formats
 
     if bits := wish.bits or wish.on_load:
         return ExpectedStore(config, QuantSpec.parse(bits))
@@ -267,7 +268,7 @@ def _expected(wish: Wish, config: ModelConfig, section: Mapping[str, object] | N
 def _is_quantized(head: GgufHead, section: Mapping[str, object] | None) -> bool:
     """Whether the published weights will run from codes, as `source.is_low_bit` says of those that are here. Of a GGUF file most of them
     must: which types it has is reckoned from its length."""
-    from ..import_config import is_quantized
+    from ..stores.import_config import is_quantized
 
     if section is not None:
         return is_quantized(section)

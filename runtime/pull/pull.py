@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ... import EffllmError
-from .. import hub, storage
+from .. import hub
 from ..events import Notice, Progress
+from ..library import storage
 from ..source import licence_of
 from .client import Client
 from .disk import sweep

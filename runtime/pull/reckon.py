@@ -12,10 +12,10 @@ from ... import DoesNotFit
 if TYPE_CHECKING:
     from ...offload.predict import Prediction
     from ..config import ModelConfig
-    from ..expected import ExpectedStore
-    from ..forecast import Forecast
+    from ..planning.expected import ExpectedStore
+    from ..planning.forecast import Forecast
+    from ..planning.roofs import Roofs, Wanted
     from ..prepare import EngineOptions, Prepared
-    from ..roofs import Roofs, Wanted
 
 NOT_MEASURED = "doctor was not run: effllm doctor measures this machine"
 
@@ -67,8 +67,8 @@ class Run:
 def reckon(config: ModelConfig, store: ExpectedStore, options: EngineOptions, folder: Path, beside: int) -> Run:
     """The plan of a run of what `store` expects in `folder`; `beside`: bytes that the process will hold besides. Raises UsageError for
     options that this model cannot have."""
-    from .. import roofs
-    from ..forecast import wanted
+    from ..planning import roofs
+    from ..planning.forecast import wanted
     from ..prepare import prepare_with
 
     options = replace(options, draft=None, predict_neurons=False)  # of files that are not here
@@ -84,7 +84,7 @@ def reckon(config: ModelConfig, store: ExpectedStore, options: EngineOptions, fo
 
 def with_roofs(run: Run, known: Roofs) -> Run:
     """The same with the speed that follows from what is known of the machine."""
-    from ..forecast import forecast, no_roofs
+    from ..planning.forecast import forecast, no_roofs
 
     found = forecast(run.prepared, known)
     unknown = "" if found.start is not None else NOT_MEASURED if found.reason == no_roofs(run.prepared.options) else found.reason
@@ -94,8 +94,8 @@ def with_roofs(run: Run, known: Roofs) -> Run:
 def lacking(run: Run) -> Wanted | None:
     """What to measure for a speed, that of the memory and of the kinds of weights which most bytes are of; None where it would not tell, or
     where kernels have to be compiled first, which takes longer than anybody wants to wait for a question."""
-    from .. import roofs
-    from ..forecast import wanted
+    from ..planning import roofs
+    from ..planning.forecast import wanted
 
     if run.prepared is None or run.unknown != NOT_MEASURED:
         return None

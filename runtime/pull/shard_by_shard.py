@@ -25,11 +25,12 @@ from ...offload.transfer import Received, Trouble, Wanted, transfer
 from ...offload.writer import FolderWriter
 from ...quant.recipe import Recipe
 from ...quant.spec import QuantSpec
-from .. import half_made, hub, storage
+from .. import hub
+from ..conversion.convert_plan import ConversionPlan, plan_conversion
+from ..conversion.convert_tensors import Converter
 from ..convert import Converted, ConvertOptions, check_target, container, convert, copied, decided, fingerprint
-from ..convert_plan import ConversionPlan, plan_conversion
-from ..convert_tensors import Converter
 from ..events import Notice, Progress
+from ..library import half_made, storage
 from .client import Client, DownloadFailed, RemoteFile
 from .disk import Rate, lock_of, locked, source_folder, speaking, taken
 from .download import PHASE, CacheFolder, complete, download

@@ -1,0 +1,281 @@
+"""LoRA adapters as they are stored: which weights of a model one changes, and by what.
+
+An adapter holds two thin matrices for each weight that it changes (Hu et al. 2021, arXiv:2106.09685):
+
+    W' = W + s B A          A [r, K], B [N, r], s = alpha / r, or alpha / sqrt(r) (rank-stabilised, arXiv:2312.03732)
+    W' = m W' / |W'|        where it has magnitudes m [N] too: rows of W' are given these lengths (DoRA, arXiv:2402.09353)
+
+PEFT's adapters (`adapter_model.safetensors`) are read, and those of mlx-lm (`adapters.safetensors`), whose matrices lie the other way round
+and whose s is stated. What an adapter brings whole (embeddings, a head) takes the place of the model's.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ... import UsageError
+from ...offload.checkpoint import CheckpointError, TensorStore
+from ...offload.header import TensorInfo, shown
+from ...quant.weight import RAW_NUMPY, to_f32
+from ..config_reader import ADAPTER as STATED
+from ..config_reader import MOST, read_json
+
+PEFT, MLX = "adapter_model.safetensors", "adapters.safetensors"
+DAMAGED = "the adapter is damaged: download it again"
+HEAD, TABLE, FAN_IN = "lm_head", "embed_tokens", "fan_in_fan_out"
+ENDINGS = {"lora_A": "a", "lora_B": "b", "lora_a": "a", "lora_b": "b", "lora_magnitude_vector": "m", "lora_embedding_A": "a",
+           "lora_embedding_B": "b", "m": "m"}
+# Of adapter_config.json: what changes what the matrices mean, and is not computed here.
+REFUSED = {"target_parameters": "matrices of parameters that are no weights of their own", "lora_bias": "biases of its own",
+           "alora_invocation_tokens": "an adapter that begins in the midst of a text", "layer_replication": "layers that are used again",
+           "trainable_token_indices": "rows of the embeddings alone", "use_bdlora": "matrices of blocks",
+           "kasa_config": "weights cut by rank", "use_qalora": "matrices over groups of channels",
+           "arrow_config": "a choice among adapters", "monteclora_config": "drawn matrices"}
+LONGEST, MOST_REPEATS = 256, 3  # of a pattern for names of modules: its letters, its repeats, and its groups
+# How an adapter may begin that is added to the model's own weights; other ways change these first.
+BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What is added to a weight [N, K]: a [r, K] and b [N, r] as float32, `scale`, and the lengths [N] that rows then get, or None."""
+
+    a: np.ndarray
+    b: np.ndarray
+    scale: float
+    lengths: np.ndarray | None
+
+    def onto(self, weight: np.ndarray, begin: int, end: int) -> np.ndarray:
+        """Rows [begin, end) of the new weight from those of the old one, float32."""
+        made = weight + self.scale * (self.b[begin:end] @ self.a)
+        if self.lengths is not None:
+            made *= (self.lengths[begin:end] / np.linalg.norm(made, axis=1))[:, None]
+        return made
+
+
+class Adapter:
+    """A folder with an adapter. Open one with `Adapter.open`."""
+
+    def __init__(self, store: TensorStore, stated: Mapping[str, object], is_mlx: bool, tables: Collection[str] = ()) -> None:
+        self.store, self.stated, self._is_mlx = store, stated, is_mlx
+        self._tables = {TABLE, *tables}
+        self._parts: dict[str, dict[str, TensorInfo]] = {}  # module -> a, b, m
+        self._others: list[TensorInfo] = []
+        for name, info in store.tensors.items():
+            module, _, ending = name.removesuffix(".weight").removesuffix(".default").rpartition(".")
+            if (part := ENDINGS.get(ending)) is not None:
+                parts = self._parts.setdefault(_module(module), {})
+                if part in parts:
+                    self._refuse(f"holds a matrix of {shown(_module(module))} twice", DAMAGED)
+                parts[part] = info
+            else:
+                self._others.append(info)
+
+    @classmethod
+    def open(cls, folder: Path, turned_over: bool = False, tables: Collection[str] = ()) -> Adapter:
+        """Read the headers and the config of an adapter. `turned_over`: of a model that is stored inputs before outputs, of which PEFT says
+        so as well; its matrices lie as of any other. `tables`: what else the model's embeddings are called. Raises CheckpointError,
+        UsageError."""
+        if not folder.is_dir():
+            raise UsageError(f"--lora: {folder} is no folder", f"a folder with {STATED} and {PEFT}, or a GGUF file")
+        path = next((folder / name for name in (PEFT, MLX) if (folder / name).is_file()), None)
+        if path is None or not (folder / STATED).is_file():
+            pickled = "; weights in a pickle are not opened" if (folder / "adapter_model.bin").exists() else ""
+            raise UsageError(f"--lora: {folder} holds no LoRA adapter{pickled}", f"{STATED} beside {PEFT} (PEFT) or {MLX} (mlx-lm)")
+        stated, is_mlx = read_json(folder / STATED), path.name == MLX
+        _demand_known(stated if not turned_over else {**stated, FAN_IN: False}, folder, is_mlx)
+        store = TensorStore.of_file(path)
+        try:
+            return cls(store, stated, is_mlx, tables)
+        except CheckpointError:
+            store.close()
+            raise
+
+    @property
+    def brought(self) -> list[str]:
+        """Names of weights whose place what it holds takes."""
+        return [_whole(info.name) for info in self._others]
+
+    def tie(self) -> None:
+        """The model's embeddings are its head: both have to be trained as one. Raises CheckpointError where they were not."""
+        whole = {_whole(info.name): info for info in self._others}
+        tables, heads = ([info for name, info in whole.items() if is_one(name)] for is_one in (self._is_table, _is_head))
+        if self.stated.get("ensure_weight_tying"):  # what is said of the head says the same
+            self._parts = {module: parts for module, parts in self._parts.items() if HEAD not in module}
+            if tables:
+                self._others = [info for info in self._others if info not in heads]
+        elif not self._is_mlx and (tables or any(map(self._is_table, self._parts))):
+            same = tables and heads and not any(self._is_table(module) or _is_head(module) for module in self._parts)
+            if not same or not np.array_equal(self._values(tables[0]), self._values(heads[0])):
+                self._refuse("changes the embeddings and not the head in the same way, which in this model are one matrix",
+                             "train with ensure_weight_tying, or merge with the program that trained it, which gives the model a head")
+
+    def deltas(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Delta]]:
+        """With the names of the weights that they change, one read after the other, of a model whose weights have these shapes. Raises
+        CheckpointError where they do not fit."""
+        seen: set[str] = set()
+        for module, parts in self._parts.items():
+            name = self._weight(shapes, f"{module}.weight")
+            if name in seen:
+                self._refuse(f"changes {shown(name)} twice", DAMAGED)
+            seen.add(name)
+            if not {"a", "b"} <= parts.keys():
+                self._refuse(f"holds one of the two matrices of {shown(module)} alone")
+            a, b = (self._values(parts[part]) for part in "ab")
+            if a.ndim != 2 or b.ndim != 2 or not a.size or not b.size:
+                self._refuse(f"changes {shown(module)} by what are no two matrices: {list(a.shape)} and {list(b.shape)}")
+            table = any("lora_embedding" in part.name for part in parts.values())
+            if self._is_mlx or table:  # of a table PEFT has a [r, N] and b [K, r]
+                a, b = (b.T, a.T) if table else (a.T, b.T)
+            lengths = self._values(parts["m"]).reshape(-1) if "m" in parts else None
+            if table and lengths is not None:
+                self._refuse(f"has lengths for rows of {shown(module)}, a table", "merge it with the program that trained it")
+            shape = (b.shape[0], a.shape[1])
+            own, ranks = shapes[name], {a.shape[0], b.shape[1]}
+            if len(own) != 2 or shape != tuple(own) or len(ranks) > 1 or lengths is not None and len(lengths) != shape[0]:
+                self._refuse(f"changes {shown(module)} of shape {list(shape)}, in the model it is {list(own)}")
+            yield name, Delta(np.ascontiguousarray(a), np.ascontiguousarray(b), self._scale(module, a.shape[0]), lengths)
+
+    def replaced(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorInfo]:
+        """What the adapter brings whole, by names of the tensors whose place it takes. Raises CheckpointError where it does not fit."""
+        found, names = {}, {_whole(own.name): own for own in self._others}
+        for name, own in names.items():
+            if HEAD in name and name not in shapes and any(map(self._is_table, names)):
+                continue  # the embeddings, which come as well, are the head
+            changed = self._weight(shapes, name)
+            if tuple(own.shape) != tuple(shapes[changed]):
+                self._refuse(f"brings {shown(name)} of shape {list(own.shape)}, in the model it is {list(shapes[changed])}")
+            found[changed] = own
+        return found
+
+    def _is_table(self, name: str) -> bool:
+        return not self._tables.isdisjoint(name.removesuffix(".weight").split("."))
+
+    def _values(self, info: TensorInfo) -> np.ndarray:
+        values = floats(self.store.read(info), info).reshape(info.shape)
+        if not np.isfinite(values).all():
+            self._refuse(f"has NaN or infinity in {shown(info.name)}", DAMAGED)
+        return values
+
+    def _weight(self, shapes: Mapping[str, tuple[int, ...]], name: str) -> str:
+        """The model's tensor of that name. Raises CheckpointError for none."""
+        alike = named_alike(shapes, name)
+        if len(alike) != 1:
+            tied = "the embeddings of this model are its head as well" if HEAD in name else "is it the model that it was made for?"
+            self._refuse(f"changes {shown(name)}, which the model does not have", tied)
+        return alike[0]
+
+    def _scale(self, module: str, rank: int) -> float:
+        """s. Ranks and alphas that are stated for some modules are matched as PEFT does: by the end of a module's name."""
+        if self._is_mlx:
+            return float(self.stated["lora_parameters"]["scale"])
+        alpha = self.stated["lora_alpha"]
+        for pattern, value in (self.stated.get("alpha_pattern") or {}).items():
+            try:
+                matches = re.match(rf"(.*\.)?({pattern})$", module)
+            except (re.error, OverflowError) as error:
+                self._refuse(f"states an alpha for {shown(pattern)}, which is no pattern: {error}")
+            if matches:
+                alpha = value
+                break
+        return float(alpha) / (math.sqrt(rank) if self.stated.get("use_rslora") else rank)
+
+    def _refuse(self, why: str, hint: str = "is it the model that it was made for?") -> None:
+        base = self.stated.get("base_model_name_or_path" if not self._is_mlx else "model")
+        named = f"{hint}{'' if hint.endswith('?') else ';'} it names {shown(base)}" if isinstance(base, str) and base else hint
+        raise CheckpointError(f"{self.store.folder} {why}", named)
+
+
+def named_alike(names: Collection[str], name: str) -> list[str]:
+    """That of `names`, or those whose name ends alike from the layers on: parts of a larger model are named otherwise in files than in
+    programs. One, where it is told which is meant."""
+    if name in names:
+        return [name]
+    tail = name[name.find("layers.") :] if "layers." in name else name.rpartition(".")[0].rpartition(".")[2] + ".weight"
+    said = _words(name, tail)
+    alike = [other for other in names if (other.endswith("." + tail) or other == tail)
+             and {*filter(str.isdigit, _words(other, tail))} == {*filter(str.isdigit, said)}]
+    if len(alike) > 1:  # layers of text and of images: the part is told by the words before, in whatever order
+        near = [len(said & (words := _words(other, tail))) - len(said ^ words) for other in alike]
+        alike = [other for other, score in zip(alike, near) if score == max(near)]
+    return alike
+
+
+def _is_head(name: str) -> bool:
+    return HEAD in name
+
+
+def _words(name: str, tail: str) -> set[str]:
+    return {*name.removesuffix(tail).split(".")} - {""}
+
+
+def _module(name: str) -> str:
+    return name.removeprefix("base_model.model.")
+
+
+def _whole(name: str) -> str:
+    """The weight that one of an adapter takes the place of."""
+    return _module(name.replace(".modules_to_save.default", "").replace(".base_layer", ""))
+
+
+def _demand_known(stated: Mapping[str, object], folder: Path, is_mlx: bool) -> None:
+    """Raises CheckpointError for what is not computed here."""
+    def refuse(why: str) -> None:
+        raise CheckpointError(f"{folder / STATED}: {why}", "merge it with the program that trained it, then take what comes of it")
+
+    if is_mlx:
+        own = stated.get("lora_parameters")
+        if stated.get("fine_tune_type", "lora") not in ("lora", "dora") or not isinstance(own, dict):
+            refuse(f"fine_tune_type {stated.get('fine_tune_type')!r} is no LoRA")
+        if not _is_number(own.get("scale")):
+            refuse("lora_parameters states no scale")
+        return
+    if stated.get("peft_type") != "LORA":
+        refuse(f"peft_type {stated.get('peft_type')!r} is no LoRA")
+    patterns = stated.get("alpha_pattern") or {}
+    if not isinstance(patterns, dict):
+        refuse("alpha_pattern is no object")
+    alphas = {"lora_alpha": stated.get("lora_alpha"), **{f"alpha_pattern of {shown(each)}": value for each, value in patterns.items()}}
+    for name, value in alphas.items():
+        if not _is_number(value):
+            refuse(f"{name} is no number, or beyond all that is of use")
+    for pattern in patterns:
+        if not is_quick(pattern):
+            refuse(f"alpha_pattern {shown(pattern)} might take hours to compare")
+    if (began := stated.get("init_lora_weights")) not in BEGINNINGS:
+        refuse(f"weights of the model were changed before the training (init_lora_weights = {began!r})")
+    if stated.get(FAN_IN):
+        refuse(f"weights that lie the other way round ({FAN_IN})")
+    if stated.get("bias", "none") != "none":
+        refuse(f"biases that were trained (bias = {stated['bias']!r})")
+    for key, what in REFUSED.items():
+        if stated.get(key):
+            refuse(f"{what} ({key})")
+
+
+def _is_number(value: object) -> bool:
+    """Neither NaN nor infinity, nor a whole number that no float is as large as."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MOST
+
+
+def is_quick(pattern: str) -> bool:
+    """Whether a regular expression ends soon on whatever name: Python's go back over all ways in which repeats, and repeats of repeats,
+    can share a text between them, so a file that nobody trusts may have few of them."""
+    bare = re.sub(r"\\.", "x", pattern, flags=re.DOTALL)  # what is escaped is a letter
+    return (len(bare) <= LONGEST and len(re.findall(r"(?<!\()[*+?{]", bare)) <= MOST_REPEATS and bare.count("(") <= MOST_REPEATS
+            and re.search(r"\)[*+{]", bare) is None)
+
+
+def floats(raw: np.ndarray, info: TensorInfo) -> np.ndarray:
+    """Bytes of a tensor as float32."""
+    kind = info.dtype.lower()
+    if kind not in RAW_NUMPY:
+        raise CheckpointError(f"{info.file} holds {shown(info.name)} as {info.dtype}, which is not merged",
+                              "take the original 16-bit checkpoint, or the adapter in 16 or 32 bits")
+    return to_f32(raw.view(RAW_NUMPY[kind]), kind)

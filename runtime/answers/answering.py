@@ -1,0 +1,192 @@
+"""One answer as it is written: the tokens of a prompt in, events out.
+
+It asks the engine for tokens and makes text of them, tells reasoning from what is said, and ends at a stop string, at a token that ends
+a text, at a number of tokens or where it is cancelled. Whose answer it is, and what becomes of it, is known to the session.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ...offload import hardware
+from ..engine import Engine
+from ..events import Call, Event, Notice, Progress, Stats, TextDelta, Turn
+from ..sampler import Sampler
+from ..sampling.token_chances import Trail
+from ..text import Tokenizer
+from ..tokens.stream_filters import ChannelFilter, Indented, StopStrings, ThinkFilter
+
+if TYPE_CHECKING:
+    from ..calls.filter import CallFilter
+    from ..forms.constraint import Vocabulary
+    from ..sampling.sure import Sure
+
+Reasoning = ThinkFilter | ChannelFilter
+
+
+@dataclass
+class Answer:
+    """`stops` end it, `max_tokens` too (None: no limit), `cancelled` is asked between tokens and between chunks of the prompt. `held_to` is
+    the form that it is of, `may_reason`: whether reasoning may come first. `raw`: the prompt is a text that goes on, without a template.
+    `ends`: tokens that end it beside those that end any; `most_s`: seconds behind its first token after which it ends, if it has a whole
+    line by then; `indent`: it ends before a line that is indented by fewer blanks. `sure`: it has what the model is sure of, unless it is
+    held to a form.
+
+    `said` is how it began before; `shown` and `thought` are what came, `tokens` as it was sampled, the one that ended it among them.
+    `reasoned`: how many of them were reasoning. `stopped_by`: the stop string that ended it, if one did. `is_exact`: the tokens say just
+    its text. `think` is what tells reasoning from it, and stands behind the last token in the end. Where it reads calls of tools as well
+    these are `calls`, `marks` the tokens that they are known by.
+    """
+
+    engine: Engine
+    tokenizer: Tokenizer
+    sampler: Sampler
+    think: Reasoning | CallFilter | None
+    stops: tuple[str, ...]
+    max_tokens: int | None
+    cancelled: Callable[[], bool]
+    ignore_eos: bool = False
+    held_to: Vocabulary | None = None
+    may_reason: bool = True
+    raw: bool = False
+    said: str = ""
+    marks: Mapping[int, str] | None = None
+    ends: frozenset[int] = frozenset()
+    most_s: float | None = None
+    indent: int = 0
+    sure: bool = False
+    calls: list[Call] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    shown: list[str] = field(default_factory=list)
+    thought: list[str] = field(default_factory=list)
+    reasoned: int = 0
+    finish: str = "length"
+    stopped_by: str | None = None
+    is_exact: bool = False
+
+    @property
+    def text(self) -> str:
+        """The answer, without its reasoning, what was said before included."""
+        return "".join(self.shown)
+
+    @property
+    def _sure(self) -> Sure:
+        from ..sampling.sure import Sure  # of few answers
+
+        return Sure(self.tokenizer, self.tokenizer.stop_ids | self.ends, self.sampler.settings)
+
+    def written(self, ids: list[int], inside: bool = False) -> Iterator[Event]:
+        """Run the prompt `ids` and write the answer; `inside`: the prompt ends in the midst of it."""
+        engine, said, think = self.engine, self.said, self.think
+        self._ids, self._started, self._first_at = ids, time.monotonic(), None
+        self._read_before, self._cpu_before = engine.disk_traffic, hardware.cpu_time()
+        self._before = engine.prefill_s, engine.decode_s, engine.passes_s
+        self._drafted = engine.speculation and engine.speculation.counts
+        self.shown = [said]
+        stops, indented, has_line = StopStrings(self.stops, said), Indented(self.indent), False
+        stream = self.tokenizer.stream(ids if self.raw or said or inside else (), self.marks)
+        held = self._held = self.held_to and self.held_to.begin(said, self.raw or inside, think, self.may_reason, ids if inside else ())
+        self.sampler.narrow = held.narrow if held else self._sure.narrow if self.sure else None
+        if engine.speculation is not None:
+            engine.speculation.forced = held and held.forced
+        trail = None if self.sampler.tells is None else Trail()
+        shown, into = self.shown, {"answer": self.shown, "thinking": self.thought, "call": self.calls}
+
+        def split(text: str) -> list[tuple[str, str | Call]]:
+            """Parts of a piece, noted. What was said before loses half a character that is whole now, and how a stop string began."""
+            shown[0] = shown[0].removesuffix(stream.taken_back)
+            shown[0] = shown[0][: len(shown[0]) - stops.overlap]
+            stream.taken_back, stops.overlap = "", 0
+            parts = think.push(text) if think else [("answer", text)] if text else []
+            for kind, part in parts:
+                into[kind].append(part)
+            return parts
+
+        try:
+            if engine.shares is not None:
+                yield from engine.shares.waits(engine, ids, self.cancelled)
+            for progress in engine.prefill(ids):
+                yield progress
+                if engine.shares is not None and isinstance(progress, Progress):
+                    yield Turn()
+                if self.cancelled():
+                    break
+            self.finish = "cancelled" if self.cancelled() else self.finish
+            if engine.truncated:
+                yield Notice(f"the prompt of {len(ids)} tokens is longer than the context: its middle was dropped (--overflow shift)")
+            dropped, self._read_before, self._cpu_before = engine.truncated, engine.disk_traffic, hardware.cpu_time()
+            if self.finish != "cancelled" and self.max_tokens != 0:
+                stop_ids = self.tokenizer.stop_ids | self.ends
+                for step in engine.generate(self.sampler, self.max_tokens, stop_ids, self.ignore_eos and not held):
+                    if isinstance(step, Turn):
+                        yield step
+                        continue
+                    self.tokens.append(step.token)
+                    self._first_at = self._first_at or time.monotonic()
+                    ends = step.finish == "stop"
+                    text, at_answer = "" if ends else stream.push(step.token), think is None or think.at_answer
+                    may_open = think is not None and think.may_open
+                    certain = indented.push(stops.push(text))
+                    parts, is_thought = split(certain), think is not None and not think.at_answer
+                    if trail and not ends:
+                        was_thought = is_thought or not (at_answer or may_open)
+                        trail.took(step.chances, text, None if may_open and think.may_open else "thinking" if was_thought else "answer")
+                    yield from trail.events(parts, len(certain)) if trail else map(_event, parts)
+                    self.reasoned += is_thought or not at_answer
+                    if held:
+                        held.took(step.token, is_thought)
+                    yield from (Notice(line) for line in engine.announcements())
+                    if engine.truncated and not dropped:
+                        dropped = True
+                        yield Notice("the context is full: its middle was dropped to go on (--overflow shift)")
+                    given_up, at_end = self.cancelled(), stops.hit or bool(self.calls) and think.is_full
+                    self.finish = "stop" if at_end else "cancelled" if given_up else step.finish or self.finish
+                    has_line = has_line or "\n" in text
+                    is_late = has_line and self.most_s is not None and time.monotonic() - self._first_at >= self.most_s
+                    if at_end or given_up or step.finish or indented.hit or is_late:
+                        break
+                else:
+                    self.finish = "cancelled" if self.cancelled() else self.finish
+            ended = stops.hit
+            certain = "" if ended else indented.push(stops.push(stream.flush()) + stops.flush()) + indented.flush()
+            parts = [] if ended else split(certain)
+            stood = copy.copy(think)
+            for kind, part in think.flush() if think else ():
+                into[kind].append(part)
+                parts.append((kind, part))
+            yield from trail.events(parts, len(certain)) if trail else map(_event, parts)
+        except KeyboardInterrupt:  # a pass was left in its middle: what the cache holds is not known
+            engine.reset()
+            raise
+        self.think, self.is_exact, self.stopped_by = stood, not stops.hit, stops.matched
+
+    def cost(self, from_process_start: bool = False, explained: bool = True) -> Stats:
+        """What it cost, once it is written. `from_process_start`: the time to its first token counts from there. `explained`: with why it
+        was not as fast as predicted."""
+        engine = self.engine
+        origin = time.monotonic() - hardware.process_age() if from_process_start else self._started
+        took = [now - then for now, then in zip((engine.prefill_s, engine.decode_s, engine.passes_s), self._before)]
+        from ..planning.outcome import stats  # not on the way to the first token
+
+        return stats(engine, "".join(self.shown[1:]), self.tokens, "length" if self.finish == "context" else self.finish, self.sampler.seed,
+                     len(self._ids), (self._first_at or time.monotonic()) - origin, *took,
+                     self._drafted and engine.speculation.counts.since(self._drafted), engine.disk_traffic.since(self._read_before),
+                     hardware.cpu_time().since(self._cpu_before), self.reasoned, explained, self.stopped_by)
+
+    def remarks(self) -> Iterator[Notice]:
+        """What is to be said of how it ended."""
+        engine = self.engine
+        if self._held and self.finish != "cancelled" and not self._held.is_whole:
+            yield Notice(f"the answer ends before it is whole as {self.held_to.form.flag} wants it")
+        if self.finish == "context":
+            larger = "" if engine.n_ctx >= engine.config.context_length else "-c for a larger one, "
+            yield Notice(f"the context of {engine.n_ctx} tokens is full: the answer ends here ({larger}--overflow shift to go on)")
+
+
+def _event(part: tuple[str, str | Call]) -> TextDelta | Call:
+    kind, found = part
+    return found if isinstance(found, Call) else TextDelta(found, kind)

@@ -1,0 +1,137 @@
+"""One vector of a text, by models that were made for it: the state of its last token, or the mean of all, behind the final norm.
+
+How a model does it stands where sentence-transformers writes it, `modules.json` and `1_Pooling/config.json`; the latter lies as
+`pooling.json` in folders that effllm made. A GGUF file says it itself, and whether a token ends every text. Whatever these say of a norm, a
+vector has the length 1, as programs expect of embeddings.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ... import ContextOverflow, UsageError
+from ...kernels.reference import normalise
+from ...offload.direct import Interrupted
+from ...offload.header import is_gguf
+from ..config_reader import ConfigError, show
+from ..engine import Engine
+from ..events import Turn
+from ..files.small_file import JSON_NBYTES, read_whole
+from ..gguf.architectures import POOLED
+from ..hub import MODULES, POOLING, POOLING_KEPT
+from ..text import Tokenizer
+
+LAST, MEAN = "last", "mean"
+WAYS = {"lasttoken": LAST, "mean": MEAN}
+STATED = {"pooling_mode_lasttoken": LAST, "pooling_mode_mean_tokens": MEAN}  # as it was written before
+USUAL = {"transformer", "pooling", "normalize"}  # modules that do what is done here, by the last word of their type
+POOLING_TYPE, EOS, ADDS_EOS = "{}.pooling_type", "tokenizer.ggml.eos_token_id", "tokenizer.ggml.add_eos_token"
+OTHERS = "serve a model that was made for it, as Qwen/Qwen3-Embedding-0.6B"
+
+
+def pooling_of(path: Path | None) -> str:
+    """How the model at `path` makes a vector of a text: last or mean. Raises UsageError for one that was not made for it, or in a way that
+    does not run here."""
+    if path is not None and is_gguf(path):
+        if (way := POOLED.get(stated_in(path, POOLING_TYPE))) is None:
+            raise UsageError("this model was not made for embeddings: its file does not say how", OTHERS)
+        return way
+    names = () if path is None else (POOLING, POOLING_KEPT)
+    stated = next((found for name in names if (found := read_json(path / name)) is not None), None)
+    if not isinstance(stated, dict):
+        raise UsageError("this model was not made for embeddings: nothing beside its weights says how", OTHERS)
+    modules = read_json(path / MODULES)
+    for module in modules if isinstance(modules, list) else () if modules is None else (modules,):
+        kind = module.get("type") if isinstance(module, dict) else None
+        if not isinstance(kind, str) or kind.rpartition(".")[2].lower() not in USUAL:
+            raise UsageError(f"this model's embeddings go through a module {show(kind)}, which does not run here", OTHERS)
+    way = stated.get("pooling_mode")
+    said = {WAYS.get(way, str(way))} if isinstance(way, str) else {
+        STATED.get(name, name.removeprefix("pooling_mode_")) for name, value in stated.items()
+        if name.startswith("pooling_mode_") and value is True}
+    if not said:
+        raise UsageError("this model's files name no way in which embeddings are made", OTHERS)
+    if len(said) != 1 or not said <= {LAST, MEAN}:
+        raise UsageError(f"this model's embeddings are made by {show(' and '.join(sorted(said)))}, not of the last token or the mean of "
+                         "all", OTHERS)
+    return said.pop()
+
+
+def ending(path: Path | None, tokenizer: Tokenizer) -> list[int]:
+    """The token that ends every text of which a vector is made, if one does; behind a text of a folder the tokenizer puts it itself."""
+    if path is not None and is_gguf(path):
+        number = stated_in(path, EOS)
+        return [number] if stated_in(path, ADDS_EOS) is True and type(number) is int else []
+    whole, bare = tokenizer.encode("a"), tokenizer.encode("a", add_special_tokens=False)
+    return [] if whole[-1] == bare[-1] else whole[-1:]
+
+
+def stated_in(path: Path, key: str) -> Any:
+    """What a GGUF file states; `{}` stands for its architecture."""
+    from ..gguf.store import read_header
+
+    metadata = read_header(path).metadata
+    return metadata.get(key.format(metadata.get("general.architecture")))
+
+
+def read_json(path: Path) -> object:
+    """What a JSON file holds; None where there is none. Raises ConfigError."""
+    try:
+        return json.loads(read_whole(path, JSON_NBYTES))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON", "the download may be incomplete") from error
+
+
+def vector(engine: Engine, ids: Sequence[int], pooling: str, cancelled: Callable[[], bool]) -> Generator[Turn, None, np.ndarray | None]:
+    """The vector float32 [D] of token ids, of length 1; None where it was cancelled. The sequence that the engine held is forgotten.
+    Raises ContextOverflow."""
+    demand_room(ids, engine.n_ctx)
+    norm, total = engine.model.read_norm(), np.zeros(engine.config.hidden_size)
+
+    def add(states: np.ndarray, is_last: bool) -> None:
+        if pooling == MEAN or is_last:
+            rows = states if pooling == MEAN else states[-1:]
+            np.add(total, normalise(rows, norm.kind, norm.weight, norm.bias, norm.eps).sum(0), out=total)
+
+    if not (yield from read_through(engine, ids, cancelled, add)):
+        return None
+    engine.demand_finite(total[None])
+    return unit(total)
+
+
+def read_through(engine: Engine, ids: Sequence[int], cancelled: Callable[[], bool],
+                 see: Callable[[np.ndarray, bool], None]) -> Generator[Turn, None, bool]:
+    """Read token ids alone; `see` is shown the states of each piece, and whether it is the last. False where it was cancelled. The sequence
+    that the engine held is forgotten."""
+    engine.cancelled = cancelled
+    try:
+        for start, states in engine.states(ids):
+            see(states, start + len(states) == len(ids))
+            if cancelled():
+                return False
+            yield Turn()
+    except Interrupted:
+        return False
+    finally:
+        engine.reset()  # what a prompt would go on from is not here
+    return True
+
+
+def demand_room(ids: Sequence[int], room: int) -> None:
+    """Raises ContextOverflow for a text that has no vector in a context of `room` tokens."""
+    if not 0 < len(ids) <= room:
+        raise ContextOverflow(f"a text has {len(ids)} token{'' if len(ids) == 1 else 's'} and the context holds {room}",
+                              "shorten it, or serve with a larger -c" if ids else "write something")
+
+
+def unit(values: np.ndarray) -> np.ndarray:
+    """The same direction with the length 1, float32; zeros stay what they are."""
+    length = np.linalg.norm(values.astype(np.float64))
+    return (values / length if length else values).astype(np.float32)

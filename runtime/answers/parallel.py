@@ -1,0 +1,46 @@
+"""What answers that are written at once ask of a run: a cache for each, which its plan counts, and nothing that is for one alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ... import UsageError
+from ...offload.notes import Fallback
+from ..speculation.drafts import PLACES_NBYTES
+
+if TYPE_CHECKING:
+    from ..prepare import EngineOptions
+
+MOST = 64  # answers at once: more would wait for one another longer than in a line
+# Options that are for one text at a time -> what they are without, the flag as it was given, and why it is not for several. Drafts from the
+# text itself are not among them: a sequence has them while no other one writes.
+ALONE = {"draft": (None, "--draft", "a model that drafts follows one text"),
+         "kv_ram": (None, "--kv-ram", "the caches of several texts stay in memory"),
+         "disk": (None, "--disk", "the caches of several texts stay in memory"),
+         "kv_read": ("exact", "--kv-read sparse", "the caches of several texts stay in memory"),
+         "spec": ("auto", "--spec {}", "the layer that drafts follows one text")}
+
+
+def drafts_nbytes(texts: int) -> int:
+    """What the places of tokens take in which each further text looks for its own drafts."""
+    return (texts - 1) * PLACES_NBYTES
+
+
+def fitted(options: EngineOptions, notices: list[str]) -> EngineOptions:
+    """The options as they hold for so many texts at once. Raises UsageError for what is for one text alone; where that stands in a person's
+    settings, for all models, it is left out, with a notice."""
+    if options.parallel == 1:
+        return options
+    if options.parallel > MOST:
+        raise UsageError(f"--parallel {options.parallel} is more than {MOST} answers at once", "others wait in the line")
+    for name, (without, flag, why) in ALONE.items():
+        value = getattr(options, name)
+        if value == without or value in ("off", "lookup"):
+            continue
+        said = f"{flag.format(value)} does not go with --parallel {options.parallel}: {why}"
+        if name not in options.preset:
+            raise UsageError(said, "leave one of them out")
+        options = replace(options, **{name: without})
+        notices.append(Fallback(f"{said}; left out, as it was set for all models"))
+    return options

@@ -1,0 +1,125 @@
+"""How well documents answer a query, by causal models that were made to say it: such a model is asked whether a document does, and how
+likely its word for yes is, against that for no, is the score.
+
+How one is asked stands where sentence-transformers writes it: `modules.json` and `1_LogitScore/config.json` name the two tokens (the latter
+lies as `ranking.json` in folders that effllm made), and the chat template knows the roles query and document. A GGUF file has a template of
+its own for it, and two labels.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from math import exp
+from pathlib import Path
+
+import numpy as np
+
+from ... import UsageError
+from ...offload.header import is_gguf
+from ..config_reader import show
+from ..engine import Engine
+from ..events import Turn
+from ..gguf.architectures import RANK
+from ..hub import MODULES, RANKING, RANKING_KEPT
+from ..templates.template import TemplateError
+from ..text import Tokenizer
+from ..tokens.plain_text import PlainText
+from .embedding import demand_room, read_json, read_through, stated_in
+
+USUAL = {"transformer", "logitscore"}  # modules that do what is done here, by the last word of their type
+POOLING_TYPE, LABELS, TEMPLATE = "{}.pooling_type", "{}.classifier.output_labels", "tokenizer.chat_template.rerank"
+# What stands in a prompt for what is asked about, while it is looked at where that comes.
+QUERY, DOCUMENT, INSTRUCTION = "{query}", "{document}", "{instruction}"
+OTHERS = "serve a model that was made for it, as Qwen/Qwen3-Reranker-0.6B"
+NOT_MADE = "this model was not made for ranking documents: {} says how"
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """How one model is asked: the tokens of its two words, and a GGUF file's `template`, None for the chat template's roles."""
+
+    yes: int
+    no: int
+    tokenizer: Tokenizer
+    template: str | None = None
+
+    def asked(self, query: str, document: str, instruction: str | None = None) -> list[int]:
+        """Token ids of the question. Marks that are written in what is asked about are letters. Raises UsageError for an instruction that
+        the model has no place for."""
+        texts = {QUERY: query, DOCUMENT: document, INSTRUCTION: instruction or ""}
+        framed = self._framed(None if instruction is None else INSTRUCTION)
+        if instruction is not None and INSTRUCTION not in framed:
+            raise UsageError("this model's template has no place for an instruction", "leave it away")
+        parts = re.split("|".join(f"({re.escape(each)})" for each in texts), framed)
+        parts = [part for part in parts if part]
+        if not any(mark in text for mark in self.tokenizer.added for text in texts.values()):
+            return self.tokenizer.encode("".join(texts.get(part, part) for part in parts), False)
+        plain = PlainText(self.tokenizer)
+        return [token for part in parts for token in
+                (plain.going_on(texts[part]) if part in texts else self.tokenizer.encode(part, False))]
+
+    def _framed(self, instruction: str | None) -> str:
+        if self.template is not None:
+            return self.template
+        said = [] if instruction is None else [{"role": "system", "content": instruction}]
+        return self.tokenizer.render_chat([*said, {"role": "query", "content": QUERY}, {"role": "document", "content": DOCUMENT}])
+
+
+def ranking_of(path: Path | None, tokenizer: Tokenizer) -> Ranking:
+    """How the model at `path` is asked. Raises UsageError for one that was not made for it, or in a way that does not run here."""
+    if path is not None and is_gguf(path):
+        found = _of_gguf(path, tokenizer)
+    elif path is not None and (stated := next((each for name in (RANKING, RANKING_KEPT) if (each := read_json(path / name))), None)):
+        found = _of_folder(path, stated, tokenizer)
+    else:
+        raise UsageError(NOT_MADE.format("nothing beside its weights"), OTHERS)
+    rows = tokenizer.vocab_size
+    if any(type(each) is not int or not 0 <= each < rows for each in (found.yes, found.no)):
+        raise UsageError("this model's files name no two tokens by which it ranks documents", OTHERS)
+    try:
+        framed = found._framed(None)
+    except TemplateError as error:
+        raise UsageError(f"this model's chat template takes no query and no document: {error.message}", OTHERS) from error
+    if QUERY not in framed or DOCUMENT not in framed:
+        raise UsageError("this model's template has no place for a query and a document", OTHERS)
+    return found
+
+
+def _of_folder(path: Path, stated: object, tokenizer: Tokenizer) -> Ranking:
+    modules = read_json(path / MODULES)
+    for module in modules if isinstance(modules, list) else () if modules is None else (modules,):
+        kind = module.get("type") if isinstance(module, dict) else None
+        if not isinstance(kind, str) or kind.rpartition(".")[2].lower() not in USUAL:
+            raise UsageError(f"this model's scores go through a module {show(kind)}, which does not run here", OTHERS)
+    words = stated if isinstance(stated, dict) else {}
+    return Ranking(words.get("true_token_id"), words.get("false_token_id"), tokenizer)
+
+
+def _of_gguf(path: Path, tokenizer: Tokenizer) -> Ranking:
+    labels, template = stated_in(path, LABELS), stated_in(path, TEMPLATE)
+    if stated_in(path, POOLING_TYPE) != RANK or not isinstance(template, str):
+        raise UsageError(NOT_MADE.format("nothing in its file"), OTHERS)
+    words = [tokenizer.encode(str(each), False) for each in labels] if isinstance(labels, list) else []
+    if [len(each) for each in words] != [1, 1]:
+        raise UsageError("this model ranks documents by a head of its own, which does not run here", OTHERS)
+    return Ranking(words[0][0], words[1][0], tokenizer, template)
+
+
+def score(engine: Engine, ids: Sequence[int], ranking: Ranking, cancelled: Callable[[], bool]) -> Generator[Turn, None, float | None]:
+    """How likely yes is behind token ids, against no, 0 to 1; None where it was cancelled. The sequence that the engine held is forgotten.
+    Raises ContextOverflow."""
+    demand_room(ids, engine.n_ctx)
+    found = 0.0
+
+    def compare(states: np.ndarray, is_last: bool) -> None:
+        nonlocal found
+        if is_last:
+            logits = engine.model.logits(states[-1:])
+            engine.demand_finite(logits)
+            found = float(logits[0, ranking.yes]) - float(logits[0, ranking.no])
+
+    if not (yield from read_through(engine, ids, cancelled, compare)):
+        return None
+    return 1 / (1 + exp(-found)) if found > -700 else 0.0  # beyond which exp has no number

@@ -1,0 +1,118 @@
+"""What is read for its own sake and not to be answered: texts of which vectors are made, documents that are ranked. Each is read anew, and
+what the sequence held of a conversation is kept as for another prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import cached_property
+from typing import TYPE_CHECKING, TypeVar
+
+from ..engine import Engine
+from ..events import Embedded, Event, Notice, Progress, Ranked, Turn
+from ..text import Tokenizer
+from .slot import Slot
+
+if TYPE_CHECKING:
+    from ..adapters.choosing import Choice
+    from .ranking import Ranking
+
+Made = TypeVar("Made")
+
+
+def never() -> bool:
+    return False
+
+
+class Readings:
+    """What `Replies` has for it."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    usual: Choice
+    slot_for: Callable[[str | list[int], Choice], AbstractContextManager[Slot]]
+    demand_known: Callable[[Sequence[int]], list[int]]
+
+    def embed(self, texts: Sequence[str | Sequence[int]], cut: bool = False, cancelled: Callable[[], bool] = never,
+              choice: Choice | None = None) -> Iterator[Event]:
+        """One vector of each text, or of token ids as they stand. Of a text that is longer than the context, its end is left out with
+        `cut`, but for the token that ends every text. `choice`: as of a `Wish`. Raises EffllmError where the model makes none, or of these
+        none."""
+        from .embedding import demand_room, vector
+
+        pooling, room = self._pooling, self.engine.n_ctx
+        rows: list[list[int]] = []
+        for text in texts:  # all of them before the first costs a pass, and what the cache holds
+            ids = self._ended(text) if isinstance(text, str) else self.demand_known(text)
+            if cut and len(ids) > room:
+                yield Notice(f"a text of {len(ids)} tokens is cut: the context is {room} tokens (-c)")
+                ends = self._ends if isinstance(text, str) else []
+                ids = ids[: room - len(ends)] + ends
+            demand_room(ids, room)
+            rows.append(ids)
+            if cancelled():
+                return
+            yield Turn()
+        made = yield from self._each(rows, choice, "embedding", lambda engine, ids: vector(engine, ids, pooling, cancelled))
+        if made is not None:
+            yield Embedded(made, sum(map(len, rows)))
+
+    def rank(self, query: str, documents: Sequence[str], instruction: str | None = None, cancelled: Callable[[], bool] = never,
+             choice: Choice | None = None) -> Iterator[Event]:
+        """How well each document answers a query, of what kind an `instruction` says. Raises EffllmError where the model was not made for
+        it, or one of these has no room."""
+        from .embedding import demand_room
+        from .ranking import score
+
+        ranking, rows = self.ranking, []
+        for document in documents:
+            rows.append(ranking.asked(query, document, instruction))
+            demand_room(rows[-1], self.engine.n_ctx)
+            if cancelled():
+                return
+            yield Turn()
+        made = yield from self._each(rows, choice, "ranking", lambda engine, ids: score(engine, ids, ranking, cancelled))
+        if made is not None:
+            yield Ranked(made, sum(map(len, rows)))
+
+    def _each(self, rows: Sequence[list[int]], choice: Choice | None, phase: str,
+              read: Callable[[Engine, list[int]], Generator[Turn, None, Made | None]]) -> Generator[Event, None, list[Made] | None]:
+        """What reading each text comes to, by one sequence; None where one was given up."""
+        made: list[Made] = []
+        choice = self.usual if choice is None else choice
+        with self.slot_for([], choice) as own:
+            if own.kept is not None:
+                yield from own.kept.turn_to(None, [], own.prompts, choice=choice)  # keeps what is lost here
+            own.engine.choose(choice)
+            own.prompts.held, own.prompt = ("", []), 0
+            for number, ids in enumerate(rows):
+                made.append((yield from read(own.engine, ids)))
+                if made[-1] is None:
+                    return None
+                if number + 1 < len(rows):
+                    yield Progress(phase, number + 1, len(rows), "texts")
+        return made
+
+    @cached_property
+    def ranking(self) -> Ranking:
+        """How the model is asked to rank documents. Raises UsageError where it was not made for it."""
+        from .ranking import ranking_of
+
+        return ranking_of(self.engine.prepared.folder, self.tokenizer)
+
+    @cached_property
+    def _pooling(self) -> str:
+        from .embedding import pooling_of
+
+        return pooling_of(self.engine.prepared.folder)
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        from .embedding import ending
+
+        return ending(self.engine.prepared.folder, self.tokenizer)
+
+    def _ended(self, text: str) -> list[int]:
+        """Token ids of a text with the one that ends it."""
+        ids = self.tokenizer.encode(text)
+        return ids if ids[-1:] == self._ends else ids + self._ends

@@ -1,0 +1,205 @@
+"""`--target 4.25bpw`: a format for every tensor, by what rounding that tensor alone does to the model's answers.
+
+Each unit (a tensor or, in a model of many layers, one role over neighbouring layers) is rounded at one width, the rest left as it is, and
+the KL divergence from the unquantized model is measured on a short text. At other widths the divergence is that times the ratio of the
+squared errors of the weights, which it follows closely (within 15% over 35 dB on the reference model). `quant/recipe.py` then spends the
+bytes. What was measured is kept as it comes (`damage_notes.py`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import prod
+
+import numpy as np
+
+from ... import DoesNotFit, UsageError
+from ...offload.size import several
+from ...quant.codes import dequantize
+from ...quant.methods import rtn
+from ...quant.recipe import Choice, Recipe, allocate
+from ...quant.spec import QuantSpec
+from ...quant.weight import from_f32, to_f32
+from ..engine import Engine
+from ..events import Notice, Progress
+from ..measuring.evaluate import log_softmax
+from ..speculation.mtp_tensors import MTP
+from . import damage_notes
+from .convert_estimate import about
+from .convert_plan import ConversionPlan, Job
+from .convert_stream import finite
+from .damage_notes import Errors
+
+WIDTHS = ("2bit", "3bit", "4bit", "5bit", "6bit", "8bit")
+MEASURED = "3bit"  # coarse enough to stand far above rounding noise, fine enough that damage still adds up
+MOST_UNITS = 64
+SAMPLE_TOKENS, SAMPLE_NBYTES, WINDOW = 2048, 256 << 20, 512  # of text; of the reference's log-probabilities
+CHUNK_NBYTES = 16 << 20  # float32 rows that are rounded at once
+JUDGED_ROWS = 256  # of a tensor, for its error at other widths
+SURE_S = 1.0  # of the text, from which on what is left is told
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Tensors whose damage is measured together."""
+
+    name: str
+    jobs: tuple[Job, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(job.name for job in self.jobs)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The recipe that meets a target. `damage` is the divergence, in nats per token, expected of each tensor at the format it got."""
+
+    recipe: Recipe
+    bits_per_weight: float
+    damage: Mapping[str, float]
+
+
+def search(plan: ConversionPlan, engine: Engine, ids: Sequence[int], target: float, own: Recipe) -> Iterator[Progress | Notice | Found]:
+    """Find the recipe for `target` bits per weight; the result comes last. `engine` runs the unquantized model of `plan` on the CPU.
+
+    Tensors that a rule of `own` names keep what it says; those of the layer that the model drafts by, which damages no answer, have the
+    formats of the plan. Raises UsageError for a target that nothing meets, naming what the smallest takes.
+    """
+    budget = int(target * plan.weights / 8)
+    free = [job for job in plan.jobs if job.spec != job.source and own.ruled(job.name) is None and not job.role.startswith(MTP)]
+    names = {job.name for job in free}  # of a mixture some ten thousand
+    fixed = sum((own.ruled(job.name) or job.spec).nbytes(job.shape) for job in plan.jobs if job.name not in names)
+    specs = {width: QuantSpec.parse(width, own.short) for width in WIDTHS}
+    least = fixed + sum(specs[WIDTHS[0]].nbytes(job.shape) for job in free)
+    if least > budget:
+        raise UsageError(f"{target:g} bits per weight cannot be met: the smallest formats take {8 * least / plan.weights:.2f}",
+                         f"--target {8 * least / plan.weights + 0.005:.2f}bpw or more")
+    found = units(free)
+    per_unit: dict[str, float] = {}
+    errors: Errors = {}
+    for event in measured(plan, engine, ids, found, specs):
+        if isinstance(event, Progress | Notice):
+            yield event
+        else:
+            per_unit[event[0]], errors = event[1], errors | event[2]
+    choices = {job.name: [Choice(spec, spec.nbytes(job.shape), per_unit[unit.name] * share * errors[job.name][width]
+                                 / errors[job.name][MEASURED]) for width, spec in specs.items()]
+               for unit in found for job, share in _shares(unit, errors)}
+    chosen = allocate(choices, budget - fixed)
+    damage = {name: next(option.damage for option in choices[name] if option.spec == spec) for name, spec in chosen.items()}
+    nbytes = fixed + sum(spec.nbytes(job.shape) for job in free for spec in [chosen[job.name]])
+    yield Found(replace(own, names={**own.names, **chosen}), 8 * nbytes / plan.weights, damage)
+
+
+def units(jobs: Sequence[Job]) -> list[Unit]:
+    """At most about MOST_UNITS of them: tensors, or each role's tensors in bands of neighbouring layers."""
+    if len(jobs) <= MOST_UNITS:
+        return [Unit(job.name, (job,)) for job in jobs]
+    roles = sorted({job.group for job in jobs if isinstance(job.key, int)})
+    layers = 1 + max(job.key for job in jobs if isinstance(job.key, int))
+    band = -(-layers * len(roles) // MOST_UNITS)
+    groups: dict[tuple[str, int | str], list[Job]] = {}
+    for job in jobs:
+        groups.setdefault((job.group, job.key // band if isinstance(job.key, int) else job.key), []).append(job)
+    return [Unit(members[0].name, tuple(members)) for members in groups.values()]
+
+
+def measured(plan: ConversionPlan, engine: Engine, ids: Sequence[int], found: Sequence[Unit],
+             specs: Mapping[str, QuantSpec]) -> Iterator[Progress | Notice | tuple[str, float, Errors]]:
+    """How long it will take, then per unit its name, its divergence at MEASURED, and each tensor's squared error at every width of
+    `specs` as a share of its squares. What an earlier search has measured comes first."""
+    tokens = max(2, min(SAMPLE_TOKENS, len(ids), SAMPLE_NBYTES // 4 // engine.config.vocab_size))
+    width = min(WINDOW, tokens, engine.n_ctx)
+    sample = [list(ids[start : start + width]) for start in range(0, tokens - width + 1, width)]
+    key = damage_notes.key_of(plan.store, sample, specs)
+    known = damage_notes.known(key, list(specs))
+    left = [unit for unit in found if unit.names not in known]
+    for unit in found:
+        if unit.names in known:
+            yield unit.name, *known[unit.names]
+    if len(left) < len(found):
+        there = f"{len(found) - len(left)} of {several(len(found), 'run')}"
+        yield Notice(f"what the bits of each tensor are worth was measured before, {there}")
+    if not left:
+        return
+    yield Progress("measuring tensors", 0, len(left), "runs")
+    reference: list[np.ndarray] = []
+    begun, said = time.monotonic(), False
+    for window in sample:
+        reference.append(_log_probabilities(engine, window))
+        _divergence(reference[-1], reference[-1])  # as of every run to come
+        spent = time.monotonic() - begun
+        if not said and (spent > SURE_S or len(reference) == len(sample)):
+            said = True
+            seconds = spent / len(reference) * len(sample) * (len(left) + 1)
+            runs = f"{several(len(left), 'run')} of {sum(map(len, sample))} tokens"
+            yield Notice(f"what the bits of each tensor are worth is measured first: {runs} take about {about(seconds)}")
+    for done, unit in enumerate(left):
+        yield Progress("measuring tensors", done, len(left), "runs")
+        errors: Errors = {}
+        with swapped(engine, unit.jobs, specs, errors):
+            total = sum(_divergence(there, _log_probabilities(engine, window)) for there, window in zip(reference, sample))
+        damage = total / sum(map(len, sample))
+        damage_notes.keep(key, damage, errors)
+        yield unit.name, damage, errors
+    yield Progress("measuring tensors", len(left), len(left), "runs")
+
+
+@contextmanager
+def swapped(engine: Engine, jobs: Sequence[Job], specs: Mapping[str, QuantSpec], errors: Errors) -> Iterator[None]:
+    """The engine with `jobs` rounded at MEASURED, in the memory of its weights; afterwards they are as they were. Fills `errors`."""
+    kept: list[tuple[np.ndarray, np.ndarray]] = []
+    try:
+        for job in jobs:
+            with engine.model.pager.lease(job.key) as raw:
+                if job.name not in raw:
+                    raise DoesNotFit("bits by measured damage need the whole model in memory, and it does not fit", "more --ram, or --bits")
+                data = raw[job.name]
+            kept.append((data, data.copy()))
+            errors[job.name] = _round_in_place(data, job, specs, engine)
+        yield
+    finally:
+        for data, before in kept:
+            data[:] = before
+        engine.reset()
+
+
+def _round_in_place(data: np.ndarray, job: Job, specs: Mapping[str, QuantSpec], engine: Engine) -> dict[str, float]:
+    """Round a tensor's bytes at MEASURED. Returns its relative squared error at every width, judged on some of its rows."""
+    typed = data.view(np.float32 if job.source.scheme == "f32" else np.uint16).reshape(job.shape)
+    pool = engine.backends["cpu"].pool
+
+    def rounded(values: np.ndarray, width: str) -> np.ndarray:
+        finite(job, values)
+        spec = specs[width]
+        return dequantize(rtn.quantize(values, spec, None, pool), spec)
+
+    judge = to_f32(np.ascontiguousarray(typed[:: max(1, job.shape[0] // JUDGED_ROWS)]), job.source.scheme)
+    squares = float(np.square(judge, dtype=np.float64).sum()) or 1.0
+    errors = {width: max(float(np.square(judge - rounded(judge, width), dtype=np.float64).sum()) / squares, 1e-12) for width in specs}
+    step = max(16, CHUNK_NBYTES // 4 // job.shape[1] // 16 * 16)
+    for begin in range(0, job.shape[0], step):
+        part = typed[begin : begin + step]
+        part[:] = from_f32(rounded(to_f32(part, job.source.scheme), MEASURED), job.source.scheme)
+    return errors
+
+
+def _shares(unit: Unit, errors: Errors) -> Iterator[tuple[Job, float]]:
+    """Every tensor's part of its unit's divergence: by its size and error."""
+    weights = [prod(job.shape) * errors[job.name][MEASURED] for job in unit.jobs]
+    total = sum(weights)
+    yield from ((job, weight / total) for job, weight in zip(unit.jobs, weights, strict=True))
+
+
+def _log_probabilities(engine: Engine, window: Sequence[int]) -> np.ndarray:
+    """float32 [T, V]."""
+    return np.concatenate([log_softmax(logits).astype(np.float32) for _, logits in engine.score(window)])
+
+
+def _divergence(reference: np.ndarray, here: np.ndarray) -> float:
+    """Summed over tokens."""
+    return float((np.exp(reference) * (reference - here)).sum(dtype=np.float64))

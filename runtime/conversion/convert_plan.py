@@ -1,0 +1,240 @@
+"""What a conversion will write, from headers alone: the format of every tensor, the files, the sizes. `quantize --dry-run` prints it.
+
+The matrices of the roles below are quantized as the recipe says; everything else (norms, biases, routers) keeps its stored type. Tensors
+lie layer by layer in the order in which a forward pass reads them, q, k, v and gate, up side by side; the experts of a mixture come last in
+their layer, each a record of its own on a 4096-byte border, so that one read brings it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+
+from ... import UsageError
+from ...kernels.tiles import padded
+from ...offload.checkpoint import TensorInfo, TensorStore
+from ...offload.shards import Planned, PlannedFile, plan_files
+from ...quant.recipe import Recipe
+from ...quant.spec import QuantSpec
+from ..config import ModelConfig, read_config
+from ..families import expert_of, kind_of
+from ..source import is_low_bit, open_store
+from ..speculation.mtp_tensors import JOIN
+from ..stores.container import DTYPES, FORMAT, VERSION, read_container
+from ..tensors import ModelTensor, with_own_layer
+
+# roles, in the order in which they are written
+MATRICES = ("state_in", "state_gate", "state_out", "low_in", "low_out", "q", "k", "v", "kv_a", "q_a", "q_b", "attn_gate", "o", "gate", "up",
+            "down", "input_gate", "input_out", "embed", "layer_embed", "layer_proj", "enter", "leave", "head", JOIN)
+OTHER = "other"  # the class of norms and biases
+WIDENED, HALF = QuantSpec.raw("f32"), QuantSpec.raw("f16")  # what other tools' codes are read as, and what they stay as in a run
+KEPT_BITS = 4  # of a base from which on published codes of four bits are kept
+ORIGINAL = "quantize the original 16-bit checkpoint"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One tensor: where it comes from and what it becomes. `key` is its layer, or "outer"; `stored_nbytes` what it takes in the source's
+    files, which for weights that are widened as they are read is less than `info` says."""
+
+    name: str
+    key: int | str
+    role: str
+    info: TensorInfo
+    source: QuantSpec
+    spec: QuantSpec
+    stored_nbytes: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.info.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.spec.nbytes(self.shape)
+
+    @property
+    def kept(self) -> bool:
+        """Do low-bit codes of the checkpoint go along as they are?"""
+        return not self.spec.is_raw and self.spec == self.source
+
+    @property
+    def quantized(self) -> bool:
+        return not self.spec.is_raw and not self.kept
+
+    @property
+    def group(self) -> str:
+        """The line of a table that it counts in."""
+        return kind if (kind := kind_of(self.role)) in MATRICES else OTHER
+
+
+@dataclass(frozen=True)
+class SizeRow:
+    """Tensors of one class: how many, how many weights, bytes before and after, and in which formats."""
+
+    name: str
+    tensors: int
+    weights: int
+    before: int
+    after: int
+    specs: tuple[str, ...]
+
+    @property
+    def bits_per_weight(self) -> float:
+        return 8 * self.after / self.weights if self.weights else 0.0
+
+    def to_json(self) -> dict[str, object]:
+        return {"class": self.name, "tensors": self.tensors, "weights": self.weights, "bytes_before": self.before,
+                "bytes_after": self.after, "bits_per_weight": self.bits_per_weight, "specs": list(self.specs)}
+
+
+@dataclass(frozen=True)
+class ConversionPlan:
+    """`jobs` in the order in which they are written. `unused`: tensors of the checkpoint that the model does not read."""
+
+    folder: Path
+    config: ModelConfig
+    store: TensorStore
+    recipe: Recipe
+    jobs: tuple[Job, ...]
+    files: tuple[PlannedFile, ...]
+    unused: tuple[str, ...]
+
+    @property
+    def weights(self) -> int:
+        return sum(prod(job.shape) for job in self.jobs)
+
+    @property
+    def before(self) -> int:
+        """Bytes of the tensors in the source's files; `read_nbytes` are those that are read of it."""
+        return sum(job.stored_nbytes for job in self.jobs)
+
+    @property
+    def read_nbytes(self) -> int:
+        return sum(job.info.nbytes for job in self.jobs)
+
+    @property
+    def after(self) -> int:
+        """Bytes of the tensors; `file_nbytes` adds headers and the padding between them."""
+        return sum(job.nbytes for job in self.jobs)
+
+    @property
+    def file_nbytes(self) -> int:
+        return sum(file.size for file in self.files)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Stored bits over weights, every tensor counted."""
+        return 8 * self.after / self.weights
+
+    def rows(self) -> tuple[SizeRow, ...]:
+        """Sizes per class of tensor."""
+        return tuple(row for name in (*MATRICES, OTHER) if (row := _size_row(name, [job for job in self.jobs if job.group == name])))
+
+    def notices(self) -> Iterable[str]:
+        """What a person did not ask for: padding, once per shape and format, and what is left out."""
+        said = set()
+        if kept := [job for job in self.jobs if job.kept]:
+            yield (f"{len(kept)} tensors stay in {kept[0].spec}, as they were published: rounding them anew would lose and save nothing "
+                   "(--tensor-type for another format)")
+        if any(job.quantized and job.stored_nbytes < job.info.nbytes for job in self.jobs) and is_low_bit(self.folder):
+            yield "these weights were quantized before: what that lost stays lost, this comes on top; from the published ones it is less"
+        for job in self.jobs:
+            if not job.quantized or (job.shape, job.spec.group) in said:
+                continue
+            said.add((job.shape, job.spec.group))
+            stored = padded(job.shape, job.spec.scheme, job.spec.group)
+            if stored != job.shape:
+                yield (f"{kind_of(job.role)} of {job.shape[0]} x {job.shape[1]} is padded to {stored[0]} x {stored[1]}: rows come in "
+                       f"blocks of 16, inputs in groups of {max(32, job.spec.group)}")
+        if self.unused:
+            more = f" and {len(self.unused) - 1} more" if len(self.unused) > 1 else ""
+            yield f"left out, because the model does not read it: {self.unused[0]}{more}"
+
+    def with_recipe(self, recipe: Recipe) -> ConversionPlan:
+        """The same checkpoint in other formats."""
+        jobs = tuple(replace(job, spec=_spec(job, recipe)) for job in self.jobs)
+        return replace(self, recipe=recipe, jobs=jobs, files=_files(jobs))
+
+
+def plan_conversion(folder: Path, recipe: Recipe, keep: bool = True, whole: bool = True) -> ConversionPlan:
+    """Read headers and decide. Codes that a checkpoint holds in four bits are not rounded to as many or more, unless a rule says so or
+    `keep` is False. Not `whole`: weights are still to come, so that a head beside the embedding of a tied model stays, whatever it will be.
+    Raises UsageError for what is quantized already and for a rule that no matrix's name matches, CheckpointError for what is damaged.
+
+    The store of the plan stays open.
+    """
+    folder = Path(folder)
+    if (made := read_container(folder)) is not None:
+        raise UsageError(f"{folder} is quantized already ({made.spec_text})", ORIGINAL)
+    config = read_config(folder)
+    stays = keep and not recipe.base.is_raw and recipe.base.bits >= KEPT_BITS
+    trained = keep and config.one_scale and not recipe.base.is_raw  # to be ternary: nothing else is as true and as small
+    store = open_store(folder, wide="f32", kept=lambda name: (stays or trained) and recipe.ruled(name) is None, whole=whole)
+    try:
+        jobs = tuple(_jobs(with_own_layer(config, store, getattr(store, "container", None)), recipe, store))
+        _check_rules(recipe, jobs)
+    except BaseException:
+        store.close()
+        raise
+    read = {(job.info.file, job.info.offset) for job in jobs}  # the first part of a tensor that is split begins where it does
+    unused = tuple(name for name, info in store.tensors.items() if (info.file, info.offset) not in read)
+    return ConversionPlan(folder, config, store, recipe, jobs, _files(jobs), unused)
+
+
+def _check_rules(recipe: Recipe, jobs: Sequence[Job]) -> None:
+    names = [job.name for job in jobs if kind_of(job.role) in MATRICES and len(job.shape) == 2]
+    for pattern, _ in recipe.rules:
+        if not any(re.search(pattern, name) for name in names):
+            if stays := next((job.name for job in jobs if re.search(pattern, job.name)), None):
+                raise UsageError(f"{stays}, which {pattern!r} matches, stays as it is stored", f"rounded are matrices like {names[-1]}")
+            raise UsageError(f"no matrix of this model has a name that {pattern!r} matches", f"names are like {names[-1]}")
+
+
+def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], recipe: Recipe, store: TensorStore) -> Iterable[Job]:
+    outer = dict(tensors["outer"])
+    groups: list[tuple[int | str, dict[str, ModelTensor]]] = [("outer", {"embed": outer.pop("embed")})]
+    groups += [(key, dict(roles)) for key, roles in tensors.items() if key != "outer"] + [("outer", outer)]
+    for key, roles in groups:
+        for role in sorted(roles, key=_place):
+            tensor = roles[role]
+            info = replace(tensor.info, shape=tensor.shape)  # of codes, the weight's
+            job = Job(tensor.name, key, role, info, tensor.spec, tensor.spec, store.stored_nbytes(tensor.info))
+            yield replace(job, spec=_spec(job, recipe))
+
+
+def _place(role: str) -> tuple[int, int, int, str]:
+    kind, expert = kind_of(role), expert_of(role)
+    known = MATRICES.index(kind) if kind in MATRICES else len(MATRICES)
+    return (0, 0, known, role) if expert is None else (1, expert, known, role)
+
+
+def _spec(job: Job, recipe: Recipe) -> QuantSpec:
+    """What a tensor becomes. A matrix that stays raw, but is codes in the files, takes no more than in a run of them."""
+    if len(job.shape) != 2 or not job.source.is_raw:
+        return job.source
+    if kind_of(job.role) in MATRICES:
+        return recipe.spec_for(job.name, job.shape, job.role)
+    return HALF if job.source == WIDENED and job.stored_nbytes < job.info.nbytes else job.source
+
+
+def _files(jobs: Sequence[Job]) -> tuple[PlannedFile, ...]:
+    groups: list[list[Planned]] = []
+    key: object = None
+    for job in jobs:
+        if not groups or (job.key, expert_of(job.role)) != key:
+            groups.append([])
+        key = job.key, expert_of(job.role)
+        dtype, shape = (DTYPES[job.spec.scheme], job.shape) if job.spec.is_raw else ("U8", (job.nbytes,))
+        groups[-1].append(Planned(job.name, dtype, shape, job.nbytes))
+    return plan_files(groups, {"format": FORMAT, "version": str(VERSION)})
+
+
+def _size_row(name: str, jobs: Sequence[Job]) -> SizeRow | None:
+    if not jobs:
+        return None
+    return SizeRow(name, len(jobs), sum(prod(job.shape) for job in jobs), sum(job.stored_nbytes for job in jobs),
+                   sum(job.nbytes for job in jobs), tuple(dict.fromkeys(str(job.spec) for job in jobs)))

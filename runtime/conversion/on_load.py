@@ -1,0 +1,145 @@
+"""Low-bit weights made while a model is loaded: into a private temporary folder, or into the person's data folder to be found again.
+
+They are made in a process of their own (`python -m effllm.runtime.conversion.on_load`): what that takes is not there when the run is
+planned, so that a plan, which makes nothing, says what the run does.
+
+A temporary folder goes with the process that made it (`lasting_folder.py`).
+"""
+
+from __future__ import annotations
+
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ... import DiskFull, DoesNotFit, EffllmError, not_written, typed
+from ...offload.size import format_size
+from ...quant.recipe import Recipe
+from ...quant.spec import QuantSpec
+from ..catalog import ModelRef
+from ..convert import Converted, ConvertOptions, convert
+from ..events import Notice, Progress
+from ..files.lasting_folder import lasting_folder
+from ..library.storage import kept_folder
+from ..source import licence_of, open_weights
+from ..stores.container import CheckpointError, refuse_quantized
+
+PREFIX = "effllm-load-"
+
+
+@dataclass(frozen=True)
+class Request:
+    """A model to be quantized on load. `bits` is a short format such as 4bit; `kept` is the folder of all models that are kept."""
+
+    ref: ModelRef
+    bits: str
+    kept: Path
+    keep: bool = False
+    threads: int | None = None
+
+    @property
+    def folder(self) -> Path:
+        """Where this model is kept at these bits, whether or not it is there: `<data>/models/<name>/<revision or local-...>/<bits>`."""
+        return kept_folder(self.kept, self.ref.folder, self.bits, self.ref.repo or self.ref.alias, self.ref.revision)
+
+
+def demand_format(bits: str) -> None:
+    """Raises UsageError for a format that there is not."""
+    QuantSpec.parse(bits)
+
+
+def find_kept(request: Request) -> Path | None:
+    """The folder of an earlier --keep, of the same source. Raises CheckpointError, with what makes room for another, where it is cut short
+    or its description is damaged."""
+    if not (request.folder / "effllm.json").is_file():
+        return None
+    try:
+        store, container = open_weights(request.folder)
+    except CheckpointError as error:
+        named = typed(f"{request.ref.text}:{request.bits}")
+        raise CheckpointError(error.message, f"effllm rm {named} removes the kept copy; then it is made anew") from error
+    store.close()
+    return request.folder if container is not None else None
+
+
+def quantize_on_load(request: Request, out: Path) -> Iterator[Progress | Notice | Converted]:
+    """Convert into `out`, announced; the result last."""
+    refuse_quantized(request.ref.folder, request.ref.text, "--bits")
+    spec = QuantSpec.parse(request.bits)
+    source = {key: value for key, value in (("model", request.ref.alias or request.ref.text), ("repo", request.ref.repo),
+                                            ("revision", request.ref.revision),
+                                            ("licence", request.ref.licence or licence_of(request.ref.folder))) if value}
+    options = ConvertOptions(Recipe(spec), request.bits, threads=request.threads, source=source)
+    try:
+        for item in _apart(request.ref.folder, out, options):
+            if isinstance(item, Converted):
+                where = f"kept in {out}" if request.keep else "for this run only; --keep keeps it"
+                yield Notice(f"quantized on load to {item.bits_per_weight:.2f} bits per weight, {format_size(item.file_nbytes)}, {where}")
+            yield item
+    except (DiskFull, DoesNotFit) as error:
+        where = "XDG_DATA_HOME" if request.keep else "TMPDIR"
+        raise type(error)(error.message, f"make room there, or set {where} to a folder with room") from error
+
+
+def _apart(folder: Path, out: Path, options: ConvertOptions) -> Iterator[Progress | Notice | Converted]:
+    """`convert` in a child, which stops where this is closed. Raises what that raises."""
+    with subprocess.Popen([sys.executable, "-P", "-m", __spec__.name], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        try:
+            pickle.dump((folder, out, options), child.stdin)
+            child.stdin.close()
+            while True:
+                item = pickle.load(child.stdout)
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+        except (EOFError, BrokenPipeError, pickle.UnpicklingError):
+            if (code := child.wait()) != 0:
+                raise EffllmError(f"quantizing stopped: its process ended with {code}",
+                                  "memory may have run out; effllm quantize goes on where it was stopped") from None
+        finally:
+            child.terminate()
+
+
+def main() -> None:
+    """The child: an order on stdin, events and at last what was raised on stdout, pickled."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent knows what to do, and ends this
+    out, sys.stdout = sys.stdout.buffer, sys.stderr
+
+    def tell(item: object) -> None:
+        pickle.dump(item, out)
+        out.flush()
+
+    with suppress(BrokenPipeError):  # nobody listens any more
+        try:
+            for item in convert(*pickle.load(sys.stdin.buffer)):
+                tell(item)
+        except BrokenPipeError:
+            raise
+        except Exception as error:  # whatever it is, the parent knows how that is said
+            tell(error)
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """A private folder that is gone afterwards. Those of processes that were killed go first. Raises EffllmError where none can be made."""
+    try:
+        root = Path(tempfile.gettempdir())
+    except OSError as error:
+        raise EffllmError(f"no temporary folder can be made: {error.strerror}", "set TMPDIR to a folder with room") from error
+    with ExitStack() as held:
+        try:
+            folder = held.enter_context(lasting_folder(root, PREFIX))
+        except OSError as error:
+            raise not_written(error, f"no temporary folder can be made in {root}", "set TMPDIR to a folder with room",
+                              "make room there, or set TMPDIR to a folder with room") from error
+        yield folder
+
+
+if __name__ == "__main__":
+    main()

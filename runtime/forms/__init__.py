@@ -1,0 +1,1 @@
+"""Answers held to a form: JSON schemas and grammars, and what they may cost."""

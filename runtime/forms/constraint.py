@@ -1,0 +1,292 @@
+"""Answers held to a form (constrained decoding): of all tokens only those may come next that a JSON schema or a grammar still allows.
+
+Which these are is found by llguidance, from the bytes of the vocabulary. A token that is not allowed has no chance; among the others the
+sampler chooses as ever. The form is that of the answer: a model that reasons first does so as it likes. Drafts need no care, since a
+guess counts only where the sampler draws it; what a form leaves no choice about is a guess of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ... import EffllmError, UsageError
+from ...offload.header import shown
+from ..files.small_file import JSON_NBYTES, read_text
+from ..tokens.text_stream import UNFINISHED
+from .gbnf import RULE, SHALLOWER, GbnfError, to_lark
+from .schema_cost import too_much
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+    from ..text import Tokenizer
+    from ..tokens.stream_filters import ChannelFilter, ThinkFilter
+
+BLANK = "▁"  # how a blank is written in vocabularies of SentencePiece
+ANY_OBJECT = "json"  # what --schema takes beside a file: whatever object the model makes up
+# White space between the parts of JSON: a blank, or the end of a line and how far the next is indented. Of more there might be no end.
+SPACE = {"whitespace_pattern": r" ?|\n[ \t]{0,24}"}
+SCHEMA, GRAMMAR = "--schema", "--grammar"
+LENIENT = 'leave it out; "x-guidance": {"lenient": true} in the schema passes over it'
+SMALLER = "make it smaller: fewer entries, properties or alternatives, less of it in one another"
+HINTS = {**dict.fromkeys(("schema too large", "initial lexer configuration", "recursion limit exceeded"), SMALLER),
+         "too deeply nested": SHALLOWER, "Unimplemented keys": LENIENT, "Unknown format": LENIENT,
+         "oneOf constraints": 'write anyOf for oneOf; "x-guidance": {"coerce_one_of": true} in the schema reads it so'}
+ITSELF = """GBNF itself, as 'root ::= "yes" | "no"', or """
+# A reference that leads nowhere, as the library says it.
+LOST = re.compile(r"(?:(Pointer|Anchor)|Resource) '(?:json-schema:///)?([^']*)' (?:does not exist|is not present in a registry).*")
+# What programs that ask a server for answers of a schema put around it.
+MOST_SAID = 300  # of a grammar that is wrong the library shows all
+ENVELOPE = "json_schema"
+ENVELOPES = ("response_format", ENVELOPE, "schema")
+# One of these is in every schema that says something; beside them JSON Schema lets stand whatever it does not know.
+KEYWORDS = frozenset("""$ref $defs $schema $id $anchor $comment $dynamicRef definitions type enum const properties patternProperties
+    additionalProperties required propertyNames minProperties maxProperties dependentRequired dependentSchemas dependencies items
+    prefixItems additionalItems contains minItems maxItems uniqueItems unevaluatedItems unevaluatedProperties minLength maxLength pattern
+    format minimum maximum exclusiveMinimum exclusiveMaximum multipleOf anyOf allOf oneOf not if then else title description default
+    examples x-guidance""".split())
+
+
+@dataclass(frozen=True)
+class Form:
+    """What answers are held to: `grammar` as llguidance reads it, `flag` and `name` for a person. `whole`: it is of all that the model
+    writes, its reasoning included, not of the answer alone."""
+
+    grammar: str
+    flag: str
+    name: str
+    whole: bool = False
+
+    def opened(self, tokenizer: Tokenizer, model_rows: int) -> Vocabulary:
+        """The form over the tokens of a model whose head has `model_rows` rows. Raises EffllmError."""
+        tokens = tokenizer.vocabulary()
+        rows = max(model_rows, 1 + max(tokens.values(), default=0))  # the text model of one that sees has no row for an image
+        ends = sorted(end for end in tokenizer.stop_ids if end < model_rows)
+        if not ends:
+            raise EffllmError(f"{self.flag} needs a model with a token that ends a text, and this one states none",
+                              "leave it out, or name the token as eos_token_id in generation_config.json")
+        try:
+            made = _library().LLTokenizer(tokenizer.to_json(), n_vocab=rows, eos_token=ends)
+        except Exception as error:  # as below
+            raise EffllmError(f"{self.flag} cannot be held to with this vocabulary: {_line(error)}", "leave it out") from None
+        tokens = {text: number for text, number in tokens.items() if number < model_rows}
+        tags = tokenizer.think_tags
+        opening = None if tags is None or tokenizer.channels else tokens.get(tags.marks[0])
+        return Vocabulary(self, made, model_rows, frozenset(ends), opening, _shown_bare(tokenizer, tokens))
+
+
+def schema_form(asked: str) -> Form:
+    """The form of `--schema`: a file, the schema itself where it begins with a brace, or `json`. Raises UsageError."""
+    inline = asked.lstrip().startswith("{")
+    name = "the schema" if inline else asked
+    also = f"{ANY_OBJECT} for any object, the schema itself, or "
+    text = '{"type": "object"}' if asked == ANY_OBJECT else asked if inline else _read(asked, SCHEMA, also)
+    try:
+        schema = json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"{SCHEMA}: {name} is no JSON: {error}", "see json-schema.org for how a schema is written") from None
+    except RecursionError:
+        raise UsageError(f"{SCHEMA}: {name} is nested too deeply", "see json-schema.org for how a schema is written") from None
+    for key in ENVELOPES:
+        if isinstance(schema, dict) and isinstance(schema.get(key), dict) and schema.get("type", ENVELOPE) == ENVELOPE \
+                and schema.keys() & KEYWORDS <= {"type", "description"}:
+            schema = schema[key]
+    return form_of_schema(schema, SCHEMA, name)
+
+
+def form_of_schema(schema: object, flag: str, name: str) -> Form:
+    """The form of a schema that is at hand; `flag` and `name` for a person. Raises UsageError."""
+    if not isinstance(schema, dict):
+        raise UsageError(f"{flag}: {name} is no JSON schema, which is an object", "see json-schema.org for how a schema is written")
+    if schema and schema.keys().isdisjoint(KEYWORDS):
+        raise UsageError(f"{flag}: {name} says nothing that JSON Schema knows: {shown(next(iter(schema)))} is no keyword of it",
+                         f"{ANY_OBJECT} for any object; see json-schema.org for how a schema is written")
+    try:
+        grammar = _library().LLMatcher.grammar_from_json_schema(schema, defaults=SPACE)
+    except ValueError as error:  # a number of more than 64 bits, half a surrogate pair
+        raise UsageError(f"{flag}: {name}: {_line(error)}", "numbers of at most 64 bits, and text that has UTF-8") from None
+    return _judged(Form(grammar, flag, name))
+
+
+def grammar_form(asked: str) -> Form:
+    """The form of `--grammar`: a file in GBNF, as llama.cpp reads it, or in Lark's notation; or GBNF itself. Raises UsageError."""
+    name, text = ("the grammar", asked) if RULE.search(asked) else (asked, _read(asked, GRAMMAR, ITSELF))
+    return form_of_grammar(text, GRAMMAR, name)
+
+
+def form_of_grammar(text: str, flag: str, name: str) -> Form:
+    """The form of a grammar that is at hand, in GBNF or in Lark's notation; `flag` and `name` for a person. Raises UsageError."""
+    def form(lark: str) -> Form:
+        return _judged(Form(_library().LLMatcher.grammar_from_lark(lark), flag, name))
+
+    if not RULE.search(text):
+        return form(text)
+    try:
+        whole, cut = to_lark(text), to_lark(text, as_one=False)
+    except GbnfError as error:
+        raise UsageError(f"{flag}: {name}: {error}", error.hint) from None
+    try:
+        return form(whole)
+    except UsageError:
+        return form(cut)  # as one terminal it was too much
+
+
+def lark_form(lark: str, flag: str, name: str, whole: bool = False) -> Form:
+    """The form of a grammar in Lark's notation that was made here, `flag` and `name` for a person. Raises UsageError."""
+    return _judged(Form(_library().LLMatcher.grammar_from_lark(lark), flag, name, whole))
+
+
+def form_of(schema: str | None, grammar: str | None) -> Form | None:
+    """What the two flags ask for. Raises UsageError, also where both are given."""
+    if schema is not None and grammar is not None:
+        raise UsageError(f"{SCHEMA} and {GRAMMAR} both say what the answer is", "leave one of them out")
+    return grammar_form(grammar) if grammar is not None else schema_form(schema) if schema is not None else None
+
+
+def _shown_bare(tokenizer: Tokenizer, tokens: Mapping[str, int]) -> dict[int, int]:
+    """Tokens that lose the blank they begin with where a text begins, each with the one of the same text without it."""
+    pairs = {number: tokens[text[1:]] for text, number in tokens.items() if text[:1] == BLANK and text[1:] in tokens}
+    word = next((number for text, number in tokens.items() if number in pairs and text[1:2] not in ("", BLANK)), None)
+    return {} if word is None or tokenizer.decode([word]).startswith(" ") else pairs
+
+
+def _half(raw: bytes) -> bytes:
+    """The bytes of the character that is not whole where UTF-8 ends."""
+    for length, byte in enumerate(raw[:-4:-1], 1):
+        if byte >= 0xC0:
+            return raw[-length:] if length < (2 if byte < 0xE0 else 3 if byte < 0xF0 else 4) else b""
+        if byte < 0x80:
+            break
+    return b""
+
+
+class Vocabulary:
+    """A form over the tokens of one model, of which it has `rows`; `begin` starts an answer. `opening`: the token with which a model may
+    begin to reason; `bare`: tokens that mean another where a text begins."""
+
+    def __init__(self, form: Form, tokenizer: LLTokenizer, rows: int, ends: frozenset[int], opening: int | None,
+                 bare: Mapping[int, int]) -> None:
+        self.form, self.rows, self.ends, self.opening, self.bare, self._tokenizer = form, rows, ends, opening, bare, tokenizer
+
+    def holding(self, form: Form) -> Vocabulary:
+        """Another form over the same tokens, which are not read again."""
+        return Vocabulary(form, self._tokenizer, self.rows, self.ends, self.opening, self.bare)
+
+    def begin(self, said: str = "", inside: bool = False, think: ThinkFilter | ChannelFilter | None = None, may_reason: bool = True,
+              before: Sequence[int] = ()) -> Constraint:
+        """For one answer; `said` is how it began, which must be of the form, `inside`: its first token stands behind text, `think` tells
+        reasoning from it. `before` are the tokens that it goes on behind, where those are known. Raises EffllmError."""
+        matcher = _library().LLMatcher(self._tokenizer, self.form.grammar, log_level=0)
+        if matcher.is_error():
+            self.refuse(matcher)
+        half = _half(self._tokenizer.decode_bytes([*before[-4:]])) if said.endswith(UNFINISHED) else b""
+        begun = (said[:-1] if half else said).encode("utf-8", "replace").decode()
+        tokens = [*self._tokenizer.greedy_tokenize(begun), *self._tokenizer.tokenize_bytes(half)]  # as letters, also what a mark is called
+        if tokens and not matcher.consume_tokens(tokens):
+            raise UsageError(f"the answer so far is not of {self.form.flag} {self.form.name}", "ask again instead of going on with it")
+        if self.form.whole:
+            return Constraint(matcher, self, None, {} if said or inside else self.bare, free=False)
+        may_reason = may_reason and not said and (think is None or think.may_open)
+        return Constraint(matcher, self, self.opening if may_reason else None, {} if said or inside else self.bare,
+                          think is not None and not think.at_answer)
+
+    def refuse(self, matcher: LLMatcher) -> None:
+        """Raises UsageError for what a matcher does not go on with: the form asks for too much, or for nothing that can be written."""
+        raise UsageError(f"{self.form.flag}: the answer cannot be held to {self.form.name}: {_line(matcher.get_error())}",
+                         "make the form simpler, or leave it out")
+
+
+class Constraint:
+    """What may come next in one answer. The session says with `took` what came, the sampler asks with `narrow`. `opening`: a token that is
+    allowed first beside the form's, with which reasoning begins."""
+
+    def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary, opening: int | None, bare: Mapping[int, int], free: bool) -> None:
+        self._matcher, self._vocabulary, self._opening, self._bare = matcher, vocabulary, opening, bare
+        self.free, self._begun = free, False  # is the text not the answer yet? Once that has begun it is
+
+    @property
+    def is_whole(self) -> bool:
+        """May the answer end here?"""
+        return self._matcher.is_accepting()
+
+    def narrow(self, logits: np.ndarray) -> None:
+        """Take away, in place, what may not come next of logits[V]. Raises EffllmError where the form is too much for the matcher."""
+        if self.free:
+            return
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        if self._matcher.is_error():
+            self._vocabulary.refuse(self._matcher)
+        allowed = np.unpackbits(bits, count=len(logits), bitorder="little")
+        if self._bare:
+            allowed[[*self._bare.keys()]] |= allowed[[*self._bare.values()]]
+        if self._opening is not None:
+            allowed[self._opening] = 1
+        if not allowed.any():
+            form = self._vocabulary.form
+            raise EffllmError(f"{form.flag}: no token of this model goes on as {form.name} wants it", "see that it can come to an end")
+        logits[allowed == 0] = -np.inf
+
+    def took(self, token: int, free: bool) -> None:
+        """A token came; `free`: behind it the text is not the answer, or not yet."""
+        if not self.free:
+            if token != self._opening and token not in self._vocabulary.ends:
+                self._begun = True
+                if not self._matcher.consume_token(self._bare.get(token, token)):
+                    self._vocabulary.refuse(self._matcher)
+                self._bare = {}
+            self._opening = None
+        self.free = free and not self._begun
+
+    def forced(self, most: int) -> Sequence[int]:
+        """The tokens that come next whatever the model thinks, as far as they are known."""
+        if self.free or not self._begun:
+            return ()
+        return [*takewhile(self._vocabulary.rows.__gt__, self._matcher.compute_ff_tokens()[:most])]
+
+
+def _judged(form: Form) -> Form:
+    if (dear := too_much(form.grammar)) is not None:
+        raise UsageError(f"{form.flag}: {form.name}: {dear[0]}", dear[1])
+    wrong, said = _library().LLMatcher.validate_grammar_with_warnings(form.grammar)
+    if wrong:
+        told = _line(said[0])
+        if (lost := LOST.search(told)) is not None:
+            raise UsageError(f"{form.flag}: {form.name}: $ref names {'#' if lost[1] else ''}{lost[2]}, which is not in it",
+                             "put it into $defs of the schema: nothing else is read")
+        raise UsageError(f"{form.flag}: {form.name}: {told}", next((HINTS[each] for each in HINTS if each in told), "correct it"))
+    return form
+
+
+def _library() -> ModuleType:
+    """llguidance, which takes 30 ms to load. Raises EffllmError where an environment is older than this."""
+    try:
+        import llguidance
+    except ImportError:
+        raise EffllmError("holding answers to a form needs the package llguidance, which is not installed",
+                          "pip install llguidance") from None
+    return llguidance
+
+
+def _read(asked: str, flag: str, also: str) -> str:
+    try:
+        return read_text(Path(os.path.expanduser(asked)), JSON_NBYTES).removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{flag}: {asked} is no text: byte {error.start} is no UTF-8", f"{also}a file of text") from None
+    except OSError as error:
+        raise UsageError(f"{flag}: cannot read {asked}: {error.strerror or error}", f"{also}the path of a file that can be read") from None
+
+
+def _line(error: object) -> str:
+    """What was said, on one line, without what the matcher tells of itself."""
+    said = " ".join(str(error).partition("<state>")[0].partition("<backtrace>")[0].split())
+    return "nothing can come next" if said == "NoExtensionBias" else said if len(said) <= MOST_SAID else f"{said[:MOST_SAID]}…"

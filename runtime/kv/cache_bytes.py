@@ -1,0 +1,88 @@
+"""What a cache takes and holds, in bytes and bits: arithmetic on what `cache.py` keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ...kernels.layout import PAGE
+from .cache_shape import page_sizes
+
+if TYPE_CHECKING:
+    from ...kernels.layout import PageLayout
+    from ...quant.kv import PackedCodec, RawCodec
+    from .states import States
+
+
+class CacheBytes:
+    """The figures of a `KVCache`, whose fields these are: by layer the layouts of exact tokens and what seals pages, `better` for those to
+    which a policy gives more bits."""
+
+    codecs: Sequence[RawCodec | PackedCodec]
+    better: Sequence[PackedCodec]
+    layouts: Sequence[PageLayout]
+    states: States | None
+    n: int
+    sealed: int
+    _kinds: list[int]
+    _used: dict[int, int]
+
+    @property
+    def sealed_nbytes(self) -> int:
+        """Bytes of a sealed page, all layers."""
+        return sum(page_sizes(self.codecs, self.own_layouts))
+
+    @property
+    def _better_nbytes(self) -> int:
+        return sum(page_sizes(self.better, self.own_layouts)) if self.better else 0
+
+    @property
+    def allocated_nbytes(self) -> int:
+        """Bytes in use: sealed pages and the parts of exact slots that hold tokens, all layers, and the memory of states."""
+        return self._pages_nbytes + (0 if self.states is None else self.states.nbytes)
+
+    @property
+    def _pages_nbytes(self) -> int:
+        return self._packed_nbytes + sum(self._used.values()) * sum(layout.part_nbytes for layout in self.own_layouts)
+
+    @property
+    def read_nbytes(self) -> int:
+        """Bytes of keys and values that attention over everything held reads."""
+        return self.exact_tokens * sum(layout.token_nbytes for layout in self.own_layouts) + self._packed_nbytes
+
+    @property
+    def own_layouts(self) -> Sequence[PageLayout]:
+        """Of layers that have pages."""
+        return self.layouts[: len(self.codecs)]
+
+    @property
+    def _token_values(self) -> int:
+        """Numbers of keys and values of a token, all layers."""
+        return 2 * sum(layout.kv_heads * layout.head_dim for layout in self.own_layouts)
+
+    @property
+    def _packed_nbytes(self) -> int:
+        """Bytes of sealed pages, all layers."""
+        better = self._kinds.count(2)
+        return (self.sealed - better) * self.sealed_nbytes + better * self._better_nbytes
+
+    @property
+    def is_packed(self) -> bool:
+        """Are sealed pages packed to fewer bits than exact ones?"""
+        return any(codec.is_packed for codec in self.codecs)
+
+    @property
+    def exact_tokens(self) -> int:
+        return self.n - self.sealed * PAGE
+
+    @property
+    def bits_per_value(self) -> float:
+        """Allocated bits over values held, of keys and values."""
+        values = self._token_values * self.n
+        return 8 * self._pages_nbytes / values if values else 0.0
+
+    @property
+    def packed_bits(self) -> float:
+        """Bits per value of a sealed page, header and alignment included, sinks and window left out; of those that are sealed, the mean."""
+        values = PAGE * self._token_values
+        return 8 * (self._packed_nbytes / self.sealed if self.sealed else self.sealed_nbytes) / values if values else 0.0

@@ -1,0 +1,71 @@
+"""A cache is put together: the memory of its pages and states, on the backends of its layers, with what seals and picks them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ...offload.memory import anonymous
+from ...offload.pages import DiskTier, PagePool
+from ...quant.kv import PackedCodec, PackedFormat, RawCodec
+from ..cache import KVCache
+from ..policy import open_policy
+from .cache_parts import layer_codecs, sealers, selective
+from .cache_probes import Probes
+from .cache_shape import AttnSpec, Both, CacheShape, LayerSpec, SharedPages, exact_nbytes, page_sizes
+from .states import LayerStates, States, controls
+
+
+def open_cache(backends: Sequence[object], specs: Sequence[LayerSpec], kv: RawCodec | PackedFormat, shape: CacheShape,
+               codecs: Sequence[RawCodec | PackedCodec] | None = None, disk: DiskTier | None = None) -> KVCache:
+    """An empty cache with its memory; one backend and one spec a layer. `codecs`: what seals the pages of layers that have some, where a
+    profile says. `disk`: where pages go that memory does not hold, of layers on the CPU."""
+    states, stateful = _open_states(backends, specs)
+    shared = {index: spec.layer for index, spec in enumerate(specs) if isinstance(spec, SharedPages)}
+    both = frozenset(index for index, spec in enumerate(specs) if isinstance(spec, Both))
+    every = tuple(index for index in range(len(specs)) if index in both or (index not in stateful and index not in shared))
+    if not every:
+        return _without_pages(states, stateful, shape, kv)
+    backends, specs = [backends[index] for index in every], [getattr(specs[index], "attention", specs[index]) for index in every]
+    heads = [(spec.kv_heads, spec.head_dim) for spec in specs]
+    layouts, codecs = [kv.layout(*each) for each in heads], codecs or layer_codecs(kv, heads)
+    sizes = page_sizes(codecs, layouts)
+    pooled = [i for i, ops in enumerate(backends) if ops.name == "cpu"] if disk is not None else range(len(specs))
+    pool = PagePool(shape.pages, [sizes[i] for i in pooled], disk)
+    extents = {layer: pool.extent(place) for place, layer in enumerate(pooled)}
+    exact = [anonymous(exact_nbytes(layout, shape)) for layout in layouts]
+    better = [codec.better for codec in codecs if codec.better is not None]
+    beside = PagePool(shape.pages, page_sizes(better, layouts[: len(better)]))
+    layers = [ops.kv_layer(layouts[i], exact[i], extents[i] if i in extents else anonymous(shape.pages * sizes[i]), spec.scale, spec.window,
+                           spec.softcap, codecs[i], **({"beside": beside.extent(i)} if better else {}))
+              for i, (ops, spec) in enumerate(zip(backends, specs, strict=True))]
+    readers = {index: layers[every.index(layer)].reader() for index, layer in shared.items()}
+    spilling = [(pages, pooled.index(i)) for i, pages in enumerate(layers) if i in pooled]
+    # Those of readers come behind all others in a pass: only the last layers share.
+    spilling += [(readers[index], pooled.index(every.index(layer))) for index, layer in shared.items() if every.index(layer) in pooled]
+    if pool.stream is None:
+        spilling = []
+    for pages, place in spilling:
+        owner = layers[pooled[place]]
+        pages.spilled = pool.spilled(place, 1 if shape.sinks else 0, again=pages is not owner)
+        if disk.slots:
+            pages.selective = selective(pages, codecs[pooled[place]], pool) if pages is owner else owner.selective.reader(pages)
+    second = sealers(backends, [pages.second for pages in layers], better, layouts) if better else []
+    sealing = [*sealers(backends, layers, codecs, layouts), *second]
+    policy = open_policy(kv.policy, codecs[0].share if better else 0.0)
+    probes = Probes(specs, shape, every) if policy.probes else None
+    return KVCache(layers, codecs, policy, shape, layouts, exact, sealing, pool, probes, [pages for pages, _ in spilling], states, stateful,
+                   readers, both)
+
+
+def _open_states(backends: Sequence[object], specs: Sequence[LayerSpec]) -> tuple[States | None, dict[int, LayerStates]]:
+    """The states of layers that have some, together and by layer."""
+    told = controls()
+    shapes = {index: getattr(spec, "state", spec) for index, spec in enumerate(specs) if not isinstance(spec, AttnSpec | SharedPages)}
+    stateful = {index: backends[index].state_layer(spec, anonymous(spec.nbytes), told) for index, spec in shapes.items()}
+    return (States([*stateful.values()], next(iter(shapes.values())), told) if shapes else None), stateful
+
+
+def _without_pages(states: States, stateful: Mapping[int, LayerStates], shape: CacheShape, kv: RawCodec | PackedFormat) -> KVCache:
+    """A cache of layers with states alone, as a text runs through one by itself."""
+    return KVCache([], [], open_policy("", 0.0), shape, [kv.layout(1, 64)], pool=PagePool(shape.pages, []), states=states,
+                   stateful=stateful)

@@ -1,0 +1,83 @@
+"""What a cache is put together from: a pass's part of it, what seals pages, by which kernels, and what picks among those on a disk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from ...kernels.layout import PageLayout
+from ...offload.memory import anonymous
+from ...offload.pages import PagePool
+from ...quant.kv import PackedCodec, PackedFormat, RawCodec
+
+if TYPE_CHECKING:
+    from ...kernels.cpu.selective import Selective
+    from ...quant.kv_seal import Sealer
+    from .kv_profile import Profile
+
+
+@dataclass(frozen=True)
+class Step:
+    """Where the tokens of one forward pass go: first position, exact slot and row of each, and the blocks they see."""
+
+    position: int
+    positions: np.ndarray
+    slots: np.ndarray
+    rows: np.ndarray
+    blocks: np.ndarray
+
+
+class LayerPages(Protocol):
+    """A backend's storage for one layer (`kernels/cpu/pages.py`, `kernels/cuda/pages.py`)."""
+
+    def write(self, k: object, v: object, slots: np.ndarray, rows: np.ndarray) -> None: ...
+    def attend(self, q: object, position: int, blocks: np.ndarray, sinks: object | None = None) -> object: ...
+    def seal(self, slot: int, page: int, layer: int, first_token: int, codec: RawCodec | PackedCodec) -> None: ...
+    def read_page(self, page: int) -> np.ndarray: ...
+    def write_page(self, page: int, data: np.ndarray) -> None: ...
+    def read_slot(self, slot: int) -> np.ndarray: ...
+    def write_slot(self, slot: int, data: np.ndarray) -> None: ...
+    def reader(self) -> LayerPages: ...
+
+
+def selective(pages: LayerPages, codec: RawCodec | PackedCodec, pool: PagePool) -> Selective:
+    """What picks among a CPU layer's pages on the disk."""
+    from ...kernels.cpu.selective import Selective, abstract_nbytes
+
+    nbytes = abstract_nbytes(pages.layout.kv_heads, pages.layout.head_dim)
+    memory = anonymous((pool.pages - pool.first) * nbytes)
+    return Selective(pages, memory, pool.first, codec.basis.v_matrix.swapaxes(1, 2) if codec.is_packed else None)
+
+
+def sealers(backends: Sequence[object], layers: Sequence[LayerPages], codecs: Sequence[RawCodec | PackedCodec],
+             layouts: Sequence[PageLayout]) -> list[Sealer]:
+    """Compiled sealing for the packed layers of the CPU, which are told of it."""
+    packed = [i for i, codec in enumerate(codecs) if codec.is_packed and backends[i].name == "cpu"]
+    if not packed:
+        return []
+    from ...quant.kv_seal import NotingCodec, Sealer
+
+    sealer = Sealer(backends[packed[0]], layouts, [codec.basis for codec in codecs], [codec.bits for codec in codecs])
+    for i in packed:
+        layers[i].sealed_by = NotingCodec(sealer, i)
+    return [sealer]
+
+
+def layer_codecs(kv: RawCodec | PackedFormat, heads: Sequence[tuple[int, int]],
+                 profile: Profile | None = None) -> list[RawCodec | PackedCodec]:
+    """What seals the pages of layers of so many KV heads of a size: with a profile, in its bases and with its bits. Raises UsageError for
+    a head size that cannot be packed."""
+    if not isinstance(kv, PackedFormat):
+        return [kv] * len(heads)
+    if kv.policy:
+        more, fewer, share = kv.mixed
+        first, second = layer_codecs(fewer, heads, profile), layer_codecs(more, heads, profile)
+        # What pages of both give is turned back together: one basis.
+        return [replace(codec, better=replace(other, basis=codec.basis), share=share) for codec, other in zip(first, second, strict=True)]
+    if profile is None:
+        return kv.layers(heads)
+    bits = profile.bits_for(kv.bits_k, kv.bits_v)
+    return kv.layers(heads, profile.bases(bits), bits)

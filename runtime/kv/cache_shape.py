@@ -1,0 +1,116 @@
+"""What a KV cache is for, and the bytes that follow from it: what the planner counts and what a cache is made of are one arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import TYPE_CHECKING
+
+from ...kernels.layout import PAGE, PageLayout
+from ...quant.kv import PackedCodec, RawCodec
+
+if TYPE_CHECKING:
+    from ...kernels.state_shape import StateShape
+    from ..config import ModelConfig
+
+
+@dataclass(frozen=True)
+class AttnSpec:
+    """Attention of one layer, bound when the cache is made. `window`: a query at p sees keys later than p - window."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+
+@dataclass(frozen=True)
+class SharedPages:
+    """Of a layer without keys and values of its own: it attends to those of an earlier `layer`, with the same heads, scale and window."""
+
+    layer: int
+
+
+@dataclass(frozen=True)
+class Both:
+    """Of a layer with attention and a state side by side."""
+
+    attention: AttnSpec
+    state: StateShape
+
+
+LayerSpec = "AttnSpec | SharedPages | StateShape | Both"  # what a layer remembers a text in: pages of keys and values or a state
+
+
+def attention_specs(config: ModelConfig) -> list[AttnSpec]:
+    """The attention of each layer that has keys and values of its own."""
+    return [AttnSpec(config.queries_of(layer), kv_heads, head_dim, head_dim**-0.5 if config.attn_scale is None else config.attn_scale,
+                     config.windows[layer], config.attn_logit_softcapping)
+            for layer, (kv_heads, head_dim) in zip(config.attention_layers, config.cache_heads, strict=True)]
+
+
+def layer_specs(config: ModelConfig) -> list[LayerSpec]:
+    """What each layer remembers a text in."""
+    paged = dict(zip(config.attention_layers, attention_specs(config), strict=True))
+    if config.states_beside:
+        return [Both(paged[layer], config.state) for layer in range(config.num_hidden_layers)]
+    return [config.state if layer in config.state_layers else paged.get(layer) or SharedPages(config.kv_sources[layer])
+            for layer in range(config.num_hidden_layers)]
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """How many tokens the cache is for: context, sinks, exact window, longest chunk."""
+
+    ctx: int
+    sink: int = 64
+    window: int = 128
+    chunk: int = 512
+
+    @property
+    def sinks(self) -> int:
+        """Sinks rounded up to 16, at most a page."""
+        return min(PAGE, -(-self.sink // 16) * 16)
+
+    def first_reader(self, by_token: bool = False) -> int:
+        """The first position of a text that reads a packed page. Page by page a query reads what was sealed before its page began: a window
+        that ends within a page keeps all of it exact."""
+        return self.sinks + PAGE + (self.window if by_token else -(-self.window // PAGE) * PAGE)
+
+    @property
+    def slots(self) -> int:
+        """Open pages held at once: the sinks', the window's, the chunk's, and one at either end."""
+        return 1 + -(-self.window // PAGE) + -(-self.chunk // PAGE) + 2
+
+    @property
+    def pages(self) -> int:
+        return max(1, -(-(self.ctx - self.sinks) // PAGE))
+
+
+def exact_parts(layout: PageLayout, shape: CacheShape) -> int:
+    """Parts of a layer's exact slots, at most: those of the last one, the sinks', are as many as these need."""
+    return (shape.slots - 1) * layout.parts + layout.parts_of(shape.sinks)
+
+
+def page_sizes(codecs: Sequence[RawCodec | PackedCodec], layouts: Sequence[PageLayout]) -> list[int]:
+    """Bytes of a sealed page, by layer; `layouts` are those of exact tokens."""
+    return [codec.layout(each.kv_heads, each.head_dim).layer_page_nbytes for codec, each in zip(codecs, layouts, strict=True)]
+
+
+def cache_nbytes(codecs: Sequence[RawCodec | PackedCodec], layouts: Sequence[PageLayout], shape: CacheShape) -> tuple[int, int]:
+    """(bytes of the exact slots, at most; bytes per page of the grid), over all layers: what the planner counts."""
+    sealed = sum(page_sizes(codecs, layouts))
+    fixed = sum(exact_nbytes(layout, shape) for layout in layouts)
+    if not codecs or codecs[0].better is None:
+        return fixed, sealed
+    # A share of the pages takes more, rounded up to whole pages.
+    more = sum(page_sizes([codec.better for codec in codecs], layouts)) - sealed
+    return fixed + more, sealed + ceil(codecs[0].share * more)
+
+
+def exact_nbytes(layout: PageLayout, shape: CacheShape) -> int:
+    """Bytes of a layer's exact slots, at most."""
+    return exact_parts(layout, shape) * layout.part_nbytes

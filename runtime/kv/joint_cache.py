@@ -1,0 +1,106 @@
+"""The caches of several sequences as one pass sees them that has a token of each.
+
+A model does with such a pass what it does with one of as many tokens of a text: products are made of all at once, and only what remembers
+goes sequence by sequence. Results are those of passes of one token, since no kernel makes a token's numbers depend on those beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from ... import EffllmError
+from ..cache import LayerCache
+
+if TYPE_CHECKING:
+    from ...kernels.cpu.states import LayerStates
+    from ..cache import KVCache
+
+
+class Rows(Protocol):
+    """The backend, which is told whose token of a pass what follows is of."""
+
+    def of_row(self, row: int) -> AbstractContextManager[None]: ...
+
+
+@dataclass(frozen=True)
+class JointStep:
+    """Where the tokens of one pass go: int64 [T], one position for each sequence. `blocks` is the same object for as long as each sees the
+    same list of them."""
+
+    position: np.ndarray
+    blocks: object
+
+    @property
+    def positions(self) -> np.ndarray:
+        return self.position
+
+
+@dataclass(frozen=True)
+class JointLayer:
+    """What a block sees of the caches: those of one layer, in the order of the pass's tokens."""
+
+    layers: Sequence[LayerCache | LayerStates]
+    backend: Rows
+
+    def attend(self, q: object, k: object | None, v: object | None, sinks: object | None = None) -> object:
+        """As `LayerCache.attend`, row i of each argument in cache i."""
+        out = self.layers[0].pages.attended(q)
+        for row, layer in enumerate(self.layers):
+            own = slice(row, row + 1)
+            with self.backend.of_row(row):
+                layer.attend(q[own], *(None if each is None else each[own] for each in (k, v)), sinks, out[own])
+        return out
+
+    def mix(self, products: Sequence[object], w: object) -> object:
+        """As `LayerStates.mix`, row i of each product in state i."""
+        states = [layer.states if isinstance(layer, LayerCache) else layer for layer in self.layers]
+        out = states[0].mixed(len(states))
+        for row, each in enumerate(states):
+            own = slice(row, row + 1)
+            with self.backend.of_row(row):
+                each.mix([product[own] for product in products], w, out[own])
+        return out
+
+
+@dataclass
+class JointCache:
+    """Stands for a `KVCache` in a pass over one token of each of `caches`, all of them in memory on the CPU. `known` is asked for the last
+    lists of blocks of so many sequences, so that passes which are the same are known to be. `failed`: by place, why a cache did not take
+    its token."""
+
+    caches: Sequence[KVCache]
+    backend: Rows
+    known: dict[int, tuple[object, ...]]
+    failed: Mapping[int, EffllmError] = field(default_factory=dict)
+    step: JointStep | None = None
+    probes: None = None
+
+    def begin(self, tokens: int, prompt: bool = False) -> JointStep:
+        """Make room for a token in each. Raises ValueError for another number of them, or beyond a context."""
+        if tokens != len(self.caches):
+            raise ValueError(f"{tokens} tokens for {len(self.caches)} caches")
+        steps = [cache.begin(1, prompt) for cache in self.caches]
+        blocks, before = tuple(step.blocks for step in steps), self.known.get(tokens)
+        if before is None or any(one is not other for one, other in zip(before, blocks, strict=True)):
+            self.known[tokens] = before = blocks
+        self.step = JointStep(np.array([step.position for step in steps], np.int64), before)
+        return self.step
+
+    def layer(self, index: int) -> JointLayer:
+        """What layer `index` of the model remembers the texts in."""
+        return JointLayer([cache.layer(index) for cache in self.caches], self.backend)
+
+    def commit(self) -> None:
+        """Each holds its token; one that cannot is in `failed`, and the others do."""
+        failed = {}
+        for place, cache in enumerate(self.caches):
+            try:
+                cache.commit()
+            except EffllmError as error:
+                failed[place] = error
+        self.failed = failed

@@ -1,0 +1,107 @@
+"""What a setting of a packed cache does to a model's answers, measured on tokens that its profile was not recorded on."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ...quant.kv import codec
+from ...quant.kv_ends import ENDS
+from ..cache import KVCache
+from ..engine import Engine
+from ..events import Notice, Progress
+from ..measuring.evaluate import log_softmax
+from ..passes import FEW
+from .cache_made import open_cache
+from .cache_parts import layer_codecs
+from .cache_shape import layer_specs
+from .kv_profile import Profile, flips_of
+
+FIRST, MEANS, PASSES = 4, (3, 4, 5, 6, 8), 3  # bits tried first, and those that `--kv auto` may take
+AUTO_FLIPS = 0.005  # of the likeliest next tokens, at most, for `--kv auto`
+LEAST_SCORED = 256  # tokens that read a packed page: of fewer a single one decides
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A mean number of bits, what it costs by the profile, and what it did: KL divergence in nats a token, share of changed top tokens."""
+
+    bits: int
+    cost: float
+    kld: float
+    flips: float
+
+
+def to_hold_back(cut: Sequence[Sequence[int]], first: int) -> int | None:
+    """Which of a text's windows is for checks: the last of the longest behind the first one, where at least LEAST_SCORED of its tokens
+    read a packed page, those from `first` on; else none."""
+    longest = max(range(1, len(cut)), key=lambda number: (len(cut[number]), number), default=None)
+    return None if longest is None or len(cut[longest]) - first < LEAST_SCORED else longest
+
+
+def checked(engine: Engine, profile: Profile, window: Sequence[int], until: float = math.inf) -> Iterator[Progress | Notice | Profile]:
+    """Find the bits of `--kv auto` in at most PASSES passes over `window`; costs tell where to look. Fewer, and a Notice, where it is late
+    (`until`, by the monotonic clock); but the most bits are tried before it is said that none will do. Other ends than the usual ones are
+    kept where they change the answers less. Yields the profile with both. `engine`: of the CPU, with room for packed caches.
+    """
+    profile, ends = replace(profile, ends=ENDS[0]), profile.ends
+    yield Progress("checking bits", 0, PASSES, "passes")
+    wanted = _answers(engine, _open(engine, "32bit", None), window)
+    found: dict[int, Checked] = {}
+    bits, good, late = FIRST, [], False
+    while len(found) < PASSES and bits not in found and not (late and good):
+        found[bits] = _check(engine, profile, bits, window, wanted)
+        profile = replace(profile, checks=tuple(sorted((one.cost, one.kld, one.flips) for one in found.values())))
+        yield Progress("checking bits", len(found), PASSES, "passes")
+        good, late = [mean for mean, one in found.items() if flips_of(one.kld, one.flips) <= AUTO_FLIPS], time.monotonic() >= until
+        likely = [mean for mean in MEANS if profile.flips(profile.bits(mean)) <= AUTO_FLIPS]
+        is_last = late or len(found) == PASSES - 1
+        bits = likely[0] if likely and (good or not is_last) else MEANS[-1]
+    if bits not in found and len(found) < PASSES:
+        yield Notice(f"checks stopped at their share of the time, after {len(found)} of {PASSES} passes (more --seconds)")
+    if ends != ENDS[0] and late:
+        yield Notice("there was no time to check {} first and {} newest tokens, which promised less damage: {} and {} stay exact "
+                     "(more --seconds)".format(*ends, *ENDS[0]))
+    elif ends != ENDS[0]:
+        yield Progress("checking sinks and window", 0, 2, "passes")
+        usual = _check(engine, profile, FIRST, window, wanted, answers=True)
+        yield Progress("checking sinks and window", 1, 2, "passes")
+        other = _check(engine, replace(profile, ends=ends), FIRST, window, wanted, answers=True)
+        profile = replace(profile, ends=ends if other.kld < usual.kld else ENDS[0])
+    yield replace(profile, auto=min(good) if good else None)
+
+
+def _open(engine: Engine, name: str, profile: Profile | None) -> KVCache:
+    config, kv = engine.config, codec(name)
+    codecs = layer_codecs(kv, config.cache_heads, profile)
+    backends = [engine.backends[device] for device in engine.placement.devices]
+    sinks, newest = ENDS[0] if profile is None else profile.ends
+    return open_cache(backends, layer_specs(config), kv, replace(engine.prepared.shape, sink=sinks, window=newest), codecs)
+
+
+def _check(engine: Engine, profile: Profile, bits: int, window: Sequence[int], wanted: np.ndarray, answers: bool = False) -> Checked:
+    here = _answers(engine, _open(engine, f"{bits}bit", profile), window, answers)
+    kld = float((np.exp(wanted) * (wanted - here)).sum(-1).mean())
+    return Checked(bits, profile.cost(profile.bits(bits)), kld, float((wanted.argmax(-1) != here.argmax(-1)).mean()))
+
+
+def _answers(engine: Engine, cache: KVCache, window: Sequence[int], answers: bool = False) -> np.ndarray:
+    """Log-probabilities where packed pages are read: page by page, or FEW tokens at a time, as `answers` goes. A page that begins where
+    others are sealed finds more tokens exact than its last one would in an answer."""
+    old, engine.cache = engine.cache, cache
+    first = cache.shape.first_reader(answers)
+    try:
+        if answers:
+            engine.reset()
+            pieces = ((at, engine.forward_logits(window[at : at + FEW])) for at in range(0, len(window), FEW))
+        else:
+            pieces = engine.score(window, pages=1)
+        parts = [log_softmax(logits[max(0, first - start) :]) for start, logits in pieces if start + len(logits) > first]
+    finally:
+        engine.reset()
+        engine.cache = old
+    return np.concatenate(parts)

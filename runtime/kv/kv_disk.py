@@ -1,0 +1,143 @@
+"""What of the KV cache may lie on the disk in a run: where, how much, and what that takes of memory."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ... import UsageError
+from ...kernels.layout import PageLayout
+from ...offload.notes import Fallback
+from ...offload.page_slots import slot_nbytes
+from ...offload.page_stream import RING_NBYTES, ring_nbytes
+from ...offload.pages import DiskTier
+from ...offload.plan import Placement
+from ...offload.plan_kv import Spill
+from ...offload.size import parse_size
+from ...quant.kv import PackedCodec, RawCodec, codec
+from .cache_shape import CacheShape, cache_nbytes, page_sizes
+from .states import states_nbytes
+
+if TYPE_CHECKING:
+    from ..config import ModelConfig
+    from ..prepare import EngineOptions, Prepared
+
+SPARSE = "sparse"
+LEAST_PICKED, PICKED_SHARE = 4, 10  # at least so many pages, else at most a share of all
+SPARSE_RING = 8 << 20  # prompts alone read through it; more memory for pages is worth more
+
+
+def spill_folder(options: EngineOptions) -> Path:
+    """`--spill-dir`, or a folder beside the compiled kernels. Raises UsageError for the home of nobody."""
+    from ...kernels.compile import cache_root
+
+    if not options.spill_dir:
+        return cache_root() / "kv"
+    try:
+        return Path(options.spill_dir).expanduser()
+    except RuntimeError as error:
+        raise UsageError(f"--spill-dir {options.spill_dir}: there is no such user", "give the path without ~") from error
+
+
+def spill(options: EngineOptions, codecs: Sequence[RawCodec | PackedCodec], layouts: Sequence[PageLayout], shape: CacheShape,
+          workspace: int, states: int = 0) -> Spill:
+    """What a cache asks for where some of its pages lie on the disk. `workspace`: bytes of working memory that this adds; `states`: of
+    layers without pages."""
+    sizes, beside = page_sizes(codecs, layouts), _beside_ring(options, codecs, layouts, shape)
+    memory = beside + ring_nbytes(sizes, shape.pages, _ring(options, cache_nbytes(codecs, layouts, shape)[0] + states + beside))
+    folder = spill_folder(options)
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    disk, where = shutil.disk_usage(there).free, f"{folder} has"
+    if capped := (most := _most(options)) is not None and most < disk:
+        disk, where = most, "--disk allows"
+    ram = parse_size(options.kv_ram) if options.kv_ram else None
+    return Spill(memory, workspace, ram, disk, where, options.kv_read == SPARSE, capped)
+
+
+def disk_tier(prepared: Prepared, cancelled: Callable[[], bool]) -> DiskTier | None:
+    """Where the pages of a planned run go; None where memory holds all of them."""
+    placement, options, shape = prepared.placement, prepared.options, prepared.shape
+    if placement.kv_pages is None:
+        return None
+    config, on_host = prepared.config, placement.devices.count("cpu")
+    codecs = prepared.codecs[: sum(layer < on_host for layer in config.attention_layers)]
+    layouts = [codec(options.kv).layout(*heads) for heads in config.cache_heads[: len(codecs)]]
+    fixed, page = cache_nbytes(codecs, layouts, shape)
+    fixed += sum(states_nbytes(config)[:on_host])
+    # The ring was planned for the context as it was asked for, and so was what lies beside it: no more than what the plan leaves.
+    left = placement.host_kv_bytes - fixed - _beside_ring(options, codecs, layouts, shape) - placement.kv_pages * page
+    slots = picked(shape.pages) if options.kv_read == SPARSE else 0
+    return DiskTier(spill_folder(options), placement.kv_pages, max(0, min(_most_ring(options), left)), cancelled, slots=slots,
+                    most=_most(options))
+
+
+def _most(options: EngineOptions) -> int | None:
+    """Bytes that the file may take; None for what the disk has."""
+    return parse_size(options.disk) if options.disk else None
+
+
+def picked(pages: int) -> int:
+    """Pages of a layer that a token reads at most, and that stay for the next one, where few are picked of a cache of `pages`."""
+    return max(LEAST_PICKED, pages // PICKED_SHARE)
+
+
+def reading(options: EngineOptions, placement: Placement, config: ModelConfig, pages: int,
+            notices: list[str]) -> EngineOptions:
+    """The options as they hold for a plan of `pages` pages, with a notice of what `--kv-read sparse` means for it: where memory holds the
+    whole cache all of it is read. Raises UsageError for a model it can mean nothing for, unless it is a setting for all models."""
+    if options.kv_read != SPARSE:
+        return options
+    if refused := _unpicked(placement, config):
+        if "kv_read" not in options.preset:
+            raise UsageError(*refused)
+        notices.append(Fallback(f"{refused[0]}: left out, as it was set for all models"))
+        return replace(options, kv_read="exact")
+    if placement.kv_pages is None:
+        notices.append(Fallback("--kv-read sparse: the whole cache stays in memory and is read exactly; --kv-ram SIZE leaves a part of it "
+                                "on the disk"))
+        return replace(options, kv_read="exact")
+    notices.append(f"--kv-read sparse: answers are not exact; of a layer's {pages - placement.kv_pages} pages on the disk a token reads at "
+                   f"most {picked(pages)} and estimates the others (effllm eval kld MODEL --kv-read sparse ... measures what that costs)")
+    return options
+
+
+def _unpicked(placement: Placement, config: ModelConfig) -> tuple[str, str] | None:
+    """Why no pages could ever be picked, and what to do about it; None where they could."""
+    if not config.attention_layers:
+        return "--kv-read sparse: no layer of this model has keys and values, so there are no pages to pick", "no --kv-read"
+    on_host = [layer for layer in config.attention_layers if placement.devices[layer] == "cpu"]
+    if "cpu" in placement.devices and all(config.windows[layer] is not None for layer in on_host):
+        return "--kv-read sparse: every layer of this model sees a window of tokens alone, and reads all of it", "no --kv-read"
+    if placement.kv_pages is None and "cpu" not in placement.devices:
+        return "--kv-read sparse: no layer has its cache in memory or on the disk, all are on the GPU", "--device cpu with --kv-ram SIZE"
+    return None
+
+
+def _beside_ring(options: EngineOptions, codecs: Sequence[RawCodec | PackedCodec], layouts: Sequence[PageLayout],
+                 shape: CacheShape) -> int:
+    """Bytes of memory, beside the ring, for pages on their way to the disk; where few are picked, for those and for abstracts of all."""
+    sizes = page_sizes(codecs, layouts)
+    if options.kv_read != SPARSE:
+        return sum(sizes)
+    from ...kernels.cpu.selective import abstract_nbytes, basis_nbytes
+
+    known = shape.pages * sum(abstract_nbytes(each.kv_heads, each.head_dim) for each in layouts)
+    bases = sum(map(basis_nbytes, {each.head_dim for each in layouts}))  # which layers of a head size share
+    return sum(sizes) + bases + known + sum(picked(shape.pages) * slot_nbytes(size) for size in sizes)
+
+
+def _ring(options: EngineOptions, fixed: int) -> int:
+    """Bytes of the ring, about: no more than a quarter of what the cache may take, nor than what is left of that beside the `fixed` bytes
+    which it takes in any case. So the least memory that a refusal names is enough."""
+    if not options.kv_ram:
+        return _most_ring(options)
+    ram = parse_size(options.kv_ram)
+    return max(0, min(_most_ring(options), ram // 4, ram - fixed))
+
+
+def _most_ring(options: EngineOptions) -> int:
+    """Bytes of the ring where memory is plenty."""
+    return SPARSE_RING if options.kv_read == SPARSE else RING_NBYTES

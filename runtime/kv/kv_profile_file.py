@@ -1,0 +1,241 @@
+"""`kv_profile.json` beside a model's weights, and the arrays that it names: plain float32, read without trusting them.
+
+The JSON says of which model and which weights the profile is, what the sides of heads cost, and the size and SHA-256 of the arrays. It
+is written last, so a profile that can be found is whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from ... import EffllmError, UsageError, not_written, typed
+from ...offload.checkpoint import TensorStore
+from ...offload.header import is_gguf
+from ...quant.kv_basis import KVBasis
+from ...quant.kv_bits import SIDES
+from ...quant.kv_ends import ENDS
+from ...quant.kv_price import MOST_TRIED, by_rule
+from ..config import ModelConfig
+from ..config_reader import read_json
+from ..files.whole_file import try_whole, whole
+from ..files.written import KV_ARRAYS, KV_PROFILE
+from ..source import open_weights
+from .kv_profile import Profile
+
+FILE, ARRAYS = KV_PROFILE, KV_ARRAYS
+FORMAT, VERSION = "effllm-kv-profile", 2
+BITS = {1: [bits for bits in SIDES if bits <= 8], 2: list(SIDES)}  # what profiles of a version say the costs of
+MOST_COST = 1e30  # sums of them are floats too
+SAMPLE_NBYTES = 4096  # of a tensor, for the weights' name
+REMEDY = "effllm eval kv-profile {}"
+
+
+def profile_paths(path: Path) -> tuple[Path, Path]:
+    """Where the profile of a model folder, or of a GGUF file, lies: its JSON, its arrays."""
+    if is_gguf(path):
+        return path.with_name(f"{path.name}.{FILE}"), path.with_name(f"{path.name}.{ARRAYS}")
+    return path / FILE, path / ARRAYS
+
+
+def identity(store: TensorStore) -> str:
+    """A name for a model's weights: SHA-256 of every tensor's name, type, shape and first bytes. Not proof against forgery."""
+    digest = hashlib.sha256()
+    for name, info in sorted(store.tensors.items()):
+        digest.update(f"{name} {info.dtype} {list(info.shape)}\n".encode())
+        rows = info.shape[0] if info.shape else 1
+        if rows and info.nbytes:
+            digest.update(store.read(info, 0, max(1, min(rows, SAMPLE_NBYTES * rows // info.nbytes)))[:SAMPLE_NBYTES].tobytes())
+    return digest.hexdigest()
+
+
+def refuse_unwritable(path: Path) -> None:
+    """Raises EffllmError, as `save_profile` would after a minute of work, where no profile can be put beside the model at `path`."""
+    target, _ = profile_paths(path)
+    try:
+        try_whole(target)
+    except OSError as error:
+        raise _not_saved(error, target) from error
+
+
+def _not_saved(error: OSError, target: Path) -> EffllmError:
+    return not_written(error, f"{target} cannot be written", "a copy of the model in a folder of your own")
+
+
+def save_profile(profile: Profile, path: Path) -> Path:
+    """Write the profile of the model at `path`; returns the JSON's path. Raises EffllmError where that cannot be written."""
+    target, arrays = profile_paths(path)
+    parts = [part for basis in profile.layers for part in _parts(basis)]
+    raw = b"".join(np.ascontiguousarray(part, "<f4").tobytes() for part in parts)
+    content = {
+        "format": FORMAT, "version": VERSION, **_stated([basis.k_scale.shape for basis in profile.layers]), "weights": profile.weights,
+        "tokens": profile.tokens,
+        "checks": [list(check) for check in profile.checks], "auto": profile.auto, "ends": list(profile.ends),
+        "arrays": {"nbytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}, "bits": list(SIDES),
+        "costs": [None if cost is None else [np.asarray(side).tolist() for side in cost] for cost in profile.costs],
+    }
+    try:
+        for where, data in ((arrays, raw), (target, json.dumps({**content, "sha256": _own_hash(content)}).encode())):
+            with whole(where) as file:
+                file.write(data)
+    except OSError as error:
+        raise _not_saved(error, target) from error
+    return target
+
+
+def load_profile(path: Path, config: ModelConfig, store: TensorStore | None = None) -> Profile | None:
+    """The profile of the model at `path`, None where it has none. `store`: its weights, where they are open.
+
+    Raises UsageError for a profile of another model, of other weights, of a newer version, or damaged.
+    """
+    target, arrays = profile_paths(path)
+    if not target.exists():
+        return None
+    again = REMEDY.format(typed(path))
+    try:
+        raw = read_json(target)
+    except EffllmError as error:  # what helps a config, to fetch the model again, does not help here
+        raise UsageError(str(error), f"remove it, or {again}") from error
+    if raw.get("format") != FORMAT:
+        raise UsageError(f"{target} is no KV profile", f"remove it, or {again}")
+    version = raw.get("version")
+    if not isinstance(version, int) or isinstance(version, bool) or version not in BITS:
+        raise UsageError(f"{target} is of version {version!r}, this effllm reads {VERSION}", again)
+    shapes, stated = config.cache_heads, _stated(config.cache_heads)
+    theirs = {key: raw.get(key) for key in stated}
+    if theirs != stated:
+        raise UsageError(f"{target} is of another model: {_described(theirs)}, this one has {_described(stated)}", again)
+    # Blocks of a GGUF file may have been widened; a plan for other weights than those that are here has no bytes to look at.
+    own = identity(store) if isinstance(store, TensorStore) and not is_gguf(path) else identity_of(path)
+    if raw.get("weights") != own:
+        raise UsageError(f"{target} was recorded with other weights than those beside it", again)
+    bits, tokens, checks, auto = raw.get("bits"), raw.get("tokens"), raw.get("checks", []), raw.get("auto")
+    costs = _costs(raw.get("costs"), shapes, len(bits)) if bits == BITS[version] else None
+    ends = raw.get("ends", list(ENDS[0]))  # profiles from before have none
+    sound = costs is not None and isinstance(tokens, int) and tokens >= 0 and _are_rows(checks, 3)
+    if not sound or not (auto is None or auto in SIDES) or ends not in map(list, ENDS):
+        raise UsageError(f"{target} is damaged", again)
+    said = {key: value for key, value in raw.items() if key != "sha256"}
+    if "sha256" in raw and raw["sha256"] != _own_hash(said):  # profiles from before have none
+        raise UsageError(f"{target} is damaged: its checksum differs from what it says", again)
+    values = np.frombuffer(_array_bytes(arrays, raw.get("arrays"), shapes, again), "<f4")
+    if not np.isfinite(values).all():  # bits would be shared by what cannot be compared, without end
+        raise UsageError(f"{arrays} holds NaN or infinity", again)
+    bases = _bases(values, shapes, [cost is None for cost in costs])
+    if not all(map(_is_turned_back, bases)):
+        raise UsageError(f"{arrays} holds a matrix that has no inverse", again)
+    if version < VERSION:
+        costs = tuple(cost and _of_all_sides(cost, basis) for cost, basis in zip(costs, bases, strict=True))
+        if not all(np.isfinite(side).all() for cost in costs for side in cost or ()):
+            raise UsageError(f"{arrays} holds strengths that are none", again)
+    return Profile(tuple(bases), costs, own, tokens, tuple(tuple(map(float, check)) for check in checks), auto, tuple(ends))
+
+
+def _own_hash(content: Mapping[str, object]) -> str:
+    """SHA-256 of what a profile's JSON says, but for this."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _stated(shapes: Sequence[tuple[int, int]]) -> dict[str, object]:
+    """Layers, and their KV heads and the size of these: lists by layer where layers differ."""
+    heads, sizes = ([int(each) for each in column] for column in zip(*shapes, strict=True))
+    own = {"kv_heads": heads, "head_dim": sizes} if len(set(shapes)) > 1 else {"kv_heads": heads[0], "head_dim": sizes[0]}
+    return {"layers": len(shapes), **own}
+
+
+def _described(stated: Mapping[str, object]) -> str:
+    return "{layers} layers of {kv_heads} KV heads of {head_dim}".format(**stated)
+
+
+def identity_of(path: Path) -> str:
+    """`identity` of the weights of a model."""
+    store, _ = open_weights(path)
+    with store:
+        return identity(store)
+
+
+def _parts(basis: KVBasis) -> list[np.ndarray]:
+    heads, groups = len(basis.k_scale), basis.k_scale.shape[1] // 16
+    none = np.zeros((heads, groups), np.float32)
+    strengths = (none if side is None else side for side in (basis.strength_k, basis.strength_v))
+    return [basis.k_scale, basis.k_matrix, basis.v_matrix, *strengths]
+
+
+def _shapes(shape: tuple[int, int]) -> list[tuple[int, ...]]:
+    """Of `_parts`, one layer's."""
+    heads, size = shape
+    return [(heads, size), (heads, size, size), (heads, size, size), (heads, size // 16), (heads, size // 16)]
+
+
+def _array_bytes(path: Path, said: object, shapes: Sequence[tuple[int, int]], again: str) -> bytes:
+    expected = 4 * sum(int(np.prod(part)) for shape in shapes for part in _shapes(shape))
+    if not isinstance(said, Mapping) or said.get("nbytes") != expected:
+        raise UsageError(f"{path} should have {expected} bytes for this model, the profile says otherwise", again)
+    try:
+        if path.stat().st_size != expected:
+            raise UsageError(f"{path} has {path.stat().st_size} bytes, expected {expected}", again)
+        data = path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}", again) from error
+    if hashlib.sha256(data).hexdigest() != said.get("sha256"):
+        raise UsageError(f"{path} is damaged: its checksum differs from what the profile says", again)
+    return data
+
+
+def _bases(values: np.ndarray, shapes: Sequence[tuple[int, int]], even: Sequence[bool]) -> list[KVBasis]:
+    at, bases = 0, []
+    for layer, shape in enumerate(shapes):
+        parts = []
+        for part in _shapes(shape):
+            count = int(np.prod(part))
+            parts.append(values[at : at + count].reshape(part).astype(np.float32))
+            at += count
+        k_scale, k_matrix, v_matrix, *strengths = parts
+        bases.append(KVBasis(k_scale, k_matrix, v_matrix, None, *([None, None] if even[layer] else strengths)))
+    return bases
+
+
+def _is_turned_back(basis: KVBasis) -> bool:
+    """Can queries and outputs undo what keys and values go through?"""
+    try:
+        return bool(np.isfinite(basis.k_inverse).all() and np.isfinite(basis.v_inverse).all() and (basis.k_scale > 0).all())
+    except np.linalg.LinAlgError:
+        return False
+
+
+def _of_all_sides(cost: tuple[np.ndarray, np.ndarray], basis: KVBasis) -> tuple[np.ndarray, np.ndarray]:
+    k, v = (by_rule(side[:, : SIDES.index(MOST_TRIED) + 1], strength)
+            for side, strength in zip(cost, (basis.strength_k, basis.strength_v), strict=True))
+    return k, v
+
+
+def _costs(raw: object, shapes: Sequence[tuple[int, int]], width: int) -> tuple[tuple[np.ndarray, np.ndarray] | None, ...] | None:
+    """None for anything but finite numbers in the shape that a profile of this model has."""
+    if not isinstance(raw, list) or len(raw) != len(shapes):
+        return None
+    found: list[tuple[np.ndarray, np.ndarray] | None] = []
+    for entry, (heads, _) in zip(raw, shapes, strict=True):
+        if entry is None:
+            found.append(None)
+            continue
+        if not (isinstance(entry, list) and len(entry) == 2 and all(_is_table(side, heads, width) for side in entry)):
+            return None
+        found.append((np.array(entry[0], np.float64), np.array(entry[1], np.float64)))
+    return tuple(found)
+
+
+def _is_table(raw: object, heads: int, width: int) -> bool:
+    return isinstance(raw, list) and len(raw) == heads and _are_rows(raw, width)
+
+
+def _are_rows(raw: object, width: int) -> bool:
+    """Lists of `width` finite numbers that are not negative."""
+    return isinstance(raw, list) and all(isinstance(row, list) and len(row) == width and all(map(_is_amount, row)) for row in raw)
+
+
+def _is_amount(x: object) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool) and 0 <= x < MOST_COST

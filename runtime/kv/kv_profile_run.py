@@ -1,0 +1,94 @@
+"""From a model's path to a profile that is kept beside it: what `effllm eval kv-profile` does, and what `quantize` does at its end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from ... import UsageError
+from ...kernels.blas import one_thread
+from ...kernels.layout import PAGE
+from ...quant.kv import codec
+from ..config import read_config
+from ..engine import Engine, open_prepared
+from ..events import Notice, Progress
+from ..measuring.evaluate import windows
+from ..planning.needed_kernels import folder_kinds
+from ..prepare import EngineOptions, Prepared, prepare_with
+from ..source import open_weights
+from ..text import Tokenizer
+from .kv_check import LEAST_SCORED, checked, to_hold_back
+from .kv_profile import Profile
+from .kv_profile_file import identity_of, profile_paths, refuse_unwritable, save_profile
+from .kv_recording import SECONDS, WINDOW, record
+
+PRESETS = (8, 6, 5, 4, 3, 2)
+FORMAT = "8bit"  # of the engine that records: with room for any packed cache
+FOR_RECORDING = 0.6  # of the seconds; the rest is for checks
+
+
+def recorded(path: Path, text: str, seconds: float = SECONDS, threads: int | None = None,
+             source: str = "the text") -> Iterator[Progress | Notice | Profile]:
+    """Record the profile of the model at `path` and write it beside the weights; yields the Profile last. Raises as `record` does."""
+    config = read_config(path)
+    if not config.cache_heads:
+        raise UsageError("no layer of this model has keys and values, of which a profile would be",
+                         "its states take the same memory behind any text")
+    try:
+        codec(FORMAT).layers(config.cache_heads)
+    except UsageError as error:  # what helps a run, other bits, is nothing that can be asked for here
+        raise UsageError(error.message, "a profile is of use for caches that can be packed only") from error
+    refuse_unwritable(path)
+    ctx = min(WINDOW, config.context_length)
+    tokenizer, weights, engine = Tokenizer.load(path, config), identity_of(path), None
+    # Exact products: 8-bit activations of low-bit weights round another way whatever changes, which on fable at 4 bits looks like a hundred
+    # times the damage of a 4-bit cache. Checks are to see what the cache does.
+    options = EngineOptions(device="cpu", threads=threads, ctx=ctx, kv=FORMAT, chunk=-(-ctx // PAGE) * PAGE, exact=True)
+    for item in open_prepared(lambda: without_profile(path, options), folder_kinds(path, options)):
+        if isinstance(item, Engine):
+            engine = item
+        else:
+            yield item
+    try:
+        until = time.monotonic() + seconds
+        cut = [window for window in windows(tokenizer, text, ctx, source) if len(window) > engine.first_reader() + 1]
+        held = to_hold_back(cut, engine.first_reader())
+        if cut and held is None:
+            room = ctx - engine.first_reader()
+            why = (f"windows of {ctx} tokens, as long as the model's context, have {room} that read a packed page, of {LEAST_SCORED} wanted"
+                   if room < LEAST_SCORED else
+                   f"{source} has no second window of {LEAST_SCORED + engine.first_reader()} tokens (a longer --text)")
+            yield Notice(f"no bits are checked, so --kv auto will pack nothing: {why}")
+        share = 1.0 if held is None else FOR_RECORDING
+        with one_thread():  # products of a few million multiplications, between passes of our own threads
+            for item in record(engine, tokenizer, text, weights, share * seconds, source, held_back=held):
+                if not isinstance(item, Profile):
+                    yield item
+        for found in (item,) if held is None else checked(engine, item, cut[held], until):
+            if isinstance(found, Profile):
+                save_profile(found, path)
+            yield found
+    finally:
+        engine.close()
+
+
+def without_profile(path: Path, options: EngineOptions) -> Prepared:
+    """Room for packed caches, whatever profile lies there now: it is about to be replaced."""
+    store, container = open_weights(path)
+    return prepare_with(None, read_config(path), store, options, container)
+
+
+def report(profile: Profile, path: Path) -> dict[str, object]:
+    """What `--json` prints. `presets`: mean bits -> ends of K's bits, ends of V's, noise over that of the same bits everywhere; None
+    where no packed page was read, in layers whose window is too short."""
+    presets: dict[int, tuple[tuple[int, int], tuple[int, int], float | None]] = {}
+    for mean in PRESETS:
+        bits = profile.bits(mean)
+        even = [[(mean, mean)] * len(layer) for layer in bits]
+        k, v = zip(*(pair for layer in bits for pair in layer), strict=True)
+        usual = profile.cost(even)
+        presets[mean] = ((min(k), max(k)), (min(v), max(v)), profile.cost(bits) / usual if usual else None)
+    return {"file": str(profile_paths(path)[0]), "tokens": profile.tokens, "hash": f"{profile.hash:016x}", "presets": presets,
+            "ends": list(profile.ends), "auto": profile.auto,
+            "checks": [{"cost": cost, "kld": kld, "flips": flips} for cost, kld, flips in profile.checks]}

@@ -1,0 +1,57 @@
+"""Which packed cache a `--kv` means for one model: what its profile says, what `auto` takes, and what it would break."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from ... import UsageError
+from ...offload.checkpoint import TensorStore
+from ...offload.notes import Fallback
+from ...quant.kv import codec, unpackable
+from ..config import ModelConfig
+from .kv_profile import Profile
+from .kv_profile_file import load_profile
+
+AUTO, UNPACKED = "auto", "16bit"
+MOST_FLIPS = 0.05  # of the likeliest next tokens: beyond this a setting breaks the model
+
+
+def profile_for(name: str, folder: Path | None, config: ModelConfig, store: TensorStore, remark: Callable[[str], None]) -> Profile | None:
+    """The model's profile, where the cache `name` needs one; that there is none is remarked. Raises UsageError as `load_profile` does."""
+    if folder is None or (name != AUTO and not codec(name).is_packed):
+        return None
+    if not config.cache_heads:
+        remark(f"--kv {name}: no layer of this model has keys and values, its states stay as they are")
+        return None
+    profile = load_profile(folder, config, store)
+    if profile is None and name == AUTO and (said := unpackable(config.cache_heads)):
+        remark(f"--kv auto: {said}; keys and values stay at {UNPACKED}")
+    elif profile is None:
+        then = f"keys and values stay at {UNPACKED}" if name == AUTO else "every head gets the same bits"
+        said = f"--kv {name}: no profile of this model, {then}; effllm eval kv-profile records one"
+        remark(Fallback(said) if name == AUTO else said)
+    return profile
+
+
+def chosen(name: str, profile: Profile | None, remark: Callable[[str], None]) -> str:
+    """The cache that `name` means: for auto the bits that the profile's checks found good enough."""
+    if name != AUTO:
+        return name
+    if profile is not None and profile.auto is None:
+        why = "no bits that were checked kept the answers of this model" if profile.checks else "this model's profile was not checked"
+        remark(f"--kv auto: {why}, keys and values stay at {UNPACKED}")
+    found = UNPACKED if profile is None or profile.auto is None else f"{profile.auto}bit"
+    if found != UNPACKED:
+        remark(f"--kv auto: {found} by this model's profile")
+    return found
+
+
+def refuse_broken(name: str, profile: Profile) -> None:
+    """Raises UsageError, with the number, for a packed cache that breaks the model by its profile's checks."""
+    kv = codec(name)
+    kv = kv.mixed[1] if kv.policy else kv
+    flips = profile.flips(profile.bits_for(kv.bits_k, kv.bits_v))
+    if flips is not None and flips > MOST_FLIPS:
+        raise UsageError(f"--kv {name} would change {100 * flips:.0f}% of this model's likeliest next tokens, more than {MOST_FLIPS:.0%}",
+                         "more bits, or --force to try")

@@ -1,0 +1,162 @@
+"""States of linear attention and its like beside the pages of a cache: of fixed size, whatever the length of a text, without a way back.
+
+Where keys and values of a token can be forgotten one by one, a state has taken in every token before it. So states lie in slots, each
+behind so many tokens, the same slot in every layer: a pass reads one and writes another, and what it read stays until the next pass has
+begun. A pass that was broken off, or was a draft of which nothing came true, is therefore forgotten by reading the same slot again; of few
+tokens, as those of drafts, the state behind any of them is made again from what their pass left (`LayerStates.again`), without a product.
+
+Other ways back are slots that are kept, as many as a kind of state has (`StateShape.ways_back`). A prompt leaves two: where it began to
+be read, and a little before its end, since the next prompt often has all of it in common but what asked for the answer; of a model that
+guesses for another, whose answers are mostly taken back, its very end instead. Of more the oldest give way. What lies between is read
+again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from ...kernels.layout import REPEATED
+from ...kernels.state_shape import AFTER, CONTROLS, FROM, KEPT, NO_SLOT, TO
+
+if TYPE_CHECKING:
+    from ...kernels.state_shape import StateShape
+    from ..config import ModelConfig
+
+TAIL = 32  # tokens before the end of a prompt, more than any kernel takes as tokens of an answer
+
+
+class LayerStates(Protocol):
+    """A backend's states of one layer (`kernels/cpu/states.py`, `kernels/cuda/states.py`)."""
+
+    def mix(self, products: Sequence[object], w: object) -> object: ...
+    def again(self, source: int, target: int, tokens: int) -> None: ...
+    def read_slot(self, slot: int) -> np.ndarray: ...
+    def write_slot(self, slot: int, data: np.ndarray) -> None: ...
+
+
+def states_nbytes(config: ModelConfig) -> tuple[int, ...]:
+    """Bytes of the state of every layer, 0 of one that has keys and values."""
+    return tuple(config.state.nbytes if layer in config.state_layers else 0 for layer in range(config.num_hidden_layers))
+
+
+def controls() -> np.ndarray:
+    """What passes are told, int64: the slot to read (NO_SLOT: none yet) and the one to write, and behind how many of their tokens (0: none)
+    the state goes into a third one as well. Kernels of recorded passes read it where it lies."""
+    return np.array([NO_SLOT, 0, 0, NO_SLOT], np.int64)[:CONTROLS]
+
+
+class States:
+    """Of all layers of a model that have one, which are of one `shape`. `told` is `controls`, which the layers' kernels read."""
+
+    def __init__(self, layers: Sequence[LayerStates], shape: StateShape, told: np.ndarray) -> None:
+        self.layers, self._told, self._shape = layers, told, shape
+        self.guesses = False  # are answers guesses, which will be taken back?
+        self.nbytes, self.saved_nbytes = len(layers) * shape.nbytes, 4 * len(layers) * shape.slot_floats
+        self.clear()
+
+    def clear(self) -> None:
+        """The text has not begun."""
+        self._from, self._to, self._start, self._tokens = NO_SLOT, NO_SLOT, 0, 0  # the last pass: its slots, where it began, its length
+        self._kept: dict[int, int] = {}  # slot -> tokens that it is behind, the oldest first
+        self._coming = NO_SLOT, 0  # a slot that the last pass writes beside, and what it is then behind
+        self._tail = NO_SLOT  # of those kept, the one before the end of a prompt that is still being read
+        self._reading = False
+
+    def begin(self, n: int, tokens: int, prompt: bool, keep: int = 0) -> None:
+        """A pass of `tokens` behind the `n` that are held. `prompt`: it is of one; `keep`: behind so many tokens of the text it had better
+        leave a way back."""
+        self._settle(n)
+        if prompt and not self._reading and self._from != NO_SLOT and self._from not in self._kept:
+            self._make_room()
+            self._kept[self._from] = n
+        elif self.guesses and not prompt and self._reading and self._from not in (NO_SLOT, *self._kept):
+            self._replace_tail(lambda: self._from)
+            self._kept[self._from] = n
+        self._tail, self._reading = self._tail if self._reading else NO_SLOT, prompt
+        told = self._told
+        self._tokens, self._to = tokens, self._free()
+        told[FROM], told[TO], told[AFTER], told[KEPT] = self._from, self._to, 0, NO_SLOT
+        if self.guesses:
+            return
+        if prompt and n < keep < n + tokens:
+            self._replace_tail(self._free)
+            self._coming = self._tail, keep
+            told[AFTER], told[KEPT] = keep - n, self._tail
+        elif prompt and n == keep and self._from not in (NO_SLOT, *self._kept):
+            self._replace_tail(lambda: self._from)
+            self._kept[self._from] = n
+
+    def end_prompt(self) -> None:
+        """What is read from here on is another prompt."""
+        self._reading = False
+
+    def _settle(self, n: int) -> None:
+        """The next pass reads the state behind `n` tokens, which the last one went through all of, or to which it can be taken again."""
+        ran, (slot, behind) = n - self._start, self._coming
+        if ran:
+            if not 0 < ran <= self._tokens or (ran < self._tokens and self._tokens > REPEATED):
+                raise RuntimeError(f"no state behind {n} tokens: the last pass took {self._tokens} behind {self._start}")
+            if ran < self._tokens:
+                for layer in self.layers:
+                    layer.again(self._from, self._to, ran)
+            self._from, self._start = self._to, n
+        if slot != NO_SLOT and ran and behind <= n:
+            self._kept[slot] = behind
+        self._to, self._tokens, self._coming = NO_SLOT, 0, (NO_SLOT, 0)
+
+    def _replace_tail(self, slot: Callable[[], int]) -> None:
+        """Another slot is kept for the end of the prompt that is being read."""
+        self._kept.pop(self._tail, None)
+        self._make_room()
+        self._tail = slot()
+
+    def _make_room(self) -> None:
+        while len(self._kept) >= self._shape.ways_back:
+            del self._kept[next(iter(self._kept))]
+
+    def _free(self) -> int:
+        used = {self._from, self._to, self._coming[0], *self._kept}
+        return next(slot for slot in range(self._shape.slots) if slot not in used)
+
+    def _goes_on(self, n: int) -> bool:
+        """Is the state behind `n` tokens one that the last pass leaves, or leaves the means to make?"""
+        ran = n - self._start
+        return ran in (0, self._tokens) or (0 < ran < self._tokens <= REPEATED)
+
+    def reach(self, n: int) -> int:
+        """The most tokens, at most `n` of those that are held, behind which there is a state to go back to."""
+        if self._goes_on(n):
+            return n
+        ways = [self._start, *self._kept.values(), *([self._coming[1]] if self._coming[0] != NO_SLOT else [])]
+        return max((behind for behind in ways if behind <= n), default=0)
+
+    def truncate(self, n: int) -> None:
+        """Go back to `n` tokens, which `reach` gave."""
+        slot, behind = self._coming
+        self._reading = False
+        if not self._goes_on(n):
+            if slot != NO_SLOT and behind <= n:
+                self._kept[slot] = behind
+            self._coming = NO_SLOT, 0
+            self._from = next((own for own, at in self._kept.items() if at == n), NO_SLOT)
+            self._start, self._to, self._tokens = n, NO_SLOT, 0
+        elif behind > n:
+            self._coming = NO_SLOT, 0
+        self._kept = {own: at for own, at in self._kept.items() if at <= n}
+
+    # -- kept outside ----------------------------------------------------------------------------------------------------------
+
+    def read(self, n: int) -> list[np.ndarray]:
+        """The bytes of the state behind the `n` tokens that are held, of every layer; none where the text has not begun."""
+        self._settle(n)
+        return [] if self._from == NO_SLOT else [layer.read_slot(self._from) for layer in self.layers]
+
+    def write(self, n: int, layers: Sequence[np.ndarray]) -> None:
+        """Hold what `read` gave, behind `n` tokens."""
+        self.clear()
+        self._from, self._start = 0, n
+        for layer, data in zip(self.layers, layers, strict=True):
+            layer.write_slot(0, data)

@@ -1,0 +1,289 @@
+"""The models on this machine, by the names that lead to them, and aliases for them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ... import EffllmError, ModelNotFound, UsageError, typed
+from ...offload.header import is_gguf
+from .. import hub
+from ..catalog import find_entry, resolve
+from ..config_reader import show
+from ..files.small_file import JSON_NBYTES, read_whole
+from ..gguf import names
+from . import storage, unfinished
+from .aliases import CatalogEntry, catalog, entry_folder
+from .model_name import parse_reference
+
+if TYPE_CHECKING:
+    from ...offload.checkpoint import TensorStore
+    from ...offload.header import TensorInfo
+    from ..stores.container import StoredTensor
+
+IN_WORDS = (".qweight", ".weight_packed")  # the endings of codes of GPTQ, AWQ and compressed-tensors
+
+
+@dataclass(frozen=True)
+class LocalModel:
+    """A line of `effllm list`. `name` is what to type; `source` is "effllm", "folder" or "hub cache"; `bits` are stored per weight."""
+
+    name: str
+    family: str
+    folder: Path
+    size_bytes: int
+    params: int
+    source: str
+    licence: str | None
+    bits: float = 0.0
+    context: int = 0
+    revision: str | None = None
+    has_template: bool = False
+
+
+def local_models(env: Mapping[str, str]) -> list[LocalModel]:
+    """Models that can run now: the packaged one, what effllm made, the hub cache; nothing damaged, partial or of another family."""
+    entries, found = catalog(env), []
+    for kept in storage.kept_models(env):
+        found.append(_local(_kept_name(kept, entries, env), kept.folder, "effllm", None, kept.revision))
+    for folder in storage.put_there(env):
+        found.append(_local(str(folder), folder, "effllm", None))
+    for folder in storage.registered(env):
+        found.append(_local(str(folder), folder, "folder", None))
+    for snapshot in hub.snapshots(env):
+        entry = find_entry(entries, snapshot.repo)
+        licence = entry.licence if entry else hub.stated_licence(snapshot.folder)
+        for name, path in _cached(snapshot, entries):
+            if (model := _local(name, path, "hub cache", licence, snapshot.commit)) is not None:
+                found.append(model if model.licence else replace(model, licence=storage.stated_licence(env, snapshot)))
+    others = {os.path.abspath(model.folder): model for model in found if model is not None}
+    named = []
+    for entry in entries:
+        if entry.path and (known := others.pop(os.path.abspath(entry_folder(entry)), None)) is not None:
+            # The same thing once, under the shorter name.
+            named.append(replace(known, name=entry.alias, licence=known.licence or entry.licence))
+        elif entry.path:
+            source = "folder" if entry.own and not entry.packaged else "effllm"
+            named.append(_local(entry.alias, entry_folder(entry), source, entry.licence))
+    return [model for model in (*named, *others.values()) if model is not None]
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """A model that effllm made and cannot read, and `why`: damaged, or of a newer effllm. `name` is what to type to remove it."""
+
+    name: str
+    folder: Path
+    why: str
+
+
+def unreadable_models(env: Mapping[str, str], here: Iterable[LocalModel]) -> list[Unreadable]:
+    """What effllm made that is not among those that can run `here`: else nobody would find what still takes its room on the disk."""
+    entries, runs = catalog(env), {os.path.abspath(model.folder) for model in here}
+    made = {kept.folder: _kept_name(kept, entries, env) for kept in storage.kept_models(env)}
+    for folder in (*storage.put_there(env), *storage.registered(env)):
+        made.setdefault(folder, str(folder))
+    found = []
+    for folder, name in made.items():
+        if os.path.abspath(folder) not in runs and (folder / storage.MARKER).is_file():
+            try:
+                _read_folder(name, folder, "", None)
+            except EffllmError as error:
+                found.append(Unreadable(name, folder, error.message))
+    return found
+
+
+@dataclass(frozen=True)
+class Incomplete:
+    """A model of which a download was stopped, or which was being made of what is here. `name` is what to type to go on with it or to
+    remove it. Bytes: `held` of `size`. `is_pulled`: `pull` goes on with it, else the command that was making it."""
+
+    name: str
+    held: int
+    size: int
+    is_pulled: bool = True
+
+
+def incomplete_models(env: Mapping[str, str]) -> list[Incomplete]:
+    """What was stopped: downloads in the order of their repositories, then what was being quantized as it came, then what was being made
+    of what is here."""
+    from .half_made import begun, half_made
+
+    entries, found = catalog(env), []
+    for each in unfinished.all_stopped(env):
+        name = _revision_name(each.repo, each.revision, entries)
+        found.append(Incomplete(name if each.file is None else f"{name}:{each.file}", each.held, each.size))
+    for each in half_made(env):
+        found.append(Incomplete(f"{_revision_name(each.repo, each.revision, entries)}:{each.spec}", each.held, each.size))
+    return found + [Incomplete(_name_to_make(each.folder, each.of, entries, env), each.held, each.size, False) for each in begun(env)]
+
+
+def model_names(env: Mapping[str, str]) -> list[str]:
+    """What can be typed for a model that is here, without a look into any: for the shell, which waits."""
+    entries = catalog(env)
+    known = [entry.alias for entry in entries if entry.path]
+    known += [_kept_name(kept, entries, env) for kept in storage.kept_models(env)]
+    known += [str(folder) for folder in (*storage.put_there(env), *storage.registered(env))]
+    return known + [name for snapshot in hub.snapshots(env) for name, _ in _cached(snapshot, entries)]
+
+
+def _cached(snapshot: hub.Snapshot, entries: Iterable[CatalogEntry]) -> Iterator[tuple[str, Path]]:
+    """What a snapshot holds, by name: its folder, unless GGUF files are all there is, and each of those, of a split one the first part."""
+    own, files = _cached_name(snapshot, entries), names.models(hub.gguf_files(snapshot.folder))
+    if not files or (snapshot.folder / "config.json").exists():
+        yield own, snapshot.folder
+    yield from ((f"{own}:{file}", snapshot.folder / file) for file in files)
+
+
+def _cached_name(snapshot: hub.Snapshot, entries: Iterable[CatalogEntry]) -> str:
+    return _revision_name(snapshot.repo, "main" if snapshot.revision == "main" else snapshot.commit, entries)
+
+
+def _revision_name(repo: str, revision: str, entries: Iterable[CatalogEntry]) -> str:
+    """What to type for a repository at a branch, a tag or a commit."""
+    if revision != "main":
+        return f"{repo}@{revision[:12] if hub.COMMIT.fullmatch(revision) else revision}"
+    entry = find_entry(entries, repo)
+    return entry.alias if entry and entry.revision == "main" else repo
+
+
+def _kept_name(kept: storage.Kept, entries: Iterable[CatalogEntry], env: Mapping[str, str]) -> str:
+    """The shortest name that leads to it; its folder where none does, such as for what was made of a model that has changed since."""
+    entry = find_entry(entries, kept.repo)
+    for name in (entry.alias if entry else kept.repo, f"{kept.repo}@{kept.revision[:12]}"):
+        if _leads_to(f"{name}:{kept.spec}", kept, env):
+            return f"{name}:{kept.spec}"
+    # Of a file or a folder the name that a person typed, which may have stated the format already.
+    typed = str(storage.made_of(kept.folder)).removesuffix(f":{kept.spec}")
+    return f"{typed}:{kept.spec}" if _leads_to(f"{typed}:{kept.spec}", kept, env) else str(kept.folder)
+
+
+def _name_to_make(folder: Path, of: str, entries: Iterable[CatalogEntry], env: Mapping[str, str]) -> str:
+    """The shortest name under which `folder` would be kept; the folder itself where somebody else's choice put it there."""
+    repo, revision, spec = folder.parents[1].name.replace("--", "/"), folder.parent.name, folder.name
+    entry = find_entry(entries, repo)
+    names = (entry.alias if entry else repo, f"{repo}@{revision[:12]}", of.removesuffix(f":{spec}"))
+    return next((f"{name}:{spec}" for name in names if _would_make(f"{name}:{spec}", folder, env)), str(folder))
+
+
+def _would_make(name: str, folder: Path, env: Mapping[str, str]) -> bool:
+    """Whether a name in a format is that of a model here which would be kept in `folder`."""
+    try:
+        ref = resolve(name, env)
+    except EffllmError:
+        return False
+    kept = storage.models_folder(env)
+    return ref.variant is not None and storage.kept_folder(kept, ref.folder, ref.variant, ref.repo or ref.alias, ref.revision) == folder
+
+
+def _leads_to(name: str, kept: storage.Kept, env: Mapping[str, str]) -> bool:
+    try:
+        return resolve(name, env).folder == kept.folder
+    except EffllmError:
+        return False
+
+
+def local_model(name: str, folder: Path) -> LocalModel | None:
+    """What headers tell of a folder or a GGUF file that is nowhere among `local_models`; None for what cannot run here."""
+    return _local(name, folder, "folder", None)
+
+
+def _local(name: str, folder: Path, source: str, licence: str | None, revision: str | None = None) -> LocalModel | None:
+    """None for what cannot run here."""
+    if is_gguf(folder):
+        return _local_file(name, folder, source, licence, revision)
+    try:
+        return _read_folder(name, folder, source, licence, revision)
+    except EffllmError:
+        return None
+
+
+def _read_folder(name: str, folder: Path, source: str, licence: str | None, revision: str | None = None) -> LocalModel:
+    from ...offload.checkpoint import TensorStore
+    from ..config import read_config
+    from ..stores.container import read_container
+
+    config, made = read_config(folder), read_container(folder)
+    with TensorStore.open(folder) as store:
+        elements = _counted(folder, store) if made is None else sum(_weights(*each) for each in made.tensors.items())
+        said = made.source if made else {}
+        return LocalModel(name, config.family, folder, store.nbytes, elements, source, licence or _text(said.get("licence")),
+                          made.bits_per_weight if made else 8 * store.nbytes / max(1, elements), config.context_length,
+                          revision or _text(said.get("revision")), has_template(folder))
+
+
+def _local_file(name: str, path: Path, source: str, licence: str | None, revision: str | None) -> LocalModel | None:
+    from ..gguf.settings import stated_licence
+    from ..gguf.store import open_gguf_store, read_gguf_config, read_header
+
+    try:
+        config, header = read_gguf_config(path), read_header(path)
+        open_gguf_store(path, low_bit=True).close()  # judges the names and types of its tensors
+    except EffllmError:
+        return None
+    nbytes, elements = (sum(each) for each in zip(*((own.nbytes, prod(own.shape)) for own in header.tensors.values()), strict=True))
+    return LocalModel(name, config.family, path, nbytes, elements, source, licence or stated_licence(header), 8 * nbytes / elements,
+                      config.context_length, revision, "tokenizer.chat_template" in header.metadata)
+
+
+def _counted(folder: Path, store: TensorStore) -> int:
+    """How many weights a folder that effllm did not make holds. Of codes in words their number tells nothing, so their store is asked."""
+    if not any(name.endswith(IN_WORDS) for name in store.tensors):
+        return sum(_weights(*each) for each in store.tensors.items())
+    from ..source import open_store
+
+    with open_store(folder) as wide:
+        return sum(prod(info.shape) for info in wide.tensors.values())
+
+
+def _weights(name: str, tensor: TensorInfo | StoredTensor) -> int:
+    """How many a tensor holds; of MXFP4, two in a byte, and none in what belongs to them."""
+    if getattr(tensor, "dtype", "") == "U8" and name.endswith(("_proj_blocks", "_proj_scales")):
+        return 2 * prod(tensor.shape) if name.endswith("_blocks") else 0
+    return prod(tensor.shape)
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def entry_for(alias: str, text: str, env: Mapping[str, str]) -> CatalogEntry:
+    """An alias of the person's for MODEL. Raises ModelNotFound for one that is neither here nor in the catalog: its facts are not known."""
+    reference = parse_reference(text, env)
+    known = find_entry(catalog(env), reference.name) if reference.path is None else None
+    if known is not None and known.repo is not None and reference.variant is reference.file is None:
+        return replace(known, alias=alias, revision=reference.revision or known.revision, own=True)
+    ref = resolve(text, env)
+    if ref.variant is not None:
+        from ..stores.container import refuse_quantized
+
+        refuse_quantized(ref.folder, reference.base, f":{ref.variant}")
+        raise UsageError(f"{show(text)} would be quantized as it is loaded, and an alias stands for what is there",
+                         f"effllm pull {text}, or: effllm quantize {reference.base} -o DIR --spec {ref.variant}, then give DIR")
+    if known is not None and known.path is not None and (known.packaged or not known.own) and ref.folder == entry_folder(known):
+        return replace(known, alias=alias, path=str(entry_folder(known)), own=True, packaged=known.packaged or known.alias)
+    model = _local(text, ref.folder, "", ref.licence, ref.revision)
+    if model is None:
+        raise ModelNotFound(f"{show(text)} is no model that can run here", f"effllm show {typed(text)} says why")
+    params = f"{model.params / 1e9:.2f}B" if model.params >= 1e9 else f"{model.params / 1e6:.2f}M"
+    # A file of a repository is a path too: its link, because a blob's own name ends in no .gguf.
+    cached = ref.repo is not None and reference.file is None and hub.cache_folder(env) in ref.folder.parents
+    place = {"repo": ref.repo, "path": None} if cached else {"repo": None, "path": os.path.abspath(ref.folder)}
+    return CatalogEntry(alias, **place, revision=reference.revision or "main", licence=model.licence, gated=False,
+                        params=params, size_bytes=model.size_bytes, default_bits=16, exclude="", note="", own=True)
+
+
+def has_template(folder: Path) -> bool:
+    """Whether a chat template lies there, in a file of its own or in the tokenizer's config."""
+    if (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
+        return True
+    if (folder / hub.RANKS[0]).is_file() and not (folder / "tokenizer.json").exists():  # of which the version has one
+        return True
+    try:
+        return b'"chat_template"' in read_whole(folder / "tokenizer_config.json", JSON_NBYTES)
+    except OSError:
+        return False

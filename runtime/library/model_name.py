@@ -1,0 +1,116 @@
+"""MODEL as typed, taken apart: `alias | org/repo | folder | file.gguf`, then `[@revision]`, then `[:FILE | :TAG]`, then `[:4bit]`.
+
+The one parser for every command. It asks the disk one thing alone, whether a name that could be a path is one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ... import UsageError
+from ...quant.spec import DEFAULTS
+from .. import hub
+from ..config_reader import show
+from ..gguf.names import PATH, TAG
+from .aliases import catalog
+from .near_names import OLLAMAS, tagged
+
+VARIANT = re.compile(rf"(.+):({'|'.join(DEFAULTS)})", re.DOTALL)
+AS_BITS = re.compile(r"\d+[-_ ]?bits?", re.IGNORECASE)  # a precision, and no size of a model
+FILE = re.compile(rf"(.+):({PATH}|{TAG})", re.DOTALL | re.IGNORECASE)
+# What a browser shows of a repository, of a branch of it or of a file in it.
+ADDRESS = re.compile(r"(?:https?://[^/]+|hf\.co|huggingface\.co)/([^/:]+/[^/:?#]+)(?:/(?:tree|blob|resolve)/([^/?#]+)(?:/([^?#]+\.gguf))?)?"
+                     r"[^:]*(:[^/]+)?", re.IGNORECASE)
+LOOK = "effllm list shows the models that are here; fable comes with effllm"
+ELSEWHERE = "effllm list --all names what is here and some of the hub; any other of it is called org/repo"
+
+
+@dataclass(frozen=True)
+class Reference:
+    """`path` is set for what lies on the disk, `name` for an alias or a repository. `variant` is a format (4bit), `file` a GGUF
+    file of the repository or folder, or a tag that states which (Q4_K_M)."""
+
+    text: str
+    name: str = ""
+    path: Path | None = None
+    revision: str | None = None
+    variant: str | None = None
+    file: str | None = None
+
+    @property
+    def base(self) -> str:
+        """The text without format and file."""
+        named = self.name if self.path is None else str(self.path)
+        return named + (f"@{self.revision}" if self.revision else "")
+
+    @property
+    def to_pull(self) -> str:
+        """What `pull` takes: a file of a repository comes as it is, and gets its format when it is loaded."""
+        return f"{self.base}:{self.file}" if self.file else self.text
+
+
+def parse_reference(text: str, env: Mapping[str, str]) -> Reference:
+    """Raises UsageError for what has no such form."""
+    text = text.strip()
+    if not text:
+        raise UsageError("no model is named", LOOK)
+    base, variant, file = text, None, None
+    if not exists(Path(text)):
+        if match := ADDRESS.fullmatch(base):
+            repo, revision, file, more = match.groups()
+            meant = repo + (f"@{revision}" if revision not in (None, "main") else "") + (f":{file}" if file else "") + (more or "")
+            raise UsageError(f"{show(text)} is an address, and a model is called by its name", f"did you mean {show(meant)}?")
+        if match := VARIANT.fullmatch(base):
+            base, variant = match.groups()
+            if VARIANT.fullmatch(base) and not exists(Path(base)):
+                raise UsageError(f"{show(text)} names two formats", f"leave one away: {show(base)}")
+        if (match := FILE.fullmatch(base)) and not exists(Path(base)):
+            base, file = match.groups()
+    if (path := _as_path(base, env)) is not None:
+        return Reference(text, path=path, variant=variant, file=file)
+    name, revision = _split(base, env)
+    return Reference(text, name, None, revision, variant, file)
+
+
+def names_format(text: str) -> bool:
+    """Does a model's name end in a format? Where it was kept before, what is found by that name is its folder."""
+    return VARIANT.fullmatch(text) is not None
+
+
+def _as_path(text: str, env: Mapping[str, str]) -> Path | None:
+    """The path that a text spells by its form; one that is also a name counts as a path if it has folders in it and exists."""
+    spelled = text.startswith(("/", "./", "../", "~", ".\\")) or text in (".", "..") or text.endswith("/")
+    path = hub.expand(text, env) if text.startswith("~") else Path(text)
+    return path if spelled or len(path.parts) > 1 and exists(path) else None
+
+
+def _split(text: str, env: Mapping[str, str]) -> tuple[str, str | None]:
+    """name[@revision]; what follows a colon and is no format is refused by name."""
+    base, colon, variant = text.partition(":")
+    if not base.partition("@")[0]:
+        raise UsageError(f"{show(text)} names no model", LOOK)
+    if colon:
+        entries = catalog(env)
+        if not AS_BITS.fullmatch(variant) and (meant := tagged(base, variant, entries)):
+            raise UsageError(f"there is no model {show(text)}", f"did you mean {' or '.join(meant)}?")
+        is_one = "/" in base and not OLLAMAS.match(base) or any(entry.alias == base.partition("@")[0].lower() for entry in entries)
+        raise UsageError(f"{show(':' + variant)} is no format that a model can be loaded in",
+                         f"known: {', '.join(DEFAULTS)}, or the name or the tag (Q4_K_M) of a .gguf file; "
+                         + (f"or leave it away: {show(base)}" if is_one else f"and {show(base)} is no model here: {ELSEWHERE}"))
+    name, at, revision = base.partition("@")
+    if at and not hub.is_revision(revision):
+        raise UsageError(f"{show(revision)} is no revision", "a branch, a tag or a commit follows the @")
+    return name, revision if at else None
+
+
+def exists(path: Path) -> bool:
+    """Whether something is there; a folder that may not be looked into counts, so that its own error is shown."""
+    try:
+        return path.exists()
+    except PermissionError:
+        return True
+    except (OSError, ValueError):  # too long a name, a zero byte
+        return False

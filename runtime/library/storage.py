@@ -1,0 +1,235 @@
+"""What effllm itself keeps on this machine: models that it made, folders that it was told to make, and the person's own files.
+
+    <data>/models/<org>--<repo>/<revision>/<format>/    made by `pull --bits`, `run --bits --keep`
+    <data>/models/<org>--<repo>/refs/<branch>           the commit that a branch stood for when it was pulled
+    <data>/folders.json                                 what `quantize -o` has made elsewhere
+    <data>/licences/<org>--<repo>@<commit>              the licence that the hub stated of what was pulled, where no file of it does
+    <config>/models.yaml                                the person's aliases
+    <state>/sessions/                                   saved conversations and their caches (`session_store.py`)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from stat import S_IMODE
+
+from ... import ls, not_written
+from .. import hub
+from ..files.whole_file import one_at_a_time, whole
+
+MARKER = "effllm.json"
+REFS, LICENCES = "refs", "licences"
+FORMAT, VERSION = "effllm-folders", 1
+CONFIG, DEEPEST = "config.json", 3  # what makes a folder a model's; levels of folders below that of all models
+LICENCE_LETTERS = 40  # as many as are taken of what a hub says
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A model in the data folder. `repo` is an alias for a packaged or local one, whose revision is `local-...`."""
+
+    repo: str
+    revision: str
+    spec: str
+    folder: Path
+
+
+def data_folder(env: Mapping[str, str]) -> Path:
+    return _folder(env, "XDG_DATA_HOME", ".local/share", "user_data_path")
+
+
+def config_folder(env: Mapping[str, str]) -> Path:
+    return _folder(env, "XDG_CONFIG_HOME", ".config", "user_config_path")
+
+
+def sessions_folder(env: Mapping[str, str]) -> Path:
+    """Saved sessions: conversations, and the pages of their caches."""
+    return _folder(env, "XDG_STATE_HOME", ".local/state", "user_state_path") / "sessions"
+
+
+def served_folder(env: Mapping[str, str]) -> Path:
+    """What a server keeps of prompts as long as it runs."""
+    return sessions_folder(env).with_name("served")
+
+
+def _folder(env: Mapping[str, str], variable: str, usual: str, elsewhere: str) -> Path:
+    """Where the platform puts such things; on Linux read from `env`, which the library of other platforms would not ask."""
+    if sys.platform.startswith("linux"):
+        given = env.get(variable, "").strip()
+        return (Path(given) if given else hub.home(env) / usual) / "effllm"
+    import platformdirs
+
+    return getattr(platformdirs, elsewhere)("effllm", appauthor=False)
+
+
+def models_folder(env: Mapping[str, str]) -> Path:
+    return data_folder(env) / "models"
+
+
+def made_of(folder: Path) -> str | None:
+    """The name of the model that a folder of ours says it was made of; a look into one file of it, and no library."""
+    try:
+        source = json.loads((folder / MARKER).read_bytes())["source"]["model"]
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        return None
+    return source if isinstance(source, str) else None
+
+
+def own_folder(env: Mapping[str, str], repo: str, revision: str, spec: str) -> Path:
+    """Where a model of ours lies or would lie."""
+    return models_folder(env) / repo.replace("/", "--") / revision / spec
+
+
+def kept_folder(models: Path, folder: Path, spec: str, name: str | None = None, revision: str | None = None) -> Path:
+    """Where the model of `folder`, a folder or a GGUF file, is kept in a format below `models`, whether or not it is there. `name`: its
+    repository or alias; without a `revision` the state of its files is one."""
+    if folder.is_file():  # one of several of its repository
+        return models / folder.name / f"local-{stamp(folder)}" / spec
+    return models / (name or folder.resolve().name).replace("/", "--") / (revision or f"local-{stamp(folder)}") / spec
+
+
+def kept_models(env: Mapping[str, str]) -> Iterator[Kept]:
+    """Whole models in the data folder, in alphabetical order."""
+    for name in hub.names_in(models_folder(env)):
+        repo = models_folder(env) / name
+        for revision in hub.names_in(repo):
+            for spec in hub.names_in(repo / revision) if revision != REFS else ():
+                if not spec.startswith(".") and (repo / revision / spec / MARKER).is_file():
+                    yield Kept(name.replace("--", "/"), revision, spec, repo / revision / spec)
+
+
+def below(env: Mapping[str, str]) -> Iterator[Path]:
+    """Every folder at most three deep in the folder of models, in alphabetical order; what lies in a model, or is hidden, is left alone."""
+    def walk(folder: Path, deep: int) -> Iterator[Path]:
+        for name in hub.names_in(folder):
+            each = folder / name
+            if name == REFS or not each.is_dir():
+                continue
+            yield each
+            if deep < DEEPEST and not name.startswith(".") and not (each / CONFIG).is_file():
+                yield from walk(each, deep + 1)
+
+    return walk(models_folder(env), 1)
+
+
+def put_there(env: Mapping[str, str]) -> list[Path]:
+    """Folders of models in our own that have no name there: what `export -o` and `quantize -o` were told to make in it."""
+    kept = {each.folder for each in kept_models(env)}
+    return [path for path in below(env) if (path / CONFIG).is_file() and not path.name.startswith(".") and path not in kept]
+
+
+def find_kept(env: Mapping[str, str], repo: str, revision: str, spec: str | None) -> list[Kept]:
+    """Kept models of a repository at a branch, a commit or the beginning of one; `spec` None is any format."""
+    if not hub.is_repo(repo) or not hub.is_revision(revision):
+        return []
+    commit = hub.read_ref(models_folder(env) / repo.replace("/", "--") / REFS / revision) or revision
+    return [kept for kept in kept_models(env) if kept.repo == repo and spec in (None, kept.spec)
+            and (kept.revision == commit or hub.COMMIT.fullmatch(commit) and kept.revision.startswith(commit))]
+
+
+def note_branch(env: Mapping[str, str], repo: str, branch: str, commit: str) -> None:
+    """Remember what a branch stands for."""
+    path = models_folder(env) / repo.replace("/", "--") / REFS / branch
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_aside(path, commit)
+
+
+def note_licence(env: Mapping[str, str], repo: str, commit: str, licence: str) -> None:
+    """Remember what a hub states of a repository, which of its files alone nobody could tell. Raises OSError."""
+    path = _licence_note(env, repo, commit)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_aside(path, licence[:LICENCE_LETTERS])
+
+
+def stated_licence(env: Mapping[str, str], found: hub.Snapshot) -> str | None:
+    """The licence of what lies in the cache: as its model card states it, else as the hub did when it was pulled."""
+    if (said := hub.stated_licence(found.folder)) is not None:
+        return said
+    try:
+        with _licence_note(env, found.repo, found.commit).open(encoding="utf-8", errors="replace") as file:
+            return file.read(LICENCE_LETTERS).strip() or None
+    except OSError:
+        return None
+
+
+def licence_notes(env: Mapping[str, str], repo: str, commit: str | None = None) -> list[Path]:
+    """What was remembered of a repository's licence, at one commit or at any."""
+    if commit is not None:
+        return [note] if (note := _licence_note(env, repo, commit)).is_file() else []
+    folder, begin = data_folder(env) / LICENCES, _licence_note(env, repo, "").name
+    return [folder / name for name in hub.names_in(folder) if name.startswith(begin)]
+
+
+def _licence_note(env: Mapping[str, str], repo: str, commit: str) -> Path:
+    return data_folder(env) / LICENCES / f"{repo.replace('/', '--')}@{commit}"
+
+
+def registered(env: Mapping[str, str]) -> list[Path]:
+    """Folders that `quantize -o` made and that are still models."""
+    return [path for path in map(Path, _read(data_folder(env) / "folders.json")) if (path / MARKER).is_file()]
+
+
+def register(env: Mapping[str, str], folder: Path) -> None:
+    """Let `list` show a folder, unless it lies where it is found anyway."""
+    folder = Path(os.path.abspath(folder))
+    if models_folder(env) not in folder.parents:
+        _change(env, lambda known: [*(path for path in known if path != str(folder)), str(folder)])
+
+
+def forget(env: Mapping[str, str], folder: Path) -> None:
+    _change(env, lambda known: [path for path in known if path != os.path.abspath(folder)])
+
+
+def _change(env: Mapping[str, str], how: Callable[[list[str]], list[str]]) -> None:
+    """One process at a time; what is no model any more is dropped on the way."""
+    path = data_folder(env) / "folders.json"
+    try:
+        with changing(path):
+            known = [each for each in how(_read(path)) if (Path(each) / MARKER).is_file()]
+            write_aside(path, json.dumps({"format": FORMAT, "version": VERSION, "folders": known}, indent=1) + "\n")
+    except OSError as error:
+        raise not_written(error, f"{path} cannot be written", f"check its folder: {ls(path.parent)}") from error
+
+
+def _read(path: Path) -> list[str]:
+    """Absolute paths; a damaged list is an empty one, because the folders themselves are not lost with it."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return []
+    folders = raw.get("folders") if isinstance(raw, dict) and raw.get("format") == FORMAT else None
+    return [each for each in folders if isinstance(each, str) and os.path.isabs(each)] if isinstance(folders, list) else []
+
+
+@contextmanager
+def changing(path: Path) -> Iterator[None]:
+    """A small file that is read, changed and written by one process at a time. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with one_at_a_time(path.with_name(f".{path.stem}.lock")):
+        yield
+
+
+def write_aside(path: Path, text: str) -> None:
+    """A small file that is either old or new, and opens to whom the old one did."""
+    with whole(path) as file:
+        with suppress(OSError):  # none there yet, or a file system without permissions
+            os.fchmod(file.fileno(), S_IMODE(path.stat().st_mode))
+        file.write(text.encode())
+
+
+def stamp(folder: Path) -> str:
+    """Eight digits for a local folder or GGUF file and the state of its model: another one, or a changed one, is kept elsewhere. What is
+    measured of a model or told of it changes nothing."""
+    import hashlib
+    from fnmatch import fnmatch
+
+    own = (*hub.SETTINGS, "*.safetensors", hub.INDEX)
+    entries = [entry for entry in folder.iterdir() if any(fnmatch(entry.name, name) for name in own)] if folder.is_dir() else [folder]
+    files = sorted((entry.name, (status := entry.stat()).st_size, status.st_mtime_ns) for entry in entries if entry.is_file())
+    return hashlib.sha256(repr((str(folder.resolve()), files)).encode()).hexdigest()[:8]

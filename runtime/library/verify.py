@@ -1,0 +1,193 @@
+"""`verify`: the bytes of a quantized folder against the checksums that were recorded when it was made, those of a downloaded one against
+the names of their blobs, which are checksums too, and those of any other against a SHA256SUMS in the folder or beside it, as `sha256sum`
+writes it."""
+
+from __future__ import annotations
+
+import os
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+
+import numpy as np
+
+from ... import EffllmError, ModelNotFound, UsageError, ls, typed
+from ...offload.header import CheckpointError
+from ...offload.part_file import Digest
+from ...offload.running_hash import matches
+from ..config import read_config
+from ..config_reader import show
+from ..events import Progress
+from ..files.small_file import OddFile, read_whole
+from ..gguf.names import all_parts
+from ..hub import SETTINGS
+from ..kv.kv_profile_file import load_profile, profile_paths
+from ..source import open_store
+from ..stores.container import Container, check_stored, read_container
+
+PIECE = 8 << 20
+BLOB = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")
+SUMS, LARGEST_SUMS = "SHA256SUMS", 1 << 20
+SUM = re.compile(r"([0-9A-Fa-f]{64}) [ *](?:\./)?([^/\0][^\0]*)")  # and a path from the list's folder; `*`: it was read as binary
+
+
+@dataclass(frozen=True)
+class Verified:
+    """`damaged` names the tensors (or `kind` files) whose bytes are not those that were written, and of small files beside tensors those
+    that are not what they were; so many were looked at (`files`), and `unknown` were not recorded."""
+
+    count: int
+    nbytes: int
+    damaged: tuple[str, ...]
+    kind: str = "tensors"
+    files: int = 0
+    unknown: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, object]:
+        beside = {"files": self.files} if self.kind == "tensors" else {}
+        return {self.kind: self.count, "bytes": self.nbytes, "damaged": list(self.damaged), **beside, "not_recorded": list(self.unknown)}
+
+
+def verify(folder: Path) -> Iterator[Progress | Verified]:
+    """Read every tensor, of a downloaded model every file; yields Progress and the result last.
+
+    Raises CheckpointError where effllm.json, a header or SHA256SUMS is damaged already, UsageError for a folder without checksums.
+    """
+    container = read_container(folder)
+    if container is None:
+        if not folder.exists():
+            raise ModelNotFound(f"there is no folder {folder}", "effllm list shows the models on this machine")
+        if (found := downloaded(folder)).blobs or found.lost:
+            yield from _verify_blobs(found)
+            return
+        if (found := summed(folder)) is None:
+            within = folder.parent if folder.is_file() else folder
+            came = "GGUF files come" if folder.is_file() else "effllm quantize records them, downloads have them, other checkpoints come"
+            raise UsageError(f"{folder} has no checksums: {came} without",
+                             f"to see later whether it is what it is now: {recording(within)}")
+        yield from _verify_blobs(found)
+        return
+    with open_store(folder, whole=False) as store:
+        check_stored(container, store)
+        total = sum(store.tensors[name].nbytes for name in container.tensors)
+        done, damaged = 0, []
+        piece = np.empty(PIECE, np.uint8)
+        for stored in container.tensors.values():
+            info, crc = store.tensors[stored.name], 0
+            for at in range(0, info.nbytes, PIECE):
+                view = memoryview(piece[: min(PIECE, info.nbytes - at)])
+                store.read_at(info.file, info.offset + at, view)
+                crc = zlib.crc32(view, crc)
+                done += len(view)
+                yield Progress("verifying", done, total, "bytes", stored.name)
+            if crc != stored.crc32:
+                damaged.append(stored.name)
+        store.check_unchanged()
+    wrong, count, unknown = _small_files(folder, container)
+    yield Verified(len(container.tensors), total, (*damaged, *wrong), files=count, unknown=unknown)
+
+
+def _small_files(folder: Path, container: Container) -> tuple[list[str], int, tuple[str, ...]]:
+    """Files beside the tensors: those that are not what was recorded, how many were looked at, and those of which nothing was."""
+    wrong = []
+    for name, checksum in container.files.items():
+        try:
+            is_right = (folder / name).is_file() and zlib.crc32((folder / name).read_bytes()) == checksum
+        except OSError:
+            is_right = False
+        wrong += [] if is_right else [name]
+    count, profile = len(container.files), profile_paths(folder)[0]
+    if profile.exists():
+        count += 1
+        try:
+            load_profile(folder, read_config(folder))
+        except EffllmError:
+            wrong.append(profile.name)
+    present = {each.name for each in folder.iterdir() if any(fnmatch(each.name, pattern) for pattern in SETTINGS)}
+    return wrong, count, tuple(sorted(present - container.files.keys()))
+
+
+@dataclass(frozen=True)
+class Downloaded:
+    """Files of a snapshot in the hub cache: by path those whose blobs are named by their checksums, by name those whose blob is `lost`, and
+    those that are no link to one and have no checksum, such as what was measured of the model. Of a folder with a list of checksums: those
+    that it names, those of them that are gone, and the others."""
+
+    blobs: dict[str, Digest]
+    lost: tuple[str, ...]
+    unknown: tuple[str, ...]
+
+
+def downloaded(model: Path) -> Downloaded:
+    """The files of a snapshot, or a GGUF file in one and its other parts. Raises ModelNotFound for a part that is missing."""
+    blobs, lost, unknown = {}, [], []
+    for path in sorted(model.rglob("*")) if model.is_dir() else map(model.with_name, all_parts(model.name)):
+        if not model.is_dir() and not path.exists():
+            raise ModelNotFound(f"{model.name} is a part of a model, and {path.name} is missing", "effllm pull fetches all parts")
+        name = os.readlink(path).rpartition("/")[2] if path.is_symlink() else ""
+        if BLOB.fullmatch(name) and path.exists():
+            blobs[str(path)] = Digest("sha256" if len(name) == 64 else "git-sha1", name)
+        elif BLOB.fullmatch(name):
+            lost.append(path.name)
+        elif path.is_symlink() or not path.is_dir():
+            unknown.append(path.name)
+    return Downloaded(blobs, tuple(lost), tuple(unknown))
+
+
+def recording(folder: Path) -> str:
+    """The command that lists checksums of the files in a folder as they are now."""
+    return f"cd {typed(folder)} && sha256sum * > {SUMS}"
+
+
+def summed(model: Path) -> Downloaded | None:
+    """The files of a folder by a list of checksums in it, or in the folder above; of a GGUF file it and its other parts. None where no list
+    speaks of them. Raises CheckpointError for a list in the folder that is none."""
+    folder = model if model.is_dir() else model.parent
+    sums = listed_sums(folder)
+    if not sums and model.is_dir():  # one above may be of anything
+        above, within = listed_sums(folder.absolute().parent, strict=False), f"{folder.absolute().name}/"
+        sums = {name.removeprefix(within): value for name, value in above.items() if name.startswith(within)}
+    sums.pop(SUMS, None)  # the shell made it, empty, before it was read
+    if model.is_dir():
+        present = {each.relative_to(folder).as_posix() for each in folder.rglob("*") if each.is_file()}
+    else:
+        present = {*all_parts(model.name)}
+        sums = {name: sums[name] for name in present if name in sums}
+        present &= {each.name for each in folder.iterdir()}
+    blobs = {str(folder / name): Digest("sha256", value) for name, value in sums.items() if name in present}
+    return Downloaded(blobs, tuple(sums.keys() - present), tuple(sorted(present - sums.keys() - {SUMS}))) if sums else None
+
+
+def listed_sums(folder: Path, strict: bool = True) -> dict[str, str]:
+    """Checksums by path from a folder, of the list in it; empty where there is none. Raises CheckpointError where it is `strict`."""
+    path, sums = folder / SUMS, {}
+    try:
+        lines = read_whole(path, LARGEST_SUMS).decode(errors="replace").splitlines()
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) or not strict:
+            return {}
+        reason = f"it is {error.strerror}" if isinstance(error, OddFile) else error.strerror
+        raise CheckpointError(f"{path} cannot be read: {reason}", f"check it: {ls(path)}") from error
+    for number, line in enumerate(lines, 1):
+        if (found := SUM.fullmatch(line)) and ".." not in found[2].split("/"):
+            sums[found[2]] = found[1].lower()
+        elif strict:
+            raise CheckpointError(f"{path}: line {number} is {show(line)}, expected a checksum of 64 digits and the name of a file here",
+                                  f"take the line out, or make the list anew: {recording(folder)}")
+    return sums
+
+
+def _verify_blobs(found: Downloaded) -> Iterator[Progress | Verified]:
+    """A link that leads nowhere was a file once: its blob went, and the model is not whole."""
+    sizes = {path: os.stat(path).st_size for path in found.blobs}
+    total, done, damaged = sum(sizes.values()), 0, list(found.lost)
+    for path, digest in found.blobs.items():
+        yield Progress("verifying", done, total, "bytes", Path(path).name)
+        if not matches(path, digest):
+            damaged.append(Path(path).name)
+        done += sizes[path]
+    yield Progress("verifying", done, total, "bytes")
+    yield Verified(len(found.blobs) + len(found.lost), total, tuple(damaged), "files", unknown=found.unknown)

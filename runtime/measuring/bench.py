@@ -1,0 +1,285 @@
+"""Tokens per second of a model: reading a prompt (pp) and writing an answer (tg), at a depth, as llama-bench defines them.
+
+Its field names come first in a row, in its order, those that have a meaning here; ours after: bytes read per forward pass, the share of
+the machine's read bandwidth, which is measured in the same run over memory as large as the weights (at most 1 GiB; over the weights
+themselves where --ram has no room beside them), and what `effllm plan` would have predicted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from statistics import fmean, median, stdev
+
+import numpy as np
+
+from ... import UsageError, __version__
+from ...kernels.cpu.roof import BLOCK, read_bandwidth
+from ...kernels.layout import PAGE
+from ...offload import hardware, predict
+from ...offload.gpu import gpus
+from ...offload.memory import anonymous
+from ...quant.spec import QuantSpec
+from ..engine import Engine
+from ..events import Notice, Progress
+from ..planning import forecast, roofs
+from ..planning.demands import LOGIT_ROWS
+from ..planning.outcome import LEAST_NBYTES
+from ..prepare import EngineOptions, Prepared, prepare_with
+from ..sampler import Sampler, SamplerSettings
+from ..tensors import parameters
+from .synthetic import SyntheticStore, synthetic_config
+
+ROOF_NBYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class BenchTest:
+    """`prompt` tokens to read or `gen` to write, the other is 0, after `depth` tokens."""
+
+    prompt: int
+    gen: int
+    depth: int
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """Every number of tokens to read (`prompt`) and to write (`gen`), after every number of tokens in `depth`, `repetitions` times;
+    `columns` tokens per forward pass of the answer. A 0 in `prompt` or `gen` is no test. An engine that speculates writes its likeliest
+    text, any other reads random tokens."""
+
+    prompt: tuple[int, ...] = (512,)
+    gen: tuple[int, ...] = (64,)
+    depth: tuple[int, ...] = (0,)
+    repetitions: int = 3
+    columns: int = 1
+
+    def __post_init__(self) -> None:
+        for name, given, least in (("-p", self.prompt, 0), ("-n", self.gen, 0), ("-d", self.depth, 0), ("-r", [self.repetitions], 1),
+                                   ("--columns", [self.columns], 1)):
+            for value in given:
+                if value < least:
+                    raise UsageError(f"{name} {value} is too small", f"at least {least}")
+        if self.columns > LOGIT_ROWS:
+            raise UsageError(f"--columns {self.columns} is too large", f"at most {LOGIT_ROWS}")
+        if not self.tests:
+            raise UsageError("nothing to measure", "give -p or -n")
+
+    @property
+    def tests(self) -> list[BenchTest]:
+        """What is measured, in order."""
+        return [BenchTest(prompt, gen, depth) for depth in self.depth
+                for prompt, gen in [*((tokens, 0) for tokens in self.prompt), *((0, tokens) for tokens in self.gen)] if prompt or gen]
+
+    @property
+    def ctx(self) -> int:
+        """Context that the measurement needs."""
+        return 1 + max(max(test.depth + test.prompt, max(test.depth, 1) + test.gen * self.columns) for test in self.tests)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The runs of one test: seconds each, when the first began, the most memory that the process had held by its end, bytes that its last
+    pass read of weights and cache, and what was read from the disk, and waited for it, in one repetition."""
+
+    test: BenchTest
+    samples: list[float]
+    began: str
+    peak: int
+    pass_nbytes: int
+    disk_nbytes: int
+    disk_wait_s: float
+    passes: int
+
+
+@dataclass(frozen=True)
+class BenchRow:
+    """One test. Rates in tokens a second over repetitions, times in nanoseconds, bandwidth in bytes a second, `test_time` the UTC time at
+    which it began. `n_batch` is the most tokens per pass, what is told of the disk one repetition's; `predicted_ts` None where this machine
+    was not measured, or the prompt is a short one; `tokens_per_pass` of an answer, where tokens were drafted their mean."""
+
+    build_commit: str
+    build_number: int
+    cpu_info: str
+    gpu_info: str
+    backends: str
+    model_filename: str
+    model_type: str
+    model_size: int
+    model_n_params: int
+    n_batch: int
+    n_ubatch: int
+    n_threads: int
+    type_k: str
+    type_v: str
+    n_gpu_layers: int
+    use_mmap: bool
+    n_prompt: int
+    n_gen: int
+    n_depth: int
+    test_time: str
+    avg_ns: int
+    stddev_ns: int
+    avg_ts: float
+    stddev_ts: float
+    samples_ns: tuple[int, ...]
+    samples_ts: tuple[float, ...]
+    median_ts: float
+    columns: int
+    bytes_per_pass: int
+    read_bandwidth: float
+    roof_bandwidth: float
+    roof_fraction: float
+    peak_rss_bytes: int
+    disk_bytes_read: int
+    disk_wait_s: float
+    predicted_ts: float | None
+    tokens_per_pass: float
+
+    @property
+    def test(self) -> str:
+        return test_name(BenchTest(self.n_prompt, self.n_gen, self.n_depth))
+
+    def to_json(self) -> dict[str, object]:
+        return {**asdict(self), "test": self.test}
+
+
+def prepare_synthetic(shape: str, options: EngineOptions, spec: str | None = None) -> Prepared:
+    """Like `prepare.prepare`, for random weights of a named shape: bf16, or a format such as 4bit."""
+    config = synthetic_config(shape)
+    store = SyntheticStore(config, None if spec is None else QuantSpec.parse(spec))
+    return prepare_with(None, config, store, options, store.container)
+
+
+def bench(engine: Engine, options: BenchOptions, name: str) -> Iterator[Progress | Notice | BenchRow]:
+    """Measure; yields Progress per repetition and a BenchRow per test, before those a Notice where the machine was not measured: nothing
+    is predicted then. Each test warms up once first."""
+    if options.ctx > engine.n_ctx:
+        raise UsageError(f"the measurement needs a context of {options.ctx}, the engine has {engine.n_ctx}",
+                         f"-c {options.ctx}, or fewer tokens: -p, -n, -d")
+    if engine.speculation is not None and options.columns > 1:
+        raise UsageError("--columns runs tokens side by side that speculation would choose", "drop --columns, or --spec and --draft")
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, engine.config.vocab_size, options.ctx).tolist()
+    measured: list[Measured] = []
+    for test in options.tests:
+        samples, began = [], datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        _once(engine, ids, replace(test, prompt=min(test.prompt, PAGE), gen=min(test.gen, 2)), options.columns)
+        before, passes = (engine.disk_nbytes, engine.disk_wait_s), _passes(engine)
+        for done in range(options.repetitions):
+            yield Progress(f"measuring {test_name(test)}", done, options.repetitions, "runs")
+            samples.append(_once(engine, ids, test, options.columns))
+        disk = (engine.disk_nbytes - before[0]) // options.repetitions, (engine.disk_wait_s - before[1]) / options.repetitions
+        nbytes = engine.model.bytes_per_pass + engine.prepared.adapted.nbytes_of(engine.choice) + engine.cache.read_nbytes
+        made = (_passes(engine) - passes) // options.repetitions or test.gen
+        measured.append(Measured(test, samples, began, hardware.peak_rss(), nbytes, *disk, made))
+    roof = _roof(engine)  # last: its buffer is no part of what the model takes
+    if _may_predict(engine, options.columns) and roofs.known(forecast.wanted(engine.prepared, engine.model.tensors)).rates is None:
+        yield Notice(f"no prediction: {forecast.no_roofs(engine.options)}")
+    for each in measured:
+        yield _row(engine, options, name, each, roof)
+
+
+def test_name(test: BenchTest) -> str:
+    """llama-bench's name of a test: pp512, tg128 @ d1024."""
+    name = f"pp{test.prompt}" if test.prompt else f"tg{test.gen}"
+    return name + (f" @ d{test.depth}" if test.depth else "")
+
+
+def _passes(engine: Engine) -> int:
+    """Passes that speculation has made so far."""
+    return engine.speculation.counts.passes if engine.speculation else 0
+
+
+def _once(engine: Engine, ids: list[int], test: BenchTest, columns: int) -> float:
+    """Seconds for one test, its depth not counted."""
+    engine.reset()
+    writes = engine.speculation is not None and test.gen > 0
+    if test.depth or writes:
+        for _ in engine.prefill(ids[: max(test.depth, 1)]):
+            continue
+    started = time.perf_counter()
+    if writes:
+        greedy = Sampler(SamplerSettings(temperature=0), engine.config.vocab_size)
+        for _ in engine.generate(greedy, test.gen + 1, frozenset()):  # the first comes with what was read
+            continue
+        return time.perf_counter() - started
+    if test.prompt:
+        engine.hold(engine.tokens)  # as many are read behind them as were asked for, however few
+        for _ in engine.prefill(ids[: test.depth + test.prompt]):
+            continue
+    for step in range(test.gen):
+        at = test.depth + step * columns
+        engine.forward_logits(ids[at : at + columns])
+    return time.perf_counter() - started
+
+
+def _row(engine: Engine, options: BenchOptions, name: str, measured: Measured, roof: float) -> BenchRow:
+    test, samples, devices = measured.test, measured.samples, engine.placement.devices
+    prompt, gen = test.prompt, test.gen
+    tokens = prompt or gen * options.columns
+    rates = [tokens / seconds for seconds in samples]
+    nanoseconds = [round(seconds * 1e9) for seconds in samples]
+    bandwidth = measured.pass_nbytes * measured.passes / median(samples) if gen else 0.0
+    major, minor, patch = (int(part) for part in __version__.split(".")[:3])
+    folder = engine.prepared.folder
+    return BenchRow(
+        build_commit=f"effllm-{__version__}", build_number=10_000 * major + 100 * minor + patch, cpu_info=hardware.cpu_name(),
+        gpu_info=", ".join(card.name for card in gpus()) if "cuda" in devices else "", backends="+".join(dict.fromkeys(devices)),
+        model_filename=str(folder) if folder else name, model_type=name, model_size=engine.model.nbytes,
+        model_n_params=parameters(engine.model.tensors), n_batch=engine.prepared.shape.chunk, n_ubatch=engine.prepared.shape.chunk,
+        n_threads=engine.backends["cpu"].pool.workers, type_k=engine.options.kv, type_v=engine.options.kv,
+        n_gpu_layers=devices.count("cuda"), use_mmap=engine.options.load == "mmap", n_prompt=prompt, n_gen=gen, n_depth=test.depth,
+        test_time=measured.began, avg_ns=round(fmean(nanoseconds)), stddev_ns=round(_spread(nanoseconds)), avg_ts=fmean(rates),
+        stddev_ts=_spread(rates), samples_ns=tuple(nanoseconds),
+        samples_ts=tuple(rates), median_ts=median(rates), columns=options.columns if gen else 1, bytes_per_pass=measured.pass_nbytes,
+        read_bandwidth=bandwidth, roof_bandwidth=roof, roof_fraction=bandwidth / roof, peak_rss_bytes=measured.peak,
+        disk_bytes_read=measured.disk_nbytes, disk_wait_s=measured.disk_wait_s, predicted_ts=_predicted(engine, test, options.columns),
+        tokens_per_pass=tokens / measured.passes if gen else 0.0)
+
+
+def _predicted(engine: Engine, test: BenchTest, columns: int) -> float | None:
+    """What a plan would have said of a test, from what is known of this machine; several columns, picked pages and prompts of a few tokens
+    are not predicted."""
+    known = roofs.known(forecast.wanted(engine.prepared, engine.model.tensors)).rates
+    unforeseen = engine.cache.pool.picks if test.gen else not predict.is_foreseen(test.prompt)
+    if known is None or not _may_predict(engine, columns) or unforeseen:
+        return None
+    asked = forecast.work(engine.prepared, engine.model.tensors)
+    if test.gen:
+        made = predict.decode(asked, known, test.depth + test.gen // 2)
+        return made and made.tokens_per_s
+    whole, before = predict.prompt(asked, known, test.depth + test.prompt), predict.prompt(asked, known, test.depth)
+    return test.prompt / (whole.seconds - (before.seconds if test.depth else 0)) if whole and before else None
+
+
+def _may_predict(engine: Engine, columns: int) -> bool:
+    return "cuda" not in engine.placement.devices and columns == 1
+
+
+def _spread(values: Sequence[float]) -> float:
+    return stdev(values) if len(values) > 1 else 0.0
+
+
+def _roof(engine: Engine) -> float:
+    """Read bandwidth of this machine with the engine's threads, over memory as large as the weights. Where the budget has no room for that
+    it is the rate at which the weights in memory are read, and where those are few, that of as much as is left."""
+    pool, size = engine.backends["cpu"].pool, min(ROOF_NBYTES, max(64 << 20, engine.model.nbytes))
+    left = engine.placement.budget.ram - hardware.rss() - (8 << 20)
+    if size > left:
+        weights = [array[: array.nbytes // BLOCK * BLOCK] for array in engine.model.pager.resident_arrays() if array.nbytes >= BLOCK]
+        if sum(array.nbytes for array in weights) >= LEAST_NBYTES:
+            return read_bandwidth(pool, *weights)
+        size = max(4 << 20, left)
+    memory = anonymous(size)
+    memory.view(np.uint64)[:] = 0x0101010101010101  # untouched memory is one shared page of zeros
+    return read_bandwidth(pool, memory)
+
+
+def context_for(options: EngineOptions, bench_options: BenchOptions) -> EngineOptions:
+    """Engine options with just the context that the measurement needs, unless one was asked for, and with drafts only if they were: by
+    definition a test reads random tokens, in which nothing repeats."""
+    spec = "off" if options.spec == "auto" and options.draft is None else options.spec
+    return replace(options, ctx=options.ctx or max(PAGE, bench_options.ctx), spec=spec)

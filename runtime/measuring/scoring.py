@@ -1,0 +1,72 @@
+"""Running a text for its own sake: the logits, or the states, of every position, as measurements ask for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ... import ContextOverflow
+from ...kernels.layout import PAGE
+from ..passes import common_prefix
+from ..planning.demands import LOGIT_ROWS
+
+if TYPE_CHECKING:
+    from ..cache import KVCache
+    from ..model import Model
+    from ..prepare import Prepared
+
+
+class Scoring:
+    """What an `Engine` has for measurements."""
+
+    model: Model
+    cache: KVCache
+    prepared: Prepared
+    tokens: list[int]
+    anew: int
+    n_ctx: int
+
+    def forward_logits(self, ids: Sequence[int]) -> np.ndarray:
+        """Run `ids` after what is held; logits float32 [len(ids), V], a view. For measurements."""
+        return self.model.logits(self._forward(ids))
+
+    def score(self, ids: Sequence[int], pages: int | None = None, known: int = 0,
+              by_token: bool = False) -> Iterator[tuple[int, np.ndarray]]:
+        """Run `ids` from an empty cache; yields (position, logits float32 [n, V]) for every position. A view: copy what you keep.
+
+        `pages` cuts the text into chunks of so many pages instead of the engine's. The logits of the first `known` positions are not
+        asked for: as many of them as the cache already holds are not run again. `by_token` runs one token at a time, as an answer is
+        written, and yields them so.
+        """
+        if not 0 < len(ids) <= self.n_ctx:
+            raise ContextOverflow(f"{len(ids)} tokens to score in a context of {self.n_ctx}")
+        held = self.cache.truncate(min(common_prefix(self.tokens, ids), known)) if known else 0
+        if held:
+            self.hold(ids[:held], min(self.anew, held))
+        else:
+            self.reset()
+        for piece in self._passes(len(ids) - held, pages or self.prepared.chunk // PAGE):
+            start = len(self.tokens)
+            if by_token or self.cache.pool.picks:  # pages are picked for an answer alone
+                for row in range(start, start + piece):
+                    yield row, self.forward_logits(ids[row : row + 1])
+                continue
+            x = self._forward(ids[start : start + piece])
+            for row in range(0, piece, LOGIT_ROWS):
+                yield start + row, self.model.logits(x[row : row + LOGIT_ROWS])
+
+    def first_reader(self, by_token: bool = False) -> int:
+        """The first position that reads a packed page where `score` runs a text page by page, or one token at a time; 0 where the cache
+        packs nothing."""
+        one_by_one = by_token or self.cache.pool.picks
+        return self.cache.shape.first_reader(one_by_one) if self.cache.is_packed else 0
+
+    def states(self, ids: Sequence[int], pages: int | None = None) -> Iterator[tuple[int, np.ndarray]]:
+        """Run `ids` as `score` does; yields (position, last hidden states float32 [n, D]) pass by pass, views: the model makes logits of
+        them, LOGIT_ROWS rows at once."""
+        self.reset()
+        for piece in self._passes(len(ids), pages or self.prepared.chunk // PAGE):
+            start = len(self.tokens)
+            yield start, self._forward(ids[start : start + piece], prompt=True)

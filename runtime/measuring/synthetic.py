@@ -1,0 +1,176 @@
+"""Random weights of a named shape, for measuring speed without a download. They say nothing about quality and are never written to disk.
+
+A synthetic store looks like a TensorStore to the pager and the model. Its bytes are one block of small random numbers, or of random
+codes, repeated: speed does not depend on the values as long as none is subnormal or NaN.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+
+import numpy as np
+
+from ... import UsageError
+from ...kernels.tiles import LEVELS_NBYTES, MOST_LEVEL, STEPS_NBYTES, row_nbytes
+from ...offload.checkpoint import TensorInfo, TensorStore
+from ...quant.recipe import Recipe
+from ...quant.spec import QuantSpec
+from ...quant.weight import RAW_NUMPY, from_f32
+from .. import families
+from ..config import ModelConfig, parse_config
+from ..conversion.convert_plan import MATRICES
+from ..stores.container import Container, StoredTensor
+
+_LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+          "torch_dtype": "bfloat16"}
+_MIXTURE = {"hidden_act": "silu", "hidden_size": 2048, "norm_topk_prob": False, "num_experts_per_tok": 8, "torch_dtype": "bfloat16",
+            "tie_word_embeddings": False}
+SHAPES: dict[str, dict[str, object]] = {
+    "tinyllama-1.1b": {**_LLAMA, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32,
+                       "num_key_value_heads": 4, "vocab_size": 32000, "max_position_embeddings": 2048, "tie_word_embeddings": False},
+    "llama3.2-1b": {**_LLAMA, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+                    "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256, "max_position_embeddings": 131072,
+                    "tie_word_embeddings": True},
+    "llama3-8b": {**_LLAMA, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+                  "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192, "tie_word_embeddings": False},
+    "olmoe-1b-7b": {**_MIXTURE, "model_type": "olmoe", "architectures": ["OlmoeForCausalLM"], "intermediate_size": 1024,
+                    "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 50304,
+                    "max_position_embeddings": 4096, "num_experts": 64, "rms_norm_eps": 1e-5, "rope_theta": 10000.0},
+    "qwen3-30b-a3b": {**_MIXTURE, "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "intermediate_size": 6144,
+                      "moe_intermediate_size": 768, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
+                      "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960, "num_experts": 128, "norm_topk_prob": True,
+                      "rms_norm_eps": 1e-6, "rope_theta": 1000000.0},
+    "qwen1.5-moe-a2.7b": {**_MIXTURE, "model_type": "qwen2_moe", "architectures": ["Qwen2MoeForCausalLM"], "intermediate_size": 5632,
+                          "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632, "num_hidden_layers": 24,
+                          "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 151936, "max_position_embeddings": 8192,
+                          "num_experts": 60, "num_experts_per_tok": 4, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0},
+    "glm-4.5-air": {**_MIXTURE, "model_type": "glm4_moe", "architectures": ["Glm4MoeForCausalLM"], "hidden_size": 4096,
+                    "intermediate_size": 10944, "moe_intermediate_size": 1408, "num_hidden_layers": 46, "num_attention_heads": 96,
+                    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151552, "max_position_embeddings": 131072,
+                    "n_routed_experts": 128, "n_shared_experts": 1, "first_k_dense_replace": 1, "norm_topk_prob": True,
+                    "attention_bias": True, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0},
+}
+BLOCK_NBYTES = 1 << 20
+
+
+class SyntheticStore:
+    """The tensors that a config asks for, made up: bf16, or low-bit by a recipe (`container` then says so)."""
+
+    puts_in_order = False
+
+    def __init__(self, config: ModelConfig, spec: QuantSpec | None = None) -> None:
+        family = families.get(config.family)
+        layers = (family.layer_tensors(config, i) for i in range(config.num_hidden_layers))
+        rules = [(role, rule) for rules in (family.outer_tensors(config), *layers) for role, rule in rules.items()]
+        self.tensors: dict[str, TensorInfo] = {}
+        stored: dict[str, StoredTensor] = {}
+        recipe = None if spec is None else Recipe(spec)
+        offset = 0
+        for role, rule in rules:
+            low = recipe is not None and families.kind_of(role) in MATRICES
+            own = recipe.spec_for(rule.name, rule.shape, role) if low else QuantSpec.raw("bf16")
+            stored[rule.name] = StoredTensor(rule.name, own, tuple(rule.shape), 0)
+            nbytes = own.nbytes(rule.shape)
+            dtype, shape = ("BF16", tuple(rule.shape)) if own.is_raw else ("U8", (nbytes,))
+            self.tensors[rule.name] = TensorInfo(rule.name, dtype, shape, Path("synthetic"), offset, nbytes)
+            offset += nbytes
+        bits = 8 * offset / sum(prod(rule.shape) for _, rule in rules)
+        self.container = None if spec is None else Container(str(spec), bits, stored, {}, {}, {}, {})
+        self._starts, self._stored = [info.offset for info in self.tensors.values()], list(stored.values())
+        random = np.random.default_rng(0)
+        self._values = from_f32(random.standard_normal(BLOCK_NBYTES // 2, np.float32) * 0.02, "bf16").view(np.uint8)
+        self._codes = random.integers(0, 256, BLOCK_NBYTES, np.uint8)
+
+    def read_at(self, file: Path, offset: int, out: memoryview) -> None:
+        """Fill `out` as if read from `offset`."""
+        done = 0
+        while done < len(out):
+            index = bisect_right(self._starts, offset + done) - 1
+            within, stored = offset + done - self._starts[index], self._stored[index]
+            part = out[done : done + stored.nbytes - within]
+            if stored.spec.is_raw:
+                _repeat(self._values, within, part)
+            else:
+                self._fill_blob(stored, within, part)
+            done += len(part)
+
+    def _fill_blob(self, stored: StoredTensor, start: int, out: memoryview) -> None:
+        """Random codes and scales, then zeros in the middle of the codes, small row scales and plain tables."""
+        _repeat(self._codes, start, out)
+        spec, at = stored.spec, stored.spec.sections(stored.shape)
+        tail, each = np.zeros(stored.nbytes - at.row_scales, np.uint8), row_nbytes(spec.scheme)
+        kind = "f32" if each == 4 else "bf16"
+        tail[: each * at.rows].view(RAW_NUMPY[kind])[:] = from_f32(np.full(at.rows, 1e-5, np.float32), kind)
+        if at.tables >= 0:
+            levels = np.linspace(-MOST_LEVEL, MOST_LEVEL - 1, 1 << spec.bits).astype(np.int8)
+            tables = np.concatenate([np.resize(levels, LEVELS_NBYTES).view(np.uint8), np.arange(14, 14 + STEPS_NBYTES, dtype=np.uint8)])
+            tail[at.tables - at.row_scales :][: tables.size] = tables
+        _overlay(tail, at.row_scales, start, out)
+        middle = at.row_scales - (at.zeros if at.zeros >= 0 else at.scales)
+        if spec.scheme == "float":
+            _overlay(np.ones(middle // 4, np.float32).view(np.uint8), at.scales, start, out)
+            codes = out[: max(0, at.scales - start)]
+            np.bitwise_and(codes, 0xF7, out=np.frombuffer(codes, np.uint8))  # none is NaN
+        elif spec.scheme != "codebook":  # scales of one size: random ones would span 2**16, exponents all of float32
+            usual = {"mxfp": 128, "nvfp": 56, "minimum": 0x3C}.get(spec.scheme, 64)
+            _overlay(np.full(middle, usual if at.zeros < 0 else 1 << (spec.bits - 1), np.uint8), at.row_scales - middle, start, out)
+            if at.zeros >= 0:
+                _overlay(np.full(at.zeros - at.scales, 64, np.uint8), at.scales, start, out)
+
+    def read(self, info: TensorInfo) -> np.ndarray:
+        out = np.empty(info.nbytes, np.uint8)
+        self.read_at(info.file, info.offset, memoryview(out))
+        return out
+
+    notices: tuple[str, ...] = ()
+    reads = TensorStore.reads
+
+    def place(self, info: TensorInfo) -> int | None:
+        """Nowhere."""
+        return None
+
+    def arrival(self, infos: Sequence[TensorInfo]) -> None:
+        """Nor out of any file."""
+
+    def check_unchanged(self) -> None:
+        """Nothing on disk can change."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def _repeat(block: np.ndarray, start: int, out: memoryview) -> None:
+    """A block over and over, from `start` on."""
+    first = start % len(block)
+    for at in range(0, len(out), len(block)):
+        part = out[at : at + len(block)]
+        head = min(len(part), len(block) - first)
+        part[:head] = memoryview(block[first : first + head])
+        part[head:] = memoryview(block[: len(part) - head])
+
+
+def _overlay(piece: np.ndarray, begin: int, start: int, out: memoryview) -> None:
+    """Copy what of `piece`, which lies at `begin`, falls into `out`, which lies at `start`."""
+    low, high = max(begin, start), min(begin + len(piece), start + len(out))
+    if low < high:
+        out[low - start : high - start] = memoryview(piece[low - begin : high - begin])
+
+
+def synthetic_config(shape: str) -> ModelConfig:
+    """A named shape, or the path of a config.json. Raises UsageError naming the shapes that exist."""
+    if shape in SHAPES:
+        return parse_config(SHAPES[shape])
+    path = Path(shape)
+    if path.is_file():
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(raw, dict):
+                raise ValueError("it holds no JSON object")
+            return parse_config(raw)
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"{shape} is not a config: {error}", "give a model's config.json") from None
+    raise UsageError(f"no shape {shape!r}", f"known: {', '.join(SHAPES)}, or a config.json")

@@ -1,0 +1,96 @@
+"""Which kernels multiply a model's weights, for one token and for a prompt, and why: what `effllm plan` says of them.
+
+`effllm doctor` shows what each op would run for every stored type; this is of the types that a model has, where the plan puts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ...kernels.cpu.candidates import default_registry
+from ...kernels.cpu.int8_ir import INSTRUCTION_SET
+from ...kernels.cpu.ops import LOW_BIT
+from ...kernels.registry import Call, Registry
+from ..prepare import Prepared
+from ..sparse.bundles import ROLE as BUNDLES
+from ..sparse.bundles import SPARSE
+from ..tensors import ModelTensor, check_tensors
+from ..weights import lookup
+from .forecast import Tensors
+
+PROMPT = 512  # tokens that tell a prompt's kernels from those of an answer
+EITHER = f"dot products or table lookup, {INSTRUCTION_SET}"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel by the name that `effllm doctor` gives it, and what speaks for it."""
+
+    name: str
+    because: str
+    fallback: bool
+
+
+# Bundles have no candidates to choose from: the format decides.
+NEURONS = (Kernel("active neurons", "few tokens: neurons that they do not activate are left out", False),
+           Kernel("neurons in groups", "many tokens: together they activate nearly all neurons", False))
+
+
+@dataclass(frozen=True)
+class ChosenKernels:
+    """What multiplies all matrices of one stored type on one device; `nbytes` of them in the model."""
+
+    stored: str
+    device: str
+    nbytes: int
+    token: Kernel
+    prompt: Kernel
+
+    def to_json(self) -> dict[str, object]:
+        def told(kernel: Kernel) -> dict[str, object]:
+            return {"kernel": kernel.name, "because": kernel.because, "fallback": kernel.fallback}
+
+        return {"stored": self.stored, "device": self.device, "bytes": self.nbytes, "token": told(self.token), "prompt": told(self.prompt)}
+
+
+def chosen_kernels(prepared: Prepared, tensors: Tensors | None = None) -> tuple[ChosenKernels, ...]:
+    """Of a plan, the type with most bytes first. A type of which a part is looked up is there twice."""
+    tensors = tensors or check_tensors(prepared.config, prepared.store, prepared.container)
+    decisions = [] if prepared.options.exact else lookup.decide(prepared, tensors)  # what is exact is neither of the two
+    decided = {tensor.name: decision for decision in decisions for tensor in decision.tensors}
+    registries = {device: _registry(device, prepared) for device in dict.fromkeys((*prepared.placement.devices, "cpu"))}
+    found: dict[tuple[str, str, Kernel, Kernel], int] = {}
+    for device, role, tensor in _matrices(prepared, tensors):
+        kernels = NEURONS if role == BUNDLES and device == "cpu" else (
+            _kernel(registries[device], tensor, columns, decided.get(tensor.name)) for columns in (1, PROMPT))
+        key = (str(replace(tensor.spec, outliers=0.0)), device, *kernels)
+        found[key] = found.get(key, 0) + tensor.nbytes
+    return tuple(ChosenKernels(stored, device, nbytes, token, prompt)
+                 for (stored, device, token, prompt), nbytes in sorted(found.items(), key=lambda item: -item[1]))
+
+
+def _registry(device: str, prepared: Prepared) -> Registry:
+    if device == "cpu":
+        return default_registry(exact=prepared.options.exact, by_neuron=prepared.config.hidden_act in SPARSE)
+    from ...kernels.cuda import torch_ops
+
+    return torch_ops.default_registry()
+
+
+def _matrices(prepared: Prepared, tensors: Tensors) -> Iterator[tuple[str, str, ModelTensor]]:
+    """(device, role, matrix) of all that is multiplied."""
+    for layer, device in enumerate(prepared.placement.devices):
+        yield from ((device, role, tensor) for role, tensor in tensors[layer].items() if len(tensor.shape) == 2)
+    outer = tensors["outer"]
+    yield "cuda" if prepared.placement.card.head_bytes else "cpu", "head", outer.get("head", outer["embed"])
+
+
+def _kernel(registry: Registry, tensor: ModelTensor, columns: int, decision: lookup.Decision | None) -> Kernel:
+    spec, few = tensor.spec, columns == 1
+    looked_up = few and decision is not None and decision.kernel == "lut"
+    op = "matrix" if spec.is_raw or not any(each.op == LOW_BIT for each in registry.candidates) else LOW_BIT
+    own = registry.select(Call(op, spec.scheme, columns, bits=spec.bits, looked_up=looked_up)).candidate
+    if few and decision is not None and decision.reason == lookup.UNMEASURED and not own.fallback:
+        return Kernel(EITHER, "measured when a run begins", False)
+    return Kernel(own.name, decision.reason if few and decision is not None and op == LOW_BIT else own.because, own.fallback)

@@ -1,0 +1,271 @@
+"""What a run asks of the planner, gathered from headers: how its cache is made, how its weights can be cut where they do not fit, and
+the bytes of both for a context and passes of a length. Everything here is arithmetic on what `prepare.py` has opened and checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ... import DoesNotFit, MemoryTooSmall, UsageError
+from ...kernels.layout import PAGE, PageLayout
+from ...kernels.workspace import Dims
+from ...offload.checkpoint import TensorStore
+from ...offload.neurons import BundlePlace
+from ...offload.notes import Fallback
+from ...offload.placement import Units
+from ...offload.plan import Budget, Demand, Placement, largest
+from ...offload.plan_gpu import Copied, plan_split, with_head
+from ...offload.size import SPARE, asked_mib
+from ...quant.kv import PackedCodec, RawCodec, codec
+from ...quant.kv_ends import ENDS
+from ..cache import CacheShape
+from ..config import ModelConfig
+from ..kv import kv_disk
+from ..kv.cache_parts import layer_codecs
+from ..kv.cache_shape import cache_nbytes, exact_nbytes, page_sizes
+from ..kv.kv_setting import AUTO, chosen, profile_for, refuse_broken
+from ..kv.states import states_nbytes
+from ..model import dims
+from ..sparse.bundles import Windows, places
+from ..sparse.sparsity_file import load as load_sparsity
+from ..speculation.mtp_tensors import MTP
+from ..tensors import ModelTensor
+from ..weights import card_head
+from ..weights.paged_experts import ExpertParts, PagedExperts, cut_experts, paged
+from ..weights.parts import Parts, cut
+from ..weights.streamed import Streams
+from . import devices
+
+if TYPE_CHECKING:
+    from ...kernels.cuda.device import Device
+    from ..kv.kv_profile import Profile
+    from ..prepare import EngineOptions
+
+LOGIT_ROWS = 32  # rows of logits made at once when a text is scored
+Tensors = Mapping[int | str, Mapping[str, ModelTensor]]
+
+
+@dataclass(frozen=True)
+class CacheForm:
+    """How the cache is made, whatever the context will be: `kv` as it was asked for, a codec for each layer that has pages, tokens that
+    stay exact. `states`: bytes of each layer's state, 0 for one that has none; `paged`: the layers that have pages."""
+
+    kv: RawCodec | PackedCodec
+    codecs: tuple[RawCodec | PackedCodec, ...]
+    layouts: tuple[PageLayout, ...]
+    sinks: int
+    window: int
+    states: tuple[int, ...]
+    paged: tuple[int, ...]
+
+    def by_layer(self, shape: CacheShape) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(bytes that are taken whatever the context, bytes of a page of the grid) of every layer; without what a policy adds."""
+        always, pages = list(self.states), [0] * len(self.states)
+        for layer, layout, size in zip(self.paged, self.layouts, page_sizes(self.codecs, self.layouts), strict=True):
+            always[layer] += exact_nbytes(layout, shape)  # beside a state, where a layer has both
+            pages[layer] = size
+        return tuple(always), tuple(pages)
+
+    def shape(self, ctx: int, tokens: int) -> CacheShape:
+        """The cache of a context, for passes of so many tokens."""
+        return CacheShape(ctx, self.sinks, min(self.window, ctx), min(tokens, -(-ctx // PAGE) * PAGE))
+
+    def unpacked(self, shape: CacheShape, ctx: int) -> str:
+        """What to say of a packed cache that will hold no packed page; empty for others."""
+        # The token behind these is the first that reads a packed page.
+        if not self.kv.is_packed or ctx > shape.sinks + shape.window + PAGE:
+            return ""
+        return (f"nothing will be packed in a context of {ctx} token{'' if ctx == 1 else 's'}, no more than the first and newest tokens, "
+                f"which stay exact, and a page ({shape.sinks} + {self.window} + {PAGE})")
+
+
+def cache_form(options: EngineOptions, folder: Path | None, config: ModelConfig, store: TensorStore,
+               say: Callable[[str], None]) -> tuple[EngineOptions, CacheForm]:
+    """The options with the precision that `auto` comes to, and the cache of that precision. Raises UsageError for one that breaks the
+    model."""
+    if (options.kv_sink or 0) > PAGE:
+        say(Fallback(f"--kv-sink {options.kv_sink}: at most {PAGE} sinks, using {PAGE}"))
+    if options.kv != AUTO and (policy := codec(options.kv).policy) and options.kv_ram:
+        raise UsageError(f"--kv {options.kv}: pages of two kinds stay in memory in this version", f"no --kv-ram, or no +{policy}")
+    profile = profile_for(options.kv, folder, config, store, say)
+    options = replace(options, kv=chosen(options.kv, profile, say))
+    kv = codec(options.kv)
+    if profile is not None and kv.is_packed and not options.force:
+        refuse_broken(options.kv, profile)
+    if not kv.is_packed:
+        for name in ("kv_sink", "kv_window"):
+            if name not in options.preset and getattr(options, name) is not None:
+                say(Fallback(f"--{name.replace('_', '-')} changes nothing: at --kv {options.kv} every token is exact"))
+        options = replace(options, kv_sink=None, kv_window=None)  # nor where pages begin, by which a saved session is found again
+    sinks, window = ends_of(options, profile if kv.is_packed else None, say)
+    codecs, layouts = layer_codecs(kv, config.cache_heads, profile), tuple(kv.layout(*heads) for heads in config.cache_heads)
+    return options, CacheForm(kv, tuple(codecs), layouts, CacheShape(1, sinks).sinks, window, states_nbytes(config),
+                              config.attention_layers)
+
+
+def ends_of(options: EngineOptions, profile: Profile | None = None, say: Callable[[str], None] = str) -> tuple[int, int]:
+    """First and newest tokens that stay exact: where neither was asked for, a packed cache's profile has its say."""
+    if options.kv_sink is None and options.kv_window is None and profile is not None and profile.ends != ENDS[0]:
+        say("--kv-sink {} --kv-window {} by this model's profile".format(*profile.ends))
+        return profile.ends
+    return tuple(usual if asked is None else asked for asked, usual in zip((options.kv_sink, options.kv_window), ENDS[0], strict=True))
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """How weights can be read from the disk: experts one by one, or parts of matrices in a ring, with neurons of `places` on their own.
+    All empty where they have to fit."""
+
+    experts: ExpertParts | None = None
+    parts: Parts | None = None
+    places: tuple[BundlePlace, ...] = ()
+    units: tuple[Units, ...] = ()
+
+    @property
+    def always_nbytes(self) -> int:
+        """Bytes that stay in memory whatever is read."""
+        kept = self.experts or self.parts
+        return 0 if kept is None else kept.always_nbytes
+
+    def streams(self, placement: Placement, tensors: Tensors, store: TensorStore) -> Streams | PagedExperts | None:
+        """What a run reads from the disk by this plan; None where everything fits."""
+        if placement.expert_slots is not None:
+            return paged(self.experts, placement.expert_slots, tensors, store)
+        if placement.residency is None:
+            return None
+        return Streams(self.parts, placement.residency, windows=Windows(self.places, placement.slots) if placement.slots else None)
+
+    def disk_layers(self, placement: Placement, tensors: Tensors) -> tuple[int, ...]:
+        """Layers of which a token reads from the disk by this plan."""
+        found = {layer for layer, (own, units) in enumerate(zip(placement.slots, self.units)) if own < units.count}
+        if placement.residency is not None and placement.residency.streamed:
+            away = set(placement.residency.streamed)
+            found |= {key for key, roles in tensors.items() if key != "outer"
+                      for tensor in roles.values() for own in self.parts.slices.get(tensor.name, ()) if own.part in away}
+        if placement.expert_slots is not None and placement.expert_slots < len(self.experts.parts):
+            found |= set(self.experts.layers)
+        return tuple(sorted(found))
+
+
+def cut_weights(tensors: Tensors, config: ModelConfig, store: TensorStore, folder: Path | None) -> Cuts:
+    """The ways in which a model's weights lie ready to be read piece by piece."""
+    own = config.mixture
+    experts = cut_experts(tensors, own.experts, own.per_token, store) if own else None
+    if experts is not None:
+        return Cuts(experts)
+    parts, neurons = cut(tensors, store), places(tensors, store) if len(tensors) > 1 else ()
+    known = load_sparsity(folder, config.num_hidden_layers) if neurons else None
+    units = tuple(Units(place.units, place.unit, () if known is None else known.curve(layer)) for layer, place in enumerate(neurons))
+    return Cuts(None, parts, neurons, units)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Everything that a plan depends on but the length of a pass. `card`: the GPU that may be used; `baseline`: bytes of the process
+    without the model; `lora`: the widest within an adapter."""
+
+    config: ModelConfig
+    options: EngineOptions
+    tensors: Tensors
+    cache: CacheForm
+    store: TensorStore
+    folder: Path | None
+    card: Device | None
+    bundled: bool
+    workers: int
+    baseline: int
+    budget: Budget
+    lora: int = 0
+    _cuts: dict[int, Cuts] = field(default_factory=dict)
+
+    def beneath(self, on_card: int) -> Tensors:
+        """The model without its last `on_card` layers."""
+        return {key: roles for key, roles in self.tensors.items() if key == "outer" or key < self.config.num_hidden_layers - on_card}
+
+    def cuts(self, on_card: int = 0) -> Cuts:
+        """How what is beneath `on_card` layers can be read piece by piece."""
+        if self.options.load != "ram":
+            return Cuts()
+        if on_card not in self._cuts:
+            self._cuts[on_card] = cut_weights(self.beneath(on_card), self.config, self.store, self.folder)
+        return self._cuts[on_card]
+
+    def plan(self, tokens: int) -> Placement:
+        """The plan with working memory for passes of so many tokens. Raises DoesNotFit where there is none."""
+        config, options, cache = self.config, self.options, self.cache
+        shape = cache.shape(options.ctx or config.context_length, tokens)
+        fixed, per_page = cache_nbytes(cache.codecs, cache.layouts, shape)
+        fixed, per_page = options.parallel * (fixed + sum(cache.states)), options.parallel * per_page
+        workspace, spilled = self._workspace(shape, bool(cache.kv.policy)), self._workspace(shape, True)
+        always, pages = (tuple(options.parallel * nbytes for nbytes in each) for each in cache.by_layer(shape))
+        by_layer = tuple(-(-nbytes // PAGE) for nbytes in pages)
+        widths = self._dims(shape, False)
+        weights, on_card = devices.blocks(self.tensors, widths, cache.kv.is_packed), devices.workspace(self.tensors, widths)
+
+        def host(above: int) -> Demand:
+            """What is asked of the host with so many layers on the card."""
+            layers, cuts = config.num_hidden_layers - above, self.cuts(above)
+            left = tuple(own for own in weights if own.layer is None or own.layer < layers)
+            return Demand(
+                baseline=self.baseline, workspace=workspace, weights=left,
+                kv_bytes_per_token=sum(by_layer[:layers]) if above else -(-per_page // PAGE),
+                kv_fixed=sum(always[:layers]) if above else fixed, kv_fixed_layers=always[:layers], layers=layers,
+                blocks=() if cuts.parts is None else cuts.parts.sizes, always=cuts.always_nbytes, units=cuts.units,
+                experts=cuts.experts and cuts.experts.demand, card_workspace=on_card,
+                kv_layers=() if cache.kv.policy else by_layer[:layers], kv_sinks=cache.sinks,
+                kv_page=sum(pages[:layers]) if above else per_page, texts=options.parallel)
+
+        def copied() -> Copied | None:
+            if options.load != "ram" or self.bundled or config.state is not None or self.link is None:
+                return None  # states stay where their layers are computed
+            return devices.copied(self.tensors, widths, config.mixture, options.exact, self.workers, self.link)
+
+        spill = None
+        if cache.codecs and not cache.kv.policy and options.parallel == 1:
+            spill = kv_disk.spill(options, cache.codecs, cache.layouts, shape, spilled - workspace, sum(cache.states))
+        device, layers, beside = ("cpu", None, 0) if self.card is None else (options.device, options.gpu_layers, self.card.host_nbytes)
+        placed = plan_split(host, self.budget, max(config.context_length, options.ctx or 0), options.ctx, device, layers, spill, copied,
+                            beside)
+        return with_head(placed, card_head.asked(self.tensors["outer"], config.hidden_size))
+
+    def with_shorter(self, error: DoesNotFit, tokens: int) -> DoesNotFit:
+        """Where memory of the host is too small for passes of so many tokens, the error with the longest context that is planned where that
+        is asked for: its passes and exact tokens may take less memory than those of the one that was."""
+        if self.card is not None or not isinstance(error, MemoryTooSmall):
+            return error
+
+        def fits(ctx: int) -> bool:
+            try:
+                return bool(replace(self, options=replace(self.options, ctx=ctx), budget=spare).plan(tokens))
+            except DoesNotFit:
+                return False
+
+        asked, spare = self.options.ctx, replace(self.budget, ram=self.budget.ram - SPARE)
+        shorter, ram = largest(fits, asked or self.config.context_length, PAGE), f"--ram {asked_mib(error.least)}"
+        if shorter <= error.shorter:
+            return error
+        hint = f"-c {shorter} fits; {f'{asked} tokens take' if asked else 'without -c it takes'} {ram}"
+        return MemoryTooSmall(error.message, hint, error.least, shorter)
+
+    @cached_property
+    def link(self) -> float | None:
+        """Bytes a second to the card, measured once; None where it has no room to measure, nor then for copies."""
+        try:
+            return self.card.link_rate()
+        except DoesNotFit:
+            return None
+
+    def _dims(self, shape: CacheShape, on_disk: bool) -> Dims:
+        mtp = any(role.startswith(MTP) for role in self.tensors["outer"])
+        return dims(self.config, shape.ctx, shape.chunk, LOGIT_ROWS, self.cache.kv.is_packed, self.bundled, on_disk, mtp,
+                    self.lora)
+
+    def _workspace(self, shape: CacheShape, on_disk: bool) -> int:
+        """Bytes of working memory; `on_disk`: with pages of the cache read from there, or of two kinds: attention takes turns."""
+        from ...kernels.cpu.ops import plan_workspace
+
+        return 4 * sum(plan_workspace(self._dims(shape, on_disk), self.workers).values())

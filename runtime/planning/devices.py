@@ -1,0 +1,160 @@
+"""Which GPU a run uses, what of it may be used, and what layers take there.
+
+torch is imported only where a driver announces a card, or one was asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ... import DoesNotFit, UsageError
+from ...kernels.device_memory import allocation, card_workspace
+from ...kernels.workspace import Dims
+from ...offload import hardware
+from ...offload.notes import Fallback
+from ...offload.plan import BlockBytes
+from ...offload.plan_gpu import Copied, LinkRates, copied_from
+from ...offload.size import format_size, parse_size
+from ..families import expert_of
+from ..weights.copied_layers import matrices
+from ..weights.copied_layers import places as carried_places
+from . import roofs
+
+if TYPE_CHECKING:
+    from ...kernels.cuda.device import Device
+    from ...kernels.threads import ThreadPool
+    from ...offload.plan import Placement
+    from ..config import Mixture
+    from ..prepare import EngineOptions
+    from ..tensors import ModelTensor
+
+Tensors = Mapping[int | str, Mapping[str, "ModelTensor"]]
+DRIVER = Path("/dev/nvidiactl")
+USUAL = 20e9, 8e9  # products a second of a thread, bytes a second from memory: of a processor that nobody measured
+DOCTOR = "effllm doctor says what it found"
+
+
+def gpu(options: EngineOptions, notices: list[str]) -> Device | None:
+    """The GPU of a run, None for one on the CPU alone; auto takes one only where there is one and torch is installed.
+
+    Raises UsageError where one was asked for and is not there, or ruled out in the same breath.
+    """
+    asked = f"-ngl {options.gpu_layers}" if options.gpu_layers else f"--vram {options.vram}" if options.vram else ""
+    if options.device == "cpu":
+        if asked:
+            raise UsageError(f"{asked} asks for a GPU, --device cpu rules it out", "drop one of the two")
+        return None
+    if options.gpu_layers == 0:
+        if flag := "--device cuda" if options.device == "cuda" else asked:
+            raise UsageError(f"-ngl 0 rules out the GPU that {flag} asks for", "drop one of the two")
+        return None
+    flag = "--device cuda" if options.device == "cuda" else asked
+    torch, driver = find_spec("torch") is not None, DRIVER.exists()
+    if not torch and (flag or driver):
+        if flag:
+            raise UsageError(f"{flag} needs torch, which is not installed", "pip install 'effllm[cuda]'")
+        notices.append(Fallback("a GPU is here but torch is not installed: running on the CPU (pip install 'effllm[cuda]')"))
+    if not torch or not (flag or driver):
+        return None
+    try:
+        found, why = probe(), "torch finds no GPU here"
+    except DoesNotFit as error:
+        found, why = None, error.message
+    except RuntimeError as error:  # of a driver, a card or a torch that do not go together
+        found, why = None, str(error).splitlines()[0]
+    if found is None and flag:
+        raise UsageError(f"{flag}: {why}", f"--device cpu, and {DOCTOR}" if flag.startswith("--device") else
+                         f"leave {flag.split()[0]} away: without it the CPU runs all layers; {DOCTOR}")
+    if found is None:
+        notices.append(Fallback(f"a GPU is here and cannot be used: running on the CPU ({why})"))
+    return found
+
+
+def probe() -> Device | None:
+    """The GPU that torch can use. Raises DoesNotFit, RuntimeError where there is one that it cannot."""
+    from ...kernels.cuda.device import found
+
+    return found()
+
+
+def vram(options: EngineOptions, card: Device, notices: list[str]) -> int:
+    """Bytes of its memory to use: as asked, never more than is free."""
+    free = card.free()
+    asked = parse_size(options.vram) if options.vram else free
+    if asked > free:
+        notices.append(f"--vram {options.vram}: the GPU has {format_size(free)} free, using that")
+    return min(asked, free)
+
+
+def blocks(tensors: Tensors, dims: Dims, packed_kv: bool) -> tuple[BlockBytes, ...]:
+    """Weights by layer, with what they take on a card: vectors are float32 there, and a packed cache has the turns of its basis."""
+    bases = (2 * allocation(4 * own.heads * own.head_dim**2) + allocation(4 * own.heads * own.head_dim) for own in dims.alike)
+    basis = max(bases) if packed_kv else 0
+    return tuple(BlockBytes(str(key), sum(tensor.nbytes for tensor in roles.values()), basis + sum(map(card_nbytes, roles.values())))
+                 for key, roles in tensors.items())
+
+
+def card_nbytes(tensor: ModelTensor) -> int:
+    """Bytes that a tensor takes on a card."""
+    return allocation(tensor.nbytes if tensor.is_matrix else 4 * prod(tensor.shape))
+
+
+def copied(tensors: Tensors, dims: Dims, own: Mixture | None, exact: bool, workers: int, link: float) -> Copied | None:
+    """Layers of the host that long passes copy to a card, and from how many tokens on; None where that never pays.
+
+    `link`: bytes a second to the card. What the processor takes was measured by an earlier `plan` or `doctor`, or a usual figure stands in,
+    by whose word alone no layer is copied for one token.
+    """
+    from .forecast import kind_of_weight
+
+    layers = [roles for key, roles in tensors.items() if key != "outer"]
+    heaviest = max(layers, key=lambda roles: carried_places(roles)[1])
+    nbytes = carried_places(heaviest)[1]
+    visited = 1.0 if own is None or not own.layers else own.per_token / own.experts
+    products = round(sum(prod(tensor.shape) * (1.0 if expert_of(role) is None else visited)
+                         for role, tensor in heaviest.items() if tensor.is_matrix))
+    kind = kind_of_weight(max(matrices(heaviest), key=lambda tensor: tensor.nbytes).spec, exact)
+    machine = roofs.known(roofs.Wanted(workers)).machine
+    rate = None if machine is None else machine.kinds.get(kind)
+    border = max(4 * own.head_dim * (2 * own.heads + 2 * own.kv_heads) for own in dims.alike)
+    rates = LinkRates(USUAL[0] * workers, USUAL[1], link) if rate is None else LinkRates(rate.prefill, rate.decode, link)
+    tokens = copied_from(nbytes, products, border, rates)
+    tokens = tokens if rate is not None or tokens is None else max(2, tokens)
+    vectors = sum(card_nbytes(tensor) for roles in layers for tensor in roles.values() if not tensor.is_matrix)
+    return None if tokens is None or tokens > dims.chunk else Copied(nbytes, tokens, vectors)
+
+
+def workspace(tensors: Tensors, dims: Dims) -> int:
+    """Working memory on a card, at most."""
+    matrices = [tensor for key, roles in tensors.items() if key != "outer" for tensor in roles.values() if tensor.is_matrix]
+    widest = max((prod(tensor.shape) for tensor in matrices if tensor.spec.is_raw), default=0)
+    opened = max((prod(tensor.shape) for tensor in matrices if not tensor.spec.is_raw), default=0)
+    return card_workspace(dims, widest, opened)
+
+
+def not_free(placement: Placement, mapped: bool) -> list[str]:
+    """What to say of a plan for more memory than can be had now; weights that are `mapped` give way."""
+    free = hardware.memory_available() + hardware.rss() - hardware.rss_files()
+    if placement.total_bytes - hardware.rss_files() <= free or mapped:
+        return []
+    return [f"{format_size(placement.total_bytes)} of memory are planned, {format_size(free)} can be had now: the system may end this "
+            "process"]
+
+
+def backends_of(devices: Sequence[str], widths: Dims, pool: ThreadPool, exact: bool, card: Device | None,
+                by_neuron: bool = False) -> dict[str, object]:
+    """What runs the layers of each of `devices`, and the CPU's beside them, which the embedding and the head may need. `by_neuron`: as
+    `default_registry` has it."""
+    from ...kernels.cpu.candidates import default_registry
+    from ...kernels.cpu.ops import CpuOps
+
+    backends: dict[str, object] = {"cpu": CpuOps(pool, widths, default_registry(exact=exact, by_neuron=by_neuron))}
+    if "cuda" in devices:
+        from ...kernels.cuda.torch_ops import TorchOps
+
+        backends["cuda"] = TorchOps(card, one_scale=widths.one_scale)
+    return backends

@@ -1,0 +1,162 @@
+"""What this installation found: the machine, the kernel that each op would run and why, and whether its machine code is at hand.
+
+`effllm doctor` prints it. Nothing is run here: a kernel is chosen from a description of the call, so a choice can be shown for every
+stored type and width without weights.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from itertools import product
+from pathlib import Path
+
+from ... import __version__
+from ...kernels import choice, compile, warm
+from ...kernels.cpu import lut_order
+from ...kernels.cpu.candidates import default_registry
+from ...kernels.cpu.int8_ir import INSTRUCTION_SET
+from ...kernels.cpu.kv_many import AS_THEY_LIE
+from ...kernels.cpu.ops import LOW_BIT
+from ...kernels.layout import PAGE, STORED_TYPES
+from ...kernels.registry import Call
+from ...offload.hardware import Machine, describe
+from ...quant.spec import DEFAULTS, QuantSpec
+from ..events import Progress
+from ..files.places import Place, places
+from ..library.listing import local_models
+from . import roofs
+from .chosen_kernels import EITHER
+from .forecast import kind_of_weight
+
+# Columns that tell the candidates of an op apart, one token and a chunk of a prompt, and stored types; of others one token, as float32.
+WIDTHS = {"matrix": (1, 512), LOW_BIT: (1, 512)}
+STORED = {"matrix": tuple(STORED_TYPES), LOW_BIT: (*DEFAULTS.values(), "affine3:64", "float8:128"), "attend": ("f32", "f16")}
+MEASURED = "few tokens: whichever was measured to be faster for such weights, see below"
+PAGES = "8 to 2 bits"
+# What has no candidates, because the format decides: (op, tokens, kernel, what speaks for it).
+AS_CODES = f"integer products, {INSTRUCTION_SET}"
+OF_A_PROMPT = ((AS_CODES, "many tokens: pages are multiplied as they lie, one token after the other; as float32 where few heads share them")
+               if AS_THEY_LIE else
+               ("opened pages, float32 tiles", "many tokens: a page is opened as floats once for a tile of them"))
+BY_FORMAT = (("packed attention", 1, AS_CODES, "a page's codes are multiplied as integers, once for all heads that share them"),
+             ("packed attention", 512, *OF_A_PROMPT),
+             ("seal", PAGE, "compiled", "native code packs a page when the newest tokens leave it"))
+LIBRARIES = ("numpy", "numba", "llvmlite", "tokenizers", "torch")
+
+
+@dataclass(frozen=True)
+class KernelChoice:
+    """`declined` holds (name, reason) of the candidates before the chosen one, `because` what speaks for that."""
+
+    op: str
+    stored: str
+    columns: int
+    chosen: str
+    fallback: bool
+    declined: tuple[tuple[str, str], ...]
+    because: str
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What was measured of a kind of low-bit weights: weights per second by dot products and by lookup, the kernel they get and why."""
+
+    case: choice.Case
+    timing: choice.Timing
+    kernel: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """`cache_folder` is None where no folder for compiled kernels can be written; `cold`: the next run compiles first. `executable`: the
+    Python that runs this; `libraries`: name -> version of those that are installed."""
+
+    version: str
+    python: str
+    executable: str
+    libraries: dict[str, str]
+    machine: Machine
+    compiled_for: tuple[str, ...]
+    cache_folder: Path | None
+    cold: bool
+    kernels: tuple[KernelChoice, ...]
+    measured: tuple[Measurement, ...]
+    torch: bool
+    roofs: roofs.Roofs
+    places: tuple[Place, ...]
+
+    def to_json(self) -> dict[str, object]:
+        disk = self.roofs.disk
+        told = asdict(self.roofs)
+        if disk is not None:
+            told["disk"] |= {"stream_bytes_per_s": disk.disk.stream_rate}
+        return {**asdict(self), "cache_folder": str(self.cache_folder) if self.cache_folder else None, "roofs": told,
+                "places": [place.to_json() for place in self.places]}
+
+
+def diagnose(known: roofs.Roofs, env: Mapping[str, str]) -> Diagnosis:
+    """`known` is what was measured of the machine's speed (`roofs_wanted`, `roofs.probe`); `env` says where this person keeps things."""
+    return Diagnosis(
+        version=__version__, python=platform.python_version(), executable=sys.executable, libraries=installed(LIBRARIES),
+        machine=describe(), compiled_for=tuple(sorted(compile.cpu_features())), cache_folder=compile.cache_folder(),
+        cold=warm.is_cold((warm.RAW,)),
+        kernels=kernel_choices(), measured=measurements(), torch=find_spec("torch") is not None,
+        roofs=known, places=places(env))
+
+
+def installed(names: Sequence[str]) -> dict[str, str]:
+    """Versions of those that are installed, read from their metadata: nothing is imported."""
+    found = {}
+    for name in names:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def roofs_wanted(env: Mapping[str, str], threads: int) -> roofs.Wanted:
+    """The speed of this machine with so many threads in every common format, and of the disk that the largest model here lies on."""
+    kinds = ("bf16", *(kind_of_weight(QuantSpec.parse(f"{bits}bit")) for bits in (8, 6, 5, 4, 3, 2)))
+    files = [file for model in local_models(env)
+             for file in ((model.folder,) if model.folder.is_file() else model.folder.glob("*.safetensors"))]
+    return roofs.Wanted(threads, kinds, ("16bit", "8bit", "4bit"), roofs.largest_file(files))
+
+
+def kernel_choices() -> tuple[KernelChoice, ...]:
+    """Of every op there is."""
+    registry = default_registry()
+    found = []
+    for op in registry.ops:
+        for columns, stored in product(WIDTHS.get(op, (1,)), STORED.get(op, ("f32",))):
+            spec = QuantSpec.parse(stored) if op == LOW_BIT else None
+            selected = registry.select(Call(op, stored, columns) if spec is None else Call(op, spec.scheme, columns, bits=spec.bits))
+            own = selected.candidate
+            name, because, declined = own.name, own.because, selected.declined
+            if spec is not None and columns == 1 and not own.fallback and not lut_order.declines(spec.scheme, spec.bits):
+                name, because, declined = EITHER, MEASURED, ()  # no call without weights tells which
+            found.append(KernelChoice(op, stored, columns, name, own.fallback, declined, because))
+    return (*found, *(KernelChoice(op, PAGES, columns, name, False, (), because) for op, columns, name, because in BY_FORMAT))
+
+
+def measurements() -> tuple[Measurement, ...]:
+    """What is remembered of dot products against lookup, in the order of bits, inputs and threads."""
+    known = sorted(choice.remembered().items(), key=lambda item: (item[0].bits, item[0].depth, item[0].threads, item[0].group))
+    return tuple(Measurement(case, timing, timing.kernel, timing.reason) for case, timing in known)
+
+
+def warm_up(threads: int) -> Iterator[Progress]:
+    """Compile every kernel that is not compiled yet, and measure the choice between kernels for common kinds of weights."""
+    if warm.is_cold():
+        for done, total in warm.warm():
+            yield Progress("compiling kernels", done, total, "kernels")
+    common, known = choice.common(threads), choice.remembered()
+    unknown = [(case, rows) for case, rows in common if case not in known]
+    if unknown and compile.cache_folder() is not None:
+        for done, total in choice.measure(unknown):
+            yield Progress("measuring kernels", done, total, "kinds of weights")

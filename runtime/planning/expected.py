@@ -1,0 +1,80 @@
+"""A model that is not here yet, as the planner wants to see it: from its config alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from pathlib import Path
+
+from ...offload.arrival import Arrival, desk_of
+from ...offload.checkpoint import TensorInfo
+from ...quant.recipe import Recipe
+from ...quant.spec import QuantSpec
+from .. import families
+from ..config import ModelConfig
+from ..conversion.convert_plan import MATRICES
+from ..families import TensorRule
+from ..speculation.mtp_tensors import mtp_rules
+from ..stores.container import DTYPES, Container, StoredTensor
+from ..stores.made_store import ARRANGED, ARRANGED_NBYTES, scratch_nbytes
+
+RAW = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+
+
+Formats = Callable[[str, TensorRule], QuantSpec | None]  # a role and what is asked for -> how it is held, None for as it lies
+
+
+class ExpectedStore:
+    """The tensors that a config asks for, raw or quantized by the recipe of `spec`: names, shapes and types, no bytes. `formats`: what
+    another tool quantized, which is put in order or widened as it is read. `of_codes`: so is what `spec` is made from, of which matrices
+    that stay raw take 16 bits."""
+
+    puts_in_order = False  # nothing is read
+
+    def __init__(self, config: ModelConfig, spec: QuantSpec | None = None, formats: Formats | None = None, of_codes: bool = False) -> None:
+        family, raw = families.get(config.family), QuantSpec.raw(RAW.get(config.dtype, "bf16"))
+        groups = [family.outer_tensors(config), *(family.layer_tensors(config, i) for i in range(config.num_hidden_layers))]
+        if formats is None and not of_codes:
+            groups.append(mtp_rules(config))
+        recipe = None if spec is None else Recipe(spec)
+        experts_stored = QuantSpec.parse(config.experts_stored) if spec is None and config.experts_stored else None
+        stored: dict[str, StoredTensor] = {}
+        self._made: set[str] = set()
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._schemes: dict[str, str] = {}
+        self.nbytes, self.notices = 0, ()
+        self.tensors: dict[str, TensorInfo] = {}
+        for role, rule in ((role, rule) for rules in groups for role, rule in rules.items()):
+            low = recipe is not None and len(rule.shape) == 2 and families.kind_of(role) in MATRICES
+            own = recipe.spec_for(rule.name, rule.shape, role) if low else QuantSpec.raw("f16") if of_codes and rule.plain else raw
+            if experts_stored is not None and families.expert_of(role) is not None and len(rule.shape) == 2:
+                own = experts_stored
+                self._made.add(rule.name)
+            if formats is not None and (made := formats(role, rule)) is not None:
+                own = made
+                self._made.add(rule.name)
+            shape, nbytes = self._shapes.setdefault(rule.name, tuple(rule.shape)), own.nbytes(rule.shape)
+            self._schemes[rule.name] = own.scheme
+            stored[rule.name] = StoredTensor(rule.name, own, shape, 0)
+            dtype, form = (DTYPES[own.scheme], shape) if own.is_raw else ("U8", (nbytes,))
+            self.tensors[rule.name] = TensorInfo(rule.name, dtype, form, Path("expected"), self.nbytes, nbytes)
+            self.nbytes += nbytes
+        bits = 8 * self.nbytes / sum(prod(each.shape) for each in stored.values())
+        said = spec or experts_stored or next((each.spec for each in stored.values() if not each.spec.is_raw), None)
+        self.container = None if said is None else Container(str(said), bits, stored, {}, {}, {}, {})
+
+    def place(self, info: TensorInfo) -> int | None:
+        """As if all lay in one file, as it is read but for what is made on the way in."""
+        return None if info.name in self._made else info.offset
+
+    def arrival(self, infos: Sequence[TensorInfo]) -> Arrival | None:
+        """As if a file held each as it is in memory, read and put in order at once; there is nothing to read."""
+        if not self._made.issuperset(info.name for info in infos):
+            return None
+        sizes = tuple(info.nbytes for info in infos)
+        scratch = max(ARRANGED_NBYTES if self._schemes[info.name] in ARRANGED else scratch_nbytes(*self._shapes[info.name])
+                      for info in infos)
+        return Arrival(sizes, sum(sizes), max(map(desk_of, sizes)), scratch, tuple)
+
+    def close(self) -> None:
+        """Nothing is open."""

@@ -1,0 +1,324 @@
+"""How fast a model will be here, before it is loaded: what a plan asks of the machine, held against the roofs that were measured.
+
+`work` counts bytes and products from headers; `offload/predict.py` does the arithmetic; `suggest` makes the same prediction for a run
+with one flag changed and names the one that helps most. `outcome.py` holds a prediction against what came.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+
+from ... import EffllmError, UsageError
+from ...kernels.layout import PAGE
+from ...offload import hardware
+from ...offload.checkpoint import TensorStore
+from ...offload.header import is_gguf
+from ...offload.predict import STATE_TRAFFIC, Part, Prediction, Rates, Work, decode, is_foreseen, load_seconds, prompt, window_gain
+from ...offload.size import asked_mib, format_size, parse_size
+from ...quant.kv import codec
+from ...quant.spec import QuantSpec
+from ..config import ModelConfig, read_config
+from ..families import expert_of
+from ..kv.cache_shape import page_sizes
+from ..prepare import EngineOptions, Prepared, prepare_with, refuse_beyond_machine, weighed, worker_count
+from ..sparse.bundles import ROLE as BUNDLES
+from ..sparse.bundles import is_bundled
+from ..sparse.sparsity_file import Sparsity
+from ..sparse.sparsity_file import load as load_sparsity
+from ..speculation.mtp_tensors import MTP
+from ..stores.container import Container
+from ..tensors import ModelTensor, check_tensors
+from ..weights.paged_experts import PagedExperts
+from ..weights.parts import TABLES
+from .expected import ExpectedStore
+from .roofs import Roofs, Wanted, largest_file
+from .roofs import known as roofs_known
+
+Tensors = Mapping[int | str, Mapping[str, ModelTensor]]
+PROMPT = 512
+EXACT = " exact"  # behind the name of a low-bit kind that is multiplied so
+RAW_KIND = "bf16"  # raw types are read alike: their bytes decide
+WORTH = 1.05  # a flag that gains less is not named
+ACTIVE = 0.1  # of the neurons of a sparse model of which nobody measured it
+ON_GPU = "the speed of layers on the GPU is not predicted in this version"
+NO_EXACT = "--exact was not measured here: effllm plan with the same flags does that"
+SLOW_DISK = "the disk was not measured: effllm doctor"
+PICKED = "how many pages of the cache a token picks (--kv-read sparse) is not predicted in this version"
+
+
+def no_roofs(options: EngineOptions) -> str:
+    """What there is to say where the machine was not measured: another number of threads is another machine."""
+    threads = worker_count(options)
+    with_them = "" if options.threads is None else f" with {threads} thread{'' if threads == 1 else 's'}"
+    return f"this machine was not measured{with_them}: {doctor(options)}"
+
+
+def doctor(options: EngineOptions, *flags: str) -> str:
+    """The command that measures the machine with the threads of a run."""
+    return " ".join(("effllm doctor", *flags, *(() if options.threads is None else ("-t", str(worker_count(options))))))
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Predictions for a plan: a token at the start, with a full context, and the wait for a prompt of `prompt_tokens`. All None where
+    `reason` says why."""
+
+    work: Work
+    prompt_tokens: int
+    start: Prediction | None = None
+    full: Prediction | None = None
+    prompt: Prediction | None = None
+    load_s: float | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """One flag, and the tokens a second that it would bring; `gain` is the factor. `full`: with a full context, else at the start."""
+
+    flag: str
+    tokens_per_s: float
+    gain: float
+    full: bool = False
+
+
+def kind_of_weight(spec: QuantSpec, exact: bool = False) -> str:
+    """The name under which weights of a format are measured; outliers cost too little to be a kind of their own."""
+    return RAW_KIND if spec.is_raw else str(replace(spec, outliers=0.0)) + (EXACT if exact else "")
+
+
+def work(prepared: Prepared, tensors: Tensors) -> Work:
+    """What one token asks of this machine."""
+    config, options, placement = prepared.config, prepared.options, prepared.placement
+    own, outer = config.mixture, tensors["outer"]
+    nbytes: dict[tuple[str, bool, bool], float] = defaultdict(float)
+    products: dict[tuple[str, bool, bool], float] = defaultdict(float)
+    head = "head" if "head" in outer else "embed"
+    sparsity = load_sparsity(prepared.folder, config.num_hidden_layers) if is_bundled(prepared.container) else None
+    active = _usual(prepared) if sparsity is None else sum(sparsity.active) / len(sparsity.active)
+    for key, roles in tensors.items():
+        for role, tensor in roles.items():
+            if key == "outer" and (role.startswith(MTP) or role in ("positions", *TABLES) and role != head):
+                continue  # what drafts are made by, or a token's row
+            routed = expert_of(role) is not None
+            kind = kind_of_weight(tensor.spec, options.exact), key == "outer", routed
+            share = own.per_token / own.experts if own and routed else 1.0
+            share = active if role == BUNDLES else share
+            nbytes[kind] += share * tensor.nbytes
+            products[kind] += share * prod(tensor.shape) * (len(tensor.shape) == 2)
+    if any(prepared.adapted.scales):
+        beside = RAW_KIND, False, False
+        nbytes[beside] += prepared.adapted.nbytes_of(prepared.adapted.scales)
+        products[beside] += prepared.adapted.products_of(prepared.adapted.scales)
+    paged = prepared.streams.work if isinstance(prepared.streams, PagedExperts) else None
+    window = {} if paged else window_work(prepared, sparsity)
+    return Work(
+        parts=tuple(Part(kind, round(nbytes[kind, last, routed]), round(products[kind, last, routed]), last, routed)
+                    for kind, last, routed in nbytes),
+        **attention_work(prepared), kv=options.kv, stateful=0 if config.states_beside else len(config.state_layers),
+        state_bytes=0 if config.state is None else STATE_TRAFFIC * config.state.state_floats * len(config.state_layers),
+        streamed=placement.streamed_bytes if paged is None else round(paged.nbytes(1)),
+        # What streams is counted with its alignment: where all of it does, that is more than the weights are.
+        load=max(0, placement.weights_bytes - placement.streamed_bytes - round(window.get("neurons", 0))) if paged is None
+        else prepared.streams.load_nbytes, chunk=prepared.shape.chunk, mixture=own is not None, paged=paged, **window,
+        kv_held=None if placement.kv_pages is None else placement.kv_pages * PAGE + prepared.shape.sinks + prepared.shape.window)
+
+
+def attention_work(prepared: Prepared) -> dict[str, object]:
+    """What attention adds to `Work`: layers that differ by themselves, and those too that read another's keys and values again."""
+    config, every = prepared.config, prepared.placement.kv_bytes_per_token // prepared.options.parallel  # of one text
+    attending = [layer for layer in range(config.num_hidden_layers) if config.states_beside or layer not in config.state_layers]
+    widths = tuple(2 * config.queries_of(layer) * config.heads_of(layer)[1] for layer in attending)
+    found = {"attention_width": max(widths, default=0), "windows": tuple(config.windows[layer] for layer in attending), "kv_bytes": every}
+    if not config.layer_heads and not config.kv_sources and not config.layer_queries:
+        return found
+    pages = page_sizes(prepared.codecs, [codec(prepared.options.kv).layout(*heads) for heads in config.cache_heads])
+    own = {layer: round(every * page / sum(pages)) for layer, page in zip(config.attention_layers, pages, strict=True)}
+    kept = tuple(own[config.kv_sources[layer] if config.kv_sources else layer] for layer in attending)
+    return {**found, "kv_bytes": sum(kept), "kv_layers": kept, "widths": widths}
+
+
+def window_work(prepared: Prepared, sparsity: Sparsity | None) -> dict[str, float]:
+    """What neurons on the disk add to `Work`: nothing where none are."""
+    if prepared.streams is None or prepared.streams.windows is None:
+        return {}
+    places, slots = prepared.streams.windows.places, prepared.streams.windows.slots
+    whole = sum(place.nbytes for place in places)
+    share = sum(slots) / sum(place.units for place in places)
+    # As if no neuron were likelier than another: a bound for lossy ones, and far off for sparse ones, of which it is said.
+    shares = [own / place.units for own, place in zip(slots, places, strict=True)]
+    missed = (_usual(prepared) * (1 - share) if sparsity is None else sparsity.missed_with(shares)) * whole
+    window = sum(own * place.unit for own, place in zip(slots, places, strict=True))
+    return {"missed": missed, "read_bytes": places[0].unit, "neurons": whole, "window": window, "assumed": sparsity is None}
+
+
+def _usual(prepared: Prepared) -> float:
+    """Share of active neurons where nobody measured it."""
+    left_out = None if prepared.container is None else prepared.container.method.get("gate_sparsity")
+    return 1 - left_out if isinstance(left_out, float) and 0 <= left_out <= 1 else ACTIVE
+
+
+def refuse_slower(prepared: Prepared) -> None:
+    """Raises UsageError where neurons are left out with loss and reading the rest by itself costs more than reading whole matrices, as far
+    as the disk is known."""
+    known = roofs_known(wanted(prepared))
+    gain = None if known.rates is None else window_gain(work(prepared, check_tensors(prepared.config, prepared.store, prepared.container)),
+                                                        known.rates)
+    if gain is not None and gain < 1:
+        raise UsageError(f"leaving neurons out costs time here: reading the others one by one takes {1 / gain:.1f} times the disk's time "
+                         "of whole matrices", "run the original, more --ram, or --force")
+
+
+def neurons_said(work: Work, roofs: Roofs) -> str | None:
+    """What a plan with neurons on the disk says of them; None for one without."""
+    if not work.neurons:
+        return None
+    gain = None if roofs.rates is None else window_gain(work, roofs.rates)
+    known = "what is active is a guess: effllm calibrate-sparsity measures it" if work.assumed else "as was measured"
+    said = (f"{format_size(work.window)} of {format_size(work.neurons)} in memory, a token reads about {format_size(round(work.missed))} "
+            f"({known})")
+    if gain is None:
+        return said
+    if gain < 1:
+        return f"{said}; that does not pay here: whole matrices would take {1 / gain:.1f} times less of the disk's time, run the original"
+    return f"{said}; whole matrices would take {gain:.1f} times the disk's time"
+
+
+def wanted(prepared: Prepared, tensors: Tensors | None = None) -> Wanted:
+    """What a forecast for this plan, and for the same with low-bit weights, needs to know of the machine."""
+    tensors = tensors or check_tensors(prepared.config, prepared.store, prepared.container)
+    every = [tensor for roles in tensors.values() for tensor in roles.values()]
+    kinds = {kind_of_weight(tensor.spec, prepared.options.exact): None for tensor in every if len(tensor.shape) == 2}
+    if _is_wide(prepared):
+        kinds |= {kind_of_weight(QuantSpec.parse(spec)): None for spec in ("4bit", "6bit")}
+    file = largest_file([*dict.fromkeys(tensor.info.file for tensor in every), *_weights_in(prepared.folder)])
+    return Wanted(worker_count(prepared.options), tuple(kinds), (prepared.options.kv,), file)
+
+
+def prepare_at(folder: Path, spec: str, options: EngineOptions) -> Prepared:
+    """The plan for a model as it would be after quantizing to `spec`, from its config."""
+    return prepare_config(read_config(folder, strict=options.strict), spec, options, folder)
+
+
+def demand_plan(folder: Path, spec: str, options: EngineOptions) -> None:
+    """Before a model is quantized to `spec` for a run: raises what that would raise when it plans."""
+    prepared = prepare_at(folder, spec, options)
+    if prepared.speculating.draft is not None:
+        prepared.speculating.draft.store.close()
+    refuse_beyond_machine(prepared)
+
+
+def prepare_config(config: ModelConfig, spec: str, options: EngineOptions, folder: Path | None = None) -> Prepared:
+    """`prepare_at` for a config at hand, of a model that need not be here."""
+    store = ExpectedStore(config, QuantSpec.parse(spec), of_codes=folder is not None and is_gguf(folder))
+    return prepare_with(folder, config, store, options, store.container)
+
+
+def forecast(prepared: Prepared, roofs: Roofs, prompt_tokens: int | None = None) -> Forecast:
+    """Predictions for a plan from what is known of the machine; of a prompt of PROMPT tokens, or as many as the context takes."""
+    placement = prepared.placement
+    prompt_tokens = prompt_tokens or max(1, min(PROMPT, placement.ctx - 1))
+    asked = work(prepared, check_tensors(prepared.config, prepared.store, prepared.container))
+    made, rates = Forecast(asked, prompt_tokens), roofs.rates
+    if "cuda" in placement.devices:
+        return replace(made, reason=ON_GPU)
+    if prepared.options.kv_read == "sparse":
+        return replace(made, reason=PICKED)
+    if (reason := unmeasured(prepared.options, asked, rates)) or rates is None:
+        return replace(made, reason=reason)
+    start, full = decode(asked, rates), decode(asked, rates, placement.ctx - 1)
+    if start is None or full is None:
+        return replace(made, reason=SLOW_DISK)
+    return replace(made, start=start, full=full, prompt=prompt(asked, rates, prompt_tokens) if is_foreseen(prompt_tokens) else None,
+                   load_s=load_seconds(asked, rates))
+
+
+def unmeasured(options: EngineOptions, work: Work, rates: Rates | None) -> str:
+    """Why nothing is predicted by these rates; empty where something is. A share of the memory's rate stands in for a kind that was not
+    measured, and float32 products are far from it: a prediction was 30 times too fast."""
+    if rates is None:
+        return no_roofs(options)
+    return NO_EXACT if any(part.kind.endswith(EXACT) and part.kind not in rates.kinds for part in work.parts) else ""
+
+
+def suggest(prepared: Prepared, roofs: Roofs) -> Suggestion | None:
+    """The one flag that would make an answer fastest, None where none gains anything worth saying."""
+    rates, now = roofs.rates, forecast(prepared, roofs)
+    if rates is None or now.start is None or now.full is None:
+        return None
+    found = []
+    for flag, other in _alternatives(prepared):
+        then = forecast(other, roofs)
+        # A guess is no advice.
+        known = all(part.kind in rates.kinds for part in then.work.parts) and then.work.kv in rates.attention
+        if known and then.start is not None and then.full is not None:
+            found.append(Suggestion(flag, then.start.tokens_per_s, now.start.seconds / then.start.seconds))
+            if flag.startswith("--kv") or now.work.kv_held is not None:  # costs nothing at the start
+                found[-1] = Suggestion(flag, then.full.tokens_per_s, now.full.seconds / then.full.seconds, True)
+    best = max(found, key=lambda each: each.gain, default=None)
+    return best if best is not None and best.gain >= WORTH else None
+
+
+def _weights_in(folder: Path | None) -> list[Path]:
+    """Files to probe a disk with, for a model that is planned and not opened."""
+    return [] if folder is None else [folder] if folder.is_file() else [*folder.glob("*.safetensors")]
+
+
+def _is_wide(prepared: Prepared) -> bool:
+    """Whether --bits could make these weights smaller: unquantized ones on the CPU."""
+    return prepared.container is None and "cuda" not in prepared.placement.devices
+
+
+def _alternatives(prepared: Prepared) -> Iterator[tuple[str, Prepared]]:
+    """Plans with one flag changed, the context kept, in the process as the plan found it."""
+    config, own, options, placement = prepared.config, prepared.store, prepared.options, prepared.placement
+    program = weighed(prepared)
+
+    def tried(flag: str, store: TensorStore = own, container: Container | None = prepared.container,
+              **changed: object) -> Iterator[tuple[str, Prepared]]:
+        """The plan, where there is one."""
+        with suppress(EffllmError):
+            yield flag, prepare_with(prepared.folder, config, store, replace(options, **changed), container, program=program)
+
+    if _is_wide(prepared):
+        for bits in (8, 4):
+            smaller = ExpectedStore(config, QuantSpec.parse(f"{bits}bit"))
+            yield from tried(f"--bits {bits}", smaller, smaller.container, ctx=placement.ctx)
+    for kv in ("8bit", "4bit"):
+        if options.kv != kv:
+            for flag, other in tried(f"--kv {kv}", kv=kv, ctx=placement.ctx):
+                if other.options.kv == kv:  # a precision that this version does not pack stays what it was
+                    yield flag, other
+    missing = _missing(prepared)
+    if placement.kv_disk_bytes and options.kv_ram is not None:
+        text = asked_mib(placement.kv_bytes + placement.kv_disk_bytes)
+        yield from tried(f"--kv-ram {text}", kv_ram=text, ctx=placement.ctx)
+    elif placement.kv_disk_bytes and not missing:
+        text = asked_mib((placement.total_bytes + placement.kv_disk_bytes) * 105 // 100)
+        if parse_size(text) < hardware.memory_total() * 9 // 10:
+            yield from tried(f"--ram {text}", ram=text, ctx=placement.ctx)
+    if not missing:
+        return
+    for ctx in sorted({placement.ctx // 4, placement.ctx // 2}):
+        if ctx >= 256:
+            yield from tried(f"-c {ctx}", ctx=ctx)
+    most = min(hardware.memory_total() * 9 // 10, (placement.total_bytes + missing) * 105 // 100)
+    if most > placement.budget.ram:
+        text = f"{most // 2**20}Mi"
+        yield from tried(f"--ram {text}", ram=text, ctx=placement.ctx)
+
+
+def _missing(prepared: Prepared) -> int:
+    """Bytes of memory that would hold what of the weights a run reads again and again from the disk, 0 where it reads none."""
+    streams, placement = prepared.streams, prepared.placement
+    if isinstance(streams, PagedExperts):
+        return streams.away_nbytes
+    if placement.residency is None:
+        return 0
+    window = window_work(prepared, None)
+    return placement.streamed_bytes - placement.residency.ring_nbytes + round(window.get("neurons", 0) - window.get("window", 0))

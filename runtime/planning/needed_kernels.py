@@ -1,0 +1,87 @@
+"""Which kinds of compiled kernels a run needs (`kernels/warm.py`): of a model's folder before it is opened, or of its open weights."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ... import EffllmError
+from ...kernels import warm
+from ...offload.checkpoint import TensorStore
+from ...offload.header import is_gguf
+from ...quant.kv import codec
+from ..config import ModelConfig, read_config
+from ..kv.kv_setting import AUTO
+from ..source import is_low_bit, quantization_of
+from ..sparse.bundles import is_bundled
+from ..stores.container import Container, read_container
+from ..stores.import_config import are_floats
+
+if TYPE_CHECKING:
+    from ..prepare import EngineOptions
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a model has: low-bit weights, neurons that lie one by one, weights of other tools that are put in order or widened as they are
+    read, floats of eight bits, and layers with something else in the place of attention over keys and values."""
+
+    low_bit: bool = False
+    bundled: bool = False
+    foreign: bool = False
+    mixers: bool = False
+    floats: bool = False
+
+    def __or__(self, other: Needs) -> Needs:
+        return Needs(self.low_bit or other.low_bit, self.bundled or other.bundled, self.foreign or other.foreign,
+                     self.mixers or other.mixers, self.floats or other.floats)
+
+
+def kernel_kinds(needs: Needs, options: EngineOptions) -> tuple[str, ...]:
+    """The kinds of kernels that a run needs; table lookup that is chosen by measurement is compiled by the measurement."""
+    needed = {warm.RAW: True, warm.LOW_BIT: needs.low_bit, warm.EXACT: needs.low_bit and options.exact,
+              warm.LOOKUP: needs.low_bit and options.kernel == "lut", warm.KV: options.kv == AUTO or codec(options.kv).is_packed,
+              warm.BUNDLED: needs.bundled, warm.SPARSE: options.kv_read == "sparse", warm.FOREIGN: needs.foreign,
+              warm.MIXERS: needs.mixers, warm.FLOATS: needs.floats, warm.ADAPTERS: bool(options.lora)}
+    return tuple(kind for kind, is_needed in needed.items() if is_needed)
+
+
+def folder_kinds(folder: Path, options: EngineOptions) -> tuple[str, ...]:
+    """`kernel_kinds` for a model folder, whatever else may be wrong with it."""
+    needs = folder_needs(folder)
+    return kernel_kinds(needs if options.draft is None else needs | folder_needs(Path(options.draft)), options)
+
+
+def kinds_of(config: ModelConfig, store: TensorStore, container: Container | None, options: EngineOptions) -> tuple[str, ...]:
+    """The kinds of kernels that a run of these weights needs."""
+    low_bit = container is not None and container.is_low_bit
+    return kernel_kinds(Needs(low_bit, is_bundled(container), store.puts_in_order, has_mixers(config), has_floats(container)), options)
+
+
+def calibration_kinds(config: ModelConfig) -> tuple[str, ...]:
+    """What a pass over unquantized weights needs, layer by layer."""
+    return (warm.RAW, warm.MIXERS) if has_mixers(config) else (warm.RAW,)
+
+
+def has_floats(container: Container | None) -> bool:
+    """Are floats of eight bits among the weights?"""
+    return container is not None and any(stored.spec.scheme == "float" for stored in container.tensors.values())
+
+
+def has_mixers(config: ModelConfig) -> bool:
+    """Has any layer a state, or latent attention, or a token several streams?"""
+    return config.state is not None or config.latent is not None or config.streams > 0
+
+
+def folder_needs(folder: Path) -> Needs:
+    """Of a model in a folder or a GGUF file; where its files are damaged, less."""
+    low_bit, bundled, foreign, mixers, floats = is_low_bit(folder), False, False, False, False
+    with suppress(EffllmError):  # said when the folder is opened
+        container = None if is_gguf(folder) else read_container(folder)
+        low_bit, bundled = low_bit and (container is None or container.is_low_bit), is_bundled(container)
+        foreign = container is None and (low_bit or (not is_gguf(folder) and quantization_of(folder) is not None))
+        floats = low_bit and foreign and not is_gguf(folder) and are_floats(quantization_of(folder) or {})
+        mixers = has_mixers(read_config(folder))
+    return Needs(low_bit, bundled, foreign, mixers, floats)

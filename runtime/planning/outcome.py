@@ -1,0 +1,218 @@
+"""After an answer: what was predicted against what came, and why they differ where they do by a quarter and by more than the stated error.
+
+A reason is looked for, not guessed: reads from the disk were counted and timed, the memory is read again (the weights themselves, so it
+takes none), the system is asked who had the cores meanwhile and how many programs wait for them, the answer for its length, the engine
+for what lay between its passes. What none of them explains is said to be so.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ...kernels.threads import ThreadPool
+from ...offload import hardware
+from ...offload.direct import Traffic
+from ...offload.hardware import CpuTime
+from ...offload.predict import Prediction, Work, decode, is_foreseen, prompt
+from ...offload.size import format_size
+from ..events import Stats
+from ..weights.paged_experts import PagedExperts
+from ..weights.weight_tiers import weight_tiers
+from . import forecast, roofs
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+    from ..speculate import Counts
+
+MISS = 0.25  # a difference that is worth an explanation
+FEW_TOKENS = 16
+MOST = 0.5  # of the time that came on top: what took as much is why
+IDLE = 0.25  # of the cores' time, up to which it is scarce
+BUSY = 0.8  # of the memory's usual rate, or the disk's, when it was measured; of the bytes that were expected
+APART = 1.3  # times the rate of one thread: threads that read less together are in one another's way (docs/measured.md, Machines)
+NOTHING_READ, NO_TIME = Traffic(), CpuTime(0.0, 0.0, 0.0)
+LEAST_NBYTES, MOST_NBYTES = 64 << 20, 1 << 30  # less than this of weights may lie in a cache
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Tokens a second and seconds of the prompt, predicted and measured; None where nothing was. `miss` says why they differ, `reason` why
+    there is no prediction."""
+
+    predicted_tps: float | None
+    measured_tps: float | None
+    error: float | None
+    predicted_prompt_s: float | None
+    measured_prompt_s: float | None
+    miss: str = ""
+    reason: str = ""
+
+    def to_json(self) -> dict[str, object]:
+        return {"predicted_tps": self.predicted_tps, "measured_tps": self.measured_tps, "error": self.error,
+                "predicted_prompt_s": self.predicted_prompt_s, "measured_prompt_s": self.measured_prompt_s,
+                "miss": self.miss or None, "reason": self.reason or None}
+
+
+def outcome(engine: Engine, prompt_tokens: int, cached: int, made: int, prefill_s: float, decode_s: float, passes_s: float,
+            drafted: Counts | None = None, reads: Traffic = NOTHING_READ, cores: CpuTime = NO_TIME, explained: bool = True) -> Outcome:
+    """Hold an answer of `made` tokens, after `prompt_tokens` of which `cached` were held already, against the prediction for it: that of
+    one token a pass, times what drafts gained. `passes_s`: of `decode_s`, in passes. `reads` of the disk, and who had the `cores`, while it
+    was written. Why it missed is looked for where that is to be `explained`: it takes as long as reading the weights."""
+    steps = made - 1  # the first token comes out of the prompt's pass
+    measured = steps / decode_s if steps > 0 and decode_s else None
+    waited = prefill_s if prefill_s and prompt_tokens and not cached else None  # nothing is read where it was stopped at once
+    known = roofs.known(forecast.wanted(engine.prepared, engine.model.tensors))
+    rates = known.rates
+    asked = forecast.work(engine.prepared, engine.model.tensors)
+    on_gpu = "cuda" in engine.placement.devices
+    depth, picks = prompt_tokens + made // 2, engine.options.kv_read == "sparse"
+    reason = forecast.ON_GPU if on_gpu else forecast.PICKED if picks else forecast.unmeasured(engine.options, asked, rates)
+    predicted, reason = (None, reason) if reason else (decode(asked, rates, depth), forecast.SLOW_DISK)
+    if predicted is None:
+        return Outcome(None, measured, None, None, waited, reason=reason)
+    first = prompt(asked, rates, prompt_tokens) if waited and is_foreseen(prompt_tokens) else None
+    expected = predicted.tokens_per_s * max(1.0, drafted.gain if drafted else 1.0)  # a guess that cost more than it gave was not foreseen
+    miss = ""
+    if explained and measured is not None and is_a_miss(measured / expected, predicted):
+        passes = drafted.passes if drafted and drafted.passes else steps
+        ratio = measured / expected
+        miss = explain_disk(asked, depth, predicted, known.disk.date, ratio, passes, decode_s, reads) if known.disk else ""
+        if not miss or reads.busy_s < (1 - MISS) * decode_s:  # not all of the time
+            miss = explain(engine, known.machine, ratio, steps, decode_s, passes_s, miss, cores)
+    return Outcome(expected, measured, predicted.error, first and first.seconds, waited, miss)
+
+
+def stats(engine: Engine, text: str, tokens: list[int], finish: str, seed: int, prompt_tokens: int, ttft: float, prefill: float,
+          decode: float, passes: float, drafted: Counts | None, reads: Traffic, cores: CpuTime, reasoned: int = 0,
+          explained: bool = True, stopped_by: str | None = None) -> Stats:
+    """What an answer cost, once it has ended; times in seconds, `ttft` to its first token. `reasoned`: tokens of reasoning. `explained`: as
+    `outcome`. `stopped_by`: the stop string that ended it."""
+    cache, cached, read = engine.cache, engine.reused, engine.read
+    found = outcome(engine, cached + read, cached, len(tokens), prefill, decode, passes, drafted, reads, cores, explained)
+    return Stats(
+        text=text, token_ids=tuple(tokens), finish_reason=finish, seed=seed, prompt_tokens=prompt_tokens, cached_tokens=cached,
+        read_tokens=read, load_s=engine.load_s, ttft_s=ttft, prefill_s=prefill, decode_s=decode, peak_rss_bytes=hardware.peak_rss(),
+        planned_bytes=engine.placement.total_bytes, weights_bytes=engine.model.nbytes, kv_bytes=cache.allocated_nbytes,
+        kv_bits_per_value=cache.bits_per_value, packed_bits=cache.packed_bits, kv_packed=cache.is_packed, exact_tokens=cache.exact_tokens,
+        packed_tokens=len(engine.tokens) - cache.exact_tokens, disk_bytes_read=engine.disk_nbytes, disk_wait_s=engine.disk_wait_s,
+        placement=placed(engine, found), context_used=len(engine.tokens), context_max=engine.n_ctx, truncated=engine.truncated,
+        speculation=drafted and drafted.to_json(), reasoning_tokens=reasoned, stop_string=stopped_by)
+
+
+def is_a_miss(ratio: float, predicted: Prediction) -> bool:
+    """Whether what was measured, as a share of what was predicted, is worth an explanation: no difference is that is within the error."""
+    low, high = (each / predicted.tokens_per_s for each in predicted.range)
+    return abs(ratio - 1) > MISS and not low <= ratio <= high
+
+
+def placed(engine: Engine, found: Outcome) -> dict[str, object]:
+    """Where a model lay and how well that was foreseen, for `Stats.placement`."""
+    plan, streams = engine.placement, engine.prepared.streams
+    made = {"layers": {device: plan.devices.count(device) for device in dict.fromkeys(plan.devices)},
+            "pinned_bytes": plan.pinned_bytes, "streamed_bytes": plan.streamed_bytes,
+            "tensor_bytes": weight_tiers(engine.prepared, engine.model.tensors).to_json(), **found.to_json()}
+    if isinstance(streams, PagedExperts):
+        made["pinned_bytes"] = engine.model.pager.nbytes
+        made["experts"] = {**streams.to_json(), "slots": engine.model.pager.slots, **engine.model.pager.tally.to_json()}
+    if engine.cache.pool.picks:
+        slots = engine.cache.pool.stream.slots
+        made["kv_read"] = {name: sum(getattr(each, name) for each in slots) for name in ("among", "asked", "found")}
+    return made
+
+
+def explain_disk(work: Work, depth: int, predicted: Prediction, probed: str, ratio: float, passes: int, decode_s: float,
+                 reads: Traffic) -> str:
+    """What of a miss the disk explains: its rate, or how much was read of it, in `passes`; empty where it was not waited for, or where it
+    gave what was expected of it."""
+    if reads.nbytes < LEAST_NBYTES or not reads.busy_s:
+        return ""
+    if reads.wait_s < MISS * decode_s if ratio < 1 else predicted.limit != "disk":
+        return ""
+    expected, came = work.streamed + work.missed + work.kv_disk_bytes(depth), reads.nbytes / passes
+    rate = reads.nbytes / min(reads.busy_s, decode_s)  # weights and pages of the cache may have been read at once
+    then = expected / predicted.disk_s if predicted.disk_s else rate
+    said = []
+    if came > expected / BUSY if ratio < 1 else came < expected * BUSY:
+        guess = ": which neurons are active was a guess, effllm calibrate-sparsity measures it" if work.assumed else ""
+        said.append(f"a token read {format_size(round(came))} from the disk, {format_size(round(expected))} were expected{guess}")
+    if rate < then * BUSY if ratio < 1 else rate > then / BUSY:
+        said.append(f"the disk gave {rate / 1e9:.2g} GB/s, and {then / 1e9:.2g} for such reads when it was probed ({probed})")
+    return "; ".join(said)
+
+
+def explain(engine: Engine, machine: roofs.MachineRoofs, ratio: float, steps: int, decode_s: float, passes_s: float,
+            disk: str = "", cores: CpuTime = NO_TIME) -> str:
+    """The likeliest cause of a miss, from what can be looked at now, behind what the disk explains of it."""
+    if steps < FEW_TOKENS:
+        return disk or ("one token is too few to tell" if steps == 1 else f"{steps} tokens are too few to tell")
+    said = "; ".join(each for each in (disk, _beside_the_disk(engine, machine, ratio, steps, decode_s, passes_s, cores)) if each)
+    again = forecast.doctor(engine.options, "--probe")
+    return said or f"which nothing that was looked at explains: {again} measures this machine again (last {machine.date})"
+
+
+def _beside_the_disk(engine: Engine, machine: roofs.MachineRoofs, ratio: float, steps: int, decode_s: float, passes_s: float,
+                     cores: CpuTime) -> str:
+    late = decode_s * (1 - ratio)
+    if ratio < 1 and cores.idle <= IDLE * cores.all and cores.others + cores.stolen > late * MOST:
+        who = "other programs" if cores.others > cores.stolen else "this virtual machine's host, for others,"
+        pool = engine.backends["cpu"].pool
+        fewer = f", so {pool.at_work} of {pool.workers} threads worked at its end" if pool.at_work < pool.workers else ""
+        return f"{who} had {100 * max(cores.others, cores.stolen) / cores.all:.0f}% of the cores' time meanwhile{fewer}"
+    now = memory_now(engine)
+    if now is not None and (now < BUSY * machine.memory_usual if ratio < 1 else now > machine.memory_usual / BUSY):
+        then = f"{machine.memory_usual / 1e9:.1f} when it was measured ({machine.date})"
+        return f"memory reads at {now / 1e9:.1f} GB/s now and at {then}: {_who(engine, machine, ratio, now)}"
+    waiting, cores = os.getloadavg()[0], max(engine.backends["cpu"].pool.workers, hardware.cpu_threads())
+    # Of a program that gets a share of its cores: what was predicted takes so many times as long, the rest has another cause.
+    if ratio < 1 and waiting > cores + 1 and ratio * (waiting / cores - 1) >= MOST * (1 - ratio):
+        return f"{waiting:.0f} programs want the {'one core' if cores == 1 else f'{cores} cores'} of this machine"
+    if ratio < 1 and engine.options.load == "mmap":
+        return "the weights are mapped: what the system had not in memory was read from the file while the answer was written"
+    between = decode_s - passes_s
+    if ratio < 1 and machine.choice_s is not None and between - steps * machine.choice_s > late * MOST:
+        foreseen = 100 * steps * machine.choice_s / decode_s
+        return f"choosing and guessing tokens took {100 * between / decode_s:.0f}% of the time, where {foreseen:.0f}% were foreseen"
+    return ""
+
+
+def _who(engine: Engine, machine: roofs.MachineRoofs, ratio: float, now: float) -> str:
+    """Why memory reads at another rate than it did. Where one thread reads as it did and all of them hardly faster, it is not the memory:
+    a host puts a virtual machine's processors on one die or on several, each with a way to memory of its own; or other programs compute."""
+    alone = machine.memory_alone
+    if alone is None or engine.backends["cpu"].pool.workers == 1:
+        return "other programs use it" if ratio < 1 else "others used it then"
+    if ratio >= 1:
+        return "the threads shared a core or a way to memory then" if machine.memory_usual < APART * alone < now else "others used it then"
+    if now < APART * alone < machine.memory_usual and (one := memory_now(engine, 1)) is not None and one > BUSY * alone:
+        return f"one thread alone reads at {one / 1e9:.1f} as it did then, so threads share a way to memory, or cores with other programs"
+    return "other programs use it"
+
+
+def memory_now(engine: Engine, threads: int | None = None) -> float | None:
+    """Bytes a second at which the weights that lie in memory are read now, by all threads or by so many; None where they are too few for
+    that."""
+    pool = engine.backends["cpu"].pool if threads is None else ThreadPool(threads)
+    try:
+        return _read_now(engine, pool)
+    finally:
+        if threads is not None:
+            pool.close()
+
+
+def _read_now(engine: Engine, pool: ThreadPool) -> float | None:
+    from ...kernels.cpu.roof import BLOCK, read_bandwidth
+
+    nbytes, seconds = 0, 0.0
+    for array in engine.model.pager.resident_arrays():
+        if array.nbytes < BLOCK or nbytes >= MOST_NBYTES:
+            continue
+        part = array.nbytes // BLOCK * BLOCK
+        started = time.perf_counter()
+        read_bandwidth(pool, np.asarray(array[:part]), passes=1)
+        seconds, nbytes = seconds + time.perf_counter() - started, nbytes + part
+    return nbytes / seconds if nbytes >= LEAST_NBYTES else None

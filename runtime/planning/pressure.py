@@ -1,0 +1,79 @@
+"""Whether the system takes this process's memory away while it runs, and what is done about it.
+
+A plan that fitted when it was made need not fit for ever: another program grows, or a budget was more than the machine has. Then parts of
+the process are swapped out, or its files are dropped and read again, and every token waits for that; without swap, and that is how most
+containers run, there is next to no such time before a process is ended. So what is free is looked at too, about once a second. Where memory
+is short, half of what can be read again goes: pages of the KV cache that may lie on the disk, in order and past the file cache, and
+experts that come from there anyway. Where nothing can, it is said once, with what to do.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from ... import EffllmError
+from ...offload import hardware
+from ...offload.size import format_size
+from ..cache import KVCache
+
+EVERY_S = 1.0
+SWAPPED_NBYTES = 16 << 20  # more than this since the last look
+FAULTS = 200  # reads of a page that was in memory before, in a look
+FEW_NBYTES = 32 << 20  # less free than this is short,
+FALLING = 0.75  # and shorter still where it is less than this share of what was free then
+
+
+class Watch:
+    """One process. `mapped`: its weights are a mapped file, whose pages are read in by faults always. `shed` lets half of the weights go
+    that are read when they are needed, and returns the bytes given back."""
+
+    def __init__(self, mapped: bool = False, root: Path = hardware.ROOT, clock: Callable[[], float] = time.monotonic,
+                 shed: Callable[[], int] = lambda: 0) -> None:
+        self._mapped, self._root, self._clock, self._shed = mapped, root, clock, shed
+        self._next, self._last = 0.0, (0, 0)
+        self._low: int | None = None  # bytes that were free when it was acted on, while memory is short
+        self._said: list[str] = []
+        self._told = self._seen = False
+
+    def look(self, cache: KVCache) -> None:
+        """Look if it is time, and act."""
+        if (now := self._clock()) < self._next:
+            return
+        self._next = now + EVERY_S
+        (swapped, faults), before = (found := hardware.memory_lost(self._root)), self._last
+        self._last = found
+        if not self._seen:  # what happened before the first look is the start of the program
+            self._seen = True
+            return
+        free, low = hardware.memory_available(self._root), self._low
+        if free >= FEW_NBYTES:
+            self._low = None
+        elif low is None or free < FALLING * low:
+            self._low = free
+            self._act(cache, f"memory is short: {format_size(free)} are free")
+            return
+        more = swapped - before[0]
+        if more > SWAPPED_NBYTES or (faults - before[1] > FAULTS and not self._mapped):
+            what = f"swaps {format_size(more)} of this process out" if more > SWAPPED_NBYTES else "reads this process from the disk again"
+            self._act(cache, f"memory is short: the system {what}")
+
+    def _act(self, cache: KVCache, why: str) -> None:
+        try:
+            pages = cache.shed()
+        except EffllmError as error:  # it can go on as it is, as long as the system lets it
+            pages, why = 0, f"{why}, and the KV cache has to stay there: {error.message}"
+        weights = self._shed()
+        gave = [f"{format_size(pages)} of the KV cache went to the disk instead"] if pages else []
+        gave += [f"{format_size(weights)} of experts were given up and are read when they are needed"] if weights else []
+        if gave:
+            self._said.append("; ".join([why, *gave]))
+        elif not self._told:
+            self._told = True
+            self._said.append(f"{why} (--ram SIZE plans with less)")
+
+    def announcements(self) -> list[str]:
+        """What was done since the last call."""
+        said, self._said = self._said, []
+        return said

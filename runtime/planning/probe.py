@@ -1,0 +1,304 @@
+"""How fast this machine runs our own kernels: what a prediction is made of, measured in a few seconds in a child process.
+
+The child has the memory for it, and what it takes is not there when a plan is made. It reports one line of JSON a figure, as each is known:
+
+    memory      bytes a second of a load-only kernel, the best and the median pass before and after all else: the roof; and one thread's
+    overhead    seconds of a pass of one token that no weight explains, for the token and for each layer
+    attention   products a second of attention, per precision of the cache: for one token over a short context and over what lies beyond,
+                in memory, and for a prompt
+    kind        of weights in one format: bytes a second for one token, from memory and from a cache, products a second for a prompt
+    failed      in the place of one that could not be measured: `what`, and `why`
+
+The last three are taken from the engine itself, on random weights of small shapes, so everything that a run does is in them.
+Run as `python -m effllm.runtime.planning.probe '{"threads": 2, "base": true, "kinds": ["bf16"], "kv": ["16bit"]}'`.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import median
+
+import numpy as np
+
+from ...kernels.layout import PAGE
+from ...offload.predict import CACHED_NBYTES, MEMORY_NBYTES, NEAR
+
+ROOF_NBYTES, MEMORY_PASSES, MORE_PASSES = 256 << 20, 7, 5
+PROMPT = 512  # a chunk of a prompt, as a run reads it
+TOKENS = 24
+CHOICES = 128  # tokens of an answer whose choosing is timed
+LEAST_RUNS, MOST_RUNS, CLOSE = 2, 4, 0.03
+PATIENCE_S = 1.0  # for one figure: on a machine that is never left alone, more runs would take long and agree no better
+DEPTH, DEEP_TOKENS = NEAR, 10
+FEW_LAYERS, MANY_LAYERS, ATTENTION_LAYERS = 2, 12, 3
+_SHAPE = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+          "torch_dtype": "bfloat16", "vocab_size": 512, "max_position_embeddings": 4096, "tie_word_embeddings": True}
+SMALL = {**_SHAPE, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
+ATTENTIVE = {**_SHAPE, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64,
+             "max_position_embeddings": 1 << 20}
+NARROW = {**_SHAPE, "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
+WIDE = {**_SHAPE, "hidden_size": 2048, "intermediate_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 64}
+RAW = "bf16"
+Figure = dict[str, object]
+
+
+def measure(threads: int, kinds: Sequence[str], kv: Sequence[str], base: bool = True) -> Iterator[Figure]:
+    """The figures of the module's list, measured in a child as they are asked for."""
+    asked = json.dumps({"threads": threads, "kinds": list(kinds), "kv": list(kv), "base": base})
+    with tempfile.TemporaryFile("w+", errors="replace") as said, subprocess.Popen(
+            [sys.executable, "-P", "-m", __spec__.name, asked], stdout=subprocess.PIPE, stderr=said, text=True) as child:
+        for line in child.stdout:
+            yield json.loads(line)
+        if child.wait():
+            said.seek(0)
+            last = said.read().strip().splitlines()[-1:] or [f"it ended with {child.returncode}"]
+            yield {"figure": "failed", "what": "the rest", "why": last[0]}
+
+
+def count(kinds: Sequence[str], kv: Sequence[str], base: bool = True) -> int:
+    """Lines that `measure` yields, unless its child ends early."""
+    return 2 * base + len(kinds) + len(kv)
+
+
+def memory_passes(threads: int, nbytes: int = ROOF_NBYTES, passes: int = MEMORY_PASSES) -> list[float]:
+    """Bytes a second of each pass of the load-only kernel over `nbytes`, in this process."""
+    from ...kernels.cpu.roof import read_bandwidth
+    from ...kernels.threads import ThreadPool
+    from ...offload.memory import anonymous
+
+    pool = ThreadPool(threads)
+    try:
+        memory = anonymous(nbytes)
+        memory.view(np.uint64)[:] = 0x0101010101010101  # untouched memory is one shared page of zeros
+        return [read_bandwidth(pool, memory, passes=1) for _ in range(passes)]
+    finally:
+        pool.close()
+
+
+def _engine(shape: Mapping[str, object], layers: int, threads: int, ctx: int, spec: str | None = None, kv: str = "16bit",
+            exact: bool = False) -> object:
+    """An engine over random weights."""
+    from ...quant.spec import QuantSpec
+    from ..config import parse_config
+    from ..engine import Engine, open_prepared
+    from ..measuring.synthetic import SyntheticStore
+    from ..prepare import EngineOptions, prepare_with
+    from .needed_kernels import kinds_of
+
+    config = parse_config({**shape, "num_hidden_layers": layers})
+    options = EngineOptions(device="cpu", threads=threads, ctx=ctx, kv=kv, exact=exact)
+    store = SyntheticStore(config, None if spec is None else QuantSpec.parse(spec))
+    prepared = prepare_with(None, config, store, options, store.container)
+    *_, engine = open_prepared(lambda: prepared, kinds_of(config, store, store.container, options))
+    assert isinstance(engine, Engine)
+    return engine
+
+
+def _ids(tokens: int) -> list[int]:
+    return np.random.default_rng(0).integers(0, _SHAPE["vocab_size"], tokens).tolist()
+
+
+def _settled(run: Callable[[], Sequence[float]]) -> list[float]:
+    """The best of each time that `run` takes, over some runs: what disturbs one makes it longer. On a machine that is left alone two runs
+    agree, and more would tell nothing."""
+    found, spent = [], []
+    while len(found) < LEAST_RUNS or (len(found) < MOST_RUNS and sum(spent) < PATIENCE_S and not _agree([sum(times) for times in found])):
+        started = time.perf_counter()
+        found.append(run())
+        spent.append(time.perf_counter() - started)
+    return [min(times) for times in zip(*found)]
+
+
+def _agree(totals: Sequence[float]) -> bool:
+    """Were the two fastest runs equally fast?"""
+    best, second = sorted(totals)[:2]
+    return second - best <= CLOSE * best
+
+
+def _prompt_s(engine: object, tokens: int) -> list[float]:
+    """Seconds for each pass over a prompt."""
+    return _settled(lambda: _passes_s(engine, tokens))
+
+
+def _passes_s(engine: object, tokens: int) -> list[float]:
+    """`_prompt_s`, once."""
+    ids = _ids(tokens)
+    engine.reset()
+    stamps = [time.perf_counter()]
+    for _ in engine.prefill(ids):  # which says so between passes
+        stamps.append(time.perf_counter())
+    stamps.append(time.perf_counter())
+    return [after - before for before, after in zip(stamps, stamps[1:])]
+
+
+def _token_s(engine: object, tokens: int = TOKENS) -> float:
+    """Seconds for one token after what is held: a quarter of the passes were faster. Other programs only ever make a pass longer, and what
+    they disturb is often longer than a run of passes."""
+    return _settled(lambda: [_each_s(engine, tokens)])[0]
+
+
+def _each_s(engine: object, tokens: int) -> float:
+    """`_token_s`, once."""
+    times = []
+    for token in _ids(tokens):
+        started = time.perf_counter()
+        engine.forward_logits([token])
+        times.append(time.perf_counter() - started)
+    return sorted(times[2:])[(len(times) - 2) // 4]
+
+
+def _choice_s(engine: object) -> float:
+    """Seconds from a pass's logits to the next one of an answer: drawing a token, and looking for guesses. A large vocabulary takes little
+    longer."""
+    from ..sampler import Sampler, SamplerSettings
+
+    def run() -> list[float]:
+        engine.reset()
+        for _ in engine.prefill(_ids(4)):
+            continue
+        before = engine.decode_s - engine.passes_s
+        for _ in engine.generate(Sampler(SamplerSettings(seed=0), engine.config.vocab_size), CHOICES, frozenset()):
+            continue
+        return [(engine.decode_s - engine.passes_s - before) / CHOICES]
+
+    return _settled(run)[0]
+
+
+def _overhead(threads: int) -> Figure:
+    seconds, choice = {}, 0.0
+    for layers in (FEW_LAYERS, MANY_LAYERS):
+        engine = _engine(SMALL, layers, threads, 1024)
+        engine.forward_logits(_ids(4))
+        seconds[layers] = _token_s(engine, 3 * TOKENS)
+        if layers == MANY_LAYERS:
+            choice = _choice_s(engine)
+        engine.close()
+    layer = max(0.0, (seconds[MANY_LAYERS] - seconds[FEW_LAYERS]) / (MANY_LAYERS - FEW_LAYERS))
+    return {"figure": "overhead", "token_s": max(0.0, seconds[FEW_LAYERS] - FEW_LAYERS * layer), "layer_s": layer, "choice_s": choice}
+
+
+def _attention(threads: int, kv: str) -> Figure:
+    """A token at depth 1024 against one at the start, the third pass over a prompt against the second, which sees as many exact tokens of a
+    packed cache, and a token behind as many pages as no cache holds against one at depth 1024. The short ones are taken in turns: what
+    disturbs the machine for a while then disturbs not one of them alone."""
+    width = 2 * ATTENTIVE["num_attention_heads"] * ATTENTIVE["head_dim"] * ATTENTION_LAYERS
+    engine = _engine(ATTENTIVE, ATTENTION_LAYERS, threads, max(DEPTH, 3 * PROMPT) + 2 * TOKENS, kv=kv)
+
+    def run() -> list[float]:
+        engine.reset()
+        engine.forward_logits(_ids(4))
+        shallow = _each_s(engine, TOKENS)
+        _passes_s(engine, DEPTH)
+        near = _each_s(engine, TOKENS)
+        return [*_passes_s(engine, 3 * PROMPT)[1:3], shallow, near]
+
+    try:
+        second, third, shallow, near = _settled(run)
+        page_nbytes = engine.cache.sealed_nbytes
+    finally:
+        engine.close()
+    pages = max(2 * DEPTH // PAGE, -(-MEMORY_NBYTES // page_nbytes))
+    engine = _engine(ATTENTIVE, ATTENTION_LAYERS, threads, PAGE * (pages + 8), kv=kv)
+    try:
+        _deepen(engine, pages)
+        held = engine.cache.n
+        deep = _token_s(engine, DEEP_TOKENS)
+    finally:
+        engine.close()
+    seen = width * PROMPT**2  # by what the passes differ: every query of the third sees a chunk's keys more
+    return {"figure": "attention", "kv": kv, "decode": width * (DEPTH - TOKENS) / max(near - shallow, 1e-6),
+            "prefill": seen / max(third - second, 0.02 * (second + third)), "deep": width * (held - DEPTH) / max(deep - near, 1e-6)}
+
+
+def _deepen(engine: object, pages: int) -> None:
+    """Let an engine hold `pages` copies of a page that a prompt made, and what is exact behind them: which numbers they are changes no
+    speed, and reading so long a prompt would take minutes."""
+    for _ in engine.prefill(_ids(PROMPT)):
+        continue
+    cache = engine.cache
+    page = cache.read(0)
+    held = cache.shape.sinks + PAGE * pages + cache.shape.window + PAGE // 2
+    cache.adopt(held, pages)
+    for index in range(pages):
+        cache.write(index, page)
+    engine.hold([0] * held)
+
+
+def _kind(threads: int, kind: str, overhead: Figure) -> Figure:
+    from ...quant.spec import QuantSpec
+
+    name, _, exact = kind.partition(" ")
+    spec = QuantSpec.parse(name)
+
+    def opened(shape: Mapping[str, object], layers: int) -> object:
+        engine = _engine(shape, layers, threads, PROMPT + MOST_RUNS * TOKENS, None if spec.is_raw else name, exact=bool(exact))
+        engine.forward_logits(_ids(4))
+        return engine
+
+    found = {}
+    for rate, shape, nbytes in (("cached", NARROW, CACHED_NBYTES), ("decode", WIDE, MEMORY_NBYTES)):
+        layer = sum(spec.nbytes(own) for own in _matrices(shape))
+        layers = max(1, round(nbytes / layer))
+        engine = opened(shape, layers)
+        try:
+            found[rate] = layers * layer / max(_token_s(engine) - overhead["token_s"] - layers * overhead["layer_s"], 1e-6)
+        finally:
+            engine.close()
+    # A prompt is arithmetic, whatever it reads: one layer tells as much as the many that a format of few bits has in so many bytes.
+    engine = opened(WIDE, 1)
+    try:
+        found["prefill"] = PROMPT * sum(rows * depth for rows, depth in _matrices(WIDE)) / sum(_prompt_s(engine, PROMPT))
+    finally:
+        engine.close()
+    return {"figure": "kind", "kind": kind, **found}
+
+
+def _matrices(shape: Mapping[str, object]) -> list[tuple[int, int]]:
+    """[N, K] of a layer's matrices."""
+    hidden, ffn = shape["hidden_size"], shape["intermediate_size"]
+    queries, keys = (shape[f"num_{of}_heads"] * shape["head_dim"] for of in ("attention", "key_value"))
+    return [(queries, hidden), (hidden, queries), (keys, hidden), (keys, hidden), (ffn, hidden), (ffn, hidden), (hidden, ffn)]
+
+
+def _memory(threads: int, passes: Sequence[float], fastest: float) -> Figure:
+    """The memory's rate by passes that were made and others that are. Weights come no faster than memory gives them: where some did,
+    others had it while it was measured, and it is read again, some times."""
+    passes, left = [*passes, *memory_passes(threads)], MORE_PASSES
+    while left and max(passes) < fastest:
+        passes, left = [*passes, *memory_passes(threads)], left - 1
+    return {"figure": "memory", "best": max(passes), "median": median(passes), "alone": median(memory_passes(1))}
+
+
+def main(asked: str) -> None:
+    from ... import EffllmError
+
+    wish = json.loads(asked)
+    threads = wish["threads"]
+
+    def tell(figure: Figure) -> None:
+        sys.stdout.write(f"{json.dumps(figure)}\n")
+        sys.stdout.flush()
+
+    passes, fastest = memory_passes(threads) if wish["base"] else [], 0.0
+    overhead = _overhead(threads)
+    if wish["base"]:
+        tell(overhead)
+    for name, each in (("kv", lambda kv: _attention(threads, kv)), ("kinds", lambda kind: _kind(threads, kind, overhead))):
+        for item in wish[name]:
+            try:
+                found = each(item)
+                tell(found)
+                fastest = max(fastest, found["decode"] if name == "kinds" else 0.0)
+            except (EffllmError, MemoryError) as error:  # unknown here, the rest is not
+                tell({"figure": "failed", "what": item, "why": str(error) or "not enough memory"})
+    if wish["base"]:  # at both ends: on a shared machine the roof moves within seconds, and how far it moved is part of what is told
+        tell(_memory(threads, passes, fastest))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

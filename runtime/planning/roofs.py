@@ -1,0 +1,256 @@
+"""What is known of this machine's speed: measured once, kept in the cache folder with its date, and asked for by `plan`, `pull` and `run`.
+
+    <cache>/roofs.json    {"machines": {processor, threads and kernels: figures}, "disks": {device and file system: figures}}
+
+Nothing here measures unless `missing` names something and the caller runs `probe`: commands that must be quick only look. Another number of
+threads, another processor or other kernels are another machine; figures are of the moment they were taken at, so the date is
+shown with them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime
+from hashlib import sha256
+from pathlib import Path
+
+from ...kernels.compile import cache_key, cache_root
+from ...offload import disk, hardware
+from ...offload.disk import Disk, DiskRead
+from ...offload.predict import KindRate, Rates
+from ..events import Notice, Progress
+
+FORMAT, VERSION = "effllm-roofs", 2
+FILE = "roofs.json"
+NOTHING: Mapping[str, object] = {"machines": {}, "disks": {}}
+
+
+@dataclass(frozen=True)
+class MachineRoofs:
+    """`memory`: bytes a second of the best and of the usual pass, and of one thread alone; the rest as in `offload.predict.Rates`. `date`:
+    of the last figure."""
+
+    cpu: str
+    threads: int
+    date: str
+    memory: float
+    memory_usual: float
+    token_s: float
+    layer_s: float
+    kinds: Mapping[str, KindRate]
+    attention: Mapping[str, KindRate]
+    choice_s: float | None = None  # files of older versions do not tell it: `missing` then names the machine
+    memory_alone: float | None = None
+
+    @property
+    def unrest(self) -> float:
+        return max(0.0, 1 - self.memory_usual / self.memory)
+
+
+@dataclass(frozen=True)
+class DiskRoofs:
+    """A disk and the day it was probed, on a file of `file_bytes`."""
+
+    disk: Disk
+    date: str
+    file_bytes: int
+
+
+@dataclass(frozen=True)
+class Roofs:
+    """What is known for a run here: None for what never was measured."""
+
+    machine: MachineRoofs | None
+    disk: DiskRoofs | None
+
+    @property
+    def rates(self) -> Rates | None:
+        """The figures as the planner takes them."""
+        here = self.machine
+        if here is None:
+            return None
+        return Rates(here.memory, here.token_s, here.layer_s, here.kinds, here.attention,
+                     self.disk.disk.stream_rate if self.disk else None, round(here.unrest, 2),
+                     self.disk.disk.rate_of if self.disk else None, self.disk.disk.single_rate if self.disk else None,
+                     self.disk.disk.rate_again if self.disk else None, here.choice_s or 0.0)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a prediction needs: kinds of weights, precisions of the cache, and a file on the disk that they come from (None: no disk)."""
+
+    threads: int
+    kinds: tuple[str, ...] = ()
+    kv: tuple[str, ...] = ()
+    file: Path | None = None
+
+
+def roofs_file() -> Path:
+    return cache_root() / FILE
+
+
+def known(wanted: Wanted) -> Roofs:
+    """What was measured before, from the file alone."""
+    content = _content()
+    found = content["disks"].get(_disk_key(wanted.file)) if wanted.file else None
+    return Roofs(_machine(content["machines"].get(_machine_key(wanted.threads))), _disk(found))
+
+
+def missing(wanted: Wanted, roofs: Roofs) -> Wanted | None:
+    """What of it is not known; None where nothing is missing."""
+    here = roofs.machine
+    lacking = replace(wanted, kinds=tuple(kind for kind in wanted.kinds if here is None or kind not in here.kinds),
+                      kv=tuple(kv for kv in wanted.kv if here is None or kv not in here.attention),
+                      file=None if roofs.disk else wanted.file)
+    return lacking if _lacks_base(here) or lacking.kinds or lacking.kv or lacking.file else None
+
+
+def _lacks_base(here: MachineRoofs | None) -> bool:
+    """Is one of the figures unknown that are of the machine, whatever the weights?"""
+    return here is None or here.choice_s is None
+
+
+def probe(lacking: Wanted, roofs: Roofs, everything: bool = False) -> Iterator[Progress | Notice | Roofs]:
+    """Measure what is lacking, add it to `roofs` and keep it; `everything`: the machine's base figures too, known or not. Yields progress,
+    then what is known now. What cannot be measured stays unknown, and that is said."""
+    from ...kernels import warm
+    from . import probe as child
+
+    if is_cold(lacking):
+        for done, count in warm.warm(_kernels(lacking)):
+            yield Progress("compiling kernels (once, then kept)", done, count, "kernels")
+    base = everything or _lacks_base(roofs.machine)
+    total = child.count(lacking.kinds, lacking.kv, base) + (lacking.file is not None)
+    phase, figures, done = "measuring this machine", [], 0
+    yield Progress(phase, 0, total, "figures")
+    if base or lacking.kinds or lacking.kv:
+        for figure in child.measure(lacking.threads, lacking.kinds, lacking.kv, base):
+            if figure["figure"] == "failed":
+                yield Notice(f"not measured, and so not predicted: {figure['what']} ({figure['why']})")
+            else:
+                figures.append(figure)
+            done = min(total, done + 1)
+            yield Progress(phase, done, total, "figures")
+        roofs = replace(roofs, machine=_keep_machine(lacking.threads, figures))
+    if lacking.file is not None:
+        try:
+            kept = {**asdict(disk.probe(lacking.file)), "date": _now(), "file_bytes": lacking.file.stat().st_size}
+        except OSError:
+            kept = {}
+        if kept:
+            _write("disks", _disk_key(lacking.file), kept)
+            roofs = replace(roofs, disk=_disk(kept))
+        yield Progress(phase, total, total, "figures")
+    yield roofs
+
+
+def is_cold(lacking: Wanted) -> bool:
+    """Whether measuring it begins with compiling."""
+    from ...kernels import warm
+
+    return warm.is_cold(_kernels(lacking))
+
+
+def _kernels(lacking: Wanted) -> list[str]:
+    """The kinds of kernels that measuring takes."""
+    from ..prepare import EngineOptions
+    from .needed_kernels import Needs, kernel_kinds
+
+    low_bit, exact = any(kind != "bf16" for kind in lacking.kinds), any(kind.endswith(" exact") for kind in lacking.kinds)
+    return list(dict.fromkeys(kind for kv in lacking.kv or ("16bit",)
+                              for kind in kernel_kinds(Needs(low_bit), EngineOptions(kv=kv, exact=exact))))
+
+
+def largest_file(files: Sequence[Path]) -> Path | None:
+    """The one to probe a disk with."""
+    present = [file for file in files if file.is_file()]
+    return max(present, key=lambda file: file.stat().st_size, default=None)
+
+
+def _keep_machine(threads: int, figures: Sequence[Mapping[str, object]]) -> MachineRoofs | None:
+    key = _machine_key(threads)
+    before = _content()["machines"].get(key)
+    kept = {"kinds": {}, "attention": {}} if _machine(before) is None else dict(before)
+    for figure in figures:
+        rest = {name: value for name, value in figure.items() if name not in ("figure", "kind", "kv")}
+        if figure["figure"] == "memory":
+            kept |= {"memory": rest["best"], "memory_usual": rest["median"], "memory_alone": rest["alone"]}
+        elif figure["figure"] == "overhead":
+            kept |= rest
+        else:
+            group, name = ("kinds", "kind") if figure["figure"] == "kind" else ("attention", "kv")
+            kept[group] = {**kept[group], figure[name]: rest}
+    kept |= {"cpu": hardware.cpu_name(), "threads": threads, "date": _now()}
+    if figures:
+        _write("machines", key, kept)
+    return _machine(kept)
+
+
+def _content() -> dict[str, dict[str, object]]:
+    """The file, or nothing where it is absent, damaged or of another version."""
+    try:
+        content = json.loads(roofs_file().read_text(encoding="utf-8"))
+        if content["format"] != FORMAT or content["version"] != VERSION:
+            return {name: dict(value) for name, value in NOTHING.items()}
+        return {name: dict(content[name]) for name in NOTHING}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return {name: dict(value) for name, value in NOTHING.items()}
+
+
+def _write(section: str, key: str, value: Mapping[str, object]) -> None:
+    """Add to the file, whole or not at all. Nothing happens where it cannot be written."""
+    content, file = _content(), roofs_file()
+    content[section][key] = dict(value)
+    unfinished = file.with_name(f"{FILE}.{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(json.dumps({"format": FORMAT, "version": VERSION, **content}, indent=1), encoding="utf-8")
+        unfinished.replace(file)
+    except OSError:
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+
+
+def _machine(found: object) -> MachineRoofs | None:
+    """One entry of the file; None for one that is not whole."""
+    try:
+        made = MachineRoofs(**{**found, "kinds": _rates(found["kinds"]), "attention": _rates(found["attention"])})
+        return made if min(made.memory, made.memory_usual) > 0 and min(made.token_s, made.layer_s, made.choice_s or 0.0) >= 0 else None
+    except (TypeError, KeyError, AttributeError):
+        return None
+
+
+def _rates(found: Mapping[str, Mapping[str, float]]) -> dict[str, KindRate]:
+    made = {name: KindRate(**value) for name, value in found.items()}
+    return {name: rate for name, rate in made.items() if min(rate.decode, rate.prefill) > 0}
+
+
+def _disk(found: object) -> DiskRoofs | None:
+    try:
+        values = dict(found)
+        date, file_bytes = values.pop("date"), values.pop("file_bytes")
+        made = Disk(**{**values, "reads": tuple(DiskRead(**read) for read in values["reads"])})
+        probed = {(read.nbytes, read.depth) for read in made.reads}
+        whole = len(probed) == len({size for size, _ in probed}) * len({depth for _, depth in probed})
+        return DiskRoofs(made, date, file_bytes) if whole and made.stream_rate > 0 else None
+    except (TypeError, KeyError, ValueError):
+        return None
+
+
+def _machine_key(threads: int) -> str:
+    return sha256(f"{hardware.cpu_name()} {cache_key()}".encode()).hexdigest()[:16] + f"-{threads}t"
+
+
+def _disk_key(file: Path) -> str:
+    try:
+        return " ".join(disk.mounted(file))
+    except OSError:
+        return "none"
+
+
+def _now() -> str:
+    return datetime.now().isoformat(" ", "minutes")

@@ -1,0 +1,73 @@
+"""`generation_config.json`: how a model wants to be sampled, as far as the file makes sense.
+
+Such files are written by many tools, by hand too. What cannot be used (a text for a number, a list, a value out of range) is left out
+and said; a file that is no JSON object is an error, because it is damaged.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+
+from ... import EffllmError, UsageError
+from ..config_reader import show
+from ..files.small_file import read_whole
+from ..sampler import OWN, SamplerSettings
+
+NAME = "generation_config.json"
+LARGEST = 1 << 20  # bytes
+REPAIR = "correct the file, or remove it to use the built-in defaults"
+SAMPLING = tuple(field.name for field in fields(SamplerSettings) if field.name not in OWN)
+
+
+def read_generation_config(folder: Path) -> tuple[dict[str, object], list[str]]:
+    """(usable entries, one remark for each that is not), of the file or of what a GGUF file says in its place. Nothing where neither is.
+
+    Raises EffllmError for a damaged file.
+    """
+    from ..source import settings_of
+
+    if (stated := settings_of(folder)) is not None:
+        return usable(stated)
+    path = folder / NAME
+    try:
+        text = read_whole(path, LARGEST)
+    except FileNotFoundError:
+        return {}, []
+    except OSError as error:
+        raise EffllmError(f"{path} cannot be read: {error.strerror}", REPAIR) from error
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict):
+        raise EffllmError(f"{path} is not a JSON object of settings", REPAIR)
+    return usable(content)
+
+
+def usable(content: dict[str, object]) -> tuple[dict[str, object], list[str]]:
+    """The entries that the sampler can take, and remarks on the others of its names. null says nothing, as in transformers."""
+    kept, remarks = dict(content), []
+    for name in SAMPLING:
+        value = content.get(name)
+        if value is None:
+            kept.pop(name, None)
+        elif not (name == "top_k" and value == -1 and not isinstance(value, bool)) and (trouble := refusal(name, value)):
+            del kept[name]
+            remarks.append(f"{NAME}: {trouble}: it is left out")
+    if not isinstance(content.get("do_sample"), bool | None):
+        del kept["do_sample"]
+        remarks.append(f"{NAME}: do_sample must be true or false, not {show(content['do_sample'])}: it is left out")
+    return kept, remarks
+
+
+def refusal(name: str, value: object) -> str:
+    """Why the sampler cannot take a value; empty where it can."""
+    try:
+        SamplerSettings(**{name: value})
+    except UsageError as error:
+        return error.message if len(error.message) <= 120 else f"{name} cannot be {show(value)}"
+    except (OverflowError, ValueError):  # a whole number beyond any float, or of more digits than are printed
+        return f"{name} is too large"
+    return ""

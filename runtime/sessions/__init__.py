@@ -1,0 +1,1 @@
+"""Conversations that stay: saved, found again by how they begin, and kept between requests."""

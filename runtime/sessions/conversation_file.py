@@ -1,0 +1,70 @@
+"""A conversation as JSON: the messages, the system prompt and the settings of sampling. What `/save ./FILE.json` writes, and a part of
+every saved session."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from ... import EffllmError, UsageError
+from ..files.whole_file import write_whole
+from ..sampler import SamplerSettings
+
+FORMAT, VERSION = "effllm-session", 1
+HINT = "give a file that /save wrote"
+
+
+@dataclass(frozen=True)
+class History:
+    """`messages` are dicts of `role` and `content`."""
+
+    messages: list[dict[str, str]]
+    system: str | None
+    settings: SamplerSettings
+
+    def to_json(self) -> dict[str, object]:
+        settings = {key: value for key, value in json.loads(json.dumps(asdict(self.settings))).items() if value is not None}
+        return {"format": FORMAT, "version": VERSION, "system": self.system, "messages": self.messages, "settings": settings}
+
+
+def save_conversation(history: History, path: Path) -> None:
+    """Whole or not at all."""
+    # escaped: a lone surrogate has no UTF-8
+    write_whole(path, json.dumps(history.to_json(), indent=2) + "\n", "choose another place: /save FILE")
+
+
+def load_conversation(path: Path) -> History:
+    """Raises EffllmError for a file that is no conversation."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise EffllmError(f"{path}: {error.strerror}", HINT) from None
+    except (ValueError, RecursionError):  # what a library says of JSON helps nobody who named the wrong file
+        raise EffllmError(f"{path} is not a conversation", HINT) from None
+    return parse_conversation(content, str(path))
+
+
+def parse_conversation(content: object, where: str, hint: str = HINT) -> History:
+    """`where` begins the errors, `hint` is their next step."""
+    if not isinstance(content, Mapping) or content.get("format") != FORMAT or content.get("version") != VERSION:
+        raise EffllmError(f"{where} is not a conversation of this version", hint)
+    messages = content.get("messages")
+    if not isinstance(messages, list) or not all(map(_is_message, messages)) or not isinstance(content.get("system"), str | None):
+        raise EffllmError(f"{where}: the messages are malformed", hint)
+    settings = content.get("settings", {})
+    if not isinstance(settings, Mapping) or (unknown := set(settings) - {field.name for field in fields(SamplerSettings)}):
+        what = f"unknown setting {min(unknown)!r:.80}" if isinstance(settings, Mapping) else "the settings are malformed"
+        raise EffllmError(f"{where}: {what}", hint)
+    try:
+        settings = SamplerSettings(**settings)
+    except UsageError as error:
+        raise EffllmError(f"{where}: {error.message}", hint) from None
+    except OverflowError:  # a whole number beyond any float
+        raise EffllmError(f"{where}: a setting is too large", hint) from None
+    return History(messages, content.get("system"), settings)
+
+
+def _is_message(value: object) -> bool:
+    return isinstance(value, dict) and set(value) == {"role", "content"} and all(isinstance(part, str) for part in value.values())

@@ -1,0 +1,193 @@
+"""Prompts of several conversations that come in turn, as a server meets them: what the cache holds of one is saved before another takes
+its place, and restored when that one goes on.
+
+Saved are sessions like any, without messages, in a folder that lasts as long as the server or among those that a person keeps. One is
+found by its tokens, as far as they are
+what a prompt begins with, and by the text that was cut into them: an answer's tokens are those that were sampled, which its text cut anew
+need not give. A conversation that goes on has the bits that it would have had if none had come between.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Generator, Sequence
+from copy import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ... import EffllmError, UsageError
+from ...offload.size import format_size
+from ..events import Notice, Progress
+from ..passes import common_prefix
+from ..sampler import SamplerSettings
+from .conversation_file import History
+from .saved_cache import ADAPTERS, restore_cache
+from .saved_format import SavedCache, SavedSession, Spoken
+
+if TYPE_CHECKING:
+    from ..adapters.choosing import Choice
+    from ..engine import Engine
+    from ..prepare import EngineOptions
+    from ..templates.prompting import Prompts
+    from .saved import SavedSessions
+
+PREFIX = "served-"  # of the names
+WORTH = 256  # tokens: fewer are read again in about the time that files take
+NO_TEXT = History([], None, SamplerSettings()).to_json()
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A saved prompt with its answer: the tokens that the cache held, and the text that is known to be so many of them. `adapted_by`: what
+    adapters added to it, as `Choosing` says it."""
+
+    name: str
+    tokens: tuple[int, ...]
+    spoken: Spoken | None
+    adapted_by: str = ""
+
+    def ids_of(self, prompts: Prompts, prompt: str) -> list[int] | None:
+        """Token ids of a prompt that goes on from this one; None for another."""
+        return prompts.behind((self.spoken.text, list(self.spoken.ids)), prompt) if self.spoken else None
+
+
+def hindrance(options: EngineOptions) -> str:
+    """The flag that makes a cache of which no other prompt than its own can make use; empty where none does."""
+    return "--kv-read sparse" if options.kv_read == "sparse" else f"--kv {options.kv}" if "+" in options.kv else ""
+
+
+def refuse_inexact(options: EngineOptions, wanted: str = "--keep-prompts") -> None:
+    """Raises UsageError where there is a `hindrance`, for a flag by which caches are `wanted` again."""
+    if what := hindrance(options):
+        raise UsageError(f"with {what} the caches of prompts cannot be kept", f"leave out {what} or {wanted}")
+
+
+def spoken_of(tokens: Sequence[int], text: str, ids: Sequence[int]) -> Spoken | None:
+    """The text that these tokens are known to be, which was cut into `ids`; None where it is not known."""
+    known = min(len(tokens), len(ids))
+    return Spoken(text, tuple(ids), None) if text and tuple(ids[:known]) == tuple(tokens[:known]) else None
+
+
+class KeptPrompts:
+    """Of one engine, in the sessions of one folder; `said` is told when something is saved. Raises UsageError where its cache cannot be
+    restored."""
+
+    def __init__(self, engine: Engine, sessions: SavedSessions, said: str = "") -> None:
+        refuse_inexact(engine.options)
+        self.engine, self.sessions, self.said = engine, sessions, said
+        self._kept: dict[str, Kept] = {}
+        self._looked = [False]  # whether what was kept before is in it
+        self._prompt = 0  # tokens of the prompt that the cache holds, those that are worth saving
+
+    def beside(self, engine: Engine) -> KeptPrompts:
+        """The same for another sequence of the model: what one of them kept is there for all."""
+        other = copy(self)
+        other.engine, other._prompt = engine, 0
+        return other
+
+    def turn_to(self, prompt: str | None, ids: list[int], prompts: Prompts, lasting: int | None = None,
+                choice: Choice | None = None) -> Generator[Progress | Notice, None, list[int]]:
+        """Before a prompt is read: save what is lost by it, restore what it goes on from. Returns its token ids, which may be cut as those
+        of a restored answer were. `prompts` knows what the cache holds as a text; `prompt` is None where the ids were given. `lasting`: so
+        many of them are worth saving when it is lost itself, None for all. `choice`: with so much of each adapter it is read, None for as
+        much as the text before it."""
+        engine = self.engine
+        choice = engine.choice if choice is None else choice
+        if len(ids) >= engine.n_ctx:  # no prompt of this context's
+            return ids
+        common = common_prefix(engine.tokens, ids) if choice == engine.choice else 0
+        held = engine.cache.reach(min(common, max(0, len(ids) - 1)))
+        found, known, own = self._longest(prompt, ids, prompts, engine.prepared.adapted.digest_of(choice))
+        if min(self._prompt, len(engine.tokens)) - held >= WORTH:
+            yield from self._save(prompts)
+        engine.choose(choice)
+        if found is not None and found.name not in self._all():  # it made room for what was just saved
+            found = None
+        if found is not None and known - held >= WORTH and (yield from self._restore(found)):
+            ids = own
+            prompts.held = (found.spoken.text, list(found.spoken.ids)) if found.spoken else ("", [])
+        self._prompt = len(ids) if lasting is None else lasting
+        return ids
+
+    def _longest(self, prompt: str | None, ids: list[int], prompts: Prompts, adapted_by: str) -> tuple[Kept | None, int, list[int]]:
+        """What is kept of the longest beginning of a prompt that is read so, how many tokens of it, and the prompt's ids if it goes on from
+        there."""
+        best: tuple[Kept | None, int, list[int]] = (None, 0, ids)
+        for kept in self._all().values():
+            if kept.adapted_by != adapted_by:
+                continue
+            own = ids if prompt is None else kept.ids_of(prompts, prompt) or ids
+            known = common_prefix(kept.tokens, own)
+            if self.engine.cache.states is not None and known < len(kept.tokens):
+                continue  # there is no state before the last token's
+            if known > best[1]:
+                best = kept, known, own
+        return best
+
+    def _all(self) -> dict[str, Kept]:
+        """All that this model, read and run like this, has kept; also what an earlier process has."""
+        if not self._looked[0]:
+            self._looked[0] = True
+            store = self.sessions.store
+            for name in filter(lambda name: name.startswith(PREFIX), store.newest()):
+                try:
+                    self._note(store.read(name))
+                except EffllmError:  # `effllm session list` says what is wrong with it
+                    continue
+        return self._kept
+
+    def _note(self, saved: SavedSession) -> None:
+        cache = saved.cache
+        if cache is not None and len(cache.tokens) <= self.engine.n_ctx and self._is_ours(cache):
+            self._all()[saved.name] = Kept(saved.name, cache.tokens, cache.spoken, str(cache.identity.get(ADAPTERS, "")))
+
+    def _is_ours(self, cache: SavedCache) -> bool:
+        """Made by this model, read and run like this; with whatever choice among its adapters."""
+        theirs, own = ({part: value for part, value in each.items() if part != ADAPTERS}
+                       for each in (cache.identity, self.sessions.identity(self.engine)))
+        return theirs == own
+
+    def _save(self, prompts: Prompts) -> Generator[Progress | Notice, None, None]:
+        """What the cache holds, in the place of those that it goes on from."""
+        tokens = tuple(self.engine.tokens)
+        spoken = spoken_of(tokens, *prompts.held)
+        if (large := self.engine.cache.read_nbytes) > self.sessions.budget:
+            yield Notice(f"a prompt's cache of {format_size(large)} is more than --session-disk {format_size(self.sessions.budget)}: it is "
+                         "read again if it goes on")
+            return
+        adapted_by = self.engine.adapted_by
+        name = PREFIX + hashlib.sha256(np.array(tokens, "<u4").tobytes() + adapted_by.encode()).hexdigest()[:12]
+        if name in self._all():
+            return
+        try:
+            for event in self.sessions.keep(self.engine, name, spoken, NO_TEXT):
+                if isinstance(event, SavedSession):
+                    self._note(event)
+                    yield from [Notice(self.said)] if self.said else ()
+                else:
+                    yield event
+            before = [each.name for each in self._all().values() if each.name != name and each.adapted_by == adapted_by
+                      and each.tokens == tokens[: len(each.tokens)]]
+            self.sessions.store.remove([each for each in before if self.sessions.store.has(each)])
+            for each in [each for each in self._all() if not self.sessions.store.has(each)]:  # these, and those that made room
+                self._all().pop(each)
+        except EffllmError as error:
+            yield Notice(f"{error.message}: the prompt before this one is read again if it goes on")
+
+    def _restore(self, kept: Kept) -> Generator[Progress | Notice, None, bool]:
+        """Let the cache hold what was kept; whether it does."""
+        store = self.sessions.store
+        try:
+            saved = store.read(kept.name)
+            if saved.cache is None or saved.cache.tokens != kept.tokens:
+                raise EffllmError(f"session {kept.name} lost its cache")
+            with store.reading():
+                yield from restore_cache(self.engine, store, saved)
+            return True
+        except EffllmError as error:
+            self._all().pop(kept.name, None)
+            yield Notice(f"{error.message}: the prompt is read")
+            return False
+

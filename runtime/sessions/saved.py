@@ -1,0 +1,124 @@
+"""Sessions under a name: the conversation and the KV cache that it has filled, saved together and taken up together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+from ... import EffllmError
+from ...offload.page_stream import PagesLost
+from ...offload.size import format_size
+from ..adapters.choosing import Choice
+from ..engine import Engine
+from ..events import Notice, Progress
+from ..files.whole_file import one_at_a_time
+from ..session import Session
+from .conversation_file import parse_conversation
+from .saved_cache import folder_identity, identity, refuse_other, restore_cache, save_cache
+from .saved_format import SavedCache, SavedSession, Spoken
+from .saved_prefix import lend
+from .session_name import removing
+from .session_store import SessionStore, lost_note, stuck_note
+
+LOCK = ".saving.lock"  # no session's name
+
+
+class SavedSessions:
+    """The sessions of one folder, for one run. `model`: the name to be told to a person; `budget`: bytes for the pages of all sessions."""
+
+    def __init__(self, store: SessionStore, model: str, budget: int) -> None:
+        self.store, self.model, self.budget = store, model, budget
+        self._own: dict[Choice, dict[str, object]] = {}
+
+    def check(self, name: str, folder: Path, strict: bool = False) -> None:
+        """Before the weights are read: raises what `load` would raise, as far as the model's files tell. A new name is fine."""
+        if self.store.has(name):
+            refuse_other(self.store.read(name), folder_identity(folder, strict))
+
+    def load(self, session: Session, name: str, settings: bool = True) -> Iterator[Progress | Notice]:
+        """Take up a saved session, with its `settings` of sampling or without. Raises NoSession, UsageError for one that was saved with
+        something else than this run has, EffllmError for one that is damaged; the conversation is then what it was."""
+        saved, engine = self.store.read(name), session.engine
+        history = parse_conversation(saved.conversation, f"session {name}", f"{removing(name)}, or another --session NAME")
+        refuse_other(saved, self.identity(engine))
+        if saved.cache is None:
+            engine.reset()
+        else:
+            with self.store.reading():
+                yield from restore_cache(engine, self.store, saved)
+        session.take_up(history.messages, history.system, saved.cache and saved.cache.spoken)
+        if settings:
+            session.settings = history.settings
+        held = f"{len(engine.tokens)} tokens restored" if saved.cache else "its text is read again"
+        yield Notice(f"session {name}: {len(session.messages)} messages, {held}")
+
+    @contextmanager
+    def deciding(self) -> Iterator[None]:
+        """Around looking at what is kept under a name and saving by that: no other process does so meanwhile. Where the folder refuses,
+        saving says so."""
+        with ExitStack() as held:
+            with suppress(OSError):
+                self.store.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+                held.enter_context(one_at_a_time(self.store.folder / LOCK, 0o600))
+            yield
+
+    def save(self, session: Session, name: str) -> Iterator[Progress | Notice | SavedSession]:
+        """`keep` a conversation with what its engine holds."""
+        yield from self.keep(session.engine, name, session.spoken, session.history.to_json())
+
+    def keep(self, engine: Engine, name: str, spoken: Spoken | None,
+             conversation: Mapping[str, object]) -> Iterator[Progress | Notice | SavedSession]:
+        """Save under a name; yields the saved session last. Where pages of the cache are lost, what lies before them is saved, or the cache
+        of the session as it was where that has more. Raises EffllmError where the disk is full or the folder closed: what was saved under
+        the name before stays."""
+        cache, tokens = None, engine.tokens
+        self.store.path(name)
+        large, picks = engine.cache.read_nbytes, engine.cache.pool.picks
+        if picks:  # later tokens were read where earlier pages were estimated: no other run is to take them for its own
+            yield Notice(f"session {name}: the text alone is kept, as --kv-read sparse leaves a cache that is not exact")
+        elif large > self.budget:
+            yield Notice(f"session {name}: its cache of {format_size(large)} is more than --session-disk {format_size(self.budget)}, the"
+                         " text alone is kept")
+        with self.store.writing(name):
+            kept = large <= self.budget and not picks
+            try:
+                for event in save_cache(engine, self.store, self.identity(engine), spoken) if kept else ():
+                    if isinstance(event, SavedCache):
+                        cache = event
+                    else:
+                        yield event
+            except PagesLost as error:
+                before = self._before(name, tokens, spoken, self.identity(engine))
+                cache = max(cache, before, key=lambda each: len(each.tokens) if each else 0)
+                held = f"{len(cache.tokens)} of {len(tokens)} tokens are kept, the rest" if cache else "the text alone is kept, and"
+                yield Notice(f"session {name}: {held} is read again: {error.message}")
+            saved = SavedSession(name, self.model, time.time(), conversation, cache)
+            self.store.write(saved)
+        if lost := self.store.make_room(self.budget, name):
+            yield Notice(lost_note(lost, self.budget))
+        elif unread := self.store.stuck(self.budget):
+            yield Notice(stuck_note(unread, self.budget))
+        yield saved
+
+    def _before(self, name: str, tokens: Sequence[int], spoken: Spoken | None, own: Mapping[str, object]) -> SavedCache | None:
+        """The cache that was saved under a name, with what is spoken now, where these tokens go on from it."""
+        try:
+            cache = self.store.read(name).cache
+        except EffllmError:
+            return None
+        if cache is None or cache.identity != own or tuple(tokens[: len(cache.tokens)]) != cache.tokens:
+            return None
+        return replace(cache, spoken=spoken) if all(self.store.has_page(file.key) for file in cache.files) else None
+
+    def identity(self, engine: Engine) -> dict[str, object]:
+        """What the bytes of its cache depend on besides tokens."""
+        if engine.choice not in self._own:
+            self._own[engine.choice] = identity(engine)
+        return self._own[engine.choice]
+
+    def lend_to(self, engine: Engine) -> None:
+        """From now on a prompt that begins as a saved session does takes its pages, and says so."""
+        engine.recall = lambda ids, held: lend(engine, self.store, self.identity(engine), ids, held)

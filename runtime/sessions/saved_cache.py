@@ -1,0 +1,288 @@
+"""A KV cache as files, and back: what a process that ends would have known at its next token.
+
+Sealed pages are written as they lie in memory, one file for all layers of a page; exact tokens (sinks, and the newest) without loss in
+fewer bytes. A page's key is a chain of hashes over what its bytes depend on (model, weights, codec, grid) and every token up to its end, so
+sessions that begin alike have their first pages in common. What comes back is what was held, down to which tokens were exact.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from functools import cache as remembered
+from pathlib import Path
+
+import numpy as np
+
+from ... import ContextOverflow, EffllmError, UsageError
+from ...kernels.compile import cache_key
+from ...kernels.layout import PAGE
+from ...offload.page_file import KEY_NBYTES, VERSION, DamagedPage, PageFile
+from ...offload.page_stream import PagesLost
+from ...quant.kv_exact import most_exact, pack_exact, unpack_exact
+from ...quant.kv_stored import check_stored
+from ..cache import KVCache
+from ..config import ModelConfig, read_config
+from ..engine import Engine
+from ..events import Progress
+from ..kv.kv_profile_file import identity_of
+from .saved_format import SavedCache, SavedSession, Spoken
+from .session_name import removing
+from .session_store import SessionStore
+
+ADAPTERS = "adapters"  # which of the identity's parts is there only where adapters are
+# Part of the identity -> what a person is told where it differs; {0} is the saved value, {1} this run's.
+DIFFERENCES = {
+    "model": ("another model", "run it with {model}"),
+    "weights": ("other weights, perhaps of other bits", "run it with {model} as it was then"),
+    "kv": ("--kv {0}, this run has {1}", "--kv {0}"),
+    "basis": ("another KV profile, or by another effllm", "the kv_profile.json and the effllm of then"),
+    "sink": ("--kv-sink {0}, this run has {1}", "--kv-sink {0}"),
+    "window": ("--kv-window {0}, this run has {1}", "--kv-window {0}"),
+    "positions": ("a context of another length, to which this model stretches its positions", "the -c of then"),
+    "exact": ("--exact {0}, this run has {1}", "the same flag"),
+    "pages": ("pages of version {0}, this effllm has {1}", "the effllm that wrote it"),
+    ADAPTERS: ("another --lora, or none", "the --lora of then, or none"),
+}
+NOT_OF_PAGES = {"warnings", "ropes", "bos_token_id", "eos_token_ids", "max_position_embeddings", "mtp_layers"}  # fields of a config
+# What came when sessions of models without it had been saved already: fields of a config, of its linear attention and its mixture as these
+# read without them.
+LATER = {"state", "state_layers", "gated_queries"}
+FIRST_CALLED = {"state": "delta", "state_layers": "delta_layers"}  # fields of a config, by the names that sessions know them by
+LATER_UNLESS_USED = {  # at their default
+    "branches_normed", "clip_qkv", "curves", "cuts", "factors", "gates_apart", "gates_softplus", "gates_whole", "head_bias",
+    "input_multiplier", "input_vocab", "input_width", "keys_as_values", "kv_sources", "latent", "layer_ffn", "layer_heads",
+    "layer_queries", "layers_scaled", "low_rank", "most_tokens", "norms_apart", "norms_unit", "one_scale", "qk_norm_each", "qk_norm_unit",
+    "side_by_side", "state_norm_eps", "states_beside", "streams", "values_normed", "without_mlp"}
+LATER_OF_STATES = ", narrow=True, bound=None", ", writes=1.0", ", tiled=False", ", normed=True"
+LATER_OF_MIXTURES = (", near=None", ", of_inputs=False", ", gated=True", ", apart=False", ", groups=1, kept_groups=1",
+                     ", sigmoid=False, factor=1.0, corrected=False, shared_width=None, shared_scaled=False")
+
+
+def folder_identity(folder: Path, strict: bool = False) -> dict[str, object]:
+    """What of `identity` a model's folder tells before its weights are read."""
+    return {"model": _of_config(read_config(folder, strict)), "weights": identity_of(folder)}
+
+
+def identity(engine: Engine) -> dict[str, object]:
+    """All that a page's bytes depend on besides tokens; in JSON's types. Raises EffllmError for a model without a folder."""
+    prepared, shape = engine.prepared, engine.cache.shape
+    if prepared.folder is None:
+        raise EffllmError("a model that was made up has no sessions", "give a model that lies in a folder")
+    basis = hashlib.sha256()
+    for codec in engine.cache.codecs:
+        if codec.is_packed:
+            sides = (codec.basis.k_scale, codec.basis.k_matrix, codec.basis.v_matrix, codec.basis.k_mean, codec.basis.strength_k,
+                     codec.basis.strength_v)
+            basis.update(f"{codec.bits!r} {codec.basis.profile}".encode())
+            basis.update(b"".join(b"-" if side is None else np.ascontiguousarray(side, "<f4").tobytes() for side in sides))
+    positions = hashlib.sha256()
+    for table in engine.model.ropes:
+        positions.update(b"-" if table is None else table.inv_freq.astype("<f4").tobytes())
+        positions.update(b"" if table is None else f"{table.attention_scaling} {table.rotary_dim}".encode())
+        positions.update(b"neighbours" if table is not None and table.neighbours else b"")
+        positions.update(b"" if table is None or table.queries is None else f"{table.queries.growth}".encode())
+    packed = engine.cache.is_packed
+    return {**folder_identity(prepared.folder), "kv": engine.options.kv, "basis": basis.hexdigest()[:32], "sink": shape.sinks,
+            "window": engine.prepared.window if packed else 0, "positions": positions.hexdigest()[:32], "exact": engine.options.exact,
+            "pages": VERSION, **({ADAPTERS: engine.adapted_by} if engine.adapted_by else {})}
+
+
+def read_by(engine: Engine) -> str:
+    """What the bits of a prompt's keys and values depend on beyond `identity`: kernels, instruction set, devices, the grid of chunks and
+    which of them copy layers to another device."""
+    card = f" {engine.backends['cuda'].on.kind}" if "cuda" in engine.backends else ""
+    return _kernels(" ".join(engine.placement.devices) + card, engine.prepared.chunk, engine.model.copied_from)
+
+
+@remembered
+def _kernels(devices: str, chunk: int, copied_from: int | None) -> str:
+    copies = "" if copied_from is None else f" {copied_from}"
+    return hashlib.sha256(f"{cache_key()} {np.__version__} {sys.platform} {devices} {chunk}{copies}".encode()).hexdigest()[:32]
+
+
+def _of_config(config: ModelConfig) -> str:
+    without = NOT_OF_PAGES if config.state is not None else NOT_OF_PAGES | LATER
+    without = without | {field.name for field in fields(config)
+                         if field.name in LATER_UNLESS_USED and getattr(config, field.name) == field.default}
+    values = {FIRST_CALLED.get(field.name, field.name): repr(getattr(config, field.name)) for field in fields(config)
+              if field.name not in without}
+    for later in LATER_OF_MIXTURES:
+        values["mixture"] = values["mixture"].replace(later, "")
+    if "delta" in values:
+        for later in LATER_OF_STATES:
+            values["delta"] = values["delta"].replace(later, "")
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def refuse_other(session: SavedSession, own: Mapping[str, object]) -> None:
+    """Raises UsageError where a session's cache was made with something else than `own`, which is all of `identity` or a part of it."""
+    if session.cache is None:
+        return
+    theirs = session.cache.identity
+    for part, (what, hint) in DIFFERENCES.items():
+        known = part in own or part == ADAPTERS and "pages" in own  # which all of an identity has
+        if known and theirs.get(part) != own.get(part):
+            values = [("off", "on")[each] if isinstance(each, bool) else each for each in (theirs.get(part), own.get(part))]
+            raise UsageError(f"session {session.name} was saved with {what.format(*values)}",
+                             f"{hint.format(*values, model=session.model)}; another --session NAME; or "
+                             f"{removing(session.name, more='--cache')}, which keeps the text and reads it again")
+
+
+def page_keys(own: Mapping[str, object], tokens: Sequence[int], sinks: int, pages: int) -> list[str]:
+    """The keys of the sinks and of the first `pages` pages of these tokens."""
+    link = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).digest()
+    ids, keys, at = np.array(tokens, "<u4"), [], 0
+    for end in (sinks, *(sinks + PAGE * (page + 1) for page in range(pages))):
+        link = hashlib.sha256(link + ids[at:end].tobytes()).digest()
+        keys.append(link[:KEY_NBYTES].hex())
+        at = end
+    return keys
+
+
+def tail_key(last: str, tokens: Sequence[int]) -> str:
+    """The key of exact tokens behind the page of key `last`."""
+    return hashlib.sha256(b"tail" + bytes.fromhex(last) + np.array(tokens, "<u4").tobytes()).digest()[:KEY_NBYTES].hex()
+
+
+def state_key(tail: str) -> str:
+    """The key of the states behind all tokens, of which those behind the last page have key `tail`."""
+    return hashlib.sha256(b"state" + bytes.fromhex(tail)).digest()[:KEY_NBYTES].hex()
+
+
+def save_cache(engine: Engine, store: SessionStore, own: Mapping[str, object], spoken: Spoken | None) -> Iterator[Progress | SavedCache]:
+    """Write what the cache holds, while `store.writing`; the last thing yielded is its description, where it holds anything. Raises
+    OSError; PagesLost, after the description of what lies before the first page that is lost, where anything does."""
+    cache, tokens, anew = engine.cache, engine.tokens, engine.anew  # the engine's own are fewer once a page is lost
+    if not tokens or cache.n != len(tokens) or cache.better:  # pages of two kinds are read again instead
+        return
+    keys = page_keys(own, tokens, cache.shape.sinks, cache.sealed)
+    total, pages = cache.sealed * cache.sealed_nbytes, []
+    sinks = _keep_exact(cache, store, keys[0], _sinks_and_tail(cache)[0])
+    for page in range(cache.sealed):
+        try:
+            with engine.keeping_what_is_whole():
+                layers = cache.read(page)
+        except PagesLost:
+            if pages and cache.states is None:  # there is no state behind them
+                whole = tokens[: cache.shape.sinks + PAGE * page]
+                yield SavedCache(own, tuple(whole), tuple(pages), sinks, None, spoken, min(anew, len(whole)), read_by(engine))
+            raise
+        pages.append(store.keep_page(keys[page + 1], [memoryview(data) for data in layers]))
+        yield Progress("saving the session", (page + 1) * cache.sealed_nbytes, total, "bytes")
+    key = tail_key(keys[-1], tokens[cache.shape.sinks + PAGE * cache.sealed :])
+    tail = _keep_exact(cache, store, key, _sinks_and_tail(cache)[1])
+    state = None
+    if cache.states is not None:
+        state = store.keep_page(state_key(key), [memoryview(data) for data in cache.states.read(cache.n)])
+    yield SavedCache(own, tuple(tokens), tuple(pages), sinks, tail, spoken, anew, read_by(engine), state)
+
+
+def _keep_exact(cache: KVCache, store: SessionStore, key: str, blocks: Sequence[tuple[int, int]]) -> PageFile | None:
+    """Write the exact tokens of `blocks`; None where there are none."""
+    if not blocks:
+        return None
+    return store.keep_page(key, [pack_exact([cache.read(page) for page, _ in blocks], [count for _, count in blocks], cache.own_layouts)])
+
+
+def _sinks_and_tail(cache: KVCache) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """`exact_blocks` of the sinks, and of the pages behind the sealed ones."""
+    blocks = cache.exact_blocks()
+    return [block for block in blocks if block[0] < 0], [block for block in blocks if block[0] >= 0]
+
+
+def restore_cache(engine: Engine, store: SessionStore, session: SavedSession) -> Iterator[Progress]:
+    """Let the engine hold what the session's did, after `refuse_other`. Where that fails it holds nothing. Raises ContextOverflow for more
+    tokens than the context has, EffllmError naming the session and the page for files that are damaged."""
+    saved, cache = session.cache, engine.cache
+    tokens = saved.tokens
+    if len(tokens) > engine.n_ctx:
+        raise ContextOverflow(f"session {session.name} holds {len(tokens)} tokens and the context {engine.n_ctx}",
+                              f"-c {len(tokens) + 1} or more")
+    try:
+        if any(token >= engine.config.vocab_size for token in (*tokens, *(saved.spoken.ids if saved.spoken else ()))):
+            raise ValueError("tokens that the model does not have")
+        keys = page_keys(saved.identity, tokens, cache.shape.sinks, saved.sealed)
+        keys.append(tail_key(keys[-1], tokens[cache.shape.sinks + PAGE * saved.sealed :]))
+        keys.append(state_key(keys[-1]))
+        files = saved.sinks, *saved.pages, saved.tail, saved.state
+        if any(file is not None and file.key != key for file, key in zip(files, keys, strict=True)):
+            raise ValueError("pages of other tokens")
+        engine.reset()
+        cache.adopt(len(tokens), saved.sealed)
+        for page, file in enumerate(saved.pages):
+            put_page(engine, store, file, page)
+            yield Progress("restoring the session", (page + 1) * cache.sealed_nbytes, saved.sealed * cache.sealed_nbytes, "bytes")
+        for file, blocks in zip((saved.sinks, saved.tail), _sinks_and_tail(cache)):
+            put_exact(engine, store, file, blocks)
+        put_state(engine, store, saved.state)
+    except (DamagedPage, ValueError) as error:
+        engine.reset()
+        raise EffllmError(f"session {session.name} is damaged: {error}",
+                          f"{removing(session.name, more='--cache')} keeps its text, which is then read again") from error
+    except BaseException:
+        engine.reset()
+        raise
+    engine.hold(tokens, saved.anew if saved.read_by == read_by(engine) else 0)
+
+
+def put_page(engine: Engine, store: SessionStore, file: PageFile, page: int) -> None:
+    """A sealed page from its file into the cache. Raises DamagedPage."""
+    cache = engine.cache
+    first = cache.shape.sinks + PAGE * page
+    try:
+        if file.nbytes != cache.sealed_nbytes:  # before as much is read as the session says
+            raise ValueError(f"{file.nbytes} bytes for a page of {cache.sealed_nbytes}")
+        data = np.frombuffer(store.read_page(file), np.uint8)
+        layers, at = [], 0
+        for layer, (codec, layout) in enumerate(zip(cache.codecs, cache.layouts)):
+            nbytes = codec.layout(layout.kv_heads, layout.head_dim).layer_page_nbytes
+            layers.append(data[at : at + nbytes])
+            check_stored(codec, layers[-1], layout, layer, first)
+            at += nbytes
+    except (DamagedPage, ValueError) as error:
+        raise DamagedPage(f"the page of tokens {first} to {first + PAGE - 1} {_said(error)}") from error
+    cache.write(page, layers)
+
+
+def put_exact(engine: Engine, store: SessionStore, file: PageFile | None, blocks: Sequence[tuple[int, int]]) -> None:
+    """Exact tokens from their file into the slots of `blocks`. Raises DamagedPage."""
+    if (file is None) != (not blocks):
+        raise DamagedPage("its exact tokens are not those of its length")
+    if file is None:
+        return
+    cache = engine.cache
+    counts = [count for _, count in blocks]
+    try:
+        if file.nbytes > most_exact(counts, cache.own_layouts):
+            raise ValueError(f"{file.nbytes} bytes are more than they take")
+        pages = unpack_exact(store.read_page(file), counts, cache.own_layouts)
+    except (DamagedPage, ValueError) as error:
+        raise DamagedPage(f"the file of {sum(counts)} exact tokens {_said(error)}") from error
+    for (page, _), layers in zip(blocks, pages, strict=True):
+        cache.write(page, layers)
+
+
+def put_state(engine: Engine, store: SessionStore, file: PageFile | None) -> None:
+    """The states behind all tokens that the cache holds from their file. Raises DamagedPage."""
+    states = engine.cache.states
+    if (file is None) != (states is None):
+        raise DamagedPage("it has a state, and the model none" if states is None else "it lacks the state of linear attention")
+    if file is None:
+        return
+    try:
+        if file.nbytes != states.saved_nbytes:
+            raise ValueError(f"{file.nbytes} bytes for states of {states.saved_nbytes}")
+        data = np.frombuffer(store.read_page(file), np.uint8)
+        if not np.isfinite(data.view("<f4")).all():
+            raise ValueError("NaN or infinity")
+    except (DamagedPage, ValueError) as error:
+        raise DamagedPage(f"the state behind {engine.cache.n} tokens {_said(error)}") from error
+    states.write(engine.cache.n, np.split(data, len(states.layers)))
+
+
+def _said(error: Exception) -> str:
+    return error.message if isinstance(error, DamagedPage) else f"is not what it says: {error}"

@@ -1,0 +1,125 @@
+"""Prompts that begin as a saved session does: the pages of that beginning are restored instead of being read, whatever the session's name.
+
+The names of the files of pages are the index. Each begins with the key of all tokens up to the page's end, so how far a prompt is known is
+a look into one folder for each page, and nothing is opened where it is not. Then the sessions' own files say whose pages they are, the
+newest first: a file without the key is not parsed.
+
+Lent is what reading the tokens again would leave: pages of a prompt, read by the same kernels on the same devices (`SavedCache.anew`).
+Those of an answer were multiplied a token at a time, which gives other bits; so may a pass too short to copy layers to a GPU. Over an
+unpacked cache every logit then has the bits of a prompt that was read whole. Over packed pages as many of the newest tokens in common as
+the window holds are read again, and up to a page more, and see packed all before them: as where `KVCache.truncate` gives sealed pages back,
+with the bits of a process that has read the session's prompt before this one and has to do that. One that need not keeps exact tokens
+up to the end of what is in common, which a session does not lend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
+
+from ... import EffllmError
+from ...kernels.layout import PAGE
+from ...offload.direct import Interrupted
+from ...offload.page_file import DamagedPage
+from ..engine import Engine
+from ..passes import common_prefix, goes_on_alike
+from .saved_cache import page_keys, put_exact, put_page, read_by
+from .saved_format import SavedCache, SavedSession
+from .session_name import removing
+from .session_store import SessionStore
+
+
+def lend(engine: Engine, store: SessionStore, own: Mapping[str, object], ids: Sequence[int], held: int) -> tuple[int, list[str]]:
+    """Put the longest beginning of `ids` that a session of identity `own` has into the engine's cache, if that is more than the `held`
+    tokens which it has. Returns how many tokens it holds then, and what a person is told. A page that turns out to be damaged is read as
+    part of the prompt, and so is all behind it."""
+    sinks, most = engine.cache.shape.sinks, pages_of(engine, ids, len(ids))
+    if engine.cache.states is not None:  # no session has states behind each of its pages
+        return held, []
+    if most < 1 or sinks + PAGE * most <= held:
+        return held, []
+    keys = page_keys(own, ids, sinks, most)
+    try:
+        with store.reading():
+            there = sum(1 for _ in takewhile(store.has_page, keys[1:]))
+            session, pages = _longest(engine, store, own, ids, keys[: there + 1])
+            if session is None or sinks + PAGE * pages <= held:
+                return held, []
+            return _restore(engine, store, session, ids, pages)
+    except OSError:  # a folder that cannot be opened lends nothing
+        return min(held, engine.cache.n), []
+
+
+def pages_of(engine: Engine, ids: Sequence[int], common: int, most: int | None = None) -> int:
+    """How many pages of a prompt, `most` of them at most, may come from a session that has its first `common` tokens. At least a token is
+    left to be read."""
+    shape, packed = engine.cache.shape, engine.cache.is_packed
+    pages = max(0, (min(common, len(ids) - 1) - shape.sinks - shape.window * packed) // PAGE)
+    pages = pages if most is None else min(pages, most)
+    while pages and not packed and not goes_on_alike(shape.sinks + PAGE * pages, len(ids), shape.sinks, engine.prepared.chunk,
+                                                     engine.model.copied_from):
+        pages -= 1
+    return pages
+
+
+def _longest(engine: Engine, store: SessionStore, own: Mapping[str, object], ids: Sequence[int],
+             keys: Sequence[str]) -> tuple[SavedSession | None, int]:
+    """The session that lends most pages of these `keys` (the first is that of the sinks), and how many."""
+    best, most, by = None, 0, read_by(engine)
+    for name in store.newest() if len(keys) > 1 else ():
+        if most + 1 == len(keys):
+            break
+        try:
+            session = store.read(name, mentions=keys[most + 1])
+        except EffllmError:  # who asks for it by its name is told
+            continue
+        if session is None or session.cache is None or session.cache.identity != own or session.cache.read_by != by:
+            continue
+        if (pages := _pages_lent(engine, session.cache, ids, keys)) > most:
+            best, most = session, pages
+    return best, most
+
+
+def _pages_lent(engine: Engine, cache: SavedCache, ids: Sequence[int], keys: Sequence[str]) -> int:
+    common, sinks = common_prefix(cache.tokens, ids), engine.cache.shape.sinks
+    if sinks and (cache.sinks is None or cache.sinks.key != keys[0]):
+        return 0
+    same = sum(1 for _ in takewhile(lambda pair: pair[0].key == pair[1], zip(cache.pages, keys[1:])))
+    return pages_of(engine, ids, common, min(same, max(0, cache.anew - sinks) // PAGE))
+
+
+def _restore(engine: Engine, store: SessionStore, session: SavedSession, ids: Sequence[int], pages: int) -> tuple[int, list[str]]:
+    """Hold the first pages of a session, those before the first damaged one. Where that fails the engine holds nothing."""
+    said: list[str] = []
+    try:
+        while pages > 0:
+            tokens = engine.cache.shape.sinks + PAGE * pages
+            whole, damage = _put(engine, store, session.cache, tokens, pages)
+            if whole == pages:
+                engine.hold(ids[:tokens], anew=tokens)
+                return tokens, [*said, f"{tokens} tokens of the prompt restored from session {session.name}"]
+            said = [f"session {session.name} is damaged: {damage}; the prompt is read from there on"
+                    f" ({removing(session.name, more='--cache')})"]
+            pages = pages_of(engine, ids, len(ids), whole)
+    except (EffllmError, Interrupted):  # reading the prompt meets the same, and says so
+        pages = 0
+    except BaseException:
+        engine.reset()
+        raise
+    engine.reset()
+    return 0, said
+
+
+def _put(engine: Engine, store: SessionStore, saved: SavedCache, tokens: int, pages: int) -> tuple[int, str]:
+    """Pages into an empty cache: how many are whole, and what is wrong with the next. 0 where the exact tokens before them are damaged.
+    Unpacked ones that reach into the window are exact there, as reading leaves them."""
+    page, cache = 0, engine.cache
+    engine.reset()
+    cache.adopt(tokens, pages if cache.is_packed else cache.sealed_at(tokens))
+    try:
+        put_exact(engine, store, saved.sinks, [block for block in cache.exact_blocks() if block[0] < 0])
+        for page in range(pages):
+            put_page(engine, store, saved.pages[page], page)
+    except DamagedPage as error:
+        return page, error.message
+    return pages, ""

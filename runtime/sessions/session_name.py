@@ -1,0 +1,28 @@
+"""What a session can be called, and how its name is typed in the commands that messages give."""
+
+from __future__ import annotations
+
+from ... import UsageError, typed
+
+LONGEST_NAME = 100  # bytes: with what is put around it, the name of a file
+
+
+def check_name(name: str) -> str:
+    """The name, if a session can have it. Raises UsageError."""
+    length = len(name.encode("utf-8", "replace"))
+    if not 0 < length <= LONGEST_NAME or name[0] in ".-" or not name.isprintable() or set(name) & set("/\\"):
+        raise UsageError(f"{name!r} is no name for a session",
+                         f"any printable characters except / and \\, at most {LONGEST_NAME} bytes of them, the first no dot or dash")
+    return name
+
+
+def can_be_named(name: str) -> bool:
+    try:
+        return bool(check_name(name))
+    except UsageError:
+        return False
+
+
+def removing(*names: str, more: str = "") -> str:
+    """The command that removes sessions, with `more` behind it. Names may have spaces and all that a shell reads as its own."""
+    return " ".join(("effllm session rm", *map(typed, names), *([more] if more else ())))

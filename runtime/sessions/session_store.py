@@ -1,0 +1,399 @@
+"""Where saved sessions lie, and the rules that keep them whole.
+
+    <state>/sessions/NAME.json            one session: its conversation, and which pages its cache is made of
+    <state>/sessions/pages/<..>/*.kv      pages, shared by sessions that begin alike
+
+A session is saved by writing the pages that are not there yet, then its own file, which is renamed into place: until that moment it is
+what it was, whatever happens to the process or the disk. Writers and readers share a lock, whoever removes pages has it alone, so no page
+goes that a session about to be written needs. The lock ends with the process that holds it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ... import EffllmError, UsageError, ls, not_written, typed
+from ...offload.page_file import DamagedPage, PageFile, describe, on_disk, read_page_file, sync_folder, write_page_file
+from ...offload.size import format_size
+from ..files.small_file import OddFile, read_whole
+from .saved_format import LARGEST, Malformed, OtherVersion, SavedSession, parse_saved
+from .session_name import can_be_named, check_name, removing
+
+SUFFIX, PAGES = ".json", "pages"
+DISK = "4G"  # for the pages of all sessions
+TRIAL_NBYTES = 16 << 10
+YOUNG_S = 3600.0  # sessions younger than this differ in what they save, not in their age
+
+
+class NoSession(UsageError):
+    """There is no session of that name."""
+
+
+class DamagedSession(EffllmError):
+    """The file of a session is cut short or was altered: nobody can use it."""
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A session as `effllm session list` shows it. `nbytes` of its pages, `own_nbytes` of those that no other session uses; `begins`: its
+    first words; `problem` where its file cannot be read."""
+
+    name: str
+    model: str = ""
+    saved: float = 0.0
+    messages: int = 0
+    tokens: int = 0
+    kv: str = ""
+    nbytes: int = 0
+    own_nbytes: int = 0
+    problem: str = ""
+    begins: str = ""
+
+
+class SessionStore:
+    """The sessions in one folder, which need not exist yet."""
+
+    def __init__(self, folder: Path, lasting: bool = True) -> None:
+        """`lasting`: what is saved outlives a loss of power; not so in a folder that goes with the process, where nobody waits for the
+        disk."""
+        self.folder, self.pages, self.lasting = folder, folder / PAGES, lasting
+        self._known: set[str] = set()  # files that this process has written, or read and found whole
+
+    def names(self) -> list[str]:
+        """Of what lies here, all that a session can be called. Raises EffllmError where nobody may look."""
+        try:
+            found = os.listdir(self.folder)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            raise self._closed(error) from error
+        return sorted(name.removesuffix(SUFFIX) for name in found if name.endswith(SUFFIX) and can_be_named(name.removesuffix(SUFFIX)))
+
+    def newest(self) -> list[str]:
+        """`names`, the one that was saved last first."""
+        def saved(name: str) -> float:
+            try:
+                return self.path(name).stat().st_mtime
+            except OSError:
+                return 0.0
+
+        return sorted(self.names(), key=saved, reverse=True)
+
+    def path(self, name: str) -> Path:
+        return self.folder / f"{check_name(name)}{SUFFIX}"
+
+    def has(self, name: str) -> bool:
+        """Also where nobody can read it. Raises EffllmError where nobody may look."""
+        try:
+            self.path(name).lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as error:
+            raise self._closed(error) from error
+        return True
+
+    def _closed(self, error: OSError) -> EffllmError:
+        return EffllmError(f"the sessions in {self.folder} cannot be read: {error.strerror}",
+                           f"check the folder: {ls(self.folder)}")
+
+    def version(self, name: str) -> tuple[int, int] | None:
+        """What tells a session's file from the one before it: each is another file in the same place. None where there is none."""
+        try:
+            found = self.path(name).stat()
+        except OSError:
+            return None
+        return found.st_ino, found.st_mtime_ns
+
+    def read(self, name: str, mentions: str = "") -> SavedSession | None:
+        """Raises NoSession, UsageError for a file of another version, EffllmError for one that is damaged or cannot be read. None, without
+        a look at what it says, for a file that does not mention some text."""
+        path = self.path(name)
+        try:
+            data = read_whole(path, LARGEST)
+        except OddFile as error:
+            raise _damaged(name, path, f"it is {error.strerror}") from None
+        except FileNotFoundError as error:
+            if path.is_symlink():
+                raise EffllmError(f"session {name}: {path} is a link that leads nowhere", "bring back what it leads to (a disk that is not"
+                                  f" there?), another --session NAME, or {removing(name)}") from error
+            there = self.names()
+            raise NoSession(f"there is no session {name!r}", f"there are: {', '.join(there)}" if there else "none is saved yet") from error
+        except OSError as error:
+            raise EffllmError(f"session {name}: {path} cannot be read: {error.strerror}",
+                              f"check it: ls -l {typed(path)}, or another --session NAME") from error
+        if mentions.encode() not in data:
+            return None
+        try:
+            return parse_saved(data, name)
+        except OtherVersion as error:
+            raise UsageError(f"session {name} is of version {error.args[0]!r:.40}, which this effllm does not read",
+                             f"the effllm that wrote it, another --session NAME, or {removing(name)}") from None
+        except Malformed as error:
+            raise _damaged(name, path, error) from None
+
+    # -- pages -----------------------------------------------------------------------------------------------------------------
+
+    def keep_page(self, key: str, parts: Sequence[bytes | memoryview]) -> PageFile:
+        """Write a file of pages, unless it is there and whole. Call while `writing`. Raises OSError."""
+        file = describe(key, parts)
+        if not self._is_whole(file):
+            write_page_file(self.pages, file, parts, self.lasting)
+        self._known.add(file.name)
+        return file
+
+    def has_page(self, key: str) -> bool:
+        """Is there a file of pages of that key, as far as names tell?"""
+        try:
+            return any(name.startswith(key) for name in os.listdir(self.pages / key[:2]))
+        except OSError:
+            return False
+
+    def _is_whole(self, file: PageFile) -> bool:
+        """Is it there? Its bytes are read once; later its size is enough, since others remove files and never change them."""
+        try:
+            if file.name in self._known:
+                return (self.pages / file.name).stat().st_size == file.stored_nbytes
+            read_page_file(self.pages, file)
+        except (DamagedPage, FileNotFoundError):
+            return False
+        return True
+
+    def read_page(self, file: PageFile) -> memoryview:
+        """Raises DamagedPage."""
+        data = read_page_file(self.pages, file)
+        self._known.add(file.name)
+        return data
+
+    # -- changes ---------------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def writing(self, name: str) -> Iterator[None]:
+        """Around saving a session: the folder is there, no page goes meanwhile, a failure of the disk is one line about this session."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self.pages.mkdir(exist_ok=True, mode=0o700)
+            with self._locked(fcntl.LOCK_SH):
+                yield
+        except OSError as error:
+            raise not_written(error, f"session {name} cannot be saved", f"check its folder: {ls(self.folder)}",
+                              "effllm session list shows what takes space; the session is what it was before") from error
+
+    def try_out(self, name: str) -> None:
+        """Raises what saving under a name would, as far as a small file in the folder tells."""
+        with self.writing(name):
+            path = self.folder / f".{name}.{os.getpid()}.new"
+            try:
+                path.write_bytes(bytes(TRIAL_NBYTES))
+            finally:
+                path.unlink(missing_ok=True)
+
+    def write(self, session: SavedSession) -> None:
+        """Let a session be this one from now on, after its pages. Raises OSError."""
+        places = {file.name[:2] for file in session.cache.files} if session.cache and self.lasting else set()
+        for folder in (*(self.pages / place for place in sorted(places)), *([self.pages] if places else ())):
+            sync_folder(folder)
+        path = self.path(session.name)
+        unfinished = path.with_name(f".{session.name}.{os.getpid()}.new")
+        try:
+            with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as out:
+                out.write(session.to_json().encode())
+                if self.lasting:
+                    on_disk(out)
+            os.replace(unfinished, path)
+        except BaseException:
+            unfinished.unlink(missing_ok=True)
+            raise
+        if self.lasting:
+            sync_folder(self.folder)
+
+    def remove(self, names: Sequence[str], cache_only: bool = False) -> int:
+        """Remove sessions, or their caches and not their conversations, which are then written anew. Returns the bytes that the disk gets
+        back. Raises NoSession, EffllmError where the folder or the disk refuses."""
+        self.demand(names)
+        try:
+            with self._locked(fcntl.LOCK_EX) as alone:
+                freed = 0
+                for name in names:
+                    freed += self._strip(name) if cache_only else self._unlink(self.path(name))
+                return freed + (self._collect() if alone else 0)
+        except OSError as error:
+            what = f"the cache of session {names[0]}" if cache_only else f"session {names[0]}"
+            raise not_written(error, f"{what} cannot be removed", f"check its folder: {ls(self.folder)}") from error
+
+    def demand(self, names: Sequence[str]) -> None:
+        """Raises NoSession for the first that is not there."""
+        for name in names:
+            if not self.has(name):
+                self.read(name)  # which says so
+
+    def make_room(self, budget: int, spare: str) -> list[str]:
+        """Remove pages that no session uses; then, while what is left takes more than `budget` bytes, the cache of the session worth
+        least. Conversations stay, where there is one. Returns the names of sessions that lost their cache; `spare` is the last to. Nothing
+        happens where the folder cannot be written, or locked, or where some session is `unread`: its cache would be taken and no byte be
+        freed."""
+        try:
+            with self._locked(fcntl.LOCK_EX) as alone:
+                if not alone or self.unread():
+                    return []
+                self._collect()
+                lost: list[str] = []
+                while self.nbytes() > budget:
+                    listed = [each for each in self.listed() if each.nbytes]
+                    if not listed:
+                        break
+                    least = min(listed, key=lambda each: (each.name == spare, worth(each)))
+                    if self.read(least.name).conversation.get("messages"):
+                        self._strip(least.name)
+                        lost.append(least.name)
+                    else:  # a prompt that a server has kept is nothing but its cache
+                        self._unlink(self.path(least.name))
+                    self._collect()
+                return lost
+        except OSError:
+            return []
+
+    def unread(self) -> list[str]:
+        """Sessions of another version, or whose file this person may not read: any page may be theirs, so none is removed."""
+        found = []
+        for name in self.names():
+            try:
+                self.read(name)
+            except (DamagedSession, NoSession):
+                continue
+            except EffllmError:
+                found.append(name)
+        return found
+
+    def stuck(self, budget: int) -> list[str]:
+        """Those of `unread` that keep the pages above `budget` bytes; none where they are not."""
+        try:
+            return self.unread() if self.nbytes() > budget else []
+        except OSError:
+            return []
+
+    def _strip(self, name: str) -> int:
+        """Leave a session its conversation alone."""
+        session = self.read(name)
+        before = self.path(name).stat().st_size
+        self.write(replace(session, cache=None))
+        return before - self.path(name).stat().st_size
+
+    def _collect(self) -> int:
+        """Remove pages that no session uses, and what a process that was killed left unfinished. Nothing where a session is `unread`."""
+        used: set[str] = set()
+        for name in self.names():
+            try:
+                cache = self.read(name).cache
+            except DamagedSession:
+                continue
+            except EffllmError:
+                return 0
+            used.update(file.name for file in (cache.files if cache else ()))
+        unused = [self.pages / name for name in self._sizes() if name not in used]
+        return sum(map(self._unlink, [*unused, *self.folder.glob(".*.new")]))
+
+    @staticmethod
+    def _unlink(path: Path) -> int:
+        try:
+            size = path.lstat().st_size
+            path.unlink()
+        except FileNotFoundError:
+            return 0
+        return size
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Around restoring a session: its pages stay meanwhile."""
+        with self._locked(fcntl.LOCK_SH):
+            yield
+
+    @contextmanager
+    def _locked(self, how: int) -> Iterator[bool]:
+        """False where this file system has no locks, or there is no folder."""
+        try:
+            descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            yield False
+            return
+        try:
+            try:
+                fcntl.flock(descriptor, how)
+                held = True
+            except OSError:
+                held = False
+            yield held
+        finally:
+            os.close(descriptor)
+
+    # -- what there is ---------------------------------------------------------------------------------------------------------
+
+    def nbytes(self) -> int:
+        """Bytes of all files of pages."""
+        return sum(self._sizes().values())
+
+    def _sizes(self) -> Mapping[str, int]:
+        """Bytes of every file of pages, by name. One that another process removes meanwhile is none; nor is a folder, which is not ours."""
+        found = {}
+        for path in self.pages.glob("*/*"):
+            with suppress(FileNotFoundError):
+                status = path.lstat()
+                if not stat.S_ISDIR(status.st_mode):
+                    found[f"{path.parent.name}/{path.name}"] = status.st_size
+        return found
+
+    def listed(self) -> list[Listed]:
+        """All sessions, the newest first. Raises EffllmError where nobody may look."""
+        try:
+            names, sizes = self.names(), self._sizes()
+        except OSError as error:
+            raise self._closed(error) from error
+        read: list[SavedSession] = []
+        found: list[Listed] = []
+        users: dict[str, int] = {}
+        for name in names:
+            try:
+                read.append(self.read(name))
+            except NoSession:  # removed meanwhile
+                continue
+            except EffllmError as error:
+                found.append(Listed(name, problem=error.message))
+        for session in read:
+            for file in session.cache.files if session.cache else ():
+                users[file.name] = users.get(file.name, 0) + 1
+        for session in read:
+            cache = session.cache
+            files = {file.name for file in cache.files} if cache else set()
+            found.append(Listed(
+                session.name, session.model, session.saved, len(session.messages), len(cache.tokens) if cache else 0,
+                str(cache.identity.get("kv", "")) if cache else "", sum(sizes.get(name, 0) for name in files),
+                sum(sizes.get(name, 0) for name in files if users[name] == 1), begins=session.begins))
+        return sorted(found, key=lambda each: (-each.saved, each.name))
+
+
+def _damaged(name: str, path: Path, why: object) -> DamagedSession:
+    return DamagedSession(f"session {name} is damaged: {why} ({path})", f"{removing(name)}, or another --session NAME")
+
+
+def worth(session: Listed) -> float:
+    """Tokens that a session's cache saves for each byte that goes with it, divided by its age: what is worth least goes first."""
+    age = max(YOUNG_S, time.time() - session.saved)
+    return session.tokens / max(1, session.own_nbytes) / age
+
+
+def lost_note(names: Sequence[str], budget: int) -> str:
+    """What a person is told of sessions that lost their cache."""
+    return f"--session-disk {format_size(budget)} is full: kept the text of {', '.join(names)} and not the cache, which is read again"
+
+
+def stuck_note(names: Sequence[str], budget: int) -> str:
+    """What a person is told where the caches take more than they may and none can be removed."""
+    one = len(names) == 1
+    return (f"--session-disk {format_size(budget)} is full, and no cache can be removed: session {', '.join(names)} "
+            f"{'is' if one else 'are'} unreadable here and may use any page ({removing(*names)})")

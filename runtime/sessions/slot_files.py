@@ -1,0 +1,145 @@
+"""What the sequences of a server hold, saved and restored by names that programs give, in one folder.
+
+Each is a session without messages (`session_store.py`): a name, and pages that those which begin alike share. Nobody's saving makes room
+for another's: these are kept until a person removes them, and what has no room is refused.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ... import ContextOverflow, EffllmError, UsageError
+from ...offload.size import format_size
+from ..adapters.choosing import demand_choice
+from ..events import Event, SlotDone
+from .kept_prompts import NO_TEXT, refuse_inexact, spoken_of
+from .saved import SavedSessions
+from .saved_cache import ADAPTERS, refuse_other, restore_cache
+from .saved_format import SavedSession
+from .session_name import check_name
+from .session_store import SessionStore
+
+if TYPE_CHECKING:
+    from ..adapters.choosing import Choice
+    from ..answers.slot import Slot
+    from ..engine import Engine
+    from ..prepare import EngineOptions
+
+FLAG = "--slot-save-path"
+TRIAL = "trial"
+CHOSEN = "adapters"  # how much of each, beside a conversation that there is none of
+
+
+class SlotFiles:
+    """`model`: its name for people; `budget`: bytes that pages in `folder` may take; `usual`: how much of each adapter answers have."""
+
+    def __init__(self, folder: Path, model: str, budget: int, usual: Choice) -> None:
+        self.store, self.budget, self._usual = SessionStore(folder), budget, usual
+        self.sessions = SavedSessions(self.store, model, sys.maxsize)
+
+    def save(self, slot: Slot, name: str) -> Iterator[Event]:
+        """Raises UsageError for a name that cannot be had or what has no room, EffllmError where the disk refuses."""
+        began, engine = time.perf_counter(), slot.engine
+        before = self._read(name) if self.store.has(check_name(name)) else None
+        if before is not None and before.messages:
+            raise UsageError(f"{name!r} is a session with a conversation", "save under another name")
+        freed = sum(file.stored_nbytes for file in before.cache.files) if before is not None and before.cache is not None else 0
+        needed = engine.cache.read_nbytes + self.store.nbytes() - freed
+        if needed > self.budget:
+            raise UsageError(f"it would take the folder of {FLAG} to {format_size(needed)}, and --session-disk is "
+                             f"{format_size(self.budget)}", "remove files there, or serve with a larger --session-disk")
+        saved, chosen = None, {CHOSEN: list(engine.choice)} if engine.choice else {}
+        for event in self.sessions.keep(engine, name, spoken_of(engine.tokens, *slot.prompts.held), {**NO_TEXT, **chosen}):
+            if isinstance(event, SavedSession):
+                saved = event
+            else:
+                yield event
+        yield self._done(saved, began)
+
+    def restore(self, slot: Slot, name: str) -> Iterator[Event]:
+        """What the sequence held is kept as for another prompt. Raises UsageError where nothing fit for this model is saved as `name`, with
+        the sequence as it was, or empty where a file is damaged."""
+        began, engine = time.perf_counter(), slot.engine
+        if not self.store.has(check_name(name)):
+            there = self.store.names()
+            raise UsageError(f"nothing is saved as {name!r}", f"there is: {', '.join(there[:20])}" if there else "nothing is saved yet")
+        saved = self._read(name)
+        cache = saved.cache
+        choice = self._choice(saved, engine)
+        digest = engine.prepared.adapted.digest_of(choice)
+        own = {part: value for part, value in self.sessions.identity(engine).items() if part != ADAPTERS}
+        with _called(name):
+            refuse_other(saved, {**own, **({ADAPTERS: digest} if digest else {})})
+        if cache is not None and len(cache.tokens) > engine.n_ctx:  # before what is held is forgotten
+            raise ContextOverflow(f"{name!r} holds {len(cache.tokens)} tokens and the context {engine.n_ctx}",
+                                  f"serve with -c {len(cache.tokens) + 1} or more")
+        if slot.kept is not None:
+            yield from slot.kept.turn_to(None, [], slot.prompts, choice=choice)
+        engine.choose(choice)
+        slot.prompts.held, slot.prompt = ("", []), 0
+        if cache is None:
+            engine.reset()
+        else:
+            with _called(name), self.store.reading():
+                yield from restore_cache(engine, self.store, saved)
+            slot.prompt = len(cache.tokens)
+            if cache.spoken is not None:
+                slot.prompts.held = cache.spoken.text, list(cache.spoken.ids)
+        yield self._done(saved, began)
+
+    def _choice(self, saved: SavedSession, engine: Engine) -> Choice:
+        """How much of each adapter it was read with, which `refuse_other` judges."""
+        stated = saved.conversation.get(CHOSEN)
+        try:
+            choice = tuple(map(float, stated)) if isinstance(stated, list) else self._usual
+            demand_choice(choice, engine.prepared.adapted.names)
+        except (UsageError, TypeError, ValueError):
+            return self._usual
+        return choice
+
+    def _read(self, name: str) -> SavedSession:
+        with _called(name):
+            return self.store.read(name)
+
+    def _done(self, saved: SavedSession, began: float) -> SlotDone:
+        files = () if saved.cache is None else saved.cache.files
+        nbytes = self.store.path(saved.name).stat().st_size + sum(file.stored_nbytes for file in files)
+        return SlotDone(0 if saved.cache is None else len(saved.cache.tokens), nbytes, time.perf_counter() - began)
+
+
+@contextmanager
+def _called(name: str) -> Iterator[None]:
+    """What is wrong with a session said of the file that a program knows by its name, with the step that is left to it."""
+    try:
+        yield
+    except EffllmError as error:
+        raise UsageError(error.message.replace(f"session {name} ", f"{name!r} ", 1), "save it anew, or take another") from error
+
+
+def erase(slot: Slot) -> Iterator[Event]:
+    """Forget what a sequence holds; what was saved of it stays."""
+    tokens = len(slot.engine.tokens)
+    slot.engine.reset()
+    slot.prompts.held, slot.prompt = ("", []), 0
+    yield SlotDone(tokens)
+
+
+def slot_folder(text: str, options: EngineOptions) -> Path:
+    """The folder of `--slot-save-path`, tried out. Raises UsageError for a cache that cannot be restored, EffllmError where the folder
+    takes no files."""
+    refuse_inexact(options, FLAG)
+    try:
+        folder = Path(text).expanduser()
+    except RuntimeError as error:
+        raise UsageError(f"{FLAG} {text}: there is no such user", "give the path without ~") from error
+    try:
+        SessionStore(folder).try_out(TRIAL)
+    except EffllmError as error:
+        why = error.message.partition(": ")[2]
+        raise EffllmError(f"{FLAG} {text} takes no files: {why}", "name a folder that you may write") from error
+    return folder

@@ -1,0 +1,149 @@
+"""What a model with a sparse activation leaves out: which neurons a text activates, and what a window over them would read.
+
+A trace is recorded once, through the kernels of a run. Replaying it through the window of `offload/neurons.py` tells for any number of
+slots how many units a token finds missing; `sparsity.json` beside the weights keeps that for the planner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from zipfile import BadZipFile, ZipFile
+
+import numpy as np
+
+from ... import UsageError, not_written
+from ...offload.header import is_gguf
+from ...offload.neurons import Window
+from ..config import ModelConfig, read_config
+from ..engine import Engine
+from ..events import Progress
+from ..files.whole_file import whole
+from ..files.written import demand_folder
+from ..stores.container import Container, read_container
+from .bundles import SPARSE, is_lossy
+from .predictors import scaled
+from .sparsity_file import Sparsity, demand_writable
+
+TOKENS, LEAST = 2048, 256
+SHARES = (0.0625, 0.125, 0.1875, 0.25, 0.375, 0.5, 0.75)
+OTHER_TRACE = "give another place with --trace"
+WARM = 64  # tokens that fill a window before it is judged
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Per layer, the neurons that each token activates: bits uint8 [tokens, neurons / 8], packed as `numpy.packbits` does."""
+
+    neurons: int
+    layers: tuple[np.ndarray, ...]
+
+    @property
+    def tokens(self) -> int:
+        return len(self.layers[0])
+
+    def active(self, layer: int, token: int) -> np.ndarray:
+        """Indices of a token's active neurons, ascending."""
+        return np.flatnonzero(np.unpackbits(self.layers[layer][token], count=self.neurons))
+
+    def shares(self) -> tuple[float, ...]:
+        """Each layer's share of active neurons."""
+        return tuple(float(np.bitwise_count(bits).sum()) / (self.tokens * self.neurons) for bits in self.layers)
+
+    def save(self, path: Path) -> None:
+        """As an .npz file. Raises EffllmError where it cannot be written."""
+        try:
+            with path.open("wb") if path.is_symlink() or (path.exists() and not path.is_file()) else whole(path) as out:  # /dev/null stays
+                np.savez_compressed(out, neurons=np.int64(self.neurons), active=np.stack(self.layers))
+        except OSError as error:
+            hint = "another --trace FILE"
+            raise not_written(error, f"{path} cannot be written", hint, f"make room there, or {hint}") from error
+
+    @classmethod
+    def load(cls, path: Path) -> Trace:
+        with np.load(path, allow_pickle=False) as stored:
+            return cls(int(stored["neurons"]), tuple(stored["active"]))
+
+
+def demand(folder: Path) -> None:
+    """Before a model is loaded, which takes long: raises UsageError for one that leaves nothing out, EffllmError where what is found
+    cannot be kept."""
+    demand_sparse(read_config(folder), None if is_gguf(folder) else read_container(folder))
+    demand_writable(folder)
+
+
+def demand_free(path: Path) -> None:
+    """Before minutes of work: raises UsageError where a trace would take the place of anything but an older one. Pipes and devices stay."""
+    demand_folder(path.parent, OTHER_TRACE)
+    if path.is_dir() or (path.is_file() and not is_trace(path)):
+        what = "a folder" if path.is_dir() else "a file that holds no trace of neurons"
+        raise UsageError(f"--trace {path} is {what}, it stays as it is", OTHER_TRACE)
+
+
+def is_trace(path: Path) -> bool:
+    """Does a file hold what `Trace.save` writes?"""
+    try:
+        with ZipFile(path) as stored:
+            return set(stored.namelist()) == {"neurons.npy", "active.npy"}
+    except (OSError, BadZipFile, ValueError):
+        return False
+
+
+def demand_sparse(config: ModelConfig, container: Container | None) -> None:
+    """Raises UsageError for a model that leaves nothing out."""
+    if config.mixture is not None:
+        raise UsageError("a mixture leaves out whole experts, not neurons", f"a dense model of {' or '.join(SPARSE)}, such as fable-relu")
+    if config.hidden_act not in SPARSE and not is_lossy(container):
+        raise UsageError(f"{config.hidden_act} is zero for no neuron: there is nothing to leave out",
+                         f"a model of {' or '.join(SPARSE)}, such as fable-relu")
+
+
+def record(engine: Engine, ids: Sequence[int], inputs: list[np.ndarray] | None = None) -> Iterator[Progress | Trace]:
+    """Run a text and note what goes into `down`; the trace last. `inputs` gets every layer's residual streams, float16 [tokens, D], as they
+    go into its attention. Raises UsageError for a model that leaves nothing out."""
+    config = engine.config
+    demand_sparse(config, engine.prepared.container)
+    if len(ids) < LEAST:
+        raise UsageError(f"the text has {len(ids)} tokens, at least {LEAST} are needed and {TOKENS} do well", "a longer --text FILE")
+    bits: list[list[np.ndarray]] = [[] for _ in range(config.num_hidden_layers)]
+    streams: list[list[np.ndarray]] = [[] for _ in range(config.num_hidden_layers)]
+
+    def tap(name: str, layer: int, value: np.ndarray) -> None:
+        if name == "mlp_hidden":
+            bits[layer].append(np.packbits(np.asarray(value) != 0, axis=1))
+        if name == "block_in" and inputs is not None:
+            streams[layer].append(scaled(np.asarray(value)).astype(np.float16))
+
+    engine.reset()
+    step = min(engine.prepared.chunk, engine.n_ctx)
+    length = engine.n_ctx // step * step
+    for begin in range(0, len(ids), length):
+        engine.reset()
+        window = ids[begin : begin + length]
+        for at in range(0, len(window), step):
+            engine.model.forward(np.array(window[at : at + step], np.int64), engine.cache, tap)
+            yield Progress("recording", min(begin + at + step, len(ids)), len(ids), "tokens")
+    engine.reset()
+    if inputs is not None:
+        inputs += [np.concatenate(layer) for layer in streams]
+    yield Trace(config.intermediate_size, tuple(np.concatenate(layer) for layer in bits))
+
+
+def missed_units(trace: Trace, layer: int, slots: int, together: int = 1) -> np.ndarray:
+    """How many units each token finds missing in a window of `slots`, int64 [tokens]."""
+    window, missed = Window.empty(-(-trace.neurons // together), slots), np.zeros(trace.tokens, np.int64)
+    for token in range(trace.tokens):
+        needed = np.unique(trace.active(layer, token) // together)
+        for begin in range(0, len(needed), slots):
+            missed[token] += len(window.use(needed[begin : begin + slots]))
+    return missed
+
+
+def measured(trace: Trace, together: int = 1, shares: Sequence[float] = SHARES) -> Sparsity:
+    """What a trace says."""
+    units = -(-trace.neurons // together)
+    settled = slice(min(WARM, trace.tokens // 2), None)
+    missed = {share: tuple(float(missed_units(trace, layer, max(2, round(share * units)), together)[settled].mean()) / units
+                           for layer in range(len(trace.layers))) for share in shares}
+    return Sparsity(trace.tokens, trace.shares(), missed)

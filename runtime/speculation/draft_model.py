@@ -1,0 +1,198 @@
+"""A small model of the same vocabulary that drafts for a large one. It is planned first, and the large one gets the memory that is left."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ... import DoesNotFit, EffllmError, UsageError
+from ...kernels.layout import PAGE
+from ...offload.notes import Fallback
+from ...offload.plan import AUTO_CTX
+from ..config import read_config
+from ..events import Progress
+from ..sampler import Sampler, SamplerSettings
+from ..text import Tokenizer
+from .draft_length import STEADY, GuessCosts
+from .drafts import Draft
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ..prepare import EngineOptions, Prepared
+    from ..sampling.dry import Breakers
+
+KIND = "model"
+DROP = "drop --draft, or a smaller one"
+# What moves the likeliest token.
+MOVING = ("repetition_penalty", "presence_penalty", "frequency_penalty", "penalty_last_n", "dry_multiplier", "dry_base",
+          "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers", "logit_bias")
+
+
+def prepare_draft(folder: Path | None, options: EngineOptions) -> Prepared:
+    """The plan for the model in `options.draft`, all of it in memory, with a cache for the context that was asked for. Of the other flags
+    those hold that serve any model; what is asked of neurons and kernels is of the large one.
+
+    Raises UsageError, naming a token, where its vocabulary is not that of the model in `folder`; DoesNotFit where it takes all memory; what
+    opening it raises, said of the draft model.
+    """
+    from ..prepare import prepare
+
+    place = Path(options.draft)
+    if folder is None:
+        raise UsageError("random weights have no vocabulary that a draft model could share", "drop --draft")
+    refuse_other_vocabulary(folder, place)
+    with _said_of_the_draft():
+        longest = read_config(place, options.strict).context_length
+        own = replace(options, draft=None, lora=(), spec="off", device="cpu", gpu_layers=None, ctx=min(options.ctx or AUTO_CTX, longest),
+                      kv="16bit", kv_sink=None, kv_window=None, load="ram", chunk=PAGE, overflow="error", vram=None, kv_ram=None, disk="0",
+                      kv_read="exact", kernel="auto", predict_neurons=False)
+        prepared = prepare(place, own)
+    if prepared.placement.streamed_bytes:
+        prepared.store.close()
+        raise DoesNotFit(f"the draft model in {place} does not fit in memory as a whole", DROP)
+    return prepared
+
+
+def draft_or_without(folder: Path | None, options: EngineOptions, notices: list[str]) -> tuple[EngineOptions, Prepared | None]:
+    """`prepare_draft`, and the options that come of it: a draft model of `preset` that cannot be had is left out, with a notice."""
+    try:
+        return options, prepare_draft(folder, options)
+    except EffllmError as error:
+        if "draft" not in options.preset:
+            raise
+        notices.append(Fallback(f"{error.message}: left out, as it was set for all models"))
+        return replace(options, draft=None), None
+
+
+@contextmanager
+def _said_of_the_draft() -> Iterator[None]:
+    """Errors name the model that they are about: most of what they say would be true of the large one too."""
+    try:
+        yield
+    except DoesNotFit as error:
+        raise DoesNotFit(f"the draft model {error.message}", DROP) from None
+    except EffllmError as error:
+        raise type(error)(f"the draft model: {error.message}", error.hint) from None
+
+
+@cache
+def refuse_other_vocabulary(folder: Path, draft: Path) -> None:
+    """Raise UsageError, naming the first token that differs, unless both folders number the same tokens alike."""
+    own = Tokenizer.load(folder, read_config(folder)).vocabulary()
+    with _said_of_the_draft():
+        other = Tokenizer.load(draft, read_config(draft)).vocabulary()
+    if own == other:
+        return
+    number = min(number for _, number in own.items() ^ other.items())
+    texts = (next((token for token, place in found.items() if place == number), None) for found in (own, other))
+    said = " and ".join("none" if text is None else repr(text) for text in texts)
+    raise UsageError(f"the draft model {draft} has another tokenizer than {folder}: token {number} is {said}",
+                     "give a smaller model of the same family")
+
+
+def likeliest_under(settings: SamplerSettings, breakers: Breakers | None, known: Sampler) -> Sampler:
+    """What chooses the token that a run with these settings finds likeliest: `known` where it does, else one over as many tokens. Penalties
+    move the likeliest token, the temperature does not."""
+    greedy = replace(SamplerSettings(temperature=0), **{name: getattr(settings, name) for name in MOVING})
+    same = greedy == known.settings and breakers is known.breakers
+    return known if same else Sampler(greedy, known.vocab_size, breakers)
+
+
+class DraftModel:
+    """Greedy guesses of a whole model, under the penalties of the run. Its engine holds the sequence and the guess; what was refused is
+    forgotten with the next.
+
+    `vocabulary`: rows of the large model's table; a guess ends before a token that it lacks. `failed`: what ended its drafts, "" before.
+    """
+
+    def __init__(self, prepared: Prepared, vocabulary: int) -> None:
+        from ..engine import Engine
+
+        self._engine, self._vocabulary = Engine(prepared), vocabulary
+        self._greedy = Sampler(SamplerSettings(temperature=0), prepared.config.vocab_size)
+        self._history: list[int] = []
+        self.costs, self.failed = GuessCosts(), ""
+
+    def load(self) -> Iterator[Progress]:
+        """Read its weights."""
+        for done, total in self._engine.model.load():
+            yield Progress("loading the draft model", done, total, "bytes")
+        if (states := self._engine.cache.states) is not None:
+            states.guesses = True
+
+    def choose_as(self, settings: SamplerSettings, breakers: Breakers | None = None) -> None:
+        """Guess what a run with these settings finds likeliest."""
+        self._greedy = likeliest_under(settings, breakers, self._greedy)
+
+    def saw(self, held: Sequence[int], start: int, ids: Sequence[int], x: np.ndarray, certain: bool) -> None:
+        """What the large model makes of a text says nothing to another."""
+
+    def follow(self, history: Sequence[int]) -> None:
+        """The sequence is `history` now. Nothing is run."""
+        self._history = list(history)
+
+    def behind(self, tokens: int) -> int:
+        """How many of a sequence of so many tokens it would read before its next guess, about."""
+        missed = tokens - len(self._engine.tokens)
+        return max(1, missed) if missed > -STEADY else tokens  # it holds its last guess; a shorter text is another
+
+    def read(self, cancelled: Callable[[], bool] = lambda: False) -> Iterator[Progress]:
+        """Hold the sequence, so that no guess waits for that; ends early where `cancelled` says so."""
+        if cancelled() or not self._knows():
+            return
+        before = self._engine.prefill_s
+        with self._failing():
+            for event in self._engine.prefill(self._history):
+                if isinstance(event, Progress):
+                    yield replace(event, phase="reading the prompt (draft model)")
+                if cancelled():
+                    return
+            self.costs.read(self._engine.read, self._engine.prefill_s - before)
+
+    def propose(self, most: int, cancelled: Callable[[], bool] = lambda: False) -> Draft | None:
+        """Up to `most` tokens; None where the sequence is longer than its context or has tokens that it does not know, where `cancelled`
+        says so, and once it has `failed`."""
+        if most < 1 or not self._knows():
+            return None
+        engine, drafted = self._engine, []
+        with self._failing():
+            started = time.perf_counter()
+            engine.hold(engine.tokens)  # as what a guess goes on from, however few tokens are new
+            for _ in engine.prefill(self._history):
+                if cancelled():
+                    return None
+            read = time.perf_counter()
+            for step in engine.generate(self._greedy, most, frozenset()):
+                if cancelled():
+                    return None
+                if step.token >= self._vocabulary:
+                    break
+                drafted.append(step.token)
+            self.costs.guessed(len(drafted), time.perf_counter() - read, engine.read, read - started)
+        return Draft(tuple(drafted), KIND) if drafted and not self.failed else None
+
+    def _knows(self) -> bool:
+        """Can it read the sequence?"""
+        return not self.failed and len(self._history) < self._engine.n_ctx and max(self._history) < self._engine.config.vocab_size
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Around its passes: what goes wrong in them (values that overflow, damaged weights) ends its drafts, not the answer."""
+        try:
+            yield
+        except EffllmError as error:
+            self.failed = f"the draft model {self._engine.prepared.folder}: {error.message}: it drafts no longer"
+
+    def reset(self) -> None:
+        """Forget the sequence."""
+        self._engine.reset()
+
+    def close(self) -> None:
+        """Give its memory and its threads back."""
+        self._engine.close()

@@ -1,0 +1,93 @@
+"""Whether a run drafts tokens and verifies several in one pass, decided with the plan, before a byte of weights is read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ... import UsageError
+from ...offload.notes import Fallback
+from ..tensors import check_tensors
+from .mtp_tensors import held_rules, mtp_rules
+
+if TYPE_CHECKING:
+    from ...offload.checkpoint import TensorStore
+    from ...offload.plan import Placement
+    from ..config import ModelConfig
+    from ..prepare import EngineOptions, Prepared
+    from ..stores.container import Container
+
+ON = "weights come from the disk: tokens that the text makes likely are drafted, and a pass verifies several (--spec off)"
+ON_OWN = "weights come from the disk: the model's own layer drafts tokens, and a pass verifies several (--spec off)"
+ON_GPU = "no speculation: on the GPU the numbers of a token depend on how many are run with it"
+PICKED = "no speculation: --kv-read sparse picks pages for one token at a time"
+MIXTURE = "no speculation: from the disk, every token of a draft would read experts of its own"
+NO_DRAFT = "--draft changes nothing beside a GPU that may take layers: drafts come from the text alone (--device cpu)"
+NEURONS = "no speculation: from the disk, every token of a draft would read neurons of its own"
+BESIDE_GPU = "--spec mtp changes nothing beside a GPU that may take layers: drafts come from the text alone (--device cpu)"
+NO_ROOM = "the model's own layer for drafts leaves too little memory: drafts come from the text alone (more --ram, a shorter -c)"
+
+
+@dataclass(frozen=True)
+class Speculating:
+    """`lookup`: drafts from the text; `recycles`: and from past passes; `draft`: a plan for a model that drafts. `waits`: for weights from
+    the disk, which a pass of several tokens takes no more of. `mtp`: drafts by the model's own layer, which takes `mtp_nbytes`."""
+
+    lookup: bool = False
+    draft: Prepared | None = None
+    recycles: bool = False
+    waits: bool = False
+    mtp: bool = False
+    mtp_nbytes: int = 0
+
+    @property
+    def draft_nbytes(self) -> int:
+        """Memory that the model that drafts takes, beside what the program has anyway."""
+        return 0 if self.draft is None else self.draft.placement.total_bytes - self.draft.placement.baseline_bytes
+
+    def __bool__(self) -> bool:
+        return self.lookup or self.draft is not None
+
+
+def wants_own_layer(options: EngineOptions, config: ModelConfig, draft: Prepared | None, on_card: bool) -> bool:
+    """Is a run to draft by the model's own layer, where that is stored and fits? A mixture's only where it is asked for: every token of a
+    draft reads experts of its own. Beside other answers by none's: it follows one text."""
+    asked = options.spec == "mtp" or options.spec == "auto" and draft is None and config.mixture is None
+    return asked and not on_card and options.parallel == 1
+
+
+def demand_own_layer(config: ModelConfig, store: TensorStore, container: Container | None) -> None:
+    """Raises UsageError where a model has no layer of its own to draft by, CheckpointError for one that is stored as nothing reads it."""
+    if not mtp_rules(config):
+        why = "has one that this version does not run" if config.mtp_layers else "has none"
+        raise UsageError(f"--spec mtp drafts by a model's own layer for multi-token prediction, and this model ({config.family}) {why}",
+                         "leave it out; --spec lookup drafts from the text, --draft by a smaller model")
+    if not held_rules(config, store):
+        raise UsageError("--spec mtp: the layer for multi-token prediction was left out of these weights",
+                         "take the checkpoint as it was published, or quantize that again; --spec lookup drafts from the text")
+    check_tensors(config, store, container, mtp=True)
+
+
+def decide(options: EngineOptions, config: ModelConfig, placement: Placement, draft: Prepared | None,
+           own_nbytes: int | None = None) -> tuple[Speculating, Sequence[str]]:
+    """What was asked for, else by where the weights lie, with what there is to say about it. In memory what the model's own layer says is a
+    guess worth its time, and the text where it repeats. `own_nbytes`: what that layer takes in the plan, None where it is not in it."""
+    asked = options.spec in ("lookup", "mtp") or options.draft is not None
+    away = placement.residency or placement.expert_slots
+    refused = (ON_GPU if "cuda" in placement.devices else MIXTURE if config.mixture is not None and away
+               else NEURONS if placement.slots
+               else PICKED if placement.kv_pages is not None and options.kv_read == "sparse" else "")
+    if refused and draft is not None:
+        draft.store.close()
+    if refused:
+        return Speculating(), (refused,) if asked else ()
+    waits = placement.streamed_bytes > 0
+    if options.spec == "off":
+        return Speculating(), ()
+    lost = options.draft is not None and draft is None
+    own = {} if own_nbytes is None else {"mtp": True, "mtp_nbytes": own_nbytes}
+    said = (Fallback(NO_DRAFT),) if lost else (ON if own_nbytes is None else ON_OWN,) if waits and not asked else ()
+    if options.spec == "mtp" and own_nbytes is None:
+        said = (Fallback(BESIDE_GPU if placement.budget.vram else NO_ROOM),)
+    return Speculating(True, draft, options.spec == "lookup" or options.draft is not None or waits, waits, **own), said

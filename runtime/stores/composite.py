@@ -1,0 +1,93 @@
+"""Models of several parts, of which one generates text: its config by itself, as it would be published alone."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from .. import families
+from ..config_reader import ConfigError, Keys, show
+
+# What the outer object says of the text part, and what is not about it.
+OUTER_SHARED = frozenset({"auto_map", "bos_token_id", "dtype", "eos_token_id", "pad_token_id", "quantization_config", "tie_word_embeddings",
+                          "torch_dtype"})
+OUTER_HARMLESS = frozenset({
+    "_pad_token_id", "adapter_layer_norm_eps", "alignment_intermediate_size", "architectures", "assistant_token_id", "audio_config",
+    "audio_soft_tokens_per_image", "audio_token_id", "audio_token_index", "boa_token_id", "boa_token_index", "boi_token_id",
+    "boi_token_index", "code2wav_config", "do_image_splitting", "downsample_factor", "downsample_mode", "downsample_ratio",
+    "drop_vision_last_layer", "enable_audio_output", "enable_talker", "encoder_patch_size", "eoa_token_id", "eoa_token_index",
+    "eoi_token_id", "eoi_token_index", "ignore_index", "im_end_token_id", "im_start_token_id", "image_end_id", "image_end_token_id",
+    "image_grid_pinpoints", "image_seq_length", "image_size", "image_start_id", "image_start_token_id", "image_token_id",
+    "image_token_index", "initializer_range", "insert_layer_id", "language_model_only", "max_image_tokens", "max_num_patches",
+    "max_pixels_tolerance", "max_tiles", "media_placeholder_token_id", "merge_kernel_size", "merger_times", "min_image_tokens", "min_tiles",
+    "mm_tokens_per_image", "model_type", "multimodal_projector_bias", "newline_id", "patch_size", "projection_hidden_size",
+    "projection_layer_norm_eps", "projector_bias", "projector_hidden_act", "projector_hidden_size", "projector_use_layernorm",
+    "scale_factor", "slice_end_id", "slice_start_id", "spatial_merge_size", "system_token_id", "talker_config", "text_config",
+    "thinker_config", "tile_size", "token2wav_config", "tts_bos_token_id", "tts_eos_token_id", "tts_pad_token_id",
+    "use_image_newline_parameter", "use_image_special_tokens", "use_reentrant_checkpointing", "use_thumbnail", "use_unified_vision_chunk",
+    "user_token_id", "video_end_token_id", "video_placeholder", "video_start_token_id", "video_token_id", "video_token_index",
+    "vision_aspect_ratio", "vision_config", "vision_end_token_id", "vision_feature_layer", "vision_feature_select_strategy",
+    "vision_soft_tokens_per_image", "vision_start_token_id", "vision_token_id"})
+# Composite models whose head is one of its own where they say nothing; of others it is the embedding. Of the second kind it is tied where
+# either object says so: a head that is stored all the same is used.
+UNTIED = ("qwen2_5_omni", "qwen3_5", "qwen3_5_moe", "qwen3_omni_moe")
+AS_INSIDE = ("exaone4_5", "glm46v", "glm4v", "glm4v_moe", "idefics3", "kimi_k25", "llama4", "llava", "llava_next", "llava_onevision",
+             "minicpmv4_6", "minicpmv4_7", "qwen2_5_vl", "qwen2_vl", "qwen3_vl",
+             "qwen3_vl_moe", "smolvlm")
+THINKER = "thinker_config"  # of models that speak: what listens, sees and writes
+FLAT = ("qwen2_5_vl", "qwen2_vl")  # which may say of the text part all in the outer object
+# What text parts of some models say of images.
+OF_IMAGES = frozenset({"_flash_attn_2_enabled", "is_composition", "is_llama_config", "perceiver_config", "pixel_shuffle_factor",
+                       "qk_layer_norms", "transformers.js_config", "use_resampler", "vision_config"})
+# The sizes of a text part that does not say them, where its family asks for them: transformers leaves out what a class has by default, so
+# LLaVA 1.5 says none. In the order of SIZE_KEYS.
+SIZE_KEYS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+_EXAONE, _LARGE = (102_400, 4096, 16_384, 32, 32, 32), (152_064, 8192, 29_568, 80, 64, 8)
+SIZES: Mapping[str, tuple[int, ...]] = {
+    "exaone4": _EXAONE, "exaone4_5_text": _EXAONE, "glm4v_text": (151_552, 4096, 13_696, 40, 32, 2),
+    "llama": (32_000, 4096, 11_008, 32, 32), "ministral3": (131_072, 4096, 14_336, 34, 32, 8),
+    "mistral": (32_000, 4096, 14_336, 32, 32, 8), "qwen2": (151_936, 4096, 22_016, 32, 32, 32), "qwen2_5_vl_text": _LARGE,
+    "qwen2_vl_text": _LARGE, "qwen3": (151_936, 4096, 22_016, 32, 32, 32), "qwen3_vl_text": (151_936, 4096, 22_016, 32, 32, 32),
+    "qwen3_vl_moe_text": (151_936, 2048, 5632, 24, 16, 16)}
+BY_PLACE = "mrope"  # rotary positions of three numbers, of which those of a token of text are one
+
+
+def text_alone(raw: Mapping[str, object]) -> dict[str, object]:
+    """What config.json would say if the text generator in a model of several were published by itself: `raw` where it is.
+
+    What the outer object says of it wins: it was written last. Raises ConfigError.
+    """
+    kind = str(raw.get("model_type"))
+    known = families.COMPOSITE.get(kind)
+    if known is None:
+        return families.of_its_family(raw)
+    inner = _inside(raw)
+    family = inner.get("model_type", known[0])
+    if family not in known:
+        raise ConfigError(f"config.json: text_config is of model type {show(family)}, expected {' or '.join(known)}")
+    stated = {key: value for key, value in raw.items() if key in OUTER_SHARED and value is not None}
+    stated.setdefault("tie_word_embeddings", kind not in (*UNTIED, *AS_INSIDE))
+    if kind in AS_INSIDE and inner.get("tie_word_embeddings") is True:
+        stated["tie_word_embeddings"] = True
+    unsaid = dict(zip(SIZE_KEYS, SIZES.get(str(family), ()), strict=False)) if inner else {}
+    return families.of_its_family({**unsaid, **inner, **stated, "model_type": family, "architectures": None})
+
+
+def unknown_outside(raw: Mapping[str, object], harmless: Collection[str]) -> list[str]:
+    """Keys of a composite model that are on no list, but for those that its text part has, in the same words where it is an object."""
+    inner, flat = _inside(raw), raw["model_type"] in FLAT
+    said = {key for key, value in inner.items() if flat or raw.get(key) == value}
+    return sorted(raw.keys() - OUTER_SHARED - OUTER_HARMLESS - harmless - said)
+
+
+def _inside(raw: Mapping[str, object]) -> dict[str, object]:
+    """What is said of the text part, its rotary positions as those of text."""
+    kind = raw["model_type"]
+    inner = Keys(Keys(raw).section(THINKER) or raw).section("text_config")
+    if inner is None and kind in FLAT:
+        inner = {key: value for key, value in raw.items() if key not in OUTER_HARMLESS}
+    inner = {key: value for key, value in (inner or {}).items() if key not in OF_IMAGES or kind not in families.BY_PREFIX}
+    for name in ("rope_scaling", "rope_parameters"):
+        section = inner.get(name)
+        if isinstance(section, dict) and BY_PLACE in (section.get("rope_type"), section.get("type")):
+            inner[name] = {**{key: value for key, value in section.items() if key != "type"}, "rope_type": "default"}
+    return inner

@@ -1,0 +1,251 @@
+"""What the `quantization_config` of another tool says: whether it is read, how its weights lie, and of how many bits.
+
+GPTQ, AWQ, FP8, ModelOpt's FP8 and NVFP4, BitNet, and of compressed-tensors integers in words (pack-quantized), integers in bytes
+(int-quantized), floats of eight bits (float-quantized) and NVFP4 (nvfp4-pack-quantized); naive-quantized is one of those in bytes. The
+section is input from elsewhere: nothing of it is taken for granted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from ...quant.imports import fp8, groups, nvfp4, ternary
+from ...quant.spec import QuantSpec
+from ..config_reader import ConfigError, show
+from ..families import TensorRule, kind_of
+
+# Roles of what these methods quantize.
+LINEARS = ("q", "k", "v", "kv_a", "q_a", "q_b", "attn_gate", "o", "gate", "up", "down", "state_in", "state_gate", "state_out")
+ORIGINAL = "take the original 16-bit checkpoint"
+METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "modelopt", "bitnet")
+ALGORITHMS = {"FP8": "fp8", "NVFP4": "nvfp4 in bytes"}  # of ModelOpt -> layout
+NVFP4 = ("nvfp4", "nvfp4 in bytes")  # layouts
+# Of quant_method bitnet, whose weights `imported_ternary.py` reads. A norm of its own before each matrix is none of a family's here.
+TERNARY_KEYS = {"linear_class": ("autobitlinear", "bitlinear"), "quantization_mode": ("offline", "online"), "use_rms_norm": (False,)}
+FLOATS, INTEGERS = ("F32", "F16", "BF16"), ("I32", "I64")
+
+
+@dataclass(frozen=True)
+class PartKind:
+    """What a part of a weight may be beside its codes: the types of its values, the numbers of its dimensions; `needed`: never absent."""
+
+    types: tuple[str, ...]
+    dimensions: tuple[int, ...]
+    needed: bool = True
+
+    def fits(self, dtype: str, shape: tuple[int, ...]) -> bool:
+        return dtype in self.types and len(shape) in self.dimensions
+
+
+WORDS, GROUP_SCALES, SCALES = PartKind(("I32",), (2,)), PartKind(FLOATS, (2,)), PartKind(FLOATS, (0, 1, 2))
+EXPONENTS = "F8_E8M0"  # scales that are powers of two
+FP8_SCALES = PartKind((*FLOATS, EXPONENTS), (0, 1, 2), needed=False)
+SMALL_SCALES, MATRIX_SCALE = PartKind(("F8_E4M3",), (2,)), PartKind(("F32",), (0, 1))
+ORDER = PartKind(INTEGERS, (1, 2), needed=False)
+# Layout -> the ending of the tensor that holds a weight's codes, and those of the others.
+ENDINGS = {
+    "gptq": ("qweight", {"qzeros": WORDS, "scales": GROUP_SCALES, "g_idx": ORDER}),
+    "awq": ("qweight", {"qzeros": WORDS, "scales": GROUP_SCALES}),
+    "packed": ("weight_packed", {"weight_scale": GROUP_SCALES, "weight_shape": PartKind(INTEGERS, (1, 2)),
+                                 "weight_zero_point": replace(WORDS, needed=False), "weight_g_idx": ORDER}),
+    "integers": ("weight", {"weight_scale": SCALES, "weight_zero_point": PartKind(("I8",), (0, 1, 2), needed=False),
+                            "weight_g_idx": ORDER}),
+    "fp8": ("weight", {"weight_scale_inv": FP8_SCALES, "weight_scale": FP8_SCALES}),
+    "nvfp4": ("weight_packed", {"weight_scale": SMALL_SCALES, "weight_global_scale": MATRIX_SCALE}),
+    "nvfp4 in bytes": ("weight", {"weight_scale": SMALL_SCALES, "weight_scale_2": MATRIX_SCALE}),
+}
+# Layout -> the dimension along which parts hold outputs, and whether as bits in words; scales of the others may be of several outputs.
+CUTS = {
+    "gptq": {"qweight": (1, False), "qzeros": (1, True), "scales": (1, False)},
+    "awq": {"qweight": (1, True), "qzeros": (1, True), "scales": (1, False)},
+    "packed": {"weight_packed": (0, False), "weight_scale": (0, False), "weight_zero_point": (0, True)},
+    "integers": {"weight": (0, False)},
+    "fp8": {"weight": (0, False)},
+    "nvfp4": {"weight_packed": (0, False), "weight_scale": (0, False)},
+    "nvfp4 in bytes": {"weight": (0, False), "weight_scale": (0, False)},
+}
+# Of activations and caches, which are not rounded to a checkpoint's scales here.
+IGNORED = ("input_scale", "input_global_scale", "input_zero_point", "output_scale", "output_zero_point", "activation_scale", "q_scale",
+           "k_scale", "v_scale", "k_zero_point", "v_zero_point")
+# The type of codes that bear a weight's name; what has another type is a plain weight.
+CODES = {"integers": "I8", "fp8": "F8_E4M3", "nvfp4 in bytes": "U8"}
+TYPES = {**CODES, "nvfp4": "U8"}  # of codes that are no words
+IN_BLOCKS = ("integers", "fp8")  # layouts in which several outputs may have one scale
+
+
+def check_method(section: Mapping[str, object]) -> None:
+    """Raises ConfigError for a `quantization_config` that is not read, by name."""
+    method = section.get("quant_method")
+
+    def refused(what: str, known: str) -> ConfigError:
+        return ConfigError(f"config.json: quantization_config with {what} is not supported", f"{known}; or {ORIGINAL}")
+
+    if method not in METHODS:
+        raise refused(f"quant_method {show(method)}", f"known: {', '.join(METHODS)}")
+    bits = section.get("bits")
+    if method == "gptq" and bits not in (2, 3, 4, 8):
+        raise refused(f"bits {show(bits)}", "GPTQ of 2, 3, 4 and 8 bits")
+    if method == "gptq" and order_of(section) not in ("gptq", "gptq_v2"):
+        raise refused(f"format {show(order_of(section))}", "GPTQ in the formats gptq and gptq_v2")
+    if method == "gptq" and (other := _other_bits(section)) is not None:
+        raise refused(f"dynamic bits {show(other)} beside bits {show(bits)}", "GPTQ with the same bits for all weights")
+    version = str(section.get("version") or order_of(section) or "gemm")
+    if method == "awq" and (bits not in (4, None) or version.lower() != "gemm"):
+        raise refused(f"bits {show(bits)} and version {show(version)}", "AWQ of 4 bits in the gemm layout")
+    if method == "bitnet":
+        for key, known in TERNARY_KEYS.items():
+            if section.get(key) not in (None, *known):
+                raise refused(f"{key} {show(section[key])}", f"of BitNet: {', '.join(map(show, known))}")
+    if method == "modelopt" and (algorithm := section.get("quant_algo")) not in ALGORITHMS:
+        raise refused(f"quant_algo {show(algorithm)}", f"of ModelOpt: {', '.join(ALGORITHMS)}")
+    if method != "compressed-tensors":
+        return
+    if layout_of(section) is None:
+        raise refused(f"format {show(section.get('format'))} and weights of {_kinds_shown(section)}",
+                      "pack-quantized integers of 4 or 8 bits, int-quantized ones of 2 to 8, float-quantized weights of 8, "
+                      "nvfp4-pack-quantized ones of 4")
+    sparsity = section.get("sparsity_config")
+    if isinstance(sparsity, dict) and sparsity.get("format") not in (None, "dense"):
+        raise refused(f"sparsity_config of format {show(sparsity['format'])}", "dense weights")
+    if place := _turned(section.get("transform_config")):
+        raise refused(f"a transform at {place}", "transforms that are in the weights already")
+
+
+def order_of(section: Mapping[str, object]) -> str | None:
+    """How the words of GPTQ or AWQ lie, as a section says under the newer key or the older. GPTQ without is the first version."""
+    stated = section.get("checkpoint_format") or section.get("format")
+    return str(stated).lower() if stated else "gptq" if section.get("quant_method") == "gptq" else None
+
+
+def _other_bits(section: Mapping[str, object]) -> object:
+    """The bits that a rule for some of the weights states, where they are not those of the others."""
+    rules = section.get("dynamic")
+    for name, rule in rules.items() if isinstance(rules, dict) else ():
+        if isinstance(rule, dict) and not name.startswith("-") and rule.get("bits", section.get("bits")) != section.get("bits"):
+            return rule["bits"]
+    return None
+
+
+def _turned(transforms: object) -> str | None:
+    """Where a `transform_config` asks for a rotation in every forward pass; None where all of it is in the weights."""
+    schemes = transforms.get("config_groups") if isinstance(transforms, dict) else None
+    for scheme in schemes.values() if isinstance(schemes, dict) else ():
+        places = scheme.get("apply") if isinstance(scheme, dict) else None
+        for each in places if isinstance(places, list) else ():
+            location = each.get("location") if isinstance(each, dict) else None
+            if not str(location).startswith("weight_"):
+                return show(location)
+    return None
+
+
+def _weights(section: Mapping[str, object]) -> list[Mapping[str, object]]:
+    """What the groups of a compressed-tensors config say of their weights."""
+    found = section.get("config_groups")
+    said = [group.get("weights") for group in found.values() if isinstance(group, dict)] if isinstance(found, dict) else []
+    return [weights for weights in said if isinstance(weights, dict)]
+
+
+def _kinds(section: Mapping[str, object]) -> list[tuple[object, object]]:
+    """Type and bits of every group's weights."""
+    return [(weights.get("type", "int"), weights.get("num_bits", 8)) for weights in _weights(section)]
+
+
+def _kinds_shown(section: Mapping[str, object]) -> str:
+    return ", ".join(dict.fromkeys(f"{show(kind)} {show(bits)}" for kind, bits in _kinds(section))) or "no kind that it names"
+
+
+def layout_of(section: Mapping[str, object]) -> str | None:
+    """The key of ENDINGS that says how weights lie; None for a compressed-tensors format that is not read."""
+    if section.get("quant_method") == "modelopt":
+        return ALGORITHMS.get(str(section.get("quant_algo")))
+    if section.get("quant_method") != "compressed-tensors":
+        return str(section.get("quant_method"))
+    kinds, written = _kinds(section), section.get("format")
+    if not kinds or any(type(bits) is not int for _, bits in kinds):
+        return None
+    if written == "pack-quantized":
+        return "packed" if kinds[0] in (("int", 4), ("int", 8)) and kinds.count(kinds[0]) == len(kinds) else None
+    if written in ("int-quantized", "naive-quantized") and all(kind == "int" and 2 <= bits <= 8 for kind, bits in kinds):
+        return "integers"
+    if written == "nvfp4-pack-quantized" and all(kind == ("float", 4) for kind in kinds):
+        return "nvfp4"
+    return "fp8" if written in ("float-quantized", "naive-quantized") and all(kind == ("float", 8) for kind in kinds) else None
+
+
+def bits_of(section: Mapping[str, object]) -> int:
+    """Bits of a section's integers as they lie; of those in bytes, that kernels take: 4 where no weight needs more, else 8."""
+    if section.get("quant_method") != "compressed-tensors":
+        return int(section["bits"]) if section.get("quant_method") == "gptq" else 4
+    return 4 if max(bits for _, bits in _kinds(section)) <= 4 else 8
+
+
+def block_of(section: Mapping[str, object]) -> tuple[int, int]:
+    """Rows and inputs that share a scale of a weight in FP8 or compressed-tensors, 0 for what is not said or not the same in all groups."""
+    def stated(block: object, group: object) -> tuple[int, int]:
+        if isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block):
+            return block[0], block[1]
+        return 0, group if type(group) is int and group > 0 else 0
+
+    if section.get("quant_method") == "fp8":
+        return stated(section.get("weight_block_size"), None)
+    found = {stated(weights.get("block_structure"), weights.get("group_size")) for weights in _weights(section)}
+    return found.pop() if len(found) == 1 else (0, 0)
+
+
+def from_codes(section: Mapping[str, object]) -> bool:
+    """Whether weights of a `quantization_config` are such that kernels multiply their codes, as far as it says."""
+    layout = layout_of(section)
+    return layout in ("awq", "packed", "integers", "fp8", "bitnet", *NVFP4) or (layout == "gptq" and section.get("bits") in groups.BITS)
+
+
+def are_floats(section: Mapping[str, object]) -> bool:
+    """Whether its weights are floats of eight bits."""
+    return layout_of(section) == "fp8"
+
+
+def is_quantized(section: Mapping[str, object]) -> bool:
+    """Whether weights of a `quantization_config` will, as far as it says, run from the codes of whoever quantized them."""
+    return section.get("quant_method") == "mxfp4" or from_codes(section)
+
+
+def expected_formats(section: Mapping[str, object]) -> Callable[[str, TensorRule], QuantSpec | None]:
+    """How an `ImportedStore` that keeps codes will hold the matrices of a repository, as far as its `quantization_config` says."""
+    method, widened = str(section.get("quant_method")), QuantSpec.raw("f16")
+    first = _weights(section)[0] if method == "compressed-tensors" else section
+    group = block_of(section)[1] or first.get("group_size", first.get("q_group_size"))
+    ordered = section.get("desc_act") is True or first.get("actorder") in ("group", True)
+    named = left_out(section)
+
+    def formats(role: str, rule: TensorRule) -> QuantSpec | None:
+        own = kind_of(role)
+        head = own == "head" and section.get("lm_head") is True
+        if not head and (own not in LINEARS or len(rule.shape) != 2) or any(is_named(each, rule.name) for each in named):
+            return None
+        depth = rule.shape[1]
+        if layout_of(section) == "bitnet":
+            return ternary.spec_of(depth)
+        if not rule.part_of and layout_of(section) in NVFP4:
+            return nvfp4.SPEC if depth % nvfp4.GROUP == 0 else widened
+        if not rule.part_of and layout_of(section) == "fp8":
+            high, wide = block_of(section)
+            scales = (-(-rule.shape[0] // high), -(-depth // wide)) if high and wide else (1,)
+            return fp8.spec_of(rule.shape, scales, (high, wide)) or widened
+        count = depth // group if type(group) is int and 0 < group < depth else 1
+        in_part = count > 1 and count * group != depth  # the last block of a weight
+        if rule.part_of or not from_codes(section) or in_part or (ordered and count > 1):
+            return widened
+        return groups.spec_of(bits_of(section), "F16", depth, count) or widened
+
+    return formats
+
+
+def left_out(section: Mapping[str, object]) -> list[str]:
+    """Modules, or parts of their names, that a section says were not quantized."""
+    lists = [section.get(key) for key in ("ignore", "modules_to_not_convert")]
+    return [each for names in lists if isinstance(names, list) for each in names if isinstance(each, str)]
+
+
+def is_named(ignored: str, tensor: str) -> bool:
+    """Whether a module that was left out, or a part of its name, is a tensor's. Patterns are not tried: they are a stranger's."""
+    return not ignored.startswith("re:") and f".{ignored.strip('.')}." in f".{tensor}"

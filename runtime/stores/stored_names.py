@@ -1,0 +1,111 @@
+"""Tensors of a folder under the names that families ask for, where writers call or join them otherwise.
+
+A model that was saved without its head has no `model.` before its names. transformers 5 may save the experts of a layer together: all their
+gates and ups [E, 2F, D] in one tensor, all downs [E, D, F] in another; Granite always does, by other names. An expert's rows follow one
+another there, so that its matrices are ranges of the file like any other's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from ...offload.checkpoint import TensorStore
+from ...offload.header import TensorInfo, damaged, shown
+from .. import families
+from ..families import gpt2
+from ..families.mixtral import MOST_EXPERTS
+
+THINKER = "thinker."  # before all that writes, of models that speak
+PARTS_BEFORE, HEAD = ("model.language_model.", "language_model.model.", "model.text_model.", "language_model."), "lm_head."
+OF_GPT2 = ("h.", "wte.", "wpe.", "ln_f.")
+BASE, OLDER_BASE, INSIDE = "model.", "backbone.", ("layers.", "embed_tokens.", "norm.")
+EXPERTS = {**dict.fromkeys(("afmoe", "bailing_hybrid", "bailing_moe_v2", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32",
+                            "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "flint", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa",
+                            "hunyuan_v1_moe", "hy_v3", "laguna", "mellum", "mistral4", "olmoe", "qwen2_moe", "qwen3_5_moe",
+                            "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "solar_open"),
+                            "mlp"),
+           **dict.fromkeys(("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "kimi_linear", "minimax_m2", "mixtral",
+                            "phimoe"),
+                           "block_sparse_moe"),
+           **dict.fromkeys(("jamba", "lfm2_moe", "llama4_text"), "feed_forward"),
+           **dict.fromkeys(("gemma4", "gemma4_text"), ""), "nemotron_h": "mixer"}  # family -> where it has router and experts
+PARTS = {"gate_up_proj": ("gate", "up"), "up_proj": ("up",), "down_proj": ("down",), "input_linear": ("gate", "up"),
+         "output_linear": ("down",)}
+
+
+@dataclass(frozen=True)
+class Joint:
+    """How a writer names the experts of a layer as one, and the router beside them."""
+
+    experts: re.Pattern
+    router: str
+
+
+MOE = "block_sparse_moe"
+# family -> where its corrections of scores lie beside experts that are stored together, and where else
+CORRECTIONS = {"ernie4_5_moe": (".mlp.gate.moe_statics.", ".mlp.moe_statics."),
+               "exaone_moe": (".mlp.gate.e_score_correction_bias", ".mlp.e_score_correction_bias"),
+               "minimax_m2": (".mlp.e_score_correction_bias", f".{MOE}.e_score_correction_bias")}
+USUAL = Joint(re.compile(r"(.+\.)(?:mlp|feed_forward)\.experts\.(gate_up_proj|down_proj)"), "mlp.gate.weight")
+GRANITE = Joint(re.compile(rf"(.+\.){MOE}\.(input_linear|output_linear)\.weight"), f"{MOE}.router.layer.weight")
+GEMMA = Joint(re.compile(r"(.+\.layers\.\d+\.)experts\.(gate_up_proj|down_proj)"), "")  # its router is called what it is
+WITHOUT_GATES = Joint(re.compile(r"(.+\.)mixer\.experts\.(up_proj|down_proj)"), "")
+LATER_GRANITE = Joint(re.compile(rf"(.+\.){MOE}\.experts\.(gate_up_proj|down_proj)"), f"{MOE}.router.weight")
+
+
+def give_text_names(store: TensorStore) -> None:
+    """Name the tensors of the text part of a model that takes images as they would be if it were alone; others keep their names."""
+    names = ((_alone(name), info) for name, info in store.tensors.items())
+    store.tensors = {name: replace(info, name=name) for name, info in names}
+
+
+def _alone(name: str) -> str:
+    own = name.removeprefix(THINKER)
+    before = next((each for each in PARTS_BEFORE if own.startswith(each)), None)
+    if before is None:
+        return own if own.startswith((*(BASE + each for each in INSIDE), HEAD)) else name
+    rest = own.removeprefix(before)
+    return rest if rest.startswith(HEAD) else BASE + rest
+
+
+def give_names(store: TensorStore, model_type: object) -> None:
+    """Name the tensors of a store as the family of a `model_type` does. Raises CheckpointError."""
+    model_type = families.RENAMED.get(str(model_type), str(model_type))
+    if any(name.startswith(INSIDE) for name in store.tensors) and not any(name.startswith(BASE) for name in store.tensors):
+        names = ((BASE + name if name.startswith(INSIDE) else name, info) for name, info in store.tensors.items())
+        store.tensors = {name: replace(info, name=name) for name, info in names}
+    if model_type == "gpt2":  # the first ones are of the model without its head
+        names = ((gpt2.BEFORE + name if name.startswith(OF_GPT2) else name, info) for name, info in store.tensors.items())
+        store.tensors = {name: replace(info, name=name) for name, info in names}
+    if model_type in ("falcon_mamba", "mamba", "mamba2", "nemotron_h"):
+        names = ((BASE + name.removeprefix(OLDER_BASE) if name.startswith(OLDER_BASE) else name, info)
+                 for name, info in store.tensors.items())
+        store.tensors = {name: replace(info, name=name) for name, info in names}
+    later, usual = CORRECTIONS.get(model_type, ("", ""))
+    if later and any(later in name for name in store.tensors):
+        names = ((name.replace(later, usual), info) for name, info in store.tensors.items())
+        store.tensors = {name: replace(info, name=name) for name, info in names}
+    for joint in (USUAL, GRANITE, LATER_GRANITE, GEMMA, WITHOUT_GATES) if model_type in EXPERTS else ():
+        if any(joint.experts.fullmatch(name) for name in store.tensors):
+            store.tensors = {info.name: info for info in _apart(store.tensors, model_type, joint)}
+
+
+def _apart(tensors: Mapping[str, TensorInfo], family: str, joint: Joint) -> Iterator[TensorInfo]:
+    """Every expert's matrices by themselves, and the router beside them."""
+    place, names = EXPERTS[family] and f"{EXPERTS[family]}.", families.get(families.COMPOSITE.get(family, (family,))[0]).NAMES
+    layers = {found.group(1) for name in tensors if (found := joint.experts.fullmatch(name))}
+    for name, info in tensors.items():
+        found = joint.experts.fullmatch(name)
+        if found is None:
+            layer = name.removesuffix(joint.router)
+            yield replace(info, name=f"{layer}{place}gate.weight") if layer != name and layer in layers else info
+            continue
+        parts, shape = PARTS[found.group(2)], info.shape
+        if len(shape) != 3 or 0 in shape or shape[0] > MOST_EXPERTS or shape[1] % len(parts) or info.nbytes % (shape[0] * shape[1]):
+            damaged(info.file, f"holds {shown(name)} as {info.dtype} {list(shape)}")
+        rows, nbytes = shape[1] // len(parts), info.nbytes // (shape[0] * len(parts))
+        for i in range(shape[0] * len(parts)):
+            own = f"{found.group(1)}{place}experts.{i // len(parts)}.{names[parts[i % len(parts)]]}.weight"
+            yield TensorInfo(own, info.dtype, (rows, shape[2]), info.file, info.offset + i * nbytes, nbytes)

@@ -1,0 +1,81 @@
+"""Tensors of a checkpoint that its config does not ask for: more layers than it says, biases or norms that it leaves out.
+
+One of them says that config and weights do not belong together, and then a model runs as another than was trained. What is known to change
+nothing is passed over: buffers that old checkpoints kept, scales of caches and activations that are not rounded here, biases of zeros,
+what fills gaps between tensors, keys and values of layers that attend to others', layers of multi-token prediction, and of a model that
+takes images all that is not its text part.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from ...kernels.reference import CURVE_EDGE, CURVE_SLOPE
+from ...offload.checkpoint import TensorStore
+from ...offload.header import TensorInfo, shown
+from ...offload.notes import Fallback
+from ...offload.shards import PAD
+from ...quant.weight import RAW_NUMPY, to_f32
+from ..config import ModelConfig
+from ..families import COMPOSITE, RENAMED
+from ..tensors import ModelTensor
+from .import_config import IGNORED
+
+HARMLESS = re.compile(r"(?:.*\.)?(?:rotary_emb\.(?:inv_freq|cos_cached|sin_cached)|masked_bias|layers\.\d+\.attention\.bias|"
+                      r"h\.\d+\.attn\.(?:masked_)?bias|"
+                      rf"decoder\.version|position_ids|mtp(?:_\w+)?\..+|(?:{'|'.join(IGNORED)}))")
+SIGHT = re.compile(r"(?:.*\.)?(?:image_newline|(?:audio_tower|code2wav|connector|embed_audio|embed_vision|merger|mm_projector|"
+                   r"multi_modal_projector|talker|token2wav|vision_embedder|vision_model|vision_tower|visual)\..+)")
+INDEXER = re.compile(r"(?:.*\.)?layers\.\d+\.self_attn\.indexer\..+")  # of models that run as far as it chooses every token
+OWN_KEYS = re.compile(r"(?:.*\.)?layers\.(\d+)\.self_attn\.(?:[kv]_proj|[kv]_norm)\..+")
+# What every xIELU has besides its layer's own numbers.
+CURVES = {".mlp.act_fn.beta": CURVE_SLOPE, ".mlp.act_fn.eps": CURVE_EDGE}
+NEAR = 3e-2  # what 16 bits hold of numbers as small as these
+MOST_NBYTES = 1 << 20  # of a bias that is looked into
+
+
+def unread(config: ModelConfig, store: TensorStore, read: Iterable[TensorInfo]) -> tuple[str, ...]:
+    """Names of the tensors of a folder that are in none of `read` and might mean something."""
+    used = {(info.file, info.offset) for info in read}  # the first part of a tensor that is split begins where it does
+    left = [info for info in store.tensors.values() if (info.file, info.offset) not in used]
+    left = [info for info in left if not info.name.startswith(PAD) and not HARMLESS.fullmatch(info.name)]
+    if config.family in {RENAMED.get(each, each) for inner in COMPOSITE.values() for each in inner}:
+        left = [info for info in left if not SIGHT.fullmatch(info.name)]
+    if config.most_tokens is not None:
+        left = [info for info in left if not INDEXER.fullmatch(info.name)]
+    behind = tuple(f"model.layers.{config.num_hidden_layers + i}." for i in range(config.mtp_layers))
+    return tuple(info.name for info in left if not info.name.startswith(behind) and not _of_others(config, info.name)
+                 and not _adds_nothing(store, info) and not _of_every_curve(store, info))
+
+
+def unread_notices(config: ModelConfig, store: object, tensors: Mapping[int | str, Mapping[str, ModelTensor]]) -> Sequence[str]:
+    """What has to be said of a store whose `tensors` are read; a made up one has no others."""
+    if not isinstance(store, TensorStore):
+        return ()
+    names = unread(config, store, (tensor.info for roles in tensors.values() for tensor in roles.values()))
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return (Fallback(f"not used, because config.json does not ask for it: {shown(names[0])}{more}"),) if names else ()
+
+
+def _of_others(config: ModelConfig, name: str) -> bool:
+    """Whether a tensor makes keys or values of a layer that attends to another's, which checkpoints of such models keep."""
+    found = OWN_KEYS.fullmatch(name)
+    layer = -1 if found is None else int(found[1])
+    return bool(config.kv_sources) and 0 <= layer < config.num_hidden_layers and config.kv_sources[layer] != layer
+
+
+def _adds_nothing(store: TensorStore, info: TensorInfo) -> bool:
+    """Whether a tensor is a bias of zeros, which some tools write beside every matrix."""
+    return info.name.endswith(".bias") and info.nbytes <= MOST_NBYTES and not store.read(info).any()
+
+
+def _of_every_curve(store: TensorStore, info: TensorInfo) -> bool:
+    """Whether a tensor is a number of an activation that is the same in every model (`families/apertus.py`)."""
+    usual = next((value for end, value in CURVES.items() if info.name.endswith(end)), None)
+    scheme = info.dtype.lower()
+    if usual is None or scheme not in RAW_NUMPY or info.nbytes > 4:
+        return False
+    return bool(np.allclose(to_f32(store.read(info).reshape(-1).view(RAW_NUMPY[scheme]), scheme), usual, rtol=NEAR, atol=0))

@@ -1,0 +1,1 @@
+"""Messages as a model reads them: chat templates, and the sandbox that they run in."""

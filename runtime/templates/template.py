@@ -1,0 +1,157 @@
+"""Chat templates: a list of messages becomes the prompt text that a model was trained on.
+
+The template is a Jinja program that travels with the model: `chat_template.jinja` wins over the `chat_template` of tokenizer_config.json
+(a text, or a list of named ones of which "default" is taken, and "tool_use" where there are tools). Its variables are those that
+transformers gives: messages, tools, documents, add_generation_prompt, the special tokens, and options such as enable_thinking. Compiling
+waits for the first render, because importing jinja2 costs 50 ms that a raw completion does not need. A hostile template ends as a one-line
+TemplateError; see `template_sandbox`.
+"""
+
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ... import EffllmError
+from ..files.small_file import read_text
+from ..tokens.stream_filters import sanitize
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+    from .template_sandbox import TemplateEnvironment
+
+SOURCE_LIMIT = 64_000  # characters; compiling that many takes a second, and published templates have a third of it
+FOR_TOOLS = "tool_use"  # what the one for tools is called among several
+RENDER_SECONDS = 2.0
+MESSAGES = 100  # that many more have as much time again: Gemma 4's template looks at all later ones for each
+RAW_HINT = 'complete without a template: effllm run MODEL --raw "…"'
+
+
+class TemplateError(EffllmError):
+    """The model's chat template is malformed, asks for too much, or fails on these messages."""
+
+
+class TemplateRefused(TemplateError):
+    """The template itself declined the messages through raise_exception (roles out of order, no system role, …)."""
+
+
+class ChatTemplate:
+    """A chat template and the special tokens it may name. Rendering is safe from several threads, one at a time. `for_tools`: the source of
+    another one, which is taken where there are tools."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None, seconds: float = RENDER_SECONDS,
+                 for_tools: str | None = None) -> None:
+        if len(source) > SOURCE_LIMIT:
+            raise TemplateError(
+                f"the model's chat template has {len(source):,} characters, more than the {SOURCE_LIMIT:,} allowed", RAW_HINT
+            )
+        self.source, self.special_tokens, self.seconds = source, dict(special_tokens or {}), seconds
+        taken = for_tools is not None and len(for_tools) <= SOURCE_LIMIT
+        self.for_tools = ChatTemplate(for_tools, special_tokens, seconds) if taken else None
+        self._lock = threading.Lock()
+        self._compiled: tuple[TemplateEnvironment, Template] | None = None
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **options: Any,
+    ) -> str:
+        """The prompt text. `messages` are dicts with role and content; `options` reach the template as variables (enable_thinking, …)."""
+        if tools and self.for_tools:
+            return self.for_tools.render(messages, add_generation_prompt, tools, **options)
+        names = {"documents": None, **self.special_tokens, **options, "messages": list(messages), "tools": tools}
+        try:
+            text = json.dumps(names | {"add_generation_prompt": add_generation_prompt})
+        except (TypeError, ValueError) as error:
+            raise TemplateError(f"chat messages must be plain text, numbers, lists and mappings: {error}") from None
+        # The round trip leaves only exact built-in types: an object with methods of its own would be a hole in the sandbox.
+        with self._lock:
+            return self._render(json.loads(text), len(text))
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """Names that the template looks for among what it is given; none for one that cannot be read, which rendering then says."""
+        from jinja2 import meta
+
+        from .template_sandbox import TemplateEnvironment
+
+        try:
+            return frozenset(meta.find_undeclared_variables(TemplateEnvironment().parse(self.source)))
+        except Exception:  # a stranger's program, as in `_render`
+            return frozenset()
+
+    def _render(self, names: dict[str, Any], weight: int) -> str:
+        from .template_limits import LimitExceeded, Meter
+        from .template_sandbox import Refusal, TemplateEnvironment
+
+        try:
+            environment, template = self._compiled or (TemplateEnvironment(), None)
+            seconds = self.seconds * (1 + len(names["messages"]) / MESSAGES)
+            environment.meter = Meter(weight, seconds)
+            if template is None:
+                template = environment.load(self.source)
+                environment.meter = Meter(weight, seconds)
+                self._compiled = environment, template
+            return "".join(template.root_render_func(template.new_context(names)))
+        except Refusal as error:
+            raise TemplateRefused(f"the model's chat template refuses these messages: {_one_line(error)}", RAW_HINT) from None
+        except LimitExceeded as error:
+            raise TemplateError(f"the model's chat template was stopped: {_one_line(error)}", RAW_HINT) from None
+        except RecursionError:
+            raise TemplateError("the model's chat template was stopped: it is nested or recurses too deeply", RAW_HINT) from None
+        except Exception as error:  # a stranger's program: it may fail with any exception that Python or Jinja has
+            raise self._failure(error) from None
+
+    @staticmethod
+    def _failure(error: Exception) -> TemplateError:
+        from jinja2 import TemplateSyntaxError
+        from jinja2.exceptions import SecurityError
+
+        if isinstance(error, TemplateSyntaxError):
+            return TemplateError(
+                f"the model's chat template is malformed (line {error.lineno}): {_one_line(error.message or '')}", RAW_HINT
+            )
+        if isinstance(error, SecurityError):
+            return TemplateError(f"the model's chat template was stopped: {_one_line(error)}", RAW_HINT)
+        return TemplateError(f"the model's chat template failed: {_one_line(error)} ({type(error).__name__})", RAW_HINT)
+
+
+def _one_line(error: object) -> str:
+    text = " ".join(sanitize(str(error)[:1000]).split())
+    return text if len(text) <= 200 else text[:199] + "…"
+
+
+def load_template(folder: Path, tokenizer_config: Mapping[str, Any], special_tokens: Mapping[str, str]) -> ChatTemplate | None:
+    """The chat template of a model folder; None for a base model that has none."""
+    for name in ("chat_template.jinja", "chat_template.json"):
+        path = folder / name
+        try:
+            if not path.exists():
+                continue
+            text = read_text(path, 8 * SOURCE_LIMIT)
+            source, for_tools = (text, None) if name.endswith(".jinja") else _from_entry(json.loads(text), path)
+        except (OSError, ValueError, RecursionError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise TemplateError(f"cannot read {path}: {_one_line(reason)}", "fetch the model's files again, or remove this file") from None
+        if source is not None:
+            return ChatTemplate(source, special_tokens, for_tools=for_tools)
+    source, for_tools = _from_entry(tokenizer_config, folder / "tokenizer_config.json")
+    return None if source is None else ChatTemplate(source, special_tokens, for_tools=for_tools)
+
+
+def _from_entry(config: Any, path: Path) -> tuple[str | None, str | None]:
+    """The template of a config, and the one for tools."""
+    for_tools = None
+    entry = config.get("chat_template") if isinstance(config, Mapping) else None
+    if isinstance(entry, list):
+        named = {str(e.get("name")): e.get("template") for e in entry if isinstance(e, Mapping)}
+        entry = named.get("default", next(iter(named.values()), None))
+        for_tools = named.get(FOR_TOOLS)
+    if entry is not None and not isinstance(entry, str):
+        raise TemplateError(f"chat_template in {path} is neither text nor a list of named templates", RAW_HINT)
+    return entry, for_tools if isinstance(for_tools, str) else None

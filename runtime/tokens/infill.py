@@ -1,0 +1,163 @@
+"""Filling in the middle: from the text around a place to the prompt of a model that was trained to write what belongs there.
+
+Such a model marks the text before, the text behind and the place itself by tokens of its own. They are found by their names in the
+vocabulary, as llama.cpp finds them, or as a model's files state them. Which part comes first is known by the names too: most have what is
+before it, then what is behind it, Codestral, Seed Coder and Mellum the other way round. Other files come before both, each behind its name.
+
+All is tokens here: whoever asks brings the text as such (`plain_text.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ... import ContextOverflow
+
+Encode = Callable[[str], list[int]]
+
+
+@dataclass(frozen=True)
+class Names:
+    """What a family calls its tokens. Without a `middle` what is written comes behind the prefix, which then is the last."""
+
+    prefix: str
+    suffix: str
+    middle: str = ""
+    suffix_first: bool = False
+
+
+KNOWN = (Names("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen 2.5 and later, CodeGemma, Granite 4
+         Names("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder 1 and 2, Granite Code, Mellum
+         Names("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
+         Names("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek
+         Names("▁<PRE>", "▁<SUF>", "▁<MID>"), Names("<PRE>", "<SUF>", "<MID>"),  # CodeLlama
+         Names("<[fim-prefix]>", "<[fim-suffix]>", "<[fim-middle]>", suffix_first=True),  # Seed Coder
+         Names("[PREFIX]", "[SUFFIX]", suffix_first=True),  # Codestral, whose [MIDDLE] no prompt has
+         Names("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM 4.5
+         Names("<|prefix|>", "<|suffix|>", "<|middle|>"))  # Falcon H1 Coder
+# Roles by which files state them: of tokenizer_config.json, and of GGUF files (`fim_pre_token_id` and so on) as they are read here.
+STATED = ("prefix_token", "suffix_token", "middle_token", "fim_pad_token", "fim_rep_token", "fim_sep_token")
+REPOSITORIES = ("<|fim_repo|>", "<|repo_name|>", "<repo_name>", "<fim-repo>", "<REPO>", "<reponame>")
+FILES = ("<|file_sep|>", "<file_sep>", "<filename>")
+# With these among its tokens a vocabulary with StarCoder's names is Mellum's, which puts the suffix first.
+OF_MELLUM = ("<fim_prefix>", "<filename>", "</assistant>")
+# A model that goes on with one of these is through: it begins another file, or pads.
+ENDS = ("<|fim_pad|>", "<fim_pad>", "<fim-pad>", "▁<EOT>", "<EOT>", "<|EOT|>", "<|file_separator|>", "<|endoftext|>")
+NAMELESS = "<file_sep>"  # StarCoder 2 saw half of its files without names, and where they have one it stands elsewhere
+PROJECT, HERE = "myproject", "filename"  # llama.cpp's, where nobody says what the project and the file are called
+SNIPPET = "\n\n--- snippet ---\n\n"  # before each other file, for models that have no token for it; llama.cpp's too
+SHARE = 4  # of the room around the place one part in so many is the suffix's, if it needs that
+STEPS = 8  # a prefix that is too long is cut so many times on the way of its whole room, so that most keys pressed move nothing
+NEAR = 4096  # tokens around the place beside which other files have all of the context
+ROOM_TO_WRITE = 512  # tokens that other files leave for the answer
+
+
+@dataclass(frozen=True)
+class Marks:
+    """The tokens of one vocabulary. `ends`: those that end what is written, beside those that end any text. `repository` and `file` stand
+    before the name of the project and of each file; None where there is none."""
+
+    prefix: int
+    suffix: int
+    middle: int | None
+    suffix_first: bool
+    ends: frozenset[int]
+    repository: int | None = None
+    file: int | None = None
+    names_files: bool = True
+
+
+@dataclass(frozen=True)
+class Gap:
+    """A place in a text: what is before and behind it, what is written there already (`begun`), and other files as (name, text)."""
+
+    prefix: str
+    suffix: str
+    begun: str = ""
+    files: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids, the first `lasting` of which are other files: what comes behind is another at the next key, and nothing goes on from it.
+    `is_cut`: something of the text had no room."""
+
+    ids: list[int]
+    lasting: int = 0
+    is_cut: bool = False
+
+
+def marks_of(numbers: Mapping[str, int], stated: Mapping[str, str]) -> Marks | None:
+    """The tokens among those of a vocabulary (text -> number); None where the model has none. `stated`: role -> text, as its files say."""
+    said = [stated.get(role, "") for role in STATED]
+    names = next((each for each in KNOWN if all(part in numbers for part in (each.prefix, each.suffix, each.middle) if part)), None)
+    if all(part in numbers for part in said[:3]):
+        first = next((each.suffix_first for each in KNOWN if each.prefix == said[0]), False)
+        names = Names(*said[:3], first) if names is None or names.prefix != said[0] else names
+    if names is None:
+        return None
+    suffix_first = names.suffix_first or all(part in numbers for part in OF_MELLUM)
+    repository = next((each for each in (said[4], *REPOSITORIES) if each in numbers), None)
+    file = next((each for each in (said[5], *FILES) if each in numbers), None)
+    ends = (names.prefix, names.suffix, names.middle, said[3], repository, file, *ENDS)
+    return Marks(numbers[names.prefix], numbers[names.suffix], numbers[names.middle] if names.middle else None, suffix_first,
+                 frozenset(numbers[each] for each in ends if each in numbers), numbers.get(repository), numbers.get(file), file != NAMELESS)
+
+
+def prompt_of(marks: Marks, gap: Gap, first: Encode, going_on: Encode, bos: int | None, room: int, answer: int, may_cut: bool) -> Prompt:
+    """The prompt for a gap in a context of `room` tokens, of which `answer` are to be written.
+
+    `first` makes tokens of a text that begins one, `going_on` of one that goes on from something. What has no room is left out where that
+    `may_cut`: other files from the first one on, then the beginning of the prefix and the end of the suffix. Raises ContextOverflow.
+    """
+    start = [] if bos is None else [bos]
+    prefix, suffix = first(gap.prefix) if gap.prefix else [], going_on(gap.suffix)
+    begun = (going_on if gap.prefix else first)(gap.begun)
+    overhead = len(start) + (2 if marks.middle is None else 3) + len(begun)
+    files, dropped = _files(marks, gap.files, going_on, room - min(room // 2, NEAR) - min(room // 8, ROOM_TO_WRITE), may_cut)
+    around = room - overhead - len(files) - max(1, min(answer, room // 2))
+    whole = overhead + len(files) + len(prefix) + len(suffix)
+    if not may_cut and whole >= room:
+        raise ContextOverflow(f"the prompt has {whole} tokens and the context holds {room}", "shorten it")
+    if is_long := may_cut and len(prefix) + len(suffix) > around:
+        if around < 0:
+            raise ContextOverflow(f"what is begun has {len(begun)} tokens and the context holds {room}", "shorten it")
+        prefix, suffix = _near(prefix, suffix, around)
+    before, behind = [marks.prefix, *prefix, *begun], [marks.suffix, *suffix]
+    parts = behind + before if marks.suffix_first else before + behind
+    return Prompt([*start, *files, *parts, *([] if marks.middle is None else [marks.middle])], len(start) + len(files), dropped or is_long)
+
+
+def _near(prefix: list[int], suffix: list[int], room: int) -> tuple[list[int], list[int]]:
+    """The end of a prefix and the beginning of a suffix that have so much room together."""
+    behind = min(len(suffix), max(room // SHARE, room - len(prefix)))
+    before = min(len(prefix), room - behind)
+    if before < len(prefix):
+        step = max(1, before // STEPS)
+        before = max(0, len(prefix) - -(-(len(prefix) - before) // step) * step)
+    return prefix[len(prefix) - before :], suffix[:behind]
+
+
+def _files(marks: Marks, files: Sequence[tuple[str, str]], encode: Encode, room: int, may_cut: bool) -> tuple[list[int], bool]:
+    """Other files, and how the one of the gap begins, in at most so many tokens if that `may_cut`; and whether some were left out. As many
+    have room for one request have it for the next, whatever that is about."""
+    if not files:
+        return [], False
+    head = [] if marks.repository is None else [marks.repository, *encode(f"{PROJECT}\n" if marks.names_files else PROJECT)]
+    tail = _named(marks, HERE, encode) if marks.file is not None else []
+    kept, left = [], room - len(head) - len(tail)
+    for name, text in reversed(files):
+        begin = encode(SNIPPET) if marks.file is None else _named(marks, name, encode)
+        ids = [*begin, *encode(text)]
+        if may_cut and len(ids) > left:
+            if not kept and left > len(begin):  # the newest has what room there is
+                kept.append([*begin, *ids[len(ids) - (left - len(begin)) :]])
+            return [*head, *(token for each in reversed(kept) for token in each), *tail] if kept else [], True
+        kept.append(ids)
+        left -= len(ids)
+    return [*head, *(token for each in reversed(kept) for token in each), *tail], False
+
+
+def _named(marks: Marks, name: str, encode: Encode) -> list[int]:
+    return [marks.file, *(encode(f"{name}\n") if marks.names_files else [])]

@@ -1,0 +1,61 @@
+"""A text as tokens of text alone: what is written in it like a mark of the model (`<|im_end|>` in a program that builds prompts, `<s>` in a
+page) is letters there, not a token that ends or begins something. Prompts of programs may be meant either way; a person's file is not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from functools import cached_property
+
+from ..text import Tokenizer
+
+ANY = "\u263a"  # a letter that merges with none, as those who trained CodeLlama have it
+SPACED = "\u2581"
+
+
+class PlainText:
+    """The texts of one tokenizer. `marks`: tokens that are marks though decoding shows them."""
+
+    def __init__(self, tokenizer: Tokenizer, marks: Iterable[int] = ()) -> None:
+        self._tokenizer, self._more = tokenizer, frozenset(marks)
+
+    def first(self, text: str) -> list[int]:
+        """Token ids of a text that begins one, with the space that some vocabularies put before it."""
+        begin, *rest = self._apart(text)
+        return self._tokenizer.encode(begin, False) + [token for part in rest for token in self._behind(part)] if text else []
+
+    def going_on(self, text: str) -> list[int]:
+        """Token ids of a text that goes on from another."""
+        return [token for part in self._apart(text) for token in self._behind(part)] if text else []
+
+    def _behind(self, text: str) -> list[int]:
+        if not self._spaces:
+            return self._tokenizer.encode(text, False)
+        ids = self._tokenizer.encode(ANY + text, False)
+        return ids[len(self._any) :] if ids[: len(self._any)] == self._any else self._tokenizer.encode(text, False)
+
+    @cached_property
+    def _any(self) -> list[int]:
+        return self._tokenizer.encode(ANY, False)
+
+    @cached_property
+    def _spaces(self) -> bool:
+        """Does the vocabulary put a space before every text?"""
+        first = self._tokenizer.encode("a", False)[:1]
+        return any(text.startswith(SPACED) for text, number in self._tokenizer.vocabulary().items() if number in first)
+
+    @cached_property
+    def _mark(self) -> re.Pattern[str] | None:
+        """A mark that is written in a text, longer ones first."""
+        decode, added = self._tokenizer.decode, self._tokenizer.added
+        marks = [text for text, number in added.items() if len(text) > 1 and (number in self._more or not decode([number]))]
+        return re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True)))) if marks else None
+
+    def _apart(self, text: str) -> list[str]:
+        """The text in parts none of which holds a mark: each is cut behind its first letter."""
+        parts, begin = [], 0
+        for found in self._mark.finditer(text) if self._mark else ():
+            parts.append(text[begin : found.start() + 1])
+            begin = found.start() + 1
+        return [*parts, text[begin:]]

@@ -1,0 +1,191 @@
+"""Tokenizers that are published as ranks of byte strings, for the `tokenizers` library: Mistral's tekken.json, Kimi's tiktoken.model and
+Hunyuan's hy.tiktoken.
+
+The rank of a byte string is its number, and of two neighbours that may be joined those are first whose joint string has the lowest rank; a
+piece that is a token as it stands is not cut. tekken.json holds its pattern and its special tokens, which come before the ranks.
+The others are a line for each rank, "base64 rank"; the pattern stands in a program beside them, which is not run, so that only known ones
+are read; their special tokens come behind the ranks, named by tokenizer_config.json or, Hunyuan's, by the program.
+"""
+
+from __future__ import annotations
+
+import binascii
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from ..files.small_file import TOKENIZER_NBYTES, read_whole
+from ..gguf.splits import CUTTERS, KIMI, LLAMA3_WORDS, QWEN2_WORDS, same_pattern
+from ..hub import RANKS
+from ..templates.template import ChatTemplate
+from .token_bytes import letters_of_bytes
+
+TEKKEN, TIKTOKEN, HUNYUAN = RANKS
+MOST_PIECE = 1024  # bytes of a token, which is looked up cut at every place; the longest published one has 256
+MOST_CUTS = 1 << 23
+MOST_WORK = 1 << 30  # bytes that are looked at for it; published ones take a hundredth of it
+# What tekken.json of the first versions leaves out.
+FIRST_SPECIAL = ("<unk> <s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] [/TOOL_RESULTS] [TOOL_CALLS] [IMG] "
+                 "<pad> [IMG_BREAK] [IMG_END] [PREFIX] [MIDDLE] [SUFFIX] [SYSTEM_PROMPT] [/SYSTEM_PROMPT] [TOOL_CONTENT]").split()
+ROLES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+PROGRAMS = {TIKTOKEN: ("tokenization_kimi", "tokenization_moonshot"), HUNYUAN: ("tokenization_hy",)}  # whose patterns are known
+HUNYUAN_SPECIAL = ["<|endoftext|>", "<|startoftext|>", "<|bos|>", "<|eos|>", "<|pad|>", *(f"<|extra_{number}|>" for number in range(205))]
+HUNYUAN_ROLES = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "pad_token": "<|pad|>"}
+RESERVED = 256  # numbers behind Kimi's ranks that are special tokens, also those without a name
+# How Mistral's models are asked. The system prompt stands in the last question up to version 3, later before all of them; those of version
+# 11 and 13 that reason do so between tags, which their vocabulary does not tell from the others'.
+ASKED_3 = """{{ bos_token }}{% for message in messages %}{% if message.role == 'user' %}[INST]
+{%- if loop.last and messages[0].role == 'system' %}{{ messages[0].content + '\\n\\n' }}{% endif %}{{ message.content }}[/INST]
+{%- elif message.role == 'assistant' %}{{ message.content }}{{ eos_token }}{% endif %}{% endfor %}"""
+ASKED_7 = """{{ bos_token }}{% for message in messages %}{% if message.role == 'system' -%}
+[SYSTEM_PROMPT]{{ message.content }}[/SYSTEM_PROMPT]{% elif message.role == 'user' %}[INST]{{ message.content }}[/INST]
+{%- else %}{{ message.content }}{{ eos_token }}{% endif %}{% endfor %}"""
+TEMPLATES = {"v3": ASKED_3, "v7": ASKED_7, "v11": ASKED_7 + "{# <think> </think> #}", "v13": ASKED_7 + "{# [THINK] [/THINK] #}"}
+
+
+class RanksError(ValueError):
+    """What such a file says that makes no tokenizer; the text says where."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """A tokenizer and what the file says beside: `special` tokens by role, `template` of its version, None where it has none."""
+
+    path: Path
+    backend: Tokenizer
+    special: dict[str, str]
+    add_bos: bool = False
+    template: ChatTemplate | None = None
+
+
+def read_ranks(path: Path, settings: Mapping[str, Any]) -> Ranks:
+    """The tokenizer of a file of ranks; `settings`: tokenizer_config.json beside it. Raises RanksError, OSError."""
+    data = read_whole(path, TOKENIZER_NBYTES)
+    return _tekken(path, data) if path.name == TEKKEN else _tiktoken(path, data, settings)
+
+
+def _tekken(path: Path, data: bytes) -> Ranks:
+    try:
+        content = json.loads(data)
+        config, entries = content["config"], content["vocab"]
+        pattern, version, rows, count = (config[key] for key in ("pattern", "version", "default_vocab_size", "default_num_special_tokens"))
+        named = [(entry["rank"], entry["token_str"]) for entry in content.get("special_tokens") or ()]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise RanksError(f"it is not as Mistral writes it: {type(error).__name__} {str(error)[:80]}") from None
+    if not all(type(number) is int and 0 < number < 1 << 24 for number in (rows, count)) or not count < rows <= count + len(entries):
+        raise RanksError(f"it names {rows!r} tokens, of which {count!r} are special, and has {len(entries)} ranks")
+    if not isinstance(pattern, str) or not all(isinstance(name, str) and type(rank) is int for rank, name in named):
+        raise RanksError("its pattern or one of its special tokens is no text")
+    names = dict(named) or dict(enumerate(FIRST_SPECIAL))
+    specials = [AddedToken(names.get(number, f"<SPECIAL_{number}>"), special=True, normalized=False) for number in range(count)]
+    if any(not 0 <= rank < count for rank in names) or len({token.content for token in specials}) != count:
+        raise RanksError("its special tokens are not numbered one by one")
+    ranks = _numbered((entry.get("token_bytes"), entry.get("rank")) for entry in entries[: rows - count])
+    made = _backend(ranks, count, pattern, specials, 0)
+    special = {role: text for role, text in ROLES.items() if text in names.values()}
+    asked = TEMPLATES.get(version) if "[INST]" in names.values() else None
+    return Ranks(path, made, special, True, None if asked is None else ChatTemplate(asked, special))
+
+
+def _tiktoken(path: Path, data: bytes, settings: Mapping[str, Any]) -> Ranks:
+    if not any(program in json.dumps(settings.get("auto_map")) for program in PROGRAMS[path.name]):
+        raise RanksError(f"the pattern that it cuts words by stands in a program, of which tokenizer_config.json does not say that it is "
+                         f"{' or '.join(PROGRAMS[path.name])}")
+    lines = [line.split() for line in data.splitlines()]
+    if any(len(line) != 2 or not line[1].isdigit() or len(line[1]) > 9 for line in lines):
+        raise RanksError("a line of it is not a token and its rank")
+    if path.name == HUNYUAN:  # whose program numbers the lines itself, without those that are there twice
+        ranks = _numbered((text, number) for number, text in enumerate(dict.fromkeys(text for text, _ in lines)))
+        specials = [AddedToken(name, special=True, normalized=False) for name in HUNYUAN_SPECIAL]
+        made = _backend(ranks, 0, QWEN2_WORDS, specials, len(ranks))
+        made.normalizer = normalizers.NFC()
+        return Ranks(path, made, HUNYUAN_ROLES)
+    ranks = _numbered((line[0], int(line[1])) for line in lines)
+    stated = settings.get("added_tokens_decoder")
+    named = {number: entry for number, entry in (stated if isinstance(stated, dict) else {}).items() if isinstance(entry, dict)}
+    specials = []
+    for number in range(len(ranks), len(ranks) + RESERVED):
+        entry = named.get(str(number), {})
+        name = entry.get("content")
+        specials.append(AddedToken(name if isinstance(name, str) and name else f"<|reserved_token_{number}|>", normalized=False,
+                                   special=entry.get("special") is not False))
+    if len({token.content for token in specials}) != RESERVED:
+        raise RanksError("tokenizer_config.json gives one name to two special tokens")
+    return Ranks(path, _backend(ranks, 0, KIMI.patterns[0], specials, len(ranks)), {})
+
+
+def _numbered(entries: Iterable[tuple[object, object]]) -> dict[bytes, int]:
+    """Byte string -> rank, of entries in order of rank."""
+    ranks: dict[bytes, int] = {}
+    work = 0
+    for number, (text, rank) in enumerate(entries):
+        try:
+            token = binascii.a2b_base64(text)  # type: ignore[arg-type]
+        except (TypeError, ValueError):
+            raise RanksError(f"its token {number} is not base64") from None
+        if rank != number or not token or len(token) > MOST_PIECE or ranks.setdefault(token, number) != number:
+            raise RanksError(f"its token {number} is empty, too long, out of order or there twice")
+        work += len(token) ** 2
+        if work > MOST_WORK:
+            raise RanksError("its tokens are longer than those of any vocabulary")
+    if any(bytes([byte]) not in ranks for byte in range(256)):
+        raise RanksError("it lacks some of the 256 bytes")
+    return ranks
+
+
+def _backend(ranks: Mapping[bytes, int], first: int, pattern: str, specials: list[AddedToken], first_special: int) -> Tokenizer:
+    """`ranks` numbered from `first` on, `specials` from `first_special` on."""
+    spelt = _spelling()
+    names = {token: spelt(token) for token in ranks}
+    vocab = {names[token]: first + rank for token, rank in ranks.items()}
+    for number, token in enumerate(specials, first_special):
+        if vocab.setdefault(token.content, number) != number:
+            raise RanksError(f"the special token {token.content[:40]!r} is spelt as one of the ranks")
+    merges = [(names[left], names[right]) for left, right in _cuts(ranks)]
+    made = Tokenizer(models.BPE(vocab=vocab, merges=merges, fuse_unk=False, ignore_merges=True))
+    made.pre_tokenizer = _cutter(pattern)
+    made.decoder = decoders.ByteLevel()
+    made.add_tokens(specials)
+    return made
+
+
+def _cuts(ranks: Mapping[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
+    """Every cut of a token into two tokens, the token of the lowest rank first; of one token the cuts whose parts come first."""
+    found = 0
+    for token in ranks:
+        cuts = [(ranks[left], ranks[right], left, right) for at in range(1, len(token))
+                if (left := token[:at]) in ranks and (right := token[at:]) in ranks]
+        found += len(cuts)
+        if found > MOST_CUTS:
+            raise RanksError(f"its tokens can be cut in more than {MOST_CUTS:,} ways")
+        for *_, left, right in sorted(cuts):
+            yield left, right
+
+
+def mend_words(backend: Tokenizer) -> bool:
+    """Whether a tokenizer.json of Mistral's vocabulary had the pattern of another, as the first conversions of Mistral Small 3.1 and of
+    models made of it do: such words are then cut as Mistral does."""
+    if backend.pre_tokenizer is None:
+        return False
+    raw = json.loads(backend.pre_tokenizer.__getstate__())
+    steps = raw["pretokenizers"] if raw["type"] == "Sequence" else [raw]
+    first = steps[0]["pattern"].get("Regex", "") if steps and steps[0]["type"] == "Split" else ""
+    if same_pattern(first) != same_pattern(LLAMA3_WORDS):
+        return False
+    backend.pre_tokenizer = _cutter(CUTTERS["tekken"].patterns[0])
+    return True
+
+
+def _cutter(pattern: str) -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"),
+                                    pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+def _spelling() -> Callable[[bytes], str]:
+    """How byte-level vocabularies write bytes."""
+    table = letters_of_bytes()
+    return lambda token: token.decode("latin-1").translate(table)

@@ -1,0 +1,58 @@
+"""What single tokens are as bytes, whatever the text that they come in: a token may be half a character."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+if TYPE_CHECKING:
+    from ..sampling.dry import Breakers
+    from ..text import Tokenizer
+
+SPACE, WORD = "\u0120", "\u2581"  # how a space is written in the tokens of bytes, and in those of SentencePiece
+_KNOWN: WeakKeyDictionary[Tokenizer, TokenBytes] = WeakKeyDictionary()
+
+
+def letters_of_bytes() -> dict[int, int]:
+    """Byte -> the letter, as a number, by which byte-level vocabularies write it: those that print in Latin 1 as they are, the others in
+    order from U+0100 on."""
+    prints = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return {byte: byte if byte in prints else next(others) for byte in range(256)}
+
+
+class TokenBytes:
+    """The bytes of the tokens of one vocabulary."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._texts = {number: text for text, number in tokenizer.vocabulary().items()}
+        self._added = frozenset(tokenizer.added.values())
+        space = tokenizer.vocabulary().get(SPACE)
+        self.breakers: dict[tuple[str, ...], Breakers] = {}  # by their texts
+        of_bytes = space is not None and tokenizer.decode([space], False) == " "
+        self._of_letters = {letter: byte for byte, letter in letters_of_bytes().items()} if of_bytes else None
+
+    def __call__(self, token: int) -> bytes:
+        """The bytes of a token; none of an id that has no text, as those by which a table is padded."""
+        text = self._texts.get(token, "")
+        if token in self._added:
+            return text.encode()
+        if self._of_letters is not None:
+            own = [self._of_letters.get(ord(letter)) for letter in text]
+            return text.encode("utf-8", "replace") if None in own else bytes(own)
+        if len(text) == 6 and text[:3] == "<0x" and text[5] == ">":
+            return bytes.fromhex(text[3:5])
+        return text.replace(WORD, " ").encode("utf-8", "replace")
+
+    @cached_property
+    def all(self) -> dict[int, bytes]:
+        """Every token's."""
+        return {token: self(token) for token in self._texts}
+
+
+def bytes_of(tokenizer: Tokenizer) -> TokenBytes:
+    """The bytes of a tokenizer's tokens, found once."""
+    if tokenizer not in _KNOWN:
+        _KNOWN[tokenizer] = TokenBytes(tokenizer)
+    return _KNOWN[tokenizer]

@@ -1,0 +1,130 @@
+"""Low-bit weights in lookup order: which of a model's are worth it on this machine, and putting them there once they are in memory.
+
+Table lookup gives the bits that dot products give, so the choice (`kernels/choice.py`) only decides speed. It is made per kind of weight by
+measurement, once per machine: a model that brings a kind that was never measured has it measured before its weights are read, which is
+announced. Waiting for `effllm doctor --warm` instead would leave most people with the slower kernel; it takes about a second, after a
+first run has taken half a minute to compile. Weights that are mapped from files stay as they are, and so do the embedding and the head.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from ...kernels import choice
+from ...kernels.choice import Case
+from ...kernels.compile import cache_folder
+from ...kernels.cpu import lut_order
+from ...kernels.layout import align
+from ...offload.notes import Fallback, refuse_fallbacks
+from ..events import Notice, Progress
+from ..families import kind_of
+from ..model import Model
+from ..prepare import Prepared, worker_count
+from ..tensors import ModelTensor
+
+# What is only ever multiplied.
+ROLES = ("q", "k", "v", "kv_a", "q_a", "q_b", "attn_gate", "o", "gate", "up", "down", "state_in", "state_gate", "state_out")
+UNMEASURED = "nothing could be measured"
+LEAST_NBYTES = 32 << 20  # a model with less of such weights answers at once either way
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A kind of weight: its tensors, the kernel they get and why."""
+
+    case: Case
+    tensors: tuple[ModelTensor, ...]
+    kernel: str
+    reason: str
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+def measure(prepared: Prepared, tensors: Mapping[int | str, Mapping[str, ModelTensor]]) -> Iterator[Progress]:
+    """Measure what the choice for a model lacks, in a child process."""
+    if prepared.options.kernel != "auto" or stay_put(prepared) or cache_folder() is None:
+        return
+    kinds, known = _kinds(prepared, tensors), choice.remembered()
+    if sum(tensor.nbytes for found in kinds.values() for tensor in found) < LEAST_NBYTES:
+        return
+    unknown = [(case, align(max(tensor.shape[0] for tensor in found), lut_order.PAIR))
+               for case, found in kinds.items() if case not in known]
+    if unknown:
+        yield Progress("measuring kernels (once)", 0, len(unknown), "kinds of weights")
+        for done, total in choice.measure(unknown):
+            yield Progress("measuring kernels (once)", done, total, "kinds of weights")
+
+
+def stay_put(prepared: Prepared) -> str:
+    """Why no weights are put in another order, if none are."""
+    if prepared.streams is not None:
+        return "weights that come from the disk stay as they lie there"
+    return "mapped files stay as they are" if prepared.options.load == "mmap" else ""
+
+
+def decide(prepared: Prepared, tensors: Mapping[int | str, Mapping[str, ModelTensor]]) -> list[Decision]:
+    """The kernel of every kind of weight that could be looked up."""
+    kinds, known, asked = _kinds(prepared, tensors), choice.remembered(), prepared.options.kernel
+    small = sum(tensor.nbytes for found in kinds.values() for tensor in found) < LEAST_NBYTES
+    decisions = []
+    for case, found in kinds.items():
+        if stay_put(prepared):
+            kernel, reason = "dot", stay_put(prepared)
+        elif asked != "auto":
+            kernel, reason = asked, f"--kernel {asked}"
+        elif small:
+            kernel, reason = "dot", "the model is too small to matter"
+        elif case in known:
+            kernel, reason = known[case].kernel, known[case].reason
+        else:
+            kernel, reason = "dot", UNMEASURED
+        decisions.append(Decision(case, tuple(found), kernel, reason))
+    return decisions
+
+
+def arrange(model: Model, prepared: Prepared) -> Iterator[Progress | Notice]:
+    """Put the chosen weights of a loaded model in lookup order, in place, before anything has read them."""
+    chosen = [decision for decision in decide(prepared, model.tensors) if decision.kernel == "lut"]
+    if prepared.options.kernel == "lut":
+        for reason, count in Counter(reason for _, reason in _weights(prepared, model.tensors) if reason).items():
+            said = Fallback(f"--kernel lut: {count} weights run by dot products: {reason}")
+            if prepared.options.strict:
+                refuse_fallbacks([said])
+            yield Notice(said)
+    done, total = 0, sum(decision.nbytes for decision in chosen)
+    wanted = {tensor.name for decision in chosen for tensor in decision.tensors}
+    for layer, device in enumerate(model.devices):
+        if device != "cpu" or not wanted:
+            continue
+        with model.pager.lease(layer) as raw:
+            for tensor in model.tensors[layer].values():
+                if tensor.name in wanted:
+                    lut_order.arrange(model.backends["cpu"].pool, raw[tensor.name], tensor.spec, tensor.shape)
+                    model.looked_up.add(tensor.name)
+                    done += tensor.nbytes
+        yield Progress("arranging for table lookup", done, total, "bytes")
+    for decision in chosen:
+        case = decision.case
+        yield Notice(f"{len(decision.tensors)} weights of {case.bits} bits and {case.depth} inputs lie in lookup order: {decision.reason}")
+
+
+def _kinds(prepared: Prepared, tensors: Mapping[int | str, Mapping[str, ModelTensor]]) -> dict[Case, list[ModelTensor]]:
+    """The weights that can be looked up, by what decides their speed."""
+    threads = worker_count(prepared.options)
+    kinds: dict[Case, list[ModelTensor]] = {}
+    for tensor, reason in _weights(prepared, tensors):
+        if not reason:
+            kinds.setdefault(Case(tensor.spec.bits, tensor.spec.group, tensor.shape[1], threads), []).append(tensor)
+    return kinds
+
+
+def _weights(prepared: Prepared, tensors: Mapping[int | str, Mapping[str, ModelTensor]]) -> Iterator[tuple[ModelTensor, str]]:
+    """The low-bit weights of layers on the host, with why each cannot be looked up."""
+    for layer, device in enumerate(prepared.placement.devices):
+        for role, tensor in tensors[layer].items() if device == "cpu" else ():
+            if kind_of(role) in ROLES and not tensor.spec.is_raw:
+                yield tensor, lut_order.declines(tensor.spec.scheme, tensor.spec.bits, tensor.spec.group, tensor.shape[0])

@@ -1,0 +1,282 @@
+"""Experts of a mixture over a pager that holds some of them: how a model is cut, and a layer's experts as the ops ask for them.
+
+Everything else stays in memory; of the embedding a token's rows are read, unless it is the head too. An expert's matrices lie side by
+side in a folder that effllm wrote, so one read brings them; elsewhere each is a read of its own, all asked for at once. What a file holds
+otherwise than kernels read it is put in order each time it arrives, where the store says how.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ...kernels.expert_pages import MOST_AHEAD, ExpertPages, Visit
+from ...kernels.workspace import address
+from ...offload.arrival import DeskPlan, MadePart, plan_desks
+from ...offload.checkpoint import CheckpointError, TensorInfo, TensorStore
+from ...offload.expert_pager import ExpertPager
+from ...offload.experts import Choice, choose, policy
+from ...offload.hardware import cpu_threads
+from ...offload.memory import anonymous
+from ...offload.pager import resident_nbytes
+from ...offload.plan import Experts
+from ...offload.predict import Paged
+from ...offload.size import format_size
+from ...offload.streaming import FETCH_NBYTES, Part, Range
+from ...quant.weight import Expert, Linear, Norm, Weight
+from ..families import EXPERT, expert_of, expert_roles, kind_of
+from . import expert_trace
+from .parts import TABLES, fixed_part
+
+if TYPE_CHECKING:  # the module that asks for weights
+    from ..tensors import ModelTensor
+
+RECORD_NBYTES = 4 << 10  # of memory for what is noted of an expert, wherever it lies
+
+
+@dataclass(frozen=True)
+class ExpertParts:
+    """`parts`: the experts of layer `layers[0]`, then of `layers[1]`, ... `always`, `slices` and `tables` as in `parts.Parts`."""
+
+    parts: tuple[Part, ...]
+    layers: tuple[int, ...]
+    experts: int
+    per_token: int
+    always: Mapping[int | str, tuple[TensorInfo, ...]]
+    tables: frozenset[str]
+    slices: Mapping[str, tuple] = field(default_factory=dict)
+
+    @cached_property
+    def always_nbytes(self) -> int:
+        """Bytes of memory beside the slots."""
+        resident = sum(resident_nbytes(infos) for infos in self.always.values())
+        return FETCH_NBYTES + self.desks.nbytes + RECORD_NBYTES * len(self.parts) + resident
+
+    @cached_property
+    def desks(self) -> DeskPlan:
+        """Where experts are put in order as they arrive."""
+        return plan_desks(self.parts)
+
+    @cached_property
+    def read_nbytes(self) -> int:
+        """Bytes that are read for an expert."""
+        return max(part.read_nbytes for part in self.parts)
+
+    @cached_property
+    def demand(self) -> Experts:
+        """What the planner is told."""
+        return Experts(len(self.layers), len(self.parts), self.per_token, max(part.nbytes for part in self.parts))
+
+
+@dataclass(frozen=True)
+class PagedExperts:
+    """How a model's experts are paged: into how many slots, by which policy, who may end a wait for the disk."""
+
+    parts: ExpertParts
+    slots: int
+    choice: Choice
+    cancelled: Callable[[], bool] = lambda: False
+    direct: bool = True
+    trace_key: str = ""  # under which the routing of this run is kept; empty: it is not
+    expert_s: float = 0.0  # seconds to put an expert in order each time it is read
+
+    @property
+    def work(self) -> Paged:
+        """What a prediction is told."""
+        parts = self.parts
+        return Paged(len(parts.layers), parts.experts, parts.per_token, parts.read_nbytes, self.slots / len(parts.parts),
+                     self.choice.hit_rate, self.expert_s)
+
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes of memory for weights."""
+        return self.parts.always_nbytes + self.slots * self.parts.demand.slot_nbytes
+
+    @property
+    def away_nbytes(self) -> int:
+        """Bytes of experts that do not fit."""
+        return (len(self.parts.parts) - self.slots) * self.parts.demand.slot_nbytes
+
+    @property
+    def load_nbytes(self) -> int:
+        """Bytes read before the first token."""
+        return sum(info.nbytes for infos in self.parts.always.values() for info in infos)
+
+    def to_json(self) -> dict[str, object]:
+        return {"total": len(self.parts.parts), "slots": self.slots, "policy": self.choice.policy,
+                "expected_hit_rate": self.choice.hit_rate, "replayed": dict(self.choice.rates)}
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What is expected of the slots, and why."""
+        share = f"{100 * self.choice.hit_rate:.0f}% of the experts that a token needs"
+        if self.slots == len(self.parts.parts):
+            return ()
+        said = f"{share} are in memory, by replaying its last tokens; {self.choice.policy} decides which ones stay"
+        if not self.choice.rates:
+            said = f"no routing of this model is known yet: {share} are in memory if it is without any pattern"
+        if not self.parts.desks.count:
+            return (said,)
+        return said, (f"an expert is put in order each time it is read: {format_size(self.parts.demand.slot_nbytes)} of memory for "
+                      f"{format_size(self.parts.read_nbytes)} of file, by way of {format_size(self.parts.desks.nbytes)} for all of them")
+
+    def pager(self, store: TensorStore) -> ExpertPager:
+        parts = self.parts
+        chosen = policy(self.choice.policy, self.slots, len(parts.layers), parts.experts, self.choice.hot)
+        return ExpertPager(store, parts.always, parts.parts, parts.experts, parts.per_token, self.slots, chosen, self.cancelled,
+                           self.direct, MOST_AHEAD)
+
+
+def cut_experts(tensors: Mapping[int | str, Mapping[str, ModelTensor]], experts: int, per_token: int,
+                store: TensorStore) -> ExpertParts | None:
+    """The experts of a model as parts; None where it has none, or where some can neither be read as they lie nor made one by one."""
+    layers = tuple(key for key in sorted(key for key in tensors if key != "outer") if "router" in tensors[key])
+    parts: list[Part] = []
+    for key in layers:
+        for expert in range(experts):
+            part = _part([tensors[key][role] for role in expert_roles(expert) if role in tensors[key]], store)
+            if part is None:
+                return None
+            parts.append(part)
+    if not parts:
+        return None
+    outer = tensors["outer"]
+    fetched = [outer[role] for role in TABLES
+               if role in outer and (role != "embed" or "head" in outer) and _lies_straight(outer[role], store)]
+    tables = frozenset(tensor.name for tensor in fetched)
+    always = {key: tuple(tensor.info for role, tensor in roles.items() if _stays(role) and tensor.name not in tables)
+              for key, roles in tensors.items()}
+    always["outer"] += tuple(fixed_part(tensor, store) for tensor in fetched if not tensor.spec.is_raw)
+    return ExpertParts(tuple(parts), layers, experts, per_token, always, tables)
+
+
+def paged(parts: ExpertParts, slots: int, tensors: Mapping[int | str, Mapping[str, ModelTensor]], store: TensorStore) -> PagedExperts:
+    """Paging by the policy that would have done best on what is known of the model's routing."""
+    key = expert_trace.key_of(tensors, store) if isinstance(store, TensorStore) else ""
+    trace = expert_trace.known(key, len(parts.layers), parts.per_token, parts.experts) if key else None
+    return PagedExperts(parts, slots, choose(trace, parts.experts, slots, len(parts.layers)), trace_key=key, expert_s=_made_s(parts, store))
+
+
+def _made_s(parts: ExpertParts, store: TensorStore) -> float:
+    """Seconds until an expert is put in order by as many threads as there are desks, from a piece of one; 0 where none has to be."""
+    made = next((part for part in parts.parts if isinstance(part, MadePart)), None)
+    if made is None or not isinstance(store, TensorStore):
+        return 0.0
+    piece, outs = made.arrival.pieces()[0], [anonymous(nbytes) for nbytes in made.arrival.nbytes]
+    raws = [anonymous(own.nbytes) for own in piece.ranges]
+    try:
+        for own, raw in zip(piece.ranges, raws, strict=True):
+            store.read_at(own.file, own.offset, memoryview(raw))
+        piece.put(raws, outs)  # which may compile, or load, what puts it
+        started = perf_counter()
+        piece.put(raws, outs)
+    except (CheckpointError, ValueError):
+        return 0.0  # it is said by name when it is needed
+    took, share = perf_counter() - started, sum(raw.nbytes for raw in raws) / made.arrival.file_nbytes
+    return took / share / min(parts.desks.count, cpu_threads())
+
+
+def _part(matrices: Sequence[ModelTensor], store: TensorStore) -> Part | None:
+    """An expert."""
+    made = tuple(index for index, matrix in enumerate(matrices) if not _lies_straight(matrix, store))
+    ranges = tuple(Range(matrix.info.file, store.place(matrix.info), matrix.nbytes)
+                   for index, matrix in enumerate(matrices) if index not in made)
+    if not made:
+        return Part(ranges)
+    arrival = store.arrival([matrices[index].info for index in made])
+    return None if arrival is None else MadePart(ranges, arrival, made)
+
+
+def _stays(role: str) -> bool:
+    return expert_of(role) is None or kind_of(role) not in EXPERT
+
+
+def _lies_straight(tensor: ModelTensor, store: TensorStore) -> bool:
+    """Can it be used as it lies in its file?"""
+    place = store.place(tensor.info)
+    return place is not None and place % (tensor.spec.bits // 8 if tensor.spec.is_raw else 2) == 0
+
+
+@dataclass(frozen=True)
+class _Following:
+    """A later layer's norm and router, and by which of its logits it chooses."""
+
+    norm: Norm
+    router: Linear
+    ranks: Callable[[np.ndarray], np.ndarray]
+
+
+class LayerExperts(ExpertPages):
+    """The experts of the `index`-th layer that has some. `bias` gives that of a matrix by its role, `following` so many such layers after
+    it, once they are known."""
+
+    def __init__(self, pager: ExpertPager, index: int, roles: Mapping[str, ModelTensor], bias: Callable[[str], np.ndarray | None],
+                 following: Callable[[int], Sequence[_Following]]) -> None:
+        self._pager, self._index, self._following = pager, index, following
+        self._matrices = [tuple(roles[role] for role in expert_roles(expert) if role in roles) for expert in range(pager.experts)]
+        self._without_gate = len(self._matrices[0]) < len(EXPERT)
+        self._biases = [tuple(bias(role) for role in expert_roles(expert)) for expert in range(pager.experts)]
+        self.slots_begin, self.slot_nbytes = address(pager.memory), pager.slot_nbytes
+
+    def __len__(self) -> int:
+        return len(self._matrices)
+
+    def expert(self, number: int, slot: int) -> Expert:
+        views = self._pager.views(self._index * len(self) + number, slot)
+        biases = self._biases[number][self._without_gate :]
+        found = [Linear(_weight(tensor, view), bias) for tensor, view, bias in zip(self._matrices[number], views, biases, strict=True)]
+        return Expert(*[None] * self._without_gate, *found)
+
+    def kind(self, number: int) -> object:
+        specs = tuple((tensor.spec, tensor.shape) for tensor in self._matrices[number])
+        return specs, self._pager.places(self._index * len(self) + number)
+
+    def biases(self, number: int) -> tuple[np.ndarray | None, np.ndarray | None, np.ndarray | None]:
+        return self._biases[number]
+
+    def visit(self, needed: Sequence[int], tokens: np.ndarray | None = None) -> Visit:
+        brought = self._pager.visit(self._index, needed, tokens)
+        return Visit(brought.slots, brought.ready, brought.coming, self._pager.wait)
+
+    def next_routers(self) -> Sequence[tuple[Norm, Linear]]:
+        return [(each.norm, each.router) for each in self._following(self._pager.guesses(self._index))]
+
+    def look_ahead(self, logits: Sequence[np.ndarray]) -> None:
+        top = self._pager.per_token
+        for distance, (own, layer) in enumerate(zip(logits, self._following(len(logits)), strict=True), 1):
+            own = layer.ranks(own)
+            likely = np.argpartition(-own, top - 1)[:top] if top < len(own) else np.arange(len(own))
+            self._pager.look_ahead(self._index + distance, distance, likely[np.argsort(-own[likely], kind="stable")].tolist())
+
+
+def _weight(tensor: ModelTensor, view: np.ndarray) -> Weight:
+    return (Weight.raw(tensor.spec.scheme, tensor.shape, view) if tensor.spec.is_raw
+            else Weight.low_bit(tensor.spec, tensor.shape, view))
+
+
+class Paging:
+    """The layers of a model whose experts are paged."""
+
+    def __init__(self, paged: PagedExperts, pager: ExpertPager) -> None:
+        self._paged, self._pager = paged, pager
+        self._routers: dict[tuple[int, int], _Following] = {}  # by the layer they look from, and how far
+
+    def layer(self, key: int, roles: Mapping[str, ModelTensor], bias: Callable[[str], np.ndarray | None], norm: Norm,
+              router: Linear, ranks: Callable[[np.ndarray], np.ndarray]) -> LayerExperts:
+        """A layer's experts. `bias` gives that of a matrix by its role, None where it has none; `ranks`: logits -> what it chooses by."""
+        index = self._paged.parts.layers.index(key)
+        for distance in range(1, MOST_AHEAD + 1):
+            # Ops know a product by its records: over the state of another layer it is another one.
+            self._routers[index - distance, distance] = _Following(norm, Linear(router.weight, router.bias), ranks)
+        return LayerExperts(self._pager, index, roles, bias,
+                            lambda far: [self._routers[index, i] for i in range(1, far + 1) if (index, i) in self._routers])
+
+    def close(self) -> None:
+        """Keep what this run has shown of the model's routing."""
+        if self._paged.trace_key:
+            expert_trace.keep(self._paged.trace_key, self._pager.trace())

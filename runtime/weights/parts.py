@@ -1,0 +1,194 @@
+"""How a model is cut for streaming: what stays in memory whatever the budget, and parts in the order in which a pass uses them.
+
+A part is a run of rows of one matrix, or of several that read the same input: about PART_NBYTES, so that a ring of a few parts keeps the
+disk busy while the processor works, however large a layer is. A gate's rows and those of what it gates go together. Rows of a low-bit
+matrix lie in two or three sections of its blob, which are read apart; the row scales and tables of it stay.
+
+What stays: vectors, small matrices, tables of positions, mixtures of experts, matrices with outliers (one list for all rows), what has to
+be converted on the way in, and of a run that drafts by a layer of the model's own that layer and the head. The embedding table does not,
+nor one of what layers are given: a token needs one row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from ...kernels.tiles import ROWS, block_nbytes
+from ...offload.checkpoint import TensorInfo, TensorStore
+from ...offload.pager import resident_nbytes
+from ...offload.placement import pieces
+from ...offload.streaming import FETCH_NBYTES, Part, Range
+from ..families import expert_of, is_side_by_side
+from ..sparse.bundles import ROLE as BUNDLES
+from ..speculation.mtp_tensors import MTP
+
+if TYPE_CHECKING:  # the module that makes models of parts
+    from ..tensors import ModelTensor
+
+PART_NBYTES = 8 << 20
+LEAST_NBYTES = 16 << 10  # what is smaller stays
+LARGE_NBYTES, MOST_NBYTES = 64 << 30, 2 << 40  # models from here on are cut into larger parts; and beyond it a token would take an hour
+CONVERTED = "its weights are converted as they are read, which cannot be done again for every token"
+EXPERTS = "its experts do not lie in the files as they run, so they cannot be read one by one"
+TABLES = ("embed", "layer_embed")  # of which a token needs a row
+STAGES = (("state_in", "state_gate"), ("state_out",), ("low_in",), ("low_out",), ("q", "k", "v", "kv_a", "q_a", "attn_gate"), ("q_b",),
+          ("o",), ("gate", "up"), ("down",), ("input_gate",), ("input_out",))  # of a layer, in the order of use
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Rows [first, end) of a matrix in a part; the names of its sections with the part's ranges that hold them."""
+
+    name: str
+    first: int
+    end: int
+    part: int
+    ranges: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """`always`: per group what is resident. `slices`: per matrix its rows in parts. `tables`: names of those whose rows are fetched, the
+    embedding among them. `kept_for`: why what is large stays, where it does."""
+
+    parts: tuple[Part, ...]
+    slices: Mapping[str, tuple[Slice, ...]]
+    always: Mapping[int | str, tuple[TensorInfo, ...]]
+    tables: frozenset[str]
+    kept_for: str
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of memory of every part."""
+        return tuple(part.nbytes for part in self.parts)
+
+    @cached_property
+    def always_nbytes(self) -> int:
+        """Bytes of memory of what stays, and of the rows that are fetched."""
+        return FETCH_NBYTES + sum(resident_nbytes(infos) for infos in self.always.values())
+
+
+def cut(tensors: Mapping[int | str, Mapping[str, ModelTensor]], store: TensorStore) -> Parts:
+    """The parts of a model, none for one of more than MOST_NBYTES; headers alone are looked at."""
+    total = sum(tensor.nbytes for roles in tensors.values() for tensor in roles.values())
+    if total > MOST_NBYTES:
+        return Parts((), {}, {key: tuple(tensor.info for tensor in roles.values()) for key, roles in tensors.items()}, frozenset(), "")
+    maker = _Cut(store, PART_NBYTES * (2 if total > LARGE_NBYTES else 1))
+    outer = tensors["outer"]
+    for key in sorted(key for key in tensors if key != "outer"):
+        for stage in stages_of(tensors[key]):
+            present = [tensors[key][role] for role in stage if role in tensors[key]]
+            maker.stage(present, together="gate" in stage and len(present) == 2)
+    head, drafts = outer.get("head", outer["embed"]), any(role.startswith(MTP) for role in outer)
+    if not drafts:  # which ask the head between two passes
+        maker.stage([head])
+    tables = frozenset(outer[role].name for role in TABLES
+                       if role in outer and maker.streams(outer[role]) and not (drafts and outer[role] is head))
+    always = {key: tuple(info for role, tensor in roles.items() if role != BUNDLES for info in maker.staying(tensor, tensor.name in tables))
+              for key, roles in tensors.items()}
+    kept = [info for infos in always.values() for info in infos]
+    whole = sum(tensor.nbytes for roles in tensors.values() for tensor in roles.values())
+    kept_for = ""
+    if 2 * sum(info.nbytes for info in kept if store.place(info) is None) > whole:
+        kept_for = CONVERTED
+    elif 2 * sum(tensor.nbytes for roles in tensors.values() for role, tensor in roles.items() if expert_of(role) is not None) > whole:
+        kept_for = EXPERTS
+    return Parts(tuple(maker.parts), {name: tuple(found) for name, found in maker.slices.items()}, always, tables, kept_for)
+
+
+def stages_of(roles: Collection[str]) -> tuple[tuple[str, ...], ...]:
+    """STAGES of a layer. Where attention and MLP read side by side, o comes last (`families/cohere.py`); a state beside
+    attention reads behind it, and both are added then (`families/falcon_h1.py`)."""
+    if "state_in" in roles and "q" in roles:
+        first = ("q", "k", "v"), *STAGES[:2], ("o",)
+        return (*first, *(stage for stage in STAGES if "q" not in stage and stage not in first))
+    if not is_side_by_side(roles):
+        return STAGES
+    return (*(stage for stage in STAGES if stage != ("o",)), ("o",))
+
+
+def sections(tensor: ModelTensor, place: int, first: int, end: int) -> Iterator[tuple[str, Range]]:
+    """Where rows of a matrix lie in its file, the blob or values of which begin at `place`. Low-bit rows begin on a row block."""
+    info, spec = tensor.info, tensor.spec
+    if spec.is_raw:
+        row = info.nbytes // tensor.shape[0]
+        yield "data", Range(info.file, place + first * row, (end - first) * row)
+        return
+    at, begin, last = spec.sections(tensor.shape), first // ROWS, -(-end // ROWS)
+    for name, each in block_nbytes(at.depth, spec.bits, spec.scheme, spec.group).items():
+        yield name, Range(info.file, place + getattr(at, name) + begin * each, (last - begin) * each)
+
+
+def fixed_name(name: str) -> str:
+    """What the row scales and tables of a matrix in parts are called among the tensors that stay."""
+    return f"{name} (row scales)"
+
+
+def fixed_part(tensor: ModelTensor, store: TensorStore) -> TensorInfo:
+    """The row scales and tables of a low-bit matrix, which lie at the end of its blob."""
+    at = tensor.spec.sections(tensor.shape)
+    place, nbytes = store.place(tensor.info), at.nbytes - at.row_scales
+    return replace(tensor.info, name=fixed_name(tensor.name), shape=(nbytes,), offset=place + at.row_scales, nbytes=nbytes)
+
+
+class _Cut:
+    """Collects parts of about `most` bytes."""
+
+    def __init__(self, store: TensorStore, most: int) -> None:
+        self._store, self._most = store, most
+        self.parts: list[Part] = []
+        self.slices: dict[str, list[Slice]] = {}
+
+    def streams(self, tensor: ModelTensor) -> bool:
+        """Can rows of it be read as they lie?"""
+        if len(tensor.shape) != 2 or tensor.nbytes < LEAST_NBYTES or tensor.spec.outliers:
+            return False
+        place = self._store.place(tensor.info)
+        return place is not None and place % (tensor.spec.bits // 8 if tensor.spec.is_raw else 2) == 0
+
+    def stage(self, tensors: Sequence[ModelTensor], together: bool = False) -> None:
+        """Cut matrices that read the same input; `together`: the same rows of all into one part."""
+        if together:
+            if all(map(self.streams, tensors)):
+                for first, end in _cuts(tensors[0].shape[0], sum(tensor.nbytes for tensor in tensors), self._most):
+                    self._part([(tensor, first, end) for tensor in tensors])
+            return
+        room, waiting = 0, []
+        for tensor in filter(self.streams, tensors):
+            for first, end in _cuts(tensor.shape[0], tensor.nbytes, self._most):
+                nbytes = tensor.nbytes * (end - first) // tensor.shape[0]
+                if waiting and nbytes > room:
+                    self._part(waiting)
+                    waiting, room = [], 0
+                room = (room if waiting else self._most) - nbytes
+                waiting.append((tensor, first, end))
+        if waiting:
+            self._part(waiting)
+
+    def _part(self, rows: Sequence[tuple[ModelTensor, int, int]]) -> None:
+        ranges: list[Range] = []
+        for tensor, first, end in rows:
+            own = {}
+            for name, found in sections(tensor, self._store.place(tensor.info), first, end):
+                own[name] = len(ranges)
+                ranges.append(found)
+            self.slices.setdefault(tensor.name, []).append(Slice(tensor.name, first, end, len(self.parts), own))
+        self.parts.append(Part(tuple(ranges)))
+
+    def staying(self, tensor: ModelTensor, is_table: bool) -> Iterator[TensorInfo]:
+        """What of a tensor is resident."""
+        if not is_table and tensor.name not in self.slices:
+            yield tensor.info
+        elif not tensor.spec.is_raw:
+            yield fixed_part(tensor, self._store)
+
+
+def _cuts(rows: int, nbytes: int, most: int) -> Iterator[tuple[int, int]]:
+    """Ranges of rows of a matrix (or of several alike) of at most `most` bytes, on row blocks."""
+    first = 0
+    for count in pieces(rows, max(ROWS, most * rows // nbytes), ROWS):
+        yield first, first + count
+        first += count

@@ -1,0 +1,120 @@
+"""The parameters of a layer that remembers a text in a fixed size, as its kernels read them: one function a kind.
+
+Roles are the same for all kinds where the parameters are (see `families`), so that nothing else asks which kind a layer is of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ...kernels.conv_shape import ConvShape
+from ...kernels.delta_shape import DeltaShape
+from ...kernels.kda_shape import KdaShape
+from ...kernels.mamba1_shape import Mamba1Shape
+from ...kernels.mamba2_shape import Mamba2Shape
+from ...quant.state_weights import Delta, Kda, Mamba1, Mamba2, ShortConv
+from ...quant.weight import Linear, Norm
+from ..tensors import ModelTensor, as_float32
+
+if TYPE_CHECKING:
+    from ..config import ModelConfig
+
+
+PARTS = ("state_in.values", "state_in.b", "state_in.c")  # of what state spaces convolve, as factors have them
+
+
+@dataclass(frozen=True)
+class StateWeights:
+    """`products`: what reads the layer's input, in the order in which its kernels take the results; `out` reads what they give. `own`: all
+    else, a record of `quant/state_weights.py`."""
+
+    products: tuple[Linear, ...]
+    out: Linear
+    own: object
+
+
+@dataclass(frozen=True)
+class Source:
+    """A layer's tensors by role and their bytes; `linear` and `vector` make a role's matrix and vector on the backend `ops`."""
+
+    config: ModelConfig
+    roles: Mapping[str, ModelTensor]
+    raw: Mapping[str, np.ndarray]
+    ops: object
+    linear: Callable[[str], Linear]
+    vector: Callable[[str], object]
+
+    def values(self, role: str) -> np.ndarray:
+        """float32, flat, on the host."""
+        return as_float32(self.roles[role], self.raw)
+
+    def put(self, values: np.ndarray) -> object:
+        return self.ops.put(np.ascontiguousarray(values), "f32")
+
+    def conv(self) -> object:
+        """Taps of the convolution, which go tap by tap along the channels there."""
+        taps = self.values("state_conv").reshape(-1, self.config.state.taps)
+        return self.put((taps * channel_factors(self.config)[:, None] if self.config.factors else taps).T)
+
+
+def channel_factors(config: ModelConfig) -> np.ndarray:
+    """What each channel of a convolution of state spaces is multiplied by, float32: values, B and C."""
+    own = config.state
+    parts = own.values, *[own.groups * own.depth] * 2
+    return np.repeat(np.array([config.factor(role) for role in PARTS], np.float32), parts)
+
+
+def delta(found: Source) -> StateWeights:
+    """Decays are stored as logarithms."""
+    norm = Norm("rms", found.vector("state_norm"), None, found.config.state_norm_eps or found.config.norm_eps)
+    own = Delta(found.conv(), found.put(np.exp(found.values("state_decay"))), found.vector("state_dt"), norm)
+    return StateWeights(tuple(map(found.linear, ("state_in", "state_gate", "state_beta", "state_rate"))), found.linear("state_out"), own)
+
+
+def kda(found: Source) -> StateWeights:
+    """As `delta`; what gates and decays are made of may be narrow."""
+    made = delta(found)
+    inputs, gate, beta, rate = made.products
+    wide = map(found.linear, ("state_gate_wide", "state_rate_wide")) if found.config.state.narrow else (None, None)
+    wide = Kda(**vars(made.own), **dict(zip(("gate", "rate"), wide, strict=True)))
+    return StateWeights((inputs, gate, rate, beta), made.out, wide)
+
+
+def short_conv(found: Source) -> StateWeights:
+    """All of it is one product, taps, and another."""
+    return StateWeights((found.linear("state_in"),), found.linear("state_out"), ShortConv(found.conv()))
+
+
+def mamba1(found: Source) -> StateWeights:
+    """Decays are stored as logarithms; a norm without a tensor has no weights."""
+    own, eps = found.config.state, found.config.state_norm_eps or found.config.norm_eps
+
+    def norm(role: str, size: int) -> Norm | None:
+        weight = found.vector(role) if role in found.roles else found.put(np.ones(size, np.float32))
+        return Norm("rms", weight, None, eps) if own.normed else None
+
+    norms = norm("state_rate_norm", own.rank), norm("state_b_norm", own.depth), norm("state_c_norm", own.depth)
+    weights = Mamba1(found.conv(), found.vector("state_conv_bias"), found.put(np.exp(found.values("state_decay"))),
+                     *map(found.vector, ("state_dt", "state_skip")), *map(found.linear, ("state_rate", "state_keys", "state_rate_wide")),
+                     *norms)
+    return StateWeights(tuple(map(found.linear, ("state_in", "state_gate"))), found.linear("state_out"), weights)
+
+
+def mamba2(found: Source) -> StateWeights:
+    """Decays are stored as logarithms."""
+    norm = Norm("rms", found.vector("state_norm"), None, found.config.norm_eps) if found.config.state.normed else None
+    own = Mamba2(found.conv(), found.vector("state_conv_bias"), found.put(np.exp(found.values("state_decay"))), found.vector("state_dt"),
+                 found.vector("state_skip"), norm, found.config.factor("state_gate"), found.config.factor("state_rate"))
+    return StateWeights(tuple(map(found.linear, ("state_in", "state_gate", "state_rate"))), found.linear("state_out"), own)
+
+
+KINDS = {ConvShape: short_conv, DeltaShape: delta, KdaShape: kda, Mamba1Shape: mamba1, Mamba2Shape: mamba2}
+
+
+def state_weights(found: Source) -> StateWeights | None:
+    """Of a layer that has a state."""
+    return KINDS[type(found.config.state)](found) if "state_in" in found.roles else None

@@ -1,0 +1,122 @@
+"""Weights over a pager that streams: matrices as rows in parts, the embedding as a table whose rows are fetched.
+
+Where a part lies never changes, so all records are made once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ...kernels.tiles import ROWS, row_nbytes
+from ...offload.checkpoint import TensorStore
+from ...offload.direct import BLOCK
+from ...offload.neurons import NeuronPager
+from ...offload.placement import Residency
+from ...offload.streaming import FETCH_NBYTES, StreamingPager
+from ...quant.weight import RAW_NUMPY, Rows, Weight
+from ..sparse.bundles import Windows
+from .parts import Parts, fixed_name, sections
+
+if TYPE_CHECKING:  # the module that asks for weights
+    from ..tensors import ModelTensor
+
+
+@dataclass(frozen=True)
+class Streams:
+    """How a model is streamed: its parts, which of them stay, who may end a wait for the disk, and whether to ask for direct reads; which
+    neurons come when they are active."""
+
+    parts: Parts
+    residency: Residency
+    cancelled: Callable[[], bool] = lambda: False
+    direct: bool = True
+    windows: Windows | None = None
+
+    def pager(self, store: TensorStore) -> StreamingPager | NeuronPager:
+        rest = StreamingPager(store, self.parts.always, self.parts.parts, self.residency, self.cancelled, self.direct)
+        if self.windows is None:
+            return rest
+        return NeuronPager(rest, store, self.windows.places, self.windows.slots, self.cancelled, self.direct)
+
+
+@dataclass(frozen=True)
+class StreamedWeights:
+    """Makes the weights of one model."""
+
+    parts: Parts
+    pager: StreamingPager | NeuronPager
+
+    def holds(self, tensor: ModelTensor) -> bool:
+        """Is this a matrix in parts?"""
+        return tensor.name in self.parts.slices
+
+    def matrix(self, tensor: ModelTensor, resident: Mapping[str, np.ndarray]) -> Weight:
+        """A matrix in parts; `resident` is what its group keeps in memory."""
+        rows = []
+        for own in self.parts.slices[tensor.name]:
+            views, lease = self.pager.part(own.part)
+            found = {name: views[index] for name, index in own.ranges.items()}
+            rows.append(Rows(own.first, _weight(tensor, found, own.first, own.end, resident), own.part, lease))
+        return Weight(tensor.spec, tensor.shape, {}, in_parts=tuple(rows))
+
+    def table(self, tensor: ModelTensor, place: int, resident: Mapping[str, np.ndarray]) -> Weight:
+        """The embedding, which begins at `place` of its file."""
+
+        def fetch(ids: np.ndarray) -> Iterator[tuple[int, np.ndarray, Weight]]:
+            for begin, end, blocks in _batches(ids, height, most):
+                ranges = [found for block in blocks
+                          for found in sections(tensor, place, block * height, min(tensor.shape[0], (block + 1) * height))]
+                with self.pager.fetch([found for _, found in ranges]) as views:
+                    joined = {name: np.concatenate([view for (own, _), view in zip(ranges, views, strict=True) if own == name])
+                              for name in dict.fromkeys(name for name, _ in ranges)}
+                    places = np.searchsorted(blocks, ids[begin:end] // height) * height + ids[begin:end] % height
+                    yield begin, places, _joined(tensor, joined, blocks, height, resident)
+
+        height = 1 if tensor.spec.is_raw else ROWS
+        nbytes = sum(found.nbytes + 2 * BLOCK for _, found in sections(tensor, place, 0, height))
+        most = max(1, FETCH_NBYTES // nbytes)
+        return Weight(tensor.spec, tensor.shape, {}, fetch=fetch)
+
+
+def _batches(ids: np.ndarray, height: int, most: int) -> Iterator[tuple[int, int, np.ndarray]]:
+    """(begin, end, the blocks of `height` rows that ids [begin, end) lie in, ascending), at most `most` blocks each."""
+    begin = 0
+    while begin < len(ids):
+        end, blocks = begin, set()
+        while end < len(ids) and (len(blocks) < most or int(ids[end]) // height in blocks):
+            blocks.add(int(ids[end]) // height)
+            end += 1
+        yield begin, end, np.array(sorted(blocks), np.int64)
+        begin = end
+
+
+def _weight(tensor: ModelTensor, found: dict[str, np.ndarray], first: int, end: int, resident: Mapping[str, np.ndarray]) -> Weight:
+    """Rows [first, end) of a matrix, from where their sections lie."""
+    shape = (end - first, tensor.shape[1])
+    if tensor.spec.is_raw:
+        return Weight.raw(tensor.spec.scheme, shape, found["data"])
+    scales, tables = _fixed(tensor, resident)
+    padded, each = -(-end // ROWS) * ROWS, row_nbytes(tensor.spec.scheme)
+    return Weight(tensor.spec, shape, {**found, "row_scales": scales[each * first : each * padded], **tables})
+
+
+def _joined(tensor: ModelTensor, found: dict[str, np.ndarray], blocks: np.ndarray, height: int,
+            resident: Mapping[str, np.ndarray]) -> Weight:
+    """Blocks of rows from all over a table as one."""
+    shape = (len(blocks) * height, tensor.shape[1])
+    if tensor.spec.is_raw:
+        return Weight(tensor.spec, shape, {"data": found["data"].view(RAW_NUMPY[tensor.spec.scheme]).reshape(shape)})
+    scales, tables = _fixed(tensor, resident)
+    chosen = scales.reshape(-1, row_nbytes(tensor.spec.scheme) * ROWS)[blocks].reshape(-1)
+    return Weight(tensor.spec, shape, {**found, "row_scales": chosen, **tables})
+
+
+def _fixed(tensor: ModelTensor, resident: Mapping[str, np.ndarray]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Row scales and tables of a low-bit matrix."""
+    kept, at = resident[fixed_name(tensor.name)], tensor.spec.sections(tensor.shape)
+    tables = {} if at.tables < 0 else {"tables": kept[at.tables - at.row_scales :]}
+    return kept[: row_nbytes(tensor.spec.scheme) * at.rows], tables

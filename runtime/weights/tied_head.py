@@ -1,0 +1,74 @@
+"""The head of a model whose config ties it to the embedding. A checkpoint that stores one beside the embedding means it, unless it is the
+same bytes again: transformers ties the two in that case alone. The copy is taken out of the store when it is opened, so that from there on
+what a store holds decides, for a run as for what is made of the model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Container, Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from ...offload.checkpoint import TensorStore
+from ...offload.header import TensorInfo, shown
+from .. import families
+from ..config import ModelConfig, read_config
+from ..families import TensorRule
+
+PIECE_NBYTES = 4 << 20
+_known: dict[tuple[object, ...], bool] = {}  # of files as they were: a command opens a model more than once
+
+
+def outer_rules(config: ModelConfig, held: Container[str]) -> dict[str, TensorRule]:
+    """The tensors outside the layers as a store holds them: of a tied model a head where there is one beside the embedding, and where
+    there is one in its place (which writers choose whose shared tensors go by their first name) the embedding under that name."""
+    rules = families.get(config.family).outer_tensors(replace(config, tie_word_embeddings=False))
+    if not config.tie_word_embeddings:
+        return rules
+    head = rules.pop("head")
+    if not _is_held(head, held):
+        return rules
+    if _is_held(rules["embed"], held):
+        return rules | {"head": head}
+    embed = rules["embed"]
+    return rules | {"embed": replace(embed, also=(*embed.also, head.name, *head.also))}
+
+
+def leave_out_copy(store: TensorStore) -> None:
+    """Take the head of a tied model out of a store where it is the embedding again, else say that there is one."""
+    if not any(name.endswith("lm_head.weight") for name in store.tensors):
+        return
+    config = read_config(store.folder)
+    rules = outer_rules(config, store.tensors)
+    if not config.tie_word_embeddings or "head" not in rules:
+        return
+    head, embed = (_info(rules[role], store.tensors) for role in ("head", "embed"))
+    stamps = [(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns) for status in (
+        os.fstat(store.descriptor(info.file)) for info in (head, embed))]
+    key = (*stamps, head, embed)
+    if key not in _known:
+        _known[key] = _same(store, head, embed)
+    if not _known[key]:
+        said = f"config.json ties the head to the embedding, but {shown(head.name)} is another matrix: it is used"
+        store.notices = (*store.notices, said)
+        return
+    del store.tensors[head.name]
+    store.nbytes -= head.nbytes
+
+
+def _same(store: TensorStore, one: TensorInfo, other: TensorInfo) -> bool:
+    """Whether two tables hold the same bytes, a few megabytes of each in memory."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape) or not one.nbytes:
+        return False
+    step = max(1, PIECE_NBYTES // (one.nbytes // one.shape[0]))
+    return all(np.array_equal(*(store.read(info, begin, min(begin + step, one.shape[0])) for info in (one, other)))
+               for begin in range(0, one.shape[0], step))
+
+
+def _is_held(rule: TensorRule, held: Container[str]) -> bool:
+    return any(name in held for name in (rule.name, *rule.also))
+
+
+def _info(rule: TensorRule, tensors: Mapping[str, TensorInfo]) -> TensorInfo:
+    return next(tensors[name] for name in (rule.name, *rule.also) if name in tensors)

@@ -1,0 +1,79 @@
+"""Where the bytes of a model's tensors are during a run: each of them once, as the files hold them.
+
+A plan counts memory (mappings, blocks of the disk, buffers); this counts tensors, so its parts add up to the model and to nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ..families import expert_of
+from ..prepare import Prepared
+from ..sparse.bundles import ROLE as BUNDLES
+from ..tensors import ModelTensor, check_tensors
+from .paged_experts import PagedExperts
+from .parts import fixed_part
+from .streamed import Streams
+
+Tensors = Mapping[int | str, Mapping[str, ModelTensor]]
+
+
+@dataclass(frozen=True)
+class WeightTiers:
+    """Bytes of tensors. In memory: `always` whatever streams (norms, biases, small matrices, row scales; with nothing on the disk, all),
+    and `pinned` of what could have been read (parts of matrices, neurons of the window, experts in slots). On the disk: `streamed` for
+    every token, `on_demand` when a token wants them (rows of the embedding, neurons, experts). On the `gpu` the layers that it has."""
+
+    always: int = 0
+    pinned: int = 0
+    streamed: int = 0
+    on_demand: int = 0
+    gpu: int = 0
+
+    @property
+    def memory(self) -> int:
+        return self.always + self.pinned
+
+    @property
+    def disk(self) -> int:
+        return self.streamed + self.on_demand
+
+    def to_json(self) -> dict[str, int]:
+        return {"memory": self.memory, "disk": self.disk, "gpu": self.gpu}
+
+
+def weight_tiers(prepared: Prepared, tensors: Tensors | None = None) -> WeightTiers:
+    """The tensors of a model by this plan."""
+    tensors = tensors or check_tensors(prepared.config, prepared.store, prepared.container, prepared.speculating.mtp)
+    devices = prepared.placement.devices
+    gpu = _nbytes(tensor for key, roles in tensors.items() if key != "outer" and devices[key] == "cuda" for tensor in roles.values())
+    streams = prepared.streams
+    if streams is None:
+        return WeightTiers(always=_nbytes(tensor for roles in tensors.values() for tensor in roles.values()) - gpu, gpu=gpu)
+    always = sum(info.nbytes for infos in streams.parts.always.values() for info in infos)
+    table = _table(streams, tensors, prepared)
+    if isinstance(streams, PagedExperts):
+        experts = _nbytes(tensor for key, roles in tensors.items() for role, tensor in roles.items()
+                          if expert_of(role) is not None and key in streams.parts.layers)
+        held = experts * streams.slots // len(streams.parts.parts)
+        return WeightTiers(always, held, 0, experts - held + table, gpu)
+    parts, residency = streams.parts.parts, streams.residency
+    pinned, streamed = (sum(own.nbytes for index in indices for own in parts[index].ranges)
+                        for indices in (residency.pinned, residency.streamed))
+    neurons = window = 0
+    if streams.windows is not None:
+        neurons = _nbytes(roles[BUNDLES] for roles in tensors.values() if BUNDLES in roles)
+        window = min(neurons, sum(own * place.unit for own, place in zip(streams.windows.slots, streams.windows.places, strict=True)))
+    return WeightTiers(always, pinned + window, streamed, neurons - window + table, gpu)
+
+
+def _table(streams: Streams | PagedExperts, tensors: Tensors, prepared: Prepared) -> int:
+    """Bytes of tables of which rows alone are read, what of them stays left out; an embedding that is the head too is none."""
+    parts = streams.parts
+    fetched = [tensor for tensor in tensors["outer"].values() if tensor.name in parts.tables and tensor.name not in parts.slices]
+    return sum(tensor.nbytes - (0 if tensor.spec.is_raw else fixed_part(tensor, prepared.store).nbytes) for tensor in fetched)
+
+
+def _nbytes(tensors: Iterable[ModelTensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
