@@ -42,11 +42,11 @@ EXAMPLES = """examples
   effllm serve                                   # every model on this machine, by name
   effllm serve qwen3-4b fable --keep-alive 1h    # these two
 
-Programs that speak OpenAI's API are pointed at http://127.0.0.1:8080/v1, those of Anthropic's and Ollama's at
-http://127.0.0.1:8080 (--port 11434 is where the latter look); any key will do unless --api-key is given. One answer is written at
-a time, with --parallel N so many, and others wait in order. What a request does not say is as the flags here say it. Without
-MODEL, or with several, a request names its model: it is loaded when it is first asked for, and the one that rested longest goes where
-memory is short.
+A browser finds a chat at http://127.0.0.1:8080. Programs that speak OpenAI's API are pointed at http://127.0.0.1:8080/v1, those of
+Anthropic's and Ollama's at http://127.0.0.1:8080 (--port 11434 is where the latter look); any key will do unless --api-key is given.
+One answer is written at a time, with --parallel N so many, and others wait in order. What a request does not say is as the flags here
+say it. Without MODEL, or with several, a request names its model: it is loaded when it is first asked for, and the one that rested
+longest goes where memory is short.
 """
 
 Host = Annotated[str, flag(SERVER, "--host", "ADDRESS", "address to listen at; 0.0.0.0 is every one of this machine (127.0.0.1)")]
@@ -65,6 +65,7 @@ KeepAlive = Annotated[str | None, flag(SERVER, "--keep-alive", "TIME", "of sever
                                        "30s or 1h; 0 ends it behind its answer, -1 never (5m)")]
 LoadTimeout = Annotated[str | None, flag(SERVER, "--load-timeout", "TIME", "of several: how long a load may go on without progress "
                                           "before it is given up; -1 for ever (5m)")]
+NoWebui = Annotated[bool, flag(SERVER, "--no-webui", "", "show browsers no chat at the server's address")]
 Quiet = Annotated[bool, flag(OUTPUT, "--quiet", "", "no line for each request")]
 
 
@@ -75,8 +76,9 @@ def register(app: typer.Typer) -> None:
 def serve(context: typer.Context, models: Models = None, host: Host = "127.0.0.1", port: Port = 8080, api_key: ApiKey = None,
           name: Name = None, cors: Cors = None, parallel: Parallel = 1, queue: Queue = 32, keep_prompts: KeepPrompts = False,
           session_disk: SessionDisk = None, slot_save_path: SlotSavePath = None, max_models: MaxModels = None,
-          keep_alive: KeepAlive = None, load_timeout: LoadTimeout = None, *, answer: AnswerFlags, sampling: SamplingFlags,
-          engine: RunFlags, weights: WeightFlags, quiet: Quiet = False, json: Json = False, yes: Yes = False) -> int:
+          keep_alive: KeepAlive = None, load_timeout: LoadTimeout = None, no_webui: NoWebui = False, *, answer: AnswerFlags,
+          sampling: SamplingFlags, engine: RunFlags, weights: WeightFlags, quiet: Quiet = False, json: Json = False,
+          yes: Yes = False) -> int:
     """Serve a model to other programs, by APIs like OpenAI's, Anthropic's and Ollama's; without MODEL, all that are on this machine.
     --json prints an object once it listens."""
     overseer = context.obj.overseer
@@ -85,7 +87,8 @@ def serve(context: typer.Context, models: Models = None, host: Host = "127.0.0.1
     if len(models or ()) != 1:
         from .serve_many import Served, serve_many
 
-        served = Served(models or [], host, port, api_key, cors, parallel, queue, max_models, keep_alive, load_timeout, quiet, json)
+        served = Served(models or [], host, port, api_key, cors, parallel, queue, max_models, keep_alive, load_timeout, quiet, json,
+                        not no_webui)
         return serve_many(context, served, answer, sampling, engine, weights, SessionFlags(session_disk=session_disk), screen,
                           slot_save_path)
     for given, value in (("max_models", max_models), ("keep_alive", keep_alive), ("load_timeout", load_timeout)):
@@ -114,7 +117,8 @@ def serve(context: typer.Context, models: Models = None, host: Host = "127.0.0.1
             from .server.guard import Guard
             from .server.wishes import Defaults
 
-            rules = rules_of(listening, host, api_key, cors, screen)
+            shows_page = not no_webui and overseer is None
+            rules = rules_of(listening, host, api_key, cors, screen, shows_page)
             settings, form = sampling.settings(ref.folder, screen.note), answer.form()
             with ExitStack() as lasting, loaded(ref, options, screen) as opened:
                 think = answer.think if opened.tokenizer.thinks or "think" not in answer.settled else None
@@ -124,7 +128,7 @@ def serve(context: typer.Context, models: Models = None, host: Host = "127.0.0.1
                 kept = kept_prompts(opened.engine, ref, keeping, keep_prompts, screen, lasting)
                 service = Service(Replies(opened.engine, opened.tokenizer, kept, engines[1:]), desk, Defaults(wish, answer.system),
                                   name or own_name(ref.text), screen.note_once, names_beside(name, overseer is not None, model, ref.text),
-                                  slot_files(slots_in, opened.engine, ref, keeping))
+                                  slot_files(slots_in, opened.engine, ref, keeping), shows_page)
                 report = Report(screen, service, quiet)
 
                 def ready() -> None:
@@ -145,11 +149,13 @@ def names_beside(name: str | None, is_overseen: bool, *typed: str) -> frozenset[
     return None if is_overseen else frozenset() if name else frozenset(typed)
 
 
-def rules_of(listening: socket, host: str, api_key: str | None, cors: list[str] | None, screen: Screen) -> Rules:
+def rules_of(listening: socket, host: str, api_key: str | None, cors: list[str] | None, screen: Screen, shows_page: bool) -> Rules:
     """Who may ask at an address; that everybody may is said."""
     from .server.guard import Rules, is_loopback
+    from .server.page import is_page
 
-    rules = Rules(is_loopback(listening.getsockname()[0]), api_key, tuple(each.rstrip("/") for each in cors or ()))
+    origins = tuple(each.rstrip("/") for each in cors or ())
+    rules = Rules(is_loopback(listening.getsockname()[0]), api_key, origins, (is_page,) if shows_page else ())
     if not rules.on_loopback and api_key is None:
         screen.note(f"--host {host} without --api-key: whoever reaches this machine can ask, and nothing on the way is encrypted")
     return rules
@@ -165,6 +171,7 @@ class Report:
         context, parallel = self._service.replies.engine.n_ctx, self._service.desk.parallel
         at_once = f" each, {parallel} answers at once" if parallel > 1 else ""
         self._screen.note(f"{url} serves {self._service.name}, context {context} tokens{at_once}; Ctrl-C ends it")
+        say_page(self._screen, url, self._service.shows_page)
         if json:
             self._screen.json({"url": url, "model": self._service.name, "context": context, "parallel": parallel})
 
@@ -172,8 +179,15 @@ class Report:
         say_request(self._screen, self._quiet, method, path, status, record)
 
 
+def say_page(screen: Screen, url: str, is_shown: bool) -> None:
+    if is_shown:
+        screen.note(f"{url.removesuffix('v1')} is a chat in a browser")
+
+
 def say_request(screen: Screen, quiet: bool, method: str, path: str, status: int, record: Record) -> None:
-    """A line for a request; `quiet` leaves out those that nothing went wrong with."""
+    """A line for a request; `quiet` leaves out those that nothing went wrong with. Parts of the page have none."""
+    if record.is_minor:
+        return
     parts = [f"{method} {cut(path, MOST_SHOWN)} {status}", *([cost(record.stats)] if record.stats else ())]
     parts += [cut(each, MOST_SAID) for each in (record.made, record.ending, record.problem) if each]
     if record.problem or not quiet:

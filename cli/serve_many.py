@@ -19,7 +19,7 @@ from .flags import flags_of, is_typed, long_name
 from .loading import find_any, judge, wanted_bits
 from .options import CONTRADICTIONS, AnswerFlags, RunFlags, SamplingFlags, SessionFlags, WeightFlags
 from .screen import Screen, cut
-from .serve import rules_of, say_request, slot_folder
+from .serve import rules_of, say_page, say_request, slot_folder
 
 if TYPE_CHECKING:
     from ..runtime.events import Progress
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 KEEP_ALIVE = LOAD_TIMEOUT = "5m"
 # Of the front alone, as parameters of the command; a child gets none of them, typed or by a variable.
-OWN = ("host", "port", "api_key", "name", "cors", "max_models", "keep_alive", "load_timeout", "ram", "json", "yes", "models")
+OWN = ("host", "port", "api_key", "name", "cors", "max_models", "keep_alive", "load_timeout", "no_webui", "ram", "json", "yes", "models")
 ONE = {"name": "each model has its own name", "draft": "a draft model is for one: effllm serve MODEL --draft SMALL-MODEL",
        "lora": "an adapter is for one model: effllm serve MODEL --lora ADAPTER"}
 MOST_NAMED = 10
@@ -50,6 +50,7 @@ class Served:
     load_timeout: str | None
     quiet: bool
     json: bool
+    shows_page: bool
 
 
 def serve_many(context: typer.Context, served: Served, answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags,
@@ -75,7 +76,7 @@ def serve_many(context: typer.Context, served: Served, answer: AnswerFlags, samp
     variables = screen.environment.variables
     only = [find_any(model, screen) for model in served.models] or None
     with bound(served.host, served.port) as listening:
-        rules, key = rules_of(listening, served.host, served.api_key, served.cors, screen), secrets.token_urlsafe(32)
+        rules, key = rules_of(listening, served.host, served.api_key, served.cors, screen, served.shows_page), secrets.token_urlsafe(32)
         flags, inherited = handed_on(context, screen)
         report = Report(screen, served.quiet)
         starter = Starter(["--host=127.0.0.1", "--port=0", *flags], {**inherited, "EFFLLM_API_KEY": key}, report.progress, report.remark,
@@ -89,10 +90,11 @@ def serve_many(context: typer.Context, served: Served, answer: AnswerFlags, samp
             url = url_of(listening)
             more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
             screen.note(f"{url} serves {', '.join(names[:MOST_NAMED])}{more}, each loaded when a request names it; Ctrl-C ends it")
+            say_page(screen, url, served.shows_page)
             if served.json:
                 screen.json({"url": url, "models": names})
 
-        front = Front(shelf, residents, key, engine.ctx)
+        front = Front(shelf, residents, key, engine.ctx, served.shows_page)
         listen(Guard(front.application(), rules, report.request), listening, residents, ready, screen.note_once, residents.closed, GRACE_S)
     return 0
 

@@ -33,7 +33,7 @@ SAME_PROJECT = {"llvmlite": "numba"}
 USED_AS_COMMANDS = {"setuptools", "pytest-xdist"}
 PEERS = {"llama_cpp", "accelerate"}  # what benchmarks compare with, and only those who run them install
 OF_PEERS = {"anthropic": "anthropic", "compressed-tensors": "compressed_tensors", "llama-cpp-python": "llama_cpp", "lm-eval": "lm_eval",
-            "ollama": "ollama", "openai": "openai", "tiktoken": "tiktoken"}  # the extra, as imported
+            "ollama": "ollama", "openai": "openai", "playwright": "playwright", "tiktoken": "tiktoken"}  # the extra, as imported
 
 
 def declared(extra: str | None = None) -> dict[str, Requirement]:
@@ -147,7 +147,7 @@ def test_peers_extra_is_what_tests_look_for() -> None:
     looked_for = set()
     for path in (ROOT / "tests").glob("test_*.py"):
         text = path.read_text(encoding="utf-8")
-        found = set(re.findall(r"(?:importorskip|find_spec)\(\"(\w+)\"\)", text))
+        found = set(re.findall(r"(?:importorskip|find_spec)\(\"(\w+)(?:\.\w+)*\"\)", text))
         assert not found or "pytest.mark.peer" in text, path.name
         looked_for |= found
     assert looked_for == {OF_PEERS[name] for name in declared("peers")}

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from ... import EffllmError
 from ...runtime.answers.replies import Replies, Wish
 from ...runtime.tokens.infill import Gap
-from . import messages_fields, ollama_fields, responses_fields
+from . import messages_fields, ollama_fields, page, responses_fields
 from .adapters import Adapters
 from .bodies import read
 from .desk import Desk, Start
@@ -67,7 +67,7 @@ class Wanted:
 @dataclass
 class Service:
     """One model by its `name`, and what its answers are by default. `also` are other names that it is asked for by, None: any; `note` is
-    told what the engine remarks; in `slot_files` programs save what sequences hold, None: nowhere."""
+    told what the engine remarks; in `slot_files` programs save what sequences hold, None: nowhere; `shows_page`: to browsers."""
 
     replies: Replies
     desk: Desk
@@ -76,6 +76,7 @@ class Service:
     note: Callable[[str], None]
     also: frozenset[str] | None = frozenset()
     slot_files: SlotFiles | None = None
+    shows_page: bool = True
 
     def __post_init__(self) -> None:
         self._created, self.tally = int(time.time()), Tally()
@@ -86,7 +87,7 @@ class Service:
 
     def application(self) -> Starlette:
         get, post = partial(Route, methods=["GET"]), partial(Route, methods=["POST"])
-        routes = [get("/", self.greeting), *(get(path, self.health) for path in ("/health", "/v1/health")),
+        routes = [*page.routes(self.greeting, self.shows_page), *(get(path, self.health) for path in ("/health", "/v1/health")),
                   *(get(path, self.models) for path in ("/v1/models", "/models")),
                   *(get(path, self.model) for path in ("/v1/models/{name:path}", "/models/{name:path}")),
                   *(post(path, self.chat) for path in ("/v1/chat/completions", "/chat/completions")),
@@ -101,9 +102,10 @@ class Service:
         return Starlette(routes=routes, exception_handlers={Problem: on_problem, HTTPException: on_path, EffllmError: on_problem,
                                                             ClientDisconnect: on_left, Exception: on_problem})
 
-    async def greeting(self, request: Request) -> Response:
-        return PlainTextResponse(f"effllm serves {self.name}: APIs like OpenAI's and Anthropic's under /v1, and like Ollama's under /api, "
-                                 "whose programs look here for the words \"Ollama is running\"\n")
+    @property
+    def greeting(self) -> str:
+        return (f"effllm serves {self.name}: APIs like OpenAI's and Anthropic's under /v1, and like Ollama's under /api, whose programs "
+                "look here for the words \"Ollama is running\"\n")
 
     async def health(self, request: Request) -> Response:
         if self.desk.is_closed:

@@ -18,12 +18,12 @@ from typing import Any, ClassVar
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from ... import EffllmError
-from . import responses_fields
+from . import page, responses_fields
 from .application import on_left, on_path, on_problem
 from .bodies import body_of, read
 from .fields import Body, parsed
@@ -46,6 +46,8 @@ from .shapes import ChatShape, Shape, TextShape
 from .shelf import Shelf, Shelved
 from .streams import EVENTS, HEADERS, KEEP_ALIVE_S, LEFT, LINES, json_response, unless_gone, written
 
+GREETING = ("effllm serves models by name: APIs like OpenAI's and Anthropic's under /v1, where /v1/models lists them, and like Ollama's "
+            "under /api, whose programs look here for the words \"Ollama is running\"\n")
 DEATH_S = 1.0  # a process that dies is known to some milliseconds after its connections have ended
 
 
@@ -102,15 +104,15 @@ class State:
 
 
 class Front:
-    """`key` is what the servers of models ask for; `most_context` what a person lets each have."""
+    """`key` is what the servers of models ask for; `most_context` what a person lets each have; `shows_page`: to browsers."""
 
-    def __init__(self, shelf: Shelf, residents: Residents, key: str, most_context: int | None = None) -> None:
-        self.shelf, self.residents, self.key, self._most_context = shelf, residents, key, most_context
+    def __init__(self, shelf: Shelf, residents: Residents, key: str, most_context: int | None = None, shows_page: bool = True) -> None:
+        self.shelf, self.residents, self.key, self._most_context, self._shows_page = shelf, residents, key, most_context, shows_page
         self._created = int(time.time())
 
     def application(self) -> Starlette:
         get = partial(Route, methods=["GET"])
-        routes = [get("/", self.greeting), *(get(path, self.health) for path in ("/health", "/v1/health")),
+        routes = [*page.routes(GREETING, self._shows_page), *(get(path, self.health) for path in ("/health", "/v1/health")),
                   *(get(path, self.models) for path in ("/v1/models", "/models")),
                   *(get(path, self.model) for path in ("/v1/models/{name:path}", "/models/{name:path}")),
                   *(Route(path, partial(self.pass_on, passed), methods=["POST"]) for passed in PASSED for path in passed.paths),
@@ -120,10 +122,6 @@ class Front:
                   Route("/models/load", self.load, methods=["POST"]), Route("/models/unload", self.unload, methods=["POST"])]
         return Starlette(routes=routes, exception_handlers={Problem: on_problem, HTTPException: on_path, EffllmError: on_problem,
                                                             ClientDisconnect: on_left, Exception: on_problem})
-
-    async def greeting(self, request: Request) -> Response:
-        return PlainTextResponse("effllm serves models by name: APIs like OpenAI's and Anthropic's under /v1, where /v1/models lists them, "
-                                 "and like Ollama's under /api, whose programs look here for the words \"Ollama is running\"\n")
 
     async def health(self, request: Request) -> Response:
         if self.residents.is_closed:

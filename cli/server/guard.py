@@ -26,11 +26,13 @@ RECORD = "effllm.record"
 
 @dataclass(frozen=True)
 class Rules:
-    """`on_loopback`: the server listens there, and asks for a name of it. `origins` may send requests from their pages beside that."""
+    """`on_loopback`: the server listens there, and asks for a name of it. `origins` may send requests from their pages beside that. What
+    one of `open` says yes to, of a path and headers, needs no key, beside the paths that have none."""
 
     on_loopback: bool
     key: str | None = None
     origins: tuple[str, ...] = ()
+    open: tuple[Callable[[str, Headers], bool], ...] = ()
 
     def refused(self, path: str, headers: Headers) -> Problem | None:
         host, origin = headers.get("host", ""), headers.get("origin")
@@ -38,7 +40,8 @@ class Rules:
             return Problem(403, "this server answers to localhost and 127.0.0.1, not to the name in Host", REFUSED, code="host_not_allowed")
         if origin is not None and not self.allows(origin, host):
             return Problem(403, "pages of this origin may not ask: --cors ORIGIN lets them", REFUSED, code="origin_not_allowed")
-        if self.key is not None and path not in OPEN and not self._has_key(headers):
+        is_open = path in OPEN or any(each(path, headers) for each in self.open)
+        if self.key is not None and not is_open and not self._has_key(headers):
             return Problem(401, "the key is missing or wrong: Authorization: Bearer KEY, or x-api-key: KEY", REFUSED,
                            code="invalid_api_key", headers={"www-authenticate": "Bearer"})
         return None

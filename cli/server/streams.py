@@ -43,6 +43,7 @@ class Record:
     ending: str = ""  # why it ended before its end
     problem: str = ""  # what a person at the terminal is told of it
     passed_on: bool = False  # to a server of its own, which says it
+    is_minor: bool = False  # a part of the page that browsers are shown
 
 
 class Listener:

@@ -1,0 +1,80 @@
+// Conversations, kept in this browser alone (IndexedDB): { id, title, changed, messages }, a message being { role, content } and, where it
+// has them, reasoning, pictures (data URLs), cost and problem.
+
+const NAME = "effllm", STORE = "conversations";
+const FORMAT = "effllm-session", VERSION = 1; // what /save FILE.json of `effllm chat` writes, and /load reads
+
+export const TITLE_LENGTH = 60;
+
+export class Conversations {
+  #database;
+
+  static async open() {
+    const opened = new Conversations();
+    const asked = indexedDB.open(NAME, 1);
+    asked.onupgradeneeded = () => asked.result.createObjectStore(STORE, { keyPath: "id" });
+    opened.#database = await done(asked);
+    return opened;
+  }
+
+  // The latest first.
+  async all() {
+    const found = await done(this.#store("readonly").getAll());
+    return found.sort((one, other) => other.changed - one.changed);
+  }
+
+  async keep(conversation) {
+    conversation.changed = Date.now();
+    await done(this.#store("readwrite").put(conversation));
+  }
+
+  async forget(id) {
+    await done(this.#store("readwrite").delete(id));
+  }
+
+  #store(mode) {
+    return this.#database.transaction(STORE, mode).objectStore(STORE);
+  }
+}
+
+export function begun() {
+  return { id: newId(), title: "", changed: Date.now(), messages: [] };
+}
+
+// crypto.randomUUID is there in secure contexts alone, which a page of another machine by plain HTTP is not.
+function newId() {
+  return Array.from(crypto.getRandomValues(new Uint8Array(16)), (each) => each.toString(16).padStart(2, "0")).join("");
+}
+
+export function titleOf(messages) {
+  const first = messages.find((each) => each.role === "user")?.content.trim().split("\n")[0] ?? "";
+  return first.length > TITLE_LENGTH ? `${first.slice(0, TITLE_LENGTH - 1)}…` : first || "Chat";
+}
+
+export function toFile(conversation, system) {
+  const messages = conversation.messages.filter((each) => each.content).map(({ role, content }) => ({ role, content }));
+  return JSON.stringify({ format: FORMAT, version: VERSION, system: system || null, messages, settings: {} }, null, 2) + "\n";
+}
+
+// Throws an Error with a line for a person.
+export function fromFile(text, name) {
+  let read = null;
+  try {
+    read = JSON.parse(text);
+  } catch {
+    // no JSON: told below
+  }
+  const isMessage = (each) => typeof each?.role === "string" && typeof each.content === "string";
+  if (read?.format !== FORMAT || read.version !== VERSION || !Array.isArray(read.messages) || !read.messages.every(isMessage)) {
+    throw new Error(`${name} is no conversation: take a file that Save here, or /save in effllm chat, wrote`);
+  }
+  const messages = read.messages.filter((each) => each.role !== "system").map(({ role, content }) => ({ role, content }));
+  return { ...begun(), title: titleOf(messages), messages };
+}
+
+function done(asked) {
+  return new Promise((resolve, reject) => {
+    asked.onsuccess = () => resolve(asked.result);
+    asked.onerror = () => reject(asked.error);
+  });
+}

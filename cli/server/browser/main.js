@@ -1,0 +1,305 @@
+// A chat with the models of the server that this page comes from.
+
+import { Api } from "./api.js";
+import { Attachments } from "./attachments.js";
+import { Conversations, begun, fromFile, titleOf, toFile } from "./conversations.js";
+import { Settings } from "./settings.js";
+import { Thread, element } from "./thread.js";
+
+const UNAUTHORIZED = 401;
+const CUT = "The answer was cut: it has as many tokens as it may have, or the context is full.";
+const byId = (id) => document.getElementById(id);
+const api = new Api();
+const settings = new Settings(byId("settings"), () => {
+  api.key = settings.key;
+  refresh();
+});
+const attachments = new Attachments(byId("attached"));
+const thread = new Thread(byId("thread"), { edit, again, remove });
+let conversations = null; // null: this browser keeps none
+let current = begun();
+let stopping = null; // of the answer that is written now
+let known = null; // the model whose capabilities these are
+let capabilities = [];
+
+// ---- models
+
+async function refresh() {
+  try {
+    const models = await api.models();
+    const chosen = models.some((each) => each.id === settings.model) ? settings.model : models[0]?.id;
+    byId("model").replaceChildren(...models.map((each) => {
+      const loaded = each.status && each.status.value !== "unloaded" ? ` (${each.status.value})` : "";
+      return element("option", { value: each.id, selected: each.id === chosen }, each.id + loaded);
+    }));
+    if (!models.length) return say("this machine has no model yet: effllm pull MODEL", true);
+    if (chosen !== known) await choose(chosen);
+    if (byId("state").classList.contains("wrong")) say("");
+  } catch (error) {
+    failed(error);
+  }
+}
+
+async function choose(model) {
+  settings.model = known = model;
+  capabilities = await api.capabilities(model).catch(() => []);
+  attachments.sees = capabilities.includes("vision");
+}
+
+// ---- conversations
+
+async function showList() {
+  const all = conversations ? await conversations.all() : [];
+  byId("conversations").replaceChildren(...all.map((each) => {
+    const button = (name, className, title, run) => element("button", { type: "button", className, title, onclick: run }, name);
+    return element("li", { className: each.id === current.id ? "current" : "" },
+      button(each.title, "open", each.title, () => open(each)),
+      button("↓", "act", "Save it as a file, which effllm chat can load", () => download(each)),
+      button("×", "act", "Delete it", () => forget(each)));
+  }));
+}
+
+function open(conversation) {
+  stop();
+  current = conversation;
+  document.body.classList.remove("side");
+  byId("menu").ariaExpanded = "false";
+  thread.show(current.messages, "What is said here stays in this browser and on the server's machine.");
+  showList();
+  byId("text").focus();
+}
+
+async function keep() {
+  if (!conversations) return;
+  current.title ||= titleOf(current.messages);
+  try {
+    await conversations.keep(current);
+  } catch (error) {
+    say(`this browser does not keep the conversation: ${error.message}`, true);
+  }
+  await showList();
+}
+
+async function forget(conversation) {
+  if (!confirm(`Delete “${conversation.title}”?`)) return;
+  await conversations.forget(conversation.id);
+  if (conversation.id === current.id) open(begun());
+  else await showList();
+}
+
+function download(conversation) {
+  const address = URL.createObjectURL(new Blob([toFile(conversation, settings.values.system)], { type: "application/json" }));
+  element("a", { href: address, download: `${conversation.title.replace(/[^\p{L}\p{N} -]/gu, "").trim() || "chat"}.json` }).click();
+  URL.revokeObjectURL(address);
+}
+
+// ---- messages
+
+async function send(message) {
+  current.messages.push(message);
+  thread.add(message, current.messages.length - 1);
+  await answer();
+}
+
+async function edit(index) {
+  if (stopping) return;
+  thread.edit(current.messages[index], index, async (text) => {
+    if (!text.trim() || stopping) return;
+    const changed = { ...current.messages[index], content: text };
+    current.messages.length = index;
+    thread.show(current.messages, "");
+    await send(changed);
+  });
+}
+
+async function again(index) {
+  if (stopping) return;
+  current.messages.length = index;
+  thread.show(current.messages, "");
+  await answer();
+}
+
+async function remove(index) {
+  if (stopping) return;
+  current.messages.length = index;
+  thread.show(current.messages, "");
+  if (current.messages.length || !conversations) return keep();
+  await conversations.forget(current.id);
+  open(begun());
+}
+
+// The answer to what the conversation holds, at its end.
+async function answer() {
+  const conversation = current, message = { role: "assistant", content: "" }, index = conversation.messages.length;
+  const asked = { model: byId("model").value, messages: [...systemOf(), ...inTurns(conversation.messages)],
+    ...settings.fields(capabilities.includes("thinking")) };
+  conversation.messages.push(message);
+  thread.add(message, index);
+  const own = stopping = new AbortController();
+  busy(true);
+  let drawn = 0;
+  const draw = () => {
+    drawn = 0;
+    if (conversation === current) thread.update(message, index);
+  };
+  try {
+    say("reading");
+    for await (const { remark, piece } of api.chat(asked, own.signal)) {
+      if (remark) say(remark);
+      const choice = piece?.choices?.[0];
+      if (!choice) continue;
+      message.reasoning = (message.reasoning ?? "") + (choice.delta.reasoning_content ?? "") || undefined;
+      message.content += choice.delta.content ?? "";
+      if (choice.delta.content || choice.delta.reasoning_content) say("writing");
+      if (piece.timings) message.cost = costOf(piece.timings);
+      if (choice.finish_reason === "length") message.problem = CUT;
+      drawn ||= requestAnimationFrame(draw);
+    }
+    say("");
+  } catch (error) {
+    if (error.name === "AbortError") say("stopped");
+    else {
+      message.problem = error.message;
+      failed(error);
+    }
+  } finally {
+    cancelAnimationFrame(drawn);
+    draw();
+    if (stopping === own) {
+      stopping = null;
+      busy(false);
+    }
+  }
+  if (!message.content && !message.reasoning && !message.problem) conversation.messages.splice(index, 1); // stopped before it began
+  if (conversation === current) {
+    if (conversation.messages.length === index) thread.show(conversation.messages, "");
+    await keep();
+  } else if (conversations) await conversations.keep(conversation).then(showList);
+  await refresh(); // which models are loaded
+}
+
+function systemOf() {
+  return settings.values.system ? [{ role: "system", content: settings.values.system }] : [];
+}
+
+// As a request has them. A question that was never answered and the next one are one: templates want turns.
+function inTurns(messages) {
+  const turns = [];
+  for (const { role, content, pictures = [] } of messages) {
+    if (!content && !pictures.length) continue;
+    const last = turns.at(-1);
+    if (last?.role !== role) turns.push({ role, content, pictures });
+    else turns[turns.length - 1] = { role, content: `${last.content}\n\n${content}`, pictures: [...last.pictures, ...pictures] };
+  }
+  return turns.map(({ role, content, pictures }) => ({ role, content: pictures.length ? [...pictures.map(asPart), asText(content)] : content }));
+}
+
+function asPart(url) {
+  return { type: "image_url", image_url: { url } };
+}
+
+function asText(text) {
+  return { type: "text", text };
+}
+
+function costOf(timings) {
+  const rate = timings.predicted_per_second;
+  return `${timings.predicted_n} tokens${rate ? `, ${rate.toFixed(rate < 20 ? 1 : 0)} a second` : ""}`;
+}
+
+function stop() {
+  stopping?.abort();
+}
+
+// ---- what is said around it
+
+function busy(is) {
+  byId("send").hidden = is;
+  byId("stop").hidden = !is;
+}
+
+function say(text, wrong = false) {
+  byId("state").textContent = byId("state").title = text;
+  byId("state").classList.toggle("wrong", wrong);
+}
+
+function failed(error) {
+  say(error.message, true);
+  if (error.status === UNAUTHORIZED && !byId("settings").open) settings.open("key");
+}
+
+// ---- what a person does
+
+async function attach(files) {
+  try {
+    await attachments.add(files);
+  } catch (error) {
+    say(error.message, true);
+  }
+}
+
+function grow() {
+  const field = byId("text");
+  field.style.height = "auto";
+  field.style.height = `${field.scrollHeight + 2}px`;
+}
+
+byId("composer").addEventListener("submit", async (event) => {
+  event.preventDefault();
+  const text = byId("text").value.trim();
+  if (stopping || !text && !attachments.files.length) return;
+  byId("text").value = "";
+  grow();
+  await send(attachments.taken(text));
+});
+byId("text").addEventListener("input", grow);
+byId("text").addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+    event.preventDefault();
+    byId("composer").requestSubmit();
+  }
+});
+byId("text").addEventListener("paste", (event) => {
+  if (event.clipboardData.files.length) attach(event.clipboardData.files);
+});
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape" && !byId("settings").open) stop();
+});
+for (const kind of ["dragover", "dragleave", "drop"]) {
+  document.addEventListener(kind, (event) => {
+    event.preventDefault();
+    byId("composer").classList.toggle("over", kind === "dragover");
+    if (kind === "drop") attach(event.dataTransfer.files);
+  });
+}
+byId("stop").addEventListener("click", stop);
+byId("new").addEventListener("click", () => open(begun()));
+byId("open-settings").addEventListener("click", () => settings.open());
+byId("model").addEventListener("change", (event) => choose(event.target.value));
+byId("attach").addEventListener("click", () => byId("attach-file").click());
+byId("attach-file").addEventListener("change", async (event) => {
+  await attach(event.target.files);
+  event.target.value = "";
+});
+byId("load").addEventListener("click", () => byId("load-file").click());
+byId("load-file").addEventListener("change", async (event) => {
+  const [file] = event.target.files;
+  event.target.value = "";
+  try {
+    open(fromFile(await file.text(), file.name));
+    await keep();
+  } catch (error) {
+    say(error.message, true);
+  }
+});
+byId("menu").addEventListener("click", () => {
+  byId("menu").ariaExpanded = String(document.body.classList.toggle("side"));
+});
+try {
+  conversations = await Conversations.open();
+} catch {
+  say("this browser keeps no conversations: they are gone with the page", true);
+}
+api.key = settings.key;
+open(current);
+await refresh();

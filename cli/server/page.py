@@ -1,0 +1,64 @@
+"""The chat that a browser is shown at `/`: the files of `browser/`, which ask the paths that any program asks. They hold nothing of this
+machine, so they are given without a key, and a policy in their head lets the page reach this server alone."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from hashlib import sha256
+from importlib.resources import files
+from pathlib import PurePath
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from .guard import RECORD
+
+FOLDER, FRONT = "browser", "index.html"
+TYPES = {".html": "text/html; charset=utf-8", ".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8",
+         ".svg": "image/svg+xml"}
+POLICY = ("default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; base-uri 'none'; "
+          "form-action 'none'; frame-ancestors 'none'")
+HEADERS = {"content-security-policy": POLICY, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer",
+           "cache-control": "no-cache"}  # asked for anew each time, and answered by a 304: another version may serve there tomorrow
+
+
+def is_page(path: str, headers: Headers) -> bool:
+    """Whether a request is for the page or a part of it. At `/` others find a line of text, by which Ollama's programs know a server."""
+    return path.startswith(f"/{FOLDER}/") or path == "/" and "text/html" in headers.get("accept", "")
+
+
+def routes(greeting: str, shown: bool) -> list[Route]:
+    """`greeting`: what programs find at `/`, and everybody where no page is `shown`."""
+    front = Route("/", partial(_front, greeting, shown), methods=["GET"])
+    return [front, Route(f"/{FOLDER}/{{name}}", _part, methods=["GET"])] if shown else [front]
+
+
+async def _front(greeting: str, shown: bool, request: Request) -> Response:
+    answer = _file(FRONT, request) if shown and is_page("/", request.headers) else PlainTextResponse(greeting)
+    answer.headers["vary"] = "accept"
+    return answer
+
+
+async def _part(request: Request) -> Response:
+    return _file(request.path_params["name"], request)
+
+
+def _file(name: str, request: Request) -> Response:
+    found = _files().get(name)
+    if found is None:
+        raise HTTPException(404)
+    body, tag = found
+    request.scope[RECORD].is_minor = True
+    if request.headers.get("if-none-match") == tag:
+        return Response(status_code=304, headers={**HEADERS, "etag": tag})
+    return Response(body, media_type=TYPES[PurePath(name).suffix], headers={**HEADERS, "etag": tag})
+
+
+@cache
+def _files() -> dict[str, tuple[bytes, str]]:
+    """By their names: their bytes, and what changes when these do."""
+    read = {each.name: each.read_bytes() for each in (files(__package__) / FOLDER).iterdir() if PurePath(each.name).suffix in TYPES}
+    return {name: (body, f'"{sha256(body).hexdigest()[:16]}"') for name, body in read.items()}

@@ -1,0 +1,231 @@
+"""The chat of `effllm serve` in a real browser (Chromium, driven by playwright): a person's ways through it, and answers that would like to
+be more than text."""
+
+import json
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from effllm.runtime.sessions.conversation_file import load_conversation
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from served import Served, serving, until
+
+playwright = pytest.importorskip("playwright.sync_api")
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = [pytest.mark.peer, pytest.mark.slow, pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")]
+
+LONG = 60_000  # ms
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with serving("--overflow", "shift", "--seed", "4") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser, server: Served):
+    """A new person's page; nothing may go wrong in its scripts."""
+    yield from opened(browser, server)
+
+
+def opened(browser, server: Served):
+    context = browser.new_context(accept_downloads=True)
+    page, wrong = context.new_page(), []
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
+    page.goto(f"http://127.0.0.1:{server.port}/")
+    page.wait_for_selector("#model option", state="attached", timeout=LONG)
+    yield page
+    context.close()
+    assert not wrong
+
+
+def wish(page, **fields: str) -> None:
+    page.click("#open-settings")
+    for name, value in fields.items():
+        page.fill(f"#settings [name={name}]", value)
+    page.click("#settings button")
+
+
+def say(page, text: str) -> None:
+    page.fill("#text", text)
+    page.press("#text", "Enter")
+
+
+def answered(page) -> None:
+    until(lambda: page.is_visible("#send") and not page.inner_text("#state"))
+
+
+def messages(page) -> list[tuple[str, str]]:
+    return [("user" if "user" in each.get_attribute("class") else "model", each.query_selector(".body").inner_text())
+            for each in page.query_selector_all(".message")]
+
+
+def test_a_conversation_goes_on_and_stays(page) -> None:
+    wish(page, max_tokens="24", temperature="0")
+    say(page, "Tell me a story about the fox.")
+    answered(page)
+    say(page, "And then?")
+    answered(page)
+    said = messages(page)
+    assert [who for who, _ in said] == ["user", "model", "user", "model"] and all(text for _, text in said)
+    assert said[2] == ("user", "And then?") and "it has as many tokens as it may have" in said[3][1]
+    assert re.fullmatch(r"24 tokens, [\d.]+ a second", page.inner_text(".message:last-child .cost"))
+    page.reload()
+    page.click("#conversations .open")
+    assert messages(page) == said and page.inner_text("#conversations .open") == "Tell me a story about the fox."
+    page.once("dialog", lambda dialog: dialog.accept())
+    page.hover("#conversations li")
+    page.click("#conversations .act >> nth=1")
+    page.wait_for_selector(".greeting")
+    assert page.query_selector_all("#conversations li") == []
+
+
+def test_an_answer_is_stopped_had_again_and_its_question_changed(page) -> None:
+    say(page, "Tell me a long story.")
+    page.wait_for_selector(".message.assistant .answer", timeout=LONG)
+    page.keyboard.press("Escape")
+    page.wait_for_selector("#send:visible", timeout=LONG)
+    assert page.inner_text("#state") in ("stopped", "") and len(messages(page)) == 2
+    wish(page, max_tokens="8", temperature="0")
+    page.hover(".message.assistant")
+    page.click(".message.assistant >> text=Again")
+    answered(page)
+    again = messages(page)
+    assert len(again) == 2 and page.inner_text(".message:last-child .cost").startswith("8 tokens")
+    page.hover(".message.user")
+    page.click(".message.user >> text=Edit")
+    page.fill(".message.user textarea", "Tell me of the sea.")
+    page.click(".message.user >> text=Send")
+    answered(page)
+    assert messages(page)[0] == ("user", "Tell me of the sea.") and messages(page)[1] != again[1] and len(messages(page)) == 2
+
+
+def test_a_conversation_is_a_file_that_the_terminal_reads(page, tmp_path: Path) -> None:
+    wish(page, max_tokens="8", temperature="0", system="You tell tales.")
+    say(page, "The fox & the <king>")
+    answered(page)
+    page.hover("#conversations li")
+    with page.expect_download() as download:
+        page.click("#conversations .act >> nth=0")
+    download.value.save_as(file := tmp_path / "saved.json")
+    history = load_conversation(file)
+    assert history.system == "You tell tales." and [each["role"] for each in history.messages] == ["user", "assistant"]
+    assert history.messages[0]["content"] == "The fox & the <king>"
+    page.set_input_files("#load-file", str(file))
+    until(lambda: len(page.query_selector_all("#conversations li")) == 2)
+    assert [text for _, text in messages(page)][0] == "The fox & the <king>"
+    (other := tmp_path / "other.json").write_text(json.dumps({"messages": 3}))
+    page.set_input_files("#load-file", str(other))
+    page.wait_for_selector("#state.wrong")
+    assert page.inner_text("#state").startswith("other.json is no conversation")
+
+
+def test_files_go_with_a_message(page, tmp_path: Path) -> None:
+    wish(page, max_tokens="4")
+    (note := tmp_path / "note.md").write_text("a ```fence``` within\n")
+    (blob := tmp_path / "blob.bin").write_bytes(bytes(range(256)))
+    page.set_input_files("#attach-file", [str(note)])
+    page.set_input_files("#attach-file", [str(blob)])
+    page.wait_for_selector("#state.wrong")
+    assert page.inner_text("#state") == "blob.bin is neither a text nor a picture"
+    say(page, "What does it say?")
+    page.wait_for_selector(".message.assistant", timeout=LONG)
+    assert messages(page)[0][1] == "note.md:\n````\na ```fence``` within\n````\n\nWhat does it say?"
+
+
+def test_a_key_is_asked_for(browser) -> None:
+    with serving("--api-key", "secret") as server:
+        context = browser.new_context()
+        page = context.new_page()
+        page.goto(f"http://127.0.0.1:{server.port}/")
+        page.wait_for_selector("#settings[open]", timeout=LONG)
+        page.fill("[name=key]", "secret")
+        page.click("#settings button")
+        page.wait_for_selector("#model option", state="attached", timeout=LONG)
+        until(lambda: not page.inner_text("#state"))
+        assert "secret" not in page.evaluate("JSON.stringify(localStorage)")
+        context.close()
+
+
+def test_a_server_that_is_gone_is_told_of(browser) -> None:
+    with serving() as server:
+        context = browser.new_context()
+        page = context.new_page()
+        page.goto(f"http://127.0.0.1:{server.port}/")
+        page.wait_for_selector("#model option", state="attached", timeout=LONG)
+    say(page, "Hello?")
+    page.wait_for_selector(".problem", timeout=LONG)
+    assert page.inner_text(".problem") == "the server does not answer: is effllm serve still running?"
+    context.close()
+
+
+SHAPES = {
+    "one\ntwo\n\nthree": "<p>one\ntwo</p><p>three</p>",
+    "**bold** *lean* _lean_ ~~gone~~ `co*d*e` snake_case_name 2*3*4": "<p><strong>bold</strong> <em>lean</em> <em>lean</em> "
+    "<del>gone</del> <code>co*d*e</code> snake_case_name 2<em>3</em>4</p>",
+    "***both*** and **a *b* c**": "<p><strong><em>both</em></strong> and <strong>a <em>b</em> c</strong></p>",
+    "## Head ##\ntext": "<h2>Head</h2><p>text</p>",
+    "- a\n- b\n  - c\n- d": "<ul><li>a</li><li>b<ul><li>c</li></ul></li><li>d</li></ul>",
+    "3. a\n4. b\n\ntext": '<ol start="3"><li>a</li><li>b</li></ol><p>text</p>',
+    "1. a\n\n   more\n2. b": "<ol><li><p>a</p><p>more</p></li><li><p>b</p></li></ol>",
+    "- a\n  ```py\n  x = 1\n  ```\n- b": '<ul><li>a<div class="code"><div class="bar"><span>py</span><button type="button" '
+    'data-copies="x = 1">Copy</button>'
+    "</div><pre><code>x = 1</code></pre></div></li><li>b</li></ul>",
+    "> a\n> - b": "<blockquote><p>a</p><ul><li>b</li></ul></blockquote>",
+    "| a | b |\n|---|:-:|\n| 1 | x \\| y |\n| 2 |": '<div class="wide"><table><thead><tr><th>a</th><th>b</th></tr></thead><tbody>'
+    "<tr><td>1</td><td>x | y</td></tr><tr><td>2</td><td></td></tr></tbody></table></div>",
+    "a\n---\nb": "<p>a</p><hr><p>b</p>",
+    "see [it](https://a.example/x_(y)) or https://b.example/c.": '<p>see <a href="https://a.example/x_(y)" target="_blank" rel="noopener '
+    'noreferrer">it</a> or <a href="https://b.example/c" target="_blank" rel="noopener noreferrer">https://b.example/c</a>.</p>',
+    "[x](javascript:alert(1)) <script>alert(1)</script> <img src=x onerror=alert(1)>": "<p>[x](javascript:alert(1)) &lt;script&gt;alert(1)"
+    "&lt;/script&gt; &lt;img src=x onerror=alert(1)&gt;</p>",
+    "[y](data:text/html,x) ![z](https://spy.example/p.png)": '<p>[y](data:text/html,x) <a href="https://spy.example/p.png" target="_blank" '
+    'rel="noopener noreferrer">z</a></p>',
+    "\\*no\\* and `` a`b ``": "<p>*no* and <code>a`b</code></p>",
+}
+
+
+@pytest.mark.parametrize("text", SHAPES)
+def test_markdown(page, text: str) -> None:
+    assert shown(page, text) == SHAPES[text]
+
+
+def shown(page, text: str, upto: str = "[text]") -> str:
+    return page.evaluate("""async ([text, upto]) => {
+        const { show } = await import("./browser/markdown.js"), place = document.createElement("div");
+        for (let end = upto; end < text.length; end += 1) show(place, text.slice(0, end));
+        show(place, text);
+        return place.innerHTML;
+    }""", [text, len(text) if upto == "[text]" else 1])
+
+
+@pytest.mark.parametrize("text", SHAPES)
+def test_a_text_that_grows_ends_as_one_that_was_whole(page, text: str) -> None:
+    assert shown(page, text, "each") == SHAPES[text]
+
+
+@pytest.mark.parametrize("text", ["[" * 20_000, "*a" * 10_000, "**a _b " * 3_000, "> " * 3_000 + "x", "`" * 20_000, "- " * 3_000,
+                                  "|a" * 5_000 + "\n" + "|-" * 5_000, "_" * 20_000, "https://" * 3_000, "![](" * 5_000,
+                                  "~~a" * 8_000, "\\" * 20_001])
+def test_a_malformed_answer_does_not_stop_the_page(page, text: str) -> None:
+    seconds = page.evaluate("""async (text) => {
+        const { show } = await import("./browser/markdown.js"), began = performance.now();
+        show(document.createElement("div"), text);
+        return (performance.now() - began) / 1000;
+    }""", text)
+    assert seconds < 20  # a second at most where nothing else runs; what grows as a power of the length would take minutes
