@@ -150,14 +150,14 @@ def unechoed(stream: TextIO) -> Iterator[None]:
 
 def falling_apart_quietly() -> None:
     """What Python writes of an exception that a destructor raised is for nobody: a library's object that Ctrl-C left half made falls apart.
-    A Ctrl-C that arrived in a destructor itself was lost there, and is sent once more."""
+    A Ctrl-C that arrived in a destructor itself was lost there, and is sent once more: to the thread that waits, which a note for the
+    interpreter would leave waiting until whatever it waits for has come."""
 
     def on_unraisable(what: Any) -> None:
         if issubclass(what.exc_type, KeyboardInterrupt):
-            import _thread
-            from threading import Timer
+            from threading import Timer, main_thread
 
-            again = Timer(0.01, _thread.interrupt_main)  # not now: it would be lost in here too
+            again = Timer(0.01, signal.pthread_kill, (main_thread().ident, signal.SIGINT))  # not now: it would be lost in here too
             again.daemon = True
             again.start()
 
