@@ -261,12 +261,12 @@ def test_long_calls_are_read_in_time() -> None:
     for name, text in (("Hermes", "x{}\\n" * 40_000), ("Qwen 3 Coder", "x{}>\n" * 40_000)):
         arguments = {"text": text}
         pieces = written(name, [("look_up", arguments)])
-        begin = time.perf_counter()
+        begin = time.thread_time()
         assert parts_of(name, [pieces[at : at + 400] for at in range(0, len(pieces), 400)]) == ("", [("look_up", arguments)])
-        assert time.perf_counter() - begin < 5
-    begin = time.perf_counter()
+        assert time.thread_time() - begin < 5
+    begin = time.thread_time()
     assert parts_of("Hermes", ["<tool_call>{" * 10_000]) == ("<tool_call>{" * 10_000, [])
-    assert time.perf_counter() - begin < 5
+    assert time.thread_time() - begin < 5
 
 
 MARKS = sorted({mark for format in FORMATS for mark in (*format.opens, *format.closers)})
