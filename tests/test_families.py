@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -40,6 +41,7 @@ from family_models import CASES, CONTEXT, TOLERANCE, Case, assert_close, oracle,
 LENGTHS = (1, 5, 63, 64, 65, 191, 192, 193, 340)
 DECODE_FROM = (5, 180, 310)  # steps cross the edges at 64 and 192, and the sealing of the first page at 320
 STEPS = 40
+LONGEST = max(*LENGTHS, DECODE_FROM[-1] + STEPS)
 
 
 def fix_rope(model: PreTrainedModel, ctx: int) -> None:
@@ -62,9 +64,18 @@ FIRST = {*{case.family: name for name, case in reversed(CASES.items())}.values()
 FIRST |= {name for name, case in CASES.items() if case.family in OFTEN}
 
 
+class Pair(NamedTuple):
+    """Ours, transformers', the longest text and what transformers says of it: float64[T, V]."""
+
+    engine: Engine
+    model: PreTrainedModel
+    ids: list[int]
+    logits: np.ndarray
+
+
 @pytest.fixture(params=[pytest.param(name, marks=() if name in FIRST else pytest.mark.slow) for name in CASES], scope="module")
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, PreTrainedModel]]:
-    """(ours, transformers') for one case."""
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """One case. No family looks ahead, so what transformers says of the longest text is what it says of all that the text begins with."""
     case = CASES[request.param]
     folder = tmp_path_factory.mktemp("model")
     model = written(case, folder)
@@ -72,21 +83,22 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     # 512 positions are more than the dynamic model was trained for, which is what it is there to show.
     engine = opened(folder, force=model.config.get_text_config().max_position_embeddings < CONTEXT)
     share_angles(engine, model)
-    yield engine, model
+    ids = text(model, LONGEST)
+    yield Pair(engine, model, ids, oracle(model, ids))
     engine.close()
 
 
-def test_logits_of_prompts(pair: tuple[Engine, PreTrainedModel]) -> None:
-    engine, model = pair
+def test_logits_of_prompts(pair: Pair) -> None:
+    engine, model, longest, expected = pair
     for length in LENGTHS:
-        ids = text(model, length)
+        ids = longest[:length]
         scored = [(start, logits.copy()) for start, logits in engine.score(ids)]
         assert [start for start, _ in scored] == np.cumsum([0] + [len(logits) for _, logits in scored[:-1]]).tolist()
-        assert_close(np.concatenate([logits for _, logits in scored]), oracle(model, ids), partial(oracle, model, ids, torch.float32))
+        assert_close(np.concatenate([logits for _, logits in scored]), expected[:length], partial(oracle, model, ids, torch.float32))
 
 
-def test_greedy_tokens(pair: tuple[Engine, PreTrainedModel]) -> None:
-    engine, model = pair
+def test_greedy_tokens(pair: Pair) -> None:
+    engine, model, *_ = pair
     for length in DECODE_FROM:
         ids = text(model, length)
         list(engine.prefill(ids))
@@ -98,13 +110,13 @@ def test_greedy_tokens(pair: tuple[Engine, PreTrainedModel]) -> None:
         assert oracle(model, ids + tokens)[length - 1 : -1].argmax(-1).tolist() == tokens
 
 
-def test_logits_of_single_steps(pair: tuple[Engine, PreTrainedModel]) -> None:
-    engine, model = pair
+def test_logits_of_single_steps(pair: Pair) -> None:
+    engine, model, longest, expected = pair
     for length in DECODE_FROM:
-        ids = text(model, length + STEPS)
+        ids = longest[: length + STEPS]
         list(engine.prefill(ids[:length]))
         steps = [engine.forward_logits([token])[0].copy() for token in ids[length:]]
-        assert_close(np.stack(steps), oracle(model, ids)[length:], lambda ids=ids: oracle(model, ids, torch.float32)[-STEPS:])
+        assert_close(np.stack(steps), expected[length : length + STEPS], lambda ids=ids: oracle(model, ids, torch.float32)[-STEPS:])
 
 
 # Case -> what of its config can be taken away while the tensors stay as they are.
