@@ -1,5 +1,6 @@
 """What every test shares: the person's own folders are not this machine's; a hub on the loopback, and someone who types to it."""
 
+import gc
 import os
 import signal
 import sys
@@ -21,11 +22,26 @@ from effllm.kernels import blas, warm
 from effllm.kernels.threads import ThreadPool
 from effllm.runtime.conversion import damage_notes
 
+# Sixteen thousand tests and the libraries that they import stay until the end. By Python's own numbers a collector goes through all of
+# them so often that a third of the time until the first test, and a tenth of that behind it, is its.
+gc.set_threshold(10_000, 20, 20)
+
 settings.register_profile("effllm", deadline=None)  # how long an example takes says what else the machine does
 settings.load_profile("effllm")
 NO_PROFILE = "EFFLLM_NO_KV_PROFILE"  # `quantize` would take most of a minute for each of the models that tests make
 SHOWS = ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR")
 VARIABLES = ("XDG_DATA_HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME")
+
+
+def pytest_collection_finish() -> None:
+    """What is there before the first test is no garbage."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Libraries count what is left of theirs when Python ends, and complain."""
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
