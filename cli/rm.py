@@ -1,8 +1,8 @@
-"""`effllm rm MODEL`: remove a model from this machine, and never what other programs share without being told to."""
+"""`effllm rm MODEL`: remove a model from this machine, whoever made it, only after a yes."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -10,6 +10,9 @@ from .. import UsageError, typed
 from .flags import add_command, flag
 from .options import OUTPUT, Json, Model, Yes
 from .screen import Screen
+
+if TYPE_CHECKING:
+    from ..runtime.library.remove import Removal
 
 EXAMPLES = """examples
 
@@ -26,9 +29,9 @@ def register(app: typer.Typer) -> None:
 
 
 def rm(context: typer.Context, model: Model, dry_run: DryRun = False, yes: Yes = False, json: Json = False) -> None:
-    """Remove a model. Asks first where other programs share its files, in the hub cache, or takes -y."""
+    """Remove a model. Asks first, or takes -y."""
     from ..offload.size import format_size
-    from ..runtime.library.remove import SHARED, plan_removal, remove
+    from ..runtime.library.remove import demand_idle, plan_removal, remove
 
     screen = Screen(context.obj)
     removal = plan_removal(model, screen.environment.variables)
@@ -41,13 +44,15 @@ def rm(context: typer.Context, model: Model, dry_run: DryRun = False, yes: Yes =
             screen.line(str(path))
         screen.note(f"{size} would be freed; nothing was removed")
         return
-    if removal.owner == SHARED and not yes:
-        part = ", partly downloaded," if removal.is_part else ""
-        what = f"{removal.folder} ({size}){part} is in the hub cache, which other programs share"
+    demand_idle(removal)  # before a question whose answer would come to nothing
+    if not yes:
+        what = asked_about(removal, size)
         if not screen.environment.can_ask:
             raise UsageError(what, f"-y removes it: effllm rm {typed(model)} -y")
         if not screen.ask(f"{what}. Remove it?", bare=False):
             screen.note("nothing was removed")
+            if json:
+                screen.json({**removal.to_json(), "removed": False})
             return
     remove(removal, screen.environment.variables)
     if json:
@@ -56,3 +61,12 @@ def rm(context: typer.Context, model: Model, dry_run: DryRun = False, yes: Yes =
         part = "what had come of its download was removed" if removal.was_pulled else "what there was of it was removed"
         what = part if removal.is_part else "removed"
         screen.note(f"{removal.folder}: {what}, {size} freed")
+
+
+def asked_about(removal: Removal, size: str) -> str:
+    """What a person is to agree to: what goes, and whose it is."""
+    from ..runtime.library.remove import SHARED
+
+    part = f", partly {'downloaded' if removal.was_pulled else 'made'}," if removal.is_part else ""
+    whose = "is in the hub cache, which other programs share" if removal.owner == SHARED else "would be gone"
+    return f"{removal.folder} ({size}){part} {whose}"

@@ -105,6 +105,8 @@ def rm(context: typer.Context, names: Names, cache: Cache = False, yes: Yes = Fa
             raise UsageError(what, f"-y removes {'it' if len(names) == 1 else 'them'}: {removing(*names, more='-y')}")
         if not screen.ask(f"{what}. Remove?", bare=False):
             screen.note("nothing was removed")
+            if json:
+                screen.json({"removed": [], "cache_only": cache, "freed_bytes": 0})
             return
     freed = store.remove(names, cache)
     if json:

@@ -68,9 +68,9 @@ def test_a_stopped_keep_is_listed_by_the_name_that_was_typed_and_removed_by_it(h
         request = on_load.Request(resolve(name, person.env), out.name, storage.models_folder(person.env), keep=True)
         went_on = list(on_load.quantize_on_load(request, out))
         assert any("going on where an earlier run stopped" in str(item) for item in went_on)
-        assert incomplete(person) == {} and person.types("rm", name).code == 0
+        assert incomplete(person) == {} and person.types("rm", name, "-y").code == 0
         assert keeping(person, name) == out
-        removed = person.types("rm", name)
+        removed = person.types("rm", name, "-y")
         assert removed.code == 0 and "was removed" in removed.err
         assert ("what there was of it" in removed.err) == (REPO not in name), "what lies at a commit may have been a pull's"
         assert incomplete(person) == {} and not partial_folder(out).exists() and not out.parent.exists()
@@ -92,7 +92,7 @@ def test_what_was_put_into_our_folder_is_listed_and_removed_by_its_path(person: 
     out.parent.mkdir(parents=True)
     options = ConvertOptions(Recipe(QuantSpec.parse("4bit")), "4bit")
     stop(convert(FABLE, out, options))
-    assert list(incomplete(person)) == [str(out)] and person.types("rm", out).code == 0 and incomplete(person) == {}
+    assert list(incomplete(person)) == [str(out)] and person.types("rm", out, "-y").code == 0 and incomplete(person) == {}
     assert "no folder" in person.types("rm", out).refused(3)
     out.parent.mkdir(parents=True, exist_ok=True)
     stop(export_compressed(FABLE, out, "INT8"))
@@ -105,7 +105,7 @@ def test_what_was_put_into_our_folder_is_listed_and_removed_by_its_path(person: 
     (out / "mine.txt").write_text("mine")
     assert "mine.txt" in person.types("rm", out).refused(2) and (out / "config.json").exists()
     (out / "mine.txt").unlink()
-    assert person.types("rm", out).code == 0 and not out.exists()
+    assert person.types("rm", out, "-y").code == 0 and not out.exists()
     assert person.types("quantize", "fable", "-o", storage.models_folder(person.env) / "made", "--bits", "4").code == 0
     assert storage.registered(person.env) == []
     assert str(storage.models_folder(person.env) / "made") in [each["name"] for each in person.types("list", "--json").json["models"]]
@@ -117,7 +117,7 @@ def test_what_stands_beside_goes_with_no_model(person: Person) -> None:
     out.parent.mkdir(parents=True)
     (out.parent / "notes.txt").write_text("mine")
     assert person.types("export", "fable", "-o", out, "--format", "compressed-tensors").code == 0
-    assert person.types("rm", out).code == 0 and (out.parent / "notes.txt").read_text() == "mine" and not out.exists()
+    assert person.types("rm", out, "-y").code == 0 and (out.parent / "notes.txt").read_text() == "mine" and not out.exists()
 
 
 def test_one_that_is_being_made_is_left_alone(person: Person) -> None:
@@ -125,7 +125,7 @@ def test_one_that_is_being_made_is_left_alone(person: Person) -> None:
     plan = plan_conversion(FABLE, Recipe(QuantSpec.parse("4bit")))
     with plan.store, FolderWriter(out, plan.files, "another", storage.MARKER):
         assert "is being made by another effllm" in person.types("rm", "fable:4bit").refused(1) and (partial_folder(out) / JOURNAL).exists()
-    assert person.types("rm", "fable:4bit").code == 0
+    assert person.types("rm", "fable:4bit", "-y").code == 0
 
 
 @pytest.mark.parametrize("said", [b"", b"{", b"[]\n", b'{"of": "fable"}\n', b'{"fingerprint": "x", "of": 5}\n'])
@@ -133,7 +133,7 @@ def test_a_torn_journal_costs_the_name_at_most(person: Person, said: bytes) -> N
     out = keeping(person, "fable:4bit")
     (partial_folder(out) / JOURNAL).write_bytes(said)
     assert list(incomplete(person)) == (["fable:4bit"] if b"fingerprint" in said else [])
-    assert person.types("rm", "fable:4bit").code == 0 and not partial_folder(out).exists()
+    assert person.types("rm", "fable:4bit", "-y").code == 0 and not partial_folder(out).exists()
 
 
 def test_elsewhere_it_is_the_business_of_whoever_put_it_there(person: Person) -> None:

@@ -62,7 +62,7 @@ def test_it_is_removed_by_its_name_and_branch(hub: Hub, person: Person) -> None:
     stop(hub, person, f"{REPO}@v1:4bit")
     assert [each["name"] for each in person.types("list", "--json").json["incomplete"]] == [f"{REPO}@v1:4bit"]
     assert "not on this machine" in person.types("rm", f"{REPO}:3bit").refused(3)
-    assert person.types("rm", f"{REPO}@v1:4bit").code == 0
+    assert person.types("rm", f"{REPO}@v1:4bit", "-y").code == 0
     assert person.types("list", "--json").json["incomplete"] == [] and not list((person.home / "data" / "effllm" / "models").iterdir())
 
 
@@ -76,7 +76,7 @@ def test_a_torn_note_counts_nothing(hub: Hub, person: Person, said: bytes) -> No
     assert json.loads(note.read_bytes())["revision"] == "main"
     note.write_bytes(said)
     assert person.types("list", "--json").json["incomplete"] == []
-    assert person.types("rm", f"{REPO}:4bit").code == 0 and not note.parent.exists()
+    assert person.types("rm", f"{REPO}:4bit", "-y").code == 0 and not note.parent.exists()
 
 
 def test_a_download_that_was_stopped_before_its_weights_began_is_measured_by_all_of_it(hub: Hub, person: Person) -> None:

@@ -194,7 +194,7 @@ def test_what_a_kill_leaves_beside_a_whole_model_goes(hub: Hub, person: Person, 
     source = folder.with_name(".4bit.source")
     assert (source / "tokenizer.json").is_file() and (folder / "effllm.json").is_file()
     if what == "rm":
-        assert person.types("rm", f"{REPO}:4bit").code == 0 and not folder.parent.exists()
+        assert person.types("rm", f"{REPO}:4bit", "-y").code == 0 and not folder.parent.exists()
         return
     with lock_of(folder).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -165,6 +165,6 @@ def test_what_a_stopped_pull_of_bits_has_left_goes_by_the_name_of_the_format(hub
             fcntl.flock(held, fcntl.LOCK_EX)
             assert "is being downloaded" in person.types("rm", name).refused(1) and (place / ".4bit.source").is_dir()
         person.types("rm", "org/other:3bit").refused(3)
-        removed = person.types("rm", name)
+        removed = person.types("rm", name, "-y")
         assert removed.code == 0 and "what had come of its download was removed" in removed.err and not place.exists()
         person.types("rm", name).refused(3)

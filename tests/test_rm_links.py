@@ -47,7 +47,7 @@ def test_the_folder_that_one_is_in_stays(made: Path, person: Person, monkeypatch
 def test_a_roundabout_path_is_still_the_folder(made: Path, person: Person, monkeypatch: pytest.MonkeyPatch) -> None:
     copy = shutil.copytree(made, made.parent / "copy")
     monkeypatch.chdir(made.parent)
-    assert person.types("rm", "copy/../copy/.").code == 0 and not copy.exists()
+    assert person.types("rm", "copy/../copy/.", "-y").code == 0 and not copy.exists()
 
 
 def test_a_parent_that_may_not_be_written_is_found_before_a_file_goes(made: Path, person: Person, monkeypatch: pytest.MonkeyPatch) -> None:

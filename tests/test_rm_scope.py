@@ -91,7 +91,7 @@ def test_what_a_person_has_put_into_a_model_of_ours_stays(person: Person, made: 
     place.unlink()
     if place.parent != made:
         place.parent.rmdir()
-    assert person.types("rm", made).code == 0 and not made.exists()
+    assert person.types("rm", made, "-y").code == 0 and not made.exists()
 
 
 def test_so_it_does_beside_a_model_that_was_kept(person: Person) -> None:
@@ -135,7 +135,7 @@ def test_a_kept_model_that_cannot_be_read_is_told_and_can_be_removed(hub: Hub, p
     for command in (("run", told["name"], "Once", "--raw"), ("show", told["name"]), ("verify", told["name"])):
         ran = person.types(*command)
         assert ran.code != 0 and why in ran.err, command
-    assert person.types("rm", told["name"]).code == 0 and not kept.exists()
+    assert person.types("rm", told["name"], "-y").code == 0 and not kept.exists()
     assert person.types("list", "--json").json["unreadable"] == []
 
 
@@ -147,7 +147,7 @@ def test_so_can_a_folder_by_its_path(person: Person, place: str, how: str) -> No
     assert person.types("quantize", "fable", "-o", folder, "--bits", "4").code == 0
     spoilt(folder, how)
     assert [each["name"] for each in person.types("list", "--json").json["unreadable"]] == [str(folder)]
-    assert person.types("rm", folder).code == 0 and not folder.exists()
+    assert person.types("rm", folder, "-y").code == 0 and not folder.exists()
 
 
 def test_a_model_whose_weights_are_cut_off_is_told_as_well(person: Person, made: Path) -> None:
@@ -155,3 +155,22 @@ def test_a_model_whose_weights_are_cut_off_is_told_as_well(person: Person, made:
     weights.write_bytes(weights.read_bytes()[:-1000])
     (told,) = person.types("list", "--json").json["unreadable"]
     assert told["name"] == str(made) and "model.safetensors" in told["why"]
+
+
+# -- whoever made it ---------------------------------------------------------------------------------------------------------------
+
+
+def test_every_model_is_asked_about_wherever_it_lies(hub: Hub, person: Person) -> None:
+    hub.add(REPO, files=tiny())
+    own = storage.models_folder(person.env) / "mine"
+    own.parent.mkdir(parents=True)
+    makes = ("quantize", "fable", "--bits", "4", "-o")
+    for words in (("pull", REPO), (*makes, own), (*makes, person.home / "out")):
+        assert person.types(*words).code == 0
+    for name in (REPO, own, person.home / "out"):
+        folder = Path(person.types("rm", name, "--dry-run", "--json").json["folder"])
+        assert f"hint: -y removes it: effllm rm {name} -y" in person.types("rm", name).refused(2) and folder.is_dir()
+        for reply in ("", "n\n", "perhaps\n"):
+            declined = person.types("rm", name, "--json", answers=reply)
+            assert declined.json["removed"] is False and "Remove it?" in declined.err and folder.is_dir()
+        assert person.types("rm", name, answers="y\n").code == 0 and not folder.exists()

@@ -108,7 +108,7 @@ def test_a_folder_made_elsewhere_is_listed_until_it_is_gone(person: Person) -> N
     (out / "mine.txt").write_text("mine")
     assert "mine.txt" in person.types("rm", out).refused(2) and (out / "effllm.json").exists()
     (out / "mine.txt").unlink()
-    assert person.types("rm", out).code == 0 and not out.exists() and out.parent.exists()
+    assert person.types("rm", out, "-y").code == 0 and not out.exists() and out.parent.exists()
     assert [model["name"] for model in person.types("list", "--json").json["models"]] == ["fable"]
 
 
@@ -140,7 +140,7 @@ def test_what_is_recorded_beside_a_model_goes_with_it(person: Person) -> None:
     again = person.types(*words, out, "--force")
     assert again.code == 0, again.err
     assert not (out / "kv_profile.json").exists(), "a profile of other weights was left beside the new ones"
-    assert person.types("rm", measured(out)).code == 0 and not out.exists()
+    assert person.types("rm", measured(out), "-y").code == 0 and not out.exists()
 
 
 def test_a_kept_copy_is_found_after_its_model_was_measured(person: Person) -> None:
@@ -179,7 +179,7 @@ def test_what_keep_has_kept_of_a_file_or_a_folder_is_named_shown_and_removed(per
         list(on_load.quantize_on_load(request, request.folder))
         assert f"{model}:4bit" in [each["name"] for each in person.types("list", "--json").json["models"]]
         assert person.types("show", f"{model}:4bit", "--json").json["folder"] == str(request.folder)
-        assert person.types("rm", f"{model}:4bit").code == 0 and not request.folder.exists() and model.exists()
+        assert person.types("rm", f"{model}:4bit", "-y").code == 0 and not request.folder.exists() and model.exists()
         assert "not kept" in person.types("rm", f"{model}:4bit").refused(3)
 
 
@@ -187,7 +187,7 @@ def test_what_a_stopped_keep_of_a_file_has_left_is_removed(person: Person) -> No
     ref = resolve("fable:4bit", person.env)
     out = on_load.Request(ref, "4bit", storage.models_folder(person.env), keep=True).folder
     partial_folder(out).mkdir(parents=True)
-    assert person.types("rm", "fable:4bit").code == 0 and not partial_folder(out).exists()
+    assert person.types("rm", "fable:4bit", "-y").code == 0 and not partial_folder(out).exists()
 
 
 def test_a_folder_with_an_alias_is_listed_once(person: Person) -> None:
@@ -319,7 +319,7 @@ def test_a_model_of_our_own_and_a_part_of_a_download(hub: Hub, person: Person) -
     assert person.types("pull", f"{REPO}:4bit").code == 0
     hub.swap["model-00003-of-00003.safetensors"] = b"x" * len(hub.repos[REPO].files["model-00003-of-00003.safetensors"])
     assert person.types("pull", REPO).code == 6
-    assert person.types("rm", f"{REPO}:4bit").code == 0
+    assert person.types("rm", f"{REPO}:4bit", "-y").code == 0
     assert not (person.home / "data" / "effllm" / "models" / "org--name").exists()
     assert person.blobs(REPO) and person.types("rm", REPO, "-y").code == 0 and not person.blobs(REPO)
     assert "effllm list shows what is here" in person.types("rm", REPO).refused(3)

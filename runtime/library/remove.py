@@ -94,12 +94,17 @@ def plan_removal(text: str, env: Mapping[str, str]) -> Removal:
     return _made_folder(text, folder)
 
 
-def remove(removal: Removal, env: Mapping[str, str]) -> None:
-    """Do it. Raises EffllmError where another program is writing there, or where the disk refuses."""
+def demand_idle(removal: Removal) -> None:
+    """Raises EffllmError where another program is writing there."""
     if removal.locks is not None:
         _check_unlocked(removal.locks, removal.name)
     if any(map(is_being_written, removal.paths)):
         raise EffllmError(f"{removal.name} is being made by another effllm", "wait for it, or stop it")
+
+
+def remove(removal: Removal, env: Mapping[str, str]) -> None:
+    """Do it. Raises EffllmError where another program is writing there, or where the disk refuses."""
+    demand_idle(removal)
     try:
         for path in removal.paths:
             if path.is_dir() and not path.is_symlink():
