@@ -17,7 +17,7 @@ import typer
 from .. import UsageError, __version__
 from .completion import own_script, whole_words
 from .environment import Environment
-from .errors import guarded
+from .errors import guarded, wants_json
 from .habits import as_help, meant_variable
 from .help import PlainGroup
 from .interrupt import falling_apart_quietly
@@ -42,7 +42,7 @@ The answer goes to stdout, everything else to stderr. Every flag is also a varia
 is another says so), and most may stand in a file: ctx-size = 4096 in effllm.toml (`effllm config show --help`).
 
 exit codes: 0 ok, 1 failure, 2 usage, 3 model not found or gated, 4 does not fit, 5 context overflow, 6 download failed or offline,
-130 interrupted
+7 not whole as --schema or --grammar wants it, 130 interrupted
 """
 
 
@@ -124,6 +124,7 @@ def takes_settings(command: Any) -> bool:
 def program(argv: Sequence[str], environment: Environment) -> int:
     argv = as_help(argv)
     command = typer.main.get_command(build(named(argv, environment.variables)))
+    environment.owes_json = wants_json(command, argv, environment.variables)
     say_unknown_variables(command, argv, environment)
     own_script(argv)
     with whole_words():

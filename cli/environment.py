@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import io
+import json
 import os
 import shutil
 import sys
@@ -50,6 +51,12 @@ def in_plain_letters(error: UnicodeError) -> tuple[str, int]:
 codecs.register_error(PLAIN, in_plain_letters)
 
 
+def in_json(value: object, stream: TextIO) -> str:
+    """One document on a line; escaped where the stream has another encoding, which would replace letters, quotation marks among them."""
+    plain = codecs.lookup(getattr(stream, "encoding", None) or "utf-8").name != "utf-8"
+    return json.dumps(value, ensure_ascii=plain, allow_nan=False) + "\n"
+
+
 class OutputFailed(EffllmError):
     """stdout cannot be written."""
 
@@ -68,6 +75,7 @@ class Environment:
     debug: bool = False  # set by --debug, read by the error boundary
     has_stdout: bool = True  # the caller did not close it
     no_color: bool = False  # set by --no-color
+    owes_json: bool = False  # --json was asked for, and no document has been written
     overseer: Overseer | None = None  # the process that started this one to serve a model, where one did
 
     @classmethod

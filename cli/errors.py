@@ -1,24 +1,28 @@
 """The one place where an exception becomes a line for a person and a code for a script.
 
 Commands let exceptions pass; nothing else in `cli/` turns one into text or into an exit code. Codes: 0 ok, 1 failure, 2 usage, 3 model
-not found or gated, 4 does not fit, 5 context overflow, 6 download failed or offline, 130 interrupted. A reader that closes the pipe
-(`| head`) has what it wanted: that ends quietly with 0. Want of room on a disk is 4 wherever it is found (`DiskFull`).
+not found or gated, 4 does not fit, 5 context overflow, 6 download failed or offline, 7 an answer that is not whole as its form wants it,
+130 interrupted. A reader that closes the pipe (`| head`) has what it wanted: that ends quietly with 0. Want of room on a disk is 4
+wherever it is found (`DiskFull`). Where --json was asked for, the failure is the one document on stdout too, unless the command had
+printed its own.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import typer
 
 from .. import DiskFull, DoesNotFit, EffllmError, lacks_room
-from .environment import Environment, OutputClosed, OutputFailed
+from .environment import Environment, OutputClosed, OutputFailed, in_json
 from .habits import flag_hint
 from .interrupt import EndedFromOutside
 
-INTERRUPTED = 130
+NOT_WHOLE, INTERRUPTED = 7, 130
+STOPPED = "stopped by Ctrl-C"
 
 
 def guarded(program: Callable[[], int], environment: Environment) -> int:
@@ -26,6 +30,8 @@ def guarded(program: Callable[[], int], environment: Environment) -> int:
     try:
         code = program()
         environment.write()
+        if code == INTERRUPTED:  # as the library returns it
+            write_document(environment, STOPPED, "", code)
         return code
     except SystemExit as stop:  # a pipe closed during --help, or shell completion, which prints and leaves
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
@@ -37,6 +43,7 @@ def guarded(program: Callable[[], int], environment: Environment) -> int:
     except KeyboardInterrupt:
         if environment.debug:
             write_traceback(environment)
+        write_document(environment, STOPPED, "", INTERRUPTED)
         return INTERRUPTED
     except Exception as error:
         if environment.debug:
@@ -45,7 +52,39 @@ def guarded(program: Callable[[], int], environment: Environment) -> int:
         write_error(environment, message, hint)
         if isinstance(error, OutputFailed):
             discard_output(environment)
+        else:
+            write_document(environment, message, hint, code)
         return code
+
+
+def wants_json(command: Any, argv: Sequence[str], variables: Mapping[str, str]) -> bool:
+    """Whether a line that need not be right asks for a document: by --json, by its variable where the command has that flag, or by an -o
+    that names a format."""
+    words = list(argv[: argv.index("--")] if "--" in argv else argv)
+    for word in words:
+        command = getattr(command, "commands", {}).get(word, command)
+    has = {parameter.name: parameter for parameter in command.params}
+    if "--json" in words:
+        return True
+    if "json" in has and (value := variables.get("EFFLLM_JSON")):
+        from .config import SWITCH
+
+        return SWITCH.get(value.lower(), False)
+    if "output" not in has or "json" not in has["output"].metavar.split("|"):
+        return False
+    return not {"-ojson", "--output=json"}.isdisjoint(words) or any(
+        word in ("-o", "--output") and value == "json" for word, value in zip(words, words[1:], strict=False))
+
+
+def write_document(environment: Environment, message: str, hint: str, code: int) -> None:
+    """The failure of a command that owes a document to a program, on stdout."""
+    if not environment.owes_json:
+        return
+    environment.owes_json = False
+    try:
+        environment.write(in_json({"error": one_line(message), "hint": one_line(hint), "code": code}, environment.stdout))
+    except (OutputClosed, OutputFailed):
+        discard_output(environment)  # the code says it, and stderr has said why
 
 
 def describe(error: Exception) -> tuple[str, str, int]:

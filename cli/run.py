@@ -9,7 +9,7 @@ import typer
 
 from .. import ModelNotFound, UsageError, typed
 from .environment import OutputClosed, OutputFailed
-from .errors import INTERRUPTED
+from .errors import INTERRUPTED, NOT_WHOLE
 from .flags import add_command, flag, is_typed
 from .habits import is_model, remark_on_number
 from .interrupt import asked_to_end, end_if_asked
@@ -140,7 +140,9 @@ def answer_once(screen: Screen, ref: ModelRef, text: str, answer: AnswerFlags, s
         if keeper:
             keeper.keep(session)
         end_if_asked()
-    return INTERRUPTED if cost.finish_reason == "cancelled" else 0
+    if cost.finish_reason == "cancelled":
+        return INTERRUPTED
+    return NOT_WHOLE if cost.is_whole is False and session.max_tokens != 0 else 0  # with -n 0 no answer was wanted
 
 
 def offer_default(screen: Screen, yes: bool) -> str:

@@ -7,8 +7,6 @@ be wrapped or measured, and is loaded only for them: neither the first token nor
 
 from __future__ import annotations
 
-import codecs
-import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,7 +16,7 @@ from io import StringIO
 from typing import TYPE_CHECKING
 
 from ..runtime.tokens.stream_filters import TerminalFilter, sanitize
-from .environment import Environment
+from .environment import Environment, in_json
 
 if TYPE_CHECKING:
     from ..runtime.events import Progress
@@ -116,10 +114,11 @@ class Screen:
         return self.environment.width if self._safe else None
 
     def json(self, value: object) -> None:
-        """One document; escaped where stdout has another encoding, which would replace letters, quotation marks among them."""
+        """The document of a command."""
         self.clear()
-        plain = codecs.lookup(getattr(self.environment.stdout, "encoding", None) or "utf-8").name != "utf-8"
-        self.environment.write(json.dumps(value, ensure_ascii=plain, allow_nan=False) + "\n")
+        text = in_json(value, self.environment.stdout)
+        self.environment.owes_json = False
+        self.environment.write(text)
 
     def table(self, headings: Sequence[str], rows: Iterable[Sequence[str]], right: Iterable[int] = ()) -> None:
         """Columns on stdout; numbers (`right`) are set flush right. Wrapped on a terminal, never in a pipe."""

@@ -78,7 +78,7 @@ class Stats:
     `ttft_s` counts from the request, or for `run` from the start of the process; `decode_tps` is what a person sees: sampling and text
     included. `disk_bytes_read` and `disk_wait_s` (what the processor stood still for) since the model was opened. `speculation`: passes,
     tokens drafted and accepted, why none was; None without. `reasoning_tokens`: those of the answer's that were reasoning. `stop_string`:
-    the one that ended it, None where none did.
+    the one that ended it, None where none did. `is_whole`: whether it came to its end as its form wants it, None without a form.
     """
 
     text: str
@@ -110,6 +110,7 @@ class Stats:
     speculation: Mapping[str, object] | None = None
     reasoning_tokens: int = 0
     stop_string: str | None = None
+    is_whole: bool | None = None
 
     @property
     def prefill_tps(self) -> float:
@@ -123,7 +124,8 @@ class Stats:
     def to_json(self) -> dict[str, object]:
         """The object that `--json` prints."""
         return {
-            "text": self.text, "token_ids": list(self.token_ids), "finish_reason": self.finish_reason, "seed": self.seed,
+            "text": self.text, "token_ids": list(self.token_ids), "finish_reason": self.finish_reason, "whole": self.is_whole,
+            "seed": self.seed,
             "usage": {"prompt_tokens": self.prompt_tokens, "completion_tokens": len(self.token_ids), "cached_tokens": self.cached_tokens},
             "timings": {"load_s": self.load_s, "ttft_s": self.ttft_s, "prefill_tps": self.prefill_tps, "decode_tps": self.decode_tps},
             "memory": {"peak_rss_bytes": self.peak_rss_bytes, "planned_bytes": self.planned_bytes, "weights_bytes": self.weights_bytes,

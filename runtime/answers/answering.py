@@ -175,7 +175,8 @@ class Answer:
         return stats(engine, "".join(self.shown[1:]), self.tokens, "length" if self.finish == "context" else self.finish, self.sampler.seed,
                      len(self._ids), (self._first_at or time.monotonic()) - origin, *took,
                      self._drafted and engine.speculation.counts.since(self._drafted), engine.disk_traffic.since(self._read_before),
-                     hardware.cpu_time().since(self._cpu_before), self.reasoned, explained, self.stopped_by)
+                     hardware.cpu_time().since(self._cpu_before), self.reasoned, explained, self.stopped_by,
+                     self._held.is_whole if self._held else None)
 
     def remarks(self) -> Iterator[Notice]:
         """What is to be said of how it ended."""

@@ -89,9 +89,10 @@ def outcome(engine: Engine, prompt_tokens: int, cached: int, made: int, prefill_
 
 def stats(engine: Engine, text: str, tokens: list[int], finish: str, seed: int, prompt_tokens: int, ttft: float, prefill: float,
           decode: float, passes: float, drafted: Counts | None, reads: Traffic, cores: CpuTime, reasoned: int = 0,
-          explained: bool = True, stopped_by: str | None = None) -> Stats:
+          explained: bool = True, stopped_by: str | None = None, is_whole: bool | None = None) -> Stats:
     """What an answer cost, once it has ended; times in seconds, `ttft` to its first token. `reasoned`: tokens of reasoning. `explained`: as
-    `outcome`. `stopped_by`: the stop string that ended it."""
+    `outcome`. `stopped_by`: the stop string that ended it. `is_whole`: as its form
+    wants it."""
     cache, cached, read = engine.cache, engine.reused, engine.read
     found = outcome(engine, cached + read, cached, len(tokens), prefill, decode, passes, drafted, reads, cores, explained)
     return Stats(
@@ -101,7 +102,7 @@ def stats(engine: Engine, text: str, tokens: list[int], finish: str, seed: int, 
         kv_bits_per_value=cache.bits_per_value, packed_bits=cache.packed_bits, kv_packed=cache.is_packed, exact_tokens=cache.exact_tokens,
         packed_tokens=len(engine.tokens) - cache.exact_tokens, disk_bytes_read=engine.disk_nbytes, disk_wait_s=engine.disk_wait_s,
         placement=placed(engine, found), context_used=len(engine.tokens), context_max=engine.n_ctx, truncated=engine.truncated,
-        speculation=drafted and drafted.to_json(), reasoning_tokens=reasoned, stop_string=stopped_by)
+        speculation=drafted and drafted.to_json(), reasoning_tokens=reasoned, stop_string=stopped_by, is_whole=is_whole)
 
 
 def is_a_miss(ratio: float, predicted: Prediction) -> bool:
