@@ -107,7 +107,7 @@ def serve(context: typer.Context, models: Models = None, host: Host = "127.0.0.1
             from ..runtime.sessions.kept_prompts import refuse_inexact
 
             refuse_inexact(options)
-        slots_in = slot_folder(slot_save_path, options)
+        slots_in = slot_folder(slot_save_path, options, screen)
         with at_bits(at_hand(found, weights, options, screen, yes), weights, screen, options) as ref:
             from ..runtime.answers.replies import Replies, Wish
             from ..runtime.answers.rounds import Rounds
@@ -252,13 +252,17 @@ def kept_prompts(engine: Engine, ref: ModelRef, flags: SessionFlags, for_good: b
                        "(--session-disk 0 keeps nothing)")
 
 
-def slot_folder(text: str | None, options: EngineOptions) -> Path | None:
-    """The folder of --slot-save-path, tried out. Raises what `slot_files.slot_folder` does."""
+def slot_folder(text: str | None, options: EngineOptions, screen: Screen) -> Path | None:
+    """The folder of --slot-save-path, tried out; that it is a new one is said. Raises what `slot_files.slot_folder` does."""
     if text is None:
         return None
     from ..runtime.sessions import slot_files
 
-    return slot_files.slot_folder(text, options)
+    is_new = not os.path.exists(os.path.expanduser(text))
+    folder = slot_files.slot_folder(text, options)
+    if is_new:
+        screen.note(f"{folder} is a new folder, for slots that are saved")
+    return folder
 
 
 def slot_files(folder: Path | None, engine: Engine, ref: ModelRef, flags: SessionFlags) -> SlotFiles | None:

@@ -63,7 +63,7 @@ def serve_many(context: typer.Context, served: Served, answer: AnswerFlags, samp
         screen.note("EFFLLM_NAME is left out: each model has its own name")
     keep_s, silence_s = judged(served)
     judge(answer, sampling, engine, keeping)
-    slot_folder(slot_save_path, engine.options(overflow=answer.overflow, parallel=served.parallel))  # before a model is loaded for it
+    slot_folder(slot_save_path, engine.options(overflow=answer.overflow, parallel=served.parallel), screen)  # before a model is loaded
     wanted_bits("MODEL", None, weights)
     from ..offload.size import parse_size
     from .server.child import Starter

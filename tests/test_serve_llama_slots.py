@@ -43,6 +43,7 @@ def cached(reply: Reply) -> int:
 
 
 def test_what_a_slot_held_comes_back(server: Served, folder: Path) -> None:
+    assert f"{folder} is a new folder, for slots that are saved" in server.err
     first = completed(server, prompt=FOX)
     holds = held(server)
     saved = act(server, "save", "fox.bin").json
@@ -214,7 +215,8 @@ def test_of_several_models_a_request_names_its_own(here: dict[str, str], tmp_pat
 
 
 @pytest.mark.parametrize(("flags", "said"), [(("--kv", "4bit", "--kv-read", "sparse"), "leave out --kv-read sparse or --slot-save-path"),
-                                             (("--slot-save-path", "/proc/none"), "--slot-save-path /proc/none takes no files: ")])
+                                             (("--slot-save-path", "/proc/none"), "--slot-save-path /proc/none takes no files: "),
+                                             (("--slot-save-path", "/nowhere/slots"), "correct the path, or make it: mkdir -p /nowhere\n")])
 def test_what_cannot_be_saved_is_told_before_the_weights_are_read(flags: tuple[str, ...], said: str, tmp_path: Path) -> None:
     process, stderr = started("--slot-save-path", str(tmp_path), *flags)
     assert process.wait(MINUTE) in (1, 2)

@@ -6,6 +6,7 @@ for another's: these are kept until a person removes them, and what has no room 
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ... import ContextOverflow, EffllmError, UsageError
+from ... import ContextOverflow, EffllmError, UsageError, typed
 from ...offload.size import format_size
 from ..adapters.choosing import demand_choice
 from ..events import Event, SlotDone
@@ -130,13 +131,15 @@ def erase(slot: Slot) -> Iterator[Event]:
 
 
 def slot_folder(text: str, options: EngineOptions) -> Path:
-    """The folder of `--slot-save-path`, tried out. Raises UsageError for a cache that cannot be restored, EffllmError where the folder
-    takes no files."""
+    """The folder of `--slot-save-path`, tried out; one that is missing is made, in a folder that is there: a path of which more is missing
+    is mistyped. Raises UsageError for that and for a cache that cannot be restored, EffllmError where the folder takes no files."""
     refuse_inexact(options, FLAG)
     try:
         folder = Path(text).expanduser()
     except RuntimeError as error:
         raise UsageError(f"{FLAG} {text}: there is no such user", "give the path without ~") from error
+    if not os.path.exists(folder) and not os.path.isdir(above := folder.absolute().parent):
+        raise UsageError(f"{FLAG} {text}: there is no folder {above}", f"correct the path, or make it: mkdir -p {typed(above)}")
     try:
         SessionStore(folder).try_out(TRIAL)
     except EffllmError as error:
