@@ -142,7 +142,8 @@ def test_who_waits_gets_pieces_without_text(monkeypatch: pytest.MonkeyPatch) -> 
     assert [piece["message"]["content"] for piece in made[:3]] == [""] * 3
     assert [piece["message"]["content"] for piece in made[-2:]] == ["yes", ""] and made[-1]["done"]
     client = asyncio.run(heard(fails, 0))
-    assert client.status == 500 and json.loads(client.body) == {"error": "memory ran out"}
+    told = {"error": "memory ran out: send less, or serve it with a smaller context (-c)"}
+    assert client.status == 500 and json.loads(client.body) == told
     desk.close()
     assert desk.ended(MINUTE)
 

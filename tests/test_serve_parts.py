@@ -165,9 +165,11 @@ def test_connections_of_which_no_request_comes_are_closed_and_too_many_are_a_lin
 
 
 @pytest.mark.parametrize(("error", "status", "said"), [
-    (OSError(5, "Input/output error", "/home/someone/model.safetensors"), 500, "reading or writing failed: Input/output error"),
+    (OSError(5, "Input/output error", "/home/someone/model.safetensors"), 500,
+     "reading or writing failed: Input/output error: the server's terminal says more"),
     (EffllmError("the page of /tmp/spill/7.kv is lost", "check the disk"), 500, "the page of (a file) is lost: check the disk"),
-    (MemoryError(), 500, "memory ran out"), (ZeroDivisionError("/secret"), 500, "internal error: ZeroDivisionError"),
+    (MemoryError(), 500, "memory ran out: send less, or serve it with a smaller context (-c)"),
+    (ZeroDivisionError("/secret"), 500, "internal error: ZeroDivisionError: the server's terminal says more"),
     (ContextOverflow("9 tokens, and the context holds 8", "shorten it"), 400, "9 tokens, and the context holds 8: shorten it"),
     (UsageError("no"), 400, "no")])
 def test_a_failure_is_told_to_its_client_alone(desk: Desk, error: Exception, status: int, said: str) -> None:

@@ -16,7 +16,7 @@ from ...runtime.adapters.choosing import Choice, demand_choice
 from .bodies import body_of
 from .fields import Asked, Scale, Scales, parsed
 from .ollama_fields import untagged
-from .problems import Problem
+from .problems import LEAVE_ONE, Problem
 from .streams import json_response
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Adapters:
         if asked.lora is None:
             return self.choice_of(asked.model)
         if (name := self.called(asked.model)) is not None:
-            raise Problem(400, f"lora and model {name!r:.100} both say which adapter it is", param=LORA)
+            raise Problem(400, f"lora and model {name!r:.100} both say which adapter it is", param=LORA, hint=LEAVE_ONE)
         return self._chosen(asked.lora, LORA)
 
     def choice_of(self, model: str | None) -> Choice:
@@ -84,5 +84,5 @@ class Adapters:
         try:
             demand_choice(choice, self.names)
         except UsageError as error:
-            raise Problem(400, f"{said}{error.message}", param=where or None) from error
+            raise Problem(400, f"{said}{error.message}", param=where or None, hint=error.hint) from error
         return choice

@@ -176,7 +176,7 @@ class Service:
         """Before they become a text. Raises Problem for one that the model does not have."""
         rows = self.replies.engine.config.vocab_size
         if (bad := next((each for each in ids if not 0 <= each < rows), None)) is not None:
-            raise Problem(400, f"token id {bad} is outside the vocabulary of {rows}", param=param)
+            raise Problem(400, f"token id {bad} is outside the vocabulary of {rows}", param=param, hint="ids are those of /tokenize")
 
     async def demand_room(self, prompts: Sequence[str | list[int]], wish: Wish) -> None:
         """Of several prompts that are answered in turn one that cannot be is told of before the first is. Raises Problem that names it."""

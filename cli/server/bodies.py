@@ -23,7 +23,8 @@ async def body_of(request: Request) -> bytes:
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding not in ("", "identity"):
         raise Problem(415, f"a body with Content-Encoding {coding:.40} is not read: send it as it is", code="unsupported_encoding")
-    too_large = Problem(413, f"the body is larger than {LARGEST_BODY >> 20} MiB", code="body_too_large", headers={"connection": "close"})
+    too_large = Problem(413, f"the body is larger than {LARGEST_BODY >> 20} MiB", code="body_too_large",
+                        headers={"connection": "close"}, hint="send it in parts")
     length = request.headers.get("content-length", "0")
     if not length.isdecimal() or int(length) > MOST_READ:
         raise too_large
@@ -39,7 +40,8 @@ async def body_of(request: Request) -> bytes:
                 else:  # read and dropped: who is cut off while sending never sees why
                     body.clear()
     except TimeoutError:
-        raise Problem(408, f"the body did not come in {BODY_S:.0f} s", headers={"connection": "close"}) from None
+        late = f"the body did not come in {BODY_S:.0f} s"
+        raise Problem(408, late, headers={"connection": "close"}, hint="send it again, whole") from None
     if came > LARGEST_BODY:
         raise too_large
     return bytes(body)

@@ -16,7 +16,7 @@ from typing import Any
 
 from ...runtime.answers.rounds import Rounds
 from ...runtime.events import Done, Event
-from .problems import BUSY, Problem, closing
+from .problems import AGAIN, BUSY, Problem, closing
 
 Start = Callable[[Callable[[], bool]], Iterator[Event]]
 END = object()
@@ -107,7 +107,7 @@ class Desk:
             raise closing()
         if len(self._jobs) >= self.parallel + self.most_waiting:
             raise Problem(503, f"{self.waiting} answers wait already, which is the most here (--queue)", BUSY, code="queue_full",
-                          headers={"retry-after": "1"})
+                          headers={"retry-after": "1"}, hint=AGAIN)
         job = Job(self, start)
         self._jobs.append(job)
         self._line.put(job)

@@ -22,7 +22,7 @@ from .guard import RECORD
 from .llama_fields import prompts_in
 from .ollama_fields import waited_ns
 from .ollama_shape import NS
-from .problems import OLLAMA, Problem
+from .problems import BY_PARTS, OLLAMA, Problem
 from .streams import GONE, Listener, json_response, made
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class Embeddings:
         texts = texts_of(asked.input, "input")
         self._demand_width(asked.dimensions)
         if not texts:
-            raise Problem(400, "input is empty", param="input")
+            raise Problem(400, "input is empty", param="input", hint="send a text, or a list of texts")
 
         def told(embedded: Embedded) -> dict[str, object]:
             vectors = shortened(embedded.vectors, asked.dimensions)
@@ -185,9 +185,9 @@ def texts_of(given: object, where: str) -> Texts:
 def demand_texts(texts: Texts, where: str) -> None:
     """Raises Problem for too many of them, and for one that is empty."""
     if len(texts) > MOST:
-        raise Problem(400, f"{where} has {len(texts)} texts, {MOST} are taken at once", param=where)
+        raise Problem(400, f"{where} has {len(texts)} texts, {MOST} are taken at once", param=where, hint=BY_PARTS)
     if (empty := next((at for at, each in enumerate(texts) if not each), None)) is not None:
-        raise Problem(400, f"{where}[{empty}] is empty", param=where)
+        raise Problem(400, f"{where}[{empty}] is empty", param=where, hint="leave it out")
 
 
 def shortened(vectors: Iterable[np.ndarray], dimensions: int | None) -> list[np.ndarray]:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, RootModel, ValidationError
 
-from .problems import Problem
+from .problems import LEAVE_IT, Problem
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TEXTS = ("text", "input_text", "output_text")  # types of parts that are text
@@ -153,8 +153,8 @@ def refuse_not_here(asked: Body | Scales, where: str = "") -> None:
     for field, nothing in asked.not_here.items():
         value = (asked.model_extra or {}).get(field)
         if value is not None and not any(is_same(value, each) for each in nothing):
-            here = f"; {asked.instead[field]}" if field in asked.instead else ""
-            raise Problem(400, f"{where}{field} is not supported{here}", param=where + field, code="unsupported_parameter")
+            here = asked.instead.get(field, LEAVE_IT)
+            raise Problem(400, f"{where}{field} is not supported; {here}", param=where + field, code="unsupported_parameter")
 
 
 def is_same(value: object, other: object) -> bool:

@@ -170,7 +170,7 @@ class Front:
         """Behind the answers that run."""
         model = await self.meant((await read(request, Named)).model)
         if not self.residents.let_go(model):
-            raise Problem(400, f"{model.name} is not loaded", param="model")
+            raise Problem(400, f"{model.name} is not loaded", param="model", hint="it takes no memory, so there is nothing to unload")
         return json_response({"success": True})
 
     async def pass_on(self, passed: Passed, request: Request) -> Response:
@@ -307,7 +307,7 @@ class Glance(Relay):
     async def _relayed(self) -> None:
         resident = self._front.residents.find(self._model)
         if resident is None:
-            raise Problem(400, f"{self._model.name} is not loaded", param="model")
+            raise Problem(400, f"{self._model.name} is not loaded", param="model", hint="POST /models/load loads it, and so does a prompt")
         await self._from(resident, time.monotonic_ns())
 
 

@@ -16,7 +16,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .problems import FAILED, REFUSED, Problem
+from .problems import REFUSED, Problem, internal
 from .streams import GONE, Record, problem_response
 
 OPEN = ("/health", "/v1/health")  # without a key: who asks whether a server lives has none
@@ -37,7 +37,8 @@ class Rules:
     def refused(self, path: str, headers: Headers) -> Problem | None:
         host, origin = headers.get("host", ""), headers.get("origin")
         if self.on_loopback and host and not is_loopback(name_of(host)):
-            return Problem(403, "this server answers to localhost and 127.0.0.1, not to the name in Host", REFUSED, code="host_not_allowed")
+            return Problem(403, "this server answers to localhost and 127.0.0.1, not to the name in Host", REFUSED, code="host_not_allowed",
+                           hint="ask by one of these, or serve with --host ADDRESS")
         if origin is not None and not self.allows(origin, host):
             return Problem(403, "pages of this origin may not ask: --cors ORIGIN lets them", REFUSED, code="origin_not_allowed")
         is_open = path in OPEN or any(each(path, headers) for each in self.open)
@@ -113,8 +114,7 @@ class Guard:
         except Exception as error:  # of ours: the server goes on
             record.problem = f"{type(error).__name__}: {error}"
             if status == GONE:
-                problem = Problem(500, f"internal error: {type(error).__name__}", FAILED)
-                await problem_response(problem, scope["path"])(scope, receive, sending)
+                await problem_response(internal(error), scope["path"])(scope, receive, sending)
         finally:
             self._say(scope["method"], scope["path"], status, record)
 

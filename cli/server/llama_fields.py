@@ -11,7 +11,7 @@ from ...runtime.sampler import SamplerSettings
 from ...runtime.text import Tokenizer
 from ...runtime.tokens.infill import Gap
 from .fields import Asked, Body
-from .problems import Problem
+from .problems import LEAVE_ONE, Problem
 from .several import counted
 from .wishes import NO_LIMIT, Defaults, wish_of
 
@@ -68,7 +68,7 @@ def completion_wish(asked: CompletionAsked, defaults: Defaults, tokenizer: Token
     """Raises Problem that names the field."""
     if asked.json_schema is not None:
         if asked.grammar:
-            raise Problem(400, f"{SCHEMA} and grammar both say what the answer is", param=SCHEMA)
+            raise Problem(400, f"{SCHEMA} and grammar both say what the answer is", param=SCHEMA, hint=LEAVE_ONE)
         asked = asked.model_copy(update={"response_format": {"type": SCHEMA, SCHEMA: {"schema": asked.json_schema}}})
     try:
         wish = wish_of(asked, defaults, tokenizer)
@@ -108,7 +108,8 @@ def prompts_in(prompt: object, tokenizer: Tokenizer, param: str = "prompt") -> l
 def _one_prompt(prompt: object, tokenizer: Tokenizer, param: str) -> str | list[int]:
     if isinstance(prompt, dict):
         if prompt.get("multimodal_data"):
-            raise Problem(400, f"{param}.multimodal_data is not supported: the text part of models alone runs here", param=param)
+            raise Problem(400, f"{param}.multimodal_data is not supported: the text part of models alone runs here", param=param,
+                          hint="send prompt_string alone")
         prompt = prompt.get("prompt_string")
     if isinstance(prompt, str):
         return prompt

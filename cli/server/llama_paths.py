@@ -19,7 +19,7 @@ from .fields import ChatAsked, Detokenize, Tokenize, messages_of
 from .llama_fields import CompletionAsked, InfillAsked, completion_prompts, completion_wish
 from .llama_shape import LlamaAnswers, LlamaShape, Settings, generation_settings
 from .metrics import TEXT
-from .problems import BUSY, Problem
+from .problems import BUSY, LEAVE_IT, Problem
 from .several import in_turn, varied
 from .shapes import FINGERPRINT
 from .streams import json_response
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 UNSUPPORTED = "not_supported_error"
 NO_MARKS = "Infill is not supported by this model: {} has no tokens for filling in the middle"  # by which its clients know it
 CUT = "there is more around a place that is filled in than the context holds: what is nearest is read (-c for a larger one)"
+A_CODER = "models for code have them, as Qwen 2.5 Coder"
 
 NOT_CHANGED = "requests change nothing of this server but the scales of POST /lora-adapters: each says itself what its answer is to be"
 
@@ -62,10 +63,10 @@ class LlamaPaths:
         asked, service = await self._service.asked(request, InfillAsked), self._service
         for field, count in (("n_cmpl", asked.n_cmpl), ("n", asked.n)):
             if count not in (None, 1):
-                raise Problem(400, f"{field} is not supported", param=field, code="unsupported_parameter")
+                raise Problem(400, f"{field} is not supported; {LEAVE_IT}", param=field, code="unsupported_parameter")
         replies, wish = service.replies, await self._wish(asked)
         if await asyncio.to_thread(lambda: replies.marks) is None:
-            raise Problem(501, NO_MARKS.format(service.name), UNSUPPORTED, code="not_supported")
+            raise Problem(501, NO_MARKS.format(service.name), UNSUPPORTED, code="not_supported", hint=A_CODER)
         prompt = await asyncio.to_thread(replies.around, asked.gap, wish.max_tokens, True)
         if prompt.is_cut:
             service.note(CUT)
@@ -109,7 +110,7 @@ class LlamaPaths:
     async def slots(self, request: Request) -> Response:
         service, slots = self._service, self._service.replies.slots()
         if request.query_params.get("fail_on_no_slot") and all(is_busy for is_busy, _ in slots):
-            raise Problem(503, "no slot is free", BUSY, code="no_slot")
+            raise Problem(503, "no slot is free", BUSY, code="no_slot", hint="ask again when an answer has ended")
         speculates = service.replies.engine.speculation is not None
         return json_response([{"id": number, "n_ctx": service.replies.engine.n_ctx, "speculative": speculates, "is_processing": is_busy,
                                "n_prompt_tokens": tokens} for number, (is_busy, tokens) in enumerate(slots)])

@@ -183,7 +183,8 @@ def _messages(turns: list[Turn]) -> list[dict[str, Any]]:
         if role not in ROLES:
             raise Problem(400, f"{where}.role is system, user, assistant or tool, not {turn.role!r:.40}", param=f"{where}.role")
         if turn.images:
-            raise Problem(400, f"{where}.images is not supported: the text part of models alone runs here", param=f"{where}.images")
+            raise Problem(400, f"{where}.images is not supported: the text part of models alone runs here", param=f"{where}.images",
+                          hint="send the text alone")
         message = {"role": role, "content": "\n".join(texts_of(turn.content or "", f"{where}.content"))}
         if role == ASSISTANT and turn.thinking:
             message["reasoning_content"] = turn.thinking

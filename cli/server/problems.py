@@ -15,14 +15,20 @@ OLLAMA = "/api/"
 OF_ANTHROPIC = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
                 408: "timeout_error", 504: "timeout_error"}
 CLOSING = "the server ends"
+AT_THE_SERVER = "the server's terminal says more"
+LEAVE_IT, LEAVE_ONE = "leave it out", "leave one of them out"
+BY_PARTS = "send the others in another request"
+AGAIN = "ask again in a moment"
 PATH = re.compile(r"(?<![\w/.<>:#-])(?:~|\.{1,2})?/[^\s:,;'\"]*")
 
 
 class Problem(Exception):
-    """A request that is not answered, or an answer that ends early. `param` is the field that it is about."""
+    """A request that is not answered, or an answer that ends early. `param` is the field that it is about. `hint` is the next step where
+    `message` does not say by itself what would be right: clients show one text, so it stands behind a colon there."""
 
     def __init__(self, status: int, message: str, type: str = INVALID, param: str | None = None, code: str | None = None,
-                 headers: dict[str, str] | None = None) -> None:
+                 headers: dict[str, str] | None = None, hint: str = "") -> None:
+        message = f"{message}: {hint}" if hint else message
         super().__init__(message)
         self.status, self.message, self.type, self.param, self.code, self.headers = status, message, type, param, code, headers or {}
 
@@ -65,10 +71,14 @@ def problem_of(error: BaseException, param: str | None = None) -> Problem:
     if isinstance(error, EffllmError):
         return Problem(500, said(error), FAILED)
     if isinstance(error, OSError):
-        return Problem(500, f"reading or writing failed: {error.strerror or type(error).__name__}", FAILED)
+        return Problem(500, f"reading or writing failed: {error.strerror or type(error).__name__}", FAILED, hint=AT_THE_SERVER)
     if isinstance(error, MemoryError):
-        return Problem(500, "memory ran out", FAILED)
-    return Problem(500, f"internal error: {type(error).__name__}", FAILED)
+        return Problem(500, "memory ran out", FAILED, hint="send less, or serve it with a smaller context (-c)")
+    return internal(error)
+
+
+def internal(error: BaseException) -> Problem:
+    return Problem(500, f"internal error: {type(error).__name__}", FAILED, hint=AT_THE_SERVER)
 
 
 def said(error: EffllmError) -> str:
@@ -80,4 +90,4 @@ def without_paths(text: str) -> str:
 
 
 def closing() -> Problem:
-    return Problem(503, CLOSING, BUSY, code="server_closing")
+    return Problem(503, CLOSING, BUSY, code="server_closing", hint="ask again when it has started anew")

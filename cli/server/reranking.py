@@ -18,7 +18,7 @@ from .embeddings import MOST, EmbeddingsAsked
 from .fields import Body
 from .guard import RECORD
 from .llama_paths import UNSUPPORTED
-from .problems import Problem, said
+from .problems import BY_PARTS, Problem, said
 from .streams import GONE, Listener, json_response, made
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Reranking:
         field = "documents" if asked.documents is not None or asked.texts is None else "texts"
         documents = documents_of(getattr(asked, field), field)
         if not asked.query:
-            raise Problem(400, "query is empty", param="query")
+            raise Problem(400, "query is empty", param="query", hint="it is the text that documents are held against")
         if asked.top_n is not None and asked.top_n < 1:
             raise Problem(400, f"top_n is 1 or more, not {asked.top_n}", param="top_n")
         start = partial(replies.rank, asked.query, documents, asked.instruction, choice=service.adapters.choice_of(asked.model))
@@ -82,10 +82,10 @@ class Reranking:
 def documents_of(given: list[Any] | None, field: str) -> list[str]:
     """The texts of documents, each one or an object with a `text`. Raises Problem."""
     if not given:
-        raise Problem(400, f"{field} is missing" if given is None else f"{field} is empty", param=field)
+        raise Problem(400, f"{field} is missing" if given is None else f"{field} is empty", param=field, hint=A_LIST.format(field))
     texts = [each.get("text") if isinstance(each, dict) else each for each in given]
     if not all(isinstance(each, str) and each for each in texts):
         raise Problem(400, A_LIST.format(field), param=field)
     if len(texts) > MOST:
-        raise Problem(400, f"{field} has {len(texts)} texts, {MOST} are taken at once", param=field)
+        raise Problem(400, f"{field} has {len(texts)} texts, {MOST} are taken at once", param=field, hint=BY_PARTS)
     return texts

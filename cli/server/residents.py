@@ -17,7 +17,7 @@ from ...offload.size import format_size
 from ...runtime.planning.shared_ram import shared_ram
 from .child import Child, ModelFailed, Starter
 from .lasting import NEVER, in_words
-from .problems import BUSY, FAILED, INVALID, Problem, closing, said
+from .problems import AGAIN, BUSY, FAILED, INVALID, Problem, closing, said
 from .shelf import Shelved
 
 STATUS = {2: 400, 3: 404, 4: 400}  # exit code of a load that failed -> status; what cannot fit does not fit either when it is tried again
@@ -106,7 +106,7 @@ class Residents:
             many = self._waiting[model.key]
             waits = "1 request waits" if many == 1 else f"{many} requests wait"
             raise Problem(503, f"{waits} for {model.name} already, which is the most here (--queue)", BUSY, code="queue_full",
-                          headers={"retry-after": "1"})
+                          headers={"retry-after": "1"}, hint=AGAIN)
         while True:
             if self.is_closed:
                 raise closing()

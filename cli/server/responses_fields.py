@@ -135,7 +135,8 @@ def _messages(asked: ResponsesAsked) -> list[dict[str, Any]]:
     else:
         for number, item in enumerate(asked.input):
             if not isinstance(item, dict):
-                raise Problem(400, f"input[{number}] is no item", param=f"input[{number}]")
+                raise Problem(400, f"input[{number}] is no item", param=f"input[{number}]",
+                              hint='an item is an object, as {"role": "user", "content": "..."}')
             _add(turns, item, f"input[{number}]")
     return turns.messages
 
@@ -163,4 +164,4 @@ def _add(turns: Turns, item: dict[str, Any], where: str) -> None:
     elif kind == "item_reference":
         raise Problem(400, f"{where}: {NOT_KEPT}", param=where)
     else:
-        raise Problem(400, f"{where}: items of type {kind} are not supported", param=where)
+        raise Problem(400, f"{where}: items of type {kind} are not supported", param=where, hint="leave it out")

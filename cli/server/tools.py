@@ -20,7 +20,8 @@ def tools_asked(asked: ChatAsked) -> Tools | None:
     choice = _choice(asked)
     if not asked.tools:
         if choice not in (AUTO, NONE):
-            raise Problem(400, "tool_choice asks for a call, and there are no tools", param="tool_choice")
+            raise Problem(400, "tool_choice asks for a call, and there are no tools", param="tool_choice",
+                          hint="send them, or leave tool_choice out")
         return None
     try:
         tools = tools_of(asked.tools, AUTO if choice == NONE else choice, asked.parallel_tool_calls is not False)

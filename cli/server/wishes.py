@@ -15,7 +15,7 @@ from ...runtime.sampler import BANNED, SamplerSettings
 from ...runtime.text import Tokenizer
 from ...runtime.tokens.stream_filters import StopStrings
 from .fields import Asked, ChatAsked, TextAsked
-from .problems import Problem, problem_of
+from .problems import LEAVE_ONE, Problem, problem_of
 
 # Field of a request -> field of SamplerSettings. Of two names for one thing the later is the name elsewhere.
 SAMPLING = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "typical_p": "typical_p",
@@ -77,7 +77,7 @@ def reasoning_of(asked: ChatAsked, wish: Wish, tokenizer: Tokenizer) -> tuple[Wi
     for name in TAKEN:
         if name in variables:
             where = f"chat_template_kwargs.{name}"
-            raise Problem(400, f"{where} is not a variable of the template", param=where)
+            raise Problem(400, f"{where} is not a variable of the template", param=where, hint="leave it out")
     switch = next((variables[name] for name in SWITCHES if isinstance(variables.get(name), bool)), None)
     effort, more = asked.reasoning_effort, {}
     if effort is not None:
@@ -122,13 +122,14 @@ def _biased(asked: Asked, settings: SamplerSettings, tokenizer: Tokenizer) -> Sa
         if isinstance(number, str):
             found |= dict.fromkeys(tokenizer.encode(number, add_special_tokens=False), bias)
         elif type(number) is not int or number not in range(tokenizer.vocab_size):
-            raise Problem(400, f"logit_bias: {token!r:.40} is no token of this model", param="logit_bias")
+            raise Problem(400, f"logit_bias: {token!r:.40} is no token of this model", param="logit_bias",
+                          hint="/tokenize tells those of a text")
         else:
             found[number] = bias
     try:
         return replace(settings, logit_bias=tuple(found.items())) if found else settings
     except UsageError as error:
-        raise Problem(400, error.message, param="logit_bias") from error
+        raise Problem(400, error.message, param="logit_bias", hint=error.hint) from error
 
 
 def _length(asked: Asked, otherwise: int | None) -> int | None:
@@ -154,7 +155,7 @@ def _form(asked: Asked, otherwise: Form | None) -> Form | None:
     wanted = asked.response_format
     kind = None if wanted is None else wanted.get("type")
     if kind not in (None, "text") and asked.grammar:
-        raise Problem(400, "response_format and grammar both say what the answer is", param=GRAMMAR)
+        raise Problem(400, "response_format and grammar both say what the answer is", param=GRAMMAR, hint=LEAVE_ONE)
     try:
         if asked.grammar:
             return form_of_grammar(asked.grammar, GRAMMAR, THE_GRAMMAR)
