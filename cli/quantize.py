@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -79,6 +80,7 @@ def quantize(context: typer.Context, model: Model, out: Out, bits: Bits = None, 
     if bundle_ffn:
         check_bundling(bits, spec, target, tensor_type, method, calib if gate_sparsity is None else None, calib_tokens, dry_run)
         sample = None if calib is None else read_text(calib, screen, "--calib")
+        promise(Path(out), screen)
         made = bundled(ref, Path(out), force, gate_sparsity, gate_rule, sample, screen)
         remember(made.folder, screen)  # before what may take a minute, and is left with Ctrl-C
         if not no_kv_profile:
@@ -99,6 +101,7 @@ def quantize(context: typer.Context, model: Model, out: Out, bits: Bits = None, 
                 plan = last(follow(decided(plan, options), screen, ConversionPlan))
             say_plan(plan, screen, json)
         return
+    promise(Path(out), screen)
     with resumable(screen, Path(out)):
         made = last(follow(convert(ref.folder, Path(out), options), screen, Converted))
     remember(made.folder, screen)
@@ -173,6 +176,14 @@ def source_of(ref: ModelRef) -> dict[str, object]:
     source = {"model": ref.alias or ref.repo or ref.folder.resolve().name, "repo": ref.repo, "revision": ref.revision,
               "licence": ref.licence or licence_of(ref.folder)}
     return {key: value for key, value in source.items() if value is not None}
+
+
+def promise(folder: Path, screen: Screen) -> None:
+    """Let `effllm list` show the folder from the moment on in which it is a model: a kill may leave no other."""
+    from ..runtime.library.storage import register
+
+    with suppress(EffllmError):  # which is told when there is something to show
+        register(screen.environment.variables, folder, is_made=False)
 
 
 def remember(folder: Path, screen: Screen) -> None:

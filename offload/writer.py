@@ -234,6 +234,26 @@ def is_being_written(partial: Path) -> bool:
         os.close(journal)
 
 
+def was_named(out: Path, marker: str) -> bool:
+    """Whether a run was ended after it had given `out` its name, and before it had tidied up: the folder is whole."""
+    return (out / marker).is_file() and is_journal(out / JOURNAL)
+
+
+def tidied(out: Path, fingerprint: str, marker: str) -> dict[str, Mapping[str, object]] | None:
+    """Do what was left to do of such a folder, if it is of this fingerprint; returns what `finish` was given for each tensor. None where it
+    is of another, or where the process that made it is at it now. Raises OSError."""
+    if not was_named(out, marker) or is_being_written(out):
+        return None
+    first, entries, _ = _read_journal(out / JOURNAL)
+    if first != fingerprint:
+        return None
+    if (replaced := partial_folder(out)).is_dir() and (replaced / marker).is_file() and not (replaced / JOURNAL).exists():
+        remove_written(replaced, marker)  # before the journal: a kill leaves this to do again
+    os.unlink(out / JOURNAL)
+    _sync_folder(out.parent)
+    return entries
+
+
 def is_journal(path: Path) -> bool:
     """Whether a file is what a kill between a folder's name and its end leaves in it."""
     try:

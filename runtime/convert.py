@@ -26,7 +26,7 @@ from ..offload import hardware
 from ..offload.checkpoint import CheckpointError
 from ..offload.shards import INDEX, index_json
 from ..offload.size import format_size, several
-from ..offload.writer import FolderWriter, held_nbytes
+from ..offload.writer import FolderWriter, held_nbytes, tidied, was_named
 from ..quant import methods
 from ..quant.error import error_db
 from ..quant.recipe import Recipe, parse_rule, parse_target
@@ -127,12 +127,15 @@ def convert(folder: Path, out: Path, options: ConvertOptions) -> Iterator[Progre
     """Quantize the model in `folder` into the new folder `out`; yields what happens and the result last.
 
     Raises UsageError where `out` exists or the input is quantized, DoesNotFit where the disk is too small or fills (the same call goes on
-    later), EffllmError naming the tensor that holds NaN or infinity.
+    later), EffllmError naming the tensor that holds NaN or infinity. Of a run that was killed when `out` had its name already the same
+    call does what was left, and makes nothing again.
     """
     out = Path(os.path.abspath(out))
     plan = plan_conversion(folder, options.recipe, options.target is None)
     with plan.store:
-        check_target(out, options.replace)
+        is_named = options.target is None and was_named(out, FILE)  # of a target the formats would be sought first, for minutes
+        if not is_named:
+            check_target(out, options.replace)
         ids = calibration(plan, options)
         yield from narrow(ids)
         for item in decided(plan, options):
@@ -142,6 +145,12 @@ def convert(folder: Path, out: Path, options: ConvertOptions) -> Iterator[Progre
                 yield item
         yield from (Notice(text) for text in (*plan.config.warnings, *plan.notices(), *too_many_threads(options.threads)))
         started = time.monotonic()
+        if is_named:
+            if (finished := tidied(out, fingerprint(plan, options, ids), FILE)) is not None:
+                yield Notice(f"{out} is whole: a run before this one was stopped when nothing was left to make")
+                yield _converted(out, plan, finished, started)
+                return
+            check_target(out, options.replace)
         pool = ThreadPool(min(MOST_WORKERS, options.threads or hardware.cpu_threads()))
         copies = copied(plan.folder)
         check_space(out, plan.file_nbytes - held_nbytes(out) + sum(path.stat().st_size for path in copies.values()))
@@ -159,8 +168,12 @@ def convert(folder: Path, out: Path, options: ConvertOptions) -> Iterator[Progre
                 finished = writer.finished
         finally:
             pool.close()
-    yield Converted(out, plan.weights, plan.before, plan.after, plan.file_nbytes, tuple(_class_results(plan, finished)),
-                    time.monotonic() - started)
+    yield _converted(out, plan, finished, started)
+
+
+def _converted(out: Path, plan: ConversionPlan, finished: Mapping[str, Mapping[str, object]], started: float) -> Converted:
+    return Converted(out, plan.weights, plan.before, plan.after, plan.file_nbytes, tuple(_class_results(plan, finished)),
+                     time.monotonic() - started)
 
 
 def decided(plan: ConversionPlan, options: ConvertOptions) -> Iterator[Progress | Notice | ConversionPlan]:

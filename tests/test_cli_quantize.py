@@ -37,7 +37,7 @@ class Ran:
 
     def __init__(self, *argv: str | Path, stdin: str = "") -> None:
         self.environment = Environment(io.StringIO(stdin), io.StringIO(), io.StringIO(), os.environ)
-        self.code = main([str(word) for word in argv], self.environment)
+        self.code, self.is_json = main([str(word) for word in argv], self.environment), "--json" in argv
         self.out, self.err = self.environment.stdout.getvalue(), self.environment.stderr.getvalue()
 
     @property
@@ -51,7 +51,9 @@ class Ran:
         assert self.code == code, self.err
         lines = self.err.splitlines()
         assert lines[-2].startswith("effllm: ") and lines[-1].startswith("hint: "), self.err
-        assert not self.out and "Traceback" not in self.err
+        if self.out:  # --json
+            assert list(json.loads(self.out).values()) == [lines[-2].removeprefix("effllm: "), lines[-1].removeprefix("hint: "), code]
+        assert bool(self.out) == self.is_json and "Traceback" not in self.err
         return lines[-2]
 
 

@@ -171,27 +171,31 @@ def _licence_note(env: Mapping[str, str], repo: str, commit: str) -> Path:
 
 
 def registered(env: Mapping[str, str]) -> list[Path]:
-    """Folders that `quantize -o` made and that are still models."""
+    """Folders that `quantize -o` made, or is at, and that are models."""
     return [path for path in map(Path, _read(data_folder(env) / "folders.json")) if (path / MARKER).is_file()]
 
 
-def register(env: Mapping[str, str], folder: Path) -> None:
-    """Let `list` show a folder, unless it lies where it is found anyway."""
+def register(env: Mapping[str, str], folder: Path, is_made: bool = True) -> None:
+    """Let `list` show a folder, unless it lies where it is found anyway. One that is not made yet is shown as soon as it is a model, so it
+    is known however that ends."""
     folder = Path(os.path.abspath(folder))
     if models_folder(env) not in folder.parents:
-        _change(env, lambda known: [*(path for path in known if path != str(folder)), str(folder)])
+        _change(env, lambda known: [*(path for path in known if path != str(folder)), str(folder)], None if is_made else str(folder))
 
 
 def forget(env: Mapping[str, str], folder: Path) -> None:
     _change(env, lambda known: [path for path in known if path != os.path.abspath(folder)])
 
 
-def _change(env: Mapping[str, str], how: Callable[[list[str]], list[str]]) -> None:
-    """One process at a time; what is no model any more is dropped on the way."""
+def _change(env: Mapping[str, str], how: Callable[[list[str]], list[str]], promised: str | None = None) -> None:
+    """One process at a time; what is no model any more, nor is being made or `promised`, is dropped on the way."""
+    from ...offload.writer import partial_folder  # not for whoever lists them
+
     path = data_folder(env) / "folders.json"
     try:
         with changing(path):
-            known = [each for each in how(_read(path)) if (Path(each) / MARKER).is_file()]
+            known = [each for each in how(_read(path)) if each == promised or (Path(each) / MARKER).is_file()
+                     or partial_folder(Path(each)).is_dir()]
             write_aside(path, json.dumps({"format": FORMAT, "version": VERSION, "folders": known}, indent=1) + "\n")
     except OSError as error:
         raise not_written(error, f"{path} cannot be written", f"check its folder: {ls(path.parent)}") from error
