@@ -145,6 +145,7 @@ def test_what_is_too_much_for_one_terminal_is_cut(opened, tokenizer):
     double = "".join(f"r{number} ::= r{number + 1} r{number + 1}\n" for number in range(40))
     assert is_of(opened(f'root ::= r0\n{double}r40 ::= "x"?'), tokenizer, "")
     with pytest.raises(UsageError) as refused:
-        grammar_form("root ::= " + "(" * 100 + '"x"' + ")?" * 100)
+        grammar_form("root ::= " + "(" * 100 + '"x"' + ' "y")?' * 100)
     assert "too deeply nested" in refused.value.message and len(refused.value.message) < 400
     assert "fewer parentheses" in refused.value.hint
+    assert is_of(opened("root ::= " + "(" * 100 + '"x"' + ")?" * 100), tokenizer, "x"), "one count says what all of them say"

@@ -77,7 +77,7 @@ def expected(model: Path) -> dict:
 @pytest.fixture(scope="module")
 def refused(model: Path) -> str:
     out, err = finish(start(*answer(model, "--ram", "64M")), 4)
-    assert not out
+    assert json.loads(out)["code"] == 4
     return err
 
 

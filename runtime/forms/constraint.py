@@ -23,7 +23,7 @@ from ... import EffllmError, UsageError
 from ...offload.header import shown
 from ..files.small_file import JSON_NBYTES, read_text
 from ..tokens.text_stream import UNFINISHED
-from .gbnf import RULE, SHALLOWER, GbnfError, to_lark
+from .gbnf import RULE, SHALLOWER, GbnfError, place, to_lark
 from .schema_cost import too_much
 
 if TYPE_CHECKING:
@@ -45,6 +45,8 @@ HINTS = {**dict.fromkeys(("schema too large", "initial lexer configuration", "re
 ITSELF = """GBNF itself, as 'root ::= "yes" | "no"', or """
 # A reference that leads nowhere, as the library says it.
 LOST = re.compile(r"(?:(Pointer|Anchor)|Resource) '(?:json-schema:///)?([^']*)' (?:does not exist|is not present in a registry).*")
+# A place in what the library was given, what is wrong there, and that line with its neighbours.
+PLACE = re.compile(r"(?P<line>\d+)\(\d+\): (?P<what>.*?)(?: \(at \".*|(?: \d+ \| .*)?)$")
 # What programs that ask a server for answers of a schema put around it.
 MOST_SAID = 300  # of a grammar that is wrong the library shows all
 ENVELOPE = "json_schema"
@@ -138,7 +140,21 @@ def form_of_grammar(text: str, flag: str, name: str) -> Form:
     try:
         return form(whole)
     except UsageError:
-        return form(cut)  # as one terminal it was too much
+        pass  # as one terminal it was too much
+    try:
+        return form(cut)
+    except UsageError as error:
+        raise in_own_words(error, text, cut) from error
+
+
+def in_own_words(error: UsageError, text: str, lark: str) -> UsageError:
+    """What the library says of a grammar that was written anew for it, with the place in the grammar that the person wrote."""
+    found = PLACE.search(error.message)
+    there = None if found is None else place(text, lark, int(found["line"]))
+    if there is None:
+        return error
+    said = error.message[: found.start()]
+    return UsageError(f"{said}line {there[0]}, in the rule {there[1]}: {found['what']}", error.hint)
 
 
 def lark_form(lark: str, flag: str, name: str, whole: bool = False) -> Form:

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+from ..gbnf_counts import LARGEST, Count
 
 RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)  # what GBNF has and Lark has not
+TERMINAL = re.compile(r"T\d+")
 NAME = re.compile(r"[A-Za-z0-9_-]+")
 BLANK, BLANK_LINES = re.compile(r"(?:[ \t]|#[^\r\n]*)*"), re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*")
 TIMES = re.compile(r"\{[ \t\r\n]*(\d+)[ \t\r\n]*(?:(,)[ \t\r\n]*(\d*)[ \t\r\n]*)?\}")
@@ -72,9 +75,52 @@ def to_lark(text: str, as_one: bool = True) -> str:
             for other in rule.names():
                 if other not in rules:
                     raise GbnfError(f"the rule {name} names {other}, which is no rule")
-        return _Writer(rules).written(as_one)
+        return _Writer(_counted(rules)).written(as_one)
     except RecursionError:
         raise GbnfError("it is nested too deeply", SHALLOWER) from None
+
+
+def _counted(rules: Mapping[str, Node]) -> dict[str, Node]:
+    """The same rules, a count of a count as one wherever one says it, also where a rule stands between them."""
+    made: dict[str, Node] = {}
+    at: set[str] = set()
+
+    def rule(name: str) -> Node:
+        if name not in made:
+            at.add(name)
+            made[name] = node(rules[name])
+            at.discard(name)
+        return made[name]
+
+    def node(given: Node) -> Node:
+        parts = tuple(map(node, given.parts))
+        if given.kind != "times":
+            return replace(given, parts=parts)
+        inner = parts[0]
+        if inner.kind == "rule" and inner.text not in at and rules[inner.text].kind == "times":
+            inner = rule(inner.text)
+        count = Count.read(given.text)
+        if inner.kind == "times" and (one := count.of(Count.read(inner.text))) is not None:
+            count, parts = one, inner.parts
+        return Node("text", NOTHING) if count.most == 0 else Node("times", str(count), parts)
+
+    return {name: rule(name) for name in rules}
+
+
+def place(text: str, lark: str, line: int) -> tuple[int, str] | None:
+    """Where in a grammar stands what is in this line of its notation in Lark: the line and the rule's name. None where nothing of it is."""
+    rules = _counted(_Parser(text).rules())
+    lines = lark.splitlines()
+    name = lines[line - 1].partition(":")[0] if 0 < line <= len(lines) else ""
+    if TERMINAL.fullmatch(name):  # a part of the first rule that has it
+        name = next((each.partition(":")[0] for each in lines if re.search(rf"\b{name}\b", each.partition(":")[2])), "")
+    found = re.match(r"[rR](\d+)_", name)
+    order, _ = _Writer(rules)._reached()
+    if found is None or int(found[1]) >= len(order):
+        return None
+    own = order[int(found[1])]
+    stands = [*re.finditer(rf"^[ \t]*{re.escape(own)}[ \t]*::=", text, re.MULTILINE)]
+    return (text.count("\n", 0, stands[-1].start()) + 1, own) if stands else None
 
 
 def endless(rules: Mapping[str, Node], order: Iterable[str]) -> str | None:
@@ -152,8 +198,10 @@ class _Parser:
         found = TIMES.match(self.text, self.at)
         if found is None or (found[3] and int(found[1]) > int(found[3])):
             self._refuse("how often was expected, as {2} or {2,} or {2,4}")
+        if int(found[3] or found[1]) > LARGEST:
+            self._refuse(f"a count of at most {LARGEST} was expected")
         self.at = found.end()
-        return f"{{{found[1]}{',' if found[2] else ''}{found[3] or ''}}}"
+        return f"{{{int(found[1])}{',' if found[2] else ''}{found[3] or ''}}}"
 
     def _literal(self) -> str:
         self.at += 1

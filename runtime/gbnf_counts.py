@@ -1,0 +1,53 @@
+"""How often a part of a rule may come, and what a count of a count comes to.
+
+llguidance keeps a state for each way in which nested counts may have been used up, and ends an answer in its midst where these are too
+many: of `(("a"{1,100}){1,100}){1,100}` after some dozen letters. One count says the same wherever the numbers that they allow have no gap.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+LARGEST = 2**31 - 1  # that llguidance reads
+SIGNS = {"*": (0, None), "+": (1, None), "?": (0, 1)}
+NUMBERS = re.compile(r"\{(\d+)(,?)(\d*)\}")
+
+
+@dataclass(frozen=True)
+class Count:
+    """From `least` times to `most`, without a limit where that is None."""
+
+    least: int
+    most: int | None
+
+    @classmethod
+    def read(cls, text: str) -> Count:
+        """Of `*`, `+`, `?`, `{2}`, `{2,}` or `{2,4}`."""
+        if text in SIGNS:
+            return cls(*SIGNS[text])
+        least, comma, most = NUMBERS.fullmatch(text).groups()
+        return cls(int(least), int(most) if most else None if comma else int(least))
+
+    def __str__(self) -> str:
+        if (sign := next((sign for sign, bounds in SIGNS.items() if bounds == (self.least, self.most)), None)) is not None:
+            return sign
+        return f"{{{self.least}}}" if self.most == self.least else f"{{{self.least},{'' if self.most is None else self.most}}}"
+
+    def of(self, inner: Count) -> Count | None:
+        """The one count that says `inner`, this often; None where there is none: of "aa" twice or thrice there are four, or six."""
+        most = None if None in (self.most, inner.most) else self.most * inner.most
+        if self.most == 0 or inner.most == 0:
+            most = 0
+        made = Count(self.least * inner.least, most)
+        if max(made.least, made.most or 0) > LARGEST:
+            return None
+        # From one number of times to the next: where there is no gap behind the first two, there is none behind later ones.
+        steps = [times for times in (self.least, self.least + 1) if self.most is None or times < self.most]
+        return made if all(inner.goes_on(times) for times in steps) else None
+
+    def goes_on(self, times: int) -> bool:
+        """Do the numbers of once more begin, at the latest, where those of so many times end?"""
+        most = math.inf if self.most is None and times else times * (self.most or 0)
+        return (times + 1) * self.least <= most + 1
