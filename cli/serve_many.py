@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -22,6 +23,7 @@ from .screen import Screen, cut
 from .serve import rules_of, say_page, say_request, slot_folder
 
 if TYPE_CHECKING:
+    from ..runtime.catalog import ModelRef
     from ..runtime.events import Progress
     from .server.streams import Record
 
@@ -74,7 +76,7 @@ def serve_many(context: typer.Context, served: Served, answer: AnswerFlags, samp
     from .server.shelf import Shelf
 
     variables = screen.environment.variables
-    only = [find_any(model, screen) for model in served.models] or None
+    only = joined([find_any(model, screen) for model in served.models], screen) or None
     with bound(served.host, served.port) as listening:
         rules, key = rules_of(listening, served.host, served.api_key, served.cors, screen, served.shows_page), secrets.token_urlsafe(32)
         flags, inherited = handed_on(context, screen)
@@ -97,6 +99,19 @@ def serve_many(context: typer.Context, served: Served, answer: AnswerFlags, samp
         front = Front(shelf, residents, key, engine.ctx, served.shows_page)
         listen(Guard(front.application(), rules, report.request), listening, residents, ready, screen.note_once, residents.closed, GRACE_S)
     return 0
+
+
+def joined(models: Sequence[ModelRef], screen: Screen) -> list[ModelRef]:
+    """Each model once: of one that lies in several GGUF files any part stands for all of them, and more than one was typed."""
+    from ..runtime.gguf.names import all_parts
+
+    made: dict[Path, ModelRef] = {}
+    for ref in models:
+        other = made.setdefault(ref.folder.absolute().with_name(all_parts(ref.folder.name)[0]), ref)
+        if other is not ref and other.folder != ref.folder:
+            screen.note(f"{ref.text} and {other.text} are parts of one model, which is served as {other.text}")
+    # Those of one folder that differ in their format are several.
+    return [ref for ref in models if ref in made.values() or len(all_parts(ref.folder.name)) == 1]
 
 
 def judged(served: Served) -> tuple[float, float]:

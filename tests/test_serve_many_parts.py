@@ -1,6 +1,7 @@
 """The parts of a server of several models: what a stream is told while its model is loaded, how long one stays, what models are called."""
 
 import asyncio
+import io
 import json
 import os
 import shutil
@@ -12,7 +13,10 @@ from pathlib import Path
 import pytest
 
 import effllm
+from effllm.cli.environment import Environment
+from effllm.cli.screen import Screen
 from effllm.cli.serve import own_name
+from effllm.cli.serve_many import joined
 from effllm.cli.server import front as front_module
 from effllm.cli.server.child import Starter, in_words
 from effllm.cli.server.front import Front, problem_in
@@ -26,6 +30,9 @@ from effllm.cli.server.streams import Record
 from effllm.offload import hardware
 from effllm.runtime.catalog import resolve
 from effllm.runtime.events import Progress
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from gguf_samples import add_fable_tokenizer, write_model
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 MIB = 1 << 20
@@ -198,3 +205,20 @@ def test_the_problem_of_any_api_is_read() -> None:
         assert problem_in(problem.status, json.dumps(problem.to_anthropic()).encode()).message == problem.message
     assert problem_in(404, b'{"error": "no such model"}').message == "no such model"
     assert problem_in(400, b"Invalid HTTP request received.").message == "Invalid HTTP request received."
+
+
+def test_parts_of_one_file_that_are_typed_apart_are_one_model(tmp_path: Path) -> None:
+    write_model(FABLE, tmp_path / "fable.gguf", "Q8_0", change=add_fable_tokenizer, per_file=20)
+    first, second, third = sorted(tmp_path.glob("*.gguf"))
+    (tmp_path / "other").mkdir()
+    other = shutil.copytree(FABLE, tmp_path / "other" / "fable")
+
+    def served(*typed: Path) -> tuple[list[str], str]:
+        environment = Environment(io.StringIO(), io.StringIO(), io.StringIO(), os.environ)
+        refs = joined([resolve(str(each), os.environ) for each in typed], Screen(environment))
+        return [ref.text for ref in refs], environment.stderr.getvalue()
+
+    kept, said = served(second, other, first, third)
+    assert kept == [str(second), str(other)] and said.count("are parts of one model, which is served as") == 2
+    assert f"{first} and {second} are parts" in said
+    assert served(other, FABLE) == ([str(other), str(FABLE)], "") and served(first, other)[0] == [str(first), str(other)]
