@@ -203,6 +203,7 @@ class Chat:
         assert self.terminal.isalive(), "the first press alone ended it"
         self.terminal.send(CTRL_C)
         self.terminal.expect(pexpect.EOF)
+        self.terminal.wait()  # else `close` ends a program that is slow to go, by a signal
         self.terminal.close()
         assert self.terminal.exitstatus == 130
         assert "Traceback" not in self.terminal.before
