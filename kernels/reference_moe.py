@@ -35,7 +35,8 @@ class Routed:
 @dataclass(frozen=True)
 class Routing:
     """How a token's `per_token` experts are found and weighed: those of the largest scores, which are the softmax of the router's logits or
-    with `sigmoid` the sigmoid of each. A share is its expert's score, with `renormalise` over the sum of those chosen, times `factor`.
+    with `sigmoid` the sigmoid of each. A share is its expert's score, with `renormalise` over the sum of those chosen, times `factor`. A
+    correction is of scores, with `of_logits` of logits.
 
     With `inputs` shares multiply what goes into experts, not what they give. With `near` an expert's share is its part of the exponentials
     of those logits alone that are no larger and come near it: that lie by at most `near` of themselves, or of its own if that is larger,
@@ -52,6 +53,7 @@ class Routing:
     kept_groups: int = 1
     inputs: bool = False
     near: float | None = None
+    of_logits: bool = False
 
 
 def scores(logits: np.ndarray, routing: Routing) -> np.ndarray:
@@ -65,7 +67,7 @@ def scores(logits: np.ndarray, routing: Routing) -> np.ndarray:
 def ranks(logits: np.ndarray, routing: Routing, correction: np.ndarray | None) -> np.ndarray:
     """What the choice goes by, [..., E]: without a correction logits, which tell apart what scores no longer do; -inf of experts in groups
     that are not kept."""
-    by = logits if correction is None else scores(logits, routing) + correction
+    by = logits if correction is None else (logits if routing.of_logits else scores(logits, routing)) + correction
     if routing.kept_groups == routing.groups:
         return by
     grouped = by.reshape(*by.shape[:-1], routing.groups, -1)
@@ -79,7 +81,7 @@ def ranks(logits: np.ndarray, routing: Routing, correction: np.ndarray | None) -
 def route(logits: np.ndarray, routing: Routing, correction: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
     """logits [T, E] -> experts int64 [T, k] in rising order and their shares [T, k]. Ties go to the lower expert.
 
-    `correction` [E] is added to scores for the choice, not for the shares (load balance without a loss: L. Wang et al. 2024,
+    `correction` [E] is added to scores, or to logits, for the choice, not for the shares (load balance without a loss: L. Wang et al. 2024,
     arXiv:2408.15664).
     """
     by = ranks(logits, routing, correction)

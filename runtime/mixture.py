@@ -16,7 +16,7 @@ class Mixture:
     layers have them; `sigmoid` and `factor` as in `Routing`. `shared_width`: of the expert that every token visits beside them, None where
     there is none; `shared_scaled`: it has a share of its own. `corrected`: the choice is by corrected scores. Experts lie in `groups`, of
     which a token's are in `kept_groups`. `apart`: the experts are a branch beside an MLP, as a `quant.weight.Apart` says. `gated`:
-    experts have gates. `of_inputs`: shares multiply what goes into an expert, not what it gives. `near` as in `Routing`."""
+    experts have gates. `of_inputs`: shares multiply what goes into an expert, not what it gives. `near` and `of_logits` as in `Routing`."""
 
     experts: int
     per_token: int
@@ -34,6 +34,7 @@ class Mixture:
     gated: bool = True
     of_inputs: bool = False
     near: float | None = None
+    of_logits: bool = False
 
     @cached_property
     def routing(self) -> Routing:
@@ -41,4 +42,4 @@ class Mixture:
         from ..kernels.reference_moe import Routing
 
         return Routing(self.per_token, self.renormalise, self.sigmoid, self.factor, self.groups, self.kept_groups, self.of_inputs,
-                       self.near)
+                       self.near, self.of_logits)

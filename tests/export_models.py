@@ -73,6 +73,12 @@ MODELS = {
     "afmoe": Case("afmoe", {**EXPERTS, "moe_intermediate_size": 32, "num_hidden_layers": 5, "head_dim": 32, "sliding_window": 24,
                             "num_shared_experts": 2, "mup_enabled": True, "route_scale": 2.5, "num_dense_layers": 1,
                             "initializer_range": 0.12}),
+    "kolibri1": Case("kolibri1", {**EXPERTS, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "num_hidden_layers": 5,
+                                  "head_dim": 32, "sliding_window": 24, "initializer_range": 0.12}),
+    "kolibri1, shares add up, other layers, tied": Case("kolibri1", {
+        **EXPERTS, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "head_dim": 32, "sliding_window": 24,
+        "norm_topk_prob": True, "tie_word_embeddings": True, "initializer_range": 0.12, "layer_types": [
+            "full_attention", "sliding_attention", "sliding_attention"]}),
     "laguna": Case("laguna", {
         **EXPERTS, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "num_hidden_layers": 5, "head_dim": 32,
         "sliding_window": 24, "num_attention_heads_per_layer": [4, 6, 6, 6, 4], "moe_routed_scaling_factor": 2.5, "layer_types": [

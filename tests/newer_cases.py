@@ -55,6 +55,8 @@ LING = {"num_hidden_layers": 6, "layer_group_size": 3, "num_attention_heads": 3,
         48, "qk_nope_head_dim": 20, "qk_rope_head_dim": 16, "v_head_dim": 28, "num_local_experts": 12, "num_experts_per_tok": 3,
         "moe_intermediate_size": 40, "n_shared_experts": 2, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "kda_lower_bound":
         -3.0, "bos_token_id": 1, "eos_token_id": 7}
+KOLIBRI = {**FEW_EXPERTS, "num_hidden_layers": 5, "head_dim": 32, "sliding_window": 40, "shared_expert_intermediate_size": 56,
+           "initializer_range": 0.12}
 SPACES_2 = {"num_heads": 6, "head_dim": 32, "n_groups": 2, "state_size": 24, "expand": 3, "num_hidden_layers": 4, "eos_token_id": 7}
 LAGUNA = {**FEW_EXPERTS, "head_dim": 32, "sliding_window": 40, "shared_expert_intermediate_size": 56, "moe_routed_scaling_factor": 2.5,
           "layer_types": ["full_attention", "sliding_attention", "sliding_attention"], "num_attention_heads_per_layer": [4, 6, 6],
@@ -76,6 +78,10 @@ NEWER = {
         **FEW_EXPERTS, "shared_expert_intermediate_size": 40, "head_dim": 16, "sliding_window": 150, "norm_topk_prob": False,
         "attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 1, "mlp_only_layers": [1], "layer_types": [
             "sliding_attention", "full_attention", "sliding_attention"]}, dtype="bfloat16"),
+    "kolibri1": Case("kolibri1", {**KOLIBRI, "vocab_size": 301}, shard="100KB"),
+    "kolibri1, shares add up, other layers, tied, bfloat16": Case("kolibri1", {
+        **KOLIBRI, "sliding_window": 150, "norm_topk_prob": True, "num_key_value_heads": 1, "tie_word_embeddings": True, "layer_types": [
+            "full_attention", "sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]}, dtype="bfloat16"),
     "laguna": Case("laguna", {**LAGUNA, "vocab_size": 301}),
     "laguna, gates of channels, other layers, bfloat16": Case("laguna", {
         **LAGUNA, "gating": "per-element", "sliding_window": 150, "mlp_layer_types": ["sparse", "dense", "sparse"], "num_key_value_heads":

@@ -1,5 +1,6 @@
 """AFMoE in few bits, from the disk, with packed caches and under calibration: gates with a matrix of their own, and one norm behind the sum
-of what every token visits and of its experts. Laguna too, whose layers differ in query heads, and Flint."""
+of what every token visits and of its experts. Laguna too, whose layers differ in query heads, Flint, and Kolibri, where logits are
+corrected for the choice of experts."""
 
 import sys
 from pathlib import Path
@@ -29,18 +30,20 @@ from family_models import CASES, Case, written
 from streamed_models import paging, streaming
 
 GATES = {"afmoe": "gate_proj", "laguna": "g_proj"}  # what their matrices are called
-SHARED = {"afmoe": "shared_experts", "laguna": "shared_expert", "flint": "shared_expert"}
+SHARED = {"afmoe": "shared_experts", "kolibri1": "shared_experts", "laguna": "shared_expert", "flint": "shared_expert"}
 CALM = {"laguna": 0.06, "flint": 0.06}  # weights less wide where no norm stands behind experts, whose choice any rounding would decide
-SLOTS = {"afmoe": 20, "laguna": 13, "flint": 24}  # for experts in memory
+SLOTS = {"afmoe": 20, "kolibri1": 24, "laguna": 13, "flint": 24}  # for experts in memory
 
 
-@pytest.fixture(scope="module", params=("afmoe", "laguna", "flint"))
+@pytest.fixture(scope="module", params=("afmoe", "laguna", "flint", "kolibri1"))
 def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path | str]:
     base, family = tmp_path_factory.mktemp("gated") / request.param, request.param
     # Matrices large enough to be read one by one.
     wide = {"hidden_size": 128, "intermediate_size": 192, "moe_intermediate_size": 64, "initializer_range": CALM.get(family, 0.12)}
-    own = {"gating": "per-element"} if family == "laguna" else {}  # gates of heads are too few to be rounded
-    written(Case(family, {**CASES[family].changes, **wide, **own}), base / "whole")
+    own = {"laguna": {"gating": "per-element"},  # gates of heads are too few to be rounded
+           "kolibri1": {"num_experts_per_tok": 6, "num_hidden_layers": 3, "layer_types": [
+               "sliding_attention", "sliding_attention", "full_attention"]}}
+    written(Case(family, {**CASES[family].changes, **wide, **own.get(family, {})}), base / "whole")
     run(base / "whole", base / "4bit", options("4bit"))
     return {"whole": base / "whole", "4bit": base / "4bit", "family": family}
 
@@ -71,7 +74,8 @@ def test_four_bits_hold_every_matrix_and_say_nearly_the_same(folders: dict[str, 
     own = [name for name, each in stored.items() if not each.spec.is_raw]
     gates, shared = GATES.get(folders["family"], "q_proj"), SHARED[folders["family"]]
     assert f"model.layers.2.self_attn.{gates}.weight" in own and f"model.layers.2.mlp.{shared}.up_proj.weight" in own
-    assert "model.layers.0.mlp.up_proj.weight" in own and not any("router" in name for name in own)
+    first = "shared_experts.up_proj" if folders["family"] == "kolibri1" else "up_proj"  # a family without dense layers
+    assert f"model.layers.0.mlp.{first}.weight" in own and not any("router" in name for name in own)
     ours, rounded = (found_by(resident(folders[kind], exact=True), 100) for kind in ("whole", "4bit"))
     assert 0 < np.square(ours - rounded).mean() < 0.2 * ours.var()
 

@@ -35,7 +35,7 @@ SHARED_WIDTH = 211
 NEAR = "near"  # whose choice nothing corrects
 ROUTINGS = {"sigmoid": Routing(TOP, True, True, 1.7), "no sum of 1": Routing(TOP, False, True, 0.4), "softmax": Routing(TOP, True),
             "scaled softmax": Routing(TOP, False, False, 2.5), "of inputs": Routing(TOP, False, True, inputs=True),
-            NEAR: Routing(TOP, False, factor=1.3, near=0.6)}
+            "of logits": Routing(TOP, False, True, 0.7, of_logits=True), NEAR: Routing(TOP, False, factor=1.3, near=0.6)}
 
 
 class Shared(Layer):
@@ -76,6 +76,9 @@ def test_a_correction_chooses_and_does_not_weigh() -> None:
     assert chosen.tolist() == [[1, 3]] and np.allclose(shares, [[3 * 0.8 / 1.3, 3 * 0.5 / 1.3]])
     assert np.allclose(route(logits, Routing(2, False, True))[1], [[0.8, 2 / 3]])
     assert np.allclose(route(logits, Routing(1, False), np.array([0.0, 0.0, 9.0, 0.0]))[1], [[0.25]])
+    logits = np.array([[8.0, 7.0, 9.0]])  # whose scores are alike, and so the correction would choose alone
+    assert route(logits, Routing(1, False, True, of_logits=True), np.array([1.5, 2.0, 0.0]))[0].tolist() == [[0]]
+    assert route(logits, Routing(1, False, True), np.array([1.5, 2.0, 0.0]))[0].tolist() == [[1]]
     near = Routing(2, False, near=0.5)  # of 4, 3 and 1 the second lies within half of the first, the third within half of neither
     assert np.allclose(route(np.array([[4.0, 3.0, 1.0]]), near)[1], [[1 / (1 + np.exp(-1)), 1.0]])
     assert np.allclose(route(np.array([[1.0, 1.0, 1.0]]), near)[1], [[1 / 3, 1 / 2]]), "of equal ones the lower counts as the larger"

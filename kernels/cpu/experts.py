@@ -22,12 +22,12 @@ from .packed_matrix import FIELDS
 from .sharing import COUNTERS_NBYTES, clear_regions
 
 # Slots. X is the residual stream [T, DEPTH]; int64 CHOSEN, PLACES [T, TOP] and OWNERS [T TOP] (a visit's token), OFFSETS [EXPERTS + 1];
-# float32 LOGITS [T, EXPERTS], SHARES [T, TOP], ROWS [T TOP, DEPTH] (inputs of the visits, then their results), HIDDEN [T TOP, WIDTH].
-# Where the products are to be prepared: GATED and DOWN, records of every expert (below), HEADS, what their argument blocks begin with,
-# LISTS for `each_product`, BLOCKS and COUNTERS. How tokens are routed: SIGMOID or not, CORRECTION float32 [EXPERTS] or 0, FACTOR, a
+# float32 LOGITS [T, EXPERTS], SHARES [T, TOP], ROWS [T TOP, DEPTH] (inputs of the visits, then their results), HIDDEN [T TOP, WIDTH]. Where
+# the products are to be prepared: GATED and DOWN, records of every expert (below), HEADS, what their argument blocks begin with, LISTS for
+# `each_product`, BLOCKS and COUNTERS. How tokens are routed: SIGMOID or not, or OF_LOGITS, CORRECTION float32 [EXPERTS] or 0, FACTOR, a
 # float64, and KEPT of GROUPS; SCALES_OF float32 [EXPERTS] multiply shares, 0 for none. INTO [T, DEPTH]: where results go instead of being
-# added to X, or 0. WEIGHT of a norm (rms) with EPS, a float64: inputs of visits are normed and multiplied by shares, which results then
-# are not; 0 where the products norm what they read. NEAR, a float64: as `Routing` says, below 0 for none.
+# added to X, or 0. WEIGHT of a norm (rms) with EPS, a float64: inputs of visits are normed and multiplied by shares, which results then are
+# not; 0 where the products norm what they read. NEAR, a float64: as `Routing` says, below 0 for none.
 (X, COUNT, DEPTH, EXPERTS, TOP, RENORMALISE, LOGITS, CHOSEN, SHARES, OFFSETS, PLACES, OWNERS, ROWS, HIDDEN, WIDTH, GATED, DOWN, HEADS,
  LISTS, BLOCKS, COUNTERS, SIGMOID, CORRECTION, FACTOR, GROUPS, KEPT, SCALES_OF, INTO, WEIGHT, EPS, NEAR) = range(31)
 SCALED, SCALED_ROWS, SCALED_WIDTH, SCALES = range(4)  # slots of `scale_rows`
@@ -36,15 +36,16 @@ GATED_RECORD, DOWN_RECORD = 1 + 2 * FIELDS, 1 + FIELDS
 BLOCK = FIRST + 2 * FIELDS  # int64 slots of an argument block
 COUNTS = COUNTERS_NBYTES // 8  # int64 that a product counts with
 LEAST, NONE = float32(SMALLEST_SUM), float32(-np.inf)
+OF_LOGITS = 2  # sigmoids, of which a correction is added to the logits
 
 
 @kernel()
 def route_tokens(args, worker, counter):
-    """CHOSEN in rising order and SHARES from LOGITS; of equal ones the lower expert. Blocks are tokens. With CORRECTION, or where only
-    some GROUPS are kept, LOGITS become scores, -inf in the others."""
+    """CHOSEN in rising order and SHARES from LOGITS; of equal ones the lower expert. Blocks are tokens. With CORRECTION of scores, or
+    where only some GROUPS are kept, LOGITS become scores, -inf in the others."""
     a = i64_at(args)
     experts, top, correction, factor = a[EXPERTS], a[TOP], a[CORRECTION], float32(f64_at(args)[FACTOR])
-    scored, near = correction != 0 or a[KEPT] < a[GROUPS], float32(f64_at(args)[NEAR])
+    scored, near = correction != 0 and a[SIGMOID] != OF_LOGITS or a[KEPT] < a[GROUPS], float32(f64_at(args)[NEAR])
     while True:
         t = fetch_add(counter, 1)
         if t >= a[COUNT]:

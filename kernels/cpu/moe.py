@@ -230,6 +230,8 @@ def _prepared(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: S
         raise ValueError("shares of inputs go with a norm of kind rms")
     if routing.near is not None and (correction is not None or routing.kept_groups < routing.groups):
         raise ValueError("shares of experts that come near go with a choice by logits")
+    if routing.of_logits and (not routing.sigmoid or routing.kept_groups < routing.groups):
+        raise ValueError("corrections of logits go with sigmoids and without groups")
     gathered, norm = (norm, None) if routing.inputs else (None, norm)
     top_k = routing.per_token
     (tokens, depth), count, width = x.shape, len(experts), table.width
@@ -247,7 +249,8 @@ def _prepared(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: S
     logits = take("routes", tokens, count)
     block = np.array([ops.at(x), tokens, depth, count, top_k, routing.renormalise, ops.at(logits), address(chosen), ops.at(shares),
                       address(offsets), address(places), address(owners), ops.at(rows), ops.at(hidden), width,
-                      address(table.gated) * few, address(table.down), address(heads), products, blocks, counters, routing.sigmoid,
+                      address(table.gated) * few, address(table.down), address(heads), products, blocks, counters,
+                      kernels.OF_LOGITS if routing.of_logits else routing.sigmoid,
                       address(correction), 0, routing.groups, routing.kept_groups, 0 if apart is None else address(apart.scales),
                       0 if apart is None else ops.at(take("sum", tokens, depth)),
                       0 if gathered is None else address(gathered.weight), 0, 0], np.int64)

@@ -368,7 +368,7 @@ def _turned(which: int, positions: np.ndarray, table: RopeTable) -> np.ndarray:
 def _routed(logits: torch.Tensor, routing: Routing, correction: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """`reference_moe.route` on tensors."""
     scores = logits.sigmoid() if routing.sigmoid else logits.softmax(1)
-    by = logits if correction is None else scores + correction
+    by = logits if correction is None else (logits if routing.of_logits else scores) + correction
     if routing.kept_groups < routing.groups:
         grouped = by.view(len(by), routing.groups, -1)
         of_group = grouped.amax(2) if correction is None else grouped.topk(2, 2).values.sum(2)

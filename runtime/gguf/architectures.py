@@ -24,6 +24,7 @@ from . import (
     gemma4,
     half_layers,
     jamba,
+    kolibri1,
     laguna,
     latent_attention,
     linear_attention,
@@ -146,6 +147,8 @@ ARCHITECTURES = {
                               "post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_mlp_layernorm", "post_ffw_norm":
                               "post_mlp_layernorm", "attn_gate": "self_attn.gate_proj", CORRECTION: "mlp.expert_bias",
                               **{part: f"mlp.shared_experts.{own}" for part, own in SHARED_EXPERT.items()}}),
+    kolibri1.NAME: Architecture(kolibri1.FAMILY, keys=kolibri1.KEYS, read=kolibri1.READ, required=kolibri1.REQUIRED, pattern=True,
+                                experts=("mlp", qwen3_moe.NAMES), layer_names={**_GLM_NAMES, **kolibri1.NAMES}),
     "llama": Architecture("llama", interleaved=True, keys={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
                           experts=("block_sparse_moe", mixtral.NAMES)),
     "gpt2": Architecture("gpt2", config={"activation_function": "gelu_new"}, fused=_QKV, epsilon=LAYER_NORM, roles={
@@ -341,9 +344,9 @@ BY_FAMILY = dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), laten
     "qwen3_moe": "qwen3moe", "qwen3_next": linear_attention.JOINED, "solar_open": "glm4moe", swash.MIXED: swash.NAME,
     mamba.NORMED: mamba.NAME} | {
     name: name for name in ("afmoe", "apertus", "arcee", "bitnet", "cohere2", "dots1", "ernie4_5", "exaone", "exaone4", "falcon", "gemma",
-                            "gemma2", "glm4", "gpt2", "granite", "granite_swa", "granitemoe", "hy_v3", "internlm2", "jamba", "laguna",
-                            "lfm2", "llama", "mamba", "mamba2", "minicpm", "minicpm3", "nemotron", "nemotron_h", "olmo", "olmo2", "olmoe",
-                            "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm", "starcoder2")}
+                            "gemma2", "glm4", "gpt2", "granite", "granite_swa", "granitemoe", "hy_v3", "internlm2", "jamba", "kolibri1",
+                            "laguna", "lfm2", "llama", "mamba", "mamba2", "minicpm", "minicpm3", "nemotron", "nemotron_h", "olmo",
+                            "olmo2", "olmoe", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm", "starcoder2")}
 
 
 def file_architecture(config: ModelConfig) -> str:

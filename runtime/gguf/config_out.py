@@ -16,7 +16,22 @@ from ...offload.gguf import Value
 from ..config import ModelConfig
 from ..config_rope import GROWTH, RopeConfig
 from ..rope import RopeTable, rope_table
-from . import apertus, bitnet, cohere2_moe, gemma4, half_layers, jamba, laguna, latent_attention, llama4, minicpm3, stateful, swash, yarn
+from . import (
+    apertus,
+    bitnet,
+    cohere2_moe,
+    gemma4,
+    half_layers,
+    jamba,
+    kolibri1,
+    laguna,
+    latent_attention,
+    llama4,
+    minicpm3,
+    stateful,
+    swash,
+    yarn,
+)
 from .architectures import ARCHITECTURES, BY_FAMILY, FACTORS, LONG, SHORT, UNTURNED, Architecture, file_architecture
 from .family_keys import AFMOE_EVERY, COHERE2_EVERY, EXAONE4_EVERY, EXAONE4_LAYERS, OLMO3_EVERY, OTHER_SCALE, SIGMOID
 
@@ -42,7 +57,7 @@ WINDOW_EVERY = {"afmoe": AFMOE_EVERY, "cohere2": COHERE2_EVERY, "exaone_moe": EX
 # Families whose rotary frequencies llama.cpp divides by no tensor.
 UNDIVIDED = ("afmoe", "bailing_moe_v2", "bitnet", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe",
              "exaone_moe", "falcon", "falcon_h1", "gemma", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_neox", "hunyuan_v1_dense",
-             "hunyuan_v1_moe", "lfm2", "lfm2_moe", "minimax_m2", "nemotron", "olmo", "olmo2", "olmo3", "phi", "qwen2_moe",
+             "hunyuan_v1_moe", "kolibri1", "lfm2", "lfm2_moe", "minimax_m2", "nemotron", "olmo", "olmo2", "olmo3", "phi", "qwen2_moe",
              "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "seed_oss", "solar_open", "stablelm", "starcoder2")
 # Families whose heads llama.cpp takes to be as wide as the model together.
 EVEN_HEADS = ("bailing_moe_v2", "bitnet", "cohere", "cohere2", "exaone", "exaone4", "falcon", "glm", "jamba", "lfm2", "lfm2_moe",
@@ -50,6 +65,8 @@ EVEN_HEADS = ("bailing_moe_v2", "bitnet", "cohere", "cohere2", "exaone", "exaone
 # By family, others have silu.
 ACTS = {"apertus": "xielu", "falcon": "gelu", "gpt_neox": "gelu", **dict.fromkeys(("arcee", "nemotron", "nemotron_h"), "relu2"),
         **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "gemma4_text", "gpt2", "phi", "starcoder2"), "gelu_tanh")}
+# Families whose files say which layers have experts, or of which all have.
+SAYING_WHERE = (cohere2_moe.FAMILY, half_layers.FAMILY, jamba.FAMILY, kolibri1.FAMILY)
 LONG_AND_SHORT = ("minicpm", "minicpm3", "phi3")  # families whose rotary frequencies llama.cpp divides by the length that is asked for
 UNGROUPED = ("dots1", "olmoe")  # families whose heads llama.cpp takes to have keys and values of their own
 # Families whose files say how experts are scored and weighed.
@@ -103,6 +120,8 @@ def _departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
         yield from swash.departures(config)
     elif family == laguna.FAMILY:
         yield from laguna.departures(config)
+    elif family == kolibri1.FAMILY:
+        yield from kolibri1.departures(config)
     elif family == cohere2_moe.FAMILY:
         yield from cohere2_moe.departures(config)
     else:
@@ -150,7 +169,7 @@ def _departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     yield family == "bailing_moe_v2" and not mixture.shared_width, "has no expert that every token visits"
     if family == llama4.FAMILY:
         yield from llama4.departures(config)
-    elif mixture is not None and family not in (cohere2_moe.FAMILY, half_layers.FAMILY, jamba.FAMILY):  # which say it by layer
+    elif mixture is not None and family not in SAYING_WHERE:
         dense = min(mixture.layers, default=config.num_hidden_layers) if family in LEADING_DENSE else 0
         yield mixture.layers != frozenset(range(dense, config.num_hidden_layers)), "has layers without experts"
         yield family not in STATED_SUM and mixture.renormalise != (family not in ("olmoe", "qwen2_moe")), \
@@ -246,6 +265,8 @@ def _of_family(config: ModelConfig) -> dict[str, Value]:
             keys["expert_shared_feed_forward_length"] = config.mixture.shared_width
         if config.family == laguna.FAMILY:
             keys |= laguna.stated(config)
+        if config.family == kolibri1.FAMILY:
+            keys |= kolibri1.stated(config)
         if config.family == cohere2_moe.FAMILY:
             keys |= cohere2_moe.stated(config)
         if config.family == "ernie4_5_moe":

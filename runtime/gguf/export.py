@@ -50,6 +50,8 @@ VECTORS = (SHARED[3], "correction")  # roles of rows that files hold as vectors
 # Their files hold a head, also where it is the embedding.
 HEADED = ("apertus", "bailingmoe2", "gptneox", "nemotron", "olmo2", "olmoe", "phi2", "stablelm")
 
+SHARED_AS_MLP = ("afmoe", "kolibri1")  # families whose layers have what all tokens visit as an MLP
+
 
 @dataclass(frozen=True)
 class Exported:
@@ -186,7 +188,7 @@ def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], config: ModelC
     for key, roles in (("outer", outer), *layers, (config.num_hidden_layers, beside)):
         grouped: dict[str, list[tuple[str, ModelTensor]]] = {}
         for role, tensor in roles.items():
-            shared = role in EXPERT and "router" in roles and config.family == "afmoe"  # the MLP that stands for what all tokens visit
+            shared = role in EXPERT and "router" in roles and config.family in SHARED_AS_MLP
             own = file_part(f"shared.{role}" if shared else role, found)
             if config.family == "falcon" and config.norms_apart and role.startswith("input_norm"):
                 own = "attn_norm_2"

@@ -17,6 +17,7 @@ from . import (
     gemma3n,
     half_layers,
     jamba,
+    kolibri1,
     laguna,
     latent_attention,
     linear_attention,
@@ -36,6 +37,7 @@ USUAL_WINDOW = 4096  # of every size of Gemma 2, EXAONE 4 and StarCoder 2
 USUAL_WINDOW_MOE = 128  # of K-EXAONE
 USUAL_THETA = 10_000.0
 AFMOE_EVERY = OLMO3_EVERY = EXAONE4_EVERY = COHERE2_EVERY = 4  # all but the last of so many layers have a window
+KOLIBRI_EVERY = 5  # the same of Kolibri 1
 EXAONE4_LAYERS = 64  # of the one size that has windows
 PATTERN = ".attention.sliding_window_pattern"
 OTHER_SCALE = {"gemma2": 46, "gemma3": 62}  # the layers of the one size whose scores are scaled by width over heads
@@ -110,6 +112,8 @@ def add_family(header: GgufHeader, raw: dict[str, object]) -> None:
     elif raw["model_type"] == laguna.FAMILY:
         _scored(header, raw)
         laguna.add_laguna(header, raw, window)
+    elif raw["model_type"] == kolibri1.FAMILY:
+        kolibri1.add_kolibri1(header, raw, window, layer_types(header, raw["num_hidden_layers"], KOLIBRI_EVERY))
     elif raw["model_type"] == "afmoe":
         _scored(header, raw)
         raw |= {"attention_bias": "blk.0.attn_q.bias" in header.tensors, "sliding_window": window, "layer_types":

@@ -58,7 +58,7 @@ LATER_UNLESS_USED = {  # at their default
     "layer_queries", "layers_scaled", "low_rank", "most_tokens", "norms_apart", "norms_unit", "one_scale", "qk_norm_each", "qk_norm_unit",
     "side_by_side", "state_norm_eps", "states_beside", "streams", "values_normed", "without_mlp"}
 LATER_OF_STATES = ", narrow=True, bound=None", ", writes=1.0", ", tiled=False", ", normed=True"
-LATER_OF_MIXTURES = (", near=None", ", of_inputs=False", ", gated=True", ", apart=False", ", groups=1, kept_groups=1",
+LATER_OF_MIXTURES = (", of_logits=False", ", near=None", ", of_inputs=False", ", gated=True", ", apart=False", ", groups=1, kept_groups=1",
                      ", sigmoid=False, factor=1.0, corrected=False, shared_width=None, shared_scaled=False")
 
 

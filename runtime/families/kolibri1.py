@@ -1,0 +1,55 @@
+"""Kolibri 1 (Aleph Alpha's, 78B-A3.5B): norms before and behind each branch, layers with a window that turn by position beside every fifth
+one, which sees all and does not turn, and in every layer experts chosen by corrected logits beside one that every token visits.
+
+What every token visits is the MLP of a layer here, because one norm stands behind the sum of both (AFMoE's).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
+from ..config_reader import Keys
+from ..config_rope import GLOBAL, LOCAL, RopeConfig, rope_config
+from . import TensorRule, llama
+from .llama import block, outer_tensors
+from .mixtral import mixture, mixture_tensors
+from .qwen2 import windows_of
+from .qwen3_moe import NAMES
+
+__all__ = ["EVERY", "KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({"layer_types", "moe_intermediate_size", "norm_topk_prob", "num_experts", "num_experts_per_tok", "num_local_experts",
+                       "shared_expert_intermediate_size", "sliding_window"})
+KEYS_HARMLESS = frozenset({"head_dtype", "output_router_logits"})  # of programs and of training
+REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "mlp_bias": False, "use_sliding_window": True}
+SIZES = {"vocab_size": 128_000, "hidden_size": 2560, "num_hidden_layers": 50, "num_attention_heads": 48}
+EVERY = 5  # layers, of which the last sees all, where nothing lists them
+
+
+def config(keys: Keys) -> ModelConfig:
+    base = Defaults(max_position_embeddings=262_144, num_key_value_heads=4, head_dim=128, sizes=SIZES)
+    layers = keys.integer("num_hidden_layers", SIZES["num_hidden_layers"], high=MAX_LAYERS)
+    window = keys.integer("sliding_window", None if keys.holds("sliding_window") else 513)
+    windows = windows_of(keys, window, [LOCAL if (layer + 1) % EVERY else GLOBAL for layer in range(layers)])
+
+    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig | None, ...]:
+        rope = rope_config(keys, head_dim, positions)
+        return tuple(rope if window is None or own is not None else None for own in windows)
+
+    own = mixture(keys, 384, 6, keys.integer("moe_intermediate_size", 512, high=2**22), keys.flag("norm_topk_prob", False), range(layers),
+                  sigmoid=True, corrected=True, of_logits=True, apart=True)
+    of_all = keys.saying(intermediate_size=keys.integer("shared_expert_intermediate_size", 512, high=2**22))
+    return decoder_config(of_all, base, ropes, windows=windows, qk_norm=True, mixture=own)
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    """Tensors of one layer by role. The published checkpoint has names of its own for the norms behind, and for the correction."""
+    rules, prefix, hidden = llama.layer_tensors(config, layer), f"model.layers.{layer}.", (config.hidden_size,)
+    behind = {"o_norm": ("post_self_attn_layernorm", "post_attn_norm"), "down_norm": ("post_mlp_layernorm", "post_ffn_norm")}
+    rules |= {role: TensorRule(f"{prefix}{name}.weight", hidden, also=(f"{prefix}{published}.weight",))
+              for role, (name, published) in behind.items()}
+    rules |= mixture_tensors(config, f"{prefix}mlp.", NAMES)
+    if "correction" in rules:
+        rules["correction"] = TensorRule(rules["correction"].name, rules["correction"].shape, also=(f"{prefix}moe.router.expert_bias",))
+    return rules | {role: TensorRule(f"{prefix}mlp.shared_experts.{name}.weight", rules[role].shape) for role, name in NAMES.items()}

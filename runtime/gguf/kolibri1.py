@@ -1,0 +1,42 @@
+"""What GGUF files say otherwise of Kolibri 1: which layers have a window as a truth for each, and that sigmoids score experts. That
+logits are corrected, not scores, follows from the architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from ...offload.gguf import GgufHeader, Value
+from ...offload.header import CheckpointError
+from ..config import ModelConfig
+
+FAMILY = NAME = "kolibri1"
+SIGMOID = 2  # how experts are scored
+COUNT, SCORES, SHARED = "expert_shared_count", "expert_gating_func", "expert_shared_feed_forward_length"
+KEYS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length": "moe_intermediate_size",
+        SHARED: "shared_expert_intermediate_size", "expert_weights_norm": "norm_topk_prob"}
+READ = frozenset({COUNT, SCORES})
+REQUIRED = ("attention.sliding_window", "expert_feed_forward_length", "expert_weights_norm", SHARED)
+NAMES = {"post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm"}
+
+
+def add_kolibri1(header: GgufHeader, raw: dict[str, object], window: int | None, kinds: list[str]) -> None:
+    """Put into `raw`, a config.json in the making, what the family has beside its keys. `kinds` of layers. Raises CheckpointError."""
+    for key, only in ((SCORES, SIGMOID), (COUNT, 1)):
+        if (found := header.metadata.get(f"{NAME}.{key}")) != only:
+            raise CheckpointError(f"{header.path}: {NAME}.{key} = {found} is not supported for this architecture",
+                                  "take a file that llama.cpp's converter made, or the folder of the original checkpoint")
+    raw |= {"sliding_window": window, "layer_types": kinds}
+
+
+def stated(config: ModelConfig) -> Mapping[str, Value]:
+    """The keys below the architecture's name, beside those of every mixture."""
+    return {"attention.sliding_window_pattern": np.array([each is not None for each in config.windows], np.int32),
+            "expert_feed_forward_length": config.mixture.width, SHARED: config.intermediate_size, COUNT: 1, SCORES: SIGMOID,
+            "expert_weights_norm": config.mixture.renormalise}
+
+
+def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """(whether it is so, what files cannot say)."""
+    yield set(config.windows) == {None}, "has no window"
