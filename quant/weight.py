@@ -270,11 +270,36 @@ class Inputs:
 
 @dataclass(frozen=True)
 class LowRank:
-    """A branch of what a layer reads: `into` [R, D], `out` [D, R], and a norm behind."""
+    """A branch of what a layer reads: `into` [R, D], `out` [D, R], and a norm behind, None for none."""
 
     into: Linear
     out: Linear
-    after: Norm
+    after: Norm | None = None
+
+
+@dataclass(frozen=True)
+class SharedBlock:
+    """Attention and an MLP that layers share: what they read is normed, nothing of it is added to a stream."""
+
+    input_norm: Norm
+    q: Linear
+    k: Linear
+    v: Linear
+    o: Linear
+    mlp_norm: Norm
+    gate: Linear
+    up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True)
+class Lent:
+    """A shared block as one layer has it: its own branches beside q, k and v, if any, and beside gate and up, and what reads the block."""
+
+    block: SharedBlock
+    attention: tuple[LowRank, ...]
+    mlp: tuple[LowRank, ...]
+    out: Linear
 
 
 @dataclass(frozen=True)

@@ -112,3 +112,17 @@ class BlockOps(Protocol):
     def cut_mlp(self, x: object, norm: Norm, gate: Linear, up: Linear, down: Linear, act: str, deviations: float, see: See = None,
                 after: Norm | None = None) -> object:
         """`gated_mlp` of whose gates only what is beyond their mean and so many of their deviations, of one token, goes on."""
+
+    def first_stream(self, x: object, count: int) -> object:
+        """The first of `count` streams of x [T, S * D], [T, D] in an array of its own."""
+
+    def add_to_first(self, x: object, y: object, each: Linear) -> object:
+        """x [T, S * D] with y @ W.T + bias added to its first stream, in place."""
+
+    def widened(self, x: object, norm: Norm, low: LowRank, out: object) -> object:
+        """out + low.out(low.into(norm(x))), in place."""
+
+    def lent_mlp(self, x: object, norm: Norm, gate: Linear, up: Linear, down: Linear, act: str, own: Sequence[LowRank],
+                 see: See = None) -> object:
+        """down(act(gate(n)) * up(n)) with n = norm(x), to gate and up of which the branches of `own` are added. `see`: what goes
+        into `down`."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from .. import UsageError
 from ..offload.header import is_gguf
-from .config_reader import REQUIRED, ConfigError, Keys, read_json, show
+from .config_reader import REQUIRED, ConfigError, Keys, read_json, show, special_tokens
 from .config_rope import MAX_POSITIONS, RopeConfig, rope_config, unknown_rope_keys
 from .mixture import Mixture
 from .stores.composite import text_alone, unknown_outside
@@ -102,7 +102,9 @@ class ModelConfig:
     of the others. `streams`: of how many a token has side by side each layer works on one, 0 for one as it is; `low_rank`: the width inside
     a branch of what a layer reads, 0 for none; `cuts`: by layer how many deviations beyond their mean the gates of its MLP have to be, None
     for all, where any have to. `one_scale`: ternary matrices read activations that are rounded by one scale a token, as they were trained
-    (BitNet).
+    (BitNet). `attends_beside`: the layers of those with a state that have attention too, where not all or none have; in front of the state
+    they have one of `shared_blocks` blocks of attention and an MLP in turn, which read an embedding beside the stream, the second of two;
+    with `attention_branches` what a layer adds to one is beside q, k and v too.
     """
 
     family: str
@@ -173,13 +175,20 @@ class ModelConfig:
     low_rank: int = 0
     cuts: tuple[float | None, ...] = ()
     one_scale: bool = False
+    attends_beside: tuple[int, ...] = ()
+    shared_blocks: int = 0
+    attention_branches: bool = False
     warnings: tuple[str, ...] = ()
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """Those that have keys and values of their own."""
         return tuple(layer for layer in range(self.num_hidden_layers)
-                     if (self.states_beside or layer not in self.state_layers) and (not self.kv_sources or self.kv_sources[layer] == layer))
+                     if self.attends(layer) and (not self.kv_sources or self.kv_sources[layer] == layer))
+
+    def attends(self, layer: int) -> bool:
+        """Whether a layer has attention."""
+        return self.states_beside or layer not in self.state_layers or layer in self.attends_beside
 
     def heads_of(self, layer: int) -> tuple[int, int]:
         """Key-value heads of a layer, and their size, which is that of its query heads."""
@@ -344,7 +353,7 @@ def decoder_config(keys: Keys, defaults: Defaults, ropes: Ropes | None = None, *
                           "rotary positions need an even one, at most 1024")
     vocab = defaults.size(keys, "vocab_size")
     positions = keys.integer("max_position_embeddings", defaults.max_position_embeddings, high=MAX_POSITIONS)
-    bos, eos, warnings = _special_tokens(keys, defaults, vocab)
+    bos, eos, warnings = special_tokens(keys, defaults.bos, defaults.eos, vocab)
     dtype = stored_dtype(keys)
     if dtype not in DTYPES:
         warnings += (f"config.json: dtype {show(dtype)} is not known; the weights' own types are used",)
@@ -386,15 +395,3 @@ def stored_dtype(keys: Keys) -> str:
     """The type that the checkpoint states."""
     newer, older = keys.text("dtype", None), keys.text("torch_dtype", None)
     return (newer or older or "float32").removeprefix("torch.")
-
-
-def _special_tokens(keys: Keys, defaults: Defaults, vocab: int) -> tuple[int | None, tuple[int, ...], tuple[str, ...]]:
-    """(bos, eos ids, warnings). An id outside the vocabulary can never occur: it is dropped, with a warning where the file states it."""
-    warnings: list[str] = []
-    found: dict[str, tuple[int, ...]] = {}
-    for name, default in (("bos_token_id", () if defaults.bos is None else (defaults.bos,)), ("eos_token_id", defaults.eos)):
-        ids = keys.token_ids(name, default)
-        found[name] = tuple(dict.fromkeys(i for i in ids if 0 <= i < vocab))
-        if len(found[name]) < len(set(ids)) and keys.raw.get(name) is not None:
-            warnings.append(f"config.json: {name} {show(keys.raw[name])} is outside the vocabulary of {vocab} and is ignored")
-    return (found["bos_token_id"] or (None,))[0], found["eos_token_id"], tuple(warnings)

@@ -180,3 +180,16 @@ class Keys:
         if any(isinstance(v, bool) or not isinstance(v, int) for v in ids):
             raise self.fail(name, "a token id or a list of token ids")
         return tuple(ids)
+
+
+def special_tokens(keys: Keys, bos: int | None, eos: tuple[int, ...], vocab: int) -> tuple[int | None, tuple[int, ...], tuple[str, ...]]:
+    """(bos, eos ids, warnings); `bos` and `eos` are those of a config that says nothing. An id outside the vocabulary can never occur: it
+    is dropped, with a warning where the file states it."""
+    warnings: list[str] = []
+    found: dict[str, tuple[int, ...]] = {}
+    for name, default in (("bos_token_id", () if bos is None else (bos,)), ("eos_token_id", eos)):
+        ids = keys.token_ids(name, default)
+        found[name] = tuple(dict.fromkeys(i for i in ids if 0 <= i < vocab))
+        if len(found[name]) < len(set(ids)) and keys.raw.get(name) is not None:
+            warnings.append(f"config.json: {name} {show(keys.raw[name])} is outside the vocabulary of {vocab} and is ignored")
+    return (found["bos_token_id"] or (None,))[0], found["eos_token_id"], tuple(warnings)

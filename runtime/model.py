@@ -27,6 +27,7 @@ from .adapters.adapted import NOTHING, Adapted
 from .cache import KVCache
 from .config import ModelConfig
 from .families import LayerWeights, expert_of
+from .lent_weights import blocks_of, uses
 from .rope import rope_tables
 from .sparse.predictors import FEW, Predictors
 from .speculation.mtp_tensors import MTP
@@ -107,6 +108,7 @@ class Model:
         nbytes = self.nbytes - sum(outer[role].nbytes for role in TABLES if role in outer and (role != "embed" or "head" in outer))
         nbytes -= sum(tensor.nbytes for role, tensor in outer.items() if role.startswith(MTP))
         experts = sum(tensor.nbytes for roles in self.tensors.values() for role, tensor in roles.items() if expert_of(role) is not None)
+        nbytes += sum((uses(self.config, role) - 1) * tensor.nbytes for role, tensor in blocks_of(outer).items())
         return nbytes - (experts * (own.experts - own.per_token) // own.experts if experts else 0)
 
     @property
@@ -191,17 +193,18 @@ class Model:
         streams [tokens, S * D]."""
         states = self._read_embeddings(windows)
         made = [states @ matrix.T for matrix in self._read_streams("enter")]
+        if self.config.streams and not made:
+            return np.tile(states, self.config.streams)
         return entered(states, np.stack(made)).astype(np.float32).reshape(len(states), -1) if made else states
 
     def read_left(self, states: np.ndarray) -> np.ndarray:
         """What the last norm reads of states [tokens, S * D] that have gone through all layers: float32 [tokens, D]."""
         first, *others = np.split(states, max(1, self.config.streams), axis=1)
-        made = [other @ matrix.T for other, matrix in zip(others, self._read_streams("leave"), strict=True)]
-        return left(first, np.stack(made)).astype(np.float32) if made else states
+        made = [other @ matrix.T for other, matrix in zip(others, self._read_streams("leave"))]
+        return left(first, np.stack(made)).astype(np.float32) if made else first
 
     def _read_streams(self, role: str) -> Iterator[np.ndarray]:
-        for i in range(1, self.config.streams):
-            tensor = self.tensors["outer"][f"streams.{i}.{role}"]
+        for tensor in filter(None, (self.tensors["outer"].get(f"streams.{i}.{role}") for i in range(1, self.config.streams))):
             yield to_f32(typed(self.store.read(tensor.info), tensor.spec), tensor.spec.scheme).reshape(tensor.shape)
 
     def _read_embeddings(self, windows: Sequence[np.ndarray]) -> np.ndarray:
@@ -282,14 +285,14 @@ class Model:
         with self._within_memory("the GPU ran out of memory during a pass"), host.together():
             with self.pager.lease("outer") as raw:
                 outer = self._lease("outer", raw)
-                listed = same is not None and _is_job(outer)
+                listed = same is not None and _is_job(outer) and not self.config.streams
                 x = None if listed else self._embed(ids, outer, step.positions)
                 if outer.inputs is not None:
                     table, *made = outer.inputs
                     known = in_table(ids, self.config.input_vocab)
                     self._given = host.layer_inputs(known, x, table, *made, self.config.input_multiplier)
-                if outer.enter:
-                    x = host.enter_streams(x, outer.enter)
+                if self.config.streams:
+                    x = host.enter_streams(x, outer.enter, self.config.streams)
                     if not self.pager.stays:
                         host.flush()
             if same is not None and host.replay(same, len(ids), step.position):
@@ -334,7 +337,7 @@ class Model:
         if not self.config.streams:
             return x
         with self.pager.lease("outer") as raw:
-            x = host.leave_streams(x, self._lease("outer", raw).leave)
+            x = host.leave_streams(x, self._lease("outer", raw).leave, self.config.streams)
             if not self.pager.stays:
                 host.flush()
         return x

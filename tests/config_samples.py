@@ -12,7 +12,8 @@ LLAMA = {"model_type": "llama", **SMALL}
 # What of four layers attends, of families of which it has to be said, and their heads.
 PARTED = {"bailing_hybrid": {"layer_group_size": 2, "num_key_value_heads": 6, "num_experts": 16}, "mamba2": {"num_heads": 3, "n_groups": 1},
           "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 4}, "jamba": {"attn_layer_offset": 1},
-          "kimi_linear": {"linear_attn_config": {"full_attn_layers": [2], "kda_layers": [1, 3, 4]}, "num_key_value_heads": 6}}
+          "kimi_linear": {"linear_attn_config": {"full_attn_layers": [2], "kda_layers": [1, 3, 4]}, "num_key_value_heads": 6},
+          "zamba2": {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]}}
 
 
 def refused(raw: dict[str, object], *words: str, strict: bool = False) -> EffllmError:

@@ -57,6 +57,11 @@ LING = {"num_hidden_layers": 6, "layer_group_size": 3, "num_attention_heads": 3,
         -3.0, "bos_token_id": 1, "eos_token_id": 7}
 KOLIBRI = {**FEW_EXPERTS, "num_hidden_layers": 5, "head_dim": 32, "sliding_window": 40, "shared_expert_intermediate_size": 56,
            "initializer_range": 0.12}
+# Heads of 32 over twice the width; a model that lends two blocks by turns.
+ZAMBA = {"num_hidden_layers": 6, "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid", "hybrid",
+                                                       "linear_attention"], "num_mem_blocks": 2, "use_shared_attention_adapter": True,
+         "use_mem_rope": True, "adapter_rank": 12, "num_key_value_heads": 4, "n_mamba_heads": 6, "mamba_expand": 3, "mamba_ngroups": 2,
+         "mamba_d_state": 24, "time_step_min": 1e-12, "eos_token_id": 7, "bos_token_id": 1, "initializer_range": 0.15}
 SPACES_2 = {"num_heads": 6, "head_dim": 32, "n_groups": 2, "state_size": 24, "expand": 3, "num_hidden_layers": 4, "eos_token_id": 7}
 LAGUNA = {**FEW_EXPERTS, "head_dim": 32, "sliding_window": 40, "shared_expert_intermediate_size": 56, "moe_routed_scaling_factor": 2.5,
           "layer_types": ["full_attention", "sliding_attention", "sliding_attention"], "num_attention_heads_per_layer": [4, 6, 6],
@@ -83,6 +88,10 @@ NEWER = {
         **KOLIBRI, "sliding_window": 150, "norm_topk_prob": True, "num_key_value_heads": 1, "tie_word_embeddings": True, "layer_types": [
             "full_attention", "sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]}, dtype="bfloat16"),
     "laguna": Case("laguna", {**LAGUNA, "vocab_size": 301}),
+    "zamba2": Case("zamba2", {**ZAMBA, "vocab_size": 301, "rms_norm_eps": 1e-3}, shard="100KB"),
+    "zamba2, one block, no positions, groups, bfloat16": Case("zamba2", {
+        **ZAMBA, "num_mem_blocks": 1, "use_shared_attention_adapter": False, "use_mem_rope": False, "num_key_value_heads": 2,
+        "mamba_ngroups": 1, "hidden_act": "silu"}, dtype="bfloat16"),
     "laguna, gates of channels, other layers, bfloat16": Case("laguna", {
         **LAGUNA, "gating": "per-element", "sliding_window": 150, "mlp_layer_types": ["sparse", "dense", "sparse"], "num_key_value_heads":
         1, "num_attention_heads_per_layer": [6, 4, 2], "attention_bias": True, "tie_word_embeddings": True, "layer_types": [

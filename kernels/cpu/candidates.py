@@ -50,6 +50,7 @@ ROWS = {"rotate": (rows.rotate, rows.rotate_reference, "native code for every wi
         "enter streams": (streams.enter, streams.enter_reference, "native code, row by row"),
         "leave streams": (streams.leave, streams.leave_reference, "native code, row by row"),
         "take stream": (streams.take, streams.take_reference, "native code, row by row"),
+        "put stream": (streams.put, streams.put_reference, "native code, row by row"),
         "cut": (streams.cut, streams.cut_reference, "native code, a token's gates in the cache"),
         "delta": (delta.run, delta.run_reference, "native code, rows of a state that stay in the cache for all tokens of a pass"),
         "channel delta": (delta.run, kda.run_reference, "native code, rows of a state that stay in the cache for all tokens of a pass"),

@@ -203,6 +203,7 @@ class CpuOps(Jobs, lora.Scales):
     enter_streams, leave_streams = streams.enter_streams, streams.leave_streams
     predicted, corrected, spread_inputs = streams.predicted, streams.corrected, streams.spread_inputs
     low_rank, added, cut_mlp = streams.low_rank, streams.added, streams.cut_mlp
+    first_stream, add_to_first, widened, lent_mlp = streams.first_stream, streams.add_to_first, streams.widened, streams.lent_mlp
     copied, scaled, clipped, normed = rows.copied, rows.scaled, rows.clipped, rows.norm_rows
     bundled_mlp = bundled.bundled_mlp
     part_queries = rows.part_queries

@@ -25,8 +25,8 @@ X, OWN, TOKENS, COUNT, WIDTH, NORM, NORM_WEIGHT, ROUTER, COEFFICIENTS, SCALE, SC
 # Slots of `spread`: X [TOKENS, COUNT * WIDTH], to all streams but the first of which the normed BRANCH [TOKENS, WIDTH] is added.
 P_X, P_BRANCH, P_TOKENS, P_COUNT, P_WIDTH, P_NORM, P_WEIGHT, P_EPS = range(8)
 # Slots of `enter` and `leave`: STREAMS [TOKENS, COUNT * WIDTH], BRANCHES [COUNT - 1, TOKENS, WIDTH], ONE_STREAM [TOKENS, WIDTH]; of `take`
-# STREAMS, ONE_STREAM and WHICH.
-M_STREAMS, M_BRANCHES, M_ONE, M_TOKENS, M_COUNT, M_WIDTH, M_WHICH = range(7)
+# and `put` STREAMS, ONE_STREAM and WHICH, of the latter KEPT too: whether what is there stays, and the one is added to it.
+M_STREAMS, M_BRANCHES, M_ONE, M_TOKENS, M_COUNT, M_WIDTH, M_WHICH, M_KEPT = range(8)
 # Slots of `cut`: GATE [TOKENS, WIDTH], in place, less its mean and DEVIATIONS, a float64, times its deviation, above zero, is activated and
 # multiplied by UP.
 C_GATE, C_UP, C_TOKENS, C_WIDTH, C_ACT, C_DEVIATIONS = range(6)
@@ -203,6 +203,24 @@ def take(args, worker, counter):
         x, out = f32_at(a[M_STREAMS] + 4 * (t * a[M_COUNT] + a[M_WHICH]) * width), f32_at(a[M_ONE] + 4 * t * width)
         for i in range(width):
             out[i] = x[i]
+
+
+@kernel()
+def put(args, worker, counter):
+    """One stream of every token in its place among the others, or added to what is there. Blocks are tokens."""
+    a = i64_at(args)
+    width = a[M_WIDTH]
+    while True:
+        t = fetch_add(counter, 1)
+        if t >= a[M_TOKENS]:
+            return
+        x, one = f32_at(a[M_STREAMS] + 4 * (t * a[M_COUNT] + a[M_WHICH]) * width), f32_at(a[M_ONE] + 4 * t * width)
+        if a[M_KEPT] != 0:
+            for i in range(width):
+                x[i] += one[i]
+        else:
+            for i in range(width):
+                x[i] = one[i]
 
 
 @kernel()

@@ -39,8 +39,14 @@ def scratch_floats(dims: Dims) -> int:
     return loops.scratch_floats(dims.streams, dims.hidden) if dims.streams else 0
 
 
-def enter_streams(ops: CpuOps, x: np.ndarray, linears: Sequence[Linear]) -> np.ndarray:
-    """Streams [T, S * D] of embeddings x [T, D]: these, and what each matrix makes of them in their magnitude."""
+def enter_streams(ops: CpuOps, x: np.ndarray, linears: Sequence[Linear], count: int) -> np.ndarray:
+    """Streams [T, S * D] of embeddings x [T, D]: these, and what each matrix makes of them in their magnitude; without matrices `count`
+    times these."""
+    if not linears:
+        out = ops.workspace.take("streams", len(x), count * x.shape[1])
+        for i in range(count):
+            ops.registry.select(Call("put stream")).candidate.run(ops, out, x, i, False)
+        return out
     branches = ops.workspace.take("branches", len(linears), *x.shape)
     ops._matrix(x, None, list(linears), list(branches), linear.PLAIN, "none")
     out = ops.workspace.take("streams", len(x), (len(linears) + 1) * x.shape[1])
@@ -48,9 +54,11 @@ def enter_streams(ops: CpuOps, x: np.ndarray, linears: Sequence[Linear]) -> np.n
     return out
 
 
-def leave_streams(ops: CpuOps, x: np.ndarray, linears: Sequence[Linear]) -> np.ndarray:
-    """[T, D] of streams x [T, S * D]: the mean of the first and of what each matrix makes of another in its magnitude."""
-    count = len(linears) + 1
+def leave_streams(ops: CpuOps, x: np.ndarray, linears: Sequence[Linear], count: int) -> np.ndarray:
+    """[T, D] of streams x [T, S * D]: the mean of the first and of what each matrix makes of another in its magnitude; without matrices
+    the first of `count`."""
+    if not linears:
+        return first_stream(ops, x, count)
     one = ops.workspace.take("stream", len(x), x.shape[1] // count)
     branches = ops.workspace.take("branches", len(linears), *one.shape)
     taken = ops.registry.select(Call("take stream")).candidate.run
@@ -59,6 +67,43 @@ def leave_streams(ops: CpuOps, x: np.ndarray, linears: Sequence[Linear]) -> np.n
         ops._matrix(one, None, [each], [branches[i]], linear.PLAIN, "none")
     ops.registry.select(Call("leave streams")).candidate.run(ops, x, branches, one)
     return one
+
+
+def first_stream(ops: CpuOps, x: np.ndarray, count: int) -> np.ndarray:
+    """See `BlockOps`."""
+    one = ops.workspace.take("stream", len(x), x.shape[1] // count)
+    ops.registry.select(Call("take stream")).candidate.run(ops, x, one, 0)
+    return one
+
+
+def add_to_first(ops: CpuOps, x: np.ndarray, y: np.ndarray, each: Linear) -> np.ndarray:
+    """See `BlockOps`."""
+    (branch,) = ops.norm_linear(y, None, (each,))
+    ops.registry.select(Call("put stream")).candidate.run(ops, x, branch, 0, True)
+    return x
+
+
+def widened(ops: CpuOps, x: np.ndarray, norm: Norm, low: LowRank, out: np.ndarray) -> np.ndarray:
+    """See `BlockOps`."""
+    if (outs := ops._remembered(x, norm, (low.into,), linear.PLAIN, "none")) is None:
+        outs = [ops.workspace.take("low rank", len(x), low.into.weight.shape[0])]
+        ops._matrix(x, norm, [low.into], outs, linear.PLAIN, "none")
+    return ops.linear_add(outs[0], low.out, out)
+
+
+def lent_mlp(ops: CpuOps, x: np.ndarray, norm: Norm, gate: Linear, up: Linear, down: Linear, act: str, own: Sequence[LowRank],
+             see: See = None) -> np.ndarray:
+    """See `BlockOps`."""
+    if (outs := ops._remembered(x, norm, (gate, up), linear.PLAIN, "none")) is None:
+        outs = [ops.workspace.take(name, len(x), gate.weight.shape[0]) for name in ("gate", "up")]
+        ops._matrix(x, norm, [gate, up], outs, linear.PLAIN, "none")
+    for low, out in zip(own, outs, strict=True):
+        widened(ops, x, norm, low, out)
+    ops.gate(*outs, act)
+    if see is not None:
+        see(outs[0])
+    (branch,) = ops.norm_linear(outs[0], None, (down,))
+    return branch
 
 
 def predicted(ops: CpuOps, x: np.ndarray, streams: Streams) -> np.ndarray:
@@ -148,10 +193,11 @@ def spread(ops: CpuOps, x: np.ndarray, branch: np.ndarray, norm: Norm) -> None:
     ops.run(loops.spread, ops.where, x.size >= rows.SHARE_FROM, ops.args)
 
 
-def _between(ops: CpuOps, kernel: object, streams: np.ndarray, branches: np.ndarray | None, one: np.ndarray, which: int = 0) -> None:
+def _between(ops: CpuOps, kernel: object, streams: np.ndarray, branches: np.ndarray | None, one: np.ndarray, which: int = 0,
+             kept: bool = False) -> None:
     tokens, width = one.shape
-    ops.args[: loops.M_WHICH + 1] = (ops.at(streams), 0 if branches is None else ops.at(branches), ops.at(one), tokens,
-                                     streams.shape[1] // width, width, which)
+    ops.args[: loops.M_KEPT + 1] = (ops.at(streams), 0 if branches is None else ops.at(branches), ops.at(one), tokens,
+                                    streams.shape[1] // width, width, which, kept)
     ops.run(kernel, ops.where, streams.size >= rows.SHARE_FROM, ops.args)
 
 
@@ -165,6 +211,10 @@ def leave(ops: CpuOps, streams: np.ndarray, branches: np.ndarray, one: np.ndarra
 
 def take(ops: CpuOps, streams: np.ndarray, one: np.ndarray, which: int) -> None:
     _between(ops, loops.take, streams, None, one, which)
+
+
+def put(ops: CpuOps, streams: np.ndarray, one: np.ndarray, which: int, kept: bool) -> None:
+    _between(ops, loops.put, streams, None, one, which, kept)
 
 
 def cut(ops: CpuOps, gate: np.ndarray, up: np.ndarray, act: str, deviations: float) -> None:
@@ -218,6 +268,12 @@ def leave_reference(ops: CpuOps, streams: np.ndarray, branches: np.ndarray, one:
 def take_reference(ops: CpuOps, streams: np.ndarray, one: np.ndarray, which: int) -> None:
     ops.flush()
     one[:] = _parted(streams, one)[:, which]
+
+
+def put_reference(ops: CpuOps, streams: np.ndarray, one: np.ndarray, which: int, kept: bool) -> None:
+    ops.flush()
+    own = _parted(streams, one)
+    own[:, which] = own[:, which] + one if kept else one
 
 
 def cut_reference(ops: CpuOps, gate: np.ndarray, up: np.ndarray, act: str, deviations: float) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -57,6 +57,36 @@ def low_rank(ops: TorchOps, x: torch.Tensor, norm: Norm, low: LowRank, see: See 
 def added(ops: TorchOps, x: torch.Tensor, y: torch.Tensor, factor: float) -> torch.Tensor:
     """See `BlockOps`."""
     return x.add_(y, alpha=factor)
+
+
+def first_stream(ops: TorchOps, x: torch.Tensor, count: int) -> torch.Tensor:
+    """See `BlockOps`."""
+    return x.view(len(x), count, -1)[:, 0].clone()
+
+
+def add_to_first(ops: TorchOps, x: torch.Tensor, y: torch.Tensor, each: Linear) -> torch.Tensor:
+    """See `BlockOps`."""
+    branch = ops._linear(y, each)
+    x[:, : branch.shape[1]].add_(branch)
+    return x
+
+
+def widened(ops: TorchOps, x: torch.Tensor, norm: Norm, low: LowRank, out: torch.Tensor) -> torch.Tensor:
+    """See `BlockOps`."""
+    return out.add_(ops._linear(ops._linear(ops.stages.normalise(x, norm), low.into), low.out))
+
+
+def lent_mlp(ops: TorchOps, x: torch.Tensor, norm: Norm, gate: Linear, up: Linear, down: Linear, act: str, own: Sequence[LowRank],
+             see: See = None) -> torch.Tensor:
+    """See `BlockOps`."""
+    n = ops.stages.normalise(x, norm)
+    made = [ops._linear(n, each) for each in (gate, up)]
+    for low, out in zip(own, made, strict=True):
+        out.add_(ops._linear(ops._linear(n, low.into), low.out))
+    hidden = ops.stages.gated(*made, act)
+    if see is not None:
+        see(hidden)
+    return ops._linear(hidden, down)
 
 
 def cut_mlp(ops: TorchOps, x: torch.Tensor, norm: Norm, gate: Linear, up: Linear, down: Linear, act: str, deviations: float,

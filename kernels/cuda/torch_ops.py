@@ -91,7 +91,7 @@ class TorchOps(lora.Scales):
 
     def norm_linear(self, x: torch.Tensor, norm: Norm, linears: Sequence[Linear]) -> list[torch.Tensor]:
         """[norm(x) @ W.T + b for each]."""
-        n = self.stages.normalise(x, norm)
+        n = x if norm is None else self.stages.normalise(x, norm)
         return [self._linear(n, each) for each in linears]
 
     def linear_add(self, x: torch.Tensor, each: Linear, residual: torch.Tensor, after: Norm | None = None,
@@ -200,6 +200,7 @@ class TorchOps(lora.Scales):
 
     predicted, corrected, spread_inputs = streams.predicted, streams.corrected, streams.spread_inputs
     low_rank, added, cut_mlp = streams.low_rank, streams.added, streams.cut_mlp
+    first_stream, add_to_first, widened, lent_mlp = streams.first_stream, streams.add_to_first, streams.widened, streams.lent_mlp
 
     def copied(self, y: torch.Tensor) -> torch.Tensor:
         """See `BlockOps`."""

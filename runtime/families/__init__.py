@@ -13,12 +13,14 @@ and input_after; layer_scale multiplies what leaves it, low_in, low_out and low_
 several streams stream_norm, stream_router, predict, correct and stream_scale say how it meets them; curve_above and curve_below are of its
 activation. In a bundled folder `bundles` is up and down. Outside the layers: embed, positions (learned ones), norm, head (absent where it
 is the embedding) and head_bias, and layer_embed, layer_proj and layer_norm, which make what layers are given of a token, and
-`streams.<number>.enter` and `.leave`, which make streams and one of them. Layers without keys and values of their own have neither k, v nor
-k_norm; those of which a key is the value too have no v. Layers that remember a text in a state have in the place of q, k, v and o state_in,
-what goes into it, state_gate of what is read, and state_out behind that; smaller ones are state_rate and state_beta, what decays and shares
-are read from, state_conv, state_decay, state_dt, state_skip and state_norm, as far as a kind has them; state_gate_wide and state_rate_wide
-widen what state_gate and state_rate narrow, state_keys makes B and C, state_rate_norm, state_b_norm and state_c_norm are behind these.
-Latent attention has kv_a, kv_a_norm and kv_b in the place of k and v, and may have q_a, q_a_norm and q_b in that of q.
+`streams.<number>.enter` and `.leave`, which make streams and one of them, and `blocks.<number>.<role>` of blocks that layers share. Of such
+a block a layer has mlp_low, gate_wide and up_wide, which add to its MLP, q_low, q_wide and so on, and lent_out, which reads it. Layers
+without keys and values of their own have neither k, v nor k_norm; those of which a key is the value too have no v. Layers that remember a
+text in a state have in the place of q, k, v and o state_in, what goes into it, state_gate of what is read, and state_out behind that;
+smaller ones are state_rate and state_beta, what decays and shares are read from, state_conv, state_decay, state_dt, state_skip and
+state_norm, as far as a kind has them; state_gate_wide and state_rate_wide widen what state_gate and state_rate narrow, state_keys makes B
+and C, state_rate_norm, state_b_norm and state_c_norm are behind these. Latent attention has kv_a, kv_a_norm and kv_b in the place of k and
+v, and may have q_a, q_a_norm and q_b in that of q.
 
 A checkpoint of several models that holds a text generator is read as that one: COMPOSITE maps its `model_type` to the generator's, where
 there may be several to the one that is meant where it says none and then the others.
@@ -36,7 +38,7 @@ from ..config_reader import ConfigError, Keys, show
 if TYPE_CHECKING:
     import numpy as np
 
-    from ...quant.weight import Apart, Bundles, Curve, Expert, Inputs, Latent, Linear, LowRank, Norm, SharedExpert, Streams
+    from ...quant.weight import Apart, Bundles, Curve, Expert, Inputs, Latent, Lent, Linear, LowRank, Norm, SharedExpert, Streams
     from ..block_ops import BlockOps
     from ..cache import LayerCache
     from ..config import ModelConfig
@@ -53,7 +55,7 @@ FAMILIES = ("afmoe", "apertus", "arcee", "bailing_hybrid", "bailing_moe_v2", "ba
             "lfm2_moe", "lfm3", "llama", "llama4_text", "mamba", "mamba2", "mellum", "mimo", "minicpm", "minicpm3", "minimax_m2",
             "ministral", "ministral3", "mistral", "mistral4", "mixtral", "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3",
             "olmo_hybrid", "olmoe", "opt", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text",
-            "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma", "youtu")
+            "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma", "youtu", "zamba2")
 COMPOSITE: Mapping[str, tuple[str, ...]] = {
     "aya_vision": ("cohere2",), "cohere2_vision": ("cohere2", "cohere2_moe"), "exaone4_5": ("exaone4", "exaone4_5_text"),
     "gemma3": ("gemma3_text",), "gemma3n": ("gemma3n_text",), "gemma4": ("gemma4_text",), "gemma4_unified": ("gemma4_unified_text",),
@@ -169,6 +171,7 @@ class LayerWeights:
     low_rank: LowRank | None = None
     attn_sub_norm: Norm | None = None
     ffn_sub_norm: Norm | None = None
+    lent: Lent | None = None
 
 
 def is_side_by_side(roles: Collection[str]) -> bool:

@@ -41,7 +41,7 @@ INDEXED = ": this version reads no indexer, without which they would run as anot
 UNTRIED = ": this version writes no files of them"
 NOT_WRITTEN = {**dict.fromkeys(("bailing_hybrid", "cwm", "helium", "hyperclovax", "jais2", "kimi_linear", "lfm3", "mellum", "olmo_hybrid",
                                 "vaultgemma", "youtu"), UNTRIED),
-               **dict.fromkeys(("flex_olmo", "flint", "nanochat"), ": llama.cpp does not run them"),
+               **dict.fromkeys(("flex_olmo", "flint", "nanochat", "zamba2"), ": llama.cpp does not run them"),
                "ministral": ": llama.cpp runs them as if no layer had a window",
                "phimoe": ": llama.cpp weighs their experts otherwise",
                "bamba": ": llama.cpp runs them as Granite 4, whose heads turn as a whole",

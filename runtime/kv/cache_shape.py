@@ -55,10 +55,13 @@ def attention_specs(config: ModelConfig) -> list[AttnSpec]:
 def layer_specs(config: ModelConfig) -> list[LayerSpec]:
     """What each layer remembers a text in."""
     paged = dict(zip(config.attention_layers, attention_specs(config), strict=True))
-    if config.states_beside:
-        return [Both(paged[layer], config.state) for layer in range(config.num_hidden_layers)]
-    return [config.state if layer in config.state_layers else paged.get(layer) or SharedPages(config.kv_sources[layer])
-            for layer in range(config.num_hidden_layers)]
+    found: list[LayerSpec] = []
+    for layer in range(config.num_hidden_layers):
+        if layer not in config.state_layers:
+            found.append(paged.get(layer) or SharedPages(config.kv_sources[layer]))
+        else:
+            found.append(Both(paged[layer], config.state) if config.attends(layer) else config.state)
+    return found
 
 
 @dataclass(frozen=True)

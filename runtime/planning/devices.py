@@ -20,6 +20,7 @@ from ...offload.plan import BlockBytes
 from ...offload.plan_gpu import Copied, LinkRates, copied_from
 from ...offload.size import format_size, parse_size
 from ..families import expert_of
+from ..lent_weights import blocks_of
 from ..weights.copied_layers import matrices
 from ..weights.copied_layers import places as carried_places
 from . import roofs
@@ -130,10 +131,11 @@ def copied(tensors: Tensors, dims: Dims, own: Mixture | None, exact: bool, worke
 
 def workspace(tensors: Tensors, dims: Dims) -> int:
     """Working memory on a card, at most."""
-    matrices = [tensor for key, roles in tensors.items() if key != "outer" for tensor in roles.values() if tensor.is_matrix]
+    shared = blocks_of(tensors["outer"]).values()  # which lie there as soon as one layer does
+    matrices = [tensor for key, roles in tensors.items() for tensor in (shared if key == "outer" else roles.values()) if tensor.is_matrix]
     widest = max((prod(tensor.shape) for tensor in matrices if tensor.spec.is_raw), default=0)
     opened = max((prod(tensor.shape) for tensor in matrices if not tensor.spec.is_raw), default=0)
-    return card_workspace(dims, widest, opened)
+    return card_workspace(dims, widest, opened) + sum(map(card_nbytes, shared))
 
 
 def not_free(placement: Placement, mapped: bool) -> list[str]:

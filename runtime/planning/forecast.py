@@ -25,6 +25,7 @@ from ...quant.spec import QuantSpec
 from ..config import ModelConfig, read_config
 from ..families import expert_of
 from ..kv.cache_shape import page_sizes
+from ..lent_weights import BLOCKS, uses
 from ..prepare import EngineOptions, Prepared, prepare_with, refuse_beyond_machine, weighed, worker_count
 from ..sparse.bundles import ROLE as BUNDLES
 from ..sparse.bundles import is_bundled
@@ -106,9 +107,10 @@ def work(prepared: Prepared, tensors: Tensors) -> Work:
             if key == "outer" and (role.startswith(MTP) or role in ("positions", *TABLES) and role != head):
                 continue  # what drafts are made by, or a token's row
             routed = expert_of(role) is not None
-            kind = kind_of_weight(tensor.spec, options.exact), key == "outer", routed
+            lent = role.startswith(BLOCKS)
+            kind = kind_of_weight(tensor.spec, options.exact), key == "outer" and not lent, routed
             share = own.per_token / own.experts if own and routed else 1.0
-            share = active if role == BUNDLES else share
+            share = active if role == BUNDLES else uses(config, role) if lent else share
             nbytes[kind] += share * tensor.nbytes
             products[kind] += share * prod(tensor.shape) * (len(tensor.shape) == 2)
     if any(prepared.adapted.scales):
@@ -120,7 +122,7 @@ def work(prepared: Prepared, tensors: Tensors) -> Work:
     return Work(
         parts=tuple(Part(kind, round(nbytes[kind, last, routed]), round(products[kind, last, routed]), last, routed)
                     for kind, last, routed in nbytes),
-        **attention_work(prepared), kv=options.kv, stateful=0 if config.states_beside else len(config.state_layers),
+        **attention_work(prepared), kv=options.kv, stateful=sum(not config.attends(layer) for layer in config.state_layers),
         state_bytes=0 if config.state is None else STATE_TRAFFIC * config.state.state_floats * len(config.state_layers),
         streamed=placement.streamed_bytes if paged is None else round(paged.nbytes(1)),
         # What streams is counted with its alignment: where all of it does, that is more than the weights are.
@@ -132,7 +134,7 @@ def work(prepared: Prepared, tensors: Tensors) -> Work:
 def attention_work(prepared: Prepared) -> dict[str, object]:
     """What attention adds to `Work`: layers that differ by themselves, and those too that read another's keys and values again."""
     config, every = prepared.config, prepared.placement.kv_bytes_per_token // prepared.options.parallel  # of one text
-    attending = [layer for layer in range(config.num_hidden_layers) if config.states_beside or layer not in config.state_layers]
+    attending = [layer for layer in range(config.num_hidden_layers) if config.attends(layer)]
     widths = tuple(2 * config.queries_of(layer) * config.heads_of(layer)[1] for layer in attending)
     found = {"attention_width": max(widths, default=0), "windows": tuple(config.windows[layer] for layer in attending), "kv_bytes": every}
     if not config.layer_heads and not config.kv_sources and not config.layer_queries:

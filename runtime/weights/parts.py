@@ -34,8 +34,9 @@ LARGE_NBYTES, MOST_NBYTES = 64 << 30, 2 << 40  # models from here on are cut int
 CONVERTED = "its weights are converted as they are read, which cannot be done again for every token"
 EXPERTS = "its experts do not lie in the files as they run, so they cannot be read one by one"
 TABLES = ("embed", "layer_embed")  # of which a token needs a row
-STAGES = (("state_in", "state_gate"), ("state_out",), ("low_in",), ("low_out",), ("q", "k", "v", "kv_a", "q_a", "attn_gate"), ("q_b",),
-          ("o",), ("gate", "up"), ("down",), ("input_gate",), ("input_out",))  # of a layer, in the order of use
+STAGES = (("lent_out",), ("state_in", "state_gate"), ("state_out",), ("low_in",), ("low_out",),
+          ("q", "k", "v", "kv_a", "q_a", "attn_gate"), ("q_b",), ("o",), ("gate", "up"), ("down",),
+          ("input_gate",), ("input_out",))  # of a layer, in the order of use
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def stages_of(roles: Collection[str]) -> tuple[tuple[str, ...], ...]:
     """STAGES of a layer. Where attention and MLP read side by side, o comes last (`families/cohere.py`); a state beside
     attention reads behind it, and both are added then (`families/falcon_h1.py`)."""
     if "state_in" in roles and "q" in roles:
-        first = ("q", "k", "v"), *STAGES[:2], ("o",)
+        first = ("q", "k", "v"), *STAGES[:3], ("o",)
         return (*first, *(stage for stage in STAGES if "q" not in stage and stage not in first))
     if not is_side_by_side(roles):
         return STAGES

@@ -106,7 +106,8 @@ def mamba1(found: Source) -> StateWeights:
 
 def mamba2(found: Source) -> StateWeights:
     """Decays are stored as logarithms."""
-    norm = Norm("rms", found.vector("state_norm"), None, found.config.norm_eps) if found.config.state.normed else None
+    eps = found.config.state_norm_eps or found.config.norm_eps
+    norm = Norm("rms", found.vector("state_norm"), None, eps) if found.config.state.normed else None
     own = Mamba2(found.conv(), found.vector("state_conv_bias"), found.put(np.exp(found.values("state_decay"))), found.vector("state_dt"),
                  found.vector("state_skip"), norm, found.config.factor("state_gate"), found.config.factor("state_rate"))
     return StateWeights(tuple(map(found.linear, ("state_in", "state_gate", "state_rate"))), found.linear("state_out"), own)

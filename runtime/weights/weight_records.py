@@ -10,10 +10,12 @@ import numpy as np
 
 from ...kernels.reference import CURVE_SLOPE
 from ...kernels.reference_moe import ranks
+from ...offload.memory import anonymous
 from ...offload.neurons import ResidentBundles
 from ...quant.weight import Apart, Bundles, Curve, Expert, Inputs, Linear, LowRank, Norm, SharedExpert, Streams, Weight
 from ..adapters.adapted import NOTHING, Adapted
 from ..families import SHARED, LayerWeights, expert_roles
+from ..lent_weights import LENT_OUT, blocks_of, lent, shared_blocks
 from ..sparse.bundles import ROLE as BUNDLES
 from ..sparse.bundles import THRESHOLDS, layout_of
 from ..speculation.mtp_tensors import EMBED_NORM, JOIN, LAST_NORM, MTP, STATE_NORM, like
@@ -23,6 +25,7 @@ from .state_weights import Source, state_weights
 
 if TYPE_CHECKING:
     from ...offload.checkpoint import TensorStore
+    from ...quant.weight import SharedBlock
     from ..config import ModelConfig
     from .paged_experts import Paging
     from .streamed import StreamedWeights
@@ -90,6 +93,7 @@ class WeightRecords:
                  pager: object, streamed: StreamedWeights | None, paging: Paging | None, adapted: Adapted = NOTHING) -> None:
         self.config, self.tensors, self.store, self.host = config, tensors, store, host
         self.pager, self.streamed, self.paging, self.adapted = pager, streamed, paging, adapted
+        self._blocks: dict[str, tuple[SharedBlock, ...]] = {}  # by the name of a backend
 
     def layer(self, key: int, raw: Mapping[str, np.ndarray], ops: object, place: Callable[[ModelTensor], object] | None = None,
               looked_up: Collection[str] = ()) -> LayerWeights:
@@ -159,7 +163,19 @@ class WeightRecords:
                             streams=Streams(config.streams, norm("stream_norm"), *map(shaped, STREAMS), vector("stream_scale"))
                             if STREAMS[0] in roles else None,
                             low_rank=LowRank(linear("low_in"), linear("low_out"), norm("low_norm")) if "low_in" in roles else None,
-                            attn_sub_norm=norm("attn_sub_norm"), ffn_sub_norm=norm("ffn_sub_norm"))
+                            attn_sub_norm=norm("attn_sub_norm"), ffn_sub_norm=norm("ffn_sub_norm"),
+                            lent=lent(config, key, linear, self.blocks(ops)) if LENT_OUT in roles else None)
+
+    def blocks(self, ops: object, raw: Mapping[str, np.ndarray] | None = None) -> tuple[SharedBlock, ...]:
+        """The blocks that layers share, on a backend, made once; without their bytes these are read."""
+        if ops.name not in self._blocks:
+            roles = blocks_of(self.tensors["outer"])
+            if raw is None:
+                raw = {tensor.name: anonymous(tensor.nbytes) for tensor in roles.values()}
+                for tensor in roles.values():
+                    self.store.read_into(tensor.info, raw[tensor.name])
+            self._blocks[ops.name] = shared_blocks(self.config, roles, raw, ops, self.adapted)
+        return self._blocks[ops.name]
 
     def _bundles(self, roles: Mapping[str, ModelTensor], raw: Mapping[str, np.ndarray], ops: object,
                  vector: Callable[[str], object | None]) -> Bundles | None:
@@ -210,12 +226,14 @@ class WeightRecords:
 
         embed, inputs = table("embed"), None
         head = weight("head") or (weight("embed") if fetched("embed") else embed)
+        if self.config.shared_blocks:
+            self.blocks(self.host, raw)  # which layers take from there
         if "layer_embed" in roles:
             own = Norm("rms", self.host.put(as_float32(roles["layer_norm"], raw), "f32"), None, self.config.norm_eps)
             inputs = table("layer_embed"), Linear(weight("layer_proj")), own
         return OuterWeights(embed, weight("positions"), self.last_norm(raw), Linear(head, self.head_bias(raw)), inputs,
-                            *(tuple(Linear(weight(f"streams.{i}.{role}")) for i in range(1, self.config.streams))
-                              for role in ("enter", "leave")), self._own_layer(raw))
+                            *(tuple(Linear(weight(f"streams.{i}.{role}")) for i in range(1, self.config.streams)
+                                    if f"streams.{i}.{role}" in roles) for role in ("enter", "leave")), self._own_layer(raw))
 
     def _own_layer(self, raw: Mapping[str, np.ndarray]) -> OwnLayer | None:
         """The layer for multi-token prediction, which stays in memory wherever it is read."""

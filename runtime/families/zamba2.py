@@ -1,0 +1,179 @@
+"""Zamba 2 (1.2B, 2.7B, 7B): state spaces (Mamba 2) in every layer, in front of some of them attention and an MLP that these layers share.
+
+Of such blocks there are one or two, which take turns. One reads the stream and the embedding beside it, twice the model's width, so the two
+are two streams of a token here (`ModelConfig.streams`). What it gives goes through a matrix of the layer's own and is added to what the
+state space reads, not to the stream. A layer has branches of low rank beside the block's matrices; these, and the blocks, lie under the
+names of the first layer that a block is lent to. Steps are not kept above time_step_min, as in `nemotron_h.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ...kernels.mamba2_shape import Mamba2Shape
+from ..config import Defaults, ModelConfig, decoder_config
+from ..config_reader import ConfigError, Keys, show
+from ..config_rope import RopeConfig, rope_config
+from ..lent_weights import ATTENTION, WIDE, block_of, block_role
+from . import LayerWeights, TensorRule, llama
+from .granitemoehybrid import mamba_tensors
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ..block_ops import BlockOps
+    from ..cache import LayerCache
+    from ..kv.states import LayerStates
+    from ..rope import RopeTable
+
+KEYS_USED = frozenset({"adapter_rank", "attention_head_dim", "layers_block_type", "mamba_d_conv", "mamba_d_state", "mamba_expand",
+                       "mamba_headdim", "mamba_ngroups", "n_mamba_heads", "num_mem_blocks", "use_mem_rope", "use_shared_attention_adapter"})
+# Of training, of programs, and what follows from others.
+KEYS_HARMLESS = frozenset({
+    "attention_hidden_size", "chunk_size", "ffn_hidden_size", "hybrid_layer_ids", "kv_channels", "layer_types", "num_logits_to_keep",
+    "num_query_groups", "time_step_floor", "time_step_max", "time_step_min", "use_conv_bias", "use_mamba_kernels", "use_mem_eff_path"})
+REFUSED_UNLESS: Mapping[str, object] = {"add_bias_linear": False, "sliding_window": None, "use_long_context": False,
+                                        "use_shared_mlp_adapter": True}
+SIZES = {"vocab_size": 32_000, "hidden_size": 2560, "num_hidden_layers": 54, "num_attention_heads": 32}
+STATE, HYBRID = ("linear_attention", "mamba"), "hybrid"
+STREAMS = 2  # what layers work on, and the embedding
+EPS = 1e-5  # of the norm behind a state
+USUAL = (STATE[0], *((*[STATE[0]] * 5, HYBRID) * 7), *[STATE[0]] * 4, HYBRID, *[STATE[0]] * 3, HYBRID, *[STATE[0]] * 2)
+
+
+def config(keys: Keys) -> ModelConfig:
+    base = Defaults(max_position_embeddings=4096, bos=1, eos=(2,), norm_eps=EPS, tied=True, act=("hidden_act", "gelu"), sizes=SIZES)
+    hidden, layers, heads = (base.size(keys, name) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
+    width = _stated(keys, "attention_head_dim", 2 * hidden, heads, "num_attention_heads")
+    ffn = keys.integer("intermediate_size", 4 * hidden, high=2**22)
+    turned, hybrid = keys.flag("use_mem_rope", False), _hybrid(keys, layers)
+
+    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig | None, ...]:
+        rope = rope_config(keys, head_dim, positions)
+        return tuple(rope if turned and layer in hybrid else None for layer in range(layers))
+
+    every = tuple(range(layers))
+    made = decoder_config(
+        keys.saying(head_dim=width, intermediate_size=ffn), base, ropes, attn_scale=(width / 2) ** -0.5, state_layers=every,
+        without_mlp=every, attends_beside=hybrid, shared_blocks=min(keys.integer("num_mem_blocks", 1, high=len(every)), len(hybrid)),
+        attention_branches=keys.flag("use_shared_attention_adapter", False), streams=STREAMS,
+        low_rank=keys.integer("adapter_rank", 128, high=2**16))
+    if not made.tie_word_embeddings:  # as transformers has it, layers share nothing then
+        raise ConfigError("config.json: tie_word_embeddings = false is not supported for zamba2 models",
+                          "published models of this family have no head of their own")
+    if made.attention_branches and made.num_key_value_heads != heads:
+        raise ConfigError(f"config.json: num_key_value_heads {made.num_key_value_heads} is not supported with use_shared_attention_adapter",
+                          f"its branches are for {heads}, as many as there are query heads")
+    return replace(made, state=_shape(keys, hidden), state_norm_eps=None if made.norm_eps == EPS else EPS)
+
+
+def _stated(keys: Keys, name: str, whole: int, parts: int, by: str) -> int:
+    """A width that follows from others, and what a config says of it. Raises ConfigError."""
+    found = keys.integer(name, None, high=2**20)
+    if whole % parts or found not in (None, whole // parts):
+        raise ConfigError(f"config.json: {name} is {whole / parts:g} by {by}" + ("" if found is None else f", and stated as {found}"),
+                          "the config was changed: take that of the published model")
+    return whole // parts
+
+
+def _shape(keys: Keys, hidden: int) -> Mamba2Shape:
+    """The state of a layer. Raises ConfigError."""
+    heads, values = keys.integer("n_mamba_heads", 8, high=4096), keys.integer("mamba_expand", 2, high=64) * hidden
+    shape = Mamba2Shape(heads, _stated(keys, "mamba_headdim", values, heads, "n_mamba_heads"), keys.integer("mamba_ngroups", 1, high=4096),
+                        keys.integer("mamba_d_state", 64, high=4096), keys.integer("mamba_d_conv", 4, high=64))
+    if heads % shape.groups:
+        raise ConfigError(f"config.json: n_mamba_heads {heads} is not a multiple of mamba_ngroups {shape.groups}")
+    return shape
+
+
+def _hybrid(keys: Keys, layers: int) -> tuple[int, ...]:
+    """The layers with a shared block. Raises ConfigError for none, and for kinds of layers that nobody knows."""
+    kinds = keys.words("layers_block_type", layers) or (USUAL if layers == len(USUAL) else ())
+    if stray := next((kind for kind in kinds if kind not in (*STATE, HYBRID)), None):
+        raise ConfigError(f"config.json: layers_block_type holds {show(stray)}, which is not supported",
+                          f"known: {', '.join((*STATE, HYBRID))}")
+    found = tuple(layer for layer, kind in enumerate(kinds) if kind == HYBRID)
+    if not found:
+        raise ConfigError("config.json: layers_block_type names no layer with attention", "this version needs one")
+    return found
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    """Tensors of one layer by role."""
+    prefix, hidden = f"model.layers.{layer}.", config.hidden_size
+    inner = f"{prefix}mamba_decoder." if layer in config.attends_beside else prefix
+    rules = {"input_norm": TensorRule(f"{inner}input_layernorm.weight", (hidden,))} | mamba_tensors(config, f"{inner}mamba.")
+    if layer not in config.attends_beside:
+        return rules
+    number, rank, ffn = config.attends_beside.index(layer), config.low_rank, config.intermediate_size
+    shared = _place(config, block_of(config, layer))
+    rules["lent_out"] = TensorRule(f"{prefix}linear.weight", (hidden, hidden))
+    beside = f"{shared}feed_forward.gate_up_proj_adapter_list.{number}."
+    rules["mlp_low"] = TensorRule(f"{beside}0.weight", (rank, hidden))
+    for i, role in enumerate(WIDE):
+        rules[role] = TensorRule(f"{beside}{role}.weight", (ffn, rank), part_of=(f"{beside}1.weight", i * ffn, 2 * ffn))
+    for role in ATTENTION if config.attention_branches else ():
+        beside = f"{shared}self_attn.linear_{role}_adapter_list.{number}."
+        rules |= {f"{role}_low": TensorRule(f"{beside}0.weight", (rank, 2 * hidden)),
+                  f"{role}_wide": TensorRule(f"{beside}1.weight", (config.num_attention_heads * config.head_dim, rank))}
+    return rules
+
+
+def _place(config: ModelConfig, block: int) -> str:
+    """Where a shared block lies: in the first layer that it is lent to."""
+    return f"model.layers.{config.attends_beside[block]}.shared_transformer."
+
+
+def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
+    rules, hidden, ffn = llama.outer_tensors(config), config.hidden_size, config.intermediate_size
+    rules["norm"] = replace(rules["norm"], name="model.final_layernorm.weight")
+    q, kv = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
+    for block in range(config.shared_blocks):
+        at = _place(config, block)
+        joined = f"{at}feed_forward.gate_up_proj.weight"
+        own = {"input_norm": TensorRule(f"{at}input_layernorm.weight", (2 * hidden,)),
+               "post_norm": TensorRule(f"{at}pre_ff_layernorm.weight", (hidden,)),
+               **{role: TensorRule(f"{at}self_attn.{role}_proj.weight", (rows, 2 * hidden)) for role, rows in zip(ATTENTION, (q, kv, kv))},
+               "o": TensorRule(f"{at}self_attn.o_proj.weight", (hidden, q)),
+               **{role: TensorRule(f"{at}feed_forward.{role}_proj.weight", (ffn, hidden), part_of=(joined, i * ffn, 2 * ffn))
+                  for i, role in enumerate(("gate", "up"))},
+               "down": TensorRule(f"{at}feed_forward.down_proj.weight", (hidden, ffn))}
+        rules |= {block_role(block, role): rule for role, rule in own.items()}
+    return rules
+
+
+def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache | LayerStates, positions: np.ndarray, rope: RopeTable | None,
+          config: ModelConfig, layer: int, tap: Callable[[str, int, object], None]) -> object:
+    """Streams x[T, 2 * D] -> x[T, 2 * D]. A tap sees in block_in what the state space reads, and of a shared block q, k, v, attn_out and,
+    before the layer's own matrix, lent_in."""
+    own = ops.first_stream(x, config.streams)
+    if w.lent is not None:
+        given = _shared(ops, w, x, kv, positions, rope, config, layer, tap)
+        tap("lent_in", layer, given)
+        own = ops.linear_add(given, w.lent.out, own)
+    tap("block_in", layer, own)
+    mixed = kv.mix(ops.norm_linear(own, w.input_norm, w.state.products), w.state.own)
+    tap("state_out", layer, mixed)
+    x = ops.add_to_first(x, mixed, w.state.out)
+    tap("block_out", layer, x)
+    return x
+
+
+def _shared(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
+            layer: int, tap: Callable[[str, int, object], None]) -> object:
+    """What the block that the layer is lent makes of both streams, [T, D]."""
+    lent, block = w.lent, w.lent.block
+    made = ops.norm_linear(x, block.input_norm, [block.q, block.k, block.v])
+    for low, out in zip(lent.attention, made):
+        ops.widened(x, block.input_norm, low, out)
+    q, k, v = made
+    q = ops.rope_heads(q, config.num_attention_heads, config.head_dim, positions, rope, None)
+    k = ops.rope_heads(k, config.num_key_value_heads, config.head_dim, positions, rope, None)
+    for name, each in (("q", q), ("k", k), ("v", v)):
+        tap(name, layer, each)
+    attended = kv.attend(q, k, v)
+    tap("attn_out", layer, attended)
+    (given,) = ops.norm_linear(attended, None, [block.o])
+    return ops.lent_mlp(given, block.mlp_norm, block.gate, block.up, block.down, config.hidden_act, lent.mlp)
