@@ -44,6 +44,8 @@ def _pass(dims: Dims, tokens: int, widest: int, opened: int) -> int:
     product = max(FLOAT * min(widest, TILE), OPENED_NBYTES * min(opened, OPENED + 16 * max(dims.hidden, dims.ffn, dims.attended)))
     queries, keys = tokens * heads * depth, tokens * dims.kv_heads * depth
     projected = FLOAT * (2 * tokens * dims.hidden + (6 if dims.gated_queries or dims.gates_apart else 3) * queries + 4 * keys)
+    if dims.narrow:  # once more as they are made, and as they are attended to
+        projected += FLOAT * (2 * queries + 2 * keys)
     mlp = FLOAT * tokens * (3 * dims.hidden + 4 * dims.ffn)
     if dims.experts:
         visits = tokens * dims.top_k

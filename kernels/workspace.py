@@ -28,7 +28,8 @@ class Dims:
     that the layer for multi-token prediction begins with, 0 for a run without it. `beside`: layers have attention and a state side by side.
     `gates_apart`: gates of what is attended to are made by a matrix of their own. `streams`: how many of a token lie side by side, 0 for
     one as it is; `low_rank`: the width inside a branch of what a layer reads. `lora`: the widest inside an adapter, 0 for a run without.
-    `one_scale`: before a product with ternary weights all of a token's activations are rounded by one scale.
+    `one_scale`: before a product with ternary weights all of a token's activations are rounded by one scale. `narrow`: how wide a head's
+    values are made, where attention takes wider ones.
     """
 
     hidden: int
@@ -59,6 +60,7 @@ class Dims:
     low_rank: int = 0
     lora: int = 0
     one_scale: bool = False
+    narrow: int = 0
 
     @property
     def alike(self) -> tuple[Dims, ...]:

@@ -126,3 +126,13 @@ class BlockOps(Protocol):
                  see: See = None) -> object:
         """down(act(gate(n)) * up(n)) with n = norm(x), to gate and up of which the branches of `own` are added. `see`: what goes
         into `down`."""
+
+    def widened_heads(self, y: object, heads: int, wide: int, front: object | None, which: int) -> object:
+        """[T, heads * wide] of y [T, heads * depth]: every head behind its `front` [heads, wide - depth], or behind zeros. `which`: 0 for
+        queries, 1 for keys, 2 for values, each in an array of its own."""
+
+    def narrowed_heads(self, y: object, heads: int, narrow: int) -> object:
+        """[T, heads * narrow] of y [T, heads * wide]: the last channels of every head."""
+
+    def renormed(self, x: object, norm: Norm) -> object:
+        """norm(x) of the residual stream in its place; the norm may have a bias."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from .. import UsageError
 from ..offload.header import is_gguf
+from .config_keys import KEYS_HARMLESS, KEYS_USED, REASONS, REFUSED_UNLESS
 from .config_reader import REQUIRED, ConfigError, Keys, read_json, show, special_tokens
 from .config_rope import MAX_POSITIONS, RopeConfig, rope_config, unknown_rope_keys
 from .mixture import Mixture
@@ -32,46 +33,9 @@ MOST = {"hidden_size": 2**20,
         **dict.fromkeys(("intermediate_size", "block_ff_dim", "ffn_dim", "shared_intermediate_size", "moe_intermediate_size"), 2**22),
         "num_hidden_layers": MAX_LAYERS, "num_attention_heads": 4096, "vocab_size": 2**24}
 DTYPES = ("float32", "float16", "bfloat16")
-
-# Read for every family, here.
-KEYS_USED = frozenset({
-    "architectures", "bos_token_id", "dtype", "eos_token_id", "head_dim", "hidden_act", "hidden_size", "intermediate_size",
-    "max_position_embeddings", "model_type", "num_attention_heads", "num_hidden_layers", "num_key_value_heads",
-    "original_max_position_embeddings", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "tie_word_embeddings",
-    "torch_dtype", "vocab_size",
-})
-# Training, bookkeeping and the sampling defaults that old versions kept here (generation_config.json is where we read them).
-KEYS_HARMLESS = frozenset({
-    "_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "_name_or_path", "attention_dropout", "attn_implementation",
-    "begin_suppress_tokens", "chunk_size_feed_forward", "classifier_dropout", "do_sample", "early_stopping", "finetuning_task",
-    "hidden_dropout", "id2label", "initializer_range", "keys_to_ignore_at_inference", "label2id", "length_penalty", "max_length",
-    "min_length", "name_or_path", "neftune_noise_alpha", "no_repeat_ngram_size", "num_beams", "num_labels", "num_return_sequences",
-    "output_attentions", "output_hidden_states", "output_scores", "pad_token_id", "prefix", "pretraining_tp", "problem_type",
-    "repetition_penalty", "resid_pdrop", "return_dict", "return_dict_in_generate", "sep_token_id", "task_specific_params", "temperature",
-    "tf_legacy_loss", "tie_encoder_decoder", "tie_last_hidden_states", "tokenizer_class", "top_k", "top_p", "torchscript",
-    "transformers_version", "typical_p", "unsloth_fixed", "unsloth_version", "use_bfloat16", "use_cache",
-})
-# Key -> the one value that means "not used". null always does.
-REFUSED_UNLESS: Mapping[str, object] = {
-    "add_cross_attention": False, "attention_multiplier": 1.0, "attn_logit_softcapping": None, "auto_map": None,
-    "compression_config": None, "cross_attention_hidden_size": None,
-    "embedding_multiplier": 1.0, "final_logit_softcapping": None, "is_causal": True, "is_encoder_decoder": False, "logits_scaling": 1.0,
-    "num_experts": None, "num_local_experts": None, "partial_rotary_factor": 1.0, "per_layer_config": None, "pruned_heads": {},
-    "quantization": None, "quantization_config": None, "query_pre_attn_scalar": None, "residual_multiplier": 1.0,
-    "rope_interleaved": False, "use_qk_norm": False,
-}
 GENERATOR, SEVERAL = "ForCausalLM", "ForConditionalGeneration"  # endings of architectures: text alone, and with images
 OLDER = "LMHeadModel"  # as GPT-2's of the former
 SPEAKING = "OmniModel"  # and what the first model that speaks was called
-REASONS = {
-    "auto_map": "the checkpoint brings its own code, which is never run",
-    "is_causal": "a model that sees what comes after a token completes no text",
-    "compression_config": "this is the older name of quantization_config: give it that name in config.json, or take a newer upload",
-    "quantization": "weights that MLX quantized are not read: take the original 16-bit checkpoint, or a GGUF file",
-    # of one that is an object `import_config.check_method` judges what it says
-    "quantization_config": "it must be an object with a quant_method, as the tool that quantized the model wrote it: take config.json "
-                           "again from who published the model, or the original 16-bit checkpoint",
-}
 
 
 @dataclass(frozen=True)
@@ -102,9 +66,11 @@ class ModelConfig:
     of the others. `streams`: of how many a token has side by side each layer works on one, 0 for one as it is; `low_rank`: the width inside
     a branch of what a layer reads, 0 for none; `cuts`: by layer how many deviations beyond their mean the gates of its MLP have to be, None
     for all, where any have to. `one_scale`: ternary matrices read activations that are rounded by one scale a token, as they were trained
-    (BitNet). `attends_beside`: the layers of those with a state that have attention too, where not all or none have; in front of the state
-    they have one of `shared_blocks` blocks of attention and an MLP in turn, which read an embedding beside the stream, the second of two;
-    with `attention_branches` what a layer adds to one is beside q, k and v too.
+        (BitNet). `attends_beside`: the layers of those with a state that have attention too, where not all or none have; in front of the
+    state     they have one of `shared_blocks` blocks of attention and an MLP in turn, which read an embedding beside the stream, the second
+    of two;     with `attention_branches` what a layer adds to one is beside q, k and v too. `value_dim`: how wide a head's values are,
+    where narrower than its     keys, as wide as which they are cached. `slopes`: of each query head, by which a score grows with the place
+    of its key (ALiBi); then     head_dim is two more than what queries and keys are made as.
     """
 
     family: str
@@ -178,6 +144,8 @@ class ModelConfig:
     attends_beside: tuple[int, ...] = ()
     shared_blocks: int = 0
     attention_branches: bool = False
+    value_dim: int = 0
+    slopes: tuple[float, ...] = ()
     warnings: tuple[str, ...] = ()
 
     @property
@@ -209,6 +177,16 @@ class ModelConfig:
     def factor(self, role: str) -> float:
         """What of a role is multiplied by."""
         return dict(self.factors).get(role, 1.0)
+
+    @property
+    def made_dim(self) -> int:
+        """How wide the head of a query or key is made."""
+        return self.head_dim - 2 if self.slopes else self.head_dim
+
+    @property
+    def narrow(self) -> int:
+        """How wide the head of a value is made where attention takes a wider one, else 0."""
+        return self.value_dim or (self.made_dim if self.slopes else 0)
 
     @property
     def cache_heads(self) -> tuple[tuple[int, int], ...]:

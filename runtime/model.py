@@ -57,7 +57,8 @@ def dims(config: ModelConfig, ctx: int, chunk: int, rows: int, packed_kv: bool =
                 config.vocab_size, min(chunk, ctx), ctx, rows, *mixture, packed_kv, bundled, spilled_kv, config.state, config.gated_queries,
                 config.latent, tuple(sorted({*config.cache_heads} - {(config.num_key_value_heads, config.head_dim)})),
                 config.num_hidden_layers * config.input_width, own is not None and own.apart, 2 * config.hidden_size if mtp else 0,
-                config.states_beside, config.gates_apart, config.streams, config.low_rank, lora, config.one_scale)
+                config.states_beside, config.gates_apart, config.streams, config.low_rank, lora, config.one_scale,
+                config.narrow)
 
 
 class Model:

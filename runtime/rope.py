@@ -10,7 +10,7 @@ the context size decides once. Arithmetic is float32 in the order that checkpoin
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -49,6 +49,33 @@ class RopeTable:
         beta, every = self.growth
         grown = F32(1) + F32(beta) * np.log(F32(1) + np.floor(np.asarray(positions, np.float64) / every).astype(F32))
         return (F32(self.attention_scaling) * grown).reshape(-1, 1)
+
+    def turns(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """What a pair of channels is turned by, its cos and its sin: float32 [T, rotary_dim / 2] each."""
+        angles = np.asarray(positions, F32).reshape(-1, 1) * self.inv_freq
+        scale = self.scale(positions)
+        return np.cos(angles) * scale, np.sin(angles) * scale
+
+
+PLACE = 64  # what a key's place is counted in, and then by ones: both are exact in 16 bits
+
+
+class Places(RopeTable):
+    """Of keys whose scores grow with their place (ALiBi): a pair of channels (1, 0) becomes the two digits of the place."""
+
+    def turns(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        high, low = np.divmod(np.asarray(positions).reshape(-1, 1), PLACE)
+        return high.astype(F32), low.astype(F32)
+
+
+PLACES = Places(np.ones(1, F32), 1.0, 2)
+
+
+def place_fronts(slopes: Sequence[float], kv_heads: int, scale: float) -> tuple[np.ndarray, np.ndarray]:
+    """What stands in front of queries [heads, 2] and of keys [kv_heads, 2], where it becomes the digits of a place: a score, times `scale`,
+    is then more by a head's slope for each place of its key."""
+    per_place = np.array(slopes, np.float64)[:, None] / scale
+    return (per_place * (PLACE, 1)).astype(F32), np.tile(np.array([1, 0], F32), (kv_heads, 1))
 
 
 def rope_table(config: RopeConfig, head_dim: int, ctx: int, max_position_embeddings: int) -> RopeTable:
@@ -153,6 +180,8 @@ def growing(growth: tuple[float, int], width: int) -> RopeTable:
 def rope_tables(config: ModelConfig, ctx: int) -> list[RopeTable | None]:
     """Each layer's rotary table for a context; layers of one kind share theirs."""
     made: dict[tuple[int, int], RopeTable] = {}
+    if config.slopes:
+        return [PLACES] * config.num_hidden_layers
 
     def of_layer(layer: int, rope: RopeConfig | None) -> RopeTable | None:
         size = config.heads_of(layer)[1] if config.layer_heads else config.rotary_width

@@ -88,6 +88,13 @@ NEWER = {
         **KOLIBRI, "sliding_window": 150, "norm_topk_prob": True, "num_key_value_heads": 1, "tie_word_embeddings": True, "layer_types": [
             "full_attention", "sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]}, dtype="bfloat16"),
     "laguna": Case("laguna", {**LAGUNA, "vocab_size": 301}),
+    "bloom": Case("bloom", {"vocab_size": 301}, shard="100KB"),
+    "bloom, heads of no power of two, bfloat16": Case("bloom", {"n_head": 6, "hidden_size": 96, "layer_norm_epsilon": 1e-3},
+                                                      dtype="bfloat16"),
+    "mpt": Case("mpt", {"vocab_size": 301, "eos_token_id": 7, "bos_token_id": 7}, shard="100KB"),
+    "mpt, heads of no power of two, cut, scaled, bfloat16": Case("mpt", {
+        "n_heads": 6, "hidden_size": 96, "layer_norm_epsilon": 1e-3, "eos_token_id": 7, "bos_token_id": 7, "attn_config": {
+            "clip_qkv": 0.7, "softmax_scale": 0.3}}, dtype="bfloat16"),
     "zamba2": Case("zamba2", {**ZAMBA, "vocab_size": 301, "rms_norm_eps": 1e-3}, shard="100KB"),
     "zamba2, one block, no positions, groups, bfloat16": Case("zamba2", {
         **ZAMBA, "num_mem_blocks": 1, "use_shared_attention_adapter": False, "use_mem_rope": False, "num_key_value_heads": 2,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ..layout import ACTIVATIONS, STORED_TYPES
 from ..registry import Call, Candidate, Registry
-from . import delta, kda, latent, linear_amx, low_bit, mamba1, mamba2, moe, packed, rows, short_conv, streams
+from . import delta, head_widths, kda, latent, linear_amx, low_bit, mamba1, mamba2, moe, packed, rows, short_conv, streams
 from .amx import AMX
 from .int8_ir import INSTRUCTION_SET
 from .intrinsics import HAS_HALF
@@ -40,6 +40,7 @@ ROWS = {"rotate": (rows.rotate, rows.rotate_reference, "native code for every wi
         "scale": (rows.scale, rows.scale_reference, "native code for a copy, or for a stream that is multiplied"),
         "clip": (rows.clip, rows.clip_reference, "native code, row by row"),
         "part": (rows.part, rows.part_reference, "native code for queries with a gate behind each"),
+        "resize heads": (head_widths.resize, head_widths.resize_reference, "native code, head by head"),
         "gate heads": (rows.gate_attended, rows.gate_attended_reference, "native code, head by head"),
         "latent keys": (latent.keys, latent.keys_reference, "native code, the latent normed where it lies"),
         "latent queries": (latent.queries, latent.queries_reference, "native code, the matrices of all heads as one job"),

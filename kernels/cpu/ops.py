@@ -20,6 +20,7 @@ from ..registry import Call, Registry
 from ..threads import ThreadPool
 from ..workspace import Dims, Workspace, address
 from . import attention, bundled, in_parts, inputs, latent, latent_loops, linear, lora, low_bit, moe, packed, rows, states, streams
+from . import head_widths as widths
 from .attention_few import attend_few_scratch, partials_floats
 from .inner_loops import TILE_COLUMNS
 from .jobs import Jobs
@@ -68,7 +69,7 @@ def plan_workspace(dims: Dims, workers: int) -> dict[str, int]:
             "scratch": workers * (scratch + 16), "logits": dims.rows * dims.vocab,
             "partials": partials, "state": state, **moe.plan_workspace(dims, chunk), **bundled.plan_workspace(dims, chunk),
             **latent.plan_workspace(dims, chunk), **inputs.plan_workspace(dims, chunk), **streams.plan_workspace(dims, chunk),
-            **lora.plan_workspace(dims, chunk),
+            **lora.plan_workspace(dims, chunk), **widths.plan_workspace(dims, chunk),
             # of drafts by a layer of the model's own: what goes into it, and states that wait for it, of a pass and of one before
             "joined": min(chunk, PAGE) * dims.joined, "states": (chunk + FEW) * dims.hidden if dims.joined else 0}
 
@@ -206,11 +207,9 @@ class CpuOps(Jobs, lora.Scales):
     first_stream, add_to_first, widened, lent_mlp = streams.first_stream, streams.add_to_first, streams.widened, streams.lent_mlp
     copied, scaled, clipped, normed = rows.copied, rows.scaled, rows.clipped, rows.norm_rows
     bundled_mlp = bundled.bundled_mlp
-    part_queries = rows.part_queries
-    gate_heads = rows.gate_heads
-    latent_keys = latent.latent_keys
-    latent_queries = latent.latent_queries
-    latent_values = latent.latent_values
+    part_queries, gate_heads = rows.part_queries, rows.gate_heads
+    widened_heads, narrowed_heads, renormed = widths.widened_heads, widths.narrowed_heads, widths.renormed
+    latent_keys, latent_queries, latent_values = latent.latent_keys, latent.latent_queries, latent.latent_values
     state_layer = states.state_layer
 
     def logits(self, x: np.ndarray, norm: Norm, head: Linear, softcap: float | None = None, scale: float = 1.0) -> np.ndarray:

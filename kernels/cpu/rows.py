@@ -253,10 +253,7 @@ class Turner:
 
 def put_angles(table: RopeTable, cos: np.ndarray, sin: np.ndarray, positions: np.ndarray) -> None:
     """cos and sin of positions, in place."""
-    angles = np.asarray(positions, np.float32).reshape(-1, 1) * table.inv_freq
-    scale = table.scale(positions)
-    np.multiply(np.cos(angles), scale, out=cos)
-    np.multiply(np.sin(angles), scale, out=sin)
+    cos[:], sin[:] = table.turns(positions)
 
 
 def rotate(ops: CpuOps, y: np.ndarray, heads: int, head_dim: int, angles: Angles, norm: Norm | None) -> None:

@@ -21,7 +21,7 @@ from ..reference import CURVE_EDGE, CURVE_SLOPE
 from ..reference_moe import SMALLEST_SUM, Routed, Routing, visits
 from ..registry import Call, Candidate, Registry
 from ..tiles import SCHEMES
-from . import lora, streams
+from . import head_widths, lora, streams
 from .device import CudaDevice, Device, SimulatedDevice, within_memory
 from .one_kernel import OneKernel
 from .packed_pages import TorchPackedPages
@@ -202,6 +202,8 @@ class TorchOps(lora.Scales):
     low_rank, added, cut_mlp = streams.low_rank, streams.added, streams.cut_mlp
     first_stream, add_to_first, widened, lent_mlp = streams.first_stream, streams.add_to_first, streams.widened, streams.lent_mlp
 
+    widened_heads, narrowed_heads, renormed = head_widths.widened_heads, head_widths.narrowed_heads, head_widths.renormed
+
     def copied(self, y: torch.Tensor) -> torch.Tensor:
         """See `BlockOps`."""
         return y.clone()
@@ -362,8 +364,7 @@ def _curved(x: torch.Tensor, own: Curve) -> torch.Tensor:
 
 def _turned(which: int, positions: np.ndarray, table: RopeTable) -> np.ndarray:
     """cos or sin float32 [T, 1, R/2] of positions."""
-    angles = positions.astype(np.float32)[:, None] * table.inv_freq
-    return ((np.cos, np.sin)[which](angles) * table.scale(positions))[:, None]
+    return table.turns(positions)[which][:, None]
 
 
 def _routed(logits: torch.Tensor, routing: Routing, correction: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,23 +4,23 @@ A family says which config keys it uses, which tensors it has by role, and how a
 one: a file with the members of `Family`, and its name in FAMILIES (a test compares the list with the folder).
 
 Roles of a layer: input_norm, q, k, v, q_norm, k_norm, o, o_norm, post_norm, gate, up, down, down_norm, and `<role>_bias`: input_norm and
-post_norm come before attention and MLP, `<matrix>_norm` after that matrix, attn_sub_norm and ffn_sub_norm before o and down; sinks are
-logits of attention, one a query head, and attn_gate makes gates of what is attended to. In a mixture router and `experts.<number>.<role>`
-take the place of gate, up and down, and `shared.<role>` are those of the expert that every token visits, with shared.scale its share;
-correction is added to a router's scores. Experts that are a branch beside the MLP have router_scale, expert_scales, expert_norm and
-experts_after, and the MLP mlp_after, or none of them. What a layer is given of a token beside the stream it takes by input_gate, input_out
-and input_after; layer_scale multiplies what leaves it, low_in, low_out and low_norm are a branch of what it reads, and where a token has
-several streams stream_norm, stream_router, predict, correct and stream_scale say how it meets them; curve_above and curve_below are of its
-activation. In a bundled folder `bundles` is up and down. Outside the layers: embed, positions (learned ones), norm, head (absent where it
-is the embedding) and head_bias, and layer_embed, layer_proj and layer_norm, which make what layers are given of a token, and
-`streams.<number>.enter` and `.leave`, which make streams and one of them, and `blocks.<number>.<role>` of blocks that layers share. Of such
-a block a layer has mlp_low, gate_wide and up_wide, which add to its MLP, q_low, q_wide and so on, and lent_out, which reads it. Layers
-without keys and values of their own have neither k, v nor k_norm; those of which a key is the value too have no v. Layers that remember a
-text in a state have in the place of q, k, v and o state_in, what goes into it, state_gate of what is read, and state_out behind that;
-smaller ones are state_rate and state_beta, what decays and shares are read from, state_conv, state_decay, state_dt, state_skip and
-state_norm, as far as a kind has them; state_gate_wide and state_rate_wide widen what state_gate and state_rate narrow, state_keys makes B
-and C, state_rate_norm, state_b_norm and state_c_norm are behind these. Latent attention has kv_a, kv_a_norm and kv_b in the place of k and
-v, and may have q_a, q_a_norm and q_b in that of q.
+post_norm come before attention and MLP, `<matrix>_norm` after that matrix, attn_sub_norm and ffn_sub_norm before o and down, entry_norm
+before the first layer; sinks are logits of attention, one a query head, and attn_gate makes gates of what is attended to. In a mixture
+router and `experts.<number>.<role>` take the place of gate, up and down, and `shared.<role>` are those of the expert that every token
+visits, with shared.scale its share; correction is added to a router's scores. Experts that are a branch beside the MLP have router_scale,
+expert_scales, expert_norm and experts_after, and the MLP mlp_after, or none of them. What a layer is given of a token beside the stream it
+takes by input_gate, input_out and input_after; layer_scale multiplies what leaves it, low_in, low_out and low_norm are a branch of what it
+reads, and where a token has several streams stream_norm, stream_router, predict, correct and stream_scale say how it meets them;
+curve_above and curve_below are of its activation. In a bundled folder `bundles` is up and down. Outside the layers: embed, positions
+(learned ones), norm, head (absent where it is the embedding) and head_bias, and layer_embed, layer_proj and layer_norm, which make what
+layers are given of a token, and `streams.<number>.enter` and `.leave`, which make streams and one of them, and `blocks.<number>.<role>` of
+blocks that layers share. Of such a block a layer has mlp_low, gate_wide and up_wide, which add to its MLP, q_low, q_wide and so on, and
+lent_out, which reads it. Layers without keys and values of their own have neither k, v nor k_norm; those of which a key is the value too
+have no v. Layers that remember a text in a state have in the place of q, k, v and o state_in, what goes into it, state_gate of what is
+read, and state_out behind that; smaller ones are state_rate and state_beta, what decays and shares are read from, state_conv, state_decay,
+state_dt, state_skip and state_norm, as far as a kind has them; state_gate_wide and state_rate_wide widen what state_gate and state_rate
+narrow, state_keys makes B and C, state_rate_norm, state_b_norm and state_c_norm are behind these. Latent attention has kv_a, kv_a_norm and
+kv_b in the place of k and v, and may have q_a, q_a_norm and q_b in that of q.
 
 A checkpoint of several models that holds a text generator is read as that one: COMPOSITE maps its `model_type` to the generator's, where
 there may be several to the one that is meant where it says none and then the others.
@@ -46,16 +46,17 @@ if TYPE_CHECKING:
     from ..rope import RopeTable
     from ..weights.state_weights import StateWeights
 
-FAMILIES = ("afmoe", "apertus", "arcee", "bailing_hybrid", "bailing_moe_v2", "bamba", "bitnet", "cohere", "cohere2", "cohere2_moe", "cwm",
-            "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5", "ernie4_5_moe", "exaone", "exaone4", "exaone_moe", "falcon",
-            "falcon_h1", "falcon_mamba", "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "glm",
-            "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt2", "gpt_neox", "gpt_oss", "granite", "granite_swa", "granitemoe",
-            "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3",
-            "hyperclovax", "internlm2", "internlm3", "iquestcoder", "jais2", "jamba", "kimi_linear", "kolibri1", "laguna", "lfm2",
-            "lfm2_moe", "lfm3", "llama", "llama4_text", "mamba", "mamba2", "mellum", "mimo", "minicpm", "minicpm3", "minimax_m2",
-            "ministral", "ministral3", "mistral", "mistral4", "mixtral", "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3",
-            "olmo_hybrid", "olmoe", "opt", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text",
-            "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma", "youtu", "zamba2")
+FAMILIES = ("afmoe", "apertus", "arcee", "bailing_hybrid", "bailing_moe_v2", "bamba", "bitnet", "bloom", "cohere", "cohere2",
+            "cohere2_moe", "cwm", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5", "ernie4_5_moe", "exaone", "exaone4",
+            "exaone_moe", "falcon", "falcon_h1", "falcon_mamba", "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text", "gemma3n_text",
+            "gemma4_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt2", "gpt_neox", "gpt_oss", "granite",
+            "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "helium", "hunyuan_v1_dense",
+            "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm2", "internlm3", "iquestcoder", "jais2", "jamba", "kimi_linear", "kolibri1",
+            "laguna", "lfm2", "lfm2_moe", "lfm3", "llama", "llama4_text", "mamba", "mamba2", "mellum", "mimo", "minicpm", "minicpm3",
+            "minimax_m2", "ministral", "ministral3", "mistral", "mistral4", "mixtral", "mpt", "nanochat", "nemotron", "nemotron_h", "olmo",
+            "olmo2", "olmo3", "olmo_hybrid", "olmoe", "opt", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text",
+            "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma",
+            "youtu", "zamba2")
 COMPOSITE: Mapping[str, tuple[str, ...]] = {
     "aya_vision": ("cohere2",), "cohere2_vision": ("cohere2", "cohere2_moe"), "exaone4_5": ("exaone4", "exaone4_5_text"),
     "gemma3": ("gemma3_text",), "gemma3n": ("gemma3n_text",), "gemma4": ("gemma4_text",), "gemma4_unified": ("gemma4_unified_text",),
@@ -137,7 +138,8 @@ class LayerWeights:
     none. A layer with experts has neither gate, up nor down. `attn_sub_norm`, `ffn_sub_norm`: of what goes into o and down. `sinks`:
     float32 [H]; `correction`: [E]. `bundles` take the place of down, and with a gate of up; `state` that of q, k, v and o, `latent` that of
     q, k and v. `v_norm`: over head_dim, of values; `scale`: a number that multiplies what leaves the layer; `curve`: an activation with
-    numbers of the layer's own.
+    numbers of the layer's own; `fronts`: what stands in front of queries [H, 2] and keys [KVH, 2] whose scores grow with a
+    place; `entry_norm`: of what enters the first layer.
     """
 
     input_norm: Norm
@@ -172,6 +174,8 @@ class LayerWeights:
     attn_sub_norm: Norm | None = None
     ffn_sub_norm: Norm | None = None
     lent: Lent | None = None
+    fronts: tuple[object, object] | None = None
+    entry_norm: Norm | None = None
 
 
 def is_side_by_side(roles: Collection[str]) -> bool:

@@ -121,6 +121,10 @@ def attention(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positio
         v = ops.copied(k)
     if config.gated_queries:
         q = ops.part_queries(q, heads, head_dim)
+    if config.slopes:
+        q, k, rope = *placed(ops, w, q, k, kv_heads, head_dim, positions, rope), None
+    if config.narrow:
+        v = ops.widened_heads(v, kv_heads, head_dim, None, 2)
     turned = rope if rope is None else rope.queries or rope
     q = ops.rope_heads(q, heads, head_dim, positions, turned, w.q_norm)
     tap("q", layer, q)
@@ -133,12 +137,22 @@ def attention(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positio
     if w.sinks is not None:
         tap("sinks", layer, w.sinks)
     attended = kv.attend(q, k, v, w.sinks)  # [T, H * head_dim]
+    if config.narrow:
+        attended = ops.narrowed_heads(attended, heads, config.narrow)
     if config.gated_queries or config.gates_apart:
         attended = ops.gate_heads(attended, gated, heads, head_dim, config.gates_softplus)
     if w.attn_sub_norm is not None:
         attended = ops.normed(attended, w.attn_sub_norm)
     tap("attn_out", layer, attended)
     return ops.linear_add(attended, w.o, x, w.o_norm, config.residual_multiplier)
+
+
+def placed(ops: BlockOps, w: LayerWeights, q: object, k: object, kv_heads: int, head_dim: int, positions: np.ndarray,
+           rope: RopeTable) -> tuple[object, object]:
+    """Queries and keys [T, H * head_dim] that score higher the later a key stands."""
+    q = ops.widened_heads(q, len(w.fronts[0]), head_dim, w.fronts[0], 0)
+    k = ops.widened_heads(k, kv_heads, head_dim, w.fronts[1], 1)
+    return q, ops.rope_heads(k, kv_heads, head_dim, positions, rope, None)
 
 
 def state_layer(ops: BlockOps, w: LayerWeights, x: object, states: LayerStates, config: ModelConfig, layer: int,

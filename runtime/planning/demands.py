@@ -96,6 +96,8 @@ def cache_form(options: EngineOptions, folder: Path | None, config: ModelConfig,
     kv = codec(options.kv)
     if profile is not None and kv.is_packed and not options.force:
         refuse_broken(options.kv, profile)
+    if kv.is_packed and config.slopes:
+        raise UsageError(f"--kv {options.kv}: scores of this model grow with the place of a key, which no packed cache holds", "--kv 16bit")
     if not kv.is_packed:
         for name in ("kv_sink", "kv_window"):
             if name not in options.preset and getattr(options, name) is not None:

@@ -19,7 +19,8 @@ from ..families.mixtral import MOST_EXPERTS
 
 THINKER = "thinker."  # before all that writes, of models that speak
 PARTS_BEFORE, HEAD = ("model.language_model.", "language_model.model.", "model.text_model.", "language_model."), "lm_head."
-OF_GPT2 = ("h.", "wte.", "wpe.", "ln_f.")
+# Of families whose first checkpoints are of the model without its head.
+WITHOUT_BEFORE = {"bloom": ("h.", "word_embeddings", "ln_f."), "gpt2": ("h.", "wte.", "wpe.", "ln_f.")}
 BASE, OLDER_BASE, INSIDE = "model.", "backbone.", ("layers.", "embed_tokens.", "norm.")
 EXPERTS = {**dict.fromkeys(("afmoe", "bailing_hybrid", "bailing_moe_v2", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32",
                             "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "flint", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa",
@@ -76,8 +77,9 @@ def give_names(store: TensorStore, model_type: object) -> None:
     if any(name.startswith(INSIDE) for name in store.tensors) and not any(name.startswith(BASE) for name in store.tensors):
         names = ((BASE + name if name.startswith(INSIDE) else name, info) for name, info in store.tensors.items())
         store.tensors = {name: replace(info, name=name) for name, info in names}
-    if model_type == "gpt2":  # the first ones are of the model without its head
-        names = ((gpt2.BEFORE + name if name.startswith(OF_GPT2) else name, info) for name, info in store.tensors.items())
+    if model_type in WITHOUT_BEFORE:
+        names = ((gpt2.BEFORE + name if name.startswith(WITHOUT_BEFORE[model_type]) else name, info) for name, info in
+                 store.tensors.items())
         store.tensors = {name: replace(info, name=name) for name, info in names}
     if model_type in ("falcon_mamba", "mamba", "mamba2", "nemotron_h"):
         names = ((BASE + name.removeprefix(OLDER_BASE) if name.startswith(OLDER_BASE) else name, info)

@@ -16,6 +16,7 @@ from ...quant.weight import Apart, Bundles, Curve, Expert, Inputs, Linear, LowRa
 from ..adapters.adapted import NOTHING, Adapted
 from ..families import SHARED, LayerWeights, expert_roles
 from ..lent_weights import LENT_OUT, blocks_of, lent, shared_blocks
+from ..rope import place_fronts
 from ..sparse.bundles import ROLE as BUNDLES
 from ..sparse.bundles import THRESHOLDS, layout_of
 from ..speculation.mtp_tensors import EMBED_NORM, JOIN, LAST_NORM, MTP, STATE_NORM, like
@@ -164,7 +165,13 @@ class WeightRecords:
                             if STREAMS[0] in roles else None,
                             low_rank=LowRank(linear("low_in"), linear("low_out"), norm("low_norm")) if "low_in" in roles else None,
                             attn_sub_norm=norm("attn_sub_norm"), ffn_sub_norm=norm("ffn_sub_norm"),
-                            lent=lent(config, key, linear, self.blocks(ops)) if LENT_OUT in roles else None)
+                            lent=lent(config, key, linear, self.blocks(ops)) if LENT_OUT in roles else None,
+                            fronts=self._fronts(ops) if config.slopes else None, entry_norm=norm("entry_norm"))
+
+    def _fronts(self, ops: object) -> tuple[object, object]:
+        """What queries and keys have in front whose scores grow with a key's place, on a backend."""
+        return tuple(ops.put(each, "f32") for each in place_fronts(self.config.slopes, self.config.num_key_value_heads,
+                                                                   self.config.attn_scale))
 
     def blocks(self, ops: object, raw: Mapping[str, np.ndarray] | None = None) -> tuple[SharedBlock, ...]:
         """The blocks that layers share, on a backend, made once; without their bytes these are read."""

@@ -1,0 +1,92 @@
+"""Heads as attention takes them, where these are wider than what makes them: values that are narrower than keys, and scores that grow with
+a key's place (ALiBi), which two more channels of queries and keys bring about.
+
+What is more stands in front of a head, so that a table of places can turn it as rotary positions turn the first channels of one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..compile import kernel
+from ..registry import Call
+from ..workspace import Dims, address
+from .intrinsics import f32_at, fetch_add, i64_at
+from .rows import SHARE_FROM
+
+if TYPE_CHECKING:
+    from ...quant.weight import Norm
+    from .ops import CpuOps
+
+# Slots: Y [TOKENS, HEADS * DEPTH] to OUT [TOKENS, HEADS * WIDE]. A head becomes wider by FRONT [HEADS, WIDE - DEPTH], zeros where that is
+# 0, or less wide by what stands in front of it.
+Y, OUT, TOKENS, HEADS, DEPTH, WIDE, FRONT = range(7)
+
+
+def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
+    """Floats of the buffers, none for a model whose heads are as wide as what makes them."""
+    if not dims.narrow:
+        return {}
+    queries, keys = chunk * dims.heads * dims.head_dim, chunk * dims.kv_heads * dims.head_dim
+    return {"wide0": queries, "wide1": keys, "wide2": keys, "narrow": chunk * dims.heads * dims.narrow}
+
+
+@kernel()
+def resize_heads(args, worker, counter):
+    """Every head with what stands in front of it, or without. Blocks are tokens."""
+    a = i64_at(args)
+    heads, depth, wide = a[HEADS], a[DEPTH], a[WIDE]
+    more, less = max(wide - depth, 0), max(depth - wide, 0)
+    while True:
+        t = fetch_add(counter, 1)
+        if t >= a[TOKENS]:
+            return
+        for head in range(heads):
+            y, out = f32_at(a[Y] + 4 * ((t * heads + head) * depth + less)), f32_at(a[OUT] + 4 * (t * heads + head) * wide)
+            if a[FRONT] != 0:
+                front = f32_at(a[FRONT] + 4 * head * more)
+                for i in range(more):
+                    out[i] = front[i]
+            else:
+                for i in range(more):
+                    out[i] = 0.0
+            for i in range(wide - more):
+                out[more + i] = y[i]
+
+
+def widened_heads(ops: CpuOps, y: np.ndarray, heads: int, wide: int, front: np.ndarray | None, which: int) -> np.ndarray:
+    """See `BlockOps`."""
+    out = ops.workspace.take(f"wide{which}", len(y), heads * wide)
+    ops.registry.select(Call("resize heads")).candidate.run(ops, y, out, heads, front)
+    return out
+
+
+def narrowed_heads(ops: CpuOps, y: np.ndarray, heads: int, narrow: int) -> np.ndarray:
+    """See `BlockOps`."""
+    out = ops.workspace.take("narrow", len(y), heads * narrow)
+    ops.registry.select(Call("resize heads")).candidate.run(ops, y, out, heads, None)
+    return out
+
+
+def resize(ops: CpuOps, y: np.ndarray, out: np.ndarray, heads: int, front: np.ndarray | None) -> None:
+    ops.args[: FRONT + 1] = ops.at(y), ops.at(out), len(y), heads, y.shape[1] // heads, out.shape[1] // heads, address(front)
+    ops.run(resize_heads, ops.where, out.size >= SHARE_FROM, ops.args)
+
+
+def resize_reference(ops: CpuOps, y: np.ndarray, out: np.ndarray, heads: int, front: np.ndarray | None) -> None:
+    ops.flush()
+    old, new = y.reshape(len(y), heads, -1), out.reshape(len(out), heads, -1)
+    more, less = max(new.shape[2] - old.shape[2], 0), max(old.shape[2] - new.shape[2], 0)
+    new[..., :more] = 0.0 if front is None else front
+    new[..., more:] = old[..., less:]
+
+
+def renormed(ops: CpuOps, x: np.ndarray, norm: Norm) -> np.ndarray:
+    """See `BlockOps`."""
+    before, scale = ops.workspace.take("y0", *x.shape), ops.registry.select(Call("scale")).candidate.run
+    scale(ops, x, before, 1.0)
+    scale(ops, x, x, 0.0)
+    ops._add_with(ops, before, norm, x, 1.0)
+    return x

@@ -1,0 +1,29 @@
+"""Heads as attention takes them, by torch's operations: what `cpu/head_widths.py` computes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from ...quant.weight import Norm
+    from .torch_ops import TorchOps
+
+
+def widened_heads(ops: TorchOps, y: torch.Tensor, heads: int, wide: int, front: torch.Tensor | None, which: int) -> torch.Tensor:
+    """See `BlockOps`."""
+    split = y.view(len(y), heads, -1)
+    more = wide - split.shape[2]
+    before = split.new_zeros(len(y), heads, more) if front is None else front.expand(len(y), heads, more)
+    return torch.cat([before, split], 2).flatten(1)
+
+
+def narrowed_heads(ops: TorchOps, y: torch.Tensor, heads: int, narrow: int) -> torch.Tensor:
+    """See `BlockOps`."""
+    return y.view(len(y), heads, -1)[..., -narrow:].flatten(1)
+
+
+def renormed(ops: TorchOps, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+    """See `BlockOps`."""
+    return x.copy_(ops.stages.normalise(x, norm))

@@ -1,0 +1,42 @@
+"""The keys of a config.json that hold for every family: those that are read, that change nothing, that are taken at one value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+# Read for every family, here.
+KEYS_USED = frozenset({
+    "architectures", "bos_token_id", "dtype", "eos_token_id", "head_dim", "hidden_act", "hidden_size", "intermediate_size",
+    "max_position_embeddings", "model_type", "num_attention_heads", "num_hidden_layers", "num_key_value_heads",
+    "original_max_position_embeddings", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "tie_word_embeddings",
+    "torch_dtype", "vocab_size",
+})
+# Training, bookkeeping and the sampling defaults that old versions kept here (generation_config.json is where we read them).
+KEYS_HARMLESS = frozenset({
+    "_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "_name_or_path", "attention_dropout", "attn_implementation",
+    "begin_suppress_tokens", "chunk_size_feed_forward", "classifier_dropout", "do_sample", "early_stopping", "finetuning_task",
+    "hidden_dropout", "id2label", "initializer_range", "keys_to_ignore_at_inference", "label2id", "length_penalty", "max_length",
+    "min_length", "name_or_path", "neftune_noise_alpha", "no_repeat_ngram_size", "num_beams", "num_labels", "num_return_sequences",
+    "output_attentions", "output_hidden_states", "output_scores", "pad_token_id", "prefix", "pretraining_tp", "problem_type",
+    "repetition_penalty", "resid_pdrop", "return_dict", "return_dict_in_generate", "sep_token_id", "task_specific_params", "temperature",
+    "tf_legacy_loss", "tie_encoder_decoder", "tie_last_hidden_states", "tokenizer_class", "top_k", "top_p", "torchscript",
+    "transformers_version", "typical_p", "unsloth_fixed", "unsloth_version", "use_bfloat16", "use_cache",
+})
+# Key -> the one value that means "not used". null always does.
+REFUSED_UNLESS: Mapping[str, object] = {
+    "add_cross_attention": False, "attention_multiplier": 1.0, "attn_logit_softcapping": None, "auto_map": None,
+    "compression_config": None, "cross_attention_hidden_size": None,
+    "embedding_multiplier": 1.0, "final_logit_softcapping": None, "is_causal": True, "is_encoder_decoder": False, "logits_scaling": 1.0,
+    "num_experts": None, "num_local_experts": None, "partial_rotary_factor": 1.0, "per_layer_config": None, "pruned_heads": {},
+    "quantization": None, "quantization_config": None, "query_pre_attn_scalar": None, "residual_multiplier": 1.0,
+    "rope_interleaved": False, "use_qk_norm": False,
+}
+REASONS = {
+    "auto_map": "the checkpoint brings its own code, which is never run",
+    "is_causal": "a model that sees what comes after a token completes no text",
+    "compression_config": "this is the older name of quantization_config: give it that name in config.json, or take a newer upload",
+    "quantization": "weights that MLX quantized are not read: take the original 16-bit checkpoint, or a GGUF file",
+    # of one that is an object `import_config.check_method` judges what it says
+    "quantization_config": "it must be an object with a quant_method, as the tool that quantized the model wrote it: take config.json "
+                           "again from who published the model, or the original 16-bit checkpoint",
+}

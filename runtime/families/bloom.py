@@ -1,0 +1,91 @@
+"""BLOOM (560M to 176B, BLOOMZ): MPT's slopes in the place of positions, layer norms and matrices with biases, and an embedding that goes
+through a norm of its own before the first layer, with which it is here.
+
+Checkpoints hold queries, keys and values in one matrix, head by head, as GPT-NeoX's do; a store of the folder takes them apart
+(`parted_rows.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..config import MAX_LAYERS, MOST, Defaults, ModelConfig, decoder_config
+from ..config_reader import Keys
+from ..config_rope import MAX_POSITIONS
+from . import LayerWeights, TensorRule, opt
+from .mpt import STEEPEST, attending
+from .stablelm import biased
+
+if TYPE_CHECKING:
+    from ..block_ops import BlockOps
+    from ..cache import LayerCache
+    from ..rope import RopeTable
+
+KEYS_USED = frozenset({"layer_norm_epsilon", "n_embed", "n_head", "n_layer", "seq_length"})
+# Of training and of programs, and what other families call by these names.
+KEYS_HARMLESS = frozenset({
+    "attention_softmax_in_fp32", "bias_dropout_fusion", "gradient_checkpointing", "head_dim", "masked_softmax_fusion",
+    "num_key_value_heads", "offset_alibi", "original_max_position_embeddings", "rms_norm_eps", "rope_parameters", "rope_scaling",
+    "rope_theta", "skip_bias_add", "skip_bias_add_qkv", "slow_but_exact", "unk_token_id"})
+REFUSED_UNLESS: Mapping[str, object] = {"apply_residual_connection_post_layernorm": False, "layer_types": None, "n_inner": None,
+                                        "sliding_window": None}
+BEFORE = "transformer."
+PARTS = {"q": "q_proj", "k": "k_proj", "v": "v_proj"}  # once they are apart
+JOINT = "self_attention.query_key_value"
+
+
+def config(keys: Keys) -> ModelConfig:
+    usual = {"hidden_size": ("n_embed", 64, MOST["hidden_size"]), "num_hidden_layers": ("n_layer", 2, MAX_LAYERS),
+             "num_attention_heads": ("n_head", 8, 4096), "max_position_embeddings": ("seq_length", 2048, MAX_POSITIONS)}
+    sizes = {name: keys.integer(own, keys.integer(name, default, high=most), high=most) for name, (own, default, most) in usual.items()}
+    keys.integer("intermediate_size", None)  # four times the width, whatever it says
+    base = Defaults(max_position_embeddings=2048, bos=1, eos=(2,), tied=True, act=("hidden_act", "gelu_pytorch_tanh"), rotary=False,
+                    grouped=False, eps_key="layer_norm_epsilon", norm_eps=1e-5, sizes={"vocab_size": 250_880})
+    of_all = keys.saying(**sizes, intermediate_size=4 * sizes["hidden_size"], hidden_act="gelu_pytorch_tanh")
+    made = decoder_config(of_all, base, norm_kind="layer", qkv_bias=True, o_bias=True, mlp_bias=True)
+    return attending(made, slopes(made.num_attention_heads))
+
+
+def slopes(heads: int) -> tuple[float, ...]:
+    """Of each head. Where these are no power of two, those beyond the power below have every second one of the next power's."""
+    power = 1 << heads.bit_length() - 1
+    every = 0.5 ** (np.arange(1, 2 * power + 1) * (STEEPEST / (2 * power)))
+    return (*every[1::2].tolist(), *every[::2][: heads - power].tolist())
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    """Tensors of one layer by role, `[N, K]` as the store gives them."""
+    hidden, ffn, prefix = config.hidden_size, config.intermediate_size, f"{BEFORE}h.{layer}."
+    matrices = {**{role: (f"self_attention.{name}", hidden, hidden) for role, name in PARTS.items()},
+                "o": ("self_attention.dense", hidden, hidden), "up": ("mlp.dense_h_to_4h", ffn, hidden),
+                "down": ("mlp.dense_4h_to_h", hidden, ffn)}
+    norms = {"input_norm": f"{prefix}input_layernorm", "post_norm": f"{prefix}post_attention_layernorm",
+             **({"entry_norm": f"{BEFORE}word_embeddings_layernorm"} if layer == 0 else {})}
+    rules = {role: TensorRule(f"{name}.weight", (hidden,)) for role, name in norms.items()}
+    rules |= {role: TensorRule(f"{prefix}{name}.weight", (out, width)) for role, (name, out, width) in matrices.items()}
+    return rules | {f"{role}_bias": biased(rule) for role, rule in rules.items()}
+
+
+def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
+    table, norm = (config.vocab_size, config.hidden_size), TensorRule(f"{BEFORE}ln_f.weight", (config.hidden_size,))
+    rules = {"embed": TensorRule(f"{BEFORE}word_embeddings.weight", table), "norm": norm, "norm_bias": biased(norm)}
+    return rules if config.tie_word_embeddings else rules | {"head": TensorRule("lm_head.weight", table)}
+
+
+def stored_rows(config: ModelConfig, layer: int) -> dict[str, tuple[str, np.ndarray]]:
+    """Names of a layer's q, k and v, biases too -> that of what they lie in, and their rows there: heads have all three one by one."""
+    prefix, (heads, depth) = f"{BEFORE}h.{layer}.", (config.num_attention_heads, config.made_dim)
+    rows = np.arange(heads * 3 * depth).reshape(heads, 3, depth)
+    return {f"{prefix}self_attention.{name}.{kind}": (f"{prefix}{JOINT}.{kind}", rows[:, i].reshape(-1))
+            for i, name in enumerate(PARTS.values()) for kind in ("weight", "bias")}
+
+
+def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
+          layer: int, tap: Callable[[str, int, object], None]) -> object:
+    """x[T, D] -> x[T, D], with the taps of `llama.block`; what enters the first layer is normed in its place."""
+    if w.entry_norm is not None:
+        x = ops.renormed(x, w.entry_norm)
+    return opt.block(ops, w, x, kv, positions, rope, config, layer, tap)

@@ -1,0 +1,83 @@
+"""MPT (7B, 30B): layer norms without biases, an MLP of two matrices, and no positions but slopes: a score grows with the place of its key,
+for each head by a number of its own (ALiBi, arXiv 2108.12409). Queries, keys and values lie in one matrix.
+
+A head is two channels wider in attention and in the cache than it is made, and these hold the place of a key (`rope.PLACES`); a few bits
+would not, so its cache is not packed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from ..config import MAX_LAYERS, MOST, Defaults, ModelConfig, decoder_config
+from ..config_reader import ConfigError, Keys, show
+from ..config_rope import MAX_POSITIONS
+from . import TensorRule
+from .deepseek_v3 import refuse_other_code
+from .opt import block
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "attending", "block", "config", "layer_tensors", "outer_tensors", "slopes"]
+
+KEYS_USED = frozenset({"attn_config", "auto_map", "d_model", "layer_norm_epsilon", "max_seq_len", "n_heads", "n_layers"})
+# Of training, of programs, and what other families call by these names.
+KEYS_HARMLESS = frozenset({
+    "emb_pdrop", "embedding_fraction", "head_dim", "init_config", "init_device", "learned_pos_emb", "num_key_value_heads",
+    "original_max_position_embeddings", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "tokenizer_name", "verbose"})
+REFUSED_UNLESS: Mapping[str, object] = {"expansion_ratio": 4, "layer_types": None, "logit_scale": None, "no_bias": True, "norm_type":
+                                        "low_precision_layernorm", "sliding_window": None}
+CODE = r"(configuration|modeling)_mpt\.MPT\w+"  # of the published ones, which became part of transformers
+ATTENTION = {"alibi": True, "alibi_bias_max": 8, "attn_type": "multihead_attention", "attn_uses_sequence_id": False, "prefix_lm": False,
+             "qk_ln": False}  # the one value of each that is run
+STEEPEST = 8  # the power of two of the flattest slope
+NAMES = {"o": "attn.out_proj", "up": "ffn.up_proj", "down": "ffn.down_proj"}
+
+
+def config(keys: Keys) -> ModelConfig:
+    refuse_other_code(keys, CODE)
+    usual = {"hidden_size": ("d_model", 2048, MOST["hidden_size"]), "num_hidden_layers": ("n_layers", 24, MAX_LAYERS),
+             "num_attention_heads": ("n_heads", 16, 4096), "max_position_embeddings": ("max_seq_len", 2048, MAX_POSITIONS)}
+    sizes = {name: keys.integer(own, keys.integer(name, default, high=most), high=most) for name, (own, default, most) in usual.items()}
+    keys.integer("intermediate_size", None)  # four times the width, whatever it says
+    section = Keys(keys.section("attn_config") or {}, "config.json: attn_config")
+    for name, only in ATTENTION.items():
+        if (found := section.raw.get(name, only)) != only:
+            raise ConfigError(f"config.json: attn_config.{name} = {show(found)} is not supported for mpt models",
+                              f"this family runs only with {name} = {show(only)}")
+    base = Defaults(max_position_embeddings=2048, tied=True, act=("hidden_act", "gelu"), rotary=False, grouped=False,
+                    eps_key="layer_norm_epsilon", norm_eps=1e-5, sizes={"vocab_size": 50_368})
+    of_all = keys.saying(**sizes, intermediate_size=4 * sizes["hidden_size"], hidden_act="gelu")
+    made = decoder_config(of_all, base, norm_kind="layer", clip_qkv=section.number("clip_qkv", None))
+    return attending(made, slopes(made.num_attention_heads), section.number("softmax_scale", None))
+
+
+def attending(made: ModelConfig, by_head: tuple[float, ...], scale: float | None = None) -> ModelConfig:
+    """The same model with slopes, whose heads are two channels wider in attention."""
+    return replace(made, slopes=by_head, attn_scale=made.head_dim**-0.5 if scale is None else scale, head_dim=made.head_dim + 2)
+
+
+def slopes(heads: int) -> tuple[float, ...]:
+    """Of each head. Where these are no power of two, every second one of the next such comes first."""
+    power = 2 ** math.ceil(math.log2(heads))
+    every = 0.5 ** (np.arange(1, power + 1) * (STEEPEST / power))
+    return tuple(every.tolist() if power == heads else [*every[1::2], *every[::2]][:heads])
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    """Tensors of one layer by role."""
+    hidden, ffn, prefix = config.hidden_size, config.intermediate_size, f"transformer.blocks.{layer}."
+    shapes = {"o": (hidden, hidden), "up": (ffn, hidden), "down": (hidden, ffn)}
+    rules = {"input_norm": TensorRule(f"{prefix}norm_1.weight", (hidden,)), "post_norm": TensorRule(f"{prefix}norm_2.weight", (hidden,))}
+    for i, role in enumerate("qkv"):
+        rules[role] = TensorRule(f"{prefix}attn.{role}_proj.weight", (hidden, hidden),
+                                 part_of=(f"{prefix}attn.Wqkv.weight", i * hidden, 3 * hidden))
+    return rules | {role: TensorRule(f"{prefix}{name}.weight", shapes[role]) for role, name in NAMES.items()}
+
+
+def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
+    table = (config.vocab_size, config.hidden_size)
+    rules = {"embed": TensorRule("transformer.wte.weight", table), "norm": TensorRule("transformer.norm_f.weight", table[1:])}
+    return rules if config.tie_word_embeddings else rules | {"head": TensorRule("lm_head.weight", table)}
