@@ -57,6 +57,9 @@ LING = {"num_hidden_layers": 6, "layer_group_size": 3, "num_attention_heads": 3,
         -3.0, "bos_token_id": 1, "eos_token_id": 7}
 KOLIBRI = {**FEW_EXPERTS, "num_hidden_layers": 5, "head_dim": 32, "sliding_window": 40, "shared_expert_intermediate_size": 56,
            "initializer_range": 0.12}
+MIMO_2 = {"num_hidden_layers": 3, "head_dim": 32, "v_head_dim": 20, "sliding_window": 40, "n_routed_experts": 12, "num_experts_per_tok": 3,
+          "moe_intermediate_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2, "layer_types": [
+              "full_attention", "sliding_attention", "sliding_attention"], "initializer_range": 0.12}
 # Heads of 32 over twice the width; a model that lends two blocks by turns.
 ZAMBA = {"num_hidden_layers": 6, "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid", "hybrid",
                                                        "linear_attention"], "num_mem_blocks": 2, "use_shared_attention_adapter": True,
@@ -91,6 +94,11 @@ NEWER = {
     "bloom": Case("bloom", {"vocab_size": 301}, shard="100KB"),
     "bloom, heads of no power of two, bfloat16": Case("bloom", {"n_head": 6, "hidden_size": 96, "layer_norm_epsilon": 1e-3},
                                                       dtype="bfloat16"),
+    "mimo_v2_flash": Case("mimo_v2_flash", {**MIMO_2, "vocab_size": 301}, shard="100KB"),
+    "mimo_v2_flash, values as they are, other layers, groups, bfloat16": Case("mimo_v2_flash", {
+        **MIMO_2, "sliding_window": 150, "attention_bias": True, "attention_value_scale": 1.0, "n_group": 4, "topk_group": 2, "v_head_dim":
+        16, "mlp_layer_types": ["sparse", "dense", "sparse"], "routed_scaling_factor": 1.75, "num_key_value_heads": 1, "layer_types": [
+            "sliding_attention", "full_attention", "sliding_attention"]}, dtype="bfloat16"),
     "mpt": Case("mpt", {"vocab_size": 301, "eos_token_id": 7, "bos_token_id": 7}, shard="100KB"),
     "mpt, heads of no power of two, cut, scaled, bfloat16": Case("mpt", {
         "n_heads": 6, "hidden_size": 96, "layer_norm_epsilon": 1e-3, "eos_token_id": 7, "bos_token_id": 7, "attn_config": {

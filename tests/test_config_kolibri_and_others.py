@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from effllm.runtime.config import parse_config
-from effllm.runtime.families import kolibri1
+from effllm.runtime.families import kolibri1, mimo_v2_flash
 
 sys.path.insert(0, str(Path(__file__).parent))
 from config_samples import refused
@@ -21,6 +21,19 @@ KOLIBRI = {
         "activation_scheme": "dynamic", "quant_method": "fp8", "weight_block_size": [128, 128]}, "rms_norm_eps": 1e-6,
     "rope_theta": 10_000.0, "shared_expert_intermediate_size": 512, "sliding_window": 513, "tie_word_embeddings": False, "use_cache": True,
     "use_sliding_window": True, "vocab_size": 128_000}
+
+MIMO = {
+    "add_full_attention_sink_bias": False, "add_swa_attention_sink_bias": True, "architectures": ["MiMoV2FlashForCausalLM"],
+    "attention_bias": False, "attention_chunk_size": 128, "attention_dropout": 0.0, "attention_value_scale": 0.707, "auto_map": {
+        "AutoConfig": "configuration_mimo_v2_flash.MiMoV2FlashConfig", "AutoModel": "modeling_mimo_v2_flash.MiMoV2FlashModel"},
+    "eos_token_id": 151_645, "head_dim": 192, "hidden_act": "silu", "hidden_size": 4096, "hybrid_layer_pattern": [
+        int(layer > 0 and (layer + 1) % 6 > 0) for layer in range(48)], "initializer_range": 0.02, "intermediate_size": 16_384,
+    "layernorm_epsilon": 1e-5, "max_position_embeddings": 262_144, "model_type": "mimo_v2_flash", "moe_intermediate_size": 2048,
+    "moe_layer_freq": [0] + [1] * 47, "n_group": 1, "n_routed_experts": 256, "n_shared_experts": None, "norm_topk_prob": True,
+    "num_attention_heads": 64, "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4, "partial_rotary_factor": 0.334,
+    "rope_theta": 5_000_000, "routed_scaling_factor": None, "scoring_func": "sigmoid", "sliding_window": 128, "sliding_window_size": 128,
+    "swa_head_dim": 192, "swa_num_attention_heads": 64, "swa_num_key_value_heads": 8, "swa_rope_theta": 10_000, "swa_v_head_dim": 128,
+    "tie_word_embeddings": False, "topk_group": 1, "topk_method": "noaux_tc", "use_cache": True, "v_head_dim": 128, "vocab_size": 152_576}
 
 
 def test_kolibri_1() -> None:
@@ -50,3 +63,28 @@ def test_names_of_the_published_kolibri_1_are_known() -> None:
     ("num_experts_per_tok", 385), ("mlp_bias", True), ("shared_expert_intermediate_size", 0)])
 def test_what_kolibri_1_may_not_have_is_named(key: str, value: object) -> None:
     refused({**KOLIBRI, key: value}, key)
+
+
+def test_mimo_v2_flash() -> None:
+    made = parse_config(MIMO, strict=True)
+    full = [layer for layer, window in enumerate(made.windows) if window is None]
+    assert full == [0, 5, 11, 17, 23, 29, 35, 41, 47] and made.windows[1] == 129
+    assert [made.heads_of(layer) for layer in (0, 1)] == [(4, 192), (8, 192)] and made.narrow == 128 and made.factor("v") == 0.707
+    assert [(rope.theta, int(192 * rope.partial_rotary_factor)) for rope in made.ropes[:2]] == [(5e6, 64), (1e4, 64)]
+    assert made.mixture.layers == frozenset(range(1, 48)) and (made.mixture.factor, made.mixture.shared_width) == (1.0, None)
+    rules = mimo_v2_flash.layer_tensors(made, 1)
+    assert (rules["v"].shape, rules["o"].shape, rules["sinks"].shape) == ((1024, 4096), (4096, 8192), (64,))
+    assert "sinks" not in mimo_v2_flash.layer_tensors(made, 0)
+
+
+def test_mimo_v2_flash_is_what_transformers_takes_where_a_config_is_silent() -> None:
+    silent = parse_config({"model_type": "mimo_v2_flash", "architectures": MIMO["architectures"]}, strict=True)
+    assert silent == parse_config({**MIMO, "bos_token_id": 1, "eos_token_id": None, "max_position_embeddings": 131_072}, strict=True)
+
+
+@pytest.mark.parametrize(("key", "value"), [
+    ("v_head_dim", 256), ("add_full_attention_sink_bias", True), ("n_shared_experts", 1), ("scoring_func", "softmax"), ("n_group", 3),
+    ("hybrid_layer_pattern", [0, 2] * 24), ("swa_head_dim", 128), ("swa_num_key_value_heads", 4), ("topk_method", "greedy"),
+    ("auto_map", {"AutoModel": "modeling_other.Other"}), ("rope_parameters", {"rope_theta": 1e4})])
+def test_what_mimo_v2_flash_may_not_have_is_named(key: str, value: object) -> None:
+    refused({**MIMO, key: value}, key)

@@ -171,6 +171,8 @@ PECULIAR = {
     "kolibri1": [{"windows": (None,) * 5}, {"ropes": 0}, {"ropes": 4}, {"norm_eps": 1e-1}] + [
         {"mixture": each} for each in ({"of_logits": False}, {"corrected": False}, {"renormalise": True}, {"per_token": 2})],
     "bloom": [{"slopes": (0.25,) * 4}, {"norm_eps": 1e-1}, {"norm_kind": "rms"}, {"hidden_act": "silu"}],
+    "mimo_v2_flash": [{"windows": (None,) * 3}, {"ropes": 0}, {"ropes": 1}, {"factors": {"v": 1.0}}, {"norm_eps": 1e-1}] + [
+        {"mixture": each} for each in ({"renormalise": False}, {"sigmoid": False}, {"corrected": False})],
     "mpt": [{"slopes": (0.25,) * 4}, {"norm_eps": 1e-1}, {"norm_kind": "rms"}, {"hidden_act": "silu"}],
     "zamba2": [{"norm_eps": 1e-1}, {"state_norm_eps": 1.0}, {"attn_scale": None}, {"hidden_act": "silu"}, {"ropes": (None,) * 6}],
     "laguna": [{"windows": (None,) * 3}, {"ropes": 0}, {"ropes": 1}, {"gates_softplus": False}, {"mixture": {"renormalise": False}},
@@ -290,7 +292,7 @@ def test_every_peculiarity_of_a_family_shows(name: str, tmp_path: Path) -> None:
                                   "jamba", "jamba, no experts, tied, bfloat16", "mamba", "mamba2", "falcon_mamba",
                                   "bailing_hybrid", "bailing_hybrid, no bound, other layers, bfloat16",
                                   "flint", "kolibri1", "laguna", "laguna, gates of channels, other layers, bfloat16",
-                                  "bloom", "mpt", "zamba2",
+                                  "bloom", "mimo_v2_flash", "mpt", "zamba2",
                                   "zamba2, one block, no positions, groups, bfloat16"])
 def test_the_other_backend_agrees(name: str, tmp_path: Path) -> None:
     """Layers on torch, on CPU tensors: the same logits."""

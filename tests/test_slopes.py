@@ -1,5 +1,5 @@
 """MPT and BLOOM: scores that grow with the place of a key, by two channels more of each head. In few bits, from the disk, at 16 bits of
-cache, which holds places exactly, and never packed."""
+cache, which holds places exactly, and never packed. And values that are narrower than keys, by the same ops."""
 
 import sys
 from pathlib import Path
@@ -80,6 +80,20 @@ def test_plans_count_what_heads_are_wider(folders: dict[str, Path]) -> None:
     assert engine.cache.layouts[0].head_dim == 66 and engine.config.made_dim == engine.config.narrow == 64
     assert engine.prepared.placement.kv_bytes == sum(map(len, engine.cache._exact)) + engine.cache.shape.pages * engine.cache.sealed_nbytes
     assert engine.backends["cpu"].workspace.nbytes <= prepare(folders["whole"], engine.prepared.options).placement.workspace_bytes
+    engine.close()
+
+
+def test_values_narrower_than_keys(tmp_path: Path) -> None:
+    """MiMo V2 Flash, whose heads of values are widened too: in few bits and in packed caches it says nearly the same."""
+    own = {"hidden_size": 128, "intermediate_size": 192, "moe_intermediate_size": 64, "num_experts_per_tok": 6, "initializer_range": 0.08}
+    written(Case("mimo_v2_flash", {**CASES["mimo_v2_flash"].changes, **own}), tmp_path / "whole")
+    run(tmp_path / "whole", tmp_path / "4bit", options("4bit"))
+    exact, packed = (found_by(resident(tmp_path / "whole", kv=kv, kv_sink=0, kv_window=0)) for kv in ("32bit", "8bit"))
+    rounded = found_by(resident(tmp_path / "4bit", kv="32bit"))
+    assert 0 < np.square(exact - packed).mean() < 1e-4 * exact.var() and 0 < np.square(exact - rounded).mean() < 0.2 * exact.var()
+    engine = resident(tmp_path / "whole", kv="8bit")
+    assert engine.prepared.placement.kv_bytes == sum(map(len, engine.cache._exact)) + engine.cache.shape.pages * engine.cache.sealed_nbytes
+    assert engine.config.narrow == 20 and {layout.head_dim for layout in engine.cache.layouts} == {32}
     engine.close()
 
 

@@ -125,6 +125,8 @@ def attention(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positio
         q, k, rope = *placed(ops, w, q, k, kv_heads, head_dim, positions, rope), None
     if config.narrow:
         v = ops.widened_heads(v, kv_heads, head_dim, None, 2)
+        if config.factors:
+            ops.scaled(v, config.factor("v"))
     turned = rope if rope is None else rope.queries or rope
     q = ops.rope_heads(q, heads, head_dim, positions, turned, w.q_norm)
     tap("q", layer, q)

@@ -1,0 +1,107 @@
+"""MiMo V2 Flash (309B-A15B): values narrower than keys, which turn in a third of their channels by a table of their own in layers with a
+window; these have twice as many heads of keys and values, and sinks. Behind the first layer DeepSeek V3's experts, of which none is shared.
+
+Values are cached as wide as keys, a third more than they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ..config import Defaults, ModelConfig, decoder_config
+from ..config_reader import ConfigError, Keys, show
+from ..config_rope import GLOBAL, LOCAL, RopeConfig, rope_of
+from . import TensorRule
+from .deepseek_v3 import grouped, refuse_other_code
+from .glm4_moe_lite import DENSE, SPARSE, sparse_layers
+from .llama import block, outer_tensors
+from .mixtral import expert_tensors, mixture
+from .qwen2 import windows_of
+from .qwen3_moe import NAMES
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({
+    "attention_bias", "attention_value_scale", "auto_map", "first_k_dense_replace", "hybrid_layer_pattern", "layer_types",
+    "layernorm_epsilon", "mlp_layer_types", "moe_intermediate_size", "moe_layer_freq", "n_group", "n_routed_experts", "norm_topk_prob",
+    "num_experts_per_tok", "num_local_experts", "partial_rotary_factor", "routed_scaling_factor", "sliding_window", "sliding_window_size",
+    "swa_head_dim", "swa_num_attention_heads", "swa_num_key_value_heads", "swa_rope_theta", "swa_v_head_dim", "topk_group", "v_head_dim"})
+# Of programs and of layers that guess ahead; attention to chunks is that of windows.
+KEYS_HARMLESS = frozenset({"attention_chunk_size", "num_nextn_predict_layers", "output_router_logits", "rope_scaling",
+                           "original_max_position_embeddings"})
+REFUSED_UNLESS: Mapping[str, object] = {
+    "add_full_attention_sink_bias": False, "add_swa_attention_sink_bias": True, "mlp_bias": False, "n_shared_experts": None,
+    "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+SIZES = {"vocab_size": 152_576, "hidden_size": 4096, "intermediate_size": 16_384, "num_hidden_layers": 48, "num_attention_heads": 64}
+CODE = r"(configuration|modeling)_mimo_v2_flash\.MiMoV2Flash\w+"  # of the published one, which became part of transformers
+TURNED, THETAS, EVERY = 0.334, {GLOBAL: 5e6, LOCAL: 10_000.0}, 6
+# What layers with a window have, of what others have: how many times as many, or as wide.
+REPEATED = {"swa_num_attention_heads": ("num_attention_heads", 1), "swa_num_key_value_heads": ("num_key_value_heads", 2),
+            "swa_head_dim": ("head_dim", 1), "swa_v_head_dim": ("v_head_dim", 1)}
+USUAL = {"num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 192, "v_head_dim": 128}
+EPS, SCALE, WINDOW = 1e-5, 0.707, 129
+
+
+def config(keys: Keys) -> ModelConfig:
+    refuse_other_code(keys, CODE)
+    base = Defaults(max_position_embeddings=131_072, num_key_value_heads=4, head_dim=192, bos=1, norm_eps=EPS, sizes=SIZES)
+    for name, (of, times) in REPEATED.items():
+        if (found := keys.integer(name, None)) not in (None, times * keys.integer(of, USUAL[of])):
+            raise ConfigError(f"config.json: {name} {found} is not supported with {of} {keys.integer(of, USUAL[of])}",
+                              f"published models of this family have {times} times as many in layers with a window")
+    layers, kv = base.size(keys, "num_hidden_layers"), keys.integer("num_key_value_heads", 4, high=2048)
+    older = keys.integer("sliding_window_size", None)  # does not count the token that looks
+    window = keys.integer("sliding_window", WINDOW) if older is None else older + 1
+    keys.integer("sliding_window", None)
+    usual = [GLOBAL if layer == 0 or (layer + 1) % EVERY == 0 else LOCAL for layer in range(layers)]
+    marked, sparse = keys.switches("hybrid_layer_pattern", layers), keys.switches("moe_layer_freq", layers)
+    if keys.words("layer_types", layers) is None and marked is not None:
+        usual = [LOCAL if each else GLOBAL for each in marked]
+    windows = windows_of(keys, window, usual)
+    kinds = tuple(GLOBAL if own is None else LOCAL for own in windows)
+
+    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
+        made = {kind: rope_of(Keys(section, f"config.json: rotary positions of {kind}"), head_dim, positions, THETAS[kind], partial=True)
+                for kind, section in _sections(keys).items()}
+        return tuple(made[kind] for kind in kinds)
+
+    named = keys if sparse is None or keys.holds("mlp_layer_types") else keys.saying(
+        mlp_layer_types=[SPARSE if each else DENSE for each in sparse])
+    own = mixture(keys, 256, 8, keys.integer("moe_intermediate_size", 2048, high=2**22), keys.flag("norm_topk_prob", True),
+                  sparse_layers(named, layers), "n_routed_experts", sigmoid=True, corrected=True,
+                  factor=keys.number("routed_scaling_factor", 1.0))
+    of_all = keys.saying(rms_norm_eps=keys.number("rms_norm_eps", keys.number("layernorm_epsilon", EPS)))
+    made = decoder_config(of_all, base, ropes, windows=windows, qkv_bias=keys.flag("attention_bias", False),
+                          mixture=grouped(keys, own, 1, 1))
+    value, scale = keys.integer("v_head_dim", 128, high=1024), keys.number("attention_value_scale", SCALE)
+    if value > made.head_dim or value % 2:
+        raise ConfigError(f"config.json: v_head_dim {show(value)} is not supported with a head_dim of {made.head_dim}",
+                          "values of this family are no wider than keys")
+    return replace(made, value_dim=value, factors=(("v", scale),) if scale != 1.0 else (), layer_heads=tuple(
+        (2 * kv if kind == LOCAL else kv, made.head_dim) for kind in kinds))
+
+
+def _sections(keys: Keys) -> dict[str, dict[str, object]]:
+    """Rotary positions by kind of layer. The published config has two bases beside one another, and one share of a head that turns."""
+    share, thetas = keys.number("partial_rotary_factor", TURNED), {
+        GLOBAL: keys.number("rope_theta", THETAS[GLOBAL], above=1.0), LOCAL: keys.number("swa_rope_theta", THETAS[LOCAL], above=1.0)}
+    stated = keys.section("rope_parameters") or {}
+    if stray := sorted(stated.keys() - {GLOBAL, LOCAL}):
+        raise ConfigError(f"config.json: rope_parameters holds {show(stray[0])}, which is not supported",
+                          "this family has a section for each type of layer")
+    usual = {kind: {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": share} for kind, theta in thetas.items()}
+    return {kind: {"partial_rotary_factor": TURNED, **(stated.get(kind) or own)} for kind, own in usual.items()}
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    """Tensors of one layer by role."""
+    rules, prefix, (kv_heads, _) = expert_tensors(config, layer, "mlp", NAMES), f"model.layers.{layer}.self_attn.", config.heads_of(layer)
+    value = config.narrow
+    rules["v"] = replace(rules["v"], shape=(kv_heads * value, config.hidden_size))
+    rules["o"] = replace(rules["o"], shape=(config.hidden_size, config.num_attention_heads * value))
+    if "v_bias" in rules:
+        rules["v_bias"] = replace(rules["v_bias"], shape=(kv_heads * value,))
+    if config.windows[layer] is not None:
+        rules["sinks"] = TensorRule(f"{prefix}attention_sink_bias", (config.num_attention_heads,), also=(f"{prefix}sinks",))
+    return rules
