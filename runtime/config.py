@@ -66,11 +66,11 @@ class ModelConfig:
     of the others. `streams`: of how many a token has side by side each layer works on one, 0 for one as it is; `low_rank`: the width inside
     a branch of what a layer reads, 0 for none; `cuts`: by layer how many deviations beyond their mean the gates of its MLP have to be, None
     for all, where any have to. `one_scale`: ternary matrices read activations that are rounded by one scale a token, as they were trained
-        (BitNet). `attends_beside`: the layers of those with a state that have attention too, where not all or none have; in front of the
-    state     they have one of `shared_blocks` blocks of attention and an MLP in turn, which read an embedding beside the stream, the second
-    of two;     with `attention_branches` what a layer adds to one is beside q, k and v too. `value_dim`: how wide a head's values are,
-    where narrower than its     keys, as wide as which they are cached. `slopes`: of each query head, by which a score grows with the place
-    of its key (ALiBi); then     head_dim is two more than what queries and keys are made as.
+    (BitNet). `attends_beside`: the layers of those with a state that have attention too, where not all or none have; in front of the
+    state they have one of `shared_blocks` blocks of attention and an MLP in turn, which read an embedding beside the stream, the second
+    of two; with `attention_branches` what a layer adds to one is beside q, k and v too. `value_dim`: how wide a head's values are, where
+    narrower than its keys, as wide as which they are cached. `slopes`: of each query head, by which a score grows with the place of its
+    key (ALiBi); then heads are made as wide as `value_dim`, and head_dim is more.
     """
 
     family: str
@@ -181,12 +181,12 @@ class ModelConfig:
     @property
     def made_dim(self) -> int:
         """How wide the head of a query or key is made."""
-        return self.head_dim - 2 if self.slopes else self.head_dim
+        return self.value_dim if self.slopes else self.head_dim
 
     @property
     def narrow(self) -> int:
         """How wide the head of a value is made where attention takes a wider one, else 0."""
-        return self.value_dim or (self.made_dim if self.slopes else 0)
+        return self.value_dim
 
     @property
     def cache_heads(self) -> tuple[tuple[int, int], ...]:

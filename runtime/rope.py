@@ -71,11 +71,13 @@ class Places(RopeTable):
 PLACES = Places(np.ones(1, F32), 1.0, 2)
 
 
-def place_fronts(slopes: Sequence[float], kv_heads: int, scale: float) -> tuple[np.ndarray, np.ndarray]:
-    """What stands in front of queries [heads, 2] and of keys [kv_heads, 2], where it becomes the digits of a place: a score, times `scale`,
-    is then more by a head's slope for each place of its key."""
-    per_place = np.array(slopes, np.float64)[:, None] / scale
-    return (per_place * (PLACE, 1)).astype(F32), np.tile(np.array([1, 0], F32), (kv_heads, 1))
+def place_fronts(slopes: Sequence[float], kv_heads: int, scale: float, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """What stands in front of queries [heads, width] and of keys [kv_heads, width], of which the first two become the digits of a place: a
+    score, times `scale`, is then more by a head's slope for each place of its key. The others are zeros."""
+    queries, keys = np.zeros((len(slopes), width), F32), np.zeros((kv_heads, width), F32)
+    queries[:, :2] = np.array(slopes, np.float64)[:, None] / scale * (PLACE, 1)
+    keys[:, 0] = 1
+    return queries, keys
 
 
 def rope_table(config: RopeConfig, head_dim: int, ctx: int, max_position_embeddings: int) -> RopeTable:

@@ -1,4 +1,4 @@
-"""MPT and BLOOM: scores that grow with the place of a key, by two channels more of each head. In few bits, from the disk, at 16 bits of
+"""MPT and BLOOM: scores that grow with the place of a key, by more channels of each head. In few bits, from the disk, at 16 bits of
 cache, which holds places exactly, and never packed. And values that are narrower than keys, by the same ops."""
 
 import sys
@@ -77,7 +77,7 @@ def test_sixteen_bits_of_cache_hold_places_and_fewer_are_refused(folders: dict[s
 
 def test_plans_count_what_heads_are_wider(folders: dict[str, Path]) -> None:
     engine = resident(folders["whole"])
-    assert engine.cache.layouts[0].head_dim == 66 and engine.config.made_dim == engine.config.narrow == 64
+    assert engine.cache.layouts[0].head_dim == 80 and engine.config.made_dim == engine.config.narrow == 64
     assert engine.prepared.placement.kv_bytes == sum(map(len, engine.cache._exact)) + engine.cache.shape.pages * engine.cache.sealed_nbytes
     assert engine.backends["cpu"].workspace.nbytes <= prepare(folders["whole"], engine.prepared.options).placement.workspace_bytes
     engine.close()
@@ -116,11 +116,11 @@ def test_slopes_are_those_of_transformers(heads: int) -> None:
 
 def test_what_stands_in_front_makes_slopes_of_places() -> None:
     by_head, scale = (0.5, 2**-8), 0.25
-    queries, keys = place_fronts(by_head, 3, scale)
-    assert keys.tolist() == [[1, 0]] * 3
+    queries, keys = place_fronts(by_head, 3, scale, 16)
+    assert keys.tolist() == [[1, *[0] * 15]] * 3 and queries.shape == (2, 16) and not queries[:, 2:].any()
     places = np.array([0, 1, 63, 64, 2047, 16_383])
     digits = np.concatenate(PLACES.turns(places), 1)  # of (1, 0), turned
-    assert np.allclose(scale * digits @ queries.T, places[:, None] * by_head, rtol=1e-6)
+    assert np.allclose(scale * digits @ queries[:, :2].T, places[:, None] * by_head, rtol=1e-6)
     assert np.array_equal(digits.astype(np.float16), digits) and digits.max() < 256  # and so in bfloat16
 
 
@@ -146,10 +146,10 @@ def test_heads_become_wider_and_narrower(tokens: int) -> None:
 
 def test_published_configs() -> None:
     made = parse_config(MPT, strict=True)
-    assert (made.head_dim, made.made_dim, made.attn_scale, made.max_position_embeddings) == (130, 128, 128**-0.5, 2048)
+    assert (made.head_dim, made.made_dim, made.attn_scale, made.max_position_embeddings) == (144, 128, 128**-0.5, 2048)
     assert len(made.slopes) == 32 and made.intermediate_size == 16_384 and made.tie_word_embeddings and made.hidden_act == "gelu"
     made = parse_config(BLOOM, strict=True)
-    assert (made.head_dim, made.num_hidden_layers, made.num_attention_heads) == (66, 24, 16)
+    assert (made.head_dim, made.num_hidden_layers, made.num_attention_heads) == (80, 24, 16)
     assert made.eos_token_ids == (2,) and made.hidden_act == "gelu_tanh" and made.qkv_bias
 
 

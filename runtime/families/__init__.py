@@ -138,7 +138,7 @@ class LayerWeights:
     none. A layer with experts has neither gate, up nor down. `attn_sub_norm`, `ffn_sub_norm`: of what goes into o and down. `sinks`:
     float32 [H]; `correction`: [E]. `bundles` take the place of down, and with a gate of up; `state` that of q, k, v and o, `latent` that of
     q, k and v. `v_norm`: over head_dim, of values; `scale`: a number that multiplies what leaves the layer; `curve`: an activation with
-    numbers of the layer's own; `fronts`: what stands in front of queries [H, 2] and keys [KVH, 2] whose scores grow with a
+    numbers of the layer's own; `fronts`: what stands in front of queries [H, F] and keys [KVH, F] whose scores grow with a
     place; `entry_norm`: of what enters the first layer.
     """
 

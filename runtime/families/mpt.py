@@ -1,8 +1,8 @@
 """MPT (7B, 30B): layer norms without biases, an MLP of two matrices, and no positions but slopes: a score grows with the place of its key,
 for each head by a number of its own (ALiBi, arXiv 2108.12409). Queries, keys and values lie in one matrix.
 
-A head is two channels wider in attention and in the cache than it is made, and these hold the place of a key (`rope.PLACES`); a few bits
-would not, so its cache is not packed.
+A head is wider in attention and in the cache than it is made, by two channels that hold the place of a key (`rope.PLACES`) and by zeros up
+to a multiple of 16, of which kernels make most. A few bits would not hold places, so the cache is not packed.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ REFUSED_UNLESS: Mapping[str, object] = {"expansion_ratio": 4, "layer_types": Non
 CODE = r"(configuration|modeling)_mpt\.MPT\w+"  # of the published ones, which became part of transformers
 ATTENTION = {"alibi": True, "alibi_bias_max": 8, "attn_type": "multihead_attention", "attn_uses_sequence_id": False, "prefix_lm": False,
              "qk_ln": False}  # the one value of each that is run
+EVEN = 16  # channels, of which heads that attention is quick with are a multiple
 STEEPEST = 8  # the power of two of the flattest slope
 NAMES = {"o": "attn.out_proj", "up": "ffn.up_proj", "down": "ffn.down_proj"}
 
@@ -55,8 +56,9 @@ def config(keys: Keys) -> ModelConfig:
 
 
 def attending(made: ModelConfig, by_head: tuple[float, ...], scale: float | None = None) -> ModelConfig:
-    """The same model with slopes, whose heads are two channels wider in attention."""
-    return replace(made, slopes=by_head, attn_scale=made.head_dim**-0.5 if scale is None else scale, head_dim=made.head_dim + 2)
+    """The same model with slopes, whose heads are wider in attention."""
+    wide = -(-(made.head_dim + 2) // EVEN) * EVEN
+    return replace(made, slopes=by_head, attn_scale=made.head_dim**-0.5 if scale is None else scale, head_dim=wide, value_dim=made.head_dim)
 
 
 def slopes(heads: int) -> tuple[float, ...]:

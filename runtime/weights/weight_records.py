@@ -170,8 +170,9 @@ class WeightRecords:
 
     def _fronts(self, ops: object) -> tuple[object, object]:
         """What queries and keys have in front whose scores grow with a key's place, on a backend."""
-        return tuple(ops.put(each, "f32") for each in place_fronts(self.config.slopes, self.config.num_key_value_heads,
-                                                                   self.config.attn_scale))
+        config = self.config
+        fronts = place_fronts(config.slopes, config.num_key_value_heads, config.attn_scale, config.head_dim - config.made_dim)
+        return tuple(ops.put(each, "f32") for each in fronts)
 
     def blocks(self, ops: object, raw: Mapping[str, np.ndarray] | None = None) -> tuple[SharedBlock, ...]:
         """The blocks that layers share, on a backend, made once; without their bytes these are read."""
