@@ -14,9 +14,12 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from .. import EffllmError, UsageError
+
+if TYPE_CHECKING:
+    from ..runtime.images.album import Picture
 
 LARGEST_TEXT = 16 << 20  # bytes: more than any context holds
 NO_EDITOR = "name one: export EDITOR=nano"
@@ -24,11 +27,12 @@ NO_EDITOR = "name one: export EDITOR=nano"
 
 @dataclass(frozen=True)
 class Attachment:
-    """A text file that goes with the next message; `tokens` is its length as the model counts."""
+    """A text file, or a `picture`, that goes with the next message; `tokens` is its length as the model counts."""
 
     name: str
     text: str
     tokens: int
+    picture: Picture | None = None
 
 
 def named_path(text: str) -> Path:
@@ -66,7 +70,8 @@ def read_text(path: Path) -> str:
 
 
 def with_attachments(attached: list[Attachment], message: str) -> str:
-    """One message: each file under its name, then what was typed."""
+    """One message: each file of text under its name, then what was typed."""
+    attached = [each for each in attached if each.picture is None]
     fence = "```"
     while any(fence in each.text for each in attached):
         fence += "`"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import typer
@@ -10,10 +11,13 @@ from .flags import add_command
 from .habits import remark_on_number
 from .loading import at_bits, at_hand, find_or_absent, judge, open_session, where_typing_shows, with_draft
 from .options import AnswerFlags, Model, RunFlags, SamplingFlags, SessionFlags, ShowFlags, WeightFlags, Yes, demand_room
+from .pictures import taken
 from .prompt import read_prompt
 from .screen import Screen
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from ..runtime.catalog import ModelRef
 
 EXAMPLES = """examples
@@ -53,8 +57,8 @@ def chat(context: typer.Context, model: Model, answer: AnswerFlags, sampling: Sa
 
 
 def converse(screen: Screen, ref: ModelRef, answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags, saving: SessionFlags,
-             show: ShowFlags) -> int:
-    """Chat with the person at the terminal."""
+             show: ShowFlags, pictures: Sequence[tuple[str, np.ndarray]] = ()) -> int:
+    """Chat with the person at the terminal; the `pictures` go with what is asked first."""
     visible = where_typing_shows(screen, ref.text)
     from .conversation import Conversation
     from .saving import Keeper
@@ -62,6 +66,6 @@ def converse(screen: Screen, ref: ModelRef, answer: AnswerFlags, sampling: Sampl
     keeper = Keeper(screen, ref, saving, engine.strict)
     with open_session(ref, answer, sampling, engine, screen) as session:
         keeper.begin(session)
-        code = Conversation(ref.text, session, screen, visible, show.stats, keeper).run()
+        code = Conversation(ref.text, session, screen, visible, show.stats, keeper, taken(pictures, session)).run()
         keeper.keep(session)
         return code

@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, TextIO
 from .. import ContextOverflow, EffllmError
 from . import slash
 from .answer import say_cost, say_ending, show_answer
+from .attached import attach_picture, say_attached
 from .attachment import Attachment, with_attachments
 from .editor import Editor
 from .environment import OutputClosed, OutputFailed
 from .errors import INTERRUPTED, write_error
 from .interrupt import Ended, asked_to_end, end_if_asked, unechoed
+from .pictures import dropped_picture
 from .prompt import typed_text
 from .screen import Screen
 
@@ -52,12 +54,13 @@ def current_rss() -> int:
 
 
 class Conversation:
-    def __init__(self, name: str, session: Session, screen: Screen, output: TextIO, always_stats: bool, keeper: Keeper) -> None:
+    def __init__(self, name: str, session: Session, screen: Screen, output: TextIO, always_stats: bool, keeper: Keeper,
+                 attached: Iterable[Attachment] = ()) -> None:
         self.name, self.session, self.screen, self.keeper = name, session, screen, keeper
         self._always_stats = always_stats
         self._last: Stats | None = None
         self.output = output
-        self.attached: list[Attachment] = []
+        self.attached = list(attached)
         self.own: set[str | Path] = {keeper.name} if keeper.name else set()  # sessions and files that this chat has saved or taken up
         self.was_cleared = False
         self._stopped = False  # the last answer, by Ctrl-C
@@ -67,6 +70,8 @@ class Conversation:
 
     def run(self) -> int:
         self.screen.note(f"{self.name}, context {self.session.n_ctx} tokens. /help lists commands, Ctrl-D leaves.")
+        if self.attached:
+            say_attached(self)
         pressed = is_lost = False
         while True:
             if asked_to_end() or is_lost:
@@ -123,7 +128,9 @@ class Conversation:
 
     def _take(self, line: str) -> None:
         line = typed_text(line, "this message", "write it into a file and add that: /file PATH")
-        if line.startswith("/") and not self._editor.quoted:
+        if not self._editor.quoted and self.session.engine.album is not None and (path := dropped_picture(line)) is not None:
+            attach_picture(self, path)
+        elif line.startswith("/") and not self._editor.quoted:
             slash.run(self, line.strip())
         elif line.strip():
             self.send(line)
@@ -132,7 +139,8 @@ class Conversation:
     def send(self, message: str) -> None:
         """A message, with the files that were added to it; they stay at hand where it cannot be answered."""
         before = list(self.session.messages)
-        self.answer(self.session.ask(with_attachments(self.attached, message)))
+        pictures = [each.picture for each in self.attached if each.picture is not None]
+        self.answer(self.session.ask(with_attachments(self.attached, message), pictures))
         if self.session.messages != before:  # stopped while it was read: it is in no history
             self.attached.clear()
 

@@ -181,7 +181,7 @@ def at_bits(ref: ModelRef, weights: WeightFlags, screen: Screen, options: Engine
     request = on_load.Request(ref, bits, screen.environment.models_folder, weights.keep, options.threads)
     if kept := on_load.find_kept(request):
         screen.note(f"weights of {bits} from {kept}")
-        yield replace(ref, folder=kept)
+        yield replace(ref, folder=kept, seen_from=ref.folder)
         return
     demand_plan(ref.folder, bits, options)
     del held
@@ -191,11 +191,11 @@ def at_bits(ref: ModelRef, weights: WeightFlags, screen: Screen, options: Engine
         with speaking(request.folder.parent, "XDG_DATA_HOME", lambda: 0):
             request.folder.parent.mkdir(parents=True, exist_ok=True)
         last(follow(on_load.quantize_on_load(request, request.folder), screen, Converted))
-        yield replace(ref, folder=request.folder)
+        yield replace(ref, folder=request.folder, seen_from=ref.folder)
     else:
         with on_load.temporary_folder() as folder:
             last(follow(on_load.quantize_on_load(request, folder / "model"), screen, Converted))
-            yield replace(ref, folder=folder / "model")
+            yield replace(ref, folder=folder / "model", seen_from=ref.folder)
 
 
 def shortened(text: str) -> str:
@@ -203,14 +203,20 @@ def shortened(text: str) -> str:
 
 
 @contextmanager
-def loaded(ref: ModelRef, options: EngineOptions, screen: Screen) -> Iterator[Loaded]:
-    """An engine with its weights in place, closed at the end. Whoever oversees this process says when they are loaded."""
+def loaded(ref: ModelRef, options: EngineOptions, screen: Screen, sees: bool = False) -> Iterator[Loaded]:
+    """An engine with its weights in place, closed at the end. Whoever oversees this process says when they are loaded. `sees`: there is
+    room for what looks at pictures, where the model takes any."""
     tokenizer = read_tokenizer(ref.folder, options)
     for remark in tokenizer.remarks:
         screen.note(remark)
+    if sees:
+        options = replace(options, sight=str(ref.whole))
     if screen.environment.overseer is not None:
         options = screen.environment.overseer.agree(ref.folder, options)
     engine = open_with_progress(ref.folder, options, screen)
+    from ..runtime.images.album import album_of
+
+    engine.album = album_of(ref.whole, engine.config)
     try:
         yield Loaded(engine, tokenizer)
     finally:
@@ -307,14 +313,14 @@ def with_draft(engine: RunFlags, screen: Screen) -> RunFlags:
 
 @contextmanager
 def open_session(ref: ModelRef, answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags, screen: Screen, *, raw: bool = False,
-                 ignore_eos: bool = False) -> Iterator[Session]:
-    """A session on a loaded model. Every flag is judged before the weights are read."""
+                 ignore_eos: bool = False, sees: bool = True) -> Iterator[Session]:
+    """A session on a loaded model, with room to look at pictures where it `sees`. Every flag is judged before the weights are read."""
     from ..runtime.session import Session
     from ..runtime.tokens.stream_filters import StopStrings
 
     settings, max_tokens, stops = sampling.settings(ref.folder, screen.note), answer.max_tokens, StopStrings(answer.stop or ()).stops
     form = answer.form()
-    with loaded(ref, engine.options(overflow=answer.overflow), screen) as model:
+    with loaded(ref, engine.options(overflow=answer.overflow), screen, sees) as model:
         asked = answer.think if model.tokenizer.thinks or "think" not in answer.settled else None
         yield Session(model.engine, model.tokenizer, settings, system=answer.system, think=asked or "auto", stops=stops,
                       max_tokens=max_tokens, raw=raw, ignore_eos=ignore_eos, form=form)

@@ -82,7 +82,7 @@ def prepared_for(model: str, weights: BitsFlag, engine: RunFlags, screen: Screen
 
     ref = find_any(model, screen)
     spec = bits_for(ref, weights, screen)
-    options = engine.options(parallel=parallel)
+    options = engine.options(parallel=parallel, sight=str(ref.whole))
     text = text_side(ref.folder, options)
     try:
         return prepare(ref.folder, options) if spec is None else prepare_at(ref.folder, spec, options)
@@ -176,6 +176,7 @@ def report(model: str, prepared: Prepared, known: Roofs, found: Forecast, better
                         "draft_bytes": drafting.draft_nbytes, "mtp": drafting.mtp, "mtp_bytes": drafting.mtp_nbytes},
         "adapters": {"names": list(prepared.adapted.names), "matrices": len(prepared.adapted.weights), "rank": prepared.adapted.rank,
                      "bytes": prepared.adapted.nbytes, "measuring_s": measuring_s(prepared)},
+        "sight_bytes": prepared.sight_nbytes,
         "suggestion": better and {"flag": better.flag, "tokens_per_s": better.tokens_per_s, "gain": better.gain,
                                   "full_context": better.full},
         "machine": known.machine and {"date": known.machine.date, "memory_bytes_per_s": known.machine.memory},
@@ -214,6 +215,8 @@ def lines(model: str, prepared: Prepared, known: Roofs, found: Forecast, better:
         rows = f"; measuring rows for DoRA takes about {seconds(measuring_s(prepared))} of each start" if own.lengths else ""
         said.append(("adapters", f"{', '.join(own.names)}: beside {len(own.weights)} matrices, rank {own.rank}, {format_size(own.nbytes)}"
                                  f"{rows}"))
+    if prepared.sight_nbytes:
+        said.append(("pictures", f"taken; what sees them takes {format_size(prepared.sight_nbytes)}, counted as the program's"))
     if prepared.speculating:
         said.append(("speculation", drafts(prepared)))
     if better is not None:

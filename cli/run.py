@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,11 +16,14 @@ from .habits import is_model, remark_on_number
 from .interrupt import asked_to_end, end_if_asked
 from .loading import at_bits, at_hand, find_or_absent, judge, open_session, where_typing_shows, with_draft
 from .options import ANSWER, AnswerFlags, AnyModel, Json, RunFlags, SamplingFlags, SessionFlags, ShowFlags, WeightFlags, Yes
+from .pictures import demand_words, read_pictures, taken
 from .prompt import read_prompt
 from .screen import Screen
 from .settings import origin
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from ..runtime.catalog import ModelRef
 
 DEFAULT_MODEL = "fable"
@@ -33,6 +37,7 @@ EXAMPLES = """examples
 Prompt = Annotated[str | None, typer.Argument(metavar="PROMPT", show_default=False,
                                               help="what to answer; text on standard input comes before it")]
 File = Annotated[str | None, flag(ANSWER, "-f --file", "FILE", "read the prompt from a file, - is standard input; PROMPT comes after it")]
+Images = Annotated[list[str] | None, flag(ANSWER, "--image", "FILE", "a picture that the prompt is about; may be repeated")]
 Raw = Annotated[bool, flag(ANSWER, "--raw", "", "continue the text as it stands, without the chat template")]
 IgnoreEos = Annotated[bool, flag(ANSWER, "--ignore-eos", "", "write on past the model's end of text, up to -n or the context")]
 
@@ -41,7 +46,7 @@ def register(app: typer.Typer) -> None:
     add_command(app, "run", "talk to a model", run, EXAMPLES)
 
 
-def run(context: typer.Context, model: AnyModel = None, prompt: Prompt = None, file: File = None, raw: Raw = False,
+def run(context: typer.Context, model: AnyModel = None, prompt: Prompt = None, file: File = None, image: Images = None, raw: Raw = False,
         ignore_eos: IgnoreEos = False, *, answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags, weights: WeightFlags,
         saving: SessionFlags, show: ShowFlags, json: Json = False, yes: Yes = False) -> int:
     """Write one answer to stdout; without a prompt, chat."""
@@ -51,6 +56,7 @@ def run(context: typer.Context, model: AnyModel = None, prompt: Prompt = None, f
         raw, ignore_eos = (asked and without_prompt(context, name, screen) for name, asked in (("raw", raw), ("ignore_eos", ignore_eos)))
     if raw and not is_typed(context, "raw"):
         raw = holds(answer, saving, screen)
+    demand_words(raw, image or ())
     if raw:
         answer, saving = beside_raw(answer, saving, screen)
     try:
@@ -70,13 +76,15 @@ def run(context: typer.Context, model: AnyModel = None, prompt: Prompt = None, f
         where_typing_shows(screen, model)
     engine = with_draft(engine, screen)
     options = engine.options(overflow=answer.overflow)
-    with at_bits(at_hand(found, weights, options, screen, yes), weights, screen, options) as ref:
+    here = at_hand(found, weights, options, screen, yes)
+    pictures = read_pictures(image or (), here)
+    with at_bits(here, weights, screen, options) as ref:
         if text is not None:
             return answer_once(screen, ref, text, answer, sampling, engine, saving, raw=raw, ignore_eos=ignore_eos, show=show,
-                               json=json)
+                               json=json, pictures=pictures)
         from .chat import converse
 
-        return converse(screen, ref, answer, sampling, engine, saving, show)
+        return converse(screen, ref, answer, sampling, engine, saving, show, pictures)
 
 
 def without_prompt(context: typer.Context, name: str, screen: Screen) -> bool:
@@ -115,7 +123,8 @@ def beside_raw(answer: AnswerFlags, saving: SessionFlags, screen: Screen) -> tup
 
 
 def answer_once(screen: Screen, ref: ModelRef, text: str, answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags,
-                saving: SessionFlags, *, show: ShowFlags, raw: bool = False, ignore_eos: bool = False, json: bool = False) -> int:
+                saving: SessionFlags, *, show: ShowFlags, raw: bool = False, ignore_eos: bool = False, json: bool = False,
+                pictures: Sequence[tuple[str, np.ndarray]] = ()) -> int:
     from .answer import say_cost, say_ending, show_answer
 
     keeper = None
@@ -123,12 +132,14 @@ def answer_once(screen: Screen, ref: ModelRef, text: str, answer: AnswerFlags, s
         from .saving import Keeper
 
         keeper = Keeper(screen, ref, saving, engine.strict)
-    with open_session(ref, answer, sampling, engine, screen, raw=raw, ignore_eos=ignore_eos) as session:
+    sees = bool(pictures) or keeper is not None
+    with open_session(ref, answer, sampling, engine, screen, raw=raw, ignore_eos=ignore_eos, sees=sees) as session:
         session.from_process_start = True
         if keeper:
             keeper.begin(session)
         try:
-            cost = show_answer(session.complete(text) if raw else session.ask(text), session, screen, silent=json)
+            events = session.complete(text) if raw else session.ask(text, [each.picture for each in taken(pictures, session)])
+            cost = show_answer(events, session, screen, silent=json)
             if json:
                 screen.json(cost.to_json())
             say_ending(cost, session, screen)

@@ -120,7 +120,7 @@ def serve(context: typer.Context, models: Models = None, host: Host = "127.0.0.1
             shows_page = not no_webui and overseer is None
             rules = rules_of(listening, host, api_key, cors, screen, shows_page)
             settings, form = sampling.settings(ref.folder, screen.note), answer.form()
-            with ExitStack() as lasting, loaded(ref, options, screen) as opened:
+            with ExitStack() as lasting, loaded(ref, options, screen, sees=True) as opened:
                 think = answer.think if opened.tokenizer.thinks or "think" not in answer.settled else None
                 wish = Wish(settings, think or "auto", StopStrings(answer.stop or ()).stops, answer.max_tokens, form=form)
                 engines = several(opened.engine, parallel, screen, lasting)

@@ -28,6 +28,8 @@ def show(context: typer.Context, model: Model, json: Json = False) -> None:
     from ..runtime.calls.calling import Calling
     from ..runtime.engine import EngineOptions, prepare
     from ..runtime.hub import shown_licence
+    from ..runtime.images.album import album_of
+    from ..runtime.prepare import TEXT_ALONE
     from ..runtime.source import licence_of
     from ..runtime.tensors import check_tensors
     from ..runtime.tensors import parameters as count
@@ -37,7 +39,8 @@ def show(context: typer.Context, model: Model, json: Json = False) -> None:
     screen = Screen(context.obj)
     ref = find(model, screen)
     prepared = prepare(ref.folder, EngineOptions(device="cpu", ctx=1, ram=UNLIMITED))
-    config, container = prepared.config, prepared.container
+    config, container, album = prepared.config, prepared.container, album_of(ref.folder, prepared.config)
+    sight = None if album is None else album.sight
     groups = check_tensors(config, prepared.store, container)
     tokenizer = Tokenizer.load(ref.folder, config)
     calls = Calling(tokenizer).style if tokenizer.template else None
@@ -66,12 +69,14 @@ def show(context: typer.Context, model: Model, json: Json = False) -> None:
                      "states": None if state is None else {"kind": state.title, "layers": len(config.state_layers)},
                      "windows": windows, "chat_template": tokenizer.template is not None, "thinks": tokenizer.thinks,
                      "tools": calls.format.name if calls and calls.knows_tools else None,
-                     "infill": infill is not None, "warnings": [*config.warnings, *tokenizer.remarks],
+                     "infill": infill is not None, "pictures": sight and {"placeholder": sight.placeholder, "bytes": sight.bytes_needed()},
+                     "warnings": [*config.warnings, *tokenizer.remarks],
                      "quantized": None if container is None else {"spec": container.spec_text, "bits_per_weight": container.bits_per_weight,
                                                                   "source": dict(container.source), "method": dict(container.method),
                                                                   "calibration": dict(container.calibration)}})
         return
-    for warning in (*config.warnings, *tokenizer.remarks):
+    warnings = [each for each in config.warnings if not (sight and TEXT_ALONE in each)]
+    for warning in (*warnings, *tokenizer.remarks):
         screen.note(warning)
     source = f"{ref.repo}@{ref.revision}" if ref.repo else ""
     screen.pairs([pair for pair in (
@@ -93,6 +98,7 @@ def show(context: typer.Context, model: Model, json: Json = False) -> None:
         ("vocabulary", f"{config.vocab_size} tokens"),
         ("chat", "has a template" + (", reasons first" if tokenizer.thinks else "") if tokenizer.template else "base model, no template"),
         ("tools", "" if calls is None else f"calls in the form of {calls.format.name}" if calls.knows_tools else "its template knows none"),
+        ("pictures", "" if sight is None else f"taken, as {sight.placeholder}; what sees them takes {format_size(sight.bytes_needed())}"),
         ("infill", "" if infill is None else f"has tokens for filling in the middle ({tokenizer.decode([infill.prefix], False)})"),
     ) if pair[1]])
 

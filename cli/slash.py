@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from .. import EffllmError, UsageError
 from . import chosen_adapters
-from .attachment import Attachment, completed_paths, named_path, read_text, written_in_editor
+from .attached import attach, attach_picture
+from .attachment import completed_paths, named_path, written_in_editor
 from .flags import names_and_types
 from .options import NO_BREAKERS, RunFlags, SamplingFlags, WeightFlags, demand_room, most_tokens
 
@@ -263,24 +264,6 @@ def saved(chat: Conversation) -> list[str]:
         return []
 
 
-def attach(chat: Conversation, rest: str) -> None:
-    """`/file PATH`, `/file off`, `/file` alone."""
-    if rest == "off":
-        chat.attached.clear()
-    elif rest:
-        path = named_path(rest)
-        text = read_text(path)
-        tokens, room = chat.session.count(text), chat.session.n_ctx - chat.session.used - sum(each.tokens for each in chat.attached)
-        if tokens >= room:
-            raise EffllmError(f"{path} has {tokens} tokens, and {max(0, room)} of the context of {chat.session.n_ctx} are free",
-                              "a larger context (-c), /clear, or a part of the file")
-        chat.attached.append(Attachment(path.name, text, tokens))
-    for each in chat.attached:
-        chat.screen.note(f"{each.name}: {each.tokens} tokens go with the next message (/file off drops them)")
-    if not chat.attached:
-        chat.screen.note("no file goes with the next message (/file PATH adds one)")
-
-
 def edit(chat: Conversation, rest: str) -> None:
     message = written_in_editor(rest, chat.screen.environment.variables, chat.output)
     lines = message.splitlines()
@@ -336,6 +319,7 @@ COMMANDS = (
     SlashCommand("undo", "/undo", "take back the last question and its answer", undo),
     SlashCommand("edit", "/edit [TEXT]", "write the message in $VISUAL or $EDITOR", edit),
     SlashCommand("file", "/file PATH", "add a text file to the next message; /file off drops it", attach),
+    SlashCommand("image", "/image PATH", "add a picture to the next message; /image off drops it", attach_picture),
     SlashCommand("compact", "/compact", "replace the conversation by a summary of it", compact),
     SlashCommand("system", "/system [TEXT|off]", "show or set the system prompt", system),
     SlashCommand("set", "/set [NAME [VALUE]]", "show or change settings, as /set temp 0.5", change),
@@ -384,7 +368,7 @@ def complete(chat: Conversation, line: str) -> Iterable[tuple[str, str]]:
     command, space, typed = line.rpartition(" ")
     if not space:
         return [(f"/{each.name}", each.meaning) for each in COMMANDS if f"/{each.name}".startswith(line)]
-    if command.strip() in ("/file", "/export"):
+    if command.strip() in ("/file", "/image", "/export"):
         return [(path, "") for path in completed_paths(typed)]
     words = {"/set": settable(), "/load": saved(chat), "/lora": chat.session.engine.prepared.adapted.names}.get(command.strip(), [])
     return [(word, "") for word in words if word.startswith(typed)]

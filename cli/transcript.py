@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import UsageError
+from ..runtime.images.marks import unmarked
 from ..runtime.tokens.stream_filters import sanitize
 
 if TYPE_CHECKING:
@@ -25,12 +26,13 @@ def transcript(path: Path, model: str, session: Session) -> str:
 
 def as_json(model: str, session: Session) -> str:
     """`{model, system, messages}`. Characters beyond ASCII are escaped, control characters with them."""
-    return json.dumps({"model": model, "system": session.system, "messages": session.messages}, indent=2) + "\n"
+    messages = [{**message, "content": unmarked(message["content"])} for message in session.messages]
+    return json.dumps({"model": model, "system": session.system, "messages": messages}, indent=2) + "\n"
 
 
 def as_markdown(model: str, session: Session) -> str:
     """A heading per turn. Control characters are left out: the file may be shown with `cat`."""
     turns = [("System", session.system)] if session.system else []
-    turns += [(NAMES.get(message["role"], message["role"]), message["content"]) for message in session.messages]
+    turns += [(NAMES.get(message["role"], message["role"]), unmarked(message["content"])) for message in session.messages]
     parts = [f"# A conversation with {model}", *(f"## {name}\n\n{text.strip()}" for name, text in turns)]
     return sanitize("\n\n".join(parts)) + "\n"

@@ -87,11 +87,12 @@ def rotate_heads(y: np.ndarray, cos: np.ndarray, sin: np.ndarray, neighbours: bo
 
 
 def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int, first: np.ndarray, scale: float, window: int | None,
-           softcap: float | None, sinks: np.ndarray | None = None) -> np.ndarray:
+           softcap: float | None, sinks: np.ndarray | None = None, ends: np.ndarray | None = None) -> np.ndarray:
     """q[T, H, D] at positions `position`..., k and v [n, KVH, D] at positions `first`[n] -> [T, H, D].
 
     A query sees keys at most as late as itself and, with a window, later than its own position minus the window. `sinks` [H]: a logit per
-    head that takes part in the softmax, neither scaled nor capped nor masked, and has no value.
+    head that takes part in the softmax, neither scaled nor capped nor masked, and has no value. `ends` [T]: the last position that each
+    query sees, where that is not its own.
     """
     tokens, heads, _ = q.shape
     group = heads // k.shape[1]
@@ -100,7 +101,7 @@ def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int, first: np
     if softcap:
         scores = softcap * np.tanh(scores / softcap)
     at = position + np.arange(tokens)[:, None]
-    hidden = first[None] > at
+    hidden = first[None] > (at if ends is None else ends[:, None])
     if window:
         hidden |= first[None] <= at - window
     scores = np.where(hidden[None], -np.inf, scores)

@@ -58,6 +58,8 @@ class LayerCache:
         if k is not None:
             self.pages.write(k, v, step.slots, step.rows)
         more = () if out is None else (out,)
+        if self.cache.ends is not None:
+            return self.pages.attend(q, step.position, step.blocks, sinks, out, self.cache.ends)
         return self.pages.attend(q, step.position, step.blocks, sinks, *more)
 
     def mix(self, products: Sequence[object], w: object) -> object:
@@ -70,7 +72,10 @@ class KVCache(CacheBytes):
     exact tokens (of a cache without pages any) and `exact` their memory; `sealers` are told when all of a page has been noted; `pool` has
     the memory of sealed pages, of which those of `spilling` layers may lie on a disk. `probes` are what a policy sees of attention.
     `states` are those of the layers that have some, which `stateful` gives by number: without pages, or `beside` them; `readers` are, by
-    number, what layers without keys and values of their own see of others'. `n` tokens are held. `open_cache` makes one."""
+    number, what layers without keys and values of their own see of others'. `n` tokens are held. `ends`: as of `LayerPages.attend`, of
+    the pass in hand. `open_cache` makes one."""
+
+    ends: np.ndarray | None = None
 
     def __init__(self, layers: Sequence[LayerPages], codecs: Sequence[RawCodec | PackedCodec], policy: Policy, shape: CacheShape,
                  layouts: Sequence[PageLayout], exact: Sequence[np.ndarray] = (), sealers: Sequence[Sealer] = (),

@@ -48,6 +48,12 @@ class ModelRef:
     default_bits: int | None = None
     variant: str | None = None
     notice: str = ""
+    seen_from: Path | None = None
+
+    @property
+    def whole(self) -> Path:
+        """The folder with all parts of the model: what is quantized of one that takes pictures is its text part alone."""
+        return self.seen_from or self.folder
 
 
 def resolve(text: str, env: Mapping[str, str]) -> ModelRef:

@@ -28,6 +28,8 @@ from .adapters.adapter_lengths import measured
 from .adapters.choosing import Choosing, scales_of
 from .cache import KVCache
 from .events import Notice, Progress, Turn
+from .images.album import demand_known
+from .images.seeing import Seeing
 from .kv.cache_made import open_cache
 from .kv.cache_shape import layer_specs
 from .kv.kv_disk import disk_tier
@@ -102,7 +104,7 @@ def open_prepared(prepare_late: Callable[[], Prepared], kinds: Sequence[str]) ->
     yield engine
 
 
-class Engine(Scoring, Choosing):
+class Engine(Scoring, Choosing, Seeing):
     """One model and one sequence. `tokens` are the ids that the cache holds. Made by `open_engine`."""
 
     def __init__(self, prepared: Prepared, backends: dict[str, object] | None = None) -> None:
@@ -220,9 +222,7 @@ class Engine(Scoring, Choosing):
         ids = list(ids)
         if not ids:
             raise UsageError("the prompt is empty", "give a prompt, or -f FILE")
-        if bad := [token for token in ids if not 0 <= token < self.config.vocab_size]:
-            raise UsageError(f"token id {bad[0]} is outside the vocabulary of {self.config.vocab_size}",
-                             "the tokenizer is of another model")
+        demand_known(ids, self.config.vocab_size, self.album)
         if len(ids) >= self.n_ctx:
             if self.options.overflow != "shift" or self.n_ctx < SHORTEST:
                 raise too_long(len(ids), self.n_ctx, self.config.context_length)
@@ -252,9 +252,9 @@ class Engine(Scoring, Choosing):
     def _pieces(self, tokens: int) -> Iterator[tuple[int, int, bool]]:
         """Lengths of the passes for `tokens` more of a prompt; of each what it leaves of its chunks for the next, 0 but where others
         wait, and whether all is held then as reading anew would leave it."""
-        for whole in self._passes(tokens):
+        for whole in self.uncut(self._passes(tokens)):
             anew = self.anew == len(self.tokens) and as_in_one_reading(self.cache, whole, self.prepared.chunk, self.model.copied_from)
-            for piece, left in [(whole, 0)] if self.shares is None else self.shares.pieces(whole):
+            for piece, left in [(whole, 0)] if self.shares is None or self.both_ways else self.shares.pieces(whole):
                 yield piece, left, anew
 
     def _passes(self, tokens: int, pages: int | None = None) -> Iterator[int]:
@@ -273,8 +273,9 @@ class Engine(Scoring, Choosing):
     def _forward(self, ids: Sequence[int], prompt: bool = False, seal: bool = True) -> np.ndarray:
         self.watch.look(self.cache)
         started = time.perf_counter()
+        plain, seen = self.seen(ids)
         with self.keeping_what_is_whole():
-            x = self.model.forward(np.array(ids, np.int64), self.cache, commit=seal, prompt=prompt, scales=scales_of([self]))
+            x = self.model.forward(plain, self.cache, commit=seal, prompt=prompt, scales=scales_of([self]), **seen)
             if not seal:
                 self.cache.commit(seal=False)
         self.tokens.extend(ids)
@@ -364,8 +365,9 @@ class Engine(Scoring, Choosing):
         """Run `ids` after what is held without holding them; logits float32 [len(ids), V], a view. `take` then holds them one by one."""
         with self._a_pass():
             self.watch.look(self.cache)
+            plain, seen = self.seen(ids)
             with self.keeping_what_is_whole():
-                x = self.model.forward(np.array(ids, np.int64), self.cache, commit=False, scales=scales_of([self]))
+                x = self.model.forward(plain, self.cache, commit=False, scales=scales_of([self]), **seen)
             logits = self.model.logits(x)
             if self.speculation is not None:  # last: what it does with the states may take their place
                 self.speculation.saw(self.tokens, len(self.tokens), ids, x, certain=False)

@@ -27,7 +27,7 @@ from .adapters.adapted import NOTHING, Adapted
 from .cache import KVCache
 from .config import ModelConfig
 from .families import LayerWeights, expert_of
-from .lent_weights import blocks_of, uses
+from .images.album import Shown
 from .rope import rope_tables
 from .sparse.predictors import FEW, Predictors
 from .speculation.mtp_tensors import MTP
@@ -35,6 +35,7 @@ from .stores.container import Container
 from .tensors import as_float32, check_tensors, parameters, typed
 from .weights import card_head
 from .weights.copied_layers import BorderCache, Carrier
+from .weights.lent_weights import blocks_of, uses
 from .weights.outliers import check_outliers
 from .weights.paged_experts import PagedExperts, Paging
 from .weights.parts import TABLES
@@ -57,8 +58,7 @@ def dims(config: ModelConfig, ctx: int, chunk: int, rows: int, packed_kv: bool =
                 config.vocab_size, min(chunk, ctx), ctx, rows, *mixture, packed_kv, bundled, spilled_kv, config.state, config.gated_queries,
                 config.latent, tuple(sorted({*config.cache_heads} - {(config.num_key_value_heads, config.head_dim)})),
                 config.num_hidden_layers * config.input_width, own is not None and own.apart, 2 * config.hidden_size if mtp else 0,
-                config.states_beside, config.gates_apart, config.streams, config.low_rank, lora, config.one_scale,
-                config.narrow)
+                config.states_beside, config.gates_apart, config.streams, config.low_rank, lora, config.one_scale, config.narrow)
 
 
 class Model:
@@ -84,11 +84,11 @@ class Model:
         self._wrapped: dict[int | str, tuple[Mapping[str, np.ndarray], object]] = {}
         self._ids: dict[int, np.ndarray] = {}  # of passes that are repeated, by tokens: where ids are read
         self._repeated: dict[int, object] = {}  # and what is returned
-        self._given: np.ndarray | None = None  # of the pass in hand, what layers are given beside the stream, [L, T, P]
+        self._shown = self._turned = self._given = None  # of the pass in hand, as is told, and given to layers beside x, [L, T, P]
         self._on_device: dict[int, LayerWeights] = {}
         self.predictors = predictors  # of neurons that are read when they are active
-        self._copied_from, self.carrier = copied_from, None
-        self._head_on_card, self.card_head = head_on_card, None
+        self._copied_from, self._head_on_card = copied_from, head_on_card
+        self.carrier = self.card_head = None
         self._said: list[str] = []
 
     @property
@@ -103,8 +103,7 @@ class Model:
 
     @property
     def bytes_per_pass(self) -> int:
-        """Bytes of weights that one token reads: all but an embedding table that is not the head too, what the model drafts by, and experts
-        that it does not visit."""
+        """Bytes of weights that one token reads: without a table that is no head, what the model drafts by, and experts not visited."""
         outer, own = self.tensors["outer"], self.config.mixture
         nbytes = self.nbytes - sum(outer[role].nbytes for role in TABLES if role in outer and (role != "embed" or "head" in outer))
         nbytes -= sum(tensor.nbytes for role, tensor in outer.items() if role.startswith(MTP))
@@ -261,13 +260,14 @@ class Model:
     # -- forward ---------------------------------------------------------------------------------------------------------------
 
     def forward(self, ids: np.ndarray, cache: KVCache, tap: Tap = no_tap, commit: bool = True, prompt: bool = False,
-                scales: np.ndarray | None = None) -> np.ndarray:
+                scales: np.ndarray | None = None, shown: Shown | None = None, turned: np.ndarray | None = None) -> np.ndarray:
         """Run `ids` int64 [T] after what is cached; returns the last hidden states on the host, float32 [T, D], before the final norm.
 
         Without `commit` the cache holds none of them until the caller says how many. `prompt`: as of `KVCache.begin`. `scales`: how much of
         each adapter these tokens have, float32 [1, adapters], or a row for each where they are of several texts; None for nothing of any.
+        `shown`: rows in place of some tokens' embeddings, as they are. `turned`: rotary positions [T] or [T, pairs], if not the cache's.
         """
-        step = cache.begin(len(ids), prompt)
+        step, cache.ends = cache.begin(len(ids), prompt), None if shown is None else shown.ends(cache.n)
         host = self.backends["cpu"]
         for backend in self.backends.values() if self.records.adapted.names else ():
             backend.adapt(scales)
@@ -278,7 +278,8 @@ class Model:
         # A pass of few tokens over weights that stay where they are does what the last one of as many did, until the list of blocks is
         # another. The first pass does not count: a layer does not know yet who follows.
         few, stay = len(ids) <= REPEATED, self.pager.stays and not self._on_device
-        same = step.blocks if few and stay and tap is no_tap and len(self._wrapped) > len(self.devices) else None
+        plain, self._shown, self._turned = tap is no_tap and shown is None and turned is None, shown, turned
+        same = step.blocks if few and stay and plain and len(self._wrapped) > len(self.devices) else None
         if tap is not no_tap:
             tap = _after_flush(host, tap)
         if same is not None:
@@ -288,6 +289,8 @@ class Model:
                 outer = self._lease("outer", raw)
                 listed = same is not None and _is_job(outer) and not self.config.streams
                 x = None if listed else self._embed(ids, outer, step.positions)
+                if shown is not None:
+                    shown.put(host, x)
                 if outer.inputs is not None:
                     table, *made = outer.inputs
                     known = in_table(ids, self.config.input_vocab)
@@ -334,6 +337,7 @@ class Model:
                         host.flush()
             else:
                 x = self._block(layer, ops, self._on_device[layer], x, cache, tap)
+            x = x if self._shown is None else self._shown.deepened(ops, x, layer)
         x = x if here == "cpu" else host.from_host(ops.to_host(x))
         if not self.config.streams:
             return x
@@ -349,12 +353,14 @@ class Model:
         if ops is not host and self.devices[config.kv_sources[layer] if config.kv_sources else layer] == "cpu":
             kv = BorderCache(kv, ops, host)
         given = () if self._given is None else (self._given[layer] if ops is host else ops.from_host(self._given[layer]),)
-        return self.block(ops, w, x, kv, cache.step.positions, self.ropes[layer], config, layer, tap, *given)
+        places = cache.step.positions if self._turned is None else self._turned
+        return self.block(ops, w, x, kv, places, self.ropes[layer], config, layer, tap, *given)
 
     def _repeats(self, cache: KVCache, first: int) -> bool:
         """May a pass do in the blocks from `first` on, on a card, what the last one did? What a window hides, who is routed where, how a
         packed page is opened and in which slot a state lies is decided on the host."""
-        few = len(cache.step.positions) <= REPEATED and "cpu" not in self.devices[first:] and self._given is None
+        few = len(cache.step.positions) <= REPEATED and "cpu" not in self.devices[first:]
+        few = few and self._given is self._turned is self._shown is None
         alike = not any(self.config.windows) and not self.config.kv_sources and not cache.is_packed
         return few and self.config.mixture is None and self.config.state is None and alike
 

@@ -24,6 +24,7 @@ from .adapters.adapted import NOTHING, Adapted, adapted
 from .answers import parallel
 from .cache import CacheShape
 from .config import ModelConfig, read_config
+from .images.album import sight_nbytes
 from .kv import kv_disk
 from .kv.kv_setting import AUTO
 from .passes import widest
@@ -54,6 +55,7 @@ BESIDE_KERNELS = 3 << 20  # at most: what a run that needs kernels of another ki
 # What is imported when an answer ends, and small things that come and go: a chat over quantized weights and a packed cache took 1.1 MiB
 # more than all else that is counted.
 LATER = 2 << 20
+TEXT_ALONE = "takes images too"  # what a config's warning says of a model of which the text part runs
 DEARER = 1.25  # from the disk for a token, for the room of a layer whose guesses give back more, where they are as right as published
 RESERVE = 64 << 20  # what the machine keeps for itself when no budget is given
 
@@ -67,8 +69,8 @@ class EngineOptions:
     the cache at most, its other pages go into a file in `spill_dir` of at most `disk`. `kv_read`: all of those are read for a token
     (exact), or few picked and the others estimated (sparse). `predict_neurons`: those that come from the disk begin to before it is certain
     that they are used. `parallel`: texts at once, each with a cache of its own. `lora`: adapters beside the weights, FOLDER or
-    FOLDER:SCALE. `preset`: options that were not asked of this model but stand in a person's settings; where it cannot have them they are
-    left, with a notice."""
+    FOLDER:SCALE. `sight`: the folder whose tower sees pictures, where some may come; its memory is kept free. `preset`: options that were
+    not asked of this model but stand in a person's settings; where it cannot have them they are left, with a notice."""
 
     device: str = "auto"
     threads: int | None = None
@@ -97,6 +99,7 @@ class EngineOptions:
     predict_neurons: bool = False
     parallel: int = 1
     lora: tuple[str, ...] = ()
+    sight: str | None = None
     preset: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
@@ -156,7 +159,7 @@ class Program:
 class Prepared:
     """What is known before a byte of weights is read. `chunk`: the grid of a prompt's chunks, of which `shape` may take several at once.
     `card`: the GPU of a run that may use one. `predictors`: of neurons on the disk. `window`: newest exact tokens (`shape` cuts it).
-    `adapted`: what adapters add to products."""
+    `adapted`: what adapters add to products. `sight_nbytes`: of the tower that sees pictures, a part of the program's."""
 
     folder: Path | None
     config: ModelConfig
@@ -174,6 +177,7 @@ class Prepared:
     predictors: Predictors | None = None
     window: int = CacheShape.window
     adapted: Adapted = NOTHING
+    sight_nbytes: int = 0
 
 
 def prepare(folder: Path, options: EngineOptions, beside: int = 0, rehearsal: bool = False) -> Prepared:
@@ -196,7 +200,9 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
     """`prepare` for a config and a store at hand. `beside`: bytes that the process will hold besides, and does not hold yet. `program`:
     what it was weighed at before. `unless_planned` is told what else was opened. `rehearsal`: nothing is refused that memory decides."""
     tensors = check_tensors(config, store, container)
-    notices = [*config.warnings, *store.notices, *too_many_threads(options.threads), *unread_notices(config, store, tensors)]
+    sight = sight_nbytes(options.sight, config)
+    warnings = [each for each in config.warnings if not (sight and TEXT_ALONE in each)]
+    notices = [*warnings, *store.notices, *too_many_threads(options.threads), *unread_notices(config, store, tensors)]
     options = fitted(parallel.fitted(options, notices), folder, config, store, notices, container)
     if options.spec == "mtp":
         demand_own_layer(config, store, container)
@@ -211,7 +217,7 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
         unless_planned.callback(draft.store.close)
     bundled, beside_weights = is_bundled(container), adapted(options.lora, config, tensors)  # before the process is weighed
     budget = _budget(options, card, notices, beside_weights.nbytes)
-    beside += Speculating(draft=draft).draft_nbytes + parallel.drafts_nbytes(options.parallel)
+    beside += Speculating(draft=draft).draft_nbytes + parallel.drafts_nbytes(options.parallel) + sight
     predictors = predictors_of(options, folder, config)  # before the process is weighed, which they are a part of
     kinds = kinds_of(config, store, container, options)
     baseline = _baseline(kinds) + beside if program is None else program.with_kinds(kinds)
@@ -247,7 +253,7 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
     speculating, remarks = decide(options, config, placement, draft, own_nbytes)
     made = Prepared(folder, config, store, placement, shape, options, (*notices, *placement.notes, *remarks), container, cache.codecs,
                     streams, cache.shape(placement.ctx, chunk).chunk, speculating, card,
-                    predictors if placement.slots else None, cache.window, beside_weights)
+                    predictors if placement.slots else None, cache.window, beside_weights, sight)
     if options.strict and not rehearsal:
         refuse_fallbacks(made.notices)
     if placement.slots and is_lossy(container) and not (options.force or rehearsal):

@@ -51,8 +51,8 @@ class RopeTable:
         return (F32(self.attention_scaling) * grown).reshape(-1, 1)
 
     def turns(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """What a pair of channels is turned by, its cos and its sin: float32 [T, rotary_dim / 2] each."""
-        angles = np.asarray(positions, F32).reshape(-1, 1) * self.inv_freq
+        """What a pair of channels is turned by, its cos and its sin: float32 [T, rotary_dim / 2] each. `positions` [T], or one a pair."""
+        angles = np.asarray(positions, F32).reshape(len(positions), -1) * self.inv_freq
         scale = self.scale(positions)
         return np.cos(angles) * scale, np.sin(angles) * scale
 

@@ -18,6 +18,8 @@ from ..offload.notes import Fallback, refuse_fallbacks
 from .answers.answering import Answer, Reasoning
 from .engine import Engine
 from .events import Done, Event, Notice, Stats
+from .images.album import sighted
+from .images.marks import mark
 from .sampler import Sampler, SamplerSettings
 from .sampling.dry import breakers_of
 from .sessions.conversation_file import History, load_conversation, save_conversation
@@ -26,7 +28,10 @@ from .templates.prompting import NO_SYSTEM_ROLE, NO_TEMPLATE, Prompts
 from .text import Tokenizer
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from .forms.constraint import Form
+    from .images.album import Picture
 
 SUMMARISE = "Summarise our conversation so far in a few sentences, keeping names, numbers and decisions."
 SUMMARY_TOKENS = 2048  # that a summary may have, its reasoning included, where answers have fewer
@@ -58,7 +63,8 @@ class Session:
                  from_process_start: bool = False, form: Form | None = None) -> None:
         self.engine, self.tokenizer, self.system, self.think, self.stops = engine, tokenizer, system, think, tuple(stops)
         self.max_tokens, self.ignore_eos = max_tokens, ignore_eos
-        self._prompts = Prompts(tokenizer, raw)
+        self._prompts = Prompts(tokenizer, raw, engine.album)
+        self._pictures: set[Picture] = set()  # whose rows may be wanted again while the conversation lives
         self.raw = self._prompts.raw
         self.settings = settings
         self.hold_to(form)
@@ -104,7 +110,7 @@ class Session:
 
     def _count(self) -> int:
         try:
-            tokens = len(self._prompts.encoded(self._prompt(reply=False)))
+            tokens = self._prompts.count(self._prompt(reply=False))
         except EffllmError:  # a history that the template refuses is told when it is answered
             tokens = sum(len(self.tokenizer.encode(message["content"], add_special_tokens=False)) for message in self.messages)
         self._counted = list(self.messages), self.system, tokens
@@ -118,18 +124,30 @@ class Session:
     def n_ctx(self) -> int:
         return self.engine.n_ctx
 
+    def demand_sight(self) -> None:
+        """Raises EffllmError for a model that takes no pictures, or whose pictures are not read here."""
+        sighted(self.engine.album)
+
+    def picture(self, points: np.ndarray) -> Picture:
+        """The picture of points uint8 [height, width, 3], for `ask`; its rows are kept while the conversation lives. Raises EffllmError."""
+        made = sighted(self.engine.album).take(points)
+        self._pictures.add(made)
+        return made
+
     def cancel(self) -> None:
         """End the running answer after the current token. Safe in a signal handler."""
         self._cancelled = True
 
     # -- turns -----------------------------------------------------------------------------------------------------------------
 
-    def ask(self, text: str) -> Iterator[Event]:
-        """One turn: append the user's message, answer it. A prompt that cannot be answered leaves the history as it was."""
+    def ask(self, text: str, pictures: Sequence[Picture] = ()) -> Iterator[Event]:
+        """One turn: append the user's message, with the `pictures` that it is about before its words; answer it. A prompt that cannot be
+        answered leaves the history as it was."""
         if not text.strip():
             raise UsageError("the prompt is empty", "give a prompt, or -f FILE")
         before = list(self.messages)
-        self.messages.append({"role": "user", "content": text})
+        self._pictures.update(pictures)
+        self.messages.append({"role": "user", "content": "\n".join([*(mark(each.digest) for each in pictures), text])})
         yield from self._guarded(before)
         if self.messages and self.messages[-1]["role"] == "user":  # nothing was said: two questions in a row would confuse a template
             self.messages = before
@@ -187,6 +205,7 @@ class Session:
     def clear(self) -> None:
         """Forget the conversation; the system prompt stays."""
         self.messages = []
+        self._pictures.clear()
         self.engine.reset()
 
     def compact(self) -> Iterator[Event]:
@@ -224,6 +243,8 @@ class Session:
         if self._prompts.folds and not self._said_folds:
             self._said_folds = True
             yield self._fallback(NO_SYSTEM_ROLE)
+        if not resumed:
+            yield from self._prompts.see(prompt, self.engine)
         ids = resumed.ids if resumed else self._prompts.encoded(prompt)
         first = resumed.prompt if resumed else len(ids)
         think, self._answered = copy.copy(resumed.think) if resumed else self.tokenizer.reasoning(ids), None

@@ -19,6 +19,7 @@ from .. import EffllmError, ModelNotFound
 from ..offload.header import is_gguf
 from .files.small_file import JSON_NBYTES, TOKENIZER_NBYTES, read_whole
 from .hub import PIECES, RANKS
+from .images.album import words
 from .templates.template import ChatTemplate, TemplateError, load_template
 from .tokens.stream_filters import ANSWER_SIGNS, ANSWER_TAGS, CALL_MARKS, OF_TEMPLATES, THINK_TAGS, ChannelFilter, ThinkFilter, ThinkTags
 from .tokens.text_pieces import encoding, in_the_end
@@ -208,6 +209,7 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        ids = words(ids)
         if skip_special_tokens and self._visible and not self._visible.keys().isdisjoint(ids):
             stream = self.stream()
             return "".join(map(stream.push, ids)) + stream.flush()
@@ -216,7 +218,7 @@ class Tokenizer:
     def stream(self, context: Sequence[int] = (), marks: Mapping[int, str] | None = None) -> TextStream:
         """A decoder for one answer. `context`: the tokens before it, for a raw completion, where the first piece may begin with a space.
         `marks`: tokens that are a part of the text although they are none elsewhere."""
-        return TextStream(self._decoder, context[-16:], {**self._visible, **(marks or {})})
+        return TextStream(self._decoder, words(context[-16:]), {**self._visible, **(marks or {})})
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """The prompt text of a chat. Raises TemplateError, also where the model has no template."""

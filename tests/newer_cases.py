@@ -29,6 +29,9 @@ SIGHTS = {"qwen2_vl": {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_head
           **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), {
               "depth": 1, "hidden_size": 32, "intermediate_size": 16, "num_heads": 2, "patch_size": 8, "out_hidden_size": 64,
               "deepstack_visual_indexes": [0], "num_position_embeddings": 16}),
+          **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), {
+              "depth": 1, "hidden_size": 32, "intermediate_size": 16, "num_heads": 2, "patch_size": 8, "out_hidden_size": 64,
+              "num_position_embeddings": 16}),
           **dict.fromkeys(("glm4v", "glm4v_moe", "glm46v"), {
               "depth": 1, "hidden_size": 32, "intermediate_size": 16, "num_heads": 2, "patch_size": 8, "out_hidden_size": 64,
               "image_size": 32}),

@@ -9,7 +9,7 @@ import pytest
 from effllm import UsageError
 from effllm.runtime.forms.constraint import form_of_grammar, in_own_words
 from effllm.runtime.forms.gbnf import GbnfError, place, to_lark
-from effllm.runtime.gbnf_counts import Count
+from effllm.runtime.forms.gbnf_counts import Count
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_constraint import engine, tokenizer

@@ -26,7 +26,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 FOLDERS = ("cli", "kernels", "offload", "quant", "runtime")
 # Where the name to import differs from the name to install.
-IMPORT_NAMES = {"pyyaml": "yaml", "prompt-toolkit": "prompt_toolkit", "huggingface-hub": "huggingface_hub", "lm-eval": "lm_eval"}
+IMPORT_NAMES = {"pyyaml": "yaml", "prompt-toolkit": "prompt_toolkit", "huggingface-hub": "huggingface_hub", "lm-eval": "lm_eval",
+                "pillow": "PIL"}
 # Brought by another declared package that is made of it: (import name, declared package).
 SAME_PROJECT = {"llvmlite": "numba"}
 # Used by name (a command, a build backend), never imported.

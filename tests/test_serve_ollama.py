@@ -243,7 +243,7 @@ def test_how_likely_tokens_were(server: Served) -> None:
     ({"options": {"mirostat": 3}}, "options.mirostat must be"), ({"options": {"num_predict": "9"}}, "options.num_predict"),
     ({"format": "xml"}, 'format is "json" or a JSON schema'), ({"format": {"type": "odd"}}, "format: the schema"),
     ({"think": True}, '"fable" does not support thinking'), ({"think": "high"}, "does not support thinking"),
-    ({"images": ["AAAA"]}, "images is not supported; the text part"), ({"suffix": "}"}, "suffix is not supported"),
+    ({"suffix": "}"}, "suffix is not supported"),
     ({"template": "{{ .Prompt }}"}, "template is not supported; the model's own"), ({"context": [1, 2]}, "/api/chat takes a conversation"),
     ({"logprobs": 1}, "logprobs"), ({"logprobs": True, "top_logprobs": 21}, "top_logprobs is between 0 and 20"),
     ({"top_logprobs": 2}, "top_logprobs goes with logprobs true"), ({"stream": "yes"}, "stream")])
@@ -254,10 +254,15 @@ def test_what_is_refused_is_named(server: Served, fields: dict, said: str) -> No
             assert reply.status == 400 and said in error_of(reply), reply.body
 
 
+def test_pictures_beside_a_prompt_of_a_model_of_text_are_refused_by_name(server: Served) -> None:
+    assert error_of(generate(server, images=["AAAA"])).startswith("images[0]: this model takes no pictures")
+    assert error_of(chat(server, images=["AAAA"])).startswith("images is not supported; in a chat each message has its own")
+
+
 @pytest.mark.parametrize(("messages", "said"), [
     ("x", "messages"), ([{"content": "x"}], "messages[0].role"), ([{"role": "wizard"}], "messages[0].role is system, user"),
     ([{"role": "user", "content": 7}], "messages[0].content"),
-    ([*ASKED, {"role": "user", "content": "What is it?", "images": ["AAAA"]}], "messages[1].images is not supported"),
+    ([*ASKED, {"role": "user", "content": "What is it?", "images": ["AAAA"]}], "messages[1].images[0]: this model takes no pictures"),
     ([*ASKED, {"role": "assistant", "content": "", "tool_calls": [{"function": {}}]}, *ASKED], "messages[1].tool_calls[0]"),
     ([*ASKED, {"role": "assistant", "content": "", "tool_calls": ["f"]}, *ASKED], "messages[1].tool_calls[0]"),
     ([*ASKED, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, *ASKED], "arguments is no JSON object"),

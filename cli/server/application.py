@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from ... import EffllmError
 from ...runtime.answers.replies import Replies, Wish
 from ...runtime.tokens.infill import Gap
 from . import messages_fields, ollama_fields, page, responses_fields
+from . import pictures as pictures_sent
 from .adapters import Adapters
 from .bodies import read
 from .desk import Desk, Start
@@ -34,6 +35,7 @@ from .metrics import Tally
 from .ollama import OllamaModels
 from .ollama_fields import OllamaAsked, OllamaChat, OllamaText, untagged, waited_ns
 from .ollama_shape import OllamaMessage, OllamaResponse
+from .pictures import Sent
 from .problems import FAILED, MESSAGES, NO_MODEL, OLLAMA, Problem, closing, problem_of
 from .reranking import Reranking
 from .responses_fields import ResponsesAsked
@@ -47,6 +49,7 @@ from .wishes import Defaults, reasoning_of, wish_of
 if TYPE_CHECKING:
     from ...runtime.calls.calling import Tools
     from ...runtime.events import Event
+    from ...runtime.images.album import Picture
     from ...runtime.sessions.slot_files import SlotFiles
 
 SYSTEM = ("system", "developer")
@@ -56,12 +59,13 @@ NO_INSERT = 'suffix is not supported: "{}" does not support insert, having no to
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a request for an answer to messages comes to."""
+    """What a request for an answer to messages comes to. `pictures` are held here, until it is answered."""
 
     messages: list[dict[str, Any]]
     wish: Wish
     tools: Tools | None
     variables: dict[str, Any]
+    pictures: tuple[Picture, ...] = ()
 
 
 @dataclass
@@ -122,25 +126,29 @@ class Service:
 
     async def chat(self, request: Request) -> Response:
         asked = await self.asked(request, ChatAsked)
-        answer, each = await self.wanted(asked, messages_of(asked)), counted(asked.n)
+        pictures = await self._pictures(pictures_sent.in_chat(asked))
+        answer, each = await self.wanted(asked, messages_of(asked), pictures=pictures), counted(asked.n)
         starts = [partial(self._reply, replace(answer, wish=wish)) for wish in varied(answer.wish, each)]
         return await self._answers(request, asked, partial(self._completion, ChatShape, asked, answer.wish), starts, each)
 
     async def responses(self, request: Request) -> Response:
         asked = await self.asked(request, ResponsesAsked)
+        pictures = await self._pictures(pictures_sent.in_responses(asked))
         chat, messages, names = responses_fields.chat_of(asked)
-        answer = await self.wanted(chat, messages, responses_fields.CALLED)
+        answer = await self.wanted(chat, messages, responses_fields.CALLED, pictures)
         shape = ResponseShape(self.called(asked.model), asked, names, self.replies.tokenizer if asked.tells else None)
         return await self.answer(request, asked, shape, partial(self._reply, answer))
 
     async def messages(self, request: Request) -> Response:
         asked = await self.asked(request, MessagesAsked)
-        answer = await self.wanted(*messages_fields.chat_of(asked), messages_fields.CALLED)
+        pictures = await self._pictures(pictures_sent.in_messages(asked))
+        answer = await self.wanted(*messages_fields.chat_of(asked), messages_fields.CALLED, pictures)
         return await self.answer(request, asked, MessageShape(self.called(asked.model), asked), partial(self._reply, answer))
 
     async def count_tokens(self, request: Request) -> Response:
         asked = await self.asked(request, CountAsked)
-        wanted = await self.wanted(*messages_fields.chat_of(asked), messages_fields.CALLED)
+        pictures = await self._pictures(pictures_sent.in_messages(asked))
+        wanted = await self.wanted(*messages_fields.chat_of(asked), messages_fields.CALLED, pictures)
         count = await asyncio.to_thread(self.replies.count, wanted.messages, wanted.wish.think, wanted.tools, wanted.variables)
         return json_response({"input_tokens": count})
 
@@ -149,7 +157,8 @@ class Service:
         shape = OllamaMessage(asked.model or self.name, waited_ns(request.headers), self.replies.tokenizer if asked.logprobs else None)
         if not asked.messages:
             return json_response(shape.loaded())
-        answer = await self.wanted(*ollama_fields.chat_of(asked), ollama_fields.CALLED)
+        pictures = await self._pictures(pictures_sent.in_ollama_chat(asked))
+        answer = await self.wanted(*ollama_fields.chat_of(asked), ollama_fields.CALLED, pictures)
         return await self.answer(request, asked, shape, partial(self._reply, answer))
 
     async def ollama_generate(self, request: Request) -> Response:
@@ -157,10 +166,11 @@ class Service:
         shape = OllamaResponse(asked.model or self.name, waited_ns(request.headers), self.replies.tokenizer if asked.logprobs else None)
         if not asked.prompt:
             return json_response(shape.loaded())
+        pictures = await self._pictures(pictures_sent.in_ollama_text(asked))
         if asked.raw or asked.suffix:
             wish = await self._wish(ollama_fields.raw_of(asked), ollama_fields.CALLED_RAW)
             return await self.answer(request, asked, shape, await self._completed(asked.prompt, asked.suffix, wish))
-        answer = await self.wanted(*ollama_fields.answer_of(asked), ollama_fields.CALLED)
+        answer = await self.wanted(*ollama_fields.answer_of(asked), ollama_fields.CALLED, pictures)
         return await self.answer(request, asked, shape, partial(self._reply, answer))
 
     async def text(self, request: Request) -> Response:
@@ -221,7 +231,12 @@ class Service:
         around = await asyncio.to_thread(self.replies.around, Gap(prompt, suffix), wish.max_tokens, False)
         return partial(self.replies.complete, around.ids, wish, lasting=around.lasting)
 
-    async def wanted(self, asked: ChatAsked, messages: list[dict[str, Any]], called: Mapping[str, str] | None = None) -> Wanted:
+    async def _pictures(self, sent: Iterable[Sent]) -> tuple[Picture, ...]:
+        """The pictures of a request, in whose places marks are then. Raises Problem."""
+        return await asyncio.to_thread(pictures_sent.taken, sent, self.replies)
+
+    async def wanted(self, asked: ChatAsked, messages: list[dict[str, Any]], called: Mapping[str, str] | None = None,
+                     pictures: tuple[Picture, ...] = ()) -> Wanted:
         """What a request comes to. Raises Problem that names the field, as it is `called` where the request comes from."""
         if self.defaults.system and not any(message["role"] in SYSTEM for message in messages):
             messages = [{"role": "system", "content": self.defaults.system}, *messages]
@@ -230,7 +245,7 @@ class Service:
             wish, variables = reasoning_of(asked, await self._wish(asked), self.replies.tokenizer)
         except Problem as problem:
             raise problem.renamed(called or {}) from problem
-        return Wanted(messages, wish, tools, variables)
+        return Wanted(messages, wish, tools, variables, pictures)
 
     def _reply(self, wanted: Wanted, cancelled: Callable[[], bool]) -> Iterator[Event]:
         return self.replies.reply(wanted.messages, wanted.wish, wanted.tools, wanted.variables, cancelled)
@@ -265,6 +280,8 @@ class Service:
         """The model as lists have it, or with one of its adapters, whose parent it is."""
         engine, name = self.replies.engine, adapter or self.name
         own = {} if adapter is None else {"parent": self.name}
+        if self.replies.sees:
+            own["capabilities"] = ["completion", "vision"]
         meta = {"n_ctx": engine.n_ctx, "n_ctx_train": engine.config.context_length, "n_vocab": engine.config.vocab_size}
         return {"id": name, "object": "model", "created": self._created, "owned_by": "effllm", "max_model_len": engine.n_ctx,
                 "meta": meta, "type": "model", "display_name": name, "max_input_tokens": engine.n_ctx,

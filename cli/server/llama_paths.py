@@ -13,12 +13,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ...runtime.answers.replies import Wish
+from ...runtime.images.marks import unmarked
 from ...runtime.tokens.token_bytes import bytes_of
 from .bodies import read
 from .fields import ChatAsked, Detokenize, Tokenize, messages_of
 from .llama_fields import CompletionAsked, InfillAsked, completion_prompts, completion_wish
 from .llama_shape import LlamaAnswers, LlamaShape, Settings, generation_settings
 from .metrics import TEXT
+from .pictures import in_chat, taken
 from .problems import BUSY, LEAVE_IT, Problem
 from .several import in_turn, varied
 from .shapes import FINGERPRINT
@@ -74,9 +76,10 @@ class LlamaPaths:
 
     async def apply_template(self, request: Request) -> Response:
         asked = await self._service.asked(request, ChatAsked)
-        wanted = await self._service.wanted(asked, messages_of(asked))
+        pictures = await asyncio.to_thread(taken, in_chat(asked), self._service.replies)
+        wanted = await self._service.wanted(asked, messages_of(asked), pictures=pictures)
         said = partial(self._service.replies.rendered, wanted.messages, wanted.wish.think, wanted.tools, wanted.variables)
-        return json_response({"prompt": await asyncio.to_thread(said)})
+        return json_response({"prompt": unmarked(await asyncio.to_thread(said))})
 
     async def tokenize(self, request: Request) -> Response:
         asked = await read(request, Tokenize)
@@ -104,7 +107,7 @@ class LlamaPaths:
         # No answer names a folder of this machine, so the path is the name.
         return json_response({"default_generation_settings": usual, "total_slots": service.desk.parallel, "model_alias": service.name,
                               "model_path": service.name, "chat_template": template, "bos_token": special.get("bos_token", ""),
-                              "eos_token": special.get("eos_token", ""), "modalities": {"vision": False, "audio": False},
+                              "eos_token": special.get("eos_token", ""), "modalities": {"vision": service.replies.sees, "audio": False},
                               "build_info": FINGERPRINT, "is_sleeping": False})
 
     async def slots(self, request: Request) -> Response:

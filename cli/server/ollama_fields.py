@@ -61,7 +61,7 @@ class OllamaAsked(Body):
         "suffix": ("",), "template": ("",), "context": ([],), "images": ([],)}
     instead: ClassVar[Mapping[str, str]] = {
         "template": "the model's own is used, and with raw a prompt is taken as it stands", "context": IN_CHAT,
-        "images": "the text part of models alone runs here"}
+        "images": "in a chat each message has its own"}
 
     model: str | None = None
     stream: Annotated[bool, BeforeValidator(unless_none)] = True
@@ -90,6 +90,7 @@ class OllamaChat(OllamaAsked):
 class OllamaText(OllamaAsked):
     prompt: str | None = None
     suffix: str | None = None
+    images: list[Any] | None = None
     system: str | None = None
     raw: bool | None = None
 
@@ -182,9 +183,6 @@ def _messages(turns: list[Turn]) -> list[dict[str, Any]]:
         role, where = turn.role.lower(), f"messages[{number}]"
         if role not in ROLES:
             raise Problem(400, f"{where}.role is system, user, assistant or tool, not {turn.role!r:.40}", param=f"{where}.role")
-        if turn.images:
-            raise Problem(400, f"{where}.images is not supported: the text part of models alone runs here", param=f"{where}.images",
-                          hint="send the text alone")
         message = {"role": role, "content": "\n".join(texts_of(turn.content or "", f"{where}.content"))}
         if role == ASSISTANT and turn.thinking:
             message["reasoning_content"] = turn.thinking

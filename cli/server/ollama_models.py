@@ -121,23 +121,27 @@ class Files:
     tokenizer: Tokenizer
     context: int
     licence: object = None  # as whoever quantized it noted it
+    sees: bool = False
 
 
 def of_engine(replies: Replies) -> Files:
     prepared = replies.engine.prepared
     noted = prepared.container and prepared.container.source.get("licence")
-    return Files(prepared.folder, replies.engine.config, replies.tokenizer, replies.engine.n_ctx, noted)
+    return Files(prepared.folder, replies.engine.config, replies.tokenizer, replies.engine.n_ctx, noted, replies.sees)
 
 
 def of_folder(folder: Path, context: int | None) -> Files:
     """Of a model that is not loaded: its own context, unless another is known. Raises EffllmError."""
     from ...runtime.config import read_config
+    from ...runtime.images.album import album_of
     from ...runtime.stores.container import read_container
     from ...runtime.text import Tokenizer
 
     config, container = read_config(folder), None if folder.is_file() else read_container(folder)
     noted = container and container.source.get("licence")
-    return Files(folder, config, Tokenizer.load(folder, config), context or config.context_length, noted)
+    album = album_of(folder, config)
+    return Files(folder, config, Tokenizer.load(folder, config), context or config.context_length, noted,
+                 album is not None and album.sight is not None)
 
 
 def shown(model: Listed, files: Files, defaults: Defaults | None = None) -> dict[str, object]:
@@ -153,7 +157,7 @@ def shown(model: Listed, files: Files, defaults: Defaults | None = None) -> dict
     found = {"license": files.licence or licence_of(files.folder), "system": defaults and defaults.system,
              "template": template and template.source}
     return {**{key: value for key, value in found.items() if value}, "parameters": _parameters(files.context, defaults and defaults.wish),
-            "details": model.details, "modified_at": stamp(model.changed), "capabilities": capabilities(files.folder, files.tokenizer),
+            "details": model.details, "modified_at": stamp(model.changed), "capabilities": capabilities(files),
             "model_info": {"general.architecture": kind, "general.basename": Path(model.name).name,
                            "general.parameter_count": model.parameters, **{f"{kind}.{key}": value for key, value in about.items()}}}
 
@@ -169,8 +173,9 @@ def _parameters(context: int, wish: Wish | None) -> str:
     return "\n".join(f"{key:<{COLUMNS}}{value}" for key, value in lines)
 
 
-def capabilities(folder: Path, tokenizer: Tokenizer) -> list[str]:
+def capabilities(files: Files) -> list[str]:
     """What a model was made for. Tools are among it where its template knows them, though any model is told of them."""
+    folder, tokenizer = files.folder, files.tokenizer
     from ...runtime.answers.embedding import pooling_of
     from ...runtime.calls.calling import Calling
     from ...runtime.tokens.infill import marks_of
@@ -183,4 +188,4 @@ def capabilities(folder: Path, tokenizer: Tokenizer) -> list[str]:
     knows_tools = tokenizer.template is not None and Calling(tokenizer).style.knows_tools
     inserts = marks_of(tokenizer.vocabulary(), tokenizer.special_tokens) is not None
     return ["completion", *(["tools"] if knows_tools else []), *(["insert"] if inserts else []),
-            *(["thinking"] if tokenizer.thinks else []), *(["embedding"] if embeds else [])]
+            *(["thinking"] if tokenizer.thinks else []), *(["embedding"] if embeds else []), *(["vision"] if files.sees else [])]

@@ -33,7 +33,8 @@ Q, OUT, TOKENS, POSITION, BLOCKS, TABLE, HEADS, FROM, TO = range(9)
 KV_HEADS, HEAD_DIM, SCALE, WINDOW, SOFTCAP, DTYPE, SCRATCH, SCRATCH_STRIDE, PARTIALS = range(9, 18)
 EXACT, PAGES, PAGE_STRIDE, HEAD_STRIDE, SIDE, ROWS, PART_STRIDE = range(18, 25)  # ROWS: tokens of a part of a page
 SINKS = 25  # address of a float32 logit per query head, 0 for none
-STATE, ATTEND_SLOTS = 26, 27  # where `attend_many` keeps what it has so far, when several calls see the table between them; 0 for one
+STATE = 26  # where `attend_many` keeps what it has so far, when several calls see the table between them; 0 for one
+ENDS, ATTEND_SLOTS = 27, 28  # address of the last position int64 that each query sees, for `attend_many` alone; 0: its own
 # Columns of the block table: sealed or exact, index of the page or slot, first position, tokens held.
 SEALED, INDEX, FIRST, COUNT, COLUMNS = range(5)
 SKIPPED = -1  # for SEALED: a row whose partial stays what it is
@@ -202,6 +203,12 @@ def _height_of(group: int, depth: int) -> int:
 tile_height = inlined()(_height_of)
 
 
+@inlined()
+def _sees(a, token):
+    """The last position that a query sees."""
+    return a[POSITION] + token if a[ENDS] == 0 else i64_at(a[ENDS])[token]
+
+
 @kernel({"contract"})
 def attend_many(args, worker, counter):
     """A tile of tokens of one KV head at a time, all blocks in order.
@@ -238,20 +245,24 @@ def attend_many(args, worker, counter):
             for r in range(rows):
                 stats[2 * r], stats[2 * r + 1] = MINUS_INF, ZERO
         position = a[POSITION] + begin_token
+        farthest = _sees(a, begin_token)
+        for token in range(begin_token + 1, begin_token + here):
+            farthest = max(farthest, _sees(a, token))
         for block in range(a[FROM], a[TO]):
             entry = i64_at(a[TABLE] + 8 * COLUMNS * block)
             first, count = entry[FIRST], entry[COUNT]
-            if not _visible(first, count, position, here, a[WINDOW]):
+            if not _visible(first, count, position, farthest - position + 1, a[WINDOW]):
                 continue
             _load_block(a, entry, kv, keys, values, broad)
-            seen = _end(first, count, position + here - 1)  # what lies behind weighs exactly nothing
+            seen = _end(first, count, farthest)  # what lies behind weighs exactly nothing
             columns = (seen + TILE_COLUMNS - 1) // TILE_COLUMNS * TILE_COLUMNS
             product(query, 4 * depth, keys, 4 * PAGE, scores, 4 * PAGE, padded, columns, depth)
             _scale_scores(scores, padded, scale, softcap)
             for r in range(padded):
                 p = position + r // group
+                last = _sees(a, begin_token + min(r, rows - 1) // group)
                 m, l = _softmax_row(scores + 4 * r * PAGE, _begin(first, count, p, a[WINDOW]),
-                                    _end(first, count, p) if r < rows else 0)
+                                    _end(first, count, last) if r < rows else 0)
                 stats[2 * capacity + 2 * r], stats[2 * capacity + 2 * r + 1] = m, l
             product(scores, 4 * PAGE, values, 4 * broad, part, 4 * broad, padded, broad, seen)
             for r in range(rows):

@@ -71,6 +71,7 @@ class LayerPages:
     by_page: int | None = None  # the slot that asks for a partial of every page, where pages are otherwise merged as they are read
     spilled: Spilled | None = None
     selective: Selective | None = None
+    ends: np.ndarray | None = None  # of the last call
 
     def __init__(self, ops: CpuOps, layout: PageLayout, exact: np.ndarray, sealed: np.ndarray, scale: float, window: int | None,
                  softcap: float | None) -> None:
@@ -149,10 +150,11 @@ class LayerPages:
         return self.sealed[page * self.stride : (page + 1) * self.stride]
 
     def attend(self, q: np.ndarray, position: int, blocks: np.ndarray, sinks: np.ndarray | None = None,
-               out: np.ndarray | None = None) -> np.ndarray:
+               out: np.ndarray | None = None, ends: np.ndarray | None = None) -> np.ndarray:
         """q `[T, H * D]` at positions `position`... over the blocks -> `[T, H * D]`, in `out` where that is given. `sinks`: a logit per
-        head, float32 `[H]`, as in `reference.attend`; it must stay where it is until the collected jobs have run."""
-        out = self.attended(q) if out is None else out
+        head, float32 `[H]`, as in `reference.attend`, and `ends` int64 `[T]`, of pages in memory that are not packed; both must stay where
+        they are until the collected jobs have run."""
+        out, self._attend[attention.ENDS], self.ends = self.attended(q) if out is None else out, address(ends), ends
         self.choice.run(self, q, position, blocks, sinks, out)
         return out
 
@@ -165,7 +167,7 @@ class LayerPages:
         ops, block, (tokens, width) = self.ops, self._attend, q.shape
         table = ops.addresses_of_step(blocks, blocks)[0]
         block[attention.SINKS] = address(sinks)
-        if tokens > (FEW if self.spilled is None else 1):
+        if tokens > (FEW if self.spilled is None and self.ends is None else 1):
             ops.once()
         if self.spilled is not None:
             if (read := self.spilled.reads())[0] < read[1]:
@@ -174,7 +176,7 @@ class LayerPages:
             if self.selective is not None and self.window is None and (end := int(blocks[:, attention.SEALED].sum())) > self.spilled.first:
                 self.selective.attend(q, position, blocks, table, out, end)
                 return
-        if tokens > FEW:
+        if tokens > FEW or self.ends is not None:
             block[: attention.TO + 1] = (ops.at(q), ops.at(out), tokens, position, len(blocks), table, width // self.layout.head_dim, 0,
                                          len(blocks))
             ops.run(self.many, self._attend_at)
@@ -286,7 +288,7 @@ class LayerPages:
             at.append(first + np.arange(count))
         split = q.reshape(len(q), -1, self.layout.head_dim)
         result = reference.attend(split, np.concatenate(keys), np.concatenate(values), position, np.concatenate(at), self.scale,
-                                  self.window, self.softcap, sinks)
+                                  self.window, self.softcap, sinks, self.ends)
         out[:] = result.reshape(out.shape)
 
     def sides(self, sealed: int, index: int) -> tuple[np.ndarray, np.ndarray]:

@@ -252,7 +252,7 @@ class Turner:
 
 
 def put_angles(table: RopeTable, cos: np.ndarray, sin: np.ndarray, positions: np.ndarray) -> None:
-    """cos and sin of positions, in place."""
+    """cos and sin of positions [T], or [T, R/2] where channels have their own, in place."""
     cos[:], sin[:] = table.turns(positions)
 
 

@@ -17,6 +17,8 @@ from ... import ContextOverflow, EffllmError, UsageError
 from ...offload.notes import Fallback, refuse_fallbacks
 from ..engine import Engine
 from ..events import Call, Done, Event, Notice, Progress, PromptRead, TextDelta, Turn
+from ..images.album import sighted
+from ..images.picture_file import decode_picture
 from ..passes import SHORTEST, too_long
 from ..sampler import Sampler, SamplerSettings
 from ..sampling.dry import breakers_of
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from ..calls.calling import Calling, Tools
     from ..calls.filter import CallFilter
     from ..forms.constraint import Form, Vocabulary
+    from ..images.album import Album, Picture
     from ..sessions.kept_prompts import KeptPrompts
 
 Message = Mapping[str, Any]
@@ -74,11 +77,29 @@ class Replies(Readings):
     def __init__(self, engine: Engine, tokenizer: Tokenizer, kept: KeptPrompts | None = None, beside: Iterable[Engine] = ()) -> None:
         self.engine, self.tokenizer, self.kept = engine, tokenizer, kept
         self.usual = engine.choice
-        self._prompts = Prompts(tokenizer)
+        self._prompts = self._other_prompts()
         self._slots = [Slot(engine, self._prompts, kept),
-                           *(Slot(each, Prompts(tokenizer), kept and kept.beside(each)) for each in beside)]
+                           *(Slot(each, self._other_prompts(), kept and kept.beside(each)) for each in beside)]
         self._answers = 0
         self._vocabulary: Vocabulary | None = None
+
+    def _other_prompts(self) -> Prompts:
+        """Which know of no text that is held."""
+        return Prompts(self.tokenizer, album=self.engine.album)
+
+    def picture(self, data: bytes, source: str) -> Picture:
+        """The picture in the bytes of a file, from any thread; it is at hand as long as the caller holds it. Raises UsageError that begins
+        with its `source`."""
+        return self.demand_sight().take(decode_picture(data, source))
+
+    def demand_sight(self) -> Album:
+        """Raises EffllmError for a model that takes no pictures, or whose pictures are not read here."""
+        return sighted(self.engine.album)
+
+    @property
+    def sees(self) -> bool:
+        """Whether pictures can be sent."""
+        return self.engine.album is not None and self.engine.album.sight is not None
 
     @cached_property
     def _calling(self) -> Calling:
@@ -107,6 +128,7 @@ class Replies(Readings):
         prompt = self._prompts.going_on(prompt, said)
         self._demand_near(prompt)
         choice = self._choice(wish)
+        yield from self._other_prompts().see(prompt, self.engine)
         with self.slot_for(prompt, choice) as own:
             ids = own.encoded(prompt, choice)
             if own.kept is not None:
@@ -124,12 +146,12 @@ class Replies(Readings):
         """How many tokens the prompt of an answer to messages has, as `rendered`."""
         prompt = self.rendered(messages, think, tools, variables)
         self._demand_near(prompt)
-        return len(Prompts(self.tokenizer).encoded(prompt))
+        return self._other_prompts().count(prompt)
 
     def rendered(self, messages: Sequence[Message], think: str = "auto", tools: Tools | None = None,
                  variables: Mapping[str, Any] | None = None) -> str:
         """The prompt of an answer to messages; from any thread, whatever is answered meanwhile. Raises EffllmError as `reply` does."""
-        prompts = Prompts(self.tokenizer)
+        prompts = self._other_prompts()
         return prompts.going_on(*self._asking(prompts, messages, think, tools, variables))
 
     def complete(self, prompt: str | Sequence[int], wish: Wish, cancelled: Callable[[], bool] = never,
@@ -229,7 +251,7 @@ class Replies(Readings):
         if not free:
             raise RuntimeError(f"more than {len(self._slots)} answers at once")
         if len(free) > 1:
-            plain = prompt if isinstance(prompt, list) else Prompts(self.tokenizer).encoded(prompt)
+            plain = prompt if isinstance(prompt, list) else self._other_prompts().encoded(prompt)
             free.sort(key=lambda each: (-each.saves(prompt, plain, choice), each.used))
         with self._taken(free[0]) as own:
             yield own

@@ -56,4 +56,5 @@ class Slot:
 
     def encoded(self, prompt: str, choice: Choice) -> list[int]:
         """Token ids of a prompt, which go on from those that are held where they were read so."""
-        return (self.prompts if self.engine.choice == choice else Prompts(self.prompts.tokenizer)).encoded(prompt)
+        fresh = Prompts(self.prompts.tokenizer, album=self.prompts.album)
+        return (self.prompts if self.engine.choice == choice else fresh).encoded(prompt)

@@ -16,7 +16,7 @@ from ...kernels.mamba2_shape import Mamba2Shape
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
 from ..config_rope import RopeConfig, rope_config
-from ..lent_weights import ATTENTION, WIDE, block_of, block_role
+from ..weights.lent_weights import ATTENTION, WIDE, block_of, block_role
 from . import LayerWeights, TensorRule, llama
 from .granitemoehybrid import mamba_tensors
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from ..gbnf_counts import LARGEST, Count
+from .gbnf_counts import LARGEST, Count
 
 RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)  # what GBNF has and Lark has not
 TERMINAL = re.compile(r"T\d+")

@@ -20,9 +20,9 @@ from ...offload.plan import BlockBytes
 from ...offload.plan_gpu import Copied, LinkRates, copied_from
 from ...offload.size import format_size, parse_size
 from ..families import expert_of
-from ..lent_weights import blocks_of
 from ..weights.copied_layers import matrices
 from ..weights.copied_layers import places as carried_places
+from ..weights.lent_weights import blocks_of
 from . import roofs
 
 if TYPE_CHECKING:

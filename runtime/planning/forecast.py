@@ -25,7 +25,6 @@ from ...quant.spec import QuantSpec
 from ..config import ModelConfig, read_config
 from ..families import expert_of
 from ..kv.cache_shape import page_sizes
-from ..lent_weights import BLOCKS, uses
 from ..prepare import EngineOptions, Prepared, prepare_with, refuse_beyond_machine, weighed, worker_count
 from ..sparse.bundles import ROLE as BUNDLES
 from ..sparse.bundles import is_bundled
@@ -34,6 +33,7 @@ from ..sparse.sparsity_file import load as load_sparsity
 from ..speculation.mtp_tensors import MTP
 from ..stores.container import Container
 from ..tensors import ModelTensor, check_tensors
+from ..weights.lent_weights import BLOCKS, uses
 from ..weights.paged_experts import PagedExperts
 from ..weights.parts import TABLES
 from .expected import ExpectedStore

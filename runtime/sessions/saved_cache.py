@@ -28,6 +28,7 @@ from ..cache import KVCache
 from ..config import ModelConfig, read_config
 from ..engine import Engine
 from ..events import Progress
+from ..images.album import PICTURED, words
 from ..kv.kv_profile_file import identity_of
 from .saved_format import SavedCache, SavedSession, Spoken
 from .session_name import removing
@@ -136,9 +137,9 @@ def refuse_other(session: SavedSession, own: Mapping[str, object]) -> None:
 def page_keys(own: Mapping[str, object], tokens: Sequence[int], sinks: int, pages: int) -> list[str]:
     """The keys of the sinks and of the first `pages` pages of these tokens."""
     link = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).digest()
-    ids, keys, at = np.array(tokens, "<u4"), [], 0
+    keys, at = [], 0
     for end in (sinks, *(sinks + PAGE * (page + 1) for page in range(pages))):
-        link = hashlib.sha256(link + ids[at:end].tobytes()).digest()
+        link = hashlib.sha256(link + _as_bytes(tokens[at:end])).digest()
         keys.append(link[:KEY_NBYTES].hex())
         at = end
     return keys
@@ -146,7 +147,12 @@ def page_keys(own: Mapping[str, object], tokens: Sequence[int], sinks: int, page
 
 def tail_key(last: str, tokens: Sequence[int]) -> str:
     """The key of exact tokens behind the page of key `last`."""
-    return hashlib.sha256(b"tail" + bytes.fromhex(last) + np.array(tokens, "<u4").tobytes()).digest()[:KEY_NBYTES].hex()
+    return hashlib.sha256(b"tail" + bytes.fromhex(last) + _as_bytes(tokens)).digest()[:KEY_NBYTES].hex()
+
+
+def _as_bytes(tokens: Sequence[int]) -> bytes:
+    """Words have 4 bytes each, as ever; where there are pictures among them, all have 8."""
+    return np.array(tokens, "<u8" if any(token >= PICTURED for token in tokens) else "<u4").tobytes()
 
 
 def state_key(tail: str) -> str:
@@ -204,7 +210,7 @@ def restore_cache(engine: Engine, store: SessionStore, session: SavedSession) ->
         raise ContextOverflow(f"session {session.name} holds {len(tokens)} tokens and the context {engine.n_ctx}",
                               f"-c {len(tokens) + 1} or more")
     try:
-        if any(token >= engine.config.vocab_size for token in (*tokens, *(saved.spoken.ids if saved.spoken else ()))):
+        if any(token >= engine.config.vocab_size for token in words((*tokens, *(saved.spoken.ids if saved.spoken else ())))):
             raise ValueError("tokens that the model does not have")
         keys = page_keys(saved.identity, tokens, cache.shape.sinks, saved.sealed)
         keys.append(tail_key(keys[-1], tokens[cache.shape.sinks + PAGE * saved.sealed :]))

@@ -9,9 +9,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Protocol
 
 import numpy as np
+
+from ..images.album import PICTURED
 
 PAIR = 2  # tokens that must agree before what followed them is worth a guess
 LONGEST = 32  # agreement beyond this is not told apart
@@ -48,14 +51,14 @@ class SuffixMatch:
     match, else the latest. Where nothing matches, the text may have been changed in one word: then the guess is that it goes on as it went.
 
     Every pair of neighbours belongs to one of HEADS chains, which knows where its last pair stood, and every place where the one before it
-    did. At most PLACES are compared; that another pair may share the chain only costs one of them. A long context takes 8 bytes a token.
+    did. At most PLACES are compared; that another pair may share the chain only costs one of them. A long context takes 12 bytes a token.
     """
 
     def __init__(self) -> None:
         self._begin()
 
     def _begin(self) -> None:
-        self._tokens = array("i")
+        self._tokens = array("q")
         self._latest = array("i", [-1]) * HEADS  # the place of a pair's second token
         self._before = array("i")
         self._shift = 0  # how far back the last match lay; 0: there was none
@@ -110,16 +113,17 @@ class SuffixMatch:
             return None
         if not length:
             place = len(self._tokens) - 1 - self._shift
-            return Draft(self._from(place, most), ("resumed", self._agreeing(place)))
-        return Draft(self._from(place, most), ("match", length.bit_length()))
+        kind = ("match", length.bit_length()) if length else ("resumed", self._agreeing(place))
+        drafted = self._from(place, most)
+        return Draft(drafted, kind) if drafted else None
 
     def _from(self, place: int, most: int) -> tuple[int, ...]:
-        """What followed `place`; the end of the text follows itself: what came once comes again."""
+        """What followed `place`; the end of the text follows itself: what came once comes again. A picture is no word that may come."""
         drafted = self._tokens[place + 1 : place + 1 + most].tolist()
         period = len(self._tokens) - 1 - place
         while len(drafted) < most:
             drafted.append(drafted[len(drafted) - period])
-        return tuple(drafted)
+        return tuple(takewhile(PICTURED.__gt__, drafted))
 
     def observe(self, tokens: Sequence[int], logits: np.ndarray) -> None:
         """The text alone counts."""

@@ -25,6 +25,7 @@ from ...kernels.tiles import ROWS
 from ...quant.kv import codec
 from ...quant.weight import Linear, first_rows
 from .. import families
+from ..images.album import PICTURED
 from ..kv.cache_made import open_cache
 from ..kv.cache_shape import CacheShape, attention_specs, cache_nbytes
 from ..sampler import Sampler, SamplerSettings
@@ -222,7 +223,8 @@ class OwnDrafts:
 
     def _run(self, ids: Sequence[int], states: np.ndarray) -> np.ndarray:
         """The layer over tokens and the states [T, D] of those before them: what it makes of them, [T, D], a view."""
-        model, host, tokens = self._model, self._host, np.array(ids, np.int64)
+        model, host = self._model, self._host
+        tokens = np.array([0 if token >= PICTURED else token for token in ids], np.int64)  # a guess may know nothing of a picture's rows
         config, width = model.config, states.shape[1]
         with model.outer() as outer, host.together():
             own, step = outer.mtp, self._cache.begin(len(tokens))

@@ -3,12 +3,21 @@ them, and as token ids."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ... import UsageError
+from ..images.album import Album
+from ..images.marks import MARK, Message, Render, digests
+from ..images.marks import rendered as with_marks
+from ..passes import too_long
 from ..text import Tokenizer
 from .template import TemplateRefused
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+    from ..events import Notice, Progress
 
 ANSWER_CHANNEL = "<|channel|>final<|message|>"
 NO_TEMPLATE = "this is a base model without a chat template: it continues the text as it stands"
@@ -19,11 +28,13 @@ class Prompts:
     """The prompts of one model. With `raw`, or where there is no template, texts follow one another as they stand.
 
     `folds`: whether the system prompt goes in front of the first message, since the template refuses or drops it. `held`: what the cache
-    holds, as a text and as the ids that it was sampled in; ("", []) where that is not known.
+    holds, as a text and as the ids that it was sampled in; ("", []) where that is not known. Texts have marks where pictures are
+    (`images/marks.py`), which are in the `album` of a model that sees, None for others.
     """
 
-    def __init__(self, tokenizer: Tokenizer, raw: bool = False) -> None:
+    def __init__(self, tokenizer: Tokenizer, raw: bool = False, album: Album | None = None) -> None:
         self.tokenizer, self.raw, self.folds = tokenizer, raw or tokenizer.template is None, False
+        self.album = None if album is None or album.sight is None else album
         self.held: tuple[str, list[int]] = ("", [])
 
     def rendered(self, messages: Sequence[Mapping[str, Any]], system: str | None, think: str = "auto",
@@ -37,7 +48,7 @@ class Prompts:
         said = [system] if system else []
         if think == "off" and self.tokenizer.no_think:
             said.append(self.tokenizer.no_think)
-        render = partial(self.tokenizer.render_chat, **{**thinking, **(options or {})})
+        render = partial(self._render, partial(self.tokenizer.render_chat, **{**thinking, **(options or {})}))
         if not said and not beside:
             return render(messages)
         if not (self.folds and system and messages):
@@ -54,6 +65,20 @@ class Prompts:
         self.folds = True
         return prompt
 
+    def _render(self, render: Render, messages: Sequence[Message]) -> str:
+        """Messages through the template. One that takes a message in parts alone drops what is said in a text."""
+        said = [each["content"] or "" for each in messages]
+        has_pictures = any(map(MARK.search, said))
+        if self.album is None:
+            if has_pictures:
+                raise UsageError("there are pictures in this conversation, and the model takes none", "go on with a model that does")
+            return render(messages)
+        if not has_pictures:
+            prompt = render(messages)
+            if all(text.strip() in prompt for each, text in zip(messages, said, strict=True) if each["role"] == "user"):
+                return prompt
+        return with_marks(render, messages, self.album.sight.placeholder)
+
     def going_on(self, prompt: str, said: str) -> str:
         """A prompt whose answer begins with `said`: it goes on behind its reasoning, also where the template opens one."""
         if not said:
@@ -65,13 +90,50 @@ class Prompts:
     def encoded(self, prompt: str) -> list[int]:
         """Token ids of a prompt. Where it continues what the cache holds, the ids of the answer as it was sampled are kept: encoding its
         text again may cut it differently, and the cache would be thrown away from there on."""
-        return self.behind(self.held, prompt) or self.tokenizer.encode(prompt, add_special_tokens=self.raw)
+        return self.behind(self.held, prompt) or self._ids(prompt, add_special_tokens=self.raw)
+
+    def see(self, prompt: str, engine: Engine) -> Iterator[Progress | Notice]:
+        """Look at the pictures of a prompt before it is encoded for `engine`: all but those of the text that is held. Raises PictureGone,
+        and ContextOverflow before anything is looked at."""
+        held = self.held[0]
+        new = prompt[len(held) :] if held and prompt.startswith(held) else prompt
+        if self.album is None or not (found := [self.album.find(digest) for digest in digests(new)]):
+            return
+        if engine.options.overflow != "shift" and (tokens := self.count(prompt)) >= engine.n_ctx:
+            raise too_long(tokens, engine.n_ctx, engine.config.context_length)
+        yield from self.album.see(found)
+
+    def count(self, prompt: str) -> int:
+        """How many tokens a prompt has; its pictures need not be seen."""
+        if self.album is None or not (found := digests(prompt)):
+            return len(self.encoded(prompt))
+        own = self.tokenizer.encode(MARK.sub("", prompt), add_special_tokens=self.raw)
+        return len(own) + sum(map(self.album.places, found))
+
+    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text, in which marks are the tokens of their pictures. Raises PictureGone."""
+        if self.album is None or not (found := digests(text)):
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        placeholder = self.album.sight.placeholder
+        shown = [self.album.find(digest).ids() for digest in found]
+        number = self.tokenizer.added.get(placeholder)
+        ids = self.tokenizer.encode(MARK.sub(placeholder, text), add_special_tokens=add_special_tokens)
+        if number is None or ids.count(number) != len(shown):  # it is letters for this vocabulary, or the text has another one
+            first, *rest = MARK.split(text)[::2]
+            ids = self.tokenizer.encode(first, add_special_tokens=add_special_tokens)
+            for own, piece in zip(shown, rest, strict=True):
+                ids += own + self.tokenizer.encode(piece, add_special_tokens=False)
+            return ids
+        made, waiting = [], iter(shown)
+        for token in ids:
+            made += next(waiting) if token == number else (token,)
+        return made
 
     def behind(self, held: tuple[str, list[int]], prompt: str) -> list[int] | None:
         """Token ids of a prompt that goes on from what is held as a text and as ids; None for one that does not."""
         text, ids = held
         if text and prompt.startswith(text):
-            rest = self.tokenizer.encode(prompt[len(text) :], add_special_tokens=False)
+            rest = self._ids(prompt[len(text) :], add_special_tokens=False)
             if not rest or rest[0] in self.tokenizer.stop_ids:
                 return ids + rest
         return None

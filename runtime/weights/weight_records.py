@@ -15,13 +15,13 @@ from ...offload.neurons import ResidentBundles
 from ...quant.weight import Apart, Bundles, Curve, Expert, Inputs, Linear, LowRank, Norm, SharedExpert, Streams, Weight
 from ..adapters.adapted import NOTHING, Adapted
 from ..families import SHARED, LayerWeights, expert_roles
-from ..lent_weights import LENT_OUT, blocks_of, lent, shared_blocks
 from ..rope import place_fronts
 from ..sparse.bundles import ROLE as BUNDLES
 from ..sparse.bundles import THRESHOLDS, layout_of
 from ..speculation.mtp_tensors import EMBED_NORM, JOIN, LAST_NORM, MTP, STATE_NORM, like
 from ..tensors import ModelTensor, as_float32, typed
 from .latent_weights import latent_weights
+from .lent_weights import LENT_OUT, blocks_of, lent, shared_blocks
 from .state_weights import Source, state_weights
 
 if TYPE_CHECKING:

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ..quant.weight import Lent, Linear, LowRank, Norm, SharedBlock, Weight
-from .tensors import ModelTensor, as_float32, typed
+from ...quant.weight import Lent, Linear, LowRank, Norm, SharedBlock, Weight
+from ..tensors import ModelTensor, as_float32, typed
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from .adapters.adapted import Adapted
-    from .config import ModelConfig
+    from ..adapters.adapted import Adapted
+    from ..config import ModelConfig
 
 BLOCKS, LENT_OUT, ATTENTION = "blocks.", "lent_out", ("q", "k", "v")
 MATRICES = (*ATTENTION, "o", "gate", "up", "down")

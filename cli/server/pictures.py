@@ -1,0 +1,145 @@
+"""Pictures in the requests of each API: their bytes come with the request, and what is left of them in its messages is a mark."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ... import EffllmError
+from ...runtime.images.marks import mark
+from ...runtime.images.picture_file import MOST_POINTS
+from .problems import Problem, problem_of
+
+if TYPE_CHECKING:
+    from ...runtime.answers.replies import Replies
+    from ...runtime.images.album import Picture
+    from .fields import ChatAsked
+    from .messages_fields import CountAsked
+    from .ollama_fields import OllamaChat, OllamaText
+    from .responses_fields import ResponsesAsked
+
+BLANKS = str.maketrans("", "", " \r\n\t")
+NOT_FETCHED = "pictures are not fetched from addresses: send it in the request, as data:image/png;base64,..."
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A picture of a request as `text` gives it, in base64 or as an address; `put` sets what stands in its place."""
+
+    text: Callable[[], object]
+    where: str
+    put: Callable[[str], None]
+
+
+def in_chat(asked: ChatAsked) -> Iterator[Sent]:
+    """Of chat completions: `{"type": "image_url", "image_url": {"url": "data:..."}}` among the parts of a message."""
+    for number, message in enumerate(asked.messages):
+        yield from _in_parts(message.content, f"messages[{number}].content")
+
+
+def in_responses(asked: ResponsesAsked) -> Iterator[Sent]:
+    """Of responses: `{"type": "input_image", "image_url": "data:..."}`."""
+    for number, item in enumerate(asked.input if isinstance(asked.input, list) else ()):
+        if isinstance(item, dict) and item.get("type", "message") == "message":
+            yield from _in_parts(item.get("content"), f"input[{number}].content")
+
+
+def in_messages(asked: CountAsked) -> Iterator[Sent]:
+    """Of Anthropic's messages: `{"type": "image", "source": {"type": "base64", "data": ...}}`."""
+    for number, turn in enumerate(asked.messages):
+        yield from _in_parts(turn.content, f"messages[{number}].content")
+
+
+def in_ollama_chat(asked: OllamaChat) -> Iterator[Sent]:
+    """Of Ollama's chat: `images` of a message, in base64, stand before its words."""
+    for number, turn in enumerate(asked.messages or ()):
+        images, turn.images = turn.images or [], None
+        marks: list[str] = []
+        for at, image in enumerate(images):
+            yield Sent(partial(str, image), f"messages[{number}].images[{at}]", marks.append)
+        if isinstance(turn.content, list):
+            turn.content[:0] = [{"type": "text", "text": each} for each in marks]
+        elif marks:
+            turn.content = "\n".join([*marks, turn.content or ""])
+
+
+def in_ollama_text(asked: OllamaText) -> Iterator[Sent]:
+    """Of Ollama's generate: `images` beside the prompt."""
+    images, asked.images = asked.images or [], None
+    if images and (asked.raw or asked.suffix):
+        raise Problem(400, "images have no place in a raw prompt: leave raw and suffix away", param="images")
+    marks: list[str] = []
+    for at, image in enumerate(images):
+        yield Sent(partial(str, image), f"images[{at}]", marks.append)
+    if marks:
+        asked.prompt = "\n".join([*marks, asked.prompt or ""])
+
+
+def taken(sent: Iterable[Sent], replies: Replies) -> tuple[Picture, ...]:
+    """The pictures of a request to a model, which whoever answers it holds meanwhile; marks stand in their places. Raises Problem that
+    names the field."""
+    pictures, points = [], 0
+    for each in sent:
+        try:
+            replies.demand_sight()
+            picture = replies.picture(_bytes_of(each), each.where)
+        except EffllmError as error:
+            problem = problem_of(error, each.where)
+            if not problem.message.startswith(each.where):
+                problem.message = f"{each.where}: {problem.message}"
+            raise problem from error
+        points += picture.height * picture.width
+        if points > MOST_POINTS:
+            raise Problem(400, f"{each.where}: the pictures of this request have more than {MOST_POINTS:,} points: make them smaller",
+                          param=each.where)
+        each.put(mark(picture.digest))
+        pictures.append(picture)
+    return tuple(pictures)
+
+
+def _in_parts(content: object, where: str) -> Iterator[Sent]:
+    for at, part in enumerate(content if isinstance(content, list) else ()):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in ("image_url", "input_image", "image"):
+            continue
+
+        def put(text: str, at: int = at, parts: list[Any] = content) -> None:
+            parts[at] = {"type": "text", "text": text}
+
+        yield Sent(partial(_text_of, part, kind, f"{where}[{at}]"), f"{where}[{at}]", put)
+
+
+def _text_of(part: dict[str, Any], kind: str, where: str) -> object:
+    if kind == "image":
+        source = part.get("source")
+        source = source if isinstance(source, dict) else {}
+        if source.get("type") != "base64":
+            raise Problem(400, f"{where}.source: {NOT_FETCHED if source.get('type') == 'url' else 'its type is base64, with data'}",
+                          param=f"{where}.source")
+        return source.get("data")
+    if kind == "input_image" and part.get("file_id"):
+        raise Problem(400, f"{where}: no files are kept here: send the picture in image_url, as data:image/png;base64,...", param=where)
+    url = part.get("image_url")
+    return url.get("url") if isinstance(url, dict) else url
+
+
+def _bytes_of(sent: Sent) -> bytes:
+    """Raises Problem for what is neither base64 nor a data: address of it."""
+    text, where = sent.text(), sent.where
+    if isinstance(text, str) and text.lower().startswith(("http:", "https:", "file:")):
+        raise Problem(400, f"{where}: {NOT_FETCHED}", param=where)
+    if isinstance(text, str) and text.startswith("data:"):
+        head, comma, text = text.partition(",")
+        text = text if comma and head.endswith(";base64") else None
+    try:
+        data = base64.b64decode(text.translate(BLANKS), validate=True) if isinstance(text, str) else b""
+    except (binascii.Error, ValueError):
+        data = b""
+    if not data:
+        raise Problem(400, f"{where} is no picture in base64: send its bytes as data:image/png;base64,...", param=where)
+    return data
+

@@ -1,0 +1,79 @@
+"""What a model makes of a picture: rows that stand in place of embeddings, and the tokens around them.
+
+A family that sees has a `Sight`, which knows how its pictures are cut and what its tower computes. All else of the program knows a picture
+as tokens of its own (`album.py`), as a mark in a text (`marks.py`) or as a file (`picture_file.py`).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from ... import UsageError
+from ..families import COMPOSITE
+from ..files.small_file import JSON_NBYTES, read_whole
+
+if TYPE_CHECKING:
+    from ..config import ModelConfig
+
+PLACE = -1  # in `Seen.tokens`: here stands the next row
+# Model type of a model that takes pictures -> the module here that sees for it: its `sight(folder, config)` returns a Sight.
+SIGHTS: dict[str, str] = {
+    "gemma3": "gemma3", "idefics3": "idefics3", "internvl": "internvl", "llava": "llava", "llava_next": "llava_next", "llava_onevision":
+    "llava_onevision", "mistral3": "pixtral", "qwen2_5_vl": "qwen2_5_vl", "qwen3_5": "qwen3_vl", "qwen3_5_moe": "qwen3_vl", "qwen3_vl":
+    "qwen3_vl", "qwen3_vl_moe": "qwen3_vl", "smolvlm": "idefics3"}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a model makes of one picture: `rows` float32 [n, hidden] stand in place of embeddings. `tokens`: what the picture's one place in
+    the prompt becomes, ids of the vocabulary and PLACE where a row stands, in order. `grid`: rows and columns of places for families whose
+    rotary positions go by place, else None. `both_ways`: tokens of one picture see each other, also those behind them. `deep`: float32
+    [layers, n, hidden], of which the k-th is added to the rows' hidden states behind layer k of the text part (Qwen 3 VL), else None."""
+
+    rows: np.ndarray
+    tokens: tuple[int, ...]
+    grid: tuple[int, int] | None = None
+    both_ways: bool = False
+    deep: np.ndarray | None = None
+
+
+class Sight(Protocol):
+    """How one model sees. `placeholder`: the text by which its template marks a picture."""
+
+    placeholder: str
+
+    def see(self, picture: np.ndarray) -> Seen:
+        """Of a picture uint8 [height, width, 3]."""
+
+    def places(self, height: int, width: int) -> int:
+        """Tokens that a picture of this size takes, known beforehand."""
+
+    def bytes_needed(self) -> int:
+        """Of the tower's weights and of what it computes with."""
+
+
+def sight_of(folder: Path, config: ModelConfig) -> Sight | None:
+    """How the model of a folder sees; None for one that takes no pictures. Raises UsageError for one whose pictures are not read here."""
+    kind = kind_of(folder)
+    if kind not in SIGHTS:
+        if kind in COMPOSITE:
+            raise UsageError(f"pictures of {kind} models are not read", "text alone works; docs/models.md lists the families that see")
+        return None
+    return import_module(f".{SIGHTS[kind]}", __name__).sight(folder, config)
+
+
+def kind_of(folder: Path) -> str | None:
+    """The model type that the config of a folder states; None for a file, and for what `read_config` refuses in its own words."""
+    path = folder / "config.json"
+    try:
+        raw = json.loads(read_whole(path, JSON_NBYTES)) if path.is_file() else None
+    except (OSError, ValueError, RecursionError):
+        return None
+    kind = raw.get("model_type") if isinstance(raw, dict) else None
+    return kind if isinstance(kind, str) else None

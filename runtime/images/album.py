@@ -1,0 +1,237 @@
+"""The pictures of the prompts of one model, and the tokens that stand for them.
+
+A place of a picture is a token with an id of its own, beyond every vocabulary: a number made from a hash of the picture's points, its
+columns where they count, and which of its rows stands there. So whatever compares tokens (what a cache holds, what was saved, what a draft
+goes on from) tells pictures apart and knows one again that is sent a second time, without knowing of pictures. Only the embedding looks up
+what the ids stand for, and what counts words leaves them out.
+
+Rows are kept as long as somebody holds the `Picture`: a conversation those of its messages, a request its own. Of those that nobody holds
+the newest stay, up to KEPT bytes: programs send every picture again with each question.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+from weakref import WeakValueDictionary
+
+import numpy as np
+
+from ... import EffllmError, UsageError
+from ..events import Notice, Progress
+from . import PLACE, Seen, Sight, sight_of
+from .turning import COLUMN_BITS, HASH_BITS, PICTURED, ROW_BITS, axes_of, id_of, parts_of
+
+if TYPE_CHECKING:
+    from ..config import ModelConfig
+
+KEPT = 256 << 20  # bytes of rows that are kept though nobody holds their pictures
+
+
+NO_SIGHT = "this model takes no pictures", "ask one that does: `effllm show MODEL` says it of each"
+
+
+class Ops(Protocol):
+    """A backend of layers."""
+
+    def to_host(self, x: object) -> np.ndarray: ...
+    def from_host(self, x: np.ndarray) -> object: ...
+
+
+class PictureGone(EffllmError):
+    """A picture has to be looked at again and is not at hand."""
+
+
+@dataclass(eq=False)
+class Picture:
+    """One picture. `digest` is made from its points and its size; `points` uint8 [height, width, 3] until it is `seen`."""
+
+    digest: str
+    height: int
+    width: int
+    points: np.ndarray | None = field(repr=False)
+    seen: Seen | None = field(default=None, repr=False)
+
+    @property
+    def number(self) -> int:
+        """By which its tokens are known."""
+        return int(self.digest, 16) >> 4 * len(self.digest) - HASH_BITS
+
+    @property
+    def nbytes(self) -> int:
+        kept = (self.points,) if self.seen is None else (self.seen.rows, self.seen.deep)
+        return sum(each.nbytes for each in kept if each is not None)
+
+    def ids(self) -> list[int]:
+        """The tokens that stand for it, once it is seen: words of the vocabulary around its own."""
+        row, ids, columns = 0, [], self.seen.grid[1] if self.seen.grid else 0
+        for token in self.seen.tokens:
+            if token == PLACE:
+                token, row = id_of(self.number, columns, row), row + 1
+            ids.append(token)
+        return ids
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Of a pass: the `places` int64 [n] at which `rows` float32 [n, hidden] stand in place of embeddings, and what is added there behind
+    each of the first layers: float32 [layers, n, hidden] or None. `reach`: how many tokens behind itself each of the pass sees, int64 [T];
+    None for none."""
+
+    places: np.ndarray
+    rows: np.ndarray
+    deep: np.ndarray | None = None
+    reach: np.ndarray | None = None
+
+    def ends(self, first: int) -> np.ndarray | None:
+        """The last position that each token sees, of a pass whose first is at `first`; None where it is its own. Raises RuntimeError for a
+        pass that ends inside of what is to be seen."""
+        if self.reach is None:
+            return None
+        seen = np.arange(len(self.reach)) + self.reach
+        if seen.max() >= len(seen):
+            raise RuntimeError("a pass ends inside a picture whose tokens see each other")
+        return first + seen
+
+    def put(self, host: Ops, x: np.ndarray) -> None:
+        """The rows into embeddings x[T, D], in place."""
+        host.flush()
+        x[self.places] = self.rows
+
+    def deepened(self, ops: Ops, x: object, layer: int) -> object:
+        """The states x[T, D] behind a layer with what is added there."""
+        if self.deep is None or layer >= len(self.deep):
+            return x
+        states = ops.to_host(x)
+        states[self.places] += self.deep[layer]
+        return ops.from_host(states)
+
+
+class Album:
+    """The pictures of one model, which `sight` sees. Where that is None none can be read, which `refused` says of each. `axes`: as of
+    `axes_of`; `both_ways`: tokens of a picture that was seen see each other. Pictures may come from any thread; they are seen in the one
+    that answers."""
+
+    def __init__(self, sight: Sight | None, refused: EffllmError | None = None, axes: np.ndarray | None = None) -> None:
+        self.sight, self.refused, self.axes, self.both_ways = sight, refused, axes, False
+        self._lock = threading.Lock()
+        self._known: WeakValueDictionary[str, Picture] = WeakValueDictionary()
+        self._numbered: WeakValueDictionary[int, Picture] = WeakValueDictionary()
+        self._kept: OrderedDict[str, Picture] = OrderedDict()
+
+    def take(self, points: np.ndarray) -> Picture:
+        """The picture of these points, uint8 [height, width, 3]: the same one for the same points."""
+        height, width = points.shape[:2]
+        digest = hashlib.sha256(f"{height} {width} ".encode() + np.ascontiguousarray(points).data).hexdigest()[:32]
+        with self._lock:
+            found = self._known.get(digest)
+            if found is None:
+                found = Picture(digest, height, width, points)
+                if found.number in self._numbered:
+                    raise UsageError("two pictures have the same number here, by a rare chance", "change one of them in a point")
+                self._known[digest] = self._numbered[found.number] = found
+            self._keep(found)
+        return found
+
+    def find(self, digest: str) -> Picture:
+        """Raises PictureGone."""
+        found = self._known.get(digest)
+        if found is None:
+            raise _gone(f"picture {digest[:8]}")
+        return found
+
+    def see(self, pictures: Sequence[Picture]) -> Iterator[Progress | Notice]:
+        """Look at those that were not seen yet."""
+        new = [each for each in dict.fromkeys(pictures) if each.seen is None]
+        for count, picture in enumerate(new):
+            yield Progress("looking at the picture" if len(new) == 1 else "looking at the pictures", count, len(new), "pictures")
+            seen = self.sight.see(picture.points)
+            self.both_ways = self.both_ways or seen.both_ways
+            rows = seen.tokens.count(PLACE)
+            if rows != len(seen.rows) or rows > 1 << ROW_BITS or seen.grid and seen.grid[1] >= 1 << COLUMN_BITS:
+                raise UsageError(f"a picture of {picture.width} × {picture.height} takes {rows} tokens", "a smaller picture")
+            with self._lock:
+                picture.seen, picture.points = seen, None
+                self._keep(picture)
+            yield Notice(f"picture of {picture.width} × {picture.height}: {len(seen.tokens)} tokens")
+
+    def places(self, digest: str) -> int:
+        """How many tokens a picture takes, seen or not."""
+        picture = self.find(digest)
+        return self.sight.places(picture.height, picture.width) if picture.seen is None else len(picture.seen.tokens)
+
+    def shown(self, ids: Sequence[int]) -> tuple[list[int], Shown | None]:
+        """Ids as the vocabulary has them, a word's in place of each picture's, and what stands there instead. Raises PictureGone."""
+        places = [place for place, token in enumerate(ids) if token >= PICTURED]
+        if not places:
+            return list(ids), None
+        rows, deep, plain, reach = [], [], list(ids), np.zeros(len(ids), np.int64)
+        for place in places:
+            number, _, row = parts_of(ids[place])
+            picture = self._numbered.get(number)
+            if picture is None or picture.seen is None or row >= len(picture.seen.rows):
+                raise _gone("a picture")
+            rows.append(picture.seen.rows[row])
+            if picture.seen.deep is not None:
+                deep.append(picture.seen.deep[:, row])
+            reach[place] = len(picture.seen.rows) - 1 - row if picture.seen.both_ways else 0
+            plain[place] = 0
+        return plain, Shown(np.array(places, np.int64), np.stack(rows).astype(np.float32, copy=False),
+                            np.stack(deep, axis=1) if deep else None, reach if reach.any() else None)
+
+    def _keep(self, picture: Picture) -> None:
+        """The newest of all; the oldest go where there are too many bytes. Under the lock."""
+        self._kept[picture.digest] = picture
+        self._kept.move_to_end(picture.digest)
+        nbytes = sum(each.nbytes for each in self._kept.values())
+        while nbytes > KEPT and len(self._kept) > 1:
+            nbytes -= self._kept.popitem(last=False)[1].nbytes
+
+
+def _gone(which: str) -> PictureGone:
+    return PictureGone(f"{which} of this conversation is needed again and is no longer at hand",
+                       "give it once more (--image FILE, /image FILE in a chat), or begin anew (/clear)")
+
+
+def album_of(folder: Path, config: ModelConfig) -> Album | None:
+    """For the model of a folder; None where it takes no pictures."""
+    try:
+        sight = sight_of(folder, config)
+        return None if sight is None else Album(sight, axes=axes_of(folder, config))
+    except EffllmError as error:
+        return Album(None, error)
+
+
+def sight_nbytes(folder: str | None, config: ModelConfig) -> int:
+    """Bytes that seeing takes in a run of the model of a folder; 0 for None, and where no picture is read."""
+    album = None if folder is None else album_of(Path(folder), config)
+    return 0 if album is None or album.sight is None else album.sight.bytes_needed()
+
+
+def sighted(album: Album | None) -> Album:
+    """The album of a model whose pictures are read. Raises EffllmError for another."""
+    if album is None or album.sight is None:
+        raise UsageError(*NO_SIGHT) if album is None else album.refused
+    return album
+
+
+def demand_sight(folder: Path, config: ModelConfig) -> None:
+    """Raises EffllmError for the model of a folder that takes no pictures, or whose pictures are not read here."""
+    if sight_of(folder, config) is None:
+        raise UsageError(*NO_SIGHT)
+
+
+def words(ids: Sequence[int]) -> list[int]:
+    """Ids without those of pictures."""
+    return [token for token in ids if token < PICTURED]
+
+
+def demand_known(ids: Sequence[int], vocabulary: int, album: Album | None) -> None:
+    """Raises UsageError for a token that is neither a word of so many nor, where there are some, of a picture."""
+    if bad := [token for token in ids if not 0 <= token < vocabulary and (album is None or token < PICTURED)]:
+        raise UsageError(f"token id {bad[0]} is outside the vocabulary of {vocabulary}", "the tokenizer is of another model")

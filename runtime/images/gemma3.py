@@ -1,0 +1,83 @@
+"""Gemma 3: SigLIP over one square picture, of whose patches squares are averaged to as many rows as a picture always takes; its tokens
+see each other."""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..config_reader import ConfigError
+from ..text import Tokenizer
+from . import PLACE
+from .preprocessor import BILINEAR, HALF, Scale, filter_of, resized, square
+from .tower_parts import Crew, Matrix, Norm
+from .tower_sight import Rows, TowerSight
+from .tower_weights import Weights
+from .vision_transformer import SIGLIP, layer_count, load_transformer
+
+if TYPE_CHECKING:
+    from ..config import ModelConfig
+
+BEGIN, END = "<start_of_image>", "<end_of_image>"
+
+
+class Gemma3(TowerSight):
+    """A picture that is far from square is not looked at in parts too ("pan and scan"): its processors do that only when told to."""
+
+    VISION = {"siglip_vision_model": SIGLIP}
+    PROCESSORS = ("Gemma3ImageProcessor",)
+    placeholder, both_ways = BEGIN, True
+
+    def __init__(self, folder: Path, config: ModelConfig) -> None:
+        super().__init__(folder, config)
+        keys = self.processor
+        self.scale, self.resample = Scale(keys, HALF, HALF), filter_of(keys, BILINEAR)
+        if not keys.flag("do_resize", True) or square(keys, "size", {"height": 224, "width": 224}) != (self.side, self.side):
+            raise keys.fail("size", f"the {self.side} × {self.side} that the tower takes")
+        self.count = self.outer.integer("mm_tokens_per_image", 256, high=1 << 16)
+        self.across, self.kept = self.side // self.patch, math.isqrt(self.count)
+        if self.kept**2 != self.count or self.across % self.kept:
+            raise ConfigError(f"config.json: mm_tokens_per_image {self.count} is no square that divides {self.across} × {self.across}")
+
+    @property
+    def most_patches(self) -> int:
+        return self.across**2
+
+    @cached_property
+    def _tokens(self) -> tuple[int, ...]:
+        words = Tokenizer.load(self.folder, self.config)
+        if missing := [each for each in (BEGIN, END) if each not in words.added]:
+            raise ConfigError(f"{self.folder}: the vocabulary has no {missing[0]}, which stands beside pictures",
+                              "fetch its tokenizer.json again")
+        before, behind = (words.encode(text, add_special_tokens=False) for text in (f"\n\n{BEGIN}", f"{END}\n\n"))
+        return (*before, *(PLACE,) * self.count, *behind)
+
+    def tokens(self, height: int, width: int) -> tuple[int, ...]:
+        return self._tokens
+
+    def values(self, picture: np.ndarray) -> np.ndarray:
+        return self.scale(resized(picture, self.side, self.side, self.resample))
+
+    def load(self, weights: Weights) -> Rows:
+        tower = load_transformer(weights, self, "vision_tower.", finished=True)
+        width, hidden, side = self.width, self.config.hidden_size, self.across // self.kept
+        turned = weights.stored("multi_modal_projector.mm_input_projection_weight", width, hidden)
+        project = Matrix(np.ascontiguousarray(turned.T))
+        norm = Norm(weights.numbers("multi_modal_projector.mm_soft_emb_norm.weight", width) + 1, None,
+                    self.vision.number("layer_norm_eps"), centered=False)  # Gemma's norms are stored less one
+        last = layer_count(self)
+
+        def rows(values: np.ndarray, crew: Crew) -> np.ndarray:
+            x = tower.layers([values], [last], crew)[0]
+            x = x.reshape(self.kept, side, self.kept, side, width).mean((1, 3), dtype=np.float32).reshape(self.count, width)
+            return project.wide()(norm(x))
+
+        return rows
+
+
+def sight(folder: Path, config: ModelConfig) -> Gemma3:
+    return Gemma3(folder, config)

@@ -1,0 +1,147 @@
+"""InternVL: a picture in tiles of one size, as many as fit its shape best, and once whole; of every tile squares of patches become one
+row. Its tower scales what each half of a layer adds."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..config_reader import ConfigError
+from ..text import Tokenizer
+from . import PLACE
+from .idefics3 import joined
+from .preprocessor import BICUBIC, CLIP_MEAN, CLIP_STD, Scale, filter_of, resized, square
+from .tower_parts import CURVES, Block, Crew, Norm, two_layers
+from .tower_sight import Rows, TowerSight
+from .tower_weights import Weights
+from .vision_transformer import TOGETHER, VisionTransformer, layer_count, wanted_layers
+
+if TYPE_CHECKING:
+    from ..config import ModelConfig
+
+BEGIN, IMAGE, END = "<img>", "<IMG_CONTEXT>", "</img>"
+HEAD_EPS, PROJECTOR_EPS = 1e-6, 1e-5
+USUAL = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16, "image_size": 448,
+         "patch_size": 14, "hidden_act": "gelu", "layer_norm_eps": 1e-6}
+
+
+class InternVl(TowerSight):
+    VISION = {"internvl_vision": USUAL}
+    PROCESSORS = ("GotOcr2ImageProcessor", "InternVLImageProcessor")
+    placeholder = IMAGE
+
+    def __init__(self, folder: Path, config: ModelConfig) -> None:
+        super().__init__(folder, config)
+        keys = self.processor
+        self.scale, self.resample = Scale(keys, CLIP_MEAN, CLIP_STD), filter_of(keys, BICUBIC)
+        if not keys.flag("do_resize", True) or square(keys, "size", {"height": 384, "width": 384}) != (self.side, self.side):
+            raise keys.fail("size", f"the {self.side} × {self.side} that the tower takes")
+        self.least, self.most = keys.integer("min_patches", 1, high=256), keys.integer("max_patches", 12, high=256)
+        self.joined = round(1 / self.outer.number("downsample_ratio", 0.5))
+        self.across = self.side // self.patch
+        if self.joined < 1 or self.across % self.joined:
+            raise ConfigError(f"config.json: {self.across} patches in a row are no multiple of {self.joined}, which become one")
+        self.drops_first = self.outer.choice("vision_feature_select_strategy", {"default": "default", "full": "full"},
+                                             "default") == "default"
+        if not self.drops_first:
+            raise ConfigError("config.json: vision_feature_select_strategy is 'full', with which patches are no square")
+        self.wanted = wanted_layers(self, -1)
+
+    @property
+    def most_patches(self) -> int:
+        return max(TOGETHER, self.across**2)
+
+    @property
+    def whole_patches(self) -> int:
+        return (self.most + 1) * self.across**2
+
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        """Rows and columns of tiles: of the shapes with as many as are allowed the one nearest to the picture's, of shapes alike the one
+        with more tiles as long as the picture has half as many points as they have."""
+        if self.most == 1:
+            return 1, 1
+        shapes = sorted(((columns, rows) for columns in range(1, self.most + 1) for rows in range(1, self.most // columns + 1)
+                         if columns * rows >= self.least), key=lambda shape: shape[0] * shape[1])
+        best, off = (1, 1), float("inf")
+        for columns, rows in shapes:
+            own = abs(width / height - columns / rows)
+            if own < off or own == off and height * width > 0.5 * self.side**2 * columns * rows:
+                best, off = (columns, rows), own
+        return best[1], best[0]
+
+    @cached_property
+    def words(self) -> tuple[int, int]:
+        words = Tokenizer.load(self.folder, self.config).added
+        if missing := [each for each in (BEGIN, END) if each not in words]:
+            raise ConfigError(f"{self.folder}: the vocabulary has no {missing[0]}, which stands beside pictures",
+                              "fetch its tokenizer.json again")
+        return words[BEGIN], words[END]
+
+    def tokens(self, height: int, width: int) -> tuple[int, ...]:
+        rows, columns = self.grid(height, width)
+        tiles = rows * columns + (rows * columns > 1)
+        begin, end = self.words
+        return (begin, *(PLACE,) * (tiles * (self.across // self.joined) ** 2), end)
+
+    def values(self, picture: np.ndarray) -> list[np.ndarray]:
+        rows, columns = self.grid(*picture.shape[:2])
+        side = self.side
+        whole = resized(picture, rows * side, columns * side, self.resample)
+        tiles = [whole[row * side : (row + 1) * side, column * side : (column + 1) * side]
+                 for row in range(rows) for column in range(columns)]
+        if len(tiles) > 1:
+            tiles.append(resized(picture, side, side, self.resample))
+        return [self.scale(each) for each in tiles]
+
+    def load(self, weights: Weights) -> Rows:
+        tower = self.tower_of(weights)
+        together, hidden = self.width * len(self.wanted) * self.joined**2, self.config.hidden_size
+        norm = weights.layer_norm("multi_modal_projector.layer_norm", together, PROJECTOR_EPS)
+        first = weights.matrix("multi_modal_projector.linear_1", hidden, together)
+        second = weights.matrix("multi_modal_projector.linear_2", hidden, hidden)
+        curve = CURVES[self.outer.choice("projector_hidden_act", {key: key for key in CURVES}, "gelu")]
+
+        def rows(tiles: list[np.ndarray], crew: Crew) -> np.ndarray:
+            x = joined(tower.layers(tiles, self.wanted, crew)[:, 1:], self.joined)
+            return two_layers(norm(x.reshape(-1, together)), first, second, curve, crew)
+
+        return rows
+
+    def tower_of(self, weights: Weights) -> VisionTransformer:
+        keys, width, patch = self.vision, self.width, self.patch
+        inner, eps, name = keys.integer("intermediate_size"), keys.number("layer_norm_eps"), "vision_tower."
+        curve = CURVES[keys.choice("hidden_act", {key: key for key in CURVES}, "gelu")]
+        centered = keys.choice("norm_type", {"layer_norm": "layer_norm", "rms_norm": "rms_norm"}, "layer_norm") == "layer_norm"
+        head_norms = keys.flag("use_qk_norm", False)
+        count = layer_count(self)
+
+        def norm(own: str) -> Norm:
+            return weights.layer_norm(own, width, eps) if centered else weights.rms_norm(own, width, eps)
+
+        def block(number: int) -> Block:
+            own = f"{name}encoder.layer.{number}."
+            return Block(
+                (norm(f"{own}layernorm_before"), norm(f"{own}layernorm_after")),
+                *(weights.matrix(f"{own}attention.{which}_proj", width, width) for which in "qkv"),
+                weights.matrix(f"{own}attention.projection_layer", width, width),
+                weights.matrix(f"{own}mlp.fc1", inner, width), weights.matrix(f"{own}mlp.fc2", width, inner), curve, self.heads,
+                scales=(weights.numbers(f"{own}lambda_1", width), weights.numbers(f"{own}lambda_2", width)),
+                head_norms=tuple(weights.rms_norm(f"{own}attention.{which}_norm", width, HEAD_EPS) for which in "qk")
+                if head_norms else None)
+
+        finished = not keys.flag("use_mean_pooling", True) and count in self.wanted
+        positions = self.across**2 + 1
+        places = weights.numbers(f"{name}embeddings.position_embeddings", 1, positions, width)[0] \
+            if keys.flag("use_absolute_position_embeddings", True) else np.zeros((positions, width), np.float32)
+        return VisionTransformer(
+            patches=weights.matrix(f"{name}embeddings.patch_embeddings.projection", width, 3 * patch * patch), places=places,
+            first=weights.numbers(f"{name}embeddings.cls_token", 1, 1, width)[0, 0], before=None,
+            blocks=[block(number) for number in range(count)],
+            after=weights.layer_norm(f"{name}layernorm", width, eps) if finished else None, patch=patch)
+
+
+def sight(folder: Path, config: ModelConfig) -> InternVl:
+    return InternVl(folder, config)

@@ -1,0 +1,109 @@
+"""LLaVA 1.5: one picture of a size through CLIP or SigLIP, two layers to the model's width, and a row for every patch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ... import UsageError
+from ..config_reader import ConfigError, Keys, read_json
+from . import PLACE
+from .pixtral import Pixtral
+from .preprocessor import BICUBIC, CLIP_MEAN, CLIP_STD, HALF, Scale, cropped, filter_of, resized, shorter_to, sides, square, squared
+from .tower_parts import CURVES, Crew, two_layers
+from .tower_sight import Rows, TowerSight, demand_shape
+from .tower_weights import Weights
+from .vision_transformer import CLIP, SIGLIP, load_transformer, wanted_layers
+
+if TYPE_CHECKING:
+    from ..config import ModelConfig
+
+MOST_SQUARE = 1 << 27  # points of a picture with a border that makes it a square
+
+
+class Llava(TowerSight):
+    VISION = {"clip_vision_model": CLIP, "siglip_vision_model": SIGLIP}
+    PROCESSORS = ("CLIPImageProcessor", "SiglipImageProcessor", "LlavaImageProcessor")
+    LAYER, STRATEGY = -2, "default"
+    CROPS = True  # cuts the middle out where its preprocessor does not say; SigLIP's do not
+
+    def __init__(self, folder: Path, config: ModelConfig) -> None:
+        super().__init__(folder, config)
+        keys = self.processor
+        siglip = keys.text("image_processor_type", "").startswith("Siglip")
+        crops = self.CROPS and not siglip
+        self.scale = Scale(keys, HALF if siglip else CLIP_MEAN, HALF if siglip else CLIP_STD)
+        self.resample = filter_of(keys, BICUBIC)
+        self.crop = keys.flag("do_center_crop", crops)
+        size = sides(keys, "size", {"shortest_edge": 224} if crops else {"height": 224, "width": 224})
+        if not keys.flag("do_resize", True) or not ({"height", "width"} <= size.keys() or "shortest_edge" in size and self.crop):
+            raise keys.fail("size", "a size that all pictures have then")
+        self.size = size
+        final = square(keys, "crop_size", 224) if self.crop else square(keys, "size", size)
+        if final != (self.side, self.side):
+            raise ConfigError(f"{keys.where}: pictures become {final[0]} × {final[1]}, but the tower takes {self.side} × {self.side}")
+        if self.side % self.patch and self.side < self.patch:
+            raise ConfigError(f"config.json: vision_config: patch_size {self.patch} is more than image_size {self.side}")
+        self.drops_first = self.outer.choice("vision_feature_select_strategy", {"default": "default", "full": "full"},
+                                             self.STRATEGY) == "default"
+        self.wanted = wanted_layers(self, self.LAYER)
+        self.placeholder = self.around.text("image_token", "<image>")
+
+    @property
+    def patches(self) -> int:
+        """Rows of one tile, with the first that CLIP has before its patches."""
+        return (self.side // self.patch) ** 2 + self.tower.startswith("clip")
+
+    @property
+    def most_patches(self) -> int:
+        return self.patches
+
+    def tokens(self, height: int, width: int) -> tuple[int, ...]:
+        return (PLACE,) * (self.patches - self.drops_first)
+
+    def made_ready(self, picture: np.ndarray) -> np.ndarray:
+        """One tile: uint8 [height, width, 3] -> float32 [side, side, 3]."""
+        height, width = picture.shape[:2]
+        if "shortest_edge" in self.size:
+            height, width = shorter_to(height, width, self.size["shortest_edge"])
+        else:
+            height, width = self.size["height"], self.size["width"]
+        picture = resized(picture, height, width, self.resample)
+        return self.scale(cropped(picture, self.side, self.side) if self.crop else picture)
+
+    def values(self, picture: np.ndarray) -> list[np.ndarray]:
+        demand_shape(*picture.shape[:2])
+        if self.processor.flag("do_pad", False):
+            if max(picture.shape[:2]) ** 2 > MOST_SQUARE:
+                raise UsageError(f"a picture of {picture.shape[1]} × {picture.shape[0]} is too large for this model", "make it smaller")
+            picture = squared(picture, [int(255 * each) for each in self.scale.mean])
+        return [self.made_ready(picture)]
+
+    def load(self, weights: Weights) -> Rows:
+        project = self.projector(weights)
+
+        def rows(tiles: list[np.ndarray], crew: Crew) -> np.ndarray:
+            return project(tiles, crew)[0]
+
+        return rows
+
+    def projector(self, weights: Weights) -> Rows:
+        """Tiles -> float32 [tiles, rows, hidden]."""
+        tower = load_transformer(weights, self, "vision_tower.", finished=False)
+        inside, width = self.width * len(self.wanted), self.config.hidden_size
+        first = weights.matrix("multi_modal_projector.linear_1", width, inside)
+        second = weights.matrix("multi_modal_projector.linear_2", width, width)
+        curve = CURVES[self.outer.choice("projector_hidden_act", {key: key for key in CURVES}, "gelu")]
+
+        def project(tiles: list[np.ndarray], crew: Crew) -> np.ndarray:
+            made = tower.layers(tiles, self.wanted, crew)[:, int(self.drops_first) :]
+            return two_layers(made, first, second, curve, crew)
+
+        return project
+
+
+def sight(folder: Path, config: ModelConfig) -> TowerSight:
+    vision = Keys(read_json(folder / "config.json")).section("vision_config") or {}
+    return Pixtral(folder, config, merges=False) if vision.get("model_type") in Pixtral.VISION else Llava(folder, config)

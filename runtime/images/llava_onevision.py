@@ -1,0 +1,60 @@
+"""LLaVA-OneVision: as LLaVA-NeXT, with SigLIP, many more resolutions, and a bound on how many rows they may become."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..config_reader import ConfigError
+from .llava_next import LlavaNext
+from .vision_transformer import CLIP, SIGLIP
+
+if TYPE_CHECKING:
+    from ..config import ModelConfig
+
+SLACK = 1.1  # times as many patches in a row as are allowed are left
+
+
+class LlavaOnevision(LlavaNext):
+    VISION = {"siglip_vision_model": SIGLIP, "clip_vision_model": CLIP}
+    PROCESSORS = ("LlavaOnevisionImageProcessor",)
+    PINPOINTS = [[384 * high, 384 * wide] for high in range(1, 7) for wide in range(1, 7)]
+    LAYER, STRATEGY, CROPS = -1, "full", False
+
+    def __init__(self, folder: Path, config: ModelConfig) -> None:
+        super().__init__(folder, config)
+        stated = self.outer.text("vision_aspect_ratio", "anyres_max_9")
+        found = re.fullmatch(r"anyres_max_([1-9][0-9]{0,3})", stated)
+        if found is None:
+            raise ConfigError(f"config.json: vision_aspect_ratio is {stated!r}, expected anyres_max_ and a number")
+        self.most_tiles = int(found[1])
+
+    def lines(self, height: int, width: int) -> tuple[int, int]:
+        lines, columns = super().lines(height, width)
+        ratio = math.sqrt(lines * columns / (self.most_tiles * self.across**2))
+        return (int(lines // ratio), int(columns // ratio)) if ratio > SLACK else (lines, columns)
+
+    def fewer(self, grid: np.ndarray, lines: int, columns: int) -> np.ndarray:
+        """Read between the rows that there are."""
+        if grid.shape[:2] == (lines, columns):
+            return grid
+        low, high, share = _taps(grid.shape[0], lines)
+        grid = grid[low] * (1 - share)[:, None, None] + grid[high] * share[:, None, None]
+        low, high, share = _taps(grid.shape[1], columns)
+        return grid[:, low] * (1 - share)[None, :, None] + grid[:, high] * share[None, :, None]
+
+
+def _taps(count: int, wanted: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of `count` points in a row those on both sides of each of `wanted`, and how much the second counts; middles of first and last keep
+    their distance from the borders."""
+    at = np.maximum((np.arange(wanted, dtype=np.float32) + np.float32(0.5)) * np.float32(count / wanted) - np.float32(0.5), 0)
+    low = at.astype(np.int64)
+    return low, np.minimum(low + 1, count - 1), at - low.astype(np.float32)
+
+
+def sight(folder: Path, config: ModelConfig) -> LlavaOnevision:
+    return LlavaOnevision(folder, config)

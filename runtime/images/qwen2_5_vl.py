@@ -1,0 +1,77 @@
+"""Qwen 2.5 VL: patches turned by row and column, that see those of their window but for some layers, in which all see all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .qwen_patches import QwenPatches
+from .tower_parts import CURVES, Block, Crew, Span, gelu, product, two_layers
+from .tower_sight import MOST_LAYERS, Rows
+from .tower_weights import Weights
+
+if TYPE_CHECKING:
+    from ..config import ModelConfig
+
+EPS = 1e-6
+USUAL = {"depth": 32, "hidden_size": 3584, "hidden_act": "silu", "intermediate_size": 3420, "num_heads": 16, "patch_size": 14,
+         "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31]}
+
+
+class Qwen25Vl(QwenPatches):
+    VISION = {"qwen2_5_vl_vision": USUAL, "qwen2_5_vl": USUAL}
+
+    def load(self, weights: Weights) -> Rows:
+        keys, width, hidden = self.vision, self.width, self.config.hidden_size
+        inner, together = keys.integer("intermediate_size"), width * self.joined**2
+        curve = CURVES[keys.choice("hidden_act", {key: key for key in CURVES}, "silu")]
+        depth = keys.integer("depth", high=MOST_LAYERS)
+        whole = keys.layers("fullatt_block_indexes", depth)
+        side = keys.integer("window_size", high=1 << 14) // self.joined // self.patch
+        if side < 1:
+            raise keys.fail("window_size", f"at least {self.joined * self.patch}")
+        embedding = self.embedding(weights, bias=False)
+
+        def block(number: int) -> Block:
+            own = f"visual.blocks.{number}."
+            queries, keys_, values = weights.matrix(f"{own}attn.qkv", 3 * width, width).parts(3)
+            return Block((weights.rms_norm(f"{own}norm1", width, EPS), weights.rms_norm(f"{own}norm2", width, EPS)),
+                         queries, keys_, values, weights.matrix(f"{own}attn.proj", width, width),
+                         weights.matrix(f"{own}mlp.up_proj", inner, width), weights.matrix(f"{own}mlp.down_proj", width, inner),
+                         curve, self.heads, gate=weights.matrix(f"{own}mlp.gate_proj", inner, width))
+
+        blocks = [block(number) for number in range(depth)]
+        norm = weights.rms_norm("visual.merger.ln_q", width, EPS)
+        first, second = weights.matrix("visual.merger.mlp.0", together, together), weights.matrix("visual.merger.mlp.2", hidden, together)
+
+        def rows(values: tuple[np.ndarray, np.ndarray], crew: Crew) -> np.ndarray:
+            patches, places = values
+            unit = self.joined**2
+            order, windows = window_order(places[::unit] // self.joined, side, unit)
+            by_window = (order[:, None] * unit + np.arange(unit)).reshape(-1)
+            x = product(patches[by_window], embedding, crew)
+            rope, everything = self.rope(places[by_window]), [(0, len(x))]
+            for number, block in enumerate(blocks):
+                block.run(x, everything if number in whole else windows, crew, rope)
+            made = two_layers(norm(x).reshape(-1, together), first, second, gelu, crew)
+            out = np.empty_like(made)
+            out[order] = made
+            return out
+
+        return rows
+
+
+def window_order(places: np.ndarray, side: int, unit: int) -> tuple[np.ndarray, list[Span]]:
+    """Of squares of patches at rows and columns int64 [n, 2]: their order window by window, and which patches, `unit` to a square, are in
+    one."""
+    columns = int(places[:, 1].max()) // side + 1
+    window = places[:, 0] // side * columns + places[:, 1] // side
+    ends = (np.flatnonzero(np.diff(np.sort(window))) + 1) * unit
+    borders = [0, *ends.tolist(), len(places) * unit]
+    return np.argsort(window, kind="stable"), list(zip(borders, borders[1:], strict=False))
+
+
+def sight(folder: Path, config: ModelConfig) -> Qwen25Vl:
+    return Qwen25Vl(folder, config)

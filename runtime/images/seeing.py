@@ -1,0 +1,102 @@
+"""What an engine has for pictures: it knows what stands for the ids of a pass, where they turn, and where no pass may end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, groupby
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ... import UsageError
+from ...quant.kv import codec
+from .turning import PICTURED, Followed, parts_of
+
+if TYPE_CHECKING:
+    from ...offload.plan import Placement
+    from ..cache import KVCache
+    from ..prepare import EngineOptions
+    from .album import Album
+
+
+class Seeing:
+    """`album`: of the pictures in prompts, where the model sees."""
+
+    tokens: list[int]
+    reading: list[int]
+    cache: KVCache
+    options: EngineOptions
+    placement: Placement
+    album: Album | None = None
+    _followed: Followed | None = None
+
+    def seen(self, ids: Sequence[int]) -> tuple[np.ndarray, dict[str, object]]:
+        """Ids of the vocabulary int64 [T] for tokens behind those that are held, and what else a pass over them is told. Raises
+        PictureGone."""
+        if self.album is None:
+            return np.array(ids, np.int64), {}
+        plain, shown = self.album.shown(ids)
+        if shown is not None and shown.reach is not None:
+            self._demand_both_ways()
+        return np.array(plain, np.int64), {"shown": shown, "turned": self.turned(ids)}
+
+    def turned(self, ids: Sequence[int]) -> np.ndarray | None:
+        """What turns tokens behind those that are held, as of `Followed.behind`."""
+        if self.album is None or self.album.axes is None:
+            return None
+        if self._followed is None or self._followed.tokens is not self.tokens:
+            self._followed = Followed(self.tokens)
+        return self._followed.behind(ids, self.album.axes)
+
+
+    @property
+    def both_ways(self) -> bool:
+        """Whether there are pictures whose tokens see each other."""
+        return self.album is not None and self.album.both_ways
+
+    def uncut(self, passes: Iterable[int]) -> Iterator[int]:
+        """Lengths of the passes over what is left of the prompt in hand, of which none ends inside a picture whose tokens see each other.
+        Raises UsageError for a picture that no pass holds."""
+        if not self.both_ways:
+            yield from passes
+            return
+        at, ends, spans = len(self.tokens), list(passes), list(_spans(self.reading))
+        ends = [at + end for end in accumulate(ends)]
+        while at < ends[-1]:
+            stop = next(end for end in ends if end > at)
+            for begin, end in spans:
+                if begin < stop < end:
+                    stop = begin if begin > at else end
+            if stop - at > self.cache.shape.chunk:
+                raise UsageError(f"a picture has {stop - at} tokens, which see each other, and a pass holds {self.cache.shape.chunk}",
+                                 "a larger context (-c)")
+            yield stop - at
+            at = stop
+
+    def _demand_both_ways(self) -> None:
+        """Raises UsageError where attention sees nothing behind a token."""
+        what, way = "", ""
+        if codec(self.options.kv).is_packed:
+            what, way = f"--kv {self.options.kv}", "--kv 16bit"
+        elif "cuda" in self.placement.devices:
+            what, way = "layers on a GPU", "--device cpu"
+        elif self.placement.kv_pages is not None:
+            what, way = "a cache on the disk", "a smaller context (-c), or more of --kv-ram"
+        if what:
+            raise UsageError(f"tokens of this model's pictures see each other, which {what} cannot do in this version", way)
+
+
+def _spans(ids: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Where pictures begin and end; each begins with its first row, also where the same one comes again."""
+    for is_picture, group in groupby(range(len(ids)), lambda place: ids[place] >= PICTURED):
+        places = list(group) if is_picture else []
+        begins = [place for place in places if place == places[0] or parts_of(ids[place])[2] == 0]
+        yield from zip(begins, [*begins[1:], places[-1] + 1] if places else [], strict=True)
+
+
+def turned_together(engines: Sequence[Seeing]) -> np.ndarray | None:
+    """`Seeing.turned` of a word behind each of several sequences, int64 [T]; None where their order does."""
+    each = [engine.turned([0]) for engine in engines]
+    if all(own is None for own in each):
+        return None
+    return np.array([len(engine.tokens) if own is None else own[0] for engine, own in zip(engines, each, strict=True)], np.int64)

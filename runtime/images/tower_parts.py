@@ -1,0 +1,280 @@
+"""What towers compute with: products with a tower's matrices, norms, curves and attention both ways, in float32 with NumPy.
+
+Every thread does a few hundred rows of everything with a BLAS of one thread: that keeps what NumPy does alone (norms, curves, the softmax)
+from being done by one thread for all, and leaves no matrix of all patches by all patches, nor the inner layer of all patches, in memory.
+Matrices stay as they are stored, bfloat16 too, and are widened when a layer's turn comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from threading import Lock
+from types import TracebackType
+
+import numpy as np
+
+from ...kernels.blas import one_thread
+
+ROWS = 384  # rows of a piece of work, about
+SHORT = 256  # patches that see each other, up to which all heads are one piece of work
+QUERIES = 128  # rows of a matrix of scores
+
+Curve = Callable[[np.ndarray], np.ndarray]
+Span = tuple[int, int]  # patches that see each other: the first, and the one behind the last
+
+
+class Crew:
+    """Threads that share out rows. A context manager, of which one at a time is entered: how many threads BLAS has is the process's own."""
+
+    _entered = Lock()
+
+    def __init__(self, threads: int) -> None:
+        self._threads, self._pool, self._blas = threads, ThreadPoolExecutor(threads, "tower"), one_thread()
+
+    def each(self, do: Callable[[slice], None], count: int) -> None:
+        """`do` pieces of so many rows, each thread as many as the others."""
+        turns = max(1, round(count / (self._threads * ROWS)))
+        step = max(1, -(-count // (self._threads * turns)))
+        self.all([lambda begin=begin: do(slice(begin, min(begin + step, count))) for begin in range(0, count, step)])
+
+    def all(self, work: Sequence[Callable[[], None]]) -> None:
+        for done in [self._pool.submit(each) for each in work]:
+            done.result()
+
+    def __enter__(self) -> Crew:
+        self._entered.acquire()
+        self._blas.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._pool.shutdown(cancel_futures=True)
+        self._blas.__exit__(kind, error, trace)
+        self._entered.release()
+
+
+def widened(stored: np.ndarray) -> np.ndarray:
+    """Weights as float32: bfloat16 is stored as uint16."""
+    if stored.dtype != np.uint16:
+        return stored.astype(np.float32, copy=False)
+    wide = stored.astype(np.uint32)
+    wide <<= 16
+    return wide.view(np.float32)
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """`stored` [N, K] float32, float16, or bfloat16 as uint16; `bias` float32 [N] or None."""
+
+    stored: np.ndarray
+    bias: np.ndarray | None = None
+
+    def wide(self) -> Wide:
+        return Wide(widened(self.stored).T, self.bias)
+
+    def parts(self, count: int) -> list[Matrix]:
+        """Of so many that are stored one behind the other."""
+        biases = [None] * count if self.bias is None else np.split(self.bias, count)
+        return [Matrix(stored, bias) for stored, bias in zip(np.split(self.stored, count), biases, strict=True)]
+
+
+@dataclass(frozen=True)
+class Wide:
+    """A matrix [K, N] that is at hand in float32."""
+
+    weight: np.ndarray
+    bias: np.ndarray | None
+
+    def __call__(self, x: np.ndarray) -> np.ndarray:
+        y = x @ self.weight
+        if self.bias is not None:
+            y += self.bias
+        return y
+
+
+@dataclass(frozen=True)
+class Norm:
+    """Of rows: with a bias or as `centered` says their mean is taken off, else it is a root of mean squares."""
+
+    weight: np.ndarray
+    bias: np.ndarray | None
+    eps: float
+    centered: bool = True
+
+    def __call__(self, x: np.ndarray) -> np.ndarray:
+        y = x - x.mean(-1, keepdims=True, dtype=np.float32) if self.centered else x.copy()
+        y /= np.sqrt(np.einsum("...d,...d->...", y, y)[..., None] / np.float32(x.shape[-1]) + np.float32(self.eps))
+        y *= self.weight
+        if self.bias is not None:
+            y += self.bias
+        return y
+
+
+def gelu_tanh(x: np.ndarray) -> np.ndarray:
+    y = x * x
+    y *= 0.044715 * 0.7978845608028654
+    y += 0.7978845608028654
+    y *= x
+    np.tanh(y, out=y)
+    y += 1
+    y *= x
+    y *= 0.5
+    return y
+
+
+def gelu(x: np.ndarray) -> np.ndarray:
+    """With the error function by its rational approximation (Abramowitz and Stegun 7.1.26), which is within 1.5e-7."""
+    z = np.abs(x)
+    z *= 0.7071067811865476
+    t = 1 / (1 + np.float32(0.3275911) * z)
+    tail = t * np.float32(1.061405429)
+    for factor in (-1.453152027, 1.421413741, -0.284496736, 0.254829592):
+        tail += np.float32(factor)
+        tail *= t
+    np.multiply(z, z, out=z)
+    np.negative(z, out=z)
+    tail *= np.exp(z, out=z)
+    return np.float32(0.5) * x * (1 + np.copysign(1 - tail, x))
+
+
+def sigmoid_times(x: np.ndarray, steepness: float) -> np.ndarray:
+    y = x * np.float32(-steepness)
+    with np.errstate(over="ignore"):
+        np.exp(y, out=y)
+    y += 1
+    return np.divide(x, y, out=y)
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    return sigmoid_times(x, 1.0)
+
+
+def quick_gelu(x: np.ndarray) -> np.ndarray:
+    return sigmoid_times(x, 1.702)
+
+
+CURVES: dict[str, Curve] = {"gelu": gelu, "gelu_pytorch_tanh": gelu_tanh, "gelu_new": gelu_tanh, "quick_gelu": quick_gelu, "silu": silu,
+                            "relu": lambda x: np.maximum(x, 0)}
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Angles of a patch's place: `cos` and `sin` float32 [T, d], by which halves of a head are turned."""
+
+    cos: np.ndarray
+    sin: np.ndarray
+
+    def turn(self, x: np.ndarray, rows: slice) -> np.ndarray:
+        """Of x [rows, H, d]."""
+        half = x.shape[-1] // 2
+        other = np.concatenate([-x[..., half:], x[..., :half]], axis=-1)
+        return x * self.cos[rows, None] + other * self.sin[rows, None]
+
+
+@dataclass(frozen=True)
+class Block:
+    """One layer of a tower: x += attention(norm(x)), then x += ffn(norm(x)). `gate`: of a gated FFN, beside `up`. `scales`: what the two
+    are multiplied by, per channel. `head_norms`: of queries and keys, over all heads at once."""
+
+    norms: tuple[Norm, Norm]
+    queries: Matrix
+    keys: Matrix
+    values: Matrix
+    out: Matrix
+    up: Matrix
+    down: Matrix
+    curve: Curve
+    heads: int
+    gate: Matrix | None = None
+    scales: tuple[np.ndarray, np.ndarray] | None = None
+    head_norms: tuple[Norm, Norm] | None = None
+
+    def run(self, x: np.ndarray, spans: Sequence[Span], crew: Crew, rope: Rope | None = None) -> None:
+        """In place on x float32 [T, D]. Patches see those of their span."""
+        tokens, width = len(x), self.queries.stored.shape[0]
+        made = [np.empty((self.heads, tokens, width // self.heads), np.float32) for _ in range(3)]
+        products = [each.wide() for each in (self.queries, self.keys, self.values)]
+
+        def project(rows: slice) -> None:
+            normed = self.norms[0](x[rows])
+            for which, (product, to) in enumerate(zip(products, made, strict=True)):
+                y = product(normed)
+                if which < 2 and self.head_norms is not None:
+                    y = self.head_norms[which](y)
+                y = y.reshape(-1, self.heads, width // self.heads)
+                to[:, rows] = (y if which == 2 or rope is None else rope.turn(y, rows)).swapaxes(0, 1)
+
+        crew.each(project, tokens)
+        seen = np.empty((tokens, width), np.float32)
+        attend(*made, seen, spans, crew)
+        out, up, down, gate = self.out.wide(), self.up.wide(), self.down.wide(), self.gate and self.gate.wide()
+
+        def rest(rows: slice) -> None:
+            y = out(seen[rows])
+            x[rows] += y if self.scales is None else y * self.scales[0]
+            normed = self.norms[1](x[rows])
+            inner = self.curve(up(normed)) if gate is None else self.curve(gate(normed)) * up(normed)
+            y = down(inner)
+            x[rows] += y if self.scales is None else y * self.scales[1]
+
+        crew.each(rest, tokens)
+
+
+def attend(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, out: np.ndarray, spans: Sequence[Span], crew: Crew) -> None:
+    """Attention both ways within each span: queries, keys, values [H, T, d] -> `out` [T, H * d]."""
+    heads, _, depth = queries.shape
+    scale = np.float32(depth**-0.5)
+
+    def look(which: slice, rows: slice, seen: slice) -> None:
+        scores = queries[which, rows] @ keys[which, seen].swapaxes(1, 2)
+        scores *= scale
+        scores -= scores.max(-1, keepdims=True)
+        np.exp(scores, out=scores)
+        mixed = scores @ values[which, seen]
+        mixed /= scores.sum(-1, keepdims=True)
+        out[rows].reshape(-1, heads, depth)[:, which] = mixed.swapaxes(0, 1)
+
+    work: list[Callable[[], None]] = []
+    for begin, end in spans:
+        if end - begin <= SHORT:
+            work.append(lambda span=slice(begin, end): look(slice(None), span, span))
+            continue
+        for head in range(heads):
+            def of_head(head: int = head, begin: int = begin, end: int = end) -> None:
+                for first in range(begin, end, QUERIES):
+                    look(slice(head, head + 1), slice(first, min(first + QUERIES, end)), slice(begin, end))
+
+            work.append(of_head)
+    crew.all(work)
+
+
+def product(x: np.ndarray, matrix: Matrix, crew: Crew) -> np.ndarray:
+    """Rows float32 [n, K] -> [n, N]."""
+    wide, out = matrix.wide(), np.empty((len(x), matrix.stored.shape[0]), np.float32)
+
+    def some(rows: slice) -> None:
+        out[rows] = wide(x[rows])
+
+    crew.each(some, len(x))
+    return out
+
+
+def two_layers(x: np.ndarray, first: Matrix, second: Matrix, curve: Curve, crew: Crew) -> np.ndarray:
+    """Of rows float32 [..., K] -> [..., N]."""
+    flat, one, two = x.reshape(-1, x.shape[-1]), first.wide(), second.wide()
+    out = np.empty((len(flat), second.stored.shape[0]), np.float32)
+
+    def some(rows: slice) -> None:
+        out[rows] = two(curve(one(flat[rows])))
+
+    crew.each(some, len(flat))
+    return out.reshape(*x.shape[:-1], -1)
+
+
+def patches_of(values: np.ndarray, size: int) -> np.ndarray:
+    """Values [height, width, 3] cut into patches of `size` -> [rows * columns, 3 * size * size], channels outermost as a convolution's
+    weights have them."""
+    rows, columns = values.shape[0] // size, values.shape[1] // size
+    cut = values[: rows * size, : columns * size].reshape(rows, size, columns, size, 3)
+    return np.ascontiguousarray(cut.transpose(0, 2, 4, 1, 3)).reshape(rows * columns, 3 * size * size)

@@ -1,0 +1,75 @@
+"""The tensors of the part of a model that sees, read when its first picture comes.
+
+Writers name them with or without `model.` before, and towers that were models of their own with or without their own `vision_model.`; here
+they have neither.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from ...offload.checkpoint import CheckpointError, TensorStore
+from ...offload.header import AGAIN, TensorInfo
+from .tower_parts import Matrix, Norm, widened
+
+STORED = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+PARTS = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "connector.", "image_newline")
+
+
+def own_name(name: str) -> str:
+    """Without what writers put before it."""
+    return name.removeprefix("model.").replace("vision_tower.vision_model.", "vision_tower.", 1)
+
+
+class Weights:
+    """Tensors by their own names. A context manager."""
+
+    def __init__(self, folder: Path) -> None:
+        self._store = TensorStore.open(folder)
+        named = ((own_name(name), info) for name, info in self._store.tensors.items())
+        self._infos: dict[str, TensorInfo] = {name: info for name, info in named if name.startswith(PARTS)}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(info.nbytes for info in self._infos.values())
+
+    def has(self, name: str) -> bool:
+        return name in self._infos
+
+    def stored(self, name: str, *shape: int) -> np.ndarray:
+        """As it is stored, in this shape, or in any of as many numbers where it is two-dimensional. Raises CheckpointError."""
+        info = self._infos.get(name)
+        if info is None:
+            raise CheckpointError(f"{self._store.folder} holds no tensor {name} of the part that sees", AGAIN)
+        if info.dtype not in STORED:
+            raise CheckpointError(f"{name} is stored as {info.dtype}: of the part that sees only F32, F16 and BF16 are read",
+                                  "take the model with that part in bfloat16")
+        count = int(np.prod(shape, dtype=np.int64))
+        if tuple(info.shape) != shape and not (len(shape) == 2 and info.shape and info.shape[0] == shape[0]
+                                               and int(np.prod(info.shape, dtype=np.int64)) == count):
+            raise CheckpointError(f"{name} is {list(info.shape)}, but config.json says {list(shape)}", AGAIN)
+        return self._store.read(info).view(STORED[info.dtype]).reshape(shape)
+
+    def numbers(self, name: str, *shape: int) -> np.ndarray:
+        """As float32."""
+        return np.ascontiguousarray(widened(self.stored(name, *shape)))
+
+    def matrix(self, name: str, rows: int, depth: int, bias: bool | None = None) -> Matrix:
+        """`name`.weight and its bias: with one, without, or as it is stored."""
+        with_bias = self.has(f"{name}.bias") if bias is None else bias
+        return Matrix(self.stored(f"{name}.weight", rows, depth), self.numbers(f"{name}.bias", rows) if with_bias else None)
+
+    def layer_norm(self, name: str, width: int, eps: float) -> Norm:
+        return Norm(self.numbers(f"{name}.weight", width), self.numbers(f"{name}.bias", width), eps)
+
+    def rms_norm(self, name: str, width: int, eps: float) -> Norm:
+        return Norm(self.numbers(f"{name}.weight", width), None, eps, centered=False)
+
+    def __enter__(self) -> Weights:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._store.close()

@@ -1,0 +1,102 @@
+"""CLIP's and SigLIP's towers, and Idefics 3's, which is SigLIP's: patches with learned places, layers with norms before, and what each
+layer made, as those that project it ask for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..config_reader import ConfigError
+from .tower_parts import CURVES, Block, Crew, Matrix, Norm, patches_of
+from .tower_sight import MOST_LAYERS, TowerSight
+from .tower_weights import Weights
+
+CLIP: Mapping[str, object] = {
+    "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12, "image_size": 224, "patch_size": 32,
+    "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5}
+SIGLIP: Mapping[str, object] = {**CLIP, "patch_size": 16, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6}
+IDEFICS: Mapping[str, object] = {**SIGLIP, "hidden_size": 1152, "num_attention_heads": 16, "patch_size": 32}
+TOGETHER = 4096  # patches that go through the layers at once, but for a tile that has more
+
+
+@dataclass(frozen=True)
+class VisionTransformer:
+    """`first`: what stands before the patches, float32 [D], or None. `before`: a norm of what goes in, `after` of what comes out."""
+
+    patches: Matrix
+    places: np.ndarray
+    first: np.ndarray | None
+    before: Norm | None
+    blocks: Sequence[Block]
+    after: Norm | None
+    patch: int
+
+    def layers(self, tiles: Sequence[np.ndarray], wanted: Sequence[int], crew: Crew, places: np.ndarray | None = None) -> np.ndarray:
+        """Tiles float32 [side, side, 3], all of a size -> what layers number `wanted` made of them, side by side, [tiles, n, D * layers];
+        number 0 is what goes in. `places`: which of the learned places its patches are at, by default each at its own."""
+        length = (tiles[0].shape[0] // self.patch) * (tiles[0].shape[1] // self.patch) + (self.first is not None)
+        few = max(1, TOGETHER // length)
+        return np.concatenate([self._few(tiles[at : at + few], wanted, crew, places) for at in range(0, len(tiles), few)])
+
+    def _few(self, tiles: Sequence[np.ndarray], wanted: Sequence[int], crew: Crew, places: np.ndarray | None) -> np.ndarray:
+        embed, at = self.patches.wide(), self.places if places is None else self.places[places]
+        parts = []
+        for tile in tiles:
+            own = embed(patches_of(tile, self.patch))
+            parts.append((own if self.first is None else np.concatenate([self.first[None], own])) + at)
+        x = np.concatenate(parts)
+        length = len(parts[0])
+        if self.before is not None:
+            x = self.before(x)
+        spans = [(begin, begin + length) for begin in range(0, len(x), length)]
+        made = {0: x.copy()} if 0 in wanted else {}
+        for number, block in enumerate(self.blocks[: max(wanted)], start=1):
+            block.run(x, spans, crew)
+            if number in wanted:
+                made[number] = x.copy() if number < max(wanted) else x
+        if self.after is not None:
+            last = len(self.blocks)
+            made = {number: self.after(each) if number == last else each for number, each in made.items()}
+        return np.concatenate([made[number] for number in wanted], axis=-1).reshape(len(tiles), length, -1)
+
+
+def load_transformer(weights: Weights, sight: TowerSight, name: str, finished: bool) -> VisionTransformer:
+    """The tower whose tensors begin with `name`. `finished`: with the norm behind its last layer."""
+    keys, width, patch = sight.vision, sight.width, sight.patch
+    clip = sight.tower.startswith("clip")
+    eps, inner = keys.number("layer_norm_eps"), keys.integer("intermediate_size")
+    curve = CURVES[keys.choice("hidden_act", {key: key for key in CURVES}, "gelu")]
+    count = layer_count(sight)
+    places = (sight.side // patch) ** 2 + clip
+
+    def block(number: int) -> Block:
+        own = f"{name}encoder.layers.{number}."
+        return Block(
+            norms=tuple(weights.layer_norm(f"{own}layer_norm{which}", width, eps) for which in (1, 2)),
+            **{to: weights.matrix(f"{own}self_attn.{stored}", width, width)
+               for to, stored in (("queries", "q_proj"), ("keys", "k_proj"), ("values", "v_proj"), ("out", "out_proj"))},
+            up=weights.matrix(f"{own}mlp.fc1", inner, width), down=weights.matrix(f"{own}mlp.fc2", width, inner), curve=curve,
+            heads=sight.heads)
+
+    return VisionTransformer(
+        patches=weights.matrix(f"{name}embeddings.patch_embedding", width, 3 * patch * patch),
+        places=weights.numbers(f"{name}embeddings.position_embedding.weight", places, width),
+        first=weights.numbers(f"{name}embeddings.class_embedding", width) if clip else None,
+        before=weights.layer_norm(f"{name}pre_layrnorm", width, eps) if clip else None,  # so it is written
+        blocks=[block(number) for number in range(count)],
+        after=weights.layer_norm(f"{name}post_layernorm", width, eps) if finished else None, patch=patch)
+
+
+def layer_count(sight: TowerSight) -> int:
+    return sight.vision.integer("num_hidden_layers", high=MOST_LAYERS)
+
+
+def wanted_layers(sight: TowerSight, default: int) -> list[int]:
+    """Numbers of the layers whose rows are projected, counted from 0, which is what goes in."""
+    stated, count = sight.outer.raw.get("vision_feature_layer"), layer_count(sight)
+    numbers = [default] if stated is None else stated if isinstance(stated, list) else [stated]
+    if not numbers or any(isinstance(each, bool) or not isinstance(each, int) or not -count <= each + 1 <= count + 1 for each in numbers):
+        raise ConfigError(f"config.json: vision_feature_layer is {stated!r}, of a tower with {count} layers")
+    return [each + count + 1 if each < 0 else each for each in numbers]

@@ -1,0 +1,46 @@
+"""A tower that is a product with fixed numbers, for tests of what becomes of its rows: no library of models is loaded for it.
+
+Run as a program it is `effllm` for models whose folder has a file `patches`."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from effllm.runtime.images import PLACE, Seen, album
+
+IMAGE, SIDE, ROWS = "<image>", 8, 16
+
+
+class PatchSight:
+    """A row for each of 16 patches of a picture, whatever its size. `seen` counts."""
+
+    placeholder = IMAGE
+
+    def __init__(self, width: int) -> None:
+        self.matrix = np.random.default_rng(3).normal(0, 0.2, (3 * SIDE * SIDE, width)).astype(np.float32)
+        self.seen = 0
+
+    def see(self, picture: np.ndarray) -> Seen:
+        self.seen += 1
+        rows, columns = (np.linspace(0, size - 1, 4 * SIDE).astype(int) for size in picture.shape[:2])
+        small = picture[rows][:, columns].astype(np.float32) / 127.5 - 1
+        patches = small.reshape(4, SIDE, 4, SIDE, 3).swapaxes(1, 2).reshape(ROWS, -1)
+        return Seen(patches @ self.matrix, (PLACE,) * ROWS)
+
+    def places(self, height: int, width: int) -> int:
+        return ROWS
+
+    def bytes_needed(self) -> int:
+        return self.matrix.nbytes
+
+
+def patch_sight_of(folder: Path, config: object) -> PatchSight | None:
+    return PatchSight(config.hidden_size) if (folder / "patches").exists() else None
+
+
+if __name__ == "__main__":
+    from effllm.__main__ import main
+
+    album.sight_of = patch_sight_of
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""Tiny random models that see, for tests: what transformers' processors and towers make of a picture is what ours have to make of it."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel, PreTrainedTokenizerFast
+
+import effllm
+from effllm.runtime.config import read_config
+from effllm.runtime.images import PLACE, Sight, sight_of
+
+FABLE = Path(effllm.__path__[0]) / "models" / "fable"
+TEXT = {"vocab_size": 4200, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "max_position_embeddings": 512, "head_dim": 24}
+TOWER = {"hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 3, "num_attention_heads": 3, "image_size": 32, "patch_size": 8}
+FIRST = 4096  # the number of the first word that is added
+
+
+def pictures() -> dict[str, np.ndarray]:
+    """uint8 [height, width, 3]: waves with noise on them, in the shapes that matter."""
+    rng = np.random.default_rng(7)
+
+    def drawn(height: int, width: int) -> np.ndarray:
+        y, x = np.mgrid[:height, :width]
+        waves = np.stack([np.sin(x / (7 + 3 * c)) + np.cos(y / (11 - 2 * c)) for c in range(3)], axis=-1)
+        return (127 + 50 * waves + rng.normal(0, 12, (height, width, 3))).clip(0, 255).astype(np.uint8)
+
+    gray = drawn(41, 53)[..., :1].repeat(3, axis=2)
+    return {"photo": drawn(120, 160), "square": drawn(64, 64), "wide": drawn(30, 171), "tall": drawn(150, 37), "tiny": drawn(5, 7),
+            "gray": gray, "odd": drawn(33, 31)}
+
+
+PICTURES = pictures()
+
+
+def made(outer: str, folder: Path, text: Mapping[str, object], vision: Mapping[str, object], words: list[str] = (),
+         **more: object) -> PreTrainedModel:
+    """A random model saved in `folder` with the packaged tokenizer, to which `words` are added; as transformers reads it."""
+    config = AutoConfig.for_model(outer, text_config={**TEXT, **text}, vision_config=dict(vision), **more)
+    torch.manual_seed(3)
+    model = AutoModelForImageTextToText.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.15))
+    model.save_pretrained(folder)
+    for name in ("tokenizer_config.json", "generation_config.json"):
+        shutil.copy(FABLE / name, folder / name)
+    vocabulary = json.loads((FABLE / "tokenizer.json").read_text())
+    like = vocabulary["added_tokens"][-1]
+    vocabulary["added_tokens"] += [{**like, "id": FIRST + number, "content": word, "special": True} for number, word in enumerate(words)]
+    (folder / "tokenizer.json").write_text(json.dumps(vocabulary))
+    return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def words_of(folder: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer for a processor of transformers."""
+    return PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+
+
+def opened(folder: Path) -> Sight:
+    sight = sight_of(folder, read_config(folder))
+    assert sight is not None
+    return sight
+
+
+def held_against(sight: Sight, picture: np.ndarray, model: PreTrainedModel, ready: Mapping[str, torch.Tensor]) -> np.ndarray:
+    """Rows of ours, which are those of transformers' tower of what its processor made `ready`."""
+    with torch.inference_mode():
+        found = model.model.get_image_features(**{key: torch.as_tensor(np.asarray(value)) for key, value in ready.items()})
+    wanted = found.pooler_output
+    wanted = np.concatenate([each.reshape(-1, each.shape[-1]).numpy() for each in wanted])
+    seen = sight.see(picture)
+    assert seen.rows.dtype == np.float32 and seen.rows.shape == wanted.shape
+    assert np.abs(seen.rows - wanted).max() < 2e-5 * np.abs(wanted).max()
+    assert len(seen.tokens) == sight.places(*picture.shape[:2]) and seen.tokens.count(PLACE) == len(seen.rows)
+    return seen
+
+
+def config_changed(folder: Path, name: str, **changes: object) -> None:
+    """Keys of a JSON file in a folder as they are wanted; None takes one away."""
+    raw = {**json.loads((folder / name).read_text()), **changes}
+    (folder / name).write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))

@@ -1,0 +1,112 @@
+"""`effllm run --image` and `/image`: what a person sees of pictures, and of those that cannot be."""
+
+import io
+import json
+import os
+import sys
+
+import pexpect
+import pytest
+from patch_sight import __file__ as PROGRAM
+from patch_sight import patch_sight_of
+from pictured_models import CASE, as_png, picture, written_with_words
+
+from effllm.cli.app import main
+from effllm.cli.environment import Environment
+from effllm.runtime.images import album as albums
+
+
+class Ran:
+    def __init__(self, *argv: str, stdin: str = "") -> None:
+        self.environment = Environment(io.StringIO(stdin), io.StringIO(), io.StringIO(), os.environ)
+        self.code = main(argv, self.environment)
+        self.out, self.err = self.environment.stdout.getvalue(), self.environment.stderr.getvalue()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("llava")
+    written_with_words(CASE, made)
+    (made / "patches").touch()
+    return made
+
+
+@pytest.fixture(autouse=True)
+def sees(monkeypatch):
+    monkeypatch.setattr(albums, "sight_of", patch_sight_of)
+
+
+@pytest.fixture
+def files(tmp_path):
+    made = [tmp_path / f"{seed}.png" for seed in (1, 2)]
+    for seed, path in enumerate(made):
+        path.write_bytes(as_png(picture(seed)))
+    return made
+
+
+GREEDY = ("--temp", "0", "-n", "8", "--ignore-eos", "-c", "256")
+
+
+def test_an_answer_is_about_the_pictures_that_are_given(folder, files):
+    one, other = (Ran("run", str(folder), "Who?", "--image", str(path), *GREEDY) for path in files)
+    assert one.code == other.code == 0 and one.out != other.out
+    assert "picture of 64 × 48: 16 tokens" in one.err
+    both = Ran("run", str(folder), "Who?", "--image", str(files[0]), "--image", str(files[1]), "--stats", *GREEDY)
+    alone = Ran("run", str(folder), "Who?", "--stats", *GREEDY)
+    assert both.err.count("picture of") == 1, "the same line is said once"
+    prompt = [int(ran.err.partition("prompt ")[2].split()[0]) for ran in (alone, both)]
+    assert prompt[1] - prompt[0] == 32 and both.out not in (one.out, other.out, alone.out)
+
+
+def test_low_bit_weights_see_what_the_model_was_published_with(folder, files):
+    """What is quantized is the text part alone; the pictures are seen from the folder that it was made of."""
+    ran = Ran("run", str(folder), "Who?", "--bits", "8", "--image", str(files[0]), *GREEDY)
+    assert ran.code == 0 and "picture of" in ran.err
+
+
+def test_what_cannot_be_shown_is_told_before_weights_are_read(folder, files, tmp_path):
+    text = tmp_path / "text.png"
+    text.write_text("no picture")
+    for argv, said in ((("fable", "Who?", "--image", str(files[0])), "takes no pictures"),
+                       ((str(folder), "Who?", "--image", str(text)), "no picture that can be read"),
+                       ((str(folder), "Who?", "--image", str(tmp_path / "absent.png")), "No such file"),
+                       ((str(folder), "Who?", "--raw", "--image", str(files[0])), "--image has no place in --raw")):
+        ran = Ran("run", *argv)
+        assert ran.code in (1, 2) and said in ran.err and not ran.out, argv
+        assert len(ran.err.strip().splitlines()) == 2, "the failure and its next step"
+    ran = Ran("chat", "fable", "--image", str(files[0]))
+    assert ran.code == 2 and "effllm run MODEL --image FILE" in ran.err
+
+
+def test_a_picture_too_many_for_the_context_is_told(folder, files):
+    ran = Ran("run", str(folder), "Who?", "--image", str(files[0]), "-c", "20")
+    assert ran.code == 5 and "context" in ran.err and "picture of" not in ran.err
+
+
+def test_plan_and_show_say_that_pictures_are_taken_and_what_that_costs(folder):
+    tower = patch_sight_of(folder, type("Config", (), {"hidden_size": 64})).bytes_needed()
+    shown, plan = (json.loads(Ran(command, str(folder), "--json").out) for command in ("show", "plan"))
+    assert shown["pictures"] == {"placeholder": "<image>", "bytes": tower} and plan["sight_bytes"] == tower
+    for command, line in (("show", "taken, as <image>"), ("plan", "what sees them takes 48.00 KiB")):
+        ran = Ran(command, str(folder))
+        assert ran.code == 0 and line in ran.out and "takes images too" not in ran.err
+    assert json.loads(Ran("show", "fable", "--json").out)["pictures"] is None
+    assert json.loads(Ran("plan", "fable", "--json").out)["sight_bytes"] == 0
+
+
+def test_a_picture_goes_with_the_next_message_of_a_chat(folder, files):
+    """By /image, and by the path that a terminal writes where a file is dropped on it; off takes it back."""
+    line = ["-P", PROGRAM, "chat", str(folder), "--temp", "0", "-n", "8", "-c", "256"]
+    terminal = pexpect.spawn(sys.executable, line, encoding="utf-8", timeout=60, echo=False, env={**os.environ, "TERM": "dumb"},
+                             dimensions=(40, 200))
+    try:
+        terminal.expect("/help lists commands")
+        for typed, said in (("/image absent.png", "No such file"), (f"/image {files[0]}", "1.png: 16 tokens go with the next message"),
+                            ("/image off", "no file goes"), (f"'{files[1]}'", "2.png: 16 tokens go with the next message"),
+                            ("Who?", "picture of 64 × 48: 16 tokens"), ("/image", "no file goes")):
+            terminal.sendline(typed)
+            terminal.expect_exact(said)
+        terminal.sendline("/exit")
+        terminal.expect(pexpect.EOF)
+    finally:
+        terminal.close(force=True)

@@ -1,0 +1,119 @@
+"""Files of pictures, and their places in texts."""
+
+from io import BytesIO
+
+import numpy as np
+import pytest
+from pictured_models import as_png, picture
+from PIL import Image
+
+from effllm import UsageError
+from effllm.runtime.images import picture_file
+from effllm.runtime.images.marks import digests, mark, parts_of, rendered, unmarked
+from effllm.runtime.images.picture_file import decode_picture, read_picture
+from effllm.runtime.templates.template import ChatTemplate, TemplateError
+
+ONE, TWO = mark("1" * 32), mark("2" * 32)
+
+
+def encoded(image, kind, **more) -> bytes:
+    file = BytesIO()
+    image.save(file, kind, **more)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["PNG", "BMP", "GIF", "WEBP", "TIFF", "JPEG"])
+def test_formats_are_read(kind, tmp_path):
+    points = np.full((20, 30, 3), (200, 30, 90), np.uint8)
+    path = tmp_path / "one"
+    path.write_bytes(encoded(Image.fromarray(points), kind))
+    found = read_picture(path)
+    assert found.shape == (20, 30, 3) and found.dtype == np.uint8 and np.abs(found.astype(int) - points).max() < 12
+
+
+def test_a_png_comes_back_as_it_was():
+    assert np.array_equal(decode_picture(as_png(picture(1)), "it"), picture(1))
+
+
+def test_what_a_camera_says_of_its_side_is_heeded():
+    points, exif = picture(2, 20, 30), Image.Exif()
+    exif[0x0112] = 6  # the camera was turned: the first row is the right side
+    found = decode_picture(encoded(Image.fromarray(points), "PNG", exif=exif), "it")
+    assert np.array_equal(found, np.rot90(points, -1))
+
+
+def test_what_shines_through_is_on_white():
+    image = Image.new("RGBA", (4, 2), (255, 0, 0, 0))
+    image.putpixel((0, 0), (10, 20, 30, 255))
+    found = decode_picture(encoded(image, "PNG"), "it")
+    assert found[0, 0].tolist() == [10, 20, 30] and (found[1] == 255).all()
+    palette = Image.new("P", (4, 2), 0)
+    palette.putpalette([9, 9, 9, 40, 50, 60])
+    palette.putpixel((1, 0), 1)
+    found = decode_picture(encoded(palette, "PNG", transparency=0), "it")
+    assert found[0, 0].tolist() == [255] * 3 and found[0, 1].tolist() == [40, 50, 60]
+
+
+def test_gray_is_read_in_eight_and_in_sixteen_bits():
+    gray = np.arange(256, dtype=np.uint8).reshape(16, 16)
+    assert np.array_equal(decode_picture(encoded(Image.fromarray(gray), "PNG"), "it")[..., 1], gray)
+    deep = decode_picture(encoded(Image.fromarray(gray.astype(np.uint16) * 257), "PNG"), "it")
+    assert np.array_equal(deep[..., 0], gray)
+
+
+@pytest.mark.parametrize("data", [b"", b"no picture", as_png(picture(1))[:200], b"\x89PNG\r\n\x1a\n" + b"\0" * 60])
+def test_what_is_no_picture_is_told_in_a_line(data, tmp_path):
+    path = tmp_path / "it.png"
+    path.write_bytes(data)
+    with pytest.raises(UsageError, match="no picture that can be read") as caught:
+        read_picture(path)
+    assert "\n" not in caught.value.message and "PNG" in caught.value.hint
+    with pytest.raises(UsageError, match="No such file"):
+        read_picture(tmp_path / "absent.png")
+    with pytest.raises(UsageError, match="Is a directory"):
+        read_picture(tmp_path)
+
+
+def test_a_file_may_not_claim_more_points_than_there_is_room_for(monkeypatch):
+    """Some hundred bytes of white."""
+    monkeypatch.setattr(picture_file, "MOST_POINTS", 10_000)
+    with pytest.raises(UsageError, match="more than 10,000"):
+        decode_picture(encoded(Image.new("1", (200, 51)), "PNG"), "it")
+    assert decode_picture(encoded(Image.new("1", (200, 50)), "PNG"), "it").shape == (50, 200, 3)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    with pytest.raises(UsageError, match="points"):
+        decode_picture(encoded(Image.new("1", (200, 50)), "PNG"), "it")
+    monkeypatch.setattr(picture_file, "MOST_BYTES", 100)
+    with pytest.raises(UsageError, match="too much for a picture"):
+        decode_picture(bytes(101), "it")
+
+
+def test_a_text_with_marks_becomes_parts_and_is_readable():
+    text = f"{ONE}\nWhat is this,\n{TWO} beside that?"
+    assert digests(text) == ["1" * 32, "2" * 32]
+    assert parts_of(text) == [{"type": "image"}, {"type": "text", "text": "What is this,"}, {"type": "image"},
+                              {"type": "text", "text": " beside that?"}]
+    assert parts_of("\nonly words\n") == [{"type": "text", "text": "\nonly words\n"}]
+    assert unmarked(text) == "[picture 11111111]\nWhat is this,\n[picture 22222222] beside that?"
+
+
+BOTH = ("{% for m in messages %}{{ m.role }}: {% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+        "{{ '<image>' if p.type == 'image' else p.text }}{% endfor %}{% endif %};{% endfor %}")
+PARTS = ("{% for m in messages %}{{ m.role }}: {% for p in m.content | selectattr('type', 'equalto', 'image') %}<image>{% endfor %}"
+         "{% for p in m.content | selectattr('type', 'equalto', 'text') %}{{ p.text }}{% endfor %};{% endfor %}")
+TEXT = "{% for m in messages %}{{ m.role + ': ' + m.content }};{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [BOTH, PARTS, TEXT])
+def test_templates_take_messages_in_their_own_way(template):
+    messages = [{"role": "user", "content": f"{ONE}Who?"}, {"role": "assistant", "content": "A fox."}, {"role": "user", "content": "Why?"}]
+    found = rendered(ChatTemplate(template).render, messages, "<image>")
+    assert found == f"user: {ONE}Who?;assistant: A fox.;user: Why?;"
+
+
+def test_a_template_without_a_place_for_pictures_says_so():
+    lost = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
+    with pytest.raises(UsageError, match="no place for a picture"):
+        rendered(ChatTemplate(lost).render, [{"role": "user", "content": f"{ONE}Who?"}], "<image>")
+    with pytest.raises(TemplateError, match="only words"):
+        rendered(ChatTemplate("{{ raise_exception('only words') }}").render, [{"role": "user", "content": f"{ONE}Who?"}], "<image>")

@@ -1,0 +1,243 @@
+"""Pictures in a prompt: their rows stand where transformers puts them, and whatever compares tokens tells them apart."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from family_models import assert_close
+from pictured_models import CASE, IMAGE, IMAGE_ID, TorchSight, picture, written_with_words
+
+from effllm import ContextOverflow, EffllmError, UsageError
+from effllm.runtime.engine import open_engine
+from effllm.runtime.events import Notice, Progress, TextDelta
+from effllm.runtime.images import PLACE, Seen
+from effllm.runtime.images import album as albums
+from effllm.runtime.images.album import PICTURED, Album, PictureGone
+from effllm.runtime.images.marks import mark
+from effllm.runtime.prepare import EngineOptions
+from effllm.runtime.sampler import Sampler, SamplerSettings
+from effllm.runtime.session import Session
+from effllm.runtime.sessions.saved import SavedSessions
+from effllm.runtime.sessions.session_store import SessionStore
+from effllm.runtime.speculation.drafts import SuffixMatch
+from effllm.runtime.templates.prompting import Prompts
+from effllm.runtime.text import Tokenizer
+
+GREEDY = SamplerSettings(temperature=0)
+OPTIONS = EngineOptions(kv="32bit", device="cpu", ctx=512, strict=True, exact=True)
+ASKED = "What do you see in this one?"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llava")
+    return folder, written_with_words(CASE, folder)
+
+
+@pytest.fixture(scope="module")
+def opened(made):
+    engine = list(open_engine(made[0], OPTIONS))[-1]
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def engine(made, opened):
+    opened.reset()
+    opened.album = Album(TorchSight(made[1]))
+    return opened
+
+
+@pytest.fixture
+def tokenizer(made, engine):
+    return Tokenizer.load(made[0], engine.config)
+
+
+@pytest.fixture
+def session(engine, tokenizer):
+    return Session(engine, tokenizer, GREEDY, max_tokens=12, ignore_eos=True)
+
+
+def said(events) -> str:
+    return "".join(event.text for event in events if isinstance(event, TextDelta))
+
+
+def ids_of(session, text, *points) -> list[int]:
+    """The prompt of a question; its pictures are the conversation's."""
+    prompts = Prompts(session.tokenizer, album=session.engine.album)
+    content = "\n".join([*(mark(session.picture(each).digest) for each in points), text])
+    prompt = prompts.rendered([{"role": "user", "content": content}], None)
+    list(prompts.see(prompt, session.engine))
+    return prompts.encoded(prompt)
+
+
+def told_to_transformers(sight, ids, points) -> dict:
+    return {"input_ids": torch.tensor([[IMAGE_ID if token >= PICTURED else token for token in ids]]),
+            "pixel_values": torch.cat([sight.values(each) for each in points])}
+
+
+def logits_of(model, sight, ids, points) -> np.ndarray:
+    told = told_to_transformers(sight, ids, points)
+    model.to(torch.float64)
+    with torch.inference_mode():
+        found = model(**{**told, "pixel_values": told["pixel_values"].double()}, use_cache=False).logits[0].numpy()
+    model.to(torch.float32)
+    return found
+
+
+def test_rows_stand_where_transformers_puts_them(made, session):
+    """Also where a text is read in pieces that end inside a picture."""
+    engine, shown = session.engine, [picture(1), picture(2, 40, 40)]
+    ids = ids_of(session, ASKED, *shown)
+    ids = [*np.random.default_rng(1).integers(10, 4000, 116).tolist(), *ids]
+    assert PICTURED <= min(ids[127:129]), "the first lies across the border of two pages"
+    expected = logits_of(made[1], engine.album.sight, ids, shown)
+    whole = np.concatenate([logits.copy() for _, logits in engine.score(ids)])
+    assert_close(whole, expected)
+    assert_close(np.concatenate([logits.copy() for _, logits in engine.score(ids, pages=1)]), expected)
+    assert_close(np.concatenate([logits.copy() for _, logits in engine.score(ids[:60], by_token=True)]), expected[:60])
+
+
+def test_answers_are_those_of_transformers(made, session):
+    sight, model, points = session.engine.album.sight, made[1], picture(3)
+    events = list(session.ask(ASKED, [session.picture(points)]))
+    ids = ids_of(session, ASKED, points)
+    with torch.inference_mode():
+        wanted = model.generate(**told_to_transformers(sight, ids, [points]), max_new_tokens=12, min_new_tokens=12, do_sample=False)
+    assert list(session.stats.token_ids) == wanted[0][len(ids) :].tolist()
+    assert any(isinstance(event, Progress) and "picture" in event.phase for event in events)
+    assert any(isinstance(event, Notice) and event.text == "picture of 64 × 48: 16 tokens" for event in events)
+
+
+def test_a_second_question_about_a_picture_reads_and_sees_nothing_again(session):
+    engine, points = session.engine, picture(3)
+    first = said(session.ask(ASKED, [session.picture(points)]))
+    held = len(engine.tokens)
+    second = said(session.ask("And what else?"))
+    assert engine.album.sight.seen == 1 and engine.reused >= held - 1
+    logits = engine._logits.copy()
+    ids = [*engine.tokens]
+    engine.reset()
+    list(engine.prefill(ids))
+    assert np.allclose(engine._logits, logits, atol=1e-4 * np.abs(logits).max())
+    session.clear()
+    assert said(session.ask(ASKED, [session.picture(points)])) == first
+    assert said(session.ask("And what else?")) == second and engine.album.sight.seen == 1
+
+
+def test_the_same_prompt_comes_with_the_same_bits(session):
+    engine = session.engine
+    ids = ids_of(session, "It is so, " * 30 + ASKED, picture(4))
+    list(engine.prefill(ids))
+    whole = engine._logits.copy()
+    list(engine.prefill(ids))
+    assert engine.reused > 60 and np.array_equal(engine._logits, whole)
+
+
+def test_another_picture_is_not_taken_for_the_one_that_was_read(session):
+    engine = session.engine
+    one, other = (ids_of(session, ASKED, picture(seed)) for seed in (5, 6))
+    assert len(one) == len(other) and one != other
+    list(engine.prefill(one))
+    before = engine._logits.copy()
+    list(engine.prefill(other))
+    assert engine.reused == next(place for place, token in enumerate(one) if token >= PICTURED)
+    assert not np.allclose(engine._logits, before)
+    texts = [said(session.ask(ASKED, [session.picture(picture(seed))])) for seed in (5, 6) if session.messages.clear() is None]
+    assert texts[0] != texts[1], "the same words about another picture"
+
+
+def test_no_id_of_a_picture_is_a_word(session):
+    engine, tokenizer = session.engine, session.tokenizer
+    ids = ids_of(session, ASKED, picture(7))
+    assert tokenizer.decode(ids) == tokenizer.decode([token for token in ids if token < PICTURED])
+    tokenizer.stream(ids).push(ids[-1])
+    logits = np.zeros(engine.config.vocab_size, np.float32)
+    settings = replace(GREEDY, repetition_penalty=1.3, presence_penalty=1.0, dry_multiplier=1.0)
+    for sampler in (Sampler(settings, engine.config.vocab_size), Sampler(replace(settings, temperature=1.0), engine.config.vocab_size)):
+        assert 0 <= sampler.sample(logits.copy(), ids * 2) < engine.config.vocab_size
+    match = SuffixMatch()
+    first = next(place for place, token in enumerate(ids) if token >= PICTURED)
+    match.follow([*ids, *ids[:first]], 0)
+    assert match.match()[0] >= 2 and match.propose(7) is None, "what followed is a picture"
+
+
+def test_speculation_changes_nothing_of_an_answer_about_a_picture(made, session):
+    whole = said(session.ask(ASKED, [session.picture(picture(8))]))
+    drafting = list(open_engine(made[0], replace(OPTIONS, spec="lookup")))[-1]
+    try:
+        drafting.album = session.engine.album
+        other = Session(drafting, session.tokenizer, GREEDY, max_tokens=12, ignore_eos=True)
+        assert said(other.ask(ASKED, [other.picture(picture(8))])) == whole
+    finally:
+        drafting.close()
+
+
+def test_a_saved_conversation_goes_on_without_its_picture_at_hand(made, session, tmp_path):
+    engine = session.engine
+    list(session.ask(ASKED, [session.picture(picture(9))]))
+    sessions = SavedSessions(SessionStore(tmp_path), "llava", 1 << 30)
+    list(sessions.save(session, "seen"))
+    assert session.engine.album.sight.seen == 1
+    whole = said(session.ask("And what else?"))
+    sight = TorchSight(made[1])
+    engine.reset()
+    engine.album = Album(sight)  # as another process has it
+    later = Session(engine, session.tokenizer, GREEDY, max_tokens=12, ignore_eos=True)
+    list(sessions.load(later, "seen"))
+    assert said(later.ask("And what else?")) == whole and sight.seen == 0
+    assert "[picture " in sessions.store.read("seen").begins
+    later.system = "Be brief."  # now all has to be read again
+    with pytest.raises(PictureGone, match="no longer at hand"):
+        list(later.ask("And now?"))
+    again = later.picture(picture(9))
+    assert said(later.ask("And now?", [])) and again.seen is not None, "given once more it is known"
+
+
+def test_a_picture_that_has_no_room_is_not_looked_at(made, session):
+    sight = session.engine.album.sight
+    with pytest.raises(ContextOverflow, match="512"):
+        list(session.ask("word " * 520, [session.picture(picture(10))]))
+    assert sight.seen == 0 and not session.messages
+
+
+def test_rows_are_kept_while_somebody_holds_their_picture(monkeypatch, made):
+    sight = TorchSight(made[1])
+    album = Album(sight)
+    monkeypatch.setattr(albums, "KEPT", 1)
+    held = album.take(picture(1))
+    list(album.see([held]))
+    list(album.see([album.take(picture(seed)) for seed in (2, 3)]))
+    ids = held.ids()
+    assert album.take(picture(1)) is held and album.shown([7, *ids])[0] == [7, *[0] * 16]
+    assert np.array_equal(album.shown([7, *ids])[1].rows, held.seen.rows)
+    gone = album.take(picture(2))
+    assert gone.seen is None, "nobody held it, and there were newer ones"
+
+
+def test_what_a_picture_becomes_must_be_whole(made):
+    class Short(TorchSight):
+        def see(self, points):
+            return Seen(np.zeros((3, 64), np.float32), (PLACE,) * 4)
+
+    with pytest.raises(UsageError, match="takes 4 tokens"):
+        list((album := Album(Short(made[1]))).see([album.take(picture(1))]))
+
+
+def test_a_model_that_takes_none_says_so(engine, tokenizer):
+    engine.album = None
+    session = Session(engine, tokenizer, GREEDY)
+    with pytest.raises(UsageError, match="takes no pictures"):
+        session.picture(picture(1))
+    session.take_up([{"role": "user", "content": mark("0" * 32)}, {"role": "assistant", "content": "A fox."}], None)
+    with pytest.raises(EffllmError, match="there are pictures in this conversation"):
+        list(session.ask("Which?"))
+    engine.album = Album(None, UsageError("its pictures are cut in a way that is not known", "none"))
+    with pytest.raises(UsageError, match="not known"):
+        session.picture(picture(1))
+
+
+def test_a_text_that_has_the_word_for_pictures_is_refused_beside_one(session):
+    with pytest.raises(UsageError, match=f"{IMAGE} in it"):
+        list(session.ask(f"What is {IMAGE}?", [session.picture(picture(1))]))

@@ -1,0 +1,200 @@
+"""Families whose pictures turn by row and column: positions, channels and what early layers add are those of transformers."""
+
+import numpy as np
+import pytest
+import torch
+from family_models import assert_close
+from family_sizes import Case
+from pictured_models import IMAGE_ID, picture, written_with_words
+
+from effllm import UsageError
+from effllm.runtime.answers.replies import Replies, Wish
+from effllm.runtime.answers.side_by_side import side_by_side
+from effllm.runtime.engine import open_engine
+from effllm.runtime.images import PLACE, Seen
+from effllm.runtime.images.album import Album
+from effllm.runtime.images.turning import PICTURED, Followed, axes_of, id_of, parts_of
+from effllm.runtime.prepare import EngineOptions
+from effllm.runtime.sampler import SamplerSettings
+from effllm.runtime.session import Session
+from effllm.runtime.text import Tokenizer
+
+WORDS = {"vocab_size": 4100, "eos_token_id": 4, "bos_token_id": 0, "max_position_embeddings": 1024, "initializer_range": 0.2}
+PLACED = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}}
+CASES = {
+    "qwen2_5_vl": Case("qwen2_5_vl_text", {**WORDS, **PLACED}, inside="qwen2_5_vl"),
+    "qwen3_vl": Case("qwen3_vl_text", {**WORDS, **PLACED, "head_dim": 16}, inside="qwen3_vl"),
+    "qwen3_5": Case("qwen3_5_text", {
+        **WORDS, "head_dim": 32, "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5,
+                                                         "mrope_section": [3, 3, 2]}}, images=True)}
+
+
+class GridSight:
+    """What transformers' tower sees of patches that are drawn by a picture's points, of which 20 in height and width are a place."""
+
+    placeholder = "<image>"
+
+    def __init__(self, model) -> None:
+        self.model = model
+        self.vision = model.config.vision_config
+        self.joined = self.vision.spatial_merge_size
+
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        return height // 20, width // 20
+
+    def values(self, points: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, columns = (each * self.joined for each in self.grid(*points.shape[:2]))
+        depth = 3 * self.vision.temporal_patch_size * self.vision.patch_size**2
+        draw = np.random.default_rng(int(points[:4].sum()))
+        return torch.from_numpy(draw.normal(size=(rows * columns, depth)).astype(np.float32)), torch.tensor([[1, rows, columns]])
+
+    def see(self, points: np.ndarray) -> Seen:
+        values, grid = self.values(points)
+        with torch.inference_mode():
+            found = self.model.model.get_image_features(values, grid)
+        deep = getattr(found, "deepstack_features", None)
+        deep = np.stack([torch.cat(list(each)).numpy() for each in deep]) if deep else None
+        rows = torch.cat(list(found.pooler_output)).numpy()
+        return Seen(rows, (PLACE,) * len(rows), self.grid(*points.shape[:2]), deep=deep)
+
+    def places(self, height: int, width: int) -> int:
+        rows, columns = self.grid(height, width)
+        return rows * columns
+
+    def bytes_needed(self) -> int:
+        return 0
+
+
+@pytest.fixture(scope="module", params=CASES)
+def made(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    model = written_with_words(CASES[request.param], folder)
+    engine = list(open_engine(folder, EngineOptions(kv="32bit", device="cpu", ctx=512, exact=True)))[-1]
+    yield folder, model, engine
+    engine.close()
+
+
+@pytest.fixture
+def session(made):
+    folder, model, engine = made
+    engine.reset()
+    engine.album = Album(GridSight(model), axes=axes_of(folder, engine.config))
+    return Session(engine, Tokenizer.load(folder, engine.config), SamplerSettings(temperature=0), max_tokens=10, ignore_eos=True)
+
+
+def told(sight, ids, points) -> dict:
+    values, grids = zip(*(sight.values(each) for each in points), strict=True)
+    kinds = [[int(token >= PICTURED) for token in ids]]
+    return {"input_ids": torch.tensor([[IMAGE_ID if token >= PICTURED else token for token in ids]]), "pixel_values": torch.cat(values),
+            "image_grid_thw": torch.cat(grids), "mm_token_type_ids": torch.tensor(kinds)}
+
+
+def prompt_of(session, text, *points) -> list[int]:
+    pictures = [session.picture(each) for each in points]
+    list(session.engine.album.see(pictures))
+    words = session.tokenizer.encode(text)
+    return [*words, *(token for each in pictures for token in (*each.ids(), *words[:3])), *words]
+
+
+def test_logits_are_those_of_transformers(made, session):
+    """Whole, in pieces that end inside a picture, and token by token behind it."""
+    _, model, engine = made
+    points = [picture(1, 81, 61), picture(2, 40, 120), picture(3, 160, 100)]
+    ids = [*np.random.default_rng(1).integers(10, 4000, 112).tolist(), *prompt_of(session, "It is so, said the fox.", *points)]
+    assert PICTURED <= min(ids[127:129]), "the first lies across the border of two pages"
+    shown = told(engine.album.sight, ids, points)
+    model.double()
+    with torch.inference_mode():
+        expected = model(**{**shown, "pixel_values": shown["pixel_values"].double()}, use_cache=False).logits[0].numpy()
+    model.float()
+    whole = np.concatenate([logits.copy() for _, logits in engine.score(ids)])
+    assert_close(whole, expected)
+    assert_close(np.concatenate([logits.copy() for _, logits in engine.score(ids, pages=1)]), expected)
+    assert_close(np.concatenate([logits.copy() for _, logits in engine.score(ids, by_token=True)]), expected)
+
+
+def test_answers_go_on_where_the_picture_ends(made, session):
+    """Also with drafts, which a pass verifies several of."""
+    _, model, engine = made
+    points = picture(4, 81, 61)
+    list(session.ask("What is it?", [session.picture(points)]))
+    ids = engine.tokens[: -len(session.stats.token_ids) + 1]
+    assert sum(token >= PICTURED for token in ids) == 12
+    with torch.inference_mode():
+        wanted = model.generate(**told(engine.album.sight, ids, [points]), max_new_tokens=10, min_new_tokens=10, do_sample=False)
+    assert list(session.stats.token_ids) == wanted[0][len(ids) :].tolist()
+    list(session.ask("What is it?"))
+    assert engine.reused >= len(ids)
+
+
+def test_sequences_side_by_side_have_each_their_own_places(made, session):
+    _, _, engine = made
+    engines, _ = side_by_side(engine, 2)
+    try:
+        replies = Replies(engines[0], session.tokenizer, beside=engines[1:])
+        wish = Wish(SamplerSettings(temperature=0), max_tokens=8, ignore_eos=True)
+        prompts = [prompt_of(session, "Who?", picture(seed, *size)) for seed, size in ((5, (81, 61)), (6, (40, 120)))]
+        alone = []
+        for ids in prompts:
+            engine.reset()
+            list(engine.prefill(ids))
+            alone.append(engine.tokens[:] and [step.token for step in _steps(engine, wish)])
+        found = []
+        for own, ids in zip(engines, prompts, strict=True):
+            own.reset()
+            list(own.prefill(ids))
+            own._logits = own._logits.copy()  # as whoever waits for a shared pass has read them
+        for _ in range(6):
+            wants = [_want(own) for own in engines]
+            engine.shares.run(wants)
+            found.append([want.token for want in wants])
+            for want in wants:
+                assert want.error is None
+                want.engine._logits = want.logits.copy()
+        assert [list(each) for each in zip(*found, strict=True)] == [each[:6] for each in alone]
+        assert replies.sees
+    finally:
+        engine.shares = None
+        engines[1].cache.close()
+
+
+def _steps(engine, wish):
+    from effllm.runtime.events import Turn
+    from effllm.runtime.sampler import Sampler
+
+    shares, engine.shares = engine.shares, None
+    try:
+        yield from (step for step in engine.generate(Sampler(wish.settings, engine.config.vocab_size), 8, frozenset(), True)
+                    if not isinstance(step, Turn))
+    finally:
+        engine.shares = shares
+
+
+def _want(engine):
+    from effllm.runtime.answers.side_by_side import Want
+
+    return Want(engine, int(engine._logits.argmax()))
+
+
+def test_places_follow_from_the_tokens_alone():
+    axes = np.array([0, 1, 2, 1, 2])
+    one, other = ([id_of(number, columns, row) for row in range(rows * columns)] for number, rows, columns in ((5, 2, 3), (6, 4, 2)))
+    held = Followed([9, 9])
+    places = held.behind([*one, 9, *other, 9, 9], axes)
+    assert places[:, 0].tolist() == [2] * 6 + [5] + [6] * 8 + [10, 11]
+    assert places[:, 1].tolist() == [2, 2, 2, 3, 3, 3, 5, 6, 6, 7, 7, 8, 8, 9, 9, 10, 11]
+    assert places[:, 2].tolist() == [2, 3, 4, 2, 3, 4, 5, 6, 7, 6, 7, 6, 7, 6, 7, 10, 11]
+    assert held.behind([9, 9], axes) is None, "their order is what turns them"
+    held.tokens.extend([*one[:4]])
+    assert held.behind([*one[4:], 9], axes)[:, 1].tolist() == [3, 3, 5], "a chunk may begin inside a picture"
+    held.tokens.extend([*one[4:], *one])
+    assert held.behind([9], axes).tolist() == [8] and parts_of(one[4]) == (5, 3, 4)
+
+
+def test_sections_that_share_out_other_channels_are_refused(made, tmp_path):
+    folder, _, engine = made
+    wrong = (folder / "config.json").read_text().replace('"mrope_section": [', '"mrope_section": [1, ', 1)
+    (tmp_path / "config.json").write_text(wrong)
+    with pytest.raises(UsageError, match="mrope_section"):
+        axes_of(tmp_path, engine.config)

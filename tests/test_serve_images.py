@@ -1,0 +1,155 @@
+"""Pictures in requests of every API, by a real server: all of them come to the same prompt, and what is none is told by its field."""
+
+import base64
+import json
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from patch_sight import __file__ as PROGRAM
+from pictured_models import CASE, as_png, picture, written_with_words
+from served import Served, serving
+
+DATA = [base64.b64encode(as_png(picture(seed))).decode() for seed in (1, 2)]
+URLS = [f"data:image/png;base64,{each}" for each in DATA]
+LONG = "It is so, " * 30
+
+
+def parts(*urls: str, text: str = "Who?") -> list[dict]:
+    return [{"role": "user", "content": [*({"type": "image_url", "image_url": {"url": url}} for url in urls),
+                                         {"type": "text", "text": text}]}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    made = tmp_path_factory.mktemp("llava")
+    written_with_words(CASE, made)
+    (made / "patches").touch()
+    return made
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    stderr = tempfile.TemporaryFile("a+b")
+    flags = ("--port", "0", "--json", "--parallel", "2", "-c", "512", "--name", "seer")
+    process = subprocess.Popen([sys.executable, "-P", PROGRAM, "serve", str(folder), *flags], stdin=subprocess.DEVNULL,
+                               stdout=subprocess.PIPE, stderr=stderr)
+    try:
+        yield Served(process, stderr)
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        stderr.close()
+
+
+def said(reply) -> str:
+    assert reply.status == 200, reply.body
+    return reply.json["choices"][0]["message"]["content"]
+
+
+FIXED = {"temperature": 0, "max_tokens": 10, "ignore_eos": True}
+
+
+def test_each_api_comes_to_the_same_answer(server):
+    one, other = (said(server.chat(parts(url), **FIXED)) for url in URLS)
+    assert one != other
+    reply = server.respond([{"role": "user", "content": [{"type": "input_image", "image_url": URLS[0]},
+                                                         {"type": "input_text", "text": "Who?"}]}],
+                           max_output_tokens=10, ignore_eos=True)
+    assert reply.status == 200 and reply.json["output"][-1]["content"][0]["text"] == one
+    reply = server.message([{"role": "user", "content": [
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": DATA[0]}}, {"type": "text", "text": "Who?"}]}],
+        **FIXED)
+    assert reply.status == 200 and reply.json["content"][-1]["text"] == one
+    options = {"temperature": 0, "num_predict": 10}
+    reply = server.ask("POST", "/api/chat", {"messages": [{"role": "user", "content": "Who?", "images": [DATA[1]]}], "stream": False,
+                                             "options": options})
+    assert reply.status == 200 and other.startswith(reply.json["message"]["content"]) and reply.json["message"]["content"]
+    reply = server.ask("POST", "/api/generate", {"prompt": "Who?", "images": [DATA[1]], "stream": False, "options": options})
+    assert reply.status == 200 and other.startswith(reply.json["response"]) and reply.json["response"]
+
+
+def test_what_was_read_of_a_picture_is_not_read_again(server):
+    asked = parts(URLS[0], text=LONG + "Who?")
+    first = server.chat(asked, **FIXED)
+    again = server.chat(asked, **FIXED)
+    assert said(again) == said(first)
+    assert again.json["usage"]["prompt_tokens_details"]["cached_tokens"] > 60
+    further = [*asked, {"role": "assistant", "content": said(first)}, {"role": "user", "content": "Why?"}]
+    reply = server.chat(further, **FIXED)
+    assert reply.json["usage"]["prompt_tokens_details"]["cached_tokens"] >= first.json["usage"]["prompt_tokens"] - 1
+    new = base64.b64encode(as_png(picture(3))).decode()
+    reply = server.chat(parts(f"data:image/png;base64,{new}", text=LONG + "Who?"), **FIXED)
+    assert reply.json["usage"]["prompt_tokens_details"]["cached_tokens"] < 16 and said(reply) != said(first)
+
+
+def test_two_at_once_have_each_their_own_picture(server):
+    alone = [said(server.chat(parts(url, text=LONG), **FIXED)) for url in URLS]
+    with ThreadPoolExecutor(4) as pool:
+        replies = list(pool.map(lambda url: server.chat(parts(url, text=LONG), **FIXED), URLS * 2))
+    assert [said(each) for each in replies] == alone * 2
+
+
+def test_several_pictures_stand_where_they_were_put(server):
+    both = server.chat(parts(*URLS), **FIXED)
+    turned = server.chat(parts(*reversed(URLS)), **FIXED)
+    plain = server.chat([{"role": "user", "content": "Who?"}], **FIXED)
+    assert said(both) != said(turned)
+    assert both.json["usage"]["prompt_tokens"] - plain.json["usage"]["prompt_tokens"] == 32
+    events = server.chat(parts(*URLS), stream=True, **FIXED).events
+    assert "".join(each["choices"][0]["delta"].get("content") or "" for each in events if isinstance(each, dict)) == said(both)
+
+
+def test_tokens_are_counted_before_anything_is_looked_at(server):
+    def count(*data: str) -> int:
+        content = [*({"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": each}} for each in data),
+                   {"type": "text", "text": "Who?"}]
+        return server.message([{"role": "user", "content": content}], path="/v1/messages/count_tokens").json["input_tokens"]
+
+    new = base64.b64encode(as_png(picture(77))).decode()
+    assert count(DATA[0], new) - count() == 32
+    prompt = server.ask("POST", "/apply-template", {"messages": parts(URLS[0])}).json["prompt"]
+    assert "[picture " in prompt and "Who?" in prompt
+
+
+def test_programs_are_told_that_it_sees(server):
+    assert server.ask("GET", "/props").json["modalities"]["vision"] is True
+    assert "vision" in server.ask("GET", "/v1/models").json["data"][0]["capabilities"]
+    assert "vision" in server.ask("POST", "/api/show", {"model": "seer"}).json["capabilities"]
+
+
+@pytest.mark.parametrize(("url", "words"), [
+    ("https://example.com/cat.png", "not fetched from addresses"), ("http://127.0.0.1/cat.png", "not fetched from addresses"),
+    ("file:///etc/passwd", "not fetched from addresses"), ("data:image/png,abc", "no picture in base64"),
+    ("data:image/png;base64,!!!!", "no picture in base64"), ("data:image/png;base64,AAAA", "no picture that can be read"),
+    (None, "no picture in base64")])
+def test_what_is_no_picture_is_told_by_its_field(server, url, words):
+    reply = server.chat(parts(url))
+    assert reply.status == 400 and words in reply.error["message"] and reply.error["param"] == "messages[0].content[0]"
+
+
+def test_other_ways_to_name_a_picture_are_told_apart(server):
+    url = {"type": "image", "source": {"type": "url", "url": "https://example.com/cat.png"}}
+    reply = server.message([{"role": "user", "content": [url]}])
+    assert reply.status == 400 and "not fetched" in json.dumps(reply.json)
+    reply = server.respond([{"role": "user", "content": [{"type": "input_image", "file_id": "file_1"}]}])
+    assert reply.status == 400 and "no files are kept here" in reply.error["message"]
+    reply = server.ask("POST", "/api/generate", {"prompt": "Who?", "raw": True, "images": [DATA[0]], "stream": False})
+    assert reply.status == 400 and "raw" in reply.json["error"]
+    long = server.chat(parts(*URLS, text="word " * 600))
+    assert long.status == 400 and long.error["code"] == "context_length_exceeded"
+
+
+def test_a_model_of_text_refuses_pictures_in_every_api():
+    with serving() as server:
+        reply = server.chat(parts(URLS[0]))
+        assert reply.status == 400 and "takes no pictures" in reply.error["message"]
+        assert server.ask("GET", "/props").json["modalities"]["vision"] is False
+        assert "capabilities" not in server.ask("GET", "/v1/models").json["data"][0]
+        reply = server.ask("POST", "/api/chat", {"messages": [{"role": "user", "content": "Who?", "images": [DATA[0]]}]})
+        assert reply.status == 400 and "takes no pictures" in reply.json["error"]
+        assert "vision" not in server.ask("POST", "/api/show", {"model": "fable"}).json["capabilities"]

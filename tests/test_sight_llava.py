@@ -1,0 +1,98 @@
+"""LLaVA 1.5: pixels, rows and tokens are those of transformers."""
+
+import numpy as np
+import pytest
+from sight_models import PICTURES, TOWER, config_changed, held_against, made, opened, words_of
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
+from transformers.models.llava.processing_llava import LlavaProcessor
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+from effllm import UsageError
+from effllm.offload.checkpoint import CheckpointError
+from effllm.offload.hardware import cpu_threads
+from effllm.runtime.config_reader import ConfigError
+
+SQUARE = {"height": 32, "width": 32}
+CASES = {
+    "CLIP": ({"model_type": "clip_vision_model"}, {}, CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size=SQUARE)),
+    "CLIP, squared, several layers": (
+        {"model_type": "clip_vision_model"}, {"vision_feature_layer": [-2, 1], "vision_feature_select_strategy": "full"},
+        LlavaImageProcessorPil(size={"shortest_edge": 32}, crop_size=SQUARE, do_pad=True)),
+    "CLIP, cropped wider": ({"model_type": "clip_vision_model"}, {"vision_feature_layer": -3, "projector_hidden_act": "gelu_pytorch_tanh"},
+                            CLIPImageProcessorPil(size={"shortest_edge": 21}, crop_size=SQUARE, resample=2)),
+    "SigLIP": ({"model_type": "siglip_vision_model", "vision_use_head": False},
+               {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}, SiglipImageProcessorPil(size=SQUARE)),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def llava(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llava")
+    vision, outer, processor = CASES[request.param]
+    model = made("llava", folder, {"model_type": "llama"}, {**TOWER, **vision}, ["<image>"], image_token_index=4096, **outer)
+    processor.save_pretrained(folder)
+    return folder, model, processor
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_rows_are_those_of_transformers(llava, name):
+    folder, model, processor = llava
+    sight, picture = opened(folder), PICTURES[name]
+    ready = processor(picture, input_data_format="channels_last")
+    assert np.array_equal(sight.values(picture)[0].transpose(2, 0, 1), ready["pixel_values"][0])
+    seen = held_against(sight, picture, model, ready)
+    beside = int("clip" in sight.tower)
+    counted = LlavaProcessor(processor, words_of(folder), patch_size=8, num_additional_image_tokens=beside,
+                             vision_feature_select_strategy=model.config.vision_feature_select_strategy)
+    assert counted(images=picture, text="<image>")["input_ids"][0].count(4096) == len(seen.tokens)
+
+
+def test_a_folder_that_does_not_say_how_pictures_are_made_ready(llava, tmp_path):
+    folder = tmp_path / "copied"
+    folder.mkdir()
+    for each in llava[0].iterdir():
+        (folder / each.name).symlink_to(each)
+    (folder / "preprocessor_config.json").unlink()
+    with pytest.raises(UsageError, match=r"has no preprocessor_config\.json"):
+        opened(folder)
+    (folder / "preprocessor_config.json").write_text('{"image_processor_type": "DonutImageProcessor"}')
+    with pytest.raises(UsageError, match="'DonutImageProcessor', which is not known"):
+        opened(folder)
+    (folder / "preprocessor_config.json").write_text('{"size": {"shortest_edge": -3}}')
+    with pytest.raises(ConfigError, match="size is"):
+        opened(folder)
+    (folder / "preprocessor_config.json").write_text('{"size": 64, "crop_size": 64}')
+    with pytest.raises(ConfigError, match="become 64 × 64, but the tower takes 32 × 32"):
+        opened(folder)
+
+
+def test_a_tower_that_is_not_known_or_damaged(llava, tmp_path):
+    folder = tmp_path / "copied"
+    folder.mkdir()
+    for each in llava[0].iterdir():
+        (folder / each.name).write_bytes(each.read_bytes())
+    inside = llava[1].config.vision_config.to_dict()
+    config_changed(folder, "config.json", vision_config={**inside, "intermediate_size": 80})
+    with pytest.raises(CheckpointError, match="config.json says"):
+        opened(folder).see(PICTURES["tiny"])
+    config_changed(folder, "config.json", vision_config={**inside, "model_type": "owl_vision_model"})
+    with pytest.raises(UsageError, match="tower of type 'owl_vision_model'"):
+        opened(folder)
+
+
+def test_a_picture_that_would_become_too_large_is_refused(llava):
+    """Its shorter side is made as long as the tower's, or its longer one a square."""
+    sight = opened(llava[0])
+    with pytest.raises(UsageError, match="60000 × 1 is too long"):
+        sight.see(np.zeros((1, 60_000, 3), np.uint8))
+    if sight.processor.flag("do_pad", False):
+        with pytest.raises(UsageError, match="12000 × 100 is too large"):
+            sight.see(np.zeros((100, 12_000, 3), np.uint8))
+
+
+def test_bytes_are_known_before_anything_is_read(llava):
+    sight = opened(llava[0])
+    assert sum(each.numel() for name, each in llava[1].named_parameters() if "language" not in name and "lm_head" not in name) * 4 \
+        < sight.bytes_needed() < 500_000 + 1_250_000 * cpu_threads()
+    assert sight._rows is None

@@ -1,0 +1,54 @@
+"""Qwen 2.5 VL, Qwen 3 VL and Qwen 3.5: patches, rows, what goes to early layers, and tokens are those of transformers."""
+
+import numpy as np
+import pytest
+import torch
+from sight_models import PICTURES, held_against, made, opened
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from effllm import UsageError
+
+TOWER = {"depth": 3, "hidden_size": 48, "intermediate_size": 72, "num_heads": 3, "out_hidden_size": 48, "initializer_range": 0.2}
+WINDOWS = {**TOWER, "patch_size": 7, "window_size": 28, "fullatt_block_indexes": [1]}
+PLACES = {**TOWER, "patch_size": 8, "num_position_embeddings": 36}
+ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 4, 4]}}
+CASES = {
+    "qwen2_5_vl": ("qwen2_5_vl", WINDOWS, {"model_type": "qwen2_5_vl_text", **ROPE}),
+    "qwen3_vl": ("qwen3_vl", {**PLACES, "deepstack_visual_indexes": [0, 2]}, {"model_type": "qwen3_vl_text", **ROPE}),
+    "qwen3_5": ("qwen3_5", PLACES, {"model_type": "qwen3_5_text", "head_dim": 24, "layer_types": ["full_attention"] * 2,
+                                    "rope_parameters": {**ROPE["rope_parameters"], "partial_rotary_factor": 1.0}}),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def qwen(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("qwen")
+    family, vision, text = CASES[request.param]
+    model = made(family, folder, text, vision, ["<|image_pad|>"], image_token_id=4096)
+    processor = Qwen2VLImageProcessorPil(patch_size=vision["patch_size"], size={"shortest_edge": 60 * 60, "longest_edge": 100 * 100})
+    processor.save_pretrained(folder)
+    return folder, model, processor
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_rows_are_those_of_transformers(qwen, name):
+    folder, model, processor = qwen
+    sight, picture = opened(folder), PICTURES[name]
+    ready = processor(picture, input_data_format="channels_last", return_tensors="np")
+    values = ready["pixel_values"].reshape(len(ready["pixel_values"]), 3, 2, -1)[:, :, 0].reshape(len(ready["pixel_values"]), -1)
+    assert np.array_equal(sight.values(picture)[0], values)
+    seen = held_against(sight, picture, model, ready)
+    rows, columns = ready["image_grid_thw"][0, 1:] // 2
+    assert seen.grid == (rows, columns) and len(seen.tokens) == rows * columns
+    with torch.inference_mode():
+        found = model.model.get_image_features(**{key: torch.as_tensor(value) for key, value in ready.items()})
+    deep = getattr(found, "deepstack_features", None)
+    assert (seen.deep is None) == (not deep)
+    if deep:
+        wanted = np.stack([each[0].numpy() for each in deep])
+        assert np.abs(seen.deep - wanted).max() < 2e-5 * np.abs(wanted).max()
+
+
+def test_a_picture_that_is_nothing_but_long_is_refused(qwen):
+    with pytest.raises(UsageError, match="1 × 300 is too long"):
+        opened(qwen[0]).places(300, 1)

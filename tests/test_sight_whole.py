@@ -1,0 +1,82 @@
+"""A picture from its points to the logits behind it, by our tower and our text part, against transformers' processor and model."""
+
+import numpy as np
+import pytest
+import torch
+from family_models import assert_close
+from sight_models import FIRST, PICTURES, TOWER, made
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from effllm.runtime.engine import open_engine
+from effllm.runtime.images.album import album_of
+from effllm.runtime.images.marks import mark
+from effllm.runtime.prepare import EngineOptions
+from effllm.runtime.templates.prompting import Prompts
+from effllm.runtime.text import Tokenizer
+
+OPTIONS = EngineOptions(kv="32bit", device="cpu", ctx=512, strict=False, exact=True)
+SQUARE = {"height": 32, "width": 32}
+PINPOINTS = [[32, 64], [64, 32], [64, 64]]
+ROWS = [f"<row_{row}_col_{column}>" for row in (1, 2, 3) for column in (1, 2, 3)]
+QWEN = {"depth": 3, "hidden_size": 48, "intermediate_size": 72, "num_heads": 3, "out_hidden_size": 48, "patch_size": 8}
+ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 4, 4]}
+PATCHES = Qwen2VLImageProcessorPil(patch_size=8, size={"shortest_edge": 40 * 40, "longest_edge": 90 * 90})
+# family -> text part, tower, words, what else its config says, and preprocessor
+CASES = {
+    "gemma3": ({"model_type": "gemma3_text", "query_pre_attn_scalar": 24, "sliding_window": 40},
+               {**TOWER, "model_type": "siglip_vision_model", "vision_use_head": False},
+               ["<image_soft_token>", "<start_of_image>", "<end_of_image>"],
+               {"mm_tokens_per_image": 16, "image_token_index": FIRST, "boi_token_index": FIRST + 1, "eoi_token_index": FIRST + 2},
+               Gemma3ImageProcessorPil(size=SQUARE)),
+    "idefics3": ({"model_type": "llama"}, {**TOWER}, ["<image>", "<fake_token_around_image>", "<global-img>", *ROWS],
+                 {"image_token_id": FIRST, "pad_token_id": 0},
+                 Idefics3ImageProcessorPil(size={"longest_edge": 64}, max_image_size={"longest_edge": 32})),
+    "llava_next": ({"model_type": "llama"}, {**TOWER, "model_type": "clip_vision_model"}, ["<image>"],
+                   {"image_token_index": FIRST, "image_grid_pinpoints": PINPOINTS},
+                   LlavaNextImageProcessorPil(size={"shortest_edge": 32}, crop_size=SQUARE, image_grid_pinpoints=PINPOINTS)),
+    "mistral3": ({"model_type": "mistral"}, {**TOWER, "model_type": "pixtral", "image_size": 96}, ["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
+                 {"image_token_index": FIRST}, PixtralImageProcessorPil(size={"longest_edge": 96}, patch_size={"height": 16, "width": 16})),
+    "internvl": ({"model_type": "qwen2"}, {**TOWER, "image_size": [32, 32], "patch_size": [8, 8]}, ["<IMG_CONTEXT>", "<img>", "</img>"],
+                 {"image_token_id": FIRST}, GotOcr2ImageProcessorPil(size=SQUARE, max_patches=4, crop_to_patches=True)),
+    "qwen2_5_vl": ({"model_type": "qwen2_5_vl_text", "rope_parameters": ROPE},
+                   {**QWEN, "window_size": 32, "fullatt_block_indexes": [1]}, ["<|image_pad|>", "<|vision_start|>"],
+                   {"image_token_id": FIRST, "vision_start_token_id": FIRST + 1}, PATCHES),
+    "qwen3_vl": ({"model_type": "qwen3_vl_text", "rope_parameters": ROPE},
+                 {**QWEN, "num_position_embeddings": 36, "deepstack_visual_indexes": [0, 2]}, ["<|image_pad|>", "<|vision_start|>"],
+                 {"image_token_id": FIRST, "vision_start_token_id": FIRST + 1}, PATCHES),
+}
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_logits_behind_a_picture_are_those_of_transformers(family, tmp_path):
+    text, tower, words, more, processor = CASES[family]
+    model = made(family, tmp_path, text, tower, words, **more)
+    processor.save_pretrained(tmp_path)
+    engine = list(open_engine(tmp_path, OPTIONS))[-1]
+    try:
+        engine.album = album_of(tmp_path, engine.config)
+        points = PICTURES["photo"]
+        picture = engine.album.take(points)
+        prompts = Prompts(Tokenizer.load(tmp_path, engine.config), album=engine.album)
+        prompt = f"Once {mark(picture.digest)} was a fox in the wood."
+        list(prompts.see(prompt, engine))
+        ids = prompts.encoded(prompt)
+        ours = np.concatenate([logits.copy() for _, logits in engine.score(ids)])
+    finally:
+        engine.close()
+    ready = processor(points, input_data_format="channels_last", return_tensors="pt")
+    ready.pop("num_patches", None)
+    told = torch.tensor([[FIRST if token >= 1 << 40 else token for token in ids]])
+    if family == "gemma3":
+        ready["token_type_ids"] = (told == FIRST).int()
+    elif "qwen" in family:
+        ready["mm_token_type_ids"] = (told == FIRST).int()
+    with torch.inference_mode():
+        wanted = model(input_ids=told, **ready, use_cache=False).logits[0].numpy()
+    assert len(picture.seen.rows) > 4 and (told == FIRST).sum() == len(picture.seen.rows)
+    assert_close(ours, wanted)
