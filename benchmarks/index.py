@@ -124,6 +124,10 @@ TABLES = (
         "time": ("quantize_ratio", times), "s": ("quantize_effllm_s", rounded), "peak, MB": ("quantize_effllm_peak_mb", rounded),
         "its peak, MB": ("quantize_q4_k_m_peak_mb", rounded)}),
     *map(depth, DEPTHS),
+    Table("A layer's attention where tokens choose what they see, against seeing all", r"chosen-tokens", {
+        **{f"{depth:,} held": (f"ratio_*_{depth}", times) for depth in (2048, 8192, 32_768, 131_072)},
+        "the last, ms": ("chosen_*_131072", rounded), "of which choosing": ("choice_*_131072", rounded)}, "heads of", (
+            "deepseek-v3.2", "glm-5", "minimax-m3")),
     attention("32 query and 4 KV heads of 64", r"kv-kernels"),
     attention("32 query and 8 KV heads of 128", r"kv-kernels-32-8-128"),
     Table("Damage of a packed cache with its profile, beside the best block format of llama.cpp, rotated, and KIVI", r"kv-quality", {

@@ -168,7 +168,7 @@ def report(model: str, prepared: Prepared, known: Roofs, found: Forecast, better
                           "kv_bytes": placement.card.kv_bytes, "other_bytes": placement.card.workspace_bytes,
                           "copied_layers_bytes": placement.card.buffers_bytes, "head_bytes": placement.card.head_bytes}},
         "per_token": {"weights_bytes": work.bytes_per_token, "disk_bytes": work.streamed + round(work.missed), "kv_bytes_at_full_context":
-                      work.kv_bytes * placement.ctx, "kv_disk_bytes_at_full_context": work.kv_disk_bytes(placement.ctx)},
+                      work.kv_at(placement.ctx), "kv_disk_bytes_at_full_context": work.kv_disk_bytes(placement.ctx)},
         "prediction": {"start": told(found.start), "full_context": told(found.full), "prompt": told(found.prompt, found.prompt_tokens),
                        "prompt_tokens": found.prompt_tokens, "load_s": found.load_s, "unknown": found.reason or None},
         "kernels": [each.to_json() for each in chosen_kernels(prepared)],
@@ -206,7 +206,7 @@ def lines(model: str, prepared: Prepared, known: Roofs, found: Forecast, better:
     said += [("fits", verdict(prepared, found)), *tiers(prepared, work, known, width)]
     said += [("per token", f"{format_size(work.bytes_per_token)} of weights"
               + (f", {format_size(read)} of them from the disk" if read else "")
-              + f", up to {format_size(work.kv_bytes * placement.ctx)} of cache{paged_cache(prepared, work)}"),
+              + f", up to {format_size(work.kv_at(placement.ctx))} of cache{paged_cache(prepared, work)}"),
              *products(prepared), *speeds(found)]
     if prepared.adapted.names:
         from ..runtime.adapters.adapter_lengths import measuring_s

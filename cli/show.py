@@ -26,6 +26,7 @@ def show(context: typer.Context, model: Model, json: Json = False) -> None:
     """What a model is: shape, context, precision, licence."""
     from ..offload.size import format_size
     from ..runtime.calls.calling import Calling
+    from ..runtime.config import read_config
     from ..runtime.engine import EngineOptions, prepare
     from ..runtime.hub import shown_licence
     from ..runtime.images.album import album_of
@@ -39,7 +40,7 @@ def show(context: typer.Context, model: Model, json: Json = False) -> None:
     screen = Screen(context.obj)
     ref = find(model, screen)
     prepared = prepare(ref.folder, EngineOptions(device="cpu", ctx=1, ram=UNLIMITED))
-    config, container, album = prepared.config, prepared.container, album_of(ref.folder, prepared.config)
+    config, container, album = read_config(ref.folder), prepared.container, album_of(ref.folder, prepared.config)
     sight = None if album is None else album.sight
     groups = check_tensors(config, prepared.store, container)
     tokenizer = Tokenizer.load(ref.folder, config)
@@ -66,6 +67,8 @@ def show(context: typer.Context, model: Model, json: Json = False) -> None:
                                                               "shared_width": experts.shared_width},
                      "latent": None if latent is None else {"rank": latent.rank, "cached": latent.key, "key": latent.query,
                                                             "value": latent.value},
+                     "chosen": None if config.indexed is None else {"tokens": config.indexed.shape.whole,
+                                                                    "at_once": config.indexed.shape.grain},
                      "states": None if state is None else {"kind": state.title, "layers": len(config.state_layers)},
                      "windows": windows, "chat_template": tokenizer.template is not None, "thinks": tokenizer.thinks,
                      "tools": calls.format.name if calls and calls.knows_tools else None,
@@ -122,11 +125,16 @@ def _attention(config: ModelConfig) -> str:
     if config.latent is not None:
         own = config.latent
         return (f"{config.num_attention_heads} heads with keys of {own.query} and values of {own.value}, made of a latent of {own.rank}; "
-                f"{own.key} numbers of a token are kept")
+                f"{own.key} numbers of a token are kept" + _chosen(config))
     queries = sorted({*config.layer_queries} or {config.num_attention_heads})
     said = f"{' or '.join(map(str, queries))} query and {config.num_key_value_heads} key-value heads of {config.head_dim}"
     usual = config.num_key_value_heads, config.head_dim
     for other in sorted({*config.layer_heads} - {usual}):
         said += f", in {config.layer_heads.count(other)} layers {other[0]} of {other[1]}"
     without = len(config.kv_sources) - len(config.attention_layers) if config.kv_sources else 0
-    return said + (f"; {without} layers attend to keys and values of others" if without else "")
+    return said + (f"; {without} layers attend to keys and values of others" if without else "") + _chosen(config)
+
+
+def _chosen(config: ModelConfig) -> str:
+    """How many tokens one sees, where it chooses them."""
+    return "" if config.indexed is None else f"; a token sees {config.indexed.shape.whole}, which it chooses"

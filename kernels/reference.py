@@ -87,12 +87,13 @@ def rotate_heads(y: np.ndarray, cos: np.ndarray, sin: np.ndarray, neighbours: bo
 
 
 def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int, first: np.ndarray, scale: float, window: int | None,
-           softcap: float | None, sinks: np.ndarray | None = None, ends: np.ndarray | None = None) -> np.ndarray:
+           softcap: float | None, sinks: np.ndarray | None = None, ends: np.ndarray | None = None,
+           seen: np.ndarray | None = None) -> np.ndarray:
     """q[T, H, D] at positions `position`..., k and v [n, KVH, D] at positions `first`[n] -> [T, H, D].
 
     A query sees keys at most as late as itself and, with a window, later than its own position minus the window. `sinks` [H]: a logit per
     head that takes part in the softmax, neither scaled nor capped nor masked, and has no value. `ends` [T]: the last position that each
-    query sees, where that is not its own.
+    query sees, where that is not its own. `seen` bool [T, KVH, n]: which keys of those a query sees (`reference_index.py`); None for all.
     """
     tokens, heads, _ = q.shape
     group = heads // k.shape[1]
@@ -104,7 +105,8 @@ def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int, first: np
     hidden = first[None] > (at if ends is None else ends[:, None])
     if window:
         hidden |= first[None] <= at - window
-    scores = np.where(hidden[None], -np.inf, scores)
+    hidden = hidden[None] if seen is None else hidden[None] | ~np.repeat(seen, group, axis=1).swapaxes(0, 1)
+    scores = np.where(hidden, -np.inf, scores)
     beside = np.full(heads, -np.inf) if sinks is None else sinks.astype(np.float64)
     top = np.maximum(scores.max(-1, keepdims=True), beside[:, None, None])
     weights = np.exp(scores - top)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
+    from .index_shape import IndexShape
     from .latent_shape import LatentShape
     from .state_shape import StateShape
 
@@ -29,7 +30,7 @@ class Dims:
     `gates_apart`: gates of what is attended to are made by a matrix of their own. `streams`: how many of a token lie side by side, 0 for
     one as it is; `low_rank`: the width inside a branch of what a layer reads. `lora`: the widest inside an adapter, 0 for a run without.
     `one_scale`: before a product with ternary weights all of a token's activations are rounded by one scale. `narrow`: how wide a head's
-    values are made, where attention takes wider ones.
+    values are made, where attention takes wider ones. `index`: of layers whose tokens choose what they see.
     """
 
     hidden: int
@@ -61,6 +62,7 @@ class Dims:
     lora: int = 0
     one_scale: bool = False
     narrow: int = 0
+    index: IndexShape | None = None
 
     @property
     def alike(self) -> tuple[Dims, ...]:
@@ -73,7 +75,8 @@ class Dims:
         """Values of a token that the first product of a layer makes, at most."""
         state = 0 if self.state is None else self.state.products[0]
         if self.latent is not None:
-            return max(self.heads * self.latent.query, self.latent.key, state)
+            index = 0 if self.index is None else self.index.heads * self.index.width
+            return max(self.heads * self.latent.query, self.latent.key, index, state)
         return max(self.heads * self.head_dim * (2 if self.gated_queries else 1), state)
 
     @property

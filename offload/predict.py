@@ -180,6 +180,10 @@ class Work:
             return sum(own * reach for own, reach in zip(self.kv_layers, reaches, strict=True))
         return self.kv_bytes * sum(reaches) / max(1, len(reaches))
 
+    def kv_at(self, depth: int) -> int:
+        """Bytes of keys and values for one token after `depth` tokens."""
+        return round(self.kv_read([depth if window is None else min(window, depth) for window in self.windows]))
+
     def by_width(self, of_layers: Sequence[int]) -> list[tuple[int, list[int]]]:
         """(products a token attended to, what layers of that width have) of numbers by layer."""
         if not self.widths:

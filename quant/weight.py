@@ -221,6 +221,18 @@ class Latent:
 
 
 @dataclass(frozen=True)
+class Index:
+    """An indexer's parameters (`kernels/index_shape.py`): queries of what the layer's are made of, keys and norms of both, of which that of
+    queries may be absent, and weights of heads, absent where each chooses for itself."""
+
+    q: Linear
+    q_norm: Norm | None
+    k: Linear
+    k_norm: Norm
+    weights: Linear | None
+
+
+@dataclass(frozen=True)
 class Curve:
     """The activation of a layer that has numbers of its own (`reference.curved`): what squares are multiplied by above zero, and what
     exponentials are below."""

@@ -27,7 +27,7 @@ from ..offload.memory import discard
 from ..offload.pages import PagePool
 from ..quant.kv import PackedCodec, RawCodec
 from .kv.cache_bytes import CacheBytes
-from .kv.cache_parts import LayerPages, Step
+from .kv.cache_parts import Choosing, LayerPages, Step
 from .kv.cache_probes import Probes
 from .kv.cache_shape import CacheShape
 from .kv.states import TAIL, LayerStates, States
@@ -35,20 +35,23 @@ from .passes import cut
 from .policy.keep import Action, PageStats, Policy, most_with_more
 
 if TYPE_CHECKING:
+    from ..kernels.cpu.index import Chosen
     from ..quant.kv_seal import Sealer
-
 
 NO_STATES: Mapping[int, LayerStates] = MappingProxyType({})
 NO_READERS: Mapping[int, LayerPages] = MappingProxyType({})
+NO_CHOICE: Mapping[int, Choosing] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class LayerCache:
-    """What a block sees of the cache. `states`: of a layer that has some beside its keys and values."""
+    """What a block sees of the cache. `states`: of a layer that has some beside its keys and values; `choosing`: of one
+    whose tokens see what was chosen."""
 
     pages: LayerPages
     cache: KVCache
     states: LayerStates | None = None
+    choosing: Choosing | None = None
 
     def attend(self, q: object, k: object | None, v: object | None, sinks: object | None = None, out: object | None = None) -> object:
         """Append k, v `[T, KVH * D]` at the step's positions, then attend with q `[T, H * D]` -> `[T, H * D]`; None where an earlier layer
@@ -58,9 +61,18 @@ class LayerCache:
         if k is not None:
             self.pages.write(k, v, step.slots, step.rows)
         more = () if out is None else (out,)
+        if self.choosing is not None and (chosen := self.cache.chosen) is not None:
+            return self.pages.attend_chosen(q, step.position, step.blocks, sinks, chosen, self.choosing.latent, *more)
         if self.cache.ends is not None:
             return self.pages.attend(q, step.position, step.blocks, sinks, out, self.cache.ends)
         return self.pages.attend(q, step.position, step.blocks, sinks, *more)
+
+    def choose(self, q: object, k: object, weights: object | None, out: object | None = None) -> None:
+        """Choose what the step's tokens see, here and in layers behind that share the choice: index queries q `[T, heads * width]`, keys k
+        `[T, width]`, weights `[T, heads]`."""
+        position, index = self.cache.step.position, self.choosing.index
+        index.note(k, position)
+        self.cache.chosen = index.choose(q, weights, position, out)
 
     def mix(self, products: Sequence[object], w: object) -> object:
         """See `LayerStates`."""
@@ -72,8 +84,8 @@ class KVCache(CacheBytes):
     exact tokens (of a cache without pages any) and `exact` their memory; `sealers` are told when all of a page has been noted; `pool` has
     the memory of sealed pages, of which those of `spilling` layers may lie on a disk. `probes` are what a policy sees of attention.
     `states` are those of the layers that have some, which `stateful` gives by number: without pages, or `beside` them; `readers` are, by
-    number, what layers without keys and values of their own see of others'. `n` tokens are held. `ends`: as of `LayerPages.attend`, of
-    the pass in hand. `open_cache` makes one."""
+    number, what layers without keys and values of their own see of others', `choosing`, by place, those whose tokens choose. `n` tokens are
+    held. `ends`: as of `LayerPages.attend`, of the pass in hand. `open_cache` makes one."""
 
     ends: np.ndarray | None = None
 
@@ -81,10 +93,13 @@ class KVCache(CacheBytes):
                  layouts: Sequence[PageLayout], exact: Sequence[np.ndarray] = (), sealers: Sequence[Sealer] = (),
                  pool: PagePool | None = None, probes: Probes | None = None, spilling: Sequence[LayerPages] = (),
                  states: States | None = None, stateful: Mapping[int, LayerStates] = NO_STATES,
-                 readers: Mapping[int, LayerPages] = NO_READERS, beside: Collection[int] = ()) -> None:
+                 readers: Mapping[int, LayerPages] = NO_READERS, beside: Collection[int] = (),
+                 choosing: Mapping[int, Choosing] = NO_CHOICE) -> None:
         self._exact, self._sealers, self.pool, self.probes, self._spilling = exact, sealers, pool, probes, spilling
         self.shape, self.codecs, self.policy, self.layouts = shape, codecs, policy, layouts
-        self._layers = [LayerCache(pages, self) for pages in layers]
+        self._layers = [LayerCache(pages, self, choosing=choosing.get(place)) for place, pages in enumerate(layers)]
+        self.choosing, self.indexes = choosing, [each.index for each in choosing.values() if each.index is not None]
+        self.chosen: Chosen | None = None  # of the pass in hand, what its tokens see in layers that choose; None: all before them
         self.states, paged, others = states, iter(self._layers), {**stateful, **{i: LayerCache(each, self) for i, each in readers.items()}}
         self._of_model = [replace(next(paged), states=stateful[index]) if index in beside else others.get(index) or next(paged)
                           for index in range(len(layers) + len(others) - len(beside))]
@@ -123,6 +138,7 @@ class KVCache(CacheBytes):
         few it has left. Raises ValueError beyond the context."""
         if self.n + tokens > self.shape.ctx:
             raise ValueError(f"{self.n} + {tokens} tokens in a cache for {self.shape.ctx}")
+        self.chosen = None
         if self.states is not None:
             self.states.begin(self.n, tokens, prompt, self._way_back(self.n + tokens))
         if self.pool is not None and self.pool.stream is not None:
@@ -320,18 +336,25 @@ class KVCache(CacheBytes):
         return [(page, min(self.n - self._start(page), PAGE if page >= 0 else self.shape.sinks)) for page in pages]
 
     def read(self, page: int) -> list[np.ndarray]:
-        """The bytes of a page in every layer: a sealed one as it is, of an exact one its slot."""
+        """The bytes of a page in every layer: a sealed one as it is, of an exact one its slot; then of its tokens what `indexes` keep."""
         if 0 <= page < self.sealed:
-            return [layer.pages.read_page(page) for layer in self._layers]
-        return [layer.pages.read_slot(self._slot_of[page]) for layer in self._layers]
+            return [layer.pages.read_page(page) for layer in self._layers] + self.read_index(page)
+        return [layer.pages.read_slot(self._slot_of[page]) for layer in self._layers] + self.read_index(page)
+
+    def read_index(self, page: int) -> list[np.ndarray]:
+        """Of the tokens of a page what each of `indexes` keeps, bytes."""
+        first, tokens = self._start(page), PAGE if page >= 0 else self.shape.sinks
+        return [index.read(first, min(self.n, first + tokens)) for index in self.indexes]
 
     def write(self, page: int, layers: Sequence[np.ndarray]) -> None:
         """Put what `read` gave in its place, after `adopt`."""
-        for layer, data in zip(self._layers, layers, strict=True):
+        for layer, data in zip(self._layers, layers[: len(self._layers)], strict=True):
             if 0 <= page < self.sealed:
                 layer.pages.write_page(page, data)
             else:
                 layer.pages.write_slot(self._slot_of[page], data)
+        for index, data in zip(self.indexes, layers[len(self._layers) :], strict=True):
+            index.write(self._start(page), data)
         if 0 <= page < self.sealed:
             self.pool.keep(page)
             if self.pool.picks and page >= self.pool.first:

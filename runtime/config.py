@@ -18,6 +18,7 @@ from ..offload.header import is_gguf
 from .config_keys import KEYS_HARMLESS, KEYS_USED, REASONS, REFUSED_UNLESS
 from .config_reader import REQUIRED, ConfigError, Keys, read_json, show, special_tokens
 from .config_rope import MAX_POSITIONS, RopeConfig, rope_config, unknown_rope_keys
+from .indexed import Indexed
 from .mixture import Mixture
 from .stores.composite import text_alone, unknown_outside
 
@@ -70,7 +71,7 @@ class ModelConfig:
     state they have one of `shared_blocks` blocks of attention and an MLP in turn, which read an embedding beside the stream, the second
     of two; with `attention_branches` what a layer adds to one is beside q, k and v too. `value_dim`: how wide a head's values are, where
     narrower than its keys, as wide as which they are cached. `slopes`: of each query head, by which a score grows with the place of its
-    key (ALiBi); then heads are made as wide as `value_dim`, and head_dim is more.
+    key (ALiBi); then heads are made as wide as `value_dim`, and head_dim is more. `indexed`: how tokens choose what they see.
     """
 
     family: str
@@ -146,6 +147,7 @@ class ModelConfig:
     attention_branches: bool = False
     value_dim: int = 0
     slopes: tuple[float, ...] = ()
+    indexed: Indexed | None = None
     warnings: tuple[str, ...] = ()
 
     @property

@@ -58,7 +58,8 @@ def dims(config: ModelConfig, ctx: int, chunk: int, rows: int, packed_kv: bool =
                 config.vocab_size, min(chunk, ctx), ctx, rows, *mixture, packed_kv, bundled, spilled_kv, config.state, config.gated_queries,
                 config.latent, tuple(sorted({*config.cache_heads} - {(config.num_key_value_heads, config.head_dim)})),
                 config.num_hidden_layers * config.input_width, own is not None and own.apart, 2 * config.hidden_size if mtp else 0,
-                config.states_beside, config.gates_apart, config.streams, config.low_rank, lora, config.one_scale, config.narrow)
+                config.states_beside, config.gates_apart, config.streams, config.low_rank, lora, config.one_scale, config.narrow,
+                config.indexed.shape if config.indexed else None)
 
 
 class Model:
@@ -87,8 +88,7 @@ class Model:
         self._shown = self._turned = self._given = None  # of the pass in hand, as is told, and given to layers beside x, [L, T, P]
         self._on_device: dict[int, LayerWeights] = {}
         self.predictors = predictors  # of neurons that are read when they are active
-        self._copied_from, self._head_on_card = copied_from, head_on_card
-        self.carrier = self.card_head = None
+        self._copied_from, self._head_on_card, self.carrier, self.card_head = copied_from, head_on_card, None, None
         self._said: list[str] = []
 
     @property

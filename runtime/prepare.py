@@ -30,7 +30,7 @@ from .kv.kv_setting import AUTO
 from .passes import widest
 from .planning import devices
 from .planning.demands import Asked, cache_form
-from .planning.fitted import check_context, fitted, predictors_of
+from .planning.fitted import as_asked, check_context, fitted, predictors_of
 from .planning.needed_kernels import kinds_of
 from .policy import POLICIES, check_policy
 from .source import check_mapping, open_weights
@@ -199,10 +199,12 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
                  unless_planned: ExitStack | None = None, rehearsal: bool = False) -> Prepared:
     """`prepare` for a config and a store at hand. `beside`: bytes that the process will hold besides, and does not hold yet. `program`:
     what it was weighed at before. `unless_planned` is told what else was opened. `rehearsal`: nothing is refused that memory decides."""
+    begun: list[str] = []
+    config, options = as_asked(config, options, begun)
     tensors = check_tensors(config, store, container)
     sight = sight_nbytes(options.sight, config)
     warnings = [each for each in config.warnings if not (sight and TEXT_ALONE in each)]
-    notices = [*warnings, *store.notices, *too_many_threads(options.threads), *unread_notices(config, store, tensors)]
+    notices = [*begun, *warnings, *store.notices, *too_many_threads(options.threads), *unread_notices(config, store, tensors)]
     options = fitted(parallel.fitted(options, notices), folder, config, store, notices, container)
     if options.spec == "mtp":
         demand_own_layer(config, store, container)

@@ -32,7 +32,7 @@ class RopeTable:
     `neighbours`: channel 2i turns with 2i + 1 instead, and they come out as i and i + rotary_dim/2. Queries and keys alike: their products
     stay what they were, and whoever keeps or packs keys meets one order.
     `growth` (beta, n): at position p also times 1 + beta ln(1 + p // n). `queries`: the table of queries where it is not that of keys;
-    of latent attention one for behind it.
+    of latent attention one for behind it. `index`: that of an indexer, which may turn other channels together.
     """
 
     inv_freq: np.ndarray  # float32 [rotary_dim / 2]
@@ -41,6 +41,7 @@ class RopeTable:
     growth: tuple[float, int] | None = None
     queries: RopeTable | None = None
     neighbours: bool = False
+    index: RopeTable | None = None
 
     def scale(self, positions: np.ndarray) -> np.ndarray:
         """What cos and sin are times: float32, one number or [T, 1]."""
@@ -193,6 +194,8 @@ def rope_tables(config: ModelConfig, ctx: int) -> list[RopeTable | None]:
             table = rope_table(rope, size, ctx, config.max_position_embeddings)
             if config.latent is not None and table.queries is not None:
                 table = replace(table, queries=growing(table.queries.growth, config.latent.key))
+            if config.indexed is not None:
+                table = replace(table, index=config.indexed.turned(table))
             made[id(rope), size] = table
         return made[id(rope), size]
 

@@ -35,6 +35,7 @@ SIGHTS = {"qwen2_vl": {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_head
           **dict.fromkeys(("glm4v", "glm4v_moe", "glm46v"), {
               "depth": 1, "hidden_size": 32, "intermediate_size": 16, "num_heads": 2, "patch_size": 8, "out_hidden_size": 64,
               "image_size": 32}),
+          "minimax_m3_vl": {**SIGHT, "patch_size": 14, "image_size": 28},
           "kimi_k25": {**{key: value for key, value in SIGHT.items() if key != "image_size"}, "pos_emb_height": 4, "pos_emb_width": 4},
           "llama4": {**SIGHT, "intermediate_size": 128, "pixel_shuffle_ratio": 0.5, "projector_input_dim": 64, "projector_output_dim": 64,
                      "vision_output_dim": 64},
@@ -46,7 +47,12 @@ def placed(*sections: int, **values: object) -> dict[str, object]:
     return rope("default", mrope_section=list(sections), **values)
 
 
-INDEXED = {"index_topk": CONTEXT, "index_head_dim": 32, "index_n_heads": 2}
+# So few choose that none is likely to find two tokens as good as each other; what is chosen of many is held to in `test_chosen.py`.
+INDEXED = {"index_topk": 300, "index_head_dim": 32, "index_n_heads": 8}
+MINIMAX_3 = {"head_dim": 32, "intermediate_size": 40, "dense_intermediate_size": 88, "shared_intermediate_size": 56, "num_local_experts": 6,
+             "num_experts_per_tok": 2, "index_n_heads": 2, "index_head_dim": 32, "index_block_size": 32, "index_topk_blocks": 9,
+             "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"], "mlp_layer_types": ["dense", "sparse", "sparse"],
+             "routed_scaling_factor": 1.7, **rope("default", partial_rotary_factor=0.5), "rotary_dim": 16}
 LLAMA_4 = {"head_dim": 32, "intermediate_size": 40, "attention_chunk_size": CONTEXT, "floor_scale": CONTEXT + 1,
            "no_rope_layer_interval": 2}
 GROWING_PARTS = {**GROWING, "partial_rotary_factor": 16 / 36}
@@ -149,8 +155,17 @@ NEWER = {
         "linear_num_key_heads": 3, "linear_num_value_heads": 9, "attention_bias": True, "initializer_range": 0.12,
         **rope("default", partial_rotary_factor=0.5)}, dtype="bfloat16", older=True),
     "deepseek_v32": Case("deepseek_v32", {**LATENT, **SHARPENED, **INDEXED, "n_group": 4, "topk_group": 2}),
-    "glm_moe_dsa, bfloat16": Case("glm_moe_dsa", {**LATENT, **INDEXED, **ONE_GROUP, "indexer_types": ["full", "shared", "full"], **rope(
-        "default")}, dtype="bfloat16"),
+    "deepseek_v32, all seen, bfloat16": Case("deepseek_v32", {**LATENT, **INDEXED, "n_group": 4, "topk_group": 2, "index_topk": CONTEXT},
+                                             dtype="bfloat16"),
+    "glm_moe_dsa": Case("glm_moe_dsa", {**LATENT, **INDEXED, **ONE_GROUP, "indexer_types": ["full", "shared", "full"], **rope("default")}),
+    "glm_moe_dsa, every second, bfloat16": Case("glm_moe_dsa", {
+        **LATENT, **INDEXED, **ONE_GROUP, "index_topk_freq": 2, "index_skip_topk_offset": 1, "num_hidden_layers": 4,
+        **rope("default")}, dtype="bfloat16"),
+    "minimax_m3_vl_text": Case("minimax_m3_vl_text", MINIMAX_3),
+    "minimax_m3_vl, other layers, bfloat16": Case("minimax_m3_vl_text", {
+        **MINIMAX_3, "layer_types": ["minimax_m3_sparse", "full_attention", "minimax_m3_sparse"], "mlp_layer_types": ["sparse", "dense",
+        "sparse"], "index_block_size": 64, "index_topk_blocks": 4, "index_local_blocks": 2, "index_head_dim": 48, "num_key_value_heads": 1,
+        "index_n_heads": 1, **rope("default", partial_rotary_factor=1.0), "rotary_dim": 32}, dtype="bfloat16", inside="minimax_m3_vl"),
     "solar_open": Case("solar_open", {**{key: value for key, value in GLM_EXPERTS.items() if key != "first_k_dense_replace"},
                                       "head_dim": 32, **rope("yarn", factor=8.0, original_max_position_embeddings=64)}),
     "exaone4_5, bfloat16": Case("exaone4", {"head_dim": 32, "sliding_window": 40, "layer_types": [

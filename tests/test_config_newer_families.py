@@ -322,21 +322,9 @@ def test_llama_3_2_vision_is_refused_for_its_reason() -> None:
     assert "Llama 3.2 1B and 3B" in error.hint
 
 
-def test_models_that_choose_tokens_run_as_far_as_they_choose_all() -> None:
-    base = {**LLAMA, "model_type": "deepseek_v32", **PUBLISHED["deepseek_v32"], "max_position_embeddings": 163840, "index_topk": 2048,
-            "rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 1.0}}
-    config = parse_config(base, strict=True)
-    assert (config.context_length, config.most_tokens, config.max_position_embeddings) == (2048, 2048, 163840)
-    assert [("index_topk = 2048" in said) for said in config.warnings] == [True] and config.mixture.layers == {3}
-    kinds = ["dense", "sparse", "dense", "sparse"]
-    assert parse_config({**base, "mlp_layer_types": kinds}).mixture.layers == {1, 3}
-    without = {key: value for key, value in base.items() if key != "index_topk"}
-    assert parse_config(without).most_tokens == 2048
-
-
 @pytest.mark.parametrize("force", [False, True])
-def test_a_context_beyond_that_is_refused_by_the_number(tmp_path: Path, force: bool) -> None:
-    written(replace(CASES["deepseek_v32"], changes={**CASES["deepseek_v32"].changes, "index_topk": 100}), tmp_path)
+def test_a_context_beyond_what_is_seen_at_once_is_refused_by_the_number(tmp_path: Path, force: bool) -> None:
+    written(replace(CASES["llama4_text"], changes={**CASES["llama4_text"].changes, "attention_chunk_size": 100}), tmp_path)
     with pytest.raises(UsageError, match="a context of 101 is more than the 100 tokens") as caught:
         prepare(tmp_path, EngineOptions(device="cpu", ctx=101, force=force))
     assert "at most 100" in caught.value.hint

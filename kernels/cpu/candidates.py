@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ..layout import ACTIVATIONS, STORED_TYPES
 from ..registry import Call, Candidate, Registry
-from . import delta, head_widths, kda, latent, linear_amx, low_bit, mamba1, mamba2, moe, packed, rows, short_conv, streams
+from . import delta, head_widths, index, kda, latent, linear_amx, low_bit, mamba1, mamba2, moe, packed, rows, short_conv, streams
 from .amx import AMX
 from .int8_ir import INSTRUCTION_SET
 from .intrinsics import HAS_HALF
@@ -110,6 +110,12 @@ def default_registry(only: str | None = None, exact: bool = False, by_neuron: bo
         Candidate("attend", "compiled", _native, _attend_compiled, "native code, a page of K and V at a time"),
         Candidate("attend", f"compiled, {BY_SHIFTS}", _compiled, _attend_compiled, NO_HALF, fallback=True),
         Candidate("attend", NUMPY, _never, _attend_reference, NO_KERNEL, fallback=True),
+        Candidate("choose", "compiled", _native, index.choose, "native code, the scores of all heads as one product, the choice exact"),
+        Candidate("choose", f"compiled, {BY_SHIFTS}", _compiled, index.choose, NO_HALF, fallback=True),
+        Candidate("choose", NUMPY, _never, index.choose_reference, NO_KERNEL, fallback=True),
+        Candidate("attend chosen", "compiled", _native, index.attend_compiled, "native code, tiles of chosen tokens taken out of pages"),
+        Candidate("attend chosen", f"compiled, {BY_SHIFTS}", _compiled, index.attend_compiled, NO_HALF, fallback=True),
+        Candidate("attend chosen", NUMPY, _never, index.attend_reference, NO_KERNEL, fallback=True),
     ]
     return Registry([each for each in candidates if only is None or only in each.name])
 

@@ -19,7 +19,7 @@ from ..layout import ACTIVATIONS, NORMS, PAGE, PageLayout
 from ..registry import Call, Registry
 from ..threads import ThreadPool
 from ..workspace import Dims, Workspace, address
-from . import attention, bundled, in_parts, inputs, latent, latent_loops, linear, lora, low_bit, moe, packed, rows, states, streams
+from . import attention, bundled, in_parts, index, inputs, latent, latent_loops, linear, lora, low_bit, moe, packed, rows, states, streams
 from . import head_widths as widths
 from .attention_few import attend_few_scratch, partials_floats
 from .inner_loops import TILE_COLUMNS
@@ -55,10 +55,11 @@ def plan_workspace(dims: Dims, workers: int) -> dict[str, int]:
                   low_bit.scratch_floats(dims, chunk, wide), scratch_floats(chunk, wide),
                   0 if dims.latent is None else latent_loops.scratch_floats(dims.latent.nope, dims.latent.rank),
                   max(packed_scratch(dims.heads, dims.kv_heads, dims.head_dim), few_scratch(group, dims.head_dim),
-                      seal_scratch(dims.head_dim)) if dims.packed_kv else 0, streams.scratch_floats(dims), lora.scratch_floats(dims))
+                      seal_scratch(dims.head_dim)) if dims.packed_kv else 0, streams.scratch_floats(dims), lora.scratch_floats(dims),
+                  index.scratch_floats(dims))
     blocks = dims.ctx // attention.PAGE + 3
     # Where attention takes turns, all of a few tokens have their own partials at any depth, and a prompt's tiles wait between two turns.
-    partials = partials_floats(FEW, dims.heads, dims.head_dim, blocks)
+    partials = max(partials_floats(FEW, dims.heads, dims.head_dim, blocks), index.partials_floats(dims))
     state = 0
     if dims.spilled_kv:
         partials, state = FEW * blocks * dims.heads * (dims.head_dim + 2), attention.attend_many_state(chunk, dims)
@@ -69,7 +70,7 @@ def plan_workspace(dims: Dims, workers: int) -> dict[str, int]:
             "scratch": workers * (scratch + 16), "logits": dims.rows * dims.vocab,
             "partials": partials, "state": state, **moe.plan_workspace(dims, chunk), **bundled.plan_workspace(dims, chunk),
             **latent.plan_workspace(dims, chunk), **inputs.plan_workspace(dims, chunk), **streams.plan_workspace(dims, chunk),
-            **lora.plan_workspace(dims, chunk), **widths.plan_workspace(dims, chunk),
+            **lora.plan_workspace(dims, chunk), **widths.plan_workspace(dims, chunk), **index.plan_workspace(dims, chunk),
             # of drafts by a layer of the model's own: what goes into it, and states that wait for it, of a pass and of one before
             "joined": min(chunk, PAGE) * dims.joined, "states": (chunk + FEW) * dims.hidden if dims.joined else 0}
 
@@ -210,7 +211,7 @@ class CpuOps(Jobs, lora.Scales):
     part_queries, gate_heads = rows.part_queries, rows.gate_heads
     widened_heads, narrowed_heads, renormed = widths.widened_heads, widths.narrowed_heads, widths.renormed
     latent_keys, latent_queries, latent_values = latent.latent_keys, latent.latent_queries, latent.latent_values
-    state_layer = states.state_layer
+    state_layer, index_layer = states.state_layer, index.index_layer
 
     def logits(self, x: np.ndarray, norm: Norm, head: Linear, softcap: float | None = None, scale: float = 1.0) -> np.ndarray:
         """Scores of the next token, float32 [T, V]: scale * head(norm(x)), then capped. T at most `dims.rows`."""

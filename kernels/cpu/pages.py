@@ -24,6 +24,7 @@ from ..layout import F32, PageLayout
 from ..registry import Call
 from ..workspace import address
 from . import attention, attention_few
+from .index import Chosen, attend
 from .ops import FEW, SHARE_FROM, CpuOps
 from .selective import Selective
 
@@ -158,6 +159,13 @@ class LayerPages:
         self.choice.run(self, q, position, blocks, sinks, out)
         return out
 
+    def attend_chosen(self, q: np.ndarray, position: int, blocks: np.ndarray, sinks: np.ndarray | None, chosen: Chosen, same: bool,
+                      out: np.ndarray | None = None) -> np.ndarray:
+        """`attend` over what each token has `chosen`; `same`: keys are values."""
+        out = self.attended(q) if out is None else out
+        attend(self, q, position, blocks, sinks, out, chosen, same)
+        return out
+
     def attended(self, q: np.ndarray) -> np.ndarray:
         """Where `attend` of queries `[T, H * D]` leaves what it found, `[T, H * D]`."""
         return self.ops.workspace.take("attend", *q.shape)
@@ -280,16 +288,16 @@ class LayerPages:
     def reference(self, q: np.ndarray, position: int, blocks: np.ndarray, sinks: np.ndarray | None, out: np.ndarray) -> None:
         """Plain softmax over the gathered keys and values."""
         self.ops.flush()
-        keys, values, at = [], [], []
-        for sealed, index, first, count in blocks:
-            k, v = self.sides(sealed, index)
-            keys.append(k[:count])
-            values.append(v[:count])
-            at.append(first + np.arange(count))
+        keys, values, at = self.gathered(blocks)
         split = q.reshape(len(q), -1, self.layout.head_dim)
-        result = reference.attend(split, np.concatenate(keys), np.concatenate(values), position, np.concatenate(at), self.scale,
-                                  self.window, self.softcap, sinks, self.ends)
+        result = reference.attend(split, keys, values, position, at, self.scale, self.window, self.softcap, sinks, self.ends)
         out[:] = result.reshape(out.shape)
+
+    def gathered(self, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """K and V as stored, [n, KVH, D], of all tokens of the blocks, and their positions."""
+        sides = [[side[:count] for side in self.sides(sealed, index)] for sealed, index, _, count in blocks]
+        at = [first + np.arange(count) for _, _, first, count in blocks]
+        return *map(np.concatenate, zip(*sides, strict=True)), np.concatenate(at)
 
     def sides(self, sealed: int, index: int) -> tuple[np.ndarray, np.ndarray]:
         """K and V as stored, [PAGE, KVH, D], of a block; of a slot with fewer parts fewer tokens."""

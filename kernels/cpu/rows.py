@@ -30,10 +30,10 @@ CURVE_LOW, CURVE_HALF, CURVE_NEAR = float32(reference.CURVE_EDGE), float32(refer
 THIRDS = tuple(float32(1 / each) for each in (2, 6, 24, 120, 720))  # of exp(x) - 1 - x near zero
 MOST_TABLES = 8  # of a step: a model has two at most
 
-# Slots of `rope_heads`: y [T, heads * head_dim], in place; cos and sin [T, rotary / 2]; with NORM set, a norm of every WIDTH values first.
-# SCRATCH, STRIDE bytes of it a worker, holds a head where neighbours are to be put into the order of halves; it is 0 where they are not.
-# EACH: bytes from the weights of one norm to the next one's, 0 where they are the same.
-R_Y, R_TOKENS, R_HEADS, R_DIM, R_ROTARY, R_COS, R_SIN, R_NORM, R_WEIGHT, R_WIDTH, R_SCRATCH, R_STRIDE, R_EACH, R_EPS = range(14)
+# Slots of `rope_heads`: y [T, heads * head_dim], in place; cos and sin [T, rotary / 2]; with NORM set, a norm of every WIDTH values first,
+# EACH bytes from the weights of one to the next one's, 0 where they are the same, with a BIAS or 0. SCRATCH, STRIDE bytes a worker,
+# holds a head where neighbours are to be put into the order of halves; it is 0 where they are not.
+R_Y, R_TOKENS, R_HEADS, R_DIM, R_ROTARY, R_COS, R_SIN, R_NORM, R_WEIGHT, R_BIAS, R_WIDTH, R_SCRATCH, R_STRIDE, R_EACH, R_EPS = range(15)
 # Slots of `activate_rows`: GATE = act(GATE) * UP, or act(GATE) where UP is 0; both [TOKENS, WIDTH].
 G_GATE, G_UP, G_TOKENS, G_WIDTH, G_ACT = range(5)
 # Slots of `part_rows`: of each of HEADS heads of Y [TOKENS, 2 * heads * DEPTH] the first half into OUT [TOKENS, heads * DEPTH]. Of
@@ -64,7 +64,7 @@ def rope_heads(args, worker, counter):
         row = a[R_Y] + 4 * t * heads * depth
         if a[R_NORM] != 0:
             for at in range(0, heads * depth, width):
-                normalise_here(row + 4 * at, width, a[R_NORM], a[R_WEIGHT] + at // width * a[R_EACH], 0, eps)
+                normalise_here(row + 4 * at, width, a[R_NORM], a[R_WEIGHT] + at // width * a[R_EACH], a[R_BIAS], eps)
         cos, sin = f32_at(a[R_COS] + 4 * t * half), f32_at(a[R_SIN] + 4 * t * half)
         for head in range(heads):
             y, z = f32_at(row + 4 * head * depth), f32_at(row + 4 * (head * depth + half))
@@ -261,9 +261,9 @@ def rotate(ops: CpuOps, y: np.ndarray, heads: int, head_dim: int, angles: Angles
     args, width = ops.args, head_dim if norm is None else norm.weight.shape[-1]
     each = 0 if norm is None or norm.weight.ndim == 1 else 4 * width
     neighbours = angles.table is not None and angles.table.neighbours
-    args[:R_EPS] = (ops.at(y), len(y), heads, head_dim, 2 * angles.cos.shape[1], *angles.at, 0 if norm is None else NORMS[norm.kind],
-                    0 if norm is None else address(norm.weight), width, ops.scratch if neighbours else 0, ops.scratch_stride, each)
-    ops.reals[R_EPS] = 0.0 if norm is None else norm.eps
+    *own, ops.reals[R_EPS] = (0, 0, 0, 0.0) if norm is None else (NORMS[norm.kind], address(norm.weight), address(norm.bias), norm.eps)
+    args[:R_EPS] = (ops.at(y), len(y), heads, head_dim, 2 * angles.cos.shape[1], *angles.at, *own, width,
+                    ops.scratch if neighbours else 0, ops.scratch_stride, each)
     ops.run(rope_heads, ops.where, y.size >= SHARE_FROM, args)
 
 

@@ -20,7 +20,8 @@ have no v. Layers that remember a text in a state have in the place of q, k, v a
 read, and state_out behind that; smaller ones are state_rate and state_beta, what decays and shares are read from, state_conv, state_decay,
 state_dt, state_skip and state_norm, as far as a kind has them; state_gate_wide and state_rate_wide widen what state_gate and state_rate
 narrow, state_keys makes B and C, state_rate_norm, state_b_norm and state_c_norm are behind these. Latent attention has kv_a, kv_a_norm and
-kv_b in the place of k and v, and may have q_a, q_a_norm and q_b in that of q.
+kv_b in the place of k and v, and may have q_a, q_a_norm and q_b in that of q. What chooses
+the tokens that a layer sees has index_q, index_k and their norms, and index_weights.
 
 A checkpoint of several models that holds a text generator is read as that one: COMPOSITE maps its `model_type` to the generator's, where
 there may be several to the one that is meant where it says none and then the others.
@@ -38,7 +39,7 @@ from ..config_reader import ConfigError, Keys, show
 if TYPE_CHECKING:
     import numpy as np
 
-    from ...quant.weight import Apart, Bundles, Curve, Expert, Inputs, Latent, Lent, Linear, LowRank, Norm, SharedExpert, Streams
+    from ...quant.weight import Apart, Bundles, Curve, Expert, Index, Inputs, Latent, Lent, Linear, LowRank, Norm, SharedExpert, Streams
     from ..block_ops import BlockOps
     from ..cache import LayerCache
     from ..config import ModelConfig
@@ -46,14 +47,14 @@ if TYPE_CHECKING:
     from ..rope import RopeTable
     from ..weights.state_weights import StateWeights
 
-FAMILIES = ("afmoe", "apertus", "arcee", "bailing_hybrid", "bailing_moe_v2", "bamba", "bitnet", "bloom", "cohere", "cohere2",
-            "cohere2_moe", "cwm", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5", "ernie4_5_moe", "exaone", "exaone4",
-            "exaone_moe", "falcon", "falcon_h1", "falcon_mamba", "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text", "gemma3n_text",
-            "gemma4_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt2", "gpt_neox", "gpt_oss", "granite",
-            "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "helium", "hunyuan_v1_dense",
-            "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm2", "internlm3", "iquestcoder", "jais2", "jamba", "kimi_linear", "kolibri1",
-            "laguna", "lfm2", "lfm2_moe", "lfm3", "llama", "llama4_text", "mamba", "mamba2", "mellum", "mimo", "mimo_v2_flash", "minicpm",
-            "minicpm3", "minimax_m2", "ministral", "ministral3", "mistral", "mistral4", "mixtral", "mpt", "nanochat", "nemotron",
+FAMILIES = ("afmoe", "apertus", "arcee", "bailing_hybrid", "bailing_moe_v2", "bamba", "bitnet", "bloom", "cohere", "cohere2", "cohere2_moe",
+            "cwm", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5", "ernie4_5_moe", "exaone", "exaone4", "exaone_moe",
+            "falcon", "falcon_h1", "falcon_mamba", "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text",
+            "glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt2", "gpt_neox", "gpt_oss", "granite", "granite_swa",
+            "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3",
+            "hyperclovax", "internlm2", "internlm3", "iquestcoder", "jais2", "jamba", "kimi_linear", "kolibri1", "laguna", "lfm2",
+            "lfm2_moe", "lfm3", "llama", "llama4_text", "mamba", "mamba2", "mellum", "mimo", "mimo_v2_flash", "minicpm", "minicpm3",
+            "minimax_m2", "minimax_m3_vl_text", "ministral", "ministral3", "mistral", "mistral4", "mixtral", "mpt", "nanochat", "nemotron",
             "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "opt", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3",
             "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2",
             "vaultgemma", "youtu", "zamba2")
@@ -64,14 +65,14 @@ COMPOSITE: Mapping[str, tuple[str, ...]] = {
     "internvl": ("qwen2", "qwen3", "llama", "qwen3_moe"), "kimi_k25": ("deepseek_v3", "kimi_k2"), "lfm2_vl": ("lfm2", "lfm2_moe"),
     "lfm3_vl": ("lfm3",), "llama4": ("llama4_text",), "llava": ("llama", "mistral", "qwen2"), "llava_next": ("llama", "mistral", "qwen2"),
     "llava_onevision": ("qwen2",), "minicpmv4_6": ("qwen3_5_text",), "minicpmv4_7": ("qwen3_5_text",),
-    "mistral3": ("mistral", "ministral3", "mistral4"), "qwen2_5_omni": ("qwen2_5_omni_text",),
+    "minimax_m3_vl": ("minimax_m3_vl_text",), "mistral3": ("mistral", "ministral3", "mistral4"), "qwen2_5_omni": ("qwen2_5_omni_text",),
     "qwen2_5_vl": ("qwen2_5_vl_text",), "qwen2_vl": ("qwen2_vl_text",), "qwen3_5": ("qwen3_5_text",), "qwen3_5_moe": ("qwen3_5_moe_text",),
     "qwen3_omni_moe": ("qwen3_omni_moe_text",), "qwen3_vl": ("qwen3_vl_text",), "qwen3_vl_moe": ("qwen3_vl_moe_text",),
     "smolvlm": ("llama",)}
 # Those of which a store gives the text part's tensors the names that they would have alone; families know the prefixes of the others.
 BY_PREFIX = ("aya_vision", "cohere2_vision", "exaone4_5", "glm46v", "glm4v", "glm4v_moe", "idefics3", "internvl", "kimi_k25", "lfm2_vl",
-             "lfm3_vl", "llama4", "llava", "llava_next", "llava_onevision", "minicpmv4_6", "minicpmv4_7", "qwen2_5_omni", "qwen2_5_vl",
-             "qwen2_vl", "qwen3_omni_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm")
+             "lfm3_vl", "llama4", "llava", "llava_next", "llava_onevision", "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "qwen2_5_omni",
+             "qwen2_5_vl", "qwen2_vl", "qwen3_omni_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm")
 # A `model_type` -> the family that it is, and what its configs say by saying nothing.
 RENAMED: Mapping[str, str] = {
     "exaone4_5_text": "exaone4", "gemma4_unified_text": "gemma4_text", "glm4v_moe_text": "glm4_moe", "glm4v_text": "glm4",
@@ -139,7 +140,7 @@ class LayerWeights:
     float32 [H]; `correction`: [E]. `bundles` take the place of down, and with a gate of up; `state` that of q, k, v and o, `latent` that of
     q, k and v. `v_norm`: over head_dim, of values; `scale`: a number that multiplies what leaves the layer; `curve`: an activation with
     numbers of the layer's own; `fronts`: what stands in front of queries [H, F] and keys [KVH, F] whose scores grow with a
-    place; `entry_norm`: of what enters the first layer.
+    place; `entry_norm`: of what enters the first layer. `index`: what chooses the tokens that are seen.
     """
 
     input_norm: Norm
@@ -176,6 +177,7 @@ class LayerWeights:
     lent: Lent | None = None
     fronts: tuple[object, object] | None = None
     entry_norm: Norm | None = None
+    index: Index | None = None
 
 
 def is_side_by_side(roles: Collection[str]) -> bool:

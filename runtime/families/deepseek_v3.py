@@ -17,6 +17,7 @@ from ...kernels.latent_shape import LatentShape
 from ..config import MAX_LAYERS, Defaults, Mixture, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
 from ..config_rope import RopeConfig, rope_config
+from ..weights.index_weights import choose
 from . import LayerWeights, TensorRule
 from .glm4_moe import corrected
 from .llama import feed_forward, outer_tensors
@@ -150,14 +151,19 @@ def attention(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positio
     """The first half of a block."""
     tap("block_in", layer, x)
     own, shape, heads = w.latent, config.latent, config.num_attention_heads
-    gates = () if w.attn_gate is None else (w.attn_gate,)  # [T, H], of what is attended to
+    beside = () if w.attn_gate is None else (w.attn_gate,)  # [T, H], of what is attended to
+    if w.index is not None:
+        beside = w.index.k, w.index.weights
     if own.q_down is None:
-        q, latent, *gated = ops.norm_linear(x, w.input_norm, [own.q, own.kv_down, *gates])  # [T, H * (nope + rope)], [T, rank + rope]
+        q, latent, *gated = ops.norm_linear(x, w.input_norm, [own.q, own.kv_down, *beside])  # [T, H * (nope + rope)], [T, rank + rope]
     else:
-        latent, q, *gated = ops.norm_linear(x, w.input_norm, [own.kv_down, own.q_down, *gates])
+        latent, q, *gated = ops.norm_linear(x, w.input_norm, [own.kv_down, own.q_down, *beside])
     k = ops.rope_heads(ops.latent_keys(latent, shape, own.kv_norm), 1, shape.key, positions, rope, None)
     if own.q_down is not None:
         tap("q_in", layer, q)
+        if w.index is not None:  # before the queries take the place of its own
+            (chosen_by,) = ops.norm_linear(q, own.q_norm, [w.index.q])
+            choose(ops, w.index, chosen_by, *gated, kv, positions, rope, config.indexed.shape)
         (q,) = ops.norm_linear(q, own.q_norm, [own.q])
     q = ops.rope_heads(ops.latent_queries(q, heads, shape, own.expand), heads, shape.key, positions, rope, None)
     if rope is not None and rope.queries is not None:
@@ -166,7 +172,7 @@ def attention(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positio
     tap("k", layer, k)
     tap("v", layer, k)
     attended = ops.latent_values(kv.attend(q, k, k), heads, shape, own.expand)  # [T, H * value]
-    if gated:
+    if w.attn_gate is not None:
         attended = ops.gate_heads(attended, gated[0], heads, shape.value)
     tap("attn_out", layer, attended)
     return ops.linear_add(attended, w.o, x, None, config.residual_multiplier)

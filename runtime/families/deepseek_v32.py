@@ -1,49 +1,66 @@
-"""DeepSeek V3.2: V3, whose queries attend to the `index_topk` tokens alone that an indexer chooses.
-
-In a text of no more tokens than that it chooses all, and attention is V3's: so far such a model runs, and no further. The indexer's tensors
-are not read.
-"""
+"""DeepSeek V3.2: V3, whose queries attend to the `index_topk` tokens alone that an indexer chooses (`kernels/index_shape.py`)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from ...kernels.index_shape import IndexShape
 from ..config import Defaults, Mixture, ModelConfig
 from ..config_reader import ConfigError, Keys, show
-from . import deepseek_v3
-from .deepseek_v3 import NAMES, QUERY_RANK, SIZES, WIDTHS, block, grouped, latent_config, layer_tensors, mtp_layers, outer_tensors
+from ..indexed import Indexed, sources_of
+from . import TensorRule, deepseek_v3
+from .deepseek_v3 import NAMES, QUERY_RANK, SIZES, WIDTHS, block, grouped, latent_config, mtp_layers, outer_tensors
 from .glm4_moe import corrected
 from .glm4_moe_lite import DENSE, SPARSE
 
 __all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "indexed_config", "layer_tensors", "outer_tensors"]
 
-KEYS_USED = deepseek_v3.KEYS_USED - {"auto_map", "rope_interleave"} | {"index_topk", "layer_types", "mlp_layer_types"}
-# Of the indexer alone, which chooses every token here.
-KEYS_HARMLESS = deepseek_v3.KEYS_HARMLESS | {"index_head_dim", "index_n_heads", "index_skip_topk_offset", "index_topk_freq",
-                                             "index_topk_pattern", "indexer_rope_interleave", "indexer_types"}
+KEYS_USED = deepseek_v3.KEYS_USED - {"auto_map", "rope_interleave"} | {
+    "index_head_dim", "index_n_heads", "index_topk", "layer_types", "mlp_layer_types"}
+# Of GLM 5's layers, some of which share a choice.
+KEYS_HARMLESS = deepseek_v3.KEYS_HARMLESS | {"index_skip_topk_offset", "index_topk_freq", "index_topk_pattern", "indexer_types"}
 REFUSED_UNLESS: Mapping[str, object] = {**{key: value for key, value in deepseek_v3.REFUSED_UNLESS.items() if key != "layer_types"},
-                                        "rope_interleave": True}
-CHOSEN, INDEXED = 2048, "indexed_attention"
+                                        "indexer_rope_interleave": False, "rope_interleave": True}
+CHOSEN, INDEXED, EPS = 2048, "indexed_attention", 1e-6
 
 
 def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=163_840, sizes=SIZES, bos=0, eos=(1,))
-    return indexed_config(keys, base, WIDTHS, QUERY_RANK, (8, 4))
+    return indexed_config(keys, base, WIDTHS, QUERY_RANK, (8, 4), 64, False)
 
 
-def indexed_config(keys: Keys, base: Defaults, widths: Mapping[str, int], query_rank: int, groups: tuple[int, int]) -> ModelConfig:
-    """What a config with an indexer says, from keys with these defaults; `groups` of experts, and how many of them a token's are in."""
+def indexed_config(keys: Keys, base: Defaults, widths: Mapping[str, int], query_rank: int, groups: tuple[int, int], heads: int,
+                   neighbours: bool, chooses: Sequence[bool] | None = None) -> ModelConfig:
+    """What a config with an indexer says, from keys with these defaults; `groups` of experts, and how many of them a token's are in;
+    `heads` of indexers and which of their channels turn together. `chooses`: by layer whether it has one, None where all do."""
     layers = base.size(keys, "num_hidden_layers")
     for kind in keys.words("layer_types", layers) or ():
         if kind != INDEXED:
             raise ConfigError(f"config.json: layer_types holds {show(kind)}, which is not supported", f"known: {INDEXED}")
     own = _sparse(keys, layers, corrected(keys, layers, 256, 8, 3, True, 2.5, 2048))
     made = latent_config(keys, base, widths, query_rank, True, mixture=grouped(keys, own, *groups))
-    most = keys.integer("index_topk", CHOSEN, high=2**27)
-    said = (f"config.json: beyond index_topk = {most} tokens this model attends to chosen ones alone, which effllm does not do: the "
-            f"context is {most}",) if most < made.context_length else ()
-    return replace(made, mtp_layers=mtp_layers(keys), most_tokens=most, warnings=(*made.warnings, *said))
+    rope, rank = made.latent.rope, made.latent.query_rank
+    width, count = keys.integer("index_head_dim", 128, high=1024), keys.integer("index_topk", CHOSEN, high=2**27)
+    if width < rope or rank is None:
+        raise ConfigError(f"config.json: index_head_dim {width} with qk_rope_head_dim {rope} and q_lora_rank {show(rank)} is not supported",
+                          "index queries are made of q_lora_rank numbers, and a part of each turns")
+    shape = IndexShape(keys.integer("index_n_heads", heads, high=1024), width, rope, count)
+    own = Indexed(shape, sources_of(chooses or [True] * layers), neighbours, ("layer", EPS))
+    return replace(made, mtp_layers=mtp_layers(keys), indexed=own)
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    rules, own = deepseek_v3.layer_tensors(config, layer), None if config.indexed is None else config.indexed.of(layer)
+    if own is None:
+        return rules
+    prefix, hidden = f"model.layers.{layer}.self_attn.indexer.", config.hidden_size
+    # As they are: they decide what is seen, and are a hundredth of a layer.
+    return rules | {"index_q": TensorRule(f"{prefix}wq_b.weight", (own.heads * own.width, config.latent.query_rank), plain=True),
+                    "index_k": TensorRule(f"{prefix}wk.weight", (own.width, hidden), plain=True),
+                    "index_k_norm": TensorRule(f"{prefix}k_norm.weight", (own.width,)),
+                    "index_k_norm_bias": TensorRule(f"{prefix}k_norm.bias", (own.width,)),
+                    "index_weights": TensorRule(f"{prefix}weights_proj.weight", (own.heads, hidden), plain=True)}
 
 
 def _sparse(keys: Keys, layers: int, own: Mixture) -> Mixture:

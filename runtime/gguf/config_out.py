@@ -37,7 +37,7 @@ from .family_keys import AFMOE_EVERY, COHERE2_EVERY, EXAONE4_EVERY, EXAONE4_LAYE
 
 TYPES = {"F16": 1, "Q8_0": 7, "Q4_0": 2}  # what a person may ask for -> general.file_type
 QUANTIZATION_VERSION = 2
-INDEXED = ": this version reads no indexer, without which they would run as another model"
+INDEXED = ": this version writes no indexer, without which they would run as another model"
 UNTRIED = ": this version writes no files of them"
 NOT_WRITTEN = {**dict.fromkeys(("bailing_hybrid", "bloom", "cwm", "helium", "hyperclovax", "jais2", "kimi_linear", "lfm3", "mellum",
                                 "mimo_v2_flash", "mpt",
@@ -46,7 +46,7 @@ NOT_WRITTEN = {**dict.fromkeys(("bailing_hybrid", "bloom", "cwm", "helium", "hyp
                "ministral": ": llama.cpp runs them as if no layer had a window",
                "phimoe": ": llama.cpp weighs their experts otherwise",
                "bamba": ": llama.cpp runs them as Granite 4, whose heads turn as a whole",
-               "deepseek_v32": INDEXED, "glm_moe_dsa": INDEXED,
+               "deepseek_v32": INDEXED, "glm_moe_dsa": INDEXED, "minimax_m3_vl_text": INDEXED,
                "gemma3n_text": UNTRIED,
                "mistral4": ": this version does not write how their queries grow",
                "opt": ": llama.cpp does not run them",

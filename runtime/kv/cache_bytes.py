@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ...kernels.layout import PAGE
 from .cache_shape import page_sizes
 
 if TYPE_CHECKING:
+    from ...kernels.cpu.index import LayerIndex
     from ...kernels.layout import PageLayout
     from ...quant.kv import PackedCodec, RawCodec
+    from .cache_parts import Choosing
     from .states import States
 
 
@@ -22,6 +24,8 @@ class CacheBytes:
     better: Sequence[PackedCodec]
     layouts: Sequence[PageLayout]
     states: States | None
+    indexes: Sequence[LayerIndex]
+    choosing: Mapping[int, Choosing]
     n: int
     sealed: int
     _kinds: list[int]
@@ -33,13 +37,29 @@ class CacheBytes:
         return sum(page_sizes(self.codecs, self.own_layouts))
 
     @property
+    def kept_nbytes(self) -> int:
+        """Bytes of a sealed page and of what its tokens are chosen by, all layers: what a session keeps of it."""
+        return self.sealed_nbytes + PAGE * sum(self.index_sizes)
+
+    @property
+    def index_sizes(self) -> list[int]:
+        """Bytes of what a token is chosen by, of each layer that chooses."""
+        return [index.shape.token_nbytes(index.stored) for index in self.indexes]
+
+    @property
     def _better_nbytes(self) -> int:
         return sum(page_sizes(self.better, self.own_layouts)) if self.better else 0
 
     @property
     def allocated_nbytes(self) -> int:
-        """Bytes in use: sealed pages and the parts of exact slots that hold tokens, all layers, and the memory of states."""
-        return self._pages_nbytes + (0 if self.states is None else self.states.nbytes)
+        """Bytes in use: sealed pages and the parts of exact slots that hold tokens, all layers, what layers choose by, and the memory of
+        states."""
+        return self._pages_nbytes + self.index_nbytes + (0 if self.states is None else self.states.nbytes)
+
+    @property
+    def index_nbytes(self) -> int:
+        """Bytes of what layers choose by."""
+        return sum(index.shape.nbytes(self.n, index.stored) for index in self.indexes)
 
     @property
     def _pages_nbytes(self) -> int:
@@ -47,8 +67,14 @@ class CacheBytes:
 
     @property
     def read_nbytes(self) -> int:
-        """Bytes of keys and values that attention over everything held reads."""
-        return self.exact_tokens * sum(layout.token_nbytes for layout in self.own_layouts) + self._packed_nbytes
+        """Bytes of keys and values that attention over everything held reads, and of what layers choose by."""
+        return self.exact_tokens * sum(layout.token_nbytes for layout in self.own_layouts) + self._packed_nbytes + self.index_nbytes
+
+    @property
+    def seen_nbytes(self) -> int:
+        """Bytes that attention of one more token reads: of layers whose tokens choose, what is chosen alone."""
+        hidden = max(0, self.n - self.indexes[0].shape.whole) if self.indexes else 0
+        return self.read_nbytes - hidden * sum(self.layouts[place].token_nbytes for place in self.choosing)
 
     @property
     def own_layouts(self) -> Sequence[PageLayout]:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from ... import UsageError
 from ...offload.memory import anonymous
 from ...offload.pages import DiskTier, PagePool
 from ...quant.kv import PackedCodec, PackedFormat, RawCodec
 from ..cache import KVCache
 from ..policy import open_policy
-from .cache_parts import layer_codecs, sealers, selective
+from .cache_parts import Choosing, layer_codecs, sealers, selective
 from .cache_probes import Probes
-from .cache_shape import AttnSpec, Both, CacheShape, LayerSpec, SharedPages, exact_nbytes, page_sizes
+from .cache_shape import AttnSpec, Both, CacheShape, LayerSpec, SharedPages, exact_nbytes, index_type, page_sizes
 from .states import LayerStates, States, controls
 
 
@@ -53,8 +54,21 @@ def open_cache(backends: Sequence[object], specs: Sequence[LayerSpec], kv: RawCo
     sealing = [*sealers(backends, layers, codecs, layouts), *second]
     policy = open_policy(kv.policy, codecs[0].share if better else 0.0)
     probes = Probes(specs, shape, every) if policy.probes else None
+    choosing = _open_indexes(backends, specs, kv, shape, disk)
     return KVCache(layers, codecs, policy, shape, layouts, exact, sealing, pool, probes, [pages for pages, _ in spilling], states, stateful,
-                   readers, both)
+                   readers, both, choosing)
+
+
+def _open_indexes(backends: Sequence[object], specs: Sequence[AttnSpec], kv: RawCodec | PackedFormat, shape: CacheShape,
+                  disk: DiskTier | None) -> dict[int, Choosing]:
+    """What chooses for the layers whose tokens see what is chosen, by place. Raises UsageError for pages that it cannot look into."""
+    found = {place: spec for place, spec in enumerate(specs) if spec.by_choice}
+    if found and (kv.is_packed or disk is not None or any(backends[place].name != "cpu" for place in found)):
+        raise UsageError("a model that chooses which tokens it sees keeps them unpacked, in memory and on the CPU",
+                         "--kv 16bit --device cpu, without --kv-ram")
+    stored = index_type(kv)
+    return {place: Choosing(None if spec.index is None else backends[place].index_layer(
+        spec.index, anonymous(spec.index.nbytes(shape.ctx, stored)), stored), spec.latent) for place, spec in found.items()}
 
 
 def _open_states(backends: Sequence[object], specs: Sequence[LayerSpec]) -> tuple[States | None, dict[int, LayerStates]]:

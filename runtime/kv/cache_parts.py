@@ -14,6 +14,7 @@ from ...offload.pages import PagePool
 from ...quant.kv import PackedCodec, PackedFormat, RawCodec
 
 if TYPE_CHECKING:
+    from ...kernels.cpu.index import LayerIndex
     from ...kernels.cpu.selective import Selective
     from ...quant.kv_seal import Sealer
     from .kv_profile import Profile
@@ -28,6 +29,15 @@ class Step:
     slots: np.ndarray
     rows: np.ndarray
     blocks: np.ndarray
+
+
+@dataclass(frozen=True)
+class Choosing:
+    """Of a layer whose tokens see what was chosen: what chooses, None where the choice is that of an earlier layer. `latent`: a key is the
+    value too."""
+
+    index: LayerIndex | None
+    latent: bool
 
 
 class LayerPages(Protocol):

@@ -7,17 +7,20 @@ from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING
 
-from ...kernels.layout import PAGE, PageLayout
-from ...quant.kv import PackedCodec, RawCodec
+from ...kernels.layout import F16, PAGE, PageLayout
+from ...quant.kv import PackedCodec, PackedFormat, RawCodec
 
 if TYPE_CHECKING:
+    from ...kernels.index_shape import IndexShape
     from ...kernels.state_shape import StateShape
     from ..config import ModelConfig
 
 
 @dataclass(frozen=True)
 class AttnSpec:
-    """Attention of one layer, bound when the cache is made. `window`: a query at p sees keys later than p - window."""
+    """Attention of one layer, bound when the cache is made. `window`: a query at p sees keys later than p - window. `index`: what chooses
+    the tokens that are seen; `by_choice`: here they are, by this layer's choice or that of the last one with an `index`. `latent`: keys are
+    values."""
 
     heads: int
     kv_heads: int
@@ -25,6 +28,9 @@ class AttnSpec:
     scale: float
     window: int | None = None
     softcap: float | None = None
+    index: IndexShape | None = None
+    by_choice: bool = False
+    latent: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,8 +53,10 @@ LayerSpec = "AttnSpec | SharedPages | StateShape | Both"  # what a layer remembe
 
 def attention_specs(config: ModelConfig) -> list[AttnSpec]:
     """The attention of each layer that has keys and values of its own."""
+    own = config.indexed
     return [AttnSpec(config.queries_of(layer), kv_heads, head_dim, head_dim**-0.5 if config.attn_scale is None else config.attn_scale,
-                     config.windows[layer], config.attn_logit_softcapping)
+                     config.windows[layer], config.attn_logit_softcapping, own.of(layer) if own else None,
+                     own is not None and own.sources[layer] is not None, config.latent is not None)
             for layer, (kv_heads, head_dim) in zip(config.attention_layers, config.cache_heads, strict=True)]
 
 
@@ -91,6 +99,18 @@ class CacheShape:
     @property
     def pages(self) -> int:
         return max(1, -(-(self.ctx - self.sinks) // PAGE))
+
+
+def index_nbytes(config: ModelConfig, kv: RawCodec | PackedFormat) -> tuple[int, ...]:
+    """Bytes of the keys that a layer chooses by, of a page of tokens, by layer; 0 where it does not choose."""
+    own, stored = config.indexed, index_type(kv)
+    return tuple(0 if own is None or (shape := own.of(layer)) is None else shape.block_nbytes(stored)
+                 for layer in range(config.num_hidden_layers))
+
+
+def index_type(kv: RawCodec | PackedFormat) -> int:
+    """How the keys of indexers are kept beside a cache: as exact tokens are."""
+    return kv.stored if isinstance(kv, RawCodec) else F16
 
 
 def exact_parts(layout: PageLayout, shape: CacheShape) -> int:

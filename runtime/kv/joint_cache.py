@@ -56,6 +56,14 @@ class JointLayer:
                 layer.attend(q[own], *(None if each is None else each[own] for each in (k, v)), sinks, out[own])
         return out
 
+    def choose(self, q: object, k: object, weights: object | None) -> None:
+        """As `LayerCache.choose`, row i of each argument in cache i."""
+        room = self.layers[0].choosing.index.room(len(self.layers))
+        for row, layer in enumerate(self.layers):
+            own = slice(row, row + 1)
+            with self.backend.of_row(row):
+                layer.choose(q[own], k[own], None if weights is None else weights[own], room[own])
+
     def mix(self, products: Sequence[object], w: object) -> object:
         """As `LayerStates.mix`, row i of each product in state i."""
         states = [layer.states if isinstance(layer, LayerCache) else layer for layer in self.layers]

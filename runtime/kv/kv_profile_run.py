@@ -40,7 +40,8 @@ def recorded(path: Path, text: str, seconds: float = SECONDS, threads: int | Non
     except UsageError as error:  # what helps a run, other bits, is nothing that can be asked for here
         raise UsageError(error.message, "a profile is of use for caches that can be packed only") from error
     refuse_unwritable(path)
-    ctx = min(WINDOW, config.context_length)
+    # Of a model whose tokens choose what they see as far as that is all.
+    ctx = min(WINDOW, config.context_length, *(() if config.indexed is None else (config.indexed.shape.whole,)))
     tokenizer, weights, engine = Tokenizer.load(path, config), identity_of(path), None
     # Exact products: 8-bit activations of low-bit weights round another way whatever changes, which on fable at 4 bits looks like a hundred
     # times the damage of a 4-bit cache. Checks are to see what the cache does.

@@ -172,7 +172,7 @@ def bench(engine: Engine, options: BenchOptions, name: str) -> Iterator[Progress
             yield Progress(f"measuring {test_name(test)}", done, options.repetitions, "runs")
             samples.append(_once(engine, ids, test, options.columns))
         disk = (engine.disk_nbytes - before[0]) // options.repetitions, (engine.disk_wait_s - before[1]) / options.repetitions
-        nbytes = engine.model.bytes_per_pass + engine.prepared.adapted.nbytes_of(engine.choice) + engine.cache.read_nbytes
+        nbytes = engine.model.bytes_per_pass + engine.prepared.adapted.nbytes_of(engine.choice) + engine.cache.seen_nbytes
         made = (_passes(engine) - passes) // options.repetitions or test.gen
         measured.append(Measured(test, samples, began, hardware.peak_rss(), nbytes, *disk, made))
     roof = _roof(engine)  # last: its buffer is no part of what the model takes

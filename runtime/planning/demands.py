@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import add
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,7 @@ from ..cache import CacheShape
 from ..config import ModelConfig
 from ..kv import kv_disk
 from ..kv.cache_parts import layer_codecs
-from ..kv.cache_shape import cache_nbytes, exact_nbytes, page_sizes
+from ..kv.cache_shape import cache_nbytes, exact_nbytes, index_nbytes, page_sizes
 from ..kv.kv_setting import AUTO, chosen, profile_for, refuse_broken
 from ..kv.states import states_nbytes
 from ..model import dims
@@ -52,7 +53,8 @@ Tensors = Mapping[int | str, Mapping[str, ModelTensor]]
 @dataclass(frozen=True)
 class CacheForm:
     """How the cache is made, whatever the context will be: `kv` as it was asked for, a codec for each layer that has pages, tokens that
-    stay exact. `states`: bytes of each layer's state, 0 for one that has none; `paged`: the layers that have pages."""
+    stay exact. `states`: bytes of each layer's state, 0 for one that has none; `paged`: the layers that have pages; `index`: bytes of
+    what each chooses by, of a page of tokens."""
 
     kv: RawCodec | PackedCodec
     codecs: tuple[RawCodec | PackedCodec, ...]
@@ -61,6 +63,7 @@ class CacheForm:
     window: int
     states: tuple[int, ...]
     paged: tuple[int, ...]
+    index: tuple[int, ...]
 
     def by_layer(self, shape: CacheShape) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(bytes that are taken whatever the context, bytes of a page of the grid) of every layer; without what a policy adds."""
@@ -68,7 +71,7 @@ class CacheForm:
         for layer, layout, size in zip(self.paged, self.layouts, page_sizes(self.codecs, self.layouts), strict=True):
             always[layer] += exact_nbytes(layout, shape)  # beside a state, where a layer has both
             pages[layer] = size
-        return tuple(always), tuple(pages)
+        return tuple(map(add, always, self.index)), tuple(map(add, pages, self.index))  # the sinks are one page more
 
     def shape(self, ctx: int, tokens: int) -> CacheShape:
         """The cache of a context, for passes of so many tokens."""
@@ -106,7 +109,7 @@ def cache_form(options: EngineOptions, folder: Path | None, config: ModelConfig,
     sinks, window = ends_of(options, profile if kv.is_packed else None, say)
     codecs, layouts = layer_codecs(kv, config.cache_heads, profile), tuple(kv.layout(*heads) for heads in config.cache_heads)
     return options, CacheForm(kv, tuple(codecs), layouts, CacheShape(1, sinks).sinks, window, states_nbytes(config),
-                              config.attention_layers)
+                              config.attention_layers, index_nbytes(config, kv))
 
 
 def ends_of(options: EngineOptions, profile: Profile | None = None, say: Callable[[str], None] = str) -> tuple[int, int]:
@@ -201,7 +204,8 @@ class Asked:
         config, options, cache = self.config, self.options, self.cache
         shape = cache.shape(options.ctx or config.context_length, tokens)
         fixed, per_page = cache_nbytes(cache.codecs, cache.layouts, shape)
-        fixed, per_page = options.parallel * (fixed + sum(cache.states)), options.parallel * per_page
+        chosen_by = sum(cache.index)
+        fixed, per_page = options.parallel * (fixed + chosen_by + sum(cache.states)), options.parallel * (per_page + chosen_by)
         workspace, spilled = self._workspace(shape, bool(cache.kv.policy)), self._workspace(shape, True)
         always, pages = (tuple(options.parallel * nbytes for nbytes in each) for each in cache.by_layer(shape))
         by_layer = tuple(-(-nbytes // PAGE) for nbytes in pages)
@@ -227,7 +231,7 @@ class Asked:
             return devices.copied(self.tensors, widths, config.mixture, options.exact, self.workers, self.link)
 
         spill = None
-        if cache.codecs and not cache.kv.policy and options.parallel == 1:
+        if cache.codecs and not cache.kv.policy and options.parallel == 1 and config.indexed is None:
             spill = kv_disk.spill(options, cache.codecs, cache.layouts, shape, spilled - workspace, sum(cache.states))
         device, layers, beside = ("cpu", None, 0) if self.card is None else (options.device, options.gpu_layers, self.card.host_nbytes)
         placed = plan_split(host, self.budget, max(config.context_length, options.ctx or 0), options.ctx, device, layers, spill, copied,

@@ -13,8 +13,11 @@ from typing import TYPE_CHECKING
 from ... import EffllmError, UsageError, typed
 from ...offload.checkpoint import TensorStore
 from ...offload.notes import Fallback
+from ...quant.kv import codec
 from ..adapters.adapted import adapted
 from ..config import ModelConfig, read_config
+from ..indexed import without_index
+from ..kv.kv_setting import AUTO, UNPACKED
 from ..source import check_mapping, open_weights
 from ..sparse.bundles import SPARSE, is_lossy
 from ..sparse.predictors import Predictors, load
@@ -23,6 +26,7 @@ from ..speculation.speculation_plan import demand_own_layer
 from ..stores.container import Container, read_container
 from ..tensors import check_tensors
 from .demands import cache_form
+from .devices import DRIVER
 
 if TYPE_CHECKING:
     from ..prepare import EngineOptions
@@ -65,7 +69,7 @@ def check_context(options: EngineOptions, config: ModelConfig) -> None:
     learned, most = config.position_offset is not None, config.context_length
     if options.ctx is not None and config.most_tokens is not None and options.ctx > config.most_tokens:
         raise UsageError(f"a context of {options.ctx} is more than the {config.most_tokens} tokens that this model attends to at once",
-                         f"at most {most}: beyond, it attends to chosen tokens alone, which effllm does not do")
+                         f"at most {most}: beyond, it attends to a part of the text, which effllm does not do")
     if options.ctx is not None and options.ctx > most and (learned or not options.force):
         raise UsageError(f"a context of {options.ctx} is more than the {most} positions that the model was made for",
                          f"at most {most}: its positions are learned" if learned else f"ask for {most} at most, or --force to try")
@@ -82,3 +86,34 @@ def predictors_of(options: EngineOptions, folder: Path | None, config: ModelConf
         raise UsageError(f"--predict-neurons: nothing in {folder} predicts this model's neurons",
                          f"effllm calibrate-sparsity {typed(folder)} --predictor 64 trains what does")
     return found
+
+
+def as_asked(config: ModelConfig, options: EngineOptions, notices: list[str]) -> tuple[ModelConfig, EngineOptions]:
+    """The model and the options as they go together. In a context that tokens see whole nothing is chosen, and the model runs as one that
+    has no indexers. Raises UsageError for an option that is not for pages of which some tokens alone are read; where it stands in a
+    person's settings, for all models, it is left out, with a notice."""
+    if config.indexed is None:
+        return config, options
+    whole = config.indexed.shape.whole
+    if options.ctx is not None and options.ctx <= whole:
+        return without_index(config), options
+    packed = options.kv != AUTO and codec(options.kv).is_packed
+    found = {"kv": (UNPACKED, f"--kv {options.kv}", packed), "kv_ram": (None, "--kv-ram", options.kv_ram is not None),
+             "kv_read": ("exact", "--kv-read sparse", options.kv_read == "sparse"),
+             "device": ("cpu", "--device cuda", options.device == "cuda"),
+             "gpu_layers": (None, f"-ngl {options.gpu_layers}", bool(options.gpu_layers)), "vram": (None, "--vram", bool(options.vram))}
+    for name, (without, flag, is_asked) in found.items():
+        if not is_asked:
+            continue
+        said = f"{flag}: beyond {whole} tokens this model attends to chosen ones alone, which lie unpacked in memory, on the CPU"
+        if name not in options.preset:
+            raise UsageError(said, f"leave {flag} out; or -c {whole}, where every token sees all before it")
+        options = replace(options, **{name: without})
+        notices.append(Fallback(f"{said}; left out, as it was set for all models"))
+    why = f"tokens are chosen beyond {whole}"
+    if options.kv == AUTO:
+        notices.append(f"--kv auto: {why}, so keys and values stay at {UNPACKED}")
+        options = replace(options, kv=UNPACKED)
+    if options.device != "cpu" and options.gpu_layers != 0 and DRIVER.exists():
+        notices.append(Fallback(f"a GPU is here and is not used: {why}, on the CPU alone (-c {whole} uses it)"))
+    return config, replace(options, device="cpu")

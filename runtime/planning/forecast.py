@@ -7,7 +7,7 @@ with one flag changed and names the one that helps most. `outcome.py` holds a pr
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
@@ -24,7 +24,7 @@ from ...quant.kv import codec
 from ...quant.spec import QuantSpec
 from ..config import ModelConfig, read_config
 from ..families import expert_of
-from ..kv.cache_shape import page_sizes
+from ..kv.cache_shape import index_type, page_sizes
 from ..prepare import EngineOptions, Prepared, prepare_with, refuse_beyond_machine, weighed, worker_count
 from ..sparse.bundles import ROLE as BUNDLES
 from ..sparse.bundles import is_bundled
@@ -132,17 +132,32 @@ def work(prepared: Prepared, tensors: Tensors) -> Work:
 
 
 def attention_work(prepared: Prepared) -> dict[str, object]:
-    """What attention adds to `Work`: layers that differ by themselves, and those too that read another's keys and values again."""
+    """What attention adds to `Work`: layers that differ by themselves, those too that read another's keys and values again, and what
+    chooses the tokens that a layer sees as one more, which sees all."""
     config, every = prepared.config, prepared.placement.kv_bytes_per_token // prepared.options.parallel  # of one text
     attending = [layer for layer in range(config.num_hidden_layers) if config.attends(layer)]
     widths = tuple(2 * config.queries_of(layer) * config.heads_of(layer)[1] for layer in attending)
     found = {"attention_width": max(widths, default=0), "windows": tuple(config.windows[layer] for layer in attending), "kv_bytes": every}
+    if config.indexed is not None:
+        return found | _chosen_work(config, attending, widths, every, index_type(codec(prepared.options.kv)))
     if not config.layer_heads and not config.kv_sources and not config.layer_queries:
         return found
     pages = page_sizes(prepared.codecs, [codec(prepared.options.kv).layout(*heads) for heads in config.cache_heads])
     own = {layer: round(every * page / sum(pages)) for layer, page in zip(config.attention_layers, pages, strict=True)}
     kept = tuple(own[config.kv_sources[layer] if config.kv_sources else layer] for layer in attending)
     return {**found, "kv_bytes": sum(kept), "kv_layers": kept, "widths": widths}
+
+
+def _chosen_work(config: ModelConfig, attending: Sequence[int], widths: tuple[int, ...], every: int,
+                 stored: int) -> dict[str, object]:
+    """Of layers whose tokens choose what they see, and of what chooses."""
+    own, shape = config.indexed, config.indexed.shape
+    choose = [layer for layer in attending if own.of(layer) is not None]
+    index = shape.token_nbytes(stored)
+    each = (every - index * len(choose)) // len(attending)
+    windows = tuple(config.windows[layer] if own.sources[layer] is None else shape.whole for layer in attending)
+    return {"windows": windows + (None,) * len(choose), "kv_layers": (each,) * len(attending) + (index,) * len(choose),
+            "widths": widths + (shape.heads * shape.width,) * len(choose)}
 
 
 def window_work(prepared: Prepared, sparsity: Sparsity | None) -> dict[str, float]:

@@ -71,8 +71,9 @@ def has_floats(container: Container | None) -> bool:
 
 
 def has_mixers(config: ModelConfig) -> bool:
-    """Has any layer a state, or latent attention, or heads that are made narrower than they are, or a token several streams?"""
-    return config.state is not None or config.latent is not None or config.streams > 0 or config.narrow > 0
+    """Has any layer a state, latent attention, heads made narrower than they are or tokens that choose, or a token several streams?"""
+    chooses = config.latent is not None or config.indexed is not None
+    return config.state is not None or chooses or config.streams > 0 or config.narrow > 0
 
 
 def folder_needs(folder: Path) -> Needs:

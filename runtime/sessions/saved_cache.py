@@ -19,7 +19,7 @@ import numpy as np
 
 from ... import ContextOverflow, EffllmError, UsageError
 from ...kernels.compile import cache_key
-from ...kernels.layout import PAGE
+from ...kernels.layout import F32, PAGE
 from ...offload.page_file import KEY_NBYTES, VERSION, DamagedPage, PageFile
 from ...offload.page_stream import PagesLost
 from ...quant.kv_exact import most_exact, pack_exact, unpack_exact
@@ -34,7 +34,7 @@ from .saved_format import SavedCache, SavedSession, Spoken
 from .session_name import removing
 from .session_store import SessionStore
 
-ADAPTERS = "adapters"  # which of the identity's parts is there only where adapters are
+ADAPTERS, CHOOSING = "adapters", "chosen"  # which of the identity's parts are there only where adapters are, or tokens choose
 # Part of the identity -> what a person is told where it differs; {0} is the saved value, {1} this run's.
 DIFFERENCES = {
     "model": ("another model", "run it with {model}"),
@@ -47,6 +47,7 @@ DIFFERENCES = {
     "exact": ("--exact {0}, this run has {1}", "the same flag"),
     "pages": ("pages of version {0}, this effllm has {1}", "the effllm that wrote it"),
     ADAPTERS: ("another --lora, or none", "the --lora of then, or none"),
+    CHOOSING: ("a context in which tokens see {0}, this run has one in which they see {1}", "the -c of then"),
 }
 NOT_OF_PAGES = {"warnings", "ropes", "bos_token_id", "eos_token_ids", "max_position_embeddings", "mtp_layers"}  # fields of a config
 # What came when sessions of models without it had been saved already: fields of a config, of its linear attention and its mixture as these
@@ -55,10 +56,10 @@ LATER = {"state", "state_layers", "gated_queries"}
 FIRST_CALLED = {"state": "delta", "state_layers": "delta_layers"}  # fields of a config, by the names that sessions know them by
 LATER_UNLESS_USED = {  # at their default
     "attends_beside", "attention_branches", "branches_normed", "clip_qkv", "curves", "cuts", "factors", "gates_apart", "gates_softplus",
-    "gates_whole", "head_bias", "input_multiplier", "input_vocab", "input_width", "keys_as_values", "kv_sources", "latent", "layer_ffn",
-    "layer_heads", "layer_queries", "layers_scaled", "low_rank", "most_tokens", "norms_apart", "norms_unit", "one_scale", "qk_norm_each",
-    "qk_norm_unit", "shared_blocks", "side_by_side", "slopes", "state_norm_eps", "states_beside", "streams", "value_dim", "values_normed",
-    "without_mlp"}
+    "gates_whole", "head_bias", "indexed", "input_multiplier", "input_vocab", "input_width", "keys_as_values", "kv_sources", "latent",
+    "layer_ffn", "layer_heads", "layer_queries", "layers_scaled", "low_rank", "most_tokens", "norms_apart", "norms_unit", "one_scale",
+    "qk_norm_each", "qk_norm_unit", "shared_blocks", "side_by_side", "slopes", "state_norm_eps", "states_beside", "streams", "value_dim",
+    "values_normed", "without_mlp"}
 LATER_OF_STATES = ", narrow=True, bound=None", ", writes=1.0", ", tiled=False", ", normed=True"
 LATER_OF_MIXTURES = (", of_logits=False", ", near=None", ", of_inputs=False", ", gated=True", ", apart=False", ", groups=1, kept_groups=1",
                      ", sigmoid=False, factor=1.0, corrected=False, shared_width=None, shared_scaled=False")
@@ -90,7 +91,8 @@ def identity(engine: Engine) -> dict[str, object]:
     packed = engine.cache.is_packed
     return {**folder_identity(prepared.folder), "kv": engine.options.kv, "basis": basis.hexdigest()[:32], "sink": shape.sinks,
             "window": engine.prepared.window if packed else 0, "positions": positions.hexdigest()[:32], "exact": engine.options.exact,
-            "pages": VERSION, **({ADAPTERS: engine.adapted_by} if engine.adapted_by else {})}
+            "pages": VERSION, **({ADAPTERS: engine.adapted_by} if engine.adapted_by else {}),
+            **({CHOOSING: "chosen ones"} if engine.cache.indexes else {})}
 
 
 def read_by(engine: Engine) -> str:
@@ -126,9 +128,9 @@ def refuse_other(session: SavedSession, own: Mapping[str, object]) -> None:
         return
     theirs = session.cache.identity
     for part, (what, hint) in DIFFERENCES.items():
-        known = part in own or part == ADAPTERS and "pages" in own  # which all of an identity has
+        known = part in own or part in (ADAPTERS, CHOOSING) and "pages" in own  # which all of an identity has
         if known and theirs.get(part) != own.get(part):
-            values = [("off", "on")[each] if isinstance(each, bool) else each for each in (theirs.get(part), own.get(part))]
+            values = [("off", "on")[each] if isinstance(each, bool) else each or "all" for each in (theirs.get(part), own.get(part))]
             raise UsageError(f"session {session.name} was saved with {what.format(*values)}",
                              f"{hint.format(*values, model=session.model)}; another --session NAME; or "
                              f"{removing(session.name, more='--cache')}, which keeps the text and reads it again")
@@ -167,7 +169,7 @@ def save_cache(engine: Engine, store: SessionStore, own: Mapping[str, object], s
     if not tokens or cache.n != len(tokens) or cache.better:  # pages of two kinds are read again instead
         return
     keys = page_keys(own, tokens, cache.shape.sinks, cache.sealed)
-    total, pages = cache.sealed * cache.sealed_nbytes, []
+    total, pages = cache.sealed * cache.kept_nbytes, []
     sinks = _keep_exact(cache, store, keys[0], _sinks_and_tail(cache)[0])
     for page in range(cache.sealed):
         try:
@@ -179,7 +181,7 @@ def save_cache(engine: Engine, store: SessionStore, own: Mapping[str, object], s
                 yield SavedCache(own, tuple(whole), tuple(pages), sinks, None, spoken, min(anew, len(whole)), read_by(engine))
             raise
         pages.append(store.keep_page(keys[page + 1], [memoryview(data) for data in layers]))
-        yield Progress("saving the session", (page + 1) * cache.sealed_nbytes, total, "bytes")
+        yield Progress("saving the session", (page + 1) * cache.kept_nbytes, total, "bytes")
     key = tail_key(keys[-1], tokens[cache.shape.sinks + PAGE * cache.sealed :])
     tail = _keep_exact(cache, store, key, _sinks_and_tail(cache)[1])
     state = None
@@ -192,7 +194,9 @@ def _keep_exact(cache: KVCache, store: SessionStore, key: str, blocks: Sequence[
     """Write the exact tokens of `blocks`; None where there are none."""
     if not blocks:
         return None
-    return store.keep_page(key, [pack_exact([cache.read(page) for page, _ in blocks], [count for _, count in blocks], cache.own_layouts)])
+    pages, own = [cache.read(page) for page, _ in blocks], len(cache.own_layouts)
+    packed = pack_exact([layers[:own] for layers in pages], [count for _, count in blocks], cache.own_layouts)
+    return store.keep_page(key, [packed, *(memoryview(data) for layers in pages for data in layers[own:])])
 
 
 def _sinks_and_tail(cache: KVCache) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
@@ -222,7 +226,7 @@ def restore_cache(engine: Engine, store: SessionStore, session: SavedSession) ->
         cache.adopt(len(tokens), saved.sealed)
         for page, file in enumerate(saved.pages):
             put_page(engine, store, file, page)
-            yield Progress("restoring the session", (page + 1) * cache.sealed_nbytes, saved.sealed * cache.sealed_nbytes, "bytes")
+            yield Progress("restoring the session", (page + 1) * cache.kept_nbytes, saved.sealed * cache.kept_nbytes, "bytes")
         for file, blocks in zip((saved.sinks, saved.tail), _sinks_and_tail(cache)):
             put_exact(engine, store, file, blocks)
         put_state(engine, store, saved.state)
@@ -241,8 +245,8 @@ def put_page(engine: Engine, store: SessionStore, file: PageFile, page: int) -> 
     cache = engine.cache
     first = cache.shape.sinks + PAGE * page
     try:
-        if file.nbytes != cache.sealed_nbytes:  # before as much is read as the session says
-            raise ValueError(f"{file.nbytes} bytes for a page of {cache.sealed_nbytes}")
+        if file.nbytes != cache.kept_nbytes:  # before as much is read as the session says
+            raise ValueError(f"{file.nbytes} bytes for a page of {cache.kept_nbytes}")
         data = np.frombuffer(store.read_page(file), np.uint8)
         layers, at = [], 0
         for layer, (codec, layout) in enumerate(zip(cache.codecs, cache.layouts)):
@@ -250,6 +254,7 @@ def put_page(engine: Engine, store: SessionStore, file: PageFile, page: int) -> 
             layers.append(data[at : at + nbytes])
             check_stored(codec, layers[-1], layout, layer, first)
             at += nbytes
+        layers += _index_keys(cache, data[at:], PAGE)
     except (DamagedPage, ValueError) as error:
         raise DamagedPage(f"the page of tokens {first} to {first + PAGE - 1} {_said(error)}") from error
     cache.write(page, layers)
@@ -264,13 +269,31 @@ def put_exact(engine: Engine, store: SessionStore, file: PageFile | None, blocks
     cache = engine.cache
     counts = [count for _, count in blocks]
     try:
-        if file.nbytes > most_exact(counts, cache.own_layouts):
+        beside = sum(counts) * sum(cache.index_sizes)
+        if not beside <= file.nbytes <= most_exact(counts, cache.own_layouts) + beside:
             raise ValueError(f"{file.nbytes} bytes are more than they take")
-        pages = unpack_exact(store.read_page(file), counts, cache.own_layouts)
+        data = store.read_page(file)
+        end = len(data) - beside
+        pages = unpack_exact(data[:end], counts, cache.own_layouts)
+        for layers, count in zip(pages, counts, strict=True):
+            layers += _index_keys(cache, np.frombuffer(data, np.uint8)[end:], count)
+            end += count * sum(cache.index_sizes)
     except (DamagedPage, ValueError) as error:
         raise DamagedPage(f"the file of {sum(counts)} exact tokens {_said(error)}") from error
     for (page, _), layers in zip(blocks, pages, strict=True):
         cache.write(page, layers)
+
+
+def _index_keys(cache: KVCache, data: np.ndarray, tokens: int) -> list[np.ndarray]:
+    """What `data` begins with: the keys by which so many tokens are chosen, of each layer that chooses. Raises ValueError for such as are
+    no numbers."""
+    found, at = [], 0
+    for index, size in zip(cache.indexes, cache.index_sizes, strict=True):
+        found.append(data[at : at + tokens * size])
+        at += tokens * size
+        if not np.isfinite(found[-1].view(np.float32 if index.stored == F32 else np.float16)).all():
+            raise ValueError("NaN or infinity")
+    return found
 
 
 def put_state(engine: Engine, store: SessionStore, file: PageFile | None) -> None:

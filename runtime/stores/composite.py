@@ -17,12 +17,12 @@ OUTER_HARMLESS = frozenset({
     "drop_vision_last_layer", "enable_audio_output", "enable_talker", "encoder_patch_size", "eoa_token_id", "eoa_token_index",
     "eoi_token_id", "eoi_token_index", "ignore_index", "im_end_token_id", "im_start_token_id", "image_end_id", "image_end_token_id",
     "image_grid_pinpoints", "image_seq_length", "image_size", "image_start_id", "image_start_token_id", "image_token_id",
-    "image_token_index", "initializer_range", "insert_layer_id", "language_model_only", "max_image_tokens", "max_num_patches",
-    "max_pixels_tolerance", "max_tiles", "media_placeholder_token_id", "merge_kernel_size", "merger_times", "min_image_tokens", "min_tiles",
-    "mm_tokens_per_image", "model_type", "multimodal_projector_bias", "newline_id", "patch_size", "projection_hidden_size",
-    "projection_layer_norm_eps", "projector_bias", "projector_hidden_act", "projector_hidden_size", "projector_use_layernorm",
-    "scale_factor", "slice_end_id", "slice_start_id", "spatial_merge_size", "system_token_id", "talker_config", "text_config",
-    "thinker_config", "tile_size", "token2wav_config", "tts_bos_token_id", "tts_eos_token_id", "tts_pad_token_id",
+    "image_token_index", "img_token_compression_config", "initializer_range", "insert_layer_id", "language_model_only", "max_image_tokens",
+    "max_num_patches", "max_pixels_tolerance", "max_tiles", "media_placeholder_token_id", "merge_kernel_size", "merged_hidden_size",
+    "merger_times", "min_image_tokens", "min_tiles", "mm_tokens_per_image", "model_type", "multimodal_projector_bias", "newline_id",
+    "patch_size", "projection_hidden_size", "projection_layer_norm_eps", "projector_bias", "projector_hidden_act", "projector_hidden_size",
+    "projector_use_layernorm", "scale_factor", "slice_end_id", "slice_start_id", "spatial_merge_size", "system_token_id", "talker_config",
+    "text_config", "thinker_config", "tile_size", "token2wav_config", "tts_bos_token_id", "tts_eos_token_id", "tts_pad_token_id",
     "use_image_newline_parameter", "use_image_special_tokens", "use_reentrant_checkpointing", "use_thumbnail", "use_unified_vision_chunk",
     "user_token_id", "video_end_token_id", "video_placeholder", "video_start_token_id", "video_token_id", "video_token_index",
     "vision_aspect_ratio", "vision_config", "vision_end_token_id", "vision_feature_layer", "vision_feature_select_strategy",
@@ -31,8 +31,7 @@ OUTER_HARMLESS = frozenset({
 # either object says so: a head that is stored all the same is used.
 UNTIED = ("qwen2_5_omni", "qwen3_5", "qwen3_5_moe", "qwen3_omni_moe")
 AS_INSIDE = ("exaone4_5", "glm46v", "glm4v", "glm4v_moe", "idefics3", "kimi_k25", "llama4", "llava", "llava_next", "llava_onevision",
-             "minicpmv4_6", "minicpmv4_7", "qwen2_5_vl", "qwen2_vl", "qwen3_vl",
-             "qwen3_vl_moe", "smolvlm")
+             "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm")
 THINKER = "thinker_config"  # of models that speak: what listens, sees and writes
 FLAT = ("qwen2_5_vl", "qwen2_vl")  # which may say of the text part all in the outer object
 # What text parts of some models say of images.

@@ -20,6 +20,7 @@ from ..sparse.bundles import ROLE as BUNDLES
 from ..sparse.bundles import THRESHOLDS, layout_of
 from ..speculation.mtp_tensors import EMBED_NORM, JOIN, LAST_NORM, MTP, STATE_NORM, like
 from ..tensors import ModelTensor, as_float32, typed
+from .index_weights import index_weights
 from .latent_weights import latent_weights
 from .lent_weights import LENT_OUT, blocks_of, lent, shared_blocks
 from .state_weights import Source, state_weights
@@ -156,7 +157,7 @@ class WeightRecords:
                             router=router, experts=experts, bundles=self._bundles(roles, raw, ops, vector),
                             correction=correction, shared=shared,
                             state=state_weights(Source(config, roles, raw, ops, linear, vector)),
-                            latent=latent_weights(roles, linear, vector),
+                            latent=latent_weights(roles, linear, vector), index=index_weights(config, roles, linear, vector),
                             v_norm=ones(config.heads_of(key)[1]) if config.values_normed and "k" in roles else None,
                             scale=float(as_float32(roles["layer_scale"], raw)[0]) if "layer_scale" in roles else None, curve=curve,
                             inputs=Inputs(*map(linear, GIVEN), norm("input_after")) if GIVEN[0] in roles else None, apart=apart,

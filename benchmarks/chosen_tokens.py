@@ -1,0 +1,110 @@
+#!/usr/bin/env python3
+"""Attention of one layer for one token, where an indexer chooses what it sees and where it sees all, by how many tokens are held.
+
+The heads are those of published models, keys and values random numbers in 16 bits, so nothing has to be read first. Both sides and the
+choice by itself take turns over the same pages; figures are medians.
+
+    python benchmarks/chosen_tokens.py [--shape NAME ...] [--depth 2048 8192 32768 131072] [--rounds 15] [--no-results]
+
+Needs 0.6 GB of memory for DeepSeek's shape at the largest depth, and half a minute.
+"""
+
+import argparse
+from dataclasses import dataclass, replace
+from statistics import median
+from time import perf_counter
+
+import numpy as np
+
+from effllm.kernels.cpu.ops import CpuOps
+from effllm.kernels.index_shape import IndexShape
+from effllm.kernels.layout import F16, PAGE
+from effllm.kernels.threads import ThreadPool
+from effllm.kernels.workspace import Dims
+from effllm.offload.hardware import cpu_threads
+from effllm.quant.kv import RawCodec
+from effllm.runtime.kv.cache_made import open_cache
+from effllm.runtime.kv.cache_shape import AttnSpec, CacheShape
+from report import Figure, publish
+
+DEPTHS, WARM = (2048, 8192, 32_768, 131_072), 2
+INTRO = ("Attention of one layer for one token, with an indexer and its choice, against the same over all tokens: {threads} threads, "
+         "random numbers in 16 bits, both and the choice alone by turns, medians of {rounds}. Up to 2,048 tokens a model sees all without "
+         "choosing; that row shows what choosing costs by itself.")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Heads of a model, and what chooses; `latent`: keys are values."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    index: IndexShape
+    latent: bool
+
+
+SHAPES = {"deepseek-v3.2": Shape(128, 1, 576, IndexShape(64, 128, 64, 2048), True),
+          "glm-5": Shape(64, 1, 576, IndexShape(32, 128, 64, 2048), True),
+          "minimax-m3": Shape(64, 4, 128, IndexShape(4, 128, 64, 16, PAGE, True, 1), False)}
+
+
+class Side:
+    """A layer that holds `depth` tokens."""
+
+    def __init__(self, shape: Shape, depth: int, pool: ThreadPool) -> None:
+        self.shape, ctx, own = shape, depth + 2 * PAGE, shape.index
+        self.ops = CpuOps(pool, Dims(PAGE, shape.heads, shape.kv_heads, shape.head_dim, PAGE, PAGE, PAGE, ctx, 1, index=own))
+        spec = AttnSpec(shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim**-0.5, None, None, own, True, shape.latent)
+        self.cache = open_cache([self.ops], [spec], RawCodec(F16), CacheShape(ctx, chunk=PAGE))
+        self.cache.adopt(depth, self.cache.sealed_at(depth))
+        self.layer = self.cache.layer(0)
+        self.whole = replace(self.layer, choosing=None)
+        rng = np.random.default_rng(0)
+        drawn = rng.standard_normal(1 << 20).astype(np.float16)
+        for memory in (self.layer.pages.exact, self.layer.pages.sealed, self.layer.choosing.index.memory):
+            halves = memory.view(np.float16)
+            for at in range(0, len(halves), len(drawn)):
+                halves[at : at + len(drawn)] = drawn[: len(halves) - at]
+        widths = (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, own.heads * own.width, own.width, own.heads)
+        self.q, self.k, *self.index = (rng.standard_normal((1, width), np.float32) for width in widths)
+
+    def seconds(self, chooses: bool, attends: bool) -> float:
+        """Of a token that `chooses` and `attends`, or does one of both."""
+        started = perf_counter()
+        with self.ops.together():
+            self.cache.begin(1)
+            if chooses:
+                self.layer.choose(*self.index[:2], None if self.shape.index.each else self.index[2])
+            if attends:
+                (self.layer if chooses else self.whole).attend(self.q, self.k, self.k)
+        return perf_counter() - started
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--depth", type=int, nargs="+", default=list(DEPTHS))
+    parser.add_argument("--threads", type=int, default=cpu_threads())
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--no-results", action="store_true", help="print, keep nothing")
+    options = parser.parse_args()
+    pool, figures = ThreadPool(options.threads), []
+    for name in options.shape:
+        for depth in options.depth:
+            side, found = Side(SHAPES[name], depth, pool), []
+            for _ in range(WARM + options.rounds):
+                found.append([side.seconds(*asked) for asked in ((False, True), (True, True), (True, False))])
+            every, chosen, choice = (1000 * median(each) for each in zip(*found[WARM:], strict=True))
+            where = f"{depth:,} tokens held"
+            figures += [Figure(f"ratio_{name}_{depth}", f"{name}: seeing all, of choosing", where, every / chosen, "x"),
+                        Figure(f"all_{name}_{depth}", f"{name}: seeing all", where, every, "ms"),
+                        Figure(f"chosen_{name}_{depth}", f"{name}: choosing, and seeing what is chosen", where, chosen, "ms"),
+                        Figure(f"choice_{name}_{depth}", f"{name}: choosing alone", where, choice, "ms")]
+    pool.close()
+    publish("chosen-tokens", "Attention to chosen tokens", INTRO.format(threads=options.threads, rounds=options.rounds), figures,
+            not options.no_results)
+
+
+if __name__ == "__main__":
+    main()

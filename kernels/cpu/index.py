@@ -1,0 +1,198 @@
+"""The indexer of one layer on the CPU: its keys, which tokens it chooses, and attention over these."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .. import reference
+from .. import reference_index as meaning
+from ..index_shape import IndexShape
+from ..layout import F32, PAGE
+from ..registry import Call
+from ..workspace import Dims, address
+from . import attention, attention_few, chosen_loops, latent, states
+from . import index_loops as loops
+from .rows import SHARE_FROM
+
+if TYPE_CHECKING:
+    from .ops import CpuOps
+    from .pages import LayerPages
+
+
+def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
+    """Floats of the buffers of an indexer, none where there is none: what few tokens score, and what all of a pass chose."""
+    own = dims.index
+    if own is None:
+        return {}
+    from .ops import FEW
+
+    # What is multiplied beside the products of attention: keys and weights, or the queries of heads that choose for themselves and keys.
+    beside = states.plan_workspace(dims, chunk) | latent.plan_workspace(dims, chunk)
+    widths = {"y3": own.heads * own.width, "y4": own.width} if own.each else {"y2": own.width, "y3": own.heads}
+    return {"index scores": FEW * own.groups * _row(own, dims.ctx), "chosen": chunk * own.groups * own.chosen,
+            **{name: max(chunk * width, beside.get(name, 0)) for name, width in widths.items()}}
+
+
+def scratch_floats(dims: Dims) -> int:
+    """Floats of scratch per worker."""
+    own = dims.index
+    if own is None:
+        return 0
+    return max(loops.scratch_floats(own.heads, own.width, own.groups * _row(own, dims.ctx)),
+               chosen_loops.scratch_floats(dims.heads, dims.kv_heads, dims.head_dim))
+
+
+def partials_floats(dims: Dims) -> int:
+    """Floats for the partials of a token over what it chose."""
+    return 0 if dims.index is None else -(-dims.index.whole // PAGE) * dims.heads * (dims.head_dim + 2)
+
+
+def _row(shape: IndexShape, ctx: int) -> int:
+    """Floats of a token's scores for one choice."""
+    return -(-ctx // PAGE) * PAGE if not shape.each else shape.units(ctx) + 1
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What the tokens of a pass see: `units` int32 [T - first, groups, chosen]; the `first` tokens see all before them."""
+
+    units: np.ndarray
+    first: int
+    shape: IndexShape
+
+
+class LayerIndex:
+    """The keys of one layer in uint8 `memory` (`shape.nbytes`), kept as `stored`."""
+
+    def __init__(self, ops: CpuOps, shape: IndexShape, memory: np.ndarray, stored: int) -> None:
+        self.ops, self.shape, self.memory, self.stored = ops, shape, memory, stored
+        self._choose = ops.registry.select(Call("choose", "f32" if stored == F32 else "f16")).candidate.run
+
+    def room(self, tokens: int) -> np.ndarray:
+        """Where the choice of so many tokens goes, int32 [T, groups * chosen]."""
+        return self.ops.workspace.take("chosen", tokens, self.shape.groups * self.shape.chosen).view(np.int32)
+
+    def note(self, k: np.ndarray, position: int) -> None:
+        """Keep keys [T, width] of the tokens from `position` on."""
+        ops, block = self.ops, np.zeros(loops.NOTE_SLOTS, np.int64)
+        block[:] = ops.at(k), len(k), position, self.shape.width, self.stored, address(self.memory)
+        ops.keep(block)
+        ops.refresh(partial(block.__setitem__, loops.N_POSITION))
+        ops.run(loops.note_keys, address(block), k.size >= SHARE_FROM)
+
+    def choose(self, q: np.ndarray, weights: np.ndarray | None, position: int, out: np.ndarray | None = None) -> Chosen | None:
+        """What tokens from `position` on see by q [T, heads * width] and weights [T, heads], in `out` where that is given; None where each
+        sees all before it. Their keys have been noted."""
+        ops, shape, first = self.ops, self.shape, max(0, self.shape.whole - position)
+        if first and position + len(q) + PAGE > shape.whole:
+            ops.once()  # the next pass may have to choose
+        if first >= len(q):
+            return None
+        chosen = (self.room(len(q)) if out is None else out)[first:]
+        self._choose(self, q[first:], None if weights is None else weights[first:], position + first, chosen)
+        return Chosen(chosen, first, shape)
+
+    def keys(self, tokens: int) -> np.ndarray:
+        """The keys of the first `tokens` tokens as they are kept, [T, width]."""
+        blocks = self.memory.view(np.float32 if self.stored == F32 else np.float16).reshape(-1, self.shape.width, PAGE)
+        return np.concatenate([block.T for block in blocks[: -(-tokens // PAGE)]])[:tokens]
+
+    def read(self, begin: int, end: int) -> np.ndarray:
+        """The bytes of the keys of tokens [begin, end), token by token, a copy."""
+        first = begin // PAGE * PAGE
+        blocks = self._blocks()[first // PAGE : -(-end // PAGE)]
+        rows = blocks.swapaxes(1, 2).reshape(-1, self.shape.width)[begin - first : end - first]
+        return np.ascontiguousarray(rows).view(np.uint8).reshape(-1)
+
+    def write(self, begin: int, data: np.ndarray) -> None:
+        """Put what `read` gave from `begin` on in its place."""
+        blocks = self._blocks()
+        rows = np.ascontiguousarray(data).view(blocks.dtype).reshape(-1, self.shape.width)
+        at = begin + np.arange(len(rows))
+        blocks[at // PAGE, :, at % PAGE] = rows
+
+    def _blocks(self) -> np.ndarray:
+        return self.memory.view(np.uint32 if self.stored == F32 else np.uint16).reshape(-1, self.shape.width, PAGE)
+
+
+def index_layer(ops: CpuOps, shape: IndexShape, memory: np.ndarray, stored: int) -> LayerIndex:
+    """The indexer of one layer; its keys in uint8 `memory` (`shape.nbytes`), kept as `stored`."""
+    return LayerIndex(ops, shape, memory, stored)
+
+
+def choose(index: LayerIndex, q: np.ndarray, weights: np.ndarray | None, position: int, out: np.ndarray) -> None:
+    """The kernels: of few tokens blocks of keys are shared out, of many the tokens."""
+    from .ops import FEW
+
+    ops, shape, block = index.ops, index.shape, np.zeros(loops.SLOTS, np.int64)
+    row = _row(shape, len(index.memory) // shape.block_nbytes(index.stored) * PAGE)
+    block[:] = (ops.at(q), 0 if weights is None else ops.at(weights), len(q), position, address(out), shape.heads, shape.width,
+                shape.chosen, shape.grain, shape.each, shape.near, address(index.memory), index.stored,
+                address(ops.workspace.take("index scores", 1)), row, ops.scratch, ops.scratch_stride)
+    ops.keep(block)
+    if len(q) > FEW:
+        ops.run(loops.choose_many, address(block))
+        return
+    ops.refresh(partial(block.__setitem__, loops.POSITION))
+    ops.run(loops.score_few, address(block))
+    ops.run(loops.choose_few, address(block), len(q) > 1)
+
+
+def choose_reference(index: LayerIndex, q: np.ndarray, weights: np.ndarray | None, position: int, out: np.ndarray) -> None:
+    index.ops.flush()
+    found = meaning.scores(q, index.keys(position + len(q)), weights, position, index.shape)
+    out[:] = meaning.choose(found, index.shape).reshape(out.shape)
+
+
+def attend(pages: LayerPages, q: np.ndarray, position: int, blocks: np.ndarray, sinks: np.ndarray | None, out: np.ndarray,
+           chosen: Chosen, same: bool) -> None:
+    """Attention of tokens from `position` on over what each chose; as `LayerPages.attend`. `same`: keys are values."""
+    first, run = chosen.first, pages.choice.run
+    if first:
+        run(pages, q[:first], position, blocks, sinks, out[:first])
+    call = Call("attend chosen", "f32" if pages.layout.stored == F32 else "f16")
+    pages.ops.registry.select(call).candidate.run(pages, q[first:], position + first, blocks, sinks, out[first:], chosen, same)
+
+
+def attend_compiled(pages: LayerPages, q: np.ndarray, position: int, blocks: np.ndarray, sinks: np.ndarray | None, out: np.ndarray,
+                    chosen: Chosen, same: bool) -> None:
+    """The kernels: of few tokens tiles of each are shared out, of many the tokens."""
+    from .ops import FEW
+
+    ops, shape, width = pages.ops, chosen.shape, q.shape[1]
+    block = np.zeros(chosen_loops.CHOSEN_SLOTS, np.int64)
+    block[: attention.ATTEND_SLOTS] = pages._attend[: attention.ATTEND_SLOTS]
+    block[: attention.HEADS + 1] = (ops.at(q), ops.at(out), len(q), position, -(-shape.whole // PAGE), address(blocks),
+                                    width // pages.layout.head_dim)
+    block[attention.SINKS] = address(sinks)
+    lead = int(blocks[1, attention.FIRST]) if len(blocks) > 1 and blocks[1, attention.FIRST] != PAGE else 0
+    block[chosen_loops.UNITS :] = address(chosen.units), shape.chosen, shape.groups, shape.grain, lead, same
+    if len(q) > FEW:
+        ops.once()
+        ops.keep(block)
+        ops.run(chosen_loops.attend_chosen_many, address(block))
+        return
+    for t in range(len(q)):
+        call = block.copy()
+        call[attention.Q], call[attention.OUT] = ops.at(q) + 4 * t * width, ops.at(out) + 4 * t * width
+        call[attention.TOKENS], call[attention.POSITION] = 1, position + t
+        call[chosen_loops.UNITS] += 4 * t * shape.groups * shape.chosen
+        ops.keep(call)
+        ops.refresh(lambda position, call=call, t=t: call.__setitem__(attention.POSITION, position + t))
+        ops.run(chosen_loops.attend_chosen_few, address(call))
+        ops.run(attention_few.merge_few, address(call))
+
+
+def attend_reference(pages: LayerPages, q: np.ndarray, position: int, blocks: np.ndarray, sinks: np.ndarray | None, out: np.ndarray,
+                     chosen: Chosen, same: bool) -> None:
+    """Plain softmax over the gathered keys and values that are chosen."""
+    pages.ops.flush()
+    keys, values, at = pages.gathered(blocks)
+    seen = meaning.seen(chosen.units.reshape(len(q), chosen.shape.groups, -1), len(at), pages.layout.kv_heads, chosen.shape)
+    split = q.reshape(len(q), -1, pages.layout.head_dim)
+    out[:] = reference.attend(split, keys, values, position, at, pages.scale, pages.window, pages.softcap, sinks,
+                              seen=seen).reshape(out.shape)

@@ -1,0 +1,226 @@
+"""Kernels of an indexer (`index_shape.py`): remembering keys, scoring them for a token, and choosing the best.
+
+Every score is one chain of fused multiply-adds over a head's channels, then heads in their order, whoever computes it; the choice is one of
+whole numbers. So what is chosen depends neither on threads nor on how many tokens came in a pass. Of a few tokens blocks of keys are shared
+out, of many tokens the tokens.
+"""
+
+from __future__ import annotations
+
+from numpy import int32, int64, uint32
+
+from ..compile import kernel
+from ..deferred import inlined
+from ..layout import F32, PAGE
+from .arithmetic import INFINITY, MINUS_INF, ZERO, expand, narrow_half
+from .inner_loops import LOW_ROWS, TILE_COLUMNS, TILE_ROWS, low_tile_product, product
+from .intrinsics import f32_at, f32_to_bits, fetch_add, i32_at, i64_at, u16_at
+
+# Slots of `note_keys`: K [TOKENS, WIDTH] goes to positions POSITION and on of KEYS.
+N_K, N_TOKENS, N_POSITION, N_WIDTH, N_DTYPE, N_KEYS, NOTE_SLOTS = range(7)
+# Slots of the others: Q [TOKENS, HEADS * WIDTH], WEIGHTS [TOKENS, HEADS] or 0 where heads choose EACH for themselves; CHOSEN int32 [TOKENS,
+# groups, COUNT]. SCORES: rows of ROW floats, a row for each token and group, which `choose_few` finds there; `choose_many` has them in the
+# scratch, per worker float32: Q[padded heads, WIDTH] of each token of a tile, K[WIDTH, PAGE], S[padded heads, PAGE], int64 [256], rows of
+# the groups of each token of a tile.
+Q, WEIGHTS, TOKENS, POSITION, CHOSEN, HEADS, WIDTH, COUNT, GRAIN, EACH, NEAR, KEYS, DTYPE = range(13)
+SCORES, ROW, SCRATCH, STRIDE, SLOTS = range(13, 18)
+BINS, BYTE, TOP_BIT = 256, int64(255), uint32(1 << 31)
+TILE_QUERIES = 64  # queries of a tile of a prompt's tokens, about
+
+
+@kernel()
+def note_keys(args, worker, counter):
+    """Keys in the type in which they are kept. Blocks are PAGE tokens."""
+    a = i64_at(args)
+    width, item = a[N_WIDTH], 4 if a[N_DTYPE] == F32 else 2
+    while True:
+        begin = PAGE * fetch_add(counter, 1)
+        if begin >= a[N_TOKENS]:
+            return
+        for t in range(begin, min(begin + PAGE, a[N_TOKENS])):
+            at, source = a[N_POSITION] + t, f32_at(a[N_K] + 4 * t * width)
+            block = a[N_KEYS] + at // PAGE * PAGE * width * item
+            at %= PAGE
+            if item == 4:
+                wide = f32_at(block)
+                for i in range(width):
+                    wide[i * PAGE + at] = source[i]
+            else:
+                narrow = u16_at(block)
+                for i in range(width):
+                    narrow[i * PAGE + at] = narrow_half(source[i])
+
+
+@inlined()
+def _padded(heads):
+    return (heads + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
+
+
+@inlined()
+def _load_query(a, t, query):
+    """The index queries of a token, and zeros up to whole tiles."""
+    heads, width = a[HEADS], a[WIDTH]
+    source, target = f32_at(a[Q] + 4 * t * heads * width), f32_at(query)
+    for i in range(heads * width):
+        target[i] = source[i]
+    for i in range(heads * width, _padded(heads) * width):
+        target[i] = ZERO
+
+
+@inlined({"contract"})
+def _add_weighed(row, scores, weight):
+    """ROW[PAGE] += weight * what is above zero of SCORES[PAGE]."""
+    for j in range(PAGE):
+        row[j] += weight * max(scores[j], ZERO)
+
+
+@inlined()
+def _score(a, t, block, query, keys, products, rows):
+    """Scores of a block of keys, widened in KEYS, for token `t`, whose queries lie in QUERY, into its rows."""
+    heads, width, position = a[HEADS], a[WIDTH], a[POSITION] + t
+    if heads <= LOW_ROWS:
+        for j in range(0, PAGE, TILE_COLUMNS):
+            low_tile_product(query, 4 * width, keys + 4 * j, 4 * PAGE, products + 4 * j, 4 * PAGE, width, 0)
+    else:
+        product(query, 4 * width, keys, 4 * PAGE, products, 4 * PAGE, _padded(heads), PAGE, width)
+    if a[EACH] == 0:
+        row, weights = f32_at(rows + 4 * block * PAGE), f32_at(a[WEIGHTS] + 4 * t * heads)
+        for j in range(PAGE):
+            row[j] = ZERO
+        for head in range(heads):
+            _add_weighed(row, f32_at(products + 4 * head * PAGE), weights[head])
+        return
+    grain = a[GRAIN]
+    seen = min(PAGE, position + 1 - block * PAGE)
+    for head in range(heads):
+        made = f32_at(products + 4 * head * PAGE)
+        for begin in range(0, seen, grain):
+            unit, best = (block * PAGE + begin) // grain, MINUS_INF
+            for j in range(begin, min(begin + grain, seen)):
+                best = max(best, made[j])
+            own = position // grain
+            f32_at(rows + 4 * head * a[ROW])[unit] = INFINITY if own - a[NEAR] < unit and unit <= own else best
+
+
+@inlined()
+def _load_keys(a, block, keys):
+    width, item = a[WIDTH], 4 if a[DTYPE] == F32 else 2
+    expand(a[KEYS] + block * PAGE * width * item, a[DTYPE], keys, width * PAGE)
+
+
+@inlined()
+def _rank(row, i):
+    """A whole number that rises with a score."""
+    bits = f32_to_bits(row[i])
+    return int64(~bits if bits & TOP_BIT else bits | TOP_BIT)
+
+
+@inlined()
+def _choose(row, units, count, bins, out):
+    """The `count` best of so many scores, rising, of equal ones the earlier: the rank of the last one that is in is found byte by byte."""
+    least, wanted = int64(0), count
+    for shift in (24, 16, 8, 0):
+        for i in range(BINS):
+            bins[i] = 0
+        for i in range(units):
+            rank = _rank(row, i)
+            if rank >> (shift + 8) == least >> (shift + 8):
+                bins[(rank >> shift) & BYTE] += 1
+        place = BYTE
+        while place > 0 and bins[place] < wanted:
+            wanted -= bins[place]
+            place -= 1
+        least |= place << shift
+    found = 0
+    for i in range(units):
+        rank = _rank(row, i)
+        if rank > least or (rank == least and wanted > 0):
+            if rank == least:
+                wanted -= 1
+            out[found] = int32(i)
+            found += 1
+
+
+@inlined()
+def _choices(a, t, rows, bins):
+    """What a token sees, of the scores in its rows."""
+    groups = a[HEADS] if a[EACH] else 1
+    units = (a[POSITION] + t) // a[GRAIN] + 1
+    for group in range(groups):
+        _choose(f32_at(rows + 4 * group * a[ROW]), units, a[COUNT], bins, i32_at(a[CHOSEN] + 4 * (t * groups + group) * a[COUNT]))
+
+
+@kernel()
+def score_few(args, worker, counter):
+    """Scores of few tokens. Blocks of work are blocks of keys."""
+    a = i64_at(args)
+    width, groups = a[WIDTH], a[HEADS] if a[EACH] else 1
+    query = a[SCRATCH] + worker * a[STRIDE]
+    keys = query + 4 * _padded(a[HEADS]) * width
+    products = keys + 4 * width * PAGE
+    blocks, loaded = (a[POSITION] + a[TOKENS] + PAGE - 1) // PAGE, -1
+    while True:
+        block = fetch_add(counter, 1)
+        if block >= blocks:
+            return
+        _load_keys(a, block, keys)
+        for t in range(a[TOKENS]):
+            if block * PAGE > a[POSITION] + t:
+                continue
+            if loaded != t:
+                _load_query(a, t, query)
+                loaded = t
+            _score(a, t, block, query, keys, products, a[SCORES] + 4 * t * groups * a[ROW])
+
+
+@kernel()
+def choose_few(args, worker, counter):
+    """What few tokens see, of the scores of `score_few`. Blocks of work are tokens."""
+    a = i64_at(args)
+    groups = a[HEADS] if a[EACH] else 1
+    bins = i64_at(a[SCRATCH] + worker * a[STRIDE])
+    while True:
+        t = fetch_add(counter, 1)
+        if t >= a[TOKENS]:
+            return
+        _choices(a, t, a[SCORES] + 4 * t * groups * a[ROW], bins)
+
+
+def _height_of(heads: int) -> int:
+    """Tokens for which a block of keys is widened once: more where few heads read it."""
+    return max(1, TILE_QUERIES // heads)
+
+
+tile_height = inlined()(_height_of)
+
+
+@kernel()
+def choose_many(args, worker, counter):
+    """Scores of many tokens and what they see. Blocks of work are tiles of tokens, the last ones first: they see more."""
+    a = i64_at(args)
+    width, groups, height = a[WIDTH], a[HEADS] if a[EACH] else 1, tile_height(a[HEADS])
+    query, padded = a[SCRATCH] + worker * a[STRIDE], _padded(a[HEADS])
+    keys = query + 4 * height * padded * width
+    products = keys + 4 * width * PAGE
+    bins = products + 4 * padded * PAGE
+    rows = bins + 8 * BINS
+    while True:
+        first = ((a[TOKENS] + height - 1) // height - 1 - fetch_add(counter, 1)) * height
+        if first < 0:
+            return
+        here = min(height, a[TOKENS] - first)
+        for i in range(here):
+            _load_query(a, first + i, query + 4 * i * padded * width)
+        for block in range((a[POSITION] + first + here - 1) // PAGE + 1):
+            _load_keys(a, block, keys)
+            for i in range(here):
+                if block * PAGE <= a[POSITION] + first + i:
+                    _score(a, first + i, block, query + 4 * i * padded * width, keys, products, rows + 4 * i * groups * a[ROW])
+        for i in range(here):
+            _choices(a, first + i, rows + 4 * i * groups * a[ROW], i64_at(bins))
+
+
+def scratch_floats(heads: int, width: int, rows: int) -> int:
+    """Floats of scratch per worker; `rows`: those of scores of a token, all groups."""
+    padded, height = -(-heads // TILE_ROWS) * TILE_ROWS, _height_of(heads)
+    return padded * (height * width + PAGE) + width * PAGE + 2 * BINS + height * rows

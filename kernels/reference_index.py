@@ -1,0 +1,39 @@
+"""The meaning of an indexer, in NumPy and float64; what `reference.py` is to the other ops. Shapes as in `index_shape.py`."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .index_shape import IndexShape
+
+
+def scores(q: np.ndarray, k: np.ndarray, weights: np.ndarray | None, position: int, shape: IndexShape) -> np.ndarray:
+    """What each unit is worth to each token: [T, groups, units], -inf for units of later tokens. q [T, heads * width], k [n, width], the
+    keys of tokens 0 to n - 1; weights [T, heads], none where heads choose each for themselves. T tokens from `position` on.
+
+    Scores are as good as any multiple of them, so neither roots of widths nor of heads are divided by.
+    """
+    split = q.reshape(len(q), shape.heads, shape.width).astype(np.float64)
+    found = np.einsum("thw,nw->thn", split, k.astype(np.float64))
+    if not shape.each:
+        found = np.einsum("thn,th->tn", np.maximum(found, 0), weights.astype(np.float64))[:, None]
+    at = position + np.arange(len(q))
+    found = np.where(np.arange(len(k)) > at[:, None, None], -np.inf, found)
+    padded = np.full((*found.shape[:2], shape.units(len(k)) * shape.grain), -np.inf)
+    padded[..., : len(k)] = found
+    best = padded.reshape(*found.shape[:2], -1, shape.grain).max(-1)
+    unit, own = np.arange(best.shape[-1]), (at // shape.grain)[:, None, None]
+    return np.where((unit <= own) & (unit > own - shape.near), np.inf, best)
+
+
+def choose(found: np.ndarray, shape: IndexShape) -> np.ndarray:
+    """The units that each token sees of these scores: int32 [T, groups, chosen], rising; of equal ones the earlier."""
+    best = np.argsort(-found, axis=-1, kind="stable")[..., : shape.chosen]
+    return np.sort(best, axis=-1).astype(np.int32)
+
+
+def seen(chosen: np.ndarray, tokens: int, kv_heads: int, shape: IndexShape) -> np.ndarray:
+    """Which of the first `tokens` tokens a query may see: bool [T, kv_heads, tokens]."""
+    units = np.zeros((*chosen.shape[:2], shape.units(tokens)), bool)
+    np.put_along_axis(units, chosen.astype(np.int64), True, axis=-1)
+    return np.repeat(np.repeat(units, shape.grain, axis=-1)[..., :tokens], kv_heads // chosen.shape[1], axis=1)

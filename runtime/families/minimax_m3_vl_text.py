@@ -1,0 +1,170 @@
+"""MiniMax M3: heads with norms of their own, of which half a head turns, MLPs and experts with clamped gates, and in most layers an indexer
+that chooses blocks of tokens for each head of keys (`kernels/index_shape.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ...kernels.index_shape import IndexShape
+from ...kernels.layout import PAGE, SWISH_LIMIT, SWISH_SLOPE
+from ..config import Defaults, ModelConfig, decoder_config
+from ..config_reader import ConfigError, Keys, show
+from ..config_rope import RopeConfig, rope_config
+from ..indexed import Indexed
+from ..weights.index_weights import choose
+from . import LayerWeights, TensorRule, llama, mixtral, qwen3_moe
+from .glm4_moe_lite import DENSE, SPARSE
+from .llama import feed_forward
+from .mixtral import mixture, mixture_tensors
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ..block_ops import BlockOps
+    from ..cache import LayerCache
+    from ..rope import RopeTable
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({
+    "dense_intermediate_size", "index_block_size", "index_head_dim", "index_local_blocks", "index_n_heads", "index_topk_blocks",
+    "layer_types", "mlp_layer_types", "moe_layer_freq", "num_experts_per_tok", "num_local_experts", "partial_rotary_factor", "rotary_dim",
+    "routed_scaling_factor", "shared_intermediate_size", "sparse_attention_config"})
+# Of training, and of layers that guess ahead, which are left out.
+KEYS_HARMLESS = frozenset({"mtp_transformer_layers", "num_mtp_modules", "num_nextn_predict_layers", "output_router_logits",
+                           "router_aux_loss_coef", "router_jitter_noise", "use_mtp"})
+REFUSED_UNLESS: Mapping[str, object] = {
+    "attention_bias": False, "attention_output_gate": False, "mlp_bias": False, "n_shared_experts": 1, "qk_norm_type": "per_head",
+    "scoring_func": "sigmoid", "sliding_window": None, "swiglu_alpha": SWISH_SLOPE, "swiglu_limit": SWISH_LIMIT, "use_gemma_norm": True,
+    "use_qk_norm": True, "use_routing_bias": True}
+NAMES = qwen3_moe.NAMES  # of an expert that is stored by itself, once a store has its parts
+SIZES = {"vocab_size": 200_064, "hidden_size": 6144, "intermediate_size": 3072, "num_hidden_layers": 60, "num_attention_heads": 64}
+THETA, FULL, CHOSEN = 5e6, "full_attention", "minimax_m3_sparse"
+# Of a section: keys by the names that they have beside it, and the values of those that change nothing.
+SECTION = {"index_n_heads": "sparse_num_index_heads", "index_head_dim": "sparse_index_dim", "index_block_size": "sparse_block_size",
+           "index_topk_blocks": "sparse_topk_blocks", "index_local_blocks": "sparse_local_block"}
+ALONE = {"sparse_init_block": 0, "sparse_score_type": "max", "use_sparse_attention": True}
+MLP, MOE = "mlp", "block_sparse_moe"  # where transformers has experts, and where they are published
+
+
+def config(keys: Keys) -> ModelConfig:
+    act = keys.raw.get("hidden_act")
+    keys = keys.saying(hidden_act="silu") if act == "swigluoai" else keys  # the name of the clamped one
+    base = Defaults(max_position_embeddings=524_288, num_key_value_heads=4, head_dim=128, bos=200_034, eos=(200_020,), sizes=SIZES)
+    layers = base.size(keys, "num_hidden_layers")
+    section = Keys(keys.section("sparse_attention_config") or {}, "config.json: sparse_attention_config")
+
+    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
+        made = rope_config(keys, head_dim, positions, THETA, partial=True)
+        stated = keys.integer("rotary_dim", None, low=2, high=head_dim)
+        if stated not in (None, int(head_dim * made.partial_rotary_factor)):
+            raise ConfigError(f"config.json: rotary_dim {stated} is not partial_rotary_factor {made.partial_rotary_factor} of a head of "
+                              f"{head_dim}", "partial_rotary_factor decides: take the other key away")
+        return (made,) * layers
+
+    width, shared = base.size(keys, "intermediate_size"), keys.integer("shared_intermediate_size", 3072, high=2**22)
+    own = mixture(keys, 128, 4, width, True, _sparse(keys, layers), "num_local_experts", sigmoid=True, corrected=True,
+                  factor=keys.number("routed_scaling_factor", 2.0), shared_width=shared)
+    dense = keys.saying(intermediate_size=keys.integer("dense_intermediate_size", 12_288, high=2**22))
+    made = decoder_config(dense, base, ropes, qk_norm=True, norm_kind="rms+1", mixture=own)
+    if made.hidden_act != "silu":
+        raise keys.fail("hidden_act", "swigluoai or silu, which stand for the clamped one of this family")
+    return replace(made, hidden_act="clamped_swish", indexed=_indexed(keys, section, made))
+
+
+def _sparse(keys: Keys, layers: int) -> list[int]:
+    """The layers with experts: all, but for what a list says."""
+    switched, kinds = keys.switches("moe_layer_freq", layers), keys.words("mlp_layer_types", layers)
+    if stray := next((kind for kind in kinds or () if kind not in (DENSE, SPARSE)), None):
+        raise ConfigError(f"config.json: mlp_layer_types holds {show(stray)}, which is not supported", f"known: {DENSE}, {SPARSE}")
+    has = [kind == SPARSE for kind in kinds] if kinds is not None else switched or [True] * layers
+    return [layer for layer, own in enumerate(has) if own]
+
+
+def _indexed(keys: Keys, section: Keys, made: ModelConfig) -> Indexed | None:
+    """What chooses, from keys in a section or beside it, of which those inside win."""
+    usual = {"index_n_heads": 4, "index_head_dim": 128, "index_block_size": PAGE, "index_topk_blocks": 16, "index_local_blocks": 1}
+    found = {name: section.integer(inside, keys.integer(name, usual[name], low=0, high=2**20), low=0, high=2**20)
+             for name, inside in SECTION.items()}
+    for key, value in ALONE.items():
+        if section.raw.get(key, value) != value:
+            raise section.fail(key, show(value))
+    layers, kinds = made.num_hidden_layers, keys.words("layer_types", made.num_hidden_layers)
+    switched, plain = section.switches("sparse_attention_freq", layers), section.switches("sparse_disable_index_value", layers)
+    if stray := next((kind for kind in kinds or () if kind not in (FULL, CHOSEN)), None):
+        raise ConfigError(f"config.json: layer_types holds {show(stray)}, which is not supported", f"known: {FULL}, {CHOSEN}")
+    chooses = [kind == CHOSEN for kind in kinds] if kinds is not None else switched or [False] * layers
+    if plain is not None and any(own and not without for own, without in zip(chooses, plain, strict=True)):
+        raise section.fail("sparse_disable_index_value", "1 for every layer that chooses")
+    if not any(chooses):
+        return None
+    heads, width, block, most, near = found.values()
+    turned = made.ropes[0]
+    rope = int(made.head_dim * turned.partial_rotary_factor)
+    if heads != made.num_key_value_heads or block < 1 or PAGE % block or not near <= most or most < 1 or not rope <= width <= 1024:
+        raise ConfigError(f"config.json: index_n_heads {heads}, index_head_dim {width}, index_block_size {block}, index_topk_blocks {most} "
+                          f"and index_local_blocks {near} are not supported together",
+                          f"as many heads as num_key_value_heads, at least as wide as what turns, blocks that divide {PAGE}")
+    shape = IndexShape(heads, width, rope, most, block, True, near)
+    return Indexed(shape, tuple(layer if own else None for layer, own in enumerate(chooses)), False, ("rms+1", made.norm_eps))
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    """Tensors of one layer by role, under the published names, and those of transformers."""
+    prefix, hidden = f"model.layers.{layer}.", config.hidden_size
+    rules = llama.layer_tensors(config, layer)
+    if layer in config.mixture.layers:
+        for role in NAMES:
+            del rules[role]
+        rules |= _experts(config, prefix)
+    else:
+        both = (f"{prefix}mlp.gate_up_proj.weight", 2 * config.intermediate_size)
+        rules |= {role: replace(rules[role], part_of=(both[0], place * config.intermediate_size, both[1]))
+                  for place, role in enumerate(("gate", "up"))}
+    own = None if config.indexed is None else config.indexed.of(layer)
+    if own is not None:
+        for role, size in (("q", own.heads * own.width), ("k", own.width)):
+            for kind, shape in (("proj", (size, hidden)), ("norm", (own.width,))):
+                name = f"{prefix}self_attn.index_{role}_{kind}.weight"
+                there = f"{prefix}self_attn.indexer.{role}_{kind}.weight"
+                rules[f"index_{role}" if kind == "proj" else f"index_{role}_norm"] = TensorRule(name, shape, (there,), plain=kind == "proj")
+    return rules
+
+
+def _experts(config: ModelConfig, prefix: str) -> dict[str, TensorRule]:
+    """Router and experts, and the one that every token visits, whose gate and up transformers joins."""
+    published = mixture_tensors(config, f"{prefix}{MOE}.", mixtral.NAMES, correction="e_score_correction_bias")
+    usual, width = mixture_tensors(config, f"{prefix}{MLP}.", NAMES), config.mixture.shared_width
+    found = {}
+    for role, rule in published.items():
+        name = usual[role].name if role.startswith("shared.") else rule.name
+        rule = replace(rule, name=name.replace(f".{MLP}.", f".{MOE}."), also=(usual[role].name,))
+        if role in ("shared.gate", "shared.up"):
+            place = ("shared.gate", "shared.up").index(role)
+            rule = replace(rule, part_of=(f"{prefix}{MLP}.shared_experts.gate_up_proj.weight", place * width, 2 * width))
+        found[role] = rule
+    return found
+
+
+def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
+    return llama.outer_tensors(config)
+
+
+def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
+          layer: int, tap: Callable[[str, int, object], None]) -> object:
+    """As `llama.block`."""
+    if w.index is None:
+        return llama.block(ops, w, x, kv, positions, rope, config, layer, tap)
+    tap("block_in", layer, x)
+    heads, (kv_heads, head_dim) = config.num_attention_heads, config.heads_of(layer)
+    q, k, v, *index = ops.norm_linear(x, w.input_norm, [w.q, w.k, w.v, w.index.q, w.index.k])
+    choose(ops, w.index, *index, None, kv, positions, rope, config.indexed.shape)
+    q = ops.rope_heads(q, heads, head_dim, positions, rope, w.q_norm)
+    k = ops.rope_heads(k, kv_heads, head_dim, positions, rope, w.k_norm)
+    for name, value in (("q", q), ("k", k), ("v", v)):
+        tap(name, layer, value)
+    attended = kv.attend(q, k, v)
+    tap("attn_out", layer, attended)
+    return feed_forward(ops, w, ops.linear_add(attended, w.o, x), config, layer, tap)

@@ -1,0 +1,46 @@
+"""Models whose tokens choose what they see: which layers choose, and by what (`kernels/index_shape.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ..kernels.index_shape import IndexShape
+
+if TYPE_CHECKING:
+    from .config import ModelConfig
+    from .rope import RopeTable
+
+
+@dataclass(frozen=True)
+class Indexed:
+    """`sources`: by layer the one whose choice its tokens see, which may be itself, None for all tokens. `neighbours`: which channels of
+    what chooses turn together (`RopeConfig`). `norm`: the kind of norm and the epsilon of keys, and of queries where they have one."""
+
+    shape: IndexShape
+    sources: tuple[int | None, ...]
+    neighbours: bool
+    norm: tuple[str, float]
+
+    def of(self, layer: int) -> IndexShape | None:
+        """What chooses in a layer, None where nothing does."""
+        return self.shape if self.sources[layer] == layer else None
+
+    def turned(self, table: RopeTable) -> RopeTable:
+        """The rotary table of what chooses, from that of its layer."""
+        return replace(table, neighbours=self.neighbours, queries=None)
+
+
+def without_index(config: ModelConfig) -> ModelConfig:
+    """The model as far as every token sees all before it, where that is what its indexers choose."""
+    return replace(config, indexed=None, most_tokens=config.indexed.shape.whole)
+
+
+def sources_of(chooses: Sequence[bool]) -> tuple[int | None, ...]:
+    """By layer the one whose choice it shares, of those that choose for themselves."""
+    found, last = [], None
+    for layer, own in enumerate(chooses):
+        last = layer if own else last
+        found.append(last)
+    return tuple(found)

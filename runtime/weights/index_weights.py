@@ -1,0 +1,40 @@
+"""The parameters of an indexer, and how a block lets its tokens choose by them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from ...quant.weight import Index, Linear, Norm
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ...kernels.index_shape import IndexShape
+    from ..block_ops import BlockOps
+    from ..cache import LayerCache
+    from ..config import ModelConfig
+    from ..rope import RopeTable
+    from ..tensors import ModelTensor
+
+
+def index_weights(config: ModelConfig, roles: Mapping[str, ModelTensor], linear: Callable[[str], Linear | None],
+                  vector: Callable[[str], object]) -> Index | None:
+    """What chooses in a layer, of its tensors by role; `linear` and `vector` make a role's matrix and vector on a backend."""
+    if "index_q" not in roles:
+        return None
+    kind, eps = config.indexed.norm
+
+    def norm(role: str) -> Norm | None:
+        return Norm(kind, vector(role), vector(f"{role}_bias"), eps) if role in roles else None
+
+    return Index(linear("index_q"), norm("index_q_norm"), linear("index_k"), norm("index_k_norm"), linear("index_weights"))
+
+
+def choose(ops: BlockOps, w: Index, q: object, k: object, weights: object | None, kv: LayerCache, positions: np.ndarray,
+           rope: RopeTable | None, shape: IndexShape) -> None:
+    """Let `kv` choose what the tokens of a pass see, by products with the index's matrices, which are normed and turned in place."""
+    table = None if rope is None else rope.index
+    k = ops.rope_heads(k, 1, shape.width, positions, table, w.k_norm)
+    q = ops.rope_heads(q, shape.heads, shape.width, positions, table, w.q_norm)
+    kv.choose(q, k, weights)
