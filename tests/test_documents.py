@@ -293,13 +293,13 @@ def test_the_sample_of_quantize_and_what_is_cheap_to_type(at_home: Path, person,
         if is_cheap(words) and words not in typed:
             typed.append(words)
             ran = person.types(*on_fable(words), answers="y\n" if "rm" in words[:2] else None)
-            assert ran.code == 0, (words, ran.err)
+            assert ran.code == (7 if {"--schema", "--grammar"} & set(words) else 0), (words, ran.err)  # three tokens are no whole form
     assert len(typed) > 25, typed
 
 
 # Of these the documents say themselves that they take their time, or they need a terminal, another model or an answer of the hub.
 DEAR = {"chat", "serve", "doctor", "bench", "calibrate-sparsity", "kv-profile", "recall", "tinyllama", "qwen3-4b", "org/model",
-        "./neurons", "32768", "--stats", "--against", "...", "--lora", "author.json", "people.json", "letter.txt"}
+        "./neurons", "32768", "--stats", "--against", "...", "--lora", "--image", "author.json", "people.json", "letter.txt"}
 
 
 def is_cheap(words: list[str]) -> bool:
