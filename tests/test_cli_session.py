@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pexpect
 import pytest
@@ -345,7 +346,7 @@ def test_ctrl_c_while_a_session_is_saved_stops_the_saving_alone(home: Path, tmp_
             return lines.pop(0)
 
     class Talk:
-        n_ctx, used, messages = 8, 0, ()
+        n_ctx, used, messages, engine = 8, 0, (), SimpleNamespace(album=None)
 
     chat = Conversation("fable", Talk(), Screen(environment), environment.stderr, False, Interrupted())
     chat._editor = Typed()

@@ -225,6 +225,7 @@ def damaged(tmp_path_factory):
 def test_a_model_that_makes_no_numbers_has_no_perplexity(damaged, tmp_path, words, json):
     import io
     import os
+    from json import loads
 
     from effllm.cli.app import main
     from effllm.cli.environment import Environment
@@ -234,7 +235,8 @@ def test_a_model_that_makes_no_numbers_has_no_perplexity(damaged, tmp_path, word
     words = [word.format(damaged=damaged) for word in words]
     code = main(["eval", *words, "--text", str(tmp_path / "text.txt"), "-c", "200", *json], world)
     lines = world.stderr.getvalue().splitlines()
-    assert code == 1 and world.stdout.getvalue() == "", lines
+    out = world.stdout.getvalue()
+    assert code == 1 and (not out if not json else f"effllm: {loads(out)['error']}" == lines[-2]), lines
     assert lines[-2] == "effllm: tensor model.norm.weight holds NaN or infinity: the checkpoint is damaged"
     assert lines[-1].startswith("hint: ")
 

@@ -74,7 +74,7 @@ def test_a_server_can_be_without_it() -> None:
     with serving("--no-webui") as server:
         reply = server.ask("GET", "/", accept=HTML)
         assert reply.headers["content-type"] == "text/plain; charset=utf-8" and b"effllm serves fable" in reply.body
-        assert server.ask("GET", "/browser/main.js").status == 404 and "browser" not in server.err
+        assert server.ask("GET", "/browser/main.js").status == 404 and "a chat in a browser" not in server.err
 
 
 def test_a_server_of_several_models_has_it_once() -> None:

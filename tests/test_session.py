@@ -54,7 +54,7 @@ def test_a_turn_streams_what_it_says(start):
     assert session.messages[0] == {"role": "user", "content": QUESTION}
     assert stats.finish_reason in ("stop", "length") and len(stats.token_ids) <= 40 and stats.seed == 1
     assert set(stats.to_json()) == {"text", "token_ids", "finish_reason", "seed", "usage", "timings", "memory", "io", "placement",
-                                    "truncated", "speculation"}
+                                    "truncated", "speculation", "whole"}
     json.dumps(stats.to_json())
 
 

@@ -72,8 +72,8 @@ def stages(ops: object, of: Model, tokens: int, host: bool = True) -> list[np.nd
 
 def around(ops: CpuOps, of: Model, tokens: int) -> list[np.ndarray]:
     """The entry and the exit."""
-    outs = [ops.enter_streams(of.own[:tokens].copy(), of.enter).copy()]
-    return [*outs, ops.leave_streams(of.x[:tokens].copy(), of.leave).copy()]
+    outs = [ops.enter_streams(of.own[:tokens].copy(), of.enter, 1 + len(of.enter)).copy()]
+    return [*outs, ops.leave_streams(of.x[:tokens].copy(), of.leave, 1 + len(of.leave)).copy()]
 
 
 def by_hand(of: Model, tokens: int) -> list[np.ndarray]:
@@ -159,7 +159,7 @@ def test_what_is_no_number_stays_so(registry: str | None, pool: ThreadPool) -> N
     of.own[1, 5] = np.nan
     mlp = ops.cut_mlp(of.own[:3].copy(), of.norms[3], of.gate, of.up, of.down, "gelu_tanh", CUT)
     assert np.isnan(mlp[1]).all() and np.isfinite(mlp[[0, 2]]).all()
-    entered = ops.enter_streams(of.own[:3].copy(), of.enter)
+    entered = ops.enter_streams(of.own[:3].copy(), of.enter, 1 + len(of.enter))
     assert np.isnan(entered[1]).any() and np.isfinite(entered[[0, 2]]).all()
 
 
