@@ -17,14 +17,14 @@ from pathlib import Path
 import pexpect
 import pytest
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from endless_model import endless
+
 NUMBERS = count()
 WAITS, HAS_LINE = "\x1b[?2004h", "\x1b[?2004l"
 TIMEOUT_S = 90
 ENTER, CTRL_C, CTRL_D, ALT_ENTER, UP, TAB = "\r", "\x03", "\x04", "\x1b\r", "\x1b[A", "\t"
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[=>]")
-# Any token as likely as another: an answer that goes on until it is stopped, since one in thousands alone ends it.
-BABBLE = {"temp": "100", "top-k": "0", "top-p": "1", "min-p": "0"}
-BABBLES = [part for name, value in BABBLE.items() for part in (f"--{name}", value)]
 STORY = "Tell me a story about a fox."
 
 
@@ -48,9 +48,11 @@ class Chat:
         self.terminal.expect_exact(HAS_LINE)
         return self.wait()
 
-    def babble(self) -> None:
-        for name, value in BABBLE.items():
-            self.say(f"/set {name} {value}")
+    def begin(self, keys: str) -> None:
+        """Type a line, until some words of its answer are there."""
+        self.type(keys + ENTER)
+        self.terminal.expect_exact(HAS_LINE)
+        self.terminal.expect(r"\S+ \S+ \S+ \S+ \S+ \S+")
 
     def type(self, keys: str) -> None:
         self.terminal.send(keys)
@@ -92,6 +94,14 @@ def chat(home: Path) -> Iterator[Chat]:
     assert running.leave(CTRL_D) == 0
 
 
+@pytest.fixture
+def endless_chat(tmp_path: Path) -> Chat:
+    """A conversation whose answers have no end."""
+    running = Chat(tmp_path, "chat", str(endless(tmp_path / "endless")), "--seed", "5", "--overflow", "shift")
+    running.wait()
+    return running
+
+
 @pytest.fixture(autouse=True)
 def _cleared(request: pytest.FixtureRequest) -> None:
     if "chat" in request.fixturenames:
@@ -113,22 +123,16 @@ def test_turns_are_answered_and_only_what_is_new_is_read(chat: Chat) -> None:
     assert roles == ["user", "assistant", "user", "assistant"]
 
 
-def test_ctrl_c_stops_an_answer_and_keeps_what_was_written(tmp_path: Path) -> None:
-    """One that would go on without an end, however late the keys come."""
-    chat = Chat(tmp_path, "chat", "fable", "--seed", "5", "--overflow", "shift")
-    chat.wait()
-    chat.babble()
-    chat.type(STORY + ENTER)
-    chat.terminal.expect_exact(HAS_LINE)
-    chat.terminal.expect(r"\S+ \S+ \S+ \S+ \S+ \S+")
-    chat.type(CTRL_C)
-    assert "stopped by Ctrl-C after" in chat.wait()
-    said = chat.saved()["messages"][-1]
+def test_ctrl_c_stops_an_answer_and_keeps_what_was_written(endless_chat: Chat) -> None:
+    endless_chat.begin(STORY)
+    endless_chat.type(CTRL_C)
+    assert "stopped by Ctrl-C after" in endless_chat.wait()
+    said = endless_chat.saved()["messages"][-1]
     assert said["role"] == "assistant" and len(said["content"]) > 20
-    chat.say("/set predict 24")
-    chat.say("/set temp 0")
-    assert "stopped after 24 tokens" in chat.say("And then?"), "the chat goes on after a stopped answer"
-    assert chat.leave(CTRL_D) == 0
+    endless_chat.say("/set predict 24")
+    endless_chat.say("/set temp 0")
+    assert "stopped after 24 tokens" in endless_chat.say("And then?"), "the chat goes on after a stopped answer"
+    assert endless_chat.leave(CTRL_D) == 0
 
 
 def test_ctrl_c_at_the_prompt_empties_the_line(chat: Chat) -> None:
@@ -288,14 +292,6 @@ def test_a_history_that_cannot_be_written_is_one_remark(tmp_path: Path) -> None:
 def test_a_summary_takes_the_place_of_the_conversation_or_nothing_does(chat: Chat) -> None:
     chat.say(STORY)
     before = chat.saved()["messages"]
-    chat.babble()
-    chat.type("/compact" + ENTER)
-    chat.terminal.expect_exact(HAS_LINE)
-    chat.terminal.expect(r"\S+ \S+ \S+ \S+ \S+ \S+")
-    chat.type(CTRL_C)
-    assert "the history stays as it was" in chat.wait()
-    assert chat.saved()["messages"] == before
-    chat.say("/set temp 0")
     answer = chat.say("/compact")
     assert "(-n)" not in answer and len(answer.split()) > 24, "the 24 tokens of an answer are no limit of a summary"
     assert ("the conversation is now this summary" in answer) == (chat.saved()["messages"] != before)
@@ -303,24 +299,29 @@ def test_a_summary_takes_the_place_of_the_conversation_or_nothing_does(chat: Cha
     assert "stopped after 24 tokens" in chat.say("And then?"), "the limit of the answers is still theirs"
 
 
-def test_another_ctrl_c_behind_a_stopped_answer_leaves(tmp_path: Path) -> None:
-    chat = Chat(tmp_path, "chat", "fable", *BABBLES, "--seed", "5", "--overflow", "shift")  # without an end, however late the keys come
-    chat.wait()
+def test_a_summary_that_is_stopped_leaves_the_conversation_as_it_was(endless_chat: Chat) -> None:
+    endless_chat.say("/set predict 24")
+    endless_chat.say(STORY)
+    before = endless_chat.saved()["messages"]
+    endless_chat.begin("/compact")
+    endless_chat.type(CTRL_C)
+    assert "the history stays as it was" in endless_chat.wait()
+    assert endless_chat.saved()["messages"] == before
+    assert endless_chat.leave(CTRL_D) == 0
+
+
+def test_another_ctrl_c_behind_a_stopped_answer_leaves(endless_chat: Chat) -> None:
     for line in (STORY, "And then?"):
-        chat.type(line + ENTER)
-        chat.terminal.expect_exact(HAS_LINE)
-        chat.terminal.expect(r"\S+ \S+ \S+ \S+ \S+ \S+")
-        chat.type(CTRL_C)
-        assert re.search(r"stopped by Ctrl-C after \d+ tokens; Ctrl-C again leaves\n", chat.wait())
-    chat.type("half a thought" + CTRL_C)
-    chat.terminal.expect_exact(HAS_LINE)
-    chat.wait()
-    chat.type("/regen" + ENTER)
-    chat.terminal.expect_exact(HAS_LINE)
-    chat.terminal.expect(r"\S+ \S+ \S+ \S+ \S+ \S+")
-    chat.type(CTRL_C + CTRL_C)  # as like as not one signal
-    chat.terminal.expect([re.escape(WAITS), pexpect.EOF])
-    assert chat.terminal.after is pexpect.EOF or chat.leave(CTRL_C) == 130
+        endless_chat.begin(line)
+        endless_chat.type(CTRL_C)
+        assert re.search(r"stopped by Ctrl-C after \d+ tokens; Ctrl-C again leaves\n", endless_chat.wait())
+    endless_chat.type("half a thought" + CTRL_C)
+    endless_chat.terminal.expect_exact(HAS_LINE)
+    endless_chat.wait()
+    endless_chat.begin("/regen")
+    endless_chat.type(CTRL_C + CTRL_C)  # as like as not one signal
+    endless_chat.terminal.expect([re.escape(WAITS), pexpect.EOF])
+    assert endless_chat.terminal.after is pexpect.EOF or endless_chat.leave(CTRL_C) == 130
 
 
 def test_a_dumb_terminal_gets_plain_text(tmp_path: Path) -> None:
@@ -378,16 +379,15 @@ def test_without_a_model_fable_is_offered(tmp_path: Path) -> None:
     assert asked.leave(CTRL_D) == 0
 
 
-def test_what_is_typed_during_an_answer_waits(chat: Chat) -> None:
-    chat.say("/set predict 600")  # long enough to type something, however fast the machine is
-    chat.babble()
-    chat.type(STORY + ENTER)
-    chat.terminal.expect_exact(HAS_LINE)
-    chat.type("/stats" + ENTER)
-    assert "/stats" not in chat.wait(), "it was echoed into the answer"
-    chat.terminal.expect_exact(HAS_LINE)
-    assert "first token" in chat.wait()
-    chat.say("/set predict 24")
+def test_what_is_typed_during_an_answer_waits(endless_chat: Chat) -> None:
+    endless_chat.say("/set predict 600")  # long enough to type something, however fast the machine is
+    endless_chat.type(STORY + ENTER)
+    endless_chat.terminal.expect_exact(HAS_LINE)
+    endless_chat.type("/stats" + ENTER)
+    assert "/stats" not in endless_chat.wait(), "it was echoed into the answer"
+    endless_chat.terminal.expect_exact(HAS_LINE)
+    assert "first token" in endless_chat.wait()
+    assert endless_chat.leave(CTRL_D) == 0
 
 
 def test_letters_that_the_locale_does_not_read_are_refused_and_the_chat_goes_on(home: Path) -> None:
