@@ -29,7 +29,7 @@ MODULES, POOLING, POOLING_KEPT = "modules.json", "1_Pooling/config.json", "pooli
 RANKING, RANKING_KEPT = "1_LogitScore/config.json", "ranking.json"  # the same of how one ranks documents
 NESTED = {POOLING: POOLING_KEPT, RANKING: RANKING_KEPT}
 SETTINGS = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt",
-            "chat_template*", *RANKS, MODULES, *NESTED.values())
+            "chat_template*", "preprocessor_config.json", "processor_config.json", *RANKS, MODULES, *NESTED.values())
 COMPANIONS = (*SETTINGS, *NESTED, "LICENSE*", "LICENCE*", "NOTICE*", "README*", "USE_POLICY*")
 GGUF_PATH = re.compile(PATH, re.IGNORECASE)
 LICENCE_LINE = re.compile(r"^license(_name)?:[ \t]*[\"']?([A-Za-z0-9.+_-]{1,40})[\"']?[ \t]*$", re.MULTILINE)

@@ -68,7 +68,8 @@ def test_one_copy_of_the_weights_and_no_pickles(hub: Hub, person: Person) -> Non
     unwanted = {"pytorch_model.bin": b"x", "consolidated.safetensors": b"x", "original/model.safetensors": b"x", "onnx/model.onnx": b"x",
                 "model.fp16.safetensors": b"x", "model-q4.gguf": b"x", "tf_model.h5": b"x", "modeling_custom.py": b"x",
                 "tokenizer.bin": b"x", ".gitattributes": b"x", "adapter_model.safetensors": b"x"}
-    wanted = tiny() | {"LICENSE": b"l", "chat_template.jinja": b"t", "generation_config.json": b"{}", "tokenizer.model": b"m"}
+    wanted = tiny() | {"LICENSE": b"l", "chat_template.jinja": b"t", "generation_config.json": b"{}", "tokenizer.model": b"m",
+                       "preprocessor_config.json": b"{}", "processor_config.json": b"{}"}
     repo = hub.add(REPO, files=wanted | unwanted)
     assert person.types("pull", REPO).code == 0
     assert set(on_disk(person.snapshot(REPO, repo.commit))) == set(wanted)
