@@ -15,7 +15,7 @@ import fcntl
 import json
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -71,6 +71,18 @@ class FolderWriter:
             _write_all(self._journal, _journal_line(name, entry))
             _make_last(self._journal)
         self.finished[name] = entry
+
+    def adding(self, name: str, pieces: Iterable[bytes]) -> Iterator[int]:
+        """Write a file that is none of `files`, whole and anew; yields how many of its bytes are written."""
+        aside, done = self.partial / f".{name}.new", 0
+        with self._space(), aside.open("wb") as opened:
+            for piece in pieces:
+                opened.write(piece)
+                done += len(piece)
+                yield done
+            opened.flush()
+            os.fsync(opened.fileno())
+        aside.rename(self.partial / name)
 
     def commit(self, copies: Mapping[str, Path], texts: Mapping[str, str], replace: bool = False) -> None:
         """Add copies and small files, the marker last, and give the folder its name; `replace` puts it in the place of the one there."""

@@ -14,7 +14,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -39,9 +39,10 @@ from .events import Notice, Progress
 from .files.small_file import TOKENIZER_NBYTES
 from .files.written import demand_folder, foreign, what_lies_at
 from .hub import COMPANIONS, NESTED
+from .images.kept_tower import keep_tower, tower_nbytes
 from .planning.compiled import compiled
 from .planning.needed_kernels import calibration_kinds
-from .prepare import too_many_threads
+from .prepare import TEXT_ALONE, too_many_threads
 from .source import folder_files
 from .stores.container import FILE, Container, StoredTensor, read_container
 
@@ -63,7 +64,8 @@ def recipe_of(spec: str, rules: Sequence[str], method: str | None = None) -> Rec
 @dataclass(frozen=True)
 class ConvertOptions:
     """`spec_text` and `source` (where the model came from) are recorded as they are. `replace` allows a quantized folder in the way.
-    `calibration_text` None is the built-in sample, for what needs one. `target`: bits per weight for which formats are chosen."""
+    `calibration_text` None is the built-in sample, for what needs one. `target`: bits per weight for which formats are chosen. `tower`:
+    what the model sees with goes along."""
 
     recipe: Recipe
     spec_text: str
@@ -73,6 +75,7 @@ class ConvertOptions:
     target: float | None = None
     threads: int | None = None
     replace: bool = False
+    tower: bool = True
     source: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -143,7 +146,9 @@ def convert(folder: Path, out: Path, options: ConvertOptions) -> Iterator[Progre
                 plan = item
             else:
                 yield item
-        yield from (Notice(text) for text in (*plan.config.warnings, *plan.notices(), *too_many_threads(options.threads)))
+        tower = tower_nbytes(plan.folder) if options.tower else 0
+        warnings = [each for each in plan.config.warnings if not (tower and TEXT_ALONE in each)]
+        yield from (Notice(text) for text in (*warnings, *plan.notices(), *too_many_threads(options.threads)))
         started = time.monotonic()
         if is_named:
             if (finished := tidied(out, fingerprint(plan, options, ids), FILE)) is not None:
@@ -153,7 +158,7 @@ def convert(folder: Path, out: Path, options: ConvertOptions) -> Iterator[Progre
             check_target(out, options.replace)
         pool = ThreadPool(min(MOST_WORKERS, options.threads or hardware.cpu_threads()))
         copies = copied(plan.folder)
-        check_space(out, plan.file_nbytes - held_nbytes(out) + sum(path.stat().st_size for path in copies.values()))
+        check_space(out, plan.file_nbytes - held_nbytes(out) + sum(path.stat().st_size for path in copies.values()) + tower)
         try:
             with FolderWriter(out, plan.files, fingerprint(plan, options, ids), FILE, str(options.source.get("model", ""))) as writer:
                 yield from _opening(plan, writer)
@@ -162,7 +167,9 @@ def convert(folder: Path, out: Path, options: ConvertOptions) -> Iterator[Progre
                 yield from converter.run()
                 plan.store.check_unchanged()
                 texts = folder_files(plan.folder) | ({INDEX: index_json(plan.files)} if len(plan.files) > 1 else {})
+                kept = (yield from keep_tower(plan.folder, writer)) if tower else {}
                 made = container(plan, writer.finished, options, ids).with_files(copies, texts)
+                made = replace(made, files={**made.files, **kept})
                 check_target(out, options.replace)  # it was hours ago that it was looked at
                 writer.commit(copies, {**texts, FILE: made.to_json()}, options.replace)
                 finished = writer.finished

@@ -75,7 +75,8 @@ def quantize_on_load(request: Request, out: Path) -> Iterator[Progress | Notice 
     source = {key: value for key, value in (("model", request.ref.alias or request.ref.text), ("repo", request.ref.repo),
                                             ("revision", request.ref.revision),
                                             ("licence", request.ref.licence or licence_of(request.ref.folder))) if value}
-    options = ConvertOptions(Recipe(spec), request.bits, threads=request.threads, source=source)
+    # A run sees with the model as it is, which is here; a copy that is kept may outlive it.
+    options = ConvertOptions(Recipe(spec), request.bits, threads=request.threads, tower=request.keep, source=source)
     try:
         for item in _apart(request.ref.folder, out, options):
             if isinstance(item, Converted):

@@ -20,7 +20,7 @@ from ..config_reader import ConfigError, Keys, read_json, show
 from . import PLACE, Seen
 from .preprocessor import read_processor
 from .tower_parts import ROWS, Crew
-from .tower_weights import Weights
+from .tower_weights import Weights, demand_tower
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
@@ -55,6 +55,7 @@ class TowerSight(Family):
     both_ways = False
 
     def __init__(self, folder: Path, config: ModelConfig) -> None:
+        demand_tower(folder)
         self.folder, self.config = folder, config
         self.outer = Keys(read_json(folder / "config.json"))
         stated = self.outer.section("vision_config") or {}

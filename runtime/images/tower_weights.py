@@ -11,8 +11,10 @@ from types import TracebackType
 
 import numpy as np
 
+from ... import UsageError
 from ...offload.checkpoint import CheckpointError, TensorStore
 from ...offload.header import AGAIN, TensorInfo
+from ..files.written import TOWER
 from .tower_parts import Matrix, Norm, widened
 
 STORED = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
@@ -24,11 +26,31 @@ def own_name(name: str) -> str:
     return name.removeprefix("model.").replace("vision_tower.vision_model.", "vision_tower.", 1)
 
 
+def is_of_tower(name: str) -> bool:
+    """By a tensor's name in a checkpoint."""
+    return own_name(name).startswith(PARTS)
+
+
+def tower_store(folder: Path) -> TensorStore:
+    """The files that hold a folder's tower: its weights, or one file beside them where those are quantized. Raises what `TensorStore.open`
+    does."""
+    apart = folder / TOWER
+    return TensorStore.of_file(apart) if apart.is_file() else TensorStore.open(folder)
+
+
+def demand_tower(folder: Path) -> None:
+    """Raises UsageError for a folder that holds the text part alone."""
+    with tower_store(folder) as store:
+        if not any(map(is_of_tower, store.tensors)):
+            raise UsageError(f"{folder} holds the text part of this model alone, without what sees",
+                             "pictures take the original folder, or one that effllm quantize made of it")
+
+
 class Weights:
     """Tensors by their own names. A context manager."""
 
     def __init__(self, folder: Path) -> None:
-        self._store = TensorStore.open(folder)
+        self._store = tower_store(folder)
         named = ((own_name(name), info) for name, info in self._store.tensors.items())
         self._infos: dict[str, TensorInfo] = {name: info for name, info in named if name.startswith(PARTS)}
 

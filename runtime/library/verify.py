@@ -95,7 +95,7 @@ def _small_files(folder: Path, container: Container) -> tuple[list[str], int, tu
     wrong = []
     for name, checksum in container.files.items():
         try:
-            is_right = (folder / name).is_file() and zlib.crc32((folder / name).read_bytes()) == checksum
+            is_right = (folder / name).is_file() and _crc32(folder / name) == checksum
         except OSError:
             is_right = False
         wrong += [] if is_right else [name]
@@ -108,6 +108,14 @@ def _small_files(folder: Path, container: Container) -> tuple[list[str], int, tu
             wrong.append(profile.name)
     present = {each.name for each in folder.iterdir() if any(fnmatch(each.name, pattern) for pattern in SETTINGS)}
     return wrong, count, tuple(sorted(present - container.files.keys()))
+
+
+def _crc32(path: Path) -> int:
+    crc = 0
+    with path.open("rb") as file:
+        while piece := file.read(PIECE):
+            crc = zlib.crc32(piece, crc)
+    return crc
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,84 @@
+"""A quantized model keeps what it sees with, unrounded, in a file that is verified, replaced and made again like the others."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conversions import options
+from sight_models import FIRST, PICTURES, TOWER, made, opened
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+
+from effllm import EffllmError
+from effllm.offload.checkpoint import TensorStore
+from effllm.runtime.catalog import ModelRef
+from effllm.runtime.conversion.on_load import Request, quantize_on_load
+from effllm.runtime.convert import Converted, convert
+from effllm.runtime.events import Notice, Progress
+from effllm.runtime.files import written
+from effllm.runtime.library.verify import Verified, verify
+
+FABLE = Path(__file__).resolve().parent.parent / "models" / "fable"
+ROWS = [f"<row_{row}_col_{column}>" for row in (1, 2, 3) for column in (1, 2, 3)]
+WORDS = ["<image>", "<fake_token_around_image>", "<global-img>", *ROWS]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sees") / "whole"
+    made("idefics3", folder, {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "head_dim": 32}, TOWER, WORDS,
+         image_token_id=FIRST, pad_token_id=0)
+    Idefics3ImageProcessorPil(size={"longest_edge": 128}, max_image_size={"longest_edge": 32}).save_pretrained(folder)
+    return folder
+
+
+def quantized(folder: Path, out: Path, **more: object) -> list[object]:
+    return list(convert(folder, out, options(**more)))
+
+
+def test_it_sees_the_same(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "small"
+    *said, result = quantized(folder, out)
+    assert isinstance(result, Converted)
+    assert [each for each in said if isinstance(each, Progress) and each.phase == "keeping what sees"][-1].done > 0
+    assert not [each for each in said if isinstance(each, Notice) and "takes images too" in each.text]
+    first, second = (opened(each).see(PICTURES["photo"]) for each in (folder, out))
+    assert np.array_equal(first.rows, second.rows) and first.tokens == second.tokens
+    with TensorStore.of_file(out / written.TOWER) as kept, TensorStore.open(folder) as whole:
+        assert kept.tensors and all(np.array_equal(kept.read(info), whole.read(whole.tensors[name])) for name, info in kept.tensors.items())
+    assert opened(out).bytes_needed() == opened(folder).bytes_needed()
+
+
+def test_it_is_verified_and_replaced(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "small"
+    quantized(folder, out)
+    assert not list(verify(out))[-1].damaged
+    with (out / written.TOWER).open("r+b") as file:
+        file.seek(-1, 2)
+        last = file.read(1)
+        file.seek(-1, 2)
+        file.write(bytes([last[0] ^ 1]))
+    found = list(verify(out))[-1]
+    assert isinstance(found, Verified) and found.damaged == (written.TOWER,)
+    quantized(folder, out, replace=True)  # nothing in the folder is a stranger's
+    assert not list(verify(out))[-1].damaged
+
+
+def test_one_made_without_says_so(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "small"
+    quantized(folder, out, tower=False)
+    with pytest.raises(EffllmError, match="text part of this model alone") as caught:
+        opened(out)
+    assert "the original folder" in caught.value.hint
+
+
+def test_a_run_leaves_it_where_it_is(folder: Path, tmp_path: Path) -> None:
+    reference = ModelRef(str(folder), folder)
+    for keep_it in (False, True):
+        out = tmp_path / str(keep_it)
+        list(quantize_on_load(Request(reference, "4bit", tmp_path, keep_it), out))
+        assert (out / written.TOWER).exists() == keep_it
+
+
+def test_models_of_text_have_no_such_file(tmp_path: Path) -> None:
+    quantized(FABLE, tmp_path / "small")
+    assert not (tmp_path / "small" / written.TOWER).exists()
