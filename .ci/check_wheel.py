@@ -2,7 +2,7 @@
 
     python -P check_wheel.py SOURCES
 
-Every package file, the model table and the packaged model must be there, nothing else may be, all bytes must be equal, and every module
+Every package file, the server's page, the model table and the packaged model must be there, nothing else may be, all bytes must be equal, and every module
 must import with the declared dependencies alone (the CUDA backend excepted: torch is an extra).
 """
 
@@ -19,7 +19,7 @@ NEEDS_AN_EXTRA = "effllm.kernels.cuda."
 def expected_files(sources: Path) -> set[str]:
     paths = [path for folder in FOLDERS for path in (sources / folder).rglob("*.py")]
     paths += [sources / name for name in ("__init__.py", "__main__.py", "models.yaml", "models/SHA256SUMS", "runtime/calibration.txt")]
-    paths += [path for path in (sources / "models" / "fable").rglob("*") if path.is_file()]
+    paths += [path for folder in ("models/fable", "cli/server/browser") for path in (sources / folder).rglob("*") if path.is_file()]
     return {path.relative_to(sources).as_posix() for path in paths}
 
 
