@@ -244,7 +244,7 @@ class Session:
             self._said_folds = True
             yield self._fallback(NO_SYSTEM_ROLE)
         if not resumed:
-            yield from self._prompts.see(prompt, self.engine)
+            yield from self._prompts.see(prompt, self.engine, lambda: self._cancelled)
         ids = resumed.ids if resumed else self._prompts.encoded(prompt)
         first = resumed.prompt if resumed else len(ids)
         think, self._answered = copy.copy(resumed.think) if resumed else self.tokenizer.reasoning(ids), None

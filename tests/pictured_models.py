@@ -52,7 +52,7 @@ class TorchSight:
         small = Image.fromarray(picture).resize((32, 32), Image.Resampling.BICUBIC)
         return torch.from_numpy(np.array(small)).permute(2, 0, 1)[None].float() / 127.5 - 1
 
-    def see(self, picture: np.ndarray) -> Seen:
+    def see(self, picture: np.ndarray, work: object) -> Seen:
         self.seen += 1
         with torch.inference_mode():
             found = self.model.model.get_image_features(pixel_values=self.values(picture))

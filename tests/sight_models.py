@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedMode
 
 import effllm
 from effllm.runtime.config import read_config
-from effllm.runtime.images import PLACE, Sight, sight_of
+from effllm.runtime.images import PLACE, Sight, Work, sight_of
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 TEXT = {"vocab_size": 4200, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -73,7 +73,7 @@ def held_against(sight: Sight, picture: np.ndarray, model: PreTrainedModel, read
         found = model.model.get_image_features(**{key: torch.as_tensor(np.asarray(value)) for key, value in ready.items()})
     wanted = found.pooler_output
     wanted = np.concatenate([each.reshape(-1, each.shape[-1]).numpy() for each in wanted])
-    seen = sight.see(picture)
+    seen = sight.see(picture, Work())
     assert seen.rows.dtype == np.float32 and seen.rows.shape == wanted.shape
     assert np.abs(seen.rows - wanted).max() < 2e-5 * np.abs(wanted).max()
     assert len(seen.tokens) == sight.places(*picture.shape[:2]) and seen.tokens.count(PLACE) == len(seen.rows)

@@ -68,7 +68,7 @@ def ids_of(session, text, *points) -> list[int]:
     prompts = Prompts(session.tokenizer, album=session.engine.album)
     content = "\n".join([*(mark(session.picture(each).digest) for each in points), text])
     prompt = prompts.rendered([{"role": "user", "content": content}], None)
-    list(prompts.see(prompt, session.engine))
+    list(prompts.see(prompt, session.engine, lambda: False))
     return prompts.encoded(prompt)
 
 
@@ -218,7 +218,7 @@ def test_rows_are_kept_while_somebody_holds_their_picture(monkeypatch, made):
 
 def test_what_a_picture_becomes_must_be_whole(made):
     class Short(TorchSight):
-        def see(self, points):
+        def see(self, points, work):
             return Seen(np.zeros((3, 64), np.float32), (PLACE,) * 4)
 
     with pytest.raises(UsageError, match="takes 4 tokens"):

@@ -28,7 +28,7 @@ class DrawnSight:
 
     placeholder = "<image>"
 
-    def see(self, points: np.ndarray) -> Seen:
+    def see(self, points: np.ndarray, work: object) -> Seen:
         draw = np.random.default_rng(int(points[:4].sum()))
         return Seen(draw.normal(size=(ROWS, 64)).astype(np.float32), (PLACE,) * ROWS, both_ways=True)
 
@@ -142,7 +142,7 @@ def test_caches_that_see_no_token_behind_say_so(made):
 
 def test_a_picture_that_no_pass_holds_is_refused(made):
     class Large(DrawnSight):
-        def see(self, points: np.ndarray) -> Seen:
+        def see(self, points: np.ndarray, work: object) -> Seen:
             return Seen(np.zeros((200, 64), np.float32), (PLACE,) * 200, both_ways=True)
 
     engine = opened(made[0])

@@ -49,7 +49,7 @@ class GridSight:
         draw = np.random.default_rng(int(points[:4].sum()))
         return torch.from_numpy(draw.normal(size=(rows * columns, depth)).astype(np.float32)), torch.tensor([[1, rows, columns]])
 
-    def see(self, points: np.ndarray) -> Seen:
+    def see(self, points: np.ndarray, work: object) -> Seen:
         values, grid = self.values(points)
         with torch.inference_mode():
             found = self.model.model.get_image_features(values, grid)

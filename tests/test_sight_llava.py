@@ -12,6 +12,7 @@ from effllm import UsageError
 from effllm.offload.checkpoint import CheckpointError
 from effllm.offload.hardware import cpu_threads
 from effllm.runtime.config_reader import ConfigError
+from effllm.runtime.images import Work
 
 SQUARE = {"height": 32, "width": 32}
 CASES = {
@@ -75,7 +76,7 @@ def test_a_tower_that_is_not_known_or_damaged(llava, tmp_path):
     inside = llava[1].config.vision_config.to_dict()
     config_changed(folder, "config.json", vision_config={**inside, "intermediate_size": 80})
     with pytest.raises(CheckpointError, match="config.json says"):
-        opened(folder).see(PICTURES["tiny"])
+        opened(folder).see(PICTURES["tiny"], Work())
     config_changed(folder, "config.json", vision_config={**inside, "model_type": "owl_vision_model"})
     with pytest.raises(UsageError, match="tower of type 'owl_vision_model'"):
         opened(folder)
@@ -85,10 +86,10 @@ def test_a_picture_that_would_become_too_large_is_refused(llava):
     """Its shorter side is made as long as the tower's, or its longer one a square."""
     sight = opened(llava[0])
     with pytest.raises(UsageError, match="60000 × 1 is too long"):
-        sight.see(np.zeros((1, 60_000, 3), np.uint8))
+        sight.see(np.zeros((1, 60_000, 3), np.uint8), Work())
     if sight.processor.flag("do_pad", False):
         with pytest.raises(UsageError, match="12000 × 100 is too large"):
-            sight.see(np.zeros((100, 12_000, 3), np.uint8))
+            sight.see(np.zeros((100, 12_000, 3), np.uint8), Work())
 
 
 def test_bytes_are_known_before_anything_is_read(llava):

@@ -8,7 +8,7 @@ from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 
 from effllm.runtime.config_reader import ConfigError
-from effllm.runtime.images import PLACE
+from effllm.runtime.images import PLACE, Work
 
 SQUARE = {"height": 32, "width": 32}
 IMAGE_WORDS = ["[IMG]", "[IMG_BREAK]", "[IMG_END]"]
@@ -70,7 +70,7 @@ def test_pixtral(pixtral, name):
 
 def test_pixtral_takes_the_smallest_picture(pixtral):
     sight = opened(pixtral[0])
-    seen = sight.see(PICTURES["tiny"])
+    seen = sight.see(PICTURES["tiny"], Work())
     assert seen.tokens == (PLACE, FIRST + 2) == sight.tokens(1, 1) and np.isfinite(seen.rows).all() and seen.rows.any()
 
 

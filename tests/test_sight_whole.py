@@ -64,7 +64,7 @@ def test_logits_behind_a_picture_are_those_of_transformers(family, tmp_path):
         picture = engine.album.take(points)
         prompts = Prompts(Tokenizer.load(tmp_path, engine.config), album=engine.album)
         prompt = f"Once {mark(picture.digest)} was a fox in the wood."
-        list(prompts.see(prompt, engine))
+        list(prompts.see(prompt, engine, lambda: False))
         ids = prompts.encoded(prompt)
         ours = np.concatenate([logits.copy() for _, logits in engine.score(ids)])
     finally:

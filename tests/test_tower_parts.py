@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from effllm.kernels import blas
-from effllm.runtime.images import tower_parts
+from effllm.runtime.images import Work, tower_parts
 from effllm.runtime.images.tower_parts import CURVES, Crew, Matrix, Norm, attend, patches_of, product, widened
 
 RNG = np.random.default_rng(5)
@@ -20,7 +20,7 @@ def normal(*shape):
 
 @pytest.fixture
 def crew():
-    with Crew(2) as crew:
+    with Crew(2, Work()) as crew:
         yield crew
 
 
@@ -102,7 +102,7 @@ def test_two_at_once_leave_blas_as_it_was():
     saved, entered, inside, never = get(), [], threading.Event(), threading.Event()
 
     def look(seconds):
-        with Crew(2):
+        with Crew(2, Work()):
             entered.append(get())
             inside.set()
             never.wait(seconds)

@@ -128,7 +128,7 @@ class Replies(Readings):
         prompt = self._prompts.going_on(prompt, said)
         self._demand_near(prompt)
         choice = self._choice(wish)
-        yield from self._other_prompts().see(prompt, self.engine)
+        yield from self._other_prompts().see(prompt, self.engine, cancelled)
         with self.slot_for(prompt, choice) as own:
             ids = own.encoded(prompt, choice)
             if own.kept is not None:

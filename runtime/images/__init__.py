@@ -43,13 +43,30 @@ class Seen:
     deep: np.ndarray | None = None
 
 
+class Work:
+    """Of a picture that is looked at: how much of what there is to do is done, which whoever looks says, and whether anybody waits for it
+    yet. From any thread."""
+
+    def __init__(self) -> None:
+        self.done, self.total, self.is_left = 0, 0, False
+
+    def demand_wanted(self) -> None:
+        """Raises Left."""
+        if self.is_left:
+            raise Left
+
+
+class Left(Exception):
+    """Nobody waits any more for what a picture is."""
+
+
 class Sight(Protocol):
     """How one model sees. `placeholder`: the text by which its template marks a picture."""
 
     placeholder: str
 
-    def see(self, picture: np.ndarray) -> Seen:
-        """Of a picture uint8 [height, width, 3]."""
+    def see(self, picture: np.ndarray, work: Work) -> Seen:
+        """Of a picture uint8 [height, width, 3]. Raises Left where `work` is left."""
 
     def places(self, height: int, width: int) -> int:
         """Tokens that a picture of this size takes, known beforehand."""

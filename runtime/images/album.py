@@ -14,7 +14,8 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -24,15 +25,14 @@ import numpy as np
 
 from ... import EffllmError, UsageError
 from ..events import Notice, Progress
-from . import PLACE, Seen, Sight, sight_of
+from . import PLACE, Left, Seen, Sight, Work, sight_of
 from .turning import COLUMN_BITS, HASH_BITS, PICTURED, ROW_BITS, axes_of, id_of, parts_of
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
 
 KEPT = 256 << 20  # bytes of rows that are kept though nobody holds their pictures
-
-
+LOOK_S = 0.1  # between two looks at how far the tower is
 NO_SIGHT = "this model takes no pictures", "ask one that does: `effllm show MODEL` says it of each"
 
 
@@ -145,12 +145,14 @@ class Album:
             raise _gone(f"picture {digest[:8]}")
         return found
 
-    def see(self, pictures: Sequence[Picture]) -> Iterator[Progress | Notice]:
-        """Look at those that were not seen yet."""
+    def see(self, pictures: Sequence[Picture], left: Callable[[], bool] = lambda: False) -> Iterator[Progress | Notice]:
+        """Look at those that were not seen yet, until `left` says that nobody waits any more: the others stay unseen."""
         new = [each for each in dict.fromkeys(pictures) if each.seen is None]
-        for count, picture in enumerate(new):
-            yield Progress("looking at the picture" if len(new) == 1 else "looking at the pictures", count, len(new), "pictures")
-            seen = self.sight.see(picture.points)
+        for number, picture in enumerate(new, start=1):
+            which = "the picture" if len(new) == 1 else f"picture {number} of {len(new)}"
+            seen = yield from self._looked(picture.points, f"looking at {which}", left)
+            if seen is None:
+                return
             self.both_ways = self.both_ways or seen.both_ways
             rows = seen.tokens.count(PLACE)
             if rows != len(seen.rows) or rows > 1 << ROW_BITS or seen.grid and seen.grid[1] >= 1 << COLUMN_BITS:
@@ -159,6 +161,32 @@ class Album:
                 picture.seen, picture.points = seen, None
                 self._keep(picture)
             yield Notice(f"picture of {picture.width} × {picture.height}: {len(seen.tokens)} tokens")
+
+    def _looked(self, points: np.ndarray, phase: str, left: Callable[[], bool]) -> Generator[Progress, None, Seen | None]:
+        """What a picture is; None where nobody waits any more."""
+        work = Work()
+        with ThreadPoolExecutor(1, "sight") as beside:
+            looking = beside.submit(self.sight.see, points, work)
+            try:
+                while not looking.done():
+                    work.is_left = work.is_left or left()
+                    yield Progress(phase, min(work.done, work.total), work.total, "layers")
+                    wait([looking], LOOK_S)
+                return looking.result()
+            except Left:
+                return None
+            finally:
+                work.is_left = True
+
+    def ids(self, digest: str) -> list[int]:
+        """The tokens that stand for a picture; of one that was left unseen as many, which nothing is read by. Raises PictureGone."""
+        picture = self.find(digest)
+        return picture.ids() if picture.seen else [id_of(picture.number, 0, row) for row in range(self.places(digest))]
+
+    def unseen(self, digest: str) -> list[Picture]:
+        """The picture, where it is at hand and was not looked at."""
+        picture = self._known.get(digest)
+        return [picture] if picture is not None and picture.seen is None else []
 
     def places(self, digest: str) -> int:
         """How many tokens a picture takes, seen or not."""

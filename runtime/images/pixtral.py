@@ -109,6 +109,7 @@ class Pixtral(TowerSight):
             lines, columns = values.shape[0] // patch, values.shape[1] // patch
             x = before(product(patches_of(values, patch), embedding, crew))
             rope, made = self.rope(lines, columns), {0: x.copy()} if 0 in wanted else {}
+            crew.work.total += max(wanted)
             for number, block in enumerate(blocks[: max(wanted)], start=1):
                 block.run(x, [(0, len(x))], crew, rope)
                 if number in wanted:

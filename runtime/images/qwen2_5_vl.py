@@ -53,6 +53,7 @@ class Qwen25Vl(QwenPatches):
             by_window = (order[:, None] * unit + np.arange(unit)).reshape(-1)
             x = product(patches[by_window], embedding, crew)
             rope, everything = self.rope(places[by_window]), [(0, len(x))]
+            crew.work.total += len(blocks)
             for number, block in enumerate(blocks):
                 block.run(x, everything if number in whole else windows, crew, rope)
             made = two_layers(norm(x).reshape(-1, together), first, second, gelu, crew)

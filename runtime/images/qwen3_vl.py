@@ -62,6 +62,7 @@ class Qwen3Vl(QwenPatches):
             x = product(patches, embedding, crew)
             x += between(table.reshape(side, side, width), places)
             rope, spans, found = self.rope(places), [(0, len(x))], []
+            crew.work.total += len(blocks)
             for number, block in enumerate(blocks):
                 block.run(x, spans, crew, rope)
                 if number in deep:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, groupby
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ... import UsageError
+from ...offload.direct import Interrupted
 from ...quant.kv import codec
+from .album import PictureGone
 from .turning import PICTURED, Followed, parts_of
 
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ class Seeing:
 
     tokens: list[int]
     reading: list[int]
+    cancelled: Callable[[], bool]
     cache: KVCache
     options: EngineOptions
     placement: Placement
@@ -32,10 +35,15 @@ class Seeing:
 
     def seen(self, ids: Sequence[int]) -> tuple[np.ndarray, dict[str, object]]:
         """Ids of the vocabulary int64 [T] for tokens behind those that are held, and what else a pass over them is told. Raises
-        PictureGone."""
+        PictureGone; Interrupted for a picture that was left unseen, as nobody waits for the answer any more."""
         if self.album is None:
             return np.array(ids, np.int64), {}
-        plain, shown = self.album.shown(ids)
+        try:
+            plain, shown = self.album.shown(ids)
+        except PictureGone:
+            if self.cancelled():
+                raise Interrupted from None
+            raise
         if shown is not None and shown.reach is not None:
             self._demand_both_ways()
         return np.array(plain, np.int64), {"shown": shown, "turned": self.turned(ids)}

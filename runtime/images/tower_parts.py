@@ -16,6 +16,7 @@ from types import TracebackType
 import numpy as np
 
 from ...kernels.blas import one_thread
+from . import Work
 
 ROWS = 384  # rows of a piece of work, about
 SHORT = 256  # patches that see each other, up to which all heads are one piece of work
@@ -26,12 +27,13 @@ Span = tuple[int, int]  # patches that see each other: the first, and the one be
 
 
 class Crew:
-    """Threads that share out rows. A context manager, of which one at a time is entered: how many threads BLAS has is the process's own."""
+    """Threads that share out rows, for as long as `work` is wanted. A context manager, of which one at a time is entered: how many threads
+    BLAS has is the process's own."""
 
     _entered = Lock()
 
-    def __init__(self, threads: int) -> None:
-        self._threads, self._pool, self._blas = threads, ThreadPoolExecutor(threads, "tower"), one_thread()
+    def __init__(self, threads: int, work: Work) -> None:
+        self._threads, self._pool, self._blas, self.work = threads, ThreadPoolExecutor(threads, "tower"), one_thread(), work
 
     def each(self, do: Callable[[slice], None], count: int) -> None:
         """`do` pieces of so many rows, each thread as many as the others."""
@@ -39,8 +41,13 @@ class Crew:
         step = max(1, -(-count // (self._threads * turns)))
         self.all([lambda begin=begin: do(slice(begin, min(begin + step, count))) for begin in range(0, count, step)])
 
-    def all(self, work: Sequence[Callable[[], None]]) -> None:
-        for done in [self._pool.submit(each) for each in work]:
+    def all(self, pieces: Sequence[Callable[[], None]]) -> None:
+        """Raises Left, also amid the pieces."""
+        def one(piece: Callable[[], None]) -> None:
+            self.work.demand_wanted()
+            piece()
+
+        for done in [self._pool.submit(one, each) for each in pieces]:
             done.result()
 
     def __enter__(self) -> Crew:
@@ -219,6 +226,7 @@ class Block:
             x[rows] += y if self.scales is None else y * self.scales[1]
 
         crew.each(rest, tokens)
+        crew.work.done += 1
 
 
 def attend(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, out: np.ndarray, spans: Sequence[Span], crew: Crew) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from ... import UsageError
 from ...offload.hardware import cpu_threads
 from ..config_reader import ConfigError, Keys, read_json, show
-from . import PLACE, Seen
+from . import PLACE, Seen, Work
 from .preprocessor import read_processor
 from .tower_parts import ROWS, Crew
 from .tower_weights import Weights, demand_tower
@@ -69,15 +69,15 @@ class TowerSight(Family):
         self._rows: Rows | None = None
         self._once = threading.Lock()
 
-    def see(self, picture: np.ndarray) -> Seen:
-        """Raises CheckpointError where the weights are damaged, UsageError for a picture that the model cannot take."""
+    def see(self, picture: np.ndarray, work: Work) -> Seen:
+        """Raises CheckpointError where the weights are damaged, UsageError for a picture that the model cannot take, and Left."""
         height, width = picture.shape[:2]
         tokens = self.tokens(height, width)
         with self._once:
             if self._rows is None:
                 with Weights(self.folder) as weights:
                     self._rows = self.load(weights)
-        with Crew(cpu_threads()) as crew:
+        with Crew(cpu_threads(), work) as crew:
             rows, deep = self._rows(self.values(picture), crew), None
         if rows.ndim == 3:
             rows, deep = rows[0], rows[1:]

@@ -38,7 +38,9 @@ class VisionTransformer:
         number 0 is what goes in. `places`: which of the learned places its patches are at, by default each at its own."""
         length = (tiles[0].shape[0] // self.patch) * (tiles[0].shape[1] // self.patch) + (self.first is not None)
         few = max(1, TOGETHER // length)
-        return np.concatenate([self._few(tiles[at : at + few], wanted, crew, places) for at in range(0, len(tiles), few)])
+        groups = [tiles[at : at + few] for at in range(0, len(tiles), few)]
+        crew.work.total += len(groups) * max(wanted)
+        return np.concatenate([self._few(each, wanted, crew, places) for each in groups])
 
     def _few(self, tiles: Sequence[np.ndarray], wanted: Sequence[int], crew: Crew, places: np.ndarray | None) -> np.ndarray:
         embed, at = self.patches.wide(), self.places if places is None else self.places[places]

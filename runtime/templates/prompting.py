@@ -3,7 +3,7 @@ them, and as token ids."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -92,16 +92,18 @@ class Prompts:
         text again may cut it differently, and the cache would be thrown away from there on."""
         return self.behind(self.held, prompt) or self._ids(prompt, add_special_tokens=self.raw)
 
-    def see(self, prompt: str, engine: Engine) -> Iterator[Progress | Notice]:
-        """Look at the pictures of a prompt before it is encoded for `engine`: all but those of the text that is held. Raises PictureGone,
-        and ContextOverflow before anything is looked at."""
-        held = self.held[0]
-        new = prompt[len(held) :] if held and prompt.startswith(held) else prompt
-        if self.album is None or not (found := [self.album.find(digest) for digest in digests(new)]):
+    def see(self, prompt: str, engine: Engine, left: Callable[[], bool]) -> Iterator[Progress | Notice]:
+        """Look at the pictures of a prompt before it is encoded for `engine`, as long as `left` does not say that nobody waits: all but
+        those of the text that is held. Raises PictureGone, and ContextOverflow before anything is looked at."""
+        if self.album is None:
+            return
+        held = self.held[0] if prompt.startswith(self.held[0]) else ""
+        found = [picture for digest in digests(held) for picture in self.album.unseen(digest)]  # looking at them was left
+        if not (found := [*found, *(self.album.find(digest) for digest in digests(prompt[len(held) :]))]):
             return
         if engine.options.overflow != "shift" and (tokens := self.count(prompt)) >= engine.n_ctx:
             raise too_long(tokens, engine.n_ctx, engine.config.context_length)
-        yield from self.album.see(found)
+        yield from self.album.see(found, left)
 
     def count(self, prompt: str) -> int:
         """How many tokens a prompt has; its pictures need not be seen."""
@@ -115,7 +117,7 @@ class Prompts:
         if self.album is None or not (found := digests(text)):
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         placeholder = self.album.sight.placeholder
-        shown = [self.album.find(digest).ids() for digest in found]
+        shown = [self.album.ids(digest) for digest in found]
         number = self.tokenizer.added.get(placeholder)
         ids = self.tokenizer.encode(MARK.sub(placeholder, text), add_special_tokens=add_special_tokens)
         if number is None or ids.count(number) != len(shown):  # it is letters for this vocabulary, or the text has another one

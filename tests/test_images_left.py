@@ -1,0 +1,81 @@
+"""A picture that takes long to look at: how far it is is told, and whoever stops the answer does not wait for it, nor loses anything."""
+
+import threading
+
+import numpy as np
+import pytest
+from pictured_models import CASE, TorchSight, picture, written_with_words
+
+from effllm.runtime.engine import open_engine
+from effllm.runtime.events import Done, Progress, TextDelta
+from effllm.runtime.images import Work
+from effllm.runtime.images.album import Album
+from effllm.runtime.images.tower_parts import Crew
+from effllm.runtime.prepare import EngineOptions
+from effllm.runtime.sampler import SamplerSettings
+from effllm.runtime.session import Session
+from effllm.runtime.text import Tokenizer
+
+ASKED = "What do you see in this one?"
+OPTIONS = EngineOptions(kv="32bit", device="cpu", ctx=512, exact=True)
+
+
+class Slow(TorchSight):
+    """Looks at its first picture for as long as anybody waits for it."""
+
+    waits = True
+
+    def see(self, points, work):
+        work.total, work.done = 10, 4
+        with Crew(1, work) as crew:
+            while self.waits:
+                crew.all([lambda: threading.Event().wait(0.01)])
+        return super().see(points, work)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory):
+    folder = tmp_path_factory.mktemp("llava")
+    return folder, written_with_words(CASE, folder)
+
+
+def begun(made) -> Session:
+    engine = list(open_engine(made[0], OPTIONS))[-1]
+    engine.album = Album(Slow(made[1]))
+    return Session(engine, Tokenizer.load(made[0], engine.config), SamplerSettings(temperature=0), max_tokens=8, ignore_eos=True)
+
+
+def said(events) -> str:
+    return "".join(event.text for event in events if isinstance(event, TextDelta))
+
+
+def test_looking_ends_where_the_answer_is_stopped_and_is_taken_up_by_the_next_question(made) -> None:
+    session, told = begun(made), []
+    for event in session.ask(ASKED, [session.picture(picture(1))]):
+        told.append(event)
+        if isinstance(event, Progress) and event.done:
+            session.cancel()
+    assert (told[0].phase, told[-2].done, told[-2].total, told[-2].unit) == ("looking at the picture", 4, 10, "layers")
+    assert isinstance(told[-1], Done) and told[-1].stats.finish_reason == "cancelled" and not said(told)
+    assert session.engine.album.sight.seen == 0 and not session.messages
+    session.engine.album.sight.waits = False
+    after = said(session.ask(ASKED, [session.picture(picture(1))]))
+    assert session.engine.album.sight.seen == 1 and after
+    again = begun(made)
+    again.engine.album.sight.waits = False
+    assert after == said(again.ask(ASKED, [again.picture(picture(1))])), "nothing of what was left stayed behind"
+    assert np.array_equal(again.engine._logits, session.engine._logits)
+
+
+def test_the_crew_leaves_its_work_amid_the_pieces() -> None:
+    from effllm.runtime.images import Left
+
+    work, done = Work(), []
+
+    def piece() -> None:
+        done.append(1)
+        work.is_left = len(done) == 3
+
+    with Crew(1, work) as crew, pytest.raises(Left):
+        crew.all([piece] * 10)
+    assert len(done) == 3
