@@ -2,8 +2,8 @@
 
     python -P check_wheel.py SOURCES
 
-Every package file, the server's page, the model table and the packaged model must be there, nothing else may be, all bytes must be equal, and every module
-must import with the declared dependencies alone (the CUDA backend excepted: torch is an extra).
+Every package file, the server's page, the model table and the packaged model must be there, nothing else may be, all bytes must be equal,
+and every module must import with the declared dependencies alone (the CUDA backend excepted: torch is an extra).
 """
 
 import importlib
