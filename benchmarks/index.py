@@ -128,6 +128,9 @@ TABLES = (
         **{f"{depth:,} held": (f"ratio_*_{depth}", times) for depth in (2048, 8192, 32_768, 131_072)},
         "the last, ms": ("chosen_*_131072", rounded), "of which choosing": ("choice_*_131072", rounded)}, "heads of", (
             "deepseek-v3.2", "glm-5", "minimax-m3")),
+    Table("A picture looked at by SigLIP's tower of 400 million weights", r"picture-towers", {
+        "torch, of ours": ("ratio_*", times), "ours, s": ("f32_*", rounded), "of bfloat16 weights, s": ("bf16_*", rounded),
+        "torch, s": ("torch_*", rounded)}, "patches (729: 27 layers, 4,096: 3)", ("729", "4096")),
     attention("32 query and 4 KV heads of 64", r"kv-kernels"),
     attention("32 query and 8 KV heads of 128", r"kv-kernels-32-8-128"),
     Table("Damage of a packed cache with its profile, beside the best block format of llama.cpp, rotated, and KIVI", r"kv-quality", {
