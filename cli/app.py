@@ -42,7 +42,7 @@ The answer goes to stdout, everything else to stderr. Every flag is also a varia
 is another says so), and most may stand in a file: ctx-size = 4096 in effllm.toml (`effllm config show --help`).
 
 exit codes: 0 ok, 1 failure, 2 usage, 3 model not found or gated, 4 does not fit, 5 context overflow, 6 download failed or offline,
-7 not whole as --schema or --grammar wants it, 130 interrupted
+130 interrupted
 """
 
 

@@ -1,9 +1,9 @@
 """The one place where an exception becomes a line for a person and a code for a script.
 
 Commands let exceptions pass; nothing else in `cli/` turns one into text or into an exit code. Codes: 0 ok, 1 failure, 2 usage, 3 model
-not found or gated, 4 does not fit, 5 context overflow, 6 download failed or offline, 7 an answer that is not whole as its form wants it,
-130 interrupted. A reader that closes the pipe (`| head`) has what it wanted: that ends quietly with 0. Want of room on a disk is 4
-wherever it is found (`DiskFull`). Where --json was asked for, the failure is the one document on stdout too, unless the command had
+not found or gated, 4 does not fit, 5 context overflow, 6 download failed or offline, 130 interrupted. An answer that is not whole as its
+form wants it is a failure. A reader that closes the pipe (`| head`) has what it wanted: that ends quietly with 0. Want of room on a disk is
+4 wherever it is found (`DiskFull`). Where --json was asked for, the failure is the one document on stdout too, unless the command had
 printed its own.
 """
 
@@ -21,7 +21,7 @@ from .environment import Environment, OutputClosed, OutputFailed, in_json
 from .habits import flag_hint
 from .interrupt import EndedFromOutside
 
-NOT_WHOLE, INTERRUPTED = 7, 130
+NOT_WHOLE, INTERRUPTED = EffllmError.exit_code, 130
 STOPPED = "stopped by Ctrl-C"
 
 

@@ -20,7 +20,7 @@ import effllm
 from effllm.cli.app import build
 from effllm.cli.doctor import show_roofs
 from effllm.cli.environment import Environment
-from effllm.cli.errors import INTERRUPTED, NOT_WHOLE
+from effllm.cli.errors import INTERRUPTED
 from effllm.cli.screen import Screen
 from effllm.runtime.conversion import compressed
 from effllm.runtime.families import COMPOSITE, FAMILIES, RENAMED
@@ -205,7 +205,7 @@ def test_the_family_that_is_shown_is_the_file() -> None:
 def test_exit_codes_are_those_of_the_errors() -> None:
     said = {int(code) for code in re.findall(r"^\| (\d+) \|", (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8"), re.M)}
     errors = [value for value in vars(effllm).values() if isinstance(value, type) and issubclass(value, effllm.EffllmError)]
-    assert len(errors) > 5 and said == {error.exit_code for error in errors} | {NOT_WHOLE, INTERRUPTED}
+    assert len(errors) > 5 and said == {error.exit_code for error in errors} | {INTERRUPTED}
 
 
 def test_messages_that_are_quoted_are_messages() -> None:
@@ -293,7 +293,7 @@ def test_the_sample_of_quantize_and_what_is_cheap_to_type(at_home: Path, person,
         if is_cheap(words) and words not in typed:
             typed.append(words)
             ran = person.types(*on_fable(words), answers="y\n" if "rm" in words[:2] else None)
-            assert ran.code == (7 if {"--schema", "--grammar"} & set(words) else 0), (words, ran.err)  # three tokens are no whole form
+            assert ran.code == (1 if {"--schema", "--grammar"} & set(words) else 0), (words, ran.err)  # three tokens are no whole form
     assert len(typed) > 25, typed
 
 
