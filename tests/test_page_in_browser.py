@@ -148,6 +148,28 @@ def test_files_go_with_a_message(page, tmp_path: Path) -> None:
     assert messages(page)[0][1] == "note.md:\n````\na ```fence``` within\n````\n\nWhat does it say?"
 
 
+def test_a_picture_goes_with_a_message_where_the_model_sees(browser, page, tmp_path: Path) -> None:
+    from pictured_models import as_png
+    from sight_models import PICTURES
+    from test_sight_kept import seeing
+
+    (file := tmp_path / "waves.png").write_bytes(as_png(PICTURES["photo"]))
+    page.set_input_files("#attach-file", [str(file)])
+    page.wait_for_selector("#state.wrong")
+    assert page.inner_text("#state") == "waves.png: this model sees no pictures"
+    with serving("-n", "4", model=str(seeing(tmp_path / "model"))) as server:
+        for other in opened(browser, server):
+            other.wait_for_load_state("networkidle")  # until it knows that this model sees
+            other.set_input_files("#attach-file", [str(file)])
+            other.wait_for_selector("#attached li")
+            say(other, "What is it?")
+            answered(other)
+            other.reload()
+            other.click("#conversations .open")
+            assert other.evaluate("document.images[0].naturalWidth") == 160 and len(messages(other)) == 2
+        assert "picture of 160 × 120" in server.err
+
+
 def test_a_key_is_asked_for(browser) -> None:
     with serving("--api-key", "secret") as server:
         context = browser.new_context()
