@@ -72,7 +72,7 @@ class Model:
         config = json.loads((folder / "config.json").read_text())
         self.layers, self.heads, self.kv_heads = (config[f"num_{key}"] for key in ("hidden_layers", "attention_heads", "key_value_heads"))
         self.head_dim, self.eps, self.folder = config["head_dim"], config["rms_norm_eps"], folder
-        self.theta = config.get("rope_theta", 1e4)
+        self.theta = read_config(folder).ropes[0].theta
         self.weights = {name.removeprefix("model."): value.float() for name, value in load_file(folder / "model.safetensors").items()}
         self.bias_k: dict[int, Tensor] = {}
         self.wake: Tensor | None = None  # [tokens, head_dim]

@@ -20,6 +20,7 @@ from gguf import GGMLQuantizationType
 
 from effllm.offload.checkpoint import TensorStore
 from effllm.quant.weight import from_f32, to_f32
+from effllm.runtime.config import read_config
 
 DTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 OUTER = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight", "lm_head.weight": "output.weight"}
@@ -91,7 +92,7 @@ def write_gguf(folder: Path, path: Path, matrices: str = "f32") -> None:
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_rope_dimension_count(head_dim)
-    writer.add_rope_freq_base(float(raw["rope_theta"]))
+    writer.add_rope_freq_base(read_config(folder).ropes[0].theta)
     writer.add_layer_norm_rms_eps(float(raw["rms_norm_eps"]))
     writer.add_vocab_size(raw["vocab_size"])
     writer.add_tokenizer_model("no_vocab")
