@@ -62,6 +62,7 @@ COMMANDS = {"ls": "list", "models": "list --all", "search": "list --all", "tags"
             "inspect": "show", "cp": "alias", "tag": "alias", "generate": "run", "ask": "run", "prompt": "run", "cli": "run",
             "server": "serve", "start": "serve", "create": "quantize", "convert": "quantize", "benchmark": "bench",
             **{each: f"eval {each}" for each in ("ppl", "kld", "recall", "kv-profile")}, "perplexity": "eval ppl",
+            **dict.fromkeys(("embedding", "embeddings", "vectorize"), "embed"),
             "version": "--version", "sessions": "session list", "settings": "config show"}
 SENTENCES = {**dict.fromkeys(("ps", "stop", "unload"), "nothing stays in memory when a command has ended; what effllm serve "
                              "holds, its /v1/models says"),

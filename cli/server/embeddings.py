@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ...runtime.answers.embedding import unit
+from ...runtime.answers.embedding import in_numbers, shortened
 from ...runtime.events import Embedded
 from .bodies import read
 from .desk import Desk
@@ -190,11 +190,6 @@ def demand_texts(texts: Texts, where: str) -> None:
         raise Problem(400, f"{where}[{empty}] is empty", param=where, hint="leave it out")
 
 
-def shortened(vectors: Iterable[np.ndarray], dimensions: int | None) -> list[np.ndarray]:
-    """The first so many numbers of each, which models are trained to say most in, at the length 1 again."""
-    return [each if dimensions is None else unit(each[:dimensions]) for each in vectors]
-
-
 def normed(vector: np.ndarray, norm: int) -> np.ndarray:
     """The same direction, of length 1 by the p-norm of that number; by 0 the largest number is that of llama.cpp's integers."""
     if norm == 2:
@@ -202,11 +197,6 @@ def normed(vector: np.ndarray, norm: int) -> np.ndarray:
     sizes = abs(vector.astype("f8"))
     length = sizes.max() / LARGEST_INTEGER if norm == 0 else (sizes ** norm).sum() ** (1 / norm)
     return (vector / length).astype("f4") if length else vector
-
-
-def in_numbers(vector: np.ndarray) -> list[float]:
-    """The numbers with the digits that float32 has, no more."""
-    return [float(str(each)) for each in vector]
 
 
 def in_base64(vector: np.ndarray) -> str:

@@ -8,7 +8,7 @@ vector has the length 1, as programs expect of embeddings.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ WAYS = {"lasttoken": LAST, "mean": MEAN}
 STATED = {"pooling_mode_lasttoken": LAST, "pooling_mode_mean_tokens": MEAN}  # as it was written before
 USUAL = {"transformer", "pooling", "normalize"}  # modules that do what is done here, by the last word of their type
 POOLING_TYPE, EOS, ADDS_EOS = "{}.pooling_type", "tokenizer.ggml.eos_token_id", "tokenizer.ggml.add_eos_token"
-OTHERS = "serve a model that was made for it, as Qwen/Qwen3-Embedding-0.6B"
+OTHERS = "take a model that was made for it, as Qwen/Qwen3-Embedding-0.6B"
 
 
 def pooling_of(path: Path | None) -> str:
@@ -135,3 +135,13 @@ def unit(values: np.ndarray) -> np.ndarray:
     """The same direction with the length 1, float32; zeros stay what they are."""
     length = np.linalg.norm(values.astype(np.float64))
     return (values / length if length else values).astype(np.float32)
+
+
+def shortened(vectors: Iterable[np.ndarray], dimensions: int | None) -> list[np.ndarray]:
+    """The first so many numbers of each, which models are trained to say most in, at the length 1 again."""
+    return [each if dimensions is None else unit(each[:dimensions]) for each in vectors]
+
+
+def in_numbers(vector: np.ndarray) -> list[float]:
+    """The numbers with the digits that float32 has, no more."""
+    return [float(str(each)) for each in vector]
