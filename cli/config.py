@@ -33,6 +33,10 @@ A setting is a flag's long name without its dashes, in {PROJECT_FILE} in the wor
   temp = 0.5
   ctx-size = 4096
 
+  [model.qwen3-4b]                  # of this model alone, by the name that is typed, an alias for one
+  system = "Answer in one sentence."
+  kv = "8bit"
+
 A flag wins over its variable (EFFLLM_TEMP), that over {PROJECT_FILE}, that over the user's file, that over the model's
 generation_config.json, that over what is built in.
 """
@@ -60,6 +64,8 @@ def show(context: typer.Context, model: AnyModel = None, origin: Origin = False,
     screen = Screen(context.obj)
     screen.environment.demand_stdout()
     ref = asked_model(model, screen) if model is not None else None
+    if model is not None:
+        screen.environment.ask_for(model)
     shown = list(settings(screen, ref and ref.folder))
     if ref is not None:
         shown = list(beside_model(shown, ref, screen))

@@ -152,6 +152,16 @@ class Environment:
         return read_settings(self.config_folder)
 
     @property
+    def names_models(self) -> bool:
+        """Whether files have settings of single models; where none is read, as for a trial, they have not."""
+        return any(each.models for each in getattr(self.settings, "files", ()))
+
+    def ask_for(self, model: str) -> None:
+        """From here on what files say of this model holds before what they say of all. Raises UsageError where a file is wrong."""
+        if self.names_models:
+            self.settings = self.settings.of(model)
+
+    @property
     def config_folder(self) -> Path:
         """The user's file of settings. Not created here."""
         from platformdirs import user_config_path

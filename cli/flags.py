@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_
 
 import typer
 
+from .habits import understood
 from .help import PlainCommand
 
 if TYPE_CHECKING:
@@ -77,6 +78,8 @@ NoColor = Annotated[bool, flag("general", "--no-color", "", "no colour, also whe
 Debug = Annotated[bool, flag("general", "--debug", "", "show the traceback of a failure", callback=set_debug, is_eager=True)]
 
 
+LINE = f"{__name__}.line"  # in a context: the words behind the command, until the model among them is known
+MODELS = ("model", "models")  # parameters that name what is asked for
 SETTLED = "settled"  # the field of a group that is no flag
 
 
@@ -117,6 +120,11 @@ class FlagCommand(PlainCommand):
                 parameter.process_value = partial(switched, parameter, parameter.process_value)
 
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta[LINE] = [*args]
+        return super().parse_args(ctx, args)
+
+
 def whole(parameter: Any, context: typer.Context) -> tuple[str, ...] | None:
     """The variable of a flag that may be repeated is one value, blanks included: the library would cut it at them."""
     text = parameter.resolve_envvar_value(context)
@@ -132,8 +140,20 @@ def switched(parameter: Any, library: Callable[[Any, Any], Any], context: typer.
 
 def from_file(parameter: Any, context: typer.Context, otherwise: Any) -> Any:
     """What the files of settings say of a flag that was not given."""
-    setting = context.find_root().obj.settings.get(long_name(parameter.opts).removeprefix("--"))
+    environment = context.find_root().obj
+    if (line := context.meta.pop(LINE, None)) is not None and environment.names_models:
+        if (model := asked_for(context, line)) is not None:
+            environment.ask_for(model)
+    setting = environment.settings.get(long_name(parameter.opts).removeprefix("--"))
     return otherwise if setting is None else setting.value
+
+
+def asked_for(context: typer.Context, line: Sequence[str]) -> str | None:
+    """The one model that the words behind a command name, whose values are not taken apart yet; None for none, or several."""
+    given, _, _ = context.command.make_parser(context).parse_args(args=understood(context.command, line))
+    models = [name for each in MODELS if (name := given.get(each)) and isinstance(name, str | list | tuple)]
+    named = [each for name in models for each in ([name] if isinstance(name, str) else name)]
+    return named[0] if len(named) == 1 else None
 
 
 def converted(parameter: Any, library: Callable[[Any, Any], Any], kind: Any, kept: bool, context: typer.Context, value: Any) -> Any:
@@ -198,8 +218,8 @@ def spread(function: Command) -> tuple[Command, frozenset[str]]:
             settled = frozenset(flag for flag, value in values.items()
                                 if value is not None and value is not False and not is_typed(given["context"], flag))
             if settled:
-                left = judge_settled(given["context"].find_root().obj, kind, {flag: values[flag] for flag in settled})
-                values, settled = values | dict.fromkeys(left), settled - left
+                left, own = judge_settled(given["context"].find_root().obj, kind, {flag: values[flag] for flag in settled})
+                values, settled = values | dict.fromkeys(left), settled - left - own
             given[name] = kind(**values, settled=settled)
         return function(**given)
 
@@ -209,15 +229,18 @@ def spread(function: Command) -> tuple[Command, frozenset[str]]:
     return call, frozenset(field.name for kind in groups.values() for field in flags_of(kind))
 
 
-def judge_settled(environment: Environment, group: type, values: Mapping[str, object]) -> frozenset[str]:
-    """Which of these values give way to others from a stronger place. Raises UsageError for one that no command could use, naming the
-    variable or the line that it comes from."""
-    from .settings import demand_usable, giving_way, place
+def judge_settled(environment: Environment, group: type, values: Mapping[str, object]) -> tuple[frozenset[str], frozenset[str]]:
+    """Which of these values give way to others from a stronger place, and which were said of the model that is asked for, as typed ones
+    are. Raises UsageError for one that no command could use, naming the variable or the line that it comes from."""
+    from .settings import demand_usable, giving_way, place, said_of_model
 
+    own = set()
     for key, (field, _) in names_and_types(group).items():
         if field in values:
             demand_usable(key, values[field], place(environment, key))
-    return giving_way(environment, values)
+            if said_of_model(environment, key):
+                own.add(field)
+    return giving_way(environment, values), frozenset(own)
 
 
 def say_variables_of_others(context: typer.Context) -> None:

@@ -2,8 +2,8 @@
 
 A key is the long name of a flag without its dashes (`ctx-size = 4096`), of the flags that say how a model runs and answers; what a single
 command is to do (an output, a yes) is not kept in files. A flag wins over its variable, that over the project's file, that over the
-user's, that over the model's generation_config.json, that over what is built in. A key that is unknown or of the wrong type is one error
-that names its line.
+user's, that over the model's generation_config.json, that over what is built in. A table `[model.NAME]` holds of the model that is asked
+for by this name, before what its file says of all. A key that is unknown or of the wrong type is one error that names its line.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -28,17 +28,48 @@ if TYPE_CHECKING:
 
 GROUPS = (RunFlags, WeightFlags, SamplingFlags, AnswerFlags, SessionFlags, ShowFlags)
 PROJECT_FILE = "effllm.toml"
+MODEL = "model"  # the table of tables, one for each model that has settings of its own
 LARGEST = 1 << 20  # bytes
 SIZES, SIZES_ARE = ("ram", "vram", "kv_ram", "disk", "session_disk"), "a size between quotes"
+OWN = f'[{MODEL}."NAME"], and its settings in the lines below'
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A value from a file; `origin` is `FILE:LINE`."""
+    """A value from a file; `origin` is `FILE:LINE`. `of_model`: it was said of the model that is asked for, not of all."""
 
     value: object
     origin: str
+    of_model: bool = False
+
+
+@dataclass(frozen=True)
+class FileSettings:
+    """What one file says of all models, and of each that it names."""
+
+    every: Mapping[str, Setting]
+    models: Mapping[str, Mapping[str, Setting]]
+
+
+class Settings(dict[str, Setting]):
+    """What holds of the files, the strongest first, where `model` is asked for; None: no model, or none yet."""
+
+    def __init__(self, files: Sequence[FileSettings], model: str | None = None) -> None:
+        self.files = files
+        for each in files:
+            for part in ({} if model is None else _said_of(each.models, model), each.every):
+                for key, setting in part.items():
+                    self.setdefault(key, setting)
+
+    def of(self, model: str) -> Settings:
+        return Settings(self.files, model)
+
+
+def _said_of(models: Mapping[str, Mapping[str, Setting]], name: str) -> Mapping[str, Setting]:
+    """By the name as it was typed, else without what stands behind it (`:4bit`, `@revision`)."""
+    names = (name, re.split("[:@]", name, maxsplit=1)[0])
+    return next((models[each] for each in names if each in models), {})
 
 
 @cache
@@ -51,6 +82,12 @@ def origin(environment: Environment, key: str) -> str:
     """Where the value of a setting comes from that was not typed: its variable, or `FILE:LINE`."""
     setting = environment.settings.get(key)
     return variable(key) if environment.variables.get(variable(key)) or setting is None else setting.origin
+
+
+def said_of_model(environment: Environment, key: str) -> bool:
+    """Whether the value of a setting that was not typed was said of the model that is asked for."""
+    setting = environment.settings.get(key)
+    return setting is not None and setting.of_model and not environment.variables.get(variable(key))
 
 
 def place(environment: Environment, key: str) -> str:
@@ -111,30 +148,29 @@ def demand_usable(key: str, value: object, where: str) -> None:
         raise UsageError(f"{where}: {error.message}", error.hint) from error
 
 
+NOTHING = FileSettings({}, {})
+
+
 def files(user_folder: Path) -> Iterator[Path]:
     """Where settings are looked for, the strongest first."""
     yield Path(PROJECT_FILE)
     yield user_folder / "config.toml"
 
 
-def read_settings(user_folder: Path) -> dict[str, Setting]:
+def read_settings(user_folder: Path) -> Settings:
     """The settings of all files. Raises UsageError, naming file and line."""
-    found: dict[str, Setting] = {}
-    for path in files(user_folder):
-        for key, setting in read_file(path).items():
-            found.setdefault(key, setting)
-    return found
+    return Settings(tuple(map(read_file, files(user_folder))))
 
 
-def read_file(path: Path) -> dict[str, Setting]:
+def read_file(path: Path) -> FileSettings:
     """The settings of one file; none where it is absent."""
     try:
         data = read_whole(path, LARGEST)
     except (FileNotFoundError, NotADirectoryError):
-        return {}
+        return NOTHING
     except OSError as error:
         if os.path.realpath(path) == os.devnull:  # linked there to have none
-            return {}
+            return NOTHING
         raise UsageError(f"{path}: {error.strerror}", "correct or remove this file of settings") from error
     import tomllib
 
@@ -145,14 +181,29 @@ def read_file(path: Path) -> dict[str, Setting]:
         line = re.search(r"at line (\d+)", str(error))
         where, reason = (f"{path}:{line[1]}", re.sub(r" \(at line.*", "", str(error))) if line else (str(path), str(error))
         raise UsageError(f"{where}: {reason[:200]}", "settings are lines of TOML, as `temp = 0.5` or `kv = \"8bit\"`") from error
-    return {key: Setting(checked(key, value, f"{path}:{line_of(text, key)}"), f"{path}:{line_of(text, key)}")
-            for key, value in content.items()}
+    named = content.pop(MODEL, {})
+    if not isinstance(named, dict) or not all(isinstance(table, dict) for table in named.values()):
+        raise UsageError(f"{path}:{line_of(text, MODEL)}: what a model has of its own stands below its name", OWN)
+    models = {}
+    for name, table in named.items():
+        after = line_of(text, name, table=True)
+        if (deeper := next((key for key, value in table.items() if isinstance(value, dict) and key not in known()), None)) is not None:
+            raise UsageError(f"{path}:{after}: a name with a dot stands in quotes", f'[{MODEL}."{name}.{deeper}"]')
+        models[name] = _read(table, path, text, after, True)
+    return FileSettings(_read(content, path, text, 0, False), models)
 
 
-def line_of(text: str, key: str) -> int:
-    """The line that sets a key, or opens the table of that name."""
-    begins = re.compile(rf"\s*(?:\[+\s*)?[\"']?{re.escape(key)}[\"']?\s*[=.\]]")
-    return next((number for number, line in enumerate(text.splitlines(), 1) if begins.match(line)), 1)
+def _read(content: Mapping[str, object], path: Path, text: str, after: int, of_model: bool) -> dict[str, Setting]:
+    """The settings of a file, or of the table that its line `after` opens."""
+    places = {key: f"{path}:{line_of(text, key, after)}" for key in content}
+    return {key: Setting(checked(key, value, places[key]), places[key], of_model) for key, value in content.items()}
+
+
+def line_of(text: str, key: str, after: int = 0, table: bool = False) -> int:
+    """The line behind the first `after` that sets a key, or opens the table of that name; with `table` what opens it alone."""
+    opens = r"\s*\[\s*" + MODEL + r"\s*\.\s*" if table else r"\s*(?:\[+\s*)?"
+    begins = re.compile(rf"{opens}[\"']?{re.escape(key)}[\"']?\s*[=.\]]")
+    return next((number for number, line in enumerate(text.splitlines(), 1) if number > after and begins.match(line)), max(after, 1))
 
 
 def checked(key: str, value: object, where: str) -> object:
@@ -162,7 +213,7 @@ def checked(key: str, value: object, where: str) -> object:
         alike = difflib.get_close_matches(key.replace("_", "-"), list(known()), 1)
         meant = by_variable.get(meant_variable(key, by_variable)) or "".join(alike)
         raise UsageError(f"{where}: there is no setting {key!r}{f', did you mean {meant}?' if meant else ''}",
-                         "effllm config show lists them")
+                         OWN.replace("NAME", key) if isinstance(value, dict) else "effllm config show lists them")
     kind = known()[key][2]
     if get_origin(kind) is Literal:
         fits, wanted = value in get_args(kind), " or ".join(get_args(kind))

@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 
+import effllm
 from effllm.cli.app import main
 from effllm.cli.environment import Environment
 from effllm.cli.flags import token_count, variable
 from effllm.cli.settings import known
+
+FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 
 
 class Ran:
@@ -249,3 +252,44 @@ def test_show_refuses_the_words_of_a_switch_that_commands_refuse(place: Path, mo
     monkeypatch.setenv("EFFLLM_STRICT", word)
     shown, ran = Ran("config", "show"), Ran("plan", "fable", "--no-probe")
     assert shown.code == ran.code == 2 and shown.err == ran.err and f"{word!r} is neither true nor false" in shown.err
+
+
+def test_a_model_has_settings_of_its_own(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the name that is typed, with what stands behind it or without; in each file before what is said of all."""
+    user(place, "[model.fable]\nctx-size = 384\ntop-k = 9\n")
+    project(place, "ctx-size = 512\n\n[model.'no/other.1']\nctx-size = 128\n")
+    shown = json.loads(Ran("config", "show", "fable", "--json").out)
+    assert shown["ctx-size"] == {"value": 512, "origin": "effllm.toml:1"}, "the stronger file holds"
+    assert shown["top-k"] == {"value": 9, "origin": f"{place}/home/effllm/config.toml:3"}
+    assert json.loads(Ran("config", "show", "--json").out)["top-k"]["origin"] == "built in"
+    project(place, "ctx-size = 512\n[model.fable]\nctx-size = 256\n[model.'fable:4bit']\nctx-size = 320\n")
+    assert json.loads(Ran("config", "show", "fable", "--json").out)["ctx-size"] == {"value": 256, "origin": "effllm.toml:3"}
+    assert planned() == 256 and planned("-c", "128") == 128
+    for name, ctx in (("fable:8bit", 256), ("fable:4bit", 320), (str(FABLE), 512)):
+        ran = Ran("plan", name, "--json", "--no-probe")
+        assert ran.code == 0 and json.loads(ran.out)["ctx"] == ctx, (name, ran.err)
+    monkeypatch.setenv("EFFLLM_CTX_SIZE", "192")
+    assert planned() == 192
+
+
+def test_what_is_said_of_one_model_is_not_left_out(place: Path) -> None:
+    """A context that a model cannot have gives way where it was said of all models, and is an error where it was said of this one."""
+    project(place, "ctx-size = 9000\n")
+    assert Ran("plan", "fable", "--no-probe").code == 0
+    project(place, "[model.fable]\nctx-size = 9000\n")
+    ran = Ran("plan", "fable", "--no-probe")
+    assert ran.code == 2 and "a context of 9000 is more than the 2048 positions" in ran.err
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("[model.qwen2.5-7b]\ntemp = 1\n", "effllm.toml:1: a name with a dot stands in quotes\nhint: [model.\"qwen2.5-7b\"]"),
+    ("temp = 1\n\n[model.fable]\n\ntmep = 1\n", "effllm.toml:5: there is no setting 'tmep', did you mean temp?"),
+    ("temp = 1\n[model.fable]\ntemp = 'hot'\n", "effllm.toml:3: temp is a number, not 'hot'"),
+    ("model = 'fable'\n", "effllm.toml:1: what a model has of its own stands below its name"),
+    ("[model]\ntemp = 1\n", "effllm.toml:1: what a model has of its own stands below its name"),
+    ("[fable]\ntemp = 1\n", "effllm.toml:1: there is no setting 'fable'\nhint: [model.\"fable\"], and its settings")])
+def test_a_table_of_a_model_that_is_wrong_is_one_line_with_its_place(place: Path, text: str, said: str) -> None:
+    project(place, text)
+    for command in (("plan", "fable"), ("config", "show")):
+        ran = Ran(*command)
+        assert ran.code == 2 and ran.out == "" and ran.err.startswith(f"effllm: {said}"), ran.err
