@@ -42,6 +42,23 @@ def test_what_a_camera_says_of_its_side_is_heeded():
     assert np.array_equal(found, np.rot90(points, -1))
 
 
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+def test_each_side_that_may_be_up_is_heeded_and_notes_that_are_damaged_are_not(kind):
+    points = picture(3, 16, 24) // 8 * 8
+    turned = {1: lambda it: it, 2: np.fliplr, 3: lambda it: np.rot90(it, 2), 4: np.flipud, 5: lambda it: np.rot90(np.fliplr(it)),
+              6: lambda it: np.rot90(it, -1), 7: lambda it: np.rot90(np.fliplr(it), -1), 8: np.rot90, 9: lambda it: it}
+    more = {"lossless": True} if kind == "WEBP" else {}
+    plain = decode_picture(encoded(Image.fromarray(points), kind, **more), "it")
+    for number, turn in turned.items():
+        exif = Image.Exif()
+        exif[0x0112] = number
+        found = decode_picture(encoded(Image.fromarray(points), kind, exif=exif, **more), "it")
+        assert np.array_equal(found, turn(plain)), number
+    for damaged in (b"garbage", b"II*\0\xff\xff\xff\xff", b"MM\0*\0\0\0\x08\0\x01\x01\x12\0\x02\0\0\0\x05\0\0\0\x1a"):
+        data = encoded(Image.fromarray(points), kind, exif=b"Exif\0\0" + damaged, **more)
+        assert np.array_equal(decode_picture(data, "it"), plain)
+
+
 def test_what_shines_through_is_on_white():
     image = Image.new("RGBA", (4, 2), (255, 0, 0, 0))
     image.putpixel((0, 0), (10, 20, 30, 255))
@@ -59,6 +76,41 @@ def test_gray_is_read_in_eight_and_in_sixteen_bits():
     assert np.array_equal(decode_picture(encoded(Image.fromarray(gray), "PNG"), "it")[..., 1], gray)
     deep = decode_picture(encoded(Image.fromarray(gray.astype(np.uint16) * 257), "PNG"), "it")
     assert np.array_equal(deep[..., 0], gray)
+    dark = decode_picture(encoded(Image.fromarray(gray.astype(np.uint16)), "PNG"), "it")
+    assert dark.max() == 0, "of 65,535 they are next to nothing"
+    clear = decode_picture(encoded(Image.fromarray(gray.astype(np.uint16) * 257), "PNG", transparency=257 * 7), "it")
+    assert clear[0, 7].tolist() == [255] * 3 and np.array_equal(clear[1:, :, 2], gray[1:])
+
+
+def test_numbers_that_do_not_say_what_is_white_are_guessed():
+    gray = np.linspace(0, 1, 256, dtype=np.float32).reshape(16, 16)
+    for values in (gray, gray * 255, gray * 65535, (gray * 65535).astype(np.int32)):
+        found = decode_picture(encoded(Image.fromarray(values), "TIFF"), "it")[..., 0]
+        assert np.abs(found.astype(int) - np.arange(256).reshape(16, 16)).max() <= 1
+    assert decode_picture(encoded(Image.fromarray(np.full((4, 4), np.nan, np.float32)), "TIFF"), "it").max() == 0
+
+
+@pytest.mark.parametrize("mode", ["CMYK", "LAB", "YCbCr"])
+def test_other_colours_become_red_green_and_blue(mode):
+    image = Image.new("LAB", (4, 2), (255, 128, 128)) if mode == "LAB" else Image.new("RGB", (4, 2), "white").convert(mode)
+    assert decode_picture(encoded(image, "TIFF"), "it").min() >= 253
+
+
+@pytest.mark.parametrize("kind", ["GIF", "PNG", "WEBP", "TIFF", "MPO"])
+def test_of_many_pictures_the_first_is_seen(kind):
+    first, *others = (Image.new("RGB", (8, 6), (20 * number, 250, 0)) for number in range(5))
+    found = decode_picture(encoded(first, kind, save_all=True, append_images=others), "it")
+    assert found.shape == (6, 8, 3) and found[..., 0].max() < 12
+
+
+@pytest.mark.parametrize("kind", ["EPS", "ICO", "ICNS", "PCX", "SGI"])
+def test_formats_that_are_not_named_are_not_tried(kind, monkeypatch):
+    """Of EPS no Ghostscript is started, however it could."""
+    from PIL import EpsImagePlugin
+
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *args, **more: pytest.fail("another program was asked"))
+    with pytest.raises(UsageError, match="no picture that can be read"):
+        decode_picture(encoded(Image.new("RGB", (64, 64)), kind), "it")
 
 
 @pytest.mark.parametrize("data", [b"", b"no picture", as_png(picture(1))[:200], b"\x89PNG\r\n\x1a\n" + b"\0" * 60])

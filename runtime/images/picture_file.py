@@ -1,5 +1,8 @@
-"""Files of pictures as points. Any format that Pillow reads; what a camera says of which side is up is heeded, and what shines through is
-on white. A file is a stranger's: no more points are made of it than MOST_POINTS, whatever it claims."""
+"""Files of pictures as points. What a camera says of which side is up is heeded, and what shines through is on white.
+
+A file is a stranger's: no more points are made of it than MOST_POINTS, whatever it claims, and no format is tried but FORMATS. Of what else
+Pillow reads some hand the file to another program (EPS to Ghostscript) or hold pictures of other sizes than they claim (ICO, ICNS).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,10 @@ from ... import UsageError
 
 MOST_BYTES = 64 << 20
 MOST_POINTS = 64_000_000
+FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "DIB", "TIFF", "AVIF", "PPM")
 ANOTHER = "give one as PNG, JPEG, WebP, GIF or BMP"
+ORIENTATION = 0x0112  # in EXIF: 1 as it is, 2 to 8 the turns and mirrors below
+TURNS = {2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270", 7: "TRANSVERSE", 8: "ROTATE_90"}
 
 
 def read_picture(path: Path) -> np.ndarray:
@@ -30,17 +36,17 @@ def decode_picture(data: bytes, source: str) -> np.ndarray:
     """The points of a picture in the bytes of a file, uint8 [height, width, 3]. Raises UsageError that begins with its `source`."""
     if len(data) > MOST_BYTES:
         raise UsageError(f"{source} has more than {MOST_BYTES >> 20} MiB, too much for a picture", "make it smaller")
-    from PIL import Image, ImageOps
+    from PIL import Image
 
+    Image.init()  # a build of Pillow may lack some
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of files that are odd in small things; a bomb is told from its size below
-            with Image.open(io.BytesIO(data)) as image:
+            with Image.open(io.BytesIO(data), formats=[each for each in FORMATS if each in Image.OPEN]) as image:
                 if image.width * image.height > MOST_POINTS:
                     raise UsageError(f"{source} has {image.width} × {image.height} points, more than {MOST_POINTS:,}", "make it smaller")
                 image.load()
-                upright = ImageOps.exif_transpose(image)
-                return np.array(_opaque(upright))
+                return np.array(_opaque(_upright(image)))
     except UsageError:
         raise
     except Image.DecompressionBombError as error:
@@ -49,15 +55,42 @@ def decode_picture(data: bytes, source: str) -> np.ndarray:
         raise UsageError(f"{source} is no picture that can be read", ANOTHER) from error
 
 
+def _upright(image: object) -> object:
+    """As whoever took it saw it. Notes that cannot be read say nothing: they are beside the picture."""
+    from PIL import Image
+
+    try:
+        turn = TURNS.get(image.getexif().get(ORIENTATION))
+    except Exception:  # as of the file itself
+        return image
+    return image if turn is None else image.transpose(Image.Transpose[turn])
+
+
 def _opaque(image: object) -> object:
     """In three colours, on white where it shines through."""
     from PIL import Image
 
+    if image.mode.startswith("I") or image.mode == "F":
+        return _of_deep_gray(image)
     if "A" in image.getbands() or "transparency" in image.info:
         over = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", over.size, "white"), over).convert("RGB")
-    if image.mode.startswith("I") or image.mode == "F":  # gray of 16 bits or more, which converting would cut off at 255
-        gray = np.asarray(image, np.float32)
-        most = 65535.0 if gray.max(initial=0.0) > 255 else 255.0
-        image = Image.fromarray((gray.clip(0, most) * (255 / most)).astype(np.uint8))
     return image.convert("RGB")
+
+
+def _of_deep_gray(image: object) -> object:
+    """Gray of 16 bits or more, which converting would cut off at 255. What is white is known of 16 bits, and guessed of numbers that say
+    nothing of it: 1 of fractions, 255 or 65535."""
+    from PIL import Image
+
+    gray = np.asarray(image, np.float32)
+    highest = gray.max(initial=0.0)
+    if image.mode.startswith("I;16") or highest > 255:
+        white = 65535.0
+    else:
+        white = 1.0 if image.mode == "F" and highest <= 1 else 255.0
+    points = (np.nan_to_num(gray, nan=0.0).clip(0, white) * (255 / white)).astype(np.uint8)
+    clear = image.info.get("transparency")
+    if isinstance(clear, int):
+        points[gray == clear] = 255
+    return Image.fromarray(points).convert("RGB")
