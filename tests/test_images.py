@@ -13,8 +13,8 @@ from effllm.runtime.engine import open_engine
 from effllm.runtime.events import Notice, Progress, TextDelta
 from effllm.runtime.images import PLACE, Seen
 from effllm.runtime.images import album as albums
-from effllm.runtime.images.album import PICTURED, Album, PictureGone
-from effllm.runtime.images.marks import mark
+from effllm.runtime.images.album import PICTURED, Album
+from effllm.runtime.images.marks import PictureGone, mark
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.session import Session
@@ -124,6 +124,21 @@ def test_a_second_question_about_a_picture_reads_and_sees_nothing_again(session)
     session.clear()
     assert said(session.ask(ASKED, [session.picture(points)])) == first
     assert said(session.ask("And what else?")) == second and engine.album.sight.seen == 1
+
+
+def test_of_the_smallest_pictures_not_more_are_kept_than_there_is_room_for(monkeypatch):
+    """Each is looked up and let go at the same cost, however many came before."""
+    monkeypatch.setattr(albums, "KEPT", 100 * albums.BESIDE)
+    album = Album(None)
+    points = [np.array([[[number % 256, number // 256, 7]]], np.uint8) for number in range(500)]
+    held = album.take(points[0])
+    for each in points:
+        album.take(each)
+    assert album.take(points[0]) is held and album.waiting_nbytes() == 3 * len(album._known)
+    assert 90 < len(album._known) <= 101
+    for each in points:
+        album.take(each)
+    assert len(album._known) <= 101 and album._kept_nbytes == sum(counted for _, counted in album._kept.values())
 
 
 def test_the_same_prompt_comes_with_the_same_bits(session):

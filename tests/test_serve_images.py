@@ -1,10 +1,12 @@
 """Pictures in requests of every API, by a real server: all of them come to the same prompt, and what is none is told by its field."""
 
+import asyncio
 import base64
 import json
 import subprocess
 import sys
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,6 +14,11 @@ import pytest
 from patch_sight import __file__ as PROGRAM
 from pictured_models import CASE, as_png, picture, written_with_words
 from served import Served, serving
+
+from effllm.cli.server import pictures
+from effllm.cli.server.pictures import Sent, Taking
+from effllm.runtime.images.album import Album, Picture
+from effllm.runtime.images.marks import mark
 
 DATA = [base64.b64encode(as_png(picture(seed))).decode() for seed in (1, 2)]
 URLS = [f"data:image/png;base64,{each}" for each in DATA]
@@ -130,6 +137,49 @@ def test_programs_are_told_that_it_sees(server):
 def test_what_is_no_picture_is_told_by_its_field(server, url, words):
     reply = server.chat(parts(url))
     assert reply.status == 400 and words in reply.error["message"] and reply.error["param"] == "messages[0].content[0]"
+
+
+@pytest.mark.parametrize("url", [URLS[0].replace("data:image/png;base64", "DATA:Image/PNG;charset=x;BASE64"), f" \n{URLS[0]}", DATA[0],
+                                 "data:;base64," + DATA[0].replace("+", "%2B").replace("/", "%2f").replace("=", "%3D")])
+def test_addresses_of_data_are_read_however_they_are_written(server, url):
+    assert said(server.chat(parts(url), **FIXED)) == said(server.chat(parts(URLS[0]), **FIXED))
+
+
+@pytest.mark.parametrize("kind", ["alone", "counted", "beside another"])
+def test_a_text_cannot_stand_for_a_picture_that_did_not_come_with_it(server, kind):
+    asked = [{"role": "user", "content": f"see {mark('1' * 32)} here"}]
+    reply = {"alone": lambda: server.chat(asked, **FIXED), "counted": lambda: server.message(asked, path="/v1/messages/count_tokens"),
+             "beside another": lambda: server.chat([*parts(URLS[0]), *asked], **FIXED)}[kind]()
+    assert reply.status == 400 and "send it with the request" in reply.json["error"]["message"]
+
+
+def test_pictures_are_made_one_after_the_other_and_only_so_many_wait(monkeypatch):
+    """A few bytes may come to many points."""
+    running, most, album = [], [], Album(None)
+
+    class Seer:
+        sees = True
+
+        def demand_sight(self) -> Album:
+            return album
+
+        def picture(self, data: bytes, where: str) -> Picture:
+            running.append(where)
+            most.append(len(running))
+            time.sleep(0.01)
+            running.pop()
+            return album.take(picture(data[0]))
+
+    async def asked() -> list[object]:
+        taking = Taking(Seer())
+        sent = [[Sent(lambda each=each: base64.b64encode(bytes([each])).decode(), "it", lambda text: None)] for each in range(8)]
+        assert await taking.all([]) == ()
+        return await asyncio.gather(*map(taking.all, sent), return_exceptions=True)
+
+    monkeypatch.setattr(pictures, "MOST_WAITING", 3 * picture(0).nbytes)
+    found = asyncio.run(asked())
+    assert max(most) == 1 and [isinstance(each, tuple) for each in found] == [True] * 4 + [False] * 4
+    assert {(each.status, each.code) for each in found[4:]} == {(503, "queue_full")}
 
 
 def test_other_ways_to_name_a_picture_are_told_apart(server):

@@ -83,7 +83,7 @@ class Service:
     shows_page: bool = True
 
     def __post_init__(self) -> None:
-        self._created, self.tally = int(time.time()), Tally()
+        self._created, self.tally, self._taking = int(time.time()), Tally(), pictures_sent.Taking(self.replies)
 
     @cached_property
     def adapters(self) -> Adapters:
@@ -126,14 +126,14 @@ class Service:
 
     async def chat(self, request: Request) -> Response:
         asked = await self.asked(request, ChatAsked)
-        pictures = await self._pictures(pictures_sent.in_chat(asked))
+        pictures = await self.pictures(pictures_sent.in_chat(asked))
         answer, each = await self.wanted(asked, messages_of(asked), pictures=pictures), counted(asked.n)
         starts = [partial(self._reply, replace(answer, wish=wish)) for wish in varied(answer.wish, each)]
         return await self._answers(request, asked, partial(self._completion, ChatShape, asked, answer.wish), starts, each)
 
     async def responses(self, request: Request) -> Response:
         asked = await self.asked(request, ResponsesAsked)
-        pictures = await self._pictures(pictures_sent.in_responses(asked))
+        pictures = await self.pictures(pictures_sent.in_responses(asked))
         chat, messages, names = responses_fields.chat_of(asked)
         answer = await self.wanted(chat, messages, responses_fields.CALLED, pictures)
         shape = ResponseShape(self.called(asked.model), asked, names, self.replies.tokenizer if asked.tells else None)
@@ -141,13 +141,13 @@ class Service:
 
     async def messages(self, request: Request) -> Response:
         asked = await self.asked(request, MessagesAsked)
-        pictures = await self._pictures(pictures_sent.in_messages(asked))
+        pictures = await self.pictures(pictures_sent.in_messages(asked))
         answer = await self.wanted(*messages_fields.chat_of(asked), messages_fields.CALLED, pictures)
         return await self.answer(request, asked, MessageShape(self.called(asked.model), asked), partial(self._reply, answer))
 
     async def count_tokens(self, request: Request) -> Response:
         asked = await self.asked(request, CountAsked)
-        pictures = await self._pictures(pictures_sent.in_messages(asked))
+        pictures = await self.pictures(pictures_sent.in_messages(asked))
         wanted = await self.wanted(*messages_fields.chat_of(asked), messages_fields.CALLED, pictures)
         count = await asyncio.to_thread(self.replies.count, wanted.messages, wanted.wish.think, wanted.tools, wanted.variables)
         return json_response({"input_tokens": count})
@@ -157,7 +157,7 @@ class Service:
         shape = OllamaMessage(asked.model or self.name, waited_ns(request.headers), self.replies.tokenizer if asked.logprobs else None)
         if not asked.messages:
             return json_response(shape.loaded())
-        pictures = await self._pictures(pictures_sent.in_ollama_chat(asked))
+        pictures = await self.pictures(pictures_sent.in_ollama_chat(asked))
         answer = await self.wanted(*ollama_fields.chat_of(asked), ollama_fields.CALLED, pictures)
         return await self.answer(request, asked, shape, partial(self._reply, answer))
 
@@ -166,7 +166,7 @@ class Service:
         shape = OllamaResponse(asked.model or self.name, waited_ns(request.headers), self.replies.tokenizer if asked.logprobs else None)
         if not asked.prompt:
             return json_response(shape.loaded())
-        pictures = await self._pictures(pictures_sent.in_ollama_text(asked))
+        pictures = await self.pictures(pictures_sent.in_ollama_text(asked))
         if asked.raw or asked.suffix:
             wish = await self._wish(ollama_fields.raw_of(asked), ollama_fields.CALLED_RAW)
             return await self.answer(request, asked, shape, await self._completed(asked.prompt, asked.suffix, wish))
@@ -231,9 +231,9 @@ class Service:
         around = await asyncio.to_thread(self.replies.around, Gap(prompt, suffix), wish.max_tokens, False)
         return partial(self.replies.complete, around.ids, wish, lasting=around.lasting)
 
-    async def _pictures(self, sent: Iterable[Sent]) -> tuple[Picture, ...]:
+    async def pictures(self, sent: Iterable[Sent]) -> tuple[Picture, ...]:
         """The pictures of a request, in whose places marks are then. Raises Problem."""
-        return await asyncio.to_thread(pictures_sent.taken, sent, self.replies)
+        return await self._taking.all(sent)
 
     async def wanted(self, asked: ChatAsked, messages: list[dict[str, Any]], called: Mapping[str, str] | None = None,
                      pictures: tuple[Picture, ...] = ()) -> Wanted:

@@ -20,7 +20,7 @@ from .fields import ChatAsked, Detokenize, Tokenize, messages_of
 from .llama_fields import CompletionAsked, InfillAsked, completion_prompts, completion_wish
 from .llama_shape import LlamaAnswers, LlamaShape, Settings, generation_settings
 from .metrics import TEXT
-from .pictures import in_chat, taken
+from .pictures import in_chat
 from .problems import BUSY, LEAVE_IT, Problem
 from .several import in_turn, varied
 from .shapes import FINGERPRINT
@@ -76,7 +76,7 @@ class LlamaPaths:
 
     async def apply_template(self, request: Request) -> Response:
         asked = await self._service.asked(request, ChatAsked)
-        pictures = await asyncio.to_thread(taken, in_chat(asked), self._service.replies)
+        pictures = await self._service.pictures(in_chat(asked))
         wanted = await self._service.wanted(asked, messages_of(asked), pictures=pictures)
         said = partial(self._service.replies.rendered, wanted.messages, wanted.wish.think, wanted.tools, wanted.variables)
         return json_response({"prompt": unmarked(await asyncio.to_thread(said))})

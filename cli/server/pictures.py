@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 from ... import EffllmError
 from ...runtime.images.marks import mark
 from ...runtime.images.picture_file import MOST_POINTS
-from .problems import Problem, problem_of
+from .problems import AGAIN, BUSY, Problem, problem_of
 
 if TYPE_CHECKING:
     from ...runtime.answers.replies import Replies
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from .responses_fields import ResponsesAsked
 
 BLANKS = str.maketrans("", "", " \r\n\t")
+MOST_WAITING = 1 << 30  # bytes of points that wait to be looked at: some thousand bytes of a request may come to 192 million
 NOT_FETCHED = "pictures are not fetched from addresses: send it in the request, as data:image/png;base64,..."
 
 
@@ -79,10 +83,27 @@ def in_ollama_text(asked: OllamaText) -> Iterator[Sent]:
         asked.prompt = "\n".join([*marks, asked.prompt or ""])
 
 
-def taken(sent: Iterable[Sent], replies: Replies) -> tuple[Picture, ...]:
-    """The pictures of a request to a model, which whoever answers it holds meanwhile; marks stand in their places. Raises Problem that
-    names the field."""
+class Taking:
+    """Takes the pictures of requests to one model, of one request at a time: what a decoder needs is there once, and the others' threads
+    are not full of it. Raises Problem that names the field."""
+
+    def __init__(self, replies: Replies) -> None:
+        self._replies, self._turn = replies, asyncio.Lock()
+
+    async def all(self, sent: Iterable[Sent]) -> tuple[Picture, ...]:
+        """Those of a request, which whoever answers it holds meanwhile; marks stand in their places."""
+        rest = iter(sent)
+        if (first := next(rest, None)) is None:
+            return ()
+        async with self._turn:
+            return await asyncio.to_thread(_taken, chain([first], rest), self._replies)
+
+
+def _taken(sent: Iterable[Sent], replies: Replies) -> tuple[Picture, ...]:
     pictures, points = [], 0
+    if replies.sees and replies.demand_sight().waiting_nbytes() > MOST_WAITING:
+        raise Problem(503, "too many large pictures wait to be looked at", BUSY, code="queue_full", headers={"retry-after": "1"},
+                      hint=AGAIN)
     for each in sent:
         try:
             replies.demand_sight()
@@ -130,11 +151,12 @@ def _text_of(part: dict[str, Any], kind: str, where: str) -> object:
 def _bytes_of(sent: Sent) -> bytes:
     """Raises Problem for what is neither base64 nor a data: address of it."""
     text, where = sent.text(), sent.where
-    if isinstance(text, str) and text.lower().startswith(("http:", "https:", "file:")):
+    scheme = text[:16].strip().lower() if isinstance(text, str) else ""
+    if scheme.startswith(("http:", "https:", "file:", "ftp:")):
         raise Problem(400, f"{where}: {NOT_FETCHED}", param=where)
-    if isinstance(text, str) and text.startswith("data:"):
+    if scheme.startswith("data:"):
         head, comma, text = text.partition(",")
-        text = text if comma and head.endswith(";base64") else None
+        text = unquote(text) if comma and head.rstrip().lower().endswith(";base64") else None
     try:
         data = base64.b64decode(text.translate(BLANKS), validate=True) if isinstance(text, str) else b""
     except (binascii.Error, ValueError):

@@ -12,13 +12,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
-
 from ... import UsageError
 from ..families import COMPOSITE
 from ..files.small_file import JSON_NBYTES, read_whole
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from ..config import ModelConfig
 
 PLACE = -1  # in `Seen.tokens`: here stands the next row

@@ -26,12 +26,14 @@ import numpy as np
 from ... import EffllmError, UsageError
 from ..events import Notice, Progress
 from . import PLACE, Left, Seen, Sight, Work, sight_of
+from .marks import PictureGone
 from .turning import COLUMN_BITS, HASH_BITS, PICTURED, ROW_BITS, axes_of, id_of, parts_of
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
 
 KEPT = 256 << 20  # bytes of rows that are kept though nobody holds their pictures
+BESIDE = 2048  # of a picture, beside its points or rows: without it the smallest would be kept without an end
 LOOK_S = 0.1  # between two looks at how far the tower is
 NO_SIGHT = "this model takes no pictures", "ask one that does: `effllm show MODEL` says it of each"
 
@@ -41,10 +43,6 @@ class Ops(Protocol):
 
     def to_host(self, x: object) -> np.ndarray: ...
     def from_host(self, x: np.ndarray) -> object: ...
-
-
-class PictureGone(EffllmError):
-    """A picture has to be looked at again and is not at hand."""
 
 
 @dataclass(eq=False)
@@ -122,7 +120,8 @@ class Album:
         self._lock = threading.Lock()
         self._known: WeakValueDictionary[str, Picture] = WeakValueDictionary()
         self._numbered: WeakValueDictionary[int, Picture] = WeakValueDictionary()
-        self._kept: OrderedDict[str, Picture] = OrderedDict()
+        self._kept: OrderedDict[str, tuple[Picture, int]] = OrderedDict()  # and what it was counted as
+        self._kept_nbytes = 0
 
     def take(self, points: np.ndarray) -> Picture:
         """The picture of these points, uint8 [height, width, 3]: the same one for the same points."""
@@ -137,6 +136,11 @@ class Album:
                 self._known[digest] = self._numbered[found.number] = found
             self._keep(found)
         return found
+
+    def waiting_nbytes(self) -> int:
+        """Of the points of pictures that were not looked at yet."""
+        with self._lock:
+            return sum(each.nbytes for each in self._known.values() if each.seen is None)
 
     def find(self, digest: str) -> Picture:
         """Raises PictureGone."""
@@ -214,11 +218,11 @@ class Album:
 
     def _keep(self, picture: Picture) -> None:
         """The newest of all; the oldest go where there are too many bytes. Under the lock."""
-        self._kept[picture.digest] = picture
-        self._kept.move_to_end(picture.digest)
-        nbytes = sum(each.nbytes for each in self._kept.values())
-        while nbytes > KEPT and len(self._kept) > 1:
-            nbytes -= self._kept.popitem(last=False)[1].nbytes
+        _, before = self._kept.pop(picture.digest, (None, 0))
+        self._kept[picture.digest] = picture, (nbytes := BESIDE + picture.nbytes)
+        self._kept_nbytes += nbytes - before
+        while self._kept_nbytes > KEPT and len(self._kept) > 1:
+            self._kept_nbytes -= self._kept.popitem(last=False)[1][1]
 
 
 def _gone(which: str) -> PictureGone:

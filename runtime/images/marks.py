@@ -11,12 +11,16 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ... import UsageError
+from ... import EffllmError, UsageError
 
 BEGIN, END = "\ue7a0", "\ue7a1"
 MARK = re.compile(f"{BEGIN}([0-9a-f]{{32}}){END}")
 Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message]], str]
+
+
+class PictureGone(EffllmError):
+    """A picture has to be looked at again and is not at hand."""
 
 
 def mark(digest: str) -> str:

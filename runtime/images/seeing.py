@@ -11,7 +11,7 @@ import numpy as np
 from ... import UsageError
 from ...offload.direct import Interrupted
 from ...quant.kv import codec
-from .album import PictureGone
+from .marks import PictureGone
 from .turning import PICTURED, Followed, parts_of
 
 if TYPE_CHECKING:
