@@ -1,15 +1,20 @@
 """A picture that takes long to look at: how far it is is told, and whoever stops the answer does not wait for it, nor loses anything."""
 
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from pictured_models import CASE, TorchSight, picture, written_with_words
 
+from effllm.runtime.answers.replies import Replies, Wish
+from effllm.runtime.answers.rounds import Rounds
+from effllm.runtime.answers.side_by_side import side_by_side
 from effllm.runtime.engine import open_engine
 from effllm.runtime.events import Done, Progress, TextDelta
 from effllm.runtime.images import Work
 from effllm.runtime.images.album import Album
+from effllm.runtime.images.marks import mark
 from effllm.runtime.images.tower_parts import Crew
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import SamplerSettings
@@ -65,6 +70,36 @@ def test_looking_ends_where_the_answer_is_stopped_and_is_taken_up_by_the_next_qu
     again.engine.album.sight.waits = False
     assert after == said(again.ask(ASKED, [again.picture(picture(1))])), "nothing of what was left stayed behind"
     assert np.array_equal(again.engine._logits, session.engine._logits)
+
+
+def test_others_are_answered_while_a_picture_is_looked_at_which_is_once(made) -> None:
+    """One writes to its end before the tower is done; a second question about the same picture waits for what the first one sees."""
+    engine = list(open_engine(made[0], replace(OPTIONS, parallel=3)))[-1]
+    engine.album = Album(sight := Slow(made[1]))
+    engines, _ = side_by_side(engine, 3)
+    replies, rounds = Replies(engine, Tokenizer.load(made[0], engine.config), None, engines[1:]), Rounds(engine.shares)
+    points, others = engine.album.take(picture(4)), engine.album.take(picture(5))
+    wish = Wish(SamplerSettings(temperature=0), max_tokens=8, ignore_eos=True)
+    asked = {"looks": f"{mark(points.digest)}{mark(others.digest)} Who?", "looks too": f"{mark(others.digest)} Who?", "writes": "Who?"}
+    ends, seen = {}, {}
+    for key, text in asked.items():
+        rounds.begin(key, replies.reply([{"role": "user", "content": text}], wish))
+    patience = threading.Timer(20, lambda: setattr(sight, "waits", False))
+    patience.start()
+    try:
+        while len(rounds):
+            for key, event in rounds.round():
+                assert not isinstance(event, Exception), event
+                if isinstance(event, Done):
+                    ends[key], seen[key] = event.stats, sight.seen
+            sight.waits = sight.waits and "writes" not in ends
+    finally:
+        patience.cancel()
+        for each in engines[1:]:
+            each.cache.close()
+        engine.close()
+    assert seen["writes"] == 0 and sight.seen == 2 and list(ends)[0] == "writes"
+    assert {len(each.token_ids) for each in ends.values()} == {8}
 
 
 def test_the_crew_leaves_its_work_amid_the_pieces() -> None:

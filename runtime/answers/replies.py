@@ -128,7 +128,7 @@ class Replies(Readings):
         prompt = self._prompts.going_on(prompt, said)
         self._demand_near(prompt)
         choice = self._choice(wish)
-        yield from self._other_prompts().see(prompt, self.engine, cancelled)
+        yield from self._looked(prompt, cancelled)
         with self.slot_for(prompt, choice) as own:
             ids = own.encoded(prompt, choice)
             if own.kept is not None:
@@ -140,6 +140,13 @@ class Replies(Readings):
                 think, marks = calling.reading(think, tools), calling.marks
             answer = yield from self._answer(own.engine, ids, wish, cancelled, think, said, self._prompts.raw, marks)
             own.prompts.hold(prompt, ids, answer.tokens[: len(answer.tokens) - (answer.finish == "stop")], answer.text[len(said) :])
+
+    def _looked(self, prompt: str, cancelled: Callable[[], bool]) -> Iterator[Event]:
+        """See the pictures of a prompt, between whose pieces others go on where there are some: a tower takes seconds."""
+        for event in self._other_prompts().see(prompt, self.engine, cancelled):
+            yield event
+            if self.engine.shares is not None and isinstance(event, Progress):
+                yield Turn()
 
     def count(self, messages: Sequence[Message], think: str = "auto", tools: Tools | None = None,
               variables: Mapping[str, Any] | None = None) -> int:

@@ -122,6 +122,7 @@ class Album:
         self._numbered: WeakValueDictionary[int, Picture] = WeakValueDictionary()
         self._kept: OrderedDict[str, tuple[Picture, int]] = OrderedDict()  # and what it was counted as
         self._kept_nbytes = 0
+        self._looks = threading.Lock()
 
     def take(self, points: np.ndarray) -> Picture:
         """The picture of these points, uint8 [height, width, 3]: the same one for the same points."""
@@ -150,11 +151,19 @@ class Album:
         return found
 
     def see(self, pictures: Sequence[Picture], left: Callable[[], bool] = lambda: False) -> Iterator[Progress | Notice]:
-        """Look at those that were not seen yet, until `left` says that nobody waits any more: the others stay unseen."""
+        """Look at those that were not seen yet, until `left` says that nobody waits any more: the others stay unseen. Where several
+        answers do, each picture is looked at once, and one at a time: a plan has room for one."""
         new = [each for each in dict.fromkeys(pictures) if each.seen is None]
         for number, picture in enumerate(new, start=1):
-            which = "the picture" if len(new) == 1 else f"picture {number} of {len(new)}"
-            seen = yield from self._looked(picture.points, f"looking at {which}", left)
+            phase = "looking at " + ("the picture" if len(new) == 1 else f"picture {number} of {len(new)}")
+            while not self._looks.acquire(blocking=False):
+                if left():
+                    return
+                yield Progress(phase, 0, 0, "layers")
+            try:
+                seen = picture.seen or (yield from self._looked(picture.points, phase, left))
+            finally:
+                self._looks.release()
             if seen is None:
                 return
             self.both_ways = self.both_ways or seen.both_ways
