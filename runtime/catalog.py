@@ -11,7 +11,7 @@ from .. import EffllmError, ModelNotFound, UsageError, ls, typed
 from ..offload.header import is_gguf
 from ..offload.size import format_size
 from . import hub
-from .config_reader import show
+from .config_reader import show, show_name
 from .gguf import names
 from .library import storage, unfinished
 from .library.aliases import NOT_STATED, CatalogEntry, catalog, entry_folder, parse_catalog
@@ -98,29 +98,40 @@ def find_entry(entries: Iterable[CatalogEntry], name: str) -> CatalogEntry | Non
 def _from_path(reference: Reference, path: Path) -> ModelRef:
     text, folder = reference.text, path
     if reference.file is not None:
-        path = path / (_meant(reference, path, show(str(path))) or reference.file)
+        path = path / (_meant(reference, path, show_name(str(path))) or reference.file)
     try:
         if path.is_dir():
             files = [] if (path / "config.json").is_file() else names.models(hub.gguf_files(path, deep=False))  # "/" is a path too
             if files:
-                raise ModelNotFound(f"{show(text)} holds GGUF files and no config.json", f"name one: {_listed(reference, files)}")
+                raise ModelNotFound(f"{show_name(text)} holds GGUF files and no config.json", f"name one: {_listed(reference, files)}")
             return _of_folder(ModelRef(text, path, variant=reference.variant))
         present = path.exists()
     except OSError as error:
-        raise ModelNotFound(f"{show(text)} cannot be read: {error.strerror}",
+        raise ModelNotFound(f"{show_name(text)} cannot be read: {error.strerror}",
                             f"check its permissions: {ls(path)}") from error
     if not present:
+        if plain := _without_end(reference, folder):
+            raise ModelNotFound(f"{show_name(text)}: what lies on the disk has neither revisions nor tags",
+                                f"leave that away: {typed(plain)}")
         others = names.models(hub.gguf_files(folder)) if reference.file else []
         if reference.file and folder.is_dir() and not is_gguf(path):
-            raise ModelNotFound(f"{show(text)}: no name of a GGUF file in {folder} states {reference.file}",
+            raise ModelNotFound(f"{show_name(text)}: no name of a GGUF file in {folder} states {reference.file}",
                                 f"name one: {_listed(reference, others)}" if others else f"leave it away: {reference.base}")
         beside = [] if others else _siblings(path)
         hint = f"name one: {_listed(reference, others)}" if others else f"did you mean {' or '.join(beside)}?" if beside else LOOK
-        raise ModelNotFound(f"there is no {'file' if reference.file or is_gguf(path) else 'folder'} {show(text)}", hint)
+        raise ModelNotFound(f"there is no {'file' if reference.file or is_gguf(path) else 'folder'} {show_name(text)}", hint)
     if is_gguf(path):
         return _from_gguf(reference, path)
     inside = (path.parent / "config.json").is_file()  # such as weights, named in place of their folder
-    raise UsageError(f"{show(text)} is a file, a model is a folder or a GGUF file", f"try {path.parent}" if inside else LOOK)
+    raise UsageError(f"{show_name(text)} is a file, a model is a folder or a GGUF file", f"try {path.parent}" if inside else LOOK)
+
+
+def _without_end(reference: Reference, path: Path) -> str | None:
+    """The path that is there without what repositories alone have behind their names, None for none."""
+    if reference.file is not None:
+        return str(path) if path.is_file() else None
+    before = str(path).rpartition("@")[0]
+    return before if before and exists(Path(before)) else None
 
 
 def _from_gguf(reference: Reference, path: Path, **facts: object) -> ModelRef:

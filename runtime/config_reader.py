@@ -35,6 +35,12 @@ def show(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+def show_name(name: str) -> str:
+    """A name or a path that somebody typed, for an error's one line: whole, since what is wrong with a path is mostly at its end."""
+    text = repr(name)
+    return text if len(text) <= 400 else f"{text[:100]}...{text[-250:]}"
+
+
 def is_count(value: object) -> bool:
     """Whether a value from a file can be how many there are of something, also of bytes."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 48

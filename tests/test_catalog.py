@@ -309,6 +309,32 @@ def test_a_path_that_is_nearly_right(env: dict[str, str], tmp_path: Path, monkey
         assert meant in caught.value.hint, caught.value.hint
 
 
+def test_what_is_wrong_at_the_end_of_a_long_path_is_seen(env: dict[str, str], tmp_path: Path) -> None:
+    folder = tmp_path / "a-folder-with-a-long-name" / "and-one-below-it-with-another"
+    (folder / "kept").mkdir(parents=True)
+    (folder / "kept" / "config.json").write_text("{}")
+    (folder / "Tales-135M-Instruct.Q4_1.gguf").write_bytes(b"GGUF")
+    for name in ("Tales-135M-Instruct.Q4_1.ggufx", "Tales-135M-Instruct.Q5_1.gguf", "kpt"):
+        with pytest.raises(ModelNotFound) as caught:
+            resolve(str(folder / name), env)
+        assert f"/{name}'" in caught.value.message
+    with pytest.raises(ModelNotFound) as caught:
+        resolve(str(folder / ("x" * 200) / ("y" * 200) / "end"), env)
+    assert len(caught.value.message) < 500 and caught.value.message.endswith("y/end'")
+
+
+def test_a_revision_or_a_tag_behind_a_path_is_to_be_left_away(env: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "tales-Q4_1.gguf").write_bytes(b"GGUF")
+    (tmp_path / "tales").mkdir()
+    (tmp_path / "tales" / "config.json").write_text("{}")
+    for name, end in (("tales-Q4_1.gguf", ":Q4_1"), ("tales-Q4_1.gguf", "@main"), ("tales", "@v1.0"), ("tales", "@main:4bit")):
+        with pytest.raises(ModelNotFound, match="neither revisions nor tags") as caught:
+            resolve(f"{tmp_path / name}{end}", env)
+        assert caught.value.hint == f"leave that away: {tmp_path / name}"
+    with pytest.raises(ModelNotFound, match="there is no folder"):
+        resolve(str(tmp_path / "tails@main"), env)
+
+
 def test_a_file_that_is_no_model_is_answered_with_the_model_that_it_belongs_to(env: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "letter.txt").write_text("Dear fox")
     (tmp_path / "model").mkdir()
