@@ -294,7 +294,7 @@ def _planned(asked: Asked, chunk: int, folder: Path | None) -> tuple[int, Placem
                 raise error from None
             raise DoesNotFit(error.message, f"{error.hint}; without --load mmap what does not fit is read from the disk") from None
         parts, of_memory = asked.cuts().parts, isinstance(error, MemoryTooSmall)
-        raise unstreamed(error, parts, folder) if of_memory and parts is not None and parts.kept_for else error from None
+        raise unstreamed(error, parts, folder, asked.budget.ram) if of_memory and parts is not None and parts.kept_for else error from None
 
 
 def _with_own_layer(asked: Asked, chunk: int, container: Container | None,
@@ -322,10 +322,10 @@ def _with_own_layer(asked: Asked, chunk: int, container: Container | None,
     return (asked, planned, None) if away or after.ctx < min(before.ctx, AUTO_CTX) else (more, found, nbytes + cache)
 
 
-def unstreamed(error: DoesNotFit, parts: Parts, folder: Path | None) -> DoesNotFit:
-    """The error with the reason why weights cannot be left on the disk."""
+def unstreamed(error: MemoryTooSmall, parts: Parts, folder: Path | None, ram: int) -> DoesNotFit:
+    """The error with the reason why weights cannot be left on the disk, and what can, where `ram` holds the rest of the plan."""
     hint = error.hint
-    if parts.kept_for and folder is not None:
+    if parts.kept_for and folder is not None and error.least - parts.always_nbytes <= ram:
         hint += f"; effllm quantize {typed(folder)} -o DIR --bits 4 makes a folder that runs from the disk"
     return DoesNotFit(f"{error.message}; {parts.kept_for}", hint)
 

@@ -17,14 +17,17 @@ from effllm.cli.server import streams
 from effllm.cli.server.desk import Desk
 from effllm.cli.server.fields import Body, parsed
 from effllm.cli.server.ollama_fields import OllamaChat, OllamaText, chat_of, judged, raw_of
-from effllm.cli.server.ollama_models import Listed, Running, digest_of, running, tags
+from effllm.cli.server.ollama_models import Listed, Running, digest_of, listed, running, tags
 from effllm.cli.server.ollama_shape import OllamaMessage, OllamaResponse
 from effllm.cli.server.problems import Problem
 from effllm.cli.server.streams import LineStream, Listener, Record
 from effllm.cli.server.wishes import Defaults, reasoning_of, wish_of
 from effllm.runtime.answers.replies import Wish
 from effllm.runtime.events import Call, Done, Event, Progress, PromptRead, TextDelta
+from effllm.runtime.gguf.export import export_gguf
+from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.sampler import SamplerSettings
+from effllm.runtime.tensors import check_tensors
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from served import MINUTE, Reply
@@ -46,6 +49,17 @@ def test_lists_take_any_number_of_models() -> None:
     (one,) = running([Running(big, 20 << 30, 4 << 30, 4096, 1.8e9)])["models"]
     assert (one["size"], one["size_vram"], one["context_length"], one["expires_at"]) == (
         20 << 30, 4 << 30, 4096, "2027-01-15T08:00:00.000000Z")
+
+
+def test_a_file_is_listed_by_the_name_of_its_blocks(tmp_path: Path) -> None:
+    """Programs show it, or take models apart by it: what blocks are called inside says nothing to them."""
+    list(export_gguf(Path(effllm.__path__[0]) / "models" / "fable", tmp_path / "m.gguf", "Q4_0", "a name"))
+    prepared = prepare(tmp_path / "m.gguf", EngineOptions(device="cpu", ctx=256))
+    tensors = check_tensors(prepared.config, prepared.store, prepared.container)
+    one = listed("m", SimpleNamespace(prepared=prepared, config=prepared.config, model=SimpleNamespace(tensors=tensors)))
+    prepared.store.close()
+    assert (one.stored, one.is_gguf, one.details["quantization_level"]) == ("Q4_0", True, "Q4_0")
+    assert prepared.container.spec_text == "Q4_0, Q8_0", "what most are comes first"
 
 
 def test_messages_get_names_for_their_calls() -> None:

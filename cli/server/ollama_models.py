@@ -73,7 +73,10 @@ def listed(name: str, engine: Engine) -> Listed:
     for roles in tensors.values():
         for tensor in roles.values():
             formats[tensor.info.dtype if tensor.spec.is_raw else str(tensor.spec)] += prod(tensor.shape)
-    return Listed(name, engine.config.family, parameters(tensors), max(formats, key=formats.__getitem__), prepared.store.nbytes,
+    stored = max(formats, key=formats.__getitem__)
+    if prepared.folder.is_file() and prepared.container is not None:  # a GGUF file's blocks, as every program calls them
+        stored = prepared.container.spec_text.partition(",")[0]
+    return Listed(name, engine.config.family, parameters(tensors), stored, prepared.store.nbytes,
                   digest_of(prepared.folder), prepared.folder.stat().st_mtime, prepared.folder.is_file())
 
 

@@ -381,10 +381,10 @@ def read_gguf_config(path: Path, strict: bool = False) -> ModelConfig:
 def _container(file: GgufFile, stored: dict[str, StoredTensor], sources: Mapping[str, Source]) -> Container:
     """What a folder's effllm.json would say of the tensors that run from their codes. There are no checksums in a GGUF file."""
     kinds = Counter(source.tensor.type for source in sources.values() if len(source.tensor.shape) == 2)
-    nbytes = sum(source.nbytes for source in sources.values())
-    weights = sum(prod(source.shape) for source in sources.values())
+    nbytes, weights = (sum(each) for each in zip(*((source.nbytes, prod(source.shape)) for source in sources.values())))
     origin = str(file.header.metadata.get("general.name", file.header.path.name))
-    return Container(", ".join(kinds), 8 * nbytes / weights, stored, {"model": origin}, {"name": "GGUF"}, {"name": "GGUF blocks"}, {})
+    named = ", ".join(kind for kind, _ in kinds.most_common())
+    return Container(named, 8 * nbytes / weights, stored, {"model": origin}, {"name": "GGUF"}, {"name": "GGUF blocks"}, {})
 
 
 def open_gguf_store(path: Path, wide: str = "f16", low_bit: bool = False) -> GgufStore:
