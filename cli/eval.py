@@ -160,7 +160,8 @@ def kv_profile(context: typer.Context, model: Model, text: Sample = None, second
             "no layer that was seen reads packed pages" if gain is None else f"noise {gain:.2f} times that of the same bits everywhere"))
         for mean, ((low_k, high_k), (low_v, high_v), gain) in facts["presets"].items()),
         ("stay exact", "the first {} tokens and the newest {}".format(*made.ends)),
-        *(("checked", f"KL divergence {kld:.2g}, {flips:.2%} of the likeliest next tokens changed") for _, kld, flips in made.checks),
+        *((f"{check['bits']} bits checked", f"KL divergence {check['kld']:.2g}, {check['flips']:.2%} of the likeliest next tokens changed")
+          for check in facts["checks"]),
         ("--kv auto", f"{made.auto}bit" if made.auto is not None else "16bit: no bits that were checked kept its answers" if made.checks
          else "16bit: nothing was checked")))
 

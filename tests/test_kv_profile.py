@@ -388,10 +388,10 @@ def test_the_command_says_what_it_found(folder: Path, tmp_path: Path) -> None:
     assert said["hash"] == f"{load_profile(copy, read_config(copy)).hash:016x}"
     assert said["presets"]["4"][2] < 0.3
     assert said["auto"] == load_profile(copy, read_config(copy)).auto
-    assert {"cost", "kld", "flips"} == set(said["checks"][0])
+    assert {"bits", "cost", "kld", "flips"} == set(said["checks"][0]) and 4 in [each["bits"] for each in said["checks"]]
     code, out, err = ran(copy, "--text", sample)
     assert code == 0, err
-    assert "noise" in out
+    assert "noise" in out and "\n4 bits checked  KL divergence " in out
     sample.write_text(TEXT[:3000])
     code, out, err = ran(copy, "--text", sample)
     assert code == 0 and "16bit: nothing was checked" in out and "a longer --text" in err, (out, err)
