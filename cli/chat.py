@@ -10,15 +10,17 @@ import typer
 from .flags import add_command
 from .habits import remark_on_number
 from .loading import at_bits, at_hand, find_or_absent, judge, open_session, where_typing_shows, with_draft
-from .options import AnswerFlags, Model, RunFlags, SamplingFlags, SessionFlags, ShowFlags, WeightFlags, Yes, demand_room
+from .options import AnswerFlags, Model, RunFlags, SamplingFlags, SessionFlags, ShowFlags, ToolFlags, WeightFlags, Yes, demand_room
 from .pictures import taken
 from .prompt import read_prompt
 from .screen import Screen
+from .tools import offered
 
 if TYPE_CHECKING:
     import numpy as np
 
     from ..runtime.catalog import ModelRef
+    from .tools import ToolUse
 
 EXAMPLES = """examples
 
@@ -34,7 +36,7 @@ def register(app: typer.Typer) -> None:
 
 
 def chat(context: typer.Context, model: Model, answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags, weights: WeightFlags,
-         saving: SessionFlags, show: ShowFlags, yes: Yes = False) -> int:
+         saving: SessionFlags, tools: ToolFlags, show: ShowFlags, yes: Yes = False) -> int:
     """Chat in the terminal; piped text is answered once, as by `run`."""
     from .run import answer_once
 
@@ -50,14 +52,15 @@ def chat(context: typer.Context, model: Model, answer: AnswerFlags, sampling: Sa
         demand_room(answer.max_tokens, "leave -n away, or for a prompt that is only read: effllm run MODEL PROMPT -n 0")
     engine = with_draft(engine, screen)
     options = engine.options(overflow=answer.overflow)
-    with at_bits(at_hand(found, weights, options, screen, yes), weights, screen, options) as ref:
+    here = at_hand(found, weights, options, screen, yes)
+    with at_bits(here, weights, screen, options) as ref, offered(tools, ref, engine, screen) as use:
         if text is not None:
-            return answer_once(screen, ref, text, answer, sampling, engine, saving, show=show)
-        return converse(screen, ref, answer, sampling, engine, saving, show)
+            return answer_once(screen, ref, text, answer, sampling, engine, saving, show=show, tools=use)
+        return converse(screen, ref, answer, sampling, engine, saving, show, tools=use)
 
 
 def converse(screen: Screen, ref: ModelRef, answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags, saving: SessionFlags,
-             show: ShowFlags, pictures: Sequence[tuple[str, np.ndarray]] = ()) -> int:
+             show: ShowFlags, pictures: Sequence[tuple[str, np.ndarray]] = (), tools: ToolUse | None = None) -> int:
     """Chat with the person at the terminal; the `pictures` go with what is asked first."""
     visible = where_typing_shows(screen, ref.text)
     from .conversation import Conversation
@@ -66,6 +69,8 @@ def converse(screen: Screen, ref: ModelRef, answer: AnswerFlags, sampling: Sampl
     keeper = Keeper(screen, ref, saving, engine.strict)
     with open_session(ref, answer, sampling, engine, screen) as session:
         keeper.begin(session)
-        code = Conversation(ref.text, session, screen, visible, show.stats, keeper, taken(pictures, session)).run()
+        if tools:
+            tools.begin(session)
+        code = Conversation(ref.text, session, screen, visible, show.stats, keeper, taken(pictures, session), tools).run()
         keeper.keep(session)
         return code

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ..runtime.events import Stats
     from ..runtime.session import Session
     from .saving import Keeper
+    from .tools import ToolUse
 
 
 LEAVES = "; Ctrl-C again leaves"
@@ -55,8 +56,8 @@ def current_rss() -> int:
 
 class Conversation:
     def __init__(self, name: str, session: Session, screen: Screen, output: TextIO, always_stats: bool, keeper: Keeper,
-                 attached: Iterable[Attachment] = ()) -> None:
-        self.name, self.session, self.screen, self.keeper = name, session, screen, keeper
+                 attached: Iterable[Attachment] = (), tools: ToolUse | None = None) -> None:
+        self.name, self.session, self.screen, self.keeper, self.tools = name, session, screen, keeper, tools
         self._always_stats = always_stats
         self._last: Stats | None = None
         self.output = output
@@ -109,12 +110,15 @@ class Conversation:
 
     def answer(self, events: Iterable[object]) -> None:
         """Show an answer and why it ended, where it did not end by itself."""
-        with unechoed(self.screen.environment.stdin):
-            self._last = show_answer(events, self.session, self.screen)
-        self._stopped = self._last.finish_reason == "cancelled"
+        self._last = self.tools.answer(events, self.session, self._show) if self.tools else self._show(events)
+        self._stopped = self._last.finish_reason == "cancelled" or self.tools is not None and self.tools.was_stopped
         say_ending(self._last, self.session, self.screen, LEAVES)
         if self._always_stats:
             say_cost(self._last, self.session, self.screen)
+
+    def _show(self, events: Iterable[object]) -> Stats:
+        with unechoed(self.screen.environment.stdin):
+            return show_answer(events, self.session, self.screen)
 
     def show_cost(self) -> None:
         if self._last is None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..runtime.forms.constraint import Form
     from ..runtime.sampler import SamplerSettings
 
-COMPUTE, MEMORY, CACHE, ANSWER, OUTPUT = "compute", "memory", "KV cache", "answer", "output"
+COMPUTE, MEMORY, CACHE, ANSWER, TOOLS, OUTPUT = "compute", "memory", "KV cache", "answer", "tools", "output"
 SAMPLING = "sampling (unset: the model's generation_config.json; without one, the value in brackets)"
 
 
@@ -183,6 +183,16 @@ class SessionFlags(Group):
     session: Annotated[str | None, flag(ANSWER, "--session", "NAME", "go on with this conversation, or begin it; saved with its cache",
                                         autocompletion=complete_session)] = None
     session_disk: SessionDisk = None
+
+
+@dataclass(frozen=True)
+class ToolFlags(Group):
+    """Tools that an answer may call. A folder from elsewhere must not decide what programs are begun, so no file of settings has these."""
+
+    mcp: Annotated[str | None, flag(TOOLS, "--mcp", "FILE", "let the answer call tools of the MCP servers in this file, each call after "
+                                    "a question")] = None
+    yes_tools: Annotated[bool, flag(TOOLS, "--yes-tools", "", "call them without a question")] = False
+    tool_rounds: Annotated[int | None, flag(TOOLS, "--tool-rounds", "N", "times that an answer goes on behind its calls (25)")] = None
 
 
 NO_BREAKERS = "none"

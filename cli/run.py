@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,16 +16,18 @@ from .flags import add_command, flag, is_typed
 from .habits import is_model, remark_on_number
 from .interrupt import asked_to_end, end_if_asked
 from .loading import at_bits, at_hand, find_or_absent, judge, open_session, where_typing_shows, with_draft
-from .options import ANSWER, AnswerFlags, AnyModel, Json, RunFlags, SamplingFlags, SessionFlags, ShowFlags, WeightFlags, Yes
+from .options import ANSWER, AnswerFlags, AnyModel, Json, RunFlags, SamplingFlags, SessionFlags, ShowFlags, ToolFlags, WeightFlags, Yes
 from .pictures import demand_words, read_pictures, taken
 from .prompt import read_prompt
 from .screen import Screen
 from .settings import origin
+from .tools import demand_template, offered
 
 if TYPE_CHECKING:
     import numpy as np
 
     from ..runtime.catalog import ModelRef
+    from .tools import ToolUse
 
 DEFAULT_MODEL = "fable"
 EXAMPLES = """examples
@@ -48,7 +51,7 @@ def register(app: typer.Typer) -> None:
 
 def run(context: typer.Context, model: AnyModel = None, prompt: Prompt = None, file: File = None, image: Images = None, raw: Raw = False,
         ignore_eos: IgnoreEos = False, *, answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags, weights: WeightFlags,
-        saving: SessionFlags, show: ShowFlags, json: Json = False, yes: Yes = False) -> int:
+        saving: SessionFlags, tools: ToolFlags, show: ShowFlags, json: Json = False, yes: Yes = False) -> int:
     """Write one answer to stdout; without a prompt, chat."""
     screen = Screen(context.obj, show.markdown)
     model = model or offer_default(screen, yes)
@@ -57,6 +60,7 @@ def run(context: typer.Context, model: AnyModel = None, prompt: Prompt = None, f
     if raw and not is_typed(context, "raw"):
         raw = holds(answer, saving, screen)
     demand_words(raw, image or ())
+    demand_template(raw, tools)
     if raw:
         answer, saving = beside_raw(answer, saving, screen)
     try:
@@ -78,13 +82,13 @@ def run(context: typer.Context, model: AnyModel = None, prompt: Prompt = None, f
     options = engine.options(overflow=answer.overflow)
     here = at_hand(found, weights, options, screen, yes)
     pictures = read_pictures(image or (), here)
-    with at_bits(here, weights, screen, options) as ref:
+    with at_bits(here, weights, screen, options) as ref, offered(replace(tools, mcp=None) if raw else tools, ref, engine, screen) as use:
         if text is not None:
             return answer_once(screen, ref, text, answer, sampling, engine, saving, raw=raw, ignore_eos=ignore_eos, show=show,
-                               json=json, pictures=pictures)
+                               json=json, pictures=pictures, tools=use)
         from .chat import converse
 
-        return converse(screen, ref, answer, sampling, engine, saving, show, pictures)
+        return converse(screen, ref, answer, sampling, engine, saving, show, pictures, use)
 
 
 def without_prompt(context: typer.Context, name: str, screen: Screen) -> bool:
@@ -124,7 +128,7 @@ def beside_raw(answer: AnswerFlags, saving: SessionFlags, screen: Screen) -> tup
 
 def answer_once(screen: Screen, ref: ModelRef, text: str, answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags,
                 saving: SessionFlags, *, show: ShowFlags, raw: bool = False, ignore_eos: bool = False, json: bool = False,
-                pictures: Sequence[tuple[str, np.ndarray]] = ()) -> int:
+                pictures: Sequence[tuple[str, np.ndarray]] = (), tools: ToolUse | None = None) -> int:
     from .answer import say_cost, say_ending, show_answer
 
     keeper = None
@@ -132,16 +136,19 @@ def answer_once(screen: Screen, ref: ModelRef, text: str, answer: AnswerFlags, s
         from .saving import Keeper
 
         keeper = Keeper(screen, ref, saving, engine.strict)
-    sees = bool(pictures) or keeper is not None
+    sees = bool(pictures) or keeper is not None or tools is not None
     with open_session(ref, answer, sampling, engine, screen, raw=raw, ignore_eos=ignore_eos, sees=sees) as session:
         session.from_process_start = True
         if keeper:
             keeper.begin(session)
+        if tools:
+            tools.begin(session)
         try:
             events = session.complete(text) if raw else session.ask(text, [each.picture for each in taken(pictures, session)])
-            cost = show_answer(events, session, screen, silent=json)
+            show_part = partial(show_answer, session=session, screen=screen, silent=json)
+            cost = tools.answer(events, session, show_part) if tools else show_part(events)
             if json:
-                screen.json(cost.to_json())
+                screen.json(cost.to_json() | ({"calls": tools.calls} if tools else {}))
             say_ending(cost, session, screen)
             if show.stats:
                 say_cost(cost, session, screen)
@@ -151,7 +158,7 @@ def answer_once(screen: Screen, ref: ModelRef, text: str, answer: AnswerFlags, s
         if keeper:
             keeper.keep(session)
         end_if_asked()
-    if cost.finish_reason == "cancelled":
+    if cost.finish_reason == "cancelled" or tools and tools.was_stopped:
         return INTERRUPTED
     return NOT_WHOLE if cost.is_whole is False and session.max_tokens != 0 else 0  # with -n 0 no answer was wanted
 

@@ -242,15 +242,20 @@ class Screen:
 
     def ask(self, question: str, bare: bool = True) -> bool:
         """A question; `bare` is the answer of a bare Enter. Only where `environment.can_ask`."""
+        reply = self.reply(f"{question} {'[Y/n]' if bare else '[y/N]'}")
+        return reply.strip().lower() in ("y", "yes") or (bare and reply == "\n")
+
+    def reply(self, question: str) -> str:
+        """The line that a person types behind a question, empty for Ctrl-D. Only where `environment.can_ask`."""
         self.clear()
         reply = ""
         try:  # from before the question is seen: Ctrl-C may come as soon as it is
-            self._stderr("\n".join(broken(f"{sanitize(question)} {'[Y/n]' if bare else '[y/N]'}", self.environment.width - 1, 2)) + " ")
+            self._stderr("\n".join(broken(sanitize(question), self.environment.width - 1, 2)) + " ")
             reply = self.environment.stdin.readline()
         finally:
             if not reply:  # Ctrl-D, or Ctrl-C
                 self._stderr("\n")
-        return reply.strip().lower() in ("y", "yes") or (bare and reply == "\n")
+        return reply
 
     def _dim(self, text: str) -> str:
         return f"\x1b[2m{text}\x1b[0m" if self._styled and text else text

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import EffllmError, UsageError
-from . import chosen_adapters
+from . import chosen_adapters, tools
 from .attached import attach, attach_picture
 from .attachment import completed_paths, named_path, written_in_editor
 from .flags import names_and_types
@@ -324,6 +324,7 @@ COMMANDS = (
     SlashCommand("system", "/system [TEXT|off]", "show or set the system prompt", system),
     SlashCommand("set", "/set [NAME [VALUE]]", "show or change settings, as /set temp 0.5", change),
     SlashCommand("lora", chosen_adapters.USAGE, "how much of each adapter answers have, as /lora sql 0.5", chosen_adapters.choose),
+    SlashCommand("tools", tools.USAGE, "the tools of the servers of --mcp; turn one, or all of a server, on or off", tools.tools),
     SlashCommand("show", "/show", "the model, the context, the settings", show),
     SlashCommand("stats", "/stats", "what the last answer cost", stats),
     SlashCommand("save", "/save [NAME]", "keep the conversation and its cache; /save FILE.json the text alone", save),
@@ -370,5 +371,6 @@ def complete(chat: Conversation, line: str) -> Iterable[tuple[str, str]]:
         return [(f"/{each.name}", each.meaning) for each in COMMANDS if f"/{each.name}".startswith(line)]
     if command.strip() in ("/file", "/image", "/export"):
         return [(path, "") for path in completed_paths(typed)]
-    words = {"/set": settable(), "/load": saved(chat), "/lora": chat.session.engine.prepared.adapted.names}.get(command.strip(), [])
+    words = {"/set": settable(), "/tools": ["on", "off"], **dict.fromkeys(("/tools on", "/tools off"), tools.names(chat)),
+              "/load": saved(chat), "/lora": chat.session.engine.prepared.adapted.names}.get(command.strip(), [])
     return [(word, "") for word in words if word.startswith(typed)]

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ..runtime.session import Session
 
 ENDINGS = (".md", ".markdown", ".json")
+BRIEF = 100  # letters of a call, or of what it gave back
 NAMES = {"user": "You", "assistant": "Answer"}
 
 
@@ -31,8 +32,24 @@ def as_json(model: str, session: Session) -> str:
 
 
 def as_markdown(model: str, session: Session) -> str:
-    """A heading per turn. Control characters are left out: the file may be shown with `cat`."""
+    """A heading per turn; of calls of tools and what these gave back a line each. Control characters are left out: the file may be shown
+    with `cat`."""
     turns = [("System", session.system)] if session.system else []
-    turns += [(NAMES.get(message["role"], message["role"]), unmarked(message["content"])) for message in session.messages]
+    for message in session.messages:
+        name, text = NAMES.get(message["role"], message["role"]), unmarked(message["content"])
+        if message["role"] == "tool":
+            text = f"> {message.get('name', 'a tool')} gave back: {brief(text)}"
+        for call in message.get("tool_calls", ()):
+            text += f"\n\n> called `{call['function']['name']}({brief(call['function']['arguments'])})`"
+        if turns and turns[-1][0] == "Answer" and name in ("tool", "Answer"):  # rounds of one answer
+            turns[-1] = ("Answer", f"{turns[-1][1].strip()}\n\n{text.strip()}")
+        else:
+            turns.append((name, text))
     parts = [f"# A conversation with {model}", *(f"## {name}\n\n{text.strip()}" for name, text in turns)]
     return sanitize("\n\n".join(parts)) + "\n"
+
+
+def brief(text: str) -> str:
+    """One line of a text that may be long, with how long it is."""
+    line = " ".join(text.split())
+    return line if len(line) <= BRIEF else f"{line[: BRIEF - 1]}… ({len(text)} letters)"

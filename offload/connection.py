@@ -1,4 +1,4 @@
-"""HTTP for large files: connections that are kept, proxies as the environment names them, bodies read straight into memory.
+"""HTTP, for large files above all: connections that are kept, proxies as the environment names them, bodies read straight into memory.
 
 Nothing is followed, retried or judged here: a redirect and an error status are answers like any other. What never became an answer is a
 `ConnectionFailed`, which says whether trying again could help.
@@ -173,7 +173,7 @@ class Network:
         self._tls: ssl.SSLContext | None = None
         self.received = 0  # bytes of bodies that were read to their end or given up
 
-    def request(self, method: str, url: Url, headers: Mapping[str, str]) -> Response:
+    def request(self, method: str, url: Url, headers: Mapping[str, str], body: bytes | None = None) -> Response:
         """Send and wait for the head of the answer. Raises ConnectionFailed."""
         proxy = proxy_for(url, self._env)
         target, own = url.target, {"Host": url.authority, "User-Agent": self._agent, "Accept-Encoding": "identity", **headers}
@@ -185,7 +185,7 @@ class Network:
         while kept:
             connection, kept = self._take(url, proxy)
             try:
-                connection.request(method, target, headers=own)
+                connection.request(method, target, body, own)
                 return Response(self, url.origin, connection, connection.getresponse())
             except (OSError, http.client.HTTPException) as error:
                 self._release(url.origin, connection, reuse=False)

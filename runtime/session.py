@@ -8,16 +8,17 @@ answer looks at between tokens and between chunks of the prompt, so nothing is e
 from __future__ import annotations
 
 import copy
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .. import EffllmError, UsageError
 from ..offload.notes import Fallback, refuse_fallbacks
 from .answers.answering import Answer, Reasoning
 from .engine import Engine
-from .events import Done, Event, Notice, Stats
+from .events import Call, Done, Event, Notice, Stats
 from .images.album import sighted
 from .images.marks import mark
 from .sampler import Sampler, SamplerSettings
@@ -30,12 +31,16 @@ from .text import Tokenizer
 if TYPE_CHECKING:
     import numpy as np
 
-    from .forms.constraint import Form
+    from .calls.calling import Tools
+    from .calls.filter import CallFilter
+    from .calls.turns import ToolTurns
+    from .forms.constraint import Form, Vocabulary
     from .images.album import Picture
 
 SUMMARISE = "Summarise our conversation so far in a few sentences, keeping names, numbers and decisions."
 SUMMARY_TOKENS = 2048  # that a summary may have, its reasoning included, where answers have fewer
-Message = dict[str, str]
+CALLED_LAST = "(stopped here)"  # what the assistant said where it called tools and was not let go on: templates want roles to take turns
+Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -54,8 +59,10 @@ class Session:
     """`think`: auto leaves reasoning to the model, on and off ask its template for it. `stops` are strings that end an answer, `form` is
     what answers are held to.
 
-    Messages are dicts with `role` and `content`, the system prompt kept apart in `system`. `from_process_start`: the first answer's time
-    to first token counts from the start of the process, as for a command that does nothing else.
+    Messages are dicts with `role` and `content`, the system prompt kept apart in `system`. An answer may call `tools`: its message then has
+    `tool_calls`, and whoever runs the conversation gives back something for each of the `open_calls` (`take_result`) and lets it `go_on`.
+    `from_process_start`: the first answer's time to first token counts from the start of the process, as for a command that does nothing
+    else.
     """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, settings: SamplerSettings, system: str | None = None, think: str = "auto",
@@ -69,6 +76,8 @@ class Session:
         self.settings = settings
         self.hold_to(form)
         self.messages: list[Message] = []
+        self.tools: Tools | None = None
+        self.open_calls: list[Call] = []
         self.stats: Stats | None = None
         self._cancelled = False
         self.from_process_start = from_process_start
@@ -138,6 +147,11 @@ class Session:
         """End the running answer after the current token. Safe in a signal handler."""
         self._cancelled = True
 
+    @property
+    def was_cancelled(self) -> bool:
+        """Was the last answer?"""
+        return self.stats is not None and self.stats.finish_reason == "cancelled"
+
     # -- turns -----------------------------------------------------------------------------------------------------------------
 
     def ask(self, text: str, pictures: Sequence[Picture] = ()) -> Iterator[Event]:
@@ -147,6 +161,8 @@ class Session:
             raise UsageError("the prompt is empty", "give a prompt, or -f FILE")
         before = list(self.messages)
         self._pictures.update(pictures)
+        if before and before[-1]["role"] == "tool":
+            self.messages.append({"role": "assistant", "content": CALLED_LAST})
         self.messages.append({"role": "user", "content": "\n".join([*(mark(each.digest) for each in pictures), text])})
         yield from self._guarded(before)
         if self.messages and self.messages[-1]["role"] == "user":  # nothing was said: two questions in a row would confuse a template
@@ -160,6 +176,16 @@ class Session:
         ids = self.tokenizer.encode(text)
         yield from self._answer(ids, "", self.tokenizer.reasoning(ids))
 
+    def take_result(self, call: Call, text: str, pictures: Sequence[Picture] = ()) -> None:
+        """What one of the open calls gave back, to be told to the model before anything else."""
+        self.open_calls.remove(call)
+        self._pictures.update(pictures)
+        self.messages.append(self._turns.result(call, "\n".join([text, *(mark(each.digest) for each in pictures)])))
+
+    def go_on(self) -> Iterator[Event]:
+        """Answer behind what tools gave back."""
+        yield from self._guarded(list(self.messages))
+
     def regenerate(self) -> Iterator[Event]:
         """Answer the last user message again; the random state goes on, so the answer may differ."""
         if not any(message["role"] == "user" for message in self.messages):
@@ -172,7 +198,10 @@ class Session:
             self.messages, self._answered = before, last
 
     def continue_(self) -> Iterator[Event]:
-        """Go on with the last answer where it was cut."""
+        """Go on with the last answer where it was cut, or behind the tools that it called."""
+        if self.messages and self.messages[-1]["role"] == "tool":
+            yield from self.go_on()
+            return
         if not self.messages or self.messages[-1]["role"] != "assistant":
             raise UsageError("there is no answer to continue", "ask something first")
         before, last = list(self.messages), self._answered
@@ -187,7 +216,7 @@ class Session:
         try:
             yield from self._turn(said, resumed)
         except EffllmError:
-            self.messages, self._answered = before, resumed
+            self.messages, self._answered, self.open_calls = before, resumed, []
             raise
         except BaseException:
             if not self.messages or self.messages[-1]["role"] == "user":
@@ -209,19 +238,19 @@ class Session:
         self.engine.reset()
 
     def compact(self) -> Iterator[Event]:
-        """Ask the model for a summary and put it in the place of the history. It has room of its own, and no form: a limit of the answers
-        would cut it, and then nothing is put there."""
+        """Ask the model for a summary and put it in the place of the history. It has room of its own, no form and no tools: a limit of the
+        answers would cut it, and then nothing is put there."""
         if not self.messages:
             raise UsageError("there is nothing to summarise", "ask something first")
-        before, form, most = list(self.messages), self._form, self.max_tokens
-        self._form, self.max_tokens = None, most and max(most, SUMMARY_TOKENS)
+        before, form, most, tools = list(self.messages), self._form, self.max_tokens, self.tools
+        self._form, self.max_tokens, self.tools = None, most and max(most, SUMMARY_TOKENS), None
         self.messages.append({"role": "user", "content": SUMMARISE})
         finished = False
         try:
             yield from self._turn()
             finished = self.stats is not None and self.stats.finish_reason == "stop" and bool(self.messages[-1]["content"].strip())
         finally:
-            self._form, self.max_tokens = form, most
+            self._form, self.max_tokens, self.tools = form, most, tools
             summary = self.messages[-1]["content"].strip() if finished else ""
             self.messages = [{"role": "user", "content": SUMMARISE}, {"role": "assistant", "content": summary}] if finished else before
         if not finished:
@@ -230,7 +259,7 @@ class Session:
     def _turn(self, said: str = "", resumed: Answered | None = None) -> Iterator[Event]:
         """Answer `messages`; `said` is the beginning of the answer that was given before. With `resumed` its own tokens are gone on with,
         reasoning included; else its text is encoded again."""
-        self._cancelled = False
+        self._cancelled, self.open_calls = False, []
         prompt = self._prompt()
         if not resumed:
             prompt = self._prompts.going_on(prompt, said)
@@ -247,14 +276,14 @@ class Session:
             yield from self._prompts.see(prompt, self.engine, lambda: self._cancelled)
         ids = resumed.ids if resumed else self._prompts.encoded(prompt)
         first = resumed.prompt if resumed else len(ids)
-        think, self._answered = copy.copy(resumed.think) if resumed else self.tokenizer.reasoning(ids), None
-        answer = yield from self._answer(ids, said, think, self.messages, resumed is not None)
+        think, marks, self._answered = self._reading(ids, resumed), self._turns.calling.marks if self.tools else None, None
+        answer = yield from self._answer(ids, said, think, self.messages, resumed is not None, marks)
         made = [*ids[first:], *self.stats.token_ids[: len(self.stats.token_ids) - (self.stats.finish_reason == "stop")]]
         self._prompts.hold(prompt, ids[:first], made, answer.text if resumed else answer.text[len(said) :])
         if self.messages[-1]["role"] == "assistant":
             self._counted = list(self.messages), self.system, len(self.engine.tokens)
             said_so = Answered(list(self.messages), self.system, ids[:first] + made, first, answer.think)
-            self._answered = said_so if answer.is_exact else None
+            self._answered = said_so if answer.is_exact and self.tools is None else None
 
     def _fallback(self, text: str) -> Notice:
         if self.engine.options.strict:
@@ -263,20 +292,48 @@ class Session:
 
     def _prompt(self, reply: bool = True) -> str:
         """The history as the model reads it, up to where its `reply` begins."""
-        return self._prompts.rendered(self.messages, self.system, self.think, {"add_generation_prompt": reply})
+        prompts, options = self._prompts, {"add_generation_prompt": reply}
+        if self.tools is None and not any(message["role"] == "tool" for message in self.messages):
+            return prompts.rendered(self.messages, self.system, self.think, options)
+        return self._turns.rendered(prompts, self.messages, self.system, self.think, options, self.tools)
+
+    @cached_property
+    def _turns(self) -> ToolTurns:
+        """What is known of calls of tools, in a conversation that has any."""
+        from .calls.turns import ToolTurns
+
+        return ToolTurns(self.tokenizer)
+
+    def _reading(self, ids: list[int], resumed: Answered | None) -> Reasoning | CallFilter | None:
+        """What tells reasoning and calls from the rest of an answer."""
+        if resumed:
+            return copy.copy(resumed.think)
+        think = self.tokenizer.reasoning(ids, self.tools is not None)
+        return think if self.tools is None else self._turns.calling.reading(think, self.tools)
+
+    @property
+    def _held(self) -> Vocabulary | None:
+        """What an answer is held to; one that may call tools, to those or else to the form."""
+        form = self._turns.calling.form(self.tools, self.form) if self.tools else self.form
+        if form is None or form == self.form:
+            return self._form if form else None
+        return self._form.holding(form) if self._form else form.opened(self.tokenizer, self.engine.config.vocab_size)
 
     # -- the answer ------------------------------------------------------------------------------------------------------------
 
-    def _answer(self, ids: list[int], said: str, think: Reasoning | None, history: list[Message] | None = None,
-                inside: bool = False) -> Generator[Event, None, Answer]:
+    def _answer(self, ids: list[int], said: str, think: Reasoning | CallFilter | None, history: list[Message] | None = None,
+                inside: bool = False, marks: Mapping[int, str] | None = None) -> Generator[Event, None, Answer]:
         """Run the prompt and stream the answer; `inside`: the prompt ends in the midst of it. However it ends, what was said goes into
         `history`."""
         answer = Answer(self.engine, self.tokenizer, self._sampler, think, self.stops, self.max_tokens, lambda: self._cancelled,
-                        self.ignore_eos, self._form, self.think != "off", self.raw, said)
+                        self.ignore_eos, self._held, self.think != "off", self.raw, said, marks)
         try:
             yield from answer.written(ids, inside)
         finally:
-            if history is not None and (answer.tokens or said):
+            if history is not None and answer.calls:
+                message, self.open_calls = self._turns.calling_message(answer.text, "".join(answer.thought), answer.calls)
+                history.append(message)
+            elif history is not None and (answer.tokens or said):
                 history.append({"role": "assistant", "content": answer.text})
         self.stats, self.from_process_start = answer.cost(self.from_process_start), False
         yield from answer.remarks()

@@ -7,20 +7,22 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from ... import EffllmError, UsageError
 from ..files.whole_file import write_whole
 from ..sampler import SamplerSettings
 
 FORMAT, VERSION = "effllm-session", 1
+BESIDE_CALLS, BESIDE_RESULTS = frozenset({"reasoning_content"}), frozenset({"tool_call_id", "name"})
 HINT = "give a file that /save wrote"
 
 
 @dataclass(frozen=True)
 class History:
-    """`messages` are dicts of `role` and `content`."""
+    """`messages` are dicts of `role` and `content`, those of calls of tools with what OpenAI's API has there beside."""
 
-    messages: list[dict[str, str]]
+    messages: list[dict[str, Any]]
     system: str | None
     settings: SamplerSettings
 
@@ -67,4 +69,24 @@ def parse_conversation(content: object, where: str, hint: str = HINT) -> History
 
 
 def _is_message(value: object) -> bool:
-    return isinstance(value, dict) and set(value) == {"role", "content"} and all(isinstance(part, str) for part in value.values())
+    if not isinstance(value, dict) or not all(isinstance(value.get(key), str) for key in ("role", "content")):
+        return False
+    beside = {key: part for key, part in value.items() if key not in ("role", "content")}
+    calls = beside.pop("tool_calls", None)
+    if calls is not None and not (value["role"] == "assistant" and isinstance(calls, list) and calls and all(map(_is_call, calls))):
+        return False
+    known = BESIDE_CALLS if calls is not None else BESIDE_RESULTS if value["role"] == "tool" else frozenset()
+    return beside.keys() <= known and all(isinstance(part, str) for part in beside.values())
+
+
+def _is_call(value: object) -> bool:
+    """Its arguments are the text of a JSON object: what a template makes of them is not known here."""
+    if not isinstance(value, dict) or value.keys() != {"id", "type", "function"} or value["type"] != "function":
+        return False
+    function = value["function"]
+    if not isinstance(value["id"], str) or not isinstance(function, dict) or function.keys() != {"name", "arguments"}:
+        return False
+    try:
+        return bool(function["name"]) and isinstance(function["name"], str) and isinstance(json.loads(function["arguments"]), dict)
+    except (TypeError, ValueError, RecursionError):
+        return False

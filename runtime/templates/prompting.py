@@ -13,6 +13,7 @@ from ..images.marks import MARK, Message, Render, digests
 from ..images.marks import rendered as with_marks
 from ..passes import too_long
 from ..text import Tokenizer
+from ..tokens.plain_text import CUT, PlainText
 from .template import TemplateRefused
 
 if TYPE_CHECKING:
@@ -109,27 +110,34 @@ class Prompts:
         """How many tokens a prompt has; its pictures need not be seen."""
         if self.album is None or not (found := digests(prompt)):
             return len(self.encoded(prompt))
-        own = self.tokenizer.encode(MARK.sub("", prompt), add_special_tokens=self.raw)
+        own = self._letters(MARK.sub("", prompt), self.raw)
         return len(own) + sum(map(self.album.places, found))
 
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of a text, in which marks are the tokens of their pictures. Raises PictureGone."""
         if self.album is None or not (found := digests(text)):
-            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            return self._letters(text, add_special_tokens)
         placeholder = self.album.sight.placeholder
         shown = [self.album.ids(digest) for digest in found]
         number = self.tokenizer.added.get(placeholder)
-        ids = self.tokenizer.encode(MARK.sub(placeholder, text), add_special_tokens=add_special_tokens)
+        ids = self._letters(MARK.sub(placeholder, text), add_special_tokens)
         if number is None or ids.count(number) != len(shown):  # it is letters for this vocabulary, or the text has another one
             first, *rest = MARK.split(text)[::2]
-            ids = self.tokenizer.encode(first, add_special_tokens=add_special_tokens)
+            ids = self._letters(first, add_special_tokens)
             for own, piece in zip(shown, rest, strict=True):
-                ids += own + self.tokenizer.encode(piece, add_special_tokens=False)
+                ids += own + self._letters(piece, False)
             return ids
         made, waiting = [], iter(shown)
         for token in ids:
             made += next(waiting) if token == number else (token,)
         return made
+
+    def _letters(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text without pictures; no token reaches over a CUT in it."""
+        begin, *rest = text.split(CUT)
+        ids = self.tokenizer.encode(begin, add_special_tokens=add_special_tokens)
+        plain = PlainText(self.tokenizer) if rest else None
+        return ids + [token for part in rest for token in plain.behind(part)]
 
     def behind(self, held: tuple[str, list[int]], prompt: str) -> list[int] | None:
         """Token ids of a prompt that goes on from what is held as a text and as ids; None for one that does not."""

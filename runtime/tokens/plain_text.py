@@ -12,6 +12,7 @@ from ..text import Tokenizer
 
 ANY = "\u263a"  # a letter that merges with none, as those who trained CodeLlama have it
 SPACED = "\u2581"
+CUT = "\ue7a2"  # in a text that becomes tokens as a whole: on both sides are letters, whatever they would be together
 
 
 class PlainText:
@@ -23,17 +24,22 @@ class PlainText:
     def first(self, text: str) -> list[int]:
         """Token ids of a text that begins one, with the space that some vocabularies put before it."""
         begin, *rest = self._apart(text)
-        return self._tokenizer.encode(begin, False) + [token for part in rest for token in self._behind(part)] if text else []
+        return self._tokenizer.encode(begin, False) + [token for part in rest for token in self.behind(part)] if text else []
 
     def going_on(self, text: str) -> list[int]:
         """Token ids of a text that goes on from another."""
-        return [token for part in self._apart(text) for token in self._behind(part)] if text else []
+        return [token for part in self._apart(text) for token in self.behind(part)] if text else []
 
-    def _behind(self, text: str) -> list[int]:
+    def behind(self, text: str) -> list[int]:
+        """Token ids of a text that goes on from another, in which marks are tokens."""
         if not self._spaces:
             return self._tokenizer.encode(text, False)
         ids = self._tokenizer.encode(ANY + text, False)
         return ids[len(self._any) :] if ids[: len(self._any)] == self._any else self._tokenizer.encode(text, False)
+
+    def cut(self, text: str) -> str:
+        """The text with a CUT in each mark, as it can stand in a prompt (`Prompts`)."""
+        return CUT.join(self._apart(text))
 
     @cached_property
     def _any(self) -> list[int]:
@@ -54,8 +60,9 @@ class PlainText:
 
     def _apart(self, text: str) -> list[str]:
         """The text in parts none of which holds a mark: each is cut behind its first letter."""
-        parts, begin = [], 0
-        for found in self._mark.finditer(text) if self._mark else ():
+        parts, begin, found = [], 0, self._mark and self._mark.search(text)
+        while found:
             parts.append(text[begin : found.start() + 1])
             begin = found.start() + 1
+            found = self._mark.search(text, begin)  # what is left of a mark may be another
         return [*parts, text[begin:]]

@@ -1,0 +1,213 @@
+"""Tools of MCP servers at a terminal: which there are, the question before each call, and a line of what it gave back.
+
+What a person did not agree to, by a word now or by a flag or the configuration before, is not run; where nobody can be asked that is no.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING
+
+from .. import UsageError, typed
+from .attachment import named_path
+from .interrupt import asked_to_end, interruptible, unechoed
+from .loading import follow, read_tokenizer
+from .options import RunFlags, ToolFlags
+from .screen import Screen
+
+if TYPE_CHECKING:
+    from ..runtime.catalog import ModelRef
+    from ..runtime.events import Call, Stats
+    from ..runtime.mcp.rounds import Question, Running, Told
+    from ..runtime.mcp.toolbox import Toolbox
+    from ..runtime.session import Session
+    from .conversation import Conversation
+
+SHOWN_LETTERS = 1200  # of a call, before a question about it
+BRIEF = 100  # letters of what is said of a call that is run, or of what it gave back
+CHOICES = "[y]es, [n]o, [a]lways this tool, e[x] no to all"
+USAGE = "/tools [on|off NAME]"
+
+
+@contextmanager
+def offered(flags: ToolFlags, ref: ModelRef, engine: RunFlags, screen: Screen) -> Iterator[ToolUse | None]:
+    """What --mcp offers, with its servers begun; None without. They end with the block. Raises UsageError for a model whose template knows
+    no tools, before anything is begun or loaded."""
+    for name, given in (("--yes-tools", flags.yes_tools), ("--tool-rounds", flags.tool_rounds is not None)):
+        if given and flags.mcp is None and name.removeprefix("--").replace("-", "_") not in flags.settled:
+            raise UsageError(f"{name} says how tools are called, and there are none", "name them: --mcp FILE")
+    if flags.tool_rounds is not None and flags.tool_rounds < 1:
+        raise UsageError(f"--tool-rounds {flags.tool_rounds} is no number of rounds", "1 or more")
+    if flags.mcp is None:
+        yield None
+        return
+    from ..runtime.calls.calling import Calling
+    from ..runtime.mcp.configuration import read_configuration
+    from ..runtime.mcp.rounds import MOST_ROUNDS
+    from ..runtime.mcp.toolbox import Toolbox
+
+    entries = read_configuration(named_path(flags.mcp), screen.environment.variables)
+    tokenizer = read_tokenizer(ref.folder, engine.options())
+    if tokenizer.template is None or not Calling(tokenizer).style.knows_tools:
+        why = f"the chat template of {ref.text} knows no tools" if tokenizer.template else f"{ref.text} is a base model without a template"
+        if "mcp" not in flags.settled:
+            raise UsageError(f"--mcp: {why}", f"leave it out, or take another; this tells of calls: effllm show {typed(ref.text)}")
+        screen.note(f"EFFLLM_MCP is left out: {why}")
+        yield None
+        return
+    with closing(Toolbox(entries, screen.environment.variables)) as box:
+        for notice in box.start():
+            screen.note(notice.text)
+        yield ToolUse(box, screen, flags.mcp, flags.yes_tools, flags.tool_rounds or MOST_ROUNDS)
+
+
+class ToolUse:
+    """The tools of one run or chat. `calls`: what was called so far, for programs; `was_stopped`: by the person, in the last answer."""
+
+    def __init__(self, box: Toolbox, screen: Screen, source: str, is_approved: bool, most: int) -> None:
+        self.box, self.screen, self.source, self.most = box, screen, source, most
+        self.calls: list[dict[str, object]] = []
+        self.was_stopped = False
+        self._is_approved = is_approved
+        self._is_refused = False
+
+    def begin(self, session: Session) -> None:
+        """Learn the tools, and let answers call them. Ctrl-C leaves the servers that have not answered yet."""
+        from ..runtime.mcp.client import LetGo
+
+        stopped: list[bool] = []
+        try:
+            with interruptible(lambda: stopped.append(True)):
+                list(follow(self.box.connect(lambda: bool(stopped)), self.screen, type(None)))
+        except LetGo:
+            raise KeyboardInterrupt from None
+        if self._is_approved:
+            self.box.approved |= {tool.name for tool in self.box.found}
+        session.tools = self.box.tools
+        if not self.box.found:
+            self.screen.note(f"no tools: the answer is written without (check the servers of {self.source})")
+
+    def answer(self, events: Iterable[object], session: Session, show: Callable[[Iterable[object]], Stats]) -> Stats:
+        """`show` an answer, ask for what it calls, call that, and so on. Returns what its last part cost."""
+        from ..runtime.events import Notice
+        from ..runtime.mcp.rounds import Question, Running, Told, Writing, rounds
+
+        cost, self.was_stopped, self._is_refused = None, False, False
+        with closing(rounds(session, events, self.box, self.most)) as steps:
+            for step in steps:
+                if isinstance(step, Writing):
+                    cost = show(step.events)
+                elif isinstance(step, Question):
+                    self._ask(step)
+                elif isinstance(step, Running):
+                    self._run(step)
+                elif isinstance(step, Told):
+                    self._tell(step)
+                elif isinstance(step, Notice):
+                    self.screen.note(step.text)
+        return cost
+
+    def _ask(self, question: Question) -> None:
+        screen, said = self.screen, told(question.call)
+        if self._is_refused:
+            return
+        if not screen.environment.can_ask:
+            screen.note_once(f"nobody can be asked: calls of {question.tool.name} are refused (--yes-tools allows all, autoApprove of "
+                             f"{question.tool.server} in {self.source} some)")
+            return
+        is_cut = len(said) > SHOWN_LETTERS
+        screen.note(f"{question.tool.server} is to run {said[:SHOWN_LETTERS]}{'…' if is_cut else ''}")
+        forget_typed(screen)
+        while True:
+            try:
+                reply = screen.reply(f"Call it? {CHOICES}{f', [s]how all {len(said)} letters' if is_cut else ''}:")
+            except KeyboardInterrupt:
+                question.is_over = self.was_stopped = True
+                screen.note("stopped by Ctrl-C: nothing more is called")
+                return
+            word = reply.strip().lower()
+            if word in ("s", "show") and is_cut:
+                screen.note(said)
+                continue
+            if word in ("a", "always"):
+                self.box.approved.add(question.tool.name)
+            self._is_refused = word in ("x", "exit", "none")
+            question.is_allowed = word in ("y", "yes", "a", "always")
+            if reply and word not in ("y", "yes", "a", "always", "n", "no", "x", "exit", "none"):
+                continue
+            return
+
+    def _run(self, running: Running) -> None:
+        stdin = self.screen.environment.stdin
+        with unechoed(stdin), interruptible(running.cancel):
+            list(follow(running.events, self.screen, type(None)))
+        if running.is_cancelled:
+            self.was_stopped = True
+            self.screen.note(f"stopped by {asked_to_end() or 'Ctrl-C'}: {running.call.name} was given up")
+
+    def _tell(self, told_: Told) -> None:
+        call, found = told_.call, told_.found
+        self.calls.append({"name": call.name, "server": told_.tool and told_.tool.server, "arguments": json.loads(call.arguments or "{}"),
+                           "result": told_.text, "is_error": found is None or found.is_error, "was_run": found is not None})
+        line = " ".join(told_.text.split())
+        if found is not None:
+            self.screen.note(f"{brief(told(call))} → {brief(line)}{f' ({len(told_.text)} letters)' if len(line) > BRIEF else ''}")
+        elif told_.tool is None or not self.was_stopped:
+            self.screen.note(f"{brief(told(call))} was not run: {line.removeprefix('Error: ')}")
+        for remark in told_.remarks:
+            self.screen.note(remark)
+
+
+def told(call: Call) -> str:
+    """A call as it is read: name(argument=value)."""
+    try:
+        arguments = json.loads(call.arguments or "{}")
+    except ValueError:
+        arguments = None
+    if not isinstance(arguments, dict):
+        return f"{call.name}({call.arguments})"
+    return f"{call.name}({', '.join(f'{key}={json.dumps(value, ensure_ascii=False)}' for key, value in arguments.items())})"
+
+
+def brief(text: str) -> str:
+    return text if len(text) <= BRIEF else f"{text[: BRIEF - 1]}…"
+
+
+def forget_typed(screen: Screen) -> None:
+    """What was typed while the answer was written was not meant for a question that nobody had seen."""
+    import termios
+
+    termios.tcflush(screen.environment.stdin, termios.TCIFLUSH)
+
+
+def tools(chat: Conversation, rest: str) -> None:
+    """`/tools`, `/tools on NAME`, `/tools off NAME`."""
+    if chat.tools is None:
+        raise UsageError("there are no tools in this chat", "begin it with them: effllm chat MODEL --mcp FILE")
+    word, _, name = rest.partition(" ")
+    box = chat.tools.box
+    if word:
+        if word not in ("on", "off") or not name.strip():
+            raise UsageError(f"/tools takes on or off and the name of a tool or server, not {rest!r:.80}", "/tools off NAME")
+        box.turn(name.strip(), word == "on")
+        chat.session.tools = box.tools
+    for client in box.clients:
+        own = [tool for tool in box.found if tool.client is client]
+        chat.screen.note(f"{client.entry.name}: {len(own)} tools" if own else f"{client.entry.name}: no tools")
+        for tool in own:
+            how = "off" if tool.name in box.off else "on, unasked" if tool.name in box.approved else "on"
+            chat.screen.note(f"  {tool.name} ({how})  {brief(tool.description.strip().partition(chr(10))[0])}".rstrip(), 4)
+
+
+def names(chat: Conversation) -> list[str]:
+    """What can be turned on and off, for completion."""
+    box = chat.tools and chat.tools.box
+    return [*dict.fromkeys(name for tool in box.found for name in (tool.server, tool.name))] if box else []
+
+
+def demand_template(raw: bool, flags: ToolFlags) -> None:
+    """Raises UsageError for tools in a text that goes on as it stands."""
+    if raw and flags.mcp is not None and "mcp" not in flags.settled:
+        raise UsageError("--mcp has no place in --raw text", "drop one of them")

@@ -1,0 +1,119 @@
+"""Which servers offer tools: the file that clients of the Model Context Protocol share, `{"mcpServers": {NAME: {…}}}`.
+
+A server is a program (`command`, `args`, `env`, `cwd`) or an address (`url`, `headers`). Keys that other clients have of their own are left
+alone. `${NAME}` and `${NAME:-otherwise}` in a text are variables, so that a key need not stand in the file.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ... import UsageError
+from ..files.small_file import read_text
+
+LARGEST = 1 << 20  # bytes
+SERVERS = "mcpServers"
+EXAMPLE = '{"mcpServers": {"NAME": {"command": "PROGRAM", "args": []}}} is how it is written'
+PATIENCE_S, MOST_PATIENCE_S = 60.0, 3600.0
+SPOKEN = ("stdio", "http", "streamable-http", "streamableHttp", "streamable_http")
+VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
+
+
+@dataclass(frozen=True)
+class ServerEntry:
+    """One server of a configuration. `approved`: tools that may be called without a question; `patience_s`: how long an answer may take."""
+
+    name: str
+    command: str = ""
+    args: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    cwd: str | None = None
+    url: str = ""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    approved: frozenset[str] = frozenset()
+    patience_s: float = PATIENCE_S
+    source: str = ""
+
+    @property
+    def place(self) -> str:
+        """Where it stands, for next steps."""
+        return f"{SERVERS}.{self.name} in {self.source}"
+
+
+def read_configuration(path: Path, env: Mapping[str, str]) -> tuple[ServerEntry, ...]:
+    """The servers of a file that are not disabled. Raises UsageError."""
+    try:
+        content = json.loads(read_text(path, LARGEST))
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}", f"--mcp takes the path of a file: {EXAMPLE}") from error
+    except (ValueError, RecursionError) as error:
+        where = f" (line {error.lineno}: {error.msg})" if isinstance(error, json.JSONDecodeError) else ""
+        raise UsageError(f"{path} is no JSON{where}", EXAMPLE) from None
+    servers = content.get(SERVERS) if isinstance(content, dict) else None
+    if not isinstance(servers, dict):
+        raise UsageError(f"{path} has no object {SERVERS}", EXAMPLE)
+    made = [_entry(name, given, path, env) for name, given in servers.items()
+            if not (isinstance(given, dict) and given.get("disabled") is True)]
+    if not made:
+        raise UsageError(f"{path} names no server{' that is not disabled' if servers else ''}", EXAMPLE)
+    return tuple(made)
+
+
+def _entry(name: str, given: Any, path: Path, env: Mapping[str, str]) -> ServerEntry:
+    where = f"{path}: {SERVERS}.{name}"
+    if not isinstance(given, dict):
+        raise UsageError(f"{where} is no object", EXAMPLE)
+    kind = given.get("type", "stdio" if "command" in given else "http")
+    if kind not in SPOKEN:
+        raise UsageError(f"{where} is of type {kind!r:.40}, not spoken here", 'programs ("command") and streamable HTTP ("url") are')
+    if ("command" in given) == ("url" in given):
+        raise UsageError(f"{where} has {'both a command and' if 'url' in given else 'neither a command nor'} a url",
+                         "give the one by which it is reached")
+    texts = _Texts(where, env)
+    approved = [*texts.listed(given, "autoApprove"), *texts.listed(given, "alwaysAllow")]
+    patience = given.get("timeout", PATIENCE_S)
+    if isinstance(patience, bool) or not isinstance(patience, int | float) or not 0 < patience <= MOST_PATIENCE_S:
+        raise UsageError(f"{where}.timeout is {patience!r:.40}", f"seconds that an answer may take, at most {MOST_PATIENCE_S:.0f}")
+    return ServerEntry(name, texts.text(given, "command"), tuple(texts.listed(given, "args")), texts.mapped(given, "env"),
+                       texts.text(given, "cwd") or None, texts.text(given, "url"), texts.mapped(given, "headers"), frozenset(approved),
+                       float(patience), str(path))
+
+
+class _Texts:
+    """Texts of an entry, with variables in their place. Raises UsageError for other values and for variables that there are not."""
+
+    def __init__(self, where: str, env: Mapping[str, str]) -> None:
+        self._where, self._env = where, env
+
+    def text(self, given: Mapping[str, Any], key: str) -> str:
+        return self._filled(given[key], key) if key in given else ""
+
+    def listed(self, given: Mapping[str, Any], key: str) -> list[str]:
+        value = given.get(key, [])
+        if not isinstance(value, list):
+            raise UsageError(f"{self._where}.{key} is no list", f'write it as "{key}": ["…"]')
+        return [self._filled(each, key) for each in value]
+
+    def mapped(self, given: Mapping[str, Any], key: str) -> dict[str, str]:
+        value = given.get(key, {})
+        if not isinstance(value, dict):
+            raise UsageError(f"{self._where}.{key} is no object", f'write it as "{key}": {{"NAME": "…"}}')
+        return {name: self._filled(each, f"{key}.{name}") for name, each in value.items()}
+
+    def _filled(self, value: Any, key: str) -> str:
+        if not isinstance(value, str) or "\0" in value:
+            raise UsageError(f"{self._where}.{key} is no text", "put it between quotes")
+
+        def of(found: re.Match[str]) -> str:
+            name, otherwise = found.groups()
+            known = self._env.get(name) or otherwise
+            if known is None:
+                raise UsageError(f"{self._where}.{key} names the variable {name}, which is not set", f"export {name}=…, or ${{{name}:-…}}")
+            return known
+
+        return VARIABLE.sub(of, value)

@@ -1,0 +1,65 @@
+"""What a tool gave back, as a text for the model and pictures: data of a stranger, of which nothing is a mark or a command."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..images.marks import BEGIN, END
+from ..tokens.plain_text import CUT
+from ..tokens.stream_filters import sanitize
+
+NOTHING = "(nothing)"
+OWN_LETTERS = dict.fromkeys(map(ord, (BEGIN, END, CUT)), "\ufffd")  # by which texts here say where pictures are, and where marks are cut
+
+
+@dataclass(frozen=True)
+class Returned:
+    """`text` has a line for each of the `pictures`, the bytes of files, and for what is neither text nor picture."""
+
+    text: str
+    pictures: tuple[bytes, ...] = ()
+    is_error: bool = False
+
+
+def cleaned(text: str) -> str:
+    """A stranger's text without terminal escapes, other control characters and letters that mean something here."""
+    return sanitize(text.encode("utf-8", "replace").decode()).translate(OWN_LETTERS)
+
+
+def returned(result: Mapping[str, Any]) -> Returned:
+    """The result of a call as the protocol has it."""
+    texts, pictures = [], []
+    content = result.get("content")
+    for part in content if isinstance(content, list) else ():
+        if isinstance(part, Mapping):
+            said, picture = _part(part)
+            texts.append(said)
+            pictures += [picture] if picture else []
+    if not texts and result.get("structuredContent") is not None:
+        texts.append(json.dumps(result["structuredContent"], ensure_ascii=False))
+    is_error = result.get("isError") is True
+    text = cleaned("\n".join(texts)).strip() or NOTHING
+    return Returned(f"Error: {text}" if is_error else text, tuple(pictures), is_error)
+
+
+def _part(part: Mapping[str, Any]) -> tuple[str, bytes | None]:
+    kind = part.get("type")
+    if kind == "text":
+        return str(part.get("text") or ""), None
+    if kind == "image":
+        try:
+            return "", base64.b64decode(part.get("data") or "", validate=True) or None
+        except (binascii.Error, ValueError, TypeError):
+            return "[a picture that cannot be read]", None
+    if kind == "resource":
+        inside = part.get("resource") if isinstance(part.get("resource"), Mapping) else {}
+        where = str(inside.get("uri") or "a file")
+        return (f"{where}:\n{inside['text']}" if isinstance(inside.get("text"), str) else f"[{where}: not text, left out]"), None
+    if kind == "resource_link":
+        return f"[{part.get('title') or part.get('name') or 'a file'}: {part.get('uri')}]", None
+    return f"[{'sound' if kind == 'audio' else 'something of another kind'}, left out]", None

@@ -1,0 +1,109 @@
+"""A server that is a program: a line of JSON each way, by its standard input and output.
+
+It has a session of its own, so Ctrl-C at the terminal ends an answer and not the server. Its variables are few: what else stands in a
+person's environment, keys of other services among it, is no stranger's business. What it says on stderr is kept for the line that tells
+how it ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import threading
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from queue import SimpleQueue
+
+from .configuration import ServerEntry
+from .wire import LARGEST, Inbox, Lost, Message, short
+
+HANDED_ON = ("HOME", "LOGNAME", "PATH", "SHELL", "TERM", "USER", "LANG", "LANGUAGE", "TMPDIR", "TZ", "XDG_CACHE_HOME", "XDG_CONFIG_HOME",
+             "XDG_DATA_HOME", "SSL_CERT_FILE", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
+ENDS_WITHIN_S = 2.0  # behind the end of its input, then behind SIGTERM
+LAST_WORDS = 20  # lines of stderr
+
+
+class Pipes:
+    """One run of a server's program."""
+
+    def __init__(self, entry: ServerEntry, env: Mapping[str, str]) -> None:
+        self.entry, self.inbox, self.version = entry, Inbox(), ""
+        self._env = {name: value for name, value in env.items() if name in HANDED_ON or name.startswith("LC_")} | dict(entry.env)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._said: deque[str] = deque(maxlen=LAST_WORDS)
+        self._outgoing: SimpleQueue[bytes | None] = SimpleQueue()
+
+    def open(self) -> None:
+        entry = self.entry
+        try:
+            self._process = subprocess.Popen([entry.command, *entry.args], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                             stderr=subprocess.PIPE, env=self._env, cwd=entry.cwd, start_new_session=True)
+        except OSError as error:
+            what = entry.cwd if entry.cwd and error.filename == entry.cwd else entry.command
+            raise Lost(f"cannot be started: {what}: {error.strerror or error}", f"check {entry.place}") from error
+        except ValueError as error:  # a name of a variable that is none
+            raise Lost(f"cannot be started: {error}", f"check {entry.place}") from error
+        self._writer, self._listener, self._overhearer = (
+            threading.Thread(target=each, daemon=True) for each in (self._write, self._read, self._overhear))
+        for each in (self._writer, self._listener, self._overhearer):
+            each.start()
+
+    def send(self, message: Message) -> None:
+        """By a thread: one who does not read must not hold up an answer."""
+        self._outgoing.put(json.dumps(message, separators=(",", ":")).encode() + b"\n")
+
+    def _write(self) -> None:
+        with suppress(OSError, ValueError), self._process.stdin as pipe:  # the reader tells of a server that has ended
+            while (data := self._outgoing.get()) is not None:
+                pipe.write(data)
+                pipe.flush()
+
+    def give_up(self) -> None:
+        """Others may still be asked by the same pipe."""
+
+    def _read(self) -> None:
+        stream = self._process.stdout
+        while line := stream.readline(LARGEST):
+            if not line.endswith(b"\n") and len(line) == LARGEST:
+                self.inbox.end(Lost(f"wrote more than {LARGEST >> 20} MiB in one message", "ask it for less"))
+                return
+            self.inbox.put(line)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(ENDS_WITHIN_S)
+        self._overhearer.join(ENDS_WITHIN_S)
+        self.inbox.end(Lost(self._ending()))
+
+    def _overhear(self) -> None:
+        while line := self._process.stderr.readline(1 << 16):
+            if text := line.decode(errors="replace").strip():
+                self._said.append(text)
+
+    def _ending(self) -> str:
+        code = self._process.poll()
+        how = "closed its output" if code is None else f"ended by {_signal(-code)}" if code < 0 else f"ended with exit code {code}"
+        return f"{how}{f': {short(self._said[-1])}' if self._said else ''}"
+
+    def close(self) -> None:
+        process = self._process
+        if process is None:
+            return
+        self._outgoing.put(None)
+        for end in (None, signal.SIGTERM, signal.SIGKILL):
+            if end is not None:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, end)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(ENDS_WITHIN_S)
+                break
+        with suppress(ProcessLookupError, PermissionError):  # what it started itself
+            os.killpg(process.pid, signal.SIGTERM)
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,161 @@
+"""The tools of all servers, as a model is told of them: by names that are its own, of those that are on."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from ... import UsageError
+from ..calls.calling import Tools, tools_of
+from ..calls.messages import NAME
+from ..events import Notice, Progress
+from .client import Client, ServerFailed
+from .configuration import ServerEntry
+from .results import Returned, cleaned
+
+ODD = re.compile(r"[^\w./-]")
+NO_NAME, LONGEST_NAME = "_", 128
+DEEPEST = 64  # a schema's objects and lists within one another
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A tool of a server. `name`: what the model calls it, `own`: what the server does; `function`: as a request of OpenAI's API has it."""
+
+    name: str
+    own: str
+    client: Client
+    function: Mapping[str, Any]
+
+    @property
+    def server(self) -> str:
+        return self.client.entry.name
+
+    @property
+    def description(self) -> str:
+        return self.function["function"]["description"]
+
+
+class Toolbox:
+    """Servers, their tools and which of them are off or may be called unasked. `close` it however a run ends."""
+
+    def __init__(self, entries: Iterable[ServerEntry], env: Mapping[str, str]) -> None:
+        self.clients = [Client(entry, env) for entry in entries]
+        self.found: list[Tool] = []
+        self.off: set[str] = set()  # names of tools
+        self.approved: set[str] = set()
+
+    def start(self) -> Iterator[Notice]:
+        """Begin all servers, to be `connected` later: they take seconds, and something else may be done meanwhile."""
+        for client in self.clients:
+            try:
+                client.start()
+            except ServerFailed as failed:
+                yield Notice(told(failed))
+
+    def connect(self, cancelled: Callable[[], bool]) -> Iterator[Progress | Notice]:
+        """Learn the tools of all that were started; a server that fails is left out, and that is said. Raises LetGo."""
+        for client in self.clients:
+            if client.is_begun:
+                try:
+                    yield from client.connect(cancelled)
+                except ServerFailed as failed:
+                    yield Notice(told(failed))
+                else:
+                    if not client.tools:
+                        yield Notice(f"server {client.entry.name} offers no tools (check {client.entry.place})")
+        yield from self._name()
+
+    def _name(self) -> Iterator[Notice]:
+        """Names of their own for all tools: the server's where two would have the same."""
+        offered = [(client, tool) for client in self.clients for tool in client.tools]
+        names = [_fit(tool["name"]) for _, tool in offered]
+        self.found = []
+        for (client, tool), name in zip(offered, names, strict=True):
+            name = name if names.count(name) == 1 else _fit(f"{client.entry.name}.{name}")
+            if name in self:
+                yield Notice(f"server {client.entry.name} has two tools of the name {tool['name']}: the first is used")
+                continue
+            schema = tool.get("inputSchema") if isinstance(tool.get("inputSchema"), Mapping) else {"type": "object"}
+            if _is_deep(schema):
+                yield Notice(f"tool {tool['name']} of server {client.entry.name} is left out: its schema is nested too deeply")
+                continue
+            described = cleaned(str(tool.get("description") or tool.get("title") or ""))
+            function = {"name": name, "description": described, "parameters": _cleaned(schema)}
+            self.found.append(Tool(name, tool["name"], client, {"type": "function", "function": function}))
+        self.approved |= {tool.name for tool in self.found if {tool.own, tool.name, "*"} & tool.client.entry.approved}
+
+    def __contains__(self, name: str) -> bool:
+        return any(tool.name == name for tool in self.found)
+
+    @property
+    def on(self) -> list[Tool]:
+        return [tool for tool in self.found if tool.name not in self.off]
+
+    @property
+    def tools(self) -> Tools | None:
+        """Those that are on, as a model is told of them; None where there are none."""
+        return tools_of([tool.function for tool in self.on]) if self.on else None
+
+    def find(self, name: str) -> Tool | None:
+        """The tool that a model calls so, if it is on."""
+        return next((tool for tool in self.on if tool.name == name), None)
+
+    def turn(self, word: str, is_on: bool) -> list[Tool]:
+        """Turn a tool, or all of a server, on or off. Raises UsageError for the name of neither."""
+        chosen = [tool for tool in self.found if word in (tool.name, tool.own, tool.server)]
+        if not chosen:
+            raise UsageError(f"there is no tool or server {word!r:.80}", "/tools lists them")
+        names = {tool.name for tool in chosen}
+        self.off = self.off - names if is_on else self.off | names
+        return chosen
+
+    def call(self, tool: Tool, arguments: Mapping[str, Any], cancelled: Callable[[], bool]) -> Iterator[Progress | Notice | Returned]:
+        """Call a tool; yields what it gave back last, also where its server failed. Raises LetGo."""
+        try:
+            yield from tool.client.call(tool.own, arguments, cancelled)
+        except ServerFailed as failed:
+            yield Notice(told(failed))
+            yield Returned(f"Error: {cleaned(failed.message)}", is_error=True)
+
+    def close(self) -> None:
+        for client in self.clients:
+            with suppress(OSError):
+                client.close()
+
+
+def told(failed: ServerFailed) -> str:
+    """A failure after which everything goes on, as one line."""
+    return f"{failed.message} ({failed.hint})" if failed.hint else failed.message
+
+
+def arguments_of(text: str) -> dict[str, Any]:
+    """The arguments of a call. Raises ValueError for what is no object."""
+    value = json.loads(text or "{}")
+    if not isinstance(value, dict):
+        raise ValueError("no JSON object")
+    return value
+
+
+def _fit(name: str) -> str:
+    """A name of letters that models and templates take."""
+    fit = ODD.sub("_", name)[:LONGEST_NAME]
+    return fit if NAME.fullmatch(fit) else NO_NAME
+
+
+def _cleaned(value: Any) -> Any:
+    """Every text of a schema, `cleaned`."""
+    if isinstance(value, str):
+        return cleaned(value)
+    if isinstance(value, Mapping):
+        return {cleaned(str(key)): _cleaned(each) for key, each in value.items()}
+    return [_cleaned(each) for each in value] if isinstance(value, list) else value
+
+
+def _is_deep(value: Any, depth: int = 0) -> bool:
+    inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    return depth > DEEPEST or any(_is_deep(each, depth + 1) for each in inside)
