@@ -129,6 +129,8 @@ def demand_usable(key: str, value: object, where: str) -> None:
     from ..runtime.sessions.session_name import check_name
     from ..runtime.tokens.stream_filters import StopStrings
 
+    if key not in known():  # a variable's, which no file may have
+        return
     group, field, _ = known()[key]
     own: dict[str, Callable[[Any], object]] = {
         "bits": lambda bits: demand_format(f"{bits}bit"), "predict": most_tokens, "stop": StopStrings, "session": check_name,

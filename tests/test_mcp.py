@@ -18,6 +18,7 @@ from tool_server import PIXEL, TOOLS, answered
 from effllm import UsageError
 from effllm.runtime.events import Notice, Progress
 from effllm.runtime.images.marks import BEGIN, END
+from effllm.runtime.mcp import client as mcp_client
 from effllm.runtime.mcp import stdio
 from effllm.runtime.mcp.client import Client, LetGo, ServerFailed
 from effllm.runtime.mcp.configuration import ServerEntry, read_configuration
@@ -132,9 +133,11 @@ def test_who_lets_go_is_free_at_once_and_the_server_is_told(client, tmp_path, mo
     with pytest.raises(LetGo):
         for _ in client.call("slow", {}, lambda: bool(pressed)):
             pressed.append(True)
+    monkeypatch.setattr(mcp_client, "PING_S", 0.2)
+    assert found(client.call("weather", {"place": "Oslo"}, never)).text.startswith("Oslo"), "begun anew, since it is asleep"
     assert time.monotonic() - begun < 10
-    client.close()
-    assert not is_alive(told(tmp_path)[0]["pid"]), "asleep, and ended all the same"
+    sleeper, awake = (message["pid"] for message in told(tmp_path) if "pid" in message)
+    assert not is_alive(sleeper) and is_alive(awake)
 
 
 @pytest.mark.parametrize(("manner", "said"), [("ends", "ended with exit code 2: no key was given"), ("mute", "gave no answer within 0.5 s"),

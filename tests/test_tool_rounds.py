@@ -136,7 +136,7 @@ def test_a_call_that_is_given_up_ends_the_answer_and_continue_goes_on(session, b
     assert (text, told(steps)) == ("", [GIVEN_UP]) and roles(session) == ["user", "assistant", "tool"]
     assert "".join(event.text for event in session.continue_() if isinstance(event, TextDelta)) == "It rains."
     assert roles(session) == ["user", "assistant", "tool", "assistant"]
-    monkeypatch.setattr(stdio, "ENDS_WITHIN_S", 0.2)
+    monkeypatch.setattr(stdio, "ENDS_WITHIN_S", 0.1)
     box.clients[0].close()  # it is still asleep
 
 

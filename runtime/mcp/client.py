@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import suppress
 from itertools import count
 from typing import Any
 
@@ -21,6 +22,7 @@ HANDSHAKE, ENVELOPE = "2025-11-25", "2026-07-28"
 OTHER_VERSION = -32022
 META = "io.modelcontextprotocol/"
 TICK_S = 0.1  # between looks at whether anybody still waits
+PING_S = 2.0  # that a server has to show that it is there
 PAGES = 100  # of a list of tools
 CLIENT = {"name": "effllm", "version": __version__}
 
@@ -41,6 +43,7 @@ class Client:
         self.tools: list[Mapping[str, Any]] = []
         self._transport: Transport | None = None
         self._numbers, self._has_envelope, self._is_connected = count(1), False, False
+        self._is_doubted = False  # it was let go amid a call, and may be at that still
 
     @property
     def is_begun(self) -> bool:
@@ -95,20 +98,25 @@ class Client:
 
     def call(self, tool: str, arguments: Mapping[str, Any], cancelled: Callable[[], bool]) -> Iterator[Progress | Returned]:
         """Call a tool; yields what it gave back last. Raises ServerFailed, LetGo."""
-        if self._transport is None:
+        phase = f"calling {tool}"
+        if self._is_doubted and self.is_begun:
+            with suppress(Refused, ServerFailed):  # refused, by versions without it, is an answer too
+                yield from self._asked("ping", {}, phase, cancelled, PING_S)
+        if not self.is_begun:
             yield from self.connect(cancelled)
         params = {"name": tool, "arguments": dict(arguments)}
         try:
-            result = yield from self._asked("tools/call", params, f"calling {tool}", cancelled)
+            result = yield from self._asked("tools/call", params, phase, cancelled)
         except Refused as refused:
             result = {"content": [{"type": "text", "text": refused.said}], "isError": True}
         if result.get("resultType", "complete") != "complete":  # it asks back, which this client did not offer
             result = {"content": [{"type": "text", "text": "the tool wants to be told more than it was called with"}], "isError": True}
         yield returned(result)
 
-    def _asked(self, method: str, params: Mapping[str, Any], phase: str, cancelled: Callable[[], bool]) -> Generator[Progress, None, dict]:
-        """The result of a request. Raises Refused, ServerFailed, LetGo."""
-        transport, number, patience = self._transport, next(self._numbers), self.entry.patience_s
+    def _asked(self, method: str, params: Mapping[str, Any], phase: str, cancelled: Callable[[], bool],
+               patience: float | None = None) -> Generator[Progress, None, dict]:
+        """The result of a request, within the patience that the server has. Raises Refused, ServerFailed, LetGo."""
+        transport, number, patience = self._transport, next(self._numbers), patience or self.entry.patience_s
         meta: dict[str, Any] = {"progressToken": number}
         if self._has_envelope:
             meta |= {f"{META}protocolVersion": ENVELOPE, f"{META}clientInfo": CLIENT, f"{META}clientCapabilities": {}}
@@ -118,6 +126,7 @@ class Client:
             while True:
                 message = transport.inbox.take(TICK_S)
                 if message is not None and "method" not in message and message.get("id") == number:
+                    self._is_doubted = False
                     return result_of(message)
                 if message is not None and (moved := self._heed(message, number)) is not None:
                     since, detail = time.monotonic(), moved  # it is at work
@@ -139,6 +148,7 @@ class Client:
         if method == "initialize":
             self.close()
             return
+        self._is_doubted = True
         self._transport.give_up()
         self._transport.send(notification("notifications/cancelled", {"requestId": number, "reason": "nobody waits any more"}))
 

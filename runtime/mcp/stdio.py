@@ -22,7 +22,7 @@ from .wire import LARGEST, Inbox, Lost, Message, short
 
 HANDED_ON = ("HOME", "LOGNAME", "PATH", "SHELL", "TERM", "USER", "LANG", "LANGUAGE", "TMPDIR", "TZ", "XDG_CACHE_HOME", "XDG_CONFIG_HOME",
              "XDG_DATA_HOME", "SSL_CERT_FILE", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
-ENDS_WITHIN_S = 2.0  # behind the end of its input, then behind SIGTERM
+ENDS_WITHIN_S = 1.0  # behind the end of its input, then behind SIGTERM
 LAST_WORDS = 20  # lines of stderr
 
 
