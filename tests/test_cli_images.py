@@ -4,16 +4,28 @@ import io
 import json
 import os
 import sys
+from contextlib import closing
 
 import pexpect
 import pytest
 from patch_sight import __file__ as PROGRAM
 from patch_sight import patch_sight_of
-from pictured_models import CASE, as_png, picture, written_with_words
+from pictured_models import CASE, TEMPLATE, as_png, picture, written_with_words
 
 from effllm.cli.app import main
 from effllm.cli.environment import Environment
+from effllm.runtime.calls.calling import tools_of
+from effllm.runtime.engine import open_engine
+from effllm.runtime.events import Call
 from effllm.runtime.images import album as albums
+from effllm.runtime.images.marks import digests
+from effllm.runtime.mcp.results import Returned
+from effllm.runtime.mcp.rounds import tell
+from effllm.runtime.prepare import EngineOptions
+from effllm.runtime.sampler import SamplerSettings
+from effllm.runtime.session import Session
+from effllm.runtime.templates.template import ChatTemplate
+from effllm.runtime.text import Tokenizer
 
 
 class Ran:
@@ -110,3 +122,35 @@ def test_a_picture_goes_with_the_next_message_of_a_chat(folder, files):
         terminal.expect(pexpect.EOF)
     finally:
         terminal.close(force=True)
+
+
+WRITES = ("{% for c in m['tool_calls'] or [] %}<tool_call>{\"name\": \"{{ c.function.name }}\", "
+          "\"arguments\": {{ c.function.arguments | tojson }}}</tool_call>{% endfor %}")
+TAUGHT = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}" + TEMPLATE.replace(
+    "{% if m['content'] is string %}", f"{WRITES}{{% if m['content'] is string %}}")
+# one with a place for pictures in what a person says alone
+SHY = TAUGHT.replace("'<image>' if", "('<image>' if m['role'] == 'user' else '') if").replace(
+    "{{ m['content'] }}", "{{ m['content'] if m['role'] == 'user' else m['content'] | replace('<image>', '') }}")
+
+
+@pytest.mark.parametrize(("template", "where"), [(TAUGHT, "tool"), (SHY, "user")])
+def test_a_picture_that_a_tool_gave_back_is_seen(folder, template, where):
+    """In what the tool said, or where the template has no place there, in a message behind it."""
+    engine = list(open_engine(folder, EngineOptions(device="cpu", ctx=512, sight=str(folder))))[-1]
+    with closing(engine):
+        engine.album = albums.album_of(folder, engine.config)
+        tokenizer = Tokenizer.load(folder, engine.config)
+        tokenizer.template = ChatTemplate(template)
+        session = Session(engine, tokenizer, SamplerSettings(temperature=0), max_tokens=4)
+        session.tools = tools_of([{"type": "function", "function": {"name": "look"}}])
+        call = Call("look", "{}", "abc")
+        calling = {"role": "assistant", "content": "", "tool_calls": [{"id": "abc", "type": "function", "function": {
+            "name": "look", "arguments": "{}"}}]}
+        session.messages, session.open_calls = [{"role": "user", "content": "Who?"}, calling], [call]
+        told = tell(session, call, None, "", Returned("This:", (as_png(picture(1)), b"no picture")))
+        assert len(told.remarks) == 1 and "picture 2 of look is left out" in told.remarks[0]
+        prompt = session._prompt()
+        assert prompt.count("<|user|>") == (2 if where == "user" else 1) and len(digests(prompt)) == 1
+        assert digests(prompt[prompt.index(f"<|{where}|>\n", prompt.index("tool_call")) :])
+        seen = list(session.go_on())[-1].stats
+        assert len(session._prompts.encoded(prompt)) == seen.prompt_tokens == session._prompts.count(prompt)

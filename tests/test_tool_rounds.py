@@ -10,9 +10,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from scripted_model import AFTER, LAST, calls, scripted
+from test_call_styles import CALLED, TEMPLATES
 
 from effllm import ContextOverflow, EffllmError
 from effllm.cli.transcript import as_json, as_markdown
+from effllm.runtime.answers.replies import Replies
 from effllm.runtime.engine import open_engine
 from effllm.runtime.events import Notice, TextDelta
 from effllm.runtime.forms.constraint import schema_form
@@ -24,6 +26,7 @@ from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.session import CALLED_LAST, Session
 from effllm.runtime.sessions.conversation_file import parse_conversation
+from effllm.runtime.templates.template import ChatTemplate
 from effllm.runtime.text import Tokenizer
 
 SERVER = str(Path(__file__).resolve().parent / "tool_server.py")
@@ -155,6 +158,22 @@ def test_rounds_have_an_end(session, box):
     assert told(steps) == [RAIN, *["again: rain, 7 degrees"] * 2, STOPPED]
     assert [step.text for step in steps if isinstance(step, Notice)] == [
         "the answer called tools 3 times over: nothing more is called (--tool-rounds N allows more)"]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_prompt_is_the_one_that_programs_get_for_the_same_messages(engine, tokenizer, session, box, name, monkeypatch):
+    """In every way that templates have for tools, calls and what comes back."""
+    monkeypatch.setattr(tokenizer, "template", ChatTemplate(TEMPLATES[name]))
+    made, calling, result = CALLED[0], CALLED[1], {**CALLED[2], "content": "none", "name": "weather"}
+    twice = {**calling, "content": "", "tool_calls": [*calling["tool_calls"], {**calling["tool_calls"][0], "id": "call_78"}]}
+    for system in (None, "Be kind."):
+        for messages in ([made], [made, {**calling, "content": ""}, result],
+                         [made, twice, result, {**result, "tool_call_id": "call_78"}, {"role": "assistant", "content": "None."}, made]):
+            session.messages, session.system = messages, system
+            said = [{"role": "system", "content": system}] if system else []
+            for tools in (box.tools, None):
+                session.tools = tools
+                assert session._prompt() == Replies(engine, tokenizer).rendered([*said, *messages], tools=tools)
 
 
 @pytest.mark.parametrize(("word", "said"), [("nix", "Error: there is no tool nix; there are: weather, broken"),

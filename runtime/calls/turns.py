@@ -55,7 +55,7 @@ class ToolTurns:
             first = made.pop(0)
             system = text_of(first.get("content")) or None
             beside = {key: value for key, value in first.items() if key not in ("role", "content")}
-        made = [{**each, "content": each.get("content") or ""} for each in made]
+        made = [{**each, "content": each.get("content")} for each in made]
         return prompts.rendered(made, system, think, {**options, **variables}, beside)
 
     def _cut(self, value: Any) -> Any:

@@ -97,24 +97,24 @@ def rounds(session: Session, events: Iterator[Event], box: Toolbox, most: int = 
                 is_over = True
             for call in list(session.open_calls):
                 if is_over:
-                    yield _tell(session, call, None, STOPPED)
+                    yield tell(session, call, None, STOPPED)
                     continue
                 tool = box.find(call.name)
                 if tool is None:
                     known = ", ".join(each.name for each in box.on)
-                    yield _tell(session, call, None, f"Error: there is no tool {call.name}; there are: {known}")
+                    yield tell(session, call, None, f"Error: there is no tool {call.name}; there are: {known}")
                     continue
                 if tool.name not in box.approved:
                     question = Question(call, tool)
                     yield question
                     is_over = question.is_over
                     if not question.is_allowed:
-                        yield _tell(session, call, tool, STOPPED if is_over else REFUSED)
+                        yield tell(session, call, tool, STOPPED if is_over else REFUSED)
                         continue
                 running = Running(call, tool, box)
                 yield running
                 is_over = running.is_cancelled
-                yield _tell(session, call, tool, GIVEN_UP, running.found)
+                yield tell(session, call, tool, GIVEN_UP, running.found)
             if is_over:
                 return
             done += 1
@@ -125,7 +125,7 @@ def rounds(session: Session, events: Iterator[Event], box: Toolbox, most: int = 
             session.take_result(call, STOPPED)
 
 
-def _tell(session: Session, call: Call, tool: Tool | None, otherwise: str, found: Returned | None = None) -> Told:
+def tell(session: Session, call: Call, tool: Tool | None, otherwise: str, found: Returned | None = None) -> Told:
     """Put what a call gave back into the history, as much of it as the context has room for."""
     if found is None:
         session.take_result(call, otherwise)
