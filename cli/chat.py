@@ -71,6 +71,7 @@ def converse(screen: Screen, ref: ModelRef, answer: AnswerFlags, sampling: Sampl
         keeper.begin(session)
         if tools:
             tools.begin(session)
+            tools.say_offered(session)
         code = Conversation(ref.text, session, screen, visible, show.stats, keeper, taken(pictures, session), tools).run()
         keeper.keep(session)
         return code

@@ -57,7 +57,7 @@ def offered(flags: ToolFlags, ref: ModelRef, engine: RunFlags, screen: Screen) -
         screen.note(f"EFFLLM_MCP is left out: {why}")
         yield None
         return
-    with closing(Toolbox(entries, screen.environment.variables)) as box:
+    with closing(Toolbox(entries, screen.environment.variables, engine.strict)) as box:
         for notice in box.start():
             screen.note(notice.text)
         yield ToolUse(box, screen, flags.mcp, flags.yes_tools, flags.tool_rounds or MOST_ROUNDS)
@@ -88,6 +88,13 @@ class ToolUse:
         session.tools = self.box.tools
         if not self.box.found:
             self.screen.note(f"no tools: the answer is written without (check the servers of {self.source})")
+
+    def say_offered(self, session: Session) -> None:
+        """How many there are, and what it costs to tell of them."""
+        if self.box.on:
+            tokens = session.count(json.dumps([tool.function for tool in self.box.on], ensure_ascii=False))
+            servers = dict.fromkeys(tool.server for tool in self.box.on)
+            self.screen.note(f"{len(self.box.on)} tools of {', '.join(servers)}, some {tokens} tokens of every prompt (/tools lists them)")
 
     def answer(self, events: Iterable[object], session: Session, show: Callable[[Iterable[object]], Stats]) -> Stats:
         """`show` an answer, ask for what it calls, call that, and so on. Returns what its last part cost."""

@@ -6,6 +6,7 @@ The model says what is written down for it; the servers are programs of their ow
 import io
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -70,6 +71,8 @@ def test_a_server_that_fails_is_a_line_and_the_answer_is_written(model, tmp_path
     for manner, said in (("ends", "server demo ended with exit code 2: no key was given ("), ("empty", "server demo offers no tools (")):
         ran = Ran("run", model, "Hello", "--mcp", configured(tmp_path, manner))
         assert (ran.code, ran.out) == (0, "I know no tools.\n") and said in ran.err and "no tools: the answer is written without" in ran.err
+    ran = Ran("run", model, "Hello", "--mcp", configured(tmp_path, "ends"), "--strict")
+    assert (ran.code, ran.out) == (1, "") and "effllm: server demo ended with exit code 2" in ran.err and "hint: check" in ran.err
 
 
 def test_what_is_refused_before_anything_is_loaded(model, tmp_path, file, monkeypatch):
@@ -90,7 +93,7 @@ def test_what_is_refused_before_anything_is_loaded(model, tmp_path, file, monkey
 def chat(model, file, tmp_path_factory):
     """One conversation for all that is asked in a terminal."""
     running = Chat(tmp_path_factory.mktemp("state"), "chat", model, "--mcp", file, "--session", "talk")
-    running.wait()
+    assert re.search(r"7 tools of demo, some \d+ tokens of every prompt", running.wait())
     yield running
     assert running.leave(CTRL_D) == 0
 

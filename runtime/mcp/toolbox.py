@@ -41,29 +41,37 @@ class Tool:
 
 
 class Toolbox:
-    """Servers, their tools and which of them are off or may be called unasked. `close` it however a run ends."""
+    """Servers, their tools and which of them are off or may be called unasked. `strict`: a server that cannot be reached is an error, not
+    left out. `close` it however a run ends."""
 
-    def __init__(self, entries: Iterable[ServerEntry], env: Mapping[str, str]) -> None:
+    def __init__(self, entries: Iterable[ServerEntry], env: Mapping[str, str], strict: bool = False) -> None:
+        self._strict = strict
         self.clients = [Client(entry, env) for entry in entries]
         self.found: list[Tool] = []
         self.off: set[str] = set()  # names of tools
         self.approved: set[str] = set()
 
     def start(self) -> Iterator[Notice]:
-        """Begin all servers, to be `connected` later: they take seconds, and something else may be done meanwhile."""
+        """Begin all servers, to be `connect`ed later: they take seconds, and something else may be done meanwhile. Raises ServerFailed of a
+        strict box."""
         for client in self.clients:
             try:
                 client.start()
             except ServerFailed as failed:
+                if self._strict:
+                    raise
                 yield Notice(told(failed))
 
     def connect(self, cancelled: Callable[[], bool]) -> Iterator[Progress | Notice]:
-        """Learn the tools of all that were started; a server that fails is left out, and that is said. Raises LetGo."""
+        """Learn the tools of all that were started; a server that fails is left out, and that is said. Raises LetGo, and
+        ServerFailed of a strict box."""
         for client in self.clients:
             if client.is_begun:
                 try:
                     yield from client.connect(cancelled)
                 except ServerFailed as failed:
+                    if self._strict:
+                        raise
                     yield Notice(told(failed))
                 else:
                     if not client.tools:
