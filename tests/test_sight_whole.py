@@ -6,6 +6,7 @@ import torch
 from family_models import assert_close
 from sight_models import FIRST, PICTURES, TOWER, made
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
@@ -33,6 +34,13 @@ CASES = {
                ["<image_soft_token>", "<start_of_image>", "<end_of_image>"],
                {"mm_tokens_per_image": 16, "image_token_index": FIRST, "boi_token_index": FIRST + 1, "eoi_token_index": FIRST + 2},
                Gemma3ImageProcessorPil(size=SQUARE)),
+    "gemma4": ({"model_type": "gemma4_text", "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 40,
+                "global_head_dim": 32, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 4200, "num_kv_shared_layers": 0,
+                "use_bidirectional_attention": "vision"},
+               {"hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 2, "num_attention_heads": 3, "num_key_value_heads": 3,
+                "head_dim": 24, "patch_size": 4, "position_embedding_size": 220}, ["<|image|>", "<|image>", "<image|>"],
+               {"image_token_id": FIRST, "boi_token_id": FIRST + 1, "eoi_token_id": FIRST + 2, "audio_config": None},
+               Gemma4ImageProcessorPil(patch_size=4, max_soft_tokens=70)),
     "idefics3": ({"model_type": "llama"}, {**TOWER}, ["<image>", "<fake_token_around_image>", "<global-img>", *ROWS],
                  {"image_token_id": FIRST, "pad_token_id": 0},
                  Idefics3ImageProcessorPil(size={"longest_edge": 64}, max_image_size={"longest_edge": 32})),
@@ -70,11 +78,12 @@ def test_logits_behind_a_picture_are_those_of_transformers(family, tmp_path):
     finally:
         engine.close()
     ready = processor(points, input_data_format="channels_last", return_tensors="pt")
-    ready.pop("num_patches", None)
+    for counted in ("num_patches", "num_soft_tokens_per_image"):
+        ready.pop(counted, None)
     told = torch.tensor([[FIRST if token >= 1 << 40 else token for token in ids]])
     if family == "gemma3":
         ready["token_type_ids"] = (told == FIRST).int()
-    elif "qwen" in family:
+    elif "qwen" in family or family == "gemma4":
         ready["mm_token_type_ids"] = (told == FIRST).int()
     with torch.inference_mode():
         wanted = model(input_ids=told, **ready, use_cache=False).logits[0].numpy()

@@ -24,22 +24,24 @@ if TYPE_CHECKING:
 PLACE = -1  # in `Seen.tokens`: here stands the next row
 # Model type of a model that takes pictures -> the module here that sees for it: its `sight(folder, config)` returns a Sight.
 SIGHTS: dict[str, str] = {
-    "gemma3": "gemma3", "idefics3": "idefics3", "internvl": "internvl", "llava": "llava", "llava_next": "llava_next", "llava_onevision":
-    "llava_onevision", "mistral3": "pixtral", "qwen2_5_vl": "qwen2_5_vl", "qwen3_5": "qwen3_vl", "qwen3_5_moe": "qwen3_vl", "qwen3_vl":
-    "qwen3_vl", "qwen3_vl_moe": "qwen3_vl", "smolvlm": "idefics3"}
+    "gemma3": "gemma3", "gemma4": "gemma4", "idefics3": "idefics3", "internvl": "internvl", "llava": "llava", "llava_next": "llava_next",
+    "llava_onevision": "llava_onevision", "mistral3": "pixtral", "qwen2_5_vl": "qwen2_5_vl", "qwen3_5": "qwen3_vl", "qwen3_5_moe":
+    "qwen3_vl", "qwen3_vl": "qwen3_vl", "qwen3_vl_moe": "qwen3_vl", "smolvlm": "idefics3"}
 
 
 @dataclass(frozen=True)
 class Seen:
     """What a model makes of one picture: `rows` float32 [n, hidden] stand in place of embeddings. `tokens`: what the picture's one place in
     the prompt becomes, ids of the vocabulary and PLACE where a row stands, in order. `grid`: rows and columns of places for families whose
-    rotary positions go by place, else None. `both_ways`: tokens of one picture see each other, also those behind them. `deep`: float32
-    [layers, n, hidden], of which the k-th is added to the rows' hidden states behind layer k of the text part (Qwen 3 VL), else None."""
+    rotary positions go by place, else None. `both_ways`: tokens of one picture see each other, also those behind them; `in_windows`: in
+    layers with a window alone. `deep`: float32 [layers, n, hidden], of which the k-th is added to the rows' hidden states behind layer k of
+    the text part (Qwen 3 VL), else None."""
 
     rows: np.ndarray
     tokens: tuple[int, ...]
     grid: tuple[int, int] | None = None
     both_ways: bool = False
+    in_windows: bool = False
     deep: np.ndarray | None = None
 
 

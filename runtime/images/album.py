@@ -79,22 +79,23 @@ class Picture:
 class Shown:
     """Of a pass: the `places` int64 [n] at which `rows` float32 [n, hidden] stand in place of embeddings, and what is added there behind
     each of the first layers: float32 [layers, n, hidden] or None. `reach`: how many tokens behind itself each of the pass sees, int64 [T];
-    None for none."""
+    None for none. `in_windows`: it does in layers with a window alone."""
 
     places: np.ndarray
     rows: np.ndarray
     deep: np.ndarray | None = None
     reach: np.ndarray | None = None
+    in_windows: bool = False
 
-    def ends(self, first: int) -> np.ndarray | None:
-        """The last position that each token sees, of a pass whose first is at `first`; None where it is its own. Raises RuntimeError for a
-        pass that ends inside of what is to be seen."""
+    def ends(self, first: int) -> tuple[np.ndarray, bool] | None:
+        """The last position that each token sees, of a pass whose first is at `first`, and `in_windows`; None where it is its own. Raises
+        RuntimeError for a pass that ends inside of what is to be seen."""
         if self.reach is None:
             return None
         seen = np.arange(len(self.reach)) + self.reach
         if seen.max() >= len(seen):
             raise RuntimeError("a pass ends inside a picture whose tokens see each other")
-        return first + seen
+        return first + seen, self.in_windows
 
     def put(self, host: Ops, x: np.ndarray) -> None:
         """The rows into embeddings x[T, D], in place."""
@@ -211,7 +212,7 @@ class Album:
         places = [place for place, token in enumerate(ids) if token >= PICTURED]
         if not places:
             return list(ids), None
-        rows, deep, plain, reach = [], [], list(ids), np.zeros(len(ids), np.int64)
+        rows, deep, plain, reach, narrow = [], [], list(ids), np.zeros(len(ids), np.int64), False
         for place in places:
             number, _, row = parts_of(ids[place])
             picture = self._numbered.get(number)
@@ -221,9 +222,9 @@ class Album:
             if picture.seen.deep is not None:
                 deep.append(picture.seen.deep[:, row])
             reach[place] = len(picture.seen.rows) - 1 - row if picture.seen.both_ways else 0
-            plain[place] = 0
+            plain[place], narrow = 0, picture.seen.in_windows
         return plain, Shown(np.array(places, np.int64), np.stack(rows).astype(np.float32, copy=False),
-                            np.stack(deep, axis=1) if deep else None, reach if reach.any() else None)
+                            np.stack(deep, axis=1) if deep else None, reach if reach.any() else None, narrow)
 
     def _keep(self, picture: Picture) -> None:
         """The newest of all; the oldest go where there are too many bytes. Under the lock."""

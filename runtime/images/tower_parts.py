@@ -72,13 +72,15 @@ def widened(stored: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Matrix:
-    """`stored` [N, K] float32, float16, or bfloat16 as uint16; `bias` float32 [N] or None."""
+    """`stored` [N, K] float32, float16, or bfloat16 as uint16; `bias` float32 [N] or None. `limits`: the least and the most of what goes in
+    and of what comes out, beyond which it is cut off."""
 
     stored: np.ndarray
     bias: np.ndarray | None = None
+    limits: tuple[float, float, float, float] | None = None
 
     def wide(self) -> Wide:
-        return Wide(widened(self.stored).T, self.bias)
+        return Wide(widened(self.stored).T, self.bias, self.limits)
 
     def parts(self, count: int) -> list[Matrix]:
         """Of so many that are stored one behind the other."""
@@ -92,12 +94,13 @@ class Wide:
 
     weight: np.ndarray
     bias: np.ndarray | None
+    limits: tuple[float, float, float, float] | None = None
 
     def __call__(self, x: np.ndarray) -> np.ndarray:
-        y = x @ self.weight
+        y = (x if self.limits is None else np.clip(x, *self.limits[:2])) @ self.weight
         if self.bias is not None:
             y += self.bias
-        return y
+        return y if self.limits is None else np.clip(y, *self.limits[2:], out=y)
 
 
 @dataclass(frozen=True)
@@ -182,7 +185,8 @@ class Rope:
 @dataclass(frozen=True)
 class Block:
     """One layer of a tower: x += attention(norm(x)), then x += ffn(norm(x)). `gate`: of a gated FFN, beside `up`. `scales`: what the two
-    are multiplied by, per channel. `head_norms`: of queries and keys, over all heads at once."""
+    are multiplied by, per channel. `head_norms`: of queries and keys, over all heads at once; `own_norms`: of queries, keys and
+    values, each head's. `after`: of what the two add."""
 
     norms: tuple[Norm, Norm]
     queries: Matrix
@@ -196,6 +200,8 @@ class Block:
     gate: Matrix | None = None
     scales: tuple[np.ndarray, np.ndarray] | None = None
     head_norms: tuple[Norm, Norm] | None = None
+    own_norms: tuple[Norm, Norm, Norm] | None = None
+    after: tuple[Norm, Norm] | None = None
 
     def run(self, x: np.ndarray, spans: Sequence[Span], crew: Crew, rope: Rope | None = None) -> None:
         """In place on x float32 [T, D]. Patches see those of their span."""
@@ -210,6 +216,8 @@ class Block:
                 if which < 2 and self.head_norms is not None:
                     y = self.head_norms[which](y)
                 y = y.reshape(-1, self.heads, width // self.heads)
+                if self.own_norms is not None:
+                    y = self.own_norms[which](y)
                 to[:, rows] = (y if which == 2 or rope is None else rope.turn(y, rows)).swapaxes(0, 1)
 
         crew.each(project, tokens)
@@ -218,15 +226,18 @@ class Block:
         out, up, down, gate = self.out.wide(), self.up.wide(), self.down.wide(), self.gate and self.gate.wide()
 
         def rest(rows: slice) -> None:
-            y = out(seen[rows])
-            x[rows] += y if self.scales is None else y * self.scales[0]
+            x[rows] += self.added(0, out(seen[rows]))
             normed = self.norms[1](x[rows])
             inner = self.curve(up(normed)) if gate is None else self.curve(gate(normed)) * up(normed)
-            y = down(inner)
-            x[rows] += y if self.scales is None else y * self.scales[1]
+            x[rows] += self.added(1, down(inner))
 
         crew.each(rest, tokens)
         crew.work.done += 1
+
+    def added(self, which: int, y: np.ndarray) -> np.ndarray:
+        """What is added of attention, or of the FFN."""
+        y = y if self.after is None else self.after[which](y)
+        return y if self.scales is None else y * self.scales[which]
 
 
 def attend(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, out: np.ndarray, spans: Sequence[Span], crew: Crew) -> None:

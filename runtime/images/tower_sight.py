@@ -52,7 +52,7 @@ class TowerSight(Family):
     VISION: Mapping[str, Mapping[str, object]]
     PROCESSORS: tuple[str, ...]
     placeholder = "<image>"
-    both_ways = False
+    both_ways = in_windows = False
 
     def __init__(self, folder: Path, config: ModelConfig) -> None:
         demand_tower(folder)
@@ -84,7 +84,7 @@ class TowerSight(Family):
         if rows.shape != (tokens.count(PLACE), self.config.hidden_size):
             raise ConfigError(f"{self.folder}: a picture became {len(rows)} rows of {rows.shape[-1]}, but "
                               f"{tokens.count(PLACE)} of {self.config.hidden_size} have a place")
-        return Seen(rows, tokens, self.rope_grid(height, width), self.both_ways, deep)
+        return Seen(rows, tokens, self.rope_grid(height, width), self.both_ways, self.in_windows, deep)
 
     def rope_grid(self, height: int, width: int) -> tuple[int, int] | None:
         """`Seen.grid` of a picture of this size."""

@@ -1,0 +1,173 @@
+"""Gemma 4: a picture in its own shape, made to as many patches as its rows may be of, with a place learned for every row and column of
+them and turned by both. Squares of patches are averaged, of which each becomes a row. In the large models a picture's tokens see each other
+in layers with a window."""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..config_reader import ConfigError, Keys
+from ..text import Tokenizer
+from . import PLACE
+from .preprocessor import BICUBIC, Scale, filter_of, resized
+from .tower_parts import CURVES, Block, Crew, Matrix, Norm, Rope, product
+from .tower_sight import MOST_WIDTH, Rows, TowerSight, demand_shape
+from .tower_weights import Weights
+from .vision_transformer import layer_count
+
+if TYPE_CHECKING:
+    from ..config import ModelConfig
+
+THETA = 100.0
+BEGIN, IMAGE, END = "<|image>", "<|image|>", "<image|>"
+USUAL = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 16, "num_attention_heads": 12, "head_dim": 64,
+         "hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6, "pooling_kernel_size": 3, "patch_size": 16,
+         "position_embedding_size": 10_240}
+LIMITS = ("input_min", "input_max", "output_min", "output_max")
+
+
+class Gemma4(TowerSight):
+    VISION = {"gemma4_vision": USUAL}
+    PROCESSORS = ("Gemma4ImageProcessor",)
+    placeholder, in_windows = IMAGE, True
+
+    def __init__(self, folder: Path, config: ModelConfig) -> None:
+        super().__init__(folder, config)
+        keys = self.processor
+        self.scale = Scale(keys.saying(do_normalize=keys.flag("do_normalize", False)), [0.0] * 3, [1.0] * 3)
+        self.resample = filter_of(keys, BICUBIC)
+        self.joined = self.vision.integer("pooling_kernel_size", high=64)
+        self.count = keys.integer("max_soft_tokens", 280, high=1 << 14)
+        for name, value in (("patch_size", self.patch), ("pooling_kernel_size", self.joined)):
+            if keys.integer(name, value) != value:
+                raise keys.fail(name, f"{value}, as config.json says of the tower")
+        if not keys.flag("do_resize", True):
+            raise keys.fail("do_resize", "true: pictures are made to fit")
+        text = Keys(self.outer.section("text_config") or {}, "config.json: text_config")
+        self.both_ways = text.text("use_bidirectional_attention", None) == "vision"
+        if config.input_width and text.integer("pad_token_id", 0, low=0) != 0:
+            raise text.fail("pad_token_id", "0, the word by which layers are told of pictures")
+
+    @cached_property
+    def head(self) -> int:
+        """Channels of a head, which need not make up the width."""
+        head = self.vision.integer("head_dim", high=1024)
+        if head % 4 or self.vision.integer("num_key_value_heads", self.heads) != self.heads:
+            raise self.vision.fail("head_dim", "a multiple of 4, of as many heads of keys as of queries")
+        return head
+
+    @cached_property
+    def heads(self) -> int:
+        return self.vision.integer("num_attention_heads", high=1024)
+
+    @property
+    def most_patches(self) -> int:
+        return self.count * self.joined**2
+
+    def sized(self, height: int, width: int) -> tuple[int, int]:
+        """The size that a picture is given: the largest of whole squares of patches that has no more of them than are allowed."""
+        demand_shape(height, width)
+        factor, unit = math.sqrt(self.most_patches * self.patch**2 / (height * width)), self.patch * self.joined
+        high, wide = (math.floor(factor * side / unit) * unit for side in (height, width))
+        if not high:
+            return unit, min(width // height, self.count) * unit
+        if not wide:
+            return min(height // width, self.count) * unit, unit
+        return high, wide
+
+    @cached_property
+    def words(self) -> tuple[int, int]:
+        """What stands before and behind a picture."""
+        words = Tokenizer.load(self.folder, self.config).added
+        if missing := [each for each in (BEGIN, END) if each not in words]:
+            raise ConfigError(f"{self.folder}: the vocabulary has no {missing[0]}, which stands beside pictures",
+                              "fetch its tokenizer.json again")
+        return words[BEGIN], words[END]
+
+    def tokens(self, height: int, width: int) -> tuple[int, ...]:
+        (high, wide), (begin, end) = self.sized(height, width), self.words
+        return (begin, *(PLACE,) * (high * wide // (self.patch * self.joined) ** 2), end)
+
+    def values(self, picture: np.ndarray) -> np.ndarray:
+        return self.scale(resized(picture, *self.sized(*picture.shape[:2]), self.resample))
+
+    def load(self, weights: Weights) -> Rows:
+        keys, width, patch = self.vision, self.width, self.patch
+        eps, inner, through = keys.number("rms_norm_eps"), keys.integer("intermediate_size", high=MOST_WIDTH), self.heads * self.head
+        curve = CURVES[keys.choice("hidden_activation", {key: key for key in CURVES}, "gelu_pytorch_tanh")]
+        clipped = keys.flag("use_clipped_linears", False)
+        places = keys.integer("position_embedding_size", high=1 << 20)
+        embedding = weights.matrix("vision_tower.patch_embedder.input_proj", width, 3 * patch * patch, bias=False)
+        table = weights.numbers("vision_tower.patch_embedder.position_embedding_table", 2, places, width)
+        quarter, order = self.head // 4, halves(self.head)
+
+        def matrix(name: str, rows: int, depth: int) -> Matrix:
+            stored = weights.stored(f"{name}.linear.weight", rows, depth)
+            return Matrix(stored, None, tuple(weights.numbers(f"{name}.{each}").item() for each in LIMITS) if clipped else None)
+
+        def turned(name: str) -> Matrix:
+            """Of queries or keys, whose heads have a half for columns and one for rows, each turned by its own halves."""
+            own = matrix(name, through, width)
+            cut = own.stored.reshape(self.heads, self.head, width)[:, order]
+            return Matrix(np.ascontiguousarray(cut).reshape(through, width), None, own.limits)
+
+        def norm(name: str, size: int = width) -> Norm:
+            return weights.rms_norm(name, size, eps)
+
+        def block(number: int) -> Block:
+            own = f"vision_tower.encoder.layers.{number}."
+            queries, keys_ = (norm(f"{own}self_attn.{each}_norm", self.head).weight[order] for each in "qk")
+            # scores are not scaled here: the norm of queries makes up for what attention does
+            return Block((norm(f"{own}input_layernorm"), norm(f"{own}pre_feedforward_layernorm")),
+                         turned(f"{own}self_attn.q_proj"), turned(f"{own}self_attn.k_proj"),
+                         matrix(f"{own}self_attn.v_proj", through, width),
+                         matrix(f"{own}self_attn.o_proj", width, through), matrix(f"{own}mlp.up_proj", inner, width),
+                         matrix(f"{own}mlp.down_proj", width, inner), curve, self.heads, gate=matrix(f"{own}mlp.gate_proj", inner, width),
+                         own_norms=(Norm(queries * np.float32(self.head**0.5), None, eps, centered=False),
+                                    Norm(keys_, None, eps, centered=False),
+                                    Norm(np.ones(self.head, np.float32), None, eps, centered=False)),
+                         after=(norm(f"{own}post_attention_layernorm"), norm(f"{own}post_feedforward_layernorm")))
+
+        blocks = [block(number) for number in range(layer_count(self))]
+        standard = [weights.numbers(f"vision_tower.std_{each}", width) for each in ("bias", "scale")] \
+            if keys.flag("standardize", False) else None
+        plain = Norm(np.ones(width, np.float32), None, eps, centered=False)
+        project = weights.matrix("embed_vision.embedding_projection", self.config.hidden_size, width, bias=False)
+        stated = Keys(keys.section("rope_parameters") or {}, "config.json: vision_config: rope_parameters")
+        steps = (1 / stated.number("rope_theta", THETA) ** (np.arange(quarter, dtype=np.float32) / np.float32(quarter))).astype(np.float32)
+
+        def rows(values: np.ndarray, crew: Crew) -> np.ndarray:
+            lines, columns = values.shape[0] // patch, values.shape[1] // patch
+            if max(lines, columns) > places:
+                raise ConfigError(f"config.json: position_embedding_size {places} is less than the {max(lines, columns)} of a picture")
+            row, column = np.divmod(np.arange(lines * columns), columns)
+            cut = values.reshape(lines, patch, columns, patch, 3).swapaxes(1, 2).reshape(lines * columns, -1)
+            x = product(2 * (cut - np.float32(0.5)), embedding, crew)
+            x += table[0, column] + table[1, row]
+            angles = np.concatenate([column[:, None] * steps, row[:, None] * steps] * 2, axis=1).astype(np.float32)
+            rope = Rope(np.cos(angles), np.sin(angles))
+            crew.work.total += len(blocks)
+            for block in blocks:
+                block.run(x, [(0, len(x))], crew, rope)
+            side = self.joined
+            x = x.reshape(lines // side, side, columns // side, side, width).mean((1, 3), dtype=np.float32).reshape(-1, width)
+            x *= np.float32(width**0.5)
+            if standard is not None:
+                x = (x - standard[0]) * standard[1]
+            return product(plain(x), project, crew)
+
+        return rows
+
+
+def halves(head: int) -> np.ndarray:
+    """The order of a head's channels in which two halves that are turned apart become one that is turned as a whole."""
+    return np.arange(head).reshape(2, 2, head // 4).swapaxes(0, 1).reshape(-1)
+
+
+def sight(folder: Path, config: ModelConfig) -> Gemma4:
+    return Gemma4(folder, config)
