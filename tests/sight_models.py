@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +41,7 @@ PICTURES = pictures()
 def made(outer: str, folder: Path, text: Mapping[str, object], vision: Mapping[str, object], words: list[str] = (),
          **more: object) -> PreTrainedModel:
     """A random model saved in `folder` with the packaged tokenizer, to which `words` are added; as transformers reads it."""
-    config = AutoConfig.for_model(outer, text_config={**TEXT, **text}, vision_config=dict(vision), **more)
+    config = AutoConfig.for_model(outer, text_config=deepcopy({**TEXT, **text}), vision_config=dict(vision), **more)
     torch.manual_seed(3)
     model = AutoModelForImageTextToText.from_config(config)
     with torch.no_grad():

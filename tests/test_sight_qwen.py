@@ -1,9 +1,10 @@
-"""Qwen 2.5 VL, Qwen 3 VL and Qwen 3.5: patches, rows, what goes to early layers, and tokens are those of transformers."""
+"""Qwen 2 VL, 2.5 VL, 3 VL and 3.5, and GLM 4.1V to 4.6V: patches, rows, what goes to early layers, and tokens are those of transformers."""
 
 import numpy as np
 import pytest
 import torch
 from sight_models import PICTURES, held_against, made, opened
+from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from effllm import UsageError
@@ -12,7 +13,13 @@ TOWER = {"depth": 3, "hidden_size": 48, "intermediate_size": 72, "num_heads": 3,
 WINDOWS = {**TOWER, "patch_size": 7, "window_size": 28, "fullatt_block_indexes": [1]}
 PLACES = {**TOWER, "patch_size": 8, "num_position_embeddings": 36}
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 4, 4]}}
+GLM = {**TOWER, "patch_size": 8, "image_size": 48, "rms_norm_eps": 1e-5}
 CASES = {
+    "qwen2_vl": ("qwen2_vl", {"depth": 3, "embed_dim": 48, "hidden_size": 48, "num_heads": 3, "mlp_ratio": 2, "patch_size": 7},
+                 {"model_type": "qwen2_vl_text", **ROPE}),
+    "glm4v": ("glm4v", GLM, {"model_type": "glm4v_text", **ROPE}),
+    "glm4v_moe": ("glm4v_moe", {**GLM, "attention_bias": True}, {"model_type": "glm4v_moe_text", **ROPE, "n_routed_experts": 4,
+                                                                  "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
     "qwen2_5_vl": ("qwen2_5_vl", WINDOWS, {"model_type": "qwen2_5_vl_text", **ROPE}),
     "qwen3_vl": ("qwen3_vl", {**PLACES, "deepstack_visual_indexes": [0, 2]}, {"model_type": "qwen3_vl_text", **ROPE}),
     "qwen3_5": ("qwen3_5", PLACES, {"model_type": "qwen3_5_text", "head_dim": 24, "layer_types": ["full_attention"] * 2,
@@ -24,8 +31,9 @@ CASES = {
 def qwen(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("qwen")
     family, vision, text = CASES[request.param]
-    model = made(family, folder, text, vision, ["<|image_pad|>"], image_token_id=4096)
-    processor = Qwen2VLImageProcessorPil(patch_size=vision["patch_size"], size={"shortest_edge": 60 * 60, "longest_edge": 100 * 100})
+    model = made(family, folder, text, vision, ["<|image_pad|>", "<|image|>"], image_token_id=4096)
+    kind = Glm4vImageProcessorPil if family.startswith("glm") else Qwen2VLImageProcessorPil
+    processor = kind(patch_size=vision["patch_size"], size={"shortest_edge": 60 * 60, "longest_edge": 100 * 100})
     processor.save_pretrained(folder)
     return folder, model, processor
 

@@ -7,6 +7,7 @@ from family_models import assert_close
 from sight_models import FIRST, PICTURES, TOWER, made
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
@@ -51,6 +52,13 @@ CASES = {
                  {"image_token_index": FIRST}, PixtralImageProcessorPil(size={"longest_edge": 96}, patch_size={"height": 16, "width": 16})),
     "internvl": ({"model_type": "qwen2"}, {**TOWER, "image_size": [32, 32], "patch_size": [8, 8]}, ["<IMG_CONTEXT>", "<img>", "</img>"],
                  {"image_token_id": FIRST}, GotOcr2ImageProcessorPil(size=SQUARE, max_patches=4, crop_to_patches=True)),
+    "glm4v": ({"model_type": "glm4v_text", "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 2, 2]}},
+              {**QWEN, "image_size": 48, "rms_norm_eps": 1e-5}, ["<|image|>", "<|begin_of_image|>", "<|end_of_image|>"],
+              {"image_token_id": FIRST, "image_start_token_id": FIRST + 1, "image_end_token_id": FIRST + 2},
+              Glm4vImageProcessorPil(patch_size=8, size={"shortest_edge": 40 * 40, "longest_edge": 120 * 120})),
+    "qwen2_vl": ({"model_type": "qwen2_vl_text", "rope_parameters": ROPE},
+                 {"depth": 2, "embed_dim": 48, "hidden_size": 48, "num_heads": 3, "mlp_ratio": 2, "patch_size": 8},
+                 ["<|image_pad|>", "<|vision_start|>"], {"image_token_id": FIRST, "vision_start_token_id": FIRST + 1}, PATCHES),
     "qwen2_5_vl": ({"model_type": "qwen2_5_vl_text", "rope_parameters": ROPE},
                    {**QWEN, "window_size": 32, "fullatt_block_indexes": [1]}, ["<|image_pad|>", "<|vision_start|>"],
                    {"image_token_id": FIRST, "vision_start_token_id": FIRST + 1}, PATCHES),
@@ -83,7 +91,7 @@ def test_logits_behind_a_picture_are_those_of_transformers(family, tmp_path):
     told = torch.tensor([[FIRST if token >= 1 << 40 else token for token in ids]])
     if family == "gemma3":
         ready["token_type_ids"] = (told == FIRST).int()
-    elif "qwen" in family or family == "gemma4":
+    elif family.startswith(("qwen", "glm", "gemma4")):
         ready["mm_token_type_ids"] = (told == FIRST).int()
     with torch.inference_mode():
         wanted = model(input_ids=told, **ready, use_cache=False).logits[0].numpy()

@@ -24,18 +24,20 @@ THETA = 10_000.0
 
 
 class QwenPatches(TowerSight):
-    """`most` and `least`: points of a picture that is made ready."""
+    """`most` and `least`: points of a picture that is made ready; `SIZE`: where nothing says them, the least first."""
 
     PROCESSORS = ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor", "Qwen3VLImageProcessor")
+    SIZE = (56 * 56, 28 * 28 * 1280)
     placeholder = "<|image_pad|>"
 
     def __init__(self, folder: Path, config: ModelConfig) -> None:
         super().__init__(folder, config)
         keys = self.processor
         self.scale, self.resample = Scale(keys, CLIP_MEAN, CLIP_STD), filter_of(keys, BICUBIC)
-        size = sides(keys, "size", {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280})
-        self.least = keys.integer("min_pixels", size.get("shortest_edge", 56 * 56))
-        self.most = keys.integer("max_pixels", size.get("longest_edge", 28 * 28 * 1280))
+        least, most = self.SIZE
+        size = sides(keys, "size", {"shortest_edge": least, "longest_edge": most})
+        self.least = keys.integer("min_pixels", size.get("shortest_edge", least))
+        self.most = keys.integer("max_pixels", size.get("longest_edge", most))
         self.joined = self.vision.integer("spatial_merge_size", 2, high=16)
         self.frames = self.vision.integer("temporal_patch_size", 2, high=16)
         for name, value in (("patch_size", self.patch), ("merge_size", self.joined)):
@@ -53,7 +55,7 @@ class QwenPatches(TowerSight):
 
     @property
     def most_patches(self) -> int:
-        return min(MOST_PLANNED, self.most // self.patch**2)
+        return min(MOST_PLANNED, int(self.most) // self.patch**2)
 
     def sized(self, height: int, width: int) -> tuple[int, int]:
         """The size that a picture is given."""
