@@ -216,7 +216,7 @@ def loaded(ref: ModelRef, options: EngineOptions, screen: Screen, sees: bool = F
     engine = open_with_progress(ref.folder, options, screen)
     from ..runtime.images.album import album_of
 
-    engine.album = album_of(ref.whole, engine.config)
+    engine.album = album_of(ref.whole, engine.config, options.threads)
     try:
         yield Loaded(engine, tokenizer)
     finally:

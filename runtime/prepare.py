@@ -202,7 +202,7 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
     begun: list[str] = []
     config, options = as_asked(config, options, begun)
     tensors = check_tensors(config, store, container)
-    sight = sight_nbytes(options.sight, config)
+    sight = sight_nbytes(options.sight, config, options.threads)
     warnings = [each for each in config.warnings if not (sight and TEXT_ALONE in each)]
     notices = [*begun, *warnings, *store.notices, *too_many_threads(options.threads), *unread_notices(config, store, tensors)]
     options = fitted(parallel.fitted(options, notices), folder, config, store, notices, container)

@@ -11,8 +11,11 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 from effllm import UsageError
 from effllm.offload.checkpoint import CheckpointError
 from effllm.offload.hardware import cpu_threads
+from effllm.runtime.config import read_config
 from effllm.runtime.config_reader import ConfigError
-from effllm.runtime.images import Work
+from effllm.runtime.images import Work, tower_sight
+from effllm.runtime.images.album import album_of
+from effllm.runtime.images.tower_parts import Crew
 
 SQUARE = {"height": 32, "width": 32}
 CASES = {
@@ -97,3 +100,18 @@ def test_bytes_are_known_before_anything_is_read(llava):
     assert sum(each.numel() for name, each in llava[1].named_parameters() if "language" not in name and "lm_head" not in name) * 4 \
         < sight.bytes_needed() < 500_000 + 1_250_000 * cpu_threads()
     assert sight._rows is None
+
+
+def test_a_runs_threads_look(llava, monkeypatch):
+    seen = []
+
+    class Counted(Crew):
+        def __init__(self, threads, work):
+            seen.append(threads)
+            super().__init__(threads, work)
+
+    monkeypatch.setattr(tower_sight, "Crew", Counted)
+    own, usual = (album_of(llava[0], read_config(llava[0]), threads).sight for threads in (5, None))
+    rows = [sight.see(PICTURES["odd"], Work()).rows for sight in (own, usual)]
+    assert seen == [5, cpu_threads()] and np.abs(rows[0] - rows[1]).max() < 1e-5 * np.abs(rows[1]).max()
+    assert (own.bytes_needed() > usual.bytes_needed()) == (cpu_threads() < 5)

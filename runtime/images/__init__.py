@@ -64,9 +64,11 @@ class Left(Exception):
 
 
 class Sight(Protocol):
-    """How one model sees. `placeholder`: the text by which its template marks a picture."""
+    """How one model sees. `placeholder`: the text by which its template marks a picture. `threads`: how many compute; None for as many as
+    pay on this machine."""
 
     placeholder: str
+    threads: int | None
 
     def see(self, picture: np.ndarray, work: Work) -> Seen:
         """Of a picture uint8 [height, width, 3]. Raises Left where `work` is left."""

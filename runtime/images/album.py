@@ -240,18 +240,20 @@ def _gone(which: str) -> PictureGone:
                        "give it once more (--image FILE, /image FILE in a chat), or begin anew (/clear)")
 
 
-def album_of(folder: Path, config: ModelConfig) -> Album | None:
-    """For the model of a folder; None where it takes no pictures."""
+def album_of(folder: Path, config: ModelConfig, threads: int | None = None) -> Album | None:
+    """For the model of a folder, whose pictures so many threads look at; None where it takes no pictures."""
     try:
         sight = sight_of(folder, config)
+        if sight is not None:
+            sight.threads = threads
         return None if sight is None else Album(sight, axes=axes_of(folder, config))
     except EffllmError as error:
         return Album(None, error)
 
 
-def sight_nbytes(folder: str | None, config: ModelConfig) -> int:
+def sight_nbytes(folder: str | None, config: ModelConfig, threads: int | None = None) -> int:
     """Bytes that seeing takes in a run of the model of a folder; 0 for None, and where no picture is read."""
-    album = None if folder is None else album_of(Path(folder), config)
+    album = None if folder is None else album_of(Path(folder), config, threads)
     return 0 if album is None or album.sight is None else album.sight.bytes_needed()
 
 

@@ -53,6 +53,7 @@ class TowerSight(Family):
     PROCESSORS: tuple[str, ...]
     placeholder = "<image>"
     both_ways = in_windows = False
+    threads: int | None = None
 
     def __init__(self, folder: Path, config: ModelConfig) -> None:
         demand_tower(folder)
@@ -77,7 +78,7 @@ class TowerSight(Family):
             if self._rows is None:
                 with Weights(self.folder) as weights:
                     self._rows = self.load(weights)
-        with Crew(cpu_threads(), work) as crew:
+        with Crew(self.threads or cpu_threads(), work) as crew:
             rows, deep = self._rows(self.values(picture), crew), None
         if rows.ndim == 3:
             rows, deep = rows[0], rows[1:]
@@ -102,7 +103,8 @@ class TowerSight(Family):
         """Weights, the largest matrices in float32, what goes through a layer, pieces of it, and what goes in and comes out."""
         with Weights(self.folder) as weights:
             nbytes = weights.nbytes
-        matrices, layer, pieces = 12 * self.width**2, 6 * self.most_patches * self.width, 16 * self.width * ROWS * cpu_threads()
+        matrices, layer = 12 * self.width**2, 6 * self.most_patches * self.width
+        pieces = 16 * self.width * ROWS * (self.threads or cpu_threads())
         return nbytes + 4 * (matrices + layer + pieces + self.whole_patches * (3 * self.patch**2 + 2 * self.width))
 
     # -- what towers say of themselves ----------------------------------------------------------------------------------------------
