@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 from ...offload.checkpoint import READ_NBYTES, TensorStore
@@ -21,46 +22,63 @@ from .tower_weights import is_of_tower, tower_store
 
 def tower_nbytes(folder: Path) -> int:
     """Bytes of what the model in `folder` sees with; 0 of one whose pictures are not read here."""
-    return sum(info.nbytes for info in _found(folder))
+    return sum(info.nbytes for info in tower_tensors(folder))
 
 
 def keep_tower(folder: Path, writer: FolderWriter) -> Iterator[Progress]:
     """Write the tower of the model in `folder` beside the weights of `writer`; returns the file's name and crc32, nothing where there is no
     tower. Raises CheckpointError, DiskFull."""
-    found, total, crc = _found(folder), tower_nbytes(folder), 0
+    found = tower_tensors(folder)
+    return (yield from write_tower(found, _read(folder, found), writer))
+
+
+def write_tower(found: Sequence[TensorInfo], data: Iterator[bytes], writer: FolderWriter) -> Iterator[Progress]:
+    """As of `keep_tower`; `data` are the bytes of all tensors one behind the other."""
     if not found:
         return {}
+    total, crc = sum(info.nbytes for info in found), 0
 
     def pieces() -> Iterator[bytes]:
         nonlocal crc
-        with tower_store(folder) as store:
-            for piece in _pieces(store, found):
-                crc = zlib.crc32(piece, crc)
-                yield piece
+        for piece in chain([_head(found)], data):
+            crc = zlib.crc32(piece, crc)
+            yield piece
 
     for done in writer.adding(TOWER, pieces()):
         yield Progress("keeping what sees", min(done, total), total, "bytes")
     return {TOWER: crc}
 
 
-def _found(folder: Path) -> list[TensorInfo]:
+def tower_tensors(folder: Path) -> list[TensorInfo]:
+    """Those that the model in `folder` sees with; none of one whose pictures are not read here."""
     if kind_of(folder) not in SIGHTS:
         return []
     with tower_store(folder) as store:
         return [info for info in store.tensors.values() if is_of_tower(info.name)]
 
 
-def _pieces(store: TensorStore, found: list[TensorInfo]) -> Iterator[bytes]:
-    """A safetensors file, piece by piece."""
+def _head(found: Sequence[TensorInfo]) -> bytes:
+    """What a safetensors file begins with."""
     head, at = {}, 0
     for info in found:
         head[info.name] = {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": [at, at + info.nbytes]}
         at += info.nbytes
     text = json.dumps(head, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
-    for info in found:
-        for begin in range(0, info.nbytes, READ_NBYTES):
-            piece = bytearray(min(READ_NBYTES, info.nbytes - begin))
-            store.read_at(info.file, info.offset + begin, memoryview(piece))
-            yield bytes(piece)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _read(folder: Path, found: Sequence[TensorInfo]) -> Iterator[bytes]:
+    if not found:
+        return
+    with tower_store(folder) as store:
+        for info in found:
+            yield from pieces_of(store, info)
+
+
+def pieces_of(store: TensorStore, info: TensorInfo) -> Iterator[bytes]:
+    """The bytes of a tensor."""
+    for begin in range(0, info.nbytes, READ_NBYTES):
+        piece = bytearray(min(READ_NBYTES, info.nbytes - begin))
+        store.read_at(info.file, info.offset + begin, memoryview(piece))
+        yield bytes(piece)

@@ -230,19 +230,29 @@ def _with_bits(plan: PullPlan, config: ModelConfig, parted: bool, client: Client
     a weight is several tensors, which may lie in two shards."""
     folder = storage.own_folder(env, plan.wish.repo, plan.repository.commit, plan.wish.bits)
     result = ExpectedStore(config, QuantSpec.parse(plan.wish.bits)).nbytes
-    beside = sum(file.size for file in companions(plan.repository))
+    beside, tower = sum(file.size for file in companions(plan.repository)), _tower_nbytes(plan, config, parted)
     place = CacheFolder(env, plan.repository)
     shards = [file for file in plan.files if file.name.endswith(".safetensors") and not place.is_here(file)]
     if plan.wish.keep:
-        made = 0 if (folder / storage.MARKER).is_file() else result + beside
-        return replace(plan, folder=folder, kept_bytes=plan.total_bytes + result + beside, disk_bytes=plan.to_load + made)
+        made = 0 if (folder / storage.MARKER).is_file() else result + beside + tower
+        return replace(plan, folder=folder, kept_bytes=plan.total_bytes + result + beside + tower, disk_bytes=plan.to_load + made)
     together, count = at_once(plan.repository, shards, client) if parted else (max((file.size for file in shards), default=0), 0)
-    needed = together + result + 2 * beside
+    needed = together + result + 2 * (beside + tower)  # of each shard the tower's part is kept until all are here
     distinct = {file.etag: file for file in plan.files}.values()
     here = [file for file in distinct if place.is_here(file)]
     held = sum(file.size for file in here) + half_made.held_nbytes(folder, [file for file in distinct if file not in here])
-    return replace(plan, folder=folder, kept_bytes=result + beside, disk_bytes=max(0, needed - taken(folder)), held_bytes=held,
+    return replace(plan, folder=folder, kept_bytes=result + beside + tower, disk_bytes=max(0, needed - taken(folder)), held_bytes=held,
                    disk_free=free_nbytes(folder), nbytes_read=plan.nbytes_read + count)
+
+
+def _tower_nbytes(plan: PullPlan, config: ModelConfig, parted: bool) -> int:
+    """At most so much of the weights is what a model sees with, which goes along unrounded: what is not its text part."""
+    from ..prepare import TEXT_ALONE
+
+    if parted or not any(TEXT_ALONE in each for each in config.warnings):
+        return 0
+    stored = {file.etag: file.size for file in plan.files if file.name.endswith(".safetensors")}
+    return max(0, sum(stored.values()) - ExpectedStore(config).nbytes)
 
 
 def _smaller(plan: PullPlan, config: ModelConfig) -> tuple[int, int] | None:

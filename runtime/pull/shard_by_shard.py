@@ -12,7 +12,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...kernels.threads import MOST_WORKERS, ThreadPool
@@ -31,6 +31,8 @@ from ..conversion.convert_tensors import Converter
 from ..convert import Converted, ConvertOptions, check_target, container, convert, copied, decided, fingerprint
 from ..events import Notice, Progress
 from ..library import half_made, storage
+from ..prepare import TEXT_ALONE
+from .arriving_tower import ArrivingTower
 from .client import Client, DownloadFailed, RemoteFile
 from .disk import Rate, lock_of, locked, source_folder, speaking, taken
 from .download import PHASE, CacheFolder, complete, download
@@ -194,13 +196,14 @@ def _head(shard: Shard, plan: PullPlan, client: Client) -> bytes:
 
 def _convert_shards(plan: PullPlan, source: SourceFolder, shards: list[Shard], client: Client,
                     before: int) -> Iterator[Progress | Notice]:
-    options = options_of(plan)
+    options, tower = options_of(plan), ArrivingTower(source.path)
     planned = plan_conversion(source.path, options.recipe, whole=False)
     with planned.store:
         for item in decided(planned, options):
             if not isinstance(item, ConversionPlan):
                 yield item
-        yield from (Notice(text) for text in (*planned.config.warnings, *planned.notices()))
+        warnings = [each for each in planned.config.warnings if not (tower.nbytes and TEXT_ALONE in each)]
+        yield from (Notice(text) for text in (*warnings, *planned.notices()))
         stamps = [(shard.file.name, shard.file.size, shard.file.etag) for shard in shards]
         pool = ThreadPool(min(MOST_WORKERS, hardware.cpu_threads()))
         try:
@@ -210,12 +213,14 @@ def _convert_shards(plan: PullPlan, source: SourceFolder, shards: list[Shard], c
                 converter = Converter(planned, options.method, writer, pool, ())
                 takes = {job.name: {path.name for path in planned.store.files_of(job.info)} for job in converter.todo}
                 waiting, held = list(converter.todo), {}
-                done = {file.name for file in plan.files if file.name.endswith(".safetensors")} - set().union(*takes.values())
+                left = {shard.file.name for shard in shards if tower.lacks(shard.file.name)}
+                done = {file.name for file in plan.files if file.name.endswith(".safetensors")} - left.union(*takes.values())
                 half_made.note(plan.folder, plan.wish.revision, plan.files, done)
                 for shard in shards:
                     needed = set().union(*(takes[job.name] for job in waiting))
-                    if shard.part is not None and shard.file.name in needed:
+                    if shard.part is not None and shard.file.name in needed | left:
                         yield from _fetch(shard, plan, client, before)
+                    tower.keep(shard.file.name)
                     held[shard.file.name] = shard
                     yield from converter.convert([job for job in waiting if takes[job.name] <= held.keys()])
                     waiting = [job for job in waiting if not takes[job.name] <= held.keys()]
@@ -228,9 +233,11 @@ def _convert_shards(plan: PullPlan, source: SourceFolder, shards: list[Shard], c
                         if (part := held[name].part) is not None:
                             part.restart(keep=len(held[name].head))
                         del held[name]
+                kept = yield from tower.write(writer)
                 texts = {RESULT_INDEX: index_json(planned.files)} if len(planned.files) > 1 else {}
                 copies = copied(source.path)
                 made = container(planned, writer.finished, options, ()).with_files(copies, texts)
+                made = replace(made, files={**made.files, **kept})
                 writer.commit(copies, {**texts, storage.MARKER: made.to_json()})
         finally:
             pool.close()
