@@ -81,6 +81,28 @@ def held_against(sight: Sight, picture: np.ndarray, model: PreTrainedModel, read
     return seen
 
 
+class Lfm2Ready:
+    """In place of a preprocessor of transformers that asks for torchvision: what ours makes, in its form."""
+
+    def __init__(self, **says: object) -> None:
+        self.says = {"image_processor_type": "Lfm2VlImageProcessorFast", "encoder_patch_size": 8, "downsample_factor": 2, "tile_size": 64,
+                     "min_tiles": 2, "max_tiles": 4, "min_image_tokens": 4, "max_image_tokens": 16, "max_pixels_tolerance": 2.0, **says}
+
+    def save_pretrained(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "preprocessor_config.json").write_text(json.dumps(self.says))
+
+    def __call__(self, picture: np.ndarray, **_: object) -> dict[str, torch.Tensor]:
+        parts = opened(self.folder).values(picture)
+        grids = [(len(part) // 8, part.shape[1] // 8) for part in parts]
+        cut = [part.reshape(rows, 8, columns, 8, 3).swapaxes(1, 2).reshape(rows * columns, -1)
+               for part, (rows, columns) in zip(parts, grids, strict=True)]
+        most = max(map(len, cut))
+        return {"pixel_values": torch.tensor(np.stack([np.pad(each, ((0, most - len(each)), (0, 0))) for each in cut])),
+                "spatial_shapes": torch.tensor(grids),
+                "pixel_attention_mask": torch.tensor(np.stack([np.arange(most) < len(each) for each in cut]).astype(np.int32))}
+
+
 def config_changed(folder: Path, name: str, **changes: object) -> None:
     """Keys of a JSON file in a folder as they are wanted; None takes one away."""
     raw = {**json.loads((folder / name).read_text()), **changes}

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from family_models import assert_close
-from sight_models import FIRST, PICTURES, TOWER, made
+from sight_models import FIRST, PICTURES, TOWER, Lfm2Ready, made
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
@@ -45,6 +45,12 @@ CASES = {
     "idefics3": ({"model_type": "llama"}, {**TOWER}, ["<image>", "<fake_token_around_image>", "<global-img>", *ROWS],
                  {"image_token_id": FIRST, "pad_token_id": 0},
                  Idefics3ImageProcessorPil(size={"longest_edge": 64}, max_image_size={"longest_edge": 32})),
+    "lfm2_vl": ({"model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
+                {"model_type": "siglip2_vision_model", "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 2,
+                 "num_attention_heads": 3, "patch_size": 8, "num_patches": 36, "vision_use_head": False},
+                ["<image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>",
+                 *(f"<|img_row_{row}_col_{column}|>" for row in (1, 2) for column in (1, 2))],
+                {"image_token_id": FIRST, "projector_hidden_size": 56}, Lfm2Ready()),
     "llava_next": ({"model_type": "llama"}, {**TOWER, "model_type": "clip_vision_model"}, ["<image>"],
                    {"image_token_index": FIRST, "image_grid_pinpoints": PINPOINTS},
                    LlavaNextImageProcessorPil(size={"shortest_edge": 32}, crop_size=SQUARE, image_grid_pinpoints=PINPOINTS)),
