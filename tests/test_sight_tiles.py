@@ -1,11 +1,12 @@
-"""LLaVA-NeXT, LLaVA-OneVision and InternVL: which tiles a picture is cut into, what is left of their rows, and tokens are those of
-transformers."""
+"""LLaVA-NeXT, LLaVA-OneVision, InternVL and Aya Vision: which tiles a picture is cut into, what is left of their rows, and tokens are
+those of transformers."""
 
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from sight_models import FIRST, PICTURES, TOWER, config_changed, held_against, made, opened, words_of
+from transformers.models.aya_vision.processing_aya_vision import AyaVisionProcessor
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
@@ -90,6 +91,31 @@ def test_internvl(internvl, name):
     seen = held_against(sight, picture, model, {"pixel_values": ready["pixel_values"]})
     marks = SimpleNamespace(start_image_token="<img>", end_image_token="</img>", image_token="<IMG_CONTEXT>", image_seq_length=4)
     ids = words_of(folder).encode(InternVLProcessor.replace_image_token(marks, ready, 0), add_special_tokens=False)
+    assert [PLACE if token == FIRST else token for token in ids] == list(seen.tokens)
+
+
+AYA = ["<|IMG_PATCH|>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "TILE_GLOBAL", *(f"TILE_{number}" for number in range(1, 7))]
+
+
+@pytest.fixture(scope="module")
+def aya(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("aya")
+    tower = {**TOWER, "model_type": "siglip_vision_model", "vision_use_head": False}
+    model = made("aya_vision", folder, {"model_type": "cohere2"}, tower, AYA, image_token_index=FIRST, alignment_intermediate_size=56)
+    processor = GotOcr2ImageProcessorPil(size=SQUARE, max_patches=6, crop_to_patches=True)
+    processor.save_pretrained(folder)
+    return folder, model, processor
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_aya(aya, name):
+    folder, model, processor = aya
+    sight, picture = opened(folder), PICTURES[name]
+    ready = processor(picture, input_data_format="channels_last", return_tensors="np")
+    assert np.array_equal(np.stack(sight.values(picture)).transpose(0, 3, 1, 2), ready["pixel_values"])
+    seen = held_against(sight, picture, model, {"pixel_values": ready["pixel_values"]})
+    told = AyaVisionProcessor(processor, words_of(folder), patch_size=8, img_size=32, downsample_factor=2)
+    ids = words_of(folder).encode(told.replace_image_token(ready, 0), add_special_tokens=False)
     assert [PLACE if token == FIRST else token for token in ids] == list(seen.tokens)
 
 

@@ -28,10 +28,11 @@ USUAL = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24
          "patch_size": 14, "hidden_act": "gelu", "layer_norm_eps": 1e-6}
 
 
-class InternVl(TowerSight):
-    VISION = {"internvl_vision": USUAL}
+class FittedTiles(TowerSight):
+    """Pictures in tiles of the tower's size, `least` to `most` of them; `joined` patches in a row and in a column become one row."""
+
     PROCESSORS = ("GotOcr2ImageProcessor", "InternVLImageProcessor")
-    placeholder = IMAGE
+    joined: int
 
     def __init__(self, folder: Path, config: ModelConfig) -> None:
         super().__init__(folder, config)
@@ -40,15 +41,12 @@ class InternVl(TowerSight):
         if not keys.flag("do_resize", True) or square(keys, "size", {"height": 384, "width": 384}) != (self.side, self.side):
             raise keys.fail("size", f"the {self.side} × {self.side} that the tower takes")
         self.least, self.most = keys.integer("min_patches", 1, high=256), keys.integer("max_patches", 12, high=256)
-        self.joined = round(1 / self.outer.number("downsample_ratio", 0.5))
         self.across = self.side // self.patch
+
+    def demand_squares(self) -> None:
+        """Raises ConfigError where patches do not become whole rows."""
         if self.joined < 1 or self.across % self.joined:
             raise ConfigError(f"config.json: {self.across} patches in a row are no multiple of {self.joined}, which become one")
-        self.drops_first = self.outer.choice("vision_feature_select_strategy", {"default": "default", "full": "full"},
-                                             "default") == "default"
-        if not self.drops_first:
-            raise ConfigError("config.json: vision_feature_select_strategy is 'full', with which patches are no square")
-        self.wanted = wanted_layers(self, -1)
 
     @property
     def most_patches(self) -> int:
@@ -72,6 +70,31 @@ class InternVl(TowerSight):
                 best, off = (columns, rows), own
         return best[1], best[0]
 
+    def values(self, picture: np.ndarray) -> list[np.ndarray]:
+        rows, columns = self.grid(*picture.shape[:2])
+        side = self.side
+        whole = resized(picture, rows * side, columns * side, self.resample)
+        tiles = [whole[row * side : (row + 1) * side, column * side : (column + 1) * side]
+                 for row in range(rows) for column in range(columns)]
+        if len(tiles) > 1:
+            tiles.append(resized(picture, side, side, self.resample))
+        return [self.scale(each) for each in tiles]
+
+
+class InternVl(FittedTiles):
+    VISION = {"internvl_vision": USUAL}
+    placeholder = IMAGE
+
+    def __init__(self, folder: Path, config: ModelConfig) -> None:
+        super().__init__(folder, config)
+        self.joined = round(1 / self.outer.number("downsample_ratio", 0.5))
+        self.demand_squares()
+        self.drops_first = self.outer.choice("vision_feature_select_strategy", {"default": "default", "full": "full"},
+                                             "default") == "default"
+        if not self.drops_first:
+            raise ConfigError("config.json: vision_feature_select_strategy is 'full', with which patches are no square")
+        self.wanted = wanted_layers(self, -1)
+
     @cached_property
     def words(self) -> tuple[int, int]:
         words = Tokenizer.load(self.folder, self.config).added
@@ -85,16 +108,6 @@ class InternVl(TowerSight):
         tiles = rows * columns + (rows * columns > 1)
         begin, end = self.words
         return (begin, *(PLACE,) * (tiles * (self.across // self.joined) ** 2), end)
-
-    def values(self, picture: np.ndarray) -> list[np.ndarray]:
-        rows, columns = self.grid(*picture.shape[:2])
-        side = self.side
-        whole = resized(picture, rows * side, columns * side, self.resample)
-        tiles = [whole[row * side : (row + 1) * side, column * side : (column + 1) * side]
-                 for row in range(rows) for column in range(columns)]
-        if len(tiles) > 1:
-            tiles.append(resized(picture, side, side, self.resample))
-        return [self.scale(each) for each in tiles]
 
     def load(self, weights: Weights) -> Rows:
         tower = self.tower_of(weights)

@@ -80,8 +80,8 @@ class Lfm2Vl(TowerSight):
         return high, wide
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
-        """Rows and columns of tiles; (1, 1) where the whole picture is all. Of shapes that are as near as each other the one counts that has
-        most tiles, if the picture has half of its points."""
+        """Rows and columns of tiles; (1, 1) where the whole picture is all. Of shapes that are as near as each other the one
+        counts that has most tiles, if the picture has half of its points."""
         unit = self.unit
         high, wide = (max(self.patch, round(side / unit) * unit) for side in (height, width))
         if self.tiles == (1, 1) or high * wide <= self.most * unit**2 * self.tolerance:

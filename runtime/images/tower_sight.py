@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ..config import ModelConfig
 
 MOST_LAYERS, MOST_WIDTH, MOST_ASPECT = 512, 1 << 16, 200
+MULTIPLIED = ("granite",)  # families of text parts whose embeddings are multiplied after a picture's rows are among them
 # What `values` made, and threads -> rows float32 [n, hidden]; [1 + layers, n, hidden] where there are some that early layers add.
 Rows = Callable[[Any, Crew], np.ndarray]
 
@@ -85,6 +86,8 @@ class TowerSight(Family):
         if rows.shape != (tokens.count(PLACE), self.config.hidden_size):
             raise ConfigError(f"{self.folder}: a picture became {len(rows)} rows of {rows.shape[-1]}, but "
                               f"{tokens.count(PLACE)} of {self.config.hidden_size} have a place")
+        if self.config.family in MULTIPLIED:
+            rows = rows * np.float32(self.config.embedding_multiplier)
         return Seen(rows, tokens, self.rope_grid(height, width), self.both_ways, self.in_windows, deep)
 
     def rope_grid(self, height: int, width: int) -> tuple[int, int] | None:
