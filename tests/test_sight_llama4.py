@@ -1,0 +1,75 @@
+"""Llama 4: tiles, rows and the words between them are those of transformers; values are rounded as it rounds them."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from family_models import assert_close
+from sight_models import FIRST, PICTURES, made, opened
+from transformers.models.llama4.processing_llama4 import Llama4Processor
+
+from effllm.runtime.engine import open_engine
+from effllm.runtime.images import PLACE, Work
+from effllm.runtime.images.album import album_of
+from effllm.runtime.images.marks import mark
+from effllm.runtime.prepare import EngineOptions
+from effllm.runtime.templates.prompting import Prompts
+from effllm.runtime.text import Tokenizer
+
+WORDS = ["<|patch|>", "<|image_start|>", "<|tile_x_separator|>", "<|tile_y_separator|>", "<|image|>", "<|image_end|>"]
+TEXT = {"model_type": "llama4_text", "intermediate_size_mlp": 64, "num_local_experts": 2, "interleave_moe_layer_step": 2}
+TOWER = {"hidden_size": 48, "intermediate_size": 192, "num_hidden_layers": 3, "num_attention_heads": 3, "image_size": 32, "patch_size": 8,
+         "projector_input_dim": 56, "projector_output_dim": 56, "vision_output_dim": 56}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    model = made("llama4", folder, TEXT, TOWER, WORDS, image_token_index=FIRST)
+    (folder / "preprocessor_config.json").write_text(json.dumps({
+        "image_processor_type": "Llama4ImageProcessorFast", "size": {"height": 32, "width": 32}, "max_patches": 6}))
+    return folder, model
+
+
+def tiles_of(sight, picture):
+    return torch.tensor(np.stack(sight.values(picture)).transpose(0, 3, 1, 2))
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_rows_and_words_are_those_of_transformers(llama, name):
+    folder, model = llama
+    sight, picture = opened(folder), PICTURES[name]
+    with torch.inference_mode():
+        found = model.get_image_features(pixel_values=tiles_of(sight, picture)).last_hidden_state
+        wanted = model.multi_modal_projector(found.reshape(-1, found.shape[-1])).numpy()
+    seen = sight.see(picture, Work())
+    assert seen.rows.shape == wanted.shape and np.abs(seen.rows - wanted).max() < 2e-5 * np.abs(wanted).max()
+    told = Llama4Processor._prompt_split_image(object.__new__(Llama4Processor), sight.grid(*picture.shape[:2]), 4)
+    ids = [FIRST + WORDS.index(f"<|{word}|>") for word in told.removeprefix("<|").removesuffix("|>").split("|><|")]
+    assert [PLACE if token == FIRST else token for token in ids] == list(seen.tokens)
+
+
+def test_values_are_rounded_to_bfloat16_at_every_step(llama):
+    wanted = (torch.arange(256).to(torch.bfloat16) * (1 / 255) - torch.tensor(0.5, dtype=torch.bfloat16)) / 0.5
+    assert np.array_equal(opened(llama[0]).scale.table[:, 0], wanted.float().numpy())
+
+
+def test_logits_behind_a_picture_are_those_of_transformers(llama):
+    folder, model = llama
+    engine = list(open_engine(folder, EngineOptions(kv="32bit", device="cpu", ctx=512, strict=False, exact=True)))[-1]
+    try:
+        engine.album = album_of(folder, engine.config)
+        picture = engine.album.take(PICTURES["photo"])
+        prompts = Prompts(Tokenizer.load(folder, engine.config), album=engine.album)
+        prompt = f"Once {mark(picture.digest)} was a fox in the wood."
+        list(prompts.see(prompt, engine, lambda: False))
+        ids = prompts.encoded(prompt)
+        ours = np.concatenate([logits.copy() for _, logits in engine.score(ids)])
+    finally:
+        engine.close()
+    told = torch.tensor([[FIRST if token >= 1 << 40 else token for token in ids]])
+    with torch.inference_mode():
+        wanted = model(input_ids=told, pixel_values=tiles_of(opened(folder), PICTURES["photo"]), use_cache=False).logits[0].numpy()
+    assert (told == FIRST).sum() == len(picture.seen.rows) > 16
+    assert_close(ours, wanted)
