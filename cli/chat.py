@@ -9,8 +9,8 @@ import typer
 
 from .flags import add_command
 from .habits import remark_on_number
-from .loading import at_bits, at_hand, find_or_absent, judge, open_session, where_typing_shows, with_draft
-from .options import AnswerFlags, Model, RunFlags, SamplingFlags, SessionFlags, ShowFlags, ToolFlags, WeightFlags, Yes, demand_room
+from .loading import at_bits, at_hand, find_or_absent, judge, open_session, seeing_with, where_typing_shows, with_draft
+from .options import AnswerFlags, Mmproj, Model, RunFlags, SamplingFlags, SessionFlags, ShowFlags, ToolFlags, WeightFlags, Yes, demand_room
 from .pictures import taken
 from .prompt import read_prompt
 from .screen import Screen
@@ -36,7 +36,7 @@ def register(app: typer.Typer) -> None:
 
 
 def chat(context: typer.Context, model: Model, answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags, weights: WeightFlags,
-         saving: SessionFlags, tools: ToolFlags, show: ShowFlags, yes: Yes = False) -> int:
+         saving: SessionFlags, tools: ToolFlags, show: ShowFlags, mmproj: Mmproj = None, yes: Yes = False) -> int:
     """Chat in the terminal; piped text is answered once, as by `run`."""
     from .run import answer_once
 
@@ -52,7 +52,7 @@ def chat(context: typer.Context, model: Model, answer: AnswerFlags, sampling: Sa
         demand_room(answer.max_tokens, "leave -n away, or for a prompt that is only read: effllm run MODEL PROMPT -n 0")
     engine = with_draft(engine, screen)
     options = engine.options(overflow=answer.overflow)
-    here = at_hand(found, weights, options, screen, yes)
+    here = seeing_with(at_hand(found, weights, options, screen, yes), mmproj)
     with at_bits(here, weights, screen, options) as ref, offered(tools, ref, engine, screen) as use:
         if text is not None:
             return answer_once(screen, ref, text, answer, sampling, engine, saving, show=show, tools=use)

@@ -40,7 +40,7 @@ def list_models(context: typer.Context, all: All = False, long: Long = False, js
             "models": [{"name": model.name, "family": model.family, "parameters": model.params, "size_bytes": model.size_bytes,
                         "bits_per_weight": round(model.bits, 4), "context": model.context, "licence": model.licence,
                         "revision": model.revision, "chat_template": model.has_template, "source": model.source,
-                        "folder": str(model.folder)} for model in here],
+                        "folder": str(model.folder), "mmproj": model.mmproj and str(model.mmproj)} for model in here],
             "incomplete": [{"name": each.name, "bytes_here": each.held, "bytes_total": each.size} for each in incomplete],
             "unreadable": [{"name": each.name, "folder": str(each.folder), "why": each.why} for each in unreadable],
             "absent": [{"name": entry.alias, "repo": entry.repo, "parameters": entry.params, "size_bytes": entry.size_bytes,

@@ -82,6 +82,19 @@ def at_hand(found: ModelRef | Absent, weights: WeightFlags, options: EngineOptio
     return offer(found, bits, "bits" in weights.settled and found.reference.variant is None, screen, yes, options)
 
 
+def seeing_with(ref: ModelRef, mmproj: str | None) -> ModelRef:
+    """The model with the file of --mmproj, which is judged before weights are read. Raises EffllmError for one that does not go with it."""
+    if mmproj is None:
+        return ref
+    from ..runtime.config import read_config
+    from ..runtime.images.album import demand_sight
+    from .attachment import named_path
+
+    path = str(named_path(mmproj))
+    demand_sight(ref.whole, read_config(ref.whole), path)
+    return replace(ref, mmproj=path)
+
+
 def wanted_bits(text: str, variant: str | None, weights: BitsFlag) -> str | None:
     """The format to quantize to, None for the weights as they are stored: of the model's name (`variant`), else of --bits. Raises
     UsageError where both were typed and differ, for a format that there is not, and for a --keep of nothing."""
@@ -210,13 +223,13 @@ def loaded(ref: ModelRef, options: EngineOptions, screen: Screen, sees: bool = F
     for remark in tokenizer.remarks:
         screen.note(remark)
     if sees:
-        options = replace(options, sight=str(ref.whole))
+        options = replace(options, sight=str(ref.whole), mmproj=ref.mmproj)
     if screen.environment.overseer is not None:
         options = screen.environment.overseer.agree(ref.folder, options)
     engine = open_with_progress(ref.folder, options, screen)
     from ..runtime.images.album import album_of
 
-    engine.album = album_of(ref.whole, engine.config, options.threads)
+    engine.album = album_of(ref.whole, engine.config, ref.mmproj, options.threads)
     try:
         yield Loaded(engine, tokenizer)
     finally:

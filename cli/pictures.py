@@ -27,7 +27,7 @@ def read_pictures(files: Sequence[str], ref: ModelRef) -> list[tuple[str, np.nda
     from ..runtime.images.album import demand_sight
     from ..runtime.images.picture_file import read_picture
 
-    demand_sight(ref.whole, read_config(ref.whole))
+    demand_sight(ref.whole, read_config(ref.whole), ref.mmproj)
     return [(path.name, read_picture(path)) for path in map(named_path, files)]
 
 

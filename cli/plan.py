@@ -13,8 +13,8 @@ import typer
 
 from .. import DoesNotFit, DownloadFailed, ModelNotFound, UsageError
 from .flags import add_command, flag
-from .loading import bits_for, find_any, follow, last, text_side, wanted_bits, with_draft
-from .options import OUTPUT, BitsFlag, Json, Model, Parallel, RunFlags
+from .loading import bits_for, find_any, follow, last, seeing_with, text_side, wanted_bits, with_draft
+from .options import OUTPUT, BitsFlag, Json, Mmproj, Model, Parallel, RunFlags
 from .screen import Screen, margin
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def register(app: typer.Typer) -> None:
 
 
 def plan(context: typer.Context, model: Model, prompt: PromptTokens = None, parallel: Parallel = 1, no_probe: NoProbe = False, *,
-         engine: RunFlags, weights: BitsFlag, json: Json = False) -> None:
+         engine: RunFlags, mmproj: Mmproj = None, weights: BitsFlag, json: Json = False) -> None:
     """What goes where, whether it fits, and how fast it will be."""
     from ..runtime.catalog import Absent
     from ..runtime.planning import forecast
@@ -58,7 +58,7 @@ def plan(context: typer.Context, model: Model, prompt: PromptTokens = None, para
         raise UsageError(f"-p {prompt} is no prompt", "1 or more tokens")
     flags = with_draft(engine, screen)
     try:
-        coming, prepared = None, prepared_for(model, weights, flags, screen, parallel)
+        coming, prepared = None, prepared_for(model, weights, flags, screen, parallel, mmproj)
     except Absent as absent:
         coming = before_pull(absent, weights, flags, screen, parallel)
         prepared = coming.run.prepared
@@ -75,14 +75,15 @@ def plan(context: typer.Context, model: Model, prompt: PromptTokens = None, para
         screen.pairs(lines(model, prepared, known, found, better, coming, min(BAR, screen.environment.width - MARGIN)))
 
 
-def prepared_for(model: str, weights: BitsFlag, engine: RunFlags, screen: Screen, parallel: int = 1) -> Prepared:
+def prepared_for(model: str, weights: BitsFlag, engine: RunFlags, screen: Screen, parallel: int = 1,
+                 mmproj: str | None = None) -> Prepared:
     """The plan of the model as it is stored, or as `--bits` or a format in its name would make it: what a run does with the same words."""
     from ..runtime.planning.forecast import prepare_at
     from ..runtime.prepare import prepare
 
-    ref = find_any(model, screen)
+    ref = seeing_with(find_any(model, screen), mmproj)
     spec = bits_for(ref, weights, screen)
-    options = engine.options(parallel=parallel, sight=str(ref.whole))
+    options = engine.options(parallel=parallel, sight=str(ref.whole), mmproj=ref.mmproj)
     text = text_side(ref.folder, options)
     try:
         return prepare(ref.folder, options) if spec is None else prepare_at(ref.folder, spec, options)

@@ -204,6 +204,8 @@ def show_plan(plan: PullPlan, client: Client, screen: Screen) -> None:
              ("download", to_come(plan)),
              ("kept", f"{format_size(plan.kept_bytes)}{made} in {plan.folder}"),
              ("disk", f"{format_size(plan.disk_bytes)} needed at most, {format_size(plan.disk_free)} free")]
+    if plan.sees is not None:
+        lines.append(("pictures", f"{format_size(plan.sees.size)} of the download is what it sees with, {plan.sees.name}"))
     if wish.on_load:
         lines.append(("on load", f"quantized to {wish.on_load}"))
     if plan.smaller is not None:

@@ -15,8 +15,21 @@ from .errors import INTERRUPTED, NOT_WHOLE
 from .flags import add_command, flag, is_typed
 from .habits import is_model, remark_on_number
 from .interrupt import asked_to_end, end_if_asked
-from .loading import at_bits, at_hand, find_or_absent, judge, open_session, where_typing_shows, with_draft
-from .options import ANSWER, AnswerFlags, AnyModel, Json, RunFlags, SamplingFlags, SessionFlags, ShowFlags, ToolFlags, WeightFlags, Yes
+from .loading import at_bits, at_hand, find_or_absent, judge, open_session, seeing_with, where_typing_shows, with_draft
+from .options import (
+    ANSWER,
+    AnswerFlags,
+    AnyModel,
+    Json,
+    Mmproj,
+    RunFlags,
+    SamplingFlags,
+    SessionFlags,
+    ShowFlags,
+    ToolFlags,
+    WeightFlags,
+    Yes,
+)
 from .pictures import demand_words, read_pictures, taken
 from .prompt import read_prompt
 from .screen import Screen
@@ -50,8 +63,8 @@ def register(app: typer.Typer) -> None:
 
 
 def run(context: typer.Context, model: AnyModel = None, prompt: Prompt = None, file: File = None, image: Images = None, raw: Raw = False,
-        ignore_eos: IgnoreEos = False, *, answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags, weights: WeightFlags,
-        saving: SessionFlags, tools: ToolFlags, show: ShowFlags, json: Json = False, yes: Yes = False) -> int:
+        ignore_eos: IgnoreEos = False, *, answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags, mmproj: Mmproj = None,
+        weights: WeightFlags, saving: SessionFlags, tools: ToolFlags, show: ShowFlags, json: Json = False, yes: Yes = False) -> int:
     """Write one answer to stdout; without a prompt, chat."""
     screen = Screen(context.obj, show.markdown)
     model = model or offer_default(screen, yes)
@@ -80,7 +93,7 @@ def run(context: typer.Context, model: AnyModel = None, prompt: Prompt = None, f
         where_typing_shows(screen, model)
     engine = with_draft(engine, screen)
     options = engine.options(overflow=answer.overflow)
-    here = at_hand(found, weights, options, screen, yes)
+    here = seeing_with(at_hand(found, weights, options, screen, yes), mmproj)
     pictures = read_pictures(image or (), here)
     with at_bits(here, weights, screen, options) as ref, offered(replace(tools, mcp=None) if raw else tools, ref, engine, screen) as use:
         if text is not None:

@@ -13,8 +13,21 @@ import typer
 from .. import UsageError
 from .answer import counted
 from .flags import add_command, flag, is_typed
-from .loading import at_bits, at_hand, find_or_absent, judge, loaded, with_draft
-from .options import OUTPUT, AnswerFlags, Json, Models, Parallel, RunFlags, SamplingFlags, SessionDisk, SessionFlags, WeightFlags, Yes
+from .loading import at_bits, at_hand, find_or_absent, judge, loaded, seeing_with, with_draft
+from .options import (
+    OUTPUT,
+    AnswerFlags,
+    Json,
+    Mmproj,
+    Models,
+    Parallel,
+    RunFlags,
+    SamplingFlags,
+    SessionDisk,
+    SessionFlags,
+    WeightFlags,
+    Yes,
+)
 from .saving import Keeper
 from .screen import Screen, cut, rounded
 
@@ -77,8 +90,8 @@ def serve(context: typer.Context, models: Models = None, host: Host = "127.0.0.1
           name: Name = None, cors: Cors = None, parallel: Parallel = 1, queue: Queue = 32, keep_prompts: KeepPrompts = False,
           session_disk: SessionDisk = None, slot_save_path: SlotSavePath = None, max_models: MaxModels = None,
           keep_alive: KeepAlive = None, load_timeout: LoadTimeout = None, no_webui: NoWebui = False, *, answer: AnswerFlags,
-          sampling: SamplingFlags, engine: RunFlags, weights: WeightFlags, quiet: Quiet = False, json: Json = False,
-          yes: Yes = False) -> int:
+          sampling: SamplingFlags, engine: RunFlags, mmproj: Mmproj = None, weights: WeightFlags, quiet: Quiet = False,
+          json: Json = False, yes: Yes = False) -> int:
     """Serve a model to other programs, by APIs like OpenAI's, Anthropic's and Ollama's; without MODEL, all that are on this machine.
     --json prints an object once it listens."""
     overseer = context.obj.overseer
@@ -108,7 +121,8 @@ def serve(context: typer.Context, models: Models = None, host: Host = "127.0.0.1
 
             refuse_inexact(options)
         slots_in = slot_folder(slot_save_path, options, screen)
-        with at_bits(at_hand(found, weights, options, screen, yes), weights, screen, options) as ref:
+        here = seeing_with(at_hand(found, weights, options, screen, yes), mmproj)
+        with at_bits(here, weights, screen, options) as ref:
             from ..runtime.answers.replies import Replies, Wish
             from ..runtime.answers.rounds import Rounds
             from ..runtime.tokens.stream_filters import StopStrings

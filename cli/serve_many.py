@@ -31,6 +31,7 @@ KEEP_ALIVE = LOAD_TIMEOUT = "5m"
 # Of the front alone, as parameters of the command; a child gets none of them, typed or by a variable.
 OWN = ("host", "port", "api_key", "name", "cors", "max_models", "keep_alive", "load_timeout", "no_webui", "ram", "json", "yes", "models")
 ONE = {"name": "each model has its own name", "draft": "a draft model is for one: effllm serve MODEL --draft SMALL-MODEL",
+       "mmproj": "such a file is for one model, and is found beside that by itself: effllm serve MODEL --mmproj FILE",
        "lora": "an adapter is for one model: effllm serve MODEL --lora ADAPTER"}
 MOST_NAMED = 10
 GRACE_S = 2.0  # in which the servers of models, which end with this one, tell of it in their streams

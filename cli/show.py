@@ -8,8 +8,8 @@ import typer
 
 from .flags import add_command
 from .list_ import counted
-from .loading import find
-from .options import Json, Model
+from .loading import find, seeing_with
+from .options import Json, Mmproj, Model
 from .screen import Screen
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def register(app: typer.Typer) -> None:
     add_command(app, "show", "look around", show)
 
 
-def show(context: typer.Context, model: Model, json: Json = False) -> None:
+def show(context: typer.Context, model: Model, mmproj: Mmproj = None, json: Json = False) -> None:
     """What a model is: shape, context, precision, licence."""
     from ..offload.size import format_size
     from ..runtime.calls.calling import Calling
@@ -38,9 +38,9 @@ def show(context: typer.Context, model: Model, json: Json = False) -> None:
     from ..runtime.tokens.infill import marks_of
 
     screen = Screen(context.obj)
-    ref = find(model, screen)
+    ref = seeing_with(find(model, screen), mmproj)
     prepared = prepare(ref.folder, EngineOptions(device="cpu", ctx=1, ram=UNLIMITED))
-    config, container, album = read_config(ref.folder), prepared.container, album_of(ref.folder, prepared.config)
+    config, container, album = read_config(ref.folder), prepared.container, album_of(ref.whole, prepared.config, ref.mmproj)
     sight = None if album is None else album.sight
     groups = check_tensors(config, prepared.store, container)
     tokenizer = Tokenizer.load(ref.folder, config)

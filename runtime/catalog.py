@@ -34,7 +34,8 @@ class ModelRef:
     """A model whose files are at hand. Catalog facts are None for a folder that no alias stands for.
 
     `variant` is the format that was named after a colon (`fable:4bit`): the folder holds the model that it is to be made of. `notice`
-    says what a person may not expect of the choice.
+    says what a person may not expect of the choice. `seen_from`: what it was made of, where that sees. `mmproj`: the file that a person
+    named for what it sees with.
     """
 
     text: str
@@ -49,6 +50,7 @@ class ModelRef:
     variant: str | None = None
     notice: str = ""
     seen_from: Path | None = None
+    mmproj: str | None = None
 
     @property
     def whole(self) -> Path:
@@ -63,7 +65,9 @@ def resolve(text: str, env: Mapping[str, str]) -> ModelRef:
     if ref.variant is None:
         return ref
     kept = storage.kept_folder(storage.models_folder(env), ref.folder, ref.variant, ref.repo or ref.alias, ref.revision)
-    return replace(ref, folder=kept, variant=None) if (kept / storage.MARKER).is_file() else ref
+    if not (kept / storage.MARKER).is_file():
+        return ref
+    return replace(ref, folder=kept, variant=None, seen_from=ref.folder if is_gguf(ref.folder) else None)
 
 
 def _resolve(reference: Reference, env: Mapping[str, str]) -> ModelRef:

@@ -69,8 +69,9 @@ class EngineOptions:
     the cache at most, its other pages go into a file in `spill_dir` of at most `disk`. `kv_read`: all of those are read for a token
     (exact), or few picked and the others estimated (sparse). `predict_neurons`: those that come from the disk begin to before it is certain
     that they are used. `parallel`: texts at once, each with a cache of its own. `lora`: adapters beside the weights, FOLDER or
-    FOLDER:SCALE. `sight`: the folder whose tower sees pictures, where some may come; its memory is kept free. `preset`: options that were
-    not asked of this model but stand in a person's settings; where it cannot have them they are left, with a notice."""
+    FOLDER:SCALE. `sight`: the folder or GGUF file whose tower sees pictures, where some may come; its memory is kept free. `mmproj`:
+    the file of that tower, where one was named. `preset`: options that were not asked of this model but stand in a person's settings; where
+    it cannot have them they are left, with a notice."""
 
     device: str = "auto"
     threads: int | None = None
@@ -100,6 +101,7 @@ class EngineOptions:
     parallel: int = 1
     lora: tuple[str, ...] = ()
     sight: str | None = None
+    mmproj: str | None = None
     preset: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
@@ -202,7 +204,7 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
     begun: list[str] = []
     config, options = as_asked(config, options, begun)
     tensors = check_tensors(config, store, container)
-    sight = sight_nbytes(options.sight, config, options.threads)
+    sight = sight_nbytes(options.sight, config, options.mmproj, options.threads)
     warnings = [each for each in config.warnings if not (sight and TEXT_ALONE in each)]
     notices = [*begun, *warnings, *store.notices, *too_many_threads(options.threads), *unread_notices(config, store, tensors)]
     options = fitted(parallel.fitted(options, notices), folder, config, store, notices, container)

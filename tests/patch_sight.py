@@ -15,7 +15,7 @@ IMAGE, SIDE, ROWS = "<image>", 8, 16
 class PatchSight:
     """A row for each of 16 patches of a picture, whatever its size. `seen` counts."""
 
-    placeholder = IMAGE
+    placeholder = written = IMAGE
 
     def __init__(self, width: int) -> None:
         self.matrix = np.random.default_rng(3).normal(0, 0.2, (3 * SIDE * SIDE, width)).astype(np.float32)

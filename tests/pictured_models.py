@@ -43,7 +43,7 @@ def written_with_words(case: Case, folder: Path, template: str = TEMPLATE, place
 class TorchSight:
     """What transformers' tower sees of a picture that is made 32 points wide and high. `seen` counts."""
 
-    placeholder = IMAGE
+    placeholder = written = IMAGE
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model, self.seen = model, 0

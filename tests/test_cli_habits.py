@@ -89,7 +89,7 @@ def test_names_that_both_have_are_taken() -> None:
     (("fable", "hi", "--adapter-path", "x"), "here it is --lora"), (("fable", "hi", "--lora-scaled", "x:1"), "--lora ADAPTER:0.5"),
     (("fable", "hi", "--format", "json"), "--schema json"), (("fable", "hi", "-md", "x"), "here it is --draft"),
     (("fable", "hi", "--draft-model", "x"), "here it is --draft"), (("fable", "hi", "-ot", "exps=CPU"), "leave it away"),
-    (("fable", "hi", "--chat-template", "chatml"), "a model has its own"), (("fable", "hi", "--mmproj", "x"), "text part")])
+    (("fable", "hi", "--chat-template", "chatml"), "a model has its own"), (("fable", "hi", "--no-mmproj"), "the first picture is shown")])
 def test_a_flag_of_elsewhere_is_answered_with_the_next_step(words: tuple[str, ...], hint: str) -> None:
     code, out, err = typed("run", *words)
     assert (code, out) == (2, "") and hint in " ".join(err.split()), err

@@ -70,8 +70,8 @@ def test_a_file_is_pulled_run_listed_verified_and_removed(hub: Hub, person: Pers
     assert here[SPLIT]["parameters"] == whole["parameters"] and 4.4 < here[SPLIT]["bits_per_weight"] < 5
 
     assert person.types("verify", SPLIT, "--json").json == {
-        "files": 3, "bytes": sum(len(raw) for name, raw in hub.repos[REPO].files.items() if "Q4_0" in name), "damaged": [],
-        "not_recorded": []}
+        "files": 4, "bytes": sum(len(raw) for name, raw in hub.repos[REPO].files.items() if "Q4_0" in name or "mmproj" in name),
+        "damaged": [], "not_recorded": []}
     blob = (person.snapshot(REPO, commit) / "Q4_0" / "fable-Q4_0-00002-of-00003.gguf").resolve()
     blob.write_bytes(blob.read_bytes()[:-1] + b"\xff")
     assert "00002-of-00003" in person.types("verify", SPLIT).refused(1)
@@ -82,7 +82,7 @@ def test_a_file_is_pulled_run_listed_verified_and_removed(hub: Hub, person: Pers
     planned = person.types("rm", SPLIT, "--dry-run", "--json").json
     assert planned["bytes"] > sum(len(raw) for name, raw in hub.repos[REPO].files.items() if "Q4_0" in name)
     assert person.types("rm", SPLIT, "-y").code == 0
-    assert [path.name for path in folder.iterdir()] == ["fable-Q8_0.gguf"] and len(person.blobs(REPO)) == 1
+    assert sorted(path.name for path in folder.iterdir()) == ["fable-Q8_0.gguf", "mmproj-Q8_0.gguf"] and len(person.blobs(REPO)) == 2
     assert list(listed(person)) == ["fable", WHOLE] and person.types("verify", WHOLE).code == 0
     assert person.types("rm", WHOLE, "-y").code == 0
     assert not folder.parents[1].exists(), "what is left of a repository is no repository"
@@ -145,7 +145,7 @@ def test_a_split_file_whose_parts_are_not_all_here(hub: Hub, person: Person) -> 
 def test_a_tag_means_the_one_file_that_states_it(hub: Hub, person: Person) -> None:
     said = person.types("pull", f"{REPO}:Q5_K_M").refused(3)
     assert "fable-Q8_0.gguf" in said and "Q4_0/fable-Q4_0-00001-of-00003.gguf" in said and "00002" not in said
-    assert person.types("pull", f"{REPO}:q8_0").code == 0 and not hub.asked("mmproj") and not hub.asked("Q4_0/")
+    assert person.types("pull", f"{REPO}:q8_0").code == 0 and hub.asked("mmproj") and not hub.asked("Q4_0/")
     ran = person.types("run", f"{REPO}:Q4_0", "Once", "--raw", "-n", "1", "-y")
     assert ran.code == 0 and len(hub.asked("Q4_0/")) >= 3, ran.err
     hub.forget()
@@ -159,6 +159,29 @@ def test_a_tag_means_the_one_file_that_states_it(hub: Hub, person: Person) -> No
     assert person.types("pull", f"{REPO}:other-Q8_0.gguf").code == 0 and person.types("pull", WHOLE).code == 0
     said = person.types("run", f"{REPO}:Q8_0", "Hi").refused(3)
     assert "2 files of Q8_0" in said and WHOLE in said
+
+
+def test_what_a_model_sees_with_comes_along_and_goes_with_the_last_that_does(hub: Hub, person: Person) -> None:
+    whole = hub.repos[REPO].files["fable-Q8_0.gguf"]
+    seen = {f"mmproj-fable-{kind}.gguf": kind.encode() * 1000 for kind in ("Q8_0", "f16", "F32", "BF16")}
+    hub.add(REPO, files={"fable-Q8_0.gguf": whole, "other-Q8_0.gguf": whole[:-1] + b"x", "text/mmproj-a-f16.gguf": b"a",
+                         "text/mmproj-b-f16.gguf": b"b", "text/fable-Q2_K.gguf": whole[:-1] + b"y", **seen})
+    plan = person.types("pull", WHOLE, "--dry-run")
+    assert "pictures  2.93 KiB of the download is what it sees with, mmproj-fable-f16.gguf" in plan.err
+    assert person.types("pull", WHOLE, "--dry-run", "--json").json["files"] == ["fable-Q8_0.gguf", "mmproj-fable-f16.gguf"]
+    assert person.types("pull", f"{REPO}:text/fable-Q2_K.gguf", "--dry-run", "--json").json["files"] == ["text/fable-Q2_K.gguf"]
+    for name in (WHOLE, f"{REPO}:other-Q8_0.gguf"):
+        assert person.types("pull", name).code == 0
+    folder = person.snapshot(REPO, hub.repos[REPO].commit)
+    assert sorted(path.name for path in folder.iterdir()) == ["fable-Q8_0.gguf", "mmproj-fable-f16.gguf", "other-Q8_0.gguf"]
+    here = listed(person)
+    assert not [name for name in here if "mmproj" in name] and here["fable"]["mmproj"] is None
+    assert here[WHOLE]["mmproj"] == str(folder / "mmproj-fable-f16.gguf")
+    (folder / "mmproj-fable-f16.gguf").resolve().write_bytes(b"F16" * 1000)
+    assert "mmproj-fable-f16.gguf" in person.types("verify", WHOLE).refused(1)
+    assert person.types("rm", WHOLE, "-y").code == 0
+    assert sorted(path.name for path in folder.iterdir()) == ["mmproj-fable-f16.gguf", "other-Q8_0.gguf"]
+    assert person.types("rm", f"{REPO}:other-Q8_0.gguf", "-y").code == 0 and not folder.parents[1].exists()
 
 
 def test_bits_quantize_a_file_when_it_is_here_and_those_of_the_settings_leave_its_codes(hub: Hub, person: Person,

@@ -26,7 +26,7 @@ ROWS = 70
 class DrawnSight:
     """Rows drawn by a picture's points."""
 
-    placeholder = "<image>"
+    placeholder = written = "<image>"
 
     def see(self, points: np.ndarray, work: object) -> Seen:
         draw = np.random.default_rng(int(points[:4].sum()))

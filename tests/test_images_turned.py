@@ -33,7 +33,7 @@ CASES = {
 class GridSight:
     """What transformers' tower sees of patches that are drawn by a picture's points, of which 20 in height and width are a place."""
 
-    placeholder = "<image>"
+    placeholder = written = "<image>"
 
     def __init__(self, model) -> None:
         self.model = model

@@ -4,15 +4,8 @@ import numpy as np
 import pytest
 import torch
 from family_models import assert_close
-from sight_models import FIRST, PICTURES, TOWER, Lfm2Ready, made
-from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
-from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
-from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
-from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
-from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
-from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
-from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from sight_cases import CASES
+from sight_models import FIRST, PICTURES, made
 
 from effllm.runtime.engine import open_engine
 from effllm.runtime.images.album import album_of
@@ -22,68 +15,6 @@ from effllm.runtime.templates.prompting import Prompts
 from effllm.runtime.text import Tokenizer
 
 OPTIONS = EngineOptions(kv="32bit", device="cpu", ctx=512, strict=False, exact=True)
-SQUARE = {"height": 32, "width": 32}
-PINPOINTS = [[32, 64], [64, 32], [64, 64]]
-AYA = ["<|IMG_PATCH|>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "TILE_GLOBAL", *(f"TILE_{number}" for number in range(1, 5))]
-ROWS = [f"<row_{row}_col_{column}>" for row in (1, 2, 3) for column in (1, 2, 3)]
-QWEN = {"depth": 3, "hidden_size": 48, "intermediate_size": 72, "num_heads": 3, "out_hidden_size": 48, "patch_size": 8}
-ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 4, 4]}
-PATCHES = Qwen2VLImageProcessorPil(patch_size=8, size={"shortest_edge": 40 * 40, "longest_edge": 90 * 90})
-# Granite and Cohere scale logits, which classes of transformers that see leave out: by 1 they are the same.
-# family -> text part, tower, words, what else its config says, and preprocessor
-CASES = {
-    "gemma3": ({"model_type": "gemma3_text", "query_pre_attn_scalar": 24, "sliding_window": 40},
-               {**TOWER, "model_type": "siglip_vision_model", "vision_use_head": False},
-               ["<image_soft_token>", "<start_of_image>", "<end_of_image>"],
-               {"mm_tokens_per_image": 16, "image_token_index": FIRST, "boi_token_index": FIRST + 1, "eoi_token_index": FIRST + 2},
-               Gemma3ImageProcessorPil(size=SQUARE)),
-    "gemma4": ({"model_type": "gemma4_text", "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 40,
-                "global_head_dim": 32, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 4200, "num_kv_shared_layers": 0,
-                "use_bidirectional_attention": "vision"},
-               {"hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 2, "num_attention_heads": 3, "num_key_value_heads": 3,
-                "head_dim": 24, "patch_size": 4, "position_embedding_size": 220}, ["<|image|>", "<|image>", "<image|>"],
-               {"image_token_id": FIRST, "boi_token_id": FIRST + 1, "eoi_token_id": FIRST + 2, "audio_config": None},
-               Gemma4ImageProcessorPil(patch_size=4, max_soft_tokens=70)),
-    "idefics3": ({"model_type": "llama"}, {**TOWER}, ["<image>", "<fake_token_around_image>", "<global-img>", *ROWS],
-                 {"image_token_id": FIRST, "pad_token_id": 0},
-                 Idefics3ImageProcessorPil(size={"longest_edge": 64}, max_image_size={"longest_edge": 32})),
-    "lfm2_vl": ({"model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
-                {"model_type": "siglip2_vision_model", "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 2,
-                 "num_attention_heads": 3, "patch_size": 8, "num_patches": 36, "vision_use_head": False},
-                ["<image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>",
-                 *(f"<|img_row_{row}_col_{column}|>" for row in (1, 2) for column in (1, 2))],
-                {"image_token_id": FIRST, "projector_hidden_size": 56}, Lfm2Ready()),
-    "llava_next": ({"model_type": "llama"}, {**TOWER, "model_type": "clip_vision_model"}, ["<image>"],
-                   {"image_token_index": FIRST, "image_grid_pinpoints": PINPOINTS},
-                   LlavaNextImageProcessorPil(size={"shortest_edge": 32}, crop_size=SQUARE, image_grid_pinpoints=PINPOINTS)),
-    "llava_next, granite": ({"model_type": "granite", "embedding_multiplier": 12.0, "logits_scaling": 1.0, "residual_multiplier": 0.22,
-                             "attention_multiplier": 0.015}, {**TOWER, "model_type": "siglip_vision_model", "vision_use_head": False},
-                            ["<image>"], {"image_token_index": FIRST, "image_grid_pinpoints": PINPOINTS, "vision_feature_layer": [-3, -1],
-                                          "vision_feature_select_strategy": "full"},
-                            LlavaNextImageProcessorPil(size={"shortest_edge": 32}, crop_size=SQUARE, image_grid_pinpoints=PINPOINTS)),
-    "aya_vision": ({"model_type": "cohere2", "logit_scale": 1.0, "sliding_window": 40,
-                    "layer_types": ["sliding_attention", "full_attention"]},
-                   {**TOWER, "model_type": "siglip_vision_model", "vision_use_head": False}, AYA,
-                   {"image_token_index": FIRST, "alignment_intermediate_size": 56},
-                   GotOcr2ImageProcessorPil(size=SQUARE, max_patches=4, crop_to_patches=True)),
-    "mistral3": ({"model_type": "mistral"}, {**TOWER, "model_type": "pixtral", "image_size": 96}, ["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
-                 {"image_token_index": FIRST}, PixtralImageProcessorPil(size={"longest_edge": 96}, patch_size={"height": 16, "width": 16})),
-    "internvl": ({"model_type": "qwen2"}, {**TOWER, "image_size": [32, 32], "patch_size": [8, 8]}, ["<IMG_CONTEXT>", "<img>", "</img>"],
-                 {"image_token_id": FIRST}, GotOcr2ImageProcessorPil(size=SQUARE, max_patches=4, crop_to_patches=True)),
-    "glm4v": ({"model_type": "glm4v_text", "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 2, 2]}},
-              {**QWEN, "image_size": 48, "rms_norm_eps": 1e-5}, ["<|image|>", "<|begin_of_image|>", "<|end_of_image|>"],
-              {"image_token_id": FIRST, "image_start_token_id": FIRST + 1, "image_end_token_id": FIRST + 2},
-              Glm4vImageProcessorPil(patch_size=8, size={"shortest_edge": 40 * 40, "longest_edge": 120 * 120})),
-    "qwen2_vl": ({"model_type": "qwen2_vl_text", "rope_parameters": ROPE},
-                 {"depth": 2, "embed_dim": 48, "hidden_size": 48, "num_heads": 3, "mlp_ratio": 2, "patch_size": 8},
-                 ["<|image_pad|>", "<|vision_start|>"], {"image_token_id": FIRST, "vision_start_token_id": FIRST + 1}, PATCHES),
-    "qwen2_5_vl": ({"model_type": "qwen2_5_vl_text", "rope_parameters": ROPE},
-                   {**QWEN, "window_size": 32, "fullatt_block_indexes": [1]}, ["<|image_pad|>", "<|vision_start|>"],
-                   {"image_token_id": FIRST, "vision_start_token_id": FIRST + 1}, PATCHES),
-    "qwen3_vl": ({"model_type": "qwen3_vl_text", "rope_parameters": ROPE},
-                 {**QWEN, "num_position_embeddings": 36, "deepstack_visual_indexes": [0, 2]}, ["<|image_pad|>", "<|vision_start|>"],
-                 {"image_token_id": FIRST, "vision_start_token_id": FIRST + 1}, PATCHES),
-}
 
 
 @pytest.mark.parametrize("family", CASES)

@@ -37,6 +37,7 @@ from . import (
     state_spaces,
     swash,
 )
+from .projector_names import CLIP
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
@@ -363,6 +364,9 @@ def architecture(path: object, name: object) -> Architecture:
     if name in FORKED:
         raise CheckpointError(f"{path} is of architecture {shown(name)}, which only Microsoft's bitnet.cpp writes and runs",
                               "take the safetensors of the model, or a file of architecture bitnet, which llama.cpp's converter makes")
+    if name == CLIP:
+        raise CheckpointError(f"{path} holds what a model sees pictures with, and no model", "give the model's own file: this one is found "
+                              "beside it, or named with --mmproj FILE")
     known = sorted(each for each, entry in ARCHITECTURES.items() if entry.family in FAMILIES)
     if name not in known:
         raise CheckpointError(f"{path} is of architecture {shown(name)}, which is not supported", f"known: {', '.join(known)}")

@@ -12,10 +12,13 @@ from collections.abc import Iterable
 SUFFIX = ".gguf"
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE | re.DOTALL)
 MOST_PARTS = 1024
-TAG = r"(?:[A-Za-z0-9]+-)?(?:I?Q[1-8]|TQ[12]|BF16|F16|F32|MXFP4)(?:_[A-Za-z0-9]+)*"
+PRECISION = r"(?:I?Q[1-8]|TQ[12]|BF16|F16|F32|MXFP4)(?:_[A-Za-z0-9]+)*"
+TAG = "(?:[A-Za-z0-9]+-)?" + PRECISION
+_STATED = re.compile(rf"(?<=[-._]){PRECISION}(?=[-._])", re.IGNORECASE)
 FOLDERS = r"(?:[A-Za-z0-9_][A-Za-z0-9_.+-]*/)*"  # none is hidden, none leads out
 PATH = FOLDERS + r"[A-Za-z0-9_][A-Za-z0-9_.+-]*\.gguf"
-PICTURES = "mmproj"  # what llama.cpp names the part of a model that sees
+PROJECTOR = re.compile(r"(?:^|[-._])mmproj(?=[-._])", re.IGNORECASE)  # in what llama.cpp names the part of a model that sees
+TAKEN_FIRST = ("F16", "BF16", "Q8_0", "F32")  # of such a part, those that are taken first
 
 
 def part_names(name: str) -> tuple[str, ...] | None:
@@ -31,9 +34,27 @@ def all_parts(name: str) -> tuple[str, ...]:
     return part_names(name) or (name,)
 
 
+def is_projector(name: str) -> bool:
+    """By a file's name, with or without folders: whether it is the part of a model that sees."""
+    return name.lower().endswith(SUFFIX) and PROJECTOR.search(name.rpartition("/")[2]) is not None
+
+
+def projectors(names: Iterable[str]) -> list[str]:
+    """The parts that see among `names`, sorted; of those that differ in their precision alone the one to take."""
+    found: dict[str, list[str]] = {}
+    for name in sorted(filter(is_projector, names)):
+        found.setdefault(_STATED.sub("", name).lower(), []).append(name)
+    return [min(each, key=_turn) for each in found.values()]
+
+
+def _turn(name: str) -> int:
+    stated = [each.upper() for each in _STATED.findall(name)]
+    return next((turn for turn, kind in enumerate(TAKEN_FIRST) if kind in stated), len(TAKEN_FIRST))
+
+
 def models(names: Iterable[str]) -> list[str]:
-    """The GGUF files among `names`, sorted; of a split one the first part."""
-    ours = sorted(name for name in names if name.lower().endswith(SUFFIX))
+    """The GGUF files of models among `names`, sorted; of a split one the first part."""
+    ours = sorted(name for name in names if name.lower().endswith(SUFFIX) and not is_projector(name))
     return [name for name in ours if all_parts(name)[0] == name]
 
 
@@ -43,4 +64,4 @@ def meant(asked: str, names: Iterable[str]) -> list[str]:
     if asked.lower().endswith(SUFFIX):
         return [asked] if asked in names else []
     stated = re.compile(rf"(?:^|[-._/]){re.escape(asked)}(?=[-./])", re.IGNORECASE)
-    return [name for name in models(names) if stated.search(name) and not name.rpartition("/")[2].lower().startswith(PICTURES)]
+    return [name for name in models(names) if stated.search(name)]

@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ..config import ModelConfig
+    from .tower_source import TowerSource
 
 PLACE = -1  # in `Seen.tokens`: here stands the next row
-# Model type of a model that takes pictures -> the module here that sees for it: its `sight(folder, config)` returns a Sight.
+# Model type of a model that takes pictures -> the module here that sees for it: its `sight(source, config)` returns a Sight.
 SIGHTS: dict[str, str] = {
     "aya_vision": "aya_vision", "gemma3": "gemma3", "gemma4": "gemma4", "glm46v": "glm4v", "glm4v": "glm4v", "glm4v_moe": "glm4v",
     "idefics3": "idefics3", "internvl": "internvl", "lfm2_vl": "lfm2_vl", "llama4": "llama4", "llava": "llava", "llava_next": "llava_next",
@@ -64,10 +65,11 @@ class Left(Exception):
 
 
 class Sight(Protocol):
-    """How one model sees. `placeholder`: the text by which its template marks a picture. `threads`: how many compute; None for as many as
-    pay on this machine."""
+    """How one model sees. `placeholder`: the text by which its template marks a picture; `written`: that, and what stands around it, where
+    a template knows of no pictures. `threads`: how many compute; None for as many as pay on this machine."""
 
     placeholder: str
+    written: str
     threads: int | None
 
     def see(self, picture: np.ndarray, work: Work) -> Seen:
@@ -87,7 +89,14 @@ def sight_of(folder: Path, config: ModelConfig) -> Sight | None:
         if kind in COMPOSITE:
             raise UsageError(f"pictures of {kind} models are not read", "text alone works; docs/models.md lists the families that see")
         return None
-    return import_module(f".{SIGHTS[kind]}", __name__).sight(folder, config)
+    from .tower_source import FolderSource
+
+    return made_of(kind, FolderSource(folder), config)
+
+
+def made_of(kind: str, source: TowerSource, config: ModelConfig) -> Sight:
+    """The sight of a model type of SIGHTS."""
+    return import_module(f".{SIGHTS[kind]}", __name__).sight(source, config)
 
 
 def kind_of(folder: Path) -> str | None:

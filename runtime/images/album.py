@@ -12,6 +12,7 @@ the newest stay, up to KEPT bytes: programs send every picture again with each q
 from __future__ import annotations
 
 import hashlib
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -24,6 +25,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from ... import EffllmError, UsageError
+from ...offload.header import is_gguf
 from ..events import Notice, Progress
 from . import PLACE, Left, Seen, Sight, Work, sight_of
 from .marks import PictureGone
@@ -240,20 +242,32 @@ def _gone(which: str) -> PictureGone:
                        "give it once more (--image FILE, /image FILE in a chat), or begin anew (/clear)")
 
 
-def album_of(folder: Path, config: ModelConfig, threads: int | None = None) -> Album | None:
-    """For the model of a folder, whose pictures so many threads look at; None where it takes no pictures."""
+def album_of(model: Path, config: ModelConfig, mmproj: str | None = None, threads: int | None = None) -> Album | None:
+    """For the model of a folder, or of a GGUF file, whose tower lies in a file of its own, `mmproj` or one beside it; None where it takes
+    no pictures. So many `threads` look at them. Raises EffllmError where the file that was named does not belong to the model."""
     try:
-        sight = sight_of(folder, config)
+        sight, axes = _sight(model, config, mmproj)
         if sight is not None:
             sight.threads = threads
-        return None if sight is None else Album(sight, axes=axes_of(folder, config))
+        return None if sight is None else Album(sight, axes=axes)
     except EffllmError as error:
+        if mmproj is not None:
+            raise
         return Album(None, error)
 
 
-def sight_nbytes(folder: str | None, config: ModelConfig, threads: int | None = None) -> int:
-    """Bytes that seeing takes in a run of the model of a folder; 0 for None, and where no picture is read."""
-    album = None if folder is None else album_of(Path(folder), config, threads)
+def _sight(model: Path, config: ModelConfig, mmproj: str | None) -> tuple[Sight | None, np.ndarray | None]:
+    if mmproj is None and not is_gguf(model):
+        sight = sight_of(model, config)
+        return sight, None if sight is None else axes_of(model, config)
+    from .projector import projected
+
+    return projected(model, config, None if mmproj is None else Path(os.path.expanduser(mmproj)))
+
+
+def sight_nbytes(model: str | None, config: ModelConfig, mmproj: str | None = None, threads: int | None = None) -> int:
+    """Bytes that seeing takes in a run of a model, as of `album_of`; 0 for None, and where no picture is read."""
+    album = None if model is None else album_of(Path(model), config, mmproj, threads)
     return 0 if album is None or album.sight is None else album.sight.bytes_needed()
 
 
@@ -264,9 +278,9 @@ def sighted(album: Album | None) -> Album:
     return album
 
 
-def demand_sight(folder: Path, config: ModelConfig) -> None:
-    """Raises EffllmError for the model of a folder that takes no pictures, or whose pictures are not read here."""
-    if sight_of(folder, config) is None:
+def demand_sight(model: Path, config: ModelConfig, mmproj: str | None = None) -> None:
+    """Raises EffllmError for a model, as of `album_of`, that takes no pictures, or whose pictures are not read here."""
+    if _sight(model, config, mmproj)[0] is None:
         raise UsageError(*NO_SIGHT)
 
 

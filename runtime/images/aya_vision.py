@@ -3,14 +3,11 @@ one row by a gated FFN. Words tell tiles apart."""
 
 from __future__ import annotations
 
-from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..config_reader import ConfigError
-from ..text import Tokenizer
 from . import PLACE
 from .idefics3 import joined
 from .internvl import FittedTiles
@@ -21,6 +18,7 @@ from .vision_transformer import SIGLIP, load_transformer, wanted_layers
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
+    from .tower_source import TowerSource
 
 BEGIN, PATCH, END = "<|START_OF_IMG|>", "<|IMG_PATCH|>", "<|END_OF_IMG|>"
 
@@ -28,18 +26,14 @@ BEGIN, PATCH, END = "<|START_OF_IMG|>", "<|IMG_PATCH|>", "<|END_OF_IMG|>"
 class AyaVision(FittedTiles):
     VISION = {"siglip_vision_model": SIGLIP}
 
-    def __init__(self, folder: Path, config: ModelConfig) -> None:
-        super().__init__(folder, config)
+    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
+        super().__init__(source, config)
         self.joined = self.outer.integer("downsample_factor", 2, high=16)
         self.demand_squares()
         if self.outer.choice("vision_feature_select_strategy", {"default": "default", "full": "full"}, "full") == "default":
             raise ConfigError("config.json: vision_feature_select_strategy is 'default', with which patches are no square")
         self.wanted = wanted_layers(self, -1)
         self._known: dict[int, tuple[int, ...]] = {}
-
-    @cached_property
-    def words(self) -> Tokenizer:
-        return Tokenizer.load(self.folder, self.config)
 
     def tokens(self, height: int, width: int) -> tuple[int, ...]:
         rows, columns = self.grid(height, width)
@@ -49,9 +43,7 @@ class AyaVision(FittedTiles):
         return self._known[tiles]
 
     def _tokens(self, tiles: int) -> tuple[int, ...]:
-        number, inside = self.words.added.get(PATCH), PATCH * (self.across // self.joined) ** 2
-        if number is None:
-            raise ConfigError(f"{self.folder}: the vocabulary has no {PATCH}, which stands for pictures", "fetch its tokenizer.json again")
+        number, inside = self.word(PATCH), PATCH * (self.across // self.joined) ** 2
         text = BEGIN + "".join(f"TILE_{tile}{inside}" for tile in range(1, tiles + 1)) + f"TILE_GLOBAL{inside}{END}"
         return tuple(PLACE if token == number else token for token in self.words.encode(text, add_special_tokens=False))
 
@@ -72,5 +64,5 @@ class AyaVision(FittedTiles):
         return rows
 
 
-def sight(folder: Path, config: ModelConfig) -> AyaVision:
-    return AyaVision(folder, config)
+def sight(source: TowerSource, config: ModelConfig) -> AyaVision:
+    return AyaVision(source, config)

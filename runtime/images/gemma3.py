@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..config_reader import ConfigError
-from ..text import Tokenizer
 from . import PLACE
 from .preprocessor import BILINEAR, HALF, Scale, filter_of, resized, square
 from .tower_parts import Crew, Matrix, Norm
@@ -21,6 +19,7 @@ from .vision_transformer import SIGLIP, layer_count, load_transformer
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
+    from .tower_source import TowerSource
 
 BEGIN, END = "<start_of_image>", "<end_of_image>"
 
@@ -32,8 +31,8 @@ class Gemma3(TowerSight):
     PROCESSORS = ("Gemma3ImageProcessor",)
     placeholder, both_ways = BEGIN, True
 
-    def __init__(self, folder: Path, config: ModelConfig) -> None:
-        super().__init__(folder, config)
+    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
+        super().__init__(source, config)
         keys = self.processor
         self.scale, self.resample = Scale(keys, HALF, HALF), filter_of(keys, BILINEAR)
         if not keys.flag("do_resize", True) or square(keys, "size", {"height": 224, "width": 224}) != (self.side, self.side):
@@ -49,11 +48,9 @@ class Gemma3(TowerSight):
 
     @cached_property
     def _tokens(self) -> tuple[int, ...]:
-        words = Tokenizer.load(self.folder, self.config)
-        if missing := [each for each in (BEGIN, END) if each not in words.added]:
-            raise ConfigError(f"{self.folder}: the vocabulary has no {missing[0]}, which stands beside pictures",
-                              "fetch its tokenizer.json again")
-        before, behind = (words.encode(text, add_special_tokens=False) for text in (f"\n\n{BEGIN}", f"{END}\n\n"))
+        for each in (BEGIN, END):
+            self.word(each)
+        before, behind = (self.words.encode(text, add_special_tokens=False) for text in (f"\n\n{BEGIN}", f"{END}\n\n"))
         return (*before, *(PLACE,) * self.count, *behind)
 
     def tokens(self, height: int, width: int) -> tuple[int, ...]:
@@ -79,5 +76,5 @@ class Gemma3(TowerSight):
         return rows
 
 
-def sight(folder: Path, config: ModelConfig) -> Gemma3:
-    return Gemma3(folder, config)
+def sight(source: TowerSource, config: ModelConfig) -> Gemma3:
+    return Gemma3(source, config)

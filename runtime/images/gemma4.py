@@ -6,13 +6,11 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..config_reader import ConfigError, Keys
-from ..text import Tokenizer
 from . import PLACE
 from .preprocessor import BICUBIC, Scale, filter_of, resized
 from .tower_parts import CURVES, Block, Crew, Matrix, Norm, Rope, product
@@ -22,6 +20,7 @@ from .vision_transformer import layer_count
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
+    from .tower_source import TowerSource
 
 THETA = 100.0
 BEGIN, IMAGE, END = "<|image>", "<|image|>", "<image|>"
@@ -36,8 +35,8 @@ class Gemma4(TowerSight):
     PROCESSORS = ("Gemma4ImageProcessor",)
     placeholder, in_windows = IMAGE, True
 
-    def __init__(self, folder: Path, config: ModelConfig) -> None:
-        super().__init__(folder, config)
+    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
+        super().__init__(source, config)
         keys = self.processor
         self.scale = Scale(keys.saying(do_normalize=keys.flag("do_normalize", False)), [0.0] * 3, [1.0] * 3)
         self.resample = filter_of(keys, BICUBIC)
@@ -80,18 +79,9 @@ class Gemma4(TowerSight):
             return min(height // width, self.count) * unit, unit
         return high, wide
 
-    @cached_property
-    def words(self) -> tuple[int, int]:
-        """What stands before and behind a picture."""
-        words = Tokenizer.load(self.folder, self.config).added
-        if missing := [each for each in (BEGIN, END) if each not in words]:
-            raise ConfigError(f"{self.folder}: the vocabulary has no {missing[0]}, which stands beside pictures",
-                              "fetch its tokenizer.json again")
-        return words[BEGIN], words[END]
-
     def tokens(self, height: int, width: int) -> tuple[int, ...]:
-        (high, wide), (begin, end) = self.sized(height, width), self.words
-        return (begin, *(PLACE,) * (high * wide // (self.patch * self.joined) ** 2), end)
+        high, wide = self.sized(height, width)
+        return (self.word(BEGIN), *(PLACE,) * (high * wide // (self.patch * self.joined) ** 2), self.word(END))
 
     def values(self, picture: np.ndarray) -> np.ndarray:
         return self.scale(resized(picture, *self.sized(*picture.shape[:2]), self.resample))
@@ -169,5 +159,5 @@ def halves(head: int) -> np.ndarray:
     return np.arange(head).reshape(2, 2, head // 4).swapaxes(0, 1).reshape(-1)
 
 
-def sight(folder: Path, config: ModelConfig) -> Gemma4:
-    return Gemma4(folder, config)
+def sight(source: TowerSource, config: ModelConfig) -> Gemma4:
+    return Gemma4(source, config)

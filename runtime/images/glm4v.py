@@ -3,7 +3,6 @@ squares of patches become one row by a matrix, then by a gated FFN."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +14,7 @@ from .tower_weights import Weights
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
+    from .tower_source import TowerSource
 
 NORM_EPS, SHARPNESS = 1e-5, -0.75  # of the cubic that weighs places
 USUAL = {"depth": 24, "hidden_size": 1536, "hidden_act": "silu", "num_heads": 12, "image_size": 336, "patch_size": 14,
@@ -29,8 +29,8 @@ class Glm4v(QwenPatches):
     SIZE = (112 * 112, 28 * 28 * 15_000)
     placeholder = "<|image|>"
 
-    def __init__(self, folder: Path, config: ModelConfig) -> None:
-        super().__init__(folder, config)
+    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
+        super().__init__(source, config)
         self.least, self.most = self.least / self.frames, self.most / self.frames
 
     def sized(self, height: int, width: int) -> tuple[int, int]:
@@ -97,5 +97,5 @@ def weighed(table: np.ndarray, places: np.ndarray) -> np.ndarray:
     return sum(down * sum(across * table[row, column] for column, across in taps[1]) for row, down in taps[0]).astype(np.float32)
 
 
-def sight(folder: Path, config: ModelConfig) -> Glm4v:
-    return Glm4v(folder, config)
+def sight(source: TowerSource, config: ModelConfig) -> Glm4v:
+    return Glm4v(source, config)

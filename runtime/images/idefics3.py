@@ -4,14 +4,11 @@ them becomes one row), and words between say where a tile was."""
 from __future__ import annotations
 
 import math
-from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..config_reader import ConfigError
-from ..text import Tokenizer
 from . import PLACE
 from .preprocessor import HALF, LANCZOS, Scale, filter_of, resized, sides
 from .tower_parts import Crew, product
@@ -21,6 +18,7 @@ from .vision_transformer import IDEFICS, TOGETHER, layer_count, load_transformer
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
+    from .tower_source import TowerSource
 
 MOST_SIDE = 4096  # of a picture that is cut into tiles
 AROUND, WHOLE = "<fake_token_around_image>", "<global-img>"
@@ -30,8 +28,8 @@ class Idefics3(TowerSight):
     VISION = {"idefics3_vision": IDEFICS, "idefics3": IDEFICS, "smolvlm_vision": IDEFICS, "smolvlm": IDEFICS}
     PROCESSORS = ("Idefics3ImageProcessor", "SmolVLMImageProcessor")
 
-    def __init__(self, folder: Path, config: ModelConfig) -> None:
-        super().__init__(folder, config)
+    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
+        super().__init__(source, config)
         keys = self.processor
         self.scale, self.resample = Scale(keys, HALF, HALF), filter_of(keys, LANCZOS)
         self.splits = keys.flag("do_image_splitting", True)
@@ -54,10 +52,6 @@ class Idefics3(TowerSight):
     @property
     def whole_patches(self) -> int:
         return (math.ceil(self.longest / self.tile) ** 2 + 1) * (self.tile // self.patch) ** 2
-
-    @cached_property
-    def words(self) -> Tokenizer:
-        return Tokenizer.load(self.folder, self.config)
 
     def sized(self, height: int, width: int) -> list[tuple[int, int]]:
         """The sizes that a picture is given, one after the other; the last is one of whole tiles."""
@@ -93,9 +87,7 @@ class Idefics3(TowerSight):
         text = "".join("".join(f"{AROUND}<row_{row + 1}_col_{column + 1}>{tile}" for column in range(columns)) + "\n"
                        for row in range(rows))
         text += ("\n" if rows else "") + AROUND + WHOLE + tile + AROUND
-        number = self.words.added.get(image)
-        if number is None:
-            raise ConfigError(f"{self.folder}: the vocabulary has no {image}, which stands for pictures", "fetch its tokenizer.json again")
+        number = self.word(image)
         return tuple(PLACE if token == number else token for token in self.words.encode(text, add_special_tokens=False))
 
     def tokens(self, height: int, width: int) -> tuple[int, ...]:
@@ -145,5 +137,5 @@ def _even(side: int) -> int:
     return side + side % 2
 
 
-def sight(folder: Path, config: ModelConfig) -> Idefics3:
-    return Idefics3(folder, config)
+def sight(source: TowerSource, config: ModelConfig) -> Idefics3:
+    return Idefics3(source, config)

@@ -3,14 +3,11 @@ row. Its tower scales what each half of a layer adds."""
 
 from __future__ import annotations
 
-from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..config_reader import ConfigError
-from ..text import Tokenizer
 from . import PLACE
 from .idefics3 import joined
 from .preprocessor import BICUBIC, CLIP_MEAN, CLIP_STD, Scale, filter_of, resized, square
@@ -21,6 +18,7 @@ from .vision_transformer import TOGETHER, VisionTransformer, layer_count, wanted
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
+    from .tower_source import TowerSource
 
 BEGIN, IMAGE, END = "<img>", "<IMG_CONTEXT>", "</img>"
 HEAD_EPS, PROJECTOR_EPS = 1e-6, 1e-5
@@ -34,8 +32,8 @@ class FittedTiles(TowerSight):
     PROCESSORS = ("GotOcr2ImageProcessor", "InternVLImageProcessor")
     joined: int
 
-    def __init__(self, folder: Path, config: ModelConfig) -> None:
-        super().__init__(folder, config)
+    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
+        super().__init__(source, config)
         keys = self.processor
         self.scale, self.resample = Scale(keys, CLIP_MEAN, CLIP_STD), filter_of(keys, BICUBIC)
         if not keys.flag("do_resize", True) or square(keys, "size", {"height": 384, "width": 384}) != (self.side, self.side):
@@ -85,8 +83,8 @@ class InternVl(FittedTiles):
     VISION = {"internvl_vision": USUAL}
     placeholder = IMAGE
 
-    def __init__(self, folder: Path, config: ModelConfig) -> None:
-        super().__init__(folder, config)
+    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
+        super().__init__(source, config)
         self.joined = round(1 / self.outer.number("downsample_ratio", 0.5))
         self.demand_squares()
         self.drops_first = self.outer.choice("vision_feature_select_strategy", {"default": "default", "full": "full"},
@@ -95,19 +93,10 @@ class InternVl(FittedTiles):
             raise ConfigError("config.json: vision_feature_select_strategy is 'full', with which patches are no square")
         self.wanted = wanted_layers(self, -1)
 
-    @cached_property
-    def words(self) -> tuple[int, int]:
-        words = Tokenizer.load(self.folder, self.config).added
-        if missing := [each for each in (BEGIN, END) if each not in words]:
-            raise ConfigError(f"{self.folder}: the vocabulary has no {missing[0]}, which stands beside pictures",
-                              "fetch its tokenizer.json again")
-        return words[BEGIN], words[END]
-
     def tokens(self, height: int, width: int) -> tuple[int, ...]:
         rows, columns = self.grid(height, width)
         tiles = rows * columns + (rows * columns > 1)
-        begin, end = self.words
-        return (begin, *(PLACE,) * (tiles * (self.across // self.joined) ** 2), end)
+        return (self.word(BEGIN), *(PLACE,) * (tiles * (self.across // self.joined) ** 2), self.word(END))
 
     def load(self, weights: Weights) -> Rows:
         tower = self.tower_of(weights)
@@ -156,5 +145,5 @@ class InternVl(FittedTiles):
             after=weights.layer_norm(f"{name}layernorm", width, eps) if finished else None, patch=patch)
 
 
-def sight(folder: Path, config: ModelConfig) -> InternVl:
-    return InternVl(folder, config)
+def sight(source: TowerSource, config: ModelConfig) -> InternVl:
+    return InternVl(source, config)

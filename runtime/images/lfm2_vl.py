@@ -5,13 +5,10 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..config_reader import ConfigError
-from ..text import Tokenizer
 from . import PLACE
 from .preprocessor import BILINEAR, HALF, Scale, filter_of, resized
 from .tower_parts import CURVES, Crew, product, two_layers
@@ -21,6 +18,7 @@ from .vision_transformer import SIGLIP, TOGETHER, load_transformer
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
+    from .tower_source import TowerSource
 
 BEGIN, SMALL, END = "<|image_start|>", "<|img_thumbnail|>", "<|image_end|>"
 PROJECTOR_EPS = 1e-5
@@ -30,8 +28,8 @@ class Lfm2Vl(TowerSight):
     VISION = {"siglip2_vision_model": {**SIGLIP, "num_patches": 256}}
     PROCESSORS = ("Lfm2VlImageProcessor",)
 
-    def __init__(self, folder: Path, config: ModelConfig) -> None:
-        super().__init__(folder, config)
+    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
+        super().__init__(source, config)
         keys = self.processor
         self.scale, self.resample = Scale(keys, HALF, HALF), filter_of(keys, BILINEAR)
         self.joined = self.outer.integer("downsample_factor", 2, high=16)
@@ -96,28 +94,19 @@ class Lfm2Vl(TowerSight):
                 best, off = (columns, rows), own
         return best[1], best[0]
 
-    @cached_property
-    def words(self) -> dict[str, int]:
-        return Tokenizer.load(self.folder, self.config).added
-
-    def word(self, text: str) -> tuple[int, ...]:
-        """One that stands beside pictures; none where they have none."""
-        if not self.with_words:
-            return ()
-        if text not in self.words:
-            raise ConfigError(f"{self.folder}: the vocabulary has no {text}, which stands beside pictures",
-                              "fetch its tokenizer.json again")
-        return (self.words[text],)
+    def beside(self, text: str) -> tuple[int, ...]:
+        """A word that stands beside pictures; none where they have none."""
+        return (self.word(text),) if self.with_words else ()
 
     def tokens(self, height: int, width: int) -> tuple[int, ...]:
         high, wide = self.sized(height, width)
         rows, columns = self.grid(height, width)
         whole, tile = (PLACE,) * (high * wide // self.unit**2), (PLACE,) * (self.tile // self.unit) ** 2
         if (rows, columns) == (1, 1):
-            return (*self.word(BEGIN), *whole, *self.word(END))
+            return (*self.beside(BEGIN), *whole, *self.beside(END))
         tiles = [token for row in range(rows) for column in range(columns)
-                 for token in (*self.word(f"<|img_row_{row + 1}_col_{column + 1}|>"), *tile)]
-        return (*self.word(BEGIN), *tiles, *((*self.word(SMALL), *whole) if self.with_small else ()), *self.word(END))
+                 for token in (*self.beside(f"<|img_row_{row + 1}_col_{column + 1}|>"), *tile)]
+        return (*self.beside(BEGIN), *tiles, *((*self.beside(SMALL), *whole) if self.with_small else ()), *self.beside(END))
 
     def values(self, picture: np.ndarray) -> list[np.ndarray]:
         rows, columns = self.grid(*picture.shape[:2])
@@ -193,5 +182,5 @@ def weighed(side: int, count: int) -> np.ndarray:
     return (weights / weights.sum(1, keepdims=True)).astype(np.float32)
 
 
-def sight(folder: Path, config: ModelConfig) -> Lfm2Vl:
-    return Lfm2Vl(folder, config)
+def sight(source: TowerSource, config: ModelConfig) -> Lfm2Vl:
+    return Lfm2Vl(source, config)

@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..config_reader import ConfigError, Keys
-from ..text import Tokenizer
+from ..config_reader import Keys
 from . import PLACE
 from .idefics3 import joined
 from .preprocessor import BILINEAR, HALF, Scale, filter_of, resized, square
@@ -22,6 +20,7 @@ from .vision_transformer import TOGETHER, layer_count
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
+    from .tower_source import TowerSource
 
 EPS, THETA = 1e-5, 10_000.0
 USUAL = {"hidden_size": 768, "num_hidden_layers": 34, "num_attention_heads": 16, "intermediate_size": 5632, "vision_output_dim": 7680,
@@ -34,8 +33,8 @@ class Llama4(TowerSight):
     PROCESSORS = ("Llama4ImageProcessor",)
     placeholder = "<|image|>"
 
-    def __init__(self, folder: Path, config: ModelConfig) -> None:
-        super().__init__(folder, config)
+    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
+        super().__init__(source, config)
         keys = self.processor
         self.scale, self.resample = Scale(keys, HALF, HALF), filter_of(keys, BILINEAR)
         if keys.flag("do_rescale", True) and keys.flag("do_normalize", True):
@@ -85,16 +84,8 @@ class Llama4(TowerSight):
             return max(1, min(math.floor(height * across), high)), wide
         return high, max(1, min(math.floor(width * down), wide))
 
-    @cached_property
-    def words(self) -> tuple[int, ...]:
-        words = Tokenizer.load(self.folder, self.config).added
-        if missing := [each for each in WORDS if each not in words]:
-            raise ConfigError(f"{self.folder}: the vocabulary has no {missing[0]}, which stands beside pictures",
-                              "fetch its tokenizer.json again")
-        return tuple(words[each] for each in WORDS)
-
     def tokens(self, height: int, width: int) -> tuple[int, ...]:
-        (begin, beside, below, whole, end), (rows, columns) = self.words, self.grid(height, width)
+        (begin, beside, below, whole, end), (rows, columns) = map(self.word, WORDS), self.grid(height, width)
         tile = (PLACE,) * (self.across // self.joined) ** 2
         line = (*(tile + (beside,)) * (columns - 1), *tile, below)
         return (begin, *(line * rows if rows * columns > 1 else ()), whole, *tile, end)
@@ -188,5 +179,5 @@ def bfloat16(x: np.ndarray) -> np.ndarray:
     return ((bits + 0x7FFF + (bits >> 16 & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
 
 
-def sight(folder: Path, config: ModelConfig) -> Llama4:
-    return Llama4(folder, config)
+def sight(source: TowerSource, config: ModelConfig) -> Llama4:
+    return Llama4(source, config)

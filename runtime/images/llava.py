@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ... import UsageError
-from ..config_reader import ConfigError, Keys, read_json
+from ..config_reader import ConfigError, Keys
 from . import PLACE
 from .pixtral import Pixtral
 from .preprocessor import BICUBIC, CLIP_MEAN, CLIP_STD, HALF, Scale, cropped, filter_of, resized, shorter_to, sides, square, squared
@@ -19,6 +18,7 @@ from .vision_transformer import CLIP, SIGLIP, load_transformer, wanted_layers
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
+    from .tower_source import TowerSource
 
 MOST_SQUARE = 1 << 27  # points of a picture with a border that makes it a square
 
@@ -29,8 +29,8 @@ class Llava(TowerSight):
     LAYER, STRATEGY = -2, "default"
     CROPS = True  # cuts the middle out where its preprocessor does not say; SigLIP's do not
 
-    def __init__(self, folder: Path, config: ModelConfig) -> None:
-        super().__init__(folder, config)
+    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
+        super().__init__(source, config)
         keys = self.processor
         siglip = keys.text("image_processor_type", "").startswith("Siglip")
         crops = self.CROPS and not siglip
@@ -104,6 +104,6 @@ class Llava(TowerSight):
         return project
 
 
-def sight(folder: Path, config: ModelConfig) -> TowerSight:
-    vision = Keys(read_json(folder / "config.json")).section("vision_config") or {}
-    return Pixtral(folder, config, merges=False) if vision.get("model_type") in Pixtral.VISION else Llava(folder, config)
+def sight(source: TowerSource, config: ModelConfig) -> TowerSight:
+    vision = Keys(source.config).section("vision_config") or {}
+    return Pixtral(source, config, merges=False) if vision.get("model_type") in Pixtral.VISION else Llava(source, config)

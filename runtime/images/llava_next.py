@@ -4,7 +4,6 @@ are left out, and a learned row ends every line."""
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +19,7 @@ from .vision_transformer import TOGETHER
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
+    from .tower_source import TowerSource
 
 MOST_TILES = 256
 
@@ -28,8 +28,8 @@ class LlavaNext(Llava):
     PROCESSORS = ("LlavaNextImageProcessor",)
     PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 
-    def __init__(self, folder: Path, config: ModelConfig) -> None:
-        super().__init__(folder, config)
+    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
+        super().__init__(source, config)
         stated = self.processor.raw.get("image_grid_pinpoints") or self.outer.raw.get("image_grid_pinpoints") or self.PINPOINTS
         side = self.side
         good = isinstance(stated, list) and all(
@@ -115,5 +115,5 @@ class LlavaNext(Llava):
         return grid
 
 
-def sight(folder: Path, config: ModelConfig) -> LlavaNext:
-    return LlavaNext(folder, config)
+def sight(source: TowerSource, config: ModelConfig) -> LlavaNext:
+    return LlavaNext(source, config)

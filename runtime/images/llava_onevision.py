@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +14,7 @@ from .vision_transformer import CLIP, SIGLIP
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
+    from .tower_source import TowerSource
 
 SLACK = 1.1  # times as many patches in a row as are allowed are left
 
@@ -25,8 +25,8 @@ class LlavaOnevision(LlavaNext):
     PINPOINTS = [[384 * high, 384 * wide] for high in range(1, 7) for wide in range(1, 7)]
     LAYER, STRATEGY, CROPS = -1, "full", False
 
-    def __init__(self, folder: Path, config: ModelConfig) -> None:
-        super().__init__(folder, config)
+    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
+        super().__init__(source, config)
         stated = self.outer.text("vision_aspect_ratio", "anyres_max_9")
         found = re.fullmatch(r"anyres_max_([1-9][0-9]{0,3})", stated)
         if found is None:
@@ -56,5 +56,5 @@ def _taps(count: int, wanted: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return low, np.minimum(low + 1, count - 1), at - low.astype(np.float32)
 
 
-def sight(folder: Path, config: ModelConfig) -> LlavaOnevision:
-    return LlavaOnevision(folder, config)
+def sight(source: TowerSource, config: ModelConfig) -> LlavaOnevision:
+    return LlavaOnevision(source, config)

@@ -49,14 +49,15 @@ def parts_of(text: str) -> list[dict[str, str]]:
     return parts
 
 
-def rendered(render: Render, messages: Sequence[Message], placeholder: str) -> str:
+def rendered(render: Render, messages: Sequence[Message], placeholder: str, written: str | None = None) -> str:
     """A prompt of messages that have marks, by a template that writes `placeholder` for each picture. Templates differ in what they take as
-    parts, and some know of no pictures: the first way counts in which all pictures and all that the person said are there. Raises
+    parts, and some know of no pictures, whose texts have `written` for each: the first way counts in which all pictures and all that the
+    person said are there. Raises
     UsageError, and what `render` raises of the last way."""
     said = [each["content"] or "" for each in messages]
     pictures = [digest for each in said for digest in digests(each)]
     ways = (lambda text: parts_of(text) if MARK.search(text) else text, parts_of,
-            lambda text: MARK.sub(lambda found: placeholder, text))
+            lambda text: MARK.sub(lambda found: written or placeholder, text))
     texts = [part["text"].strip() for each in messages if each["role"] == "user" for part in parts_of(each["content"] or "")
              if part["type"] == "text"]
     failed: Exception | None = None

@@ -4,14 +4,11 @@ turned by row and column; squares of them become one row, and words end a line a
 from __future__ import annotations
 
 import math
-from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..config_reader import ConfigError, Keys
-from ..text import Tokenizer
 from . import PLACE
 from .preprocessor import BICUBIC, CLIP_MEAN, CLIP_STD, Scale, filter_of, resized, sides
 from .tower_parts import CURVES, Block, Crew, Rope, patches_of, product, two_layers
@@ -21,6 +18,7 @@ from .vision_transformer import layer_count, wanted_layers
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
+    from .tower_source import TowerSource
 
 EPS, THETA = 1e-5, 10_000.0
 USUAL = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16, "image_size": 1024,
@@ -34,8 +32,8 @@ class Pixtral(TowerSight):
     PROCESSORS = ("PixtralImageProcessor",)
     placeholder, line_end, picture_end = "[IMG]", "[IMG_BREAK]", "[IMG_END]"
 
-    def __init__(self, folder: Path, config: ModelConfig, merges: bool) -> None:
-        super().__init__(folder, config)
+    def __init__(self, source: TowerSource, config: ModelConfig, merges: bool) -> None:
+        super().__init__(source, config)
         keys = self.processor
         self.merges = merges
         self.joined = self.outer.integer("spatial_merge_size", 2, high=16) if merges else 1
@@ -52,16 +50,6 @@ class Pixtral(TowerSight):
     def most_patches(self) -> int:
         return (self.most[0] // self.patch) * (self.most[1] // self.patch)
 
-    @cached_property
-    def ends(self) -> tuple[int, int]:
-        """The words that end a line and a picture."""
-        words = Tokenizer.load(self.folder, self.config).added
-        missing = [each for each in (self.line_end, self.picture_end) if each not in words]
-        if missing:
-            raise ConfigError(f"{self.folder}: the vocabulary has no {missing[0]}, which stands beside pictures",
-                              "fetch its tokenizer.json again")
-        return words[self.line_end], words[self.picture_end]
-
     def grid(self, height: int, width: int) -> tuple[int, int]:
         """Rows and columns of what stands for a picture."""
         shrink, unit = max(height / self.most[0], width / self.most[1]), self.patch * self.joined
@@ -70,7 +58,7 @@ class Pixtral(TowerSight):
         return max(1, -(-height // unit)), max(1, -(-width // unit))
 
     def tokens(self, height: int, width: int) -> tuple[int, ...]:
-        (rows, columns), (line, end) = self.grid(height, width), self.ends
+        (rows, columns), line, end = self.grid(height, width), self.word(self.line_end), self.word(self.picture_end)
         return ((PLACE,) * columns + (line,)) * (rows - 1) + (PLACE,) * columns + (end,)
 
     def values(self, picture: np.ndarray) -> np.ndarray:
@@ -136,5 +124,5 @@ class Pixtral(TowerSight):
         return Rope(np.cos(angles), np.sin(angles))
 
 
-def sight(folder: Path, config: ModelConfig) -> Pixtral:
-    return Pixtral(folder, config, merges=True)
+def sight(source: TowerSource, config: ModelConfig) -> Pixtral:
+    return Pixtral(source, config, merges=True)

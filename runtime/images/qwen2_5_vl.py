@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +13,7 @@ from .tower_weights import Weights
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
+    from .tower_source import TowerSource
 
 EPS = 1e-6
 USUAL = {"depth": 32, "hidden_size": 3584, "hidden_act": "silu", "intermediate_size": 3420, "num_heads": 16, "patch_size": 14,
@@ -74,5 +74,5 @@ def window_order(places: np.ndarray, side: int, unit: int) -> tuple[np.ndarray, 
     return np.argsort(window, kind="stable"), list(zip(borders, borders[1:], strict=False))
 
 
-def sight(folder: Path, config: ModelConfig) -> Qwen25Vl:
-    return Qwen25Vl(folder, config)
+def sight(source: TowerSource, config: ModelConfig) -> Qwen25Vl:
+    return Qwen25Vl(source, config)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +14,7 @@ from .tower_weights import Weights
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
+    from .tower_source import TowerSource
 
 EPS = 1e-6
 USUAL = {"depth": 32, "embed_dim": 1280, "hidden_act": "quick_gelu", "mlp_ratio": 4, "num_heads": 16, "patch_size": 14}
@@ -57,5 +57,5 @@ class Qwen2Vl(QwenPatches):
         return rows
 
 
-def sight(folder: Path, config: ModelConfig) -> Qwen2Vl:
-    return Qwen2Vl(folder, config)
+def sight(source: TowerSource, config: ModelConfig) -> Qwen2Vl:
+    return Qwen2Vl(source, config)

@@ -3,7 +3,6 @@ row and column. Of Qwen 3 VL what early layers of the tower made goes to early l
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +14,7 @@ from .tower_weights import Weights
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
+    from .tower_source import TowerSource
 
 EPS = 1e-6
 USUAL = {"depth": 27, "hidden_size": 1152, "hidden_act": "gelu_pytorch_tanh", "intermediate_size": 4304, "num_heads": 16,
@@ -86,5 +86,5 @@ def between(table: np.ndarray, places: np.ndarray) -> np.ndarray:
         + down * ((1 - across) * table[bottom, left] + across * table[bottom, right])
 
 
-def sight(folder: Path, config: ModelConfig) -> Qwen3Vl:
-    return Qwen3Vl(folder, config)
+def sight(source: TowerSource, config: ModelConfig) -> Qwen3Vl:
+    return Qwen3Vl(source, config)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,6 +17,7 @@ from .tower_weights import Weights
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
+    from .tower_source import TowerSource
 
 MOST_PLANNED = 16_384  # patches: some allow four times as many, which takes a picture of 13 million points
 THETA = 10_000.0
@@ -29,9 +29,10 @@ class QwenPatches(TowerSight):
     PROCESSORS = ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor", "Qwen3VLImageProcessor")
     SIZE = (56 * 56, 28 * 28 * 1280)
     placeholder = "<|image_pad|>"
+    written = "<|vision_start|><|image_pad|><|vision_end|>"
 
-    def __init__(self, folder: Path, config: ModelConfig) -> None:
-        super().__init__(folder, config)
+    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
+        super().__init__(source, config)
         keys = self.processor
         self.scale, self.resample = Scale(keys, CLIP_MEAN, CLIP_STD), filter_of(keys, BICUBIC)
         least, most = self.SIZE

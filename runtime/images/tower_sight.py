@@ -9,21 +9,21 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from ... import UsageError
 from ...offload.hardware import cpu_threads
-from ..config_reader import ConfigError, Keys, read_json, show
+from ..config_reader import ConfigError, Keys, show
+from ..text import Tokenizer
 from . import PLACE, Seen, Work
-from .preprocessor import read_processor
 from .tower_parts import ROWS, Crew
-from .tower_weights import Weights, demand_tower
+from .tower_weights import Weights
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
+    from .tower_source import TowerSource
 
 MOST_LAYERS, MOST_WIDTH, MOST_ASPECT = 512, 1 << 16, 200
 MULTIPLIED = ("granite",)  # families of text parts whose embeddings are multiplied after a picture's rows are among them
@@ -56,10 +56,9 @@ class TowerSight(Family):
     both_ways = in_windows = False
     threads: int | None = None
 
-    def __init__(self, folder: Path, config: ModelConfig) -> None:
-        demand_tower(folder)
-        self.folder, self.config = folder, config
-        self.outer = Keys(read_json(folder / "config.json"))
+    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
+        self.source, self.config = source, config
+        self.outer = Keys(source.config)
         stated = self.outer.section("vision_config") or {}
         self.tower = str(stated.get("model_type") or next(iter(self.VISION)))
         if self.tower not in self.VISION:
@@ -67,28 +66,32 @@ class TowerSight(Family):
                              f"known: {', '.join(self.VISION)}; text alone works")
         said = {key: value for key, value in stated.items() if value is not None}
         self.vision = Keys({**self.VISION[self.tower], **said}, "config.json: vision_config")
-        self.processor, self.around = read_processor(folder, self.PROCESSORS)
+        self.processor, self.around = source.processor(self.PROCESSORS)
         self._rows: Rows | None = None
         self._once = threading.Lock()
 
     def see(self, picture: np.ndarray, work: Work) -> Seen:
         """Raises CheckpointError where the weights are damaged, UsageError for a picture that the model cannot take, and Left."""
         height, width = picture.shape[:2]
-        tokens = self.tokens(height, width)
-        with self._once:
+        with self._once, self.source.saying():
+            tokens = self.tokens(height, width)
             if self._rows is None:
-                with Weights(self.folder) as weights:
+                with self.source.weights() as weights:
                     self._rows = self.load(weights)
         with Crew(self.threads or cpu_threads(), work) as crew:
             rows, deep = self._rows(self.values(picture), crew), None
         if rows.ndim == 3:
             rows, deep = rows[0], rows[1:]
         if rows.shape != (tokens.count(PLACE), self.config.hidden_size):
-            raise ConfigError(f"{self.folder}: a picture became {len(rows)} rows of {rows.shape[-1]}, but "
+            raise ConfigError(f"{self.source.model}: a picture became {len(rows)} rows of {rows.shape[-1]}, but "
                               f"{tokens.count(PLACE)} of {self.config.hidden_size} have a place")
         if self.config.family in MULTIPLIED:
             rows = rows * np.float32(self.config.embedding_multiplier)
         return Seen(rows, tokens, self.rope_grid(height, width), self.both_ways, self.in_windows, deep)
+
+    @property
+    def written(self) -> str:
+        return self.placeholder
 
     def rope_grid(self, height: int, width: int) -> tuple[int, int] | None:
         """`Seen.grid` of a picture of this size."""
@@ -104,13 +107,25 @@ class TowerSight(Family):
 
     def bytes_needed(self) -> int:
         """Weights, the largest matrices in float32, what goes through a layer, pieces of it, and what goes in and comes out."""
-        with Weights(self.folder) as weights:
-            nbytes = weights.nbytes
-        matrices, layer = 12 * self.width**2, 6 * self.most_patches * self.width
-        pieces = 16 * self.width * ROWS * (self.threads or cpu_threads())
-        return nbytes + 4 * (matrices + layer + pieces + self.whole_patches * (3 * self.patch**2 + 2 * self.width))
+        with self.source.saying(), self.source.weights() as weights:
+            matrices, layer = 12 * self.width**2, 6 * self.most_patches * self.width
+            pieces = 16 * self.width * ROWS * (self.threads or cpu_threads())
+            return weights.nbytes + 4 * (matrices + layer + pieces + self.whole_patches * (3 * self.patch**2 + 2 * self.width))
 
     # -- what towers say of themselves ----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def words(self) -> Tokenizer:
+        """The model's vocabulary."""
+        return Tokenizer.load(self.source.model, self.config)
+
+    def word(self, text: str) -> int:
+        """The number of a word of the vocabulary that is no piece of text. Raises ConfigError."""
+        number = self.words.added.get(text)
+        if number is None:
+            raise ConfigError(f"{self.source.model}: the vocabulary has no {text}, which stands for pictures or beside them",
+                              self.source.without_word)
+        return number
 
     @cached_property
     def width(self) -> int:

@@ -6,6 +6,7 @@ they have neither.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -47,10 +48,10 @@ def demand_tower(folder: Path) -> None:
 
 
 class Weights:
-    """Tensors by their own names. A context manager."""
+    """The tensors of a store by their own names, whose shapes `described` states. A context manager, which closes the store."""
 
-    def __init__(self, folder: Path) -> None:
-        self._store = tower_store(folder)
+    def __init__(self, store: TensorStore, described: str) -> None:
+        self._store, self._described = store, described
         named = ((own_name(name), info) for name, info in self._store.tensors.items())
         self._infos: dict[str, TensorInfo] = {name: info for name, info in named if name.startswith(PARTS)}
 
@@ -62,7 +63,8 @@ class Weights:
         return name in self._infos
 
     def stored(self, name: str, *shape: int) -> np.ndarray:
-        """As it is stored, in this shape, or in any of as many numbers where it is two-dimensional. Raises CheckpointError."""
+        """As it is stored, in this shape, or in any of as many numbers where it is two-dimensional; dimensions of one do not count. Raises
+        CheckpointError."""
         info = self._infos.get(name)
         if info is None:
             raise CheckpointError(f"{self._store.folder} holds no tensor {name} of the part that sees", AGAIN)
@@ -70,9 +72,9 @@ class Weights:
             raise CheckpointError(f"{name} is stored as {info.dtype}: of the part that sees only F32, F16 and BF16 are read",
                                   "take the model with that part in bfloat16")
         count = int(np.prod(shape, dtype=np.int64))
-        if tuple(info.shape) != shape and not (len(shape) == 2 and info.shape and info.shape[0] == shape[0]
-                                               and int(np.prod(info.shape, dtype=np.int64)) == count):
-            raise CheckpointError(f"{name} is {list(info.shape)}, but config.json says {list(shape)}", AGAIN)
+        if _squeezed(info.shape) != _squeezed(shape) and not (len(shape) == 2 and info.shape and info.shape[0] == shape[0]
+                                                              and int(np.prod(info.shape, dtype=np.int64)) == count):
+            raise CheckpointError(f"{name} is {list(info.shape)}, but {self._described} says {list(shape)}", AGAIN)
         return self._store.read(info).view(STORED[info.dtype]).reshape(shape)
 
     def numbers(self, name: str, *shape: int) -> np.ndarray:
@@ -95,3 +97,7 @@ class Weights:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._store.close()
+
+
+def _squeezed(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(each for each in shape if each != 1)

@@ -46,14 +46,22 @@ def axes_of(folder: Path, config: ModelConfig) -> np.ndarray | None:
     raw = json.loads(read_whole(folder / "config.json", JSON_NBYTES)) if (folder / "config.json").is_file() else {}
     if raw.get("model_type") not in SECTIONS:
         return None
-    usual, in_turns = SECTIONS[raw["model_type"]]
     inner = raw.get("thinker_config") or raw
     inner = inner.get("text_config") or inner
-    stated = {**(inner.get("rope_scaling") or {}), **(inner.get("rope_parameters") or {})}.get("mrope_section", usual)
+    stated = {**(inner.get("rope_scaling") or {}), **(inner.get("rope_parameters") or {})}.get("mrope_section")
+    return shared_out(raw["model_type"], stated, config, "config.json: mrope_section")
+
+
+def shared_out(kind: str, stated: object, config: ModelConfig, where: str) -> np.ndarray | None:
+    """`axes_of` for a model type that states its sections at `where`, or says nothing of them (None)."""
+    if kind not in SECTIONS:
+        return None
+    usual, in_turns = SECTIONS[kind]
+    stated = usual if stated is None else stated
     turned = next(each for each in config.ropes if each is not None)
     pairs = int(config.head_dim * turned.partial_rotary_factor) // 2
     if not isinstance(stated, list | tuple) or len(stated) != 3 or not all(type(each) is int for each in stated) or sum(stated) != pairs:
-        raise UsageError(f"config.json: mrope_section is {stated!r:.60}, which shares out no {pairs} pairs of channels",
+        raise UsageError(f"{where} is {stated!r:.60}, which shares out no {pairs} pairs of channels",
                          "fetch the model's files again; text alone works")
     if not in_turns:
         return np.repeat(np.arange(3), stated)

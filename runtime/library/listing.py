@@ -16,6 +16,7 @@ from ..catalog import find_entry, resolve
 from ..config_reader import show
 from ..files.small_file import JSON_NBYTES, read_whole
 from ..gguf import names
+from ..gguf.beside import projectors_beside
 from . import storage, unfinished
 from .aliases import CatalogEntry, catalog, entry_folder
 from .model_name import parse_reference
@@ -30,7 +31,8 @@ IN_WORDS = (".qweight", ".weight_packed")  # the endings of codes of GPTQ, AWQ a
 
 @dataclass(frozen=True)
 class LocalModel:
-    """A line of `effllm list`. `name` is what to type; `source` is "effllm", "folder" or "hub cache"; `bits` are stored per weight."""
+    """A line of `effllm list`. `name` is what to type; `source` is "effllm", "folder" or "hub cache"; `bits` are stored per weight.
+    `mmproj`: what a GGUF model sees with, which lies beside it."""
 
     name: str
     family: str
@@ -43,6 +45,7 @@ class LocalModel:
     context: int = 0
     revision: str | None = None
     has_template: bool = False
+    mmproj: Path | None = None
 
 
 def local_models(env: Mapping[str, str]) -> list[LocalModel]:
@@ -225,9 +228,10 @@ def _local_file(name: str, path: Path, source: str, licence: str | None, revisio
         open_gguf_store(path, low_bit=True).close()  # judges the names and types of its tensors
     except EffllmError:
         return None
+    sees = projectors_beside(path)
     nbytes, elements = (sum(each) for each in zip(*((own.nbytes, prod(own.shape)) for own in header.tensors.values()), strict=True))
     return LocalModel(name, config.family, path, nbytes, elements, source, licence or stated_licence(header), 8 * nbytes / elements,
-                      config.context_length, revision, "tokenizer.chat_template" in header.metadata)
+                      config.context_length, revision, "tokenizer.chat_template" in header.metadata, sees[0] if len(sees) == 1 else None)
 
 
 def _counted(folder: Path, store: TensorStore) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from glob import escape
 from pathlib import Path
@@ -231,8 +231,9 @@ def _from_cache(text: str, reference: Reference, repo: str, folder: Path, env: M
 
 
 def _file_from_cache(reference: Reference, path: Path, repo: str, env: Mapping[str, str]) -> Removal:
-    """The parts of a GGUF file, what was measured of them, and their blobs, as far as nothing else shows them, and what a download of it
-    that was stopped has left; of folders what would be empty, and the repository where nothing would be left of it."""
+    """The parts of a GGUF file, what was measured of them, what it sees with, where no other model does, and their blobs, as far as nothing
+    else shows them, and what a download of it that was stopped has left; of folders what would be empty,
+    and the repository where nothing would be left of it."""
     text, root = reference.text, Path(os.path.abspath(hub.repo_folder(env, repo)))
     locks, snapshots = hub.cache_folder(env) / ".locks" / root.name, root / "snapshots"
     commit, *inner = path.relative_to(snapshots).parts
@@ -240,6 +241,7 @@ def _file_from_cache(reference: Reference, path: Path, repo: str, env: Mapping[s
     beside = [each for part in parts for own in MEASURED for name in [escape(f"{part.name}.{own}")]
               for pattern in (name, UNFINISHED.format(name)) for each in part.parent.glob(pattern)]
     gone = {each for each in (*parts, *beside) if os.path.lexists(each)}
+    gone |= _projectors(snapshots / commit, parts)
     shown = set(_blobs(snapshots, gone))
     blobs = {blob for link in gone for blob in _shown_by(link) if blob not in shown and blob.parent == root / "blobs"}
     nbytes = sum(each.stat().st_size for each in (*blobs, *gone) if each.is_file() and not each.is_symlink())
@@ -256,6 +258,13 @@ def _file_from_cache(reference: Reference, path: Path, repo: str, env: Mapping[s
         return Removal(text, SHARED, root, (root, *storage.licence_notes(env, repo)), nbytes, locks, is_part)
     more = [*_refs(root, commit), *storage.licence_notes(env, repo, commit)] if snapshots / commit in gone else []
     return Removal(text, SHARED, path, (*sorted(gone, reverse=True), *more, *sorted(blobs)), nbytes, locks, is_part)
+
+
+def _projectors(snapshot: Path, parts: Sequence[Path]) -> set[Path]:
+    """The parts of models that see (mmproj), where no other model than that of these files is left to see with them."""
+    found = [path for path in snapshot.rglob("*") if is_gguf(path)]
+    others = {path for path in found if not names.is_projector(path.name)} - {*parts}
+    return set() if others or any(names.is_projector(part.name) for part in parts) else {*found} - {*parts}
 
 
 def _refs(root: Path, commit: str) -> list[Path]:

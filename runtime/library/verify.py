@@ -22,6 +22,7 @@ from ..config import read_config
 from ..config_reader import show
 from ..events import Progress
 from ..files.small_file import OddFile, read_whole
+from ..gguf.beside import projectors_beside
 from ..gguf.names import all_parts
 from ..hub import SETTINGS
 from ..kv.kv_profile_file import load_profile, profile_paths
@@ -130,9 +131,10 @@ class Downloaded:
 
 
 def downloaded(model: Path) -> Downloaded:
-    """The files of a snapshot, or a GGUF file in one and its other parts. Raises ModelNotFound for a part that is missing."""
+    """The files of a snapshot, or a GGUF file in one, its other parts and what it sees with. Raises ModelNotFound for a part that is
+    missing."""
     blobs, lost, unknown = {}, [], []
-    for path in sorted(model.rglob("*")) if model.is_dir() else map(model.with_name, all_parts(model.name)):
+    for path in sorted(model.rglob("*")) if model.is_dir() else _files(model):
         if not model.is_dir() and not path.exists():
             raise ModelNotFound(f"{model.name} is a part of a model, and {path.name} is missing", "effllm pull fetches all parts")
         name = os.readlink(path).rpartition("/")[2] if path.is_symlink() else ""
@@ -143,6 +145,11 @@ def downloaded(model: Path) -> Downloaded:
         elif path.is_symlink() or not path.is_dir():
             unknown.append(path.name)
     return Downloaded(blobs, tuple(lost), tuple(unknown))
+
+
+def _files(model: Path) -> list[Path]:
+    """Of a GGUF model: its parts, and what it sees with."""
+    return [*map(model.with_name, all_parts(model.name)), *projectors_beside(model)[:1]]
 
 
 def recording(folder: Path) -> str:
@@ -162,7 +169,7 @@ def summed(model: Path) -> Downloaded | None:
     if model.is_dir():
         present = {each.relative_to(folder).as_posix() for each in folder.rglob("*") if each.is_file()}
     else:
-        present = {*all_parts(model.name)}
+        present = {each.name for each in _files(model) if each.parent == model.parent}
         sums = {name: sums[name] for name in present if name in sums}
         present &= {each.name for each in folder.iterdir()}
     blobs = {str(folder / name): Digest("sha256", value) for name, value in sums.items() if name in present}

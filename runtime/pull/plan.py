@@ -30,7 +30,7 @@ from .disk import check_space, free_nbytes, taken
 from .download import CacheFolder
 from .gguf_head import GgufHead, read_head
 from .reckon import Run, reckon
-from .repository import Repository, companions, describe, named_files, weights
+from .repository import Repository, companions, describe, named_files, projector_file, weights
 from .shards import at_once
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class PullPlan:
     """`folder` is what will hold the model. Bytes: `total_bytes` of all files, `held_bytes` of them here already, `kept_bytes` on the disk
     at the end, `disk_bytes` more than now at the worst moment. `run`: what a run would take then, and its speed. `smaller`: fewer bits that
     suit the model's size and the bytes that they keep. `alternative`: to a gated one, an alias without a gate. `is_done`: nothing is
-    left to do."""
+    left to do. `sees`: of `files` the part of a GGUF model that sees."""
 
     wish: Wish
     repository: Repository
@@ -80,6 +80,7 @@ class PullPlan:
     run: Run = Run()
     smaller: tuple[int, int] | None = None
     is_done: bool = False
+    sees: RemoteFile | None = None
 
     @property
     def lacks_tokenizer(self) -> bool:
@@ -141,11 +142,12 @@ def plan_pull(wish: Wish, client: Client, env: Mapping[str, str], options: Engin
     if client.offline:
         raise DownloadFailed(f"{wish.repo} is not here, and downloads are off (--offline or HF_HUB_OFFLINE)",
                              "effllm list shows the models that are here")
-    repository = _described(wish, client, env)
+    repository, sees = _described(wish, client, env), None
     place, nbytes_read = CacheFolder(env, repository), repository.nbytes_read
     licence = (wish.entry and wish.entry.licence) or repository.licence
     if wish.reference.file is not None:
         files = named_files(repository, wish.reference.file)
+        sees = projector_file(repository, files[0].name)
     else:
         files = [*companions(repository), *weights(repository, wish.entry.exclude if wish.entry else "")]
     alternative = _alternative(wish, repository, files, env)
@@ -164,10 +166,11 @@ def plan_pull(wish: Wish, client: Client, env: Mapping[str, str], options: Engin
         raise Gated(f"{error.message} ({format_size(size)}, licence {licence or 'not stated'})",
                     error.hint + (f"; of about the same size without a gate: effllm pull {alternative}" if alternative else "")) from error
     nbytes_read += count
+    files += [sees] if sees else []
     distinct = {file.etag: file for file in files}.values()
     total, held = sum(file.size for file in distinct), sum(place.held(file) for file in distinct)
     made = PullPlan(wish, repository, tuple(files), place.snapshot, total, held, total, total - held, free_nbytes(place.root), licence,
-                    nbytes_read, alternative)
+                    nbytes_read, alternative, sees=sees)
     if config is None:
         return replace(made, run=Run(unknown=head.unknown))
     if wish.gives_way and _is_quantized(head, section):

@@ -136,6 +136,20 @@ def named_files(repository: Repository, asked: str) -> list[RemoteFile]:
     return [repository.files[part] for part in parts]
 
 
+def projector_file(repository: Repository, model: str) -> RemoteFile | None:
+    """The part that sees (mmproj) of the model in a GGUF file: of the nearest folder that has any, where that is one; where it has
+    several precisions, of those that of 16 bits."""
+    if names.is_projector(model):
+        return None
+    folder, found = model.rpartition("/")[0], []
+    while not found:
+        found = names.projectors(name for name in repository.files if name.rpartition("/")[0] == folder)
+        if not folder:
+            break
+        folder = folder.rpartition("/")[0]
+    return repository.files[found[0]] if len(found) == 1 else None
+
+
 def _no_weights(repository: Repository, lone: Sequence[str]) -> ModelNotFound:
     every = [*repository.files, *repository.unusable]
     if "adapter_model.safetensors" in every:

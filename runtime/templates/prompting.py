@@ -78,7 +78,7 @@ class Prompts:
             prompt = render(messages)
             if all(text.strip() in prompt for each, text in zip(messages, said, strict=True) if each["role"] == "user"):
                 return prompt
-        return with_marks(render, messages, self.album.sight.placeholder)
+        return with_marks(render, messages, self.album.sight.placeholder, self.album.sight.written)
 
     def going_on(self, prompt: str, said: str) -> str:
         """A prompt whose answer begins with `said`: it goes on behind its reasoning, also where the template opens one."""

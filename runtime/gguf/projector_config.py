@@ -1,0 +1,199 @@
+"""The keys of a file of the part of a model that sees (mmproj) as what its checkpoint's config.json and preprocessor_config.json said.
+
+What such a file leaves open (how pictures are sized, which filter sizes them) is what the checkpoints of its family say. Its types are in
+`projector_names.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import isqrt
+
+import numpy as np
+
+from ...offload.gguf import GgufHeader, GgufTensor
+from ...offload.header import CheckpointError, damaged, shown
+from ..config_reader import Keys
+from .projector_names import AFTER, CLIP, DEEP, FIRST, FRAMES, NEWLINE, PROJECTORS, Projector
+
+VISION, BICUBIC, BILINEAR, LANCZOS = f"{CLIP}.vision.", 3, 2, 1
+TYPE = ("clip.projector_type", "clip.vision.projector_type")  # the second of files that hear as well
+# Below `clip.vision.` -> of a tower in config.json.
+KEYS = {"embedding_length": "hidden_size", "feed_forward_length": "intermediate_size", "block_count": "num_hidden_layers",
+        "attention.head_count": "num_attention_heads", "image_size": "image_size", "patch_size": "patch_size",
+        "attention.layer_norm_epsilon": "layer_norm_eps"}
+QWEN_KEYS = {"num_hidden_layers": "depth", "num_attention_heads": "num_heads"}
+TILES = 4  # of Idefics 3's pictures, in a row at most, where the file does not say it
+QWEN_POINTS = {"qwen2.5vl_merger": (56 * 56, 12_845_056), "qwen3vl_merger": (65_536, 16_777_216)}  # least and most of a picture
+
+
+@dataclass(frozen=True)
+class Described:
+    """`config` and `processor` are the two JSON files'; `projector` says how tensors are called, those of `deep` layers by number."""
+
+    config: Mapping[str, object]
+    processor: Mapping[str, object]
+    projector: Projector
+    deep: tuple[int, ...]
+    swapped: bool
+    heads: int
+
+
+def described(header: GgufHeader, text: str) -> Described:
+    """Of a file, beside a text part of architecture `text`. Raises CheckpointError for what is no such file, or of a type that is not
+    read, or lacks a key."""
+    path, data = header.path, header.metadata
+    kind = next((data[key] for key in TYPE if data.get(key) is not None), None)
+    if data.get("general.architecture") != CLIP or kind is None:
+        raise CheckpointError(f"{path} is of architecture {shown(data.get('general.architecture'))}, not what a model sees with",
+                              "--mmproj takes the file that lies beside a model's, named mmproj-*.gguf")
+    if not isinstance(kind, str) or kind not in PROJECTORS:
+        raise CheckpointError(f"{path} has a projector of type {shown(kind)}, which is not supported",
+                              f"known: {', '.join(PROJECTORS)}; text alone works")
+    projector = PROJECTORS[kind]
+    if projector.texts and text not in projector.texts:
+        raise CheckpointError(f"{path} has a projector of type {kind}, which goes with models of architecture "
+                              f"{' or '.join(projector.texts)}, not {shown(text)}", "take the mmproj file of this very model")
+    keys = _keys(header)
+    tower = {ours: keys[theirs] for theirs, ours in KEYS.items() if theirs in keys}
+    for theirs, ours in KEYS.items():
+        if ours not in tower:
+            damaged(path, f"lacks key {VISION}{theirs}")
+    deep = tuple(sorted({int(found[1]) for name in header.tensors if (found := DEEP.fullmatch(name))}))
+    config, processor = BUILDERS[kind](header, keys, tower, text)
+    heads = tower["num_attention_heads"]
+    look = {name: keys[name] for name in ("image_mean", "image_std") if name in keys}
+    return Described(config, {**look, **processor}, projector, deep, _swapped(header, tower["hidden_size"], kind),
+                     heads if type(heads) is int else 0)
+
+
+def _keys(header: GgufHeader) -> dict[str, object]:
+    """Those of the tower, as JSON would have them, and what curve its FFN has."""
+    def plain(value: object) -> object:
+        return [bool(each) if value.dtype == np.uint8 else each for each in value.tolist()] if isinstance(value, np.ndarray) else value
+
+    found = {key.removeprefix(VISION): plain(value) for key, value in header.metadata.items() if key.startswith(VISION)}
+    for name in ("use_gelu", "use_silu"):
+        found[name] = header.metadata.get(f"{CLIP}.{name}", False) is True
+    return found
+
+
+def _swapped(header: GgufHeader, width: object, kind: object) -> bool:
+    """Whether the FFN's second matrix is called its first: in files of early writers it has as many inputs as the tower is wide."""
+    first = header.tensors.get("v.blk.0.ffn_down.weight")
+    return first is not None and len(first.shape) == 2 and first.shape[1] == width and (first.shape[0] != width or kind == "mlp")
+
+
+def _tensor(header: GgufHeader, name: str) -> GgufTensor:
+    if name not in header.tensors:
+        damaged(header.path, f"holds no tensor {name}")
+    return header.tensors[name]
+
+
+Built = tuple[Mapping[str, object], Mapping[str, object]]
+Tower = Mapping[str, object]
+Values = Mapping[str, object]
+
+
+def _square(tower: Tower) -> dict[str, object]:
+    return {"height": tower["image_size"], "width": tower["image_size"]}
+
+
+def _curve(keys: Values, gelu: str) -> str:
+    return "silu" if keys["use_silu"] else gelu if keys["use_gelu"] else "quick_gelu"
+
+
+def _mlp(header: GgufHeader, keys: Values, tower: Tower, text: str) -> Built:
+    """LLaVA 1.5 and 1.6. Such a file holds the layers that count: without a word of others, what its last one made is projected."""
+    clip, tiles = FIRST in header.tensors, any(name in header.tensors for name in NEWLINE)
+    config = {
+        "model_type": "llava_next" if tiles else "llava", "vision_feature_layer": keys.get("feature_layer") or tower["num_hidden_layers"],
+        "vision_feature_select_strategy": "default" if clip else "full",
+        "vision_config": {"model_type": "clip_vision_model" if clip else "siglip_vision_model", **tower,
+                          "hidden_act": _curve(keys, "gelu" if clip else "gelu_pytorch_tanh")}}
+    sized = {"size": {"shortest_edge": tower["image_size"]}, "crop_size": _square(tower), "resample": BICUBIC}
+    if not tiles:
+        return config, {"image_processor_type": "LlavaImageProcessor", "do_pad": True, **sized}
+    stated = keys.get("image_grid_pinpoints")
+    if stated is not None and (not isinstance(stated, list) or len(stated) % 2):
+        damaged(header.path, f"states {VISION}image_grid_pinpoints that are no widths and heights")
+    pairs = [[high, wide] for wide, high in zip(stated[::2], stated[1::2], strict=True)] if stated else None
+    return config, {"image_processor_type": "LlavaNextImageProcessor", **sized, **({"image_grid_pinpoints": pairs} if pairs else {})}
+
+
+def _idefics3(header: GgufHeader, keys: Values, tower: Tower, text: str) -> Built:
+    side = tower["image_size"]
+    longest = keys.get("preproc_image_size") or (TILES * side if type(side) is int else side)
+    return ({"model_type": "idefics3", "scale_factor": keys.get("projector.scale_factor"),
+             "vision_config": {"model_type": "idefics3_vision", **tower, "hidden_act": _curve(keys, "gelu_pytorch_tanh")}},
+            {"image_processor_type": "Idefics3ImageProcessor", "size": {"longest_edge": longest}, "max_image_size": {"longest_edge": side},
+             "resample": LANCZOS})
+
+
+def _pixtral(header: GgufHeader, keys: Values, tower: Tower, text: str) -> Built:
+    merge = keys.get("spatial_merge_size")
+    return ({"model_type": "llava" if merge is None else "mistral3", "spatial_merge_size": merge, "vision_feature_layer": -1,
+             "vision_config": {"model_type": "pixtral", **tower, "rope_theta": header.metadata.get(f"{CLIP}.rope.freq_base"),
+                               "hidden_act": _curve(keys, "gelu")}},
+            {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": tower["image_size"]}, "resample": BICUBIC})
+
+
+def _internvl(header: GgufHeader, keys: Values, tower: Tower, text: str) -> Built:
+    merge = keys.get("projector.scale_factor", 2)
+    return ({"model_type": "internvl", "downsample_ratio": 1 / merge if type(merge) is int and merge > 0 else merge,
+             "vision_feature_layer": -1,
+             "vision_config": {"model_type": "internvl_vision", **tower, "hidden_act": _curve(keys, "gelu"),
+                               "norm_type": "layer_norm" if "v.blk.0.ln1.bias" in header.tensors else "rms_norm",
+                               "use_qk_norm": "v.blk.0.attn_q_norm.weight" in header.tensors,
+                               "use_mean_pooling": f"{AFTER}.weight" not in header.tensors}},
+            {"image_processor_type": "GotOcr2ImageProcessor", "size": _square(tower), "min_patches": keys.get("preproc_min_tiles"),
+             "max_patches": keys.get("preproc_max_tiles"), "resample": BICUBIC})
+
+
+def _gemma3(header: GgufHeader, keys: Values, tower: Tower, text: str) -> Built:
+    numbers = Keys({"projector.scale_factor": 4, **keys}, f"{header.path}: {CLIP}.vision")
+    side, patch = numbers.integer("image_size", high=1 << 14), numbers.integer("patch_size", high=1 << 10)
+    across = side // patch // numbers.integer("projector.scale_factor", high=1 << 10)
+    return ({"model_type": "gemma3", "mm_tokens_per_image": across**2,
+             "vision_config": {"model_type": "siglip_vision_model", **tower, "hidden_act": _curve(keys, "gelu_pytorch_tanh")}},
+            {"image_processor_type": "Gemma3ImageProcessor", "size": _square(tower), "resample": BILINEAR})
+
+
+def _qwen(kind: str, more: Callable[[GgufHeader, Values, dict[str, object]], None]) -> Callable[..., Built]:
+    def built(header: GgufHeader, keys: Values, tower: Tower, text: str) -> Built:
+        vision = {QWEN_KEYS.get(name, name): value for name, value in tower.items()}
+        vision |= {"spatial_merge_size": keys.get("spatial_merge_size"), "temporal_patch_size": 1 + (FRAMES in header.tensors)}
+        more(header, keys, vision)
+        names = ("image_min_pixels", "image_max_pixels")
+        least, most = (keys.get(name, usual) for name, usual in zip(names, QWEN_POINTS[kind], strict=True))
+        return ({"model_type": MODELS[text], "vision_config": vision},
+                {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": least, "max_pixels": most, "resample": BICUBIC})
+
+    return built
+
+
+# Architecture of a text part -> the model type whose positions go by place.
+MODELS = {"qwen2vl": "qwen2_5_vl", "qwen3vl": "qwen3_vl", "qwen3vlmoe": "qwen3_vl_moe", "qwen35": "qwen3_5", "qwen35moe": "qwen3_5_moe"}
+
+
+def _windows(header: GgufHeader, keys: Values, vision: dict[str, object]) -> None:
+    """All patches see all in every so many layers."""
+    where = Keys(keys, f"{header.path}: {CLIP}.vision")
+    every, depth = where.integer("n_wa_pattern", high=1 << 10), where.integer("block_count", high=1 << 10)
+    vision |= {"model_type": "qwen2_5_vl", "hidden_act": _curve(keys, "gelu_pytorch_tanh"), "window_size": keys.get("window_size"),
+               "fullatt_block_indexes": list(range(every - 1, depth, every))}
+
+
+def _places(header: GgufHeader, keys: Values, vision: dict[str, object]) -> None:
+    deep = sorted({int(found[1]) for name in header.tensors if (found := DEEP.fullmatch(name))})
+    count = _tensor(header, "v.position_embd.weight").shape[0]
+    if isqrt(count) ** 2 != count:
+        damaged(header.path, f"has {count} places for patches in v.position_embd.weight, which are no square")
+    vision |= {"model_type": "qwen3_vl" if deep else "qwen3_5", "hidden_act": _curve(keys, "gelu_pytorch_tanh"),
+               "num_position_embeddings": count, "deepstack_visual_indexes": deep}
+
+
+BUILDERS: Mapping[str, Callable[..., Built]] = {
+    "mlp": _mlp, "idefics3": _idefics3, "pixtral": _pixtral, "internvl": _internvl, "gemma3": _gemma3,
+    "qwen2.5vl_merger": _qwen("qwen2.5vl_merger", _windows), "qwen3vl_merger": _qwen("qwen3vl_merger", _places)}

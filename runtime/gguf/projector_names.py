@@ -1,0 +1,116 @@
+"""What files of the part of a model that sees (mmproj) call tensors, by type of projector, and how their values differ from a checkpoint's.
+
+A file has the architecture clip and states its type in `clip.projector_type`. Names here are those of `images/`, as `own_name` leaves them.
+A new type is an entry in PROJECTORS, and what its keys say in `projector_config.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+CLIP = "clip"  # the architecture
+LAYER = re.compile(r"v\.blk\.([0-9]{1,4})\.(.+)")
+DEEP = re.compile(r"v\.deepstack\.([0-9]{1,4})\.(norm|fc1|fc2)\.(weight|bias)")
+DEEP_PARTS = {"norm": "norm", "fc1": "linear_fc1", "fc2": "linear_fc2"}
+KINDS = ("weight", "bias")
+FRAMES = "v.patch_embd.weight.1"  # of the second of two frames, whose first has the usual name
+NEWLINE = ("model.image_newline", "v.image_newline")
+FIRST, AFTER = "v.class_embd", "v.post_ln"
+
+
+@dataclass(frozen=True)
+class Projector:
+    """`layers` goes before the number of a layer, `layer` are parts of names within one and `outer` those of the others, all without their
+    kind; `whole` are names with theirs, within layers and outside. `joined`: q, k and v of a layer are one matrix here. `halves`: rows of q
+    and k are neighbours in the file and halves of a head here. `less`: names from which the one is taken that the file added. `width`: the
+    tensor whose first dimension, where `across` its last, is the text part's width. `texts`: architectures that it goes with, of files;
+    none for any. `unused`: names that are the text part's own here."""
+
+    layers: str
+    layer: Mapping[str, str]
+    outer: Mapping[str, str]
+    width: str
+    whole: Mapping[str, str] = field(default_factory=dict)
+    joined: bool = False
+    halves: bool = False
+    less: frozenset[str] = frozenset()
+    across: bool = False
+    texts: tuple[str, ...] = ()
+    unused: frozenset[str] = frozenset()
+
+
+_NORMS, _ATTENTION = {"ln1": "layer_norm1", "ln2": "layer_norm2"}, {
+    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_out": "self_attn.out_proj"}
+_SIGLIP = {**_NORMS, **_ATTENTION, "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"}
+_QWEN = {"ln1": "norm1", "ln2": "norm2", "attn_q": "attn.q", "attn_k": "attn.k", "attn_v": "attn.v", "attn_qkv": "attn.qkv",
+         "attn_out": "attn.proj"}
+
+
+def _embeddings(tower: str) -> dict[str, str]:
+    return {"v.patch_embd": f"{tower}.embeddings.patch_embedding", "v.position_embd": f"{tower}.embeddings.position_embedding",
+            AFTER: f"{tower}.post_layernorm"}
+
+
+PROJECTORS: Mapping[str, Projector] = {
+    "mlp": Projector(
+        "vision_tower.encoder.layers.", _SIGLIP,
+        {**_embeddings("vision_tower"), "v.pre_ln": "vision_tower.pre_layrnorm", "mm.0": "multi_modal_projector.linear_1",
+         "mm.2": "multi_modal_projector.linear_2"}, "mm.2.weight",
+        whole={FIRST: "vision_tower.embeddings.class_embedding", **dict.fromkeys(NEWLINE, "image_newline")}),
+    "idefics3": Projector(
+        "vision_model.encoder.layers.", _SIGLIP,
+        {**_embeddings("vision_model"), "mm.model.fc": "connector.modality_projection.proj"}, "mm.model.fc.weight"),
+    "pixtral": Projector(
+        "vision_tower.transformer.layers.",
+        {"ln1": "attention_norm", "ln2": "ffn_norm", "attn_q": "attention.q_proj", "attn_k": "attention.k_proj", "attn_v":
+         "attention.v_proj", "attn_out": "attention.o_proj", "ffn_gate": "feed_forward.gate_proj", "ffn_up": "feed_forward.up_proj",
+         "ffn_down": "feed_forward.down_proj"},
+        {"v.patch_embd": "vision_tower.patch_conv", "v.pre_ln": "vision_tower.ln_pre", "mm.input_norm": "multi_modal_projector.norm",
+         "mm.patch_merger": "multi_modal_projector.patch_merger.merging_layer", "mm.1": "multi_modal_projector.linear_1",
+         "mm.2": "multi_modal_projector.linear_2"}, "mm.2.weight", halves=True, unused=frozenset({"v.token_embd.img_break"})),
+    "internvl": Projector(
+        "vision_tower.encoder.layer.",
+        {"ln1": "layernorm_before", "ln2": "layernorm_after", "attn_q": "attention.q_proj", "attn_k": "attention.k_proj", "attn_v":
+         "attention.v_proj", "attn_out": "attention.projection_layer", "attn_q_norm": "attention.q_norm", "attn_k_norm":
+         "attention.k_norm", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"},
+        {"v.patch_embd": "vision_tower.embeddings.patch_embeddings.projection", AFTER: "vision_tower.layernorm",
+         "mm.model.mlp.0": "multi_modal_projector.layer_norm", "mm.model.mlp.1": "multi_modal_projector.linear_1",
+         "mm.model.mlp.3": "multi_modal_projector.linear_2"}, "mm.model.mlp.3.weight",
+        whole={"ls1.weight": "lambda_1", "ls2.weight": "lambda_2", FIRST: "vision_tower.embeddings.cls_token",
+               "v.position_embd.weight": "vision_tower.embeddings.position_embeddings"}),
+    "gemma3": Projector(
+        "vision_tower.encoder.layers.", _SIGLIP, {**_embeddings("vision_tower"),
+                                                  "mm.soft_emb_norm": "multi_modal_projector.mm_soft_emb_norm"},
+        "mm.input_projection.weight", whole={"mm.input_projection.weight": "multi_modal_projector.mm_input_projection_weight"},
+        less=frozenset({"mm.soft_emb_norm.weight"}), across=True, texts=("gemma3",)),
+    "qwen2.5vl_merger": Projector(
+        "visual.blocks.", {**_QWEN, "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"},
+        {"v.patch_embd": "visual.patch_embed.proj", AFTER: "visual.merger.ln_q", "mm.0": "visual.merger.mlp.0",
+         "mm.2": "visual.merger.mlp.2"},
+        "mm.2.weight", joined=True, texts=("qwen2vl",)),
+    "qwen3vl_merger": Projector(
+        "visual.blocks.", {**_QWEN, "ffn_up": "mlp.linear_fc1", "ffn_down": "mlp.linear_fc2"},
+        {"v.patch_embd": "visual.patch_embed.proj", "v.position_embd": "visual.pos_embed", AFTER: "visual.merger.norm",
+         "mm.0": "visual.merger.linear_fc1", "mm.2": "visual.merger.linear_fc2"}, "mm.2.weight", joined=True,
+        texts=("qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe")),
+}
+
+
+def own_name(name: str, projector: Projector, deep: list[int], swapped: bool = False) -> str | None:
+    """What a tensor of a file is called here; None for one that no such file has. `deep`: numbers of the layers from which early layers of
+    the text part get something. `swapped`: the file calls the FFN's second matrix its first, as early writers did."""
+    if name in projector.whole:
+        return projector.whole[name]
+    if found := LAYER.fullmatch(name):
+        begin, (stem, _, kind) = f"{projector.layers}{int(found[1])}.", found[2].rpartition(".")
+        if found[2] in projector.whole:
+            return begin + projector.whole[found[2]]
+        if swapped:
+            stem = {"ffn_up": "ffn_down", "ffn_down": "ffn_up"}.get(stem, stem)
+        return f"{begin}{projector.layer[stem]}.{kind}" if stem in projector.layer and kind in KINDS else None
+    if (found := DEEP.fullmatch(name)) and int(found[1]) in deep:
+        return f"visual.deepstack_merger_list.{deep.index(int(found[1]))}.{DEEP_PARTS[found[2]]}.{found[3]}"
+    stem, _, kind = name.rpartition(".")
+    return f"{projector.outer[stem]}.{kind}" if stem in projector.outer and kind in KINDS else None

@@ -1,0 +1,132 @@
+"""The tensors of a file of the part of a model that sees (mmproj) under a checkpoint's names, in its shapes and orders: a TensorStore that
+converts as it reads.
+
+Values of 16 and 32 bits stay; matrices of blocks become 16-bit floats, vectors 32-bit ones. A tower is read once, whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from math import prod
+from pathlib import Path
+
+import numpy as np
+
+from ...offload.checkpoint import TensorStore, open_regular
+from ...offload.gguf import GgufHeader, GgufTensor, read_gguf_header
+from ...offload.header import CheckpointError, TensorInfo, damaged, shown
+from ...quant.imports.gguf import DECODERS, dequantize
+from ...quant.weight import from_f32, to_f32
+from .projector_config import Described
+from .projector_names import FRAMES, own_name
+from .sources import RAW, separated
+
+JOINED = ("attn.q", "attn.k", "attn.v")
+DAMAGED = "the file is damaged: download it again"
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a tensor is made of: rows of several, one behind the other, or where `frames` channels of two by turns. `heads`: its rows are
+    neighbours in so many heads (0: they are not). `less`: of every value."""
+
+    tensors: tuple[GgufTensor, ...]
+    frames: bool = False
+    heads: int = 0
+    less: float = 0.0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        first = self.tensors[0].shape
+        return (first[0], first[1], 2, *first[2:]) if self.frames else (sum(each.shape[0] for each in self.tensors), *first[1:])
+
+    @property
+    def dtype(self) -> str:
+        types = {each.type for each in self.tensors}
+        return types.pop() if len(types) == 1 and types <= {*RAW} and not self.less else "F32" if len(self.shape) == 1 else "F16"
+
+
+def read_projector_header(path: Path) -> GgufHeader:
+    """Raises CheckpointError, ModelNotFound."""
+    opened = open_regular(path)
+    try:
+        return read_gguf_header(path, opened.fd)
+    finally:
+        opened.close()
+
+
+class ProjectorStore(TensorStore):
+    """Raises CheckpointError for a tensor that no such file has, and for one of a type that is not read."""
+
+    def __init__(self, path: Path, said: Described) -> None:
+        opened = open_regular(path)
+        try:
+            header = read_gguf_header(path, opened.fd)
+            self._parts = dict(_parts(header, said))
+            first = {name: part.tensors[0] for name, part in self._parts.items()}
+            infos = {name: TensorInfo(name, part.dtype, part.shape, path, first[name].offset,
+                                      prod(part.shape) * (4 if part.dtype == "F32" else 2)) for name, part in self._parts.items()}
+            super().__init__(path, infos, {path: opened})
+        except BaseException:
+            opened.close()
+            raise
+
+    def read(self, info: TensorInfo, row_begin: int = 0, row_end: int | None = None) -> np.ndarray:
+        part = self._parts[info.name]
+        values = [self._values(each, info.dtype) for each in part.tensors]
+        made = np.stack(values, axis=2) if part.frames else values[0] if len(values) == 1 else np.concatenate(values)
+        if part.heads:
+            made = made[separated(np.arange(len(made)), len(made) // part.heads)]
+        if part.less:
+            made = from_f32(to_f32(made, info.dtype.lower()) - np.float32(part.less), info.dtype.lower())
+        return np.ascontiguousarray(made[row_begin:row_end]).reshape(-1).view(np.uint8)
+
+    def _values(self, tensor: GgufTensor, dtype: str) -> np.ndarray:
+        """In its shape, as values of `dtype` lie."""
+        raw = np.empty(tensor.nbytes, np.uint8)
+        self.read_at(tensor.file, tensor.offset, memoryview(raw))
+        if tensor.type == dtype:
+            return raw.view(np.float32 if dtype == "F32" else np.uint16).reshape(tensor.shape)
+        if tensor.type in RAW:
+            wide = to_f32(raw.view(np.float32 if tensor.type == "F32" else np.uint16), tensor.type.lower())
+        else:
+            wide = dequantize(raw, tensor.type, tensor.shape[-1])
+        made = from_f32(wide.reshape(tensor.shape), dtype.lower())
+        if not np.isfinite(wide).all() or dtype == "F16" and np.isinf(made.view(np.float16)).any():
+            raise CheckpointError(f"{self.folder} has tensor {shown(tensor.name)} with values beyond what 16 bits hold", DAMAGED)
+        return made
+
+
+def _parts(header: GgufHeader, said: Described) -> Iterator[tuple[str, Part]]:
+    """Of every tensor of a checkpoint by its name."""
+    path, projector, split = header.path, said.projector, []
+    for name, tensor in header.tensors.items():
+        if name in projector.unused or name == FRAMES:
+            continue
+        own = own_name(name, projector, [*said.deep], said.swapped)
+        if own is None:
+            raise CheckpointError(f"{path} holds tensor {shown(name)}, which no projector of its type has",
+                                  "the file is of another kind than it says: take another mmproj file of this model")
+        if tensor.type not in (*RAW, *DECODERS):
+            raise CheckpointError(f"{path} has tensor {shown(name)} of type {tensor.type}, which is not supported",
+                                  f"known: {', '.join((*RAW, *DECODERS))}")
+        which = next((each for each in JOINED if projector.joined and f".{each}." in own), None)
+        if which is not None:
+            split.append((own.replace(f".{which}.", ".attn.qkv."), JOINED.index(which), tensor))
+            continue
+        if (second := header.tensors.get(FRAMES)) is not None and name == FRAMES.removesuffix(".1"):
+            if second.shape != tensor.shape or len(tensor.shape) != 4:
+                damaged(path, f"has tensor {shown(FRAMES)} of shape {list(second.shape)}, of another than that of the first frame")
+            yield own, Part((tensor, second), frames=True)
+            continue
+        turned = projector.halves and own.rpartition(".")[0].endswith(("q_proj", "k_proj"))
+        if turned and (said.heads < 1 or tensor.shape[0] % (2 * said.heads)):
+            damaged(path, f"has tensor {shown(name)} of {tensor.shape[0]} rows for {said.heads} heads")
+        yield own, Part((tensor,), heads=said.heads if turned else 0, less=float(name in projector.less))
+    for own, found in groupby(sorted(split, key=lambda each: each[:2]), key=lambda each: each[0]):
+        tensors = tuple(tensor for _, _, tensor in found)
+        if len(tensors) != len(JOINED) or len({each.shape[1:] for each in tensors}) > 1:
+            damaged(path, f"holds {len(tensors)} of q, k and v beside {shown(tensors[0].name)}, or such as do not belong together")
+        yield own, Part(tensors)

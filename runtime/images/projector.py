@@ -1,0 +1,93 @@
+"""What a GGUF file sees with: a file of its own (mmproj), as llama.cpp's converter writes it, which lies beside the model's or is named.
+
+It is described as its checkpoint was (`gguf/projector_config.py`), so the families' towers take it as they take a folder.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ... import ModelNotFound, UsageError
+from ...offload.gguf import GgufHeader
+from ...offload.header import AGAIN, CheckpointError, is_gguf
+from ..config_reader import ConfigError, Keys
+from ..gguf import sections
+from ..gguf.beside import beside
+from ..gguf.projector_config import MODELS, Described, described
+from ..gguf.projector_store import ProjectorStore, read_projector_header
+from ..gguf.store import read_header
+from . import Sight, made_of
+from .turning import shared_out
+
+if TYPE_CHECKING:
+    from ..config import ModelConfig
+    from .tower_weights import Weights
+
+
+class ProjectorSource:
+    """A file beside that of a text part. Raises CheckpointError, ModelNotFound."""
+
+    without_word = "the two files are of different models, or the model's was made without its vocabulary for pictures"
+
+    def __init__(self, model: Path, path: Path, said: Described) -> None:
+        self.model, self.path, self.config, self._said = model, path, said.config, said
+
+    def processor(self, known: Sequence[str]) -> tuple[Keys, Keys]:
+        where = str(self.path)
+        return Keys({key: value for key, value in self._said.processor.items() if value is not None}, where), Keys({}, where)
+
+    def weights(self) -> Weights:
+        from .tower_weights import Weights
+
+        return Weights(ProjectorStore(self.path, self._said), "the file")
+
+    @contextmanager
+    def saying(self) -> Iterator[None]:
+        try:
+            yield
+        except ConfigError as error:
+            raise ConfigError(re.sub(r"config\.json(: vision_config)?", lambda found: str(self.path), error.message), AGAIN) from error
+
+
+def projected(model: Path, config: ModelConfig, named: Path | None) -> tuple[Sight, np.ndarray | None]:
+    """How a model sees through the file that is `named`, or else lies beside the model's own, and which of three numbers turns each pair of
+    channels (`axes_of`). Raises UsageError where there is none, and EffllmError for one that does not belong to the model."""
+    if not is_gguf(model):
+        raise UsageError(f"--mmproj goes with a GGUF file, and {model} is a folder, which holds what it sees with itself", "leave it away")
+    path = named or beside(model)
+    if path is None:
+        raise UsageError(f"{model.name} is the text part of a model alone: no mmproj file lies beside it",
+                         "of a model that sees, put its mmproj-*.gguf into the same folder, or name it: --mmproj FILE")
+    if not path.is_file():
+        raise ModelNotFound(f"there is no file {path}", "--mmproj takes the file that lies beside a model's, named mmproj-*.gguf")
+    header, text = read_projector_header(path), read_header(model).metadata
+    said = described(header, str(text.get("general.architecture")))
+    _demand_width(header, said, config)
+    source = ProjectorSource(model, path, said)
+    with source.saying():
+        return made_of(str(said.config["model_type"]), source, config), _axes(text, config)
+
+
+def _demand_width(header: GgufHeader, said: Described, config: ModelConfig) -> None:
+    """Raises CheckpointError for a projector onto another width than the model's."""
+    last = header.tensors.get(said.projector.width)
+    if last is None:
+        raise CheckpointError(f"{header.path} holds no tensor {said.projector.width}", "the file is not whole: download it again")
+    width = last.shape[-1 if said.projector.across else 0]
+    if width != config.hidden_size:
+        raise CheckpointError(f"{header.path} makes rows of width {width} for a model of width {config.hidden_size}",
+                              "it is of another model, or another size of this one: take the mmproj file from where the model's is from")
+
+
+def _axes(text: Mapping[str, object], config: ModelConfig) -> np.ndarray | None:
+    name = text.get("general.architecture")
+    key = f"{name}.{sections.KEY}"
+    stated = text.get(key)
+    stated = stated.tolist()[:3] if isinstance(stated, np.ndarray) else None
+    return shared_out(MODELS.get(str(name), ""), stated, config, key)

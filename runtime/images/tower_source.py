@@ -1,0 +1,50 @@
+"""Where a tower is described, and where its weights lie: in the folder of a model, or in a file of their own beside a GGUF file
+(`projector.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Protocol
+
+from ..config_reader import Keys, read_json
+from .preprocessor import read_processor
+from .tower_weights import Weights, demand_tower, tower_store
+
+
+class TowerSource(Protocol):
+    """`model`: the folder or the GGUF file with the vocabulary, which errors name. `config`: what config.json says of all parts.
+    `without_word`: what helps where the vocabulary lacks a word that pictures need."""
+
+    model: Path
+    config: Mapping[str, object]
+    without_word: str
+
+    def processor(self, known: Sequence[str]) -> tuple[Keys, Keys]:
+        """As of `read_processor`."""
+
+    def weights(self) -> Weights:
+        """Opened anew; whoever asks closes them."""
+
+    def saying(self) -> AbstractContextManager[None]:
+        """In which errors of what is described name the file that says it."""
+
+
+class FolderSource:
+    """Of a folder. Raises UsageError for one that holds the text part alone."""
+
+    without_word = "fetch its tokenizer.json again"
+
+    def __init__(self, folder: Path) -> None:
+        demand_tower(folder)
+        self.model, self.config = folder, read_json(folder / "config.json")
+
+    def processor(self, known: Sequence[str]) -> tuple[Keys, Keys]:
+        return read_processor(self.model, known)
+
+    def weights(self) -> Weights:
+        return Weights(tower_store(self.model), "config.json")
+
+    def saying(self) -> AbstractContextManager[None]:
+        return nullcontext()

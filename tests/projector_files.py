@@ -1,0 +1,207 @@
+"""Pairs of GGUF files made of a folder that sees, as llama.cpp's converters write them: the text part, and the part that sees (mmproj). The
+names of tensors are those of the `gguf` package."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import gguf
+import numpy as np
+import torch
+from gguf_samples import interleaved, write_model
+from safetensors.torch import load_file, save_file
+from sight_models import words_of
+
+from effllm.runtime.config import read_config
+from effllm.runtime.gguf.export import _tokenizer
+
+# Family -> the architecture of its text part's file, and the type of its projector.
+PAIRS = {"gemma3": ("gemma3", "gemma3"), "idefics3": ("llama", "idefics3"), "smolvlm": ("llama", "idefics3"), "llava": ("llama", "mlp"),
+         "llava_next": ("llama", "mlp"), "mistral3": ("llama", "pixtral"), "internvl": ("qwen2", "internvl"),
+         "qwen2_5_vl": ("qwen2vl", "qwen2.5vl_merger"), "qwen3_vl": ("qwen3vl", "qwen3vl_merger")}
+OF_TEXT = ("model.language_model.", "language_model.model.", "model.text_model.", "model.")
+OF_TOWER = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "connector.", "image_newline")
+INTERNVL = {"layer_norm": "0", "linear_1": "1", "linear_2": "3"}
+EARLY = {"vision_tower.": "v.", "encoder.layers": "blk", "embeddings.": "", "embedding": "embd", "self_attn.": "attn_", "_proj": "",
+         "layer_norm": "ln", "mlp.fc1": "ffn_down", "mlp.fc2": "ffn_up", "layrnorm": "ln", "post_layernorm": "post_ln"}
+LLAVA = {"linear_1": "0", "linear_2": "2"}
+
+
+def write_pair(folder: Path, out: Path, kind: str = "F32", name: str = "mmproj-model-f16.gguf", **keys: object) -> tuple[Path, Path]:
+    """The two files, in `out`; `kind` of the tower's matrices. `keys`: others of the projector by their names behind `clip.`; None leaves
+    one out."""
+    out.mkdir(exist_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    arch, projector = PAIRS[config["model_type"]]
+    _write_text(folder, out / "model-Q8_0.gguf", arch, config)
+    write_projector(folder, out / name, projector, config, kind, keys)
+    return out / "model-Q8_0.gguf", out / name
+
+
+def _write_text(folder: Path, path: Path, arch: str, config: Mapping[str, object]) -> None:
+    raw = dict(config["text_config"])
+    rope = raw.get("rope_parameters") or {}
+    rope = rope.get("full_attention", rope)
+    made = path.parent / "text"
+    made.mkdir()
+    (made / "config.json").write_text(json.dumps({**raw, "rope_theta": rope.get("rope_theta", 10000.0)}))
+    tensors = {}
+    for name, values in load_file(folder / "model.safetensors").items():
+        if any(name.removeprefix("model.").startswith(each) for each in OF_TOWER):
+            continue
+        before = next((each for each in OF_TEXT if name.startswith(each)), None)
+        tensors["lm_head.weight" if name.endswith("lm_head.weight") else "model." + name.removeprefix(before)] = values
+    save_file(tensors, made / "model.safetensors")
+
+    def change(writer: gguf.GGUFWriter) -> None:
+        for key, value in _tokenizer(folder, read_config(folder)).items():
+            put(writer, key, value)
+        if "mrope_section" in rope:
+            writer.add_array(f"{arch}.rope.dimension_sections", [*rope["mrope_section"], 0])
+        if arch == "qwen3vl":
+            writer.add_uint32("qwen3vl.n_deepstack_layers", len(config["vision_config"]["deepstack_visual_indexes"]))
+        if arch == "gemma3":
+            writer.add_sliding_window(raw["sliding_window"])
+
+    write_model(made, path, "F32", arch, change=change)
+
+
+def put(writer: gguf.GGUFWriter, key: str, value: object) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value.tolist() if isinstance(value, np.ndarray) else list(value))
+
+
+def write_projector(folder: Path, path: Path, projector: str, config: Mapping[str, object], kind: str = "F32",
+                    keys: Mapping[str, object] = {}) -> None:
+    vision = config["vision_config"]
+    processor = json.loads((folder / "preprocessor_config.json").read_text())
+    stated = {"projector_type": projector, "has_vision_encoder": True, **_shape(vision, config),
+              **_more(projector, config, vision, processor), "vision.image_mean": processor["image_mean"],
+              "vision.image_std": processor["image_std"], **keys}
+    writer = gguf.GGUFWriter(path, "clip")
+    for key, value in stated.items():
+        if value is not None:
+            put(writer, f"clip.{key}", value)
+    for name, values in _tensors(folder, projector, config, int(stated["vision.block_count"])):
+        own = gguf.GGMLQuantizationType[kind if values.ndim == 2 and values.shape[-1] % 32 == 0 else "F32" if kind == "Q8_0" else kind
+                                        if values.ndim > 1 else "F32"]
+        writer.add_tensor(name, gguf.quants.quantize(np.ascontiguousarray(values), own), raw_dtype=own)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _shape(vision: Mapping[str, object], config: Mapping[str, object]) -> dict[str, object]:
+    def of(*names: str) -> object:
+        value = next(vision[name] for name in names if name in vision)
+        return value[0] if isinstance(value, list) else value
+
+    patch = of("patch_size")
+    side = of("image_size") if "image_size" in vision else int(vision.get("num_position_embeddings", 1600) ** 0.5) * patch
+    return {"vision.image_size": side, "vision.patch_size": patch, "vision.embedding_length": of("hidden_size"),
+            "vision.feed_forward_length": of("intermediate_size"), "vision.block_count": of("num_hidden_layers", "depth"),
+            "vision.attention.head_count": of("num_attention_heads", "num_heads"),
+            "vision.projection_dim": config["text_config"]["hidden_size"],
+            "vision.attention.layer_norm_epsilon": float(vision.get("layer_norm_eps", 1e-5 if "rope_parameters" in vision else 1e-6))}
+
+
+def _more(projector: str, config: Mapping[str, object], vision: Mapping[str, object], processor: Mapping[str, object]) -> dict[str, object]:
+    curve = {"use_silu": True} if vision.get("hidden_act") == "silu" else {"use_gelu": True}
+    if projector == "mlp":
+        layer = config["vision_feature_layer"]
+        pinpoints = [side for high, wide in config.get("image_grid_pinpoints") or () for side in (wide, high)]
+        return {"use_gelu": vision["hidden_act"] != "quick_gelu", "has_llava_projector": True, "vision.projection_dim": 768,
+                "vision.block_count": vision["num_hidden_layers"] + 1 + layer, "vision.image_grid_pinpoints": pinpoints or None,
+                "vision.mm_patch_merge_type": "spatial_unpad" if pinpoints else None}
+    if projector == "idefics3":
+        return {**curve, "vision.projector.scale_factor": config["scale_factor"],
+                "vision.preproc_image_size": processor["size"]["longest_edge"]}
+    if projector == "pixtral":
+        return {**curve, "vision.spatial_merge_size": config["spatial_merge_size"]}
+    if projector == "internvl":
+        return {**curve, "vision.projector.scale_factor": int(1 / config["downsample_ratio"]),
+                "vision.preproc_min_tiles": processor["min_patches"], "vision.preproc_max_tiles": processor["max_patches"]}
+    if projector == "gemma3":
+        across = vision["image_size"] // vision["patch_size"]
+        return {**curve, "vision.projector.scale_factor": across // int(config["mm_tokens_per_image"] ** 0.5)}
+    points = {"vision.image_min_pixels": processor["size"]["shortest_edge"], "vision.image_max_pixels": processor["size"]["longest_edge"]}
+    if projector == "qwen2.5vl_merger":
+        every = vision["fullatt_block_indexes"][0] + 1
+        return {**curve, **points, "vision.n_wa_pattern": every, "vision.window_size": vision["window_size"]}
+    deep = [number in vision["deepstack_visual_indexes"] for number in range(vision["depth"])]
+    return {**curve, **points, "vision.spatial_merge_size": vision["spatial_merge_size"], "vision.is_deepstack_layers": deep}
+
+
+def _tensors(folder: Path, projector: str, config: Mapping[str, object], blocks: int) -> Iterator[tuple[str, np.ndarray]]:
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, 64)
+    for name, values in load_file(folder / "model.safetensors").items():
+        own = name.removeprefix("model.")
+        if projector == "pixtral" and own.endswith("embed_tokens.weight"):  # llama.cpp takes the end of a line from here
+            yield "v.token_embd.img_break", values[words_of(folder).convert_tokens_to_ids("[IMG_BREAK]")].to(torch.float32).numpy()
+        if own.startswith(OF_TOWER):
+            yield from _written(own, values.to(torch.float32).numpy(), projector, config, names, blocks)
+
+
+def _written(own: str, values: np.ndarray, projector: str, config: Mapping[str, object], names: gguf.TensorNameMap,
+             blocks: int) -> Iterator[tuple[str, np.ndarray]]:
+    if projector == "mlp":
+        yield from _by_early_converter(own, values, blocks)
+        return
+    vision = config["vision_config"]
+    if projector == "gemma3":
+        own = own.replace("vision_tower.", "vision_tower.vision_model.").replace("projection_weight", "projection.weight")
+        values = values + np.float32(1) if "soft_emb_norm" in own else values
+    if projector == "idefics3":
+        own = "model." + own
+    if projector == "pixtral" and own.endswith(("q_proj.weight", "k_proj.weight")):
+        values = interleaved(values, vision["num_attention_heads"])
+    if projector == "internvl":
+        part = own.split(".")[-2]
+        if own.startswith("multi_modal_projector."):
+            yield f"mm.model.mlp.{INTERNVL[part]}.{own.rpartition('.')[2]}", values
+            return
+        own = "model." + own + (".weight" if ".lambda_" in own or "position_embeddings" in own else "")
+    if ".qkv." in own and projector == "qwen2.5vl_merger":
+        for letter, rows in zip("qkv", np.split(values, 3), strict=True):
+            yield names.get_name(own.replace("qkv", letter), (".weight", ".bias")), rows
+        return
+    if own == "visual.patch_embed.proj.weight":
+        yield "v.patch_embd.weight", values[:, :, 0]
+        yield "v.patch_embd.weight.1", values[:, :, 1]
+        return
+    if ".deepstack_merger_list." in own:
+        _, _, index, part, kind = own.split(".")
+        yield f"v.deepstack.{vision['deepstack_visual_indexes'][int(index)]}.{part.removeprefix('linear_')}.{kind}", values
+        return
+    if own.startswith("visual.merger.") and projector == "qwen3vl_merger":
+        _, _, part, kind = own.split(".")
+        yield f"{ {'linear_fc1': 'mm.0', 'linear_fc2': 'mm.2', 'norm': 'v.post_ln'}[part]}.{kind}", values
+        return
+    name = names.get_name(own, (".weight", ".bias"))
+    assert name is not None, own
+    yield name, values
+
+
+def _by_early_converter(own: str, values: np.ndarray, blocks: int) -> Iterator[tuple[str, np.ndarray]]:
+    """The one for LLaVA, which calls the FFN's first matrix its second, and leaves layers out that nobody reads."""
+    if own == "image_newline":
+        yield "model.image_newline", values
+    elif own.startswith("multi_modal_projector."):
+        _, part, kind = own.split(".")
+        yield f"mm.{LLAVA[part]}.{kind}", values
+    elif ".layers." not in own or int(own.split(".")[3]) < blocks:
+        for theirs, ours in EARLY.items():
+            own = own.replace(theirs, ours)
+        if not own.startswith("v.post_ln"):
+            yield own, values

@@ -1,0 +1,210 @@
+"""GGUF models that see through a projector file (mmproj): what they make of a picture is what the folder makes of it that both were written
+of, and files that do not belong together are refused in a line."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from gguf_bytes import file, pair, text
+from hypothesis import given
+from hypothesis import strategies as st
+from projector_files import PAIRS, write_pair, write_projector
+from sight_cases import CASES, SQUARE
+from sight_models import FIRST, PICTURES, TOWER, made, opened
+from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
+
+from effllm import EffllmError
+from effllm.runtime.config import read_config
+from effllm.runtime.gguf import names
+from effllm.runtime.gguf.projector_config import BUILDERS, MODELS
+from effllm.runtime.gguf.projector_names import PROJECTORS
+from effllm.runtime.images import SIGHTS, Work
+from effllm.runtime.images.album import Album, album_of, demand_sight
+from effllm.runtime.images.turning import axes_of
+
+LLAVA = ({"model_type": "llama"}, {**TOWER, "model_type": "clip_vision_model", "hidden_act": "gelu"}, ["<image>"],
+         {"image_token_index": FIRST}, LlavaImageProcessorPil(size={"shortest_edge": 32}, crop_size=SQUARE, do_pad=True))
+FAMILIES = {**CASES, "llava": LLAVA}
+SHOWN = ("photo", "tall", "tiny")
+
+
+def seeing(folder: Path, family: str) -> Path:
+    words, vision, added, more, processor = FAMILIES[family]
+    made(family, folder, words, vision, added, **more)
+    processor.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def pair_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    """A folder that sees, and the two files written of it."""
+    place = tmp_path_factory.mktemp("pair")
+    return seeing(place / "folder", request.param), *write_pair(place / "folder", place / "files")
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    place = tmp_path_factory.mktemp("gemma")
+    return seeing(place / "folder", "gemma3"), *write_pair(place / "folder", place / "files")
+
+
+def album(model: Path, mmproj: Path | None = None) -> Album:
+    return album_of(model, read_config(model), None if mmproj is None else str(mmproj))
+
+
+def test_rows_tokens_and_places_are_those_of_the_folder(pair_of: tuple[Path, Path, Path]) -> None:
+    folder, model, mmproj = pair_of
+    config = read_config(model, strict=True)
+    found, wanted = album_of(model, config), opened(folder)
+    assert found.refused is None
+    for name in SHOWN:
+        ours, theirs = found.sight.see(PICTURES[name], Work()), wanted.see(PICTURES[name], Work())
+        assert np.array_equal(ours.rows, theirs.rows) and ours.tokens == theirs.tokens
+        assert (ours.grid, ours.both_ways) == (theirs.grid, theirs.both_ways)
+        assert (ours.deep is None) == (theirs.deep is None) and (ours.deep is None or np.array_equal(ours.deep, theirs.deep))
+        assert found.sight.places(*PICTURES[name].shape[:2]) == len(ours.tokens)
+    turned = axes_of(folder, read_config(folder))
+    assert (found.axes is None) == (turned is None) and (turned is None or np.array_equal(found.axes, turned))
+    assert found.sight.placeholder == wanted.placeholder and found.sight.bytes_needed() > mmproj.stat().st_size // 2
+
+
+@pytest.mark.parametrize(("kind", "most"), [("F16", 2e-3), ("BF16", 2e-2), ("Q8_0", 3e-2)])
+def test_smaller_types_see_nearly_the_same(tmp_path: Path, kind: str, most: float) -> None:
+    """Of the family whose rows of q and k lie otherwise in the file; its widths are whole blocks."""
+    words, vision, added, more, processor = CASES["mistral3"]
+    folder = tmp_path / "folder"
+    made("mistral3", folder, words, {**vision, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2}, added, **more)
+    processor.save_pretrained(folder)
+    model, mmproj = write_pair(folder, tmp_path / "files", kind)
+    assert {each.tensor_type.name for each in gguf.GGUFReader(mmproj).tensors} >= {kind, "F32"}
+    ours, wanted = (each.see(PICTURES["photo"], Work()).rows for each in (album(model).sight, opened(folder)))
+    off = np.abs(ours - wanted).max() / np.abs(wanted).max()
+    assert 0 < off < most
+
+
+def test_every_type_has_a_tower_and_what_is_known_of_its_keys() -> None:
+    assert PROJECTORS.keys() == BUILDERS.keys() and {kind for _, kind in PAIRS.values()} == PROJECTORS.keys()
+    assert set(MODELS.values()) <= SIGHTS.keys()
+    assert {text for each in PROJECTORS.values() for text in each.texts} >= MODELS.keys()
+
+
+def test_without_such_a_file_the_missing_one_is_named(gemma: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    alone = tmp_path / "alone.gguf"
+    alone.symlink_to(gemma[1])
+    with pytest.raises(EffllmError, match=r"alone\.gguf is the text part of a model alone: no mmproj file lies beside it") as raised:
+        demand_sight(alone, read_config(alone))
+    assert "mmproj-*.gguf" in raised.value.hint and "--mmproj FILE" in raised.value.hint
+    found = album(alone)
+    assert found.sight is None and found.refused.message == raised.value.message
+    assert album(alone, gemma[2]).sight is not None
+    for name in ("mmproj-one.gguf", "mmproj-two.gguf"):
+        (tmp_path / name).symlink_to(gemma[2])
+    assert "2 mmproj files lie beside alone.gguf: mmproj-one.gguf, mmproj-two.gguf" in album(alone).refused.message
+
+
+def test_of_several_precisions_that_of_sixteen_bits_is_taken_also_from_above(gemma: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    snapshot = tmp_path / "snapshots" / ("1" * 40)
+    (snapshot / "Q8_0").mkdir(parents=True)
+    model = snapshot / "Q8_0" / "model-Q8_0.gguf"
+    model.symlink_to(gemma[1])
+    (snapshot / "mmproj-model-F32.gguf").write_bytes(b"GGUF")
+    (snapshot / "mmproj-model-F16.gguf").symlink_to(gemma[2])
+    assert album(model).sight is not None
+    (tmp_path / "mmproj-model-F32.gguf").write_bytes(b"")  # beyond the repository
+    (snapshot / "mmproj-model-F16.gguf").unlink()
+    assert "cut short" in album(model).refused.message
+
+
+def changed(**keys: object) -> Callable[[Path, Path], None]:
+    def write(folder: Path, out: Path) -> None:
+        import json
+
+        write_projector(folder, out, "gemma3", json.loads((folder / "config.json").read_text()), keys=keys)
+
+    return write
+
+
+def cut(folder: Path, out: Path) -> None:
+    changed()(folder, out)
+    out.write_bytes(out.read_bytes()[:-1000])
+
+
+def a_stranger(folder: Path, out: Path) -> None:
+    out.write_bytes(file([pair("general.architecture", 8, text("llama"))], []))
+
+
+def with_one_tensor(folder: Path, out: Path) -> None:
+    changed()(folder, out)
+    raw = out.read_bytes().replace(b"v.blk.2.ffn_up.bias", b"v.blk.2.ffn_uq.bias")
+    out.write_bytes(raw)
+
+
+BROKEN = {
+    "another type": (changed(projector_type="ldpv2"), r"a projector of type 'ldpv2', which is not supported", "known: mlp, idefics3"),
+    "no type": (changed(projector_type=None), "not what a model sees with", "mmproj-*.gguf"),
+    "another kind of file": (a_stranger, "is of architecture 'llama', not what a model sees with", "mmproj-*.gguf"),
+    "of another family": (changed(projector_type="qwen3vl_merger"), "with models of architecture qwen3vl or .*, not 'gemma3'", "this very"),
+    "no width": (changed(**{"vision.embedding_length": None}), r"lacks key clip\.vision\.embedding_length", ""),
+    "odd heads": (changed(**{"vision.attention.head_count": 5}), r"mmproj\.gguf: hidden_size 48 is not a multiple of 5 heads", ""),
+    "a size of letters": (changed(**{"vision.image_size": "large"}), "image_size is 'large', expected", ""),
+    "another size": (changed(**{"vision.image_size": 64}), r"is \[16, 48\], but the file says \[64, 48\]", "again"),
+    "cut short": (cut, "is cut short", "again"),
+    "an unknown tensor": (with_one_tensor, r"holds tensor 'v\.blk\.2\.ffn_uq\.bias', which no projector of its type has", "another mmproj"),
+    "empty": (lambda folder, out: out.write_bytes(b""), "is cut short", ""),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_file_that_is_broken_or_of_another_model_is_refused_in_a_line(gemma: tuple[Path, Path, Path], tmp_path: Path, name: str) -> None:
+    write, said, hint = BROKEN[name]
+    path = tmp_path / "mmproj.gguf"
+    write(gemma[0], path)
+    with pytest.raises(EffllmError, match=said) as raised:
+        album(gemma[1], path).sight.see(PICTURES["square"], Work())
+    assert hint in raised.value.hint and "\n" not in raised.value.message and raised.value.hint
+
+
+def test_a_projector_onto_another_width(gemma: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    words, vision, added, more, processor = CASES["gemma3"]
+    made("gemma3", tmp_path / "wide", {**words, "hidden_size": 64}, vision, added, **more)
+    processor.save_pretrained(tmp_path / "wide")
+    _, wide = write_pair(tmp_path / "wide", tmp_path / "files")
+    with pytest.raises(EffllmError, match="makes rows of width 64 for a model of width 48") as raised:
+        album(gemma[1], wide)
+    assert "another size of this one" in raised.value.hint
+    with pytest.raises(EffllmError, match="--mmproj goes with a GGUF file"):
+        album(gemma[0], wide)
+    with pytest.raises(EffllmError, match="holds what a model sees pictures with, and no model"):
+        read_config(wide)
+
+
+@given(st.binary(max_size=200), st.integers(0, 3000))
+def test_no_bytes_of_a_header_end_in_a_traceback(gemma: tuple[Path, Path, Path], noise: bytes, at: int) -> None:
+    raw = bytearray(gemma[2].read_bytes())
+    raw[at : at + len(noise)] = noise
+    path = gemma[2].parent.parent / "noise-mmproj-.gguf"
+    path.write_bytes(raw)
+    try:
+        album(gemma[1], path).sight.see(PICTURES["tiny"], Work())
+    except EffllmError as error:
+        assert error.hint
+
+
+@pytest.mark.parametrize(("listed", "found"), [
+    (["mmproj-model-f16.gguf", "model-Q4_K_M.gguf"], ["mmproj-model-f16.gguf"]),
+    (["mmproj-BF16.gguf", "mmproj-F16.gguf", "mmproj-F32.gguf"], ["mmproj-F16.gguf"]),
+    (["mmproj-x-Q8_0.gguf", "mmproj-x-BF16.gguf"], ["mmproj-x-BF16.gguf"]),
+    (["Qwen2.5-VL-7B-mmproj-f16.gguf", "a.gguf"], ["Qwen2.5-VL-7B-mmproj-f16.gguf"]),
+    (["mmproj-a-f16.gguf", "mmproj-b-f16.gguf"], ["mmproj-a-f16.gguf", "mmproj-b-f16.gguf"]),
+    (["model.mmproj-Q8_0.gguf", "nommproj.gguf", "mmprojector.gguf", "mmproj-f16.bin"], ["model.mmproj-Q8_0.gguf"]), ([], [])])
+def test_names_of_projectors(listed: list[str], found: list[str]) -> None:
+    assert names.projectors(listed) == found
+    assert not set(names.models(listed)) & set(filter(names.is_projector, listed))
+
+
+def test_texts_where_numbers_are_due(gemma: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    changed(**{"vision.image_mean": ["a", "b", "c"]})(gemma[0], tmp_path / "mmproj.gguf")
+    with pytest.raises(EffllmError, match="image_mean is"):
+        album(gemma[1], tmp_path / "mmproj.gguf")
