@@ -33,7 +33,8 @@ class Keeper:
         self._saved: tuple[object, ...] = ()
         # Of each session that was saved or taken up here: its file and what was said in it, as this process knows them.
         self._there: dict[str, tuple[tuple[int, int] | None, list[object]]] = {}
-        self.others: set[str] = set()  # names that another process saved meanwhile
+        self.others: set[str] = set()  # names under which something lies that this conversation does not go on with
+        self.was_emptied = False  # by /clear, since it was saved or taken up
         if self.name is not None:
             check_name(self.name)
             self.sessions.check(self.name, ref.folder, strict)
@@ -65,7 +66,7 @@ class Keeper:
         found = self.store.version(name)
         for _ in follow(self.sessions.load(session, name, settings), self.screen, type(None)):
             continue
-        self._saved = state(session)
+        self._saved, self.was_emptied = state(session), False
         self._know(session, name, found)
 
     def save(self, session: Session, name: str) -> SavedSession:
@@ -78,6 +79,7 @@ class Keeper:
 
         saved = last(follow(self.sessions.save(session, name), self.screen, SavedSession))
         self.others.discard(name)
+        self.was_emptied = False
         if self.name is None:
             self.go_on_as(name)
         if name == self.name:
@@ -87,13 +89,15 @@ class Keeper:
 
     def keep(self, session: Session, taken_back: bool = False) -> None:
         """Save under the name that was given, where something was said or set since. A conversation that was emptied does not empty what is
-        kept, unless all of it was taken back."""
+        kept, unless all of it was taken back; nor does what is said behind /clear take its place."""
         if self.name is None or state(session) == self._saved:
             return
         if session.messages or taken_back or (session.system and not self.store.has(self.name)):
             with self.sessions.deciding():
                 if self.is_anothers(self.name):
-                    self._make_way()
+                    self._make_way("another process saved session {} meanwhile: what is said here is kept as {}")
+                elif self.was_emptied and self.store.has(self.name):
+                    self._make_way("session {} stays as it was before /clear: what is said now is kept as {}")
                 self._save(session, self.name)
 
     def is_anothers(self, name: str) -> bool:
@@ -112,17 +116,17 @@ class Keeper:
         """What is kept under the name is this, in a file of that version."""
         self._there[name] = version, list(session.messages)
 
-    def _make_way(self) -> None:
-        """Go on under a name that is free: what another process saved under this one since is not this conversation's past."""
+    def _make_way(self, why: str) -> None:
+        """Go on under a name that is free, and say so: what is saved under this one is not this conversation's past."""
         from itertools import count
 
         from ..runtime.sessions.session_name import LONGEST_NAME
 
-        theirs = self.name
-        self.others.add(theirs)
-        stem = theirs.encode()[: LONGEST_NAME - len("-999")].decode(errors="ignore")
+        before = self.name
+        self.others.add(before)
+        stem = before.encode()[: LONGEST_NAME - len("-999")].decode(errors="ignore")
         self.name = next(name for number in count(2) if not self.store.has(name := f"{stem}-{number}"))
-        self.screen.note(f"another process saved session {theirs} meanwhile: what is said here is kept as {self.name}")
+        self.screen.note(why.format(before, self.name))
 
     def leave(self) -> str | None:
         """The conversation is another one now: nothing is saved by itself any more. Returns the name that was kept, if one was."""

@@ -70,6 +70,7 @@ def leave(chat: Conversation, rest: str) -> None:
 
 
 def clear(chat: Conversation, rest: str) -> None:
+    chat.keeper.was_emptied |= bool(chat.session.messages)
     chat.session.clear()
     chat.was_cleared = True
     chat.screen.note("the conversation is empty" + (" (the system prompt stays)" if chat.session.system else ""))

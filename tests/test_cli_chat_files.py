@@ -250,3 +250,23 @@ def test_no_color_has_no_colours(folder: Path) -> None:
     chat.terminal.expect_exact(HAS_LINE)
     assert not re.search(r"\x1b\[[0-9;]*(?:3[0-8]|4[0-8]|9[0-7])[0-9;]*m", chat.first + chat.wait() + chat.status())
     chat.leave()
+
+
+@pytest.mark.slow
+def test_what_is_said_behind_a_clear_takes_the_place_of_no_session(tmp_path: Path) -> None:
+    def kept(name: str) -> list[dict]:
+        return json.loads((tmp_path / "state" / "effllm" / "sessions" / f"{name}.json").read_text())["conversation"]["messages"]
+
+    chat = Chat(tmp_path, "--session", "tale", columns=120)
+    chat.say(STORY)
+    before = kept("tale")
+    chat.say("/clear")
+    assert "session tale stays as it was before /clear: what is said now is kept as tale-2" in chat.say("And then?")
+    chat.say("What did the fox say?")
+    assert kept("tale") == before and len(kept("tale-2")) == 4
+    chat.say("/clear")
+    chat.say("/load tale")
+    assert "kept as" not in chat.say("And then?"), "it was taken up again"
+    chat.leave()
+    assert len(kept("tale")) == 4 and len(kept("tale-2")) == 4
+    assert sorted(path.stem for path in (tmp_path / "state" / "effllm" / "sessions").glob("*.json")) == ["tale", "tale-2"]

@@ -172,14 +172,6 @@ def test_a_family_reads_the_keys_it_lists_and_no_others(family: str) -> None:
     assert not listed & harmless and not listed & refused_keys and not harmless & refused_keys
 
 
-def test_what_published_configs_say_to_other_programs_is_no_unknown_key() -> None:
-    """SmolLM2's, and what transformers writes of a GGUF file: a key that nobody here knows is an error with --strict."""
-    said = {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"kv_cache_dtype": {"fp16": "float16"}},
-            "_model_name_or_path": "tales", "unk_token_id": 0}
-    assert parse_config({**LLAMA, **said}, True) == parse_config(LLAMA, True)
-    refused({**LLAMA, **said, "rope_interleaved": True}, "rope_interleaved")
-
-
 def test_the_families_are_the_files_of_their_folder() -> None:
     folder = Path(families.__file__).parent
     assert sorted(path.stem for path in folder.glob("*.py") if path.stem != "__init__") == sorted(families.FAMILIES)

@@ -164,3 +164,11 @@ def test_kimi_k2_5_is_read_as_its_text_part() -> None:
     assert config.family == "deepseek_v3" and not config.tie_word_embeddings and config.mixture.experts == 8
     assert len(config.warnings) == 1 and "takes images too" in config.warnings[0]
     refused({**raw, "auto_map": {"AutoModel": "modeling_other.Other"}}, "auto_map")
+
+
+def test_what_published_configs_say_to_other_programs_is_no_unknown_key() -> None:
+    """SmolLM2's, and what transformers writes of a GGUF file: a key that nobody here knows is an error with --strict."""
+    said = {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"kv_cache_dtype": {"fp16": "float16"}},
+            "_model_name_or_path": "tales", "unk_token_id": 0}
+    assert parse_config({**LLAMA, **said}, True) == parse_config(LLAMA, True)
+    refused({**LLAMA, **said, "rope_interleaved": True}, "rope_interleaved")
