@@ -1,6 +1,6 @@
 """Small models that see, one a family: what makes one of transformers' (`sight_models.made`), and its preprocessor."""
 
-from sight_models import FIRST, TOWER, Lfm2Ready
+from sight_models import FIRST, TOWER, Lfm2Ready, UnifiedReady
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
@@ -32,6 +32,12 @@ CASES = {
                 "head_dim": 24, "patch_size": 4, "position_embedding_size": 220}, ["<|image|>", "<|image>", "<image|>"],
                {"image_token_id": FIRST, "boi_token_id": FIRST + 1, "eoi_token_id": FIRST + 2, "audio_config": None},
                Gemma4ImageProcessorPil(patch_size=4, max_soft_tokens=70)),
+    "gemma4_unified": ({"model_type": "gemma4_unified_text", "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 40,
+                        "global_head_dim": 32, "num_kv_shared_layers": 0},
+                       {"patch_size": 4, "mm_embed_dim": 40, "output_proj_dims": 40, "mm_posemb_size": 70},
+                       ["<|image|>", "<|image>", "<image|>"],
+                       {"image_token_id": FIRST, "boi_token_id": FIRST + 1, "eoi_token_id": FIRST + 2, "audio_config": None},
+                       UnifiedReady()),
     "idefics3": ({"model_type": "llama"}, {**TOWER}, ["<image>", "<fake_token_around_image>", "<global-img>", *ROWS],
                  {"image_token_id": FIRST, "pad_token_id": 0},
                  Idefics3ImageProcessorPil(size={"longest_edge": 64}, max_image_size={"longest_edge": 32})),

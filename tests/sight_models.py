@@ -103,6 +103,22 @@ class Lfm2Ready:
                 "pixel_attention_mask": torch.tensor(np.stack([np.arange(most) < len(each) for each in cut]).astype(np.int32))}
 
 
+class UnifiedReady:
+    """As `Lfm2Ready`, of the Gemma 4 without a tower, with squares of 12 points."""
+
+    def save_pretrained(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "preprocessor_config.json").write_text(json.dumps({
+            "image_processor_type": "Gemma4UnifiedImageProcessor", "patch_size": 4, "max_soft_tokens": 70, "pooling_kernel_size": 3}))
+
+    def __call__(self, picture: np.ndarray, **_: object) -> dict[str, torch.Tensor]:
+        values = opened(self.folder).values(picture)
+        rows, columns = values.shape[0] // 12, values.shape[1] // 12
+        cut = values.reshape(rows, 12, columns, 12, 3).swapaxes(1, 2).reshape(rows * columns, -1)
+        row, column = np.divmod(np.arange(len(cut)), columns)
+        return {"pixel_values": torch.tensor(cut)[None], "image_position_ids": torch.tensor(np.stack([column, row], axis=1))[None]}
+
+
 def config_changed(folder: Path, name: str, **changes: object) -> None:
     """Keys of a JSON file in a folder as they are wanted; None takes one away."""
     raw = {**json.loads((folder / name).read_text()), **changes}

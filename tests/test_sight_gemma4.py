@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from sight_models import FIRST, PICTURES, config_changed, held_against, made, opened
+from sight_models import FIRST, PICTURES, UnifiedReady, config_changed, held_against, made, opened
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 
 from effllm.runtime.config_reader import ConfigError
@@ -48,6 +48,30 @@ def test_rows_are_those_of_transformers(gemma, name):
     seen = held_against(sight, picture, model, ready)
     assert seen.tokens == (FIRST + 1, *(PLACE,) * count, FIRST + 2)
     assert seen.in_windows and seen.both_ways == (model.config.text_config.use_bidirectional_attention == "vision")
+
+
+@pytest.fixture(scope="module")
+def unified(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("unified")
+    tower = {"patch_size": 4, "mm_embed_dim": 40, "output_proj_dims": 40, "mm_posemb_size": 70}
+    text = {key: value for key, value in TEXT.items() if key != "hidden_size_per_layer_input"}
+    model = made("gemma4_unified", folder, {**text, "model_type": "gemma4_unified_text"}, tower, WORDS, image_token_id=FIRST,
+                 boi_token_id=FIRST + 1, eoi_token_id=FIRST + 2, audio_config=None)
+    ready = UnifiedReady()
+    ready.save_pretrained(folder)
+    return folder, model, ready
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_rows_without_a_tower(unified, name):
+    folder, model, ready = unified
+    sight, picture = opened(folder), PICTURES[name]
+    made_ready = ready(picture)
+    seen = held_against(sight, picture, model, made_ready)
+    same = Gemma4ImageProcessorPil(patch_size=4, max_soft_tokens=70)(picture, input_data_format="channels_last", return_tensors="np")
+    count = int(same["num_soft_tokens_per_image"][0])
+    assert seen.tokens == (FIRST + 1, *(PLACE,) * count, FIRST + 2) and seen.both_ways and seen.in_windows
+    assert np.isclose(made_ready["pixel_values"].double().sum(), same["pixel_values"].astype(float).sum())
 
 
 def test_a_folder_at_odds_with_its_tower(gemma, tmp_path):

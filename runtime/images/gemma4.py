@@ -33,6 +33,7 @@ LIMITS = ("input_min", "input_max", "output_min", "output_max")
 class Gemma4(TowerSight):
     VISION = {"gemma4_vision": USUAL}
     PROCESSORS = ("Gemma4ImageProcessor",)
+    SEES: str | None = None  # which tokens see what comes behind them, where nothing is stated
     placeholder, in_windows = IMAGE, True
 
     def __init__(self, source: TowerSource, config: ModelConfig) -> None:
@@ -48,7 +49,7 @@ class Gemma4(TowerSight):
         if not keys.flag("do_resize", True):
             raise keys.fail("do_resize", "true: pictures are made to fit")
         text = Keys(self.outer.section("text_config") or {}, "config.json: text_config")
-        self.both_ways = text.text("use_bidirectional_attention", None) == "vision"
+        self.both_ways = text.raw.get("use_bidirectional_attention", self.SEES) == "vision"
         if config.input_width and text.integer("pad_token_id", 0, low=0) != 0:
             raise text.fail("pad_token_id", "0, the word by which layers are told of pictures")
 
@@ -71,7 +72,8 @@ class Gemma4(TowerSight):
     def sized(self, height: int, width: int) -> tuple[int, int]:
         """The size that a picture is given: the largest of whole squares of patches that has no more of them than are allowed."""
         demand_shape(height, width)
-        factor, unit = math.sqrt(self.most_patches * self.patch**2 / (height * width)), self.patch * self.joined
+        unit = self.patch * self.joined
+        factor = math.sqrt(self.count * unit**2 / (height * width))
         high, wide = (math.floor(factor * side / unit) * unit for side in (height, width))
         if not high:
             return unit, min(width // height, self.count) * unit

@@ -19,7 +19,8 @@ from ..files.written import TOWER
 from .tower_parts import Matrix, Norm, widened
 
 STORED = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
-PARTS = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "connector.", "image_newline", "embed_vision.")
+PARTS = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "connector.", "image_newline", "embed_vision.",
+         "vision_embedder.")
 
 
 def own_name(name: str) -> str:

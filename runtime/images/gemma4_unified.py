@@ -1,0 +1,67 @@
+"""The Gemma 4 without a tower: squares of points become rows by one matrix, with a place learned for every row and column of them."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..config_reader import ConfigError
+from .gemma4 import Gemma4
+from .tower_parts import Crew, Norm, product
+from .tower_sight import MOST_WIDTH, Rows
+from .tower_weights import Weights
+
+if TYPE_CHECKING:
+    from ..config import ModelConfig
+    from .tower_source import TowerSource
+
+NORM_EPS = 1e-5
+USUAL = {"patch_size": 16, "pooling_kernel_size": 3, "mm_embed_dim": 3840, "mm_posemb_size": 1120, "output_proj_dims": 3840,
+         "rms_norm_eps": 1e-6}
+
+
+class Gemma4Unified(Gemma4):
+    VISION = {"gemma4_unified_vision": USUAL}
+    PROCESSORS = ("Gemma4UnifiedImageProcessor",)
+    SEES = "vision"
+
+    @cached_property
+    def width(self) -> int:
+        return self.vision.integer("mm_embed_dim", high=MOST_WIDTH)
+
+    @property
+    def most_patches(self) -> int:
+        return self.count
+
+    @property
+    def whole_patches(self) -> int:
+        return self.count * self.joined**2
+
+    def load(self, weights: Weights) -> Rows:
+        keys, width, unit, name = self.vision, self.width, self.patch * self.joined, "vision_embedder."
+        points, places, through = 3 * unit * unit, keys.integer("mm_posemb_size", high=1 << 20), keys.integer("output_proj_dims")
+        if through != width:
+            raise keys.fail("output_proj_dims", f"the {width} of mm_embed_dim")
+        first, second = (weights.layer_norm(f"{name}patch_ln{number}", size, NORM_EPS) for number, size in ((1, points), (2, width)))
+        dense = weights.matrix(f"{name}patch_dense", width, points, bias=True)
+        table = weights.numbers(f"{name}pos_embedding", places, 2, width)
+        last = weights.layer_norm(f"{name}pos_norm", width, NORM_EPS)
+        plain = Norm(np.ones(width, np.float32), None, keys.number("rms_norm_eps"), centered=False)
+        project = weights.matrix("embed_vision.embedding_projection", self.config.hidden_size, width, bias=False)
+
+        def rows(values: np.ndarray, crew: Crew) -> np.ndarray:
+            lines, columns = values.shape[0] // unit, values.shape[1] // unit
+            if max(lines, columns) > places:
+                raise ConfigError(f"config.json: mm_posemb_size {places} is less than the {max(lines, columns)} of a picture")
+            row, column = np.divmod(np.arange(lines * columns), columns)
+            cut = values.reshape(lines, unit, columns, unit, 3).swapaxes(1, 2).reshape(lines * columns, -1)
+            x = second(product(first(cut), dense, crew)) + (table[column, 0] + table[row, 1])
+            return product(plain(last(x)), project, crew)
+
+        return rows
+
+
+def sight(source: TowerSource, config: ModelConfig) -> Gemma4Unified:
+    return Gemma4Unified(source, config)
