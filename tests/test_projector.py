@@ -26,7 +26,7 @@ from effllm.runtime.images.turning import axes_of
 
 LLAVA = ({"model_type": "llama"}, {**TOWER, "model_type": "clip_vision_model", "hidden_act": "gelu"}, ["<image>"],
          {"image_token_index": FIRST}, LlavaImageProcessorPil(size={"shortest_edge": 32}, crop_size=SQUARE, do_pad=True))
-FAMILIES = {**CASES, "llava": LLAVA}
+FAMILIES = {**{family: CASES[family] for family in CASES if family in PAIRS}, "llava": LLAVA}
 SHOWN = ("photo", "tall", "tiny")
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from family_models import assert_close
 from PIL import Image
-from projector_files import write_pair
+from projector_files import PAIRS, write_pair
 from sight_cases import CASES
 from sight_models import FIRST, PICTURES, made, opened
 
@@ -29,6 +29,8 @@ from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.templates.prompting import Prompts
 from effllm.runtime.text import Tokenizer
 
+FAMILIES = [family for family in CASES if family in PAIRS]
+QUICK = ("llava_next", "qwen3_vl")  # with tiles, with places and early rows; rows of all are held in test_projector.py
 OPTIONS = EngineOptions(kv="32bit", device="cpu", ctx=512, strict=False, exact=True)
 
 
@@ -39,7 +41,7 @@ def seeing(folder: Path, family: str, **tower: object) -> torch.nn.Module:
     return model
 
 
-@pytest.mark.parametrize("family", CASES)
+@pytest.mark.parametrize("family", [pytest.param(family, marks=() if family in QUICK else pytest.mark.slow) for family in FAMILIES])
 def test_logits_behind_a_picture_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     transformer = seeing(tmp_path / "folder", family)
     model, _ = write_pair(tmp_path / "folder", tmp_path / "files")
@@ -132,7 +134,7 @@ CLASS = ("internvl", "llava_next")
 
 @pytest.mark.peer
 @pytest.mark.slow
-@pytest.mark.parametrize("family", CASES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_llamacpp_sees_the_same_in_the_same_file(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     peer = pytest.importorskip("llama_cpp")
     seeing(tmp_path / "folder", family, **OTHER.get(family, {}))

@@ -111,7 +111,7 @@ def test_a_runs_threads_look(llava, monkeypatch):
             super().__init__(threads, work)
 
     monkeypatch.setattr(tower_sight, "Crew", Counted)
-    own, usual = (album_of(llava[0], read_config(llava[0]), threads).sight for threads in (5, None))
+    own, usual = (album_of(llava[0], read_config(llava[0]), threads=threads).sight for threads in (5, None))
     rows = [sight.see(PICTURES["odd"], Work()).rows for sight in (own, usual)]
     assert seen == [5, cpu_threads()] and np.abs(rows[0] - rows[1]).max() < 1e-5 * np.abs(rows[1]).max()
     assert (own.bytes_needed() > usual.bytes_needed()) == (cpu_threads() < 5)
