@@ -174,9 +174,13 @@ def peer() -> object:
     return pytest.importorskip("llama_cpp")
 
 
+# By llama.cpp of the version that is compared with: bitnet says relu2, which newer ones alone read, and it has no Kolibri.
+UNREAD = ("bitnet", "kolibri1")
+
+
 @pytest.mark.peer
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "bitnet"])  # which says relu2: newer versions alone read that
+@pytest.mark.parametrize("name", [name for name in MODELS if not name.startswith(UNREAD)])
 def test_llamacpp_writes_the_same_tokens(tmp_path: Path, peer: object, name: str) -> None:
     """From prompts of one token, of some, and of more than a window. Where an answer parts, two tokens were as likely."""
     source = model(name, tmp_path / "source")
