@@ -27,9 +27,11 @@ PIECES = "tokenizer.model"  # and SentencePiece's, which many have beside it
 # How a model makes one vector of a text: as sentence-transformers has it, and where that lies in a folder without others.
 MODULES, POOLING, POOLING_KEPT = "modules.json", "1_Pooling/config.json", "pooling.json"
 RANKING, RANKING_KEPT = "1_LogitScore/config.json", "ranking.json"  # the same of how one ranks documents
+PROMPTS = "config_sentence_transformers.json"  # what goes before such a text
 NESTED = {POOLING: POOLING_KEPT, RANKING: RANKING_KEPT}
 SETTINGS = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt",
-            "chat_template*", "preprocessor_config.json", "processor_config.json", *RANKS, MODULES, *NESTED.values())
+            "chat_template*", "preprocessor_config.json", "processor_config.json", *RANKS, MODULES, PROMPTS,
+            *NESTED.values())
 COMPANIONS = (*SETTINGS, *NESTED, "LICENSE*", "LICENCE*", "NOTICE*", "README*", "USE_POLICY*")
 GGUF_PATH = re.compile(PATH, re.IGNORECASE)
 LICENCE_LINE = re.compile(r"^license(_name)?:[ \t]*[\"']?([A-Za-z0-9.+_-]{1,40})[\"']?[ \t]*$", re.MULTILINE)

@@ -1,4 +1,4 @@
-"""`effllm embed`: vectors on the command line, as lines, a document or an array, and texts near a query; held against transformers."""
+"""`effllm embed`: vectors as transformers makes them, of texts from everywhere, behind the prompts that a model has; what is refused."""
 
 import io
 import json
@@ -11,96 +11,93 @@ import pytest
 
 from effllm.cli.app import main
 from effllm.cli.environment import Environment
+from effllm.runtime.answers.text_prompts import prompts_of
 from effllm.runtime.config import read_config
+from effllm.runtime.config_reader import ConfigError
 from effllm.runtime.text import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from embedders import ENDS, FABLE, embedder, expected
+from embedders import FABLE, embedder, expected
 
-TEXTS = ("The fox wanted to be king.", "A king.", "The sea was calm.")
+PROMPTS = "config_sentence_transformers.json"
+TEXTS = ["The fox was made king of all beasts.", "The sea was calm."]
+NAMED = {"prompts": {"query": "Question: ", "document": "Text: "}, "default_prompt_name": None}
 
 
 class Ran:
     """What a call of `main` wrote and returned."""
 
-    def __init__(self, *argv: object) -> None:
-        environment = Environment(io.StringIO(), io.StringIO(), io.StringIO(), os.environ)
-        self.code = main([str(word) for word in argv], environment)
+    def __init__(self, *argv: object, given: str = "") -> None:
+        environment = Environment(io.StringIO(given), io.StringIO(), io.StringIO(), os.environ)
+        self.code = main(["embed", *map(str, argv)], environment)
         self.out, self.err = environment.stdout.getvalue(), environment.stderr.getvalue()
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return embedder(tmp_path_factory.mktemp("model") / "vectors")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = embedder(tmp_path_factory.mktemp("models") / "embedder")
+    (folder / PROMPTS).write_text(json.dumps(NAMED))
+    return folder
 
 
-@pytest.fixture(scope="module")
-def theirs() -> np.ndarray:
-    """What transformers makes of the texts, each with the token at its end."""
-    tokenizer = Tokenizer.load(FABLE, read_config(FABLE))
-    return np.stack([expected(FABLE, tokenizer.encode(text + ENDS)) for text in TEXTS])
+def theirs(model: Path, text: str) -> np.ndarray:
+    return expected(model, Tokenizer.load(model, read_config(model)).encode(text))
 
 
-@pytest.fixture
-def lines(tmp_path: Path) -> Path:
-    path = tmp_path / "lines.txt"
-    path.write_text(f"{TEXTS[1]}\n\n  {TEXTS[2]}\r\n", encoding="utf-8")
-    return path
+def test_a_line_or_a_document_or_an_array(model: Path, tmp_path: Path) -> None:
+    lines = [json.loads(line) for line in Ran(model, *TEXTS, "-c", 256).out.splitlines()]
+    assert [each["index"] for each in lines] == [0, 1]
+    for text, own in zip(TEXTS, lines, strict=True):
+        assert np.array(own["embedding"]) @ theirs(model, text) > 0.99999
+    texts = tmp_path / "texts.txt"
+    texts.write_text("\n".join(TEXTS) + "\n\n")
+    ran = Ran(model, "-f", texts, "-o", tmp_path / "made.npy", "-c", 256, "--dimensions", 8)
+    made = np.load(tmp_path / "made.npy")
+    assert ran.code == 0 and ran.out == "" and made.dtype == np.float32 and made.shape == (2, 8)
+    assert np.abs(np.linalg.norm(made, axis=1) - 1).max() < 1e-6
+    whole = json.loads(Ran(model, "-f", "-", "--json", "-c", 256, "--dimensions", 8, given="\n".join(TEXTS)).out)
+    assert np.array_equal(np.array([each["embedding"] for each in whole["embeddings"]], np.float32), made) and whole["tokens"] > 8
 
 
-def embed(folder: Path, *argv: object) -> Ran:
-    return Ran("embed", folder, *argv, "-c", 128, "-t", 1, "--kv", "32bit")
+def test_ranked_behind_the_prompts_of_both_sides(model: Path) -> None:
+    ran = Ran(model, *reversed(TEXTS), "--rank", "Who is king?", "--json", "-c", 256)
+    results = json.loads(ran.out)["results"]
+    for each in results:
+        wanted = theirs(model, "Question: Who is king?") @ theirs(model, "Text: " + each["text"])
+        assert abs(each["score"] - wanted) < 1e-4 and each["text"] == TEXTS[1 - each["index"]]
+    assert len(results) == 2 and results[0]["score"] >= results[1]["score"]
+    table = Ran(model, *reversed(TEXTS), "--rank", "Who is king?", "-c", 256).out.splitlines()
+    assert [line.split(None, 1)[1] for line in table[1:]] == [each["text"] for each in results]
 
 
-def test_texts_and_lines_of_a_file_make_json_lines(folder: Path, lines: Path, theirs: np.ndarray) -> None:
-    ran = embed(folder, TEXTS[0], "-f", lines)
-    assert ran.code == 0, ran.err
-    rows = [json.loads(line) for line in ran.out.splitlines()]
-    assert [row["index"] for row in rows] == [0, 1, 2]
-    assert np.allclose([row["embedding"] for row in rows], theirs, atol=1e-5)
-    again = embed(folder, *TEXTS, "--json")
-    document = json.loads(again.out)
-    assert document["embeddings"] == [row["embedding"] for row in rows] and document["dimensions"] == theirs.shape[1]
-    assert document["tokens"] == sum(len(Tokenizer.load(FABLE, read_config(FABLE)).encode(text)) + 1 for text in TEXTS)
+def test_a_prompt_by_its_name(model: Path) -> None:
+    own = json.loads(Ran(model, TEXTS[0], "--prompt-name", "query", "-c", 256).out)["embedding"]
+    assert np.array(own) @ theirs(model, "Question: " + TEXTS[0]) > 0.99999 > np.array(own) @ theirs(model, TEXTS[0])
 
 
-def test_an_array_holds_the_vectors_cut_as_asked(folder: Path, tmp_path: Path, theirs: np.ndarray) -> None:
-    out = tmp_path / "vectors.npy"
-    ran = embed(folder, *TEXTS, "--dimensions", 32, "-o", out)
-    assert ran.code == 0 and not ran.out and "3 vectors of 32 numbers" in ran.err
-    cut = theirs[:, :32] / np.linalg.norm(theirs[:, :32], axis=1, keepdims=True)
-    made = np.load(out)
-    assert made.dtype == np.float32 and np.allclose(made, cut, atol=1e-5)
-    refused = embed(folder, *TEXTS, "-o", out)
-    assert refused.code == 2 and f"{out} exists" in refused.err and np.array_equal(np.load(out), made)
+def test_prompts_that_files_state(tmp_path: Path) -> None:
+    prompts = prompts_of(FABLE)
+    assert prompts.before(None) == "" and prompts.query is prompts.document is None
+    folder = embedder(tmp_path / "a", {"pooling_mode_mean_tokens": True, "include_prompt": False})
+    (folder / PROMPTS).write_text(json.dumps({"prompts": {"passage": "p: ", "none": ""}, "default_prompt_name": "passage"}))
+    prompts = prompts_of(folder)
+    assert (prompts.query, prompts.document, prompts.before("none")) == ("passage", "passage", "")
+    with pytest.raises(Exception, match="left out of the mean"):
+        prompts.before(None)
+    for wrong in ([], {"prompts": 7}, {"prompts": {"a": 7}}, {"prompts": {"a": "x"}, "default_prompt_name": "b"},
+                  {"prompts": {}, "default_prompt_name": []}):
+        (folder / PROMPTS).write_text(json.dumps(wrong))
+        with pytest.raises(ConfigError, match="prompts are texts by name"):
+            prompts_of(folder)
 
 
-def test_texts_are_ranked_by_their_cosine_with_a_query(folder: Path, lines: Path, theirs: np.ndarray) -> None:
-    ran = embed(folder, "-f", lines, "--rank", TEXTS[0], "--json")
-    ranked = json.loads(ran.out)["ranked"]
-    wanted = theirs[1:] @ theirs[0]
-    assert [each["index"] for each in ranked] == list(np.argsort(-wanted))
-    assert np.allclose([each["score"] for each in ranked], np.sort(wanted)[::-1], atol=1e-5)
-    shown = embed(folder, "-f", lines, "--rank", TEXTS[0], "--top", 1)
-    assert shown.out.split(maxsplit=1) == [f"{max(wanted):.3f}", ranked[0]["text"] + "\n"]
-
-
-@pytest.mark.parametrize(("argv", "said", "code"), (
-    ((), "there is no text", 2), ((" ",), "a text is empty", 2), (("a", "--top", 3), "--top is about --rank", 2),
-    (("a", "--rank", " "), "the query is empty", 2), (("a", "--rank", "b", "--top", 0), "--top is 1 or more", 2),
-    (("a", "-o", "v.txt"), "is not named .npy", 2), (("a", "-o", "v.npy", "--json"), "-o writes vectors", 2),
-    (("a", "-o", "/nowhere/v.npy"), "cannot be written", 2), (("a", "--dimensions", 100_000), "--dimensions is 1 to", 2),
-    (("a", "-f", "no such file"), "No such file", 2), (("word " * 300,), "the context holds 128", 5)))
-def test_what_is_wrong_is_one_line_with_a_next_step(folder: Path, argv: tuple[object, ...], said: str, code: int) -> None:
-    ran = embed(folder, *argv)
-    assert ran.code == code and said in ran.err and "\nhint: " in ran.err and ("--json" in argv or not ran.out), ran.err
-
-
-def test_a_long_text_is_cut_if_that_is_asked_for(folder: Path) -> None:
-    ran = embed(folder, "word " * 300, "--truncate", "--json")
-    assert ran.code == 0 and json.loads(ran.out)["tokens"] == 128 and "is cut" in ran.err
-
-
-def test_a_model_of_another_kind_is_told_before_its_weights_are_read() -> None:
-    ran = Ran("embed", FABLE, "a")
-    assert ran.code == 2 and "not made for embeddings" in ran.err
+@pytest.mark.parametrize(("words", "given", "said", "code"), [
+    (("x", "--rank", "y", "-o", "z.npy"), "", "--rank prints texts", 2), (("x", "-o", "z.bin"), "", "is no NumPy file", 2),
+    (("x", "-o", "/nowhere/z.npy"), "", "cannot be written", 1), (("x", "-f", "-"), "y", "from the line or from -f", 2),
+    (("x", " "), "", "text 2 is empty", 2), (("-f", "-"), "a\n\nb", "line 2 of standard input is empty", 2),
+    ((), "", "there are no texts", 2),
+    (("x", "--rank", " "), "", "--rank asks nothing", 2), (("x", "--dimensions", "257", "-c", "256"), "", "is not 1 to 256", 2),
+    (("x", "--prompt-name", "doc", "-c", "256"), "", "no prompt 'doc'", 2), (("x " * 400, "-c", "256"), "", "the context holds 256", 5)])
+def test_what_is_refused(model: Path, words: tuple[str, ...], given: str, said: str, code: int) -> None:
+    ran = Ran(model, *words, given=given)
+    assert (ran.code, ran.out) == (code, "") and said in ran.err and "hint: " in ran.err and "Traceback" not in ran.err

@@ -15,7 +15,8 @@ from effllm.cli.errors import INTERRUPTED
 
 # Command -> a line of it that is understood and fails, and the exit code.
 FAILING = {
-    "run": ("nobody/knows hi", 3), "serve": ("nobody/knows", 3), "session list": (None, 1), "session rm": ("nothing -y", 2),
+    "run": ("nobody/knows hi", 3), "embed": ("nobody/knows hi", 3),
+    "serve": ("nobody/knows", 3), "session list": (None, 1), "session rm": ("nothing -y", 2),
     "pull": ("./a-path", 2), "rm": ("fable -y", 2),
     "alias": ("--rm nothing", 3), "list": (None, 1), "show": ("nobody/knows", 3), "plan": ("fable --ram 10M", 4),
     "quantize": ("fable -o {here}/made --bits 4 --eval /nowhere.txt", 2), "export": ("nobody/knows -o {here}/x.gguf", 3),

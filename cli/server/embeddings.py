@@ -46,6 +46,7 @@ class EmbeddingsAsked(Body):
     input: Any
     encoding_format: str | None = None
     dimensions: int | None = None
+    prompt_name: str | None = None
 
 
 class OllamaEmbeddings(Body):
@@ -103,7 +104,7 @@ class Embeddings:
                     "usage": {"prompt_tokens": embedded.tokens, "total_tokens": embedded.tokens},
                     "data": [{"object": "embedding", "index": at, "embedding": written(each)} for at, each in enumerate(vectors)]}
 
-        return await self._answer(request, asked.model, texts, False, told)
+        return await self._answer(request, asked.model, texts, False, told, asked.prompt_name)
 
     async def llama(self, request: Request) -> Response:
         """A list, also of one; the vectors of each text are a list again, since there one may have a vector of each token."""
@@ -162,10 +163,11 @@ class Embeddings:
             raise Problem(400, f"dimensions is 1 to {width}, not {dimensions}", param="dimensions")
 
     async def _answer(self, request: Request, model: str | None, texts: Texts, cut: bool,
-                      told: Callable[[Embedded], object]) -> Response:
+                      told: Callable[[Embedded], object], prompt_name: str | None = None) -> Response:
         """Raises Problem; an empty response where the client has gone."""
         record, choice = request.scope[RECORD], self._adapters.choice_of(model)
-        listener = Listener(self._desk.ask(partial(self._replies.embed, texts, cut, choice=choice)), self._note, record)
+        asked = partial(self._replies.embed, texts, cut, choice=choice, prompt_name=prompt_name)
+        listener = Listener(self._desk.ask(asked), self._note, record)
         if (embedded := await made(request, listener, Embedded)) is None:
             return Response(status_code=GONE)
         record.made = f"{embedded.tokens} tokens in, {len(texts)} vector{'' if len(texts) == 1 else 's'}"

@@ -16,6 +16,7 @@ from .slot import Slot
 if TYPE_CHECKING:
     from ..adapters.choosing import Choice
     from .ranking import Ranking
+    from .text_prompts import TextPrompts
 
 Made = TypeVar("Made")
 
@@ -34,16 +35,16 @@ class Readings:
     demand_known: Callable[[Sequence[int]], list[int]]
 
     def embed(self, texts: Sequence[str | Sequence[int]], cut: bool = False, cancelled: Callable[[], bool] = never,
-              choice: Choice | None = None) -> Iterator[Event]:
-        """One vector of each text, or of token ids as they stand. Of a text that is longer than the context, its end is left out with
-        `cut`, but for the token that ends every text. `choice`: as of a `Wish`. Raises EffllmError where the model makes none, or of these
-        none."""
+              choice: Choice | None = None, prompt_name: str | None = None) -> Iterator[Event]:
+        """One vector of each text, behind the prompt of that name or the model's usual one, or of token ids as they stand. Of a text that
+        is longer than the context, its end is left out with `cut`, but for the token that ends every text. `choice`: as of a `Wish`. Raises
+        EffllmError where the model makes none, or of these none."""
         from .embedding import demand_room, vector
 
-        pooling, room = self._pooling, self.engine.n_ctx
+        pooling, room, before = self._pooling, self.engine.n_ctx, self.text_prompts.before(prompt_name)
         rows: list[list[int]] = []
         for text in texts:  # all of them before the first costs a pass, and what the cache holds
-            ids = self._ended(text) if isinstance(text, str) else self.demand_known(text)
+            ids = self._ended(before + text) if isinstance(text, str) else self.demand_known(text)
             if cut and len(ids) > room:
                 yield Notice(f"a text of {len(ids)} tokens is cut: the context is {room} tokens (-c)")
                 ends = self._ends if isinstance(text, str) else []
@@ -99,6 +100,13 @@ class Readings:
         from .ranking import ranking_of
 
         return ranking_of(self.engine.prepared.folder, self.tokenizer)
+
+    @cached_property
+    def text_prompts(self) -> TextPrompts:
+        """What the model was trained to see before texts of which vectors are made."""
+        from .text_prompts import prompts_of
+
+        return prompts_of(self.engine.prepared.folder)
 
     @cached_property
     def _pooling(self) -> str:

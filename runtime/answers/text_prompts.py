@@ -1,0 +1,63 @@
+"""What a model was trained to see before a text: a question and a document begin otherwise, as `task: search result | query: `.
+
+It stands where sentence-transformers writes it, `config_sentence_transformers.json`, by names; one of them may be what a text has that
+nothing is said of. Models by whose files a prompt is left out of the mean are refused where one is to be put.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ... import UsageError
+from ...offload.header import is_gguf
+from ..config_reader import ConfigError, show
+from ..hub import POOLING, POOLING_KEPT, PROMPTS
+from .embedding import read_json
+
+QUERY, DOCUMENT = ("query",), ("document", "passage", "corpus")  # what questions and what is searched are called
+
+
+@dataclass(frozen=True)
+class TextPrompts:
+    """By name what goes before a text. `usual`: the name of what goes before one of which nothing is said. `left_out`: of the mean."""
+
+    named: Mapping[str, str] = field(default_factory=dict)
+    usual: str | None = None
+    left_out: bool = False
+
+    def before(self, name: str | None) -> str:
+        """What goes before a text. Raises UsageError for a name that the model does not have."""
+        name = self.usual if name is None else name
+        if name is not None and name not in self.named:
+            known = ", ".join(map(repr, self.named))
+            raise UsageError(f"this model has no prompt {show(name)}",
+                             f"it has {known}" if known else "its files name none: write what goes before a text into the text")
+        prompt = "" if name is None else self.named[name]
+        if prompt and self.left_out:
+            raise UsageError(f"this model's prompt {show(name)} is left out of the mean of a text, which does not run here",
+                             "write it into the text, where it counts")
+        return prompt
+
+    @property
+    def query(self) -> str | None:
+        """The name of what goes before a question; the usual one where the model has none for questions."""
+        return next((name for name in QUERY if name in self.named), self.usual)
+
+    @property
+    def document(self) -> str | None:
+        """The same of what is searched."""
+        return next((name for name in DOCUMENT if name in self.named), self.usual)
+
+
+def prompts_of(path: Path | None) -> TextPrompts:
+    """What the model at `path` has; a GGUF file says nothing of it. Raises ConfigError."""
+    if path is None or is_gguf(path) or (stated := read_json(path / PROMPTS)) is None:
+        return TextPrompts()
+    named, usual = (stated.get("prompts") or {}, stated.get("default_prompt_name")) if isinstance(stated, dict) else (None, None)
+    known = isinstance(named, dict) and all(isinstance(each, str) for each in named.values())
+    if not known or usual is not None and not (isinstance(usual, str) and usual in named):
+        raise ConfigError(f"{path / PROMPTS}: prompts are texts by name, and default_prompt_name is one of the names")
+    pooling = next((found for name in (POOLING, POOLING_KEPT) if (found := read_json(path / name)) is not None), None)
+    return TextPrompts(named, usual, isinstance(pooling, dict) and pooling.get("include_prompt") is False)
