@@ -67,10 +67,9 @@ def embed(context: typer.Context, model: Model, texts: Texts = None, file: File 
         raise UsageError("--rank asks nothing", 'effllm embed MODEL -f FILE --rank "your question"')
     found, options = find_any(model, screen), engine.options()
     with at_bits(found, weights, screen, options) as ref, loaded(ref, options, screen) as at_hand:
-        width = at_hand.engine.config.hidden_size
-        if dimensions is not None and not 1 <= dimensions <= width:
-            raise UsageError(f"--dimensions {dimensions} is not 1 to {width}", "leave it out for all")
         replies = Replies(at_hand.engine, at_hand.tokenizer)
+        if dimensions is not None and not 1 <= dimensions <= replies.vector_width:
+            raise UsageError(f"--dimensions {dimensions} is not 1 to {replies.vector_width}", "leave it out for all")
         names = replies.text_prompts
         asked, told = (prompt_name, prompt_name) if question is None else (names.query, prompt_name or names.document)
         made = last(follow(replies.embed(lines, prompt_name=told), screen, Embedded))

@@ -37,6 +37,7 @@ from .policy.keep import Action, PageStats, Policy, most_with_more
 if TYPE_CHECKING:
     from ..kernels.cpu.index import Chosen
     from ..quant.kv_seal import Sealer
+    from .kv.both_ways import Ends
 
 NO_STATES: Mapping[int, LayerStates] = MappingProxyType({})
 NO_READERS: Mapping[int, LayerPages] = MappingProxyType({})
@@ -63,8 +64,8 @@ class LayerCache:
         more = () if out is None else (out,)
         if self.choosing is not None and (chosen := self.cache.chosen) is not None:
             return self.pages.attend_chosen(q, step.position, step.blocks, sinks, chosen, self.choosing.latent, *more)
-        if (seen := self.cache.ends) is not None and not (seen[1] and self.pages.window is None):
-            return self.pages.attend(q, step.position, step.blocks, sinks, out, seen[0])
+        if (ends := self.cache.ends) is not None and (seen := ends.get(self.pages.window)) is not None:
+            return self.pages.attend(q, step.position, step.blocks, sinks, out, seen)
         return self.pages.attend(q, step.position, step.blocks, sinks, *more)
 
     def choose(self, q: object, k: object, weights: object | None, out: object | None = None) -> None:
@@ -85,9 +86,9 @@ class KVCache(CacheBytes):
     the memory of sealed pages, of which those of `spilling` layers may lie on a disk. `probes` are what a policy sees of attention.
     `states` are those of the layers that have some, which `stateful` gives by number: without pages, or `beside` them; `readers` are, by
     number, what layers without keys and values of their own see of others', `choosing`, by place, those whose tokens choose. `n` tokens are
-    held. `ends`: as of `LayerPages.attend`, of the pass in hand, and whether in layers with a window alone. `open_cache` makes one."""
+    held. `ends`: as of `ends_of`, of the pass in hand. `open_cache` makes one."""
 
-    ends: tuple[np.ndarray, bool] | None = None
+    ends: Ends | None = None
 
     def __init__(self, layers: Sequence[LayerPages], codecs: Sequence[RawCodec | PackedCodec], policy: Policy, shape: CacheShape,
                  layouts: Sequence[PageLayout], exact: Sequence[np.ndarray] = (), sealers: Sequence[Sealer] = (),

@@ -35,6 +35,7 @@ MOST = {"hidden_size": 2**20,
         "num_hidden_layers": MAX_LAYERS, "num_attention_heads": 4096, "vocab_size": 2**24}
 DTYPES = ("float32", "float16", "bfloat16")
 GENERATOR, SEVERAL = "ForCausalLM", "ForConditionalGeneration"  # endings of architectures: text alone, and with images
+BARE = "Model"  # of those that make vectors and have no head
 OLDER = "LMHeadModel"  # as GPT-2's of the former
 SPEAKING = "OmniModel"  # and what the first model that speaks was called
 
@@ -71,7 +72,8 @@ class ModelConfig:
     state they have one of `shared_blocks` blocks of attention and an MLP in turn, which read an embedding beside the stream, the second
     of two; with `attention_branches` what a layer adds to one is beside q, k and v too. `value_dim`: how wide a head's values are, where
     narrower than its keys, as wide as which they are cached. `slopes`: of each query head, by which a score grows with the place of its
-    key (ALiBi); then heads are made as wide as `value_dim`, and head_dim is more. `indexed`: how tokens choose what they see.
+    key (ALiBi); then heads are made as wide as `value_dim`, and head_dim is more. `indexed`: how tokens choose what they see. `both_ways`:
+    they see what comes behind them too, with a window as far as before them.
     """
 
     family: str
@@ -148,6 +150,7 @@ class ModelConfig:
     value_dim: int = 0
     slopes: tuple[float, ...] = ()
     indexed: Indexed | None = None
+    both_ways: bool = False
     warnings: tuple[str, ...] = ()
 
     @property
@@ -266,8 +269,8 @@ def parse_config(raw: Mapping[str, object], strict: bool = False) -> ModelConfig
     architectures = raw.get("architectures") or []
     composite = str(raw.get("model_type")) in families.COMPOSITE
     suffix = SEVERAL if composite else GENERATOR
-    if not isinstance(architectures, list) or architectures and not any(
-            str(name).endswith((suffix, SPEAKING if composite else OLDER)) for name in architectures):
+    endings = (suffix, SPEAKING if composite else OLDER, *((BARE,) if raw.get("use_bidirectional_attention") is True else ()))
+    if not isinstance(architectures, list) or architectures and not any(str(name).endswith(endings) for name in architectures):
         raise ConfigError(f"config.json: architectures is {show(architectures)}, expected a ...{suffix}", "effllm runs text generators")
     if composite:
         return _text_part(raw, strict)

@@ -28,7 +28,6 @@ from .adapters.adapter_lengths import measured
 from .adapters.choosing import Choosing, scales_of
 from .cache import KVCache
 from .events import Notice, Progress, Turn
-from .images.album import demand_known
 from .images.seeing import Seeing
 from .kv.cache_made import open_cache
 from .kv.cache_shape import layer_specs
@@ -222,7 +221,7 @@ class Engine(Scoring, Choosing, Seeing):
         ids = list(ids)
         if not ids:
             raise UsageError("the prompt is empty", "give a prompt, or -f FILE")
-        demand_known(ids, self.config.vocab_size, self.album)
+        self.demand_prompt(ids)
         if len(ids) >= self.n_ctx:
             if self.options.overflow != "shift" or self.n_ctx < SHORTEST:
                 raise too_long(len(ids), self.n_ctx, self.config.context_length)

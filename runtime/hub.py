@@ -28,7 +28,11 @@ PIECES = "tokenizer.model"  # and SentencePiece's, which many have beside it
 MODULES, POOLING, POOLING_KEPT = "modules.json", "1_Pooling/config.json", "pooling.json"
 RANKING, RANKING_KEPT = "1_LogitScore/config.json", "ranking.json"  # the same of how one ranks documents
 PROMPTS = "config_sentence_transformers.json"  # what goes before such a text
-NESTED = {POOLING: POOLING_KEPT, RANKING: RANKING_KEPT}
+# Matrices behind the mean: folder -> what a GGUF file calls it.
+DENSE = {"2_Dense": "dense_2.weight", "3_Dense": "dense_3.weight"}
+NESTED = {POOLING: POOLING_KEPT, RANKING: RANKING_KEPT,
+          **{f"{folder}/config.json": name.replace(".weight", ".json") for folder, name in DENSE.items()},
+          **{f"{folder}/model.safetensors": name.replace(".weight", ".matrix") for folder, name in DENSE.items()}}
 SETTINGS = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt",
             "chat_template*", "preprocessor_config.json", "processor_config.json", *RANKS, MODULES, PROMPTS,
             *NESTED.values())

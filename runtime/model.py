@@ -28,6 +28,7 @@ from .cache import KVCache
 from .config import ModelConfig
 from .families import LayerWeights, expert_of
 from .images.album import Shown
+from .kv.both_ways import ends_of
 from .rope import rope_tables
 from .sparse.predictors import FEW, Predictors
 from .speculation.mtp_tensors import MTP
@@ -252,8 +253,7 @@ class Model:
             for tensor in roles.values():
                 raw = {tensor.name: self.store.read(tensor.info)}
                 low = None if tensor.spec.is_raw else Weight.low_bit(tensor.spec, tensor.shape, raw[tensor.name])
-                values = as_float32(tensor, raw) if low is None else low.to_f32()
-                if not np.isfinite(values).all():
+                if not np.isfinite(as_float32(tensor, raw) if low is None else low.to_f32()).all():
                     return tensor.name
         return None
 
@@ -267,7 +267,7 @@ class Model:
         each adapter these tokens have, float32 [1, adapters], or a row for each where they are of several texts; None for nothing of any.
         `shown`: rows in place of some tokens' embeddings, as they are. `turned`: rotary positions [T] or [T, pairs], if not the cache's.
         """
-        step, cache.ends = cache.begin(len(ids), prompt), None if shown is None else shown.ends(cache.n)
+        step, cache.ends = cache.begin(len(ids), prompt), ends_of(self.config, cache.n, len(ids), shown)
         host = self.backends["cpu"]
         for backend in self.backends.values() if self.records.adapted.names else ():
             backend.adapt(scales)
@@ -278,7 +278,7 @@ class Model:
         # A pass of few tokens over weights that stay where they are does what the last one of as many did, until the list of blocks is
         # another. The first pass does not count: a layer does not know yet who follows.
         few, stay = len(ids) <= REPEATED, self.pager.stays and not self._on_device
-        plain, self._shown, self._turned = tap is no_tap and shown is None and turned is None, shown, turned
+        plain, self._shown, self._turned = tap is no_tap and cache.ends is None and shown is None and turned is None, shown, turned
         same = step.blocks if few and stay and plain and len(self._wrapped) > len(self.devices) else None
         if tap is not no_tap:
             tap = _after_flush(host, tap)

@@ -26,6 +26,7 @@ from .cache import CacheShape
 from .config import ModelConfig, read_config
 from .images.album import sight_nbytes
 from .kv import kv_disk
+from .kv.both_ways import as_one_pass
 from .kv.kv_setting import AUTO
 from .passes import widest
 from .planning import devices
@@ -202,7 +203,7 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
     """`prepare` for a config and a store at hand. `beside`: bytes that the process will hold besides, and does not hold yet. `program`:
     what it was weighed at before. `unless_planned` is told what else was opened. `rehearsal`: nothing is refused that memory decides."""
     begun: list[str] = []
-    config, options = as_asked(config, options, begun)
+    config, options = as_asked(config, as_one_pass(config, options), begun)
     tensors = check_tensors(config, store, container)
     sight = sight_nbytes(options.sight, config, options.mmproj, options.threads)
     warnings = [each for each in config.warnings if not (sight and TEXT_ALONE in each)]

@@ -177,7 +177,7 @@ def test_a_part_of_every_head_may_be_rotated() -> None:
 @pytest.mark.parametrize(("family", "key", "value"), [
     ("opt", "do_layer_norm_before", False), ("opt", "word_embed_proj_dim", 48), ("opt", "_remove_final_layer_norm", True),
     ("opt", "layer_norm_elementwise_affine", False), ("gemma3_text", "attn_logit_softcapping", 50.0), ("olmo2", "clip_qkv", 8.0),
-    ("gemma2", "use_bidirectional_attention", True), ("gemma3_text", "use_bidirectional_attention", True), ("phi3", "lm_head_bias", True),
+    ("gemma2", "use_bidirectional_attention", True), ("gemma3_text", "mlp_bias", True), ("phi3", "lm_head_bias", True),
     ("phi3", "auto_map", {"AutoModel": "evil.py"}), ("granite", "attn_logit_softcapping", 50.0), ("smollm3", "logits_scaling", 2.0),
     ("olmo2", "partial_rotary_factor", 0.5), ("gemma2", "query_pre_attn_scalar", -1)])
 def test_what_a_newer_family_cannot_do_is_named(family: str, key: str, value: object) -> None:

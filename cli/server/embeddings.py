@@ -158,7 +158,7 @@ class Embeddings:
 
     def _demand_width(self, dimensions: int | None) -> None:
         """Raises Problem for more numbers than a vector has."""
-        width = self._replies.engine.config.hidden_size
+        width = self._replies.vector_width if dimensions is not None else 0
         if dimensions is not None and not 1 <= dimensions <= width:
             raise Problem(400, f"dimensions is 1 to {width}, not {dimensions}", param="dimensions")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,8 +23,11 @@ from ..engine import Engine
 from ..events import Turn
 from ..files.small_file import JSON_NBYTES, read_whole
 from ..gguf.architectures import POOLED
-from ..hub import MODULES, POOLING, POOLING_KEPT
+from ..hub import DENSE, MODULES, POOLING, POOLING_KEPT
 from ..text import Tokenizer
+
+if TYPE_CHECKING:
+    from .dense import Dense
 
 LAST, MEAN = "last", "mean"
 WAYS = {"lasttoken": LAST, "mean": MEAN}
@@ -48,7 +51,8 @@ def pooling_of(path: Path | None) -> str:
     modules = read_json(path / MODULES)
     for module in modules if isinstance(modules, list) else () if modules is None else (modules,):
         kind = module.get("type") if isinstance(module, dict) else None
-        if not isinstance(kind, str) or kind.rpartition(".")[2].lower() not in USUAL:
+        known = isinstance(kind, str) and (kind.rpartition(".")[2].lower() in USUAL or is_dense(module) and module.get("path") in DENSE)
+        if not known:
             raise UsageError(f"this model's embeddings go through a module {show(kind)}, which does not run here", OTHERS)
     way = stated.get("pooling_mode")
     said = {WAYS.get(way, str(way))} if isinstance(way, str) else {
@@ -60,6 +64,26 @@ def pooling_of(path: Path | None) -> str:
         raise UsageError(f"this model's embeddings are made by {show(' and '.join(sorted(said)))}, not of the last token or the mean of "
                          "all", OTHERS)
     return said.pop()
+
+
+def is_dense(module: object) -> bool:
+    """Whether a module of a list of them multiplies the vector by a matrix."""
+    kind = module.get("type") if isinstance(module, dict) else None
+    return isinstance(kind, str) and kind.rpartition(".")[2].lower() == "dense"
+
+
+def dense_of(path: Path | None, width: int) -> tuple[Dense, ...]:
+    """The matrices that a vector of `width` numbers goes through behind the mean, after `pooling_of`. Raises EffllmError."""
+    from .dense import dense_of_folder, dense_of_gguf
+
+    if path is None:
+        return ()
+    if is_gguf(path):
+        from ..gguf.store import read_header
+
+        return dense_of_gguf(path, read_header(path).tensors, width)
+    modules = read_json(path / MODULES)
+    return dense_of_folder(path, [each["path"] for each in modules if is_dense(each)] if isinstance(modules, list) else [], width)
 
 
 def ending(path: Path | None, tokenizer: Tokenizer) -> list[int]:
@@ -89,9 +113,10 @@ def read_json(path: Path) -> object:
         raise ConfigError(f"{path} cannot be read as JSON", "the download may be incomplete") from error
 
 
-def vector(engine: Engine, ids: Sequence[int], pooling: str, cancelled: Callable[[], bool]) -> Generator[Turn, None, np.ndarray | None]:
-    """The vector float32 [D] of token ids, of length 1; None where it was cancelled. The sequence that the engine held is forgotten.
-    Raises ContextOverflow."""
+def vector(engine: Engine, ids: Sequence[int], pooling: str, cancelled: Callable[[], bool],
+           dense: Sequence[Dense] = ()) -> Generator[Turn, None, np.ndarray | None]:
+    """The vector float32 [D] of token ids, of length 1, having gone through `dense`; None where it was cancelled. The sequence that the
+    engine held is forgotten. Raises ContextOverflow."""
     demand_room(ids, engine.n_ctx)
     norm, total = engine.model.read_norm(), np.zeros(engine.config.hidden_size)
 
@@ -103,6 +128,10 @@ def vector(engine: Engine, ids: Sequence[int], pooling: str, cancelled: Callable
     if not (yield from read_through(engine, ids, cancelled, add)):
         return None
     engine.demand_finite(total[None])
+    if pooling == MEAN:
+        total /= len(ids)
+    for each in dense:
+        total = each(total)
     return unit(total)
 
 

@@ -15,6 +15,7 @@ from .slot import Slot
 
 if TYPE_CHECKING:
     from ..adapters.choosing import Choice
+    from .dense import Dense
     from .ranking import Ranking
     from .text_prompts import TextPrompts
 
@@ -42,6 +43,7 @@ class Readings:
         from .embedding import demand_room, vector
 
         pooling, room, before = self._pooling, self.engine.n_ctx, self.text_prompts.before(prompt_name)
+        dense = self._dense
         rows: list[list[int]] = []
         for text in texts:  # all of them before the first costs a pass, and what the cache holds
             ids = self._ended(before + text) if isinstance(text, str) else self.demand_known(text)
@@ -54,7 +56,7 @@ class Readings:
             if cancelled():
                 return
             yield Turn()
-        made = yield from self._each(rows, choice, "embedding", lambda engine, ids: vector(engine, ids, pooling, cancelled))
+        made = yield from self._each(rows, choice, "embedding", lambda engine, ids: vector(engine, ids, pooling, cancelled, dense))
         if made is not None:
             yield Embedded(made, sum(map(len, rows)))
 
@@ -107,6 +109,17 @@ class Readings:
         from .text_prompts import prompts_of
 
         return prompts_of(self.engine.prepared.folder)
+
+    @property
+    def vector_width(self) -> int:
+        """How many numbers a vector has."""
+        return len(self._dense[-1].matrix) if self._dense else self.engine.config.hidden_size
+
+    @cached_property
+    def _dense(self) -> tuple[Dense, ...]:
+        from .embedding import dense_of
+
+        return dense_of(self.engine.prepared.folder, self.engine.config.hidden_size)
 
     @cached_property
     def _pooling(self) -> str:

@@ -17,10 +17,10 @@ from .llama import block
 __all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
 
 KEYS_USED = frozenset({"attention_bias", "final_logit_softcapping", "hidden_activation", "layer_types", "query_pre_attn_scalar",
-                       "rope_local_base_freq", "sliding_window", "sliding_window_pattern"})
+                       "rope_local_base_freq", "sliding_window", "sliding_window_pattern", "use_bidirectional_attention"})
 # what stands in _sliding_window_pattern is written next to the layer_types that it made
 KEYS_HARMLESS = frozenset({"_sliding_window_pattern", "cache_implementation", "hidden_act", "original_max_position_embeddings"})
-REFUSED_UNLESS: Mapping[str, object] = {"mlp_bias": False, "use_bidirectional_attention": False}
+REFUSED_UNLESS: Mapping[str, object] = {"mlp_bias": False}
 # A checkpoint that takes images states of its text part only what differs from these.
 SIZES = {"vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8}
 
@@ -29,6 +29,9 @@ def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=131_072, num_key_value_heads=4, head_dim=256, bos=2, eos=(1,), tied=True, act=ACT, sizes=SIZES)
     pattern, layers = keys.integer("sliding_window_pattern", 6), base.size(keys, "num_hidden_layers")
     usual = [LOCAL if (layer + 1) % pattern else GLOBAL for layer in range(layers)]
+    both_ways = keys.flag("use_bidirectional_attention", False)
+    if both_ways:  # its window is as wide on both sides together
+        keys = keys.saying(sliding_window=keys.integer("sliding_window", 4096) // 2 + 1)
     features = gemma_features(keys, usual, base.size(keys, "hidden_size"))
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
@@ -36,7 +39,7 @@ def config(keys: Keys) -> ModelConfig:
         everywhere, local = two_ropes(keys, head_dim, positions, thetas)
         return tuple(everywhere if window is None else local for window in features["windows"])
 
-    return decoder_config(keys, base, ropes, **features, qk_norm=True,
+    return decoder_config(keys, base, ropes, **features, qk_norm=True, both_ways=both_ways,
                           final_logit_softcapping=softcap(keys, "final_logit_softcapping", None))
 
 

@@ -9,11 +9,14 @@ import numpy as np
 
 from ... import ContextOverflow
 from ...kernels.layout import PAGE
+from ..images.album import demand_known
+from ..kv.both_ways import demand_causal
 from ..passes import common_prefix
 from ..planning.demands import LOGIT_ROWS
 
 if TYPE_CHECKING:
     from ..cache import KVCache
+    from ..images.album import Album
     from ..model import Model
     from ..prepare import Prepared
 
@@ -27,6 +30,12 @@ class Scoring:
     tokens: list[int]
     anew: int
     n_ctx: int
+    album: Album | None
+
+    def demand_prompt(self, ids: Sequence[int]) -> None:
+        """Raises UsageError for ids behind which this model writes nothing."""
+        demand_causal(self.model.config)
+        demand_known(ids, self.model.config.vocab_size, self.album)
 
     def forward_logits(self, ids: Sequence[int]) -> np.ndarray:
         """Run `ids` after what is held; logits float32 [len(ids), V], a view. For measurements."""
@@ -40,6 +49,7 @@ class Scoring:
         asked for: as many of them as the cache already holds are not run again. `by_token` runs one token at a time, as an answer is
         written, and yields them so.
         """
+        demand_causal(self.model.config)
         if not 0 < len(ids) <= self.n_ctx:
             raise ContextOverflow(f"{len(ids)} tokens to score in a context of {self.n_ctx}")
         held = self.cache.truncate(min(common_prefix(self.tokens, ids), known)) if known else 0
@@ -67,6 +77,7 @@ class Scoring:
         """Run `ids` as `score` does; yields (position, last hidden states float32 [n, D]) pass by pass, views: the model makes logits of
         them, LOGIT_ROWS rows at once."""
         self.reset()
-        for piece in self._passes(len(ids), pages or self.prepared.chunk // PAGE):
+        both_ways = self.model.config.both_ways
+        for piece in (len(ids),) if both_ways else self._passes(len(ids), pages or self.prepared.chunk // PAGE):
             start = len(self.tokens)
             yield start, self._forward(ids[start : start + piece], prompt=True)

@@ -1,0 +1,112 @@
+"""The matrices behind the mean of a text, as EmbeddingGemma has two: where they lie, and what they make of a vector.
+
+A folder has each in one of its own (`2_Dense`), as sentence-transformers writes it; in folders that effllm made they lie beside the
+weights, as they were (`dense_2.matrix`). A GGUF file holds them among its tensors. They are read once and multiplied in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ... import UsageError
+from ...offload.checkpoint import TensorStore
+from ...offload.gguf import GgufTensor
+from ...offload.header import CheckpointError
+from ...quant.imports.gguf import DECODERS, dequantize
+from ...quant.weight import RAW_NUMPY, to_f32
+from ..config_reader import ConfigError, show
+from ..gguf.sources import RAW
+from ..hub import DENSE, NESTED
+
+CURVES: Mapping[str, Callable[[np.ndarray], np.ndarray] | None] = {"Identity": None, "Tanh": np.tanh}
+WEIGHT, BIAS = "linear.weight", "linear.bias"
+
+
+@dataclass(frozen=True)
+class Dense:
+    """curve(matrix @ x + bias): matrix float32 [N, K]."""
+
+    matrix: np.ndarray
+    bias: np.ndarray | None = None
+    curve: Callable[[np.ndarray], np.ndarray] | None = None
+
+    def __call__(self, x: np.ndarray) -> np.ndarray:
+        y = self.matrix @ x if self.bias is None else self.matrix @ x + self.bias
+        return y if self.curve is None else self.curve(y)
+
+
+def dense_of_folder(path: Path, modules: Sequence[str], width: int) -> tuple[Dense, ...]:
+    """Those of the folders that are listed, for a mean of `width` numbers. Raises UsageError, ConfigError, CheckpointError."""
+    from .embedding import read_json
+
+    found = []
+    for name in modules:
+        config, file = (_at(path, f"{name}/{each}") for each in ("config.json", "model.safetensors"))
+        stated = read_json(config)
+        if not isinstance(stated, dict) or not file.is_file():
+            raise UsageError(f"{path} has no {name}/model.safetensors with its config.json, which its embeddings go through",
+                             "the download may be incomplete: effllm pull gets it")
+        curve = str(stated.get("activation_function", "Tanh")).rpartition(".")[2]
+        if curve not in CURVES:
+            raise UsageError(f"{config}: activation_function {show(curve)} does not run here", f"known: {', '.join(CURVES)}")
+        found.append(Dense(*_read(file), CURVES[curve]))
+    return _fitting(path, found, width)
+
+
+def dense_of_gguf(path: Path, tensors: Mapping[str, GgufTensor], width: int) -> tuple[Dense, ...]:
+    """Those that a file holds. Raises CheckpointError."""
+    found = []
+    for tensor in (tensors[name] for name in DENSE.values() if name in tensors):
+        with tensor.file.open("rb") as file:
+            file.seek(tensor.offset)
+            raw = np.frombuffer(file.read(tensor.nbytes), np.uint8)
+        if tensor.type in RAW:
+            matrix = _wide(raw, tensor.type)
+        elif tensor.type in DECODERS:
+            matrix = dequantize(raw, tensor.type, tensor.shape[-1])
+        else:
+            raise CheckpointError(f"{path} has tensor {tensor.name} of type {tensor.type}, which is not supported",
+                                  f"known: {', '.join((*RAW, *DECODERS))}")
+        found.append(Dense(matrix.reshape(tensor.shape)))
+    return _fitting(path, found, width)
+
+
+def _at(path: Path, nested: str) -> Path:
+    """Where a file lies, in a checkpoint's folder or one that effllm made."""
+    kept = path / NESTED[nested]
+    return kept if kept.is_file() else path / nested
+
+
+def _read(file: Path) -> tuple[np.ndarray, np.ndarray | None]:
+    """Matrix and bias of a safetensors file."""
+    with TensorStore.of_file(file) as store:
+        found = {name: info for name, info in store.tensors.items() if name in (WEIGHT, BIAS)}
+        if WEIGHT not in found:
+            raise CheckpointError(f"{file} holds no tensor {WEIGHT}", "the download may be incomplete")
+        for info in found.values():
+            if info.dtype not in RAW:
+                raise CheckpointError(f"{file} has tensor {info.name} of type {show(info.dtype)}, which is not supported",
+                                      f"known: {', '.join(RAW)}")
+        made = {name: _wide(store.read(info), info.dtype).reshape(info.shape) for name, info in found.items()}
+    return made[WEIGHT], made.get(BIAS)
+
+
+def _wide(raw: np.ndarray, kind: str) -> np.ndarray:
+    """Bytes of values as float32."""
+    scheme = kind.lower()
+    return to_f32(raw.view(RAW_NUMPY[scheme]), scheme)
+
+
+def _fitting(path: Path, found: Sequence[Dense], width: int) -> tuple[Dense, ...]:
+    """Raises ConfigError for matrices of which one does not take what the one before it gives."""
+    for each in found:
+        shape = each.matrix.shape
+        if len(shape) != 2 or shape[1] != width or each.bias is not None and each.bias.shape != shape[:1]:
+            raise ConfigError(f"{path}: a matrix behind the mean has the shape {list(shape)}, where a vector has {width} numbers",
+                              "its files belong to different models: download it again")
+        width = shape[0]
+    return tuple(found)

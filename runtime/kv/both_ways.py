@@ -1,0 +1,66 @@
+"""What tokens see that see what comes behind them: all of a text, or what of it is within a window on either side.
+
+Such a text is read in one pass, so a pass takes as many tokens as the context. What is behind a token is looked for in exact pages in
+memory, by the processor alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ... import UsageError
+from ...kernels.layout import PAGE
+from ...quant.kv import codec
+from .kv_setting import AUTO
+
+if TYPE_CHECKING:
+    from ..config import ModelConfig
+    from ..images.album import Shown
+    from ..prepare import EngineOptions
+
+WHOLE = "32bit"  # keys and values are kept for one pass, so what they are rounded by saves little
+Ends = Mapping["int | None", np.ndarray]
+
+
+def ends_of(config: ModelConfig, first: int, tokens: int, shown: Shown | None) -> Ends | None:
+    """The last position int64 [T] that each token of a pass sees that begins at `first`, by the window of a layer; of a layer whose window
+    is not there, and of all for None, each sees itself last."""
+    if config.both_ways:
+        last = first + tokens - 1
+        at = np.arange(first, last + 1, dtype=np.int64)
+        return {window: np.full(tokens, last, np.int64) if window is None else np.minimum(at + window - 1, last)
+                for window in {None, *config.windows}}
+    if shown is None or (found := shown.ends(first)) is None:
+        return None
+    ends, in_windows = found
+    return {window: ends for window in {None, *config.windows} if window is not None or not in_windows}
+
+
+def as_one_pass(config: ModelConfig, options: EngineOptions) -> EngineOptions:
+    """The options of a model whose tokens see both ways: passes as long as its context. Raises UsageError for what such a pass cannot do,
+    but for what stands in a person's settings for all models."""
+    if not config.both_ways:
+        return options
+    packed = options.kv != AUTO and codec(options.kv).is_packed
+    found = {"kv": (WHOLE, f"--kv {options.kv}", packed), "kv_ram": (None, "--kv-ram", options.kv_ram is not None),
+             "device": ("cpu", "--device cuda", options.device == "cuda"),
+             "gpu_layers": (None, f"-ngl {options.gpu_layers}", bool(options.gpu_layers)), "vram": (None, "--vram", bool(options.vram))}
+    for name, (without, flag, is_asked) in found.items():
+        if is_asked and name not in options.preset:
+            raise UsageError(f"{flag}: this model's tokens see what comes behind them, on the CPU, in a cache that lies exact in memory",
+                             f"leave {flag} out")
+        if is_asked:
+            options = replace(options, **{name: without})
+    longest = config.context_length if options.ctx is None else options.ctx
+    return replace(options, device="cpu", kv=WHOLE, chunk=-(-longest // PAGE) * PAGE, spec="off")
+
+
+def demand_causal(config: ModelConfig) -> None:
+    """Raises UsageError for a model that writes no text."""
+    if config.both_ways:
+        raise UsageError("this model's tokens see what comes behind them: it makes vectors of texts and writes none",
+                         'effllm embed MODEL "a text"')

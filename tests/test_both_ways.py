@@ -1,0 +1,134 @@
+"""Models whose tokens see both ways: the vectors that transformers makes, from folders, quantized ones and GGUF files; what they refuse."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from effllm import EffllmError, UsageError
+from effllm.runtime.answers.embedding import MEAN, dense_of, pooling_of, vector
+from effllm.runtime.engine import Engine, EngineOptions, open_engine
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from embedding_models import INNER, WIDTH, as_gguf, both_ways, mean_of
+from pulls import Person
+
+LENGTHS = (1, 2, 9, 10, 40, 300, 512)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return both_ways(tmp_path_factory.mktemp("models") / "both")
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path):
+    *_, engine = open_engine(model, EngineOptions(ctx=512))
+    yield engine
+    engine.close()
+
+
+def ids_of(count: int) -> list[int]:
+    return [1 + (7 * each + 3 * (each // 11)) % 300 for each in range(count)]
+
+
+def made(engine: Engine, ids: list[int], dense: tuple = ()) -> np.ndarray:
+    steps = vector(engine, ids, MEAN, lambda: False, dense)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as stop:
+            return stop.value
+
+
+def through_dense(folder: Path, mean: np.ndarray) -> np.ndarray:
+    for name in ("2_Dense", "3_Dense"):
+        mean = load_file(folder / name / "model.safetensors")["linear.weight"].astype(np.float64) @ mean
+    return mean / np.linalg.norm(mean)
+
+
+def test_vectors_are_those_of_transformers(model: Path, engine: Engine) -> None:
+    """With windows of an odd and an even width, shorter and longer texts than they, of more tokens than a pass of other models takes."""
+    dense = dense_of(model, WIDTH)
+    assert pooling_of(model) == MEAN and [each.matrix.shape for each in dense] == [(INNER, WIDTH), (WIDTH, INNER)]
+    for count in LENGTHS:
+        own, theirs = made(engine, ids_of(count), dense), through_dense(model, mean_of(model, ids_of(count)))
+        assert np.abs(own - theirs).max() < 1e-4 * np.abs(theirs).max(), count
+
+
+def test_a_text_does_not_depend_on_the_one_before(engine: Engine) -> None:
+    first = made(engine, ids_of(40))
+    made(engine, ids_of(300)[::-1])
+    assert np.array_equal(made(engine, ids_of(40)), first) and engine.tokens == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [2, 16, 17, 128])
+def test_windows_of_every_width(tmp_path: Path, window: int) -> None:
+    folder = both_ways(tmp_path / "model", window)
+    *_, engine = open_engine(folder, EngineOptions())
+    assert engine.n_ctx == 1024 and {*engine.config.windows} == {None, window // 2 + 1}
+    for count in (33, 129, 1024):
+        own, theirs = made(engine, ids_of(count)), mean_of(folder, ids_of(count))
+        assert np.abs(own - theirs / np.linalg.norm(theirs)).max() < 1e-4 * np.abs(own).max()
+    engine.close()
+
+
+def test_it_writes_no_text_and_is_not_scored(engine: Engine) -> None:
+    for run in (lambda: list(engine.prefill([5, 6])), lambda: list(engine.score([5, 6]))):
+        with pytest.raises(UsageError, match="makes vectors of texts and writes none") as refused:
+            run()
+        assert "effllm embed" in refused.value.hint
+
+
+@pytest.mark.parametrize("options", [{"kv": "4bit"}, {"kv_ram": "1M"}, {"device": "cuda"}, {"gpu_layers": 2}])
+def test_what_such_a_pass_cannot_do(model: Path, options: dict[str, object]) -> None:
+    with pytest.raises(UsageError, match="see what comes behind them"):
+        list(open_engine(model, EngineOptions(**options)))
+    if "kv" in options:
+        *_, engine = open_engine(model, EngineOptions(ctx=128, preset=frozenset(options), **options))
+        assert not engine.cache.is_packed and engine.options.kv == "32bit"
+        engine.close()
+
+
+def test_matrices_go_along_where_a_model_is_made_smaller(model: Path, tmp_path: Path) -> None:
+    person = Person(tmp_path, "http://127.0.0.1:9")
+    out = tmp_path / "b"
+    assert person.types("quantize", model, "-o", out, "--bits", "8", "--no-kv-profile").code == 0
+    assert person.types("verify", out).code == 0
+    for own, whole in zip(dense_of(out, WIDTH), dense_of(model, WIDTH), strict=True):
+        assert np.array_equal(own.matrix, whole.matrix)
+    *_, small = open_engine(out, EngineOptions(ctx=128))
+    own, theirs = made(small, ids_of(60), dense_of(out, WIDTH)), through_dense(model, mean_of(model, ids_of(60)))
+    small.close()
+    assert own @ theirs > 0.99
+
+
+def test_gguf_files_hold_them_too(tmp_path: Path) -> None:
+    """Every sixth layer sees all of a text, which such files do not say."""
+    folder = both_ways(tmp_path / "model", num_hidden_layers=6, layer_types=["sliding_attention"] * 5 + ["full_attention"],
+                       query_pre_attn_scalar=32)
+    for kind, near in (("F32", 1e-4), ("Q8_0", 0.2)):
+        path = as_gguf(folder, tmp_path / f"{kind}.gguf", kind)
+        *_, engine = open_engine(path, EngineOptions(ctx=128))
+        assert pooling_of(path) == MEAN and engine.config.both_ways and engine.config.windows == (9,) * 5 + (None,)
+        own, theirs = made(engine, ids_of(60), dense_of(path, WIDTH)), through_dense(folder, mean_of(folder, ids_of(60)))
+        engine.close()
+        assert np.abs(own - theirs).max() < near * np.abs(theirs).max(), kind
+    assert dense_of(as_gguf(folder, tmp_path / "bare.gguf", dense=False), WIDTH) == ()
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    (lambda folder: (folder / "2_Dense" / "model.safetensors").unlink(), "has no 2_Dense/model.safetensors"),
+    (lambda folder: (folder / "3_Dense" / "config.json").write_text(json.dumps({"activation_function": "torch.nn.ReLU"})), "'ReLU'"),
+    (lambda folder: (folder / "3_Dense" / "model.safetensors").write_bytes((folder / "2_Dense" / "model.safetensors").read_bytes()),
+     "has 96 numbers")])
+def test_matrices_that_do_not_run(tmp_path: Path, change: object, said: str) -> None:
+    folder = both_ways(tmp_path / "model")
+    change(folder)
+    with pytest.raises(EffllmError, match=said) as refused:
+        dense_of(folder, WIDTH)
+    assert refused.value.hint
