@@ -263,6 +263,11 @@ ARCHITECTURES = {
                                            "final_logit_softcapping": "final_logit_softcapping"}, **_GEMMA),
     "gemma3": Architecture("gemma3_text", keys={"rope.freq_base_swa": "rope_local_base_freq",
                                                 "attention.sliding_window_pattern": "sliding_window_pattern"}, **_GEMMA),
+    "gemma-embedding": Architecture("gemma3_text", keys={"rope.freq_base_swa": "rope_local_base_freq",
+                                                         "attention.sliding_window_pattern": "sliding_window_pattern"},
+                                    config={**_GEMMA["config"], "use_bidirectional_attention": True}, norm_offset=_GEMMA["norm_offset"],
+                                    layer_names=_GEMMA_NAMES, read=frozenset({"attention.causal", *(
+                                        f"dense_{number}_feat_{side}" for number in (2, 3) for side in ("in", "out"))})),
     "gemma3n": Architecture(gemma3n.FAMILY, config={"hidden_activation": "gelu_pytorch_tanh"}, keys=gemma3n.KEYS, pattern=True,
                             layer_names=gemma3n.NAMES, outer=gemma4.OUTER, required=gemma3n.REQUIRED, whole=gemma3n.WHOLE,
                             read=frozenset((gemma3n.BEYOND, *gemma3n.BY_LAYER))),

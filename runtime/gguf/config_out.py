@@ -140,6 +140,7 @@ def _departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
             f"has {config.num_hidden_layers} layers and {'norms' if config.qk_norm else 'no norms'} of queries and keys"
     if family == "gemma2":
         yield config.attn_logit_softcapping is None or config.final_logit_softcapping is None, "has no caps"
+    yield config.both_ways, "has tokens that see what comes behind them"
     if family == "gemma3_text":
         yield config.final_logit_softcapping is not None, "caps its logits"
         local = [rope for rope, window in zip(config.ropes, config.windows) if window is not None]

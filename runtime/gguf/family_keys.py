@@ -40,7 +40,7 @@ AFMOE_EVERY = OLMO3_EVERY = EXAONE4_EVERY = COHERE2_EVERY = 4  # all but the las
 KOLIBRI_EVERY = 5  # the same of Kolibri 1
 EXAONE4_LAYERS = 64  # of the one size that has windows
 PATTERN = ".attention.sliding_window_pattern"
-OTHER_SCALE = {"gemma2": 46, "gemma3": 62}  # the layers of the one size whose scores are scaled by width over heads
+OTHER_SCALE = {"gemma2": 46, "gemma3": 62, "gemma-embedding": 0}  # the layers of the one size whose scores are scaled by width over heads
 
 
 def add_family(header: GgufHeader, raw: dict[str, object]) -> None:

@@ -48,7 +48,7 @@ from .sources import RAW, Source
 from .split import close_all, open_parts
 from .stateful import DECAYS, GROWTHS
 from .tensor_names import own_names
-from .tensor_scales import is_scale, tensor_scales
+from .tensor_scales import is_weight, tensor_scales
 
 NO_SCALE = np.ones(1, np.float32)
 
@@ -80,7 +80,7 @@ class GgufStore(MadeStore):
         tensors: dict[str, TensorInfo] = {}
         stored: dict[str, StoredTensor] = {}
         self._scales = tensor_scales(file.header, file.opened, config.mixture.experts if config.mixture else 0)
-        for tensor in (each for each in file.header.tensors.values() if each.name not in DIVISORS and not is_scale(each.name, file.header)):
+        for tensor in (each for each in file.header.tensors.values() if is_weight(each.name, config, file.header)):
             whole, tensor = tensor, _matrices(tensor)
             names = own_names(tensor.name, file.found, config.mixture.experts if config.mixture else 0)
             if tensor.name in STACKED:

@@ -8,12 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...offload.checkpoint import OpenFile, TensorStore
 from ...offload.gguf import GgufHeader
 from ...offload.header import damaged, shown
+from ..hub import DENSE
+from .architectures import DIVISORS
+
+if TYPE_CHECKING:
+    from ..config import ModelConfig
 
 TYPE = "NVFP4"
 MATRIX, SCALE, OF_ACTIVATIONS = ".weight", ".scale", ".input_scale"
@@ -27,6 +33,12 @@ def is_scale(name: str, header: GgufHeader) -> bool:
             matrix = header.tensors.get(name.removesuffix(ending) + MATRIX)
             return matrix is not None and matrix.type == TYPE
     return False
+
+
+def is_weight(name: str, config: ModelConfig, header: GgufHeader) -> bool:
+    """Is a tensor one of a model's layers or of what surrounds them, and not read by itself: divisors of rotary positions, scales in NVFP4,
+    matrices behind the mean of models that make vectors?"""
+    return name not in DIVISORS and not (config.both_ways and name in DENSE.values()) and not is_scale(name, header)
 
 
 def tensor_scales(header: GgufHeader, opened: Mapping[Path, OpenFile], experts: int) -> dict[str, np.ndarray]:
