@@ -171,6 +171,7 @@ def main() -> None:
     parser.add_argument("--ctx", type=int, default=832, help="64 + a multiple of 128")
     parser.add_argument("--seconds", type=float, default=math.inf)
     parser.add_argument("--work", type=Path, default=user_cache_path("effllm") / "kv-system")
+    parser.add_argument("--results", default="kv-system", metavar="NAME", help="what the file of results is called")
     parser.add_argument("--no-results", action="store_true", help="print, keep nothing")
     options = parser.parse_args()
     kept, tables, every = Kept(options.work, options.seconds), [], []
@@ -192,9 +193,10 @@ def main() -> None:
     figures = []
     for key, (what, _) in every[0].items():
         each = [one[key][1] for one in every]
-        figures.append(Figure(key, what, f"median of {len(each)} models; each: {', '.join(f'{v:.3f}' for v in each)}", median(each), "×"))
+        conditions = f"median of {len(each)} models; each: {', '.join(f'{v:.3f}' for v in each)}" if len(each) > 1 else "one model"
+        figures.append(Figure(key, what, conditions, median(each), "×"))
     intro = f"{' '.join(__doc__.split(chr(10) * 2)[1].split())}\n\nWindows of {options.ctx} tokens.\n\n" + "\n\n".join(tables)
-    publish("kv-system", "Quality of packed KV caches as programs run them", intro, figures, keep=not options.no_results)
+    publish(options.results, "Quality of packed KV caches as programs run them", intro, figures, keep=not options.no_results)
 
 
 if __name__ == "__main__":
