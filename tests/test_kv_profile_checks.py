@@ -79,7 +79,7 @@ def test_passes_that_there_was_no_time_for_are_told_and_eight_bits_are_tried_bef
     assert made.ends == ENDS[0] and any("no time to check 0 first and 192 newest tokens" in event.text for event in events
                                         if isinstance(event, Notice))
     *events, made = checked(engine, plain(), window)
-    assert len(made.checks) == 3 and not any(isinstance(event, Notice) for event in events)
+    assert len(made.checks) == 4 and not any(isinstance(event, Notice) for event in events)
 
 
 def test_a_profile_of_layers_that_read_no_packed_page_is_reported() -> None:

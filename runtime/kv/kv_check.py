@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,6 +22,7 @@ from .cache_shape import layer_specs
 from .kv_profile import Profile, flips_of
 
 FIRST, MEANS, PASSES = 4, (3, 4, 5, 6, 8), 3  # bits tried first, and those that `--kv auto` may take
+FEWEST = 2  # tried last: its cost is far from the others', and what it would change was foretold as half of what it did
 AUTO_FLIPS = 0.005  # of the likeliest next tokens, at most, for `--kv auto`
 LEAST_SCORED = 256  # tokens that read a packed page: of fewer a single one decides
 
@@ -45,24 +46,29 @@ def to_hold_back(cut: Sequence[Sequence[int]], first: int) -> int | None:
 
 def checked(engine: Engine, profile: Profile, window: Sequence[int], until: float = math.inf) -> Iterator[Progress | Notice | Profile]:
     """Find the bits of `--kv auto` in at most PASSES passes over `window`; costs tell where to look. Fewer, and a Notice, where it is late
-    (`until`, by the monotonic clock); but the most bits are tried before it is said that none will do. Other ends than the usual ones are
-    kept where they change the answers less. Yields the profile with both. `engine`: of the CPU, with room for packed caches.
+    (`until`, by the monotonic clock); but the most bits are tried before it is said that none will do. One more pass is of FEWEST bits, so
+    that these are refused by what they did. Other ends than the usual ones are kept where they change the answers less. Yields the
+    profile with both. `engine`: of the CPU, with room for packed caches.
     """
     profile, ends = replace(profile, ends=ENDS[0]), profile.ends
-    yield Progress("checking bits", 0, PASSES, "passes")
+    yield Progress("checking bits", 0, PASSES + 1, "passes")
     wanted = _answers(engine, _open(engine, "32bit", None), window)
     found: dict[int, Checked] = {}
     bits, good, late = FIRST, [], False
     while len(found) < PASSES and bits not in found and not (late and good):
         found[bits] = _check(engine, profile, bits, window, wanted)
-        profile = replace(profile, checks=tuple(sorted((one.cost, one.kld, one.flips) for one in found.values())))
-        yield Progress("checking bits", len(found), PASSES, "passes")
+        profile = _with(profile, found.values())
+        yield Progress("checking bits", len(found), PASSES + 1, "passes")
         good, late = [mean for mean, one in found.items() if flips_of(one.kld, one.flips) <= AUTO_FLIPS], time.monotonic() >= until
         likely = [mean for mean in MEANS if profile.flips(profile.bits(mean)) <= AUTO_FLIPS]
         is_last = late or len(found) == PASSES - 1
         bits = likely[0] if likely and (good or not is_last) else MEANS[-1]
     if bits not in found and len(found) < PASSES:
         yield Notice(f"checks stopped at their share of the time, after {len(found)} of {PASSES} passes (more --seconds)")
+    if time.monotonic() < until:
+        profile = _with(profile, [*found.values(), _check(engine, profile, FEWEST, window, wanted)])
+        yield Progress("checking bits", PASSES + 1, PASSES + 1, "passes")
+    late = time.monotonic() >= until
     if ends != ENDS[0] and late:
         yield Notice("there was no time to check {} first and {} newest tokens, which promised less damage: {} and {} stay exact "
                      "(more --seconds)".format(*ends, *ENDS[0]))
@@ -73,6 +79,10 @@ def checked(engine: Engine, profile: Profile, window: Sequence[int], until: floa
         other = _check(engine, replace(profile, ends=ends), FIRST, window, wanted, answers=True)
         profile = replace(profile, ends=ends if other.kld < usual.kld else ENDS[0])
     yield replace(profile, auto=min(good) if good else None)
+
+
+def _with(profile: Profile, found: Iterable[Checked]) -> Profile:
+    return replace(profile, checks=tuple(sorted((one.cost, one.kld, one.flips) for one in found)))
 
 
 def _open(engine: Engine, name: str, profile: Profile | None) -> KVCache:

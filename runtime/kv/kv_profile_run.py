@@ -18,7 +18,7 @@ from ..planning.needed_kernels import folder_kinds
 from ..prepare import EngineOptions, Prepared, prepare_with
 from ..source import open_weights
 from ..text import Tokenizer
-from .kv_check import LEAST_SCORED, MEANS, checked, to_hold_back
+from .kv_check import FEWEST, LEAST_SCORED, MEANS, checked, to_hold_back
 from .kv_profile import Profile
 from .kv_profile_file import identity_of, profile_paths, refuse_unwritable, save_profile
 from .kv_recording import SECONDS, WINDOW, record
@@ -90,8 +90,8 @@ def report(profile: Profile, path: Path) -> dict[str, object]:
         k, v = zip(*(pair for layer in bits for pair in layer), strict=True)
         usual = profile.cost(even)
         presets[mean] = ((min(k), max(k)), (min(v), max(v)), profile.cost(bits) / usual if usual else None)
-    costs = {mean: profile.cost(profile.bits(mean)) for mean in MEANS}
+    costs = {mean: profile.cost(profile.bits(mean)) for mean in (FEWEST, *MEANS)}
     return {"file": str(profile_paths(path)[0]), "tokens": profile.tokens, "hash": f"{profile.hash:016x}", "presets": presets,
             "ends": list(profile.ends), "auto": profile.auto,
-            "checks": [{"bits": min(MEANS, key=lambda mean: abs(costs[mean] - cost)), "cost": cost, "kld": kld, "flips": flips}
+            "checks": [{"bits": min(costs, key=lambda mean: abs(costs[mean] - cost)), "cost": cost, "kld": kld, "flips": flips}
                        for cost, kld, flips in profile.checks]}
