@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,10 +18,13 @@ from .prompt import is_fed, typed_text
 from .screen import Screen
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import numpy as np
 
+    from ..runtime.answers.encodings import Encodings
+    from ..runtime.answers.replies import Replies
+    from ..runtime.catalog import ModelRef
+
+OWN = frozenset(("model", "texts", "file", "prompt_name", "rank", "dimensions", "out"))  # flags that say nothing of how a model runs
 TEXT, ARRAY, ELSEWHERE = "text", ".npy", "give another place with -o"
 EXAMPLES = """examples
 
@@ -49,7 +54,6 @@ def embed(context: typer.Context, model: Model, texts: Texts = None, file: File 
           json: Json = False) -> None:
     """Vectors of texts by a model made for it, or texts by how near they are to another."""
     from ..runtime.answers.embedding import in_numbers, shortened
-    from ..runtime.answers.replies import Replies
     from ..runtime.events import Embedded
 
     screen = Screen(context.obj)
@@ -65,9 +69,7 @@ def embed(context: typer.Context, model: Model, texts: Texts = None, file: File 
     question = None if rank is None else typed_text(rank, "--rank")
     if question is not None and not question.strip():
         raise UsageError("--rank asks nothing", 'effllm embed MODEL -f FILE --rank "your question"')
-    found, options = find_any(model, screen), engine.options()
-    with at_bits(found, weights, screen, options) as ref, loaded(ref, options, screen) as at_hand:
-        replies = Replies(at_hand.engine, at_hand.tokenizer)
+    with reading(context, find_any(model, screen), engine, weights, screen) as replies:
         if dimensions is not None and not 1 <= dimensions <= replies.vector_width:
             raise UsageError(f"--dimensions {dimensions} is not 1 to {replies.vector_width}", "leave it out for all")
         names = replies.text_prompts
@@ -92,6 +94,28 @@ def embed(context: typer.Context, model: Model, texts: Texts = None, file: File 
 
     for row in rows:
         screen.line(dumps(row))
+
+
+@contextmanager
+def reading(context: typer.Context, found: ModelRef, engine: EngineFlags, weights: WeightFlags,
+            screen: Screen) -> Iterator[Replies | Encodings]:
+    """The model with its weights in place, as what makes vectors by it."""
+    from ..runtime.encoders import is_encoder
+
+    if is_encoder(found.folder):
+        from ..runtime.answers.encodings import Encodings
+        from .serve_encoder import demand_meant, opened
+
+        demand_meant(context, found, OWN)
+        yield Encodings(opened(found, engine, screen))
+        return
+    from ..runtime.answers.embedding import pooling_of
+    from ..runtime.answers.replies import Replies
+
+    pooling_of(found.folder)  # one that was not made for it is told before its weights are read
+    options = engine.options()
+    with at_bits(found, weights, screen, options) as ref, loaded(ref, options, screen) as at_hand:
+        yield Replies(at_hand.engine, at_hand.tokenizer)
 
 
 def texts_of(model: str, texts: Sequence[str] | None, file: str | None, screen: Screen) -> list[str]:

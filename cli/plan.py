@@ -50,6 +50,7 @@ def plan(context: typer.Context, model: Model, prompt: PromptTokens = None, para
          engine: RunFlags, mmproj: Mmproj = None, weights: BitsFlag, json: Json = False) -> None:
     """What goes where, whether it fits, and how fast it will be."""
     from ..runtime.catalog import Absent
+    from ..runtime.encoders import is_encoder
     from ..runtime.planning import forecast
 
     screen = Screen(context.obj)
@@ -58,6 +59,11 @@ def plan(context: typer.Context, model: Model, prompt: PromptTokens = None, para
         raise UsageError(f"-p {prompt} is no prompt", "1 or more tokens")
     flags = with_draft(engine, screen)
     try:
+        if is_encoder((found := find_any(model, screen)).folder):
+            from .encoder_facts import plan_encoder
+
+            plan_encoder(model, found, engine, screen, json)
+            return
         coming, prepared = None, prepared_for(model, weights, flags, screen, parallel, mmproj)
     except Absent as absent:
         coming = before_pull(absent, weights, flags, screen, parallel)

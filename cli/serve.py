@@ -121,8 +121,17 @@ def serve(context: typer.Context, models: Models = None, host: Host = "127.0.0.1
 
             refuse_inexact(options)
         slots_in = slot_folder(slot_save_path, options, screen)
-        here = seeing_with(at_hand(found, weights, options, screen, yes), mmproj)
-        with at_bits(here, weights, screen, options) as ref:
+        ref = at_hand(found, weights, options, screen, yes)
+        from ..runtime.encoders import is_encoder
+
+        if is_encoder(ref.folder):
+            from .serve_encoder import Place, serve_encoder
+
+            serve_encoder(context, ref, engine, Place(listening, rules_of(listening, host, api_key, cors, screen, False),
+                                                      name or own_name(ref.text), names_beside(name, overseer is not None, model, ref.text),
+                                                      queue, quiet, json), screen)
+            return 0
+        with at_bits(seeing_with(ref, mmproj), weights, screen, options) as ref:
             from ..runtime.answers.replies import Replies, Wish
             from ..runtime.answers.rounds import Rounds
             from ..runtime.tokens.stream_filters import StopStrings
@@ -140,16 +149,16 @@ def serve(context: typer.Context, models: Models = None, host: Host = "127.0.0.1
                 engines = several(opened.engine, parallel, screen, lasting)
                 desk = Desk(queue, parallel, Rounds(opened.engine.shares))
                 kept = kept_prompts(opened.engine, ref, keeping, keep_prompts, screen, lasting)
-                service = Service(Replies(opened.engine, opened.tokenizer, kept, engines[1:]), desk, Defaults(wish, answer.system),
-                                  name or own_name(ref.text), screen.note_once, names_beside(name, overseer is not None, model, ref.text),
-                                  slot_files(slots_in, opened.engine, ref, keeping), shows_page)
+                service = Service(Replies(opened.engine, opened.tokenizer, kept, engines[1:]), desk, name or own_name(ref.text),
+                                  screen.note_once, names_beside(name, overseer is not None, model, ref.text), shows_page,
+                                  defaults=Defaults(wish, answer.system), slot_files=slot_files(slots_in, opened.engine, ref, keeping))
                 report = Report(screen, service, quiet)
 
                 def ready() -> None:
                     if overseer is None:
                         report.ready(url_of(listening), json)
                     else:
-                        overseer.listens(listening.getsockname()[1], opened.engine, parallel)
+                        overseer.listens(listening.getsockname()[1], opened.engine.n_ctx, opened.engine.placement.total_bytes, parallel)
 
                 listen(Guard(service.application(), rules, report.request), listening, desk, ready, screen.note_once)
                 if not desk.ended(GRACE_S):
@@ -182,7 +191,7 @@ class Report:
         self._screen, self._service, self._quiet = screen, service, quiet
 
     def ready(self, url: str, json: bool) -> None:
-        context, parallel = self._service.replies.engine.n_ctx, self._service.desk.parallel
+        context, parallel = self._service.replies.n_ctx, self._service.desk.parallel
         at_once = f" each, {parallel} answers at once" if parallel > 1 else ""
         self._screen.note(f"{url} serves {self._service.name}, context {context} tokens{at_once}; Ctrl-C ends it")
         say_page(self._screen, url, self._service.shows_page)

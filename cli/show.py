@@ -27,6 +27,7 @@ def show(context: typer.Context, model: Model, mmproj: Mmproj = None, json: Json
     from ..offload.size import format_size
     from ..runtime.calls.calling import Calling
     from ..runtime.config import read_config
+    from ..runtime.encoders import is_encoder
     from ..runtime.engine import EngineOptions, prepare
     from ..runtime.hub import shown_licence
     from ..runtime.images.album import album_of
@@ -38,7 +39,13 @@ def show(context: typer.Context, model: Model, mmproj: Mmproj = None, json: Json
     from ..runtime.tokens.infill import marks_of
 
     screen = Screen(context.obj)
-    ref = seeing_with(find(model, screen), mmproj)
+    ref = find(model, screen)
+    if is_encoder(ref.folder):
+        from .encoder_facts import show_encoder
+
+        show_encoder(model, ref, screen, json)
+        return
+    ref = seeing_with(ref, mmproj)
     prepared = prepare(ref.folder, EngineOptions(device="cpu", ctx=1, ram=UNLIMITED))
     config, container, album = read_config(ref.folder), prepared.container, album_of(ref.whole, prepared.config, ref.mmproj)
     sight = None if album is None else album.sight

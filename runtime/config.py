@@ -264,7 +264,9 @@ def read_config(folder: Path, strict: bool = False) -> ModelConfig:
 def parse_config(raw: Mapping[str, object], strict: bool = False) -> ModelConfig:
     """`read_config` for an object already in memory."""
     from . import families  # the families import this module
+    from .encoders import refuse_writing
 
+    refuse_writing(raw)
     families.check_type(raw.get("model_type"))
     architectures = raw.get("architectures") or []
     composite = str(raw.get("model_type")) in families.COMPOSITE

@@ -28,6 +28,7 @@ PIECES = "tokenizer.model"  # and SentencePiece's, which many have beside it
 MODULES, POOLING, POOLING_KEPT = "modules.json", "1_Pooling/config.json", "pooling.json"
 RANKING, RANKING_KEPT = "1_LogitScore/config.json", "ranking.json"  # the same of how one ranks documents
 PROMPTS = "config_sentence_transformers.json"  # what goes before such a text
+SENTENCES = "sentence_*_config.json"  # and how long it may be
 # Matrices behind the mean: folder -> what a GGUF file calls it.
 DENSE = {"2_Dense": "dense_2.weight", "3_Dense": "dense_3.weight"}
 NESTED = {POOLING: POOLING_KEPT, RANKING: RANKING_KEPT,
@@ -35,7 +36,7 @@ NESTED = {POOLING: POOLING_KEPT, RANKING: RANKING_KEPT,
           **{f"{folder}/model.safetensors": name.replace(".weight", ".matrix") for folder, name in DENSE.items()}}
 SETTINGS = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt",
             "chat_template*", "preprocessor_config.json", "processor_config.json", *RANKS, MODULES, PROMPTS,
-            *NESTED.values())
+            SENTENCES, *NESTED.values())
 COMPANIONS = (*SETTINGS, *NESTED, "LICENSE*", "LICENCE*", "NOTICE*", "README*", "USE_POLICY*")
 GGUF_PATH = re.compile(PATH, re.IGNORECASE)
 LICENCE_LINE = re.compile(r"^license(_name)?:[ \t]*[\"']?([A-Za-z0-9.+_-]{1,40})[\"']?[ \t]*$", re.MULTILINE)

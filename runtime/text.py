@@ -185,6 +185,14 @@ class Tokenizer:
         other._backend.encode_special_tokens = True
         return other
 
+    def pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
+        """Token ids of two texts as a model reads them together, and of which each token is. Raises TokenizerError."""
+        try:
+            made = self._backend.encode(*(each.encode("utf-8", "replace").decode() for each in (first, second)))
+        except BaseException as error:
+            raise refused(error, f"{self.source} cannot make tokens of the texts") from None
+        return self._within_rows(made.ids), made.type_ids
+
     def encoding(self, text: str, add_special_tokens: bool = True) -> Generator[int, None, list[int]]:
         """`encode` of a text that may be long: yields how many of its characters are done."""
         ids = yield from self._encoding(text, add_special_tokens)
@@ -201,6 +209,9 @@ class Tokenizer:
             ids = yield from encoding(self._backend, text, add_special_tokens)
         except BaseException as error:
             raise refused(error, f"{self.source} cannot make tokens of the text") from None
+        return self._within_rows(ids)
+
+    def _within_rows(self, ids: list[int]) -> list[int]:
         if ids and max(ids) >= self._model_rows:
             raise TokenizerError(
                 f"{self.source} makes token {max(ids)}, but the model has only {self._model_rows} embedding rows",

@@ -325,7 +325,7 @@ def test_tokens_are_told_beside_the_loop(desk: Desk) -> None:
             seen.append(threading.current_thread())
             return {"<0xF0>": 0, "\u2581b": 1}
 
-    service = Service(SimpleNamespace(tokenizer=Words()), desk, Defaults(Wish(SamplerSettings())), "m", seen.append)
+    service = Service(SimpleNamespace(tokenizer=Words()), desk, "m", seen.append, defaults=Defaults(Wish(SamplerSettings())))
 
     async def receive() -> dict:
         return {"type": "http.request", "body": b'{"content": "a b", "with_pieces": true}', "more_body": False}

@@ -30,7 +30,7 @@ class Adapters:
 
     def __init__(self, replies: Replies, taken: Container[str]) -> None:
         self._replies = replies
-        own = replies.engine.prepared.adapted
+        own = replies.adapted
         self.names, self._scales = own.names, own.scales
         self._by_name = {name: number for number, name in enumerate(own.names) if name not in taken}
 

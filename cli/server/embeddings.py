@@ -28,6 +28,7 @@ from .streams import GONE, Listener, json_response, made
 if TYPE_CHECKING:
     import numpy as np
 
+    from ...runtime.answers.encodings import Encodings
     from ...runtime.answers.replies import Replies
     from .adapters import Adapters
 
@@ -80,8 +81,8 @@ class Embeddings:
     """What has vectors of one model. `note` is told the remarks of the engine, `demand` raises Problem for the name of another; that of one
     of the `adapters` is none."""
 
-    def __init__(self, replies: Replies, desk: Desk, name: str, note: Callable[[str], None], demand: Callable[[str, str | None], None],
-                 adapters: Adapters) -> None:
+    def __init__(self, replies: Replies | Encodings, desk: Desk, name: str, note: Callable[[str], None],
+                 demand: Callable[[str, str | None], None], adapters: Adapters) -> None:
         self._replies, self._desk, self._name, self._note, self._demand = replies, desk, name, note, demand
         self._adapters = adapters
 

@@ -24,7 +24,6 @@ from starlette.types import Receive, Scope, Send
 
 from ... import EffllmError
 from . import page, responses_fields
-from .application import on_left, on_path, on_problem
 from .bodies import body_of, read
 from .fields import Body, parsed
 from .guard import RECORD
@@ -36,6 +35,7 @@ from .messages_shape import MessageShape
 from .ollama_fields import untagged
 from .ollama_front import OllamaFront
 from .ollama_shape import UNLOAD, OllamaMessage, OllamaResponse
+from .one_model import on_left, on_path, on_problem
 from .passing import Answer, Broken, passed_on
 from .problems import FAILED, MESSAGES, OLLAMA, Problem, closing
 from .reranking import PATHS as RERANKING

@@ -28,6 +28,7 @@ from .streams import json_response
 
 if TYPE_CHECKING:
     from .application import Service
+    from .one_model import OneModel
 
 UNSUPPORTED = "not_supported_error"
 NO_MARKS = "Infill is not supported by this model: {} has no tokens for filling in the middle"  # by which its clients know it
@@ -37,7 +38,33 @@ A_CODER = "models for code have them, as Qwen 2.5 Coder"
 NOT_CHANGED = "requests change nothing of this server but the scales of POST /lora-adapters: each says itself what its answer is to be"
 
 
-class LlamaPaths:
+class TokenPaths:
+    """Texts to token ids and back, of one model of any kind, which `service` has."""
+
+    def __init__(self, service: OneModel) -> None:
+        self._service = service
+
+    def routes(self) -> list[Route]:
+        return [Route("/tokenize", self.tokenize, methods=["POST"]), Route("/detokenize", self.detokenize, methods=["POST"])]
+
+    async def tokenize(self, request: Request) -> Response:
+        asked = await read(request, Tokenize)
+        tokenizer = self._service.replies.tokenizer
+
+        def told() -> Response:  # of megabytes in seconds, in which streams are to go on
+            ids = (tokenizer if asked.parse_special else tokenizer.of_letters).encode(asked.content, asked.add_special)
+            spelled = bytes_of(tokenizer)
+            return json_response({"tokens": [{"id": each, "piece": piece(spelled(each))} for each in ids] if asked.with_pieces else ids})
+
+        return await asyncio.to_thread(told)
+
+    async def detokenize(self, request: Request) -> Response:
+        asked = await read(request, Detokenize)
+        self._service.demand_tokens(asked.tokens, "tokens")
+        return json_response({"content": await asyncio.to_thread(self._service.replies.tokenizer.decode, asked.tokens, False)})
+
+
+class LlamaPaths(TokenPaths):
     """Of one model, which `service` has."""
 
     def __init__(self, service: Service) -> None:
@@ -45,9 +72,9 @@ class LlamaPaths:
 
     def routes(self) -> list[Route]:
         answers = {"/completion": self.complete, "/completions": self.complete, "/infill": self.infill, "/props": refuse_change,
-                   "/apply-template": self.apply_template, "/tokenize": self.tokenize, "/detokenize": self.detokenize}
+                   "/apply-template": self.apply_template}
         told = {"/props": self.props, "/slots": self.slots, "/metrics": self.metrics}
-        return [*(Route(path, answer, methods=["POST"]) for path, answer in answers.items()),
+        return [*super().routes(), *(Route(path, answer, methods=["POST"]) for path, answer in answers.items()),
                 *(Route(path, answer, methods=["GET"]) for path, answer in told.items())]
 
     async def complete(self, request: Request) -> Response:
@@ -80,22 +107,6 @@ class LlamaPaths:
         wanted = await self._service.wanted(asked, messages_of(asked), pictures=pictures)
         said = partial(self._service.replies.rendered, wanted.messages, wanted.wish.think, wanted.tools, wanted.variables)
         return json_response({"prompt": unmarked(await asyncio.to_thread(said))})
-
-    async def tokenize(self, request: Request) -> Response:
-        asked = await read(request, Tokenize)
-        tokenizer = self._service.replies.tokenizer
-
-        def told() -> Response:  # of megabytes in seconds, in which streams are to go on
-            ids = (tokenizer if asked.parse_special else tokenizer.of_letters).encode(asked.content, asked.add_special)
-            spelled = bytes_of(tokenizer)
-            return json_response({"tokens": [{"id": each, "piece": piece(spelled(each))} for each in ids] if asked.with_pieces else ids})
-
-        return await asyncio.to_thread(told)
-
-    async def detokenize(self, request: Request) -> Response:
-        asked = await read(request, Detokenize)
-        self._service.demand_tokens(asked.tokens, "tokens")
-        return json_response({"content": await asyncio.to_thread(self._service.replies.tokenizer.decode, asked.tokens, False)})
 
     async def props(self, request: Request) -> Response:
         service = self._service

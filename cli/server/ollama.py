@@ -14,12 +14,14 @@ from starlette.routing import Route
 
 from ... import __version__, typed
 from .bodies import read
+from .lasting import FOREVER_S
 from .ollama_fields import Named, untagged
-from .ollama_models import Listed, listed, loaded, of_engine, running, shown, tags
+from .ollama_models import Files, Listed, Running, listed, listed_encoder, loaded, of_engine, running, shown, tags
 from .problems import OLLAMA, Problem
 from .streams import json_response
 
 if TYPE_CHECKING:
+    from ...runtime.answers.encodings import Encodings
     from ...runtime.answers.replies import Replies
     from .wishes import Defaults
 
@@ -36,7 +38,8 @@ METHODS = ["GET", "POST", "PUT", "DELETE"]
 class OllamaModels:
     """One model as Ollama's API has it. `demand` raises Problem for the name of another."""
 
-    def __init__(self, name: str, replies: Replies, defaults: Defaults, demand: Callable[[str, str | None], None]) -> None:
+    def __init__(self, name: str, replies: Replies | Encodings, defaults: Defaults | None,
+                 demand: Callable[[str, str | None], None]) -> None:
         self._name, self._replies, self._defaults, self._demand = name, replies, defaults, demand
         self._since = time.time()
 
@@ -68,6 +71,27 @@ class OllamaModels:
     @cached_property
     def _listed(self) -> Listed:
         return listed(self._name, self._replies.engine)
+
+
+class OllamaEncoder(OllamaModels):
+    """An encoder as Ollama's API has it."""
+
+    def __init__(self, name: str, replies: Encodings, demand: Callable[[str, str | None], None]) -> None:
+        super().__init__(name, replies, None, demand)
+
+    async def running(self, request: Request) -> Response:
+        encoder = self._replies.encoder
+        held = Running(await self._model(), encoder.plan.total_bytes, 0, encoder.n_ctx, self._since + FOREVER_S)
+        return json_response(running([held]))
+
+    @cached_property
+    def _shown(self) -> dict[str, object]:
+        encoder = self._replies.encoder
+        return shown(self._listed, Files(encoder.folder, encoder.config, encoder.tokenizer, encoder.n_ctx))
+
+    @cached_property
+    def _listed(self) -> Listed:
+        return listed_encoder(self._name, self._replies.encoder.folder)
 
 
 def common_routes(demand: Callable[[str], Awaitable[None]]) -> list[Route]:

@@ -20,6 +20,7 @@ from .wishes import SAMPLING
 if TYPE_CHECKING:
     from ...runtime.answers.replies import Replies, Wish
     from ...runtime.config import ModelConfig
+    from ...runtime.encoders.shape import EncoderConfig
     from ...runtime.engine import Engine
     from ...runtime.text import Tokenizer
     from .wishes import Defaults
@@ -80,6 +81,15 @@ def listed(name: str, engine: Engine) -> Listed:
                   digest_of(prepared.folder), prepared.folder.stat().st_mtime, prepared.folder.is_file())
 
 
+def listed_encoder(name: str, folder: Path) -> Listed:
+    """An encoder, from its headers. Raises EffllmError."""
+    from ...runtime.library.listing import local_model
+
+    facts = local_model(name, folder)
+    return Listed(name, facts.family, facts.params, f"{facts.bits:.4g}bit", facts.size_bytes, digest_of(folder), folder.stat().st_mtime,
+                  folder.is_file())
+
+
 def digest_of(folder: Path, variant: str = "") -> str:
     """A name for a model as it answers: its weights, the small files beside them (template, settings, pooling), the format that it is made
     in as it is loaded. Programs take two of one digest for one model. Raises EffllmError, OSError."""
@@ -120,7 +130,7 @@ class Files:
     """What a model's files tell, with the context that it is served with, or may be."""
 
     folder: Path
-    config: ModelConfig
+    config: ModelConfig | EncoderConfig
     tokenizer: Tokenizer
     context: int
     licence: object = None  # as whoever quantized it noted it
@@ -136,10 +146,16 @@ def of_engine(replies: Replies) -> Files:
 def of_folder(folder: Path, context: int | None) -> Files:
     """Of a model that is not loaded: its own context, unless another is known. Raises EffllmError."""
     from ...runtime.config import read_config
+    from ...runtime.encoders import is_encoder
+    from ...runtime.encoders.encoder import tokenizer_of
+    from ...runtime.encoders.shape import read_encoder_config
     from ...runtime.images.album import album_of
     from ...runtime.stores.container import read_container
     from ...runtime.text import Tokenizer
 
+    if is_encoder(folder):
+        config = read_encoder_config(folder)
+        return Files(folder, config, tokenizer_of(folder, config), context or config.context_length)
     config, container = read_config(folder), None if folder.is_file() else read_container(folder)
     noted = container and container.source.get("licence")
     album = album_of(folder, config)
@@ -178,6 +194,10 @@ def _parameters(context: int, wish: Wish | None) -> str:
 
 def capabilities(files: Files) -> list[str]:
     """What a model was made for. Tools are among it where its template knows them, though any model is told of them."""
+    from ...runtime.encoders.shape import EncoderConfig
+
+    if isinstance(files.config, EncoderConfig):
+        return ["rerank" if files.config.ranks else "embedding"]
     folder, tokenizer = files.folder, files.tokenizer
     from ...runtime.answers.embedding import pooling_of
     from ...runtime.calls.calling import Calling

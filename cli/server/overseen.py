@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..app import program
 from ..environment import Environment
@@ -24,9 +24,11 @@ from ..errors import describe, guarded
 from ..screen import Screen
 
 if TYPE_CHECKING:
-    from ...runtime.engine import Engine, EngineOptions
+    from ...runtime.encoders.encoder import EncoderOptions
+    from ...runtime.engine import EngineOptions
     from ...runtime.events import Progress
 
+Options = TypeVar("Options", "EngineOptions", "EncoderOptions")
 PROGRESS_S = 0.2
 RAM, GO = "ram", "go"  # what the parent says
 PLANNED, PROGRESS, LISTENING, FAILED = "planned", "progress", "listening", "failed"  # what the child says
@@ -52,17 +54,24 @@ class Overseer:
         """The options to load with, once the parent has made room for what they take. Raises what planning does."""
         from ...runtime.prepare import prepare, refuse_beyond_machine
 
-        while RAM in (said := self._heard.get()):
-            options = replace(options, ram=f"{max(1, said[RAM] >> 20)}Mi")
+        def needed(options: EngineOptions) -> int:
             prepared = prepare(folder, options)
             refuse_beyond_machine(prepared)
             for each in filter(None, (prepared, prepared.speculating.draft)):
                 each.store.close()
-            self.tell(PLANNED, nbytes=prepared.placement.total_bytes)
+            return prepared.placement.total_bytes
+
+        return self.agreed(options, needed)
+
+    def agreed(self, options: Options, needed: Callable[[Options], int]) -> Options:
+        """`agree` for any kind of model: `needed` are the bytes that it takes. Raises what that does."""
+        while RAM in (said := self._heard.get()):
+            options = replace(options, ram=f"{max(1, said[RAM] >> 20)}Mi")
+            self.tell(PLANNED, nbytes=needed(options))
         return options
 
-    def listens(self, port: int, engine: Engine, parallel: int) -> None:
-        self.tell(LISTENING, port=port, context=engine.n_ctx, parallel=parallel, nbytes=engine.placement.total_bytes)
+    def listens(self, port: int, context: int, nbytes: int, parallel: int) -> None:
+        self.tell(LISTENING, port=port, context=context, parallel=parallel, nbytes=nbytes)
 
     def _listen(self, descriptor: int) -> None:
         held = b""

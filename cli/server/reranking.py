@@ -22,7 +22,7 @@ from .problems import BY_PARTS, Problem, said
 from .streams import GONE, Listener, json_response, made
 
 if TYPE_CHECKING:
-    from .application import Service
+    from .one_model import OneModel
 
 PATHS = ("/v1/rerank", "/rerank", "/v1/reranking", "/reranking")
 A_LIST = "{} is a list of texts, of which none is empty"
@@ -45,7 +45,7 @@ class RerankAsked(Body):
 class Reranking:
     """Of one model, which `service` has."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: OneModel) -> None:
         self._service = service
 
     def routes(self) -> list[Route]:

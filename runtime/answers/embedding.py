@@ -153,11 +153,11 @@ def read_through(engine: Engine, ids: Sequence[int], cancelled: Callable[[], boo
     return True
 
 
-def demand_room(ids: Sequence[int], room: int) -> None:
+def demand_room(ids: Sequence[int], room: int, hint: str = "shorten it, or serve with a larger -c") -> None:
     """Raises ContextOverflow for a text that has no vector in a context of `room` tokens."""
     if not 0 < len(ids) <= room:
         raise ContextOverflow(f"a text has {len(ids)} token{'' if len(ids) == 1 else 's'} and the context holds {room}",
-                              "shorten it, or serve with a larger -c" if ids else "write something")
+                              hint if ids else "write something")
 
 
 def unit(values: np.ndarray) -> np.ndarray:

@@ -8,6 +8,9 @@ from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
+from ... import UsageError
+from ..adapters.adapted import Adapted
+from ..config import ModelConfig
 from ..engine import Engine
 from ..events import Embedded, Event, Notice, Progress, Ranked, Turn
 from ..text import Tokenizer
@@ -26,6 +29,13 @@ def never() -> bool:
     return False
 
 
+def known(ids: Sequence[int], rows: int) -> list[int]:
+    """Token ids of a program. Raises UsageError for one that a model of so many does not have, before they are taken for text."""
+    if bad := [token for token in ids if not 0 <= token < rows]:
+        raise UsageError(f"token id {bad[0]} is outside the vocabulary of {rows}", "send ids of this model's tokenizer")
+    return list(ids)
+
+
 class Readings:
     """What `Replies` has for it."""
 
@@ -34,6 +44,19 @@ class Readings:
     usual: Choice
     slot_for: Callable[[str | list[int], Choice], AbstractContextManager[Slot]]
     demand_known: Callable[[Sequence[int]], list[int]]
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.engine.config
+
+    @property
+    def n_ctx(self) -> int:
+        return self.engine.n_ctx
+
+    @property
+    def adapted(self) -> Adapted:
+        """The adapters that the model has beside it."""
+        return self.engine.prepared.adapted
 
     def embed(self, texts: Sequence[str | Sequence[int]], cut: bool = False, cancelled: Callable[[], bool] = never,
               choice: Choice | None = None, prompt_name: str | None = None) -> Iterator[Event]:

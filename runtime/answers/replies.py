@@ -28,7 +28,7 @@ from ..text import Tokenizer
 from ..tokens.infill import Gap, Marks, Prompt, marks_of, prompt_of
 from ..tokens.plain_text import PlainText
 from .answering import Answer, Reasoning
-from .readings import Readings, never
+from .readings import Readings, known, never
 from .slot import Slot
 
 if TYPE_CHECKING:
@@ -242,10 +242,7 @@ class Replies(Readings):
 
     def demand_known(self, ids: Sequence[int]) -> list[int]:
         """Token ids of a program. Raises UsageError for one that there is not, before they are taken for text."""
-        rows = self.engine.config.vocab_size
-        if bad := [token for token in ids if not 0 <= token < rows]:
-            raise UsageError(f"token id {bad[0]} is outside the vocabulary of {rows}", "send ids of this model's tokenizer")
-        return list(ids)
+        return known(ids, self.engine.config.vocab_size)
 
     def _choice(self, wish: Wish) -> Choice:
         return self.usual if wish.choice is None else wish.choice

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from ...offload.header import CheckpointError, shown
 from ..config_rope import GROWTH
+from ..encoders import FILES, refuse_writing
 from ..families import FAMILIES, internlm2, mixtral, qwen3_moe
 from . import (
     apertus,
@@ -372,6 +373,7 @@ def architecture(path: object, name: object) -> Architecture:
     if name == CLIP:
         raise CheckpointError(f"{path} holds what a model sees pictures with, and no model", "give the model's own file: this one is found "
                               "beside it, or named with --mmproj FILE")
+    refuse_writing({"model_type": FILES.get(name)})
     known = sorted(each for each, entry in ARCHITECTURES.items() if entry.family in FAMILIES)
     if name not in known:
         raise CheckpointError(f"{path} is of architecture {shown(name)}, which is not supported", f"known: {', '.join(known)}")

@@ -208,9 +208,11 @@ def _local(name: str, folder: Path, source: str, licence: str | None, revision: 
 def _read_folder(name: str, folder: Path, source: str, licence: str | None, revision: str | None = None) -> LocalModel:
     from ...offload.checkpoint import TensorStore
     from ..config import read_config
+    from ..encoders import is_encoder
+    from ..encoders.shape import read_encoder_config
     from ..stores.container import read_container
 
-    config, made = read_config(folder), read_container(folder)
+    config, made = (read_encoder_config if is_encoder(folder) else read_config)(folder), read_container(folder)
     with TensorStore.open(folder) as store:
         elements = _counted(folder, store) if made is None else sum(_weights(*each) for each in made.tensors.items())
         said = made.source if made else {}
@@ -220,12 +222,17 @@ def _read_folder(name: str, folder: Path, source: str, licence: str | None, revi
 
 
 def _local_file(name: str, path: Path, source: str, licence: str | None, revision: str | None) -> LocalModel | None:
+    from ..encoders import is_encoder
+    from ..encoders.shape import read_encoder_config
     from ..gguf.settings import stated_licence
     from ..gguf.store import open_gguf_store, read_gguf_config, read_header
 
     try:
-        config, header = read_gguf_config(path), read_header(path)
-        open_gguf_store(path, low_bit=True).close()  # judges the names and types of its tensors
+        if is_encoder(path):
+            config, header = read_encoder_config(path), read_header(path)
+        else:
+            config, header = read_gguf_config(path), read_header(path)
+            open_gguf_store(path, low_bit=True).close()  # judges the names and types of its tensors
     except EffllmError:
         return None
     sees = projectors_beside(path)

@@ -20,6 +20,7 @@ from .. import hub
 from ..catalog import find_entry, near_names
 from ..config import ModelConfig, parse_config
 from ..config_reader import show
+from ..encoders import reads_alone
 from ..library import half_made, storage
 from ..library.aliases import CatalogEntry, catalog, open_alternative
 from ..library.model_name import Reference
@@ -154,7 +155,12 @@ def plan_pull(wish: Wish, client: Client, env: Mapping[str, str], options: Engin
     head, section = GgufHead(), None
     try:
         if wish.reference.file is None:
-            config, section, count = _config(wish, repository, client)
+            raw, count = _raw_config(wish, repository, client)
+            if reads_alone(raw):
+                head, config = GgufHead(unknown=_of_encoder(wish)), None
+            else:
+                config, section = parse_config(raw), text_alone(raw).get("quantization_config")
+                section = section if isinstance(section, dict) else None
         elif all(place.is_here(file) for file in files):
             config, count = None, 0
             head = GgufHead(unknown="its files are here: effllm plan tells")
@@ -212,8 +218,8 @@ def _alternative(wish: Wish, repository: Repository, files: Sequence[RemoteFile]
     return open_alternative(catalog(env), 2 * repository.parameters if repository.parameters else sum(file.size for file in files))
 
 
-def _config(wish: Wish, repository: Repository, client: Client) -> tuple[ModelConfig, Mapping[str, object] | None, int]:
-    """The model's config, its `quantization_config` where it has one, and the bytes that it took."""
+def _raw_config(wish: Wish, repository: Repository, client: Client) -> tuple[Mapping[str, object], int]:
+    """The model's config.json, and the bytes that it took."""
     if "config.json" not in repository.files:
         raise ModelNotFound(f"{repository.repo} has no config.json, so it is not a model that transformers or effllm could run",
                             "choose another repository of this model")
@@ -224,8 +230,14 @@ def _config(wish: Wish, repository: Repository, client: Client) -> tuple[ModelCo
         raw = None
     if not isinstance(raw, dict):
         raise DownloadFailed(f"config.json of {repository.repo} is not a JSON object", "the hub or something on the way alters it")
-    config, section = parse_config(raw), text_alone(raw).get("quantization_config")
-    return config, section if isinstance(section, dict) else None, len(text)
+    return raw, len(text)
+
+
+def _of_encoder(wish: Wish) -> str:
+    """What is said of a run of it. Raises UsageError for bits, which it has as they are stored."""
+    if wish.bits is not None and not wish.gives_way:
+        raise UsageError(f"{wish.repo} makes vectors or ranks documents, and runs as it is stored", f"effllm pull {wish.repo}")
+    return "it reads texts and writes none: effllm plan says what it takes when it is here"
 
 
 def _with_bits(plan: PullPlan, config: ModelConfig, parted: bool, client: Client, env: Mapping[str, str]) -> PullPlan:

@@ -1,0 +1,98 @@
+#!/usr/bin/env python3
+"""How many texts a second an encoder makes vectors of: one of MiniLM's shape with random weights, against transformers and torch.
+
+A folder is made by transformers, whose model is the other side: it has the texts padded to the longest, as its tokenizer gives them. Both
+begin with token ids and read the same texts by turns with as many threads. Figures are medians of the rounds.
+
+    python benchmarks/encoder_texts.py [--texts 64 1] [--tokens 8 32] [--rounds 9] [--threads N] [--no-results]
+
+Needs torch and transformers (`make setup`), and less than a minute.
+"""
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+import numpy as np
+import tokenizers
+import torch
+from transformers import BertConfig, BertModel
+
+from effllm.offload.hardware import cpu_threads
+from effllm.runtime.encoders.encoder import Encoder, EncoderOptions, open_encoder, plan_encoder, tokenizer_of
+from report import Figure, publish
+
+VOCAB = 30522
+INTRO = ("An encoder of 6 layers of 384 channels, 12 heads and an inner layer of 1,536 (all-MiniLM-L6's shape), random weights, float32: "
+         "token ids to vectors, texts of {low} to {high} tokens, {threads} threads, both sides by turns, medians of {rounds} behind one "
+         "that is not counted.")
+
+
+def made(folder: Path, threads: int) -> tuple[Encoder, BertModel]:
+    torch.manual_seed(0)
+    config = BertConfig(vocab_size=VOCAB, hidden_size=384, intermediate_size=1536, num_hidden_layers=6, num_attention_heads=12)
+    model = BertModel(config).eval()
+    model.save_pretrained(folder)
+    tokenizers.Tokenizer(tokenizers.models.WordPiece({"[UNK]": 0}, unk_token="[UNK]")).save(str(folder / "tokenizer.json"))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_mean_tokens": True}))
+    plan = plan_encoder(folder, EncoderOptions(threads=threads))
+    *_, encoder = open_encoder(plan, tokenizer_of(folder, plan.config))
+    return encoder, model
+
+
+def ours(encoder: Encoder, rows: list[list[int]]) -> np.ndarray:
+    reading = encoder.vectors(rows, lambda: False)
+    while True:
+        try:
+            next(reading)
+        except StopIteration as stop:
+            return np.array(stop.value)
+
+
+def theirs(model: BertModel, rows: list[list[int]]) -> np.ndarray:
+    longest = max(map(len, rows))
+    ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
+    mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
+    states = model(ids, attention_mask=mask).last_hidden_state * mask[..., None]
+    return (states.sum(1) / mask.sum(1, keepdim=True)).numpy()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--texts", type=int, nargs="+", default=[64, 1])
+    parser.add_argument("--tokens", type=int, nargs=2, default=[8, 32])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=cpu_threads())
+    parser.add_argument("--no-results", action="store_true", help="print, keep nothing")
+    options = parser.parse_args()
+    threads, figures, draw = options.threads, [], np.random.default_rng(0)
+    torch.set_num_threads(threads)
+    with tempfile.TemporaryDirectory() as place, torch.inference_mode():
+        encoder, model = made(Path(place), threads)
+        for count in options.texts:
+            low, high = options.tokens
+            rows = [draw.integers(1, VOCAB, draw.integers(low, high + 1)).tolist() for _ in range(count)]
+            sides = {"ours": lambda rows=rows: ours(encoder, rows), "torch": lambda rows=rows: theirs(model, rows)}
+            found: dict[str, list[float]] = {name: [] for name in sides}
+            vectors = {}
+            for _ in range(1 + options.rounds):
+                for name, read in sides.items():
+                    started = perf_counter()
+                    vectors[name] = read()
+                    found[name].append(perf_counter() - started)
+            assert np.abs(vectors["ours"] - vectors["torch"]).max() < 1e-4, "the sides make other vectors"
+            took = {name: median(each[1:]) for name, each in found.items()}
+            where = f"{count} text{'' if count == 1 else 's'} at once"
+            figures.append(Figure(f"ratio_{count}", "as fast as torch", where, took["torch"] / took["ours"], "x"))
+            figures += [Figure(f"{name}_{count}", said, where, count / took[name], "texts/s")
+                        for name, said in (("ours", "effllm"), ("torch", "transformers and torch"))]
+    intro = INTRO.format(low=options.tokens[0], high=options.tokens[1], threads=threads, rounds=options.rounds)
+    publish("encoder-texts", "Vectors of texts", intro, figures, not options.no_results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""`effllm serve` of a model that reads and does not write: vectors of texts, or documents that are ranked."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass
+from socket import socket
+from typing import TYPE_CHECKING
+
+import typer
+
+from .. import UsageError
+from .flags import is_typed, long_name
+from .loading import follow, last
+from .screen import Screen
+
+if TYPE_CHECKING:
+    from ..runtime.catalog import ModelRef
+    from ..runtime.encoders.encoder import Encoder, EncoderOptions
+    from .options import EngineFlags, RunFlags
+    from .server.guard import Rules
+    from .server.streams import Record
+
+# Flags that say something of such a model, by their parameters; all others are of models that write.
+TAKEN = {"models", "host", "port", "api_key", "name", "cors", "queue", "no_webui", "quiet", "json", "yes", "ctx", "threads", "ram",
+         "strict", "device", "debug", "no_color", "offline"}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one is served, by which rules and names."""
+
+    listening: socket
+    rules: Rules
+    name: str
+    also: frozenset[str] | None
+    queue: int
+    quiet: bool
+    json: bool
+
+
+def serve_encoder(context: typer.Context, ref: ModelRef, engine: RunFlags, place: Place, screen: Screen) -> None:
+    """Until a signal ends it."""
+    overseer = screen.environment.overseer
+    demand_meant(context, ref, None if overseer is None else frozenset(each.name for each in context.command.params))
+    from ..runtime.answers.encodings import Encodings
+    from .serve import say_request
+    from .server.desk import Desk
+    from .server.encodings import EncodingService
+    from .server.guard import Guard
+    from .server.listening import GRACE_S, leave_at_once, listen, url_of
+
+    encoder = opened(ref, engine, screen)
+    desk = Desk(place.queue)
+    service = EncodingService(Encodings(encoder), desk, place.name, screen.note_once, place.also, False)
+
+    def ready() -> None:
+        if overseer is not None:
+            overseer.listens(place.listening.getsockname()[1], encoder.n_ctx, encoder.plan.total_bytes, 1)
+            return
+        url, does = url_of(place.listening), "ranks documents" if encoder.ranks else f"makes vectors of {encoder.width} numbers"
+        screen.note(f"{url} serves {place.name}, which {does} of texts of up to {encoder.n_ctx} tokens; Ctrl-C ends it")
+        if place.json:
+            screen.json({"url": url, "model": place.name, "context": encoder.n_ctx, "parallel": 1})
+
+    def report(method: str, path: str, status: int, record: Record) -> None:
+        say_request(screen, place.quiet, method, path, status, record)
+
+    listen(Guard(service.application(), place.rules, report), place.listening, desk, ready, screen.note_once)
+    if not desk.ended(GRACE_S):
+        leave_at_once()
+
+
+def demand_meant(context: typer.Context, ref: ModelRef, own: Set[str] | None = None) -> None:
+    """Raises UsageError for bits of a model that is run as it is stored, and for a flag that was typed and is of models that write; `own`
+    are others of a command."""
+    if ref.variant:
+        raise UsageError(f"{ref.text}: this model is run as it is stored", f"leave :{ref.variant} away")
+    for parameter in context.command.params:
+        if parameter.name not in TAKEN | (own or frozenset()) and is_typed(context, parameter.name):
+            raise UsageError(f"{long_name(parameter.opts)} is for models that write, and this one only reads", "leave it away")
+
+
+def options_of(engine: EngineFlags) -> EncoderOptions:
+    from ..runtime.encoders.encoder import EncoderOptions
+
+    return EncoderOptions(engine.ctx, engine.threads, engine.ram, engine.strict, "ctx" in engine.settled)
+
+
+def opened(ref: ModelRef, engine: EngineFlags, screen: Screen) -> Encoder:
+    """The model with its weights in place. Whoever oversees this process says when they are loaded."""
+    from ..runtime.encoders.encoder import Encoder, open_encoder, plan_encoder, tokenizer_of
+
+    options, overseer = options_of(engine), screen.environment.overseer
+    plan = plan_encoder(ref.folder, options)
+    tokenizer = tokenizer_of(ref.folder, plan.config)
+    for remark in (*plan.notices, *tokenizer.remarks):
+        screen.note(remark)
+    if overseer is not None:
+        plan = plan_encoder(ref.folder, overseer.agreed(options, lambda asked: plan_encoder(ref.folder, asked).total_bytes))
+    return last(follow(open_encoder(plan, tokenizer), screen, Encoder))

@@ -1,0 +1,36 @@
+"""What an encoder is served by: the paths of vectors and rankings, and what programs ask of any server. Those that write are told what it
+is for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ...runtime.answers.encodings import Encodings
+from .llama_paths import UNSUPPORTED, TokenPaths
+from .ollama import OllamaEncoder
+from .one_model import OneModel
+from .problems import MESSAGES, OLLAMA, Problem
+
+WRITING = ("/v1/chat/completions", "/chat/completions", "/v1/completions", "/completion", "/completions", "/infill", "/apply-template",
+           "/v1/responses", "/responses", MESSAGES, f"{MESSAGES}/count_tokens", f"{OLLAMA}chat", f"{OLLAMA}generate")
+
+
+@dataclass
+class EncodingService(OneModel):
+    """An encoder. It has no page for browsers, which shows a chat."""
+
+    replies: Encodings
+
+    def routes(self) -> list[Route]:
+        return [*super().routes(), *OllamaEncoder(self.name, self.replies, self.demand_model).routes(), *TokenPaths(self).routes(),
+                *(Route(path, partial(self._writes_none, path), methods=["POST"]) for path in WRITING)]
+
+    async def _writes_none(self, path: str, request: Request) -> Response:
+        does, where = ("ranks documents", "/v1/rerank") if self.replies.encoder.ranks else ("makes vectors of texts", "/v1/embeddings")
+        raise Problem(501, f"{self.name} does not support {path}: it {does} and writes nothing", UNSUPPORTED, code="not_supported",
+                      hint=f"POST {where} asks it")

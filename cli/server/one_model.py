@@ -1,0 +1,144 @@
+"""One model that is served, whatever it is for: what it is called, its health and its card, who may ask it, and its vectors and rankings.
+What else it answers its kind says."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import TYPE_CHECKING
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ... import EffllmError
+from . import page
+from .adapters import Adapters
+from .bodies import read
+from .desk import Desk
+from .embeddings import Embeddings
+from .fields import Kind
+from .guard import RECORD
+from .ollama_fields import untagged
+from .problems import FAILED, NO_MODEL, Problem, closing, problem_of
+from .reranking import Reranking
+from .streams import GONE, LEFT, json_response, problem_response
+
+if TYPE_CHECKING:
+    from ...runtime.answers.encodings import Encodings
+    from ...runtime.answers.replies import Replies
+
+SERVED = "/v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/models, /api/chat, /api/generate, /completion and /infill"
+
+
+@dataclass
+class OneModel:
+    """One model by its `name`. `also` are other names that it is asked for by, None: any; `note` is told what the engine remarks;
+    `shows_page`: to browsers."""
+
+    replies: Replies | Encodings
+    desk: Desk
+    name: str
+    note: Callable[[str], None]
+    also: frozenset[str] | None = frozenset()
+    shows_page: bool = True
+
+    def __post_init__(self) -> None:
+        self._created = int(time.time())
+
+    @cached_property
+    def adapters(self) -> Adapters:
+        return Adapters(self.replies, {self.name, *(self.also or ())})
+
+    def application(self) -> Starlette:
+        return Starlette(routes=self.routes(), exception_handlers={Problem: on_problem, HTTPException: on_path, EffllmError: on_problem,
+                                                            ClientDisconnect: on_left, Exception: on_problem})
+
+    def routes(self) -> list[Route]:
+        """Those of every kind; each kind has more."""
+        get = partial(Route, methods=["GET"])
+        return [*page.routes(self.greeting, self.shows_page), *(get(path, self.health) for path in ("/health", "/v1/health")),
+                *(get(path, self.models) for path in ("/v1/models", "/models")),
+                *(get(path, self.model) for path in ("/v1/models/{name:path}", "/models/{name:path}")),
+                *Embeddings(self.replies, self.desk, self.name, self.note, self.demand_model, self.adapters).routes(),
+                *Reranking(self).routes()]
+
+    @property
+    def greeting(self) -> str:
+        return (f"effllm serves {self.name}: APIs like OpenAI's and Anthropic's under /v1, and like Ollama's under /api, whose programs "
+                "look here for the words \"Ollama is running\"\n")
+
+    async def health(self, request: Request) -> Response:
+        if self.desk.is_closed:
+            raise closing()
+        return json_response({"status": "ok", "waiting": self.desk.waiting})
+
+    async def models(self, request: Request) -> Response:
+        cards = [self._card(), *map(self._card, self.adapters.models)]
+        return json_response({"object": "list", "data": cards, "has_more": False, "first_id": self.name, "last_id": cards[-1]["id"]})
+
+    async def model(self, request: Request) -> Response:
+        self.demand_model(name := request.path_params["name"])
+        return json_response(self._card(self.adapters.called(name)))
+
+    def demand_tokens(self, ids: Sequence[int], param: str) -> None:
+        """Before they become a text. Raises Problem for one that the model does not have."""
+        rows = self.replies.config.vocab_size
+        if (bad := next((each for each in ids if not 0 <= each < rows), None)) is not None:
+            raise Problem(400, f"token id {bad} is outside the vocabulary of {rows}", param=param, hint="ids are those of /tokenize")
+
+    async def asked(self, request: Request, kind: type[Kind]) -> Kind:
+        """The body of a request that is for this model. Raises Problem."""
+        asked = await read(request, kind)
+        if asked.model:
+            self.demand_model(asked.model, "model")
+        return asked
+
+    def called(self, model: str | None) -> str:
+        """What answers to a request for this model are told as: its own name, or that of an adapter."""
+        return self.adapters.called(model) or self.name
+
+    def demand_model(self, name: str, param: str | None = None) -> None:
+        known = {name, untagged(name)} & {self.name, *(self.also or ()), *self.adapters.models}
+        if self.also is not None and not known:
+            raise Problem(404, f"there is no model {name!r:.100} here: this server serves {self.name} (--name NAME calls it otherwise)",
+                          param=param, code=NO_MODEL)
+
+    def _card(self, adapter: str | None = None) -> dict[str, object]:
+        """The model as lists have it, or with one of its adapters, whose parent it is."""
+        replies, name = self.replies, adapter or self.name
+        own = {} if adapter is None else {"parent": self.name}
+        if replies.sees:
+            own["capabilities"] = ["completion", "vision"]
+        meta = {"n_ctx": replies.n_ctx, "n_ctx_train": replies.config.context_length, "n_vocab": replies.config.vocab_size}
+        return {"id": name, "object": "model", "created": self._created, "owned_by": "effllm", "max_model_len": replies.n_ctx,
+                "meta": meta, "type": "model", "display_name": name, "max_input_tokens": replies.n_ctx,
+                "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._created)), **own}
+
+
+async def on_problem(request: Request, error: Exception) -> Response:
+    problem, record = problem_of(error), request.scope[RECORD]
+    if problem.type != FAILED:
+        record.ending = problem.message
+    elif not record.problem:
+        record.problem = f"{type(error).__name__}: {error}"
+    return problem_response(problem, request.url.path)
+
+
+async def on_left(request: Request, error: Exception) -> Response:
+    """The client went away before its request was whole."""
+    request.scope[RECORD].ending = LEFT
+    return Response(status_code=GONE)
+
+
+async def on_path(request: Request, error: HTTPException) -> Response:
+    """A path or a method that there is not."""
+    if error.status_code == 405:
+        said = f"{request.url.path} takes {(error.headers or {}).get('Allow', 'another method')}, not {request.method}"
+        return problem_response(Problem(405, said, code="method_not_allowed", headers=error.headers), request.url.path)
+    said = f"there is no {request.method} {request.url.path} here: {SERVED} are served"
+    return problem_response(Problem(error.status_code, said, code="unknown_url"), request.url.path)

@@ -1,0 +1,96 @@
+"""What a server asks of an encoder: vectors of texts, scores of documents, by the calls of `Readings`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from ... import UsageError
+from ..adapters.adapted import NOTHING
+from ..encoders.encoder import Encoder
+from ..encoders.shape import EncoderConfig
+from ..events import Embedded, Event, Notice, Ranked, Turn
+from .embedding import demand_room, unit
+from .readings import known, never
+from .text_prompts import TextPrompts, prompts_of
+
+if TYPE_CHECKING:
+    from ..adapters.choosing import Choice
+
+LONGER = "shorten it: this is what the model takes"
+NO_INSTRUCTION = "this model has no place for an instruction"
+
+
+class Encodings:
+    """Of one encoder, which takes no adapters and no pictures."""
+
+    adapted, usual, sees = NOTHING, (), False
+
+    def __init__(self, encoder: Encoder) -> None:
+        self.encoder, self.tokenizer = encoder, encoder.tokenizer
+
+    @property
+    def config(self) -> EncoderConfig:
+        return self.encoder.config
+
+    @property
+    def n_ctx(self) -> int:
+        return self.encoder.n_ctx
+
+    @property
+    def vector_width(self) -> int:
+        """How many numbers a vector has."""
+        return self.encoder.width
+
+    @cached_property
+    def text_prompts(self) -> TextPrompts:
+        """What the model was trained to see before texts of which vectors are made."""
+        return prompts_of(self.encoder.folder)
+
+    @property
+    def ranking(self) -> None:
+        """Raises UsageError where the model was not made to rank documents."""
+        self.encoder.demand_ranking()
+
+    def embed(self, texts: Sequence[str | Sequence[int]], cut: bool = False, cancelled: Callable[[], bool] = never,
+              choice: Choice | None = None, prompt_name: str | None = None) -> Iterator[Event]:
+        """One vector of each text, behind the prompt of that name or the model's usual one, or of token ids as they stand, of length 1. Of
+        a text that is longer than the model takes, its end is left out with `cut`, but for the token that ends every text. Raises
+        EffllmError where the model makes none, or of these none."""
+        self.encoder.demand_vectors()
+        rows, before = [], self.text_prompts.before(prompt_name)
+        for text in texts:
+            ids = self.tokenizer.encode(before + text) if isinstance(text, str) else known(text, self.config.vocab_size)
+            if cut and len(ids) > self.n_ctx:
+                yield Notice(f"a text of {len(ids)} tokens is cut: the model takes {self.n_ctx} tokens of one")
+                ends = ids[-1:] if isinstance(text, str) else []
+                ids = ids[: self.n_ctx - len(ends)] + ends
+            demand_room(ids, self.n_ctx, LONGER)
+            rows.append(ids)
+            if cancelled():
+                return
+            yield Turn()
+        made = yield from self.encoder.vectors(rows, cancelled)
+        if made is not None:
+            yield Embedded([unit(each) for each in made], sum(map(len, rows)))
+
+    def rank(self, query: str, documents: Sequence[str], instruction: str | None = None, cancelled: Callable[[], bool] = never,
+             choice: Choice | None = None) -> Iterator[Event]:
+        """How well each document answers a query, 0 to 1. Marks that are written in them are letters. Raises EffllmError where the model
+        was not made for it, or one of these has no room."""
+        self.encoder.demand_ranking()
+        if instruction is not None:
+            raise UsageError(NO_INSTRUCTION, "leave it away")
+        rows, kinds, letters = [], [], self.tokenizer.of_letters
+        for document in documents:
+            ids, types = letters.pair(query, document)
+            demand_room(ids, self.n_ctx, LONGER)
+            rows.append(ids)
+            kinds.append(types)
+            if cancelled():
+                return
+            yield Turn()
+        made = yield from self.encoder.scores(rows, kinds, cancelled)
+        if made is not None:
+            yield Ranked(made, sum(map(len, rows)))

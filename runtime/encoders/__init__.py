@@ -1,0 +1,57 @@
+"""Models that read a text both ways and write none: vectors of texts, and scores of documents by a head of their own. One file a family.
+
+An encoder has no cache, no sampler and no chat, so nothing of `prepare.py`, `model.py` and `engine.py` is here: a text goes through all
+layers at once, several of a request side by side without padding, in float32 with NumPy on threads as pictures do
+(`runtime/images/tower_parts.py`).
+
+A family is a module with `config`, which reads its part of config.json, and `load`, which reads its tensors into a `Stack` (and `load_head`
+into a `Head` where it has one that ranks); ENCODERS maps each `model_type` to it. """
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from ... import UsageError
+from ...offload.header import is_gguf
+from ..files.small_file import JSON_NBYTES, read_whole
+
+# model_type -> the file here
+ENCODERS: Mapping[str, str] = {
+    "bert": "bert", "camembert": "bert", "distilbert": "distilbert", "modernbert": "modernbert", "mpnet": "mpnet",
+    "nomic_bert": "nomic_bert", "roberta": "bert", "xlm-roberta": "bert"}
+WITHOUT_HEAD = ("nomic_bert",)  # of which no models rank
+FILES: Mapping[str, str] = {"bert": "bert", "nomic-bert": "nomic_bert"}  # architecture of a GGUF file -> model_type
+VECTORS = ("Model", "ForMaskedLM", "ForPreTraining")  # endings of architectures of which vectors are made, whatever head lies beside
+RANKS = "ForSequenceClassification"
+WRITES = ("ForCausalLM", "LMHeadModel")  # of decoders that have the model_type of an encoder
+
+
+def is_encoder(path: Path) -> bool:
+    """Whether the model at `path` is one of these, by what its config says of itself; False for what cannot be read."""
+    if is_gguf(path):
+        from .gguf_file import is_encoder_file
+
+        return is_encoder_file(path)
+    try:
+        raw = json.loads(read_whole(path / "config.json", JSON_NBYTES))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(raw, dict) and reads_alone(raw)
+
+
+def reads_alone(raw: Mapping[str, object]) -> bool:
+    """Whether a config is that of an encoder."""
+    named = raw.get("architectures")
+    return raw.get("model_type") in ENCODERS and not (isinstance(named, list) and any(str(name).endswith(WRITES) for name in named))
+
+
+def refuse_writing(raw: Mapping[str, object]) -> None:
+    """Raises UsageError for a config of an encoder, wherever a model is to write."""
+    if reads_alone(raw):
+        named = raw.get("architectures")
+        ranks = isinstance(named, list) and any(str(name).endswith(RANKS) for name in named)
+        does = "ranks documents" if ranks else "makes vectors of texts"
+        path = "/v1/rerank" if ranks else "/v1/embeddings"
+        raise UsageError(f"this model {does} and writes nothing ({raw['model_type']})", f"effllm serve MODEL answers {path}")

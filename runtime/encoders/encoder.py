@@ -1,0 +1,218 @@
+"""A model that reads both ways, in memory: texts in, vectors or scores out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from math import exp
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from ... import DoesNotFit, EffllmError, UsageError
+from ...kernels.threads import MOST_WORKERS
+from ...offload import hardware
+from ...offload.checkpoint import TensorStore
+from ...offload.header import is_gguf
+from ...offload.size import format_size, parse_size
+from ..events import Progress, Turn
+from ..images import Left, Work
+from ..images.tower_parts import Crew
+from ..text import Tokenizer
+from .gguf_file import FileTensors
+from .layers import Batch, Stack
+from .pooling import Pooling, pooling_of
+from .ranking_head import Head
+from .shape import EncoderConfig, family_of, read_encoder_config
+from .weights import STORED, FolderTensors, Tensors
+
+AT_ONCE = 4096  # tokens that go through the layers together, or one text
+TABLES = ("embeddings.", "_embd.", "token_types.")  # in the names of tensors that stay as they are stored
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True)
+class EncoderOptions:
+    """`ctx`: tokens of a text at most, None for as many as the model takes; `gives_way`: as it was set for all models, more is as many.
+    `ram`: as "6G"; `threads` None: one a core."""
+
+    ctx: int | None = None
+    threads: int | None = None
+    ram: str | None = None
+    strict: bool = False
+    gives_way: bool = False
+
+
+@dataclass(frozen=True)
+class EncoderPlan:
+    """What is known before a weight is read. Bytes: `weights` as they are held, `states` of what is computed with at most; `baseline` of
+    the program."""
+
+    folder: Path
+    config: EncoderConfig
+    context: int
+    threads: int
+    weights: int
+    states: int
+    baseline: int
+    budget: int
+    notices: tuple[str, ...] = ()
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weights + self.states + self.baseline
+
+
+def headers(folder: Path) -> tuple[EncoderConfig, dict[str, tuple[str, tuple[int, ...], int]], Pooling | None]:
+    """What an encoder is, without its weights: config, tensors, and how it makes vectors. Raises as `plan_encoder` and `open_encoder`
+    do."""
+    config = read_encoder_config(folder)
+    return config, tensors_of(folder), None if config.ranks else pooling_of(folder, config.hidden_size)
+
+
+def tensors_of(folder: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
+    """(type, shape, bytes) of each weight, by the names that they are stored by; numbers of places, which some folders hold, are none."""
+    if is_gguf(folder):
+        from ..gguf.store import read_header
+
+        return {name: (each.type, each.shape, each.nbytes) for name, each in read_header(folder).tensors.items()}
+    with TensorStore.open(folder) as store:
+        return {name: (each.dtype, each.shape, each.nbytes) for name, each in store.tensors.items() if each.dtype in STORED}
+
+
+def tokenizer_of(folder: Path, config: EncoderConfig) -> Tokenizer:
+    """Raises ModelNotFound, TokenizerError."""
+    if is_gguf(folder):
+        from .file_vocabulary import load_file_tokenizer
+
+        return load_file_tokenizer(folder, config.vocab_size)
+    return Tokenizer.load(folder, config)
+
+
+def plan_encoder(folder: Path, options: EncoderOptions) -> EncoderPlan:
+    """Raises ModelNotFound, ConfigError, CheckpointError, UsageError, and DoesNotFit with the numbers."""
+    config = read_encoder_config(folder, options.strict)
+    context, notices = options.ctx or config.context_length, list(config.warnings)
+    if context > config.context_length:
+        said = f"-c {context} is more than the {config.context_length} tokens that this model takes of a text"
+        if not options.gives_way:
+            raise UsageError(said, "leave -c away")
+        context = config.context_length
+        notices.append(f"{said}: left out, as it was set for all models")
+    weights = sum(nbytes if kind in STORED and any(part in name for part in TABLES) else 4 * int(np.prod(shape, dtype=np.int64))
+                  for name, (kind, shape, nbytes) in tensors_of(folder).items())
+    threads = min(MOST_WORKERS, options.threads or hardware.cpu_threads())
+    rows = max(AT_ONCE, context)
+    states = 4 * rows * (6 * config.hidden_size) + threads * 4 * 384 * (2 * config.intermediate_size + 2 * context)
+    budget = parse_size(options.ram) if options.ram else hardware.memory_available() + hardware.rss()
+    made = EncoderPlan(folder, config, context, threads, weights, states, hardware.rss(), budget, tuple(notices))
+    if made.total_bytes > budget:
+        raise DoesNotFit(f"{format_size(made.total_bytes)} of memory are needed, {format_size(weights)} of it weights, and there are "
+                         f"{format_size(budget)}", "an encoder's weights are in memory whole: a smaller model, or more with --ram")
+    return made
+
+
+class Encoder:
+    """One model with its weights in place. Methods are for one thread at a time."""
+
+    def __init__(self, plan: EncoderPlan, tokenizer: Tokenizer, stack: Stack, pooling: Pooling | None, head: Head | None) -> None:
+        self.plan, self.config, self.folder, self.n_ctx, self.tokenizer = plan, plan.config, plan.folder, plan.context, tokenizer
+        self._stack, self._pooling, self._head = stack, pooling, head
+
+    @property
+    def ranks(self) -> bool:
+        return self._head is not None
+
+    @property
+    def width(self) -> int:
+        """Numbers of a vector."""
+        return self.config.hidden_size if self._pooling is None else self._pooling.width(self.config.hidden_size)
+
+    def demand_vectors(self) -> None:
+        """Raises UsageError where the model makes none."""
+        if self._pooling is None:
+            raise UsageError("this model ranks documents and makes no vectors",
+                             "POST /v1/rerank asks it; for vectors serve a model that was made for it")
+
+    def demand_ranking(self) -> None:
+        """Raises UsageError where the model has no head that ranks."""
+        if self._head is None:
+            raise UsageError("this model was not made for ranking documents: it has no head that scores",
+                             "serve a model that was made for it, as BAAI/bge-reranker-v2-m3")
+
+    def vectors(self, rows: Sequence[Sequence[int]],
+                cancelled: Callable[[], bool]) -> Generator[Progress | Turn, None, list[np.ndarray] | None]:
+        """A vector float32 [D] of each text's token ids; None where it was cancelled. Raises UsageError where the model makes none."""
+        self.demand_vectors()
+        return (yield from self._each(rows, None, self._pooling, "embedding", cancelled))
+
+    def scores(self, rows: Sequence[Sequence[int]], types: Sequence[Sequence[int]],
+               cancelled: Callable[[], bool]) -> Generator[Progress | Turn, None, list[float] | None]:
+        """The sigmoid of the head's number for each pair of texts, 0 to 1; None where it was cancelled. Raises UsageError for a model
+        without such a head."""
+        self.demand_ranking()
+        return (yield from self._each(rows, types, lambda states: sigmoid(self._head.logit(states)), "ranking", cancelled))
+
+    def _each(self, rows: Sequence[Sequence[int]], types: Sequence[Sequence[int]] | None, make: Callable[[np.ndarray], Made],
+              phase: str, cancelled: Callable[[], bool]) -> Generator[Progress | Turn, None, list[Made] | None]:
+        """What each text's states become, in order; the texts themselves are read by their lengths."""
+        order, made, done = sorted(range(len(rows)), key=lambda at: len(rows[at])), {}, 0
+        while done < len(order):
+            some, tokens = [], 0
+            while done + len(some) < len(order) and (not some or tokens + len(rows[order[done + len(some)]]) <= AT_ONCE):
+                some.append(order[done + len(some)])
+                tokens += len(rows[some[-1]])
+            batch = Batch.of([rows[at] for at in some], types and [types[at] for at in some])
+            try:
+                with Crew(self.plan.threads, Asked(cancelled)) as crew:
+                    states = self._stack.states(batch, crew)
+            except Left:
+                return None
+            if not np.isfinite(states).all():
+                raise EffllmError("this model computes numbers that are none (NaN or infinite)",
+                                  "its weights may be damaged: fetch it again")
+            made |= {at: make(states[own]) for at, own in zip(some, batch.texts, strict=True)}
+            done += len(some)
+            yield Progress(phase, done, len(order), "texts") if done < len(order) else Turn()
+        return [made[at] for at in range(len(rows))]
+
+
+class Asked(Work):
+    """Work that is wanted as long as somebody waits for the answer."""
+
+    def __init__(self, cancelled: Callable[[], bool]) -> None:
+        super().__init__()
+        self._cancelled = cancelled
+
+    def demand_wanted(self) -> None:
+        if self._cancelled():
+            raise Left
+
+
+def open_encoder(plan: EncoderPlan, tokenizer: Tokenizer) -> Iterator[Progress | Encoder]:
+    """Read the weights; yields Progress and the encoder last. Raises CheckpointError, ConfigError, UsageError for a model of which nothing
+    says what it makes."""
+    config = plan.config
+    family = family_of(config.family)
+    pooling = None if config.ranks else pooling_of(plan.folder, config.hidden_size)
+    with ExitStack() as opened:
+        if is_gguf(plan.folder):
+            stored = opened.enter_context(FileTensors(plan.folder))
+            nbytes = stored.nbytes
+        else:
+            store = opened.enter_context(TensorStore.open(plan.folder))
+            stored, nbytes = FolderTensors(store, family.PREFIXES), store.nbytes
+        yield Progress("loading", 0, nbytes, "bytes")
+        tensors = Tensors(stored)
+        stack = family.load(config, tensors)
+        head = family.load_head(config, tensors) if config.ranks else None
+        if not is_gguf(plan.folder):
+            store.check_unchanged()
+        yield Progress("loading", nbytes, nbytes, "bytes")
+    yield Encoder(plan, tokenizer, stack, pooling, head)
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + exp(-x)) if x > -700 else 0.0  # beyond which exp has no number

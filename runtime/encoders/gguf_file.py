@@ -1,0 +1,142 @@
+"""Encoders in GGUF files, as llama.cpp writes them: what a file states as the config.json of its checkpoint, and its tensors by
+that one's names.
+
+XLM-RoBERTa is written as BERT there, without the rows of positions before its first, and its head as BERT's.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...offload.gguf import GgufHeader
+from ...offload.header import CheckpointError, shown
+from ..config_reader import ConfigError, Keys
+from . import FILES
+from .shape import EncoderConfig, family_of
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ...offload.checkpoint import OpenFile
+    from ...offload.gguf import GgufTensor
+
+WAYS = {1: "mean", 2: "cls", 3: "lasttoken"}  # pooling_type -> how a vector is made
+RANK = 4
+POOLING_TYPE = "pooling_type"
+# Below the architecture's name -> config.json.
+KEYS = {"embedding_length": "hidden_size", "block_count": "num_hidden_layers", "feed_forward_length": "intermediate_size",
+        "attention.head_count": "num_attention_heads", "context_length": "max_position_embeddings",
+        "attention.layer_norm_epsilon": "layer_norm_eps"}
+# A checkpoint's names, behind what stands for the layer, -> the file's.
+OUTER = {"embeddings.word_embeddings": "token_embd", "embeddings.position_embeddings": "position_embd",
+         "embeddings.token_type_embeddings": "token_types", "embeddings.LayerNorm": "token_embd_norm", "emb_ln": "token_embd_norm",
+         "pooler.dense": "cls", "classifier": "cls.output"}
+INNER = {"attention.self.query": "attn_q", "attention.self.key": "attn_k", "attention.self.value": "attn_v",
+         "attention.output.dense": "attn_output", "attention.output.LayerNorm": "attn_output_norm", "intermediate.dense": "ffn_up",
+         "output.dense": "ffn_down", "output.LayerNorm": "layer_output_norm", "attn.Wqkv": "attn_qkv", "attn.out_proj": "attn_output",
+         "mlp.fc11": "ffn_up", "mlp.fc12": "ffn_gate", "mlp.fc2": "ffn_down", "norm1": "attn_output_norm", "norm2": "layer_output_norm"}
+LAYER = re.compile(r"encoder\.layers?\.(\d+)\.(.+)\.(weight|bias)")
+RAW = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+AGAIN = "fetch the file again, or take the folder of the checkpoint"
+
+
+def is_encoder_file(path: Path) -> bool:
+    """Whether a GGUF file holds one; False for what cannot be read."""
+    from ... import EffllmError
+    from ..gguf.store import read_header
+
+    try:
+        header = read_header(path)
+    except EffllmError:
+        return False
+    return header.metadata.get("general.architecture") in FILES
+
+
+def read_file_config(path: Path) -> EncoderConfig:
+    """Raises CheckpointError that names a key of the file's."""
+    from ..gguf.store import read_header
+
+    header = read_header(path)
+    return config_of(header)
+
+
+def config_of(header: GgufHeader) -> EncoderConfig:
+    """`read_file_config` of a header at hand."""
+    name, tokens = str(header.metadata.get("general.architecture")), header.tensors.get("token_embd.weight")
+    if tokens is None or len(tokens.shape) != 2:
+        raise CheckpointError(f"{header.path} holds no tensor token_embd.weight", AGAIN)
+    kind, types = FILES[name], header.tensors.get("token_types.weight")
+    raw: dict[str, object] = {"model_type": kind, "vocab_size": tokens.shape[0]}
+    raw |= {ours: value for theirs, ours in KEYS.items() if (value := header.metadata.get(f"{name}.{theirs}")) is not None}
+    if types is not None:
+        raw["type_vocab_size"] = types.shape[0]
+    if kind == "nomic_bert" and (theta := header.metadata.get(f"{name}.rope.freq_base")) is not None:
+        raw["rotary_emb_base"] = theta
+    try:
+        config = family_of(kind).config(Keys(raw, str(header.path)))
+    except ConfigError as error:
+        message = error.message
+        for theirs, ours in KEYS.items():
+            message = message.replace(ours, f"{name}.{theirs}")
+        raise CheckpointError(message, AGAIN) from error
+    ranks = header.metadata.get(f"{name}.{POOLING_TYPE}") == RANK
+    return replace(config, type_rows=config.type_rows if types is not None else 0, labels=int(ranks), raw=raw)
+
+
+def way_of(path: Path) -> str | None:
+    """How a file makes vectors: a name of `pooling.WAYS`; None where it does not say."""
+    from ..gguf.store import read_header
+
+    metadata = read_header(path).metadata
+    return WAYS.get(metadata.get(f"{metadata.get('general.architecture')}.{POOLING_TYPE}"))
+
+
+class FileTensors:
+    """The open tensors of a file under a checkpoint's names, for `weights.Tensors`. A context manager."""
+
+    def __init__(self, path: Path) -> None:
+        from ..gguf.split import open_parts
+
+        self.folder = path
+        self._header, self._opened = open_parts(path)
+        self.nbytes = sum(tensor.nbytes for tensor in self._header.tensors.values())
+
+    def stored(self, name: str) -> GgufTensor | None:
+        """The file's tensor for a name of the checkpoint's."""
+        return self._header.tensors.get(own_name(name))
+
+    def values(self, tensor: GgufTensor) -> np.ndarray:
+        """As it is stored where that is 16 or 32 bits (bfloat16 as uint16), else float32. Raises CheckpointError."""
+        import numpy as np
+
+        from ...offload.header import pread_into
+        from ...quant.imports.gguf import DECODERS, dequantize
+
+        raw = np.empty(tensor.nbytes, np.uint8)
+        file: OpenFile = self._opened[tensor.file]
+        pread_into(tensor.file, file.fd, memoryview(raw), tensor.offset)
+        if tensor.type in RAW:
+            return raw.view(RAW[tensor.type]).reshape(tensor.shape)
+        if tensor.type not in DECODERS:
+            raise CheckpointError(f"{self.folder} has tensor {shown(tensor.name)} of type {tensor.type}, which is not read", AGAIN)
+        return dequantize(raw, tensor.type, tensor.shape[-1]).reshape(tensor.shape)
+
+    def __enter__(self) -> FileTensors:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        from ..gguf.split import close_all
+
+        close_all(self._opened)
+
+
+def own_name(name: str) -> str:
+    """What a file calls a tensor of the checkpoint's; the name itself for one that it has not."""
+    if found := LAYER.fullmatch(name):
+        layer, inner, part = found.groups()
+        return f"blk.{layer}.{INNER.get(inner, inner)}.{part}"
+    outer, _, part = name.rpartition(".")
+    return f"{OUTER.get(outer, outer)}.{part}"

@@ -1,0 +1,221 @@
+"""What encoders compute with: texts side by side without padding, layers whose tokens see all of their text, in float32.
+
+Texts of a batch lie one behind the other in the order of their lengths, so those of one length are a block [texts, tokens], whose attention
+is one product for all heads. All else is rows, whichever text they are of. """
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+
+import numpy as np
+
+from ..images.tower_parts import QUERIES, ROWS, SHORT, Crew, Curve, Norm, Wide, widened
+
+Piece = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Texts in the order of their lengths. Of each token, int64 [N]: `ids`, its `places` in its text, `types`. `blocks`: (first row, texts,
+    tokens of each)."""
+
+    ids: np.ndarray
+    places: np.ndarray
+    types: np.ndarray
+    blocks: tuple[tuple[int, int, int], ...]
+
+    @classmethod
+    def of(cls, texts: Sequence[Sequence[int]], types: Sequence[Sequence[int]] | None = None) -> Batch:
+        """`texts`: token ids of each, none empty, the shortest first."""
+        lengths = [len(each) for each in texts]
+        blocks, first = [], 0
+        for length, alike in groupby(lengths):
+            blocks.append((first, count := len([*alike]), length))
+            first += count * length
+        flat = np.concatenate([np.asarray(each, np.int64) for each in texts])
+        kinds = np.zeros_like(flat) if types is None else np.concatenate([np.asarray(each, np.int64) for each in types])
+        return cls(flat, np.concatenate([np.arange(length) for length in lengths]), kinds, tuple(blocks))
+
+    @property
+    def texts(self) -> list[slice]:
+        """The rows of each."""
+        return [slice(first + at * length, first + (at + 1) * length) for first, count, length in self.blocks for at in range(count)]
+
+    @property
+    def longest(self) -> int:
+        return self.blocks[-1][2]
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Angles of a token's place: `cos` and `sin` float32 [places, d], by which halves of a head are turned."""
+
+    cos: np.ndarray
+    sin: np.ndarray
+
+    @classmethod
+    def of(cls, theta: float, depth: int, places: int) -> Rotary:
+        steps = np.float32(1) / np.float32(theta) ** (np.arange(0, depth, 2, dtype=np.float32) / np.float32(depth))
+        angles = np.tile(np.arange(places, dtype=np.float32)[:, None] * steps, 2)
+        return cls(np.cos(angles), np.sin(angles))
+
+    def turn(self, x: np.ndarray, places: np.ndarray) -> None:
+        """In place, of x [rows, parts, heads, d]."""
+        half = x.shape[-1] // 2
+        other = np.concatenate([-x[..., half:], x[..., :half]], axis=-1)
+        x *= self.cos[places][:, None, None]
+        x += other * self.sin[places][:, None, None]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer. `qkv` makes queries, keys and values, in this order. `norms`: of attention and of the FFN, behind what is added where they
+    are not first; the first may be None. `gate`: of a gated FFN, whose activation is the gate's. `theta` of its rotary positions, `window`:
+    how far it sees."""
+
+    qkv: Wide
+    out: Wide
+    up: Wide
+    down: Wide
+    norms: tuple[Norm | None, Norm]
+    gate: Wide | None = None
+    theta: float | None = None
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class Stack:
+    """An encoder but for what is made of its states. Tables as they are stored. `distances`: float32 [heads, buckets] of scores (MPNet)."""
+
+    embed: np.ndarray
+    positions: np.ndarray | None
+    types: np.ndarray | None
+    embed_norm: Norm
+    layers: tuple[Layer, ...]
+    curve: Curve
+    heads: int
+    norms_first: bool = False
+    last_norm: Norm | None = None
+    position_offset: int = 0
+    pad_id: int | None = None
+    distances: np.ndarray | None = None
+
+    def states(self, batch: Batch, crew: Crew) -> np.ndarray:
+        """What leaves the last layer for each token, float32 [N, D]. Raises Left."""
+        x = self._entered(batch)
+        depth = x.shape[1] // self.heads
+        turns = {theta: Rotary.of(theta, depth, batch.longest) for theta in {layer.theta for layer in self.layers} if theta is not None}
+        leaning = None if self.distances is None else leanings(self.distances, batch.longest)
+        for layer in self.layers:
+            self._through(layer, x, batch, crew, turns.get(layer.theta), leaning)
+            crew.work.done += 1
+        return x if self.last_norm is None else self.last_norm(x)
+
+    def _entered(self, batch: Batch) -> np.ndarray:
+        x = widened(self.embed[batch.ids]).copy()
+        if self.types is not None:
+            x += widened(self.types[np.minimum(batch.types, len(self.types) - 1)])
+        if self.positions is not None:
+            x += widened(self.positions[self._rows(batch)])
+        return self.embed_norm(x)
+
+    def _rows(self, batch: Batch) -> np.ndarray:
+        """Of the table of positions."""
+        if self.pad_id is None or not (batch.ids == self.pad_id).any():
+            return batch.places + self.position_offset
+        made = np.empty_like(batch.places)
+        for rows in batch.texts:  # one that is written in a text has the place of what pads, and counts for no other
+            real = batch.ids[rows] != self.pad_id
+            made[rows] = np.cumsum(real) * real + self.position_offset - 1
+        return made
+
+    def _through(self, layer: Layer, x: np.ndarray, batch: Batch, crew: Crew, rotary: Rotary | None, leaning: np.ndarray | None) -> None:
+        """In place."""
+        tokens, width = x.shape
+        made = np.empty((tokens, 3, self.heads, width // self.heads), np.float32)
+        first, second = layer.norms
+
+        def project(rows: slice) -> None:
+            y = layer.qkv(x[rows] if first is None or not self.norms_first else first(x[rows]))
+            made[rows] = y.reshape(-1, *made.shape[1:])
+            if rotary is not None:
+                rotary.turn(made[rows, :2], batch.places[rows])
+
+        def feed(h: np.ndarray) -> np.ndarray:
+            inner = self.curve(layer.up(h)) if layer.gate is None else self.curve(layer.gate(h)) * layer.up(h)
+            return layer.down(inner)
+
+        def rest(rows: slice) -> None:
+            y = layer.out(seen[rows])
+            y += x[rows]
+            if not self.norms_first:
+                y = first(y)
+            fed = feed(second(y) if self.norms_first else y)
+            fed += y
+            x[rows] = fed if self.norms_first else second(fed)
+
+        crew.each(project, tokens)
+        seen = np.empty((tokens, width), np.float32)
+        attend(made, seen, batch.blocks, crew, layer.window, leaning)
+        crew.each(rest, tokens)
+
+
+def leanings(distances: np.ndarray, longest: int, furthest: int = 128) -> np.ndarray:
+    """What is added to the scores of keys by how far before or behind the query they are, from -`longest` + 1 on: float32 [heads, 2 *
+    `longest` - 1], of `distances` [heads, buckets]: half of the buckets to each side, of which half are of one distance each and the others
+    grow by a logarithm."""
+    delta = np.arange(1 - longest, longest)
+    half = distances.shape[1] // 2
+    exact, far = half // 2, np.abs(delta)
+    grown = np.log(np.maximum(far, 1).astype(np.float32) / np.float32(exact)) / np.float32(np.log(furthest / exact))
+    grown = grown * np.float32(half - exact)
+    bucket = np.where(far < exact, far, np.minimum(exact + np.trunc(grown).astype(np.int64), half - 1))
+    return np.ascontiguousarray(distances[:, bucket + half * (delta > 0)])
+
+
+def attend(made: np.ndarray, out: np.ndarray, blocks: Sequence[tuple[int, int, int]], crew: Crew, window: int | None = None,
+           leaning: np.ndarray | None = None) -> None:
+    """Attention both ways within each text: `made` [N, 3, heads, d] -> `out` [N, heads * d]. `window`: how far a token sees to either
+    side."""
+    _, _, heads, depth = made.shape
+    scale, middle = np.float32(depth**-0.5), 0 if leaning is None else leaning.shape[1] // 2
+
+    def look(which: slice, texts: np.ndarray, to: np.ndarray, rows: slice, seen: slice) -> None:
+        """Of texts [texts, tokens, 3, heads, d] queries in `rows` see keys in `seen`."""
+        q, k, v = (texts[:, part, number, which].swapaxes(1, 2) for number, part in enumerate((rows, seen, seen)))
+        scores = q @ k.swapaxes(2, 3)
+        scores *= scale
+        apart = np.arange(seen.start, seen.stop) - np.arange(rows.start, rows.stop)[:, None]
+        if leaning is not None:
+            scores += leaning[which][:, apart + middle]
+        if window is not None and np.abs(apart).max() > window:
+            scores[..., np.abs(apart) > window] = -np.inf
+        scores -= scores.max(-1, keepdims=True)
+        np.exp(scores, out=scores)
+        mixed = scores @ v
+        mixed /= scores.sum(-1, keepdims=True)
+        to[:, rows, which] = mixed.swapaxes(1, 2)
+
+    def of_head(head: slice, texts: np.ndarray, to: np.ndarray) -> None:
+        """A long text, some queries at a time."""
+        length = texts.shape[1]
+        for begin in range(0, length, QUERIES):
+            end = min(begin + QUERIES, length)
+            seen = slice(0, length) if window is None else slice(max(0, begin - window), min(length, end + window))
+            look(head, texts, to, slice(begin, end), seen)
+
+    work: list[Piece] = []
+    for first, count, length in blocks:
+        rows = slice(first, first + count * length)
+        texts, to = made[rows].reshape(count, length, 3, heads, depth), out[rows].reshape(count, length, heads, depth)
+        if length <= SHORT:
+            step, whole = max(1, ROWS // length), slice(0, length)
+            work += [partial(look, slice(None), texts[at : at + step], to[at : at + step], whole, whole) for at in range(0, count, step)]
+            continue
+        for number in range(count):
+            for head in range(heads):
+                work.append(partial(of_head, slice(head, head + 1), texts[number : number + 1], to[number : number + 1]))
+    crew.all(work)

@@ -1,0 +1,122 @@
+"""How the states of a text become one vector, as sentence-transformers writes it beside the weights: `modules.json` lists what is done
+behind the encoder, in order, each with a folder of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ... import UsageError
+from ...offload.checkpoint import TensorStore
+from ...offload.header import is_gguf
+from ..config_reader import ConfigError, read_json, show
+from ..files.small_file import JSON_NBYTES, read_whole
+from ..hub import MODULES, POOLING, POOLING_KEPT
+from ..images.tower_parts import Wide
+from .weights import FolderTensors, Tensors
+
+WAYS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
+    "cls": lambda states: states[0], "lasttoken": lambda states: states[-1], "max": lambda states: states.max(0),
+    "mean": lambda states: states.mean(0, dtype=np.float64).astype(np.float32),
+    "mean_sqrt_len_tokens": lambda states: states.sum(0) / np.float32(np.sqrt(len(states))),
+    "weightedmean": lambda states: np.average(states, 0, np.arange(1, len(states) + 1)).astype(np.float32)}
+# Behind pooling_mode_, as it was written before.
+FORMER = {"mean_tokens": "mean", "cls_token": "cls", "max_tokens": "max", "weightedmean_tokens": "weightedmean"}
+LINEAR = "linear"
+WIDEST = 1 << 16
+OTHERS = "serve a model that was made for it, as sentence-transformers/all-MiniLM-L6-v2"
+# By the last word of what a Dense module states.
+ACTIVATIONS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
+    "Identity": lambda x: x, "Tanh": np.tanh, "ReLU": lambda x: np.maximum(x, 0), "Sigmoid": lambda x: 1 / (1 + np.exp(-x))}
+
+
+@dataclass(frozen=True)
+class Dense:
+    weight: Wide
+    activation: Callable[[np.ndarray], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """`way`: a name of WAYS. What it gives goes through `dense`, and is given the length 1 by whoever asks for it."""
+
+    way: str
+    dense: tuple[Dense, ...] = ()
+
+    def __call__(self, states: np.ndarray) -> np.ndarray:
+        """Of one text's states float32 [T, D]."""
+        made = WAYS[self.way](states)
+        for each in self.dense:
+            made = each.activation(each.weight(made[None])[0])
+        return made
+
+    def width(self, hidden: int) -> int:
+        """Numbers of a vector."""
+        return self.dense[-1].weight.weight.shape[1] if self.dense else hidden
+
+
+def pooling_of(folder: Path, hidden: int) -> Pooling:
+    """Raises UsageError for a model whose files say nothing of vectors, or of a way that does not run here, ConfigError,
+    CheckpointError."""
+    if is_gguf(folder):
+        from .gguf_file import way_of
+
+        if (way := way_of(folder)) is None:
+            raise UsageError("this model's file does not say how it makes vectors of texts", OTHERS)
+        return Pooling(way)
+    modules = _modules(folder)
+    places = [place for kind, place in modules if kind == "pooling"]
+    names = [f"{places[0]}/config.json"] if places else [POOLING, POOLING_KEPT]
+    stated = next((read_json(folder / name) for name in names if (folder / name).is_file()), None)
+    if stated is None:
+        raise UsageError("nothing beside this model's weights says how it makes vectors of texts", OTHERS)
+    width, dense = hidden, []
+    for kind, place in modules:
+        if kind == "dense":
+            dense.append(_dense(folder / place, width))
+            width = dense[-1].weight.weight.shape[1]
+        elif kind not in ("transformer", "pooling", "normalize"):
+            raise UsageError(f"this model's vectors go through a module {show(kind)}, which does not run here", OTHERS)
+    return Pooling(_way(stated), tuple(dense))
+
+
+def _way(stated: Mapping[str, object]) -> str:
+    mode = stated.get("pooling_mode")
+    named = [mode] if isinstance(mode, str) else mode if isinstance(mode, list) else [
+        FORMER.get(name.removeprefix("pooling_mode_"), name.removeprefix("pooling_mode_")) for name, value in stated.items()
+        if name.startswith("pooling_mode_") and value is True]
+    if len(named) != 1 or named[0] not in WAYS:
+        raise UsageError(f"this model's vectors are made by {show(' and '.join(sorted(map(str, named))))}, which does not run here",
+                         f"known: {', '.join(WAYS)}, one of them")
+    return named[0]
+
+
+def _modules(folder: Path) -> list[tuple[str, str]]:
+    """(the last word of its type, in small letters, its folder) of each. Raises ConfigError."""
+    if not (folder / MODULES).is_file():
+        return []
+    import json
+
+    try:
+        listed = json.loads(read_whole(folder / MODULES, JSON_NBYTES))
+        found = [(each["type"].rpartition(".")[2].lower(), each.get("path") or "") for each in listed]
+    except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(f"{folder / MODULES} is no list of modules") from error
+    if any(not isinstance(place, str) or "/" in place or place.startswith(".") for _, place in found):
+        raise ConfigError(f"{folder / MODULES} names a module outside of the model's folder")
+    return found
+
+
+def _dense(folder: Path, width: int) -> Dense:
+    stated = read_json(folder / "config.json")
+    rows, named = stated.get("out_features"), str(stated.get("activation_function", "Tanh")).rpartition(".")[2]
+    if type(rows) is not int or not 0 < rows <= WIDEST or stated.get("in_features") != width:
+        raise ConfigError(f"{folder / 'config.json'} states sizes that do not belong to a vector of {width} numbers")
+    if named not in ACTIVATIONS:
+        raise UsageError(f"this model's vectors go through the activation {show(named)}, which does not run here",
+                         f"known: {', '.join(ACTIVATIONS)}")
+    with TensorStore.open(folder) as store:
+        return Dense(Tensors(FolderTensors(store, ())).linear(LINEAR, rows, width, stated.get("bias") is not False), ACTIVATIONS[named])

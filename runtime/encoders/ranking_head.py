@@ -1,0 +1,26 @@
+"""The head of an encoder that ranks documents: from the states of a query with a document to one number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..images.tower_parts import Curve, Norm, Wide
+
+
+@dataclass(frozen=True)
+class Head:
+    """`dense` and its `curve`, a `norm` where there is one, then `last`, of one row; of the first token, or of the `mean` of all."""
+
+    dense: Wide
+    curve: Curve
+    last: Wide
+    norm: Norm | None = None
+    mean: bool = False
+
+    def logit(self, states: np.ndarray) -> float:
+        """Of one text's states [T, D]."""
+        x = states.mean(0, keepdims=True) if self.mean else states[:1]
+        x = self.curve(self.dense(x))
+        return float(self.last(x if self.norm is None else self.norm(x))[0, 0])

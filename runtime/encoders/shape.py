@@ -1,0 +1,160 @@
+"""`EncoderConfig`: what config.json and the small files beside it say of an encoder, judged as `runtime/config.py` judges that of a model
+that writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+
+from ... import UsageError
+from ...offload.header import is_gguf
+from ..config_reader import ConfigError, Keys, read_json, show
+from . import ENCODERS, RANKS, VECTORS, WITHOUT_HEAD
+
+# Where sentence-transformers writes how long a text may be.
+SENTENCES = tuple(f"sentence_{kind}_config.json" for kind in ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "mpnet"))
+ACTS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "relu", "silu")  # of `CURVES`, which lists of models do without
+MOST = {"hidden_size": 1 << 16, "intermediate_size": 1 << 18, "layers": 1024, "heads": 1024, "vocab_size": 1 << 24, "positions": 1 << 20}
+# Keys that change nothing of what is computed here.
+HARMLESS = frozenset("""
+_attn_implementation _name_or_path add_cross_attention architectures attention_dropout attention_probs_dropout_prob attn_pdrop auto_map
+bos_token_id chunk_size_feed_forward classifier_dropout cls_token_id cross_attention_hidden_size decoder_bias dense_seq_output
+deterministic_flash_attn directionality dropout dtype embd_pdrop embedding_dropout eos_token_id finetuning_task fused_bias_fc
+fused_dropout_add_ln gradient_checkpointing gradient_clipping hidden_dropout_prob id2label initializer_cutoff_factor initializer_range
+is_decoder label2id language last_layer_subset layer_norm_eps mask_token_id max_trained_positions mlp_checkpoint_lvl mlp_dropout
+num_labels output_attentions output_hidden_states output_past pad_token_id pad_vocab_size_multiple pooler_fc_size
+pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type position_embedding_type problem_type pruned_heads
+qa_dropout reference_compile reorder_and_upcast_attn repad_logits_with_grad resid_pdrop return_dict rotary_emb_scale_base
+sbert_ce_default_activation_function scale_attn_by_inverse_layer_idx scale_attn_weights sentence_transformers sep_token_id
+seq_classif_dropout sinusoidal_pos_embds sparse_pred_ignore_index sparse_prediction summary_activation summary_first_dropout
+summary_proj_to_labels summary_type summary_use_proj tie_word_embeddings torch_dtype transformers_version unk_token_id use_cache
+use_flash_attn use_return_dict use_xentropy
+""".split())
+
+
+@dataclass(frozen=True)
+class EncoderConfig:
+    """Names as in config.json. `position_rows`: of the table of learned positions, 0 for none, and the first text token has row
+    `position_offset`; with `pad_id` a token that pads has no place of its own. `type_rows`: of the table that tells a pair's texts apart.
+    `thetas`: by layer of rotary positions, none for none; `windows`: by layer how far a token sees to either side, None for all.
+    `relative`: buckets of the distance by which scores differ. `labels`: of a head that ranks, 0 for none."""
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    context_length: int
+    norm_eps: float
+    hidden_act: str
+    position_rows: int = 0
+    position_offset: int = 0
+    pad_id: int | None = None
+    type_rows: int = 0
+    thetas: tuple[float, ...] = ()
+    windows: tuple[int | None, ...] = ()
+    relative: int = 0
+    labels: int = 0
+    raw: Mapping[str, object] | None = None
+    warnings: tuple[str, ...] = ()
+    # What a tokenizer asks of any model: none of these tokens is this kind's.
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def num_key_value_heads(self) -> int:
+        return self.num_attention_heads
+
+    @property
+    def ranks(self) -> bool:
+        return self.labels == 1
+
+
+def read_encoder_config(folder: Path, strict: bool = False) -> EncoderConfig:
+    """Of a folder or a GGUF file. Raises CheckpointError, ModelNotFound, ConfigError, with `strict` UsageError for keys that are not
+    known."""
+    if is_gguf(folder):
+        from .gguf_file import read_file_config
+
+        return read_file_config(folder)
+    raw = read_json(folder / "config.json")
+    keys = Keys(raw)
+    kind, named = keys.text("model_type"), raw.get("architectures") or []
+    if not isinstance(named, list) or not any(str(name).endswith((*VECTORS, RANKS)) for name in named or [VECTORS[0]]):
+        raise ConfigError(f"config.json: architectures is {show(named)}, expected a ...{VECTORS[0]} or a ...{RANKS}",
+                          "of encoders those run that make vectors, or rank documents")
+    if isinstance(raw.get("quantization_config"), dict):
+        raise ConfigError("config.json: quantization_config is not supported for encoders", "take the original checkpoint")
+    config = family_of(kind).config(keys)
+    if any(str(name).endswith(RANKS) for name in named):
+        if kind in WITHOUT_HEAD:
+            raise ConfigError(f"config.json: architectures is {show(named)}: {kind} models rank by no head that runs here",
+                              "those that make vectors run")
+        config = replace(config, labels=_labels(raw))
+    context = min([config.context_length, *_stated_lengths(folder)])
+    unknown = sorted(raw.keys() - keys.asked - HARMLESS)
+    if unknown and strict:
+        raise UsageError(f"config.json has keys that effllm does not know: {', '.join(map(show, unknown[:8]))}",
+                         "without --strict they are ignored with a warning")
+    warned = (f"config.json has keys that effllm does not know and ignores: {', '.join(map(show, unknown[:8]))}",) if unknown else ()
+    return replace(config, context_length=context, raw=raw, warnings=warned)
+
+
+def family_of(kind: str):
+    """The module of a family."""
+    return import_module(f".{ENCODERS[kind]}", __package__)
+
+
+def sizes(keys: Keys, hidden: str = "hidden_size", inner: str = "intermediate_size", layers: str = "num_hidden_layers",
+          heads: str = "num_attention_heads", **defaults: int) -> dict[str, int]:
+    """What all families state, some under other names; `defaults` by these. Raises ConfigError."""
+    found = {"hidden_size": keys.integer(hidden, defaults.get("hidden_size", 768), high=MOST["hidden_size"]),
+             "intermediate_size": keys.integer(inner, defaults.get("intermediate_size", 3072), high=MOST["intermediate_size"]),
+             "num_hidden_layers": keys.integer(layers, defaults.get("num_hidden_layers", 12), high=MOST["layers"]),
+             "num_attention_heads": keys.integer(heads, defaults.get("num_attention_heads", 12), high=MOST["heads"]),
+             "vocab_size": keys.integer("vocab_size", defaults.get("vocab_size", 30522), high=MOST["vocab_size"])}
+    if found["hidden_size"] % found["num_attention_heads"]:
+        raise ConfigError(f"config.json: {hidden} {found['hidden_size']} is not a multiple of {heads} {found['num_attention_heads']}")
+    return found
+
+
+def act_of(keys: Keys, name: str, default: str = "gelu") -> str:
+    """The activation. Raises ConfigError."""
+    return keys.choice(name, {each: each for each in ACTS}, default)
+
+
+def refuse(keys: Keys, **only: object) -> None:
+    """Raises ConfigError for a key that says anything but what runs here."""
+    for name, value in only.items():
+        if keys.holds(name) and (said := keys.raw[name]) is not None and said != value:
+            raise ConfigError(f"config.json: {name} = {show(said)} is not supported for {keys.raw.get('model_type')} models",
+                              f"they run only with {name} = {show(value)}")
+
+
+def _labels(raw: Mapping[str, object]) -> int:
+    """Raises ConfigError for a head of which no ranking is made."""
+    named, count = raw.get("id2label"), raw.get("num_labels")
+    labels = len(named) if isinstance(named, dict) else count if type(count) is int else 2
+    if labels != 1:
+        raise ConfigError(f"config.json: a head of {labels} labels classifies texts, which does not run here",
+                          "a head that ranks documents has one label, as BAAI/bge-reranker-v2-m3 has")
+    return labels
+
+
+def _stated_lengths(folder: Path) -> list[int]:
+    """Tokens of a text, as far as the files beside config.json bound them. A tokenizer that bounds none states an absurd number."""
+    found = []
+    for name, key in (*((name, "max_seq_length") for name in SENTENCES), ("tokenizer_config.json", "model_max_length")):
+        if (folder / name).is_file():
+            value = read_json(folder / name).get(key)
+            found += [value] if type(value) is int and 2 < value <= MOST["positions"] else []
+            if found and name in SENTENCES:
+                break
+    return found

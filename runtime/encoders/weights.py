@@ -1,0 +1,81 @@
+"""The tensors of an encoder, held in float32 but for tables, which are looked up row by row and stay as they are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ...offload.checkpoint import CheckpointError, TensorStore
+from ...offload.header import AGAIN, TensorInfo
+from ..images.tower_parts import Norm, Wide, widened
+
+if TYPE_CHECKING:
+    from .gguf_file import FileTensors
+
+STORED = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+FORMER = {"weight": "gamma", "bias": "beta"}  # what norms called theirs
+
+
+class FolderTensors:
+    """Of an open folder, by their names behind the first of `prefixes` that they have."""
+
+    def __init__(self, store: TensorStore, prefixes: Sequence[str]) -> None:
+        self._store, self._prefixes, self.folder = store, ("", *prefixes), store.folder
+
+    def stored(self, name: str) -> TensorInfo | None:
+        return next((found for prefix in self._prefixes if (found := self._store.tensors.get(prefix + name)) is not None), None)
+
+    def values(self, info: TensorInfo) -> np.ndarray:
+        """As it is stored: bfloat16 as uint16. Raises CheckpointError."""
+        if info.dtype not in STORED:
+            raise CheckpointError(f"{info.name} is stored as {info.dtype}: of encoders only F32, F16 and BF16 are read",
+                                  "take the model in one of these")
+        return self._store.read(info).view(STORED[info.dtype]).reshape(info.shape)
+
+
+class Tensors:
+    """Of a folder or a GGUF file, by the checkpoint's names."""
+
+    def __init__(self, stored: FolderTensors | FileTensors) -> None:
+        self._stored = stored
+        self.read: set[str] = set()  # which a test holds against what is stored
+
+    def has(self, name: str) -> bool:
+        return self._stored.stored(name) is not None
+
+    def table(self, name: str, *shape: int) -> np.ndarray:
+        """As it is stored: bfloat16 as uint16. Raises CheckpointError."""
+        found = self._stored.stored(name)
+        if found is None:
+            raise CheckpointError(f"{self._stored.folder} holds no tensor {name}", AGAIN)
+        if tuple(found.shape) != shape:
+            raise CheckpointError(f"{found.name} is {list(found.shape)}, but the config says {list(shape)}", AGAIN)
+        self.read.add(found.name)
+        return self._stored.values(found)
+
+    def numbers(self, name: str, *shape: int) -> np.ndarray:
+        """As float32."""
+        return np.ascontiguousarray(widened(self.table(name, *shape)))
+
+    def linear(self, name: str, rows: int, depth: int, bias: bool = True) -> Wide:
+        """`name`.weight [rows, depth], and its bias where it has one."""
+        return Wide(self.numbers(f"{name}.weight", rows, depth).T, self.numbers(f"{name}.bias", rows) if bias else None)
+
+    def halves(self, name: str, rows: int, depth: int) -> tuple[Wide, Wide]:
+        """Two matrices [rows, depth] that are stored one behind the other, without biases."""
+        first, second = np.split(self.numbers(f"{name}.weight", 2 * rows, depth), 2)
+        return Wide(first.T, None), Wide(second.T, None)
+
+    def side_by_side(self, names: Sequence[str], rows: int, depth: int, bias: bool = True) -> Wide:
+        """Several matrices as one."""
+        weights = np.concatenate([self.numbers(f"{name}.weight", rows, depth) for name in names])
+        return Wide(weights.T, np.concatenate([self.numbers(f"{name}.bias", rows) for name in names]) if bias else None)
+
+    def norm(self, name: str, width: int, eps: float, bias: bool = True) -> Norm:
+        return Norm(self._of_norm(name, "weight", width), self._of_norm(name, "bias", width) if bias else None, eps)
+
+    def _of_norm(self, name: str, part: str, width: int) -> np.ndarray:
+        former = f"{name}.{FORMER[part]}"
+        return self.numbers(former if self.has(former) else f"{name}.{part}", width)

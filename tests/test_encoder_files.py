@@ -1,0 +1,106 @@
+"""Encoders in GGUF files: the vectors, scores and tokens of the folder that a file was written from, and of llama.cpp."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from encoding_files import write_encoder
+from encoding_models import POOLING, made_encoder, random_model, unigrams
+from test_encoders import TEXTS, never, opened, returned, rows_of
+
+from effllm import EffllmError, UsageError
+from effllm.runtime.answers.encodings import Encodings
+from effllm.runtime.config import read_config
+from effllm.runtime.encoders import is_encoder
+from effllm.runtime.encoders.encoder import headers
+from effllm.runtime.library.listing import local_model
+
+LONG = ["the fox is king, ? . who rules [SEP] of Beasts", "foxs foxx boat zzz \u00e4rger", "A b\tc\n\nD"]
+WIDE = {"hidden_size": 64, "intermediate_size": 96}
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made_encoder(tmp_path_factory.mktemp("bert") / "model", random_model("Bert", **WIDE))
+
+
+@pytest.mark.parametrize(("kind", "error"), [("F32", 0.0), ("F16", 3e-3), ("Q8_0", 4e-2)])
+def test_vectors_are_those_of_the_folder(bert: Path, tmp_path: Path, kind: str, error: float) -> None:
+    file = write_encoder(bert, tmp_path / "m.gguf", kind=kind)
+    assert is_encoder(file)
+    own, other = opened(file), opened(bert)
+    for made, wanted in zip(returned(own.vectors(rows_of(), never)), returned(other.vectors(rows_of(), never)), strict=True):
+        assert np.linalg.norm(made - wanted) <= error * np.linalg.norm(wanted)
+    for text in (*TEXTS, *LONG):
+        assert own.tokenizer.encode(text) == other.tokenizer.encode(text)
+        assert own.tokenizer.pair(text, "a fox") == other.tokenizer.pair(text, "a fox")
+
+
+def test_nomic(tmp_path: Path) -> None:
+    folder = made_encoder(tmp_path / "m", random_model("NomicBert"))
+    file = write_encoder(folder, tmp_path / "m.gguf", "nomic-bert")
+    for made, wanted in zip(*(returned(opened(each).vectors(rows_of(), never)) for each in (file, folder)), strict=True):
+        assert (made == wanted).all()
+
+
+def test_a_head_that_ranks(tmp_path: Path) -> None:
+    folder = made_encoder(tmp_path / "m", random_model("Bert", "ForSequenceClassification", num_labels=1), pooling=None)
+    file = write_encoder(folder, tmp_path / "m.gguf", pooling="rank")
+    own, other = ([*Encodings(opened(each)).rank(TEXTS[1], [TEXTS[0], TEXTS[2]])][-1] for each in (file, folder))
+    assert own.scores == other.scores
+
+
+@pytest.mark.parametrize(("head", "pooling"), [("Model", "mean"), ("ForSequenceClassification", "rank")])
+def test_xlm_roberta(tmp_path: Path, head: str, pooling: str) -> None:
+    """Whose positions a file has from the first one on, and whose tokenizer has scores."""
+    more = {"num_labels": 1} if pooling == "rank" else {}
+    model = random_model("XLMRoberta", head, pad_token_id=1, type_vocab_size=1, **more)
+    folder = made_encoder(tmp_path / "m", model, None if more else POOLING, cut=unigrams)
+    own, other = opened(write_encoder(folder, tmp_path / "m.gguf", pooling=pooling)), opened(folder)
+    for text in (*TEXTS, "the  fox\n is 3", "foxking thefox"):
+        assert own.tokenizer.encode(text) == other.tokenizer.encode(text)
+        assert own.tokenizer.pair(text, "a fox") == other.tokenizer.pair(text, "a fox")
+    assert own.n_ctx == other.n_ctx == 398
+    if more:
+        made, wanted = ([*Encodings(each).rank(TEXTS[1], [TEXTS[0], TEXTS[2]])][-1].scores for each in (own, other))
+        assert made == wanted
+        return
+    rows = [row for row in rows_of() if len(row) <= own.n_ctx]
+    for made, wanted in zip(returned(own.vectors(rows, never)), returned(other.vectors(rows, never)), strict=True):
+        assert (made == wanted).all()
+
+
+def test_what_is_told_of_a_file(bert: Path, tmp_path: Path) -> None:
+    file = write_encoder(bert, tmp_path / "m.gguf", pooling="cls")
+    config, _, pooling = headers(file)
+    assert (config.family, config.context_length, config.hidden_size, pooling.way) == ("bert", 400, 64, "cls")
+    listed = local_model("m", file)
+    assert listed.family == "bert" and listed.context == 400 and listed.params > 0
+    with pytest.raises(UsageError, match="makes vectors of texts and writes nothing"):
+        read_config(file)
+    with pytest.raises(UsageError, match="does not say how it makes vectors"):
+        opened(write_encoder(bert, tmp_path / "n.gguf", pooling=None))
+
+
+@pytest.mark.parametrize(("changed", "said"), [
+    ({"tokenizer.ggml.model": "llama"}, "has a tokenizer of kind"), ({"bert.attention.head_count": 7}, "bert.attention.head_count 7"),
+    ({"bert.block_count": 4}, "holds no tensor encoder.layer.3")])
+def test_files_that_do_not_run_are_named(bert: Path, tmp_path: Path, changed: dict, said: str) -> None:
+    file = write_encoder(bert, tmp_path / "m.gguf", changed=changed)
+    with pytest.raises(EffllmError) as refused:
+        opened(file)
+    assert said in refused.value.message and refused.value.hint
+
+
+@pytest.mark.peer
+@pytest.mark.slow
+def test_vectors_are_those_of_llama_cpp(bert: Path, tmp_path: Path) -> None:
+    """Whose GELU is the one by tanh, rounded to 16 bits, and which does not split pairs by types."""
+    llama_cpp = pytest.importorskip("llama_cpp")
+    file = write_encoder(bert, tmp_path / "m.gguf")
+    peer = llama_cpp.Llama(str(file), embedding=True, verbose=False, n_ctx=256, n_batch=256, n_threads=2)
+    *_, made = Encodings(opened(file)).embed(TEXTS)
+    for text, own in zip(TEXTS, made.vectors, strict=True):
+        other = np.array(peer.embed(text, normalize=True))
+        assert own @ other > 0.999
+        assert opened(file).tokenizer.encode(text, False) == peer.tokenize(text.encode(), add_bos=False, special=False)

@@ -1,0 +1,292 @@
+"""Encoders against transformers in float64, on small random models of each family: vectors and scores, texts of all lengths side by
+side."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import pytest
+import torch
+from encoding_models import MODULES, POOLING, WORDS, made_encoder, random_model, states_of, unit
+
+from effllm import ContextOverflow, DoesNotFit, EffllmError, UsageError
+from effllm.offload.checkpoint import TensorStore
+from effllm.runtime.answers.encodings import Encodings
+from effllm.runtime.config import parse_config, read_config
+from effllm.runtime.config_reader import ConfigError, read_json
+from effllm.runtime.encoders import ENCODERS, is_encoder
+from effllm.runtime.encoders.encoder import Encoder, EncoderOptions, open_encoder, plan_encoder, tokenizer_of
+from effllm.runtime.encoders.shape import ACTS, family_of, read_encoder_config
+from effllm.runtime.encoders.weights import FolderTensors, Tensors
+from effllm.runtime.events import Embedded, Progress, Ranked
+from effllm.runtime.images.tower_parts import CURVES
+
+Result = TypeVar("Result")
+# The class of transformers' and what a config of it says beside the usual sizes.
+KINDS = {"bert": ("Bert", {}), "roberta": ("Roberta", {"pad_token_id": 1, "type_vocab_size": 1}),
+         "xlm-roberta": ("XLMRoberta", {"pad_token_id": 1, "type_vocab_size": 1, "hidden_act": "gelu_new"}),
+         "camembert": ("Camembert", {"pad_token_id": 1, "type_vocab_size": 1}),
+         "distilbert": ("DistilBert", {"hidden_dim": 80, "intermediate_size": None}),
+         "mpnet": ("MPNet", {"pad_token_id": 1}), "nomic_bert": ("NomicBert", {}),
+         "modernbert": ("ModernBert", {"num_hidden_layers": 4, "local_attention": 16, "pad_token_id": 0, "bos_token_id": 2,
+                                       "eos_token_id": 3, "cls_token_id": 2, "sep_token_id": 3})}
+LENGTHS = (1, 7, 7, 2, 130, 7, 390, 40)  # several alike, some longer than a piece of attention
+TEXTS = ["The fox is king.", "who rules all beasts?", "the sea was calm, the fox was king of all beasts"]
+
+
+def opened(folder: Path, **options: object) -> Encoder:
+    plan = plan_encoder(folder, EncoderOptions(**options))
+    *_, made = open_encoder(plan, tokenizer_of(folder, plan.config))
+    return made
+
+
+def returned(steps: Iterator[object]) -> object:
+    """What a generator returns, once it has ended."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as stop:
+            return stop.value
+
+
+def never() -> bool:
+    return False
+
+
+def rows_of(lengths: tuple[int, ...] = LENGTHS, least: int = 5) -> list[list[int]]:
+    draw = np.random.default_rng(3)
+    return [[int(each) for each in draw.integers(least, len(WORDS), length)] for length in lengths]
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made_encoder(tmp_path_factory.mktemp("bert") / "model", random_model("Bert"), longest=256)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_vectors_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+    name, more = KINDS[kind]
+    model = random_model(name, **more)
+    encoder = opened(made_encoder(tmp_path / "m", model), threads=2)
+    rows = [row for row in rows_of() if len(row) <= encoder.n_ctx]
+    made = returned(encoder.vectors(rows, never))
+    for row, own in zip(rows, made, strict=True):
+        np.testing.assert_allclose(unit(own), unit(states_of(model, row).mean(0)), atol=2e-6, rtol=0)
+
+
+def test_every_family_is_compared() -> None:
+    assert KINDS.keys() == ENCODERS.keys() and {*ACTS} <= CURVES.keys()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_tensor_is_read(kind: str, tmp_path: Path) -> None:
+    """But for the pooler, which pooling of other kinds does not ask."""
+    name, more = KINDS[kind]
+    folder = made_encoder(tmp_path / "m", random_model(name, **more))
+    config = read_encoder_config(folder, strict=True)
+    assert not config.warnings, "what transformers writes is known"
+    with TensorStore.open(folder) as store:
+        tensors = Tensors(FolderTensors(store, family_of(config.family).PREFIXES))
+        family_of(config.family).load(config, tensors)
+        assert tensors.read == {each for each in store.tensors if "pooler" not in each}
+
+
+@pytest.mark.parametrize(("pooling", "expected"), [
+    ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, lambda states: states[0]),
+    ({"pooling_mode_max_tokens": True}, lambda states: states.max(0)), ({"pooling_mode": "lasttoken"}, lambda states: states[-1]),
+    ({"pooling_mode": "cls"}, lambda states: states[0]), ({"pooling_mode_mean_sqrt_len_tokens": True}, lambda states: states.sum(0)),
+    ({"pooling_mode_weightedmean_tokens": True}, lambda states: (states * np.arange(1, len(states) + 1)[:, None]).sum(0))])
+def test_ways_of_pooling(bert: Path, tmp_path: Path, pooling: dict, expected: Callable[[np.ndarray], np.ndarray]) -> None:
+    folder = shutil.copytree(bert, tmp_path / "m")
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    row = rows_of((9,))[0]
+    (own,) = returned(opened(folder).vectors([row], never))
+    np.testing.assert_allclose(unit(own), unit(expected(states_of(random_model("Bert"), row))), atol=2e-6, rtol=0)
+
+
+def test_a_layer_behind_the_pooling(bert: Path, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    folder = shutil.copytree(bert, tmp_path / "m")
+    dense = torch.nn.Linear(48, 24)
+    (folder / "2_Dense").mkdir()
+    save_file({"linear.weight": dense.weight.data, "linear.bias": dense.bias.data}, folder / "2_Dense" / "model.safetensors")
+    said = {"in_features": 48, "out_features": 24, "bias": True, "activation_function": "torch.nn.modules.activation.Tanh"}
+    (folder / "2_Dense" / "config.json").write_text(json.dumps(said))
+    layer = {"idx": 2, "name": "2", "path": "2_Dense", "type": "sentence_transformers.models.Dense"}
+    (folder / "modules.json").write_text(json.dumps([*MODULES[:2], layer, MODULES[2]]))
+    encoder, row = opened(folder), rows_of((9,))[0]
+    (own,) = returned(encoder.vectors([row], never))
+    mean = torch.tensor(states_of(random_model("Bert"), row).mean(0))
+    assert encoder.width == 24
+    np.testing.assert_allclose(own, torch.tanh(dense.double()(mean)).detach().numpy(), atol=5e-6, rtol=0)
+    (folder / "2_Dense" / "config.json").write_text(json.dumps({**said, "in_features": 40}))
+    with pytest.raises(ConfigError, match="a vector of 48 numbers"):
+        opened(folder)
+
+
+def test_a_token_that_pads_has_no_place_in_roberta(tmp_path: Path) -> None:
+    model = random_model("Roberta", pad_token_id=1, type_vocab_size=1)
+    row = [5, 6, 1, 7, 1, 8]
+    (own,) = returned(opened(made_encoder(tmp_path / "m", model)).vectors([row], never))
+    np.testing.assert_allclose(unit(own), unit(states_of(model, row).mean(0)), atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_weights_of_16_bits(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = random_model("Bert").to(dtype)
+    row = rows_of((9,))[0]
+    (own,) = returned(opened(made_encoder(tmp_path / "m", model)).vectors([row], never))
+    np.testing.assert_allclose(unit(own), unit(states_of(model, row).mean(0)), atol=2e-6, rtol=0)
+
+
+def test_norms_by_their_former_names(bert: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = shutil.copytree(bert, tmp_path / "m")
+    tensors = load_file(folder / "model.safetensors")
+    former = {f"bert.{name}".replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): each
+              for name, each in tensors.items()}
+    save_file(former, folder / "model.safetensors")
+    row = rows_of((9,))[0]
+    own, other = (returned(opened(each).vectors([row], never))[0] for each in (folder, bert))
+    assert (own == other).all()
+
+
+HEADS = {**{kind: KINDS[kind] for kind in ("bert", "xlm-roberta", "distilbert", "mpnet")},
+         "modernbert": ("ModernBert", {**KINDS["modernbert"][1], "classifier_pooling": "mean"})}
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_scores_are_the_sigmoid_of_the_head(kind: str, tmp_path: Path) -> None:
+    name, more = HEADS[kind]
+    model = random_model(name, "ForSequenceClassification", num_labels=1, **more)
+    encodings = Encodings(opened(made_encoder(tmp_path / "m", model, pooling=None)))
+    *_, ranked = encodings.rank(TEXTS[1], [TEXTS[0], TEXTS[2], "a [SEP] b"])
+    assert isinstance(ranked, Ranked)
+    model.double()
+    for document, score in zip((TEXTS[0], TEXTS[2], None), ranked.scores, strict=True):
+        if document is None:  # a mark in a document is letters, which this vocabulary has not
+            continue
+        ids, types = encodings.tokenizer.pair(TEXTS[1], document)
+        told = {"token_type_ids": torch.tensor([types])} if kind == "bert" else {}
+        with torch.no_grad():
+            logit = model(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), **told).logits[0, 0]
+        assert score == pytest.approx(float(torch.sigmoid(logit)), abs=2e-6)
+    ids, _ = encodings.tokenizer.of_letters.pair(TEXTS[1], "a [SEP] b")
+    assert ids.count(WORDS.index("[SEP]")) == 2
+    with pytest.raises(UsageError, match="no place for an instruction"):
+        next(encodings.rank("a", ["b"], "Find boats."))
+    with pytest.raises(UsageError, match="makes no vectors"):
+        next(encodings.embed(["a"]))
+
+
+def test_texts_and_ids(bert: Path) -> None:
+    encodings = Encodings(opened(bert))
+    *_, embedded = encodings.embed(TEXTS)
+    assert isinstance(embedded, Embedded) and embedded.tokens == sum(len(encodings.tokenizer.encode(text)) for text in TEXTS)
+    assert all(np.linalg.norm(each) == pytest.approx(1, abs=1e-6) for each in embedded.vectors)
+    *_, by_ids = encodings.embed([encodings.tokenizer.encode(text) for text in TEXTS])
+    assert all((own == other).all() for own, other in zip(embedded.vectors, by_ids.vectors, strict=True))
+    assert encodings.tokenizer.encode(TEXTS[0])[::len(encodings.tokenizer.encode(TEXTS[0])) - 1] == [2, 3]
+    with pytest.raises(ContextOverflow, match="a text has 302 tokens and the context holds 256"):
+        [*encodings.embed(["fox " * 300])]
+    *_, cut = encodings.embed(["fox " * 300], cut=True)
+    assert cut.tokens == 256
+    with pytest.raises(UsageError, match="outside the vocabulary"):
+        [*encodings.embed([[5, 4000]])]
+    with pytest.raises(UsageError, match="no head that scores"):
+        next(encodings.rank("a", ["b"]))
+    assert not any(isinstance(each, Embedded) for each in encodings.embed(TEXTS, cancelled=lambda: True))
+
+
+def test_what_nobody_waits_for_ends_amid_the_layers(bert: Path) -> None:
+    asked = iter([False] * 3)
+    assert returned(opened(bert).vectors(rows_of((30, 40)), lambda: next(asked, True))) is None
+
+
+def test_many_texts_go_through_in_parts(bert: Path) -> None:
+    encoder, rows = opened(bert), rows_of((200,) * 45)
+    told = [each for each in encoder.vectors(rows, never) if isinstance(each, Progress)]
+    assert [(each.done, each.total) for each in told] == [(20, 45), (40, 45)]
+
+
+def test_what_is_not_one_of_them(bert: Path, tmp_path: Path) -> None:
+    assert is_encoder(bert) and not is_encoder(tmp_path) and not is_encoder(tmp_path / "no.gguf")
+    with pytest.raises(UsageError, match="makes vectors of texts and writes nothing"):
+        read_config(bert)
+    with pytest.raises(UsageError, match="ranks documents and writes nothing"):
+        parse_config({"model_type": "bert", "architectures": ["BertForSequenceClassification"]})
+    with pytest.raises(EffllmError, match="not supported|not known|unknown"):
+        parse_config({"model_type": "bert", "architectures": ["BertLMHeadModel"]})
+
+
+@pytest.mark.parametrize(("changed", "said"), [
+    ({"position_embedding_type": "relative_key"}, "position_embedding_type = 'relative_key' is not supported"),
+    ({"hidden_act": "mish"}, "hidden_act 'mish' is not supported"), ({"num_attention_heads": 5}, "is not a multiple"),
+    ({"hidden_size": True}, "hidden_size is True"), ({"hidden_size": 96}, "but the config says"),
+    ({"architectures": ["BertForTokenClassification"]}, "expected a ...Model"),
+    ({"architectures": ["BertForSequenceClassification"]}, "a head of 2 labels classifies texts"),
+    ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config is not supported for encoders"),
+    ({"num_hidden_layers": 4}, "holds no tensor encoder.layer.3")])
+def test_what_does_not_run_is_named(bert: Path, tmp_path: Path, changed: dict, said: str) -> None:
+    folder = shutil.copytree(bert, tmp_path / "m")
+    (folder / "config.json").write_text(json.dumps({**read_json(folder / "config.json"), **changed}))
+    with pytest.raises(EffllmError) as refused:
+        opened(folder)
+    assert said in refused.value.message and refused.value.hint
+
+
+@pytest.mark.parametrize(("name", "content", "said"), [
+    ("1_Pooling/config.json", {**POOLING, "pooling_mode_cls_token": True}, "cls and mean"),
+    ("1_Pooling/config.json", {"pooling_mode": "sum"}, "'sum'"), ("1_Pooling/config.json", {}, "which does not run here"),
+    ("modules.json", [*MODULES, {"type": "sentence_transformers.models.WordWeights", "path": "3"}], "wordweights"),
+    ("modules.json", [{"type": 3}], "is no list of modules"), ("modules.json", {"a": 1}, "is no list of modules"),
+    ("modules.json", [{"type": "a.Pooling", "path": "../1_Pooling"}], "outside of the model's folder")])
+def test_ways_that_do_not_run_are_named(bert: Path, tmp_path: Path, name: str, content: object, said: str) -> None:
+    folder = shutil.copytree(bert, tmp_path / "m")
+    (folder / name).write_text(json.dumps(content))
+    with pytest.raises(EffllmError) as refused:
+        opened(folder)
+    assert said in refused.value.message and refused.value.hint
+
+
+def test_a_model_that_says_nothing_of_vectors_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="nothing beside this model's weights says"):
+        opened(made_encoder(tmp_path / "m", random_model("Bert"), pooling=None))
+
+
+def test_context_and_memory(bert: Path) -> None:
+    assert plan_encoder(bert, EncoderOptions()).context == 256 and plan_encoder(bert, EncoderOptions(ctx=64)).context == 64
+    with pytest.raises(UsageError, match="-c 300 is more than the 256"):
+        plan_encoder(bert, EncoderOptions(ctx=300))
+    given = plan_encoder(bert, EncoderOptions(ctx=300, gives_way=True))
+    assert given.context == 256 and "left out" in given.notices[-1]
+    with pytest.raises(DoesNotFit, match="of it weights"):
+        plan_encoder(bert, EncoderOptions(ram="1Mi"))
+
+
+def test_configs_of_nomic_as_they_were_published(tmp_path: Path) -> None:
+    """Whose names of tensors transformers writes too."""
+    model = random_model("NomicBert")
+    folder, row = made_encoder(tmp_path / "m", model), rows_of((20,))[0]
+    said = {"model_type": "nomic_bert", "architectures": ["NomicBertModel"], "n_embd": 48, "n_inner": 80, "n_layer": 3, "n_head": 4,
+            "n_positions": 400, "vocab_size": len(WORDS) + 3, "activation_function": "swiglu", "layer_norm_epsilon": 1e-12,
+            "prenorm": False, "rotary_emb_base": 1000, "rotary_emb_fraction": 1.0, "type_vocab_size": 2}
+    (folder / "config.json").write_text(json.dumps(said))
+    (own,) = returned(opened(folder).vectors([row], never))
+    np.testing.assert_allclose(unit(own), unit(states_of(model, row).mean(0)), atol=2e-6, rtol=0)
+    (folder / "config.json").write_text(json.dumps({**said, "num_experts": 8}))
+    with pytest.raises(ConfigError, match="num_experts = 8 is not supported"):
+        opened(folder)
+
+
+def test_numbers_that_are_none_are_told(bert: Path, tmp_path: Path) -> None:
+    model = random_model("Bert")
+    with torch.no_grad():
+        model.encoder.layer[1].output.dense.bias[3] = float("nan")
+    with pytest.raises(EffllmError, match="numbers that are none"):
+        returned(opened(made_encoder(tmp_path / "m", model)).vectors(rows_of((4,)), never))
