@@ -53,5 +53,5 @@ def refuse_writing(raw: Mapping[str, object]) -> None:
         named = raw.get("architectures")
         ranks = isinstance(named, list) and any(str(name).endswith(RANKS) for name in named)
         does = "ranks documents" if ranks else "makes vectors of texts"
-        path = "/v1/rerank" if ranks else "/v1/embeddings"
-        raise UsageError(f"this model {does} and writes nothing ({raw['model_type']})", f"effllm serve MODEL answers {path}")
+        way = "effllm serve MODEL answers /v1/rerank" if ranks else 'effllm embed MODEL "a text"; effllm serve MODEL answers /v1/embeddings'
+        raise UsageError(f"this model {does} and writes nothing ({raw['model_type']})", way)
