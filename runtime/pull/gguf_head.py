@@ -18,6 +18,7 @@ from ...quant.imports.gguf import KEPT
 from ...quant.spec import QuantSpec
 from ..config import ModelConfig
 from ..conversion.convert_plan import MATRICES
+from ..encoders import FILES
 from ..families import TensorRule, kind_of
 from ..gguf.architectures import architecture
 from ..gguf.config import SCALING, config_json, parsed, required
@@ -33,6 +34,7 @@ FAVOURED = ("head", "embed", "down", "v")
 # general.file_type: what is mostly of types that take about the same memory.
 RUN_FROM_CODES = frozenset({0, 1, 2, 3, *range(7, 25), *range(26, 33), 36, 37, 39})
 SLACK = 1.02
+READS = "it reads texts and writes none: effllm plan says what it takes when it is here"
 TIED = 0.1  # share of the embedding from which on models use it as head too
 
 
@@ -59,6 +61,8 @@ def read_head(repository: Repository, files: Sequence[RemoteFile], client: Clien
     except CheckpointError as error:
         return GgufHead(unknown=error.message, nbytes_read=len(head))
     name, vocabulary = keys.get("general.architecture"), lengths.get(TOKENS)
+    if name in FILES:
+        return GgufHead(unknown=READS, nbytes_read=len(head))
     needed = () if name is None else required(architecture(path, name))
     if name is None or vocabulary is None or any(f"{name}.{key}" not in keys for key in needed):
         return GgufHead(unknown=f"{first.name} does not state its shape before its vocabulary", nbytes_read=len(head))

@@ -29,7 +29,7 @@ from ..stores.composite import text_alone
 from .client import Client, DownloadFailed, Gated, NoSuchRepository, RemoteFile
 from .disk import check_space, free_nbytes, taken
 from .download import CacheFolder
-from .gguf_head import GgufHead, read_head
+from .gguf_head import READS, GgufHead, read_head
 from .reckon import Run, reckon
 from .repository import Repository, companions, describe, named_files, projector_file, weights
 from .shards import at_once
@@ -237,7 +237,7 @@ def _of_encoder(wish: Wish) -> str:
     """What is said of a run of it. Raises UsageError for bits, which it has as they are stored."""
     if wish.bits is not None and not wish.gives_way:
         raise UsageError(f"{wish.repo} makes vectors or ranks documents, and runs as it is stored", f"effllm pull {wish.repo}")
-    return "it reads texts and writes none: effllm plan says what it takes when it is here"
+    return READS
 
 
 def _with_bits(plan: PullPlan, config: ModelConfig, parted: bool, client: Client, env: Mapping[str, str]) -> PullPlan:

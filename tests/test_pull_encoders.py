@@ -1,0 +1,49 @@
+"""Encoders come as any other model, with what says how they make vectors; what they take is told when they are here."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from encoding_files import write_encoder
+from encoding_models import made_encoder, random_model
+from hub_server import Hub
+from pulls import Person, measure_nothing
+
+REPO = "org/vectors"
+
+
+@pytest.fixture
+def person(tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Person:
+    measure_nothing(monkeypatch)
+    return Person(tmp_path / "home", hub.endpoint)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, bytes]:
+    folder = made_encoder(tmp_path / "m", random_model("Bert"), longest=64)
+    write_encoder(folder, tmp_path / "m.gguf")
+    read = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {**read, "small.gguf": (tmp_path / "m.gguf").read_bytes()}
+
+
+def test_a_folder(hub: Hub, person: Person, files: dict[str, bytes]) -> None:
+    hub.add(REPO, files=files)
+    assert "it reads texts and writes none" in person.types("pull", REPO, "--dry-run").err
+    pulled = person.types("pull", REPO)
+    assert pulled.code == 0, pulled.err
+    shown = person.types("show", REPO, "--json").json
+    assert (shown["pooling"], shown["context"]) == ("mean", 64)
+    assert [each["family"] for each in person.types("list", "--json").json["models"] if each["name"] == REPO] == ["bert"]
+    assert person.types("verify", REPO).code == 0
+    assert "makes vectors of texts and writes nothing" in person.types("run", REPO, "a").err
+    assert "runs as it is stored" in person.types("pull", f"{REPO}:4bit").refused(2)
+    assert person.types("rm", REPO, "--yes").code == 0
+    assert REPO not in person.types("list").out
+
+
+def test_a_file(hub: Hub, person: Person, files: dict[str, bytes]) -> None:
+    hub.add(REPO, files=files)
+    assert person.types("pull", f"{REPO}:small.gguf").code == 0
+    assert person.types("show", f"{REPO}:small.gguf", "--json").json["vector"] == 48
