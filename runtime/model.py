@@ -267,7 +267,7 @@ class Model:
         each adapter these tokens have, float32 [1, adapters], or a row for each where they are of several texts; None for nothing of any.
         `shown`: rows in place of some tokens' embeddings, as they are. `turned`: rotary positions [T] or [T, pairs], if not the cache's.
         """
-        step, cache.ends = cache.begin(len(ids), prompt), ends_of(self.config, cache.n, len(ids), shown)
+        step, cache.ends = cache.begin(len(ids), prompt), ends_of(self.config, cache, len(ids), shown)
         host = self.backends["cpu"]
         for backend in self.backends.values() if self.records.adapted.names else ():
             backend.adapt(scales)

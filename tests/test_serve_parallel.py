@@ -54,8 +54,8 @@ def test_streams_come_side_by_side(server: Served) -> None:
     try:
         for _ in range(5):
             for each in streams:
-                while not each.readline().startswith(b"data: "):
-                    continue
+                while not (line := each.readline()).startswith(b"data: "):
+                    assert line, "the stream has ended"
         assert server.chat(max_tokens=5).status == 200  # a third beside them
     finally:
         for each in streams:

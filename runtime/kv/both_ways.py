@@ -18,6 +18,7 @@ from ...quant.kv import codec
 from .kv_setting import AUTO
 
 if TYPE_CHECKING:
+    from ..cache import KVCache
     from ..config import ModelConfig
     from ..images.album import Shown
     from ..prepare import EngineOptions
@@ -26,15 +27,15 @@ WHOLE = "32bit"  # keys and values are kept for one pass, so what they are round
 Ends = Mapping["int | None", np.ndarray]
 
 
-def ends_of(config: ModelConfig, first: int, tokens: int, shown: Shown | None) -> Ends | None:
-    """The last position int64 [T] that each token of a pass sees that begins at `first`, by the window of a layer; of a layer whose window
-    is not there, and of all for None, each sees itself last."""
+def ends_of(config: ModelConfig, cache: KVCache, tokens: int, shown: Shown | None) -> Ends | None:
+    """The last position int64 [T] that each token of a pass sees behind those that are held, by the window of a layer; of a layer whose
+    window is not there, and of all for None, each sees itself last."""
     if config.both_ways:
-        last = first + tokens - 1
-        at = np.arange(first, last + 1, dtype=np.int64)
+        last = cache.n + tokens - 1
+        at = np.arange(cache.n, last + 1, dtype=np.int64)
         return {window: np.full(tokens, last, np.int64) if window is None else np.minimum(at + window - 1, last)
                 for window in {None, *config.windows}}
-    if shown is None or (found := shown.ends(first)) is None:
+    if shown is None or (found := shown.ends(cache.n)) is None:
         return None
     ends, in_windows = found
     return {window: ends for window in {None, *config.windows} if window is not None or not in_windows}
