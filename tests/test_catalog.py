@@ -272,7 +272,7 @@ def test_the_list_of_local_models(env: dict[str, str]) -> None:
     broken = add_snapshot(env, "org/broken")
     (broken / "model.safetensors").resolve().write_bytes(b"\xff" * 20)
     strange = add_snapshot(env, "org/strange")
-    (strange / "config.json").resolve().write_text('{"model_type": "bert"}')
+    (strange / "config.json").resolve().write_text('{"model_type": "t5"}')
     (hub.cache_folder(env) / "datasets--org--name").mkdir()
     (hub.cache_folder(env) / "version.txt").touch()
     models = local_models(env)
