@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import effllm
 from effllm import DoesNotFit
 from effllm.kernels.layout import PAGE
+from effllm.offload.hardware import rss
 from effllm.offload.placement import Residency
 from effllm.offload.plan import Budget, Placement
 from effllm.offload.streaming import FETCH_NBYTES
@@ -109,7 +110,7 @@ def test_a_model_that_cannot_be_streamed_says_why() -> None:
         store = ExpectedStore(config)
         store.place = place
         with pytest.raises(DoesNotFit, match=said) as caught:
-            prepare_with(FABLE, config, store, EngineOptions(device="cpu", ram="700M", ctx=512))
+            prepare_with(FABLE, config, store, EngineOptions(device="cpu", ram=str(rss() + (1200 << 20)), ctx=512))
         assert caught.value.exit_code == 4 and (said == parts.EXPERTS or "effllm quantize" in caught.value.hint)
 
 

@@ -47,7 +47,7 @@ MEANT: dict[str, tuple[Callable[[Path], Path], str]] = {
     "a norm": (lambda folder: with_tensors(folder, **{f"{LAYER}self_attn.q_norm.weight": np.ones(12, np.float32)}),
                f"'{LAYER}self_attn.q_norm.weight'"),
     "an encoder of images in a family that no model which takes images has": (
-        lambda folder: of_family("granite", with_tensors(folder, **SEEING)), "'vision_tower.patch.weight'"),
+        lambda folder: of_family("helium", with_tensors(folder, **SEEING)), "'vision_tower.patch.weight'"),
 }
 
 
