@@ -8,6 +8,7 @@ from gguf_samples import FABLE
 
 from effllm import DoesNotFit, UsageError
 from effllm.kernels import warm
+from effllm.offload import hardware
 from effllm.runtime.engine import open_engine
 from effllm.runtime.gguf.export import export_gguf
 from effllm.runtime.prepare import EngineOptions, Prepared, prepare
@@ -19,6 +20,13 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("whole") / "d.gguf"
     list(export_gguf(FABLE, file, "Q8_0", "a name"))
     return file
+
+
+@pytest.fixture(autouse=True)
+def of_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans that are held against each other are of a process that holds as much: the system may take some of it in between."""
+    held = hardware.rss()
+    monkeypatch.setattr(hardware, "rss", lambda: held)
 
 
 def planned(model: Path, **options: object) -> Prepared:
