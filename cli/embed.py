@@ -28,7 +28,7 @@ OWN = frozenset(("model", "texts", "file", "prompt_name", "rank", "dimensions", 
 TEXT, ARRAY, ELSEWHERE = "text", ".npy", "give another place with -o"
 EXAMPLES = """examples
 
-  effllm embed qwen3-embedding "The fox is king." "The sea was calm." --rank "Who rules?"
+  effllm embed Qwen/Qwen3-Embedding-0.6B "The fox is king." "The sea was calm." --rank "Who rules?"
   effllm embed ./my-embedder -f sentences.txt -o vectors.npy
   sort -u names.txt | effllm embed ./my-embedder --dimensions 256 > vectors.jsonl
 
@@ -146,7 +146,6 @@ def show_nearest(question: str, lines: Sequence[str], vectors: Sequence[np.ndarr
         screen.json({"query": question, "results": [{"index": index, "score": scores[index], "text": lines[index]} for index in order]})
     else:
         screen.table(("score", "text"), [(f"{scores[index]:.4f}", lines[index]) for index in order], right=(0,))
-
 
 
 def demand_place(path: Path) -> None:

@@ -119,7 +119,6 @@ class FlagCommand(PlainCommand):
             elif kept:
                 parameter.process_value = partial(switched, parameter, parameter.process_value)
 
-
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.meta[LINE] = [*args]
         return super().parse_args(ctx, args)

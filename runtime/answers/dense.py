@@ -1,7 +1,9 @@
-"""The matrices behind the mean of a text, as EmbeddingGemma has two: where they lie, and what they make of a vector.
+"""The matrices behind what is pooled of a text, as EmbeddingGemma has two and few encoders one: where they lie, and what they make of a
+vector.
 
 A folder has each in one of its own (`2_Dense`), as sentence-transformers writes it; in folders that effllm made they lie beside the
-weights, as they were (`dense_2.matrix`). A GGUF file holds them among its tensors. They are read once and multiplied in float64.
+weights, as they were (`dense_2.matrix`). A GGUF file holds them among its tensors. They are read once, and multiplied in the numbers
+that a vector has.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ from ..config_reader import ConfigError, show
 from ..gguf.sources import RAW
 from ..hub import DENSE, NESTED
 
-CURVES: Mapping[str, Callable[[np.ndarray], np.ndarray] | None] = {"Identity": None, "Tanh": np.tanh}
+# By the last word of what a module states.
+CURVES: Mapping[str, Callable[[np.ndarray], np.ndarray] | None] = {
+    "Identity": None, "Tanh": np.tanh, "ReLU": lambda x: np.maximum(x, 0), "Sigmoid": lambda x: 1 / (1 + np.exp(-x))}
+OTHERS = "its files belong to different models: download it again"
 WEIGHT, BIAS = "linear.weight", "linear.bias"
 
 
@@ -43,7 +48,7 @@ def dense_of_folder(path: Path, modules: Sequence[str], width: int) -> tuple[Den
     """Those of the folders that are listed, for a mean of `width` numbers. Raises UsageError, ConfigError, CheckpointError."""
     from .embedding import read_json
 
-    found = []
+    found, sizes = [], []
     for name in modules:
         config, file = (_at(path, f"{name}/{each}") for each in ("config.json", "model.safetensors"))
         stated = read_json(config)
@@ -54,7 +59,11 @@ def dense_of_folder(path: Path, modules: Sequence[str], width: int) -> tuple[Den
         if curve not in CURVES:
             raise UsageError(f"{config}: activation_function {show(curve)} does not run here", f"known: {', '.join(CURVES)}")
         found.append(Dense(*_read(file), CURVES[curve]))
-    return _fitting(path, found, width)
+        sizes.append((config, stated))
+    for (config, stated), (rows, given) in zip(sizes, [each.matrix.shape for each in _fitting(path, found, width)], strict=True):
+        if (stated.get("out_features", rows), stated.get("in_features", given)) != (rows, given):
+            raise ConfigError(f"{config} states sizes that its matrix does not have, which takes a vector of {given} numbers", OTHERS)
+    return tuple(found)
 
 
 def dense_of_gguf(path: Path, tensors: Mapping[str, GgufTensor], width: int) -> tuple[Dense, ...]:
@@ -77,8 +86,8 @@ def dense_of_gguf(path: Path, tensors: Mapping[str, GgufTensor], width: int) -> 
 
 def _at(path: Path, nested: str) -> Path:
     """Where a file lies, in a checkpoint's folder or one that effllm made."""
-    kept = path / NESTED[nested]
-    return kept if kept.is_file() else path / nested
+    kept = NESTED.get(nested)
+    return path / nested if kept is None or not (path / kept).is_file() else path / kept
 
 
 def _read(file: Path) -> tuple[np.ndarray, np.ndarray | None]:
@@ -107,6 +116,6 @@ def _fitting(path: Path, found: Sequence[Dense], width: int) -> tuple[Dense, ...
         shape = each.matrix.shape
         if len(shape) != 2 or shape[1] != width or each.bias is not None and each.bias.shape != shape[:1]:
             raise ConfigError(f"{path}: a matrix behind the mean has the shape {list(shape)}, where a vector has {width} numbers",
-                              "its files belong to different models: download it again")
+                              OTHERS)
         width = shape[0]
     return tuple(found)

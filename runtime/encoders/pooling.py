@@ -10,13 +10,11 @@ from pathlib import Path
 import numpy as np
 
 from ... import UsageError
-from ...offload.checkpoint import TensorStore
 from ...offload.header import is_gguf
+from ..answers.dense import Dense, dense_of_folder
 from ..config_reader import ConfigError, read_json, show
 from ..files.small_file import JSON_NBYTES, read_whole
 from ..hub import MODULES, POOLING, POOLING_KEPT
-from ..images.tower_parts import Wide
-from .weights import FolderTensors, Tensors
 
 WAYS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     "cls": lambda states: states[0], "lasttoken": lambda states: states[-1], "max": lambda states: states.max(0),
@@ -25,18 +23,7 @@ WAYS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     "weightedmean": lambda states: np.average(states, 0, np.arange(1, len(states) + 1)).astype(np.float32)}
 # Behind pooling_mode_, as it was written before.
 FORMER = {"mean_tokens": "mean", "cls_token": "cls", "max_tokens": "max", "weightedmean_tokens": "weightedmean"}
-LINEAR = "linear"
-WIDEST = 1 << 16
 OTHERS = "serve a model that was made for it, as sentence-transformers/all-MiniLM-L6-v2"
-# By the last word of what a Dense module states.
-ACTIVATIONS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
-    "Identity": lambda x: x, "Tanh": np.tanh, "ReLU": lambda x: np.maximum(x, 0), "Sigmoid": lambda x: 1 / (1 + np.exp(-x))}
-
-
-@dataclass(frozen=True)
-class Dense:
-    weight: Wide
-    activation: Callable[[np.ndarray], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -50,12 +37,12 @@ class Pooling:
         """Of one text's states float32 [T, D]."""
         made = WAYS[self.way](states)
         for each in self.dense:
-            made = each.activation(each.weight(made[None])[0])
+            made = each(made)
         return made
 
     def width(self, hidden: int) -> int:
         """Numbers of a vector."""
-        return self.dense[-1].weight.weight.shape[1] if self.dense else hidden
+        return len(self.dense[-1].matrix) if self.dense else hidden
 
 
 def pooling_of(folder: Path, hidden: int) -> Pooling:
@@ -73,14 +60,10 @@ def pooling_of(folder: Path, hidden: int) -> Pooling:
     stated = next((read_json(folder / name) for name in names if (folder / name).is_file()), None)
     if stated is None:
         raise UsageError("nothing beside this model's weights says how it makes vectors of texts", OTHERS)
-    width, dense = hidden, []
-    for kind, place in modules:
-        if kind == "dense":
-            dense.append(_dense(folder / place, width))
-            width = dense[-1].weight.weight.shape[1]
-        elif kind not in ("transformer", "pooling", "normalize"):
+    for kind, _ in modules:
+        if kind not in ("transformer", "pooling", "normalize", "dense"):
             raise UsageError(f"this model's vectors go through a module {show(kind)}, which does not run here", OTHERS)
-    return Pooling(_way(stated), tuple(dense))
+    return Pooling(_way(stated), dense_of_folder(folder, [place for kind, place in modules if kind == "dense"], hidden))
 
 
 def _way(stated: Mapping[str, object]) -> str:
@@ -108,15 +91,3 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
     if any(not isinstance(place, str) or "/" in place or place.startswith(".") for _, place in found):
         raise ConfigError(f"{folder / MODULES} names a module outside of the model's folder")
     return found
-
-
-def _dense(folder: Path, width: int) -> Dense:
-    stated = read_json(folder / "config.json")
-    rows, named = stated.get("out_features"), str(stated.get("activation_function", "Tanh")).rpartition(".")[2]
-    if type(rows) is not int or not 0 < rows <= WIDEST or stated.get("in_features") != width:
-        raise ConfigError(f"{folder / 'config.json'} states sizes that do not belong to a vector of {width} numbers")
-    if named not in ACTIVATIONS:
-        raise UsageError(f"this model's vectors go through the activation {show(named)}, which does not run here",
-                         f"known: {', '.join(ACTIVATIONS)}")
-    with TensorStore.open(folder) as store:
-        return Dense(Tensors(FolderTensors(store, ())).linear(LINEAR, rows, width, stated.get("bias") is not False), ACTIVATIONS[named])
