@@ -75,11 +75,16 @@ def quantize_columns(x: np.ndarray, block: int = TILE, one_scale: bool = False) 
 
 def packed_linear(x: np.ndarray, values: np.ndarray, factors: np.ndarray, rows: np.ndarray, group: int, *, whole: bool,
                   outliers: Outliers | None = None, bias: np.ndarray | None = None, minima: np.ndarray | None = None,
-                  supers: np.ndarray | None = None, one_scale: bool = False) -> np.ndarray:
+                  supers: np.ndarray | None = None, one_scale: bool = False, fine: bool = False) -> np.ndarray:
     """x float32 [T, K] -> float32 [T, N]. `whole`: factors are whole numbers, and a tile's groups become one integer (a codebook), which
-    is multiplied by `supers` float32 [N, ceil(K / 256)] if they are given."""
+    is multiplied by `supers` float32 [N, ceil(K / 256)] if they are given. `fine`: what rounding takes from x is multiplied
+    too, rounded in turn, as of a head's inputs."""
     codes, scales = quantize_columns(x, one_scale=one_scale)
-    y = _grouped(codes, scales, values, factors, group, whole, minima, supers) * rows
+    y = _grouped(codes, scales, values, factors, group, whole, minima, supers)
+    if fine:
+        rest = _padded(x, codes.shape[1]) - codes.astype(F32) * np.repeat(scales, TILE, axis=1)
+        y = y + _grouped(*quantize_columns(rest), values, factors, group, whole, minima, supers)
+    y = y * rows
     if outliers is not None:
         for row, column, value in zip(*outliers):
             y[:, row] += value * x[:, column]

@@ -79,7 +79,8 @@ def factors_of(codes: Codes) -> np.ndarray:
     return factors(codes)
 
 
-def few(x: np.ndarray, codes: Codes, spec: QuantSpec, bias: np.ndarray | None = None, one_scale: bool = False) -> np.ndarray:
+def few(x: np.ndarray, codes: Codes, spec: QuantSpec, bias: np.ndarray | None = None, one_scale: bool = False,
+        fine: bool = False) -> np.ndarray:
     """The definition for up to 16 columns."""
     if spec.scheme == "float":
         return definition.float_linear(x, values(codes, spec), factors_of(codes), codes.rows, spec.group, bias=bias)
@@ -87,7 +88,7 @@ def few(x: np.ndarray, codes: Codes, spec: QuantSpec, bias: np.ndarray | None = 
     supers = to_f32(codes.supers[:, :, 0], "f16") if signed else None
     return definition.packed_linear(x, values(codes, spec), codes.scales.astype(np.float32) if signed else factors_of(codes), codes.rows,
                                     spec.group, whole=signed or spec.scheme == "codebook", outliers=_outliers(codes), bias=bias,
-                                    minima=minimum_values(codes), supers=supers, one_scale=one_scale)
+                                    minima=minimum_values(codes), supers=supers, one_scale=one_scale, fine=fine)
 
 
 def many(x: np.ndarray, codes: Codes, spec: QuantSpec, bias: np.ndarray | None = None, one_scale: bool = False) -> np.ndarray:
@@ -157,6 +158,7 @@ def digests() -> dict[str, str]:
             ops._matrix(x, NO_NORM, [gate, up], [out], 2, "relu")
             for y in (*ops.norm_linear(x, NO_NORM, [gate, up]), out):
                 (few if columns < 19 else many).update(y.tobytes())
+        few.update(ops.logits(rng.standard_normal((9, 300), np.float32), NO_NORM, gate).tobytes())
         few.update(ops.embed(np.array([0, 17, 49]), gate.weight, 0.5).tobytes())
         found[text] = few.hexdigest()[:16]
         ways = {gemm.STEPPED: "by steps", gemm.SCALED: "rows scaled"}  # the same number but for AVX2

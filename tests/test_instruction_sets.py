@@ -106,14 +106,14 @@ def compiled_loops() -> dict[str, object]:
 
 def check_loops() -> None:
     """Run them, and the rounding of activations before them, and hold both against the definition."""
-    from effllm.kernels.cpu import packed, packed_loops, packed_matrix, packed_one, packed_turns
+    from effllm.kernels.cpu import packed_inputs, packed_loops, packed_matrix, packed_one, packed_turns
 
     depth, rows = 256, 16 * packed_loops.STREAMS
     rng = np.random.default_rng(1)
     x = rng.standard_normal((1, depth), np.float32)
     column, scales = np.zeros(depth, np.int8), np.zeros(depth // 32, np.float32)
     totals, seeds = (np.zeros(depth // 16, np.int32) for _ in range(2))
-    packed.quantize_column(x.ctypes.data, depth, column.ctypes.data, scales.ctypes.data, totals.ctypes.data)
+    packed_inputs.quantize_column(x.ctypes.data, depth, column.ctypes.data, scales.ctypes.data, totals.ctypes.data)
     room = np.zeros(64 + depth // 32 * (packed_turns.RECORD + packed_one.SPREAD), np.uint8)
     records = -(-room.ctypes.data // 64) * 64
     spread = records + depth // 32 * packed_turns.RECORD
@@ -125,7 +125,7 @@ def check_loops() -> None:
     for text, loop in compiled_loops().items():
         spec = QuantSpec.parse(text)
         made = replace(random_codes(rng, spec, (rows, depth)), rows=np.ones(rows, np.float32))
-        packed.make_seeds(packed_matrix.seeds_way(spec.scheme, spec.group), totals.ctypes.data, seeds.ctypes.data, depth // 32)
+        packed_inputs.make_seeds(packed_matrix.seeds_way(spec.scheme, spec.group), totals.ctypes.data, seeds.ctypes.data, depth // 32)
         weight = low_bit(made, spec)
         at, zeros = spec.sections((rows, depth)), np.full(16, LEVEL_SHIFT if spec.scheme == "nvfp" else 1 << (spec.bits - 1), np.uint8)
         streams = np.arange(packed_loops.STREAMS)

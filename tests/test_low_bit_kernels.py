@@ -70,6 +70,22 @@ def test_every_format_is_its_definition_for_any_shape_and_number_of_columns(pool
         assert same(product(cpu, wide, each), many(wide, codes, spec, bias)), f"17 columns of {rows} x {depth}"
 
 
+@pytest.mark.parametrize("text", ("codebook4:16", "symmetric8:32", "symmetric6:32+0.01", "super4:32", "signed6:16", "nvfp4:16"))
+def test_what_a_head_multiplies_is_hardly_rounded(pools, text):
+    """Nothing evens out what its inputs lose. A token has the same bits beside others, more than are multiplied at once too."""
+    spec, rng = QuantSpec.parse(text), np.random.default_rng(seed_of(text))
+    codes, bias = random_codes(rng, spec, (203, 1000)), rng.standard_normal(203, np.float32)
+    head, x = Linear(low_bit(codes, spec), bias), rng.standard_normal((20, 1000), np.float32)
+    x[:, 7] *= np.float32(50)  # beside it 31 inputs have steps of a half
+    want, whole = few(x, codes, spec, bias, fine=True), x.astype(float) @ dequantize(codes, spec).T.astype(float) + bias
+    for workers, pool in pools.items():
+        cpu = CpuOps(pool, dims_for(1000, 203, 32))
+        for count in (1, 2, 8, 9, 16, 20):
+            assert same(cpu.logits(x[:count], NO_NORM, head), want[:count]), f"{count} tokens on {workers} threads"
+    error = np.abs(want - whole).max() / np.abs(product(cpu, x[:16], head) - whole[:16]).max()
+    assert error < 0.01, f"{error:.2g} of what other products lose"
+
+
 @pytest.mark.parametrize("text", SOME)
 def test_a_weight_may_lie_anywhere(pools, text):
     """Files that other programs wrote are mapped as they are: a tensor begins where the one before it ended."""

@@ -24,7 +24,8 @@ from .sharing import first_region, matrix_of, take
 X, TOKENS, DEPTH, NORM, NORM_WEIGHT, NORM_BIAS, EPS, SCRATCH, SCRATCH_STRIDE, MODE, ACT, MATRICES, FIRST = range(13)
 # Per matrix, from slot FIRST on.
 WEIGHT, DTYPE, ROWS, BIAS, OUT, OUT_STRIDE, FIELDS = range(7)
-PLAIN, ADD, GATED = 0, 1, 2  # y = Wx + b · y += Wx + b · y = act(W0 x + b0) * (W1 x + b1)
+# y = Wx + b · y += Wx + b · y = act(W0 x + b0) * (W1 x + b1) · the first, for which integers round x twice: what the first takes away too
+PLAIN, ADD, GATED, FINE = range(4)
 
 STREAM_NBYTES, MOST_STREAM_ROWS = 131_072, 32
 LONG_DEPTH = 4096  # from here on x takes 16 KiB and more

@@ -111,6 +111,22 @@ def run_few(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Lin
     ops.run_and_remember(kernel, x, norm, linears, outs, mode, act)
 
 
+def logits(ops: CpuOps, x: np.ndarray, norm: Norm, head: Linear) -> np.ndarray:
+    """head(norm(x)) in the workspace, float32 [T, V]. Nothing is behind a head that evens out how its inputs were rounded: to eight bits, a
+    third of what all roundings of activations together cost is the head's. So integers multiply what rounding left too, of at most eight
+    tokens at once, whose weights are read once as those of one are."""
+    mode = linear.FINE if ops._runner(head, 1, "none") is run_few and not head.weight.looked_up else linear.PLAIN
+    if (outs := ops._remembered(x, norm, (head,), mode, "none")) is not None:
+        return outs[0]
+    out = ops.workspace.take("logits", len(x), head.weight.shape[0])
+    step = packed.MOST_COLUMNS // 2 if mode == linear.FINE else len(x)
+    for first in range(0, len(x), step):
+        rows = slice(first, first + step)
+        own, to = (x, out) if len(x) <= step else (x[rows], out[rows])  # views that are kept are remembered with their job
+        ops._matrix(own, norm, [head], [to], mode, "none")
+    return out
+
+
 def run_floats(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray], mode: int,
                act: str) -> None:
     """Up to 16 columns of floats of eight bits."""

@@ -13,13 +13,14 @@ from ..deferred import inlined
 from ..layout import ONE_SCALE
 from ..tiles import ROWS, SCHEME_SHIFT, TILE
 from . import lut_loops as loops
-from . import packed
+from . import packed, packed_inputs
 from .arithmetic import gate_values, normalise
 from .intrinsics import f64_at, i64_at
 from .linear import ACT, DEPTH, EPS, FIRST, GATED, MATRICES, MODE, NORM, NORM_BIAS, NORM_WEIGHT, SCRATCH, SCRATCH_STRIDE, TOKENS, X
 from .lut_loops import ABREAST, SUMS
 from .lut_order import BITS, PAIR, expand_tiles, pair_at
-from .packed import AT_ONCE, COLUMNS_AT, MOST_COLUMNS, OTHERS_AT, PAD, QUADS_AT, STRETCH, SUMS_AT, SUMS_NBYTES, TABLE_AT, X_AT, ZERO_AT
+from .packed import AT_ONCE, COLUMNS_AT, MOST_COLUMNS, OTHERS_AT, QUADS_AT, STRETCH, SUMS_AT, SUMS_NBYTES, TABLE_AT, X_AT, ZERO_AT
+from .packed_inputs import PAD
 from .packed_matrix import FIELDS, KIND, ROW_COUNT, SCALES, SHIFT, TILES, WEIGHT, WHOLE, scales_nbytes_of, zeros_of
 from .sharing import first_region, take
 
@@ -119,11 +120,11 @@ def looked_up_columns(args, worker, counter):
             for t in range(tokens):
                 at = t * x_nbytes
                 normalise(a[X] + 4 * t * depth, normed + at, depth, a[NORM] % ONE_SCALE, a[NORM_WEIGHT], a[NORM_BIAS], eps)
-                packed.quantize_column(normed + at, depth, x[0] + at, x[1] + at, totals + at, a[NORM])
+                packed_inputs.quantize_column(normed + at, depth, x[0] + at, x[1] + at, totals + at, a[NORM])
                 if tokens > 1 and not packed.IN_TURN:
-                    packed.make_seeds(WHOLE, totals + at, x[2] + at, padded // TILE)
+                    packed_inputs.make_seeds(WHOLE, totals + at, x[2] + at, padded // TILE)
             if tokens > 1:
-                packed.make_records(tokens, padded // TILE, x[0], x[1], x[2], x_nbytes, records)
+                packed_inputs.make_records(tokens, padded // TILE, x[0], x[1], x[2], x_nbytes, records)
             else:
                 loops.make_tables(x[0], padded // TILE, x[3])
             ready = True

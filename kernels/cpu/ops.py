@@ -215,10 +215,7 @@ class CpuOps(Jobs, lora.Scales):
 
     def logits(self, x: np.ndarray, norm: Norm, head: Linear, softcap: float | None = None, scale: float = 1.0) -> np.ndarray:
         """Scores of the next token, float32 [T, V]: scale * head(norm(x)), then capped. T at most `dims.rows`."""
-        if (outs := self._remembered(x, norm, (head,), linear.PLAIN, "none")) is None:
-            outs = [self.workspace.take("logits", len(x), head.weight.shape[0])]
-            self._matrix(x, norm, [head], outs, linear.PLAIN, "none")
-        out = outs[0]
+        out = low_bit.logits(self, x, norm, head)
         self.flush()
         if scale != 1.0:
             out *= np.float32(scale)

@@ -1,8 +1,8 @@
 """Low-bit weights times up to 16 columns (decode): memory is the limit, the weights are read once and unpacked once.
 
-Activations are quantized here, per token and 32 inputs, to int8; every worker does it for itself, which is cheaper than a second job.
-The argument block is that of `linear.py`, with more fields per matrix. Matrices of one job have one format; several that read the
-same input are one job.
+Activations are quantized (`packed_inputs.py`), per token and 32 inputs, to int8; every worker does it for itself, which is cheaper than a
+second job. The argument block is that of `linear.py`, with more fields per matrix. Matrices of one job have one format; several that read
+the same input are one job.
 """
 
 from __future__ import annotations
@@ -13,21 +13,36 @@ from numpy import float32, int64
 from ..compile import kernel
 from ..deferred import inlined
 from ..layout import ONE_SCALE
-from ..tiles import ROWS, SUPER_BLOCK, TILE
-from .arithmetic import gate_values, least_of, normalise
-from .int8_ir import seed_of
-from .intrinsics import bits_to_f32, f32_at, f64_at, i32_at, i64_at, u16_at, u32_at
+from ..tiles import ROWS, TILE
+from .arithmetic import gate_values, normalise
+from .intrinsics import bits_to_f32, f32_at, f64_at, i64_at, u16_at, u32_at
 from .kv_loops import prefetch
-from .linear import ACT, ADD, DEPTH, EPS, FIRST, GATED, MATRICES, MODE, NORM, NORM_BIAS, NORM_WEIGHT, SCRATCH, SCRATCH_STRIDE, TOKENS, X
+from .linear import (
+    ACT,
+    ADD,
+    DEPTH,
+    EPS,
+    FINE,
+    FIRST,
+    GATED,
+    MATRICES,
+    MODE,
+    NORM,
+    NORM_BIAS,
+    NORM_WEIGHT,
+    SCRATCH,
+    SCRATCH_STRIDE,
+    TOKENS,
+    X,
+)
 from .packed_formats import columns_of, expand_of, pairs_of, single_of
+from .packed_inputs import PAD, RECORD, abreast, column_nbytes, make_records, make_seeds, quantize_column, quantize_rest, turns
 from .packed_loops import ABREAST, AHEAD, STREAMS, SUMS_NBYTES
-from .packed_loops import RECORD as RECORD_ABREAST
 from .packed_matrix import (
     BIAS,
     BOOK,
     FIELDS,
     HALF,
-    HALF_ALONE,
     KIND,
     OUT,
     OUT_STRIDE,
@@ -46,23 +61,18 @@ from .packed_matrix import (
     zeros_of,
 )
 from .packed_one import SPREAD, spread_records
-from .packed_pairs import FEW, IN_PAIRS, PAIR, SCALE_AT, SEEDS_AT
-from .packed_pairs import RECORD as RECORD_IN_PAIRS
-from .packed_turns import IN_TURN, make_column
-from .packed_turns import RECORD as RECORD_IN_TURN
-from .packed_vectors import put_block, quantize_tiles
+from .packed_pairs import FEW, IN_PAIRS, PAIR
+from .packed_turns import IN_TURN
+from .packed_vectors import put_block
 from .sharing import first_region, take
 
 MOST_COLUMNS = SUMS_NBYTES // (4 * ROWS)
-ONE_AFTER_THE_OTHER = IN_TURN or IN_PAIRS  # do the columns of a tile go by so, or ABREAST?
-RECORD = RECORD_IN_TURN if IN_TURN else RECORD_IN_PAIRS if IN_PAIRS else RECORD_ABREAST
 AT_ONCE = PAIR if IN_PAIRS else 1  # row blocks that are multiplied together where there are several columns
 STREAM_NBYTES = 131_072 if STREAMS > 1 else 65_536
 UNIT = max(AT_ONCE, STREAMS)  # row blocks that are multiplied together: no block of work ends within so many
 GATES = 16  # row blocks of gates in a block of work, at most: their sums are kept until the rows of up have come
 WHOLE_RUN = max(1, AT_ONCE // STREAMS)  # a run is a multiple of so many, so that row blocks always find one to be multiplied with
 STRETCH = 16 // AT_ONCE  # tiles of a row block that are expanded at once: 8 KiB together
-PAD = SUPER_BLOCK  # inputs of a column are padded with zeros to whole groups of the longest kind
 SETS_NBYTES = 4096  # addresses so far apart share a set of the first-level cache
 # Scratch of a worker, in bytes: addresses of a job's streams, sums, the expanded stretch, then columns, then their records. Gates have sums
 # of their own behind the others; of a single column those of a whole block of work.
@@ -73,12 +83,6 @@ COLUMNS_AT = QUADS_AT + STRETCH * AT_ONCE * 512
 assert COLUMNS_AT % 64 == 0 and AT_ONCE <= 2
 
 
-def column_nbytes(depth: int) -> int:
-    """Bytes of one quantized column: int8 values, float32 scales per 32, int32 sums and seeds per 16, the normed float32 values."""
-    padded = -(-depth // PAD) * PAD
-    return padded + padded // 32 * 4 + padded // 16 * 8 + 4 * padded
-
-
 def scratch_nbytes(depth: int, tokens: int) -> int:
     """Scratch of one worker: columns, and their records in whole ABREASTs; those of a single column spread out, where they are."""
     records = max(-(-tokens // ABREAST) * ABREAST * RECORD, RECORD + SPREAD if IN_TURN else 0)
@@ -86,90 +90,10 @@ def scratch_nbytes(depth: int, tokens: int) -> int:
 
 
 @inlined()
-def quantize_column(x, depth, codes, scales, totals, norm=0):
-    """float32 [depth], with room up to whole PADs -> int8 [padded], float32 per 32 and int32 totals per 16. `norm`: as of `least_of`."""
-    padded = (depth + PAD - 1) // PAD * PAD
-    values = f32_at(x)
-    for i in range(depth, padded):
-        values[i] = float32(0.0)
-    quantize_tiles(x, padded // TILE, codes, scales, totals, least_of(x, padded, norm))
-
-
-@inlined()
-def make_seeds(way, totals, seeds, tiles):
-    """What the loops of codebooks start their sums from; for the other formats the totals, of a tile or of its halves."""
-    total, seed = i32_at(totals), i32_at(seeds)
-    for tile in range(tiles):
-        if way == BOOK:
-            seed[2 * tile], seed[2 * tile + 1] = seed_of(total[2 * tile]), seed_of(total[2 * tile + 1])
-        elif way == HALF or way == HALF_ALONE:
-            seed[2 * tile], seed[2 * tile + 1] = total[2 * tile], total[2 * tile + 1]
-        else:
-            seed[2 * tile] = total[2 * tile] + total[2 * tile + 1]
-
-
-@inlined()
-def _abreast(left):
-    """How many columns are multiplied together where so many are left: all, or ABREAST, though one of them be of no use, or one."""
-    if ONE_AFTER_THE_OTHER:
-        return int64(left)
-    return int64(ABREAST) if left + 1 >= ABREAST else int64(1)
-
-
-@inlined()
-def _turns(tokens):
-    """How many times `_abreast` is asked for so many columns."""
-    if ONE_AFTER_THE_OTHER:
-        return int64(1)
-    left = tokens % ABREAST
-    return tokens // ABREAST + (1 if left + 1 >= ABREAST else left)
-
-
-@inlined()
 def records_at(scratch, columns_end):
     """Where records begin. Of eight columns a tile's records are as many bytes as its expanded quads: they go through the sets of the
     first-level cache together, and where these were the same sets a pass took a tenth longer."""
     return columns_end + (scratch + QUADS_AT + SETS_NBYTES // 2 - columns_end) % SETS_NBYTES
-
-
-@inlined()
-def _pair_records(tokens, tiles, codes, scales, seeds, x_nbytes, records):
-    """`make_records` for pairs of row blocks."""
-    for t in range(tokens):
-        at = t * x_nbytes
-        code, scale, seed = i32_at(codes + at), i32_at(scales + at), i32_at(seeds + at)
-        for tile in range(tiles):
-            own = i32_at(records + (tile * tokens + t) * RECORD)
-            for i in range(8):
-                own[i] = code[8 * tile + i]
-            own[SCALE_AT // 4], own[SEEDS_AT // 4], own[SEEDS_AT // 4 + 1] = scale[tile], seed[2 * tile], seed[2 * tile + 1]
-
-
-@inlined()
-def make_records(tokens, tiles, codes, scales, seeds, x_nbytes, records):
-    """Columns, `x_nbytes` apart in all three parts, as `columns` reads them. What ABREAST lack is the last column again. Columns that are
-    multiplied in turn have seeds of their own, for every format."""
-    if IN_TURN:
-        for t in range(tokens):
-            make_column(codes + t * x_nbytes, scales + t * x_nbytes, tiles, tokens * RECORD, records + t * RECORD)
-        return
-    if IN_PAIRS:
-        _pair_records(tokens, tiles, codes, scales, seeds, x_nbytes, records)
-        return
-    t = int64(0)
-    while t < tokens:
-        count = _abreast(tokens - t)
-        for c in range(count):
-            at = min(t + c, tokens - 1) * x_nbytes
-            code, scale, seed = i32_at(codes + at), i32_at(scales + at), i32_at(seeds + at)  # records lie on words
-            for tile in range(tiles):
-                record = records + (t * tiles + tile * count) * RECORD
-                own, seeded = i32_at(record + 32 * c), i32_at(record + 36 * count + 8 * c)
-                for i in range(8):
-                    own[i] = code[8 * tile + i]
-                i32_at(record + 32 * count + 4 * c)[0] = scale[tile]
-                seeded[0], seeded[1] = seed[2 * tile], seed[2 * tile + 1]
-        t += count
 
 
 @inlined()
@@ -185,10 +109,10 @@ def multiply_stretch(a, m, block, tokens, scratch, records, begin, end, ahead, a
         apart[0], apart[1], apart[3] = STRETCH * 512, small if second else 0, ahead_apart
         apart[2] = zeros_of(a, m, block + 1, scratch + ZERO_AT)[0] - zeros if second else 0
     column = (a[DEPTH] + PAD - 1) // PAD * PAD // TILE * RECORD
-    share = tile_nbytes_of(a, m) // _turns(tokens)  # every turn asks for its part of the next stretch
+    share = tile_nbytes_of(a, m) // turns(tokens)  # every turn asks for its part of the next stretch
     t = int64(0)
     while t < tokens:
-        count = _abreast(tokens - t)
+        count = abreast(tokens - t)
         columns_of(a[m + KIND], count, scratch + QUADS_AT, a[m + TABLES], scales, zeros, records + t * column, begin, end, a[m + SHIFT],
                    zero_shift, sums + 4 * ROWS * t, ahead, share, scratch + APART_AT)
         ahead += share * STRETCH
@@ -316,12 +240,13 @@ def _place(a, work):
 
 @kernel()
 def packed_columns(args, worker, counter):
-    """y[t, n] of low-bit weights for up to 16 columns. A block of work is some runs of row blocks, side by side for one column."""
+    """y[t, n] of low-bit weights for up to 16 columns. A block of work is some runs of row blocks, side by side for one column.
+    With FINE a token is two columns: what it was rounded to, and what that left."""
     a = i64_at(args)
-    tokens, depth, mode = a[TOKENS], a[DEPTH], a[MODE]
+    each, depth, mode = 2 if a[MODE] == FINE else 1, a[DEPTH], a[MODE]
+    tokens = each * a[TOKENS]
     scratch = (a[SCRATCH] + worker * a[SCRATCH_STRIDE] + 63) // 64 * 64
-    x, sums = i64_at(scratch + X_AT), scratch + SUMS_AT
-    others = scratch + OTHERS_AT
+    x, sums, others = i64_at(scratch + X_AT), scratch + SUMS_AT, scratch + OTHERS_AT
     padded = (depth + PAD - 1) // PAD * PAD
     x_nbytes = padded + padded // 32 * 4 + padded // 16 * 8 + 4 * padded
     columns = scratch + COLUMNS_AT
@@ -345,10 +270,12 @@ def packed_columns(args, worker, counter):
         if not ready:
             prefetch(codes_at(a, m + first, begin), AT_ONCE * a[m + TILES] * tile_nbytes_of(a, m + first) if several else AHEAD)
             eps = float32(f64_at(args)[EPS])
-            for t in range(tokens):
+            for t in range(0, tokens, each):
                 at = t * x_nbytes
-                normalise(a[X] + 4 * t * depth, normed + at, depth, a[NORM] % ONE_SCALE, a[NORM_WEIGHT], a[NORM_BIAS], eps)
+                normalise(a[X] + 4 * (t // each) * depth, normed + at, depth, a[NORM] % ONE_SCALE, a[NORM_WEIGHT], a[NORM_BIAS], eps)
                 quantize_column(normed + at, depth, x[0] + at, x[1] + at, totals + at, a[NORM])
+                if each == 2:
+                    quantize_rest(normed + at, depth, x[0] + at, x[1] + at, totals + at, x_nbytes)
             ready = True
         if seeded != way:
             seeded = way
@@ -379,11 +306,13 @@ def packed_columns(args, worker, counter):
                 following = codes_at(a, m, last) if step == run - 1 else int64(0)
                 _stream_sums(a, written, begin + step, run, blocks, scratch, sums, following)
             for r in range(min(together, last - begin - step) if several else 1):
-                count = tokens if several else min(STREAMS, (last - begin - step + run - 1) // run)
+                count = tokens // each if several else min(STREAMS, (last - begin - step + run - 1) // run)
                 row, own, beside = begin + step + r, sums + r * SUMS_NBYTES, gates + r * SUMS_NBYTES
                 for i in range(count):
                     token, block = (i, row) if several else (int64(0), row + i * run)
-                    column, here = normed + token * x_nbytes, 4 * ROWS * i
+                    column, here = normed + each * token * x_nbytes, 4 * ROWS * each * i
+                    if each == 2:
+                        put_block(own + here + 4 * ROWS, own + here, 1)
                     finish(a, written, block, own + here, column)
                     if mode == GATED:
                         finish(a, m, block, beside + here, column)
@@ -391,4 +320,4 @@ def packed_columns(args, worker, counter):
                     gate_values(beside, own, ROWS * count, a[ACT])
                 for i in range(count):
                     token, block = (i, row) if several else (int64(0), row + i * run)
-                    write(a, m, block, token, (beside if mode == GATED else own) + 4 * ROWS * i)
+                    write(a, m, block, token, (beside if mode == GATED else own) + 4 * ROWS * each * i)
