@@ -81,7 +81,9 @@ def interruptible(cancel: Callable[[], None]) -> Iterator[None]:
 def _counting() -> Iterator[Callable[[], int]]:
     """Tells how often Ctrl-C was pressed since it was last asked. A handler cannot: a pass of a large model is one native call, behind
     which Python calls the handler once for all signals of a kind. But for each it writes a byte, at once."""
-    reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    reading, writing = os.pipe()
+    for end in (reading, writing):
+        os.set_blocking(end, False)
 
     def presses() -> int:
         try:
