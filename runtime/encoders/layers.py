@@ -15,6 +15,7 @@ import numpy as np
 from ..images.tower_parts import QUERIES, ROWS, SHORT, Crew, Curve, Norm, Wide, widened
 
 Piece = Callable[[], None]
+FEW = 96  # tokens, up to which a thread has its part of each matrix, not of the tokens: then weights are read once by all, not once by each
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,10 @@ class Stack:
     def _through(self, layer: Layer, x: np.ndarray, batch: Batch, crew: Crew, rotary: Rotary | None, leaning: np.ndarray | None) -> None:
         """In place."""
         tokens, width = x.shape
-        made = np.empty((tokens, 3, self.heads, width // self.heads), np.float32)
+        made, seen = np.empty((tokens, 3, self.heads, width // self.heads), np.float32), np.empty((tokens, width), np.float32)
+        if tokens <= FEW:
+            self._few_through(layer, x, made, seen, batch, crew, rotary, leaning)
+            return
         first, second = layer.norms
 
         def project(rows: slice) -> None:
@@ -158,9 +162,47 @@ class Stack:
             x[rows] = fed if self.norms_first else second(fed)
 
         crew.each(project, tokens)
-        seen = np.empty((tokens, width), np.float32)
-        attend(made, seen, batch.blocks, crew, layer.window, leaning)
+        crew.all(looks(made, seen, batch.blocks, layer.window, leaning))
         crew.each(rest, tokens)
+
+    def _few_through(self, layer: Layer, x: np.ndarray, made: np.ndarray, seen: np.ndarray, batch: Batch, crew: Crew,
+                     rotary: Rotary | None, leaning: np.ndarray | None) -> None:
+        """`_through` of few tokens, by parts of matrices. `made` [N, 3, heads, d] and `seen` [N, D] are filled on the way."""
+        (tokens, width), depth, (first, second) = x.shape, made.shape[-1], layer.norms
+
+        def product(matrix: Wide, h: np.ndarray, after: Callable[[np.ndarray, slice], np.ndarray] | None = None) -> np.ndarray:
+            y = np.empty((tokens, matrix.weight.shape[1]), np.float32)
+
+            def part(which: slice) -> None:
+                own = matrix.columns(which)(h)
+                y[:, which] = own if after is None else after(own, which)
+
+            crew.all([partial(part, which) for which in crew.shares(y.shape[1])])
+            return y
+
+        def heads(which: slice) -> None:
+            for number in range(3):
+                columns = slice(number * width + which.start * depth, number * width + which.stop * depth)
+                made[:, number, which] = layer.qkv.columns(columns)(entered).reshape(tokens, -1, depth)
+            if rotary is not None:
+                rotary.turn(made[:, :2, which], batch.places)
+            for look in looks(made[:, :, which], seen[:, which.start * depth : which.stop * depth], batch.blocks, layer.window,
+                              None if leaning is None else leaning[which]):
+                look()
+
+        def curved(own: np.ndarray, which: slice) -> np.ndarray:
+            return self.curve(own) if layer.gate is None else self.curve(layer.gate.columns(which)(h)) * own
+
+        entered = x if first is None or not self.norms_first else first(x)
+        crew.all([partial(heads, which) for which in crew.shares(self.heads)])
+        y = product(layer.out, seen)
+        y += x
+        if not self.norms_first:
+            y = first(y)
+        h = second(y) if self.norms_first else y
+        fed = product(layer.down, product(layer.up, h, curved))
+        fed += y
+        x[:] = fed if self.norms_first else second(fed)
 
 
 def leanings(distances: np.ndarray, longest: int, furthest: int = 128) -> np.ndarray:
@@ -176,10 +218,10 @@ def leanings(distances: np.ndarray, longest: int, furthest: int = 128) -> np.nda
     return np.ascontiguousarray(distances[:, bucket + half * (delta > 0)])
 
 
-def attend(made: np.ndarray, out: np.ndarray, blocks: Sequence[tuple[int, int, int]], crew: Crew, window: int | None = None,
-           leaning: np.ndarray | None = None) -> None:
-    """Attention both ways within each text: `made` [N, 3, heads, d] -> `out` [N, heads * d]. `window`: how far a token sees to either
-    side."""
+def looks(made: np.ndarray, out: np.ndarray, blocks: Sequence[tuple[int, int, int]], window: int | None = None,
+          leaning: np.ndarray | None = None) -> list[Piece]:
+    """Attention both ways within each text as pieces of work: `made` [N, 3, heads, d] -> `out` [N, heads * d]. `window`: how far a token
+    sees to either side."""
     _, _, heads, depth = made.shape
     scale, middle = np.float32(depth**-0.5), 0 if leaning is None else leaning.shape[1] // 2
 
@@ -218,4 +260,4 @@ def attend(made: np.ndarray, out: np.ndarray, blocks: Sequence[tuple[int, int, i
         for number in range(count):
             for head in range(heads):
                 work.append(partial(of_head, slice(head, head + 1), texts[number : number + 1], to[number : number + 1]))
-    crew.all(work)
+    return work

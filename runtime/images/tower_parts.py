@@ -41,13 +41,22 @@ class Crew:
         step = max(1, -(-count // (self._threads * turns)))
         self.all([lambda begin=begin: do(slice(begin, min(begin + step, count))) for begin in range(0, count, step)])
 
+    def shares(self, count: int) -> list[slice]:
+        """So many columns, or heads, as each thread's part."""
+        step = -(-count // self._threads)
+        return [slice(begin, min(begin + step, count)) for begin in range(0, count, step)]
+
     def all(self, pieces: Sequence[Callable[[], None]]) -> None:
         """Raises Left, also amid the pieces."""
         def one(piece: Callable[[], None]) -> None:
             self.work.demand_wanted()
             piece()
 
-        for done in [self._pool.submit(one, each) for each in pieces]:
+        here = pieces[-1:] if len(pieces) <= self._threads else ()  # to wake a thread takes as long as a small piece
+        begun = [self._pool.submit(one, each) for each in pieces[: len(pieces) - len(here)]]
+        for each in here:
+            one(each)
+        for done in begun:
             done.result()
 
     def __enter__(self) -> Crew:
@@ -101,6 +110,10 @@ class Wide:
         if self.bias is not None:
             y += self.bias
         return y if self.limits is None else np.clip(y, *self.limits[2:], out=y)
+
+    def columns(self, which: slice) -> Wide:
+        """What makes these of its outputs."""
+        return Wide(self.weight[:, which], None if self.bias is None else self.bias[which], self.limits)
 
 
 @dataclass(frozen=True)
