@@ -26,7 +26,7 @@ SIGHTS = {"qwen2_vl": {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_head
           "qwen2_5_vl": {"depth": 1, "hidden_size": 32, "intermediate_size": 16, "num_heads": 2, "patch_size": 8, "out_hidden_size": 64},
           "exaone4_5": {"depth": 1, "hidden_size": 32, "intermediate_size": 16, "num_heads": 2, "num_key_value_heads": 1, "patch_size": 8,
                         "out_hidden_size": 64},
-          **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), {
+          **dict.fromkeys(("cohere_compass", "qwen3_vl", "qwen3_vl_moe"), {
               "depth": 1, "hidden_size": 32, "intermediate_size": 16, "num_heads": 2, "patch_size": 8, "out_hidden_size": 64,
               "deepstack_visual_indexes": [0], "num_position_embeddings": 16}),
           **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), {

@@ -5,9 +5,29 @@ from family_sizes import FEW_EXPERTS, GLM_EXPERTS, LATENT, RAMP, Case, rope
 # Latent attention of no two widths alike.
 PARTS = {"num_key_value_heads": 4, "q_lora_rank": 36, "kv_lora_rank": 48, "qk_nope_head_dim": 20, "qk_rope_head_dim": 16,
          "v_head_dim": 28}
-
+# Cohere's layers with a window turn, the others do not.
+COMPASS = {"num_hidden_layers": 4, "sliding_window": 40, "layer_types": [*["sliding_attention"] * 3, "full_attention"],
+           "rope_parameters": {"full_attention": None, "sliding_attention": {"rope_type": "default", "rope_theta": 300.0,
+                                                                             "mrope_section": [4, 2, 2]}}}
+# What of a model sees and hears, as small as it can be.
+SENSES = {"vision_config": {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 32,
+                            "patch_size": 8, "crop_size": 32},
+          "audio_config": {"hidden_size": 32, "intermediate_size": 16, "num_blocks": 1, "num_attention_heads": 2, "ext_pw_out_channel": 32,
+                           "nemo_conv_channels": 32, "input_size": 16, "depthwise_separable_out_channel": 32}}
 FALCON_1 = {"eos_token_id": 7, "bos_token_id": 7}
 RELATED = {
+    "cohere_compass_text": Case("cohere_compass_text", {**COMPASS, "vocab_size": 301, "logit_scale": 0.25, "layer_norm_eps": 1e-3}),
+    "cohere_compass_text, all turn, own head, bfloat16": Case("cohere_compass_text", {
+        "attention_bias": True, "tie_word_embeddings": False, "num_key_value_heads": 1, "rope_parameters": {"full_attention": {
+            "rope_type": "linear", "factor": 4.0, "rope_theta": 10_000.0}}}, dtype="bfloat16"),
+    "cohere_compass, bfloat16": Case("cohere_compass_text", {**COMPASS, "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 50_000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}}, dtype="bfloat16", inside="cohere_compass"),
+    "phi4_multimodal": Case("phi4_multimodal", {**SENSES, "vocab_size": 301, **rope("default", partial_rotary_factor=0.5)}),
+    "phi4mm, longrope, adapters, bfloat16": Case("phi4mm", {
+        **SENSES, "tie_word_embeddings": True, "sliding_window": 50, **rope(
+            "longrope", short_factor=RAMP[:4], long_factor=[4 * x for x in RAMP[:4]], partial_rotary_factor=0.5),
+        "original_max_position_embeddings": 64}, dtype="bfloat16"),
     "falcon": Case("falcon", {**FALCON_1, "vocab_size": 301}, shard="60KB"),
     "falcon, two norms, groups, biases, own head, bfloat16": Case("falcon", {
         **FALCON_1, "new_decoder_architecture": True, "num_kv_heads": 2, "bias": True, "tie_word_embeddings": False, "ffn_hidden_size": 72,

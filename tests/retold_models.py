@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-LIKE = {"bailing_moe_v2": "glm4_moe", "exaone": "llama", "internlm2": "llama", "mimo": "qwen2", "minicpm": "granite"}
+LIKE = {"bailing_moe_v2": "glm4_moe", "exaone": "llama", "internlm2": "llama", "mimo": "qwen2", "minicpm": "granite",
+        "phi4mm": "phi4_multimodal"}
 
 
 def as_internlm2(folder: Path) -> None:
@@ -87,6 +88,18 @@ def as_kimi(folder: Path) -> None:
     _rename(folder, {r"language_model\.model\.blocks\.": "language_model.model.layers."})
 
 
+def as_phi4mm(folder: Path) -> None:
+    """A folder of Phi 4 multimodal as it was published first: adapters beside each matrix."""
+    _rename(folder, {rf"(model\.layers\.\d+\..+{name}_proj)\.weight": r"\1.base_layer.weight" for name in ("qkv", "o", "gate_up", "down")})
+    path, tensors = folder / "model.safetensors", load_file(folder / "model.safetensors")
+    matrices = [name.removesuffix("base_layer.weight") for name in tensors if name.endswith("base_layer.weight")]
+    save_file(tensors | {f"{name}lora_{part}.{sense}.weight": torch.ones(8, 8) for name in matrices for part in "AB" for sense in (
+        "speech", "vision")}, path)
+    _retell(folder, "phi4mm", "Phi4MMForCausalLM", {}, ("vision_config", "audio_config"), {
+        "auto_map": {"AutoConfig": "configuration_phi4mm.Phi4MMConfig"}, "embd_layer": {}, "img_processor": None, "speech_lora": {"r": 8},
+        "vision_lora": {"r": 8}})
+
+
 def _rename(folder: Path, names: Mapping[str, str]) -> None:
     path, made = folder / "model.safetensors", {}
     for name, tensor in load_file(path).items():
@@ -105,4 +118,4 @@ def _retell(folder: Path, kind: str, architecture: str, renamed: Mapping[str, st
 
 
 RETOLD: Mapping[str, Callable[[Path], None]] = {"bailing_moe_v2": as_bailing, "exaone": as_exaone, "internlm2": as_internlm2,
-                                                "kimi_k25": as_kimi, "mimo": as_mimo, "minicpm": as_minicpm}
+                                                "kimi_k25": as_kimi, "mimo": as_mimo, "minicpm": as_minicpm, "phi4mm": as_phi4mm}

@@ -122,6 +122,8 @@ def test_logits_of_single_steps(pair: Pair) -> None:
 # Case -> what of its config can be taken away while the tensors stay as they are.
 PECULIAR = {
     "phi3": [{"windows": (None,) * 3}],
+    "phi4_multimodal": [{"ropes": {"partial_rotary_factor": 1.0}}, {"norm_eps": 1e-1}],
+    "cohere_compass_text": [{"windows": (None,) * 4}, {"ropes": 0}, {"ropes": 3}, {"norm_kind": "rms"}, {"logits_scaling": 1.0}],
     "arcee": [{"hidden_act": "relu"}],
     "bitnet": [{"hidden_act": "relu"}, {"norm_eps": 1e-1}],
     "ernie4_5": [{"ropes": {"neighbours": False}}],

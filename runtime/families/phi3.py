@@ -5,16 +5,16 @@ Each part is read as a range of rows, under the name that it has in Llama; a con
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
-from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
-from ..config_reader import ConfigError, Keys, show
+from ..config import Defaults, ModelConfig, decoder_config
+from ..config_reader import Keys
 from ..config_rope import RopeConfig, rope_config
 from . import TensorRule, joined, llama
+from .deepseek_v3 import refuse_other_code
 from .llama import block, outer_tensors
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors", "phi_config"]
 
 KEYS_USED = frozenset({"auto_map", "partial_rotary_factor", "sliding_window"})
 KEYS_HARMLESS = frozenset({"embd_pdrop"})
@@ -26,16 +26,18 @@ LONGROPE = {"su": "longrope", "yarn": "longrope"}  # what it was called before i
 
 
 def config(keys: Keys) -> ModelConfig:
-    for task, name in (keys.section("auto_map") or {}).items():  # the published ones bring the code that became part of transformers
-        if task != "AutoTokenizer" and not re.fullmatch(r"(configuration|modeling)_phi3\.Phi3\w+", str(name)):
-            raise ConfigError(f"config.json: auto_map names {show(name)}, which is not Phi 3",
-                              "the checkpoint brings its own code, which is never run")
-    layers = keys.integer("num_hidden_layers", high=MAX_LAYERS)
+    base = Defaults(max_position_embeddings=4096, bos=1, eos=(32_000,), norm_eps=1e-5)
+    return phi_config(keys, base, r"(configuration|modeling)_phi3\.Phi3\w+")
+
+
+def phi_config(keys: Keys, base: Defaults, code: str) -> ModelConfig:
+    """What a config of these blocks says; the published ones bring the `code` that became part of transformers."""
+    refuse_other_code(keys, code)
+    layers = base.size(keys, "num_hidden_layers")
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
         return (rope_config(keys, head_dim, positions, partial=True, aliases=LONGROPE, trained=TRAINED),) * layers
 
-    base = Defaults(max_position_embeddings=4096, bos=1, eos=(32_000,), norm_eps=1e-5)
     return decoder_config(keys, base, ropes, windows=(keys.integer("sliding_window", None),) * layers)
 
 

@@ -86,6 +86,9 @@ def give_names(store: TensorStore, model_type: object) -> None:
         names = ((BASE + name.removeprefix(OLDER_BASE) if name.startswith(OLDER_BASE) else name, info)
                  for name, info in store.tensors.items())
         store.tensors = {name: replace(info, name=name) for name, info in names}
+    if model_type == "phi4_multimodal":  # matrices beside which adapters lie
+        names = ((name.replace(".base_layer.", "."), info) for name, info in store.tensors.items())
+        store.tensors = {name: replace(info, name=name) for name, info in names}
     later, usual = CORRECTIONS.get(model_type, ("", ""))
     if later and any(later in name for name in store.tensors):
         names = ((name.replace(later, usual), info) for name, info in store.tensors.items())

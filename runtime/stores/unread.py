@@ -29,6 +29,8 @@ HARMLESS = re.compile(r"(?:.*\.)?(?:rotary_emb\.(?:inv_freq|cos_cached|sin_cache
                       rf"decoder\.version|position_ids|mtp(?:_\w+)?\..+|(?:{'|'.join(IGNORED)}))")
 SIGHT = re.compile(r"(?:.*\.)?(?:image_newline|(?:audio_tower|code2wav|connector|embed_audio|embed_vision|merger|mm_projector|"
                    r"multi_modal_projector|patch_merge_mlp|talker|token2wav|vision_embedder|vision_model|vision_tower|visual)\..+)")
+# A family that is no part of another model and has parts all the same that see and hear, with adapters for both.
+SENSING, SENSES = "phi4_multimodal", re.compile(r"(?:.*\.)?(?:embed_tokens_extend\..+|.+\.lora_[AB]\.(?:speech|vision)\.weight)")
 INDEXER = re.compile(r"(?:.*\.)?layers\.\d+\.self_attn\.(?:indexer\.|index_[qk]_).+")  # not read in a context that all see
 OWN_KEYS = re.compile(r"(?:.*\.)?layers\.(\d+)\.self_attn\.(?:[kv]_proj|[kv]_norm)\..+")
 # What every xIELU has besides its layer's own numbers.
@@ -44,6 +46,8 @@ def unread(config: ModelConfig, store: TensorStore, read: Iterable[TensorInfo]) 
     left = [info for info in left if not info.name.startswith(PAD) and not HARMLESS.fullmatch(info.name)]
     if config.family in {RENAMED.get(each, each) for inner in COMPOSITE.values() for each in inner}:
         left = [info for info in left if not SIGHT.fullmatch(info.name)]
+    if config.family == SENSING:
+        left = [info for info in left if not SENSES.fullmatch(info.name)]
     if config.most_tokens is not None or config.indexed is not None:
         left = [info for info in left if not INDEXER.fullmatch(info.name)]
     behind = tuple(f"model.layers.{config.num_hidden_layers + i}." for i in range(config.mtp_layers))

@@ -1,0 +1,51 @@
+"""North Micro Vision's text part (Cohere Compass): the block of Cohere 2, whose positions turn halves of a head, and which of its kinds of
+layers turn, and how, the config says kind by kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..config import MAX_LAYERS, ModelConfig
+from ..config_reader import ConfigError, Keys
+from ..config_rope import GLOBAL, LOCAL, RopeConfig, rope_of
+from . import cohere
+from .cohere import block, cohere_config, layer_tensors, outer_tensors
+from .qwen2 import windows_of
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = cohere.KEYS_USED - {"use_qk_norm"} | {"layer_types", "sliding_window"}
+# `pooling` is of models that classify, the others as of Cohere 2; transformers reads no pattern where no types of layers are listed.
+KEYS_HARMLESS = cohere.KEYS_HARMLESS | {"cache_implementation", "layer_switch", "pooling", "sliding_window_pattern"}
+REFUSED_UNLESS: Mapping[str, object] = {
+    **{key: value for key, value in cohere.REFUSED_UNLESS.items() if key not in ("layer_types", "position_embedding_type",
+                                                                                 "sliding_window")},
+    "use_qk_norm": False}
+USUAL_WINDOW = 4096
+
+
+def config(keys: Keys) -> ModelConfig:
+    layers = keys.integer("num_hidden_layers", cohere.SIZES["num_hidden_layers"], high=MAX_LAYERS)
+    window = keys.integer("sliding_window", None if keys.holds("sliding_window") else USUAL_WINDOW)
+    windows = windows_of(keys, window, (GLOBAL,) * layers)
+
+    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig | None, ...]:
+        sections = keys.section("rope_parameters") or {}
+        kinds = tuple(LOCAL if own is not None else GLOBAL for own in windows)
+        found = {kind: _of_kind(sections, kind, head_dim, positions) for kind in dict.fromkeys(kinds)}
+        return tuple(found[kind] for kind in kinds)
+
+    # Logits of a config without a scale are what the head makes; Cohere 2 has a scale all the same.
+    scale = keys.number("logit_scale", 1.0)
+    return cohere_config(keys.saying(logit_scale=scale), ropes, windows=windows)
+
+
+def _of_kind(sections: Mapping[str, object], kind: str, head_dim: int, positions: int) -> RopeConfig | None:
+    """Rotary positions of one kind of layers, None where its section is null: such layers do not turn."""
+    where = f"config.json: rotary positions of {kind}"
+    if kind not in sections:
+        raise ConfigError(f"config.json: rope_parameters holds nothing of {kind}", "this family has a section for each type of layer, or null for none")
+    own = sections[kind]
+    if own is not None and not isinstance(own, dict):
+        raise ConfigError(f"{where} are no section", "this family has a section for each type of layer, or null for none")
+    return None if own is None else rope_of(Keys(own, where), head_dim, positions, 10_000.0)

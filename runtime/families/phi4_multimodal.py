@@ -1,0 +1,29 @@
+"""Phi 4 multimodal, what reads and writes text of it: Phi 3 beside parts that see and hear, which are left out.
+
+The first checkpoints (`phi4mm`) hold the adapters for pictures and speech beside each matrix, which calls itself the base layer there. A
+text is read without them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..config import Defaults, ModelConfig
+from ..config_reader import Keys
+from . import phi3
+from .phi3 import block, layer_tensors, outer_tensors
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = phi3.KEYS_USED
+# Of what sees and hears, and of their adapters.
+KEYS_HARMLESS = phi3.KEYS_HARMLESS | {"audio_config", "audio_processor", "embd_layer", "img_processor", "speech_lora", "vision_config",
+                                      "vision_lora"}
+REFUSED_UNLESS: Mapping[str, object] = phi3.REFUSED_UNLESS
+SIZES = {"vocab_size": 200_064, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32, "num_attention_heads": 32}
+CODE = r"(configuration|modeling)_phi4mm\.Phi4MM\w+"  # of the published one, which became part of transformers
+
+
+def config(keys: Keys) -> ModelConfig:
+    base = Defaults(max_position_embeddings=131_072, num_key_value_heads=8, bos=199_999, eos=(199_999, 200_020), norm_eps=1e-5, sizes=SIZES)
+    return phi3.phi_config(keys, base, CODE)
