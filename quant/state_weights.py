@@ -30,6 +30,14 @@ class Kda(Delta):
 
 
 @dataclass(frozen=True)
+class Lightning:
+    """Linear attention that decays head by head: `decay` [H], what is left behind a token, `norm` over all heads; float32."""
+
+    decay: object
+    norm: Norm
+
+
+@dataclass(frozen=True)
 class ShortConv:
     """A gated short convolution: `conv` float32 [taps, C]."""
 

@@ -39,6 +39,8 @@ MODELS = {"qwen3_5_text": Case("qwen3_5_text", {**CASES["qwen3_5_text"].changes,
               **CASES["bailing_hybrid"].changes, **CALM, **ONE_GROUP, "num_hidden_layers": 4, "kv_lora_rank": 112,
               "initializer_range": 0.05, "num_local_experts": 3, "num_experts_per_tok": 2, "layer_types": [
                   "linear_attention", "full_attention", "linear_attention", "linear_attention"]}),
+          "minimax": Case("minimax", {**CASES["minimax"].changes, **CALM, "num_local_experts": 3, "layer_types": [
+              "linear_attention", "full_attention", "linear_attention", "linear_attention"]}),
           "mamba2": Case("mamba2", {**CASES["mamba2"].changes, **CALM, "hidden_size": 128, "expand": 2, "num_heads": 4}),
           "jamba": Case("jamba", {**CASES["jamba"].changes, **CALM, "num_hidden_layers": 4, "attn_layer_period": 4, "num_experts": 3,
                                   "hidden_size": 256}),
@@ -50,7 +52,7 @@ KINDS = ("raw", "4 bits", "4 bits, packed cache", "packed cache")
 
 
 # Another of a kind of states that has one, or of what lies beside them.
-LIKE_OTHERS = ("nemotron_h", "bailing_hybrid", "mamba2", "jamba", "lfm3")
+LIKE_OTHERS = ("nemotron_h", "bailing_hybrid", "minimax", "mamba2", "jamba", "lfm3")
 
 
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.slow if name in LIKE_OTHERS else ()) for name in MODELS])

@@ -15,7 +15,16 @@ SENSES = {"vision_config": {"hidden_size": 32, "intermediate_size": 16, "num_hid
           "audio_config": {"hidden_size": 32, "intermediate_size": 16, "num_blocks": 1, "num_attention_heads": 2, "ext_pw_out_channel": 32,
                            "nemo_conv_channels": 32, "input_size": 16, "depthwise_separable_out_channel": 32}}
 FALCON_1 = {"eos_token_id": 7, "bos_token_id": 7}
+LIGHTNING = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+             "intermediate_size": 40, "num_local_experts": 6, "num_experts_per_tok": 2, "full_attn_alpha_factor": 3.5,
+             "full_attn_beta_factor": 0.8, "linear_attn_alpha_factor": 2.5, "linear_attn_beta_factor": 1.25, "mlp_alpha_factor": 3.0,
+             "mlp_beta_factor": 1.5, "eos_token_id": 7, "bos_token_id": 1}
 RELATED = {
+    # An epsilon so large that what is normed next shows what the stream was multiplied by.
+    "minimax": Case("minimax", {**LIGHTNING, "head_dim": 32, "vocab_size": 301, "rms_norm_eps": 0.05}, shard="100KB"),
+    "minimax_text_01, other layers, tied": Case("minimax_text_01", {
+        **LIGHTNING, "num_hidden_layers": 3, "layer_types": ["full_attention", "linear_attention", "full_attention"], "num_attention_heads":
+        6, "num_key_value_heads": 1, "hidden_size": 96, "tie_word_embeddings": True, "rms_norm_eps": 1e-3, "mlp_alpha_factor": 1}),
     "cohere_compass_text": Case("cohere_compass_text", {**COMPASS, "vocab_size": 301, "logit_scale": 0.25, "layer_norm_eps": 1e-3}),
     "cohere_compass_text, all turn, own head, bfloat16": Case("cohere_compass_text", {
         "attention_bias": True, "tie_word_embeddings": False, "num_key_value_heads": 1, "rope_parameters": {"full_attention": {

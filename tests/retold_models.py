@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 LIKE = {"bailing_moe_v2": "glm4_moe", "exaone": "llama", "internlm2": "llama", "mimo": "qwen2", "minicpm": "granite",
-        "phi4mm": "phi4_multimodal"}
+        "minimax_text_01": "minimax", "phi4mm": "phi4_multimodal"}
 
 
 def as_internlm2(folder: Path) -> None:
@@ -88,6 +88,19 @@ def as_kimi(folder: Path) -> None:
     _rename(folder, {r"language_model\.model\.blocks\.": "language_model.model.layers."})
 
 
+def as_minimax_text_01(folder: Path) -> None:
+    """A folder of MiniMax as it was published first, under other names of its config's numbers."""
+    names = {f"{kind}_{part}_factor": f"layernorm_{kind.replace('attn', 'attention')}_{part}"
+             for kind in ("full_attn", "linear_attn", "mlp") for part in ("alpha", "beta")}
+    kinds = json.loads((folder / "config.json").read_text())["layer_types"]
+    _retell(folder, "minimax_text_01", "MiniMaxText01ForCausalLM", names, ("layer_types", "block_size"), {
+        "attn_type_list": [int(kind == "full_attention") for kind in kinds], "postnorm": True, "shared_intermediate_size": 0,
+        "shared_moe_mode": "sigmoid"})
+    path = folder / "model.safetensors"
+    stored = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")  # which it does not hold
+    save_file({name: tensor for name, tensor in load_file(path).items() if not name.endswith(stored)}, path)
+
+
 def as_phi4mm(folder: Path) -> None:
     """A folder of Phi 4 multimodal as it was published first: adapters beside each matrix."""
     _rename(folder, {rf"(model\.layers\.\d+\..+{name}_proj)\.weight": r"\1.base_layer.weight" for name in ("qkv", "o", "gate_up", "down")})
@@ -118,4 +131,5 @@ def _retell(folder: Path, kind: str, architecture: str, renamed: Mapping[str, st
 
 
 RETOLD: Mapping[str, Callable[[Path], None]] = {"bailing_moe_v2": as_bailing, "exaone": as_exaone, "internlm2": as_internlm2,
-                                                "kimi_k25": as_kimi, "mimo": as_mimo, "minicpm": as_minicpm, "phi4mm": as_phi4mm}
+                                                "kimi_k25": as_kimi, "mimo": as_mimo, "minicpm": as_minicpm,
+                                                "minimax_text_01": as_minimax_text_01, "phi4mm": as_phi4mm}

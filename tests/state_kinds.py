@@ -12,12 +12,13 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from effllm.kernels import reference, reference_conv, reference_delta, reference_mamba1, reference_mamba2
+from effllm.kernels import reference, reference_conv, reference_delta, reference_lightning, reference_mamba1, reference_mamba2
 from effllm.kernels.conv_shape import ConvShape
 from effllm.kernels.cpu.candidates import default_registry
 from effllm.kernels.cpu.ops import CpuOps
 from effllm.kernels.delta_shape import DeltaShape
 from effllm.kernels.kda_shape import KdaShape
+from effllm.kernels.lightning_shape import LightningShape
 from effllm.kernels.mamba1_shape import Mamba1Shape
 from effllm.kernels.mamba2_shape import Mamba2Shape
 from effllm.kernels.state_shape import AFTER, FROM, KEPT, NO_SLOT, TO, StateShape
@@ -37,7 +38,8 @@ KDAS = {"usual channels": KdaShape.of(4, 128, 4), "odd channels": KdaShape.of(3,
         "channels of one tap": KdaShape.of(2, 33, 1), "bounded channels": KdaShape.of(3, 24, 4, narrow=False, bound=-5.0)}
 MAMBA_1S = {"usual channels of states": Mamba1Shape(640, 16, 20, 4, normed=True), "odd channels of states": Mamba1Shape(37, 5, 3, 3),
             "channels of states, one tap": Mamba1Shape(130, 24, 8, 1, biased=False)}
-SHAPES: dict[str, StateShape] = {**DELTAS, **CONVS, **MAMBAS, **KDAS, **MAMBA_1S}
+LIGHTNINGS = {"usual lightning": LightningShape(2, 128), "odd lightning": LightningShape(3, 20)}
+SHAPES: dict[str, StateShape] = {**DELTAS, **CONVS, **MAMBAS, **KDAS, **MAMBA_1S, **LIGHTNINGS}
 EPS = 1e-6
 Arrays = tuple[np.ndarray, ...]
 
@@ -140,6 +142,19 @@ def mamba_expected(shape: Mamba2Shape, w: SimpleNamespace, given: Arrays) -> tup
     return reference_mamba2.gated_norm(out.reshape(len(xbc), -1), gates, weight, shape.groups, EPS), state.reshape(-1)
 
 
+def lightning_weights(shape: LightningShape) -> SimpleNamespace:
+    """Heads that forget all but the last tokens, and heads that forget hardly anything."""
+    return SimpleNamespace(decay=np.linspace(0.3, 0.9999, shape.heads, dtype=np.float32),
+                           norm=SimpleNamespace(weight=normal(4, shape.values), eps=EPS))
+
+
+def lightning_expected(shape: LightningShape, w: SimpleNamespace, given: Arrays) -> tuple[np.ndarray, np.ndarray]:
+    vkq, z = given
+    v, k, q = (part.reshape(len(vkq), shape.heads, -1) for part in np.split(reference_lightning.activated(vkq), 3, axis=1))
+    out, state = reference_lightning.recur(v, k, q, w.decay, np.zeros((shape.heads, shape.head_dim, shape.head_dim)))
+    return reference_lightning.normed_gates(out.reshape(len(vkq), -1), z, w.norm.weight, EPS), state.reshape(-1)
+
+
 def mamba_1_weights(shape: Mamba1Shape) -> SimpleNamespace:
     norm = lambda seed, size: Norm("rms", normal(seed, size), None, EPS) if shape.normed else None  # noqa: E731
     return SimpleNamespace(conv=normal(1, shape.taps, shape.values), bias=normal(5, shape.values) if shape.biased else None,
@@ -167,7 +182,8 @@ def mamba_1_expected(shape: Mamba1Shape, w: SimpleNamespace, given: Arrays) -> t
     return reference_mamba1.gated(out, z), state.reshape(-1)
 
 
-KINDS = {Mamba1Shape: Kind(mamba_1_weights, mamba_1_inputs, mamba_1_expected),
+KINDS = {LightningShape: Kind(lightning_weights, lambda *_: None, lightning_expected),
+         Mamba1Shape: Kind(mamba_1_weights, mamba_1_inputs, mamba_1_expected),
          Mamba2Shape: Kind(mamba_weights, mamba_inputs, mamba_expected),
          KdaShape: Kind(kda_weights, kda_inputs, kda_expected),
          DeltaShape: Kind(delta_weights, delta_inputs, delta_expected),

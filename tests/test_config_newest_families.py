@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from effllm.kernels.lightning_shape import LightningShape
 from effllm.runtime.config import parse_config
+from effllm.runtime.families import minimax
 
 sys.path.insert(0, str(Path(__file__).parent))
 from config_samples import refused
@@ -31,6 +33,36 @@ COMPASS = {
     "num_key_value_heads": 2, "vocab_size": 1000, "sliding_window": 4096, "layer_types": [WINDOW, WINDOW, WINDOW, ALL], "rope_parameters": {
         WINDOW: {"rope_type": "default", "rope_theta": 50_000, "mrope_section": [12, 10, 10], "mrope_interleaved": True}, ALL: None}}
 
+# As it is published.
+MINIMAX = {
+    "architectures": ["MiniMaxText01ForCausalLM"], "attention_dropout": 0.0, "attn_type_list": [*[0] * 7, 1] * 10, "auto_map": {
+        "AutoConfig": "configuration_minimax_text_01.MiniMaxText01Config",
+        "AutoModelForCausalLM": "modeling_minimax_text_01.MiniMaxText01ForCausalLM"}, "bos_token_id": None, "eos_token_id": None,
+    "head_dim": 128, "hidden_act": "silu", "hidden_size": 6144, "initializer_range": 0.02, "intermediate_size": 9216,
+    "layernorm_full_attention_alpha": 3.5565588200778455, "layernorm_full_attention_beta": 1.0,
+    "layernorm_linear_attention_alpha": 3.5565588200778455, "layernorm_linear_attention_beta": 1.0,
+    "layernorm_mlp_alpha": 3.5565588200778455, "layernorm_mlp_beta": 1.0, "max_position_embeddings": 10_240_000, "model_type":
+    "minimax_text_01", "num_attention_heads": 64, "num_experts_per_tok": 2, "num_hidden_layers": 80, "num_key_value_heads": 8,
+    "num_local_experts": 32, "output_router_logits": False, "postnorm": True, "rms_norm_eps": 1e-5, "rope_theta": 10_000_000, "rotary_dim":
+    64, "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0, "shared_intermediate_size": 0, "shared_moe_mode": "sigmoid",
+    "sliding_window": None, "tie_word_embeddings": False, "use_cache": True, "vocab_size": 200_064}
+
+
+def test_minimax_text_01() -> None:
+    made = parse_config(MINIMAX, strict=True)
+    assert made.family == "minimax" and made.attention_layers == tuple(range(7, 80, 8))
+    assert made.state == LightningShape(64, 128) and made.state.nbytes > 4 * 4 * 64 * 128 * 128
+    assert made.ropes[7].partial_rotary_factor == 0.5 and made.ropes[0] is None
+    assert made.factor("kept.mlp") == 3.5565588200778455 and made.factor("o") == made.mixture.factor == 1 / 3.5565588200778455
+    rules = minimax.layer_tensors(made, 0)
+    assert rules["state_in"].shape == (3 * 8192, 6144) and "q" not in rules and rules["router"].shape == (32, 6144)
+
+
+def test_minimax_is_what_transformers_takes_where_a_config_is_silent() -> None:
+    silent = parse_config({"model_type": "minimax", "architectures": ["MiniMaxForCausalLM"]}, strict=True)
+    assert silent.attention_layers == tuple(range(0, 32, 2)) and silent.mixture.factor == 1.0 and silent.factor("kept.full") == 1.0
+    assert silent.rope.theta == 1e6 and silent.rope.partial_rotary_factor == 1.0
+
 
 def test_phi_4_multimodal() -> None:
     made = parse_config(PHI_4, strict=True)
@@ -54,8 +86,12 @@ def test_all_see_everything_where_north_micro_lists_no_kinds_of_layers() -> None
 
 
 @pytest.mark.parametrize(("raw", "key", "value"), [
+    (MINIMAX, "postnorm", False), (MINIMAX, "shared_intermediate_size", 64), (MINIMAX, "hidden_act", "gelu"),
+    (MINIMAX, "attn_type_list", [0] * 80), (MINIMAX, "layer_types", ["full_attention"] + ["linear_attention"] * 79), (MINIMAX,
+    "mlp_alpha_factor", 2.0), (MINIMAX, "rotary_dim", 256), (MINIMAX, "auto_map", {"AutoModel": "modeling_other.Other"}),
     (PHI_4, "auto_map", {"AutoModel": "modeling_other.Other"}), (PHI_4, "mlp_bias", True), (PHI_4, "full_attn_mod", 2),
     (COMPASS, "rope_parameters", {WINDOW: {}}), (COMPASS, "rope_parameters", {WINDOW: {}, ALL: 3}), (COMPASS, "use_qk_norm", True),
     (COMPASS, "layer_types", ["chunked_attention"] * 4), (COMPASS, "head_dim", 32)])
 def test_what_they_may_not_have_is_named(raw: dict[str, object], key: str, value: object) -> None:
-    refused({**raw, key: value}, key if value != {WINDOW: {}, ALL: 3} else "rotary positions of full_attention")
+    known = key if key != "attn_type_list" else "layer_types"
+    refused({**raw, key: value}, known if value != {WINDOW: {}, ALL: 3} else "rotary positions of full_attention")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ..layout import ACTIVATIONS, STORED_TYPES
 from ..registry import Call, Candidate, Registry
-from . import delta, head_widths, index, kda, latent, linear_amx, low_bit, mamba1, mamba2, moe, packed, rows, short_conv, streams
+from . import delta, head_widths, index, kda, latent, lightning, linear_amx, low_bit, mamba1, mamba2, moe, packed, rows, short_conv, streams
 from .amx import AMX
 from .int8_ir import INSTRUCTION_SET
 from .intrinsics import HAS_HALF
@@ -55,6 +55,8 @@ ROWS = {"rotate": (rows.rotate, rows.rotate_reference, "native code for every wi
         "cut": (streams.cut, streams.cut_reference, "native code, a token's gates in the cache"),
         "delta": (delta.run, delta.run_reference, "native code, rows of a state that stay in the cache for all tokens of a pass"),
         "channel delta": (delta.run, kda.run_reference, "native code, rows of a state that stay in the cache for all tokens of a pass"),
+        "lightning attention": (lightning.run, lightning.run_reference,
+                                "native code, rows of a state that stay in the cache for all tokens of a pass"),
         "short convolution": (short_conv.run, short_conv.run_reference, "native code, a token with those before it at a time"),
         "channel state space": (mamba1.run, mamba1.run_reference, "native code, channels that stay in the cache for all tokens of a pass"),
         "state space": (mamba2.run, mamba2.run_reference, "native code, rows of a state that stay in the cache for all tokens of a pass")}

@@ -9,6 +9,7 @@ import numpy as np
 from ..conv_shape import ConvShape
 from ..delta_shape import DeltaShape
 from ..kda_shape import KdaShape
+from ..lightning_shape import LightningShape
 from ..mamba1_shape import Mamba1Shape
 from ..mamba2_shape import Mamba2Shape
 from ..registry import Call
@@ -53,12 +54,13 @@ def state_layer(ops: CpuOps, shape: StateShape, memory: np.ndarray, told: np.nda
     """The states of one layer in uint8 memory (`shape.nbytes`), of whose slots `told` says those of a pass."""
     from .delta import DeltaStates
     from .kda import KdaStates
+    from .lightning import LightningStates
     from .mamba1 import Mamba1States
     from .mamba2 import Mamba2States
     from .short_conv import ConvStates
 
-    kinds = {ConvShape: ConvStates, DeltaShape: DeltaStates, KdaShape: KdaStates, Mamba1Shape: Mamba1States,
-             Mamba2Shape: Mamba2States}
+    kinds = {ConvShape: ConvStates, DeltaShape: DeltaStates, KdaShape: KdaStates, LightningShape: LightningStates,
+             Mamba1Shape: Mamba1States, Mamba2Shape: Mamba2States}
     return kinds[type(shape)](ops, shape, memory, told)
 
 

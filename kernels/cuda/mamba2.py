@@ -52,11 +52,11 @@ class TorchMamba2(TorchRecurrent):
         b, c = (side.unflatten(1, (shape.groups, -1)).repeat_interleave(shape.heads // shape.groups, dim=1) for side in (b, c))
         logs, steps = gates.chunk(2, dim=1)
         x = x.unflatten(1, (shape.heads, -1)) * steps[:, :, None]
-        run = _one_by_one if len(mixed) <= REPEATED else _in_stretches
+        run = one_by_one if len(mixed) <= REPEATED else in_stretches
         return run(x, b, c, logs, state)
 
 
-def _one_by_one(x: torch.Tensor, b: torch.Tensor, c: torch.Tensor, logs: torch.Tensor,
+def one_by_one(x: torch.Tensor, b: torch.Tensor, c: torch.Tensor, logs: torch.Tensor,
                 state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x [T, H, P] times its steps, b and c [T, H, N], logarithms of decays [T, H], state [H, P, N]."""
     out = torch.empty_like(x)
@@ -66,9 +66,9 @@ def _one_by_one(x: torch.Tensor, b: torch.Tensor, c: torch.Tensor, logs: torch.T
     return out, state
 
 
-def _in_stretches(x: torch.Tensor, b: torch.Tensor, c: torch.Tensor, logs: torch.Tensor,
+def in_stretches(x: torch.Tensor, b: torch.Tensor, c: torch.Tensor, logs: torch.Tensor,
                   state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `_one_by_one`."""
+    """As `one_by_one`."""
     out = torch.empty_like(x)
     for begin in range(0, len(x), STRETCH):
         part = slice(begin, begin + STRETCH)

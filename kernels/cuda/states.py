@@ -11,6 +11,7 @@ import torch
 from ..conv_shape import ConvShape
 from ..delta_shape import DeltaShape
 from ..kda_shape import KdaShape
+from ..lightning_shape import LightningShape
 from ..mamba1_shape import Mamba1Shape
 from ..mamba2_shape import Mamba2Shape
 from ..state_shape import NO_SLOT, StateShape
@@ -25,12 +26,13 @@ def state_layer(shape: StateShape, memory: torch.Tensor, told: np.ndarray, linea
     """The states of one layer in uint8 `memory` on the device, as `shape` lays it out; `told` is on the host. `linear`: x @ W.T + b."""
     from .delta import TorchDelta
     from .kda import TorchKda
+    from .lightning import TorchLightning
     from .mamba1 import TorchMamba1
     from .mamba2 import TorchMamba2
     from .short_conv import TorchConv
 
-    kinds = {ConvShape: TorchConv, DeltaShape: TorchDelta, KdaShape: TorchKda, Mamba1Shape: TorchMamba1,
-             Mamba2Shape: TorchMamba2}
+    kinds = {ConvShape: TorchConv, DeltaShape: TorchDelta, KdaShape: TorchKda, LightningShape: TorchLightning,
+             Mamba1Shape: TorchMamba1, Mamba2Shape: TorchMamba2}
     return kinds[type(shape)](shape, memory, told, linear)
 
 

@@ -47,7 +47,7 @@ SPELLED = {"bitnet": "BitNet", "cohere2_moe": "Cohere2Moe", "cohere_compass_text
            "gpt_neox": "GPTNeoX", "granite_swa": "GraniteSWA", "granitemoe": "GraniteMoe", "granitemoe_swa": "GraniteMoeSWA",
            "granitemoehybrid": "GraniteMoeHybrid", "granitemoeshared": "GraniteMoeShared", "hunyuan_v1_dense": "HunYuanDenseV1",
            "hunyuan_v1_moe": "HunYuanMoEV1", "hy_v3": "HYV3", "hyperclovax": "HyperCLOVAX", "internlm3": "Llama", "iquestcoder": "Llama",
-           "llama4_text": "Llama4", "mimo_v2_flash": "MiMoV2Flash", "minicpm3": "MiniCPM3", "minimax_m2": "MiniMaxM2",
+           "llama4_text": "Llama4", "mimo_v2_flash": "MiMoV2Flash", "minicpm3": "MiniCPM3", "minimax": "MiniMax", "minimax_m2": "MiniMaxM2",
            "minimax_m3_vl_text": "MiniMaxM3VL", "nanochat": "NanoChat", "opt": "OPT", "qwen3_5_moe_text": "Qwen3_5Moe",
            "qwen3_5_text": "Qwen3_5", "smollm3": "SmolLM3", "stablelm": "StableLm", "vaultgemma": "VaultGemma"}
 NOT_WRITTEN = {**dict.fromkeys(("gpt_oss", "granitemoe", "granitemoe_swa", "granitemoeshared"), "other tools want their experts joined"),

@@ -5,23 +5,23 @@ one: a file with the members of `Family`, and its name in FAMILIES (a test compa
 
 Roles of a layer: input_norm, q, k, v, q_norm, k_norm, o, o_norm, post_norm, gate, up, down, down_norm, and `<role>_bias`: input_norm and
 post_norm come before attention and MLP, `<matrix>_norm` after that matrix, attn_sub_norm and ffn_sub_norm before o and down, entry_norm
-before the first layer; sinks are logits of attention, one a query head, and attn_gate makes gates of what is attended to. In a mixture
-router and `experts.<number>.<role>` take the place of gate, up and down, and `shared.<role>` are those of the expert that every token
-visits, with shared.scale its share; correction is added to a router's scores. Experts that are a branch beside the MLP have router_scale,
-expert_scales, expert_norm and experts_after, and the MLP mlp_after, or none of them. What a layer is given of a token beside the stream it
-takes by input_gate, input_out and input_after; layer_scale multiplies what leaves it, low_in, low_out and low_norm are a branch of what it
-reads, and where a token has several streams stream_norm, stream_router, predict, correct and stream_scale say how it meets them;
-curve_above and curve_below are of its activation. In a bundled folder `bundles` is up and down. Outside the layers: embed, positions
-(learned ones), norm, head (absent where it is the embedding) and head_bias, and layer_embed, layer_proj and layer_norm, which make what
-layers are given of a token, and `streams.<number>.enter` and `.leave`, which make streams and one of them, and `blocks.<number>.<role>` of
-blocks that layers share. Of such a block a layer has mlp_low, gate_wide and up_wide, which add to its MLP, q_low, q_wide and so on, and
-lent_out, which reads it. Layers without keys and values of their own have neither k, v nor k_norm; those of which a key is the value too
-have no v. Layers that remember a text in a state have in the place of q, k, v and o state_in, what goes into it, state_gate of what is
-read, and state_out behind that; smaller ones are state_rate and state_beta, what decays and shares are read from, state_conv, state_decay,
-state_dt, state_skip and state_norm, as far as a kind has them; state_gate_wide and state_rate_wide widen what state_gate and state_rate
-narrow, state_keys makes B and C, state_rate_norm, state_b_norm and state_c_norm are behind these. Latent attention has kv_a, kv_a_norm and
-kv_b in the place of k and v, and may have q_a, q_a_norm and q_b in that of q. What chooses
-the tokens that a layer sees has index_q, index_k and their norms, and index_weights.
+before the first layer, or, with middle_norm, in the place of what it norms; sinks are logits of attention, one a query head, and
+attn_gate makes gates of what is attended to. In a mixture router and `experts.<number>.<role>` take the place of gate, up and down, and
+`shared.<role>` are those of the expert that every token visits, with shared.scale its share; correction is added to a router's scores.
+Experts that are a branch beside the MLP have router_scale, expert_scales, expert_norm and experts_after, and the MLP mlp_after, or none of
+them. What a layer is given of a token beside the stream it takes by input_gate, input_out and input_after; layer_scale multiplies what
+leaves it, low_in, low_out and low_norm are a branch of what it reads, and where a token has several streams stream_norm, stream_router,
+predict, correct and stream_scale say how it meets them; curve_above and curve_below are of its activation. In a bundled folder `bundles` is
+up and down. Outside the layers: embed, positions (learned ones), norm, head (absent where it is the embedding) and head_bias, and
+layer_embed, layer_proj and layer_norm, which make what layers are given of a token, and `streams.<number>.enter` and `.leave`, which make
+streams and one of them, and `blocks.<number>.<role>` of blocks that layers share. Of such a block a layer has mlp_low, gate_wide and
+up_wide, which add to its MLP, q_low, q_wide and so on, and lent_out, which reads it. Layers without keys and values of their own have
+neither k, v nor k_norm; those of which a key is the value too have no v. Layers that remember a text in a state have in the place of q, k,
+v and o state_in, what goes into it, state_gate of what is read, and state_out behind that; smaller ones are state_rate and state_beta, what
+decays and shares are read from, state_conv, state_decay, state_dt, state_skip and state_norm, as far as a kind has them; state_gate_wide
+and state_rate_wide widen what state_gate and state_rate narrow, state_keys makes B and C, state_rate_norm, state_b_norm and state_c_norm
+are behind these. Latent attention has kv_a, kv_a_norm and kv_b in the place of k and v, and may have q_a, q_a_norm and q_b in that of q.
+What chooses the tokens that a layer sees has index_q, index_k and their norms, and index_weights.
 
 A checkpoint of several models that holds a text generator is read as that one: COMPOSITE maps its `model_type` to the generator's, where
 there may be several to the one that is meant where it says none and then the others.
@@ -54,9 +54,9 @@ FAMILIES = ("afmoe", "apertus", "arcee", "bailing_hybrid", "bailing_moe_v2", "ba
             "granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "helium", "hunyuan_v1_dense",
             "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm2", "internlm3", "iquestcoder", "jais2", "jamba", "kimi_linear", "kolibri1",
             "laguna", "lfm2", "lfm2_moe", "lfm3", "llama", "llama4_text", "mamba", "mamba2", "mellum", "mimo", "mimo_v2_flash", "minicpm",
-            "minicpm3", "minimax_m2", "minimax_m3_vl_text", "ministral", "ministral3", "mistral", "mistral4", "mixtral", "mpt", "nanochat",
-            "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "opt", "phi", "phi3", "phi4_multimodal", "phimoe",
-            "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3",
+            "minicpm3", "minimax", "minimax_m2", "minimax_m3_vl_text", "ministral", "ministral3", "mistral", "mistral4", "mixtral", "mpt",
+            "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "opt", "phi", "phi3", "phi4_multimodal",
+            "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3",
             "solar_open", "stablelm", "starcoder2", "vaultgemma", "youtu", "zamba2")
 COMPOSITE: Mapping[str, tuple[str, ...]] = {
     "aya_vision": ("cohere2",), "cohere2_vision": ("cohere2", "cohere2_moe"), "cohere_compass": ("cohere_compass_text",),
@@ -77,7 +77,8 @@ BY_PREFIX = ("aya_vision", "cohere2_vision", "cohere_compass", "exaone4_5", "glm
 # A `model_type` -> the family that it is, and what its configs say by saying nothing.
 RENAMED: Mapping[str, str] = {
     "exaone4_5_text": "exaone4", "gemma4_unified_text": "gemma4_text", "glm4v_moe_text": "glm4_moe", "glm4v_text": "glm4",
-    "kimi_k2": "deepseek_v3", "phi4mm": "phi4_multimodal", "qwen2_5_omni_text": "qwen2", "qwen2_5_vl_text": "qwen2",
+    "kimi_k2": "deepseek_v3", "minimax_m1": "minimax", "minimax_text_01": "minimax", "phi4mm": "phi4_multimodal",
+    "qwen2_5_omni_text": "qwen2", "qwen2_5_vl_text": "qwen2",
     "qwen2_vl_text": "qwen2", "qwen3_omni_moe_text": "qwen3_moe", "qwen3_vl_moe_text": "qwen3_moe", "qwen3_vl_text": "qwen3"}
 _QWEN2_VL = {"bos_token_id": 151_643, "eos_token_id": 151_645, "max_window_layers": 80, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
              "rope_theta": 1e6}
@@ -85,6 +86,8 @@ UNSAID: Mapping[str, Mapping[str, object]] = {
     "gemma4_unified_text": {"hidden_size_per_layer_input": 0, "max_position_embeddings": 262_144, "sliding_window": 1024},
     "glm4v_moe_text": {"attention_bias": True, "max_position_embeddings": 65_536, "num_nextn_predict_layers": 0, "vocab_size": 151_424},
     "glm4v_text": {"head_dim": None, "max_position_embeddings": 32_768, "partial_rotary_factor": 1.0, "rms_norm_eps": 1e-5},
+    # What is not normed in its place is another block, and the code of these says no unless a config says yes.
+    "minimax_m1": {"postnorm": False}, "minimax_text_01": {"postnorm": False},
     "qwen2_5_omni_text": {"num_key_value_heads": 4, "rope_theta": 1e6}, "qwen2_5_vl_text": _QWEN2_VL, "qwen2_vl_text": _QWEN2_VL,
     "qwen3_omni_moe_text": {"norm_topk_prob": True, "rope_theta": 1e6, "sliding_window": None},
     "qwen3_vl_moe_text": {"max_position_embeddings": 128_000, "moe_intermediate_size": 1408, "norm_topk_prob": True,
@@ -141,7 +144,8 @@ class LayerWeights:
     float32 [H]; `correction`: [E]. `bundles` take the place of down, and with a gate of up; `state` that of q, k, v and o, `latent` that of
     q, k and v. `v_norm`: over head_dim, of values; `scale`: a number that multiplies what leaves the layer; `curve`: an activation with
     numbers of the layer's own; `fronts`: what stands in front of queries [H, F] and keys [KVH, F] whose scores grow with a
-    place; `entry_norm`: of what enters the first layer. `index`: what chooses the tokens that are seen.
+    place; `entry_norm`: of what enters the first layer, or
+    each, in its place, as `middle_norm` is of what lies between the branches. `index`: what chooses the tokens that are seen.
     """
 
     input_norm: Norm
@@ -178,6 +182,7 @@ class LayerWeights:
     lent: Lent | None = None
     fronts: tuple[object, object] | None = None
     entry_norm: Norm | None = None
+    middle_norm: Norm | None = None
     index: Index | None = None
 
 

@@ -25,7 +25,8 @@ from .. import families
 from ..config import ModelConfig
 from .made_store import MadeStore
 
-IN_ONE = ("bloom", "falcon", "gpt2", "gpt_neox", "internlm2", "qwen3_next")  # whose folders hold matrices in one another, row by row
+# Whose folders hold matrices in one another, row by row, or in another order of their rows.
+IN_ONE = ("bloom", "falcon", "gpt2", "gpt_neox", "internlm2", "minimax", "qwen3_next")
 STACKED = ("stablelm",)  # and those that may hold rows of one apart
 JOINED = ("bailing_hybrid", "kimi_linear", "olmo_hybrid")  # and those that hold parts of one apart
 WIDE = ("F64", "F32", "F16", "BF16")

@@ -28,8 +28,8 @@ EXPERTS = {**dict.fromkeys(("afmoe", "bailing_hybrid", "bailing_moe_v2", "cohere
                             "minimax_m3_vl_text", "mistral4", "olmoe", "qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_moe",
                             "qwen3_next", "solar_open"),
                             "mlp"),
-           **dict.fromkeys(("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "kimi_linear", "minimax_m2", "mixtral",
-                            "phimoe"),
+           **dict.fromkeys(("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "kimi_linear", "minimax", "minimax_m2",
+                            "mixtral", "phimoe"),
                            "block_sparse_moe"),
            **dict.fromkeys(("jamba", "lfm2_moe", "llama4_text"), "feed_forward"),
            **dict.fromkeys(("gemma4", "gemma4_text"), ""), "nemotron_h": "mixer"}  # family -> where it has router and experts

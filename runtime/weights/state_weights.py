@@ -14,9 +14,10 @@ import numpy as np
 from ...kernels.conv_shape import ConvShape
 from ...kernels.delta_shape import DeltaShape
 from ...kernels.kda_shape import KdaShape
+from ...kernels.lightning_shape import LightningShape
 from ...kernels.mamba1_shape import Mamba1Shape
 from ...kernels.mamba2_shape import Mamba2Shape
-from ...quant.state_weights import Delta, Kda, Mamba1, Mamba2, ShortConv
+from ...quant.state_weights import Delta, Kda, Lightning, Mamba1, Mamba2, ShortConv
 from ...quant.weight import Linear, Norm
 from ..tensors import ModelTensor, as_float32
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 
 PARTS = ("state_in.values", "state_in.b", "state_in.c")  # of what state spaces convolve, as factors have them
+
+SMALL = 1e-5  # which keeps decays of lightning attention's last layer above zero, in both of its places
 
 
 @dataclass(frozen=True)
@@ -39,9 +42,10 @@ class StateWeights:
 
 @dataclass(frozen=True)
 class Source:
-    """A layer's tensors by role and their bytes; `linear` and `vector` make a role's matrix and vector on the backend `ops`."""
+    """A layer's number, its tensors by role and their bytes; `linear` and `vector` make a role's matrix and vector on the backend `ops`."""
 
     config: ModelConfig
+    layer: int
     roles: Mapping[str, ModelTensor]
     raw: Mapping[str, np.ndarray]
     ops: object
@@ -84,6 +88,14 @@ def kda(found: Source) -> StateWeights:
     return StateWeights((inputs, gate, rate, beta), made.out, wide)
 
 
+def lightning(found: Source) -> StateWeights:
+    """No decay is stored: a head's falls with its number, and with the layer's."""
+    config, heads = found.config, np.arange(1, found.config.state.heads + 1)
+    slopes = 0.5 ** (8 * heads / len(heads)) * (1 - found.layer / (config.num_hidden_layers - 1 + SMALL) + SMALL)
+    own = Lightning(found.put(np.exp(-slopes).astype(np.float32)), Norm("rms", found.vector("state_norm"), None, config.state_norm_eps))
+    return StateWeights(tuple(map(found.linear, ("state_in", "state_gate"))), found.linear("state_out"), own)
+
+
 def short_conv(found: Source) -> StateWeights:
     """All of it is one product, taps, and another."""
     return StateWeights((found.linear("state_in"),), found.linear("state_out"), ShortConv(found.conv()))
@@ -113,7 +125,8 @@ def mamba2(found: Source) -> StateWeights:
     return StateWeights(tuple(map(found.linear, ("state_in", "state_gate", "state_rate"))), found.linear("state_out"), own)
 
 
-KINDS = {ConvShape: short_conv, DeltaShape: delta, KdaShape: kda, Mamba1Shape: mamba1, Mamba2Shape: mamba2}
+KINDS = {ConvShape: short_conv, DeltaShape: delta, KdaShape: kda, LightningShape: lightning, Mamba1Shape: mamba1,
+         Mamba2Shape: mamba2}
 
 
 def state_weights(found: Source) -> StateWeights | None:

@@ -156,7 +156,7 @@ class WeightRecords:
                             up=linear("up"), down=linear("down"), o_norm=norm("o_norm"), down_norm=norm("down_norm"), sinks=vector("sinks"),
                             router=router, experts=experts, bundles=self._bundles(roles, raw, ops, vector),
                             correction=correction, shared=shared,
-                            state=state_weights(Source(config, roles, raw, ops, linear, vector)),
+                            state=state_weights(Source(config, key, roles, raw, ops, linear, vector)),
                             latent=latent_weights(roles, linear, vector), index=index_weights(config, roles, linear, vector),
                             v_norm=ones(config.heads_of(key)[1]) if config.values_normed and "k" in roles else None,
                             scale=float(as_float32(roles["layer_scale"], raw)[0]) if "layer_scale" in roles else None, curve=curve,
@@ -167,7 +167,8 @@ class WeightRecords:
                             low_rank=LowRank(linear("low_in"), linear("low_out"), norm("low_norm")) if "low_in" in roles else None,
                             attn_sub_norm=norm("attn_sub_norm"), ffn_sub_norm=norm("ffn_sub_norm"),
                             lent=lent(config, key, linear, self.blocks(ops)) if LENT_OUT in roles else None,
-                            fronts=self._fronts(ops) if config.slopes else None, entry_norm=norm("entry_norm"))
+                            fronts=self._fronts(ops) if config.slopes else None,
+                            entry_norm=norm("entry_norm"), middle_norm=norm("middle_norm"))
 
     def _fronts(self, ops: object) -> tuple[object, object]:
         """What queries and keys have in front whose scores grow with a key's place, on a backend."""

@@ -1,0 +1,69 @@
+"""The states of a layer of lightning attention on the CPU, and running its kernels (`lightning_loops.py`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .. import reference_lightning
+from ..lightning_shape import LightningShape
+from ..state_shape import NO_SLOT
+from ..workspace import address
+from . import lightning_loops as loops
+from .conv_loops import MEMORY, X
+from .recurrent import RecurrentStates
+from .rows import SHARE_FROM
+
+if TYPE_CHECKING:
+    from ...quant.state_weights import Lightning
+    from .ops import CpuOps
+
+
+class LightningStates(RecurrentStates):
+    """See the module and `runtime/kv/states.py`. Products are what is activated [T, channels] and z [T, values]."""
+
+    shape: LightningShape
+
+    def __init__(self, ops: CpuOps, shape: LightningShape, memory: np.ndarray, told: np.ndarray) -> None:
+        super().__init__(ops, shape, memory, told, "lightning attention", loops, (shape.heads, shape.head_dim, shape.head_dim))
+        self.reference, self.decay = run_reference, np.empty(0, np.float32)
+        self.block[loops.HEADS : loops.SLOTS] = shape.heads, shape.head_dim
+
+    def recur_reference(self, mixed: np.ndarray, gates: np.ndarray, out: np.ndarray) -> None:
+        """A state is made again by the decays of the last pass."""
+        recur_reference(self, mixed, out)
+
+
+def run(states: LightningStates, vkq: np.ndarray, z: np.ndarray, w: Lightning, out: np.ndarray) -> None:
+    ops, block, shape, tokens = states.ops, states.block, states.shape, len(vkq)
+    raw, mixed, _ = states.passing(tokens)
+    block[X:MEMORY] = ops.at(vkq), tokens, ops.at(mixed), 0 if raw is None else ops.at(raw), 0, 0
+    block[loops.Z : loops.EPS] = ops.at(z), 0, ops.at(out), address(w.decay), address(w.norm.weight)
+    block.view(np.float64)[loops.EPS] = w.norm.eps
+    at = address(block)
+    ops.run(loops.mix_inputs, at, tokens * shape.channels >= SHARE_FROM, block)
+    ops.run(loops.recur, at, tokens * shape.state_floats >= SHARE_FROM, block)
+    ops.run(loops.normed_gates, at, tokens * shape.values >= SHARE_FROM, block)
+
+
+def run_reference(states: LightningStates, vkq: np.ndarray, z: np.ndarray, w: Lightning, out: np.ndarray) -> None:
+    states.ops.flush()
+    raw, mixed, _ = states.passing(len(vkq))
+    if raw is not None:
+        raw[:] = vkq
+    mixed[:], states.decay = reference_lightning.activated(vkq), w.decay
+    recur_reference(states, mixed, out)
+    out[:] = reference_lightning.normed_gates(out, z, w.norm.weight, w.norm.eps)
+
+
+def recur_reference(states: LightningStates, mixed: np.ndarray, out: np.ndarray) -> None:
+    """The recurrence, from slot to slot as the pass was told."""
+    shape, (source, target, after, kept) = states.shape, states.told()
+    v, k, q = (part.reshape(len(mixed), shape.heads, -1) for part in np.split(mixed, 3, axis=1))
+    s, at = np.zeros_like(states.state_of(0)) if source == NO_SLOT else states.state_of(source), 0
+    heads = out.reshape(len(out), shape.heads, -1)
+    for end, slot in ((after, kept), (len(out), target)):
+        if end > at:
+            heads[at:end], s = reference_lightning.recur(v[at:end], k[at:end], q[at:end], states.decay, s)
+            states.state_of(slot)[:], at = s, end

@@ -1,0 +1,80 @@
+"""The kernels of lightning attention: the activation of every token, the recurrence head by head, and the norm and gates behind it.
+
+Rows of a state are shared among threads as in `delta_loops.py`, with the same bits whatever their number and the cut of a prompt.
+`reference_lightning.py` says what is computed, `lightning_shape.py` how a slot lies.
+"""
+
+from __future__ import annotations
+
+from numpy import float32
+
+from ..compile import kernel
+from ..layout import NORM_RMS, SILU
+from ..state_shape import AFTER, FROM, KEPT, TO
+from .arithmetic import ONE, activate, exp, normalise_here
+from .conv_loops import CHANNELS, CONTROL, MEMORY, MIXED, OWN, SLOT, STATE, TOKENS, X, copy, keep_raw
+from .delta_loops import write_and_read
+from .intrinsics import f32_at, f64_at, fetch_add, i64_at
+
+SHARE = 4096  # floats of a state for one thread at a time: 16 KiB, which stay in the first-level cache
+
+# Behind those of `conv_loops`. Z and OUT [TOKENS, heads * head dim], DECAY [heads], NORM [heads * head dim], EPS a float64. Decays are no
+# token's own, so GATES is nowhere.
+Z, GATES, OUT, DECAY, NORM, EPS, HEADS, HEAD_DIM, SLOTS = range(OWN, OWN + 9)
+
+
+@kernel()
+def mix_inputs(args, worker, counter):
+    """MIXED = silu(X). Blocks are tokens."""
+    a = i64_at(args)
+    channels = a[CHANNELS]
+    while True:
+        t = fetch_add(counter, 1)
+        if t >= a[TOKENS]:
+            return
+        x, y = f32_at(a[X] + 4 * t * channels), f32_at(a[MIXED] + 4 * t * channels)
+        for i in range(channels):
+            y[i] = activate(x[i], SILU)
+        keep_raw(a, t)
+
+
+@kernel({"contract"})
+def recur(args, worker, counter):
+    """Blocks are some rows of a head's state."""
+    a = i64_at(args)
+    control, channels, heads, width, decays = i64_at(a[CONTROL]), a[CHANNELS], a[HEADS], a[HEAD_DIM], f32_at(a[DECAY])
+    source, target, after, kept, tokens = control[FROM], control[TO], control[AFTER], control[KEPT], a[TOKENS]
+    most = max(1, SHARE // width)
+    cuts = (width + most - 1) // most
+    while True:
+        block = fetch_add(counter, 1)
+        if block >= heads * cuts:
+            return
+        head, first = block // cuts, (block % cuts) * most
+        rows, place = min(most, width - first), a[STATE] + 4 * (head * width + first) * width
+        state = a[MEMORY] + target * a[SLOT] + place
+        copy(0 if source < 0 else a[MEMORY] + source * a[SLOT] + place, state, rows * width)
+        for t in range(tokens):
+            row = a[MIXED] + 4 * (t * channels + head * width)
+            v, k, q = f32_at(row + 4 * first), f32_at(row + 4 * heads * width), f32_at(row + 8 * heads * width)
+            out = f32_at(a[OUT] + 4 * (t * heads * width + head * width + first))
+            for j in range(rows):
+                out[j] = write_and_read(f32_at(state + 4 * j * width), k, q, width, decays[head], v[j])
+            if t + 1 == after:
+                copy(state, a[MEMORY] + kept * a[SLOT] + place, rows * width)
+
+
+@kernel({"contract"})
+def normed_gates(args, worker, counter):
+    """OUT = norm(OUT) * sigmoid(Z), over all heads together. Blocks are tokens."""
+    a = i64_at(args)
+    values, eps = a[HEADS] * a[HEAD_DIM], float32(f64_at(args)[EPS])
+    while True:
+        t = fetch_add(counter, 1)
+        if t >= a[TOKENS]:
+            return
+        at = 4 * t * values
+        normalise_here(a[OUT] + at, values, NORM_RMS, a[NORM], 0, eps)
+        y, z = f32_at(a[OUT] + at), f32_at(a[Z] + at)
+        for i in range(values):
+            y[i] *= ONE / (ONE + exp(-z[i]))

@@ -1,0 +1,151 @@
+"""MiniMax Text-01 and M1: lightning attention in seven of eight layers, attention in the others, and Mixtral's experts in all.
+
+A norm is taken of the stream itself, in its place, and what a branch makes is added to that, both multiplied by numbers of the config
+(DeepNorm). The sum is made of the branch's share of the stream's number first, which then multiplies both: experts read the norm as it is.
+
+Checkpoints hold what is written and read in one matrix, head by head; a store of the folder puts its rows in the order of the kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ...kernels.lightning_shape import LightningShape
+from ..config import Defaults, ModelConfig, decoder_config
+from ..config_reader import ConfigError, Keys, show
+from ..config_rope import RopeConfig, rope_config
+from . import LayerWeights, TensorRule
+from .deepseek_v3 import refuse_other_code
+from .llama import outer_tensors
+from .mixtral import NAMES, expert_tensors, mixture
+from .olmo_hybrid import FULL, LINEAR, demand_both
+
+if TYPE_CHECKING:
+    from ..block_ops import BlockOps
+    from ..cache import LayerCache
+    from ..kv.states import LayerStates
+    from ..rope import RopeTable
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors", "stored_rows"]
+
+# What is kept of the stream and what of a branch is added, by kind of branch: transformers' names, and those of the published models.
+SHARES = {"full": "full_attention", "linear": "linear_attention", "mlp": "mlp"}
+SPELLED = {(kind, part): (f"{kind}_attn_{part}_factor" if kind != "mlp" else f"mlp_{part}_factor", f"layernorm_{place}_{part}")
+           for kind, place in SHARES.items() for part in ("alpha", "beta")}
+KEYS_USED = frozenset({"attn_type_list", "auto_map", "layer_types", "num_experts", "num_experts_per_tok", "num_local_experts", "rotary_dim",
+                       *(name for names in SPELLED.values() for name in names)})
+# `block_size` is how transformers cuts a prompt; the rest is of training.
+KEYS_HARMLESS = frozenset({"block_size", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise", "shared_moe_mode"})
+REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "mlp_bias": False, "postnorm": True, "shared_intermediate_size": 0,
+                                        "sliding_window": None}
+SIZES = {"vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32}
+CODE = r"(configuration|modeling)_minimax_(text_01\.MiniMaxText01|m1\.MiniMaxM1)\w+"  # of the published ones
+THETA, STATE_EPS = 1e6, 1e-6
+JOINT, OWN = "self_attn.qkv_proj.weight", "self_attn.vkq_proj.weight"
+KEPT = {FULL: "kept.full", LINEAR: "kept.linear"}  # what multiplies the stream once a branch is added, as factors have it
+KEPT_MLP = "kept.mlp"
+
+
+def config(keys: Keys) -> ModelConfig:
+    refuse_other_code(keys, CODE)
+    base = Defaults(max_position_embeddings=131_072, num_key_value_heads=8, bos=1, eos=(2,), norm_eps=1e-5, sizes=SIZES)
+    layers = base.size(keys, "num_hidden_layers")
+    kinds = _kinds(keys, layers)
+
+    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig | None, ...]:
+        # The published models turn as many channels as rotary_dim says, whatever transformers does.
+        share = keys.integer("rotary_dim", head_dim, low=2, high=head_dim) / head_dim
+        rope = rope_config(keys, head_dim, positions, THETA, partial=True, share=share)
+        return tuple(rope if kind == FULL else None for kind in kinds)
+
+    shares = {kind: tuple(_share(keys, kind, part) for part in ("alpha", "beta")) for kind in SHARES}
+    added = {kind: beta / alpha for kind, (alpha, beta) in shares.items()}
+    kept = {KEPT[FULL]: shares["full"][0], KEPT[LINEAR]: shares["linear"][0], KEPT_MLP: shares["mlp"][0]}
+    heads = base.size(keys, "num_attention_heads")
+    head_dim = keys.integer("head_dim", base.size(keys, "hidden_size") // heads, high=1024)
+    own = mixture(keys, 8, 2, base.size(keys, "intermediate_size"), True, range(layers), "num_local_experts", factor=added["mlp"])
+    made = decoder_config(keys, base, ropes, mixture=own, state=LightningShape(heads, head_dim), state_norm_eps=STATE_EPS,
+                          state_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR),
+                          factors=tuple({**kept, "o": added["full"], "state_out": added["linear"]}.items()))
+    if made.hidden_act != "silu":
+        raise ConfigError(f"config.json: hidden_act = {show(keys.raw['hidden_act'])} is not supported for minimax models",
+                          "this family runs only with hidden_act = silu: its linear attention uses it too")
+    return made
+
+
+def _share(keys: Keys, kind: str, part: str) -> float:
+    """One of DeepNorm's numbers under either of its names."""
+    name, other = SPELLED[kind, part]
+    ours, published = keys.number(name, 1.0), keys.number(other, 1.0)
+    if 1.0 not in (ours, published) and ours != published:
+        raise ConfigError(f"config.json: {name} is {ours} and {other} {published}, which should be the same")
+    return published if ours == 1.0 else ours
+
+
+def _kinds(keys: Keys, layers: int) -> tuple[str, ...]:
+    """FULL or LINEAR, by layer: as layer_types says, or attn_type_list, whose zeros are linear attention."""
+    switches = keys.switches("attn_type_list", layers)
+    stated = keys.words("layer_types", layers)
+    listed = None if switches is None else tuple(FULL if each else LINEAR for each in switches)
+    if None not in (stated, listed) and tuple(stated) != listed:
+        raise ConfigError("config.json: layer_types and attn_type_list name other layers with attention", "one of the two is wrong")
+    return demand_both(stated or listed or tuple(LINEAR if layer % 2 else FULL for layer in range(layers)))
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    """Tensors of one layer by role: norms of the stream itself, before either branch."""
+    rules, own, prefix = expert_tensors(config, layer, "block_sparse_moe", NAMES), config.state, f"model.layers.{layer}."
+    rules["entry_norm"], rules["middle_norm"] = rules.pop("input_norm"), rules.pop("post_norm")
+    if layer not in config.state_layers:
+        return rules
+    hidden = config.hidden_size
+    rules = {role: rule for role, rule in rules.items() if ".self_attn." not in rule.name}
+    return rules | {"state_in": TensorRule(prefix + OWN, (own.channels, hidden)),
+                    "state_gate": TensorRule(f"{prefix}self_attn.output_gate.weight", (own.values, hidden)),
+                    "state_norm": TensorRule(f"{prefix}self_attn.norm.weight", (own.values,)),
+                    "state_out": TensorRule(f"{prefix}self_attn.out_proj.weight", (hidden, own.values))}
+
+
+def stored_rows(config: ModelConfig, layer: int) -> dict[str, tuple[str, np.ndarray]]:
+    """The name of what goes into a layer's state and reads it -> that of what it is stored as, and its rows there: heads have queries, keys
+    and values one by one."""
+    if layer not in config.state_layers:
+        return {}
+    heads, depth, prefix = config.state.heads, config.state.head_dim, f"model.layers.{layer}."
+    rows = np.arange(heads * 3 * depth).reshape(heads, 3, depth)
+    return {prefix + OWN: (prefix + JOINT, np.concatenate([rows[:, part].reshape(-1) for part in (2, 1, 0)]))}
+
+
+def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache | LayerStates, positions: np.ndarray, rope: RopeTable | None,
+          config: ModelConfig, layer: int, tap: Callable[[str, int, object], None]) -> object:
+    """x[T, D] -> x[T, D], with the taps of `llama.block`, of which block_in and mlp_in see what is normed already."""
+    x = ops.renormed(x, w.entry_norm)
+    tap("block_in", layer, x)
+    if w.state is not None:
+        mixed = kv.mix(ops.norm_linear(x, w.input_norm, w.state.products), w.state.own)
+        tap("state_out", layer, mixed)
+        x = ops.linear_add(mixed, w.state.out, x, None, config.factor("state_out"))
+    else:
+        q, k, v = ops.norm_linear(x, w.input_norm, [w.q, w.k, w.v])
+        q = ops.rope_heads(q, config.num_attention_heads, config.head_dim, positions, rope, None)
+        k = ops.rope_heads(k, config.num_key_value_heads, config.head_dim, positions, rope, None)
+        for name, seen in zip("qkv", (q, k, v), strict=True):
+            tap(name, layer, seen)
+        attended = kv.attend(q, k, v)
+        tap("attn_out", layer, attended)
+        x = ops.linear_add(attended, w.o, x, None, config.factor("o"))
+    x = _kept(ops, x, config.factor(KEPT[FULL if w.state is None else LINEAR]))
+    x = ops.renormed(x, w.middle_norm)
+    tap("mlp_in", layer, x)
+    x = ops.moe(x, w.post_norm, w.router, w.experts, config.mixture.routing, config.hidden_act, partial(tap, "visits", layer))
+    x = _kept(ops, x, config.factor(KEPT_MLP))
+    tap("block_out", layer, x)
+    return x
+
+
+def _kept(ops: BlockOps, x: object, factor: float) -> object:
+    return x if factor == 1.0 else ops.scaled(x, factor)
