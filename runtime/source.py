@@ -20,6 +20,7 @@ from .stores.stored_names import give_names, give_text_names
 from .weights.tied_head import leave_out_copy
 
 # Models whose folders hold matrices of experts with inputs before outputs (`turned_experts.py`), and whether all of them do.
+BY_ROWS = ("dbrx",)  # and those of all experts of a layer in one matrix, row by row (`expert_rows.py`)
 TURNED = {"llama4": True, "llama4_text": True, "qwen3_vl_moe": False}
 
 
@@ -63,6 +64,10 @@ def _rearranged(store: TensorStore, wide: str, low_bit: bool, kept: Callable[[st
         from .stores.turned_experts import turned
 
         store = turned(store, raw, TURNED[outer["model_type"]])
+    if raw.get("model_type") in BY_ROWS:
+        from .stores.expert_rows import experts_of_rows
+
+        store = experts_of_rows(store, raw)
     store = _in_own_form(store, raw, wide, low_bit, kept)
     from .stores.parted_rows import IN_ONE, JOINED, STACKED, parted
 
@@ -186,7 +191,8 @@ def _is_rearranged(path: Path) -> bool:
     from .stores.parted_rows import IN_ONE, JOINED, STACKED, stacks
 
     kind = read_json(path / "config.json").get("model_type")
-    if quantization_of(path) is not None or kind in ("gpt_oss", *IN_ONE, *JOINED, *TURNED) or kind in STACKED and stacks(read_config(path)):
+    made = ("gpt_oss", *IN_ONE, *JOINED, *TURNED, *BY_ROWS)
+    if quantization_of(path) is not None or kind in made or kind in STACKED and stacks(read_config(path)):
         return True
     with TensorStore.open(path) as store:
         return has_doubles(store)

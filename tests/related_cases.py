@@ -1,6 +1,6 @@
 """Tiny random models of families that are close to others, as `family_models.CASES`."""
 
-from family_sizes import FEW_EXPERTS, GLM_EXPERTS, LATENT, RAMP, Case, rope
+from family_sizes import CONTEXT, FEW_EXPERTS, GLM_EXPERTS, LATENT, RAMP, Case, rope
 
 # Latent attention of no two widths alike.
 PARTS = {"num_key_value_heads": 4, "q_lora_rank": 36, "kv_lora_rank": 48, "qk_nope_head_dim": 20, "qk_rope_head_dim": 16,
@@ -19,7 +19,14 @@ LIGHTNING = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_a
              "intermediate_size": 40, "num_local_experts": 6, "num_experts_per_tok": 2, "full_attn_alpha_factor": 3.5,
              "full_attn_beta_factor": 0.8, "linear_attn_alpha_factor": 2.5, "linear_attn_beta_factor": 1.25, "mlp_alpha_factor": 3.0,
              "mlp_beta_factor": 1.5, "eos_token_id": 7, "bos_token_id": 1}
+DBRX = {"d_model": 64, "n_heads": 4, "n_layers": 3, "max_seq_len": CONTEXT, "attn_config": {
+    "kv_n_heads": 2, "clip_qkv": 0.7, "rope_theta": 10_000.0}, "ffn_config": {"ffn_hidden_size": 40, "moe_num_experts": 6, "moe_top_k": 3}}
 RELATED = {
+    "dbrx": Case("dbrx", {**DBRX, "vocab_size": 301}, shard="100KB"),
+    "dbrx, shares as they come, wide clips, bfloat16": Case("dbrx", {
+        **DBRX, "attn_config": {"kv_n_heads": 1, "clip_qkv": 4.0, "rope_theta": 500.0}, "ffn_config": {
+            "ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2, "moe_normalize_expert_weights": None},
+        **rope("default", rope_theta=500.0)}, dtype="bfloat16"),
     # An epsilon so large that what is normed next shows what the stream was multiplied by.
     "minimax": Case("minimax", {**LIGHTNING, "head_dim": 32, "vocab_size": 301, "rms_norm_eps": 0.05}, shard="100KB"),
     "minimax_text_01, other layers, tied": Case("minimax_text_01", {

@@ -8,7 +8,7 @@ import pytest
 
 from effllm.kernels.lightning_shape import LightningShape
 from effllm.runtime.config import parse_config
-from effllm.runtime.families import minimax
+from effllm.runtime.families import dbrx, minimax
 
 sys.path.insert(0, str(Path(__file__).parent))
 from config_samples import refused
@@ -46,6 +46,25 @@ MINIMAX = {
     "num_local_experts": 32, "output_router_logits": False, "postnorm": True, "rms_norm_eps": 1e-5, "rope_theta": 10_000_000, "rotary_dim":
     64, "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0, "shared_intermediate_size": 0, "shared_moe_mode": "sigmoid",
     "sliding_window": None, "tie_word_embeddings": False, "use_cache": True, "vocab_size": 200_064}
+
+# As it is published.
+DBRX = {
+    "architectures": ["DbrxForCausalLM"], "attn_config": {"clip_qkv": 8, "kv_n_heads": 8, "model_type": "", "rope_theta": 500_000},
+    "auto_map": {"AutoConfig": "configuration_dbrx.DbrxConfig", "AutoModelForCausalLM": "modeling_dbrx.DbrxForCausalLM"}, "d_model": 6144,
+    "emb_pdrop": 0.0, "ffn_config": {"ffn_hidden_size": 10_752, "model_type": "", "moe_jitter_eps": 0, "moe_loss_weight": 0.05,
+                                     "moe_num_experts": 16, "moe_top_k": 4}, "initializer_range": 0.02, "max_seq_len": 32_768,
+    "model_type": "dbrx", "n_heads": 48, "n_layers": 40, "output_router_logits": False, "resid_pdrop": 0.0, "router_aux_loss_coef": 0.05,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": 100_352}
+
+
+def test_dbrx() -> None:
+    made, own = parse_config(DBRX, strict=True), parse_config(DBRX, strict=True).mixture
+    assert (made.hidden_size, made.num_hidden_layers, made.num_key_value_heads, made.head_dim) == (6144, 40, 8, 128)
+    assert (own.experts, own.per_token, own.width, own.renormalise) == (16, 4, 10_752, True)
+    assert made.clip_qkv == 8 and made.rope.theta == 500_000 and made.max_position_embeddings == 32_768
+    rules = dbrx.layer_tensors(made, 3)
+    joint = "transformer.blocks.3.norm_attn_norm.attn.Wqkv.weight"
+    assert [rules[role].part_of for role in "qkv"] == [(joint, 0, 8192), (joint, 6144, 8192), (joint, 7168, 8192)]
 
 
 def test_minimax_text_01() -> None:
@@ -86,12 +105,15 @@ def test_all_see_everything_where_north_micro_lists_no_kinds_of_layers() -> None
 
 
 @pytest.mark.parametrize(("raw", "key", "value"), [
-    (MINIMAX, "postnorm", False), (MINIMAX, "shared_intermediate_size", 64), (MINIMAX, "hidden_act", "gelu"),
+    (DBRX, "ffn_config", {"ffn_act_fn": {"name": "gelu"}}), (DBRX, "ffn_config", {"moe_normalize_expert_weights": 2.0}),
+    (DBRX, "tie_word_embeddings", True), (DBRX, "auto_map", {"AutoModel": "modeling_other.Other"}), (DBRX, "ffn_config",
+    {"moe_num_experts": 2, "moe_top_k": 3}), (MINIMAX, "postnorm", False), (MINIMAX, "shared_intermediate_size", 64), (
+    MINIMAX, "hidden_act", "gelu"),
     (MINIMAX, "attn_type_list", [0] * 80), (MINIMAX, "layer_types", ["full_attention"] + ["linear_attention"] * 79), (MINIMAX,
     "mlp_alpha_factor", 2.0), (MINIMAX, "rotary_dim", 256), (MINIMAX, "auto_map", {"AutoModel": "modeling_other.Other"}),
     (PHI_4, "auto_map", {"AutoModel": "modeling_other.Other"}), (PHI_4, "mlp_bias", True), (PHI_4, "full_attn_mod", 2),
     (COMPASS, "rope_parameters", {WINDOW: {}}), (COMPASS, "rope_parameters", {WINDOW: {}, ALL: 3}), (COMPASS, "use_qk_norm", True),
     (COMPASS, "layer_types", ["chunked_attention"] * 4), (COMPASS, "head_dim", 32)])
 def test_what_they_may_not_have_is_named(raw: dict[str, object], key: str, value: object) -> None:
-    known = key if key != "attn_type_list" else "layer_types"
+    known = {"attn_type_list": "layer_types", "ffn_config": "num_experts_per_tok" if "moe_top_k" in str(value) else key}.get(key, key)
     refused({**raw, key: value}, known if value != {WINDOW: {}, ALL: 3} else "rotary positions of full_attention")

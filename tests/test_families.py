@@ -123,6 +123,8 @@ def test_logits_of_single_steps(pair: Pair) -> None:
 PECULIAR = {
     "minimax": [{"factors": {role: 1.0}} for role in ("o", "state_out", "kept.full", "kept.linear", "kept.mlp")] + [
         {"mixture": {"factor": 1.0}}, {"mixture": {"renormalise": False}}, {"norm_eps": 1e-5}, {"state_norm_eps": 1.0}],
+    "dbrx": [{"clip_qkv": None}, {"norm_kind": "rms"}, {"norm_eps": 1e-1}] + [
+        {"mixture": each} for each in ({"renormalise": False}, {"per_token": 1})],
     "phi3": [{"windows": (None,) * 3}],
     "phi4_multimodal": [{"ropes": {"partial_rotary_factor": 1.0}}, {"norm_eps": 1e-1}],
     "cohere_compass_text": [{"windows": (None,) * 4}, {"ropes": 0}, {"ropes": 3}, {"norm_kind": "rms"}, {"logits_scaling": 1.0}],
@@ -296,7 +298,7 @@ def test_every_peculiarity_of_a_family_shows(name: str, tmp_path: Path) -> None:
                                   "jamba", "jamba, no experts, tied, bfloat16", "mamba", "mamba2", "falcon_mamba",
                                   "bailing_hybrid", "bailing_hybrid, no bound, other layers, bfloat16",
                                   "flint", "kolibri1", "laguna", "laguna, gates of channels, other layers, bfloat16",
-                                  "bloom", "minimax", "mimo_v2_flash", "mpt", "zamba2",
+                                  "bloom", "dbrx", "minimax", "mimo_v2_flash", "mpt", "zamba2",
                                   "zamba2, one block, no positions, groups, bfloat16"])
 def test_the_other_backend_agrees(name: str, tmp_path: Path) -> None:
     """Layers on torch, on CPU tensors: the same logits."""

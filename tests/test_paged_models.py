@@ -105,7 +105,7 @@ FAMILIES = {"mixtral": 12, "mixtral, window, bfloat16": 12, "qwen3_moe": 20, "qw
             "phimoe": 14, "granitemoe_swa": 20, "bailing_moe_v2": 13, "hy_v3": 13, "cohere2_moe": 14, "flex_olmo": 16,
             "llama4_text, two of a token, dense layers, bfloat16": 8, "dots1": 13, "lfm2_moe": 20,
             "granitemoehybrid, experts, bfloat16": 12, "granitemoeshared": 16, "hunyuan_v1_moe": 20,
-            "jamba": 9, "kimi_linear": 26, "minimax": 14, "nemotron_h, experts": 16,
+            "jamba": 9, "kimi_linear": 26, "minimax": 14, "dbrx": 12, "nemotron_h, experts": 16,
             "nemotron_h, groups of experts, bfloat16": 16}
 
 

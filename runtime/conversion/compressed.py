@@ -62,6 +62,7 @@ NOT_WRITTEN = {**dict.fromkeys(("gpt_oss", "granitemoe", "granitemoe_swa", "gran
                "falcon": "other tools want their queries, keys and values joined group by group",
                "internlm2": "other tools want their queries, keys and values joined group by group",
                **dict.fromkeys(("bloom", "gpt_neox"), "other tools want their queries, keys and values joined head by head"),
+               "dbrx": "other tools want their experts joined",
                "mpt": "no other tool was found to read them so",
                "falcon_h1": "no other tool was found to read what its config multiplies by so",
                "nemotron_h": "no other tool was found to read their layers so",

@@ -1,0 +1,73 @@
+"""DBRX (Databricks, 132B-A36B): Llama's attention under norms that take the mean off and have no bias, with queries, keys and values that
+are clipped, and in every layer sixteen experts of which a token visits four.
+
+Checkpoints hold queries, keys and values in one matrix, and a layer's gates, ups and downs in one each; `expert_rows.py` takes these apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ..config import MAX_LAYERS, MAX_POSITIONS, MOST, Defaults, ModelConfig, decoder_config
+from ..config_reader import ConfigError, Keys, show
+from ..config_rope import RopeConfig, rope_config
+from . import TensorRule, llama
+from .deepseek_v3 import refuse_other_code
+from .llama import block
+from .mixtral import mixture, mixture_tensors
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({"attn_config", "auto_map", "d_model", "ffn_config", "max_seq_len", "n_heads", "n_layers"})
+# The number of key-value heads and the widths are those of the sections, whatever stands beside them.
+KEYS_HARMLESS = frozenset({"emb_pdrop", "num_key_value_heads", "output_router_logits", "rms_norm_eps", "router_aux_loss_coef"})
+REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "hidden_act": "silu", "layer_types": None, "mlp_bias": False,
+                                        "sliding_window": None, "tie_word_embeddings": False}
+CODE = r"(configuration|modeling)_dbrx\.Dbrx\w+"  # of the published ones, which became part of transformers
+NAMES = {"gate": "w1", "up": "v1", "down": "w2"}
+JOINT = "norm_attn_norm.attn.Wqkv"
+PLACES = {"o": "norm_attn_norm.attn.out_proj", "input_norm": "norm_attn_norm.norm_1", "post_norm": "norm_attn_norm.norm_2"}
+
+
+def config(keys: Keys) -> ModelConfig:
+    refuse_other_code(keys, CODE)
+    usual = {"hidden_size": ("d_model", 2048, MOST["hidden_size"]), "num_hidden_layers": ("n_layers", 24, MAX_LAYERS),
+             "num_attention_heads": ("n_heads", 16, 4096), "max_position_embeddings": ("max_seq_len", 2048, MAX_POSITIONS)}
+    sizes = {name: keys.integer(own, default, high=most) for name, (own, default, most) in usual.items()}
+    attends, feeds = (Keys(keys.section(name) or {}, f"config.json: {name}") for name in ("attn_config", "ffn_config"))
+    activated = (feeds.section("ffn_act_fn") or {}).get("name", "silu")
+    power = feeds.number("moe_normalize_expert_weights", 1.0 if "moe_normalize_expert_weights" not in feeds.raw else None)
+    if activated != "silu" or power not in (1.0, None):
+        name, value = ("ffn_act_fn", activated) if activated != "silu" else ("moe_normalize_expert_weights", power)
+        raise ConfigError(f"config.json: ffn_config.{name} = {show(value)} is not supported for dbrx models",
+                          "this family runs with silu, and shares that add up to 1 or are as they come")
+    experts = Keys({"num_local_experts": feeds.integer("moe_num_experts", 4), "num_experts_per_tok": feeds.integer("moe_top_k", 1)})
+    theta = attends.number("rope_theta", 10_000.0, above=1.0)
+
+    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
+        return (rope_config(keys, head_dim, positions, theta),) * sizes["num_hidden_layers"]
+
+    width = feeds.integer("ffn_hidden_size", 3584, high=2**22)
+    own = mixture(experts, 4, 1, width, power is not None, range(sizes["num_hidden_layers"]), "num_local_experts")
+    base = Defaults(max_position_embeddings=2048, eps_key=None, norm_eps=1e-5, sizes={"vocab_size": 32_000})  # torch's epsilon
+    said = keys.saying(**sizes, intermediate_size=width, num_key_value_heads=attends.integer("kv_n_heads", 1, high=4096))
+    return decoder_config(said, base, ropes, norm_kind="layer", clip_qkv=attends.number("clip_qkv", None), mixture=own)
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    """Tensors of one layer by role. The parts of what is stored as one matrix have Llama's names."""
+    prefix = f"transformer.blocks.{layer}."
+    rules = {role: rule for role, rule in llama.layer_tensors(config, layer).items() if role not in NAMES}
+    sizes, first = [rules[role].shape[0] for role in ("q", "k", "v")], 0
+    for role, rows in zip(("q", "k", "v"), sizes, strict=True):
+        rules[role] = TensorRule(rules[role].name, rules[role].shape, part_of=(f"{prefix}{JOINT}.weight", first, sum(sizes)))
+        first += rows
+    rules |= {role: replace(rules[role], name=f"{prefix}{place}.weight") for role, place in PLACES.items()}
+    rules |= mixture_tensors(config, f"{prefix}ffn.", NAMES)
+    return rules | {"router": replace(rules["router"], name=f"{prefix}ffn.router.layer.weight")}
+
+
+def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
+    names = {"embed": "transformer.wte.weight", "norm": "transformer.norm_f.weight"}
+    return {role: replace(rule, name=names.get(role, rule.name)) for role, rule in llama.outer_tensors(config).items()}
