@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..config import MAX_LAYERS, ModelConfig
+from ..config import MAX_LAYERS, MAX_POSITIONS, ModelConfig
 from ..config_reader import ConfigError, Keys
 from ..config_rope import GLOBAL, LOCAL, RopeConfig, rope_of
 from . import cohere
@@ -15,8 +15,9 @@ from .qwen2 import windows_of
 __all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
 
 KEYS_USED = cohere.KEYS_USED - {"use_qk_norm"} | {"layer_types", "sliding_window"}
-# `pooling` is of models that classify, the others as of Cohere 2; transformers reads no pattern where no types of layers are listed.
-KEYS_HARMLESS = cohere.KEYS_HARMLESS | {"cache_implementation", "layer_switch", "pooling", "sliding_window_pattern"}
+# `pooling` is of models that classify; transformers too passes over a rope_theta beside the sections, and over a pattern where no types of
+# layers are listed; the others as of Cohere 2.
+KEYS_HARMLESS = cohere.KEYS_HARMLESS | {"cache_implementation", "layer_switch", "pooling", "rope_theta", "sliding_window_pattern"}
 REFUSED_UNLESS: Mapping[str, object] = {
     **{key: value for key, value in cohere.REFUSED_UNLESS.items() if key not in ("layer_types", "position_embedding_type",
                                                                                  "sliding_window")},
@@ -32,8 +33,11 @@ def config(keys: Keys) -> ModelConfig:
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig | None, ...]:
         sections = keys.section("rope_parameters") or {}
+        if keys.section("rope_scaling") is not None:
+            raise ConfigError("config.json: rope_scaling is not supported for cohere_compass_text models", NEEDED)
+        original = keys.integer("original_max_position_embeddings", None, high=MAX_POSITIONS)
         kinds = tuple(LOCAL if own is not None else GLOBAL for own in windows)
-        found = {kind: _of_kind(sections, kind, head_dim, positions) for kind in dict.fromkeys(kinds)}
+        found = {kind: _of_kind(sections, kind, head_dim, positions, original) for kind in dict.fromkeys(kinds)}
         return tuple(found[kind] for kind in kinds)
 
     # Logits of a config without a scale are what the head makes; Cohere 2 has a scale all the same.
@@ -41,7 +45,8 @@ def config(keys: Keys) -> ModelConfig:
     return cohere_config(keys.saying(logit_scale=scale), ropes, windows=windows)
 
 
-def _of_kind(sections: Mapping[str, object], kind: str, head_dim: int, positions: int) -> RopeConfig | None:
+def _of_kind(sections: Mapping[str, object], kind: str, head_dim: int, positions: int,
+             original: int | None) -> RopeConfig | None:
     """Rotary positions of one kind of layers, None where its section is null: such layers do not turn."""
     where = f"config.json: rotary positions of {kind}"
     if kind not in sections:
@@ -49,4 +54,4 @@ def _of_kind(sections: Mapping[str, object], kind: str, head_dim: int, positions
     own = sections[kind]
     if own is not None and not isinstance(own, dict):
         raise ConfigError(f"{where} are no section", NEEDED)
-    return None if own is None else rope_of(Keys(own, where), head_dim, positions, 10_000.0)
+    return None if own is None else rope_of(Keys(own, where), head_dim, positions, 10_000.0, original)

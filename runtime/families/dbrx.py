@@ -20,10 +20,8 @@ from .mixtral import mixture, mixture_tensors
 __all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
 
 KEYS_USED = frozenset({"attn_config", "auto_map", "d_model", "ffn_config", "max_seq_len", "n_heads", "n_layers"})
-# The number of key-value heads and the widths are those of the sections, whatever stands beside them.
-KEYS_HARMLESS = frozenset({"emb_pdrop", "num_key_value_heads", "output_router_logits", "rms_norm_eps", "router_aux_loss_coef"})
-REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "hidden_act": "silu", "layer_types": None, "mlp_bias": False,
-                                        "sliding_window": None, "tie_word_embeddings": False}
+KEYS_HARMLESS = frozenset({"emb_pdrop", "output_router_logits", "rms_norm_eps", "router_aux_loss_coef"})
+REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "layer_types": None, "mlp_bias": False, "sliding_window": None}
 CODE = r"(configuration|modeling)_dbrx\.Dbrx\w+"  # of the published ones, which became part of transformers
 NAMES = {"gate": "w1", "up": "v1", "down": "w2"}
 JOINT = "norm_attn_norm.attn.Wqkv"
@@ -51,7 +49,9 @@ def config(keys: Keys) -> ModelConfig:
     width = feeds.integer("ffn_hidden_size", 3584, high=2**22)
     own = mixture(experts, 4, 1, width, power is not None, range(sizes["num_hidden_layers"]), "num_local_experts")
     base = Defaults(max_position_embeddings=2048, eps_key=None, norm_eps=1e-5, sizes={"vocab_size": 32_000})  # torch's epsilon
-    said = keys.saying(**sizes, intermediate_size=width, num_key_value_heads=attends.integer("kv_n_heads", 1, high=4096))
+    if keys.flag("tie_word_embeddings", False):
+        raise ConfigError("config.json: tie_word_embeddings = true is not supported for dbrx models", "this family has a head of its own")
+    said = keys.saying(**sizes, hidden_act="silu", intermediate_size=width, num_key_value_heads=attends.integer("kv_n_heads", 1, high=4096))
     return decoder_config(said, base, ropes, norm_kind="layer", clip_qkv=attends.number("clip_qkv", None), mixture=own)
 
 

@@ -36,8 +36,8 @@ __all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "co
 SHARES = {"full": "full_attention", "linear": "linear_attention", "mlp": "mlp"}
 SPELLED = {(kind, part): (f"{kind}_attn_{part}_factor" if kind != "mlp" else f"mlp_{part}_factor", f"layernorm_{place}_{part}")
            for kind, place in SHARES.items() for part in ("alpha", "beta")}
-KEYS_USED = frozenset({"attn_type_list", "auto_map", "layer_types", "num_experts", "num_experts_per_tok", "num_local_experts", "rotary_dim",
-                       *(name for names in SPELLED.values() for name in names)})
+KEYS_USED = frozenset({"attn_type_list", "auto_map", "layer_types", "num_experts", "num_experts_per_tok", "num_local_experts",
+                       "partial_rotary_factor", "rotary_dim", *(name for names in SPELLED.values() for name in names)})
 # `block_size` is how transformers cuts a prompt; the rest is of training.
 KEYS_HARMLESS = frozenset({"block_size", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise", "shared_moe_mode"})
 REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "mlp_bias": False, "postnorm": True, "shared_intermediate_size": 0,
@@ -67,7 +67,7 @@ def config(keys: Keys) -> ModelConfig:
     kept = {KEPT[FULL]: shares["full"][0], KEPT[LINEAR]: shares["linear"][0], KEPT_MLP: shares["mlp"][0]}
     heads = base.size(keys, "num_attention_heads")
     head_dim = keys.integer("head_dim", base.size(keys, "hidden_size") // heads, high=1024)
-    own = mixture(keys, 8, 2, base.size(keys, "intermediate_size"), True, range(layers), "num_local_experts", factor=added["mlp"])
+    own = mixture(keys, 8, 2, base.size(keys, "intermediate_size"), True, range(layers), factor=added["mlp"])
     made = decoder_config(keys, base, ropes, mixture=own, state=LightningShape(heads, head_dim), state_norm_eps=STATE_EPS,
                           state_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR),
                           factors=tuple({**kept, "o": added["full"], "state_out": added["linear"]}.items()))
