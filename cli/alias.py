@@ -51,7 +51,7 @@ def alias(context: typer.Context, name: Name = None, model: Target = None, rm: R
         check_alias(name)
         entry = entry_for(name, model, variables)
         write_alias(variables, entry)
-        said = f"{name} is {entry.packaged or entry.repo or entry.path}" + (f"@{entry.revision}" if entry.revision != "main" else "")
+        said = f"{name} is {entry.stands_for}" + (f"@{entry.revision}" if entry.revision != "main" else "")
         if any(each.alias == name for each in packaged()):
             said += f"; what effllm itself knows by that name comes back with `effllm alias --rm {name}`"
     else:
@@ -65,5 +65,5 @@ def alias(context: typer.Context, name: Name = None, model: Target = None, rm: R
         return
     if name is None and (own or screen.report_width is None):  # a heading alone is for scripts
         screen.table(("alias", "model", "licence"),
-                     [(entry.alias, str(entry.packaged or entry.repo or entry.path), shown_licence(entry.licence)) for entry in own])
+                     [(entry.alias, entry.stands_for, shown_licence(entry.licence)) for entry in own])
     screen.note(said)

@@ -52,7 +52,7 @@ def chat(context: typer.Context, model: Model, answer: AnswerFlags, sampling: Sa
         demand_room(answer.max_tokens, "leave -n away, or for a prompt that is only read: effllm run MODEL PROMPT -n 0")
     engine = with_draft(engine, screen)
     options = engine.options(overflow=answer.overflow)
-    here = seeing_with(at_hand(found, weights, options, screen, yes), mmproj)
+    here = seeing_with(at_hand(found, weights, options, screen, yes), mmproj, screen)
     with at_bits(here, weights, screen, options) as ref, offered(tools, ref, engine, screen) as use:
         if text is not None:
             return answer_once(screen, ref, text, answer, sampling, engine, saving, show=show, tools=use)

@@ -14,7 +14,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, TextIO
 from .. import DiskFull, EffllmError, lacks_room
 
 if TYPE_CHECKING:
+    from ..runtime.library.ollama import Stored
     from .server.overseen import Overseer
     from .settings import Setting
 
@@ -156,10 +157,47 @@ class Environment:
         """Whether files have settings of single models; where none is read, as for a trial, they have not."""
         return any(each.models for each in getattr(self.settings, "files", ()))
 
+    def may_tell_of(self, words: Iterable[str]) -> bool:
+        """Whether anything could be said of a single model that a line of these words asks for."""
+        return self.names_models or any(map(self._is_kept_elsewhere, words))
+
     def ask_for(self, model: str) -> None:
-        """From here on what files say of this model holds before what they say of all. Raises UsageError where a file is wrong."""
+        """From here on what files say of this model holds before what they say of all, and beneath both what another program that keeps it
+        says. Raises UsageError where a file is wrong."""
         if self.names_models:
             self.settings = self.settings.of(model)
+        if self._is_kept_elsewhere(model):
+            from .ollama_words import settings_of
+            from .screen import Screen
+
+            if (stored := self._stored_elsewhere(model)) is not None:
+                told, left = settings_of(stored, model)
+                self.settings = self.settings.above(told)
+                for each in left:
+                    Screen(self).note(each)
+
+    def _is_kept_elsewhere(self, word: str) -> bool:
+        """Whether a word may name a model that Ollama keeps: by itself, or as an alias. Without a look into its library."""
+        return word.lower().startswith("ollama:") or word.lower() in self._library_aliases
+
+    @cached_property
+    def _library_aliases(self) -> Mapping[str, str]:
+        """The person's aliases of models of other programs. A file without such is not taken apart."""
+        from ..runtime.library.aliases import library_aliases
+
+        return library_aliases(self.variables)
+
+    def _stored_elsewhere(self, model: str) -> Stored | None:
+        from ..runtime.library.model_name import parse_reference
+        from ..runtime.library.programs import find
+
+        try:
+            reference = parse_reference(model, self.variables)
+            alias = self._library_aliases.get(reference.name.lower())
+            reference = reference if alias is None else parse_reference(alias, self.variables)
+            return find(reference, self.variables).stored if reference.program else None
+        except EffllmError:  # which whoever asks for the model is told
+            return None
 
     @property
     def config_folder(self) -> Path:

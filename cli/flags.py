@@ -140,7 +140,7 @@ def switched(parameter: Any, library: Callable[[Any, Any], Any], context: typer.
 def from_file(parameter: Any, context: typer.Context, otherwise: Any) -> Any:
     """What the files of settings say of a flag that was not given."""
     environment = context.find_root().obj
-    if (line := context.meta.pop(LINE, None)) is not None and environment.names_models:
+    if (line := context.meta.pop(LINE, None)) is not None and environment.may_tell_of(line):
         if (model := asked_for(context, line)) is not None:
             environment.ask_for(model)
     setting = environment.settings.get(long_name(parameter.opts).removeprefix("--"))

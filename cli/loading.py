@@ -48,8 +48,9 @@ def find(model: str, screen: Screen) -> ModelRef:
 def find_any(model: str, screen: Screen) -> ModelRef:
     """`find` for a command that goes on with `at_bits`: the name may end in a format."""
     from ..runtime.catalog import resolve
+    from ..runtime.library.model_name import OF_PROGRAM
 
-    if " " in model.strip() and not Path(model).exists():
+    if " " in model.strip() and not Path(model).exists() and not OF_PROGRAM.match(model):
         raise ModelNotFound(f"{shortened(model)!r} is no model: the model comes first, then the prompt",
                             f'effllm run fable "{shortened(model)}"')
     ref = resolve(model, screen.environment.variables)
@@ -82,14 +83,22 @@ def at_hand(found: ModelRef | Absent, weights: WeightFlags, options: EngineOptio
     return offer(found, bits, "bits" in weights.settled and found.reference.variant is None, screen, yes, options)
 
 
-def seeing_with(ref: ModelRef, mmproj: str | None) -> ModelRef:
-    """The model with the file of --mmproj, which is judged before weights are read. Raises EffllmError for one that does not go with it."""
-    if mmproj is None:
+def seeing_with(ref: ModelRef, mmproj: str | None, screen: Screen) -> ModelRef:
+    """The model with the file of --mmproj, which is judged before weights are read. Raises EffllmError for one that does not go with it.
+    What another program keeps for the model to see with is left out, in words, where it is not read here: text works without."""
+    if mmproj is None and ref.mmproj is None:
         return ref
     from ..runtime.config import read_config
     from ..runtime.images.album import demand_sight
     from .attachment import named_path
 
+    if mmproj is None:
+        try:
+            demand_sight(ref.whole, read_config(ref.whole), ref.mmproj)
+        except EffllmError as error:
+            screen.note(f"{ref.text} takes no pictures here: {error.message}")
+            return replace(ref, mmproj=None)
+        return ref
     path = str(named_path(mmproj))
     demand_sight(ref.whole, read_config(ref.whole), path)
     return replace(ref, mmproj=path)

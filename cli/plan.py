@@ -87,7 +87,7 @@ def prepared_for(model: str, weights: BitsFlag, engine: RunFlags, screen: Screen
     from ..runtime.planning.forecast import prepare_at
     from ..runtime.prepare import prepare
 
-    ref = seeing_with(find_any(model, screen), mmproj)
+    ref = seeing_with(find_any(model, screen), mmproj, screen)
     spec = bits_for(ref, weights, screen)
     options = engine.options(parallel=parallel, sight=str(ref.whole), mmproj=ref.mmproj)
     text = text_side(ref.folder, options)

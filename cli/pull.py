@@ -61,6 +61,9 @@ def pull(context: typer.Context, model: AbsentModel, bits: Bits = None, keep: Ke
     reference = parse_reference(model, variables)
     if reference.path is not None:
         raise UsageError(f"{model} is a path, and pull fetches from the hub", "give an alias or org/repo: effllm list --all")
+    if reference.program is not None:
+        raise UsageError(f"{model} is what another program keeps, and pull fetches from the hub",
+                         f"ollama pull {typed(reference.of_program)}" if reference.program == "ollama" else "give an alias or org/repo")
     gives_way = bits is not None and not is_typed(context, "bits")
     if gives_way and reference.file is not None and reference.variant is None:
         screen.note(f"{model}: a file of a repository is pulled as it is: bits of {origin(screen.environment, 'bits')} is left out")
@@ -103,7 +106,7 @@ def say_without_hub(entry: CatalogEntry, screen: Screen, json: bool) -> None:
     if json:
         screen.json({"folder": str(folder), "bytes_loaded": 0, "seconds": 0.0, "plan": None})
     else:
-        place = f"it is at {folder}" if entry.own else "it comes with effllm"
+        place = f"it is {entry.library or f'at {folder}'}" if entry.own else "it comes with effllm"
         screen.note(f"{entry.alias} needs no download: {place}; effllm run {entry.alias}")
 
 

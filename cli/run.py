@@ -93,7 +93,7 @@ def run(context: typer.Context, model: AnyModel = None, prompt: Prompt = None, f
         where_typing_shows(screen, model)
     engine = with_draft(engine, screen)
     options = engine.options(overflow=answer.overflow)
-    here = seeing_with(at_hand(found, weights, options, screen, yes), mmproj)
+    here = seeing_with(at_hand(found, weights, options, screen, yes), mmproj, screen)
     pictures = read_pictures(image or (), here)
     with at_bits(here, weights, screen, options) as ref, offered(replace(tools, mcp=None) if raw else tools, ref, engine, screen) as use:
         if text is not None:

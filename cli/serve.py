@@ -131,7 +131,7 @@ def serve(context: typer.Context, models: Models = None, host: Host = "127.0.0.1
                                                       name or own_name(ref.text), names_beside(name, overseer is not None, model, ref.text),
                                                       queue, quiet, json), screen)
             return 0
-        with at_bits(seeing_with(ref, mmproj), weights, screen, options) as ref:
+        with at_bits(seeing_with(ref, mmproj, screen), weights, screen, options) as ref:
             from ..runtime.answers.replies import Replies, Wish
             from ..runtime.answers.rounds import Rounds
             from ..runtime.tokens.stream_filters import StopStrings

@@ -65,6 +65,13 @@ class Settings(dict[str, Setting]):
     def of(self, model: str) -> Settings:
         return Settings(self.files, model)
 
+    def above(self, weakest: FileSettings) -> Settings:
+        """These, and beneath them what no file says."""
+        made = Settings(self.files)
+        made.clear()
+        made.update({**weakest.every, **self})
+        return made
+
 
 def _said_of(models: Mapping[str, Mapping[str, Setting]], name: str) -> Mapping[str, Setting]:
     """By the name as it was typed, else without what stands behind it (`:4bit`, `@revision`)."""

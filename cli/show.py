@@ -45,7 +45,7 @@ def show(context: typer.Context, model: Model, mmproj: Mmproj = None, json: Json
 
         show_encoder(model, ref, screen, json)
         return
-    ref = seeing_with(ref, mmproj)
+    ref = seeing_with(ref, mmproj, screen)
     prepared = prepare(ref.folder, EngineOptions(device="cpu", ctx=1, ram=UNLIMITED))
     config, container, album = read_config(ref.folder), prepared.container, album_of(ref.whole, prepared.config, ref.mmproj)
     sight = None if album is None else album.sight

@@ -8,6 +8,7 @@ trailing bytes is refused even where each tensor alone would be readable; such a
 
 import json
 import os
+import re
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -25,6 +26,7 @@ DTYPE_BITS = {
 }  # fmt: skip
 
 AGAIN = "download the model again"
+BLOB = re.compile(r"sha256[-:][0-9a-f]{64}")
 
 
 class CheckpointError(EffllmError):
@@ -108,7 +110,12 @@ def _tensor(path: Path, name: str, entry: Any, data_begin: int, size: int) -> Te
 
 def is_gguf(path: Path) -> bool:
     """Whether this is the name of a GGUF file, the one format in which a model is no folder. Here, apart from what reads it and NumPy."""
-    return path.suffix.lower() == ".gguf"
+    return path.suffix.lower() == ".gguf" or is_blob(path.name)
+
+
+def is_blob(name: str) -> bool:
+    """Whether this is what Ollama's library calls a file: by its checksum, without an ending."""
+    return BLOB.fullmatch(name) is not None
 
 
 def _is_count(value: Any) -> bool:

@@ -35,7 +35,8 @@ class ModelRef:
 
     `variant` is the format that was named after a colon (`fable:4bit`): the folder holds the model that it is to be made of. `notice`
     says what a person may not expect of the choice. `seen_from`: what it was made of, where that sees. `mmproj`: the file that a person
-    named for what it sees with.
+    named for what it sees with, or that another program keeps for it. `go_template`: the file of the template by which that program asks
+    it.
     """
 
     text: str
@@ -51,6 +52,7 @@ class ModelRef:
     notice: str = ""
     seen_from: Path | None = None
     mmproj: str | None = None
+    go_template: Path | None = None
 
     @property
     def whole(self) -> Path:
@@ -73,8 +75,12 @@ def resolve(text: str, env: Mapping[str, str]) -> ModelRef:
 def _resolve(reference: Reference, env: Mapping[str, str]) -> ModelRef:
     if reference.path is not None:
         return _from_path(reference, reference.path)
+    if reference.program is not None:
+        return _from_program(reference, reference, env)
     entries = catalog(env)
     entry = find_entry(entries, reference.name)
+    if entry is not None and entry.library:
+        return _from_library_entry(reference, entry, env)
     if entry is not None and entry.path is not None:
         return _from_path_entry(reference, entry)
     if entry is not None:
@@ -90,6 +96,29 @@ def _resolve(reference: Reference, env: Mapping[str, str]) -> ModelRef:
     if found is None:
         raise _not_found(reference, entries, env)
     return found
+
+
+def _from_program(reference: Reference, own: Reference, env: Mapping[str, str], alias: str | None = None) -> ModelRef:
+    """The file of a model of another program that `own` names."""
+    from .library.programs import find
+
+    kept = find(own, env)
+    stored = kept.stored
+    return _from_gguf(reference, kept.file, alias=alias, licence=kept.licence,
+                      mmproj=None if kept.projector is None or stored is None else str(kept.projector),
+                      go_template=None if stored is None else stored.first("template"))
+
+
+def _from_library_entry(reference: Reference, entry: CatalogEntry, env: Mapping[str, str]) -> ModelRef:
+    """What another program keeps under the name that an alias stands for."""
+    own = parse_reference(entry.library, env)
+    if own.program is None:
+        raise ModelNotFound(f"{entry.alias} is an alias of {show(entry.library)}, which is no model of another program",
+                            f"give the alias another model: effllm alias {entry.alias} MODEL")
+    try:
+        return _from_program(reference, own, env, entry.alias)
+    except ModelNotFound as error:
+        raise ModelNotFound(f"{entry.alias}: {error.message}", error.hint or LOOK) from error
 
 
 def find_entry(entries: Iterable[CatalogEntry], name: str) -> CatalogEntry | None:
@@ -297,11 +326,20 @@ def _not_found(reference: Reference, entries: Iterable[CatalogEntry], env: Mappi
         return _absent(reference, name, f"{name} is only partly downloaded", f"to complete it: {pull}")
     is_repo = "/" in name and hub.is_repo(name) and not OLLAMAS.match(name)
     meant = slips(name, repos | {entry.repo for entry in entries if entry.repo}) if is_repo else _meant_by(name, entries, repos)
+    if (there := _in_ollama(name, env)) is not None:
+        meant = [there]
     if meant:
         return ModelNotFound(f"there is no model {show(name)}", f"did you mean {' or '.join(meant)}?")
     if is_repo:
         return _absent(reference, name, f"{name} is not on this machine", pull)
     return ModelNotFound(f"there is no model {show(name)}", ELSEWHERE)
+
+
+def _in_ollama(name: str, env: Mapping[str, str]) -> str | None:
+    """What to type for a name that leads nowhere here and is one of Ollama's library."""
+    from .library.programs import here_as
+
+    return here_as(name, env)
 
 
 def _meant_by(name: str, entries: Sequence[CatalogEntry], repos: Iterable[str]) -> list[str]:

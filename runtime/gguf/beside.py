@@ -6,16 +6,25 @@ from __future__ import annotations
 from pathlib import Path
 
 from ... import UsageError
+from ...offload.header import is_blob
 from ..hub import names_in
 from . import names
 
+NOTED = (".json", ".etag")  # beside a file in llama.cpp's cache, whose name begins with its repository's
 SNAPSHOTS = "snapshots"  # of a repository in the hub cache, a folder for each commit
 
 
 def projectors_beside(model: Path) -> list[Path]:
-    """In the nearest folder that has any; of one in several precisions that which is taken first."""
+    """In the nearest folder that has any; of one in several precisions that which is taken first. In llama.cpp's cache, one folder for all,
+    those of the model's repository."""
+    if is_blob(model.name):  # which of thousands belong to it, names do not say
+        return []
     for folder in _folders(model):
-        if found := names.projectors(names_in(folder)):
+        here = names_in(folder)
+        found = names.projectors(here)
+        if {f"{model.name}{ending}" for ending in NOTED} & {*here}:
+            found = [name for name in found if model.name.startswith(name[: name.lower().index("mmproj")])]
+        if found:
             return [folder / name for name in found]
     return []
 

@@ -23,13 +23,13 @@ from . import storage
 
 NOT_STATED = "not stated"  # how a file, whose entries all have a licence, says that there is none
 KEYS = frozenset({"repo", "path", "revision", "licence", "gated", "params", "size_gb", "default_bits", "exclude", "note", "alternative"})
-OWN_KEYS = KEYS | {"packaged"}
+OWN_KEYS = KEYS | {"packaged", "library"}
 ALIAS = re.compile(r"[a-z0-9][a-z0-9.-]*")
 PARAMS = re.compile(r"[0-9]+(\.[0-9]+)?[MB]")
 BITS = (2, 3, 4, 5, 6, 8, 16)
 FILE = "models.yaml"
 HEAD = """# Aliases made by `effllm alias`, which writes the lines of the name that it is given and leaves all others as they are.
-# The keys are those of effllm's own models.yaml; `packaged` names a model that comes with effllm.
+# The keys are those of effllm's own models.yaml; `packaged` names a model that comes with effllm, `library` one of another program.
 """
 SAME_SIZE = 1.6  # times as large, at most
 
@@ -38,7 +38,8 @@ SAME_SIZE = 1.6  # times as large, at most
 class CatalogEntry:
     """One alias. Exactly one of `repo` and `path` (a folder inside the package, or an absolute one) is set. `licence`: None where none is
     stated. `alternative` is an alias of about the same size that nobody has to be asked for. `own`: the person's, not the package's;
-    `packaged`: the alias of the package that one of these stands for, whose `path` is where this installation has it."""
+    `packaged`: the alias of the package that one of these stands for, whose `path` is where this installation has it. `library`: in the
+    place of both the name of a model that another program keeps (`ollama:llama3.2:3b`)."""
 
     alias: str
     repo: str | None
@@ -54,11 +55,16 @@ class CatalogEntry:
     alternative: str = ""
     own: bool = False
     packaged: str = ""
+    library: str = ""
+
+    @property
+    def stands_for(self) -> str:
+        return self.packaged or self.repo or self.path or self.library
 
     def to_yaml(self) -> dict[str, object]:
         """The keys of a file that `parse_catalog` reads back as this entry."""
         # Not the path of what comes with the program: the next installation is elsewhere.
-        place = "packaged" if self.packaged else "repo" if self.repo else "path"
+        place = next(name for name in ("packaged", "repo", "library", "path") if getattr(self, name))
         keys: dict[str, object] = {place: getattr(self, place)}
         if self.revision != "main":
             keys["revision"] = self.revision
@@ -101,9 +107,10 @@ def _entry(alias: object, values: object, file: str, own: bool) -> CatalogEntry:
     if unknown := sorted(str(key) for key in values.keys() - allowed):
         raise ConfigError(f"{where}: unknown key {show(unknown[0])}", f"known: {', '.join(sorted(allowed))}")
     repo, path = keys.text("repo", None), keys.text("path", None)
-    known = keys.text("packaged", "") if own else ""
-    if [repo is None, path is None, not known].count(False) != 1 or (repo is not None and not (hub.is_repo(repo) and "/" in repo)):
-        raise ConfigError(f"{where}: exactly one of repo (org/name){', path and packaged' if own else ' and path'} must be given")
+    known, library = (keys.text(name, "") if own else "" for name in ("packaged", "library"))
+    given = [repo is not None, path is not None, bool(known), bool(library)].count(True)
+    if given != 1 or (repo is not None and not (hub.is_repo(repo) and "/" in repo)):
+        raise ConfigError(f"{where}: exactly one of repo (org/name){', path, packaged and library' if own else ' and path'} must be given")
     if known and not ALIAS.fullmatch(known):
         raise keys.fail("packaged", "an alias that comes with effllm")
     path = str(_packaged_folder(known)) if known else path
@@ -118,7 +125,7 @@ def _entry(alias: object, values: object, file: str, own: bool) -> CatalogEntry:
         raise keys.fail("default_bits", f"one of {BITS}")
     return CatalogEntry(alias, repo, path, revision, _licence(keys.text("licence")), keys.flag("gated"), params,
                         round(keys.number("size_gb") * 1e9), bits, keys.text("exclude", ""), keys.text("note", ""),
-                        keys.text("alternative", ""), own, known)
+                        keys.text("alternative", ""), own, known, library)
 
 
 def _packaged_folder(alias: str) -> Path:
@@ -150,6 +157,19 @@ def own_aliases(env: Mapping[str, str]) -> tuple[CatalogEntry, ...]:
     except ConfigError as error:  # a file of the person's own, which is nowhere to be fetched from
         written = "correct that entry or take it out; `effllm alias NAME MODEL` writes whole ones"
         raise ConfigError(error.message, written if error.hint == AGAIN else error.hint) from error
+
+
+def library_aliases(env: Mapping[str, str]) -> dict[str, str]:
+    """Of the person's those of models that other programs keep, by the model's name there; a file without any is not taken apart."""
+    try:
+        text = read_whole(own_file(env), JSON_NBYTES)
+    except OSError:
+        return {}
+    if b"library:" not in text:
+        return {}
+    with suppress(ConfigError):  # whoever asks for the model is told
+        return {entry.alias: entry.library for entry in own_aliases(env) if entry.library}
+    return {}
 
 
 def catalog(env: Mapping[str, str] | None = None) -> tuple[CatalogEntry, ...]:

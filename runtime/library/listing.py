@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 from ... import EffllmError, ModelNotFound, UsageError, typed
 from ...offload.header import is_gguf
 from .. import hub
-from ..catalog import find_entry, resolve
+from ..catalog import ModelRef, find_entry, resolve
 from ..config_reader import show
 from ..files.small_file import JSON_NBYTES, read_whole
 from ..gguf import names
 from ..gguf.beside import projectors_beside
-from . import storage, unfinished
+from . import programs, storage, unfinished
 from .aliases import CatalogEntry, catalog, entry_folder
-from .model_name import parse_reference
+from .model_name import Reference, parse_reference
 
 if TYPE_CHECKING:
     from ...offload.checkpoint import TensorStore
@@ -31,8 +31,8 @@ IN_WORDS = (".qweight", ".weight_packed")  # the endings of codes of GPTQ, AWQ a
 
 @dataclass(frozen=True)
 class LocalModel:
-    """A line of `effllm list`. `name` is what to type; `source` is "effllm", "folder" or "hub cache"; `bits` are stored per weight.
-    `mmproj`: what a GGUF model sees with, which lies beside it."""
+    """A line of `effllm list`. `name` is what to type; `source` is "effllm", "folder", "hub cache" or the program that keeps it; `bits` are
+    stored per weight. `mmproj`: what a GGUF model sees with, which lies beside it."""
 
     name: str
     family: str
@@ -49,7 +49,8 @@ class LocalModel:
 
 
 def local_models(env: Mapping[str, str]) -> list[LocalModel]:
-    """Models that can run now: the packaged one, what effllm made, the hub cache; nothing damaged, partial or of another family."""
+    """Models that can run now: the packaged one, what effllm made, the hub cache, what other programs keep; nothing damaged, partial or of
+    another family."""
     entries, found = catalog(env), []
     for kept in storage.kept_models(env):
         found.append(_local(_kept_name(kept, entries, env), kept.folder, "effllm", None, kept.revision))
@@ -72,7 +73,30 @@ def local_models(env: Mapping[str, str]) -> list[LocalModel]:
         elif entry.path:
             source = "folder" if entry.own and not entry.packaged else "effllm"
             named.append(_local(entry.alias, entry_folder(entry), source, entry.licence))
-    return [model for model in (*named, *others.values()) if model is not None]
+    kept = {model.name: model for model in of_programs(env)}
+    for entry in entries:
+        if entry.library and (known := kept.get(_library_name(entry, env))) is not None:
+            named.append(replace(known, name=entry.alias))
+    return [model for model in (*named, *others.values(), *kept.values()) if model is not None]
+
+
+def of_programs(env: Mapping[str, str]) -> Iterator[LocalModel]:
+    """What other programs keep and can run here. Several names of one file are several models, and the file is read once."""
+    read: dict[Path, LocalModel | None] = {}
+    for kept in programs.all_kept(env):
+        if kept.file not in read:
+            read[kept.file] = _local(kept.name, kept.file, kept.title, None)
+        if (model := read[kept.file]) is not None:
+            yield replace(model, name=kept.name, source=kept.title, licence=kept.licence or model.licence, mmproj=kept.projector)
+
+
+def _library_name(entry: CatalogEntry, env: Mapping[str, str]) -> str:
+    """The name that `of_programs` has for what an alias stands for."""
+    own = parse_reference(entry.library, env)
+    try:
+        return programs.find(own, env).name if own.program else ""
+    except EffllmError:
+        return ""
 
 
 @dataclass(frozen=True)
@@ -128,10 +152,11 @@ def incomplete_models(env: Mapping[str, str]) -> list[Incomplete]:
 def model_names(env: Mapping[str, str]) -> list[str]:
     """What can be typed for a model that is here, without a look into any: for the shell, which waits."""
     entries = catalog(env)
-    known = [entry.alias for entry in entries if entry.path]
+    known = [entry.alias for entry in entries if entry.path or entry.library]
     known += [_kept_name(kept, entries, env) for kept in storage.kept_models(env)]
     known += [str(folder) for folder in (*storage.put_there(env), *storage.registered(env))]
-    return known + [name for snapshot in hub.snapshots(env) for name, _ in _cached(snapshot, entries)]
+    known += [name for snapshot in hub.snapshots(env) for name, _ in _cached(snapshot, entries)]
+    return known + programs.all_names(env)
 
 
 def _cached(snapshot: hub.Snapshot, entries: Iterable[CatalogEntry]) -> Iterator[tuple[str, Path]]:
@@ -275,15 +300,23 @@ def entry_for(alias: str, text: str, env: Mapping[str, str]) -> CatalogEntry:
         refuse_quantized(ref.folder, reference.base, f":{ref.variant}")
         raise UsageError(f"{show(text)} would be quantized as it is loaded, and an alias stands for what is there",
                          f"effllm pull {text}, or: effllm quantize {reference.base} -o DIR --spec {ref.variant}, then give DIR")
+    if reference.program is not None or known is not None and known.library:
+        library = known.library if known is not None else programs.find(reference, env).name
+        return replace(_entry_of(alias, text, ref, {"repo": None, "path": None}, reference), library=library)
     if known is not None and known.path is not None and (known.packaged or not known.own) and ref.folder == entry_folder(known):
         return replace(known, alias=alias, path=str(entry_folder(known)), own=True, packaged=known.packaged or known.alias)
+    # A file of a repository is a path too: its link, because a blob's own name ends in no .gguf.
+    cached = ref.repo is not None and reference.file is None and hub.cache_folder(env) in ref.folder.parents
+    place = {"repo": ref.repo, "path": None} if cached else {"repo": None, "path": os.path.abspath(ref.folder)}
+    return _entry_of(alias, text, ref, place, reference)
+
+
+def _entry_of(alias: str, text: str, ref: ModelRef, place: Mapping[str, str | None], reference: Reference) -> CatalogEntry:
+    """With what headers tell. Raises ModelNotFound for what cannot run here."""
     model = _local(text, ref.folder, "", ref.licence, ref.revision)
     if model is None:
         raise ModelNotFound(f"{show(text)} is no model that can run here", f"effllm show {typed(text)} says why")
     params = f"{model.params / 1e9:.2f}B" if model.params >= 1e9 else f"{model.params / 1e6:.2f}M"
-    # A file of a repository is a path too: its link, because a blob's own name ends in no .gguf.
-    cached = ref.repo is not None and reference.file is None and hub.cache_folder(env) in ref.folder.parents
-    place = {"repo": ref.repo, "path": None} if cached else {"repo": None, "path": os.path.abspath(ref.folder)}
     return CatalogEntry(alias, **place, revision=reference.revision or "main", licence=model.licence, gated=False,
                         params=params, size_bytes=model.size_bytes, default_bits=16, exclude="", note="", own=True)
 

@@ -1,4 +1,5 @@
-"""MODEL as typed, taken apart: `alias | org/repo | folder | file.gguf`, then `[@revision]`, then `[:FILE | :TAG]`, then `[:4bit]`.
+"""MODEL as typed, taken apart: `alias | org/repo | folder | file.gguf`, then `[@revision]`, then `[:FILE | :TAG]`, then `[:4bit]`; or
+`PROGRAM:NAME` of a model that another program keeps, then `[:4bit]`.
 
 The one parser for every command. It asks the disk one thing alone, whether a name that could be a path is one.
 """
@@ -24,6 +25,9 @@ FILE = re.compile(rf"(.+):({PATH}|{TAG})", re.DOTALL | re.IGNORECASE)
 # What a browser shows of a repository, of a branch of it or of a file in it.
 ADDRESS = re.compile(r"(?:https?://[^/]+|hf\.co|huggingface\.co)/([^/:]+/[^/:?#]+)(?:/(?:tree|blob|resolve)/([^/?#]+)(?:/([^?#]+\.gguf))?)?"
                      r"[^:]*(:[^/]+)?", re.IGNORECASE)
+# What goes before the name of a model of another program (`programs.py`, which a name without one does not load).
+PROGRAMS = ("ollama", "lmstudio", "llamacpp", "jan", "gpt4all")
+OF_PROGRAM = re.compile(rf"({'|'.join(PROGRAMS)}):(.+)", re.DOTALL | re.IGNORECASE)
 LOOK = "effllm list shows the models that are here; fable comes with effllm"
 ELSEWHERE = "effllm list --all names what is here and some of the hub; any other of it is called org/repo"
 
@@ -31,7 +35,7 @@ ELSEWHERE = "effllm list --all names what is here and some of the hub; any other
 @dataclass(frozen=True)
 class Reference:
     """`path` is set for what lies on the disk, `name` for an alias or a repository. `variant` is a format (4bit), `file` a GGUF
-    file of the repository or folder, or a tag that states which (Q4_K_M)."""
+    file of the repository or folder, or a tag that states which (Q4_K_M). `program`: which other one keeps it, and begins its `name`."""
 
     text: str
     name: str = ""
@@ -39,12 +43,18 @@ class Reference:
     revision: str | None = None
     variant: str | None = None
     file: str | None = None
+    program: str | None = None
 
     @property
     def base(self) -> str:
         """The text without format and file."""
         named = self.name if self.path is None else str(self.path)
         return named + (f"@{self.revision}" if self.revision else "")
+
+    @property
+    def of_program(self) -> str:
+        """The name without its program's."""
+        return self.name[len(self.program or "") + 1 :]
 
     @property
     def to_pull(self) -> str:
@@ -67,6 +77,8 @@ def parse_reference(text: str, env: Mapping[str, str]) -> Reference:
             base, variant = match.groups()
             if VARIANT.fullmatch(base) and not exists(Path(base)):
                 raise UsageError(f"{show(text)} names two formats", f"leave one away: {show(base)}")
+        if (match := OF_PROGRAM.fullmatch(base)) is not None:
+            return Reference(text, f"{match[1].lower()}:{match[2]}", variant=variant, program=match[1].lower())
         if (match := FILE.fullmatch(base)) and not exists(Path(base)):
             base, file = match.groups()
     if (path := _as_path(base, env)) is not None:
@@ -93,6 +105,10 @@ def _split(text: str, env: Mapping[str, str]) -> tuple[str, str | None]:
     if not base.partition("@")[0]:
         raise UsageError(f"{show(text)} names no model", LOOK)
     if colon:
+        from .programs import here_as
+
+        if (there := here_as(text, env)) is not None:
+            raise UsageError(f"there is no model {show(text)}", f"did you mean {there}?")
         entries = catalog(env)
         if not AS_BITS.fullmatch(variant) and (meant := tagged(base, variant, entries)):
             raise UsageError(f"there is no model {show(text)}", f"did you mean {' or '.join(meant)}?")

@@ -53,6 +53,7 @@ class Removal:
 def plan_removal(text: str, env: Mapping[str, str]) -> Removal:
     """Raises ModelNotFound for what is not here, UsageError for what is not effllm's to remove."""
     reference = parse_reference(text, env)
+    _refuse_others(text, reference, env)
     try:
         ref = resolve(text, env)
         folder, repo, variant = ref.folder, ref.repo, ref.variant
@@ -92,6 +93,21 @@ def plan_removal(text: str, env: Mapping[str, str]) -> Removal:
     if folder.is_file():
         raise _untracked(folder)
     return _made_folder(text, folder)
+
+
+def _refuse_others(text: str, reference: Reference, env: Mapping[str, str]) -> None:
+    """Raises UsageError for what another program keeps, by whatever name, but for what effllm made of it."""
+    from . import programs
+
+    entry = find_entry(catalog(env), reference.name) if reference.path is None and reference.program is None else None
+    if entry is not None and entry.library and not reference.variant:
+        raise UsageError(f"{entry.alias} is {entry.library}, which effllm reads and never changes",
+                         f"the name alone: effllm alias --rm {entry.alias}")
+    if reference.program is not None and not reference.variant:
+        programs.find(reference, env)  # what is not there is said first
+        raise programs.refuse_removal(text, reference.of_program, programs.PROGRAMS[reference.program])
+    if reference.path is not None and (owner := programs.owner_of(reference.path, env)) is not None:
+        raise programs.refuse_removal(text, str(reference.path), owner)
 
 
 def demand_idle(removal: Removal) -> None:

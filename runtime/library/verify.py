@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from ... import EffllmError, ModelNotFound, UsageError, ls, typed
-from ...offload.header import CheckpointError
+from ...offload.header import CheckpointError, is_blob
 from ...offload.part_file import Digest
 from ...offload.running_hash import matches
 from ..config import read_config
@@ -138,6 +138,7 @@ def downloaded(model: Path) -> Downloaded:
         if not model.is_dir() and not path.exists():
             raise ModelNotFound(f"{model.name} is a part of a model, and {path.name} is missing", "effllm pull fetches all parts")
         name = os.readlink(path).rpartition("/")[2] if path.is_symlink() else ""
+        name = path.name[len("sha256-"):] if is_blob(path.name) else name
         if BLOB.fullmatch(name) and path.exists():
             blobs[str(path)] = Digest("sha256" if len(name) == 64 else "git-sha1", name)
         elif BLOB.fullmatch(name):

@@ -117,7 +117,7 @@ def wish_of(reference: Reference, env: Mapping[str, str], bits: str | None = Non
                          f"effllm pull {reference.to_pull}; effllm run {reference.to_pull}:{bits} quantizes it as it is loaded")
     entry = find_entry(catalog(env), reference.name)
     if entry is not None and entry.repo is None:
-        raise UsageError(f"{entry.alias} needs no download: it is at {entry.path}" if entry.own else
+        raise UsageError(f"{entry.alias} needs no download: it is {entry.library or f'at {entry.path}'}" if entry.own else
                          f"{entry.alias} needs no download: it comes with effllm", f"effllm run {entry.alias}")
     repo = entry.repo if entry else reference.name
     if entry is None and "/" not in repo:

@@ -1,0 +1,81 @@
+"""What Ollama calls the settings of a model, in its library and in a Modelfile, as settings of effllm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from .. import UsageError
+from .settings import FileSettings, Setting, checked, demand_usable
+
+if TYPE_CHECKING:
+    from ..runtime.library.ollama import Stored
+
+# A PARAMETER -> the setting. Of the others the machine is for effllm to know (num_gpu, use_mmap), or nothing here is like it.
+WORDS = {"temperature": "temp", "top_k": "top-k", "top_p": "top-p", "min_p": "min-p", "typical_p": "typical",
+         "repeat_penalty": "repeat-penalty", "repeat_last_n": "repeat-last-n", "presence_penalty": "presence-penalty",
+         "frequency_penalty": "frequency-penalty", "seed": "seed", "stop": "stop", "num_ctx": "ctx-size", "num_predict": "predict",
+         "mirostat": "mirostat", "mirostat_tau": "mirostat-ent", "mirostat_eta": "mirostat-lr", "num_thread": "threads"}
+SEVERAL = "stop"  # which may be said several times
+
+
+def value_of(name: str, said: object) -> object:
+    """A value of JSON, or a word of a Modelfile, as a file of settings has it."""
+    if name == SEVERAL:
+        return [str(each) for each in said] if isinstance(said, list) else [str(said)]
+    if isinstance(said, str):
+        for kind in (int, float):
+            try:
+                return kind(said)
+            except ValueError:
+                continue
+    return int(said) if isinstance(said, float) and said.is_integer() and WORDS.get(name) != "temp" else said
+
+
+def usable(name: str, said: object, where: str) -> tuple[str, object]:
+    """The setting that a PARAMETER means, and its value. Raises UsageError beginning with `where` for one that has no counterpart, or a
+    value that nothing could use."""
+    if name not in WORDS:
+        raise UsageError(f"{where}: effllm has no setting like {name}", "leave it away")
+    key = WORDS[name]
+    value = checked(key, value_of(name, said), where)
+    demand_usable(key, value, where)
+    return key, value
+
+
+def settings_of(stored: Stored, name: str) -> tuple[FileSettings, list[str]]:
+    """What Ollama's library says of a model, the weakest of all settings, and what of it is left out."""
+    where, kept, left = f"what Ollama says of {name}", {}, []
+    for parameter, said in stored.params().items():
+        try:
+            key, value = usable(parameter, said, where)
+            kept[key] = Setting(value, where)
+        except UsageError:
+            left.append(parameter)
+    if system := stored.system():
+        kept["system"] = Setting(system, where)
+    if adapters := stored.of("adapter"):
+        kept["lora"] = Setting([str(layer.path) for layer in adapters], where)
+    said = [f"{name}: what Ollama says of {', '.join(sorted(left))} has no use here"] if left else []
+    if stored.of("messages"):
+        said.append(f"{name}: the messages with which Ollama begins a conversation are left out")
+    return FileSettings(kept, {}), said
+
+
+def in_toml(value: object) -> str:
+    """A value of a setting as a line of TOML has it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, list):
+        return f"[{', '.join(map(in_toml, value))}]"
+    import json
+
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def table(name: str, settings: Mapping[str, object], origin: str) -> str:
+    """`[model.NAME]` of a file of settings."""
+    lines = "".join(f"{key} = {in_toml(value)}\n" for key, value in settings.items())
+    return f"[model.{in_toml(name)}]  # of {origin}\n{lines}"
