@@ -1,6 +1,7 @@
 """Models that Ollama, LM Studio, llama.cpp, Jan and GPT4All keep: found where they lie, run by a name, and never changed."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -13,12 +14,12 @@ from gguf_bytes import small_model
 from library_trees import OllamaTree, put, state
 from pulls import FABLE, Person
 
-from effllm import EffllmError, ModelNotFound, UsageError
+from effllm import EffllmError, ModelNotFound, UsageError, __version__
 from effllm.cli.ollama_words import WORDS, in_toml, usable
 from effllm.cli.settings import known
 from effllm.runtime.catalog import resolve
 from effllm.runtime.gguf.beside import projectors_beside
-from effllm.runtime.library import model_name, ollama, programs
+from effllm.runtime.library import listed_before, listing, model_name, ollama, programs, storage
 from effllm.runtime.library.listing import local_models, model_names
 
 SMALL, OTHER = small_model(), small_model({"general.name": "another"})
@@ -271,6 +272,24 @@ def test_a_name_without_a_program_looks_through_no_library(person: Person, tree:
     monkeypatch.setattr(ollama, "roots", lambda env: looked.append(env) or [])
     resolve("fable", person.env)
     assert person.types("show", "fable").code == 0 and not looked
+
+
+def test_a_second_list_reads_no_headers_and_says_the_same(person: Person, tree: OllamaTree, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree.add("tiny", SMALL)
+    tree.add("other", OTHER)
+    tree.add("none", b"GGUF" + bytes(100))
+    first, read = local_models(person.env), []
+    noted = storage.data_folder(person.env) / listed_before.FILE
+    monkeypatch.setattr(listing, "_local_file", lambda name, path, *more: read.append(path))
+    assert local_models(person.env) == first and read == [tree.blob(b"GGUF" + bytes(100))], "what could not run is looked at anew"
+    kept = noted.read_text()
+    odd = kept.replace('"bits": ', '"bits": "x", "bit": ')
+    for damaged in ("", "[]", kept[:-20], odd, kept.replace(__version__, "0.0"), '{"files": 3}'):
+        noted.write_text(damaged)
+        assert listed(person.env) == {"fable": "effllm"}
+        noted.write_text(kept)
+    os.utime(tree.blob(OTHER), ns=(1, 1))
+    assert "ollama:tiny" in listed(person.env) and "ollama:other" not in listed(person.env)
 
 
 def test_programs_are_those_whose_names_are_taken_apart() -> None:

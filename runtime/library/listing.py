@@ -19,6 +19,7 @@ from ..gguf import names
 from ..gguf.beside import projectors_beside
 from . import programs, storage, unfinished
 from .aliases import CatalogEntry, catalog, entry_folder
+from .listed_before import Facts, ListedBefore
 from .model_name import Reference, parse_reference
 
 if TYPE_CHECKING:
@@ -81,13 +82,22 @@ def local_models(env: Mapping[str, str]) -> list[LocalModel]:
 
 
 def of_programs(env: Mapping[str, str]) -> Iterator[LocalModel]:
-    """What other programs keep and can run here. Several names of one file are several models, and the file is read once."""
-    read: dict[Path, LocalModel | None] = {}
+    """What other programs keep and can run here. Several names of one file are several models, and the file is read once, unless it was
+    listed before."""
+    before, read = ListedBefore(env), dict[Path, Facts | None]()
     for kept in programs.all_kept(env):
         if kept.file not in read:
-            read[kept.file] = _local(kept.name, kept.file, kept.title, None)
-        if (model := read[kept.file]) is not None:
-            yield replace(model, name=kept.name, source=kept.title, licence=kept.licence or model.licence, mmproj=kept.projector)
+            read[kept.file] = before.of(kept.file, _facts)
+        if (facts := read[kept.file]) is not None:
+            yield LocalModel(kept.name, facts.family, kept.file, facts.size_bytes, facts.params, kept.title, kept.licence or facts.licence,
+                             facts.bits, facts.context, None, facts.has_template, kept.projector)
+    before.keep()
+
+
+def _facts(file: Path) -> Facts | None:
+    model = _local_file("", file, "", None, None)
+    return None if model is None else Facts(model.family, model.size_bytes, model.params, model.licence, float(model.bits), model.context,
+                                            model.has_template)
 
 
 def _library_name(entry: CatalogEntry, env: Mapping[str, str]) -> str:

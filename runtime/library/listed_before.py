@@ -1,0 +1,88 @@
+"""What the headers of other programs' files told when they were last listed, so that a list of fifty does not read fifty vocabularies.
+
+A file is known by its place, its size and its time, all parts of a split one; any other is read again. What could not run is kept nowhere:
+the next effllm may run it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ... import __version__
+from ..files.small_file import JSON_NBYTES, read_whole
+from ..gguf.names import all_parts
+from . import storage
+
+FORMAT, FILE = "effllm-listed", "listed.json"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Of a file: as of `LocalModel`."""
+
+    family: str
+    size_bytes: int
+    params: int
+    licence: str | None
+    bits: float
+    context: int
+    has_template: bool
+
+
+KINDS = {"family": str, "size_bytes": int, "params": int, "licence": (str, type(None)), "bits": float, "context": int, "has_template": bool}
+
+
+class ListedBefore:
+    """The facts of one list. `keep` writes what has changed, where that can be written."""
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        self._path = storage.data_folder(env) / FILE
+        self._before = _read(self._path)
+        self._now: dict[str, list[object]] = {}
+
+    def of(self, file: Path, read: Callable[[Path], Facts | None]) -> Facts | None:
+        """What is known of a file, else what `read` makes of it: None for what cannot run."""
+        try:
+            state = [number for part in all_parts(file.name) for number in _state(file.with_name(part))]
+        except OSError:
+            return None
+        known = self._before.get(str(file))
+        facts = known[1] if known is not None and known[0] == state else read(file)
+        if facts is not None:
+            self._now[str(file)] = [state, facts]
+        return facts
+
+    def keep(self) -> None:
+        if self._now == self._before:
+            return
+        said = {name: [state, asdict(facts)] for name, (state, facts) in self._now.items()}
+        with suppress(OSError):  # a list is as good without
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            storage.write_aside(self._path, json.dumps({"format": FORMAT, "version": __version__, "files": said}))
+
+
+def _state(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+def _read(path: Path) -> dict[str, list[object]]:
+    """Nothing where it is damaged, or of another effllm."""
+    try:
+        content = json.loads(read_whole(path, JSON_NBYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    if not isinstance(content, dict) or (content.get("format"), content.get("version")) != (FORMAT, __version__):
+        return {}
+    files = content.get("files")
+    return {name: [each[0], Facts(**each[1])] for name, each in files.items() if _is_sound(each)} if isinstance(files, dict) else {}
+
+
+def _is_sound(each: object) -> bool:
+    if not isinstance(each, list) or len(each) != 2 or not isinstance(each[1], dict) or each[1].keys() != KINDS.keys():
+        return False
+    return all(isinstance(value, KINDS[name]) for name, value in each[1].items())
