@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -17,6 +18,7 @@ EXAMPLES = """examples
   effllm alias                              # yours, and where they are kept
   effllm alias story fable
   effllm alias work ./my-model-4bit
+  effllm alias mario --modelfile ./Modelfile   # of Ollama: its PARAMETER and SYSTEM become settings of yours
   effllm alias --rm work
 """
 
@@ -24,25 +26,32 @@ Name = Annotated[str | None, typer.Argument(metavar="NAME", help="small letters,
 Target = Annotated[str | None, typer.Argument(metavar="MODEL", help="what it stands for: a model that is here, or one of the catalog",
                                               autocompletion=complete_model, show_default=False)]
 Remove = Annotated[bool, flag(OUTPUT, "--rm", "", "take the name away; the model stays")]
+Modelfile = Annotated[str | None, flag(OUTPUT, "--modelfile", "FILE", "what NAME stands for, and its settings, as a Modelfile of Ollama "
+                                       "says it")]
 
 
 def register(app: typer.Typer) -> None:
     add_command(app, "alias", "get and keep models", alias, EXAMPLES)
 
 
-def alias(context: typer.Context, name: Name = None, model: Target = None, rm: Remove = False, json: Json = False) -> None:
+def alias(context: typer.Context, name: Name = None, model: Target = None, modelfile: Modelfile = None, rm: Remove = False,
+          json: Json = False) -> None:
     """Give a model a short name of yours, or list those that you gave."""
     from ..runtime.hub import shown_licence
     from ..runtime.library.aliases import check_alias, own_aliases, own_file, packaged, remove_alias, write_alias
     from ..runtime.library.listing import entry_for
+    from .modelfile import own_table
 
     screen = Screen(context.obj)
     variables = screen.environment.variables
-    if rm:
+    if modelfile is not None:
+        said = adopted(screen, name, model, modelfile, rm)
+    elif rm:
         if name is None or model is not None:
             raise UsageError("--rm takes one NAME", "effllm alias --rm NAME")
+        file = own_table(name, screen.environment)
         remove_alias(variables, name)
-        said = f"{name} is no alias any more"
+        said = f"{name} is no alias any more" + (f"; settings of that name stay in {file}" if file else "")
     elif name is not None:
         if model is None:
             raise UsageError("an alias stands for a MODEL", f"effllm alias {name} MODEL; without a name, effllm alias lists yours")
@@ -67,3 +76,16 @@ def alias(context: typer.Context, name: Name = None, model: Target = None, rm: R
         screen.table(("alias", "model", "licence"),
                      [(entry.alias, entry.stands_for, shown_licence(entry.licence)) for entry in own])
     screen.note(said)
+
+
+def adopted(screen: Screen, name: str | None, model: str | None, modelfile: str, rm: bool) -> str:
+    """Of a Modelfile: what is to be said at the end. What of it was left out is said before."""
+    from .modelfile import adopt, own_table
+
+    if name is None or model is not None or rm:
+        raise UsageError("--modelfile goes with a NAME alone: FROM says the model", "effllm alias NAME --modelfile FILE")
+    entry, left = adopt(name, Path(modelfile), screen.environment)
+    for each in left:
+        screen.note(each)
+    where = own_table(name, screen.environment)
+    return f"{name} is {entry.stands_for}" + (f'; its settings are in {where}, below [model."{name}"]' if where else "")

@@ -1,0 +1,136 @@
+"""A Modelfile of Ollama as an alias, and what it says of its model as a table of the person's file of settings."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .. import UsageError, ls, not_written, typed
+from .ollama_words import SEVERAL, WORDS, table, usable
+from .settings import MODEL, PROJECT_FILE, files, read_file
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ..runtime.library.aliases import CatalogEntry
+    from ..runtime.library.modelfile import Instruction
+    from .environment import Environment
+
+HUBS = re.compile(r"(?:https?://)?(?:hf\.co|huggingface\.co)/", re.IGNORECASE)
+LICENCE_LETTERS = 40
+# What is written for Ollama itself -> why it is left out.
+LEFT = {"TEMPLATE": "the model is asked by its own chat template", "MESSAGE": "a conversation begins empty here",
+        "RENDERER": "it names a part of Ollama", "PARSER": "it names a part of Ollama", "REQUIRES": "it names a version of Ollama"}
+
+
+def adopt(name: str, path: Path, environment: Environment) -> tuple[CatalogEntry, list[str]]:
+    """Write the alias `name` and its settings. What of the file was left out comes back, a line each. Raises EffllmError, and then nothing
+    is written."""
+    from ..runtime.library.aliases import check_alias, write_alias
+    from ..runtime.library.modelfile import read_modelfile
+
+    check_alias(name)
+    path = Path(os.path.abspath(path.expanduser()))
+    said = read_modelfile(path)
+    settings, left = settings_of(said, path)
+    entry, more = entry_of(name, said, path, environment)
+    text = _with_table(name, settings, path, environment) if settings else None
+    write_alias(environment.variables, entry)
+    if text is not None:
+        _write(text, environment)
+    return entry, [*more, *left]
+
+
+def settings_of(said: Sequence[Instruction], path: Path) -> tuple[dict[str, object], list[str]]:
+    """Settings by their keys, and what has no counterpart. Raises UsageError naming the line of a value that nothing can use."""
+    settings, left = {}, []
+    for each in said:
+        where = f"{path}:{each.line}"
+        if each.name == "PARAMETER" and each.about.lower() in WORDS:
+            key, value = usable(each.about.lower(), each.value, where)
+            settings[key] = [*settings.get(key, ()), *value] if each.about.lower() == SEVERAL else value
+        elif each.name == "PARAMETER":
+            left.append(f"line {each.line}, PARAMETER {each.about}, is left out: effllm has no setting like it")
+        elif each.name == "SYSTEM":
+            settings["system"] = each.value
+        elif each.name == "ADAPTER":
+            adapter = _beside(path, each.value)
+            if adapter is None or not adapter.exists():
+                raise UsageError(f"{where}: there is no adapter {each.value}", "ADAPTER names a folder or a GGUF file")
+            settings["lora"] = [*settings.get("lora", ()), str(adapter)]
+        elif each.name in LEFT:
+            left.append(f"line {each.line}, {each.name}, is left out: {LEFT[each.name]}")
+    return settings, left
+
+
+def entry_of(name: str, said: Sequence[Instruction], path: Path, environment: Environment) -> tuple[CatalogEntry, list[str]]:
+    """The alias for what the file is FROM, and what is to be said of it."""
+    from ..runtime.library.listing import entry_for
+    from ..runtime.library.programs import here_as
+
+    first, *others = [each for each in said if each.name == "FROM"]
+    model = _beside(path, first.value)
+    text = HUBS.sub("", first.value) if model is None else str(model)
+    # Names in such a file are Ollama's first.
+    entry = entry_for(name, (here_as(first.value, environment.variables) if model is None else None) or text, environment.variables)
+    licence = next((line.strip() for each in said if each.name == "LICENSE" for line in each.value.splitlines() if line.strip()), None)
+    if entry.licence is None and licence is not None:
+        entry = replace(entry, licence=licence[:LICENCE_LETTERS].strip())
+    return entry, [f"line {each.line}, a second FROM, is left out: a file that a model sees with is named by --mmproj {typed(each.value)}"
+                   for each in others]
+
+
+def _beside(path: Path, value: str) -> Path | None:
+    """What lies at a path that a Modelfile spells from where it lies itself; None for a name."""
+    from ..runtime.library.model_name import exists
+
+    place = Path(os.path.abspath(path.parent / Path(value).expanduser()))
+    spelled = value.startswith((".", "/", "~"))
+    return place if spelled or exists(place) else None
+
+
+def own_table(name: str, environment: Environment) -> str | None:
+    """Where the person's file has settings of a model of that name already."""
+    settings = list(files(environment.config_folder))[-1]
+    return str(settings) if name in read_file(settings).models else None
+
+
+def _with_table(name: str, settings: dict[str, object], path: Path, environment: Environment) -> str:
+    """The person's file of settings with a table for the alias behind all else. Raises UsageError where it has one, or cannot have one."""
+    import tomllib
+
+    file = environment.config_folder / "config.toml"
+    if own_table(name, environment) is not None:
+        raise UsageError(f"{file} has settings of {name} already", f'take [{MODEL}."{name}"] out of it, or give another NAME')
+    before = _read(file)
+    text = before + ("\n" if before and not before.endswith("\n") else "") + ("\n" if before else "") + table(name, settings, str(path))
+    try:
+        tomllib.loads(text)
+    except ValueError as error:
+        raise UsageError(f"{file} can have no table [{MODEL}.{name}] behind what is there: {error}",
+                         f"write the tables of models as [{MODEL}.NAME], or keep the settings in {PROJECT_FILE}") from error
+    return text
+
+
+def _read(file: Path) -> str:
+    """Nothing where there is none; what is in it has been judged."""
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        return ""
+
+
+def _write(text: str, environment: Environment) -> None:
+    """Where the file is a link, what it shows is written."""
+    from ..runtime.library.storage import changing, write_aside
+
+    file = environment.config_folder / "config.toml"
+    place = Path(os.path.realpath(file))
+    try:
+        with changing(file):
+            write_aside(place, text)
+    except OSError as error:
+        raise not_written(error, f"{file} cannot be written", f"check its folder: {ls(place.parent)}") from error
