@@ -228,7 +228,7 @@ def shortened(text: str) -> str:
 def loaded(ref: ModelRef, options: EngineOptions, screen: Screen, sees: bool = False) -> Iterator[Loaded]:
     """An engine with its weights in place, closed at the end. Whoever oversees this process says when they are loaded. `sees`: there is
     room for what looks at pictures, where the model takes any."""
-    tokenizer = read_tokenizer(ref.folder, options)
+    tokenizer = tokenizer_of(ref, options)
     for remark in tokenizer.remarks:
         screen.note(remark)
     if sees:
@@ -250,6 +250,25 @@ def read_tokenizer(folder: Path, options: EngineOptions) -> Tokenizer:
     from ..runtime.text import Tokenizer
 
     return Tokenizer.load(folder, read_config(folder, options.strict))
+
+
+def tokenizer_of(ref: ModelRef, options: EngineOptions) -> Tokenizer:
+    """With the format that another program's template writes, where the model has no chat template of its own."""
+    tokenizer = read_tokenizer(ref.folder, options)
+    if tokenizer.template is not None or ref.go_template is None:
+        return tokenizer
+    from ..runtime.files.small_file import read_whole
+    from ..runtime.templates.go_templates import format_of, take
+    from ..runtime.templates.template import SOURCE_LIMIT
+
+    try:
+        written = format_of(read_whole(ref.go_template, SOURCE_LIMIT).decode("utf-8", "replace"))
+    except OSError:
+        written = None
+    if written is not None:
+        take(tokenizer, written)
+        tokenizer.remarks = (*tokenizer.remarks, f"the file has no chat template: that of {written} is taken, as Ollama's for it writes")
+    return tokenizer
 
 
 def text_side(folder: Path, options: EngineOptions) -> Tokenizer | None:

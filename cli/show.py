@@ -8,7 +8,7 @@ import typer
 
 from .flags import add_command
 from .list_ import counted
-from .loading import find, seeing_with
+from .loading import find, seeing_with, tokenizer_of
 from .options import Json, Mmproj, Model
 from .screen import Screen
 
@@ -35,7 +35,6 @@ def show(context: typer.Context, model: Model, mmproj: Mmproj = None, json: Json
     from ..runtime.source import licence_of
     from ..runtime.tensors import check_tensors
     from ..runtime.tensors import parameters as count
-    from ..runtime.text import Tokenizer
     from ..runtime.tokens.infill import marks_of
 
     screen = Screen(context.obj)
@@ -50,7 +49,7 @@ def show(context: typer.Context, model: Model, mmproj: Mmproj = None, json: Json
     config, container, album = read_config(ref.folder), prepared.container, album_of(ref.whole, prepared.config, ref.mmproj)
     sight = None if album is None else album.sight
     groups = check_tensors(config, prepared.store, container)
-    tokenizer = Tokenizer.load(ref.folder, config)
+    tokenizer = tokenizer_of(ref, EngineOptions())
     calls = Calling(tokenizer).style if tokenizer.template else None
     infill = marks_of(tokenizer.vocabulary(), tokenizer.special_tokens)
     licence = ref.licence or (container and container.source.get("licence")) or licence_of(ref.folder)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from .. import UsageError, typed
 from .attachment import named_path
 from .interrupt import asked_to_end, interruptible, unechoed
-from .loading import follow, read_tokenizer
+from .loading import follow, tokenizer_of
 from .options import RunFlags, ToolFlags
 from .screen import Screen
 
@@ -49,7 +49,7 @@ def offered(flags: ToolFlags, ref: ModelRef, engine: RunFlags, screen: Screen) -
     from ..runtime.mcp.toolbox import Toolbox
 
     entries = read_configuration(named_path(flags.mcp), screen.environment.variables)
-    tokenizer = read_tokenizer(ref.folder, engine.options())
+    tokenizer = tokenizer_of(ref, engine.options())
     if tokenizer.template is None or not Calling(tokenizer).style.knows_tools:
         why = f"the chat template of {ref.text} knows no tools" if tokenizer.template else f"{ref.text} is a base model without a template"
         if "mcp" not in flags.settled:

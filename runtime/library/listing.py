@@ -90,8 +90,15 @@ def of_programs(env: Mapping[str, str]) -> Iterator[LocalModel]:
             read[kept.file] = before.of(kept.file, _facts)
         if (facts := read[kept.file]) is not None:
             yield LocalModel(kept.name, facts.family, kept.file, facts.size_bytes, facts.params, kept.title, kept.licence or facts.licence,
-                             facts.bits, facts.context, None, facts.has_template, kept.projector)
+                             facts.bits, facts.context, None, facts.has_template or _is_asked(kept), kept.projector)
     before.keep()
+
+
+def _is_asked(kept: programs.Kept) -> bool:
+    """Whether its program has a template for it of a format that is known here."""
+    from ..templates.go_templates import format_of
+
+    return kept.stored is not None and any(format_of(layer.text()) for layer in kept.stored.of("template"))
 
 
 def _facts(file: Path) -> Facts | None:

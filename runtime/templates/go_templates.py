@@ -1,0 +1,96 @@
+"""Templates of Ollama, which are programs of another language, as chat templates of the formats that they write.
+
+None is run: which format a template writes is told by the tokens in it. It is taken where a model's own file has no chat template, as files
+have that Ollama converted itself. What the vocabulary puts before a text goes before a chat too. A new format is an entry in FORMATS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .template import ChatTemplate
+
+if TYPE_CHECKING:
+    from ..text import Tokenizer
+
+
+@dataclass(frozen=True)
+class Format:
+    """`marks` are in a template that writes it, and none of `without`. `turn` of each message has {role} and {text}; `answer` begins that
+    of the model. `roles`: what they are called, where otherwise. `system`: what stands around a system prompt that goes with the first
+    words of the person; None where it is a turn."""
+
+    marks: tuple[str, ...]
+    turn: str
+    answer: str
+    without: tuple[str, ...] = ()
+    roles: Mapping[str, str] | None = None
+    turns: Mapping[str, str] | None = None
+    system: tuple[str, str] | None = None
+
+
+_MODEL = {"assistant": "model"}
+# The first that fits, so the more peculiar marks come first.
+FORMATS: Mapping[str, Format] = {
+    "Phi 4": Format(("<|im_start|>", "<|im_sep|>"), "<|im_start|>{role}<|im_sep|>{text}<|im_end|>", "<|im_start|>assistant<|im_sep|>"),
+    "ChatML": Format(("<|im_start|>", "<|im_end|>"), "<|im_start|>{role}\n{text}<|im_end|>\n", "<|im_start|>assistant\n"),
+    "Llama 3": Format(("<|start_header_id|>", "<|eot_id|>"), "<|start_header_id|>{role}<|end_header_id|>\n\n{text}<|eot_id|>",
+                      "<|start_header_id|>assistant<|end_header_id|>\n\n"),
+    "Llama 4": Format(("<|header_start|>", "<|eot|>"), "<|header_start|>{role}<|header_end|>\n\n{text}<|eot|>",
+                      "<|header_start|>assistant<|header_end|>\n\n"),
+    "Gemma": Format(("<start_of_turn>", "<end_of_turn>"), "<start_of_turn>{role}\n{text}<end_of_turn>\n", "<start_of_turn>model\n",
+                    roles=_MODEL, system=("", "\n\n")),
+    "Granite 3": Format(("<|start_of_role|>", "<|end_of_text|>"), "<|start_of_role|>{role}<|end_of_role|>{text}<|end_of_text|>\n",
+                        "<|start_of_role|>assistant<|end_of_role|>"),
+    "Mistral with system prompts": Format(("[SYSTEM_PROMPT]", "[INST]"), "", "", turns={
+        "system": "[SYSTEM_PROMPT]{text}[/SYSTEM_PROMPT]", "user": "[INST]{text}[/INST]", "assistant": "{text}</s>"}),
+    "Llama 2": Format(("[INST]", "<<SYS>>"), "", "", turns={"user": "<s>[INST] {text} [/INST]", "assistant": " {text} </s>"},
+                      system=("<<SYS>>\n", "\n<</SYS>>\n\n")),
+    "Mistral": Format(("[INST]", "[/INST]"), "", "", turns={"user": "[INST] {text}[/INST]", "assistant": " {text}</s>"},
+                      system=("", "\n\n")),
+    "Phi 3": Format(("<|user|>", "<|end|>"), "<|{role}|>\n{text}<|end|>\n", "<|assistant|>\n", without=("<|channel|>",)),
+    "Zephyr": Format(("<|user|>", "</s>"), "<|{role}|>\n{text}</s>\n", "<|assistant|>\n"),
+}
+
+
+def format_of(source: str) -> str | None:
+    """Which format a template of Ollama writes; None for one that is not known."""
+    return next((name for name, each in FORMATS.items() if all(mark in source for mark in each.marks)
+                 and not any(mark in source for mark in each.without)), None)
+
+
+def take(tokenizer: Tokenizer, name: str) -> None:
+    """Give a tokenizer without a chat template that of a format."""
+    begins = "{{- bos_token -}}" if tokenizer.encode("") and "bos_token" in tokenizer.special_tokens else ""
+    tokenizer.template = ChatTemplate(begins + jinja_of(name), tokenizer.special_tokens)
+
+
+def jinja_of(name: str) -> str:
+    """The chat template of a format."""
+    each = FORMATS[name]
+    roles, parts = each.roles or {}, []
+    turns = each.turns or {role: each.turn.replace("{role}", roles.get(role, role)) for role in ("system", "user", "assistant")}
+    if each.system is not None:
+        turns = {role: turn for role, turn in turns.items() if role != "system"}
+        parts.append("{%- set first = messages[0]['content'] if messages and messages[0]['role'] == 'system' else '' -%}"
+                     "{%- set told = messages[1:] if first else messages -%}")
+    else:
+        parts.append("{%- set told = messages -%}")
+    parts.append("{%- for message in told -%}")
+    for number, (role, turn) in enumerate(turns.items()):
+        before, _, behind = turn.partition("{text}")
+        text = "message['content']"
+        if each.system is not None and role == "user":
+            around = f"{_quoted(each.system[0])} ~ first ~ {_quoted(each.system[1])}"
+            text = f"(({around}) if loop.first and first else '') ~ ({text})"
+        parts.append(f"{{%- {'elif' if number else 'if'} message['role'] == '{role}' -%}}"
+                     f"{{{{- {_quoted(before)} ~ ({text}) ~ {_quoted(behind)} -}}}}")
+    parts.append("{%- else -%}{{- raise_exception('this template has no turn for ' ~ message['role']) -}}{%- endif -%}{%- endfor -%}")
+    parts.append(f"{{%- if add_generation_prompt -%}}{{{{- {_quoted(each.answer)} -}}}}{{%- endif -%}}" if each.answer else "")
+    return "".join(parts)
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n") + "'"
