@@ -70,11 +70,14 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """`metadata` by key: numbers, texts, lists of texts, and arrays of numbers as NumPy arrays."""
+    """`metadata` by key: numbers, texts, lists of texts, and arrays of numbers as NumPy arrays. `left_out`: names of tensors of the file
+    that are none of the model's here; `sees`: it holds what the model sees with, too."""
 
     path: Path
     metadata: Mapping[str, Value]
     tensors: Mapping[str, GgufTensor]
+    left_out: tuple[str, ...] = ()
+    sees: bool = False
 
 
 def row_nbytes(kind: str, width: int) -> int:

@@ -7,7 +7,7 @@ What such a file leaves open (how pictures are sized, which filter sizes them) i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isqrt
 
 import numpy as np
@@ -15,6 +15,7 @@ import numpy as np
 from ...offload.gguf import GgufHeader, GgufTensor
 from ...offload.header import CheckpointError, damaged, shown
 from ..config_reader import Keys
+from .one_file import IN_ORDER
 from .projector_names import AFTER, CLIP, DEEP, FIRST, FRAMES, NEWLINE, PROJECTORS, Projector
 
 VISION, BICUBIC, BILINEAR, LANCZOS = f"{CLIP}.vision.", 3, 2, 1
@@ -51,7 +52,7 @@ def described(header: GgufHeader, text: str) -> Described:
     if not isinstance(kind, str) or kind not in PROJECTORS:
         raise CheckpointError(f"{path} has a projector of type {shown(kind)}, which is not supported",
                               f"known: {', '.join(PROJECTORS)}; text alone works")
-    projector = PROJECTORS[kind]
+    projector = replace(PROJECTORS[kind], halves=False) if data.get(IN_ORDER) else PROJECTORS[kind]
     if projector.texts and text not in projector.texts:
         raise CheckpointError(f"{path} has a projector of type {kind}, which goes with models of architecture "
                               f"{' or '.join(projector.texts)}, not {shown(text)}", "take the mmproj file of this very model")

@@ -19,6 +19,7 @@ from ...offload.gguf import GgufHeader, GgufTensor, read_gguf_header
 from ...offload.header import CheckpointError, TensorInfo, damaged, shown
 from ...quant.imports.gguf import DECODERS, dequantize
 from ...quant.weight import from_f32, to_f32
+from .one_file import seeing_part
 from .projector_config import Described
 from .projector_names import FRAMES, own_name
 from .sources import RAW, separated
@@ -49,12 +50,16 @@ class Part:
 
 
 def read_projector_header(path: Path) -> GgufHeader:
-    """Raises CheckpointError, ModelNotFound."""
+    """Of a file of its own, or of what the file of a model holds to see with. Raises CheckpointError, ModelNotFound."""
     opened = open_regular(path)
     try:
-        return read_gguf_header(path, opened.fd)
+        return _seeing(read_gguf_header(path, opened.fd))
     finally:
         opened.close()
+
+
+def _seeing(header: GgufHeader) -> GgufHeader:
+    return seeing_part(header) or header
 
 
 class ProjectorStore(TensorStore):
@@ -63,7 +68,7 @@ class ProjectorStore(TensorStore):
     def __init__(self, path: Path, said: Described) -> None:
         opened = open_regular(path)
         try:
-            header = read_gguf_header(path, opened.fd)
+            header = _seeing(read_gguf_header(path, opened.fd))
             self._parts = dict(_parts(header, said))
             first = {name: part.tensors[0] for name, part in self._parts.items()}
             infos = {name: TensorInfo(name, part.dtype, part.shape, path, first[name].offset,

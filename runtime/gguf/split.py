@@ -14,6 +14,7 @@ from ...offload.checkpoint import OpenFile, open_regular
 from ...offload.gguf import GgufHeader, read_gguf_header, shown_value
 from ...offload.header import CheckpointError, damaged, shown
 from .names import all_parts
+from .one_file import text_part
 
 _LAST: dict[tuple[tuple[Path, tuple[int, int]], ...], GgufHeader] = {}  # one header at most
 
@@ -57,7 +58,7 @@ def _joined(path: Path, headers: list[GgufHeader]) -> GgufHeader:
         if type(count) is int and count > 1:
             raise CheckpointError(f"{path} is one of {count} parts of a split model, and not named as one",
                                   f"give the parts the names that they had: NAME-00001-of-{count:05}.gguf")
-        return first
+        return text_part(first)
     tensors = {}
     for number, header in enumerate(headers):
         for key, expected in (("split.count", len(headers)), ("split.no", number)):

@@ -60,7 +60,7 @@ def projected(model: Path, config: ModelConfig, named: Path | None) -> tuple[Sig
     channels (`axes_of`). Raises UsageError where there is none, and EffllmError for one that does not belong to the model."""
     if not is_gguf(model):
         raise UsageError(f"--mmproj goes with a GGUF file, and {model} is a folder, which holds what it sees with itself", "leave it away")
-    path = named or beside(model)
+    path = named or (model if read_header(model).sees else beside(model))
     if path is None:
         raise UsageError(f"{model.name} is the text part of a model alone: no mmproj file lies beside it",
                          "of a model that sees, put its mmproj-*.gguf into the same folder, or name it: --mmproj FILE")

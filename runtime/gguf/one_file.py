@@ -1,0 +1,162 @@
+"""Files that Ollama's own converter writes: a model that sees lies in one file with what it sees with, and some keys have other names.
+
+Such a file becomes the two headers that llama.cpp's pair of files has: that of the text part, and that of the part that sees. Tensors stay
+where they are. Of a model that is not in SEEING the tensors of towers are left out, and that is said.
+
+    <arch>.vision.<key>, v.*, mm.*        beside <arch>.<key> and blk.*
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from ...offload.gguf import GgufHeader, GgufTensor, Value
+from .projector_names import CLIP, FRAMES
+
+TOWERS = ("v.", "mm.", "a.")  # how the tensors of towers begin
+SECTIONS = ("vision.", "mm.", "audio.")  # and keys, behind the architecture's name
+LAYER = re.compile(r"v\.blk\.([0-9]{1,4})\.(.+)\.(weight|bias)")
+IN_ORDER = f"{CLIP}.rows_in_order"  # made here: rows of q and k are halves of a head, as in the checkpoint
+HALF = [0.5, 0.5, 0.5]
+CLIP_MEAN, CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
+
+
+@dataclass(frozen=True)
+class Seeing:
+    """`text`: the architecture of llama.cpp's file of the text part, `type` that of its projector. Names of tensors without their kind:
+    `layer` parts of those within a layer, `outer` the others, each -> llama.cpp's. `usual`: keys that are left out, behind `clip.`, or made
+    of the others by `more`."""
+
+    text: str
+    type: str
+    layer: Mapping[str, str]
+    outer: Mapping[str, str]
+    usual: Mapping[str, Value]
+    more: Callable[[GgufHeader], Mapping[str, Value]] = lambda header: {}
+    whole: Mapping[str, str] = field(default_factory=dict)
+
+
+def _gemma3(header: GgufHeader) -> dict[str, Value]:
+    """How many patches beside each other become one row."""
+    data = header.metadata
+    side, patch, rows = (data.get(f"gemma3.{key}", usual) for key, usual in (
+        ("vision.image_size", 896), ("vision.patch_size", 14), ("mm.tokens_per_image", 256)))
+    if not all(type(each) is int and each > 0 for each in (side, patch, rows)):
+        return {}
+    return {"vision.projector.scale_factor": max(1, side // patch // max(1, int(rows**0.5)))}
+
+
+def _pixtral(header: GgufHeader) -> dict[str, Value]:
+    data = header.metadata
+    return {"vision.spatial_merge_size": data.get("mistral3.spatial_merge_size", 2),
+            "rope.freq_base": data.get("mistral3.vision.rope.freq_base", 10_000.0)}
+
+
+def _qwen(header: GgufHeader) -> dict[str, Value]:
+    """Every so many layers see all; the FFN's width is told by its tensor."""
+    full, up = header.metadata.get("qwen25vl.vision.fullatt_block_indexes"), header.tensors.get("v.blk.0.ffn_up.weight")
+    up = up or header.tensors.get("v.blk.0.mlp.up_proj.weight")
+    made: dict[str, Value] = {} if full is None or not len(full) else {"vision.n_wa_pattern": int(full[0]) + 1}
+    return made if up is None else {**made, "vision.feed_forward_length": up.shape[0]}
+
+
+_FFN = {"mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
+SEEING: Mapping[str, Seeing] = {
+    "gemma3": Seeing(
+        "gemma3", "gemma3", {"layer_norm1": "ln1", "layer_norm2": "ln2", "attn_output": "attn_out", "mlp.fc1": "ffn_up", "mlp.fc2":
+                             "ffn_down"},
+        {"v.patch_embedding": "v.patch_embd", "v.position_embedding": "v.position_embd", "v.post_layernorm": "v.post_ln",
+         "mm.mm_soft_emb_norm": "mm.soft_emb_norm", "mm.mm_input_projection": "mm.input_projection"},
+        {"vision.image_mean": HALF, "vision.image_std": HALF, "use_gelu": True, "vision.attention.layer_norm_epsilon": 1e-6}, _gemma3),
+    "mistral3": Seeing(
+        "llama", "pixtral", {"attn_norm": "ln1", "ffn_norm": "ln2", "attn_output": "attn_out"},
+        {"v.patch_conv": "v.patch_embd", "v.encoder_norm": "v.pre_ln", "mm.norm": "mm.input_norm", "mm.patch_merger.merging_layer":
+         "mm.patch_merger", "mm.linear_1": "mm.1", "mm.linear_2": "mm.2"},
+        {"vision.image_mean": CLIP_MEAN, "vision.image_std": CLIP_STD, "use_silu": True, "vision.attention.layer_norm_epsilon": 1e-5,
+         "rows_in_order": True}, _pixtral),
+    "qwen25vl": Seeing(
+        "qwen2vl", "qwen2.5vl_merger", _FFN,
+        {"v.merger.ln_q": "v.post_ln", "v.merger.mlp.0": "mm.0", "v.merger.mlp.2": "mm.2"},
+        {"vision.image_mean": CLIP_MEAN, "vision.image_std": CLIP_STD, "use_silu": True, "vision.image_size": 560}, _qwen,
+        {"v.patch_embd_0.weight": FRAMES.removesuffix(".1"), "v.patch_embd_1.weight": FRAMES}),
+}
+# Architecture -> a key as Ollama's converter calls it -> as llama.cpp's does.
+RENAMED = {"gemma3": {"rope.local.freq_base": "rope.freq_base_swa", "rope.global.freq_base": "rope.freq_base"},
+           "qwen25vl": {"rope.mrope_section": "rope.dimension_sections"}}
+# What files of Gemma 3 that see leave out, and of the sizes that state it wrongly (layers): how far positions are stretched.
+GEMMA3 = {"attention.layer_norm_rms_epsilon": 1e-6, "rope.freq_base": 1_000_000.0, "rope.freq_base_swa": 10_000.0}
+GEMMA3_STRETCHED, GEMMA3_SMALL, UNTRUE_CAP = (34, 48, 62), 26, 30.0
+
+
+def text_part(header: GgufHeader) -> GgufHeader:
+    """What llama.cpp's file of the text part says; the header itself where Ollama's converter did not write it."""
+    name = header.metadata.get("general.architecture")
+    if not isinstance(name, str) or name == CLIP:
+        return header
+    towers = _towers(header, name)
+    if not towers and not any(f"{name}.{key}" in header.metadata for key in RENAMED.get(name, ())):
+        return header
+    own = SEEING[name].text if towers and name in SEEING else name
+    data: dict[str, Value] = {}
+    for key, value in header.metadata.items():
+        inner = key.removeprefix(f"{name}.") if key.startswith(f"{name}.") else None
+        if inner is None:
+            data[key] = value
+        elif not (towers and inner.startswith(SECTIONS)):
+            data[f"{own}.{RENAMED.get(name, {}).get(inner, inner)}"] = value
+    data["general.architecture"] = own
+    _amend(name, data)
+    sees = bool(towers) and name in SEEING
+    return replace(header, metadata=data, tensors={key: each for key, each in header.tensors.items() if key not in towers},
+                   left_out=() if sees else tuple(sorted(towers)), sees=sees)
+
+
+def _towers(header: GgufHeader, name: str) -> frozenset[str]:
+    """The tensors of towers in the file of a model, which states how many layers one has."""
+    if not any(f"{name}.{section}block_count" in header.metadata for section in ("vision.", "audio.")):
+        return frozenset()
+    return frozenset(each for each in header.tensors if each.startswith(TOWERS))
+
+
+def _amend(name: str, data: dict[str, Value]) -> None:
+    """What a file leaves to Ollama to know."""
+    if name == "gemma3":
+        for key, value in GEMMA3.items():
+            data.setdefault(f"gemma3.{key}", value)
+        layers = data.get("gemma3.block_count")
+        if layers in GEMMA3_STRETCHED and "gemma3.rope.scaling.type" not in data:
+            data |= {"gemma3.rope.scaling.type": "linear", "gemma3.rope.scaling.factor": 8.0}
+        if layers == GEMMA3_SMALL and data.get("gemma3.final_logit_softcapping") == UNTRUE_CAP:
+            del data["gemma3.final_logit_softcapping"]
+        data.setdefault("tokenizer.ggml.add_space_prefix", False)
+    if name == "mistral3":
+        if data.get("tokenizer.ggml.model") == "gpt2" and data.get("tokenizer.ggml.pre", "default") == "default":
+            data["tokenizer.ggml.pre"] = "tekken"
+        for key in ("image_token_index", "spatial_merge_size"):
+            data.pop(f"llama.{key}", None)
+
+
+def seeing_part(header: GgufHeader) -> GgufHeader | None:
+    """What llama.cpp's file of the part that sees says; None for a file that holds no such part, or one that is not known here."""
+    name = header.metadata.get("general.architecture")
+    if not isinstance(name, str) or name not in SEEING or not _towers(header, name):
+        return None
+    found, before = SEEING[name], f"{name}.vision."
+    stated = {f"vision.{key.removeprefix(before)}": value for key, value in header.metadata.items() if key.startswith(before)}
+    data = {f"{CLIP}.{key}": value for key, value in {**found.usual, **found.more(header), **stated, "projector_type": found.type}.items()}
+    data["general.architecture"] = CLIP
+    tensors: dict[str, GgufTensor] = {}
+    for each in _towers(header, name):
+        tensors[_llama_cpps(each, found)] = header.tensors[each]
+    return replace(header, metadata=data, tensors=dict(sorted(tensors.items())))
+
+
+def _llama_cpps(name: str, found: Seeing) -> str:
+    if name in found.whole:
+        return found.whole[name]
+    if (within := LAYER.fullmatch(name)) is not None:
+        return f"v.blk.{int(within[1])}.{found.layer.get(within[2], within[2])}.{within[3]}"
+    stem, _, kind = name.rpartition(".")
+    return f"{found.outer.get(stem, stem)}.{kind}"

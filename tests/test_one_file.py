@@ -1,0 +1,110 @@
+"""Models that see in one file, as Ollama's own converter writes them: logits, with a picture and without, against transformers'."""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from family_models import assert_close
+from gguf_bytes import KEYS, SHAPES, file, small_model, tensor, text, typed
+from ollama_files import WRITTEN, write_one
+from pulls import Person
+from sight_cases import CASES
+from sight_models import FIRST, PICTURES
+from test_projector_whole import OPTIONS, seeing
+
+from effllm.offload.header import CheckpointError
+from effllm.runtime.config import read_config
+from effllm.runtime.engine import open_engine
+from effllm.runtime.gguf.one_file import SEEING
+from effllm.runtime.gguf.projector_names import PROJECTORS
+from effllm.runtime.gguf.store import open_gguf_store, read_header
+from effllm.runtime.images.album import album_of
+from effllm.runtime.images.marks import mark
+from effllm.runtime.templates.prompting import Prompts
+from effllm.runtime.text import Tokenizer
+
+QUICK = "gemma3"
+
+
+@pytest.mark.parametrize("family", [pytest.param(family, marks=() if family == QUICK else pytest.mark.slow) for family in WRITTEN])
+def test_logits_behind_a_picture_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    transformer = seeing(tmp_path / "folder", family, **({"hidden_act": "silu"} if family == "mistral3" else {}))
+    model = write_one(tmp_path / "folder", tmp_path / "files")
+    engine = list(open_engine(model, OPTIONS))[-1]
+    try:
+        engine.album = album_of(model, engine.config)
+        assert engine.album.sight is not None, engine.album.refused
+        points = PICTURES["photo"]
+        picture = engine.album.take(points)
+        prompts = Prompts(Tokenizer.load(model, engine.config), album=engine.album)
+        prompt = f"Once {mark(picture.digest)} was a fox in the wood."
+        list(prompts.see(prompt, engine, lambda: False))
+        ids = prompts.encoded(prompt)
+        ours = np.concatenate([logits.copy() for _, logits in engine.score(ids)])
+    finally:
+        engine.close()
+    ready = CASES[family][-1](points, input_data_format="channels_last", return_tensors="pt")
+    told = torch.tensor([[FIRST if token >= 1 << 40 else token for token in ids]])
+    if family == "gemma3":
+        ready["token_type_ids"] = (told == FIRST).int()
+    elif "qwen" in family:
+        ready["mm_token_type_ids"] = (told == FIRST).int()
+    with torch.inference_mode():
+        wanted = transformer(input_ids=told, **ready, use_cache=False).logits[0].numpy()
+    assert (told == FIRST).sum() == len(picture.seen.rows) > 4
+    assert_close(ours, wanted)
+
+
+def test_what_is_not_known_to_see_runs_as_text_and_says_so(tmp_path: Path) -> None:
+    extra = ("v.blk.0.attn_q.weight", "mm.0.weight")
+    keys = {"llama.vision.block_count": 1, "llama.vision.image_size": 28}
+    (tmp_path / "m.gguf").write_bytes(with_towers(keys, extra))
+    config = read_config(tmp_path / "m.gguf")
+    assert any("2 tensors for pictures or sound" in each for each in config.warnings) and len(config.warnings) == 1
+    with open_gguf_store(tmp_path / "m.gguf") as store:
+        assert not any(name.startswith(("v.", "mm.")) for name in store.tensors) and "model.norm.weight" in store.tensors
+    (tmp_path / "odd.gguf").write_bytes(with_towers({}, extra))
+    with pytest.raises(CheckpointError, match="which no llama model has"):
+        open_gguf_store(tmp_path / "odd.gguf")
+
+
+def with_towers(keys: Mapping[str, object], names: Sequence[str]) -> bytes:
+    pairs, at, tensors = [text(key) + typed(value) for key, value in {**KEYS, **keys}.items()], 0, []
+    for name, shape in {**SHAPES, **dict.fromkeys(names, (8, 8))}.items():
+        tensors.append(tensor(name, shape, 0, at))
+        at += -(-4 * int(np.prod(shape)) // 32) * 32
+    return file(pairs, tensors, at)
+
+
+def test_gemma_by_its_older_keys_has_the_positions_of_the_newer(tmp_path: Path) -> None:
+    """What a file leaves away is what Ollama takes for granted of Gemma 3."""
+    keys = {key.replace("llama.", "gemma3."): value for key, value in KEYS.items() if "rms_epsilon" not in key}
+    keys |= {"general.architecture": "gemma3", "gemma3.rope.local.freq_base": 20000.0, "gemma3.rope.global.freq_base": 500000.0,
+             "gemma3.attention.sliding_window": 16, "gemma3.attention.key_length": 4, "gemma3.block_count": 26,
+             "gemma3.final_logit_softcapping": 30.0}
+    (tmp_path / "m.gguf").write_bytes(small_model({**dict.fromkeys(KEYS), **keys}))
+    config = read_config(tmp_path / "m.gguf")
+    thetas = {rope.theta for rope in config.ropes}
+    assert thetas == {20000.0, 500000.0} and config.norm_eps == 1e-6 and not config.warnings
+
+
+def test_tables_name_what_projectors_have() -> None:
+    for name, found in SEEING.items():
+        projector = PROJECTORS[found.type]
+        assert set(found.layer.values()) <= projector.layer.keys(), name
+        assert set(found.outer.values()) <= projector.outer.keys() | {each.removesuffix(".weight") for each in projector.whole}
+
+
+def test_a_stated_tower_without_numbers_is_refused_for_pictures_alone(tmp_path: Path) -> None:
+    seeing(tmp_path / "folder", "gemma3")
+    model = write_one(tmp_path / "folder", tmp_path / "files", **{"vision.patch_size": "x"})
+    config = read_config(model)
+    assert read_header(model).sees and album_of(model, config).sight is None
+    person = Person(tmp_path, "http://127.0.0.1:9")
+    assert json.loads(person.types("show", model, "--json").out)["pictures"] is None
