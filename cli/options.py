@@ -65,7 +65,7 @@ def complete_session(incomplete: str) -> list[str]:
 
 
 def model_argument(metavar: str = "MODEL", complete: Callable[[str], list[str]] = complete_model) -> Any:
-    return typer.Argument(metavar=metavar, help="alias (`effllm list -a`), org/repo, folder or GGUF file; then @revision, "
+    return typer.Argument(metavar=metavar, help="alias (`effllm list -a`), org/repo, folder, GGUF file or ollama:NAME; then @revision, "
                           ":4bit, :FILE or :Q4_K_M", autocompletion=complete, show_default=False)
 
 

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 import typer
+from library_trees import OllamaTree
+from pulls import Person
 from test_forecast import KNOWN
 
 import effllm
@@ -288,6 +290,7 @@ def test_the_sample_of_quantize_and_what_is_cheap_to_type(at_home: Path, person,
     printed = [*lines[:-1], *made.out.splitlines(), lines[-1]]
     assert shapes(printed) == shapes(sample("effllm quantize fable -o fable-4bit --bits 4"))
     shutil.copytree("fable-4bit", "to-remove")
+    others_have(at_home, person)
     typed = []
     for words in (words for path in DOCUMENTS for words in command_lines(path)):
         if is_cheap(words) and words not in typed:
@@ -300,6 +303,15 @@ def test_the_sample_of_quantize_and_what_is_cheap_to_type(at_home: Path, person,
 # Of these the documents say themselves that they take their time, or they need a terminal, another model or an answer of the hub.
 DEAR = {"chat", "serve", "doctor", "bench", "calibrate-sparsity", "kv-profile", "recall", "tinyllama", "qwen3-4b", "org/model",
         "./neurons", "32768", "--stats", "--against", "...", "--lora", "--image", "--mcp", "author.json", "people.json", "letter.txt"}
+
+
+def others_have(home: Path, person: Person) -> None:
+    """What the documents take other programs to have, and a Modelfile."""
+    place = home / ".lmstudio" / "models" / "org" / "repo" / "Qwen3-8B-Q4_K_M.gguf"
+    place.parent.mkdir(parents=True)
+    assert person.types("export", "fable", "-o", place).code == 0
+    OllamaTree(home / ".ollama" / "models").add("llama3.2:3b", place.read_bytes())
+    (home / "Modelfile").write_text("FROM fable\n")
 
 
 def is_cheap(words: list[str]) -> bool:
