@@ -41,6 +41,7 @@ def calibrate_sparsity(context: typer.Context, model: Model, text: Sample = None
                        predictor: Predictor = None, threads: Threads = None, json: Json = False) -> None:
     """Record which neurons of a ReLU model a text activates, and keep beside it what a window would read: plan predicts with it."""
     from ..runtime.calibrate import built_in_text
+    from ..runtime.library.programs import demand_place_beside
     from ..runtime.prepare import EngineOptions
     from ..runtime.sparse import predictors, sparsity, sparsity_file
     from ..runtime.sparse.bundles import together_of
@@ -53,6 +54,7 @@ def calibrate_sparsity(context: typer.Context, model: Model, text: Sample = None
         raise UsageError(f"--predictor {predictor} is no rank", f"{predictors.RANK} does well")
     content = built_in_text() if text is None else read_text(text, screen)
     ref = find(model, screen)
+    demand_place_beside(ref.folder, screen.environment.variables)
     sparsity.demand(ref.folder)
     if trace is not None:
         sparsity.demand_free(Path(trace))

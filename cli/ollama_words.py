@@ -11,11 +11,11 @@ from .settings import FileSettings, Setting, checked, demand_usable
 if TYPE_CHECKING:
     from ..runtime.library.ollama import Stored
 
-# A PARAMETER -> the setting. Of the others the machine is for effllm to know (num_gpu, use_mmap), or nothing here is like it.
+# A PARAMETER -> the setting. Of the others the machine is for effllm to know (num_gpu, num_thread), or nothing here is like it.
 WORDS = {"temperature": "temp", "top_k": "top-k", "top_p": "top-p", "min_p": "min-p", "typical_p": "typical",
          "repeat_penalty": "repeat-penalty", "repeat_last_n": "repeat-last-n", "presence_penalty": "presence-penalty",
          "frequency_penalty": "frequency-penalty", "seed": "seed", "stop": "stop", "num_ctx": "ctx-size", "num_predict": "predict",
-         "mirostat": "mirostat", "mirostat_tau": "mirostat-ent", "mirostat_eta": "mirostat-lr", "num_thread": "threads"}
+         "mirostat": "mirostat", "mirostat_tau": "mirostat-ent", "mirostat_eta": "mirostat-lr"}
 SEVERAL = "stop"  # which may be said several times
 
 
@@ -56,7 +56,7 @@ def settings_of(stored: Stored, name: str) -> tuple[FileSettings, list[str]]:
         kept["system"] = Setting(system, where)
     if adapters := stored.of("adapter"):
         kept["lora"] = Setting([str(layer.path) for layer in adapters], where)
-    said = [f"{name}: what Ollama says of {', '.join(sorted(left))} has no use here"] if left else []
+    said = [f"{name}: what Ollama says of {', '.join(sorted(left))} is left out"] if left else []
     if stored.of("messages"):
         said.append(f"{name}: the messages with which Ollama begins a conversation are left out")
     return FileSettings(kept, {}), said

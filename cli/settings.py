@@ -74,8 +74,11 @@ class Settings(dict[str, Setting]):
 
 
 def _said_of(models: Mapping[str, Mapping[str, Setting]], name: str) -> Mapping[str, Setting]:
-    """By the name as it was typed, else without what stands behind it (`:4bit`, `@revision`)."""
-    names = (name, re.split("[:@]", name, maxsplit=1)[0])
+    """By the name as it was typed, else without what stands behind it (`:4bit`, `@revision`); of another program's, which begins with a
+    colon of its own, without the last (`ollama:llama3.2:3b`)."""
+    from ..runtime.library.model_name import OF_PROGRAM
+
+    names = (name, name.rpartition(":")[0] if OF_PROGRAM.match(name) else re.split("[:@]", name, maxsplit=1)[0])
     return next((models[each] for each in names if each in models), {})
 
 

@@ -21,6 +21,7 @@ from pulls import Person
 from effllm.kernels import blas, warm
 from effllm.kernels.threads import ThreadPool
 from effllm.runtime.conversion import damage_notes
+from effllm.runtime.library import ollama
 
 # Sixteen thousand tests and the libraries that they import stay until the end. By Python's own numbers a collector goes through all of
 # them so often that a third of the time until the first test, and a tenth of that behind it, is its.
@@ -52,7 +53,10 @@ def folders_of_nobody() -> Iterator[None]:
     with tempfile.TemporaryDirectory(prefix="effllm-tests-") as place:
         os.environ.update({name: str(Path(place) / name) for name in VARIABLES})
         os.environ[NO_PROFILE] = "1"
-        yield
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(ollama, "SERVICE", Path(place) / "no-service")
+            patched.delenv("OLLAMA_MODELS", raising=False)
+            yield
     for name, value in before.items():
         if value is None:
             del os.environ[name]

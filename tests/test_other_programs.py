@@ -16,6 +16,8 @@ from pulls import FABLE, Person
 
 from effllm import EffllmError, ModelNotFound, UsageError, __version__
 from effllm.cli.ollama_words import WORDS, in_toml, usable
+from effllm.cli.server.problems import Problem
+from effllm.cli.server.shelf import Shelf
 from effllm.cli.settings import known
 from effllm.runtime.catalog import resolve
 from effllm.runtime.gguf.beside import projectors_beside
@@ -131,11 +133,14 @@ def test_a_run_takes_what_ollama_says_beneath_what_the_person_does(person: Perso
     first = person.types("run", "ollama:fable", "Tell me of the fox.", "-n", "12", "--stats")
     again = person.types("run", "ollama:fable", "Tell me of the fox.", "-n", "12")
     assert first.code == 0 and first.out == again.out, "at a temperature of 0 an answer is the same twice"
-    assert "of 256 tokens" in first.err and "num_gpu has no use here" in first.err and "messages" in first.err
+    assert "of 256 tokens" in first.err and "num_gpu is left out" in first.err and "messages" in first.err
     config = person.home / "config" / "effllm" / "config.toml"
     config.parent.mkdir(parents=True)
     config.write_text("ctx-size = 512\n")
     assert "of 512 tokens" in person.types("run", "ollama:fable", "Tell me", "-n", "2", "--stats").err
+    config.write_text('ctx-size = 512\n[model."ollama:fable"]\nctx-size = 400\n[model.ollama]\nctx-size = 128\n')
+    for name in ("ollama:fable", "ollama:fable:4bit"):
+        assert "of 400 tokens" in person.types("run", name, "Tell me", "-n", "2", "--stats").err, name
     assert "of 300 tokens" in person.types("run", "ollama:fable", "Tell me", "-n", "2", "--stats", "-c", "300").err
     alias = person.types("alias", "tale", "ollama:fable")
     assert alias.code == 0 and "tale" in listed(person.env)
@@ -158,6 +163,18 @@ def test_a_value_is_read_back_as_it_was(value: object) -> None:
     import tomllib
 
     assert tomllib.loads(f"a = {in_toml(value)}")["a"] == value
+
+
+def test_a_server_of_several_takes_ollamas_own_names(person: Person, tree: OllamaTree) -> None:
+    tree.add("tiny:8b", SMALL)
+    tree.add("fable", SMALL)
+    shelf = Shelf(person.env)
+    assert {each.name for each in shelf.models()} == {"fable", "ollama:tiny:8b", "ollama:fable"}
+    for name in ("tiny:8b", "ollama:tiny:8b", "Tiny:8b"):
+        assert shelf.find(name).folder == tree.blob(SMALL), name
+    assert shelf.find("fable").folder == FABLE, "what is called so here goes before"
+    with pytest.raises(Problem):
+        shelf.find("tiny:9b")
 
 
 # -- folders of GGUF files ---------------------------------------------------------------------------------------------------------
@@ -255,6 +272,30 @@ def test_nothing_of_them_is_removed_pulled_or_written(person: Person, tree: Olla
     assert (state(tree.folder), state(person.home / ".lmstudio")) == before
     tree.blob(SMALL).write_bytes(SMALL[:-1] + b"\1")
     assert person.types("verify", tree.blob(SMALL)).code == 1
+
+
+def test_what_is_measured_of_them_is_kept_elsewhere_or_refused(person: Person, tree: OllamaTree, fable: bytes) -> None:
+    """What effllm keeps beside a model would lie in another program's folder."""
+    tree.add("fable", fable)
+    before = state(tree.folder)
+    said = person.types("eval", "kv-profile", "ollama:fable").refused(2)
+    assert "nothing is written there" in said and "ln -s" in said
+    assert "nothing is written there" in person.types("eval", "kv-profile", tree.blob(fable)).refused(2)
+    person.types("calibrate-sparsity", "ollama:fable").refused(2)
+    assert person.types("quantize", "ollama:fable", "-o", person.home / "small", "--bits", "4").code == 0
+    assert person.types("run", "ollama:fable:4bit", "A fox", "-n", "2", "--keep").code == 0
+    assert "ollama:fable:4bit" in listed(person.env)
+    assert person.types("rm", "ollama:fable:4bit", "-y").code == 0
+    assert state(tree.folder) == before
+
+
+def test_a_projector_that_is_not_read_leaves_the_text(person: Person, tree: OllamaTree, fable: bytes) -> None:
+    tree.add("sees", fable, projector=b"GGUF of another kind", params={"num_ctx": 1 << 20, "temperature": -1})
+    run = person.types("run", "ollama:sees", "A fox", "-n", "2")
+    assert run.code == 0 and "takes no pictures here" in run.err and "temperature is left out" in run.err
+    assert {row["name"]: row["mmproj"] is not None for row in person.types("list", "--json").json["models"]} == {
+        "fable": False, "ollama:sees": True}
+    person.types("run", "ollama:sees", "A fox", "--image", person.home / "x.png").refused(2)
 
 
 def test_an_alias_of_what_has_gone_says_so(person: Person, tree: OllamaTree) -> None:

@@ -72,6 +72,9 @@ class Shelf:
             is_path = parse_reference(name, self._variables).path is not None
             ref = resolve(name, self._variables)
         except EffllmError as error:
+            called = f"ollama:{name.removesuffix(':latest')}".lower()  # programs that were made for Ollama say its names
+            if (theirs := next((each for each in models if each.typed.lower() == called), None)) is not None:
+                return theirs
             raise self._missing(name, unknown if name.startswith(SPELLED) else said(error)) from error
         found = Shelved(" ".join(name.split()), name, ref.folder, ref.variant)
         known = next((each for each in models if each.key == found.key), None)

@@ -175,6 +175,13 @@ def refuse_removal(text: str, name: str, program: Program) -> UsageError:
     return UsageError(f"{text} is {program.title}'s, which effllm reads and never changes", how)
 
 
+def demand_place_beside(file: Path, env: Mapping[str, str]) -> None:
+    """Before what is measured of a model is kept beside it. Raises UsageError where that would be in another program's library."""
+    if (owner := owner_of(file, env)) is not None:
+        raise UsageError(f"{file} is {owner.title}'s, and nothing is written there: what is measured of a model is kept beside it",
+                         f"a link in a folder of yours is a place for it: ln -s {typed(file)} {owner.prefix}-model{gguf_names.SUFFIX}")
+
+
 def _of_ollama(stored: ollama.Stored) -> Kept:
     return Kept(f"{OLLAMA.prefix}:{stored.name}", OLLAMA.title, stored.model, stored.first("projector"), stored.licence, stored)
 
