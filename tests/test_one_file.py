@@ -12,7 +12,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from family_models import assert_close
 from gguf_bytes import KEYS, SHAPES, file, small_model, tensor, text, typed
+from library_trees import OllamaTree
 from ollama_files import WRITTEN, write_one
+from PIL import Image
 from pulls import Person
 from sight_cases import CASES
 from sight_models import FIRST, PICTURES
@@ -99,6 +101,24 @@ def test_tables_name_what_projectors_have() -> None:
         projector = PROJECTORS[found.type]
         assert set(found.layer.values()) <= projector.layer.keys(), name
         assert set(found.outer.values()) <= projector.outer.keys() | {each.removesuffix(".weight") for each in projector.whole}
+
+
+def test_models_of_ollamas_library_see_by_a_layer_or_by_themselves(tmp_path: Path) -> None:
+    seeing(tmp_path / "folder", QUICK)
+    whole = write_one(tmp_path / "folder", tmp_path / "files").read_bytes()
+    text, projector = ((tmp_path / "files" / name).read_bytes() for name in ("model-Q8_0.gguf", "mmproj-model-f16.gguf"))
+    person, tree = Person(tmp_path, "http://127.0.0.1:9"), OllamaTree(tmp_path / ".ollama" / "models")
+    asks = "<start_of_turn>user\n{{ .Prompt }}<end_of_turn>"
+    tree.add("pair", text, projector=projector, template=asks)
+    tree.add("one", whole, template=asks)
+    tree.add("blind", text)
+    Image.fromarray(PICTURES["photo"]).save(tmp_path / "photo.png")
+    shown = {name: person.types("show", f"ollama:{name}", "--json").json["pictures"] for name in ("pair", "one", "blind")}
+    assert shown["pair"] == shown["one"] is not None and shown["blind"] is None
+    said = [person.types("run", f"ollama:{name}", "fox", "-n", "3", "--temp", "0", "--image", tmp_path / "photo.png")
+            for name in ("pair", "one")]
+    assert [each.code for each in said] == [0, 0] and all("picture of 160 × 120: 20 tokens" in each.err for each in said), said
+    assert "that of Gemma is taken" in said[1].err and "that of Gemma" not in said[0].err, "whose file has a template itself"
 
 
 def test_a_stated_tower_without_numbers_is_refused_for_pictures_alone(tmp_path: Path) -> None:
