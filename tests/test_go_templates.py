@@ -10,8 +10,10 @@ from gguf_bytes import small_model
 from library_trees import OllamaTree
 from pulls import Person
 
-from effllm.runtime.templates.go_templates import FORMATS, format_of, jinja_of
+from effllm.runtime.config import read_config
+from effllm.runtime.templates.go_templates import FORMATS, format_of, jinja_of, take
 from effllm.runtime.templates.template import ChatTemplate, TemplateRefused
+from effllm.runtime.text import Tokenizer
 
 CHAT = [{"role": "system", "content": "S"}, {"role": "user", "content": "A"}, {"role": "assistant", "content": "B"},
         {"role": "user", "content": "C"}]
@@ -59,6 +61,16 @@ def test_every_format_writes_each_turn_once_and_refuses_what_it_has_none_for(nam
 
 def test_an_unknown_template_is_none() -> None:
     assert format_of("{{ .Prompt }}") is None and format_of("<|user|>{{ .Prompt }}<|end|><|channel|>final") is None
+
+
+def test_what_goes_before_a_text_goes_before_a_chat(tmp_path: Path) -> None:
+    for adds in (True, False):
+        (tmp_path / "m.gguf").write_bytes(small_model({"tokenizer.ggml.add_bos_token": adds}))
+        tokenizer = Tokenizer.load(tmp_path / "m.gguf", read_config(tmp_path / "m.gguf"))
+        take(tokenizer, "Gemma")
+        said = tokenizer.render_chat(CHAT)
+        assert said.startswith("<s><start_of_turn>user\n" if adds else "<start_of_turn>user\n")
+        assert tokenizer.encode_chat(CHAT).count(1) == adds
 
 
 def test_a_model_without_a_template_is_asked_as_ollama_asks_it(tmp_path: Path) -> None:
