@@ -24,7 +24,7 @@ from llamacpp_score import Reference, Score, resamples
 
 FORMATS = ("Q8_0", "Q6_K", "Q5_K_M", "Q4_0", "IQ4_XS", "Q4_K_S", "Q4_K_M", "Q3_K_M", "Q2_K")
 # The formats that a width is compared with: peers of about as many bits. One alone is a level, whatever our bits are.
-LINES = {"8": ("Q8_0",), "6": ("Q6_K", "Q5_K_M"), "5": ("Q5_K_M", "Q4_K_M"), "4": ("Q4_0", "IQ4_XS", "Q4_K_S", "Q4_K_M"),
+LINES = {"8": ("Q8_0",), "6": ("Q6_K", "Q5_K_M"), "5": ("Q5_K_M", "Q4_K_M"), "4": ("Q4_0", "IQ4_NL", "IQ4_XS", "Q4_K_S", "Q4_K_M"),
          "3": ("Q3_K_M", "Q2_K"), "2": ("Q3_K_M", "Q2_K")}
 TABLES = ("format", "system")
 

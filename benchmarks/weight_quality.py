@@ -66,7 +66,8 @@ class OneModel:
         self.reference: Reference = reference(folder, windows, arguments.work)
         self.calibration = calibration_ids(arguments.calib, Tokenizer.load(folder, read_config(folder)), arguments.calib_tokens)
         self.peers = Peers(self.reference, arguments.work, self.calibration, arguments.threads)
-        self.rows = self.peers.rows(arguments.formats, head=arguments.head)
+        self.rows = [*self.peers.rows(arguments.formats, (False,), arguments.head),
+                     *self.peers.rows(arguments.formats if arguments.imatrix is None else arguments.imatrix, (True,), arguments.head)]
         self.floor = self.peers.rows(("F32",), (False,))[0]
         self.figures: list[Figure] = []
         self.text = [f"## {folder.name}", *(self._table(table) for table in TABLES)]
@@ -89,12 +90,16 @@ class OneModel:
             shown.append(score_row(f"{label}, {key}", (bits["bpw"], bits["body_bpw"], bits["head_bpw"]), score))
             for imatrix in (False, True):
                 rows = select(self.rows, line, imatrix)
+                if not rows:
+                    continue
+                least = min(row.bpw for row in rows)
+                beyond = f", none of which has less than {least:.3f}: the line is extended" if len(rows) > 1 and bits["bpw"] < least else ""
                 value, error = ratio(score, bits["bpw"], rows, table)
                 flips = min(rows, key=lambda row: abs(row.bpw - bits["bpw"]))
                 points = 100 * (getattr(flips, table).same_top - score.same_top)
                 peers = f"{', '.join(row.name for row in rows)}{' with imatrix' * imatrix}"
                 against.append(f"- {key}: {value:.3f} ± {error:.3f} of the line through {peers} at {bits['bpw']:.3f} bits "
-                               f"({peers_at(rows, bits['bpw'], table):.3e}); flips {points:+.2f} points against {flips.name}")
+                               f"({peers_at(rows, bits['bpw'], table):.3e}){beyond}; flips {points:+.2f} points against {flips.name}")
                 yield (f"{label}: KLD over the peers' line", f"{key}, {peers}", "×"), value
                 yield (f"{label}: flips against {flips.name}{' with imatrix' * imatrix}", key, "points"), points
         self.text += [f"### {label}", "\n".join(shown), "\n".join(against)]
@@ -111,6 +116,8 @@ def main() -> int:
     parser.add_argument("--ctx", type=int, default=512)
     parser.add_argument("--windows", type=int, default=64)
     parser.add_argument("--formats", nargs="+", default=FORMATS, choices=sorted({*FORMATS, *sum(LINES.values(), ())}), metavar="TYPE")
+    parser.add_argument("--imatrix", nargs="*", choices=FORMATS, metavar="TYPE",
+                        help="formats that are made with the importance matrix too (default: all of --formats)")
     parser.add_argument("--head", default="", help="llama.cpp's type of token embedding and output, such as Q8_0 (default: its own choice)")
     parser.add_argument("--threads", type=int, default=cpu_threads())
     parser.add_argument("--work", type=Path, default=user_cache_path("effllm") / "benchmarks")

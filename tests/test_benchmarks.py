@@ -128,3 +128,33 @@ def test_a_result_without_a_table_is_listed_and_one_without_a_line_is_none(scrip
     (tmp_path / "words.md").write_text("# No figures\n")
     assert "| A title | of-its-own | Zen 4 | [2026-01-02](of-its-own-x.md) |" in index.page(tmp_path)
     assert "words.md" not in index.page(tmp_path) and "## A 1.1B shape" not in index.page(tmp_path)
+
+
+@pytest.mark.parametrize("tied", (True, False), ids=("tied", "apart"))
+def test_a_model_in_another_basis_computes_the_same_without_a_grid(script, tied: bool) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+                                         num_key_value_heads=2, head_dim=16, tie_word_embeddings=tied)).eval()
+    with torch.no_grad():
+        for values in model.parameters():
+            if values.ndim == 1:
+                values += 0.3 * torch.randn(values.shape)
+            else:  # blocks of 32 on a grid of their own, as a file of few bits has them
+                blocks = values.view(-1, 32)
+                scale = blocks.abs().amax(1, keepdim=True) / 7
+                values.copy_(((blocks / scale).round() * scale).view(values.shape))
+    ids = torch.arange(24)[None] * 5 % 64
+    before = {name: values.clone() for name, values in model.named_parameters()}
+    with torch.inference_mode():
+        wanted = model(ids).logits
+    script("opened_file").spread(model, 3)
+    with torch.inference_mode():
+        torch.testing.assert_close(model(ids).logits, wanted, rtol=1e-4, atol=1e-5)
+    for name, values in model.named_parameters():
+        assert not torch.equal(values, before[name]), name
+        if values.ndim == 2:  # more numbers in a block than the grid has
+            most = max(len(block.abs().mul(1e5).round().unique()) for block in values.detach().reshape(-1, 32))
+            assert most > 8, name
