@@ -8,6 +8,9 @@ bits per weight, formats that another beats in both left out. Everything about l
 
     python benchmarks/weight_quality.py --text heldout.txt --calib calibration.txt [--models fable DIR] [--ours DIR ...]
 
+A published model that exists only in few bits is first opened in another basis (`opened_file.py --spread`). Rows of a length that
+llama.cpp's blocks of 256 do not divide get its formats of 32 instead, of more bits: the column *bpw* says what a file really has.
+
 Needs torch, transformers, gguf and llama-cpp-python. `score_tensors(folder, tensors, windows)` scores a format that has no file yet.
 """
 
@@ -121,6 +124,7 @@ def main() -> int:
     parser.add_argument("--head", default="", help="llama.cpp's type of token embedding and output, such as Q8_0 (default: its own choice)")
     parser.add_argument("--threads", type=int, default=cpu_threads())
     parser.add_argument("--work", type=Path, default=user_cache_path("effllm") / "benchmarks")
+    parser.add_argument("--results", default="weight-quality", metavar="NAME", help="what the kept result is called (weight-quality)")
     parser.add_argument("--no-results", action="store_true", help="print only")
     arguments = parser.parse_args()
     if len(arguments.ours) % len(arguments.models):
@@ -145,7 +149,7 @@ def main() -> int:
     intro = "\n\n".join([
         f"KL divergence in nats from the float32 model, {arguments.windows} windows of {arguments.ctx} tokens; importance matrix from "
         f"{arguments.calib_tokens} tokens. F32 through llama.cpp is the floor of *system*.", *texts])
-    publish("weight-quality", "Quality of low-bit weights", intro, headline + figures, keep=not arguments.no_results)
+    publish(arguments.results, "Quality of low-bit weights", intro, headline + figures, keep=not arguments.no_results)
     return 0
 
 
