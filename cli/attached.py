@@ -1,4 +1,4 @@
-"""`/file` and `/image`: what goes with the next message of a chat."""
+"""`/file`, `/image` and `/audio`: what goes with the next message of a chat."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 from .. import EffllmError
 from .attachment import Attachment, named_path, read_text
-from .pictures import taken
+from .pictures import read_file, taken
 
 if TYPE_CHECKING:
+    from ..runtime.images.senses import Sense
     from .conversation import Conversation
 
 
@@ -29,7 +30,7 @@ def attach(chat: Conversation, rest: str) -> None:
 
 def say_attached(chat: Conversation) -> None:
     for each in chat.attached:
-        off = "/file off" if each.picture is None else "/image off"
+        off = "/file off" if each.picture is None else f"/{each.picture.sense.part} off"
         chat.screen.note(f"{each.name}: {each.tokens} tokens go with the next message ({off} drops them)")
     if not chat.attached:
         chat.screen.note("no file goes with the next message (/file PATH adds one)")
@@ -37,12 +38,23 @@ def say_attached(chat: Conversation) -> None:
 
 def attach_picture(chat: Conversation, rest: str) -> None:
     """`/image PATH`, `/image off`, `/image` alone."""
-    from ..runtime.images.picture_file import read_picture
+    from ..runtime.images.senses import PICTURES
 
+    _attach_seen(chat, rest, PICTURES)
+
+
+def attach_sound(chat: Conversation, rest: str) -> None:
+    """`/audio PATH`, `/audio off`, `/audio` alone."""
+    from ..runtime.images.senses import SOUNDS
+
+    _attach_seen(chat, rest, SOUNDS)
+
+
+def _attach_seen(chat: Conversation, rest: str, sense: Sense) -> None:
     if rest == "off":
-        chat.attached[:] = [each for each in chat.attached if each.picture is None]
+        chat.attached[:] = [each for each in chat.attached if each.picture is None or each.picture.sense is not sense]
     elif rest:
-        chat.session.demand_sight()
+        chat.session.demand_sight(sense)
         path = named_path(rest)
-        chat.attached += taken([(path.name, read_picture(path))], chat.session)
+        chat.attached += taken([(path.name, read_file(path, sense))], chat.session)
     say_attached(chat)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TextIO
 from .. import ContextOverflow, EffllmError
 from . import slash
 from .answer import say_cost, say_ending, show_answer
-from .attached import attach_picture, say_attached
+from .attached import attach_picture, attach_sound, say_attached
 from .attachment import Attachment, with_attachments
 from .editor import Editor
 from .environment import OutputClosed, OutputFailed
@@ -132,8 +132,9 @@ class Conversation:
 
     def _take(self, line: str) -> None:
         line = typed_text(line, "this message", "write it into a file and add that: /file PATH")
-        if not self._editor.quoted and self.session.engine.album is not None and (path := dropped_picture(line)) is not None:
-            attach_picture(self, path)
+        album = self.session.engine.album
+        if not self._editor.quoted and album is not None and (path := dropped_picture(line, album.sense)) is not None:
+            (attach_sound if album.sense.part == "audio" else attach_picture)(self, path)
         elif line.startswith("/") and not self._editor.quoted:
             slash.run(self, line.strip())
         elif line.strip():

@@ -47,7 +47,7 @@ INSTEAD = {
     "--image": "a picture goes with a prompt: effllm run MODEL --image FILE \"...\", and in a chat /image FILE",
     "--no-mmproj": "leave it away: what sees is read when the first picture is shown",
     **dict.fromkeys(("-mmu", "--mmproj-url"), "effllm pull fetches it with the model; of a file that is here: --mmproj FILE"),
-    "--audio": "models read text and pictures in this version",
+    "--audio": "a sound goes with a prompt: effllm run MODEL --audio FILE \"...\", and in a chat /audio FILE",
     **dict.fromkeys(("-np", "--parallel"), "several answers at once: effllm serve MODEL --parallel N"),
     **dict.fromkeys(("-cb", "--cont-batching"), "leave it away: answers of effllm serve MODEL --parallel N share their passes always"),
     "--format": "an answer in JSON: --schema json; the answer with what it cost as JSON: --json",

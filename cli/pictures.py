@@ -1,4 +1,4 @@
-"""Files of pictures that a person names: read before a model is loaded for them, and taken up by the conversation."""
+"""Files of pictures and sounds that a person names: read before a model is loaded for them, and taken up by the conversation."""
 
 from __future__ import annotations
 
@@ -14,21 +14,39 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ..runtime.catalog import ModelRef
+    from ..runtime.images.senses import Sense
     from ..runtime.session import Session
 
-ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+ENDINGS = {"image": (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff"),
+           "audio": (".wav", ".flac", ".mp3", ".ogg", ".oga", ".opus")}
 
 
-def read_pictures(files: Sequence[str], ref: ModelRef) -> list[tuple[str, np.ndarray]]:
-    """The name and the points of each file. Raises what is wrong with one, or with giving any to this model, before weights are read."""
-    if not files:
+def read_pictures(images: Sequence[str], sounds: Sequence[str], ref: ModelRef) -> list[tuple[str, np.ndarray]]:
+    """The name of each file and its points, or its samples. Raises what is wrong with one, or with giving any to this model, before weights
+    are read."""
+    if not images and not sounds:
         return []
     from ..runtime.config import read_config
     from ..runtime.images.album import demand_sight
+    from ..runtime.images.senses import PICTURES, SOUNDS
+
+    found = []
+    for files, sense in ((images, PICTURES), (sounds, SOUNDS)):
+        if files:
+            demand_sight(ref.whole, read_config(ref.whole), ref.mmproj, sense)
+            found += [(path.name, read_file(path, sense)) for path in map(named_path, files)]
+    return found
+
+
+def read_file(path: Path, sense: Sense) -> np.ndarray:
+    """A picture as points uint8 [height, width, 3], a sound as samples float32 [n]. Raises UsageError."""
+    if sense.part == "audio":
+        from ..runtime.sounds.sound_file import read_sound
+
+        return read_sound(path)
     from ..runtime.images.picture_file import read_picture
 
-    demand_sight(ref.whole, read_config(ref.whole), ref.mmproj)
-    return [(path.name, read_picture(path)) for path in map(named_path, files)]
+    return read_picture(path)
 
 
 def taken(named: Sequence[tuple[str, np.ndarray]], session: Session) -> list[Attachment]:
@@ -37,17 +55,19 @@ def taken(named: Sequence[tuple[str, np.ndarray]], session: Session) -> list[Att
     return [Attachment(name, "", session.engine.album.places(each.digest), each) for name, each in made]
 
 
-def dropped_picture(line: str) -> str | None:
-    """The path in a line that is nothing but that of a picture, as a terminal writes it where a file is dropped on it."""
+def dropped_picture(line: str, sense: Sense) -> str | None:
+    """The path in a line that is nothing but that of a picture, or of a sound, as a terminal writes it where a file is dropped on it."""
     try:
         words = shlex.split(line)
-        is_picture = len(words) == 1 and Path(words[0]).suffix.lower() in ENDINGS and named_path(words[0]).is_file()
+        is_picture = len(words) == 1 and Path(words[0]).suffix.lower() in ENDINGS[sense.part] and named_path(words[0]).is_file()
     except (ValueError, OSError, EffllmError):
         return None
     return words[0] if is_picture else None
 
 
-def demand_words(raw: bool, files: Sequence[str]) -> None:
-    """Raises UsageError for pictures in a text that goes on as it stands."""
-    if raw and files:
-        raise UsageError("--image has no place in --raw text", "drop one of them")
+def demand_words(raw: bool, images: Sequence[str], sounds: Sequence[str]) -> None:
+    """Raises UsageError for pictures or sounds in a text that goes on as it stands, and for both at once, which no model here takes."""
+    if raw and (images or sounds):
+        raise UsageError(f"--{'image' if images else 'audio'} has no place in --raw text", "drop one of them")
+    if images and sounds:
+        raise UsageError("models take pictures or sounds in this version, and both were given", "drop --image or --audio")

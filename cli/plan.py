@@ -199,6 +199,7 @@ def lines(model: str, prepared: Prepared, known: Roofs, found: Forecast, better:
           coming: PullPlan | None = None, width: int = BAR) -> list[tuple[str, str]]:
     """The same for a person, in bars of `width`."""
     from ..offload.size import format_size
+    from ..runtime.images.album import sense_taken
 
     placement, work = prepared.placement, found.work
     read = work.streamed + round(work.missed)
@@ -223,7 +224,9 @@ def lines(model: str, prepared: Prepared, known: Roofs, found: Forecast, better:
         said.append(("adapters", f"{', '.join(own.names)}: beside {len(own.weights)} matrices, rank {own.rank}, {format_size(own.nbytes)}"
                                  f"{rows}"))
     if prepared.sight_nbytes:
-        said.append(("pictures", f"taken; what sees them takes {format_size(prepared.sight_nbytes)}, counted as the program's"))
+        sense = sense_taken(prepared.options.sight)
+        size = format_size(prepared.sight_nbytes)
+        said.append((f"{sense.noun}s", f"taken; what {sense.does} them takes {size}, counted as the program's"))
     if prepared.speculating:
         said.append(("speculation", drafts(prepared)))
     if better is not None:

@@ -54,6 +54,7 @@ Prompt = Annotated[str | None, typer.Argument(metavar="PROMPT", show_default=Fal
                                               help="what to answer; text on standard input comes before it")]
 File = Annotated[str | None, flag(ANSWER, "-f --file", "FILE", "read the prompt from a file, - is standard input; PROMPT comes after it")]
 Images = Annotated[list[str] | None, flag(ANSWER, "--image", "FILE", "a picture that the prompt is about; may be repeated")]
+Sounds = Annotated[list[str] | None, flag(ANSWER, "--audio", "FILE", "a sound that the prompt is about; may be repeated")]
 Raw = Annotated[bool, flag(ANSWER, "--raw", "", "continue the text as it stands, without the chat template")]
 IgnoreEos = Annotated[bool, flag(ANSWER, "--ignore-eos", "", "write on past the model's end of text, up to -n or the context")]
 
@@ -62,9 +63,10 @@ def register(app: typer.Typer) -> None:
     add_command(app, "run", "talk to a model", run, EXAMPLES)
 
 
-def run(context: typer.Context, model: AnyModel = None, prompt: Prompt = None, file: File = None, image: Images = None, raw: Raw = False,
-        ignore_eos: IgnoreEos = False, *, answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags, mmproj: Mmproj = None,
-        weights: WeightFlags, saving: SessionFlags, tools: ToolFlags, show: ShowFlags, json: Json = False, yes: Yes = False) -> int:
+def run(context: typer.Context, model: AnyModel = None, prompt: Prompt = None, file: File = None, image: Images = None,
+        audio: Sounds = None, raw: Raw = False, ignore_eos: IgnoreEos = False, *, answer: AnswerFlags, sampling: SamplingFlags,
+        engine: RunFlags, mmproj: Mmproj = None, weights: WeightFlags, saving: SessionFlags, tools: ToolFlags, show: ShowFlags,
+        json: Json = False, yes: Yes = False) -> int:
     """Write one answer to stdout; without a prompt, chat."""
     screen = Screen(context.obj, show.markdown)
     model = model or offer_default(screen, yes)
@@ -72,7 +74,7 @@ def run(context: typer.Context, model: AnyModel = None, prompt: Prompt = None, f
         raw, ignore_eos = (asked and without_prompt(context, name, screen) for name, asked in (("raw", raw), ("ignore_eos", ignore_eos)))
     if raw and not is_typed(context, "raw"):
         raw = holds(answer, saving, screen)
-    demand_words(raw, image or ())
+    demand_words(raw, image or (), audio or ())
     demand_template(raw, tools)
     if raw:
         answer, saving = beside_raw(answer, saving, screen)
@@ -94,7 +96,7 @@ def run(context: typer.Context, model: AnyModel = None, prompt: Prompt = None, f
     engine = with_draft(engine, screen)
     options = engine.options(overflow=answer.overflow)
     here = seeing_with(at_hand(found, weights, options, screen, yes), mmproj, screen)
-    pictures = read_pictures(image or (), here)
+    pictures = read_pictures(image or (), audio or (), here)
     with at_bits(here, weights, screen, options) as ref, offered(replace(tools, mcp=None) if raw else tools, ref, engine, screen) as use:
         if text is not None:
             return answer_once(screen, ref, text, answer, sampling, engine, saving, raw=raw, ignore_eos=ignore_eos, show=show,

@@ -31,6 +31,7 @@ def show(context: typer.Context, model: Model, mmproj: Mmproj = None, json: Json
     from ..runtime.engine import EngineOptions, prepare
     from ..runtime.hub import shown_licence
     from ..runtime.images.album import album_of
+    from ..runtime.images.senses import PICTURES, SOUNDS, Sense
     from ..runtime.prepare import TEXT_ALONE
     from ..runtime.source import licence_of
     from ..runtime.tensors import check_tensors
@@ -58,6 +59,10 @@ def show(context: typer.Context, model: Model, mmproj: Mmproj = None, json: Json
     windows = sorted({window for window in config.windows if window is not None})
     experts, state, latent = config.mixture, config.state, config.latent
     bits = 8 * prepared.store.nbytes / parameters if container is None else container.bits_per_weight
+
+    def taken(sense: Sense) -> dict[str, object] | None:
+        return {"placeholder": sight.placeholder, "bytes": sight.bytes_needed()} if sight is not None and album.sense is sense else None
+
     if json:
         screen.json({"model": model, "folder": str(ref.folder), "repo": ref.repo, "revision": ref.revision, "licence": licence,
                      "family": config.family, "parameters": parameters, "bits_per_weight": round(bits, 4),
@@ -78,7 +83,7 @@ def show(context: typer.Context, model: Model, mmproj: Mmproj = None, json: Json
                      "states": None if state is None else {"kind": state.title, "layers": len(config.state_layers)},
                      "windows": windows, "chat_template": tokenizer.template is not None, "thinks": tokenizer.thinks,
                      "tools": calls.format.name if calls and calls.knows_tools else None,
-                     "infill": infill is not None, "pictures": sight and {"placeholder": sight.placeholder, "bytes": sight.bytes_needed()},
+                     "infill": infill is not None, "pictures": taken(PICTURES), "sounds": taken(SOUNDS),
                      "warnings": [*config.warnings, *tokenizer.remarks],
                      "quantized": None if container is None else {"spec": container.spec_text, "bits_per_weight": container.bits_per_weight,
                                                                   "source": dict(container.source), "method": dict(container.method),
@@ -107,7 +112,8 @@ def show(context: typer.Context, model: Model, mmproj: Mmproj = None, json: Json
         ("vocabulary", f"{config.vocab_size} tokens"),
         ("chat", "has a template" + (", reasons first" if tokenizer.thinks else "") if tokenizer.template else "base model, no template"),
         ("tools", "" if calls is None else f"calls in the form of {calls.format.name}" if calls.knows_tools else "its template knows none"),
-        ("pictures", "" if sight is None else f"taken, as {sight.placeholder}; what sees them takes {format_size(sight.bytes_needed())}"),
+        ("pictures" if sight is None else f"{album.sense.noun}s", "" if sight is None else
+         f"taken, as {sight.placeholder}; what {album.sense.does} them takes {format_size(sight.bytes_needed())}"),
         ("infill", "" if infill is None else f"has tokens for filling in the middle ({tokenizer.decode([infill.prefix], False)})"),
     ) if pair[1]])
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from .. import EffllmError, UsageError
 from . import chosen_adapters, tools
-from .attached import attach, attach_picture
+from .attached import attach, attach_picture, attach_sound
 from .attachment import completed_paths, named_path, written_in_editor
 from .flags import names_and_types
 from .options import NO_BREAKERS, RunFlags, SamplingFlags, WeightFlags, demand_room, most_tokens
@@ -321,6 +321,7 @@ COMMANDS = (
     SlashCommand("edit", "/edit [TEXT]", "write the message in $VISUAL or $EDITOR", edit),
     SlashCommand("file", "/file PATH", "add a text file to the next message; /file off drops it", attach),
     SlashCommand("image", "/image PATH", "add a picture to the next message; /image off drops it", attach_picture),
+    SlashCommand("audio", "/audio PATH", "add a sound to the next message; /audio off drops it", attach_sound),
     SlashCommand("compact", "/compact", "replace the conversation by a summary of it", compact),
     SlashCommand("system", "/system [TEXT|off]", "show or set the system prompt", system),
     SlashCommand("set", "/set [NAME [VALUE]]", "show or change settings, as /set temp 0.5", change),
@@ -370,7 +371,7 @@ def complete(chat: Conversation, line: str) -> Iterable[tuple[str, str]]:
     command, space, typed = line.rpartition(" ")
     if not space:
         return [(f"/{each.name}", each.meaning) for each in COMMANDS if f"/{each.name}".startswith(line)]
-    if command.strip() in ("/file", "/image", "/export"):
+    if command.strip() in ("/file", "/image", "/audio", "/export"):
         return [(path, "") for path in completed_paths(typed)]
     words = {"/set": settable(), "/tools": ["on", "off"], **dict.fromkeys(("/tools on", "/tools off"), tools.names(chat)),
               "/load": saved(chat), "/lora": chat.session.engine.prepared.adapted.names}.get(command.strip(), [])

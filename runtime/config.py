@@ -20,6 +20,7 @@ from .config_reader import REQUIRED, ConfigError, Keys, read_json, show, special
 from .config_rope import MAX_POSITIONS, RopeConfig, rope_config, unknown_rope_keys
 from .indexed import Indexed
 from .mixture import Mixture
+from .sounds import HEARING
 from .stores.composite import text_alone, unknown_outside
 
 if TYPE_CHECKING:
@@ -312,7 +313,8 @@ def _full_attention_alone(raw: Mapping[str, object]) -> bool:
 def _text_part(raw: Mapping[str, object], strict: bool) -> ModelConfig:
     """The text generator inside a model that takes more than text."""
     config = parse_config(text_alone(raw), strict)
-    said = f"{show(raw['model_type'])} takes images too: effllm reads its text part, {config.family}"
+    kind = raw["model_type"]
+    said = f"{show(kind)} takes {'sounds' if kind in HEARING else 'images'} too: effllm reads its text part, {config.family}"
     return replace(config, warnings=(said, *config.warnings, *_judge_unknown(unknown_outside(raw, KEYS_HARMLESS), strict)))
 
 

@@ -56,7 +56,7 @@ BESIDE_KERNELS = 3 << 20  # at most: what a run that needs kernels of another ki
 # What is imported when an answer ends, and small things that come and go: a chat over quantized weights and a packed cache took 1.1 MiB
 # more than all else that is counted.
 LATER = 2 << 20
-TEXT_ALONE = "takes images too"  # what a config's warning says of a model of which the text part runs
+TEXT_ALONE = " too: effllm reads its text part"  # what a config's warning says of a model of which the text part runs
 DEARER = 1.25  # from the disk for a token, for the room of a layer whose guesses give back more, where they are as right as published
 RESERVE = 64 << 20  # what the machine keeps for itself when no budget is given
 

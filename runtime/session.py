@@ -20,7 +20,7 @@ from .answers.answering import Answer, Reasoning
 from .engine import Engine
 from .events import Call, Done, Event, Notice, Stats
 from .images.album import sighted
-from .images.marks import mark
+from .images.senses import PICTURES, Sense, sense_of
 from .sampler import Sampler, SamplerSettings
 from .sampling.dry import breakers_of
 from .sessions.conversation_file import History, load_conversation, save_conversation
@@ -133,13 +133,14 @@ class Session:
     def n_ctx(self) -> int:
         return self.engine.n_ctx
 
-    def demand_sight(self) -> None:
-        """Raises EffllmError for a model that takes no pictures, or whose pictures are not read here."""
-        sighted(self.engine.album)
+    def demand_sight(self, sense: Sense = PICTURES) -> None:
+        """Raises EffllmError for a model that takes no pictures, or no sounds, or whose are not read here."""
+        sighted(self.engine.album, sense)
 
     def picture(self, points: np.ndarray) -> Picture:
-        """The picture of points uint8 [height, width, 3], for `ask`; its rows are kept while the conversation lives. Raises EffllmError."""
-        made = sighted(self.engine.album).take(points)
+        """The picture of points uint8 [height, width, 3], or the sound of samples float32 [n], for `ask`; its rows are kept while the
+        conversation lives. Raises EffllmError."""
+        made = sighted(self.engine.album, sense_of(points)).take(points)
         self._pictures.add(made)
         return made
 
@@ -163,7 +164,7 @@ class Session:
         self._pictures.update(pictures)
         if before and before[-1]["role"] == "tool":
             self.messages.append({"role": "assistant", "content": CALLED_LAST})
-        self.messages.append({"role": "user", "content": "\n".join([*(mark(each.digest) for each in pictures), text])})
+        self.messages.append({"role": "user", "content": "\n".join([*(each.mark for each in pictures), text])})
         yield from self._guarded(before)
         if self.messages and self.messages[-1]["role"] == "user":  # nothing was said: two questions in a row would confuse a template
             self.messages = before
@@ -180,7 +181,7 @@ class Session:
         """What one of the open calls gave back, to be told to the model before anything else."""
         self.open_calls.remove(call)
         self._pictures.update(pictures)
-        self.messages.append(self._turns.result(call, "\n".join([text, *(mark(each.digest) for each in pictures)])))
+        self.messages.append(self._turns.result(call, "\n".join([text, *(each.mark for each in pictures)])))
 
     def go_on(self) -> Iterator[Event]:
         """Answer behind what tools gave back."""

@@ -13,7 +13,7 @@ from effllm.offload.checkpoint import CheckpointError
 from effllm.offload.hardware import cpu_threads
 from effllm.runtime.config import read_config
 from effllm.runtime.config_reader import ConfigError
-from effllm.runtime.images import Work, tower_sight
+from effllm.runtime.images import Work, tower
 from effllm.runtime.images.album import album_of
 from effllm.runtime.images.tower_parts import Crew
 
@@ -110,7 +110,7 @@ def test_a_runs_threads_look(llava, monkeypatch):
             seen.append(threads)
             super().__init__(threads, work)
 
-    monkeypatch.setattr(tower_sight, "Crew", Counted)
+    monkeypatch.setattr(tower, "Crew", Counted)
     own, usual = (album_of(llava[0], read_config(llava[0]), threads=threads).sight for threads in (5, None))
     rows = [sight.see(PICTURES["odd"], Work()).rows for sight in (own, usual)]
     assert seen == [5, cpu_threads()] and np.abs(rows[0] - rows[1]).max() < 1e-5 * np.abs(rows[1]).max()

@@ -6,18 +6,20 @@ from importlib import import_module
 import pytest
 
 from effllm import UsageError
-from effllm.runtime import images
+from effllm.runtime import images, sounds
 from effllm.runtime.families import COMPOSITE
 from effllm.runtime.images import SIGHTS, sight_of
+from effllm.runtime.sounds import HEARING
 
 
 def test_every_family_that_sees_is_one_whose_text_part_runs():
-    assert set(SIGHTS) <= set(COMPOSITE)
-    for name in SIGHTS.values():
-        assert callable(import_module(f".{name}", images.__name__).sight)
+    assert set(SIGHTS) | set(HEARING) <= set(COMPOSITE) and not set(SIGHTS) & set(HEARING)
+    for package, names in ((images, SIGHTS), (sounds, HEARING)):
+        for name in names.values():
+            assert callable(import_module(f".{name}", package.__name__).sight)
 
 
-@pytest.mark.parametrize("kind", sorted(set(COMPOSITE) - set(SIGHTS)))
+@pytest.mark.parametrize("kind", sorted(set(COMPOSITE) - set(SIGHTS) - set(HEARING)))
 def test_pictures_of_other_models_are_refused_in_a_line(kind, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
     with pytest.raises(UsageError, match=f"pictures of {kind} models are not read") as raised:

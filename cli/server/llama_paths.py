@@ -118,7 +118,8 @@ class LlamaPaths(TokenPaths):
         # No answer names a folder of this machine, so the path is the name.
         return json_response({"default_generation_settings": usual, "total_slots": service.desk.parallel, "model_alias": service.name,
                               "model_path": service.name, "chat_template": template, "bos_token": special.get("bos_token", ""),
-                              "eos_token": special.get("eos_token", ""), "modalities": {"vision": service.replies.sees, "audio": False},
+                              "eos_token": special.get("eos_token", ""),
+                              "modalities": {"vision": service.replies.sees, "audio": service.replies.hears},
                               "build_info": FINGERPRINT, "is_sleeping": False})
 
     async def slots(self, request: Request) -> Response:

@@ -150,6 +150,7 @@ def of_folder(folder: Path, context: int | None) -> Files:
     from ...runtime.encoders.encoder import tokenizer_of
     from ...runtime.encoders.shape import read_encoder_config
     from ...runtime.images.album import album_of
+    from ...runtime.images.senses import PICTURES
     from ...runtime.stores.container import read_container
     from ...runtime.text import Tokenizer
 
@@ -160,7 +161,7 @@ def of_folder(folder: Path, context: int | None) -> Files:
     noted = container and container.source.get("licence")
     album = album_of(folder, config)
     return Files(folder, config, Tokenizer.load(folder, config), context or config.context_length, noted,
-                 album is not None and album.sight is not None)
+                 album is not None and album.sight is not None and album.sense is PICTURES)
 
 
 def shown(model: Listed, files: Files, defaults: Defaults | None = None) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Pictures in the requests of each API: their bytes come with the request, and what is left of them in its messages is a mark."""
+"""Pictures and sounds in the requests of each API: their bytes come with it, and what is left of them in its messages is a mark."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from math import prod
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 from ... import EffllmError
-from ...runtime.images.marks import mark
 from ...runtime.images.picture_file import MOST_POINTS
+from ...runtime.images.senses import PICTURES, RATE, SOUNDS, Sense
+from ...runtime.sounds.sound_file import MOST_SECONDS
 from .problems import AGAIN, BUSY, Problem, problem_of
 
 if TYPE_CHECKING:
@@ -27,20 +29,24 @@ if TYPE_CHECKING:
 
 BLANKS = str.maketrans("", "", " \r\n\t")
 MOST_WAITING = 1 << 30  # bytes of points that wait to be looked at: some thousand bytes of a request may come to 192 million
+SOUNDS_NOT_FETCHED = "sounds are not fetched from addresses: send it in the request, in base64 as data of input_audio"
+KINDS = {"image_url": PICTURES, "input_image": PICTURES, "image": PICTURES, "input_audio": SOUNDS, "audio_url": SOUNDS}  # of parts
 NOT_FETCHED = "pictures are not fetched from addresses: send it in the request, as data:image/png;base64,..."
 
 
 @dataclass(frozen=True)
 class Sent:
-    """A picture of a request as `text` gives it, in base64 or as an address; `put` sets what stands in its place."""
+    """A picture, or a sound, of a request as `text` gives it, in base64 or as an address; `put` sets what stands in its place."""
 
     text: Callable[[], object]
     where: str
     put: Callable[[str], None]
+    sense: Sense = PICTURES
 
 
 def in_chat(asked: ChatAsked) -> Iterator[Sent]:
-    """Of chat completions: `{"type": "image_url", "image_url": {"url": "data:..."}}` among the parts of a message."""
+    """Of chat completions: `{"type": "image_url", "image_url": {"url": "data:..."}}` among the parts of a message, and of sounds
+    `{"type": "input_audio", "input_audio": {"data": ...}}`, or an `audio_url`, as vLLM has it."""
     for number, message in enumerate(asked.messages):
         yield from _in_parts(message.content, f"messages[{number}].content")
 
@@ -100,24 +106,32 @@ class Taking:
 
 
 def _taken(sent: Iterable[Sent], replies: Replies) -> tuple[Picture, ...]:
-    pictures, points = [], 0
+    pictures, points, samples = [], 0, 0
     if replies.sees and replies.demand_sight().waiting_nbytes() > MOST_WAITING:
         raise Problem(503, "too many large pictures wait to be looked at", BUSY, code="queue_full", headers={"retry-after": "1"},
                       hint=AGAIN)
     for each in sent:
         try:
-            replies.demand_sight()
-            picture = replies.picture(_bytes_of(each), each.where)
+            if each.sense is SOUNDS:
+                replies.demand_hearing()
+                picture = replies.sound(_bytes_of(each), each.where)
+            else:
+                replies.demand_sight()
+                picture = replies.picture(_bytes_of(each), each.where)
         except EffllmError as error:
             problem = problem_of(error, each.where)
             if not problem.message.startswith(each.where):
                 problem.message = f"{each.where}: {problem.message}"
             raise problem from error
-        points += picture.height * picture.width
+        points += prod(picture.size) if each.sense is PICTURES else 0
+        samples += 0 if each.sense is PICTURES else prod(picture.size)
+        if samples > MOST_SECONDS * RATE:
+            raise Problem(400, f"{each.where}: the sounds of this request are longer than {MOST_SECONDS // 60} minutes: cut them",
+                          param=each.where)
         if points > MOST_POINTS:
             raise Problem(400, f"{each.where}: the pictures of this request have more than {MOST_POINTS:,} points: make them smaller",
                           param=each.where)
-        each.put(mark(picture.digest))
+        each.put(picture.mark)
         pictures.append(picture)
     return tuple(pictures)
 
@@ -125,13 +139,13 @@ def _taken(sent: Iterable[Sent], replies: Replies) -> tuple[Picture, ...]:
 def _in_parts(content: object, where: str) -> Iterator[Sent]:
     for at, part in enumerate(content if isinstance(content, list) else ()):
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in ("image_url", "input_image", "image"):
+        if kind not in KINDS:
             continue
 
         def put(text: str, at: int = at, parts: list[Any] = content) -> None:
             parts[at] = {"type": "text", "text": text}
 
-        yield Sent(partial(_text_of, part, kind, f"{where}[{at}]"), f"{where}[{at}]", put)
+        yield Sent(partial(_text_of, part, kind, f"{where}[{at}]"), f"{where}[{at}]", put, KINDS[kind])
 
 
 def _text_of(part: dict[str, Any], kind: str, where: str) -> object:
@@ -144,7 +158,10 @@ def _text_of(part: dict[str, Any], kind: str, where: str) -> object:
         return source.get("data")
     if kind == "input_image" and part.get("file_id"):
         raise Problem(400, f"{where}: no files are kept here: send the picture in image_url, as data:image/png;base64,...", param=where)
-    url = part.get("image_url")
+    if kind == "input_audio":
+        inside = part.get("input_audio")
+        return inside.get("data") if isinstance(inside, dict) else inside
+    url = part.get("audio_url" if kind == "audio_url" else "image_url")
     return url.get("url") if isinstance(url, dict) else url
 
 
@@ -153,7 +170,7 @@ def _bytes_of(sent: Sent) -> bytes:
     text, where = sent.text(), sent.where
     scheme = text[:16].strip().lower() if isinstance(text, str) else ""
     if scheme.startswith(("http:", "https:", "file:", "ftp:")):
-        raise Problem(400, f"{where}: {NOT_FETCHED}", param=where)
+        raise Problem(400, f"{where}: {NOT_FETCHED if sent.sense is PICTURES else SOUNDS_NOT_FETCHED}", param=where)
     if scheme.startswith("data:"):
         head, comma, text = text.partition(",")
         text = unquote(text) if comma and head.rstrip().lower().endswith(";base64") else None
@@ -162,6 +179,7 @@ def _bytes_of(sent: Sent) -> bytes:
     except (binascii.Error, ValueError):
         data = b""
     if not data:
-        raise Problem(400, f"{where} is no picture in base64: send its bytes as data:image/png;base64,...", param=where)
+        form = "data:image/png;base64,..." if sent.sense is PICTURES else 'they are in {"data": ...} of input_audio'
+        raise Problem(400, f"{where} is no {sent.sense.noun} in base64: send its bytes as {form}", param=where)
     return data
 

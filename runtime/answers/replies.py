@@ -19,10 +19,12 @@ from ..engine import Engine
 from ..events import Call, Done, Event, Notice, Progress, PromptRead, TextDelta, Turn
 from ..images.album import sighted
 from ..images.picture_file import decode_picture
+from ..images.senses import PICTURES, SOUNDS, Sense
 from ..passes import SHORTEST, too_long
 from ..sampler import Sampler, SamplerSettings
 from ..sampling.dry import breakers_of
 from ..sampling.token_chances import Chances, chances
+from ..sounds.sound_file import decode_sound
 from ..templates.prompting import NO_SYSTEM_ROLE, NO_TEMPLATE, Prompts, whole_text
 from ..text import Tokenizer
 from ..tokens.infill import Gap, Marks, Prompt, marks_of, prompt_of
@@ -92,14 +94,31 @@ class Replies(Readings):
         with its `source`."""
         return self.demand_sight().take(decode_picture(data, source))
 
+    def sound(self, data: bytes, source: str) -> Picture:
+        """As `picture`, of a sound."""
+        return self.demand_hearing().take(decode_sound(data, source))
+
     def demand_sight(self) -> Album:
         """Raises EffllmError for a model that takes no pictures, or whose pictures are not read here."""
         return sighted(self.engine.album)
 
+    def demand_hearing(self) -> Album:
+        """As `demand_sight`, of sounds."""
+        return sighted(self.engine.album, SOUNDS)
+
     @property
     def sees(self) -> bool:
         """Whether pictures can be sent."""
-        return self.engine.album is not None and self.engine.album.sight is not None
+        return self._takes(PICTURES)
+
+    @property
+    def hears(self) -> bool:
+        """Whether sounds can be sent."""
+        return self._takes(SOUNDS)
+
+    def _takes(self, sense: Sense) -> bool:
+        album = self.engine.album
+        return album is not None and album.sight is not None and album.sense is sense
 
     @cached_property
     def _calling(self) -> Calling:

@@ -27,6 +27,7 @@ from ..config import GENERATOR, OLDER, ModelConfig, read_config
 from ..convert import check_target, copied
 from ..events import Notice, Progress
 from ..families import kind_of
+from ..sounds import HEARING
 from ..source import folder_files, is_rounded, open_store
 from ..stores.composite import text_alone
 from ..stores.container import DTYPES, read_container
@@ -107,7 +108,8 @@ def export_compressed(source: Path, out: Path, kind: str) -> Iterator[Progress |
     texts = folder_files(source)
     raw = json.loads(texts[MARKER] if texts else (source / MARKER).read_text(encoding="utf-8"))
     if raw["model_type"] != config.family:
-        yield Notice(f"{raw['model_type']} takes images too: its text part alone is written, {config.family}")
+        kind = raw["model_type"]
+        yield Notice(f"{kind} takes {'sounds' if kind in HEARING else 'images'} too: its text part alone is written, {config.family}")
     with open_store(source, wide="f32") as store:
         items = tuple(_items(config, store, bits))
         for item in items:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 from ... import UsageError
 from ..families import COMPOSITE
 from ..files.small_file import JSON_NBYTES, read_whole
+from ..sounds import HEARING
 
 if TYPE_CHECKING:
     import numpy as np
@@ -74,19 +75,19 @@ class Sight(Protocol):
     threads: int | None
 
     def see(self, picture: np.ndarray, work: Work) -> Seen:
-        """Of a picture uint8 [height, width, 3]. Raises Left where `work` is left."""
+        """Of a picture uint8 [height, width, 3], or a sound float32 [samples]. Raises Left where `work` is left."""
 
-    def places(self, height: int, width: int) -> int:
-        """Tokens that a picture of this size takes, known beforehand."""
+    def places(self, *size: int) -> int:
+        """Tokens that a picture of this size, or a sound of so many samples, takes, known beforehand."""
 
     def bytes_needed(self) -> int:
         """Of the tower's weights and of what it computes with."""
 
 
 def sight_of(folder: Path, config: ModelConfig) -> Sight | None:
-    """How the model of a folder sees; None for one that takes no pictures. Raises UsageError for one whose pictures are not read here."""
+    """How the model of a folder sees or hears; None for one that does neither. Raises UsageError for one whose pictures are not read."""
     kind = kind_of(folder)
-    if kind not in SIGHTS:
+    if kind not in SIGHTS and kind not in HEARING:
         if kind in COMPOSITE:
             raise UsageError(f"pictures of {kind} models are not read", "text alone works; docs/models.md lists the families that see")
         return None
@@ -96,7 +97,9 @@ def sight_of(folder: Path, config: ModelConfig) -> Sight | None:
 
 
 def made_of(kind: str, source: TowerSource, config: ModelConfig) -> Sight:
-    """The sight of a model type of SIGHTS."""
+    """The sight of a model type of SIGHTS or HEARING."""
+    if kind in HEARING:
+        return import_module(f"..sounds.{HEARING[kind]}", __name__).sight(source, config)
     return import_module(f".{SIGHTS[kind]}", __name__).sight(source, config)
 
 

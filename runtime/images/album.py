@@ -1,4 +1,4 @@
-"""The pictures of the prompts of one model, and the tokens that stand for them.
+"""The pictures, or sounds, of the prompts of one model, and the tokens that stand for them. What is said of pictures holds for both.
 
 A place of a picture is a token with an id of its own, beyond every vocabulary: a number made from a hash of the picture's points, its
 columns where they count, and which of its rows stands there. So whatever compares tokens (what a cache holds, what was saved, what a draft
@@ -27,8 +27,10 @@ import numpy as np
 from ... import EffllmError, UsageError
 from ...offload.header import is_gguf
 from ..events import Notice, Progress
-from . import PLACE, Left, Seen, Sight, Work, sight_of
-from .marks import PictureGone
+from ..sounds import HEARING
+from . import PLACE, Left, Seen, Sight, Work, kind_of, sight_of
+from .marks import PictureGone, mark
+from .senses import PICTURES, SOUNDS, Sense, sense_of
 from .turning import COLUMN_BITS, HASH_BITS, PICTURED, ROW_BITS, axes_of, id_of, parts_of
 
 if TYPE_CHECKING:
@@ -37,7 +39,6 @@ if TYPE_CHECKING:
 KEPT = 256 << 20  # bytes of rows that are kept though nobody holds their pictures
 BESIDE = 2048  # of a picture, beside its points or rows: without it the smallest would be kept without an end
 LOOK_S = 0.1  # between two looks at how far the tower is
-NO_SIGHT = "this model takes no pictures", "ask one that does: `effllm show MODEL` says it of each"
 
 
 class Ops(Protocol):
@@ -49,13 +50,19 @@ class Ops(Protocol):
 
 @dataclass(eq=False)
 class Picture:
-    """One picture. `digest` is made from its points and its size; `points` uint8 [height, width, 3] until it is `seen`."""
+    """One picture, or one sound. `digest` is made from its points and its `size`: height and width, or how many samples; `points` uint8
+    [height, width, 3] or float32 [samples] until it is `seen`."""
 
     digest: str
-    height: int
-    width: int
+    size: tuple[int, ...]
+    sense: Sense
     points: np.ndarray | None = field(repr=False)
     seen: Seen | None = field(default=None, repr=False)
+
+    @property
+    def mark(self) -> str:
+        """What stands for it in a text."""
+        return mark(self.digest, self.sense is SOUNDS)
 
     @property
     def number(self) -> int:
@@ -115,11 +122,12 @@ class Shown:
 
 class Album:
     """The pictures of one model, which `sight` sees. Where that is None none can be read, which `refused` says of each. `axes`: as of
-    `axes_of`; `both_ways`: tokens of a picture that was seen see each other. Pictures may come from any thread; they are seen in the one
-    that answers."""
+    `axes_of`; `both_ways`: tokens of a picture that was seen see each other; `sense`: whether the model takes pictures or sounds. Pictures
+    may come from any thread; they are seen in the one that answers."""
 
-    def __init__(self, sight: Sight | None, refused: EffllmError | None = None, axes: np.ndarray | None = None) -> None:
-        self.sight, self.refused, self.axes, self.both_ways = sight, refused, axes, False
+    def __init__(self, sight: Sight | None, refused: EffllmError | None = None, axes: np.ndarray | None = None,
+                 sense: Sense = PICTURES) -> None:
+        self.sight, self.refused, self.axes, self.both_ways, self.sense = sight, refused, axes, False, sense
         self._lock = threading.Lock()
         self._known: WeakValueDictionary[str, Picture] = WeakValueDictionary()
         self._numbered: WeakValueDictionary[int, Picture] = WeakValueDictionary()
@@ -128,15 +136,15 @@ class Album:
         self._looks = threading.Lock()
 
     def take(self, points: np.ndarray) -> Picture:
-        """The picture of these points, uint8 [height, width, 3]: the same one for the same points."""
-        height, width = points.shape[:2]
-        digest = hashlib.sha256(f"{height} {width} ".encode() + np.ascontiguousarray(points).data).hexdigest()[:32]
+        """The picture of these points, uint8 [height, width, 3], or the sound of samples float32 [n]: the same one for the same points."""
+        size = points.shape[:2]
+        digest = hashlib.sha256(f"{' '.join(map(str, size))} ".encode() + np.ascontiguousarray(points).data.cast("B")).hexdigest()[:32]
         with self._lock:
             found = self._known.get(digest)
             if found is None:
-                found = Picture(digest, height, width, points)
+                found = Picture(digest, size, sense_of(points), points)
                 if found.number in self._numbered:
-                    raise UsageError("two pictures have the same number here, by a rare chance", "change one of them in a point")
+                    raise UsageError(f"two {self.sense.noun}s have the same number here, by a rare chance", "change one of them in a point")
                 self._known[digest] = self._numbered[found.number] = found
             self._keep(found)
         return found
@@ -150,7 +158,7 @@ class Album:
         """Raises PictureGone."""
         found = self._known.get(digest)
         if found is None:
-            raise _gone(f"picture {digest[:8]}")
+            raise _gone(f"{self.sense.noun} {digest[:8]}", self.sense)
         return found
 
     def see(self, pictures: Sequence[Picture], left: Callable[[], bool] = lambda: False) -> Iterator[Progress | Notice]:
@@ -158,7 +166,8 @@ class Album:
         answers do, each picture is looked at once, and one at a time: a plan has room for one."""
         new = [each for each in dict.fromkeys(pictures) if each.seen is None]
         for number, picture in enumerate(new, start=1):
-            phase = "looking at " + ("the picture" if len(new) == 1 else f"picture {number} of {len(new)}")
+            which = f"the {self.sense.noun}" if len(new) == 1 else f"{self.sense.noun} {number} of {len(new)}"
+            phase = f"{self.sense.phase} {which}"
             while not self._looks.acquire(blocking=False):
                 if left():
                     return
@@ -172,11 +181,11 @@ class Album:
             self.both_ways = self.both_ways or seen.both_ways
             rows = seen.tokens.count(PLACE)
             if rows != len(seen.rows) or rows > 1 << ROW_BITS or seen.grid and seen.grid[1] >= 1 << COLUMN_BITS:
-                raise UsageError(f"a picture of {picture.width} × {picture.height} takes {rows} tokens", "a smaller picture")
+                raise UsageError(f"a {picture.sense.called(picture.size)} takes {rows} tokens", f"a smaller {picture.sense.noun}")
             with self._lock:
                 picture.seen, picture.points = seen, None
                 self._keep(picture)
-            yield Notice(f"picture of {picture.width} × {picture.height}: {len(seen.tokens)} tokens")
+            yield Notice(f"{picture.sense.called(picture.size)}: {len(seen.tokens)} tokens")
 
     def _looked(self, points: np.ndarray, phase: str, left: Callable[[], bool]) -> Generator[Progress, None, Seen | None]:
         """What a picture is; None where nobody waits any more."""
@@ -207,7 +216,7 @@ class Album:
     def places(self, digest: str) -> int:
         """How many tokens a picture takes, seen or not."""
         picture = self.find(digest)
-        return self.sight.places(picture.height, picture.width) if picture.seen is None else len(picture.seen.tokens)
+        return self.sight.places(*picture.size) if picture.seen is None else len(picture.seen.tokens)
 
     def shown(self, ids: Sequence[int]) -> tuple[list[int], Shown | None]:
         """Ids as the vocabulary has them, a word's in place of each picture's, and what stands there instead. Raises PictureGone."""
@@ -219,7 +228,7 @@ class Album:
             number, _, row = parts_of(ids[place])
             picture = self._numbered.get(number)
             if picture is None or picture.seen is None or row >= len(picture.seen.rows):
-                raise _gone("a picture")
+                raise _gone(f"a {self.sense.noun}", self.sense)
             rows.append(picture.seen.rows[row])
             if picture.seen.deep is not None:
                 deep.append(picture.seen.deep[:, row])
@@ -237,9 +246,9 @@ class Album:
             self._kept_nbytes -= self._kept.popitem(last=False)[1][1]
 
 
-def _gone(which: str) -> PictureGone:
+def _gone(which: str, sense: Sense) -> PictureGone:
     return PictureGone(f"{which} of this conversation is needed again and is no longer at hand",
-                       "give it once more (--image FILE, /image FILE in a chat), or begin anew (/clear)")
+                       f"give it once more (--{sense.part} FILE, /{sense.part} FILE in a chat), or begin anew (/clear)")
 
 
 def album_of(model: Path, config: ModelConfig, mmproj: str | None = None, threads: int | None = None) -> Album | None:
@@ -249,17 +258,22 @@ def album_of(model: Path, config: ModelConfig, mmproj: str | None = None, thread
         sight, axes = _sight(model, config, mmproj)
         if sight is not None:
             sight.threads = threads
-        return None if sight is None else Album(sight, axes=axes)
+        return None if sight is None else Album(sight, axes=axes, sense=sense_taken(model))
     except EffllmError as error:
         if mmproj is not None:
             raise
-        return Album(None, error)
+        return Album(None, error, sense=sense_taken(model))
+
+
+def sense_taken(model: Path | str) -> Sense:
+    """What the model of a folder or a file takes beside text, where it takes anything."""
+    return SOUNDS if kind_of(Path(model)) in HEARING else PICTURES
 
 
 def _sight(model: Path, config: ModelConfig, mmproj: str | None) -> tuple[Sight | None, np.ndarray | None]:
     if mmproj is None and not is_gguf(model):
         sight = sight_of(model, config)
-        return sight, None if sight is None else axes_of(model, config)
+        return sight, None if sight is None or kind_of(model) in HEARING else axes_of(model, config)
     from .projector import projected
 
     return projected(model, config, None if mmproj is None else Path(os.path.expanduser(mmproj)))
@@ -271,17 +285,19 @@ def sight_nbytes(model: str | None, config: ModelConfig, mmproj: str | None = No
     return 0 if album is None or album.sight is None else album.sight.bytes_needed()
 
 
-def sighted(album: Album | None) -> Album:
-    """The album of a model whose pictures are read. Raises EffllmError for another."""
-    if album is None or album.sight is None:
-        raise UsageError(*NO_SIGHT) if album is None else album.refused
+def sighted(album: Album | None, sense: Sense = PICTURES) -> Album:
+    """The album of a model whose pictures, or sounds, are read. Raises EffllmError for another."""
+    if album is None or album.sense is not sense:
+        raise UsageError(*sense.refusal)
+    if album.sight is None:
+        raise album.refused
     return album
 
 
-def demand_sight(model: Path, config: ModelConfig, mmproj: str | None = None) -> None:
-    """Raises EffllmError for a model, as of `album_of`, that takes no pictures, or whose pictures are not read here."""
-    if _sight(model, config, mmproj)[0] is None:
-        raise UsageError(*NO_SIGHT)
+def demand_sight(model: Path, config: ModelConfig, mmproj: str | None = None, sense: Sense = PICTURES) -> None:
+    """Raises EffllmError for a model, as of `album_of`, that takes no pictures, or no sounds, or whose are not read here."""
+    if sense_taken(model) is not sense or _sight(model, config, mmproj)[0] is None:
+        raise UsageError(*sense.refusal)
 
 
 def words(ids: Sequence[int]) -> list[int]:

@@ -16,6 +16,7 @@ from ...offload.header import TensorInfo
 from ...offload.writer import FolderWriter
 from ..events import Progress
 from ..files.written import TOWER
+from ..sounds import HEARING
 from . import SIGHTS, kind_of
 from .tower_weights import is_of_tower, tower_store
 
@@ -50,11 +51,12 @@ def write_tower(found: Sequence[TensorInfo], data: Iterator[bytes], writer: Fold
 
 
 def tower_tensors(folder: Path) -> list[TensorInfo]:
-    """Those that the model in `folder` sees with; none of one whose pictures are not read here."""
-    if kind_of(folder) not in SIGHTS:
+    """Those that the model in `folder` sees or hears with; none of one whose pictures and sounds are not read here."""
+    kind = kind_of(folder)
+    if kind not in SIGHTS and kind not in HEARING:
         return []
     with tower_store(folder) as store:
-        return [info for info in store.tensors.values() if is_of_tower(info.name)]
+        return [info for info in store.tensors.values() if is_of_tower(info.name, kind)]
 
 
 def _head(found: Sequence[TensorInfo]) -> bytes:

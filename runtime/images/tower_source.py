@@ -44,7 +44,7 @@ class FolderSource:
         return read_processor(self.model, known)
 
     def weights(self) -> Weights:
-        return Weights(tower_store(self.model), "config.json")
+        return Weights(tower_store(self.model), "config.json", str(self.config.get("model_type")))
 
     def saying(self) -> AbstractContextManager[None]:
         return nullcontext()

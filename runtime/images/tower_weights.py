@@ -1,4 +1,4 @@
-"""The tensors of the part of a model that sees, read when its first picture comes.
+"""The tensors of the part of a model that sees or hears, read when its first picture or sound comes.
 
 Writers name them with or without `model.` before, and towers that were models of their own with or without their own `vision_model.`; here
 they have neither.
@@ -16,11 +16,14 @@ from ... import UsageError
 from ...offload.checkpoint import CheckpointError, TensorStore
 from ...offload.header import AGAIN, TensorInfo
 from ..files.written import TOWER
+from ..sounds import HEARING
+from . import kind_of
 from .tower_parts import Matrix, Norm, widened
 
 STORED = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 PARTS = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "connector.", "image_newline", "embed_vision.",
          "vision_embedder.")
+HEARING_PARTS = ("audio_tower.", "multi_modal_projector.")
 
 
 def own_name(name: str) -> str:
@@ -28,9 +31,14 @@ def own_name(name: str) -> str:
     return name.removeprefix("model.").replace("vision_tower.vision_model.", "vision_tower.", 1)
 
 
-def is_of_tower(name: str) -> bool:
-    """By a tensor's name in a checkpoint."""
-    return own_name(name).startswith(PARTS)
+def parts_of(kind: str | None) -> tuple[str, ...]:
+    """How names of a tower's tensors begin, in a model of this type. Of one that could do both, what is read here counts."""
+    return HEARING_PARTS if kind in HEARING else PARTS
+
+
+def is_of_tower(name: str, kind: str | None = None) -> bool:
+    """By a tensor's name in a checkpoint of a model of this type."""
+    return own_name(name).startswith(parts_of(kind))
 
 
 def tower_store(folder: Path) -> TensorStore:
@@ -42,19 +50,22 @@ def tower_store(folder: Path) -> TensorStore:
 
 def demand_tower(folder: Path) -> None:
     """Raises UsageError for a folder that holds the text part alone."""
+    kind = kind_of(folder)
     with tower_store(folder) as store:
-        if not any(map(is_of_tower, store.tensors)):
-            raise UsageError(f"{folder} holds the text part of this model alone, without what sees",
-                             "pictures take the original folder, or one that effllm quantize made of it")
+        if not any(is_of_tower(name, kind) for name in store.tensors):
+            what, taken = ("hears", "sounds") if kind in HEARING else ("sees", "pictures")
+            raise UsageError(f"{folder} holds the text part of this model alone, without what {what}",
+                             f"{taken} take the original folder, or one that effllm quantize made of it")
 
 
 class Weights:
     """The tensors of a store by their own names, whose shapes `described` states. A context manager, which closes the store."""
 
-    def __init__(self, store: TensorStore, described: str) -> None:
+    def __init__(self, store: TensorStore, described: str, kind: str | None = None) -> None:
         self._store, self._described = store, described
         named = ((own_name(name), info) for name, info in self._store.tensors.items())
-        self._infos: dict[str, TensorInfo] = {name: info for name, info in named if name.startswith(PARTS)}
+        self._infos: dict[str, TensorInfo] = {name: info for name, info in named
+                                              if name.startswith(parts_of(kind))}
 
     @property
     def nbytes(self) -> int:
@@ -68,9 +79,9 @@ class Weights:
         CheckpointError."""
         info = self._infos.get(name)
         if info is None:
-            raise CheckpointError(f"{self._store.folder} holds no tensor {name} of the part that sees", AGAIN)
+            raise CheckpointError(f"{self._store.folder} holds no tensor {name} of the tower", AGAIN)
         if info.dtype not in STORED:
-            raise CheckpointError(f"{name} is stored as {info.dtype}: of the part that sees only F32, F16 and BF16 are read",
+            raise CheckpointError(f"{name} is stored as {info.dtype}: of the tower only F32, F16 and BF16 are read",
                                   "take the model with that part in bfloat16")
         count = int(np.prod(shape, dtype=np.int64))
         if _squeezed(info.shape) != _squeezed(shape) and not (len(shape) == 2 and info.shape and info.shape[0] == shape[0]

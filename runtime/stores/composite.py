@@ -30,8 +30,10 @@ OUTER_HARMLESS = frozenset({
 # Composite models whose head is one of its own where they say nothing; of others it is the embedding. Of the second kind it is tied where
 # either object says so: a head that is stored all the same is used.
 UNTIED = ("qwen2_5_omni", "qwen3_5", "qwen3_5_moe", "qwen3_omni_moe")
-AS_INSIDE = ("exaone4_5", "glm46v", "glm4v", "glm4v_moe", "idefics3", "kimi_k25", "llama4", "llava", "llava_next", "llava_onevision",
-             "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm")
+AS_INSIDE = ("audioflamingo3", "exaone4_5", "glm46v", "glm4v", "glm4v_moe", "idefics3", "kimi_k25", "llama4", "llava", "llava_next",
+             "llava_onevision",
+             "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm",
+             "voxtral")
 THINKER = "thinker_config"  # of models that speak: what listens, sees and writes
 FLAT = ("qwen2_5_vl", "qwen2_vl")  # which may say of the text part all in the outer object
 # What text parts of some models say of images.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ... import UsageError
 from ..images.album import Album
-from ..images.marks import MARK, Message, Render, digests
+from ..images.marks import END, MARK, Message, Render, digests
 from ..images.marks import rendered as with_marks
 from ..passes import too_long
 from ..text import Tokenizer
@@ -72,13 +72,14 @@ class Prompts:
         has_pictures = any(map(MARK.search, said))
         if self.album is None:
             if has_pictures:
-                raise UsageError("there are pictures in this conversation, and the model takes none", "go on with a model that does")
+                noun = "picture" if any(END in each for each in said) else "sound"
+                raise UsageError(f"there are {noun}s in this conversation, and the model takes none", "go on with a model that does")
             return render(messages)
         if not has_pictures:
             prompt = render(messages)
             if all(text.strip() in prompt for each, text in zip(messages, said, strict=True) if each["role"] == "user"):
                 return prompt
-        return with_marks(render, messages, self.album.sight.placeholder, self.album.sight.written)
+        return with_marks(render, messages, self.album.sight.placeholder, self.album.sight.written, self.album.sense)
 
     def going_on(self, prompt: str, said: str) -> str:
         """A prompt whose answer begins with `said`: it goes on behind its reasoning, also where the template opens one."""

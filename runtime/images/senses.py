@@ -1,0 +1,42 @@
+"""What a model takes beside text: pictures or sounds. Both become rows that stand in place of embeddings, and go through prompt and cache
+alike; they differ in what a person calls them and in how a template is told of one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+
+RATE = 16_000  # samples of a sound in a second, at which all models here hear
+
+
+@dataclass(frozen=True)
+class Sense:
+    """`noun`: what is taken; `part`: the type of a message's part that is one, and the name of the flag; `phase`: what is said while a
+    tower works on one; `done`: of one that was worked on; `does`: what the tower does."""
+
+    noun: str
+    part: str
+    phase: str
+    done: str
+    does: str
+
+    @property
+    def refusal(self) -> tuple[str, str]:
+        """The message and the hint of a model that takes none."""
+        return f"this model takes no {self.noun}s", "ask one that does: `effllm show MODEL` says it of each"
+
+    def called(self, size: tuple[int, ...]) -> str:
+        """One of this size: (height, width) of a picture, (samples,) of a sound."""
+        return f"{self.noun} of {f'{size[1]} × {size[0]}' if len(size) == 2 else f'{size[0] / RATE:.1f} s'}"
+
+
+PICTURES = Sense("picture", "image", "looking at", "seen", "sees")
+SOUNDS = Sense("sound", "audio", "listening to", "heard", "hears")
+
+
+def sense_of(values: np.ndarray) -> Sense:
+    """Of the points of a picture uint8 [height, width, 3], or the samples of a sound float32 [n]."""
+    return SOUNDS if values.ndim == 1 else PICTURES

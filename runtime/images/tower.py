@@ -1,0 +1,103 @@
+"""What everything that sees or hears has in common: it is described in the config, its weights come with the first picture or sound, and
+its rows are checked."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from ... import UsageError
+from ...offload.hardware import cpu_threads
+from ..config_reader import ConfigError, Keys, show
+from ..text import Tokenizer
+from . import PLACE, Work
+from .senses import Sense
+from .tower_parts import Crew
+from .tower_weights import Weights
+
+if TYPE_CHECKING:
+    from ..config import ModelConfig
+    from .tower_source import TowerSource
+
+MULTIPLIED = ("granite",)  # families of text parts whose embeddings are multiplied after a picture's rows are among them
+# What `values` made, and threads -> rows float32 [n, hidden]; [1 + layers, n, hidden] where there are some that early layers add.
+Rows = Callable[[Any, Crew], np.ndarray]
+
+
+class Family(Protocol):
+    """What a family says of its pictures, or of its sounds."""
+
+    most_patches: int  # of those that are in the tower at once
+
+    def values(self, taken: np.ndarray) -> Any:
+        """What the tower is given of a picture uint8 [height, width, 3], or of a sound float32 [samples]."""
+
+    def load(self, weights: Weights) -> Rows:
+        """The tower."""
+
+    def tokens(self, *size: int) -> tuple[int, ...]:
+        """What a picture of this height and width, or a sound of so many samples, becomes in a prompt."""
+
+
+class Tower(Family):
+    """`kinds`: of towers that the family has -> what their configs say by saying nothing; the first is the one that is meant where none is
+    stated. They are described in the `section` of config.json."""
+
+    sense: Sense
+    placeholder: str
+    threads: int | None = None
+
+    def __init__(self, source: TowerSource, config: ModelConfig, section: str, kinds: Mapping[str, Mapping[str, object]]) -> None:
+        self.source, self.config = source, config
+        self.outer = Keys(source.config)
+        stated = self.outer.section(section) or {}
+        self.tower = str(stated.get("model_type") or next(iter(kinds)))
+        if self.tower not in kinds:
+            raise UsageError(f"its {self.sense.noun}s are {self.sense.done} by a tower of type {show(self.tower)}, which is not known for "
+                             "this model", f"known: {', '.join(kinds)}; text alone works")
+        own = {key: value for key, value in stated.items() if value is not None}
+        self.said = Keys({**kinds[self.tower], **own}, f"config.json: {section}")
+        self._rows: Rows | None = None
+        self._once = threading.Lock()
+
+    def computed(self, taken: np.ndarray, work: Work) -> tuple[np.ndarray, tuple[int, ...], np.ndarray | None]:
+        """Rows, tokens and what early layers add, as of `Seen`."""
+        with self._once, self.source.saying():
+            tokens = self.tokens(*(taken.shape if taken.ndim == 1 else taken.shape[:2]))
+            if self._rows is None:
+                with self.source.weights() as weights:
+                    self._rows = self.load(weights)
+        with Crew(self.threads or cpu_threads(), work) as crew:
+            rows, deep = self._rows(self.values(taken), crew), None
+        if rows.ndim == 3:
+            rows, deep = rows[0], rows[1:]
+        if rows.shape != (tokens.count(PLACE), self.config.hidden_size):
+            raise ConfigError(f"{self.source.model}: a {self.sense.noun} became {len(rows)} rows of {rows.shape[-1]}, but "
+                              f"{tokens.count(PLACE)} of {self.config.hidden_size} have a place")
+        if self.config.family in MULTIPLIED:
+            rows = rows * np.float32(self.config.embedding_multiplier)
+        return rows, tokens, deep
+
+    @property
+    def written(self) -> str:
+        return self.placeholder
+
+    def places(self, *size: int) -> int:
+        return len(self.tokens(*size))
+
+    @cached_property
+    def words(self) -> Tokenizer:
+        """The model's vocabulary."""
+        return Tokenizer.load(self.source.model, self.config)
+
+    def word(self, text: str) -> int:
+        """The number of a word of the vocabulary that is no piece of text. Raises ConfigError."""
+        number = self.words.added.get(text)
+        if number is None:
+            raise ConfigError(f"{self.source.model}: the vocabulary has no {text}, which stands for {self.sense.noun}s or beside them",
+                              self.source.without_word)
+        return number

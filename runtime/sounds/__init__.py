@@ -1,0 +1,9 @@
+"""Models that hear: files of sounds as samples, samples as a log-mel spectrogram, and what encoders make of that.
+
+Rows of a sound go through prompt and cache as a picture's do (`images/album.py`): a sound is a `Picture` whose values are float32 [samples]
+at 16 kHz, and a family that hears has a `Sight` whose `sense` is SOUNDS. To add one: a file here whose `sight(source, config)` returns it,
+and its `model_type` in HEARING.
+"""
+
+# Model type of a model that takes sounds -> the module here that hears for it: its `sight(source, config)` returns a Sight.
+HEARING: dict[str, str] = {"audioflamingo3": "audioflamingo3", "qwen2_audio": "qwen2_audio", "voxtral": "voxtral"}

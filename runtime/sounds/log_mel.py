@@ -1,0 +1,101 @@
+"""Samples as Whisper's encoder and its descendants are given them: powers of frequencies in bands of the mel scale, as logarithms.
+
+Slaney's scale (even up to 1 kHz, logarithmic above it) with bands of the same area; a Hann window; 8 below the loudest is silence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from ... import ModelNotFound, UsageError
+from ..config_reader import ConfigError, Keys, read_json, show
+from ..images.senses import RATE
+
+KIND = "WhisperFeatureExtractor"
+FILE, OUTER = "preprocessor_config.json", "processor_config.json"
+EDGE_HZ, EDGE_MEL, PER_MEL, OCTAVES = 1000.0, 15.0, 200 / 3, 27 / np.log(6.4)  # of Slaney's scale
+HIGHEST_HZ = 8000.0
+FRAMES = 4096  # of a spectrogram at once
+
+
+@dataclass(frozen=True)
+class LogMel:
+    """`bands`: rows of the spectrogram; `window`: samples of a frame, `hop` from one to the next; `samples`: of what an encoder takes."""
+
+    bands: int
+    window: int
+    hop: int
+    samples: int
+
+    @property
+    def frames(self) -> int:
+        """Of what an encoder takes."""
+        return self.samples // self.hop
+
+    @cached_property
+    def filters(self) -> np.ndarray:
+        """float32 [1 + window // 2, bands]."""
+        edges = _hertz(np.linspace(0, _mels(HIGHEST_HZ), self.bands + 2))
+        heights = np.linspace(0, RATE // 2, 1 + self.window // 2)
+        slopes = edges[None] - heights[:, None]
+        widths = np.diff(edges)
+        rising, falling = -slopes[:, :-2] / widths[:-1], slopes[:, 2:] / widths[1:]
+        return (np.maximum(0, np.minimum(rising, falling)) * (2 / (edges[2:] - edges[:-2]))).astype(np.float32)
+
+    def __call__(self, samples: np.ndarray) -> np.ndarray:
+        """float32 [n], at least a window of them -> float32 [n // hop, bands]."""
+        edge = self.window // 2
+        around = np.pad(samples.astype(np.float32, copy=False), edge, mode="reflect")
+        shape = np.hanning(self.window + 1)[:-1].astype(np.float32)
+        windows = np.lib.stride_tricks.sliding_window_view(around, self.window)[:: self.hop][: len(samples) // self.hop]
+        made = np.empty((len(windows), self.bands), np.float32)
+        for begin in range(0, len(windows), FRAMES):
+            some = slice(begin, begin + FRAMES)
+            found = np.fft.rfft(windows[some] * shape)
+            made[some] = (found.real**2 + found.imag**2).astype(np.float32) @ self.filters
+        np.log10(np.maximum(made, 1e-10, out=made), out=made)
+        np.maximum(made, made.max(initial=-10) - 8, out=made)
+        return (made + 4) / 4
+
+
+def _mels(hertz: float) -> float:
+    return hertz / PER_MEL if hertz < EDGE_HZ else EDGE_MEL + OCTAVES * np.log(hertz / EDGE_HZ)
+
+
+def _hertz(mels: np.ndarray) -> np.ndarray:
+    return np.where(mels < EDGE_MEL, mels * PER_MEL, EDGE_HZ * np.exp((mels - EDGE_MEL) / OCTAVES))
+
+
+def read_log_mel(folder: Path) -> LogMel:
+    """As a folder says that its sounds are made ready. Raises UsageError where it says nothing, or it is of another kind."""
+    inside, where = _json(folder / FILE), FILE
+    if inside is None:
+        inside, where = (_json(folder / OUTER) or {}).get("feature_extractor"), OUTER
+    if not isinstance(inside, dict):
+        raise UsageError(f"{folder} has no {FILE}, so it is not known how sounds are made ready for this model",
+                         "fetch that file from where the model is from, beside its config.json")
+    keys = Keys(inside, where)
+    kind = keys.text("feature_extractor_type", KIND)
+    if kind != KIND:
+        raise UsageError(f"{where}: sounds are made ready by {show(kind)}, which is not known for this model",
+                         f"known: {KIND}; text alone works")
+    if keys.integer("sampling_rate", RATE) != RATE:
+        raise keys.fail("sampling_rate", f"{RATE}")
+    if keys.raw.get("dither") not in (None, 0) or keys.raw.get("do_normalize") not in (None, False):
+        raise ConfigError(f"{where}: dither or do_normalize is set, which models here do without", "leave them away")
+    found = LogMel(keys.integer("feature_size", 80, high=512), keys.integer("n_fft", 400, low=16, high=4096),
+                   keys.integer("hop_length", 160, high=4096), RATE * keys.integer("chunk_length", 30, high=120))
+    if found.samples % found.hop:
+        raise keys.fail("hop_length", "a divisor of what an encoder takes")
+    return found
+
+
+def _json(path: Path) -> dict[str, object] | None:
+    try:
+        return read_json(path)
+    except ModelNotFound:
+        return None

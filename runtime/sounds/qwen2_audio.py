@@ -1,0 +1,50 @@
+"""Qwen2-Audio: 30 s through Whisper's encoder, two rows made one, and a matrix to the model's width. What is silence behind a shorter sound
+is not attended to, so it is not computed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..images import PLACE
+from ..images.tower import Rows
+from ..images.tower_parts import Crew, product
+from ..images.tower_weights import Weights
+from .tower_hearing import TowerHearing, Windows
+from .whisper_encoder import LARGE, halved, load_encoder
+
+if TYPE_CHECKING:
+    from ..config import ModelConfig
+    from ..images.tower_source import TowerSource
+
+
+class Qwen2Audio(TowerHearing):
+    AUDIO = {"qwen2_audio_encoder": LARGE}
+    placeholder, written = "<|AUDIO|>", "<|audio_bos|><|AUDIO|><|audio_eos|>"
+
+    @property
+    def most_seconds(self) -> float:
+        return self.log_mel.samples / 16_000
+
+    def tokens(self, samples: int) -> tuple[int, ...]:
+        self.demand_length(samples)
+        whole, rest = divmod(samples, self.log_mel.samples)
+        return (PLACE,) * (whole * (self.sizes.places // 2) + halved(self.frames_of(rest)) // 2)
+
+    def load(self, weights: Weights) -> Rows:
+        encoder, project = load_encoder(weights, self.sizes, "audio_tower."), self.projector(weights)
+
+        def rows(windows: Windows, crew: Crew) -> np.ndarray:
+            made = [each[: len(each) // 2 * 2].reshape(-1, 2, self.sizes.width).mean(1) for each in encoder.rows(windows, crew)]
+            return project(encoder.after(np.concatenate(made)), crew)
+
+        return rows
+
+    def projector(self, weights: Weights) -> Rows:
+        matrix = weights.matrix("multi_modal_projector.linear", self.config.hidden_size, self.sizes.width)
+        return lambda x, crew: product(x, matrix, crew)
+
+
+def sight(source: TowerSource, config: ModelConfig) -> TowerHearing:
+    return Qwen2Audio(source, config)

@@ -1,0 +1,81 @@
+"""What all families that hear by Whisper's encoder have in common: a log-mel spectrogram in windows, and rows of those.
+
+A family has a class with `tokens` (what stands for a sound of so many samples) and `load` (weights to a function that computes rows), and a
+function `sight` that makes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ... import UsageError
+from ...offload.hardware import cpu_threads
+from ..config_reader import ConfigError
+from ..images import Seen, Work
+from ..images.senses import RATE, SOUNDS
+from ..images.tower import Tower
+from ..images.tower_parts import ROWS
+from .log_mel import read_log_mel
+from .whisper_encoder import Sizes
+
+if TYPE_CHECKING:
+    from ..config import ModelConfig
+    from ..images.tower_source import TowerSource
+
+Windows = list[tuple[np.ndarray, int]]  # spectrograms float32 [frames, bands], and how many of the frames are of the sound
+
+
+class TowerHearing(Tower):
+    """A `Sight` that hears. `AUDIO`: kinds of towers that the family has, as of `Tower`. `most_seconds`: of a sound that it takes."""
+
+    AUDIO: Mapping[str, Mapping[str, object]]
+    sense = SOUNDS
+    most_seconds: float
+
+    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
+        super().__init__(source, config, "audio_config", self.AUDIO)
+        self.sizes, self.log_mel = Sizes.read(self.said), read_log_mel(source.model)
+        if self.log_mel.bands != self.sizes.bands or self.log_mel.frames != 2 * self.sizes.places:
+            raise ConfigError(f"{source.model}: sounds become {self.log_mel.frames} frames of {self.log_mel.bands} bands, but the tower "
+                              f"takes {2 * self.sizes.places} of {self.sizes.bands}")
+
+    def see(self, picture: np.ndarray, work: Work) -> Seen:
+        """Of a sound float32 [samples]. Raises CheckpointError where the weights are damaged, UsageError for one that is too long, Left."""
+        rows, tokens, _ = self.computed(picture, work)
+        return Seen(rows, tokens)
+
+    def values(self, taken: np.ndarray) -> Windows:
+        """Each window by itself: what is loudest in it is its own."""
+        length, found = self.log_mel.samples, []
+        for begin in range(0, len(taken), length):
+            part = taken[begin : begin + length]
+            found.append((self.log_mel(np.pad(part, (0, length - len(part)))), self.frames_of(len(part))))
+        return found
+
+    def frames_of(self, samples: int) -> int:
+        """How many of a window's frames have a part of so many samples in them."""
+        return -(-samples // self.log_mel.hop)
+
+    def demand_length(self, samples: int) -> None:
+        """Raises UsageError for a sound that the model does not take."""
+        if samples > self.most_seconds * RATE:
+            raise UsageError(f"a sound of {samples / RATE:.1f} s is too long for this model, which takes {self.most_seconds:g} s",
+                             "cut it into shorter ones")
+
+    @property
+    def most_patches(self) -> int:
+        """Rows that are in the encoder at once: those of a window."""
+        return self.sizes.places
+
+    def bytes_needed(self) -> int:
+        """Weights, the largest matrices in float32, what goes through a layer, pieces of it, and what the convolutions read."""
+        width = self.sizes.width
+        with self.source.saying(), self.source.weights() as weights:
+            matrices, layer = 12 * width**2, 6 * self.most_patches * width
+            pieces = 16 * width * ROWS * (self.threads or cpu_threads())
+            read = 4 * self.log_mel.frames * (self.sizes.bands + width)
+            whole = 2 * int(self.most_seconds * RATE) // self.log_mel.hop * (self.sizes.bands + width)
+            return weights.nbytes + 4 * (matrices + layer + pieces + read + whole)

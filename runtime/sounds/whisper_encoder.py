@@ -1,0 +1,105 @@
+"""Whisper's encoder, which most models that hear have taken over: two convolutions over a log-mel spectrogram, of which the second halves
+its frames, learned places, and layers with norms before. It takes a sound of one length, mostly 30 s, so longer ones come in windows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..config_reader import ConfigError, Keys
+from ..images.tower_parts import CURVES, Block, Crew, Matrix, Norm, gelu, product
+from ..images.tower_weights import Weights
+
+# Two spellings of configs -> the one that is read here.
+SPELLED = {"d_model": "hidden_size", "encoder_layers": "num_hidden_layers", "encoder_attention_heads": "num_attention_heads",
+           "encoder_ffn_dim": "intermediate_size"}
+LARGE: Mapping[str, object] = {"hidden_size": 1280, "num_hidden_layers": 32, "num_attention_heads": 20, "intermediate_size": 5120,
+                               "num_mel_bins": 128, "max_source_positions": 1500, "activation_function": "gelu"}
+EPS = 1e-5
+KERNEL = 3  # frames that a convolution reads
+MOST_LAYERS, MOST_WIDTH, MOST_PLACES = 512, 1 << 16, 1 << 14
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a config says of an encoder."""
+
+    width: int
+    layers: int
+    heads: int
+    inner: int
+    bands: int
+    places: int
+    curve: str
+
+    @staticmethod
+    def read(keys: Keys) -> Sizes:
+        keys = Keys({**keys.raw, **{own: keys.raw[key] for key, own in SPELLED.items() if key in keys.raw}}, keys.where)
+        width, heads = keys.integer("hidden_size", high=MOST_WIDTH), keys.integer("num_attention_heads", high=1024)
+        if width % heads:
+            raise ConfigError(f"{keys.where}: hidden_size {width} is not a multiple of {heads} heads")
+        return Sizes(width, keys.integer("num_hidden_layers", high=MOST_LAYERS), heads, keys.integer("intermediate_size", high=1 << 20),
+                     keys.integer("num_mel_bins", high=512), keys.integer("max_source_positions", high=MOST_PLACES),
+                     keys.choice("activation_function", {key: key for key in CURVES}, "gelu"))
+
+
+def halved(frames: int) -> int:
+    """Rows that the convolutions make of so many frames."""
+    return (frames - 1) // 2 + 1
+
+
+@dataclass(frozen=True)
+class WhisperEncoder:
+    """`places` float32 [rows of a window, D]."""
+
+    first: Matrix
+    second: Matrix
+    places: np.ndarray
+    blocks: Sequence[Block]
+    after: Norm
+
+    def rows(self, windows: Sequence[tuple[np.ndarray, int]], crew: Crew) -> list[np.ndarray]:
+        """Of windows, spectrograms float32 [frames, bands] and how many of their frames are of the sound: what the layers make of those,
+        [halved, D], without the last norm. Rows see those of their window, which come one after the other."""
+        crew.work.total += len(self.blocks) * len(windows)
+        made = []
+        for window, frames in windows:
+            x = self._convolved(window, frames, crew)
+            for block in self.blocks:
+                block.run(x, [(0, len(x))], crew)
+            made.append(x)
+        return made
+
+    def _convolved(self, window: np.ndarray, frames: int, crew: Crew) -> np.ndarray:
+        """Only rows that frames of the sound are in; what they read of the silence behind it is there."""
+        count = halved(frames)
+        made = gelu(product(_reads(window[: frames + 2], 1), self.first, crew))
+        made = gelu(product(_reads(made, 2)[:count], self.second, crew))
+        return made + self.places[:count]
+
+
+def _reads(x: np.ndarray, step: int) -> np.ndarray:
+    """What a convolution with a border of nothing reads of x [T, C], for every `step`th place -> [T / step, C * KERNEL]."""
+    around = np.pad(x, ((1, 1), (0, 0)))
+    return np.lib.stride_tricks.sliding_window_view(around, KERNEL, axis=0)[::step].reshape(-1, x.shape[1] * KERNEL)
+
+
+def load_encoder(weights: Weights, sizes: Sizes, name: str) -> WhisperEncoder:
+    """The encoder whose tensors begin with `name`."""
+    width, curve = sizes.width, CURVES[sizes.curve]
+
+    def block(number: int) -> Block:
+        own = f"{name}layers.{number}."
+        return Block(
+            norms=(weights.layer_norm(f"{own}self_attn_layer_norm", width, EPS), weights.layer_norm(f"{own}final_layer_norm", width, EPS)),
+            **{to: weights.matrix(f"{own}self_attn.{stored}", width, width)
+               for to, stored in (("queries", "q_proj"), ("keys", "k_proj"), ("values", "v_proj"), ("out", "out_proj"))},
+            up=weights.matrix(f"{own}fc1", sizes.inner, width), down=weights.matrix(f"{own}fc2", width, sizes.inner), curve=curve,
+            heads=sizes.heads)
+
+    return WhisperEncoder(
+        first=weights.matrix(f"{name}conv1", width, sizes.bands * KERNEL), second=weights.matrix(f"{name}conv2", width, width * KERNEL),
+        places=weights.numbers(f"{name}embed_positions.weight", sizes.places, width),
+        blocks=[block(number) for number in range(sizes.layers)], after=weights.layer_norm(f"{name}layer_norm", width, EPS))

@@ -1,0 +1,100 @@
+"""Tiny random models that hear, for tests: what transformers' extractors and towers make of a sound is what ours have to make of it."""
+
+import io
+import json
+import shutil
+import wave
+from collections.abc import Mapping
+from copy import deepcopy
+from pathlib import Path
+
+import numpy as np
+import torch
+from sight_models import FABLE, FIRST, TEXT
+from transformers import AutoConfig, PreTrainedModel, WhisperFeatureExtractor
+
+from effllm.runtime.config import read_config
+from effllm.runtime.images import Sight, sight_of
+from effllm.runtime.images.senses import RATE
+
+# A second is what these encoders take at once: 100 frames, 50 rows.
+TOWER = {"num_mel_bins": 16, "num_hidden_layers": 3, "num_attention_heads": 3, "hidden_size": 48, "intermediate_size": 96,
+         "max_source_positions": 50}
+SPELLED = {"num_hidden_layers": "encoder_layers", "num_attention_heads": "encoder_attention_heads", "hidden_size": "d_model",
+           "intermediate_size": "encoder_ffn_dim"}
+EXTRACTOR = WhisperFeatureExtractor(feature_size=16, chunk_length=1)
+TEMPLATE = ("{% for m in messages %}{{ m['role'] }}: {% if m['content'] is string %}{{ m['content'] }}{% else %}{% for p in m['content'] %}"
+            "{{ 'PLACE' if p['type'] == 'audio' else p['text'] }}{% endfor %}{% endif %}\n{% endfor %}"
+            "{% if add_generation_prompt %}assistant:{% endif %}")
+# family -> kind of text part, what stands around and for a sound, and what the config says beside.
+FAMILIES = {"qwen2_audio": ("qwen2", ("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"), {"audio_token_index": FIRST}),
+            "audioflamingo3": ("qwen2", ("<sound>",), {"audio_token_id": FIRST}),
+            "voxtral": ("llama", ("[AUDIO]", "[BEGIN_AUDIO]"), {"audio_token_id": FIRST})}
+
+
+def sound(seconds: float, seed: int = 1, rate: int = RATE) -> np.ndarray:
+    """float32 [samples]: tones that come and go, with noise on them."""
+    rng, at = np.random.default_rng(seed), np.arange(round(seconds * rate)) / rate
+    tones = sum(np.sin(2 * np.pi * (170 * (seed + each) * at + 3 * np.sin(2 * each * at))) for each in range(1, 5))
+    return (0.1 * tones * (1 + np.sin(5 * at)) + rng.normal(0, 0.01, len(at))).astype(np.float32).clip(-1, 1)
+
+
+def as_wav(samples: np.ndarray, rate: int = RATE) -> bytes:
+    """16-bit PCM."""
+    file = io.BytesIO()
+    with wave.open(file, "wb") as out:
+        out.setnchannels(1)
+        out.setsampwidth(2)
+        out.setframerate(rate)
+        out.writeframes((samples * 32767).astype("<i2").tobytes())
+    return file.getvalue()
+
+
+def written_hearing(family: str, folder: Path, **more: object) -> PreTrainedModel:
+    """A random model saved in `folder` with the packaged tokenizer, to which the family's words are added; as transformers reads it."""
+    text, words, own = FAMILIES[family]
+    tower = {SPELLED.get(key, key) if family == "qwen2_audio" else key: value for key, value in TOWER.items()}
+    kinds = {"text_config": {**deepcopy(TEXT), "model_type": text}, "audio_config": {**tower, "model_type": f"{family}_encoder"}}
+    config = AutoConfig.for_model(family, **kinds, **own, **more)
+    torch.manual_seed(3)
+    kind = _class(family)
+    model = kind(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.15))
+    model.save_pretrained(folder)
+    EXTRACTOR.save_pretrained(folder)
+    shutil.copy(FABLE / "generation_config.json", folder / "generation_config.json")
+    settings = json.loads((FABLE / "tokenizer_config.json").read_text()) | {"chat_template": TEMPLATE.replace("PLACE", "".join(
+        sorted(words, key=lambda word: ("BEGIN" in word or "bos" in word, "eos" not in word), reverse=True)))}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    vocabulary = json.loads((FABLE / "tokenizer.json").read_text())
+    like = vocabulary["added_tokens"][-1]
+    vocabulary["added_tokens"] += [{**like, "id": FIRST + number, "content": word, "special": True} for number, word in enumerate(words)]
+    (folder / "tokenizer.json").write_text(json.dumps(vocabulary))
+    return kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def _class(family: str) -> type[PreTrainedModel]:
+    import transformers
+
+    return getattr(transformers, {"qwen2_audio": "Qwen2Audio", "audioflamingo3": "AudioFlamingo3", "voxtral": "Voxtral"}[family]
+                   + "ForConditionalGeneration")
+
+
+def opened(folder: Path) -> Sight:
+    hearing = sight_of(folder, read_config(folder))
+    assert hearing is not None
+    return hearing
+
+
+def ready(family: str, samples: np.ndarray) -> Mapping[str, torch.Tensor]:
+    """What a processor of transformers makes of a sound, for its model."""
+    if family == "voxtral":
+        made = EXTRACTOR(samples, sampling_rate=RATE, return_tensors="pt", padding=True, truncation=False, pad_to_multiple_of=RATE)
+        features = made["input_features"].reshape(16, -1, 100).transpose(0, 1)
+        return {"input_features": features}
+    windows = [samples[begin : begin + RATE] for begin in range(0, len(samples), RATE)]
+    made = EXTRACTOR(windows, sampling_rate=RATE, return_tensors="pt", padding="max_length", return_attention_mask=True)
+    mask = "feature_attention_mask" if family == "qwen2_audio" else "input_features_mask"
+    return {"input_features": made["input_features"], mask: made["attention_mask"]}

@@ -1,0 +1,148 @@
+"""`effllm run --audio`, `/audio` and `input_audio` in requests: what a person and a program see of sounds, and of those that cannot be."""
+
+import base64
+import io
+import json
+import os
+import sys
+
+import pexpect
+import pytest
+from hearing_models import as_wav, opened, sound, written_hearing
+from pictured_models import as_png, picture
+from served import serving
+
+from effllm.cli.app import main
+from effllm.cli.environment import Environment
+
+WAVES = [as_wav(sound(0.8, seed)) for seed in (1, 2, 3)]
+DATA = [base64.b64encode(each).decode() for each in WAVES]
+
+
+class Ran:
+    def __init__(self, *argv: str, stdin: str = "") -> None:
+        self.environment = Environment(io.StringIO(stdin), io.StringIO(), io.StringIO(), os.environ)
+        self.code = main(argv, self.environment)
+        self.out, self.err = self.environment.stdout.getvalue(), self.environment.stderr.getvalue()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("qwen2_audio")
+    written_hearing("qwen2_audio", made)
+    return made
+
+
+@pytest.fixture
+def files(tmp_path):
+    made = [tmp_path / f"{seed}.wav" for seed in (1, 2)]
+    for path, data in zip(made, WAVES[:2], strict=True):
+        path.write_bytes(data)
+    return made
+
+
+GREEDY = ("--temp", "0", "-n", "8", "--ignore-eos", "-c", "256")
+
+
+def test_an_answer_is_about_the_sounds_that_are_given(folder, files):
+    one, other = (Ran("run", str(folder), "Who?", "--audio", str(path), *GREEDY) for path in files)
+    assert one.code == other.code == 0 and one.out != other.out, one.err
+    assert "sound of 0.8 s: 20 tokens" in one.err and "takes sounds too" not in one.err
+    both = Ran("run", str(folder), "Who?", "--audio", str(files[0]), "--audio", str(files[1]), *GREEDY)
+    assert both.code == 0 and both.out not in (one.out, other.out)
+
+
+def test_low_bit_weights_hear_with_what_the_model_was_published_with(folder, files, tmp_path):
+    made = Ran("quantize", str(folder), "-o", str(tmp_path / "out"), "--bits", "8")
+    assert made.code == 0 and "takes sounds too" not in made.err, made.err
+    samples = sound(0.8)
+    assert (opened(tmp_path / "out").see(samples, _work()).rows == opened(folder).see(samples, _work()).rows).all()
+    ran = Ran("run", str(tmp_path / "out"), "Who?", "--audio", str(files[0]), *GREEDY)
+    assert ran.code == 0 and "sound of 0.8 s: 20 tokens" in ran.err
+
+
+def _work() -> object:
+    from effllm.runtime.images import Work
+
+    return Work()
+
+
+def test_what_cannot_be_heard_is_told_before_weights_are_read(folder, files, tmp_path):
+    text, image, long = tmp_path / "text.wav", tmp_path / "one.png", tmp_path / "long.wav"
+    text.write_text("no sound")
+    image.write_bytes(as_png(picture(1)))
+    long.write_bytes(as_wav(sound(1.5)))
+    for argv, said in ((("fable", "Who?", "--audio", str(files[0])), "takes no sounds"),
+                       ((str(folder), "Who?", "--image", str(image)), "takes no pictures"),
+                       ((str(folder), "Who?", "--audio", str(text)), "no sound that can be read"),
+                       ((str(folder), "Who?", "--audio", str(tmp_path / "absent.wav")), "No such file"),
+                       ((str(folder), "Who?", "--image", str(image), "--audio", str(files[0])), "both were given"),
+                       ((str(folder), "Who?", "--raw", "--audio", str(files[0])), "--audio has no place in --raw"),
+                       ((str(folder), "Who?", "--audio", str(long)), "a sound of 1.5 s is too long for this model")):
+        ran = Ran("run", *argv)
+        assert ran.code in (1, 2) and said in ran.err and not ran.out, (argv, ran.err)
+    ran = Ran("chat", "fable", "--audio", str(files[0]))
+    assert ran.code == 2 and "effllm run MODEL --audio FILE" in ran.err
+
+
+def test_plan_and_show_say_that_sounds_are_taken_and_what_that_costs(folder):
+    tower = opened(folder).bytes_needed()
+    shown, plan = (json.loads(Ran(command, str(folder), "--json").out) for command in ("show", "plan"))
+    assert shown["sounds"] == {"placeholder": "<|AUDIO|>", "bytes": tower} and shown["pictures"] is None
+    assert plan["sight_bytes"] == tower
+    for command, line in (("show", "taken, as <|AUDIO|>; what hears them takes"), ("plan", "taken; what hears them takes")):
+        ran = Ran(command, str(folder))
+        assert ran.code == 0 and line in ran.out and "sounds" in ran.out and "takes sounds too" not in ran.err
+    assert json.loads(Ran("show", "fable", "--json").out)["sounds"] is None
+
+
+@pytest.mark.slow
+def test_a_sound_goes_with_the_next_message_of_a_chat(folder, files, tmp_path):
+    line = ["-m", "effllm", "chat", str(folder), "--temp", "0", "-n", "8", "-c", "256"]
+    terminal = pexpect.spawn(sys.executable, line, encoding="utf-8", timeout=60, echo=False, env={**os.environ, "TERM": "dumb"},
+                             dimensions=(40, 200), cwd=tmp_path)
+    try:
+        terminal.expect("/help lists commands")
+        for typed, said in (("/audio absent.wav", "No such file"), (f"/audio {files[0]}", "1.wav: 20 tokens go with the next message"),
+                            ("/audio off", "no file goes"), (f"'{files[1]}'", "2.wav: 20 tokens go with the next message"),
+                            ("/image 2.png", "takes no pictures"), ("Who?", "sound of 0.8 s: 20 tokens"), ("/audio", "no file goes"),
+                            ("/export said.md", "said.md")):
+            terminal.sendline(typed)
+            terminal.expect_exact(said)
+        terminal.sendline("/exit")
+        terminal.expect(pexpect.EOF)
+    finally:
+        terminal.close(force=True)
+    assert "[sound " in (tmp_path / "said.md").read_text()
+
+
+def parts(*data: str, text: str = "Who?") -> list[dict]:
+    sounds = ({"type": "input_audio", "input_audio": {"data": each, "format": "wav"}} for each in data)
+    return [{"role": "user", "content": [*sounds, {"type": "text", "text": text}]}]
+
+
+def test_a_server_takes_sounds_in_requests(folder):
+    fixed = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
+    with serving("-c", "512", "--parallel", "2", model=str(folder)) as server:
+        one, other = (server.chat(parts(each), **fixed) for each in DATA[:2])
+        assert one.status == other.status == 200, one.body
+        answers = [each.json["choices"][0]["message"]["content"] for each in (one, other)]
+        assert answers[0] != answers[1]
+        long = "It is so, " * 30 + "Who?"
+        first, again = (server.chat(parts(DATA[0], text=long), **fixed) for _ in range(2))
+        assert first.json["choices"] == again.json["choices"]
+        assert again.json["usage"]["prompt_tokens_details"]["cached_tokens"] > 60
+        changed = server.chat(parts(DATA[2], text=long), **fixed)
+        assert changed.json["usage"]["prompt_tokens_details"]["cached_tokens"] < 20
+        url = [{"role": "user", "content": [{"type": "audio_url", "audio_url": {"url": f"data:audio/wav;base64,{DATA[0]}"}},
+                                            {"type": "text", "text": "Who?"}]}]
+        assert server.chat(url, **fixed).json["choices"][0]["message"]["content"] == answers[0]
+        for content, said in (({"type": "input_audio", "input_audio": {"data": "https://example.com/a.wav"}}, "not fetched"),
+                              ({"type": "input_audio", "input_audio": {"data": "?"}}, "no sound in base64"),
+                              ({"type": "input_audio"}, "no sound in base64"),
+                              ({"type": "input_audio", "input_audio": {"data": base64.b64encode(b"no").decode()}}, "no sound that can"),
+                              ({"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}, "takes no pictures")):
+            reply = server.chat([{"role": "user", "content": [content]}])
+            assert reply.status == 400 and said in reply.error["message"] and "messages[0].content[0]" in reply.error["message"], reply.body
+        props = server.ask("GET", "/props").json
+        assert props["modalities"] == {"vision": False, "audio": True}

@@ -1,0 +1,70 @@
+"""A sound from its samples to the logits behind it, by our encoder and our text part, against transformers' extractor and model."""
+
+import numpy as np
+import pytest
+import torch
+from family_models import assert_close
+from hearing_models import FAMILIES, opened, ready, sound, written_hearing
+from sight_models import FIRST
+
+from effllm import UsageError
+from effllm.runtime.engine import open_engine
+from effllm.runtime.images import PLACE, Work
+from effllm.runtime.images.album import album_of
+from effllm.runtime.prepare import EngineOptions
+from effllm.runtime.templates.prompting import Prompts
+from effllm.runtime.text import Tokenizer
+
+OPTIONS = EngineOptions(kv="32bit", device="cpu", ctx=512, strict=True, exact=True)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def hearing(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    return request.param, folder, written_hearing(request.param, folder)
+
+
+def test_logits_behind_a_sound_are_those_of_transformers(hearing):
+    family, folder, model = hearing
+    engine = list(open_engine(folder, OPTIONS))[-1]
+    try:
+        engine.album = album_of(folder, engine.config)
+        prompts = Prompts(Tokenizer.load(folder, engine.config), album=engine.album)
+        for seconds in (0.73, 1.0) if family == "qwen2_audio" else (0.5, 2.41):
+            samples = sound(seconds)
+            heard = engine.album.take(samples)
+            engine.reset()
+            prompt = f"Once {heard.mark} was a fox in the wood."
+            list(prompts.see(prompt, engine, lambda: False))
+            ids = prompts.encoded(prompt)
+            ours = np.concatenate([logits.copy() for _, logits in engine.score(ids)])
+            told = torch.tensor([[FIRST if token >= 1 << 40 else token for token in ids]])
+            with torch.inference_mode():
+                wanted = model(input_ids=told, **ready(family, samples), use_cache=False).logits[0].numpy()
+            assert len(heard.seen.rows) >= 12 and (told == FIRST).sum() == len(heard.seen.rows)
+            assert_close(ours, wanted)
+    finally:
+        engine.close()
+
+
+def test_rows_are_as_many_as_were_said_beforehand(hearing):
+    """Of every length about where a frame, a row or a window ends."""
+    family, folder, model = hearing
+    ours = opened(folder)
+    for samples in (400, 481, 799, 800, 801, 1120, 15_999, 16_000, *(() if family == "qwen2_audio" else (16_001, 16_641, 33_000))):
+        seen = ours.see(sound(samples / 16_000), Work())
+        assert len(seen.tokens) == ours.places(samples) == len(seen.rows) and set(seen.tokens) <= {PLACE}
+        assert seen.rows.dtype == np.float32 and np.isfinite(seen.rows).all()
+
+
+def test_a_sound_that_is_too_long_for_the_model_is_told(hearing):
+    _, folder, _ = hearing
+    ours = opened(folder)
+    with pytest.raises(UsageError, match="is too long for this model, which takes"):
+        ours.places(int(ours.most_seconds * 16_000) + 1)
+
+
+def test_a_plan_has_room_for_weights_and_work(hearing):
+    _, folder, model = hearing
+    tower = sum(each.numel() * 4 for name, each in model.named_parameters() if "audio_tower" in name or "projector" in name)
+    assert opened(folder).bytes_needed() > tower + 4 * 50 * 48 * 6

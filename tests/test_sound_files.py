@@ -1,0 +1,158 @@
+"""Files of sounds become samples at one rate, all channels in one; what is none is told in a line."""
+
+import struct
+import sys
+import types
+
+import numpy as np
+import pytest
+from hearing_models import as_wav, sound
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import WhisperFeatureExtractor
+
+from effllm import UsageError
+from effllm.runtime.images.senses import RATE
+from effllm.runtime.sounds.log_mel import LogMel, read_log_mel
+from effllm.runtime.sounds.resampling import resampled
+from effllm.runtime.sounds.sound_file import LEAST_SAMPLES, decode_sound, read_sound
+from effllm.runtime.sounds.wav import read_wav
+
+
+def wav(body: bytes, kind: int, bits: int, channels: int = 1, rate: int = RATE, before: bytes = b"", extended: bool = False) -> bytes:
+    form = struct.pack("<HHIIHH", 0xFFFE if extended else kind, channels, rate, rate * channels * bits // 8, channels * bits // 8, bits)
+    if extended:
+        form += struct.pack("<HHIH", 22, bits, 0, kind) + bytes(14)
+    chunks = before + b"fmt " + struct.pack("<I", len(form)) + form + b"data" + struct.pack("<I", len(body)) + body
+    return b"RIFF" + struct.pack("<I", 4 + len(chunks)) + b"WAVE" + chunks
+
+
+SAMPLES = sound(0.5)
+WHOLE = (SAMPLES.astype(np.float64) * (2**31 - 1)).astype("<i4")
+KINDS = {"8": (wav(((SAMPLES * 127).round() + 128).astype(np.uint8).tobytes(), 1, 8), 1 / 100),
+         "16": (wav((WHOLE >> 16).astype("<i2").tobytes(), 1, 16), 2**-15),
+         "24": (wav(WHOLE.view(np.uint8).reshape(-1, 4)[:, 1:].tobytes(), 1, 24), 2**-22),
+         "32": (wav(WHOLE.tobytes(), 1, 32), 2**-23),
+         "float": (wav(SAMPLES.tobytes(), 3, 32), 0), "double": (wav(SAMPLES.astype("<f8").tobytes(), 3, 64), 0),
+         "extensible": (wav((WHOLE >> 16).astype("<i2").tobytes(), 1, 16, extended=True), 2**-15),
+         "beside": (wav(SAMPLES.tobytes(), 3, 32, before=b"LIST" + struct.pack("<I", 3) + b"abc\0"), 0)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_wav_file_is_read(kind):
+    data, within = KINDS[kind]
+    assert np.abs(decode_sound(data, "it") - SAMPLES).max() <= within
+
+
+def test_channels_are_joined_and_what_a_pipe_left_open_ends_with_the_file():
+    both = np.stack([SAMPLES, -SAMPLES / 2], axis=1)
+    data = wav(both.tobytes(), 3, 32, channels=2)
+    assert np.abs(decode_sound(data, "it") - SAMPLES / 4).max() < 1e-6
+    at = data.index(b"data") + 4
+    for cut in (data[:at] + b"\xff\xff\xff\xff" + data[at + 4 :], data[:at] + b"\xff\xff\xff\xff" + data[at + 4 : -3]):
+        assert np.abs(decode_sound(cut, "it")[:7000] - SAMPLES[:7000] / 4).max() < 1e-6
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=80), st.integers(0, 60), st.booleans())
+def test_a_broken_file_is_told_in_a_line(noise, at, overwrites):
+    data = KINDS["16"][0]
+    data = data[:at] + noise + data[at + overwrites * len(noise) :]
+    try:
+        made = decode_sound(data, "it")
+    except UsageError as error:
+        assert error.message.startswith("it ") and error.hint and "\n" not in error.message
+    else:
+        assert made.dtype == np.float32 and np.isfinite(made).all() and len(made) >= LEAST_SAMPLES
+
+
+def test_what_is_no_sound_is_told(tmp_path, monkeypatch):
+    for data, said in ((b"hello", "no sound that can be read"), (as_wav(SAMPLES[:300]), "too short"), (b"", "no sound that can be read"),
+                       (wav(bytes(8000), 7, 8), "of another kind"), (wav(bytes(8000), 1, 16, rate=0), "claims 1 channels at 0"),
+                       (wav(bytes(8000), 1, 16, channels=0), "claims 0 channels"), (as_wav(SAMPLES)[:20], "without a format"),
+                       (as_wav(SAMPLES)[:36], "without data"), (wav(bytes(3601 * 100), 1, 8, rate=100), "longer than 60 minutes")):
+        with pytest.raises(UsageError, match=said) as raised:
+            decode_sound(data, "it")
+        assert raised.value.hint
+    with pytest.raises(UsageError, match="No such file"):
+        read_sound(tmp_path / "absent.wav")
+    monkeypatch.setitem(sys.modules, "soundfile", None)
+    for begin in (b"fLaC", b"OggS", b"ID3\x04", b"\xff\xfb"):
+        with pytest.raises(UsageError, match="not installed") as raised:
+            decode_sound(begin + bytes(100), "it")
+        assert 'pip install "effllm[sound]"' in raised.value.hint
+
+
+def test_other_formats_are_read_by_the_library_which_is_held_to_what_it_claims(monkeypatch):
+    class File:
+        samplerate, channels = 8000, 2
+
+        def __init__(self, file) -> None:
+            if file.getvalue()[4:5] == b"x":
+                raise RuntimeError("its own")
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            return None
+
+        def read(self, most, dtype, always_2d):
+            assert most == 3600 * 8000 + 1 and dtype == "float32" and always_2d
+            return np.stack([SAMPLES, SAMPLES], axis=1)
+
+    monkeypatch.setitem(sys.modules, "soundfile", types.SimpleNamespace(SoundFile=File))
+    assert len(decode_sound(b"fLaC" + bytes(10), "it")) == 2 * len(SAMPLES)
+    with pytest.raises(UsageError, match="no sound that can be read"):
+        decode_sound(b"fLaCx" + bytes(10), "it")
+    monkeypatch.setattr(File, "channels", 0)
+    with pytest.raises(UsageError, match="claims 0 channels"):
+        decode_sound(b"fLaC" + bytes(10), "it")
+
+
+@pytest.mark.parametrize("rate", [8000, 11_025, 22_050, 44_100, 48_000, 96_000, pytest.param(44_099, marks=pytest.mark.slow)])
+def test_tones_are_the_same_at_another_rate(rate):
+    """What both rates can hold is known at every moment, so it is the oracle; what the lower one cannot hold is gone."""
+    edge = min(rate, RATE) / 2
+    tones = [(0.03, 0.3), (0.4, 1.1), (0.85, 2.0)]
+
+    def at(times):
+        return sum(np.sin(2 * np.pi * share * edge * times + phase) for share, phase in tones)
+
+    for count in (rate // 2, rate // 3 + 7)[rate == 44_099 :]:
+        made = resampled(at(np.arange(count) / rate).astype(np.float32), rate, RATE)
+        assert len(made) == -(-count * RATE // rate)
+        inner = slice(len(made) // 5, -len(made) // 5)
+        assert np.abs(made - at(np.arange(len(made)) / RATE))[inner].max() < 2e-3
+    if rate > RATE:
+        lost = resampled(np.sin(2 * np.pi * 0.55 * RATE * np.arange(rate // 2) / rate).astype(np.float32), rate, RATE)
+        assert np.abs(lost[len(lost) // 5 : -len(lost) // 5]).max() < 1e-3
+    constant = resampled(np.full(rate // 4, 0.5, np.float32), rate, RATE)
+    assert np.abs(constant[len(constant) // 3 : len(constant) // 2] - 0.5).max() < 1e-6
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(400, 20_000), st.sampled_from([16, 80, 128]), st.floats(0, 1), st.integers(0, 9))
+def test_a_spectrogram_is_that_of_whispers_extractor(count, bands, loud, seed):
+    samples = np.float32(loud) * sound(count / RATE, seed)
+    wanted = WhisperFeatureExtractor(feature_size=bands)(samples, sampling_rate=RATE, padding="longest", return_tensors="np")
+    made = LogMel(bands, 400, 160, 480_000)(samples)
+    assert made.shape == (count // 160, bands)
+    assert np.abs(made.T - wanted["input_features"][0][:, : len(made)]).max() < 1e-4
+
+
+def test_a_folder_says_how_sounds_are_made_ready(tmp_path):
+    with pytest.raises(UsageError, match="has no preprocessor_config.json"):
+        read_log_mel(tmp_path)
+    WhisperFeatureExtractor(feature_size=128).save_pretrained(tmp_path)
+    assert read_log_mel(tmp_path) == LogMel(128, 400, 160, 480_000)
+    for says, said in (('{"feature_extractor_type": "Other"}', "made ready by 'Other'"), ('{"sampling_rate": 8000}', "sampling_rate"),
+                       ('{"hop_length": 161}', "hop_length"), ('{"dither": 0.1}', "dither")):
+        (tmp_path / "preprocessor_config.json").write_text(says)
+        with pytest.raises(Exception, match=said) as raised:
+            read_log_mel(tmp_path)
+        assert type(raised.value).__name__ in ("UsageError", "ConfigError")
+
+
+def test_a_wav_file_keeps_its_rate():
+    assert read_wav(as_wav(SAMPLES, 22_050), "it")[1] == 22_050
