@@ -9,9 +9,9 @@ import pytest
 
 import effllm
 from effllm.kernels.compile import Kernel
-from effllm.kernels.cpu import gemm, gemm_amx, linear, linear_amx
+from effllm.kernels.cpu import gemm, gemm_amx, linear, linear_amx, packed
 from effllm.kernels.cpu.jobs import Jobs
-from effllm.kernels.cpu.low_bit import MOST_MATRICES
+from effllm.kernels.cpu.low_bit import FINE_COLUMNS, MOST_MATRICES
 from effllm.offload.turns import Turns
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.planning.demands import LOGIT_ROWS
@@ -124,9 +124,14 @@ def test_parts_that_stay_are_few_jobs(way: str, folders: dict[str, Path], noted:
     slices, outer = engine.model.streamed.parts.slices, engine.model.tensors["outer"]
     stages = [[tensors[role].name for role in stage if role in tensors] for key, tensors in engine.model.tensors.items() if key != "outer"
               for stage in parts.STAGES if stage[0] in tensors]
-    stages += 2 * [[outer.get("head", outer["embed"]).name]]
+    stages.append([outer.get("head", outer["embed"]).name])
     matrices = [sum(len(slices[name]) for name in stage) for stage in stages]
-    assert max(matrices) > MOST_MATRICES and together == sum(-(-count // MOST_MATRICES) for count in matrices)
+    *jobs, of_head = (-(-count // MOST_MATRICES) for count in matrices)
+    assert max(matrices) > MOST_MATRICES
+    if fine := noted[packed.packed_columns]:  # a head of integers, by kernels of few columns
+        assert fine == 2 * of_head * LOGIT_ROWS // FINE_COLUMNS and together == sum(jobs)
+    else:
+        assert together == sum(jobs) + 2 * of_head
     noted.clear()
     prompt(engine := streaming(folders[spec], 0, ctx=128, **more))
     engine.close()

@@ -84,7 +84,7 @@ def scratch_floats(dims: Dims) -> int:
 def run(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: Sequence[np.ndarray], mode: int, act: str) -> None:
     """`CpuOps._matrix` for matrices of which some have adapters."""
     plain, is_added = [own.plain for own in linears], ops._way != NONE
-    way, by = (mode, act) if mode == linear.ADD or not is_added else (linear.PLAIN, "none")
+    way, by = (mode, act) if mode != linear.GATED or not is_added else (linear.PLAIN, "none")
     if mode == linear.GATED and is_added:
         outs = [outs[0], ops.workspace.take("up", *outs[0].shape)]
     noted = ops.noted

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .ops import CpuOps
 
 MOST_MATRICES = 16
+FINE_COLUMNS = packed.MOST_COLUMNS // 2  # tokens of which each has two columns
 RAW, DOT, LOOKED_UP, FLOATS = range(4)  # kinds of weights, that is, of jobs
 # int64 slots of the longest argument block.
 BLOCK_SIZE = max(linear.FIRST + MOST_MATRICES * FIELDS, gemm.FIRST + MOST_MATRICES * gemm.FIELDS, packed_rows.BLOCK_SIZE)
@@ -111,20 +112,20 @@ def run_few(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Lin
     ops.run_and_remember(kernel, x, norm, linears, outs, mode, act)
 
 
-def logits(ops: CpuOps, x: np.ndarray, norm: Norm, head: Linear) -> np.ndarray:
-    """head(norm(x)) in the workspace, float32 [T, V]. Nothing is behind a head that evens out how its inputs were rounded: to eight bits, a
-    third of what all roundings of activations together cost is the head's. So integers multiply what rounding left too, of at most eight
-    tokens at once, whose weights are read once as those of one are."""
-    mode = linear.FINE if ops._runner(head, 1, "none") is run_few and not head.weight.looked_up else linear.PLAIN
-    if (outs := ops._remembered(x, norm, (head,), mode, "none")) is not None:
-        return outs[0]
-    out = ops.workspace.take("logits", len(x), head.weight.shape[0])
-    step = packed.MOST_COLUMNS // 2 if mode == linear.FINE else len(x)
-    for first in range(0, len(x), step):
-        rows = slice(first, first + step)
-        own, to = (x, out) if len(x) <= step else (x[rows], out[rows])  # views that are kept are remembered with their job
-        ops._matrix(own, norm, [head], [to], mode, "none")
-    return out
+def run_fine(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray], mode: int,
+             act: str) -> None:
+    """Any number of columns of a head. Nothing is behind it that evens out how its inputs were rounded: to eight bits, a third of what all
+    roundings of activations together cost is the head's. So integers multiply what rounding left too, of at most eight tokens at once,
+    whose weights are read once as those of one are."""
+    if ops._runner(linears[0], 1, act) is not run_few or linears[0].weight.looked_up:
+        ops._runner(linears[0], len(x), act)(ops, x, norm, linears, outs, mode, act)
+        return
+    if len(x) <= FINE_COLUMNS:
+        run_few(ops, x, norm, linears, outs, mode, act)  # the very views, with which the job is remembered
+        return
+    for first in range(0, len(x), FINE_COLUMNS):
+        rows = slice(first, first + FINE_COLUMNS)
+        run_few(ops, x[rows], norm, linears, [out[rows] for out in outs], mode, act)
 
 
 def run_floats(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray], mode: int,

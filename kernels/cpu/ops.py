@@ -215,13 +215,15 @@ class CpuOps(Jobs, lora.Scales):
 
     def logits(self, x: np.ndarray, norm: Norm, head: Linear, softcap: float | None = None, scale: float = 1.0) -> np.ndarray:
         """Scores of the next token, float32 [T, V]: scale * head(norm(x)), then capped. T at most `dims.rows`."""
-        out = low_bit.logits(self, x, norm, head)
+        if (outs := self._remembered(x, norm, (head,), linear.FINE, "none")) is None:
+            outs = [self.workspace.take("logits", len(x), head.weight.shape[0])]
+            self._matrix(x, norm, [head], outs, linear.FINE, "none")
+        out = outs[0]
         self.flush()
         if scale != 1.0:
             out *= np.float32(scale)
         if softcap:
-            out /= np.float32(softcap)
-            np.tanh(out, out=out)
+            np.tanh(np.divide(out, np.float32(softcap), out=out), out=out)
             out *= np.float32(softcap)
         return out
 
@@ -300,7 +302,8 @@ class CpuOps(Jobs, lora.Scales):
         if len(set(kinds)) > 1 or (mode == linear.GATED and not low_bit.one_way(linears)):
             self._mixed(x, norm, linears, outs, mode, act, kinds, columns)
         else:
-            self._runner(linears[0], columns or len(x), act)(self, x, norm, linears, outs, mode, act)
+            run = low_bit.run_fine if mode == linear.FINE else self._runner(linears[0], columns or len(x), act)
+            run(self, x, norm, linears, outs, mode, act)
 
     def _runner(self, each: Linear, columns: int, act: str) -> Callable:
         """What multiplies a matrix like `each` with so many tokens."""
