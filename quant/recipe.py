@@ -1,4 +1,5 @@
-"""Which format each tensor gets: a base, rules by name, and a finer one for the embedding and the head, where errors cost most per bit.
+"""Which format each tensor gets: a base, rules by name, and a finer one for the embedding, the head and values that several query heads
+share, where errors cost most per bit.
 
 Matrices alone are asked for; norms, biases, vectors and routers keep their type whatever the recipe says. `allocate` shares a budget of
 bytes among tensors whose price and damage in each format are known (`runtime/conversion/bit_search.py` measures them).
@@ -35,7 +36,8 @@ class Recipe:
         ruled = self.ruled(name)
         if ruled is not None:
             return ruled
-        if role in OUTER_ROLES and not self.base.is_raw:
+        shared = role == "v" and shape[0] < shape[1] and self.base.scheme != "ternary"  # of few weights, and all that a token gives others
+        if (role in OUTER_ROLES or shared) and not self.base.is_raw:
             return QuantSpec.parse(OUTER_LOW if self.base.bits <= 4 else OUTER_HIGH, self.short)
         return self.base
 

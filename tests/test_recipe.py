@@ -33,6 +33,16 @@ def test_the_embedding_and_the_head_are_finer_than_the_base() -> None:
         assert recipe.spec_for("model.layers.0.mlp.down_proj.weight", (9, 9), "down") == SPEC[bits]
 
 
+def test_values_that_query_heads_share_are_finer_than_the_base() -> None:
+    values = "model.layers.0.self_attn.v_proj.weight"
+    for text, finer in (("4bit", SPEC[6]), ("5bit", SPEC[8]), ("codebook3:16", SPEC[6]), ("bf16", QuantSpec.parse("bf16")),
+                        ("ternary", QuantSpec.parse("ternary"))):
+        recipe = Recipe(QuantSpec.parse(text))
+        assert recipe.spec_for(values, (16, 64), "v") == finer
+        assert recipe.spec_for(values, (64, 64), "v") == recipe.spec_for("k", (16, 64), "k") == QuantSpec.parse(text)
+    assert Recipe(SPEC[4], (("v_proj", SPEC[3]),)).spec_for(values, (16, 64), "v") == SPEC[3]
+
+
 def test_the_last_rule_that_matches_wins() -> None:
     recipe = Recipe(SPEC[4], (parse_rule("proj=6bit"), parse_rule("down_proj=bf16"), parse_rule("embed=3bit")))
     assert recipe.spec_for("model.layers.0.mlp.down_proj.weight", (9, 9), "down") == QuantSpec.parse("bf16")
