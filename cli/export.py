@@ -20,6 +20,7 @@ EXAMPLES = """examples
   effllm export fable -o fable.gguf
   effllm export ./my-model -o my-model.gguf --type Q4_0
   effllm export ./my-model -o my-model-int4 --format compressed-tensors --type INT4
+  effllm export ./my-model -o mmproj-my-model.gguf --mmproj
   effllm export ./my-model -o ./my-model-tuned --lora ./my-adapter
 """
 
@@ -30,6 +31,8 @@ Type = Annotated[str | None, flag(FORMAT, "--type", "F16|Q8_0|Q4_0|INT8|INT4",
                                   "precision of the matrices (F16); the integers are those of compressed-tensors (INT4)")]
 Lora = Annotated[str | None, flag(FORMAT, "--lora", "ADAPTER", "merge a LoRA adapter, a folder or a GGUF file, into the model: a folder as "
                                   "the model's comes of it", "export")]
+Sees = Annotated[bool, flag(FORMAT, "--mmproj", "", "write what the model sees with, as a GGUF file of its own (mmproj), instead of its "
+                            "text part", "export")]
 Force = Annotated[bool, flag(OUTPUT, "--force", "", "replace a GGUF file", "export")]
 
 
@@ -38,13 +41,16 @@ def register(app: typer.Typer) -> None:
 
 
 def export(context: typer.Context, model: Model, out: Out, format: Format = None, type: Type = None, lora: Lora = None,
-           force: Force = False, json: Json = False) -> None:
+           mmproj: Sees = False, force: Force = False, json: Json = False) -> None:
     """Write a model for other programs, with its tokenizer and chat template."""
     from ..offload.size import format_size
     from ..runtime.conversion.compressed import CompressedFolder, export_compressed
     from ..runtime.gguf.export import Exported, export_gguf
 
     screen = Screen(context.obj)
+    if mmproj and (lora or format == "compressed-tensors" or type not in (None, "F16")):
+        raise UsageError("--mmproj writes a GGUF file of type F16, of what sees alone",
+                         f"effllm export {typed(model)} -o {typed(out)} --mmproj")
     if lora is not None:
         if format or type or force:
             raise UsageError("--lora makes a folder as the model's, of another format is what comes of that",
@@ -64,13 +70,23 @@ def export(context: typer.Context, model: Model, out: Out, format: Format = None
             screen.note(f"{folder.folder}: {format_size(folder.nbytes)}, {counts}")
         return
     name = ref.alias or (ref.repo or "").rpartition("/")[2] or ref.folder.resolve().stem
-    writing = export_gguf(ref.folder, Path(out), (type or "F16").upper(), name, force, licence=ref.licence)
+    if mmproj:
+        from ..runtime.gguf.projector_export import export_projector
+
+        writing = export_projector(ref.folder, Path(out), name, force)
+    else:
+        writing = export_gguf(ref.folder, Path(out), (type or "F16").upper(), name, force, licence=ref.licence)
     made = last(follow(writing, screen, Exported))
     if json:
         screen.json(made.to_json())
     else:
         kinds = ", ".join(f"{count} {kind}" for kind, count in made.types.items())
         screen.note(f"{made.path}: {format_size(made.nbytes)}, {made.tensors} tensors ({kinds})")
+    from ..runtime.gguf.projector_export import is_written
+
+    if not (mmproj or json) and is_written(ref.folder):
+        beside = Path(out).with_name(f"mmproj-{Path(out).name}")
+        screen.note(f"this is the text part; what sees goes beside it: effllm export {typed(model)} -o {typed(beside)} --mmproj")
 
 
 def merged_folder(source: Path, adapter: Path, out: Path, screen: Screen, json: bool) -> None:

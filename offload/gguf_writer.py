@@ -23,7 +23,7 @@ VERSION, ALIGNMENT = 3, 32
 INTEGER, FLOAT = 4, 6  # u32 and f32: what keys of models are
 SIGNED = 5  # i32, for a number below 0
 NUMBERS = {name: number for number, (name, _, _) in TYPES.items()}
-ARRAY_KINDS = {np.dtype(name): kind for kind, name in SCALARS.items() if kind != BOOL}
+ARRAY_KINDS = {np.dtype(np.bool_): BOOL, **{np.dtype(name): kind for kind, name in SCALARS.items() if kind != BOOL}}
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ def _shape(vision: Mapping[str, object], config: Mapping[str, object]) -> dict[s
             "vision.feed_forward_length": of("intermediate_size"), "vision.block_count": of("num_hidden_layers", "depth"),
             "vision.attention.head_count": of("num_attention_heads", "num_heads"),
             "vision.projection_dim": config["text_config"]["hidden_size"],
-            "vision.attention.layer_norm_epsilon": float(vision.get("layer_norm_eps", 1e-5 if "rope_parameters" in vision else 1e-6))}
+            "vision.attention.layer_norm_epsilon": float(vision.get("layer_norm_eps", {"pixtral": 1e-5}.get(vision["model_type"], 1e-6)))}
 
 
 def _more(projector: str, config: Mapping[str, object], vision: Mapping[str, object], processor: Mapping[str, object]) -> dict[str, object]:

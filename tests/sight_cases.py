@@ -7,6 +7,7 @@ from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProce
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
+from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import PaddleOCRVLImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -68,6 +69,16 @@ CASES = {
               {**QWEN, "image_size": 48, "rms_norm_eps": 1e-5}, ["<|image|>", "<|begin_of_image|>", "<|end_of_image|>"],
               {"image_token_id": FIRST, "image_start_token_id": FIRST + 1, "image_end_token_id": FIRST + 2},
               Glm4vImageProcessorPil(patch_size=8, size={"shortest_edge": 40 * 40, "longest_edge": 120 * 120})),
+    "glm_ocr": ({"model_type": "glm_ocr_text", "rope_parameters": ROPE, "eos_token_id": 4},
+                {**QWEN, "rms_norm_eps": 1e-5}, ["<|image|>", "<|begin_of_image|>", "<|end_of_image|>"],
+                {"image_token_id": FIRST, "image_start_token_id": FIRST + 1, "image_end_token_id": FIRST + 2},
+                Glm4vImageProcessorPil(patch_size=8, size={"shortest_edge": 40 * 40, "longest_edge": 120 * 120})),
+    "lighton_ocr": ({"model_type": "qwen3"}, {**TOWER, "model_type": "pixtral", "image_size": 96}, ["<|image_pad|>"],
+                    {"image_token_id": FIRST},
+                    PixtralImageProcessorPil(size={"longest_edge": 96}, patch_size={"height": 8, "width": 8})),
+    "paddleocr_vl": ({"model_type": "paddleocr_vl_text", "rope_parameters": ROPE, "use_bias": True}, {**TOWER, "image_size": 48},
+                     ["<|IMAGE_PLACEHOLDER|>", "<|IMAGE_START|>"], {"image_token_id": FIRST, "vision_start_token_id": FIRST + 1},
+                     PaddleOCRVLImageProcessorPil(patch_size=8, size={"shortest_edge": 40 * 40, "longest_edge": 90 * 90})),
     "qwen2_vl": ({"model_type": "qwen2_vl_text", "rope_parameters": ROPE},
                  {"depth": 2, "embed_dim": 48, "hidden_size": 48, "num_heads": 3, "mlp_ratio": 2, "patch_size": 8},
                  ["<|image_pad|>", "<|vision_start|>"], {"image_token_id": FIRST, "vision_start_token_id": FIRST + 1}, PATCHES),

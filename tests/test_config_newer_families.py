@@ -252,6 +252,15 @@ SEEING = {
                    "rope_scaling": {"factor": 16.0, "high_freq_factor": 1.0, "low_freq_factor": 1.0, "original_max_position_embeddings":
                                     8192, "rope_type": "llama3"}, "rope_theta": 500000.0, "router_aux_loss_coef": 0.001,
                    "router_jitter_noise": 0.0, "use_cache": True, "use_qk_norm": True}},
+    "glm_ocr": {"architectures": ["GlmOcrForConditionalGeneration"], "image_token_id": 59280, "image_start_token_id": 59256,
+                "vision_config": {"model_type": "glm_ocr_vision"}, "text_config": {
+                    **SMALL, "model_type": "glm_ocr_text", "attention_bias": False, "num_nextn_predict_layers": 1, "head_dim": 128,
+                    "rope_parameters": {"rope_type": "default", "mrope_section": [16, 24, 24], "partial_rotary_factor": 1.0,
+                                        "rope_theta": 10000}}},
+    "paddleocr_vl": {"architectures": ["PaddleOCRVLForConditionalGeneration"], "compression_ratio": 1.0, "head_dim": 128, "auto_map": {
+        "AutoConfig": "configuration_paddleocr_vl.PaddleOCRVLConfig"}, "ignored_index": -100, "image_token_id": 100295, "use_bias": False,
+        "rope_scaling": {"mrope_section": [16, 24, 24], "rope_type": "default", "type": "default"}, "rope_theta": 500000,
+        "rope_is_neox_style": True, "use_3d_rope": True, "weight_share_add_bias": True, "vision_config": {}, **SMALL},
     "lfm2_vl": {"architectures": ["Lfm2VlForConditionalGeneration"], "do_image_splitting": True, "downsample_factor": 2,
                 "encoder_patch_size": 16, "image_token_index": 396, "max_image_tokens": 256, "max_num_patches": 1024,
                 "max_pixels_tolerance": 2.0, "max_tiles": 10, "min_image_tokens": 64, "min_tiles": 2, "projector_bias": True,

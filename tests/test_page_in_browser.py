@@ -170,6 +170,39 @@ def test_a_picture_goes_with_a_message_where_the_model_sees(browser, page, tmp_p
         assert "picture of 160 × 120" in server.err
 
 
+def test_pictures_of_a_long_conversation_fit_into_a_request(browser, tmp_path: Path) -> None:
+    """Noise of several megapixels, which no format makes much smaller: three of them are beyond what a request may hold."""
+    import numpy as np
+    from pictured_models import as_png
+    from test_sight_kept import seeing
+
+    draw = np.random.default_rng(3)
+    files = [tmp_path / f"noise{number}.png" for number in range(3)]
+    for file in files:
+        file.write_bytes(as_png(draw.integers(0, 256, (1500, 2000, 3), np.uint8)))
+    assert sum(file.stat().st_size for file in files) * 4 / 3 > 32 << 20
+    with serving("-n", "4", model=str(seeing(tmp_path / "model"))) as server:
+        for page in opened(browser, server):
+            page.wait_for_load_state("networkidle")
+            sent = []
+            page.on("request", lambda request, sent=sent: sent.append(request.post_data) if request.post_data else None)
+            for number, file in enumerate(files):
+                page.set_input_files("#attach-file", [str(file)])
+                page.wait_for_selector("#attached li")
+                say(page, f"What is {number}?")
+                answered(page)
+            assert not page.query_selector_all("#state.wrong") and len(messages(page)) == 6
+            pictures = [re.findall(r"data:image/(?:png|jpeg);base64,[^\"]+", body) for body in sent]
+            assert [len(each) for each in pictures] == [1, 2, 3] and all(len(body) < 32 << 20 for body in sent)
+            assert pictures[0][0].startswith("data:image/png") and pictures[1][0] == pictures[0][0], "what fits goes as it is"
+            assert pictures[2][0].startswith("data:image/jpeg")
+            say(page, "And now?")
+            answered(page)
+            assert re.findall(r"data:image/(?:png|jpeg);base64,[^\"]+", sent[3]) == pictures[2], "the same again, which the server knows"
+        tokens, cached = map(int, re.findall(r"(\d+) tokens in \((\d+) cached\)", server.err)[-1])
+        assert cached > 0.9 * tokens
+
+
 def test_a_key_is_asked_for(browser) -> None:
     with serving("--api-key", "secret") as server:
         context = browser.new_context()

@@ -1,10 +1,12 @@
-"""Qwen 2 VL, 2.5 VL, 3 VL and 3.5, and GLM 4.1V to 4.6V: patches, rows, what goes to early layers, and tokens are those of transformers."""
+"""Qwen 2 VL, 2.5 VL, 3 VL and 3.5, GLM 4.1V to 4.6V, GLM-OCR and PaddleOCR-VL: patches, rows, what goes to early layers, and tokens
+are those of transformers."""
 
 import numpy as np
 import pytest
 import torch
 from sight_models import PICTURES, held_against, made, opened
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import PaddleOCRVLImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from effllm import UsageError
@@ -20,8 +22,11 @@ CASES = {
     "glm4v": ("glm4v", GLM, {"model_type": "glm4v_text", **ROPE}),
     "glm4v_moe": ("glm4v_moe", {**GLM, "attention_bias": True}, {"model_type": "glm4v_moe_text", **ROPE, "n_routed_experts": 4,
                                                                   "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
+    "glm_ocr": ("glm_ocr", {**TOWER, "patch_size": 8, "rms_norm_eps": 1e-5}, {"model_type": "glm_ocr_text", **ROPE}),
     "qwen2_5_vl": ("qwen2_5_vl", WINDOWS, {"model_type": "qwen2_5_vl_text", **ROPE}),
     "qwen3_vl": ("qwen3_vl", {**PLACES, "deepstack_visual_indexes": [0, 2]}, {"model_type": "qwen3_vl_text", **ROPE}),
+    "paddleocr_vl": ("paddleocr_vl", {**TOWER, "num_hidden_layers": 3, "num_attention_heads": 3, "patch_size": 8, "image_size": 48},
+                     {"model_type": "paddleocr_vl_text", **ROPE}),
     "qwen3_5": ("qwen3_5", PLACES, {"model_type": "qwen3_5_text", "head_dim": 24, "layer_types": ["full_attention"] * 2,
                                     "rope_parameters": {**ROPE["rope_parameters"], "partial_rotary_factor": 1.0}}),
 }
@@ -32,7 +37,7 @@ def qwen(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("qwen")
     family, vision, text = CASES[request.param]
     model = made(family, folder, text, vision, ["<|image_pad|>", "<|image|>"], image_token_id=4096)
-    kind = Glm4vImageProcessorPil if family.startswith("glm") else Qwen2VLImageProcessorPil
+    kind = {"glm": Glm4vImageProcessorPil, "pad": PaddleOCRVLImageProcessorPil}.get(family[:3], Qwen2VLImageProcessorPil)
     processor = kind(patch_size=vision["patch_size"], size={"shortest_edge": 60 * 60, "longest_edge": 100 * 100})
     processor.save_pretrained(folder)
     return folder, model, processor
@@ -43,8 +48,12 @@ def test_rows_are_those_of_transformers(qwen, name):
     folder, model, processor = qwen
     sight, picture = opened(folder), PICTURES[name]
     ready = processor(picture, input_data_format="channels_last", return_tensors="np")
-    values = ready["pixel_values"].reshape(len(ready["pixel_values"]), 3, 2, -1)[:, :, 0].reshape(len(ready["pixel_values"]), -1)
-    assert np.array_equal(sight.values(picture)[0], values)
+    values, (ours, places) = ready["pixel_values"], sight.values(picture)
+    frames = values.reshape(len(values), 3, 2 if values.ndim == 2 else 1, -1)
+    values = frames[:, :, 0].reshape(len(values), -1)
+    if ready["pixel_values"].ndim > 2:  # PaddleOCR-VL's patches follow one another row by row
+        values = values[places @ [ready["image_grid_thw"][0, 2], 1]]
+    assert np.array_equal(ours, values)
     seen = held_against(sight, picture, model, ready)
     rows, columns = ready["image_grid_thw"][0, 1:] // 2
     assert seen.grid == (rows, columns) and len(seen.tokens) == rows * columns

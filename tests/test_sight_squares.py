@@ -1,4 +1,4 @@
-"""Gemma 3, Mistral 3 and Pixtral: rows and tokens are those of transformers."""
+"""Gemma 3, Mistral 3, Pixtral and LightOnOCR: rows and tokens are those of transformers."""
 
 import numpy as np
 import pytest
@@ -7,6 +7,7 @@ from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImagePr
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 
+from effllm import UsageError
 from effllm.runtime.config_reader import ConfigError
 from effllm.runtime.images import PLACE, Work
 
@@ -72,6 +73,33 @@ def test_pixtral_takes_the_smallest_picture(pixtral):
     sight = opened(pixtral[0])
     seen = sight.see(PICTURES["tiny"], Work())
     assert seen.tokens == (PLACE, FIRST + 2) == sight.tokens(1, 1) and np.isfinite(seen.rows).all() and seen.rows.any()
+
+
+@pytest.fixture(scope="module", params=[8, 16])
+def lighton(request, tmp_path_factory):
+    """Of preprocessors whose patches are the tower's own, with which a picture may end amid a square, and of whole squares."""
+    folder = tmp_path_factory.mktemp("lighton")
+    model = made("lighton_ocr", folder, {"model_type": "qwen3"}, {**TOWER, "model_type": "pixtral", "image_size": 96}, ["<|image_pad|>"],
+                 image_token_id=FIRST)
+    unit = {"height": request.param, "width": request.param}
+    processor = PixtralImageProcessorPil(size={"longest_edge": 96}, patch_size=unit)
+    processor.save_pretrained(folder)
+    return folder, model, processor
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_lighton(lighton, name):
+    folder, model, processor = lighton
+    sight, picture = opened(folder), PICTURES[name]
+    ready = processor(picture, input_data_format="channels_last", return_tensors="np")
+    high, wide = (int(side) // 16 for side in ready["image_sizes"][0])
+    if not high * wide:
+        with pytest.raises(UsageError, match="7 × 5 is too small"):
+            sight.places(*picture.shape[:2])
+        return
+    assert np.array_equal(sight.values(picture).transpose(2, 0, 1), ready["pixel_values"][0])
+    held_against(sight, picture, model, ready)
+    assert sight.tokens(*picture.shape[:2]) == (PLACE,) * (high * wide)
 
 
 def test_a_vocabulary_without_the_words_beside_pictures(gemma, tmp_path):

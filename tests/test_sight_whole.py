@@ -17,30 +17,34 @@ from effllm.runtime.text import Tokenizer
 OPTIONS = EngineOptions(kv="32bit", device="cpu", ctx=512, strict=False, exact=True)
 
 
-@pytest.mark.parametrize("family", CASES)
-def test_logits_behind_a_picture_are_those_of_transformers(family, tmp_path):
+SEVERAL = ("glm_ocr", "lighton_ocr", "paddleocr_vl")  # of which two pictures of other shapes are held as well: the newest
+
+
+@pytest.mark.parametrize(("family", "shown"), [*((family, ("photo",)) for family in CASES),
+                                               *((family, ("tall", "wide")) for family in SEVERAL)])
+def test_logits_behind_pictures_are_those_of_transformers(family, shown, tmp_path):
     text, tower, words, more, processor = CASES[family]
     model = made(family.split(",")[0], tmp_path, text, tower, words, **more)
     processor.save_pretrained(tmp_path)
+    points = [PICTURES[name] for name in shown]
     engine = list(open_engine(tmp_path, OPTIONS))[-1]
     try:
         engine.album = album_of(tmp_path, engine.config)
-        points = PICTURES["photo"]
-        picture = engine.album.take(points)
+        pictures = [engine.album.take(each) for each in points]
         prompts = Prompts(Tokenizer.load(tmp_path, engine.config), album=engine.album)
-        prompt = f"Once {mark(picture.digest)} was a fox in the wood."
+        prompt = "Once " + "and ".join(f"{mark(each.digest)} was a fox in the wood " for each in pictures) + "."
         list(prompts.see(prompt, engine, lambda: False))
         ids = prompts.encoded(prompt)
         ours = np.concatenate([logits.copy() for _, logits in engine.score(ids)])
     finally:
         engine.close()
-    ready = processor(points, input_data_format="channels_last", return_tensors="pt")
+    ready = processor(points if len(points) > 1 else points[0], input_data_format="channels_last", return_tensors="pt")
     for counted in ("num_patches", "num_soft_tokens_per_image"):
         ready.pop(counted, None)
     told = torch.tensor([[FIRST if token >= 1 << 40 else token for token in ids]])
     if family == "gemma3":
         ready["token_type_ids"] = (told == FIRST).int()
-    elif family.startswith(("qwen", "glm", "gemma4")):
+    elif family.startswith(("qwen", "glm", "gemma4", "paddle")):
         ready["mm_token_type_ids"] = (told == FIRST).int()
     if family == "gemma4_unified":  # by the masks of its generation: without them a pass sees behind itself in layers without a window too
         ready["attention_mask"] = model.create_masks_for_generate(
@@ -48,5 +52,6 @@ def test_logits_behind_a_picture_are_those_of_transformers(family, tmp_path):
             mm_token_type_ids=ready["mm_token_type_ids"])
     with torch.inference_mode():
         wanted = model(input_ids=told, **ready, use_cache=False).logits[0].numpy()
-    assert len(picture.seen.rows) > 4 and (told == FIRST).sum() == len(picture.seen.rows)
+    counts = [len(each.seen.rows) for each in pictures]
+    assert min(counts) > 4 and (told == FIRST).sum() == sum(counts)
     assert_close(ours, wanted)

@@ -62,34 +62,39 @@ COMPOSITE: Mapping[str, tuple[str, ...]] = {
     "audioflamingo3": ("qwen2",), "aya_vision": ("cohere2",), "cohere2_vision": ("cohere2", "cohere2_moe"),
     "cohere_compass": ("cohere_compass_text",), "exaone4_5": ("exaone4", "exaone4_5_text"), "gemma3": ("gemma3_text",),
     "gemma3n": ("gemma3n_text",), "gemma4": ("gemma4_text",), "gemma4_unified": ("gemma4_unified_text",),
-    "glm46v": ("glm4v_moe_text", "glm4v_text"), "glm4v": ("glm4v_text",), "glm4v_moe": ("glm4v_moe_text",), "idefics3": ("llama",),
-    "internvl": ("qwen2", "qwen3", "llama", "qwen3_moe"), "kimi_k25": ("deepseek_v3", "kimi_k2"), "lfm2_vl": ("lfm2", "lfm2_moe"),
-    "lfm3_vl": ("lfm3",), "llama4": ("llama4_text",), "llava": ("llama", "mistral", "qwen2"),
-    "llava_next": ("llama", "mistral", "qwen2", "granite"), "llava_onevision": ("qwen2",), "minicpmv4_6": ("qwen3_5_text",),
-    "minicpmv4_7": ("qwen3_5_text",), "minimax_m3_vl": ("minimax_m3_vl_text",), "mistral3": ("mistral", "ministral3", "mistral4"),
-    "qwen2_5_omni": ("qwen2_5_omni_text",), "qwen2_5_vl": ("qwen2_5_vl_text",), "qwen2_audio": ("qwen2",), "qwen2_vl": ("qwen2_vl_text",),
-    "qwen3_5": ("qwen3_5_text",), "qwen3_5_moe": ("qwen3_5_moe_text",),
+    "glm46v": ("glm4v_moe_text", "glm4v_text"), "glm4v": ("glm4v_text",), "glm4v_moe": ("glm4v_moe_text",), "glm_ocr": ("glm_ocr_text",),
+    "idefics3": ("llama",), "internvl": ("qwen2", "qwen3", "llama", "qwen3_moe"), "kimi_k25": ("deepseek_v3", "kimi_k2"),
+    "lfm2_vl": ("lfm2", "lfm2_moe"), "lfm3_vl": ("lfm3",), "lighton_ocr": ("qwen3",), "llama4": ("llama4_text",),
+    "llava": ("llama", "mistral", "qwen2"), "llava_next": ("llama", "mistral", "qwen2", "granite"), "llava_onevision": ("qwen2",),
+    "minicpmv4_6": ("qwen3_5_text",), "minicpmv4_7": ("qwen3_5_text",), "minimax_m3_vl": ("minimax_m3_vl_text",),
+    "mistral3": ("mistral", "ministral3", "mistral4"), "paddleocr_vl": ("paddleocr_vl_text",), "qwen2_5_omni": ("qwen2_5_omni_text",),
+    "qwen2_5_vl": ("qwen2_5_vl_text",), "qwen2_audio": ("qwen2",), "qwen2_vl": ("qwen2_vl_text",), "qwen3_5": ("qwen3_5_text",),
+    "qwen3_5_moe": ("qwen3_5_moe_text",),
     "qwen3_omni_moe": ("qwen3_omni_moe_text",), "qwen3_vl": ("qwen3_vl_text",), "qwen3_vl_moe": ("qwen3_vl_moe_text",),
     "smolvlm": ("llama",), "voxtral": ("llama",)}
 # Those of which a store gives the text part's tensors the names that they would have alone; families know the prefixes of the others.
-BY_PREFIX = ("audioflamingo3", "aya_vision", "cohere2_vision", "cohere_compass", "exaone4_5", "glm46v", "glm4v", "glm4v_moe", "idefics3",
-             "internvl", "kimi_k25", "lfm2_vl", "lfm3_vl", "llama4", "llava", "llava_next", "llava_onevision", "minicpmv4_6",
-             "minicpmv4_7", "minimax_m3_vl", "qwen2_5_omni", "qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3_omni_moe", "qwen3_vl",
-             "qwen3_vl_moe", "smolvlm", "voxtral")
+BY_PREFIX = ("audioflamingo3", "aya_vision", "cohere2_vision", "cohere_compass", "exaone4_5", "glm46v", "glm4v", "glm4v_moe", "glm_ocr",
+             "idefics3", "internvl", "kimi_k25", "lfm2_vl", "lfm3_vl", "lighton_ocr", "llama4", "llava", "llava_next", "llava_onevision",
+             "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "paddleocr_vl", "qwen2_5_omni", "qwen2_5_vl", "qwen2_audio", "qwen2_vl",
+             "qwen3_omni_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "voxtral")
 # A `model_type` -> the family that it is, and what its configs say by saying nothing.
 RENAMED: Mapping[str, str] = {
     "exaone4_5_text": "exaone4", "gemma4_unified_text": "gemma4_text", "glm4v_moe_text": "glm4_moe", "glm4v_text": "glm4",
-    "kimi_k2": "deepseek_v3", "minimax_m1": "minimax", "minimax_text_01": "minimax", "phi4mm": "phi4_multimodal",
-    "qwen2_5_omni_text": "qwen2", "qwen2_5_vl_text": "qwen2",
-    "qwen2_vl_text": "qwen2", "qwen3_omni_moe_text": "qwen3_moe", "qwen3_vl_moe_text": "qwen3_moe", "qwen3_vl_text": "qwen3"}
+    "glm_ocr_text": "glm4", "kimi_k2": "deepseek_v3", "minimax_m1": "minimax", "minimax_text_01": "minimax", "paddleocr_vl_text": "llama",
+    "phi4mm": "phi4_multimodal", "qwen2_5_omni_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen2_vl_text": "qwen2",
+    "qwen3_omni_moe_text": "qwen3_moe", "qwen3_vl_moe_text": "qwen3_moe", "qwen3_vl_text": "qwen3"}
 _QWEN2_VL = {"bos_token_id": 151_643, "eos_token_id": 151_645, "max_window_layers": 80, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
              "rope_theta": 1e6}
 UNSAID: Mapping[str, Mapping[str, object]] = {
     "gemma4_unified_text": {"hidden_size_per_layer_input": 0, "max_position_embeddings": 262_144, "sliding_window": 1024},
     "glm4v_moe_text": {"attention_bias": True, "max_position_embeddings": 65_536, "num_nextn_predict_layers": 0, "vocab_size": 151_424},
     "glm4v_text": {"head_dim": None, "max_position_embeddings": 32_768, "partial_rotary_factor": 1.0, "rms_norm_eps": 1e-5},
+    "glm_ocr_text": {"attention_bias": False, "head_dim": None, "max_position_embeddings": 131_072, "num_key_value_heads": 8,
+                     "partial_rotary_factor": 1.0, "rms_norm_eps": 1e-5},
     # What is not normed in its place is another block, and the code of these says no unless a config says yes.
     "minimax_m1": {"postnorm": False}, "minimax_text_01": {"postnorm": False},
+    "paddleocr_vl_text": {"head_dim": 128, "max_position_embeddings": 131_072, "num_key_value_heads": 2, "rms_norm_eps": 1e-5,
+                          "rope_theta": 500_000.0},
     "qwen2_5_omni_text": {"num_key_value_heads": 4, "rope_theta": 1e6}, "qwen2_5_vl_text": _QWEN2_VL, "qwen2_vl_text": _QWEN2_VL,
     "qwen3_omni_moe_text": {"norm_topk_prob": True, "rope_theta": 1e6, "sliding_window": None},
     "qwen3_vl_moe_text": {"max_position_embeddings": 128_000, "moe_intermediate_size": 1408, "norm_topk_prob": True,

@@ -1,12 +1,21 @@
-"""GLM-4-0414: GLM with norms behind attention and MLP as well."""
+"""GLM-4-0414: GLM with norms behind attention and MLP as well. GLM-OCR's has a layer behind the last that guesses ahead."""
 
 from __future__ import annotations
 
-from ..config import ModelConfig
+from dataclasses import replace
+
+from ..config import MAX_LAYERS, ModelConfig
+from ..config_reader import Keys
 from . import TensorRule, glm
-from .glm import KEYS_HARMLESS, KEYS_USED, REFUSED_UNLESS, block, config, outer_tensors
+from .glm import KEYS_HARMLESS, REFUSED_UNLESS, block, outer_tensors
 
 __all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = glm.KEYS_USED | {"num_nextn_predict_layers"}
+
+
+def config(keys: Keys) -> ModelConfig:
+    return replace(glm.config(keys), mtp_layers=keys.integer("num_nextn_predict_layers", 0, low=0, high=MAX_LAYERS))
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

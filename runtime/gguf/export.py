@@ -98,12 +98,12 @@ def export_gguf(source: Path, out: Path, kind: str, name: str, replace: bool = F
         raise UsageError(f"no GGUF type {kind!r} is written",
                          f"known: {', '.join(TYPES)}; INT8 and INT4 go with --format compressed-tensors")
     out = Path(os.path.abspath(out))
-    _check_name(out)
+    check_name(out)
     config, container = read_config(source), read_container(source)
     if is_bundled(container):
         raise UsageError(f"{source} has its neurons laid out one by one, as no other program reads them", "export the original checkpoint")
     with open_store(source, wide="f32") as store:
-        _check_target(out, replace, store)
+        check_target(out, replace, store)
         tensors = (with_own_layer if config.family in nextn.WRITTEN else check_tensors)(config, store, container)
         config = replace_fields(config, tie_word_embeddings="head" not in tensors["outer"])
         found = exported_as(config)
@@ -142,19 +142,19 @@ def export_gguf(source: Path, out: Path, kind: str, name: str, replace: bool = F
                 file.write(bytes(gap))
                 done += gap
             store.check_unchanged()
-            _check_target(out, replace, store)  # it may have been made meanwhile
+            check_target(out, replace, store)  # it may have been made meanwhile
             file.commit()
     counts = {each: sum(tensor.type == each for tensor in planned) for each in dict.fromkeys(tensor.type for tensor in planned)}
     yield Exported(out, total, len(planned), counts)
 
 
-def _check_name(out: Path) -> None:
+def check_name(out: Path) -> None:
     demand_folder(out.parent)
     if not is_gguf(out):
         raise UsageError(f"{out.name or out} does not end in .gguf, by which such files are known", f"-o {out.name or 'model'}.gguf")
 
 
-def _check_target(out: Path, replace: bool, store: TensorStore) -> None:
+def check_target(out: Path, replace: bool, store: TensorStore) -> None:
     if not os.path.lexists(out):
         return
     if any(out.exists() and os.path.samefile(out, file) for file in store.files):

@@ -1,14 +1,15 @@
 """GLM 4.1V, 4.5V and 4.6V: Qwen's patches with places learned for a square, of which four rows and columns around a patch's are weighed;
-squares of patches become one row by a matrix, then by a gated FFN."""
+squares of patches become one row by a matrix, then by a gated FFN. GLM-OCR's tower has no such places, but norms of queries and keys."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .qwen_patches import QwenPatches
-from .tower_parts import CURVES, Block, Crew, gelu, product
+from .tower_parts import CURVES, Block, Crew, Norm, gelu, product
 from .tower_sight import MOST_LAYERS, Rows, demand_shape
 from .tower_weights import Weights
 
@@ -16,18 +17,23 @@ if TYPE_CHECKING:
     from ..config import ModelConfig
     from .tower_source import TowerSource
 
+Placing = Callable[[np.ndarray, np.ndarray], np.ndarray]
 NORM_EPS, SHARPNESS = 1e-5, -0.75  # of the cubic that weighs places
 USUAL = {"depth": 24, "hidden_size": 1536, "hidden_act": "silu", "num_heads": 12, "image_size": 336, "patch_size": 14,
          "rms_norm_eps": 1e-5, "out_hidden_size": 4096, "intermediate_size": 13_696, "attention_bias": False}
+OCR = {**USUAL, "hidden_size": 1024, "num_heads": 16, "out_hidden_size": 1536, "intermediate_size": 4096, "attention_bias": True}
+CHANNELS = 3  # GLM-OCR's last FFN is so many times as wide as its rows
 
 
 class Glm4v(QwenPatches):
-    """A picture's points are counted as often as it has frames."""
+    """A picture's points are counted as often as it has frames. `biased_ffn`: attention_bias is of all matrices of a layer, not of those
+    of queries, keys and values alone."""
 
     VISION = {kind + end: USUAL for kind in ("glm4v", "glm4v_moe", "glm46v") for end in ("_vision", "")}
     PROCESSORS = ("Glm4vImageProcessor", "Glm46VImageProcessor")
     SIZE = (112 * 112, 28 * 28 * 15_000)
     placeholder = "<|image|>"
+    biased_ffn = False
 
     def __init__(self, source: TowerSource, config: ModelConfig) -> None:
         super().__init__(source, config)
@@ -43,24 +49,26 @@ class Glm4v(QwenPatches):
 
     def load(self, weights: Weights) -> Rows:
         keys, width, hidden, unit = self.vision, self.width, self.config.hidden_size, self.joined**2
-        eps, inner, through = keys.number("rms_norm_eps"), keys.integer("out_hidden_size"), keys.integer("intermediate_size")
-        if inner != hidden:
+        eps = keys.number("rms_norm_eps")
+        if keys.integer("out_hidden_size") != hidden:
             raise keys.fail("out_hidden_size", f"the {hidden} of the text part")
+        inner, through = self.inner_widths()
         curve = CURVES[keys.choice("hidden_act", {key: key for key in CURVES}, "silu")]
-        embedding, side = self.embedding(weights, bias=True), self.side // self.patch
-        table = weights.numbers("visual.embeddings.position_embedding.weight", side * side, width).reshape(side, side, width)
+        embedding, placed = self.embedding(weights, bias=True), self.placing(weights, eps)
+        biased = keys.flag("attention_bias")
 
         def block(number: int) -> Block:
             own = f"visual.blocks.{number}."
-            queries, keys_, values = weights.matrix(f"{own}attn.qkv", 3 * width, width, keys.flag("attention_bias")).parts(3)
+            queries, keys_, values = weights.matrix(f"{own}attn.qkv", 3 * width, width, biased).parts(3)
             return Block((weights.rms_norm(f"{own}norm1", width, eps), weights.rms_norm(f"{own}norm2", width, eps)),
-                         queries, keys_, values, weights.matrix(f"{own}attn.proj", width, width, bias=False),
-                         weights.matrix(f"{own}mlp.up_proj", inner, width, bias=False),
-                         weights.matrix(f"{own}mlp.down_proj", width, inner, bias=False), curve, self.heads,
-                         gate=weights.matrix(f"{own}mlp.gate_proj", inner, width, bias=False))
+                         queries, keys_, values, weights.matrix(f"{own}attn.proj", width, width, self.biased_ffn and biased),
+                         *(weights.matrix(f"{own}mlp.{name}_proj", *shape, self.biased_ffn and biased)
+                           for name, shape in (("up", (inner, width)), ("down", (width, inner)))), curve, self.heads,
+                         gate=weights.matrix(f"{own}mlp.gate_proj", inner, width, self.biased_ffn and biased),
+                         own_norms=self.head_norms(weights, own, eps))
 
         blocks = [block(number) for number in range(keys.integer("depth", high=MOST_LAYERS))]
-        before, after = (weights.rms_norm(f"visual.post_{name}layernorm", width, eps) for name in ("conv_", ""))
+        after = weights.rms_norm("visual.post_layernorm", width, eps)
         joining, project = weights.matrix("visual.downsample", hidden, width * unit), weights.matrix("visual.merger.proj", hidden, hidden)
         norm = weights.layer_norm("visual.merger.post_projection_norm", hidden, NORM_EPS)
         gate, up = (weights.matrix(f"visual.merger.{name}_proj", through, hidden, bias=False) for name in ("gate", "up"))
@@ -68,8 +76,7 @@ class Glm4v(QwenPatches):
 
         def rows(values: tuple[np.ndarray, np.ndarray], crew: Crew) -> np.ndarray:
             patches, places = values
-            x = before(product(patches, embedding, crew))
-            x += weighed(table, places)
+            x = placed(product(patches, embedding, crew), places)
             rope = self.rope(places)
             crew.work.total += len(blocks)
             for block in blocks:
@@ -79,6 +86,35 @@ class Glm4v(QwenPatches):
             return product(curve(product(y, gate, crew)) * product(y, up, crew), down, crew)
 
         return rows
+
+    def inner_widths(self) -> tuple[int, int]:
+        """Of the FFN in a layer, and of the one behind all."""
+        return self.vision.integer("out_hidden_size"), self.vision.integer("intermediate_size")
+
+    def placing(self, weights: Weights, eps: float) -> Placing:
+        """What is done to embedded patches at their rows and columns."""
+        side = self.side // self.patch
+        norm = weights.rms_norm("visual.post_conv_layernorm", self.width, eps)
+        table = weights.numbers("visual.embeddings.position_embedding.weight", side * side, self.width).reshape(side, side, self.width)
+        return lambda x, places: norm(x) + weighed(table, places)
+
+    def head_norms(self, weights: Weights, own: str, eps: float) -> tuple[Norm, ...]:
+        """`Block.own_norms` of the layer whose tensors begin so."""
+        return ()
+
+
+class GlmOcr(Glm4v):
+    VISION = {"glm_ocr_vision": OCR, "glm_ocr": OCR}
+    biased_ffn = True
+
+    def inner_widths(self) -> tuple[int, int]:
+        return self.vision.integer("intermediate_size"), CHANNELS * self.vision.integer("out_hidden_size")
+
+    def placing(self, weights: Weights, eps: float) -> Placing:
+        return lambda x, places: x
+
+    def head_norms(self, weights: Weights, own: str, eps: float) -> tuple[Norm, ...]:
+        return tuple(weights.rms_norm(f"{own}attn.{which}_norm", self.width // self.heads, eps) for which in "qk")
 
 
 def weighed(table: np.ndarray, places: np.ndarray) -> np.ndarray:
@@ -98,4 +134,4 @@ def weighed(table: np.ndarray, places: np.ndarray) -> np.ndarray:
 
 
 def sight(source: TowerSource, config: ModelConfig) -> Glm4v:
-    return Glm4v(source, config)
+    return (GlmOcr if source.config["model_type"] == "glm_ocr" else Glm4v)(source, config)

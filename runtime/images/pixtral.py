@@ -1,5 +1,5 @@
-"""Pixtral's tower, and what Mistral Small 3, Ministral 3 and Pixtral 12B make of it: a picture at nearly its own size, whose patches are
-turned by row and column; squares of them become one row, and words end a line and the picture."""
+"""Pixtral's tower, and what Mistral Small 3, Ministral 3, Pixtral 12B and LightOnOCR make of it: a picture at nearly its own size, whose
+patches are turned by row and column; squares of them become one row, and words end a line and the picture (of LightOnOCR none does)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ... import UsageError
 from ..config_reader import ConfigError, Keys
 from . import PLACE
-from .preprocessor import BICUBIC, CLIP_MEAN, CLIP_STD, Scale, filter_of, resized, sides
+from .preprocessor import BICUBIC, CLIP_MEAN, CLIP_STD, Scale, filter_of, resized, sides, square
 from .tower_parts import CURVES, Block, Crew, Rope, patches_of, product, two_layers
 from .tower_sight import Rows, TowerSight
 from .tower_weights import Weights
@@ -26,7 +27,7 @@ USUAL = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24
 
 
 class Pixtral(TowerSight):
-    """`merges`: a square of patches becomes one row, by a matrix of its own."""
+    """`merges`: a square of patches becomes one row, by a matrix of its own. `unit`: points of which a picture has whole multiples."""
 
     VISION = {"pixtral": USUAL}
     PROCESSORS = ("PixtralImageProcessor",)
@@ -37,6 +38,7 @@ class Pixtral(TowerSight):
         keys = self.processor
         self.merges = merges
         self.joined = self.outer.integer("spatial_merge_size", 2, high=16) if merges else 1
+        self.unit = self.patch * self.joined
         self.scale, self.resample = Scale(keys, CLIP_MEAN, CLIP_STD), filter_of(keys, BICUBIC)
         size = sides(keys, "size", {"longest_edge": 1024})
         longest = size.get("longest_edge", 0)
@@ -50,21 +52,24 @@ class Pixtral(TowerSight):
     def most_patches(self) -> int:
         return (self.most[0] // self.patch) * (self.most[1] // self.patch)
 
-    def grid(self, height: int, width: int) -> tuple[int, int]:
-        """Rows and columns of what stands for a picture."""
-        shrink, unit = max(height / self.most[0], width / self.most[1]), self.patch * self.joined
+    def sized(self, height: int, width: int) -> tuple[int, int]:
+        """The size that a picture is given."""
+        shrink, unit = max(height / self.most[0], width / self.most[1]), self.unit
         if shrink > 1:
             height, width = math.floor(height / shrink), math.floor(width / shrink)
-        return max(1, -(-height // unit)), max(1, -(-width // unit))
+        return max(1, -(-height // unit)) * unit, max(1, -(-width // unit)) * unit
+
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        """Rows and columns of what stands for a picture."""
+        high, wide = self.sized(height, width)
+        return high // (self.patch * self.joined), wide // (self.patch * self.joined)
 
     def tokens(self, height: int, width: int) -> tuple[int, ...]:
         (rows, columns), line, end = self.grid(height, width), self.word(self.line_end), self.word(self.picture_end)
         return ((PLACE,) * columns + (line,)) * (rows - 1) + (PLACE,) * columns + (end,)
 
     def values(self, picture: np.ndarray) -> np.ndarray:
-        rows, columns = self.grid(*picture.shape[:2])
-        unit = self.patch * self.joined
-        return self.scale(resized(picture, rows * unit, columns * unit, self.resample))
+        return self.scale(resized(picture, *self.sized(*picture.shape[:2]), self.resample))
 
     def load(self, weights: Weights) -> Rows:
         keys, width, hidden, patch = self.vision, self.width, self.config.hidden_size, self.patch
@@ -105,8 +110,11 @@ class Pixtral(TowerSight):
             x = np.concatenate([made[number] for number in wanted], axis=-1)
             if norm is not None:
                 side = self.joined
+                # rows and columns that make no whole square are left out
+                high, wide = lines // side * side, columns // side * side
+                whole = norm(x).reshape(lines, columns, through)[:high, :wide]
                 # a square's channels lie one after the other, each with its patches row by row
-                cut = norm(x).reshape(lines // side, side, columns // side, side, through).transpose(0, 2, 4, 1, 3)
+                cut = whole.reshape(high // side, side, wide // side, side, through).transpose(0, 2, 4, 1, 3)
                 x = product(np.ascontiguousarray(cut).reshape(-1, through * side**2), merging, crew)
             return two_layers(x, first, second, between, crew)
 
@@ -124,5 +132,27 @@ class Pixtral(TowerSight):
         return Rope(np.cos(angles), np.sin(angles))
 
 
+class LightOnOcr(Pixtral):
+    """Pictures are made of as many points as the preprocessor's own patches have, which may end amid a square."""
+
+    placeholder = "<|image_pad|>"
+
+    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
+        super().__init__(source, config, merges=True)
+        self.unit = square(self.processor, "patch_size", 16)[0]
+        if self.unit % self.patch:
+            raise self.processor.fail("patch_size", f"a multiple of the {self.patch} of the tower's patches")
+
+    def sized(self, height: int, width: int) -> tuple[int, int]:
+        high, wide = super().sized(height, width)
+        if min(high, wide) < (least := self.patch * self.joined):
+            raise UsageError(f"a picture of {width} × {height} is too small for this model", f"it sees squares of {least} × {least} points")
+        return high, wide
+
+    def tokens(self, height: int, width: int) -> tuple[int, ...]:
+        rows, columns = self.grid(height, width)
+        return (PLACE,) * (rows * columns)
+
+
 def sight(source: TowerSource, config: ModelConfig) -> Pixtral:
-    return Pixtral(source, config, merges=True)
+    return LightOnOcr(source, config) if source.config["model_type"] == "lighton_ocr" else Pixtral(source, config, merges=True)

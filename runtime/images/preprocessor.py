@@ -122,9 +122,9 @@ class Scale:
     def __init__(self, keys: Keys, mean: Sequence[float], std: Sequence[float]) -> None:
         factor = keys.number("rescale_factor", 1 / 255) if keys.flag("do_rescale", True) else 1.0
         values = (np.arange(256, dtype=np.float64) * factor).astype(np.float32)[:, None].repeat(3, 1)
-        self.mean = _colours(keys, "image_mean", mean)
+        self.mean, self.std = _colours(keys, "image_mean", mean), _colours(keys, "image_std", std)
         if keys.flag("do_normalize", True):
-            values = (values - np.array(self.mean, np.float32)) / np.array(_colours(keys, "image_std", std), np.float32)
+            values = (values - np.array(self.mean, np.float32)) / np.array(self.std, np.float32)
         self.table = values
 
     def __call__(self, picture: np.ndarray) -> np.ndarray:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .tower_source import TowerSource
 
 EPS = 1e-6
+Taps = tuple[np.ndarray, np.ndarray, np.ndarray]  # of n places along a side the two that lie next, int64 [n], and the second's share [n, 1]
 USUAL = {"depth": 27, "hidden_size": 1152, "hidden_act": "gelu_pytorch_tanh", "intermediate_size": 4304, "num_heads": 16,
          "patch_size": 16, "num_position_embeddings": 2304}
 DEEP = {**USUAL, "deepstack_visual_indexes": [8, 16, 24]}
@@ -81,7 +82,12 @@ def between(table: np.ndarray, places: np.ndarray) -> np.ndarray:
         at = np.linspace(0, side - 1, int(places[:, axis].max()) + 1, dtype=np.float32)[places[:, axis]]
         low = at.astype(np.int64)
         taps.append((low, np.minimum(low + 1, side - 1), (at - low.astype(np.float32))[:, None]))
-    (top, bottom, down), (left, right, across) = taps
+    return mixed(table, *taps)
+
+
+def mixed(table: np.ndarray, rows: Taps, columns: Taps) -> np.ndarray:
+    """Of [side, side, D] -> [n, D], each of four."""
+    (top, bottom, down), (left, right, across) = rows, columns
     return (1 - down) * ((1 - across) * table[top, left] + across * table[top, right]) \
         + down * ((1 - across) * table[bottom, left] + across * table[bottom, right])
 

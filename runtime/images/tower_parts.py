@@ -198,8 +198,8 @@ class Rope:
 @dataclass(frozen=True)
 class Block:
     """One layer of a tower: x += attention(norm(x)), then x += ffn(norm(x)). `gate`: of a gated FFN, beside `up`. `scales`: what the two
-    are multiplied by, per channel. `head_norms`: of queries and keys, over all heads at once; `own_norms`: of queries, keys and
-    values, each head's. `after`: of what the two add."""
+    are multiplied by, per channel. `head_norms`: of queries and keys, over all heads at once; `own_norms`: of queries, keys and,
+    where there are three, values, each head's. `after`: of what the two add."""
 
     norms: tuple[Norm, Norm]
     queries: Matrix
@@ -213,7 +213,7 @@ class Block:
     gate: Matrix | None = None
     scales: tuple[np.ndarray, np.ndarray] | None = None
     head_norms: tuple[Norm, Norm] | None = None
-    own_norms: tuple[Norm, Norm, Norm] | None = None
+    own_norms: tuple[Norm, ...] = ()
     after: tuple[Norm, Norm] | None = None
 
     def run(self, x: np.ndarray, spans: Sequence[Span], crew: Crew, rope: Rope | None = None) -> None:
@@ -229,7 +229,7 @@ class Block:
                 if which < 2 and self.head_norms is not None:
                     y = self.head_norms[which](y)
                 y = y.reshape(-1, self.heads, width // self.heads)
-                if self.own_norms is not None:
+                if which < len(self.own_norms):
                     y = self.own_norms[which](y)
                 to[:, rows] = (y if which == 2 or rope is None else rope.turn(y, rows)).swapaxes(0, 1)
 

@@ -22,13 +22,19 @@ from .tower_parts import Matrix, Norm, widened
 
 STORED = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 PARTS = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "connector.", "image_newline", "embed_vision.",
-         "vision_embedder.")
+         "vision_embedder.", "projector.")
+# What else towers and projectors are called: of LightOnOCR, of PaddleOCR-VL.
+RENAMED = {"vision_encoder.": "vision_tower.", "vision_projection.": "multi_modal_projector.", "mlp_AR.": "projector."}
 HEARING_PARTS = ("audio_tower.", "multi_modal_projector.")
 
 
 def own_name(name: str) -> str:
     """Without what writers put before it."""
-    return name.removeprefix("model.").replace("vision_tower.vision_model.", "vision_tower.", 1)
+    name = name.removeprefix("model.")
+    for theirs, ours in RENAMED.items():
+        if name.startswith(theirs):
+            return ours + name.removeprefix(theirs)
+    return name.replace("vision_tower.vision_model.", "vision_tower.", 1)
 
 
 def parts_of(kind: str | None) -> tuple[str, ...]:

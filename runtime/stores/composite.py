@@ -13,29 +13,31 @@ OUTER_SHARED = frozenset({"auto_map", "bos_token_id", "dtype", "eos_token_id", "
 OUTER_HARMLESS = frozenset({
     "_pad_token_id", "adapter_layer_norm_eps", "alignment_intermediate_size", "architectures", "assistant_token_id", "audio_config",
     "audio_soft_tokens_per_image", "audio_token_id", "audio_token_index", "boa_token_id", "boa_token_index", "boi_token_id",
-    "boi_token_index", "code2wav_config", "do_image_splitting", "downsample_factor", "downsample_mode", "downsample_ratio",
-    "drop_vision_last_layer", "enable_audio_output", "enable_talker", "encoder_patch_size", "eoa_token_id", "eoa_token_index",
-    "eoi_token_id", "eoi_token_index", "ignore_index", "im_end_token_id", "im_start_token_id", "image_end_id", "image_end_token_id",
-    "image_grid_pinpoints", "image_seq_length", "image_size", "image_start_id", "image_start_token_id", "image_token_id",
-    "image_token_index", "img_token_compression_config", "initializer_range", "insert_layer_id", "language_model_only", "max_image_tokens",
-    "max_num_patches", "max_pixels_tolerance", "max_tiles", "media_placeholder_token_id", "merge_kernel_size", "merged_hidden_size",
-    "merger_times", "min_image_tokens", "min_tiles", "mm_tokens_per_image", "model_type", "multimodal_projector_bias", "newline_id",
-    "patch_size", "projection_hidden_size", "projection_layer_norm_eps", "projector_bias", "projector_hidden_act", "projector_hidden_size",
-    "projector_use_layernorm", "scale_factor", "slice_end_id", "slice_start_id", "spatial_merge_size", "system_token_id", "talker_config",
+    "boi_token_index", "code2wav_config", "compression_ratio", "do_image_splitting", "downsample_factor", "downsample_mode",
+    "downsample_ratio", "drop_vision_last_layer", "enable_audio_output", "enable_talker", "encoder_patch_size", "eoa_token_id",
+    "eoa_token_index", "eoi_token_id", "eoi_token_index", "ignore_index", "ignored_index", "im_end_token_id", "im_start_token_id",
+    "image_end_id", "image_end_token_id", "image_grid_pinpoints", "image_seq_length", "image_size", "image_start_id",
+    "image_start_token_id", "image_token_id", "image_token_index", "img_token_compression_config", "initializer_range", "insert_layer_id",
+    "language_model_only", "max_image_tokens", "max_num_patches", "max_pixels_tolerance", "max_sequence_length", "max_tiles",
+    "media_placeholder_token_id", "merge_kernel_size", "merged_hidden_size", "merger_times", "min_image_tokens", "min_tiles",
+    "mm_tokens_per_image", "model_type", "multimodal_projector_bias", "newline_id", "patch_size", "projection_hidden_size",
+    "projection_layer_norm_eps", "projector_bias", "projector_hidden_act", "projector_hidden_size", "projector_use_layernorm",
+    "rope_is_neox_style", "scale_factor", "slice_end_id", "slice_start_id", "spatial_merge_size", "system_token_id", "talker_config",
     "text_config", "thinker_config", "tile_size", "token2wav_config", "tts_bos_token_id", "tts_eos_token_id", "tts_pad_token_id",
-    "use_image_newline_parameter", "use_image_special_tokens", "use_reentrant_checkpointing", "use_thumbnail", "use_unified_vision_chunk",
-    "user_token_id", "video_end_token_id", "video_placeholder", "video_start_token_id", "video_token_id", "video_token_index",
-    "vision_aspect_ratio", "vision_config", "vision_end_token_id", "vision_feature_layer", "vision_feature_select_strategy",
-    "vision_soft_tokens_per_image", "vision_start_token_id", "vision_token_id"})
+    "use_3d_rope", "use_flash_attention", "use_image_newline_parameter", "use_image_special_tokens", "use_reentrant_checkpointing",
+    "use_thumbnail", "use_unified_vision_chunk", "user_token_id", "video_end_token_id", "video_placeholder", "video_start_token_id",
+    "video_token_id", "video_token_index", "vision_aspect_ratio", "vision_config", "vision_end_token_id", "vision_feature_layer",
+    "vision_feature_select_strategy", "vision_soft_tokens_per_image", "vision_start_token_id", "vision_token_id", "weight_share_add_bias"})
 # Composite models whose head is one of its own where they say nothing; of others it is the embedding. Of the second kind it is tied where
 # either object says so: a head that is stored all the same is used.
 UNTIED = ("qwen2_5_omni", "qwen3_5", "qwen3_5_moe", "qwen3_omni_moe")
-AS_INSIDE = ("audioflamingo3", "exaone4_5", "glm46v", "glm4v", "glm4v_moe", "idefics3", "kimi_k25", "llama4", "llava", "llava_next",
-             "llava_onevision",
-             "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm",
-             "voxtral")
+AS_INSIDE = ("audioflamingo3", "exaone4_5", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "idefics3", "kimi_k25", "llama4", "llava",
+             "llava_next", "llava_onevision", "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "qwen2_5_vl", "qwen2_audio", "qwen2_vl",
+             "qwen3_vl", "qwen3_vl_moe", "smolvlm", "voxtral")
+KNOWN_CODE = ("paddleocr_vl",)  # whose checkpoints bring code that became part of transformers
+ONE_BIAS = {"paddleocr_vl": "use_bias"}  # where a text part says in a word whether all its matrices have one
 THINKER = "thinker_config"  # of models that speak: what listens, sees and writes
-FLAT = ("qwen2_5_vl", "qwen2_vl")  # which may say of the text part all in the outer object
+FLAT = ("paddleocr_vl", "qwen2_5_vl", "qwen2_vl")  # which may say of the text part all in the outer object
 # What text parts of some models say of images.
 OF_IMAGES = frozenset({"_flash_attn_2_enabled", "is_composition", "is_llama_config", "perceiver_config", "pixel_shuffle_factor",
                        "qk_layer_norms", "transformers.js_config", "use_resampler", "vision_config"})
@@ -45,7 +47,8 @@ SIZE_KEYS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layer
 _EXAONE, _LARGE = (102_400, 4096, 16_384, 32, 32, 32), (152_064, 8192, 29_568, 80, 64, 8)
 SIZES: Mapping[str, tuple[int, ...]] = {
     "exaone4": _EXAONE, "exaone4_5_text": _EXAONE, "glm4v_text": (151_552, 4096, 13_696, 40, 32, 2),
-    "llama": (32_000, 4096, 11_008, 32, 32), "ministral3": (131_072, 4096, 14_336, 34, 32, 8),
+    "glm_ocr_text": (59_392, 1024, 4096, 16, 16, 8), "llama": (32_000, 4096, 11_008, 32, 32),
+    "ministral3": (131_072, 4096, 14_336, 34, 32, 8), "paddleocr_vl_text": (103_424, 1024, 3072, 18, 16, 2),
     "mistral": (32_000, 4096, 14_336, 32, 32, 8), "qwen2": (151_936, 4096, 22_016, 32, 32, 32), "qwen2_5_vl_text": _LARGE,
     "qwen2_vl_text": _LARGE, "qwen3": (151_936, 4096, 22_016, 32, 32, 32), "qwen3_vl_text": (151_936, 4096, 22_016, 32, 32, 32),
     "qwen3_vl_moe_text": (151_936, 2048, 5632, 24, 16, 16)}
@@ -66,6 +69,8 @@ def text_alone(raw: Mapping[str, object]) -> dict[str, object]:
     if family not in known:
         raise ConfigError(f"config.json: text_config is of model type {show(family)}, expected {' or '.join(known)}")
     stated = {key: value for key, value in raw.items() if key in OUTER_SHARED and value is not None}
+    if kind in KNOWN_CODE:
+        stated, inner = ({key: value for key, value in each.items() if key != "auto_map"} for each in (stated, inner))
     stated.setdefault("tie_word_embeddings", kind not in (*UNTIED, *AS_INSIDE))
     if kind in AS_INSIDE and inner.get("tie_word_embeddings") is True:
         stated["tie_word_embeddings"] = True
@@ -76,7 +81,7 @@ def text_alone(raw: Mapping[str, object]) -> dict[str, object]:
 def unknown_outside(raw: Mapping[str, object], harmless: Collection[str]) -> list[str]:
     """Keys of a composite model that are on no list, but for those that its text part has, in the same words where it is an object."""
     inner, flat = _inside(raw), raw["model_type"] in FLAT
-    said = {key for key, value in inner.items() if flat or raw.get(key) == value}
+    said = {key for key, value in inner.items() if flat or raw.get(key) == value} | {ONE_BIAS.get(str(raw["model_type"]))}
     return sorted(raw.keys() - OUTER_SHARED - OUTER_HARMLESS - harmless - said)
 
 
@@ -87,6 +92,8 @@ def _inside(raw: Mapping[str, object]) -> dict[str, object]:
     if inner is None and kind in FLAT:
         inner = {key: value for key, value in raw.items() if key not in OUTER_HARMLESS}
     inner = {key: value for key, value in (inner or {}).items() if key not in OF_IMAGES or kind not in families.BY_PREFIX}
+    if kind in ONE_BIAS and (biased := inner.pop(ONE_BIAS[kind], None)) is not None:
+        inner |= {"attention_bias": biased, "mlp_bias": biased}
     for name in ("rope_scaling", "rope_parameters"):
         section = inner.get(name)
         if isinstance(section, dict) and BY_PLACE in (section.get("rope_type"), section.get("type")):

@@ -3,6 +3,7 @@
 import { Api } from "./api.js";
 import { Attachments } from "./attachments.js";
 import { Conversations, begun, fromFile, titleOf, toFile } from "./conversations.js";
+import { fit } from "./pictures.js";
 import { Settings } from "./settings.js";
 import { Thread, element } from "./thread.js";
 
@@ -131,8 +132,8 @@ async function remove(index) {
 // The answer to what the conversation holds, at its end.
 async function answer() {
   const conversation = current, message = { role: "assistant", content: "" }, index = conversation.messages.length;
-  const asked = { model: byId("model").value, messages: [...systemOf(), ...inTurns(conversation.messages)],
-    ...settings.fields(capabilities.includes("thinking")) };
+  const asked = { model: byId("model").value, messages: systemOf(), ...settings.fields(capabilities.includes("thinking")) };
+  const said = [...conversation.messages];
   conversation.messages.push(message);
   thread.add(message, index);
   const own = stopping = new AbortController();
@@ -144,6 +145,8 @@ async function answer() {
   };
   try {
     say("reading");
+    if (await fit(said)) say("reading, pictures made smaller to fit a request");
+    asked.messages.push(...inTurns(said));
     for await (const { remark, piece } of api.chat(asked, own.signal)) {
       if (remark) say(remark);
       const choice = piece?.choices?.[0];

@@ -1,0 +1,230 @@
+"""What a model sees with, written as a GGUF file of its own (mmproj), as llama.cpp's converter writes it: the way back of
+`projector_config.py` and `projector_store.py`.
+
+Matrices of layers and of the projector become F16; vectors, places, and what embeds patches stay F32, as llama.cpp keeps them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ... import DoesNotFit, UsageError
+from ...offload.checkpoint import CheckpointError, TensorStore
+from ...offload.gguf import Value
+from ...offload.gguf_writer import NewFile, PlannedTensor, gguf_head, padded
+from ...offload.header import AGAIN, TensorInfo, is_gguf
+from ...offload.size import format_size
+from ...quant.weight import from_f32
+from ..config import ModelConfig, read_config
+from ..events import Progress
+from ..images import kind_of, sight_of
+from ..images.tower_parts import widened
+from ..images.tower_sight import TowerSight
+from ..images.tower_weights import STORED, is_of_tower, own_name, tower_store
+from ..images.vision_transformer import layer_count, wanted_layers
+from .export import Exported, check_name, check_target
+from .projector_names import CLIP, DEEP_PARTS, FIRST, FRAMES, KINDS, PROJECTORS, Projector
+from .sources import separated
+
+# Model type -> type of its projector's file.
+TYPES: Mapping[str, str] = {
+    "gemma3": "gemma3", "idefics3": "idefics3", "internvl": "internvl", "mistral3": "pixtral", "qwen2_5_vl": "qwen2.5vl_merger",
+    "qwen3_5": "qwen3vl_merger", "qwen3_5_moe": "qwen3vl_merger", "qwen3_vl": "qwen3vl_merger", "qwen3_vl_moe": "qwen3vl_merger",
+    "smolvlm": "idefics3"}
+WIDE = ("v.patch_embd", "v.position_embd", FIRST)  # what stays F32 of what has rows
+QKV, BREAK = ".attn.qkv.", "v.token_embd.img_break"
+Keys = dict[str, Value]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor of the file: `made` of the values of a checkpoint's."""
+
+    planned: PlannedTensor
+    info: TensorInfo
+    made: Callable[[np.ndarray], np.ndarray]
+
+    def bytes_of(self, store: TensorStore) -> np.ndarray:
+        values = self.made(widened(store.read(self.info).view(STORED[self.info.dtype]).reshape(self.info.shape)))
+        return np.ascontiguousarray(from_f32(np.ascontiguousarray(values, np.float32), self.planned.type.lower()))
+
+
+def is_written(folder: Path) -> bool:
+    """Whether such a file is written of the model in a folder that has what it sees with."""
+    if is_gguf(folder) or str(kind_of(folder)) not in TYPES:
+        return False
+    with tower_store(folder) as store:
+        return any(map(is_of_tower, store.tensors))
+
+
+def seeing(folder: Path, config: ModelConfig) -> TowerSight:
+    """Raises UsageError for a model that sees nothing, or with what no such file is written for."""
+    sight = sight_of(folder, config)
+    if sight is None:
+        raise UsageError(f"{folder} takes no pictures", "leave --mmproj away")
+    if (kind := str(kind_of(folder))) not in TYPES:
+        raise UsageError(f"of {kind} models no mmproj file is written", f"known: {', '.join(TYPES)}")
+    return sight
+
+
+def metadata(sight: TowerSight, name: str, kind: str) -> Keys:
+    """The keys of the file of a model of this type."""
+    projector, keys, qwen = TYPES[kind], sight.vision, TYPES[kind].startswith("qwen")
+    side = round(keys.integer("num_position_embeddings", 1600) ** 0.5) * sight.patch if qwen else sight.side
+    activation = str(keys.raw.get("hidden_act"))
+    eps = {"pixtral": 1e-5}.get(projector, 1e-6)
+    of_tower: Keys = {
+        "image_size": side, "patch_size": sight.patch, "embedding_length": sight.width,
+        "feed_forward_length": keys.integer("intermediate_size"), "block_count": keys.integer("depth") if qwen else layer_count(sight),
+        "attention.head_count": sight.heads, "projection_dim": sight.config.hidden_size,
+        "attention.layer_norm_epsilon": keys.number("layer_norm_eps", eps),
+        "image_mean": np.array(sight.scale.mean, np.float32), "image_std": np.array(sight.scale.std, np.float32), **MORE[projector](sight)}
+    curve = "use_silu" if activation == "silu" else "use_gelu"
+    return {"general.architecture": CLIP, "general.name": name, "general.type": "mmproj", "general.file_type": 1,
+            f"{CLIP}.has_vision_encoder": True, f"{CLIP}.projector_type": projector, f"{CLIP}.{curve}": True,
+            **{f"{CLIP}.vision.{key}": value for key, value in of_tower.items()}}
+
+
+def _idefics3(sight: TowerSight) -> Keys:
+    return {"projector.scale_factor": sight.joined, "preproc_image_size": sight.longest}
+
+
+def _pixtral(sight: TowerSight) -> Keys:
+    if wanted_layers(sight, -1) != [layer_count(sight)]:
+        raise UsageError("what it sees with is read from other layers than the last, which such a file does not say", "leave --mmproj away")
+    return {"spatial_merge_size": sight.joined, "image_size": sight.most[0]}
+
+
+def _internvl(sight: TowerSight) -> Keys:
+    return {"projector.scale_factor": sight.joined, "preproc_min_tiles": sight.least, "preproc_max_tiles": sight.most}
+
+
+def _gemma3(sight: TowerSight) -> Keys:
+    across = sight.side // sight.patch
+    return {"projector.scale_factor": across // round(sight.outer.integer("mm_tokens_per_image", 256) ** 0.5)}
+
+
+def _qwen(sight: TowerSight) -> Keys:
+    return {"image_min_pixels": int(sight.least), "image_max_pixels": int(sight.most)}
+
+
+def _windows(sight: TowerSight) -> Keys:
+    """All patches see all in every so many layers, which is all that the file can say."""
+    depth = sight.vision.integer("depth")
+    whole = sorted(sight.vision.layers("fullatt_block_indexes", depth))
+    if not whole or whole != list(range(whole[0], depth, whole[0] + 1)):
+        raise UsageError(f"all its patches see each other in layers {whole}, which such a file does not say", "leave --mmproj away")
+    return {**_qwen(sight), "n_wa_pattern": whole[0] + 1, "window_size": sight.vision.integer("window_size")}
+
+
+def _deep(sight: TowerSight) -> Keys:
+    depth = sight.vision.integer("depth")
+    deep = sight.vision.layers("deepstack_visual_indexes", depth) if "deepstack_visual_indexes" in sight.vision.raw else ()
+    return {**_qwen(sight), "spatial_merge_size": sight.joined,
+            "is_deepstack_layers": np.array([number in deep for number in range(depth)], np.bool_)}
+
+
+MORE: Mapping[str, Callable[[TowerSight], Keys]] = {
+    "idefics3": _idefics3, "pixtral": _pixtral, "internvl": _internvl, "gemma3": _gemma3, "qwen2.5vl_merger": _windows,
+    "qwen3vl_merger": _deep}
+
+
+def pieces(sight: TowerSight, store: TensorStore, kind: str) -> list[Piece]:
+    """The tensors of the file, in the checkpoint's order. Raises CheckpointError for one that no such file has."""
+    projector, found = PROJECTORS[TYPES[kind]], []
+    for stored, info in store.tensors.items():
+        if projector.unused and stored.endswith("embed_tokens.weight"):  # llama.cpp takes the end of a line from here
+            found.append(_piece(BREAK, info, lambda values: values[sight.word("[IMG_BREAK]")], (info.shape[1],)))
+        if is_of_tower(stored) and not stored.endswith("position_ids"):
+            found += _of(own_name(stored), info, projector, sight)
+    return found
+
+
+def _piece(name: str, info: TensorInfo, made: Callable[[np.ndarray], np.ndarray] = lambda values: values,
+           shape: tuple[int, ...] | None = None) -> Piece:
+    shape = info.shape if shape is None else shape
+    if info.dtype not in STORED:
+        raise CheckpointError(f"{info.name} is stored as {info.dtype}: of the part that sees only F32, F16 and BF16 are read",
+                              "take the model with that part in bfloat16")
+    return Piece(PlannedTensor(name, "F32" if len(shape) < 2 or name.startswith(WIDE) else "F16", shape), info, made)
+
+
+def _of(own: str, info: TensorInfo, projector: Projector, sight: TowerSight) -> Iterator[Piece]:
+    if own == "visual.patch_embed.proj.weight":
+        for frame, name in enumerate((FRAMES.removesuffix(".1"), FRAMES)[: info.shape[2]]):
+            yield _piece(name, info, lambda values, frame=frame: values[:, :, frame], (*info.shape[:2], *info.shape[3:]))
+        return
+    if projector is PROJECTORS["qwen2.5vl_merger"] and QKV in own:
+        for part, letter in enumerate("qkv"):
+            name = _file_name(own.replace(QKV, f".attn.{letter}."), projector, sight)
+            yield _piece(name, info, lambda values, part=part: np.split(values, 3)[part], (info.shape[0] // 3, *info.shape[1:]))
+        return
+    name = _file_name(own, projector, sight)
+    if projector.halves and own.rpartition(".")[0].endswith(("q_proj", "k_proj")):
+        order = np.argsort(separated(np.arange(info.shape[0]), info.shape[0] // sight.heads))
+        yield _piece(name, info, lambda values: values[order])
+        return
+    yield _piece(name, info, (lambda values: values + np.float32(1)) if name in projector.less else (lambda values: values))
+
+
+def _file_name(own: str, projector: Projector, sight: TowerSight) -> str:
+    stem, _, kind = own.rpartition(".")
+    whole = {ours: theirs for theirs, ours in projector.whole.items()}
+    outer = {ours: theirs for theirs, ours in projector.outer.items()}
+    if own in whole:
+        return whole[own]
+    if stem in outer and kind in KINDS:
+        return f"{outer[stem]}.{kind}"
+    if found := re.fullmatch(rf"{re.escape(projector.layers)}(\d+)\.(.+)", own):
+        inside, (stem, _, kind) = {ours: theirs for theirs, ours in projector.layer.items()}, found[2].rpartition(".")
+        if found[2] in whole:
+            return f"v.blk.{found[1]}.{whole[found[2]]}"
+        if stem in inside and kind in KINDS:
+            return f"v.blk.{found[1]}.{inside[stem]}.{kind}"
+    if found := re.fullmatch(r"visual\.deepstack_merger_list\.(\d+)\.(\w+)\.(\w+)", own):
+        numbers = sorted(sight.vision.layers("deepstack_visual_indexes", sight.vision.integer("depth")))
+        part = {ours: theirs for theirs, ours in DEEP_PARTS.items()}[found[2]]
+        return f"v.deepstack.{numbers[int(found[1])]}.{part}.{found[3]}"
+    raise CheckpointError(f"{sight.source.model} holds tensor {own} of the part that sees, which no mmproj file of its type has", AGAIN)
+
+
+def export_projector(source: Path, out: Path, name: str, replace: bool = False) -> Iterator[Progress | Exported]:
+    """Write what the model in `source` sees with to the file `out`; `name` becomes its title. The result comes last.
+
+    Raises UsageError where `out` exists, and for a model of which no such file is written; CheckpointError for a damaged one.
+    """
+    out = Path(os.path.abspath(out))
+    check_name(out)
+    if is_gguf(source):
+        raise UsageError(f"{source} is a GGUF file, whose mmproj file is one already", "leave --mmproj away")
+    sight, kind = seeing(source, read_config(source)), str(kind_of(source))
+    with tower_store(source) as store:
+        check_target(out, replace, store)
+        with sight.source.saying():
+            found, keys = pieces(sight, store, kind), metadata(sight, name, kind)
+        planned = [each.planned for each in found]
+        head = gguf_head(keys, planned)
+        done, total = len(head), len(head) + sum(padded(each.nbytes) for each in planned)
+        with NewFile(out, total) as file:
+            if (free := shutil.disk_usage(out.parent).free) < total:
+                raise DoesNotFit(f"{out.name} needs {format_size(total)}, and the disk of {out.parent} has {format_size(free)} free",
+                                 "make room, or give a place on another disk with -o")
+            file.write(head)
+            for each in found:
+                data = each.bytes_of(store)
+                file.write(memoryview(data).cast("B"))
+                file.write(bytes(padded(each.planned.nbytes) - each.planned.nbytes))
+                done += padded(each.planned.nbytes)
+                yield Progress("exporting", done, total, "bytes", each.planned.name)
+            store.check_unchanged()
+            check_target(out, replace, store)
+            file.commit()
+    counts = {each: sum(tensor.type == each for tensor in planned) for each in dict.fromkeys(tensor.type for tensor in planned)}
+    yield Exported(out, total, len(planned), counts)

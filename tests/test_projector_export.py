@@ -1,0 +1,108 @@
+"""`effllm export --mmproj`: the file that a model sees with is that of another writer, and what is read from it sees as the folder does."""
+
+import io
+import json
+import os
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from projector_files import PAIRS, write_pair
+from sight_cases import CASES
+from sight_models import PICTURES, made, opened
+
+from effllm.cli.app import main
+from effllm.cli.environment import Environment
+from effllm.runtime.config import read_config
+from effllm.runtime.gguf.projector_export import TYPES
+from effllm.runtime.images import SIGHTS, Work
+from effllm.runtime.images.album import album_of
+
+FAMILIES = [family for family in CASES if family in PAIRS and family in TYPES]
+
+
+def typed(*argv: object) -> tuple[int, str, str]:
+    environment = Environment(io.StringIO(), io.StringIO(), io.StringIO(), os.environ)
+    code = main([*map(str, argv)], environment)
+    return code, environment.stdout.getvalue(), environment.stderr.getvalue()
+
+
+def seeing(folder: Path, family: str) -> Path:
+    words, vision, added, more, processor = CASES[family]
+    made(family, folder, words, vision, added, **more)
+    processor.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path, Path]:
+    """A folder that sees, the two files of it by another writer, and ours."""
+    place = tmp_path_factory.mktemp("written")
+    folder = seeing(place / "folder", request.param)
+    model, theirs = write_pair(folder, place / "files")
+    ours = place / "mmproj-ours.gguf"
+    code, out, err = typed("export", folder, "-o", ours, "--mmproj", "--json")
+    assert code == 0, err
+    assert json.loads(out)["file"] == str(ours)
+    return folder, model, theirs, ours
+
+
+def test_tensors_and_keys_are_those_of_another_writer(written: tuple[Path, Path, Path, Path]) -> None:
+    ours, theirs = (gguf.GGUFReader(path) for path in (written[3], written[2]))
+    values = [{each.name: gguf.quants.dequantize(each.data, each.tensor_type).reshape(each.shape[::-1]) for each in file.tensors}
+              for file in (ours, theirs)]
+    assert values[0].keys() == values[1].keys()
+    for name, wanted in values[1].items():
+        assert values[0][name].shape == wanted.shape and np.abs(values[0][name] - wanted).max() <= 5e-4 * np.abs(wanted).max(), name
+    said = [{key: field.contents() for key, field in file.fields.items() if key.startswith("clip.")} for file in (ours, theirs)]
+    wrong = {key: (said[0].get(key), value) for key, value in said[1].items() if said[0].get(key) != value}
+    assert not wrong
+
+
+def test_what_is_read_from_it_sees_nearly_as_the_folder(written: tuple[Path, Path, Path, Path]) -> None:
+    folder, model, _, ours = written
+    sight, wanted = album_of(model, read_config(model), str(ours)).sight, opened(folder)
+    for name in ("photo", "tall"):
+        found, theirs = sight.see(PICTURES[name], Work()), wanted.see(PICTURES[name], Work())
+        assert found.tokens == theirs.tokens and found.grid == theirs.grid
+        assert np.abs(found.rows - theirs.rows).max() < 5e-3 * np.abs(theirs.rows).max()
+
+
+@pytest.mark.peer
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["idefics3", "gemma3", "qwen3_vl"])
+def test_llamacpp_sees_the_same_in_it(family: str, tmp_path: Path) -> None:
+    peer = pytest.importorskip("llama_cpp")
+    from test_projector_whole import of_llamacpp
+
+    folder = seeing(tmp_path / "folder", family)
+    points = PICTURES["square"] if "qwen" in family else np.ascontiguousarray(PICTURES["square"][:32, :32])
+    model, _ = write_pair(folder, tmp_path / "files")
+    assert typed("export", folder, "-o", tmp_path / "mmproj.gguf", "--mmproj")[0] == 0
+    rows, _ = of_llamacpp(peer, model, tmp_path / "mmproj.gguf", points)
+    wanted = opened(folder).see(points, Work())
+    if wanted.deep is not None:
+        rows = np.split(rows, 1 + len(wanted.deep), axis=1)[0]
+    assert rows.shape == wanted.rows.shape and np.abs(rows - wanted.rows).max() < 1e-2 * np.abs(wanted.rows).max()
+
+
+def test_an_export_of_the_text_part_says_how_to_have_the_other(tmp_path: Path) -> None:
+    folder = seeing(tmp_path / "folder", "idefics3")
+    code, _, err = typed("export", folder, "-o", tmp_path / "small.gguf")
+    assert code == 0 and f"effllm export {folder} -o {tmp_path / 'mmproj-small.gguf'} --mmproj" in err
+    assert typed("export", folder, "-o", tmp_path / "mmproj-small.gguf", "--mmproj")[0] == 0
+    model = tmp_path / "small.gguf"  # and both files are found and belong together
+    assert album_of(model, read_config(model)).sight.see(PICTURES["photo"], Work()).rows.shape[1] == 48
+
+
+def test_models_and_wishes_without_such_a_file_are_refused_in_a_line(tmp_path: Path) -> None:
+    assert set(TYPES) <= set(SIGHTS)
+    folder = seeing(tmp_path / "folder", "glm_ocr")
+    out = tmp_path / "mmproj.gguf"
+    for more, line in (((), "of glm_ocr models no mmproj file is written"), (("--type", "Q8_0"), "--mmproj writes a GGUF file of type F16"),
+                       (("--format", "compressed-tensors"), "--mmproj writes a GGUF file of type F16")):
+        code, _, err = typed("export", folder, "-o", out, "--mmproj", *more)
+        assert code == 2 and line in err and len(err.splitlines()) <= 3 and not out.exists()
+    code, _, err = typed("export", "fable", "-o", out, "--mmproj")
+    assert code == 2 and "takes no pictures" in err
