@@ -143,9 +143,9 @@ class ConversionPlan:
         if any(job.quantized and job.stored_nbytes < job.info.nbytes for job in self.jobs) and is_low_bit(self.folder):
             yield "these weights were quantized before: what that lost stays lost, this comes on top; from the published ones it is less"
         for job in self.jobs:
-            if not job.quantized or (job.shape, job.spec.group) in said:
+            if not job.quantized or (job.shape, max(32, job.spec.group)) in said:
                 continue
-            said.add((job.shape, job.spec.group))
+            said.add((job.shape, max(32, job.spec.group)))
             stored = padded(job.shape, job.spec.scheme, job.spec.group)
             if stored != job.shape:
                 yield (f"{kind_of(job.role)} of {job.shape[0]} x {job.shape[1]} is padded to {stored[0]} x {stored[1]}: rows come in "
