@@ -247,6 +247,14 @@ def expand(address, dtype, out, count):
 
 
 @inlined(REASSOCIATE)
+def dot_of(x, y, depth):
+    total = ZERO
+    for i in range(depth):
+        total += x[i] * y[i]
+    return total
+
+
+@inlined(REASSOCIATE)
 def squares_of(x, depth):
     total = ZERO
     for i in range(depth):

@@ -17,7 +17,7 @@ from ..deferred import inlined
 from ..layout import NORM_RMS, SILU
 from ..reference_delta import KEY_EPS
 from ..state_shape import AFTER, FROM, KEPT, TO
-from .arithmetic import ONE, ZERO, activate, exp, normalise_here
+from .arithmetic import ONE, ZERO, activate, dot_of, exp, normalise_here, squares_of
 from .conv_loops import CHANNELS, CONTROL, MEMORY, MIXED, OWN, SLOT, STATE, TOKENS, convolve, copy, keep_raw, next_token
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at
 
@@ -30,19 +30,11 @@ EPS_OF_KEYS = np.float32(KEY_EPS)
 Z, B, A, GATES, OUT, DECAY, DT, NORM, EPS, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, TILED, WRITES, BOUND, SLOTS = range(OWN, OWN + 17)
 
 
-@inlined(REASSOCIATE)
-def _dot(x, y, count):
-    total = ZERO
-    for i in range(count):
-        total += x[i] * y[i]
-    return total
-
-
 @inlined()
 def _unit(row, count, factor):
     """A head as long as `factor`, in place."""
     x = f32_at(row)
-    scale = factor / np.sqrt(_dot(x, x, count) + EPS_OF_KEYS)
+    scale = factor / np.sqrt(squares_of(x, count) + EPS_OF_KEYS)
     for i in range(count):
         x[i] *= scale
 
@@ -117,7 +109,7 @@ def recur(args, worker, counter):
             out, decay, beta = f32_at(a[OUT] + 4 * (t * heads * width + head * width + first)), gates[head], gates[heads + head]
             for j in range(rows):
                 s = f32_at(state + 4 * j * depth)
-                out[j] = write_and_read(s, k, q, depth, decay, (v[j] - decay * _dot(s, k, depth)) * beta)
+                out[j] = write_and_read(s, k, q, depth, decay, (v[j] - decay * dot_of(s, k, depth)) * beta)
             if t + 1 == after:
                 copy(state, a[MEMORY] + kept * a[SLOT] + place, rows * depth)
 

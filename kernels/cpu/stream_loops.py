@@ -10,9 +10,9 @@ from __future__ import annotations
 import numpy as np
 from numpy import float32
 
-from ..compile import REASSOCIATE, kernel
+from ..compile import kernel
 from ..deferred import inlined
-from .arithmetic import ONE, ZERO, exp, gated, mean_of, normalise, normalise_here, variance_of
+from .arithmetic import ONE, ZERO, dot_of, exp, gated, mean_of, normalise, normalise_here, squares_of, variance_of
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at
 
 LEAST_POWER = float32(1e-5)  # of a stream's mean square, where it is divided by its root
@@ -37,20 +37,9 @@ def scratch_floats(count: int, width: int) -> int:
     return (count + 1) * width + count + count * count
 
 
-@inlined(REASSOCIATE)
-def _product(x, w, depth):
-    total = ZERO
-    for i in range(depth):
-        total += x[i] * w[i]
-    return total
-
-
-@inlined(REASSOCIATE)
+@inlined()
 def _power(x, depth):
-    total = ZERO
-    for i in range(depth):
-        total += x[i] * x[i]
-    return total / float32(depth)
+    return squares_of(x, depth) / float32(depth)
 
 
 @inlined()
@@ -63,7 +52,7 @@ def _coefficients(args, row, normed, count, rows):
     at = normed + 4 * width
     said, found = f32_at(at), f32_at(at + 4 * count)
     for s in range(count):
-        value = _product(f32_at(normed), f32_at(a[ROUTER] + 4 * s * width), width) / float32(width)
+        value = dot_of(f32_at(normed), f32_at(a[ROUTER] + 4 * s * width), width) / float32(width)
         said[s] = ONE - TWO / (ONE + exp(min(value + value, float32(80.0))))
     weights = f32_at(a[COEFFICIENTS])
     for i in range(rows):
