@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING
 
 from ...kernels.mamba2_shape import Mamba2Shape
 from ..config import MAX_LAYERS, Defaults, Mixture, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
-from . import LayerWeights, TensorRule, llama
+from . import LayerWeights, TensorRule, llama, opt
 from .deepseek_v3 import grouped
 from .granitemoehybrid import check_steps, mamba_tensors
 from .llama import attention, feed_forward, state_layer
@@ -160,11 +159,6 @@ def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache | LayerState
     if w.experts:
         return feed_forward(ops, w, x, config, layer, tap)
     if layer not in config.without_mlp:
-        tap("mlp_in", layer, x)
-        see = partial(tap, "mlp_hidden", layer)
-        if w.bundles is not None:
-            x = ops.bundled_mlp(x, w.post_norm, w.up, w.bundles, config.hidden_act, see)
-        else:
-            x = ops.mlp(x, w.post_norm, w.up, w.down, config.hidden_act, see)
+        return opt.feed_forward(ops, w, x, config, layer, tap)  # of two matrices, without a gate
     tap("block_out", layer, x)
     return x
