@@ -196,6 +196,21 @@ def test_every_name_of_a_module_that_the_architecture_names_is_defined_there() -
     assert len(spans) > 10 and len(placed) > 1 and not wrong, wrong
 
 
+def test_every_name_that_the_architecture_quotes_is_one_of_the_sources() -> None:
+    """Names with capitals, underscores or parentheses, by each of their parts, and bare names of files: what was renamed or removed shows
+    here. Words without these may be instructions of processors or other people's, which no source of ours has to say."""
+    files = [*ROOT.glob("*.py"), *(path for folder in ("cli", "kernels", "offload", "quant", "runtime", "tests", "tools", "benchmarks")
+                                   for path in (ROOT / folder).rglob("*.py"))]
+    known = {word for path in files if path != Path(__file__) for word in re.findall(r"\w+", path.read_text(encoding="utf-8"))}
+    text = "".join(path.read_text(encoding="utf-8") for path in ARCHITECTURE)
+    spans = {span for span in re.findall(r"`([^`\n]+)`", text) if re.fullmatch(r"[\w.]+(?:\(.*\))?", span)}
+    named = {span for span in spans if span.endswith(".py")}
+    missing = named - {path.name for path in files}
+    ours = {span.partition("(")[0] for span in spans - named if re.search(r"[A-Z_(]", span)}
+    missing |= {span for span in ours if not {*filter(None, span.split("."))} <= known}
+    assert len(named) > 10 and len(ours) > 100 and not missing, sorted(missing)
+
+
 def test_the_family_that_is_shown_is_the_file() -> None:
     text = (ROOT / "docs" / "architecture" / "families.md").read_text(encoding="utf-8")
     path, block = re.search(r"\(`(runtime/families/\w+\.py)`\):\n\n((?:    .*\n|\n)+)", text).groups()
