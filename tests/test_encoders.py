@@ -30,6 +30,7 @@ KINDS = {"bert": ("Bert", {}), "roberta": ("Roberta", {"pad_token_id": 1, "type_
          "xlm-roberta": ("XLMRoberta", {"pad_token_id": 1, "type_vocab_size": 1, "hidden_act": "gelu_new"}),
          "camembert": ("Camembert", {"pad_token_id": 1, "type_vocab_size": 1}),
          "distilbert": ("DistilBert", {"hidden_dim": 80, "intermediate_size": None}),
+         "gte": ("Gte", {"pad_token_id": 1}),
          "mpnet": ("MPNet", {"pad_token_id": 1}), "nomic_bert": ("NomicBert", {}),
          "modernbert": ("ModernBert", {"num_hidden_layers": 4, "local_attention": 16, "pad_token_id": 0, "bos_token_id": 2,
                                        "eos_token_id": 3, "cls_token_id": 2, "sep_token_id": 3})}
@@ -78,7 +79,7 @@ def test_vectors_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
 
 
 def test_every_family_is_compared() -> None:
-    assert KINDS.keys() == ENCODERS.keys() and {*ACTS} <= CURVES.keys()
+    assert KINDS.keys() | {"new"} == ENCODERS.keys() and {*ACTS} <= CURVES.keys()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -92,6 +93,41 @@ def test_every_tensor_is_read(kind: str, tmp_path: Path) -> None:
         tensors = Tensors(FolderTensors(store, family_of(config.family).PREFIXES))
         family_of(config.family).load(config, tensors)
         assert tensors.read == {each for each in store.tensors if "pooler" not in each}
+
+
+@pytest.mark.parametrize("head", ["Model", "ForSequenceClassification"])
+def test_gte_as_it_is_published(tmp_path: Path, head: str) -> None:
+    """`new`: other keys, the prefix new., no table of types."""
+    from safetensors.torch import load_file, save_file
+
+    rope = {"rope_type": "default", "rope_theta": 20000.0}
+    model = random_model("Gte", head, type_vocab_size=0, pad_token_id=0, num_labels=1, rope_parameters=rope)
+    folder = made_encoder(tmp_path / "m", model)
+    raw = read_json(folder / "config.json")
+    del raw["rope_parameters"]
+    raw |= {"model_type": "new", "architectures": [f"New{head}"], "rope_theta": 20000, "rope_scaling": None,
+            "position_embedding_type": "rope", "layer_norm_type": "layer_norm", "pack_qkv": True, "logn_attention_scale": False,
+            "logn_attention_clip1": False, "unpad_inputs": False, "use_memory_efficient_attention": False}
+    (folder / "config.json").write_text(json.dumps(raw))
+    stored = load_file(folder / "model.safetensors")
+    renamed = {name if name.startswith("classifier") else f"new.{name.removeprefix('gte.')}": each for name, each in stored.items()}
+    save_file(renamed, folder / "model.safetensors")
+    assert not read_encoder_config(folder, strict=True).warnings
+    encoder, row = opened(folder), rows_of((30,))[0]
+    if encoder.config.ranks:
+        *_, ranked = Encodings(encoder).rank(TEXTS[1], [TEXTS[0]])
+        ids, _ = Encodings(encoder).tokenizer.pair(TEXTS[1], TEXTS[0])
+        with torch.no_grad():
+            logit = model.double()(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids))).logits[0, 0]
+        assert ranked.scores[0] == pytest.approx(float(torch.sigmoid(logit)), abs=2e-6)
+        return
+    (own,) = returned(encoder.vectors([row], never))
+    np.testing.assert_allclose(unit(own), unit(states_of(model, row).mean(0)), atol=2e-6, rtol=0)
+    for changed, said in (({"pack_qkv": False}, "pack_qkv = False"), ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling"),
+                          ({"position_embedding_type": "absolute"}, "position_embedding_type = 'absolute'")):
+        (folder / "config.json").write_text(json.dumps({**raw, **changed}))
+        with pytest.raises(ConfigError, match=said):
+            read_encoder_config(folder)
 
 
 @pytest.mark.parametrize(("pooling", "expected"), [
@@ -156,7 +192,7 @@ def test_norms_by_their_former_names(bert: Path, tmp_path: Path) -> None:
     assert (own == other).all()
 
 
-HEADS = {**{kind: KINDS[kind] for kind in ("bert", "xlm-roberta", "distilbert", "mpnet")},
+HEADS = {**{kind: KINDS[kind] for kind in ("bert", "xlm-roberta", "distilbert", "gte", "mpnet")},
          "modernbert": ("ModernBert", {**KINDS["modernbert"][1], "classifier_pooling": "mean"})}
 
 
