@@ -123,7 +123,16 @@ def test_gte_as_it_is_published(tmp_path: Path, head: str) -> None:
         return
     (own,) = returned(encoder.vectors([row], never))
     np.testing.assert_allclose(unit(own), unit(states_of(model, row).mean(0)), atol=2e-6, rtol=0)
-    for changed, said in (({"pack_qkv": False}, "pack_qkv = False"), ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling"),
+    (folder / "config.json").write_text(json.dumps({**raw, "rope_scaling": {"type": "ntk", "factor": 2.0}}))
+    (stretched,) = returned(opened(folder).vectors([row], never))
+    places = torch.arange(0, 12, 2, dtype=torch.float64) / 12  # transformers has no such scaling: its frequencies are put there
+    model.rotary_emb.inv_freq = (20000.0 * 2.0) ** -places / 2.0 ** (2 / 12)
+    np.testing.assert_allclose(unit(stretched), unit(states_of(model, row).mean(0)), atol=2e-6, rtol=0)
+    assert np.abs(unit(stretched) - unit(own)).max() > 1e-3
+    for changed, said in (({"pack_qkv": False}, "pack_qkv = False"),
+                          ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "type = 'linear'"),
+                          ({"rope_scaling": {"type": "ntk", "factor": 0.5}}, "a number above 1"),
+                          ({"rope_scaling": {"type": "ntk", "factor": 2.0, "mixed_b": 0.5}}, "mixed_b = 0.5"),
                           ({"position_embedding_type": "absolute"}, "position_embedding_type = 'absolute'")):
         (folder / "config.json").write_text(json.dumps({**raw, **changed}))
         with pytest.raises(ConfigError, match=said):

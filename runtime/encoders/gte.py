@@ -1,5 +1,6 @@
 """GTE's encoders of long texts: BERT's layers with rotary positions in the place of learned ones and a gated FFN (Zhang et al. 2024).
-Published models call their type `new`, those made of them `gte`."""
+Published models call their type `new`, those made of them `gte`. Some stretch positions: theta times a factor, and
+all angles slower by a root of it."""
 
 from __future__ import annotations
 
@@ -22,18 +23,23 @@ UNSAID = {"gte": {"vocab_size": 250_048}, "new": {"vocab_size": 30_528}}
 def config(keys: Keys) -> EncoderConfig:
     """Raises ConfigError."""
     kind = keys.text("model_type")
-    refuse(keys, position_embedding_type="rope", layer_norm_type="layer_norm", pack_qkv=True, logn_attention_scale=False,
-           rope_scaling=None)
-    theta = keys.number("rope_theta", THETA[kind])
+    refuse(keys, position_embedding_type="rope", layer_norm_type="layer_norm", pack_qkv=True, logn_attention_scale=False)
+    theta, stretched = keys.number("rope_theta", THETA[kind]), 1.0
+    if (scaling := keys.section("rope_scaling")) is not None:
+        inner = Keys(scaling, "config.json: rope_scaling")
+        refuse(inner, type="ntk", mixed_b=None)
+        stretched = inner.number("factor", above=1.0)
     if (rope := keys.section("rope_parameters")) is not None:
         inner = Keys(rope, "config.json: rope_parameters")
         refuse(inner, rope_type="default", partial_rotary_factor=1.0)
         theta = inner.number("rope_theta", theta)
     found = sizes(keys, **UNSAID[kind])
+    depth = found["hidden_size"] // found["num_attention_heads"]
     return EncoderConfig(
         kind, **found, context_length=keys.integer("max_position_embeddings", 8192, high=MOST["positions"]),
         norm_eps=keys.number("layer_norm_eps", 1e-12), hidden_act=act_of(keys, "hidden_act"),
-        type_rows=keys.integer("type_vocab_size", 1, low=0, high=64), thetas=(theta,) * found["num_hidden_layers"])
+        type_rows=keys.integer("type_vocab_size", 1, low=0, high=64), thetas=(theta * stretched,) * found["num_hidden_layers"],
+        slower=stretched ** (2 / depth))
 
 
 def load(config: EncoderConfig, tensors: Tensors) -> Stack:
@@ -53,7 +59,7 @@ def load(config: EncoderConfig, tensors: Tensors) -> Stack:
     return Stack(tensors.table("embeddings.word_embeddings.weight", config.vocab_size, width), None,
                  tensors.table("embeddings.token_type_embeddings.weight", config.type_rows, width) if config.type_rows else None,
                  tensors.norm("embeddings.LayerNorm", width, eps), tuple(map(layer, range(config.num_hidden_layers))),
-                 CURVES[config.hidden_act], config.num_attention_heads)
+                 CURVES[config.hidden_act], config.num_attention_heads, slower=config.slower)
 
 
 def load_head(config: EncoderConfig, tensors: Tensors) -> Head:

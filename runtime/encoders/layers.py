@@ -58,8 +58,9 @@ class Rotary:
     sin: np.ndarray
 
     @classmethod
-    def of(cls, theta: float, depth: int, places: int) -> Rotary:
-        steps = np.float32(1) / np.float32(theta) ** (np.arange(0, depth, 2, dtype=np.float32) / np.float32(depth))
+    def of(cls, theta: float, depth: int, places: int, slower: float = 1.0) -> Rotary:
+        """`slower`: what all angles are divided by."""
+        steps = np.float32(1 / slower) / np.float32(theta) ** (np.arange(0, depth, 2, dtype=np.float32) / np.float32(depth))
         angles = np.tile(np.arange(places, dtype=np.float32)[:, None] * steps, 2)
         return cls(np.cos(angles), np.sin(angles))
 
@@ -89,7 +90,8 @@ class Layer:
 
 @dataclass(frozen=True)
 class Stack:
-    """An encoder but for what is made of its states. Tables as they are stored. `distances`: float32 [heads, buckets] of scores (MPNet)."""
+    """An encoder but for what is made of its states. Tables as they are stored. `distances`: float32 [heads, buckets] of scores (MPNet).
+    `slower`: what angles of rotary positions are divided by (GTE)."""
 
     embed: np.ndarray
     positions: np.ndarray | None
@@ -103,12 +105,14 @@ class Stack:
     position_offset: int = 0
     pad_id: int | None = None
     distances: np.ndarray | None = None
+    slower: float = 1.0
 
     def states(self, batch: Batch, crew: Crew) -> np.ndarray:
         """What leaves the last layer for each token, float32 [N, D]. Raises Left."""
         x = self._entered(batch)
         depth = x.shape[1] // self.heads
-        turns = {theta: Rotary.of(theta, depth, batch.longest) for theta in {layer.theta for layer in self.layers} if theta is not None}
+        thetas = {layer.theta for layer in self.layers} - {None}
+        turns = {theta: Rotary.of(theta, depth, batch.longest, self.slower) for theta in thetas}
         leaning = None if self.distances is None else leanings(self.distances, batch.longest)
         for layer in self.layers:
             self._through(layer, x, batch, crew, turns.get(layer.theta), leaning)

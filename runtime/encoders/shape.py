@@ -39,8 +39,8 @@ use_cache use_flash_attn use_memory_efficient_attention use_return_dict use_xent
 class EncoderConfig:
     """Names as in config.json. `position_rows`: of the table of learned positions, 0 for none, and the first text token has row
     `position_offset`; with `pad_id` a token that pads has no place of its own. `type_rows`: of the table that tells a pair's texts apart.
-    `thetas`: by layer of rotary positions, none for none; `windows`: by layer how far a token sees to either side, None for all.
-    `relative`: buckets of the distance by which scores differ. `labels`: of a head that ranks, 0 for none."""
+    `thetas`: by layer of rotary positions, none for none, whose angles are divided by `slower`; `windows`: by layer how far a token sees to
+    either side, None for all. `relative`: buckets of the distance by which scores differ. `labels`: of a head that ranks, 0 for none."""
 
     family: str
     vocab_size: int
@@ -56,6 +56,7 @@ class EncoderConfig:
     pad_id: int | None = None
     type_rows: int = 0
     thetas: tuple[float, ...] = ()
+    slower: float = 1.0
     windows: tuple[int | None, ...] = ()
     relative: int = 0
     labels: int = 0
