@@ -129,6 +129,10 @@ def test_gte_as_it_is_published(tmp_path: Path, head: str) -> None:
     model.rotary_emb.inv_freq = (20000.0 * 2.0) ** -places / 2.0 ** (2 / 12)
     np.testing.assert_allclose(unit(stretched), unit(states_of(model, row).mean(0)), atol=2e-6, rtol=0)
     assert np.abs(unit(stretched) - unit(own)).max() > 1e-3
+    (folder / "config.json").write_text(json.dumps(
+        {name: each for name, each in raw.items() if name not in ("max_position_embeddings", "rope_theta")}))
+    unsaid = read_encoder_config(folder)
+    assert (unsaid.context_length, unsaid.thetas[0]) == (2048, 10000.0)
     for changed, said in (({"pack_qkv": False}, "pack_qkv = False"),
                           ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "type = 'linear'"),
                           ({"rope_scaling": {"type": "ntk", "factor": 0.5}}, "a number above 1"),

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 PREFIXES = ("new.", "gte.")
 # What is taken for keys that a config leaves out, by its type: as transformers does, and as the published code does.
 THETA = {"gte": 160_000.0, "new": 10_000.0}
+POSITIONS = {"gte": 8192, "new": 2048}
 UNSAID = {"gte": {"vocab_size": 250_048}, "new": {"vocab_size": 30_528}}
 
 
@@ -36,7 +37,7 @@ def config(keys: Keys) -> EncoderConfig:
     found = sizes(keys, **UNSAID[kind])
     depth = found["hidden_size"] // found["num_attention_heads"]
     return EncoderConfig(
-        kind, **found, context_length=keys.integer("max_position_embeddings", 8192, high=MOST["positions"]),
+        kind, **found, context_length=keys.integer("max_position_embeddings", POSITIONS[kind], high=MOST["positions"]),
         norm_eps=keys.number("layer_norm_eps", 1e-12), hidden_act=act_of(keys, "hidden_act"),
         type_rows=keys.integer("type_vocab_size", 1, low=0, high=64), thetas=(theta * stretched,) * found["num_hidden_layers"],
         slower=stretched ** (2 / depth))
