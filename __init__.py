@@ -24,9 +24,14 @@ class EffllmError(Exception):
 
 
 class UsageError(EffllmError):
-    """The request itself makes no sense (a wrong flag value, an empty prompt)."""
+    """The request itself makes no sense (a wrong flag value, an empty prompt). `option`: the one whose value is at fault, where the model
+    alone tells; whoever knows where that value was said can name the place."""
 
     exit_code = 2
+
+    def __init__(self, message: str, hint: str = "", option: str = "") -> None:
+        super().__init__(message, hint)
+        self.option = option
 
 
 class ModelNotFound(EffllmError):

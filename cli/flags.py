@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_
 
 import typer
 
+from .. import UsageError
 from .habits import understood
 from .help import PlainCommand
 
@@ -212,15 +213,22 @@ def spread(function: Command) -> tuple[Command, frozenset[str]]:
     def call(**given: Any) -> int | None:
         del given["debug"], given["no_color"]
         say_variables_of_others(given["context"])
+        environment, own = given["context"].find_root().obj, set()
         for name, kind in groups.items():
             values = {field.name: given.pop(field.name) for field in flags_of(kind)}
             settled = frozenset(flag for flag, value in values.items()
                                 if value is not None and value is not False and not is_typed(given["context"], flag))
             if settled:
-                left, own = judge_settled(given["context"].find_root().obj, kind, {flag: values[flag] for flag in settled})
-                values, settled = values | dict.fromkeys(left), settled - left - own
+                left, of_model = judge_settled(environment, kind, {flag: values[flag] for flag in settled})
+                values, settled = values | dict.fromkeys(left), settled - left - of_model
+                own |= of_model - left
             given[name] = kind(**values, settled=settled)
-        return function(**given)
+        try:
+            return function(**given)
+        except UsageError as error:
+            if error.option not in own:
+                raise
+            raise UsageError(f"{place_of_field(environment, error.option)}: {error.message}", error.hint) from error
 
     call.__name__, call.__doc__, call.__module__ = function.__name__, function.__doc__, function.__module__
     call.__signature__ = inspect.Signature(parameters)
@@ -240,6 +248,13 @@ def judge_settled(environment: Environment, group: type, values: Mapping[str, ob
             if said_of_model(environment, key):
                 own.add(field)
     return giving_way(environment, values), frozenset(own)
+
+
+def place_of_field(environment: Environment, field: str) -> str:
+    """Where the value of a field of a group comes from that was not typed, as the beginning of an error names it."""
+    from .settings import known, place
+
+    return place(environment, next(key for key, (_, name, _) in known().items() if name == field))
 
 
 def say_variables_of_others(context: typer.Context) -> None:

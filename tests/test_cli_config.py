@@ -278,7 +278,9 @@ def test_what_is_said_of_one_model_is_not_left_out(place: Path) -> None:
     assert Ran("plan", "fable", "--no-probe").code == 0
     project(place, "[model.fable]\nctx-size = 9000\n")
     ran = Ran("plan", "fable", "--no-probe")
-    assert ran.code == 2 and "a context of 9000 is more than the 2048 positions" in ran.err
+    assert ran.code == 2 and ran.err.startswith("effllm: effllm.toml:2: a context of 9000 is more than the 2048 positions"), ran.err
+    typed = Ran("plan", "fable", "--no-probe", "-c", "9001")
+    assert typed.code == 2 and typed.err.startswith("effllm: a context of 9001 is more"), "what was typed stands in no file"
 
 
 @pytest.mark.parametrize(("text", "said"), [

@@ -69,10 +69,10 @@ def check_context(options: EngineOptions, config: ModelConfig) -> None:
     learned, most = config.position_offset is not None, config.context_length
     if options.ctx is not None and config.most_tokens is not None and options.ctx > config.most_tokens:
         raise UsageError(f"a context of {options.ctx} is more than the {config.most_tokens} tokens that this model attends to at once",
-                         f"at most {most}: beyond, it attends to a part of the text, which effllm does not do")
+                         f"at most {most}: beyond, it attends to a part of the text, which effllm does not do", "ctx")
     if options.ctx is not None and options.ctx > most and (learned or not options.force):
         raise UsageError(f"a context of {options.ctx} is more than the {most} positions that the model was made for",
-                         f"at most {most}: its positions are learned" if learned else f"ask for {most} at most, or --force to try")
+                         f"at most {most}: its positions are learned" if learned else f"ask for {most} at most, or --force to try", "ctx")
 
 
 def predictors_of(options: EngineOptions, folder: Path | None, config: ModelConfig) -> Predictors | None:
