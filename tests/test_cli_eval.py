@@ -35,7 +35,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def quantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "fable-4bit"
-    assert Ran("quantize", FABLE, "-o", folder, "--spec", "affine4:64", "--no-kv-profile").code == 0
+    assert Ran("quantize", FABLE, "-o", folder, "--spec", "affine4:64", "--tensor-type", "v_proj=affine4:64", "--no-kv-profile").code == 0
     return folder
 
 

@@ -129,7 +129,8 @@ def test_parts_that_stay_are_few_jobs(way: str, folders: dict[str, Path], noted:
     *jobs, of_head = (-(-count // MOST_MATRICES) for count in matrices)
     assert max(matrices) > MOST_MATRICES
     if fine := noted[packed.packed_columns]:  # a head of integers, by kernels of few columns
-        assert fine == 2 * of_head * LOGIT_ROWS // FINE_COLUMNS and together == sum(jobs)
+        apart = sum(tensors["v"].spec != tensors["q"].spec for key, tensors in engine.model.tensors.items() if key != "outer")
+        assert fine == 2 * of_head * LOGIT_ROWS // FINE_COLUMNS and together == sum(jobs) + apart
     else:
         assert together == sum(jobs) + 2 * of_head
     noted.clear()
