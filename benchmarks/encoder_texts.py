@@ -2,7 +2,8 @@
 """How many texts a second an encoder makes vectors of: one of MiniLM's shape with random weights, against transformers and torch.
 
 A folder is made by transformers, whose model is the other side: it has the texts padded to the longest, as its tokenizer gives them. Both
-begin with token ids and read the same texts by turns with as many threads. Figures are medians of the rounds.
+begin with token ids and read the same texts by turns with as many threads, each behind a pause, as a request that comes alone. Figures
+are medians of the rounds.
 
     python benchmarks/encoder_texts.py [--texts 64 1] [--tokens 8 32] [--rounds 9] [--threads N] [--no-results]
 
@@ -28,8 +29,8 @@ from report import Figure, publish
 VOCAB = 30522
 IDLE_S = 0.05  # before a turn: torch's threads look for more work for a while, on the cores that the other side would have
 INTRO = ("An encoder of 6 layers of 384 channels, 12 heads and an inner layer of 1,536 (all-MiniLM-L6's shape), random weights, float32: "
-         "token ids to vectors, texts of {low} to {high} tokens, {threads} threads, both sides by turns, medians of {rounds} behind one "
-         "that is not counted.")
+         "token ids to vectors, texts of {low} to {high} tokens, {threads} threads, both sides by turns, 50 ms idle before each, medians of "
+         "{rounds} behind one that is not counted.")
 
 
 def made(folder: Path, threads: int) -> tuple[Encoder, BertModel]:
