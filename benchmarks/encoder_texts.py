@@ -29,8 +29,8 @@ from report import Figure, publish
 VOCAB = 30522
 IDLE_S = 0.05  # before a turn: torch's threads look for more work for a while, on the cores that the other side would have
 INTRO = ("An encoder of 6 layers of 384 channels, 12 heads and an inner layer of 1,536 (all-MiniLM-L6's shape), random weights, float32: "
-         "token ids to vectors, texts of {low} to {high} tokens, {threads} threads, both sides by turns, 50 ms idle before each, medians of "
-         "{rounds} behind one that is not counted.")
+         "token ids to vectors, texts of {low} to {high} tokens, {threads} threads, both sides by turns, 50 ms idle before each, medians "
+         "of {rounds} behind one that is not counted.")
 
 
 def made(folder: Path, threads: int) -> tuple[Encoder, BertModel]:
