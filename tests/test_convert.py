@@ -213,7 +213,7 @@ def test_every_method_makes_a_whole_model_of_a_width_alone(tmp_path: Path, short
     text = {"calibration_text": TEXT, "calibration_tokens": 512} if methods.get(method).NEEDS else {}
     run(short, tmp_path / "out", ConvertOptions(recipe_of("4bit", (), method), "4bit", method=method, **text))
     made = read_container(tmp_path / "out")
-    assert made.method == {"name": method} and 4.2 < made.bits_per_weight < 5.3
+    assert made.method == {"name": method} and 4.2 < made.bits_per_weight < 5.35
     assert all(stored.spec.is_raw == ("norm" in name) for name, stored in made.tensors.items())
 
 
