@@ -7,29 +7,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from family_models import assert_close
 from gguf_bytes import KEYS, SHAPES, file, small_model, tensor, text, typed
 from library_trees import OllamaTree
 from ollama_files import WRITTEN, write_one
 from PIL import Image
 from pulls import Person
-from sight_cases import CASES
-from sight_models import FIRST, PICTURES
-from test_projector_whole import OPTIONS, seeing
+from sight_models import PICTURES
+from test_projector_whole import hold_a_picture, seeing
 
 from effllm.offload.header import CheckpointError
 from effllm.runtime.config import read_config
-from effllm.runtime.engine import open_engine
 from effllm.runtime.gguf.one_file import SEEING
 from effllm.runtime.gguf.projector_names import PROJECTORS
 from effllm.runtime.gguf.store import open_gguf_store, read_header
 from effllm.runtime.images.album import album_of
-from effllm.runtime.images.marks import mark
-from effllm.runtime.templates.prompting import Prompts
-from effllm.runtime.text import Tokenizer
 
 QUICK = "gemma3"
 
@@ -38,29 +31,7 @@ QUICK = "gemma3"
 def test_logits_behind_a_picture_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     transformer = seeing(tmp_path / "folder", family, **({"hidden_act": "silu"} if family == "mistral3" else {}))
     model = write_one(tmp_path / "folder", tmp_path / "files")
-    engine = list(open_engine(model, OPTIONS))[-1]
-    try:
-        engine.album = album_of(model, engine.config)
-        assert engine.album.sight is not None, engine.album.refused
-        points = PICTURES["photo"]
-        picture = engine.album.take(points)
-        prompts = Prompts(Tokenizer.load(model, engine.config), album=engine.album)
-        prompt = f"Once {mark(picture.digest)} was a fox in the wood."
-        list(prompts.see(prompt, engine, lambda: False))
-        ids = prompts.encoded(prompt)
-        ours = np.concatenate([logits.copy() for _, logits in engine.score(ids)])
-    finally:
-        engine.close()
-    ready = CASES[family][-1](points, input_data_format="channels_last", return_tensors="pt")
-    told = torch.tensor([[FIRST if token >= 1 << 40 else token for token in ids]])
-    if family == "gemma3":
-        ready["token_type_ids"] = (told == FIRST).int()
-    elif "qwen" in family:
-        ready["mm_token_type_ids"] = (told == FIRST).int()
-    with torch.inference_mode():
-        wanted = transformer(input_ids=told, **ready, use_cache=False).logits[0].numpy()
-    assert (told == FIRST).sum() == len(picture.seen.rows) > 4
-    assert_close(ours, wanted)
+    hold_a_picture(model, family, transformer)
 
 
 def test_what_is_not_known_to_see_runs_as_text_and_says_so(tmp_path: Path) -> None:

@@ -41,13 +41,12 @@ def seeing(folder: Path, family: str, **tower: object) -> torch.nn.Module:
     return model
 
 
-@pytest.mark.parametrize("family", [pytest.param(family, marks=() if family in QUICK else pytest.mark.slow) for family in FAMILIES])
-def test_logits_behind_a_picture_are_those_of_transformers(family: str, tmp_path: Path) -> None:
-    transformer = seeing(tmp_path / "folder", family)
-    model, _ = write_pair(tmp_path / "folder", tmp_path / "files")
+def hold_a_picture(model: Path, family: str, transformer: torch.nn.Module) -> None:
+    """Logits behind a picture in a prompt of the files at `model` are the transformer's."""
     engine = list(open_engine(model, OPTIONS))[-1]
     try:
         engine.album = album_of(model, engine.config)
+        assert engine.album.sight is not None, engine.album.refused
         points = PICTURES["photo"]
         picture = engine.album.take(points)
         prompts = Prompts(Tokenizer.load(model, engine.config), album=engine.album)
@@ -68,6 +67,13 @@ def test_logits_behind_a_picture_are_those_of_transformers(family: str, tmp_path
         wanted = transformer(input_ids=told, **ready, use_cache=False).logits[0].numpy()
     assert (told == FIRST).sum() == len(picture.seen.rows) > 4
     assert_close(ours, wanted)
+
+
+@pytest.mark.parametrize("family", [pytest.param(family, marks=() if family in QUICK else pytest.mark.slow) for family in FAMILIES])
+def test_logits_behind_a_picture_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    transformer = seeing(tmp_path / "folder", family)
+    model, _ = write_pair(tmp_path / "folder", tmp_path / "files")
+    hold_a_picture(model, family, transformer)
 
 
 @pytest.fixture(scope="module")
