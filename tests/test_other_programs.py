@@ -335,3 +335,10 @@ def test_a_second_list_reads_no_headers_and_says_the_same(person: Person, tree: 
 
 def test_programs_are_those_whose_names_are_taken_apart() -> None:
     assert tuple(programs.PROGRAMS) == model_name.PROGRAMS
+
+
+@pytest.mark.parametrize("program", model_name.PROGRAMS)
+def test_a_program_alone_is_no_model(program: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="names no model") as refused:
+        model_name.parse_reference(f"{program}:", {"HOME": str(tmp_path)})
+    assert refused.value.hint == f"effllm list shows those that begin so: {program}:NAME"

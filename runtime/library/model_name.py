@@ -104,6 +104,8 @@ def _split(text: str, env: Mapping[str, str]) -> tuple[str, str | None]:
     base, colon, variant = text.partition(":")
     if not base.partition("@")[0]:
         raise UsageError(f"{show(text)} names no model", LOOK)
+    if colon and not variant and base.lower() in PROGRAMS:
+        raise UsageError(f"{show(text)} names no model", f"effllm list shows those that begin so: {base.lower()}:NAME")
     if colon:
         from .programs import here_as
 
