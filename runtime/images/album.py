@@ -193,11 +193,11 @@ class Album:
         with ThreadPoolExecutor(1, "sight") as beside:
             looking = beside.submit(self.sight.see, points, work)
             try:
-                while not looking.done():
+                while True:  # said once at least, of a picture that is seen at once too
                     work.is_left = work.is_left or left()
                     yield Progress(phase, min(work.done, work.total), work.total, "layers")
-                    wait([looking], LOOK_S)
-                return looking.result()
+                    if wait([looking], LOOK_S).done:
+                        return looking.result()
             except Left:
                 return None
             finally:
