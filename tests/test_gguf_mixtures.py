@@ -146,8 +146,9 @@ def test_what_a_file_of_corrected_scores_may_not_say(tmp_path: Path, change: obj
         read_config(tmp_path / "m.gguf")
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q5_1", "F16"])
-@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("family, kind", [
+    pytest.param(family, kind, marks=() if kind == "Q4_0" or family == next(iter(MIXTURES)) else pytest.mark.slow)
+    for family in MIXTURES for kind in ("Q8_0", "Q4_0", "Q5_1", "F16")])
 def test_experts_in_blocks(tmp_path: Path, family: str, kind: str) -> None:
     """Each type means what the package says: in blocks as codes; the router stays exact."""
     arch, case = MIXTURES[family]

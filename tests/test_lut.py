@@ -231,7 +231,8 @@ def test_loops_are_right_on_this_machine():
 
 
 @pytest.mark.skipif(not X86, reason="the sets that can be forced are those of x86")
-@pytest.mark.parametrize("name", [name for name in TARGETS if name not in (INSTRUCTION_SET, "avx2vnni")])  # which is avx2 here
+@pytest.mark.parametrize("name", [name if name == "avx2" else pytest.param(name, marks=pytest.mark.slow)  # where it is meant to win
+                                  for name in TARGETS if name not in (INSTRUCTION_SET, "avx2vnni")])  # which is avx2 here
 def test_loops_are_right_on(name, tmp_path):
     """Forced where the machine has the set, else with its instructions emulated."""
     if not runs_here(name) and "avx2" not in cpu_features():
