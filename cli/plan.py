@@ -20,7 +20,7 @@ from .screen import Screen, margin
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ..offload.plan import Placement
+    from ..offload.placement import Placement
     from ..offload.predict import Prediction, Work
     from ..runtime.catalog import Absent
     from ..runtime.planning.forecast import Forecast, Suggestion

@@ -1,4 +1,4 @@
-"""Which blocks of weights stay in memory and which are read from the disk on every pass.
+"""What a plan says, and its part that every plan asks for: which blocks of weights stay in memory and which are read on every pass.
 
 A block is what is read and used together: a layer, or a piece of one where layers are larger than half the ring. A pass goes through
 all blocks in order, so a cache of the newest would miss every time; a fixed set in memory is the best there is for such a scan, and W
@@ -36,6 +36,86 @@ class Residency:
         return self.pinned_nbytes + self.ring_nbytes
 
 
+@dataclass(frozen=True)
+class Budget:
+    """Bytes that may be used: `ram` by the whole process, `vram` on the card."""
+
+    ram: int
+    vram: int = 0
+
+
+@dataclass(frozen=True)
+class OnCard:
+    """Bytes on a GPU: weights, with a `head` that the host has too, cache, working memory with `buffers` for copied layers."""
+
+    weights_bytes: int = 0
+    kv_bytes: int = 0
+    workspace_bytes: int = 0
+    buffers_bytes: int = 0
+    head_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A plan that fits. `devices` has one entry per layer; `total_bytes` is host memory and `vram_bytes` the card's, slack included;
+    the weights and KV figures are sums over both. `residency` says which of the demand's blocks stream; None where none does.
+    `always_bytes`: memory for what stays when others stream (`Demand.always`), 0 where everything fits.
+    `slots`: of each layer's units, how many stay at a time; empty where all do, or there are none. `expert_slots`: how many experts stay,
+    where not all do. `kv_pages`: pages of the cache that stay in memory, None for all; `kv_bytes` are those in memory, `kv_disk_bytes`
+    with a full context on the disk. `card` says what of the sums lies on the GPU. `disk_layers`: layers of which a token reads from the
+    disk. `copied_from`: passes of so many tokens copy the host's layers to the GPU (None: none do)."""
+
+    devices: tuple[str, ...]
+    ctx: int
+    weights_bytes: int
+    kv_bytes: int
+    workspace_bytes: int
+    baseline_bytes: int
+    total_bytes: int
+    budget: Budget
+    notes: tuple[str, ...] = ()
+    vram_bytes: int = 0
+    residency: Residency | None = None
+    kv_bytes_per_token: int = 0
+    slots: tuple[int, ...] = ()
+    window_bytes: int = 0
+    expert_slots: int | None = None
+    kv_pages: int | None = None
+    kv_disk_bytes: int = 0
+    card: OnCard = OnCard()
+    disk_layers: tuple[int, ...] = ()
+    copied_from: int | None = None
+    always_bytes: int = 0
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """Of each layer: gpu, memory, or disk where a token reads some of it from there."""
+        return tuple("gpu" if device == "cuda" else "disk" if layer in self.disk_layers else "memory"
+                     for layer, device in enumerate(self.devices))
+
+    @property
+    def host_weights_bytes(self) -> int:
+        """Bytes of weights that are not on the GPU."""
+        return self.weights_bytes - self.card.weights_bytes
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of memory of the host in which weights lie from pass to pass: all that are not on the GPU where nothing streams, else what
+        always stays, the pinned blocks and the window of neurons, without the ring. Experts are counted by their pager."""
+        kept = self.always_bytes + self.window_bytes
+        return self.host_weights_bytes if self.residency is None else self.residency.pinned_nbytes + kept
+
+    @property
+    def host_kv_bytes(self) -> int:
+        """Bytes of the cache in the host's memory."""
+        return self.kv_bytes - self.card.kv_bytes
+
+    @property
+    def streamed_bytes(self) -> int:
+        """Bytes of weights that every pass reads from the disk."""
+        return self.residency.streamed_nbytes if self.residency else 0
+
+
 def reside(blocks: Sequence[int], budget: int, ring: int = RING_NBYTES) -> Residency:
     """Pin as many bytes of `blocks` (bytes each, in order of use) as `budget` holds beside a ring of at most `ring` bytes, the
     streamed ones spread evenly through the order. Everything is pinned where everything fits.
@@ -63,6 +143,11 @@ def reside(blocks: Sequence[int], budget: int, ring: int = RING_NBYTES) -> Resid
     kept = tuple(index for index in range(len(blocks)) if index not in streamed)
     read = sum(blocks[index] for index in streamed)
     return Residency(kept, tuple(sorted(streamed)), total - read, read, min(held, max(read, 2 * largest)))
+
+
+def least_budget(blocks: tuple[int, ...]) -> int:
+    """The smallest budget that `reside` takes: the ring alone, or everything where that is less."""
+    return min(sum(blocks), 2 * max(blocks))
 
 
 @dataclass(frozen=True)

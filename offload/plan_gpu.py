@@ -11,24 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from .. import DoesNotFit, EffllmError, MemoryTooSmall
+from .demand import AUTO_CTX, RESIDENT_CTX, Demand, card_kv_nbytes, card_workspace, largest, with_slack
 from .notes import Fallback
-from .plan import (
-    AUTO_CTX,
-    RESIDENT_CTX,
-    Budget,
-    Demand,
-    OnCard,
-    Placement,
-    _card_workspace,
-    _check,
-    _does_not_fit,
-    _Split,
-    _split,
-    card_kv_nbytes,
-    largest,
-    plan,
-    with_slack,
-)
+from .placement import Budget, OnCard, Placement
+from .plan import Split, check_request, does_not_fit, plan, split_of
 from .plan_kv import PAGE, Spill, plan_tiers
 from .size import SPARE, asked_mib, format_size
 
@@ -89,7 +75,7 @@ def plan_split(host: Callable[[int], Demand], budget: Budget, ctx_max: int, ctx_
 
     Raises DoesNotFit and UsageError as `plan` and `plan_tiers` do.
     """
-    _check(budget, ctx_wanted, device, gpu_layers)
+    check_request(budget, ctx_wanted, device, gpu_layers)
     whole = host(0)
 
     def alone(more: int = 0) -> Placement:
@@ -103,7 +89,7 @@ def plan_split(host: Callable[[int], Demand], budget: Budget, ctx_max: int, ctx_
         return replace(own, baseline=own.baseline + beside) if above else own
 
     is_open = device == "auto" and gpu_layers is None
-    one = _split(whole, 1, ctx_wanted or min(ctx_max, AUTO_CTX), PAGE).vram
+    one = split_of(whole, 1, ctx_wanted or min(ctx_max, AUTO_CTX), PAGE).vram
     try:
         placed = _with_card(paid, budget, ctx_max, ctx_wanted, device, gpu_layers, spill, copied, beside)
     except DoesNotFit as refused:
@@ -180,7 +166,7 @@ def _beneath(host: Callable[[int], Demand], budget: Budget, ctx_max: int, ctx_wa
     count = whole.layers if gpu_layers is None else min(gpu_layers, whole.layers)
     least = min(ctx, PAGE)
     if gpu_layers is not None or device == "cuda":
-        split = _split(whole, count, ctx_wanted or least, PAGE)
+        split = split_of(whole, count, ctx_wanted or least, PAGE)
         if split.vram > budget.vram:
             raise _refused(host, budget, ctx_max, split, spill)
     else:
@@ -197,7 +183,7 @@ def _beneath(host: Callable[[int], Demand], budget: Budget, ctx_max: int, ctx_wa
     return _joined(made, whole, left, count, budget, ctx_max, ctx_wanted, room)
 
 
-def _refused(host: Callable[[int], Demand], budget: Budget, ctx_max: int, split: _Split, spill: Spill | None) -> DoesNotFit:
+def _refused(host: Callable[[int], Demand], budget: Budget, ctx_max: int, split: Split, spill: Spill | None) -> DoesNotFit:
     """The error for a card that does not hold the layers asked for, with the nearest request that is planned: less context, fewer layers,
     or the memory that it takes on both sides."""
     whole = host(0)
@@ -207,11 +193,11 @@ def _refused(host: Callable[[int], Demand], budget: Budget, ctx_max: int, split:
 
     def fits(ctx: int, count: int, within: Budget) -> bool:
         try:
-            return _split(whole, count, ctx, PAGE).vram <= within.vram and bool(placed(ctx, count, within))
+            return split_of(whole, count, ctx, PAGE).vram <= within.vram and bool(placed(ctx, count, within))
         except DoesNotFit:
             return False
 
-    message = _does_not_fit(whole, replace(budget, ram=max(budget.ram, split.ram)), split, ctx_max, PAGE).message
+    message = does_not_fit(whole, replace(budget, ram=max(budget.ram, split.ram)), split, ctx_max, PAGE).message
     spare = replace(budget, ram=budget.ram - SPARE)
     if shorter := largest(lambda ctx: fits(ctx, split.gpu_layers, spare), min(ctx_max, split.ctx), PAGE):
         return DoesNotFit(message, f"-c {shorter} fits")
@@ -230,19 +216,19 @@ def _refused(host: Callable[[int], Demand], budget: Budget, ctx_max: int, split:
 
 def _room(whole: Demand, budget: Budget, count: int, ctx_max: int) -> int:
     """Tokens that the card holds with `count` layers, up to `ctx_max`."""
-    return largest(lambda ctx: _split(whole, count, ctx, PAGE).vram <= budget.vram, ctx_max, PAGE) if count else ctx_max
+    return largest(lambda ctx: split_of(whole, count, ctx, PAGE).vram <= budget.vram, ctx_max, PAGE) if count else ctx_max
 
 
 def _most(whole: Demand, budget: Budget, ctx: int) -> int:
     """The most layers that the card holds with a context of `ctx`."""
-    return next((count for count in range(whole.layers, 0, -1) if _split(whole, count, ctx, PAGE).vram <= budget.vram), 0)
+    return next((count for count in range(whole.layers, 0, -1) if split_of(whole, count, ctx, PAGE).vram <= budget.vram), 0)
 
 
 def _joined(made: Placement, whole: Demand, left: Demand, count: int, budget: Budget, ctx_max: int, ctx_wanted: int | None,
             room: int) -> Placement:
     """The host's plan with `count` layers above it."""
-    split = _split(whole, count, made.ctx, PAGE)
-    card = OnCard(split.weights[1], card_kv_nbytes(whole, count, made.ctx, PAGE), _card_workspace(whole))
+    split = split_of(whole, count, made.ctx, PAGE)
+    card = OnCard(split.weights[1], card_kv_nbytes(whole, count, made.ctx, PAGE), card_workspace(whole))
     notes = [f"{count} of {whole.layers} layers on the GPU, the rest on the CPU" if left.layers else "all layers on the GPU", *made.notes]
     if ctx_wanted is None and made.ctx == room < ctx_max:
         notes.append(Fallback(f"context {made.ctx} of the model's {ctx_max}: the most that the GPU's memory holds"))

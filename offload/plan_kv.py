@@ -9,9 +9,10 @@ the disk, all that it takes.
 from dataclasses import dataclass, replace
 
 from .. import DoesNotFit, MemoryTooSmall
+from .demand import Demand, kv_pages, largest, page_nbytes, with_slack
 from .notes import Fallback
-from .placement import Residency, reside
-from .plan import Budget, Demand, Placement, _is_resident, _least, kv_pages, largest, page_nbytes, plan, with_slack
+from .placement import Budget, Placement, Residency, least_budget, reside
+from .plan import is_resident, plan
 from .size import SPARE, asked_mib, format_size
 
 PAGE = 128  # tokens
@@ -92,7 +93,7 @@ def _spilled(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | Non
     page, total = page_nbytes(demand, PAGE), kv_pages(demand, ctx, PAGE)
     most = total
     if spill.ram is None:
-        if spill.ring + spill.workspace >= total * page or _is_resident(demand, budget, ctx_max, ctx, PAGE):
+        if spill.ring + spill.workspace >= total * page or is_resident(demand, budget, ctx_max, ctx, PAGE):
             return None
     else:
         is_whole = spill.ram >= demand.kv_fixed + total * page
@@ -126,7 +127,7 @@ def _spilled(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | Non
             return plan(demand, budget, ctx_max, ctx_wanted, "cpu", None, PAGE)
         except DoesNotFit:
             most = kept
-    ring = demand.always + reside(demand.blocks, _least(demand.blocks)).nbytes
+    ring = demand.always + reside(demand.blocks, least_budget(demand.blocks)).nbytes
     pages = min(most, ((budget.ram - ring) * 100 // 105 - least) // page)
     if with_slack(least) + ring > budget.ram:
         return _without(demand, budget, ctx_max, ctx_wanted, with_slack(least + kept * page) + ring, ("weights", *read), spill)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from .. import ContextOverflow, DoesNotFit
 from ..kernels.layout import PAGE
 from ..kernels.tiles import ROWS
-from ..offload.plan import Placement
+from ..offload.placement import Placement
 
 if TYPE_CHECKING:
     from .cache import KVCache

@@ -16,8 +16,9 @@ from ..kernels.layout import PAGE
 from ..kernels.threads import MOST_WORKERS, beyond
 from ..offload import hardware
 from ..offload.checkpoint import TensorStore
+from ..offload.demand import AUTO_CTX
 from ..offload.notes import Fallback, refuse_fallbacks
-from ..offload.plan import AUTO_CTX, Budget, Placement
+from ..offload.placement import Budget, Placement
 from ..offload.size import SPARE, format_size, parse_size
 from ..quant.kv import PackedCodec, RawCodec, codec, of_types
 from .adapters.adapted import NOTHING, Adapted, adapted

@@ -9,7 +9,9 @@ import pytest
 import effllm
 from effllm import DoesNotFit
 from effllm.kernels.layout import PAGE
-from effllm.offload.plan import BlockBytes, Budget, Demand, plan
+from effllm.offload.demand import BlockBytes, Demand
+from effllm.offload.placement import Budget
+from effllm.offload.plan import plan
 from effllm.offload.size import parse_size
 from effllm.runtime.cache import KVCache
 from effllm.runtime.engine import Engine, open_prepared

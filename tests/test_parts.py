@@ -13,8 +13,7 @@ import effllm
 from effllm import DoesNotFit
 from effllm.kernels.layout import PAGE
 from effllm.offload.hardware import rss
-from effllm.offload.placement import Residency
-from effllm.offload.plan import Budget, Placement
+from effllm.offload.placement import Budget, Placement, Residency
 from effllm.offload.streaming import FETCH_NBYTES
 from effllm.quant.spec import QuantSpec
 from effllm.runtime.config import parse_config

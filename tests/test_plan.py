@@ -8,7 +8,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from effllm import DoesNotFit, MemoryTooSmall, UsageError
-from effllm.offload.plan import BlockBytes, Budget, Demand, Placement, plan
+from effllm.offload.demand import BlockBytes, Demand
+from effllm.offload.placement import Budget, Placement
+from effllm.offload.plan import plan
 from effllm.offload.size import format_size, parse_size
 
 MB, GB = 10**6, 10**9

@@ -5,8 +5,9 @@ import re
 import pytest
 
 from effllm import DoesNotFit
+from effllm.offload.demand import BlockBytes, Demand
 from effllm.offload.notes import Fallback
-from effllm.offload.plan import BlockBytes, Budget, Demand, Placement
+from effllm.offload.placement import Budget, Placement
 from effllm.offload.plan_gpu import plan_split
 from effllm.offload.size import parse_size
 

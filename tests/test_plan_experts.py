@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from effllm import DoesNotFit
-from effllm.offload.plan import BlockBytes, Budget, Demand, Experts, plan
+from effllm.offload.demand import BlockBytes, Demand, Experts
+from effllm.offload.placement import Budget
+from effllm.offload.plan import plan
 from effllm.offload.predict import KindRate, Paged, Part, Rates, Work, decode, prompt
 
 MB = 10**6

@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from effllm import DoesNotFit
-from effllm.offload.plan import BlockBytes, Budget, Demand, Experts, Placement, Units, plan, with_slack
+from effllm.offload.demand import BlockBytes, Demand, Experts, with_slack
+from effllm.offload.placement import Budget, Placement, Units
+from effllm.offload.plan import plan
 from effllm.offload.plan_kv import PAGE, Spill, plan_tiers
 from effllm.offload.predict import KindRate, Part, Rates, Work, decode, prompt
 from effllm.offload.size import parse_size

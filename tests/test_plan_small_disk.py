@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from effllm import DoesNotFit
-from effllm.offload.plan import Budget, Demand, Placement, plan
+from effllm.offload.demand import Demand
+from effllm.offload.placement import Budget, Placement
+from effllm.offload.plan import plan
 from effllm.offload.plan_kv import PAGE, Spill, plan_tiers
 from effllm.offload.size import SPARE, parse_size
 from effllm.runtime.prepare import EngineOptions, prepare

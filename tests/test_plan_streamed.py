@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from effllm import DoesNotFit
-from effllm.offload.plan import BlockBytes, Budget, Demand, plan
+from effllm.offload.demand import BlockBytes, Demand
+from effllm.offload.placement import Budget
+from effllm.offload.plan import plan
 
 MB = 10**6
 BLOCK = 8 * MB

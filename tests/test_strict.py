@@ -16,7 +16,8 @@ from test_plan_streamed import MB, demand
 
 from effllm import UsageError
 from effllm.offload.notes import Fallback, refuse_fallbacks
-from effllm.offload.plan import Budget, plan
+from effllm.offload.placement import Budget
+from effllm.offload.plan import plan
 from effllm.runtime.engine import open_engine
 from effllm.runtime.planning import devices
 from effllm.runtime.prepare import EngineOptions

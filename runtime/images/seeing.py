@@ -15,7 +15,7 @@ from .marks import PictureGone
 from .turning import PICTURED, Followed, parts_of
 
 if TYPE_CHECKING:
-    from ...offload.plan import Placement
+    from ...offload.placement import Placement
     from ..cache import KVCache
     from ..prepare import EngineOptions
     from .album import Album

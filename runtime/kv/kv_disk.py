@@ -14,7 +14,7 @@ from ...offload.notes import Fallback
 from ...offload.page_slots import slot_nbytes
 from ...offload.page_stream import RING_NBYTES, ring_nbytes
 from ...offload.pages import DiskTier
-from ...offload.plan import Placement
+from ...offload.placement import Placement
 from ...offload.plan_kv import Spill
 from ...offload.size import parse_size
 from ...quant.kv import PackedCodec, RawCodec, codec

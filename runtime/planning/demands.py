@@ -15,10 +15,10 @@ from ... import DoesNotFit, MemoryTooSmall, UsageError
 from ...kernels.layout import PAGE, PageLayout
 from ...kernels.workspace import Dims
 from ...offload.checkpoint import TensorStore
+from ...offload.demand import Demand, largest
 from ...offload.neurons import BundlePlace
 from ...offload.notes import Fallback
-from ...offload.placement import Units
-from ...offload.plan import Budget, Demand, Placement, largest
+from ...offload.placement import Budget, Placement, Units
 from ...offload.plan_gpu import Copied, plan_split, with_head
 from ...offload.size import SPARE, asked_mib
 from ...quant.kv import PackedCodec, RawCodec, codec

@@ -15,8 +15,8 @@ from ... import DoesNotFit, UsageError
 from ...kernels.device_memory import allocation, card_workspace
 from ...kernels.workspace import Dims
 from ...offload import hardware
+from ...offload.demand import BlockBytes
 from ...offload.notes import Fallback
-from ...offload.plan import BlockBytes
 from ...offload.plan_gpu import Copied, LinkRates, copied_from
 from ...offload.size import format_size, parse_size
 from ..families import expert_of
@@ -28,7 +28,7 @@ from . import roofs
 if TYPE_CHECKING:
     from ...kernels.cuda.device import Device
     from ...kernels.threads import ThreadPool
-    from ...offload.plan import Placement
+    from ...offload.placement import Placement
     from ..config import Mixture
     from ..prepare import EngineOptions
     from ..tensors import ModelTensor

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from ... import DoesNotFit, EffllmError, UsageError
 from ...kernels.layout import PAGE
+from ...offload.demand import AUTO_CTX
 from ...offload.notes import Fallback
-from ...offload.plan import AUTO_CTX
 from ..config import read_config
 from ..events import Progress
 from ..sampler import Sampler, SamplerSettings

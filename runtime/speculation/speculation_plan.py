@@ -13,7 +13,7 @@ from .mtp_tensors import held_rules, mtp_rules
 
 if TYPE_CHECKING:
     from ...offload.checkpoint import TensorStore
-    from ...offload.plan import Placement
+    from ...offload.placement import Placement
     from ..config import ModelConfig
     from ..prepare import EngineOptions, Prepared
     from ..stores.container import Container

@@ -19,12 +19,12 @@ from ...kernels.expert_pages import MOST_AHEAD, ExpertPages, Visit
 from ...kernels.workspace import address
 from ...offload.arrival import DeskPlan, MadePart, plan_desks
 from ...offload.checkpoint import CheckpointError, TensorInfo, TensorStore
+from ...offload.demand import Experts
 from ...offload.expert_pager import ExpertPager
 from ...offload.experts import Choice, choose, policy
 from ...offload.hardware import cpu_threads
 from ...offload.memory import anonymous
 from ...offload.pager import resident_nbytes
-from ...offload.plan import Experts
 from ...offload.predict import Paged
 from ...offload.size import format_size
 from ...offload.streaming import FETCH_NBYTES, Part, Range

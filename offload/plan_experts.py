@@ -1,6 +1,7 @@
 """A plan for a mixture of which not all experts fit: everything else stays, and what memory is left is slots for experts."""
 
-from .plan import AUTO_CTX, Budget, Demand, Placement, kv_nbytes, largest, with_slack
+from .demand import AUTO_CTX, Demand, kv_nbytes, largest, with_slack
+from .placement import Budget, Placement
 from .size import SPARE, format_size, memory_too_small
 
 

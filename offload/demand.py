@@ -1,0 +1,132 @@
+"""What a model asks of a machine, in bytes, and the arithmetic that every plan shares: caches by their context, slack, the longest context.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .placement import Units
+
+# With the device left open, layers move back to the host only for a context up to this; longer ones fill what memory is left.
+AUTO_CTX = 4096
+# A context that was not asked for is shortened to here so that all weights fit; shorter than that, weights are streamed instead.
+RESIDENT_CTX = 512
+
+
+@dataclass(frozen=True)
+class BlockBytes:
+    """Weights that are placed together: a layer, named by its number, or what surrounds the layers (embedding, norm, head)."""
+
+    name: str
+    nbytes: int
+    on_card: int | None = None  # bytes that it takes on a GPU, where those are others
+
+    @property
+    def card_nbytes(self) -> int:
+        return self.nbytes if self.on_card is None else self.on_card
+
+    @property
+    def layer(self) -> int | None:
+        return int(self.name) if self.name.isdecimal() else None
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Experts that share slots: so many in all, in `layers` layers, of which a token visits `per_token` a layer."""
+
+    layers: int
+    count: int
+    per_token: int
+    slot_nbytes: int
+
+    @property
+    def least(self) -> int:
+        """Slots below which no policy helps: those of two tokens."""
+        return min(self.count, 2 * self.per_token * self.layers)
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a model asks for, in bytes; the KV figures are sums over all layers.
+
+    `blocks`: weights that can be streamed, in order of use; empty where none can. `always`: what stays in memory when they are. `experts`:
+    those of a mixture, where they can be read one by one; `always` is then all the rest. `units`: of each layer, neurons that are read
+    when they are active; they are in neither. `card_workspace`: working memory on a GPU (None: as much as on the host). `kv_layers`: the
+    cache's bytes per token of each layer, rounded up, where they differ; `kv_fixed_layers`: `kv_fixed` by layer, likewise. `kv_sinks`:
+    tokens before its first page; `kv_page`: bytes of a page, 0 for those of its tokens; `texts`: how many share all of it."""
+
+    baseline: int
+    workspace: int
+    weights: tuple[BlockBytes, ...]
+    kv_bytes_per_token: int
+    kv_fixed: int
+    layers: int
+    blocks: tuple[int, ...] = ()
+    always: int = 0
+    experts: Experts | None = None
+    units: tuple[Units, ...] = ()
+    card_workspace: int | None = None
+    kv_layers: tuple[int, ...] = ()
+    kv_fixed_layers: tuple[int, ...] = ()
+    kv_sinks: int = 0
+    kv_page: int = 0
+    texts: int = 1
+
+    def __post_init__(self) -> None:
+        above = sum(self.kv_layers) - self.kv_bytes_per_token
+        if self.kv_layers and (len(self.kv_layers) != self.layers or not 0 <= above <= self.layers):
+            raise ValueError(f"{len(self.kv_layers)} layers' caches of {sum(self.kv_layers)} bytes a token in all")
+        placed = sorted(block.layer for block in self.weights if block.layer is not None)
+        if placed != list(range(self.layers)):
+            raise ValueError(f"{self.layers} layers need one block of weights each, got blocks for {placed}")
+
+
+def kv_nbytes(demand: Demand, ctx: int, quantum: int) -> int:
+    """Bytes of the cache, which grows by whole pages."""
+    return demand.kv_fixed + kv_pages(demand, ctx, quantum) * page_nbytes(demand, quantum)
+
+
+def kv_pages(demand: Demand, ctx: int, quantum: int) -> int:
+    """Pages of the cache for a context: their grid begins behind the sinks."""
+    return max(1, -(-(ctx - demand.kv_sinks) // quantum))
+
+
+def page_nbytes(demand: Demand, quantum: int) -> int:
+    """Bytes of a page of the cache, all layers."""
+    return demand.kv_page or demand.kv_bytes_per_token * quantum
+
+
+def card_kv_nbytes(demand: Demand, count: int, ctx: int, quantum: int) -> int:
+    """Bytes of the cache of the last `count` layers."""
+    if not count or not demand.kv_layers:
+        return -(-kv_nbytes(demand, ctx, quantum) * count // demand.layers) if count else 0
+    fixed = sum(demand.kv_fixed_layers[-count:]) or -(-demand.kv_fixed * count // demand.layers)
+    return fixed + sum(demand.kv_layers[-count:]) * kv_pages(demand, ctx, quantum) * quantum
+
+
+def card_workspace(demand: Demand) -> int:
+    """Bytes of working memory on a GPU that has some of the layers."""
+    return demand.workspace if demand.card_workspace is None else demand.card_workspace
+
+
+def with_slack(nbytes: int) -> int:
+    """And the 5% of allocator slack and small objects (`plan.py`)."""
+    return -(-nbytes * 105 // 100)
+
+
+def largest(is_good: Callable[[int], bool], most: int, quantum: int) -> int:
+    """`most`, or the largest whole number of quanta below it that is good, or 0."""
+    if is_good(most):
+        return most
+    fits, fails = 0, -(-most // quantum)
+    while fails - fits > 1:
+        middle = (fits + fails) // 2
+        if is_good(middle * quantum):
+            fits = middle
+        else:
+            fails = middle
+    return fits * quantum
+
+
+def in_words(demand: Demand, ctx: int) -> str:
+    """A context as a person is told it: its tokens, and of how many texts."""
+    return f"{ctx} tokens" if demand.texts == 1 else f"{demand.texts} times {ctx} tokens"

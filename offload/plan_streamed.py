@@ -1,0 +1,43 @@
+"""A plan for weights of which not all fit: all on the host, pinned as far as memory goes, the others read from the disk by every pass."""
+
+from .demand import AUTO_CTX, Demand, in_words, kv_nbytes, largest, with_slack
+from .notes import Fallback
+from .placement import Budget, Placement, least_budget, reside, slots_for
+from .size import SPARE, format_size, memory_too_small
+
+
+def streamed(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, quantum: int) -> Placement:
+    """All on the host, weights pinned as far as memory goes: the context comes first, since every pass reads it too."""
+    window = sum(own * layer.nbytes for own, layer in zip(slots_for(demand.units, 0), demand.units, strict=True))
+    least = reside(demand.blocks, least_budget(demand.blocks)).nbytes + demand.always + window
+
+    def fits(ctx: int, spare: int = 0) -> bool:
+        return with_slack(demand.baseline + demand.workspace + kv_nbytes(demand, ctx, quantum)) + least + spare <= budget.ram
+
+    ctx = ctx_wanted or largest(fits, min(ctx_max, AUTO_CTX), quantum)
+    cache = kv_nbytes(demand, ctx or quantum, quantum)
+    fixed = with_slack(demand.baseline + demand.workspace + cache)
+    if not ctx or not fits(ctx):
+        shorter, needs = largest(lambda ctx: fits(ctx, SPARE), min(ctx_max, ctx), quantum), fixed + least
+        said = (f"needs {format_size(needs)} of memory even with weights read from the disk for every token (KV cache {format_size(cache)} "
+                f"for {in_words(demand, ctx or quantum)} + program and buffers {format_size(needs - cache)}), "
+                f"the budget is {format_size(budget.ram)}")
+        raise memory_too_small(said, needs, ctx, shorter, "or a smaller model")
+    # Whatever is used by every token goes first: a neuron is used by few.
+    slots = slots_for(demand.units, budget.ram - fixed - demand.always - sum(demand.blocks))
+    window = sum(own * layer.nbytes for own, layer in zip(slots, demand.units, strict=True))
+    residency = reside(demand.blocks, budget.ram - fixed - demand.always - window)
+    notes = [Fallback(f"{format_size(residency.streamed_nbytes)} of weights do not fit in memory: every token reads them from the disk"
+                      f"{f', {format_size(stays)} stay in memory' if (stays := residency.pinned_nbytes + window) else ''}")
+             if residency.streamed else "the embedding stays on the disk: a token reads its row"]
+    if slots:
+        neurons = sum(layer.count * layer.nbytes for layer in demand.units)
+        notes.append(Fallback(f"{format_size(neurons)} of neurons are on the disk: those that a token activates are read unless they are "
+                              f"among the {format_size(window)} that lately were active"))
+    if ctx > ctx_max:
+        notes.append(f"a context of {ctx} is beyond the {ctx_max} tokens that the model was made for")
+    elif ctx_wanted is None and ctx < ctx_max:
+        notes.append(Fallback(f"context {ctx} of the model's {ctx_max}: more of it would leave less memory for weights (-c for another)"))
+    return Placement(("cpu",) * demand.layers, ctx, sum(block.nbytes for block in demand.weights), cache, demand.workspace,
+                     demand.baseline, fixed + demand.always + window + residency.nbytes, budget, tuple(notes), 0, residency,
+                     demand.kv_bytes_per_token, slots, window, always_bytes=demand.always)
