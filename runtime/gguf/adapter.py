@@ -22,11 +22,11 @@ from .. import families
 from ..adapters.adapter import Delta
 from ..config import ModelConfig
 from .architectures import BY_FAMILY, Architecture, architecture, file_architecture
+from .contents import heads_of
 from .linear_attention import joined_rows
 from .sources import RAW, separated
 from .split import close_all, open_parts
 from .stateful import order
-from .store import heads_of
 from .tensor_names import own_names
 
 ENDINGS = {".lora_a": "a", ".lora_b": "b"}

@@ -7,9 +7,8 @@ load needs a few megabytes beside what it keeps.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -19,48 +18,23 @@ import numpy as np
 
 from ... import EffllmError
 from ...offload.arrival import Arrival, Piece, desk_of
-from ...offload.checkpoint import OpenFile, TensorStore
+from ...offload.checkpoint import TensorStore
 from ...offload.gguf import GgufHeader, GgufTensor
-from ...offload.header import CheckpointError, TensorInfo, damaged, shown
+from ...offload.header import CheckpointError, TensorInfo, shown
 from ...offload.notes import Fallback
 from ...offload.size import format_size
 from ...offload.streaming import Range
 from ...quant.imports.arranged import put_blocks
-from ...quant.imports.gguf import DECODERS, KEPT, dequantize
-from ...quant.imports.gguf_levels import KINDS as LEVELED
-from ...quant.imports.gguf_levels import GridsMissing, grid_of
+from ...quant.imports.gguf import dequantize
 from ...quant.weight import RAW_NUMPY, from_f32, to_f32
-from .. import families
 from ..config import ModelConfig
-from ..families import TensorRule
-from ..speculation.mtp_tensors import mtp_rules
 from ..stores.container import Container, StoredTensor
 from ..stores.made_store import ARRANGED_NBYTES, MadeStore, scratch_nbytes, steps
-from .architectures import DIVISORS, ROUTER, Architecture, architecture
-from .config import Factors, model_config, rotary_divisors
-from .gemma3n import STACKED, stacked
-from .gemma4 import is_unused
-from .joined import joined, places
-from .latent_attention import HALVES, Halves, halves
-from .linear_attention import joined_rows
-from .nextn import mtp_names
+from .architectures import DIVISORS, architecture
+from .config import model_config, rotary_divisors
+from .contents import NO_SCALE, Contents, GgufFile, contents
 from .sources import RAW, Source
 from .split import close_all, open_parts
-from .stateful import DECAYS, GROWTHS
-from .tensor_names import own_names
-from .tensor_scales import is_weight, tensor_scales
-
-NO_SCALE = np.ones(1, np.float32)
-
-
-@dataclass(frozen=True)
-class GgufFile:
-    """An open file, or the parts of one that was split: header, descriptors, config."""
-
-    header: GgufHeader
-    opened: Mapping[Path, OpenFile]
-    found: Architecture
-    factors: Factors
 
 
 class GgufStore(MadeStore):
@@ -71,76 +45,12 @@ class GgufStore(MadeStore):
 
     def __init__(self, file: GgufFile, config: ModelConfig, wide: str, low_bit: bool) -> None:
         self._path, self._wide = file.header.path, wide
-        rules, behind = _rules(config), tuple(f"blk.{config.num_hidden_layers + i}." for i in range(config.mtp_layers))
-        wanted, plain = {rule.name: rule.shape for rule in rules}, {rule.name for rule in rules if rule.plain or rule.coefficients}
-        self._sources: dict[str, Source] = {}
-        self._halves: dict[str, Halves] = {}
-        in_two: dict[str, dict[str, GgufTensor]] = {}
-        of_whole, in_parts = places(config), defaultdict[str, dict[int, Source]](dict)
-        tensors: dict[str, TensorInfo] = {}
-        stored: dict[str, StoredTensor] = {}
-        self._scales = tensor_scales(file.header, file.opened, config.mixture.experts if config.mixture else 0)
-        for tensor in (each for each in file.header.tensors.values() if is_weight(each.name, config, file.header)):
-            whole, tensor = tensor, _matrices(tensor)
-            names = own_names(tensor.name, file.found, config.mixture.experts if config.mixture else 0)
-            if tensor.name in STACKED:
-                names = stacked(tensor.name, config)
-            if tensor.name.startswith(behind):
-                names = mtp_names(tensor.name, names, config)
-            if names is not None and all(is_unused(name, config) for name in names):
-                continue
-            of_one = of_whole.get(names[0]) if names and names[0] not in wanted else None
-            if names is None or not of_one and not wanted.keys() >= set(names):
-                raise CheckpointError(f"{self._path} holds tensor {shown(tensor.name)}, which no {config.family} model has",
-                                      "the file is of another kind of model than it says")
-            if tensor.type not in DECODERS and tensor.type not in RAW:
-                raise CheckpointError(f"{self._path} has tensor {shown(tensor.name)} of type {tensor.type}, which is not supported",
-                                      f"known: {', '.join((*RAW, *DECODERS))}")
-            if tensor.type in LEVELED and (grid := LEVELED[tensor.type].grid):
-                self._need_grid(grid, tensor)
-            if config.latent is not None and (part := next((part for part in HALVES if tensor.name.endswith(part)), None)) is not None:
-                in_two.setdefault(names[0], {})[part] = whole
-                continue
-            if of_one:
-                in_parts[of_one[0]][of_one[1]] = Source(tensor, (), scale=float(self._scales.get(tensor.name, NO_SCALE)[0]))
-                continue
-            if len(names) == 1 and _same_values(tensor.shape, wanted[names[0]]):
-                tensor = replace(tensor, shape=wanted[names[0]])
-            scales = self._scales.get(tensor.name, NO_SCALE)
-            for index, (name, source) in enumerate(self._parts(tensor, names, config, file.found, wanted)):
-                source = self._sources[name] = replace(source, scale=float(scales[index * len(scales) // len(names)]))
-                if low_bit and tensor.type in KEPT and len(tensor.shape) == 2 and f".{ROUTER}." not in tensor.name and name not in plain:
-                    stored[name] = StoredTensor(name, KEPT[tensor.type], source.shape, 0)
-                    tensors[name] = TensorInfo(name, "U8", (stored[name].nbytes,), tensor.file, tensor.offset, stored[name].nbytes)
-                    continue
-                plainly = len(tensor.shape) == 1 or source.decay or source.growth  # no matrix of the model's
-                dtype = tensor.type if tensor.type in RAW and not source.changed else "F32" if plainly else wide.upper()
-                nbytes = prod(source.shape) * (4 if dtype == "F32" else 2)
-                tensors[name] = TensorInfo(name, dtype, source.shape, tensor.file, tensor.offset, nbytes)
-        for name, parts in in_two.items():
-            own = self._halves[name] = halves(self._path, name, parts, config)
-            dtype = own.keys.type if own.keys.type == own.values.type and own.keys.type in RAW else wide.upper()
-            nbytes = prod(own.shape) * (4 if dtype == "F32" else 2)
-            tensors[name] = TensorInfo(name, dtype, own.shape, own.keys.file, own.keys.offset, nbytes)
-        self._joined = {name: joined(self._path, name, found, wanted[name], config) for name, found in in_parts.items()}
-        for name, whole in self._joined.items():
-            first, low = whole.parts[0].tensor, low_bit and whole.is_kept
-            if low:
-                stored[name] = StoredTensor(name, KEPT[first.type], whole.shape, 0)
-            dtype = "U8" if low else whole.dtype(wide)
-            nbytes = stored[name].nbytes if low else prod(whole.shape) * (4 if dtype == "F32" else 2)
-            tensors[name] = TensorInfo(name, dtype, (nbytes,) if low else whole.shape, first.file, first.offset, nbytes)
-        super().__init__(self._path, tensors, dict(file.opened))
+        found = contents(file, config, wide, low_bit)
+        self._sources, self._halves, self._joined, self._scales = found.sources, found.halves, found.joined, found.scales
+        super().__init__(self._path, found.tensors, dict(file.opened))
         self.made = self._sources.keys() | self._halves.keys() | self._joined.keys()
-        self.container = _container(file, stored, self._sources) if stored else None
-        self.notices = tuple(self._said(wide, stored, plain))
-
-    def _need_grid(self, grid: str, tensor: GgufTensor) -> None:
-        try:
-            grid_of(grid)
-        except GridsMissing:
-            raise CheckpointError(f"{self._path} has tensor {shown(tensor.name)} of type {tensor.type}, whose grid of codes is in "
-                                  "the package gguf, which this installation lacks", "python -m pip install gguf") from None
+        self.container = _container(file, found.stored, self._sources) if found.stored else None
+        self.notices = tuple(self._said(found))
 
     def stored_nbytes(self, info: TensorInfo) -> int:
         own = self._sources.get(info.name) or self._halves.get(info.name) or self._joined.get(info.name) or info
@@ -150,33 +60,10 @@ class GgufStore(MadeStore):
         own = self._joined.get(info.name) or self._halves.get(info.name)
         return super().files_of(info) if own is None else own.files
 
-    def _parts(self, tensor: GgufTensor, names: tuple[str, ...], config: ModelConfig, found: Architecture,
-               wanted: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Source]]:
-        """What lies in a tensor of the file, by name: all of it, or one part after the other."""
-        heights, stated = [tensor.shape[0] // len(names)] * len(names), [wanted[name][0] for name in names]
-        if len(names) == 3 and ".q_proj." in names[0]:  # and k and v
-            heights = [count * config.head_dim for count in (config.num_attention_heads, *[config.num_key_value_heads] * 2)]
-        elif sum(stated) == tensor.shape[0]:  # parts of state spaces differ
-            heights = stated
-        if sum(heights) != tensor.shape[0]:
-            damaged(self._path, f"has tensor {shown(tensor.name)} of {tensor.shape[0]} rows, the config says {sum(heights)}")
-        if (joined := joined_rows(names, config)) is not None:
-            for name, rows in zip(names, joined, strict=True):
-                yield name, Source(tensor, (len(rows), *tensor.shape[1:]), rows=rows)
-            return
-        first = 0
-        for name, rows in zip(names, heights, strict=True):
-            heads = heads_of(name, config) if found.interleaved else 0
-            if heads and rows % (2 * heads):
-                damaged(self._path, f"has tensor {shown(tensor.name)} of {rows} rows for {heads} heads")
-            yield name, Source(tensor, (rows, *tensor.shape[1:]), first, heads, found.offset(name), name.endswith(DECAYS),
-                               name.endswith(GROWTHS))
-            first += rows
-
-    def _said(self, wide: str, stored: Mapping[str, StoredTensor], plain: Collection[str]) -> Iterator[str]:
-        for ours, what in ((True, "are put in the order of the kernels"), (False, f"are widened to {wide}")):
+    def _said(self, found: Contents) -> Iterator[str]:
+        for ours, what in ((True, "are put in the order of the kernels"), (False, f"are widened to {self._wide}")):
             names = [name for name, source in self._sources.items()
-                     if source.tensor.type not in RAW and (name in stored) == ours and name not in plain]
+                     if source.tensor.type not in RAW and (name in found.stored) == ours and name not in found.plain]
             if names:
                 kinds = Counter(self._sources[name].tensor.type for name in names)
                 listed = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
@@ -318,33 +205,6 @@ class GgufStore(MadeStore):
         raw = np.empty(((last - first), nbytes), np.uint8)
         self.read_at(source.tensor.file, source.tensor.offset + (source.first + first) * nbytes, memoryview(raw).cast("B"))
         return raw if order is None else raw[order - first]
-
-
-def _matrices(tensor: GgufTensor) -> GgufTensor:
-    """Matrices that lie in one tensor, as those of all experts, as one: their rows one after the other."""
-    if len(tensor.shape) != 3:
-        return tensor
-    return replace(tensor, shape=(tensor.shape[0] * tensor.shape[1], tensor.shape[2]))
-
-
-def _same_values(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
-    """Are they one tensor? Writers leave out what is one row or channel, and part vectors into groups."""
-    squeezed = [tuple(each for each in own if each != 1) for own in (shape, wanted)]
-    return squeezed[0] == squeezed[1] or len(wanted) == 1 and prod(shape) == wanted[0]
-
-
-def _rules(config: ModelConfig) -> list[TensorRule]:
-    """Of all tensors that the model has, and may have to draft by."""
-    family, layers = families.get(config.family), range(config.num_hidden_layers)
-    groups = [family.outer_tensors(config), mtp_rules(config), *(family.layer_tensors(config, layer) for layer in layers)]
-    return [rule for rules in groups for rule in rules.values()]
-
-
-def heads_of(name: str, config: ModelConfig) -> int:
-    """Heads of queries or keys whose rows are interleaved in llama files; 0 for what is neither."""
-    if ".q_proj." in name:
-        return config.num_attention_heads
-    return config.num_key_value_heads if ".k_proj." in name else 0
 
 
 def open_file(path: Path) -> GgufFile:
