@@ -9,16 +9,15 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from .. import DownloadFailed, EffllmError
 from .backoff import Backoff
 from .connection import ConnectionFailed, Network
-from .part_file import PartFile
 from .running_hash import RunningHash, Xet, begin_hash
+from .transfer_parts import Complete, OpenRange, Received, StartOver, Trouble, TryAgain, Wanted
 
 CONNECTIONS = 8
 RANGE_NBYTES = 32 << 20
@@ -29,60 +28,6 @@ TICK_S = 0.1
 SILENCE_S = 3.0
 LEAVE_S = 3.0  # for a thread that is writing; one that waits for a host to answer at all is left to itself
 DAMAGES = 2  # complete files with a wrong hash before it is given up
-
-
-class Body(Protocol):
-    def readinto(self, view: memoryview) -> int: ...
-    def close(self) -> None: ...
-
-
-class TryAgain(Exception):
-    """No bytes now. `after`: seconds that the server asked to be left alone, by all connections."""
-
-    def __init__(self, reason: str, after: float | None = None) -> None:
-        super().__init__(reason)
-        self.reason, self.after = reason, after
-
-
-class StartOver(Exception):
-    """What is here of the file cannot be continued. `whole`: the server sends it only from beginning to end."""
-
-    def __init__(self, reason: str, whole: bool = False) -> None:
-        super().__init__(reason)
-        self.reason, self.whole = reason, whole
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """A file to be completed. `name` is what a person calls it; `xet`: its hash in Xet, once the server has named one."""
-
-    name: str
-    part: PartFile
-    xet: Callable[[], str | None] | None = None
-
-
-OpenRange = Callable[[str, int, int], Body]  # (name, begin, end) -> the bytes; raises TryAgain, StartOver, ConnectionFailed, EffllmError
-
-
-@dataclass(frozen=True)
-class Received:
-    """`nbytes` of all files are here, what earlier runs brought included; never less than before."""
-
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class Complete:
-    """All bytes of a file are here and their hash is right."""
-
-    wanted: Wanted
-
-
-@dataclass(frozen=True)
-class Trouble:
-    """Something went wrong and is being tried again."""
-
-    text: str
 
 
 @dataclass

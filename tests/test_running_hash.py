@@ -20,7 +20,8 @@ from effllm import DownloadFailed
 from effllm.offload import running_hash
 from effllm.offload.part_file import Digest, PartFile
 from effllm.offload.running_hash import Read, Xet, begin_hash
-from effllm.offload.transfer import Complete, Received, Trouble, Wanted, transfer
+from effllm.offload.transfer import transfer
+from effllm.offload.transfer_parts import Complete, Received, Trouble, Wanted
 from effllm.runtime.pull.client import Client
 from effllm.runtime.pull.download import download
 from effllm.runtime.pull.repository import describe

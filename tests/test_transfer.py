@@ -13,7 +13,8 @@ from effllm import EffllmError
 from effllm.offload import running_hash
 from effllm.offload import transfer as transfer_module
 from effllm.offload.part_file import Digest, PartFile
-from effllm.offload.transfer import PIECE_NBYTES, Complete, StartOver, Trouble, Wanted, transfer
+from effllm.offload.transfer import PIECE_NBYTES, transfer
+from effllm.offload.transfer_parts import Complete, StartOver, Trouble, Wanted
 
 SECONDS = 60.0  # after which another thread hangs
 CONTENT = os.urandom(3 * PIECE_NBYTES)

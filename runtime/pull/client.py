@@ -19,7 +19,7 @@ from ...offload.backoff import Backoff, retry_after
 from ...offload.connection import CREDENTIAL, ConnectionFailed, Network, Response, Url
 from ...offload.part_file import Digest
 from ...offload.running_hash import new_hash
-from ...offload.transfer import StartOver, TryAgain
+from ...offload.transfer_parts import StartOver, TryAgain
 from .. import hub
 from ..config_reader import show
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Protocol
 
 from ...offload.part_file import PartFile, read_journal
-from ...offload.transfer import Complete, Received, Trouble, Wanted, transfer
+from ...offload.transfer import transfer
+from ...offload.transfer_parts import Complete, Received, Trouble, Wanted
 from .. import hub
 from ..config_reader import show
 from ..events import Notice, Progress

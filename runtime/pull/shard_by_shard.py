@@ -21,7 +21,8 @@ from ...offload.header import MAX_HEADER, CheckpointError, read_header
 from ...offload.part_file import PartFile
 from ...offload.shards import INDEX as RESULT_INDEX
 from ...offload.shards import index_json
-from ...offload.transfer import Received, Trouble, Wanted, transfer
+from ...offload.transfer import transfer
+from ...offload.transfer_parts import Received, Trouble, Wanted
 from ...offload.writer import FolderWriter
 from ...quant.recipe import Recipe
 from ...quant.spec import QuantSpec
