@@ -1,13 +1,10 @@
 """Text to token ids and back: the tokenizer of a model folder, streaming decode, and the tokens that end a turn.
 
-Reads tokenizer.json (through the `tokenizers` library) or where there is none a file of ranks (`rank_vocabulary`) or of pieces
-(`piece_vocabulary`), tokenizer_config.json, special_tokens_map.json and generation_config.json. The engine knows token ids only; everything
-about text lives here. A character may be spread over several tokens, so `TextStream` shows it when
-its last byte has come. Padding, truncation and dropout stored in tokenizer.json are training settings and are switched off.
+What the folder's files say is read by `tokens/tokenizer_files.py`. The engine knows token ids only; everything about text lives here. A
+character may be spread over several tokens, so `TextStream` shows it when its last byte has come.
 """
 
-import json
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from copy import copy
 from functools import cached_property
 from pathlib import Path
@@ -15,22 +12,26 @@ from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
-from .. import EffllmError, ModelNotFound
 from ..offload.header import is_gguf
-from .files.small_file import JSON_NBYTES, TOKENIZER_NBYTES, read_whole
-from .hub import PIECES, RANKS
 from .images.album import words
 from .templates.template import ChatTemplate, TemplateError, load_template
 from .tokens.stream_filters import ANSWER_SIGNS, ANSWER_TAGS, CALL_MARKS, OF_TEMPLATES, THINK_TAGS, ChannelFilter, ThinkFilter, ThinkTags
 from .tokens.text_pieces import encoding, in_the_end
 from .tokens.text_stream import Decoder, TextStream
+from .tokens.tokenizer_files import (
+    REFETCH,
+    TokenizerError,
+    open_backend,
+    open_ranks,
+    read_json,
+    refused,
+    special_tokens,
+    token_ids,
+)
 
 if TYPE_CHECKING:
     from .config import ModelConfig
-    from .tokens.rank_vocabulary import Ranks
 
-MOST_GROWTH = 64  # what published ones replace becomes a few letters
-REFETCH = "fetch the model's files again"
 END_OF_TURN = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<turn|>",
                "<|end_of_turn|>", "<|END_OF_TURN_TOKEN|>", "<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<|eos|>", "<eos>",
                "<EOT>", "<|eot|>", "[EOT]", "[EOS]", "[e~[", "[|endofturn|]", "<seed:eos>", "<|end_of_sentence|>", "<|tool_response>",
@@ -43,10 +44,6 @@ NO_THINK = "/no_think"  # and what is written into the system prompt of those th
 TEKKEN_SIGNS = {3: "[INST]", 1000: "\u0100", 1032: "\u0120"}
 TEKKEN_REMARK = "{} cuts words otherwise than Mistral's models were trained; they are cut as Mistral does"
 HARMONY = ("<|channel|>", "<|return|>", "<|call|>")  # with all three in the vocabulary, <|end|> closes a message and the turn goes on
-
-
-class TokenizerError(EffllmError):
-    """The tokenizer files are malformed or do not belong to the model."""
 
 
 class Tokenizer:
@@ -79,11 +76,11 @@ class Tokenizer:
             from .gguf.tokenizer import load_tokenizer
 
             return load_tokenizer(folder, config.vocab_size)
-        settings = _read_json(folder / "tokenizer_config.json")
-        special = _special_tokens(_read_json(folder / "special_tokens_map.json")) | _special_tokens(settings)
-        if (ranks := _open_ranks(folder, settings)) is None:
+        settings = read_json(folder / "tokenizer_config.json")
+        special = special_tokens(read_json(folder / "special_tokens_map.json")) | special_tokens(settings)
+        if (ranks := open_ranks(folder, settings)) is None:
             path = folder / "tokenizer.json"
-            backend, remarks, own = _open_backend(path), [], None
+            backend, remarks, own = open_backend(path), [], None
             if has_words_of_mistral(backend.token_to_id):
                 from .tokens.rank_vocabulary import mend_words  # takes as long to import as this module
 
@@ -98,7 +95,7 @@ class Tokenizer:
         bos_id = backend.token_to_id(bos) if bos is not None else config.bos_token_id
         # The post-processor of tokenizer.json already carries the wish of `add_bos_token`; the flag counts only where there is none.
         add_bos = settings.get("add_bos_token", ranks is not None and ranks.add_bos) is True and backend.post_processor is None
-        eos = [*config.eos_token_ids, *_ids(_read_json(folder / "generation_config.json").get("eos_token_id"))]
+        eos = [*config.eos_token_ids, *token_ids(read_json(folder / "generation_config.json").get("eos_token_id"))]
         return cls(backend, special, add_bos, bos_id, config.vocab_size, eos, template, path, remarks)
 
     def to_json(self) -> str:
@@ -280,120 +277,3 @@ class Tokenizer:
 def has_words_of_mistral(number_of: Callable[[str], int | None]) -> bool:
     """Whether a vocabulary, asked for the number of a token, is Mistral's."""
     return all(number_of(text) == number for number, text in TEKKEN_SIGNS.items())
-
-
-def _open_ranks(folder: Path, settings: Mapping[str, Any]) -> "Ranks | None":
-    """The tokenizer of a folder that has a file of ranks or pieces and no tokenizer.json."""
-    named = () if (folder / "tokenizer.json").exists() else (*RANKS, PIECES)
-    path = next((path for name in named if (path := folder / name).exists()), None)
-    if path is None:
-        return None
-    from .tokens.rank_vocabulary import RanksError, read_ranks
-
-    try:
-        if path.name == PIECES:
-            from .tokens.piece_vocabulary import read_pieces
-
-            return read_pieces(path, settings)
-        return read_ranks(path, settings)
-    except RanksError as error:
-        raise TokenizerError(f"{path} is not a tokenizer that can be read: {error}",
-                             f"{REFETCH}, or put tokenizer.json of a repository of the same model beside it") from None
-    except OSError as error:
-        raise ModelNotFound(f"cannot read {path}: {_reason(error)}", "check the permissions of the folder, or " + REFETCH) from None
-    except BaseException as error:
-        raise refused(error, f"{path} is not a tokenizer that can be read") from None
-
-
-def _open_backend(path: Path) -> tokenizers.Tokenizer:
-    try:
-        if not path.is_file():
-            raise ModelNotFound(f"{path.parent} has no tokenizer.json", _without_tokenizer(path.parent))
-        if path.stat().st_size > TOKENIZER_NBYTES:
-            raise TokenizerError(f"{path} is {path.stat().st_size:,} bytes, too long for a tokenizer", REFETCH)
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise TokenizerError(f"{path} is not a tokenizer that can be read: byte {error.start} is no UTF-8", REFETCH) from None
-    except OSError as error:
-        raise ModelNotFound(f"cannot read {path}: {_reason(error)}", "check the permissions of the folder, or " + REFETCH) from None
-    try:
-        backend = tokenizers.Tokenizer.from_str(text)
-    except BaseException as error:
-        raise refused(error, f"{path} is not a tokenizer that can be read") from None
-    if backend.normalizer is not None and growth(json.loads(backend.normalizer.__getstate__())) > MOST_GROWTH:
-        raise TokenizerError(f"{path} makes more than {MOST_GROWTH} characters of one before it makes tokens of them", REFETCH)
-    backend.no_truncation()
-    backend.no_padding()
-    if getattr(backend.model, "dropout", None) is not None:
-        backend.model.dropout = None
-    return backend
-
-
-def growth(normalizer: Mapping[str, Any]) -> float:
-    """How many characters a normalizer makes of one, at most, by what it says of itself. A few lines of it can ask for all memory."""
-    if normalizer.get("type") == "Sequence":
-        total, made = 1.0, ""
-        for each in _steps(normalizer):
-            own, pattern = growth(each), each.get("pattern", {}).get("String") if each.get("type") == "Replace" else None
-            apart = pattern and pattern not in made  # it replaces nothing that another one made
-            total, made = max(total, own) if apart else total * own, made + 2 * str(each.get("content", ""))
-        return total
-    if normalizer.get("type") == "Prepend":
-        return max(1.0, len(normalizer["prepend"]) / 1024)
-    if normalizer.get("type") != "Replace":
-        return 1.0
-    pattern = normalizer["pattern"].get("String")
-    return max(1.0, len(normalizer["content"]) / max(1, len(pattern or "")))
-
-
-def _steps(normalizer: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """What a normalizer does one after the other, however its sequences are nested."""
-    if normalizer.get("type") != "Sequence":
-        yield normalizer
-        return
-    for each in normalizer["normalizers"]:
-        yield from _steps(each)
-
-
-def refused(error: BaseException, what: str) -> BaseException:
-    """What to raise for an error of the tokenizer's library: it raises plain Exception, and panics as something that is none."""
-    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-        return error
-    said = " ".join(str(error).split())
-    return TokenizerError(f"{what}: {said[:200]}", REFETCH)
-
-
-def _without_tokenizer(folder: Path) -> str:
-    if (folder / "vocab.json").exists():
-        return "write one with transformers: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
-    return "copy tokenizer.json from the model's repository into the folder"
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, empty when the file is absent."""
-    try:
-        if not path.exists():
-            return {}
-        content = json.loads(read_whole(path, JSON_NBYTES))
-    except (OSError, ValueError, RecursionError) as error:
-        raise TokenizerError(f"cannot read {path}: {_reason(error)}", REFETCH) from None
-    if not isinstance(content, dict):
-        raise TokenizerError(f"{path} does not hold a JSON object", REFETCH)
-    return content
-
-
-def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """role -> text of every `*_token` entry, written as text or as an object with `content`."""
-    entries = {k: v.get("content") if isinstance(v, dict) else v for k, v in settings.items() if k.endswith("_token")}
-    return {k: v for k, v in entries.items() if isinstance(v, str) and not any("\ud800" <= letter <= "\udfff" for letter in v)}
-
-
-def _ids(value: Any) -> list[int]:
-    """`eos_token_id` as models write it: a number, a list, or nothing."""
-    values = value if isinstance(value, list) else [value]
-    return [v for v in values if isinstance(v, int) and not isinstance(v, bool) and v >= 0]
-
-
-def _reason(error: Exception) -> str:
-    """Why a file could not be read, without the path that the message already names."""
-    return error.strerror or str(error) if isinstance(error, OSError) else str(error)

@@ -25,7 +25,8 @@ from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.sessions.session_store import SessionStore
 from effllm.runtime.sparse.sparsity import Trace
 from effllm.runtime.sparse.sparsity_file import demand_writable
-from effllm.runtime.text import Tokenizer, TokenizerError, growth
+from effllm.runtime.text import Tokenizer, TokenizerError
+from effllm.runtime.tokens.tokenizer_files import growth
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 FOX = "a" * 31

@@ -1,0 +1,145 @@
+"""The files in which a model folder says how text is cut: tokenizer.json, or of ranks or pieces, and the settings beside it.
+
+tokenizer.json is read through the `tokenizers` library; where there is none a file of ranks (`rank_vocabulary`) or of pieces
+(`piece_vocabulary`) is. Padding, truncation and dropout stored in tokenizer.json are training settings and are switched off.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tokenizers
+
+from ... import EffllmError, ModelNotFound
+from ..files.small_file import JSON_NBYTES, TOKENIZER_NBYTES, read_whole
+from ..hub import PIECES, RANKS
+
+if TYPE_CHECKING:
+    from .rank_vocabulary import Ranks
+
+MOST_GROWTH = 64  # what published ones replace becomes a few letters
+REFETCH = "fetch the model's files again"
+
+
+class TokenizerError(EffllmError):
+    """The tokenizer files are malformed or do not belong to the model."""
+
+
+def open_ranks(folder: Path, settings: Mapping[str, Any]) -> Ranks | None:
+    """The tokenizer of a folder that has a file of ranks or pieces and no tokenizer.json."""
+    named = () if (folder / "tokenizer.json").exists() else (*RANKS, PIECES)
+    path = next((path for name in named if (path := folder / name).exists()), None)
+    if path is None:
+        return None
+    from .rank_vocabulary import RanksError, read_ranks
+
+    try:
+        if path.name == PIECES:
+            from .piece_vocabulary import read_pieces
+
+            return read_pieces(path, settings)
+        return read_ranks(path, settings)
+    except RanksError as error:
+        raise TokenizerError(f"{path} is not a tokenizer that can be read: {error}",
+                             f"{REFETCH}, or put tokenizer.json of a repository of the same model beside it") from None
+    except OSError as error:
+        raise ModelNotFound(f"cannot read {path}: {_reason(error)}", "check the permissions of the folder, or " + REFETCH) from None
+    except BaseException as error:
+        raise refused(error, f"{path} is not a tokenizer that can be read") from None
+
+
+def open_backend(path: Path) -> tokenizers.Tokenizer:
+    try:
+        if not path.is_file():
+            raise ModelNotFound(f"{path.parent} has no tokenizer.json", _without_tokenizer(path.parent))
+        if path.stat().st_size > TOKENIZER_NBYTES:
+            raise TokenizerError(f"{path} is {path.stat().st_size:,} bytes, too long for a tokenizer", REFETCH)
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise TokenizerError(f"{path} is not a tokenizer that can be read: byte {error.start} is no UTF-8", REFETCH) from None
+    except OSError as error:
+        raise ModelNotFound(f"cannot read {path}: {_reason(error)}", "check the permissions of the folder, or " + REFETCH) from None
+    try:
+        backend = tokenizers.Tokenizer.from_str(text)
+    except BaseException as error:
+        raise refused(error, f"{path} is not a tokenizer that can be read") from None
+    if backend.normalizer is not None and growth(json.loads(backend.normalizer.__getstate__())) > MOST_GROWTH:
+        raise TokenizerError(f"{path} makes more than {MOST_GROWTH} characters of one before it makes tokens of them", REFETCH)
+    backend.no_truncation()
+    backend.no_padding()
+    if getattr(backend.model, "dropout", None) is not None:
+        backend.model.dropout = None
+    return backend
+
+
+def growth(normalizer: Mapping[str, Any]) -> float:
+    """How many characters a normalizer makes of one, at most, by what it says of itself. A few lines of it can ask for all memory."""
+    if normalizer.get("type") == "Sequence":
+        total, made = 1.0, ""
+        for each in _steps(normalizer):
+            own, pattern = growth(each), each.get("pattern", {}).get("String") if each.get("type") == "Replace" else None
+            apart = pattern and pattern not in made  # it replaces nothing that another one made
+            total, made = max(total, own) if apart else total * own, made + 2 * str(each.get("content", ""))
+        return total
+    if normalizer.get("type") == "Prepend":
+        return max(1.0, len(normalizer["prepend"]) / 1024)
+    if normalizer.get("type") != "Replace":
+        return 1.0
+    pattern = normalizer["pattern"].get("String")
+    return max(1.0, len(normalizer["content"]) / max(1, len(pattern or "")))
+
+
+def _steps(normalizer: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """What a normalizer does one after the other, however its sequences are nested."""
+    if normalizer.get("type") != "Sequence":
+        yield normalizer
+        return
+    for each in normalizer["normalizers"]:
+        yield from _steps(each)
+
+
+def refused(error: BaseException, what: str) -> BaseException:
+    """What to raise for an error of the tokenizer's library: it raises plain Exception, and panics as something that is none."""
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        return error
+    said = " ".join(str(error).split())
+    return TokenizerError(f"{what}: {said[:200]}", REFETCH)
+
+
+def _without_tokenizer(folder: Path) -> str:
+    if (folder / "vocab.json").exists():
+        return "write one with transformers: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
+    return "copy tokenizer.json from the model's repository into the folder"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object, empty when the file is absent."""
+    try:
+        if not path.exists():
+            return {}
+        content = json.loads(read_whole(path, JSON_NBYTES))
+    except (OSError, ValueError, RecursionError) as error:
+        raise TokenizerError(f"cannot read {path}: {_reason(error)}", REFETCH) from None
+    if not isinstance(content, dict):
+        raise TokenizerError(f"{path} does not hold a JSON object", REFETCH)
+    return content
+
+
+def special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """role -> text of every `*_token` entry, written as text or as an object with `content`."""
+    entries = {k: v.get("content") if isinstance(v, dict) else v for k, v in settings.items() if k.endswith("_token")}
+    return {k: v for k, v in entries.items() if isinstance(v, str) and not any("\ud800" <= letter <= "\udfff" for letter in v)}
+
+
+def token_ids(value: Any) -> list[int]:
+    """`eos_token_id` as models write it: a number, a list, or nothing."""
+    values = value if isinstance(value, list) else [value]
+    return [v for v in values if isinstance(v, int) and not isinstance(v, bool) and v >= 0]
+
+
+def _reason(error: Exception) -> str:
+    """Why a file could not be read, without the path that the message already names."""
+    return error.strerror or str(error) if isinstance(error, OSError) else str(error)
