@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from .figures import margin, rounded
 from .interrupt import asked_to_end, interruptible
 from .loading import follow, last
-from .screen import Screen, margin, rounded
+from .screen import Screen
 
 if TYPE_CHECKING:
     from ..runtime.events import Done, Stats

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .. import DoesNotFit, DownloadFailed, ModelNotFound, UsageError
+from .figures import margin
 from .flags import add_command, flag
 from .loading import bits_for, find_any, follow, last, seeing_with, text_side, wanted_bits, with_draft
 from .options import OUTPUT, BitsFlag, Json, Mmproj, Model, Parallel, RunFlags
-from .screen import Screen, margin
+from .screen import Screen
 
 if TYPE_CHECKING:
     from pathlib import Path

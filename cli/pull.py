@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .. import DoesNotFit, ModelNotFound, UsageError, typed
+from .figures import margin, rounded
 from .flags import add_command, flag, is_typed
 from .loading import follow, last
 from .options import MEMORY, OUTPUT, AbsentModel, Json, Yes
-from .screen import Screen, margin, rounded
+from .screen import Screen
 from .settings import origin
 
 if TYPE_CHECKING:

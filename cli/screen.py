@@ -11,12 +11,13 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from io import StringIO
 from typing import TYPE_CHECKING
 
 from ..runtime.tokens.stream_filters import TerminalFilter, sanitize
 from .environment import Environment, in_json
+from .figures import duration
+from .pace import Pace, is_another
 
 if TYPE_CHECKING:
     from ..runtime.events import Progress
@@ -325,33 +326,6 @@ def cell_width(text: str) -> int:
     return cell_len(text)
 
 
-@dataclass
-class Pace:
-    """How fast a phase goes: what it did over its own time. What was done before its first event, and what other phases do between its
-    turns, are not counted. `last`: its newest event, `at` seconds of the clock."""
-
-    last: Progress
-    at: float
-    done: int = 0
-    seconds: float = 0.0
-
-    def take_turn(self, event: Progress, now: float) -> None:
-        self.last, self.at = event, now
-
-    def go_on(self, event: Progress, now: float) -> None:
-        self.done, self.seconds = self.done + event.done - self.last.done, self.seconds + now - self.at
-        self.take_turn(event, now)
-
-    @property
-    def per_s(self) -> float:
-        return self.done / self.seconds if self.seconds else 0.0
-
-
-def is_another(event: Progress, before: Progress) -> bool:
-    """Whether an event is of another operation than the one of the same name before: the next prompt, or saving."""
-    return event.done < before.done or 0 < before.total <= before.done or (event.unit == "tokens" and event.total != before.total)
-
-
 def describe(event: Progress, per_s: float, width: int | None = None) -> str:
     """`loading weights  1.20 GiB of 4.50 GiB  27%  1.1 GiB/s`, at `per_s` where the event knows no rate itself. What `width` columns do not
     show is left out whole, the share last: a number that is cut is another number."""
@@ -377,24 +351,3 @@ def describe(event: Progress, per_s: float, width: int | None = None) -> str:
 
 def joined(parts: Iterable[str]) -> str:
     return "  ".join(part for part in parts if part)
-
-
-def duration(seconds: float) -> str:
-    """8 s, 4:05 min, 3:20 h."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60}:{whole % 60:02} min"
-    return f"{whole // 3600}:{whole % 3600 // 60:02} h"
-
-
-def rounded(value: float, digits: int = 3) -> str:
-    """To so many digits, never in powers of ten: 0.52, 18.2, 1590."""
-    text = f"{value:.{digits}g}"
-    return f"{float(text):.0f}" if "e+" in text else text
-
-
-def margin(error: float) -> str:
-    """How far a prediction may be off: a share of it, or a factor where the share would reach down to nothing."""
-    return f"± {100 * error:.0f}%" if error < 0.95 else f"within a factor of {1 + error:.1f}"

@@ -12,6 +12,7 @@ import typer
 
 from .. import UsageError
 from .answer import counted
+from .figures import rounded
 from .flags import add_command, flag, is_typed
 from .loading import at_bits, at_hand, find_or_absent, judge, loaded, seeing_with, with_draft
 from .options import (
@@ -29,7 +30,7 @@ from .options import (
     Yes,
 )
 from .saving import Keeper
-from .screen import Screen, cut, rounded
+from .screen import Screen, cut
 
 if TYPE_CHECKING:
     from socket import socket

@@ -17,9 +17,10 @@ from effllm.cli.attachment import written_in_editor
 from effllm.cli.conversation import next_step
 from effllm.cli.editor import is_open, unquoted
 from effllm.cli.environment import Environment
+from effllm.cli.figures import margin, rounded
 from effllm.cli.loading import follow
 from effllm.cli.prompt import read_prompt
-from effllm.cli.screen import Screen, broken, cell_width, describe, margin, rounded
+from effllm.cli.screen import Screen, broken, cell_width, describe
 from effllm.runtime.events import Progress
 
 

@@ -13,8 +13,8 @@ import pytest
 
 from effllm.cli.app import main
 from effllm.cli.environment import Environment
+from effllm.cli.figures import rounded
 from effllm.cli.plan import bar
-from effllm.cli.screen import rounded
 from effllm.kernels import warm
 from effllm.offload import hardware
 from effllm.offload.direct import Traffic

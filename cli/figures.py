@@ -1,0 +1,24 @@
+"""Figures as a person reads them: times, rates, and how sure a prediction is."""
+
+from __future__ import annotations
+
+
+def duration(seconds: float) -> str:
+    """8 s, 4:05 min, 3:20 h."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60}:{whole % 60:02} min"
+    return f"{whole // 3600}:{whole % 3600 // 60:02} h"
+
+
+def rounded(value: float, digits: int = 3) -> str:
+    """To so many digits, never in powers of ten: 0.52, 18.2, 1590."""
+    text = f"{value:.{digits}g}"
+    return f"{float(text):.0f}" if "e+" in text else text
+
+
+def margin(error: float) -> str:
+    """How far a prediction may be off: a share of it, or a factor where the share would reach down to nothing."""
+    return f"± {100 * error:.0f}%" if error < 0.95 else f"within a factor of {1 + error:.1f}"
