@@ -20,7 +20,7 @@ from .screen import Screen
 if TYPE_CHECKING:
     from ..runtime.catalog import ModelRef
     from ..runtime.events import Call, Stats
-    from ..runtime.mcp.rounds import Question, Running, Told
+    from ..runtime.mcp.rounds import Listing, Question, Running, Told
     from ..runtime.mcp.toolbox import Toolbox
     from ..runtime.session import Session
     from .conversation import Conversation
@@ -70,7 +70,7 @@ class ToolUse:
         self.box, self.screen, self.source, self.most = box, screen, source, most
         self.calls: list[dict[str, object]] = []
         self.was_stopped = False
-        self._is_approved = is_approved
+        box.approves_all = is_approved
         self._is_refused = False
 
     def begin(self, session: Session) -> None:
@@ -83,8 +83,6 @@ class ToolUse:
                 list(follow(self.box.connect(lambda: bool(stopped)), self.screen, type(None)))
         except LetGo:
             raise KeyboardInterrupt from None
-        if self._is_approved:
-            self.box.approved |= {tool.name for tool in self.box.found}
         session.tools = self.box.tools
         if not self.box.found:
             self.screen.note(f"no tools: the answer is written without (check the servers of {self.source})")
@@ -99,13 +97,15 @@ class ToolUse:
     def answer(self, events: Iterable[object], session: Session, show: Callable[[Iterable[object]], Stats]) -> Stats:
         """`show` an answer, ask for what it calls, call that, and so on. Returns what its last part cost."""
         from ..runtime.events import Notice
-        from ..runtime.mcp.rounds import Question, Running, Told, Writing, rounds
+        from ..runtime.mcp.rounds import Listing, Question, Running, Told, Writing, rounds
 
         cost, self.was_stopped, self._is_refused = None, False, False
         with closing(rounds(session, events, self.box, self.most)) as steps:
             for step in steps:
                 if isinstance(step, Writing):
                     cost = show(step.events)
+                elif isinstance(step, Listing):
+                    self._list(step)
                 elif isinstance(step, Question):
                     self._ask(step)
                 elif isinstance(step, Running):
@@ -115,6 +115,12 @@ class ToolUse:
                 elif isinstance(step, Notice):
                     self.screen.note(step.text)
         return cost
+
+    def _list(self, listing: Listing) -> None:
+        with unechoed(self.screen.environment.stdin), interruptible(listing.cancel):
+            list(follow(listing.events, self.screen, type(None)))
+        if listing.is_cancelled:
+            raise KeyboardInterrupt
 
     def _ask(self, question: Question) -> None:
         screen, said = self.screen, told(question.call)

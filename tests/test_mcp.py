@@ -85,6 +85,8 @@ def test_a_configuration_is_read(tmp_path):
     ({"a": {"type": "sse", "url": "http://x"}}, "type 'sse'"), ({"a": {"command": 3}}, "mcpServers.a.command is no text"),
     ({"a": {"command": "x", "args": "y"}}, "args is no list"), ({"a": {"command": "x", "env": []}}, "env is no object"),
     ({"a": {"command": "x", "timeout": True}}, "timeout is True"), ({"a": {"command": "x", "timeout": 0}}, "timeout is 0"),
+    ({"a": {"url": "http://x", "headers": {"Authorization": "Bearer k\n"}}}, "headers: 'Authorization' is no header that can be sent"),
+    ({"a": {"url": "http://x", "headers": {"A b": "k"}}}, "headers: 'A b' is no header"),
     ({"a": {"command": "${NOWHERE}"}}, "variable NOWHERE, which is not set"), ("[" * 100_000, "no JSON"),
 ])
 def test_a_configuration_that_is_wrong_is_one_line_with_a_next_step(tmp_path, content, said):
@@ -180,6 +182,22 @@ class Handler(BaseHTTPRequestHandler):
         self.seen.append(("POST", {key.lower(): value for key, value in self.headers.items()}, message))
         if self.manner == "locked":
             self.answer(401, "text/plain", b"who are you?")
+            return
+        if self.manner == "forgets" and len(self.seen) == 5:  # the first call, of a session that is over
+            error = {"jsonrpc": "2.0", "id": "server-error", "error": {"code": -32600, "message": "Session not found"}}
+            self.answer(404, "application/json", json.dumps(error).encode())
+            return
+        if self.manner.startswith("moved") and self.path == "/mcp":
+            self.send_response(307)
+            self.send_header("Location", "/mcp/" if self.manner == "moved" else "http://127.0.0.2:1/mcp")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        if self.manner == "silent" and message.get("method") == "tools/call":
+            self.answer(200, "text/event-stream", b": nothing more\n\n")
+            return
+        if self.manner == "down":
+            self.answer(503, "application/json", b'{"error": "busy"}')
             return
         if self.manner == "modern" and message.get("method") == "initialize":
             reply = {"jsonrpc": "2.0", "id": message["id"], "error": {"code": -32022, "message": "no handshake here", "data": {}}}

@@ -15,6 +15,8 @@ PLACE = {"type": "object", "properties": {"place": {"type": "string", "maxLength
 TOOLS = [{"name": name, "description": f"About {name}.", "inputSchema": PLACE}
          for name in ("weather", "broken", "slow", "dies", "picture", "long", "escapes")]
 
+ODD = {"initialize": {"protocolVersion": "1\r\nX: y"}, "tools/list": {"tools": 5, "nextCursor": "again"}}
+
 
 def text(said: str, **more: Any) -> dict[str, Any]:
     return {"content": [{"type": "text", "text": said}], **more}
@@ -72,6 +74,7 @@ def main(manner: str = "") -> None:
     if manner == "garbage":
         print("Welcome to the server!\nlistening", flush=True)
     note(json.dumps({"pid": os.getpid(), "secret": os.environ.get("HF_TOKEN"), "given": os.environ.get("GIVEN")}) + "\n")
+    tools = TOOLS
     for line in sys.stdin:
         note(line)
         message = json.loads(line)
@@ -83,7 +86,16 @@ def main(manner: str = "") -> None:
             token = message["params"]["_meta"]["progressToken"]
             say({"jsonrpc": "2.0", "method": "notifications/progress", "params": {"progressToken": token, "progress": 1, "total": 2}})
             note(sys.stdin.readline() + sys.stdin.readline())
-        if (answer := answered(message, [] if manner == "empty" else TOOLS)) is not None:
+        if manner == "odd" and message.get("method") in ODD:
+            say({"jsonrpc": "2.0", "id": message["id"], "result": ODD[message["method"]]})
+            continue
+        if message.get("method") == "tools/call" and manner == "changes":  # from now on there are others
+            tools = [{**TOOLS[0], "description": "Other weather."}, {**TOOLS[0], "name": "tides"}]
+            say({"jsonrpc": "2.0", "method": "notifications/tools/list_changed"})
+        if message.get("method") == "tools/call" and manner == "far":
+            token = message["params"]["_meta"]["progressToken"]
+            say({"jsonrpc": "2.0", "method": "notifications/progress", "params": {"progressToken": token, "progress": 10**400, "total": 1}})
+        if (answer := answered(message, [] if manner == "empty" else tools)) is not None:
             say(answer)
 
 

@@ -6,6 +6,7 @@ greeted, and then every request says by itself what the handshake said.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import suppress
@@ -16,14 +17,15 @@ from ... import EffllmError, __version__, typed
 from ..events import Progress
 from .configuration import ServerEntry
 from .results import Returned, returned
-from .wire import METHOD_NOT_FOUND, Lost, Message, Refused, Transport, notification, reply, request, result_of, short
+from .wire import METHOD_NOT_FOUND, PROGRESS, Lost, Message, Refused, Transport, notification, reply, request, result_of, short
 
 HANDSHAKE, ENVELOPE = "2025-11-25", "2026-07-28"
 OTHER_VERSION = -32022
+DATE = re.compile(r"\d{4}-\d\d-\d\d", re.ASCII)  # what versions are; it goes into a header
 META = "io.modelcontextprotocol/"
 TICK_S = 0.1  # between looks at whether anybody still waits
 PING_S = 2.0  # that a server has to show that it is there
-PAGES = 100  # of a list of tools
+MOST_TOOLS, PAGES = 500, 100  # of a list; what a model is told of all of them is in every prompt
 CLIENT = {"name": "effllm", "version": __version__}
 
 
@@ -31,16 +33,23 @@ class ServerFailed(EffllmError):
     """A server cannot be reached, ended, or did not answer in time."""
 
 
+class Forgotten(ServerFailed):
+    """A server knows nothing of the session any more; greeted anew, it may be asked."""
+
+
 class LetGo(Exception):
     """Nobody waits for the answer any more."""
 
 
 class Client:
-    """`tools`: what the server offers, as it says, once it is connected. A server that was lost is begun anew when it is asked next."""
+    """`tools`: what the server offers, as it says, once it is connected; `has_more`: than are looked at. A server that was lost is begun
+    anew when it is asked next."""
 
     def __init__(self, entry: ServerEntry, env: Mapping[str, str]) -> None:
         self.entry, self._env = entry, env
         self.tools: list[Mapping[str, Any]] = []
+        self.has_more = False
+        self._has_others = False  # than before it was begun anew
         self._transport: Transport | None = None
         self._numbers, self._has_envelope, self._is_connected = count(1), False, False
         self._is_doubted = False  # it was let go amid a call, and may be at that still
@@ -48,6 +57,11 @@ class Client:
     @property
     def is_begun(self) -> bool:
         return self._transport is not None
+
+    @property
+    def is_changed(self) -> bool:
+        """It has said that it offers other tools than those that are known of it."""
+        return self._has_others or self._transport is not None and self._transport.inbox.is_changed
 
     def start(self) -> None:
         """Begin to reach it, and wait for nothing. Raises ServerFailed."""
@@ -66,21 +80,45 @@ class Client:
         """Greet it and learn its tools. Raises ServerFailed, LetGo."""
         if self._transport is None:
             self.start()
-        asking = f"waiting for server {self.entry.name}"
+        asking, before = f"waiting for server {self.entry.name}", self.tools
         try:
             yield from self._greet(asking, cancelled)
-            tools, cursor = [], {}
-            for _ in range(PAGES):
-                page = yield from self._asked("tools/list", cursor, asking, cancelled)
-                tools += [tool for tool in page.get("tools") or () if isinstance(tool, Mapping) and isinstance(tool.get("name"), str)]
-                if not isinstance(page.get("nextCursor"), str):
-                    break
-                cursor = {"cursor": page["nextCursor"]}
+            yield from self._list(asking, cancelled)
         except Refused as refused:
-            if refused.code != METHOD_NOT_FOUND or not self._is_connected:
-                self.close()
-                raise ServerFailed(f"server {self.entry.name} refuses to be used: {refused.said}", f"check {self.entry.place}") from refused
-        self.tools = tools
+            self.close()
+            raise ServerFailed(f"server {self.entry.name} refuses to be used: {refused.said}", f"check {self.entry.place}") from refused
+        self._has_others |= bool(before) and before != self.tools
+
+    def renew(self, cancelled: Callable[[], bool]) -> Iterator[Progress]:
+        """Learn its tools again. Raises ServerFailed, LetGo."""
+        self._has_others = False
+        if self._transport is None:
+            return  # it is begun, and its tools are learned, when it is called
+        try:
+            yield from self._list(f"asking server {self.entry.name} for its tools", cancelled)
+        except Refused as refused:
+            raise ServerFailed(f"server {self.entry.name} does not tell its tools again: {refused.said}", "") from refused
+
+    def _list(self, asking: str, cancelled: Callable[[], bool]) -> Generator[Progress, None, None]:
+        """Raises Refused, ServerFailed, LetGo."""
+        self._transport.inbox.is_changed = False
+        tools: list[Mapping[str, Any]] = []
+        cursors: list[str] = []
+        while len(cursors) < PAGES and len(tools) <= MOST_TOOLS:
+            try:
+                page = yield from self._asked("tools/list", {"cursor": cursors[-1]} if cursors else {}, asking, cancelled)
+            except Refused as refused:
+                if refused.code != METHOD_NOT_FOUND:
+                    raise
+                break  # it has none
+            told = page.get("tools")
+            told = told if isinstance(told, list) else ()
+            tools += [tool for tool in told if isinstance(tool, Mapping) and isinstance(tool.get("name"), str)]
+            cursor = page.get("nextCursor")
+            if not isinstance(cursor, str) or cursor in cursors:
+                break
+            cursors.append(cursor)
+        self.tools, self.has_more = tools[:MOST_TOOLS], len(tools) > MOST_TOOLS
 
     def _greet(self, asking: str, cancelled: Callable[[], bool]) -> Generator[Progress, None, None]:
         greeting = {"protocolVersion": HANDSHAKE, "capabilities": {}, "clientInfo": CLIENT}
@@ -92,7 +130,7 @@ class Client:
             self._has_envelope = True
         else:
             version = told.get("protocolVersion")
-            self._transport.version = version if isinstance(version, str) else HANDSHAKE
+            self._transport.version = version if isinstance(version, str) and DATE.fullmatch(version) else HANDSHAKE
             self._transport.send(notification("notifications/initialized"))
         self._is_connected = True
 
@@ -106,7 +144,11 @@ class Client:
             yield from self.connect(cancelled)
         params = {"name": tool, "arguments": dict(arguments)}
         try:
-            result = yield from self._asked("tools/call", params, phase, cancelled)
+            try:
+                result = yield from self._asked("tools/call", params, phase, cancelled)
+            except Forgotten:  # its session was over: nothing was called
+                yield from self.connect(cancelled)
+                result = yield from self._asked("tools/call", params, phase, cancelled)
         except Refused as refused:
             result = {"content": [{"type": "text", "text": refused.said}], "isError": True}
         if result.get("resultType", "complete") != "complete":  # it asks back, which this client did not offer
@@ -157,20 +199,27 @@ class Client:
         if (answer := reply(message)) is not None:
             self._transport.send(answer)
         params = message.get("params")
-        if message.get("method") != "notifications/progress" or not isinstance(params, dict) or params.get("progressToken") != number:
+        if message.get("method") != PROGRESS or not isinstance(params, dict) or params.get("progressToken") != number:
             return None
         done, total = params.get("progress"), params.get("total")
-        share = f"{done:g} of {total:g}" if isinstance(done, int | float) and isinstance(total, int | float) else ""
-        return " ".join(filter(None, (share, short(str(params.get("message") or "")))))
+        share = f"{done:g} of {total:g}" if _is_number(done) and _is_number(total) else ""
+        said = params.get("message")
+        return " ".join(filter(None, (share, short(said) if isinstance(said, str) else "")))
 
     def _failed(self, lost: Lost) -> ServerFailed:
         by_hand = "" if self.entry.url else "; by hand: " + " ".join(map(typed, (self.entry.command, *self.entry.args)))
-        return ServerFailed(f"server {self.entry.name} {lost.reason}", lost.step or f"check {self.entry.place}{by_hand}")
+        kind = Forgotten if lost.is_forgotten else ServerFailed
+        return kind(f"server {self.entry.name} {lost.reason}", lost.step or f"check {self.entry.place}{by_hand}")
 
     def close(self) -> None:
         transport, self._transport = self._transport, None
         if transport is not None:
             transport.close()
+
+
+def _is_number(value: Any) -> bool:
+    """A number that a line can show: JSON has integers of any length."""
+    return isinstance(value, int | float) and abs(value) < 1e300
 
 
 def _silence(transport: Transport, patience: float) -> str:

@@ -21,6 +21,7 @@ SERVERS = "mcpServers"
 EXAMPLE = '{"mcpServers": {"NAME": {"command": "PROGRAM", "args": []}}} is how it is written'
 PATIENCE_S, MOST_PATIENCE_S = 60.0, 3600.0
 SPOKEN = ("stdio", "http", "streamable-http", "streamableHttp", "streamable_http")
+HEADER_NAME, HEADER_VALUE = re.compile(r"[\w!#$%&'*+.^`|~-]+", re.ASCII), re.compile(r"[\t\x20-\x7e\xa0-\xff]*")
 VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
 
 
@@ -75,12 +76,17 @@ def _entry(name: str, given: Any, path: Path, env: Mapping[str, str]) -> ServerE
         raise UsageError(f"{where} has {'both a command and' if 'url' in given else 'neither a command nor'} a url",
                          "give the one by which it is reached")
     texts = _Texts(where, env)
+    headers = texts.mapped(given, "headers")
+    for header, value in headers.items():
+        if not HEADER_NAME.fullmatch(header) or not HEADER_VALUE.fullmatch(value):
+            raise UsageError(f"{where}.headers: {header!r:.40} is no header that can be sent",
+                             "its value is one line of plain letters, without a line's end behind it")
     approved = [*texts.listed(given, "autoApprove"), *texts.listed(given, "alwaysAllow")]
     patience = given.get("timeout", PATIENCE_S)
     if isinstance(patience, bool) or not isinstance(patience, int | float) or not 0 < patience <= MOST_PATIENCE_S:
         raise UsageError(f"{where}.timeout is {patience!r:.40}", f"seconds that an answer may take, at most {MOST_PATIENCE_S:.0f}")
     return ServerEntry(name, texts.text(given, "command"), tuple(texts.listed(given, "args")), texts.mapped(given, "env"),
-                       texts.text(given, "cwd") or None, texts.text(given, "url"), texts.mapped(given, "headers"), frozenset(approved),
+                       texts.text(given, "cwd") or None, texts.text(given, "url"), headers, frozenset(approved),
                        float(patience), str(path))
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
+from urllib.parse import urljoin
 
 from ... import __version__
 from ...offload.connection import ConnectionFailed, Network, Response, Url
@@ -15,7 +17,9 @@ from .wire import LARGEST, Inbox, Lost, Message, short
 SESSION = "Mcp-Session-Id"
 PIECE = 1 << 16
 NOTIFIED_WITHIN_S = 2.0
-FINE, GONE = (200, 202, 204), 404
+FINE, MOVED, FORGETS = (200, 202, 204), (307, 308), (400, 404)  # 400: of servers that were begun anew, though the protocol says 404
+ELSEWHERE = (301, 302, 303, *MOVED)
+MOST_MOVES = 3
 WANTS_A_KEY = (401, 403)
 ENVELOPE_VERSION = "io.modelcontextprotocol/protocolVersion"  # in every request, of the versions of the protocol that have no handshake
 
@@ -27,6 +31,7 @@ class Posts:
         self.entry, self.inbox, self.version = entry, Inbox(), ""
         self._network = Network(env, f"effllm/{__version__}", entry.patience_s)
         self._session = ""
+        self._given_up = 0  # times
 
     def open(self) -> None:
         try:
@@ -42,16 +47,39 @@ class Posts:
             sending.join(NOTIFIED_WITHIN_S)
 
     def _post(self, message: Message) -> None:
+        given_up, asked = self._given_up, message.get("id") if "method" in message else None
         try:
-            response = self._network.request("POST", self._url, self._headers(message), json.dumps(message).encode())
+            response = self._reached(json.dumps(message).encode(), self._headers(message))
         except ConnectionFailed as error:
-            self.inbox.end(Lost(f"cannot be reached: {error.reason}", error.step or f"start it, or check the url of {self.entry.place}"))
+            if given_up == self._given_up:
+                step = error.step or f"start it, or check the url of {self.entry.place}"
+                self.inbox.end(Lost(f"cannot be reached: {error.reason}", step))
             return
-        with suppress(ConnectionFailed):  # a stream that breaks off: whoever waits sees that nothing comes
+        try:
+            self._take(response, asked)
+        except ConnectionFailed as error:
+            if asked is not None and given_up == self._given_up:
+                self.inbox.end(Lost(f"broke off its answer: {error.reason}"))
+        finally:
+            response.close()
+
+    def _reached(self, body: bytes, headers: Mapping[str, str]) -> Response:
+        """The answer to a POST; where the same server says that it has moved a path, to that. Raises ConnectionFailed."""
+        response = self._network.request("POST", self._url, headers, body)
+        for _ in range(MOST_MOVES):
             try:
-                self._take(response, "id" in message and "method" in message)
-            finally:
-                response.close()
+                moved = Url.parse(self._elsewhere(response)) if response.status in MOVED else None
+            except (ConnectionFailed, ValueError):  # it names no address
+                break
+            if moved is None or moved.origin != self._url.origin:  # what is told to one server is no other's business
+                break
+            response.close()
+            self._url = moved
+            response = self._network.request("POST", moved, headers, body)
+        return response
+
+    def _elsewhere(self, response: Response) -> str:
+        return urljoin(f"{self._url.scheme}://{self._url.authority}{self._url.target}", response.header("Location") or "")
 
     def _headers(self, message: Message) -> dict[str, str]:
         params = message.get("params") or {}
@@ -60,49 +88,60 @@ class Posts:
         own |= {SESSION: self._session} if self._session else {}
         own |= {"MCP-Protocol-Version": version} if version else {}
         if ENVELOPE_VERSION in params.get("_meta", {}):  # by which such servers find their way without reading the message
-            own |= {"Mcp-Method": message["method"]} | ({"Mcp-Name": params["name"]} if "name" in params else {})
+            own |= {"Mcp-Method": message["method"]} | ({"Mcp-Name": in_header(params["name"])} if "name" in params else {})
         return {**own, **self.entry.headers}
 
-    def _take(self, response: Response, asked: bool) -> None:
-        """The messages of an answer. One who was asked and has none to say says so by its status."""
+    def _take(self, response: Response, asked: int | None) -> None:
+        """The messages of an answer. One who was asked and has none to say says so by its status. Raises ConnectionFailed."""
         self._session = self._session or response.header(SESSION) or ""
         kind = (response.header("Content-Type") or "").partition(";")[0].strip().lower()
         if kind == "text/event-stream" and response.status == 200:
-            self._stream(response)
+            if not self._stream(response, asked) and asked is not None:
+                raise ConnectionFailed("it ended without one")
             return
         body = response.read(LARGEST)
-        if kind == "application/json" and body.lstrip()[:1] in (b"{", b"["):
-            self.inbox.put(body)
-        elif response.status in WANTS_A_KEY:
+        said = short(body[:1000].decode(errors="replace"))
+        answers = self.inbox.put(body) if kind == "application/json" and body.lstrip()[:1] in (b"{", b"[") else []
+        if asked in answers:
+            return
+        if response.status in WANTS_A_KEY:
             self.inbox.end(Lost(f"wants to know who asks (HTTP {response.status})",
                                 f'give its key as "headers": {{"Authorization": "Bearer …"}} of {self.entry.place}'))
-        elif response.status == GONE and self._session:
-            self.inbox.end(Lost("has ended its session"))
+        elif response.status in FORGETS and self._session:
+            self.inbox.end(Lost("has ended its session", is_forgotten=True))
+        elif response.status in ELSEWHERE:
+            where = short(response.header("Location") or "nowhere")
+            self.inbox.end(Lost(f"has moved to {where}", f"if that is right, give it as the url of {self.entry.place}"))
         elif response.status not in FINE:
-            said = short(body[:1000].decode(errors="replace"))
             why = f"answers with HTTP {response.status}{f': {said}' if said else ''}"
             self.inbox.end(Lost(why, f"check the url of {self.entry.place}"))
-        elif asked:
-            self.inbox.put(body or "an empty answer")
+        elif asked is not None:
+            self.inbox.end(Lost(f"gave what is no answer: {said or 'nothing'}", f"check the url of {self.entry.place}"))
 
-    def _stream(self, response: Response) -> None:
-        """Events as they come, the data of each a message."""
-        piece, rest, data, length = memoryview(bytearray(PIECE)), b"", [], 0
+    def _stream(self, response: Response, asked: int | None) -> bool:
+        """Events as they come, the data of each a message. Returns whether what was asked is answered, or will never be."""
+        piece, rest, data, length, is_answered = memoryview(bytearray(PIECE)), [], [], 0, False
         while count := response.readinto(piece):
-            *lines, rest = (rest + bytes(piece[:count])).split(b"\n")
+            *lines, last = bytes(piece[:count]).split(b"\n")
+            if lines:
+                lines[0], rest = b"".join((*rest, lines[0])), []
+            rest.append(last)
             for line in lines:
                 line = line.removesuffix(b"\r")
                 if line.startswith(b"data:"):
                     data.append(line[5:].removeprefix(b" "))
                 elif not line and data:
-                    self.inbox.put(b"\n".join(data))
+                    is_answered |= asked in self.inbox.put(b"\n".join(data))
                     data, length = [], 0
             length += count
             if length > LARGEST:
                 self.inbox.end(Lost(f"wrote more than {LARGEST >> 20} MiB in one message", "ask it for less"))
-                return
+            if length > LARGEST or self.inbox.is_full:
+                return True
+        return is_answered
 
     def give_up(self) -> None:
+        self._given_up += 1
         self._network.cut()
 
     def close(self) -> None:
@@ -115,3 +154,10 @@ class Posts:
     def _leave(self) -> None:
         with suppress(ConnectionFailed):
             self._network.request("DELETE", self._url, self._headers({})).close()
+
+
+def in_header(text: str) -> str:
+    """A text as the protocol puts it into a header: as it is where a header can carry it."""
+    if text.isascii() and text.isprintable() and text == text.strip() and not text.startswith("=?base64?"):
+        return text
+    return f"=?base64?{base64.b64encode(text.encode(errors='replace')).decode()}?="

@@ -33,6 +33,13 @@ def cleaned(text: str) -> str:
 
 def returned(result: Mapping[str, Any]) -> Returned:
     """The result of a call as the protocol has it."""
+    try:
+        return _returned(result)
+    except RecursionError:  # what is read may be nested deeper than what can be written
+        return Returned("Error: what it gave back is nested too deeply to be told", is_error=True)
+
+
+def _returned(result: Mapping[str, Any]) -> Returned:
     texts, pictures = [], []
     content = result.get("content")
     for part in content if isinstance(content, list) else ():

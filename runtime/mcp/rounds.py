@@ -7,6 +7,7 @@ what runs. However it ends, every call of the history has something that it gave
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ... import EffllmError
@@ -82,12 +83,33 @@ class Told:
     remarks: tuple[str, ...] = ()
 
 
-Step = Writing | Question | Running | Told | Notice
+@dataclass
+class Listing:
+    """Servers that offer other tools now are asked for them as its `events` are read; `cancel` gives it up, and the answer with it."""
+
+    box: Toolbox
+    is_cancelled: bool = False
+    events: Iterator[Progress | Notice] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.events = self._run()
+
+    def cancel(self) -> None:
+        """Safe in a signal handler."""
+        self.is_cancelled = True
+
+    def _run(self) -> Iterator[Progress | Notice]:
+        with suppress(LetGo):
+            yield from self.box.renew(lambda: self.is_cancelled)
+
+
+Step = Writing | Listing | Question | Running | Told | Notice
 
 
 def rounds(session: Session, events: Iterator[Event], box: Toolbox, most: int = MOST_ROUNDS) -> Iterator[Step]:
     """The steps of an answer of `session`, begun by `events`, that may call the tools of a box in at most `most` rounds. To be closed."""
     try:
+        yield from _listed(session, box)
         yield Writing(events)
         done = 0
         while session.open_calls:
@@ -118,11 +140,19 @@ def rounds(session: Session, events: Iterator[Event], box: Toolbox, most: int = 
             if is_over:
                 return
             done += 1
+            yield from _listed(session, box)
             session.tools = box.tools
             yield Writing(session.go_on())
     finally:
         for call in list(session.open_calls):
             session.take_result(call, STOPPED)
+
+
+def _listed(session: Session, box: Toolbox) -> Iterator[Step]:
+    """The session knows the tools that there are now."""
+    if box.is_changed:
+        yield Listing(box)
+        session.tools = box.tools
 
 
 def tell(session: Session, call: Call, tool: Tool | None, otherwise: str, found: Returned | None = None) -> Told:

@@ -71,6 +71,8 @@ class Pipes:
                 self.inbox.end(Lost(f"wrote more than {LARGEST >> 20} MiB in one message", "ask it for less"))
                 return
             self.inbox.put(line)
+            if self.inbox.is_full:
+                return
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(ENDS_WITHIN_S)
         self._overhearer.join(ENDS_WITHIN_S)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,13 +14,15 @@ from ... import UsageError
 from ..calls.calling import Tools, tools_of
 from ..calls.messages import NAME
 from ..events import Notice, Progress
-from .client import Client, ServerFailed
+from .client import MOST_TOOLS, Client, ServerFailed
 from .configuration import ServerEntry
 from .results import Returned, cleaned
 
 ODD = re.compile(r"[^\w./-]")
 NO_NAME, LONGEST_NAME = "_", 128
 DEEPEST = 64  # a schema's objects and lists within one another
+LONGEST = 100_000  # letters of what a model is told of a tool; the longest published ones take a fifth
+SOME = 5  # names in a notice
 
 
 @dataclass(frozen=True)
@@ -36,13 +39,23 @@ class Tool:
         return self.client.entry.name
 
     @property
+    def key(self) -> tuple[Client, str]:
+        """What stays the same whatever name it has here."""
+        return self.client, self.own
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """What its server says of it."""
+        return {**self.function["function"], "name": self.own}
+
+    @property
     def description(self) -> str:
         return self.function["function"]["description"]
 
 
 class Toolbox:
     """Servers, their tools and which of them are off or may be called unasked. `strict`: a server that cannot be reached is an error, not
-    left out. `close` it however a run ends."""
+    left out. `approves_all`: of all tools, also of those that come later. `close` it however a run ends."""
 
     def __init__(self, entries: Iterable[ServerEntry], env: Mapping[str, str], strict: bool = False) -> None:
         self._strict = strict
@@ -50,6 +63,7 @@ class Toolbox:
         self.found: list[Tool] = []
         self.off: set[str] = set()  # names of tools
         self.approved: set[str] = set()
+        self.approves_all = False
 
     def start(self) -> Iterator[Notice]:
         """Begin all servers, to be `connect`ed later: they take seconds, and something else may be done meanwhile. Raises ServerFailed of a
@@ -78,24 +92,68 @@ class Toolbox:
                         yield Notice(f"server {client.entry.name} offers no tools (check {client.entry.place})")
         yield from self._name()
 
+    @property
+    def is_changed(self) -> bool:
+        """A server has said that it offers other tools now."""
+        return any(client.is_changed for client in self.clients)
+
+    def renew(self, cancelled: Callable[[], bool]) -> Iterator[Progress | Notice]:
+        """Learn the tools of servers that offer others now, and say what is other. Raises LetGo."""
+        before = {tool.key: tool.told for tool in self.found}
+        for client in self.clients:
+            if client.is_changed:
+                try:
+                    yield from client.renew(cancelled)
+                except ServerFailed as failed:
+                    yield Notice(told(failed))
+        yield from self._name()
+        now = {tool.key: tool.told for tool in self.found}
+        for client in self.clients:
+            own = [key for key in (before | now) if key[0] is client]
+            kinds = (("new", [key for key in own if key not in before]), ("gone", [key for key in own if key not in now]),
+                     ("told otherwise", [key for key in own if key in before and key in now and before[key] != now[key]]))
+            if said := "; ".join(f"{kind}: {_some([name for _, name in keys])}" for kind, keys in kinds if keys):
+                yield Notice(f"server {client.entry.name} has changed its tools ({said})")
+
     def _name(self) -> Iterator[Notice]:
-        """Names of their own for all tools: the server's where two would have the same."""
+        """Names of their own for all tools: the server's where two would have the same. One that is off stays so by whatever name; one that
+        is told otherwise than when a person agreed to it is asked for again."""
+        before = {tool.key: tool for tool in self.found}
+        off, approved = ({key for key, tool in before.items() if tool.name in names} for names in (self.off, self.approved))
+        yield from self._take_in()
+        now = {tool.key: tool for tool in self.found}
+        gone = {before[key].name for key in off if key not in now}
+        self.off = self.off - {tool.name for tool in before.values()} | {tool.name for key, tool in now.items() if key in off} | gone
+        self.approved = {tool.name for key, tool in now.items()
+                         if self.approves_all or key in approved and before[key].told == tool.told or _is_approved(tool)}
+
+    def _take_in(self) -> Iterator[Notice]:
         offered = [(client, tool) for client in self.clients for tool in client.tools]
         names = [_fit(tool["name"]) for _, tool in offered]
+        times = Counter(names)
+        taken: set[str] = set()
         self.found = []
+        for client in self.clients:
+            if client.has_more:
+                yield Notice(f"server {client.entry.name} offers more than {MOST_TOOLS} tools: the first are used, and what they take of "
+                             f"every prompt (check {client.entry.place})")
         for (client, tool), name in zip(offered, names, strict=True):
-            name = name if names.count(name) == 1 else _fit(f"{client.entry.name}.{name}")
-            if name in self:
-                yield Notice(f"server {client.entry.name} has two tools of the name {tool['name']}: the first is used")
+            name = name if times[name] == 1 else _fit(f"{client.entry.name}.{name}")
+            if name in taken:
+                yield Notice(f"server {client.entry.name} has two tools of the name {tool['name']:.80}: the first is used")
                 continue
+            taken.add(name)
             schema = tool.get("inputSchema") if isinstance(tool.get("inputSchema"), Mapping) else {"type": "object"}
             if _is_deep(schema):
-                yield Notice(f"tool {tool['name']} of server {client.entry.name} is left out: its schema is nested too deeply")
+                yield Notice(f"tool {tool['name']:.80} of server {client.entry.name} is left out: its schema is nested too deeply")
                 continue
-            described = cleaned(str(tool.get("description") or tool.get("title") or ""))
-            function = {"name": name, "description": described, "parameters": _cleaned(schema)}
+            described = next((text for key in ("description", "title") if isinstance(text := tool.get(key), str) and text), "")
+            function = {"name": name, "description": cleaned(described), "parameters": _cleaned(schema)}
+            if (letters := len(json.dumps(function, ensure_ascii=False))) > LONGEST:
+                yield Notice(f"tool {tool['name']:.80} of server {client.entry.name} is left out: of the {letters:,} letters that "
+                             f"describe it at most {LONGEST:,} are told")
+                continue
             self.found.append(Tool(name, tool["name"], client, {"type": "function", "function": function}))
-        self.approved |= {tool.name for tool in self.found if {tool.own, tool.name, "*"} & tool.client.entry.approved}
 
     def __contains__(self, name: str) -> bool:
         return any(tool.name == name for tool in self.found)
@@ -147,6 +205,16 @@ def arguments_of(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError("no JSON object")
     return value
+
+
+def _is_approved(tool: Tool) -> bool:
+    """By the configuration."""
+    return bool({tool.own, tool.name, "*"} & tool.client.entry.approved)
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(f"{name:.40}" for name in names[:SOME])
+    return shown if len(names) <= SOME else f"{shown} and {len(names) - SOME} more"
 
 
 def _fit(name: str) -> str:

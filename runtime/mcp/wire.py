@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections import deque
 from collections.abc import Mapping
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 Message = dict[str, Any]
-LARGEST = 64 << 20  # bytes of a message
+LARGEST = 64 << 20  # bytes of a message, and of those that nobody has read yet
+OVERHEAD = 1 << 10  # bytes that a short one takes
 SHOWN = 200  # letters of what a server says of itself
 METHOD_NOT_FOUND = -32601
+CHANGED, PROGRESS = "notifications/tools/list_changed", "notifications/progress"
 
 
 class Lost(Exception):
-    """The server is not there any more, or was never reached. `reason` continues a line that began with its name; `step`: what helps."""
+    """The server is not there any more, or was never reached. `reason` continues a line that began with its name; `step`: what helps.
+    `is_forgotten`: it is there, and knows nothing of whoever asks."""
 
-    def __init__(self, reason: str, step: str = "") -> None:
+    def __init__(self, reason: str, step: str = "", is_forgotten: bool = False) -> None:
         super().__init__(reason)
-        self.reason, self.step = reason, step
+        self.reason, self.step, self.is_forgotten = reason, step, is_forgotten
 
 
 class Refused(Exception):
@@ -50,45 +54,66 @@ class Transport(Protocol):
 
 
 class Inbox:
-    """Messages as they come, and in the end why no more do. `garbage`: the newest of what was no message."""
+    """Messages as they come, and in the end why no more do. `garbage`: the newest of what was no message. `is_changed`: the server has said
+    that it offers other tools; what else it tells unasked is dropped, but how far it is. `is_full`: it wrote on while nobody asked."""
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[Message | Lost] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[Message | Lost, int]] = SimpleQueue()
+        self._waiting, self._lock = 0, threading.Lock()  # bytes
         self.garbage: deque[str] = deque(maxlen=1)
+        self.is_changed = self.is_full = False
 
-    def put(self, data: bytes | str) -> None:
-        """What a server wrote as one message."""
+    def put(self, data: bytes | str) -> list[Any]:
+        """What a server wrote as one message. Returns the numbers of the requests that it answers."""
         try:
             message = json.loads(data)
         except (ValueError, RecursionError):
             message = None
-        if isinstance(message, dict):
-            self._queue.put(message)
-        elif isinstance(message, list):  # a batch, as one version of the protocol had
-            for each in message:
-                if isinstance(each, dict):
-                    self._queue.put(each)
-        elif text := short(data if isinstance(data, str) else data[: 4 * SHOWN].decode(errors="replace")):
+        if isinstance(message, dict | list):
+            batch = [each for each in (message if isinstance(message, list) else [message])  # as one version of the protocol had
+                     if isinstance(each, dict)]
+            for number, each in enumerate(batch):
+                self._sort(each, OVERHEAD + (0 if number else len(data)))
+            return [each.get("id") for each in batch if "method" not in each]
+        if text := short(data if isinstance(data, str) else data[: 4 * SHOWN].decode(errors="replace")):
             self.garbage.append(text)
+        return []
+
+    def _sort(self, message: Message, nbytes: int) -> None:
+        """Keep what somebody waits for or is asked."""
+        if "id" not in message and message.get("method") != PROGRESS:
+            self.is_changed |= message.get("method") == CHANGED
+            return
+        with self._lock:
+            if self.is_full:
+                return
+            self._waiting += nbytes
+            self.is_full = self._waiting > LARGEST + nbytes  # one of any length has room
+        if self.is_full:
+            self.end(Lost(f"wrote more than {LARGEST >> 20} MiB that nobody asked for"))
+        else:
+            self._queue.put((message, nbytes))
 
     def end(self, lost: Lost) -> None:
-        self._queue.put(lost)
+        self._queue.put((lost, 0))
 
     def take(self, seconds: float) -> Message | None:
         """The next message, None where none comes in this time. Raises Lost."""
         try:
-            found = self._queue.get(timeout=seconds)
+            found, nbytes = self._queue.get(timeout=seconds)
         except Empty:
             return None
+        with self._lock:
+            self._waiting -= nbytes
         if isinstance(found, Lost):
-            self._queue.put(found)  # also for whoever asks next
+            self._queue.put((found, 0))  # also for whoever asks next
             raise found
         return found
 
 
 def short(text: str) -> str:
     """Words of a server in one line of a message."""
-    said = " ".join(text.split())
+    said = " ".join(text[: 100 * SHOWN].split())
     return said if len(said) <= SHOWN else f"{said[: SHOWN - 1]}…"
 
 
@@ -114,6 +139,6 @@ def result_of(message: Message) -> dict[str, Any]:
     error = message.get("error")
     if error is not None:
         code, said = (error.get("code"), error.get("message")) if isinstance(error, dict) else (None, error)
-        raise Refused(code if isinstance(code, int) else 0, short(str(said or "no reason was given")))
+        raise Refused(code if isinstance(code, int) else 0, short(said) if said and isinstance(said, str) else "no reason was given")
     result = message.get("result")
     return result if isinstance(result, dict) else {}
