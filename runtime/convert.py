@@ -37,7 +37,7 @@ from .conversion.convert_tensors import Converter
 from .engine import Engine, EngineOptions, open_engine
 from .events import Notice, Progress
 from .files.small_file import TOKENIZER_NBYTES
-from .files.written import demand_folder, foreign, what_lies_at
+from .files.written import demand_folder, foreign, what_lies_at, whole_already
 from .hub import COMPANIONS, NESTED
 from .images.kept_tower import keep_tower, tower_nbytes
 from .planning.compiled import compiled
@@ -136,11 +136,18 @@ def convert(folder: Path, out: Path, options: ConvertOptions) -> Iterator[Progre
     out = Path(os.path.abspath(out))
     plan = plan_conversion(folder, options.recipe, options.target is None)
     with plan.store:
-        is_named = options.target is None and was_named(out, FILE)  # of a target the formats would be sought first, for minutes
+        is_named = was_named(out, FILE)
         if not is_named:
             check_target(out, options.replace)
         ids = calibration(plan, options)
         yield from narrow(ids)
+        if is_named:
+            made, started = _as_made(plan, out, options), time.monotonic()
+            if (finished := tidied(out, fingerprint(made, options, ids), FILE)) is not None:
+                yield Notice(whole_already(out))
+                yield _converted(out, made, finished, started)
+                return
+            check_target(out, options.replace)
         for item in decided(plan, options):
             if isinstance(item, ConversionPlan):
                 plan = item
@@ -150,12 +157,6 @@ def convert(folder: Path, out: Path, options: ConvertOptions) -> Iterator[Progre
         warnings = [each for each in plan.config.warnings if not (tower and TEXT_ALONE in each)]
         yield from (Notice(text) for text in (*warnings, *plan.notices(), *too_many_threads(options.threads)))
         started = time.monotonic()
-        if is_named:
-            if (finished := tidied(out, fingerprint(plan, options, ids), FILE)) is not None:
-                yield Notice(f"{out} is whole: a run before this one was stopped when nothing was left to make")
-                yield _converted(out, plan, finished, started)
-                return
-            check_target(out, options.replace)
         pool = ThreadPool(min(MOST_WORKERS, options.threads or hardware.cpu_threads()))
         copies = copied(plan.folder)
         check_space(out, plan.file_nbytes - held_nbytes(out) + sum(path.stat().st_size for path in copies.values()) + tower)
@@ -176,6 +177,15 @@ def convert(folder: Path, out: Path, options: ConvertOptions) -> Iterator[Progre
         finally:
             pool.close()
     yield _converted(out, plan, finished, started)
+
+
+def _as_made(plan: ConversionPlan, out: Path, options: ConvertOptions) -> ConversionPlan:
+    """The plan by which a folder that is whole would have been made: a target's formats are those that it has, and sought in no model."""
+    made = None if options.target is None else read_container(out)
+    if made is None:
+        return plan
+    names = {name: tensor.spec for name, tensor in made.tensors.items() if options.recipe.ruled(name) is None}
+    return plan.with_recipe(replace(options.recipe, names=names))
 
 
 def _converted(out: Path, plan: ConversionPlan, finished: Mapping[str, Mapping[str, object]], started: float) -> Converted:

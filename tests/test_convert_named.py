@@ -5,9 +5,14 @@ import signal
 from pathlib import Path
 
 import pytest
+from lora_adapters import RANK, adapter, peft, random
 from pulls import Person
 
+import effllm
 from effllm.offload.writer import JOURNAL, partial_folder
+from effllm.runtime.config import read_config
+
+FABLE = Path(effllm.__file__).parent / "models" / "fable"
 
 # A command that is killed when it would take away the journal of a folder that has its name.
 KILLED = """
@@ -75,3 +80,29 @@ def test_what_was_promised_and_never_made_is_not_listed(person: Person, tmp_path
     assert str(out) not in listed(person)
     assert person.types(*made(person, tmp_path / "other")).code == 0
     assert str(out) not in (person.home / "data" / "effllm" / "folders.json").read_text()
+
+
+@pytest.mark.parametrize("argv", [
+    ("export", "fable", "--lora", "{tuned}"), ("export", "fable", "--format", "compressed-tensors", "--type", "INT8"),
+    ("quantize", "fable", "--bundle-ffn", "--gate-sparsity", "0.5", "--no-kv-profile"),
+    pytest.param(("quantize", "fable", "--target", "5bpw", "--no-kv-profile"), marks=pytest.mark.slow)])
+def test_whatever_makes_a_folder_does_what_was_left(person: Person, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                    argv: tuple[str, ...]) -> None:
+    out, real, width = tmp_path / "out", os.unlink, read_config(FABLE).hidden_size
+    tuned = adapter(tmp_path / "tuned", peft({"model.layers.0.self_attn.q_proj": (random(RANK, width), random(width, RANK))}))
+    line = (*(each.format(tuned=tuned) for each in argv), "-o", str(out))
+
+    def fails(path: object, *args: object, **more: object) -> None:
+        if os.path.basename(path) == JOURNAL:
+            raise OSError(5, "Input/output error", str(path))
+        real(path, *args, **more)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "unlink", fails)
+        assert person.types(*line).code == 1 and (out / JOURNAL).exists()
+    before = contents(out)
+    again = person.types(*line)
+    assert again.code == 0 and f"{out} is whole: a run before this one was stopped" in again.err
+    del before[JOURNAL]
+    assert contents(out) == before, "nothing was made again, and nothing lies about"
+    assert f"{out} exists" in person.types(*line).refused(2)

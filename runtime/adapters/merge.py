@@ -20,11 +20,12 @@ from ... import EffllmError, UsageError, __version__
 from ...offload.checkpoint import CheckpointError, TensorStore
 from ...offload.header import TensorInfo, is_gguf
 from ...offload.shards import PlannedFile
-from ...offload.writer import FolderWriter
+from ...offload.writer import FolderWriter, tidied, was_named
 from ...quant.weight import from_f32
 from ..config import read_config
 from ..convert import check_space, check_target, copied
 from ..events import Notice, Progress
+from ..files.written import whole_already
 from ..hub import PIECES, RANKS
 from ..source import is_rounded
 from ..stores.container import read_container
@@ -55,7 +56,8 @@ def merge(source: Path, adapter: Path, out: Path) -> Iterator[Progress | Notice 
     Raises UsageError where `out` exists, the model is quantized or no folder, and CheckpointError where the two do not fit.
     """
     out = Path(os.path.abspath(out))
-    check_target(out, None)
+    if not (is_named := was_named(out, MARKER)):
+        check_target(out, None)
     config = read_config(source)
     if is_gguf(source) or read_container(source) is not None or is_rounded(source):
         raise UsageError(f"an adapter is merged into a folder of 16-bit weights, and {source} is quantized, or a GGUF file",
@@ -67,9 +69,16 @@ def merge(source: Path, adapter: Path, out: Path) -> Iterator[Progress | Notice 
         if not own.deltas and not own.whole:
             raise CheckpointError(f"{adapter} changes no weight", "look at what it holds: its training may not have been saved")
         files = _files(store)
-        sizes = sum(file.size for file in files)
+        sizes, fingerprint = sum(file.size for file in files), _fingerprint(store, own, files)
+        made = Merged(out, sizes, len({*own.deltas, *own.whole}), len(store.tensors))
+        if is_named:
+            if tidied(out, fingerprint, MARKER) is not None:
+                yield Notice(whole_already(out))
+                yield made
+                return
+            check_target(out, None)
         check_space(out, sizes)
-        with FolderWriter(out, files, _fingerprint(store, own, files), MARKER, source.name) as writer:
+        with FolderWriter(out, files, fingerprint, MARKER, source.name) as writer:
             if writer.resumed:
                 yield Notice("going on where an earlier run stopped")
             done, total = 0, sum(info.nbytes for info in store.tensors.values())
@@ -89,7 +98,7 @@ def merge(source: Path, adapter: Path, out: Path) -> Iterator[Progress | Notice 
                 beside[INDEX] = index
             beside.pop(MARKER, None)
             writer.commit(beside, {MARKER: (source / MARKER).read_text(encoding="utf-8")})
-    yield Merged(out, sizes, len({*own.deltas, *own.whole}), len(store.tensors))
+    yield made
 
 
 def _is_of_text(name: str) -> bool:

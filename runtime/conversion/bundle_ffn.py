@@ -12,7 +12,7 @@ import json
 import os
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -22,7 +22,7 @@ import numpy as np
 from ... import UsageError, __version__
 from ...offload.checkpoint import TensorStore
 from ...offload.shards import INDEX, Planned, PlannedFile, index_json, plan_files
-from ...offload.writer import FolderWriter, held_nbytes
+from ...offload.writer import FolderWriter, held_nbytes, tidied, was_named
 from ...quant.bundles import FFN_MULTIPLE, WIDTH_MULTIPLE, BundleLayout, bundle_name
 from ...quant.spec import QuantSpec
 from ...quant.weight import RAW_NUMPY
@@ -30,6 +30,7 @@ from ..config import ModelConfig, read_config
 from ..convert import ClassResult, Converted, check_space, check_target, copied
 from ..events import Notice, Progress
 from ..families import kind_of
+from ..files.written import whole_already
 from ..planning.expected import RAW
 from ..source import folder_files, open_store
 from ..sparse.bundles import ROLE, SPARSE, THRESHOLDS, is_bundled, threshold_name
@@ -72,7 +73,8 @@ def bundle(folder: Path, out: Path, replace: bool = False, source: Mapping[str, 
         raise UsageError(f"the neurons of {folder} are bundled already ({given.spec_text})", ORIGINAL)
     config = read_config(folder)
     _check(config, gate_sparsity)
-    check_target(out, replace, folder)
+    if not (is_named := was_named(out, FILE)):
+        check_target(out, replace, folder)
     with open_store(folder) as store:  # what headers tell is refused before the model is read and run
         tensors = check_tensors(config, store, given)
         if gate_sparsity is not None and not all("gate" in tensors[key] for key in tensors if key != "outer"):
@@ -92,7 +94,14 @@ def bundle(folder: Path, out: Path, replace: bool = False, source: Mapping[str, 
         check_space(out, sum(file.size for file in files) - held_nbytes(out) + sum(path.stat().st_size for path in copies.values()))
         layout = next(job.layout for job in jobs if job.layout is not None)
         yield from (Notice(said) for said in (*config.warnings, *_notices(layout, config, gate_sparsity)))
-        with FolderWriter(out, files, _fingerprint(store, files, copies, source or {}, found), FILE) as writer:
+        fingerprint = _fingerprint(store, files, copies, source or {}, found)
+        if is_named:
+            if tidied(out, fingerprint, FILE) is not None:
+                yield Notice(whole_already(out))
+                yield _converted(out, jobs, store, files, started)
+                return
+            check_target(out, replace, folder)
+        with FolderWriter(out, files, fingerprint, FILE) as writer:
             done, total = 0, sum(job.before for job in jobs)
             for job in jobs:
                 if job.stored.name not in writer.finished:
@@ -105,9 +114,13 @@ def bundle(folder: Path, out: Path, replace: bool = False, source: Mapping[str, 
             made = _container(jobs, writer, config, given, origin, gate_sparsity, gate_rule).with_files(copies, texts)
             check_target(out, replace, folder)  # it may have been filled meanwhile
             writer.commit(copies, {**texts, FILE: made.to_json()}, replace)
+    yield _converted(out, jobs, store, files, started)
+
+
+def _converted(out: Path, jobs: tuple[BundleJob, ...], store: TensorStore, files: Sequence[PlannedFile], started: float) -> Converted:
     rows = tuple(ClassResult(row, None) for row in _rows(jobs, store))
-    yield Converted(out, sum(prod(tensor.shape) for job in jobs for tensor in job.sources), _stored(jobs, store),
-                    sum(job.stored.nbytes for job in jobs), sum(file.size for file in files), rows, time.monotonic() - started)
+    return Converted(out, sum(prod(tensor.shape) for job in jobs for tensor in job.sources), _stored(jobs, store),
+                     sum(job.stored.nbytes for job in jobs), sum(file.size for file in files), rows, time.monotonic() - started)
 
 
 def _check(config: ModelConfig, gate_sparsity: float | None) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 from ... import EffllmError, UsageError, __version__
 from ...offload.checkpoint import TensorStore
 from ...offload.shards import SINGLE, PlannedFile
-from ...offload.writer import FolderWriter
+from ...offload.writer import FolderWriter, tidied, was_named
 from ...quant.imports.compressed_tensors import WORD, pack_words, quantize_groups
 from ...quant.weight import RAW_NUMPY, from_f32, to_f32
 from .. import families
@@ -27,6 +27,7 @@ from ..config import GENERATOR, OLDER, ModelConfig, read_config
 from ..convert import check_target, copied
 from ..events import Notice, Progress
 from ..families import kind_of
+from ..files.written import whole_already
 from ..sounds import HEARING
 from ..source import folder_files, is_rounded, open_store
 from ..stores.composite import text_alone
@@ -94,7 +95,8 @@ def export_compressed(source: Path, out: Path, kind: str) -> Iterator[Progress |
     if kind not in KINDS:
         raise UsageError(f"no compressed-tensors type {kind!r} is written", f"known: {', '.join(KINDS)}")
     out = Path(os.path.abspath(out))
-    check_target(out, None)
+    if not (is_named := was_named(out, MARKER)):
+        check_target(out, None)
     config, bits = read_config(source), KINDS[kind]
     why = NOT_WRITTEN.get(config.family) or ("no other tool was found to read their states so" if config.state is not None else "")
     if config.family in STACKED and config.qk_norm_each:
@@ -117,7 +119,15 @@ def export_compressed(source: Path, out: Path, kind: str) -> Iterator[Progress |
                 raise UsageError(f"{item.name} has rows of {item.shape[1]}, which are no multiple of {GROUP}", "export as GGUF")
         file = _planned({name: entry for item in items for name, entry in _entries(item).items()})
         done, total = 0, sum(item.nbytes for item in items)
-        with FolderWriter(out, [file], _fingerprint(store, source, kind, file), MARKER) as writer:
+        quantized, fingerprint = sum(item.bits > 0 for item in items), _fingerprint(store, source, kind, file)
+        made = CompressedFolder(out, file.size, quantized, len(items) - quantized)
+        if is_named:
+            if tidied(out, fingerprint, MARKER) is not None:
+                yield Notice(whole_already(out))
+                yield made
+                return
+            check_target(out, None)
+        with FolderWriter(out, [file], fingerprint, MARKER) as writer:
             if writer.resumed:
                 yield Notice("going on where an earlier run stopped")
             if writer.discarded:
@@ -136,8 +146,7 @@ def export_compressed(source: Path, out: Path, kind: str) -> Iterator[Progress |
             files = {name: path for name, path in copied(source).items() if name != MARKER}
             check_target(out, None)  # it may have been filled meanwhile
             writer.commit(files, {**texts, MARKER: json.dumps(described, indent=1) + "\n"})
-    quantized = sum(item.bits > 0 for item in items)
-    yield CompressedFolder(out, file.size, quantized, len(items) - quantized)
+    yield made
 
 
 def reader(family: str) -> str:

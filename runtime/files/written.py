@@ -28,6 +28,11 @@ def foreign(folder: Path) -> str | None:
                  or not any(fnmatch(entry.name, name) for name in NAMES) and not is_journal(entry)), None)
 
 
+def whole_already(out: Path) -> str:
+    """What is said of a folder that had its name when a run was stopped, and was tidied up now."""
+    return f"{out} is whole: a run before this one was stopped when nothing was left to make"
+
+
 def demand_folder(folder: Path, elsewhere: str = "give another place with -o") -> None:
     """Raises UsageError unless there is this folder for a result to go into: where something else has its name, or that of a folder above
     it, making it cannot work either."""
