@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from patch_sight import __file__ as PROGRAM
 from pictured_models import CASE, as_png, picture, written_with_words
-from served import Served, serving
+from served import ASKED, Served, serving
 
 from effllm.cli.server import pictures
-from effllm.cli.server.pictures import Sent, Taking
+from effllm.cli.server.pictures import NOT_FETCHED, Sent, Taking
 from effllm.runtime.images.album import Album, Picture
 from effllm.runtime.images.marks import mark
 
@@ -78,6 +78,34 @@ def test_each_api_comes_to_the_same_answer(server):
     assert reply.status == 200 and other.startswith(reply.json["message"]["content"]) and reply.json["message"]["content"]
     reply = server.ask("POST", "/api/generate", {"prompt": "Who?", "images": [DATA[1]], "stream": False, "options": options})
     assert reply.status == 200 and other.startswith(reply.json["response"]) and reply.json["response"]
+
+
+def test_what_a_tool_shows_is_seen_in_each_api(server):
+    """Codex, Claude Code and others read a file of a picture by a tool, and send what it gave back."""
+    called = {"id": "call12345", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+
+    def chat(*given: dict) -> str:
+        return said(server.chat([*ASKED, {"role": "assistant", "content": None, "tool_calls": [called]},
+                                 {"role": "tool", "tool_call_id": called["id"], "content": [*given]}], **FIXED))
+
+    one, other = (chat({"type": "image_url", "image_url": {"url": url}}) for url in URLS)
+    assert one != other
+    reply = server.respond([*ASKED, {"type": "function_call", "call_id": "call12345", "name": "look", "arguments": "{}"},
+                            {"type": "function_call_output", "call_id": "call12345",
+                             "output": [{"type": "input_image", "image_url": URLS[0]}]}], max_output_tokens=10, ignore_eos=True)
+    assert reply.status == 200 and reply.json["output"][-1]["content"][0]["text"] == one
+    block = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": DATA[0]}}
+    use, result = {"type": "tool_use", "id": "call12345", "name": "look", "input": {}}, {"type": "tool_result", "tool_use_id": "call12345"}
+    reply = server.message([*ASKED, {"role": "assistant", "content": [use]}, {"role": "user", "content": [{**result, "content": [block]}]}],
+                           **FIXED)
+    assert reply.status == 200 and reply.json["content"][-1]["text"] == one
+    reply = server.ask("POST", "/api/chat", {"messages": [*ASKED, {"role": "assistant", "tool_calls": [called]},
+                                                          {"role": "tool", "tool_name": "look", "images": [DATA[1]]}],
+                                             "stream": False, "options": {"temperature": 0, "num_predict": 10}})
+    assert reply.status == 200 and other.startswith(reply.json["message"]["content"])
+    left = chat({"type": "image_url", "image_url": {"url": "https://example.com/cat.png"}})
+    assert left == chat({"type": "text", "text": f"[a picture is left out: {NOT_FETCHED}]"})
+    server.until("a picture that a tool gave back is left out")
 
 
 def test_what_was_read_of_a_picture_is_not_read_again(server):
@@ -171,7 +199,7 @@ def test_pictures_are_made_one_after_the_other_and_only_so_many_wait(monkeypatch
             return album.take(picture(data[0]))
 
     async def asked() -> list[object]:
-        taking = Taking(Seer())
+        taking = Taking(Seer(), print)
         sent = [[Sent(lambda each=each: base64.b64encode(bytes([each])).decode(), "it", lambda text: None)] for each in range(8)]
         assert await taking.all([]) == ()
         return await asyncio.gather(*map(taking.all, sent), return_exceptions=True)

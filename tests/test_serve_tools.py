@@ -79,6 +79,18 @@ def test_a_conversation_with_a_call(knowing):
     assert knowing.chat(messages).status == 200
 
 
+def test_a_picture_of_a_tool_is_named_to_a_model_that_takes_none(server):
+    """An agent that reads a file of a picture sends what came with every further request: one that is refused would end it there."""
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGFsbG8="}}
+    called = {"id": "call12345", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    back = {"role": "tool", "tool_call_id": "call12345", "content": [{"type": "text", "text": "a.png"}, picture]}
+    messages = [*ASKED, {"role": "assistant", "tool_calls": [called]}, back]
+    prompt = server.ask("POST", "/apply-template", {"messages": messages}).json["prompt"]
+    assert "a.png\n[a picture is left out: this model takes no pictures" in prompt
+    server.until("a picture that a tool gave back is left out, which the model is told: this model takes no pictures")
+    assert server.chat([{"role": "user", "content": [picture]}]).status == 400  # what a person shows is not passed over
+
+
 def test_a_call_that_is_cut_is_content(server):
     answer = server.chat(tools=TOOLS, tool_choice=NAMED, max_tokens=12).json["choices"][0]
     assert answer["finish_reason"] == "length" and answer["message"]["content"].startswith("<tool_call>")

@@ -71,7 +71,7 @@ class Service(OneModel):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.tally, self._taking = Tally(), pictures_sent.Taking(self.replies)
+        self.tally, self._taking = Tally(), pictures_sent.Taking(self.replies, self.note)
 
     def routes(self) -> list[Route]:
         post = partial(Route, methods=["POST"])

@@ -18,6 +18,8 @@ from ...runtime.images.picture_file import MOST_POINTS
 from ...runtime.images.senses import PICTURES, RATE, SOUNDS, Sense
 from ...runtime.sounds.sound_file import MOST_SECONDS
 from .problems import AGAIN, BUSY, Problem, problem_of
+from .responses_fields import OUTPUTS
+from .turns import TOOL
 
 if TYPE_CHECKING:
     from ...runtime.answers.replies import Replies
@@ -31,37 +33,46 @@ BLANKS = str.maketrans("", "", " \r\n\t")
 MOST_WAITING = 1 << 30  # bytes of points that wait to be looked at: some thousand bytes of a request may come to 192 million
 SOUNDS_NOT_FETCHED = "sounds are not fetched from addresses: send it in the request, in base64 as data of input_audio"
 KINDS = {"image_url": PICTURES, "input_image": PICTURES, "image": PICTURES, "input_audio": SOUNDS, "audio_url": SOUNDS}  # of parts
+LEFT_OUT, LEFT_NOTE = "[a {} is left out: {}]", "a {} that a tool gave back is left out, which the model is told: {}"
 NOT_FETCHED = "pictures are not fetched from addresses: send it in the request, as data:image/png;base64,..."
 
 
 @dataclass(frozen=True)
 class Sent:
-    """A picture, or a sound, of a request as `text` gives it, in base64 or as an address; `put` sets what stands in its place."""
+    """A picture, or a sound, of a request as `text` gives it, in base64 or as an address; `put` sets what stands in its place. `by_tool`: a
+    tool gave it back, of which whoever asks knows as little as we do: what of it cannot be seen is named in its place."""
 
     text: Callable[[], object]
     where: str
     put: Callable[[str], None]
     sense: Sense = PICTURES
+    by_tool: bool = False
 
 
 def in_chat(asked: ChatAsked) -> Iterator[Sent]:
     """Of chat completions: `{"type": "image_url", "image_url": {"url": "data:..."}}` among the parts of a message, and of sounds
     `{"type": "input_audio", "input_audio": {"data": ...}}`, or an `audio_url`, as vLLM has it."""
     for number, message in enumerate(asked.messages):
-        yield from _in_parts(message.content, f"messages[{number}].content")
+        yield from _in_parts(message.content, f"messages[{number}].content", message.role == TOOL)
 
 
 def in_responses(asked: ResponsesAsked) -> Iterator[Sent]:
-    """Of responses: `{"type": "input_image", "image_url": "data:..."}`."""
+    """Of responses: `{"type": "input_image", "image_url": "data:..."}`, of messages and of what tools gave back."""
     for number, item in enumerate(asked.input if isinstance(asked.input, list) else ()):
-        if isinstance(item, dict) and item.get("type", "message") == "message":
-            yield from _in_parts(item.get("content"), f"input[{number}].content")
+        kind = item.get("type", "message") if isinstance(item, dict) else None
+        if kind in ("message", *OUTPUTS):
+            field = "output" if kind in OUTPUTS else "content"
+            yield from _in_parts(item.get(field), f"input[{number}].{field}", kind in OUTPUTS)
 
 
 def in_messages(asked: CountAsked) -> Iterator[Sent]:
-    """Of Anthropic's messages: `{"type": "image", "source": {"type": "base64", "data": ...}}`."""
+    """Of Anthropic's messages: `{"type": "image", "source": {"type": "base64", "data": ...}}`, among blocks and in those of tool_result."""
     for number, turn in enumerate(asked.messages):
-        yield from _in_parts(turn.content, f"messages[{number}].content")
+        where = f"messages[{number}].content"
+        yield from _in_parts(turn.content, where)
+        for at, block in enumerate(turn.content if isinstance(turn.content, list) else ()):
+            if isinstance(block, dict) and block.get("type") == "tool_result":
+                yield from _in_parts(block.get("content"), f"{where}[{at}].content", by_tool=True)
 
 
 def in_ollama_chat(asked: OllamaChat) -> Iterator[Sent]:
@@ -70,7 +81,7 @@ def in_ollama_chat(asked: OllamaChat) -> Iterator[Sent]:
         images, turn.images = turn.images or [], None
         marks: list[str] = []
         for at, image in enumerate(images):
-            yield Sent(partial(str, image), f"messages[{number}].images[{at}]", marks.append)
+            yield Sent(partial(str, image), f"messages[{number}].images[{at}]", marks.append, by_tool=turn.role.lower() == TOOL)
         if isinstance(turn.content, list):
             turn.content[:0] = [{"type": "text", "text": each} for each in marks]
         elif marks:
@@ -93,8 +104,9 @@ class Taking:
     """Takes the pictures of requests to one model, of one request at a time: what a decoder needs is there once, and the others' threads
     are not full of it. Raises Problem that names the field."""
 
-    def __init__(self, replies: Replies) -> None:
-        self._replies, self._turn = replies, asyncio.Lock()
+    def __init__(self, replies: Replies, note: Callable[[str], None]) -> None:
+        """`note` is told what is left out of what tools gave back."""
+        self._replies, self._note, self._turn = replies, note, asyncio.Lock()
 
     async def all(self, sent: Iterable[Sent]) -> tuple[Picture, ...]:
         """Those of a request, which whoever answers it holds meanwhile; marks stand in their places."""
@@ -102,27 +114,24 @@ class Taking:
         if (first := next(rest, None)) is None:
             return ()
         async with self._turn:
-            return await asyncio.to_thread(_taken, chain([first], rest), self._replies)
+            return await asyncio.to_thread(_taken, chain([first], rest), self._replies, self._note)
 
 
-def _taken(sent: Iterable[Sent], replies: Replies) -> tuple[Picture, ...]:
+def _taken(sent: Iterable[Sent], replies: Replies, note: Callable[[str], None]) -> tuple[Picture, ...]:
     pictures, points, samples = [], 0, 0
     if replies.sees and replies.demand_sight().waiting_nbytes() > MOST_WAITING:
         raise Problem(503, "too many large pictures wait to be looked at", BUSY, code="queue_full", headers={"retry-after": "1"},
                       hint=AGAIN)
     for each in sent:
         try:
-            if each.sense is SOUNDS:
-                replies.demand_hearing()
-                picture = replies.sound(_bytes_of(each), each.where)
-            else:
-                replies.demand_sight()
-                picture = replies.picture(_bytes_of(each), each.where)
-        except EffllmError as error:
-            problem = problem_of(error, each.where)
-            if not problem.message.startswith(each.where):
-                problem.message = f"{each.where}: {problem.message}"
-            raise problem from error
+            picture = _one(each, replies)
+        except Problem as problem:
+            if not each.by_tool:
+                raise
+            why = each.sense.noun, problem.message.removeprefix(f"{each.where}: ")
+            each.put(LEFT_OUT.format(*why))
+            note(LEFT_NOTE.format(*why))
+            continue
         points += prod(picture.size) if each.sense is PICTURES else 0
         samples += 0 if each.sense is PICTURES else prod(picture.size)
         if samples > MOST_SECONDS * RATE:
@@ -136,7 +145,22 @@ def _taken(sent: Iterable[Sent], replies: Replies) -> tuple[Picture, ...]:
     return tuple(pictures)
 
 
-def _in_parts(content: object, where: str) -> Iterator[Sent]:
+def _one(sent: Sent, replies: Replies) -> Picture:
+    """Raises Problem that begins with where it is."""
+    try:
+        if sent.sense is SOUNDS:
+            replies.demand_hearing()
+            return replies.sound(_bytes_of(sent), sent.where)
+        replies.demand_sight()
+        return replies.picture(_bytes_of(sent), sent.where)
+    except EffllmError as error:
+        problem = problem_of(error, sent.where)
+        if not problem.message.startswith(sent.where):
+            problem.message = f"{sent.where}: {problem.message}"
+        raise problem from error
+
+
+def _in_parts(content: object, where: str, by_tool: bool = False) -> Iterator[Sent]:
     for at, part in enumerate(content if isinstance(content, list) else ()):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in KINDS:
@@ -145,7 +169,7 @@ def _in_parts(content: object, where: str) -> Iterator[Sent]:
         def put(text: str, at: int = at, parts: list[Any] = content) -> None:
             parts[at] = {"type": "text", "text": text}
 
-        yield Sent(partial(_text_of, part, kind, f"{where}[{at}]"), f"{where}[{at}]", put, KINDS[kind])
+        yield Sent(partial(_text_of, part, kind, f"{where}[{at}]"), f"{where}[{at}]", put, KINDS[kind], by_tool)
 
 
 def _text_of(part: dict[str, Any], kind: str, where: str) -> object:

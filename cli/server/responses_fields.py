@@ -19,6 +19,7 @@ FREE = "input"  # the argument of a tool that takes free text
 FREE_TEXT = {"type": "object", "properties": {FREE: {"type": "string"}}, "required": [FREE], "additionalProperties": False}
 CALLED = {"max_tokens": "max_output_tokens", "response_format": "text.format", "reasoning_effort": "reasoning.effort"}
 TYPES = ("description", str, "a text"), ("parameters", dict, "a JSON schema"), ("strict", bool, "true or false")  # of tools
+OUTPUTS = ("function_call_output", "custom_tool_call_output")  # items of what tools gave back
 NOT_KEPT = "responses are not kept here: send the whole conversation as input"
 LOGPROBS = "message.output_text.logprobs"
 
@@ -154,7 +155,7 @@ def _add(turns: Turns, item: dict[str, Any], where: str) -> None:
         given = {FREE: text_at(item, FREE, where)} if kind == "custom_tool_call" else \
             object_of(text_at(item, "arguments", where), f"{where}.arguments")
         turns.call(text_at(item, "call_id", where), name, given)
-    elif kind in ("function_call_output", "custom_tool_call_output"):
+    elif kind in OUTPUTS:
         turns.give_back(text_at(item, "call_id", where), texts_of(item.get("output"), f"{where}.output"))
     elif kind == "reasoning":
         parts = item.get("content") or item.get("summary") or ()

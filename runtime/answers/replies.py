@@ -346,7 +346,17 @@ class Replies(Readings):
     def _asking(self, prompts: Prompts, messages: Sequence[Message], think: str, tools: Tools | None,
                 variables: Mapping[str, Any] | None) -> tuple[str, str]:
         """The prompt of messages, and how the answer begins that is to go on behind it. Raises EffllmError where there is none."""
-        variables = variables or {}
+        try:
+            return self._asked(prompts, messages, think, tools, variables or {})
+        except UsageError:
+            from ..calls.turns import pictures_apart, shown_by_tools
+
+            if not shown_by_tools(messages):
+                raise
+        return self._asked(prompts, pictures_apart(messages), think, tools, variables or {})
+
+    def _asked(self, prompts: Prompts, messages: Sequence[Message], think: str, tools: Tools | None,
+               variables: Mapping[str, Any]) -> tuple[str, str]:
         if tools or any(message.get("tool_calls") or message["role"] == "tool" for message in messages):
             messages, told = self._calling.prepared(messages, tools)
             variables = {**told, **variables}

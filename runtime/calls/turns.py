@@ -40,7 +40,7 @@ class ToolTurns:
         try:
             return self._rendered(prompts, messages, system, think, options, tools)
         except UsageError:
-            if not any(each["role"] == TOOL and MARK.search(each["content"]) for each in messages):
+            if not shown_by_tools(messages):
                 raise
         return self._rendered(prompts, pictures_apart(messages), system, think, options, tools)
 
@@ -84,6 +84,11 @@ class ToolTurns:
         return {"role": TOOL, "content": text, "tool_call_id": call.id, "name": call.name}
 
 
+def shown_by_tools(messages: Sequence[Message]) -> bool:
+    """Is a picture among what tools gave back?"""
+    return any(each["role"] == TOOL and MARK.search(text_of(each.get("content"))) for each in messages)
+
+
 def pictures_apart(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """The pictures that tools gave back in a user's message behind what they said, for templates that have no other place for them."""
     made: list[dict[str, Any]] = []
@@ -92,8 +97,9 @@ def pictures_apart(messages: Sequence[Message]) -> list[dict[str, Any]]:
         if message["role"] != TOOL and waiting:
             made.append({"role": "user", "content": "\n".join([*waiting, "What the tool showed."])})
             waiting = []
-        if message["role"] == TOOL and (found := [each.group() for each in MARK.finditer(message["content"])]):
+        said = text_of(message.get("content"))
+        if message["role"] == TOOL and (found := [each.group() for each in MARK.finditer(said)]):
             waiting += found
-            message = {**message, "content": MARK.sub("", message["content"]).strip() or "A picture, which follows."}
+            message = {**message, "content": MARK.sub("", said).strip() or "A picture, which follows."}
         made.append(dict(message))
     return made[:-1]
