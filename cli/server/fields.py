@@ -12,6 +12,7 @@ from .problems import LEAVE_IT, Problem
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TEXTS = ("text", "input_text", "output_text")  # types of parts that are text
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # what an assistant reasoned, as programs of one server or another send it back
 # What no answer here can have -> the values with which a request asks for nothing.
 NOT_HERE: dict[str, tuple[object, ...]] = {
     "n": (1,), "best_of": (1,), "logprobs": (False,), "top_logprobs": (0,), "prompt_logprobs": (0,),
@@ -176,17 +177,42 @@ def _checked(message: Message, where: str) -> dict[str, Any]:
     if message.role not in ROLES:
         raise Problem(400, f"{where}.role is one of {', '.join(ROLES)}, not {message.role!r:.40}", param=f"{where}.role")
     content, param = message.content, f"{where}.content"
+    told = message.model_dump(exclude_unset=True)
+    if message.role == "assistant":
+        content, told = thoughts_apart(content, told, param)
     if content is None and message.role not in ("assistant", "tool"):
         raise Problem(400, f"{param} is missing", param=param)
     if content is not None and not isinstance(content, str | list):
         raise Problem(400, f"{param} is a text or a list of parts", param=param)
-    for number, part in enumerate(content if isinstance(content, list) else ()):
-        text_of(part, f"{param}[{number}]")
-    return message.model_dump(exclude_unset=True) | {"content": content}
+    if isinstance(content, list):
+        for number, part in enumerate(content := [as_text(part) for part in content]):
+            text_of(part, f"{param}[{number}]")
+    return told | {"content": content}
+
+
+def thoughts_apart(content: Any, told: dict[str, Any], where: str) -> tuple[Any, dict[str, Any]]:
+    """An assistant's content and message, with what it reasoned as `reasoning_content`: whatever a program calls it, or in parts of type
+    thinking, as Mistral has them."""
+    found = [told[name] for name in THOUGHTS if isinstance(told.get(name), str) and told[name]]
+    if isinstance(content, list):
+        found += ["".join(texts_of(part["thinking"], f"{where}[{at}].thinking")) for at, part in enumerate(content) if is_thought(part)]
+        content = [part for part in content if not is_thought(part)]
+    return content, told | ({"reasoning_content": found[0]} if found else {})
+
+
+def as_text(part: object) -> object:
+    """What another model refused, sent back, is a text as any."""
+    is_refusal = isinstance(part, dict) and part.get("type") == "refusal" and isinstance(part.get("refusal"), str)
+    return {"type": "text", "text": part["refusal"]} if is_refusal else part
+
+
+def is_thought(part: object) -> bool:
+    return isinstance(part, dict) and part.get("type") == "thinking" and isinstance(part.get("thinking"), str | list)
 
 
 def text_of(part: object, where: str) -> str:
     """The text of a part of content. Raises Problem for one that is none."""
+    part = as_text(part)
     if isinstance(part, dict) and part.get("type") in TEXTS and isinstance(part.get("text"), str):
         return part["text"]
     kind = part.get("type") if isinstance(part, dict) else None

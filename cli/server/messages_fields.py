@@ -128,13 +128,15 @@ def _messages(asked: CountAsked) -> list[dict[str, Any]]:
 def _add(turns: Turns, role: str, block: object, where: str) -> None:
     """One block of a message."""
     kind = block.get("type") if isinstance(block, dict) else None
-    if kind == "tool_use" and role == ASSISTANT:
+    if kind in ("document", "search_result") and role == USER:
+        turns.say(role, _read(block, where))
+    elif kind == "tool_use" and role == ASSISTANT:
         given = block.get("input")
         if not isinstance(given, dict):
             raise Problem(400, f"{where}.input is an object", param=f"{where}.input")
         turns.call(text_at(block, "id", where), text_at(block, "name", where), given)
     elif kind == "tool_result" and role == USER:
-        texts = texts_of(block.get("content") or [], f"{where}.content")
+        texts = _texts(block.get("content") or [], f"{where}.content")
         turns.give_back(text_at(block, "tool_use_id", where), ["Error: " + "\n".join(texts)] if block.get("is_error") else texts)
     elif kind == "thinking" and role == ASSISTANT:
         turns.think(text_at(block, "thinking", where))
@@ -144,3 +146,33 @@ def _add(turns: Turns, role: str, block: object, where: str) -> None:
         raise Problem(400, f"{where}: blocks of type {kind} are not said by the {role}", param=where)
     else:
         turns.say(role, [text_of(block, where)])
+
+
+def _texts(content: object, where: str) -> list[str]:
+    """What a tool gave back: texts, and what they are about where it says so."""
+    if not isinstance(content, list):
+        return texts_of(content, where)
+    made: list[str] = []
+    for at, block in enumerate(content):
+        kind, place = block.get("type") if isinstance(block, dict) else None, f"{where}[{at}]"
+        if kind in ("document", "search_result"):
+            made += _read(block, place)
+        elif kind == "tool_reference":  # a tool that a search among many found
+            made.append(text_at(block, "tool_name", place))
+        else:
+            made.append(text_of(block, place))
+    return made
+
+
+def _read(block: dict[str, Any], where: str) -> list[str]:
+    """The texts of a document or of what a search found, behind what they are called. Raises Problem for files, which are not read here."""
+    source, content = block.get("source"), block.get("content")
+    head = [text for name in ("title", "context") if isinstance(text := block.get(name), str) and text]
+    if block["type"] == "search_result":
+        return [*head, *([source] if isinstance(source, str) else []), *texts_of(content, f"{where}.content")]
+    kind = source.get("type") if isinstance(source, dict) else None
+    if kind == "text":
+        return [*head, text_at(source, "data", f"{where}.source")]
+    if kind == "content":
+        return [*head, *texts_of(source.get("content"), f"{where}.source.content")]
+    raise Problem(400, f"{where}: document is not supported here as {kind}: send its text, as a source of type text", param=where)
