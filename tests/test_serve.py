@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -154,6 +155,21 @@ def test_answers_of_a_form(server: Served) -> None:
     assert said(grammar='root ::= "yes" | "no"', **wild) in ("yes", "no")
     joined = text_of(server.chat(response_format=strict, stream=True, max_tokens=200).events)
     assert set(json.loads(joined)) == {"fox"}
+
+
+@pytest.mark.parametrize("wrap", [lambda kind, value: {f"guided_{kind}": value}, lambda kind, value: {"structured_outputs": {kind: value}}])
+def test_forms_by_the_names_that_vllm_has(server: Served, wrap) -> None:
+    def said(kind: str, value: object, ask=server.chat) -> str:
+        choice, = ask(max_tokens=200, **wrap(kind, value)).json["choices"]
+        return choice["text"] if ask == server.complete else choice["message"]["content"]
+
+    assert said("choice", ['the "fox"', "the wolf\nor the bear"]) in ('the "fox"', "the wolf\nor the bear")
+    for regex in (r"[0-9]{3}/[a-c]{2}", r"^[0-9]{3}/[a-c]{2}$"):
+        assert re.fullmatch(r"[0-9]{3}/[a-c]{2}", said("regex", regex))
+    assert said("regex", r"a\$") == "a$" and re.fullmatch("[a-c]{4}", said("regex", "[a-c]{4}", server.complete))
+    assert said("grammar", 'root ::= "yes" | "no"') in ("yes", "no")
+    for schema in (SCHEMA, json.dumps(SCHEMA)):
+        assert set(json.loads(said("json", schema))) == {"fox"}
 
 
 def test_what_harms_nobody_is_let_pass(server: Served) -> None:

@@ -62,7 +62,12 @@ def plain(server: Served) -> list:
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"colour": 1}}}}, "response_format"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}}, None),
     ({"response_format": {"type": "json_object"}, "grammar": 'root ::= "a"'}, "grammar"), ({"grammar": "/etc/passwd"}, "grammar"),
-    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"), ({"guided_json": {}}, "guided_json"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"), ({"guided_json": "{"}, "guided_json"),
+    ({"guided_regex": "(?=x)"}, "guided_regex"), ({"guided_choice": []}, "guided_choice"), ({"guided_choice": [""]}, "guided_choice"),
+    ({"structured_outputs": {"choice": "x"}}, "structured_outputs.choice"),
+    ({"structured_outputs": {"regex": 1}}, "structured_outputs.regex"), ({"structured_outputs": []}, "structured_outputs"),
+    ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
+    ({"structured_outputs": {"choice": ["a"]}, "grammar": 'root ::= "a"'}, "structured_outputs.choice"),
     ({"modalities": ["audio"]}, "modalities"), ({"mirostat": 3}, "mirostat"),
     ({"mirostat_tau": -1}, "mirostat_tau"), ({"dynatemp_range": 0.5}, "dynatemp_range")])
 def test_what_is_not_answered_names_its_field(server: Served, plain: list, fields: dict, param: str | None) -> None:

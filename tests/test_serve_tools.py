@@ -8,8 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from effllm.cli.server import responses_fields
 from effllm.cli.server.fields import ChatAsked, parsed
 from effllm.cli.server.problems import Problem
+from effllm.cli.server.responses_fields import ResponsesAsked
 from effllm.cli.server.shapes import ChatShape
 from effllm.cli.server.tools import tools_asked
 from effllm.runtime.events import Call, TextDelta
@@ -117,6 +119,32 @@ def test_what_is_refused(server, fields, param, said):
         answer = server.chat(**fields, **more)
         assert answer.status == 400 and answer.error["param"] == param and said in answer.error["message"], answer.error
     assert server.chat().status == 200
+
+
+def allowing(mode: str, *names: str) -> dict:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [{"type": "function", "function": {"name": name}}
+                                                                               for name in names]}}
+
+
+def test_a_request_may_allow_some_of_its_tools():
+    """It brings the same ones each time, and says which of them may be called now."""
+    def asked(choice: dict) -> ChatAsked:
+        return ChatAsked(messages=[], tools=TOOLS, tool_choice=choice)
+
+    of_responses = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "weather"}]}
+    responses = ResponsesAsked(input="x", tools=[{"type": "function", **each["function"]} for each in TOOLS], tool_choice=of_responses)
+    for one in (asked(allowing("required", "weather")), responses_fields.chat_of(responses)[0]):
+        told = tools_asked(one)
+        assert [each["function"]["name"] for each in told.functions] == ["weather"] and told.choice == "required"
+    both = tools_asked(asked(allowing("auto", "time.now", "weather")))
+    assert both.functions == tools_asked(ChatAsked(messages=[], tools=TOOLS)).functions and both.choice == "auto"
+    assert tools_asked(asked(allowing("auto"))) is None
+    for wrong, said in ((allowing("any", "weather"), "auto or required"), (allowing("auto", "else"), "allows else"),
+                        (allowing("required"), "no tools"), ({"type": "allowed_tools"}, "a list of tools"),
+                        ({"type": "allowed_tools", "allowed_tools": {"tools": [7]}}, "none of the tools")):
+        with pytest.raises(Problem, match=said) as raised:
+            tools_asked(asked(wrong))
+        assert raised.value.status == 400 and raised.value.param.startswith("tool_choice")
 
 
 @pytest.mark.parametrize("calls", [[{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{"}}], [{"id": "1"}], ["f"]])

@@ -17,7 +17,7 @@ from ...runtime.answers.embedding import in_numbers, shortened
 from ...runtime.events import Embedded
 from .bodies import read
 from .desk import Desk
-from .fields import INSTEAD, NOT_HERE, Body, Kind
+from .fields import NOT_HERE, Body, Kind
 from .guard import RECORD
 from .llama_fields import prompts_in
 from .ollama_fields import waited_ns
@@ -41,7 +41,7 @@ Texts = list[str] | list[list[int]] | list[str | list[int]]
 
 class EmbeddingsAsked(Body):
     not_here: ClassVar[Mapping[str, tuple[object, ...]]] = {**NOT_HERE, "lora": ([],)}
-    instead: ClassVar[Mapping[str, str]] = {**INSTEAD, "lora": "the name of an adapter as model does this here"}
+    instead: ClassVar[Mapping[str, str]] = {"lora": "the name of an adapter as model does this here"}
 
     model: str | None = None
     input: Any

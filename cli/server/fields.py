@@ -19,11 +19,7 @@ NOT_HERE: dict[str, tuple[object, ...]] = {
     "n_probs": (0,), "echo": (False,), "suffix": ("",), "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],),
     "function_call": ("none", "auto"), "modalities": (["text"],), "audio": (), "web_search_options": (),
     "dynatemp_range": (0,), "min_tokens": (0,), "post_sampling_probs": (False,),
-    "length_penalty": (1,), "use_beam_search": (False,), "allowed_token_ids": ([],), "bad_words": ([],), "guided_json": (),
-    "guided_regex": (), "guided_choice": (), "guided_grammar": (), "structured_outputs": ()}
-THE_FORM, THE_GRAMMAR = "response_format does this here", "grammar does this here"
-INSTEAD = {"guided_json": THE_FORM, "guided_grammar": THE_GRAMMAR, "guided_choice": THE_GRAMMAR, "guided_regex": THE_GRAMMAR,
-           "structured_outputs": THE_FORM}
+    "length_penalty": (1,), "use_beam_search": (False,), "allowed_token_ids": ([],), "bad_words": ([],)}
 
 
 def one_or_more(value: Any) -> Any:
@@ -35,7 +31,7 @@ class Body(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
     not_here: ClassVar[Mapping[str, tuple[object, ...]]] = NOT_HERE
-    instead: ClassVar[Mapping[str, str]] = INSTEAD
+    instead: ClassVar[Mapping[str, str]] = {}
 
 
 class Scale(Body):
@@ -92,6 +88,11 @@ class Asked(Body):
     ignore_eos: bool | None = None
     response_format: dict[str, Any] | None = None
     grammar: str | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     lora: list[Scale] | None = None
 
 

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from .fields import NOT_HERE, Asked, Body, ChatAsked, texts_of
 from .problems import Problem
+from .tools import ALLOWED
 from .turns import ASSISTANT, SYSTEM, USER, Turns, object_of, text_at
 
 ROLES = {"user": USER, "assistant": ASSISTANT, "system": SYSTEM, "developer": SYSTEM}
@@ -122,6 +123,8 @@ def _choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
     """The choice of a tool, as chat completions have it."""
     if isinstance(choice, dict) and choice.get("type") in ("function", "custom") and isinstance(choice.get("name"), str):
         return {"type": "function", "function": {"name": Names.inside(choice.get("namespace"), choice["name"])}}
+    if isinstance(choice, dict) and choice.get("type") == ALLOWED and isinstance(choice.get("tools"), list):
+        return {"type": ALLOWED, ALLOWED: {"mode": choice.get("mode", "auto"), "tools": [*map(_choice, choice["tools"])]}}
     return choice
 
 

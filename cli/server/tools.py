@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from ... import UsageError
 from ...runtime.calls.calling import AUTO, REQUIRED, Tools, tools_of
@@ -11,20 +12,21 @@ from ...runtime.events import Call
 from .fields import ChatAsked
 from .problems import Problem, problem_of
 
-NONE = "none"
+NONE, ALLOWED = "none", "allowed_tools"
 KEPT_ID = re.compile(r"[A-Za-z0-9]{9,40}")  # what a model calls its call itself, where nothing else is likely to have that name
 
 
 def tools_asked(asked: ChatAsked) -> Tools | None:
     """The tools that an answer may call; None where it may call none. Raises Problem that names the field."""
-    choice = _choice(asked)
-    if not asked.tools:
+    functions, wanted = _allowed(asked)
+    choice = _choice(wanted)
+    if not functions:
         if choice not in (AUTO, NONE):
             raise Problem(400, "tool_choice asks for a call, and there are no tools", param="tool_choice",
                           hint="send them, or leave tool_choice out")
         return None
     try:
-        tools = tools_of(asked.tools, AUTO if choice == NONE else choice, asked.parallel_tool_calls is not False)
+        tools = tools_of(functions, AUTO if choice == NONE else choice, asked.parallel_tool_calls is not False)
     except UsageError as error:
         raise problem_of(error, "tools") from error
     if choice == NONE:
@@ -35,14 +37,37 @@ def tools_asked(asked: ChatAsked) -> Tools | None:
         raise problem_of(error, "tool_choice") from error
 
 
-def _choice(asked: ChatAsked) -> str:
-    """auto, none, required, or the name of a function."""
-    choice = asked.tool_choice
+def _allowed(asked: ChatAsked) -> tuple[list[dict[str, Any]], str | dict[str, Any] | None]:
+    """The tools that may be called, and the choice among them: of those that a request brings it may allow a few. The model is told of no
+    others, since it would call them. Raises Problem."""
+    tools, choice = asked.tools or [], asked.tool_choice
+    if not isinstance(choice, dict) or choice.get("type") != ALLOWED:
+        return tools, choice
+    said = choice.get(ALLOWED)
+    said = said if isinstance(said, dict) else {}
+    mode, listed = said.get("mode", AUTO), said.get("tools")
+    if mode not in (AUTO, REQUIRED) or not isinstance(listed, list):
+        raise Problem(400, f"tool_choice.{ALLOWED} has a mode, auto or required, and a list of tools", param=f"tool_choice.{ALLOWED}")
+    names = {_name(each) for each in listed}
+    known = {_name(each) for each in tools}
+    if lost := sorted(str(name) for name in names - known):
+        raise Problem(400, f"tool_choice allows {lost[0]:.40}, which is none of the tools", param=f"tool_choice.{ALLOWED}")
+    return [each for each in tools if _name(each) in names], mode
+
+
+def _name(tool: Any) -> str | None:
+    """What a function is called, as chat completions or as Responses write one; None where that is not said."""
+    function = tool.get("function", tool) if isinstance(tool, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def _choice(choice: str | dict[str, Any] | None) -> str:
+    """auto, none, required, or the name of a function. Raises Problem."""
     if choice is None or choice in (AUTO, NONE, REQUIRED):
         return choice or AUTO
-    function = choice.get("function", choice) if isinstance(choice, dict) and choice.get("type") == "function" else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str) or name in (AUTO, NONE, REQUIRED):
+    name = _name(choice) if isinstance(choice, dict) and choice.get("type") == "function" else None
+    if name is None or name in (AUTO, NONE, REQUIRED):
         raise Problem(400, 'tool_choice is none, auto, required or {"type": "function", "function": {"name": ...}}', param="tool_choice")
     return name
 

@@ -7,15 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ... import EffllmError, UsageError
+from ... import UsageError
 from ...runtime.answers.replies import Wish
-from ...runtime.calls.schema import closed
-from ...runtime.forms.constraint import ANY_OBJECT, Form, form_of_grammar, form_of_schema
 from ...runtime.sampler import BANNED, SamplerSettings
 from ...runtime.text import Tokenizer
 from ...runtime.tokens.stream_filters import StopStrings
 from .fields import Asked, ChatAsked, TextAsked
-from .problems import LEAVE_ONE, Problem, problem_of
+from .forms import form_asked
+from .problems import Problem
 
 # Field of a request -> field of SamplerSettings. Of two names for one thing the later is the name elsewhere.
 SAMPLING = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "typical_p": "typical_p",
@@ -29,7 +28,6 @@ ALONE = "top_logprobs goes with logprobs true"
 MOST_TOP = 20  # tokens beside each of an answer whose chances are told
 SEEDS = 1 << 64
 LENGTHS = ("max_completion_tokens", "max_tokens", "n_predict")
-SCHEMA, GRAMMAR, THE_SCHEMA, THE_GRAMMAR = "response_format", "grammar", "the schema", "the grammar"
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 OF_HARMONY = {"minimal": "low", "xhigh": "high", "max": "high"}
 SWITCHES = ("enable_thinking", "thinking")
@@ -48,7 +46,7 @@ def wish_of(asked: Asked, defaults: Defaults, tokenizer: Tokenizer) -> Wish:
     """Raises Problem that names the field."""
     wish = defaults.wish
     return replace(wish, settings=_biased(asked, _settings(asked, wish.settings), tokenizer), max_tokens=_length(asked, wish.max_tokens),
-                   form=_form(asked, wish.form), stops=wish.stops if asked.stop is None else _stops(asked.stop),
+                   form=form_asked(asked, wish.form), stops=wish.stops if asked.stop is None else _stops(asked.stop),
                    ignore_eos=wish.ignore_eos if asked.ignore_eos is None else asked.ignore_eos, tells=_tells(asked),
                    echo=isinstance(asked, TextAsked) and bool(asked.echo))
 
@@ -146,32 +144,3 @@ def _stops(stops: list[str]) -> tuple[str, ...]:
     if "" in stops:
         raise Problem(400, "stop: an empty text ends nothing", param="stop")
     return StopStrings(stops).stops
-
-
-def _form(asked: Asked, otherwise: Form | None) -> Form | None:
-    """What the answer is held to. `{"type": "text"}` is free, whatever the command line says. Objects have the properties that a schema
-    names alone, as llama-server holds them: schemas that are made of classes do not say so, and a small model that may name any goes on to
-    invent some."""
-    wanted = asked.response_format
-    kind = None if wanted is None else wanted.get("type")
-    if kind not in (None, "text") and asked.grammar:
-        raise Problem(400, "response_format and grammar both say what the answer is", param=GRAMMAR, hint=LEAVE_ONE)
-    try:
-        if asked.grammar:
-            return form_of_grammar(asked.grammar, GRAMMAR, THE_GRAMMAR)
-        if wanted is None:
-            return otherwise
-        if kind == "text":
-            return None
-        if kind == "json_object":
-            schema = closed(wanted.get("schema") or {"type": "object"})
-            return form_of_schema(schema, SCHEMA, THE_SCHEMA if "schema" in wanted else ANY_OBJECT)
-        if kind == "json_schema":
-            inner = wanted.get("json_schema")
-            schema = inner.get("schema") if isinstance(inner, dict) else wanted.get("schema")
-            if not isinstance(schema, dict):
-                raise Problem(400, "response_format.json_schema.schema is missing", param="response_format.json_schema.schema")
-            return form_of_schema(closed(schema), SCHEMA, THE_SCHEMA)
-    except EffllmError as error:
-        raise problem_of(error, GRAMMAR if asked.grammar else SCHEMA) from error
-    raise Problem(400, f"response_format.type is text, json_object or json_schema, not {kind!r:.40}", param="response_format.type")

@@ -147,6 +147,21 @@ def form_of_grammar(text: str, flag: str, name: str) -> Form:
         raise in_own_words(error, text, cut) from error
 
 
+def form_of_regex(regex: str, flag: str, name: str) -> Form:
+    """The form of a text that a regular expression fits as a whole; `flag` and `name` for a person. Raises UsageError."""
+    whole = regex.removeprefix("^")
+    kept = whole.removesuffix("$")
+    is_escaped = (len(kept) - len(kept.rstrip("\\"))) % 2 == 1
+    made = _library().LLMatcher.grammar_from_regex(whole if is_escaped else kept)
+    return lark_form(json.loads(made)["grammars"][0]["lark_grammar"], flag, name)
+
+
+def form_of_choices(choices: Sequence[str], flag: str, name: str) -> Form:
+    """The form of one of several texts; `flag` and `name` for a person. Raises UsageError."""
+    words = " | ".join(json.dumps(each, ensure_ascii=False) for each in choices)
+    return lark_form(f"start: CHOICE\nCHOICE: {words}", flag, name)
+
+
 def in_own_words(error: UsageError, text: str, lark: str) -> UsageError:
     """What the library says of a grammar that was written anew for it, with the place in the grammar that the person wrote."""
     found = PLACE.search(error.message)

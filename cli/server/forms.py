@@ -1,0 +1,94 @@
+"""What the answer to a request is held to, by whichever name a program asks for it: OpenAI's `response_format`, llama.cpp's `grammar`,
+vLLM's `structured_outputs` and what that was called before (`guided_json` and its like)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ... import EffllmError
+from ...runtime.calls.schema import closed
+from ...runtime.forms.constraint import ANY_OBJECT, Form, form_of_choices, form_of_grammar, form_of_regex, form_of_schema
+from .fields import Asked
+from .problems import LEAVE_ONE, Problem, problem_of
+
+FORMAT, GRAMMAR, STRUCTURED = "response_format", "grammar", "structured_outputs"
+THE_SCHEMA, THE_GRAMMAR, THE_REGEX, THE_CHOICES = "the schema", "the grammar", "the regular expression", "the choices"
+KINDS = ("json", "json_object", "regex", "choice", GRAMMAR)  # of vLLM's fields
+
+
+def form_asked(asked: Asked, otherwise: Form | None) -> Form | None:
+    """`{"type": "text"}` is free, whatever the command line says. Objects have the properties that a schema names alone, as llama-server
+    holds them: schemas that are made of classes do not say so, and a small model that may name any goes on to invent some. Raises Problem
+    that names the field."""
+    given = [*_given(asked)]
+    if len(given) > 1:
+        (first, *_), (second, *_) = given[:2]
+        raise Problem(400, f"{first} and {second} both say what the answer is", param=second, hint=LEAVE_ONE)
+    if not given:
+        return None if asked.response_format is not None else otherwise
+    field, kind, value = given[0]
+    try:
+        return _form(field, kind, value)
+    except EffllmError as error:
+        raise problem_of(error, field) from error
+
+
+def _given(asked: Asked) -> Iterator[tuple[str, str, Any]]:
+    """Field, kind and value of each form that is asked for."""
+    if asked.response_format is not None and (named := _of_format(asked.response_format)) is not None:
+        yield FORMAT, *named
+    if asked.grammar:
+        yield GRAMMAR, GRAMMAR, asked.grammar
+    structured = asked.structured_outputs or {}
+    for key, value in structured.items():
+        if value not in (None, False, ""):
+            if key in KINDS:
+                yield f"{STRUCTURED}.{key}", key, value
+            elif key == "structural_tag":
+                raise Problem(400, f"{STRUCTURED}.{key} is not supported", param=f"{STRUCTURED}.{key}", code="unsupported_parameter",
+                              hint="strict in a function holds its calls to its schema")
+    for kind in KINDS:
+        if (value := getattr(asked, f"guided_{kind}", None)) not in (None, ""):
+            yield f"guided_{kind}", kind, value
+
+
+def _of_format(wanted: Mapping[str, Any]) -> tuple[str, Any] | None:
+    """Kind and value of a `response_format`; None where it asks for nothing."""
+    kind = wanted.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return ("json", wanted["schema"]) if wanted.get("schema") else ("json_object", True)
+    if kind == "json_schema":
+        inner = wanted.get("json_schema")
+        schema = inner.get("schema") if isinstance(inner, dict) else wanted.get("schema")
+        if not isinstance(schema, dict):
+            raise Problem(400, f"{FORMAT}.json_schema.schema is missing", param=f"{FORMAT}.json_schema.schema")
+        return "json", schema
+    raise Problem(400, f"{FORMAT}.type is text, json_object or json_schema, not {kind!r:.40}", param=f"{FORMAT}.type")
+
+
+def _form(field: str, kind: str, value: Any) -> Form:
+    if kind == "json_object":
+        return form_of_schema({"type": "object"}, field, ANY_OBJECT)
+    if kind == "json":
+        return form_of_schema(closed(_schema(value, field)), field, THE_SCHEMA)
+    if kind == "choice":
+        if not isinstance(value, list) or not value or not all(isinstance(each, str) and each for each in value):
+            raise Problem(400, f"{field} is a list of texts, none of them empty", param=field)
+        return form_of_choices(value, field, THE_CHOICES)
+    if not isinstance(value, str):
+        raise Problem(400, f"{field} is a text", param=field)
+    return form_of_regex(value, field, THE_REGEX) if kind == "regex" else form_of_grammar(value, field, THE_GRAMMAR)
+
+
+def _schema(value: Any, field: str) -> Any:
+    """A schema, which vLLM takes as a text too."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        raise Problem(400, f"{field} is no JSON schema: its text is no JSON", param=field) from None
