@@ -177,8 +177,8 @@ def built_in_values() -> dict[str, object]:
     values = {field.name: getattr(defaults, field.name) for group, defaults in
               ((RunFlags, EngineOptions()), (SamplingFlags, SamplerSettings())) for field in flags_of(group)}
     values |= {field.name: None for field in flags_of(AnswerFlags)} | dict(zip(("kv_sink", "kv_window"), ends_of(EngineOptions())))
-    return values | {"predict": -1, "think": "auto", "overflow": EngineOptions().overflow, "keep": False, "stats": False, "markdown": False,
-                     "session_disk": DISK}
+    return values | {"predict": -1, "reasoning_budget": -1, "think": "auto", "stats": False, "markdown": False, "keep": False,
+                     "overflow": EngineOptions().overflow, "session_disk": DISK}
 
 
 def written(value: object) -> str:

@@ -163,6 +163,7 @@ def judge(answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags, saving
     for text, what in ((answer.system or "", "--system"), *((each, "--stop") for each in answer.stop or ())):
         typed_text(text, what)
     most_tokens(answer.predict)
+    most_tokens(answer.reasoning_budget, "--reasoning-budget")
     options = engine.options(overflow=answer.overflow)
     for size in (options.ram, options.vram, options.kv_ram, options.disk, saving.session_disk or DISK):
         if size is not None:
@@ -364,4 +365,4 @@ def open_session(ref: ModelRef, answer: AnswerFlags, sampling: SamplingFlags, en
     with loaded(ref, engine.options(overflow=answer.overflow), screen, sees) as model:
         asked = answer.think if model.tokenizer.thinks or "think" not in answer.settled else None
         yield Session(model.engine, model.tokenizer, settings, system=answer.system, think=asked or "auto", stops=stops,
-                      max_tokens=max_tokens, raw=raw, ignore_eos=ignore_eos, form=form)
+                      max_tokens=max_tokens, raw=raw, ignore_eos=ignore_eos, form=form, most_thought=answer.most_thought)

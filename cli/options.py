@@ -289,12 +289,18 @@ class AnswerFlags(Group):
                                              "Lark), or written here (GBNF)")] = None
     think: Annotated[Literal["auto", "on", "off"] | None, flag(ANSWER, "--think", "auto|on|off",
                                                                "let a model reason first, dim on stderr (auto)")] = None
+    reasoning_budget: Annotated[int | None, flag(ANSWER, "--reasoning-budget", "N", "tokens of reasoning at most, then the answer "
+                                                 "begins; -1 is no limit (-1)")] = None
     overflow: Annotated[Literal["error", "shift"] | None, flag(ANSWER, "--overflow", "error|shift",
                                                                "a full context ends the answer, or forgets its middle (error)")] = None
 
     @property
     def max_tokens(self) -> int | None:
         return most_tokens(self.predict)
+
+    @property
+    def most_thought(self) -> int | None:
+        return most_tokens(self.reasoning_budget, "--reasoning-budget")
 
     def form(self) -> Form | None:
         """What answers are held to; of --schema and --grammar what was typed holds. Raises UsageError."""
@@ -314,11 +320,11 @@ def demand_room(tokens: int | None, hint: str) -> None:
         raise UsageError("-n 0 leaves no room for an answer", hint)
 
 
-def most_tokens(predict: int | None) -> int | None:
-    """-n as a session takes it: None is no limit. Raises UsageError."""
-    if predict is not None and predict < -1:
-        raise UsageError(f"-n {predict} is no number of tokens", "0 or more, or -1 for no limit")
-    return None if predict in (None, -1) else predict
+def most_tokens(tokens: int | None, flag: str = "-n") -> int | None:
+    """-n, or another limit, as a session takes it: None is no limit. Raises UsageError."""
+    if tokens is not None and tokens < -1:
+        raise UsageError(f"{flag} {tokens} is no number of tokens", "0 or more, or -1 for no limit")
+    return None if tokens in (None, -1) else tokens
 
 
 def given(flags: EngineFlags | SamplingFlags) -> dict[str, object]:

@@ -146,7 +146,8 @@ def serve(context: typer.Context, models: Models = None, host: Host = "127.0.0.1
             settings, form = sampling.settings(ref.folder, screen.note), answer.form()
             with ExitStack() as lasting, loaded(ref, options, screen, sees=True) as opened:
                 think = answer.think if opened.tokenizer.thinks or "think" not in answer.settled else None
-                wish = Wish(settings, think or "auto", StopStrings(answer.stop or ()).stops, answer.max_tokens, form=form)
+                wish = Wish(settings, think or "auto", StopStrings(answer.stop or ()).stops, answer.max_tokens, form=form,
+                            most_thought=answer.most_thought)
                 engines = several(opened.engine, parallel, screen, lasting)
                 desk = Desk(queue, parallel, Rounds(opened.engine.shares))
                 kept = kept_prompts(opened.engine, ref, keeping, keep_prompts, screen, lasting)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 SETTINGS = names_and_types(SamplingFlags)
 
 BREAKERS = "dry-sequence-breaker"
+LIMITS = {"predict": "max_tokens", "reasoning-budget": "most_thought"}  # of tokens: their names in a session
 FORMS = ("schema", "grammar")  # of which the answers are held to one
 # What Ollama calls them after /set, and what it sets there that is no setting of an answer.
 OLLAMAS = {"temperature": "temp", "format": "schema", "num_predict": "predict", "n": "predict", "n_predict": "predict",
@@ -137,13 +138,14 @@ def change(chat: Conversation, rest: str) -> None:
 
 
 def settable() -> list[str]:
-    return [*SETTINGS, "predict", "think", "markdown", *FORMS]
+    return [*SETTINGS, *LIMITS, "think", "markdown", *FORMS]
 
 
 def current(chat: Conversation, name: str) -> object:
     session = chat.session
-    if name == "predict":
-        return "unlimited" if session.max_tokens is None else session.max_tokens
+    if name in LIMITS:
+        tokens = getattr(session, LIMITS[name])
+        return "unlimited" if tokens is None else tokens
     if name == "think":
         return session.think
     if name in FORMS:
@@ -172,10 +174,11 @@ def assign(chat: Conversation, name: str, value: str) -> None:
         chat.screen.markdown = value == "on"
         if value == "on" and not chat.screen.markdown:
             raise UsageError("the answers go where no styles are shown", "a terminal other than TERM=dumb, without NO_COLOR")
-    elif name == "predict":
-        tokens = most_tokens(converted(name, value, int))
-        demand_room(tokens, "/set predict -1 is no limit")
-        session.max_tokens = tokens
+    elif name in LIMITS:
+        tokens = most_tokens(converted(name, value, int), "-n" if name == "predict" else f"--{name}")
+        if name == "predict":
+            demand_room(tokens, "/set predict -1 is no limit")
+        setattr(session, LIMITS[name], tokens)
     elif name == BREAKERS:
         session.settings = replace(session.settings, **SamplingFlags(dry_sequence_breakers=value.split()).said())
     else:

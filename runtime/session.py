@@ -57,7 +57,7 @@ class Answered:
 
 class Session:
     """`think`: auto leaves reasoning to the model, on and off ask its template for it. `stops` are strings that end an answer, `form` is
-    what answers are held to.
+    what answers are held to, `most_thought` how many tokens of each may be reasoning (None: no limit).
 
     Messages are dicts with `role` and `content`, the system prompt kept apart in `system`. An answer may call `tools`: its message then has
     `tool_calls`, and whoever runs the conversation gives back something for each of the `open_calls` (`take_result`) and lets it `go_on`.
@@ -67,9 +67,9 @@ class Session:
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, settings: SamplerSettings, system: str | None = None, think: str = "auto",
                  stops: Sequence[str] = (), max_tokens: int | None = None, raw: bool = False, ignore_eos: bool = False,
-                 from_process_start: bool = False, form: Form | None = None) -> None:
+                 from_process_start: bool = False, form: Form | None = None, most_thought: int | None = None) -> None:
         self.engine, self.tokenizer, self.system, self.think, self.stops = engine, tokenizer, system, think, tuple(stops)
-        self.max_tokens, self.ignore_eos = max_tokens, ignore_eos
+        self.max_tokens, self.ignore_eos, self.most_thought = max_tokens, ignore_eos, most_thought
         self._prompts = Prompts(tokenizer, raw, engine.album)
         self._pictures: set[Picture] = set()  # whose rows may be wanted again while the conversation lives
         self.raw = self._prompts.raw
@@ -327,7 +327,7 @@ class Session:
         """Run the prompt and stream the answer; `inside`: the prompt ends in the midst of it. However it ends, what was said goes into
         `history`."""
         answer = Answer(self.engine, self.tokenizer, self._sampler, think, self.stops, self.max_tokens, lambda: self._cancelled,
-                        self.ignore_eos, self._held, self.think != "off", self.raw, said, marks)
+                        self.ignore_eos, self._held, self.think != "off", self.raw, said, marks, most_thought=self.most_thought)
         try:
             yield from answer.written(ids, inside)
         finally:

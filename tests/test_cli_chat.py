@@ -191,6 +191,7 @@ def test_settings_change_what_follows(chat: Chat) -> None:
     assert "temp is 0.5" in chat.say("/set temp 0.5") and "temp is 0.5" in chat.say("/set temp")
     assert "schema is json" in chat.say("/set format json") and "schema is off" in chat.say("/set schema off")
     assert "cannot read nowhere" in chat.say("/set grammar nowhere") and "grammar is off" in chat.say("/set grammar")
+    assert "reasoning-budget is 64" in chat.say("/set reasoning-budget 64") and "-2 is no number" in chat.say("/set reasoning-budget -2")
     assert "did you mean temp?" in chat.say("/set tmep 1")
     assert "top-k takes a whole number, not 'many'" in chat.say("/set top-k many")
     assert "top_p must be" in chat.say("/set top-p 7")

@@ -93,7 +93,25 @@ class Asked(Body):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    thinking_budget_tokens: int | None = None
+    thinking_token_budget: int | None = None
     lora: list[Scale] | None = None
+
+
+class Reasoning(Body):
+    """As Responses ask for reasoning, and OpenRouter's programs in chats."""
+
+    effort: str | None = None
+    summary: str | None = None
+    enabled: bool | None = None
+    max_tokens: int | None = None
+
+
+class Thinking(Body):
+    """As Anthropic's API asks for it, and DeepSeek's and others in chats."""
+
+    type: str | None = None
+    budget_tokens: int | None = None
 
 
 class Message(Body):
@@ -106,6 +124,11 @@ class ChatAsked(Asked):
     n: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    reasoning: Reasoning | None = None
+    thinking: Thinking | None = None
+    enable_thinking: bool | None = None
+    think: bool | str | None = None
+    thinking_budget: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None

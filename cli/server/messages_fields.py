@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from .fields import NOT_HERE, Asked, Body, ChatAsked, text_of, texts_of
+from .fields import NOT_HERE, Asked, Body, ChatAsked, Thinking, text_of, texts_of
 from .problems import Problem
 from .turns import ASSISTANT, SYSTEM, USER, Turns, text_at
 from .wishes import EFFORTS, OF_HARMONY
@@ -30,10 +30,6 @@ class Tool(Body):
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
-
-
-class Thinking(Body):
-    type: str
 
 
 class OutputConfig(Body):
@@ -71,7 +67,8 @@ def chat_of(asked: CountAsked) -> tuple[ChatAsked, list[dict[str, Any]]]:
     config, choice = asked.output_config or OutputConfig(), asked.tool_choice
     common = {name: getattr(asked, name) for name in Asked.model_fields}
     own = {"messages": [], "tools": [_function(tool, f"tools[{number}]") for number, tool in enumerate(asked.tools or ())],
-           "tool_choice": choice and _choice(choice), "parallel_tool_calls": not (choice and choice.disable_parallel_tool_use),
+           "thinking": asked.thinking, "tool_choice": choice and _choice(choice),
+           "parallel_tool_calls": not (choice and choice.disable_parallel_tool_use),
            "chat_template_kwargs": {**_thinking(asked.thinking, config.effort), **(asked.chat_template_kwargs or {})}}
     if asked.stop_sequences is not None:
         own["stop"] = asked.stop_sequences

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from .fields import NOT_HERE, Asked, Body, ChatAsked, texts_of
+from .fields import NOT_HERE, Asked, Body, ChatAsked, Reasoning, texts_of
 from .problems import Problem
 from .tools import ALLOWED
 from .turns import ASSISTANT, SYSTEM, USER, Turns, object_of, text_at
@@ -27,11 +27,6 @@ LOGPROBS = "message.output_text.logprobs"
 
 class Text(Body):
     format: dict[str, Any] | None = None
-
-
-class Reasoning(Body):
-    effort: str | None = None
-    summary: str | None = None
 
 
 class ResponsesAsked(Asked):
@@ -81,7 +76,8 @@ def chat_of(asked: ResponsesAsked) -> tuple[ChatAsked, list[dict[str, Any]], Nam
     common = {name: getattr(asked, name) for name in Asked.model_fields}
     own = {"messages": [], "tools": _functions(asked.tools or [], names), "tool_choice": _choice(asked.tool_choice),
            "parallel_tool_calls": asked.parallel_tool_calls, "chat_template_kwargs": asked.chat_template_kwargs,
-           "reasoning_effort": asked.reasoning and asked.reasoning.effort, "logprobs": asked.tells, "top_logprobs": asked.top_logprobs}
+           "reasoning": asked.reasoning, "reasoning_effort": asked.reasoning and asked.reasoning.effort,
+           "logprobs": asked.tells, "top_logprobs": asked.top_logprobs}
     if asked.max_output_tokens is not None:
         own["max_tokens"] = asked.max_output_tokens
     if asked.text is not None and asked.text.format is not None:

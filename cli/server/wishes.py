@@ -15,6 +15,7 @@ from ...runtime.tokens.stream_filters import StopStrings
 from .fields import Asked, ChatAsked, TextAsked
 from .forms import form_asked
 from .problems import Problem
+from .thinking import thinking_of
 
 # Field of a request -> field of SamplerSettings. Of two names for one thing the later is the name elsewhere.
 SAMPLING = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "typical_p": "typical_p",
@@ -30,7 +31,7 @@ SEEDS = 1 << 64
 LENGTHS = ("max_completion_tokens", "max_tokens", "n_predict")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 OF_HARMONY = {"minimal": "low", "xhigh": "high", "max": "high"}
-SWITCHES = ("enable_thinking", "thinking")
+BUDGET = "thinking_budget"  # a variable of templates
 TAKEN = ("messages", "tools", "add_generation_prompt", "self")  # what a template is given is not a variable of a request's
 
 
@@ -76,17 +77,19 @@ def reasoning_of(asked: ChatAsked, wish: Wish, tokenizer: Tokenizer) -> tuple[Wi
         if name in variables:
             where = f"chat_template_kwargs.{name}"
             raise Problem(400, f"{where} is not a variable of the template", param=where, hint="leave it out")
-    switch = next((variables[name] for name in SWITCHES if isinstance(variables.get(name), bool)), None)
-    effort, more = asked.reasoning_effort, {}
+    thinking, more = thinking_of(asked, variables), {}
+    effort, names = thinking.effort, frozenset() if tokenizer.template is None else tokenizer.template.variables
     if effort is not None:
         if effort not in EFFORTS:
             raise Problem(400, f"reasoning_effort is one of {', '.join(EFFORTS)}, not {effort!r:.40}", param="reasoning_effort")
-        switch = effort != "none" if switch is None else switch
-        template = tokenizer.template
-        if effort != "none" and template is not None and "reasoning_effort" in template.variables:
+        if effort != "none" and "reasoning_effort" in names:
             more["reasoning_effort"] = OF_HARMONY.get(effort, effort)
-    if switch is not None and tokenizer.thinks:
-        wish = replace(wish, think="on" if switch else "off")
+    if thinking.budget is not None:
+        wish = replace(wish, most_thought=None if thinking.budget == NO_LIMIT else thinking.budget)
+        if thinking.budget > 0 and BUDGET in names:  # a template that tells its model of it, as Seed's
+            more[BUDGET] = thinking.budget
+    if thinking.switch is not None and tokenizer.thinks:
+        wish = replace(wish, think="on" if thinking.switch else "off")
     return wish, {**more, **variables}
 
 

@@ -21,9 +21,12 @@ from ..text import Tokenizer
 from ..tokens.stream_filters import ChannelFilter, Indented, StopStrings, ThinkFilter
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from ..calls.filter import CallFilter
     from ..forms.constraint import Vocabulary
     from ..sampling.sure import Sure
+    from ..sampling.thought_limit import ThoughtLimit
 
 Reasoning = ThinkFilter | ChannelFilter
 
@@ -34,7 +37,7 @@ class Answer:
     the form that it is of, `may_reason`: whether reasoning may come first. `raw`: the prompt is a text that goes on, without a template.
     `ends`: tokens that end it beside those that end any; `most_s`: seconds behind its first token after which it ends, if it has a whole
     line by then; `indent`: it ends before a line that is indented by fewer blanks. `sure`: it has what the model is sure of, unless it is
-    held to a form.
+    held to a form. `most_thought`: so many of its tokens may be reasoning (None: no limit).
 
     `said` is how it began before; `shown` and `thought` are what came, `tokens` as it was sampled, the one that ended it among them.
     `reasoned`: how many of them were reasoning. `stopped_by`: the stop string that ended it, if one did. `is_exact`: the tokens say just
@@ -59,6 +62,7 @@ class Answer:
     most_s: float | None = None
     indent: int = 0
     sure: bool = False
+    most_thought: int | None = None
     calls: list[Call] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     shown: list[str] = field(default_factory=list)
@@ -79,6 +83,13 @@ class Answer:
 
         return Sure(self.tokenizer, self.tokenizer.stop_ids | self.ends, self.sampler.settings)
 
+    def _thought_limit(self, otherwise: Callable[[np.ndarray], None] | None) -> ThoughtLimit | None:
+        if self.most_thought is None:
+            return None
+        from ..sampling.thought_limit import ThoughtLimit  # of few answers
+
+        return ThoughtLimit(self.most_thought, self.tokenizer, self.think, otherwise)
+
     def written(self, ids: list[int], inside: bool = False) -> Iterator[Event]:
         """Run the prompt `ids` and write the answer; `inside`: the prompt ends in the midst of it."""
         engine, said, think = self.engine, self.said, self.think
@@ -90,7 +101,9 @@ class Answer:
         stops, indented, has_line = StopStrings(self.stops, said), Indented(self.indent), False
         stream = self.tokenizer.stream(ids if self.raw or said or inside else (), self.marks)
         held = self._held = self.held_to and self.held_to.begin(said, self.raw or inside, think, self.may_reason, ids if inside else ())
-        self.sampler.narrow = held.narrow if held else self._sure.narrow if self.sure else None
+        narrow = held.narrow if held else self._sure.narrow if self.sure else None
+        limit = None if think is None else self._thought_limit(narrow)
+        self.sampler.narrow = limit.narrow if limit else narrow
         if engine.speculation is not None:
             engine.speculation.forced = held and held.forced
         trail = None if self.sampler.tells is None else Trail()
@@ -127,6 +140,8 @@ class Answer:
                         continue
                     self.tokens.append(step.token)
                     self._first_at = self._first_at or time.monotonic()
+                    if limit:
+                        limit.took(step.token)
                     ends = step.finish == "stop"
                     text, at_answer = "" if ends else stream.push(step.token), think is None or think.at_answer
                     may_open = think is not None and think.may_open
@@ -159,6 +174,8 @@ class Answer:
                 into[kind].append(part)
                 parts.append((kind, part))
             yield from trail.events(parts, len(certain)) if trail else map(_event, parts)
+            if limit and limit.reached:
+                yield Notice(f"reasoning was ended after {self.most_thought} tokens (--reasoning-budget)")
         except KeyboardInterrupt:  # a pass was left in its middle: what the cache holds is not known
             engine.reset()
             raise

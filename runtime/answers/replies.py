@@ -51,11 +51,12 @@ SYSTEM, DEVELOPER = "system", "developer"  # newer programs call the system prom
 @dataclass(frozen=True)
 class Wish:
     """What one answer is to be. `think`: auto leaves reasoning to the model, on and off ask its template for it. `stops` end the answer,
-    `max_tokens` too (None: no limit); with `ignore_eos` it goes on behind the model's end of text. `form` is what it is held to. `tells`:
-    how likely each token was is told, and of so many of the likeliest beside it (None: nothing is). `echo`: a text comes first that it is
-    to continue, with the same of its tokens. `most_s`: seconds behind its first token after which it ends, if it has a
-    whole line by then. `indent`: it ends before a line that is indented by fewer blanks. `sure`: it has what the model is sure of, and ends
-    where that is nothing, unless it has a form. `choice`: how much of each adapter it has, None for what `Replies.usual` says."""
+    `max_tokens` too (None: no limit); with `ignore_eos` it goes on behind the model's end of text. `form` is what it is held to.
+    `tells`: how likely each token was is told, and of so many of the likeliest beside it (None: nothing is). `echo`: a text comes first
+    that it is to continue, with the same of its tokens. `most_s`: seconds behind its first token after which it ends, if it has a whole
+    line by then. `indent`: it ends before a line that is indented by fewer blanks. `sure`: it has what the model is sure of, and ends
+    where that is nothing, unless it has a form. `choice`: how much of each adapter it has, None for what `Replies.usual` says.
+    `most_thought`: so many of its tokens may be reasoning (None: no limit)."""
 
     settings: SamplerSettings
     think: str = "auto"
@@ -69,6 +70,7 @@ class Wish:
     indent: int = 0
     sure: bool = False
     choice: Choice | None = None
+    most_thought: int | None = None
 
 
 class Replies(Readings):
@@ -301,7 +303,7 @@ class Replies(Readings):
         sampler.tells = wish.tells
         answer = Answer(engine, self.tokenizer, sampler, think, wish.stops, wish.max_tokens, cancelled, wish.ignore_eos,
                         self._held_to(wish.form), wish.think != "off", raw, said, marks, ends, wish.most_s, wish.indent,
-                        wish.sure)
+                        wish.sure, wish.most_thought)
         try:
             is_read = False
             for event in answer.written(ids):
@@ -380,7 +382,6 @@ class Replies(Readings):
         for message in rest:
             if message["content"] is None and not message.get("tool_calls"):  # an empty answer, as some clients send it back
                 message["content"] = ""
-        for message in rest:
             if message["role"] == DEVELOPER and DEVELOPER not in template:
                 message["role"] = SYSTEM
         said, beside = [], {}

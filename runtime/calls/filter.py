@@ -30,6 +30,10 @@ class CallFilter:
         """May reasoning begin yet?"""
         return self.think is not None and self.think.may_open
 
+    @property
+    def is_thinking(self) -> bool:
+        return self.think is not None and self.think.is_thinking
+
     def push(self, text: str) -> list[Part | tuple[str, Call]]:
         """Parts that are certain now, in order: (kind, text), or ("call", the call)."""
         return self._read(self.think.push(text) if self.think else [("answer", text)] if text else [])

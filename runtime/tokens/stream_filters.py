@@ -160,6 +160,11 @@ class ThinkFilter:
         """May reasoning begin yet?"""
         return self._state == "before"
 
+    @property
+    def is_thinking(self) -> bool:
+        """Is the text in the midst of reasoning?"""
+        return self._state == "thinking"
+
     def push(self, text: str) -> list[Part]:
         """Parts that are certain now, in order, none empty."""
         parts: list[Part] = []
@@ -255,6 +260,10 @@ class ChannelFilter:
         return self._kind == "answer"
 
     may_open = False  # messages tell what they are
+
+    @property
+    def is_thinking(self) -> bool:
+        return self._kind == "thinking"
 
     def _header(self, text: str) -> None:
         """Turn to a message whose header is `text`, or wait for the rest of it."""

@@ -1,0 +1,72 @@
+"""An end to reasoning: behind so many tokens of it nothing can come but what closes it, and the answer begins.
+
+Between tags that is the closing one. On channels (gpt-oss) the message is closed and the next one begins; its header says what it is, and
+only that it is reasoning again it cannot say, so that it may be the answer or the call of a tool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+
+from ..text import Tokenizer
+from ..tokens.stream_filters import ChannelFilter
+
+ROLE, ANALYSIS = "assistant", "analysis"  # in headers
+
+
+class Reasoned(Protocol):
+    """What tells reasoning from the answer."""
+
+    @property
+    def is_thinking(self) -> bool:
+        """Is what comes next reasoning, as far as it is known?"""
+
+
+class ThoughtLimit:
+    """Of one answer, `most` of whose tokens may be reasoning, marks not counted. `think` follows the text; `otherwise` is what else says
+    which tokens may come, None where any may."""
+
+    def __init__(self, most: int, tokenizer: Tokenizer, think: Reasoned, otherwise: Callable[[np.ndarray], None] | None = None) -> None:
+        self._left, self._think, self._otherwise = most, think, otherwise
+        self._closing, self._barred = _of_channels(tokenizer) if tokenizer.channels else (_of_tags(tokenizer), {})
+        self._coming: list[int] = []  # what closes it and has not come yet
+        self._last: int | None = None
+        self.reached = False
+
+    def narrow(self, logits: np.ndarray) -> None:
+        """Take away, in place, what may not come next of logits[V]."""
+        if not self.reached and self._left <= 0 and self._think.is_thinking:
+            self.reached, self._coming = True, [*self._closing]
+        if self._coming:
+            value = logits[self._coming[0]]
+            logits.fill(-np.inf)
+            logits[self._coming[0]] = value if np.isfinite(value) else 0
+            return
+        if self.reached and self._last in self._barred:
+            logits[self._barred[self._last]] = -np.inf
+        if self._otherwise is not None:
+            self._otherwise(logits)
+
+    def took(self, token: int) -> None:
+        """A token came; to be told before `think` is."""
+        self._last = token
+        if self._coming:
+            self._coming.pop(0)
+        elif self._think.is_thinking:
+            self._left -= 1
+
+
+def _of_tags(tokenizer: Tokenizer) -> list[int]:
+    """The tokens that close reasoning between tags."""
+    return [] if tokenizer.think_tags is None else tokenizer.encode(tokenizer.think_tags.close, add_special_tokens=False)
+
+
+def _of_channels(tokenizer: Tokenizer) -> tuple[list[int], dict[int, int]]:
+    """The tokens that close a message and begin the next, and the one that cannot come behind another: a header says so that it is
+    reasoning."""
+    begun, channel, reasons = (tokenizer.encode(text, add_special_tokens=False) for text in (
+        f"{ChannelFilter.END}{ChannelFilter.START}{ROLE}", ChannelFilter.CHANNEL, ANALYSIS))
+    return begun, {channel[-1]: reasons[0]}

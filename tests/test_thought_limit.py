@@ -1,0 +1,162 @@
+"""Reasoning that is ended after so many tokens: between tags and on channels, with a form behind it, by a request and by a flag."""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import effllm
+from effllm.cli.server.fields import ChatAsked
+from effllm.cli.server.messages_fields import MessagesAsked
+from effllm.cli.server.messages_fields import chat_of as chat_of_message
+from effllm.cli.server.problems import Problem
+from effllm.cli.server.responses_fields import ResponsesAsked
+from effllm.cli.server.responses_fields import chat_of as chat_of_response
+from effllm.cli.server.thinking import BUDGETS, thinking_of
+from effllm.runtime.config import read_config
+from effllm.runtime.engine import open_engine
+from effllm.runtime.events import Notice, TextDelta
+from effllm.runtime.forms.constraint import schema_form
+from effllm.runtime.prepare import EngineOptions
+from effllm.runtime.sampler import SamplerSettings
+from effllm.runtime.sampling.thought_limit import ThoughtLimit
+from effllm.runtime.session import Session
+from effllm.runtime.text import Tokenizer
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from served import ASKED, serving
+from test_constraint import FOX, QUESTION, Insisting, reasoning_folder
+from test_serve_tools import knowing_folder
+from test_session_channels import write_folder
+from test_session_continue import said
+
+FABLE = Path(effllm.__path__[0]) / "models" / "fable"
+PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
+LONG = "The fox is sly, and so on and on, without an end."
+ENDED = "reasoning was ended after {} tokens (--reasoning-budget)"
+
+
+@pytest.fixture(scope="module")
+def engine():
+    engine = list(open_engine(FABLE, EngineOptions(device="cpu")))[-1]
+    yield engine
+    engine.close()
+
+
+def told(engine, tokenizer: Tokenizer, script: str, most: int | None, form: str | None = None) -> tuple[str, str, list[str]]:
+    """Reasoning, the answer, and what is remarked, of a model that wants to say a text; vocabularies here have a token for each letter."""
+    engine.reset()
+    session = Session(engine, tokenizer, SamplerSettings(temperature=0), max_tokens=120, most_thought=most, form=form and schema_form(form))
+    session.engine = Insisting(engine, tokenizer.encode(script, add_special_tokens=False))
+    events = [*session.ask(QUESTION)]
+    texts = [each for each in events if isinstance(each, TextDelta)]
+    return said(texts, "thinking"), said(events), [each.text for each in events if isinstance(each, Notice)]
+
+
+@pytest.mark.parametrize("opened", ["", "<think>"])
+@pytest.mark.parametrize("most", [None, 0, 1, 7, len(LONG), len(LONG) + 1])
+def test_between_tags_it_is_closed_after_so_many(engine, tmp_path, opened, most):
+    tokenizer = reasoning_folder(tmp_path, PLAIN + opened)
+    script = f"{'' if opened else '<think>'}{LONG}</think>#"
+    thought, answer, remarks = told(engine, tokenizer, script, most)
+    if most is None or most > len(LONG):
+        assert (thought, answer, remarks) == (LONG, "#", [])
+    else:
+        assert (thought, answer) == (LONG[:most].rstrip(), "#") and remarks == [ENDED.format(most)]
+
+
+def test_a_form_holds_the_answer_behind_it(engine, tmp_path):
+    tokenizer = reasoning_folder(tmp_path, PLAIN)
+    assert told(engine, tokenizer, f"<think>{LONG}</think>It is \"fox\"", 3, FOX)[:2] == (LONG[:3], '"fox"')
+
+
+def test_on_channels_the_next_message_is_not_reasoning_again(engine, tmp_path):
+    """Of a model that was cut off and would reason on; whether it answers or calls it may choose."""
+    tokenizer = Tokenizer.load(write_folder(tmp_path, [258, 257, 264]), read_config(FABLE))
+    script = f"<|channel|>analysis<|message|>{LONG}<|end|><|start|>assistant<|channel|>final<|message|>#<|return|>"
+    assert told(engine, tokenizer, script, 9) == (LONG[:9], "#", [ENDED.format(9)])
+    assert told(engine, tokenizer, script, len(LONG) + 1) == (LONG, "#", [])
+
+    think = SimpleNamespace(is_thinking=True)
+    limit, ids = ThoughtLimit(0, tokenizer, think), partial(tokenizer.encode, add_special_tokens=False)
+    for token in ids("<|end|><|start|>assistant"):
+        assert allowed(limit, tokenizer) == {token}
+        limit.took(token)
+    think.is_thinking = False
+    everything = set(range(tokenizer.vocab_size))
+    assert allowed(limit, tokenizer) == everything
+    for token in ids("<|channel|>"):
+        limit.took(token)
+    assert allowed(limit, tokenizer) == everything - {*ids("analysis")[:1]}
+    limit.took(ids("f")[0])
+    assert allowed(limit, tokenizer) == everything
+
+
+def allowed(limit: ThoughtLimit, tokenizer: Tokenizer) -> set[int]:
+    """The tokens that it leaves."""
+    logits = np.zeros(tokenizer.vocab_size, np.float32)
+    limit.narrow(logits)
+    return {*np.flatnonzero(np.isfinite(logits)).tolist()}
+
+
+def of_chat(**fields: object) -> ChatAsked:
+    return ChatAsked.model_validate_json(json.dumps({"messages": [], **fields}))
+
+
+@pytest.mark.parametrize(("fields", "switch", "effort", "budget"), [
+    ({}, None, None, None), *(({name: 5}, None, None, 5) for name in BUDGETS), *(({name: 0}, False, None, 0) for name in BUDGETS),
+    ({"thinking_budget": -1}, None, None, -1), ({"enable_thinking": False}, False, None, None), ({"think": True}, True, None, None),
+    ({"think": "low"}, True, "low", None), ({"reasoning": {"effort": "none"}}, False, "none", None),
+    ({"reasoning": {"effort": "high"}}, True, "high", None), ({"reasoning": {"enabled": False}}, False, None, None),
+    ({"reasoning": {"max_tokens": 7}}, None, None, 7), ({"thinking": {"type": "disabled"}}, False, None, None),
+    ({"thinking": {"type": "enabled", "budget_tokens": 9}}, True, None, 9), ({"thinking": {"type": "auto"}}, None, None, None),
+    ({"reasoning_effort": "low", "reasoning": {"effort": "high"}}, True, "low", None),
+    ({"chat_template_kwargs": {"enable_thinking": True}, "think": False}, True, None, None)])
+def test_how_programs_ask_for_reasoning(fields, switch, effort, budget):
+    made = thinking_of(of_chat(**fields), fields.get("chat_template_kwargs", {}))
+    assert (made.switch, made.effort, made.budget) == (switch, effort, budget)
+
+
+def test_other_apis_ask_for_it_too():
+    asked = MessagesAsked(max_tokens=1, messages=[], thinking={"type": "enabled", "budget_tokens": 9})
+    chat = chat_of_message(asked)[0]
+    assert thinking_of(chat, chat.chat_template_kwargs).budget == 9 and thinking_of(chat, chat.chat_template_kwargs).switch is True
+    chat = chat_of_response(ResponsesAsked(input="x", reasoning={"effort": "low"}, thinking_budget_tokens=4))[0]
+    assert (thinking_of(chat, {}).budget, thinking_of(chat, {}).effort) == (4, "low")
+    for fields, param in (({"thinking_budget": -2}, "thinking_budget"), ({"reasoning": {"max_tokens": -9}}, "reasoning.max_tokens")):
+        with pytest.raises(Problem, match="0 or more, or -1") as raised:
+            thinking_of(of_chat(**fields), {})
+        assert raised.value.param == param
+
+
+def test_a_request_and_a_flag_of_the_server(tmp_path):
+    """The packaged model, behind an opening tag, reasons without an end: of what it would say the beginning comes."""
+    folder = Path(knowing_folder(tmp_path / "thinker"))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}<think>{% endif %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
+    with serving("--reasoning-budget", "12", model=str(folder)) as server:
+        def thought(**fields: object) -> tuple[str, str]:
+            message = server.chat(max_tokens=40, **fields).json["choices"][0]["message"]
+            return message.get("reasoning_content") or "", message["content"]
+
+        whole, nothing = thought(thinking_budget_tokens=-1)
+        assert not nothing
+        usual, answer = thought()
+        assert answer and whole.startswith(usual) and len(usual) < len(whole)
+        fewer, answer = thought(thinking_token_budget=3)
+        assert answer and usual.startswith(fewer) and len(fewer) < len(usual)
+        assert thought(thinking_budget=0)[0] == ""
+        blocks = server.message(max_tokens=40, thinking={"type": "enabled", "budget_tokens": 3}).json["content"]
+        assert [block["type"] for block in blocks] == ["thinking", "text"] and blocks[0]["thinking"] == fewer
+        streamed = server.chat(ASKED, max_tokens=40, stream=True, thinking_budget_tokens=3).events
+        deltas = [event["choices"][0]["delta"] for event in streamed]
+        assert "".join(each.get("reasoning_content") or "" for each in deltas) == fewer
+        server.until(ENDED.format(12))
+        assert server.chat(thinking_budget_tokens=-7).error["param"] == "thinking_budget_tokens"
