@@ -11,9 +11,11 @@ _LAZY = {"Engine": "runtime.engine", "QuantSpec": "quant.spec"}
 
 
 class EffllmError(Exception):
-    """A failure to show a person: `message` says what and why, `hint` the next step; `exit_code` is what the process ends with."""
+    """A failure to show a person: `message` says what and why, `hint` the next step; `exit_code` is what the process ends with.
+    `option`: the one whose value is at fault, where the model alone tells; whoever knows where that value was said can name the place."""
 
     exit_code = 1
+    option = ""
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message, hint)
@@ -22,10 +24,13 @@ class EffllmError(Exception):
     def __str__(self) -> str:
         return self.message
 
+    def say_place(self, place: str) -> None:
+        """From here on the failure begins with the place that what is at fault comes from."""
+        self.message = f"{place}: {self.message}"
+
 
 class UsageError(EffllmError):
-    """The request itself makes no sense (a wrong flag value, an empty prompt). `option`: the one whose value is at fault, where the model
-    alone tells; whoever knows where that value was said can name the place."""
+    """The request itself makes no sense (a wrong flag value, an empty prompt)."""
 
     exit_code = 2
 
@@ -49,6 +54,8 @@ class DoesNotFit(EffllmError):
 class MemoryTooSmall(DoesNotFit):
     """The host's memory is too small for a plan, which takes `least` bytes of it. `shorter`: tokens of a context that fits, 0 where none
     was found."""
+
+    option = "ram"
 
     def __init__(self, message: str, hint: str = "", least: int = 0, shorter: int = 0) -> None:
         super().__init__(message, hint)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, get_origin
 
 import typer
 
-from .. import ModelNotFound, UsageError
+from .. import EffllmError, ModelNotFound, UsageError
 from .errors import unset
-from .flags import add_command, flag, flags_of, valued, variable
+from .flags import add_command, flag, flags_of, place_of_field, valued, variable
 from .help import PlainGroup
 from .loading import bits_for, find, with_draft
 from .options import OUTPUT, AnswerFlags, AnyModel, BitsFlag, Json, RunFlags, SamplingFlags
 from .screen import Screen
-from .settings import PROJECT_FILE, demand_usable, giving_way, known, origin, place
+from .settings import PROJECT_FILE, demand_usable, giving_way, known, origin, place, said_of_model
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -112,25 +112,32 @@ def beside_model(shown: Sequence[Shown], ref: ModelRef, screen: Screen) -> Itera
     """What of the settings holds for a model: a run leaves out what it cannot have, in the words that are said here too. Raises what the
     run would."""
     set_here = {known()[each.key][1]: each.value for each in shown if each.origin not in (BUILT_IN, GENERATION)}
+    own = {field for key, (_, field, _) in known().items() if field in set_here and said_of_model(screen.environment, key)}
     asked = {field: value for field, value in set_here.items() if field in RunFlags.__dataclass_fields__}
     weaker = giving_way(screen.environment, asked)
-    left = weaker | left_out({field: value for field, value in asked.items() if field not in weaker}, ref, screen)
-    if "bits" in set_here and bits_for(ref, BitsFlag(set_here["bits"], settled=frozenset(("bits",))), screen) is None:
-        left |= {"bits"}
+    try:
+        left = weaker | left_out({field: value for field, value in asked.items() if field not in weaker}, own, ref, screen)
+        if "bits" in set_here and bits_for(ref, BitsFlag(set_here["bits"], settled=frozenset({"bits"} - own)), screen) is None:
+            left |= {"bits"}
+    except EffllmError as error:
+        if error.option in own:
+            error.say_place(place_of_field(screen.environment, error.option))
+        raise
     built_in = built_in_values()
     for each in shown:
         field = known()[each.key][1]
         yield Shown(each.key, built_in.get(field), f"{BUILT_IN}, {each.origin} is left out") if field in left else each
 
 
-def left_out(given: Mapping[str, object], ref: ModelRef, screen: Screen) -> set[str]:
-    """Which of these fields of RunFlags a model cannot have, each with a note."""
+def left_out(given: Mapping[str, object], own: Set[str], ref: ModelRef, screen: Screen) -> set[str]:
+    """Which of these fields of RunFlags a model cannot have, each with a note. Raises what a run would for one of `own`, which were said of
+    this model."""
     if not given:
         return set()
     from ..runtime.planning.fitted import given_way
 
-    asked = with_draft(RunFlags(**given, settled=frozenset(given)), screen).options()
-    holds, notices = given_way(ref.folder, asked)
+    asked = with_draft(RunFlags(**given, settled=frozenset(given.keys() - own)), screen).options()
+    holds, notices = given_way(ref.folder, asked, own)
     for notice in notices:
         screen.note(notice)
     left = {field for field in given if getattr(holds, field) != getattr(asked, field)}

@@ -8,7 +8,7 @@ value. Values are converted here: the library's converter loads a schema library
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
 from types import NoneType, UnionType
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_
 
 import typer
 
-from .. import UsageError
+from .. import EffllmError
 from .habits import understood
 from .help import PlainCommand
 
@@ -225,10 +225,11 @@ def spread(function: Command) -> tuple[Command, frozenset[str]]:
             given[name] = kind(**values, settled=settled)
         try:
             return function(**given)
-        except UsageError as error:
-            if error.option not in own:
+        except EffllmError as error:
+            if (field := at_fault(error, own, groups.values())) is None:
                 raise
-            raise UsageError(f"{place_of_field(environment, error.option)}: {error.message}", error.hint) from error
+            error.say_place(place_of_field(environment, field))
+            raise
 
     call.__name__, call.__doc__, call.__module__ = function.__name__, function.__doc__, function.__module__
     call.__signature__ = inspect.Signature(parameters)
@@ -248,6 +249,20 @@ def judge_settled(environment: Environment, group: type, values: Mapping[str, ob
             if said_of_model(environment, key):
                 own.add(field)
     return giving_way(environment, values), frozenset(own)
+
+
+def at_fault(error: EffllmError, own: Collection[str], groups: Iterable[type]) -> str | None:
+    """Of these fields of groups the one that a failure is about, by its own word for it or by the flag that its message begins with."""
+    if error.option in own:
+        return error.option
+    begins = error.message.partition(" ")[0].rstrip(":")
+    for group in groups:
+        kinds = get_type_hints(group, include_extras=True)
+        for field in own & {each.name for each in flags_of(group)}:
+            option = get_args(kinds[field])[1]
+            if begins in " ".join((option.default, *(option.param_decls or ()))).split():
+                return field
+    return None
 
 
 def place_of_field(environment: Environment, field: str) -> str:

@@ -109,7 +109,7 @@ def wanted_bits(text: str, variant: str | None, weights: BitsFlag) -> str | None
     UsageError where both were typed and differ, for a format that there is not, and for a --keep of nothing."""
     bits = None if weights.bits is None or (variant and "bits" in weights.settled) else f"{weights.bits}bit"
     if variant and bits and variant != bits:
-        raise UsageError(f"{text} and --bits {weights.bits} disagree", "give one of them")
+        raise UsageError(f"{text} and --bits {weights.bits} disagree", "give one of them", "bits")
     if (wanted := bits or variant) is not None:
         from ..runtime.conversion.on_load import demand_format
 
@@ -342,13 +342,15 @@ def with_draft(engine: RunFlags, screen: Screen) -> RunFlags:
     try:
         return replace(engine, draft=str(find(engine.draft, screen).folder))
     except EffllmError as error:
+        error.option = "draft"
         if "draft" not in engine.settled:
             raise
         from .settings import place
 
         where = place(screen.environment, "draft")
         if engine.strict:
-            raise type(error)(f"{where}: {error.message}", error.hint) from error
+            error.say_place(where)
+            raise
         screen.note(f"{where}: {error.message}; left out")
         return replace(engine, draft=None, settled=engine.settled - {"draft"})
 

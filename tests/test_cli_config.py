@@ -283,6 +283,31 @@ def test_what_is_said_of_one_model_is_not_left_out(place: Path) -> None:
     assert typed.code == 2 and typed.err.startswith("effllm: a context of 9001 is more"), "what was typed stands in no file"
 
 
+@pytest.mark.parametrize(("line", "code", "said", "is_shown"), [
+    ("ctx-size = 9000", 2, "a context of 9000 is more than", True), ('draft = "nobody/here"', 3, "nobody/here", True),
+    ('draft = "./no-folder"', 3, "there is no folder", True), ('lora = "no-adapter"', 2, "--lora: no-adapter is not there", True),
+    ('spec = "mtp"', 2, "--spec mtp drafts by", True), ("predict-neurons = true", 2, "--predict-neurons: silu", True),
+    ('kv-ram = "1K"', 4, "--kv-ram 1000 B is too small", False), ('ram = "10M"', 4, "needs ", False)])
+def test_what_a_model_has_of_its_own_and_cannot_have_is_said_with_its_place(place: Path, line: str, code: int, said: str,
+                                                                          is_shown: bool) -> None:
+    """By a run; and where headers alone tell, by `config show`, which leaves nothing out that a run refuses."""
+    project(place, f"temp = 1\n[model.fable]\n{line}\n")
+    for command, refuses in ((("run", "fable", "hi", "-n", "1"), True), (("config", "show", "fable"), is_shown)):
+        ran = Ran(*command)
+        if refuses:
+            assert ran.code == code and ran.out == "" and ran.err.startswith(f"effllm: effllm.toml:3: {said}"), ran.err
+            assert "left out" not in ran.err and ran.err.count("\n") == 2
+        else:
+            assert ran.code == 0, ran.err
+    assert Ran("config", "show", "--json").code == 0, "of no model in particular nothing is refused"
+
+
+def test_a_draft_that_was_typed_is_said_without_a_place(place: Path) -> None:
+    project(place, '[model.fable]\ndraft = "nobody/here"\n')
+    ran = Ran("run", "fable", "hi", "-n", "1", "--draft", "./none")
+    assert ran.code == 3 and ran.err.startswith("effllm: there is no folder"), ran.err
+
+
 @pytest.mark.parametrize(("text", "said"), [
     ("[model.qwen2.5-7b]\ntemp = 1\n", "effllm.toml:1: a name with a dot stands in quotes\nhint: [model.\"qwen2.5-7b\"]"),
     ("temp = 1\n\n[model.fable]\n\ntmep = 1\n", "effllm.toml:5: there is no setting 'tmep', did you mean temp?"),

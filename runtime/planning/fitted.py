@@ -5,7 +5,7 @@ An option that was typed and does not fit is an error. One of `EngineOptions.pre
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 
 
 def fitted(options: EngineOptions, folder: Path | None, config: ModelConfig, store: TensorStore, notices: list[str],
-           container: Container | None = None) -> EngineOptions:
-    """The options without those of `preset` that this model cannot have, each with a notice."""
+           container: Container | None = None, own: Collection[str] = ()) -> EngineOptions:
+    """The options without those of `preset` that this model cannot have, each with a notice. Of `own`, which were said of this model, one
+    that it cannot have is raised, by its name."""
     # option -> (what it is without, the check that it does not pass)
     checks: dict[str, tuple[object, Callable[[EngineOptions], object]]] = {
         "ctx": (None, lambda asked: check_context(asked, config)),
@@ -45,21 +46,24 @@ def fitted(options: EngineOptions, folder: Path | None, config: ModelConfig, sto
         "lora": ((), lambda asked: adapted(asked.lora, config, check_tensors(config, store, container))),
         "kv": ("16bit", lambda asked: cache_form(asked, folder, config, store, lambda said: None))}
     for name, (without, check) in checks.items():
-        if name in options.preset:
+        if name in options.preset or name in own:
             try:
                 check(options)
             except EffllmError as error:
+                if name in own:
+                    error.option = name
+                    raise
                 options = replace(options, **{name: without})
                 notices.append(Fallback(f"{error.message}: left out, as it was set for all models"))
     return options
 
 
-def given_way(folder: Path, options: EngineOptions) -> tuple[EngineOptions, list[str]]:
+def given_way(folder: Path, options: EngineOptions, own: Collection[str] = ()) -> tuple[EngineOptions, list[str]]:
     """`fitted` for a folder that nothing else is wanted of, with its notices: from headers alone."""
     notices: list[str] = []
     store, container = open_weights(folder)
     try:
-        return fitted(options, folder, read_config(folder), store, notices, container), notices
+        return fitted(options, folder, read_config(folder), store, notices, container, own), notices
     finally:
         store.close()
 

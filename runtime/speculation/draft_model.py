@@ -65,6 +65,7 @@ def draft_or_without(folder: Path | None, options: EngineOptions, notices: list[
         return options, prepare_draft(folder, options)
     except EffllmError as error:
         if "draft" not in options.preset:
+            error.option = "draft"
             raise
         notices.append(Fallback(f"{error.message}: left out, as it was set for all models"))
         return replace(options, draft=None), None
