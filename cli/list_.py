@@ -40,7 +40,8 @@ def list_models(context: typer.Context, all: All = False, long: Long = False, js
             "models": [{"name": model.name, "family": model.family, "parameters": model.params, "size_bytes": model.size_bytes,
                         "bits_per_weight": round(model.bits, 4), "context": model.context, "licence": model.licence,
                         "revision": model.revision, "chat_template": model.has_template, "source": model.source,
-                        "folder": str(model.folder), "mmproj": model.mmproj and str(model.mmproj)} for model in here],
+                        "takes": list(model.takes), "folder": str(model.folder), "mmproj": model.mmproj and str(model.mmproj)}
+                       for model in here],
             "incomplete": [{"name": each.name, "bytes_here": each.held, "bytes_total": each.size} for each in incomplete],
             "unreadable": [{"name": each.name, "folder": str(each.folder), "why": each.why} for each in unreadable],
             "absent": [{"name": entry.alias, "repo": entry.repo, "parameters": entry.params, "size_bytes": entry.size_bytes,
@@ -52,9 +53,11 @@ def list_models(context: typer.Context, all: All = False, long: Long = False, js
                        model.source)
                       for model in here])
     else:
-        screen.table(("model", "family", "parameters", "bits", "size", "context", "licence", "from"),
+        more = any(model.takes for model in here)  # else a column of nothing
+        screen.table(("model", "family", "parameters", "bits", "size", "context", *(("takes",) if more else ()), "licence", "from"),
                      [(model.name, model.family, counted(model.params), f"{model.bits:.3g}", format_size(model.size_bytes),
-                       str(model.context), shown_licence(model.licence), model.source) for model in here], right=(2, 3, 4, 5))
+                       str(model.context), *((", ".join(("text", *model.takes)),) if more else ()), shown_licence(model.licence),
+                       model.source) for model in here], right=(2, 3, 4, 5))
     if incomplete:
         screen.line()
         screen.table(("incomplete", "here", "of"), [(each.name, format_size(each.held), format_size(each.size)) for each in incomplete],

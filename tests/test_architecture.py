@@ -301,13 +301,13 @@ def test_import_and_help_load_nothing_heavy() -> None:
     assert not heavy & set(loaded["after_help"])
 
 
-def test_a_list_and_a_completed_name_load_little() -> None:
-    """One command's flags, no library for tables, none for arrays or schemas."""
+def test_a_list_and_a_completed_name_load_little(tmp_path: Path) -> None:
+    """One command's flags, no library for tables, none for arrays or schemas; where no model sees or hears, whose head would be read."""
     for argv, variables in ((["list"], {}), (["list", "--all"], {}), (["list", "--json"], {}),
                             ([], {"_EFFLLM_COMPLETE": "complete_bash", "COMP_WORDS": "effllm show f", "COMP_CWORD": "2"})):
         loaded = in_fresh_interpreter(
             "import io, json, os, sys\n"
-            f"os.environ.update({variables!r})\n"
+            f"os.environ.update({dict(variables, XDG_DATA_HOME=str(tmp_path))!r})\n"
             "from effllm.cli.app import main\n"
             f"sys.argv, real, sys.stdout = ['effllm', *{argv!r}], sys.stdout, io.StringIO()\n"
             "try:\n    code = main()\n"

@@ -52,6 +52,16 @@ def test_an_answer_is_about_the_sounds_that_are_given(folder, files):
     assert both.code == 0 and both.out not in (one.out, other.out)
 
 
+def test_a_list_says_who_hears_and_has_no_such_column_where_nobody_does(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    assert "takes" not in Ran("list").out.splitlines()[0]
+    assert Ran("alias", "listener", str(folder)).code == 0
+    listed = Ran("list").out.splitlines()
+    assert "takes" in listed[0] and {line.split()[0]: "text, sounds" in line for line in listed[1:]} == {"fable": False, "listener": True}
+    assert {row["name"]: row["takes"] for row in json.loads(Ran("list", "--json").out)["models"]} == {"fable": [], "listener": ["sounds"]}
+
+
 def test_low_bit_weights_hear_with_what_the_model_was_published_with(folder, files, tmp_path):
     made = Ran("quantize", str(folder), "-o", str(tmp_path / "out"), "--bits", "8")
     assert made.code == 0 and "takes sounds too" not in made.err, made.err

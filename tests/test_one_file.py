@@ -86,6 +86,12 @@ def test_models_of_ollamas_library_see_by_a_layer_or_by_themselves(tmp_path: Pat
     Image.fromarray(PICTURES["photo"]).save(tmp_path / "photo.png")
     shown = {name: person.types("show", f"ollama:{name}", "--json").json["pictures"] for name in ("pair", "one", "blind")}
     assert shown["pair"] == shown["one"] is not None and shown["blind"] is None
+    for _ in range(2):  # from headers, then from what they told
+        takes = {row["name"]: row["takes"] for row in person.types("list", "--json").json["models"]}
+        assert takes == {"fable": [], "ollama:pair": ["pictures"], "ollama:one": ["pictures"], "ollama:blind": []}
+    tree.blob(projector).write_bytes(b"GGUF of another kind")
+    assert not [row for row in person.types("list", "--json").json["models"] if row["name"] == "ollama:pair" and row["takes"]]
+    tree.blob(projector).write_bytes(projector)
     said = [person.types("run", f"ollama:{name}", "fox", "-n", "3", "--temp", "0", "--image", tmp_path / "photo.png")
             for name in ("pair", "one")]
     assert [each.code for each in said] == [0, 0] and all("picture of 160 × 120: 20 tokens" in each.err for each in said), said

@@ -26,7 +26,7 @@ class Sense:
     @property
     def refusal(self) -> tuple[str, str]:
         """The message and the hint of a model that takes none."""
-        return f"this model takes no {self.noun}s", "ask one that does: `effllm show MODEL` says it of each"
+        return f"this model takes no {self.noun}s", f"ask one that does: `effllm list` says which models here take {self.noun}s"
 
     def called(self, size: tuple[int, ...]) -> str:
         """One of this size: (height, width) of a picture, (samples,) of a sound."""

@@ -31,9 +31,11 @@ class Facts:
     bits: float
     context: int
     has_template: bool
+    takes: list[str]
 
 
-KINDS = {"family": str, "size_bytes": int, "params": int, "licence": (str, type(None)), "bits": float, "context": int, "has_template": bool}
+KINDS = {"family": str, "size_bytes": int, "params": int, "licence": (str, type(None)), "bits": float, "context": int, "has_template": bool,
+         "takes": list}
 
 
 class ListedBefore:
@@ -44,14 +46,16 @@ class ListedBefore:
         self._before = _read(self._path)
         self._now: dict[str, list[object]] = {}
 
-    def of(self, file: Path, read: Callable[[Path], Facts | None]) -> Facts | None:
-        """What is known of a file, else what `read` makes of it: None for what cannot run."""
+    def of(self, file: Path, projector: Path | None, read: Callable[[Path, Path | None], Facts | None]) -> Facts | None:
+        """What is known of a file and what it sees with, else what `read` makes of them: None for what cannot run."""
         try:
             state = [number for part in all_parts(file.name) for number in _state(file.with_name(part))]
         except OSError:
             return None
+        if projector is not None and projector.exists():
+            state += _state(projector)
         known = self._before.get(str(file))
-        facts = known[1] if known is not None and known[0] == state else read(file)
+        facts = known[1] if known is not None and known[0] == state else read(file, projector)
         if facts is not None:
             self._now[str(file)] = [state, facts]
         return facts

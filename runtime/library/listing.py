@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -25,6 +25,8 @@ from .model_name import Reference, parse_reference
 if TYPE_CHECKING:
     from ...offload.checkpoint import TensorStore
     from ...offload.header import TensorInfo
+    from ..config import ModelConfig
+    from ..encoders.shape import EncoderConfig
     from ..stores.container import StoredTensor
 
 IN_WORDS = (".qweight", ".weight_packed")  # the endings of codes of GPTQ, AWQ and compressed-tensors
@@ -33,7 +35,8 @@ IN_WORDS = (".qweight", ".weight_packed")  # the endings of codes of GPTQ, AWQ a
 @dataclass(frozen=True)
 class LocalModel:
     """A line of `effllm list`. `name` is what to type; `source` is "effllm", "folder", "hub cache" or the program that keeps it; `bits` are
-    stored per weight. `mmproj`: what a GGUF model sees with, which lies beside it."""
+    stored per weight. `mmproj`: what a GGUF model sees with, which lies beside it. `takes`: what it takes beside text, "pictures" or
+    "sounds"."""
 
     name: str
     family: str
@@ -47,6 +50,7 @@ class LocalModel:
     revision: str | None = None
     has_template: bool = False
     mmproj: Path | None = None
+    takes: tuple[str, ...] = ()
 
 
 def local_models(env: Mapping[str, str]) -> list[LocalModel]:
@@ -84,13 +88,14 @@ def local_models(env: Mapping[str, str]) -> list[LocalModel]:
 def of_programs(env: Mapping[str, str]) -> Iterator[LocalModel]:
     """What other programs keep and can run here. Several names of one file are several models, and the file is read once, unless it was
     listed before."""
-    before, read = ListedBefore(env), dict[Path, Facts | None]()
+    before, read = ListedBefore(env), dict[tuple[Path, Path | None], Facts | None]()
     for kept in programs.all_kept(env):
-        if kept.file not in read:
-            read[kept.file] = before.of(kept.file, _facts)
-        if (facts := read[kept.file]) is not None:
+        if (file := (kept.file, kept.projector)) not in read:
+            read[file] = before.of(*file, _facts)
+        if (facts := read[file]) is not None:
             yield LocalModel(kept.name, facts.family, kept.file, facts.size_bytes, facts.params, kept.title, kept.licence or facts.licence,
-                             facts.bits, facts.context, None, facts.has_template or _is_asked(kept), kept.projector)
+                             facts.bits, facts.context, None, facts.has_template or _is_asked(kept), kept.projector,
+                             tuple(facts.takes))
     before.keep()
 
 
@@ -101,10 +106,10 @@ def _is_asked(kept: programs.Kept) -> bool:
     return kept.stored is not None and any(format_of(layer.text()) for layer in kept.stored.of("template"))
 
 
-def _facts(file: Path) -> Facts | None:
-    model = _local_file("", file, "", None, None)
+def _facts(file: Path, projector: Path | None) -> Facts | None:
+    model = _local_file("", file, "", None, None, projector)
     return None if model is None else Facts(model.family, model.size_bytes, model.params, model.licence, float(model.bits), model.context,
-                                            model.has_template)
+                                            model.has_template, list(model.takes))
 
 
 def _library_name(entry: CatalogEntry, env: Mapping[str, str]) -> str:
@@ -260,10 +265,12 @@ def _read_folder(name: str, folder: Path, source: str, licence: str | None, revi
         said = made.source if made else {}
         return LocalModel(name, config.family, folder, store.nbytes, elements, source, licence or _text(said.get("licence")),
                           made.bits_per_weight if made else 8 * store.nbytes / max(1, elements), config.context_length,
-                          revision or _text(said.get("revision")), has_template(folder))
+                          revision or _text(said.get("revision")), has_template(folder),
+                          takes=_taken(folder, config))
 
 
-def _local_file(name: str, path: Path, source: str, licence: str | None, revision: str | None) -> LocalModel | None:
+def _local_file(name: str, path: Path, source: str, licence: str | None, revision: str | None,
+                projector: Path | None = None) -> LocalModel | None:
     from ..encoders import is_encoder
     from ..encoders.shape import read_encoder_config
     from ..gguf.settings import stated_licence
@@ -277,10 +284,26 @@ def _local_file(name: str, path: Path, source: str, licence: str | None, revisio
             open_gguf_store(path, low_bit=True).close()  # judges the names and types of its tensors
     except EffllmError:
         return None
-    sees = projectors_beside(path)
+    sees = [projector] if projector is not None else projectors_beside(path)
     nbytes, elements = (sum(each) for each in zip(*((own.nbytes, prod(own.shape)) for own in header.tensors.values()), strict=True))
     return LocalModel(name, config.family, path, nbytes, elements, source, licence or stated_licence(header), 8 * nbytes / elements,
-                      config.context_length, revision, "tokenizer.chat_template" in header.metadata, sees[0] if len(sees) == 1 else None)
+                      config.context_length, revision, "tokenizer.chat_template" in header.metadata, sees[0] if len(sees) == 1 else None,
+                      _taken(path, config, sees) if sees or header.sees else ())
+
+
+def _taken(model: Path, config: ModelConfig | EncoderConfig, projectors: Sequence[Path] = ()) -> tuple[str, ...]:
+    """What a model takes beside text. Heads of towers are read of those alone that may have one."""
+    from ..images import HEARING, SIGHTS, kind_of
+
+    if model.is_dir() and not {kind_of(model)} & (SIGHTS.keys() | HEARING.keys()):
+        return ()
+    from ..images.album import album_of
+
+    try:
+        album = album_of(model, config, str(projectors[0]) if len(projectors) == 1 else None)
+    except EffllmError:  # of another model, or of a type that is not read: text works
+        return ()
+    return () if album is None or album.sight is None else (f"{album.sense.noun}s",)
 
 
 def _counted(folder: Path, store: TensorStore) -> int:
