@@ -60,7 +60,8 @@ class ModelConfig:
     `without_mlp`: layers that have none. `states_beside`: layers with a state have attention too, both of one input. `factors`: what a
     tensor's values, or what a matrix gives, is multiplied by, as pairs of a role and a number. `curves`: by layer the numbers of its
     activation as checkpoints have them, where no tensors hold them. `most_tokens`: of a text, beyond which the model computes what is not
-    run here. `qk_norm_unit`: q and k are normed head by head without a weight, in layers that turn. `gates_apart`: gates of what is
+    run here. `qk_norm_unit`: q and k are normed head by head without a weight, in layers that turn, with `qk_norm_still` in the others
+    too. `gates_apart`: gates of what is
     attended to are made by a matrix of their own; `gates_softplus`: they are the softplus of what it makes, not the sigmoid; `gates_whole`:
     a head has one for all its channels. `branches_normed`: what a convolution, attention or an MLP gives is normed before it is added, of
     families with both kinds of blocks. `side_by_side`: of families with both kinds of blocks, attention and MLP read what comes into the
@@ -74,7 +75,9 @@ class ModelConfig:
     of two; with `attention_branches` what a layer adds to one is beside q, k and v too. `value_dim`: how wide a head's values are, where
     narrower than its keys, as wide as which they are cached. `slopes`: of each query head, by which a score grows with the place of its
     key (ALiBi); then heads are made as wide as `value_dim`, and head_dim is more. `indexed`: how tokens choose what they see. `both_ways`:
-    they see what comes behind them too, with a window as far as before them.
+    they see what comes behind them too, with a window as far as before them. `embedding_normed`: an embedding goes through a norm without
+    a weight; `last_norm`: the kind of the one before the head, and `behind_eps` the epsilon of those behind attention and MLP, where these
+    are not the others'.
     """
 
     family: str
@@ -152,6 +155,10 @@ class ModelConfig:
     slopes: tuple[float, ...] = ()
     indexed: Indexed | None = None
     both_ways: bool = False
+    embedding_normed: bool = False
+    last_norm: str | None = None
+    behind_eps: float | None = None
+    qk_norm_still: bool = False
     warnings: tuple[str, ...] = ()
 
     @property

@@ -73,6 +73,8 @@ MODELS = {
     "afmoe": Case("afmoe", {**EXPERTS, "moe_intermediate_size": 32, "num_hidden_layers": 5, "head_dim": 32, "sliding_window": 24,
                             "num_shared_experts": 2, "mup_enabled": True, "route_scale": 2.5, "num_dense_layers": 1,
                             "initializer_range": 0.12}),
+    "muse_glimmer_text": Case("muse_glimmer_text", {"num_hidden_layers": 5, "head_dim": 32, "sliding_window": 24, "qk_scale_factor": 2.5,
+                                                    "output_multiplier": 0.5}, inside="muse_glimmer"),
     "kolibri1": Case("kolibri1", {**EXPERTS, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "num_hidden_layers": 5,
                                   "head_dim": 32, "sliding_window": 24, "initializer_range": 0.12}),
     "kolibri1, shares add up, other layers, tied": Case("kolibri1", {

@@ -34,7 +34,7 @@ from family_sizes import (
     Case,
     rope,
 )
-from newer_cases import NEWER, SIGHT, SIGHTS
+from newer_cases import BESIDE, NEWER, SIGHT, SIGHTS
 from retold_models import LIKE, RETOLD
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
@@ -278,7 +278,7 @@ def written(case: Case, folder: Path) -> PreTrainedModel:
     if outer:
         sight = None if case.family.startswith("gemma4") else SIGHTS.get(outer, SIGHT)
         tied = getattr(config, "tie_word_embeddings", False)
-        more = {"mm_tokens_per_image": 4} if case.family == "gemma3_text" else {"tie_word_embeddings": tied}
+        more = {"mm_tokens_per_image": 4} if case.family == "gemma3_text" else {"tie_word_embeddings": tied, **BESIDE.get(outer, {})}
         config = AutoConfig.for_model(outer, text_config=config.to_dict(), vision_config=sight, **more)
     torch.manual_seed(1)
     read = AutoModelForImageTextToText if outer else AutoModelForCausalLM

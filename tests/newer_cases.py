@@ -39,7 +39,9 @@ SIGHTS = {"qwen2_vl": {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_head
           "kimi_k25": {**{key: value for key, value in SIGHT.items() if key != "image_size"}, "pos_emb_height": 4, "pos_emb_width": 4},
           "llama4": {**SIGHT, "intermediate_size": 128, "pixel_shuffle_ratio": 0.5, "projector_input_dim": 64, "projector_output_dim": 64,
                      "vision_output_dim": 64},
-          "internvl": {**SIGHT, "image_size": [32, 32], "patch_size": [8, 8]}}
+          "internvl": {**SIGHT, "image_size": [32, 32], "patch_size": [8, 8]},
+          "muse_glimmer": {**{key: value for key, value in SIGHT.items() if key != "image_size"}, "pos_emb_height": 4, "pos_emb_width": 4}}
+BESIDE = {"muse_glimmer": {"out_hidden_size": 128, "projector_hidden_size": 32}}  # what a config says beside its parts
 
 
 def placed(*sections: int, **values: object) -> dict[str, object]:
@@ -74,6 +76,9 @@ ZAMBA = {"num_hidden_layers": 6, "layers_block_type": ["linear_attention", "hybr
                                                        "linear_attention"], "num_mem_blocks": 2, "use_shared_attention_adapter": True,
          "use_mem_rope": True, "adapter_rank": 12, "num_key_value_heads": 4, "n_mamba_heads": 6, "mamba_expand": 3, "mamba_ngroups": 2,
          "mamba_d_state": 24, "time_step_min": 1e-12, "eos_token_id": 7, "bos_token_id": 1, "initializer_range": 0.15}
+# Epsilons so large that each norm's shows.
+MUSE = {"num_hidden_layers": 4, "head_dim": 32, "sliding_window": 40, "qk_scale_factor": 2.5, "output_multiplier": 0.3, "rms_norm_eps":
+        1e-2, "post_norm_eps": 5e-3, "final_logit_softcapping": 5.0, "bos_token_id": 1, "eos_token_id": 7}
 SPACES_2 = {"num_heads": 6, "head_dim": 32, "n_groups": 2, "state_size": 24, "expand": 3, "num_hidden_layers": 4, "eos_token_id": 7}
 LAGUNA = {**FEW_EXPERTS, "head_dim": 32, "sliding_window": 40, "shared_expert_intermediate_size": 56, "moe_routed_scaling_factor": 2.5,
           "layer_types": ["full_attention", "sliding_attention", "sliding_attention"], "num_attention_heads_per_layer": [4, 6, 6],
@@ -100,6 +105,11 @@ NEWER = {
         **KOLIBRI, "sliding_window": 150, "norm_topk_prob": True, "num_key_value_heads": 1, "tie_word_embeddings": True, "layer_types": [
             "full_attention", "sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]}, dtype="bfloat16"),
     "laguna": Case("laguna", {**LAGUNA, "vocab_size": 301}),
+    "muse_glimmer": Case("muse_glimmer_text", {**MUSE, "vocab_size": 301}, shard="100KB", inside="muse_glimmer"),
+    "muse_glimmer, other layers, biases, bfloat16": Case("muse_glimmer_text", {
+        **MUSE, "num_hidden_layers": 3, "sliding_window": 150, "attention_bias": True, "num_key_value_heads": 1, "layer_types": [
+            "full_attention", "sliding_attention", "full_attention"], "layer_rope_theta": [10_000.0, 0, 10_000.0]},
+        dtype="bfloat16", inside="muse_glimmer"),
     "bloom": Case("bloom", {"vocab_size": 301}, shard="100KB"),
     "bloom, heads of no power of two, bfloat16": Case("bloom", {"n_head": 6, "hidden_size": 96, "layer_norm_epsilon": 1e-3},
                                                       dtype="bfloat16"),

@@ -69,6 +69,9 @@ def test_blocks_of_experts_and_of_fused_tensors(tmp_path: Path, name: str, kind:
 
 
 @pytest.mark.parametrize(("name", "changes", "said"), [
+    ("muse_glimmer_text", {"post_norm_eps": 1e-5}, "an epsilon of 1e-05"), ("muse_glimmer_text", {"attention_bias": True}, "biases on o"),
+    ("muse_glimmer_text", {"layer_rope_theta": [1e4] * 5}, "turns other layers"),
+    ("muse_glimmer_text", {"layer_types": ["full_attention"] * 5, "layer_rope_theta": [0] * 5}, "has no window"),
     ("afmoe", {"mup_enabled": False}, "multiplies its embedding"), ("afmoe", {"attention_bias": True}, "biases on o"),
     ("afmoe", {"global_attn_every_n_layers": 2}, "every 4th layer"),
     ("arcee", {"mlp_bias": True}, "biases on o"), ("arcee", {"hidden_act": "relu"}, "relu where relu2 is meant"),
@@ -185,12 +188,12 @@ def test_llamacpp_writes_the_same_tokens(tmp_path: Path, peer: object, name: str
     """From prompts of one token, of some, and of more than a window. Where an answer parts, two tokens were as likely."""
     source = model(name, tmp_path / "source")
     path = exported(source, tmp_path / "m.gguf")
-    config = json.loads((source / "config.json").read_text())
+    vocabulary = read_config(source).vocab_size
     theirs = peer.Llama(str(path), n_ctx=128, n_threads=1, verbose=False, type_k=0, type_v=0)
     engine, same = opened(path), 0
     try:
         for length in PROMPTS:
-            ids = np.random.default_rng(length).integers(5, config["vocab_size"], length).tolist()
+            ids = np.random.default_rng(length).integers(5, vocabulary, length).tolist()
             theirs.reset()
             answer = []
             for token in theirs.generate(ids, temp=0.0, top_k=1, repeat_penalty=1.0):

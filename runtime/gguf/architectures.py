@@ -33,6 +33,7 @@ from . import (
     mamba,
     mamba2,
     minicpm3,
+    muse_glimmer,
     sections,
     short_conv,
     state_spaces,
@@ -84,7 +85,8 @@ class Architecture:
     `pattern`: a file may say which layers have a window. `roles` go before ROLES, `outer` are names beside OUTER. `epsilon`: the key of
     the norms' one. `required`: keys that must be there beside the usual ones, `optional` ones of these need not. `read`: keys that are
     read, though not by translation. `whole`: parts of tensors' names with their kinds, where a checkpoint says no kind. `kinds`: what a
-    checkpoint calls a layer that has no heads of keys and values, and one that has.
+    checkpoint calls a layer that has no heads of keys and values, and one that has. `as_is`: norms of a checkpoint to which nothing was
+    added.
     """
 
     family: str
@@ -106,10 +108,12 @@ class Architecture:
     read: frozenset[str] = frozenset()
     whole: Mapping[str, str] = field(default_factory=dict)
     kinds: tuple[str, str] | None = None
+    as_is: frozenset[str] = frozenset()
 
     def offset(self, name: str) -> float:
         """What was added to a tensor of a checkpoint."""
-        return self.norm_offset if "norm" in name and linear_attention.OWN_NORM not in name and not name.endswith("bias") else 0.0
+        grown = "norm" in name and linear_attention.OWN_NORM not in name and not name.endswith("bias")
+        return self.norm_offset if grown and name not in self.as_is else 0.0
 
 
 _GEMMA_NAMES = {"post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
@@ -334,6 +338,9 @@ ARCHITECTURES = {
         "output_norm.weight": "model.final_layernorm.weight", "output_norm.bias": "model.final_layernorm.bias", "output.bias":
         "lm_head.bias"}),
     "phi3": Architecture("phi3", partial=True, fused=_QKV | _GATE_UP),
+    muse_glimmer.NAME: Architecture(muse_glimmer.FAMILY, interleaved=True, norm_offset=1.0, as_is=muse_glimmer.AS_IS, pattern=True,
+                                    keys=muse_glimmer.KEYS, required=muse_glimmer.REQUIRED, layer_names={
+                                        **_GEMMA_NAMES, **muse_glimmer.NAMES}),
     # Neighbours turn together in the checkpoints too, so that rows are as they are there.
     "chatglm": Architecture("glm", partial=True, fused=_GATE_UP, fused_before=_QKV),
     "ernie4_5": Architecture("ernie4_5"),
@@ -349,7 +356,7 @@ BY_FAMILY = dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), laten
     "lfm2_moe": "lfm2moe", "llama4_text": "llama4", "minimax_m2": "minimax-m2", "ministral3": "mistral3", "mistral": "llama",
     "mixtral": "llama", "olmo3": "olmo2", "phi": "phi2", "qwen2_moe": "qwen2moe", "qwen3_5_moe_text": "qwen35moe", "qwen3_5_text": "qwen35",
     "qwen3_moe": "qwen3moe", "qwen3_next": linear_attention.JOINED, "solar_open": "glm4moe", swash.MIXED: swash.NAME,
-    mamba.NORMED: mamba.NAME} | {
+    mamba.NORMED: mamba.NAME, muse_glimmer.FAMILY: muse_glimmer.NAME} | {
     name: name for name in ("afmoe", "apertus", "arcee", "bitnet", "cohere2", "dots1", "ernie4_5", "exaone", "exaone4", "falcon", "gemma",
                             "gemma2", "glm4", "gpt2", "granite", "granite_swa", "granitemoe", "hy_v3", "internlm2", "jamba", "kolibri1",
                             "laguna", "lfm2", "llama", "mamba", "mamba2", "minicpm", "minicpm3", "nemotron", "nemotron_h", "olmo",

@@ -28,6 +28,7 @@ from . import (
     latent_attention,
     llama4,
     minicpm3,
+    muse_glimmer,
     stateful,
     swash,
     yarn,
@@ -58,8 +59,8 @@ WINDOW_EVERY = {"afmoe": AFMOE_EVERY, "cohere2": COHERE2_EVERY, "exaone_moe": EX
 # Families whose rotary frequencies llama.cpp divides by no tensor.
 UNDIVIDED = ("afmoe", "bailing_moe_v2", "bitnet", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe",
              "exaone_moe", "falcon", "falcon_h1", "gemma", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_neox", "hunyuan_v1_dense",
-             "hunyuan_v1_moe", "kolibri1", "lfm2", "lfm2_moe", "minimax_m2", "nemotron", "olmo", "olmo2", "olmo3", "phi", "qwen2_moe",
-             "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "seed_oss", "solar_open", "stablelm", "starcoder2")
+             "hunyuan_v1_moe", "kolibri1", "lfm2", "lfm2_moe", "minimax_m2", "muse_glimmer_text", "nemotron", "olmo", "olmo2", "olmo3",
+             "phi", "qwen2_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "seed_oss", "solar_open", "stablelm", "starcoder2")
 # Families whose heads llama.cpp takes to be as wide as the model together.
 EVEN_HEADS = ("bailing_moe_v2", "bitnet", "cohere", "cohere2", "exaone", "exaone4", "falcon", "glm", "jamba", "lfm2", "lfm2_moe",
               "nemotron", "olmo", "olmo2", "olmo3", "phi", "qwen2_moe", "stablelm", "starcoder2")
@@ -125,6 +126,8 @@ def _departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
         yield from kolibri1.departures(config)
     elif family == cohere2_moe.FAMILY:
         yield from cohere2_moe.departures(config)
+    elif family == muse_glimmer.FAMILY:
+        yield from muse_glimmer.departures(config)
     else:
         yield family not in WITHOUT_WINDOW and set(config.windows) != {None}, "has a sliding window"
     if family.startswith("gemma") or family == "afmoe":
@@ -230,6 +233,8 @@ def _of_family(config: ModelConfig) -> dict[str, Value]:
                  "logit_scale": float(config.logits_scaling)}
     if BY_FAMILY[config.family] == swash.NAME:
         keys |= swash.stated(config)
+    if config.family == muse_glimmer.FAMILY:
+        keys |= muse_glimmer.stated(config)
     if config.rope.params.get(GROWTH):
         keys["attention.temperature_scale"] = float(config.rope.params[GROWTH])
     if config.family in (bitnet.FAMILY, gemma4.FAMILY):

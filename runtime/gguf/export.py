@@ -36,7 +36,7 @@ from ..stores.container import read_container
 from ..tensors import ModelTensor, check_tensors, with_own_layer
 from ..text import Tokenizer
 from ..weights.outliers import check_outliers
-from . import apertus, bitnet, falcon_h1, half_layers, latent_attention, linear_attention, nextn, stateful
+from . import apertus, bitnet, falcon_h1, half_layers, latent_attention, linear_attention, muse_glimmer, nextn, stateful
 from .architectures import BY_FAMILY, Architecture, file_architecture
 from .config_out import TYPES, config_metadata, exported_as, rotary_tensors, unused_window
 from .settings import licence_metadata, sampling_metadata
@@ -48,7 +48,7 @@ BLOCK, HEADS = 32, ("embed", "layer_embed", "head")
 BLOCK_NBYTES = 16 << 20  # float32 rows at once
 VECTORS = (SHARED[3], "correction")  # roles of rows that files hold as vectors
 # Their files hold a head, also where it is the embedding.
-HEADED = ("apertus", "bailingmoe2", "gptneox", "nemotron", "olmo2", "olmoe", "phi2", "stablelm")
+HEADED = ("apertus", "bailingmoe2", "gptneox", "muse-glimmer", "nemotron", "olmo2", "olmoe", "phi2", "stablelm")
 
 SHARED_AS_MLP = ("afmoe", "kolibri1")  # families whose layers have what all tokens visit as an MLP
 
@@ -117,7 +117,7 @@ def export_gguf(source: Path, out: Path, kind: str, name: str, replace: bool = F
         ahead = nextn.stated(file_architecture(config), config) if nextn.parted(tensors["outer"])[1] else {}
         metadata = config_metadata(config, name, kind) | ahead | licence_metadata(source, licence)
         metadata |= sampling_metadata(settings) | dict(keys)
-        factors = rotary_tensors(config)
+        factors = rotary_tensors(config) | (muse_glimmer.head_norms(config) if config.family == muse_glimmer.FAMILY else {})
         planned = [PlannedTensor(each, "F32", values.shape) for each, values in factors.items()] + [job.planned for job in jobs]
         yield from _notices(config, jobs, kind, is_rounded(source))
         head = gguf_head(metadata, planned)
@@ -214,7 +214,7 @@ def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], config: ModelC
                 shape = stateful.shape_in_file(role, config, shape)
             planned, grown = PlannedTensor(name, own, shape), "norm" in role and role != "state_norm" and not role.endswith("_bias")
             yield _Job(planned, tuple(tensor for _, tensor in members), heads.get(role.removesuffix("_bias"), 0),
-                       found.norm_offset if grown else 0.0, *stateful.order(role, config),
+                       found.norm_offset if grown and first.name not in found.as_is else 0.0, *stateful.order(role, config),
                        role == "state_decay", factors=tuple(factors.get(role, 1.0) for role, _ in members) if factors else (),
                        turns=first.shape[0] // config.state.key_heads if name.endswith(linear_attention.IN_TURN) else 0)
 

@@ -25,6 +25,7 @@ from . import (
     mamba,
     mamba2,
     minicpm3,
+    muse_glimmer,
     short_conv,
     state_spaces,
     swash,
@@ -114,6 +115,8 @@ def add_family(header: GgufHeader, raw: dict[str, object]) -> None:
         laguna.add_laguna(header, raw, window)
     elif raw["model_type"] == kolibri1.FAMILY:
         kolibri1.add_kolibri1(header, raw, window, layer_types(header, raw["num_hidden_layers"], KOLIBRI_EVERY))
+    elif raw["model_type"] == muse_glimmer.FAMILY:
+        muse_glimmer.add_muse_glimmer(raw, window, layer_types(header, raw["num_hidden_layers"], muse_glimmer.EVERY))
     elif raw["model_type"] == "afmoe":
         _scored(header, raw)
         raw |= {"attention_bias": "blk.0.attn_q.bias" in header.tensors, "sliding_window": window, "layer_types":

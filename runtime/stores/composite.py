@@ -17,23 +17,24 @@ OUTER_HARMLESS = frozenset({
     "downsample_ratio", "drop_vision_last_layer", "enable_audio_output", "enable_talker", "encoder_patch_size", "eoa_token_id",
     "eoa_token_index", "eoi_token_id", "eoi_token_index", "ignore_index", "ignored_index", "im_end_token_id", "im_start_token_id",
     "image_end_id", "image_end_token_id", "image_grid_pinpoints", "image_seq_length", "image_size", "image_start_id",
-    "image_start_token_id", "image_token_id", "image_token_index", "img_token_compression_config", "initializer_range", "insert_layer_id",
-    "language_model_only", "max_image_tokens", "max_num_patches", "max_pixels_tolerance", "max_sequence_length", "max_tiles",
-    "media_placeholder_token_id", "merge_kernel_size", "merged_hidden_size", "merger_times", "min_image_tokens", "min_tiles",
-    "mm_tokens_per_image", "model_type", "multimodal_projector_bias", "newline_id", "patch_size", "projection_hidden_size",
-    "projection_layer_norm_eps", "projector_bias", "projector_hidden_act", "projector_hidden_size", "projector_use_layernorm",
-    "rope_is_neox_style", "scale_factor", "slice_end_id", "slice_start_id", "spatial_merge_size", "system_token_id", "talker_config",
-    "text_config", "thinker_config", "tile_size", "token2wav_config", "tts_bos_token_id", "tts_eos_token_id", "tts_pad_token_id",
-    "use_3d_rope", "use_flash_attention", "use_image_newline_parameter", "use_image_special_tokens", "use_reentrant_checkpointing",
-    "use_thumbnail", "use_unified_vision_chunk", "user_token_id", "video_end_token_id", "video_placeholder", "video_start_token_id",
-    "video_token_id", "video_token_index", "vision_aspect_ratio", "vision_config", "vision_end_token_id", "vision_feature_layer",
-    "vision_feature_select_strategy", "vision_soft_tokens_per_image", "vision_start_token_id", "vision_token_id", "weight_share_add_bias"})
+    "image_start_token_id", "image_token_id", "image_token_index", "img_token_compression_config", "initializer_range",
+    "insert_layer_id", "language_model_only", "max_image_tokens", "max_num_patches", "max_pixels_tolerance", "max_sequence_length",
+    "max_tiles", "media_placeholder_token_id", "merge_kernel_size", "merged_hidden_size", "merger_times", "min_image_tokens",
+    "min_tiles", "mm_tokens_per_image", "model_type", "multimodal_projector_bias", "newline_id", "out_hidden_size", "patch_size",
+    "projection_hidden_size", "projection_layer_norm_eps", "projector_bias", "projector_hidden_act", "projector_hidden_size",
+    "projector_use_layernorm", "rope_is_neox_style", "scale_factor", "slice_end_id", "slice_start_id", "spatial_merge_size",
+    "system_token_id", "talker_config", "text_config", "thinker_config", "tile_size", "token2wav_config", "tts_bos_token_id",
+    "tts_eos_token_id", "tts_pad_token_id", "use_3d_rope", "use_flash_attention", "use_image_newline_parameter",
+    "use_image_special_tokens", "use_reentrant_checkpointing", "use_thumbnail", "use_unified_vision_chunk", "user_token_id",
+    "video_end_token_id", "video_placeholder", "video_start_token_id", "video_token_id", "video_token_index", "vision_aspect_ratio",
+    "vision_config", "vision_end_token_id", "vision_feature_layer", "vision_feature_select_strategy", "vision_soft_tokens_per_image",
+    "vision_start_token_id", "vision_token_id", "weight_share_add_bias"})
 # Composite models whose head is one of its own where they say nothing; of others it is the embedding. Of the second kind it is tied where
 # either object says so: a head that is stored all the same is used.
 UNTIED = ("qwen2_5_omni", "qwen3_5", "qwen3_5_moe", "qwen3_omni_moe")
 AS_INSIDE = ("audioflamingo3", "exaone4_5", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "idefics3", "kimi_k25", "llama4", "llava",
-             "llava_next", "llava_onevision", "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "qwen2_5_vl", "qwen2_audio", "qwen2_vl",
-             "qwen3_vl", "qwen3_vl_moe", "smolvlm", "voxtral")
+             "llava_next", "llava_onevision", "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "muse_glimmer", "qwen2_5_vl", "qwen2_audio",
+             "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "voxtral")
 KNOWN_CODE = ("paddleocr_vl",)  # whose checkpoints bring code that became part of transformers
 ONE_BIAS = {"paddleocr_vl": "use_bias"}  # where a text part says in a word whether all its matrices have one
 THINKER = "thinker_config"  # of models that speak: what listens, sees and writes

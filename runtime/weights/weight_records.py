@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 CURVED, CURVE = "xielu", ("curve_above", "curve_below")  # an activation, and roles of what a layer has of it
 GIVEN = ("input_gate", "input_out")  # roles of a layer that takes what it is given of a token
+BEHIND = ("o_norm", "down_norm")  # roles of norms behind attention and MLP
 STREAMS = ("stream_router", "predict", "correct")  # and of one that meets several streams of it
 
 
@@ -74,11 +75,11 @@ def curve_of(config: ModelConfig, key: int, roles: Mapping[str, ModelTensor], ra
     return Curve(above, CURVE_SLOPE + below)
 
 
-def made_norm(config: ModelConfig, weight: object, bias: object | None) -> Norm:
-    """A norm of the model's kind; kernels know none that takes the mean off and has weights stored less one."""
-    if config.norm_kind == "layer+1":
-        return Norm("layer", weight + 1, bias, config.norm_eps)
-    return Norm(config.norm_kind, weight, bias, config.norm_eps)
+def made_norm(config: ModelConfig, weight: object, bias: object | None, kind: str | None = None, eps: float | None = None) -> Norm:
+    """A norm of the model's kind and epsilon, unless another is given; kernels know none that takes the mean off and has weights stored
+    less one."""
+    kind, eps = kind or config.norm_kind, config.norm_eps if eps is None else eps
+    return Norm("layer", weight + 1, bias, eps) if kind == "layer+1" else Norm(kind, weight, bias, eps)
 
 
 def unit_norm(config: ModelConfig, ops: object, size: int) -> Norm:
@@ -122,7 +123,7 @@ class WeightRecords:
             weight = vector(role)
             if len(roles[role].shape) > 1:  # one for each head
                 weight = weight.reshape(roles[role].shape)
-            return made_norm(config, weight, vector(f"{role}_bias"))
+            return made_norm(config, weight, vector(f"{role}_bias"), eps=config.behind_eps if role in BEHIND else None)
 
         def shaped(role: str) -> object:
             return vector(role).reshape(roles[role].shape)
@@ -148,7 +149,8 @@ class WeightRecords:
         else:
             experts = tuple(Expert(*map(linear, expert_roles(e))) for e in range(config.mixture.experts)) if router else ()
         curve = curve_of(config, key, roles, raw)
-        unit = ones(config.heads_of(key)[1]) if config.qk_norm_unit and config.ropes[key] is not None else None
+        unit = ones(config.heads_of(key)[1]) if config.qk_norm_unit and (config.ropes[key] or config.qk_norm_still) else None
+        entered = ones(config.hidden_size) if config.embedding_normed and key == 0 else None
         added = config.residual_multiplier * config.factor(SHARED[2])
         shared = SharedExpert(*map(linear, SHARED), added) if SHARED[1] in roles else None
         return LayerWeights(input_norm=input_norm, q=linear("q"), k=linear("k"), v=linear("v"), o=linear("o"),
@@ -168,7 +170,7 @@ class WeightRecords:
                             attn_sub_norm=norm("attn_sub_norm"), ffn_sub_norm=norm("ffn_sub_norm"),
                             lent=lent(config, key, linear, self.blocks(ops)) if LENT_OUT in roles else None,
                             fronts=self._fronts(ops) if config.slopes else None,
-                            entry_norm=norm("entry_norm"), middle_norm=norm("middle_norm"))
+                            entry_norm=norm("entry_norm") or entered, middle_norm=norm("middle_norm"))
 
     def _fronts(self, ops: object) -> tuple[object, object]:
         """What queries and keys have in front whose scores grow with a key's place, on a backend."""
@@ -208,7 +210,7 @@ class WeightRecords:
         if self.config.norms_unit:
             return unit_norm(self.config, host, self.config.hidden_size)
         weight, bias = (host.put(as_float32(roles[role], raw), "f32") if role in roles else None for role in ("norm", "norm_bias"))
-        return made_norm(self.config, weight, bias)
+        return made_norm(self.config, weight, bias, self.config.last_norm)
 
     def head_bias(self, raw: Mapping[str, np.ndarray]) -> object | None:
         """The bias of the head, on the host."""

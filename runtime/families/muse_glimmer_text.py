@@ -1,0 +1,83 @@
+"""Muse Glimmer's text part (Meta's, 30B): norms before and behind each branch, an embedding and heads that are normed without a weight,
+gates of what is attended to, and layers with a window that turn by position beside every fourth one, which sees all and does not turn.
+
+Norms of layers have weights stored less one, the last one has not, and those behind have an epsilon of their own. GGUF files have the
+queries' factor in norms of heads, with weights: a folder made of one says so in its config.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ..config import Defaults, ModelConfig, decoder_config
+from ..config_reader import ConfigError, Keys, show
+from ..config_rope import GLOBAL, LOCAL, RopeConfig, rope_config
+from . import LayerWeights, TensorRule, gemma2, llama
+from .llama import outer_tensors
+from .qwen2 import windows_of
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ..block_ops import BlockOps
+    from ..cache import LayerCache
+    from ..rope import RopeTable
+
+__all__ = ["BEHIND_EPS", "KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "STORED", "block", "config", "layer_tensors", "outer_tensors"]
+
+STORED = "qk_norm_stored"  # norms of heads have weights, as in GGUF files
+KEYS_USED = frozenset({"attention_bias", "final_logit_softcapping", "hidden_activation", "layer_rope_theta", "layer_types",
+                       "output_multiplier", "post_norm_eps", "qk_scale_factor", "sliding_window", STORED})
+KEYS_HARMLESS = frozenset({"cache_implementation", "hidden_act"})
+REFUSED_UNLESS: Mapping[str, object] = {"mlp_bias": False, "use_bidirectional_attention": False}
+SIZES = {"vocab_size": 202_048, "hidden_size": 6656, "intermediate_size": 19_968, "num_hidden_layers": 52, "num_attention_heads": 32}
+WINDOW, EVERY = 2048, 4  # of so many layers, counted from the last one back, that one sees all
+BEHIND_EPS, CAP, SCALE, MULTIPLIER = 1e-8, 20.0, 3.87, 26**-0.5
+
+
+def config(keys: Keys) -> ModelConfig:
+    base = Defaults(max_position_embeddings=131_072, num_key_value_heads=2, head_dim=128, bos=200_000, eos=(200_001,), norm_eps=1e-5,
+                    act=("hidden_activation", "silu"), sizes=SIZES)
+    layers, bias, stored = base.size(keys, "num_hidden_layers"), keys.flag("attention_bias", False), keys.flag(STORED, False)
+    usual = [GLOBAL if (layers - 1 - layer) % EVERY == 0 else LOCAL for layer in range(layers)]
+    windows = windows_of(keys, keys.integer("sliding_window", None if keys.holds("sliding_window") else WINDOW), usual)
+
+    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig | None, ...]:
+        rope = rope_config(keys, head_dim, positions)
+        return tuple(rope if turned else None for turned in _turned(keys, usual, rope))
+
+    scale = keys.number("qk_scale_factor", SCALE)
+    made = decoder_config(keys, base, ropes, windows=windows, qkv_bias=bias, o_bias=bias, norm_kind="rms+1", last_norm="rms",
+                          behind_eps=keys.number("post_norm_eps", BEHIND_EPS), embedding_normed=True, gates_apart=True,
+                          qk_norm=stored, qk_norm_unit=not stored, qk_norm_still=True,
+                          logits_scaling=1 / keys.number("output_multiplier", MULTIPLIER),
+                          final_logit_softcapping=gemma2.softcap(keys, "final_logit_softcapping", CAP))
+    return replace(made, attn_scale=scale * made.head_dim**-0.5)
+
+
+def _turned(keys: Keys, usual: list[str], rope: RopeConfig) -> tuple[bool, ...]:
+    """Which layers turn: those of a theta that is not 0 in `layer_rope_theta`, the usual ones where nothing lists them. Raises ConfigError
+    for a theta that is not that of all: transformers would turn by the latter all the same."""
+    if not keys.holds("layer_rope_theta") or keys.raw["layer_rope_theta"] is None:
+        return tuple(kind == LOCAL for kind in usual)
+    listed = keys.numbers("layer_rope_theta", len(usual), or_zero=True)
+    if stray := next((theta for theta in listed if theta and theta != rope.theta), None):
+        raise ConfigError(f"config.json: layer_rope_theta holds {show(stray)} beside a rope_theta of {show(rope.theta)}, which is not "
+                          "supported", "in this family a layer turns by the one rope_theta, or has 0 for no positions")
+    return tuple(map(bool, listed))
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    """Tensors of one layer by role: Gemma 2's and the gates."""
+    gates = config.num_attention_heads * config.head_dim, config.hidden_size
+    return gemma2.layer_tensors(config, layer) | {"attn_gate": TensorRule(f"model.layers.{layer}.self_attn.gate_proj.weight", gates)}
+
+
+def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
+          layer: int, tap: Callable[[str, int, object], None]) -> object:
+    """x[T, D] -> x[T, D], with the taps of `llama.block`; what enters the first layer is normed in its place."""
+    if w.entry_norm is not None:
+        x = ops.renormed(x, w.entry_norm)
+    return llama.block(ops, w, x, kv, positions, rope, config, layer, tap)

@@ -1,0 +1,52 @@
+"""What GGUF files say otherwise of Muse Glimmer: the factor of its queries lies in norms of heads, which a checkpoint does not have, and of
+the norm before the head nothing was taken off, so that nothing is added."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from ...offload.gguf import Value
+from ..config import ModelConfig
+from ..config_rope import LOCAL
+from ..families.muse_glimmer_text import BEHIND_EPS, STORED
+
+FAMILY, NAME = "muse_glimmer_text", "muse-glimmer"
+EVERY = 4  # of so many layers the last one sees all
+KEYS = {"logit_scale": "output_multiplier", "final_logit_softcapping": "final_logit_softcapping", "rope.freq_base_swa": "rope_theta"}
+REQUIRED = ("attention.key_length", "attention.sliding_window", "logit_scale")
+NAMES = {"attn_gate": "self_attn.gate_proj"}
+AS_IS = frozenset({"model.norm.weight"})  # norms to which nothing is added
+
+
+def add_muse_glimmer(raw: dict[str, object], window: int | None, kinds: list[str]) -> None:
+    """Put into `raw`, a config.json in the making, what the family has beside its keys. `kinds` of layers, of which those with a window
+    turn."""
+    theta = raw.get("rope_theta", 10_000.0)
+    raw |= {"sliding_window": window, "layer_types": kinds, "layer_rope_theta": [theta if kind == LOCAL else 0 for kind in kinds],
+            "post_norm_eps": BEHIND_EPS, STORED: True, "qk_scale_factor": 1.0}
+    raw.setdefault("final_logit_softcapping", None)
+
+
+def stated(config: ModelConfig) -> Mapping[str, Value]:
+    """The keys below the architecture's name."""
+    return {"attention.sliding_window_pattern": np.array([each is not None for each in config.windows], np.bool_),
+            "logit_scale": float(1 / config.logits_scaling)}
+
+
+def head_norms(config: ModelConfig) -> dict[str, np.ndarray]:
+    """Norms of heads by name, of a model whose heads are normed without a weight: that of queries is their factor."""
+    if config.qk_norm:
+        return {}
+    scale, ones = config.attn_scale * config.head_dim**0.5, np.ones(config.head_dim, "<f4")
+    return {f"blk.{layer}.attn_{which}_norm.weight": ones * np.float32(factor)
+            for layer in range(config.num_hidden_layers) for which, factor in (("q", scale), ("k", 1.0))}
+
+
+def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """(whether it is so, what files cannot say)."""
+    yield set(config.windows) == {None}, "has no window"
+    yield [rope is None for rope in config.ropes] != [window is None for window in config.windows], \
+        "turns other layers than those with a window"
+    yield config.behind_eps != BEHIND_EPS, f"has norms behind its branches with an epsilon of {config.behind_eps}"
