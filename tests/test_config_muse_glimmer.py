@@ -21,11 +21,12 @@ TEXT = {
     "final_logit_softcapping": 20.0, "head_dim": 128, "hidden_activation": "silu", "hidden_size": 6656, "initializer_range": 0.02,
     "intermediate_size": 19_968, "layer_rope_theta": [0 if kind == "full_attention" else 500_000.0 for kind in KINDS], "layer_types": KINDS,
     "max_position_embeddings": 131_072, "model_type": "muse_glimmer_text", "num_attention_heads": 32, "num_hidden_layers": 52,
-    "num_key_value_heads": 2, "output_multiplier": 0.19611613513818404, "pad_token_id": None, "post_norm_eps": 1e-8, "qk_scale_factor": 3.87,
-    "rms_norm_eps": 1e-5, "rope_parameters": {"rope_theta": 500_000.0, "rope_type": "default"}, "sliding_window": 2048,
-    "tie_word_embeddings": False, "use_cache": True, "vocab_size": 202_048}
-MUSE = {"architectures": ["MuseGlimmerForConditionalGeneration"], "model_type": "muse_glimmer", "dtype": "bfloat16", "image_token_id": 200_092,
-        "out_hidden_size": 6144, "projector_hidden_act": "gelu", "projector_hidden_size": 4096, "text_config": TEXT, "vision_config": {},
+    "num_key_value_heads": 2, "output_multiplier": 0.19611613513818404, "pad_token_id": None, "post_norm_eps": 1e-8,
+    "qk_scale_factor": 3.87, "rms_norm_eps": 1e-5, "rope_parameters": {"rope_theta": 500_000.0, "rope_type": "default"},
+    "sliding_window": 2048, "tie_word_embeddings": False, "use_cache": True, "vocab_size": 202_048}
+MUSE = {"architectures": ["MuseGlimmerForConditionalGeneration"], "model_type": "muse_glimmer", "dtype": "bfloat16",
+        "image_token_id": 200_092, "out_hidden_size": 6144, "projector_hidden_act": "gelu", "projector_hidden_size": 4096,
+        "text_config": TEXT, "vision_config": {},
         "video_token_id": 200_091}
 
 
