@@ -21,7 +21,8 @@ from ..config import ModelConfig, parse_config
 from ..config_rope import GROWTH
 from . import channel_decays, gemma3n, gemma4, half_layers, laguna, latent_attention, minicpm3, sections, stateful, yarn
 from .architectures import FACTORS, HARMLESS, LONG, NEUTRAL, RMS_NORM, SHORT, UNTURNED, Architecture, architecture
-from .family_keys import PATTERN, REPAIR, add_family, layer_types
+from .family_keys import REPAIR, add_family
+from .windows import PATTERN, layer_types
 
 # Below the architecture's name -> config.json.
 KEYS = {

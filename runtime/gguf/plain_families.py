@@ -1,0 +1,136 @@
+"""What GGUF files leave to be known of families without parts of their own: windows, biases, which their tensors tell, and names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from ...offload.header import damaged
+from ..config_rope import GROWTH, LOCAL
+from .windows import EXAONE4_EVERY, EXAONE4_LAYERS, OLMO3_EVERY, USUAL_WINDOW, Given
+
+Raw = dict[str, object]  # a config.json in the making
+USUAL_THETA = 10_000.0
+
+
+def _llama(of: Given, raw: Raw) -> None:
+    raw.setdefault("num_key_value_heads", raw["num_attention_heads"])
+    if "num_local_experts" in raw:
+        raw |= {"model_type": "mixtral", "sliding_window": of.window}
+    elif of.window:
+        raw |= {"model_type": "mistral", "sliding_window": of.window}
+    else:
+        raw |= {"attention_bias": of.has("attn_q.bias"), "mlp_bias": of.has("ffn_gate.bias")}
+
+
+def _ministral3(of: Given, raw: Raw) -> None:
+    if not raw.get(GROWTH):  # as files of Mistral Small have none
+        raw |= {"model_type": "mistral"}
+        raw.pop(GROWTH, None)
+    raw["sliding_window"] = of.window
+
+
+def _seed_oss(of: Given, raw: Raw) -> None:
+    raw |= {"attention_bias": of.has("attn_q.bias"), "sliding_window": of.window, "attention_out_bias": of.has("attn_output.bias")}
+
+
+def _ernie(of: Given, raw: Raw) -> None:
+    _own_width(of, raw, "use_bias")
+    raw.setdefault("rope_theta", USUAL_THETA)
+
+
+def _glm(of: Given, raw: Raw) -> None:
+    _own_width(of, raw, "attention_bias")
+    raw.setdefault("partial_rotary_factor", 1.0)
+
+
+def _own_width(of: Given, raw: Raw, bias: str) -> None:
+    """Of families whose heads may be of another width than the model's over their number; `bias` is what a config calls biases."""
+    raw |= {"sliding_window": of.window, bias: of.has("attn_q.bias", "attn_qkv.bias")}
+    if isinstance(heads := raw["num_attention_heads"], int) and heads > 0:
+        raw.setdefault("head_dim", raw["hidden_size"] // heads)
+
+
+def _nemotron(of: Given, raw: Raw) -> None:
+    raw |= {"sliding_window": of.window, "attention_bias": of.has("attn_output.bias"), "mlp_bias": of.has("ffn_up.bias"),
+            "partial_rotary_factor": raw.get("partial_rotary_factor", 1.0)}
+
+
+def _stablelm(of: Given, raw: Raw) -> None:
+    raw |= {"sliding_window": of.window, "use_qkv_bias": of.has("attn_q.bias"), "qk_layernorm": of.has("attn_q_norm.weight"),
+            "use_parallel_residual": not of.has("ffn_norm.weight"), "partial_rotary_factor": raw.get("partial_rotary_factor", 1.0)}
+    raw.setdefault("num_key_value_heads", raw["num_attention_heads"])
+
+
+def _falcon(of: Given, raw: Raw) -> None:
+    """Of which llama.cpp runs those with attention and MLP side by side alone."""
+    raw |= {"sliding_window": of.window, "bias": of.has("attn_qkv.bias"), "new_decoder_architecture": True,
+            "num_ln_in_parallel_attn": 2 if of.has("attn_norm_2.weight") else 1}
+    raw.setdefault("num_kv_heads", raw["num_attention_heads"])
+    raw.pop("head_dim", None)
+
+
+def _gpt_neox(of: Given, raw: Raw) -> None:
+    raw |= {"sliding_window": of.window, "attention_bias": of.has("attn_qkv.bias", "attn_q.bias"),
+            "rotary_pct": raw.pop("partial_rotary_factor", 1.0)}
+
+
+def _internlm2(of: Given, raw: Raw) -> None:
+    raw |= {"sliding_window": of.window, "bias": of.has("attn_q.bias")}
+    raw.setdefault("num_key_value_heads", raw["num_attention_heads"])
+
+
+def _olmo(of: Given, raw: Raw) -> None:
+    raw |= {"sliding_window": of.window, "clip_qkv": raw.get("clip_qkv") or None,  # 0 for none
+            "attention_bias": of.has("attn_q.bias")}
+    raw.setdefault("num_key_value_heads", raw["num_attention_heads"])
+
+
+def _phi(of: Given, raw: Raw) -> None:
+    raw |= {"sliding_window": of.window, "partial_rotary_factor": raw.get("partial_rotary_factor", 1.0)}
+    raw.setdefault("num_key_value_heads", raw["num_attention_heads"])
+
+
+def _starcoder2(of: Given, raw: Raw) -> None:
+    window = USUAL_WINDOW if of.stated is None else of.window  # llama.cpp passes it over, and converters do not write it
+    raw |= {"use_bias": of.has("attn_output.bias"), "sliding_window": window}
+
+
+def _exaone4(of: Given, raw: Raw) -> None:
+    window = USUAL_WINDOW if of.stated is None and raw["num_hidden_layers"] == EXAONE4_LAYERS else of.window
+    raw |= {"sliding_window": window, "layer_types": of.layer_types(raw, EXAONE4_EVERY if window else 1)}
+
+
+def _olmo2(of: Given, raw: Raw) -> None:
+    local = raw.pop("rope_local_base_freq", raw.get("rope_theta", USUAL_THETA))
+    if of.window:
+        raw |= {"model_type": "olmo3", "sliding_window": of.window, "rope_parameters": {LOCAL: {"rope_theta": local}},
+                "layer_types": of.layer_types(raw, OLMO3_EVERY)}
+        raw.setdefault("rope_theta", USUAL_THETA)
+
+
+def _granite(of: Given, raw: Raw) -> None:
+    if of.window:
+        raw["sliding_window"] = of.window
+        return
+    if raw.get("shared_intermediate_size") == 0:
+        del raw["shared_intermediate_size"]
+    if "shared_intermediate_size" in raw:
+        raw["model_type"] = "granitemoeshared"
+    raw |= {"attention_bias": of.has("attn_q.bias"), "mlp_bias": of.has("ffn_gate.bias")}
+    if "attention_multiplier" not in raw:
+        damaged(of.header.path, f"lacks key {raw['model_type']}.attention.scale")
+
+
+def add_others(of: Given, raw: Raw) -> None:
+    """The window alone, as the family has one at all."""
+    if of.window and raw["model_type"].startswith("qwen"):
+        raw |= {"sliding_window": of.window, "use_sliding_window": True, "max_window_layers": 0}
+    elif of.window or raw["model_type"] in ("gemma2", "gemma3_text", "phi3"):
+        raw["sliding_window"] = of.window
+
+
+PLAIN: Mapping[str, Callable[[Given, Raw], None]] = {
+    "ernie4_5": _ernie, "exaone4": _exaone4, "falcon": _falcon, "glm": _glm, "glm4": _glm, "gpt_neox": _gpt_neox, "granite": _granite,
+    "granitemoe": _granite, "internlm2": _internlm2, "llama": _llama, "ministral3": _ministral3, "nemotron": _nemotron, "olmo": _olmo,
+    "olmo2": _olmo2, "phi": _phi, "seed_oss": _seed_oss, "stablelm": _stablelm, "starcoder2": _starcoder2,
+}

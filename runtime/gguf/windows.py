@@ -1,0 +1,68 @@
+"""How far layers see, as GGUF files say it or leave it to be known, and which of them have a window."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...offload.gguf import GgufHeader, shown_value
+from ...offload.header import CheckpointError, damaged
+from ..config import MAX_LAYERS
+from ..config_rope import GLOBAL, LOCAL
+
+USUAL_WINDOW = 4096  # of every size of Gemma 2, EXAONE 4 and StarCoder 2
+USUAL_WINDOW_MOE = 128  # of K-EXAONE
+AFMOE_EVERY = OLMO3_EVERY = EXAONE4_EVERY = COHERE2_EVERY = 4  # all but the last of so many layers have a window
+KOLIBRI_EVERY = 5  # the same of Kolibri 1
+EXAONE4_LAYERS = 64  # of the one size that has windows
+PATTERN = ".attention.sliding_window_pattern"
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a family's config is completed from, beside the keys that it has. `stated`: the window as the file has it, None where it says
+    nothing; `window`: as layers have it, None for none."""
+
+    header: GgufHeader
+    stated: object
+    window: object
+
+    @property
+    def name(self) -> str:
+        """Of the architecture: what keys begin with."""
+        return self.header.metadata["general.architecture"]
+
+    def has(self, *tensors: str) -> bool:
+        """Has the first layer one of these?"""
+        return any(f"blk.0.{tensor}" in self.header.tensors for tensor in tensors)
+
+    def layer_types(self, raw: dict[str, object], every: int) -> list[str]:
+        return layer_types(self.header, raw["num_hidden_layers"], every)
+
+
+def given(header: GgufHeader, raw: dict[str, object]) -> Given:
+    """Takes the window out of `raw`. Raises CheckpointError where a family has one and the file does not say how far it reaches."""
+    stated, family = raw.pop("sliding_window", None), raw["model_type"]
+    window = stated or None  # files of Phi 4 state 0 for none
+    if family == "gemma2" and stated is None:
+        window = USUAL_WINDOW  # early files leave it out
+    if family in ("gemma2", "gemma3_text", "gemma3n_text") and not window:
+        key = f"{header.metadata['general.architecture']}.attention.sliding_window"
+        how = "lacks key" if stated is None else "states 0 for"
+        raise CheckpointError(f"{header.path} {how} {key}: how far its layers with a window see is not known",
+                              "the file was converted wrongly: take another conversion, or the folder of the checkpoint")
+    return Given(header, stated, window)
+
+
+def layer_types(header: GgufHeader, layers: object, every: int) -> list[str]:
+    """Which layers have a window: as the file lists, one truth a layer, or all but the last of so many as it states, else of `every`."""
+    key = f"{header.metadata['general.architecture']}{PATTERN}"
+    stated = header.metadata.get(key, every)
+    if isinstance(stated, np.ndarray) and stated.dtype.kind in "biu" and len(stated) == layers and np.isin(stated, (0, 1)).all():
+        return [LOCAL if each else GLOBAL for each in stated]
+    if isinstance(layers, bool) or not isinstance(layers, int) or not 0 < layers <= MAX_LAYERS:
+        return []  # refused for that
+    if isinstance(stated, bool) or not isinstance(stated, int) or stated < 1:
+        damaged(header.path, f"states {key} {shown_value(stated)}, expected a truth for each of {layers} layers, or a number")
+    return [LOCAL if (layer + 1) % stated else GLOBAL for layer in range(layers)]
