@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from ... import UsageError
+from ..files.given import read_given
 
 MOST_BYTES = 64 << 20
 MOST_POINTS = 64_000_000
@@ -24,12 +25,7 @@ TURNS = {2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSP
 
 def read_picture(path: Path) -> np.ndarray:
     """The points of a file, uint8 [height, width, 3]. Raises UsageError."""
-    try:
-        with path.open("rb") as file:
-            data = file.read(MOST_BYTES + 1)
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}", "give the path of a picture") from error
-    return decode_picture(data, str(path))
+    return decode_picture(read_given(path, MOST_BYTES, "a picture"), str(path))
 
 
 def decode_picture(data: bytes, source: str) -> np.ndarray:

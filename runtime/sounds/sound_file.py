@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from ... import UsageError
+from ..files.given import read_given
 from ..images.senses import RATE
 from .resampling import resampled
 from .wav import HIGHEST_RATE, MOST_CHANNELS, is_wav, read_wav
@@ -25,12 +26,7 @@ INSTALL = 'WAV is read without it; for FLAC, MP3 and Ogg: pip install "effllm[so
 
 def read_sound(path: Path) -> np.ndarray:
     """The samples of a file, float32 [n] at RATE. Raises UsageError."""
-    try:
-        with path.open("rb") as file:
-            data = file.read(MOST_BYTES + 1)
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}", "give the path of a sound") from error
-    return decode_sound(data, str(path))
+    return decode_sound(read_given(path, MOST_BYTES, "a sound"), str(path))
 
 
 def decode_sound(data: bytes, source: str) -> np.ndarray:
