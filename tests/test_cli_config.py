@@ -1,28 +1,17 @@
 """Settings from files: who wins over whom, where a value comes from, and what is wrong with a file, by its line."""
 
-import io
 import json
 import os
 from pathlib import Path
 
 import pytest
+from command_line import Ran
 
 import effllm
-from effllm.cli.app import main
-from effllm.cli.environment import Environment
 from effllm.cli.flags import token_count, variable
 from effllm.cli.settings import known
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
-
-
-class Ran:
-    """What a call of `main` wrote and returned."""
-
-    def __init__(self, *argv: str, **variables: str) -> None:
-        self.environment = Environment(io.StringIO(), io.StringIO(), io.StringIO(), {**os.environ, **variables})
-        self.code = main(argv, self.environment)
-        self.out, self.err = self.environment.stdout.getvalue(), self.environment.stderr.getvalue()
 
 
 @pytest.fixture

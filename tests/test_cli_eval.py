@@ -1,28 +1,16 @@
 """`effllm eval`: which settings a reference shares with the run that is measured, and what is refused before either."""
 
-import io
 import json
-import os
 import shutil
 from pathlib import Path
 
 import pytest
+from command_line import Ran
 
 import effllm
-from effllm.cli.app import main
-from effllm.cli.environment import Environment
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 SAMPLE = Path(effllm.__path__[0]) / "runtime" / "calibration.txt"
-
-
-class Ran:
-    """What a call of `main` wrote and returned."""
-
-    def __init__(self, *argv: object) -> None:
-        environment = Environment(io.StringIO(), io.StringIO(), io.StringIO(), os.environ)
-        self.code = main([str(word) for word in argv], environment)
-        self.out, self.err = environment.stdout.getvalue(), environment.stderr.getvalue()
 
 
 @pytest.fixture(scope="module")

@@ -1,29 +1,19 @@
 """`effllm run --audio`, `/audio` and `input_audio` in requests: what a person and a program see of sounds, and of those that cannot be."""
 
 import base64
-import io
 import json
 import os
 import sys
 
 import pexpect
 import pytest
+from command_line import Ran
 from hearing_models import as_wav, opened, sound, written_hearing
 from pictured_models import as_png, picture
 from served import serving
 
-from effllm.cli.app import main
-from effllm.cli.environment import Environment
-
 WAVES = [as_wav(sound(0.8, seed)) for seed in (1, 2, 3)]
 DATA = [base64.b64encode(each).decode() for each in WAVES]
-
-
-class Ran:
-    def __init__(self, *argv: str, stdin: str = "") -> None:
-        self.environment = Environment(io.StringIO(stdin), io.StringIO(), io.StringIO(), os.environ)
-        self.code = main(argv, self.environment)
-        self.out, self.err = self.environment.stdout.getvalue(), self.environment.stderr.getvalue()
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """`effllm run --image` and `/image`: what a person sees of pictures, and of those that cannot be."""
 
-import io
 import json
 import os
 import sys
@@ -8,12 +7,11 @@ from contextlib import closing
 
 import pexpect
 import pytest
+from command_line import Ran
 from patch_sight import __file__ as PROGRAM
 from patch_sight import patch_sight_of
 from pictured_models import CASE, TEMPLATE, as_png, picture, written_with_words
 
-from effllm.cli.app import main
-from effllm.cli.environment import Environment
 from effllm.runtime.calls.calling import tools_of
 from effllm.runtime.engine import open_engine
 from effllm.runtime.events import Call
@@ -26,13 +24,6 @@ from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.session import Session
 from effllm.runtime.templates.template import ChatTemplate
 from effllm.runtime.text import Tokenizer
-
-
-class Ran:
-    def __init__(self, *argv: str, stdin: str = "") -> None:
-        self.environment = Environment(io.StringIO(stdin), io.StringIO(), io.StringIO(), os.environ)
-        self.code = main(argv, self.environment)
-        self.out, self.err = self.environment.stdout.getvalue(), self.environment.stderr.getvalue()
 
 
 @pytest.fixture(scope="module")

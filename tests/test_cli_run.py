@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from command_line import Ran
 
 import effllm
 from effllm.cli.app import main
@@ -23,15 +24,6 @@ EFFLLM = (sys.executable, "-P", "-m", "effllm")
 MINUTE = 60
 STORY = "Tell me a story about the fox and the king."
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
-
-
-class Ran:
-    """What a call of `main` wrote and returned."""
-
-    def __init__(self, *argv: str, stdin: str = "") -> None:
-        self.environment = Environment(io.StringIO(stdin), io.StringIO(), io.StringIO(), os.environ)
-        self.code = main(argv, self.environment)
-        self.out, self.err = self.environment.stdout.getvalue(), self.environment.stderr.getvalue()
 
 
 def shell(line: str) -> subprocess.CompletedProcess:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pexpect
 import pytest
+from command_line import Ran
 
 import effllm
 from effllm.cli.app import main
@@ -38,15 +39,6 @@ ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[=>]")
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     return tmp_path / "effllm" / "sessions"
-
-
-class Ran:
-    """What a call of `main` wrote and returned."""
-
-    def __init__(self, *argv: str, stdin: str = "") -> None:
-        environment = Environment(io.StringIO(stdin), io.StringIO(), io.StringIO(), os.environ)
-        self.code = main(argv, environment)
-        self.out, self.err = environment.stdout.getvalue(), environment.stderr.getvalue()
 
 
 def process(*argv: str, **variables: str) -> subprocess.CompletedProcess:

@@ -1,34 +1,17 @@
 """`--spec` and `--draft` on the command line: answers, statistics, plans, measurements, settings, refusals. With the packaged model."""
 
-import io
 import json
-import os
 import re
 import shutil
 from pathlib import Path
 
 import pytest
+from command_line import Ran
 
 import effllm
-from effllm.cli.app import main
-from effllm.cli.environment import Environment
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 ASKED = ("--raw", "The fox ran. The fox ran. The fox ran. The", "-n", "60", "--temp", "0", "--ignore-eos")
-
-
-class Ran:
-    """What a call of `main` wrote and returned."""
-
-    def __init__(self, *argv: object) -> None:
-        self.environment = Environment(io.StringIO(), io.StringIO(), io.StringIO(), os.environ)
-        self.code = main([str(each) for each in argv], self.environment)
-        self.out, self.err = self.environment.stdout.getvalue(), self.environment.stderr.getvalue()
-
-    @property
-    def json(self) -> dict:
-        assert self.code == 0, self.err
-        return json.loads(self.out)
 
 
 def test_the_text_is_the_same_with_and_without() -> None:

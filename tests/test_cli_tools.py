@@ -3,9 +3,7 @@
 The model says what is written down for it; the servers are programs of their own.
 """
 
-import io
 import json
-import os
 import re
 import sys
 from pathlib import Path
@@ -13,12 +11,11 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from command_line import Ran
 from scripted_model import AFTER, LAST, calls, scripted
 from test_cli_chat import CTRL_C, CTRL_D, ENTER, WAITS, Chat, plain
 
 from effllm.cli import settings
-from effllm.cli.app import main
-from effllm.cli.environment import Environment
 
 SERVER = str(Path(__file__).resolve().parent / "tool_server.py")
 RAIN = "Oslo: rain, 7 degrees"
@@ -27,15 +24,6 @@ SCRIPT = {AFTER: "It rains there.", "not tools": "I know no tools.", f"'both' in
           f"'slow' in {LAST}": calls(("slow", {"place": "Oslo"})), f"'escapes' in {LAST}": calls(("escapes", {"place": "x"})),
           f"'plain' in {LAST}": "No call is needed.", "true": calls(("weather", {"place": "Oslo"}))}
 QUESTION = "[y]es, [n]o, [a]lways this tool, e[x] no to all:"
-
-
-class Ran:
-    """What a call of `main` wrote and returned."""
-
-    def __init__(self, *argv: str, stdin: str = "") -> None:
-        self.environment = Environment(io.StringIO(stdin), io.StringIO(), io.StringIO(), os.environ)
-        self.code = main(argv, self.environment)
-        self.out, self.err = self.environment.stdout.getvalue(), self.environment.stderr.getvalue()
 
 
 @pytest.fixture(scope="module")

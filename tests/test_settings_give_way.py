@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+from command_line import Ran
 from hub_server import Hub
 from pulls import FABLE, Person, Terminal
 
@@ -22,15 +23,6 @@ from effllm.runtime.speculation import draft_model
 
 STORY = "Tell me a story about a fox."
 FEW = ("-n", "2", "--temp", "0")
-
-
-class Ran:
-    """What a call of `main` wrote and returned."""
-
-    def __init__(self, *argv: str, stdin: str = "", **variables: str) -> None:
-        environment = Environment(io.StringIO(stdin), io.StringIO(), io.StringIO(), {**os.environ, **variables})
-        self.code = main(argv, environment)
-        self.out, self.err = environment.stdout.getvalue(), environment.stderr.getvalue()
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Which neurons a model activates: thresholds that leave some out, traces and their replay, what is kept of them, who is refused."""
 
 import errno
-import io
 import json
 import os
 import shutil
@@ -14,8 +13,6 @@ import pytest
 
 from effllm import UsageError
 from effllm.cli import calibrate_sparsity
-from effllm.cli.app import main
-from effllm.cli.environment import Environment
 from effllm.offload.disk import Disk, DiskRead
 from effllm.runtime import families
 from effllm.runtime.calibrate import built_in_text
@@ -33,6 +30,7 @@ from effllm.runtime.text import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bundle_models import RELU, bundled, folders, found, resident, windowed
+from command_line import Ran
 from conversions import options as conversion
 from conversions import run as convert_run
 from family_models import Case, written
@@ -204,15 +202,6 @@ def test_a_trace_takes_the_place_of_an_older_one_and_of_nothing_else(tmp_path: P
 
 
 # -- the commands ------------------------------------------------------------------------------------------------------------------
-
-
-class Ran:
-    """What a call of `main` wrote and returned."""
-
-    def __init__(self, *argv: object) -> None:
-        self.environment = Environment(io.StringIO(), io.StringIO(), io.StringIO(), os.environ)
-        self.code = main([str(word) for word in argv], self.environment)
-        self.out, self.err = self.environment.stdout.getvalue(), self.environment.stderr.getvalue()
 
 
 @pytest.mark.slow

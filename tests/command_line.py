@@ -1,0 +1,25 @@
+"""The command line called in this process, with streams that are no terminals."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+
+from effllm.cli.app import main
+from effllm.cli.environment import Environment
+
+
+class Ran:
+    """What a call of `main` wrote and returned."""
+
+    def __init__(self, *argv: object, stdin: str = "", **variables: str) -> None:
+        self.environment = Environment(io.StringIO(stdin), io.StringIO(), io.StringIO(), {**os.environ, **variables})
+        self.code = main([str(word) for word in argv], self.environment)
+        self.out, self.err = self.environment.stdout.getvalue(), self.environment.stderr.getvalue()
+
+    @property
+    def json(self) -> dict:
+        """The document of a call that went well."""
+        assert self.code == 0, self.err
+        return json.loads(self.out)
