@@ -13,6 +13,7 @@ from ..tiles import ROWS as TILE_ROWS
 from .amx import INPUTS, PAIR_SPAN, QUAD_NBYTES, SIDE, STEP_NBYTES
 from .amx_planes import pack_rows
 from .gemm_expand import signed_blocks, signed_codebook_2, signed_codebook_3, signed_codebook_4, signed_linear
+from .gemm_floats import expand_f32
 from .gemm_formats import (
     BITS,
     CODES,
@@ -28,7 +29,7 @@ from .gemm_formats import (
     stores_zeros,
     unpack,
 )
-from .gemm_stripes import LIMITS_AT, TILE_AT, ZEROS_AT, expand_f32
+from .gemm_stripes import LIMITS_AT, TILE_AT, ZEROS_AT
 from .gemm_tiles import STRIPE
 from .intrinsics import f32_at
 

@@ -26,6 +26,7 @@ from ..tiles import AFFINE, MINIMUM, NIBBLE, OFFSET, SUPER, TILE
 from ..tiles import ROWS as TILE_ROWS
 from .arithmetic import gate_values, least_of, normed_row
 from .gemm_expand import SCALED_SHIFT
+from .gemm_floats import TILE_SCRATCH_NBYTES, expand_f32, outliers_of
 from .gemm_formats import BIAS, FIELDS, GROUP, OUT, OUT_STRIDE, ROWS, SCHEME, SPARSE, stored_depth
 from .gemm_groups import (
     group_product,
@@ -49,11 +50,8 @@ from .gemm_stripes import (
     SPAN,
     STEPPED,
     STRIPES_NBYTES,
-    TILE_SCRATCH_NBYTES,
     WIDE_AT,
-    expand_f32,
     expand_stripe,
-    outliers_of,
     prepare_rows,
 )
 from .gemm_tiles import (

@@ -6,10 +6,14 @@ from ..deferred import inlined
 from ..tiles import (
     AFFINE,
     BLOCK,
+    CODEBOOK,
+    LEVEL_SHIFT,
     MINIMUM,
+    MXFP,
     NIBBLE,
     NIBBLE_NBYTES,
     NIBBLE_TILE,
+    NVFP,
     OFFSET,
     SIGNED,
     SIGNED_HEAD,
@@ -83,6 +87,13 @@ def constant_zero(a, matrix):
 
 
 @inlined()
+def shift_of(a, matrix):
+    """What the codes of a format without zeros of its own are lessened by."""
+    scheme = a[matrix + SCHEME]
+    return LEVEL_SHIFT if scheme == CODEBOOK or scheme == MXFP or scheme == NVFP else constant_zero(a, matrix)
+
+
+@inlined()
 def halves_of(scheme):
     """Are scales half-precision floats?"""
     return scheme == BLOCK or scheme == OFFSET
@@ -91,6 +102,17 @@ def halves_of(scheme):
 @inlined()
 def stores_zeros(scheme):
     return scheme == AFFINE or scheme == OFFSET
+
+
+@inlined()
+def group_of(a, matrix, depth, block, tile, constants):
+    """Of a tile: where the scales of its group begin, those of the group of its second half, and its zeros, or the `constants` of a format
+    that stores none."""
+    scheme, group = a[matrix + SCHEME], a[matrix + GROUP]
+    first = (block * (depth // group) + tile * TILE // group) * TILE_ROWS
+    scales = a[matrix + SCALES] + first * (2 if halves_of(scheme) else 1)
+    zeros = a[matrix + ZEROS] + first if stores_zeros(scheme) else constants
+    return scales, scales + (TILE_ROWS if group == 16 else 0), zeros
 
 
 @inlined()

@@ -20,8 +20,8 @@ from ..tiles import ROWS as TILE_ROWS
 from ..tiles import TILE
 from ..workspace import address
 from .arithmetic import expand, squares_of
+from .gemm_floats import TILE_SCRATCH_NBYTES, expand_f32
 from .gemm_formats import BITS, CODES, FIELDS, ROWS, stored_depth
-from .gemm_stripes import TILE_SCRATCH_NBYTES, expand_f32
 from .inner_loops import TILE_COLUMNS, tile_product
 from .inner_loops import TILE_ROWS as FLOAT_ROWS
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at
