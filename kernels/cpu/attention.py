@@ -182,6 +182,16 @@ def _merge(o, m, l, part, part_m, part_l, depth):
 
 
 @inlined()
+def _merge_rows(rows, depth, outputs, stats, part, broad, found):
+    """Fold a block's part float32 [rows, wide D] into outputs [rows, D]: the (m, l) of these are at `stats`, those of the block `found`."""
+    running, own = f32_at(stats), f32_at(found)
+    for r in range(rows):
+        m, l = _merge(f32_at(outputs + 4 * r * depth), running[2 * r], running[2 * r + 1], f32_at(part + 4 * r * broad), own[2 * r],
+                      own[2 * r + 1], depth)
+        running[2 * r], running[2 * r + 1] = m, l
+
+
+@inlined()
 def _with_sink(a, head, m, l):
     """A row's l once its head's sink, if there is one, has joined. Far above all scores it leaves next to nothing of them."""
     return l + exp(f32_at(a[SINKS])[head] - m) if a[SINKS] != 0 else l
@@ -207,6 +217,30 @@ tile_height = inlined()(_height_of)
 def _sees(a, token):
     """The last position that a query sees."""
     return a[POSITION] + token if a[ENDS] == 0 else i64_at(a[ENDS])[token]
+
+
+@inlined()
+def _weigh(a, entry, scores, begin_token, group, rows, padded, found):
+    """Scores [padded, PAGE] of a block -> weights, and their (m, l) at `found`; rows that only fill the tile see nothing."""
+    first, count, stats = entry[FIRST], entry[COUNT], f32_at(found)
+    for r in range(padded):
+        token = begin_token + r // group
+        last = _sees(a, begin_token + min(r, rows - 1) // group)
+        begin, end = _begin(first, count, a[POSITION] + token, a[WINDOW]), _end(first, count, last)
+        stats[2 * r], stats[2 * r + 1] = _softmax_row(scores + 4 * r * PAGE, begin, end if r < rows else 0)
+
+
+@inlined()
+def _write_rows(a, kv, begin_token, rows, outputs, stats):
+    """Outputs [rows, D] over their sums, with the head's sink, to OUT."""
+    depth, heads, pairs = a[HEAD_DIM], a[HEADS], f32_at(stats)
+    group = heads // a[KV_HEADS]
+    for r in range(rows):
+        head = kv * group + r % group
+        target = f32_at(a[OUT] + 4 * ((begin_token + r // group) * heads + head) * depth)
+        result, l = f32_at(outputs + 4 * r * depth), _with_sink(a, head, pairs[2 * r], pairs[2 * r + 1])
+        for i in range(depth):
+            target[i] = result[i] / l
 
 
 @kernel({"contract"})
@@ -239,11 +273,12 @@ def attend_many(args, worker, counter):
         o = part + 4 * capacity * broad
         if a[STATE] != 0:
             o = a[STATE] + 4 * (kv * tiles + tile) * capacity * (depth + 4)
-        stats = f32_at(o + 4 * capacity * depth)
+        stats = o + 4 * capacity * depth
+        found = stats + 8 * capacity
         _load_queries(a, query, kv, begin_token, rows, padded)
         if a[FROM] == 0:
             for r in range(rows):
-                stats[2 * r], stats[2 * r + 1] = MINUS_INF, ZERO
+                f32_at(stats)[2 * r], f32_at(stats)[2 * r + 1] = MINUS_INF, ZERO
         position = a[POSITION] + begin_token
         farthest = _sees(a, begin_token)
         for token in range(begin_token + 1, begin_token + here):
@@ -258,25 +293,11 @@ def attend_many(args, worker, counter):
             columns = (seen + TILE_COLUMNS - 1) // TILE_COLUMNS * TILE_COLUMNS
             product(query, 4 * depth, keys, 4 * PAGE, scores, 4 * PAGE, padded, columns, depth)
             _scale_scores(scores, padded, scale, softcap)
-            for r in range(padded):
-                p = position + r // group
-                last = _sees(a, begin_token + min(r, rows - 1) // group)
-                m, l = _softmax_row(scores + 4 * r * PAGE, _begin(first, count, p, a[WINDOW]),
-                                    _end(first, count, last) if r < rows else 0)
-                stats[2 * capacity + 2 * r], stats[2 * capacity + 2 * r + 1] = m, l
+            _weigh(a, entry, scores, begin_token, group, rows, padded, found)
             product(scores, 4 * PAGE, values, 4 * broad, part, 4 * broad, padded, broad, seen)
-            for r in range(rows):
-                m, l = _merge(f32_at(o + 4 * r * depth), stats[2 * r], stats[2 * r + 1], f32_at(part + 4 * r * broad),
-                              stats[2 * capacity + 2 * r], stats[2 * capacity + 2 * r + 1], depth)
-                stats[2 * r], stats[2 * r + 1] = m, l
-        if a[TO] < a[BLOCKS]:
-            continue
-        for r in range(rows):
-            head = kv * group + r % group
-            target = f32_at(a[OUT] + 4 * ((begin_token + r // group) * heads + head) * depth)
-            result, l = f32_at(o + 4 * r * depth), _with_sink(a, head, stats[2 * r], stats[2 * r + 1])
-            for i in range(depth):
-                target[i] = result[i] / l
+            _merge_rows(rows, depth, o, stats, part, broad, found)
+        if a[TO] >= a[BLOCKS]:
+            _write_rows(a, kv, begin_token, rows, o, stats)
 
 
 def attend_many_scratch(heads: int, kv_heads: int, head_dim: int) -> int:

@@ -24,7 +24,6 @@ from .attention import (
     HEAD_DIM,
     HEADS,
     KV_HEADS,
-    OUT,
     POSITION,
     QUERY_TILE,
     SCALE,
@@ -41,11 +40,11 @@ from .attention import (
     _end,
     _load_block,
     _load_queries,
-    _merge,
+    _merge_rows,
     _scale_scores,
     _softmax_row,
     _visible,
-    _with_sink,
+    _write_rows,
     query_tile,
 )
 from .inner_loops import LOW_ROWS, TILE_COLUMNS, TILE_ROWS, product
@@ -106,6 +105,37 @@ def _token_by_token(a, block, kv, first, here, group, padded, depth, queries, re
                 target[i] = source[i]
 
 
+@inlined()
+def _clear(outputs, stats, capacity, depth):
+    """No block seen yet: outputs of exact and packed blocks, and their (m, l)."""
+    zeros, pairs = f32_at(outputs), f32_at(stats)
+    for i in range(2 * capacity * depth):
+        zeros[i] = ZERO
+    for r in range(2 * capacity):
+        pairs[2 * r], pairs[2 * r + 1] = MINUS_INF, ZERO
+
+
+@inlined()
+def _open_page(a, record, kv, opened, steps, scale, keys, values, broad):
+    """A packed page as float32: K [D, PAGE], V [PAGE, wide D]. Are its keys those of turned queries?"""
+    depth, parts = a[HEAD_DIM], _parts(a, kv)
+    is_turned = open_keys(record, parts, depth, opened, a[TABLES], scale, a[CHANNEL_SCALE] + 4 * kv * depth, steps)
+    float_keys(opened, depth, steps, keys)
+    open_values(record, parts, depth, opened, a[TABLES], steps)
+    float_values(opened, depth, steps, values, broad)
+    return is_turned
+
+
+@inlined()
+def _weigh(a, entry, scores, position, group, rows, padded, found):
+    """`attention._weigh`, each token seeing what comes before it."""
+    first, count, stats = entry[FIRST], entry[COUNT], f32_at(found)
+    for r in range(padded):
+        p = position + r // group
+        begin, end = _begin(first, count, p, a[WINDOW]), _end(first, count, p)
+        stats[2 * r], stats[2 * r + 1] = _softmax_row(scores + 4 * r * PAGE, begin, end if r < rows else 0)
+
+
 @kernel({"contract"})
 def attend_packed_many(args, worker, counter):
     """`attention.attend_many` where sealed pages are packed. In turns, O and the (m, l) behind it lie in STATE.
@@ -141,63 +171,42 @@ def attend_packed_many(args, worker, counter):
         padded = (rows + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
         _load_queries(a, query, kv, begin_token, rows, capacity)
         _turn(capacity, query, a[TURN] + 4 * kv * depth * broad, turned, depth, broad)
-        outputs, loaded = part + 4 * capacity * broad, False
+        exact, loaded = part + 4 * capacity * broad, False
         if a[STATE] != 0:
-            outputs = a[STATE] + 4 * (kv * tiles + tile) * capacity * (2 * depth + 6)
-        stats = f32_at(outputs + 8 * capacity * depth)
+            exact = a[STATE] + 4 * (kv * tiles + tile) * capacity * (2 * depth + 6)
+        packed, exact_stats = exact + 4 * capacity * depth, exact + 8 * capacity * depth
+        packed_stats, found = exact_stats + 8 * capacity, exact_stats + 16 * capacity
         if a[FROM] == 0:
-            zeros = f32_at(outputs)
-            for i in range(2 * capacity * depth):
-                zeros[i] = ZERO
-            for r in range(2 * capacity):
-                stats[2 * r], stats[2 * r + 1] = MINUS_INF, ZERO
+            _clear(exact, exact_stats, capacity, depth)
         position = a[POSITION] + begin_token
         for block in range(a[FROM], a[TO]):
             entry = i64_at(a[TABLE] + 8 * COLUMNS * block)
-            first, count, sealed = entry[FIRST], entry[COUNT], entry[SEALED]
-            if not _visible(first, count, position, here, a[WINDOW]):
+            if not _visible(entry[FIRST], entry[COUNT], position, here, a[WINDOW]):
                 continue
             source, stride = query, depth
-            if sealed:
-                record, parts = _record(a, entry, kv), _parts(a, kv)
+            if entry[SEALED]:
+                record = _record(a, entry, kv)
                 if _as_it_lies(record, group, own_rows, depth // CHANNELS, widths):
                     for t in range(0 if loaded else here):
                         load_kv(a, kv, begin_token + t, own_queries + t * query_nbytes, group, own_rows, depth, scale)
                     loaded = True
-                    _token_by_token(a, block, kv, position, here, group, own_rows, depth, own_queries, rest,
-                                    outputs + 4 * capacity * depth, outputs + 8 * capacity * depth + 8 * capacity, scale, softcap)
+                    _token_by_token(a, block, kv, position, here, group, own_rows, depth, own_queries, rest, packed, packed_stats, scale,
+                                    softcap)
                     continue
-                if open_keys(record, parts, depth, opened, a[TABLES], scale, a[CHANNEL_SCALE] + 4 * kv * depth, steps):
+                if _open_page(a, record, kv, opened, steps, scale, keys, values, broad):
                     source, stride = turned, broad
-                float_keys(opened, depth, steps, keys)
-                open_values(record, parts, depth, opened, a[TABLES], steps)
-                float_values(opened, depth, steps, values, broad)
             else:
                 _load_block(a, entry, kv, keys, values, broad)
             product(source, 4 * stride, keys, 4 * PAGE, scores, 4 * PAGE, padded, PAGE, depth)
-            _scale_scores(scores, padded, float32(1.0) if sealed else scale, softcap)
-            for r in range(padded):
-                p = position + r // group
-                m, l = _softmax_row(scores + 4 * r * PAGE, _begin(first, count, p, a[WINDOW]), _end(first, count, p) if r < rows else 0)
-                stats[4 * capacity + 2 * r], stats[4 * capacity + 2 * r + 1] = m, l
+            _scale_scores(scores, padded, float32(1.0) if entry[SEALED] else scale, softcap)  # opened keys have it
+            _weigh(a, entry, scores, position, group, rows, padded, found)
             product(scores, 4 * PAGE, values, 4 * broad, part, 4 * broad, padded, broad, PAGE)
-            side = capacity if sealed else 0
-            for r in range(rows):
-                m, l = _merge(f32_at(outputs + 4 * (side + r) * depth), stats[2 * (side + r)], stats[2 * (side + r) + 1],
-                              f32_at(part + 4 * r * broad), stats[4 * capacity + 2 * r], stats[4 * capacity + 2 * r + 1], depth)
-                stats[2 * (side + r)], stats[2 * (side + r) + 1] = m, l
-        if a[TO] < a[BLOCKS]:
-            continue
-        _turn(capacity, outputs + 4 * capacity * depth, a[BACK] + 4 * kv * depth * broad, part, depth, broad)
-        for r in range(rows):
-            result = f32_at(outputs + 4 * r * depth)
-            m, l = _merge(result, stats[2 * r], stats[2 * r + 1], f32_at(part + 4 * r * broad), stats[2 * (capacity + r)],
-                          stats[2 * (capacity + r) + 1], depth)
-            head = kv * group + r % group
-            l = _with_sink(a, head, m, l)
-            target = f32_at(a[OUT] + 4 * ((begin_token + r // group) * heads + head) * depth)
-            for i in range(depth):
-                target[i] = result[i] / l
+            outputs, stats = (packed, packed_stats) if entry[SEALED] else (exact, exact_stats)
+            _merge_rows(rows, depth, outputs, stats, part, broad, found)
+        if a[TO] >= a[BLOCKS]:
+            _turn(capacity, packed, a[BACK] + 4 * kv * depth * broad, part, depth, broad)
+            _merge_rows(rows, depth, exact, exact_stats, part, broad, packed_stats)
+            _write_rows(a, kv, begin_token, rows, exact, exact_stats)
 
 
 def packed_scratch(heads: int, kv_heads: int, head_dim: int) -> int:
