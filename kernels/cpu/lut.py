@@ -86,6 +86,43 @@ def _works(a, m):
     return (pairs + step - 1) // step
 
 
+@inlined()
+def _quantize_columns(args, columns, records, tables):
+    """All tokens, normed and rounded to int8, and of one its tables, of several their records."""
+    a, eps = i64_at(args), float32(f64_at(args)[EPS])
+    tokens, depth = a[TOKENS], a[DEPTH]
+    scales, seeds, totals, normed, nbytes = packed_inputs.column_parts(depth)
+    tiles = (depth + PAD - 1) // PAD * PAD // TILE
+    for t in range(tokens):
+        at = columns + t * nbytes
+        normalise(a[X] + 4 * t * depth, at + normed, depth, a[NORM] % ONE_SCALE, a[NORM_WEIGHT], a[NORM_BIAS], eps)
+        packed_inputs.quantize_column(at + normed, depth, at, at + scales, at + totals, a[NORM])
+        if tokens > 1 and not packed.IN_TURN:
+            packed_inputs.make_seeds(WHOLE, at + totals, at + seeds, tiles)
+    if tokens > 1:
+        packed_inputs.make_records(tokens, tiles, columns, columns + scales, columns + seeds, nbytes, records)
+    else:
+        loops.make_tables(columns, tiles, tables)
+
+
+@inlined()
+def _write_sums(a, m, block, run, count, columns, sums, others):
+    """16 sums each of `count` products to the output: with `run` 0 of a row block and that many tokens, else of one token and row blocks in
+    pairs that are `run` pairs apart; where a stage is GATED they are the gate's, and up's are at `others`."""
+    _, _, _, normed, nbytes = packed_inputs.column_parts(a[DEPTH])
+    for i in range(count):
+        token, own = (i, block) if run == 0 else (int64(0), block + i // 2 * 2 * run + i % 2)
+        column, at = columns + token * nbytes + normed, 4 * ROWS * i
+        packed.finish(a, m, own, sums + at, column)
+        if a[MODE] == GATED:
+            packed.finish(a, m + FIELDS, own, others + at, column)
+    if a[MODE] == GATED:
+        gate_values(sums, others, ROWS * count, a[ACT])
+    for i in range(count):
+        token, own = (i, block) if run == 0 else (int64(0), block + i // 2 * 2 * run + i % 2)
+        packed.write(a, m, own, token, sums + 4 * ROWS * i)
+
+
 @kernel()
 def looked_up_columns(args, worker, counter):
     """y[t, n] of weights in lookup order for up to 16 columns. A block of work is runs of pairs of row blocks, side by side for one."""
@@ -94,13 +131,10 @@ def looked_up_columns(args, worker, counter):
     scratch = (a[SCRATCH] + worker * a[SCRATCH_STRIDE] + 63) // 64 * 64
     x, sums = i64_at(scratch + X_AT), scratch + SUMS_AT
     others = scratch + OTHERS_AT
-    padded = (depth + PAD - 1) // PAD * PAD
-    x_nbytes = padded + padded // 32 * 4 + padded // 16 * 8 + 4 * padded
+    scales, seeds, totals, _, nbytes = packed_inputs.column_parts(depth)
     columns = scratch + COLUMNS_AT
-    totals, normed = columns + padded + padded // 32 * 4 + padded // 16 * 4, columns + padded + padded // 32 * 4 + padded // 16 * 8
-    x[0], x[1], x[2] = columns, columns + padded, columns + padded + padded // 32 * 4
-    records = packed.records_at(scratch, columns + tokens * x_nbytes)
-    x[3] = (columns + x_nbytes + 63) // 64 * 64
+    records = packed.records_at(scratch, columns + tokens * nbytes)
+    x[0], x[1], x[2], x[3] = columns, columns + scales, columns + seeds, (columns + nbytes + 63) // 64 * 64
     works = int64(0)
     for i in range(1 if mode == GATED else matrices):
         works += _works(a, FIRST + i * FIELDS)
@@ -116,17 +150,7 @@ def looked_up_columns(args, worker, counter):
         pairs, run = (a[m + ROW_COUNT] + PAIR - 1) // PAIR, _run(a, m)
         up = m + FIELDS
         if not ready:
-            eps = float32(f64_at(args)[EPS])
-            for t in range(tokens):
-                at = t * x_nbytes
-                normalise(a[X] + 4 * t * depth, normed + at, depth, a[NORM] % ONE_SCALE, a[NORM_WEIGHT], a[NORM_BIAS], eps)
-                packed_inputs.quantize_column(normed + at, depth, x[0] + at, x[1] + at, totals + at, a[NORM])
-                if tokens > 1 and not packed.IN_TURN:
-                    packed_inputs.make_seeds(WHOLE, totals + at, x[2] + at, padded // TILE)
-            if tokens > 1:
-                packed_inputs.make_records(tokens, padded // TILE, x[0], x[1], x[2], x_nbytes, records)
-            else:
-                loops.make_tables(x[0], padded // TILE, x[3])
+            _quantize_columns(args, columns, records, x[3])
             ready = True
         begin = work * ABREAST * run
         last = min(begin + ABREAST * run, pairs)
@@ -139,19 +163,9 @@ def looked_up_columns(args, worker, counter):
                         continue
                     if seeded != a[own + KIND] >> SCHEME_SHIFT:
                         seeded = a[own + KIND] >> SCHEME_SHIFT
-                        loops.make_seeds(seeded, totals, x[2], padded // TILE)
+                        loops.make_seeds(seeded, columns + totals, x[2], (depth + PAD - 1) // PAD * PAD // TILE)
                     _pair_sums(a, own, begin + step, run, pairs, scratch, to)
             for r in range(AT_ONCE if tokens > 1 else 1):
                 count = tokens if tokens > 1 else min(SUMS // ROWS, 2 * ((last - begin - step + run - 1) // run))
-                here, there = sums + r * SUMS_NBYTES, others + r * SUMS_NBYTES
-                for i in range(count):
-                    token, block = (i, 2 * begin + step + r) if tokens > 1 else (int64(0), 2 * (begin + step + i // 2 * run) + i % 2)
-                    column, at = normed + token * x_nbytes, 4 * ROWS * i
-                    packed.finish(a, m, block, here + at, column)
-                    if mode == GATED:
-                        packed.finish(a, up, block, there + at, column)
-                if mode == GATED:
-                    gate_values(here, there, ROWS * count, a[ACT])
-                for i in range(count):
-                    token, block = (i, 2 * begin + step + r) if tokens > 1 else (int64(0), 2 * (begin + step + i // 2 * run) + i % 2)
-                    packed.write(a, m, block, token, here + 4 * ROWS * i)
+                block = 2 * begin + step + r if tokens > 1 else 2 * (begin + step)
+                _write_sums(a, m, block, 0 if tokens > 1 else run, count, columns, sums + r * SUMS_NBYTES, others + r * SUMS_NBYTES)

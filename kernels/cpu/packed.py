@@ -36,7 +36,18 @@ from .linear import (
     X,
 )
 from .packed_formats import columns_of, expand_of, pairs_of, single_of
-from .packed_inputs import PAD, RECORD, abreast, column_nbytes, make_records, make_seeds, quantize_column, quantize_rest, turns
+from .packed_inputs import (
+    PAD,
+    RECORD,
+    abreast,
+    column_nbytes,
+    column_parts,
+    make_records,
+    make_seeds,
+    quantize_column,
+    quantize_rest,
+    turns,
+)
 from .packed_loops import ABREAST, AHEAD, STREAMS, SUMS_NBYTES
 from .packed_matrix import (
     BIAS,
@@ -238,23 +249,71 @@ def _place(a, work):
     return m, units * work // works * UNIT, min(units * (work + 1) // works * UNIT, blocks)
 
 
+@inlined()
+def _quantize_columns(args, columns, each):
+    """All tokens, normed and rounded to int8, `each` columns a token."""
+    a, eps = i64_at(args), float32(f64_at(args)[EPS])
+    depth = a[DEPTH]
+    scales, _, totals, normed, nbytes = column_parts(depth)
+    for t in range(a[TOKENS]):
+        at = columns + each * t * nbytes
+        normalise(a[X] + 4 * t * depth, at + normed, depth, a[NORM] % ONE_SCALE, a[NORM_WEIGHT], a[NORM_BIAS], eps)
+        quantize_column(at + normed, depth, at, at + scales, at + totals, a[NORM])
+        if each == 2:
+            quantize_rest(at + normed, depth, at, at + scales, at + totals, nbytes)
+
+
+@inlined()
+def _seed_columns(depth, tokens, several, way, columns, records, spread_at):
+    """What the loops of a `way` start from, of one column or `several`, and the records in which they read it."""
+    scales, seeds, totals, _, nbytes = column_parts(depth)
+    tiles = (depth + PAD - 1) // PAD * PAD // TILE
+    if not (several and IN_TURN):
+        for t in range(tokens):
+            make_seeds(way, columns + t * nbytes + totals, columns + t * nbytes + seeds, tiles)
+    spread = IN_TURN and not several and way == BOOK
+    if several or spread:
+        make_records(tokens, tiles, columns, columns + scales, columns + seeds, nbytes, records)
+    if spread:
+        spread_records(records, tiles, spread_at)
+
+
+@inlined()
+def _write_sums(a, m, row, run, count, each, columns, sums, gates):
+    """16 sums each of `count` products to the output: with `run` 0 of a row block and that many tokens, else of row blocks `run` apart and
+    one token; where a stage is GATED they are up's, and the gate's are at `gates`."""
+    _, _, _, normed, nbytes = column_parts(a[DEPTH])
+    written = m + FIELDS if a[MODE] == GATED else m
+    for i in range(count):
+        token, block = (i, row) if run == 0 else (int64(0), row + i * run)
+        column, here = columns + each * token * nbytes + normed, 4 * ROWS * each * i
+        if each == 2:
+            put_block(sums + here + 4 * ROWS, sums + here, 1)
+        finish(a, written, block, sums + here, column)
+        if a[MODE] == GATED:
+            finish(a, m, block, gates + here, column)
+    if a[MODE] == GATED:  # all at once: a loop of a block's 16 values would not be vectorised
+        gate_values(gates, sums, ROWS * count, a[ACT])
+    for i in range(count):
+        token, block = (i, row) if run == 0 else (int64(0), row + i * run)
+        write(a, m, block, token, (gates if a[MODE] == GATED else sums) + 4 * ROWS * each * i)
+
+
 @kernel()
 def packed_columns(args, worker, counter):
     """y[t, n] of low-bit weights for up to 16 columns. A block of work is some runs of row blocks, side by side for one column.
     With FINE a token is two columns: what it was rounded to, and what that left."""
     a = i64_at(args)
-    each, depth, mode = 2 if a[MODE] == FINE else 1, a[DEPTH], a[MODE]
+    each, depth, gated = 2 if a[MODE] == FINE else 1, a[DEPTH], a[MODE] == GATED
     tokens = each * a[TOKENS]
+    scales, seeds, _, _, nbytes = column_parts(depth)
     scratch = (a[SCRATCH] + worker * a[SCRATCH_STRIDE] + 63) // 64 * 64
     x, sums, others = i64_at(scratch + X_AT), scratch + SUMS_AT, scratch + OTHERS_AT
-    padded = (depth + PAD - 1) // PAD * PAD
-    x_nbytes = padded + padded // 32 * 4 + padded // 16 * 8 + 4 * padded
     columns = scratch + COLUMNS_AT
-    totals, normed = columns + padded + padded // 32 * 4 + padded // 16 * 4, columns + padded + padded // 32 * 4 + padded // 16 * 8
-    records = records_at(scratch, columns + tokens * x_nbytes)
-    x[0], x[1], x[2], x[3] = columns, columns + padded, columns + padded + padded // 32 * 4, records + padded // TILE * RECORD
+    records = records_at(scratch, columns + tokens * nbytes)
+    x[0], x[1], x[2], x[3] = columns, columns + scales, columns + seeds, records + (depth + PAD - 1) // PAD * PAD // TILE * RECORD
     works = int64(0)
-    for i in range(1 if mode == GATED else a[MATRICES]):
+    for i in range(1 if gated else a[MATRICES]):
         works += _works(a, FIRST + i * FIELDS)
     ready, seeded, region, ended = False, int64(-1), first_region(worker), int64(0)
     while True:
@@ -264,31 +323,18 @@ def packed_columns(args, worker, counter):
         m, begin, last = _place(a, work)
         blocks, way = (a[m + ROW_COUNT] + ROWS - 1) // ROWS, way_of(a, m)
         several = tokens > 1 or way == HALF  # half tiles are rare: no loop of their own for a single column
-        up = FIELDS if mode == GATED else 0
+        up = FIELDS if gated else 0
         written = m + up  # the matrix whose products are written: up, beside a gate
         first = up if several else 0  # which of the two is read first
         if not ready:
             prefetch(codes_at(a, m + first, begin), AT_ONCE * a[m + TILES] * tile_nbytes_of(a, m + first) if several else AHEAD)
-            eps = float32(f64_at(args)[EPS])
-            for t in range(0, tokens, each):
-                at = t * x_nbytes
-                normalise(a[X] + 4 * (t // each) * depth, normed + at, depth, a[NORM] % ONE_SCALE, a[NORM_WEIGHT], a[NORM_BIAS], eps)
-                quantize_column(normed + at, depth, x[0] + at, x[1] + at, totals + at, a[NORM])
-                if each == 2:
-                    quantize_rest(normed + at, depth, x[0] + at, x[1] + at, totals + at, x_nbytes)
+            _quantize_columns(args, columns, each)
             ready = True
         if seeded != way:
             seeded = way
-            if not (several and IN_TURN):
-                for t in range(tokens):
-                    make_seeds(way, totals + t * x_nbytes, x[2] + t * x_nbytes, padded // TILE)
-            spread = IN_TURN and not several and way == BOOK
-            if several or spread:
-                make_records(tokens, padded // TILE, x[0], x[1], x[2], x_nbytes, records)
-            if spread:
-                spread_records(records, padded // TILE, x[3])
+            _seed_columns(depth, tokens, several, way, columns, records, x[3])
         run = (last - begin + STREAMS - 1) // STREAMS
-        if mode == GATED and not several:  # all gates first, STREAMS at a time as everywhere
+        if gated and not several:  # all gates first, STREAMS at a time as everywhere
             following = codes_at(a, written, begin)
             for step in range(run):
                 to = others + 4 * ROWS * STREAMS * step
@@ -298,26 +344,14 @@ def packed_columns(args, worker, counter):
             gates = others if several else others + 4 * ROWS * STREAMS * step
             if several:
                 after = codes_at(a, written, begin + step + together)
-                turn = codes_at(a, m, begin + step) if mode == GATED else after
+                turn = codes_at(a, m, begin + step) if gated else after
                 _block_sums(a, written, begin + step, together, tokens, scratch, records, sums, turn)
-                if mode == GATED:
+                if gated:
                     _block_sums(a, m, begin + step, together, tokens, scratch, records, gates, after)
             else:
                 following = codes_at(a, m, last) if step == run - 1 else int64(0)
                 _stream_sums(a, written, begin + step, run, blocks, scratch, sums, following)
             for r in range(min(together, last - begin - step) if several else 1):
                 count = tokens // each if several else min(STREAMS, (last - begin - step + run - 1) // run)
-                row, own, beside = begin + step + r, sums + r * SUMS_NBYTES, gates + r * SUMS_NBYTES
-                for i in range(count):
-                    token, block = (i, row) if several else (int64(0), row + i * run)
-                    column, here = normed + each * token * x_nbytes, 4 * ROWS * each * i
-                    if each == 2:
-                        put_block(own + here + 4 * ROWS, own + here, 1)
-                    finish(a, written, block, own + here, column)
-                    if mode == GATED:
-                        finish(a, m, block, beside + here, column)
-                if mode == GATED:  # all at once: a loop of a block's 16 values would not be vectorised
-                    gate_values(beside, own, ROWS * count, a[ACT])
-                for i in range(count):
-                    token, block = (i, row) if several else (int64(0), row + i * run)
-                    write(a, m, block, token, (beside if mode == GATED else own) + 4 * ROWS * each * i)
+                _write_sums(a, m, begin + step + r, 0 if several else run, count, each, columns, sums + r * SUMS_NBYTES,
+                            gates + r * SUMS_NBYTES)

@@ -30,6 +30,17 @@ def column_nbytes(depth: int) -> int:
 
 
 @inlined()
+def column_parts(depth):
+    """Where the parts of a quantized column lie in it, behind the int8 values: scales, seeds, totals, the normed values; then its bytes."""
+    padded = (depth + PAD - 1) // PAD * PAD
+    scales = padded
+    seeds = scales + padded // 32 * 4
+    totals = seeds + padded // 16 * 4
+    normed = totals + padded // 16 * 4
+    return scales, seeds, totals, normed, normed + 4 * padded
+
+
+@inlined()
 def quantize_column(x, depth, codes, scales, totals, norm=0):
     """float32 [depth], with room up to whole PADs -> int8 [padded], float32 per 32 and int32 totals per 16. `norm`: as of `least_of`."""
     padded = (depth + PAD - 1) // PAD * PAD
