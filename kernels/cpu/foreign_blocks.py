@@ -69,18 +69,59 @@ def put_fifth_bits(bits, out):
     store32(out, word)
 
 
+@inlined()
+def _codes_at(kind):
+    """Where the codes begin in a block: behind its scale, its minimum, its fifth bits."""
+    if kind == MXFP4:
+        return 1
+    if kind == Q5_1:
+        return 8
+    if kind == Q5_0:
+        return 6
+    return 4 if kind == Q4_1 else 2
+
+
+@inlined()
+def _put_tile(kind, at, out):
+    """The codes of a row's tile, from address `at` on, as words of four at `out`."""
+    if kind == Q8_0:
+        for pair in range(4):
+            word = load64(at + 8 * pair) ^ MIDDLE
+            store32(out + 128 * pair, word)
+            store32(out + 128 * pair + 64, word >> 32)
+    elif kind == IQ4_NL:
+        put_levels(at, out)
+    else:
+        put_halves(at, out)
+        if kind == Q5_0 or kind == Q5_1:
+            put_fifth_bits(load32(at - 4), out + 256)
+
+
+@inlined()
+def _put_scale(kind, at, out):
+    """A row's scale, and its minimum where a `kind` has one, from address `at` on; 1 where either is no number, else 0."""
+    if kind == MXFP4:
+        scale = load8(at)
+        store8(out, scale)
+        return scale == 255
+    scale = load16(at)
+    store16(out, scale)
+    odd = scale & EXPONENT == EXPONENT
+    if kind == Q4_1 or kind == Q5_1:
+        least = load16(at + 2)
+        store16(out + 2 * ROWS, least)
+        odd |= least & EXPONENT == EXPONENT
+    return odd
+
+
 @jit("int64(int64, int64, int64, int64, int64, int64)")
 def blocks_of_32(kind, source, rows, tiles, codes, scales):
     """`rows` rows of `tiles` blocks each at address `source` -> row blocks at `codes` and `scales`, the last one filled with zeros.
     Returns 1 where a scale is NaN or infinite, else 0."""
-    with_minima = kind == Q4_1 or kind == Q5_1
-    block_nbytes = 17 if kind == MXFP4 else 18 if kind == Q4_0 or kind == IQ4_NL else 34
-    if kind == Q5_0:
-        block_nbytes = 22
-    elif with_minima:
-        block_nbytes = 20 if kind == Q4_1 else 24
     bits = 8 if kind == Q8_0 or kind == IQ4_NL else 5 if kind == Q5_0 or kind == Q5_1 else 4
-    scale_nbytes = 1 if kind == MXFP4 else 4 if with_minima else 2
+    codes_at = _codes_at(kind)
+    block_nbytes = codes_at + (32 if kind == Q8_0 else 16)
+    scale_nbytes = 1 if kind == MXFP4 else 4 if kind == Q4_1 or kind == Q5_1 else 2
     bad = 0
     for first in range(0, rows, ROWS):
         count = min(ROWS, rows - first)
@@ -88,51 +129,10 @@ def blocks_of_32(kind, source, rows, tiles, codes, scales):
             clear(codes, tiles * 64 * bits)
             clear(scales, tiles * ROWS * scale_nbytes)
         for tile in range(tiles):
-            begin = source + tile * block_nbytes
-            if kind == Q8_0:
-                for row in range(count):
-                    at, out = begin + row * tiles * 34, codes + 4 * row
-                    for pair in range(4):
-                        word = load64(at + 2 + 8 * pair) ^ MIDDLE
-                        store32(out + 128 * pair, word)
-                        store32(out + 128 * pair + 64, word >> 32)
-            elif kind == Q5_0:
-                for row in range(count):
-                    at, out = begin + row * tiles * 22, codes + 4 * row
-                    put_halves(at + 6, out)
-                    put_fifth_bits(load32(at + 2), out + 256)
-            elif kind == IQ4_NL:
-                for row in range(count):
-                    put_levels(begin + row * tiles * 18 + 2, codes + 4 * row)
-            elif kind == Q5_1:
-                for row in range(count):
-                    at, out = begin + row * tiles * 24, codes + 4 * row
-                    put_halves(at + 8, out)
-                    put_fifth_bits(load32(at + 4), out + 256)
-            elif kind == Q4_1:
-                for row in range(count):
-                    put_halves(begin + row * tiles * 20 + 4, codes + 4 * row)
-            elif kind == Q4_0:
-                for row in range(count):
-                    put_halves(begin + row * tiles * 18 + 2, codes + 4 * row)
-            else:
-                for row in range(count):
-                    put_halves(begin + row * tiles * 17 + 1, codes + 4 * row)
-            if kind == MXFP4:
-                for row in range(count):
-                    scale = load8(begin + row * tiles * 17)
-                    bad |= scale == 255
-                    store8(scales + row, scale)
-            else:
-                for row in range(count):
-                    scale = load16(begin + row * tiles * block_nbytes)
-                    bad |= scale & EXPONENT == EXPONENT
-                    store16(scales + 2 * row, scale)
-            if with_minima:
-                for row in range(count):
-                    least = load16(begin + row * tiles * block_nbytes + 2)
-                    bad |= least & EXPONENT == EXPONENT
-                    store16(scales + 2 * (ROWS + row), least)
+            for row in range(count):
+                at = source + (row * tiles + tile) * block_nbytes
+                _put_tile(kind, at + codes_at, codes + 4 * row)
+                bad |= _put_scale(kind, at, scales + row * min(scale_nbytes, 2))
             codes += 64 * bits
             scales += ROWS * scale_nbytes
         source += ROWS * tiles * block_nbytes
