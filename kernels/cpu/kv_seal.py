@@ -219,6 +219,61 @@ def _seal_values(layer, record, widths, values, top, out, spans, found, codes):
         at += PAGE * CHANNELS // 8 * bits
 
 
+@inlined()
+def _load_keys(layer, note, head, source, room, keys):
+    """A page of keys, exact, as float32 [PAGE, D] less their mean; `room` for them as they lie."""
+    depth = layer[DIM]
+    for begin in range(0, PAGE, layer[ROWS]):
+        part = source + begin // layer[ROWS] * layer[PART_STRIDE]
+        expand(part, layer[DTYPE], room + 4 * begin * depth, layer[ROWS] * depth)
+        _transpose(room + 4 * begin * depth, depth, layer[ROWS], keys + 4 * begin * depth)
+    if layer[K_MEAN] != 0:
+        _subtract_mean(keys, layer[K_MEAN] + 4 * depth * head, note[COS], note[SIN], depth)
+
+
+@inlined()
+def _turn_keys(layer, head, keys, lone, turned):
+    """Keys [PAGE, D] in the basis in which they are packed, [PAGE, BROAD]; a `lone` pair is not turned into others, only scaled."""
+    depth, broad = layer[DIM], layer[BROAD]
+    if lone:
+        factor = f32_at(layer[RECIPROCALS] + 4 * depth * head)
+        for t in range(PAGE):
+            row, target = f32_at(keys + 4 * t * depth), f32_at(turned + 4 * t * broad)
+            for i in range(depth):
+                target[i] = row[i] * factor[i]
+        return
+    matrix = layer[K_MATRIX] + 4 * depth * broad * head
+    for t in range(0, PAGE, LOW_ROWS):
+        for i in range(0, broad, TILE_COLUMNS):
+            low_tile_product(keys + 4 * t * depth, 4 * depth, matrix + 4 * i, 4 * broad, turned + 4 * (t * broad + i), 4 * broad, depth, 0)
+
+
+@inlined()
+def _load_values(layer, head, source, room, turned):
+    """A page of values in the basis in which they are packed, float32 [D, PAGE]; `room` for them as numbers."""
+    depth = layer[DIM]
+    for begin in range(0, PAGE, layer[ROWS]):
+        part = source + layer[SIDE] + begin // layer[ROWS] * layer[PART_STRIDE]
+        expand(part, layer[DTYPE], turned + 4 * begin * depth, layer[ROWS] * depth)
+    _transpose(turned, PAGE, depth, room)
+    matrix = layer[V_MATRIX] + 4 * depth * depth * head
+    for i in range(0, depth, LOW_ROWS):
+        for t in range(0, PAGE, TILE_COLUMNS):
+            low_tile_product(matrix + 4 * i * depth, 4 * depth, room + 4 * t, 4 * PAGE, turned + 4 * (i * PAGE + t), 4 * PAGE, depth, 0)
+
+
+@inlined()
+def _finish_record(layer, record, head, lone, top, out):
+    """The tail of a record's header, with the largest scale `top` of V, and zeros behind its parts."""
+    length = record[K_CODES] - TAIL_OFFSET
+    tail, kept = u8_at(layer[TAILS] + length * (2 * head + (0 if lone else 1))), u8_at(out + TAIL_OFFSET)
+    for i in range(length):
+        kept[i] = tail[i]
+    kept[0], kept[1] = uint8(top & 255), uint8(top >> 8 & 255)
+    for i in range(record[END], record[NBYTES]):
+        u8_at(out)[i] = uint8(0)
+
+
 @kernel()
 def seal_records(args, worker, counter):
     """Every noted page, head by head: the whole record but the first 48 bytes of its header."""
@@ -242,49 +297,15 @@ def seal_records(args, worker, counter):
         out = note[OUT] + record[START]
         groups = depth // CHANNELS
         widths = layer[WIDTHS] + 3 * groups * head
-
-        for begin in range(0, PAGE, layer[ROWS]):
-            part = source + begin // layer[ROWS] * layer[PART_STRIDE]
-            expand(part, layer[DTYPE], turned + 4 * begin * depth, layer[ROWS] * depth)
-            _transpose(turned + 4 * begin * depth, depth, layer[ROWS], plain + 4 * begin * depth)
-        if layer[K_MEAN] != 0:
-            _subtract_mean(plain, layer[K_MEAN] + 4 * depth * head, note[COS], note[SIN], depth)
-        reciprocals = layer[RECIPROCALS] + 4 * depth * head
-        lone = _is_lone(plain, reciprocals, depth, float32(f64_at(note[LAYER])[LONE]), statistics)
-        if lone:
-            factor = f32_at(reciprocals)
-            for t in range(PAGE):
-                row, target = f32_at(plain + 4 * t * depth), f32_at(turned + 4 * t * broad)
-                for i in range(depth):
-                    target[i] = row[i] * factor[i]
-        else:
-            matrix = layer[K_MATRIX] + 4 * depth * broad * head
-            for t in range(0, PAGE, LOW_ROWS):
-                for i in range(0, broad, TILE_COLUMNS):
-                    low_tile_product(plain + 4 * t * depth, 4 * depth, matrix + 4 * i, 4 * broad, turned + 4 * (t * broad + i), 4 * broad,
-                                     depth, 0)
+        _load_keys(layer, note, head, source, turned, plain)
+        lone = _is_lone(plain, layer[RECIPROCALS] + 4 * depth * head, depth, float32(f64_at(note[LAYER])[LONE]), statistics)
+        _turn_keys(layer, head, plain, lone, turned)
         status = KEYS_ODD if _seal_keys(layer, record, widths + groups if lone else widths, turned, out, spans, found, codes) else 0
-
-        for begin in range(0, PAGE, layer[ROWS]):
-            part = source + layer[SIDE] + begin // layer[ROWS] * layer[PART_STRIDE]
-            expand(part, layer[DTYPE], turned + 4 * begin * depth, layer[ROWS] * depth)
-        _transpose(turned, PAGE, depth, plain)
-        matrix = layer[V_MATRIX] + 4 * depth * depth * head
-        for i in range(0, depth, LOW_ROWS):
-            for t in range(0, PAGE, TILE_COLUMNS):
-                low_tile_product(matrix + 4 * i * depth, 4 * depth, plain + 4 * t, 4 * PAGE, turned + 4 * (i * PAGE + t), 4 * PAGE,
-                                 depth, 0)
+        _load_values(layer, head, source, plain, turned)
         odd, top = _span_values(layer, widths + 2 * groups, turned, spans)
         if odd:
             status |= VALUES_ODD
         i64_at(a[STATUS])[job] = status
-        if status != 0:
-            continue
-        _seal_values(layer, record, widths + 2 * groups, turned, top, out, spans, found, codes)
-        length = record[K_CODES] - TAIL_OFFSET
-        tail, kept = u8_at(layer[TAILS] + length * (2 * head + (0 if lone else 1))), u8_at(out + TAIL_OFFSET)
-        for i in range(length):
-            kept[i] = tail[i]
-        kept[0], kept[1] = uint8(top & 255), uint8(top >> 8 & 255)
-        for i in range(record[END], record[NBYTES]):
-            u8_at(out)[i] = uint8(0)
+        if status == 0:
+            _seal_values(layer, record, widths + 2 * groups, turned, top, out, spans, found, codes)
+            _finish_record(layer, record, head, lone, top, out)
