@@ -25,7 +25,6 @@ from .attention import (
     HEADS,
     INDEX,
     KV_HEADS,
-    OUT,
     PAGE_STRIDE,
     PAGES,
     PART_STRIDE,
@@ -41,10 +40,10 @@ from .attention import (
     TABLE,
     TOKENS,
     _load_queries,
-    _merge,
+    _merge_rows,
     _scale_scores,
     _softmax_row,
-    _with_sink,
+    _write_rows,
 )
 from .inner_loops import TILE_COLUMNS, TILE_ROWS, product
 from .intrinsics import f32_at, f64_at, fetch_add, i32_at, i64_at
@@ -111,9 +110,23 @@ def _gather(a, units, tile, seen, kv, keys, values, broad):
 
 
 @inlined()
-def _partial(args, seen, query, keys, values, scores, part, stats, group, broad):
-    """What a tile gives the queries of a token: `part` [rows, wide D] and (m, l) of each in `stats`."""
-    depth, reals = i64_at(args)[HEAD_DIM], f64_at(args)
+def _scratch_of(a, worker, padded, broad):
+    """A worker's, float32: Q[rows, D], K[D, PAGE], V[PAGE, wide D], S[rows, PAGE], part[rows, wide D], (m, l)[rows] of a tile, O[rows, D]
+    and (m, l)[rows] of all tiles so far."""
+    depth, query = a[HEAD_DIM], a[SCRATCH] + worker * a[SCRATCH_STRIDE]
+    keys = query + 4 * padded * depth
+    values = keys + 4 * depth * PAGE
+    scores = values + 4 * PAGE * broad
+    part = scores + 4 * padded * PAGE
+    found = part + 4 * padded * broad
+    outputs = found + 8 * padded
+    return query, keys, values, scores, part, found, outputs, outputs + 4 * padded * depth
+
+
+@inlined()
+def _partial(args, seen, query, keys, values, scores, part, found, group, broad):
+    """What a tile gives the queries of a token: `part` [rows, wide D] and (m, l) of each at `found`."""
+    depth, reals, stats = i64_at(args)[HEAD_DIM], f64_at(args), f32_at(found)
     padded = (group + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
     columns = (seen + TILE_COLUMNS - 1) // TILE_COLUMNS * TILE_COLUMNS
     product(query, 4 * depth, keys, 4 * PAGE, scores, 4 * PAGE, padded, columns, depth)
@@ -126,19 +139,12 @@ def _partial(args, seen, query, keys, values, scores, part, stats, group, broad)
 
 @kernel({"contract"})
 def attend_chosen_few(args, worker, counter):
-    """Partials of one token, which `attention_few.merge_few` merges. Blocks of work: a KV head and a tile.
-
-    Scratch per worker, float32: Q[rows, D], K[D, PAGE], V[PAGE, wide D], S[rows, PAGE], part[rows, wide D], (m, l)[rows].
-    """
+    """Partials of one token, which `attention_few.merge_few` merges. Blocks of work: a KV head and a tile."""
     a = i64_at(args)
     kv_heads, depth, group = a[KV_HEADS], a[HEAD_DIM], a[HEADS] // a[KV_HEADS]
     broad, padded = (depth + TILE_COLUMNS - 1) // TILE_COLUMNS * TILE_COLUMNS, (group + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
-    query = a[SCRATCH] + worker * a[SCRATCH_STRIDE]
-    keys = query + 4 * padded * depth
-    values = keys + 4 * depth * PAGE
-    scores = values + 4 * PAGE * broad
-    part = scores + 4 * padded * PAGE
-    stats = f32_at(part + 4 * padded * broad)
+    query, keys, values, scores, part, found, _, _ = _scratch_of(a, worker, padded, broad)
+    stats = f32_at(found)
     tiles, loaded = (a[COUNT] * a[GRAIN] + PAGE - 1) // PAGE, -1
     while True:
         job = fetch_add(counter, 1)
@@ -157,7 +163,7 @@ def attend_chosen_few(args, worker, counter):
             _load_queries(a, query, kv, 0, group, padded)
             loaded = kv
         _gather(a, units, tile, seen, kv, keys, values, broad)
-        _partial(args, seen, query, keys, values, scores, part, stats, group, broad)
+        _partial(args, seen, query, keys, values, scores, part, found, group, broad)
         for r in range(group):
             o, source = f32_at(partial + 4 * r * (depth + 2)), f32_at(part + 4 * r * broad)
             for i in range(depth):
@@ -167,21 +173,11 @@ def attend_chosen_few(args, worker, counter):
 
 @kernel({"contract"})
 def attend_chosen_many(args, worker, counter):
-    """Many tokens. Blocks of work: a token and a KV head.
-
-    Scratch per worker: that of `attend_chosen_few`, then O[rows, D] and (m, l)[rows] of all tiles so far.
-    """
+    """Many tokens. Blocks of work: a token and a KV head."""
     a = i64_at(args)
-    heads, kv_heads, depth, group = a[HEADS], a[KV_HEADS], a[HEAD_DIM], a[HEADS] // a[KV_HEADS]
+    kv_heads, depth, group = a[KV_HEADS], a[HEAD_DIM], a[HEADS] // a[KV_HEADS]
     broad, padded = (depth + TILE_COLUMNS - 1) // TILE_COLUMNS * TILE_COLUMNS, (group + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
-    query = a[SCRATCH] + worker * a[SCRATCH_STRIDE]
-    keys = query + 4 * padded * depth
-    values = keys + 4 * depth * PAGE
-    scores = values + 4 * PAGE * broad
-    part = scores + 4 * padded * PAGE
-    stats = f32_at(part + 4 * padded * broad)
-    o = part + 4 * padded * (broad + 2)
-    total = f32_at(o + 4 * padded * depth)
+    query, keys, values, scores, part, found, outputs, stats = _scratch_of(a, worker, padded, broad)
     tiles = (a[COUNT] * a[GRAIN] + PAGE - 1) // PAGE
     while True:
         job = fetch_add(counter, 1)
@@ -191,23 +187,15 @@ def attend_chosen_many(args, worker, counter):
         units = i32_at(a[UNITS] + 4 * (t * a[GROUPS] + kv * a[GROUPS] // kv_heads) * a[COUNT])
         _load_queries(a, query, kv, t, group, padded)
         for r in range(group):
-            total[2 * r], total[2 * r + 1] = MINUS_INF, ZERO
+            f32_at(stats)[2 * r], f32_at(stats)[2 * r + 1] = MINUS_INF, ZERO
         for tile in range(tiles):
             seen = _seen(a, units, tile, a[POSITION] + t)
             if seen == 0:
                 continue
             _gather(a, units, tile, seen, kv, keys, values, broad)
-            _partial(args, seen, query, keys, values, scores, part, stats, group, broad)
-            for r in range(group):
-                m, l = _merge(f32_at(o + 4 * r * depth), total[2 * r], total[2 * r + 1], f32_at(part + 4 * r * broad), stats[2 * r],
-                              stats[2 * r + 1], depth)
-                total[2 * r], total[2 * r + 1] = m, l
-        for r in range(group):
-            head = kv * group + r
-            target, result = f32_at(a[OUT] + 4 * (t * heads + head) * depth), f32_at(o + 4 * r * depth)
-            l = _with_sink(a, head, total[2 * r], total[2 * r + 1])
-            for i in range(depth):
-                target[i] = result[i] / l
+            _partial(args, seen, query, keys, values, scores, part, found, group, broad)
+            _merge_rows(group, depth, outputs, stats, part, broad, found)
+        _write_rows(a, kv, t, group, outputs, stats)
 
 
 def scratch_floats(heads: int, kv_heads: int, head_dim: int) -> int:
