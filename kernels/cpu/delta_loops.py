@@ -16,10 +16,10 @@ from ..compile import REASSOCIATE, kernel
 from ..deferred import inlined
 from ..layout import NORM_RMS, SILU
 from ..reference_delta import KEY_EPS
-from ..state_shape import AFTER, FROM, KEPT, TO
 from .arithmetic import ONE, ZERO, activate, dot_of, exp, normalise_here, squares_of
-from .conv_loops import CHANNELS, CONTROL, MEMORY, MIXED, OWN, SLOT, STATE, TOKENS, convolve, copy, keep_raw, next_token
+from .conv_loops import CHANNELS, MIXED, OWN, TOKENS, convolve, keep_raw, next_token
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at
+from .state_rows import begin_rows, keep_rows, next_rows
 
 ROWS = 32  # of a state, for one thread at a time: 16 KiB where keys are 128 wide
 EPS_OF_KEYS = np.float32(KEY_EPS)
@@ -90,28 +90,22 @@ def write_and_read(s, k, q, count, decay, difference):
 def recur(args, worker, counter):
     """Blocks are ROWS rows of a head's state."""
     a = i64_at(args)
-    control, channels, depth = i64_at(a[CONTROL]), a[CHANNELS], a[KEY_DIM]
+    channels, depth = a[CHANNELS], a[KEY_DIM]
     heads, width, keys = a[VALUE_HEADS], a[VALUE_DIM], a[KEY_HEADS] * a[KEY_DIM]
-    source, target, after, kept, tokens = control[FROM], control[TO], control[AFTER], control[KEPT], a[TOKENS]
-    cuts = (width + ROWS - 1) // ROWS
     while True:
-        block = fetch_add(counter, 1)
-        if block >= heads * cuts:
+        head, first, rows = next_rows(counter, heads, width, ROWS)
+        if head < 0:
             return
-        head, first = block // cuts, (block % cuts) * ROWS
-        rows, place = min(ROWS, width - first), a[STATE] + 4 * (head * width + first) * depth
-        state = a[MEMORY] + target * a[SLOT] + place
-        copy(0 if source < 0 else a[MEMORY] + source * a[SLOT] + place, state, rows * depth)
+        state = begin_rows(a, head * width + first, rows, depth)
         own = (head % a[KEY_HEADS] if a[TILED] != 0 else head * a[KEY_HEADS] // heads) * depth
-        for t in range(tokens):
+        for t in range(a[TOKENS]):
             row, gates = a[MIXED] + 4 * t * channels, f32_at(a[GATES] + 8 * t * heads)
             q, k, v = f32_at(row + 4 * own), f32_at(row + 4 * (keys + own)), f32_at(row + 4 * (2 * keys + head * width + first))
             out, decay, beta = f32_at(a[OUT] + 4 * (t * heads * width + head * width + first)), gates[head], gates[heads + head]
             for j in range(rows):
                 s = f32_at(state + 4 * j * depth)
                 out[j] = write_and_read(s, k, q, depth, decay, (v[j] - decay * dot_of(s, k, depth)) * beta)
-            if t + 1 == after:
-                copy(state, a[MEMORY] + kept * a[SLOT] + place, rows * depth)
+            keep_rows(a, t, state, head * width + first, rows, depth)
 
 
 @kernel({"contract"})

@@ -11,11 +11,11 @@ from numpy import float32
 from ..compile import REASSOCIATE, kernel
 from ..deferred import inlined
 from ..layout import NORM_RMS
-from ..state_shape import AFTER, FROM, KEPT, TO
 from .arithmetic import ONE, ZERO, exp, normalise_here, softplus
-from .conv_loops import CHANNELS, CONTROL, MEMORY, MIXED, SLOT, STATE, TOKENS, copy, keep_raw, next_token
+from .conv_loops import CHANNELS, MIXED, TOKENS, keep_raw, next_token
 from .delta_loops import BOUND, DECAY, DT, EPS, GATES, KEY_DIM, NORM, OUT, ROWS, SLOTS, VALUE_DIM, VALUE_HEADS, A, B, Z, mix
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at
+from .state_rows import begin_rows, keep_rows, next_rows
 
 __all__ = ["BOUND", "GATES", "OUT", "SLOTS", "gated_norm", "mix_inputs", "recur"]  # all but the last two are `delta_loops`'
 
@@ -74,20 +74,15 @@ def _write_and_read(s, decay, k, q, count, difference):
 def recur(args, worker, counter):
     """Blocks are ROWS rows of a head's state."""
     a = i64_at(args)
-    control, channels, depth = i64_at(a[CONTROL]), a[CHANNELS], a[KEY_DIM]
+    channels, depth = a[CHANNELS], a[KEY_DIM]
     heads, width = a[VALUE_HEADS], a[VALUE_DIM]
     keys = heads * depth
-    source, target, after, kept, tokens = control[FROM], control[TO], control[AFTER], control[KEPT], a[TOKENS]
-    cuts = (width + ROWS - 1) // ROWS
     while True:
-        block = fetch_add(counter, 1)
-        if block >= heads * cuts:
+        head, first, rows = next_rows(counter, heads, width, ROWS)
+        if head < 0:
             return
-        head, first = block // cuts, (block % cuts) * ROWS
-        rows, place = min(ROWS, width - first), a[STATE] + 4 * (head * width + first) * depth
-        state = a[MEMORY] + target * a[SLOT] + place
-        copy(0 if source < 0 else a[MEMORY] + source * a[SLOT] + place, state, rows * depth)
-        for t in range(tokens):
+        state = begin_rows(a, head * width + first, rows, depth)
+        for t in range(a[TOKENS]):
             row, gates = a[MIXED] + 4 * t * channels, a[GATES] + 4 * t * (keys + heads)
             q, k, decay = f32_at(row + 4 * head * depth), f32_at(row + 4 * (keys + head * depth)), f32_at(gates + 4 * head * depth)
             v, beta = f32_at(row + 4 * (2 * keys + head * width + first)), f32_at(gates)[keys + head]
@@ -95,8 +90,7 @@ def recur(args, worker, counter):
             for j in range(rows):
                 s = f32_at(state + 4 * j * depth)
                 out[j] = _write_and_read(s, decay, k, q, depth, (v[j] - _returned(s, decay, k, depth)) * beta)
-            if t + 1 == after:
-                copy(state, a[MEMORY] + kept * a[SLOT] + place, rows * depth)
+            keep_rows(a, t, state, head * width + first, rows, depth)
 
 
 @kernel({"contract"})

@@ -10,11 +10,11 @@ from numpy import float32
 
 from ..compile import kernel
 from ..layout import NORM_RMS, SILU
-from ..state_shape import AFTER, FROM, KEPT, TO
 from .arithmetic import ONE, activate, exp, normalise_here
-from .conv_loops import CHANNELS, CONTROL, MEMORY, MIXED, OWN, SLOT, STATE, TOKENS, X, copy, keep_raw
+from .conv_loops import CHANNELS, MIXED, OWN, TOKENS, X, keep_raw
 from .delta_loops import write_and_read
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at
+from .state_rows import begin_rows, keep_rows, next_rows
 
 SHARE = 4096  # floats of a state for one thread at a time: 16 KiB, which stay in the first-level cache
 
@@ -42,26 +42,20 @@ def mix_inputs(args, worker, counter):
 def recur(args, worker, counter):
     """Blocks are some rows of a head's state."""
     a = i64_at(args)
-    control, channels, heads, width, decays = i64_at(a[CONTROL]), a[CHANNELS], a[HEADS], a[HEAD_DIM], f32_at(a[DECAY])
-    source, target, after, kept, tokens = control[FROM], control[TO], control[AFTER], control[KEPT], a[TOKENS]
+    channels, heads, width, decays = a[CHANNELS], a[HEADS], a[HEAD_DIM], f32_at(a[DECAY])
     most = max(1, SHARE // width)
-    cuts = (width + most - 1) // most
     while True:
-        block = fetch_add(counter, 1)
-        if block >= heads * cuts:
+        head, first, rows = next_rows(counter, heads, width, most)
+        if head < 0:
             return
-        head, first = block // cuts, (block % cuts) * most
-        rows, place = min(most, width - first), a[STATE] + 4 * (head * width + first) * width
-        state = a[MEMORY] + target * a[SLOT] + place
-        copy(0 if source < 0 else a[MEMORY] + source * a[SLOT] + place, state, rows * width)
-        for t in range(tokens):
+        state = begin_rows(a, head * width + first, rows, width)
+        for t in range(a[TOKENS]):
             row = a[MIXED] + 4 * (t * channels + head * width)
             v, k, q = f32_at(row + 4 * first), f32_at(row + 4 * heads * width), f32_at(row + 8 * heads * width)
             out = f32_at(a[OUT] + 4 * (t * heads * width + head * width + first))
             for j in range(rows):
                 out[j] = write_and_read(f32_at(state + 4 * j * width), k, q, width, decays[head], v[j])
-            if t + 1 == after:
-                copy(state, a[MEMORY] + kept * a[SLOT] + place, rows * width)
+            keep_rows(a, t, state, head * width + first, rows, width)
 
 
 @kernel({"contract"})

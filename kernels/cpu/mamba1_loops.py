@@ -13,10 +13,10 @@ from numpy import float32
 from ..compile import REASSOCIATE, kernel
 from ..deferred import inlined
 from ..layout import NORM_RMS, SILU
-from ..state_shape import AFTER, FROM, KEPT, TO
 from .arithmetic import ZERO, activate, exp, normalise_here, softplus
-from .conv_loops import CHANNELS, CONTROL, MEMORY, MIXED, OWN, SLOT, STATE, TOKENS, convolve, copy, keep_raw, next_token
+from .conv_loops import CHANNELS, MIXED, OWN, TOKENS, convolve, copy, keep_raw, next_token
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at
+from .state_rows import begin_rows, keep_rows, next_rows
 
 SHARE = 4096  # floats of a state for one thread at a time: 16 KiB, which stay in the first-level cache
 GATED = 1024  # channels of a token that one thread gates at a time
@@ -71,17 +71,13 @@ def _written_and_read(s, decay, b, c, count, step, value):
 def recur(args, worker, counter):
     """Blocks are some channels' states."""
     a = i64_at(args)
-    control, channels, depth, skips = i64_at(a[CONTROL]), a[CHANNELS], a[DEPTH], f32_at(a[SKIP])
-    source, target, after, kept, tokens = control[FROM], control[TO], control[AFTER], control[KEPT], a[TOKENS]
-    most = max(1, SHARE // depth)
+    channels, depth, skips = a[CHANNELS], a[DEPTH], f32_at(a[SKIP])
     while True:
-        first = fetch_add(counter, 1) * most
-        if first >= channels:
+        head, first, count = next_rows(counter, 1, channels, max(1, SHARE // depth))
+        if head < 0:
             return
-        count, place = min(most, channels - first), a[STATE] + 4 * first * depth
-        state = a[MEMORY] + target * a[SLOT] + place
-        copy(0 if source < 0 else a[MEMORY] + source * a[SLOT] + place, state, count * depth)
-        for t in range(tokens):
+        state = begin_rows(a, first, count, depth)
+        for t in range(a[TOKENS]):
             row = a[GATES] + 4 * t * (channels + 2 * depth)
             b, c = f32_at(row + 4 * channels), f32_at(row + 4 * (channels + depth))
             x, steps, out = f32_at(a[MIXED] + 4 * t * channels), f32_at(row), f32_at(a[OUT] + 4 * t * channels)
@@ -90,8 +86,7 @@ def recur(args, worker, counter):
                 decay, s = f32_at(a[DECAY] + 4 * channel * depth), f32_at(state + 4 * j * depth)
                 read = _written_and_read(s, decay, b, c, depth, steps[channel], x[channel])
                 out[channel] = read + skips[channel] * x[channel]
-            if t + 1 == after:
-                copy(state, a[MEMORY] + kept * a[SLOT] + place, count * depth)
+            keep_rows(a, t, state, first, count, depth)
 
 
 @kernel()

@@ -14,11 +14,11 @@ from numpy import float32
 from ..compile import kernel
 from ..deferred import inlined
 from ..layout import NORM_RMS, SILU
-from ..state_shape import AFTER, FROM, KEPT, TO
 from .arithmetic import ZERO, activate, exp, normalise_here
-from .conv_loops import CHANNELS, CONTROL, MEMORY, MIXED, OWN, SLOT, STATE, TOKENS, convolve, copy, keep_raw, next_token
+from .conv_loops import CHANNELS, MIXED, OWN, TOKENS, convolve, keep_raw, next_token
 from .delta_loops import write_and_read
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at
+from .state_rows import begin_rows, keep_rows, next_rows
 
 SHARE = 4096  # floats of a state for one thread at a time: 16 KiB, which stay in the first-level cache
 
@@ -57,28 +57,22 @@ def mix_inputs(args, worker, counter):
 def recur(args, worker, counter):
     """Blocks are some rows of a head's state."""
     a = i64_at(args)
-    control, channels, depth = i64_at(a[CONTROL]), a[CHANNELS], a[DEPTH]
+    channels, depth = a[CHANNELS], a[DEPTH]
     heads, width, skips = a[HEADS], a[HEAD_DIM], f32_at(a[SKIP])
-    source, target, after, kept, tokens = control[FROM], control[TO], control[AFTER], control[KEPT], a[TOKENS]
     most = max(1, SHARE // depth)
-    cuts = (width + most - 1) // most
     while True:
-        block = fetch_add(counter, 1)
-        if block >= heads * cuts:
+        head, first, rows = next_rows(counter, heads, width, most)
+        if head < 0:
             return
-        head, first = block // cuts, (block % cuts) * most
-        rows, place = min(most, width - first), a[STATE] + 4 * (head * width + first) * depth
-        state = a[MEMORY] + target * a[SLOT] + place
-        copy(0 if source < 0 else a[MEMORY] + source * a[SLOT] + place, state, rows * depth)
+        state = begin_rows(a, head * width + first, rows, depth)
         own = (heads * width + head * a[GROUPS] // heads * depth) * 4
-        for t in range(tokens):
+        for t in range(a[TOKENS]):
             row, gates = a[MIXED] + 4 * t * channels, f32_at(a[GATES] + 8 * t * heads)
             x, b, c = f32_at(row + 4 * (head * width + first)), f32_at(row + own), f32_at(row + own + 4 * a[GROUPS] * depth)
             out, decay, step = f32_at(a[OUT] + 4 * (t * heads * width + head * width + first)), gates[head], gates[heads + head]
             for j in range(rows):
                 out[j] = write_and_read(f32_at(state + 4 * j * depth), b, c, depth, decay, step * x[j]) + skips[head] * x[j]
-            if t + 1 == after:
-                copy(state, a[MEMORY] + kept * a[SLOT] + place, rows * depth)
+            keep_rows(a, t, state, head * width + first, rows, depth)
 
 
 @kernel({"contract"})
