@@ -14,7 +14,7 @@ from effllm.cli.app import main
 from effllm.cli.environment import Environment
 from effllm.kernels import choice
 from effllm.kernels.choice import Timing
-from effllm.kernels.cpu.ops import LOW_BIT
+from effllm.kernels.cpu.stages import LOW_BIT
 from effllm.runtime.conversion.bundle_ffn import bundle
 from effllm.runtime.engine import open_engine
 from effllm.runtime.planning.chosen_kernels import EITHER, ChosenKernels, chosen_kernels

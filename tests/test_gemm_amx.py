@@ -14,7 +14,7 @@ import pytest
 from effllm.kernels import reference_low_bit as definition
 from effllm.kernels import target
 from effllm.kernels.cpu import amx, candidates, gemm, gemm_amx, linear
-from effllm.kernels.cpu.ops import LOW_BIT
+from effllm.kernels.cpu.stages import LOW_BIT
 from effllm.kernels.registry import Call
 from effllm.quant.codes import dequantize
 

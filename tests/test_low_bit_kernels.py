@@ -16,8 +16,9 @@ import pytest
 
 from effllm.kernels import reference
 from effllm.kernels import reference_low_bit as definition
-from effllm.kernels.cpu import linear, ops, packed
+from effllm.kernels.cpu import linear, packed, stages
 from effllm.kernels.cpu.ops import CpuOps
+from effllm.kernels.workspace import Workspace
 from effllm.quant.codes import Codes, bf16, dequantize
 from effllm.quant.spec import QuantSpec
 from effllm.quant.weight import Linear, Norm, Weight, from_f32
@@ -38,7 +39,7 @@ SHAPES = ((1, 1), (16, 32), (17, 33), (31, 100), (50, 257))
 @pytest.fixture(autouse=True)
 def always_shared(monkeypatch):
     """However small, a job goes to every thread."""
-    monkeypatch.setattr(ops, "SHARE_FROM", 0)
+    monkeypatch.setattr(stages, "SHARE_FROM", 0)
 
 
 def product(cpu: CpuOps, x: np.ndarray, each: Linear) -> np.ndarray:
@@ -277,7 +278,7 @@ def test_formats_meet_in_one_stage(pools, workers):
     texts = ("codebook4:16", "bf16", "symmetric8:32", "symmetric6:16", "affine3:128", "codebook2:16", "ternary:32", "super4:32")
     made = [_linear(rng, text, 30 + 7 * i, depth) for i, text in enumerate(texts)]
     cpu = CpuOps(pools[workers], dims_for(depth, 80))
-    cpu.workspace = ops.Workspace({**cpu.workspace.floats, **{f"y{i}": 32 * 80 for i in range(len(texts))}})
+    cpu.workspace = Workspace({**cpu.workspace.floats, **{f"y{i}": 32 * 80 for i in range(len(texts))}})
     for count in (1, 4, 16, 30):
         x = rng.standard_normal((count, depth), np.float32)
         for text, (_, want), got in zip(texts, made, cpu.norm_linear(x, NO_NORM, [each for each, _ in made]), strict=True):

@@ -12,9 +12,10 @@ import pytest
 
 from effllm.kernels import reference_low_bit as definition
 from effllm.kernels.compile import cpu_features
-from effllm.kernels.cpu import linear, lut_loops, lut_order, ops
+from effllm.kernels.cpu import linear, lut_loops, lut_order, stages
 from effllm.kernels.cpu.int8_ir import INSTRUCTION_SET
 from effllm.kernels.cpu.ops import CpuOps
+from effllm.kernels.cpu.stages import LOW_BIT
 from effllm.kernels.deferred import compiler
 from effllm.kernels.threads import ThreadPool
 from effllm.quant.codes import values
@@ -43,7 +44,7 @@ def pools():
 @pytest.fixture(autouse=True)
 def always_shared(monkeypatch):
     """However small, a job goes to every thread."""
-    monkeypatch.setattr(ops, "SHARE_FROM", 0)
+    monkeypatch.setattr(stages, "SHARE_FROM", 0)
 
 
 def moved(pool: ThreadPool, weight: Weight) -> Weight:
@@ -121,7 +122,7 @@ def test_lookup_is_the_definition_for_any_shape_columns_and_threads(pools, text)
             cpu = CpuOps(pools[(index + turn) % 3], dims_for(depth, rows))
             got = cpu.norm_linear(np.ascontiguousarray(x[:count]), NO_NORM, [each])[0]
             assert same(got, want[:count]), f"{count} columns of {rows} x {depth}"
-            assert {choice.candidate.name.split(",")[0] for choice in cpu.registry.choices.values() if choice.call.op == ops.LOW_BIT} == {
+            assert {choice.candidate.name.split(",")[0] for choice in cpu.registry.choices.values() if choice.call.op == LOW_BIT} == {
                 "table lookup"}
     wide = rng.standard_normal((19, depth), np.float32)
     assert same(CpuOps(pools[1], dims_for(depth, rows)).norm_linear(wide, NO_NORM, [each])[0], many(wide, codes, spec, bias))

@@ -13,7 +13,7 @@ import torch
 from transformers.integrations.bitnet import ActQuant as Rounding
 
 from effllm.kernels import reference_low_bit as definition
-from effllm.kernels.cpu import amx, amx_planes, lut_order, ops
+from effllm.kernels.cpu import amx, amx_planes, lut_order, stages
 from effllm.kernels.cpu.int8_ir import INSTRUCTION_SET
 from effllm.kernels.cpu.ops import CpuOps
 from effllm.kernels.cuda.torch_ops import TorchOps
@@ -30,7 +30,7 @@ COLUMNS = (1, 2, 5, 8, 16)
 
 @pytest.fixture(autouse=True)
 def always_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "SHARE_FROM", 0)
+    monkeypatch.setattr(stages, "SHARE_FROM", 0)
 
 
 def columns(count: int, depth: int, seed: int = 0) -> np.ndarray:

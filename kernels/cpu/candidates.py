@@ -16,7 +16,8 @@ from .amx import AMX
 from .int8_ir import INSTRUCTION_SET
 from .intrinsics import HAS_HALF
 from .linear_amx import AMX_FLOATS
-from .ops import FEW, LOW_BIT, CpuOps
+from .ops import CpuOps
+from .stages import FEW, LOW_BIT
 
 if TYPE_CHECKING:
     from .pages import LayerPages

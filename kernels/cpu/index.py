@@ -17,6 +17,7 @@ from ..workspace import Dims, address
 from . import attention, attention_few, chosen_loops, latent, states
 from . import index_loops as loops
 from .rows import SHARE_FROM
+from .stages import FEW
 
 if TYPE_CHECKING:
     from .ops import CpuOps
@@ -28,8 +29,6 @@ def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
     own = dims.index
     if own is None:
         return {}
-    from .ops import FEW
-
     # What is multiplied beside the products of attention: keys and weights, or the queries of heads that choose for themselves and keys.
     beside = states.plan_workspace(dims, chunk) | latent.plan_workspace(dims, chunk)
     widths = {"y3": own.heads * own.width, "y4": own.width} if own.each else {"y2": own.width, "y3": own.heads}
@@ -126,8 +125,6 @@ def index_layer(ops: CpuOps, shape: IndexShape, memory: np.ndarray, stored: int)
 
 def choose(index: LayerIndex, q: np.ndarray, weights: np.ndarray | None, position: int, out: np.ndarray) -> None:
     """The kernels: of few tokens blocks of keys are shared out, of many the tokens."""
-    from .ops import FEW
-
     ops, shape, block = index.ops, index.shape, np.zeros(loops.SLOTS, np.int64)
     row = _row(shape, len(index.memory) // shape.block_nbytes(index.stored) * PAGE)
     block[:] = (ops.at(q), 0 if weights is None else ops.at(weights), len(q), position, address(out), shape.heads, shape.width,
@@ -161,8 +158,6 @@ def attend(pages: LayerPages, q: np.ndarray, position: int, blocks: np.ndarray, 
 def attend_compiled(pages: LayerPages, q: np.ndarray, position: int, blocks: np.ndarray, sinks: np.ndarray | None, out: np.ndarray,
                     chosen: Chosen, same: bool) -> None:
     """The kernels: of few tokens tiles of each are shared out, of many the tokens."""
-    from .ops import FEW
-
     ops, shape, width = pages.ops, chosen.shape, q.shape[1]
     block = np.zeros(chosen_loops.CHOSEN_SLOTS, np.int64)
     block[: attention.ATTEND_SLOTS] = pages._attend[: attention.ATTEND_SLOTS]

@@ -14,6 +14,7 @@ from ..workspace import Dims, address
 from . import latent_loops as loops
 from . import states
 from .rows import SHARE_FROM
+from .stages import FEW
 
 if TYPE_CHECKING:
     from ...quant.weight import Norm, Weight
@@ -75,8 +76,6 @@ def queries_reference(ops: CpuOps, y: np.ndarray, heads: int, shape: LatentShape
 
 
 def values(ops: CpuOps, x: np.ndarray, heads: int, shape: LatentShape, expand: Weight, out: np.ndarray) -> None:
-    from .ops import FEW
-
     _fill(ops, x, heads, shape, expand, out)
     ops.run(loops.latent_values_few if len(x) <= FEW else loops.latent_values_many, ops.where, True, ops.args)
 

@@ -26,6 +26,7 @@ from ..workspace import Dims, address
 from . import experts as kernels
 from . import floats, linear, low_bit, lut, packed
 from .rows import SHARE_FROM, norm_rows
+from .stages import FEW, Stages
 
 if TYPE_CHECKING:
     from ...quant.weight import Apart, Expert, Linear, Norm, SharedExpert
@@ -316,9 +317,6 @@ def first_of(expert: Expert) -> tuple[Linear, ...]:
 
 def columns_of(ops: CpuOps, experts: Sequence[Expert], act: str) -> int:
     """For how many tokens the products of all experts are single jobs of the kernels for a few columns."""
-    from .ops import FEW
-    from .ops import CpuOps as Ops  # which holds `moe`
-
     limit = packed.MOST_COLUMNS
     for expert in experts:
         pair = first_of(expert)
@@ -327,7 +325,7 @@ def columns_of(ops: CpuOps, experts: Sequence[Expert], act: str) -> int:
         for each, activation in ((pair[0], act if len(pair) > 1 else "none"), (expert.down, "none")):
             if each.weight.spec.is_raw:
                 limit = FEW
-            if ops._runner(each, 1, activation) not in (Ops.few_columns, low_bit.run_few, low_bit.run_floats):
+            if ops._runner(each, 1, activation) not in (Stages.few_columns, low_bit.run_few, low_bit.run_floats):
                 return 0
     return limit
 

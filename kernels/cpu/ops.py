@@ -7,37 +7,29 @@ stream is updated in place. Weights stay in their stored type. Up to FEW tokens 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .. import reference
-from ..compile import Kernel
-from ..layout import ACTIVATIONS, NORMS, PAGE, PageLayout
+from ..layout import PAGE, PageLayout
 from ..registry import Call, Registry
 from ..threads import ThreadPool
 from ..workspace import Dims, Workspace, address
-from . import attention, bundled, in_parts, index, inputs, latent, latent_loops, linear, lora, low_bit, moe, packed, rows, states, streams
+from . import attention, bundled, index, inputs, latent, latent_loops, linear, lora, low_bit, moe, rows, states, streams
 from . import head_widths as widths
 from .attention_few import attend_few_scratch, partials_floats
 from .inner_loops import TILE_COLUMNS
-from .jobs import Jobs
 from .kv_many import packed_scratch
 from .kv_scratch import few_scratch
 from .kv_seal import seal_scratch
 from .linear_amx import panel_floats, scratch_floats
-from .rows import SHARE_FROM, Angles
+from .rows import Angles
+from .stages import FEW, Stages
 
 if TYPE_CHECKING:  # records of the layer above; the kernels read their fields and never build one
     from ...quant.weight import Curve, Linear, Norm, Weight
     from ...runtime.rope import RopeTable
     from .pages import LayerPages
-
-FEW = 8
-MOST_JOBS = 4096
-LOW_BIT = "low-bit matrix"
 
 
 def plan_workspace(dims: Dims, workers: int) -> dict[str, int]:
@@ -75,25 +67,7 @@ def plan_workspace(dims: Dims, workers: int) -> dict[str, int]:
             "joined": min(chunk, PAGE) * dims.joined, "states": (chunk + FEW) * dims.hidden if dims.joined else 0}
 
 
-@dataclass(frozen=True)
-class _Job:
-    """A prepared argument block and everything it points to, kept alive by it."""
-
-    x: np.ndarray
-    norm: Norm | None
-    linears: tuple[Linear, ...]
-    outs: list[np.ndarray]
-    act: str
-    block: np.ndarray
-    parallel: bool
-    kernel: Kernel
-
-    @cached_property
-    def where(self) -> int:
-        return address(self.block)
-
-
-class CpuOps(Jobs, lora.Scales):
+class CpuOps(Stages, lora.Scales):
     """See the module. `dims` sizes the workspace; one instance serves every CPU block of a model."""
 
     name = "cpu"
@@ -101,21 +75,12 @@ class CpuOps(Jobs, lora.Scales):
     def __init__(self, pool: ThreadPool, dims: Dims, registry: Registry | None = None) -> None:
         from .candidates import default_registry  # which names the methods of this class
 
-        super().__init__(pool)
+        super().__init__(pool, registry or default_registry(), Workspace(plan_workspace(dims, pool.workers)))
         self.dims = dims
-        self.registry = registry or default_registry()
-        self.workspace = Workspace(plan_workspace(dims, pool.workers))
-        self.args = np.zeros(low_bit.BLOCK_SIZE, np.int64)
-        self.reals = self.args.view(np.float64)
-        self.where, self.at = address(self.args), self.workspace.address
         self._angles: dict[int, Angles] = {}
         self._step_arrays: dict[int, tuple[np.ndarray, np.ndarray, tuple[int, int]]] = {}
-        # Scratch of worker w begins `scratch_stride` * w bytes after `scratch`.
-        self.scratch, self.partials = address(self.workspace.take("scratch", 1)), address(self.workspace.take("partials", 1))
-        self.scratch_stride = 4 * (self.workspace.floats["scratch"] // pool.workers // 16 * 16)
+        self.partials = address(self.workspace.take("partials", 1))
         self._rotate_with, self._add_with = (self.registry.select(Call(op)).candidate.run for op in ("rotate", "add"))
-        self._run: dict[tuple[str, bool, str], Callable] = {}
-        self._jobs: dict[tuple[int, int, int, int], _Job] = {}
         self.mixtures = moe.Prepared()
 
     # -- the ops ---------------------------------------------------------------------------------------------------------------
@@ -272,122 +237,6 @@ class CpuOps(Jobs, lora.Scales):
         """Activations for another backend, ready to be read."""
         self.flush()
         return x
-
-    # -- matrices --------------------------------------------------------------------------------------------------------------
-
-    def _remembered(self, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], mode: int, act: str,
-                    residual: np.ndarray | None = None) -> list[np.ndarray] | None:
-        """Run the job that was prepared when these very objects met before, and return its outputs; None if they have not.
-
-        In decode a stage has the same input, weights and outputs for every token, and preparing it again would cost more than handing it to
-        the threads: between two kernels the interpreter's own data has been driven out of the caches by the weights.
-        """
-        job = self._jobs.get((id(x), id(linears[0]), mode, id(residual)))
-        if job is None or job.norm is not norm or job.linears[-1] is not linears[-1] or len(job.linears) != len(linears) or job.act != act:
-            return None  # some of a stage's matrices may have met alone, where the others come in parts
-        self.keep(job.block)
-        self.run(job.kernel, job.where, job.parallel)
-        return job.outs
-
-    def _matrix(self, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray], mode: int, act: str,
-                columns: int = 0) -> None:
-        """Run a stage as one job, or as a job per kind of weight where several meet; `columns`: as if there were so many tokens."""
-        if any(each.lora for each in linears):
-            lora.run(self, x, norm, linears, outs, mode, act)
-            return
-        if any(each.weight.in_parts for each in linears):
-            in_parts.run(self, x, norm, linears, outs, mode, act)
-            return
-        kinds = [low_bit.kind_of(each.weight) for each in linears]
-        if len(set(kinds)) > 1 or (mode == linear.GATED and not low_bit.one_way(linears)):
-            self._mixed(x, norm, linears, outs, mode, act, kinds, columns)
-        else:
-            run = low_bit.run_fine if mode == linear.FINE else self._runner(linears[0], columns or len(x), act)
-            run(self, x, norm, linears, outs, mode, act)
-
-    def _runner(self, each: Linear, columns: int, act: str) -> Callable:
-        """What multiplies a matrix like `each` with so many tokens."""
-        kind, spec = low_bit.kind_of(each.weight), each.weight.spec
-        limit = packed.MOST_COLUMNS if kind else FEW
-        key = (kind, spec.scheme, columns <= limit, act)
-        if key not in self._run:
-            call = Call(LOW_BIT if kind else "matrix", spec.scheme, min(columns, limit + 1), act, spec.bits, kind == low_bit.LOOKED_UP)
-            self._run[key] = self.registry.select(call).candidate.run
-        return self._run[key]
-
-    def _mixed(self, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray], mode: int, act: str,
-               kinds: Sequence[int], columns: int) -> None:
-        if mode != linear.GATED:
-            for kind in dict.fromkeys(kinds):
-                chosen = [i for i, own in enumerate(kinds) if own == kind]
-                self._matrix(x, norm, [linears[i] for i in chosen], [outs[i] for i in chosen], mode, act, columns)
-            return
-        gate, up = outs[0], self.workspace.take("up", *outs[0].shape)
-        self._matrix(x, norm, linears[:1], [gate], linear.PLAIN, act, columns)
-        self._matrix(x, norm, linears[1:], [up], linear.PLAIN, act, columns)
-        self.gate(gate, up, act)
-
-    def gate(self, gate: np.ndarray, up: np.ndarray | None, act: str) -> None:
-        """gate = act(gate) * up, or act(gate)."""
-        self.registry.select(Call("activate", act=act)).candidate.run(self, gate, up, act)
-
-    def fill(self, x: int, tokens: int, depth: int, norm: Norm | None, mode: int, act: str, linears: Sequence[Linear],
-              outs: Sequence[np.ndarray]) -> None:
-        """Write the argument block of the matrix kernels."""
-        kind = 0 if norm is None else NORMS[norm.kind]
-        block = [x, tokens, depth, kind, 0 if norm is None else address(norm.weight), 0 if norm is None else address(norm.bias), 0,
-                 self.scratch, self.scratch_stride, mode, ACTIVATIONS[act], len(linears)]
-        for i, each in enumerate(linears):
-            out = outs[min(i, len(outs) - 1)]
-            block += [*each.fields, self.at(out), out.strides[0] // 4]
-        self.args[: len(block)] = block
-        if norm is not None:
-            self.reals[linear.EPS] = norm.eps
-
-    def few_columns(self, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray], mode: int, act: str) -> None:
-        tokens, depth = x.shape
-        self.fill(self.at(x), tokens, depth, norm, mode, act, linears, outs)
-        self.run_and_remember(linear.few_columns, x, norm, linears, outs, mode, act)
-
-    def run_and_remember(self, kernel: Kernel, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray],
-                         mode: int, act: str) -> None:
-        parallel = x.size * sum(each.weight.shape[0] for each in linears) >= SHARE_FROM
-        self.run(kernel, self.where, parallel, self.args)
-        if self.workspace.holds(x) and all(map(self.workspace.holds, outs)):
-            if len(self._jobs) >= MOST_JOBS:
-                self._jobs.clear()
-            residual = outs[0] if mode == linear.ADD else None
-            job = _Job(x, norm, tuple(linears), outs, act, self.args.copy(), parallel, kernel)
-            self._jobs[id(x), id(linears[0]), mode, id(residual)] = job
-
-    def many_columns(self, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray], mode: int,
-                     act: str) -> None:
-        tokens, depth = x.shape
-        panels = self.workspace.take("panels", -(-tokens // TILE_COLUMNS) * TILE_COLUMNS, depth)
-        if self.must_pack("panels", low_bit.RAW):
-            self.fill(self.at(x), tokens, depth, norm, mode, act, linears[:1], [panels])
-            self.run(linear.pack_columns, self.where, True, self.args)
-        if mode != linear.GATED:
-            self.fill(self.at(panels), tokens, depth, None, mode, act, linears, outs)
-            self.run(linear.many_columns, self.where, True, self.args)
-            return
-        gate, up = outs[0], self.workspace.take("up", *outs[0].shape)
-        self.fill(self.at(panels), tokens, depth, None, linear.PLAIN, act, linears, [gate, up])
-        self.run(linear.many_columns, self.where, True, self.args)
-        self.gate(gate, up, act)
-
-    def by_reference(self, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray], mode: int,
-                     act: str) -> None:
-        self.flush()
-        n = x if norm is None else reference.normalise(x, norm.kind, norm.weight, norm.bias, norm.eps)
-        results = [reference.linear(n, each.weight.to_f32(), each.bias) for each in linears]
-        if mode == linear.GATED:
-            outs[0][:] = reference.gated(*results, act)
-        elif mode == linear.ADD:
-            outs[0] += results[0].astype(np.float32)
-        else:
-            for out, result in zip(outs, results):
-                out[:] = result
 
 
 def _raw_rows(table: Weight, ids: np.ndarray, out: np.ndarray) -> np.ndarray:

@@ -25,7 +25,8 @@ from ..registry import Call
 from ..workspace import address
 from . import attention, attention_few
 from .index import Chosen, attend
-from .ops import FEW, SHARE_FROM, CpuOps
+from .ops import FEW, CpuOps
+from .rows import SHARE_FROM
 from .selective import Selective
 
 

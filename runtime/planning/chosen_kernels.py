@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from ...kernels.cpu.candidates import default_registry
 from ...kernels.cpu.int8_ir import INSTRUCTION_SET
-from ...kernels.cpu.ops import LOW_BIT
+from ...kernels.cpu.stages import LOW_BIT
 from ...kernels.registry import Call, Registry
 from ..prepare import Prepared
 from ..sparse.bundles import ROLE as BUNDLES

@@ -1,0 +1,181 @@
+"""Stages of matrices: what a block's ops ask of them becomes a job, or a few, of the kernel that is chosen for the kind of weight.
+
+A stage is one norm, or none, and the matrices that read what it leaves; its mode says what becomes of the products (`linear.py`). In
+decode a stage meets the same objects for every token, so its job is kept. Up to FEW tokens take the memory-bound kernels, more the tiled
+ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .. import reference
+from ..compile import Kernel
+from ..layout import ACTIVATIONS, NORMS
+from ..registry import Call, Registry
+from ..threads import ThreadPool
+from ..workspace import Workspace, address
+from . import in_parts, linear, lora, low_bit, packed
+from .inner_loops import TILE_COLUMNS
+from .jobs import Jobs
+from .rows import SHARE_FROM
+
+if TYPE_CHECKING:  # records of the layer above; the kernels read their fields and never build one
+    from ...quant.weight import Linear, Norm
+
+FEW = 8
+MOST_JOBS = 4096
+LOW_BIT = "low-bit matrix"
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A prepared argument block and everything it points to, kept alive by it."""
+
+    x: np.ndarray
+    norm: Norm | None
+    linears: tuple[Linear, ...]
+    outs: list[np.ndarray]
+    act: str
+    block: np.ndarray
+    parallel: bool
+    kernel: Kernel
+
+    @cached_property
+    def where(self) -> int:
+        return address(self.block)
+
+
+class Stages(Jobs):
+    """Of one model's matrices, over one workspace."""
+
+    def __init__(self, pool: ThreadPool, registry: Registry, workspace: Workspace) -> None:
+        super().__init__(pool)
+        self.registry, self.workspace = registry, workspace
+        self.args = np.zeros(low_bit.BLOCK_SIZE, np.int64)
+        self.reals = self.args.view(np.float64)
+        self.where, self.at = address(self.args), workspace.address
+        # Scratch of worker w begins `scratch_stride` * w bytes after `scratch`.
+        self.scratch = address(workspace.take("scratch", 1))
+        self.scratch_stride = 4 * (workspace.floats["scratch"] // pool.workers // 16 * 16)
+        self._run: dict[tuple[str, bool, str], Callable] = {}
+        self._jobs: dict[tuple[int, int, int, int], _Job] = {}
+
+    def _remembered(self, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], mode: int, act: str,
+                    residual: np.ndarray | None = None) -> list[np.ndarray] | None:
+        """Run the job that was prepared when these very objects met before, and return its outputs; None if they have not.
+
+        In decode a stage has the same input, weights and outputs for every token, and preparing it again would cost more than handing it to
+        the threads: between two kernels the interpreter's own data has been driven out of the caches by the weights.
+        """
+        job = self._jobs.get((id(x), id(linears[0]), mode, id(residual)))
+        if job is None or job.norm is not norm or job.linears[-1] is not linears[-1] or len(job.linears) != len(linears) or job.act != act:
+            return None  # some of a stage's matrices may have met alone, where the others come in parts
+        self.keep(job.block)
+        self.run(job.kernel, job.where, job.parallel)
+        return job.outs
+
+    def _matrix(self, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray], mode: int, act: str,
+                columns: int = 0) -> None:
+        """Run a stage as one job, or as a job per kind of weight where several meet; `columns`: as if there were so many tokens."""
+        if any(each.lora for each in linears):
+            lora.run(self, x, norm, linears, outs, mode, act)
+            return
+        if any(each.weight.in_parts for each in linears):
+            in_parts.run(self, x, norm, linears, outs, mode, act)
+            return
+        kinds = [low_bit.kind_of(each.weight) for each in linears]
+        if len(set(kinds)) > 1 or (mode == linear.GATED and not low_bit.one_way(linears)):
+            self._mixed(x, norm, linears, outs, mode, act, kinds, columns)
+        else:
+            run = low_bit.run_fine if mode == linear.FINE else self._runner(linears[0], columns or len(x), act)
+            run(self, x, norm, linears, outs, mode, act)
+
+    def _runner(self, each: Linear, columns: int, act: str) -> Callable:
+        """What multiplies a matrix like `each` with so many tokens."""
+        kind, spec = low_bit.kind_of(each.weight), each.weight.spec
+        limit = packed.MOST_COLUMNS if kind else FEW
+        key = (kind, spec.scheme, columns <= limit, act)
+        if key not in self._run:
+            call = Call(LOW_BIT if kind else "matrix", spec.scheme, min(columns, limit + 1), act, spec.bits, kind == low_bit.LOOKED_UP)
+            self._run[key] = self.registry.select(call).candidate.run
+        return self._run[key]
+
+    def _mixed(self, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray], mode: int, act: str,
+               kinds: Sequence[int], columns: int) -> None:
+        if mode != linear.GATED:
+            for kind in dict.fromkeys(kinds):
+                chosen = [i for i, own in enumerate(kinds) if own == kind]
+                self._matrix(x, norm, [linears[i] for i in chosen], [outs[i] for i in chosen], mode, act, columns)
+            return
+        gate, up = outs[0], self.workspace.take("up", *outs[0].shape)
+        self._matrix(x, norm, linears[:1], [gate], linear.PLAIN, act, columns)
+        self._matrix(x, norm, linears[1:], [up], linear.PLAIN, act, columns)
+        self.gate(gate, up, act)
+
+    def gate(self, gate: np.ndarray, up: np.ndarray | None, act: str) -> None:
+        """gate = act(gate) * up, or act(gate)."""
+        self.registry.select(Call("activate", act=act)).candidate.run(self, gate, up, act)
+
+    def fill(self, x: int, tokens: int, depth: int, norm: Norm | None, mode: int, act: str, linears: Sequence[Linear],
+              outs: Sequence[np.ndarray]) -> None:
+        """Write the argument block of the matrix kernels."""
+        kind = 0 if norm is None else NORMS[norm.kind]
+        block = [x, tokens, depth, kind, 0 if norm is None else address(norm.weight), 0 if norm is None else address(norm.bias), 0,
+                 self.scratch, self.scratch_stride, mode, ACTIVATIONS[act], len(linears)]
+        for i, each in enumerate(linears):
+            out = outs[min(i, len(outs) - 1)]
+            block += [*each.fields, self.at(out), out.strides[0] // 4]
+        self.args[: len(block)] = block
+        if norm is not None:
+            self.reals[linear.EPS] = norm.eps
+
+    def few_columns(self, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray], mode: int, act: str) -> None:
+        tokens, depth = x.shape
+        self.fill(self.at(x), tokens, depth, norm, mode, act, linears, outs)
+        self.run_and_remember(linear.few_columns, x, norm, linears, outs, mode, act)
+
+    def run_and_remember(self, kernel: Kernel, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray],
+                         mode: int, act: str) -> None:
+        parallel = x.size * sum(each.weight.shape[0] for each in linears) >= SHARE_FROM
+        self.run(kernel, self.where, parallel, self.args)
+        if self.workspace.holds(x) and all(map(self.workspace.holds, outs)):
+            if len(self._jobs) >= MOST_JOBS:
+                self._jobs.clear()
+            residual = outs[0] if mode == linear.ADD else None
+            job = _Job(x, norm, tuple(linears), outs, act, self.args.copy(), parallel, kernel)
+            self._jobs[id(x), id(linears[0]), mode, id(residual)] = job
+
+    def many_columns(self, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray], mode: int,
+                     act: str) -> None:
+        tokens, depth = x.shape
+        panels = self.workspace.take("panels", -(-tokens // TILE_COLUMNS) * TILE_COLUMNS, depth)
+        if self.must_pack("panels", low_bit.RAW):
+            self.fill(self.at(x), tokens, depth, norm, mode, act, linears[:1], [panels])
+            self.run(linear.pack_columns, self.where, True, self.args)
+        if mode != linear.GATED:
+            self.fill(self.at(panels), tokens, depth, None, mode, act, linears, outs)
+            self.run(linear.many_columns, self.where, True, self.args)
+            return
+        gate, up = outs[0], self.workspace.take("up", *outs[0].shape)
+        self.fill(self.at(panels), tokens, depth, None, linear.PLAIN, act, linears, [gate, up])
+        self.run(linear.many_columns, self.where, True, self.args)
+        self.gate(gate, up, act)
+
+    def by_reference(self, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray], mode: int,
+                     act: str) -> None:
+        self.flush()
+        n = x if norm is None else reference.normalise(x, norm.kind, norm.weight, norm.bias, norm.eps)
+        results = [reference.linear(n, each.weight.to_f32(), each.bias) for each in linears]
+        if mode == linear.GATED:
+            outs[0][:] = reference.gated(*results, act)
+        elif mode == linear.ADD:
+            outs[0] += results[0].astype(np.float32)
+        else:
+            for out, result in zip(outs, results):
+                out[:] = result
