@@ -39,12 +39,66 @@ LEAST, NONE = float32(SMALLEST_SUM), float32(-np.inf)
 OF_LOGITS = 2  # sigmoids, of which a correction is added to the logits
 
 
+@inlined()
+def _choose(logit, experts, correction, chosen, top):
+    """The `top` experts of the highest logits, after the `correction` of each, in rising order; of equal ones the lower."""
+    for j in range(top):
+        best, highest = int64(-1), float32(0.0)
+        for e in range(experts):
+            own = logit[e]
+            if correction != 0:
+                own += f32_at(correction)[e]
+            if best < 0 or own > highest:
+                free = True
+                for i in range(j):
+                    if chosen[i] == e:
+                        free = False
+                if free:
+                    best, highest = e, own
+        at = j
+        while at > 0 and chosen[at - 1] > best:
+            chosen[at] = chosen[at - 1]
+            at -= 1
+        chosen[at] = best
+
+
+@inlined()
+def _share_scores(logit, scored, renormalise, factor, chosen, share, top):
+    """Shares of scores, or of the sigmoids of logits that are not `scored` yet."""
+    total = float32(0.0)
+    for j in range(top):
+        share[j] = logit[chosen[j]] if scored else _sigmoid(logit[chosen[j]])
+        total += share[j]
+    total = max(total, LEAST)
+    for j in range(top):
+        share[j] = share[j] / total * factor if renormalise else share[j] * factor
+
+
+@inlined()
+def _share_softmax(logit, experts, renormalise, factor, chosen, share, top):
+    """Shares of a softmax over those chosen, or without `renormalise` over all."""
+    most = logit[chosen[0]]
+    for j in range(1, top):
+        most = max(most, logit[chosen[j]])
+    total = float32(0.0)
+    for j in range(top):
+        share[j] = exp(logit[chosen[j]] - most)
+        total += share[j]
+    if not renormalise:
+        total = float32(0.0)
+        for e in range(experts):
+            total += exp(logit[e] - most)
+    for j in range(top):
+        share[j] = share[j] / total * factor
+
+
 @kernel()
 def route_tokens(args, worker, counter):
     """CHOSEN in rising order and SHARES from LOGITS; of equal ones the lower expert. Blocks are tokens. With CORRECTION of scores, or
     where only some GROUPS are kept, LOGITS become scores, -inf in the others."""
     a = i64_at(args)
     experts, top, correction, factor = a[EXPERTS], a[TOP], a[CORRECTION], float32(f64_at(args)[FACTOR])
+    renormalise = a[RENORMALISE] != 0
     scored, near = correction != 0 and a[SIGMOID] != OF_LOGITS or a[KEPT] < a[GROUPS], float32(f64_at(args)[NEAR])
     while True:
         t = fetch_add(counter, 1)
@@ -58,52 +112,14 @@ def route_tokens(args, worker, counter):
             else:
                 _softmax(logit, experts)
             _keep_groups(logit, experts // a[GROUPS], a[GROUPS], a[KEPT], correction)
-        for j in range(top):
-            best, highest = int64(-1), float32(0.0)
-            for e in range(experts):
-                own = logit[e]
-                if correction != 0:
-                    own += f32_at(correction)[e]
-                if best < 0 or own > highest:
-                    free = True
-                    for i in range(j):
-                        if chosen[i] == e:
-                            free = False
-                    if free:
-                        best, highest = e, own
-            at = j  # kept in rising order
-            while at > 0 and chosen[at - 1] > best:
-                chosen[at] = chosen[at - 1]
-                at -= 1
-            chosen[at] = best
+        _choose(logit, experts, correction, chosen, top)
         if near >= float32(0.0):
             for j in range(top):
                 share[j] = _near_share(logit, experts, chosen[j], near) * factor
-            _scale(a[SCALES_OF], share, chosen, top)
-            continue
-        if a[SIGMOID] != 0 or scored:
-            total = float32(0.0)
-            for j in range(top):
-                share[j] = logit[chosen[j]] if scored else _sigmoid(logit[chosen[j]])
-                total += share[j]
-            total = max(total, LEAST)
-            for j in range(top):
-                share[j] = share[j] / total * factor if a[RENORMALISE] != 0 else share[j] * factor
-            _scale(a[SCALES_OF], share, chosen, top)
-            continue
-        most = logit[chosen[0]]
-        for j in range(1, top):
-            most = max(most, logit[chosen[j]])
-        total = float32(0.0)
-        for j in range(top):
-            share[j] = exp(logit[chosen[j]] - most)
-            total += share[j]
-        if a[RENORMALISE] == 0:
-            total = float32(0.0)
-            for e in range(experts):
-                total += exp(logit[e] - most)
-        for j in range(top):
-            share[j] = share[j] / total * factor
+        elif a[SIGMOID] != 0 or scored:
+            _share_scores(logit, scored, renormalise, factor, chosen, share, top)
+        else:
+            _share_softmax(logit, experts, renormalise, factor, chosen, share, top)
         _scale(a[SCALES_OF], share, chosen, top)
 
 
