@@ -188,7 +188,7 @@ class LayerPages:
         if tokens > FEW or self.ends is not None:
             block[: attention.TO + 1] = (ops.at(q), ops.at(out), tokens, position, len(blocks), table, width // self.layout.head_dim, 0,
                                          len(blocks))
-            ops.run(self.many, self._attend_at)
+            ops.run(self.many, self._attend_at, True, block)  # a pass may have several texts, each of which attends by itself
             return
         calls = self.side_by_side(block, q, position, blocks, table, out)
         for call in calls:

@@ -20,10 +20,11 @@ from ...offload.direct import Interrupted
 from ...offload.header import is_gguf
 from ..config_reader import ConfigError, show
 from ..engine import Engine
-from ..events import Turn
+from ..events import Progress, Turn
 from ..files.small_file import JSON_NBYTES, read_whole
 from ..gguf.architectures import POOLED
 from ..hub import DENSE, MODULES, POOLING, POOLING_KEPT
+from ..kv.texts_cache import bounds_of, passes_of, takes_texts
 from ..text import Tokenizer
 
 if TYPE_CHECKING:
@@ -115,42 +116,72 @@ def read_json(path: Path) -> object:
 
 def vector(engine: Engine, ids: Sequence[int], pooling: str, cancelled: Callable[[], bool],
            dense: Sequence[Dense] = ()) -> Generator[Turn, None, np.ndarray | None]:
-    """The vector float32 [D] of token ids, of length 1, having gone through `dense`; None where it was cancelled. The sequence that the
-    engine held is forgotten. Raises ContextOverflow."""
-    demand_room(ids, engine.n_ctx)
-    norm, total = engine.model.read_norm(), np.zeros(engine.config.hidden_size)
+    """`vectors` of one text."""
+    made = yield from vectors(engine, [ids], pooling, cancelled, dense)
+    return None if made is None else made[0]
 
-    def add(states: np.ndarray, is_last: bool) -> None:
+
+def vectors(engine: Engine, texts: Sequence[Sequence[int]], pooling: str, cancelled: Callable[[], bool],
+            dense: Sequence[Dense] = ()) -> Generator[Turn | Progress, None, list[np.ndarray] | None]:
+    """The vector float32 [D] of each text's token ids, of length 1, having gone through `dense`; None where they were cancelled. The
+    sequence that the engine held is forgotten. Raises ContextOverflow."""
+    for ids in texts:
+        demand_room(ids, engine.n_ctx)
+    norm, totals = engine.model.read_norm(), np.zeros((len(texts), engine.config.hidden_size))
+
+    def add(place: int, states: np.ndarray, is_last: bool) -> None:
         if pooling == MEAN or is_last:
             rows = states if pooling == MEAN else states[-1:]
-            np.add(total, normalise(rows, norm.kind, norm.weight, norm.bias, norm.eps).sum(0), out=total)
+            totals[place] += normalise(rows, norm.kind, norm.weight, norm.bias, norm.eps).sum(0)
 
-    if not (yield from read_through(engine, ids, cancelled, add)):
+    if not (yield from read_through(engine, texts, "embedding", cancelled, add)):
         return None
-    engine.demand_finite(total[None])
-    if pooling == MEAN:
-        total /= len(ids)
-    for each in dense:
-        total = each(total)
-    return unit(total)
+    made = []
+    for ids, total in zip(texts, totals, strict=True):
+        engine.demand_finite(total[None])
+        mean = total / len(ids) if pooling == MEAN else total
+        for each in dense:
+            mean = each(mean)
+        made.append(unit(mean))
+    return made
 
 
-def read_through(engine: Engine, ids: Sequence[int], cancelled: Callable[[], bool],
-                 see: Callable[[np.ndarray, bool], None]) -> Generator[Turn, None, bool]:
-    """Read token ids alone; `see` is shown the states of each piece, and whether it is the last. False where it was cancelled. The sequence
-    that the engine held is forgotten."""
-    engine.cancelled = cancelled
+def read_through(engine: Engine, texts: Sequence[Sequence[int]], phase: str, cancelled: Callable[[], bool],
+                 see: Callable[[int, np.ndarray, bool], None]) -> Generator[Turn | Progress, None, bool]:
+    """Read texts of token ids, each alone: those that are short several in a pass, where the engine has passes for it. `see` is shown the
+    states of each piece, of which text it is, and whether it is that one's last. False where it was cancelled. The sequence that the engine
+    held is forgotten."""
+    engine.cancelled, read = cancelled, 0
     try:
-        for start, states in engine.states(ids):
-            see(states, start + len(states) == len(ids))
-            if cancelled():
-                return False
-            yield Turn()
+        for places in _passes(engine, texts):
+            if len(places) > 1:
+                for place, states in zip(places, engine.together([texts[place] for place in places]), strict=True):
+                    see(place, states, True)
+                if cancelled():
+                    return False
+                yield Turn()
+            else:
+                for start, states in engine.states(texts[places[0]]):
+                    see(places[0], states, start + len(states) == len(texts[places[0]]))
+                    if cancelled():
+                        return False
+                    yield Turn()
+            read += len(places)
+            if read < len(texts):
+                yield Progress(phase, read, len(texts), "texts")
     except Interrupted:
         return False
     finally:
         engine.reset()  # what a prompt would go on from is not here
     return True
+
+
+def _passes(engine: Engine, texts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The places of texts that are read together, those of a long one alone."""
+    together = [place for place, ids in enumerate(texts) if engine.alone(len(ids))] if len(texts) > 1 and takes_texts(engine) else []
+    passes = passes_of([len(texts[place]) for place in together], engine.cache.shape.chunk, bounds_of(engine))
+    apart = [[place] for place in range(len(texts)) if place not in {*together}]
+    return [[together[each] for each in places] for places in passes] + apart
 
 
 def demand_room(ids: Sequence[int], room: int, hint: str = "shorten it, or serve with a larger -c") -> None:

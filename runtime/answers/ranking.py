@@ -20,7 +20,7 @@ from ... import UsageError
 from ...offload.header import is_gguf
 from ..config_reader import show
 from ..engine import Engine
-from ..events import Turn
+from ..events import Progress, Turn
 from ..gguf.architectures import RANK
 from ..hub import MODULES, RANKING, RANKING_KEPT
 from ..templates.template import TemplateError
@@ -107,19 +107,20 @@ def _of_gguf(path: Path, tokenizer: Tokenizer) -> Ranking:
     return Ranking(words[0][0], words[1][0], tokenizer, template)
 
 
-def score(engine: Engine, ids: Sequence[int], ranking: Ranking, cancelled: Callable[[], bool]) -> Generator[Turn, None, float | None]:
-    """How likely yes is behind token ids, against no, 0 to 1; None where it was cancelled. The sequence that the engine held is forgotten.
-    Raises ContextOverflow."""
-    demand_room(ids, engine.n_ctx)
-    found = 0.0
+def scores(engine: Engine, texts: Sequence[Sequence[int]], ranking: Ranking,
+           cancelled: Callable[[], bool]) -> Generator[Turn | Progress, None, list[float] | None]:
+    """How likely yes is behind the token ids of each text, against no, 0 to 1; None where they were cancelled. The sequence that the engine
+    held is forgotten. Raises ContextOverflow."""
+    for ids in texts:
+        demand_room(ids, engine.n_ctx)
+    found = [0.0] * len(texts)
 
-    def compare(states: np.ndarray, is_last: bool) -> None:
-        nonlocal found
+    def compare(place: int, states: np.ndarray, is_last: bool) -> None:
         if is_last:
             logits = engine.model.logits(states[-1:])
             engine.demand_finite(logits)
-            found = float(logits[0, ranking.yes]) - float(logits[0, ranking.no])
+            found[place] = float(logits[0, ranking.yes]) - float(logits[0, ranking.no])
 
-    if not (yield from read_through(engine, ids, cancelled, compare)):
+    if not (yield from read_through(engine, texts, "ranking", cancelled, compare)):
         return None
-    return 1 / (1 + exp(-found)) if found > -700 else 0.0  # beyond which exp has no number
+    return [1 / (1 + exp(-each)) if each > -700 else 0.0 for each in found]  # beyond which exp has no number

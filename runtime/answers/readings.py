@@ -1,5 +1,5 @@
-"""What is read for its own sake and not to be answered: texts of which vectors are made, documents that are ranked. Each is read anew, and
-what the sequence held of a conversation is kept as for another prompt."""
+"""What is read for its own sake and not to be answered: texts of which vectors are made, documents that are ranked. Each is read anew,
+short ones several in a pass, and what the sequence held of a conversation is kept as for another prompt."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ... import UsageError
 from ..adapters.adapted import Adapted
 from ..config import ModelConfig
 from ..engine import Engine
-from ..events import Embedded, Event, Notice, Progress, Ranked, Turn
+from ..events import Embedded, Event, Notice, Ranked, Turn
 from ..text import Tokenizer
 from .slot import Slot
 
@@ -63,7 +63,7 @@ class Readings:
         """One vector of each text, behind the prompt of that name or the model's usual one, or of token ids as they stand. Of a text that
         is longer than the context, its end is left out with `cut`, but for the token that ends every text. `choice`: as of a `Wish`. Raises
         EffllmError where the model makes none, or of these none."""
-        from .embedding import demand_room, vector
+        from .embedding import demand_room, vectors
 
         pooling, room, before = self._pooling, self.engine.n_ctx, self.text_prompts.before(prompt_name)
         dense = self._dense
@@ -79,7 +79,7 @@ class Readings:
             if cancelled():
                 return
             yield Turn()
-        made = yield from self._each(rows, choice, "embedding", lambda engine, ids: vector(engine, ids, pooling, cancelled, dense))
+        made = yield from self._each(choice, lambda engine: vectors(engine, rows, pooling, cancelled, dense))
         if made is not None:
             yield Embedded(made, sum(map(len, rows)))
 
@@ -88,7 +88,7 @@ class Readings:
         """How well each document answers a query, of what kind an `instruction` says. Raises EffllmError where the model was not made for
         it, or one of these has no room."""
         from .embedding import demand_room
-        from .ranking import score
+        from .ranking import scores
 
         ranking, rows = self.ranking, []
         for document in documents:
@@ -97,27 +97,20 @@ class Readings:
             if cancelled():
                 return
             yield Turn()
-        made = yield from self._each(rows, choice, "ranking", lambda engine, ids: score(engine, ids, ranking, cancelled))
+        made = yield from self._each(choice, lambda engine: scores(engine, rows, ranking, cancelled))
         if made is not None:
             yield Ranked(made, sum(map(len, rows)))
 
-    def _each(self, rows: Sequence[list[int]], choice: Choice | None, phase: str,
-              read: Callable[[Engine, list[int]], Generator[Turn, None, Made | None]]) -> Generator[Event, None, list[Made] | None]:
-        """What reading each text comes to, by one sequence; None where one was given up."""
-        made: list[Made] = []
+    def _each(self, choice: Choice | None,
+              read: Callable[[Engine], Generator[Event, None, Made | None]]) -> Generator[Event, None, Made | None]:
+        """What reading texts comes to, by one sequence; None where they were given up."""
         choice = self.usual if choice is None else choice
         with self.slot_for([], choice) as own:
             if own.kept is not None:
                 yield from own.kept.turn_to(None, [], own.prompts, choice=choice)  # keeps what is lost here
             own.engine.choose(choice)
             own.prompts.held, own.prompt = ("", []), 0
-            for number, ids in enumerate(rows):
-                made.append((yield from read(own.engine, ids)))
-                if made[-1] is None:
-                    return None
-                if number + 1 < len(rows):
-                    yield Progress(phase, number + 1, len(rows), "texts")
-        return made
+            return (yield from read(own.engine))
 
     @cached_property
     def ranking(self) -> Ranking:

@@ -9,8 +9,10 @@ import numpy as np
 
 from ... import ContextOverflow
 from ...kernels.layout import PAGE
+from ..adapters.choosing import scales_of
 from ..images.album import demand_known
 from ..kv.both_ways import demand_causal
+from ..kv.texts_cache import TextsCache
 from ..passes import common_prefix
 from ..planning.demands import LOGIT_ROWS
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from ..cache import KVCache
     from ..images.album import Album
     from ..model import Model
+    from ..planning.pressure import Watch
     from ..prepare import Prepared
 
 
@@ -27,6 +30,7 @@ class Scoring:
     model: Model
     cache: KVCache
     prepared: Prepared
+    watch: Watch
     tokens: list[int]
     anew: int
     n_ctx: int
@@ -81,3 +85,17 @@ class Scoring:
         for piece in (len(ids),) if both_ways else self._passes(len(ids), pages or self.prepared.chunk // PAGE):
             start = len(self.tokens)
             yield start, self._forward(ids[start : start + piece], prompt=True)
+
+    def alone(self, tokens: int) -> bool:
+        """Whether a text of so many tokens, read from an empty cache, is one pass: then `together` may read it."""
+        self.reset()
+        return self.model.config.both_ways or next(self._passes(tokens, self.prepared.chunk // PAGE)) == tokens
+
+    def together(self, texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """The last hidden states float32 [n, D] of several texts, as `states` has those of each, by one pass; views. Of `takes_texts`."""
+        self.reset()
+        self.watch.look(self.cache)
+        cache = TextsCache(self.cache, self.model.config, [len(text) for text in texts])
+        x = self.model.forward(np.concatenate([np.array(text, np.int64) for text in texts]), cache, commit=False, prompt=True,
+                               scales=scales_of([self]))
+        return [x[rows] for rows, _, _ in cache.parts]

@@ -1,0 +1,113 @@
+"""One cache as a pass sees it that has several texts one behind the other, each read alone: texts of which vectors are made, documents
+that are ranked.
+
+Nothing of such a text is kept behind its pass, so all of them have the same places in turn: in each layer the keys and values of a text
+are written over those of the one before, and its queries see them alone, from position 0 on. What else a pass computes goes token by
+token, so a text comes to the very numbers that it has in a pass of its own, where that is one pass, of as many tokens as get the same
+kernels.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ...quant.kv import codec
+from ..passes import FEW
+from .both_ways import Ends, ends_of
+
+if TYPE_CHECKING:
+    from ..cache import KVCache, LayerCache
+    from ..config import ModelConfig
+    from ..engine import Engine
+    from .cache_parts import Step
+
+RAW = 8  # tokens, up to which a text gets the kernels of an answer whatever its weights are; where they are in few bits, up to FEW
+
+
+@dataclass(frozen=True)
+class TextsStep:
+    """`positions` int64 [T]: of each token in its text. No pass over texts comes again, so it has no `blocks` to be known by."""
+
+    positions: np.ndarray
+    position: int = 0
+    blocks: None = None
+
+
+@dataclass(frozen=True)
+class TextsLayer:
+    """What a block sees of the cache: one layer of it, text by text."""
+
+    layer: LayerCache
+    texts: TextsCache
+
+    def attend(self, q: object, k: object, v: object, sinks: object | None = None) -> object:
+        """As `LayerCache.attend`, the rows of each text among themselves."""
+        cache, out = self.texts.cache, self.layer.pages.attended(q)
+        for rows, step, ends in self.texts.parts:
+            cache.step, cache.ends = step, ends
+            self.layer.attend(q[rows], k[rows], v[rows], sinks, out[rows])
+        return out
+
+
+class TextsCache:
+    """Stands for `cache`, which is empty and stays so, in a pass over texts of these lengths, on the CPU. Made for one pass."""
+
+    ends: Ends | None = None  # `Model.forward` finds some for a single text; those of each are in `parts`
+    probes: None = None
+    n = 0
+
+    def __init__(self, cache: KVCache, config: ModelConfig, lengths: Sequence[int]) -> None:
+        self.cache = cache
+        begins = accumulate(lengths, initial=0)
+        # Of each text its rows of the pass, and its step.
+        self.parts: list[tuple[slice, Step, Ends | None]] = [
+            (slice(begin, begin + length), cache.begin(length, True), ends_of(config, cache, length, None))
+            for begin, length in zip(begins, lengths)]
+        self.step = TextsStep(np.concatenate([np.arange(length, dtype=np.int64) for length in lengths]))
+
+    def begin(self, tokens: int, prompt: bool = False) -> TextsStep:
+        """Raises ValueError for another number of tokens than the texts have."""
+        if tokens != len(self.step.positions):
+            raise ValueError(f"{tokens} tokens for texts of {len(self.step.positions)}")
+        return self.step
+
+    def layer(self, index: int) -> TextsLayer:
+        return TextsLayer(self.cache.layer(index), self)
+
+
+def takes_texts(engine: Engine) -> bool:
+    """Whether one pass of this engine's may have several texts: all is on the CPU, and a layer remembers nothing but the keys and values of
+    its own text."""
+    config, cache = engine.config, engine.cache
+    beyond_pages = config.state is not None or config.kv_sources or cache.choosing or engine.model.predictors is not None
+    watched = codec(engine.options.kv).policy or cache.pool is not None and cache.pool.stream is not None
+    return not ("cuda" in engine.placement.devices or beyond_pages or watched or engine.album is not None and engine.album.axes is not None)
+
+
+def bounds_of(engine: Engine) -> tuple[int, ...]:
+    """Up to how many tokens a text may get other kernels than longer ones, rising."""
+    matrices = (tensor for roles in engine.model.tensors.values() for tensor in roles.values() if len(tensor.shape) > 1)
+    plain = not engine.prepared.adapted.names and all(tensor.spec.is_raw for tensor in matrices)
+    return (RAW,) if plain else (RAW, FEW)
+
+
+def passes_of(lengths: Sequence[int], most: int, bounds: Sequence[int]) -> list[list[int]]:
+    """Texts by their places, in passes of `most` tokens at most, the shortest first. Those up to one of `bounds` are only beside such as
+    lie between the same two, and not more tokens together."""
+    passes: list[list[int]] = []
+    room = kind = -1
+    for place in sorted(range(len(lengths)), key=lambda at: lengths[at]):
+        length = lengths[place]
+        own = bisect_left(bounds, length)
+        if own != kind or length > room:
+            kind, room = own, (*bounds, most)[own]
+            passes.append([])
+        passes[-1].append(place)
+        room -= length
+    return passes
