@@ -97,6 +97,7 @@ def test_several_models_by_name(folders: tuple[Path, Path], tmp_path: Path) -> N
         assert many.ask("POST", "/api/show", {"model": "ranks"}).json["capabilities"] == ["rerank"]
         refused = many.ask("POST", "/v1/embeddings", {"model": "ranks", "input": "a"})
         assert refused.status == 400 and "ranks documents and makes no vectors" in refused.error["message"]
+        assert [each["writes"] for each in many.ask("GET", "/v1/models").json["data"]] == [False, False]
         many.until("ranks is loaded: context 400 tokens")
 
 

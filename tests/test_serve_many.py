@@ -105,7 +105,8 @@ def test_all_models_are_listed_and_none_is_loaded(server: Served) -> None:
     listed = server.ask("GET", "/v1/models").json
     assert (listed["object"], listed["first_id"], listed["last_id"]) == ("list", "fable", "twin")
     for card in listed["data"]:
-        assert card["max_model_len"] == 2048 and card["object"] == "model" and server.ask("GET", f"/v1/models/{card['id']}").json == card
+        assert card["max_model_len"] == 2048 and card["object"] == "model" and card["writes"] is True
+        assert server.ask("GET", f"/v1/models/{card['id']}").json == card
     assert set(states(server).values()) == {"unloaded"} and not children(server)
     assert server.ask("GET", "/health").json == {"status": "ok", "waiting": 0}
     reply = server.chat()

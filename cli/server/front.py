@@ -152,12 +152,13 @@ class Front:
         return json_response(self._card(self.state(found)))
 
     def _card(self, state: State) -> dict[str, object]:
-        """A model as OpenAI's and Anthropic's lists have it, with llama-server's word for whether it is loaded."""
-        made, name = self._created, state.model.name
+        """A model as OpenAI's and Anthropic's lists have it, with llama-server's word for whether it is loaded, and
+        whether it writes text."""
+        made, name, facts = self._created, state.model.name, state.model.facts
         status = "loaded" if state.since is not None else "loading" if state.is_loading else "unloaded"
         return {"id": name, "object": "model", "created": made, "owned_by": "effllm", "max_model_len": state.context,
-                "status": {"value": status}, "type": "model", "display_name": name, "max_input_tokens": state.context,
-                "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(made))}
+                "status": {"value": status}, "writes": facts is None or facts.writes, "type": "model", "display_name": name,
+                "max_input_tokens": state.context, "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(made))}
 
     async def load(self, request: Request) -> Response:
         """As llama-server has it, but that what is answered is true then."""

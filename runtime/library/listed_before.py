@@ -32,10 +32,11 @@ class Facts:
     context: int
     has_template: bool
     takes: list[str]
+    writes: bool
 
 
 KINDS = {"family": str, "size_bytes": int, "params": int, "licence": (str, type(None)), "bits": float, "context": int, "has_template": bool,
-         "takes": list}
+         "takes": list, "writes": bool}
 
 
 class ListedBefore:

@@ -36,7 +36,7 @@ IN_WORDS = (".qweight", ".weight_packed")  # the endings of codes of GPTQ, AWQ a
 class LocalModel:
     """A line of `effllm list`. `name` is what to type; `source` is "effllm", "folder", "hub cache" or the program that keeps it; `bits` are
     stored per weight. `mmproj`: what a GGUF model sees with, which lies beside it. `takes`: what it takes beside text, "pictures" or
-    "sounds"."""
+    "sounds". `writes`: text, not vectors or rankings alone."""
 
     name: str
     family: str
@@ -51,6 +51,7 @@ class LocalModel:
     has_template: bool = False
     mmproj: Path | None = None
     takes: tuple[str, ...] = ()
+    writes: bool = True
 
 
 def local_models(env: Mapping[str, str]) -> list[LocalModel]:
@@ -95,7 +96,7 @@ def of_programs(env: Mapping[str, str]) -> Iterator[LocalModel]:
         if (facts := read[file]) is not None:
             yield LocalModel(kept.name, facts.family, kept.file, facts.size_bytes, facts.params, kept.title, kept.licence or facts.licence,
                              facts.bits, facts.context, None, facts.has_template or _is_asked(kept), kept.projector,
-                             tuple(facts.takes))
+                             tuple(facts.takes), facts.writes)
     before.keep()
 
 
@@ -109,7 +110,7 @@ def _is_asked(kept: programs.Kept) -> bool:
 def _facts(file: Path, projector: Path | None) -> Facts | None:
     model = _local_file("", file, "", None, None, projector)
     return None if model is None else Facts(model.family, model.size_bytes, model.params, model.licence, float(model.bits), model.context,
-                                            model.has_template, list(model.takes))
+                                            model.has_template, list(model.takes), model.writes)
 
 
 def _library_name(entry: CatalogEntry, env: Mapping[str, str]) -> str:
@@ -266,7 +267,7 @@ def _read_folder(name: str, folder: Path, source: str, licence: str | None, revi
         return LocalModel(name, config.family, folder, store.nbytes, elements, source, licence or _text(said.get("licence")),
                           made.bits_per_weight if made else 8 * store.nbytes / max(1, elements), config.context_length,
                           revision or _text(said.get("revision")), has_template(folder),
-                          takes=_taken(folder, config))
+                          takes=_taken(folder, config), writes=_writes(config))
 
 
 def _local_file(name: str, path: Path, source: str, licence: str | None, revision: str | None,
@@ -288,7 +289,7 @@ def _local_file(name: str, path: Path, source: str, licence: str | None, revisio
     nbytes, elements = (sum(each) for each in zip(*((own.nbytes, prod(own.shape)) for own in header.tensors.values()), strict=True))
     return LocalModel(name, config.family, path, nbytes, elements, source, licence or stated_licence(header), 8 * nbytes / elements,
                       config.context_length, revision, "tokenizer.chat_template" in header.metadata, sees[0] if len(sees) == 1 else None,
-                      _taken(path, config, sees) if sees or header.sees else ())
+                      _taken(path, config, sees) if sees or header.sees else (), _writes(config))
 
 
 def _taken(model: Path, config: ModelConfig | EncoderConfig, projectors: Sequence[Path] = ()) -> tuple[str, ...]:
@@ -304,6 +305,12 @@ def _taken(model: Path, config: ModelConfig | EncoderConfig, projectors: Sequenc
     except EffllmError:  # of another model, or of a type that is not read: text works
         return ()
     return () if album is None or album.sight is None else (f"{album.sense.noun}s",)
+
+
+def _writes(config: EncoderConfig | ModelConfig) -> bool:
+    from ..config import ModelConfig
+
+    return isinstance(config, ModelConfig) and not config.both_ways
 
 
 def _counted(folder: Path, store: TensorStore) -> int:

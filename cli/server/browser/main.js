@@ -27,13 +27,13 @@ let capabilities = [];
 
 async function refresh() {
   try {
-    const models = await api.models();
+    const models = (await api.models()).filter((each) => each.writes !== false); // the others make vectors, or rank
     const chosen = models.some((each) => each.id === settings.model) ? settings.model : models[0]?.id;
     byId("model").replaceChildren(...models.map((each) => {
       const loaded = each.status && each.status.value !== "unloaded" ? ` (${each.status.value})` : "";
       return element("option", { value: each.id, selected: each.id === chosen }, each.id + loaded);
     }));
-    if (!models.length) return say("this machine has no model yet: effllm pull MODEL", true);
+    if (!models.length) return say("this machine has no model yet that writes: effllm pull MODEL", true);
     if (chosen !== known) await choose(chosen);
     if (byId("state").classList.contains("wrong")) say("");
   } catch (error) {
