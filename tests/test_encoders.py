@@ -30,7 +30,10 @@ KINDS = {"bert": ("Bert", {}), "roberta": ("Roberta", {"pad_token_id": 1, "type_
          "xlm-roberta": ("XLMRoberta", {"pad_token_id": 1, "type_vocab_size": 1, "hidden_act": "gelu_new"}),
          "camembert": ("Camembert", {"pad_token_id": 1, "type_vocab_size": 1}),
          "distilbert": ("DistilBert", {"hidden_dim": 80, "intermediate_size": None}),
+         "electra": ("Electra", {"embedding_size": 24}), "ernie": ("Ernie", {"use_task_id": True}),
+         "eurobert": ("EuroBert", {"num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3, "mask_token_id": 4}),
          "gte": ("Gte", {"pad_token_id": 1}),
+         "jina_embeddings_v3": ("JinaEmbeddingsV3", {"pad_token_id": 1, "type_vocab_size": 1}),
          "mpnet": ("MPNet", {"pad_token_id": 1}), "nomic_bert": ("NomicBert", {}),
          "modernbert": ("ModernBert", {"num_hidden_layers": 4, "local_attention": 16, "pad_token_id": 0, "bos_token_id": 2,
                                        "eos_token_id": 3, "cls_token_id": 2, "sep_token_id": 3})}
@@ -205,7 +208,9 @@ def test_norms_by_their_former_names(bert: Path, tmp_path: Path) -> None:
     assert (own == other).all()
 
 
-HEADS = {**{kind: KINDS[kind] for kind in ("bert", "xlm-roberta", "distilbert", "gte", "mpnet")},
+HEADS = {**{kind: KINDS[kind] for kind in
+            ("bert", "xlm-roberta", "distilbert", "electra", "ernie", "eurobert", "gte", "jina_embeddings_v3", "mpnet")},
+         "eurobert-mean": ("EuroBert", {**KINDS["eurobert"][1], "classifier_pooling": "mean"}),
          "modernbert": ("ModernBert", {**KINDS["modernbert"][1], "classifier_pooling": "mean"})}
 
 
@@ -221,7 +226,7 @@ def test_scores_are_the_sigmoid_of_the_head(kind: str, tmp_path: Path) -> None:
         if document is None:  # a mark in a document is letters, which this vocabulary has not
             continue
         ids, types = encodings.tokenizer.pair(TEXTS[1], document)
-        told = {"token_type_ids": torch.tensor([types])} if kind == "bert" else {}
+        told = {"token_type_ids": torch.tensor([types])} if kind in ("bert", "electra", "ernie") else {}
         with torch.no_grad():
             logit = model(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), **told).logits[0, 0]
         assert score == pytest.approx(float(torch.sigmoid(logit)), abs=2e-6)
@@ -328,8 +333,8 @@ def test_configs_of_nomic_as_they_were_published(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(said))
     (own,) = returned(opened(folder).vectors([row], never))
     np.testing.assert_allclose(unit(own), unit(states_of(model, row).mean(0)), atol=2e-6, rtol=0)
-    (folder / "config.json").write_text(json.dumps({**said, "num_experts": 8}))
-    with pytest.raises(ConfigError, match="num_experts = 8 is not supported"):
+    (folder / "config.json").write_text(json.dumps({**said, "num_shared_experts": 1}))
+    with pytest.raises(ConfigError, match="num_shared_experts = 1 is not supported"):
         opened(folder)
 
 

@@ -19,8 +19,9 @@ from ..files.small_file import JSON_NBYTES, read_whole
 
 # model_type -> the file here
 ENCODERS: Mapping[str, str] = {
-    "bert": "bert", "camembert": "bert", "distilbert": "distilbert", "gte": "gte", "modernbert": "modernbert", "mpnet": "mpnet",
-    "new": "gte", "nomic_bert": "nomic_bert", "roberta": "bert", "xlm-roberta": "bert"}
+    "bert": "bert", "camembert": "bert", "distilbert": "distilbert", "electra": "bert", "ernie": "bert", "eurobert": "eurobert",
+    "gte": "gte", "jina_embeddings_v3": "jina_embeddings_v3", "modernbert": "modernbert", "mpnet": "mpnet", "new": "gte",
+    "nomic_bert": "nomic_bert", "roberta": "bert", "xlm-roberta": "bert"}
 WITHOUT_HEAD = ("nomic_bert",)  # of which no models rank
 FILES: Mapping[str, str] = {"bert": "bert", "nomic-bert": "nomic_bert"}  # architecture of a GGUF file -> model_type
 VECTORS = ("Model", "ForMaskedLM", "ForPreTraining")  # endings of architectures of which vectors are made, whatever head lies beside

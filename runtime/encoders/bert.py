@@ -1,5 +1,6 @@
 """BERT, and RoBERTa and XLM-RoBERTa, which count positions from behind the token that pads and have a head of another form (Devlin et al.
-2018, Liu et al. 2019)."""
+2018, Liu et al. 2019). ELECTRA has such a head too, and tables that may be narrower than its layers (Clark et al. 2020); ERNIE may have a
+table of tasks, of which a text is of the first (Sun et al. 2021)."""
 
 from __future__ import annotations
 
@@ -13,11 +14,12 @@ if TYPE_CHECKING:
     from .ranking_head import Head
     from .weights import Tensors
 
-PREFIXES = ("bert.", "roberta.")
+PREFIXES = ("bert.", "roberta.", "electra.", "ernie.")
 OFFSET = ("roberta", "xlm-roberta", "camembert")
 # What transformers takes for keys that a config leaves out.
 UNSAID = {"bert": {"vocab_size": 30522}, "roberta": {"vocab_size": 50265}, "xlm-roberta": {"vocab_size": 30522},
-          "camembert": {"vocab_size": 30522}}
+          "camembert": {"vocab_size": 30522}, "ernie": {"vocab_size": 30522},
+          "electra": {"vocab_size": 30522, "hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 1024}}
 
 
 def config(keys: Keys) -> EncoderConfig:
@@ -26,18 +28,23 @@ def config(keys: Keys) -> EncoderConfig:
     refuse(keys, position_embedding_type="absolute", is_decoder=False, add_cross_attention=False)
     offset = keys.integer("pad_token_id", 1, low=0, high=MOST["vocab_size"]) + 1 if kind in OFFSET else 0
     rows = keys.integer("max_position_embeddings", 512, low=offset + 1, high=MOST["positions"])
+    if kind == "ernie":
+        keys.flag("use_task_id", False)
+        keys.integer("task_type_vocab_size", 3, high=64)
+    narrow = keys.integer("embedding_size", 128, high=MOST["hidden_size"]) if kind == "electra" else 0
     return EncoderConfig(
         kind, **sizes(keys, **UNSAID[kind]), context_length=rows - offset, norm_eps=keys.number("layer_norm_eps", 1e-12),
-        hidden_act=act_of(keys, "hidden_act"), position_rows=rows, position_offset=offset, pad_id=offset - 1 if offset else None,
-        type_rows=keys.integer("type_vocab_size", 2, high=64))
+        embedding_size=narrow, hidden_act=act_of(keys, "hidden_act"), position_rows=rows, position_offset=offset,
+        pad_id=offset - 1 if offset else None, type_rows=keys.integer("type_vocab_size", 2, high=64))
 
 
 def load(config: EncoderConfig, tensors: Tensors) -> Stack:
     """Raises CheckpointError."""
-    from ..images.tower_parts import CURVES
+    from ..images.tower_parts import CURVES, widened
     from .layers import Layer, Stack
 
     width, inner, eps = config.hidden_size, config.intermediate_size, config.norm_eps
+    narrow = config.embedding_size or width
 
     def layer(number: int) -> Layer:
         at = f"encoder.layer.{number}."
@@ -46,19 +53,25 @@ def load(config: EncoderConfig, tensors: Tensors) -> Stack:
                      tensors.linear(f"{at}intermediate.dense", inner, width), tensors.linear(f"{at}output.dense", width, inner),
                      (tensors.norm(f"{at}attention.output.LayerNorm", width, eps), tensors.norm(f"{at}output.LayerNorm", width, eps)))
 
-    return Stack(tensors.table("embeddings.word_embeddings.weight", config.vocab_size, width),
-                 tensors.table("embeddings.position_embeddings.weight", config.position_rows, width),
-                 tensors.table("embeddings.token_type_embeddings.weight", config.type_rows, width) if config.type_rows else None,
-                 tensors.norm("embeddings.LayerNorm", width, eps), tuple(map(layer, range(config.num_hidden_layers))),
-                 CURVES[config.hidden_act], config.num_attention_heads, position_offset=config.position_offset, pad_id=config.pad_id)
+    types = tensors.table("embeddings.token_type_embeddings.weight", config.type_rows, narrow) if config.type_rows else None
+    if config.family == "ernie" and config.raw.get("use_task_id"):
+        tasks = tensors.numbers("embeddings.task_type_embeddings.weight", config.raw.get("task_type_vocab_size") or 3, width)
+        types = tasks[:1] if types is None else widened(types) + tasks[0]
+    return Stack(tensors.table("embeddings.word_embeddings.weight", config.vocab_size, narrow),
+                 tensors.table("embeddings.position_embeddings.weight", config.position_rows, narrow), types,
+                 tensors.norm("embeddings.LayerNorm", narrow, eps), tuple(map(layer, range(config.num_hidden_layers))),
+                 CURVES[config.hidden_act], config.num_attention_heads, position_offset=config.position_offset, pad_id=config.pad_id,
+                 widened_by=tensors.linear("embeddings_project", width, narrow) if narrow != width else None)
 
 
 def load_head(config: EncoderConfig, tensors: Tensors) -> Head:
     """Raises CheckpointError."""
     import numpy as np
 
+    from ..images.tower_parts import CURVES
     from .ranking_head import Head
 
-    dense, last = ("classifier.dense", "classifier.out_proj") if config.position_offset else ("pooler.dense", "classifier")
-    width = config.hidden_size
-    return Head(tensors.linear(dense, width, width), np.tanh, tensors.linear(last, 1, width))
+    own, width = config.position_offset or config.family == "electra", config.hidden_size
+    dense, last = ("classifier.dense", "classifier.out_proj") if own else ("pooler.dense", "classifier")
+    curve = CURVES["gelu"] if config.family == "electra" else np.tanh
+    return Head(tensors.linear(dense, width, width), curve, tensors.linear(last, 1, width))

@@ -13,6 +13,7 @@ from itertools import groupby
 import numpy as np
 
 from ..images.tower_parts import QUERIES, ROWS, SHORT, Crew, Curve, Norm, Wide, widened
+from .experts import Experts
 
 Piece = Callable[[], None]
 FEW = 96  # tokens, up to which a thread has its part of each matrix, not of the tokens: then weights are read once by all, not once by each
@@ -76,27 +77,28 @@ class Rotary:
 class Layer:
     """One layer. `qkv` makes queries, keys and values, in this order. `norms`: of attention and of the FFN, behind what is added where they
     are not first; the first may be None. `gate`: of a gated FFN, whose activation is the gate's. `theta` of its rotary positions, `window`:
-    how far it sees."""
+    how far it sees. `experts`: in the place of `up` and `down`."""
 
     qkv: Wide
     out: Wide
-    up: Wide
-    down: Wide
+    up: Wide | None
+    down: Wide | None
     norms: tuple[Norm | None, Norm]
     gate: Wide | None = None
     theta: float | None = None
     window: int | None = None
+    experts: Experts | None = None
 
 
 @dataclass(frozen=True)
 class Stack:
     """An encoder but for what is made of its states. Tables as they are stored. `distances`: float32 [heads, buckets] of scores (MPNet).
-    `slower`: what angles of rotary positions are divided by (GTE)."""
+    `slower`: what angles of rotary positions are divided by (GTE). `widened_by`: from narrower tables (ELECTRA)."""
 
     embed: np.ndarray
     positions: np.ndarray | None
     types: np.ndarray | None
-    embed_norm: Norm
+    embed_norm: Norm | None
     layers: tuple[Layer, ...]
     curve: Curve
     heads: int
@@ -106,6 +108,7 @@ class Stack:
     pad_id: int | None = None
     distances: np.ndarray | None = None
     slower: float = 1.0
+    widened_by: Wide | None = None
 
     def states(self, batch: Batch, crew: Crew) -> np.ndarray:
         """What leaves the last layer for each token, float32 [N, D]. Raises Left."""
@@ -125,7 +128,8 @@ class Stack:
             x += widened(self.types[np.minimum(batch.types, len(self.types) - 1)])
         if self.positions is not None:
             x += widened(self.positions[self._rows(batch)])
-        return self.embed_norm(x)
+        x = x if self.embed_norm is None else self.embed_norm(x)
+        return x if self.widened_by is None else self.widened_by(x)
 
     def _rows(self, batch: Batch) -> np.ndarray:
         """Of the table of positions."""
@@ -153,6 +157,8 @@ class Stack:
                 rotary.turn(made[rows, :2], batch.places[rows])
 
         def feed(h: np.ndarray) -> np.ndarray:
+            if layer.experts is not None:
+                return layer.experts(h)
             inner = self.curve(layer.up(h)) if layer.gate is None else self.curve(layer.gate(h)) * layer.up(h)
             return layer.down(inner)
 
@@ -204,7 +210,7 @@ class Stack:
         if not self.norms_first:
             y = first(y)
         h = second(y) if self.norms_first else y
-        fed = product(layer.down, product(layer.up, h, curved))
+        fed = product(layer.down, product(layer.up, h, curved)) if layer.experts is None else layer.experts(h, crew)
         fed += y
         x[:] = fed if self.norms_first else second(fed)
 

@@ -1,5 +1,5 @@
-"""Nomic's BERT: rotary positions in the place of learned ones, a gated FFN, no biases (Nussbaum et al. 2024). Configs
-name things as GPT-2 did, or as transformers does."""
+"""Nomic's BERT: rotary positions in the place of learned ones, a gated FFN, no biases (Nussbaum et al. 2024); of the second version no
+gate, biases, and experts in every other layer (Nussbaum et al. 2025). Configs name things as GPT-2 did, or as transformers does."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ def config(keys: Keys) -> EncoderConfig:
     """Raises ConfigError."""
     kind = keys.text("model_type")
     refuse(keys, prenorm=False, causal=False, use_rms_norm=False, parallel_block=False, rotary_emb_fraction=1.0,
-           rotary_emb_interleaved=False, rotary_scaling_factor=None, num_experts=0, qkv_proj_bias=False,
-           mlp_fc1_bias=False, mlp_fc2_bias=False, activation_function="swiglu", hidden_act="silu")
+           rotary_emb_interleaved=False, rotary_scaling_factor=None, hidden_act="silu", num_shared_experts=0, ffn_div=1,
+           expert_choice_router=False, moe_normalize_expert_weights=False)
+    act = keys.choice("activation_function", {"swiglu": "silu", "gelu": "gelu"}, "swiglu")
+    experts = keys.integer("num_experts", 0, low=0, high=MOST["layers"])
     older = keys.holds("n_embd")
     names = ("n_embd", "n_inner", "n_layer", "n_head") if older else ()
     found = sizes(keys, *names, vocab_size=30528)
@@ -33,25 +35,44 @@ def config(keys: Keys) -> EncoderConfig:
         theta = inner.number("rope_theta", THETA)
     return EncoderConfig(
         kind, **found, context_length=keys.integer("n_positions" if older else "max_position_embeddings", 2048, high=MOST["positions"]),
-        norm_eps=keys.number("layer_norm_epsilon" if older else "layer_norm_eps", 1e-12), hidden_act="silu",
-        type_rows=keys.integer("type_vocab_size", 2, high=64), thetas=(theta,) * found["num_hidden_layers"])
+        norm_eps=keys.number("layer_norm_epsilon" if older else "layer_norm_eps", 1e-12), hidden_act=act,
+        experts=experts, experts_per_token=keys.integer("moe_top_k", 1, high=experts) if experts else 0,
+        experts_every=keys.integer("moe_every_n_layers", 2, low=2, high=MOST["layers"]) if experts else 1,
+        type_rows=keys.integer("type_vocab_size", 2, low=0, high=64), thetas=(theta,) * found["num_hidden_layers"])
 
 
 def load(config: EncoderConfig, tensors: Tensors) -> Stack:
     """Raises CheckpointError."""
-    from ..images.tower_parts import CURVES
+    from ..images.tower_parts import CURVES, Wide
+    from .experts import Experts
     from .layers import Layer, Stack
 
-    width, inner, eps = config.hidden_size, config.intermediate_size, config.norm_eps
+    width, inner, eps, curve = config.hidden_size, config.intermediate_size, config.norm_eps, CURVES[config.hidden_act]
+
+    def linear(name: str, rows: int, depth: int) -> Wide:
+        return tensors.linear(name, rows, depth, tensors.has(f"{name}.bias"))
+
+    def experts(at: str) -> Experts:
+        shape = config.experts, inner, width
+        up, down = (tensors.numbers(f"{at}experts.mlp.{name}", shape[0] * inner, width).reshape(shape) for name in ("w1", "w2"))
+        bias = tensors.numbers(f"{at}experts.bias", width) if tensors.has(f"{at}experts.bias") else None
+        return Experts(tensors.linear(f"{at}router.layer", config.experts, width, False), tuple(Wide(each.T, None) for each in up),
+                       tuple(Wide(each, None) for each in down), bias, config.experts_per_token, curve)
 
     def layer(number: int) -> Layer:
         at = f"encoder.layers.{number}."
-        return Layer(tensors.linear(f"{at}attn.Wqkv", 3 * width, width, False), tensors.linear(f"{at}attn.out_proj", width, width, False),
-                     tensors.linear(f"{at}mlp.fc11", inner, width, False), tensors.linear(f"{at}mlp.fc2", width, inner, False),
-                     (tensors.norm(f"{at}norm1", width, eps), tensors.norm(f"{at}norm2", width, eps)),
-                     tensors.linear(f"{at}mlp.fc12", inner, width, False), config.thetas[number])
+        up, down, gate, visited = None, None, None, None
+        if config.experts and number % config.experts_every == 1:
+            visited = experts(f"{at}mlp.")
+        else:
+            gated = config.hidden_act == "silu"
+            up, down = linear(f"{at}mlp.fc11" if gated else f"{at}mlp.fc1", inner, width), linear(f"{at}mlp.fc2", width, inner)
+            gate = linear(f"{at}mlp.fc12", inner, width) if gated else None
+        return Layer(linear(f"{at}attn.Wqkv", 3 * width, width), linear(f"{at}attn.out_proj", width, width), up, down,
+                     (tensors.norm(f"{at}norm1", width, eps), tensors.norm(f"{at}norm2", width, eps)), gate, config.thetas[number],
+                     experts=visited)
 
     return Stack(tensors.table("embeddings.word_embeddings.weight", config.vocab_size, width), None,
                  tensors.table("embeddings.token_type_embeddings.weight", config.type_rows, width) if config.type_rows else None,
-                 tensors.norm("emb_ln", width, eps), tuple(map(layer, range(config.num_hidden_layers))), CURVES[config.hidden_act],
+                 tensors.norm("emb_ln", width, eps), tuple(map(layer, range(config.num_hidden_layers))), curve,
                  config.num_attention_heads)

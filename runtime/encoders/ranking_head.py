@@ -11,16 +11,18 @@ from ..images.tower_parts import Curve, Norm, Wide
 
 @dataclass(frozen=True)
 class Head:
-    """`dense` and its `curve`, a `norm` where there is one, then `last`, of one row; of the first token, or of the `mean` of all."""
+    """`dense` and its `curve`, a `norm` where there is one, then `last`, of one row; of the first token, of the `mean` of all, or
+    `late`: the mean of what it says of each."""
 
     dense: Wide
     curve: Curve
     last: Wide
     norm: Norm | None = None
     mean: bool = False
+    late: bool = False
 
     def logit(self, states: np.ndarray) -> float:
         """Of one text's states [T, D]."""
-        x = states.mean(0, keepdims=True) if self.mean else states[:1]
+        x = states.mean(0, keepdims=True) if self.mean else states if self.late else states[:1]
         x = self.curve(self.dense(x))
-        return float(self.last(x if self.norm is None else self.norm(x))[0, 0])
+        return float(self.last(x if self.norm is None else self.norm(x)).mean())

@@ -24,14 +24,14 @@ bos_token_id chunk_size_feed_forward classifier_dropout cls_token_id cross_atten
 deterministic_flash_attn directionality dropout dtype embd_pdrop embedding_dropout eos_token_id finetuning_task fused_bias_fc
 fused_dropout_add_ln gradient_checkpointing gradient_clipping hidden_dropout_prob id2label initializer_cutoff_factor initializer_range
 is_decoder label2id language last_layer_subset layer_norm_eps logn_attention_clip1 mask_token_id max_trained_positions
-mlp_checkpoint_lvl mlp_dropout
+mlp_checkpoint_lvl mlp_dropout mlp_fc1_bias mlp_fc2_bias
 num_labels output_attentions output_hidden_states output_past pad_token_id pad_vocab_size_multiple pooler_fc_size
-pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type position_embedding_type problem_type pruned_heads
-qa_dropout reference_compile reorder_and_upcast_attn repad_logits_with_grad resid_pdrop return_dict rotary_emb_scale_base
+pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type position_embedding_type pretraining_tp problem_type
+pruned_heads qa_dropout qkv_proj_bias reference_compile reorder_and_upcast_attn repad_logits_with_grad resid_pdrop return_dict rotary_emb_scale_base
 sbert_ce_default_activation_function scale_attn_by_inverse_layer_idx scale_attn_weights sentence_transformers sep_token_id
 seq_classif_dropout sinusoidal_pos_embds sparse_pred_ignore_index sparse_prediction summary_activation summary_first_dropout
-summary_proj_to_labels summary_type summary_use_proj tie_word_embeddings torch_dtype transformers_version unk_token_id unpad_inputs
-use_cache use_flash_attn use_memory_efficient_attention use_return_dict use_xentropy
+summary_last_dropout summary_proj_to_labels summary_type summary_use_proj tie_word_embeddings torch_dtype transformers_version
+unk_token_id unpad_inputs use_cache use_flash_attn use_memory_efficient_attention use_return_dict use_xentropy
 """.split())
 
 
@@ -40,7 +40,9 @@ class EncoderConfig:
     """Names as in config.json. `position_rows`: of the table of learned positions, 0 for none, and the first text token has row
     `position_offset`; with `pad_id` a token that pads has no place of its own. `type_rows`: of the table that tells a pair's texts apart.
     `thetas`: by layer of rotary positions, none for none, whose angles are divided by `slower`; `windows`: by layer how far a token sees to
-    either side, None for all. `relative`: buckets of the distance by which scores differ. `labels`: of a head that ranks, 0 for none."""
+    either side, None for all. `relative`: buckets of the distance by which scores differ. `embedding_size`: of the tables, 0 for that of
+    all layers. `kv_heads`: where several heads share keys and values, 0 for none. `experts` are there, of which a token visits
+    `experts_per_token`, in every `experts_every`th layer. `labels`: of a head that ranks, 0 for none."""
 
     family: str
     vocab_size: int
@@ -59,6 +61,11 @@ class EncoderConfig:
     slower: float = 1.0
     windows: tuple[int | None, ...] = ()
     relative: int = 0
+    embedding_size: int = 0
+    kv_heads: int = 0
+    experts: int = 0
+    experts_per_token: int = 0
+    experts_every: int = 1
     labels: int = 0
     raw: Mapping[str, object] | None = None
     warnings: tuple[str, ...] = ()
@@ -72,7 +79,7 @@ class EncoderConfig:
 
     @property
     def num_key_value_heads(self) -> int:
-        return self.num_attention_heads
+        return self.kv_heads or self.num_attention_heads
 
     @property
     def ranks(self) -> bool:
@@ -125,6 +132,17 @@ def sizes(keys: Keys, hidden: str = "hidden_size", inner: str = "intermediate_si
     if found["hidden_size"] % found["num_attention_heads"]:
         raise ConfigError(f"config.json: {hidden} {found['hidden_size']} is not a multiple of {heads} {found['num_attention_heads']}")
     return found
+
+
+def default_theta(keys: Keys, unsaid: float) -> float:
+    """Of rotary positions that are stretched in no way. Raises ConfigError."""
+    theta = keys.number("rope_theta", unsaid)
+    refuse(keys, rope_scaling=None)
+    if (rope := keys.section("rope_parameters")) is None:
+        return theta
+    inner = Keys(rope, "config.json: rope_parameters")
+    refuse(inner, rope_type="default", partial_rotary_factor=1.0)
+    return inner.number("rope_theta", theta)
 
 
 def act_of(keys: Keys, name: str, default: str = "gelu") -> str:

@@ -1,0 +1,48 @@
+"""A mixture of experts in the place of an FFN (Nomic Embed v2): a router gives each token to some experts, whose outputs are added by
+their shares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from ..images.tower_parts import Crew, Curve, Wide
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Without gates. A share is what the softmax over all experts says, of the `per_token` largest; `bias` is added once."""
+
+    router: Wide
+    up: tuple[Wide, ...]
+    down: tuple[Wide, ...]
+    bias: np.ndarray | None
+    per_token: int
+    curve: Curve
+
+    def __call__(self, h: np.ndarray, crew: Crew | None = None) -> np.ndarray:
+        """h float32 [T, D] -> [T, D]; with a `crew` each thread has experts of its own."""
+        scores = self.router(h)
+        shares = np.exp(scores - scores.max(-1, keepdims=True))
+        shares /= shares.sum(-1, keepdims=True)
+        chosen = np.argsort(-shares, -1, kind="stable")[:, : self.per_token]
+        visits = [(number, np.flatnonzero((chosen == number).any(-1))) for number in range(len(self.up))]
+        visits = [(number, rows) for number, rows in visits if len(rows)]
+        made: dict[int, np.ndarray] = {}
+
+        def ask(number: int, rows: np.ndarray) -> None:
+            made[number] = self.down[number](self.curve(self.up[number](h[rows])))
+            made[number] *= shares[rows, number, None]
+
+        pieces = [partial(ask, number, rows) for number, rows in visits]
+        if crew is not None:
+            crew.all(pieces)
+        else:
+            for piece in pieces:
+                piece()
+        out = np.zeros_like(h) if self.bias is None else np.tile(self.bias, (len(h), 1))
+        for number, rows in visits:  # in one order, whoever was first
+            out[rows] += made[number]
+        return out

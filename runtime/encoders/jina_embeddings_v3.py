@@ -1,0 +1,57 @@
+"""Jina Embeddings v3, as it was made anew for transformers: RoBERTa with rotary positions (Sturua et al. 2024). What its adapters for
+tasks add lies beside the weights and is not read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..config_reader import Keys
+from .shape import MOST, EncoderConfig, act_of, default_theta, refuse, sizes
+
+if TYPE_CHECKING:
+    from .layers import Stack
+    from .ranking_head import Head
+    from .weights import Tensors
+
+PREFIXES = ("roberta.",)
+SIZES = {"vocab_size": 250_002, "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
+
+
+def config(keys: Keys) -> EncoderConfig:
+    """Raises ConfigError."""
+    found = sizes(keys, **SIZES)
+    refuse(keys, head_dim=found["hidden_size"] // found["num_attention_heads"])
+    return EncoderConfig(
+        keys.text("model_type"), **found, context_length=keys.integer("max_position_embeddings", 8194, high=MOST["positions"]),
+        norm_eps=keys.number("layer_norm_eps", 1e-5), hidden_act=act_of(keys, "hidden_act"),
+        type_rows=keys.integer("type_vocab_size", 1, low=0, high=64),
+        thetas=(default_theta(keys, 20_000.0),) * found["num_hidden_layers"])
+
+
+def load(config: EncoderConfig, tensors: Tensors) -> Stack:
+    """Raises CheckpointError."""
+    from ..images.tower_parts import CURVES
+    from .layers import Layer, Stack
+
+    width, inner, eps = config.hidden_size, config.intermediate_size, config.norm_eps
+
+    def layer(number: int) -> Layer:
+        at = f"encoder.layers.{number}."
+        return Layer(tensors.linear(f"{at}mixer.Wqkv", 3 * width, width), tensors.linear(f"{at}mixer.out_proj", width, width),
+                     tensors.linear(f"{at}mlp.fc1", inner, width), tensors.linear(f"{at}mlp.fc2", width, inner),
+                     (tensors.norm(f"{at}norm1", width, eps), tensors.norm(f"{at}norm2", width, eps)), theta=config.thetas[number])
+
+    return Stack(tensors.table("embeddings.word_embeddings.weight", config.vocab_size, width), None,
+                 tensors.table("embeddings.token_type_embeddings.weight", config.type_rows, width) if config.type_rows else None,
+                 tensors.norm("emb_ln", width, eps), tuple(map(layer, range(config.num_hidden_layers))),
+                 CURVES[config.hidden_act], config.num_attention_heads)
+
+
+def load_head(config: EncoderConfig, tensors: Tensors) -> Head:
+    """Raises CheckpointError."""
+    import numpy as np
+
+    from .ranking_head import Head
+
+    width = config.hidden_size
+    return Head(tensors.linear("classifier.dense", width, width), np.tanh, tensors.linear("classifier.out_proj", 1, width))
