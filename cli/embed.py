@@ -130,7 +130,7 @@ def texts_of(model: str, texts: Sequence[str] | None, file: str | None, screen: 
     if file is None and not is_fed(stdin):
         raise UsageError("there are no texts", f'effllm embed {typed(model)} "a text", or -f FILE with one a line')
     source = file or "-"
-    lines = read_text(source, screen, "-f").splitlines()
+    lines = [line.removesuffix("\r") for line in read_text(source, screen, "-f").split("\n")]  # other ends of lines may stand within a text
     while lines and not lines[-1].strip():
         lines.pop()
     if (empty := next((number for number, each in enumerate(lines, 1) if not each.strip()), None)) is not None:
@@ -164,8 +164,10 @@ def write_array(path: Path, vectors: Sequence[np.ndarray]) -> None:
 
     from ..runtime.files.whole_file import whole
 
+    array, form = np.stack(vectors), np.lib.format
     try:
-        with whole(path) as file:
-            np.save(file, np.stack(vectors))
+        with whole(path) as file:  # not by np.save, which keeps to itself why a file could not be written
+            form.write_array_header_1_0(file, form.header_data_from_array_1_0(array))
+            file.write(memoryview(array).cast("B"))
     except OSError as error:
         raise not_written(error, f"{path} cannot be written", ELSEWHERE, f"make room there, or {ELSEWHERE}") from error

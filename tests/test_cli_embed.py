@@ -3,13 +3,16 @@
 import io
 import json
 import os
+import resource
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from effllm import DiskFull
 from effllm.cli.app import main
+from effllm.cli.embed import write_array
 from effllm.cli.environment import Environment
 from effllm.runtime.answers.text_prompts import prompts_of
 from effllm.runtime.config import read_config
@@ -57,6 +60,26 @@ def test_a_line_or_a_document_or_an_array(model: Path, tmp_path: Path) -> None:
     assert np.abs(np.linalg.norm(made, axis=1) - 1).max() < 1e-6
     whole = json.loads(Ran(model, "-f", "-", "--json", "-c", 256, "--dimensions", 8, given="\n".join(TEXTS)).out)
     assert np.array_equal(np.array([each["embedding"] for each in whole["embeddings"]], np.float32), made) and whole["tokens"] > 8
+
+
+def test_a_disk_that_fills_is_told_as_one(tmp_path: Path) -> None:
+    """A file may not grow beyond a limit, which is told as a full disk is."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
+    try:
+        with pytest.raises(DiskFull):
+            write_array(tmp_path / "made.npy", [np.zeros(256, np.float32)] * 1000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_line_ends_where_a_file_says_so_and_nowhere_else(model: Path, tmp_path: Path) -> None:
+    """Not at what else ends lines in a text, or vectors would be those of other lines from there on."""
+    texts = tmp_path / "texts.txt"
+    texts.write_bytes("a\u2028b\x0bc\x85d\r\ne\x1cf\n".encode())
+    made = Ran(model, "-f", texts, "--json", "-c", 256)
+    assert made.code == 0 and len(json.loads(made.out)["embeddings"]) == 2
 
 
 def test_ranked_behind_the_prompts_of_both_sides(model: Path) -> None:

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import torch
 from encoding_models import MODULES, POOLING, WORDS, made_encoder, random_model, states_of, unit
+from safetensors.torch import save_file
 
 from effllm import ContextOverflow, DoesNotFit, EffllmError, UsageError
 from effllm.offload.checkpoint import TensorStore
 from effllm.runtime.answers.encodings import Encodings
 from effllm.runtime.config import parse_config, read_config
 from effllm.runtime.config_reader import ConfigError, read_json
-from effllm.runtime.encoders import ENCODERS, is_encoder
+from effllm.runtime.encoders import ENCODERS, is_encoder, reads_alone
 from effllm.runtime.encoders.encoder import Encoder, EncoderOptions, open_encoder, plan_encoder, tokenizer_of
 from effllm.runtime.encoders.shape import ACTS, family_of, read_encoder_config
 from effllm.runtime.encoders.weights import FolderTensors, Tensors
@@ -159,23 +160,29 @@ def test_ways_of_pooling(bert: Path, tmp_path: Path, pooling: dict, expected: Ca
     np.testing.assert_allclose(unit(own), unit(expected(states_of(random_model("Bert"), row))), atol=2e-6, rtol=0)
 
 
-def test_a_layer_behind_the_pooling(bert: Path, tmp_path: Path) -> None:
-    from safetensors.torch import save_file
+DENSE = {"in_features": 48, "out_features": 24, "bias": True, "activation_function": "torch.nn.modules.activation.Tanh"}
 
-    folder = shutil.copytree(bert, tmp_path / "m")
-    dense = torch.nn.Linear(48, 24)
+
+def with_dense(bert: Path, folder: Path, dense: torch.nn.Linear) -> Path:
+    """The model with a matrix behind its mean."""
+    shutil.copytree(bert, folder)
     (folder / "2_Dense").mkdir()
     save_file({"linear.weight": dense.weight.data, "linear.bias": dense.bias.data}, folder / "2_Dense" / "model.safetensors")
-    said = {"in_features": 48, "out_features": 24, "bias": True, "activation_function": "torch.nn.modules.activation.Tanh"}
-    (folder / "2_Dense" / "config.json").write_text(json.dumps(said))
+    (folder / "2_Dense" / "config.json").write_text(json.dumps(DENSE))
     layer = {"idx": 2, "name": "2", "path": "2_Dense", "type": "sentence_transformers.models.Dense"}
     (folder / "modules.json").write_text(json.dumps([*MODULES[:2], layer, MODULES[2]]))
+    return folder
+
+
+def test_a_layer_behind_the_pooling(bert: Path, tmp_path: Path) -> None:
+    dense = torch.nn.Linear(48, 24)
+    folder = with_dense(bert, tmp_path / "m", dense)
     encoder, row = opened(folder), rows_of((9,))[0]
     (own,) = returned(encoder.vectors([row], never))
     mean = torch.tensor(states_of(random_model("Bert"), row).mean(0))
     assert encoder.width == 24
     np.testing.assert_allclose(own, torch.tanh(dense.double()(mean)).detach().numpy(), atol=5e-6, rtol=0)
-    (folder / "2_Dense" / "config.json").write_text(json.dumps({**said, "in_features": 40}))
+    (folder / "2_Dense" / "config.json").write_text(json.dumps({**DENSE, "in_features": 40}))
     with pytest.raises(ConfigError, match="a vector of 48 numbers"):
         opened(folder)
 
@@ -344,3 +351,22 @@ def test_numbers_that_are_none_are_told(bert: Path, tmp_path: Path) -> None:
         model.encoder.layer[1].output.dense.bias[3] = float("nan")
     with pytest.raises(EffllmError, match="numbers that are none"):
         returned(opened(made_encoder(tmp_path / "m", model)).vectors(rows_of((4,)), never))
+
+
+def test_numbers_that_are_none_behind_the_layers_are_told(bert: Path, tmp_path: Path) -> None:
+    folder = with_dense(bert, tmp_path / "m", torch.nn.Linear(48, 24))
+    save_file({"linear.weight": torch.full((24, 48), torch.inf), "linear.bias": torch.zeros(24)}, folder / "2_Dense" / "model.safetensors")
+    with pytest.raises(EffllmError, match="numbers that are none"):
+        returned(opened(folder).vectors(rows_of((4,)), never))
+
+
+def test_a_list_of_modules_that_leads_nowhere_is_not_taken_for_none(bert: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(bert, tmp_path / "m")
+    (folder / "modules.json").unlink()
+    (folder / "modules.json").symlink_to("gone")
+    with pytest.raises(ConfigError, match="no list of modules"):
+        opened(folder)
+
+
+def test_a_family_that_is_no_text_is_none() -> None:
+    assert not reads_alone({"model_type": ["bert"]}) and not reads_alone({"model_type": {}})

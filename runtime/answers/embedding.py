@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ... import ContextOverflow, UsageError
+from ... import ContextOverflow, EffllmError, UsageError
 from ...kernels.reference import normalise
 from ...offload.direct import Interrupted
 from ...offload.header import is_gguf
@@ -191,9 +191,16 @@ def demand_room(ids: Sequence[int], room: int, hint: str = "shorten it, or serve
                               hint if ids else "write something")
 
 
+def not_finite() -> EffllmError:
+    """What is wrong with a model whose numbers are none."""
+    return EffllmError("this model computes numbers that are none (NaN or infinite)", "its weights may be damaged: fetch it again")
+
+
 def unit(values: np.ndarray) -> np.ndarray:
-    """The same direction with the length 1, float32; zeros stay what they are."""
+    """The same direction with the length 1, float32; zeros stay what they are. Raises EffllmError for numbers that are none."""
     length = np.linalg.norm(values.astype(np.float64))
+    if not np.isfinite(length):
+        raise not_finite()
     return (values / length if length else values).astype(np.float32)
 
 

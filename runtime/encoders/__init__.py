@@ -44,8 +44,9 @@ def is_encoder(path: Path) -> bool:
 
 def reads_alone(raw: Mapping[str, object]) -> bool:
     """Whether a config is that of an encoder."""
-    named = raw.get("architectures")
-    return raw.get("model_type") in ENCODERS and not (isinstance(named, list) and any(str(name).endswith(WRITES) for name in named))
+    named, kind = raw.get("architectures"), raw.get("model_type")
+    writes = isinstance(named, list) and any(str(name).endswith(WRITES) for name in named)
+    return isinstance(kind, str) and kind in ENCODERS and not writes
 
 
 def refuse_writing(raw: Mapping[str, object]) -> None:

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from ... import DoesNotFit, EffllmError, UsageError
+from ... import DoesNotFit, UsageError
 from ...kernels.threads import MOST_WORKERS
 from ...offload import hardware
 from ...offload.checkpoint import TensorStore
@@ -170,10 +170,11 @@ class Encoder:
                     states = self._stack.states(batch, crew)
             except Left:
                 return None
-            if not np.isfinite(states).all():
-                raise EffllmError("this model computes numbers that are none (NaN or infinite)",
-                                  "its weights may be damaged: fetch it again")
-            made |= {at: make(states[own]) for at, own in zip(some, batch.texts, strict=True)}
+            _demand_finite(states)
+            with np.errstate(over="ignore", invalid="ignore"):
+                made |= {at: make(states[own]) for at, own in zip(some, batch.texts, strict=True)}
+            for at in some:  # what lies behind the layers may be damaged too
+                _demand_finite(made[at])
             done += len(some)
             yield Progress(phase, done, len(order), "texts") if done < len(order) else Turn()
         return [made[at] for at in range(len(rows))]
@@ -212,6 +213,14 @@ def open_encoder(plan: EncoderPlan, tokenizer: Tokenizer) -> Iterator[Progress |
             store.check_unchanged()
         yield Progress("loading", nbytes, nbytes, "bytes")
     yield Encoder(plan, tokenizer, stack, pooling, head)
+
+
+def _demand_finite(values: np.ndarray | float) -> None:
+    """Raises EffllmError."""
+    if not np.isfinite(values).all():
+        from ..answers.embedding import not_finite
+
+        raise not_finite()
 
 
 def sigmoid(x: float) -> float:

@@ -3,6 +3,7 @@ behind the encoder, in order, each with a folder of its own."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,7 +80,7 @@ def _way(stated: Mapping[str, object]) -> str:
 
 def _modules(folder: Path) -> list[tuple[str, str]]:
     """(the last word of its type, in small letters, its folder) of each. Raises ConfigError."""
-    if not (folder / MODULES).is_file():
+    if not os.path.lexists(folder / MODULES):  # a link that leads nowhere is no folder without a list
         return []
     import json
 

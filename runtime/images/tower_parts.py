@@ -50,7 +50,8 @@ class Crew:
         """Raises Left, also amid the pieces."""
         def one(piece: Callable[[], None]) -> None:
             self.work.demand_wanted()
-            piece()
+            with np.errstate(over="ignore", invalid="ignore"):  # of damaged weights, which whoever takes the numbers sees
+                piece()
 
         here = pieces[-1:] if len(pieces) <= self._threads else ()  # to wake a thread takes as long as a small piece
         begun = [self._pool.submit(one, each) for each in pieces[: len(pieces) - len(here)]]
