@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 GROUPS = (RunFlags, WeightFlags, SamplingFlags, AnswerFlags, SessionFlags, ShowFlags)
 PROJECT_FILE = "effllm.toml"
 MODEL = "model"  # the table of tables, one for each model that has settings of its own
-LARGEST = 1 << 20  # bytes
+LARGEST, MOST_MODELS = 1 << 20, 1000  # bytes of a file, models that it names
+NESTED = re.compile(r"(?<![\w\"'-])(?:[\w\"'-]++[ \t]*+\.[ \t]*+){100}")  # for which tomllib takes minutes
 SIZES, SIZES_ARE = ("ram", "vram", "kv_ram", "disk", "session_disk"), "a size between quotes"
 OWN = f'[{MODEL}."NAME"], and its settings in the lines below'
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
@@ -188,6 +189,8 @@ def read_file(path: Path) -> FileSettings:
 
     try:
         text = data.decode("utf-8-sig")
+        if NESTED.search(text):
+            raise ValueError("names stand within one another without end")
         content = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         line = re.search(r"at line (\d+)", str(error))
@@ -196,6 +199,9 @@ def read_file(path: Path) -> FileSettings:
     named = content.pop(MODEL, {})
     if not isinstance(named, dict) or not all(isinstance(table, dict) for table in named.values()):
         raise UsageError(f"{path}:{line_of(text, MODEL)}: what a model has of its own stands below its name", OWN)
+    if len(named) > MOST_MODELS:
+        said = f"{path} has settings of {len(named):,} models, at most {MOST_MODELS:,} are read"
+        raise UsageError(said, "take out those that are not run")
     models = {}
     for name, table in named.items():
         after = line_of(text, name, table=True)
@@ -207,8 +213,11 @@ def read_file(path: Path) -> FileSettings:
 
 def _read(content: Mapping[str, object], path: Path, text: str, after: int, of_model: bool) -> dict[str, Setting]:
     """The settings of a file, or of the table that its line `after` opens."""
-    places = {key: f"{path}:{line_of(text, key, after)}" for key in content}
-    return {key: Setting(checked(key, value, places[key]), places[key], of_model) for key, value in content.items()}
+    found = {}
+    for key, value in content.items():  # one by one: the first that is unknown ends it, however many there are
+        place = f"{path}:{line_of(text, key, after)}"
+        found[key] = Setting(checked(key, value, place), place, of_model)
+    return found
 
 
 def line_of(text: str, key: str, after: int = 0, table: bool = False) -> int:
@@ -242,8 +251,9 @@ def checked(key: str, value: object, where: str) -> object:
         fits, wanted = isinstance(value, int | float) and not isinstance(value, bool), WORDS[kind]
     else:
         fits, wanted = type(value) is kind, WORDS[kind]
-    if not fits:
-        given = str(value).lower() if isinstance(value, bool) else repr(value)
+    is_long = type(value) is int and abs(value) >> 63 != 0  # more than TOML has; of some thousand digits Python writes none
+    if not fits or is_long:
+        given = str(value).lower() if isinstance(value, bool) else "one of more than 64 bits" if is_long else repr(value)
         quoted = known()[key][1] in SIZES and type(value) in (int, float)
         raise UsageError(f"{where}: {key} is {SIZES_ARE if quoted else wanted}, not {given}"[:300],
                          f'with its unit: {key} = "{value}G", or M' if quoted else "correct the line, or remove it")

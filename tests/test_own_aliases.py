@@ -121,6 +121,14 @@ def test_names_in_braces_are_written_anew_if_nothing_is_lost(person: Person, by_
         assert list(person.types("alias", "--json").json["aliases"]) == ["other"]
 
 
+@pytest.mark.parametrize("text", ["[" * 100_000, "a: " + "{b: " * 5000 + "}" * 5000])
+def test_a_file_that_is_nested_without_end_is_told(person: Person, text: str) -> None:
+    """The C parser would end the process."""
+    own_file(person.env).parent.mkdir(parents=True)
+    own_file(person.env).write_text(text)
+    assert "within one another without end" in person.types("run", "mine", "Hi").refused(1)
+
+
 def test_a_name_that_others_are_made_of_is_not_taken_from_under_them(person: Person, by_hand: Path) -> None:
     text = BY_HAND.replace("tiny: {", "tiny: &same {") + "\nagain: *same\n"
     by_hand.write_text(text)

@@ -16,7 +16,7 @@ from effllm.runtime.images.senses import RATE
 from effllm.runtime.sounds.log_mel import LogMel, read_log_mel
 from effllm.runtime.sounds.resampling import resampled
 from effllm.runtime.sounds.sound_file import LEAST_SAMPLES, decode_sound, read_sound
-from effllm.runtime.sounds.wav import read_wav
+from effllm.runtime.sounds.wav import PIECE, read_wav
 
 
 def wav(body: bytes, kind: int, bits: int, channels: int = 1, rate: int = RATE, before: bytes = b"", extended: bool = False) -> bytes:
@@ -90,6 +90,8 @@ def test_other_formats_are_read_by_the_library_which_is_held_to_what_it_claims(m
         def __init__(self, file) -> None:
             if file.getvalue()[4:5] == b"x":
                 raise RuntimeError("its own")
+            self.left = np.stack([SAMPLES, SAMPLES], axis=1)
+            self.is_endless = file.getvalue()[4:5] == b"e"
 
         def __enter__(self):
             return self
@@ -98,13 +100,22 @@ def test_other_formats_are_read_by_the_library_which_is_held_to_what_it_claims(m
             return None
 
         def read(self, most, dtype, always_2d):
-            assert most == 3600 * 8000 + 1 and dtype == "float32" and always_2d
-            return np.stack([SAMPLES, SAMPLES], axis=1)
+            assert most == PIECE and dtype == "float32" and always_2d
+            if self.is_endless:
+                return np.zeros((most, 2), np.float32)
+            piece, self.left = self.left[:1000], self.left[1000:]
+            return piece
 
     monkeypatch.setitem(sys.modules, "soundfile", types.SimpleNamespace(SoundFile=File))
     assert len(decode_sound(b"fLaC" + bytes(10), "it")) == 2 * len(SAMPLES)
     with pytest.raises(UsageError, match="no sound that can be read"):
         decode_sound(b"fLaCx" + bytes(10), "it")
+    with pytest.raises(UsageError, match="longer than 60 minutes"):
+        decode_sound(b"fLaCe" + bytes(10), "it")
+    monkeypatch.setattr(File, "samplerate", 655_350)
+    with pytest.raises(UsageError, match="longer than 4 minutes"):  # an hour of it would be gigabytes
+        decode_sound(b"fLaCe" + bytes(10), "it")
+    monkeypatch.setattr(File, "samplerate", 8000)
     monkeypatch.setattr(File, "channels", 0)
     with pytest.raises(UsageError, match="claims 0 channels"):
         decode_sound(b"fLaC" + bytes(10), "it")

@@ -313,8 +313,9 @@ def _read(asked: str, flag: str, also: str) -> str:
         return read_text(Path(os.path.expanduser(asked)), JSON_NBYTES).removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise UsageError(f"{flag}: {asked} is no text: byte {error.start} is no UTF-8", f"{also}a file of text") from None
-    except OSError as error:
-        raise UsageError(f"{flag}: cannot read {asked}: {error.strerror or error}", f"{also}the path of a file that can be read") from None
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"{flag}: cannot read {asked}: {reason}", f"{also}the path of a file that can be read") from None
 
 
 def _line(error: object) -> str:

@@ -31,6 +31,7 @@ FILE = "models.yaml"
 HEAD = """# Aliases made by `effllm alias`, which writes the lines of the name that it is given and leaves all others as they are.
 # The keys are those of effllm's own models.yaml; `packaged` names a model that comes with effllm, `library` one of another program.
 """
+DEEPEST = 100  # names and lists within one another
 SAME_SIZE = 1.6  # times as large, at most
 
 
@@ -82,6 +83,8 @@ def parse_catalog(text: str, file: str = FILE, own: bool = False) -> tuple[Catal
     import yaml
 
     try:
+        if own and _is_deep(text):
+            raise ConfigError(f"{file} holds lists or names within one another without end")
         raw = yaml.load(text, _loader())
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
         raise ConfigError(f"{file} is not valid YAML: {show(str(error))}") from error
@@ -90,6 +93,18 @@ def parse_catalog(text: str, file: str = FILE, own: bool = False) -> tuple[Catal
     if not isinstance(raw, dict):
         raise ConfigError(f"{file} holds no aliases")
     return tuple(_entry(alias, values, file, own) for alias, values in raw.items())
+
+
+def _is_deep(text: str) -> bool:
+    """Whether a person's file is nested as none is: the C parser has no bound to that and ends the process. Raises YAMLError."""
+    import yaml
+
+    depth = 0
+    for event in yaml.parse(text, _loader()):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > DEEPEST:
+            return True
+    return False
 
 
 def _loader() -> type:

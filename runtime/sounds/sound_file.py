@@ -7,7 +7,9 @@ MOST_SECONDS, whatever it claims.
 from __future__ import annotations
 
 import io
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,10 +17,14 @@ from ... import UsageError
 from ..files.given import read_given
 from ..images.senses import RATE
 from .resampling import resampled
-from .wav import HIGHEST_RATE, MOST_CHANNELS, is_wav, read_wav
+from .wav import HIGHEST_RATE, MOST_CHANNELS, PIECE, is_wav, read_wav
+
+if TYPE_CHECKING:
+    from soundfile import SoundFile
 
 MOST_BYTES = 256 << 20
 MOST_SECONDS = 3600
+MOST_SAMPLES = MOST_SECONDS * 48_000  # of a channel: a file of silence may be small and say more
 LEAST_SAMPLES = 400  # of a spectrogram's window: less is nothing that can be heard
 ANOTHER = "give one as WAV, FLAC, MP3 or Ogg"
 INSTALL = 'WAV is read without it; for FLAC, MP3 and Ogg: pip install "effllm[sound]"'
@@ -33,18 +39,26 @@ def decode_sound(data: bytes, source: str) -> np.ndarray:
     """The samples of a sound in the bytes of a file, float32 [n] at RATE. Raises UsageError that begins with its `source`."""
     if len(data) > MOST_BYTES:
         raise UsageError(f"{source} has more than {MOST_BYTES >> 20} MiB, too much for a sound", "cut it into shorter ones")
-    samples, rate = read_wav(data, source) if is_wav(data) else _by_library(data, source)
-    if len(samples) > MOST_SECONDS * rate:
-        raise _too_long(source)
-    mono = samples[:, 0] if samples.shape[1] == 1 else samples.mean(1, dtype=np.float32)
-    made = resampled(np.ascontiguousarray(mono), rate, RATE)
+    pieces, rate = read_wav(data, source) if is_wav(data) else _by_library(data, source)
+    made = resampled(_in_one(pieces, rate, source), rate, RATE)
     if len(made) < LEAST_SAMPLES:
-        raise UsageError(f"{source} lasts {len(samples) / rate:.3f} s, too short to be heard", "give a longer sound")
+        raise UsageError(f"{source} lasts {len(made) / RATE:.3f} s, too short to be heard", "give a longer sound")
     return made
 
 
-def _by_library(data: bytes, source: str) -> tuple[np.ndarray, int]:
-    """Of formats that are not WAV."""
+def _in_one(pieces: Iterable[np.ndarray], rate: int, source: str) -> np.ndarray:
+    """The channels of pieces [n, channels] as one, float32 [N]. Raises UsageError for more than is made of a file, before there is more."""
+    most, mono, count = min(MOST_SECONDS * rate, MOST_SAMPLES), [], 0
+    for piece in pieces:
+        count += len(piece)
+        if count > most:
+            raise UsageError(f"{source} is longer than {most / rate / 60:.0f} minutes", "cut it into shorter ones")
+        mono.append(piece[:, 0] if piece.shape[1] == 1 else piece.mean(1, dtype=np.float32))
+    return np.concatenate(mono) if mono else np.empty(0, np.float32)
+
+
+def _by_library(data: bytes, source: str) -> tuple[Iterator[np.ndarray], int]:
+    """Of formats that are not WAV: pieces float32 [n, channels], and their rate. Raises UsageError, also as they are read."""
     if not _is_known(data):
         raise UsageError(f"{source} is no sound that can be read", ANOTHER)
     try:
@@ -52,22 +66,26 @@ def _by_library(data: bytes, source: str) -> tuple[np.ndarray, int]:
     except (ImportError, OSError) as error:  # OSError: its own library of C is missing
         raise UsageError(f"{source} is no WAV file, and the library that reads others is not installed", INSTALL) from error
     try:
-        with soundfile.SoundFile(io.BytesIO(data)) as file:
-            rate = file.samplerate
-            if not 1 <= rate <= HIGHEST_RATE or not 1 <= file.channels <= MOST_CHANNELS:
-                raise UsageError(f"{source} claims {file.channels} channels at {rate} samples a second", ANOTHER)
-            samples = file.read(MOST_SECONDS * rate + 1, dtype="float32", always_2d=True)
-    except UsageError:
-        raise
+        file = soundfile.SoundFile(io.BytesIO(data))
     except Exception as error:  # its decoders raise whatever a broken file leads them to
         raise UsageError(f"{source} is no sound that can be read", ANOTHER) from error
-    return samples, rate
+    if not 1 <= file.samplerate <= HIGHEST_RATE or not 1 <= file.channels <= MOST_CHANNELS:
+        raise UsageError(f"{source} claims {file.channels} channels at {file.samplerate} samples a second", ANOTHER)
+    return _pieces(file, source), file.samplerate
+
+
+def _pieces(file: SoundFile, source: str) -> Iterator[np.ndarray]:
+    with file:
+        while True:
+            try:
+                piece = file.read(PIECE, dtype="float32", always_2d=True)
+            except Exception as error:
+                raise UsageError(f"{source} is no sound that can be read", ANOTHER) from error
+            if not len(piece):
+                return
+            yield np.nan_to_num(piece, nan=0.0, posinf=1.0, neginf=-1.0)
 
 
 def _is_known(data: bytes) -> bool:
     """Whether it begins as FLAC, Ogg or MP3 do: nothing else is given to the library."""
     return data[:4] in (b"fLaC", b"OggS") or data[:3] == b"ID3" or len(data) > 1 and data[0] == 0xFF and data[1] & 0xE0 == 0xE0
-
-
-def _too_long(source: str) -> UsageError:
-    return UsageError(f"{source} is longer than {MOST_SECONDS // 60} minutes", "cut it into shorter ones")

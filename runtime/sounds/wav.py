@@ -7,6 +7,7 @@ A file is a stranger's: what its head claims is held against the bytes that ther
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from ... import UsageError
 
 PCM, FLOAT, EXTENSIBLE = 1, 3, 0xFFFE
 HIGHEST_RATE, MOST_CHANNELS = 768_000, 64
+PIECE = 1 << 16  # samples of a channel that are read at once
 ANOTHER = "write it anew as 16-bit PCM: ffmpeg -i FILE -ac 1 -ar 16000 new.wav"
 
 
@@ -21,8 +23,9 @@ def is_wav(data: bytes) -> bool:
     return data[:4] in (b"RIFF", b"RF64") and data[8:12] == b"WAVE"
 
 
-def read_wav(data: bytes, source: str) -> tuple[np.ndarray, int]:
-    """Samples float32 [frames, channels] between -1 and 1, and their rate. Raises UsageError that begins with its `source`."""
+def read_wav(data: bytes, source: str, at_once: int = PIECE) -> tuple[Iterator[np.ndarray], int]:
+    """Samples between -1 and 1 in pieces float32 [frames, channels] of `at_once` frames, and their rate. Raises UsageError that begins
+    with its `source`."""
     form, body, at = None, None, 12
     while at + 8 <= len(data) and body is None:
         name, size = data[at : at + 4], int.from_bytes(data[at + 4 : at + 8], "little")
@@ -41,8 +44,8 @@ def read_wav(data: bytes, source: str) -> tuple[np.ndarray, int]:
     if (kind, bits) not in ((PCM, 8), (PCM, 16), (PCM, 24), (PCM, 32), (FLOAT, 32), (FLOAT, 64)):
         raise UsageError(f"{source} is a WAV file of another kind (format {kind}, {bits} bits)", ANOTHER)
     frame = channels * bits // 8
-    body = body[: len(body) // frame * frame]
-    return _samples(body, kind, bits).reshape(-1, channels), rate
+    body, step = body[: len(body) // frame * frame], at_once * frame
+    return (_samples(body[at : at + step], kind, bits).reshape(-1, channels) for at in range(0, len(body), step)), rate
 
 
 def _samples(body: memoryview, kind: int, bits: int) -> np.ndarray:
