@@ -35,7 +35,7 @@ EXAMPLES = """examples
 Without -o and --rank, a line of JSON comes for each text: {"index": 0, "embedding": [...]}.
 """
 
-Texts = Annotated[list[str] | None, typer.Argument(metavar="[TEXT ...]", help="texts, each has a vector", show_default=False)]
+Texts = Annotated[list[str] | None, typer.Argument(metavar="TEXT ...", help="texts, each has a vector", show_default=False)]
 File = Annotated[str | None, flag(TEXT, "-f --file", "FILE", "texts, one a line; - is standard input")]
 PromptName = Annotated[str | None, flag(TEXT, "--prompt-name", "NAME", "what the model was trained to see before a text, by the name "
                                         "that its files have for it (the model's usual one; with --rank, query and document)")]

@@ -67,7 +67,7 @@ def plan_encoder(model: str, ref: ModelRef, engine: RunFlags, screen: Screen, js
                                                          "budget_bytes": made.budget}})
         return
     screen.pairs([
-        ("model", f"{model}, {made.config.family}, for effllm serve"),
+        ("model", f"{model}, {made.config.family}, for effllm {'serve' if made.config.ranks else 'embed and effllm serve'}"),
         ("memory", f"{format_size(made.total_bytes)} of {format_size(made.budget)}: weights {format_size(made.weights)}, "
                    f"texts as they are read {format_size(made.states)}, program {format_size(made.baseline)}"),
         ("context", f"{made.context} tokens of a text"),

@@ -126,6 +126,7 @@ def kld(context: typer.Context, model: Model, text: Text, engine: WindowFlags, w
         return
     screen.pairs((
         ("tokens", str(result.tokens)),
+        ("reference", f"{reference_ref.text}, its cache at {own.kv}"),
         ("perplexity", f"{result.ppl:.4f}, reference {result.ppl_ref:.4f}"),
         ("KL divergence", f"mean {result.kld_mean:.3g}, median {result.kld_median:.3g}"),
         ("", f"99% below {result.kld_p99:.3g}, 99.9% below {result.kld_p999:.3g}"),

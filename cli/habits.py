@@ -26,7 +26,8 @@ CALLED = {"--max-tokens": "-n", "--num-predict": "-n", "--max-new-tokens": "-n",
           "--num-thread": "-t", "--q-bits": "--bits", "-q": "--bits", "--quantize": "--bits", "--mlx-path": "-o", "--outfile": "-o",
           "--outtype": "--type", "--model-draft": "--draft", "--draft-model": "--draft", "--alias": "--name",
           "--served-model-name": "--name", "--max-queue": "--queue", "--models-max": "--max-models",
-          "--max-num-seqs": "--parallel", "--allowed-origins": "--cors", "--adapter": "--lora", "--adapter-path": "--lora"}
+          "--max-num-seqs": "--parallel", "--allowed-origins": "--cors", "--adapter": "--lora", "--adapter-path": "--lora",
+          "--reps": "-r", "--num-trials": "-r"}
 BITS = "--bits"
 # A flag of elsewhere -> what to type instead.
 INSTEAD = {
@@ -61,7 +62,7 @@ NO_FLAGS = ("-m", "--model", "-p", "--prompt", "-i", "--interactive")  # before 
 COMMANDS = {"ls": "list", "models": "list --all", "search": "list --all", "tags": "list", "download": "pull", "install": "pull",
             "get": "pull", "fetch": "pull", "add": "pull", "remove": "rm", "delete": "rm", "uninstall": "rm", "info": "show",
             "inspect": "show", "cp": "alias", "tag": "alias", "generate": "run", "ask": "run", "prompt": "run", "cli": "run",
-            "server": "serve", "start": "serve", "create": "quantize", "convert": "quantize", "benchmark": "bench",
+            "server": "serve", "start": "serve", "convert": "quantize", "benchmark": "bench",
             **{each: f"eval {each}" for each in ("ppl", "kld", "recall", "kv-profile")}, "perplexity": "eval ppl",
             **dict.fromkeys(("embedding", "embeddings", "vectorize"), "embed"),
             "version": "--version", "sessions": "session list", "settings": "config show"}
@@ -69,7 +70,13 @@ SENTENCES = {**dict.fromkeys(("ps", "stop", "unload"), "nothing stays in memory 
                              "holds, its /v1/models says"),
              **dict.fromkeys(("completion", "completions"), "effllm --show-completion prints what completes words in this shell, effllm "
                              "--install-completion keeps it there"),
-             **dict.fromkeys(("login", "signin"), "hf auth login, or a token in HF_TOKEN")}
+             **dict.fromkeys(("login", "signin"), "hf auth login, or a token in HF_TOKEN"),
+             **dict.fromkeys(("merge", "fuse"), "an adapter is merged into its model by effllm export MODEL -o DIR --lora ADAPTER"),
+             **dict.fromkeys(("lora", "train", "finetune"), "nothing is trained here; an adapter that was made elsewhere runs beside its "
+                             "model: effllm run MODEL --lora ADAPTER"),
+             **dict.fromkeys(("tokenize", "detokenize"), "effllm serve MODEL answers it: POST /tokenize, /detokenize"),
+             "create": "of a Modelfile, effllm alias NAME --modelfile FILE; with fewer bits, effllm quantize MODEL -o DIR --bits 4",
+             **dict.fromkeys(("push", "upload"), "nothing is sent from here: hf upload ORG/REPO DIR")}
 
 KEPT = "a setting is a line of effllm.toml, as temp = 0.5: effllm config show --help"
 TAKEN_UP = "a saved conversation goes on with effllm chat MODEL --session NAME"

@@ -30,6 +30,10 @@ OLLAMAS = {"temperature": "temp", "format": "schema", "num_predict": "predict", 
            "typical_p": "typical", "top_n_sigma": "top-nsigma", "mirostat_tau": "mirostat-ent", "mirostat_eta": "mirostat-lr",
            "dry_sequence_breakers": BREAKERS}
 ELSEWHERE = {"system": "/system TEXT sets the system prompt",
+             **dict.fromkeys(("noverbose", "quiet"), "nothing is told unless effllm chat MODEL --stats asks for it"),
+             "nohistory": "it is always kept, in the file history of effllm's state folder",
+             "noformat": "/set schema off, or /set grammar off",
+             **dict.fromkeys(("wordwrap", "nowordwrap"), "on a terminal lines end between words; /export FILE has the text as it came"),
              **dict.fromkeys(("num-ctx", "ctx", "c"), "the context is chosen at the start: effllm chat MODEL -c 4096"),
              "verbose": "/stats tells what the last answer cost; effllm chat MODEL --stats, what each does", "history": "it is always kept",
              "nothink": "/set think off", "lora": "/lora NAME SCALE sets how much of an adapter answers have"}

@@ -193,6 +193,8 @@ def test_settings_change_what_follows(chat: Chat) -> None:
     assert "cannot read nowhere" in chat.say("/set grammar nowhere") and "grammar is off" in chat.say("/set grammar")
     assert "reasoning-budget is 64" in chat.say("/set reasoning-budget 64") and "-2 is no number" in chat.say("/set reasoning-budget -2")
     assert "did you mean temp?" in chat.say("/set tmep 1")
+    assert "/set schema off" in chat.say("/set noformat") and "lines end between words" in chat.say("/set nowordwrap")
+    assert "file history" in chat.say("/set nohistory") and "chat MODEL --stats" in chat.say("/set quiet")
     assert "top-k takes a whole number, not 'many'" in chat.say("/set top-k many")
     assert "top_p must be" in chat.say("/set top-p 7")
     assert all("seed is random" in chat.say(f"/set seed {value}") for value in ("-1", "random"))

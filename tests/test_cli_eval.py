@@ -44,6 +44,7 @@ def test_a_kernel_of_low_bit_weights_is_no_matter_of_a_reference_with_other_weig
     words = ("eval", "kld", quantized, "--text", text, "-c", "128", "--kernel", "lut", "--strict", "--against")
     ran = Ran(*words, FABLE)
     assert ran.code == 0 and "changes nothing" not in ran.err, ran.err
+    assert f"reference       {FABLE}, its cache at 32bit\n" in ran.out, "the report says what it held the model against"
 
 
 def test_strict_still_means_the_run_that_is_measured_and_what_is_known_of_the_reference(text: Path, tmp_path: Path) -> None:

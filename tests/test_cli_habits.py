@@ -43,7 +43,9 @@ def typed(*words: str) -> tuple[int, str, str]:
     ("ls", "here it is effllm list"), ("ps", "nothing stays in memory"), ("server", "here it is effllm serve"),
     ("remove", "here it is effllm rm"), ("download", "here it is effllm pull"), ("version", "effllm --version"),
     ("perplexity", "effllm eval ppl"), ("kv-profile", "here it is effllm eval kv-profile"),
-    ("completion", "effllm --show-completion"),
+    ("completion", "effllm --show-completion"), ("merge", "effllm export MODEL -o DIR --lora ADAPTER"),
+    ("fuse", "effllm export MODEL -o DIR --lora"), ("finetune", "effllm run MODEL --lora ADAPTER"), ("tokenize", "POST /tokenize"),
+    ("create", "effllm alias NAME --modelfile FILE"), ("push", "hf upload"),
     ("fable", 'effllm run fable "your prompt"'), ("qwen3-4b", "effllm chat qwen3-4b")])
 def test_a_command_of_elsewhere_is_answered_with_the_one_here(word: str, hint: str) -> None:
     code, out, err = typed(word, "something", "--more")
@@ -116,7 +118,7 @@ def test_a_hint_stands_without_flags_that_are_only_written_alike() -> None:
 
 def test_what_hints_name_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     """A hint is given to a command that has what it names."""
-    pages = "".join(page(capsys, command, "--help") for command in ("run", "serve", "quantize", "export"))
+    pages = "".join(page(capsys, command, "--help") for command in ("run", "serve", "quantize", "export", "bench"))
     for here in {*habits.CALLED.values(), *habits.SAME.values()}:
         assert f" {here}" in pages, here
 

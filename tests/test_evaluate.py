@@ -7,7 +7,10 @@ import pytest
 
 import effllm
 from effllm import EffllmError, UsageError
+from effllm.offload import hardware
+from effllm.offload.hardware import CpuTime
 from effllm.runtime.engine import open_engine, open_prepared
+from effllm.runtime.events import Notice
 from effllm.runtime.measuring.bench import BenchOptions, BenchRow, bench, context_for, prepare_synthetic
 from effllm.runtime.measuring.evaluate import kld, log_softmax, perplexity, windows
 from effllm.runtime.measuring.recall import recall
@@ -103,6 +106,17 @@ def test_bench_counts_what_it_ran():
     for row, held in ((rows[1], 204), (rows[3], 4)):
         writing = row.to_json()
         assert writing["bytes_per_pass"] == 11_540_992 + held * 2 * 2 * 6 * 128 and writing["roof_bandwidth"] > 1e9
+
+
+@pytest.mark.parametrize(("taken", "said"), [
+    (CpuTime(10, 2, 7, 0.5), ""), (CpuTime(10, 1, 4, 1), "other programs had 40% of the cores' time meanwhile"),
+    (CpuTime(10, 1, 4, 4), "this virtual machine's host, for others, had 40% of the cores' time meanwhile")])
+def test_bench_says_who_else_had_the_cores(engines, monkeypatch, taken, said):
+    looks = iter([CpuTime(1, 1, 1, 1), CpuTime(1 + taken.all, 1 + taken.idle, 1 + taken.own, 1 + taken.stolen)])
+    monkeypatch.setattr(hardware, "cpu_time", lambda: next(looks))
+    notes = [each.text for each in bench(engines[0], BenchOptions((), (1,), repetitions=1), "fable") if isinstance(each, Notice)]
+    told = [each for each in notes if "meanwhile" in each]
+    assert told == ([f"{said}: a machine that does nothing else is faster"] if said else [])
 
 
 def test_bench_measures_what_its_contract_says_unasked():

@@ -26,13 +26,14 @@ from ..engine import Engine
 from ..events import Notice, Progress
 from ..planning import forecast, roofs
 from ..planning.demands import LOGIT_ROWS
-from ..planning.outcome import LEAST_NBYTES
+from ..planning.outcome import LEAST_NBYTES, who_had
 from ..prepare import EngineOptions, Prepared, prepare_with
 from ..sampler import Sampler, SamplerSettings
 from ..tensors import parameters
 from .synthetic import SyntheticStore, synthetic_config
 
 ROOF_NBYTES = 1 << 30
+DISTURBED = 0.1  # of the cores' time, beyond which what others had of it is said
 
 
 @dataclass(frozen=True)
@@ -154,8 +155,8 @@ def prepare_synthetic(shape: str, options: EngineOptions, spec: str | None = Non
 
 
 def bench(engine: Engine, options: BenchOptions, name: str) -> Iterator[Progress | Notice | BenchRow]:
-    """Measure; yields Progress per repetition and a BenchRow per test, before those a Notice where the machine was not measured: nothing
-    is predicted then. Each test warms up once first."""
+    """Measure; yields Progress per repetition and a BenchRow per test, before those a Notice where others had the cores meanwhile, and one
+    where the machine was not measured: nothing is predicted then. Each test warms up once first."""
     if options.ctx > engine.n_ctx:
         raise UsageError(f"the measurement needs a context of {options.ctx}, the engine has {engine.n_ctx}",
                          f"-c {options.ctx}, or fewer tokens: -p, -n, -d")
@@ -163,7 +164,7 @@ def bench(engine: Engine, options: BenchOptions, name: str) -> Iterator[Progress
         raise UsageError("--columns runs tokens side by side that speculation would choose", "drop --columns, or --spec and --draft")
     rng = np.random.default_rng(0)
     ids = rng.integers(0, engine.config.vocab_size, options.ctx).tolist()
-    measured: list[Measured] = []
+    measured, began_with = list[Measured](), hardware.cpu_time()
     for test in options.tests:
         samples, began = [], datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         _once(engine, ids, replace(test, prompt=min(test.prompt, PAGE), gen=min(test.gen, 2)), options.columns)
@@ -175,6 +176,9 @@ def bench(engine: Engine, options: BenchOptions, name: str) -> Iterator[Progress
         nbytes = engine.model.bytes_per_pass + engine.prepared.adapted.nbytes_of(engine.choice) + engine.cache.seen_nbytes
         made = (_passes(engine) - passes) // options.repetitions or test.gen
         measured.append(Measured(test, samples, began, hardware.peak_rss(), nbytes, *disk, made))
+    cores = hardware.cpu_time().since(began_with)
+    if cores.others + cores.stolen > DISTURBED * cores.all:
+        yield Notice(f"{who_had(cores)}: a machine that does nothing else is faster")
     roof = _roof(engine)  # last: its buffer is no part of what the model takes
     if _may_predict(engine, options.columns) and roofs.known(forecast.wanted(engine.prepared, engine.model.tensors)).rates is None:
         yield Notice(f"no prediction: {forecast.no_roofs(engine.options)}")

@@ -160,10 +160,9 @@ def _beside_the_disk(engine: Engine, machine: roofs.MachineRoofs, ratio: float, 
                      cores: CpuTime) -> str:
     late = decode_s * (1 - ratio)
     if ratio < 1 and cores.idle <= IDLE * cores.all and cores.others + cores.stolen > late * MOST:
-        who = "other programs" if cores.others > cores.stolen else "this virtual machine's host, for others,"
         pool = engine.backends["cpu"].pool
         fewer = f", so {pool.at_work} of {pool.workers} threads worked at its end" if pool.at_work < pool.workers else ""
-        return f"{who} had {100 * max(cores.others, cores.stolen) / cores.all:.0f}% of the cores' time meanwhile{fewer}"
+        return who_had(cores) + fewer
     now = memory_now(engine)
     if now is not None and (now < BUSY * machine.memory_usual if ratio < 1 else now > machine.memory_usual / BUSY):
         then = f"{machine.memory_usual / 1e9:.1f} when it was measured ({machine.date})"
@@ -179,6 +178,12 @@ def _beside_the_disk(engine: Engine, machine: roofs.MachineRoofs, ratio: float, 
         foreseen = 100 * steps * machine.choice_s / decode_s
         return f"choosing and guessing tokens took {100 * between / decode_s:.0f}% of the time, where {foreseen:.0f}% were foreseen"
     return ""
+
+
+def who_had(cores: CpuTime) -> str:
+    """Who else had the cores, and for how much of their time."""
+    who = "other programs" if cores.others > cores.stolen else "this virtual machine's host, for others,"
+    return f"{who} had {100 * max(cores.others, cores.stolen) / cores.all:.0f}% of the cores' time meanwhile"
 
 
 def _who(engine: Engine, machine: roofs.MachineRoofs, ratio: float, now: float) -> str:
