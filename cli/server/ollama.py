@@ -12,10 +12,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ... import __version__
+from ... import __version__, typed
 from .bodies import read
 from .lasting import FOREVER_S
-from .ollama_fields import Named
+from .ollama_fields import Named, untagged
 from .ollama_models import Files, Listed, Running, listed, listed_encoder, loaded, of_engine, running, shown, tags
 from .problems import OLLAMA, Problem
 from .streams import json_response
@@ -110,7 +110,7 @@ async def _pull(demand: Callable[[str], Awaitable[None]], request: Request) -> R
     try:
         await demand(name)
     except Problem as problem:
-        said = f"{problem.message}; no request downloads one, effllm pull at the terminal does"
+        said = f"{problem.message}; no request downloads one: effllm pull {typed(untagged(name))} at the terminal"
         raise Problem(problem.status, said, param=problem.param, code=problem.code) from problem
     return json_response({"status": "success"})
 
