@@ -146,3 +146,6 @@ def test_a_server_takes_sounds_in_requests(folder):
             assert reply.status == 400 and said in reply.error["message"] and "messages[0].content[0]" in reply.error["message"], reply.body
         props = server.ask("GET", "/props").json
         assert props["modalities"] == {"vision": False, "audio": True}
+        card = server.ask("GET", "/v1/models").json["data"][0]
+        told = server.ask("POST", "/api/show", {"model": card["id"]}).json["capabilities"]
+        assert card["capabilities"] == ["completion", "audio"] and "audio" in told and "vision" not in told

@@ -142,7 +142,7 @@ def test_files_go_with_a_message(page, tmp_path: Path) -> None:
     page.set_input_files("#attach-file", [str(note)])
     page.set_input_files("#attach-file", [str(blob)])
     page.wait_for_selector("#state.wrong")
-    assert page.inner_text("#state") == "blob.bin is neither a text nor a picture"
+    assert page.inner_text("#state") == "blob.bin is no text, no picture and no sound"
     say(page, "What does it say?")
     page.wait_for_selector(".message.assistant", timeout=LONG)
     assert messages(page)[0][1] == "note.md:\n````\na ```fence``` within\n````\n\nWhat does it say?"
@@ -168,6 +168,39 @@ def test_a_picture_goes_with_a_message_where_the_model_sees(browser, page, tmp_p
             other.click("#conversations .open")
             assert other.evaluate("document.images[0].naturalWidth") == 160 and len(messages(other)) == 2
         assert "picture of 160 × 120" in server.err
+
+
+def test_a_sound_goes_with_a_message_where_the_model_hears(browser, page, tmp_path: Path) -> None:
+    """The second is of two channels and megabytes, which the page makes one of 16,000 samples a second."""
+    import numpy as np
+    from hearing_models import as_wav, sound, written_hearing
+
+    (file := tmp_path / "tones.wav").write_bytes(as_wav(sound(0.8)))
+    page.set_input_files("#attach-file", [str(file)])
+    page.wait_for_selector("#state.wrong")
+    assert page.inner_text("#state") == "tones.wav: this model hears no sounds"
+    (large := tmp_path / "large.wav").write_bytes(as_wav(np.repeat(sound(9.0, rate=44_100), 6), 6 * 44_100))
+    assert large.stat().st_size > 4 << 20
+    (folder := tmp_path / "model").mkdir()
+    written_hearing("audioflamingo3", folder)
+    with serving("-n", "4", "-c", "512", model=str(folder)) as server:
+        for other in opened(browser, server):
+            other.wait_for_load_state("networkidle")  # until it knows that this model hears
+            sent = []
+            other.on("request", lambda request, sent=sent: sent.append(request.post_data) if request.post_data else None)
+            for named in (file, large):
+                other.set_input_files("#attach-file", [str(named)])
+                other.wait_for_selector("#attached li")
+                say(other, "Who is it?")
+                answered(other)
+            assert not other.query_selector_all("#state.wrong") and len(messages(other)) == 4
+            heard = [re.findall(r'"data":"([^"]+)","format":"wav"', body) for body in sent if "input_audio" in body]
+            assert [len(each) for each in heard] == [1, 2] and heard[1][0] == heard[0][0]
+            assert 16_000 * 2 * 9 < len(heard[1][1]) * 3 / 4 < 16_000 * 2 * 9 + 100
+            other.reload()
+            other.click("#conversations .open")
+            other.wait_for_function("[...document.querySelectorAll('audio')].map((each) => Math.round(each.duration)).join() === '1,9'")
+        assert "sound of 0.8 s" in server.err and "sound of 9.0 s" in server.err
 
 
 def test_pictures_of_a_long_conversation_fit_into_a_request(browser, tmp_path: Path) -> None:

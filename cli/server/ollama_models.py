@@ -135,12 +135,13 @@ class Files:
     context: int
     licence: object = None  # as whoever quantized it noted it
     sees: bool = False
+    hears: bool = False
 
 
 def of_engine(replies: Replies) -> Files:
     prepared = replies.engine.prepared
     noted = prepared.container and prepared.container.source.get("licence")
-    return Files(prepared.folder, replies.engine.config, replies.tokenizer, replies.engine.n_ctx, noted, replies.sees)
+    return Files(prepared.folder, replies.engine.config, replies.tokenizer, replies.engine.n_ctx, noted, replies.sees, replies.hears)
 
 
 def of_folder(folder: Path, context: int | None) -> Files:
@@ -150,7 +151,7 @@ def of_folder(folder: Path, context: int | None) -> Files:
     from ...runtime.encoders.encoder import tokenizer_of
     from ...runtime.encoders.shape import read_encoder_config
     from ...runtime.images.album import album_of
-    from ...runtime.images.senses import PICTURES
+    from ...runtime.images.senses import PICTURES, SOUNDS
     from ...runtime.stores.container import read_container
     from ...runtime.text import Tokenizer
 
@@ -160,8 +161,9 @@ def of_folder(folder: Path, context: int | None) -> Files:
     config, container = read_config(folder), None if folder.is_file() else read_container(folder)
     noted = container and container.source.get("licence")
     album = album_of(folder, config)
-    return Files(folder, config, Tokenizer.load(folder, config), context or config.context_length, noted,
-                 album is not None and album.sight is not None and album.sense is PICTURES)
+    sense = album.sense if album is not None and album.sight is not None else None
+    return Files(folder, config, Tokenizer.load(folder, config), context or config.context_length, noted, sense is PICTURES,
+                 sense is SOUNDS)
 
 
 def shown(model: Listed, files: Files, defaults: Defaults | None = None) -> dict[str, object]:
@@ -212,4 +214,5 @@ def capabilities(files: Files) -> list[str]:
     knows_tools = tokenizer.template is not None and Calling(tokenizer).style.knows_tools
     inserts = marks_of(tokenizer.vocabulary(), tokenizer.special_tokens) is not None
     return ["completion", *(["tools"] if knows_tools else []), *(["insert"] if inserts else []),
-            *(["thinking"] if tokenizer.thinks else []), *(["embedding"] if embeds else []), *(["vision"] if files.sees else [])]
+            *(["thinking"] if tokenizer.thinks else []), *(["embedding"] if embeds else []), *(["vision"] if files.sees else []),
+            *(["audio"] if files.hears else [])]

@@ -112,8 +112,8 @@ class OneModel:
         """The model as lists have it, or with one of its adapters, whose parent it is."""
         replies, name = self.replies, adapter or self.name
         own = {} if adapter is None else {"parent": self.name}
-        if replies.sees:
-            own["capabilities"] = ["completion", "vision"]
+        if taken := [word for word, does in (("vision", replies.sees), ("audio", replies.hears)) if does]:
+            own["capabilities"] = ["completion", *taken]
         meta = {"n_ctx": replies.n_ctx, "n_ctx_train": replies.config.context_length, "n_vocab": replies.config.vocab_size}
         return {"id": name, "object": "model", "created": self._created, "owned_by": "effllm", "max_model_len": replies.n_ctx,
                 "meta": meta, "type": "model", "display_name": name, "max_input_tokens": replies.n_ctx,

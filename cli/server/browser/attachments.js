@@ -1,36 +1,45 @@
-// Files that go with a message: pictures as they are, where the model sees, and texts as a part of the message.
+// Files that go with a message: pictures where the model sees, sounds where it hears, and texts as a part of the message.
 
+import { fitting } from "./sounds.js";
 import { element } from "./thread.js";
 
-const LARGEST_TEXT = 1 << 20, LARGEST_PICTURE = 20 << 20; // bytes
+const LARGEST_TEXT = 1 << 20, LARGEST_PICTURE = 20 << 20, LARGEST_SOUND = 256 << 20; // bytes
 
 export class Attachments {
   #list;
 
   constructor(list) {
     this.#list = list;
-    this.sees = false;
+    this.sees = this.hears = false;
     this.files = [];
   }
 
   // Throws an Error with a line for a person.
   async add(files) {
     for (const file of files) {
-      const isPicture = file.type.startsWith("image/");
-      if (isPicture && !this.sees) throw new Error(`${file.name}: this model sees no pictures`);
-      if (file.size > (isPicture ? LARGEST_PICTURE : LARGEST_TEXT)) throw new Error(`${file.name} is too large`);
-      this.files.push({ name: file.name, ...(isPicture ? { picture: await dataUrl(file) } : { text: await textOf(file) }) });
+      this.files.push({ name: file.name, ...await this.#read(file) });
       this.#show();
     }
+  }
+
+  async #read(file) {
+    const isPicture = file.type.startsWith("image/"), isSound = file.type.startsWith("audio/");
+    if (isPicture && !this.sees) throw new Error(`${file.name}: this model sees no pictures`);
+    if (isSound && !this.hears) throw new Error(`${file.name}: this model hears no sounds`);
+    if (file.size > (isPicture ? LARGEST_PICTURE : isSound ? LARGEST_SOUND : LARGEST_TEXT)) throw new Error(`${file.name} is too large`);
+    if (isPicture) return { picture: await dataUrl(file) };
+    return isSound ? { sound: await dataUrl(await fitting(file)) } : { text: await textOf(file) };
   }
 
   // What a message with this text is, and none of them are left.
   taken(text) {
     const texts = this.files.filter((each) => each.text !== undefined).map((each) => quoted(each.name, each.text));
-    const pictures = this.files.filter((each) => each.picture).map((each) => each.picture);
+    const of = (kind) => this.files.filter((each) => each[kind]).map((each) => each[kind]);
+    const pictures = of("picture"), sounds = of("sound");
     this.files = [];
     this.#show();
-    return { role: "user", content: [...texts, text].join("\n\n").trim(), ...(pictures.length ? { pictures } : {}) };
+    const seen = pictures.length ? { pictures } : {}, heard = sounds.length ? { sounds } : {};
+    return { role: "user", content: [...texts, text].join("\n\n").trim(), ...seen, ...heard };
   }
 
   #show() {
@@ -53,7 +62,7 @@ async function textOf(file) {
   try {
     return new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
   } catch {
-    throw new Error(`${file.name} is neither a text nor a picture`);
+    throw new Error(`${file.name} is no text, no picture and no sound`);
   }
 }
 

@@ -45,6 +45,7 @@ async function choose(model) {
   settings.model = known = model;
   capabilities = await api.capabilities(model).catch(() => []);
   attachments.sees = capabilities.includes("vision");
+  attachments.hears = capabilities.includes("audio");
 }
 
 // ---- conversations
@@ -188,17 +189,24 @@ function systemOf() {
 // As a request has them. A question that was never answered and the next one are one: templates want turns.
 function inTurns(messages) {
   const turns = [];
-  for (const { role, content, pictures = [] } of messages) {
-    if (!content && !pictures.length) continue;
+  for (const { role, content, pictures = [], sounds = [] } of messages) {
+    const parts = [...pictures.map(asPicture), ...sounds.map(asSound)];
+    if (!content && !parts.length) continue;
     const last = turns.at(-1);
-    if (last?.role !== role) turns.push({ role, content, pictures });
-    else turns[turns.length - 1] = { role, content: `${last.content}\n\n${content}`, pictures: [...last.pictures, ...pictures] };
+    if (last?.role !== role) turns.push({ role, content, parts });
+    else turns[turns.length - 1] = { role, content: `${last.content}\n\n${content}`, parts: [...last.parts, ...parts] };
   }
-  return turns.map(({ role, content, pictures }) => ({ role, content: pictures.length ? [...pictures.map(asPart), asText(content)] : content }));
+  return turns.map(({ role, content, parts }) => ({ role, content: parts.length ? [...parts, asText(content)] : content }));
 }
 
-function asPart(url) {
+function asPicture(url) {
   return { type: "image_url", image_url: { url } };
+}
+
+// OpenAI knows two formats by name; the server tells it from the bytes.
+function asSound(url) {
+  const [head, data] = url.split(",");
+  return { type: "input_audio", input_audio: { data, format: /mpeg|mp3/.test(head) ? "mp3" : "wav" } };
 }
 
 function asText(text) {

@@ -81,7 +81,9 @@ function fill(article, message) {
   article.querySelector(".cost").textContent = message.cost ?? "";
   if (message.role === "user") {
     const pictures = (message.pictures ?? []).map((each) => element("img", { src: each, alt: "A picture of this message" }));
-    const shown = pictures.length ? [element("div", { className: "pictures" }, ...pictures)] : [];
+    const player = { controls: true, ariaLabel: "A sound of this message" };
+    const sounds = (message.sounds ?? []).map((each) => element("audio", { ...player, src: each }));
+    const shown = pictures.length + sounds.length ? [element("div", { className: "pictures" }, ...pictures, ...sounds)] : [];
     body.replaceChildren(...shown, element("div", { className: "plain" }, message.content));
     return;
   }
