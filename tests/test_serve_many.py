@@ -155,6 +155,8 @@ def test_every_api_is_passed_on(server: Served) -> None:
     assert events[0]["message"]["model"] == "twin" and events[-1]["type"] == "message_stop"
     counted = server.message(model="twin", path="/v1/messages/count_tokens").json["input_tokens"]
     assert counted == prompt_tokens(server.chat(model="twin"))
+    for path, asked in (("responses", {"input": ASKED}), ("chat/completions", {"messages": ASKED})):
+        assert server.ask("POST", f"/v1/{path}/input_tokens", {"model": "twin", **asked}).json["input_tokens"] == counted
     ids = server.ask("POST", "/tokenize", {"model": "twin", "content": "the fox"}).json["tokens"]
     assert server.ask("POST", "/detokenize", {"model": "twin", "tokens": ids}).json == {"content": "the fox"}
     first, *pieces, last, usage = server.chat(model="fable", stream=True, stream_options={"include_usage": True}).events

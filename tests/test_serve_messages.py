@@ -128,6 +128,12 @@ def test_tokens_are_counted_as_they_are_read(server: Served) -> None:
         used = prompt_of(server.message(**fields, max_tokens=1).json["usage"])
         body = {"messages": ASKED, "model": "fable", **fields}
         assert server.ask("POST", PATHS[1], body).json == {"input_tokens": used}
+        if "tools" not in fields:
+            system = [{"role": "system", "content": fields["system"]}] if "system" in fields else []
+            of_responses = {"input": ASKED, "instructions": fields.get("system")}
+            for path, asked in (("responses", of_responses), ("chat/completions", {"messages": [*system, *ASKED]})):
+                counted = server.ask("POST", f"/v1/{path}/input_tokens", asked).json
+                assert counted == {"object": "response.input_tokens", "input_tokens": used}
     assert server.message("x", PATHS[1]).status == 400 and server.message([], PATHS[1]).status == 400
 
 

@@ -11,7 +11,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from served import ASKED, Reply, Served, serving
 
 CHAT, TEXT, LLAMA = "/v1/chat/completions", "/v1/completions", "/completion"
-POSTED = (CHAT, TEXT, "/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/api/chat", "/api/generate", "/api/show", "/api/embed",
+POSTED = (CHAT, TEXT, "/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses/input_tokens",
+          "/v1/chat/completions/input_tokens", "/api/chat", "/api/generate", "/api/show", "/api/embed",
           LLAMA, "/completions", "/infill", "/tokenize", "/detokenize", "/apply-template", "/v1/embeddings", "/embedding", "/v1/rerank",
           "/slots/0?action=save", "/slots/0?action=jump", "/lora-adapters", "/props")
 NO_BODY = (b"", b"{", b"null", b"1", b'"text"', b"[[[]]]", b'{"model": "fable",}', b"\xff\xfe", b"[" * 100_000, b'{"a": ' * 50_000,

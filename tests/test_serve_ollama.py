@@ -152,7 +152,8 @@ def test_reasoning_stands_apart(tmp_path: Path) -> None:
         message = chat(server, model="thinker", stream=False, think=False).json["message"]
         assert message["content"] and set(message) == {"role", "content"}
         assert "think is true, false, low" in error_of(chat(server, model="thinker", think="much"))
-        assert server.ask("POST", "/api/show", {"model": "thinker"}).json["capabilities"] == ["completion", "thinking"]
+        shown = server.ask("POST", "/api/show", {"model": "thinker"}).json
+        assert shown["capabilities"] == ["completion", "thinking"] and shown["thinking"] == {"values": [False, True], "default": True}
 
 
 def test_what_a_request_does_not_say_is_as_the_command_line_has_it(guarded: Served) -> None:
@@ -183,7 +184,7 @@ def test_the_model_is_listed_shown_and_running(server: Served) -> None:
     assert datetime.fromisoformat(loaded["expires_at"]) > datetime.fromisoformat(listed["modified_at"])
     info = shown["model_info"]
     assert info["general.architecture"] == "llama" and info["llama.context_length"] == 2048 and 5e6 < info["general.parameter_count"] < 6e6
-    assert shown["capabilities"] == ["completion"] and "assistant" in shown["template"] and shown["license"]
+    assert shown["capabilities"] == ["completion"] and "thinking" not in shown and "assistant" in shown["template"] and shown["license"]
     assert "num_ctx                       2048\n" in shown["parameters"] and shown["modified_at"] == listed["modified_at"]
     assert server.ask("POST", "/api/show", {"name": "fable"}).json == shown  # as it was called before
 

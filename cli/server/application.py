@@ -29,7 +29,7 @@ from .metrics import Tally
 from .ollama import OllamaModels
 from .ollama_fields import OllamaAsked, OllamaChat, OllamaText, waited_ns
 from .ollama_shape import OllamaMessage, OllamaResponse
-from .one_model import OneModel
+from .one_model import COUNTED, OneModel
 from .pictures import Sent
 from .problems import MESSAGES, OLLAMA, Problem, problem_of
 from .responses_fields import ResponsesAsked
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from ...runtime.sessions.slot_files import SlotFiles
 
 SYSTEM = ("system", "developer")
+COUNT_OF_OPENAI = {"object": "response.input_tokens"}
 NO_INSERT = 'suffix is not supported: "{}" does not support insert, having no tokens for filling in the middle'  # words of Ollama's in it
 
 
@@ -78,6 +79,7 @@ class Service(OneModel):
         return [*super().routes(), *(post(path, self.chat) for path in ("/v1/chat/completions", "/chat/completions")),
                 post("/v1/completions", self.text),
                 *(post(path, self.responses) for path in ("/v1/responses", "/responses")),
+                *(post(path, self.count_response) for path in COUNTED[:2]), *(post(path, self.count_chat) for path in COUNTED[2:]),
                 post(MESSAGES, self.messages), post(f"{MESSAGES}/count_tokens", self.count_tokens),
                 post(f"{OLLAMA}chat", self.ollama_chat), post(f"{OLLAMA}generate", self.ollama_generate),
                 *OllamaModels(self.name, self.replies, self.defaults, self.demand_model).routes(),
@@ -104,12 +106,26 @@ class Service(OneModel):
         answer = await self.wanted(*messages_fields.chat_of(asked), messages_fields.CALLED, pictures)
         return await self.answer(request, asked, MessageShape(self.called(asked.model), asked), partial(self._reply, answer))
 
+    async def count_chat(self, request: Request) -> Response:
+        asked = await self.asked(request, ChatAsked)
+        pictures = await self.pictures(pictures_sent.in_chat(asked))
+        return await self._counted(await self.wanted(asked, messages_of(asked), pictures=pictures))
+
+    async def count_response(self, request: Request) -> Response:
+        asked = await self.asked(request, ResponsesAsked)
+        pictures = await self.pictures(pictures_sent.in_responses(asked))
+        chat, messages, _ = responses_fields.chat_of(asked)
+        return await self._counted(await self.wanted(chat, messages, responses_fields.CALLED, pictures))
+
     async def count_tokens(self, request: Request) -> Response:
         asked = await self.asked(request, CountAsked)
         pictures = await self.pictures(pictures_sent.in_messages(asked))
-        wanted = await self.wanted(*messages_fields.chat_of(asked), messages_fields.CALLED, pictures)
+        return await self._counted(await self.wanted(*messages_fields.chat_of(asked), messages_fields.CALLED, pictures), {})
+
+    async def _counted(self, wanted: Wanted, told: Mapping[str, str] = COUNT_OF_OPENAI) -> Response:
+        """How many tokens the prompt has, beside what else is `told`."""
         count = await asyncio.to_thread(self.replies.count, wanted.messages, wanted.wish.think, wanted.tools, wanted.variables)
-        return json_response({"input_tokens": count})
+        return json_response({**told, "input_tokens": count})
 
     async def ollama_chat(self, request: Request) -> Response:
         asked = await self._asked_as_ollama(request, OllamaChat)

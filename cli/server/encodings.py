@@ -13,11 +13,11 @@ from starlette.routing import Route
 from ...runtime.answers.encodings import Encodings
 from .llama_paths import UNSUPPORTED, TokenPaths
 from .ollama import OllamaEncoder
-from .one_model import OneModel
+from .one_model import COUNTED, OneModel
 from .problems import MESSAGES, OLLAMA, Problem
 
 WRITING = ("/v1/chat/completions", "/chat/completions", "/v1/completions", "/completion", "/completions", "/infill", "/apply-template",
-           "/v1/responses", "/responses", MESSAGES, f"{MESSAGES}/count_tokens", f"{OLLAMA}chat", f"{OLLAMA}generate")
+           "/v1/responses", "/responses", *COUNTED, MESSAGES, f"{MESSAGES}/count_tokens", f"{OLLAMA}chat", f"{OLLAMA}generate")
 
 
 @dataclass

@@ -35,7 +35,7 @@ from .messages_shape import MessageShape
 from .ollama_fields import untagged
 from .ollama_front import OllamaFront
 from .ollama_shape import UNLOAD, OllamaMessage, OllamaResponse
-from .one_model import on_left, on_path, on_problem
+from .one_model import COUNTED, on_left, on_path, on_problem
 from .passing import Answer, Broken, passed_on
 from .problems import FAILED, MESSAGES, OLLAMA, Problem, closing
 from .reranking import PATHS as RERANKING
@@ -86,7 +86,7 @@ PASSED = (Passed(("/v1/chat/completions", "/chat/completions"), lambda name, bod
           Passed((f"{OLLAMA}chat",), lambda name, body: OllamaMessage(name), streams=True),
           Passed((f"{OLLAMA}generate",), lambda name, body: OllamaResponse(name), streams=True),
           Passed(("/v1/embeddings", "/embeddings", "/embedding", f"{OLLAMA}embed", f"{OLLAMA}embeddings")), Passed(RERANKING),
-          Passed((f"{MESSAGES}/count_tokens", "/tokenize", "/detokenize", "/apply-template")))
+          Passed((f"{MESSAGES}/count_tokens", *COUNTED, "/tokenize", "/detokenize", "/apply-template")))
 TOLD = ("/props",)  # of a model by its name in the query, which is loaded for it
 GLANCED = ("/slots", "/metrics")  # nothing is loaded for these, and asking them is no use of a model: whoever watches asks for ever
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ... import EffllmError
 from .lasting import FOREVER_S
-from .ollama_fields import LATEST, SAME
+from .ollama_fields import LATEST, LEVELS, SAME
 from .ollama_shape import stamp
 from .wishes import SAMPLING
 
@@ -179,7 +179,7 @@ def shown(model: Listed, files: Files, defaults: Defaults | None = None) -> dict
     found = {"license": files.licence or licence_of(files.folder), "system": defaults and defaults.system,
              "template": template and template.source}
     return {**{key: value for key, value in found.items() if value}, "parameters": _parameters(files.context, defaults and defaults.wish),
-            "details": model.details, "modified_at": stamp(model.changed), "capabilities": capabilities(files),
+            "details": model.details, "modified_at": stamp(model.changed), "capabilities": capabilities(files), **thinking(files.tokenizer),
             "model_info": {"general.architecture": kind, "general.basename": Path(model.name).name,
                            "general.parameter_count": model.parameters, **{f"{kind}.{key}": value for key, value in about.items()}}}
 
@@ -193,6 +193,14 @@ def _parameters(context: int, wish: Wish | None) -> str:
     stops = wish.stops if wish else ()
     lines = [(key, value) for key, value in said.items() if value is not None] + [("stop", json.dumps(stop)) for stop in stops]
     return "\n".join(f"{key:<{COLUMNS}}{value}" for key, value in lines)
+
+
+def thinking(tokenizer: Tokenizer) -> dict[str, object]:
+    """What `think` may be, of a model that reasons: a switch, or on channels how much, since those of gpt-oss always reason."""
+    if not tokenizer.thinks:
+        return {}
+    values, usual = (LEVELS[:3], "medium") if tokenizer.channels else ((False, True), True)
+    return {"thinking": {"values": [*values], "default": usual}}
 
 
 def capabilities(files: Files) -> list[str]:

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
 SERVED = "/v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/models, /api/chat, /api/generate, /completion and /infill"
 
+# Where a request's tokens are counted: one of Responses, as OpenAI has it, and of a chat, as llama-server.
+COUNTED = ("/v1/responses/input_tokens", "/responses/input_tokens", "/v1/chat/completions/input_tokens", "/chat/completions/input_tokens")
+
 
 @dataclass
 class OneModel:
