@@ -119,7 +119,8 @@ def test_nothing_of_a_request_is_left_in_the_next(server: Served) -> None:
     {"logit_bias": {"18": -100, " said": False}, "n": 1}, {"logit_bias": [[18, -100], [" the", 9.5], ["A fox", False]]},
     {"dry_multiplier": 3.0, "dry_allowed_length": 0, "dry_sequence_breakers": []}, {"temperature": 1, "seed": 1, "top_n_sigma": 0.5},
     {"temperature": 1, "seed": 1, "xtc_probability": 1.0, "xtc_threshold": 0.01},
-    {"repeat_penalty": 1.9, "repeat_last_n": 64}, {"repetition_penalty": 1.9}, {"logit_bias": {}, "logprobs": False}])
+    {"temperature": 1, "seed": 7.0, "top_k": 40.0}, {"repeat_penalty": 1.9, "repeat_last_n": 64.0},
+    {"repetition_penalty": 1.9}, {"logit_bias": {}, "logprobs": False}])
 def test_fields_of_sampling(server: Served, fields: dict) -> None:
     """The same twice; what draws otherwise says something else."""
     first, second = (server.chat(**fields) for _ in range(2))

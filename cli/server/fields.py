@@ -26,6 +26,14 @@ def one_or_more(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def whole_number(value: Any) -> Any:
+    """Programs that know no integers send 8192.0, which is one."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = Annotated[int | None, BeforeValidator(whole_number)]
+
+
 class Body(BaseModel):
     """`not_here`: what no answer can have, with the values by which a request asks for nothing; `instead`: what does it here."""
 
@@ -60,31 +68,31 @@ class Asked(Body):
     stream_options: StreamOptions | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Whole = None
     min_p: float | None = None
     typical_p: float | None = None
     repeat_penalty: float | None = None
     repetition_penalty: float | None = None
-    repeat_last_n: int | None = None
+    repeat_last_n: Whole = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     dry_multiplier: float | None = None
     dry_base: float | None = None
-    dry_allowed_length: int | None = None
-    dry_penalty_last_n: int | None = None
+    dry_allowed_length: Whole = None
+    dry_penalty_last_n: Whole = None
     dry_sequence_breakers: list[str] | None = None
     xtc_probability: float | None = None
     xtc_threshold: float | None = None
     top_n_sigma: float | None = None
-    mirostat: int | None = None
+    mirostat: Whole = None
     mirostat_tau: float | None = None
     mirostat_eta: float | None = None
     logit_bias: Any = None
-    seed: int | None = None
+    seed: Whole = None
     stop: Annotated[list[str] | None, BeforeValidator(one_or_more)] = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    n_predict: int | None = None
+    max_tokens: Whole = None
+    max_completion_tokens: Whole = None
+    n_predict: Whole = None
     ignore_eos: bool | None = None
     response_format: dict[str, Any] | None = None
     grammar: str | None = None
@@ -93,8 +101,8 @@ class Asked(Body):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    thinking_budget_tokens: int | None = None
-    thinking_token_budget: int | None = None
+    thinking_budget_tokens: Whole = None
+    thinking_token_budget: Whole = None
     lora: list[Scale] | None = None
 
 
@@ -104,14 +112,14 @@ class Reasoning(Body):
     effort: str | None = None
     summary: str | None = None
     enabled: bool | None = None
-    max_tokens: int | None = None
+    max_tokens: Whole = None
 
 
 class Thinking(Body):
     """As Anthropic's API asks for it, and DeepSeek's and others in chats."""
 
     type: str | None = None
-    budget_tokens: int | None = None
+    budget_tokens: Whole = None
 
 
 class Message(Body):
@@ -121,27 +129,27 @@ class Message(Body):
 
 class ChatAsked(Asked):
     messages: list[Message]
-    n: int | None = None
+    n: Whole = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     reasoning: Reasoning | None = None
     thinking: Thinking | None = None
     enable_thinking: bool | None = None
     think: bool | str | None = None
-    thinking_budget: int | None = None
+    thinking_budget: Whole = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
-    n_probs: int | None = None
+    top_logprobs: Whole = None
+    n_probs: Whole = None
 
 
 class TextAsked(Asked):
     prompt: Any
-    n: int | None = None
+    n: Whole = None
     logprobs: int | bool | None = None
-    n_probs: int | None = None
+    n_probs: Whole = None
     echo: bool | None = None
     suffix: str | None = None
 

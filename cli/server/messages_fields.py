@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from .fields import NOT_HERE, Asked, Body, ChatAsked, Thinking, text_of, texts_of
+from pydantic import BeforeValidator
+
+from .fields import NOT_HERE, Asked, Body, ChatAsked, Thinking, text_of, texts_of, whole_number
 from .problems import Problem
 from .turns import ASSISTANT, SYSTEM, USER, Turns, text_at
 from .wishes import EFFORTS, OF_HARMONY
@@ -57,7 +59,7 @@ class CountAsked(Asked):
 
 
 class MessagesAsked(CountAsked):
-    max_tokens: int
+    max_tokens: Annotated[int, BeforeValidator(whole_number)]
 
 
 def chat_of(asked: CountAsked) -> tuple[ChatAsked, list[dict[str, Any]]]:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator
 
-from .fields import ROLES, Asked, Body, ChatAsked, TextAsked, one_or_more, refuse_not_here, texts_of
+from .fields import ROLES, Asked, Body, ChatAsked, TextAsked, Whole, one_or_more, refuse_not_here, texts_of
 from .problems import Problem
 from .turns import ASSISTANT, SYSTEM, TOOL, USER
 from .wishes import ALONE, NO_LIMIT
@@ -20,16 +20,8 @@ LEVELS = ("low", "medium", "high", "max")
 IN_CHAT = "/api/chat takes a conversation"
 
 
-def whole_number(value: Any) -> Any:
-    """Programs that know no integers send 8192.0, which is one."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
 def unless_none(value: Any) -> Any:
     return True if value is None else value
-
-
-Whole = Annotated[int | None, BeforeValidator(whole_number)]
 
 
 class Options(Body):

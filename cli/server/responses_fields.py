@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from .fields import NOT_HERE, Asked, Body, ChatAsked, Reasoning, texts_of
+from .fields import NOT_HERE, Asked, Body, ChatAsked, Reasoning, Whole, texts_of
 from .problems import Problem
 from .tools import ALLOWED
 from .turns import ASSISTANT, SYSTEM, USER, Turns, object_of, text_at
@@ -35,7 +35,7 @@ class ResponsesAsked(Asked):
 
     input: Any
     instructions: str | None = None
-    max_output_tokens: int | None = None
+    max_output_tokens: Whole = None
     previous_response_id: str | None = None
     text: Text | None = None
     reasoning: Reasoning | None = None
