@@ -62,7 +62,7 @@ def test_an_answer_is_that_of_chat_completions(server: Served) -> None:
         assert reply.status == 200 and item["content"][0]["text"] == said["choices"][0]["message"]["content"]
         assert item["type"] == "message" and item["role"] == "assistant" and item["id"].startswith("msg_")
         assert item["content"] == [{"type": "output_text", "text": item["content"][0]["text"], "annotations": [], "logprobs": []}]
-        assert (whole["object"], whole["model"], whole["status"], whole["store"]) == ("response", "fable", "incomplete", False)
+        assert (whole["object"], whole["model"], whole["status"], whole["store"]) == ("response", "fable", "incomplete", True)
         assert whole["incomplete_details"] == {"reason": "max_output_tokens"} and item["status"] == "incomplete"
         assert whole["id"].startswith("resp_") and whole["instructions"] == "Be brief." and whole["metadata"] == {"a": "b"}
         assert whole["usage"]["input_tokens"] == said["usage"]["prompt_tokens"] and whole["usage"]["output_tokens"] == 24

@@ -21,6 +21,7 @@ from . import pictures as pictures_sent
 from .desk import Start
 from .fields import Asked, ChatAsked, Kind, TextAsked, messages_of, prompts_of
 from .guard import RECORD
+from .kept_responses import KeptResponses
 from .llama_paths import LlamaPaths
 from .llama_slots import LlamaSlots
 from .messages_fields import CountAsked, MessagesAsked
@@ -32,7 +33,7 @@ from .ollama_shape import OllamaMessage, OllamaResponse
 from .one_model import COUNTED, OneModel
 from .pictures import Sent
 from .problems import MESSAGES, OLLAMA, Problem, problem_of
-from .responses_fields import ResponsesAsked
+from .responses_fields import Names, ResponsesAsked
 from .responses_shape import ResponseShape
 from .several import Several, counted, in_turn, varied
 from .shapes import ChatShape, Completion, Shape, TextShape
@@ -73,6 +74,7 @@ class Service(OneModel):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.tally, self._taking = Tally(), pictures_sent.Taking(self.replies, self.note)
+        self._kept = KeptResponses()
 
     def routes(self) -> list[Route]:
         post = partial(Route, methods=["POST"])
@@ -94,11 +96,20 @@ class Service(OneModel):
 
     async def responses(self, request: Request) -> Response:
         asked = await self.asked(request, ResponsesAsked)
+        own = self._kept.own(asked)
+        answer, names = await self._wanted_response(self._kept.whole(asked, own))
+
+        def keep(name: str, answered: list[dict[str, Any]]) -> None:
+            self._kept.keep(name, asked, own, answered)
+
+        shape = ResponseShape(self.called(asked.model), asked, names, self.replies.tokenizer if asked.tells else None, keep)
+        return await self.answer(request, asked, shape, partial(self._reply, answer))
+
+    async def _wanted_response(self, asked: ResponsesAsked) -> tuple[Wanted, Names]:
+        """What a request of Responses comes to, and what its program calls the tools."""
         pictures = await self.pictures(pictures_sent.in_responses(asked))
         chat, messages, names = responses_fields.chat_of(asked)
-        answer = await self.wanted(chat, messages, responses_fields.CALLED, pictures)
-        shape = ResponseShape(self.called(asked.model), asked, names, self.replies.tokenizer if asked.tells else None)
-        return await self.answer(request, asked, shape, partial(self._reply, answer))
+        return await self.wanted(chat, messages, responses_fields.CALLED, pictures), names
 
     async def messages(self, request: Request) -> Response:
         asked = await self.asked(request, MessagesAsked)
@@ -113,9 +124,8 @@ class Service(OneModel):
 
     async def count_response(self, request: Request) -> Response:
         asked = await self.asked(request, ResponsesAsked)
-        pictures = await self.pictures(pictures_sent.in_responses(asked))
-        chat, messages, _ = responses_fields.chat_of(asked)
-        return await self._counted(await self.wanted(chat, messages, responses_fields.CALLED, pictures))
+        wanted, _ = await self._wanted_response(self._kept.whole(asked, self._kept.own(asked)))
+        return await self._counted(wanted)
 
     async def count_tokens(self, request: Request) -> Response:
         asked = await self.asked(request, CountAsked)

@@ -21,7 +21,7 @@ FREE_TEXT = {"type": "object", "properties": {FREE: {"type": "string"}}, "requir
 CALLED = {"max_tokens": "max_output_tokens", "response_format": "text.format", "reasoning_effort": "reasoning.effort"}
 TYPES = ("description", str, "a text"), ("parameters", dict, "a JSON schema"), ("strict", bool, "true or false")  # of tools
 OUTPUTS = ("function_call_output", "custom_tool_call_output")  # items of what tools gave back
-NOT_KEPT = "responses are not kept here: send the whole conversation as input"
+NOT_KEPT = "send the whole conversation as input"
 LOGPROBS = "message.output_text.logprobs"
 
 
@@ -37,6 +37,7 @@ class ResponsesAsked(Asked):
     instructions: str | None = None
     max_output_tokens: Whole = None
     previous_response_id: str | None = None
+    store: bool | None = None
     text: Text | None = None
     reasoning: Reasoning | None = None
     tools: list[dict[str, Any]] | None = None
@@ -68,8 +69,6 @@ class Names:
 
 def chat_of(asked: ResponsesAsked) -> tuple[ChatAsked, list[dict[str, Any]], Names]:
     """The request as one of chat completions, and its messages. Raises Problem."""
-    if asked.previous_response_id is not None:
-        raise Problem(400, f"previous_response_id is not supported: {NOT_KEPT}", param="previous_response_id", code="unsupported_parameter")
     if asked.top_logprobs and not asked.tells:
         raise Problem(400, f"top_logprobs goes with {LOGPROBS} in include", param="top_logprobs")
     names = Names()
@@ -161,7 +160,5 @@ def _add(turns: Turns, item: dict[str, Any], where: str) -> None:
         texts = [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
         if texts:
             turns.think("\n".join(texts))
-    elif kind == "item_reference":
-        raise Problem(400, f"{where}: {NOT_KEPT}", param=where)
     else:
         raise Problem(400, f"{where}: items of type {kind} are not supported", param=where, hint="leave it out")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,11 +46,13 @@ def new_id(prefix: str) -> str:
 
 class ResponseShape(Shape):
     """`asked` is what the response says again, `names` what programs call the tools. With a `tokenizer` it is told how likely tokens
-    were."""
+    were; `keep` is told its name and items when it has ended."""
 
     named, ending, early = True, b"", True
 
-    def __init__(self, model: str, asked: ResponsesAsked, names: Names, tokenizer: Tokenizer | None = None) -> None:
+    def __init__(self, model: str, asked: ResponsesAsked, names: Names, tokenizer: Tokenizer | None = None,
+                 keep: Callable[[str, list[dict[str, Any]]], None] | None = None) -> None:
+        self._keep = keep
         self.model, self.asked, self.names = model, asked, names
         self._tokens, self._told = tokenizer and TokenList(tokenizer), []  # of the message that is not whole
         self.id, self.created = new_id("resp"), int(time.time())
@@ -81,13 +84,19 @@ class ResponseShape(Shape):
 
     def last(self, stats: Stats) -> list[dict[str, object]]:
         status = status_of(stats)
-        closing = self._close(status)
+        closing = self._ended(status)
         return [*closing, self._event(f"response.{status}", response=self.response(status, stats))]
 
     def whole(self, stats: Stats) -> dict[str, object]:
         status = status_of(stats)
-        self._close(status)
+        self._ended(status)
         return self.response(status, stats)
+
+    def _ended(self, status: str) -> list[dict[str, object]]:
+        made = self._close(status)
+        if self._keep is not None:
+            self._keep(self.id, [*self.items])
+        return made
 
     def tells(self, problem: Problem) -> bool:
         """A context that is too small, as OpenAI's streams do: programs make room when they are told so by an event."""
@@ -110,8 +119,9 @@ class ResponseShape(Shape):
             "id": self.id, "object": "response", "created_at": self.created, "status": status, "model": self.model, "output": [*self.items],
             "completed_at": int(time.time()) if status == DONE else None, "background": False, "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == CUT else None, "instructions": asked.instructions,
-            "max_output_tokens": asked.max_output_tokens, "metadata": asked.metadata or {}, "previous_response_id": None,
-            "parallel_tool_calls": asked.parallel_tool_calls is not False, "service_tier": "default", "store": False,
+            "max_output_tokens": asked.max_output_tokens, "metadata": asked.metadata or {},
+            "previous_response_id": asked.previous_response_id,
+            "parallel_tool_calls": asked.parallel_tool_calls is not False, "service_tier": "default", "store": asked.store is not False,
             "reasoning": {"effort": reasoning and reasoning.effort, "summary": reasoning and reasoning.summary},
             "text": {"format": asked.text and asked.text.format or {"type": "text"}}, "temperature": asked.temperature,
             "top_p": asked.top_p, "top_logprobs": asked.top_logprobs or 0, "tools": asked.tools or [],
