@@ -18,7 +18,7 @@ RUN = 'effllm run MODEL "your prompt"'
 # Other names that llama.cpp has for a flag that both have, with the same values.
 SAME = {"--n-predict": "--predict", "--n-gpu-layers": "--gpu-layers", "--temperature": "--temp", "-sys": "--system",
         "--system-prompt": "--system", "--json-schema": "--schema", "--json-schema-file": "--schema", "-jf": "--schema",
-        "--grammar-file": "--grammar"}
+        "--grammar-file": "--grammar", "--reasoning": "--think", "-rea": "--think"}
 # A flag of elsewhere -> the one that does this here, where the command has it.
 CALLED = {"--max-tokens": "-n", "--num-predict": "-n", "--max-new-tokens": "-n", "--num-ctx": "-c", "--n-ctx": "-c",
           "--context-length": "-c", "--max-kv-size": "-c", "--verbose": "--stats", "-v": "--stats", "--format": "--json",
@@ -27,7 +27,8 @@ CALLED = {"--max-tokens": "-n", "--num-predict": "-n", "--max-new-tokens": "-n",
           "--outtype": "--type", "--model-draft": "--draft", "--draft-model": "--draft", "--alias": "--name",
           "--served-model-name": "--name", "--max-queue": "--queue", "--models-max": "--max-models",
           "--max-num-seqs": "--parallel", "--allowed-origins": "--cors", "--adapter": "--lora", "--adapter-path": "--lora",
-          "--reps": "-r", "--num-trials": "-r"}
+          "--reps": "-r", "--num-trials": "-r",
+          **dict.fromkeys(("--think-budget", "--thinking-budget", "--thinking-token-budget"), "--reasoning-budget")}
 BITS = "--bits"
 # A flag of elsewhere -> what to type instead.
 INSTEAD = {
@@ -41,6 +42,8 @@ INSTEAD = {
                      "--no-display-prompt", "-no-display-prompt"), "leave it away: it is always so, or chosen by the plan"),
     **dict.fromkeys(("--n-cpu-moe", "-ncmoe", "--cpu-moe", "-cmoe", "-ot", "--override-tensor"),
                     "leave it away: the plan says where each layer and expert lies; --ram and --vram bound it"),
+    **dict.fromkeys(("--quiet", "--hidethinking", "--log-disable"),
+                    "stdout has the answer alone: 2>/dev/null leaves away what is said beside it, reasoning too"),
     **dict.fromkeys(("--chat-template", "--chat-template-file", "--jinja"), "leave it away: a model has its own; --raw does without"),
     "--lora-scaled": "how much of an adapter stands behind it: --lora ADAPTER:0.5",
     "--lora-init-without-apply": "an adapter that waits for requests to choose it: --lora ADAPTER:0",

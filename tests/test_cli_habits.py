@@ -74,7 +74,7 @@ def test_help_is_a_command_too(words: tuple[str, ...], capsys: pytest.CaptureFix
 def test_names_that_both_have_are_taken() -> None:
     """What is wrong with the value is said of the flag here, so it was understood."""
     for given, here in (("--n-predict", "-n"), ("--temperature", "--temp"), ("--n-gpu-layers", "-ngl"), ("--top_k", "--top-k"),
-                        ("--n_predict", "-n")):
+                        ("--n_predict", "-n"), ("--reasoning", "--think")):
         assert typed("run", "fable", "hi", given, "x") == typed("run", "fable", "hi", here, "x")
         assert typed("run", "fable", "hi", f"{given}=x") == typed("run", "fable", "hi", here, "x")
 
@@ -91,7 +91,9 @@ def test_names_that_both_have_are_taken() -> None:
     (("fable", "hi", "--adapter-path", "x"), "here it is --lora"), (("fable", "hi", "--lora-scaled", "x:1"), "--lora ADAPTER:0.5"),
     (("fable", "hi", "--format", "json"), "--schema json"), (("fable", "hi", "-md", "x"), "here it is --draft"),
     (("fable", "hi", "--draft-model", "x"), "here it is --draft"), (("fable", "hi", "-ot", "exps=CPU"), "leave it away"),
-    (("fable", "hi", "--chat-template", "chatml"), "a model has its own"), (("fable", "hi", "--no-mmproj"), "the first picture is shown")])
+    (("fable", "hi", "--chat-template", "chatml"), "a model has its own"), (("fable", "hi", "--no-mmproj"), "the first picture is shown"),
+    (("fable", "hi", "--think-budget", "9"), "here it is --reasoning-budget"), (("fable", "hi", "--quiet"), "2>/dev/null"),
+    (("fable", "hi", "--hidethinking"), "reasoning too")])
 def test_a_flag_of_elsewhere_is_answered_with_the_next_step(words: tuple[str, ...], hint: str) -> None:
     code, out, err = typed("run", *words)
     assert (code, out) == (2, "") and hint in " ".join(err.split()), err

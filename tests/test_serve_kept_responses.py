@@ -34,8 +34,9 @@ def test_a_response_is_gone_on_with_by_its_name(server: Served) -> None:
     assert said(second) == said(sent)
     assert second["usage"]["input_tokens"] == sent["usage"]["input_tokens"], "instructions are each request's own"
     assert second["previous_response_id"] == first["id"] and second["store"] is True and sent["store"] is False
-    last = server.respond([{"role": "user", "content": "Why?"}], previous_response_id=second["id"], stream=True).named_events[-1]["response"]
-    history = [*ASKED, *first["output"], {"role": "user", "content": NEXT}, *second["output"], {"role": "user", "content": "Why?"}]
+    asked = {"role": "user", "content": "Why?"}
+    last = server.respond([asked], previous_response_id=second["id"], stream=True).named_events[-1]["response"]
+    history = [*ASKED, *first["output"], {"role": "user", "content": NEXT}, *second["output"], asked]
     assert said(last) == said(server.respond(history).json)
     counted = server.ask("POST", "/v1/responses/input_tokens", {"input": "Why?", "previous_response_id": second["id"]}).json
     assert counted["input_tokens"] == last["usage"]["input_tokens"]
