@@ -8,8 +8,6 @@ import os
 import re
 import stat
 import sys
-import termios
-import time
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -327,35 +325,6 @@ def test_another_ctrl_c_behind_a_stopped_answer_leaves(endless_chat: Chat) -> No
     assert endless_chat.terminal.after is pexpect.EOF or endless_chat.leave(CTRL_C) == 130
 
 
-def test_a_dumb_terminal_gets_plain_text(tmp_path: Path) -> None:
-    running = Chat(tmp_path, "chat", "fable", "-n", "4", "--temp", "0", TERM="dumb")
-    running.terminal.expect_exact("> ")
-    assert "\x1b" not in running.terminal.before, "before the first line"
-    running.type(STORY + ENTER)
-    running.terminal.expect_exact("(-n)")
-    assert "\x1b" not in running.terminal.before
-    running.terminal.expect_exact("> ")
-    until = time.monotonic() + TIMEOUT_S  # here the prompt is written before keys are read one by one: an earlier Ctrl-D ends a line
-    while termios.tcgetattr(running.terminal.child_fd)[3] & termios.ICANON and time.monotonic() < until:
-        time.sleep(0.01)
-    assert running.leave(CTRL_D) == 0
-
-
-def test_a_dumb_terminal_shows_what_is_typed_and_the_answer_goes_where_it_was_sent(tmp_path: Path) -> None:
-    answer = tmp_path / "answer.txt"
-    line = f"exec '{sys.executable}' -P -m effllm chat fable -n 4 --temp 0 > '{answer}'"
-    terminal = pexpect.spawn("/bin/sh", ["-c", line], encoding="utf-8", timeout=TIMEOUT_S,
-                             env={**os.environ, "TERM": "dumb", "XDG_STATE_HOME": str(tmp_path)})
-    terminal.expect_exact("> ")
-    terminal.send(STORY + ENTER)
-    terminal.expect_exact("(-n)")
-    assert STORY in terminal.before
-    terminal.expect_exact("> ")
-    terminal.send("/exit" + ENTER)
-    terminal.expect(pexpect.EOF)
-    assert STORY not in answer.read_text() and ">" not in answer.read_text() and len(answer.read_text().split()) > 1
-
-
 def test_words_after_a_command_that_takes_none_are_answered(chat: Chat) -> None:
     said = chat.say("/undo 2")
     assert "/undo takes no words after it, and '2' stands there" in said and "nothing was said yet" not in said
@@ -391,12 +360,3 @@ def test_what_is_typed_during_an_answer_waits(endless_chat: Chat) -> None:
     endless_chat.terminal.expect_exact(HAS_LINE)
     assert "first token" in endless_chat.wait()
     assert endless_chat.leave(CTRL_D) == 0
-
-
-def test_letters_that_the_locale_does_not_read_are_refused_and_the_chat_goes_on(home: Path) -> None:
-    """As UTF-8 is typed where Python was told to read ASCII: the model got pieces of letters, and nobody was told."""
-    running = Chat(home, "chat", "fable", "-n", "2", LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
-    running.wait()
-    said = running.say("Ünïcode")
-    assert "this message is not UTF-8 text" in said and "/file PATH" in said
-    assert "stopped after 2 tokens" in running.say("plain words") and running.leave(CTRL_D) == 0
