@@ -82,36 +82,46 @@ def _codes_at(kind):
 
 
 @inlined()
-def _put_tile(kind, at, out):
-    """The codes of a row's tile, from address `at` on, as words of four at `out`."""
+def _put_codes(kind, at, step, count, out):
+    """The codes of a tile of `count` rows, from address `at` on and `step` apart, as words of four at `out`."""
     if kind == Q8_0:
-        for pair in range(4):
-            word = load64(at + 8 * pair) ^ MIDDLE
-            store32(out + 128 * pair, word)
-            store32(out + 128 * pair + 64, word >> 32)
+        for row in range(count):
+            for pair in range(4):
+                word = load64(at + row * step + 8 * pair) ^ MIDDLE
+                store32(out + 4 * row + 128 * pair, word)
+                store32(out + 4 * row + 128 * pair + 64, word >> 32)
     elif kind == IQ4_NL:
-        put_levels(at, out)
+        for row in range(count):
+            put_levels(at + row * step, out + 4 * row)
+    elif kind == Q5_0 or kind == Q5_1:
+        for row in range(count):
+            put_halves(at + row * step, out + 4 * row)
+            put_fifth_bits(load32(at + row * step - 4), out + 4 * row + 256)
     else:
-        put_halves(at, out)
-        if kind == Q5_0 or kind == Q5_1:
-            put_fifth_bits(load32(at - 4), out + 256)
+        for row in range(count):
+            put_halves(at + row * step, out + 4 * row)
 
 
 @inlined()
-def _put_scale(kind, at, out):
-    """A row's scale, and its minimum where a `kind` has one, from address `at` on; 1 where either is no number, else 0."""
+def _put_scales(kind, at, step, count, out):
+    """Their scales, from address `at` on, and behind these the minima where a `kind` has some; 1 where one is no number, else 0."""
+    bad = 0
     if kind == MXFP4:
-        scale = load8(at)
-        store8(out, scale)
-        return scale == 255
-    scale = load16(at)
-    store16(out, scale)
-    odd = scale & EXPONENT == EXPONENT
+        for row in range(count):
+            scale = load8(at + row * step)
+            bad |= scale == 255
+            store8(out + row, scale)
+        return bad
+    for row in range(count):
+        scale = load16(at + row * step)
+        bad |= scale & EXPONENT == EXPONENT
+        store16(out + 2 * row, scale)
     if kind == Q4_1 or kind == Q5_1:
-        least = load16(at + 2)
-        store16(out + 2 * ROWS, least)
-        odd |= least & EXPONENT == EXPONENT
-    return odd
+        for row in range(count):
+            least = load16(at + row * step + 2)
+            bad |= least & EXPONENT == EXPONENT
+            store16(out + 2 * (ROWS + row), least)
+    return bad
 
 
 @jit("int64(int64, int64, int64, int64, int64, int64)")
@@ -129,10 +139,9 @@ def blocks_of_32(kind, source, rows, tiles, codes, scales):
             clear(codes, tiles * 64 * bits)
             clear(scales, tiles * ROWS * scale_nbytes)
         for tile in range(tiles):
-            for row in range(count):
-                at = source + (row * tiles + tile) * block_nbytes
-                _put_tile(kind, at + codes_at, codes + 4 * row)
-                bad |= _put_scale(kind, at, scales + row * min(scale_nbytes, 2))
+            at, step = source + tile * block_nbytes, tiles * block_nbytes
+            _put_codes(kind, at + codes_at, step, count, codes)
+            bad |= _put_scales(kind, at, step, count, scales)
             codes += 64 * bits
             scales += ROWS * scale_nbytes
         source += ROWS * tiles * block_nbytes
