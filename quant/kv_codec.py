@@ -1,7 +1,7 @@
 """The lossy KV page codec: exact K and V of one layer-page to records of 10 to 1 bits, and back. NumPy, pure functions, all heads at once.
 
 K after RoPE: minus the static mean turned to each position, times the basis' matrix, affine groups of 32 tokens of a channel. V: times
-its matrix, affine groups of 16 channels of a token. `docs/kv-codec.md` says what each step is worth.
+its matrix, affine groups of 16 channels of a token. `docs/kv-quality.md` says what each step is worth.
 """
 
 from __future__ import annotations
