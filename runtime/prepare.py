@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -230,14 +230,8 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
     asked = Asked(config, options, tensors, cache, store, folder, card, bundled, worker_count(options), baseline, budget,
                   beside_weights.rank)
     chunk = max(PAGE, options.chunk // PAGE * PAGE)
-    try:
-        tokens, placement = _planned(asked, chunk, folder)
-    except DoesNotFit:
-        if draft is None or "draft" not in options.preset:
-            raise
-        asked = replace(asked, baseline=baseline - Speculating(draft=draft).draft_nbytes)
-        tokens, placement = _planned(asked, chunk, folder)
-        notices.append(Fallback(f"the draft model {options.draft} leaves too little memory: left out, as it was set for all models"))
+    asked, fits, (tokens, placement) = _planned_with(draft, asked, chunk, folder, notices)
+    if draft is not None and not fits:
         draft.store.close()
         options, draft = replace(options, draft=None), None
     own_nbytes = None
@@ -250,11 +244,7 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
     shape = cache.shape(placement.ctx, tokens)
     options = kv_disk.reading(options, placement, config, cache.shape(placement.ctx, chunk).pages, notices)
     notices += streams.notices if isinstance(streams, PagedExperts) else ()
-    if predictors is not None and not placement.slots:
-        notices.append(Fallback("--predict-neurons changes nothing: no neurons come from the disk"))
-    if options.kernel == "lut" and "kernel" not in options.preset and not (container is not None and container.is_low_bit):
-        notices.append(Fallback("--kernel lut changes nothing: this model has no low-bit weights"))
-    notices += [Fallback(f"--kv {options.kv}: {said}")] if (said := cache.unpacked(shape, placement.ctx)) else []
+    notices += _without_effect(options, predictors is not None, placement, container, cache.unpacked(shape, placement.ctx))
     notices += devices.not_free(placement, options.load == "mmap")
     speculating, remarks = decide(options, config, placement, draft, own_nbytes)
     made = Prepared(folder, config, store, placement, shape, options, (*notices, *placement.notes, *remarks), container, cache.codecs,
@@ -267,6 +257,32 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
 
         refuse_slower(made)
     return made
+
+
+def _planned_with(draft: Prepared | None, asked: Asked, chunk: int, folder: Path | None,
+                  notices: list[str]) -> tuple[Asked, bool, tuple[int, Placement]]:
+    """`_planned` beside a draft model, or without one that was set for all models and leaves too little memory: what was planned, and
+    whether the draft is a part of it."""
+    try:
+        return asked, True, _planned(asked, chunk, folder)
+    except DoesNotFit:
+        if draft is None or "draft" not in asked.options.preset:
+            raise
+        asked = replace(asked, baseline=asked.baseline - Speculating(draft=draft).draft_nbytes)
+        planned = _planned(asked, chunk, folder)
+        notices.append(Fallback(f"the draft model {asked.options.draft} leaves too little memory: left out, as it was set for all models"))
+        return asked, False, planned
+
+
+def _without_effect(options: EngineOptions, is_predicting: bool, placement: Placement, container: Container | None,
+                    unpacked: str) -> Iterator[Fallback]:
+    """What was asked for and changes nothing in this plan. `unpacked`: why the cache packs no page, empty where it does."""
+    if is_predicting and not placement.slots:
+        yield Fallback("--predict-neurons changes nothing: no neurons come from the disk")
+    if options.kernel == "lut" and "kernel" not in options.preset and not (container is not None and container.is_low_bit):
+        yield Fallback("--kernel lut changes nothing: this model has no low-bit weights")
+    if unpacked:
+        yield Fallback(f"--kv {options.kv}: {unpacked}")
 
 
 def _budget(options: EngineOptions, card: Device | None, notices: list[str], beside: int) -> Budget:
