@@ -37,6 +37,9 @@ MOST = {"hidden_size": 2**20,
 DTYPES = ("float32", "float16", "bfloat16")
 GENERATOR, SEVERAL = "ForCausalLM", "ForConditionalGeneration"  # endings of architectures: text alone, and with images
 BARE = "Model"  # of those that make vectors and have no head
+# Families whose tokens see both ways where is_causal says so, and what configs of such models say beside: code that comes with them does
+# just that, for programs that did not know the key.
+BOTH_WAYS, ALSO = ("llama", "ministral3", "mistral", "qwen2", "qwen3"), frozenset({"is_causal", "auto_map", "pooling", "temperature"})
 OLDER = "LMHeadModel"  # as GPT-2's of the former
 SPEAKING = "OmniModel"  # and what the first model that speaks was called
 
@@ -279,15 +282,18 @@ def parse_config(raw: Mapping[str, object], strict: bool = False) -> ModelConfig
     architectures = raw.get("architectures") or []
     composite = str(raw.get("model_type")) in families.COMPOSITE
     suffix = SEVERAL if composite else GENERATOR
-    endings = (suffix, SPEAKING if composite else OLDER, *((BARE,) if raw.get("use_bidirectional_attention") is True else ()))
+    made = families.of_its_family(raw)
+    sees_both_ways = made.get("is_causal") is False and made.get("model_type") in BOTH_WAYS
+    vectors = sees_both_ways or raw.get("use_bidirectional_attention") is True
+    endings = (suffix, SPEAKING if composite else OLDER, *((BARE,) if vectors else ()))
     if not isinstance(architectures, list) or architectures and not any(str(name).endswith(endings) for name in architectures):
         raise ConfigError(f"config.json: architectures is {show(architectures)}, expected a ...{suffix}", "effllm runs text generators")
     if composite:
         return _text_part(raw, strict)
-    raw = families.of_its_family(raw)
+    raw = made
     keys = Keys(raw)
     family = families.get(keys.text("model_type"))
-    own = family.KEYS_USED | family.KEYS_HARMLESS
+    own = family.KEYS_USED | family.KEYS_HARMLESS | (ALSO if sees_both_ways else frozenset())
     refused = {key: value for key, value in {**REFUSED_UNLESS, **family.REFUSED_UNLESS}.items() if key not in own}
     section = raw.get("quantization_config") if raw.get("quantization") is None else None  # MLX writes both
     if "quantization_config" not in own and isinstance(section, dict):
@@ -305,7 +311,11 @@ def parse_config(raw: Mapping[str, object], strict: bool = False) -> ModelConfig
     config = family.config(keys)
     if isinstance(section, dict) and section.get("quant_method") == "bitnet":
         config = replace(config, one_scale=True)
-    unknown = sorted(raw.keys() - KEYS_USED - KEYS_HARMLESS - refused.keys() - family.KEYS_USED - family.KEYS_HARMLESS)
+    if sees_both_ways:
+        if any(config.windows):
+            raise ConfigError("config.json: is_causal = False with a sliding_window is not supported", "the window is of causal models")
+        config = replace(config, both_ways=True, tie_word_embeddings=True)  # a head that is there is not asked
+    unknown = sorted(raw.keys() - KEYS_USED - KEYS_HARMLESS - refused.keys() - own)
     unknown += unknown_rope_keys(raw, config.ropes)
     return replace(config, warnings=config.warnings + _judge_unknown(unknown, strict))
 

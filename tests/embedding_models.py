@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors.numpy import save_file
-from transformers import AutoModel, Gemma3TextConfig, Gemma3TextModel
+from transformers import AutoConfig, AutoModel, Gemma3TextConfig, Gemma3TextModel
 
 WIDTH, INNER = 64, 96
 KINDS = ("Transformer", ""), ("Pooling", "1_Pooling"), ("Dense", "2_Dense"), ("Dense", "3_Dense"), ("Normalize", "4_Normalize")
@@ -30,6 +30,16 @@ def both_ways(folder: Path, window: int = 17, **more: object) -> Path:
         (folder / name / "config.json").write_text(json.dumps({"in_features": shape[1], "out_features": shape[0], "bias": False,
                                                                "activation_function": "torch.nn.modules.linear.Identity"}))
         save_file({"linear.weight": random.standard_normal(shape).astype(np.float32)}, folder / name / "model.safetensors")
+    return folder
+
+
+def turned_both_ways(folder: Path, kind: str) -> Path:
+    """A causal model of a family, whose config says that its tokens see both ways."""
+    torch.manual_seed(12)
+    config = AutoConfig.for_model(kind, vocab_size=301, hidden_size=WIDTH, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+                                  num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.2, sliding_window=None)
+    config.is_causal = False
+    AutoModel.from_config(config).save_pretrained(folder)
     return folder
 
 

@@ -1,6 +1,7 @@
 """Models whose tokens see both ways: the vectors that transformers makes, from folders, quantized ones and GGUF files; what they refuse."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -10,10 +11,13 @@ from safetensors.numpy import load_file
 
 from effllm import EffllmError, UsageError
 from effllm.runtime.answers.embedding import MEAN, dense_of, pooling_of, vector
+from effllm.runtime.config import read_config
 from effllm.runtime.engine import Engine, EngineOptions, open_engine
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from embedding_models import INNER, WIDTH, as_gguf, both_ways, mean_of
+from embedders import FABLE
+from embedding_models import INNER, WIDTH, as_gguf, both_ways, mean_of, turned_both_ways
+from gguf_samples import fable_gguf
 from pulls import Person
 
 LENGTHS = (1, 2, 9, 10, 40, 300, 512)
@@ -132,3 +136,42 @@ def test_matrices_that_do_not_run(tmp_path: Path, change: object, said: str) -> 
     with pytest.raises(EffllmError, match=said) as refused:
         dense_of(folder, WIDTH)
     assert refused.value.hint
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral"])
+def test_decoders_that_were_made_to_see_both_ways(tmp_path: Path, kind: str) -> None:
+    """As is_causal says it, or the type of its own that NVIDIA's have; what such a config says beside is known."""
+    model = turned_both_ways(tmp_path / "model", kind)
+    assert not read_config(model, strict=True).warnings
+    *_, engine = open_engine(model, EngineOptions(ctx=256))
+    assert engine.config.both_ways
+    for count in (1, 9, 40, 250):
+        theirs = mean_of(model, ids_of(count))
+        own = made(engine, ids_of(count))
+        assert np.abs(own - theirs / np.linalg.norm(theirs)).max() < 1e-4 * np.abs(own).max(), count
+    engine.close()
+    config = model / "config.json"
+    stated = json.loads(config.read_text())
+    if kind == "llama":
+        config.write_text(json.dumps({**{key: each for key, each in stated.items() if key != "is_causal"}, "model_type": "llama_bidirec",
+                                      "architectures": ["LlamaBidirectionalModel"], "pooling": "avg", "temperature": 0.02,
+                                      "auto_map": {"AutoModel": "llama_bidirectional_model.LlamaBidirectionalModel"}}))
+        assert read_config(model, strict=True).both_ways
+    if kind == "mistral":
+        config.write_text(json.dumps({**stated, "sliding_window": 16}))
+        with pytest.raises(EffllmError, match="sliding_window is not supported"):
+            read_config(model)
+
+
+def test_a_gguf_file_says_it_too(tmp_path: Path) -> None:
+    """By attention.causal, as of a causal model made for embeddings by what it has learned since."""
+    folder, file = tmp_path / "model", tmp_path / "m.gguf"
+    shutil.copytree(FABLE, folder)
+    stated = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**stated, "is_causal": False}))
+    fable_gguf(file, "F32", lambda writer: writer.add_causal_attention(False))
+    *_, engine = open_engine(file, EngineOptions(ctx=128))
+    theirs = mean_of(folder, ids_of(60))
+    own = made(engine, ids_of(60))
+    engine.close()
+    assert np.abs(own - theirs / np.linalg.norm(theirs)).max() < 1e-4 * np.abs(own).max()

@@ -81,9 +81,9 @@ BY_PREFIX = ("audioflamingo3", "aya_vision", "cohere2_vision", "cohere_compass",
 # A `model_type` -> the family that it is, and what its configs say by saying nothing.
 RENAMED: Mapping[str, str] = {
     "exaone4_5_text": "exaone4", "gemma4_unified_text": "gemma4_text", "glm4v_moe_text": "glm4_moe", "glm4v_text": "glm4",
-    "glm_ocr_text": "glm4", "kimi_k2": "deepseek_v3", "minimax_m1": "minimax", "minimax_text_01": "minimax", "paddleocr_vl_text": "llama",
-    "phi4mm": "phi4_multimodal", "qwen2_5_omni_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen2_vl_text": "qwen2",
-    "qwen3_omni_moe_text": "qwen3_moe", "qwen3_vl_moe_text": "qwen3_moe", "qwen3_vl_text": "qwen3"}
+    "glm_ocr_text": "glm4", "kimi_k2": "deepseek_v3", "llama_bidirec": "llama", "minimax_m1": "minimax", "minimax_text_01": "minimax",
+    "paddleocr_vl_text": "llama", "phi4mm": "phi4_multimodal", "qwen2_5_omni_text": "qwen2", "qwen2_5_vl_text": "qwen2",
+    "qwen2_vl_text": "qwen2", "qwen3_omni_moe_text": "qwen3_moe", "qwen3_vl_moe_text": "qwen3_moe", "qwen3_vl_text": "qwen3"}
 _QWEN2_VL = {"bos_token_id": 151_643, "eos_token_id": 151_645, "max_window_layers": 80, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
              "rope_theta": 1e6}
 UNSAID: Mapping[str, Mapping[str, object]] = {
@@ -92,6 +92,7 @@ UNSAID: Mapping[str, Mapping[str, object]] = {
     "glm4v_text": {"head_dim": None, "max_position_embeddings": 32_768, "partial_rotary_factor": 1.0, "rms_norm_eps": 1e-5},
     "glm_ocr_text": {"attention_bias": False, "head_dim": None, "max_position_embeddings": 131_072, "num_key_value_heads": 8,
                      "partial_rotary_factor": 1.0, "rms_norm_eps": 1e-5},
+    "llama_bidirec": {"is_causal": False},
     # What is not normed in its place is another block, and the code of these says no unless a config says yes.
     "minimax_m1": {"postnorm": False}, "minimax_text_01": {"postnorm": False},
     "paddleocr_vl_text": {"head_dim": 128, "max_position_embeddings": 131_072, "num_key_value_heads": 2, "rms_norm_eps": 1e-5,

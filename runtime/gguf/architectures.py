@@ -69,6 +69,7 @@ NEUTRAL: Mapping[str, object] = {
     "expert_group_count": 1, "expert_group_used_count": 1, "final_logit_softcapping": 0.0, "logit_scale": 1.0,
     "pooling_type": (0, *POOLED, RANK), "residual_scale": 1.0, "rope.dimension_sections": None, "use_parallel_residual": False,
 }
+_CAUSAL = {"attention.causal": "is_causal"}
 RMS_NORM, LAYER_NORM = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
 UNTURNED = "rope.scaling.finetuned"  # read of granite alone, where false leaves rotary positions out
 FORKED = ("bitnet-b1.58", "bitnet-25")
@@ -155,8 +156,10 @@ ARCHITECTURES = {
                               **{part: f"mlp.shared_experts.{own}" for part, own in SHARED_EXPERT.items()}}),
     kolibri1.NAME: Architecture(kolibri1.FAMILY, keys=kolibri1.KEYS, read=kolibri1.READ, required=kolibri1.REQUIRED, pattern=True,
                                 experts=("mlp", qwen3_moe.NAMES), layer_names={**_GLM_NAMES, **kolibri1.NAMES}),
-    "llama": Architecture("llama", interleaved=True, keys={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+    "llama": Architecture("llama", interleaved=True, keys={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok",
+                                                           **_CAUSAL},
                           experts=("block_sparse_moe", mixtral.NAMES)),
+    "llama-embed": Architecture("llama", interleaved=True, config={"is_causal": False}, read=frozenset({"attention.causal"})),
     "gpt2": Architecture("gpt2", config={"activation_function": "gelu_new"}, fused=_QKV, epsilon=LAYER_NORM, roles={
         "positions": "position_embd"}, outer={"position_embd.weight": "model.embed_positions.weight", **_NORM_BIAS}, keys={
         LAYER_NORM: "layer_norm_epsilon", "feed_forward_length": "n_inner"}),
@@ -170,11 +173,11 @@ ARCHITECTURES = {
     "internlm2": Architecture("internlm2", interleaved=True, outer={
         "token_embd.weight": internlm2.OUTER["embed"], "output.weight": internlm2.OUTER["head"]}, layer_names={
         part: internlm2.NAMES[own] for part, own in LAYER.items() if own in internlm2.NAMES}),
-    "qwen2": Architecture("qwen2"),
+    "qwen2": Architecture("qwen2", keys=_CAUSAL),
     "qwen2moe": Architecture("qwen2_moe", config={"norm_topk_prob": False}, experts=("mlp", qwen3_moe.NAMES),
                              keys={**_COUNTS, **_QWEN_WIDTHS}, layer_names=_QWEN_SHARED),
     "qwen2vl": Architecture("qwen2", read=frozenset({sections.KEY})),
-    "qwen3": Architecture("qwen3"),
+    "qwen3": Architecture("qwen3", keys=_CAUSAL),
     "qwen3vl": Architecture("qwen3", read=frozenset({sections.KEY, DEEP})),
     "qwen35": Architecture("qwen3_5_text", keys=linear_attention.KEYS, layer_names=linear_attention.NAMES, **_LINEAR),
     "qwen35moe": Architecture("qwen3_5_moe_text", experts=("mlp", qwen3_moe.NAMES), optional=frozenset({"feed_forward_length"}),
