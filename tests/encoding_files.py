@@ -6,6 +6,7 @@ from pathlib import Path
 
 import gguf
 import numpy as np
+from gguf_samples import add_fable_tokenizer
 from safetensors.numpy import load_file
 
 from effllm.runtime.encoders.gguf_file import own_name
@@ -21,31 +22,53 @@ def write_encoder(folder: Path, path: Path, arch: str = "bert", pooling: str | N
     said = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(path, arch)
     writer.add_name("small")
-    for add, key in ((writer.add_context_length, "max_position_embeddings"), (writer.add_embedding_length, "hidden_size"),
-                     (writer.add_block_count, "num_hidden_layers"), (writer.add_feed_forward_length, "intermediate_size"),
-                     (writer.add_head_count, "num_attention_heads")):
-        add(said[key])
+    for add, keys in ((writer.add_context_length, ("max_position_embeddings", "n_positions")),
+                      (writer.add_embedding_length, ("hidden_size", "n_embd")), (writer.add_block_count, ("num_hidden_layers", "n_layer")),
+                      (writer.add_feed_forward_length, ("intermediate_size", "n_inner")),
+                      (writer.add_head_count, ("num_attention_heads", "n_head"))):
+        add(next(said[key] for key in keys if key in said))
     if said["model_type"] == "xlm-roberta":
         writer.add_context_length(said["max_position_embeddings"] - said["pad_token_id"] - 1)
-    writer.add_layer_norm_eps(said["layer_norm_eps"])
     writer.add_causal_attention(False)
-    if arch == "nomic-bert":
-        writer.add_rope_freq_base(1000.0)
+    if arch == "eurobert":
+        writer.add_head_count_kv(said["num_key_value_heads"])
+        writer.add_layer_norm_rms_eps(said["rms_norm_eps"])
+    else:
+        writer.add_layer_norm_eps(next(said[key] for key in ("layer_norm_eps", "norm_eps", "layer_norm_epsilon") if key in said))
+    if arch == "modern-bert":
+        writer.add_rope_freq_base(said["rope_parameters"]["full_attention"]["rope_theta"])
+        writer.add_rope_freq_base_swa(said["rope_parameters"]["sliding_attention"]["rope_theta"])
+        writer.add_sliding_window(said["local_attention"])
+        writer.add_sliding_window_pattern(3)
+    elif arch != "bert":
+        writer.add_rope_freq_base(said["rotary_emb_base"] if "rotary_emb_base" in said else said["rope_parameters"]["rope_theta"])
+    if arch == "nomic-bert-moe":
+        writer.add_expert_count(said["num_experts"])
+        writer.add_expert_used_count(said["moe_top_k"])
+        writer.add_moe_every_n_layers(said["moe_every_n_layers"])
     if pooling is not None:
         writer.add_pooling_type(gguf.PoolingType(POOLING[pooling]))
     tokenizer = json.loads((folder / "tokenizer.json").read_text())["model"]
-    (unigrams if tokenizer["type"] == "Unigram" else word_pieces)(writer, tokenizer["vocab"], said["vocab_size"])
+    write = {"Unigram": unigrams, "WordPiece": word_pieces, "BPE": merges_of_bytes}[tokenizer["type"]]
+    write(writer, tokenizer["vocab"], said["vocab_size"])
+    writer.add_token_type_count(said.get("type_vocab_size") or 1)
     first = said["pad_token_id"] + 1 if said["model_type"] == "xlm-roberta" else 0
     for key, value in (changed or {}).items():
         writer.kv_data[0][key].value = value
     for name, values in load_file(folder / "model.safetensors").items():
-        own = own_name(name.removeprefix("bert.").removeprefix("roberta."))
+        if name.endswith((".mlp.w1", ".mlp.w2")):  # of experts, each a matrix [inner, width]
+            values = values.reshape(said["num_experts"], -1, values.shape[1])
+            name, values = (name.replace("mlp.w1", "up.weight"), values) if name.endswith("w1") else (
+                name.replace("mlp.w2", "down.weight"), values.swapaxes(1, 2))
+        if name.endswith("experts.bias"):  # which such files do not have
+            continue
+        own = own_name(name.removeprefix("bert.").removeprefix("roberta.").removeprefix("model."))
         own = own.replace("classifier.dense", "cls").replace("classifier.out_proj", "cls.output")
         values = values[first:] if own.startswith("position_embd") else values
         if not values.dtype.kind == "f" or own.startswith("cls") and pooling != "rank":
             continue
         if values.ndim < 2 or own.startswith(("position_embd", "token_types")) or kind == "F32":
-            writer.add_tensor(own, values.astype(np.float32))
+            writer.add_tensor(own, np.ascontiguousarray(values, np.float32))
         elif kind == "F16":
             writer.add_tensor(own, values.astype(np.float16))
         else:
@@ -64,7 +87,6 @@ def word_pieces(writer: gguf.GGUFWriter, words: Mapping[str, int], rows: int) ->
     writer.add_tokenizer_model("bert")
     writer.add_token_list([each if each in SPECIAL else each[2:] if each.startswith("##") else MARK + each for each in tokens])
     writer.add_token_types(kinds)
-    writer.add_token_type_count(2)
     named = {"cls": "[CLS]", "seperator": "[SEP]", "unknown": "[UNK]", "padding": "[PAD]", "mask": "[MASK]", "bos": "[CLS]", "eos": "[SEP]"}
     for role, token in named.items():
         writer.add_uint32(f"tokenizer.ggml.{role}_token_id", words[token])
@@ -77,6 +99,13 @@ def unigrams(writer: gguf.GGUFWriter, pieces: list[tuple[str, float]], rows: int
     writer.add_token_list([piece for piece, _ in pieces])
     writer.add_token_scores([score for _, score in pieces])
     writer.add_token_types([kinds.get(piece, gguf.TokenType.NORMAL) for piece, _ in pieces])
-    writer.add_token_type_count(1)
     for role, token in {"bos": 0, "padding": 1, "eos": 2, "seperator": 2, "unknown": 3, "cls": 0}.items():
+        writer.add_uint32(f"tokenizer.ggml.{role}_token_id", token)
+
+
+def merges_of_bytes(writer: gguf.GGUFWriter, words: Mapping[str, int], rows: int) -> None:
+    """Those of fable, whose marks stand for an encoder's."""
+    add_fable_tokenizer(writer)
+    assert len(words) <= rows
+    for role, token in {"cls": 0, "seperator": 1}.items():
         writer.add_uint32(f"tokenizer.ggml.{role}_token_id", token)

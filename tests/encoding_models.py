@@ -9,6 +9,7 @@ import numpy as np
 import tokenizers
 import torch
 import transformers
+from embedders import FABLE
 from tokenizers import models, normalizers, pre_tokenizers, processors
 
 WORDS = ("[PAD] [UNK] [CLS] [SEP] [MASK] the fox is king who rules of beasts all sea was calm ##s ##x a b c d . , ? ##b ##c e ##e f ##f g "
@@ -40,6 +41,15 @@ def unigrams() -> tokenizers.Tokenizer:
     made.add_special_tokens(["<s>", "<pad>", "</s>", "<unk>"])
     made.post_processor = processors.TemplateProcessing(single="<s> $A </s>", pair="<s> $A </s> </s> $B </s>",
                                                         special_tokens=[("<s>", 0), ("</s>", 2)])
+    return made
+
+
+def merges_of_bytes() -> tokenizers.Tokenizer:
+    """ModernBERT's way: the packaged model's vocabulary, with marks of its own around a text."""
+    made = tokenizers.Tokenizer.from_file(str(FABLE / "tokenizer.json"))
+    first, last = "<|endoftext|>", "<|user|>"
+    made.post_processor = processors.TemplateProcessing(single=f"{first} $A {last}", pair=f"{first} $A {last} $B {last}",
+                                                        special_tokens=[(first, 0), (last, 1)])
     return made
 
 

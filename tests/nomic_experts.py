@@ -9,7 +9,7 @@ from encoding_models import WORDS, made_encoder, random_model
 from safetensors.torch import save_file
 
 
-def nomic_moe(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+def nomic_moe(folder: Path, biased: bool = True) -> tuple[Path, dict[str, torch.Tensor]]:
     """A folder as Nomic Embed v2 is published, and its tensors in float64."""
     torch.manual_seed(6)
     width, inner, experts, rows = 48, 80, 4, len(WORDS) + 3
@@ -29,6 +29,9 @@ def nomic_moe(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
     tensors = {name: torch.randn(*shape) * 0.2 for name, shape in shapes.items()}
     tensors |= {f"{name}.{part}": torch.randn(width) * 0.2 + (part == "weight")
                 for name in ("emb_ln", *norms) for part in ("weight", "bias")}
+    for name in tensors:
+        if name.endswith("experts.bias") and not biased:
+            tensors[name].zero_()
     folder = made_encoder(folder, random_model("NomicBert"))
     save_file(tensors, folder / "model.safetensors")
     said = {"model_type": "nomic_bert", "architectures": ["NomicBertModel"], "n_embd": width, "n_inner": inner, "n_layer": 4, "n_head": 4,

@@ -5,8 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from encoding_files import write_encoder
-from encoding_models import POOLING, made_encoder, random_model, unigrams
-from test_encoders import TEXTS, never, opened, returned, rows_of
+from encoding_models import POOLING, made_encoder, merges_of_bytes, random_model, unigrams
+from nomic_experts import nomic_moe
+from test_encoders import KINDS, TEXTS, never, opened, returned, rows_of
 
 from effllm import EffllmError, UsageError
 from effllm.runtime.answers.encodings import Encodings
@@ -41,6 +42,34 @@ def test_nomic(tmp_path: Path) -> None:
     file = write_encoder(folder, tmp_path / "m.gguf", "nomic-bert")
     for made, wanted in zip(*(returned(opened(each).vectors(rows_of(), never)) for each in (file, folder)), strict=True):
         assert (made == wanted).all()
+
+
+def test_nomic_with_experts(tmp_path: Path) -> None:
+    folder, tensors = nomic_moe(tmp_path / "m", biased=False)
+    file = write_encoder(folder, tmp_path / "m.gguf", "nomic-bert-moe")
+    for made, wanted in zip(*(returned(opened(each).vectors(rows_of(), never)) for each in (file, folder)), strict=True):
+        assert (made == wanted).all()
+
+
+OTHERS = [("eurobert", "eurobert"), ("jina-bert-v3", "jina_embeddings_v3"), ("modern-bert", "modernbert")]
+
+
+@pytest.mark.parametrize(("arch", "kind"), OTHERS)
+def test_other_architectures(tmp_path: Path, arch: str, kind: str) -> None:
+    name, more = KINDS[kind]
+    folder = made_encoder(tmp_path / "m", random_model(name, **more))
+    file = write_encoder(folder, tmp_path / "m.gguf", arch)
+    for made, wanted in zip(*(returned(opened(each).vectors(rows_of(), never)) for each in (file, folder)), strict=True):
+        assert (made == wanted).all()
+
+
+def test_a_tokenizer_that_merges_bytes(tmp_path: Path) -> None:
+    name, more = KINDS["modernbert"]
+    folder = made_encoder(tmp_path / "m", random_model(name, **{**more, "vocab_size": 4100}), cut=merges_of_bytes)
+    own, other = opened(write_encoder(folder, tmp_path / "m.gguf", "modern-bert")), opened(folder)
+    for text in (*TEXTS, *LONG, "  caf\u00e9 12 <|user|>"):
+        assert own.tokenizer.encode(text) == other.tokenizer.encode(text)
+        assert own.tokenizer.pair(text, "a fox") == other.tokenizer.pair(text, "a fox")
 
 
 def test_a_head_that_ranks(tmp_path: Path) -> None:
@@ -94,13 +123,20 @@ def test_files_that_do_not_run_are_named(bert: Path, tmp_path: Path, changed: di
 
 @pytest.mark.peer
 @pytest.mark.slow
-def test_vectors_are_those_of_llama_cpp(bert: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("arch", "kind"), [("bert", "bert"), ("nomic-bert", "nomic_bert"), ("nomic-bert-moe", ""), *OTHERS])
+def test_vectors_are_those_of_llama_cpp(tmp_path: Path, arch: str, kind: str) -> None:
     """Whose GELU is the one by tanh, rounded to 16 bits, and which does not split pairs by types."""
     llama_cpp = pytest.importorskip("llama_cpp")
-    file = write_encoder(bert, tmp_path / "m.gguf")
+    if kind:
+        name, more = KINDS[kind]
+        folder = made_encoder(tmp_path / "m", random_model(name, **more, **WIDE))
+    else:
+        folder, _ = nomic_moe(tmp_path / "m", biased=False)
+    file = write_encoder(folder, tmp_path / "m.gguf", arch)
     peer = llama_cpp.Llama(str(file), embedding=True, verbose=False, n_ctx=256, n_batch=256, n_threads=2)
-    *_, made = Encodings(opened(file)).embed(TEXTS)
-    for text, own in zip(TEXTS, made.vectors, strict=True):
+    texts = [*TEXTS, "the fox was king of all beasts in the forest " * 3]
+    *_, made = Encodings(opened(file)).embed(texts)
+    for text, own in zip(texts, made.vectors, strict=True):
         other = np.array(peer.embed(text, normalize=True))
-        assert own @ other > 0.999
+        assert own @ other > 0.9999
         assert opened(file).tokenizer.encode(text, False) == peer.tokenize(text.encode(), add_bos=False, special=False)

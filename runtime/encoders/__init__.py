@@ -23,7 +23,9 @@ ENCODERS: Mapping[str, str] = {
     "gte": "gte", "jina_embeddings_v3": "jina_embeddings_v3", "modernbert": "modernbert", "mpnet": "mpnet", "new": "gte",
     "nomic_bert": "nomic_bert", "roberta": "bert", "xlm-roberta": "bert"}
 WITHOUT_HEAD = ("nomic_bert",)  # of which no models rank
-FILES: Mapping[str, str] = {"bert": "bert", "nomic-bert": "nomic_bert"}  # architecture of a GGUF file -> model_type
+# Architecture of a GGUF file -> model_type.
+FILES: Mapping[str, str] = {"bert": "bert", "eurobert": "eurobert", "jina-bert-v3": "jina_embeddings_v3", "modern-bert": "modernbert",
+                            "nomic-bert": "nomic_bert", "nomic-bert-moe": "nomic_bert"}
 VECTORS = ("Model", "ForMaskedLM", "ForPreTraining")  # endings of architectures of which vectors are made, whatever head lies beside
 RANKS = "ForSequenceClassification"
 WRITES = ("ForCausalLM", "LMHeadModel")  # of decoders that have the model_type of an encoder

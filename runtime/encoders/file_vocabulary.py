@@ -1,4 +1,5 @@
-"""The tokenizer of an encoder in a GGUF file: WordPiece (`bert`), where a word's first piece has a mark before it, or unigrams (`t5`)."""
+"""The tokenizer of an encoder in a GGUF file: WordPiece (`bert`), where a word's first piece has a mark before it, unigrams (`t5`), or
+merges of bytes (`gpt2`), cut as those of models that write."""
 
 from __future__ import annotations
 
@@ -10,12 +11,12 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from ...offload.header import shown
 from ..gguf.store import read_header
-from ..gguf.tokenizer import CONTROL, OTHER_FILE, SPACE, UNKNOWN
+from ..gguf.tokenizer import CONTROL, OTHER_FILE, SPACE, UNKNOWN, backend, read_vocabulary
 from ..text import Tokenizer as ModelTokenizer
 from ..text import TokenizerError
 
 CONTINUED = "##"
-KINDS = ("bert", "t5")
+KINDS = ("bert", "gpt2", "t5")
 # Role -> keys of the file that may name its token; llama.cpp's word for what parts is misspelt, in all files.
 ROLES: Mapping[str, tuple[str, ...]] = {
     "cls_token": ("cls", "bos"), "sep_token": ("seperator", "eos"), "unk_token": ("unknown",), "pad_token": ("padding",),
@@ -33,13 +34,18 @@ def load_file_tokenizer(path: Path, rows: int) -> ModelTokenizer:
     if not isinstance(kinds, np.ndarray) or len(kinds) != len(tokens):
         raise TokenizerError(f"{path} states no kind of each of its {len(tokens)} tokens", OTHER_FILE)
     special = {role: token for role, names in ROLES.items() if (token := _named(role, names, data, tokens)) is not None}
-    if missing := {"cls_token", "sep_token", "unk_token"} - special.keys():
+    if missing := {"cls_token", "sep_token", *(() if kind == "gpt2" else ("unk_token",))} - special.keys():
         raise TokenizerError(f"{path} names no {sorted(missing)[0]}", OTHER_FILE)
     try:
-        made = _word_pieces(tokens, kinds, special, data) if kind == "bert" else _unigrams(tokens, special, data)
+        if kind == "gpt2":
+            made = backend(read_vocabulary(read_header(path)))
+        else:
+            made = _word_pieces(tokens, kinds, special, data) if kind == "bert" else _unigrams(tokens, special, data)
         marks = {*special.values(), *(tokens[at] for at in np.flatnonzero(np.isin(kinds, (CONTROL,))))}
         made.add_special_tokens([AddedToken(each, special=True, normalized=False) for each in sorted(marks) if each])
         made.post_processor = _joined(kind, made, special)
+    except TokenizerError:
+        raise
     except Exception as error:  # the library raises plain Exception
         raise TokenizerError(f"{path} holds a tokenizer that cannot be built: {shown(str(error))}", OTHER_FILE) from None
     return ModelTokenizer(made, special, False, None, rows, (), None, path)
@@ -76,8 +82,9 @@ def _unigrams(tokens: list[str], special: Mapping[str, str], data: Mapping[str, 
 
 
 def _joined(kind: str, made: Tokenizer, special: Mapping[str, str]) -> processors.TemplateProcessing:
-    """A text between its marks, and two: BERT's have a mark between them and the second is of another type, RoBERTa's two marks."""
+    """A text between its marks, and two: they have a mark between them, RoBERTa's two, and BERT's second is of another type."""
     first, last = special["cls_token"], special["sep_token"]
-    pair = f"{first} $A {last} $B:1 {last}:1" if kind == "bert" else f"{first} $A {last} {last} $B {last}"
+    pair = {"bert": f"{first} $A {last} $B:1 {last}:1", "gpt2": f"{first} $A {last} $B {last}",
+            "t5": f"{first} $A {last} {last} $B {last}"}[kind]
     named = [(each, made.token_to_id(each)) for each in dict.fromkeys((first, last))]
     return processors.TemplateProcessing(single=f"{first} $A {last}", pair=pair, special_tokens=named)

@@ -1,12 +1,14 @@
 """Encoders in GGUF files, as llama.cpp writes them: what a file states as the config.json of its checkpoint, and its tensors by
 that one's names.
 
-XLM-RoBERTa is written as BERT there, without the rows of positions before its first, and its head as BERT's.
+XLM-RoBERTa is written as BERT there, without the rows of positions before its first, and its head as BERT's. Experts are one tensor
+[experts, rows, depth] for each of their two matrices.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,15 +32,33 @@ POOLING_TYPE = "pooling_type"
 KEYS = {"embedding_length": "hidden_size", "block_count": "num_hidden_layers", "feed_forward_length": "intermediate_size",
         "attention.head_count": "num_attention_heads", "context_length": "max_position_embeddings",
         "attention.layer_norm_epsilon": "layer_norm_eps"}
+# By model_type what is called otherwise there, or not of all.
+ALSO: Mapping[str, Mapping[str, str]] = {
+    "eurobert": {"attention.head_count_kv": "num_key_value_heads", "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+                 "rope.freq_base": "rope_theta"},
+    "jina_embeddings_v3": {"rope.freq_base": "rope_theta"},
+    "modernbert": {"attention.layer_norm_epsilon": "norm_eps", "attention.sliding_window": "local_attention",
+                   "attention.sliding_window_pattern": "global_attn_every_n_layers", "rope.freq_base": "global_rope_theta",
+                   "rope.freq_base_swa": "local_rope_theta"},
+    "nomic_bert": {"expert_count": "num_experts", "expert_used_count": "moe_top_k", "moe_every_n_layers": "moe_every_n_layers",
+                   "rope.freq_base": "rotary_emb_base"}}
+UNSAID: Mapping[str, Mapping[str, object]] = {"nomic-bert-moe": {"activation_function": "gelu"}}  # of an architecture
 # A checkpoint's names, behind what stands for the layer, -> the file's.
 OUTER = {"embeddings.word_embeddings": "token_embd", "embeddings.position_embeddings": "position_embd",
          "embeddings.token_type_embeddings": "token_types", "embeddings.LayerNorm": "token_embd_norm", "emb_ln": "token_embd_norm",
-         "pooler.dense": "cls", "classifier": "cls.output"}
+         "pooler.dense": "cls", "classifier": "cls.output", "embeddings.tok_embeddings": "token_embd", "embeddings.norm": "token_embd_norm",
+         "final_norm": "output_norm", "head.dense": "cls", "head.norm": "cls.norm", "embed_tokens": "token_embd", "norm": "output_norm"}
 INNER = {"attention.self.query": "attn_q", "attention.self.key": "attn_k", "attention.self.value": "attn_v",
          "attention.output.dense": "attn_output", "attention.output.LayerNorm": "attn_output_norm", "intermediate.dense": "ffn_up",
          "output.dense": "ffn_down", "output.LayerNorm": "layer_output_norm", "attn.Wqkv": "attn_qkv", "attn.out_proj": "attn_output",
-         "mlp.fc11": "ffn_up", "mlp.fc12": "ffn_gate", "mlp.fc2": "ffn_down", "norm1": "attn_output_norm", "norm2": "layer_output_norm"}
-LAYER = re.compile(r"encoder\.layers?\.(\d+)\.(.+)\.(weight|bias)")
+         "mlp.fc11": "ffn_up", "mlp.fc12": "ffn_gate", "mlp.fc2": "ffn_down", "norm1": "attn_output_norm", "norm2": "layer_output_norm",
+         "mlp.fc1": "ffn_up", "mlp.router.layer": "ffn_gate_inp", "mlp.experts.up": "ffn_up_exps", "mlp.experts.down": "ffn_down_exps",
+         "mixer.Wqkv": "attn_qkv", "mixer.out_proj": "attn_output",
+         "attn.Wo": "attn_output", "mlp.Wi": "ffn_up", "mlp.Wo": "ffn_down", "attn_norm": "attn_norm", "mlp_norm": "ffn_norm",
+         "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+         "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
+         "post_attention_layernorm": "ffn_norm"}
+LAYER = re.compile(r"(?:encoder\.)?layers?\.(\d+)\.(.+)\.(weight|bias)")
 RAW = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 AGAIN = "fetch the file again, or take the folder of the checkpoint"
 
@@ -69,17 +89,16 @@ def config_of(header: GgufHeader) -> EncoderConfig:
     if tokens is None or len(tokens.shape) != 2:
         raise CheckpointError(f"{header.path} holds no tensor token_embd.weight", AGAIN)
     kind, types = FILES[name], header.tensors.get("token_types.weight")
-    raw: dict[str, object] = {"model_type": kind, "vocab_size": tokens.shape[0]}
-    raw |= {ours: value for theirs, ours in KEYS.items() if (value := header.metadata.get(f"{name}.{theirs}")) is not None}
+    raw: dict[str, object] = {"model_type": kind, "vocab_size": tokens.shape[0], **UNSAID.get(name, {})}
+    keys = {**KEYS, **ALSO.get(kind, {})}
+    raw |= {ours: value for theirs, ours in keys.items() if (value := header.metadata.get(f"{name}.{theirs}")) is not None}
     if types is not None:
         raw["type_vocab_size"] = types.shape[0]
-    if kind == "nomic_bert" and (theta := header.metadata.get(f"{name}.rope.freq_base")) is not None:
-        raw["rotary_emb_base"] = theta
     try:
         config = family_of(kind).config(Keys(raw, str(header.path)))
     except ConfigError as error:
         message = error.message
-        for theirs, ours in KEYS.items():
+        for theirs, ours in keys.items():
             message = message.replace(ours, f"{name}.{theirs}")
         raise CheckpointError(message, AGAIN) from error
     ranks = header.metadata.get(f"{name}.{POOLING_TYPE}") == RANK

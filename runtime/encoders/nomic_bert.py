@@ -54,7 +54,11 @@ def load(config: EncoderConfig, tensors: Tensors) -> Stack:
 
     def experts(at: str) -> Experts:
         shape = config.experts, inner, width
-        up, down = (tensors.numbers(f"{at}experts.mlp.{name}", shape[0] * inner, width).reshape(shape) for name in ("w1", "w2"))
+        if tensors.has(f"{at}experts.up.weight"):  # as GGUF files have them
+            up = tensors.numbers(f"{at}experts.up.weight", *shape)
+            down = tensors.numbers(f"{at}experts.down.weight", config.experts, width, inner).swapaxes(1, 2)
+        else:
+            up, down = (tensors.numbers(f"{at}experts.mlp.{name}", shape[0] * inner, width).reshape(shape) for name in ("w1", "w2"))
         bias = tensors.numbers(f"{at}experts.bias", width) if tensors.has(f"{at}experts.bias") else None
         return Experts(tensors.linear(f"{at}router.layer", config.experts, width, False), tuple(Wide(each.T, None) for each in up),
                        tuple(Wide(each, None) for each in down), bias, config.experts_per_token, curve)
