@@ -13,6 +13,7 @@ from transformers import WhisperFeatureExtractor
 
 from effllm import UsageError
 from effllm.runtime.images.senses import RATE
+from effllm.runtime.sounds import resampling, sound_file
 from effllm.runtime.sounds.log_mel import LogMel, read_log_mel
 from effllm.runtime.sounds.resampling import resampled
 from effllm.runtime.sounds.sound_file import LEAST_SAMPLES, decode_sound, read_sound
@@ -110,10 +111,12 @@ def test_other_formats_are_read_by_the_library_which_is_held_to_what_it_claims(m
     assert len(decode_sound(b"fLaC" + bytes(10), "it")) == 2 * len(SAMPLES)
     with pytest.raises(UsageError, match="no sound that can be read"):
         decode_sound(b"fLaCx" + bytes(10), "it")
-    with pytest.raises(UsageError, match="longer than 60 minutes"):
+    monkeypatch.setattr(sound_file, "MOST_SECONDS", 120)
+    with pytest.raises(UsageError, match="longer than 2 minutes"):
         decode_sound(b"fLaCe" + bytes(10), "it")
     monkeypatch.setattr(File, "samplerate", 655_350)
-    with pytest.raises(UsageError, match="longer than 4 minutes"):  # an hour of it would be gigabytes
+    monkeypatch.setattr(sound_file, "MOST_SAMPLES", 655_350)
+    with pytest.raises(UsageError, match="longer than 1 seconds"):  # whatever the rate: two minutes of it would be gigabytes
         decode_sound(b"fLaCe" + bytes(10), "it")
     monkeypatch.setattr(File, "samplerate", 8000)
     monkeypatch.setattr(File, "channels", 0)
@@ -140,6 +143,18 @@ def test_tones_are_the_same_at_another_rate(rate):
         assert np.abs(lost[len(lost) // 5 : -len(lost) // 5]).max() < 1e-3
     constant = resampled(np.full(rate // 4, 0.5, np.float32), rate, RATE)
     assert np.abs(constant[len(constant) // 3 : len(constant) // 2] - 0.5).max() < 1e-6
+
+
+def test_a_filter_that_is_looked_up_is_the_one_that_is_computed(monkeypatch):
+    """Of rates that have thousands of phases, each of which would be computed for a few samples."""
+    samples = sound(0.1)
+    for rate in (22_222, 7_778):  # 8,000 phases each
+        looked_up = resampled(samples, rate, RATE)
+        with monkeypatch.context() as patched:
+            patched.setattr(resampling, "MANY_PHASES", 8000)
+            assert np.abs(looked_up - resampled(samples, rate, RATE)).max() < 3e-6
+    with pytest.raises(UsageError, match="claims 1 channels at 99 samples"):
+        decode_sound(wav(bytes(4000), 1, 8, rate=99), "it")
 
 
 @settings(max_examples=25, deadline=None)

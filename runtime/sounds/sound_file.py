@@ -17,7 +17,7 @@ from ... import UsageError
 from ..files.given import read_given
 from ..images.senses import RATE
 from .resampling import resampled
-from .wav import HIGHEST_RATE, MOST_CHANNELS, PIECE, is_wav, read_wav
+from .wav import HIGHEST_RATE, LOWEST_RATE, MOST_CHANNELS, PIECE, is_wav, read_wav
 
 if TYPE_CHECKING:
     from soundfile import SoundFile
@@ -52,7 +52,8 @@ def _in_one(pieces: Iterable[np.ndarray], rate: int, source: str) -> np.ndarray:
     for piece in pieces:
         count += len(piece)
         if count > most:
-            raise UsageError(f"{source} is longer than {most / rate / 60:.0f} minutes", "cut it into shorter ones")
+            longest = f"{most / rate / 60:.0f} minutes" if most >= 120 * rate else f"{most / rate:.0f} seconds"
+            raise UsageError(f"{source} is longer than {longest}", "cut it into shorter ones")
         mono.append(piece[:, 0] if piece.shape[1] == 1 else piece.mean(1, dtype=np.float32))
     return np.concatenate(mono) if mono else np.empty(0, np.float32)
 
@@ -69,7 +70,7 @@ def _by_library(data: bytes, source: str) -> tuple[Iterator[np.ndarray], int]:
         file = soundfile.SoundFile(io.BytesIO(data))
     except Exception as error:  # its decoders raise whatever a broken file leads them to
         raise UsageError(f"{source} is no sound that can be read", ANOTHER) from error
-    if not 1 <= file.samplerate <= HIGHEST_RATE or not 1 <= file.channels <= MOST_CHANNELS:
+    if not LOWEST_RATE <= file.samplerate <= HIGHEST_RATE or not 1 <= file.channels <= MOST_CHANNELS:
         raise UsageError(f"{source} claims {file.channels} channels at {file.samplerate} samples a second", ANOTHER)
     return _pieces(file, source), file.samplerate
 

@@ -14,7 +14,7 @@ import numpy as np
 from ... import UsageError
 
 PCM, FLOAT, EXTENSIBLE = 1, 3, 0xFFFE
-HIGHEST_RATE, MOST_CHANNELS = 768_000, 64
+LOWEST_RATE, HIGHEST_RATE, MOST_CHANNELS = 100, 768_000, 64
 PIECE = 1 << 16  # samples of a channel that are read at once
 ANOTHER = "write it anew as 16-bit PCM: ffmpeg -i FILE -ac 1 -ar 16000 new.wav"
 
@@ -39,7 +39,7 @@ def read_wav(data: bytes, source: str, at_once: int = PIECE) -> tuple[Iterator[n
     kind, channels, rate, _, _, bits = struct.unpack("<HHIIHH", form[:16])
     if kind == EXTENSIBLE and len(form) >= 26:
         kind = int.from_bytes(form[24:26], "little")
-    if not 1 <= channels <= MOST_CHANNELS or not 1 <= rate <= HIGHEST_RATE:
+    if not 1 <= channels <= MOST_CHANNELS or not LOWEST_RATE <= rate <= HIGHEST_RATE:
         raise UsageError(f"{source} claims {channels} channels at {rate} samples a second", ANOTHER)
     if (kind, bits) not in ((PCM, 8), (PCM, 16), (PCM, 24), (PCM, 32), (FLOAT, 32), (FLOAT, 64)):
         raise UsageError(f"{source} is a WAV file of another kind (format {kind}, {bits} bits)", ANOTHER)
