@@ -242,11 +242,17 @@ def test_a_key_is_asked_for(browser) -> None:
         page = context.new_page()
         page.goto(f"http://127.0.0.1:{server.port}/")
         page.wait_for_selector("#settings[open]", timeout=LONG)
+        assert "asks for its key" in page.inner_text("#settings")
+        page.fill("[name=key]", "wrong")
+        page.click("#settings button")
+        until(lambda: "not the key of this server" in page.inner_text("#settings"))
         page.fill("[name=key]", "secret")
         page.click("#settings button")
         page.wait_for_selector("#model option", state="attached", timeout=LONG)
         until(lambda: not page.inner_text("#state"))
         assert "secret" not in page.evaluate("JSON.stringify(localStorage)")
+        page.click("#open-settings")
+        assert "key of this server" not in page.inner_text("#settings"), "whoever opens it is asked for nothing"
         context.close()
 
 

@@ -236,7 +236,7 @@ function say(text, wrong = false) {
 
 function failed(error) {
   say(error.message, true);
-  if (error.status === UNAUTHORIZED && !byId("settings").open) settings.open("key");
+  if (error.status === UNAUTHORIZED && !byId("settings").open) settings.askForKey();
 }
 
 // ---- what a person does

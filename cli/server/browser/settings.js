@@ -30,7 +30,16 @@ export class Settings {
     this.#keep({ ...this.values, model: name });
   }
 
+  // Because a request was refused for its key, or was sent without one.
+  askForKey() {
+    this.open("key");
+    const asks = this.form.querySelector("#asks");
+    asks.textContent = this.key ? "This is not the key of this server." : "This server asks for its key: what it was started with.";
+    asks.hidden = false;
+  }
+
   open(focus) {
+    this.form.querySelector("#asks").hidden = true;
     for (const field of this.form.querySelectorAll("[name]")) field.value = field.name === "key" ? this.key : this.values[field.name] ?? "";
     this.dialog.showModal();
     if (focus) this.form.elements[focus].focus();
