@@ -153,7 +153,7 @@ def test_a_seed_given_as_a_system_prompt_is_said() -> None:
                                              ("qwen2.5:7b-instruct-q4_K_M", "qwen2.5-7b"), ("gemma3n:e4b", "gemma3n-e4b"),
                                              ("mixtral:8x7b", "mixtral"), ("ollama.com/library/llama3.1:8b", "llama3")])
 def test_a_tag_of_ollama_leads_to_the_name_here(name: str, meant: str) -> None:
-    with pytest.raises(UsageError) as refused:
+    with pytest.raises(ModelNotFound) as refused:
         resolve(name, {"HOME": "/nowhere"})
     assert refused.value.hint == f"did you mean {meant}?"
     with pytest.raises(Absent) if meant != "fable" else nullcontext():  # it works when it is typed
@@ -194,7 +194,7 @@ def test_a_name_of_nothing_is_told_how_models_of_the_hub_are_called() -> None:
 
 
 def test_a_tag_of_a_family_lists_its_sizes_and_of_nothing_the_formats() -> None:
-    with pytest.raises(UsageError) as refused:
+    with pytest.raises(ModelNotFound) as refused:
         resolve("qwen2.5:72b", {"HOME": "/nowhere"})
     assert refused.value.hint == "did you mean qwen2.5-0.5b or qwen2.5-1.5b or qwen2.5-7b?"
     with pytest.raises(UsageError) as refused:

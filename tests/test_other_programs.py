@@ -104,7 +104,7 @@ def test_a_model_in_several_files_is_told(person: Person, tree: OllamaTree) -> N
 def test_a_name_that_leads_nowhere_is_answered_with_what_ollama_has(person: Person, tree: OllamaTree) -> None:
     assert "no library of Ollama" in refused("ollama:x", {**person.env, "HOME": "/nonexistent"})
     tree.add("tiny:8b", SMALL)
-    assert "did you mean ollama:tiny:8b?" in refused("tiny:8b", person.env, UsageError)
+    assert "did you mean ollama:tiny:8b?" in refused("tiny:8b", person.env, ModelNotFound)
     assert "did you mean ollama:tiny:8b?" in refused("ollama:tiny", person.env)
     tree.add("sole", SMALL)
     assert "did you mean ollama:sole?" in refused("sole", person.env)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ... import UsageError
+from ... import ModelNotFound, UsageError
 from ...quant.spec import DEFAULTS
 from .. import hub
 from ..config_reader import show
@@ -63,7 +63,7 @@ class Reference:
 
 
 def parse_reference(text: str, env: Mapping[str, str]) -> Reference:
-    """Raises UsageError for what has no such form."""
+    """Raises UsageError for what has no such form, ModelNotFound for a name of another program that means a model here."""
     text = text.strip()
     if not text:
         raise UsageError("no model is named", LOOK)
@@ -110,10 +110,10 @@ def _split(text: str, env: Mapping[str, str]) -> tuple[str, str | None]:
         from .programs import here_as
 
         if (there := here_as(text, env)) is not None:
-            raise UsageError(f"there is no model {show(text)}", f"did you mean {there}?")
+            raise ModelNotFound(f"there is no model {show(text)}", f"did you mean {there}?")
         entries = catalog(env)
         if not AS_BITS.fullmatch(variant) and (meant := tagged(base, variant, entries)):
-            raise UsageError(f"there is no model {show(text)}", f"did you mean {' or '.join(meant)}?")
+            raise ModelNotFound(f"there is no model {show(text)}", f"did you mean {' or '.join(meant)}?")
         is_one = "/" in base and not OLLAMAS.match(base) or any(entry.alias == base.partition("@")[0].lower() for entry in entries)
         raise UsageError(f"{show(':' + variant)} is no format that a model can be loaded in",
                          f"known: {', '.join(DEFAULTS)}, or the name or the tag (Q4_K_M) of a .gguf file; "
