@@ -116,6 +116,8 @@ def of_chat(**fields: object) -> ChatAsked:
     ({"reasoning": {"effort": "high"}}, True, "high", None), ({"reasoning": {"enabled": False}}, False, None, None),
     ({"reasoning": {"max_tokens": 7}}, None, None, 7), ({"thinking": {"type": "disabled"}}, False, None, None),
     ({"thinking": {"type": "enabled", "budget_tokens": 9}}, True, None, 9), ({"thinking": {"type": "auto"}}, None, None, None),
+    ({"reasoning": "off"}, False, "none", None), ({"reasoning": True}, True, "medium", None), ({"reasoning": "low"}, True, "low", None),
+    ({"thinking": False}, False, None, None),
     ({"reasoning_effort": "low", "reasoning": {"effort": "high"}}, True, "low", None),
     ({"chat_template_kwargs": {"enable_thinking": True}, "think": False}, True, None, None)])
 def test_how_programs_ask_for_reasoning(fields, switch, effort, budget):

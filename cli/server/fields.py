@@ -3,7 +3,7 @@ the engine does not do."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, RootModel, ValidationError
@@ -106,6 +106,18 @@ class Asked(Body):
     lora: list[Scale] | None = None
 
 
+EFFORT_OF = {"off": "none", False: "none", "on": "medium", True: "medium"}
+TYPE_OF = {True: "enabled", False: "disabled"}
+
+
+def as_object(field: str, named: Mapping[object, str]) -> Callable[[Any], Any]:
+    """Some say with a word, or a switch, what others say with an object that has it as a `field`."""
+    def read(value: Any) -> Any:
+        return {field: named.get(value, value)} if isinstance(value, str | bool) else value
+
+    return read
+
+
 class Reasoning(Body):
     """As Responses ask for reasoning, and OpenRouter's programs in chats."""
 
@@ -132,8 +144,8 @@ class ChatAsked(Asked):
     n: Whole = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
-    reasoning: Reasoning | None = None
-    thinking: Thinking | None = None
+    reasoning: Annotated[Reasoning | None, BeforeValidator(as_object("effort", EFFORT_OF))] = None
+    thinking: Annotated[Thinking | None, BeforeValidator(as_object("type", TYPE_OF))] = None
     enable_thinking: bool | None = None
     think: bool | str | None = None
     thinking_budget: Whole = None
