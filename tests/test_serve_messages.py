@@ -227,7 +227,8 @@ def test_blocks_become_messages() -> None:
 
 
 @pytest.mark.parametrize(("fields", "think", "variables"), [
-    ({}, "auto", {}), ({"thinking": {"type": "adaptive"}, "output_config": {"effort": "max"}}, "auto", {"reasoning_effort": "high"}),
+    ({}, "auto", {}), ({"thinking": {"type": "between_tools"}}, "auto", {}),
+    ({"thinking": {"type": "adaptive"}, "output_config": {"effort": "max"}}, "auto", {"reasoning_effort": "high"}),
     ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "on", {"enable_thinking": True}),
     ({"thinking": {"type": "disabled"}, "output_config": {"effort": "low"}}, "off", {"reasoning_effort": "low", "enable_thinking": False}),
     ({"thinking": {"type": "enabled"}, "chat_template_kwargs": {"enable_thinking": False}}, "off", {"enable_thinking": False})])

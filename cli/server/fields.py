@@ -97,7 +97,7 @@ class Asked(Body):
     response_format: dict[str, Any] | None = None
     grammar: str | None = None
     structured_outputs: dict[str, Any] | None = None
-    guided_json: dict[str, Any] | str | None = None
+    guided_json: Any = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None

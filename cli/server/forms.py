@@ -15,6 +15,7 @@ from .problems import LEAVE_ONE, Problem, problem_of
 
 FORMAT, GRAMMAR, STRUCTURED = "response_format", "grammar", "structured_outputs"
 THE_SCHEMA, THE_GRAMMAR, THE_REGEX, THE_CHOICES = "the schema", "the grammar", "the regular expression", "the choices"
+OF_SPACES = ("whitespace_pattern", "disable_any_whitespace", "disable_fallback", "disable_additional_properties")  # in vLLM's, let pass
 KINDS = ("json", "json_object", "regex", "choice", GRAMMAR)  # of vLLM's fields
 
 
@@ -41,14 +42,13 @@ def _given(asked: Asked) -> Iterator[tuple[str, str, Any]]:
         yield FORMAT, *named
     if asked.grammar:
         yield GRAMMAR, GRAMMAR, asked.grammar
-    structured = asked.structured_outputs or {}
-    for key, value in structured.items():
+    for key, value in (asked.structured_outputs or {}).items():
         if value not in (None, False, ""):
             if key in KINDS:
                 yield f"{STRUCTURED}.{key}", key, value
-            elif key == "structural_tag":
-                raise Problem(400, f"{STRUCTURED}.{key} is not supported", param=f"{STRUCTURED}.{key}", code="unsupported_parameter",
-                              hint="strict in a function holds its calls to its schema")
+            elif key not in OF_SPACES:
+                raise Problem(400, f"{STRUCTURED}.{key} is not supported: {', '.join(KINDS)} are", param=f"{STRUCTURED}.{key}",
+                              code="unsupported_parameter")
     for kind in KINDS:
         if (value := getattr(asked, f"guided_{kind}", None)) not in (None, ""):
             yield f"guided_{kind}", kind, value

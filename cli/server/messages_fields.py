@@ -82,8 +82,8 @@ def chat_of(asked: CountAsked) -> tuple[ChatAsked, list[dict[str, Any]]]:
 def _thinking(thinking: Thinking | None, effort: str | None) -> dict[str, Any]:
     """What a template is told of reasoning. Effort does not ask for any, unlike that of chat completions; programs always send one."""
     kind, place = thinking and thinking.type, "output_config.effort"
-    if kind not in (None, ENABLED, DISABLED, "adaptive"):
-        raise Problem(400, f"thinking.type is enabled, adaptive or disabled, not {kind!r:.40}", param="thinking.type")
+    if kind not in (None, ENABLED, DISABLED, "adaptive", "between_tools"):
+        raise Problem(400, f"thinking.type is enabled, adaptive, between_tools or disabled, not {kind!r:.40}", param="thinking.type")
     if effort is not None and effort not in EFFORTS:
         raise Problem(400, f"{place} is one of {', '.join(EFFORTS)}, not {effort!r:.40}", param=place)
     told = {} if effort is None else {"reasoning_effort": OF_HARMONY.get(effort, effort)}
