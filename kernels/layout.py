@@ -26,6 +26,8 @@ STORED_TYPES = {"f32": F32, "f16": F16, "bf16": BF16}
 SILU, GELU, GELU_TANH, RELU, IDENTITY, CLAMPED_SWISH, RELU2 = 0, 1, 2, 3, 4, 5, 6
 ACTIVATIONS = {"silu": SILU, "gelu": GELU, "gelu_tanh": GELU_TANH, "relu": RELU, "none": IDENTITY, "clamped_swish": CLAMPED_SWISH,
                "relu2": RELU2}
+CAPPED_SILU, CAP_BITS = 7, 8  # silu whose result and what it multiplies have a bound, which stands above so many bits of its number
+CAPPED = "silu up to "  # and behind these words in its name
 SWISH_SLOPE, SWISH_LIMIT = 1.702, 7.0  # of the clamped one
 NORM_NONE, NORM_RMS, NORM_RMS_PLUS_ONE, NORM_LAYER = 0, 1, 2, 3
 NORMS = {"none": NORM_NONE, "rms": NORM_RMS, "rms+1": NORM_RMS_PLUS_ONE, "layer": NORM_LAYER}
@@ -120,3 +122,23 @@ class PageLayout:
     def parts_of(self, tokens: int) -> int:
         """Parts that so many tokens of a slot take."""
         return -(-tokens // self.rows)
+
+
+def capped_silu(bound: float) -> str:
+    """The name of silu with a bound."""
+    return f"{CAPPED}{float(bound)!r}"
+
+
+def bound_of(act: str) -> float | None:
+    """The bound that an activation has by its name, None for one without."""
+    return float(act.removeprefix(CAPPED)) if act.startswith(CAPPED) else None
+
+
+def is_activation(act: str) -> bool:
+    return act in ACTIVATIONS or act.startswith(CAPPED)
+
+
+def activation_number(act: str) -> int:
+    """What kernels are told of an activation; a bound goes along as the bits of a float32."""
+    bound = bound_of(act)
+    return ACTIVATIONS[act] if bound is None else CAPPED_SILU | struct.unpack("<I", struct.pack("<f", bound))[0] << CAP_BITS

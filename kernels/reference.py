@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from .layout import SWISH_LIMIT, SWISH_SLOPE
+from .layout import SWISH_LIMIT, SWISH_SLOPE, bound_of
 
 _erf = np.vectorize(math.erf, otypes=[np.float64])
 
@@ -42,7 +42,10 @@ def linear(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None) -> np.nda
 
 
 def activate(x: np.ndarray, kind: str) -> np.ndarray:
-    """silu, gelu (exact), gelu_tanh, relu, relu2 (its square), none; clamped_swish is the half of a gate, see `gated`."""
+    """silu, gelu (exact), gelu_tanh, relu, relu2 (its square), none; clamped_swish and a silu with a bound are the half of a gate, see
+    `gated`."""
+    if (bound := bound_of(kind)) is not None:
+        return np.minimum(activate(x, "silu"), bound)
     if kind == "silu":
         return x / (1 + np.exp(-x))
     if kind == "gelu":
@@ -64,7 +67,10 @@ def curved(x: np.ndarray, above: float, below: float) -> np.ndarray:
 
 
 def gated(gate: np.ndarray, up: np.ndarray, kind: str) -> np.ndarray:
-    """act(gate) * up; clamped_swish keeps `up` within its limit on both sides and adds 1 to it."""
+    """act(gate) * up; clamped_swish keeps `up` within its limit on both sides and adds 1 to it, a silu with a bound keeps it within
+    that."""
+    if (bound := bound_of(kind)) is not None:
+        return activate(gate, kind) * np.clip(up, -bound, bound)
     return activate(gate, kind) * (np.clip(up, -SWISH_LIMIT, SWISH_LIMIT) + 1 if kind == "clamped_swish" else up)
 
 

@@ -123,7 +123,7 @@ def moe(x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], ro
     n = reference.normalise(x, *_norm(norm))
     apply = lambda values, each: reference.linear(values, each.weight.to_f32(), each.bias)  # noqa: E731
 
-    def inside(values: np.ndarray, expert: Expert) -> np.ndarray:
+    def inside(values: np.ndarray, expert: Expert, act: str = act) -> np.ndarray:
         up = apply(values, expert.up)
         return reference.activate(up, act) if expert.gate is None else reference.gated(apply(values, expert.gate), up, act)
 
@@ -143,7 +143,7 @@ def moe(x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], ro
         out[rows] += (1.0 if routing.inputs else own) * apply(hidden[-1], expert.down)
     of_all = None
     if shared is not None:
-        of_all = inside(n, shared)
+        of_all = inside(n, shared, shared.act or act)
         if shared.scale is not None:
             of_all = of_all / (1 + np.exp(-apply(n, shared.scale)))
         out += shared.factor * apply(of_all, shared.down)

@@ -253,10 +253,11 @@ class Expert:
 @dataclass(frozen=True)
 class SharedExpert(Expert):
     """The MLP beside a mixture's experts that every token visits; `scale` [1, D]: the sigmoid of its product is the token's share, 1
-    where there is none. What it gives is multiplied by `factor`."""
+    where there is none. What it gives is multiplied by `factor`. `act`: its activation, None for that of the others."""
 
     scale: Linear | None = None
     factor: float = 1.0
+    act: str | None = None
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import UsageError
+from ..kernels.layout import capped_silu
 from ..offload.header import is_gguf
 from .config_keys import KEYS_HARMLESS, KEYS_USED, REASONS, REFUSED_UNLESS
 from .config_reader import REQUIRED, ConfigError, Keys, read_json, show, special_tokens
@@ -80,7 +81,7 @@ class ModelConfig:
     key (ALiBi); then heads are made as wide as `value_dim`, and head_dim is more. `indexed`: how tokens choose what they see. `both_ways`:
     they see what comes behind them too, with a window as far as before them. `embedding_normed`: an embedding goes through a norm without
     a weight; `last_norm`: the kind of the one before the head, and `behind_eps` the epsilon of those behind attention and MLP, where these
-    are not the others'.
+    are not the others'. `gate_bounds`: by layer how far gates of experts, and those of what every token visits, go, None for no bound.
     """
 
     family: str
@@ -162,6 +163,7 @@ class ModelConfig:
     last_norm: str | None = None
     behind_eps: float | None = None
     qk_norm_still: bool = False
+    gate_bounds: tuple[tuple[float | None, float | None], ...] = ()
     warnings: tuple[str, ...] = ()
 
     @property
@@ -185,6 +187,11 @@ class ModelConfig:
     def ffn_of(self, layer: int) -> int:
         """The width inside a layer's MLP."""
         return self.layer_ffn[layer] if self.layer_ffn else self.intermediate_size
+
+    def act_of(self, layer: int, shared: bool = False) -> str:
+        """The activation of a layer's experts, or of the one that every token visits."""
+        bound = self.gate_bounds[layer][shared] if self.gate_bounds else None
+        return self.hidden_act if bound is None else capped_silu(bound)
 
     def cut_of(self, layer: int) -> float | None:
         """How many deviations beyond their mean a layer's gates have to be."""

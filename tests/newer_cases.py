@@ -40,7 +40,8 @@ SIGHTS = {"qwen2_vl": {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_head
           "llama4": {**SIGHT, "intermediate_size": 128, "pixel_shuffle_ratio": 0.5, "projector_input_dim": 64, "projector_output_dim": 64,
                      "vision_output_dim": 64},
           "internvl": {**SIGHT, "image_size": [32, 32], "patch_size": [8, 8]},
-          "muse_glimmer": {**{key: value for key, value in SIGHT.items() if key != "image_size"}, "pos_emb_height": 4, "pos_emb_width": 4}}
+          "muse_glimmer": {**{key: value for key, value in SIGHT.items() if key != "image_size"}, "pos_emb_height": 4, "pos_emb_width": 4},
+          "step3p7": {**SIGHT, "patch_size": 14, "image_size": 28}}
 BESIDE = {"muse_glimmer": {"out_hidden_size": 128, "projector_hidden_size": 32}}  # what a config says beside its parts
 
 
@@ -79,6 +80,14 @@ ZAMBA = {"num_hidden_layers": 6, "layers_block_type": ["linear_attention", "hybr
 # Epsilons so large that each norm's shows.
 MUSE = {"num_hidden_layers": 4, "head_dim": 32, "sliding_window": 40, "qk_scale_factor": 2.5, "output_multiplier": 0.3, "rms_norm_eps":
         1e-2, "post_norm_eps": 5e-3, "final_logit_softcapping": 5.0, "bos_token_id": 1, "eos_token_id": 7}
+STEP = {"n_routed_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "num_hidden_layers": 5, "head_dim": 32,
+        "sliding_window": 40, "share_expert_dim": 56, "mlp_layer_types": ["dense", *["sparse"] * 4], "layer_types": [
+            "full_attention", *["sliding_attention"] * 3, "full_attention"], "num_sliding_attention_heads": 6, "moe_router_scaling_factor":
+        2.5, "swiglu_limits": [0, None, 0.4, 0.7, 0], "swiglu_limits_shared": [0, 0.5, 0.3, 0.0, 0], "pad_token_id": 1, "eos_token_id": 7,
+        "initializer_range": 0.12, "rope_parameters": {
+            "full_attention": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta":
+                               50_000.0, "original_max_position_embeddings": 64, "partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 1.0}}}
 SPACES_2 = {"num_heads": 6, "head_dim": 32, "n_groups": 2, "state_size": 24, "expand": 3, "num_hidden_layers": 4, "eos_token_id": 7}
 LAGUNA = {**FEW_EXPERTS, "head_dim": 32, "sliding_window": 40, "shared_expert_intermediate_size": 56, "moe_routed_scaling_factor": 2.5,
           "layer_types": ["full_attention", "sliding_attention", "sliding_attention"], "num_attention_heads_per_layer": [4, 6, 6],
@@ -110,6 +119,14 @@ NEWER = {
         **MUSE, "num_hidden_layers": 3, "sliding_window": 150, "attention_bias": True, "num_key_value_heads": 1, "layer_types": [
             "full_attention", "sliding_attention", "full_attention"], "layer_rope_theta": [10_000.0, 0, 10_000.0]},
         dtype="bfloat16", inside="muse_glimmer"),
+    "step3p7": Case("step3p5", {**STEP, "vocab_size": 301}, shard="100KB", inside="step3p7"),
+    "step3p7, no bounds, one table, other layers, bfloat16": Case("step3p5", {
+        **STEP, "num_hidden_layers": 3, "sliding_window": 150, "swiglu_limits": None, "swiglu_limits_shared": None,
+        "num_key_value_heads": 1, "mlp_layer_types": ["sparse", "dense", "sparse"], "layer_types": [
+            "sliding_attention", "full_attention", "sliding_attention"],
+        "num_sliding_attention_heads": 4, "query_pre_attn_scalar": 20, "tie_word_embeddings": True, "rope_parameters": {kind: {
+            "rope_type": "default", "rope_theta": 500.0} for kind in ("full_attention", "sliding_attention")}},
+        dtype="bfloat16", inside="step3p7"),
     "bloom": Case("bloom", {"vocab_size": 301}, shard="100KB"),
     "bloom, heads of no power of two, bfloat16": Case("bloom", {"n_head": 6, "hidden_size": 96, "layer_norm_epsilon": 1e-3},
                                                       dtype="bfloat16"),

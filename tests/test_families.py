@@ -179,6 +179,10 @@ PECULIAR = {
     "muse_glimmer": [{"windows": (None,) * 4}, {"ropes": 0}, {"ropes": 3}, {"attn_scale": None}, {"qk_norm_unit": False},
                      {"qk_norm_still": False}, {"embedding_normed": False}, {"last_norm": None}, {"behind_eps": None}, {"norm_eps": 1e-5},
                      {"norm_kind": "rms"}, {"logits_scaling": 1.0}, {"final_logit_softcapping": None}],
+    "step3p7": [{"windows": (None,) * 5}, {"ropes": 0}, {"ropes": 1}, {"norm_kind": "rms"}, {"norm_eps": 1e-1}, {"gate_bounds": ()},
+                {"gate_bounds": ((None, 0.5), (None, 0.5), (0.4, 0.3), (0.7, None), (0.4, None))},
+                {"gate_bounds": ((None, None), (None, None), (0.4, 0.4), (0.7, None), (None, None))}] + [
+        {"mixture": each} for each in ({"renormalise": False}, {"sigmoid": False}, {"factor": 1.0}, {"shared_width": None})],
     "bloom": [{"slopes": (0.25,) * 4}, {"norm_eps": 1e-1}, {"norm_kind": "rms"}, {"hidden_act": "silu"}],
     "mimo_v2_flash": [{"windows": (None,) * 3}, {"ropes": 0}, {"ropes": 1}, {"factors": {"v": 1.0}}, {"norm_eps": 1e-1}] + [
         {"mixture": each} for each in ({"renormalise": False}, {"sigmoid": False}, {"corrected": False})],
@@ -302,7 +306,7 @@ def test_every_peculiarity_of_a_family_shows(name: str, tmp_path: Path) -> None:
                                   "jamba", "jamba, no experts, tied, bfloat16", "mamba", "mamba2", "falcon_mamba",
                                   "bailing_hybrid", "bailing_hybrid, no bound, other layers, bfloat16",
                                   "flint", "kolibri1", "laguna", "laguna, gates of channels, other layers, bfloat16",
-                                  "bloom", "dbrx", "minimax", "mimo_v2_flash", "mpt", "muse_glimmer", "zamba2",
+                                  "bloom", "dbrx", "minimax", "mimo_v2_flash", "mpt", "muse_glimmer", "step3p7", "zamba2",
                                   "zamba2, one block, no positions, groups, bfloat16"])
 def test_the_other_backend_agrees(name: str, tmp_path: Path) -> None:
     """Layers on torch, on CPU tensors: the same logits."""

@@ -13,6 +13,7 @@ from effllm.kernels.cpu.arithmetic import exp, narrow_half, softplus, widen_half
 from effllm.kernels.cpu.candidates import default_registry
 from effllm.kernels.cpu.linear_amx import AMX_FLOATS
 from effllm.kernels.cpu.ops import FEW, CpuOps
+from effllm.kernels.layout import capped_silu
 from effllm.kernels.registry import Call
 from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import Dims, Workspace
@@ -57,7 +58,7 @@ def run_all(ops: CpuOps, parts: dict[str, Linear], norm: Norm, x: np.ndarray, ac
 
 
 @pytest.mark.parametrize("stored", ("f32", "f16", "bf16"))
-@pytest.mark.parametrize("act", ("silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swish"))
+@pytest.mark.parametrize("act", ("silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swish", capped_silu(0.4)))
 def test_matrix_ops_match_the_reference(pool, stored, act):
     rng = np.random.default_rng(1)
     parts = linears(rng, stored)
@@ -83,6 +84,23 @@ def test_the_clamped_swish_by_hand(pool):
         assert np.abs(out - by_hand).max() < 3e-6 * np.abs(by_hand).max()
         odd = np.array([[np.nan, 1.0, 1.0]], np.float32)
         CpuOps(pool, dims, registry).gate(odd, np.array([[1.0, np.nan, 1.0]], np.float32), "clamped_swish")
+        assert np.isnan(odd).tolist() == [[True, True, False]]
+
+
+@pytest.mark.parametrize("bound", (0.3, 7.0, 16.0))
+def test_a_silu_with_a_bound_by_hand(pool, bound):
+    """min(silu(g), bound) * up within the bound, wherever the two lie; NaN of either stays. The bound goes through its name whole."""
+    gate, up = (each.reshape(1, -1).astype(np.float32) for each in np.meshgrid(np.linspace(-90, 20, 56), np.linspace(-20, 20, 41)))
+    g, act = gate.astype(np.float64), capped_silu(np.float32(bound))
+    by_hand = np.minimum(g / (1 + np.exp(-g)), np.float32(bound)) * np.clip(up, -np.float32(bound), np.float32(bound))
+    assert np.abs(reference.gated(g, up, act) - by_hand).max() < 1e-12
+    dims = Dims(gate.size, 1, 1, 2, gate.size, 8, chunk=128, ctx=128, rows=1)
+    for registry in (None, default_registry("reference")):
+        out = gate.copy()
+        CpuOps(pool, dims, registry).gate(out, up, act)
+        assert np.abs(out - by_hand).max() < 3e-6 * np.abs(by_hand).max()
+        odd = np.array([[np.nan, 1.0, 1.0]], np.float32)
+        CpuOps(pool, dims, registry).gate(odd, np.array([[1.0, np.nan, 1.0]], np.float32), act)
         assert np.isnan(odd).tolist() == [[True, True, False]]
 
 

@@ -9,8 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
+from transformers.models.bailing_hybrid.modeling_bailing_hybrid import BailingHybridExperts, BailingHybridMLP
 
 from effllm.kernels.kda_shape import KdaShape
+from effllm.kernels.layout import capped_silu
 from effllm.runtime.config import parse_config
 from effllm.runtime.engine import open_engine
 from effllm.runtime.prepare import EngineOptions
@@ -97,14 +99,55 @@ def test_the_published_configs() -> None:
     ("architectures", ["BailingMoeV2_5ForCausalLM"]), ("auto_map", {"AutoModel": "modeling_other.Other"}), ("kda_lower_bound", 0),
     ("kda_lower_bound", None), ("kda_lower_bound", True), ("num_hidden_layers", 23), ("layer_types", ["full_attention"] * 24),
     ("layer_types", ["sliding_attention"] * 24), ("mlp_layer_types", ["moe"] * 24), ("no_kda_lora", False), ("hidden_act", "gelu"),
-    ("attention_bias", True), ("gated_attention_proj_granularity_type", "element_wise"), ("expert_swiglu_limit_list", [0.0] * 23 + [7.0]),
+    ("attention_bias", True), ("gated_attention_proj_granularity_type", "element_wise"), ("expert_swiglu_limit_list", 7.0),
     ("use_mla_nope", True), ("n_group", 3), ("num_key_value_heads", 4), ("rope_interleave", False), ("short_conv_kernel_size", 0)])
 def test_what_is_not_run_is_named(key: str, value: object) -> None:
     refused({**TINY, key: value}, key)
 
 
-def test_flash_is_refused_for_its_bounds() -> None:
-    refused({**FLASH, "share_expert_swiglu_limit_list": [0.0] * 41 + [7.0]}, "share_expert_swiglu_limit_list")
+class Bounded(BailingHybridExperts):
+    """Experts whose gates, and what these multiply, have a bound, as the model was trained; transformers' class has none."""
+
+    def forward(self, x: torch.Tensor, index: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        gate, up = torch.einsum("td,efd->tef", x, self.gate_up_proj).chunk(2, -1)
+        each = torch.einsum("tef,edf->ted", bounded(gate, up, self.bound), self.down_proj)
+        return (each.gather(1, index[..., None].expand(-1, -1, x.shape[-1])) * shares[..., None]).sum(1)
+
+
+class BoundedMLP(BailingHybridMLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(bounded(self.gate_proj(x), self.up_proj(x), self.bound))
+
+
+def bounded(gate: torch.Tensor, up: torch.Tensor, bound: float) -> torch.Tensor:
+    return torch.nn.functional.silu(gate).clamp(max=bound) * up.clamp(-bound, bound)
+
+
+def test_gates_of_some_layers_have_bounds(tmp_path: Path) -> None:
+    """Other ones for experts and for what every token visits; lists go on for the layer that guesses ahead."""
+    model = written(CASES["bailing_hybrid"], tmp_path)
+    path, bounds = tmp_path / "config.json", ([0.0, 0.0, 0.4, 0.3, 0.0, 0.5, 0.1], [0.0, 0.2, 0.3, 0.0, 0.0, 0.6, 0.1])
+    raw = json.loads(path.read_text())
+    path.write_text(json.dumps({**raw, "num_nextn_predict_layers": 1, "expert_swiglu_limit_list": bounds[0],
+                                "share_expert_swiglu_limit_list": bounds[1]}))
+    with pytest.raises(AssertionError):
+        assert_scored_as(tmp_path, model, text(model, 70))
+    for layer, own, shared in zip(model.model.layers, *bounds):
+        for bound, name, kind in ((own, "experts", Bounded), (shared, "shared_experts", BoundedMLP)) if own or shared else ():
+            if bound:
+                module = getattr(layer.mlp, name)
+                module.__class__, module.bound = kind, bound
+    assert_scored_as(tmp_path, model, text(model, 70))
+
+
+def test_flash_has_the_bounds_that_it_states() -> None:
+    lists = {"expert_swiglu_limit_list": [0.0] * 40 + [4, 7.0], "share_expert_swiglu_limit_list": [0.0] * 41 + [5.0]}
+    made = parse_config({**FLASH, **lists}, strict=True)
+    assert made.gate_bounds == ((None, None),) * 40 + ((4.0, None), (7.0, 5.0))
+    assert (made.act_of(39), made.act_of(41), made.act_of(41, shared=True)) == ("silu", capped_silu(7.0), capped_silu(5.0))
+    for name, wrong in (("expert_swiglu_limit_list", [7.0] + [0.0] * 41), ("expert_swiglu_limit_list", [-1.0] * 42),
+                        ("share_expert_swiglu_limit_list", [0.0] * 7)):
+        refused({**FLASH, name: wrong}, name)
 
 
 def test_gates_that_are_not_clamped_may_be_listed() -> None:

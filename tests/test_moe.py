@@ -17,6 +17,7 @@ from effllm.kernels import reference, reference_moe
 from effllm.kernels.cpu.candidates import default_registry
 from effllm.kernels.cpu.ops import FEW, CpuOps
 from effllm.kernels.cpu.packed import MOST_COLUMNS
+from effllm.kernels.layout import capped_silu
 from effllm.kernels.reference_moe import Routed, Routing, route, visits
 from effllm.kernels.registry import Call
 from effllm.kernels.threads import ThreadPool
@@ -116,7 +117,7 @@ def test_a_mixture_of_equal_experts_is_one_mlp() -> None:
 
 
 @pytest.mark.parametrize("stored", [("f32",), ("f16",), ("bf16",), ("bf16", "f32")], ids="+".join)
-@pytest.mark.parametrize("act", ["silu", "gelu_tanh", "clamped_swish"])
+@pytest.mark.parametrize("act", ["silu", "gelu_tanh", "clamped_swish", capped_silu(0.3)])
 def test_raw_weights_match_the_definition(pool, stored, act) -> None:
     layer, ops = Layer(stored, bias=True, router=stored[0]), CpuOps(pool, dims())
     for tokens in TOKENS:

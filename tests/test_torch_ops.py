@@ -16,7 +16,7 @@ from effllm.kernels import reference
 from effllm.kernels.cpu.ops import CpuOps
 from effllm.kernels.cuda import attention, torch_ops
 from effllm.kernels.cuda.torch_ops import TorchOps
-from effllm.kernels.layout import F16, F32, PAGE, PageLayout
+from effllm.kernels.layout import F16, F32, PAGE, PageLayout, capped_silu
 from effllm.kernels.threads import ThreadPool
 from effllm.quant.kv import RawCodec
 from effllm.quant.spec import QuantSpec
@@ -130,7 +130,7 @@ def test_linear_add_is_in_place(ops: TorchOps, stored: str) -> None:
     close(ops.to_host(result), residual + weight(x))
 
 
-@pytest.mark.parametrize("act", ["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swish"])
+@pytest.mark.parametrize("act", ["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swish", capped_silu(0.4)])
 @pytest.mark.parametrize("stored", STORED)
 def test_gated_mlp(ops: TorchOps, act: str, stored: str) -> None:
     x, (norm, meaning) = normal(8, 3, 32), norm_pair(ops, "rms", 32)

@@ -15,6 +15,8 @@ from ..compile import REASSOCIATE
 from ..deferred import inlined
 from ..layout import (
     BF16,
+    CAP_BITS,
+    CAPPED_SILU,
     CLAMPED_SWISH,
     F16,
     GELU,
@@ -53,6 +55,7 @@ HALF_MAX, HALF_SCALE = np.float32(65504.0), np.float32(2.0**112)
 INV_SQRT2, TANH_INNER, GELU_CUBE = np.float32(math.sqrt(0.5)), np.float32(math.sqrt(2 / math.pi)), np.float32(0.044715)
 INFINITY, MINUS_INF = np.float32(np.inf), np.float32(-np.inf)
 SLOPE, LIMIT = np.float32(SWISH_SLOPE), np.float32(SWISH_LIMIT)
+KIND = (1 << CAP_BITS) - 1  # the bits of an activation's number that tell which it is
 
 
 @inlined({"contract"})
@@ -80,6 +83,18 @@ def softplus(x):
 
 
 @inlined()
+def _capped(gate, up, bound):
+    """silu(gate) * up, neither of which is beyond the bound."""
+    own, low = gate / (ONE + exp(-gate)), -bound if up < -bound else up
+    return (bound if own > bound else own) * (bound if low > bound else low)
+
+
+@inlined()
+def _bound(kind):
+    return bits_to_f32(uint32(kind >> CAP_BITS))
+
+
+@inlined()
 def activate(x, kind):
     """The gate's activation; numbered in `layout.py`."""
     if kind == SILU:
@@ -96,12 +111,17 @@ def activate(x, kind):
     if kind == CLAMPED_SWISH:
         bounded = LIMIT if x > LIMIT else x
         return bounded / (ONE + exp(-SLOPE * bounded))
+    if kind & KIND == CAPPED_SILU:
+        own, bound = x / (ONE + exp(-x)), _bound(kind)
+        return bound if own > bound else own
     return x
 
 
 @inlined()
 def gated(gate, up, kind):
     """act(gate) * up, with `up` as the activation wants it. NaN stays NaN."""
+    if kind & KIND == CAPPED_SILU:
+        return _capped(gate, up, _bound(kind))
     if kind == CLAMPED_SWISH:
         low = -LIMIT if up < -LIMIT else up
         up = ONE + (LIMIT if low > LIMIT else low)
@@ -119,6 +139,10 @@ def gate_values(gate, up, count, kind):
     elif kind == CLAMPED_SWISH:
         for i in range(count):
             values[i] = gated(values[i], second[i], CLAMPED_SWISH)
+    elif kind & KIND == CAPPED_SILU:
+        bound = _bound(kind)
+        for i in range(count):
+            values[i] = _capped(values[i], second[i], bound)
     else:
         for i in range(count):
             values[i] = gated(values[i], second[i], kind)

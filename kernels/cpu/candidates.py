@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ..layout import ACTIVATIONS, STORED_TYPES
+from ..layout import STORED_TYPES, is_activation
 from ..registry import Call, Candidate, Registry
 from . import delta, head_widths, index, kda, latent, lightning, linear_amx, low_bit, mamba1, mamba2, moe, packed, rows, short_conv, streams
 from .amx import AMX
@@ -66,7 +66,7 @@ ROWS = {"rotate": (rows.rotate, rows.rotate_reference, "native code for every wi
 def _compiled(call: Call) -> str:
     if call.stored not in STORED_TYPES:
         return f"no kernel for {call.stored}"
-    if call.act not in ACTIVATIONS:
+    if not is_activation(call.act):
         return f"no kernel for {call.act}"
     return ""
 

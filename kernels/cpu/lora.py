@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..layout import ACTIVATIONS, NORMS, REPEATED, STORED_TYPES
+from ..layout import NORMS, REPEATED, STORED_TYPES, activation_number
 from ..workspace import address
 from . import linear
 from .lora_loops import FIELDS, GROUP, OUT_FIELDS, OWN_FIRST, RUN, columns_in, columns_out, parts_of
@@ -142,7 +142,7 @@ def _fields(each: Thin, rank: int, place: int, adapter: int) -> list[int]:
 def _block(ops: CpuOps, x: np.ndarray, norm: Norm | None, mode: int, act: str, matrices: int, fields: Sequence[int]) -> np.ndarray:
     tokens, depth = x.shape
     head = [ops.at(x), tokens, depth, 0 if norm is None else NORMS[norm.kind], 0 if norm is None else address(norm.weight),
-            0 if norm is None else address(norm.bias), 0, ops.scratch, ops.scratch_stride, mode, ACTIVATIONS[act], matrices]
+            0 if norm is None else address(norm.bias), 0, ops.scratch, ops.scratch_stride, mode, activation_number(act), matrices]
     block = np.array([*head, *fields], np.int64)
     if norm is not None:
         block.view(np.float64)[linear.EPS] = norm.eps

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..layout import ACTIVATIONS, NORMS, ONE_SCALE
+from ..layout import NORMS, ONE_SCALE, activation_number, is_activation
 from ..registry import Call
 from ..tiles import SCHEME_MASK, SCHEME_SHIFT, SCHEMES
 from ..workspace import Dims, address
@@ -52,7 +52,7 @@ def kind_of(weight: Weight) -> int:
 
 def declines(call: Call) -> str:
     """Why no compiled kernel of low-bit weights takes a call."""
-    return "" if call.stored in SCHEMES and call.act in ACTIVATIONS else f"not for {call.stored} weights"
+    return "" if call.stored in SCHEMES and is_activation(call.act) else f"not for {call.stored} weights"
 
 
 def declines_integers(call: Call) -> str:
@@ -95,7 +95,7 @@ def fill_few(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Li
     tokens, depth = x.shape
     kind = _norm_of(ops, norm, linears)
     block = [ops.at(x), tokens, depth, kind, 0 if norm is None else address(norm.weight),
-             0 if norm is None else address(norm.bias), 0, ops.scratch, ops.scratch_stride, mode, ACTIVATIONS[act], len(linears)]
+             0 if norm is None else address(norm.bias), 0, ops.scratch, ops.scratch_stride, mode, activation_number(act), len(linears)]
     for i, each in enumerate(linears):
         out = outs[min(i, len(outs) - 1)]
         before, after = each.weight.low_bit_fields
@@ -146,7 +146,7 @@ def run_many(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Li
         panels = ops.workspace.take("low_panels", panel_floats(tokens, depth))
         kind = _norm_of(ops, norm, linears)
         head = [tokens, depth, kind, 0 if norm is None else address(norm.weight), 0 if norm is None else address(norm.bias), 0,
-                ops.scratch, ops.scratch_stride, mode, ACTIVATIONS[act], way, len(chosen)]
+                ops.scratch, ops.scratch_stride, mode, activation_number(act), way, len(chosen)]
         block = [ops.at(x), *head]
         for i in chosen:
             out = outs[min(i, len(outs) - 1)]
@@ -174,7 +174,7 @@ def run_exact(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[L
     panels = ops.workspace.take("panels", -(-tokens // TILE_COLUMNS) * TILE_COLUMNS, depth)
     kind = 0 if norm is None else NORMS[norm.kind]
     head = [tokens, depth, kind, 0 if norm is None else address(norm.weight), 0 if norm is None else address(norm.bias), 0, ops.scratch,
-            ops.scratch_stride, mode, ACTIVATIONS[act]]
+            ops.scratch_stride, mode, activation_number(act)]
     ops.args[: linear.FIRST + linear.FIELDS] = [ops.at(x), *head, 1, 0, 0, 0, 0, ops.at(panels), depth]
     if norm is not None:
         ops.reals[linear.EPS] = norm.eps

@@ -19,7 +19,7 @@ import numpy as np
 from .. import reference_moe
 from ..compile import Kernel
 from ..expert_pages import MOST_AHEAD
-from ..layout import ACTIVATIONS, NORMS
+from ..layout import NORMS, activation_number
 from ..reference_moe import Routed, Routing
 from ..registry import Call
 from ..workspace import Dims, address
@@ -159,7 +159,7 @@ def shared_hidden(ops: CpuOps, x: np.ndarray, norm: Norm, shared: SharedExpert |
     """Note the first half of what all tokens visit: what goes into its `down`, float32 [T, S] times the share."""
     if shared is None:
         return None
-    hidden = ops.gated_hidden(x, norm, shared.gate, shared.up, act)
+    hidden = ops.gated_hidden(x, norm, shared.gate, shared.up, shared.act or act)
     if shared.scale is not None:
         scales = ops.workspace.take("scales", len(x), 1)
         if ops._remembered(x, norm, (shared.scale,), linear.PLAIN, "none") is None:
@@ -279,7 +279,7 @@ def _prepared(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: S
 def _head(ops: CpuOps, depth: int, norm: Norm | None, mode: int, act: str, matrices: int) -> np.ndarray:
     """What an argument block begins with; input and number of tokens are filled in by the kernel."""
     kind, weight, bias = (0, 0, 0) if norm is None else (NORMS[norm.kind], address(norm.weight), address(norm.bias))
-    head = np.array([0, 0, depth, kind, weight, bias, 0, ops.scratch, ops.scratch_stride, mode, ACTIVATIONS[act], matrices], np.int64)
+    head = np.array([0, 0, depth, kind, weight, bias, 0, ops.scratch, ops.scratch_stride, mode, activation_number(act), matrices], np.int64)
     if norm is not None:
         head.view(np.float64)[linear.EPS] = norm.eps
     return head

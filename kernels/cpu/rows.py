@@ -14,7 +14,7 @@ from numpy import float32
 
 from .. import reference
 from ..compile import kernel
-from ..layout import ACTIVATIONS, NORMS
+from ..layout import NORMS, activation_number
 from ..registry import Call
 from ..workspace import address
 from .arithmetic import ONE, ZERO, activate, exp, gate_values, normalise_here, softplus
@@ -285,7 +285,7 @@ def rotate_reference(ops: CpuOps, y: np.ndarray, heads: int, head_dim: int, angl
 
 def gate(ops: CpuOps, gated: np.ndarray, up: np.ndarray | None, act: str) -> None:
     """gated = act(gated) * up, without `up` act(gated)."""
-    ops.args[: G_ACT + 1] = (ops.at(gated), 0 if up is None else ops.at(up), *gated.shape, ACTIVATIONS[act])
+    ops.args[: G_ACT + 1] = (ops.at(gated), 0 if up is None else ops.at(up), *gated.shape, activation_number(act))
     ops.run(activate_rows, ops.where, gated.size >= SHARE_FROM, ops.args)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from .. import reference
 from ..compile import Kernel
-from ..layout import ACTIVATIONS, NORMS
+from ..layout import NORMS, activation_number
 from ..registry import Call, Registry
 from ..threads import ThreadPool
 from ..workspace import Workspace, address
@@ -127,7 +127,7 @@ class Stages(Jobs):
         """Write the argument block of the matrix kernels."""
         kind = 0 if norm is None else NORMS[norm.kind]
         block = [x, tokens, depth, kind, 0 if norm is None else address(norm.weight), 0 if norm is None else address(norm.bias), 0,
-                 self.scratch, self.scratch_stride, mode, ACTIVATIONS[act], len(linears)]
+                 self.scratch, self.scratch_stride, mode, activation_number(act), len(linears)]
         for i, each in enumerate(linears):
             out = outs[min(i, len(outs) - 1)]
             block += [*each.fields, self.at(out), out.strides[0] // 4]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .. import reference_streams as meaning
-from ..layout import ACTIVATIONS, NORMS
+from ..layout import NORMS, activation_number
 from ..reference import gated
 from ..registry import Call
 from ..workspace import Dims, address
@@ -218,7 +218,7 @@ def put(ops: CpuOps, streams: np.ndarray, one: np.ndarray, which: int, kept: boo
 
 
 def cut(ops: CpuOps, gate: np.ndarray, up: np.ndarray, act: str, deviations: float) -> None:
-    ops.args[: loops.C_DEVIATIONS] = ops.at(gate), ops.at(up), *gate.shape, ACTIVATIONS[act]
+    ops.args[: loops.C_DEVIATIONS] = ops.at(gate), ops.at(up), *gate.shape, activation_number(act)
     ops.reals[loops.C_DEVIATIONS] = deviations
     ops.run(loops.cut, ops.where, gate.size >= rows.SHARE_FROM, ops.args)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from ..layout import SWISH_LIMIT, SWISH_SLOPE
+from ..layout import SWISH_LIMIT, SWISH_SLOPE, bound_of
 from .one_kernel import FEW, OneKernel
 
 if TYPE_CHECKING:
@@ -70,12 +70,16 @@ def normalise(x: torch.Tensor, norm: Norm) -> torch.Tensor:
 
 def activated(x: torch.Tensor, act: str) -> torch.Tensor:
     """act(x). Raises ValueError for an unknown activation."""
+    if (bound := bound_of(act)) is not None:
+        return functional.silu(x).clamp_(max=bound)
     if act not in ACTIVATE:
         raise ValueError(f"no activation {act!r}; known: {', '.join(ACTIVATE)}")
     return ACTIVATE[act](x)
 
 
 def _gated(gate: torch.Tensor, up: torch.Tensor, act: str) -> torch.Tensor:
+    if (bound := bound_of(act)) is not None:
+        return activated(gate, act).mul_(up.clamp(-bound, bound))
     return activated(gate, act).mul_(up.clamp(-SWISH_LIMIT, SWISH_LIMIT) + 1 if act == "clamped_swish" else up)
 
 

@@ -143,7 +143,7 @@ class TorchOps(lora.Scales):
         n = self.stages.normalise(x, norm)
         beside = None
         if shared is not None:
-            beside = self._inside(n, shared, act)
+            beside = self._inside(n, shared, shared.act or act)
             if shared.scale is not None:
                 beside = beside * self._linear(n, shared.scale).sigmoid()
         chosen, shares = _routed(self._linear(n, router), routing, correction)

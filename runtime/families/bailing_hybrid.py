@@ -1,9 +1,9 @@
-"""Ling 3 (tiny 7.9B-A1.3B): Kimi Delta Attention whose decays have a bound, with latent attention in the last layer of every group, each
-head of which has a gate, and DeepSeek V3's mixture behind both.
+"""Ling 3 (tiny 7.9B-A1.3B, and flash): Kimi Delta Attention whose decays have a bound, with latent attention in the last layer of every
+group, each head of which has a gate, and DeepSeek V3's mixture behind both.
 
 Decays and gates of every channel come of the input at once. Checkpoints hold queries, keys and values of linear attention in matrices of
-their own, as Kimi Linear's do (`parted_rows.py`). Refused are Ling 3 flash, the gates of whose last experts have bounds that some programs
-apply and others pass over, and Ling 2.5 and 2.6, which state the same type and are other models.
+their own, as Kimi Linear's do (`parted_rows.py`). Gates of flash's last experts have bounds, with which it was trained; the code that was
+published beside it, and transformers', pass over them. Ling 2.5 and 2.6 state the same type, are other models and refused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from . import TensorRule, llama, olmo_hybrid
 from .deepseek_v3 import grouped, latent_config, latent_tensors, refuse_other_code
 from .glm4_moe_lite import sparse_behind
 from .kimi_linear import CALLED, block
-from .mixtral import MOST_EXPERTS, expert_tensors, mixture
+from .mixtral import MOST_EXPERTS, bounds_by_layer, expert_tensors, mixture
 from .qwen3_5_text import FULL, LINEAR
 from .qwen3_moe import NAMES
 
@@ -54,12 +54,6 @@ def config(keys: Keys) -> ModelConfig:
     if any(EARLIER in str(name) for name in keys.raw.get("architectures") or ()):
         raise ConfigError(f"config.json: architectures {show(keys.raw['architectures'])} is not supported for bailing_hybrid models",
                           "its linear attention is another one; Ling 2 (bailing_moe_v2) and Ling 3 run")
-    for name in CLAMPS:
-        keys.asked.add(name)
-        stated = keys.raw.get(name)
-        if stated is not None and (not isinstance(stated, list) or any(stated)):
-            raise ConfigError(f"config.json: {name} = {show(stated)} is not supported for bailing_hybrid models",
-                              "this family runs only without clamped gates: the list must be of zeros or absent")
     named = keys.saying(**{name: keys.raw[own] for name, own in CALLED.items() if keys.holds(own)})
     base = Defaults(max_position_embeddings=262_144, eos=(156_895,), theta=6e6, sizes=SIZES)
     layers, heads = base.size(keys, "num_hidden_layers"), base.size(keys, "num_attention_heads")
@@ -73,12 +67,14 @@ def config(keys: Keys) -> ModelConfig:
         narrow=False, bound=-bound if keys.flag("kda_safe_gate", True) else None)
     width = keys.integer("moe_intermediate_size", 768, high=2**22)
     shared = keys.integer("moe_shared_expert_intermediate_size", width, high=2**22)
-    own = mixture(named, 512, 8, width, named.flag("norm_topk_prob", True), sparse_behind(keys, layers, 2), sigmoid=True, corrected=True,
+    sparse = sparse_behind(keys, layers, 2)
+    own = mixture(named, 512, 8, width, named.flag("norm_topk_prob", True), sparse, sigmoid=True, corrected=True,
                   factor=keys.number("routed_scaling_factor", 2.5),
                   shared_width=shared * named.integer("n_shared_experts", 1, low=0, high=MOST_EXPERTS) or None)
     ahead = keys.integer("num_nextn_predict_layers", keys.integer("num_mtp_layers", 0, low=0, high=MAX_LAYERS), low=0, high=MAX_LAYERS)
     made = latent_config(named, base, WIDTHS, None, True, mixture=grouped(named, own, 8, 4), state=shape, gates_apart=True,
-                         gates_whole=True, state_layers=_linear(keys, layers), mtp_layers=ahead)
+                         gates_whole=True, state_layers=_linear(keys, layers), mtp_layers=ahead,
+                         gate_bounds=bounds_by_layer(keys, CLAMPS, sparse, layers, ahead))
     if made.qkv_bias:
         raise ConfigError("config.json: attention_bias = true is not supported for bailing_hybrid models",
                           "this family runs only with attention_bias = false")

@@ -30,7 +30,7 @@ def config(keys: Keys) -> ModelConfig:
 
 def sparse_layers(keys: Keys, layers: int) -> frozenset[int]:
     """The layers with experts: those that mlp_layer_types says, else all but the first."""
-    found = _of_kinds(keys.words("mlp_layer_types", layers) or (DENSE, *[SPARSE] * (layers - 1)))
+    found = sparse_of(keys.words("mlp_layer_types", layers) or (DENSE, *[SPARSE] * (layers - 1)))
     first = keys.integer("first_k_dense_replace", None, low=0, high=layers)
     if first is not None and found != frozenset(range(first, layers)):
         raise ConfigError(f"config.json: first_k_dense_replace {first} is not what mlp_layer_types says, one dense layer by default",
@@ -41,10 +41,10 @@ def sparse_layers(keys: Keys, layers: int) -> frozenset[int]:
 def sparse_behind(keys: Keys, layers: int, dense: int) -> frozenset[int]:
     """The layers with experts: those that mlp_layer_types says, else all but as many as first_k_dense_replace says, by default `dense`."""
     first = keys.integer("first_k_dense_replace", dense, low=0, high=MAX_LAYERS)
-    return _of_kinds(keys.words("mlp_layer_types", layers) or tuple(DENSE if layer < first else SPARSE for layer in range(layers)))
+    return sparse_of(keys.words("mlp_layer_types", layers) or tuple(DENSE if layer < first else SPARSE for layer in range(layers)))
 
 
-def _of_kinds(kinds: tuple[str, ...]) -> frozenset[int]:
+def sparse_of(kinds: tuple[str, ...]) -> frozenset[int]:
     """The layers whose MLP is SPARSE. Raises ConfigError for a kind that is not known."""
     for kind in kinds:
         if kind not in (DENSE, SPARSE):

@@ -96,7 +96,7 @@ def mlp_or_experts(ops: BlockOps, w: LayerWeights, x: object, config: ModelConfi
     elif w.experts:
         own = config.mixture
         see = partial(tap, "visits", layer)
-        x = ops.moe(x, w.post_norm, w.router, w.experts, own.routing, config.hidden_act, see, w.correction, w.shared)
+        x = ops.moe(x, w.post_norm, w.router, w.experts, own.routing, config.act_of(layer), see, w.correction, w.shared)
     else:
         see, factor = partial(tap, "mlp_hidden", layer), config.residual_multiplier
         if w.bundles is not None:

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from ..config import MAX_LAYERS, Defaults, Mixture, ModelConfig, decoder_config
-from ..config_reader import ConfigError, Keys
+from ..config_reader import ConfigError, Keys, show
 from . import TensorRule, expert_role, llama
 from .llama import block, outer_tensors
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "expert_tensors", "layer_tensors", "mixture",
-           "mixture_tensors", "outer_tensors"]
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "bounds_by_layer", "config", "expert_tensors", "layer_tensors",
+           "mixture", "mixture_tensors", "outer_tensors"]
 
 KEYS_USED = frozenset({"num_experts", "num_experts_per_tok", "num_local_experts", "sliding_window"})
 KEYS_HARMLESS = frozenset({"output_router_logits", "router_aux_loss_coef", "router_jitter_noise"})  # of training
 REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "layer_types": None, "mlp_bias": False}
 NAMES = {"gate": "w1", "up": "w3", "down": "w2"}
 MOST_EXPERTS = 4096
+MOST_BOUND = 1e6  # of gates, as large as none gets
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -38,6 +39,26 @@ def mixture(keys: Keys, experts: int, per_token: int, width: int, renormalise: b
     if per_token > experts:
         raise ConfigError(f"config.json: num_experts_per_tok {per_token} is more than the {experts} experts there are")
     return Mixture(experts, per_token, width, renormalise, frozenset(layers), **features)
+
+
+def bounds_by_layer(keys: Keys, names: tuple[str, str], sparse: frozenset[int], layers: int,
+                    behind: int = 0) -> tuple[tuple[float | None, float | None], ...]:
+    """How far gates of experts, and of what every token visits, go in each layer, as two lists say: 0 and null stand for no bound; empty
+    where none has one. Lists may go on for as many layers `behind`. Raises ConfigError."""
+    columns = []
+    for name in names:
+        keys.asked.add(name)
+        stated = keys.raw.get(name) or [None] * layers
+        if not isinstance(stated, list) or len(stated) not in (layers, layers + behind) or not all(
+                each is None or type(each) in (int, float) and 0 <= each < MOST_BOUND for each in stated):
+            raise keys.fail(name, f"a number of 0 or more, or null, for each of {layers} layers")
+        columns.append([float(each) if each else None for each in stated[:layers]])
+        if dense := [layer for layer in range(layers) if layer not in sparse and columns[-1][layer]]:
+            raise ConfigError(f"config.json: {name} has a bound for layer {dense[0]}, which has no experts: this is not supported")
+    found = tuple(zip(*columns))
+    if any(any(pair) for pair in found) and (act := keys.raw.get("hidden_act", "silu")) != "silu":
+        raise ConfigError(f"config.json: {names[0]} goes with hidden_act silu, not with {show(act)}")
+    return found if any(any(pair) for pair in found) else ()
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

@@ -28,8 +28,9 @@ KEYS = {KIMI: COUNTS, LING: {**COUNTS, SHARED: "moe_shared_expert_intermediate_s
                              "num_nextn_predict_layers"}}
 REQUIRED = ("attention.kv_lora_rank", "attention.head_count_kv", "rope.dimension_count", *WIDTHS, TAPS, WIDTH, "expert_feed_forward_length",
             "expert_shared_count")
-READ = frozenset((*WIDTHS, SAFE, "swiglu_clamp_exp", "swiglu_clamp_shexp"))
-CLAMPS = "swiglu_clamp_exp", "swiglu_clamp_shexp"  # how large gates of experts get, by layer
+# How large gates of experts get, by layer, and what configs call that.
+CLAMPS = {"swiglu_clamp_exp": "expert_swiglu_limit_list", "swiglu_clamp_shexp": "share_expert_swiglu_limit_list"}
+READ = frozenset((*WIDTHS, SAFE, *CLAMPS))
 _OF_LAYER = {"attn_q": "q_proj", "attn_k": "k_proj", "attn_v": "v_proj", "ssm_conv1d_q": "q_conv1d", "ssm_conv1d_k": "k_conv1d",
              "ssm_conv1d_v": "v_conv1d", "ssm_beta": "b_proj", "ssm_norm": "o_norm", "attn_q_a": "q_a_proj", "attn_q_a_norm":
              "q_a_layernorm", "attn_q_b": "q_b_proj", "attn_kv_a_mqa": "kv_a_proj_with_mqa", "attn_kv_a_norm": "kv_a_layernorm",
@@ -67,6 +68,9 @@ def add_channel_decays(header: GgufHeader, name: str, raw: dict[str, object]) ->
     raw.setdefault("rope_theta", USUAL_THETA)
     if "moe_shared_expert_intermediate_size" in raw:
         raw["num_shared_experts"] = 1  # it is how wide all are together
+    for key, ours in CLAMPS.items():
+        if (stated := data.get(f"{name}.{key}")) is not None:  # of every layer, or one for all
+            raw[ours] = [stated] * layers if np.ndim(stated) == 0 and type(layers) is int else np.asarray(stated).tolist()
     behind = raw.setdefault("num_nextn_predict_layers", 0)
     if type(behind) is int and type(layers) is int and 0 <= behind < layers <= MAX_LAYERS:
         raw["num_hidden_layers"] = layers - behind  # files count them in
@@ -76,7 +80,7 @@ def add_channel_decays(header: GgufHeader, name: str, raw: dict[str, object]) ->
 
 def _refuse(header: GgufHeader, name: str, data: Mapping[str, Value]) -> None:
     """Raises CheckpointError for what these families do not run."""
-    for key in CLAMPS:
+    for key in CLAMPS if name == KIMI else ():
         if np.any(np.asarray(data.get(f"{name}.{key}", 0))):
             raise CheckpointError(f"{header.path} states {name}.{key}: gates that are clamped are not supported for this architecture",
                                   "models of the family without them run")

@@ -34,7 +34,7 @@ OUTER_HARMLESS = frozenset({
 UNTIED = ("qwen2_5_omni", "qwen3_5", "qwen3_5_moe", "qwen3_omni_moe")
 AS_INSIDE = ("audioflamingo3", "exaone4_5", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "idefics3", "kimi_k25", "llama4", "llava",
              "llava_next", "llava_onevision", "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "muse_glimmer", "qwen2_5_vl", "qwen2_audio",
-             "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "voxtral")
+             "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "step3p7", "voxtral")
 KNOWN_CODE = ("paddleocr_vl",)  # whose checkpoints bring code that became part of transformers
 ONE_BIAS = {"paddleocr_vl": "use_bias"}  # where a text part says in a word whether all its matrices have one
 THINKER = "thinker_config"  # of models that speak: what listens, sees and writes

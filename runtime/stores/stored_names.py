@@ -32,8 +32,9 @@ EXPERTS = {**dict.fromkeys(("afmoe", "bailing_hybrid", "bailing_moe_v2", "cohere
                             "mixtral", "phimoe"),
                            "block_sparse_moe"),
            **dict.fromkeys(("jamba", "lfm2_moe", "llama4_text"), "feed_forward"),
+           **dict.fromkeys(("step3p5", "step3p7"), "moe"),
            **dict.fromkeys(("gemma4", "gemma4_text"), ""), "nemotron_h": "mixer"}  # family -> where it has router and experts
-PARTS = {"gate_up_proj": ("gate", "up"), "up_proj": ("up",), "down_proj": ("down",), "input_linear": ("gate", "up"),
+PARTS = {"gate_up_proj": ("gate", "up"), "gate_proj": ("gate",), "up_proj": ("up",), "down_proj": ("down",), "input_linear": ("gate", "up"),
          "output_linear": ("down",)}
 
 
@@ -54,6 +55,7 @@ USUAL = Joint(re.compile(r"(.+\.)(?:mlp|feed_forward)\.experts\.(gate_up_proj|do
 GRANITE = Joint(re.compile(rf"(.+\.){MOE}\.(input_linear|output_linear)\.weight"), f"{MOE}.router.layer.weight")
 GEMMA = Joint(re.compile(r"(.+\.layers\.\d+\.)experts\.(gate_up_proj|down_proj)"), "")  # its router is called what it is
 WITHOUT_GATES = Joint(re.compile(r"(.+\.)mixer\.experts\.(up_proj|down_proj)"), "")
+STEP = Joint(re.compile(r"(.+\.)moe\.(gate_proj|up_proj|down_proj)\.weight"), "")  # its router too
 LATER_GRANITE = Joint(re.compile(rf"(.+\.){MOE}\.experts\.(gate_up_proj|down_proj)"), f"{MOE}.router.weight")
 
 
@@ -93,7 +95,7 @@ def give_names(store: TensorStore, model_type: object) -> None:
     if later and any(later in name for name in store.tensors):
         names = ((name.replace(later, usual), info) for name, info in store.tensors.items())
         store.tensors = {name: replace(info, name=name) for name, info in names}
-    for joint in (USUAL, GRANITE, LATER_GRANITE, GEMMA, WITHOUT_GATES) if model_type in EXPERTS else ():
+    for joint in (USUAL, GRANITE, LATER_GRANITE, GEMMA, WITHOUT_GATES, STEP) if model_type in EXPERTS else ():
         if any(joint.experts.fullmatch(name) for name in store.tensors):
             store.tensors = {info.name: info for info in _apart(store.tensors, model_type, joint)}
 

@@ -152,7 +152,7 @@ class WeightRecords:
         unit = ones(config.heads_of(key)[1]) if config.qk_norm_unit and (config.ropes[key] or config.qk_norm_still) else None
         entered = ones(config.hidden_size) if config.embedding_normed and key == 0 else None
         added = config.residual_multiplier * config.factor(SHARED[2])
-        shared = SharedExpert(*map(linear, SHARED), added) if SHARED[1] in roles else None
+        shared = SharedExpert(*map(linear, SHARED), added, config.act_of(key, shared=True)) if SHARED[1] in roles else None
         return LayerWeights(input_norm=input_norm, q=linear("q"), k=linear("k"), v=linear("v"), o=linear("o"),
                             q_norm=norm("q_norm") or unit, k_norm=norm("k_norm") or unit, post_norm=post_norm, gate=linear("gate"),
                             up=linear("up"), down=linear("down"), o_norm=norm("o_norm"), down_norm=norm("down_norm"), sinks=vector("sinks"),

@@ -1,0 +1,132 @@
+"""Step 3.5 Flash and Step 3.7 Flash (StepFun's, 196B-A11B): layers with a window that have more query heads and turn by another table, a
+gate for each head of what is attended to, and experts chosen by corrected sigmoids beside one that every token visits. Gates of the last
+layers' experts have bounds.
+
+Checkpoints hold the experts of a layer one behind the other in three tensors. Lists by layer may go on for layers that guess ahead, which
+are not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ..config import MAX_LAYERS, MAX_POSITIONS, Defaults, ModelConfig, decoder_config
+from ..config_reader import ConfigError, Keys, show
+from ..config_rope import GLOBAL, LOCAL, RopeConfig, rope_of
+from . import TensorRule
+from .deepseek_v3 import refuse_other_code
+from .glm4_moe_lite import DENSE, SPARSE, sparse_of
+from .llama import block, outer_tensors
+from .mixtral import bounds_by_layer, expert_tensors, mixture
+from .qwen2 import windows_of
+from .qwen3_moe import NAMES
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+# Names of older configs, those of code that checkpoints brought, by those of transformers.
+CALLED = {"moe_num_experts": "n_routed_experts", "moe_top_k": "num_experts_per_tok", "num_attention_groups": "num_key_value_heads",
+          "share_expert_dims": "share_expert_dim", "num_mtp_layers": "num_nextn_predict_layers"}
+BOUNDS = "swiglu_limits", "swiglu_limits_shared"
+LISTS = "layer_types", "mlp_layer_types", "partial_rotary_factors", "rope_theta", *BOUNDS
+OTHER, ENUM = "attention_other_setting", "moe_layers_enum"
+KEYS_USED = frozenset({
+    *CALLED, *CALLED.values(), *LISTS, OTHER, ENUM, "attention_bias", "auto_map", "moe_intermediate_size", "moe_router_scaling_factor",
+    "num_local_experts", "num_sliding_attention_heads", "per_layer_config", "query_pre_attn_scalar", "sliding_window"})
+# Of layers that guess ahead, of training and of other programs.
+KEYS_HARMLESS = frozenset({"max_seq_len", "moe_layer_offset", "mtp_layer_types", "mtp_mlp_layer_types", "need_fp32_gate",
+                           "output_router_logits", "gating"})
+REFUSED_UNLESS: Mapping[str, object] = {
+    "mlp_bias": False, "moe_every_n_layer": 1, "moe_router_activation": "sigmoid", "norm_expert_weight": True, "sink": False,
+    "use_bidirectional_attention": False, "use_head_wise_attn_gate": True, "use_mfa": False, "use_moe": True, "use_moe_router_bias": True,
+    "use_qk_norm": True, "yarn_only_types": [GLOBAL], "zero_centered": True}
+SIZES = {"vocab_size": 128_815, "hidden_size": 4096, "intermediate_size": 11_264, "num_hidden_layers": 45, "num_attention_heads": 64}
+CODE = r"(configuration|modeling)_step3p5\.Step3p5\w+"  # of the published ones, which became part of transformers
+FIRST_SPARSE = 3
+
+
+def config(keys: Keys) -> ModelConfig:
+    refuse_other_code(keys, CODE)
+    keys.asked |= {*CALLED, *LISTS, OTHER, ENUM}
+    layers = keys.integer("num_hidden_layers", SIZES["num_hidden_layers"], high=MAX_LAYERS)
+    ahead = keys.integer("num_nextn_predict_layers", keys.integer("num_mtp_layers", 0, low=0, high=MAX_LAYERS), low=0, high=MAX_LAYERS)
+    keys = keys.saying(**_as_transformers(keys, layers, ahead))
+    base = Defaults(max_position_embeddings=128_000, num_key_value_heads=8, head_dim=128, norm_eps=1e-5, sizes=SIZES)
+    windows = windows_of(keys, keys.integer("sliding_window", None), [GLOBAL] * layers)
+    usual = tuple(DENSE if layer < FIRST_SPARSE else SPARSE for layer in range(layers))
+    bias, sparse = keys.flag("attention_bias", False), sparse_of(keys.words("mlp_layer_types", layers) or usual)
+
+    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
+        kinds = tuple(GLOBAL if own is None else LOCAL for own in windows)
+        made = {kind: _rope(keys, kind, kinds.index(kind), head_dim, positions) for kind in dict.fromkeys(kinds)}
+        return tuple(made[kind] for kind in kinds)
+
+    own = mixture(keys, 288, 8, keys.integer("moe_intermediate_size", 1280, high=2**22), True, sparse, "n_routed_experts", sigmoid=True,
+                  corrected=True, factor=keys.number("moe_router_scaling_factor", 1.0),
+                  shared_width=keys.integer("share_expert_dim", 1280, high=2**22))
+    made = decoder_config(keys, base, ropes, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True, norm_kind="rms+1",
+                          gates_apart=True, gates_whole=True, mixture=own, mtp_layers=ahead,
+                          gate_bounds=bounds_by_layer(keys, BOUNDS, sparse, layers))
+    narrow, scale = _heads(keys, made), keys.number("query_pre_attn_scalar", None)
+    queries = tuple(made.num_attention_heads if own is None else narrow for own in windows)
+    return replace(made, layer_queries=queries if len({*queries, made.num_attention_heads}) > 1 else (),
+                   attn_scale=None if scale is None else scale**-0.5)
+
+
+def _as_transformers(keys: Keys, layers: int, ahead: int) -> dict[str, object]:
+    """What an older config says, by the names of the newer ones; lists end with the last layer that is read."""
+    said = {name: keys.raw[older] for older, name in CALLED.items() if keys.holds(older) and not keys.holds(name)}
+    for name in LISTS:
+        value = keys.raw.get(name)
+        if isinstance(value, list) and len(value) == layers + ahead:
+            said[name] = value[:layers]
+    listed = keys.raw.get(ENUM)
+    if listed is not None and keys.raw.get("mlp_layer_types") is None:
+        items = listed.split(",") if isinstance(listed, str) else listed
+        if not isinstance(items, list) or not all(str(each).strip().isdecimal() for each in items):
+            raise keys.fail(ENUM, "numbers of layers, in a list or one behind the other with commas")
+        sparse = {int(each) for each in items}
+        said["mlp_layer_types"] = [SPARSE if layer in sparse else DENSE for layer in range(layers)]
+    return said
+
+
+def _heads(keys: Keys, made: ModelConfig) -> int:
+    """How many query heads layers with a window have. Raises ConfigError where they differ in more than that."""
+    other = keys.section(OTHER) or {}
+    for name, of_all in (("num_attention_groups", made.num_key_value_heads), ("head_dim", made.head_dim), ("true_head_dim", made.head_dim),
+                         ("attention_type", LOCAL)):
+        if (stated := other.get(name, of_all)) != of_all:
+            raise ConfigError(f"config.json: {OTHER} states {name} {show(stated)} where other layers have {show(of_all)}, which is not "
+                              "supported", "layers with a window may differ in query heads alone")
+    if stray := sorted(other.keys() - {"num_attention_groups", "head_dim", "true_head_dim", "attention_type", "num_attention_heads"}):
+        raise ConfigError(f"config.json: {OTHER} states {show(stray[0])}, which is not supported")
+    usual = Keys(other, f"config.json: {OTHER}").integer("num_attention_heads", made.num_attention_heads, high=4096)
+    heads = keys.integer("num_sliding_attention_heads", usual, high=4096)
+    if heads % made.num_key_value_heads:
+        raise ConfigError(f"config.json: layers with a window have {heads} heads, which is not a multiple of num_key_value_heads "
+                          f"{made.num_key_value_heads}")
+    by_layer = keys.section("per_layer_config") or {}  # which transformers makes of it
+    if any(each != {"num_attention_heads": heads} for each in by_layer.values()):
+        raise ConfigError("config.json: per_layer_config says more of layers than num_sliding_attention_heads, which is not supported",
+                          "layers with a window may differ in query heads alone")
+    return heads
+
+
+def _rope(keys: Keys, kind: str, first: int, head_dim: int, positions: int) -> RopeConfig:
+    """Rotary positions of one kind of layers, of which `first` is one: its own section's, else by the older keys, of which rope_scaling is
+    about layers without a window alone."""
+    section = (keys.section("rope_parameters") or {}).get(kind)
+    if not isinstance(section, dict):
+        section = {name: value[first] if isinstance(value, list) and first < len(value) else value for name, value in (
+            ("rope_theta", keys.raw.get("rope_theta")), ("partial_rotary_factor", keys.raw.get("partial_rotary_factors")))
+            if value is not None} | ((keys.section("rope_scaling") or {}) if kind == GLOBAL else {})
+    original = keys.integer("original_max_position_embeddings", None, high=MAX_POSITIONS)
+    return rope_of(Keys(section, f"config.json: rotary positions of {kind}"), head_dim, positions, 10_000.0, original, partial=True)
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    """Tensors of one layer by role, by their published names."""
+    prefix = f"model.layers.{layer}."
+    rules = expert_tensors(config, layer, "moe", NAMES, correction="router_bias")
+    rules = {role: replace(rule, name=rule.name.replace(".moe.shared_experts.", ".share_expert.")) for role, rule in rules.items()}
+    return rules | {"attn_gate": TensorRule(f"{prefix}self_attn.g_proj.weight", (config.queries_of(layer), config.hidden_size))}

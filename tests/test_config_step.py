@@ -1,0 +1,64 @@
+"""Configs of Step 3.5 Flash and 3.7 Flash, in the words of the code that checkpoints brought and in those of transformers."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import CONFIG_MAPPING
+
+from effllm.runtime.config import parse_config
+
+sys.path.insert(0, str(Path(__file__).parent))
+from config_samples import refused
+
+GLOBAL, LOCAL = "full_attention", "sliding_attention"
+KINDS = [GLOBAL, LOCAL, LOCAL, LOCAL] * 12  # of 45 layers and three that guess ahead
+STEP = {
+    "architectures": ["Step3p5ForCausalLM"], "attention_other_setting": {
+        "attention_type": LOCAL, "head_dim": 128, "num_attention_groups": 8, "num_attention_heads": 96, "true_head_dim": 128}, "auto_map": {
+        "AutoConfig": "configuration_step3p5.Step3p5Config", "AutoModelForCausalLM": "modeling_step3p5.Step3p5ForCausalLM"},
+    "bos_token_id": 0, "eos_token_id": [1, 2, 128_007], "head_dim": 128, "hidden_size": 4096, "intermediate_size": 11_264, "layer_types":
+    KINDS, "max_position_embeddings": 262_144, "max_seq_len": 262_144, "model_type": "step3p5", "moe_every_n_layer": 1,
+    "moe_intermediate_size": 1280, "moe_layer_offset": 0, "moe_layers_enum": ",".join(map(str, range(3, 45))), "moe_num_experts": 288,
+    "moe_router_activation": "sigmoid", "moe_router_scaling_factor": 3.0, "moe_top_k": 8, "need_fp32_gate": True, "norm_expert_weight":
+    True, "num_attention_groups": 8, "num_attention_heads": 64, "num_hidden_layers": 45, "num_nextn_predict_layers": 3,
+    "partial_rotary_factors": [0.5 if kind == GLOBAL else 1.0 for kind in KINDS], "rope_scaling": {
+        "factor": 2.0, "high_freq_factor": 32.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 131_072, "rope_type":
+        "llama3"},
+    "rope_theta": [5e6 if kind == GLOBAL else 1e4 for kind in KINDS], "share_expert_dim": 1280, "sink": False, "sliding_window": 512,
+    "swiglu_limits": [0.0] * 43 + [7.0, 7.0] + [0.0] * 3, "swiglu_limits_shared": [0.0] * 44 + [16.0] + [0.0] * 3, "torch_dtype":
+    "bfloat16",
+    "use_head_wise_attn_gate": True, "use_mfa": False, "use_moe": True, "use_moe_router_bias": True, "use_qk_norm": True, "vocab_size":
+    128_896, "yarn_only_types": [GLOBAL], "zero_centered": True}
+
+
+def test_step_3_5() -> None:
+    made = parse_config(STEP, strict=True)
+    assert made.windows == tuple(None if kind == GLOBAL else 512 for kind in KINDS[:45])
+    assert made.layer_queries == tuple(64 if kind == GLOBAL else 96 for kind in KINDS[:45]) and made.num_key_value_heads == 8
+    wide, near = made.ropes[0], made.ropes[1]
+    assert (wide.kind, wide.theta, wide.partial_rotary_factor, wide.params["high_freq_factor"]) == ("llama3", 5e6, 0.5, 32.0)
+    assert (near.kind, near.theta, near.partial_rotary_factor) == ("default", 1e4, 1.0)
+    own = made.mixture
+    assert (own.experts, own.per_token, own.factor, own.layers) == (288, 8, 3.0, frozenset(range(3, 45))) and own.corrected and own.sigmoid
+    assert made.gate_bounds == ((None, None),) * 43 + ((7.0, None), (7.0, 16.0)) and made.mtp_layers == 3
+    assert made.gates_apart and made.gates_whole and made.norm_kind == "rms+1" and made.qk_norm
+
+
+def test_what_transformers_makes_of_it_is_the_same() -> None:
+    theirs = CONFIG_MAPPING["step3p5"](**{key: value for key, value in STEP.items() if key not in ("auto_map", "model_type")}).to_dict()
+    outer = {"architectures": ["Step3p7ForConditionalGeneration"], "model_type": "step3p7", "vision_config": {}, "dtype": "bfloat16"}
+    made, plain = parse_config({**outer, "text_config": theirs}), parse_config(STEP)
+    for name in ("windows", "ropes", "layer_queries", "mixture", "gate_bounds", "max_position_embeddings", "norm_eps", "vocab_size"):
+        assert getattr(made, name) == getattr(plain, name), name
+
+
+@pytest.mark.parametrize(("key", "value"), [
+    ("attention_other_setting", {"num_attention_heads": 96, "num_attention_groups": 4}), ("attention_other_setting", {"head_dim": 64}),
+    ("attention_other_setting", {"rank": 4}), ("moe_layers_enum", "3-44"), ("moe_layers_enum", 3), ("swiglu_limits", [7.0] * 48),
+    ("swiglu_limits_shared", [1.0] * 44), ("swiglu_limits", [0.0] * 44 + [-1.0]), ("hidden_act", "gelu"), ("sink", True),
+    ("moe_router_activation", "softmax"), ("use_head_wise_attn_gate", False), ("zero_centered", False), ("norm_expert_weight", False),
+    ("per_layer_config", {"1": {"head_dim": 64}}), ("num_sliding_attention_heads", 90), ("sliding_window", 0), ("auto_map", {
+        "AutoModel": "modeling_other.Other"}), ("rope_theta", "many")])
+def test_what_step_3_5_may_not_have_is_named(key: str, value: object) -> None:
+    refused({**STEP, key: value}, {"num_sliding_attention_heads": "num_key_value_heads", "rope_theta": "rope_theta"}.get(key, key))
