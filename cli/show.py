@@ -80,6 +80,7 @@ def show(context: typer.Context, model: Model, mmproj: Mmproj = None, json: Json
                                                             "value": latent.value},
                      "chosen": None if config.indexed is None else {"tokens": config.indexed.shape.whole,
                                                                     "at_once": config.indexed.shape.grain},
+                     "compressed": None if config.compressed is None else [each and each.rate for each in config.compressed.shapes],
                      "states": None if state is None else {"kind": state.title, "layers": len(config.state_layers)},
                      "windows": windows, "chat_template": tokenizer.template is not None, "thinks": tokenizer.thinks,
                      "tools": calls.format.name if calls and calls.knows_tools else None,
@@ -149,4 +150,8 @@ def _attention(config: ModelConfig) -> str:
 
 def _chosen(config: ModelConfig) -> str:
     """How many tokens one sees, where it chooses them."""
+    if config.compressed is not None:
+        rates = sorted({shape.rate for shape in config.compressed.shapes if shape is not None})
+        keys = f"; beyond a window keys of {' and '.join(map(str, rates))} tokens"
+        return keys if config.indexed is None else f"{keys}, of which a token chooses {config.indexed.shape.chosen} of the first"
     return "" if config.indexed is None else f"; a token sees {config.indexed.shape.whole}, which it chooses"

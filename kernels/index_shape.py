@@ -1,8 +1,8 @@
 """The widths of an indexer (DeepSeek-AI 2025, V3.2): a small attention whose scores choose which earlier tokens the real one sees. The one
 definition, and the layout of what it remembers. Pure arithmetic, no array is touched here.
 
-Of every token one key of `width` numbers is kept, by position alone: block b holds the keys of tokens PAGE * b and on, [width, PAGE], so
-that a number of a query meets those of many tokens at once. They are never packed, sealed or moved.
+Of every token, or of every `rate` tokens, one key of `width` numbers is kept, by position alone: block b holds the keys PAGE * b and on,
+[width, PAGE], so that a number of a query meets those of many at once. They are never packed, sealed or moved.
 
 Tokens are chosen in units of `grain` side by side. Each query's own choice are `chosen` units, in rising order.
 """
@@ -19,7 +19,7 @@ class IndexShape:
     """`heads`: of index queries. `chosen`: units that a token sees; `grain`: tokens of one. `rope`: how many channels turn with positions.
     `each`: every head chooses for a head of keys and values of its own, a unit by its best token; otherwise one choice is made for all, by
     the sum over heads of what is above zero, each times a weight of the token's. `near`: units that are chosen whatever they score, the
-    token's own and those before it."""
+    token's own and those before it. `rate`: tokens of a key, which is seen once its last one is there; then a unit is a key."""
 
     heads: int
     width: int
@@ -28,6 +28,7 @@ class IndexShape:
     grain: int = 1
     each: bool = False
     near: int = 0
+    rate: int = 1
 
     @property
     def groups(self) -> int:
@@ -37,20 +38,24 @@ class IndexShape:
     @property
     def whole(self) -> int:
         """The tokens of a text up to which every one sees all before it."""
-        return self.chosen * self.grain
+        return self.chosen * self.grain if self.rate == 1 else (self.chosen + 1) * self.rate - 1
 
     def units(self, tokens: int) -> int:
         """Units in which so many tokens lie."""
         return -(-tokens // self.grain)
 
+    def keys(self, tokens: int) -> int:
+        """Keys that so many tokens have room for."""
+        return -(-tokens // self.rate)
+
     def token_nbytes(self, stored: int) -> int:
-        """Bytes of the key of a token."""
-        return self.width * STORED_BYTES[stored]
+        """Bytes of the key of a token, or of its part of one."""
+        return self.width * STORED_BYTES[stored] // self.rate
 
     def nbytes(self, ctx: int, stored: int) -> int:
         """Bytes of one layer's keys for a context."""
-        return -(-ctx // PAGE) * self.block_nbytes(stored)
+        return -(-self.keys(ctx) // PAGE) * self.block_nbytes(stored)
 
     def block_nbytes(self, stored: int) -> int:
-        """Bytes of the keys of PAGE tokens."""
-        return PAGE * self.token_nbytes(stored)
+        """Bytes of PAGE keys."""
+        return PAGE * self.width * STORED_BYTES[stored]

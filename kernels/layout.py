@@ -23,12 +23,13 @@ F32, F16, BF16 = 0, 1, 2
 STORED_BYTES = {F32: 4, F16: 2, BF16: 2}
 STORED_TYPES = {"f32": F32, "f16": F16, "bf16": BF16}
 
-SILU, GELU, GELU_TANH, RELU, IDENTITY, CLAMPED_SWISH, RELU2 = 0, 1, 2, 3, 4, 5, 6
+SILU, GELU, GELU_TANH, RELU, IDENTITY, CLAMPED_SWISH, RELU2, CLAMPED_SILU = 0, 1, 2, 3, 4, 5, 6, 7
 ACTIVATIONS = {"silu": SILU, "gelu": GELU, "gelu_tanh": GELU_TANH, "relu": RELU, "none": IDENTITY, "clamped_swish": CLAMPED_SWISH,
-               "relu2": RELU2}
-CAPPED_SILU, CAP_BITS = 7, 8  # silu whose result and what it multiplies have a bound, which stands above so many bits of its number
+               "relu2": RELU2, "clamped_silu": CLAMPED_SILU}
+CAPPED_SILU, CAP_BITS = 8, 8  # silu whose result and what it multiplies have a bound, which stands above so many bits of its number
 CAPPED = "silu up to "  # and behind these words in its name
 SWISH_SLOPE, SWISH_LIMIT = 1.702, 7.0  # of the clamped one
+SILU_LIMIT = 10.0  # and of the other one that is clamped
 NORM_NONE, NORM_RMS, NORM_RMS_PLUS_ONE, NORM_LAYER = 0, 1, 2, 3
 NORMS = {"none": NORM_NONE, "rms": NORM_RMS, "rms+1": NORM_RMS_PLUS_ONE, "layer": NORM_LAYER}
 # Added to a norm's kind where a low-bit product rounds all of a token's activations by one scale. So were models with ternary weights

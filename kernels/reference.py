@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from .layout import SWISH_LIMIT, SWISH_SLOPE, bound_of
+from .layout import SILU_LIMIT, SWISH_LIMIT, SWISH_SLOPE, bound_of
 
 _erf = np.vectorize(math.erf, otypes=[np.float64])
 
@@ -42,8 +42,8 @@ def linear(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None) -> np.nda
 
 
 def activate(x: np.ndarray, kind: str) -> np.ndarray:
-    """silu, gelu (exact), gelu_tanh, relu, relu2 (its square), none; clamped_swish and a silu with a bound are the half of a gate, see
-    `gated`."""
+    """silu, gelu (exact), gelu_tanh, relu, relu2 (its square), none; clamped_swish, clamped_silu and a silu with a bound are the half of a
+    gate, see `gated`."""
     if (bound := bound_of(kind)) is not None:
         return np.minimum(activate(x, "silu"), bound)
     if kind == "silu":
@@ -55,6 +55,9 @@ def activate(x: np.ndarray, kind: str) -> np.ndarray:
     if kind == "clamped_swish":
         x = np.minimum(x, SWISH_LIMIT)
         return x / (1 + np.exp(-SWISH_SLOPE * x))
+    if kind == "clamped_silu":
+        x = np.minimum(x, SILU_LIMIT)
+        return x / (1 + np.exp(-x))
     if kind == "relu2":
         return np.maximum(x, 0) ** 2
     return np.maximum(x, 0) if kind == "relu" else x
@@ -67,10 +70,12 @@ def curved(x: np.ndarray, above: float, below: float) -> np.ndarray:
 
 
 def gated(gate: np.ndarray, up: np.ndarray, kind: str) -> np.ndarray:
-    """act(gate) * up; clamped_swish keeps `up` within its limit on both sides and adds 1 to it, a silu with a bound keeps it within
-    that."""
+    """act(gate) * up; clamped_swish keeps `up` within its limit on both sides and adds 1 to it, clamped_silu and a silu with a bound keep
+    it within theirs."""
     if (bound := bound_of(kind)) is not None:
         return activate(gate, kind) * np.clip(up, -bound, bound)
+    if kind == "clamped_silu":
+        return activate(gate, kind) * np.clip(up, -SILU_LIMIT, SILU_LIMIT)
     return activate(gate, kind) * (np.clip(up, -SWISH_LIMIT, SWISH_LIMIT) + 1 if kind == "clamped_swish" else up)
 
 

@@ -9,7 +9,8 @@ from .index_shape import IndexShape
 
 def scores(q: np.ndarray, k: np.ndarray, weights: np.ndarray | None, position: int, shape: IndexShape) -> np.ndarray:
     """What each unit is worth to each token: [T, groups, units], -inf for units of later tokens. q [T, heads * width], k [n, width], the
-    keys of tokens 0 to n - 1; weights [T, heads], none where heads choose each for themselves. T tokens from `position` on.
+    keys of tokens 0 to n - 1, or of `rate` of them each; weights [T, heads], none where heads choose each for themselves. T tokens from
+    `position` on.
 
     Scores are as good as any multiple of them, so neither roots of widths nor of heads are divided by.
     """
@@ -17,7 +18,7 @@ def scores(q: np.ndarray, k: np.ndarray, weights: np.ndarray | None, position: i
     found = np.einsum("thw,nw->thn", split, k.astype(np.float64))
     if not shape.each:
         found = np.einsum("thn,th->tn", np.maximum(found, 0), weights.astype(np.float64))[:, None]
-    at = position + np.arange(len(q))
+    at = (position + np.arange(len(q)) + 1) // shape.rate - 1  # the last key that is there
     found = np.where(np.arange(len(k)) > at[:, None, None], -np.inf, found)
     padded = np.full((*found.shape[:2], shape.units(len(k)) * shape.grain), -np.inf)
     padded[..., : len(k)] = found

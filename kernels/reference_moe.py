@@ -35,8 +35,8 @@ class Routed:
 @dataclass(frozen=True)
 class Routing:
     """How a token's `per_token` experts are found and weighed: those of the largest scores, which are the softmax of the router's logits or
-    with `sigmoid` the sigmoid of each. A share is its expert's score, with `renormalise` over the sum of those chosen, times `factor`. A
-    correction is of scores, with `of_logits` of logits.
+    with `sigmoid` the sigmoid of each, with `roots` the square root of its softplus. A share is its expert's score, with `renormalise` over
+    the sum of those chosen, times `factor`. A correction is of scores, with `of_logits` of logits.
 
     With `inputs` shares multiply what goes into experts, not what they give. With `near` an expert's share is its part of the exponentials
     of those logits alone that are no larger and come near it: that lie by at most `near` of themselves, or of its own if that is larger,
@@ -54,12 +54,15 @@ class Routing:
     inputs: bool = False
     near: float | None = None
     of_logits: bool = False
+    roots: bool = False
 
 
 def scores(logits: np.ndarray, routing: Routing) -> np.ndarray:
     """Of every expert, [..., E]."""
     if routing.sigmoid:
         return np.exp(-np.logaddexp(0, -logits))
+    if routing.roots:
+        return np.sqrt(np.logaddexp(0, logits))
     powers = np.exp(logits - logits.max(-1, keepdims=True))
     return powers / powers.sum(-1, keepdims=True)
 
@@ -81,8 +84,8 @@ def ranks(logits: np.ndarray, routing: Routing, correction: np.ndarray | None) -
 def route(logits: np.ndarray, routing: Routing, correction: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
     """logits [T, E] -> experts int64 [T, k] in rising order and their shares [T, k]. Ties go to the lower expert.
 
-    `correction` [E] is added to scores, or to logits, for the choice, not for the shares (load balance without a loss: L. Wang et al. 2024,
-    arXiv:2408.15664).
+    `correction` [E], or [T, E] where every token has its own, is added to scores, or to logits, for the choice, not for the shares (load
+    balance without a loss: L. Wang et al. 2024, arXiv:2408.15664).
     """
     by = ranks(logits, routing, correction)
     chosen = np.sort(np.argsort(-by, axis=1, kind="stable")[:, : routing.per_token], axis=1)

@@ -35,6 +35,8 @@ def compiled_functions(kinds: Sequence[str] = KINDS) -> list[Kernel | Jit]:
         attention,
         attention_few,
         chosen_loops,
+        compressed_attention,
+        compressed_loops,
         delta_loops,
         experts,
         floats,
@@ -45,6 +47,7 @@ def compiled_functions(kinds: Sequence[str] = KINDS) -> list[Kernel | Jit]:
         gemm,
         gemm_amx,
         head_widths,
+        hyper_loops,
         index_loops,
         kda_loops,
         kv_few,
@@ -82,7 +85,7 @@ def compiled_functions(kinds: Sequence[str] = KINDS) -> list[Kernel | Jit]:
                FLOATS: (floats, gemm), ADAPTERS: (lora_loops, row_lengths),
                RAW: (sampling, attention, attention_few, linear, rows, experts, threads, roof) + ((linear_amx,) if AMX_FLOATS else ()),
                MIXERS: (delta_loops, kda_loops, short_conv_loops, mamba1_loops, mamba2_loops, lightning_loops, latent_loops,
-                       stream_loops, head_widths, index_loops, chosen_loops)}
+                       stream_loops, head_widths, index_loops, chosen_loops, compressed_loops, compressed_attention, hyper_loops)}
     exact = {EXACT, FLOATS}  # kinds that need of `gemm` what multiplies in float32, and that alone
     found = [value for kind, of_kind in modules.items() if kind in kinds for module in of_kind for value in vars(module).values()
              if isinstance(value, Kernel | Jit) and (module is not gemm or (value is gemm.multiply_exact) == (kind in exact))]

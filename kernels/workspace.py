@@ -30,7 +30,9 @@ class Dims:
     `gates_apart`: gates of what is attended to are made by a matrix of their own. `streams`: how many of a token lie side by side, 0 for
     one as it is; `low_rank`: the width inside a branch of what a layer reads. `lora`: the widest inside an adapter, 0 for a run without.
     `one_scale`: before a product with ternary weights all of a token's activations are rounded by one scale. `narrow`: how wide a head's
-    values are made, where attention takes wider ones. `index`: of layers whose tokens choose what they see.
+    values are made, where attention takes wider ones. `index`: of layers whose tokens choose what they see. `grouped`: what
+    matrices of groups of heads give of what is attended to, where streams of a token are mixed by numbers of its own. `picked`: layers in
+    which a table says which experts a token visits.
     """
 
     hidden: int
@@ -63,6 +65,8 @@ class Dims:
     one_scale: bool = False
     narrow: int = 0
     index: IndexShape | None = None
+    grouped: int = 0
+    picked: int = 0
 
     @property
     def alike(self) -> tuple[Dims, ...]:
@@ -77,7 +81,8 @@ class Dims:
         if self.latent is not None:
             index = 0 if self.index is None else self.index.heads * self.index.width
             return max(self.heads * self.latent.query, self.latent.key, index, state)
-        return max(self.heads * self.head_dim * (2 if self.gated_queries else 1), state)
+        index = 0 if self.index is None or not self.grouped else self.index.heads * self.index.width
+        return max(self.heads * self.head_dim * (2 if self.gated_queries else 1), state, index)
 
     @property
     def attended(self) -> int:
@@ -88,7 +93,7 @@ class Dims:
     def multiplied(self) -> int:
         """Values of a token that a product of attention reads, at most."""
         if self.latent is None:
-            return self.attended
+            return max(self.attended, self.streams * self.hidden if self.grouped else 0, self.grouped)
         return max(self.heads * self.latent.value, self.latent.query_rank or 0, 0 if self.state is None else self.state.values)
 
 

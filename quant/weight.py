@@ -223,12 +223,12 @@ class Latent:
 @dataclass(frozen=True)
 class Index:
     """An indexer's parameters (`kernels/index_shape.py`): queries of what the layer's are made of, keys and norms of both, of which that of
-    queries may be absent, and weights of heads, absent where each chooses for itself."""
+    queries may be absent, and weights of heads, absent where each chooses for itself. Keys of several tokens are made elsewhere."""
 
     q: Linear
     q_norm: Norm | None
-    k: Linear
-    k_norm: Norm
+    k: Linear | None
+    k_norm: Norm | None
     weights: Linear | None
 
 

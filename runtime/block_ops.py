@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ..kernels.latent_shape import LatentShape
     from ..kernels.reference_moe import Routing
     from ..quant.weight import Apart, Bundles, Curve, Expert, Inputs, Linear, LowRank, Norm, SharedExpert, Streams, Weight
+    from ..quant.wide_weights import Hyper
     from .rope import RopeTable
 
 See = Callable[[object], None] | None  # is shown a view that the next stage may overwrite
@@ -136,3 +137,25 @@ class BlockOps(Protocol):
 
     def renormed(self, x: object, norm: Norm) -> object:
         """norm(x) of the residual stream in its place; the norm may have a bias."""
+
+
+class HostOps(BlockOps, Protocol):
+    """Stages that the CPU alone has, of models that run nowhere else."""
+
+    def gathered(self, x: object, hyper: Hyper) -> object:
+        """What a branch reads of x [T, S * D], or what leaves it: [T, D] in an array of its own. What each token says of its streams is
+        kept until the next one is gathered."""
+
+    def mixed(self, x: object, branch: object, hyper: Hyper) -> object:
+        """x [T, S * D] behind a branch that gave [T, D], by what was said when it was `gathered`, in place."""
+
+    def grouped_linear(self, x: object, linears: Sequence[Linear]) -> object:
+        """[T, G * N] of x [T, G * K]: each group's part @ its W.T, side by side."""
+
+    def turn_tails(self, y: object, heads: int, head_dim: int, positions: np.ndarray, table: RopeTable, back: bool = False) -> object:
+        """y [T, heads * head_dim], in place: the last channels of each head turned by `positions` in pairs of neighbours, which stay where
+        they are, or turned `back`."""
+
+    def expert_branch(self, x: object, norm: Norm, router: Linear, experts: Sequence[Expert], apart: Apart, routing: Routing, act: str,
+                      see: See = None, correction: object | None = None, shared: SharedExpert | None = None) -> object:
+        """What `moe` would add to x, [T, D] in an array of its own; `correction` may be [T, E], each token's own."""

@@ -14,7 +14,7 @@ what both can.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -30,6 +30,7 @@ from .kv.cache_bytes import CacheBytes
 from .kv.cache_parts import Choosing, LayerPages, Step
 from .kv.cache_probes import Probes
 from .kv.cache_shape import CacheShape
+from .kv.layer_cache import LayerCache
 from .kv.states import TAIL, LayerStates, States
 from .passes import cut
 from .policy.keep import Action, PageStats, Policy, most_with_more
@@ -42,42 +43,6 @@ if TYPE_CHECKING:
 NO_STATES: Mapping[int, LayerStates] = MappingProxyType({})
 NO_READERS: Mapping[int, LayerPages] = MappingProxyType({})
 NO_CHOICE: Mapping[int, Choosing] = MappingProxyType({})
-
-
-@dataclass(frozen=True)
-class LayerCache:
-    """What a block sees of the cache. `states`: of a layer that has some beside its keys and values; `choosing`: of one
-    whose tokens see what was chosen."""
-
-    pages: LayerPages
-    cache: KVCache
-    states: LayerStates | None = None
-    choosing: Choosing | None = None
-
-    def attend(self, q: object, k: object | None, v: object | None, sinks: object | None = None, out: object | None = None) -> object:
-        """Append k, v `[T, KVH * D]` at the step's positions, then attend with q `[T, H * D]` -> `[T, H * D]`; None where an earlier layer
-        has appended them. `sinks`: a logit per head that joins the softmax and has no value, float32 `[H]`; nothing to do with the first
-        tokens, which the cache keeps exact. `out`: where the result goes, on the CPU; None for the backend's own place."""
-        step = self.cache.step
-        if k is not None:
-            self.pages.write(k, v, step.slots, step.rows)
-        more = () if out is None else (out,)
-        if self.choosing is not None and (chosen := self.cache.chosen) is not None:
-            return self.pages.attend_chosen(q, step.position, step.blocks, sinks, chosen, self.choosing.latent, *more)
-        if (ends := self.cache.ends) is not None and (seen := ends.get(self.pages.window)) is not None:
-            return self.pages.attend(q, step.position, step.blocks, sinks, out, seen)
-        return self.pages.attend(q, step.position, step.blocks, sinks, *more)
-
-    def choose(self, q: object, k: object, weights: object | None, out: object | None = None) -> None:
-        """Choose what the step's tokens see, here and in layers behind that share the choice: index queries q `[T, heads * width]`, keys k
-        `[T, width]`, weights `[T, heads]`."""
-        position, index = self.cache.step.position, self.choosing.index
-        index.note(k, position)
-        self.cache.chosen = index.choose(q, weights, position, out)
-
-    def mix(self, products: Sequence[object], w: object) -> object:
-        """See `LayerStates`."""
-        return self.states.mix(products, w)
 
 
 class KVCache(CacheBytes):
@@ -99,7 +64,8 @@ class KVCache(CacheBytes):
         self._exact, self._sealers, self.pool, self.probes, self._spilling = exact, sealers, pool, probes, spilling
         self.shape, self.codecs, self.policy, self.layouts = shape, codecs, policy, layouts
         self._layers = [LayerCache(pages, self, choosing=choosing.get(place)) for place, pages in enumerate(layers)]
-        self.choosing, self.indexes = choosing, [each.index for each in choosing.values() if each.index is not None]
+        self.choosing = choosing
+        self.indexes = [kept for each in choosing.values() for kept in (each.index, each.keys) if kept is not None]
         self.chosen: Chosen | None = None  # of the pass in hand, what its tokens see in layers that choose; None: all before them
         self.states, paged, others = states, iter(self._layers), {**stateful, **{i: LayerCache(each, self) for i, each in readers.items()}}
         self._of_model = [replace(next(paged), states=stateful[index]) if index in beside else others.get(index) or next(paged)

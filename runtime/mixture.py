@@ -16,7 +16,8 @@ class Mixture:
     layers have them; `sigmoid` and `factor` as in `Routing`. `shared_width`: of the expert that every token visits beside them, None where
     there is none; `shared_scaled`: it has a share of its own. `corrected`: the choice is by corrected scores. Experts lie in `groups`, of
     which a token's are in `kept_groups`. `apart`: the experts are a branch beside an MLP, as a `quant.weight.Apart` says. `gated`:
-    experts have gates. `of_inputs`: shares multiply what goes into an expert, not what it gives. `near` and `of_logits` as in `Routing`."""
+    experts have gates. `of_inputs`: shares multiply what goes into an expert, not what it gives. `near`, `of_logits` and `roots` as in
+    `Routing`. `picked`: layers in which a table says of each word of the vocabulary which experts its token visits."""
 
     experts: int
     per_token: int
@@ -35,6 +36,8 @@ class Mixture:
     of_inputs: bool = False
     near: float | None = None
     of_logits: bool = False
+    roots: bool = False
+    picked: frozenset[int] = frozenset()
 
     @cached_property
     def routing(self) -> Routing:
@@ -42,4 +45,4 @@ class Mixture:
         from ..kernels.reference_moe import Routing
 
         return Routing(self.per_token, self.renormalise, self.sigmoid, self.factor, self.groups, self.kept_groups, self.of_inputs,
-                       self.near, self.of_logits)
+                       self.near, self.of_logits, self.roots)

@@ -14,14 +14,12 @@ import numpy as np
 
 from .. import DoesNotFit
 from ..kernels.layout import REPEATED
-from ..kernels.reference import normalise
-from ..kernels.reference_streams import entered, left
 from ..kernels.workspace import Dims
 from ..offload.checkpoint import TensorStore
 from ..offload.memory import anonymous
 from ..offload.notes import Fallback
 from ..offload.pager import ResidentPager
-from ..quant.weight import Norm, Weight, to_f32
+from ..quant.weight import Norm, Weight
 from . import families
 from .adapters.adapted import NOTHING, Adapted
 from .cache import KVCache
@@ -40,6 +38,7 @@ from .weights.lent_weights import blocks_of, uses
 from .weights.outliers import check_outliers
 from .weights.paged_experts import PagedExperts, Paging
 from .weights.parts import TABLES
+from .weights.stored_states import StoredStates, in_table
 from .weights.streamed import StreamedWeights, Streams
 from .weights.weight_records import OuterWeights, WeightRecords
 
@@ -60,10 +59,11 @@ def dims(config: ModelConfig, ctx: int, chunk: int, rows: int, packed_kv: bool =
                 config.latent, tuple(sorted({*config.cache_heads} - {(config.num_key_value_heads, config.head_dim)})),
                 config.num_hidden_layers * config.input_width, own is not None and own.apart, 2 * config.hidden_size if mtp else 0,
                 config.states_beside, config.gates_apart, config.streams, config.low_rank, lora, config.one_scale, config.narrow,
-                config.indexed.shape if config.indexed else None)
+                config.indexed.shape if config.indexed else None,
+                config.compressed.groups * config.compressed.group_rank if config.compressed else 0, len(own.picked) if own else 0)
 
 
-class Model:
+class Model(StoredStates):
     """`backends` maps device names to ops; `devices` names each layer's. The embedding runs on the host's backend, and the head but with
     `head_on_card`."""
 
@@ -86,7 +86,7 @@ class Model:
         self._wrapped: dict[int | str, tuple[Mapping[str, np.ndarray], object]] = {}
         self._ids: dict[int, np.ndarray] = {}  # of passes that are repeated, by tokens: where ids are read
         self._repeated: dict[int, object] = {}  # and what is returned
-        self._shown = self._turned = self._given = None  # of the pass in hand, as is told, and given to layers beside x, [L, T, P]
+        self._shown = self._turned = self._given = None  # of the pass in hand, as is told, and given to layers beside x, [T, P] by layer
         self._on_device: dict[int, LayerWeights] = {}
         self.predictors = predictors  # of neurons that are read when they are active
         self._copied_from, self._head_on_card, self.carrier, self.card_head = copied_from, head_on_card, None, None
@@ -189,50 +189,6 @@ class Model:
         tensors = [tensor for role, tensor in self.tensors["outer"].items() if role.startswith("norm")]
         return self.records.last_norm({tensor.name: self.store.read(tensor.info) for tensor in tensors})
 
-    def read_states(self, windows: Sequence[np.ndarray]) -> np.ndarray:
-        """The residual stream with which windows of text begin, straight from an unquantized store: float32 [tokens, D], or of several
-        streams [tokens, S * D]."""
-        states = self._read_embeddings(windows)
-        made = [states @ matrix.T for matrix in self._read_streams("enter")]
-        if self.config.streams and not made:
-            return np.tile(states, self.config.streams)
-        return entered(states, np.stack(made)).astype(np.float32).reshape(len(states), -1) if made else states
-
-    def read_left(self, states: np.ndarray) -> np.ndarray:
-        """What the last norm reads of states [tokens, S * D] that have gone through all layers: float32 [tokens, D]."""
-        first, *others = np.split(states, max(1, self.config.streams), axis=1)
-        made = [other @ matrix.T for other, matrix in zip(others, self._read_streams("leave"))]
-        return left(first, np.stack(made)).astype(np.float32) if made else first
-
-    def _read_streams(self, role: str) -> Iterator[np.ndarray]:
-        for tensor in filter(None, (self.tensors["outer"].get(f"streams.{i}.{role}") for i in range(1, self.config.streams))):
-            yield to_f32(typed(self.store.read(tensor.info), tensor.spec), tensor.spec.scheme).reshape(tensor.shape)
-
-    def _read_embeddings(self, windows: Sequence[np.ndarray]) -> np.ndarray:
-        states = self._read_rows("embed", np.concatenate(windows)) * np.float32(self.config.embedding_multiplier)
-        if self.config.position_offset is None:
-            return states
-        return states + self._read_rows("positions", np.concatenate([self.config.position_offset + np.arange(len(w)) for w in windows]))
-
-    def read_inputs(self, layer: int, ids: np.ndarray) -> np.ndarray | None:
-        """What a layer is given of these tokens beside the stream, straight from an unquantized store: float32 [T, P]; None for nothing."""
-        config, roles = self.config, self.tensors["outer"]
-        width = config.input_width
-        if not width:
-            return None
-        own = slice(layer * width, (layer + 1) * width)
-        projection, weight = (to_f32(typed(self.store.read(roles[role].info, *span), roles[role].spec), roles[role].spec.scheme)
-                              for role, span in (("layer_proj", (own.start, own.stop)), ("layer_norm", (0, width))))
-        made = self._read_embeddings([ids]) @ projection.reshape(width, -1).T * np.float32(config.hidden_size**-0.5)
-        rows = self._read_rows("layer_embed", in_table(ids, config.input_vocab))[:, own] * np.float32(config.input_multiplier)
-        return (normalise(made, "rms", weight, None, config.norm_eps).astype(np.float32) + rows) * np.float32(0.5**0.5)
-
-    def _read_rows(self, role: str, ids: np.ndarray) -> np.ndarray:
-        tensor = self.tensors["outer"][role]
-        distinct, places = np.unique(ids, return_inverse=True)
-        rows = np.concatenate([self.store.read(tensor.info, int(row), int(row) + 1) for row in distinct])
-        return to_f32(typed(rows, tensor.spec), tensor.spec.scheme).reshape(len(distinct), -1)[places]
-
     @contextmanager
     def outer(self) -> Iterator[OuterWeights]:
         """What surrounds the layers, for as long as the lease."""
@@ -294,7 +250,9 @@ class Model:
                 if outer.inputs is not None:
                     table, *made = outer.inputs
                     known = in_table(ids, self.config.input_vocab)
-                    self._given = host.layer_inputs(known, x, table, *made, self.config.input_multiplier)
+                    self._given = dict(enumerate(host.layer_inputs(known, x, table, *made, self.config.input_multiplier)))
+                if outer.picks:
+                    self._given = host.picked_experts(ids, outer.picks, self.config.mixture.experts)
                 if self.config.streams:
                     x = host.enter_streams(x, outer.enter, self.config.streams)
                     if not self.pager.stays:
@@ -342,7 +300,8 @@ class Model:
         if not self.config.streams:
             return x
         with self.pager.lease("outer") as raw:
-            x = host.leave_streams(x, self._lease("outer", raw).leave, self.config.streams)
+            outer = self._lease("outer", raw)
+            x = host.gathered(x, outer.leaves) if outer.leaves else host.leave_streams(x, outer.leave, self.config.streams)
             if not self.pager.stays:
                 host.flush()
         return x
@@ -352,7 +311,8 @@ class Model:
         kv, host, config = cache.layer(layer), self.backends["cpu"], self.config
         if ops is not host and self.devices[config.kv_sources[layer] if config.kv_sources else layer] == "cpu":
             kv = BorderCache(kv, ops, host)
-        given = () if self._given is None else (self._given[layer] if ops is host else ops.from_host(self._given[layer]),)
+        own = None if self._given is None else self._given.get(layer)
+        given = () if own is None else (own if ops is host else ops.from_host(own),)
         places = cache.step.positions if self._turned is None else self._turned
         return self.block(ops, w, x, kv, places, self.ropes[layer], config, layer, tap, *given)
 
@@ -378,11 +338,6 @@ class Model:
                 return self.card_head.logits(x)
         with self.outer() as outer:
             return self.backends["cpu"].logits(x, outer.norm, outer.head, config.final_logit_softcapping, 1 / config.logits_scaling)
-
-
-def in_table(ids: np.ndarray, rows: int) -> np.ndarray:
-    """Ids, of which those beyond the table of what layers are given have the first row of it."""
-    return np.where(ids < rows, ids, 0)
 
 
 def _is_job(outer: OuterWeights) -> bool:

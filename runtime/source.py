@@ -68,8 +68,10 @@ def _rearranged(store: TensorStore, wide: str, low_bit: bool, kept: Callable[[st
         from .stores.expert_rows import experts_of_rows
 
         store = experts_of_rows(store, raw)
-    store = _in_own_form(store, raw, wide, low_bit, kept)
     from .stores.parted_rows import IN_ONE, JOINED, STACKED, parted
+    from .stores.whole_numbers import with_numbers
+
+    store = with_numbers(_in_own_form(store, raw, wide, low_bit, kept))
 
     if raw.get("model_type") not in (*IN_ONE, *JOINED, *STACKED):
         return store

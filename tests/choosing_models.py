@@ -26,7 +26,8 @@ CHOOSING = {"deepseek_v32": Case("deepseek_v32", {**CASES["deepseek_v32"].change
 @contextmanager
 def noted(engine: Engine) -> Iterator[list[dict[int, np.ndarray]]]:
     """What each layer that chooses chose, by the position of a token, int [groups, chosen]."""
-    found = [{} for _ in engine.cache.indexes]
+    indexes = [each.index for each in engine.cache.choosing.values() if each.index is not None]
+    found = [{} for _ in indexes]
 
     def noting(place: int, index: object, q: np.ndarray, weights: np.ndarray | None, position: int, out: np.ndarray) -> None:
         usual[place](index, q, weights, position, out)
@@ -34,13 +35,13 @@ def noted(engine: Engine) -> Iterator[list[dict[int, np.ndarray]]]:
         for row, units in enumerate(out.copy()):
             found[place][position + row] = units.reshape(index.shape.groups, -1)
 
-    usual = [index._choose for index in engine.cache.indexes]
-    for place, index in enumerate(engine.cache.indexes):
+    usual = [index._choose for index in indexes]
+    for place, index in enumerate(indexes):
         index._choose = lambda *given, place=place: noting(place, *given)
     try:
         yield found
     finally:
-        for index, own in zip(engine.cache.indexes, usual, strict=True):
+        for index, own in zip(indexes, usual, strict=True):
             index._choose = own
 
 

@@ -285,14 +285,15 @@ def written(case: Case, folder: Path) -> PreTrainedModel:
     model = read.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            # Norms, which start at 1, and biases, which start at 0.
-            if parameter.ndim == 1 or name.endswith(("bias", "q_norm.weight", "k_norm.weight")):
+            if parameter.ndim == 1 or name.endswith(("bias", "q_norm.weight", "k_norm.weight")):  # norms start at 1, biases at 0
                 parameter.add_(0.3 * torch.randn_like(parameter))
             elif name.endswith("router.gate.weight") and not parameter.any():  # which would choose alike
                 parameter.normal_(0, 0.2)
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar")):  # which start at 0, or 1
                 buffer.add_(0.3 * torch.randn_like(buffer))
+            elif name.endswith("tid2eid"):
+                buffer.copy_(torch.rand(len(buffer), config.n_routed_experts).argsort(1)[:, : buffer.shape[1]])
     model.to(getattr(torch, case.dtype)).save_pretrained(folder, max_shard_size=case.shard)
     model = read.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     if (told := outer if outer in RETOLD else case.family) in RETOLD:

@@ -56,6 +56,11 @@ MINIMAX_3 = {"head_dim": 32, "intermediate_size": 40, "dense_intermediate_size":
              "num_experts_per_tok": 2, "index_n_heads": 2, "index_head_dim": 32, "index_block_size": 32, "index_topk_blocks": 9,
              "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"], "mlp_layer_types": ["dense", "sparse", "sparse"],
              "routed_scaling_factor": 1.7, **rope("default", partial_rotary_factor=0.5), "rotary_dim": 16}
+WINDOWED, CHOOSES, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
+DEEPSEEK_4 = {"num_key_value_heads": 1, "moe_intermediate_size": 40, "num_hidden_layers": 4, "head_dim": 32, "q_lora_rank": 48,
+              "n_routed_experts": 12, "num_experts_per_tok": 3, "o_groups": 2, "o_lora_rank": 24, "index_n_heads": 8, "index_head_dim": 16,
+              "index_topk": 128, "sliding_window": 40, "partial_rotary_factor": 0.25, "compress_rates": {CHOOSES: 4, HEAVY: 32},
+              "layer_types": [WINDOWED, CHOOSES, HEAVY, CHOOSES], "mlp_layer_types": ["hash_moe", "moe", "moe", "hash_moe"]}
 LLAMA_4 = {"head_dim": 32, "intermediate_size": 40, "attention_chunk_size": CONTEXT, "floor_scale": CONTEXT + 1,
            "no_rope_layer_interval": 2}
 GROWING_PARTS = {**GROWING, "partial_rotary_factor": 16 / 36}
@@ -184,6 +189,12 @@ NEWER = {
     "deepseek_v32": Case("deepseek_v32", {**LATENT, **SHARPENED, **INDEXED, "n_group": 4, "topk_group": 2}),
     "deepseek_v32, all seen, bfloat16": Case("deepseek_v32", {**LATENT, **INDEXED, "n_group": 4, "topk_group": 2, "index_topk": CONTEXT},
                                              dtype="bfloat16"),
+    "deepseek_v4": Case("deepseek_v4", {**DEEPSEEK_4, "vocab_size": 301, "rms_norm_eps": 1e-3}, shard="100KB"),
+    "deepseek_v4, two streams, stretched, other layers, bfloat16": Case("deepseek_v4", {
+        **DEEPSEEK_4, "hc_mult": 2, "hc_sinkhorn_iters": 3, "hc_eps": 1e-3, "num_attention_heads": 20, "o_groups": 4, "sliding_window": 150,
+        "compress_rates": {CHOOSES: 8, HEAVY: 16}, "layer_types": [HEAVY, CHOOSES, HEAVY, WINDOWED], "mlp_layer_types": ["moe"] * 4,
+        "n_shared_experts": 1, "routed_scaling_factor": 2.5, "partial_rotary_factor": 0.5, "tie_word_embeddings": True,
+        **rope("yarn", factor=8.0, original_max_position_embeddings=64)}, dtype="bfloat16"),
     "glm_moe_dsa": Case("glm_moe_dsa", {**LATENT, **INDEXED, **ONE_GROUP, "indexer_types": ["full", "shared", "full"], **rope("default")}),
     "glm_moe_dsa, every second, bfloat16": Case("glm_moe_dsa", {
         **LATENT, **INDEXED, **ONE_GROUP, "index_topk_freq": 2, "index_skip_topk_offset": 1, "num_hidden_layers": 4,

@@ -11,11 +11,12 @@ from effllm.quant.recipe import Recipe
 from effllm.quant.spec import QuantSpec
 from effllm.runtime import calibrate
 from effllm.runtime.calibrate import Calibration, TextCosts, text_costs
-from effllm.runtime.config import Mixture, read_config
+from effllm.runtime.config import read_config
 from effllm.runtime.conversion import convert_estimate
 from effllm.runtime.conversion.convert_estimate import Costs, text_operations, total, visit_operations
 from effllm.runtime.conversion.convert_plan import ConversionPlan, plan_conversion
 from effllm.runtime.families import expert_role
+from effllm.runtime.mixture import Mixture
 from effllm.runtime.planning.timing import turns
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -239,6 +239,8 @@ PECULIAR = {
     "glm4_moe_lite": [{"norm_eps": 1e-5}, {"ropes": {"neighbours": False}}, {"mixture": {"factor": 1.0}}],
     "deepseek_v32": [{"mixture": each} for each in ({"renormalise": False}, {"groups": 1, "kept_groups": 1}, {"corrected": False})] + [
         {"ropes": {"neighbours": False}}],
+    "deepseek_v4": [{"mixture": each} for each in ({"renormalise": False}, {"roots": False}, {"factor": 1.0}, {"corrected": False})] + [
+        {"hidden_act": "silu"}, {"windows": (39,) * 4}, {"ropes": 0}, {"ropes": 1}, {"norm_eps": 1e-1}],
     "dots1": [{"mixture": {"renormalise": False}}, {"mixture": {"corrected": False}}, {"windows": (None,) * 3}],
     "gemma3n_text": [{"windows": (None,) * 6}, {"ropes": 0}, {"values_normed": False}, {"attn_scale": None}, {"input_multiplier": 1.0},
                      {"cuts": ()}, {"cuts": (0.0,) * 6}, {"kv_sources": (0, 1, 2, 3, 0, 1)}],

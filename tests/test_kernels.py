@@ -58,7 +58,7 @@ def run_all(ops: CpuOps, parts: dict[str, Linear], norm: Norm, x: np.ndarray, ac
 
 
 @pytest.mark.parametrize("stored", ("f32", "f16", "bf16"))
-@pytest.mark.parametrize("act", ("silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swish", capped_silu(0.4)))
+@pytest.mark.parametrize("act", ("silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swish", "clamped_silu", capped_silu(0.4)))
 def test_matrix_ops_match_the_reference(pool, stored, act):
     rng = np.random.default_rng(1)
     parts = linears(rng, stored)
@@ -102,6 +102,18 @@ def test_a_silu_with_a_bound_by_hand(pool, bound):
         odd = np.array([[np.nan, 1.0, 1.0]], np.float32)
         CpuOps(pool, dims, registry).gate(odd, np.array([[1.0, np.nan, 1.0]], np.float32), act)
         assert np.isnan(odd).tolist() == [[True, True, False]]
+
+
+def test_the_clamped_silu_by_hand(pool):
+    """min(g, 10) * sigmoid(min(g, 10)) * (up within 10), wherever the two lie."""
+    gate, up = (each.reshape(1, -1).astype(np.float32) for each in np.meshgrid(np.linspace(-60, 30, 46), np.linspace(-25, 25, 41)))
+    g, u = np.minimum(gate, 10).astype(np.float64), np.clip(up, -10, 10).astype(np.float64)
+    by_hand = g / (1 + np.exp(-g)) * u
+    dims = Dims(gate.size, 1, 1, 2, gate.size, 8, chunk=128, ctx=128, rows=1)
+    for registry in (None, default_registry("reference")):
+        out = gate.copy()
+        CpuOps(pool, dims, registry).gate(out, up, "clamped_silu")
+        assert np.abs(out - by_hand).max() < 3e-6 * np.abs(by_hand).max()
 
 
 @pytest.mark.parametrize("tokens", (1, 5, 130))

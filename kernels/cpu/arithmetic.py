@@ -17,6 +17,7 @@ from ..layout import (
     BF16,
     CAP_BITS,
     CAPPED_SILU,
+    CLAMPED_SILU,
     CLAMPED_SWISH,
     F16,
     GELU,
@@ -29,6 +30,7 @@ from ..layout import (
     RELU,
     RELU2,
     SILU,
+    SILU_LIMIT,
     SWISH_LIMIT,
     SWISH_SLOPE,
 )
@@ -54,7 +56,7 @@ EXP_LOW, EXP_HIGH = np.float32(-87.3), np.float32(88.3)
 HALF_MAX, HALF_SCALE = np.float32(65504.0), np.float32(2.0**112)
 INV_SQRT2, TANH_INNER, GELU_CUBE = np.float32(math.sqrt(0.5)), np.float32(math.sqrt(2 / math.pi)), np.float32(0.044715)
 INFINITY, MINUS_INF = np.float32(np.inf), np.float32(-np.inf)
-SLOPE, LIMIT = np.float32(SWISH_SLOPE), np.float32(SWISH_LIMIT)
+SLOPE, LIMIT, OTHER_LIMIT = np.float32(SWISH_SLOPE), np.float32(SWISH_LIMIT), np.float32(SILU_LIMIT)
 KIND = (1 << CAP_BITS) - 1  # the bits of an activation's number that tell which it is
 
 
@@ -114,6 +116,9 @@ def activate(x, kind):
     if kind & KIND == CAPPED_SILU:
         own, bound = x / (ONE + exp(-x)), _bound(kind)
         return bound if own > bound else own
+    if kind == CLAMPED_SILU:
+        bounded = OTHER_LIMIT if x > OTHER_LIMIT else x
+        return bounded / (ONE + exp(-bounded))
     return x
 
 
@@ -125,6 +130,9 @@ def gated(gate, up, kind):
     if kind == CLAMPED_SWISH:
         low = -LIMIT if up < -LIMIT else up
         up = ONE + (LIMIT if low > LIMIT else low)
+    elif kind == CLAMPED_SILU:
+        low = -OTHER_LIMIT if up < -OTHER_LIMIT else up
+        up = OTHER_LIMIT if low > OTHER_LIMIT else low
     return activate(gate, kind) * up
 
 
@@ -143,6 +151,9 @@ def gate_values(gate, up, count, kind):
         bound = _bound(kind)
         for i in range(count):
             values[i] = _capped(values[i], second[i], bound)
+    elif kind == CLAMPED_SILU:
+        for i in range(count):
+            values[i] = gated(values[i], second[i], CLAMPED_SILU)
     else:
         for i in range(count):
             values[i] = gated(values[i], second[i], kind)

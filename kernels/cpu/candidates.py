@@ -11,7 +11,25 @@ from typing import TYPE_CHECKING
 
 from ..layout import STORED_TYPES, is_activation
 from ..registry import Call, Candidate, Registry
-from . import delta, head_widths, index, kda, latent, lightning, linear_amx, low_bit, mamba1, mamba2, moe, packed, rows, short_conv, streams
+from . import (
+    compressed,
+    delta,
+    head_widths,
+    hyper,
+    index,
+    kda,
+    latent,
+    lightning,
+    linear_amx,
+    low_bit,
+    mamba1,
+    mamba2,
+    moe,
+    packed,
+    rows,
+    short_conv,
+    streams,
+)
 from .amx import AMX
 from .int8_ir import INSTRUCTION_SET
 from .intrinsics import HAS_HALF
@@ -60,6 +78,10 @@ ROWS = {"rotate": (rows.rotate, rows.rotate_reference, "native code for every wi
                                 "native code, rows of a state that stay in the cache for all tokens of a pass"),
         "short convolution": (short_conv.run, short_conv.run_reference, "native code, a token with those before it at a time"),
         "channel state space": (mamba1.run, mamba1.run_reference, "native code, channels that stay in the cache for all tokens of a pass"),
+        "gather streams": (hyper.gather, hyper.gather_reference, "native code, a token's streams and the numbers that they say"),
+        "mix streams": (hyper.mix, hyper.mix_reference, "native code, a token's streams some channels at a time"),
+        "turn tails": (compressed.turn, compressed.turn_reference, "native code, head by head"),
+        "compress": (compressed.compress, compressed.compress_reference, "native code, keys of several tokens shared out"),
         "state space": (mamba2.run, mamba2.run_reference, "native code, rows of a state that stay in the cache for all tokens of a pass")}
 
 
@@ -119,6 +141,9 @@ def default_registry(only: str | None = None, exact: bool = False, by_neuron: bo
         Candidate("attend chosen", "compiled", _native, index.attend_compiled, "native code, tiles of chosen tokens taken out of pages"),
         Candidate("attend chosen", f"compiled, {BY_SHIFTS}", _compiled, index.attend_compiled, NO_HALF, fallback=True),
         Candidate("attend chosen", NUMPY, _never, index.attend_reference, NO_KERNEL, fallback=True),
+        Candidate("attend compressed", "compiled", _native, compressed.attend_compiled, "native code, tiles of tokens nearby and of keys"),
+        Candidate("attend compressed", f"compiled, {BY_SHIFTS}", _compiled, compressed.attend_compiled, NO_HALF, fallback=True),
+        Candidate("attend compressed", NUMPY, _never, compressed.attend_reference, NO_KERNEL, fallback=True),
     ]
     return Registry([each for each in candidates if only is None or only in each.name])
 

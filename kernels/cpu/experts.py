@@ -13,7 +13,7 @@ from numpy import float32, float64, int64
 from ..compile import kernel
 from ..deferred import inlined
 from ..reference_moe import SMALLEST_SUM
-from .arithmetic import activate, exp
+from .arithmetic import activate, exp, softplus
 from .intrinsics import call_kernel, f32_at, f64_at, fetch_add, i64_at
 from .linear import ACT, FIRST, OUT, TOKENS
 from .linear import DEPTH as INPUT_DEPTH
@@ -24,12 +24,13 @@ from .sharing import COUNTERS_NBYTES, clear_regions
 # Slots. X is the residual stream [T, DEPTH]; int64 CHOSEN, PLACES [T, TOP] and OWNERS [T TOP] (a visit's token), OFFSETS [EXPERTS + 1];
 # float32 LOGITS [T, EXPERTS], SHARES [T, TOP], ROWS [T TOP, DEPTH] (inputs of the visits, then their results), HIDDEN [T TOP, WIDTH]. Where
 # the products are to be prepared: GATED and DOWN, records of every expert (below), HEADS, what their argument blocks begin with, LISTS for
-# `each_product`, BLOCKS and COUNTERS. How tokens are routed: SIGMOID or not, or OF_LOGITS, CORRECTION float32 [EXPERTS] or 0, FACTOR, a
-# float64, and KEPT of GROUPS; SCALES_OF float32 [EXPERTS] multiply shares, 0 for none. INTO [T, DEPTH]: where results go instead of being
-# added to X, or 0. WEIGHT of a norm (rms) with EPS, a float64: inputs of visits are normed and multiplied by shares, which results then are
-# not; 0 where the products norm what they read. NEAR, a float64: as `Routing` says, below 0 for none.
+# `each_product`, BLOCKS and COUNTERS. How tokens are routed: SIGMOID or not, or OF_LOGITS, CORRECTION float32 [EXPERTS] or 0, EACH bytes
+# from one token's to the next one's, FACTOR, a float64, and KEPT of GROUPS; SCALES_OF float32 [EXPERTS] multiply shares, 0 for none. INTO
+# [T, DEPTH]: where results go instead of being added to X, or 0. WEIGHT of a norm (rms) with EPS, a float64: inputs of visits are normed
+# and multiplied by shares, which results then are not; 0 where the products norm what they read. NEAR, a float64: as `Routing` says, below
+# 0 for none.
 (X, COUNT, DEPTH, EXPERTS, TOP, RENORMALISE, LOGITS, CHOSEN, SHARES, OFFSETS, PLACES, OWNERS, ROWS, HIDDEN, WIDTH, GATED, DOWN, HEADS,
- LISTS, BLOCKS, COUNTERS, SIGMOID, CORRECTION, FACTOR, GROUPS, KEPT, SCALES_OF, INTO, WEIGHT, EPS, NEAR) = range(31)
+ LISTS, BLOCKS, COUNTERS, SIGMOID, CORRECTION, FACTOR, GROUPS, KEPT, SCALES_OF, INTO, WEIGHT, EPS, NEAR, EACH) = range(32)
 SCALED, SCALED_ROWS, SCALED_WIDTH, SCALES = range(4)  # slots of `scale_rows`
 # Records: the kernel's address, then the fields of its matrices; OUT is filled in here.
 GATED_RECORD, DOWN_RECORD = 1 + 2 * FIELDS, 1 + FIELDS
@@ -37,6 +38,7 @@ BLOCK = FIRST + 2 * FIELDS  # int64 slots of an argument block
 COUNTS = COUNTERS_NBYTES // 8  # int64 that a product counts with
 LEAST, NONE = float32(SMALLEST_SUM), float32(-np.inf)
 OF_LOGITS = 2  # sigmoids, of which a correction is added to the logits
+ROOTS = 3  # in the place of sigmoids: roots of softplus
 
 
 @inlined()
@@ -63,11 +65,11 @@ def _choose(logit, experts, correction, chosen, top):
 
 
 @inlined()
-def _share_scores(logit, scored, renormalise, factor, chosen, share, top):
-    """Shares of scores, or of the sigmoids of logits that are not `scored` yet."""
+def _share_scores(logit, scored, kind, renormalise, factor, chosen, share, top):
+    """Shares of scores, or of what a `kind` makes of logits that are not `scored` yet."""
     total = float32(0.0)
     for j in range(top):
-        share[j] = logit[chosen[j]] if scored else _sigmoid(logit[chosen[j]])
+        share[j] = logit[chosen[j]] if scored else _score(logit[chosen[j]], kind)
         total += share[j]
     total = max(total, LEAST)
     for j in range(top):
@@ -97,18 +99,19 @@ def route_tokens(args, worker, counter):
     """CHOSEN in rising order and SHARES from LOGITS; of equal ones the lower expert. Blocks are tokens. With CORRECTION of scores, or
     where only some GROUPS are kept, LOGITS become scores, -inf in the others."""
     a = i64_at(args)
-    experts, top, correction, factor = a[EXPERTS], a[TOP], a[CORRECTION], float32(f64_at(args)[FACTOR])
+    experts, top, factor = a[EXPERTS], a[TOP], float32(f64_at(args)[FACTOR])
     renormalise = a[RENORMALISE] != 0
-    scored, near = correction != 0 and a[SIGMOID] != OF_LOGITS or a[KEPT] < a[GROUPS], float32(f64_at(args)[NEAR])
+    scored, near = a[CORRECTION] != 0 and a[SIGMOID] != OF_LOGITS or a[KEPT] < a[GROUPS], float32(f64_at(args)[NEAR])
     while True:
         t = fetch_add(counter, 1)
         if t >= a[COUNT]:
             return
+        correction = a[CORRECTION] + t * a[EACH]
         logit, chosen, share = f32_at(a[LOGITS] + 4 * t * experts), i64_at(a[CHOSEN] + 8 * t * top), f32_at(a[SHARES] + 4 * t * top)
         if scored:  # else logits choose, which tell apart what scores no longer do
             if a[SIGMOID] != 0:
                 for e in range(experts):
-                    logit[e] = _sigmoid(logit[e])
+                    logit[e] = _score(logit[e], a[SIGMOID])
             else:
                 _softmax(logit, experts)
             _keep_groups(logit, experts // a[GROUPS], a[GROUPS], a[KEPT], correction)
@@ -117,7 +120,7 @@ def route_tokens(args, worker, counter):
             for j in range(top):
                 share[j] = _near_share(logit, experts, chosen[j], near) * factor
         elif a[SIGMOID] != 0 or scored:
-            _share_scores(logit, scored, renormalise, factor, chosen, share, top)
+            _share_scores(logit, scored, a[SIGMOID], renormalise, factor, chosen, share, top)
         else:
             _share_softmax(logit, experts, renormalise, factor, chosen, share, top)
         _scale(a[SCALES_OF], share, chosen, top)
@@ -141,8 +144,8 @@ def _scale(scales, share, chosen, top):
 
 
 @inlined()
-def _sigmoid(x):
-    return float32(1.0) / (float32(1.0) + exp(-x))
+def _score(x, kind):
+    return np.sqrt(softplus(x)) if kind == ROOTS else float32(1.0) / (float32(1.0) + exp(-x))
 
 
 @inlined()
@@ -311,6 +314,6 @@ def scale_rows(args, worker, counter):
         t = fetch_add(counter, 1)
         if t >= a[SCALED_ROWS]:
             return
-        row, scale = f32_at(a[SCALED] + 4 * t * width), _sigmoid(f32_at(a[SCALES])[t])
+        row, scale = f32_at(a[SCALED] + 4 * t * width), _score(f32_at(a[SCALES])[t], 1)
         for i in range(width):
             row[i] *= scale

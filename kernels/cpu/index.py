@@ -32,7 +32,7 @@ def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
     # What is multiplied beside the products of attention: keys and weights, or the queries of heads that choose for themselves and keys.
     beside = states.plan_workspace(dims, chunk) | latent.plan_workspace(dims, chunk)
     widths = {"y3": own.heads * own.width, "y4": own.width} if own.each else {"y2": own.width, "y3": own.heads}
-    return {"index scores": FEW * own.groups * _row(own, dims.ctx), "chosen": chunk * own.groups * own.chosen,
+    return {"index scores": FEW * own.groups * _row(own, own.keys(dims.ctx)), "chosen": chunk * own.groups * own.chosen,
             **{name: max(chunk * width, beside.get(name, 0)) for name, width in widths.items()}}
 
 
@@ -41,18 +41,18 @@ def scratch_floats(dims: Dims) -> int:
     own = dims.index
     if own is None:
         return 0
-    return max(loops.scratch_floats(own.heads, own.width, own.groups * _row(own, dims.ctx)),
+    return max(loops.scratch_floats(own.heads, own.width, own.groups * _row(own, own.keys(dims.ctx))),
                chosen_loops.scratch_floats(dims.heads, dims.kv_heads, dims.head_dim))
 
 
 def partials_floats(dims: Dims) -> int:
     """Floats for the partials of a token over what it chose."""
-    return 0 if dims.index is None else -(-dims.index.whole // PAGE) * dims.heads * (dims.head_dim + 2)
+    return 0 if dims.index is None or dims.index.rate > 1 else -(-dims.index.whole // PAGE) * dims.heads * (dims.head_dim + 2)
 
 
-def _row(shape: IndexShape, ctx: int) -> int:
-    """Floats of a token's scores for one choice."""
-    return -(-ctx // PAGE) * PAGE if not shape.each else shape.units(ctx) + 1
+def _row(shape: IndexShape, keys: int) -> int:
+    """Floats of a token's scores for one choice among so many keys."""
+    return -(-keys // PAGE) * PAGE if not shape.each else shape.units(keys) + 1
 
 
 @dataclass(frozen=True)
@@ -95,24 +95,42 @@ class LayerIndex:
         self._choose(self, q[first:], None if weights is None else weights[first:], position + first, chosen)
         return Chosen(chosen, first, shape)
 
-    def keys(self, tokens: int) -> np.ndarray:
-        """The keys of the first `tokens` tokens as they are kept, [T, width]."""
+    @property
+    def token_nbytes(self) -> int:
+        return self.shape.token_nbytes(self.stored)
+
+    def nbytes(self, tokens: int) -> int:
+        """Bytes of the keys of so many tokens, in whole blocks."""
+        return self.shape.nbytes(tokens, self.stored)
+
+    def keys(self, count: int) -> np.ndarray:
+        """The first keys as they are kept, [count, width]."""
         blocks = self.memory.view(np.float32 if self.stored == F32 else np.float16).reshape(-1, self.shape.width, PAGE)
-        return np.concatenate([block.T for block in blocks[: -(-tokens // PAGE)]])[:tokens]
+        return np.concatenate([block.T for block in blocks[: -(-count // PAGE)]])[:count]
 
     def read(self, begin: int, end: int) -> np.ndarray:
-        """The bytes of the keys of tokens [begin, end), token by token, a copy."""
-        first = begin // PAGE * PAGE
-        blocks = self._blocks()[first // PAGE : -(-end // PAGE)]
-        rows = blocks.swapaxes(1, 2).reshape(-1, self.shape.width)[begin - first : end - first]
-        return np.ascontiguousarray(rows).view(np.uint8).reshape(-1)
+        """The bytes of the keys of tokens [begin, end), token by token, a copy; of a key of several tokens each has its part."""
+        rate = self.shape.rate
+        first, last = begin // rate, -(-end // rate)
+        rows = np.ascontiguousarray(self._rows(first, last)).view(np.uint8).reshape(-1)
+        at = (begin - first * rate) * self.token_nbytes
+        return rows[at : at + (end - begin) * self.token_nbytes]
 
     def write(self, begin: int, data: np.ndarray) -> None:
         """Put what `read` gave from `begin` on in its place."""
-        blocks = self._blocks()
-        rows = np.ascontiguousarray(data).view(blocks.dtype).reshape(-1, self.shape.width)
-        at = begin + np.arange(len(rows))
-        blocks[at // PAGE, :, at % PAGE] = rows
+        blocks, rate = self._blocks(), self.shape.rate
+        first, last = begin // rate, -(-(begin + len(data) // self.token_nbytes) // rate)
+        rows = np.ascontiguousarray(self._rows(first, last))
+        at = (begin - first * rate) * self.token_nbytes
+        rows.view(np.uint8).reshape(-1)[at : at + len(data)] = data
+        numbers = np.arange(first, last)
+        blocks[numbers // PAGE, :, numbers % PAGE] = rows
+
+    def _rows(self, first: int, last: int) -> np.ndarray:
+        """Keys [first, last), row by row, as their bits."""
+        begin = first // PAGE * PAGE
+        blocks = self._blocks()[begin // PAGE : -(-last // PAGE)]
+        return blocks.swapaxes(1, 2).reshape(-1, self.shape.width)[first - begin : last - begin]
 
     def _blocks(self) -> np.ndarray:
         return self.memory.view(np.uint32 if self.stored == F32 else np.uint16).reshape(-1, self.shape.width, PAGE)
@@ -129,7 +147,7 @@ def choose(index: LayerIndex, q: np.ndarray, weights: np.ndarray | None, positio
     row = _row(shape, len(index.memory) // shape.block_nbytes(index.stored) * PAGE)
     block[:] = (ops.at(q), 0 if weights is None else ops.at(weights), len(q), position, address(out), shape.heads, shape.width,
                 shape.chosen, shape.grain, shape.each, shape.near, address(index.memory), index.stored,
-                address(ops.workspace.take("index scores", 1)), row, ops.scratch, ops.scratch_stride)
+                address(ops.workspace.take("index scores", 1)), row, ops.scratch, ops.scratch_stride, shape.rate)
     ops.keep(block)
     if len(q) > FEW:
         ops.run(loops.choose_many, address(block))
@@ -141,7 +159,7 @@ def choose(index: LayerIndex, q: np.ndarray, weights: np.ndarray | None, positio
 
 def choose_reference(index: LayerIndex, q: np.ndarray, weights: np.ndarray | None, position: int, out: np.ndarray) -> None:
     index.ops.flush()
-    found = meaning.scores(q, index.keys(position + len(q)), weights, position, index.shape)
+    found = meaning.scores(q, index.keys((position + len(q)) // index.shape.rate), weights, position, index.shape)
     out[:] = meaning.choose(found, index.shape).reshape(out.shape)
 
 

@@ -23,7 +23,7 @@ N_K, N_TOKENS, N_POSITION, N_WIDTH, N_DTYPE, N_KEYS, NOTE_SLOTS = range(7)
 # scratch, per worker float32: Q[padded heads, WIDTH] of each token of a tile, K[WIDTH, PAGE], S[padded heads, PAGE], int64 [256], rows of
 # the groups of each token of a tile.
 Q, WEIGHTS, TOKENS, POSITION, CHOSEN, HEADS, WIDTH, COUNT, GRAIN, EACH, NEAR, KEYS, DTYPE = range(13)
-SCORES, ROW, SCRATCH, STRIDE, SLOTS = range(13, 18)
+SCORES, ROW, SCRATCH, STRIDE, RATE, SLOTS = range(13, 19)  # RATE: tokens of a key
 BINS, BYTE, TOP_BIT = 256, int64(255), uint32(1 << 31)
 TILE_QUERIES = 64  # queries of a tile of a prompt's tokens, about
 
@@ -142,10 +142,16 @@ def _choose(row, units, count, bins, out):
 
 
 @inlined()
+def _keys_at(a, t):
+    """How many keys token t sees."""
+    return (a[POSITION] + t + 1) // a[RATE]
+
+
+@inlined()
 def _choices(a, t, rows, bins):
     """What a token sees, of the scores in its rows."""
     groups = a[HEADS] if a[EACH] else 1
-    units = (a[POSITION] + t) // a[GRAIN] + 1
+    units = (_keys_at(a, t) - 1) // a[GRAIN] + 1
     for group in range(groups):
         _choose(f32_at(rows + 4 * group * a[ROW]), units, a[COUNT], bins, i32_at(a[CHOSEN] + 4 * (t * groups + group) * a[COUNT]))
 
@@ -158,14 +164,14 @@ def score_few(args, worker, counter):
     query = a[SCRATCH] + worker * a[STRIDE]
     keys = query + 4 * _padded(a[HEADS]) * width
     products = keys + 4 * width * PAGE
-    blocks, loaded = (a[POSITION] + a[TOKENS] + PAGE - 1) // PAGE, -1
+    blocks, loaded = (_keys_at(a, a[TOKENS] - 1) + PAGE - 1) // PAGE, -1
     while True:
         block = fetch_add(counter, 1)
         if block >= blocks:
             return
         _load_keys(a, block, keys)
         for t in range(a[TOKENS]):
-            if block * PAGE > a[POSITION] + t:
+            if block * PAGE >= _keys_at(a, t):
                 continue
             if loaded != t:
                 _load_query(a, t, query)
@@ -211,10 +217,10 @@ def choose_many(args, worker, counter):
         here = min(height, a[TOKENS] - first)
         for i in range(here):
             _load_query(a, first + i, query + 4 * i * padded * width)
-        for block in range((a[POSITION] + first + here - 1) // PAGE + 1):
+        for block in range((_keys_at(a, first + here - 1) - 1) // PAGE + 1):
             _load_keys(a, block, keys)
             for i in range(here):
-                if block * PAGE <= a[POSITION] + first + i:
+                if block * PAGE < _keys_at(a, first + i):
                     _score(a, first + i, block, query + 4 * i * padded * width, keys, products, rows + 4 * i * groups * a[ROW])
         for i in range(here):
             _choices(a, first + i, rows + 4 * i * groups * a[ROW], i64_at(bins))

@@ -133,6 +133,17 @@ def mlp_and_experts(self: CpuOps, x: np.ndarray, norm: Norm, gate: Linear | None
     return x
 
 
+def expert_branch(self: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: tuple[Expert, ...] | ExpertPages, apart: Apart,
+                  routing: Routing, act: str, see: See | None = None, correction: np.ndarray | None = None,
+                  shared: SharedExpert | None = None) -> np.ndarray:
+    """See `HostOps`."""
+    if isinstance(experts, tuple):
+        run = self.registry.select(Call("moe", act=act)).candidate.run
+    else:
+        from .moe_paged import run
+    return run(self, x, norm, router, experts, (routing, act), see, correction, shared, apart)
+
+
 def run_reference(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], asked: Asked, see: See | None,
                   correction: np.ndarray | None, shared: SharedExpert | None, apart: Apart | None) -> np.ndarray:
     ops.flush()
@@ -173,11 +184,12 @@ def shared_hidden(ops: CpuOps, x: np.ndarray, norm: Norm, shared: SharedExpert |
 def finished(ops: CpuOps, x: np.ndarray, stage: Stage, beside: np.ndarray | None, shared: SharedExpert | None,
              see: See | None) -> np.ndarray:
     """The residual stream once the shared expert is added to the others; of experts that are apart their sum alone."""
+    into = x if stage.apart is None else ops.workspace.take("sum", *x.shape)
     if beside is not None:
-        ops.linear_add(beside, shared.down, x, None, shared.factor)
+        ops.linear_add(beside, shared.down, into, None, shared.factor)
     if see is not None:
         see(stage.routed if beside is None else replace(stage.routed, shared=beside))
-    return x if stage.apart is None else ops.workspace.take("sum", *x.shape)
+    return into
 
 
 def routed_stage(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], asked: Asked,
@@ -251,10 +263,11 @@ def _prepared(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: S
     block = np.array([ops.at(x), tokens, depth, count, top_k, routing.renormalise, ops.at(logits), address(chosen), ops.at(shares),
                       address(offsets), address(places), address(owners), ops.at(rows), ops.at(hidden), width,
                       address(table.gated) * few, address(table.down), address(heads), products, blocks, counters,
-                      kernels.OF_LOGITS if routing.of_logits else routing.sigmoid,
+                      kernels.ROOTS if routing.roots else kernels.OF_LOGITS if routing.of_logits else routing.sigmoid,
                       address(correction), 0, routing.groups, routing.kept_groups, 0 if apart is None else address(apart.scales),
                       0 if apart is None else ops.at(take("sum", tokens, depth)),
-                      0 if gathered is None else address(gathered.weight), 0, 0], np.int64)
+                      0 if gathered is None else address(gathered.weight), 0, 0,
+                      0 if correction is None or correction.ndim == 1 else 4 * count], np.int64)
     block.view(np.float64)[kernels.FACTOR] = routing.factor
     block.view(np.float64)[kernels.EPS] = 0.0 if gathered is None else gathered.eps
     block.view(np.float64)[kernels.NEAR] = -1.0 if routing.near is None else routing.near

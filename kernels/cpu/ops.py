@@ -18,6 +18,7 @@ from ..workspace import Dims, Workspace, address
 from . import attention, bundled, index, inputs, latent, latent_loops, linear, lora, low_bit, moe, rows, states, streams
 from . import head_widths as widths
 from .attention_few import attend_few_scratch, partials_floats
+from .compressed import WideOps, wide_floats, wide_workspace
 from .inner_loops import TILE_COLUMNS
 from .kv_many import packed_scratch
 from .kv_scratch import few_scratch
@@ -48,7 +49,7 @@ def plan_workspace(dims: Dims, workers: int) -> dict[str, int]:
                   0 if dims.latent is None else latent_loops.scratch_floats(dims.latent.nope, dims.latent.rank),
                   max(packed_scratch(dims.heads, dims.kv_heads, dims.head_dim), few_scratch(group, dims.head_dim),
                       seal_scratch(dims.head_dim)) if dims.packed_kv else 0, streams.scratch_floats(dims), lora.scratch_floats(dims),
-                  index.scratch_floats(dims))
+                  index.scratch_floats(dims), wide_floats(dims))
     blocks = dims.ctx // attention.PAGE + 3
     # Where attention takes turns, all of a few tokens have their own partials at any depth, and a prompt's tiles wait between two turns.
     partials = max(partials_floats(FEW, dims.heads, dims.head_dim, blocks), index.partials_floats(dims))
@@ -63,11 +64,11 @@ def plan_workspace(dims: Dims, workers: int) -> dict[str, int]:
             "partials": partials, "state": state, **moe.plan_workspace(dims, chunk), **bundled.plan_workspace(dims, chunk),
             **latent.plan_workspace(dims, chunk), **inputs.plan_workspace(dims, chunk), **streams.plan_workspace(dims, chunk),
             **lora.plan_workspace(dims, chunk), **widths.plan_workspace(dims, chunk), **index.plan_workspace(dims, chunk),
-            # of drafts by a layer of the model's own: what goes into it, and states that wait for it, of a pass and of one before
+            **wide_workspace(dims, chunk),  # then, of drafts by a layer of its own, what goes into it and states that wait for it
             "joined": min(chunk, PAGE) * dims.joined, "states": (chunk + FEW) * dims.hidden if dims.joined else 0}
 
 
-class CpuOps(Stages, lora.Scales):
+class CpuOps(Stages, lora.Scales, WideOps):
     """See the module. `dims` sizes the workspace; one instance serves every CPU block of a model."""
 
     name = "cpu"
@@ -163,7 +164,7 @@ class CpuOps(Stages, lora.Scales):
             see(hidden)
         return self.linear_add(hidden, down, x, after, factor)
 
-    mlp_and_experts = moe.mlp_and_experts
+    mlp_and_experts, expert_branch = moe.mlp_and_experts, moe.expert_branch
     moe = moe.moe
     layer_inputs = inputs.layer_inputs
     add_inputs = inputs.add_inputs
@@ -171,10 +172,9 @@ class CpuOps(Stages, lora.Scales):
     predicted, corrected, spread_inputs = streams.predicted, streams.corrected, streams.spread_inputs
     low_rank, added, cut_mlp = streams.low_rank, streams.added, streams.cut_mlp
     first_stream, add_to_first, widened, lent_mlp = streams.first_stream, streams.add_to_first, streams.widened, streams.lent_mlp
-    copied, scaled, clipped, normed = rows.copied, rows.scaled, rows.clipped, rows.norm_rows
-    bundled_mlp = bundled.bundled_mlp
-    part_queries, gate_heads = rows.part_queries, rows.gate_heads
-    widened_heads, narrowed_heads, renormed = widths.widened_heads, widths.narrowed_heads, widths.renormed
+    copied, scaled, clipped, normed, part_queries, gate_heads = (rows.copied, rows.scaled, rows.clipped, rows.norm_rows, rows.part_queries,
+                                                                 rows.gate_heads)
+    widened_heads, narrowed_heads, renormed, bundled_mlp = widths.widened_heads, widths.narrowed_heads, widths.renormed, bundled.bundled_mlp
     latent_keys, latent_queries, latent_values = latent.latent_keys, latent.latent_queries, latent.latent_values
     state_layer, index_layer = states.state_layer, index.index_layer
 

@@ -23,7 +23,8 @@ from ..compile import Kernel
 from ..layout import F32, PageLayout
 from ..registry import Call
 from ..workspace import address
-from . import attention, attention_few
+from . import attention, attention_few, compressed
+from .compressed import CompressedKeys
 from .index import Chosen, attend
 from .ops import FEW, CpuOps
 from .rows import SHARE_FROM
@@ -165,6 +166,13 @@ class LayerPages:
         """`attend` over what each token has `chosen`; `same`: keys are values."""
         out = self.attended(q) if out is None else out
         attend(self, q, position, blocks, sinks, out, chosen, same)
+        return out
+
+    def attend_compressed(self, q: np.ndarray, position: int, blocks: np.ndarray, sinks: np.ndarray | None, keys: CompressedKeys,
+                          chosen: Chosen | None, out: np.ndarray | None = None) -> np.ndarray:
+        """`attend` over the tokens within the window and over `keys` of several, of which each token may have `chosen` some."""
+        out = self.attended(q) if out is None else out
+        compressed.attend(self, q, position, blocks, sinks, keys, chosen, out)
         return out
 
     def attended(self, q: np.ndarray) -> np.ndarray:

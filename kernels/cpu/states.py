@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from ..compressed_shape import CompressedShape
 from ..conv_shape import ConvShape
 from ..delta_shape import DeltaShape
 from ..kda_shape import KdaShape
@@ -52,6 +53,7 @@ def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
 
 def state_layer(ops: CpuOps, shape: StateShape, memory: np.ndarray, told: np.ndarray) -> LayerStates:
     """The states of one layer in uint8 memory (`shape.nbytes`), of whose slots `told` says those of a pass."""
+    from .compressed import CompressedStates
     from .delta import DeltaStates
     from .kda import KdaStates
     from .lightning import LightningStates
@@ -59,8 +61,8 @@ def state_layer(ops: CpuOps, shape: StateShape, memory: np.ndarray, told: np.nda
     from .mamba2 import Mamba2States
     from .short_conv import ConvStates
 
-    kinds = {ConvShape: ConvStates, DeltaShape: DeltaStates, KdaShape: KdaStates, LightningShape: LightningStates,
-             Mamba1Shape: Mamba1States, Mamba2Shape: Mamba2States}
+    kinds = {CompressedShape: CompressedStates, ConvShape: ConvStates, DeltaShape: DeltaStates, KdaShape: KdaStates,
+             LightningShape: LightningStates, Mamba1Shape: Mamba1States, Mamba2Shape: Mamba2States}
     return kinds[type(shape)](ops, shape, memory, told)
 
 

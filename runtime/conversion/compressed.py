@@ -54,7 +54,7 @@ SPELLED = {"bitnet": "BitNet", "cohere2_moe": "Cohere2Moe", "cohere_compass_text
            "opt": "OPT", "qwen3_5_moe_text": "Qwen3_5Moe", "qwen3_5_text": "Qwen3_5", "smollm3": "SmolLM3", "stablelm": "StableLm",
            "vaultgemma": "VaultGemma"}
 NOT_WRITTEN = {**dict.fromkeys(("gpt_oss", "granitemoe", "granitemoe_swa", "granitemoeshared"), "other tools want their experts joined"),
-               **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "minimax_m3_vl_text"),
+               **dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm_moe_dsa", "minimax_m3_vl_text"),
                                "this version writes no indexer, which other tools want"),
                "gemma3n_text": "no other tool was found to read what makes its streams so",
                "gemma4_text": "no other tool was found to read what its layers are given, and its experts, so",

@@ -21,7 +21,10 @@ v and o state_in, what goes into it, state_gate of what is read, and state_out b
 decays and shares are read from, state_conv, state_decay, state_dt, state_skip and state_norm, as far as a kind has them; state_gate_wide
 and state_rate_wide widen what state_gate and state_rate narrow, state_keys makes B and C, state_rate_norm, state_b_norm and state_c_norm
 are behind these. Latent attention has kv_a, kv_a_norm and kv_b in the place of k and v, and may have q_a, q_a_norm and q_b in that of q.
-What chooses the tokens that a layer sees has index_q, index_k and their norms, and index_weights.
+What chooses the tokens that a layer sees has index_q, index_k and their norms, and index_weights. Keys of several tokens are made by
+key_rows, key_weights, key_bias and key_norm, and those by which they are chosen by index_rows, index_row_weights, index_bias and
+index_norm; `groups.<number>.o_in` stand before o. Where a token mixes its streams attn_mix, mlp_mix and outside the layers leave_mix say
+how, each with a base and a scale, and `picks.<layer>`, there too, which experts the tokens of a word visit.
 
 A checkpoint of several models that holds a text generator is read as that one: COMPOSITE maps its `model_type` to the generator's, where
 there may be several to the one that is meant where it says none and then the others.
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ...quant.weight import Apart, Bundles, Curve, Expert, Index, Inputs, Latent, Lent, Linear, LowRank, Norm, SharedExpert, Streams
+    from ...quant.wide_weights import Wide
     from ..block_ops import BlockOps
     from ..cache import LayerCache
     from ..config import ModelConfig
@@ -48,14 +52,14 @@ if TYPE_CHECKING:
     from ..weights.state_weights import StateWeights
 
 FAMILIES = ("afmoe", "apertus", "arcee", "bailing_hybrid", "bailing_moe_v2", "bamba", "bitnet", "bloom", "cohere", "cohere2", "cohere2_moe",
-            "cohere_compass_text", "cwm", "dbrx", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5", "ernie4_5_moe",
-            "exaone", "exaone4", "exaone_moe", "falcon", "falcon_h1", "falcon_mamba", "flex_olmo", "flint", "gemma", "gemma2",
-            "gemma3_text", "gemma3n_text", "gemma4_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt2", "gpt_neox",
-            "gpt_oss", "granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "helium",
-            "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm2", "internlm3", "iquestcoder", "jais2", "jamba",
-            "kimi_linear", "kolibri1", "laguna", "lfm2", "lfm2_moe", "lfm3", "llama", "llama4_text", "mamba", "mamba2", "mellum", "mimo",
-            "mimo_v2_flash", "minicpm", "minicpm3", "minimax", "minimax_m2", "minimax_m3_vl_text", "ministral", "ministral3", "mistral",
-            "mistral4", "mixtral", "mpt", "muse_glimmer_text", "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3",
+            "cohere_compass_text", "cwm", "dbrx", "deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4", "dots1", "ernie4_5",
+            "ernie4_5_moe", "exaone", "exaone4", "exaone_moe", "falcon", "falcon_h1", "falcon_mamba", "flex_olmo", "flint", "gemma",
+            "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt2",
+            "gpt_neox", "gpt_oss", "granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared",
+            "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm2", "internlm3", "iquestcoder", "jais2",
+            "jamba", "kimi_linear", "kolibri1", "laguna", "lfm2", "lfm2_moe", "lfm3", "llama", "llama4_text", "mamba", "mamba2", "mellum",
+            "mimo", "mimo_v2_flash", "minicpm", "minicpm3", "minimax", "minimax_m2", "minimax_m3_vl_text", "ministral", "ministral3",
+            "mistral", "mistral4", "mixtral", "mpt", "muse_glimmer_text", "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3",
             "olmo_hybrid", "olmoe", "opt", "phi", "phi3", "phi4_multimodal", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text",
             "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "step3p5",
             "vaultgemma", "youtu", "zamba2")
@@ -154,7 +158,8 @@ class LayerWeights:
     q, k and v. `v_norm`: over head_dim, of values; `scale`: a number that multiplies what leaves the layer; `curve`: an activation with
     numbers of the layer's own; `fronts`: what stands in front of queries [H, F] and keys [KVH, F] whose scores grow with a
     place; `entry_norm`: of what enters the first layer, or
-    each, in its place, as `middle_norm` is of what lies between the branches. `index`: what chooses the tokens that are seen.
+    each, in its place, as `middle_norm` is of what lies between the branches. `index`: what chooses the tokens that are seen. `wide`:
+    attention with keys of several tokens, in the place of q, and what mixes streams.
     """
 
     input_norm: Norm
@@ -193,6 +198,7 @@ class LayerWeights:
     entry_norm: Norm | None = None
     middle_norm: Norm | None = None
     index: Index | None = None
+    wide: Wide | None = None
 
 
 def is_side_by_side(roles: Collection[str]) -> bool:

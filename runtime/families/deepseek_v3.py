@@ -14,9 +14,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ...kernels.latent_shape import LatentShape
-from ..config import MAX_LAYERS, Defaults, Mixture, ModelConfig, decoder_config
+from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
 from ..config_rope import RopeConfig, rope_config
+from ..mixture import Mixture
 from ..weights.index_weights import choose
 from . import LayerWeights, TensorRule
 from .glm4_moe import corrected

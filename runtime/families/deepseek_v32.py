@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ...kernels.index_shape import IndexShape
-from ..config import Defaults, Mixture, ModelConfig
+from ..config import Defaults, ModelConfig
 from ..config_reader import ConfigError, Keys, show
 from ..indexed import Indexed, sources_of
+from ..mixture import Mixture
 from . import TensorRule, deepseek_v3
 from .deepseek_v3 import NAMES, QUERY_RANK, SIZES, WIDTHS, block, grouped, latent_config, mtp_layers, outer_tensors
 from .glm4_moe import corrected

@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ..config import MAX_LAYERS, Defaults, Mixture, ModelConfig, decoder_config
+from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import REQUIRED, Keys
 from ..config_rope import RopeConfig, rope_config
+from ..mixture import Mixture
 from . import TensorRule
 from .llama import block, outer_tensors
 from .mixtral import MOST_EXPERTS, expert_tensors, mixture

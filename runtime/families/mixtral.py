@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from ..config import MAX_LAYERS, Defaults, Mixture, ModelConfig, decoder_config
+from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
+from ..mixture import Mixture
 from . import TensorRule, expert_role, llama
 from .llama import block, outer_tensors
 

@@ -13,8 +13,9 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from ...kernels.mamba2_shape import Mamba2Shape
-from ..config import MAX_LAYERS, Defaults, Mixture, ModelConfig, decoder_config
+from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
+from ..mixture import Mixture
 from . import LayerWeights, TensorRule, llama, opt
 from .deepseek_v3 import grouped
 from .granitemoehybrid import check_steps, mamba_tensors

@@ -48,7 +48,7 @@ NOT_WRITTEN = {**dict.fromkeys(("bailing_hybrid", "bloom", "cohere_compass_text"
                "ministral": ": llama.cpp runs them as if no layer had a window",
                "phimoe": ": llama.cpp weighs their experts otherwise",
                "bamba": ": llama.cpp runs them as Granite 4, whose heads turn as a whole",
-               "deepseek_v32": INDEXED, "glm_moe_dsa": INDEXED, "minimax_m3_vl_text": INDEXED,
+               "deepseek_v32": INDEXED, "deepseek_v4": INDEXED, "glm_moe_dsa": INDEXED, "minimax_m3_vl_text": INDEXED,
                "gemma3n_text": UNTRIED,
                "mistral4": ": this version does not write how their queries grow",
                "opt": ": llama.cpp does not run them",

@@ -9,6 +9,7 @@ from ...kernels.layout import PAGE
 from .cache_shape import page_sizes
 
 if TYPE_CHECKING:
+    from ...kernels.cpu.compressed import CompressedKeys
     from ...kernels.cpu.index import LayerIndex
     from ...kernels.layout import PageLayout
     from ...quant.kv import PackedCodec, RawCodec
@@ -24,7 +25,7 @@ class CacheBytes:
     better: Sequence[PackedCodec]
     layouts: Sequence[PageLayout]
     states: States | None
-    indexes: Sequence[LayerIndex]
+    indexes: Sequence[LayerIndex | CompressedKeys]
     choosing: Mapping[int, Choosing]
     n: int
     sealed: int
@@ -44,7 +45,7 @@ class CacheBytes:
     @property
     def index_sizes(self) -> list[int]:
         """Bytes of what a token is chosen by, of each layer that chooses."""
-        return [index.shape.token_nbytes(index.stored) for index in self.indexes]
+        return [index.token_nbytes for index in self.indexes]
 
     @property
     def _better_nbytes(self) -> int:
@@ -59,7 +60,7 @@ class CacheBytes:
     @property
     def index_nbytes(self) -> int:
         """Bytes of what layers choose by."""
-        return sum(index.shape.nbytes(self.n, index.stored) for index in self.indexes)
+        return sum(index.nbytes(self.n) for index in self.indexes)
 
     @property
     def _pages_nbytes(self) -> int:
@@ -73,8 +74,16 @@ class CacheBytes:
     @property
     def seen_nbytes(self) -> int:
         """Bytes that attention of one more token reads: of layers whose tokens choose, what is chosen alone."""
-        hidden = max(0, self.n - self.indexes[0].shape.whole) if self.indexes else 0
-        return self.read_nbytes - hidden * sum(self.layouts[place].token_nbytes for place in self.choosing)
+        return self.read_nbytes - sum(self._hidden_nbytes(place, each) for place, each in self.choosing.items())
+
+    def _hidden_nbytes(self, place: int, choosing: Choosing) -> int:
+        """Bytes that a layer holds and one more token does not see: what it does not choose, and with keys of several tokens what lies
+        before the window."""
+        whole = self.indexes[0].shape.whole if choosing.keys is None else choosing.keys.shape.window
+        hidden = max(0, self.n - whole) * self.layouts[place].token_nbytes
+        if choosing.keys is None or choosing.index is None:
+            return hidden
+        return hidden + choosing.keys.nbytes(max(0, self.n - choosing.index.shape.whole))
 
     @property
     def own_layouts(self) -> Sequence[PageLayout]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from ... import UsageError
 from ...offload.memory import anonymous
@@ -14,6 +15,9 @@ from .cache_parts import Choosing, layer_codecs, sealers, selective
 from .cache_probes import Probes
 from .cache_shape import AttnSpec, Both, CacheShape, LayerSpec, SharedPages, exact_nbytes, index_type, page_sizes
 from .states import LayerStates, States, controls
+
+if TYPE_CHECKING:
+    from ...kernels.cpu.compressed import CompressedKeys
 
 
 def open_cache(backends: Sequence[object], specs: Sequence[LayerSpec], kv: RawCodec | PackedFormat, shape: CacheShape,
@@ -62,13 +66,19 @@ def open_cache(backends: Sequence[object], specs: Sequence[LayerSpec], kv: RawCo
 def _open_indexes(backends: Sequence[object], specs: Sequence[AttnSpec], kv: RawCodec | PackedFormat, shape: CacheShape,
                   disk: DiskTier | None) -> dict[int, Choosing]:
     """What chooses for the layers whose tokens see what is chosen, by place. Raises UsageError for pages that it cannot look into."""
-    found = {place: spec for place, spec in enumerate(specs) if spec.by_choice}
+    found = {place: spec for place, spec in enumerate(specs) if spec.by_choice or spec.compressed}
     if found and (kv.is_packed or disk is not None or any(backends[place].name != "cpu" for place in found)):
         raise UsageError("a model that chooses which tokens it sees keeps them unpacked, in memory and on the CPU",
                          "--kv 16bit --device cpu, without --kv-ram")
     stored = index_type(kv)
+
+    def keys_of(place: int, spec: AttnSpec) -> CompressedKeys | None:
+        own = spec.compressed
+        return None if own is None else backends[place].compressed_keys(own, anonymous(own.keys_nbytes(shape.ctx, stored)), stored)
+
     return {place: Choosing(None if spec.index is None else backends[place].index_layer(
-        spec.index, anonymous(spec.index.nbytes(shape.ctx, stored)), stored), spec.latent) for place, spec in found.items()}
+        spec.index, anonymous(spec.index.nbytes(shape.ctx, stored)), stored), spec.latent, keys_of(place, spec))
+            for place, spec in found.items()}
 
 
 def _open_states(backends: Sequence[object], specs: Sequence[LayerSpec]) -> tuple[States | None, dict[int, LayerStates]]:

@@ -14,6 +14,7 @@ from ...offload.pages import PagePool
 from ...quant.kv import PackedCodec, PackedFormat, RawCodec
 
 if TYPE_CHECKING:
+    from ...kernels.cpu.compressed import CompressedKeys
     from ...kernels.cpu.index import LayerIndex
     from ...kernels.cpu.selective import Selective
     from ...quant.kv_seal import Sealer
@@ -34,10 +35,11 @@ class Step:
 @dataclass(frozen=True)
 class Choosing:
     """Of a layer whose tokens see what was chosen: what chooses, None where the choice is that of an earlier layer. `latent`: a key is the
-    value too."""
+    value too. `keys`: what is chosen from, where these are not tokens but made of several; without what chooses all of them are seen."""
 
     index: LayerIndex | None
     latent: bool
+    keys: CompressedKeys | None = None
 
 
 class LayerPages(Protocol):

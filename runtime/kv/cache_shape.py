@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 
 from ...kernels.layout import F16, PAGE, PageLayout
 from ...quant.kv import PackedCodec, PackedFormat, RawCodec
+from ..compressed import keys_nbytes
 
 if TYPE_CHECKING:
+    from ...kernels.compressed_shape import CompressedShape
     from ...kernels.index_shape import IndexShape
     from ...kernels.state_shape import StateShape
     from ..config import ModelConfig
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 class AttnSpec:
     """Attention of one layer, bound when the cache is made. `window`: a query at p sees keys later than p - window. `index`: what chooses
     the tokens that are seen; `by_choice`: here they are, by this layer's choice or that of the last one with an `index`. `latent`: keys are
-    values."""
+    values. `compressed`: keys of several tokens that are seen beside those within the window."""
 
     heads: int
     kv_heads: int
@@ -31,6 +33,7 @@ class AttnSpec:
     index: IndexShape | None = None
     by_choice: bool = False
     latent: bool = False
+    compressed: CompressedShape | None = None
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,8 @@ def attention_specs(config: ModelConfig) -> list[AttnSpec]:
     own = config.indexed
     return [AttnSpec(config.queries_of(layer), kv_heads, head_dim, head_dim**-0.5 if config.attn_scale is None else config.attn_scale,
                      config.windows[layer], config.attn_logit_softcapping, own.of(layer) if own else None,
-                     own is not None and own.sources[layer] is not None, config.latent is not None)
+                     own is not None and own.sources[layer] is not None, config.latent is not None,
+                     config.compressed.shapes[layer] if config.compressed else None)
             for layer, (kv_heads, head_dim) in zip(config.attention_layers, config.cache_heads, strict=True)]
 
 
@@ -68,7 +72,8 @@ def layer_specs(config: ModelConfig) -> list[LayerSpec]:
         if layer not in config.state_layers:
             found.append(paged.get(layer) or SharedPages(config.kv_sources[layer]))
         else:
-            found.append(Both(paged[layer], config.state) if config.attends(layer) else config.state)
+            own = config.compressed.shapes[layer] if config.compressed else config.state
+            found.append(Both(paged[layer], own) if config.attends(layer) else own)
     return found
 
 
@@ -102,10 +107,11 @@ class CacheShape:
 
 
 def index_nbytes(config: ModelConfig, kv: RawCodec | PackedFormat) -> tuple[int, ...]:
-    """Bytes of the keys that a layer chooses by, of a page of tokens, by layer; 0 where it does not choose."""
-    own, stored = config.indexed, index_type(kv)
-    return tuple(0 if own is None or (shape := own.of(layer)) is None else shape.block_nbytes(stored)
-                 for layer in range(config.num_hidden_layers))
+    """Bytes of the keys that a layer chooses by, and of those that are made of several tokens, of a page of tokens, by layer; 0 where it
+    has none."""
+    stored, layers = index_type(kv), range(config.num_hidden_layers)
+    shapes = config.compressed.shapes if config.compressed else (None,) * len(layers)
+    return tuple(keys_nbytes(shapes[layer], config.indexed and config.indexed.of(layer), stored, PAGE) for layer in layers)
 
 
 def index_type(kv: RawCodec | PackedFormat) -> int:

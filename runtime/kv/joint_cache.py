@@ -56,13 +56,19 @@ class JointLayer:
                 layer.attend(q[own], *(None if each is None else each[own] for each in (k, v)), sinks, out[own])
         return out
 
-    def choose(self, q: object, k: object, weights: object | None) -> None:
+    def compress(self, products: Sequence[object], w: object, table: object) -> None:
+        """As `LayerCache.compress`, row i of each product in cache i."""
+        for row, layer in enumerate(self.layers):
+            with self.backend.of_row(row):
+                layer.compress([product[row : row + 1] for product in products], w, table)
+
+    def choose(self, q: object, k: object | None, weights: object | None) -> None:
         """As `LayerCache.choose`, row i of each argument in cache i."""
         room = self.layers[0].choosing.index.room(len(self.layers))
         for row, layer in enumerate(self.layers):
             own = slice(row, row + 1)
             with self.backend.of_row(row):
-                layer.choose(q[own], k[own], None if weights is None else weights[own], room[own])
+                layer.choose(q[own], None if k is None else k[own], None if weights is None else weights[own], room[own])
 
     def mix(self, products: Sequence[object], w: object) -> object:
         """As `LayerStates.mix`, row i of each product in state i."""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ...kernels.cuda.device import Device
     from ...kernels.threads import ThreadPool
     from ...offload.placement import Placement
-    from ..config import Mixture
+    from ..mixture import Mixture
     from ..prepare import EngineOptions
     from ..tensors import ModelTensor
 

@@ -96,11 +96,16 @@ def as_asked(config: ModelConfig, options: EngineOptions, notices: list[str]) ->
     """The model and the options as they go together. In a context that tokens see whole nothing is chosen, and the model runs as one that
     has no indexers. Raises UsageError for an option that is not for pages of which some tokens alone are read; where it stands in a
     person's settings, for all models, it is left out, with a notice."""
-    if config.indexed is None:
+    if config.compressed is not None:
+        why, said, instead = "keys are made of several tokens", "this model attends to keys of several tokens", ""
+    elif config.indexed is None:
         return config, options
-    whole = config.indexed.shape.whole
-    if options.ctx is not None and options.ctx <= whole:
-        return without_index(config), options
+    else:
+        whole = config.indexed.shape.whole
+        if options.ctx is not None and options.ctx <= whole:
+            return without_index(config), options
+        why, said = f"tokens are chosen beyond {whole}", f"beyond {whole} tokens this model attends to chosen ones alone"
+        instead = f"-c {whole}"
     packed = options.kv != AUTO and codec(options.kv).is_packed
     found = {"kv": (UNPACKED, f"--kv {options.kv}", packed), "kv_ram": (None, "--kv-ram", options.kv_ram is not None),
              "kv_read": ("exact", "--kv-read sparse", options.kv_read == "sparse"),
@@ -109,15 +114,14 @@ def as_asked(config: ModelConfig, options: EngineOptions, notices: list[str]) ->
     for name, (without, flag, is_asked) in found.items():
         if not is_asked:
             continue
-        said = f"{flag}: beyond {whole} tokens this model attends to chosen ones alone, which lie unpacked in memory, on the CPU"
+        refused = f"{flag}: {said}, which lie unpacked in memory, on the CPU"
         if name not in options.preset:
-            raise UsageError(said, f"leave {flag} out; or -c {whole}, where every token sees all before it")
+            raise UsageError(refused, f"leave {flag} out" + (f"; or {instead}, where every token sees all before it" if instead else ""))
         options = replace(options, **{name: without})
-        notices.append(Fallback(f"{said}; left out, as it was set for all models"))
-    why = f"tokens are chosen beyond {whole}"
+        notices.append(Fallback(f"{refused}; left out, as it was set for all models"))
     if options.kv == AUTO:
         notices.append(f"--kv auto: {why}, so keys and values stay at {UNPACKED}")
         options = replace(options, kv=UNPACKED)
     if options.device != "cpu" and options.gpu_layers != 0 and DRIVER.exists():
-        notices.append(Fallback(f"a GPU is here and is not used: {why}, on the CPU alone (-c {whole} uses it)"))
+        notices.append(Fallback(f"a GPU is here and is not used: {why}, on the CPU alone" + (f" ({instead} uses it)" if instead else "")))
     return config, replace(options, device="cpu")

@@ -138,6 +138,10 @@ def attention_work(prepared: Prepared) -> dict[str, object]:
     attending = [layer for layer in range(config.num_hidden_layers) if config.attends(layer)]
     widths = tuple(2 * config.queries_of(layer) * config.heads_of(layer)[1] for layer in attending)
     found = {"attention_width": max(widths, default=0), "windows": tuple(config.windows[layer] for layer in attending), "kv_bytes": every}
+    if config.compressed is not None:
+        kv = codec(prepared.options.kv)
+        pages = page_sizes(prepared.codecs, [kv.layout(*heads) for heads in config.cache_heads])
+        return found | _compressed_work(config, widths, [page // PAGE for page in pages], index_type(kv))
     if config.indexed is not None:
         return found | _chosen_work(config, attending, widths, every, index_type(codec(prepared.options.kv)))
     if not config.layer_heads and not config.kv_sources and not config.layer_queries:
@@ -158,6 +162,23 @@ def _chosen_work(config: ModelConfig, attending: Sequence[int], widths: tuple[in
     windows = tuple(config.windows[layer] if own.sources[layer] is None else shape.whole for layer in attending)
     return {"windows": windows + (None,) * len(choose), "kv_layers": (each,) * len(attending) + (index,) * len(choose),
             "widths": widths + (shape.heads * shape.width,) * len(choose)}
+
+
+def _compressed_work(config: ModelConfig, widths: tuple[int, ...], tokens: Sequence[int], stored: int) -> dict[str, object]:
+    """Of layers, whose `tokens` take so many bytes, that see keys of several tokens beside those in a window: such keys are one layer more,
+    of as many tokens as one sees of them, and what chooses them another, which sees all."""
+    windows, kept, wide = list(config.windows), list(tokens), list(widths)
+    for layer, shape in enumerate(config.compressed.shapes):
+        index = None if config.indexed is None else config.indexed.of(layer)
+        if shape is not None:
+            windows.append(None if index is None else index.whole)
+            kept.append(shape.token_nbytes(stored))
+            wide.append(widths[layer] // shape.rate)
+        if index is not None:
+            windows.append(None)
+            kept.append(index.token_nbytes(stored))
+            wide.append(index.heads * index.width // index.rate)
+    return {"windows": tuple(windows), "kv_layers": tuple(kept), "widths": tuple(wide), "kv_bytes": sum(kept)}
 
 
 def window_work(prepared: Prepared, sparsity: Sparsity | None) -> dict[str, float]:

@@ -55,14 +55,17 @@ NOT_OF_PAGES = {"warnings", "ropes", "bos_token_id", "eos_token_ids", "max_posit
 LATER = {"state", "state_layers", "gated_queries"}
 FIRST_CALLED = {"state": "delta", "state_layers": "delta_layers"}  # fields of a config, by the names that sessions know them by
 LATER_UNLESS_USED = {  # at their default
-    "attends_beside", "attention_branches", "behind_eps", "both_ways", "branches_normed", "clip_qkv", "curves", "cuts", "embedding_normed",
-    "factors", "gate_bounds", "gates_apart", "gates_softplus", "gates_whole", "head_bias", "indexed", "input_multiplier", "input_vocab",
-    "input_width", "keys_as_values", "kv_sources", "last_norm", "latent", "layer_ffn", "layer_heads", "layer_queries", "layers_scaled",
-    "low_rank", "most_tokens", "norms_apart", "norms_unit", "one_scale", "qk_norm_each", "qk_norm_still", "qk_norm_unit", "shared_blocks",
-    "side_by_side", "slopes", "state_norm_eps", "states_beside", "streams", "value_dim", "values_normed", "without_mlp"}
+    "attends_beside", "attention_branches", "behind_eps", "both_ways", "branches_normed", "clip_qkv", "compressed", "curves", "cuts",
+    "embedding_normed", "factors", "gate_bounds", "gates_apart", "gates_softplus", "gates_whole", "head_bias", "indexed",
+    "input_multiplier", "input_vocab", "input_width", "keys_as_values", "kv_sources", "last_norm", "latent", "layer_ffn", "layer_heads",
+    "layer_queries", "layers_scaled", "low_rank", "most_tokens", "norms_apart", "norms_unit", "one_scale", "qk_norm_each", "qk_norm_still",
+    "qk_norm_unit", "shared_blocks", "side_by_side", "slopes", "state_norm_eps", "states_beside", "streams", "value_dim", "values_normed",
+    "without_mlp"}
 LATER_OF_STATES = ", narrow=True, bound=None", ", writes=1.0", ", tiled=False", ", normed=True"
-LATER_OF_MIXTURES = (", of_logits=False", ", near=None", ", of_inputs=False", ", gated=True", ", apart=False", ", groups=1, kept_groups=1",
+LATER_OF_MIXTURES = (", roots=False, picked=frozenset()", ", of_logits=False", ", near=None", ", of_inputs=False", ", gated=True",
+                     ", apart=False", ", groups=1, kept_groups=1",
                      ", sigmoid=False, factor=1.0, corrected=False, shared_width=None, shared_scaled=False")
+LATER_OF_INDEXES = ", rate=1"
 
 
 def folder_identity(folder: Path, strict: bool = False) -> dict[str, object]:
@@ -116,6 +119,8 @@ def _of_config(config: ModelConfig) -> str:
               if field.name not in without}
     for later in LATER_OF_MIXTURES:
         values["mixture"] = values["mixture"].replace(later, "")
+    if "indexed" in values:
+        values["indexed"] = values["indexed"].replace(LATER_OF_INDEXES, "")
     if "delta" in values:
         for later in LATER_OF_STATES:
             values["delta"] = values["delta"].replace(later, "")

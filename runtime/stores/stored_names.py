@@ -88,6 +88,10 @@ def give_names(store: TensorStore, model_type: object) -> None:
         names = ((BASE + name.removeprefix(OLDER_BASE) if name.startswith(OLDER_BASE) else name, info)
                  for name, info in store.tensors.items())
         store.tensors = {name: replace(info, name=name) for name, info in names}
+    if model_type == "deepseek_v4":  # whose scales of eight-bit weights have a name of their own
+        names = ((f"{name.removesuffix('.scale')}.weight_scale_inv" if name.endswith(".scale") else name, info)
+                 for name, info in store.tensors.items())
+        store.tensors = {name: replace(info, name=name) for name, info in names}
     if model_type == "phi4_multimodal":  # matrices beside which adapters lie
         names = ((name.replace(".base_layer.", "."), info) for name, info in store.tensors.items())
         store.tensors = {name: replace(info, name=name) for name, info in names}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +20,7 @@ from ..sparse.bundles import ROLE as BUNDLES
 from ..sparse.bundles import THRESHOLDS, layout_of
 from ..speculation.mtp_tensors import EMBED_NORM, JOIN, LAST_NORM, MTP, STATE_NORM, like
 from ..tensors import ModelTensor, as_float32, typed
+from .compressed_weights import LEAVES, PICKS, hyper_weights, picks_of, wide_weights
 from .index_weights import index_weights
 from .latent_weights import latent_weights
 from .lent_weights import LENT_OUT, blocks_of, lent, shared_blocks
@@ -28,6 +29,7 @@ from .state_weights import Source, state_weights
 if TYPE_CHECKING:
     from ...offload.checkpoint import TensorStore
     from ...quant.weight import SharedBlock
+    from ...quant.wide_weights import Hyper
     from ..config import ModelConfig
     from .paged_experts import Paging
     from .streamed import StreamedWeights
@@ -54,7 +56,8 @@ class OwnLayer:
 class OuterWeights:
     """What surrounds the layers, on the host. `positions`: the table of learned ones; `inputs`: what makes what layers are given of a token
     beside the stream, a table, a matrix and a norm; `enter` and `leave`: matrices that make streams of one and one of them, none where
-    there is one; `mtp`: the layer that the model drafts by."""
+    there is one, or `leaves` what mixes them into it; `picks`: by layer which experts the tokens of a word visit; `mtp`: the layer that the
+    model drafts by."""
 
     embed: Weight
     positions: Weight | None
@@ -64,6 +67,8 @@ class OuterWeights:
     enter: tuple[Linear, ...] = ()
     leave: tuple[Linear, ...] = ()
     mtp: OwnLayer | None = None
+    leaves: Hyper | None = None
+    picks: Mapping[int, np.ndarray] = field(default_factory=dict)
 
 
 def curve_of(config: ModelConfig, key: int, roles: Mapping[str, ModelTensor], raw: Mapping[str, np.ndarray]) -> Curve | None:
@@ -170,7 +175,8 @@ class WeightRecords:
                             attn_sub_norm=norm("attn_sub_norm"), ffn_sub_norm=norm("ffn_sub_norm"),
                             lent=lent(config, key, linear, self.blocks(ops)) if LENT_OUT in roles else None,
                             fronts=self._fronts(ops) if config.slopes else None,
-                            entry_norm=norm("entry_norm") or entered, middle_norm=norm("middle_norm"))
+                            entry_norm=norm("entry_norm") or entered, middle_norm=norm("middle_norm"),
+                            wide=wide_weights(config, key, roles, linear, vector, lambda values: ops.put(values, "f32")))
 
     def _fronts(self, ops: object) -> tuple[object, object]:
         """What queries and keys have in front whose scores grow with a key's place, on a backend."""
@@ -245,7 +251,25 @@ class WeightRecords:
             inputs = table("layer_embed"), Linear(weight("layer_proj")), own
         return OuterWeights(embed, weight("positions"), self.last_norm(raw), Linear(head, self.head_bias(raw)), inputs,
                             *(tuple(Linear(weight(f"streams.{i}.{role}")) for i in range(1, self.config.streams)
-                                    if f"streams.{i}.{role}" in roles) for role in ("enter", "leave")), self._own_layer(raw))
+                                    if f"streams.{i}.{role}" in roles) for role in ("enter", "leave")), self._own_layer(raw),
+                            self._leaves(raw), self._picks(raw))
+
+    def _leaves(self, raw: Mapping[str, np.ndarray]) -> Hyper | None:
+        roles = self.tensors["outer"]
+        if LEAVES not in roles:
+            return None
+
+        def vector(role: str) -> object:
+            return self.host.put(as_float32(roles[role], raw), "f32")
+
+        def linear(role: str) -> Linear:
+            return Linear(Weight.raw(roles[role].spec.scheme, roles[role].shape, raw[roles[role].name]))
+
+        return hyper_weights(self.config, LEAVES, linear, vector, lambda values: self.host.put(values, "f32"))
+
+    def _picks(self, raw: Mapping[str, np.ndarray]) -> dict[int, np.ndarray]:
+        found = {int(role.removeprefix(PICKS)): tensor for role, tensor in self.tensors["outer"].items() if role.startswith(PICKS)}
+        return picks_of(self.config, {layer: (tensor, as_float32(tensor, raw)) for layer, tensor in found.items()})
 
     def _own_layer(self, raw: Mapping[str, np.ndarray]) -> OwnLayer | None:
         """The layer for multi-token prediction, which stays in memory wherever it is read."""

@@ -1,0 +1,243 @@
+"""Keys that are made of several tokens on the CPU: those of one layer, the state of those on their way, attention over them, and heads of
+which the last channels turn. The kernels are those of `compressed_loops.py` and `compressed_attention.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .. import reference_compressed as meaning
+from .. import reference_index
+from ..compressed_shape import CompressedShape
+from ..layout import F32, PAGE, REPEATED
+from ..registry import Call
+from ..state_shape import AFTER, FROM, KEPT, NO_SLOT, TO
+from ..workspace import Dims, address
+from . import attention, hyper, rows
+from . import compressed_attention as attending
+from . import compressed_loops as loops
+from .rows import SHARE_FROM
+from .states import Slots
+
+if TYPE_CHECKING:
+    from ...quant.wide_weights import Compressor
+    from ...runtime.rope import RopeTable
+    from .index import Chosen, LayerIndex
+    from .ops import CpuOps
+    from .pages import LayerPages
+
+
+def wide_floats(dims: Dims) -> int:
+    """Floats of scratch per worker, of these layers and of what mixes streams."""
+    if not isinstance(dims.state, CompressedShape):
+        return 0
+    return max(loops.scratch_floats(dims.state.width), attending.scratch_floats(dims.head_dim), hyper.scratch_floats(dims))
+
+
+wide_workspace = hyper.plan_workspace
+
+
+def turn_tails(ops: CpuOps, y: np.ndarray, heads: int, head_dim: int, positions: np.ndarray, table: RopeTable,
+               back: bool = False) -> np.ndarray:
+    """See `HostOps`."""
+    angles = rows.angles_of(ops, ops._angles, positions, table)
+    ops.registry.select(Call("turn tails")).candidate.run(ops, y, heads, head_dim, angles, back)
+    return y
+
+
+class CompressedKeys:
+    """The keys of one layer in uint8 `memory` (`shape.keys_nbytes`), kept as `stored`."""
+
+    def __init__(self, shape: CompressedShape, memory: np.ndarray, stored: int) -> None:
+        self.shape, self.memory, self.stored = shape, memory, stored
+
+    @property
+    def rows(self) -> np.ndarray:
+        """[keys, width]."""
+        return self.memory.view(np.float32 if self.stored == F32 else np.float16).reshape(-1, self.shape.width)
+
+    def nbytes(self, tokens: int) -> int:
+        """Bytes of the keys of so many tokens."""
+        return tokens * self.token_nbytes
+
+    @property
+    def token_nbytes(self) -> int:
+        return self.shape.token_nbytes(self.stored)
+
+    def read(self, begin: int, end: int) -> np.ndarray:
+        """The bytes of the tokens [begin, end), a copy: of a key of several each has its part, closed or not."""
+        return self.memory[begin * self.token_nbytes : end * self.token_nbytes].copy()
+
+    def write(self, begin: int, data: np.ndarray) -> None:
+        """Put what `read` gave from `begin` on in its place."""
+        self.memory[begin * self.token_nbytes :][: len(data)] = data
+
+
+def compressed_keys(ops: CpuOps, shape: CompressedShape, memory: np.ndarray, stored: int) -> CompressedKeys:
+    """The keys of one layer in uint8 `memory` (`shape.keys_nbytes`), kept as `stored`."""
+    return CompressedKeys(shape, memory, stored)
+
+
+class CompressedStates(Slots):
+    """Keys of a layer that are on their way. See `runtime/kv/states.py`."""
+
+    shape: CompressedShape
+
+    def __init__(self, ops: CpuOps, shape: CompressedShape, memory: np.ndarray, told: np.ndarray) -> None:
+        super().__init__(ops, shape, memory, told, "compress", loops.SLOTS)
+        self.last: tuple[Compressor, CompressedKeys, LayerIndex | None] | None = None
+
+    def compress(self, products: Sequence[np.ndarray], w: Compressor, position: int, table: RopeTable, keys: CompressedKeys,
+                 index: LayerIndex | None) -> None:
+        """Take tokens from `position` on into keys, of which those that close go into `keys`, and of those by which they are chosen into
+        `index`. Products are `shape.series`."""
+        self.last = w, keys, index
+        self.run(self, products, w, position, table, keys, index)
+
+    def run_again(self, source: int, target: int, tokens: int) -> None:
+        """As `again`, which has told it: from rows that were kept."""
+        head = self.recent[: loops.HEAD].view(np.int64)
+        position, had, at, products = int(head[0]), int(head[1]), loops.HEAD, []
+        for width in self.shape.series:
+            products.append(self.recent[at : at + had * width].reshape(had, width)[:tokens])
+            at += had * width
+        self.run(self, products, self.last[0], position, None, *self.last[1:])
+
+
+def compress(states: CompressedStates, products: Sequence[np.ndarray], w: Compressor, position: int, table: RopeTable | None,
+             keys: CompressedKeys, index: LayerIndex | None) -> None:
+    """The kernel; without a `table` the states alone are made."""
+    ops, shape, tokens = states.ops, states.shape, len(products[0])
+    block = np.zeros(loops.SLOTS, np.int64)
+    own = ((products[:2], w.bias, shape.width, w.norm, address(keys.memory)),
+           (products[2:], w.index_bias, shape.index, w.index_norm, 0 if index is None else address(index.memory)))
+    for at, (pair, bias, width, norm, memory) in zip((0, loops.SERIES), own):
+        if width:
+            block[at : at + loops.SERIES] = *map(ops.at, pair), address(bias), width, address(norm.weight), memory
+    turned = _Angles(table, shape.rate, position, tokens)
+    recent = address(states.recent) if table is not None and tokens <= REPEATED else 0
+    block[loops.TOKENS :] = (tokens, position, shape.rate, shape.parts, address(states._slots), 4 * shape.slot_floats,
+                             address(states._told), *turned.at, shape.rope, keys.stored, recent, table is None, ops.scratch,
+                             ops.scratch_stride, 0)
+    block.view(np.float64)[loops.EPS] = w.norm.eps
+    for kept in (block, turned.cos, turned.sin):
+        ops.keep(kept)
+    ops.refresh(partial(_move, block, turned))
+    ops.run(loops.compress, address(block), tokens * sum(shape.series) >= SHARE_FROM)
+
+
+class _Angles:
+    """cos and sin of the places of keys that tokens from a position on may close."""
+
+    def __init__(self, table: RopeTable | None, rate: int, position: int, tokens: int) -> None:
+        self._table, self._rate, self._first = table, rate, -1
+        count = 0 if table is None else (tokens + rate - 1) // rate + 1
+        self.cos, self.sin = np.zeros((2, count, 0 if table is None else len(table.inv_freq)), np.float32)
+        self.move(position)
+
+    @property
+    def at(self) -> tuple[int, int]:
+        return address(self.cos), address(self.sin)
+
+    def move(self, position: int) -> None:
+        """To where the next pass begins."""
+        if self._table is not None and (first := position // self._rate) != self._first:
+            self._first = first
+            rows.put_angles(self._table, self.cos, self.sin, (first + np.arange(len(self.cos))) * self._rate)
+
+
+def _move(block: np.ndarray, turned: _Angles, position: int) -> None:
+    block[loops.POSITION] = position
+    turned.move(position)
+
+
+def attend(pages: LayerPages, q: np.ndarray, position: int, blocks: np.ndarray, sinks: np.ndarray | None, keys: CompressedKeys,
+           chosen: Chosen | None, out: np.ndarray) -> None:
+    """Attention of tokens from `position` on over those within the window, and over keys, of which each may have chosen some."""
+    call = Call("attend compressed", "f32" if pages.layout.stored == F32 else "f16")
+    pages.ops.registry.select(call).candidate.run(pages, q, position, blocks, sinks, keys, chosen, out)
+
+
+def attend_compiled(pages: LayerPages, q: np.ndarray, position: int, blocks: np.ndarray, sinks: np.ndarray | None, keys: CompressedKeys,
+                    chosen: Chosen | None, out: np.ndarray) -> None:
+    ops, block = pages.ops, np.zeros(attending.COMPRESSED_SLOTS, np.int64)
+    block[: attention.ATTEND_SLOTS] = pages._attend[: attention.ATTEND_SLOTS]
+    block[: attention.HEADS + 1] = (ops.at(q), ops.at(out), len(q), position, len(blocks), address(blocks),
+                                    q.shape[1] // pages.layout.head_dim)
+    block[attention.SINKS] = address(sinks)
+    lead = int(blocks[1, attention.FIRST]) if len(blocks) > 1 and blocks[1, attention.FIRST] != PAGE else 0
+    units = (0, 0, 0) if chosen is None else (address(chosen.units), chosen.shape.chosen, chosen.first)
+    block[attending.KEYS :] = address(keys.memory), keys.shape.rate, *units, lead
+    ops.keep(block)
+    if len(q) > REPEATED:
+        ops.once()
+    ops.refresh(partial(block.__setitem__, attention.POSITION))
+    ops.run(attending.attend_compressed, address(block))
+
+
+class WideOps:
+    """The stages of `CpuOps` that these models alone have."""
+
+    compressed_keys, turn_tails = compressed_keys, turn_tails
+    gathered, mixed, grouped_linear, picked_experts = hyper.gathered, hyper.mixed, hyper.grouped_linear, hyper.picked_experts
+
+
+# -- what they mean, by `reference_compressed.py` -----------------------------------------------------------------------------------------
+
+
+def turn(ops: CpuOps, y: np.ndarray, heads: int, head_dim: int, angles: rows.Angles, back: bool) -> None:
+    ops.args[: loops.T_SLOTS] = ops.at(y), len(y), heads, head_dim, 2 * angles.cos.shape[1], *angles.at, back
+    ops.run(loops.turn_tails, ops.where, y.size >= SHARE_FROM, ops.args)
+
+
+def turn_reference(ops: CpuOps, y: np.ndarray, heads: int, head_dim: int, angles: rows.Angles, back: bool) -> None:
+    ops.flush()
+    split = y.reshape(len(y), heads, head_dim)
+    split[:] = meaning.turned_tails(split, angles.cos, -angles.sin if back else angles.sin)
+
+
+def compress_reference(states: CompressedStates, products: Sequence[np.ndarray], w: Compressor, position: int, table: RopeTable | None,
+                       keys: CompressedKeys, index: LayerIndex | None) -> None:
+    states.ops.flush()
+    shape, told = states.shape, states._told
+    parts, size, first = shape.parts, 3 * shape.parts * shape.width, position // shape.rate
+    if table is not None and len(products[0]) <= REPEATED:
+        states.recent[: loops.HEAD].view(np.int64)[:] = position, len(products[0])
+        kept = np.concatenate([product.reshape(-1) for product in products])
+        states.recent[loops.HEAD :][: len(kept)] = kept
+    source = np.zeros_like(states.state_in(0)) if told[FROM] == NO_SLOT else states.state_in(told[FROM]).copy()
+    series = (slice(0, size), products[:2], w.bias, w.norm, shape.width), (slice(size, shape.own_floats), products[2:], w.index_bias,
+                                                                           w.index_norm, shape.index)
+    for place, (own, pair, bias, norm, width) in enumerate(series):
+        if not width:
+            continue
+        made, behind, between = meaning.compress(*pair, bias, position, shape.rate, source[own].reshape(parts, 3, width),
+                                                 int(told[AFTER]) or None)
+        states.state_in(told[TO])[own] = behind.reshape(-1)
+        if told[AFTER]:
+            states.state_in(told[KEPT])[own] = between.reshape(-1)
+        if table is None or not len(made):
+            continue
+        turns = table.turns((first + np.arange(len(made))) * shape.rate)
+        made = meaning.finished(made, (norm.kind, norm.weight, None, norm.eps), *turns)
+        if place == 0:
+            keys.rows[first : first + len(made)] = made
+        else:
+            at, held = first + np.arange(len(made)), index.memory.view(keys.rows.dtype).reshape(-1, width, PAGE)
+            held[at // PAGE, :, at % PAGE] = made
+
+
+def attend_reference(pages: LayerPages, q: np.ndarray, position: int, blocks: np.ndarray, sinks: np.ndarray | None, keys: CompressedKeys,
+                     chosen: Chosen | None, out: np.ndarray) -> None:
+    pages.ops.flush()
+    near, _, at = pages.gathered(blocks)
+    closed, seen = keys.shape.keys(position + len(q)), None
+    if chosen is not None:
+        seen = np.ones((len(q), closed), bool)
+        seen[chosen.first :] = reference_index.seen(chosen.units.reshape(len(q) - chosen.first, 1, -1), closed, 1, chosen.shape)[:, 0]
+    split = q.reshape(len(q), -1, pages.layout.head_dim)
+    out[:] = meaning.attend(split, near[:, 0], keys.rows[:closed], position, at, keys.shape.rate, pages.scale, pages.window, sinks,
+                            seen).reshape(out.shape)

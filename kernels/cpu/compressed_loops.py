@@ -1,0 +1,187 @@
+"""Kernels of keys that are made of several tokens (`compressed_shape.py`): taking tokens into them, closing them, and the channels at the
+end of a head that turn.
+
+A key takes its tokens in one after the other whatever the pass, from what the state held or from nothing, so bits depend neither on threads
+nor on how a prompt was cut. Keys are shared among threads; those that overlap read the tokens of the one before once more.
+"""
+
+from __future__ import annotations
+
+from numpy import float32
+
+from ..compile import kernel
+from ..deferred import inlined
+from ..layout import F32, NORM_RMS, PAGE
+from ..state_shape import AFTER, FROM, KEPT, TO
+from .arithmetic import MINUS_INF, ZERO, exp, narrow_half, normalise_here
+from .intrinsics import f32_at, f64_at, fetch_add, i64_at, u16_at
+
+# Slots. Of TOKENS from POSITION on, RATE a key, PARTS rows of a token: two SERIES of argument (keys, and from SERIES slots on those of an
+# index, of width 0 where there is none), each ROWS and WEIGHTS [TOKENS, PARTS * WIDTH], BIAS [RATE, PARTS * WIDTH], NORM [WIDTH], KEYS,
+# where they are kept. MEMORY: states of SLOT bytes, CONTROL: which of them. COS and SIN [keys, TURNED / 2] of the places of those that may
+# close. RECENT: where rows and weights of few tokens are kept behind POSITION and TOKENS, 0 for nowhere; STATES: the states alone are made.
+(ROWS, WEIGHTS, BIAS, WIDTH, NORM, KEYS, SERIES) = range(7)
+(TOKENS, POSITION, RATE, PARTS, MEMORY, SLOT, CONTROL, COS, SIN, TURNED, DTYPE, RECENT, STATES, SCRATCH, STRIDE, EPS,
+ SLOTS) = range(2 * SERIES, 2 * SERIES + 17)
+# Slots of `turn_tails`: Y [TOKENS, HEADS * DEPTH], in place; of each head the last TURNED channels by COS and SIN [TOKENS, TURNED / 2],
+# with BACK the other way round.
+HEAD = 4  # floats of RECENT in front of rows and weights
+T_Y, T_TOKENS, T_HEADS, T_DEPTH, T_TURNED, T_COS, T_SIN, T_BACK, T_SLOTS = range(9)
+
+
+@inlined({"contract"})
+def _turn(row, cos, sin, pairs, sign):
+    """Pairs of neighbours, in their places."""
+    y, c, s = f32_at(row), f32_at(cos), f32_at(sin)
+    for i in range(pairs):
+        low, high, turned = y[2 * i], y[2 * i + 1], s[i] * sign
+        y[2 * i] = low * c[i] - high * turned
+        y[2 * i + 1] = high * c[i] + low * turned
+
+
+@kernel()
+def turn_tails(args, worker, counter):
+    """Rotary positions of the last channels of heads. Blocks are tokens."""
+    a = i64_at(args)
+    heads, depth, turned = a[T_HEADS], a[T_DEPTH], a[T_TURNED]
+    sign = float32(-1.0) if a[T_BACK] else float32(1.0)
+    while True:
+        t = fetch_add(counter, 1)
+        if t >= a[T_TOKENS]:
+            return
+        at = 2 * t * turned
+        for head in range(heads):
+            _turn(a[T_Y] + 4 * ((t * heads + head + 1) * depth - turned), a[T_COS] + at, a[T_SIN] + at, turned // 2, sign)
+
+
+@inlined({"contract"})
+def _take_in(way, row, weight, bias, width):
+    """One more token into a key on its WAY: most, sum, weighed; all addresses."""
+    most, total, weighed = f32_at(way), f32_at(way + 4 * width), f32_at(way + 8 * width)
+    x, w, b = f32_at(row), f32_at(weight), f32_at(bias)
+    for i in range(width):
+        own = w[i] + b[i]
+        before = most[i] if total[i] > ZERO else MINUS_INF
+        top = max(before, own)
+        kept, new = exp(before - top), exp(own - top)
+        total[i] = total[i] * kept + new
+        weighed[i] = weighed[i] * kept + new * x[i]
+        most[i] = top
+
+
+@inlined()
+def _begin(a, width, at, way):
+    """What the pass found of a key, `at` bytes into a state; nothing where that is below 0, or the text had not begun."""
+    y, source = f32_at(way), i64_at(a[CONTROL])[FROM]
+    if at < 0 or source < 0:
+        for i in range(3 * width):
+            y[i] = ZERO
+    else:
+        x = f32_at(a[MEMORY] + source * a[SLOT] + at)
+        for i in range(3 * width):
+            y[i] = x[i]
+
+
+@inlined()
+def _token(a, series, position, part, way):
+    """The token at `position` into a key on its way, by its row `part`."""
+    width, parts = a[series + WIDTH], a[PARTS]
+    row, bias = ((position - a[POSITION]) * parts + part) * width, (position % a[RATE] * parts + part) * width
+    _take_in(way, a[series + ROWS] + 4 * row, a[series + WEIGHTS] + 4 * row, a[series + BIAS] + 4 * bias, width)
+
+
+@inlined()
+def _on_its_way(a, series, base, key, end, way):
+    """Key number `key` of the tokens before `end`."""
+    begin, rate, width = a[POSITION], a[RATE], a[series + WIDTH]
+    first = begin // rate
+    if key == first:
+        _begin(a, width, base, way)
+    else:
+        _begin(a, width, base + 12 * width if a[PARTS] == 2 and key - 1 == first else -1, way)
+        for position in range(max((key - 1) * rate, begin), key * rate if a[PARTS] == 2 else 0):
+            _token(a, series, position, 0, way)
+    for position in range(max(key * rate, begin), min((key + 1) * rate, end)):
+        _token(a, series, position, a[PARTS] - 1, way)
+
+
+@inlined()
+def _keep_state(a, slot, end, base, series):
+    """The state behind the tokens before `end`."""
+    width, rate = a[series + WIDTH], a[RATE]
+    key, at = end // rate, a[MEMORY] + slot * a[SLOT] + base
+    _on_its_way(a, series, base, key, end, at)
+    if a[PARTS] == 2:
+        _begin(a, width, base + 12 * width if key == a[POSITION] // rate else -1, at + 12 * width)
+        for position in range(max(key * rate, a[POSITION]), end):
+            _token(a, series, position, 0, at + 12 * width)
+
+
+@inlined()
+def _close(a, series, base, key, way, turned, eps):
+    """Key number `key` as it is kept."""
+    width = a[series + WIDTH]
+    _on_its_way(a, series, base, key, (key + 1) * a[RATE], way)
+    total, made = f32_at(way + 4 * width), f32_at(way + 8 * width)
+    for i in range(width):
+        made[i] = made[i] / total[i]
+    normalise_here(way + 8 * width, width, NORM_RMS, a[series + NORM], 0, eps)
+    at = 2 * (key - a[POSITION] // a[RATE]) * turned
+    _turn(way + 8 * width + 4 * (width - turned), a[COS] + at, a[SIN] + at, turned // 2, float32(1.0))
+    item, step = 4 if a[DTYPE] == F32 else 2, 1
+    where = a[series + KEYS] + key * width * item
+    if series > 0:  # as an indexer reads them, number by number of many keys
+        where, step = a[series + KEYS] + key // PAGE * PAGE * width * item + key % PAGE * item, PAGE
+    if item == 4:
+        wide = f32_at(where)
+        for i in range(width):
+            wide[i * step] = made[i]
+    else:
+        narrow = u16_at(where)
+        for i in range(width):
+            narrow[i * step] = narrow_half(made[i])
+
+
+@inlined()
+def _keep_recent(a):
+    """Rows and weights of a pass of few tokens, where it began and how many they are."""
+    i64_at(a[RECENT])[0], i64_at(a[RECENT])[1] = a[POSITION], a[TOKENS]
+    at = a[RECENT] + 4 * HEAD
+    for series in range(0, 2 * SERIES, SERIES):
+        numbers = a[TOKENS] * a[PARTS] * a[series + WIDTH]
+        for part in range(2):
+            x, y = f32_at(a[series + ROWS + part]), f32_at(at)
+            for i in range(numbers):
+                y[i] = x[i]
+            at += 4 * numbers
+
+
+@kernel()
+def compress(args, worker, counter):
+    """Tokens into keys, and the states behind them. Blocks of work: the states, then each key that closes."""
+    a = i64_at(args)
+    eps, turned, rate, begin = float32(f64_at(args)[EPS]), a[TURNED], a[RATE], a[POSITION]
+    end, first = begin + a[TOKENS], begin // rate
+    way, control = a[SCRATCH] + worker * a[STRIDE], i64_at(a[CONTROL])
+    second = 12 * a[PARTS] * a[WIDTH]  # where the index's begin in a state
+    while True:
+        job = fetch_add(counter, 1)
+        if job == 0:
+            if a[RECENT] != 0:
+                _keep_recent(a)
+            for series in range(0, 2 * SERIES if a[SERIES + WIDTH] > 0 else 1, SERIES):
+                _keep_state(a, control[TO], end, second if series > 0 else 0, series)
+                if control[AFTER] > 0:
+                    _keep_state(a, control[KEPT], begin + control[AFTER], second if series > 0 else 0, series)
+            continue
+        key = first + job - 1
+        if (key + 1) * rate > end or a[STATES]:
+            return
+        _close(a, 0, 0, key, way, turned, eps)
+        if a[SERIES + WIDTH] > 0:
+            _close(a, SERIES, second, key, way, turned, eps)
+
+
+def scratch_floats(width: int) -> int:
+    """Floats of scratch per worker."""
+    return 3 * width

@@ -1,0 +1,73 @@
+"""The meaning of keys that are made of several tokens, in NumPy and float64; shapes as in `compressed_shape.py`."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .reference import normalise
+
+
+def empty(width: int) -> np.ndarray:
+    """A key on its way that no token has been taken into, [3, width]: most, sum, weighed."""
+    return np.zeros((3, width))
+
+
+def taken_in(way: np.ndarray, row: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """`way` [3, width] with one more token's row and weight (a logarithm), [width] each."""
+    before = np.where(way[1] > 0, way[0], -np.inf)
+    most = np.maximum(before, weight)
+    kept, new = np.exp(before - most), np.exp(weight - most)
+    return np.stack([most, way[1] * kept + new, way[2] * kept + new * row])
+
+
+def compress(rows: np.ndarray, weights: np.ndarray, bias: np.ndarray, position: int, rate: int, ways: np.ndarray,
+             after: int | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(keys [n, width] that close, the ways behind the last token, those behind `after` tokens) of rows and weights [T, parts * width] of
+    tokens from `position` on, before the norm; `bias` [rate, parts * width], `ways` [parts, 3, width] the next key and the second, where
+    there are two."""
+    parts, width = len(ways), ways.shape[-1]
+    ways, keys, between = ways.astype(np.float64), [], ways
+    for t in range(len(rows)):
+        place = (position + t) % rate
+        row, weight = (each.astype(np.float64).reshape(parts, width) for each in (rows[t], weights[t] + bias[place]))
+        own = parts - 1  # a token's row for its own key is the last one
+        ways = np.stack([taken_in(ways[0], row[own], weight[own]), *(taken_in(each, row[0], weight[0]) for each in ways[1:])])
+        if place == rate - 1:
+            keys.append(ways[0, 2] / ways[0, 1])
+            ways = np.stack([*ways[1:], empty(width)])
+        if t + 1 == after:
+            between = ways
+    return np.array(keys).reshape(-1, width), ways, between
+
+
+def turned_tails(y: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
+    """y [T, H, D] whose last channels turn in pairs of neighbours, in their places, by cos and sin [T, R / 2]."""
+    y = y.astype(np.float64)
+    turned = 2 * cos.shape[1]
+    rest, tail = y[..., : y.shape[-1] - turned], y[..., y.shape[-1] - turned :]
+    low, high = tail[..., ::2], tail[..., 1::2]
+    c, s = cos[:, None].astype(np.float64), sin[:, None].astype(np.float64)
+    return np.concatenate([rest, np.stack([low * c - high * s, high * c + low * s], -1).reshape(tail.shape)], -1)
+
+
+def finished(keys: np.ndarray, norm: tuple[str, np.ndarray, None, float], cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
+    """Keys [n, width] as they are kept: normed, then turned by the place of their first token."""
+    return turned_tails(normalise(keys, *norm)[:, None], cos, sin)[:, 0] if len(keys) else keys
+
+
+def attend(q: np.ndarray, near: np.ndarray, keys: np.ndarray, position: int, at: np.ndarray, rate: int, scale: float, window: int,
+           sinks: np.ndarray | None, seen: np.ndarray | None) -> np.ndarray:
+    """softmax(q @ k * scale) @ k of queries [T, H, D] from `position` on over the tokens `near` [n, D] at positions `at`, within the
+    window, and the `keys` [m, D] that are closed and, where that says so, `seen` bool [T, m]. `sinks` [H]: as of `reference.attend`."""
+    where = position + np.arange(len(q))
+    close = (at <= where[:, None]) & (at > where[:, None] - window)
+    closed = np.arange(len(keys)) < ((where + 1) // rate)[:, None]
+    visible = np.concatenate([close, closed if seen is None else closed & seen], 1)
+    both = np.concatenate([near, keys]).astype(np.float64)
+    scores = np.where(visible[:, None], np.einsum("thd,nd->thn", q.astype(np.float64), both) * scale, -np.inf)
+    ends = np.full((*scores.shape[:2], 1), -np.inf)
+    if sinks is not None:
+        ends[:] = sinks[:, None]
+    scores = np.concatenate([scores, ends], -1)
+    powers = np.exp(scores - scores.max(-1, keepdims=True))
+    return (powers / powers.sum(-1, keepdims=True))[..., :-1] @ both

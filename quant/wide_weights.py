@@ -1,0 +1,51 @@
+"""Parameters of layers with keys that are made of several tokens, and of what mixes the streams of a token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .weight import Linear, Norm
+
+
+@dataclass(frozen=True)
+class Hyper:
+    """How a branch meets the `count` streams of a token, S (`kernels/reference_hyper.py`): a `matrix` [S * (2 + S), S * D] that reads all
+    of them under a `norm`, `base` [S * (2 + S)] and `scale` [3]; where what `leaves` the last layer is read S rows, S and 1."""
+
+    count: int
+    norm: Norm
+    matrix: Linear
+    base: object
+    scale: object
+    rounds: int
+    least: float
+    leaves: bool
+
+
+@dataclass(frozen=True)
+class Compressor:
+    """What makes keys of several tokens (`kernels/compressed_shape.py`): `products`, rows and weights, of keys and of those of an index,
+    biases [rate, parts * width] and norms of both, None where there is no index."""
+
+    products: tuple[Linear, ...]
+    bias: object
+    norm: Norm
+    index_bias: object | None
+    index_norm: Norm | None
+
+
+@dataclass(frozen=True)
+class Wide:
+    """Attention with such keys: queries from `q_down`, its norm and `q`, normed head by head by `heads_norm`; what is attended to goes
+    through a matrix for each of `groups` of heads. `compressor`: None in a layer that sees a window alone."""
+
+    q_down: Linear
+    q_norm: Norm
+    q: Linear
+    heads_norm: Norm
+    groups: tuple[Linear, ...]
+    compressor: Compressor | None
+    around_attention: Hyper
+    around_mlp: Hyper

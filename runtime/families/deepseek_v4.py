@@ -1,0 +1,253 @@
+"""DeepSeek V4: layers that see a window token by token and beyond it keys of several tokens each (`kernels/compressed_shape.py`), few of
+them as they are, many of them chosen by an indexer; streams that a token mixes by numbers of its own (`kernels/reference_hyper.py`);
+experts that roots of softplus weigh, and that in the first layers a table picks by the word.
+
+A key is the value too. So what is attended to has been turned as keys are, and is turned back by the place of its token; heads then go
+through matrices by groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ...kernels.compressed_shape import CompressedShape
+from ...kernels.index_shape import IndexShape
+from ...kernels.layout import SILU_LIMIT
+from ..compressed import Compressed
+from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
+from ..config_reader import ConfigError, Keys, show
+from ..config_rope import RopeConfig, rope_of
+from ..indexed import Indexed
+from ..mixture import Mixture
+from . import LayerWeights, TensorRule
+from .mixtral import MOST_EXPERTS, mixture, mixture_tensors
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ..block_ops import HostOps
+    from ..cache import LayerCache
+    from ..rope import RopeTable
+
+KEYS_USED = frozenset({
+    "compress_rate_csa", "compress_rate_hca", "compress_rates", "compress_ratios", "compress_rope_theta", "expert_dtype", "hc_eps",
+    "hc_mult", "hc_sinkhorn_iters", "index_head_dim", "index_n_heads", "index_topk", "layer_types", "mlp_layer_types",
+    "moe_intermediate_size", "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "num_hash_layers", "num_local_experts",
+    "o_groups", "o_lora_rank", "partial_rotary_factor", "q_lora_rank", "qk_rope_head_dim", "routed_scaling_factor", "sliding_window"})
+# Of training, and of layers that predict a token ahead, which are left out.
+KEYS_HARMLESS = frozenset({"num_nextn_predict_layers", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise"})
+REFUSED_UNLESS: Mapping[str, object] = {
+    "attention_bias": False, "mlp_bias": False, "norm_topk_prob": True, "scoring_func": "sqrtsoftplus",
+    "swiglu_limit": SILU_LIMIT, "topk_method": "noaux_tc"}
+SIZES = {"vocab_size": 129_280, "hidden_size": 4096, "moe_intermediate_size": 2048, "num_hidden_layers": 43, "num_attention_heads": 64}
+NEAR, CHOSEN, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
+BY_RATIO = {0: NEAR, 4: CHOSEN, 128: HEAVY}  # of the list that published configs have
+RATES = {CHOSEN: 4, HEAVY: 128}
+PICKED, ROUTED = "hash_moe", "moe"
+NAMES = {"gate": "w1", "up": "w3", "down": "w2"}
+EXPERTS_IN = ("fp8", "bf16", "bfloat16")  # of what a config says of them
+MAIN, LONG = "main", "compress"  # sections of rotary positions
+
+
+def config(keys: Keys) -> ModelConfig:
+    stored = keys.text("expert_dtype", None) or (keys.raw.get("quantization_config") or {}).get("expert_dtype")
+    if stored not in (None, *EXPERTS_IN):
+        raise ConfigError(f"config.json: expert_dtype = {show(stored)} is not supported for deepseek_v4 models",
+                          "experts in FP8 or in 16 bits are: take an upload of those")
+    base = Defaults(max_position_embeddings=2**20, num_key_value_heads=1, head_dim=512, bos=0, eos=(1,), sizes=SIZES,
+                    ffn_key="moe_intermediate_size")
+    layers = base.size(keys, "num_hidden_layers")
+    kinds, rates, window = _kinds(keys, layers), _rates(keys), keys.integer("sliding_window", 128, high=2**20)
+
+    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
+        near, far = _ropes(keys, head_dim, positions)
+        return tuple(near if kind == NEAR else far for kind in kinds)
+
+    made = decoder_config(keys, base, ropes, windows=(window,) * layers, mixture=_mixture(keys, layers),
+                          streams=keys.integer("hc_mult", 4, low=2, high=16))
+    if made.num_key_value_heads != 1 or made.hidden_act != "silu":
+        raise ConfigError(f"config.json: num_key_value_heads {made.num_key_value_heads} with hidden_act {made.hidden_act} is not supported "
+                          "for deepseek_v4 models", "one head of keys for all queries, and silu")
+    own, indexed = _compressed(keys, made, kinds, rates, window)
+    shapes = [shape for shape in own.shapes if shape is not None]
+    return replace(made, hidden_act="clamped_silu", compressed=own, indexed=indexed, state=max(shapes, key=lambda each: sum(each.products)),
+                   state_layers=tuple(layer for layer, shape in enumerate(own.shapes) if shape), attends_beside=tuple(range(layers)))
+
+
+def _kinds(keys: Keys, layers: int) -> tuple[str, ...]:
+    """By layer what it sees beyond its window."""
+    ratios = keys.raw.get("compress_ratios") if keys.holds("compress_ratios") else None
+    found = keys.words("layer_types", layers)
+    if found is None and ratios is not None:
+        if not isinstance(ratios, list) or len(ratios) < layers or any(each not in BY_RATIO for each in ratios):
+            raise keys.fail("compress_ratios", f"0, 4 or 128 for each of {layers} layers")
+        found = tuple(BY_RATIO[each] for each in ratios[:layers])
+    found = found or (HEAVY,) * min(layers, 2) + tuple(CHOSEN if i % 2 else HEAVY for i in range(layers - 2))
+    if stray := next((kind for kind in found if kind not in (NEAR, CHOSEN, HEAVY)), None):
+        raise ConfigError(f"config.json: layer_types holds {show(stray)}, which is not supported", f"known: {NEAR}, {CHOSEN}, {HEAVY}")
+    if all(kind == NEAR for kind in found):
+        raise ConfigError("config.json: no layer of this model sees anything beyond its window, which is not supported",
+                          f"one of them at least is of {CHOSEN} or {HEAVY}")
+    return found
+
+
+def _rates(keys: Keys) -> dict[str, int]:
+    """By kind of layer of how many tokens a key is made."""
+    section = Keys(keys.section("compress_rates") or {}, "config.json: compress_rates")
+    older = {CHOSEN: "compress_rate_csa", HEAVY: "compress_rate_hca"}
+    return {kind: keys.integer(older[kind], section.integer(kind, RATES[kind], high=4096), high=4096) for kind in RATES}
+
+
+def _ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, RopeConfig]:
+    """Rotary positions of layers that see a window alone, and of the others, for which alone they are stretched."""
+    turned = keys.integer("qk_rope_head_dim", None, low=2, high=head_dim)
+    share = keys.number("partial_rotary_factor", 64 / 512 if turned is None else turned / head_dim)
+    thetas = keys.number("rope_theta", 10_000.0, above=1.0), keys.number("compress_rope_theta", 160_000.0, above=1.0)
+    stated = keys.section("rope_scaling") or keys.section("rope_parameters") or {}
+    own, far = stated.get(MAIN), stated.get(LONG)
+    if not isinstance(own, dict) or not isinstance(far, dict):
+        far = {name: value for name, value in stated.items() if name not in (MAIN, LONG)} | {"rope_theta": thetas[1]}
+        if far.get("rope_type", far.get("type")) == "yarn":
+            far = {"attention_factor": 1.0} | far  # cos and sin keep their size
+        own = {"rope_theta": thetas[0]}
+    return tuple(rope_of(Keys({"partial_rotary_factor": share, **section}, f"config.json: rotary positions of {name}"), head_dim, positions,
+                         theta, partial=True)
+                 for name, section, theta in ((MAIN, own, thetas[0]), (LONG, far, thetas[1])))
+
+
+def _mixture(keys: Keys, layers: int) -> Mixture:
+    width, shared = keys.integer("moe_intermediate_size", 2048, high=2**22), keys.integer("n_shared_experts", 1, high=MOST_EXPERTS)
+    first = keys.integer("num_hash_layers", 3, low=0, high=MAX_LAYERS)
+    kinds = keys.words("mlp_layer_types", layers) or tuple(PICKED if layer < first else ROUTED for layer in range(layers))
+    if stray := next((kind for kind in kinds if kind not in (PICKED, ROUTED)), None):
+        raise ConfigError(f"config.json: mlp_layer_types holds {show(stray)}, which is not supported", f"known: {PICKED}, {ROUTED}")
+    return mixture(keys, 256, 6, width, True, range(layers), "n_routed_experts", factor=keys.number("routed_scaling_factor", 1.5),
+                   corrected=True, apart=True, roots=True, shared_width=width * shared,
+                   picked=frozenset(layer for layer, kind in enumerate(kinds) if kind == PICKED))
+
+
+def _compressed(keys: Keys, made: ModelConfig, kinds: tuple[str, ...], rates: Mapping[str, int],
+                window: int) -> tuple[Compressed, Indexed | None]:
+    """The keys of layers, and how they are chosen."""
+    rank, heads, width = keys.integer("q_lora_rank", 1024, high=2**16), made.num_attention_heads, made.head_dim
+    groups, inner = keys.integer("o_groups", 8, high=4096), keys.integer("o_lora_rank", 1024, high=2**16)
+    index = IndexShape(keys.integer("index_n_heads", 64, high=1024), keys.integer("index_head_dim", 128, high=1024),
+                       int(width * made.ropes[0].partial_rotary_factor), keys.integer("index_topk", 512, high=2**27), rate=rates[CHOSEN])
+    if heads % groups:
+        raise ConfigError(f"config.json: num_attention_heads {heads} is not a multiple of o_groups {groups}")
+    if width % rates[HEAVY] or width % rates[CHOSEN] or index.width % rates[CHOSEN] or index.width < index.rope or min(rates.values()) < 2:
+        raise ConfigError(f"config.json: keys of {rates[CHOSEN]} and {rates[HEAVY]} tokens with head_dim {width} and index_head_dim "
+                          f"{index.width} are not supported", "of two tokens or more, whose number divides the widths; an index as wide as "
+                          "what turns of a head")
+    first, behind = (width, rank), (index.heads,)
+    of_kind = {NEAR: None, CHOSEN: CompressedShape(width, rates[CHOSEN], True, index.rope, index.width, window, first, behind, 0),
+               HEAVY: CompressedShape(width, rates[HEAVY], False, index.rope, 0, window, first, (), 0)}
+    room = max(of_kind[kind].own_floats for kind in set(kinds) - {NEAR})
+    of_kind |= {kind: replace(shape, room=room) for kind, shape in of_kind.items() if shape is not None}
+    own = Compressed(tuple(of_kind[kind] for kind in kinds), rank, groups, inner, keys.integer("hc_sinkhorn_iters", 20, high=1000),
+                     keys.number("hc_eps", 1e-6))
+    sources = tuple(layer if kind == CHOSEN else None for layer, kind in enumerate(kinds))
+    return own, Indexed(index, sources, True, ("rms", made.norm_eps)) if CHOSEN in kinds else None
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    """Tensors of one layer by role, under the published names."""
+    own, hidden, width, prefix = config.compressed, config.hidden_size, config.head_dim, f"model.layers.{layer}."
+    heads, inside = config.num_attention_heads, config.num_attention_heads * width // own.groups
+    sizes = {"input_norm": ("attn_norm.weight", hidden), "post_norm": ("ffn_norm.weight", hidden), "k": ("attn.wkv.weight", width, hidden),
+             "k_norm": ("attn.norm.weight", width), "q_a": ("attn.wq_a.weight", own.query_rank, hidden),
+             "q_a_norm": ("attn.q_norm.weight", own.query_rank), "q_b": ("attn.wq_b.weight", heads * width, own.query_rank),
+             "sinks": ("attn.attn_sink", heads), "o": ("attn.wo_b.weight", hidden, own.groups * own.group_rank)}
+    rules = {role: TensorRule(prefix + name, tuple(shape)) for role, (name, *shape) in sizes.items()}
+    whole = f"{prefix}attn.wo_a.weight"
+    for group in range(own.groups):
+        place = (whole, group * own.group_rank, own.groups * own.group_rank)
+        rules[f"groups.{group}.o_in"] = TensorRule(f"{prefix}attn.wo_a.{group}.weight", (own.group_rank, inside), part_of=place, plain=True)
+    if (shape := own.shapes[layer]) is not None:
+        rules |= _key_tensors(f"{prefix}attn.compressor.", ("key_rows", "key_weights", "key_bias", "key_norm"), shape, shape.width, hidden)
+    if config.indexed is not None and (index := config.indexed.of(layer)) is not None:
+        place, roles = f"{prefix}attn.indexer.", ("index_rows", "index_row_weights", "index_bias", "index_norm")
+        rules |= _key_tensors(f"{place}compressor.", roles, shape, index.width, hidden)
+        rules |= {"index_q": TensorRule(f"{place}wq_b.weight", (index.heads * index.width, own.query_rank), plain=True),
+                  "index_weights": TensorRule(f"{place}weights_proj.weight", (index.heads, hidden), plain=True)}
+    for role, name in (("attn_mix", "hc_attn"), ("mlp_mix", "hc_ffn")):
+        rules |= _mix_tensors(config, role, [f"{prefix}{name}_{part}" for part in ("fn", "base", "scale")], 2 + config.streams, 3)
+    experts = mixture_tensors(config, f"{prefix}ffn.", NAMES, correction="gate.bias")
+    if layer in config.mixture.picked:
+        experts.pop("correction", None)
+    return rules | experts
+
+
+def _key_tensors(place: str, roles: tuple[str, ...], shape: CompressedShape, width: int, hidden: int) -> dict[str, TensorRule]:
+    """What makes keys of several tokens, `width` wide. As they are: they decide what is seen, and are little of a layer."""
+    rows, weights, bias, norm = roles
+    made = shape.parts * width
+    return {rows: TensorRule(f"{place}wkv.weight", (made, hidden), plain=True),
+            weights: TensorRule(f"{place}wgate.weight", (made, hidden), plain=True),
+            bias: TensorRule(f"{place}ape", (shape.rate, made), coefficients=True), norm: TensorRule(f"{place}norm.weight", (width,))}
+
+
+def _mix_tensors(config: ModelConfig, role: str, names: list[str], each: int, scales: int,
+                 also: tuple[str, ...] = ()) -> dict[str, TensorRule]:
+    """What a token says of its streams: so many numbers `each`."""
+    count = config.streams
+    shapes = (count * each, count * config.hidden_size), (count * each,), (scales,)
+    others = [(name,) for name in also] or [()] * 3
+    return {role + end: TensorRule(name, shape, other, plain=len(shape) > 1)
+            for end, name, shape, other in zip(("", "_base", "_scale"), names, shapes, others, strict=True)}
+
+
+def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
+    table, own = (config.vocab_size, config.hidden_size), config.mixture
+    rules = {"embed": TensorRule("model.embed_tokens.weight", table, ("embed.weight",)),
+             "norm": TensorRule("model.norm.weight", (config.hidden_size,))}
+    rules |= _mix_tensors(config, "leave_mix", [f"model.hc_head.hc_{part}" for part in ("fn", "base", "scale")], 1, 1,
+                          ("hc_head_fn", "hc_head_base", "hc_head_scale"))
+    rules |= {f"picks.{layer}": TensorRule(f"model.layers.{layer}.ffn.gate.tid2eid", (config.vocab_size, own.per_token), coefficients=True)
+              for layer in sorted(own.picked)}
+    return rules if config.tie_word_embeddings else rules | {"head": TensorRule("head.weight", table, ("lm_head.weight",))}
+
+
+def block(ops: HostOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
+          layer: int, tap: Callable[[str, int, object], None], picked: object | None = None) -> object:
+    """As `llama.block`, of streams x [T, S * D]; `picked`: corrections of scores [T, E] where a table says who visits whom. Taps see what a
+    branch reads where they see x of other families, but for block_out; q_low before the norm between q_a and q_b; attn_out before o."""
+    x = ops.mixed(x, attention(ops, w, x, kv, positions, rope, config, layer, tap), w.wide.around_attention)
+    own = ops.gathered(x, w.wide.around_mlp)
+    tap("mlp_in", layer, own)
+    branch = ops.expert_branch(own, w.post_norm, w.router, w.experts, w.apart, config.mixture.routing, config.hidden_act,
+                               partial(tap, "visits", layer), w.correction if picked is None else picked, w.shared)
+    x = ops.mixed(x, branch, w.wide.around_mlp)
+    tap("block_out", layer, x)
+    return x
+
+
+def attention(ops: HostOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable, config: ModelConfig,
+              layer: int, tap: Callable[[str, int, object], None]) -> object:
+    """What attention gives, [T, D]."""
+    own, maker, heads, width = w.wide, w.wide.compressor, config.num_attention_heads, config.head_dim
+    y = ops.gathered(x, own.around_attention)
+    tap("block_in", layer, y)
+    beside = () if maker is None else (*maker.products, *(() if w.index is None else (w.index.weights,)))
+    k, low, *made = ops.norm_linear(y, w.input_norm, [w.k, own.q_down, *beside])
+    tap("q_low", layer, low)
+    if maker is not None:
+        kv.compress(made[: len(maker.products)], maker, rope)
+    k = ops.rope_heads(ops.copied(k), 1, width, positions, None, w.k_norm)  # before queries take its place
+    k = ops.turn_tails(k, 1, width, positions, rope)
+    if w.index is not None:
+        shape = config.indexed.shape
+        (by,) = ops.norm_linear(low, own.q_norm, [w.index.q])
+        kv.choose(ops.turn_tails(by, shape.heads, shape.width, positions, rope), None, made[-1])
+    (q,) = ops.norm_linear(low, own.q_norm, [own.q])
+    q = ops.turn_tails(ops.rope_heads(q, heads, width, positions, None, own.heads_norm), heads, width, positions, rope)
+    for name, value in (("q", q), ("k", k), ("v", k)):
+        tap(name, layer, value)
+    attended = ops.turn_tails(kv.attend(q, k, k, w.sinks), heads, width, positions, rope, True)
+    gave = ops.grouped_linear(attended, own.groups)
+    tap("attn_out", layer, gave)
+    (branch,) = ops.norm_linear(gave, None, [w.o])
+    return branch

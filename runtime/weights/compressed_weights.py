@@ -1,0 +1,68 @@
+"""The parameters of layers with keys that are made of several tokens, and of hyper-connections, as blocks and ops read them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ...offload.header import damaged, shown
+from ...quant.weight import Linear, Norm
+from ...quant.wide_weights import Compressor, Hyper, Wide
+
+if TYPE_CHECKING:
+    from ..config import ModelConfig
+    from ..tensors import ModelTensor
+
+HYPER, LEAVES = ("attn_mix", "mlp_mix"), "leave_mix"  # roles of matrices, beside which lie `_base` and `_scale`
+PICKS = "picks."  # before the number of a layer: roles of tables that say which experts a word's tokens visit
+
+
+def hyper_weights(config: ModelConfig, role: str, linear: Callable[[str], Linear], vector: Callable[[str], object],
+                  put: Callable[[np.ndarray], object]) -> Hyper:
+    """How a branch meets the streams; `linear` and `vector` make a role's matrix and vector on a backend, `put` one of numbers."""
+    norm = Norm("rms", put(np.ones(config.streams * config.hidden_size, np.float32)), None, config.norm_eps)
+    own = config.compressed
+    return Hyper(config.streams, norm, linear(role), vector(f"{role}_base"), vector(f"{role}_scale"), own.rounds, own.least, role == LEAVES)
+
+
+def wide_weights(config: ModelConfig, layer: int, roles: Mapping[str, ModelTensor], linear: Callable[[str], Linear],
+                 vector: Callable[[str], object], put: Callable[[np.ndarray], object]) -> Wide | None:
+    """Attention of a layer of these models, and how both of its branches meet the streams."""
+    own = config.compressed
+    if own is None:
+        return None
+
+    def norm(weight: object) -> Norm:
+        return Norm("rms", weight, None, config.norm_eps)
+
+    shape, made = own.shapes[layer], None
+    if shape is not None:
+        names = ("key_rows", "key_weights", *(("index_rows", "index_row_weights") if shape.index else ()))
+        index = (vector("index_bias"), norm(vector("index_norm"))) if shape.index else (None, None)
+        made = Compressor(tuple(map(linear, names)), vector("key_bias"), norm(vector("key_norm")), *index)
+    heads = norm(put(np.ones(config.head_dim, np.float32)))
+    groups = tuple(linear(f"groups.{group}.o_in") for group in range(own.groups))
+    mixes = tuple(hyper_weights(config, role, linear, vector, put) for role in HYPER)
+    return Wide(linear("q_a"), norm(vector("q_a_norm")), linear("q_b"), heads, groups, made, *mixes)
+
+
+def picks_of(config: ModelConfig, tables: Mapping[int, tuple[ModelTensor, np.ndarray]]) -> dict[int, np.ndarray]:
+    """By layer which experts the tokens of each word visit, int64 [V, k], of values as they are stored. Raises CheckpointError for such as
+    there are none, or the same twice."""
+    own, found = config.mixture, {}
+    for layer, (tensor, values) in tables.items():
+        table = found[layer] = values.reshape(tensor.shape).astype(np.int64)
+        if (table != values.reshape(tensor.shape)).any() or table.min() < 0 or table.max() >= own.experts:
+            damaged(tensor.info.file, f"holds {shown(tensor.name)} of experts beyond the {own.experts} there are")
+        if own.per_token > 1 and not np.diff(np.sort(table, axis=1), axis=1).all():
+            damaged(tensor.info.file, f"holds {shown(tensor.name)}, where a word's tokens visit an expert twice")
+    return found
+
+
+def correction_of(experts: np.ndarray, count: int) -> np.ndarray:
+    """What is added to scores of `count` experts so that tokens choose these [T, k]: float32 [T, count]."""
+    out = np.full((len(experts), count), -np.inf, np.float32)
+    np.put_along_axis(out, experts, 0.0, axis=1)
+    return out

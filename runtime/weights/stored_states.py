@@ -1,0 +1,91 @@
+"""What passes that go layer by layer read straight from an unquantized store: states with which texts begin, what layers are given beside
+them, and what the last norm reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ...kernels import reference_hyper
+from ...kernels.reference import normalise
+from ...kernels.reference_streams import entered, left
+from ...quant.weight import to_f32
+from ..tensors import ModelTensor, typed
+from .compressed_weights import LEAVES, PICKS, correction_of, picks_of
+
+if TYPE_CHECKING:
+    from ...offload.checkpoint import TensorStore
+    from ..config import ModelConfig
+
+
+class StoredStates:
+    """A `Model`, whose fields these are."""
+
+    config: ModelConfig
+    store: TensorStore
+    tensors: Mapping[int | str, Mapping[str, ModelTensor]]
+
+    def read_states(self, windows: Sequence[np.ndarray]) -> np.ndarray:
+        """The residual stream with which windows of text begin, straight from an unquantized store: float32 [tokens, D], or of several
+        streams [tokens, S * D]."""
+        states = self._read_embeddings(windows)
+        made = [states @ matrix.T for matrix in self._read_streams("enter")]
+        if self.config.streams and not made:
+            return np.tile(states, self.config.streams)
+        return entered(states, np.stack(made)).astype(np.float32).reshape(len(states), -1) if made else states
+
+    def read_left(self, states: np.ndarray) -> np.ndarray:
+        """What the last norm reads of states [tokens, S * D] that have gone through all layers: float32 [tokens, D]."""
+        if LEAVES in self.tensors["outer"]:
+            matrix, base, scale = (self._read_whole(LEAVES + end) for end in ("", "_base", "_scale"))
+            split = states.reshape(len(states), self.config.streams, -1)
+            say = reference_hyper.said(split, matrix, self.config.norm_eps)
+            return reference_hyper.left(split, say, scale, base, self.config.compressed.least).astype(np.float32)
+        first, *others = np.split(states, max(1, self.config.streams), axis=1)
+        made = [other @ matrix.T for other, matrix in zip(others, self._read_streams("leave"))]
+        return left(first, np.stack(made)).astype(np.float32) if made else first
+
+    def _read_streams(self, role: str) -> Iterator[np.ndarray]:
+        for each in (f"streams.{i}.{role}" for i in range(1, self.config.streams)):
+            if each in self.tensors["outer"]:
+                yield self._read_whole(each)
+
+    def _read_whole(self, role: str) -> np.ndarray:
+        tensor = self.tensors["outer"][role]
+        return to_f32(typed(self.store.read(tensor.info), tensor.spec), tensor.spec.scheme).reshape(tensor.shape)
+
+    def _read_embeddings(self, windows: Sequence[np.ndarray]) -> np.ndarray:
+        states = self._read_rows("embed", np.concatenate(windows)) * np.float32(self.config.embedding_multiplier)
+        if self.config.position_offset is None:
+            return states
+        return states + self._read_rows("positions", np.concatenate([self.config.position_offset + np.arange(len(w)) for w in windows]))
+
+    def read_inputs(self, layer: int, ids: np.ndarray) -> np.ndarray | None:
+        """What a layer is given of these tokens beside the stream, straight from an unquantized store: float32 [T, P], or where a table
+        says whom they visit corrections of scores [T, E]; None for nothing."""
+        config, roles = self.config, self.tensors["outer"]
+        width, role = config.input_width, f"{PICKS}{layer}"
+        if role in roles:
+            table = picks_of(config, {layer: (roles[role], self._read_whole(role))})[layer]
+            return correction_of(table[ids], config.mixture.experts)
+        if not width:
+            return None
+        own = slice(layer * width, (layer + 1) * width)
+        projection, weight = (to_f32(typed(self.store.read(roles[role].info, *span), roles[role].spec), roles[role].spec.scheme)
+                              for role, span in (("layer_proj", (own.start, own.stop)), ("layer_norm", (0, width))))
+        made = self._read_embeddings([ids]) @ projection.reshape(width, -1).T * np.float32(config.hidden_size**-0.5)
+        rows = self._read_rows("layer_embed", in_table(ids, config.input_vocab))[:, own] * np.float32(config.input_multiplier)
+        return (normalise(made, "rms", weight, None, config.norm_eps).astype(np.float32) + rows) * np.float32(0.5**0.5)
+
+    def _read_rows(self, role: str, ids: np.ndarray) -> np.ndarray:
+        tensor = self.tensors["outer"][role]
+        distinct, places = np.unique(ids, return_inverse=True)
+        rows = np.concatenate([self.store.read(tensor.info, int(row), int(row) + 1) for row in distinct])
+        return to_f32(typed(rows, tensor.spec), tensor.spec.scheme).reshape(len(distinct), -1)[places]
+
+
+def in_table(ids: np.ndarray, rows: int) -> np.ndarray:
+    """Ids, of which those beyond the table of what layers are given have the first row of it."""
+    return np.where(ids < rows, ids, 0)

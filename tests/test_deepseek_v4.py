@@ -1,0 +1,321 @@
+"""DeepSeek V4 through the program: choices among keys of several tokens against transformers, and what a run, its plan, sessions, drafts
+and converted folders make of such a model. Kernels are in `test_compressed_keys.py`."""
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from newer_cases import CHOOSES, DEEPSEEK_4, HEAVY, WINDOWED
+from safetensors.torch import load_file, save_file
+from transformers import DeepseekV4Config, PreTrainedModel
+
+from effllm import EffllmError, UsageError
+from effllm.kernels.index_shape import IndexShape
+from effllm.offload.checkpoint import CheckpointError
+from effllm.runtime.answers.side_by_side import Want, side_by_side
+from effllm.runtime.config import parse_config, read_config
+from effllm.runtime.config_reader import ConfigError
+from effllm.runtime.conversion.convert_plan import plan_conversion
+from effllm.runtime.engine import Engine, open_prepared
+from effllm.runtime.planning import forecast
+from effllm.runtime.prepare import EngineOptions, prepare, prepare_with
+from effllm.runtime.sessions.saved_cache import restore_cache
+from effllm.runtime.sessions.session_store import SessionStore
+from effllm.runtime.source import open_store
+from effllm.runtime.speculate import Speculation
+from effllm.runtime.stores.container import read_container
+from effllm.runtime.weights import parts
+
+sys.path.insert(0, str(Path(__file__).parent))
+from choosing_models import guided, noted
+from conversions import options, run
+from family_models import Case, assert_close, oracle, written
+from hybrid_models import CTX, IDS, anew, answer, opened, read
+from streamed_models import streaming
+from test_hybrid_caches import restore, save
+from test_speculation import Guesser, Ticks
+
+WIDE = {**DEEPSEEK_4, "hidden_size": 128, "q_lora_rank": 64, "initializer_range": 0.08, "max_position_embeddings": CTX, "index_topk": 20,
+        "moe_intermediate_size": 64, "o_lora_rank": 64}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
+    folder = tmp_path_factory.mktemp("v4") / "model"
+    return folder, written(Case("deepseek_v4", WIDE), folder)
+
+
+@pytest.fixture(scope="module")
+def folder(model: tuple[Path, PreTrainedModel]) -> Path:
+    return model[0]
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Iterator[Engine]:
+    made = opened(folder)
+    yield made
+    made.close()
+
+
+def test_what_is_chosen_of_many_keys_is_as_good_as_the_oracles(model: tuple[Path, PreTrainedModel]) -> None:
+    """Of a prompt and of single tokens behind it; without the choice, or without any part of what is the family's, logits are others."""
+    folder, theirs = model
+    engine, tokens, steps = opened(folder, kv="32bit"), 330, 20
+    whole, config = engine.config.indexed.shape.whole, engine.config
+    assert whole == 83 and sum(each.index is not None for each in engine.cache.choosing.values()) == 2
+    with noted(engine) as chosen:
+        anew(engine, IDS[:tokens])
+        rows = np.stack([engine.forward_logits([token])[0].copy() for token in IDS[tokens : tokens + steps]])
+        expected, held = guided(theirs, IDS[: tokens + steps], chosen)
+        assert held == 2 * (tokens + steps - whole)
+    assert_close(rows, expected[tokens:], lambda: oracle(theirs, IDS[: tokens + steps])[tokens:])
+    engine.close()
+    own = config.compressed
+    shorter = tuple(shape and replace(shape, window=39) for shape in own.shapes)
+    for taken in ({"indexed": replace(config.indexed, shape=replace(config.indexed.shape, chosen=CTX))},
+                  {"compressed": replace(own, rounds=1)}, {"compressed": replace(own, least=1e-2)}, {"windows": (39,) * 4},
+                  {"compressed": replace(own, shapes=shorter), "windows": (39,) * 4}):
+        asked = EngineOptions(kv="32bit", device="cpu", ctx=CTX, chunk=128)
+        prepared = partial(prepare_with, folder, replace(config, **taken), open_store(folder), asked)
+        other = list(open_prepared(prepared, ("raw", "mixers")))[-1]
+        anew(other, IDS[:tokens])
+        found = np.stack([other.forward_logits([token])[0].copy() for token in IDS[tokens : tokens + steps]])
+        other.close()
+        assert np.abs(found - rows).max() > 1e-3 * np.abs(rows).max(), taken
+
+
+def test_threads_and_chunks_change_no_bit(folder: Path) -> None:
+    found = []
+    for asked in ({"threads": 1}, {"threads": 3, "chunk": 512}, {"chunk": 256}):
+        engine = opened(folder, **asked)
+        found.append(np.stack([read(engine, IDS[:430]), *[engine.forward_logits([token])[0].copy() for token in IDS[430:445]]]))
+        engine.close()
+    assert all(np.array_equal(found[0], other) for other in found[1:])
+
+
+@pytest.mark.parametrize("held", [200, 70])
+def test_tokens_at_once_are_tokens_one_by_one(engine: Engine, held: int) -> None:
+    """Where some of them see all keys before them too, and passes come again."""
+    rows = []
+    for step in (1, 7):
+        anew(engine, IDS[:held])
+        rows.append(np.concatenate([engine.forward_logits(IDS[at : at + step]).copy() for at in range(held, held + 21, step)]))
+    assert np.array_equal(*rows)
+
+
+@pytest.mark.parametrize("right", [0.0, 0.6, 1.0])
+def test_drafts_change_no_answer(engine: Engine, right: float) -> None:
+    anew(engine, IDS[:190])
+    tokens = answer(engine, 60)
+    after = engine.forward_logits([5]).copy()
+    anew(engine, IDS[:190])
+    engine.speculation = Speculation((Guesser(IDS[:190] + tokens, right, engine.config.vocab_size),), clock=Ticks())
+    try:
+        assert answer(engine, 60) == tokens
+        assert engine.speculation.counts.drafted and (not right or engine.speculation.counts.accepted)
+    finally:
+        engine.speculation = None
+    assert np.array_equal(engine.forward_logits([5]), after)
+
+
+def test_another_question_behind_a_prompt_reads_that_alone(engine: Engine) -> None:
+    """A state is kept a little before the end of a prompt."""
+    whole = anew(engine, [*IDS[:380], *IDS[500:520]])
+    anew(engine, IDS[:400])
+    answer(engine, 10)
+    here = read(engine, [*IDS[:380], *IDS[500:520]])
+    assert engine.reused == 368 and np.abs(here - whole).max() < 0.02 * np.abs(whole).max()
+
+
+def test_answers_at_once_are_what_each_is_alone(folder: Path) -> None:
+    prompts = IDS[:300], IDS[100:160]
+    engine = opened(folder, parallel=2)
+    alone = []
+    for prompt in prompts:
+        anew(engine, prompt)
+        alone.append([engine.forward_logits([token])[0].copy() for token in IDS[500:540]])
+    engines, said = side_by_side(engine, 2)
+    assert not said
+    for each, prompt in zip(engines, prompts, strict=True):
+        anew(each, prompt)
+    for step, token in enumerate(IDS[500:540]):
+        wants = [Want(each, token) for each in engines]
+        engine.shares.run(wants)
+        for want, rows in zip(wants, alone, strict=True):
+            assert want.error is None and np.array_equal(want.logits, rows[step])
+    engines[1].cache.close()
+    engine.close()
+
+
+def test_a_session_goes_on_with_the_same_bits(engine: Engine, tmp_path: Path) -> None:
+    store = SessionStore(tmp_path / "sessions")
+    anew(engine, IDS[:455])
+    for token in IDS[455:458]:
+        engine.forward_logits([token])
+    save(engine, store)
+    expected = [engine.forward_logits([token]).copy() for token in IDS[458:480]]
+    engine.cache.truncate(0)
+    engine.reset()
+    for index in engine.cache.indexes:
+        index.memory[:] = 255
+    restore(engine, store)
+    assert engine.tokens == IDS[:458]
+    for token, row in zip(IDS[458:480], expected, strict=True):
+        assert np.array_equal(engine.forward_logits([token]), row)
+
+
+def test_keys_of_a_session_that_are_damaged_are_found(engine: Engine, tmp_path: Path) -> None:
+    store = SessionStore(tmp_path / "sessions")
+    anew(engine, IDS[:300])
+    keys = next(each.keys for each in engine.cache.choosing.values())
+    keys.write(284, np.full(4 * keys.token_nbytes, 255, np.uint8))  # no numbers
+    save(engine, store)
+    session = store.read("tale")
+    with store.reading(), pytest.raises(EffllmError, match="damaged: the file of .* exact tokens is not what it says: NaN or infinity"):
+        list(restore_cache(engine, store, session))
+    assert not engine.tokens
+
+
+def test_the_plan_counts_what_is_allocated(folder: Path) -> None:
+    engine = opened(folder)
+    try:
+        cache, workspace = engine.cache, engine.backends["cpu"].workspace
+        held = sum(map(len, cache._exact)) + cache.shape.pages * cache.sealed_nbytes + sum(len(each.memory) for each in cache.indexes)
+        held += cache.states.nbytes
+        assert len(cache.indexes) == 5 and held <= engine.placement.kv_bytes <= held + 128 * sum(cache.index_sizes)
+        read(engine, IDS[:500])
+        engine.forward_logits([1])
+        assert cache.allocated_nbytes <= engine.placement.kv_bytes and cache.seen_nbytes < cache.read_nbytes / 2
+        wanted = forecast.work(engine.prepared, engine.model.tensors)
+        token, own = cache.sealed_nbytes // 128, engine.config.compressed.shapes
+        keys, index = [shape.token_nbytes(1) for shape in own if shape is not None], 8
+        assert wanted.kv_at(500) == token * 40 + (keys[0] + keys[2]) * 83 + keys[1] * 500 + 2 * 500 * index
+        assert all(len(buffer) == workspace.floats[name] for name, buffer in workspace._buffers.items())
+    finally:
+        engine.close()
+
+
+def test_weights_from_the_disk_give_the_same_bits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "PART_NBYTES", 4096)
+    monkeypatch.setattr(parts, "LEAST_NBYTES", 1024)
+    engines = opened(folder), streaming(folder, keep=3, ctx=CTX, chunk=128)
+    found = [np.stack([read(each, IDS[:300]), *[each.forward_logits([t])[0].copy() for t in IDS[300:310]]]) for each in engines]
+    names = engines[1].model.streamed.parts.slices
+    assert any("wq_b" in name for name in names) and not any("indexer" in name or "compressor" in name for name in names)
+    for each in engines:
+        each.close()
+    assert np.array_equal(*found)
+
+
+def test_what_decides_what_is_seen_stays_as_it_is_in_a_converted_folder(folder: Path, tmp_path: Path) -> None:
+    run(folder, tmp_path / "4bit", options("4bit"))
+    made, plan = read_container(tmp_path / "4bit"), plan_conversion(folder, options("4bit").recipe)
+    plan.store.close()
+    kept = {job.role.rpartition(".")[2] if job.role.startswith("groups") else job.role for job in plan.jobs
+            if made.tensors[job.name].spec.is_raw and len(job.shape) == 2 and not job.role.startswith("picks")}
+    assert kept == {"router", "index_q", "index_weights", "index_rows", "index_row_weights", "index_bias", "key_rows", "key_weights",
+                    "key_bias", "o_in", "attn_mix", "mlp_mix", "leave_mix"}
+    engine, exact = opened(tmp_path / "4bit"), opened(folder)
+    rows = [np.concatenate([logits.copy() for _, logits in each.score(IDS[:150])]) for each in (engine, exact)]
+    for each in (engine, exact):
+        each.close()
+    assert np.abs(rows[0] - rows[1]).mean() < 0.5 * np.abs(rows[1] - rows[1].mean()).mean()
+
+
+@pytest.mark.slow
+def test_a_method_that_reads_text_sees_what_the_model_does(folder: Path, tmp_path: Path) -> None:
+    run(folder, tmp_path / "gptq", options("4bit", method="gptq"))
+    engine = opened(tmp_path / "gptq")
+    assert np.isfinite(read(engine, IDS[:100])).all()
+    engine.close()
+
+
+@pytest.mark.parametrize(("asked", "flag"), [({"kv": "4bit"}, "--kv 4bit"), ({"kv_ram": "1M"}, "--kv-ram"), ({"kv_read": "sparse"},
+                                             "--kv-read sparse"), ({"device": "cuda"}, "--device cuda"), ({"gpu_layers": 2}, "-ngl 2")])
+def test_what_such_keys_cannot_have_is_refused(folder: Path, asked: dict[str, object], flag: str) -> None:
+    with pytest.raises(UsageError, match="this model attends to keys of several tokens") as caught:
+        prepare(folder, EngineOptions(ctx=CTX, **{"device": "cpu", **asked}))
+    assert caught.value.message.startswith(flag) and caught.value.hint == f"leave {flag} out"
+    placed = prepare(folder, EngineOptions(ctx=CTX, **{"device": "cpu", **asked}, preset=frozenset(asked)))
+    assert any(flag in said and "left out" in said for said in placed.notices)
+    assert prepare(folder, EngineOptions(ctx=CTX, kv="auto", device="cpu")).options.kv == "16bit"
+
+
+@pytest.mark.parametrize(("picked", "what"), [(12, "beyond the 12 there are"), (-1, "beyond the 12"), (None, "an expert twice")])
+def test_tables_that_pick_no_experts_are_named(folder: Path, tmp_path: Path, picked: int | None, what: str) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    for name in ("config.json", "generation_config.json"):
+        (other / name).write_bytes((folder / name).read_bytes())
+    tensors = load_file(folder / "model.safetensors")
+    table = tensors["model.layers.0.ffn.gate.tid2eid"]
+    table[7, 1] = table[7, 0] if picked is None else picked
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    engine = opened(other)
+    with pytest.raises(CheckpointError, match=what):
+        read(engine, IDS[:10])
+    engine.close()
+
+
+PUBLISHED = {
+    "architectures": ["DeepseekV4ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 0, "eos_token_id": 1,
+    "hc_eps": 1e-06, "hc_mult": 4, "hc_sinkhorn_iters": 20, "head_dim": 512, "hidden_act": "silu", "hidden_size": 4096,
+    "index_head_dim": 128, "index_n_heads": 64, "index_topk": 512, "initializer_range": 0.02, "max_position_embeddings": 1048576,
+    "model_type": "deepseek_v4", "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True,
+    "num_attention_heads": 64, "num_experts_per_tok": 6, "num_hidden_layers": 43, "num_hash_layers": 3, "num_key_value_heads": 1,
+    "num_nextn_predict_layers": 1, "o_groups": 8, "o_lora_rank": 1024, "q_lora_rank": 1024, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06,
+    "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 16, "original_max_position_embeddings": 65536, "type": "yarn"},
+    "rope_theta": 10000, "routed_scaling_factor": 1.5, "scoring_func": "sqrtsoftplus", "sliding_window": 128, "swiglu_limit": 10.0,
+    "tie_word_embeddings": False, "topk_method": "noaux_tc", "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": 129280,
+    "compress_rope_theta": 160000, "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0]}
+
+
+def test_a_config_is_read_as_transformers_does() -> None:
+    """With what it says of itself, and with what it leaves out."""
+    config, own = parse_config(PUBLISHED, strict=True), DeepseekV4Config(**{**PUBLISHED, "rope_parameters": PUBLISHED["rope_scaling"]})
+    kinds = {WINDOWED: None, CHOOSES: 4, HEAVY: 128}
+    for raw, theirs in ((PUBLISHED, own), ({"model_type": "deepseek_v4"}, DeepseekV4Config())):
+        made = parse_config(raw, strict=True)
+        assert [shape and shape.rate for shape in made.compressed.shapes] == [kinds[kind] for kind in theirs.layer_types]
+        assert made.mixture.picked == {i for i, kind in enumerate(theirs.mlp_layer_types) if kind == "hash_moe"} == {0, 1, 2}
+        assert made.indexed.shape == IndexShape(64, 128, 64, 512, rate=4) and made.streams == 4 and made.head_dim == 512
+        assert (made.mixture.experts, made.mixture.per_token, made.mixture.factor, made.mixture.roots) == (256, 6, 1.5, True)
+        for layer, kind in enumerate(theirs.layer_types):
+            section = theirs.rope_parameters["main" if kind == WINDOWED else "compress"]
+            assert (made.ropes[layer].kind, made.ropes[layer].theta) == (section["rope_type"], section["rope_theta"])
+    far = config.ropes[2]
+    assert far.kind == "yarn" and far.params["attention_factor"] == 1.0 and far.partial_rotary_factor == 0.125
+    assert config.compressed.shapes[2].token_nbytes(1) == 256 and config.compressed.shapes[3].token_nbytes(1) == 8
+    assert config.state.room == 3840 and config.context_length == 1048576
+
+
+@pytest.mark.parametrize(("key", "value"), [
+    ("expert_dtype", "fp4"), ("scoring_func", "sigmoid"), ("swiglu_limit", 7.0), ("norm_topk_prob", False), ("attention_bias", True),
+    ("layer_types", ["full_attention"] * 43), ("layer_types", [WINDOWED] * 43), ("compress_ratios", [3] * 43), ("compress_ratios", [0]),
+    ("mlp_layer_types", ["dense"] * 43), ("num_key_value_heads", 2), ("hidden_act", "gelu"), ("o_groups", 5), ("index_head_dim", 32),
+    ("compress_rates", {CHOOSES: 3}), ("compress_rate_hca", 1), ("hc_mult", 1), ("qk_rope_head_dim", 63)])
+def test_what_is_not_read_is_named(key: str, value: object) -> None:
+    raw = {**{name: kept for name, kept in PUBLISHED.items() if name != "compress_ratios" or key != "layer_types"}, key: value}
+    with pytest.raises(ConfigError) as caught:
+        parse_config(json.loads(json.dumps(raw)))
+    named = {"layer_types": "layer_types|window", "compress_rates": "keys of 3", "compress_rate_hca": "and 1 tokens",
+             "qk_rope_head_dim": "cannot be rotated"}.get(key, key)
+    assert any(each in caught.value.message for each in named.split("|")), caught.value.message
+
+
+def test_the_published_names_of_a_folder_are_read(folder: Path, engine: Engine, tmp_path: Path) -> None:
+    """Those of whole files, without `model.`, and of what stands outside the layers."""
+    outside = {"model.embed_tokens.weight": "embed.weight", "model.norm.weight": "norm.weight"}
+    outside |= {f"model.hc_head.hc_{part}": f"hc_head_{part}" for part in ("fn", "base", "scale")}
+    tensors = load_file(folder / "model.safetensors")
+    renamed = {outside.get(name, name.removeprefix("model.")): value for name, value in tensors.items()}
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    save_file(renamed, tmp_path / "model.safetensors", {"format": "pt"})
+    other = opened(tmp_path, strict=True, kv="16bit")
+    assert np.array_equal(anew(other, IDS[:120]), anew(engine, IDS[:120])) and read_config(tmp_path) == read_config(folder)
+    other.close()
