@@ -23,3 +23,9 @@ class Ran:
         """The document of a call that went well."""
         assert self.code == 0, self.err
         return json.loads(self.out)
+
+
+def typed(*argv: object) -> tuple[int, str, str]:
+    """The exit code of a call, and what it wrote to both streams."""
+    ran = Ran(*argv)
+    return ran.code, ran.out, ran.err

@@ -57,6 +57,14 @@ def made(outer: str, folder: Path, text: Mapping[str, object], vision: Mapping[s
     return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
 
+def seeing(folder: Path, family: str, case: tuple, **tower: object) -> PreTrainedModel:
+    """The model of a case (`sight_cases.py`) with its processor, written to `folder`; `tower`: what its tower has otherwise."""
+    text, vision, words, more, processor = case
+    model = made(family, folder, text, {**vision, **tower}, words, **more)
+    processor.save_pretrained(folder)
+    return model
+
+
 def words_of(folder: Path) -> PreTrainedTokenizerFast:
     """The tokenizer for a processor of transformers."""
     return PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from projector_files import PAIRS, write_pair, write_projector
 from sight_cases import CASES, SQUARE
-from sight_models import FIRST, PICTURES, TOWER, made, opened
+from sight_models import FIRST, PICTURES, TOWER, made, opened, seeing
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 
 from effllm import EffllmError
@@ -30,24 +30,19 @@ FAMILIES = {**{family: CASES[family] for family in CASES if family in PAIRS}, "l
 SHOWN = ("photo", "tall", "tiny")
 
 
-def seeing(folder: Path, family: str) -> Path:
-    words, vision, added, more, processor = FAMILIES[family]
-    made(family, folder, words, vision, added, **more)
-    processor.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture(scope="module", params=FAMILIES)
 def pair_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     """A folder that sees, and the two files written of it."""
     place = tmp_path_factory.mktemp("pair")
-    return seeing(place / "folder", request.param), *write_pair(place / "folder", place / "files")
+    seeing(place / "folder", request.param, FAMILIES[request.param])
+    return place / "folder", *write_pair(place / "folder", place / "files")
 
 
 @pytest.fixture(scope="module")
 def gemma(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     place = tmp_path_factory.mktemp("gemma")
-    return seeing(place / "folder", "gemma3"), *write_pair(place / "folder", place / "files")
+    seeing(place / "folder", "gemma3", FAMILIES["gemma3"])
+    return place / "folder", *write_pair(place / "folder", place / "files")
 
 
 def album(model: Path, mmproj: Path | None = None) -> Album:
@@ -73,10 +68,8 @@ def test_rows_tokens_and_places_are_those_of_the_folder(pair_of: tuple[Path, Pat
 @pytest.mark.parametrize(("kind", "most"), [("F16", 2e-3), ("BF16", 2e-2), ("Q8_0", 3e-2)])
 def test_smaller_types_see_nearly_the_same(tmp_path: Path, kind: str, most: float) -> None:
     """Of the family whose rows of q and k lie otherwise in the file; its widths are whole blocks."""
-    words, vision, added, more, processor = CASES["mistral3"]
     folder = tmp_path / "folder"
-    made("mistral3", folder, words, {**vision, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2}, added, **more)
-    processor.save_pretrained(folder)
+    seeing(folder, "mistral3", CASES["mistral3"], hidden_size=64, intermediate_size=96, num_attention_heads=2)
     model, mmproj = write_pair(folder, tmp_path / "files", kind)
     assert {each.tensor_type.name for each in gguf.GGUFReader(mmproj).tensors} >= {kind, "F32"}
     ours, wanted = (each.see(PICTURES["photo"], Work()).rows for each in (album(model).sight, opened(folder)))

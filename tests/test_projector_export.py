@@ -1,19 +1,16 @@
 """`effllm export --mmproj`: the file that a model sees with is that of another writer, and what is read from it sees as the folder does."""
 
-import io
 import json
-import os
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
+from command_line import typed
 from projector_files import PAIRS, write_pair
 from sight_cases import CASES
-from sight_models import PICTURES, made, opened
+from sight_models import PICTURES, opened, seeing
 
-from effllm.cli.app import main
-from effllm.cli.environment import Environment
 from effllm.runtime.config import read_config
 from effllm.runtime.gguf.projector_export import TYPES
 from effllm.runtime.images import SIGHTS, Work
@@ -22,24 +19,12 @@ from effllm.runtime.images.album import album_of
 FAMILIES = [family for family in CASES if family in PAIRS and family in TYPES]
 
 
-def typed(*argv: object) -> tuple[int, str, str]:
-    environment = Environment(io.StringIO(), io.StringIO(), io.StringIO(), os.environ)
-    code = main([*map(str, argv)], environment)
-    return code, environment.stdout.getvalue(), environment.stderr.getvalue()
-
-
-def seeing(folder: Path, family: str) -> Path:
-    words, vision, added, more, processor = CASES[family]
-    made(family, folder, words, vision, added, **more)
-    processor.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture(scope="module", params=FAMILIES)
 def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path, Path]:
     """A folder that sees, the two files of it by another writer, and ours."""
     place = tmp_path_factory.mktemp("written")
-    folder = seeing(place / "folder", request.param)
+    folder = place / "folder"
+    seeing(folder, request.param, CASES[request.param])
     model, theirs = write_pair(folder, place / "files")
     ours = place / "mmproj-ours.gguf"
     code, out, err = typed("export", folder, "-o", ours, "--mmproj", "--json")
@@ -76,7 +61,8 @@ def test_llamacpp_sees_the_same_in_it(family: str, tmp_path: Path) -> None:
     peer = pytest.importorskip("llama_cpp")
     from test_projector_whole import of_llamacpp
 
-    folder = seeing(tmp_path / "folder", family)
+    folder = tmp_path / "folder"
+    seeing(folder, family, CASES[family])
     points = PICTURES["square"] if "qwen" in family else np.ascontiguousarray(PICTURES["square"][:32, :32])
     model, _ = write_pair(folder, tmp_path / "files")
     assert typed("export", folder, "-o", tmp_path / "mmproj.gguf", "--mmproj")[0] == 0
@@ -88,7 +74,8 @@ def test_llamacpp_sees_the_same_in_it(family: str, tmp_path: Path) -> None:
 
 
 def test_an_export_of_the_text_part_says_how_to_have_the_other(tmp_path: Path) -> None:
-    folder = seeing(tmp_path / "folder", "idefics3")
+    folder = tmp_path / "folder"
+    seeing(folder, "idefics3", CASES["idefics3"])
     code, _, err = typed("export", folder, "-o", tmp_path / "small.gguf")
     assert code == 0 and f"effllm export {folder} -o {tmp_path / 'mmproj-small.gguf'} --mmproj" in err
     assert typed("export", folder, "-o", tmp_path / "mmproj-small.gguf", "--mmproj")[0] == 0
@@ -98,7 +85,8 @@ def test_an_export_of_the_text_part_says_how_to_have_the_other(tmp_path: Path) -
 
 def test_models_and_wishes_without_such_a_file_are_refused_in_a_line(tmp_path: Path) -> None:
     assert set(TYPES) <= set(SIGHTS)
-    folder = seeing(tmp_path / "folder", "glm_ocr")
+    folder = tmp_path / "folder"
+    seeing(folder, "glm_ocr", CASES["glm_ocr"])
     out = tmp_path / "mmproj.gguf"
     for more, line in (((), "of glm_ocr models no mmproj file is written"), (("--type", "Q8_0"), "--mmproj writes a GGUF file of type F16"),
                        (("--format", "compressed-tensors"), "--mmproj writes a GGUF file of type F16")):

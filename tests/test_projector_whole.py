@@ -2,9 +2,7 @@
 what llama.cpp makes of the same files."""
 
 import ctypes
-import io
 import json
-import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -12,14 +10,13 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+from command_line import typed
 from family_models import assert_close
 from PIL import Image
 from projector_files import PAIRS, write_pair
 from sight_cases import CASES
-from sight_models import FIRST, PICTURES, made, opened
+from sight_models import FIRST, PICTURES, opened, seeing
 
-from effllm.cli.app import main
-from effllm.cli.environment import Environment
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import open_engine
 from effllm.runtime.images import PLACE, Work
@@ -32,13 +29,6 @@ from effllm.runtime.text import Tokenizer
 FAMILIES = [family for family in CASES if family in PAIRS]
 QUICK = ("llava_next", "qwen3_vl")  # with tiles, with places and early rows; rows of all are held in test_projector.py
 OPTIONS = EngineOptions(kv="32bit", device="cpu", ctx=512, strict=False, exact=True)
-
-
-def seeing(folder: Path, family: str, **tower: object) -> torch.nn.Module:
-    text, vision, words, more, processor = CASES[family]
-    model = made(family, folder, text, {**vision, **tower}, words, **more)
-    processor.save_pretrained(folder)
-    return model
 
 
 def hold_a_picture(model: Path, family: str, transformer: torch.nn.Module) -> None:
@@ -71,7 +61,7 @@ def hold_a_picture(model: Path, family: str, transformer: torch.nn.Module) -> No
 
 @pytest.mark.parametrize("family", [pytest.param(family, marks=() if family in QUICK else pytest.mark.slow) for family in FAMILIES])
 def test_logits_behind_a_picture_are_those_of_transformers(family: str, tmp_path: Path) -> None:
-    transformer = seeing(tmp_path / "folder", family)
+    transformer = seeing(tmp_path / "folder", family, CASES[family])
     model, _ = write_pair(tmp_path / "folder", tmp_path / "files")
     hold_a_picture(model, family, transformer)
 
@@ -80,18 +70,12 @@ def test_logits_behind_a_picture_are_those_of_transformers(family: str, tmp_path
 def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     """A model, its projector, and a picture, none of them beside another."""
     place = tmp_path_factory.mktemp("files")
-    seeing(place / "folder", "qwen3_vl")
+    seeing(place / "folder", "qwen3_vl", CASES["qwen3_vl"])
     model, mmproj = write_pair(place / "folder", place / "files")
     Image.fromarray(PICTURES["photo"]).save(place / "photo.png")
     for name in ("alone", "apart"):
         (place / name).mkdir()
     return model.rename(place / "alone" / "model.gguf"), mmproj.rename(place / "apart" / "mmproj-f16.gguf"), place / "photo.png"
-
-
-def typed(*argv: object) -> tuple[int, str, str]:
-    environment = Environment(io.StringIO(), io.StringIO(), io.StringIO(), os.environ)
-    code = main([*map(str, argv)], environment)
-    return code, environment.stdout.getvalue(), environment.stderr.getvalue()
 
 
 def test_show_and_plan_say_what_sees(files: tuple[Path, Path, Path]) -> None:
@@ -143,7 +127,7 @@ CLASS = ("internvl", "llava_next")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_llamacpp_sees_the_same_in_the_same_file(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     peer = pytest.importorskip("llama_cpp")
-    seeing(tmp_path / "folder", family, **OTHER.get(family, {}))
+    seeing(tmp_path / "folder", family, CASES[family], **OTHER.get(family, {}))
     # of a size that nobody has to change: the two size otherwise, see docs/architecture/towers.md
     points = PICTURES["square"] if "qwen" in family or family == "mistral3" else np.ascontiguousarray(PICTURES["square"][:32, :32])
     seen = opened(tmp_path / "folder").see(points, Work())
