@@ -12,7 +12,7 @@ from .. import EffllmError, ModelNotFound, UsageError
 from .errors import unset
 from .flags import add_command, flag, flags_of, place_of_field, valued, variable
 from .help import PlainGroup
-from .loading import bits_for, find, with_draft
+from .loading import bits_for, find_any, with_draft
 from .options import OUTPUT, AnswerFlags, AnyModel, BitsFlag, Json, RunFlags, SamplingFlags
 from .screen import Screen
 from .settings import PROJECT_FILE, demand_usable, giving_way, known, origin, place, said_of_model
@@ -83,7 +83,7 @@ def show(context: typer.Context, model: AnyModel = None, origin: Origin = False,
 def asked_model(model: str, screen: Screen) -> ModelRef:
     """Raises UsageError for the name of a setting, which elsewhere is asked for by itself."""
     try:
-        return find(model, screen)
+        return find_any(model, screen)
     except ModelNotFound as error:
         if model.replace("_", "-") not in known():
             raise
@@ -117,8 +117,9 @@ def beside_model(shown: Sequence[Shown], ref: ModelRef, screen: Screen) -> Itera
     weaker = giving_way(screen.environment, asked)
     try:
         left = weaker | left_out({field: value for field, value in asked.items() if field not in weaker}, own, ref, screen)
-        if "bits" in set_here and bits_for(ref, BitsFlag(set_here["bits"], settled=frozenset({"bits"} - own)), screen) is None:
-            left |= {"bits"}
+        if "bits" in set_here:  # which give way to a format behind the name, and to weights that have few
+            held = bits_for(ref, BitsFlag(set_here["bits"], settled=frozenset({"bits"} - own)), screen)
+            left |= {"bits"} if held != f"{set_here['bits']}bit" else set()
     except EffllmError as error:
         if error.option in own:
             error.say_place(place_of_field(screen.environment, error.option))

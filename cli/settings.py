@@ -76,11 +76,13 @@ class Settings(dict[str, Setting]):
 
 def _said_of(models: Mapping[str, Mapping[str, Setting]], name: str) -> Mapping[str, Setting]:
     """By the name as it was typed, else without what stands behind it (`:4bit`, `@revision`); of another program's, which begins with a
-    colon of its own, without the last (`ollama:llama3.2:3b`)."""
-    from ..runtime.library.model_name import OF_PROGRAM
+    colon of its own, without the last (`ollama:llama3.2:3b`). A format that was typed behind the name wins over the `bits` of the name."""
+    from ..runtime.library.model_name import OF_PROGRAM, names_format
 
-    names = (name, name.rpartition(":")[0] if OF_PROGRAM.match(name) else re.split("[:@]", name, maxsplit=1)[0])
-    return next((models[each] for each in names if each in models), {})
+    if name in models:
+        return models[name]
+    said = models.get(name.rpartition(":")[0] if OF_PROGRAM.match(name) else re.split("[:@]", name, maxsplit=1)[0], {})
+    return {key: setting for key, setting in said.items() if key != "bits" or not names_format(name)}
 
 
 @cache

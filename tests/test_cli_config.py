@@ -296,6 +296,20 @@ def test_what_a_model_has_of_its_own_and_cannot_have_is_said_with_its_place(plac
     assert Ran("config", "show", "--json").code == 0, "of no model in particular nothing is refused"
 
 
+def test_a_format_that_was_typed_wins_over_the_bits_of_the_name(place: Path) -> None:
+    project(place, "[model.fable]\nbits = 4\nctx-size = 256\n[model.'fable:8bit']\nbits = 2\n")
+    bits = {name: json.loads(Ran("plan", name, "--json", "--no-probe").out)["weights_bytes"]
+            for name in ("fable", "fable:4bit", "fable:6bit")}
+    assert bits["fable"] == bits["fable:4bit"] < bits["fable:6bit"]
+    shown = json.loads(Ran("config", "show", "fable:6bit", "--json").out)
+    assert planned() == 256 == shown["ctx-size"]["value"] and shown["bits"] == {"value": None, "origin": "built in"}
+    ran = Ran("plan", "fable:8bit", "--no-probe")
+    assert ran.code == 2 and ran.err.startswith("effllm: effllm.toml:5: fable:8bit and --bits 2 disagree"), "a table of that very name"
+    project(place, "bits = 4\n")
+    shown = json.loads(Ran("config", "show", "fable:6bit", "--json").out)
+    assert shown["bits"] == {"value": None, "origin": "built in, effllm.toml:1 is left out"}
+
+
 def test_a_draft_that_was_typed_is_said_without_a_place(place: Path) -> None:
     project(place, '[model.fable]\ndraft = "nobody/here"\n')
     ran = Ran("run", "fable", "hi", "-n", "1", "--draft", "./none")
