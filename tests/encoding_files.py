@@ -17,8 +17,9 @@ POOLING = {"mean": 1, "cls": 2, "lasttoken": 3, "rank": 4}
 
 
 def write_encoder(folder: Path, path: Path, arch: str = "bert", pooling: str | None = "mean", kind: str = "F32",
-                  changed: Mapping[str, object] | None = None) -> Path:
-    """The model of a folder with a WordPiece tokenizer; `kind`: of its matrices; `changed`: what it states otherwise."""
+                  changed: Mapping[str, object] | None = None, charsmap: bytes | None = None) -> Path:
+    """The model of a folder with its tokenizer; `kind`: of its matrices; `changed`: what it states otherwise; `charsmap`: what
+    SentencePiece does to a text first."""
     said = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(path, arch)
     writer.add_name("small")
@@ -51,6 +52,10 @@ def write_encoder(folder: Path, path: Path, arch: str = "bert", pooling: str | N
     tokenizer = json.loads((folder / "tokenizer.json").read_text())["model"]
     write = {"Unigram": unigrams, "WordPiece": word_pieces, "BPE": merges_of_bytes}[tokenizer["type"]]
     write(writer, tokenizer["vocab"], said["vocab_size"])
+    if charsmap is not None:
+        writer.add_precompiled_charsmap(charsmap)
+        writer.add_add_space_prefix(True)
+        writer.add_remove_extra_whitespaces(True)
     writer.add_token_type_count(said.get("type_vocab_size") or 1)
     first = said["pad_token_id"] + 1 if said["model_type"] == "xlm-roberta" else 0
     for key, value in (changed or {}).items():
