@@ -34,7 +34,8 @@ SAME_PROJECT = {"llvmlite": "numba"}
 USED_AS_COMMANDS = {"setuptools", "pytest-xdist"}
 PEERS = {"llama_cpp", "accelerate"}  # what benchmarks compare with, and only those who run them install
 OF_PEERS = {"anthropic": "anthropic", "compressed-tensors": "compressed_tensors", "llama-cpp-python": "llama_cpp", "lm-eval": "lm_eval",
-            "mcp": "mcp", "ollama": "ollama", "openai": "openai", "playwright": "playwright", "tiktoken": "tiktoken"}  # as imported
+            "mcp": "mcp", "ollama": "ollama", "openai": "openai", "playwright": "playwright", "sentencepiece": "sentencepiece",
+            "tiktoken": "tiktoken"}  # as imported
 
 
 def declared(extra: str | None = None) -> dict[str, Requirement]:
