@@ -41,7 +41,7 @@ CORRECTIONS = ("mlp.gate.e_score_correction_bias", "mlp.moe_statics.e_score_corr
 EXPERT = re.compile(r"(model\.layers\.\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
 EXPERTS = {"w1": "ffn_gate_exps", "w2": "ffn_down_exps", "w3": "ffn_up_exps", "gate_proj": "ffn_gate_exps", "down_proj": "ffn_down_exps",
            "up_proj": "ffn_up_exps"}
-INTERLEAVED = ("arcee", "llama", "granite", "granitemoe", "mistral3", "smollm3")
+INTERLEAVED = ("arcee", "llama", "llama-embed", "granite", "granitemoe", "mistral3", "smollm3")
 FUSED = {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"}
 TYPES = gguf.GGMLQuantizationType
 

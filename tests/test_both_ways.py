@@ -5,6 +5,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -17,7 +18,7 @@ from effllm.runtime.engine import Engine, EngineOptions, open_engine
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from embedders import FABLE
 from embedding_models import INNER, WIDTH, as_gguf, both_ways, mean_of, turned_both_ways
-from gguf_samples import fable_gguf
+from gguf_samples import add_fable_tokenizer, write_model
 from pulls import Person
 
 LENGTHS = (1, 2, 9, 10, 40, 300, 512)
@@ -163,13 +164,20 @@ def test_decoders_that_were_made_to_see_both_ways(tmp_path: Path, kind: str) -> 
             read_config(model)
 
 
-def test_a_gguf_file_says_it_too(tmp_path: Path) -> None:
-    """By attention.causal, as of a causal model made for embeddings by what it has learned since."""
+@pytest.mark.parametrize("arch", ["llama", "llama-embed"])
+def test_a_gguf_file_says_it_too(tmp_path: Path, arch: str) -> None:
+    """By attention.causal, as of a causal model made for embeddings by what it has learned since, or by an architecture of its own."""
     folder, file = tmp_path / "model", tmp_path / "m.gguf"
     shutil.copytree(FABLE, folder)
     stated = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**stated, "is_causal": False}))
-    fable_gguf(file, "F32", lambda writer: writer.add_causal_attention(False))
+
+    def said(writer: gguf.GGUFWriter) -> None:
+        add_fable_tokenizer(writer)
+        if arch == "llama":
+            writer.add_causal_attention(False)
+
+    write_model(FABLE, file, "F32", arch, said)
     *_, engine = open_engine(file, EngineOptions(ctx=128))
     theirs = mean_of(folder, ids_of(60))
     own = made(engine, ids_of(60))
