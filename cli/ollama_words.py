@@ -16,6 +16,7 @@ WORDS = {"temperature": "temp", "top_k": "top-k", "top_p": "top-p", "min_p": "mi
          "repeat_penalty": "repeat-penalty", "repeat_last_n": "repeat-last-n", "presence_penalty": "presence-penalty",
          "frequency_penalty": "frequency-penalty", "seed": "seed", "stop": "stop", "num_ctx": "ctx-size", "num_predict": "predict",
          "mirostat": "mirostat", "mirostat_tau": "mirostat-ent", "mirostat_eta": "mirostat-lr"}
+SHOWN = 12  # words that are left out, by their names
 SEVERAL = "stop"  # which may be said several times
 
 
@@ -56,7 +57,8 @@ def settings_of(stored: Stored, name: str) -> tuple[FileSettings, list[str]]:
         kept["system"] = Setting(system, where)
     if adapters := stored.of("adapter"):
         kept["lora"] = Setting([str(layer.path) for layer in adapters], where)
-    said = [f"{name}: what Ollama says of {', '.join(sorted(left))} is left out"] if left else []
+    some = sorted(left)[:SHOWN] + [f"{len(left) - SHOWN:,} others"] * (len(left) > SHOWN)
+    said = [f"{name}: what Ollama says of {', '.join(some)} is left out"] if left else []
     if stored.of("messages"):
         said.append(f"{name}: the messages with which Ollama begins a conversation are left out")
     return FileSettings(kept, {}), said

@@ -108,3 +108,11 @@ def test_a_file_is_read_whole(tmp_path: Path) -> None:
     assert "at most" in caught.value.strerror
     with pytest.raises(FileNotFoundError):
         read_whole(tmp_path / "b", 10)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="files that a system makes up are Linux's")
+def test_a_file_that_states_no_size_is_held_to_the_bound() -> None:
+    """As those that a system makes up do."""
+    assert read_whole(Path("/proc/self/status"), 1 << 16)
+    with pytest.raises(OddFile, match="more than the 10 bytes"):
+        read_whole(Path("/proc/self/status"), 10)

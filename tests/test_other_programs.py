@@ -15,7 +15,7 @@ from library_trees import OllamaTree, put, state
 from pulls import FABLE, Person
 
 from effllm import EffllmError, ModelNotFound, UsageError, __version__
-from effllm.cli.ollama_words import WORDS, in_toml, usable
+from effllm.cli.ollama_words import WORDS, in_toml, settings_of, usable
 from effllm.cli.server.problems import Problem
 from effllm.cli.server.shelf import Shelf
 from effllm.cli.settings import known
@@ -90,7 +90,13 @@ def test_what_is_not_whole_is_not_listed_and_says_why(person: Person, tree: Olla
     assert listed(person.env).keys() == {"fable"}
     assert "ollama pull cut" in refused("ollama:cut", person.env) and "ollama pull gone" in refused("ollama:gone", person.env)
     assert "no GGUF file" in refused("ollama:elsewhere:cloud", person.env)
-    refused("ollama:torn:1", person.env)
+    assert "cannot be read\nollama pull torn:1 writes it anew" in refused("ollama:torn:1", person.env)
+
+
+def test_words_without_end_are_counted(tree: OllamaTree, person: Person) -> None:
+    tree.add("wordy", SMALL, params={f"k{number:02}": 1 for number in range(50)})
+    _, said = settings_of(ollama.find("wordy", person.env), "wordy")
+    assert said[0].endswith("k10, k11, 38 others is left out")
 
 
 def test_a_model_in_several_files_is_told(person: Person, tree: OllamaTree) -> None:

@@ -25,7 +25,11 @@ def read_whole(path: Path, most: int) -> bytes:
         if status.st_size > most:
             raise OddFile(errno.EINVAL, f"{status.st_size:,} bytes, at most {most:,} are read of such a file", str(path))
         with open(descriptor, "rb", closefd=False) as file:
-            return file.read()
+            data = file.read(most + 1)  # what a system makes up states no size, and may have nothing to give yet
+        if data is None or len(data) > most:
+            what = "nothing to be read yet" if data is None else f"more than the {most:,} bytes that are read of such a file"
+            raise OddFile(errno.EINVAL, what, str(path))
+        return data
     finally:
         os.close(descriptor)
 

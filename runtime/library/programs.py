@@ -141,7 +141,9 @@ def find(reference: Reference, env: Mapping[str, str]) -> Kept:
     if program is OLLAMA:
         if (stored := ollama.find(name, env)) is not None:
             return _of_ollama(stored)
-        raise _not_found(program, name, ollama.names(env), env)
+        if name in (names := ollama.names(env)):
+            raise ModelNotFound(f"what Ollama noted of its model {show(name)} cannot be read", f"ollama pull {typed(name)} writes it anew")
+        raise _not_found(program, name, names, env)
     each = list(_named(program, env))
     asked = _key(name).lower().split("/")
     exact = [(own, file) for own, file in each if own.lower() == "/".join(asked)]
