@@ -86,11 +86,18 @@ class ToolUse:
         session.tools = self.box.tools
         if not self.box.found:
             self.screen.note(f"no tools: the answer is written without (check the servers of {self.source})")
+        elif (tokens := self._tokens(session)) > session.n_ctx // 2:
+            self.screen.note(f"telling of the tools takes some {tokens:,} tokens of the {session.n_ctx:,} that the context holds: "
+                             f"\"disabled\": true in {self.source} leaves a server out, -c gives more room")
+
+    def _tokens(self, session: Session) -> int:
+        """What it takes of every prompt to tell of them, about."""
+        return session.count(json.dumps([tool.function for tool in self.box.on], ensure_ascii=False))
 
     def say_offered(self, session: Session) -> None:
         """How many there are, and what it costs to tell of them."""
         if self.box.on:
-            tokens = session.count(json.dumps([tool.function for tool in self.box.on], ensure_ascii=False))
+            tokens = self._tokens(session)
             servers = dict.fromkeys(tool.server for tool in self.box.on)
             self.screen.note(f"{len(self.box.on)} tools of {', '.join(servers)}, some {tokens} tokens of every prompt (/tools lists them)")
 

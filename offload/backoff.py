@@ -27,9 +27,15 @@ def retry_after(text: str | None, now: float) -> float | None:
     """Seconds of a Retry-After header, a number or a date; None where there is none. `now` is a time of day in seconds."""
     if not text:
         return None
-    if text.strip().isdigit():
+    if text.isascii() and text.strip().isdigit():
         return float(text)
+    date = moment(text)
+    return None if date is None else max(0.0, date - now)
+
+
+def moment(text: str | None) -> float | None:
+    """Seconds since the epoch of a date in a header; None for what is none."""
     try:
-        return max(0.0, parsedate_to_datetime(text).timestamp() - now)
+        return parsedate_to_datetime(text).timestamp() if text else None
     except (TypeError, ValueError, OverflowError):
         return None

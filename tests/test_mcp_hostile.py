@@ -22,7 +22,7 @@ from effllm.runtime.mcp.client import Client, ServerFailed
 from effllm.runtime.mcp.configuration import ServerEntry
 from effllm.runtime.mcp.http import in_header
 from effllm.runtime.mcp.toolbox import LONGEST, Toolbox
-from effllm.runtime.mcp.wire import LARGEST, Inbox, Lost
+from effllm.runtime.mcp.wire import LARGEST, MOST_PARTS, Inbox, Lost
 
 
 @pytest.mark.parametrize("client", [["odd"]], indirect=True)
@@ -36,6 +36,13 @@ def test_a_list_that_is_none_offers_nothing(client, tmp_path):
 def test_progress_of_any_size_is_shown_or_left_out(client):
     list(client.connect(never))
     assert found(client.call("weather", {"place": "Oslo"}, never)).text.startswith("Oslo")
+
+
+def test_a_message_of_parts_without_end_is_not_taken_apart():
+    inbox = Inbox()
+    inbox.put(b'{"id": 1, "result": {"content": [' + b"[]," * (MOST_PARTS // 2) + b"[]]}}")
+    with pytest.raises(Lost, match="more than 4,000,000 parts"):
+        inbox.take(0)
 
 
 def test_what_nobody_asks_for_fills_no_memory():
@@ -104,7 +111,7 @@ def test_a_tool_that_is_told_at_great_length_is_left_out():
     box = Toolbox((), {})
     box.clients = [client]
     more, *notices = [event.text for event in box._name()]
-    assert [tool.own for tool in box.found] == ["a"] and "more than 500 tools" in more and "at most 100,000" in notices[0]
+    assert [tool.name for tool in box.found] == ["a"] and "more than 500 tools" in more and "at most 100,000" in notices[0]
 
 
 def test_other_tools_are_learned_and_what_was_agreed_to_holds_for_those_of_before():

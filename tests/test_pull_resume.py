@@ -18,7 +18,7 @@ from hub_server import Hub, Reply, Request, etag
 from pulls import MINUTE, Person, on_disk, tiny
 
 from effllm.offload import transfer
-from effllm.offload.backoff import Backoff, retry_after
+from effllm.offload.backoff import Backoff, moment, retry_after
 from effllm.offload.connection import ConnectionFailed, Url, proxy_for
 from effllm.offload.part_file import Digest, PartFile, Stretches, read_journal
 from effllm.runtime.events import Notice, Progress
@@ -268,6 +268,8 @@ def test_delays_grow_and_a_servers_wish_comes_first() -> None:
         assert most / 2 <= min(delays) and max(delays) <= most and len(set(delays)) > 1
     assert backoff.delay(1, 30.0) == 30.0
     assert retry_after("120", 0) == 120 and retry_after(None, 0) is None and retry_after("soon", 0) is None
+    assert retry_after("\u00b2", 0) is None and retry_after("9" * 400, 0) > backoff.patience
+    assert moment("Thu, 01 Jan 1970 00:01:00 GMT") == 60 and moment(None) is moment("soon") is None
     assert retry_after("Thu, 01 Jan 1970 00:01:00 GMT", 10) == 50 and retry_after("Thu, 01 Jan 1970 00:00:00 GMT", 10) == 0
 
 

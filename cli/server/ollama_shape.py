@@ -15,12 +15,13 @@ from .shapes import Shape
 from .tools import CallList
 
 NS = 1_000_000_000
+LAST = 253_402_300_799  # the last second that a date can have; files may be younger than that
 LOAD, UNLOAD = "load", "unload"
 
 
 def stamp(seconds: float | None = None) -> str:
     """A moment, or now, as RFC 3339 has it."""
-    moment = datetime.now(UTC) if seconds is None else datetime.fromtimestamp(seconds, UTC)
+    moment = datetime.now(UTC) if seconds is None else datetime.fromtimestamp(min(max(seconds, 0), LAST), UTC)
     return moment.isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 

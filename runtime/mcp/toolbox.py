@@ -130,7 +130,7 @@ class Toolbox:
     def _take_in(self) -> Iterator[Notice]:
         offered = [(client, tool) for client in self.clients for tool in client.tools]
         names = [_fit(tool["name"]) for _, tool in offered]
-        times = Counter(names)
+        times = Counter(_fit(own) for _, own in {(client, tool["name"]) for client, tool in offered})
         taken: set[str] = set()
         self.found = []
         for client in self.clients:

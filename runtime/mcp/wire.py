@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 Message = dict[str, Any]
 LARGEST = 64 << 20  # bytes of a message, and of those that nobody has read yet
+MOST_PARTS = 4_000_000  # of a message
 OVERHEAD = 1 << 10  # bytes that a short one takes
 SHOWN = 200  # letters of what a server says of itself
 METHOD_NOT_FOUND = -32601
@@ -65,6 +66,11 @@ class Inbox:
 
     def put(self, data: bytes | str) -> list[Any]:
         """What a server wrote as one message. Returns the numbers of the requests that it answers."""
+        data = data.encode(errors="replace") if isinstance(data, str) else data
+        if sum(map(data.count, b"[{,")) > MOST_PARTS:  # each takes many times its bytes
+            self.is_full = True
+            self.end(Lost(f"wrote a message of more than {MOST_PARTS:,} parts", "ask it for less"))
+            return []
         try:
             message = json.loads(data)
         except (ValueError, RecursionError):
@@ -75,7 +81,7 @@ class Inbox:
             for number, each in enumerate(batch):
                 self._sort(each, OVERHEAD + (0 if number else len(data)))
             return [each.get("id") for each in batch if "method" not in each]
-        if text := short(data if isinstance(data, str) else data[: 4 * SHOWN].decode(errors="replace")):
+        if text := short(data[: 4 * SHOWN].decode(errors="replace")):
             self.garbage.append(text)
         return []
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from urllib.parse import quote, urljoin
 
 from ... import DownloadFailed, EffllmError, ModelNotFound, __version__
-from ...offload.backoff import Backoff, retry_after
+from ...offload.backoff import Backoff, moment, retry_after
 from ...offload.connection import CREDENTIAL, ConnectionFailed, Network, Response, Url
 from ...offload.part_file import Digest
 from ...offload.running_hash import new_hash
@@ -311,7 +311,7 @@ class Client:
         said = response.header("X-Error-Message") or ""
         if status in BUSY:
             raise TryAgain("too many requests" if status == 429 else f"the server answered {status}",
-                           retry_after(response.header("Retry-After"), time.time()))
+                           retry_after(response.header("Retry-After"), moment(response.header("Date")) or time.time()))
         if code == "GatedRepo":
             raise self.gated(repo)
         if code == "RevisionNotFound":
