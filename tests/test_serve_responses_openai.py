@@ -59,6 +59,16 @@ def test_calls_whole_streamed_and_answered(client) -> None:
     assert client.responses.create(**{**GIVEN, "input": told, "tools": [TOOL]}).status in ("completed", "incomplete")
 
 
+def test_one_is_gone_on_with_and_counted(client) -> None:
+    first = client.responses.create(model="fable", input=QUESTION, temperature=0, max_output_tokens=12)
+    asked = {"model": "fable", "input": "And then?", "previous_response_id": first.id}
+    second = client.responses.create(**asked, temperature=0, max_output_tokens=12)
+    assert second.previous_response_id == first.id and second.output_text
+    assert client.responses.input_tokens.count(**asked).input_tokens == second.usage.input_tokens > first.usage.input_tokens
+    with pytest.raises(openai.BadRequestError, match="send the whole conversation"):
+        client.responses.create(**{**asked, "previous_response_id": "resp_none"})
+
+
 def test_errors_are_of_their_classes(client) -> None:
     with pytest.raises(openai.NotFoundError, match="this server serves fable"):
         client.responses.create(**{**GIVEN, "model": "gpt-5"})
