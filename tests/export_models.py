@@ -49,6 +49,12 @@ HEADS = {"mamba_num_heads": 6, "mamba_head_dim": 32, "ssm_state_size": 16}  # of
 # As wide as the one size is in its parts.
 OF_MINICPM = {"num_key_value_heads": 4, "q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16,
               "initializer_range": 0.1}
+OF_STEP = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_hidden_layers": 5, "head_dim": 32,
+           "sliding_window": 24, "share_expert_dim": 64, "mlp_layer_types": ["dense", *["sparse"] * 4], "layer_types": [
+               "full_attention", *["sliding_attention"] * 3, "full_attention"], "num_sliding_attention_heads": 6,
+           "moe_router_scaling_factor": 2.5, "pad_token_id": 1, "initializer_range": 0.12, "rope_parameters": {
+               "full_attention": {"rope_type": "default", "rope_theta": 50_000.0, "partial_rotary_factor": 0.5},
+               "sliding_attention": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 1.0}}}
 OF_SPACES = {"num_heads": 4, "head_dim": 32, "n_groups": 2, "state_size": 32, "expand": 2}  # of Mamba 2
 MODELS = {
     "llama": Case("llama", {"tie_word_embeddings": True}),
@@ -73,6 +79,11 @@ MODELS = {
     "afmoe": Case("afmoe", {**EXPERTS, "moe_intermediate_size": 32, "num_hidden_layers": 5, "head_dim": 32, "sliding_window": 24,
                             "num_shared_experts": 2, "mup_enabled": True, "route_scale": 2.5, "num_dense_layers": 1,
                             "initializer_range": 0.12}),
+    "step3p5": Case("step3p5", {**OF_STEP, "swiglu_limits": [0, 0, 0.4, 0.7, 0], "swiglu_limits_shared": [0, 0.5, 0.3, 0, 0]},
+                    inside="step3p7"),
+    "step3p5, llama3, no bounds": Case("step3p5", {**OF_STEP, "rope_parameters": {**OF_STEP["rope_parameters"], "full_attention": {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 50_000.0,
+        "original_max_position_embeddings": 64, "partial_rotary_factor": 0.5}}}, inside="step3p7"),
     "muse_glimmer_text": Case("muse_glimmer_text", {"num_hidden_layers": 5, "head_dim": 32, "sliding_window": 24, "qk_scale_factor": 2.5,
                                                     "output_multiplier": 0.5}, inside="muse_glimmer"),
     "kolibri1": Case("kolibri1", {**EXPERTS, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "num_hidden_layers": 5,

@@ -3,10 +3,14 @@
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from transformers import CONFIG_MAPPING
 
+from effllm.offload.gguf import GgufHeader
+from effllm.offload.header import CheckpointError
 from effllm.runtime.config import parse_config
+from effllm.runtime.gguf import step35
 
 sys.path.insert(0, str(Path(__file__).parent))
 from config_samples import refused
@@ -62,3 +66,34 @@ def test_what_transformers_makes_of_it_is_the_same() -> None:
         "AutoModel": "modeling_other.Other"}), ("rope_theta", "many")])
 def test_what_step_3_5_may_not_have_is_named(key: str, value: object) -> None:
     refused({**STEP, key: value}, {"num_sliding_attention_heads": "num_key_value_heads", "rope_theta": "rope_theta"}.get(key, key))
+
+
+def file_says(**keys: object) -> dict[str, object]:
+    """What a file of three layers and one that guesses ahead becomes, of which the last two have experts."""
+    stated = {"step35.swiglu_clamp_exp": np.array([0.0, 0.0, 7.0, 0.0], np.float32), "step35.rope.freq_base_swa": 1e4, **keys}
+    tensors = dict.fromkeys(f"blk.{layer}.ffn_gate_inp.weight" for layer in (1, 2))
+    header = GgufHeader(Path("m.gguf"), stated, tensors)
+    raw = {"num_hidden_layers": 4, "num_nextn_predict_layers": 1, "num_attention_heads": 64, "head_dim": 128, "rope_theta": 5e6,
+           "num_attention_heads_per_layer": [64, 96, 96, 96], "rope_scaling": {
+               "rope_type": "longrope", "short_factor": [2.0] * 64, "long_factor": [2.0] * 64}}
+    step35.add_step35(header, raw, 512, [GLOBAL, LOCAL, LOCAL, LOCAL])
+    step35.two_tables(header, raw)
+    return raw
+
+
+def test_lists_of_a_file_go_on_for_the_layers_behind() -> None:
+    raw = file_says()
+    assert raw["num_hidden_layers"] == 3 and len(raw["layer_types"]) == 4 and raw["mlp_layer_types"] == ["dense", "sparse", "sparse"]
+    assert (raw["num_attention_heads"], raw["num_sliding_attention_heads"], raw["swiglu_limits"]) == (64, 96, [0.0, 0.0, 7.0, 0.0])
+    sizes = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 88, "n_routed_experts": 8, "num_key_value_heads": 8}
+    made = parse_config({**raw, **sizes, "norm_expert_weight": True, "model_type": "step3p5"}, strict=True)
+    assert made.layer_queries == (64, 96, 96) and made.mtp_layers == 1 and made.gate_bounds[2] == (7.0, None)
+    assert len(made.ropes[0].params["long_factor"]) == 32 and (made.ropes[1].theta, made.ropes[1].partial_rotary_factor) == (1e4, 1.0)
+
+
+def test_heads_of_one_kind_of_layers_are_alike() -> None:
+    header = GgufHeader(Path("m.gguf"), {}, {})
+    for heads, said in (([64, 96, 64], "differ among layers of one kind"), ([64, 96], "for 2 of 3 layers")):
+        with pytest.raises(CheckpointError, match=said):
+            step35.add_step35(header, {"num_hidden_layers": 3, "num_attention_heads": 64, "num_attention_heads_per_layer": heads}, 512,
+                              [GLOBAL, LOCAL, LOCAL])

@@ -69,6 +69,8 @@ def test_blocks_of_experts_and_of_fused_tensors(tmp_path: Path, name: str, kind:
 
 
 @pytest.mark.parametrize(("name", "changes", "said"), [
+    ("step3p5", {"layer_types": ["full_attention"] * 5}, "layers of one kind"), ("step3p5", {"query_pre_attn_scalar": 20}, "its scores"),
+    ("step3p5", {"attention_bias": True}, "biases on o"),
     ("muse_glimmer_text", {"post_norm_eps": 1e-5}, "an epsilon of 1e-05"), ("muse_glimmer_text", {"attention_bias": True}, "biases on o"),
     ("muse_glimmer_text", {"layer_rope_theta": [1e4] * 5}, "turns other layers"),
     ("muse_glimmer_text", {"layer_types": ["full_attention"] * 5, "layer_rope_theta": [0] * 5}, "has no window"),

@@ -37,6 +37,7 @@ from . import (
     sections,
     short_conv,
     state_spaces,
+    step35,
     swash,
 )
 from .projector_names import CLIP
@@ -341,6 +342,8 @@ ARCHITECTURES = {
         "output_norm.weight": "model.final_layernorm.weight", "output_norm.bias": "model.final_layernorm.bias", "output.bias":
         "lm_head.bias"}),
     "phi3": Architecture("phi3", partial=True, fused=_QKV | _GATE_UP),
+    step35.NAME: Architecture(step35.FAMILY, experts=("moe", qwen3_moe.NAMES), norm_offset=1.0, pattern=True, keys=step35.KEYS,
+                              required=step35.REQUIRED, read=step35.READ, layer_names=step35.NAMES),
     muse_glimmer.NAME: Architecture(muse_glimmer.FAMILY, interleaved=True, norm_offset=1.0, as_is=muse_glimmer.AS_IS, pattern=True,
                                     keys=muse_glimmer.KEYS, required=muse_glimmer.REQUIRED, layer_names={
                                         **_GEMMA_NAMES, **muse_glimmer.NAMES}),
@@ -359,7 +362,8 @@ BY_FAMILY = dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), laten
     "lfm2_moe": "lfm2moe", "llama4_text": "llama4", "minimax_m2": "minimax-m2", "ministral3": "mistral3", "mistral": "llama",
     "mixtral": "llama", "olmo3": "olmo2", "phi": "phi2", "qwen2_moe": "qwen2moe", "qwen3_5_moe_text": "qwen35moe", "qwen3_5_text": "qwen35",
     "qwen3_moe": "qwen3moe", "qwen3_next": linear_attention.JOINED, "solar_open": "glm4moe", swash.MIXED: swash.NAME,
-    mamba.NORMED: mamba.NAME, muse_glimmer.FAMILY: muse_glimmer.NAME} | {
+    mamba.NORMED: mamba.NAME, muse_glimmer.FAMILY: muse_glimmer.NAME,
+    step35.FAMILY: step35.NAME} | {
     name: name for name in ("afmoe", "apertus", "arcee", "bitnet", "cohere2", "dots1", "ernie4_5", "exaone", "exaone4", "falcon", "gemma",
                             "gemma2", "glm4", "gpt2", "granite", "granite_swa", "granitemoe", "hy_v3", "internlm2", "jamba", "kolibri1",
                             "laguna", "lfm2", "llama", "mamba", "mamba2", "minicpm", "minicpm3", "nemotron", "nemotron_h", "olmo",

@@ -19,7 +19,7 @@ from ...offload.header import CheckpointError, damaged, shown
 from ...quant.weight import to_f32
 from ..config import ModelConfig, parse_config
 from ..config_rope import GROWTH
-from . import channel_decays, gemma3n, gemma4, half_layers, laguna, latent_attention, minicpm3, sections, stateful, yarn
+from . import channel_decays, gemma3n, gemma4, half_layers, laguna, latent_attention, minicpm3, sections, stateful, step35, yarn
 from .architectures import FACTORS, HARMLESS, LONG, NEUTRAL, RMS_NORM, SHORT, UNTURNED, Architecture, architecture
 from .family_keys import REPAIR, add_family
 from .windows import PATTERN, layer_types
@@ -109,7 +109,7 @@ def config_json(header: GgufHeader, factors: Factors) -> dict[str, object]:
             if theirs == stateful.HEADS and found.kinds and isinstance(value, np.ndarray) and (value == 0).any():
                 value, raw["layer_types"] = stateful.layers_without(path, f"{name}.{theirs}", value, raw["num_hidden_layers"],
                                                                        found.kinds)
-            if theirs == laguna.QUERIES and name == laguna.NAME:
+            if theirs == laguna.QUERIES and name in (laguna.NAME, step35.NAME):
                 value = laguna.heads_of(value, raw)
             raw[ours] = _single(path, f"{name}.{theirs}", value)
     embedding = _tensor(header, "token_embd.weight")
@@ -130,8 +130,8 @@ def config_json(header: GgufHeader, factors: Factors) -> dict[str, object]:
             sections.check(header, name, int(width * raw.get("partial_rotary_factor", 1.0)) // 2, sections.IN_TURN[name])
     growth = raw.pop(GROWTH, None)
     raw |= {} if name == gemma4.NAME else _rope(header, name, raw, factors)
-    if name == laguna.NAME:
-        laguna.two_tables(header, raw)
+    if name in (laguna.NAME, step35.NAME):
+        (laguna if name == laguna.NAME else step35).two_tables(header, raw)
     if growth is not None:
         _grow(header, name, raw, growth)
     for role in ("bos", "eos"):

@@ -30,6 +30,7 @@ from . import (
     minicpm3,
     muse_glimmer,
     stateful,
+    step35,
     swash,
     yarn,
 )
@@ -43,7 +44,7 @@ INDEXED = ": this version writes no indexer, without which they would run as ano
 UNTRIED = ": this version writes no files of them"
 NOT_WRITTEN = {**dict.fromkeys(("bailing_hybrid", "bloom", "cohere_compass_text", "cwm", "dbrx", "helium", "hyperclovax", "jais2",
                                 "kimi_linear", "lfm3", "mellum", "mimo_v2_flash", "minimax", "mpt", "olmo_hybrid", "phi4_multimodal",
-                                "step3p5", "vaultgemma", "youtu"), UNTRIED),
+                                "vaultgemma", "youtu"), UNTRIED),
                **dict.fromkeys(("flex_olmo", "flint", "nanochat", "zamba2"), ": llama.cpp does not run them"),
                "ministral": ": llama.cpp runs them as if no layer had a window",
                "phimoe": ": llama.cpp weighs their experts otherwise",
@@ -69,7 +70,7 @@ EVEN_HEADS = ("bailing_moe_v2", "bitnet", "cohere", "cohere2", "exaone", "exaone
 ACTS = {"apertus": "xielu", "falcon": "gelu", "gpt_neox": "gelu", **dict.fromkeys(("arcee", "nemotron", "nemotron_h"), "relu2"),
         **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "gemma4_text", "gpt2", "phi", "starcoder2"), "gelu_tanh")}
 # Families whose files say which layers have experts, or of which all have.
-SAYING_WHERE = (cohere2_moe.FAMILY, half_layers.FAMILY, jamba.FAMILY, kolibri1.FAMILY)
+SAYING_WHERE = (cohere2_moe.FAMILY, half_layers.FAMILY, jamba.FAMILY, kolibri1.FAMILY, step35.FAMILY)
 LONG_AND_SHORT = ("minicpm", "minicpm3", "phi3")  # families whose rotary frequencies llama.cpp divides by the length that is asked for
 UNGROUPED = ("dots1", "olmoe")  # families whose heads llama.cpp takes to have keys and values of their own
 # Families whose files say how experts are scored and weighed.
@@ -127,8 +128,8 @@ def _departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
         yield from kolibri1.departures(config)
     elif family == cohere2_moe.FAMILY:
         yield from cohere2_moe.departures(config)
-    elif family == muse_glimmer.FAMILY:
-        yield from muse_glimmer.departures(config)
+    elif family in (muse_glimmer.FAMILY, step35.FAMILY):
+        yield from (muse_glimmer if family == muse_glimmer.FAMILY else step35).departures(config)
     else:
         yield family not in WITHOUT_WINDOW and set(config.windows) != {None}, "has a sliding window"
     if family.startswith("gemma") or family == "afmoe":
@@ -273,8 +274,8 @@ def _of_family(config: ModelConfig) -> dict[str, Value]:
             keys["expert_shared_feed_forward_length"] = config.mixture.shared_width
         if config.family == laguna.FAMILY:
             keys |= laguna.stated(config)
-        if config.family == kolibri1.FAMILY:
-            keys |= kolibri1.stated(config)
+        if config.family in (kolibri1.FAMILY, step35.FAMILY):
+            keys |= (kolibri1 if config.family == kolibri1.FAMILY else step35).stated(config)
         if config.family == cohere2_moe.FAMILY:
             keys |= cohere2_moe.stated(config)
         if config.family == "ernie4_5_moe":
@@ -311,6 +312,7 @@ def rotary_tensors(config: ModelConfig) -> dict[str, np.ndarray]:
     Raises EffllmError for kinds that depend on the length.
     """
     rope = config.rope or PLAIN_ROPE
+    of_head = lambda divisors: step35.filled(divisors, config) if config.family == step35.FAMILY else divisors  # noqa: E731
     if config.family == gemma4.FAMILY:
         return {FACTORS: gemma4.divisors(config)}
     if rope.kind in ("default", "linear", "yarn"):
@@ -319,9 +321,10 @@ def rotary_tensors(config: ModelConfig) -> dict[str, np.ndarray]:
     if rope.kind == "longrope" and config.family in LONG_AND_SHORT:
         return {LONG: np.array(params["long_factor"], "<f4"), SHORT: np.array(params["short_factor"], "<f4")}
     if rope.kind == "longrope" and params["short_factor"] == params["long_factor"] and params["attention_factor"] == 1.0:
-        return {FACTORS: np.array(params["long_factor"], "<f4")}
+        return {FACTORS: of_head(np.array(params["long_factor"], "<f4"))}
     if rope.kind != "llama3":
         raise EffllmError(f"rotary positions of kind {rope.kind} depend on the length of the text, which a GGUF file cannot state", PLAIN)
-    plain = rope.theta ** (-np.arange(0, config.head_dim, 2, np.float64) / config.head_dim)
+    turned = int(config.head_dim * rope.partial_rotary_factor)
+    plain = rope.theta ** (-np.arange(0, turned, 2, np.float64) / turned)
     stretched = _table(config).inv_freq
-    return {FACTORS: (plain / stretched).astype("<f4")}
+    return {FACTORS: of_head((plain / stretched).astype("<f4"))}
