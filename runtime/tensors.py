@@ -63,6 +63,8 @@ def check_tensors(config: ModelConfig, store: TensorStore, container: Container 
     for key, plain in groups.items():
         found[key], rules = {}, bundled_rules(plain, container)
         for role, rule in rules.items():
+            if rule.optional and not {rule.name, *rule.also} & store.tensors.keys():
+                continue
             info = _found(rule, store)
             stored = low_bit.get(info.name)
             shape = tuple(info.shape if stored is None else stored.shape)

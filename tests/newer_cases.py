@@ -132,6 +132,10 @@ NEWER = {
         "num_sliding_attention_heads": 4, "query_pre_attn_scalar": 20, "tie_word_embeddings": True, "rope_parameters": {kind: {
             "rope_type": "default", "rope_theta": 500.0} for kind in ("full_attention", "sliding_attention")}},
         dtype="bfloat16", inside="step3p7"),
+    "axk1": Case("axk1", {**LATENT, "n_group": 4, "topk_group": 2, "vocab_size": 301, "rms_norm_eps": 1e-2}, shard="100KB"),
+    "axk1, halves, other layers, tied, bfloat16": Case("axk1", {
+        **LATENT, "n_group": 1, "topk_group": 1, "rope_interleave": False, "mlp_layer_types": ["sparse", "dense", "sparse"],
+        "n_shared_experts": 1, "tie_word_embeddings": True, "norm_topk_prob": False}, dtype="bfloat16"),
     "bloom": Case("bloom", {"vocab_size": 301}, shard="100KB"),
     "bloom, heads of no power of two, bfloat16": Case("bloom", {"n_head": 6, "hidden_size": 96, "layer_norm_epsilon": 1e-3},
                                                       dtype="bfloat16"),

@@ -183,6 +183,8 @@ PECULIAR = {
                 {"gate_bounds": ((None, 0.5), (None, 0.5), (0.4, 0.3), (0.7, None), (0.4, None))},
                 {"gate_bounds": ((None, None), (None, None), (0.4, 0.4), (0.7, None), (None, None))}] + [
         {"mixture": each} for each in ({"renormalise": False}, {"sigmoid": False}, {"factor": 1.0}, {"shared_width": None})],
+    "axk1": [{"mixture": each} for each in ({"sigmoid": False}, {"groups": 1, "kept_groups": 1}, {"corrected": False})] + [
+        {"norm_eps": 1e-5}, {"ropes": {"neighbours": False}}, {"attn_scale": 1 / 4}],
     "bloom": [{"slopes": (0.25,) * 4}, {"norm_eps": 1e-1}, {"norm_kind": "rms"}, {"hidden_act": "silu"}],
     "mimo_v2_flash": [{"windows": (None,) * 3}, {"ropes": 0}, {"ropes": 1}, {"factors": {"v": 1.0}}, {"norm_eps": 1e-1}] + [
         {"mixture": each} for each in ({"renormalise": False}, {"sigmoid": False}, {"corrected": False})],
@@ -308,7 +310,7 @@ def test_every_peculiarity_of_a_family_shows(name: str, tmp_path: Path) -> None:
                                   "jamba", "jamba, no experts, tied, bfloat16", "mamba", "mamba2", "falcon_mamba",
                                   "bailing_hybrid", "bailing_hybrid, no bound, other layers, bfloat16",
                                   "flint", "kolibri1", "laguna", "laguna, gates of channels, other layers, bfloat16",
-                                  "bloom", "dbrx", "minimax", "mimo_v2_flash", "mpt", "muse_glimmer", "step3p7", "zamba2",
+                                  "axk1", "bloom", "dbrx", "minimax", "mimo_v2_flash", "mpt", "muse_glimmer", "step3p7", "zamba2",
                                   "zamba2, one block, no positions, groups, bfloat16"])
 def test_the_other_backend_agrees(name: str, tmp_path: Path) -> None:
     """Layers on torch, on CPU tensors: the same logits."""

@@ -51,8 +51,9 @@ if TYPE_CHECKING:
     from ..rope import RopeTable
     from ..weights.state_weights import StateWeights
 
-FAMILIES = ("afmoe", "apertus", "arcee", "bailing_hybrid", "bailing_moe_v2", "bamba", "bitnet", "bloom", "cohere", "cohere2", "cohere2_moe",
-            "cohere_compass_text", "cwm", "dbrx", "deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4", "dots1", "ernie4_5",
+FAMILIES = ("afmoe", "apertus", "arcee", "axk1", "bailing_hybrid", "bailing_moe_v2", "bamba", "bitnet", "bloom", "cohere", "cohere2",
+            "cohere2_moe", "cohere_compass_text", "cwm", "dbrx", "deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4", "dots1",
+            "ernie4_5",
             "ernie4_5_moe", "exaone", "exaone4", "exaone_moe", "falcon", "falcon_h1", "falcon_mamba", "flex_olmo", "flint", "gemma",
             "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt2",
             "gpt_neox", "gpt_oss", "granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared",
@@ -84,6 +85,7 @@ BY_PREFIX = ("audioflamingo3", "aya_vision", "cohere2_vision", "cohere_compass",
              "qwen2_vl", "qwen3_omni_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "step3p7", "voxtral")
 # A `model_type` -> the family that it is, and what its configs say by saying nothing.
 RENAMED: Mapping[str, str] = {
+    "AXK1": "axk1",
     "exaone4_5_text": "exaone4", "gemma4_unified_text": "gemma4_text", "glm4v_moe_text": "glm4_moe", "glm4v_text": "glm4",
     "glm_ocr_text": "glm4", "kimi_k2": "deepseek_v3", "llama_bidirec": "llama", "minimax_m1": "minimax", "minimax_text_01": "minimax",
     "paddleocr_vl_text": "llama", "phi4mm": "phi4_multimodal", "qwen2_5_omni_text": "qwen2", "qwen2_5_vl_text": "qwen2",
@@ -121,7 +123,7 @@ class TensorRule:
 
     `part_of`: where no tensor has the name, (name, first row, rows) of a stored one of which this is a range of rows. `plain`: what is done
     with it wants raw values, so codes of other tools are widened. `coefficients`: it has two dimensions and is no matrix of the model's,
-    but float32 where it is used, as vectors are.
+    but float32 where it is used, as vectors are. `optional`: a checkpoint need not hold it.
     """
 
     name: str
@@ -130,6 +132,7 @@ class TensorRule:
     part_of: tuple[str, int, int] | None = None
     plain: bool = False
     coefficients: bool = False
+    optional: bool = False
 
 
 def inside_others(rules: Mapping[str, TensorRule]) -> dict[str, TensorRule]:

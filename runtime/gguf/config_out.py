@@ -42,7 +42,7 @@ TYPES = {"F16": 1, "Q8_0": 7, "Q4_0": 2}  # what a person may ask for -> general
 QUANTIZATION_VERSION = 2
 INDEXED = ": this version writes no indexer, without which they would run as another model"
 UNTRIED = ": this version writes no files of them"
-NOT_WRITTEN = {**dict.fromkeys(("bailing_hybrid", "bloom", "cohere_compass_text", "cwm", "dbrx", "helium", "hyperclovax", "jais2",
+NOT_WRITTEN = {**dict.fromkeys(("axk1", "bailing_hybrid", "bloom", "cohere_compass_text", "cwm", "dbrx", "helium", "hyperclovax", "jais2",
                                 "kimi_linear", "lfm3", "mellum", "mimo_v2_flash", "minimax", "mpt", "olmo_hybrid", "phi4_multimodal",
                                 "vaultgemma", "youtu"), UNTRIED),
                **dict.fromkeys(("flex_olmo", "flint", "nanochat", "zamba2"), ": llama.cpp does not run them"),

@@ -32,6 +32,8 @@ SIGHT = re.compile(r"(?:.*\.)?(?:image_newline|(?:audio_tower|code2wav|connector
                    r"vision_projection|vision_tower|visual|vit_large_projector)\..+)")
 # A family that is no part of another model and has parts all the same that see and hear, with adapters for both.
 SENSING, SENSES = "phi4_multimodal", re.compile(r"(?:.*\.)?(?:embed_tokens_extend\..+|.+\.lora_[AB]\.(?:speech|vision)\.weight)")
+# Norms behind layers without experts, which A.X K1's checkpoints hold.
+BEHIND_DENSE = "axk1", re.compile(r"(?:.*\.)?layers\.\d+\.(?:mlp\.)?post_mlp_layernorm\.weight")
 INDEXER = re.compile(r"(?:.*\.)?layers\.\d+\.self_attn\.(?:indexer\.|index_[qk]_).+")  # not read in a context that all see
 OWN_KEYS = re.compile(r"(?:.*\.)?layers\.(\d+)\.self_attn\.(?:[kv]_proj|[kv]_norm)\..+")
 # What every xIELU has besides its layer's own numbers.
@@ -49,6 +51,8 @@ def unread(config: ModelConfig, store: TensorStore, read: Iterable[TensorInfo]) 
         left = [info for info in left if not SIGHT.fullmatch(info.name)]
     if config.family == SENSING:
         left = [info for info in left if not SENSES.fullmatch(info.name)]
+    if config.family == BEHIND_DENSE[0]:
+        left = [info for info in left if not BEHIND_DENSE[1].fullmatch(info.name)]
     if config.most_tokens is not None or config.indexed is not None:
         left = [info for info in left if not INDEXER.fullmatch(info.name)]
     behind = tuple(f"model.layers.{config.num_hidden_layers + i}." for i in range(config.mtp_layers))

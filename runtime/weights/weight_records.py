@@ -137,6 +137,8 @@ class WeightRecords:
             return Norm("rms", ops.put(np.ones(size, np.float32) * np.float32(factors), "f32"), None, config.norm_eps)
 
         router, correction = linear("router"), vector("correction")
+        if router is not None and correction is None and config.mixture.corrected:  # by nothing, as groups are chosen all the same
+            correction = ops.put(np.zeros(config.mixture.experts, np.float32), "f32")
         input_norm = norm("input_norm") or (unit_norm(config, ops, config.hidden_size) if config.norms_unit else Norm("none"))
         post_norm = norm("post_norm") or norm("mlp_norm") or input_norm
         if (factor := config.factor("post_norm")) != 1.0:

@@ -1,0 +1,52 @@
+"""A.X K1 (SK Telecom's, 519B-A33B): DeepSeek V3 with one norm behind the sum of experts and of what every token visits.
+
+Published checkpoints correct no scores, and choose groups by their two best experts all the same. They hold the norm of layers without
+experts too, which nothing reads. What every token visits is the MLP of a layer with experts here, because one norm stands behind both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ..config import Defaults, ModelConfig
+from ..config_reader import Keys
+from . import TensorRule, deepseek_v3, llama
+from .deepseek_v3 import NAMES, block, grouped, latent_config, latent_tensors, outer_tensors, refuse_other_code
+from .glm4_moe import corrected
+from .glm4_moe_lite import sparse_behind
+from .mixtral import mixture_tensors
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = deepseek_v3.KEYS_USED - {"num_mtp_layers", "num_nextn_predict_layers"} | {"mlp_layer_types"}
+KEYS_HARMLESS = deepseek_v3.KEYS_HARMLESS | {"num_mtp_layers", "num_nextn_predict_layers"}
+REFUSED_UNLESS: Mapping[str, object] = {key: value for key, value in deepseek_v3.REFUSED_UNLESS.items() if key != "topk_method"}
+SIZES = {"vocab_size": 163_840, "hidden_size": 7168, "intermediate_size": 18_432, "num_hidden_layers": 61, "num_attention_heads": 64}
+WIDTHS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+CODE = r"(configuration|modeling)_axk1\.AXK1\w+"  # of the published ones, which became part of transformers
+QUERY_RANK = 1536
+
+
+def config(keys: Keys) -> ModelConfig:
+    refuse_other_code(keys, CODE)
+    base = Defaults(max_position_embeddings=32_768, sizes=SIZES, bos=163_691, eos=(163_691,))
+    layers, ffn = base.size(keys, "num_hidden_layers"), base.size(keys, "intermediate_size")
+    own = grouped(keys, corrected(keys, layers, 192, 8, 1, True, 2.5, 2048), 8, 4)
+    sparse = sparse_behind(keys, layers, 1)
+    of_all = tuple((own.shared_width or 0) if layer in sparse else ffn for layer in range(layers))
+    return latent_config(keys, base, WIDTHS, QUERY_RANK, keys.flag("rope_interleave", True), layer_ffn=of_all,
+                         mixture=replace(own, layers=sparse, apart=True, shared_width=None))
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    """Tensors of one layer by role: what is shared is the MLP of a layer with experts."""
+    rules, prefix = latent_tensors(config, layer, llama.layer_tensors(config, layer)), f"model.layers.{layer}."
+    if layer not in config.mixture.layers:
+        return rules
+    found = mixture_tensors(config, f"{prefix}mlp.", NAMES)
+    if "correction" in found:
+        found["correction"] = replace(found["correction"], optional=True)
+    norm = TensorRule(f"{prefix}post_mlp_layernorm.weight", (config.hidden_size,), also=(f"{prefix}mlp.post_mlp_layernorm.weight",))
+    return rules | found | {"down_norm": norm} | {
+        role: TensorRule(f"{prefix}mlp.shared_experts.{name}.weight", rules[role].shape) for role, name in NAMES.items()}
