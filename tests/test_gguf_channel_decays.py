@@ -1,7 +1,9 @@
 """GGUF files of Kimi Linear and Ling 3 as llama.cpp's converters write them: the same models, also in blocks, and what is refused."""
 
 import dataclasses
+import json
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -162,6 +164,23 @@ def test_blocks_are_multiplied_as_they_lie(kind: str, folder: Path, tmp_path: Pa
         found.append(np.concatenate([rows.copy() for _, rows in engine.score(IDS)]))
         engine.close()
     assert np.abs(found[0] - found[1]).max() < 2e-3 * np.abs(found[1]).max()
+
+
+def test_bounds_of_gates_are_those_of_a_folder(folder: Path, tmp_path: Path) -> None:
+    """Of Ling's files; Kimi's have none."""
+    if folder.name != "bailingmoe3":
+        assert not read_config(folder).gate_bounds
+        return
+    lists = {"swiglu_clamp_exp": [0.0, 0.0, 0.5, 0.0, 0.25, 0.0], "swiglu_clamp_shexp": [0.0, 0.5, 0.0, 0.0, 0.25, 0.0]}
+    path = converted(folder, tmp_path / "m.gguf", lambda keys, tensors: keys.update(lists))
+    bounded = tmp_path / "bounded"
+    shutil.copytree(folder, bounded)
+    raw = json.loads((bounded / "config.json").read_text())
+    (bounded / "config.json").write_text(json.dumps({**raw, "expert_swiglu_limit_list": lists["swiglu_clamp_exp"],
+                                                     "share_expert_swiglu_limit_list": lists["swiglu_clamp_shexp"]}))
+    assert read_config(path).gate_bounds == read_config(bounded).gate_bounds
+    ours, plain = scores(path, IDS), scores(converted(folder, tmp_path / "plain.gguf"), IDS)
+    assert np.abs(ours - scores(bounded, IDS)).max() < 2e-4 * np.abs(ours).max() < np.abs(ours - plain).max()
 
 
 def test_parts_of_other_types_are_widened(folder: Path, tmp_path: Path) -> None:
