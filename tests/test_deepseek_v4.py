@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from newer_cases import CHOOSES, DEEPSEEK_4, HEAVY, WINDOWED
 from safetensors.torch import load_file, save_file
 from transformers import DeepseekV4Config, PreTrainedModel
@@ -319,3 +320,27 @@ def test_the_published_names_of_a_folder_are_read(folder: Path, engine: Engine, 
     other = opened(tmp_path, strict=True, kv="16bit")
     assert np.array_equal(anew(other, IDS[:120]), anew(engine, IDS[:120])) and read_config(tmp_path) == read_config(folder)
     other.close()
+
+
+def test_weights_in_fp8_are_read_by_the_published_names(folder: Path, tmp_path: Path) -> None:
+    """Blocks of 128 x 128 with powers of two beside them, which are called scales alone."""
+    exact, low = tmp_path / "exact", tmp_path / "low"
+    coded, plain = {}, {}
+    for name, value in load_file(folder / "model.safetensors").items():
+        plain[name] = coded[name] = value
+        if name.endswith(("wq_b.weight", "wo_a.weight", "wo_b.weight", "w1.weight", "w2.weight")) and "indexer" not in name:
+            coded[name] = (value * 256).to(torch.float8_e4m3fn)
+            plain[name] = coded[name].float() / 256
+            blocks = [-(-size // 128) for size in value.shape]
+            coded[name.removesuffix("weight") + "scale"] = torch.full(blocks, 2.0**-8).to(torch.float8_e8m0fnu)
+    config = json.loads((folder / "config.json").read_text())
+    stated = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    for made, tensors, more in ((exact, plain, {}), (low, coded, {"quantization_config": stated})):
+        made.mkdir()
+        (made / "config.json").write_text(json.dumps(config | more))
+        save_file(tensors, made / "model.safetensors", {"format": "pt"})
+    engines = [opened(each, kv="16bit") for each in (exact, low)]
+    rows = [anew(each, IDS[:150]) for each in engines]
+    for each in engines:
+        each.close()
+    assert np.abs(rows[0] - rows[1]).max() < 1e-4 * np.abs(rows[0]).max()
