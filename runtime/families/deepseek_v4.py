@@ -19,7 +19,7 @@ from ...kernels.layout import SILU_LIMIT
 from ..compressed import Compressed
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
-from ..config_rope import RopeConfig, rope_of
+from ..config_rope import MAX_POSITIONS, RopeConfig, rope_of
 from ..indexed import Indexed
 from ..mixture import Mixture
 from . import LayerWeights, TensorRule
@@ -60,6 +60,7 @@ def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=2**20, num_key_value_heads=1, head_dim=512, bos=0, eos=(1,), sizes=SIZES,
                     ffn_key="moe_intermediate_size")
     layers = base.size(keys, "num_hidden_layers")
+    keys.integer("intermediate_size", None, high=2**22)  # of no layer: each has experts
     kinds, rates, window = _kinds(keys, layers), _rates(keys), keys.integer("sliding_window", 128, high=2**20)
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
@@ -106,7 +107,8 @@ def _ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, RopeC
     turned = keys.integer("qk_rope_head_dim", None, low=2, high=head_dim)
     share = keys.number("partial_rotary_factor", 64 / 512 if turned is None else turned / head_dim)
     thetas = keys.number("rope_theta", 10_000.0, above=1.0), keys.number("compress_rope_theta", 160_000.0, above=1.0)
-    stated = keys.section("rope_scaling") or keys.section("rope_parameters") or {}
+    older, newer = keys.section("rope_scaling"), keys.section("rope_parameters")
+    stated, original = older or newer or {}, keys.integer("original_max_position_embeddings", None, high=MAX_POSITIONS)
     own, far = stated.get(MAIN), stated.get(LONG)
     if not isinstance(own, dict) or not isinstance(far, dict):
         far = {name: value for name, value in stated.items() if name not in (MAIN, LONG)} | {"rope_theta": thetas[1]}
@@ -114,7 +116,7 @@ def _ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, RopeC
             far = {"attention_factor": 1.0} | far  # cos and sin keep their size
         own = {"rope_theta": thetas[0]}
     return tuple(rope_of(Keys({"partial_rotary_factor": share, **section}, f"config.json: rotary positions of {name}"), head_dim, positions,
-                         theta, partial=True)
+                         theta, original if name == LONG else None, partial=True)
                  for name, section, theta in ((MAIN, own, thetas[0]), (LONG, far, thetas[1])))
 
 
