@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from sight_models import FABLE, FIRST, TEXT
 from transformers import AutoConfig, PreTrainedModel, WhisperFeatureExtractor
+from transformers.audio_utils import mel_filter_bank
 
 from effllm.runtime.config import read_config
 from effllm.runtime.images import Sight, sight_of
@@ -29,7 +30,17 @@ TEMPLATE = ("{% for m in messages %}{{ m['role'] }}: {% if m['content'] is strin
 # family -> kind of text part, what stands around and for a sound, and what the config says beside.
 FAMILIES = {"qwen2_audio": ("qwen2", ("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"), {"audio_token_index": FIRST}),
             "audioflamingo3": ("qwen2", ("<sound>",), {"audio_token_id": FIRST}),
+            "granite_speech": ("granite", ("<|audio|>",), {"audio_token_index": FIRST, "has_lora_adapter": False}),
             "voxtral": ("llama", ("[AUDIO]", "[BEGIN_AUDIO]"), {"audio_token_id": FIRST})}
+# Of Granite Speech: a second and its half are more than a block of rows that see each other.
+CONFORMER = {"input_dim": 32, "num_layers": 4, "hidden_dim": 48, "num_heads": 3, "output_dim": 11, "context_size": 20, "max_pos_emb": 24,
+             "conv_kernel_size": 5}
+ASKS = {"model_type": "blip_2_qformer", "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 64,
+        "encoder_hidden_size": 48}
+MULTIPLIERS = {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.7, "logits_scaling": 2.0}
+PAIRS = {"feature_extractor_type": "GraniteSpeechFeatureExtractor", "sampling_rate": RATE, "projector_window_size": 15,
+         "projector_downsample_rate": 5, "melspec_kwargs": {"hop_length": 160, "n_fft": 512, "n_mels": 16, "sample_rate": RATE,
+                                                            "win_length": 400}}
 
 
 def sound(seconds: float, seed: int = 1, rate: int = RATE) -> np.ndarray:
@@ -55,15 +66,23 @@ def written_hearing(family: str, folder: Path, **more: object) -> PreTrainedMode
     text, words, own = FAMILIES[family]
     tower = {SPELLED.get(key, key) if family == "qwen2_audio" else key: value for key, value in TOWER.items()}
     kinds = {"text_config": {**deepcopy(TEXT), "model_type": text}, "audio_config": {**tower, "model_type": f"{family}_encoder"}}
-    config = AutoConfig.for_model(family, **kinds, **own, **more)
+    if family == "granite_speech":
+        kinds = {"text_config": kinds["text_config"] | MULTIPLIERS, "encoder_config": CONFORMER, "projector_config": ASKS}
+    config = AutoConfig.for_model(family, **kinds, **{**own, **more})
     torch.manual_seed(3)
     kind = _class(family)
     model = kind(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.15))
+        for name, buffer in model.named_buffers():  # of norms of a batch, by what was seen in training
+            if "running_" in name:
+                buffer.add_(torch.rand_like(buffer))
     model.save_pretrained(folder)
-    EXTRACTOR.save_pretrained(folder)
+    if family == "granite_speech":
+        (folder / "preprocessor_config.json").write_text(json.dumps(PAIRS))
+    else:
+        EXTRACTOR.save_pretrained(folder)
     shutil.copy(FABLE / "generation_config.json", folder / "generation_config.json")
     settings = json.loads((FABLE / "tokenizer_config.json").read_text()) | {"chat_template": TEMPLATE.replace("PLACE", "".join(
         sorted(words, key=lambda word: ("BEGIN" in word or "bos" in word, "eos" not in word), reverse=True)))}
@@ -78,8 +97,8 @@ def written_hearing(family: str, folder: Path, **more: object) -> PreTrainedMode
 def _class(family: str) -> type[PreTrainedModel]:
     import transformers
 
-    return getattr(transformers, {"qwen2_audio": "Qwen2Audio", "audioflamingo3": "AudioFlamingo3", "voxtral": "Voxtral"}[family]
-                   + "ForConditionalGeneration")
+    names = {"qwen2_audio": "Qwen2Audio", "audioflamingo3": "AudioFlamingo3", "granite_speech": "GraniteSpeech", "voxtral": "Voxtral"}
+    return getattr(transformers, f"{names[family]}ForConditionalGeneration")
 
 
 def opened(folder: Path) -> Sight:
@@ -94,7 +113,18 @@ def ready(family: str, samples: np.ndarray) -> Mapping[str, torch.Tensor]:
         made = EXTRACTOR(samples, sampling_rate=RATE, return_tensors="pt", padding=True, truncation=False, pad_to_multiple_of=RATE)
         features = made["input_features"].reshape(16, -1, 100).transpose(0, 1)
         return {"input_features": features}
+    if family == "granite_speech":
+        return {"input_features": paired(samples)}
     windows = [samples[begin : begin + RATE] for begin in range(0, len(samples), RATE)]
     made = EXTRACTOR(windows, sampling_rate=RATE, return_tensors="pt", padding="max_length", return_attention_mask=True)
     mask = "feature_attention_mask" if family == "qwen2_audio" else "input_features_mask"
     return {"input_features": made["input_features"], mask: made["attention_mask"]}
+
+
+def paired(samples: np.ndarray) -> torch.Tensor:
+    """What Granite Speech's extractor makes of a sound [1, pairs, 32], by torch's own transform: its own wants torchaudio."""
+    found = torch.stft(torch.from_numpy(samples), 512, 160, 400, torch.hann_window(400), return_complex=True)
+    filters = mel_filter_bank(257, 16, 0.0, RATE / 2, RATE, norm=None, mel_scale="htk")
+    mel = (found.abs().square().T @ torch.from_numpy(filters).float()).clip(min=1e-10).log10()
+    mel = torch.maximum(mel, mel.max() - 8) / 4 + 1
+    return mel[: len(mel) // 2 * 2].reshape(1, -1, 32)

@@ -1,5 +1,9 @@
 """A sound from its samples to the logits behind it, by our encoder and our text part, against transformers' extractor and model."""
 
+import json
+import re
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -30,7 +34,7 @@ def test_logits_behind_a_sound_are_those_of_transformers(hearing):
     try:
         engine.album = album_of(folder, engine.config)
         prompts = Prompts(Tokenizer.load(folder, engine.config), album=engine.album)
-        for seconds in (0.73, 1.0) if family == "qwen2_audio" else (0.5, 2.41):
+        for seconds in {"qwen2_audio": (0.73, 1.0), "granite_speech": (1.31, 2.41)}.get(family, (0.5, 2.41)):
             samples = sound(seconds)
             heard = engine.album.take(samples)
             engine.reset()
@@ -41,6 +45,8 @@ def test_logits_behind_a_sound_are_those_of_transformers(hearing):
             told = torch.tensor([[FIRST if token >= 1 << 40 else token for token in ids]])
             with torch.inference_mode():
                 wanted = model(input_ids=told, **ready(family, samples), use_cache=False).logits[0].numpy()
+            if family == "granite_speech":
+                wanted /= model.config.text_config.logits_scaling  # which the class that hears leaves out
             assert len(heard.seen.rows) >= 12 and (told == FIRST).sum() == len(heard.seen.rows)
             assert_close(ours, wanted)
     finally:
@@ -66,5 +72,44 @@ def test_a_sound_that_is_too_long_for_the_model_is_told(hearing):
 
 def test_a_plan_has_room_for_weights_and_work(hearing):
     _, folder, model = hearing
-    tower = sum(each.numel() * 4 for name, each in model.named_parameters() if "audio_tower" in name or "projector" in name)
+    tower = sum(each.numel() * 4 for name, each in model.named_parameters() if re.search("audio_tower|projector|encoder", name))
     assert opened(folder).bytes_needed() > tower + 4 * 50 * 48 * 6
+
+
+def test_a_model_that_was_taught_to_hear_by_an_adapter_wants_it(tmp_path):
+    """It lies in the model's folder; what comes of both is what comes of weights into which it is merged."""
+    from safetensors.numpy import save_file
+
+    model = written_hearing("granite_speech", tmp_path, has_lora_adapter=True)
+    rng, thin = np.random.default_rng(3), {}
+    for number, layer in enumerate(model.model.language_model.layers):
+        for name in ("q_proj", "v_proj"):
+            weight = getattr(layer.self_attn, name).weight
+            a, b = (rng.normal(0, 0.3, shape).astype(np.float32) for shape in ((4, weight.shape[1]), (weight.shape[0], 4)))
+            own = f"base_model.model.language_model.model.layers.{number}.self_attn.{name}"
+            thin |= {f"{own}.lora_A.weight": a, f"{own}.lora_B.weight": b}
+            weight.data += 2 * torch.from_numpy(b @ a)
+    save_file(thin, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8,
+                                                              "target_modules": ["q_proj", "v_proj"]}))
+    samples = sound(1.31)
+    for options in (OPTIONS, replace(OPTIONS, lora=(str(tmp_path),))):
+        engine = list(open_engine(tmp_path, options))[-1]
+        try:
+            engine.album = album_of(tmp_path, engine.config)
+            prompts = Prompts(Tokenizer.load(tmp_path, engine.config), album=engine.album)
+            prompt = f"Once {engine.album.take(samples).mark} was a fox."
+            list(prompts.see(prompt, engine, lambda: False))
+            ids = prompts.encoded(prompt)
+            if not options.lora:
+                with pytest.raises(UsageError, match="by a LoRA adapter that was published in its folder") as refused:
+                    list(engine.score(ids))
+                assert refused.value.hint.startswith("--lora FOLDER")
+                continue
+            ours = np.concatenate([logits.copy() for _, logits in engine.score(ids)])
+        finally:
+            engine.close()
+    told = torch.tensor([[FIRST if token >= 1 << 40 else token for token in ids]])
+    with torch.inference_mode():
+        wanted = model(input_ids=told, **ready("granite_speech", samples), use_cache=False).logits[0].numpy()
+    assert_close(ours, wanted / model.config.text_config.logits_scaling)

@@ -39,7 +39,7 @@ class Seen:
     the prompt becomes, ids of the vocabulary and PLACE where a row stands, in order. `grid`: rows and columns of places for families whose
     rotary positions go by place, else None. `both_ways`: tokens of one picture see each other, also those behind them; `in_windows`: in
     layers with a window alone. `deep`: float32 [layers, n, hidden], of which the k-th is added to the rows' hidden states behind layer k of
-    the text part (Qwen 3 VL), else None."""
+    the text part (Qwen 3 VL), else None. `by_adapter`: rows are read by the LoRA adapter that the model was published with."""
 
     rows: np.ndarray
     tokens: tuple[int, ...]
@@ -47,6 +47,7 @@ class Seen:
     both_ways: bool = False
     in_windows: bool = False
     deep: np.ndarray | None = None
+    by_adapter: bool = False
 
 
 class Work:

@@ -237,6 +237,11 @@ class Album:
         return plain, Shown(np.array(places, np.int64), np.stack(rows).astype(np.float32, copy=False),
                             np.stack(deep, axis=1) if deep else None, reach if reach.any() else None, narrow)
 
+    def by_adapter(self, ids: Sequence[int]) -> bool:
+        """Whether any of the ids is of a picture whose rows are read by an adapter."""
+        found = (self._numbered.get(parts_of(token)[0]) for token in ids if token >= PICTURED)
+        return any(each is not None and each.seen is not None and each.seen.by_adapter for each in found)
+
     def _keep(self, picture: Picture) -> None:
         """The newest of all; the oldest go where there are too many bytes. Under the lock."""
         _, before = self._kept.pop(picture.digest, (None, 0))

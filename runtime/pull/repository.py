@@ -14,12 +14,13 @@ from fnmatch import fnmatch
 from urllib.parse import quote
 
 from ... import ModelNotFound
+from ..config_reader import ADAPTER as STATED
 from ..config_reader import is_count, show
 from ..gguf import names
 from ..hub import COMPANIONS, GGUF_PATH, INDEX, NESTED, RANKS, is_repo
 from .client import Client, DownloadFailed, RemoteFile
 
-SINGLE = "model.safetensors"
+SINGLE, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 SHARD = re.compile(r"model-(\d{5,6})-of-(\d{5,6})\.safetensors")
 PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+ -]{0,200}")  # a name at the top level; never a way into another folder
 MOST_NAMED = 12  # files in a hint
@@ -96,7 +97,9 @@ def _licence(raw: Mapping[str, object]) -> str | None:
 def companions(repository: Repository) -> list[RemoteFile]:
     """The files beside the weights. Another form of the tokenizer is none where tokenizer.json is there."""
     twice = RANKS if "tokenizer.json" in repository.files else ()
-    return [file for file in repository.files.values() if any(fnmatch(file.name, pattern) for pattern in COMPANIONS)
+    # What a model was taught to hear by lies beside its weights. Where nothing describes it, it is somebody's leftover.
+    taught = (STATED, ADAPTER) if {STATED, "config.json"} <= repository.files.keys() else ()
+    return [file for file in repository.files.values() if any(fnmatch(file.name, pattern) for pattern in (*COMPANIONS, *taught))
             and not file.name.endswith(PROGRAMS) and file.name not in twice and file.size <= LARGEST_COMPANION]
 
 
@@ -152,7 +155,7 @@ def projector_file(repository: Repository, model: str) -> RemoteFile | None:
 
 def _no_weights(repository: Repository, lone: Sequence[str]) -> ModelNotFound:
     every = [*repository.files, *repository.unusable]
-    if "adapter_model.safetensors" in every:
+    if ADAPTER in every:
         return ModelNotFound(f"{repository.repo} is a LoRA adapter, not a model",
                              "pull the model that it was made for; effllm export --lora DIR merges an adapter in a folder into it")
     if lone:

@@ -6,4 +6,5 @@ and its `model_type` in HEARING.
 """
 
 # Model type of a model that takes sounds -> the module here that hears for it: its `sight(source, config)` returns a Sight.
-HEARING: dict[str, str] = {"audioflamingo3": "audioflamingo3", "qwen2_audio": "qwen2_audio", "voxtral": "voxtral"}
+HEARING: dict[str, str] = {"audioflamingo3": "audioflamingo3", "granite_speech": "granite_speech", "qwen2_audio": "qwen2_audio",
+                           "voxtral": "voxtral"}

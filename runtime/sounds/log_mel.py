@@ -40,26 +40,37 @@ class LogMel:
     def filters(self) -> np.ndarray:
         """float32 [1 + window // 2, bands]."""
         edges = _hertz(np.linspace(0, _mels(HIGHEST_HZ), self.bands + 2))
-        heights = np.linspace(0, RATE // 2, 1 + self.window // 2)
-        slopes = edges[None] - heights[:, None]
-        widths = np.diff(edges)
-        rising, falling = -slopes[:, :-2] / widths[:-1], slopes[:, 2:] / widths[1:]
-        return (np.maximum(0, np.minimum(rising, falling)) * (2 / (edges[2:] - edges[:-2]))).astype(np.float32)
+        return (triangles(edges, self.window) * (2 / (edges[2:] - edges[:-2]))).astype(np.float32)
 
     def __call__(self, samples: np.ndarray) -> np.ndarray:
         """float32 [n], at least a window of them -> float32 [n // hop, bands]."""
-        edge = self.window // 2
-        around = np.pad(samples.astype(np.float32, copy=False), edge, mode="reflect")
-        shape = np.hanning(self.window + 1)[:-1].astype(np.float32)
-        windows = np.lib.stride_tricks.sliding_window_view(around, self.window)[:: self.hop][: len(samples) // self.hop]
-        made = np.empty((len(windows), self.bands), np.float32)
-        for begin in range(0, len(windows), FRAMES):
-            some = slice(begin, begin + FRAMES)
-            found = np.fft.rfft(windows[some] * shape)
-            made[some] = (found.real**2 + found.imag**2).astype(np.float32) @ self.filters
-        np.log10(np.maximum(made, 1e-10, out=made), out=made)
-        np.maximum(made, made.max(initial=-10) - 8, out=made)
-        return (made + 4) / 4
+        return log_powers(samples, hann(self.window), self.hop, len(samples) // self.hop, self.filters)
+
+
+def hann(window: int) -> np.ndarray:
+    """float32 [window], of which the next would begin with the first number again."""
+    return np.hanning(window + 1)[:-1].astype(np.float32)
+
+
+def triangles(edges: np.ndarray, window: int) -> np.ndarray:
+    """Bands that rise and fall between `edges` in hertz [bands + 2], over the frequencies of a window [1 + window // 2, bands]."""
+    slopes = edges[None] - np.linspace(0, RATE // 2, 1 + window // 2)[:, None]
+    widths = np.diff(edges)
+    return np.maximum(0, np.minimum(-slopes[:, :-2] / widths[:-1], slopes[:, 2:] / widths[1:]))
+
+
+def log_powers(samples: np.ndarray, shape: np.ndarray, hop: int, frames: int, filters: np.ndarray) -> np.ndarray:
+    """So many frames of samples float32 [n], each times `shape` [window] -> float32 [frames, bands]."""
+    around = np.pad(samples.astype(np.float32, copy=False), len(shape) // 2, mode="reflect")
+    windows = np.lib.stride_tricks.sliding_window_view(around, len(shape))[::hop][:frames]
+    made = np.empty((len(windows), filters.shape[1]), np.float32)
+    for begin in range(0, len(windows), FRAMES):
+        some = slice(begin, begin + FRAMES)
+        found = np.fft.rfft(windows[some] * shape)
+        made[some] = (found.real**2 + found.imag**2).astype(np.float32) @ filters
+    np.log10(np.maximum(made, 1e-10, out=made), out=made)
+    np.maximum(made, made.max(initial=-10) - 8, out=made)
+    return (made + 4) / 4
 
 
 def _mels(hertz: float) -> float:
@@ -72,26 +83,33 @@ def _hertz(mels: np.ndarray) -> np.ndarray:
 
 def read_log_mel(folder: Path) -> LogMel:
     """As a folder says that its sounds are made ready. Raises UsageError where it says nothing, or it is of another kind."""
-    inside, where = _json(folder / FILE), FILE
-    if inside is None:
-        inside, where = (_json(folder / OUTER) or {}).get("feature_extractor"), OUTER
-    if not isinstance(inside, dict):
-        raise UsageError(f"{folder} has no {FILE}, so it is not known how sounds are made ready for this model",
-                         "fetch that file from where the model is from, beside its config.json")
-    keys = Keys(inside, where)
-    kind = keys.text("feature_extractor_type", KIND)
-    if kind != KIND:
-        raise UsageError(f"{where}: sounds are made ready by {show(kind)}, which is not known for this model",
-                         f"known: {KIND}; text alone works")
-    if keys.integer("sampling_rate", RATE) != RATE:
-        raise keys.fail("sampling_rate", f"{RATE}")
-    if keys.raw.get("dither") not in (None, 0) or keys.raw.get("do_normalize") not in (None, False):
-        raise ConfigError(f"{where}: dither or do_normalize is set, which models here do without", "leave them away")
+    keys = read_extractor(folder, KIND)
     found = LogMel(keys.integer("feature_size", 80, high=512), keys.integer("n_fft", 400, low=16, high=4096),
                    keys.integer("hop_length", 160, high=4096), RATE * keys.integer("chunk_length", 30, high=120))
     if found.samples % found.hop:
         raise keys.fail("hop_length", "a divisor of what an encoder takes")
     return found
+
+
+def read_extractor(folder: Path, known: str) -> Keys:
+    """What a folder says of its extractor, which is of this kind. Raises UsageError where it says nothing, or it is of another."""
+    inside, where = _json(folder / FILE), FILE
+    if inside is None:
+        outer, where = _json(folder / OUTER) or {}, OUTER
+        inside = outer.get("feature_extractor", outer.get("audio_processor"))
+    if not isinstance(inside, dict):
+        raise UsageError(f"{folder} has no {FILE}, so it is not known how sounds are made ready for this model",
+                         "fetch that file from where the model is from, beside its config.json")
+    keys = Keys(inside, where)
+    kind = keys.text("feature_extractor_type", known)
+    if kind != known:
+        raise UsageError(f"{where}: sounds are made ready by {show(kind)}, which is not known for this model",
+                         f"known: {known}; text alone works")
+    if keys.integer("sampling_rate", RATE) != RATE:
+        raise keys.fail("sampling_rate", f"{RATE}")
+    if keys.raw.get("dither") not in (None, 0) or keys.raw.get("do_normalize") not in (None, False):
+        raise ConfigError(f"{where}: dither or do_normalize is set, which models here do without", "leave them away")
+    return keys
 
 
 def _json(path: Path) -> dict[str, object] | None:

@@ -1,4 +1,4 @@
-"""What all families that hear by Whisper's encoder have in common: a log-mel spectrogram in windows, and rows of those.
+"""What all families that hear have in common, and what those by Whisper's encoder: a log-mel spectrogram in windows, and rows of those.
 
 A family has a class with `tokens` (what stands for a sound of so many samples) and `load` (weights to a function that computes rows), and a
 function `sight` that makes it.
@@ -28,24 +28,45 @@ if TYPE_CHECKING:
 Windows = list[tuple[np.ndarray, int]]  # spectrograms float32 [frames, bands], and how many of the frames are of the sound
 
 
-class TowerHearing(Tower):
-    """A `Sight` that hears. `AUDIO`: kinds of towers that the family has, as of `Tower`. `most_seconds`: of a sound that it takes."""
+class Hearing(Tower):
+    """A `Sight` that hears. `AUDIO`: kinds of towers that the family has, as of `Tower`, described in the `SECTION`. `most_seconds`: of a
+    sound that it takes; `by_adapter` as of `Seen`."""
 
     AUDIO: Mapping[str, Mapping[str, object]]
+    SECTION = "audio_config"
     sense = SOUNDS
+    by_adapter = False
     most_seconds: float
 
     def __init__(self, source: TowerSource, config: ModelConfig) -> None:
-        super().__init__(source, config, "audio_config", self.AUDIO)
-        self.sizes, self.log_mel = Sizes.read(self.said), read_log_mel(source.model)
-        if self.log_mel.bands != self.sizes.bands or self.log_mel.frames != 2 * self.sizes.places:
-            raise ConfigError(f"{source.model}: sounds become {self.log_mel.frames} frames of {self.log_mel.bands} bands, but the tower "
-                              f"takes {2 * self.sizes.places} of {self.sizes.bands}")
+        super().__init__(source, config, self.SECTION, self.AUDIO)
 
     def see(self, picture: np.ndarray, work: Work) -> Seen:
         """Of a sound float32 [samples]. Raises CheckpointError where the weights are damaged, UsageError for one that is too long, Left."""
         rows, tokens, _ = self.computed(picture, work)
-        return Seen(rows, tokens)
+        return Seen(rows, tokens, by_adapter=self.by_adapter)
+
+    def demand_length(self, samples: int) -> None:
+        """Raises UsageError for a sound that the model does not take."""
+        if samples > self.most_seconds * RATE:
+            raise UsageError(f"a sound of {samples / RATE:.1f} s is too long for this model, which takes {self.most_seconds:g} s",
+                             "cut it into shorter ones")
+
+    @property
+    def workers(self) -> int:
+        """Threads that compute."""
+        return self.threads or cpu_threads()
+
+
+class TowerHearing(Hearing):
+    """By Whisper's encoder, which takes a sound in windows."""
+
+    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
+        super().__init__(source, config)
+        self.sizes, self.log_mel = Sizes.read(self.said), read_log_mel(source.model)
+        if self.log_mel.bands != self.sizes.bands or self.log_mel.frames != 2 * self.sizes.places:
+            raise ConfigError(f"{source.model}: sounds become {self.log_mel.frames} frames of {self.log_mel.bands} bands, but the tower "
+                              f"takes {2 * self.sizes.places} of {self.sizes.bands}")
 
     def values(self, taken: np.ndarray) -> Windows:
         """Each window by itself: what is loudest in it is its own."""
@@ -59,12 +80,6 @@ class TowerHearing(Tower):
         """How many of a window's frames have a part of so many samples in them."""
         return -(-samples // self.log_mel.hop)
 
-    def demand_length(self, samples: int) -> None:
-        """Raises UsageError for a sound that the model does not take."""
-        if samples > self.most_seconds * RATE:
-            raise UsageError(f"a sound of {samples / RATE:.1f} s is too long for this model, which takes {self.most_seconds:g} s",
-                             "cut it into shorter ones")
-
     @property
     def most_patches(self) -> int:
         """Rows that are in the encoder at once: those of a window."""
@@ -75,7 +90,7 @@ class TowerHearing(Tower):
         width = self.sizes.width
         with self.source.saying(), self.source.weights() as weights:
             matrices, layer = 12 * width**2, 6 * self.most_patches * width
-            pieces = 16 * width * ROWS * (self.threads or cpu_threads())
+            pieces = 16 * width * ROWS * self.workers
             read = 4 * self.log_mel.frames * (self.sizes.bands + width)
             whole = 2 * int(self.most_seconds * RATE) // self.log_mel.hop * (self.sizes.bands + width)
             return weights.nbytes + 4 * (matrices + layer + pieces + read + whole)

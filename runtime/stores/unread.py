@@ -27,7 +27,8 @@ from .import_config import IGNORED
 HARMLESS = re.compile(r"(?:.*\.)?(?:rotary_emb\.(?:inv_freq|cos_cached|sin_cached)|masked_bias|layers\.\d+\.attention\.bias|"
                       r"h\.\d+\.attn\.(?:masked_)?bias|layers\.\d+\.self_attn\.(?:slope_rate|(?:query|key|diagonal)_decay)|"
                       rf"decoder\.version|position_ids|mtp(?:_\w+)?\..+|(?:{'|'.join(IGNORED)}))")
-SIGHT = re.compile(r"(?:.*\.)?(?:image_newline|(?:audio_tower|code2wav|connector|embed_audio|embed_vision|merger|mlp_AR|mm_projector|"
+SIGHT = re.compile(r"(?:model\.)?encoder\..+|"
+                   r"(?:.*\.)?(?:image_newline|(?:audio_tower|code2wav|connector|embed_audio|embed_vision|merger|mlp_AR|mm_projector|"
                    r"multi_modal_projector|patch_merge_mlp|projector|talker|token2wav|vision_adapter|vision_embedder|vision_encoder|vision_model|"
                    r"vision_projection|vision_tower|visual|vit_large_projector)\..+)")
 # A family that is no part of another model and has parts all the same that see and hear, with adapters for both.

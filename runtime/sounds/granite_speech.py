@@ -1,0 +1,115 @@
+"""Granite Speech: pairs of frames through a conformer, of whose rows every fifteen become three, whatever the sound ends with. What writes
+was taught to read them by a LoRA adapter that lies in the model's folder, unless its weights have that in them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..config_reader import ConfigError, Keys
+from ..images import PLACE
+from ..images.senses import RATE
+from ..images.tower import Rows
+from ..images.tower_parts import ROWS, Crew, product
+from ..images.tower_weights import Weights
+from .conformer import ConformerSizes, load_conformer
+from .log_mel import HIGHEST_HZ, hann, log_powers, read_extractor, triangles
+from .q_former import QFormerSizes, load_q_former
+from .tower_hearing import Hearing
+
+if TYPE_CHECKING:
+    from ..config import ModelConfig
+    from ..images.tower_source import TowerSource
+
+KIND = "GraniteSpeechFeatureExtractor"
+
+
+@dataclass(frozen=True)
+class PairedMel:
+    """A log-mel spectrogram on the scale of O'Shaughnessy (HTK's), whose frames stand in twos. `window`: samples of a transform, of which
+    the `heard` in the middle count."""
+
+    bands: int
+    window: int
+    heard: int
+    hop: int
+
+    @staticmethod
+    def read(keys: Keys) -> PairedMel:
+        inner = keys.section("melspec_kwargs")
+        own = Keys(inner, f"{keys.where}: melspec_kwargs") if inner is not None else keys
+        window = own.integer("n_fft", 512, low=16, high=4096)
+        return PairedMel(own.integer("n_mels", 80, high=512), window, own.integer("win_length", 400, low=16, high=window),
+                         own.integer("hop_length", 160, high=4096))
+
+    @cached_property
+    def filters(self) -> np.ndarray:
+        """float32 [1 + window // 2, bands]."""
+        mels = np.linspace(0, 2595 * np.log10(1 + HIGHEST_HZ / 700), self.bands + 2)
+        return triangles(700 * (10 ** (mels / 2595) - 1), self.window).astype(np.float32)
+
+    def frames(self, samples: int) -> int:
+        """Pairs of them."""
+        return (samples // self.hop + 1) // 2
+
+    def __call__(self, samples: np.ndarray) -> np.ndarray:
+        """float32 [n] -> float32 [pairs, 2 * bands]. What is loudest is so in all frames, one more than pairs have where they are odd."""
+        left = (self.window - self.heard) // 2
+        shape = np.pad(hann(self.heard), (left, self.window - self.heard - left))
+        made = log_powers(samples, shape, self.hop, len(samples) // self.hop + 1, self.filters)
+        return made[: len(made) // 2 * 2].reshape(-1, 2 * self.bands)
+
+
+class GraniteSpeech(Hearing):
+    AUDIO = {"granite_speech_encoder": {}}
+    SECTION = "encoder_config"
+    placeholder = "<|audio|>"
+    most_seconds = 600.0
+
+    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
+        super().__init__(source, config)
+        self.sizes, self.mel = ConformerSizes.read(self.said), PairedMel.read(read_extractor(source.model, KIND))
+        self.asks = QFormerSizes.read(Keys(self.outer.section("projector_config") or {}, "config.json: projector_config"))
+        self.window, every = self.outer.integer("window_size", 15, high=4096), self.outer.integer("downsample_rate", 5, high=4096)
+        self.made, rest = divmod(self.window, every)
+        if rest:
+            raise ConfigError(f"config.json: window_size {self.window} is not a multiple of downsample_rate {every}")
+        if 2 * self.mel.bands != self.sizes.inputs or self.asks.seen != self.sizes.width:
+            raise ConfigError(f"{source.model}: sounds become {2 * self.mel.bands} numbers a row, of which the encoder takes "
+                              f"{self.sizes.inputs} and makes {self.sizes.width}, of which its projector takes {self.asks.seen}")
+        self.by_adapter = self.outer.flag("has_lora_adapter", True)
+
+    def tokens(self, samples: int) -> tuple[int, ...]:
+        self.demand_length(samples)
+        return (PLACE,) * (-(-self.mel.frames(samples) // self.window) * self.made)
+
+    def values(self, taken: np.ndarray) -> np.ndarray:
+        return self.mel(taken)
+
+    def load(self, weights: Weights) -> Rows:
+        encoder = load_conformer(weights, self.sizes, "encoder.")
+        former = load_q_former(weights, self.asks, "projector.", self.made)
+        last = weights.matrix("projector.linear", self.config.hidden_size, self.asks.width)
+
+        def rows(frames: np.ndarray, crew: Crew) -> np.ndarray:
+            heard = encoder.rows(frames, crew)
+            windows = np.pad(heard, ((0, -len(heard) % self.window), (0, 0))).reshape(-1, self.window, self.sizes.width)
+            return product(former(windows, crew).reshape(-1, self.asks.width), last, crew)
+
+        return rows
+
+    def bytes_needed(self) -> int:
+        """Weights, the largest matrices in float32, what goes through a layer, and pieces of it."""
+        sizes, frames = self.sizes, self.mel.frames(int(self.most_seconds * RATE))
+        with self.source.saying(), self.source.weights() as weights:
+            matrices = 3 * sizes.width * max(sizes.inner, sizes.channels)
+            layer = frames * (2 * sizes.inputs + 3 * sizes.width + sizes.channels)
+            pieces = (3 * ROWS * max(sizes.inner, 2 * sizes.channels) + 4 * sizes.heads * sizes.block**2) * self.workers
+            return weights.nbytes + 4 * (matrices + layer + pieces)
+
+
+def sight(source: TowerSource, config: ModelConfig) -> Hearing:
+    return GraniteSpeech(source, config)
