@@ -42,11 +42,12 @@ from .text import Tokenizer
 TOKENS, LEAST, WINDOW = 16384, 512, 512
 SHORTEST = 64  # of a last window
 VARIED = 128  # different tokens, below which a text shows a model's inputs too narrowly
-READS = {"block_in": ("q", "k", "v", "kv_a", "q_a", "attn_gate", "state_in", "state_gate", "low_in"), "q_in": ("q_b",), "q_low": ("q_b",),
-         "attn_out": ("o",), "state_out": ("state_out",), "mlp_in": ("gate", "up"), "mlp_hidden": ("down",), "inputs_in": ("input_gate",),
+READS = {"block_in": ("q", "k", "v", "kv_a", "q_a", "attn_gate", "state_in", "state_gate", "low_in"), "q_in": ("q_b",), "attn_out": ("o",),
+         "state_out": ("state_out",), "mlp_in": ("gate", "up"), "mlp_hidden": ("down",), "inputs_in": ("input_gate",),
          "inputs_hidden": ("input_out",), "low_hidden": ("low_out",), "lent_in": ("lent_out",)}  # tap -> roles
 SHARED_READS = {"mlp_in": SHARED[:2], "shared_hidden": SHARED[2:3]}  # those of a shared expert
-NORMS = {"block_in": "input_norm", "q_in": "latent.q_norm", "q_low": "wide.q_norm", "mlp_in": "post_norm"}  # a tap before a norm
+NORMS = {"block_in": "input_norm", "q_in": "latent.q_norm", "mlp_in": "post_norm"}  # a tap before a norm
+WIDE = {"q_in": "wide.q_norm"}  # where attention is of another kind
 SMALL = 1 << 30  # multiplications of a product that one thread makes
 FEW = 4  # how costs are measured: a quarter of the tokens apart
 LEAST_VISITS = 64  # of an expert, for statistics of its own; `Stats.damped` allows for few tokens
@@ -325,7 +326,8 @@ class Calibration:
             if keeps and name in ("k", "v"):
                 self._kept.setdefault((layer, number), {})[name] = np.array(value)
             if name in READS:
-                inputs = normalised(value, attrgetter(NORMS[name])(weights)) if name in NORMS else value
+                before = WIDE if name in WIDE and weights.wide is not None else NORMS
+                inputs = normalised(value, attrgetter(before[name])(weights)) if name in NORMS else value
                 gather(name, inputs)
                 entered = inputs if name == "mlp_in" and apart is None else entered
             if name == "mlp_in" and apart is not None:

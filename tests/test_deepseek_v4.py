@@ -16,14 +16,19 @@ from safetensors.torch import load_file, save_file
 from transformers import DeepseekV4Config, PreTrainedModel
 
 from effllm import EffllmError, UsageError
+from effllm.kernels.cpu.ops import CpuOps
 from effllm.kernels.index_shape import IndexShape
+from effllm.kernels.threads import ThreadPool
 from effllm.offload.checkpoint import CheckpointError
 from effllm.runtime.answers.side_by_side import Want, side_by_side
+from effllm.runtime.calibrate import Calibration, LayerStats
 from effllm.runtime.config import parse_config, read_config
 from effllm.runtime.config_reader import ConfigError
 from effllm.runtime.conversion.convert_plan import plan_conversion
 from effllm.runtime.engine import Engine, open_prepared
+from effllm.runtime.model import Model, dims
 from effllm.runtime.planning import forecast
+from effllm.runtime.planning.demands import LOGIT_ROWS
 from effllm.runtime.prepare import EngineOptions, prepare, prepare_with
 from effllm.runtime.sessions.saved_cache import restore_cache
 from effllm.runtime.sessions.session_store import SessionStore
@@ -229,11 +234,22 @@ def test_what_decides_what_is_seen_stays_as_it_is_in_a_converted_folder(folder: 
 
 
 @pytest.mark.slow
-def test_a_method_that_reads_text_sees_what_the_model_does(folder: Path, tmp_path: Path) -> None:
-    run(folder, tmp_path / "gptq", options("4bit", method="gptq"))
-    engine = opened(tmp_path / "gptq")
-    assert np.isfinite(read(engine, IDS[:100])).all()
+def test_calibration_is_a_pass_of_the_model(folder: Path) -> None:
+    """Layer by layer and window by window: what leaves the streams at the end is what a forward pass gives."""
+    config, cut = read_config(folder), [np.arange(i, i + 96) * 7 % 300 for i in range(2)]
+    ops = CpuOps(ThreadPool(1), dims(config, 96, 96, LOGIT_ROWS))
+    with open_store(folder) as store:
+        calibration = Calibration(Model(config, store, ["cpu"] * config.num_hidden_layers, {"cpu": ops}, 96), ops, cut)
+        stats = [item for item in calibration.run() if isinstance(item, LayerStats)]
+        left = calibration.model.read_left(calibration.states)
+    engine = opened(folder, kv="32bit")
+    for i, window in enumerate(cut):
+        engine.cache.truncate(0)
+        engine.reset()
+        ours = engine.model.forward(window, engine.cache)
+        assert np.abs(left[96 * i : 96 * (i + 1)] - ours).max() < 1e-4 * np.abs(ours).max()
     engine.close()
+    assert all({"q_a", "k", "q_b", "o", "shared.down", "experts.3.down"} <= set(found.roles) for found in stats[:-1])
 
 
 @pytest.mark.parametrize(("asked", "flag"), [({"kv": "4bit"}, "--kv 4bit"), ({"kv_ram": "1M"}, "--kv-ram"), ({"kv_read": "sparse"},

@@ -216,7 +216,7 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
 def block(ops: HostOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
           layer: int, tap: Callable[[str, int, object], None], picked: object | None = None) -> object:
     """As `llama.block`, of streams x [T, S * D]; `picked`: corrections of scores [T, E] where a table says who visits whom. Taps see what a
-    branch reads where they see x of other families, but for block_out; q_low before the norm between q_a and q_b; attn_out before o."""
+    branch reads where they see x of other families, but for block_out; q_in before the norm between q_a and q_b; attn_out before o."""
     x = ops.mixed(x, attention(ops, w, x, kv, positions, rope, config, layer, tap), w.wide.around_attention)
     own = ops.gathered(x, w.wide.around_mlp)
     tap("mlp_in", layer, own)
@@ -235,7 +235,7 @@ def attention(ops: HostOps, w: LayerWeights, x: object, kv: LayerCache, position
     tap("block_in", layer, y)
     beside = () if maker is None else (*maker.products, *(() if w.index is None else (w.index.weights,)))
     k, low, *made = ops.norm_linear(y, w.input_norm, [w.k, own.q_down, *beside])
-    tap("q_low", layer, low)
+    tap("q_in", layer, low)
     if maker is not None:
         kv.compress(made[: len(maker.products)], maker, rope)
     k = ops.rope_heads(ops.copied(k), 1, width, positions, None, w.k_norm)  # before queries take its place
