@@ -14,8 +14,9 @@ from library_trees import OllamaTree
 from ollama_files import WRITTEN, write_one
 from PIL import Image
 from pulls import Person
-from sight_models import PICTURES
-from test_projector_whole import hold_a_picture, seeing
+from sight_cases import CASES
+from sight_models import PICTURES, seeing
+from test_projector_whole import hold_a_picture
 
 from effllm.offload.header import CheckpointError
 from effllm.runtime.config import read_config
@@ -29,7 +30,7 @@ QUICK = "gemma3"
 
 @pytest.mark.parametrize("family", [pytest.param(family, marks=() if family == QUICK else pytest.mark.slow) for family in WRITTEN])
 def test_logits_behind_a_picture_are_those_of_transformers(family: str, tmp_path: Path) -> None:
-    transformer = seeing(tmp_path / "folder", family, **({"hidden_act": "silu"} if family == "mistral3" else {}))
+    transformer = seeing(tmp_path / "folder", family, CASES[family], **({"hidden_act": "silu"} if family == "mistral3" else {}))
     model = write_one(tmp_path / "folder", tmp_path / "files")
     hold_a_picture(model, family, transformer)
 
@@ -75,7 +76,7 @@ def test_tables_name_what_projectors_have() -> None:
 
 
 def test_models_of_ollamas_library_see_by_a_layer_or_by_themselves(tmp_path: Path) -> None:
-    seeing(tmp_path / "folder", QUICK)
+    seeing(tmp_path / "folder", QUICK, CASES[QUICK])
     whole = write_one(tmp_path / "folder", tmp_path / "files").read_bytes()
     text, projector = ((tmp_path / "files" / name).read_bytes() for name in ("model-Q8_0.gguf", "mmproj-model-f16.gguf"))
     person, tree = Person(tmp_path, "http://127.0.0.1:9"), OllamaTree(tmp_path / ".ollama" / "models")
@@ -99,7 +100,7 @@ def test_models_of_ollamas_library_see_by_a_layer_or_by_themselves(tmp_path: Pat
 
 
 def test_a_stated_tower_without_numbers_is_refused_for_pictures_alone(tmp_path: Path) -> None:
-    seeing(tmp_path / "folder", "gemma3")
+    seeing(tmp_path / "folder", "gemma3", CASES["gemma3"])
     model = write_one(tmp_path / "folder", tmp_path / "files", **{"vision.patch_size": "x"})
     config = read_config(model)
     assert read_header(model).sees and album_of(model, config).sight is None

@@ -25,7 +25,7 @@ NO_INSTRUCTION = "this model has no place for an instruction"
 class Encodings:
     """Of one encoder, which takes no adapters and no pictures."""
 
-    adapted, usual, sees = NOTHING, (), False
+    adapted, usual, sees, hears = NOTHING, (), False, False
 
     def __init__(self, encoder: Encoder) -> None:
         self.encoder, self.tokenizer = encoder, encoder.tokenizer
