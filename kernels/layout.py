@@ -135,6 +135,11 @@ def bound_of(act: str) -> float | None:
     return float(act.removeprefix(CAPPED)) if act.startswith(CAPPED) else None
 
 
+def bounds_up(act: str) -> bool:
+    """Whether a gated MLP keeps what its gate multiplies within a bound, so that twice as much of it is not twice the result."""
+    return act in ("clamped_swish", "clamped_silu") or bound_of(act) is not None
+
+
 def is_activation(act: str) -> bool:
     return act in ACTIVATIONS or act.startswith(CAPPED)
 

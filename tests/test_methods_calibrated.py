@@ -8,6 +8,7 @@ import pytest
 
 import effllm
 from effllm import EffllmError, UsageError
+from effllm.kernels.layout import capped_silu
 from effllm.quant.codes import bf16, dequantize
 from effllm.quant.methods import gptq, rtn, smooth, spqr
 from effllm.quant.pack import pack, unpack
@@ -247,6 +248,14 @@ def test_smoothing_leaves_raw_readers_alone() -> None:
     tensors, stats = a_layer()
     specs = dict.fromkeys(WIDTHS, QuantSpec.parse("bf16")) | {"down": QuantSpec.parse("4bit")}
     assert set(smooth.equalise(tensors, stats, specs, LAYOUT)) == {"up", "down"}
+
+
+@pytest.mark.parametrize("act", ("clamped_swish", "clamped_silu", capped_silu(7.0)))
+def test_smoothing_moves_nothing_through_a_bound(act: str) -> None:
+    """What a gate multiplies is cut off there, so a factor in front of it is another one behind."""
+    tensors, stats = a_layer()
+    specs = dict.fromkeys(WIDTHS, QuantSpec.parse("bf16")) | {"down": QuantSpec.parse("4bit")}
+    assert not smooth.equalise(tensors, stats, specs, replace(LAYOUT, act=act))
 
 
 def test_smoothing_keeps_the_models_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

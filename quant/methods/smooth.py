@@ -18,6 +18,7 @@ import numpy as np
 
 from ... import UsageError
 from ...kernels.blas import one_thread
+from ...kernels.layout import bounds_up
 from ..codes import Codes, dequantize
 from ..spec import QuantSpec
 from ..stats import Stats
@@ -65,7 +66,7 @@ def equalise(tensors: Mapping[str, np.ndarray], stats: Mapping[str, Stats], spec
             continue
         if maker == "v" and layout.values_normed or {"v": "attn_sub_norm", "up": "ffn_sub_norm"}.get(maker) in tensors:
             continue  # a norm lies between
-        if maker == "up" and "gate" not in tensors and layout.act != "relu":
+        if maker == "up" and (bounds_up(layout.act) if "gate" in tensors else layout.act != "relu"):
             continue
         factors = best_factors(maker, [checked(changed[reader]) for reader in readers], [specs[reader] for reader in readers],
                                stats[readers[0]], layout, pool)
