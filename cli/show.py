@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import typer
@@ -13,7 +14,14 @@ from .options import Json, Mmproj, Model
 from .screen import Screen
 
 if TYPE_CHECKING:
+    from ..runtime.calls.style import CallStyle
+    from ..runtime.catalog import ModelRef
     from ..runtime.config import ModelConfig
+    from ..runtime.images import Sight
+    from ..runtime.images.album import Album
+    from ..runtime.stores.container import Container
+    from ..runtime.text import Tokenizer
+    from ..runtime.tokens.infill import Marks
 
 UNLIMITED = "1000T"  # the headers are checked by planning a run; this command asks whether they are sound, not whether the run fits
 
@@ -22,21 +30,41 @@ def register(app: typer.Typer) -> None:
     add_command(app, "show", "look around", show)
 
 
+@dataclass(frozen=True)
+class Facts:
+    """What is said of a model. `parameters` and `nbytes` (of its weights) are counted from its headers, `stored` are the types and formats
+    of its tensors, `infill` the tokens for filling in the middle."""
+
+    name: str
+    ref: ModelRef
+    config: ModelConfig
+    container: Container | None
+    album: Album | None
+    tokenizer: Tokenizer
+    calls: CallStyle | None
+    infill: Marks | None
+    licence: str | None
+    parameters: int
+    nbytes: int
+    stored: list[str]
+
+    @property
+    def sight(self) -> Sight | None:
+        return None if self.album is None else self.album.sight
+
+    @property
+    def windows(self) -> list[int]:
+        return sorted({window for window in self.config.windows if window is not None})
+
+    @property
+    def bits(self) -> float:
+        """Per weight."""
+        return 8 * self.nbytes / self.parameters if self.container is None else self.container.bits_per_weight
+
+
 def show(context: typer.Context, model: Model, mmproj: Mmproj = None, json: Json = False) -> None:
     """What a model is: shape, context, precision, licence."""
-    from ..offload.size import format_size
-    from ..runtime.calls.calling import Calling
-    from ..runtime.config import read_config
     from ..runtime.encoders import is_encoder
-    from ..runtime.engine import EngineOptions, prepare
-    from ..runtime.hub import shown_licence
-    from ..runtime.images.album import album_of
-    from ..runtime.images.senses import PICTURES, SOUNDS, Sense
-    from ..runtime.prepare import TEXT_ALONE
-    from ..runtime.source import licence_of
-    from ..runtime.tensors import check_tensors
-    from ..runtime.tensors import parameters as count
-    from ..runtime.tokens.infill import marks_of
 
     screen = Screen(context.obj)
     ref = find(model, screen)
@@ -45,78 +73,110 @@ def show(context: typer.Context, model: Model, mmproj: Mmproj = None, json: Json
 
         show_encoder(model, ref, screen, json)
         return
-    ref = seeing_with(ref, mmproj, screen)
+    facts = _facts(model, seeing_with(ref, mmproj, screen))
+    if json:
+        screen.json(_document(facts))
+    else:
+        _lines(facts, screen)
+
+
+def _facts(name: str, ref: ModelRef) -> Facts:
+    """Raises what a run of the model would raise for its headers."""
+    from ..runtime.calls.calling import Calling
+    from ..runtime.config import read_config
+    from ..runtime.engine import EngineOptions, prepare
+    from ..runtime.images.album import album_of
+    from ..runtime.source import licence_of
+    from ..runtime.tensors import check_tensors, parameters
+    from ..runtime.tokens.infill import marks_of
+
     prepared = prepare(ref.folder, EngineOptions(device="cpu", ctx=1, ram=UNLIMITED))
-    config, container, album = read_config(ref.folder), prepared.container, album_of(ref.whole, prepared.config, ref.mmproj)
-    sight = None if album is None else album.sight
+    config, container = read_config(ref.folder), prepared.container
     groups = check_tensors(config, prepared.store, container)
+    tensors = [tensor for roles in groups.values() for tensor in roles.values()]
     tokenizer = tokenizer_of(ref, EngineOptions())
-    calls = Calling(tokenizer).style if tokenizer.template else None
-    infill = marks_of(tokenizer.vocabulary(), tokenizer.special_tokens)
-    licence = ref.licence or (container and container.source.get("licence")) or licence_of(ref.folder)
-    parameters, tensors = count(groups), [tensor for roles in groups.values() for tensor in roles.values()]
-    stored = sorted({tensor.info.dtype if tensor.spec.is_raw else str(tensor.spec) for tensor in tensors})
-    windows = sorted({window for window in config.windows if window is not None})
-    experts, state, latent = config.mixture, config.state, config.latent
-    bits = 8 * prepared.store.nbytes / parameters if container is None else container.bits_per_weight
+    return Facts(name, ref, config, container, album_of(ref.whole, prepared.config, ref.mmproj), tokenizer,
+                 Calling(tokenizer).style if tokenizer.template else None, marks_of(tokenizer.vocabulary(), tokenizer.special_tokens),
+                 ref.licence or (container and container.source.get("licence")) or licence_of(ref.folder), parameters(groups),
+                 prepared.store.nbytes, sorted({tensor.info.dtype if tensor.spec.is_raw else str(tensor.spec) for tensor in tensors}))
+
+
+def _document(facts: Facts) -> dict[str, object]:
+    from ..runtime.images.senses import PICTURES, SOUNDS, Sense
+
+    config, container, ref, calls, sight = facts.config, facts.container, facts.ref, facts.calls, facts.sight
 
     def taken(sense: Sense) -> dict[str, object] | None:
-        return {"placeholder": sight.placeholder, "bytes": sight.bytes_needed()} if sight is not None and album.sense is sense else None
+        if sight is None or facts.album.sense is not sense:
+            return None
+        return {"placeholder": sight.placeholder, "bytes": sight.bytes_needed()}
 
-    if json:
-        screen.json({"model": model, "folder": str(ref.folder), "repo": ref.repo, "revision": ref.revision, "licence": licence,
-                     "family": config.family, "parameters": parameters, "bits_per_weight": round(bits, 4),
-                     "size_bytes": prepared.store.nbytes, "stored": stored,
-                     "context": config.context_length, "num_hidden_layers": config.num_hidden_layers, "hidden_size": config.hidden_size,
-                     "intermediate_size": config.intermediate_size, "num_attention_heads": config.num_attention_heads,
-                     "num_key_value_heads": config.num_key_value_heads, "head_dim": config.head_dim,
-                     "layer_heads": [list(each) for each in config.layer_heads], "layer_queries": list(config.layer_queries),
-                     "layers_without_keys": sorted(set(range(len(config.kv_sources))) - set(config.attention_layers)),
-                     "vocab_size": config.vocab_size,
-                     "experts": None if experts is None else {"count": experts.experts, "per_token": experts.per_token,
-                                                              "width": experts.width, "layers": len(experts.layers),
-                                                              "shared_width": experts.shared_width},
-                     "latent": None if latent is None else {"rank": latent.rank, "cached": latent.key, "key": latent.query,
-                                                            "value": latent.value},
-                     "chosen": None if config.indexed is None else {"tokens": config.indexed.shape.whole,
-                                                                    "at_once": config.indexed.shape.grain},
-                     "compressed": None if config.compressed is None else [each and each.rate for each in config.compressed.shapes],
-                     "states": None if state is None else {"kind": state.title, "layers": len(config.state_layers)},
-                     "windows": windows, "chat_template": tokenizer.template is not None, "thinks": tokenizer.thinks,
-                     "tools": calls.format.name if calls and calls.knows_tools else None,
-                     "infill": infill is not None, "pictures": taken(PICTURES), "sounds": taken(SOUNDS),
-                     "warnings": [*config.warnings, *tokenizer.remarks],
-                     "quantized": None if container is None else {"spec": container.spec_text, "bits_per_weight": container.bits_per_weight,
-                                                                  "source": dict(container.source), "method": dict(container.method),
-                                                                  "calibration": dict(container.calibration)}})
-        return
-    warnings = [each for each in config.warnings if not (sight and TEXT_ALONE in each)]
-    for warning in (*warnings, *tokenizer.remarks):
+    return {"model": facts.name, "folder": str(ref.folder), "repo": ref.repo, "revision": ref.revision, "licence": facts.licence,
+            "family": config.family, "parameters": facts.parameters, "bits_per_weight": round(facts.bits, 4), "size_bytes": facts.nbytes,
+            "stored": facts.stored, **_shape(config), "windows": facts.windows, "chat_template": facts.tokenizer.template is not None,
+            "thinks": facts.tokenizer.thinks, "tools": calls.format.name if calls and calls.knows_tools else None,
+            "infill": facts.infill is not None, "pictures": taken(PICTURES), "sounds": taken(SOUNDS),
+            "warnings": [*config.warnings, *facts.tokenizer.remarks],
+            "quantized": None if container is None else {"spec": container.spec_text, "bits_per_weight": container.bits_per_weight,
+                                                         "source": dict(container.source), "method": dict(container.method),
+                                                         "calibration": dict(container.calibration)}}
+
+
+def _shape(config: ModelConfig) -> dict[str, object]:
+    """What a config says, as it is published in JSON."""
+    experts, state, latent = config.mixture, config.state, config.latent
+    return {"context": config.context_length, "num_hidden_layers": config.num_hidden_layers, "hidden_size": config.hidden_size,
+            "intermediate_size": config.intermediate_size, "num_attention_heads": config.num_attention_heads,
+            "num_key_value_heads": config.num_key_value_heads, "head_dim": config.head_dim,
+            "layer_heads": [list(each) for each in config.layer_heads], "layer_queries": list(config.layer_queries),
+            "layers_without_keys": sorted(set(range(len(config.kv_sources))) - set(config.attention_layers)),
+            "vocab_size": config.vocab_size,
+            "experts": None if experts is None else {"count": experts.experts, "per_token": experts.per_token, "width": experts.width,
+                                                     "layers": len(experts.layers), "shared_width": experts.shared_width},
+            "latent": None if latent is None else {"rank": latent.rank, "cached": latent.key, "key": latent.query, "value": latent.value},
+            "chosen": None if config.indexed is None else {"tokens": config.indexed.shape.whole, "at_once": config.indexed.shape.grain},
+            "compressed": None if config.compressed is None else [each and each.rate for each in config.compressed.shapes],
+            "states": None if state is None else {"kind": state.title, "layers": len(config.state_layers)}}
+
+
+def _lines(facts: Facts, screen: Screen) -> None:
+    from ..offload.size import format_size
+    from ..runtime.hub import shown_licence
+    from ..runtime.prepare import TEXT_ALONE
+
+    config, container, ref, tokenizer = facts.config, facts.container, facts.ref, facts.tokenizer
+    calls, infill, sight, state = facts.calls, facts.infill, facts.sight, config.state
+    for warning in (*(each for each in config.warnings if not (sight and TEXT_ALONE in each)), *tokenizer.remarks):
         screen.note(warning)
-    source = f"{ref.repo}@{ref.revision}" if ref.repo else ""
     screen.pairs([pair for pair in (
-        ("model", f"{model}, {config.family}"),
-        ("from", source),
+        ("model", f"{facts.name}, {config.family}"),
+        ("from", f"{ref.repo}@{ref.revision}" if ref.repo else ""),
         ("folder" if ref.folder.is_dir() else "file", str(ref.folder)),
-        ("licence", shown_licence(licence, "not stated")),
-        ("parameters", f"{counted(parameters)}, stored as {', '.join(stored)}, {format_size(prepared.store.nbytes)}"),
+        ("licence", shown_licence(facts.licence, "not stated")),
+        ("parameters", f"{counted(facts.parameters)}, stored as {', '.join(facts.stored)}, {format_size(facts.nbytes)}"),
         ("quantized", "" if container is None else f"{container.spec_text}, {container.bits_per_weight:.2f} bits per weight, by "
                                                    f"{container.method.get('name', '?')} from {container.source.get('model', '?')}"),
         ("layers", f"{config.num_hidden_layers} of width {config.hidden_size}" + _inside(config)),
-        ("experts", "" if experts is None else f"{experts.per_token} of {experts.experts} for a token, of width {experts.width}, in "
-                                               f"{len(experts.layers)} layers"
-                                               + (f", beside a shared one of {experts.shared_width}" if experts.shared_width else "")),
+        ("experts", _experts(config)),
         ("attention", _attention(config)),
         ("" if state is None else state.title, "" if state is None else f"{len(config.state_layers)} layers, {state.described()}"),
-        ("window", ", ".join(f"{window} tokens" for window in windows)),
+        ("window", ", ".join(f"{window} tokens" for window in facts.windows)),
         ("context", f"{config.context_length} tokens, {_positions(config)}"),
         ("vocabulary", f"{config.vocab_size} tokens"),
         ("chat", "has a template" + (", reasons first" if tokenizer.thinks else "") if tokenizer.template else "base model, no template"),
         ("tools", "" if calls is None else f"calls in the form of {calls.format.name}" if calls.knows_tools else "its template knows none"),
-        ("pictures" if sight is None else f"{album.sense.noun}s", "" if sight is None else
-         f"taken, as {sight.placeholder}; what {album.sense.does} them takes {format_size(sight.bytes_needed())}"),
+        ("pictures" if sight is None else f"{facts.album.sense.noun}s", "" if sight is None else
+         f"taken, as {sight.placeholder}; what {facts.album.sense.does} them takes {format_size(sight.bytes_needed())}"),
         ("infill", "" if infill is None else f"has tokens for filling in the middle ({tokenizer.decode([infill.prefix], False)})"),
     ) if pair[1]])
+
+
+def _experts(config: ModelConfig) -> str:
+    experts = config.mixture
+    if experts is None:
+        return ""
+    said = f"{experts.per_token} of {experts.experts} for a token, of width {experts.width}, in {len(experts.layers)} layers"
+    return said + (f", beside a shared one of {experts.shared_width}" if experts.shared_width else "")
 
 
 def _positions(config: ModelConfig) -> str:
