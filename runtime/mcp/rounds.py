@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ... import EffllmError
 from ..events import Call, Event, Notice, Progress
@@ -43,16 +43,11 @@ class Question:
     is_over: bool = False
 
 
-@dataclass
-class Running:
-    """A call that was allowed runs as its `events` are read; `cancel` gives it up. `found`: what it gave back."""
+class Stoppable:
+    """A step that runs as its `events` are read; `cancel` gives it up."""
 
-    call: Call
-    tool: Tool
-    box: Toolbox
-    found: Returned | None = None
-    is_cancelled: bool = False
-    events: Iterator[Progress | Notice] = field(init=False)
+    is_cancelled = False
+    events: Iterator[Progress | Notice]
 
     def __post_init__(self) -> None:
         self.events = self._run()
@@ -60,6 +55,16 @@ class Running:
     def cancel(self) -> None:
         """Safe in a signal handler."""
         self.is_cancelled = True
+
+
+@dataclass
+class Running(Stoppable):
+    """A call that was allowed. `found`: what it gave back."""
+
+    call: Call
+    tool: Tool
+    box: Toolbox
+    found: Returned | None = None
 
     def _run(self) -> Iterator[Progress | Notice]:
         try:
@@ -84,19 +89,10 @@ class Told:
 
 
 @dataclass
-class Listing:
-    """Servers that offer other tools now are asked for them as its `events` are read; `cancel` gives it up, and the answer with it."""
+class Listing(Stoppable):
+    """Servers that offer other tools now are asked for them. Given up, so is the answer."""
 
     box: Toolbox
-    is_cancelled: bool = False
-    events: Iterator[Progress | Notice] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.events = self._run()
-
-    def cancel(self) -> None:
-        """Safe in a signal handler."""
-        self.is_cancelled = True
 
     def _run(self) -> Iterator[Progress | Notice]:
         with suppress(LetGo):
