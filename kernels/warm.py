@@ -50,10 +50,6 @@ def compiled_functions(kinds: Sequence[str] = KINDS) -> list[Kernel | Jit]:
         hyper_loops,
         index_loops,
         kda_loops,
-        kv_few,
-        kv_many,
-        kv_merge,
-        kv_seal,
         latent_loops,
         lightning_loops,
         linear,
@@ -73,14 +69,13 @@ def compiled_functions(kinds: Sequence[str] = KINDS) -> list[Kernel | Jit]:
         stream_loops,
     )
     from .cpu import bundles as neurons
-    from .cpu import kv_choice as choices
-    from .cpu import kv_estimate as estimates
     from .cpu.amx import AMX
+    from .cpu.kv import choice, estimate, few, many, merge, seal
     from .cpu.linear_amx import AMX_FLOATS
 
-    many = gemm_amx if AMX else gemm
-    modules = {KV: (kv_many, kv_few, kv_seal, kv_merge), LOW_BIT: (packed, many, packed_rows), EXACT: (gemm,), LOOKUP: (lut, lut_order),
-               BUNDLED: (neurons,), SPARSE: (estimates, choices),
+    products = gemm_amx if AMX else gemm
+    modules = {KV: (many, few, seal, merge), LOW_BIT: (packed, products, packed_rows), EXACT: (gemm,), LOOKUP: (lut, lut_order),
+               BUNDLED: (neurons,), SPARSE: (estimate, choice),
                FOREIGN: (foreign_words, foreign_blocks, foreign_floats, foreign_levels),
                FLOATS: (floats, gemm), ADAPTERS: (lora_loops, row_lengths),
                RAW: (sampling, attention, attention_few, linear, rows, experts, threads, roof) + ((linear_amx,) if AMX_FLOATS else ()),

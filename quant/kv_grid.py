@@ -8,7 +8,7 @@ Scale and zero are searched together for the least squared error: on Gaussian va
 scale and rounding the zero that belongs to it, and leaves nothing for a refit of the scale to gain.
 
 Every operation is one float32 operation in a stated order and scales come from a table, so that the compiled search
-(`kernels/cpu/kv_seal.py`) chooses the same codes bit for bit, on every instruction set.
+(`kernels/cpu/kv/seal.py`) chooses the same codes bit for bit, on every instruction set.
 """
 
 from __future__ import annotations

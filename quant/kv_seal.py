@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..kernels.cpu import kv_seal as kernel
-from ..kernels.cpu import kv_seal_loops as loops
+from ..kernels.cpu.kv import seal as kernel
+from ..kernels.cpu.kv import seal_loops as loops
 from ..kernels.kv_layout import CHANNELS, MEAN_K, ROTATED_K, TAIL_OFFSET, WIDTHS, PackedLayout, pack_tail
 from ..kernels.layout import PAGE, PageHeader, PageLayout
 from ..kernels.workspace import address

@@ -4,33 +4,34 @@ from __future__ import annotations
 
 import numpy as np
 
-from effllm.kernels.cpu import kv_chunks, kv_signs, selective
-from effllm.kernels.cpu import kv_estimate as kernels
 from effllm.kernels.cpu.attention_few import attend_few_scratch
-from effllm.kernels.cpu.kv_signs import LARGEST, TABLE
+from effllm.kernels.cpu.kv import chunks, selective
+from effllm.kernels.cpu.kv import estimate as kernels
+from effllm.kernels.cpu.kv import signs as sign_sums
+from effllm.kernels.cpu.kv.signs import LARGEST, TABLE
 from effllm.kernels.deferred import compiler
 from effllm.kernels.layout import PAGE
 from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import address
 
 SHAPES = ((64, 4), (128, 3), (80, 6), (20, 1), (256, 8))  # head size, query heads of a KV head
-LEAD, CHUNK, CHUNKS = 2, kv_chunks.CHUNK, kv_chunks.CHUNKS
+LEAD, CHUNK, CHUNKS = 2, chunks.CHUNK, chunks.CHUNKS
 MOST_WORKERS, GUARD = 3, 64  # that share the scratch of a sample; floats behind each one's
 
 
 @compiler().njit("float32(int64, int64, int64)", error_model="numpy")
 def make_tables(query, tables, depth):
-    return kv_signs.make_tables(query, tables, depth)
+    return sign_sums.make_tables(query, tables, depth)
 
 
 @compiler().njit("void(int64, int64, int64, int64, int64, int64, int64)", error_model="numpy")
 def scores_of_four(sides, far, tables, steps, more, out, pairs):
-    kv_signs.sign_scores_4(sides, far, tables, steps, more, out, pairs)
+    sign_sums.sign_scores_4(sides, far, tables, steps, more, out, pairs)
 
 
 @compiler().njit("void(int64, int64, int64, int64, int64, int64, int64)", error_model="numpy")
 def scores_of_one(sides, far, tables, steps, more, out, pairs):
-    kv_signs.sign_scores_1(sides, far, tables, steps, more, out, pairs)
+    sign_sums.sign_scores_1(sides, far, tables, steps, more, out, pairs)
 
 
 def rounded(query: np.ndarray) -> tuple[np.ndarray, float]:

@@ -13,7 +13,7 @@ import pytest
 from effllm import UsageError
 from effllm.cli.app import main
 from effllm.cli.environment import Environment
-from effllm.kernels.cpu import selective
+from effllm.kernels.cpu.kv import selective
 from effllm.offload.notes import Fallback
 from effllm.runtime.calibrate import built_in_text
 from effllm.runtime.engine import Engine, open_engine

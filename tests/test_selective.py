@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from effllm.kernels.cpu import selective
-from effllm.kernels.cpu.selective import abstract_nbytes, choose
+from effllm.kernels.cpu.kv import selective
+from effllm.kernels.cpu.kv.selective import abstract_nbytes, choose
 from effllm.kernels.layout import PAGE
 from effllm.kernels.threads import ThreadPool
 from effllm.offload import page_stream

@@ -308,7 +308,7 @@ def attend_many_scratch(heads: int, kv_heads: int, head_dim: int) -> int:
 
 
 def attend_many_state(tokens: int, dims: Dims) -> int:
-    """Floats that a prompt's chunk of `tokens` tokens needs between turns, here or in `kv_many.attend_packed_many`."""
+    """Floats that a prompt's chunk of `tokens` tokens needs between turns, here or in `kv/many.py`."""
     group, unit = dims.heads // dims.kv_heads, TILE_ROWS * LOW_ROWS if dims.packed_kv else TILE_ROWS
     height = QUERY_TILE if dims.packed_kv else _height_of(group, dims.head_dim)
     tiles, capacity = -(-tokens // height), -(-height * group // unit) * unit

@@ -20,9 +20,9 @@ from . import head_widths as widths
 from .attention_few import attend_few_scratch, partials_floats
 from .compressed import WideOps, wide_floats, wide_workspace
 from .inner_loops import TILE_COLUMNS
-from .kv_many import packed_scratch
-from .kv_scratch import few_scratch
-from .kv_seal import seal_scratch
+from .kv.many import packed_scratch
+from .kv.scratch import few_scratch
+from .kv.seal import seal_scratch
 from .linear_amx import panel_floats, scratch_floats
 from .rows import Angles
 from .stages import FEW, Stages
@@ -214,7 +214,7 @@ class CpuOps(Stages, lora.Scales, WideOps):
                  softcap: float | None, codec: object | None = None, beside: np.ndarray | None = None) -> LayerPages:
         """Storage of one layer's KV pages over host memory; `codec` packs sealed pages, where they are, and its `better` those `beside`.
         Raises ValueError for packed ones that the workspace was not sized for: kernels would write behind its end."""
-        from .kv_pages import pages_of
+        from .kv.pages import pages_of
 
         if codec is not None and codec.is_packed and not self.dims.packed_kv:
             raise ValueError("packed pages ask for a workspace of Dims with packed_kv")

@@ -16,7 +16,7 @@ from ..layout import ONE_SCALE
 from ..tiles import ROWS, TILE
 from .arithmetic import gate_values, normalise
 from .intrinsics import bits_to_f32, f32_at, f64_at, i64_at, u16_at, u32_at
-from .kv_loops import prefetch
+from .kv.loops import prefetch
 from .linear import (
     ACT,
     ADD,

@@ -26,9 +26,9 @@ from ..workspace import address
 from . import attention, attention_few, compressed
 from .compressed import CompressedKeys
 from .index import Chosen, attend
+from .kv.selective import Selective
 from .ops import FEW, CpuOps
 from .rows import SHARE_FROM
-from .selective import Selective
 
 
 class Codec(Protocol):

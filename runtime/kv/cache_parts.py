@@ -16,7 +16,7 @@ from ...quant.kv import PackedCodec, PackedFormat, RawCodec
 if TYPE_CHECKING:
     from ...kernels.cpu.compressed import CompressedKeys
     from ...kernels.cpu.index import LayerIndex
-    from ...kernels.cpu.selective import Selective
+    from ...kernels.cpu.kv.selective import Selective
     from ...quant.kv_seal import Sealer
     from .kv_profile import Profile
 
@@ -57,7 +57,7 @@ class LayerPages(Protocol):
 
 def selective(pages: LayerPages, codec: RawCodec | PackedCodec, pool: PagePool) -> Selective:
     """What picks among a CPU layer's pages on the disk."""
-    from ...kernels.cpu.selective import Selective, abstract_nbytes
+    from ...kernels.cpu.kv.selective import Selective, abstract_nbytes
 
     nbytes = abstract_nbytes(pages.layout.kv_heads, pages.layout.head_dim)
     memory = anonymous((pool.pages - pool.first) * nbytes)

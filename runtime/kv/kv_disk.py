@@ -122,7 +122,7 @@ def _beside_ring(options: EngineOptions, codecs: Sequence[RawCodec | PackedCodec
     sizes = page_sizes(codecs, layouts)
     if options.kv_read != SPARSE:
         return sum(sizes)
-    from ...kernels.cpu.selective import abstract_nbytes, basis_nbytes
+    from ...kernels.cpu.kv.selective import abstract_nbytes, basis_nbytes
 
     known = shape.pages * sum(abstract_nbytes(each.kv_heads, each.head_dim) for each in layouts)
     bases = sum(map(basis_nbytes, {each.head_dim for each in layouts}))  # which layers of a head size share

@@ -21,7 +21,7 @@ from ...kernels import choice, compile, warm
 from ...kernels.cpu import lut_order
 from ...kernels.cpu.candidates import default_registry
 from ...kernels.cpu.int8_ir import INSTRUCTION_SET
-from ...kernels.cpu.kv_many import AS_THEY_LIE
+from ...kernels.cpu.kv.many import AS_THEY_LIE
 from ...kernels.cpu.stages import LOW_BIT
 from ...kernels.layout import PAGE, STORED_TYPES
 from ...kernels.registry import Call

@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 
 from llvmlite import ir
 
-from ..deferred import intrinsic, types
-from ..kv_layout import MANTISSA_BITS
-from ..layout import PAGE
-from .int8_ir import I8, constant, load, offset, splat, store
-from .intrinsics import F32, I32, I64
-from .merging import larger
+from ...deferred import intrinsic, types
+from ...kv_layout import MANTISSA_BITS
+from ...layout import PAGE
+from ..int8_ir import I8, constant, load, offset, splat, store
+from ..intrinsics import F32, I32, I64
+from ..merging import larger
 
 LANES = 16
 WIDE, WORDS, SMALL = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES), ir.VectorType(I8, LANES)

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from numpy import float32
 
-from ..compile import kernel
-from ..deferred import inlined
-from ..kv_layout import CHANNELS, MOST_GROUPS, ROTATED_K, TAIL_OFFSET
-from ..layout import PAGE
-from .arithmetic import MINUS_INF, ZERO
-from .attention import (
+from ...compile import kernel
+from ...deferred import inlined
+from ...kv_layout import CHANNELS, MOST_GROUPS, ROTATED_K, TAIL_OFFSET
+from ...layout import PAGE
+from ..arithmetic import MINUS_INF, ZERO
+from ..attention import (
     BLOCKS,
     COLUMNS,
     COUNT,
@@ -47,15 +47,15 @@ from .attention import (
     _write_rows,
     query_tile,
 )
-from .inner_loops import LOW_ROWS, TILE_COLUMNS, TILE_ROWS, product
-from .int8_ir import INSTRUCTION_SET
-from .intrinsics import f32_at, f64_at, fetch_add, i64_at, u8_at
-from .kv_attention import BACK, CHANNEL_SCALE, TABLES, TURN, _broad, _parts, _record, _turn
-from .kv_bytes import MOST_K, MOST_V
-from .kv_few import MEAN_K, MEAN_V, attend_page
-from .kv_record import float_keys, float_values, open_keys, open_values, opened_end, opened_nbytes
-from .kv_scratch import line, query_places, row_places, tile_rows
-from .kv_sides import header_bits, load_kv, read_widths
+from ..inner_loops import LOW_ROWS, TILE_COLUMNS, TILE_ROWS, product
+from ..int8_ir import INSTRUCTION_SET
+from ..intrinsics import f32_at, f64_at, fetch_add, i64_at, u8_at
+from .arguments import BACK, CHANNEL_SCALE, TABLES, TURN, _broad, _parts, _record, _turn
+from .byte_products import MOST_K, MOST_V
+from .few import MEAN_K, MEAN_V, attend_page
+from .record import float_keys, float_values, open_keys, open_values, opened_end, opened_nbytes
+from .scratch import line, query_places, row_places, tile_rows
+from .sides import header_bits, load_kv, read_widths
 
 # Are packed pages multiplied as they lie? With 32-byte vectors a tile of float32, which holds many tokens, is faster; so it is where a
 # token fills fewer rows of its own tiles than this, in eighths, by bytes and by 16-bit numbers (docs/architecture/kv-cache.md).

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from numpy import float32, int64, uint8, uint32
 
-from ..compile import kernel
-from ..deferred import inlined
-from ..kv_layout import CHANNELS, GROUP_K, PLANES, QUAD, TAIL_OFFSET
-from ..layout import HEADER_NBYTES, PAGE
-from .arithmetic import expand
-from .inner_loops import LOW_ROWS, TILE_COLUMNS, low_tile_product
-from .intrinsics import f32_at, f64_at, fetch_add, i32_at, i64_at, u8_at, u32_at
-from .kv_seal_loops import (
+from ...compile import kernel
+from ...deferred import inlined
+from ...kv_layout import CHANNELS, GROUP_K, PLANES, QUAD, TAIL_OFFSET
+from ...layout import HEADER_NBYTES, PAGE
+from ..arithmetic import expand
+from ..inner_loops import LOW_ROWS, TILE_COLUMNS, low_tile_product
+from ..intrinsics import f32_at, f64_at, fetch_add, i32_at, i64_at, u8_at, u32_at
+from .seal_loops import (
     ABOVE,
     CODES_NBYTES,
     EXPONENT_AT,
@@ -38,7 +38,7 @@ KEYS_ODD, VALUES_ODD = 1, 2  # a value is not finite, or too large for a page
 EXACT, OUT, LAYER, COS, SIN, NOTE_SLOTS = range(6)
 # A layer's block. RECIPROCALS float32 [H, D] of K's scales, K_MATRIX [H, D, BROAD] transposed and padded with zeros, V_MATRIX [H, D, D],
 # K_MEAN [H, D] or 0; WIDTHS uint8 [H, 3, D / 16]: of K, of K when it is not turned, of V; TAILS uint8 [H, 2, bytes of a tail], not turned
-# and turned, all but the largest scale; TABLES [2, MOST_BITS + 1, TABLE_SLOTS]: of K and V by bits (`kv_seal_loops`); RECORDS int64
+# and turned, all but the largest scale; TABLES [2, MOST_BITS + 1, TABLE_SLOTS]: of K and V by bits (`seal_loops`); RECORDS int64
 # [H, RECORD_SLOTS]; LONE is a float64: how many times the mean power a lone pair has.
 # ROWS tokens are a part of an exact layer-page, parts PART_STRIDE apart.
 (DIM, DTYPE, HEAD_STRIDE, SIDE, ROWS, PART_STRIDE, RECIPROCALS, K_MATRIX, BROAD, V_MATRIX, K_MEAN, WIDTHS, TAILS, TABLES, RECORDS, LONE,

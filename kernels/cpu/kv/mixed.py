@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..layout import PageLayout
-from ..workspace import address
-from . import attention, attention_few, kv_attention, kv_few
-from .kv_pages import Codec, PackedPages
-from .ops import FEW, CpuOps
+from ...layout import PageLayout
+from ...workspace import address
+from .. import attention, attention_few
+from ..ops import FEW, CpuOps
+from . import arguments
+from .few import attend_packed
+from .pages import Codec, PackedPages
 
 FIRST_KIND, SECOND_KIND = 1, 2
 
@@ -66,14 +68,14 @@ class MixedPages(PackedPages):
         calls, *kinds = (self.side_by_side(block, q, position, blocks, table, out) for block, table in
                          zip((self._attend, self._first, self.second._attend), (own, *map(address, tables)), strict=True))
         for call, *packed in zip(calls, *kinds, strict=True):
-            self.run_few([(attention_few.attend_few, call), *((kv_few.attend_packed, each) for each in packed), (self.merge, call)],
+            self.run_few([(attention_few.attend_few, call), *((attend_packed, each) for each in packed), (self.merge, call)],
                          q.shape[1] * len(blocks))
 
     def _many_of_both(self, q: np.ndarray, position: int, blocks: np.ndarray, out: np.ndarray) -> None:
         table = self.ops.addresses_of_step(blocks, blocks)[0]
         (call,) = self.calls(q, position, blocks, table, out)
         other = call.copy()
-        other[kv_attention.PACKED : kv_attention.TURN] = self.second._attend[kv_attention.PACKED : kv_attention.TURN]
+        other[arguments.PACKED : arguments.TURN] = self.second._attend[arguments.PACKED : arguments.TURN]
         kinds = blocks[:, attention.SEALED]
         begin = 0
         while begin < len(blocks):

@@ -9,10 +9,10 @@ from __future__ import annotations
 import numpy as np
 from numpy import float32
 
-from ..compile import REASSOCIATE, jit
-from ..deferred import inlined
-from .arithmetic import MINUS_INF, ZERO, exp
-from .intrinsics import f32_at, i64_at
+from ...compile import REASSOCIATE, jit
+from ...deferred import inlined
+from ..arithmetic import MINUS_INF, ZERO, exp
+from ..intrinsics import f32_at, i64_at
 
 TAKEN = np.float32(-1.0)  # below all sums
 

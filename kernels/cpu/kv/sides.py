@@ -1,22 +1,22 @@
 """The two sides of a packed record for the queries of its KV head: scores from K, an output from V.
 
-Scales go to the other factor, which codes of few bits meet as bytes (`kv_bytes.py`, `kv_weights.py`) and all others with 16 bits
-(`kv_digits.py`); K whose channels were kept apart is opened (`kv_record.py`). Which, the record alone says.
+Scales go to the other factor, which codes of few bits meet as bytes (`byte_products.py`, `weights.py`) and all others with 16 bits
+(`digit_products.py`); K whose channels were kept apart is opened (`record.py`). Which, the record alone says.
 """
 
 from __future__ import annotations
 
 from numpy import float32, int16, uint32
 
-from ..deferred import inlined
-from ..kv_layout import CHANNELS, MOST_GROUPS, TAIL_OFFSET
-from ..layout import BITS_OFFSET, PAGE
-from . import kv_digits
-from .arithmetic import ONE, ZERO
-from .attention import _load_queries
-from .intrinsics import bits_to_f32, f32_at, i16_at, i32_at, u8_at
-from .kv_attention import TURN, _broad, _turn
-from .kv_bytes import (
+from ...deferred import inlined
+from ...kv_layout import CHANNELS, MOST_GROUPS, TAIL_OFFSET
+from ...layout import BITS_OFFSET, PAGE
+from ..arithmetic import ONE, ZERO
+from ..attention import _load_queries
+from ..intrinsics import bits_to_f32, f32_at, i16_at, i32_at, u8_at
+from . import digit_products
+from .arguments import TURN, _broad, _turn
+from .byte_products import (
     KEY_STEP,
     TOP,
     UNIT,
@@ -34,7 +34,7 @@ from .kv_bytes import (
     zeros_4,
     zeros_8,
 )
-from .kv_digits import (
+from .digit_products import (
     DIGITS,
     ITEM,
     VALUE_FULL,
@@ -52,17 +52,17 @@ from .kv_digits import (
     weigh_digits_4,
     weigh_digits_8,
 )
-from .kv_loops import GROUP_NBYTES, SPAN, dot_keys, round_row, row_factor
-from .kv_record import SPANS, _width, open_keys
-from .kv_scratch import EIGHT, SUMMED_GROUPS, key_places, query_places, row_places, tile_rows, value_places
-from .kv_weights import FULL, fold_sums, lowest_steps, value_scales, weigh_4, weigh_8
+from .loops import GROUP_NBYTES, SPAN, dot_keys, round_row, row_factor
+from .record import SPANS, _width, open_keys
+from .scratch import EIGHT, SUMMED_GROUPS, key_places, query_places, row_places, tile_rows, value_places
+from .weights import FULL, fold_sums, lowest_steps, value_scales, weigh_4, weigh_8
 
 LOG2E, LN2 = float32(1.4426950408889634), float32(0.6931471805599453)
 _ZERO_FACTORS = tuple(zero_factors(bits) for bits in range(9))
 _VALUE_ZEROS = tuple(value_zero(bits) for bits in range(9))
 _MULTIPLES = tuple(value_multiple(bits) for bits in range(9))
 _VALUE_STEPS = tuple(float32(2.0**-value_multiple(bits) * 256 / FULL) for bits in range(9))
-_DIGIT_ZEROS = tuple(kv_digits.value_zero(bits) for bits in range(9))
+_DIGIT_ZEROS = tuple(digit_products.value_zero(bits) for bits in range(9))
 _DIGIT_STEPS = tuple(float32(2.0**-value_multiple(bits) / VALUE_FULL) for bits in range(9))
 _REST_STEP = float32(0.5 / VALUE_FULL)  # of halves
 _KEY_STEP, _TOP, _FLAT = float32(KEY_STEP), float32(TOP), float32(2.0**-100)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from ..deferred import inlined
-from ..kv_layout import CHANNELS, MOST_GROUPS
-from ..layout import PAGE
-from .inner_loops import TILE_COLUMNS
-from .int8_ir import WIDTH
-from .kv_attention import _broad
-from .kv_record import SPANS, opened_nbytes
+from ...deferred import inlined
+from ...kv_layout import CHANNELS, MOST_GROUPS
+from ...layout import PAGE
+from ..inner_loops import TILE_COLUMNS
+from ..int8_ir import WIDTH
+from .arguments import _broad
+from .record import SPANS, opened_nbytes
 
 EIGHT = WIDTH == 64  # are there tiles of eight rows?
 SUMMED_GROUPS = 16  # of K over which sums of 16-bit numbers just stay below 2^31

@@ -8,11 +8,11 @@ from __future__ import annotations
 import numpy as np
 from numpy import float32
 
-from ..deferred import inlined
-from ..kv_layout import CHANNELS, GROUP_K, MANTISSA_BITS, ROTATED_K, TAIL_GROUPS, TAIL_OFFSET, WIDTHS_IN_TAIL
-from ..layout import PAGE
-from .intrinsics import f32_at, i16_at, u8_at
-from .kv_loops import (
+from ...deferred import inlined
+from ...kv_layout import CHANNELS, GROUP_K, MANTISSA_BITS, ROTATED_K, TAIL_GROUPS, TAIL_OFFSET, WIDTHS_IN_TAIL
+from ...layout import PAGE
+from ..intrinsics import f32_at, i16_at, u8_at
+from .loops import (
     GROUP_NBYTES,
     first_1,
     first_2,

@@ -1,7 +1,7 @@
 """Attention for one token that reads few of the pages on the disk and estimates the others.
 
 Every page that goes to the disk leaves an abstract in memory. A token first gives every such page the partial that its abstract promises
-(`kv_estimate.py`); what share of the attention each then has says which are worth reading (`kv_choice.py`), and those get their true
+(`estimate.py`); what share of the attention each then has says which are worth reading (`choice.py`), and those get their true
 partials. The rest stays as estimated, so nothing is dropped. Pages that a prompt's chunk sees are all read, and those of a layer with a
 window.
 """
@@ -15,15 +15,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..layout import PAGE
-from ..workspace import address
-from . import kv_choice, kv_estimate
-from .inner_loops import TILE_COLUMNS
-from .kv_chunks import CHUNK, CHUNKS
-from .kv_signs import PAIR
+from ...layout import PAGE
+from ...workspace import address
+from ..inner_loops import TILE_COLUMNS
+from . import estimate
+from .choice import choose_blocks, room_floats
+from .chunks import CHUNK, CHUNKS
+from .signs import PAIR
 
 if TYPE_CHECKING:
-    from .pages import LayerPages, SomePages
+    from ..pages import LayerPages, SomePages
 
 LEFT = 0.002  # of a head's attention: when the pages not read have no more than this between them, no more are read
 FARTHEST = 255
@@ -34,7 +35,7 @@ NEARER = 0.8
 
 def abstract_nbytes(kv_heads: int, head_dim: int) -> int:
     """Memory for the abstract of a page of one layer."""
-    return kv_heads * ((-(-head_dim // PAIR) + 1) * PAGE + (1 + CHUNKS) * head_dim + 4 * kv_estimate.STEP_SLOTS)
+    return kv_heads * ((-(-head_dim // PAIR) + 1) * PAGE + (1 + CHUNKS) * head_dim + 4 * estimate.STEP_SLOTS)
 
 
 def basis_nbytes(head_dim: int) -> int:
@@ -64,20 +65,20 @@ class Selective:
         heads, dim = pages.layout.kv_heads, pages.layout.head_dim
         count, at = len(memory) // abstract_nbytes(heads, dim), 0
         parts = []
-        for shape, kind in (((kv_estimate.STEP_SLOTS,), np.float32), ((-(-dim // PAIR), PAGE), np.uint8), ((PAGE,), np.uint8),
+        for shape, kind in (((estimate.STEP_SLOTS,), np.float32), ((-(-dim // PAIR), PAGE), np.uint8), ((PAGE,), np.uint8),
                             ((dim,), np.int8), ((CHUNKS, dim), np.int8)):
             nbytes = count * heads * int(np.prod(shape)) * np.dtype(kind).itemsize
             parts.append(memory[at : at + nbytes].view(kind).reshape(heads, count, *shape))
             at += nbytes
         self._steps, self._sides, self._far, self._means, self._values = parts
         self._basis = key_basis(dim)
-        block = self._block = np.zeros(kv_estimate.ESTIMATE_SLOTS, np.int64)
-        block[kv_estimate.E_KV_HEADS : kv_estimate.E_COUNT + 1] = heads, dim, first, count
-        block[kv_estimate.E_PARTIALS : kv_estimate.E_TURN + 1] = (
+        block = self._block = np.zeros(estimate.ESTIMATE_SLOTS, np.int64)
+        block[estimate.E_KV_HEADS : estimate.E_COUNT + 1] = heads, dim, first, count
+        block[estimate.E_PARTIALS : estimate.E_TURN + 1] = (
             pages.ops.partials, 0, address(self._sides), address(self._far), address(self._means), address(self._values),
             address(self._steps), address(_turning(dim)))
-        block[kv_estimate.E_SCRATCH : kv_estimate.E_SCRATCH_STRIDE + 1] = pages.ops.scratch, pages.ops.scratch_stride
-        block.view(np.float64)[[kv_estimate.E_SCALE, kv_estimate.E_SOFTCAP]] = pages.scale, pages.softcap or 0.0
+        block[estimate.E_SCRATCH : estimate.E_SCRATCH_STRIDE + 1] = pages.ops.scratch, pages.ops.scratch_stride
+        block.view(np.float64)[[estimate.E_SCALE, estimate.E_SOFTCAP]] = pages.scale, pages.softcap or 0.0
 
     def reader(self, pages: LayerPages) -> Selective:
         """The same abstracts for another layer that attends to these pages."""
@@ -93,14 +94,14 @@ class Selective:
         k = k @ self._basis
         place = page - self._first
         steps, means = self._steps[:, place], self._means[:, place]
-        step = steps[:, kv_estimate.MEAN_STEP] = _rounded(k.mean(1), means)
+        step = steps[:, estimate.MEAN_STEP] = _rounded(k.mean(1), means)
         k -= step[:, None, None] * means[:, None]
         self._sides[:, place] = np.packbits(k >= 0, axis=-1, bitorder="little").swapaxes(1, 2)
         sides = np.abs(k).sum(-1)
         far = NEARER * np.square(k).sum(-1) / np.where(sides > 0, sides, 1)  # without NEARER, a key times what stands for it is its square
-        step = steps[:, kv_estimate.FAR_STEP] = far.max(-1) / FARTHEST
+        step = steps[:, estimate.FAR_STEP] = far.max(-1) / FARTHEST
         np.copyto(self._far[:, place], np.rint(far / np.where(step > 0, step, 1)[:, None]), casting="unsafe")
-        steps[:, kv_estimate.VALUE_STEPS :] = _rounded(v.reshape(heads, CHUNKS, CHUNK, dim).mean(2), self._values[:, place])
+        steps[:, estimate.VALUE_STEPS :] = _rounded(v.reshape(heads, CHUNKS, CHUNK, dim).mean(2), self._values[:, place])
 
     def attend(self, q: np.ndarray, position: int, blocks: np.ndarray, table: int, out: np.ndarray, end: int) -> None:
         """`LayerPages.compiled` for one token; pages [first, end) are on the disk. What depends on the estimates is done anew when a
@@ -111,10 +112,10 @@ class Selective:
         if pages.by_page is not None:
             calls[0][pages.by_page] = 1
         picked = np.zeros(end - self._first, np.uint8)
-        block[: kv_estimate.E_TO + 1] = ops.at(q), pages.layout.kv_heads * group, len(blocks), self._first, end
-        block[kv_estimate.E_LEAD], block[kv_estimate.E_PICKED] = lead, address(picked)
+        block[: estimate.E_TO + 1] = ops.at(q), pages.layout.kv_heads * group, len(blocks), self._first, end
+        block[estimate.E_LEAD], block[estimate.E_PICKED] = lead, address(picked)
         ops.keep(block)
-        ops.run(kv_estimate.estimate_pages, address(block))
+        ops.run(estimate.estimate_pages, address(block))
         pages.turn(calls, 0, lead, few=pages.few[:1])
         pages.turn(calls, lead + end, len(blocks), few=pages.few[:1])
         partials = ops.workspace.take("partials", pages.layout.kv_heads, len(blocks), group, pages.layout.head_dim + 2)
@@ -129,7 +130,7 @@ class Selective:
         step.picked[wanted] = 1
         read = [self._first + each for each in wanted]
         fetched = pages.spilled.fetch(read, len(step.picked))
-        run(kv_estimate.estimate_outputs, address(step.block))
+        run(estimate.estimate_outputs, address(step.block))
         if self._first:
             run(pages.few[-1], address(step.held))
         pages.ops.flush()  # while the first come
@@ -156,11 +157,11 @@ class _Step:
 
 def choose(partials: np.ndarray, disk: slice, most: int, left: float, unknown: int) -> tuple[list[int], list[int]]:
     """Which blocks of the `disk` to read, at most `most`, and which come next, as if there were no blocks from `unknown` on before those:
-    see `kv_choice`. `partials`: float32 [KVH, blocks, rows, ... and (m, l)]."""
+    see `choice`. `partials`: float32 [KVH, blocks, rows, ... and (m, l)]."""
     kv_heads, blocks, rows, width = partials.shape
-    order, room = np.empty(most, np.int64), np.empty(kv_choice.room_floats(blocks, kv_heads * rows), np.float32)
-    count = kv_choice.choose_blocks(address(partials), kv_heads, blocks, rows, width, unknown, disk.start, disk.stop, most, left,
-                                    address(order), address(room))
+    order, room = np.empty(most, np.int64), np.empty(room_floats(blocks, kv_heads * rows), np.float32)
+    count = choose_blocks(address(partials), kv_heads, blocks, rows, width, unknown, disk.start, disk.stop, most, left,
+                          address(order), address(room))
     return order[:count].tolist(), order[count : count + max(0, min(most - count, most // 4))].tolist()
 
 

@@ -1,4 +1,4 @@
-"""Softmax weights of packed pages, and V's scales in them, as bytes (`kv_bytes.py`).
+"""Softmax weights of packed pages, and V's scales in them, as bytes (`byte_products.py`).
 
 Scores come in units of log 2, so that a weight is 2^x. A token's largest scale of V, the lowest of its groups' steps, joins the exponent:
 the largest weight times scale of a row is 1 whatever token has it, and one that everybody looks at though its value is next to nothing
@@ -12,9 +12,9 @@ from functools import partial
 import numpy as np
 from llvmlite import ir
 
-from ..deferred import intrinsic, types
-from ..layout import PAGE
-from .int8_ir import (
+from ...deferred import intrinsic, types
+from ...layout import PAGE
+from ..int8_ir import (
     BYTES,
     FLOATS,
     HALVES,
@@ -31,12 +31,12 @@ from .int8_ir import (
     splat,
     store,
 )
-from .int8_products import pair_products
-from .intrinsics import F32, I32, I64
-from .kv_bytes import upper_bytes
-from .kv_loops import loop
-from .kv_record import EIGHTHS
-from .merging import across, larger, merged
+from ..int8_products import pair_products
+from ..intrinsics import F32, I32, I64
+from ..merging import across, larger, merged
+from .byte_products import upper_bytes
+from .loops import loop
+from .record import EIGHTHS
 
 MAGIC = 1.5 * 2**23  # added to a float32, it rounds to a whole number, which is then in the low bits
 # A weight 2^x is 65535 * 2^-(u / 256) with u = 2 - 256 x: dither added to the largest stays below 2^16. From 16 powers of two on it is 0.

@@ -2,7 +2,7 @@
 
 An abstract of a page and KV head is the mean key in 8 bits and, for every token, on which side of it the key lies in each direction of a
 fixed random basis (a bit each, the sign quantization of RaBitQ, arXiv:2405.12497) and how far it is from the mean; and the mean of the
-values of every 32 tokens in 8 bits. A query is turned into that basis once, and each token has a score of its own (`kv_signs.py`); the
+values of every 32 tokens in 8 bits. A query is turned into that basis once, and each token has a score of its own (`signs.py`); the
 sum of a chunk's weights is multiplied with its mean value.
 
 Estimating goes in two steps, since the first says which pages are worth reading and the disk need not wait for more. `estimate_pages`
@@ -15,16 +15,16 @@ from __future__ import annotations
 
 from numpy import float32
 
-from ..compile import kernel
-from ..deferred import inlined
-from ..layout import PAGE
-from .arithmetic import MINUS_INF, ZERO, exp
-from .attention import _cap
-from .inner_loops import LOW_ROWS, TILE_COLUMNS, low_tile_product
-from .intrinsics import f32_at, f64_at, fetch_add, i8_at, i64_at, u8_at
-from .kv_attention import _broad, _turn
-from .kv_chunks import CHUNKS, weigh_chunks
-from .kv_signs import PAIR, TABLE, make_tables, sign_scores_1, sign_scores_4
+from ...compile import kernel
+from ...deferred import inlined
+from ...layout import PAGE
+from ..arithmetic import MINUS_INF, ZERO, exp
+from ..attention import _cap
+from ..inner_loops import LOW_ROWS, TILE_COLUMNS, low_tile_product
+from ..intrinsics import f32_at, f64_at, fetch_add, i8_at, i64_at, u8_at
+from .arguments import _broad, _turn
+from .chunks import CHUNKS, weigh_chunks
+from .signs import PAIR, TABLE, make_tables, sign_scores_1, sign_scores_4
 
 RUN = 8  # pages that a worker takes at a time, and whose outputs are merged if none of them is read
 # Slots of the argument block. FIRST: the page with the first of COUNT abstracts; FROM, TO: pages to estimate; LEAD: rows of the table

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from ..deferred import intrinsic, types
-from ..kv_layout import PLANES, WIDTHS
-from ..layout import PAGE
-from ..target import target
-from .int8_ir import (
+from ...deferred import intrinsic, types
+from ...kv_layout import PLANES, WIDTHS
+from ...layout import PAGE
+from ...target import target
+from ..int8_ir import (
     BYTES,
     FLOATS,
     HALVES,
@@ -39,9 +39,9 @@ from .int8_ir import (
     splat,
     store,
 )
-from .int8_products import dot, dots, rounded_high
-from .intrinsics import F32, I16, I32, I64
-from .kv_loops import LEAST, field_at, largest, loop, pick, shorts
+from ..int8_products import dot, dots, rounded_high
+from ..intrinsics import F32, I16, I32, I64
+from .loops import LEAST, field_at, largest, loop, pick, shorts
 
 UNIT = 16  # tokens whose codes of a quad of channels are 64 bytes
 MOST_K, MOST_V = 6, 5  # bits of codes that may be multiplied as bytes

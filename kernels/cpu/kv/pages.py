@@ -1,4 +1,4 @@
-"""One layer's KV cache on the CPU where sealed pages are packed: exact slots as in `pages.py`, packed records behind them."""
+"""One layer's KV cache on the CPU where sealed pages are packed: exact slots as in `pages.py` above, packed records behind them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ from typing import Protocol
 
 import numpy as np
 
-from ..kv_layout import PackedLayout
-from ..layout import PageLayout
-from . import attention, attention_few, kv_attention, kv_few, kv_many, kv_merge
-from .inner_loops import TILE_COLUMNS
-from .kv_weights import tables
-from .ops import CpuOps, address
-from .pages import LayerPages
+from ...kv_layout import PackedLayout
+from ...layout import PageLayout
+from .. import attention, attention_few
+from ..inner_loops import TILE_COLUMNS
+from ..ops import CpuOps, address
+from ..pages import LayerPages
+from . import arguments
+from .few import attend_packed
+from .many import attend_packed_many
+from .merge import merge_packed
+from .weights import tables
 
 
 class Basis(Protocol):
@@ -39,9 +43,9 @@ class Codec(Protocol):
 class PackedPages(LayerPages):
     """`exact` holds raw slots of `layout`, `sealed` records as `codec` lays them out."""
 
-    many, merge = kv_many.attend_packed_many, kv_merge.merge_packed
-    few = (attention_few.attend_few, kv_few.attend_packed)
-    base, by_page = kv_attention.PACKED, kv_attention.BY_PAGE
+    many, merge = attend_packed_many, merge_packed
+    few = (attention_few.attend_few, attend_packed)
+    base, by_page = arguments.PACKED, arguments.BY_PAGE
 
     def __init__(self, ops: CpuOps, layout: PageLayout, exact: np.ndarray, sealed: np.ndarray, scale: float, window: int | None,
                  softcap: float | None, codec: Codec) -> None:
@@ -50,13 +54,13 @@ class PackedPages(LayerPages):
         self.records, self.codec, self.sealed_by = sealed, codec, codec
         self._bases = (_padded(codec.basis.k_inverse), _padded(codec.basis.v_inverse.swapaxes(1, 2)),
                        np.ascontiguousarray(codec.basis.k_scale, np.float32), tables())
-        block = np.zeros(kv_attention.PACKED_SLOTS, np.int64)
+        block = np.zeros(arguments.PACKED_SLOTS, np.int64)
         block[: attention.ATTEND_SLOTS] = self._attend
         block[attention.PAGES] = 0
         self._heads = np.array([(at, record.record_nbytes, *record.offsets)
                                 for at, record in zip(packed.head_offsets, packed.records, strict=False)], np.int64)
-        block[kv_attention.PACKED : kv_attention.TURN] = address(sealed), packed.layer_page_nbytes, address(self._heads)
-        block[kv_attention.TURN : kv_attention.BY_PAGE] = [address(each) for each in self._bases]
+        block[arguments.PACKED : arguments.TURN] = address(sealed), packed.layer_page_nbytes, address(self._heads)
+        block[arguments.TURN : arguments.BY_PAGE] = [address(each) for each in self._bases]
         self._attend, self._attend_at = block, address(block)
 
     def seal(self, slot: int, page: int, layer: int, first_token: int, codec: object) -> None:
@@ -86,7 +90,7 @@ def pages_of(ops: CpuOps, layout: PageLayout, exact: np.ndarray, sealed: np.ndar
         return LayerPages(ops, layout, exact, sealed, scale, window, softcap)
     if beside is None:
         return PackedPages(ops, layout, exact, sealed, scale, window, softcap, codec)
-    from .kv_mixed import MixedPages
+    from .mixed import MixedPages
 
     return MixedPages(ops, layout, exact, sealed, scale, window, softcap, codec, beside, codec.better)
 

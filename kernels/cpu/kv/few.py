@@ -1,7 +1,7 @@
 """Attention of few tokens over packed pages: a record is read once for a token's query heads of its KV head, multiplied with integers.
 
 Pages are taken in blocks of BLOCK_PAGES, on a grid that begins with the first: each is merged as it comes, in page order, and what the
-blocks give is merged in the order of blocks (`kv_merge.py`). So an answer depends neither on who computed what nor on the turns in
+blocks give is merged in the order of blocks (`merge.py`). So an answer depends neither on who computed what nor on the turns in
 which the table was gone through.
 """
 
@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from numpy import float32, int64
 
-from ..compile import kernel
-from ..deferred import inlined
-from ..kv_layout import CHANNELS, ROTATED_K, TAIL_OFFSET
-from ..layout import PAGE
-from .arithmetic import MINUS_INF, ZERO
-from .attention import (
+from ...compile import kernel
+from ...deferred import inlined
+from ...kv_layout import CHANNELS, ROTATED_K, TAIL_OFFSET
+from ...layout import PAGE
+from ..arithmetic import MINUS_INF, ZERO
+from ..attention import (
     BLOCKS,
     COLUMNS,
     COUNT,
@@ -41,14 +41,14 @@ from .attention import (
     _visible,
     sealed_rows,
 )
-from .intrinsics import f32_at, f64_at, i64_at, u8_at
-from .kv_attention import BY_PAGE, CHANNEL_SCALE, HEAD_SLOTS, RECORDS, TABLES, _parts, _record
-from .kv_bytes import MOST_K, MOST_V
-from .kv_loops import prefetch
-from .kv_merge import BLOCK_PAGES, load_partial, nothing, store_partial
-from .kv_scratch import line, query_places, row_places, tile_rows
-from .kv_sides import LN2, LOG2E, header_bits, load_kv, output_of, read_widths, scores_by_numbers, scores_of
-from .sharing import first_region, take
+from ..intrinsics import f32_at, f64_at, i64_at, u8_at
+from ..sharing import first_region, take
+from .arguments import BY_PAGE, CHANNEL_SCALE, HEAD_SLOTS, RECORDS, TABLES, _parts, _record
+from .byte_products import MOST_K, MOST_V
+from .loops import prefetch
+from .merge import BLOCK_PAGES, load_partial, nothing, store_partial
+from .scratch import line, query_places, row_places, tile_rows
+from .sides import LN2, LOG2E, header_bits, load_kv, output_of, read_widths, scores_by_numbers, scores_of
 
 MEAN_K, MEAN_V = 5, 4  # bits of sides that are multiplied as bytes: above, the rounding of the other factor would show beside the codec's
 

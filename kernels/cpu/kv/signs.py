@@ -12,10 +12,10 @@ import numpy as np
 from llvmlite import ir
 from numpy import float32, int8
 
-from ..deferred import inlined, intrinsic, types
-from ..layout import PAGE
-from .arithmetic import ZERO
-from .int8_ir import (
+from ...deferred import inlined, intrinsic, types
+from ...layout import PAGE
+from ..arithmetic import ZERO
+from ..int8_ir import (
     BYTES,
     FLOATS,
     HALVES,
@@ -33,8 +33,8 @@ from .int8_ir import (
     splat,
     store,
 )
-from .intrinsics import F32, I16, I32, I64, f32_at, u8_at
-from .kv_loops import loop
+from ..intrinsics import F32, I16, I32, I64, f32_at, u8_at
+from .loops import loop
 
 PAIR = 8  # numbers of a query, and bits of a token, that two tables are for
 TABLE = 32  # bytes of both

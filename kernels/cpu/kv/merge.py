@@ -6,10 +6,10 @@ D + 2. Every merge is the same operations in the same order, whether its page wa
 
 from __future__ import annotations
 
-from ..compile import kernel
-from ..deferred import inlined
-from .arithmetic import MINUS_INF, ZERO
-from .attention import (
+from ...compile import kernel
+from ...deferred import inlined
+from ..arithmetic import MINUS_INF, ZERO
+from ..attention import (
     BLOCKS,
     COLUMNS,
     HEAD_DIM,
@@ -25,10 +25,10 @@ from .attention import (
     _merge,
     _with_sink,
 )
-from .inner_loops import LOW_ROWS
-from .intrinsics import f32_at, fetch_add, i64_at
-from .kv_attention import BACK, BY_PAGE, _broad, _turn
-from .kv_weights import fold_sums
+from ..inner_loops import LOW_ROWS
+from ..intrinsics import f32_at, fetch_add, i64_at
+from .arguments import BACK, BY_PAGE, _broad, _turn
+from .weights import fold_sums
 
 BLOCK_PAGES = 8
 

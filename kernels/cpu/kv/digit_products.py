@@ -1,4 +1,4 @@
-"""Products of bytes with 16-bit factors for attention over packed pages: what `kv_bytes.py` is, for sides of many bits.
+"""Products of bytes with 16-bit factors for attention over packed pages: what `byte_products.py` is, for sides of many bits.
 
 Scales go to queries and softmax weights as there, but what comes of it keeps its 16 bits, since 8 would show beside the codec's own
 noise. With a four-way dot product a factor is two digits, 256 high + low for queries and 128 high + low for weights, each multiplied as a
@@ -12,9 +12,9 @@ from functools import partial
 
 from llvmlite import ir
 
-from ..deferred import intrinsic, types
-from ..layout import PAGE
-from .int8_ir import (
+from ...deferred import intrinsic, types
+from ...layout import PAGE
+from ..int8_ir import (
     BYTES,
     FLOATS,
     HALVES,
@@ -31,12 +31,12 @@ from .int8_ir import (
     splat,
     store,
 )
-from .int8_products import dot, pair_products, rounded_high
-from .intrinsics import F32, I32, I64
-from .kv_bytes import ask_part, by_width, codes_of_keys, codes_of_values, scaled_queries, upper_bytes
-from .kv_loops import loop, pick, power, shorts
-from .kv_weights import LN2, MAGIC, exp2
-from .merging import across, larger, merged
+from ..int8_products import dot, pair_products, rounded_high
+from ..intrinsics import F32, I32, I64
+from ..merging import across, larger, merged
+from .byte_products import ask_part, by_width, codes_of_keys, codes_of_values, scaled_queries, upper_bytes
+from .loops import loop, pick, power, shorts
+from .weights import LN2, MAGIC, exp2
 
 DIGITS = INSTRUCTION_SET in ("avx512", "avx2vnni")
 # Asked for ahead while a group of K, for the tokens of a unit, or 32 tokens of a group of V are multiplied: their share of half a record,
@@ -214,7 +214,7 @@ def _highest(builder: ir.IRBuilder, rows: Iterable[list[ir.Value]]) -> ir.Value:
 def _weigh(rows: int):
     @intrinsic
     def weigh(typingctx, scores, low, rise, fractions, out, lower, stride, groups, tops, totals):
-        """`kv_weights.weigh` in 15 bits and from a finer exponential: weights times V's scales [R, PAGE] for every group, `stride` bytes
+        """`weights.weigh` in 15 bits and from a finer exponential: weights times V's scales [R, PAGE] for every group, `stride` bytes
         apart, as digits at `out` and `lower` or as 16-bit numbers at `out`. `rise` as of `rises`; totals are sums of whole numbers."""
 
         def codegen(context, builder, signature, args):
@@ -289,8 +289,8 @@ def _zero_sums(builder: ir.IRBuilder, zeros: ir.Value, weights: tuple[ir.Value, 
 def _dot_values(rows: int):
     @intrinsic
     def dot_values(typingctx, codes, bits, multiple, zeros, weights, lower, step, out, stride, keep, take, ahead, share):
-        """`kv_bytes.dot_values`, weights [R, PAGE] as digits, or 16-bit numbers at `weights`; `multiple` is the `value_multiple` of `bits`,
-        zeros are of `value_zero` here, step what a weight of 1 / VALUE_FULL and a value of 2^-multiple count in."""
+        """`byte_products.dot_values`, weights [R, PAGE] as digits, or 16-bit numbers at `weights`; `multiple` is the `value_multiple` of
+        `bits`, zeros are of `value_zero` here, step what a weight of 1 / VALUE_FULL and a value of 2^-multiple count in."""
 
         def codegen(context, builder, signature, args):
             codes, bits, multiple, zeros, weights, lower, step, out, stride, keep, take, ahead, share = args
@@ -361,7 +361,7 @@ def _dot_rests(rows: int):
     return dot_rests
 
 
-# As in `kv_bytes.py`.
+# As in `byte_products.py`.
 scale_digits_4, dot_unit_digits_4, weigh_digits_4, dot_value_digits_4 = _scale_digits(4), _dot_units(4), _weigh(4), _dot_values(4)
 scale_digits_8, dot_unit_digits_8, weigh_digits_8, dot_value_digits_8 = _scale_digits(8), _dot_units(8), _weigh(8), _dot_values(8)
 scale_coarse_4, dot_rests_4, scale_coarse_8, dot_rests_8 = _scale_digits(4, True), _dot_rests(4), _scale_digits(8, True), _dot_rests(8)

@@ -6,13 +6,13 @@ from functools import partial
 
 from llvmlite import ir
 
-from ..deferred import intrinsic, types
-from ..layout import PAGE
-from .inner_loops import FLOATS, VECTOR
-from .int8_ir import constant, load, offset, splat, store
-from .intrinsics import F32, I32
-from .merging import across, larger, merged
-from .softmax import LOG2E, power_of_two
+from ...deferred import intrinsic, types
+from ...layout import PAGE
+from ..inner_loops import FLOATS, VECTOR
+from ..int8_ir import constant, load, offset, splat, store
+from ..intrinsics import F32, I32
+from ..merging import across, larger, merged
+from ..softmax import LOG2E, power_of_two
 
 CHUNK = 32  # tokens with one mean value
 CHUNKS = PAGE // CHUNK

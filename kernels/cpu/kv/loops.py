@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from ..deferred import intrinsic, types
-from ..kv_layout import CHANNELS
-from ..layout import PAGE
-from .int8_ir import (
+from ...deferred import intrinsic, types
+from ...kv_layout import CHANNELS
+from ...layout import PAGE
+from ..int8_ir import (
     BYTES,
     FLOATS,
     I8,
@@ -32,8 +32,8 @@ from .int8_ir import (
     splat,
     store,
 )
-from .int8_products import pair_products, rounded_high
-from .intrinsics import F32, I16, I32, I64
+from ..int8_products import pair_products, rounded_high
+from ..intrinsics import F32, I16, I32, I64
 
 SPAN = 32  # tokens that share a scale of K
 MOST = 8191  # of an opened K or V
