@@ -18,7 +18,7 @@ import numpy as np
 
 from .. import EffllmError, UsageError
 from ..kernels.blas import one_thread
-from ..kernels.reference import normalise
+from ..kernels.reference import activate, linear, normalise
 from ..kernels.reference_moe import Routed
 from ..quant.kv import codec
 from ..quant.stats import Stats
@@ -38,6 +38,7 @@ from .planning.timing import turns
 from .prepare import EngineOptions, worker_count
 from .source import open_store
 from .text import Tokenizer
+from .weights.weight_records import BeforeHead
 
 TOKENS, LEAST, WINDOW = 16384, 512, 512
 SHORTEST = 64  # of a last window
@@ -348,10 +349,11 @@ class Calibration:
     def head(self) -> dict[str, Stats]:
         """Statistics of what the head reads, of `states` that have gone through all layers."""
         model = self.model
-        norm, gathered = model.read_norm(), Gathered(model.config.hidden_size)
+        norm, before, gathered = model.read_norm(), model.read_before_head(), Gathered(model.config.hidden_size)
         begin = 0
         for window in self.cut:
-            gathered.add(normalised(model.read_left(self.states[begin : begin + len(window)]), norm))
+            read = normalised(model.read_left(self.states[begin : begin + len(window)]), norm)
+            gathered.add(read if before is None else behind(read, before))
             begin += len(window)
         stats = gathered.stats()
         return {"head": stats} if "head" in model.tensors["outer"] else {"embed": looked_up_too(stats)}
@@ -370,6 +372,12 @@ def looked_up_too(stats: Stats) -> Stats:
 def normalised(states: np.ndarray, norm: Norm) -> np.ndarray:
     """float32 [T, K]."""
     return normalise(states, norm.kind, norm.weight, norm.bias, norm.eps).astype(np.float32)
+
+
+def behind(states: np.ndarray, before: BeforeHead) -> np.ndarray:
+    """What the head reads of normed states [T, D] that a matrix, an activation and a norm go before, float32 [T, D]."""
+    weight = before.matrix.weight.to_f32()
+    return normalised(activate(linear(states, weight, before.matrix.bias), before.act), before.norm)
 
 
 def one_layer_cache(ops: object, spec: LayerSpec, tokens: int) -> KVCache:

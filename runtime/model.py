@@ -40,7 +40,7 @@ from .weights.paged_experts import PagedExperts, Paging
 from .weights.parts import TABLES
 from .weights.stored_states import StoredStates, in_table
 from .weights.streamed import StreamedWeights, Streams
-from .weights.weight_records import OuterWeights, WeightRecords
+from .weights.weight_records import BeforeHead, OuterWeights, WeightRecords
 
 Tap = Callable[[str, int, object], None]
 
@@ -134,7 +134,8 @@ class Model(StoredStates):
             with self.pager.lease("outer") as raw:
                 head = card_head.tensor_of(self.tensors["outer"])
                 data = raw[head.name] if head.name in raw else self.store.read(head.info)
-                norm, bias = self.records.last_norm(raw), self.records.head_bias(raw)
+                before = self.records.before_head(raw)
+                norm, bias = before.norm if before else self.records.last_norm(raw), self.records.head_bias(raw)
                 self.card_head = card_head.placed(self.backends["cuda"], self.config, head, typed(data, head.spec), norm, bias)
         if self._copied_from is not None:
             hosts = [layer for layer, device in enumerate(self.devices) if device == "cpu"]
@@ -184,8 +185,13 @@ class Model(StoredStates):
             self.store.read_into(tensor.info, raw[tensor.name])
         return self.records.layer(layer, raw, self.backends["cpu"])
 
+    def read_before_head(self) -> BeforeHead | None:
+        """What lies between the last norm and the head, straight from the store."""
+        tensors = [tensor for role, tensor in self.tensors["outer"].items() if role.startswith(("head_in", "head_norm"))]
+        return self.records.before_head({tensor.name: self.store.read(tensor.info) for tensor in tensors})
+
     def read_norm(self) -> Norm:
-        """The norm before the head, straight from the store."""
+        """The norm behind the layers, straight from the store."""
         tensors = [tensor for role, tensor in self.tensors["outer"].items() if role.startswith("norm")]
         return self.records.last_norm({tensor.name: self.store.read(tensor.info) for tensor in tensors})
 
@@ -332,12 +338,16 @@ class Model(StoredStates):
 
     def logits(self, x: np.ndarray) -> np.ndarray:
         """Scores for hidden states `[T, D]` -> float32 `[T, V]`, a view of the workspace."""
-        config = self.config
-        if self.card_head is not None:
-            with self._within_memory("the GPU ran out of memory for logits"):
-                return self.card_head.logits(x)
+        config, host = self.config, self.backends["cpu"]
         with self.outer() as outer:
-            return self.backends["cpu"].logits(x, outer.norm, outer.head, config.final_logit_softcapping, 1 / config.logits_scaling)
+            norm, before = outer.norm, outer.before
+            if before is not None:
+                x, norm = host.gated_hidden(x, norm, None, before.matrix, before.act), before.norm
+            if self.card_head is None:
+                return host.logits(x, norm, outer.head, config.final_logit_softcapping, 1 / config.logits_scaling)
+            host.flush()
+        with self._within_memory("the GPU ran out of memory for logits"):
+            return self.card_head.logits(x)
 
 
 def _is_job(outer: OuterWeights) -> bool:

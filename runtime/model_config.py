@@ -53,7 +53,8 @@ class ModelConfig:
     `embedding_normed`: an embedding goes through a norm without a weight; `last_norm`: the kind of the one before the head, and
     `behind_eps` the epsilon of those behind attention and MLP, where these are not the others'. `gate_bounds`: by layer how far gates of
     experts, and those of what every token visits, go, None for no bound. `compressed`: beyond a window layers see keys of several tokens,
-    and streams are mixed by numbers of a token's own.
+    and streams are mixed by numbers of a token's own. `head_act`: between the last norm and the head are a matrix, with `head_in_bias` of a
+    bias, this activation and a norm; `norms_biased`: norms of a family that may go without have biases.
     """
 
     family: str
@@ -137,6 +138,9 @@ class ModelConfig:
     qk_norm_still: bool = False
     gate_bounds: tuple[tuple[float | None, float | None], ...] = ()
     compressed: Compressed | None = None
+    head_act: str | None = None
+    head_in_bias: bool = False
+    norms_biased: bool = False
     warnings: tuple[str, ...] = ()
 
     @property
@@ -201,9 +205,10 @@ class ModelConfig:
 
     @property
     def widest(self) -> int:
-        """The width inside the widest MLP."""
+        """The width inside the widest MLP, or between the last norm and the head."""
         own = self.mixture
-        return max(self.intermediate_size, own.width if own else 0, own.shared_width or 0 if own else 0, self.input_width, *self.layer_ffn)
+        return max(self.intermediate_size, self.hidden_size if self.head_act else 0, own.width if own else 0,
+                   own.shared_width or 0 if own else 0, self.input_width, *self.layer_ffn)
 
     @property
     def context_length(self) -> int:

@@ -21,6 +21,8 @@ LIGHTNING = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_a
              "mlp_beta_factor": 1.5, "eos_token_id": 7, "bos_token_id": 1}
 DBRX = {"d_model": 64, "n_heads": 4, "n_layers": 3, "max_seq_len": CONTEXT, "attn_config": {
     "kv_n_heads": 2, "clip_qkv": 0.7, "rope_theta": 10_000.0}, "ffn_config": {"ffn_hidden_size": 40, "moe_num_experts": 6, "moe_top_k": 3}}
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}  # of a small vocabulary
+
 RELATED = {
     "dbrx": Case("dbrx", {**DBRX, "vocab_size": 301}, shard="100KB"),
     "dbrx, shares as they come, wide clips, bfloat16": Case("dbrx", {
@@ -97,6 +99,12 @@ RELATED = {
     "minicpm3, longrope, queries at once, own head, bfloat16": Case("minicpm3", {
         **PARTS, "q_lora_rank": None, "tie_word_embeddings": False, "attention_bias": True, **rope(
             "longrope", short_factor=RAMP, long_factor=[4 * x for x in RAMP], original_max_position_embeddings=64)}, dtype="bfloat16"),
+    "modernbert_decoder": Case("modernbert-decoder", {**SPECIAL, "local_attention": 80, "vocab_size": 301, "classifier_activation":
+                                                      "silu"}),
+    "modernbert_decoder, biases, other layers, own head, bfloat16": Case("modernbert-decoder", {
+        **SPECIAL, "local_attention": 300, "norm_bias": True, "attention_bias": True, "mlp_bias": True, "classifier_bias": True,
+        "decoder_bias": False, "tie_word_embeddings": False, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "hidden_size": 96, "intermediate_size": 40}, dtype="bfloat16"),
     "nanochat": Case("nanochat", {"final_logit_softcapping": 3.0, "vocab_size": 301}),
     "nanochat, biases, no cap, tied, bfloat16": Case("nanochat", {
         "final_logit_softcapping": None, "attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 1, "hidden_act":

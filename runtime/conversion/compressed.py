@@ -50,6 +50,7 @@ SPELLED = {"axk1": "AXK1", "bitnet": "BitNet", "cohere2_moe": "Cohere2Moe", "coh
            "granitemoehybrid": "GraniteMoeHybrid", "granitemoeshared": "GraniteMoeShared", "hunyuan_v1_dense": "HunYuanDenseV1",
            "hunyuan_v1_moe": "HunYuanMoEV1", "hy_v3": "HYV3", "hyperclovax": "HyperCLOVAX", "internlm3": "Llama", "iquestcoder": "Llama",
            "llama4_text": "Llama4", "mimo_v2_flash": "MiMoV2Flash", "minicpm3": "MiniCPM3", "minimax": "MiniMax",
+           "modernbert_decoder": "ModernBertDecoder",
            "minimax_m2": "MiniMaxM2", "minimax_m3_vl_text": "MiniMaxM3VL", "nanochat": "NanoChat", "opt": "OPT",
            "qwen3_5_moe_text": "Qwen3_5Moe", "qwen3_5_text": "Qwen3_5", "smollm3": "SmolLM3", "stablelm": "StableLm",
            "vaultgemma": "VaultGemma"}
@@ -66,6 +67,7 @@ NOT_WRITTEN = {**dict.fromkeys(("gpt_oss", "granitemoe", "granitemoe_swa", "gran
                "internlm2": "other tools want their queries, keys and values joined group by group",
                **dict.fromkeys(("bloom", "gpt_neox"), "other tools want their queries, keys and values joined head by head"),
                "dbrx": "other tools want their experts joined",
+               "modernbert_decoder": "no other tool was found to read what stands before their head so",
                "mpt": "no other tool was found to read them so",
                "falcon_h1": "no other tool was found to read what its config multiplies by so",
                "nemotron_h": "no other tool was found to read their layers so",

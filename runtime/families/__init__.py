@@ -12,7 +12,8 @@ Experts that are a branch beside the MLP have router_scale, expert_scales, exper
 them. What a layer is given of a token beside the stream it takes by input_gate, input_out and input_after; layer_scale multiplies what
 leaves it, low_in, low_out and low_norm are a branch of what it reads, and where a token has several streams stream_norm, stream_router,
 predict, correct and stream_scale say how it meets them; curve_above and curve_below are of its activation. In a bundled folder `bundles` is
-up and down. Outside the layers: embed, positions (learned ones), norm, head (absent where it is the embedding) and head_bias, and
+up and down. Outside the layers: embed, positions (learned ones), norm, head (absent where it is the embedding) and head_bias,
+head_in and head_norm, a matrix between norm and head and the norm behind it, and
 layer_embed, layer_proj and layer_norm, which make what layers are given of a token, and `streams.<number>.enter` and `.leave`, which make
 streams and one of them, and `blocks.<number>.<role>` of blocks that layers share. Of such a block a layer has mlp_low, gate_wide and
 up_wide, which add to its MLP, q_low, q_wide and so on, and lent_out, which reads it. Layers without keys and values of their own have
@@ -60,10 +61,10 @@ FAMILIES = ("afmoe", "apertus", "arcee", "axk1", "bailing_hybrid", "bailing_moe_
             "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm2", "internlm3", "iquestcoder", "jais2",
             "jamba", "kimi_linear", "kolibri1", "laguna", "lfm2", "lfm2_moe", "lfm3", "llama", "llama4_text", "mamba", "mamba2", "mellum",
             "mimo", "mimo_v2_flash", "minicpm", "minicpm3", "minimax", "minimax_m2", "minimax_m3_vl_text", "ministral", "ministral3",
-            "mistral", "mistral4", "mixtral", "mpt", "muse_glimmer_text", "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3",
-            "olmo_hybrid", "olmoe", "opt", "phi", "phi3", "phi4_multimodal", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text",
-            "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "step3p5",
-            "vaultgemma", "youtu", "zamba2")
+            "mistral", "mistral4", "mixtral", "modernbert_decoder", "mpt", "muse_glimmer_text", "nanochat", "nemotron", "nemotron_h",
+            "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "opt", "phi", "phi3", "phi4_multimodal", "phimoe", "qwen2", "qwen2_moe",
+            "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "solar_open", "stablelm",
+            "starcoder2", "step3p5", "vaultgemma", "youtu", "zamba2")
 COMPOSITE: Mapping[str, tuple[str, ...]] = {
     "audioflamingo3": ("qwen2",), "aya_vision": ("cohere2",), "cohere2_vision": ("cohere2", "cohere2_moe"),
     "cohere_compass": ("cohere_compass_text",), "exaone4_5": ("exaone4", "exaone4_5_text"), "gemma3": ("gemma3_text",),
@@ -88,8 +89,9 @@ RENAMED: Mapping[str, str] = {
     "AXK1": "axk1",
     "exaone4_5_text": "exaone4", "gemma4_unified_text": "gemma4_text", "glm4v_moe_text": "glm4_moe", "glm4v_text": "glm4",
     "glm_ocr_text": "glm4", "kimi_k2": "deepseek_v3", "llama_bidirec": "llama", "minimax_m1": "minimax", "minimax_text_01": "minimax",
-    "paddleocr_vl_text": "llama", "phi4mm": "phi4_multimodal", "qwen2_5_omni_text": "qwen2", "qwen2_5_vl_text": "qwen2",
-    "qwen2_vl_text": "qwen2", "qwen3_omni_moe_text": "qwen3_moe", "qwen3_vl_moe_text": "qwen3_moe", "qwen3_vl_text": "qwen3"}
+    "modernbert-decoder": "modernbert_decoder", "paddleocr_vl_text": "llama", "phi4mm": "phi4_multimodal", "qwen2_5_omni_text": "qwen2",
+    "qwen2_5_vl_text": "qwen2", "qwen2_vl_text": "qwen2", "qwen3_omni_moe_text": "qwen3_moe", "qwen3_vl_moe_text": "qwen3_moe",
+    "qwen3_vl_text": "qwen3"}
 _QWEN2_VL = {"bos_token_id": 151_643, "eos_token_id": 151_645, "max_window_layers": 80, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
              "rope_theta": 1e6}
 UNSAID: Mapping[str, Mapping[str, object]] = {

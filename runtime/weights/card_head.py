@@ -53,7 +53,7 @@ def asked(outer: Mapping[str, ModelTensor], hidden: int) -> HeadBytes:
     from ..planning.devices import card_nbytes
 
     tensor = tensor_of(outer)
-    vectors = sum(card_nbytes(own) for role, own in outer.items() if role.startswith("norm") or role == "head_bias")
+    vectors = sum(card_nbytes(own) for role, own in outer.items() if role.startswith(("norm", "head_norm")) or role == "head_bias")
     return HeadBytes(card_nbytes(tensor) + vectors, head_workspace(ROWS, hidden, tensor.shape[0], prod(tensor.shape), tensor.spec.is_raw))
 
 

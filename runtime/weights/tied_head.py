@@ -17,6 +17,7 @@ from ..config import ModelConfig, read_config
 from ..families import TensorRule
 
 PIECE_NBYTES = 4 << 20
+HEADS = ("lm_head.weight", "decoder.weight")  # endings of the names of heads of models that tie theirs
 _known: dict[tuple[object, ...], bool] = {}  # of files as they were: a command opens a model more than once
 
 
@@ -37,7 +38,7 @@ def outer_rules(config: ModelConfig, held: Container[str]) -> dict[str, TensorRu
 
 def leave_out_copy(store: TensorStore) -> None:
     """Take the head of a tied model out of a store where it is the embedding again, else say that there is one."""
-    if not any(name.endswith("lm_head.weight") for name in store.tensors):
+    if not any(name.endswith(HEADS) for name in store.tensors):
         return
     config = read_config(store.folder)
     rules = outer_rules(config, store.tensors)

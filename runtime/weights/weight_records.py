@@ -53,11 +53,20 @@ class OwnLayer:
 
 
 @dataclass(frozen=True)
+class BeforeHead:
+    """What lies between the last norm and the head, on the host: a matrix [D, D], an activation and the norm behind it."""
+
+    matrix: Linear
+    act: str
+    norm: Norm
+
+
+@dataclass(frozen=True)
 class OuterWeights:
     """What surrounds the layers, on the host. `positions`: the table of learned ones; `inputs`: what makes what layers are given of a token
     beside the stream, a table, a matrix and a norm; `enter` and `leave`: matrices that make streams of one and one of them, none where
     there is one, or `leaves` what mixes them into it; `picks`: by layer which experts the tokens of a word visit; `mtp`: the layer that the
-    model drafts by."""
+    model drafts by; `before`: what lies between `norm` and the head."""
 
     embed: Weight
     positions: Weight | None
@@ -69,6 +78,7 @@ class OuterWeights:
     mtp: OwnLayer | None = None
     leaves: Hyper | None = None
     picks: Mapping[int, np.ndarray] = field(default_factory=dict)
+    before: BeforeHead | None = None
 
 
 def curve_of(config: ModelConfig, key: int, roles: Mapping[str, ModelTensor], raw: Mapping[str, np.ndarray]) -> Curve | None:
@@ -220,6 +230,18 @@ class WeightRecords:
         weight, bias = (host.put(as_float32(roles[role], raw), "f32") if role in roles else None for role in ("norm", "norm_bias"))
         return made_norm(self.config, weight, bias, self.config.last_norm)
 
+    def before_head(self, raw: Mapping[str, np.ndarray]) -> BeforeHead | None:
+        """What lies between the last norm and the head, if anything does."""
+        roles = self.tensors["outer"]
+        if "head_in" not in roles:
+            return None
+        weight, bias, own_bias = (self.host.put(as_float32(roles[role], raw), "f32") if role in roles else None
+                                  for role in ("head_norm", "head_norm_bias", "head_in_bias"))
+        tensor = roles["head_in"]
+        make, stored = (Weight.raw, tensor.spec.scheme) if tensor.spec.is_raw else (Weight.low_bit, tensor.spec)
+        matrix = Linear(make(stored, tensor.shape, raw[tensor.name]), own_bias)
+        return BeforeHead(matrix, self.config.head_act, made_norm(self.config, weight, bias))
+
     def head_bias(self, raw: Mapping[str, np.ndarray]) -> object | None:
         """The bias of the head, on the host."""
         tensor = self.tensors["outer"].get("head_bias")
@@ -254,7 +276,7 @@ class WeightRecords:
         return OuterWeights(embed, weight("positions"), self.last_norm(raw), Linear(head, self.head_bias(raw)), inputs,
                             *(tuple(Linear(weight(f"streams.{i}.{role}")) for i in range(1, self.config.streams)
                                     if f"streams.{i}.{role}" in roles) for role in ("enter", "leave")), self._own_layer(raw),
-                            self._leaves(raw), self._picks(raw))
+                            self._leaves(raw), self._picks(raw), self.before_head(raw))
 
     def _leaves(self, raw: Mapping[str, np.ndarray]) -> Hyper | None:
         roles = self.tensors["outer"]

@@ -1,0 +1,109 @@
+"""ModernBERT decoders (Ettin): an embedding that is normed, after which the first layer's attention norms nothing, layer norms without
+biases, two in three layers with a window and positions of their own, and a matrix, an activation and a norm before the head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ..config import ACTS, MAX_LAYERS, Defaults, ModelConfig, decoder_config
+from ..config_reader import ConfigError, Keys, show
+from ..config_rope import GLOBAL, LOCAL, RopeConfig, two_ropes
+from . import LayerWeights, TensorRule, llama
+from .qwen2 import windows_of
+from .stablelm import biased
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ..block_ops import BlockOps
+    from ..cache import LayerCache
+    from ..rope import RopeTable
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({"attention_bias", "classifier_activation", "classifier_bias", "decoder_bias", "global_attn_every_n_layers",
+                       "global_rope_theta", "hidden_activation", "layer_types", "local_attention", "local_rope_theta", "mlp_bias",
+                       "norm_bias", "norm_eps", "sliding_window"})
+# Of training and of classifiers, and what other families call by these names.
+KEYS_HARMLESS = frozenset({
+    "classifier_pooling", "cls_token_id", "deterministic_flash_attn", "embedding_dropout", "gradient_checkpointing", "head_dim",
+    "hidden_act", "initializer_cutoff_factor", "layer_norm_eps", "mlp_dropout", "num_key_value_heads", "original_max_position_embeddings",
+    "position_embedding_type", "reference_compile", "repad_logits_with_grad", "rms_norm_eps", "rope_theta", "sparse_pred_ignore_index",
+    "sparse_prediction"})
+REFUSED_UNLESS: Mapping[str, object] = {"causal_mask": True}
+SIZES = {"vocab_size": 50_368, "hidden_size": 768, "intermediate_size": 1152, "num_hidden_layers": 22, "num_attention_heads": 12}
+EVERY = 3  # of so many layers the first sees everything, where none are listed
+THETAS = 160_000.0, 10_000.0  # of layers that see everything, and of those with a window
+MATRICES = {**{role: f"attn.{role}_proj" for role in "qkv"}, "o": "attn.Wo", "down": "mlp.Wo"}
+NORMS = {"input_norm": "attn_norm", "post_norm": "mlp_norm"}
+
+
+def config(keys: Keys) -> ModelConfig:
+    """Raises ConfigError. A window is half of what `local_attention` says, as in the encoders, which see as far to both sides."""
+    layers, every = (keys.integer(name, usual, high=MAX_LAYERS) for name, usual in (
+        ("num_hidden_layers", SIZES["num_hidden_layers"]), ("global_attn_every_n_layers", EVERY)))
+    half = keys.integer("local_attention", 128, low=2) // 2
+    if (stated := keys.integer("sliding_window", half)) != half:
+        raise ConfigError(f"config.json: sliding_window = {show(stated)} beside local_attention = {2 * half} is not supported",
+                          "a window of this family is half of local_attention")
+    windows = windows_of(keys, half, [LOCAL if layer % every else GLOBAL for layer in range(layers)])
+
+    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
+        thetas = (keys.number("global_rope_theta", THETAS[0], above=1.0), keys.number("local_rope_theta", THETAS[1], above=1.0))
+        everywhere, local = two_ropes(keys, head_dim, positions, thetas)
+        return tuple(everywhere if window is None else local for window in windows)
+
+    base = Defaults(max_position_embeddings=8192, bos=50_281, eos=(50_282,), eps_key="norm_eps", norm_eps=1e-5, tied=True, grouped=False,
+                    act=("hidden_activation", "gelu"), sizes=SIZES)
+    bias, biases = keys.flag("attention_bias", False), keys.flag("norm_bias", False)
+    return decoder_config(
+        keys, base, ropes, windows=windows, norm_kind="layer", norms_biased=biases, qkv_bias=bias, o_bias=bias,
+        mlp_bias=keys.flag("mlp_bias", False), head_bias=keys.flag("decoder_bias", True),
+        head_act=keys.choice("classifier_activation", ACTS, "gelu"), head_in_bias=keys.flag("classifier_bias", False))
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    """Tensors of one layer by role: gate and up are one matrix, and the first layer has the norm of embeddings."""
+    rules, prefix, hidden = llama.layer_tensors(config, layer), f"model.layers.{layer}.", config.hidden_size
+    rules |= {role: replace(rules[role], name=f"{prefix}{name}.weight") for role, name in (MATRICES | NORMS).items()}
+    for at, role in enumerate(("gate", "up")):
+        rows = config.intermediate_size
+        rules[role] = replace(rules[role], part_of=(f"{prefix}mlp.Wi.weight", at * rows, 2 * rows))
+        if config.mlp_bias:
+            rules[f"{role}_bias"] = replace(rules[f"{role}_bias"], part_of=(f"{prefix}mlp.Wi.bias", at * rows, 2 * rows))
+    for role in MATRICES:
+        if f"{role}_bias" in rules:
+            rules[f"{role}_bias"] = biased(rules[role])
+    if layer == 0:
+        del rules["input_norm"]
+        rules["entry_norm"] = TensorRule("model.embeddings.norm.weight", (hidden,))
+    return with_biases(config, rules)
+
+
+def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
+    table, hidden = (config.vocab_size, config.hidden_size), config.hidden_size
+    dense = TensorRule("lm_head.dense.weight", (hidden, hidden))
+    rules = with_biases(config, {
+        "embed": TensorRule("model.embeddings.tok_embeddings.weight", table), "norm": TensorRule("model.final_norm.weight", (hidden,)),
+        "head_in": dense, "head_norm": TensorRule("lm_head.norm.weight", (hidden,))})
+    if config.head_in_bias:
+        rules["head_in_bias"] = biased(dense)
+    if config.head_bias:
+        rules["head_bias"] = TensorRule("decoder.bias", (config.vocab_size,))
+    return rules if config.tie_word_embeddings else rules | {"head": TensorRule("decoder.weight", table)}
+
+
+def with_biases(config: ModelConfig, rules: Mapping[str, TensorRule]) -> dict[str, TensorRule]:
+    """The same tensors with those of norms, where a config says that these have some."""
+    norms = [role for role in rules if role == "norm" or role.endswith("_norm")] if config.norms_biased else []
+    return {**rules, **{f"{role}_bias": biased(rules[role]) for role in norms}}
+
+
+def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
+          layer: int, tap: Callable[[str, int, object], None]) -> object:
+    """x[T, D] -> x[T, D], with the taps of `llama.block`; what enters the first layer is normed in its place."""
+    if w.entry_norm is not None:
+        x = ops.renormed(x, w.entry_norm)
+    return llama.block(ops, w, x, kv, positions, rope, config, layer, tap)
