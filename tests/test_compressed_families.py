@@ -187,7 +187,7 @@ def test_a_folder_names_the_class_that_reads_it_though_its_source_does_not(tmp_p
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     read = [family for family in FAMILIES if family not in ("gpt_oss", "mistral4", "muse_glimmer_text", "step3p5", *LIKE)]
-    spelled = {known: kind for kind, known in RENAMED.items() if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}  # a file's name has no hyphen
+    spelled = {family: kind for kind, family in RENAMED.items() if "-" in kind}  # which a file's name has not
     wanted = {family: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[spelled.get(family, family)] for family in read}
     assert {family: reader(family) for family in read} == wanted
     *_, made = export_gguf(FABLE, tmp_path / "m.gguf", "F16", "a name")
