@@ -5,6 +5,7 @@ from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImagePr
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.granite_docling.image_processing_pil_granite_docling import GraniteDoclingImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import PaddleOCRVLImageProcessorPil
@@ -39,6 +40,11 @@ CASES = {
                        ["<|image|>", "<|image>", "<image|>"],
                        {"image_token_id": FIRST, "boi_token_id": FIRST + 1, "eoi_token_id": FIRST + 2, "audio_config": None},
                        UnifiedReady()),
+    "granite_docling": ({"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 4},
+                        {**TOWER, "num_hidden_layers": 4, "scale_factor": 2, "deepstack_visual_indexes": [0, 2], "out_hidden_size": 48},
+                        ["<image>", "<fake_token_around_image>", "<global-img>", *ROWS],
+                        {"image_token_id": FIRST, "pad_token_id": 0, "density_router_hidden_size": 16},
+                        GraniteDoclingImageProcessorPil(size=SQUARE, max_patches=4)),
     "idefics3": ({"model_type": "llama"}, {**TOWER}, ["<image>", "<fake_token_around_image>", "<global-img>", *ROWS],
                  {"image_token_id": FIRST, "pad_token_id": 0},
                  Idefics3ImageProcessorPil(size={"longest_edge": 64}, max_image_size={"longest_edge": 32})),

@@ -70,6 +70,7 @@ COMPOSITE: Mapping[str, tuple[str, ...]] = {
     "cohere_compass": ("cohere_compass_text",), "exaone4_5": ("exaone4", "exaone4_5_text"), "gemma3": ("gemma3_text",),
     "gemma3n": ("gemma3n_text",), "gemma4": ("gemma4_text",), "gemma4_unified": ("gemma4_unified_text",),
     "glm46v": ("glm4v_moe_text", "glm4v_text"), "glm4v": ("glm4v_text",), "glm4v_moe": ("glm4v_moe_text",), "glm_ocr": ("glm_ocr_text",),
+    "granite_docling": ("granite_docling_text",),
     "granite_speech": ("granite",), "idefics3": ("llama",), "internvl": ("qwen2", "qwen3", "llama", "qwen3_moe"),
     "kimi_k25": ("deepseek_v3", "kimi_k2"), "lfm2_vl": ("lfm2", "lfm2_moe"), "lfm3_vl": ("lfm3",), "lighton_ocr": ("qwen3",),
     "llama4": ("llama4_text",), "llava": ("llama", "mistral", "qwen2"), "llava_next": ("llama", "mistral", "qwen2", "granite"),
@@ -81,6 +82,7 @@ COMPOSITE: Mapping[str, tuple[str, ...]] = {
     "smolvlm": ("llama",), "step3p7": ("step3p5",), "voxtral": ("llama",)}
 # Those of which a store gives the text part's tensors the names that they would have alone; families know the prefixes of the others.
 BY_PREFIX = ("audioflamingo3", "aya_vision", "cohere2_vision", "cohere_compass", "exaone4_5", "glm46v", "glm4v", "glm4v_moe", "glm_ocr",
+             "granite_docling",
              "granite_speech", "idefics3", "internvl", "kimi_k25", "lfm2_vl", "lfm3_vl", "lighton_ocr", "llama4", "llava", "llava_next",
              "llava_onevision", "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "muse_glimmer", "paddleocr_vl", "qwen2_5_omni",
              "qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3_omni_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "step3p7", "voxtral")
@@ -88,6 +90,7 @@ BY_PREFIX = ("audioflamingo3", "aya_vision", "cohere2_vision", "cohere_compass",
 RENAMED: Mapping[str, str] = {
     "AXK1": "axk1",
     "exaone4_5_text": "exaone4", "gemma4_unified_text": "gemma4_text", "glm4v_moe_text": "glm4_moe", "glm4v_text": "glm4",
+    "granite_docling_text": "granite",
     "glm_ocr_text": "glm4", "kimi_k2": "deepseek_v3", "llama_bidirec": "llama", "minimax_m1": "minimax", "minimax_text_01": "minimax",
     "modernbert-decoder": "modernbert_decoder", "paddleocr_vl_text": "llama", "phi4mm": "phi4_multimodal", "qwen2_5_omni_text": "qwen2",
     "qwen2_5_vl_text": "qwen2", "qwen2_vl_text": "qwen2", "qwen3_omni_moe_text": "qwen3_moe", "qwen3_vl_moe_text": "qwen3_moe",
@@ -100,6 +103,9 @@ UNSAID: Mapping[str, Mapping[str, object]] = {
     "glm4v_text": {"head_dim": None, "max_position_embeddings": 32_768, "partial_rotary_factor": 1.0, "rms_norm_eps": 1e-5},
     "glm_ocr_text": {"attention_bias": False, "head_dim": None, "max_position_embeddings": 131_072, "num_key_value_heads": 8,
                      "partial_rotary_factor": 1.0, "rms_norm_eps": 1e-5},
+    "granite_docling_text": {"attention_multiplier": 0.015625, "embedding_multiplier": 12.0, "eos_token_id": 100_257,
+                             "logits_scaling": 4.0, "max_position_embeddings": 32_768, "num_key_value_heads": 4,
+                             "residual_multiplier": 0.263, "rms_norm_eps": 1e-5},
     "llama_bidirec": {"is_causal": False},
     # What is not normed in its place is another block, and the code of these says no unless a config says yes.
     "minimax_m1": {"postnorm": False}, "minimax_text_01": {"postnorm": False},

@@ -30,15 +30,16 @@ class FittedTiles(TowerSight):
     """Pictures in tiles of the tower's size, `least` to `most` of them; `joined` patches in a row and in a column become one row."""
 
     PROCESSORS = ("GotOcr2ImageProcessor", "InternVLImageProcessor")
+    SIDE, MOST, LONGEST = 384, 12, 256  # of preprocessors that do not say: a tile's side, and how many there are; how many are in a row
     joined: int
 
     def __init__(self, source: TowerSource, config: ModelConfig) -> None:
         super().__init__(source, config)
         keys = self.processor
         self.scale, self.resample = Scale(keys, CLIP_MEAN, CLIP_STD), filter_of(keys, BICUBIC)
-        if not keys.flag("do_resize", True) or square(keys, "size", {"height": 384, "width": 384}) != (self.side, self.side):
+        if not keys.flag("do_resize", True) or square(keys, "size", {"height": self.SIDE, "width": self.SIDE}) != (self.side, self.side):
             raise keys.fail("size", f"the {self.side} × {self.side} that the tower takes")
-        self.least, self.most = keys.integer("min_patches", 1, high=256), keys.integer("max_patches", 12, high=256)
+        self.least, self.most = keys.integer("min_patches", 1, high=256), keys.integer("max_patches", self.MOST, high=256)
         self.across = self.side // self.patch
 
     def demand_squares(self) -> None:
@@ -57,9 +58,14 @@ class FittedTiles(TowerSight):
     def grid(self, height: int, width: int) -> tuple[int, int]:
         """Rows and columns of tiles: of the shapes with as many as are allowed the one nearest to the picture's, of shapes alike the one
         with more tiles as long as the picture has half as many points as they have."""
-        if self.most == 1:
+        return self.nearest(height, width, self.most)
+
+    def nearest(self, height: int, width: int, most: int) -> tuple[int, int]:
+        """The grid with so many tiles at most."""
+        if most == 1:
             return 1, 1
-        shapes = sorted(((columns, rows) for columns in range(1, self.most + 1) for rows in range(1, self.most // columns + 1)
+        longest = min(most, self.LONGEST)
+        shapes = sorted(((columns, rows) for columns in range(1, longest + 1) for rows in range(1, min(longest, most // columns) + 1)
                          if columns * rows >= self.least), key=lambda shape: shape[0] * shape[1])
         best, off = (1, 1), float("inf")
         for columns, rows in shapes:

@@ -13,7 +13,9 @@ OUTER_SHARED = frozenset({"auto_map", "bos_token_id", "dtype", "eos_token_id", "
 OUTER_HARMLESS = frozenset({
     "_pad_token_id", "adapter_layer_norm_eps", "alignment_intermediate_size", "architectures", "assistant_token_id", "audio_config",
     "audio_soft_tokens_per_image", "audio_token_id", "audio_token_index", "boa_token_id", "boa_token_index", "boi_token_id",
-    "boi_token_index", "code2wav_config", "compression_ratio", "do_image_splitting", "downsample_factor", "downsample_mode",
+    "boi_token_index", "code2wav_config", "compression_ratio",
+    "density_router_hidden_size", "density_router_loss_weight", "density_router_threshold",
+    "do_image_splitting", "downsample_factor", "downsample_mode",
     "downsample_rate", "downsample_ratio", "drop_vision_last_layer", "enable_audio_output", "enable_talker", "encoder_config",
     "encoder_patch_size", "eoa_token_id", "eoa_token_index", "eoi_token_id", "eoi_token_index", "has_lora_adapter", "ignore_index",
     "ignored_index", "im_end_token_id", "im_start_token_id", "image_end_id", "image_end_token_id", "image_grid_pinpoints",
@@ -48,7 +50,8 @@ SIZE_KEYS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layer
 _EXAONE, _LARGE = (102_400, 4096, 16_384, 32, 32, 32), (152_064, 8192, 29_568, 80, 64, 8)
 SIZES: Mapping[str, tuple[int, ...]] = {
     "exaone4": _EXAONE, "exaone4_5_text": _EXAONE, "glm4v_text": (151_552, 4096, 13_696, 40, 32, 2),
-    "glm_ocr_text": (59_392, 1024, 4096, 16, 16, 8), "llama": (32_000, 4096, 11_008, 32, 32),
+    "glm_ocr_text": (59_392, 1024, 4096, 16, 16, 8), "granite_docling_text": (133_800, 1024, 2048, 28, 16, 4),
+    "llama": (32_000, 4096, 11_008, 32, 32),
     "ministral3": (131_072, 4096, 14_336, 34, 32, 8), "paddleocr_vl_text": (103_424, 1024, 3072, 18, 16, 2),
     "mistral": (32_000, 4096, 14_336, 32, 32, 8), "qwen2": (151_936, 4096, 22_016, 32, 32, 32), "qwen2_5_vl_text": _LARGE,
     "qwen2_vl_text": _LARGE, "qwen3": (151_936, 4096, 22_016, 32, 32, 32), "qwen3_vl_text": (151_936, 4096, 22_016, 32, 32, 32),
