@@ -88,13 +88,15 @@ def _in_own_form(store: TensorStore, raw: Mapping[str, object], wide: str, low_b
         from .stores.expert_store import ExpertStore
 
         return ExpertStore(store, kept or (lambda name: low_bit))
-    if isinstance(section := raw.get("quantization_config"), dict):
+    from .stores.import_config import section_of
+
+    if (section := section_of(raw)) is not None:
         from .stores.imported import ImportedStore
         from .stores.imported_ternary import TernaryStore
 
         if section.get("quant_method") == "bitnet":
             return TernaryStore(store, section, wide, _linears(store.folder, section), kept or (lambda name: low_bit))
-        return ImportedStore(store, section, wide, low_bit, _parted(store.folder) if low_bit else ())
+        return ImportedStore(store, section, wide, low_bit, _parted(store.folder) if low_bit else (), kept)
     _refuse_undescribed(store)
     return DoubleStore(store) if has_doubles(store) else store
 
@@ -140,9 +142,9 @@ def _parted(path: Path) -> frozenset[str]:
 
 def quantization_of(path: Path) -> Mapping[str, object] | None:
     """The `quantization_config` of a folder, where its config has one; it has been judged when the config was read."""
-    raw = text_alone(read_json(path / "config.json"))
-    section = raw.get("quantization_config")
-    return section if isinstance(section, dict) else None
+    from .stores.import_config import section_of
+
+    return section_of(text_alone(read_json(path / "config.json")))
 
 
 def open_weights(path: Path, low_bit: bool = True) -> tuple[TensorStore, Container | None]:

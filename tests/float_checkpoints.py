@@ -18,6 +18,18 @@ def as_fp8(values: np.ndarray, kind: str, name: str = "", powers: bool = False):
     return {"weight": codes, name: stored if kind != "one" else stored.reshape(())}, codes.float().numpy() * spread
 
 
+def as_mxfp4(values: np.ndarray, name: str = "weight_scale_inv"):
+    """Two levels of E2M1 in a byte of whole numbers, under powers of two for 32 inputs."""
+    grouped = values.reshape(len(values), -1, 32)
+    powers = np.ceil(np.log2(np.maximum(np.abs(grouped).max(-1), 2.0**-60) / 6)).astype(np.float32)
+    levels = np.float32([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    levels = np.concatenate([levels, -levels])
+    codes = np.abs(grouped[..., None] / np.exp2(powers)[..., None, None] - levels).argmin(-1).astype(np.uint8).reshape(len(values), -1)
+    packed = (codes[:, ::2] | codes[:, 1::2] << np.uint8(4)).view(np.int8)
+    parts = {"weight": packed, name: torch.from_numpy(np.exp2(powers)).to(torch.float8_e8m0fnu)}
+    return parts, levels[codes] * np.repeat(np.exp2(powers), 32, axis=1)
+
+
 def as_nvfp4(values: np.ndarray, names: tuple[str, str], divides: bool):
     """Levels of E2M1 under floats of eight bits for 16 inputs, and one scale, by which compressed-tensors divides."""
     grouped = values.reshape(len(values), -1, 16)

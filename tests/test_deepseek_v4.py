@@ -312,7 +312,7 @@ def test_a_config_is_read_as_transformers_does() -> None:
 
 
 @pytest.mark.parametrize(("key", "value"), [
-    ("expert_dtype", "fp4"), ("scoring_func", "sigmoid"), ("swiglu_limit", 7.0), ("norm_topk_prob", False), ("attention_bias", True),
+    ("expert_dtype", "nvfp4"), ("scoring_func", "sigmoid"), ("swiglu_limit", 7.0), ("norm_topk_prob", False), ("attention_bias", True),
     ("layer_types", ["full_attention"] * 43), ("layer_types", [WINDOWED] * 43), ("compress_ratios", [3] * 43), ("compress_ratios", [0]),
     ("mlp_layer_types", ["dense"] * 43), ("num_key_value_heads", 2), ("hidden_act", "gelu"), ("o_groups", 5), ("index_head_dim", 32),
     ("compress_rates", {CHOOSES: 3}), ("compress_rate_hca", 1), ("hc_mult", 1), ("qk_rope_head_dim", 63)])

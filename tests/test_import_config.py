@@ -22,7 +22,7 @@ from effllm.runtime.source import is_low_bit, open_store, open_weights, quantiza
 from effllm.runtime.stores.import_config import block_of, expected_formats
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if name != "mxfp4 beside fp8"])  # of experts alone, `test_deepseek_v4.py`
 def test_a_plan_expects_what_the_files_hold(tmp_path: Path, name: str) -> None:
     """Each matrix of each layer in the same format, from its codes or widened."""
     section, _ = CASES[name]

@@ -11,7 +11,9 @@ from safetensors.torch import save_file
 
 from effllm.offload.checkpoint import CheckpointError, TensorStore
 from effllm.offload.header import TensorInfo
-from effllm.quant.imports import fp8, groups, nvfp4
+from effllm.quant.codes import Codes
+from effllm.quant.imports import fp8, groups, mxfp4, nvfp4
+from effllm.quant.levels import MXFP
 from effllm.quant.pack import pack
 from effllm.quant.weight import from_f32
 from effllm.runtime.stores.imported import ImportedStore
@@ -105,17 +107,21 @@ def by_numpy(store: ImportedStore, info: TensorInfo) -> np.ndarray:
     """As the decoders define it."""
     if info.name not in store._parts:  # a plain weight, as a lie about the type makes it
         return store.read(info)
-    spec, array = store._specs.get(info.name), store._read_part(info)
+    spec, array, decoder = store._specs.get(info.name), store._read_part(info), store._decoder(info)
     if spec is None:
-        values = store._checked(info, info.shape, store._decoder.decoded, array)
+        values = store._checked(info, info.shape, decoder.decoded, array)
         with np.errstate(all="ignore"):
-            return np.ascontiguousarray(from_f32(values, "f16")).reshape(-1).view(np.uint8)
+            return np.ascontiguousarray(from_f32(values, info.dtype.lower())).reshape(-1).view(np.uint8)
     if spec.scheme == "nvfp":
-        return pack(nvfp4.packable(*store._decoder.small(array)), spec)
+        return pack(nvfp4.packable(*decoder.small(array)), spec)
+    if spec.scheme == "mxfp":
+        codes, scales = decoder.pairs(array)
+        mxfp4.dequantize(codes, scales)  # which fit one another, or it raises
+        return pack(Codes(codes, scales, None, np.full(len(codes), 0.5, np.float32), MXFP), spec)
     if spec.scheme == "float":
         scales = array("weight_scale") if array("weight_scale_inv") is None else array("weight_scale_inv")
         return pack(fp8.packable(array("weight"), scales, spec, store._block), spec)
-    decode = lambda *held: groups.packable(store._decoder.integers(*held), spec)  # noqa: E731
+    decode = lambda *held: groups.packable(decoder.integers(*held), spec)  # noqa: E731
     return pack(store._checked(info, store._shapes[info.name], decode, array), spec)
 
 

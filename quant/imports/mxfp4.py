@@ -9,8 +9,10 @@ from __future__ import annotations
 import numpy as np
 
 from ..levels import MXFP
+from ..spec import QuantSpec
 
 GROUP, GROUP_NBYTES = 32, 16
+SPEC = QuantSpec(4, GROUP, "mxfp")
 NOT_A_NUMBER = 255
 
 

@@ -48,7 +48,7 @@ BY_RATIO = {0: NEAR, 4: CHOSEN, 128: HEAVY}  # of the list that published config
 RATES = {CHOSEN: 4, HEAVY: 128}
 PICKED, ROUTED = "hash_moe", "moe"
 NAMES = {"gate": "w1", "up": "w3", "down": "w2"}
-EXPERTS_IN = ("fp8", "bf16", "bfloat16")  # of what a config says of them
+EXPERTS_IN = ("fp4", "fp8", "bf16", "bfloat16")  # of what a config says of them
 MAIN, LONG = "main", "compress"  # sections of rotary positions
 
 
@@ -56,7 +56,7 @@ def config(keys: Keys) -> ModelConfig:
     stored = keys.text("expert_dtype", None) or (keys.raw.get("quantization_config") or {}).get("expert_dtype")
     if stored not in (None, *EXPERTS_IN):
         raise ConfigError(f"config.json: expert_dtype = {show(stored)} is not supported for deepseek_v4 models",
-                          "experts in FP8 or in 16 bits are: take an upload of those")
+                          "experts in FP4, FP8 or 16 bits are: take an upload of those")
     base = Defaults(max_position_embeddings=2**20, num_key_value_heads=1, head_dim=512, bos=0, eos=(1,), sizes=SIZES,
                     ffn_key="moe_intermediate_size")
     layers = base.size(keys, "num_hidden_layers")

@@ -26,6 +26,7 @@ from ..library.aliases import CatalogEntry, catalog, open_alternative
 from ..library.model_name import Reference
 from ..planning.expected import ExpectedStore
 from ..stores.composite import text_alone
+from ..stores.import_config import section_of
 from .client import Client, DownloadFailed, Gated, NoSuchRepository, RemoteFile
 from .disk import check_space, free_nbytes, taken
 from .download import CacheFolder
@@ -159,8 +160,7 @@ def plan_pull(wish: Wish, client: Client, env: Mapping[str, str], options: Engin
             if reads_alone(raw):
                 head, config = GgufHead(unknown=_of_encoder(wish)), None
             else:
-                config, section = parse_config(raw), text_alone(raw).get("quantization_config")
-                section = section if isinstance(section, dict) else None
+                config, section = parse_config(raw), section_of(text_alone(raw))
         elif all(place.is_here(file) for file in files):
             config, count = None, 0
             head = GgufHead(unknown="its files are here: effllm plan tells")

@@ -27,13 +27,11 @@ from ...offload.size import format_size
 from ...offload.streaming import Range
 from ...quant.imports import mxfp4
 from ...quant.imports.arranged import put_pairs
-from ...quant.spec import QuantSpec
 from ...quant.weight import from_f32
 from ..families.mixtral import MOST_EXPERTS
 from .container import Container, StoredTensor
 from .made_store import ARRANGED_NBYTES, MadeStore, scratch_nbytes, steps
 
-FORMAT = QuantSpec(4, mxfp4.GROUP, "mxfp")
 JOINT = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)(_blocks|_scales|_bias)?")
 PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 FLOATS = ("F32", "F16", "BF16")
@@ -102,7 +100,7 @@ class ExpertStore(MadeStore):
                     shape = (outputs // len(names), *inputs)
                     self._parts[own] = Part(info, expert, i, len(names), scales, kind is None)
                     if scales is not None and kept(own):
-                        stored[own] = StoredTensor(own, FORMAT, shape, 0)
+                        stored[own] = StoredTensor(own, mxfp4.SPEC, shape, 0)
                         tensors[own] = TensorInfo(own, "U8", (stored[own].nbytes,), info.file, info.offset, stored[own].nbytes)
                     else:
                         dtype = "BF16" if scales is not None else info.dtype
@@ -269,4 +267,4 @@ def _container(stored: dict[str, StoredTensor], tensors: Mapping[str, TensorInfo
     """What an effllm.json would say of the tensors that run from their codes. The checkpoint has no checksums."""
     weights = sum(prod(stored.get(name, info).shape) for name, info in tensors.items())
     bits = 8 * sum(info.nbytes for info in tensors.values()) / weights
-    return Container(str(FORMAT), bits, stored, {"model": "the original"}, {"name": "gpt-oss"}, {"name": "MXFP4"}, {})
+    return Container(str(mxfp4.SPEC), bits, stored, {"model": "the original"}, {"name": "gpt-oss"}, {"name": "MXFP4"}, {})

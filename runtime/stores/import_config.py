@@ -1,8 +1,8 @@
 """What the `quantization_config` of another tool says: whether it is read, how its weights lie, and of how many bits.
 
-GPTQ, AWQ, FP8, ModelOpt's FP8 and NVFP4, BitNet, and of compressed-tensors integers in words (pack-quantized), integers in bytes
-(int-quantized), floats of eight bits (float-quantized) and NVFP4 (nvfp4-pack-quantized); naive-quantized is one of those in bytes. The
-section is input from elsewhere: nothing of it is taken for granted.
+GPTQ, AWQ, FP8 (with experts in MXFP4 too), ModelOpt's FP8 and NVFP4, BitNet, and of compressed-tensors integers in words (pack-quantized),
+integers in bytes (int-quantized), floats of eight bits (float-quantized) and NVFP4 (nvfp4-pack-quantized); naive-quantized is one of those
+in bytes. The section is input from elsewhere: nothing of it is taken for granted.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from ...quant.imports import fp8, groups, nvfp4, ternary
+from ...quant.imports import fp8, groups, mxfp4, nvfp4, ternary
 from ...quant.spec import QuantSpec
 from ..config_reader import ConfigError, show
-from ..families import TensorRule, kind_of
+from ..families import TensorRule, expert_of, kind_of
 
 # Roles of what these methods quantize.
 LINEARS = ("q", "k", "v", "kv_a", "q_a", "q_b", "attn_gate", "o", "gate", "up", "down", "state_in", "state_gate", "state_out")
@@ -21,6 +21,7 @@ ORIGINAL = "take the original 16-bit checkpoint"
 METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "modelopt", "bitnet")
 ALGORITHMS = {"FP8": "fp8", "NVFP4": "nvfp4 in bytes"}  # of ModelOpt -> layout
 NVFP4 = ("nvfp4", "nvfp4 in bytes")  # layouts
+PAIRS = "mxfp4 in bytes"  # of some weights beside FP8: whole numbers in the types of a file, which hold two levels of E2M1 each
 # Of quant_method bitnet, whose weights `imported_ternary.py` reads. A norm of its own before each matrix is none of a family's here.
 TERNARY_KEYS = {"linear_class": ("autobitlinear", "bitlinear"), "quantization_mode": ("offline", "online"), "use_rms_norm": (False,)}
 FLOATS, INTEGERS = ("F32", "F16", "BF16"), ("I32", "I64")
@@ -41,6 +42,7 @@ class PartKind:
 WORDS, GROUP_SCALES, SCALES = PartKind(("I32",), (2,)), PartKind(FLOATS, (2,)), PartKind(FLOATS, (0, 1, 2))
 EXPONENTS = "F8_E8M0"  # scales that are powers of two
 FP8_SCALES = PartKind((*FLOATS, EXPONENTS), (0, 1, 2), needed=False)
+POWERS = PartKind((EXPONENTS,), (2,), needed=False)
 SMALL_SCALES, MATRIX_SCALE = PartKind(("F8_E4M3",), (2,)), PartKind(("F32",), (0, 1))
 ORDER = PartKind(INTEGERS, (1, 2), needed=False)
 # Layout -> the ending of the tensor that holds a weight's codes, and those of the others.
@@ -52,6 +54,7 @@ ENDINGS = {
     "integers": ("weight", {"weight_scale": SCALES, "weight_zero_point": PartKind(("I8",), (0, 1, 2), needed=False),
                             "weight_g_idx": ORDER}),
     "fp8": ("weight", {"weight_scale_inv": FP8_SCALES, "weight_scale": FP8_SCALES}),
+    PAIRS: ("weight", {"weight_scale_inv": POWERS, "weight_scale": POWERS}),
     "nvfp4": ("weight_packed", {"weight_scale": SMALL_SCALES, "weight_global_scale": MATRIX_SCALE}),
     "nvfp4 in bytes": ("weight", {"weight_scale": SMALL_SCALES, "weight_scale_2": MATRIX_SCALE}),
 }
@@ -62,6 +65,7 @@ CUTS = {
     "packed": {"weight_packed": (0, False), "weight_scale": (0, False), "weight_zero_point": (0, True)},
     "integers": {"weight": (0, False)},
     "fp8": {"weight": (0, False)},
+    PAIRS: {"weight": (0, False), "weight_scale_inv": (0, False), "weight_scale": (0, False)},
     "nvfp4": {"weight_packed": (0, False), "weight_scale": (0, False)},
     "nvfp4 in bytes": {"weight": (0, False), "weight_scale": (0, False)},
 }
@@ -69,9 +73,17 @@ CUTS = {
 IGNORED = ("input_scale", "input_global_scale", "input_zero_point", "output_scale", "output_zero_point", "activation_scale", "q_scale",
            "k_scale", "v_scale", "k_zero_point", "v_zero_point")
 # The type of codes that bear a weight's name; what has another type is a plain weight.
-CODES = {"integers": "I8", "fp8": "F8_E4M3", "nvfp4 in bytes": "U8"}
+CODES = {"integers": "I8", "fp8": "F8_E4M3", PAIRS: "I8", "nvfp4 in bytes": "U8"}
 TYPES = {**CODES, "nvfp4": "U8"}  # of codes that are no words
 IN_BLOCKS = ("integers", "fp8")  # layouts in which several outputs may have one scale
+
+
+def section_of(raw: Mapping[str, object]) -> dict[str, object] | None:
+    """What a config says of its quantized weights, where it does; the type of its experts may stand beside that."""
+    section, beside = raw.get("quantization_config"), raw.get("expert_dtype")
+    if not isinstance(section, dict):
+        return None
+    return {"expert_dtype": beside, **section} if beside is not None else section
 
 
 def check_method(section: Mapping[str, object]) -> None:
@@ -173,6 +185,12 @@ def layout_of(section: Mapping[str, object]) -> str | None:
     return "fp8" if written in ("float-quantized", "naive-quantized") and all(kind == ("float", 8) for kind in kinds) else None
 
 
+def layouts_of(section: Mapping[str, object]) -> tuple[str, ...]:
+    """`layout_of`, and how some of its weights may lie beside it."""
+    layout = str(layout_of(section))
+    return (layout, PAIRS) if section.get("quant_method") == "fp8" else (layout,)
+
+
 def bits_of(section: Mapping[str, object]) -> int:
     """Bits of a section's integers as they lie; of those in bytes, that kernels take: 4 where no weight needs more, else 8."""
     if section.get("quant_method") != "compressed-tensors":
@@ -223,6 +241,8 @@ def expected_formats(section: Mapping[str, object]) -> Callable[[str, TensorRule
         if not head and (own not in LINEARS or len(rule.shape) != 2) or any(is_named(each, rule.name) for each in named):
             return None
         depth = rule.shape[1]
+        if PAIRS in layouts_of(section) and section.get("expert_dtype") == "fp4" and expert_of(role) is not None:
+            return mxfp4.SPEC if depth % mxfp4.GROUP == 0 else widened
         if layout_of(section) == "bitnet":
             return ternary.spec_of(depth)
         if not rule.part_of and layout_of(section) in NVFP4:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...quant.imports import awq, compressed_tensors, fp8, gptq, groups, nvfp4
-from .import_config import NVFP4, bits_of, order_of
+from ...quant.imports import awq, compressed_tensors, fp8, gptq, groups, mxfp4, nvfp4
+from .import_config import NVFP4, PAIRS, bits_of, order_of
 
 Array = Callable[[str], np.ndarray | None]  # a part of a weight by its name
 
@@ -26,10 +26,17 @@ class Decoder:
         """float32 [N, K]."""
         if self.layout in NVFP4:
             return nvfp4.dequantize(*self.small(array))
-        if self.layout != "fp8":
+        if self.layout not in ("fp8", PAIRS):
             return self.integers(array, shape).values()
+        if self.layout == PAIRS:
+            return mxfp4.dequantize(*self.pairs(array))
         inverse = array("weight_scale_inv")
         return fp8.dequantize(array("weight"), array("weight_scale") if inverse is None else inverse, self.block)
+
+    def pairs(self, array: Array) -> tuple[np.ndarray, np.ndarray]:
+        """Of MXFP4 codes [N, K] and exponents."""
+        inverse = array("weight_scale_inv")
+        return mxfp4.unpack_pairs(array("weight").view(np.uint8)), array("weight_scale") if inverse is None else inverse
 
     def small(self, array: Array) -> tuple[np.ndarray, np.ndarray, np.float32]:
         """Of NVFP4 codes, two in a byte, their scales, and what all is multiplied by."""

@@ -1,8 +1,9 @@
-"""Quantized checkpoints of other tools: GPTQ, AWQ, compressed-tensors (integers in words or bytes, FP8, NVFP4), FP8, ModelOpt.
+"""Quantized checkpoints of other tools: GPTQ, AWQ, compressed-tensors (integers in words or bytes, FP8, NVFP4), ModelOpt, FP8, beside which
+some weights may be MXFP4.
 
-`quantization_config` names the method (`import_config.py`); what stands for a weight (its codes, scales, zero points) is found by name.
-Integers of 4 and 8 bits whose groups lie in order, FP8 and NVFP4 are put into the order of the kernels, nothing rounded; any other weight
-is widened to 16 bits. Either is done one weight at a time when it is read, and announced with its cost in memory.
+`quantization_config` names the method (`import_config.py`); what stands for a weight (its codes, scales, zero points) is found by name
+(`import_parts.py`). Integers of 4 and 8 bits whose groups lie in order, FP8, NVFP4 and MXFP4 are put into the order of the kernels, nothing
+rounded; any other weight is widened to 16 bits. Either is done one weight at a time when it is read, and announced with its cost in memory.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import threading
 from bisect import bisect_right
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import product
 from math import lcm, prod
 from pathlib import Path
 
@@ -18,60 +20,56 @@ import numpy as np
 
 from ...kernels.tiles import ROWS
 from ...offload.arrival import Arrival, Piece, desk_of
-from ...offload.checkpoint import CheckpointError, TensorStore
+from ...offload.checkpoint import TensorStore
 from ...offload.header import TensorInfo, damaged, shown
 from ...offload.notes import Fallback
 from ...offload.size import format_size
 from ...offload.streaming import Range
 from ...quant.codes import Codes
-from ...quant.imports import compressed_tensors, fp8, groups, nvfp4
-from ...quant.imports.arranged import WORDS, put_floats, put_halves, put_small, put_words
+from ...quant.imports import compressed_tensors, fp8, groups, mxfp4, nvfp4
+from ...quant.imports.arranged import WORDS, put_floats, put_halves, put_pairs, put_small, put_words
 from ...quant.pack import pack, put_factors, put_rows
 from ...quant.spec import QuantSpec
-from ...quant.weight import RAW_NUMPY, from_f32, to_f32
+from ...quant.weight import from_f32
 from .container import Container as StoredContainer
 from .container import StoredTensor
 from .import_config import (
-    CODES,
     CUTS,
-    ENDINGS,
-    EXPONENTS,
-    FLOATS,
-    IGNORED,
     IN_BLOCKS,
     NVFP4,
-    ORIGINAL,
-    TYPES,
+    PAIRS,
     bits_of,
     block_of,
     from_codes,
-    layout_of,
+    layouts_of,
 )
 from .import_decoder import Array, Decoder
+from .import_parts import MADE, found_in, scales_of, typed, unfit, wide_of
 from .made_store import ARRANGED_NBYTES, scratch_nbytes, steps
 
 WORD = 32  # bits
-WHOLE = {"I8": np.int8, "U8": np.uint8, "I32": np.int32, "I64": np.int64, "F8_E4M3": np.uint8}
-MADE = 1 << 60  # where weights that are made on the way in begin: behind every file
 
 
 class ImportedStore(TensorStore):
     """The tensors of a quantized folder under the names that they had before, weights as `wide` (f16 or f32); with `low_bit` as codes where
-    kernels can multiply them, whose formats `container` then lists. `parted`: tensors of which ranges of rows are asked for stay wide."""
+    kernels can multiply them, whose formats `container` then lists; of MXFP4, asked for every weight by name, where `kept` says so, and
+    bfloat16 else, which loses nothing either. `parted`: tensors of which ranges of rows are asked for stay wide."""
 
     puts_in_order = True
 
     def __init__(self, store: TensorStore, section: Mapping[str, object], wide: str, low_bit: bool = False,
-                 parted: Container[str] = ()) -> None:
+                 parted: Container[str] = (), kept: Callable[[str], bool] | None = None) -> None:
         self._method, self._section, self._wide = str(section["quant_method"]), section, wide
-        self._layout, self._block = str(layout_of(section)), block_of(section)
-        self._decoder = Decoder(section, self._layout, self._block)
-        self._parts: dict[str, dict[str, TensorInfo]] = {}
-        self._begins: list[tuple[int, str]] = []  # of the weights, in places that no file has
+        self._block, layouts = block_of(section), layouts_of(section)
+        self._decoders = {layout: Decoder(section, layout, self._block) for layout in layouts}
         self._last: tuple[str, np.ndarray] | None = None
         self._lock = threading.Lock()
-        tensors = self._named(store)
-        self._specs = self._formats(store, tensors, parted) if low_bit and from_codes(section) else {}
+        found = found_in(store, section, layouts, wide)
+        tensors, self._parts, self._layouts, self._begins = found.tensors, found.parts, found.layouts, found.begins
+        low, keeps = low_bit and from_codes(section), kept or (lambda name: low_bit)
+        own = {name: self._format(store, name, tensors[name].shape) for name, layout in self._layouts.items()
+               if name not in parted and (keeps(name) if layout == PAIRS else low)}
+        self._specs = {name: spec for name, spec in own.items() if spec is not None}
         self._shapes = {name: tensors[name].shape for name in self._specs}
         stored = {}
         for name, spec in self._specs.items():
@@ -82,33 +80,32 @@ class ImportedStore(TensorStore):
         self.container = self._described(stored) if stored else None
         self.notices = tuple(self._said())
 
-    def _formats(self, store: TensorStore, tensors: Mapping[str, TensorInfo], parted: Container[str]) -> dict[str, QuantSpec]:
-        """Weights that run from their codes, with their formats."""
-        found = {}
-        if self._layout in NVFP4:
-            return {name: nvfp4.SPEC for name in self._parts if name not in parted and tensors[name].shape[1] % nvfp4.GROUP == 0}
-        if self._layout == "fp8":
-            own = {name: fp8.spec_of(tensors[name].shape, _scales(parts).shape, self._block) for name, parts in self._parts.items()}
-            return {name: spec for name, spec in own.items() if spec is not None and name not in parted}
-        for name, parts in self._parts.items():
-            scales, depth = parts["scales" if "scales" in parts else "weight_scale"], tensors[name].shape[1]
-            count = self._groups(scales)
-            spec = groups.spec_of(bits_of(self._section), scales.dtype, depth, count)
-            if spec is None or name in parted:
-                continue
-            if (order := parts.get("g_idx", parts.get("weight_g_idx"))) is not None:
-                ordered = order.dtype == "I32" and groups.in_order(store.read(order).view(np.int32), count)
-            else:  # blocks as a config states them may end in part
-                ordered = self._layout != "integers" or count * (self._block[1] or depth // count) == depth
-            if ordered:
-                found[name] = spec
-        return found
+    def _format(self, store: TensorStore, name: str, shape: tuple[int, int]) -> QuantSpec | None:
+        """That in which kernels multiply a weight's own codes; None where there is none."""
+        parts, layout, depth = self._parts[name], self._layouts[name], shape[1]
+        if layout == PAIRS:
+            return mxfp4.SPEC
+        if layout in NVFP4:
+            return nvfp4.SPEC if depth % nvfp4.GROUP == 0 else None
+        if layout == "fp8":
+            return fp8.spec_of(shape, scales_of(parts).shape, self._block)
+        scales = parts["scales" if "scales" in parts else "weight_scale"]
+        count = self._groups(layout, scales)
+        spec = groups.spec_of(bits_of(self._section), scales.dtype, depth, count)
+        if spec is None:
+            return None
+        if (order := parts.get("g_idx", parts.get("weight_g_idx"))) is not None:
+            ordered = order.dtype == "I32" and groups.in_order(store.read(order).view(np.int32), count)
+        else:  # blocks as a config states them may end in part
+            ordered = layout != "integers" or count * (self._block[1] or depth // count) == depth
+        return spec if ordered else None
 
-    def _groups(self, scales: TensorInfo) -> int:
+    @staticmethod
+    def _groups(layout: str, scales: TensorInfo) -> int:
         """How many scales an output has, 0 where their shape says none."""
-        if self._layout == "integers":
+        if layout == "integers":
             return compressed_tensors.columns(scales.shape)
-        return 0 if len(scales.shape) != 2 else scales.shape[1 if self._layout == "packed" else 0]
+        return 0 if len(scales.shape) != 2 else scales.shape[1 if layout == "packed" else 0]
 
     def _described(self, stored: Mapping[str, StoredTensor]) -> StoredContainer:
         """What an effllm.json would say of the weights that run from their codes. There are no checksums."""
@@ -120,59 +117,16 @@ class ImportedStore(TensorStore):
                                dict(stored), {"model": self.folder.name}, {"name": self._method}, {"name": self._method}, {})
 
     def _said(self) -> Iterator[str]:
-        for ours, what in ((True, "are put in the order of the kernels"), (False, f"are widened to {self._wide}")):
-            if names := [name for name in self._parts if (name in self._specs) == ours]:
+        for layout, ours in product(self._decoders, (True, False)):
+            what = "are put in the order of the kernels" if ours else f"are widened to {wide_of(layout, self._wide)}"
+            if names := [name for name, own in self._layouts.items() if own == layout and (name in self._specs) == ours]:
                 held = [part for name in names for part in self._parts[name].values()]
                 sizes = (sum(self.tensors[name].nbytes for name in names), sum(part.nbytes for part in held))
                 ordered = not ours and any("g_idx" in each for name in names for each in self._parts[name])
-                said = (f"{len(names)} {self._method} weights {what} as they are read: {format_size(sizes[0])} of memory for "
+                method = "MXFP4" if layout == PAIRS else self._method
+                said = (f"{len(names)} {method} weights {what} as they are read: {format_size(sizes[0])} of memory for "
                         f"{format_size(sizes[1])} of file{'; their inputs are grouped by activation order' if ordered else ''}")
                 yield said if ours else Fallback(said)
-
-    def _named(self, store: TensorStore) -> dict[str, TensorInfo]:
-        """The tensors by the names they had."""
-        codes, others = ENDINGS[self._layout]
-        tensors, used, at = {}, set(), MADE
-        for name, info in store.tensors.items():
-            base, _, ending = name.rpartition(".")
-            if ending != codes or info.dtype != CODES.get(self._layout, info.dtype):
-                continue
-            parts = {codes: info}
-            for other, kind in others.items():
-                part = store.tensors.get(f"{base}.{other}")
-                if part is None:
-                    if kind.needed:
-                        damaged(info.file, f"holds {shown(name)} without {shown(f'{base}.{other}')}")
-                    continue
-                if not kind.fits(part.dtype, part.shape):
-                    raise _unfit(part, f"{base}.weight", f"{other} is {part.dtype} {list(part.shape)}")
-                parts[other] = part
-            if self._layout == "fp8" and len(parts) != 2:
-                damaged(info.file, f"holds {shown(name)} in 8 bits without one scale for it")
-            weight, shape = f"{base}.weight", self._shape(info)
-            self._parts[weight] = parts
-            used |= {part.name for part in parts.values()}
-            size = prod(shape) * (4 if self._wide == "f32" else 2)
-            tensors[weight] = TensorInfo(weight, self._wide.upper(), shape, info.file, at, size)
-            self._begins.append((at, weight))
-            at += size
-        for name, info in store.tensors.items():
-            if name not in used and name.rpartition(".")[2] not in IGNORED:
-                tensors[name] = info
-        return tensors
-
-    def _shape(self, info: TensorInfo) -> tuple[int, int]:
-        """The weight's, from that of its codes."""
-        if len(info.shape) != 2 or 0 in info.shape or info.dtype != TYPES.get(self._layout, "I32"):
-            raise _unfit(info, f"{info.name.rpartition('.')[0]}.weight", f"{info.name} is {info.dtype} {list(info.shape)}")
-        rows, columns = info.shape
-        if self._layout in NVFP4:
-            return rows, 2 * columns
-        if self._layout in IN_BLOCKS:
-            return rows, columns
-        if self._layout == "gptq":
-            return columns, rows * 32 // int(self._section["bits"])
-        return (columns * 8, rows) if self._layout == "awq" else (rows, columns * 32 // bits_of(self._section))
 
     def place(self, info: TensorInfo) -> int | None:
         return None if self._weight(info) else info.offset
@@ -224,6 +178,8 @@ class ImportedStore(TensorStore):
         codes = next(iter(self._parts[info.name].values()))
         others = sum(part.nbytes for part in self._parts[info.name].values()) - codes.nbytes
         rows, depth = self._shape_of(info)
+        if self._layouts[info.name] == PAIRS and info.name in self._specs:
+            return ARRANGED_NBYTES
         if self._is_floats(info):  # scales are spread over row blocks
             return ARRANGED_NBYTES + 4 * others + 3 * (info.nbytes - self._specs[info.name].sections((rows, depth)).scales)
         if self._in_halves(info):
@@ -233,48 +189,52 @@ class ImportedStore(TensorStore):
     def _put(self, info: TensorInfo, index: int, raws: Sequence[np.ndarray], outs: Sequence[np.ndarray]) -> None:
         """A weight out of its parts, some outputs at a time."""
         parts, shape, spec, out = self._parts[info.name], self._shape_of(info), self._specs.get(info.name), outs[index]
-        arrays = {name: self._typed(part, raw) for (name, part), raw in zip(parts.items(), raws, strict=True)}
+        decoder = self._decoder(info)
+        arrays = {name: typed(part, raw, decoder.layout) for (name, part), raw in zip(parts.items(), raws, strict=True)}
         if self._is_floats(info) or self._in_halves(info):
             self._put_floats(info, arrays.get, out)
             return
         each, in_words = info.nbytes // shape[0], self._in_words(info)
         for begin, end in steps(shape[0], self._between(info), self._unit(info)):
             try:
-                array = self._cut(arrays, begin, end, shape[0]).get
+                array = self._cut(arrays, begin, end, shape[0], decoder.layout).get
             except ValueError as error:
-                raise _unfit(info, info.name, str(error)) from error
+                raise unfit(info, info.name, str(error)) from error
             own = end - begin, shape[1]
             if spec is None:
-                made = from_f32(self._checked(info, own, self._decoder.decoded, array), self._wide)
+                made = from_f32(self._checked(info, own, decoder.decoded, array), wide_of(decoder.layout, self._wide))
                 out[begin * each : end * each] = np.ascontiguousarray(made).reshape(-1).view(np.uint8)
             elif in_words:
                 try:
-                    scales, zeros, rows = groups.factors(*self._decoder.points(array, own), shape[1], spec)
+                    scales, zeros, rows = groups.factors(*decoder.points(array, own), shape[1], spec)
                 except ValueError as error:
-                    raise _unfit(info, info.name, str(error)) from error
+                    raise unfit(info, info.name, str(error)) from error
                 put_factors(out, spec, shape, begin, scales, zeros, rows)
             else:
-                codes = self._checked(info, own, lambda *held: groups.packable(self._decoder.integers(*held), spec), array)
+                codes = self._checked(info, own, lambda *held: groups.packable(decoder.integers(*held), spec), array)
                 put_rows(out, spec, shape, begin, codes)
         if in_words:  # all at once: nothing lies in between
-            put_words(out, spec, shape, self._layout, next(iter(arrays.values())))
+            put_words(out, spec, shape, decoder.layout, next(iter(arrays.values())))
 
     def _in_words(self, info: TensorInfo) -> bool:
         """Do its codes go straight from the words of a file into the order of the kernels?"""
-        return info.name in self._specs and (self._layout, self._specs[info.name].bits) in WORDS
+        return info.name in self._specs and (self._layouts[info.name], self._specs[info.name].bits) in WORDS
 
     def _is_floats(self, info: TensorInfo) -> bool:
         """Does it stay floats, of eight bits or of four?"""
-        return self._layout in ("fp8", *NVFP4) and info.name in self._specs
+        return self._layouts[info.name] in ("fp8", PAIRS, *NVFP4) and info.name in self._specs
 
     def _in_halves(self, info: TensorInfo) -> bool:
         """Are its floats of eight bits widened to half precision?"""
-        return self._layout == "fp8" and info.dtype == "F16"
+        return self._layouts[info.name] == "fp8" and info.dtype == "F16"
 
     def _between(self, info: TensorInfo) -> int:
         """Values of an output between a weight's parts and the weight: its inputs, or its groups where codes go straight."""
         depth = self._shape_of(info)[1]
         return depth // self._specs[info.name].group if self._in_words(info) else depth
+
+    def _decoder(self, info: TensorInfo) -> Decoder:
+        return self._decoders[self._layouts[info.name]]
 
     def _shape_of(self, info: TensorInfo) -> tuple[int, int]:
         """The weight's."""
@@ -284,14 +244,14 @@ class ImportedStore(TensorStore):
         """Outputs that can be made by themselves: whole words of zero points and blocks of scales; all where nobody says how high those
         are."""
         rows, scales = self._shape_of(info)[0], self._parts[info.name].get("weight_scale_inv", self._parts[info.name].get("weight_scale"))
-        if self._layout not in IN_BLOCKS or len(scales.shape) < 2 or scales.shape[0] in (1, rows):
+        if self._layouts[info.name] not in IN_BLOCKS or len(scales.shape) < 2 or scales.shape[0] in (1, rows):
             return lcm(ROWS, WORD)
         return lcm(ROWS, self._block[0]) if self._block[0] else rows
 
-    def _cut(self, arrays: Mapping[str, np.ndarray], begin: int, end: int, rows: int) -> dict[str, np.ndarray]:
+    def _cut(self, arrays: Mapping[str, np.ndarray], begin: int, end: int, rows: int, layout: str) -> dict[str, np.ndarray]:
         """What outputs [begin, end) of `rows` are made of. Raises ValueError for arrays that have others than those."""
         bits, found = bits_of(self._section), dict(arrays)
-        for name, (axis, packed) in CUTS[self._layout].items():
+        for name, (axis, packed) in CUTS[layout].items():
             if name not in arrays:
                 continue
             first, last, every = (-(-at * bits // WORD) if packed else at for at in (begin, end, rows))
@@ -300,7 +260,7 @@ class ImportedStore(TensorStore):
             found[name] = arrays[name][first:last] if axis == 0 else arrays[name][:, first:last]
         if "weight_shape" in arrays:
             found["weight_shape"] = arrays["weight_shape"].reshape(-1) - [rows - (end - begin), 0]
-        for name in arrays.keys() - {"weight", "weight_g_idx"} if self._layout in IN_BLOCKS else ():
+        for name in arrays.keys() - {"weight", "weight_g_idx"} if layout in IN_BLOCKS else ():
             values = arrays[name]
             if values.size == 1 or len(values) == 1:
                 continue
@@ -328,7 +288,7 @@ class ImportedStore(TensorStore):
                 blob = np.zeros(info.nbytes, np.uint8)
                 self._put(info, 0, [TensorStore.read(self, part) for part in self._parts[info.name].values()], [blob])
                 return blob
-            decode = lambda *held: groups.packable(self._decoder.integers(*held), spec)  # noqa: E731
+            decode = lambda *held: groups.packable(self._decoder(info).integers(*held), spec)  # noqa: E731
             return pack(self._checked(info, shape, decode, self._read_part(info)), spec)
 
     def _widened(self, info: TensorInfo) -> np.ndarray:
@@ -340,7 +300,9 @@ class ImportedStore(TensorStore):
                     made = np.empty(info.shape, np.uint16)
                     self._put_floats(info, self._read_part(info), made.reshape(-1).view(np.uint8))
                 else:
-                    made = from_f32(self._checked(info, info.shape, self._decoder.decoded, self._read_part(info)), self._wide)
+                    decoder = self._decoder(info)
+                    made = from_f32(self._checked(info, info.shape, decoder.decoded, self._read_part(info)),
+                                    wide_of(decoder.layout, self._wide))
                 self._last = info.name, made
             return self._last[1]
 
@@ -349,14 +311,17 @@ class ImportedStore(TensorStore):
         inverse, spec = array("weight_scale_inv"), self._specs.get(info.name)
         scales = array("weight_scale") if inverse is None else inverse
         try:
-            if self._layout in NVFP4:
-                put_small(out, *self._decoder.small(array))
+            if self._layouts[info.name] == PAIRS:
+                if not put_pairs(out, self._shapes[info.name], 0, array("weight").view(np.uint8), scales):
+                    raise unfit(info, info.name, "a scale is NaN")
+            elif self._layouts[info.name] in NVFP4:
+                put_small(out, *self._decoder(info).small(array))
             elif spec is None:
                 put_halves(out, array("weight"), scales, self._block)
             else:
                 put_floats(out, spec, array("weight"), scales, self._block)
         except ValueError as error:
-            raise _unfit(info, info.name, str(error)) from error
+            raise unfit(info, info.name, str(error)) from error
 
     def _checked(self, info: TensorInfo, shape: tuple[int, ...], decode: Callable, array: Array) -> np.ndarray | Codes:
         """What `decode` makes of parts, which `array` gives by name, for a weight of this shape. Raises CheckpointError where they do not
@@ -364,7 +329,7 @@ class ImportedStore(TensorStore):
         try:
             found = decode(array, shape)
         except ValueError as error:
-            raise _unfit(info, info.name, str(error)) from error
+            raise unfit(info, info.name, str(error)) from error
         own = found.shape if isinstance(found, np.ndarray) else found.codes.shape
         if own != shape:
             damaged(info.file, f"holds {shown(info.name)} of shape {list(own)}, expected {list(shape)}")
@@ -372,27 +337,5 @@ class ImportedStore(TensorStore):
 
     def _read_part(self, info: TensorInfo) -> Array:
         """What reads a part of a weight by its name."""
-        parts = self._parts[info.name]
-        return lambda name: self._typed(parts[name], TensorStore.read(self, parts[name])) if name in parts else None
-
-    def _typed(self, info: TensorInfo, raw: np.ndarray) -> np.ndarray:
-        """Bytes of a part: words as int32, scales as float32, also those that are powers of two, codes as they are."""
-        if info.dtype in FLOATS:
-            return to_f32(raw.view(RAW_NUMPY[info.dtype.lower()]), info.dtype.lower()).reshape(info.shape)
-        if info.dtype == EXPONENTS:
-            if (raw == fp8.NO_POWER).any():
-                damaged(info.file, f"has tensor {shown(info.name)} with a scale of NaN")
-            return fp8.powers_of_two(raw).reshape(info.shape)
-        if info.dtype not in WHOLE:
-            damaged(info.file, f"holds {shown(info.name)} as {info.dtype}")
-        return raw.view(WHOLE[info.dtype]).reshape(info.shape)
-
-
-def _scales(parts: Mapping[str, TensorInfo]) -> TensorInfo:
-    """Those of FP8, under either name."""
-    return parts["weight_scale_inv"] if "weight_scale_inv" in parts else parts["weight_scale"]
-
-
-def _unfit(info: TensorInfo, weight: str, why: str) -> CheckpointError:
-    return CheckpointError(f"{info.file} holds parts of {shown(weight)} that do not fit: {why}",
-                           f"if it is as published, this form is not read: {ORIGINAL}; else download the model again")
+        parts, layout = self._parts[info.name], self._layouts[info.name]
+        return lambda name: typed(parts[name], TensorStore.read(self, parts[name]), layout) if name in parts else None

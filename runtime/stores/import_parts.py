@@ -1,0 +1,116 @@
+"""What stands for each weight of a checkpoint of another tool, found by name: its codes, scales and zero points, and how they lie.
+
+Most checkpoints hold all weights alike. One in FP8 may hold some, experts mostly, as MXFP4: as codes in bytes of whole numbers, under
+scales that are powers of two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from ...offload.checkpoint import CheckpointError, TensorStore
+from ...offload.header import TensorInfo, damaged, shown
+from ...quant.imports import fp8
+from ...quant.weight import RAW_NUMPY, to_f32
+from .import_config import CODES, ENDINGS, EXPONENTS, FLOATS, IGNORED, IN_BLOCKS, NVFP4, ORIGINAL, PAIRS, TYPES, bits_of
+
+WHOLE = {"I8": np.int8, "U8": np.uint8, "I32": np.int32, "I64": np.int64, "F8_E4M3": np.uint8, "F8_E8M0": np.uint8}
+MADE = 1 << 60  # where weights that are made on the way in begin: behind every file
+
+
+@dataclass(frozen=True)
+class Found:
+    """Of a checkpoint: its tensors by the names they had before, of each weight its parts by their endings and the key of ENDINGS that says
+    how they lie, and where weights begin, in places that no file has."""
+
+    tensors: dict[str, TensorInfo]
+    parts: dict[str, dict[str, TensorInfo]]
+    layouts: dict[str, str]
+    begins: list[tuple[int, str]]
+
+
+def found_in(store: TensorStore, section: Mapping[str, object], layouts: Sequence[str], wide: str) -> Found:
+    """The weights of a store that lie in one of `layouts`, `wide` (f16 or f32) each, and its other tensors. Raises CheckpointError."""
+    made, used, at = Found({}, {}, {}, []), set(), MADE
+    for layout in layouts:
+        for info, parts in _weights(store, layout):
+            weight, shape = f"{info.name.rpartition('.')[0]}.weight", _shape(info, layout, section)
+            made.parts[weight], made.layouts[weight] = parts, layout
+            used |= {part.name for part in parts.values()}
+            own = wide_of(layout, wide)
+            size = prod(shape) * (4 if own == "f32" else 2)
+            made.tensors[weight] = TensorInfo(weight, own.upper(), shape, info.file, at, size)
+            made.begins.append((at, weight))
+            at += size
+    for name, info in store.tensors.items():
+        if name not in used and name.rpartition(".")[2] not in IGNORED:
+            made.tensors[name] = info
+    return made
+
+
+def _weights(store: TensorStore, layout: str) -> Iterator[tuple[TensorInfo, dict[str, TensorInfo]]]:
+    """The codes of each weight in a layout, and its parts by their endings."""
+    codes, others = ENDINGS[layout]
+    for name, info in store.tensors.items():
+        base, _, ending = name.rpartition(".")
+        if ending != codes or info.dtype != CODES.get(layout, info.dtype):
+            continue
+        parts = {codes: info}
+        for other, kind in others.items():
+            part = store.tensors.get(f"{base}.{other}")
+            if part is None:
+                if kind.needed:
+                    damaged(info.file, f"holds {shown(name)} without {shown(f'{base}.{other}')}")
+                continue
+            if not kind.fits(part.dtype, part.shape):
+                raise unfit(part, f"{base}.weight", f"{other} is {part.dtype} {list(part.shape)}")
+            parts[other] = part
+        if layout in ("fp8", PAIRS) and len(parts) != 2:
+            damaged(info.file, f"holds {shown(name)} in {4 if layout == PAIRS else 8} bits without one scale for it")
+        yield info, parts
+
+
+def _shape(info: TensorInfo, layout: str, section: Mapping[str, object]) -> tuple[int, int]:
+    """The weight's, from that of its codes."""
+    if len(info.shape) != 2 or 0 in info.shape or info.dtype != TYPES.get(layout, "I32"):
+        raise unfit(info, f"{info.name.rpartition('.')[0]}.weight", f"{info.name} is {info.dtype} {list(info.shape)}")
+    rows, columns = info.shape
+    if layout in (PAIRS, *NVFP4):
+        return rows, 2 * columns
+    if layout in IN_BLOCKS:
+        return rows, columns
+    if layout == "gptq":
+        return columns, rows * 32 // int(section["bits"])
+    return (columns * 8, rows) if layout == "awq" else (rows, columns * 32 // bits_of(section))
+
+
+def wide_of(layout: str, wide: str) -> str:
+    """What weights in a layout are widened to where others become `wide`: bfloat16 holds what MXFP4 can be, a half does not."""
+    return "bf16" if layout == PAIRS and wide == "f16" else wide
+
+
+def typed(info: TensorInfo, raw: np.ndarray, layout: str) -> np.ndarray:
+    """Bytes of a part: words as int32, scales as float32, also those that are powers of two but for MXFP4's, and codes as they are."""
+    if info.dtype in FLOATS:
+        return to_f32(raw.view(RAW_NUMPY[info.dtype.lower()]), info.dtype.lower()).reshape(info.shape)
+    if info.dtype == EXPONENTS and layout != PAIRS:
+        if (raw == fp8.NO_POWER).any():
+            damaged(info.file, f"has tensor {shown(info.name)} with a scale of NaN")
+        return fp8.powers_of_two(raw).reshape(info.shape)
+    if info.dtype not in WHOLE:
+        damaged(info.file, f"holds {shown(info.name)} as {info.dtype}")
+    return raw.view(WHOLE[info.dtype]).reshape(info.shape)
+
+
+def scales_of(parts: Mapping[str, TensorInfo]) -> TensorInfo:
+    """Those of FP8, under either name."""
+    return parts["weight_scale_inv"] if "weight_scale_inv" in parts else parts["weight_scale"]
+
+
+def unfit(info: TensorInfo, weight: str, why: str) -> CheckpointError:
+    return CheckpointError(f"{info.file} holds parts of {shown(weight)} that do not fit: {why}",
+                           f"if it is as published, this form is not read: {ORIGINAL}; else download the model again")
