@@ -12,21 +12,21 @@ from __future__ import annotations
 
 import fcntl
 import os
-import stat
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ... import EffllmError, UsageError, ls, not_written, typed
-from ...offload.page_file import DamagedPage, PageFile, describe, on_disk, read_page_file, sync_folder, write_page_file
+from ...offload.page_file import on_disk, sync_folder
 from ...offload.size import format_size
 from ..files.small_file import OddFile, read_whole
 from .saved_format import LARGEST, Malformed, OtherVersion, SavedSession, parse_saved
 from .session_name import can_be_named, check_name, removing
+from .session_pages import SessionPages
 
-SUFFIX, PAGES = ".json", "pages"
+SUFFIX = ".json"
 DISK = "4G"  # for the pages of all sessions
 TRIAL_NBYTES = 16 << 10
 YOUNG_S = 3600.0  # sessions younger than this differ in what they save, not in their age
@@ -57,14 +57,8 @@ class Listed:
     begins: str = ""
 
 
-class SessionStore:
+class SessionStore(SessionPages):
     """The sessions in one folder, which need not exist yet."""
-
-    def __init__(self, folder: Path, lasting: bool = True) -> None:
-        """`lasting`: what is saved outlives a loss of power; not so in a folder that goes with the process, where nobody waits for the
-        disk."""
-        self.folder, self.pages, self.lasting = folder, folder / PAGES, lasting
-        self._known: set[str] = set()  # files that this process has written, or read and found whole
 
     def names(self) -> list[str]:
         """Of what lies here, all that a session can be called. Raises EffllmError where nobody may look."""
@@ -137,39 +131,6 @@ class SessionStore:
                              f"the effllm that wrote it, another --session NAME, or {removing(name)}") from None
         except Malformed as error:
             raise _damaged(name, path, error) from None
-
-    # -- pages -----------------------------------------------------------------------------------------------------------------
-
-    def keep_page(self, key: str, parts: Sequence[bytes | memoryview]) -> PageFile:
-        """Write a file of pages, unless it is there and whole. Call while `writing`. Raises OSError."""
-        file = describe(key, parts)
-        if not self._is_whole(file):
-            write_page_file(self.pages, file, parts, self.lasting)
-        self._known.add(file.name)
-        return file
-
-    def has_page(self, key: str) -> bool:
-        """Is there a file of pages of that key, as far as names tell?"""
-        try:
-            return any(name.startswith(key) for name in os.listdir(self.pages / key[:2]))
-        except OSError:
-            return False
-
-    def _is_whole(self, file: PageFile) -> bool:
-        """Is it there? Its bytes are read once; later its size is enough, since others remove files and never change them."""
-        try:
-            if file.name in self._known:
-                return (self.pages / file.name).stat().st_size == file.stored_nbytes
-            read_page_file(self.pages, file)
-        except (DamagedPage, FileNotFoundError):
-            return False
-        return True
-
-    def read_page(self, file: PageFile) -> memoryview:
-        """Raises DamagedPage."""
-        data = read_page_file(self.pages, file)
-        self._known.add(file.name)
-        return data
 
     # -- changes ---------------------------------------------------------------------------------------------------------------
 
@@ -299,54 +260,7 @@ class SessionStore:
         unused = [self.pages / name for name in self._sizes() if name not in used]
         return sum(map(self._unlink, [*unused, *self.folder.glob(".*.new")]))
 
-    @staticmethod
-    def _unlink(path: Path) -> int:
-        try:
-            size = path.lstat().st_size
-            path.unlink()
-        except FileNotFoundError:
-            return 0
-        return size
-
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        """Around restoring a session: its pages stay meanwhile."""
-        with self._locked(fcntl.LOCK_SH):
-            yield
-
-    @contextmanager
-    def _locked(self, how: int) -> Iterator[bool]:
-        """False where this file system has no locks, or there is no folder."""
-        try:
-            descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            yield False
-            return
-        try:
-            try:
-                fcntl.flock(descriptor, how)
-                held = True
-            except OSError:
-                held = False
-            yield held
-        finally:
-            os.close(descriptor)
-
     # -- what there is ---------------------------------------------------------------------------------------------------------
-
-    def nbytes(self) -> int:
-        """Bytes of all files of pages."""
-        return sum(self._sizes().values())
-
-    def _sizes(self) -> Mapping[str, int]:
-        """Bytes of every file of pages, by name. One that another process removes meanwhile is none; nor is a folder, which is not ours."""
-        found = {}
-        for path in self.pages.glob("*/*"):
-            with suppress(FileNotFoundError):
-                status = path.lstat()
-                if not stat.S_ISDIR(status.st_mode):
-                    found[f"{path.parent.name}/{path.name}"] = status.st_size
-        return found
 
     def listed(self) -> list[Listed]:
         """All sessions, the newest first. Raises EffllmError where nobody may look."""
