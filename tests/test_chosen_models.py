@@ -15,7 +15,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from effllm import UsageError
-from effllm.runtime.answers.side_by_side import Want, side_by_side
+from effllm.runtime.answers.side_by_side import side_by_side
 from effllm.runtime.config import read_config
 from effllm.runtime.conversion.convert_plan import plan_conversion
 from effllm.runtime.engine import Engine, open_prepared
@@ -27,7 +27,6 @@ from effllm.runtime.sessions.saved_prefix import lend
 from effllm.runtime.sessions.session_store import SessionStore
 from effllm.runtime.sessions.shared_prefix import lend as copied
 from effllm.runtime.source import open_store
-from effllm.runtime.speculate import Speculation
 from effllm.runtime.stores.container import read_container
 from effllm.runtime.weights import parts
 
@@ -35,10 +34,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 from choosing_models import CHOOSING, guided, noted
 from conversions import options, run
 from family_models import assert_close, oracle, share_angles, written
-from hybrid_models import CTX, IDS, anew, answer, opened, read
+from hybrid_models import CTX, IDS, anew, opened, read
+from same_bits import (
+    assert_a_saved_text_goes_on,
+    assert_company_changes_nothing,
+    assert_drafts_change_nothing,
+    assert_threads_and_chunks_change_nothing,
+    rows_of,
+    save,
+)
 from streamed_models import streaming
-from test_hybrid_caches import restore, save
-from test_speculation import Guesser, Ticks
 
 
 @pytest.fixture(scope="module", params=CHOOSING)
@@ -98,12 +103,7 @@ def with_index(folder: Path, own: Indexed) -> Engine:
 
 
 def test_threads_and_chunks_change_no_bit(folder: Path) -> None:
-    found = []
-    for asked in ({"threads": 1}, {"threads": 2}, {"threads": 3, "chunk": 512}, {"chunk": 256}):
-        engine = opened(folder, **asked)
-        found.append(np.stack([read(engine, IDS[:430]), *[engine.forward_logits([token])[0].copy() for token in IDS[430:450]]]))
-        engine.close()
-    assert all(np.array_equal(found[0], other) for other in found[1:])
+    assert_threads_and_chunks_change_nothing(folder)
 
 
 @pytest.mark.parametrize("held", [200, 60, 140])
@@ -128,39 +128,12 @@ def test_a_cache_that_is_cut_holds_what_it_says(engine: Engine) -> None:
 
 @pytest.mark.parametrize("right", [0.0, 0.6, 1.0])
 def test_drafts_change_no_answer(engine: Engine, right: float) -> None:
-    anew(engine, IDS[:190])
-    tokens = answer(engine, 60)
-    after = engine.forward_logits([5]).copy()
-    anew(engine, IDS[:190])
-    engine.speculation = Speculation((Guesser(IDS[:190] + tokens, right, engine.config.vocab_size),), clock=Ticks())
-    try:
-        assert answer(engine, 60) == tokens
-        assert engine.speculation.counts.drafted and (not right or engine.speculation.counts.accepted)
-    finally:
-        engine.speculation = None
-    assert np.array_equal(engine.forward_logits([5]), after)
+    assert_drafts_change_nothing(engine, 190, right)
 
 
 def test_answers_at_once_are_what_each_is_alone(folder: Path) -> None:
     """Rows of one pass are of texts of which some choose and some see all."""
-    prompts = IDS[:300], IDS[100:160], IDS[200:420]
-    engine = opened(folder, parallel=3)
-    alone = []
-    for prompt in prompts:
-        anew(engine, prompt)
-        alone.append([engine.forward_logits([token])[0].copy() for token in IDS[500:540]])
-    engines, said = side_by_side(engine, 3)
-    assert not said
-    for each, prompt in zip(engines, prompts, strict=True):
-        anew(each, prompt)
-    for step, token in enumerate(IDS[500:540]):
-        wants = [Want(each, token) for each in engines]
-        engine.shares.run(wants)
-        for want, rows in zip(wants, alone, strict=True):
-            assert want.error is None and np.array_equal(want.logits, rows[step])
-    for other in engines[1:]:
-        other.cache.close()
-    engine.close()
+    assert_company_changes_nothing(folder, (IDS[:300], IDS[100:160], IDS[200:420]))
 
 
 def test_what_another_sequence_has_read_is_copied(folder: Path) -> None:
@@ -176,16 +149,7 @@ def test_what_another_sequence_has_read_is_copied(folder: Path) -> None:
 def test_a_session_goes_on_with_the_same_bits_and_lends_its_beginning(engine: Engine, folder: Path, tmp_path: Path) -> None:
     store = SessionStore(tmp_path / "sessions")
     anew(engine, IDS[:455])
-    save(engine, store)
-    expected = [engine.forward_logits([token]).copy() for token in IDS[455:470]]
-    engine.cache.truncate(0)
-    engine.reset()
-    for index in engine.cache.indexes:
-        index.memory[:] = 255
-    restore(engine, store)
-    assert engine.tokens == IDS[:455]
-    for token, row in zip(IDS[455:470], expected, strict=True):
-        assert np.array_equal(engine.forward_logits([token]), row)
+    assert_a_saved_text_goes_on(engine, store, 470)
     prompt = [*IDS[:400], *IDS[500:550]]
     whole = anew(engine, prompt)
     engine.reset()
@@ -216,7 +180,7 @@ def test_weights_from_the_disk_give_the_same_bits(folder: Path, monkeypatch: pyt
     monkeypatch.setattr(parts, "PART_NBYTES", 4096)
     monkeypatch.setattr(parts, "LEAST_NBYTES", 1024)
     engines = opened(folder), streaming(folder, keep=3, ctx=CTX, chunk=128)
-    found = [np.stack([read(each, IDS[:300]), *[each.forward_logits([t])[0].copy() for t in IDS[300:320]]]) for each in engines]
+    found = [rows_of(each, 300, 320) for each in engines]
     names = engines[1].model.streamed.parts.slices
     assert any("o_proj" in name for name in names) and not any("index" in name for name in names)  # what chooses stays in memory
     for each in engines:

@@ -20,7 +20,6 @@ from effllm.kernels.cpu.ops import CpuOps
 from effllm.kernels.index_shape import IndexShape
 from effllm.kernels.threads import ThreadPool
 from effllm.offload.checkpoint import CheckpointError
-from effllm.runtime.answers.side_by_side import Want, side_by_side
 from effllm.runtime.calibrate import Calibration, LayerStats
 from effllm.runtime.config import parse_config, read_config
 from effllm.runtime.config_reader import ConfigError
@@ -33,7 +32,6 @@ from effllm.runtime.prepare import EngineOptions, prepare, prepare_with
 from effllm.runtime.sessions.saved_cache import restore_cache
 from effllm.runtime.sessions.session_store import SessionStore
 from effllm.runtime.source import open_store
-from effllm.runtime.speculate import Speculation
 from effllm.runtime.stores.container import read_container
 from effllm.runtime.weights import parts
 
@@ -42,9 +40,15 @@ from choosing_models import guided, noted
 from conversions import options, run
 from family_models import Case, assert_close, oracle, written
 from hybrid_models import CTX, IDS, anew, answer, opened, read
+from same_bits import (
+    assert_a_saved_text_goes_on,
+    assert_company_changes_nothing,
+    assert_drafts_change_nothing,
+    assert_threads_and_chunks_change_nothing,
+    rows_of,
+    save,
+)
 from streamed_models import streaming
-from test_hybrid_caches import restore, save
-from test_speculation import Guesser, Ticks
 
 WIDE = {**DEEPSEEK_4, "hidden_size": 128, "q_lora_rank": 64, "initializer_range": 0.08, "max_position_embeddings": CTX, "index_topk": 20,
         "moe_intermediate_size": 64, "o_lora_rank": 64}
@@ -96,12 +100,7 @@ def test_what_is_chosen_of_many_keys_is_as_good_as_the_oracles(model: tuple[Path
 
 
 def test_threads_and_chunks_change_no_bit(folder: Path) -> None:
-    found = []
-    for asked in ({"threads": 1}, {"threads": 3, "chunk": 512}, {"chunk": 256}):
-        engine = opened(folder, **asked)
-        found.append(np.stack([read(engine, IDS[:430]), *[engine.forward_logits([token])[0].copy() for token in IDS[430:445]]]))
-        engine.close()
-    assert all(np.array_equal(found[0], other) for other in found[1:])
+    assert_threads_and_chunks_change_nothing(folder, 445, ({"threads": 1}, {"threads": 3, "chunk": 512}, {"chunk": 256}))
 
 
 @pytest.mark.parametrize("held", [200, 70])
@@ -116,17 +115,7 @@ def test_tokens_at_once_are_tokens_one_by_one(engine: Engine, held: int) -> None
 
 @pytest.mark.parametrize("right", [0.0, 0.6, 1.0])
 def test_drafts_change_no_answer(engine: Engine, right: float) -> None:
-    anew(engine, IDS[:190])
-    tokens = answer(engine, 60)
-    after = engine.forward_logits([5]).copy()
-    anew(engine, IDS[:190])
-    engine.speculation = Speculation((Guesser(IDS[:190] + tokens, right, engine.config.vocab_size),), clock=Ticks())
-    try:
-        assert answer(engine, 60) == tokens
-        assert engine.speculation.counts.drafted and (not right or engine.speculation.counts.accepted)
-    finally:
-        engine.speculation = None
-    assert np.array_equal(engine.forward_logits([5]), after)
+    assert_drafts_change_nothing(engine, 190, right)
 
 
 def test_another_question_behind_a_prompt_reads_that_alone(engine: Engine) -> None:
@@ -139,40 +128,14 @@ def test_another_question_behind_a_prompt_reads_that_alone(engine: Engine) -> No
 
 
 def test_answers_at_once_are_what_each_is_alone(folder: Path) -> None:
-    prompts = IDS[:300], IDS[100:160]
-    engine = opened(folder, parallel=2)
-    alone = []
-    for prompt in prompts:
-        anew(engine, prompt)
-        alone.append([engine.forward_logits([token])[0].copy() for token in IDS[500:540]])
-    engines, said = side_by_side(engine, 2)
-    assert not said
-    for each, prompt in zip(engines, prompts, strict=True):
-        anew(each, prompt)
-    for step, token in enumerate(IDS[500:540]):
-        wants = [Want(each, token) for each in engines]
-        engine.shares.run(wants)
-        for want, rows in zip(wants, alone, strict=True):
-            assert want.error is None and np.array_equal(want.logits, rows[step])
-    engines[1].cache.close()
-    engine.close()
+    assert_company_changes_nothing(folder, (IDS[:300], IDS[100:160]))
 
 
 def test_a_session_goes_on_with_the_same_bits(engine: Engine, tmp_path: Path) -> None:
-    store = SessionStore(tmp_path / "sessions")
     anew(engine, IDS[:455])
     for token in IDS[455:458]:
         engine.forward_logits([token])
-    save(engine, store)
-    expected = [engine.forward_logits([token]).copy() for token in IDS[458:480]]
-    engine.cache.truncate(0)
-    engine.reset()
-    for index in engine.cache.indexes:
-        index.memory[:] = 255
-    restore(engine, store)
-    assert engine.tokens == IDS[:458]
-    for token, row in zip(IDS[458:480], expected, strict=True):
-        assert np.array_equal(engine.forward_logits([token]), row)
+    assert_a_saved_text_goes_on(engine, SessionStore(tmp_path / "sessions"), 480)
 
 
 def test_keys_of_a_session_that_are_damaged_are_found(engine: Engine, tmp_path: Path) -> None:
@@ -210,7 +173,7 @@ def test_weights_from_the_disk_give_the_same_bits(folder: Path, monkeypatch: pyt
     monkeypatch.setattr(parts, "PART_NBYTES", 4096)
     monkeypatch.setattr(parts, "LEAST_NBYTES", 1024)
     engines = opened(folder), streaming(folder, keep=3, ctx=CTX, chunk=128)
-    found = [np.stack([read(each, IDS[:300]), *[each.forward_logits([t])[0].copy() for t in IDS[300:310]]]) for each in engines]
+    found = [rows_of(each, 300, 310) for each in engines]
     names = engines[1].model.streamed.parts.slices
     assert any("wq_b" in name for name in names) and not any("indexer" in name or "compressor" in name for name in names)
     for each in engines:

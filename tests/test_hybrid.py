@@ -43,19 +43,14 @@ from gguf_samples import FABLE
 from gpu_runs import logits, simulated
 from gpu_runs import opened as with_card
 from hybrid_models import CTX, IDS, anew, answer, engine, folder, opened, read, small  # noqa: F401
+from same_bits import assert_drafts_change_nothing, assert_threads_and_chunks_change_nothing, rows_of
 from streamed_models import streaming
-from test_speculation import Guesser, Ticks
+from test_speculation import Ticks
 
 
 def test_threads_and_chunks_change_no_bit(folder: Path, small: Path) -> None:
     for path in (folder, small):
-        found = []
-        for asked in ({"threads": 1}, {"threads": 2}, {"threads": 3, "chunk": 512}, {"chunk": 256}):
-            engine = opened(path, **asked)
-            rows = [read(engine, IDS[:430]), *[engine.forward_logits([token])[0].copy() for token in IDS[430:450]]]
-            found.append(np.stack(rows))
-            engine.close()
-        assert all(np.array_equal(found[0], other) for other in found[1:])
+        assert_threads_and_chunks_change_nothing(path)
 
 
 def test_tokens_at_once_are_tokens_one_by_one(engine: Engine) -> None:
@@ -152,17 +147,7 @@ def test_what_is_broken_off_leaves_no_trace(engine: Engine, monkeypatch: pytest.
 
 @pytest.mark.parametrize("right", [0.0, 0.6, 1.0])
 def test_drafts_change_no_answer(engine: Engine, right: float) -> None:
-    anew(engine, IDS[:120])
-    tokens = answer(engine, 60)
-    after = engine.forward_logits([5]).copy()
-    anew(engine, IDS[:120])
-    engine.speculation = Speculation((Guesser(IDS[:120] + tokens, right, engine.config.vocab_size),), clock=Ticks())
-    try:
-        assert answer(engine, 60) == tokens
-        assert engine.speculation.counts.drafted and (not right or engine.speculation.counts.accepted)
-    finally:
-        engine.speculation = None
-    assert np.array_equal(engine.forward_logits([5]), after)
+    assert_drafts_change_nothing(engine, 120, right)
 
 
 def test_weights_from_the_disk_give_the_same_bits(folder: Path, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +155,7 @@ def test_weights_from_the_disk_give_the_same_bits(folder: Path, small: Path, mon
     monkeypatch.setattr(parts, "LEAST_NBYTES", 1024)
     for path in (folder, small):
         engines = opened(path), streaming(path, keep=3, ctx=CTX, chunk=128)
-        found = [np.stack([read(each, IDS[:300]), *[each.forward_logits([t])[0].copy() for t in IDS[300:320]]]) for each in engines]
+        found = [rows_of(each, 300, 320) for each in engines]
         names, model = engines[1].model.streamed.parts.slices, engines[1].model
         held = [model.tensors[0][role] for role in ("state_in", "state_out")]
         assert {each.name for each in held if model.store.place(each.info) is not None} <= names.keys()  # but what is joined on the way in

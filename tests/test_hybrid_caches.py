@@ -20,13 +20,13 @@ from effllm.runtime.kv.kv_recording import record
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.sessions.kept_prompts import KeptPrompts
 from effllm.runtime.sessions.saved import SavedSessions
-from effllm.runtime.sessions.saved_cache import identity, refuse_other, restore_cache, save_cache
-from effllm.runtime.sessions.saved_format import SavedSession
+from effllm.runtime.sessions.saved_cache import identity, restore_cache
 from effllm.runtime.sessions.saved_prefix import lend
 from effllm.runtime.sessions.session_store import SessionStore
 
 sys.path.insert(0, str(Path(__file__).parent))
 from hybrid_models import CTX, IDS, anew, engine, folder, opened, paged, read, small  # noqa: F401
+from same_bits import assert_a_saved_text_goes_on, save
 
 
 @pytest.fixture
@@ -34,33 +34,11 @@ def store(tmp_path: Path) -> SessionStore:
     return SessionStore(tmp_path / "sessions")
 
 
-def save(engine: Engine, store: SessionStore, name: str = "tale") -> None:
-    own = identity(engine)
-    with store.writing(name):
-        *_, saved = save_cache(engine, store, own, None)
-        store.write(SavedSession(name, "hybrid", 1.0, {"messages": []}, saved))
-
-
-def restore(engine: Engine, store: SessionStore, name: str = "tale") -> None:
-    session = store.read(name)
-    refuse_other(session, identity(engine))
-    with store.reading():
-        for _ in restore_cache(engine, store, session):
-            continue
-
-
 def test_a_session_goes_on_with_the_same_bits(engine: Engine, store: SessionStore) -> None:
     anew(engine, IDS[:450])
     for token in IDS[450:455]:
         engine.forward_logits([token])
-    save(engine, store)
-    expected = [engine.forward_logits([token]).copy() for token in IDS[455:470]]
-    engine.cache.truncate(0)
-    engine.reset()
-    restore(engine, store)
-    assert engine.tokens == IDS[:455]
-    for token, row in zip(IDS[455:470], expected, strict=True):
-        assert np.array_equal(engine.forward_logits([token]), row)
+    assert_a_saved_text_goes_on(engine, store, 470)
     read(engine, IDS[:200])
     assert engine.reused == 0, "there is no way back behind what was saved"
 

@@ -38,9 +38,10 @@ from gguf_samples import FABLE
 from hybrid_models import IDS, anew, answer, opened, read
 from latent_models import CTX, LATENT_CASES, latent_model
 from made_mixtures import imported_mixture
+from same_bits import assert_a_saved_text_goes_on, assert_drafts_change_nothing, assert_threads_and_chunks_change_nothing, rows_of
 from streamed_models import paging, streaming
-from test_hybrid_caches import Numbers, restore, save
-from test_speculation import Guesser, Ticks
+from test_hybrid_caches import Numbers
+from test_speculation import Ticks
 
 
 @pytest.fixture(scope="module", params=LATENT_CASES)
@@ -64,13 +65,7 @@ def engine(request: pytest.FixtureRequest, folder: Path, small: Path) -> Iterato
 
 def test_threads_and_chunks_change_no_bit(folder: Path, small: Path) -> None:
     for path in (folder, small):
-        found = []
-        for asked in ({"threads": 1}, {"threads": 2}, {"threads": 3, "chunk": 512}, {"chunk": 256}):
-            engine = opened(path, **asked)
-            rows = [read(engine, IDS[:430]), *[engine.forward_logits([token])[0].copy() for token in IDS[430:450]]]
-            found.append(np.stack(rows))
-            engine.close()
-        assert all(np.array_equal(found[0], other) for other in found[1:])
+        assert_threads_and_chunks_change_nothing(path)
 
 
 def test_tokens_at_once_are_tokens_one_by_one(engine: Engine) -> None:
@@ -98,17 +93,7 @@ def test_a_cache_that_is_cut_holds_what_it_says(engine: Engine) -> None:
 
 @pytest.mark.parametrize("right", [0.0, 0.6, 1.0])
 def test_drafts_change_no_answer(engine: Engine, right: float) -> None:
-    anew(engine, IDS[:120])
-    tokens = answer(engine, 60)
-    after = engine.forward_logits([5]).copy()
-    anew(engine, IDS[:120])
-    engine.speculation = Speculation((Guesser(IDS[:120] + tokens, right, engine.config.vocab_size),), clock=Ticks())
-    try:
-        assert answer(engine, 60) == tokens
-        assert engine.speculation.counts.drafted and (not right or engine.speculation.counts.accepted)
-    finally:
-        engine.speculation = None
-    assert np.array_equal(engine.forward_logits([5]), after)
+    assert_drafts_change_nothing(engine, 120, right)
 
 
 def test_a_draft_model_may_have_latents(folder: Path, small: Path) -> None:
@@ -130,7 +115,7 @@ def test_weights_from_the_disk_give_the_same_bits(folder: Path, small: Path, mon
     monkeypatch.setattr(parts, "LEAST_NBYTES", 1024)
     for path in (folder, small):
         engines = opened(path), streaming(path, keep=3, ctx=CTX, chunk=128)
-        found = [np.stack([read(each, IDS[:300]), *[each.forward_logits([t])[0].copy() for t in IDS[300:320]]]) for each in engines]
+        found = [rows_of(each, 300, 320) for each in engines]
         names = engines[1].model.streamed.parts.slices
         assert any("kv_a_proj" in name for name in names) and not any("kv_b_proj" in name for name in names)
         for each in engines:
@@ -142,7 +127,7 @@ def test_experts_from_the_disk_give_the_same_bits(folder: Path, small: Path) -> 
     """Whoever has groups too."""
     for path in (folder, small):
         engines = opened(path), paging(path, 14, ctx=CTX, chunk=128)
-        found = [np.stack([read(each, IDS[:300]), *[each.forward_logits([t])[0].copy() for t in IDS[300:320]]]) for each in engines]
+        found = [rows_of(each, 300, 320) for each in engines]
         assert 0 < engines[1].model.pager.tally.hits < engines[1].model.pager.tally.uses
         for each in engines:
             each.close()
@@ -150,16 +135,8 @@ def test_experts_from_the_disk_give_the_same_bits(folder: Path, small: Path) -> 
 
 
 def test_a_session_goes_on_with_the_same_bits(engine: Engine, tmp_path: Path) -> None:
-    store = SessionStore(tmp_path / "sessions")
     anew(engine, IDS[:455])
-    save(engine, store)
-    expected = [engine.forward_logits([token]).copy() for token in IDS[455:470]]
-    engine.cache.truncate(0)
-    engine.reset()
-    restore(engine, store)
-    assert engine.tokens == IDS[:455]
-    for token, row in zip(IDS[455:470], expected, strict=True):
-        assert np.array_equal(engine.forward_logits([token]), row)
+    assert_a_saved_text_goes_on(engine, SessionStore(tmp_path / "sessions"), 470)
 
 
 def test_the_plan_counts_what_is_allocated(folder: Path) -> None:
@@ -178,7 +155,7 @@ def test_the_plan_counts_what_is_allocated(folder: Path) -> None:
 def test_pages_on_the_disk_give_the_same_bits(folder: Path) -> None:
     """Attention takes turns while pages come: tiles of a prompt wait between two turns."""
     engines = opened(folder), paging(folder, 14, kv_pages=1, ctx=CTX, chunk=128)
-    found = [np.stack([read(each, IDS[:450]), *[each.forward_logits([t])[0].copy() for t in IDS[450:460]]]) for each in engines]
+    found = [rows_of(each, 450, 460) for each in engines]
     assert engines[1].cache.pool.stream is not None
     for each in engines:
         each.close()

@@ -1,0 +1,97 @@
+"""What changes no bit of an answer, whatever a model's layers are made of: threads, chunks, drafts, company, and a night on the disk."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from hybrid_models import IDS, anew, answer, opened, read
+from test_speculation import Guesser, Ticks
+
+from effllm.runtime.answers.side_by_side import Want, side_by_side
+from effllm.runtime.engine import Engine
+from effllm.runtime.sessions.saved_cache import identity, refuse_other, restore_cache, save_cache
+from effllm.runtime.sessions.saved_format import SavedSession
+from effllm.runtime.sessions.session_store import SessionStore
+from effllm.runtime.speculate import Speculation
+
+WAYS = ({"threads": 1}, {"threads": 2}, {"threads": 3, "chunk": 512}, {"chunk": 256})
+
+
+def rows_of(engine: Engine, held: int, end: int) -> np.ndarray:
+    """Logits behind a prompt of `held` tokens, then behind each single one up to `end`."""
+    return np.stack([read(engine, IDS[:held]), *[engine.forward_logits([token])[0].copy() for token in IDS[held:end]]])
+
+
+def assert_threads_and_chunks_change_nothing(folder: Path, end: int = 450, ways: Sequence[dict[str, int]] = WAYS) -> None:
+    found = []
+    for asked in ways:
+        engine = opened(folder, **asked)
+        found.append(rows_of(engine, 430, end))
+        engine.close()
+    assert all(np.array_equal(found[0], other) for other in found[1:])
+
+
+def assert_drafts_change_nothing(engine: Engine, held: int, right: float) -> None:
+    """Neither the answer behind a prompt of `held` tokens nor what the cache holds after it; `right`: the share of guesses that are."""
+    anew(engine, IDS[:held])
+    tokens = answer(engine, 60)
+    after = engine.forward_logits([5]).copy()
+    anew(engine, IDS[:held])
+    engine.speculation = Speculation((Guesser(IDS[:held] + tokens, right, engine.config.vocab_size),), clock=Ticks())
+    try:
+        assert answer(engine, 60) == tokens
+        assert engine.speculation.counts.drafted and (not right or engine.speculation.counts.accepted)
+    finally:
+        engine.speculation = None
+    assert np.array_equal(engine.forward_logits([5]), after)
+
+
+def assert_company_changes_nothing(folder: Path, prompts: Sequence[list[int]]) -> None:
+    """Texts that are continued in one pass, against each alone."""
+    engine = opened(folder, parallel=len(prompts))
+    alone = []
+    for prompt in prompts:
+        anew(engine, prompt)
+        alone.append([engine.forward_logits([token])[0].copy() for token in IDS[500:540]])
+    engines, said = side_by_side(engine, len(prompts))
+    assert not said
+    for each, prompt in zip(engines, prompts, strict=True):
+        anew(each, prompt)
+    for step, token in enumerate(IDS[500:540]):
+        wants = [Want(each, token) for each in engines]
+        engine.shares.run(wants)
+        for want, rows in zip(wants, alone, strict=True):
+            assert want.error is None and np.array_equal(want.logits, rows[step])
+    for other in engines[1:]:
+        other.cache.close()
+    engine.close()
+
+
+def save(engine: Engine, store: SessionStore, name: str = "tale") -> None:
+    own = identity(engine)
+    with store.writing(name):
+        *_, saved = save_cache(engine, store, own, None)
+        store.write(SavedSession(name, "hybrid", 1.0, {"messages": []}, saved))
+
+
+def restore(engine: Engine, store: SessionStore, name: str = "tale") -> None:
+    session = store.read(name)
+    refuse_other(session, identity(engine))
+    with store.reading():
+        for _ in restore_cache(engine, store, session):
+            continue
+
+
+def assert_a_saved_text_goes_on(engine: Engine, store: SessionStore, end: int) -> None:
+    """From what the engine holds of IDS up to `end`, saved, forgotten, and read again."""
+    held = list(engine.tokens)
+    save(engine, store)
+    expected = [engine.forward_logits([token]).copy() for token in IDS[len(held) : end]]
+    engine.cache.truncate(0)
+    engine.reset()
+    for index in engine.cache.indexes:
+        index.memory[:] = 255
+    restore(engine, store)
+    assert engine.tokens == held == IDS[: len(held)]
+    for token, row in zip(IDS[len(held) : end], expected, strict=True):
+        assert np.array_equal(engine.forward_logits([token]), row)
