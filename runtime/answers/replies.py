@@ -25,27 +25,26 @@ from ..sampler import Sampler, SamplerSettings
 from ..sampling.dry import breakers_of
 from ..sampling.token_chances import Chances, chances
 from ..sounds.sound_file import decode_sound
-from ..templates.prompting import NO_SYSTEM_ROLE, NO_TEMPLATE, Prompts, whole_text
+from ..templates.prompting import Prompts
 from ..text import Tokenizer
 from ..tokens.infill import Gap, Marks, Prompt, marks_of, prompt_of
 from ..tokens.plain_text import PlainText
 from .answering import Answer, Reasoning
+from .asking import Asking, Message
 from .readings import Readings, known, never
 from .slot import Slot
 
 if TYPE_CHECKING:
     from ..adapters.choosing import Choice
-    from ..calls.calling import Calling, Tools
+    from ..calls.calling import Tools
     from ..calls.filter import CallFilter
     from ..forms.constraint import Form, Vocabulary
     from ..images.album import Album, Picture
     from ..sessions.kept_prompts import KeptPrompts
 
-Message = Mapping[str, Any]
 COUNTED = 1 << 20  # letters of a text that is cut in any case, to say how many tokens it has
 SHRINKS = 4  # times that a text may become shorter before it is cut into tokens, generously
 USUAL = 256  # tokens that are kept free behind a place that is filled in, where nobody says how many may be written
-SYSTEM, DEVELOPER = "system", "developer"  # newer programs call the system prompt's role so
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ class Wish:
     most_thought: int | None = None
 
 
-class Replies(Readings):
+class Replies(Asking, Readings):
     """One model and one sequence, as Engine, for one answer after the other; `beside` are engines of others, for as many more at once.
     `cancelled` of an answer is asked between tokens, between chunks of the prompt and while the disk is waited for, and ends it. `usual`:
     how much of each adapter answers have that do not say it."""
@@ -122,12 +121,6 @@ class Replies(Readings):
         album = self.engine.album
         return album is not None and album.sight is not None and album.sense is sense
 
-    @cached_property
-    def _calling(self) -> Calling:
-        from ..calls.calling import Calling
-
-        return Calling(self.tokenizer)
-
     def reply(self, messages: Sequence[Message], wish: Wish, tools: Tools | None = None,
               variables: Mapping[str, Any] | None = None, cancelled: Callable[[], bool] = never) -> Iterator[Event]:
         """Answer messages. They are dicts of `role`, `content` (a text, parts `{"type": "text", "text": ...}` of one, or None) and whatever
@@ -168,19 +161,6 @@ class Replies(Readings):
             yield event
             if self.engine.shares is not None and isinstance(event, Progress):
                 yield Turn()
-
-    def count(self, messages: Sequence[Message], think: str = "auto", tools: Tools | None = None,
-              variables: Mapping[str, Any] | None = None) -> int:
-        """How many tokens the prompt of an answer to messages has, as `rendered`."""
-        prompt = self.rendered(messages, think, tools, variables)
-        self._demand_near(prompt)
-        return self._other_prompts().count(prompt)
-
-    def rendered(self, messages: Sequence[Message], think: str = "auto", tools: Tools | None = None,
-                 variables: Mapping[str, Any] | None = None) -> str:
-        """The prompt of an answer to messages; from any thread, whatever is answered meanwhile. Raises EffllmError as `reply` does."""
-        prompts = self._other_prompts()
-        return prompts.going_on(*self._asking(prompts, messages, think, tools, variables))
 
     def complete(self, prompt: str | Sequence[int], wish: Wish, cancelled: Callable[[], bool] = never,
                  lasting: int | None = None) -> Iterator[Event]:
@@ -345,56 +325,6 @@ class Replies(Readings):
         self._vocabulary = known.holding(form) if known else form.opened(self.tokenizer, self.engine.config.vocab_size)
         return self._vocabulary
 
-    def _asking(self, prompts: Prompts, messages: Sequence[Message], think: str, tools: Tools | None,
-                variables: Mapping[str, Any] | None) -> tuple[str, str]:
-        """The prompt of messages, and how the answer begins that is to go on behind it. Raises EffllmError where there is none."""
-        try:
-            return self._asked(prompts, messages, think, tools, variables or {})
-        except UsageError:
-            from ..calls.turns import pictures_apart, shown_by_tools
-
-            if not shown_by_tools(messages):
-                raise
-        return self._asked(prompts, pictures_apart(messages), think, tools, variables or {})
-
-    def _asked(self, prompts: Prompts, messages: Sequence[Message], think: str, tools: Tools | None,
-               variables: Mapping[str, Any]) -> tuple[str, str]:
-        if tools or any(message.get("tool_calls") or message["role"] == "tool" for message in messages):
-            messages, told = self._calling.prepared(messages, tools)
-            variables = {**told, **variables}
-        system, beside, rest = self._apart(messages)
-        said = ""
-        if rest and rest[-1]["role"] == "assistant" and not rest[-1].get("tool_calls"):
-            said = rest.pop()["content"] or ""
-        if not rest and not system:
-            raise UsageError("there are no messages", "send at least one that has text")
-        return prompts.rendered(rest, system, think, variables, beside), said
-
     def slots(self) -> list[tuple[bool, int]]:
         """Of each sequence whether an answer goes to it, and how many tokens it holds."""
         return [(not each.is_free, len(each.engine.tokens)) for each in self._slots]
-
-    def _apart(self, messages: Sequence[Message]) -> tuple[str | None, dict[str, Any], list[dict[str, Any]]]:
-        """The system prompt, the keys that its message has beside, and the other messages with their content as one text."""
-        template = "" if self.tokenizer.template is None else self.tokenizer.template.source
-        rest = [{key: value for key, value in message.items() if value is not None} | {"content": whole_text(message.get("content"))}
-                for message in messages]
-        for message in rest:
-            if message["content"] is None and not message.get("tool_calls"):  # an empty answer, as some clients send it back
-                message["content"] = ""
-            if message["role"] == DEVELOPER and DEVELOPER not in template:
-                message["role"] = SYSTEM
-        said, beside = [], {}
-        while rest and rest[0]["role"] == SYSTEM:
-            first = rest.pop(0)
-            said.append(first.pop("content") or "")
-            beside |= {key: value for key, value in first.items() if key not in ("role", "name")}
-        return "\n\n".join(filter(None, said)) or None, beside, rest
-
-    def _fallbacks(self, think: str) -> Iterator[str]:
-        if self._prompts.raw:
-            yield NO_TEMPLATE
-        if why := self.tokenizer.unmoved(think):
-            yield f"--think {think} changes nothing: {why}"
-        if self._prompts.folds:
-            yield NO_SYSTEM_ROLE

@@ -1,0 +1,95 @@
+"""Messages of a program as a prompt: what its chat template is given, and what is said where that has no place for some of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from ... import UsageError
+from ..templates.prompting import NO_SYSTEM_ROLE, NO_TEMPLATE, Prompts, whole_text
+from ..text import Tokenizer
+
+if TYPE_CHECKING:
+    from ..calls.calling import Calling, Tools
+
+Message = Mapping[str, Any]
+SYSTEM, DEVELOPER = "system", "developer"  # newer programs call the system prompt's role so
+
+
+class Asking:
+    """What `Replies` has for it."""
+
+    tokenizer: Tokenizer
+    _prompts: Prompts
+    _other_prompts: Callable[[], Prompts]
+    _demand_near: Callable[[str], None]
+
+    def count(self, messages: Sequence[Message], think: str = "auto", tools: Tools | None = None,
+              variables: Mapping[str, Any] | None = None) -> int:
+        """How many tokens the prompt of an answer to messages has, as `rendered`."""
+        prompt = self.rendered(messages, think, tools, variables)
+        self._demand_near(prompt)
+        return self._other_prompts().count(prompt)
+
+    def rendered(self, messages: Sequence[Message], think: str = "auto", tools: Tools | None = None,
+                 variables: Mapping[str, Any] | None = None) -> str:
+        """The prompt of an answer to messages; from any thread, whatever is answered meanwhile. Raises EffllmError as `reply` does."""
+        prompts = self._other_prompts()
+        return prompts.going_on(*self._asking(prompts, messages, think, tools, variables))
+
+    @cached_property
+    def _calling(self) -> Calling:
+        from ..calls.calling import Calling
+
+        return Calling(self.tokenizer)
+
+    def _asking(self, prompts: Prompts, messages: Sequence[Message], think: str, tools: Tools | None,
+                variables: Mapping[str, Any] | None) -> tuple[str, str]:
+        """The prompt of messages, and how the answer begins that is to go on behind it. Raises EffllmError where there is none."""
+        try:
+            return self._asked(prompts, messages, think, tools, variables or {})
+        except UsageError:
+            from ..calls.turns import pictures_apart, shown_by_tools
+
+            if not shown_by_tools(messages):
+                raise
+        return self._asked(prompts, pictures_apart(messages), think, tools, variables or {})
+
+    def _asked(self, prompts: Prompts, messages: Sequence[Message], think: str, tools: Tools | None,
+               variables: Mapping[str, Any]) -> tuple[str, str]:
+        if tools or any(message.get("tool_calls") or message["role"] == "tool" for message in messages):
+            messages, told = self._calling.prepared(messages, tools)
+            variables = {**told, **variables}
+        system, beside, rest = self._apart(messages)
+        said = ""
+        if rest and rest[-1]["role"] == "assistant" and not rest[-1].get("tool_calls"):
+            said = rest.pop()["content"] or ""
+        if not rest and not system:
+            raise UsageError("there are no messages", "send at least one that has text")
+        return prompts.rendered(rest, system, think, variables, beside), said
+
+    def _apart(self, messages: Sequence[Message]) -> tuple[str | None, dict[str, Any], list[dict[str, Any]]]:
+        """The system prompt, the keys that its message has beside, and the other messages with their content as one text."""
+        template = "" if self.tokenizer.template is None else self.tokenizer.template.source
+        rest = [{key: value for key, value in message.items() if value is not None} | {"content": whole_text(message.get("content"))}
+                for message in messages]
+        for message in rest:
+            if message["content"] is None and not message.get("tool_calls"):  # an empty answer, as some clients send it back
+                message["content"] = ""
+            if message["role"] == DEVELOPER and DEVELOPER not in template:
+                message["role"] = SYSTEM
+        said, beside = [], {}
+        while rest and rest[0]["role"] == SYSTEM:
+            first = rest.pop(0)
+            said.append(first.pop("content") or "")
+            beside |= {key: value for key, value in first.items() if key not in ("role", "name")}
+        return "\n\n".join(filter(None, said)) or None, beside, rest
+
+    def _fallbacks(self, think: str) -> Iterator[str]:
+        if self._prompts.raw:
+            yield NO_TEMPLATE
+        if why := self.tokenizer.unmoved(think):
+            yield f"--think {think} changes nothing: {why}"
+        if self._prompts.folds:
+            yield NO_SYSTEM_ROLE
