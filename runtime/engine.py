@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .. import EffllmError, UsageError
+from .. import EffllmError
 from ..kernels.layout import PAGE
 from ..kernels.threads import ThreadPool
 from ..offload.direct import Interrupted, Traffic
@@ -34,12 +34,12 @@ from .kv.cache_shape import layer_specs
 from .kv.kv_disk import disk_tier
 from .measuring.scoring import Scoring
 from .model import Model, dims
-from .passes import SHORTEST, as_in_one_reading, goes_on_from, joined, too_long
 from .planning.compiled import compiled, refuse_while_cold
 from .planning.demands import LOGIT_ROWS
 from .planning.devices import backends_of
 from .planning.needed_kernels import folder_kinds
 from .planning.pressure import Watch
+from .prefill import Prefill
 from .prepare import EngineOptions, Prepared, prepare, refuse_beyond_machine, worker_count
 from .sampler import Sampler, refuse_broken
 from .sparse.bundles import SPARSE, is_bundled
@@ -103,7 +103,7 @@ def open_prepared(prepare_late: Callable[[], Prepared], kinds: Sequence[str]) ->
     yield engine
 
 
-class Engine(Scoring, Choosing, Seeing):
+class Engine(Prefill, Scoring, Choosing, Seeing):
     """One model and one sequence. `tokens` are the ids that the cache holds. Made by `open_engine`."""
 
     def __init__(self, prepared: Prepared, backends: dict[str, object] | None = None) -> None:
@@ -200,74 +200,7 @@ class Engine(Scoring, Choosing, Seeing):
         self.model.close()
         self.cache.close()
 
-    # -- prompt ----------------------------------------------------------------------------------------------------------------
-
-    def prefill(self, ids: Sequence[int]) -> Iterator[Progress | Notice]:
-        """Make `ids` the sequence, running only what is not held already. Afterwards the next token can be sampled.
-
-        Raises UsageError for an empty prompt and ContextOverflow, naming both numbers, for one that leaves no room for an answer.
-        Ends early, and then nothing can be sampled, where `cancelled` said so while the disk was waited for; so does `generate`.
-        """
-        self.truncated = False
-        yield from self._prefill(ids)
-        if self.speculation is not None and self._logits is not None:
-            started = time.perf_counter()
-            try:
-                yield from self.speculation.read(self)
-            finally:
-                self.prefill_s += time.perf_counter() - started
-
-    def _prefill(self, ids: Sequence[int]) -> Iterator[Progress | Notice]:
-        ids = list(ids)
-        if not ids:
-            raise UsageError("the prompt is empty", "give a prompt, or -f FILE")
-        self.demand_prompt(ids)
-        if len(ids) >= self.n_ctx:
-            if self.options.overflow != "shift" or self.n_ctx < SHORTEST:
-                raise too_long(len(ids), self.n_ctx, self.config.context_length)
-            ids = self._shortened(ids)
-        held = goes_on_from(self.cache, self.tokens, ids, self.anew, self.prepared.chunk)
-        held, said = self.recall(ids, self.cache.truncate(held))
-        self.tokens, self.reused, self.read, self.anew, self.reading = ids[:held], held, 0, min(self.anew, held), ids
-        yield from map(Notice, said)
-        started = time.perf_counter()
-        try:
-            for piece, left, anew in self._pieces(len(ids) - held):
-                x = self._forward(ids[len(self.tokens) : len(self.tokens) + piece], prompt=True, seal=not left)
-                self.read, self.anew = len(self.tokens) - held, len(self.tokens) if anew and not left else self.anew
-                if len(self.tokens) == len(ids):
-                    self._logits = self.model.logits(x[-1:])[0]
-                if self.speculation is not None:  # last: what it does with the states may take their place
-                    self.speculation.saw(ids, len(self.tokens) - piece, self.tokens[-piece:], x, certain=True)
-                if len(self.tokens) < len(ids):
-                    rate = self.read / max(time.perf_counter() - started, 1e-9)  # what was in the cache was not read
-                    yield Progress("reading the prompt", len(self.tokens), len(ids), "tokens", rate=rate)
-        except Interrupted:
-            self._logits = None
-        finally:
-            self.reading = []
-        self.prefill_s += time.perf_counter() - started
-
-    def _pieces(self, tokens: int) -> Iterator[tuple[int, int, bool]]:
-        """Lengths of the passes for `tokens` more of a prompt; of each what it leaves of its chunks for the next, 0 but where others
-        wait, and whether all is held then as reading anew would leave it."""
-        for whole in self.uncut(self._passes(tokens)):
-            anew = self.anew == len(self.tokens) and as_in_one_reading(self.cache, whole, self.prepared.chunk, self.model.copied_from)
-            for piece, left in [(whole, 0)] if self.shares is None or self.both_ways else self.shares.pieces(whole):
-                yield piece, left, anew
-
-    def _passes(self, tokens: int, pages: int | None = None) -> Iterator[int]:
-        """Lengths of the passes for `tokens` more: the chunks, or several of them at once where that changes nothing (`passes.py`).
-        With `pages` the chunks are that long, and stay apart but where more was planned."""
-        grid, most = self.prepared.chunk // PAGE, self.cache.shape.chunk
-        chunks = self.cache.pieces(tokens, pages or grid)
-        free = pages is None and not codec(self.options.kv).is_packed
-        return joined(chunks, most) if free or most > self.prepared.chunk else chunks
-
-    def _shortened(self, ids: list[int]) -> list[int]:
-        """The sinks and the newest half of the context: what --overflow shift keeps."""
-        self.truncated, sinks = True, min(self.cache.shape.sinks, self.n_ctx // 4)
-        return ids[:sinks] + ids[len(ids) - (self.n_ctx // 2 - sinks) :]
+    # -- passes ----------------------------------------------------------------------------------------------------------------
 
     def _forward(self, ids: Sequence[int], prompt: bool = False, seal: bool = True) -> np.ndarray:
         self.watch.look(self.cache)

@@ -1,0 +1,118 @@
+"""Reading a prompt: what of it is held already, and the passes for the rest."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .. import UsageError
+from ..kernels.layout import PAGE
+from ..offload.direct import Interrupted
+from ..quant.kv import codec
+from .events import Notice, Progress
+from .passes import SHORTEST, as_in_one_reading, goes_on_from, joined, too_long
+
+if TYPE_CHECKING:
+    from .answers.side_by_side import SharedPasses
+    from .cache import KVCache
+    from .config import ModelConfig
+    from .model import Model
+    from .prepare import EngineOptions, Prepared
+    from .speculate import Speculation
+
+
+class Prefill:
+    """What an `Engine` has for it. `reading`: the prompt, while it is read; `reused` and `read`: tokens of the last one that the cache
+    already held, and that were run; `truncated`: its middle was dropped."""
+
+    config: ModelConfig
+    options: EngineOptions
+    prepared: Prepared
+    model: Model
+    cache: KVCache
+    n_ctx: int
+    tokens: list[int]
+    anew: int
+    reading: list[int]
+    reused: int
+    read: int
+    truncated: bool
+    prefill_s: float
+    shares: SharedPasses | None
+    speculation: Speculation | None
+    recall: Callable[[list[int], int], tuple[int, list[str]]]
+    demand_prompt: Callable[[Sequence[int]], None]
+    uncut: Callable[[Iterator[int]], Iterator[int]]
+    both_ways: bool
+    _forward: Callable[..., np.ndarray]
+    _logits: np.ndarray | None
+
+    def prefill(self, ids: Sequence[int]) -> Iterator[Progress | Notice]:
+        """Make `ids` the sequence, running only what is not held already. Afterwards the next token can be sampled.
+
+        Raises UsageError for an empty prompt and ContextOverflow, naming both numbers, for one that leaves no room for an answer.
+        Ends early, and then nothing can be sampled, where `cancelled` said so while the disk was waited for; so does `generate`.
+        """
+        self.truncated = False
+        yield from self._prefill(ids)
+        if self.speculation is not None and self._logits is not None:
+            started = time.perf_counter()
+            try:
+                yield from self.speculation.read(self)
+            finally:
+                self.prefill_s += time.perf_counter() - started
+
+    def _prefill(self, ids: Sequence[int]) -> Iterator[Progress | Notice]:
+        ids = list(ids)
+        if not ids:
+            raise UsageError("the prompt is empty", "give a prompt, or -f FILE")
+        self.demand_prompt(ids)
+        if len(ids) >= self.n_ctx:
+            if self.options.overflow != "shift" or self.n_ctx < SHORTEST:
+                raise too_long(len(ids), self.n_ctx, self.config.context_length)
+            ids = self._shortened(ids)
+        held = goes_on_from(self.cache, self.tokens, ids, self.anew, self.prepared.chunk)
+        held, said = self.recall(ids, self.cache.truncate(held))
+        self.tokens, self.reused, self.read, self.anew, self.reading = ids[:held], held, 0, min(self.anew, held), ids
+        yield from map(Notice, said)
+        started = time.perf_counter()
+        try:
+            for piece, left, anew in self._pieces(len(ids) - held):
+                x = self._forward(ids[len(self.tokens) : len(self.tokens) + piece], prompt=True, seal=not left)
+                self.read, self.anew = len(self.tokens) - held, len(self.tokens) if anew and not left else self.anew
+                if len(self.tokens) == len(ids):
+                    self._logits = self.model.logits(x[-1:])[0]
+                if self.speculation is not None:  # last: what it does with the states may take their place
+                    self.speculation.saw(ids, len(self.tokens) - piece, self.tokens[-piece:], x, certain=True)
+                if len(self.tokens) < len(ids):
+                    rate = self.read / max(time.perf_counter() - started, 1e-9)  # what was in the cache was not read
+                    yield Progress("reading the prompt", len(self.tokens), len(ids), "tokens", rate=rate)
+        except Interrupted:
+            self._logits = None
+        finally:
+            self.reading = []
+        self.prefill_s += time.perf_counter() - started
+
+    def _pieces(self, tokens: int) -> Iterator[tuple[int, int, bool]]:
+        """Lengths of the passes for `tokens` more of a prompt; of each what it leaves of its chunks for the next, 0 but where others
+        wait, and whether all is held then as reading anew would leave it."""
+        for whole in self.uncut(self._passes(tokens)):
+            anew = self.anew == len(self.tokens) and as_in_one_reading(self.cache, whole, self.prepared.chunk, self.model.copied_from)
+            for piece, left in [(whole, 0)] if self.shares is None or self.both_ways else self.shares.pieces(whole):
+                yield piece, left, anew
+
+    def _passes(self, tokens: int, pages: int | None = None) -> Iterator[int]:
+        """Lengths of the passes for `tokens` more: the chunks, or several of them at once where that changes nothing (`passes.py`).
+        With `pages` the chunks are that long, and stay apart but where more was planned."""
+        grid, most = self.prepared.chunk // PAGE, self.cache.shape.chunk
+        chunks = self.cache.pieces(tokens, pages or grid)
+        free = pages is None and not codec(self.options.kv).is_packed
+        return joined(chunks, most) if free or most > self.prepared.chunk else chunks
+
+    def _shortened(self, ids: list[int]) -> list[int]:
+        """The sinks and the newest half of the context: what --overflow shift keeps."""
+        self.truncated, sinks = True, min(self.cache.shape.sinks, self.n_ctx // 4)
+        return ids[:sinks] + ids[len(ids) - (self.n_ctx // 2 - sinks) :]
