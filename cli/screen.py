@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from io import StringIO
 from typing import TYPE_CHECKING
 
-from ..runtime.tokens.stream_filters import TerminalFilter, sanitize
+from ..runtime.tokens.terminal_text import TerminalFilter, sanitize
 from .environment import Environment, in_json
 from .figures import duration
 from .pace import Pace, is_another

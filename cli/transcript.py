@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from .. import UsageError
 from ..runtime.images.marks import unmarked
-from ..runtime.tokens.stream_filters import sanitize
+from ..runtime.tokens.terminal_text import sanitize
 
 if TYPE_CHECKING:
     from ..runtime.session import Session

@@ -15,7 +15,7 @@ import tokenizers
 from ..offload.header import is_gguf
 from .images.album import words
 from .templates.template import ChatTemplate, TemplateError, load_template
-from .tokens.stream_filters import ANSWER_SIGNS, ANSWER_TAGS, CALL_MARKS, OF_TEMPLATES, THINK_TAGS, ChannelFilter, ThinkFilter, ThinkTags
+from .tokens.reasoning import ANSWER_SIGNS, ANSWER_TAGS, CALL_MARKS, OF_TEMPLATES, THINK_TAGS, ChannelFilter, ThinkFilter, ThinkTags
 from .tokens.text_pieces import encoding, in_the_end
 from .tokens.text_stream import Decoder, TextStream
 from .tokens.tokenizer_files import (

@@ -17,7 +17,8 @@ from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.sampling.token_chances import LEAST, Chances, Trail, chances
 from effllm.runtime.text import Tokenizer
-from effllm.runtime.tokens.stream_filters import StopStrings, ThinkFilter
+from effllm.runtime.tokens.reasoning import ThinkFilter
+from effllm.runtime.tokens.stream_filters import StopStrings
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from drafted import both_ways

@@ -7,7 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from effllm import UsageError
-from effllm.runtime.tokens.stream_filters import ChannelFilter, StopStrings, TerminalFilter, ThinkFilter, held_suffix, sanitize
+from effllm.runtime.tokens.reasoning import ChannelFilter, ThinkFilter
+from effllm.runtime.tokens.stream_filters import StopStrings, held_suffix
+from effllm.runtime.tokens.terminal_text import TerminalFilter, sanitize
 
 quick = settings(max_examples=60, deadline=None)
 

@@ -13,7 +13,7 @@ from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.session import Session
 from effllm.runtime.text import Tokenizer
-from effllm.runtime.tokens.stream_filters import ANSWER_TAGS, ThinkFilter
+from effllm.runtime.tokens.reasoning import ANSWER_TAGS, ThinkFilter
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from test_text import CONFIG, FABLE, byte_level, copy_of_fable, save, special

@@ -18,7 +18,8 @@ from ..events import Call, Event, Notice, Progress, Stats, TextDelta, Turn
 from ..sampler import Sampler
 from ..sampling.token_chances import Trail
 from ..text import Tokenizer
-from ..tokens.stream_filters import ChannelFilter, Indented, StopStrings, ThinkFilter
+from ..tokens.reasoning import ChannelFilter, ThinkFilter
+from ..tokens.stream_filters import Indented, StopStrings
 
 if TYPE_CHECKING:
     import numpy as np

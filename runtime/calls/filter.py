@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..events import Call
-from ..tokens.stream_filters import ChannelFilter, Part, ThinkFilter
+from ..tokens.reasoning import ChannelFilter, Part, ThinkFilter
 from .reader import CallReader
 
 CALL = "call"  # the kind of a part that is one

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..tokens.stream_filters import ChannelFilter
+from ..tokens.reasoning import ChannelFilter
 
 CONSTRAIN = "<|constrain|>"
 

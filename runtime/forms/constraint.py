@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
     from ..text import Tokenizer
-    from ..tokens.stream_filters import ChannelFilter, ThinkFilter
+    from ..tokens.reasoning import ChannelFilter, ThinkFilter
 
 BLANK = "▁"  # how a blank is written in vocabularies of SentencePiece
 ANY_OBJECT = "json"  # what --schema takes beside a file: whatever object the model makes up

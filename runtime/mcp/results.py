@@ -11,7 +11,7 @@ from typing import Any
 
 from ..images.marks import BEGIN, END
 from ..tokens.plain_text import CUT
-from ..tokens.stream_filters import sanitize
+from ..tokens.terminal_text import sanitize
 
 NOTHING = "(nothing)"
 OWN_LETTERS = dict.fromkeys(map(ord, (BEGIN, END, CUT)), "\ufffd")  # by which texts here say where pictures are, and where marks are cut

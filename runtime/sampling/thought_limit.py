@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from ..text import Tokenizer
-from ..tokens.stream_filters import ChannelFilter
+from ..tokens.reasoning import ChannelFilter
 
 ROLE, ANALYSIS = "assistant", "analysis"  # in headers
 

@@ -12,7 +12,7 @@ import numpy as np
 from ..events import Call, TextDelta
 
 if TYPE_CHECKING:
-    from ..tokens.stream_filters import Part
+    from ..tokens.reasoning import Part
 
 BLOCK = 64  # tokens
 LEAST = -9999.0  # what OpenAI's API says of a token that has no chance

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ... import EffllmError
 from ..files.small_file import read_text
-from ..tokens.stream_filters import sanitize
+from ..tokens.terminal_text import sanitize
 
 if TYPE_CHECKING:
     from jinja2 import Template
