@@ -23,6 +23,10 @@ def server() -> Iterator[Served]:
         yield server
 
 
+def response(name: str, *items: dict) -> dict:
+    return {"id": name, "output": [*items]}
+
+
 def said(whole: dict) -> list:
     return [part["text"] for item in whole["output"] for part in item.get("content") or ()]
 
@@ -59,12 +63,12 @@ def test_items_are_meant_by_their_names(server: Served) -> None:
 
 def test_the_newest_are_kept_as_far_as_there_is_room() -> None:
     own = [{"role": "user", "content": "x" * 900}]
-    kept = KeptResponses(3 * nbytes_of([*own, {"id": "0", "text": "y" * 90}]))
+    kept = KeptResponses(3 * nbytes_of([*own, response("r0", {"id": "0", "text": "y" * 90})]))
     for number in range(5):
         asked = ResponsesAsked(input=own[0]["content"], previous_response_id=f"r{number - 1}" if number == 4 else None)
-        kept.keep(f"r{number}", asked, kept.own(asked), [{"id": str(number), "text": "y" * 90}])
-    kept.keep("never", ResponsesAsked(input="x", store=False), own, [{"id": "never"}])
-    kept.keep("large", ResponsesAsked(input="x"), [{"role": "user", "content": "x" * 9000}], [{"id": "large"}])
+        kept.keep(asked, kept.own(asked), response(f"r{number}", {"id": str(number), "text": "y" * 90}))
+    kept.keep(ResponsesAsked(input="x", store=False), own, response("never", {"id": "never"}))
+    kept.keep(ResponsesAsked(input="x"), [{"role": "user", "content": "x" * 9000}], response("large", {"id": "large"}))
     for name in ("r2", "r3", "r4"):
         asked = ResponsesAsked(input="so", previous_response_id=name)
         assert kept.whole(asked, kept.own(asked)).input[-1] == {"role": "user", "content": "so"}
@@ -83,6 +87,39 @@ def test_what_is_kept_is_what_was_sent() -> None:
     kept, asked = KeptResponses(), ResponsesAsked(input=[picture])
     own = kept.own(asked)
     kept.whole(asked, own).input[0]["content"][0] = {"type": "text", "text": "mark"}
-    kept.keep("r", asked, own, [])
+    kept.keep(asked, own, response("r"))
     assert kept.whole(ResponsesAsked(input="so", previous_response_id="r"), []).input == [picture]
     assert kept.whole(ResponsesAsked(input=QUESTION), own).input == QUESTION
+
+
+def test_a_response_is_told_again_until_it_is_forgotten(server: Served) -> None:
+    """openai-python's `responses.retrieve`, `input_items.list` and `delete`."""
+    first = server.respond(instructions="Be brief.", metadata={"a": "b"}).json
+    second = server.respond([{"role": "user", "content": [{"type": "input_text", "text": NEXT}]}], previous_response_id=first["id"],
+                            stream=True).named_events[-1]["response"]
+    for told in (first, second):
+        assert server.ask("GET", f"/v1/responses/{told['id']}?include=reasoning.encrypted_content").json == told
+    read = server.ask("GET", f"/v1/responses/{second['id']}/input_items?order=asc").json
+    assert [item["content"][0]["text"] for item in read["data"]] == [QUESTION, *said(first), NEXT] and read["has_more"] is False
+    assert read["data"][0] == {"id": read["first_id"], "type": "message", "status": "completed", "role": "user",
+                               "content": [{"type": "input_text", "text": QUESTION}]}
+    assert len({item["id"] for item in read["data"]}) == 3 and read["data"][1]["id"] == first["output"][0]["id"]
+    newest = server.ask("GET", f"/v1/responses/{second['id']}/input_items?limit=2").json
+    assert newest["data"] == read["data"][:0:-1] and newest["has_more"] is True
+    rest = server.ask("GET", f"/v1/responses/{second['id']}/input_items?after={newest['last_id']}").json
+    assert rest["data"] == read["data"][:1] and rest["has_more"] is False
+    assert server.ask("DELETE", f"/v1/responses/{first['id']}").json == {"id": first["id"], "object": "response", "deleted": True}
+    for method, path in (("GET", ""), ("DELETE", ""), ("GET", "/input_items"), ("POST", "/cancel")):
+        gone = server.ask(method, f"/v1/responses/{first['id']}{path}")
+        assert gone.status == 404 and gone.error["code"] == "response_not_found"
+    assert server.respond(NEXT, previous_response_id=first["id"]).error["code"] == "previous_response_not_found"
+    assert server.respond([{"type": "item_reference", "id": first["output"][0]["id"]}]).error["code"] == "item_not_found"
+
+
+def test_what_is_asked_of_a_response_and_cannot_be_had(server: Served) -> None:
+    path = f"/v1/responses/{server.respond().json['id']}"
+    for method, asked, code in (("POST", f"{path}/cancel", "not_cancellable"), ("GET", f"{path}?stream=true", "unsupported_parameter")):
+        assert (reply := server.ask(method, asked)).status == 400 and reply.error["code"] == code
+    for query, param in (("order=up", "order"), ("limit=0", "limit"), ("limit=x", "limit"), ("after=msg_1", "after")):
+        assert (reply := server.ask("GET", f"{path}/input_items?{query}")).status == 400 and reply.error["param"] == param
+    assert server.respond(None).error["param"] == "input"

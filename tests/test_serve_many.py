@@ -167,6 +167,19 @@ def test_every_api_is_passed_on(server: Served) -> None:
     assert server.ask("POST", CHAT, {"messages": ASKED, "model": "fable"}, Origin="https://evil.example").status == 403
 
 
+def test_what_is_kept_is_found_without_its_model(server: Served) -> None:
+    for name in ("fable", "twin"):
+        response = server.respond(model=name).json
+        assert server.ask("GET", f"/v1/responses/{response['id']}").json == response
+        begun = server.ask("POST", f"/v1/conversations?model={name}", {"metadata": {"of": name}}).json
+        server.respond(model=name, conversation=begun["id"])
+        assert len(server.ask("GET", f"/v1/conversations/{begun['id']}/items").json["data"]) == 2
+        assert server.ask("DELETE", f"/v1/responses/{response['id']}").json["deleted"] is True
+        assert server.ask("GET", f"/v1/responses/{response['id']}/input_items").error["code"] == "response_not_found"
+    unnamed = server.ask("POST", "/v1/conversations", {})
+    assert unnamed.status == 400 and unnamed.error["param"] == "model"
+
+
 def test_two_clients_of_two_models_are_answered_side_by_side(server: Served) -> None:
     streams = [endless(server, model) for model in ("fable", "twin")]
     try:

@@ -18,6 +18,7 @@ from ...runtime.answers.replies import Replies, Wish
 from ...runtime.tokens.infill import Gap
 from . import messages_fields, ollama_fields, responses_fields
 from . import pictures as pictures_sent
+from .conversations import Conversations
 from .desk import Start
 from .fields import Asked, ChatAsked, Kind, TextAsked, messages_of, prompts_of
 from .guard import RECORD
@@ -34,10 +35,12 @@ from .one_model import COUNTED, OneModel
 from .pictures import Sent
 from .problems import MESSAGES, OLLAMA, Problem, problem_of
 from .responses_fields import Names, ResponsesAsked
+from .responses_paths import ResponsesPaths
 from .responses_shape import ResponseShape
 from .several import Several, counted, in_turn, varied
 from .shapes import ChatShape, Completion, Shape, TextShape
 from .streams import EventStream, LineStream, Listener, json_response, whole
+from .threads import Threads
 from .tools import tools_asked
 from .wishes import Defaults, reasoning_of, wish_of
 
@@ -74,7 +77,7 @@ class Service(OneModel):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.tally, self._taking = Tally(), pictures_sent.Taking(self.replies, self.note)
-        self._kept = KeptResponses()
+        self._kept, self._conversations, self._threads = KeptResponses(), Conversations(), Threads()
 
     def routes(self) -> list[Route]:
         post = partial(Route, methods=["POST"])
@@ -85,7 +88,8 @@ class Service(OneModel):
                 post(MESSAGES, self.messages), post(f"{MESSAGES}/count_tokens", self.count_tokens),
                 post(f"{OLLAMA}chat", self.ollama_chat), post(f"{OLLAMA}generate", self.ollama_generate),
                 *OllamaModels(self.name, self.replies, self.defaults, self.demand_model).routes(),
-                *LlamaPaths(self).routes(), *LlamaSlots(self, self.slot_files).routes(), *self.adapters.routes()]
+                *LlamaPaths(self).routes(), *LlamaSlots(self, self.slot_files).routes(), *self.adapters.routes(),
+                *ResponsesPaths(self._kept, self._conversations).routes()]
 
     async def chat(self, request: Request) -> Response:
         asked = await self.asked(request, ChatAsked)
@@ -97,10 +101,13 @@ class Service(OneModel):
     async def responses(self, request: Request) -> Response:
         asked = await self.asked(request, ResponsesAsked)
         own = self._kept.own(asked)
-        answer, names = await self._wanted_response(self._kept.whole(asked, own))
+        said = [*self._conversations.before(asked), *own]
+        answer, names = await self._wanted_response(self._kept.whole(asked, said))
 
-        def keep(name: str, answered: list[dict[str, Any]]) -> None:
-            self._kept.keep(name, asked, own, answered)
+        def keep(response: dict[str, Any]) -> None:
+            self._kept.keep(asked, said, response)
+            if asked.conversation_id is not None:
+                self._conversations.answered(asked.conversation_id, [*own, *response["output"]])
 
         shape = ResponseShape(self.called(asked.model), asked, names, self.replies.tokenizer if asked.tells else None, keep)
         return await self.answer(request, asked, shape, partial(self._reply, answer))
@@ -113,9 +120,11 @@ class Service(OneModel):
 
     async def messages(self, request: Request) -> Response:
         asked = await self.asked(request, MessagesAsked)
-        pictures = await self.pictures(pictures_sent.in_messages(asked))
-        answer = await self.wanted(*messages_fields.chat_of(asked), messages_fields.CALLED, pictures)
-        return await self.answer(request, asked, MessageShape(self.called(asked.model), asked), partial(self._reply, answer))
+        whole = self._threads.whole(asked)
+        pictures = await self.pictures(pictures_sent.in_messages(whole))
+        answer = await self.wanted(*messages_fields.chat_of(whole), messages_fields.CALLED, pictures)
+        shape = MessageShape(self.called(asked.model), asked, partial(self._threads.keep, asked, whole))
+        return await self.answer(request, asked, shape, partial(self._reply, answer))
 
     async def count_chat(self, request: Request) -> Response:
         asked = await self.asked(request, ChatAsked)
@@ -124,11 +133,12 @@ class Service(OneModel):
 
     async def count_response(self, request: Request) -> Response:
         asked = await self.asked(request, ResponsesAsked)
-        wanted, _ = await self._wanted_response(self._kept.whole(asked, self._kept.own(asked)))
+        said = [*self._conversations.before(asked), *self._kept.own(asked)]
+        wanted, _ = await self._wanted_response(self._kept.whole(asked, said))
         return await self._counted(wanted)
 
     async def count_tokens(self, request: Request) -> Response:
-        asked = await self.asked(request, CountAsked)
+        asked = self._threads.whole(await self.asked(request, CountAsked))
         pictures = await self.pictures(pictures_sent.in_messages(asked))
         return await self._counted(await self.wanted(*messages_fields.chat_of(asked), messages_fields.CALLED, pictures), {})
 

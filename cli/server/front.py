@@ -8,6 +8,7 @@ what goes wrong then is its last event.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -41,6 +42,7 @@ from .problems import FAILED, MESSAGES, OLLAMA, Problem, closing
 from .reranking import PATHS as RERANKING
 from .residents import Resident, Residents
 from .responses_fields import ResponsesAsked
+from .responses_paths import CANCEL, CONVERSATIONS, TOLD_AGAIN
 from .responses_shape import ResponseShape
 from .shapes import ChatShape, Shape, TextShape
 from .shelf import Shelf, Shelved
@@ -118,7 +120,8 @@ class Front:
                   *(Route(path, partial(self.pass_on, passed), methods=["POST"]) for passed in PASSED for path in passed.paths),
                   *(get(path, self.tell) for path in TOLD), *(get(path, self.glance) for path in GLANCED),
                   Route("/slots/{id_slot}", self.act_on_slot, methods=["POST"]), Route("/props", refuse_change, methods=["POST"]),
-                  *OllamaFront(self).routes(),
+                  *(Route(path, self.search, methods=["GET", "POST", "DELETE"]) for path in (*TOLD_AGAIN, CANCEL)),
+                  Route(CONVERSATIONS, self.begin, methods=["POST"]), *OllamaFront(self).routes(),
                   Route("/models/load", self.load, methods=["POST"]), Route("/models/unload", self.unload, methods=["POST"])]
         return Starlette(routes=routes, exception_handlers={Problem: on_problem, HTTPException: on_path, EffllmError: on_problem,
                                                             ClientDisconnect: on_left, Exception: on_problem})
@@ -194,6 +197,16 @@ class Front:
         named = (await asyncio.to_thread(parsed, Named, body)).model if body.strip() else None
         return Relay(self, await self.meant(named or request.query_params.get("model")), None, body, None)
 
+    async def begin(self, request: Request) -> Response:
+        """A conversation is with one model, whose server holds it."""
+        body = await body_of(request)
+        named = (await asyncio.to_thread(parsed, Named, body)).model if body.strip() else None
+        return Relay(self, await self.meant(named or request.query_params.get("model")), None, body, None)
+
+    async def search(self, request: Request) -> Response:
+        """Of what is named without its model: the server that holds it tells it."""
+        return Search(self, await body_of(request))
+
     async def glance(self, request: Request) -> Response:
         return Glance(self, await self.meant(request.query_params.get("model")), None, b"", None)
 
@@ -262,7 +275,7 @@ class Relay(Response):
 
     async def _from(self, resident: Resident, began: int) -> None:
         scope, record = self._scope, self._scope[RECORD]
-        target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
+        target = scope["raw_path"] + query_of(scope)
         try:
             async with passed_on(resident.child.port, self._front.key, scope["method"], target, scope["headers"], self._body,
                                  time.monotonic_ns() - began) as answer:
@@ -310,6 +323,34 @@ class Glance(Relay):
         if resident is None:
             raise Problem(400, f"{self._model.name} is not loaded", param="model", hint="POST /models/load loads it, and so does a prompt")
         await self._from(resident, time.monotonic_ns())
+
+
+class Search(Response):
+    """What one of the servers that run has, by a name that says nothing of which it is."""
+
+    def __init__(self, front: Front, body: bytes) -> None:
+        self._front, self._body = front, body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answered: list[tuple[Answer, bytes]] = []
+        for resident in self._front.residents.loaded():
+            with contextlib.suppress(Broken):  # it ends: what it held has gone
+                async with passed_on(resident.child.port, self._front.key, scope["method"], scope["raw_path"] + query_of(scope),
+                                     scope["headers"], self._body, 0) as answer:
+                    answered.append((answer, b"".join([piece async for piece in answer.pieces])))
+                if answer.status != 404:
+                    break
+        if not answered:
+            raise Problem(404, "no model is loaded: what was kept of answers goes with the model that gave them", code="not_kept")
+        answer, body = answered[-1]
+        scope[RECORD].passed_on = True
+        await send({"type": "http.response.start", "status": answer.status, "headers": answer.headers})
+        await send({"type": "http.response.body", "body": body})
+
+
+def query_of(scope: Scope) -> bytes:
+    """As it stands behind the path of a request."""
+    return b"?" + scope["query_string"] if scope["query_string"] else b""
 
 
 def raw(headers: Iterable[tuple[str, str]]) -> list[tuple[bytes, bytes]]:

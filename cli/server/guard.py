@@ -121,7 +121,7 @@ class Guard:
 
 def preflight(headers: Headers) -> Response:
     """What a browser asks before it sends a page's request."""
-    allowed = {"access-control-allow-methods": "GET, POST, OPTIONS", "access-control-max-age": "600",
+    allowed = {"access-control-allow-methods": "GET, POST, DELETE, OPTIONS", "access-control-max-age": "600",
                "access-control-allow-headers": headers.get("access-control-request-headers", "authorization, content-type")}
     if "access-control-request-private-network" in headers:
         allowed["access-control-allow-private-network"] = "true"

@@ -1,10 +1,10 @@
 """Responses of before, which a request of OpenAI's Responses API may name in the place of what it would send again: by
-`previous_response_id`, or item by item. Programs do so unless they ask for nothing to be kept (`store` false). They lie in memory, the
-newest of them, until the server ends."""
+`previous_response_id`, or item by item. Programs do so unless they ask for nothing to be kept (`store` false), and may have them told
+again, or forgotten. They lie in memory, the newest of them, until the server ends."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -15,17 +15,23 @@ from .responses_fields import NOT_KEPT, ResponsesAsked
 MOST_NBYTES = 16 << 20  # of all of them, about; one that is larger is not kept
 OF_AN_OBJECT = 64  # bytes beside texts, about
 REFERENCE = "item_reference"
+PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco", "custom_tool_call": "ctc",
+            "custom_tool_call_output": "ctco"}
 Item = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What a request said, behind the response `before` it if it named one, and what it was answered."""
+    """What a request said, behind the response `before` it if it named one, and the response as it was told."""
 
     before: str | None
     said: Sequence[Item]
-    answered: Sequence[Item]
+    response: Mapping[str, Any]
     nbytes: int
+
+    @property
+    def answered(self) -> Sequence[Item]:
+        return self.response["output"]
 
 
 class KeptResponses:
@@ -41,11 +47,17 @@ class KeptResponses:
         return [self._meant(item, f"input[{at}]") for at, item in enumerate(asked.input if isinstance(asked.input, list) else ())]
 
     def whole(self, asked: ResponsesAsked, own: Sequence[Item]) -> ResponsesAsked:
-        """The request with all that was said before it. Raises Problem for a response that is not kept."""
-        if not isinstance(asked.input, str | list):  # which is refused where items are read
-            return asked
+        """The request with all that was said before it, of which what a conversation has is among its `own` already. Raises Problem for
+        a response that is not kept."""
+        goes_on = asked.previous_response_id is not None or asked.conversation is not None
+        if not goes_on and not isinstance(asked.input, list) or not isinstance(asked.input, str | list | None):
+            return asked  # what is no input is refused where items are read
+        before = self._before(asked.previous_response_id)
+        return asked.model_copy(update={"input": deepcopy([*before, *own])})  # where a picture was stands a mark in the end
+
+    def _before(self, name: str | None) -> list[Item]:
+        """All that was said and answered up to a response. Raises Problem for one that is not kept."""
         before: list[Item] = []
-        name = asked.previous_response_id
         while name is not None:
             kept = self._kept.get(name)
             if kept is None:
@@ -53,23 +65,44 @@ class KeptResponses:
                               param="previous_response_id", code="previous_response_not_found")
             before = [*kept.said, *kept.answered, *before]
             name = kept.before
-        if asked.previous_response_id is None and isinstance(asked.input, str):
-            return asked
-        return asked.model_copy(update={"input": deepcopy([*before, *own])})  # where a picture was stands a mark in the end
+        return before
 
-    def keep(self, name: str, asked: ResponsesAsked, own: Sequence[Item], answered: Sequence[Item]) -> None:
+    def keep(self, asked: ResponsesAsked, own: Sequence[Item], response: Mapping[str, Any]) -> None:
         """A response that has ended; the oldest make room for it."""
-        nbytes = nbytes_of([*own, *answered])
+        nbytes = nbytes_of([*own, response])
         if asked.store is False or nbytes > self._most:
             return
-        self._kept[name] = Kept(asked.previous_response_id, own, answered, nbytes)
-        self._items |= {item["id"]: item for item in answered}
+        self._kept[response["id"]] = Kept(asked.previous_response_id, own, response, nbytes)
+        self._items |= {item["id"]: item for item in response["output"]}
         self._nbytes += nbytes
         while self._nbytes > self._most:
-            gone = self._kept.pop(next(iter(self._kept)))
-            self._nbytes -= gone.nbytes
-            for item in gone.answered:
-                del self._items[item["id"]]
+            self._drop(next(iter(self._kept)))
+
+    def told(self, name: str) -> Mapping[str, Any]:
+        """A response, as it was told. Raises Problem."""
+        return self._found(name).response
+
+    def forget(self, name: str) -> None:
+        """Raises Problem for one that is not kept."""
+        self._found(name)
+        self._drop(name)
+
+    def read_for(self, name: str) -> list[Item]:
+        """The items that a response is the answer to, those before it too, each with a name. Raises Problem."""
+        kept = self._found(name)
+        return named_items([*self._before(kept.before), *kept.said], name)
+
+    def _found(self, name: str) -> Kept:
+        if (kept := self._kept.get(name)) is None:
+            raise Problem(404, f"there is no response {name!r:.60} here, or no longer: those with store false are not kept, and old ones "
+                               "make room for new ones", code="response_not_found")
+        return kept
+
+    def _drop(self, name: str) -> None:
+        gone = self._kept.pop(name)
+        self._nbytes -= gone.nbytes
+        for item in gone.answered:
+            del self._items[item["id"]]
 
     def _meant(self, item: Any, where: str) -> Any:
         """An item, or the one that it names."""
@@ -87,3 +120,19 @@ def nbytes_of(value: object) -> int:
         return len(value)
     inner = value.items() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
     return OF_AN_OBJECT + sum(map(nbytes_of, inner))
+
+
+def named_items(items: Sequence[Item], of: str) -> list[Item]:
+    """Items as lists of them are told: each with a name, those that came without have one that is made of whose they are, and with parts
+    where it came with a text."""
+    return [_as_told(item, f"{of.partition('_')[2]}{number:04x}") for number, item in enumerate(items)]
+
+
+def _as_told(item: Item, own: str) -> Item:
+    kind = item.get("type") or "message"
+    made = {"id": f"{PREFIXES.get(kind, 'item')}_{own}", "type": kind, "status": "completed", **item}
+    if kind == "message" and isinstance(content := item.get("content"), str):
+        part = {"type": "output_text", "text": content, "annotations": [], "logprobs": []} if item.get("role") == "assistant" \
+            else {"type": "input_text", "text": content}
+        made["content"] = [part]
+    return made

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator
 
@@ -15,6 +15,7 @@ from .wishes import EFFORTS, OF_HARMONY
 ROLES = (USER, ASSISTANT, SYSTEM)
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 CALLED = {"stop": "stop_sequences", "response_format": "output_config.format"}
+CREATE = "create"
 ENABLED, DISABLED = "enabled", "disabled"
 OWN = ("custom", "function")  # types of tools that programs run; others run at a server, or are known to its models alone
 ATTRIBUTION = "x-anthropic-billing-header:"  # a line for the server, not the model, that is another one in each request
@@ -44,6 +45,13 @@ class Turn(Body):
     content: Any
 
 
+class Thread(Body):
+    """Whether the conversation is to be held under the name of its answer, or what it goes on with."""
+
+    type: Literal["create", "continue"]
+    previous_message_id: str | None = None
+
+
 class CountAsked(Asked):
     not_here: ClassVar[Mapping[str, tuple[object, ...]]] = {**NOT_HERE, "mcp_servers": ([],), "container": ()}
 
@@ -52,6 +60,7 @@ class CountAsked(Asked):
     stop_sequences: list[str] | None = None
     tools: list[Tool] | None = None
     tool_choice: Choice | None = None
+    thread: Thread | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: dict[str, Any] | None = None

@@ -4,6 +4,7 @@ build it up."""
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 from ...runtime.calls.cursor import parsed
@@ -18,9 +19,12 @@ SIGNED = "effllm"  # what stands for a signature of reasoning: clients send it b
 
 
 class MessageShape(Shape):
+    """`keep` is told its name and blocks when it has ended."""
+
     named, ending = True, b""
 
-    def __init__(self, model: str, asked: CountAsked) -> None:
+    def __init__(self, model: str, asked: CountAsked, keep: Callable[[str, list[dict[str, Any]]], None] | None = None) -> None:
+        self._keep = keep
         self.model, self.stops, self.most = model, asked.stop_sequences or [], asked.max_tokens
         self.id = f"msg_{uuid.uuid4().hex}"
         self.blocks: list[dict[str, Any]] = []  # that are whole
@@ -46,15 +50,21 @@ class MessageShape(Shape):
         return [{"type": "ping"}]
 
     def last(self, stats: Stats) -> list[dict[str, object]]:
-        closing = self._close()
+        closing = self._ended()
         reason, stop = self._why(stats)
         return [*closing, {"type": "message_delta", "delta": {"stop_reason": reason, "stop_sequence": stop, "stop_details": None},
                            "usage": usage_of(stats)},
                 {"type": "message_stop"}]
 
     def whole(self, stats: Stats) -> dict[str, object]:
-        self._close()
+        self._ended()
         return self._message(self.blocks, *self._why(stats), usage_of(stats))
+
+    def _ended(self) -> list[dict[str, object]]:
+        made = self._close()
+        if self._keep is not None:
+            self._keep(self.id, self.blocks)
+        return made
 
     def failed(self, problem: Problem) -> list[dict[str, object]]:
         return [problem.to_anthropic()]

@@ -11,6 +11,7 @@ from ...runtime.templates.template import TemplateError
 
 INVALID, REFUSED, FAILED, BUSY = "invalid_request_error", "authentication_error", "server_error", "overloaded_error"
 TOO_LONG, NO_MODEL = "context_length_exceeded", "model_not_found"
+LOST, CHANGED = "thread_not_found", "thread_fingerprint_mismatch"  # by which clients of Anthropic's API know what to send instead
 MESSAGES = "/v1/messages"  # Anthropic's API
 OLLAMA = "/api/"
 OF_ANTHROPIC = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
@@ -46,7 +47,8 @@ class Problem(Exception):
         """As Anthropic's API has it. Its clients know a context that is full by these words, and make room."""
         said = f"prompt is too long: {self.message}" if self.code == TOO_LONG else self.message
         kind = BUSY if self.type == BUSY else OF_ANTHROPIC.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
-        return {"type": "error", "error": {"type": kind, "message": said}}
+        details = {"details": {"error_code": self.code}} if self.code in (LOST, CHANGED) else {}
+        return {"type": "error", "error": {"type": kind, "message": said, **details}}
 
     def to_ollama(self) -> dict[str, object]:
         """As Ollama's API has it, some of whose clients know by the words that a model has to be loaded first."""

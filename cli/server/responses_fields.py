@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from .fields import NOT_HERE, Asked, Body, ChatAsked, Reasoning, Whole, texts_of
-from .problems import Problem
+from .problems import LEAVE_IT, Problem
 from .tools import ALLOWED
 from .turns import ASSISTANT, SYSTEM, USER, Turns, object_of, text_at
 
@@ -21,6 +21,7 @@ FREE_TEXT = {"type": "object", "properties": {FREE: {"type": "string"}}, "requir
 CALLED = {"max_tokens": "max_output_tokens", "response_format": "text.format", "reasoning_effort": "reasoning.effort"}
 TYPES = ("description", str, "a text"), ("parameters", dict, "a JSON schema"), ("strict", bool, "true or false")  # of tools
 OUTPUTS = ("function_call_output", "custom_tool_call_output")  # items of what tools gave back
+ITEMS = ("message", "function_call", "custom_tool_call", "reasoning", *OUTPUTS)
 NOT_KEPT = "send the whole conversation as input"
 LOGPROBS = "message.output_text.logprobs"
 
@@ -29,14 +30,19 @@ class Text(Body):
     format: dict[str, Any] | None = None
 
 
+class Conversation(Body):
+    id: str
+
+
 class ResponsesAsked(Asked):
     not_here: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        **NOT_HERE, "conversation": (), "prompt": (), "background": (False,), "truncation": ("disabled",), "context_management": ([],)}
+        **NOT_HERE, "prompt": (), "background": (False,), "truncation": ("disabled",), "context_management": ([],)}
 
-    input: Any
+    input: Any = None  # beside what came before there may be none
     instructions: str | None = None
     max_output_tokens: Whole = None
     previous_response_id: str | None = None
+    conversation: str | Conversation | None = None
     store: bool | None = None
     text: Text | None = None
     reasoning: Reasoning | None = None
@@ -47,6 +53,11 @@ class ResponsesAsked(Asked):
     top_logprobs: int | None = None
     metadata: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def conversation_id(self) -> str | None:
+        """The conversation that it goes on with."""
+        return self.conversation.id if isinstance(self.conversation, Conversation) else self.conversation
 
     @property
     def tells(self) -> bool:
@@ -129,6 +140,8 @@ def _messages(asked: ResponsesAsked) -> list[dict[str, Any]]:
         turns.say(SYSTEM, [asked.instructions])
     if isinstance(asked.input, str):
         turns.say(USER, [asked.input])
+    elif asked.input is None:
+        raise Problem(400, "input is missing", param="input")
     elif not isinstance(asked.input, list):
         raise Problem(400, "input is a text or a list of items", param="input")
     else:
@@ -140,9 +153,20 @@ def _messages(asked: ResponsesAsked) -> list[dict[str, Any]]:
     return turns.messages
 
 
+def demand_items(items: list[dict[str, Any]]) -> None:
+    """Raises Problem for items of a type that no request is made of."""
+    for number, item in enumerate(items):
+        if (kind := kind_of(item)) not in ITEMS:
+            raise Problem(400, f"items[{number}]: items of type {kind} are not supported", param=f"items[{number}]", hint=LEAVE_IT)
+
+
+def kind_of(item: dict[str, Any]) -> Any:
+    return item.get("type") or ("message" if "role" in item else None)
+
+
 def _add(turns: Turns, item: dict[str, Any], where: str) -> None:
     """One item of the input."""
-    kind = item.get("type") or ("message" if "role" in item else None)
+    kind = kind_of(item)
     if kind == "message":
         role = text_at(item, "role", where)
         if role not in ROLES:
@@ -161,4 +185,4 @@ def _add(turns: Turns, item: dict[str, Any], where: str) -> None:
         if texts:
             turns.think("\n".join(texts))
     else:
-        raise Problem(400, f"{where}: items of type {kind} are not supported", param=where, hint="leave it out")
+        raise Problem(400, f"{where}: items of type {kind} are not supported", param=where, hint=LEAVE_IT)

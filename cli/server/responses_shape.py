@@ -46,12 +46,12 @@ def new_id(prefix: str) -> str:
 
 class ResponseShape(Shape):
     """`asked` is what the response says again, `names` what programs call the tools. With a `tokenizer` it is told how likely tokens
-    were; `keep` is told its name and items when it has ended."""
+    were; `keep` is told the response when it has ended."""
 
     named, ending, early = True, b"", True
 
     def __init__(self, model: str, asked: ResponsesAsked, names: Names, tokenizer: Tokenizer | None = None,
-                 keep: Callable[[str, list[dict[str, Any]]], None] | None = None) -> None:
+                 keep: Callable[[dict[str, object]], None] | None = None) -> None:
         self._keep = keep
         self.model, self.asked, self.names = model, asked, names
         self._tokens, self._told = tokenizer and TokenList(tokenizer), []  # of the message that is not whole
@@ -84,19 +84,19 @@ class ResponseShape(Shape):
 
     def last(self, stats: Stats) -> list[dict[str, object]]:
         status = status_of(stats)
-        closing = self._ended(status)
-        return [*closing, self._event(f"response.{status}", response=self.response(status, stats))]
+        closing = self._close(status)
+        return [*closing, self._event(f"response.{status}", response=self._ended(status, stats))]
 
     def whole(self, stats: Stats) -> dict[str, object]:
         status = status_of(stats)
-        self._ended(status)
-        return self.response(status, stats)
+        self._close(status)
+        return self._ended(status, stats)
 
-    def _ended(self, status: str) -> list[dict[str, object]]:
-        made = self._close(status)
+    def _ended(self, status: str, stats: Stats) -> dict[str, object]:
+        response = self.response(status, stats)
         if self._keep is not None:
-            self._keep(self.id, [*self.items])
-        return made
+            self._keep(response)
+        return response
 
     def tells(self, problem: Problem) -> bool:
         """A context that is too small, as OpenAI's streams do: programs make room when they are told so by an event."""
@@ -114,13 +114,13 @@ class ResponseShape(Shape):
 
     def response(self, status: str, stats: Stats | None = None) -> dict[str, object]:
         """The response as it is now."""
-        asked, reasoning = self.asked, self.asked.reasoning
+        asked, reasoning, named = self.asked, self.asked.reasoning, self.asked.conversation_id
         return {
             "id": self.id, "object": "response", "created_at": self.created, "status": status, "model": self.model, "output": [*self.items],
             "completed_at": int(time.time()) if status == DONE else None, "background": False, "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == CUT else None, "instructions": asked.instructions,
             "max_output_tokens": asked.max_output_tokens, "metadata": asked.metadata or {},
-            "previous_response_id": asked.previous_response_id,
+            "previous_response_id": asked.previous_response_id, "conversation": named and {"id": named},
             "parallel_tool_calls": asked.parallel_tool_calls is not False, "service_tier": "default", "store": asked.store is not False,
             "reasoning": {"effort": reasoning and reasoning.effort, "summary": reasoning and reasoning.summary},
             "text": {"format": asked.text and asked.text.format or {"type": "text"}}, "temperature": asked.temperature,

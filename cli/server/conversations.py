@@ -1,0 +1,127 @@
+"""Conversations of OpenAI's API: lists of items with a name, which a request of Responses names to go on with, and to which its own items
+and those of its answer are added. They lie in memory, those that were used last, until the server ends."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .kept_responses import MOST_NBYTES, Item, named_items, nbytes_of
+from .problems import LEAVE_ONE, Problem
+from .responses_fields import ResponsesAsked
+
+LOST = "those that were not used for long make room for others: begin a new one"
+
+
+@dataclass
+class Conversation:
+    """`metadata` are a program's own words, told again."""
+
+    id: str
+    metadata: dict[str, str]
+    created: int = field(default_factory=lambda: int(time.time()))
+    items: list[Item] = field(default_factory=list)
+    nbytes: int = 0
+
+    def told(self) -> dict[str, object]:
+        return {"id": self.id, "object": "conversation", "created_at": self.created, "metadata": self.metadata}
+
+
+class Conversations:
+    """Of `most` bytes together, about."""
+
+    def __init__(self, most: int = MOST_NBYTES) -> None:
+        self._most = most
+        self._held: dict[str, Conversation] = {}  # by their names, the one that was used longest ago first
+
+    def begin(self, items: Sequence[Item], metadata: Mapping[str, str]) -> Conversation:
+        """Raises Problem for items that are more than may be held."""
+        made = Conversation(f"conv_{uuid.uuid4().hex}", dict(metadata), nbytes=nbytes_of(metadata))
+        self._held[made.id] = made
+        try:
+            self.add(made.id, items)
+        except Problem:
+            del self._held[made.id]
+            raise
+        return made
+
+    def find(self, name: str, param: str | None = None) -> Conversation:
+        """`param` is the field of a request that names it, which none is asked for without. Raises Problem for one that is not held."""
+        if (found := self._held.pop(name, None)) is None:
+            raise Problem(400 if param else 404, f"there is no conversation {name!r:.60} here, or no longer: {LOST}", param=param,
+                          code="conversation_not_found")
+        self._held[name] = found
+        return found
+
+    def before(self, asked: ResponsesAsked) -> Sequence[Item]:
+        """The items of the conversation that a request goes on with; none where it names none. Raises Problem."""
+        if asked.conversation_id is None:
+            return ()
+        if asked.previous_response_id is not None:
+            raise Problem(400, "conversation and previous_response_id both say what came before", param="conversation", hint=LEAVE_ONE)
+        return (*self.find(asked.conversation_id, "conversation").items,)
+
+    def add(self, name: str, items: Sequence[Item]) -> list[Item]:
+        """More items, each with a name; the conversations that were used longest ago make room for them. Raises Problem."""
+        held = self.find(name)
+        more = nbytes_of([*items])
+        if held.nbytes + more > self._most:
+            raise Problem(400, f"a conversation has {self._most >> 20} MiB at most: begin a new one", code="conversation_too_large")
+        added = named_items(items, f"_{uuid.uuid4().hex}")
+        held.items += added
+        held.nbytes += more
+        while sum(each.nbytes for each in self._held.values()) > self._most:
+            del self._held[next(iter(self._held))]
+        return added
+
+    def answered(self, name: str, items: Sequence[Item]) -> None:
+        """What a request said and was answered, if its conversation is held yet: it may have gone, or been removed, meanwhile."""
+        if name in self._held:
+            self.add(name, items)
+
+    def item(self, name: str, called: str) -> Item:
+        """Raises Problem for one that is not in it."""
+        found = next((each for each in self.find(name).items if each["id"] == called), None)
+        if found is None:
+            raise Problem(404, f"there is no item {called!r:.60} in this conversation", code="item_not_found")
+        return found
+
+    def drop_item(self, name: str, called: str) -> Conversation:
+        """Raises Problem for one that is not in it."""
+        found, held = self.item(name, called), self.find(name)
+        held.items.remove(found)
+        held.nbytes -= nbytes_of(found)
+        return held
+
+    def drop(self, name: str) -> None:
+        """Raises Problem for one that is not held."""
+        del self._held[self.find(name).id]
+
+    def changed(self, name: str, metadata: dict[str, str]) -> Conversation:
+        """With other metadata. Raises Problem."""
+        held = self.find(name)
+        held.nbytes += nbytes_of(metadata) - nbytes_of(held.metadata)
+        held.metadata = metadata
+        return held
+
+
+def page_of(items: Sequence[Item], query: Mapping[str, str]) -> dict[str, Any]:
+    """A part of a list of items, as a query asks for it: the newest first unless `order` is asc, `limit` of them behind the one that is
+    `after`. Raises Problem."""
+    order, limit, after = query.get("order", "desc"), query.get("limit", "20"), query.get("after")
+    if order not in ("asc", "desc"):
+        raise Problem(400, f"order is asc or desc, not {order!r:.40}", param="order")
+    if not limit.isdecimal() or not 1 <= int(limit) <= 100:
+        raise Problem(400, f"limit is 1 to 100, not {limit!r:.40}", param="limit")
+    rest = [*items] if order == "asc" else [*reversed(items)]
+    if after:
+        at = next((at for at, each in enumerate(rest) if each["id"] == after), None)
+        if at is None:
+            raise Problem(400, f"after: there is no item {after!r:.60} in this list", param="after")
+        rest = rest[at + 1 :]
+    data = rest[: int(limit)]
+    first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
+    return {"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": len(rest) > len(data)}

@@ -1,0 +1,117 @@
+"""Paths about responses that were answered before, and about conversations. What they tell lies in memory: no model is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, ClassVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from .bodies import read
+from .conversations import Conversations, page_of
+from .fields import Body
+from .kept_responses import KeptResponses
+from .problems import Problem
+from .responses_fields import demand_items
+from .streams import json_response
+
+RESPONSES, CONVERSATIONS = "/v1/responses", "/v1/conversations"
+TOLD_AGAIN = (f"{RESPONSES}/{{name}}", f"{RESPONSES}/{{name}}/input_items", f"{CONVERSATIONS}/{{name}}", f"{CONVERSATIONS}/{{name}}/items",
+              f"{CONVERSATIONS}/{{name}}/items/{{item}}")  # by their names alone, whichever model they are of
+CANCEL = f"{RESPONSES}/{{name}}/cancel"
+MOST_ITEMS = 20  # of one request, as OpenAI has it
+MOST_METADATA = 16
+
+
+class Begun(Body):
+    """Of a conversation that begins, or changes."""
+
+    not_here: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+
+    model: str | None = None
+    items: list[dict[str, Any]] | None = None
+    metadata: dict[str, str] | None = None
+
+
+class Added(Body):
+    not_here: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+
+    items: list[dict[str, Any]]
+
+
+class ResponsesPaths:
+    def __init__(self, kept: KeptResponses, conversations: Conversations) -> None:
+        self._kept, self._conversations = kept, conversations
+
+    def routes(self) -> list[Route]:
+        get, post, delete = (partial(Route, methods=[method]) for method in ("GET", "POST", "DELETE"))
+        response, read_for, conversation, items, item = TOLD_AGAIN
+        return [get(response, self.response), delete(response, self.forget), get(read_for, self.input_items), post(CANCEL, self.cancel),
+                post(CONVERSATIONS, self.begin), get(conversation, self.conversation), post(conversation, self.change),
+                delete(conversation, self.drop), get(items, self.items), post(items, self.add), get(item, self.item),
+                delete(item, self.drop_item)]
+
+    async def response(self, request: Request) -> Response:
+        if request.query_params.get("stream", "false") != "false":
+            raise Problem(400, "stream is not supported for a response that has ended: leave it out", param="stream",
+                          code="unsupported_parameter")
+        return json_response(self._kept.told(request.path_params["name"]))
+
+    async def forget(self, request: Request) -> Response:
+        self._kept.forget(name := request.path_params["name"])
+        return json_response({"id": name, "object": "response", "deleted": True})
+
+    async def input_items(self, request: Request) -> Response:
+        return json_response(page_of(self._kept.read_for(request.path_params["name"]), request.query_params))
+
+    async def cancel(self, request: Request) -> Response:
+        self._kept.told(request.path_params["name"])
+        raise Problem(400, "this response has ended: only one that goes on in the background is cancelled, and none does here",
+                      code="not_cancellable")
+
+    async def begin(self, request: Request) -> Response:
+        asked = await read(request, Begun)
+        return json_response(self._conversations.begin(checked(asked.items or []), metadata_of(asked)).told())
+
+    async def conversation(self, request: Request) -> Response:
+        return json_response(self._conversations.find(request.path_params["name"]).told())
+
+    async def change(self, request: Request) -> Response:
+        asked = await read(request, Begun)
+        return json_response(self._conversations.changed(request.path_params["name"], metadata_of(asked)).told())
+
+    async def drop(self, request: Request) -> Response:
+        self._conversations.drop(name := request.path_params["name"])
+        return json_response({"id": name, "object": "conversation.deleted", "deleted": True})
+
+    async def items(self, request: Request) -> Response:
+        return json_response(page_of(self._conversations.find(request.path_params["name"]).items, request.query_params))
+
+    async def add(self, request: Request) -> Response:
+        items = checked((await read(request, Added)).items)
+        return json_response(page_of(self._conversations.add(request.path_params["name"], items), {"order": "asc"}))
+
+    async def item(self, request: Request) -> Response:
+        return json_response(self._conversations.item(request.path_params["name"], request.path_params["item"]))
+
+    async def drop_item(self, request: Request) -> Response:
+        return json_response(self._conversations.drop_item(request.path_params["name"], request.path_params["item"]).told())
+
+
+def checked(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Items that a request may be made of: what cannot be read is refused when it comes, not when the conversation goes on. Raises
+    Problem."""
+    if len(items) > MOST_ITEMS:
+        raise Problem(400, f"items are {MOST_ITEMS} at most: send the others in another request", param="items")
+    demand_items(items)
+    return items
+
+
+def metadata_of(asked: Begun) -> dict[str, str]:
+    """Raises Problem for more than there may be."""
+    if len(asked.metadata or {}) > MOST_METADATA:
+        raise Problem(400, f"metadata has {MOST_METADATA} pairs at most", param="metadata")
+    return asked.metadata or {}

@@ -1,0 +1,71 @@
+"""Threads of Anthropic's Messages API: a request with `thread` asks that its conversation be held under the name of the answer, and the
+next one names that answer and brings what is new alone. anthropic-python's `tool_runner` does so by itself. They lie in memory, the newest
+of them, until the server ends; of one that has gone programs are told by a code that lets them send everything again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+from .kept_responses import MOST_NBYTES, nbytes_of
+from .messages_fields import CREATE, CountAsked, Tool, Turn
+from .problems import CHANGED, LOST, Problem
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a request said, behind the answer `before` it if it went on with one, and what it was answered. `system` and `tools` are those
+    of the whole thread."""
+
+    before: str | None
+    turns: Sequence[Turn]
+    system: Any
+    tools: list[Tool] | None
+    nbytes: int
+
+
+class Threads:
+    def __init__(self, most: int = MOST_NBYTES) -> None:
+        self._most, self._nbytes = most, 0
+        self._held: dict[str, Held] = {}  # by the names of answers, the oldest first
+
+    def whole(self, asked: CountAsked) -> CountAsked:
+        """The request with all that came before it, apart from it, since marks will take the places of its pictures. Raises Problem for an
+        answer that is not held."""
+        thread = asked.thread
+        if thread is None:
+            return asked
+        if thread.type == CREATE:
+            return asked.model_copy(update={"messages": deepcopy(asked.messages)})
+        held = self._find(thread.previous_message_id)
+        for name in ("system", "tools"):
+            if (value := getattr(asked, name)) is not None and value != getattr(held, name):
+                raise Problem(400, f"{name} is another one than that of the thread: leave it out, or begin a thread", param=name,
+                              code=CHANGED)
+        turns, name = [*asked.messages], thread.previous_message_id
+        while name is not None:
+            each = self._find(name)
+            turns, name = [*each.turns, *turns], each.before
+        return asked.model_copy(update={"messages": deepcopy(turns), "system": held.system, "tools": held.tools})
+
+    def keep(self, asked: CountAsked, whole: CountAsked, name: str, blocks: Sequence[dict[str, Any]]) -> None:
+        """An answer that has ended, to a request of a thread; the oldest make room for it."""
+        if asked.thread is None:
+            return
+        turns = (*asked.messages, Turn(role="assistant", content=[*blocks]))
+        own = [whole.system, [tool.model_dump() for tool in whole.tools or ()]] if asked.thread.type == CREATE else []
+        nbytes = nbytes_of([*(turn.model_dump() for turn in turns), *own])
+        if nbytes > self._most:
+            return
+        self._held[name] = Held(asked.thread.previous_message_id, turns, whole.system, whole.tools, nbytes)
+        self._nbytes += nbytes
+        while self._nbytes > self._most:
+            self._nbytes -= self._held.pop(next(iter(self._held))).nbytes
+
+    def _find(self, name: str | None) -> Held:
+        if (held := self._held.get(name or "")) is None:
+            raise Problem(404, f"thread.previous_message_id: {name!r:.60} is not held here, or no longer: begin a thread with the whole "
+                               "conversation", param="thread.previous_message_id", code=LOST)
+        return held
