@@ -6,20 +6,18 @@ a text, at a number of tokens or where it is cancelled. Whose answer it is, and 
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ...offload import hardware
-from ..engine import Engine
-from ..events import Call, Event, Notice, Progress, Stats, TextDelta, Turn
+from ..engine import Engine, Step
+from ..events import Call, Event, Notice, Progress, Stats, Turn
 from ..sampler import Sampler
-from ..sampling.token_chances import Trail
 from ..text import Tokenizer
 from ..tokens.reasoning import ChannelFilter, ThinkFilter
-from ..tokens.stream_filters import Indented, StopStrings
+from .answer_text import AnswerText
 
 if TYPE_CHECKING:
     import numpy as np
@@ -93,94 +91,87 @@ class Answer:
 
     def written(self, ids: list[int], inside: bool = False) -> Iterator[Event]:
         """Run the prompt `ids` and write the answer; `inside`: the prompt ends in the midst of it."""
-        engine, said, think = self.engine, self.said, self.think
+        self._begin(ids)
+        self.shown = [self.said]
+        text = AnswerText(self, self.tokenizer.stream(ids if self.raw or self.said or inside else (), self.marks))
+        limit = self._narrow(ids, inside)
+        try:
+            yield from self._read(ids)
+            if self.finish != "cancelled" and self.max_tokens != 0:
+                yield from self._write(text, limit)
+            yield from text.ended()
+            if limit and limit.reached:
+                yield Notice(f"reasoning was ended after {self.most_thought} tokens (--reasoning-budget)")
+        except KeyboardInterrupt:  # a pass was left in its middle: what the cache holds is not known
+            self.engine.reset()
+            raise
+        self.think, self.is_exact, self.stopped_by = text.think, not text.stops.hit, text.stops.matched
+
+    def _begin(self, ids: list[int]) -> None:
+        """Note what its cost is counted from."""
+        engine = self.engine
         self._ids, self._started, self._first_at = ids, time.monotonic(), None
         self._read_before, self._cpu_before = engine.disk_traffic, hardware.cpu_time()
         self._before = engine.prefill_s, engine.decode_s, engine.passes_s
         self._drafted = engine.speculation and engine.speculation.counts
-        self.shown = [said]
-        stops, indented, has_line = StopStrings(self.stops, said), Indented(self.indent), False
-        stream = self.tokenizer.stream(ids if self.raw or said or inside else (), self.marks)
-        held = self._held = self.held_to and self.held_to.begin(said, self.raw or inside, think, self.may_reason, ids if inside else ())
+
+    def _narrow(self, ids: list[int], inside: bool) -> ThoughtLimit | None:
+        """Let the sampler choose among what the answer may have: by its form, by what is sure, by how much it may reason."""
+        held = self._held = self.held_to and self.held_to.begin(self.said, self.raw or inside, self.think, self.may_reason,
+                                                                ids if inside else ())
         narrow = held.narrow if held else self._sure.narrow if self.sure else None
-        limit = None if think is None else self._thought_limit(narrow)
+        limit = None if self.think is None else self._thought_limit(narrow)
         self.sampler.narrow = limit.narrow if limit else narrow
-        if engine.speculation is not None:
-            engine.speculation.forced = held and held.forced
-        trail = None if self.sampler.tells is None else Trail()
-        shown, into = self.shown, {"answer": self.shown, "thinking": self.thought, "call": self.calls}
+        if self.engine.speculation is not None:
+            self.engine.speculation.forced = held and held.forced
+        return limit
 
-        def split(text: str) -> list[tuple[str, str | Call]]:
-            """Parts of a piece, noted. What was said before loses half a character that is whole now, and how a stop string began."""
-            shown[0] = shown[0].removesuffix(stream.taken_back)
-            shown[0] = shown[0][: len(shown[0]) - stops.overlap]
-            stream.taken_back, stops.overlap = "", 0
-            parts = think.push(text) if think else [("answer", text)] if text else []
-            for kind, part in parts:
-                into[kind].append(part)
-            return parts
+    def _read(self, ids: list[int]) -> Iterator[Event]:
+        """The prompt, piece by piece."""
+        engine = self.engine
+        if engine.shares is not None:
+            yield from engine.shares.waits(engine, ids, self.cancelled)
+        for progress in engine.prefill(ids):
+            yield progress
+            if engine.shares is not None and isinstance(progress, Progress):
+                yield Turn()
+            if self.cancelled():
+                break
+        self.finish = "cancelled" if self.cancelled() else self.finish
+        if engine.truncated:
+            yield Notice(f"the prompt of {len(ids)} tokens is longer than the context: its middle was dropped (--overflow shift)")
+        self._read_before, self._cpu_before = engine.disk_traffic, hardware.cpu_time()
 
-        try:
-            if engine.shares is not None:
-                yield from engine.shares.waits(engine, ids, self.cancelled)
-            for progress in engine.prefill(ids):
-                yield progress
-                if engine.shares is not None and isinstance(progress, Progress):
-                    yield Turn()
-                if self.cancelled():
-                    break
-            self.finish = "cancelled" if self.cancelled() else self.finish
-            if engine.truncated:
-                yield Notice(f"the prompt of {len(ids)} tokens is longer than the context: its middle was dropped (--overflow shift)")
-            dropped, self._read_before, self._cpu_before = engine.truncated, engine.disk_traffic, hardware.cpu_time()
-            if self.finish != "cancelled" and self.max_tokens != 0:
-                stop_ids = self.tokenizer.stop_ids | self.ends
-                for step in engine.generate(self.sampler, self.max_tokens, stop_ids, self.ignore_eos and not held):
-                    if isinstance(step, Turn):
-                        yield step
-                        continue
-                    self.tokens.append(step.token)
-                    self._first_at = self._first_at or time.monotonic()
-                    if limit:
-                        limit.took(step.token)
-                    ends = step.finish == "stop"
-                    text, at_answer = "" if ends else stream.push(step.token), think is None or think.at_answer
-                    may_open = think is not None and think.may_open
-                    certain = indented.push(stops.push(text))
-                    parts, is_thought = split(certain), think is not None and not think.at_answer
-                    if trail and not ends:
-                        was_thought = is_thought or not (at_answer or may_open)
-                        trail.took(step.chances, text, None if may_open and think.may_open else "thinking" if was_thought else "answer")
-                    yield from trail.events(parts, len(certain)) if trail else map(_event, parts)
-                    self.reasoned += is_thought or not at_answer
-                    if held:
-                        held.took(step.token, is_thought)
-                    yield from (Notice(line) for line in engine.announcements())
-                    if engine.truncated and not dropped:
-                        dropped = True
-                        yield Notice("the context is full: its middle was dropped to go on (--overflow shift)")
-                    given_up, at_end = self.cancelled(), stops.hit or bool(self.calls) and think.is_full
-                    self.finish = "stop" if at_end else "cancelled" if given_up else step.finish or self.finish
-                    has_line = has_line or "\n" in text
-                    is_late = has_line and self.most_s is not None and time.monotonic() - self._first_at >= self.most_s
-                    if at_end or given_up or step.finish or indented.hit or is_late:
-                        break
-                else:
-                    self.finish = "cancelled" if self.cancelled() else self.finish
-            ended = stops.hit
-            certain = "" if ended else indented.push(stops.push(stream.flush()) + stops.flush()) + indented.flush()
-            parts = [] if ended else split(certain)
-            stood = copy.copy(think)
-            for kind, part in think.flush() if think else ():
-                into[kind].append(part)
-                parts.append((kind, part))
-            yield from trail.events(parts, len(certain)) if trail else map(_event, parts)
-            if limit and limit.reached:
-                yield Notice(f"reasoning was ended after {self.most_thought} tokens (--reasoning-budget)")
-        except KeyboardInterrupt:  # a pass was left in its middle: what the cache holds is not known
-            engine.reset()
-            raise
-        self.think, self.is_exact, self.stopped_by = stood, not stops.hit, stops.matched
+    def _write(self, text: AnswerText, limit: ThoughtLimit | None) -> Iterator[Event]:
+        """Token after token, until one of them ends the answer."""
+        engine, held, dropped = self.engine, self._held, self.engine.truncated
+        stop_ids = self.tokenizer.stop_ids | self.ends
+        for step in engine.generate(self.sampler, self.max_tokens, stop_ids, self.ignore_eos and not held):
+            if isinstance(step, Turn):
+                yield step
+                continue
+            self.tokens.append(step.token)
+            self._first_at = self._first_at or time.monotonic()
+            if limit:
+                limit.took(step.token)
+            yield from text.took(step)
+            self.reasoned += text.reasons
+            if held:
+                held.took(step.token, text.is_thought)
+            yield from (Notice(line) for line in engine.announcements())
+            if engine.truncated and not dropped:
+                dropped = True
+                yield Notice("the context is full: its middle was dropped to go on (--overflow shift)")
+            if self._ends_with(step, text):
+                return
+        self.finish = "cancelled" if self.cancelled() else self.finish
+
+    def _ends_with(self, step: Step, text: AnswerText) -> bool:
+        """Is this its last token? `finish` then says why."""
+        given_up, at_end = self.cancelled(), text.stops.hit or bool(self.calls) and self.think.is_full
+        self.finish = "stop" if at_end else "cancelled" if given_up else step.finish or self.finish
+        is_late = text.has_line and self.most_s is not None and time.monotonic() - self._first_at >= self.most_s
+        return at_end or given_up or step.finish is not None or text.indented.hit or is_late
 
     def cost(self, from_process_start: bool = False, explained: bool = True) -> Stats:
         """What it cost, once it is written. `from_process_start`: the time to its first token counts from there. `explained`: with why it
@@ -204,8 +195,3 @@ class Answer:
         if self.finish == "context":
             larger = "" if engine.n_ctx >= engine.config.context_length else "-c for a larger one, "
             yield Notice(f"the context of {engine.n_ctx} tokens is full: the answer ends here ({larger}--overflow shift to go on)")
-
-
-def _event(part: tuple[str, str | Call]) -> TextDelta | Call:
-    kind, found = part
-    return found if isinstance(found, Call) else TextDelta(found, kind)
