@@ -15,6 +15,7 @@ from ... import EffllmError
 from ...offload.gguf import Value
 from ..config import ModelConfig
 from ..config_rope import GROWTH, RopeConfig
+from ..mixture import Mixture
 from ..rope import RopeTable, rope_table
 from . import (
     apertus,
@@ -78,6 +79,10 @@ STATED_SUM = ("afmoe", "bailing_moe_v2", "deepseek_v2", "deepseek_v3", "dots1", 
               "laguna", "solar_open")
 LEADING_DENSE = (*STATED_SUM, "ernie4_5_moe", "lfm2_moe")  # whose first layers have no experts
 CONVOLVED = ("lfm2", "lfm2_moe")
+# Families of which files know all that they may have of windows, and more: their modules say so.
+OWN_DEPARTURES = {bitnet.FAMILY: bitnet.departures, cohere2_moe.FAMILY: cohere2_moe.departures, gemma4.FAMILY: gemma4.departures,
+                  kolibri1.FAMILY: kolibri1.departures, laguna.FAMILY: laguna.departures, muse_glimmer.FAMILY: muse_glimmer.departures,
+                  step35.FAMILY: step35.departures, **dict.fromkeys((swash.DENSE, swash.MIXED), swash.departures)}
 NORMED_FROM = 64  # layers: smaller models of Cohere's have no norms of queries and keys
 NO_ROPE_EVERY = 4  # of SmolLM 3
 PLAIN_ROPE = RopeConfig(10_000.0, "default", {})  # what a file states where it leaves positions out
@@ -97,13 +102,29 @@ def exported_as(config: ModelConfig) -> Architecture:
 
 
 def _departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
-    """(whether it is so, what cannot be said)."""
-    family, mixture = config.family, config.mixture
+    """(whether it is so, what cannot be said), of what a model is refused for the first that is so."""
+    family = config.family
     act = ACTS.get(family, "silu")
     biased = config.o_bias or config.mlp_bias
     yield biased and family not in ("gpt2", "gpt_neox", "phi", "starcoder2"), "has biases on o or in its feed-forward"
     yield not (biased and config.qkv_bias) and family in ("gpt_neox", "starcoder2"), "has no biases"
     yield config.hidden_act != act and family != bitnet.FAMILY, f"has {config.hidden_act} where {act} is meant"
+    yield from _departures_of_windows(config)
+    yield from _departures_of_scales(config)
+    yield config.both_ways, "has tokens that see what comes behind them"
+    yield from _departures_of_layers(config)
+    yield from stateful.departures(config)
+    if family == minicpm3.FAMILY:
+        yield from minicpm3.departures(config)
+    elif config.latent is not None:
+        yield from latent_attention.departures(config, _table(config).attention_scaling)
+    yield from _departures_of_positions(config)
+    yield from _departures_of_experts(config)
+
+
+def _departures_of_windows(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """In which layers they are; of `OWN_DEPARTURES` all that is theirs alone."""
+    family = config.family
     if family in WINDOW_EVERY:
         every = WINDOW_EVERY[family]
         window = next((each for each in config.windows if each is not None), None)
@@ -116,22 +137,15 @@ def _departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
         yield config.windows != usual or (window is None) == windows, \
             f"has {config.num_hidden_layers} layers and {'no sliding' if window is None else 'sliding'} windows in its layers"
         yield window is None and None in config.ropes, "turns no layer by position"
-    elif family == gemma4.FAMILY:
-        yield from gemma4.departures(config)
-    elif family == bitnet.FAMILY:
-        yield from bitnet.departures(config)
-    elif BY_FAMILY[family] == swash.NAME:
-        yield from swash.departures(config)
-    elif family == laguna.FAMILY:
-        yield from laguna.departures(config)
-    elif family == kolibri1.FAMILY:
-        yield from kolibri1.departures(config)
-    elif family == cohere2_moe.FAMILY:
-        yield from cohere2_moe.departures(config)
-    elif family in (muse_glimmer.FAMILY, step35.FAMILY):
-        yield from (muse_glimmer if family == muse_glimmer.FAMILY else step35).departures(config)
+    elif depart := OWN_DEPARTURES.get(family):
+        yield from depart(config)
     else:
         yield family not in WITHOUT_WINDOW and set(config.windows) != {None}, "has a sliding window"
+
+
+def _departures_of_scales(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """What embeddings and scores are multiplied by, heads of their own, norms and caps."""
+    family = config.family
     if family.startswith("gemma") or family == "afmoe":
         yield not np.isclose(config.embedding_multiplier, config.hidden_size**0.5, rtol=1e-2), "multiplies its embedding otherwise"
     if family in ("gemma2", "gemma3_text"):
@@ -145,7 +159,10 @@ def _departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
             f"has {config.num_hidden_layers} layers and {'norms' if config.qk_norm else 'no norms'} of queries and keys"
     if family == "gemma2":
         yield config.attn_logit_softcapping is None or config.final_logit_softcapping is None, "has no caps"
-    yield config.both_ways, "has tokens that see what comes behind them"
+
+
+def _departures_of_layers(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    family = config.family
     if family == "gemma3_text":
         yield config.final_logit_softcapping is not None, "caps its logits"
         local = [rope for rope, window in zip(config.ropes, config.windows) if window is not None]
@@ -153,15 +170,14 @@ def _departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     yield family in EVEN_HEADS and config.head_dim * config.num_attention_heads != config.hidden_size, \
         f"has {config.num_attention_heads} heads of {config.head_dim} for a width of {config.hidden_size}"
     yield family in CONVOLVED and config.state is None, "has no convolution"
-    yield family == "granitemoehybrid" and config.state is None and mixture is not None, "has experts beside attention alone"
+    yield family == "granitemoehybrid" and config.state is None and config.mixture is not None, "has experts beside attention alone"
     yield family in (half_layers.FAMILY, jamba.FAMILY) and config.state is None, "has no state space"
     yield family == "falcon" and not config.side_by_side, "has its MLP behind attention"
     yield family == "gpt2" and config.attn_scale is not None, "does not scale its scores by the width of a head"
-    yield from stateful.departures(config)
-    if family == minicpm3.FAMILY:
-        yield from minicpm3.departures(config)
-    elif config.latent is not None:
-        yield from latent_attention.departures(config, _table(config).attention_scaling)
+
+
+def _departures_of_positions(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    family = config.family
     if family in UNDIVIDED:
         yield config.rope.kind not in ("default", "linear", "yarn"), f"has rotary positions of kind {config.rope.kind}"
     if family == "ministral3":
@@ -173,6 +189,10 @@ def _departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     if family == "smollm3":
         yield [rope is not None for rope in config.ropes] != [(i + 1) % NO_ROPE_EVERY != 0 for i in range(config.num_hidden_layers)], \
             f"leaves rotary positions out elsewhere than in every {NO_ROPE_EVERY}th layer"
+
+
+def _departures_of_experts(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    family, mixture = config.family, config.mixture
     yield family == "bailing_moe_v2" and not mixture.shared_width, "has no expert that every token visits"
     if family == llama4.FAMILY:
         yield from llama4.departures(config)
@@ -242,44 +262,49 @@ def _of_family(config: ModelConfig) -> dict[str, Value]:
     if config.family in (bitnet.FAMILY, gemma4.FAMILY):
         keys |= (bitnet if config.family == bitnet.FAMILY else gemma4).stated(config)
     if config.mixture is not None:
-        keys |= {"expert_count": config.mixture.experts, "expert_used_count": config.mixture.per_token}
-        if config.family in ("qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", *LEADING_DENSE):
-            keys["expert_feed_forward_length"] = config.mixture.width
-        if config.family in ("qwen2_moe", "qwen3_5_moe_text", "qwen3_next"):
-            keys["expert_shared_feed_forward_length"] = config.mixture.shared_width
-        if config.family in LEADING_DENSE and config.family not in CONVOLVED:
-            keys |= {"expert_shared_count": (config.mixture.shared_width or 0) // config.mixture.width,
-                     "leading_dense_block_count": min(config.mixture.layers, default=config.num_hidden_layers)}
-        if config.family == "afmoe":  # of which what all tokens visit is an MLP
-            keys["expert_shared_count"] = config.ffn_of(config.num_hidden_layers - 1) // config.mixture.width
-        if config.family == "hunyuan_v1_moe":
-            keys |= {"expert_feed_forward_length": config.mixture.width, "expert_shared_count": 1,
-                     "expert_shared_feed_forward_length": config.mixture.shared_width}
-        if config.family in ("granitemoeshared", swash.MIXED):
-            keys |= {"feed_forward_length": config.mixture.width, "expert_shared_feed_forward_length": config.mixture.shared_width or 0}
-        if config.family == "minimax_m2":
-            keys |= {"expert_feed_forward_length": config.mixture.width, "expert_gating_func": SIGMOID}
-        if config.family == "exaone_moe":
-            keys |= {"expert_shared_feed_forward_length": config.mixture.shared_width, "expert_group_count": config.mixture.groups,
-                     "expert_group_used_count": config.mixture.kept_groups}
-        if config.family in STATED_SUM:
-            keys |= {"expert_gating_func": SIGMOID if config.mixture.sigmoid else 1, "expert_weights_scale": float(config.mixture.factor),
-                     "expert_weights_norm": config.mixture.renormalise}
-        if config.family == llama4.FAMILY:
-            keys |= llama4.stated(config)
-        if config.family == "bailing_moe_v2":  # whose shared experts are one here
-            keys |= {"expert_shared_count": 1, "expert_shared_feed_forward_length": config.mixture.shared_width,
-                     "expert_group_count": config.mixture.groups, "expert_group_used_count": config.mixture.kept_groups}
-        if config.family == "hy_v3":
-            keys["expert_shared_feed_forward_length"] = config.mixture.shared_width
-        if config.family == laguna.FAMILY:
-            keys |= laguna.stated(config)
-        if config.family in (kolibri1.FAMILY, step35.FAMILY):
-            keys |= (kolibri1 if config.family == kolibri1.FAMILY else step35).stated(config)
-        if config.family == cohere2_moe.FAMILY:
-            keys |= cohere2_moe.stated(config)
-        if config.family == "ernie4_5_moe":
-            keys |= {"interleave_moe_layer_step": 1, "expert_shared_feed_forward_length": config.mixture.shared_width or 0}
+        keys |= _of_mixture(config, config.mixture)
+    return keys
+
+
+def _of_mixture(config: ModelConfig, mixture: Mixture) -> dict[str, Value]:
+    keys: dict[str, Value] = {"expert_count": mixture.experts, "expert_used_count": mixture.per_token}
+    if config.family in ("qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", *LEADING_DENSE):
+        keys["expert_feed_forward_length"] = mixture.width
+    if config.family in ("qwen2_moe", "qwen3_5_moe_text", "qwen3_next"):
+        keys["expert_shared_feed_forward_length"] = mixture.shared_width
+    if config.family in LEADING_DENSE and config.family not in CONVOLVED:
+        keys |= {"expert_shared_count": (mixture.shared_width or 0) // mixture.width,
+                 "leading_dense_block_count": min(mixture.layers, default=config.num_hidden_layers)}
+    if config.family == "afmoe":  # of which what all tokens visit is an MLP
+        keys["expert_shared_count"] = config.ffn_of(config.num_hidden_layers - 1) // mixture.width
+    if config.family == "hunyuan_v1_moe":
+        keys |= {"expert_feed_forward_length": mixture.width, "expert_shared_count": 1,
+                 "expert_shared_feed_forward_length": mixture.shared_width}
+    if config.family in ("granitemoeshared", swash.MIXED):
+        keys |= {"feed_forward_length": mixture.width, "expert_shared_feed_forward_length": mixture.shared_width or 0}
+    if config.family == "minimax_m2":
+        keys |= {"expert_feed_forward_length": mixture.width, "expert_gating_func": SIGMOID}
+    if config.family == "exaone_moe":
+        keys |= {"expert_shared_feed_forward_length": mixture.shared_width, "expert_group_count": mixture.groups,
+                 "expert_group_used_count": mixture.kept_groups}
+    if config.family in STATED_SUM:
+        keys |= {"expert_gating_func": SIGMOID if mixture.sigmoid else 1, "expert_weights_scale": float(mixture.factor),
+                 "expert_weights_norm": mixture.renormalise}
+    if config.family == llama4.FAMILY:
+        keys |= llama4.stated(config)
+    if config.family == "bailing_moe_v2":  # whose shared experts are one here
+        keys |= {"expert_shared_count": 1, "expert_shared_feed_forward_length": mixture.shared_width,
+                 "expert_group_count": mixture.groups, "expert_group_used_count": mixture.kept_groups}
+    if config.family == "hy_v3":
+        keys["expert_shared_feed_forward_length"] = mixture.shared_width
+    if config.family == laguna.FAMILY:
+        keys |= laguna.stated(config)
+    if config.family in (kolibri1.FAMILY, step35.FAMILY):
+        keys |= (kolibri1 if config.family == kolibri1.FAMILY else step35).stated(config)
+    if config.family == cohere2_moe.FAMILY:
+        keys |= cohere2_moe.stated(config)
+    if config.family == "ernie4_5_moe":
+        keys |= {"interleave_moe_layer_step": 1, "expert_shared_feed_forward_length": mixture.shared_width or 0}
     return keys
 
 
