@@ -40,17 +40,18 @@ def attach_picture(chat: Conversation, rest: str) -> None:
     """`/image PATH`, `/image off`, `/image` alone."""
     from ..runtime.images.senses import PICTURES
 
-    _attach_seen(chat, rest, PICTURES)
+    attach_taken(chat, rest, PICTURES)
 
 
 def attach_sound(chat: Conversation, rest: str) -> None:
     """`/audio PATH`, `/audio off`, `/audio` alone."""
     from ..runtime.images.senses import SOUNDS
 
-    _attach_seen(chat, rest, SOUNDS)
+    attach_taken(chat, rest, SOUNDS)
 
 
-def _attach_seen(chat: Conversation, rest: str, sense: Sense) -> None:
+def attach_taken(chat: Conversation, rest: str, sense: Sense) -> None:
+    """`attach_picture` or `attach_sound`."""
     if rest == "off":
         chat.attached[:] = [each for each in chat.attached if each.picture is None or each.picture.sense is not sense]
     elif rest:

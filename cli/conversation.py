@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, TextIO
 from .. import ContextOverflow, EffllmError
 from . import slash
 from .answer import say_cost, say_ending, show_answer
-from .attached import attach_picture, attach_sound, say_attached
+from .attached import attach_taken, say_attached
 from .attachment import Attachment, with_attachments
 from .editor import Editor
 from .environment import OutputClosed, OutputFailed
 from .errors import INTERRUPTED, write_error
 from .interrupt import Ended, asked_to_end, end_if_asked, unechoed
-from .pictures import dropped_picture
+from .pictures import dropped_file
 from .prompt import typed_text
 from .screen import Screen
 
@@ -133,8 +133,9 @@ class Conversation:
     def _take(self, line: str) -> None:
         line = typed_text(line, "this message", "write it into a file and add that: /file PATH")
         album = self.session.engine.album
-        if not self._editor.quoted and album is not None and (path := dropped_picture(line, album.sense)) is not None:
-            (attach_sound if album.sense.part == "audio" else attach_picture)(self, path)
+        senses = () if self._editor.quoted or album is None else (*album.sights, *album.refused)
+        if (dropped := dropped_file(line, senses)) is not None:
+            attach_taken(self, *dropped)
         elif line.startswith("/") and not self._editor.quoted:
             slash.run(self, line.strip())
         elif line.strip():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,19 +55,19 @@ def taken(named: Sequence[tuple[str, np.ndarray]], session: Session) -> list[Att
     return [Attachment(name, "", session.engine.album.places(each.digest), each) for name, each in made]
 
 
-def dropped_picture(line: str, sense: Sense) -> str | None:
-    """The path in a line that is nothing but that of a picture, or of a sound, as a terminal writes it where a file is dropped on it."""
+def dropped_file(line: str, senses: Iterable[Sense]) -> tuple[str, Sense] | None:
+    """The path in a line that is nothing but that of a picture, or of a sound, where such are among the `senses`, as a terminal writes it
+    where a file is dropped on it; and what it is."""
     try:
         words = shlex.split(line)
-        is_picture = len(words) == 1 and Path(words[0]).suffix.lower() in ENDINGS[sense.part] and named_path(words[0]).is_file()
+        if len(words) != 1 or not named_path(words[0]).is_file():
+            return None
     except (ValueError, OSError, EffllmError):
         return None
-    return words[0] if is_picture else None
+    return next(((words[0], sense) for sense in senses if Path(words[0]).suffix.lower() in ENDINGS[sense.part]), None)
 
 
 def demand_words(raw: bool, images: Sequence[str], sounds: Sequence[str]) -> None:
-    """Raises UsageError for pictures or sounds in a text that goes on as it stands, and for both at once, which no model here takes."""
+    """Raises UsageError for pictures or sounds in a text that goes on as it stands."""
     if raw and (images or sounds):
         raise UsageError(f"--{'image' if images else 'audio'} has no place in --raw text", "drop one of them")
-    if images and sounds:
-        raise UsageError("models take pictures or sounds in this version, and both were given", "drop --image or --audio")

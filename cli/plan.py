@@ -184,7 +184,7 @@ def report(model: str, prepared: Prepared, known: Roofs, found: Forecast, better
                         "draft_bytes": drafting.draft_nbytes, "mtp": drafting.mtp, "mtp_bytes": drafting.mtp_nbytes},
         "adapters": {"names": list(prepared.adapted.names), "matrices": len(prepared.adapted.weights), "rank": prepared.adapted.rank,
                      "bytes": prepared.adapted.nbytes, "measuring_s": measuring_s(prepared)},
-        "sight_bytes": prepared.sight_nbytes,
+        "sight_bytes": sum(prepared.senses.values()),
         "suggestion": better and {"flag": better.flag, "tokens_per_s": better.tokens_per_s, "gain": better.gain,
                                   "full_context": better.full},
         "machine": known.machine and {"date": known.machine.date, "memory_bytes_per_s": known.machine.memory},
@@ -200,7 +200,6 @@ def lines(model: str, prepared: Prepared, known: Roofs, found: Forecast, better:
           coming: PullPlan | None = None, width: int = BAR) -> list[tuple[str, str]]:
     """The same for a person, in bars of `width`."""
     from ..offload.size import format_size
-    from ..runtime.images.album import sense_taken
 
     placement, work = prepared.placement, found.work
     read = work.streamed + round(work.missed)
@@ -224,10 +223,8 @@ def lines(model: str, prepared: Prepared, known: Roofs, found: Forecast, better:
         rows = f"; measuring rows for DoRA takes about {seconds(measuring_s(prepared))} of each start" if own.lengths else ""
         said.append(("adapters", f"{', '.join(own.names)}: beside {len(own.weights)} matrices, rank {own.rank}, {format_size(own.nbytes)}"
                                  f"{rows}"))
-    if prepared.sight_nbytes:
-        sense = sense_taken(prepared.options.sight)
-        size = format_size(prepared.sight_nbytes)
-        said.append((f"{sense.noun}s", f"taken; what {sense.does} them takes {size}, counted as the program's"))
+    said += [(f"{sense.noun}s", f"taken; what {sense.does} them takes {format_size(nbytes)}, counted as the program's")
+             for sense, nbytes in prepared.senses.items()]
     if prepared.speculating:
         said.append(("speculation", drafts(prepared)))
     if better is not None:

@@ -14,11 +14,14 @@ from .options import Json, Mmproj, Model
 from .screen import Screen
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from ..runtime.calls.style import CallStyle
     from ..runtime.catalog import ModelRef
     from ..runtime.config import ModelConfig
     from ..runtime.images import Sight
     from ..runtime.images.album import Album
+    from ..runtime.images.senses import Sense
     from ..runtime.stores.container import Container
     from ..runtime.text import Tokenizer
     from ..runtime.tokens.infill import Marks
@@ -49,8 +52,8 @@ class Facts:
     stored: list[str]
 
     @property
-    def sight(self) -> Sight | None:
-        return None if self.album is None else self.album.sight
+    def sights(self) -> Mapping[Sense, Sight]:
+        return {} if self.album is None else self.album.sights
 
     @property
     def windows(self) -> list[int]:
@@ -102,12 +105,12 @@ def _facts(name: str, ref: ModelRef) -> Facts:
 
 
 def _document(facts: Facts) -> dict[str, object]:
-    from ..runtime.images.senses import PICTURES, SOUNDS, Sense
+    from ..runtime.images.senses import PICTURES, SOUNDS
 
-    config, container, ref, calls, sight = facts.config, facts.container, facts.ref, facts.calls, facts.sight
+    config, container, ref, calls = facts.config, facts.container, facts.ref, facts.calls
 
     def taken(sense: Sense) -> dict[str, object] | None:
-        if sight is None or facts.album.sense is not sense:
+        if (sight := facts.sights.get(sense)) is None:
             return None
         return {"placeholder": sight.placeholder, "bytes": sight.bytes_needed()}
 
@@ -145,8 +148,8 @@ def _lines(facts: Facts, screen: Screen) -> None:
     from ..runtime.prepare import TEXT_ALONE
 
     config, container, ref, tokenizer = facts.config, facts.container, facts.ref, facts.tokenizer
-    calls, infill, sight, state = facts.calls, facts.infill, facts.sight, config.state
-    for warning in (*(each for each in config.warnings if not (sight and TEXT_ALONE in each)), *tokenizer.remarks):
+    calls, infill, state = facts.calls, facts.infill, config.state
+    for warning in (*(each for each in config.warnings if not (facts.sights and TEXT_ALONE in each)), *tokenizer.remarks):
         screen.note(warning)
     screen.pairs([pair for pair in (
         ("model", f"{facts.name}, {config.family}"),
@@ -165,8 +168,8 @@ def _lines(facts: Facts, screen: Screen) -> None:
         ("vocabulary", f"{config.vocab_size} tokens"),
         ("chat", "has a template" + (", reasons first" if tokenizer.thinks else "") if tokenizer.template else "base model, no template"),
         ("tools", "" if calls is None else f"calls in the form of {calls.format.name}" if calls.knows_tools else "its template knows none"),
-        ("pictures" if sight is None else f"{facts.album.sense.noun}s", "" if sight is None else
-         f"taken, as {sight.placeholder}; what {facts.album.sense.does} them takes {format_size(sight.bytes_needed())}"),
+        *((f"{sense.noun}s", f"taken, as {sight.placeholder}; what {sense.does} them takes {format_size(sight.bytes_needed())}")
+          for sense, sight in facts.sights.items()),
         ("infill", "" if infill is None else f"has tokens for filling in the middle ({tokenizer.decode([infill.prefix], False)})"),
     ) if pair[1]])
 

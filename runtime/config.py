@@ -17,8 +17,8 @@ from ..offload.header import is_gguf
 from .config_keys import KEYS_HARMLESS, KEYS_USED, REASONS, REFUSED_UNLESS
 from .config_reader import REQUIRED, ConfigError, Keys, read_json, show, special_tokens
 from .config_rope import MAX_POSITIONS, RopeConfig, rope_config, unknown_rope_keys
+from .images import taken_too
 from .model_config import ModelConfig
-from .sounds import HEARING
 from .stores.composite import text_alone, unknown_outside
 
 ACTS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu",
@@ -133,7 +133,7 @@ def _text_part(raw: Mapping[str, object], strict: bool) -> ModelConfig:
     """The text generator inside a model that takes more than text."""
     config = parse_config(text_alone(raw), strict)
     kind = raw["model_type"]
-    said = f"{show(kind)} takes {'sounds' if kind in HEARING else 'images'} too: effllm reads its text part, {config.family}"
+    said = f"{show(kind)} takes {taken_too(raw)} too: effllm reads its text part, {config.family}"
     return replace(config, warnings=(said, *config.warnings, *_judge_unknown(unknown_outside(raw, KEYS_HARMLESS), strict)))
 
 

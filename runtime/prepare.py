@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,7 +25,8 @@ from .adapters.adapted import NOTHING, Adapted, adapted
 from .answers import parallel
 from .cache import CacheShape
 from .config import ModelConfig, read_config
-from .images.album import sight_nbytes
+from .images.album import senses_nbytes
+from .images.senses import Sense
 from .kv import kv_disk
 from .kv.both_ways import as_one_pass
 from .kv.kv_setting import AUTO
@@ -163,7 +164,7 @@ class Program:
 class Prepared:
     """What is known before a byte of weights is read. `chunk`: the grid of a prompt's chunks, of which `shape` may take several at once.
     `card`: the GPU of a run that may use one. `predictors`: of neurons on the disk. `window`: newest exact tokens (`shape` cuts it).
-    `adapted`: what adapters add to products. `sight_nbytes`: of the tower that sees pictures, a part of the program's."""
+    `adapted`: what adapters add to products. `senses`: bytes of what sees pictures and of what hears sounds, a part of the program's."""
 
     folder: Path | None
     config: ModelConfig
@@ -181,7 +182,7 @@ class Prepared:
     predictors: Predictors | None = None
     window: int = CacheShape.window
     adapted: Adapted = NOTHING
-    sight_nbytes: int = 0
+    senses: Mapping[Sense, int] = field(default_factory=dict)
 
 
 def prepare(folder: Path, options: EngineOptions, beside: int = 0, rehearsal: bool = False) -> Prepared:
@@ -206,8 +207,8 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
     begun: list[str] = []
     config, options = as_asked(config, as_one_pass(config, options), begun)
     tensors = check_tensors(config, store, container)
-    sight = sight_nbytes(options.sight, config, options.mmproj, options.threads)
-    warnings = [each for each in config.warnings if not (sight and TEXT_ALONE in each)]
+    senses = senses_nbytes(options.sight, config, options.mmproj, options.threads)
+    warnings = [each for each in config.warnings if not (senses and TEXT_ALONE in each)]
     notices = [*begun, *warnings, *store.notices, *too_many_threads(options.threads), *unread_notices(config, store, tensors)]
     options = fitted(parallel.fitted(options, notices), folder, config, store, notices, container)
     if options.spec == "mtp":
@@ -223,7 +224,7 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
         unless_planned.callback(draft.store.close)
     bundled, beside_weights = is_bundled(container), adapted(options.lora, config, tensors)  # before the process is weighed
     budget = _budget(options, card, notices, beside_weights.nbytes)
-    beside += Speculating(draft=draft).draft_nbytes + parallel.drafts_nbytes(options.parallel) + sight
+    beside += Speculating(draft=draft).draft_nbytes + parallel.drafts_nbytes(options.parallel) + sum(senses.values())
     predictors = predictors_of(options, folder, config)  # before the process is weighed, which they are a part of
     kinds = kinds_of(config, store, container, options)
     baseline = _baseline(kinds) + beside if program is None else program.with_kinds(kinds)
@@ -249,7 +250,7 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
     speculating, remarks = decide(options, config, placement, draft, own_nbytes)
     made = Prepared(folder, config, store, placement, shape, options, (*notices, *placement.notes, *remarks), container, cache.codecs,
                     streams, cache.shape(placement.ctx, chunk).chunk, speculating, card,
-                    predictors if placement.slots else None, cache.window, beside_weights, sight)
+                    predictors if placement.slots else None, cache.window, beside_weights, senses)
     if options.strict and not rehearsal:
         refuse_fallbacks(made.notices)
     if placement.slots and is_lossy(container) and not (options.force or rehearsal):

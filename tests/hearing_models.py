@@ -16,7 +16,7 @@ from transformers.audio_utils import mel_filter_bank
 
 from effllm.runtime.config import read_config
 from effllm.runtime.images import Sight, sight_of
-from effllm.runtime.images.senses import RATE
+from effllm.runtime.images.senses import RATE, SOUNDS
 
 # A second is what these encoders take at once: 100 frames, 50 rows.
 TOWER = {"num_mel_bins": 16, "num_hidden_layers": 3, "num_attention_heads": 3, "hidden_size": 48, "intermediate_size": 96,
@@ -102,9 +102,7 @@ def _class(family: str) -> type[PreTrainedModel]:
 
 
 def opened(folder: Path) -> Sight:
-    hearing = sight_of(folder, read_config(folder))
-    assert hearing is not None
-    return hearing
+    return sight_of(folder, read_config(folder), SOUNDS)
 
 
 def ready(family: str, samples: np.ndarray) -> Mapping[str, torch.Tensor]:

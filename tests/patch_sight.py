@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from effllm.runtime.images import PLACE, Seen, album
+from effllm.runtime.images.senses import PICTURES, Sense
 
 IMAGE, SIDE, ROWS = "<image>", 8, 16
 
@@ -15,6 +16,7 @@ IMAGE, SIDE, ROWS = "<image>", 8, 16
 class PatchSight:
     """A row for each of 16 patches of a picture, whatever its size. `seen` counts."""
 
+    sense = PICTURES
     placeholder = written = IMAGE
 
     def __init__(self, width: int) -> None:
@@ -35,12 +37,12 @@ class PatchSight:
         return self.matrix.nbytes
 
 
-def patch_sight_of(folder: Path, config: object) -> PatchSight | None:
-    return PatchSight(config.hidden_size) if (folder / "patches").exists() else None
+def patch_sights_of(folder: Path, config: object) -> dict[Sense, PatchSight]:
+    return {PICTURES: PatchSight(config.hidden_size)} if (folder / "patches").exists() else {}
 
 
 if __name__ == "__main__":
     from effllm.__main__ import main
 
-    album.sight_of = patch_sight_of
+    album.sights_of = patch_sights_of
     sys.exit(main())

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedMode
 import effllm
 from effllm.runtime.config import read_config
 from effllm.runtime.images import PLACE, Sight, Work, sight_of
+from effllm.runtime.images.senses import PICTURES as SEEN
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 TEXT = {"vocab_size": 4200, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -71,9 +72,7 @@ def words_of(folder: Path) -> PreTrainedTokenizerFast:
 
 
 def opened(folder: Path) -> Sight:
-    sight = sight_of(folder, read_config(folder))
-    assert sight is not None
-    return sight
+    return sight_of(folder, read_config(folder), SEEN)
 
 
 def held_against(sight: Sight, picture: np.ndarray, model: PreTrainedModel, ready: Mapping[str, torch.Tensor]) -> np.ndarray:

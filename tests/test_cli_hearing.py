@@ -76,7 +76,7 @@ def test_what_cannot_be_heard_is_told_before_weights_are_read(folder, files, tmp
                        ((str(folder), "Who?", "--image", str(image)), "takes no pictures"),
                        ((str(folder), "Who?", "--audio", str(text)), "no sound that can be read"),
                        ((str(folder), "Who?", "--audio", str(tmp_path / "absent.wav")), "No such file"),
-                       ((str(folder), "Who?", "--image", str(image), "--audio", str(files[0])), "both were given"),
+                       ((str(folder), "Who?", "--image", str(image), "--audio", str(files[0])), "takes no pictures"),
                        ((str(folder), "Who?", "--raw", "--audio", str(files[0])), "--audio has no place in --raw"),
                        ((str(folder), "Who?", "--audio", str(long)), "a sound of 1.5 s is too long for this model")):
         ran = Ran("run", *argv)

@@ -9,7 +9,7 @@ import pexpect
 import pytest
 from command_line import Ran
 from patch_sight import __file__ as PROGRAM
-from patch_sight import patch_sight_of
+from patch_sight import patch_sights_of
 from pictured_models import CASE, TEMPLATE, as_png, picture, written_with_words
 
 from effllm.runtime.calls.calling import tools_of
@@ -17,6 +17,7 @@ from effllm.runtime.engine import open_engine
 from effllm.runtime.events import Call
 from effllm.runtime.images import album as albums
 from effllm.runtime.images.marks import digests
+from effllm.runtime.images.senses import PICTURES
 from effllm.runtime.mcp.results import Returned
 from effllm.runtime.mcp.rounds import tell
 from effllm.runtime.prepare import EngineOptions
@@ -36,7 +37,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def sees(monkeypatch):
-    monkeypatch.setattr(albums, "sight_of", patch_sight_of)
+    monkeypatch.setattr(albums, "sights_of", patch_sights_of)
 
 
 @pytest.fixture
@@ -87,7 +88,7 @@ def test_a_picture_too_many_for_the_context_is_told(folder, files):
 
 
 def test_plan_and_show_say_that_pictures_are_taken_and_what_that_costs(folder):
-    tower = patch_sight_of(folder, type("Config", (), {"hidden_size": 64})).bytes_needed()
+    tower = patch_sights_of(folder, type("Config", (), {"hidden_size": 64}))[PICTURES].bytes_needed()
     shown, plan = (json.loads(Ran(command, str(folder), "--json").out) for command in ("show", "plan"))
     assert shown["pictures"] == {"placeholder": "<image>", "bytes": tower} and plan["sight_bytes"] == tower
     for command, line in (("show", "taken, as <image>"), ("plan", "what sees them takes 48.00 KiB")):

@@ -4,6 +4,8 @@ from io import BytesIO
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pictured_models import as_png, picture
 from PIL import Image
 
@@ -11,6 +13,7 @@ from effllm import UsageError
 from effllm.runtime.images import picture_file
 from effllm.runtime.images.marks import digests, mark, parts_of, rendered, unmarked
 from effllm.runtime.images.picture_file import decode_picture, read_picture
+from effllm.runtime.images.senses import PICTURES, SOUNDS
 from effllm.runtime.templates.template import ChatTemplate, TemplateError
 
 ONE, TWO = mark("1" * 32), mark("2" * 32)
@@ -154,18 +157,41 @@ BOTH = ("{% for m in messages %}{{ m.role }}: {% if m.content is string %}{{ m.c
 PARTS = ("{% for m in messages %}{{ m.role }}: {% for p in m.content | selectattr('type', 'equalto', 'image') %}<image>{% endfor %}"
          "{% for p in m.content | selectattr('type', 'equalto', 'text') %}{{ p.text }}{% endfor %};{% endfor %}")
 TEXT = "{% for m in messages %}{{ m.role + ': ' + m.content }};{% endfor %}"
+PLACES = {PICTURES: ("<image>",) * 2}
+SENSING = ("{% for m in messages %}{{ m.role }}: {% for p in m.content %}{{ p.text if p.type == 'text' else '<' + p.type + '>' }}"
+           "{% endfor %};{% endfor %}")
 
 
 @pytest.mark.parametrize("template", [BOTH, PARTS, TEXT])
 def test_templates_take_messages_in_their_own_way(template):
     messages = [{"role": "user", "content": f"{ONE}Who?"}, {"role": "assistant", "content": "A fox."}, {"role": "user", "content": "Why?"}]
-    found = rendered(ChatTemplate(template).render, messages, "<image>")
+    found = rendered(ChatTemplate(template).render, messages, PLACES)
     assert found == f"user: {ONE}Who?;assistant: A fox.;user: Why?;"
 
 
 def test_a_template_without_a_place_for_pictures_says_so():
     lost = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
     with pytest.raises(UsageError, match="no place for a picture"):
-        rendered(ChatTemplate(lost).render, [{"role": "user", "content": f"{ONE}Who?"}], "<image>")
+        rendered(ChatTemplate(lost).render, [{"role": "user", "content": f"{ONE}Who?"}], PLACES)
     with pytest.raises(TemplateError, match="only words"):
-        rendered(ChatTemplate("{{ raise_exception('only words') }}").render, [{"role": "user", "content": f"{ONE}Who?"}], "<image>")
+        rendered(ChatTemplate("{{ raise_exception('only words') }}").render, [{"role": "user", "content": f"{ONE}Who?"}], PLACES)
+
+
+@given(st.lists(st.sampled_from(["one", "image", "audio"]), min_size=1, max_size=6))
+def test_pictures_and_sounds_stand_in_a_prompt_in_the_order_in_which_they_were_given(kinds):
+    pieces = [f"word{at}" if kind == "one" else mark(f"{at:032}", kind == "audio") for at, kind in enumerate(kinds)]
+    places = PLACES | {SOUNDS: ("<audio>", "around <audio>")}
+    messages = [{"role": "user", "content": "".join(pieces)}]
+    assert rendered(ChatTemplate(SENSING).render, messages, places) == f"user: {''.join(pieces)};"
+    plain = "".join(f"around {piece}" if kind == "audio" else piece for kind, piece in zip(kinds, pieces, strict=True))
+    assert rendered(ChatTemplate(TEXT).render, messages, places) == f"user: {plain};"
+
+
+def test_a_template_that_moves_sounds_before_pictures_is_not_believed():
+    turned = ("{% for m in messages %}{% for kind in ('audio', 'image') %}{% for p in m.content if p.type == kind %}"
+              "<{{ kind }}>{% endfor %}{% endfor %}{% endfor %}")
+    with pytest.raises(UsageError, match="no place for these pictures or sounds"):
+        rendered(ChatTemplate(turned).render, [{"role": "user", "content": f"{ONE}{mark('2' * 32, True)}"}],
+                 PLACES | {SOUNDS: ("<audio>",) * 2})
+    with pytest.raises(UsageError, match="there are sounds in this conversation, and the model takes none"):
+        rendered(ChatTemplate(SENSING).render, [{"role": "user", "content": mark("2" * 32, True)}], PLACES)

@@ -15,6 +15,7 @@ from effllm.runtime.images import PLACE, Seen
 from effllm.runtime.images import album as albums
 from effllm.runtime.images.album import PICTURED, Album
 from effllm.runtime.images.marks import PictureGone, mark
+from effllm.runtime.images.senses import PICTURES
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.session import Session
@@ -45,7 +46,7 @@ def opened(made):
 @pytest.fixture
 def engine(made, opened):
     opened.reset()
-    opened.album = Album(TorchSight(made[1]))
+    opened.album = Album({PICTURES: TorchSight(made[1])})
     return opened
 
 
@@ -92,7 +93,7 @@ def test_rows_stand_where_transformers_puts_them(made, session):
     ids = ids_of(session, ASKED, *shown)
     ids = [*np.random.default_rng(1).integers(10, 4000, 116).tolist(), *ids]
     assert PICTURED <= min(ids[127:129]), "the first lies across the border of two pages"
-    expected = logits_of(made[1], engine.album.sight, ids, shown)
+    expected = logits_of(made[1], engine.album.sights[PICTURES], ids, shown)
     whole = np.concatenate([logits.copy() for _, logits in engine.score(ids)])
     assert_close(whole, expected)
     assert_close(np.concatenate([logits.copy() for _, logits in engine.score(ids, pages=1)]), expected)
@@ -100,7 +101,7 @@ def test_rows_stand_where_transformers_puts_them(made, session):
 
 
 def test_answers_are_those_of_transformers(made, session):
-    sight, model, points = session.engine.album.sight, made[1], picture(3)
+    sight, model, points = session.engine.album.sights[PICTURES], made[1], picture(3)
     events = list(session.ask(ASKED, [session.picture(points)]))
     ids = ids_of(session, ASKED, points)
     with torch.inference_mode():
@@ -115,7 +116,7 @@ def test_a_second_question_about_a_picture_reads_and_sees_nothing_again(session)
     first = said(session.ask(ASKED, [session.picture(points)]))
     held = len(engine.tokens)
     second = said(session.ask("And what else?"))
-    assert engine.album.sight.seen == 1 and engine.reused >= held - 1
+    assert engine.album.sights[PICTURES].seen == 1 and engine.reused >= held - 1
     logits = engine._logits.copy()
     ids = [*engine.tokens]
     engine.reset()
@@ -123,13 +124,13 @@ def test_a_second_question_about_a_picture_reads_and_sees_nothing_again(session)
     assert np.allclose(engine._logits, logits, atol=1e-4 * np.abs(logits).max())
     session.clear()
     assert said(session.ask(ASKED, [session.picture(points)])) == first
-    assert said(session.ask("And what else?")) == second and engine.album.sight.seen == 1
+    assert said(session.ask("And what else?")) == second and engine.album.sights[PICTURES].seen == 1
 
 
 def test_of_the_smallest_pictures_not_more_are_kept_than_there_is_room_for(monkeypatch):
     """Each is looked up and let go at the same cost, however many came before."""
     monkeypatch.setattr(albums, "KEPT", 100 * albums.BESIDE)
-    album = Album(None)
+    album = Album({})
     points = [np.array([[[number % 256, number // 256, 7]]], np.uint8) for number in range(500)]
     held = album.take(points[0])
     for each in points:
@@ -194,11 +195,11 @@ def test_a_saved_conversation_goes_on_without_its_picture_at_hand(made, session,
     list(session.ask(ASKED, [session.picture(picture(9))]))
     sessions = SavedSessions(SessionStore(tmp_path), "llava", 1 << 30)
     list(sessions.save(session, "seen"))
-    assert session.engine.album.sight.seen == 1
+    assert session.engine.album.sights[PICTURES].seen == 1
     whole = said(session.ask("And what else?"))
     sight = TorchSight(made[1])
     engine.reset()
-    engine.album = Album(sight)  # as another process has it
+    engine.album = Album({PICTURES: sight})  # as another process has it
     later = Session(engine, session.tokenizer, GREEDY, max_tokens=12, ignore_eos=True)
     list(sessions.load(later, "seen"))
     assert said(later.ask("And what else?")) == whole and sight.seen == 0
@@ -211,7 +212,7 @@ def test_a_saved_conversation_goes_on_without_its_picture_at_hand(made, session,
 
 
 def test_a_picture_that_has_no_room_is_not_looked_at(made, session):
-    sight = session.engine.album.sight
+    sight = session.engine.album.sights[PICTURES]
     with pytest.raises(ContextOverflow, match="512"):
         list(session.ask("word " * 520, [session.picture(picture(10))]))
     assert sight.seen == 0 and not session.messages
@@ -219,7 +220,7 @@ def test_a_picture_that_has_no_room_is_not_looked_at(made, session):
 
 def test_rows_are_kept_while_somebody_holds_their_picture(monkeypatch, made):
     sight = TorchSight(made[1])
-    album = Album(sight)
+    album = Album({PICTURES: sight})
     monkeypatch.setattr(albums, "KEPT", 1)
     held = album.take(picture(1))
     list(album.see([held]))
@@ -237,7 +238,7 @@ def test_what_a_picture_becomes_must_be_whole(made):
             return Seen(np.zeros((3, 64), np.float32), (PLACE,) * 4)
 
     with pytest.raises(UsageError, match="takes 4 tokens"):
-        list((album := Album(Short(made[1]))).see([album.take(picture(1))]))
+        list((album := Album({PICTURES: Short(made[1])})).see([album.take(picture(1))]))
 
 
 def test_a_model_that_takes_none_says_so(engine, tokenizer):
@@ -248,7 +249,7 @@ def test_a_model_that_takes_none_says_so(engine, tokenizer):
     session.take_up([{"role": "user", "content": mark("0" * 32)}, {"role": "assistant", "content": "A fox."}], None)
     with pytest.raises(EffllmError, match="there are pictures in this conversation"):
         list(session.ask("Which?"))
-    engine.album = Album(None, UsageError("its pictures are cut in a way that is not known", "none"))
+    engine.album = Album({PICTURES: UsageError("its pictures are cut in a way that is not known", "none")})
     with pytest.raises(UsageError, match="not known"):
         session.picture(picture(1))
 

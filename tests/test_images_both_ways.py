@@ -12,6 +12,7 @@ from effllm.runtime.answers.side_by_side import side_by_side
 from effllm.runtime.engine import open_engine
 from effllm.runtime.images import PLACE, Seen
 from effllm.runtime.images.album import PICTURED, Album
+from effllm.runtime.images.senses import PICTURES
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.session import Session
@@ -48,7 +49,7 @@ def made(tmp_path_factory):
 def opened(folder, **options):
     chosen = EngineOptions(**{"kv": "32bit", "device": "cpu", "ctx": 512, "exact": True, "chunk": 128, **options})
     engine = list(open_engine(folder, chosen))[-1]
-    engine.album = Album(DrawnSight())
+    engine.album = Album({PICTURES: DrawnSight()})
     return engine
 
 
@@ -146,7 +147,7 @@ def test_a_picture_that_no_pass_holds_is_refused(made):
             return Seen(np.zeros((200, 64), np.float32), (PLACE,) * 200, both_ways=True)
 
     engine = opened(made[0])
-    engine.album = Album(Large())
+    engine.album = Album({PICTURES: Large()})
     try:
         with pytest.raises(UsageError, match="a pass holds 128"):
             list(engine.prefill(prompt_of(engine, 5, picture(6), 3)))

@@ -15,6 +15,7 @@ from effllm.runtime.events import Done, Progress, TextDelta
 from effllm.runtime.images import Work
 from effllm.runtime.images.album import Album
 from effllm.runtime.images.marks import mark
+from effllm.runtime.images.senses import PICTURES
 from effllm.runtime.images.tower_parts import Crew
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import SamplerSettings
@@ -46,7 +47,7 @@ def made(tmp_path_factory: pytest.TempPathFactory):
 
 def begun(made) -> Session:
     engine = list(open_engine(made[0], OPTIONS))[-1]
-    engine.album = Album(Slow(made[1]))
+    engine.album = Album({PICTURES: Slow(made[1])})
     return Session(engine, Tokenizer.load(made[0], engine.config), SamplerSettings(temperature=0), max_tokens=8, ignore_eos=True)
 
 
@@ -62,12 +63,12 @@ def test_looking_ends_where_the_answer_is_stopped_and_is_taken_up_by_the_next_qu
             session.cancel()
     assert (told[0].phase, told[-2].done, told[-2].total, told[-2].unit) == ("looking at the picture", 4, 10, "layers")
     assert isinstance(told[-1], Done) and told[-1].stats.finish_reason == "cancelled" and not said(told)
-    assert session.engine.album.sight.seen == 0 and not session.messages
-    session.engine.album.sight.waits = False
+    assert session.engine.album.sights[PICTURES].seen == 0 and not session.messages
+    session.engine.album.sights[PICTURES].waits = False
     after = said(session.ask(ASKED, [session.picture(picture(1))]))
-    assert session.engine.album.sight.seen == 1 and after
+    assert session.engine.album.sights[PICTURES].seen == 1 and after
     again = begun(made)
-    again.engine.album.sight.waits = False
+    again.engine.album.sights[PICTURES].waits = False
     assert after == said(again.ask(ASKED, [again.picture(picture(1))])), "nothing of what was left stayed behind"
     assert np.array_equal(again.engine._logits, session.engine._logits)
 
@@ -75,7 +76,7 @@ def test_looking_ends_where_the_answer_is_stopped_and_is_taken_up_by_the_next_qu
 def test_others_are_answered_while_a_picture_is_looked_at_which_is_once(made) -> None:
     """One writes to its end before the tower is done; a second question about the same picture waits for what the first one sees."""
     engine = list(open_engine(made[0], replace(OPTIONS, parallel=3)))[-1]
-    engine.album = Album(sight := Slow(made[1]))
+    engine.album = Album({PICTURES: (sight := Slow(made[1]))})
     engines, _ = side_by_side(engine, 3)
     replies, rounds = Replies(engine, Tokenizer.load(made[0], engine.config), None, engines[1:]), Rounds(engine.shares)
     points, others = engine.album.take(picture(4)), engine.album.take(picture(5))

@@ -13,6 +13,7 @@ from effllm.runtime.answers.side_by_side import side_by_side
 from effllm.runtime.engine import open_engine
 from effllm.runtime.images import PLACE, Seen
 from effllm.runtime.images.album import Album
+from effllm.runtime.images.senses import PICTURES
 from effllm.runtime.images.turning import PICTURED, Followed, axes_of, id_of, parts_of
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import SamplerSettings
@@ -79,7 +80,7 @@ def made(request, tmp_path_factory):
 def session(made):
     folder, model, engine = made
     engine.reset()
-    engine.album = Album(GridSight(model), axes=axes_of(folder, engine.config))
+    engine.album = Album({PICTURES: GridSight(model)}, axes_of(folder, engine.config))
     return Session(engine, Tokenizer.load(folder, engine.config), SamplerSettings(temperature=0), max_tokens=10, ignore_eos=True)
 
 
@@ -103,7 +104,7 @@ def test_logits_are_those_of_transformers(made, session):
     points = [picture(1, 81, 61), picture(2, 40, 120), picture(3, 160, 100)]
     ids = [*np.random.default_rng(1).integers(10, 4000, 112).tolist(), *prompt_of(session, "It is so, said the fox.", *points)]
     assert PICTURED <= min(ids[127:129]), "the first lies across the border of two pages"
-    shown = told(engine.album.sight, ids, points)
+    shown = told(engine.album.sights[PICTURES], ids, points)
     model.double()
     with torch.inference_mode():
         expected = model(**{**shown, "pixel_values": shown["pixel_values"].double()}, use_cache=False).logits[0].numpy()
@@ -122,7 +123,7 @@ def test_answers_go_on_where_the_picture_ends(made, session):
     ids = engine.tokens[: -len(session.stats.token_ids) + 1]
     assert sum(token >= PICTURED for token in ids) == 12
     with torch.inference_mode():
-        wanted = model.generate(**told(engine.album.sight, ids, [points]), max_new_tokens=10, min_new_tokens=10, do_sample=False)
+        wanted = model.generate(**told(engine.album.sights[PICTURES], ids, [points]), max_new_tokens=10, min_new_tokens=10, do_sample=False)
     assert list(session.stats.token_ids) == wanted[0][len(ids) :].tolist()
     list(session.ask("What is it?"))
     assert engine.reused >= len(ids)

@@ -22,6 +22,7 @@ from effllm.runtime.gguf.projector_config import BUILDERS, MODELS
 from effllm.runtime.gguf.projector_names import PROJECTORS
 from effllm.runtime.images import SIGHTS, Work
 from effllm.runtime.images.album import Album, album_of, demand_sight
+from effllm.runtime.images.senses import PICTURES as SEEN
 from effllm.runtime.images.turning import axes_of
 
 LLAVA = ({"model_type": "llama"}, {**TOWER, "model_type": "clip_vision_model", "hidden_act": "gelu"}, ["<image>"],
@@ -53,16 +54,16 @@ def test_rows_tokens_and_places_are_those_of_the_folder(pair_of: tuple[Path, Pat
     folder, model, mmproj = pair_of
     config = read_config(model, strict=True)
     found, wanted = album_of(model, config), opened(folder)
-    assert found.refused is None
+    assert not found.refused
     for name in SHOWN:
-        ours, theirs = found.sight.see(PICTURES[name], Work()), wanted.see(PICTURES[name], Work())
+        ours, theirs = found.sights[SEEN].see(PICTURES[name], Work()), wanted.see(PICTURES[name], Work())
         assert np.array_equal(ours.rows, theirs.rows) and ours.tokens == theirs.tokens
         assert (ours.grid, ours.both_ways) == (theirs.grid, theirs.both_ways)
         assert (ours.deep is None) == (theirs.deep is None) and (ours.deep is None or np.array_equal(ours.deep, theirs.deep))
-        assert found.sight.places(*PICTURES[name].shape[:2]) == len(ours.tokens)
+        assert found.sights[SEEN].places(*PICTURES[name].shape[:2]) == len(ours.tokens)
     turned = axes_of(folder, read_config(folder))
     assert (found.axes is None) == (turned is None) and (turned is None or np.array_equal(found.axes, turned))
-    assert found.sight.placeholder == wanted.placeholder and found.sight.bytes_needed() > mmproj.stat().st_size // 2
+    assert found.sights[SEEN].placeholder == wanted.placeholder and found.sights[SEEN].bytes_needed() > mmproj.stat().st_size // 2
 
 
 @pytest.mark.parametrize(("kind", "most"), [("F16", 2e-3), ("BF16", 2e-2), ("Q8_0", 3e-2)])
@@ -72,7 +73,7 @@ def test_smaller_types_see_nearly_the_same(tmp_path: Path, kind: str, most: floa
     seeing(folder, "mistral3", CASES["mistral3"], hidden_size=64, intermediate_size=96, num_attention_heads=2)
     model, mmproj = write_pair(folder, tmp_path / "files", kind)
     assert {each.tensor_type.name for each in gguf.GGUFReader(mmproj).tensors} >= {kind, "F32"}
-    ours, wanted = (each.see(PICTURES["photo"], Work()).rows for each in (album(model).sight, opened(folder)))
+    ours, wanted = (each.see(PICTURES["photo"], Work()).rows for each in (album(model).sights[SEEN], opened(folder)))
     off = np.abs(ours - wanted).max() / np.abs(wanted).max()
     assert 0 < off < most
 
@@ -90,11 +91,11 @@ def test_without_such_a_file_the_missing_one_is_named(gemma: tuple[Path, Path, P
         demand_sight(alone, read_config(alone))
     assert "mmproj-*.gguf" in raised.value.hint and "--mmproj FILE" in raised.value.hint
     found = album(alone)
-    assert found.sight is None and found.refused.message == raised.value.message
-    assert album(alone, gemma[2]).sight is not None
+    assert not found.sights and found.refused[SEEN].message == raised.value.message
+    assert album(alone, gemma[2]).sights
     for name in ("mmproj-one.gguf", "mmproj-two.gguf"):
         (tmp_path / name).symlink_to(gemma[2])
-    assert "2 mmproj files lie beside alone.gguf: mmproj-one.gguf, mmproj-two.gguf" in album(alone).refused.message
+    assert "2 mmproj files lie beside alone.gguf: mmproj-one.gguf, mmproj-two.gguf" in album(alone).refused[SEEN].message
 
 
 def test_of_several_precisions_that_of_sixteen_bits_is_taken_also_from_above(gemma: tuple[Path, Path, Path], tmp_path: Path) -> None:
@@ -104,10 +105,10 @@ def test_of_several_precisions_that_of_sixteen_bits_is_taken_also_from_above(gem
     model.symlink_to(gemma[1])
     (snapshot / "mmproj-model-F32.gguf").write_bytes(b"GGUF")
     (snapshot / "mmproj-model-F16.gguf").symlink_to(gemma[2])
-    assert album(model).sight is not None
+    assert album(model).sights
     (tmp_path / "mmproj-model-F32.gguf").write_bytes(b"")  # beyond the repository
     (snapshot / "mmproj-model-F16.gguf").unlink()
-    assert "cut short" in album(model).refused.message
+    assert "cut short" in album(model).refused[SEEN].message
 
 
 def changed(**keys: object) -> Callable[[Path, Path], None]:
@@ -155,7 +156,7 @@ def test_a_file_that_is_broken_or_of_another_model_is_refused_in_a_line(gemma: t
     path = tmp_path / "mmproj.gguf"
     write(gemma[0], path)
     with pytest.raises(EffllmError, match=said) as raised:
-        album(gemma[1], path).sight.see(PICTURES["square"], Work())
+        album(gemma[1], path).sights[SEEN].see(PICTURES["square"], Work())
     assert hint in raised.value.hint and "\n" not in raised.value.message and raised.value.hint
 
 
@@ -180,7 +181,7 @@ def test_no_bytes_of_a_header_end_in_a_traceback(gemma: tuple[Path, Path, Path],
     path = gemma[2].parent.parent / "noise-mmproj-.gguf"
     path.write_bytes(raw)
     try:
-        album(gemma[1], path).sight.see(PICTURES["tiny"], Work())
+        album(gemma[1], path).sights[SEEN].see(PICTURES["tiny"], Work())
     except EffllmError as error:
         assert error.hint
 

@@ -15,6 +15,7 @@ from effllm.runtime.config import read_config
 from effllm.runtime.gguf.projector_export import TYPES
 from effllm.runtime.images import SIGHTS, Work
 from effllm.runtime.images.album import album_of
+from effllm.runtime.images.senses import PICTURES as SEEN
 
 FAMILIES = [family for family in CASES if family in PAIRS and family in TYPES]
 
@@ -47,7 +48,7 @@ def test_tensors_and_keys_are_those_of_another_writer(written: tuple[Path, Path,
 
 def test_what_is_read_from_it_sees_nearly_as_the_folder(written: tuple[Path, Path, Path, Path]) -> None:
     folder, model, _, ours = written
-    sight, wanted = album_of(model, read_config(model), str(ours)).sight, opened(folder)
+    sight, wanted = album_of(model, read_config(model), str(ours)).sights[SEEN], opened(folder)
     for name in ("photo", "tall"):
         found, theirs = sight.see(PICTURES[name], Work()), wanted.see(PICTURES[name], Work())
         assert found.tokens == theirs.tokens and found.grid == theirs.grid
@@ -80,7 +81,7 @@ def test_an_export_of_the_text_part_says_how_to_have_the_other(tmp_path: Path) -
     assert code == 0 and f"effllm export {folder} -o {tmp_path / 'mmproj-small.gguf'} --mmproj" in err
     assert typed("export", folder, "-o", tmp_path / "mmproj-small.gguf", "--mmproj")[0] == 0
     model = tmp_path / "small.gguf"  # and both files are found and belong together
-    assert album_of(model, read_config(model)).sight.see(PICTURES["photo"], Work()).rows.shape[1] == 48
+    assert album_of(model, read_config(model)).sights[SEEN].see(PICTURES["photo"], Work()).rows.shape[1] == 48
 
 
 def test_models_and_wishes_without_such_a_file_are_refused_in_a_line(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from effllm.runtime.engine import open_engine
 from effllm.runtime.images import PLACE, Work
 from effllm.runtime.images.album import album_of
 from effllm.runtime.images.marks import mark, rendered
+from effllm.runtime.images.senses import PICTURES as SEEN
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.templates.prompting import Prompts
 from effllm.runtime.text import Tokenizer
@@ -36,7 +37,7 @@ def hold_a_picture(model: Path, family: str, transformer: torch.nn.Module) -> No
     engine = list(open_engine(model, OPTIONS))[-1]
     try:
         engine.album = album_of(model, engine.config)
-        assert engine.album.sight is not None, engine.album.refused
+        assert engine.album.sights, engine.album.refused
         points = PICTURES["photo"]
         picture = engine.album.take(points)
         prompts = Prompts(Tokenizer.load(model, engine.config), album=engine.album)
@@ -109,9 +110,9 @@ def test_a_template_that_knows_no_pictures_has_the_words_around_one() -> None:
     plain = lambda messages: "".join(f"<|{each['role']}|>{each['content'] + ''}<|end|>" for each in messages)  # noqa: E731
     picture = mark("0" * 32)
     said = [{"role": "user", "content": f"{picture}\nWhat is it?"}]
-    assert rendered(plain, said, "<|image_pad|>", "<|vision_start|><|image_pad|><|vision_end|>") \
+    assert rendered(plain, said, {SEEN: ("<|image_pad|>", "<|vision_start|><|image_pad|><|vision_end|>")}) \
         == f"<|user|><|vision_start|>{picture}<|vision_end|>\nWhat is it?<|end|>"
-    assert rendered(plain, said, "<image>") == f"<|user|>{picture}\nWhat is it?<|end|>"
+    assert rendered(plain, said, {SEEN: ("<image>",) * 2}) == f"<|user|>{picture}\nWhat is it?<|end|>"
 
 
 # -- llama.cpp ----------------------------------------------------------------------------------------------------------------------

@@ -183,7 +183,7 @@ def test_a_text_cannot_stand_for_a_picture_that_did_not_come_with_it(server, kin
 
 def test_pictures_are_made_one_after_the_other_and_only_so_many_wait(monkeypatch):
     """A few bytes may come to many points."""
-    running, most, album = [], [], Album(None)
+    running, most, album = [], [], Album({})
 
     class Seer:
         sees = True

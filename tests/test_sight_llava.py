@@ -15,6 +15,7 @@ from effllm.runtime.config import read_config
 from effllm.runtime.config_reader import ConfigError
 from effllm.runtime.images import Work, tower
 from effllm.runtime.images.album import album_of
+from effllm.runtime.images.senses import PICTURES as SEEN
 from effllm.runtime.images.tower_parts import Crew
 
 SQUARE = {"height": 32, "width": 32}
@@ -111,7 +112,7 @@ def test_a_runs_threads_look(llava, monkeypatch):
             super().__init__(threads, work)
 
     monkeypatch.setattr(tower, "Crew", Counted)
-    own, usual = (album_of(llava[0], read_config(llava[0]), threads=threads).sight for threads in (5, None))
+    own, usual = (album_of(llava[0], read_config(llava[0]), threads=threads).sights[SEEN] for threads in (5, None))
     rows = [sight.see(PICTURES["odd"], Work()).rows for sight in (own, usual)]
     assert seen == [5, cpu_threads()] and np.abs(rows[0] - rows[1]).max() < 1e-5 * np.abs(rows[1]).max()
     assert (own.bytes_needed() > usual.bytes_needed()) == (cpu_threads() < 5)

@@ -8,12 +8,12 @@ import pytest
 from effllm import UsageError
 from effllm.runtime import images, sounds
 from effllm.runtime.families import COMPOSITE
-from effllm.runtime.images import SIGHTS, sight_of
-from effllm.runtime.sounds import HEARING
+from effllm.runtime.images import SIGHTS, sights_of
+from effllm.runtime.sounds import DESCRIBED, HEARING
 
 
 def test_every_family_that_sees_is_one_whose_text_part_runs():
-    assert set(SIGHTS) | set(HEARING) <= set(COMPOSITE) and not set(SIGHTS) & set(HEARING)
+    assert set(SIGHTS) | set(HEARING) <= set(COMPOSITE) and set(SIGHTS) & set(HEARING) == set(DESCRIBED)
     for package, names in ((images, SIGHTS), (sounds, HEARING)):
         for name in names.values():
             assert callable(import_module(f".{name}", package.__name__).sight)
@@ -23,10 +23,10 @@ def test_every_family_that_sees_is_one_whose_text_part_runs():
 def test_pictures_of_other_models_are_refused_in_a_line(kind, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
     with pytest.raises(UsageError, match=f"pictures of {kind} models are not read") as raised:
-        sight_of(tmp_path, None)
+        sights_of(tmp_path, None)
     assert "text alone works" in raised.value.hint
 
 
 def test_a_model_of_text_takes_none(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    assert sight_of(tmp_path, None) is None
+    assert sights_of(tmp_path, None) == {}

@@ -161,9 +161,9 @@ def of_folder(folder: Path, context: int | None) -> Files:
     config, container = read_config(folder), None if folder.is_file() else read_container(folder)
     noted = container and container.source.get("licence")
     album = album_of(folder, config)
-    sense = album.sense if album is not None and album.sight is not None else None
-    return Files(folder, config, Tokenizer.load(folder, config), context or config.context_length, noted, sense is PICTURES,
-                 sense is SOUNDS)
+    taken = album.sights if album is not None else {}
+    return Files(folder, config, Tokenizer.load(folder, config), context or config.context_length, noted, PICTURES in taken,
+                 SOUNDS in taken)
 
 
 def shown(model: Listed, files: Files, defaults: Defaults | None = None) -> dict[str, object]:

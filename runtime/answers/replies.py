@@ -119,7 +119,7 @@ class Replies(Asking, Readings):
 
     def _takes(self, sense: Sense) -> bool:
         album = self.engine.album
-        return album is not None and album.sight is not None and album.sense is sense
+        return album is not None and sense in album.sights
 
     def reply(self, messages: Sequence[Message], wish: Wish, tools: Tools | None = None,
               variables: Mapping[str, Any] | None = None, cancelled: Callable[[], bool] = never) -> Iterator[Event]:

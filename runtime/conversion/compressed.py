@@ -28,7 +28,7 @@ from ..convert import check_target, copied
 from ..events import Notice, Progress
 from ..families import kind_of
 from ..files.written import whole_already
-from ..sounds import HEARING
+from ..images import taken_too
 from ..source import folder_files, is_rounded, open_store
 from ..stores.composite import text_alone
 from ..stores.container import DTYPES, read_container
@@ -114,7 +114,7 @@ def export_compressed(source: Path, out: Path, kind: str) -> Iterator[Progress |
     raw = json.loads(texts[MARKER] if texts else (source / MARKER).read_text(encoding="utf-8"))
     if raw["model_type"] != config.family:
         kind = raw["model_type"]
-        yield Notice(f"{kind} takes {'sounds' if kind in HEARING else 'images'} too: its text part alone is written, {config.family}")
+        yield Notice(f"{kind} takes {taken_too(raw)} too: its text part alone is written, {config.family}")
     with open_store(source, wide="f32") as store:
         items = tuple(_items(config, store, bits))
         for item in items:

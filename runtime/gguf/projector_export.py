@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ... import DoesNotFit, UsageError
+from ... import DoesNotFit, EffllmError, UsageError
 from ...offload.checkpoint import CheckpointError, TensorStore
 from ...offload.gguf import Value
 from ...offload.gguf_writer import NewFile, PlannedTensor, gguf_head, padded
@@ -24,7 +24,8 @@ from ...offload.size import format_size
 from ...quant.weight import from_f32
 from ..config import ModelConfig, read_config
 from ..events import Progress
-from ..images import kind_of, sight_of
+from ..images import kind_of, sights_of
+from ..images.senses import PICTURES
 from ..images.tower_parts import widened
 from ..images.tower_sight import TowerSight
 from ..images.tower_weights import STORED, is_of_tower, own_name, tower_store
@@ -66,11 +67,13 @@ def is_written(folder: Path) -> bool:
 
 def seeing(folder: Path, config: ModelConfig) -> TowerSight:
     """Raises UsageError for a model that sees nothing, or with what no such file is written for."""
-    sight = sight_of(folder, config)
-    if sight is None:
+    found = sights_of(folder, config)
+    if not found:
         raise UsageError(f"{folder} takes no pictures", "leave --mmproj away")
     if (kind := str(kind_of(folder))) not in TYPES:
         raise UsageError(f"of {kind} models no mmproj file is written", f"known: {', '.join(TYPES)}")
+    if isinstance(sight := found[PICTURES], EffllmError):
+        raise sight
     return sight
 
 

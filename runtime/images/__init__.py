@@ -1,21 +1,24 @@
 """What a model makes of a picture: rows that stand in place of embeddings, and the tokens around them.
 
-A family that sees has a `Sight`, which knows how its pictures are cut and what its tower computes. All else of the program knows a picture
+A family that sees has a `Sight`, which knows how its pictures are cut and what its tower computes; one that hears has one of its own for
+sounds, and one that does both has two. All else of the program knows a picture
 as tokens of its own (`album.py`), as a mark in a text (`marks.py`) or as a file (`picture_file.py`).
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from ... import UsageError
+from ... import EffllmError, UsageError
 from ..families import COMPOSITE
 from ..files.small_file import JSON_NBYTES, read_whole
-from ..sounds import HEARING
+from ..sounds import HEARING, hears
+from .senses import PICTURES, SOUNDS, Sense
 
 if TYPE_CHECKING:
     import numpy as np
@@ -69,9 +72,10 @@ class Left(Exception):
 
 
 class Sight(Protocol):
-    """How one model sees. `placeholder`: the text by which its template marks a picture; `written`: that, and what stands around it, where
-    a template knows of no pictures. `threads`: how many compute; None for as many as pay on this machine."""
+    """How one model sees, or hears, as `sense` says. `placeholder`: the text by which its template marks a picture; `written`: that, and
+    what stands around it, where a template knows of no pictures. `threads`: how many compute; None for as many as pay on this machine."""
 
+    sense: Sense
     placeholder: str
     written: str
     threads: int | None
@@ -86,31 +90,55 @@ class Sight(Protocol):
         """Of the tower's weights and of what it computes with."""
 
 
-def sight_of(folder: Path, config: ModelConfig) -> Sight | None:
-    """How the model of a folder sees or hears; None for one that does neither. Raises UsageError for one whose pictures are not read."""
-    kind = kind_of(folder)
-    if kind not in SIGHTS and kind not in HEARING:
-        if kind in COMPOSITE:
-            raise UsageError(f"pictures of {kind} models are not read", "text alone works; docs/models.md lists the families that see")
-        return None
+def sights_of(folder: Path, config: ModelConfig) -> dict[Sense, Sight | EffllmError]:
+    """How the model of a folder sees and hears, each or why it cannot; empty for one that does neither. Raises UsageError for one whose
+    pictures are not read."""
+    raw = raw_of(folder)
+    kind, found = kind_of(folder), {}
+    for sense in senses_of(raw):
+        try:
+            found[sense] = sight_of(folder, config, sense)
+        except EffllmError as error:
+            found[sense] = error
+    if not found and kind in COMPOSITE:
+        raise UsageError(f"pictures of {kind} models are not read", "text alone works; docs/models.md lists the families that see")
+    return found
+
+
+def sight_of(folder: Path, config: ModelConfig, sense: Sense) -> Sight:
+    """How the model of a folder, which has this sense, sees or hears. Raises EffllmError."""
     from .tower_source import FolderSource
 
-    return made_of(kind, FolderSource(folder), config)
+    return made_of(str(kind_of(folder)), FolderSource(folder, sense), config, sense)
 
 
-def made_of(kind: str, source: TowerSource, config: ModelConfig) -> Sight:
-    """The sight of a model type of SIGHTS or HEARING."""
-    if kind in HEARING:
-        return import_module(f"..sounds.{HEARING[kind]}", __name__).sight(source, config)
-    return import_module(f".{SIGHTS[kind]}", __name__).sight(source, config)
+def made_of(kind: str, source: TowerSource, config: ModelConfig, sense: Sense = PICTURES) -> Sight:
+    """The sight of a model type of SIGHTS, or of HEARING."""
+    name = f"..sounds.{HEARING[kind]}" if sense is SOUNDS else f".{SIGHTS[kind]}"
+    return import_module(name, __name__).sight(source, config)
+
+
+def senses_of(raw: Mapping[str, object]) -> tuple[Sense, ...]:
+    """What the model of a config.json takes beside text, as far as it is read here."""
+    return (PICTURES,) * (raw.get("model_type") in SIGHTS) + (SOUNDS,) * hears(raw)
+
+
+def taken_too(raw: Mapping[str, object]) -> str:
+    """What the model of a config.json takes beside text, in a word, of one whose pictures are not read as well."""
+    return " and ".join({PICTURES: "images", SOUNDS: "sounds"}[sense] for sense in senses_of(raw) or (PICTURES,))
 
 
 def kind_of(folder: Path) -> str | None:
     """The model type that the config of a folder states; None for a file, and for what `read_config` refuses in its own words."""
+    kind = raw_of(folder).get("model_type")
+    return kind if isinstance(kind, str) else None
+
+
+def raw_of(folder: Path) -> Mapping[str, object]:
+    """What config.json says; nothing where `kind_of` is None."""
     path = folder / "config.json"
     try:
         raw = json.loads(read_whole(path, JSON_NBYTES)) if path.is_file() else None
     except (OSError, ValueError, RecursionError):
-        return None
-    kind = raw.get("model_type") if isinstance(raw, dict) else None
-    return kind if isinstance(kind, str) else None
+        return {}
+    return raw if isinstance(raw, dict) and isinstance(raw.get("model_type"), str) else {}

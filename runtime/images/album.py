@@ -1,4 +1,4 @@
-"""The pictures, or sounds, of the prompts of one model, and the tokens that stand for them. What is said of pictures holds for both.
+"""The pictures and sounds of the prompts of one model, and the tokens that stand for them. What is said of pictures holds for both.
 
 A place of a picture is a token with an id of its own, beyond every vocabulary: a number made from a hash of the picture's points, its
 columns where they count, and which of its rows stands there. So whatever compares tokens (what a cache holds, what was saved, what a draft
@@ -14,8 +14,8 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,8 +27,7 @@ import numpy as np
 from ... import EffllmError, UsageError
 from ...offload.header import is_gguf
 from ..events import Notice, Progress
-from ..sounds import HEARING
-from . import PLACE, Left, Seen, Sight, Work, kind_of, sight_of
+from . import PLACE, Left, Seen, Sight, Work, raw_of, senses_of, sights_of
 from .marks import PictureGone, mark
 from .senses import PICTURES, SOUNDS, Sense, sense_of
 from .turning import COLUMN_BITS, HASH_BITS, PICTURED, ROW_BITS, axes_of, id_of, parts_of
@@ -121,13 +120,14 @@ class Shown:
 
 
 class Album:
-    """The pictures of one model, which `sight` sees. Where that is None none can be read, which `refused` says of each. `axes`: as of
-    `axes_of`; `both_ways`: tokens of a picture that was seen see each other; `sense`: whether the model takes pictures or sounds. Pictures
-    may come from any thread; they are seen in the one that answers."""
+    """The pictures of one model, and its sounds, by what it has for each of its senses: `sights` see and hear; what it has and cannot use
+    here is in `refused`, with what is said of each that comes. `axes`: as of `axes_of`; `both_ways`: tokens of a picture that was seen see
+    each other. Pictures may come from any thread; they are seen in the one that answers."""
 
-    def __init__(self, sight: Sight | None, refused: EffllmError | None = None, axes: np.ndarray | None = None,
-                 sense: Sense = PICTURES) -> None:
-        self.sight, self.refused, self.axes, self.both_ways, self.sense = sight, refused, axes, False, sense
+    def __init__(self, senses: Mapping[Sense, Sight | EffllmError], axes: np.ndarray | None = None) -> None:
+        self.refused = {sense: found for sense, found in senses.items() if isinstance(found, EffllmError)}
+        self.sights: dict[Sense, Sight] = {sense: found for sense, found in senses.items() if sense not in self.refused}
+        self.axes, self.both_ways = axes, False
         self._lock = threading.Lock()
         self._known: WeakValueDictionary[str, Picture] = WeakValueDictionary()
         self._numbered: WeakValueDictionary[int, Picture] = WeakValueDictionary()
@@ -144,7 +144,8 @@ class Album:
             if found is None:
                 found = Picture(digest, size, sense_of(points), points)
                 if found.number in self._numbered:
-                    raise UsageError(f"two {self.sense.noun}s have the same number here, by a rare chance", "change one of them in a point")
+                    raise UsageError(f"two {found.sense.noun}s have the same number here, by a rare chance",
+                                     "change one of them in a point")
                 self._known[digest] = self._numbered[found.number] = found
             self._keep(found)
         return found
@@ -158,22 +159,24 @@ class Album:
         """Raises PictureGone."""
         found = self._known.get(digest)
         if found is None:
-            raise _gone(f"{self.sense.noun} {digest[:8]}", self.sense)
+            raise self._gone(digest[:8])
         return found
 
     def see(self, pictures: Sequence[Picture], left: Callable[[], bool] = lambda: False) -> Iterator[Progress | Notice]:
         """Look at those that were not seen yet, until `left` says that nobody waits any more: the others stay unseen. Where several
         answers do, each picture is looked at once, and one at a time: a plan has room for one."""
         new = [each for each in dict.fromkeys(pictures) if each.seen is None]
-        for number, picture in enumerate(new, start=1):
-            which = f"the {self.sense.noun}" if len(new) == 1 else f"{self.sense.noun} {number} of {len(new)}"
-            phase = f"{self.sense.phase} {which}"
+        counts: Counter[Sense] = Counter()
+        for picture in new:
+            sense, alike = picture.sense, sum(each.sense is picture.sense for each in new)
+            counts[sense] += 1
+            phase = f"{sense.phase} {f'the {sense.noun}' if alike == 1 else f'{sense.noun} {counts[sense]} of {alike}'}"
             while not self._looks.acquire(blocking=False):
                 if left():
                     return
                 yield Progress(phase, 0, 0, "layers")
             try:
-                seen = picture.seen or (yield from self._looked(picture.points, phase, left))
+                seen = picture.seen or (yield from self._looked(picture, phase, left))
             finally:
                 self._looks.release()
             if seen is None:
@@ -187,11 +190,11 @@ class Album:
                 self._keep(picture)
             yield Notice(f"{picture.sense.called(picture.size)}: {len(seen.tokens)} tokens")
 
-    def _looked(self, points: np.ndarray, phase: str, left: Callable[[], bool]) -> Generator[Progress, None, Seen | None]:
+    def _looked(self, picture: Picture, phase: str, left: Callable[[], bool]) -> Generator[Progress, None, Seen | None]:
         """What a picture is; None where nobody waits any more."""
         work = Work()
         with ThreadPoolExecutor(1, "sight") as beside:
-            looking = beside.submit(self.sight.see, points, work)
+            looking = beside.submit(self.sights[picture.sense].see, picture.points, work)
             try:
                 while True:  # said once at least, of a picture that is seen at once too
                     work.is_left = work.is_left or left()
@@ -216,7 +219,7 @@ class Album:
     def places(self, digest: str) -> int:
         """How many tokens a picture takes, seen or not."""
         picture = self.find(digest)
-        return self.sight.places(*picture.size) if picture.seen is None else len(picture.seen.tokens)
+        return self.sights[picture.sense].places(*picture.size) if picture.seen is None else len(picture.seen.tokens)
 
     def shown(self, ids: Sequence[int]) -> tuple[list[int], Shown | None]:
         """Ids as the vocabulary has them, a word's in place of each picture's, and what stands there instead. Raises PictureGone."""
@@ -228,19 +231,27 @@ class Album:
             number, _, row = parts_of(ids[place])
             picture = self._numbered.get(number)
             if picture is None or picture.seen is None or row >= len(picture.seen.rows):
-                raise _gone(f"a {self.sense.noun}", self.sense)
+                raise self._gone()
             rows.append(picture.seen.rows[row])
-            if picture.seen.deep is not None:
-                deep.append(picture.seen.deep[:, row])
-            reach[place] = len(picture.seen.rows) - 1 - row if picture.seen.both_ways else 0
-            plain[place], narrow = 0, picture.seen.in_windows
-        return plain, Shown(np.array(places, np.int64), np.stack(rows).astype(np.float32, copy=False),
-                            np.stack(deep, axis=1) if deep else None, reach if reach.any() else None, narrow)
+            deep.append(None if picture.seen.deep is None else picture.seen.deep[:, row])
+            if picture.seen.both_ways:
+                reach[place], narrow = len(picture.seen.rows) - 1 - row, picture.seen.in_windows
+            plain[place] = 0
+        return plain, Shown(np.array(places, np.int64), np.stack(rows).astype(np.float32, copy=False), _joined(deep),
+                            reach if reach.any() else None, narrow)
 
-    def by_adapter(self, ids: Sequence[int]) -> bool:
-        """Whether any of the ids is of a picture whose rows are read by an adapter."""
+    def by_adapter(self, ids: Sequence[int]) -> Sense | None:
+        """Of which sense any of the ids is whose rows are read by an adapter; None where there is none."""
         found = (self._numbered.get(parts_of(token)[0]) for token in ids if token >= PICTURED)
-        return any(each is not None and each.seen is not None and each.seen.by_adapter for each in found)
+        return next((each.sense for each in found if each is not None and each.seen is not None and each.seen.by_adapter), None)
+
+    def _gone(self, which: str = "") -> PictureGone:
+        """Of what is not at hand it is not known whether it was seen or heard, where the model does both."""
+        senses = [*self.sights] or [PICTURES]
+        nouns = " or ".join(f"{sense.noun} {which}" if which else f"a {sense.noun}" for sense in senses)
+        ways = " or ".join(f"--{sense.part} FILE, /{sense.part} FILE in a chat" for sense in senses)
+        return PictureGone(f"{nouns} of this conversation is needed again and is no longer at hand",
+                           f"give it once more ({ways}), or begin anew (/clear)")
 
     def _keep(self, picture: Picture) -> None:
         """The newest of all; the oldest go where there are too many bytes. Under the lock."""
@@ -251,58 +262,57 @@ class Album:
             self._kept_nbytes -= self._kept.popitem(last=False)[1][1]
 
 
-def _gone(which: str, sense: Sense) -> PictureGone:
-    return PictureGone(f"{which} of this conversation is needed again and is no longer at hand",
-                       f"give it once more (--{sense.part} FILE, /{sense.part} FILE in a chat), or begin anew (/clear)")
+def _joined(deep: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    """What early layers add to each row [layers, n, hidden]: nothing to those of a sound; None where they add to none."""
+    like = next((each for each in deep if each is not None), None)
+    return None if like is None else np.stack([np.zeros_like(like) if each is None else each for each in deep], axis=1)
 
 
 def album_of(model: Path, config: ModelConfig, mmproj: str | None = None, threads: int | None = None) -> Album | None:
     """For the model of a folder, or of a GGUF file, whose tower lies in a file of its own, `mmproj` or one beside it; None where it takes
-    no pictures. So many `threads` look at them. Raises EffllmError where the file that was named does not belong to the model."""
+    no pictures and no sounds. So many `threads` look at them. Raises EffllmError where the file that was named does not belong to the
+    model."""
     try:
-        sight, axes = _sight(model, config, mmproj)
-        if sight is not None:
-            sight.threads = threads
-        return None if sight is None else Album(sight, axes=axes, sense=sense_taken(model))
+        album = Album(*_senses(model, config, mmproj))
     except EffllmError as error:
         if mmproj is not None:
             raise
-        return Album(None, error, sense=sense_taken(model))
+        return Album(dict.fromkeys(senses_of(raw_of(model)) or (PICTURES,), error))
+    for sight in album.sights.values():
+        sight.threads = threads
+    return album if album.sights or album.refused else None
 
 
-def sense_taken(model: Path | str) -> Sense:
-    """What the model of a folder or a file takes beside text, where it takes anything."""
-    return SOUNDS if kind_of(Path(model)) in HEARING else PICTURES
-
-
-def _sight(model: Path, config: ModelConfig, mmproj: str | None) -> tuple[Sight | None, np.ndarray | None]:
+def _senses(model: Path, config: ModelConfig, mmproj: str | None) -> tuple[dict[Sense, Sight | EffllmError], np.ndarray | None]:
     if mmproj is None and not is_gguf(model):
-        sight = sight_of(model, config)
-        return sight, None if sight is None or kind_of(model) in HEARING else axes_of(model, config)
+        found = sights_of(model, config)
+        return found, axes_of(model, config) if found else None
     from .projector import projected
 
-    return projected(model, config, None if mmproj is None else Path(os.path.expanduser(mmproj)))
+    sight, axes = projected(model, config, None if mmproj is None else Path(os.path.expanduser(mmproj)))
+    return {sight.sense: sight}, axes
 
 
-def sight_nbytes(model: str | None, config: ModelConfig, mmproj: str | None = None, threads: int | None = None) -> int:
-    """Bytes that seeing takes in a run of a model, as of `album_of`; 0 for None, and where no picture is read."""
+def senses_nbytes(model: str | None, config: ModelConfig, mmproj: str | None = None, threads: int | None = None) -> dict[Sense, int]:
+    """Bytes that each sense takes in a run of a model, as of `album_of`; of None, and where no picture is read, there is none."""
     album = None if model is None else album_of(Path(model), config, mmproj, threads)
-    return 0 if album is None or album.sight is None else album.sight.bytes_needed()
+    return {} if album is None else {sense: sight.bytes_needed() for sense, sight in album.sights.items()}
 
 
 def sighted(album: Album | None, sense: Sense = PICTURES) -> Album:
     """The album of a model whose pictures, or sounds, are read. Raises EffllmError for another."""
-    if album is None or album.sense is not sense:
+    if album is not None and sense in album.refused:
+        raise album.refused[sense]
+    if album is None or sense not in album.sights:
         raise UsageError(*sense.refusal)
-    if album.sight is None:
-        raise album.refused
     return album
 
 
 def demand_sight(model: Path, config: ModelConfig, mmproj: str | None = None, sense: Sense = PICTURES) -> None:
     """Raises EffllmError for a model, as of `album_of`, that takes no pictures, or no sounds, or whose are not read here."""
-    if sense_taken(model) is not sense or _sight(model, config, mmproj)[0] is None:
+    if not is_gguf(model) and sense not in (senses_of(raw_of(model)) or (PICTURES,)):
         raise UsageError(*sense.refusal)
+    sighted(Album(*_senses(model, config, mmproj)), sense)
 
 
 def words(ids: Sequence[int]) -> list[int]:

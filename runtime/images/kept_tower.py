@@ -1,4 +1,4 @@
-"""What a model sees with, in a folder of quantized weights: a file of its own beside them, with its tensors as they were.
+"""What a model sees and hears with, in a folder of quantized weights: a file of its own beside them, with its tensors as they were.
 
 A tower is a small part of a model and is multiplied once for a picture, so nothing of it is rounded.
 """
@@ -22,7 +22,7 @@ from .tower_weights import is_of_tower, tower_store
 
 
 def tower_nbytes(folder: Path) -> int:
-    """Bytes of what the model in `folder` sees with; 0 of one whose pictures are not read here."""
+    """Bytes of what the model in `folder` sees and hears with; 0 of one whose pictures are not read here."""
     return sum(info.nbytes for info in tower_tensors(folder))
 
 

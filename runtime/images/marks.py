@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from ... import EffllmError, UsageError
-from .senses import PICTURES, Sense
+from .senses import PICTURES, SOUNDS, Sense
 
 BEGIN, END, HEARD = "\ue7a0", "\ue7a1", "\ue7a2"  # HEARD ends the mark of a sound
 MARK = re.compile(f"{BEGIN}([0-9a-f]{{32}})[{END}{HEARD}]")
@@ -37,46 +36,58 @@ def digests(text: str) -> list[str]:
 
 def unmarked(text: str) -> str:
     """A text that a person reads: a picture, or a sound, is called one."""
-    return MARK.sub(lambda found: f"[{'sound' if found[0].endswith(HEARD) else 'picture'} {found[1][:8]}]", text)
+    return MARK.sub(lambda found: f"[{sense_marked(found).noun} {found[1][:8]}]", text)
 
 
-def parts_of(text: str, kind: str = "image") -> list[dict[str, str]]:
-    """A text as a template takes it that knows of pictures, or what else is of this `kind`: `{"type": kind}` for each, in its place."""
+def sense_marked(found: re.Match[str]) -> Sense:
+    """What a MARK stands for."""
+    return SOUNDS if found[0].endswith(HEARD) else PICTURES
+
+
+def parts_of(text: str) -> list[dict[str, str]]:
+    """A text as a template takes it that knows of pictures or sounds: `{"type": "image"}`, or "audio", for each, in its place."""
     parts: list[dict[str, str]] = []
+    kinds = [{"type": sense_marked(found).part} for found in MARK.finditer(text)]
     for number, piece in enumerate(MARK.split(text)):
         if number % 2:
-            parts.append({"type": kind})
-        elif piece := piece.strip("\n") if MARK.search(text) else piece:
+            parts.append(kinds[number // 2])
+        elif piece := piece.strip("\n") if kinds else piece:
             parts.append({"type": "text", "text": piece})
     return parts
 
 
-def rendered(render: Render, messages: Sequence[Message], placeholder: str, written: str | None = None, sense: Sense = PICTURES) -> str:
-    """A prompt of messages that have marks, by a template that writes `placeholder` for each picture. Templates differ in what they take as
-    parts, and some know of no pictures, whose texts have `written` for each: the first way counts in which all pictures and all that the
-    person said are there. Raises
-    UsageError, and what `render` raises of the last way."""
+def rendered(render: Render, messages: Sequence[Message], places: Mapping[Sense, tuple[str, str]]) -> str:
+    """A prompt of messages that have marks, by a template. `places`: what it writes for each picture, or each sound, and what is written
+    by ourselves where it knows of none. Templates differ in what they take as parts: the first way counts in which all pictures are there
+    in their order, and all that the person said. Raises UsageError, and what `render` raises of the last way."""
     said = [each["content"] or "" for each in messages]
-    marks = [found[0] for each in said for found in MARK.finditer(each)]
-    in_parts = partial(parts_of, kind=sense.part)
-    ways = (lambda text: in_parts(text) if MARK.search(text) else text, in_parts,
-            lambda text: MARK.sub(lambda found: written or placeholder, text))
+    marks = [found for each in said for found in MARK.finditer(each)]
+    senses = [sense_marked(found) for found in marks]
+    if strange := [sense for sense in senses if sense not in places]:
+        raise UsageError(f"there are {strange[0].noun}s in this conversation, and the model takes none", "go on with a model that does")
+    for text in said:
+        for sense, (placeholder, _) in places.items():
+            if placeholder in text:
+                raise UsageError(f"a message has {placeholder} in it, which stands for a {sense.noun} here",
+                                 "write it otherwise, as with a space in it")
+    ways = (lambda text: parts_of(text) if MARK.search(text) else text, parts_of,
+            lambda text: MARK.sub(lambda found: places[sense_marked(found)][1], text))
     texts = [part["text"].strip() for each in messages if each["role"] == "user" for part in parts_of(each["content"] or "")
              if part["type"] == "text"]
-    failed: Exception | None = None
-    if any(placeholder in text for text in said):
-        raise UsageError(f"a message has {placeholder} in it, which stands for a {sense.noun} here",
-                         "write it otherwise, as with a space in it")
+    written = re.compile("|".join(f"({re.escape(placeholder)})" for placeholder, _ in places.values()))
+    wanted, failed = [places[sense][0] for sense in senses], None
     for way in ways:
         try:
             text = render([{**each, "content": each["content"] and way(each["content"])} for each in messages])
         except Exception as error:  # a stranger's program; of the last way it is raised
             failed = error
             continue
-        pieces = text.split(placeholder)
-        if len(pieces) == len(marks) + 1 and all(each in text for each in texts):
-            return pieces[0] + "".join(own + piece for own, piece in zip(marks, pieces[1:], strict=True))
+        if [found[0] for found in written.finditer(text)] == wanted and all(each in text for each in texts):
+            pieces = iter(marks)
+            return written.sub(lambda found, pieces=pieces: next(pieces)[0], text)
     if failed is not None:
         raise failed
-    raise UsageError(f"this model's chat template has no place for {f'a {sense.noun}' if len(marks) == 1 else f'these {sense.noun}s'}",
-                     f"{sense.noun}s go with a user's message; or one {sense.noun} a message")
+    nouns = dict.fromkeys(sense.noun for sense in senses or places)
+    one, many = " or ".join(nouns), " or ".join(f"{noun}s" for noun in nouns)
+    raise UsageError(f"this model's chat template has no place for {f'a {one}' if len(marks) == 1 else f'these {many}'}",
+                     f"{many} go with a user's message; or one {one} a message")

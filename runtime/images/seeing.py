@@ -46,8 +46,8 @@ class Seeing:
             raise
         if shown is not None and shown.reach is not None:
             self._demand_both_ways()
-        if shown is not None and not self.options.lora and self.album.by_adapter(ids):
-            raise UsageError(f"this model reads its {self.album.sense.noun}s by a LoRA adapter that was published in its folder",
+        if shown is not None and not self.options.lora and (sense := self.album.by_adapter(ids)) is not None:
+            raise UsageError(f"this model reads its {sense.noun}s by a LoRA adapter that was published in its folder",
                              "--lora FOLDER, that of the model as it was published, which holds adapter_config.json")
         return np.array(plain, np.int64), {"shown": shown, "turned": self.turned(ids)}
 

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from ..config_reader import Keys, read_json
 from .preprocessor import read_processor
+from .senses import Sense
 from .tower_weights import Weights, demand_tower, tower_store
 
 
@@ -32,19 +33,19 @@ class TowerSource(Protocol):
 
 
 class FolderSource:
-    """Of a folder. Raises UsageError for one that holds the text part alone."""
+    """Of a folder, and of what it sees or hears with. Raises UsageError for one that holds the text part alone."""
 
     without_word = "fetch its tokenizer.json again"
 
-    def __init__(self, folder: Path) -> None:
-        demand_tower(folder)
-        self.model, self.config = folder, read_json(folder / "config.json")
+    def __init__(self, folder: Path, sense: Sense) -> None:
+        demand_tower(folder, sense)
+        self.model, self.config, self.sense = folder, read_json(folder / "config.json"), sense
 
     def processor(self, known: Sequence[str]) -> tuple[Keys, Keys]:
         return read_processor(self.model, known)
 
     def weights(self) -> Weights:
-        return Weights(tower_store(self.model), "config.json", str(self.config.get("model_type")))
+        return Weights(tower_store(self.model), "config.json", self.sense)
 
     def saying(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -17,7 +17,8 @@ from ...offload.checkpoint import CheckpointError, TensorStore
 from ...offload.header import AGAIN, TensorInfo
 from ..files.written import TOWER
 from ..sounds import HEARING
-from . import kind_of
+from . import SIGHTS, kind_of
+from .senses import PICTURES, SOUNDS, Sense
 from .tower_parts import Matrix, Norm, widened
 
 STORED = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
@@ -37,14 +38,15 @@ def own_name(name: str) -> str:
     return name.replace("vision_tower.vision_model.", "vision_tower.", 1)
 
 
-def parts_of(kind: str | None) -> tuple[str, ...]:
-    """How names of a tower's tensors begin, in a model of this type. Of one that could do both, what is read here counts."""
-    return HEARING_PARTS if kind in HEARING else PARTS
+def parts_of(sense: Sense) -> tuple[str, ...]:
+    """How names of the tensors begin that a model sees, or hears, with."""
+    return HEARING_PARTS if sense is SOUNDS else PARTS
 
 
 def is_of_tower(name: str, kind: str | None = None) -> bool:
-    """By a tensor's name in a checkpoint of a model of this type."""
-    return own_name(name).startswith(parts_of(kind))
+    """By a tensor's name in a checkpoint of a model of this type, as far as what it takes is read here."""
+    own, hears = own_name(name), kind in HEARING
+    return hears and own.startswith(HEARING_PARTS) or (kind in SIGHTS or not hears) and own.startswith(PARTS)
 
 
 def tower_store(folder: Path) -> TensorStore:
@@ -54,24 +56,29 @@ def tower_store(folder: Path) -> TensorStore:
     return TensorStore.of_file(apart) if apart.is_file() else TensorStore.open(folder)
 
 
-def demand_tower(folder: Path) -> None:
-    """Raises UsageError for a folder that holds the text part alone."""
+def demand_tower(folder: Path, sense: Sense) -> None:
+    """Raises UsageError for a folder that holds nothing of what sees, or hears."""
     kind = kind_of(folder)
     with tower_store(folder) as store:
-        if not any(is_of_tower(name, kind) for name in store.tensors):
-            what, taken = ("hears", "sounds") if kind in HEARING else ("sees", "pictures")
-            raise UsageError(f"{folder} holds the text part of this model alone, without what {what}",
-                             f"{taken} take the original folder, or one that effllm quantize made of it")
+        if any(own_name(name).startswith(parts_of(sense)) for name in store.tensors):
+            return
+        alone = not any(is_of_tower(name, kind) for name in store.tensors)
+    if alone:
+        raise UsageError(f"{folder} holds the text part of this model alone, without what {sense.does}",
+                         f"{sense.noun}s take the original folder, or one that effllm quantize made of it")
+    raise UsageError(f"{folder} holds nothing that {sense.does}, though its config.json describes it",
+                     f"{sense.noun}s take the original folder, or one that effllm quantize makes of it now")
 
 
 class Weights:
-    """The tensors of a store by their own names, whose shapes `described` states. A context manager, which closes the store."""
+    """The tensors of a store that one sense has, by their own names, whose shapes `described` states. A context manager, which closes the
+    store."""
 
-    def __init__(self, store: TensorStore, described: str, kind: str | None = None) -> None:
+    def __init__(self, store: TensorStore, described: str, sense: Sense = PICTURES) -> None:
         self._store, self._described = store, described
         named = ((own_name(name), info) for name, info in self._store.tensors.items())
         self._infos: dict[str, TensorInfo] = {name: info for name, info in named
-                                              if name.startswith(parts_of(kind))}
+                                              if name.startswith(parts_of(sense))}
 
     @property
     def nbytes(self) -> int:

@@ -305,7 +305,7 @@ def _taken(model: Path, config: ModelConfig | EncoderConfig, projectors: Sequenc
         album = album_of(model, config, str(projectors[0]) if len(projectors) == 1 else None)
     except EffllmError:  # of another model, or of a type that is not read: text works
         return ()
-    return () if album is None or album.sight is None else (f"{album.sense.noun}s",)
+    return () if album is None else tuple(f"{sense.noun}s" for sense in album.sights)
 
 
 def _writes(config: EncoderConfig | ModelConfig) -> bool:

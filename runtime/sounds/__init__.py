@@ -5,6 +5,17 @@ at 16 kHz, and a family that hears has a `Sight` whose `sense` is SOUNDS. To add
 and its `model_type` in HEARING.
 """
 
+from __future__ import annotations
+
+from collections.abc import Mapping
+
 # Model type of a model that takes sounds -> the module here that hears for it: its `sight(source, config)` returns a Sight.
-HEARING: dict[str, str] = {"audioflamingo3": "audioflamingo3", "granite_speech": "granite_speech", "qwen2_audio": "qwen2_audio",
-                           "voxtral": "voxtral"}
+HEARING: dict[str, str] = {"audioflamingo3": "audioflamingo3", "granite_speech": "granite_speech",
+                           "qwen2_audio": "qwen2_audio", "voxtral": "voxtral"}
+DESCRIBED: tuple[str, ...] = ()  # of those, model types of which some models are deaf: they say nothing of an `audio_config`
+
+
+def hears(raw: Mapping[str, object]) -> bool:
+    """Whether the model of a config.json takes sounds."""
+    kind = raw.get("model_type")
+    return kind in HEARING and (kind not in DESCRIBED or isinstance(raw.get("audio_config"), dict))

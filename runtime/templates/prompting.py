@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ... import UsageError
 from ..images.album import Album
-from ..images.marks import END, MARK, Message, Render, digests
+from ..images.marks import MARK, Message, Render, digests, sense_marked
 from ..images.marks import rendered as with_marks
 from ..passes import too_long
 from ..text import Tokenizer
@@ -35,7 +35,7 @@ class Prompts:
 
     def __init__(self, tokenizer: Tokenizer, raw: bool = False, album: Album | None = None) -> None:
         self.tokenizer, self.raw, self.folds = tokenizer, raw or tokenizer.template is None, False
-        self.album = None if album is None or album.sight is None else album
+        self.album = album if album is not None and album.sights else None
         self.held: tuple[str, list[int]] = ("", [])
 
     def rendered(self, messages: Sequence[Mapping[str, Any]], system: str | None, think: str = "auto",
@@ -69,17 +69,17 @@ class Prompts:
     def _render(self, render: Render, messages: Sequence[Message]) -> str:
         """Messages through the template. One that takes a message in parts alone drops what is said in a text."""
         said = [each["content"] or "" for each in messages]
-        has_pictures = any(map(MARK.search, said))
+        has_pictures = [found for each in said for found in MARK.finditer(each)]
         if self.album is None:
             if has_pictures:
-                noun = "picture" if any(END in each for each in said) else "sound"
+                noun = sense_marked(has_pictures[0]).noun
                 raise UsageError(f"there are {noun}s in this conversation, and the model takes none", "go on with a model that does")
             return render(messages)
         if not has_pictures:
             prompt = render(messages)
             if all(text.strip() in prompt for each, text in zip(messages, said, strict=True) if each["role"] == "user"):
                 return prompt
-        return with_marks(render, messages, self.album.sight.placeholder, self.album.sight.written, self.album.sense)
+        return with_marks(render, messages, {sense: (sight.placeholder, sight.written) for sense, sight in self.album.sights.items()})
 
     def going_on(self, prompt: str, said: str) -> str:
         """A prompt whose answer begins with `said`: it goes on behind its reasoning, also where the template opens one."""
@@ -118,11 +118,12 @@ class Prompts:
         """Token ids of a text, in which marks are the tokens of their pictures. Raises PictureGone."""
         if self.album is None or not (found := digests(text)):
             return self._letters(text, add_special_tokens)
-        placeholder = self.album.sight.placeholder
         shown = [self.album.ids(digest) for digest in found]
-        number = self.tokenizer.added.get(placeholder)
-        ids = self._letters(MARK.sub(placeholder, text), add_special_tokens)
-        if number is None or ids.count(number) != len(shown):  # it is letters for this vocabulary, or the text has another one
+        places = [self.album.sights[sense_marked(mark)].placeholder for mark in MARK.finditer(text)]
+        numbers, waiting = {self.tokenizer.added.get(each) for each in places}, iter(places)
+        ids = self._letters(MARK.sub(lambda mark: next(waiting), text), add_special_tokens)
+        if None in numbers or sum(token in numbers for token in ids) != len(shown):
+            # one is letters for this vocabulary, or the text has another one
             first, *rest = MARK.split(text)[::2]
             ids = self._letters(first, add_special_tokens)
             for own, piece in zip(shown, rest, strict=True):
@@ -130,7 +131,7 @@ class Prompts:
             return ids
         made, waiting = [], iter(shown)
         for token in ids:
-            made += next(waiting) if token == number else (token,)
+            made += next(waiting) if token in numbers else (token,)
         return made
 
     def _letters(self, text: str, add_special_tokens: bool) -> list[int]:
