@@ -131,10 +131,13 @@ def _full_attention_alone(raw: Mapping[str, object]) -> bool:
 
 def _text_part(raw: Mapping[str, object], strict: bool) -> ModelConfig:
     """The text generator inside a model that takes more than text."""
+    from . import families
+
     config = parse_config(text_alone(raw), strict)
     kind = raw["model_type"]
     said = f"{show(kind)} takes {taken_too(raw)} too: effllm reads its text part, {config.family}"
-    return replace(config, warnings=(said, *config.warnings, *_judge_unknown(unknown_outside(raw, KEYS_HARMLESS), strict)))
+    return replace(config, prefixed=kind in families.PREFIXED,
+                   warnings=(said, *config.warnings, *_judge_unknown(unknown_outside(raw, KEYS_HARMLESS), strict)))
 
 
 def _judge_unknown(unknown: list[str], strict: bool) -> tuple[str, ...]:

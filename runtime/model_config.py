@@ -54,7 +54,8 @@ class ModelConfig:
     `behind_eps` the epsilon of those behind attention and MLP, where these are not the others'. `gate_bounds`: by layer how far gates of
     experts, and those of what every token visits, go, None for no bound. `compressed`: beyond a window layers see keys of several tokens,
     and streams are mixed by numbers of a token's own. `head_act`: between the last norm and the head are a matrix, with `head_in_bias` of a
-    bias, this activation and a norm; `norms_biased`: norms of a family that may go without have biases.
+    bias, this activation and a norm; `norms_biased`: norms of a family that may go without have biases. `prefixed`: in a prompt with
+    pictures all tokens see each other, those of the answer what is before them.
     """
 
     family: str
@@ -141,6 +142,7 @@ class ModelConfig:
     head_act: str | None = None
     head_in_bias: bool = False
     norms_biased: bool = False
+    prefixed: bool = False
     warnings: tuple[str, ...] = ()
 
     @property

@@ -47,6 +47,7 @@ class Prefill:
     demand_prompt: Callable[[Sequence[int]], None]
     uncut: Callable[[Iterator[int]], Iterator[int]]
     both_ways: bool
+    reads_whole: Callable[[Sequence[int]], bool]
     _forward: Callable[..., np.ndarray]
     _logits: np.ndarray | None
 
@@ -74,8 +75,8 @@ class Prefill:
             if self.options.overflow != "shift" or self.n_ctx < SHORTEST:
                 raise too_long(len(ids), self.n_ctx, self.config.context_length)
             ids = self._shortened(ids)
-        held = goes_on_from(self.cache, self.tokens, ids, self.anew, self.prepared.chunk)
-        held, said = self.recall(ids, self.cache.truncate(held))
+        held = 0 if self.reads_whole(ids) else goes_on_from(self.cache, self.tokens, ids, self.anew, self.prepared.chunk)
+        held, said = (self.cache.truncate(0), []) if self.reads_whole(ids) else self.recall(ids, self.cache.truncate(held))
         self.tokens, self.reused, self.read, self.anew, self.reading = ids[:held], held, 0, min(self.anew, held), ids
         yield from map(Notice, said)
         started = time.perf_counter()

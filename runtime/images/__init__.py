@@ -33,7 +33,8 @@ SIGHTS: dict[str, str] = {
     "glm4v": "glm4v", "glm4v_moe": "glm4v", "glm_ocr": "glm4v",
     "granite_docling": "granite_docling", "idefics3": "idefics3", "internvl": "internvl", "lfm2_vl": "lfm2_vl",
     "lighton_ocr": "pixtral", "llama4": "llama4", "llava": "llava", "llava_next": "llava_next", "llava_onevision": "llava_onevision",
-    "mistral3": "pixtral", "paddleocr_vl": "paddleocr_vl", "qwen2_5_vl": "qwen2_5_vl", "qwen2_vl": "qwen2_vl", "qwen3_5": "qwen3_vl",
+    "mistral3": "pixtral", "paddleocr_vl": "paddleocr_vl", "paligemma": "paligemma",
+    "qwen2_5_vl": "qwen2_5_vl", "qwen2_vl": "qwen2_vl", "qwen3_5": "qwen3_vl",
     "qwen3_5_moe": "qwen3_vl", "qwen3_vl": "qwen3_vl", "qwen3_vl_moe": "qwen3_vl", "smolvlm": "idefics3"}
 
 

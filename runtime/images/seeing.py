@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate, groupby
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from .turning import PICTURED, Followed, parts_of
 if TYPE_CHECKING:
     from ...offload.placement import Placement
     from ..cache import KVCache
+    from ..config import ModelConfig
     from ..prepare import EngineOptions
     from .album import Album
 
@@ -28,6 +30,7 @@ class Seeing:
     reading: list[int]
     cancelled: Callable[[], bool]
     cache: KVCache
+    config: ModelConfig
     options: EngineOptions
     placement: Placement
     album: Album | None = None
@@ -46,6 +49,8 @@ class Seeing:
             raise
         if shown is not None and shown.reach is not None:
             self._demand_both_ways()
+        if shown is not None and self.reads_whole(self.reading):
+            shown = replace(shown, reach=np.arange(len(ids))[::-1])
         if shown is not None and not self.options.lora and (sense := self.album.by_adapter(ids)) is not None:
             raise UsageError(f"this model reads its {sense.noun}s by a LoRA adapter that was published in its folder",
                              "--lora FOLDER, that of the model as it was published, which holds adapter_config.json")
@@ -59,6 +64,9 @@ class Seeing:
             self._followed = Followed(self.tokens)
         return self._followed.behind(ids, self.album.axes)
 
+    def reads_whole(self, ids: Sequence[int]) -> bool:
+        """Whether a prompt is read in one pass, all of whose tokens see each other: what is held of another was read with another end."""
+        return self.config.prefixed and any(token >= PICTURED for token in ids)
 
     @property
     def both_ways(self) -> bool:
@@ -72,6 +80,8 @@ class Seeing:
             yield from passes
             return
         at, ends, spans = len(self.tokens), list(passes), list(_spans(self.reading))
+        if self.reads_whole(self.reading):
+            spans = [(0, len(self.reading))]
         ends = [at + end for end in accumulate(ends)]
         while at < ends[-1]:
             stop = next(end for end in ends if end > at)
@@ -79,7 +89,8 @@ class Seeing:
                 if begin < stop < end:
                     stop = begin if begin > at else end
             if stop - at > self.cache.shape.chunk:
-                raise UsageError(f"a picture has {stop - at} tokens, which see each other, and a pass holds {self.cache.shape.chunk}",
+                what = "the prompt" if self.reads_whole(self.reading) else "a picture"
+                raise UsageError(f"{what} has {stop - at} tokens, which see each other, and a pass holds {self.cache.shape.chunk}",
                                  "a larger context (-c)")
             yield stop - at
             at = stop

@@ -14,6 +14,7 @@ import numpy as np
 
 from ... import UsageError
 from ...kernels.layout import PAGE
+from ...offload.demand import AUTO_CTX
 from ...quant.kv import codec
 from .kv_setting import AUTO
 
@@ -42,8 +43,11 @@ def ends_of(config: ModelConfig, cache: KVCache, tokens: int, shown: Shown | Non
 
 
 def as_one_pass(config: ModelConfig, options: EngineOptions) -> EngineOptions:
-    """The options of a model whose tokens see both ways: passes as long as its context. Raises UsageError for what such a pass cannot do,
-    but for what stands in a person's settings for all models."""
+    """The options of a model whose tokens see both ways, or those of a prompt: passes as long as its context. Raises UsageError for what
+    such a pass cannot do, but for what stands in a person's settings for all models."""
+    if config.prefixed and options.sight is not None:
+        longest = min(config.context_length, AUTO_CTX) if options.ctx is None else options.ctx
+        return replace(options, chunk=max(options.chunk, -(-longest // PAGE) * PAGE))
     if not config.both_ways:
         return options
     packed = options.kv != AUTO and codec(options.kv).is_packed

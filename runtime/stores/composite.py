@@ -38,11 +38,14 @@ AS_INSIDE = ("audioflamingo3", "exaone4_5", "glm46v", "glm4v", "glm4v_moe", "glm
              "llava_next", "llava_onevision", "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "muse_glimmer", "qwen2_5_vl", "qwen2_audio",
              "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "step3p7", "voxtral")
 KNOWN_CODE = ("paddleocr_vl",)  # whose checkpoints bring code that became part of transformers
+# What outer objects of some say of all parts together.
+OF_ALL: Mapping[str, frozenset[str]] = {"paligemma": frozenset({"_vocab_size", "hidden_size", "projection_dim", "vocab_size"})}
 ONE_BIAS = {"paddleocr_vl": "use_bias"}  # where a text part says in a word whether all its matrices have one
 THINKER = "thinker_config"  # of models that speak: what listens, sees and writes
 FLAT = ("paddleocr_vl", "qwen2_5_vl", "qwen2_vl")  # which may say of the text part all in the outer object
 # What text parts of some models say of images.
-OF_IMAGES = frozenset({"_flash_attn_2_enabled", "is_composition", "is_llama_config", "perceiver_config", "pixel_shuffle_factor",
+OF_IMAGES = frozenset({"_flash_attn_2_enabled", "is_composition", "is_llama_config", "num_image_tokens",
+                       "perceiver_config", "pixel_shuffle_factor",
                        "qk_layer_norms", "transformers.js_config", "use_resampler", "vision_config"})
 # The sizes of a text part that does not say them, where its family asks for them: transformers leaves out what a class has by default, so
 # LLaVA 1.5 says none. In the order of SIZE_KEYS.
@@ -86,7 +89,7 @@ def unknown_outside(raw: Mapping[str, object], harmless: Collection[str]) -> lis
     """Keys of a composite model that are on no list, but for those that its text part has, in the same words where it is an object."""
     inner, flat = _inside(raw), raw["model_type"] in FLAT
     said = {key for key, value in inner.items() if flat or raw.get(key) == value} | {ONE_BIAS.get(str(raw["model_type"]))}
-    return sorted(raw.keys() - OUTER_SHARED - OUTER_HARMLESS - harmless - said)
+    return sorted(raw.keys() - OUTER_SHARED - OUTER_HARMLESS - OF_ALL.get(str(raw["model_type"]), frozenset()) - harmless - said)
 
 
 def _inside(raw: Mapping[str, object]) -> dict[str, object]:
@@ -96,6 +99,8 @@ def _inside(raw: Mapping[str, object]) -> dict[str, object]:
     if inner is None and kind in FLAT:
         inner = {key: value for key, value in raw.items() if key not in OUTER_HARMLESS}
     inner = {key: value for key, value in (inner or {}).items() if key not in OF_IMAGES or kind not in families.BY_PREFIX}
+    if kind in families.PREFIXED:  # that of prompts with pictures
+        inner.pop("use_bidirectional_attention", None)
     if kind in ONE_BIAS and (biased := inner.pop(ONE_BIAS[kind], None)) is not None:
         inner |= {"attention_bias": biased, "mlp_bias": biased}
     for name in ("rope_scaling", "rope_parameters"):
