@@ -8,6 +8,7 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2Im
 from transformers.models.granite_docling.image_processing_pil_granite_docling import GraniteDoclingImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
+from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import MiniCPMV4_6ImageProcessorPil
 from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import PaddleOCRVLImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -67,6 +68,12 @@ CASES = {
                    {**TOWER, "model_type": "siglip_vision_model", "vision_use_head": False}, AYA,
                    {"image_token_index": FIRST, "alignment_intermediate_size": 56},
                    GotOcr2ImageProcessorPil(size=SQUARE, max_patches=4, crop_to_patches=True)),
+    "minicpmv4_6": ({"model_type": "qwen3_5_text", "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4,
+                     "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "eos_token_id": 4},
+                    {**TOWER, "image_size": 56},
+                    ["<|image_pad|>", "<image>", "</image>", "<slice>", "</slice>", "<image_id>", "</image_id>"],
+                    {"image_token_id": FIRST, "insert_layer_id": 1},
+                    MiniCPMV4_6ImageProcessorPil(scale_resolution=64, patch_size=8, max_slice_nums=5)),
     "mistral3": ({"model_type": "mistral"}, {**TOWER, "model_type": "pixtral", "image_size": 96}, ["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
                  {"image_token_index": FIRST}, PixtralImageProcessorPil(size={"longest_edge": 96}, patch_size={"height": 16, "width": 16})),
     "internvl": ({"model_type": "qwen2"}, {**TOWER, "image_size": [32, 32], "patch_size": [8, 8]}, ["<IMG_CONTEXT>", "<img>", "</img>"],

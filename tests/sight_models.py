@@ -84,7 +84,8 @@ def held_against(sight: Sight, picture: np.ndarray, model: PreTrainedModel, read
     seen = sight.see(picture, Work())
     assert seen.rows.dtype == np.float32 and seen.rows.shape == wanted.shape
     assert np.abs(seen.rows - wanted).max() < 2e-5 * np.abs(wanted).max()
-    assert len(seen.tokens) == sight.places(*picture.shape[:2]) and seen.tokens.count(PLACE) == len(seen.rows)
+    before = seen.numbered(0) if seen.numbered else ()
+    assert len(before) + len(seen.tokens) == sight.places(*picture.shape[:2]) and seen.tokens.count(PLACE) == len(seen.rows)
     return seen
 
 

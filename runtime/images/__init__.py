@@ -8,7 +8,7 @@ as tokens of its own (`album.py`), as a mark in a text (`marks.py`) or as a file
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -33,6 +33,7 @@ SIGHTS: dict[str, str] = {
     "glm4v": "glm4v", "glm4v_moe": "glm4v", "glm_ocr": "glm4v",
     "granite_docling": "granite_docling", "idefics3": "idefics3", "internvl": "internvl", "lfm2_vl": "lfm2_vl",
     "lighton_ocr": "pixtral", "llama4": "llama4", "llava": "llava", "llava_next": "llava_next", "llava_onevision": "llava_onevision",
+    "minicpmv4_6": "minicpmv4_6",
     "mistral3": "pixtral", "paddleocr_vl": "paddleocr_vl", "paligemma": "paligemma",
     "qwen2_5_vl": "qwen2_5_vl", "qwen2_vl": "qwen2_vl", "qwen3_5": "qwen3_vl",
     "qwen3_5_moe": "qwen3_vl", "qwen3_vl": "qwen3_vl", "qwen3_vl_moe": "qwen3_vl", "smolvlm": "idefics3"}
@@ -44,7 +45,8 @@ class Seen:
     the prompt becomes, ids of the vocabulary and PLACE where a row stands, in order. `grid`: rows and columns of places for families whose
     rotary positions go by place, else None. `both_ways`: tokens of one picture see each other, also those behind them; `in_windows`: in
     layers with a window alone. `deep`: float32 [layers, n, hidden], of which the k-th is added to the rows' hidden states behind layer k of
-    the text part (Qwen 3 VL), else None. `by_adapter`: rows are read by the LoRA adapter that the model was published with."""
+    the text part (Qwen 3 VL), else None. `by_adapter`: rows are read by the LoRA adapter that the model was published with.
+    `numbered`: tokens that stand before a picture, by how many are before it in a conversation, else None."""
 
     rows: np.ndarray
     tokens: tuple[int, ...]
@@ -53,6 +55,7 @@ class Seen:
     in_windows: bool = False
     deep: np.ndarray | None = None
     by_adapter: bool = False
+    numbered: Callable[[int], tuple[int, ...]] | None = None
 
 
 class Work:

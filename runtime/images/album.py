@@ -73,9 +73,9 @@ class Picture:
         kept = (self.points,) if self.seen is None else (self.seen.rows, self.seen.deep)
         return sum(each.nbytes for each in kept if each is not None)
 
-    def ids(self) -> list[int]:
-        """The tokens that stand for it, once it is seen: words of the vocabulary around its own."""
-        row, ids, columns = 0, [], self.seen.grid[1] if self.seen.grid else 0
+    def ids(self, before: int = 0) -> list[int]:
+        """The tokens that stand for it behind so many others, once it is seen: words of the vocabulary around its own."""
+        row, ids, columns = 0, list(self.seen.numbered(before) if self.seen.numbered else ()), self.seen.grid[1] if self.seen.grid else 0
         for token in self.seen.tokens:
             if token == PLACE:
                 token, row = id_of(self.number, columns, row), row + 1
@@ -188,7 +188,7 @@ class Album:
             with self._lock:
                 picture.seen, picture.points = seen, None
                 self._keep(picture)
-            yield Notice(f"{picture.sense.called(picture.size)}: {len(seen.tokens)} tokens")
+            yield Notice(f"{picture.sense.called(picture.size)}: {len(picture.ids())} tokens")
 
     def _looked(self, picture: Picture, phase: str, left: Callable[[], bool]) -> Generator[Progress, None, Seen | None]:
         """What a picture is; None where nobody waits any more."""
@@ -206,10 +206,11 @@ class Album:
             finally:
                 work.is_left = True
 
-    def ids(self, digest: str) -> list[int]:
-        """The tokens that stand for a picture; of one that was left unseen as many, which nothing is read by. Raises PictureGone."""
+    def ids(self, digest: str, before: int = 0) -> list[int]:
+        """The tokens that stand for a picture behind so many others; of one that was left unseen as many, which nothing is read by. Raises
+        PictureGone."""
         picture = self.find(digest)
-        return picture.ids() if picture.seen else [id_of(picture.number, 0, row) for row in range(self.places(digest))]
+        return picture.ids(before) if picture.seen else [id_of(picture.number, 0, row) for row in range(self.places(digest))]
 
     def unseen(self, digest: str) -> list[Picture]:
         """The picture, where it is at hand and was not looked at."""
@@ -219,7 +220,7 @@ class Album:
     def places(self, digest: str) -> int:
         """How many tokens a picture takes, seen or not."""
         picture = self.find(digest)
-        return self.sights[picture.sense].places(*picture.size) if picture.seen is None else len(picture.seen.tokens)
+        return self.sights[picture.sense].places(*picture.size) if picture.seen is None else len(picture.ids())
 
     def shown(self, ids: Sequence[int]) -> tuple[list[int], Shown | None]:
         """Ids as the vocabulary has them, a word's in place of each picture's, and what stands there instead. Raises PictureGone."""

@@ -114,11 +114,11 @@ class Prompts:
         own = self._letters(MARK.sub("", prompt), self.raw)
         return len(own) + sum(map(self.album.places, found))
 
-    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text, in which marks are the tokens of their pictures. Raises PictureGone."""
+    def _ids(self, text: str, add_special_tokens: bool, before: int = 0) -> list[int]:
+        """Token ids of a text behind so many pictures, in which marks are the tokens of theirs. Raises PictureGone."""
         if self.album is None or not (found := digests(text)):
             return self._letters(text, add_special_tokens)
-        shown = [self.album.ids(digest) for digest in found]
+        shown = [self.album.ids(digest, number) for number, digest in enumerate(found, start=before)]
         places = [self.album.sights[sense_marked(mark)].placeholder for mark in MARK.finditer(text)]
         numbers, waiting = {self.tokenizer.added.get(each) for each in places}, iter(places)
         ids = self._letters(MARK.sub(lambda mark: next(waiting), text), add_special_tokens)
@@ -145,7 +145,7 @@ class Prompts:
         """Token ids of a prompt that goes on from what is held as a text and as ids; None for one that does not."""
         text, ids = held
         if text and prompt.startswith(text):
-            rest = self._ids(prompt[len(text) :], add_special_tokens=False)
+            rest = self._ids(prompt[len(text) :], add_special_tokens=False, before=len(digests(text)))
             if not rest or rest[0] in self.tokenizer.stop_ids:
                 return ids + rest
         return None

@@ -1,0 +1,234 @@
+"""MiniCPM-V 4.6: a picture made small and, of one with many points, slices of it in the shape that is nearest; SigLIP, in whose middle
+windows of four patches become one row, and squares of those one for the text. A word in front says which of the pictures it is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..config_reader import ConfigError
+from . import PLACE, Seen, Work
+from .lfm2_vl import squares
+from .preprocessor import BICUBIC, HALF, Scale, filter_of, resized
+from .tower_parts import Crew, Matrix, Norm, gelu, gelu_tanh, patches_of, product, two_layers
+from .tower_sight import Rows, TowerSight, demand_shape
+from .tower_weights import Weights
+from .vision_transformer import SIGLIP, TOGETHER, VisionTransformer, load_transformer
+
+if TYPE_CHECKING:
+    from ..config import ModelConfig
+    from .tower_source import TowerSource
+
+PAIR = 2  # patches in a row and in a column that become one, once in the tower and once behind it
+PROJECTOR_EPS = 1e-6
+USUAL = {**SIGLIP, "image_size": 224, "patch_size": 16}
+Grid = tuple[int, int]
+
+
+class MiniCpmV(TowerSight):
+    VISION = {"minicpmv4_6_vision": USUAL}
+    PROCESSORS = ("MiniCPMV4_6ImageProcessor",)
+
+    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
+        super().__init__(source, config)
+        keys = self.processor
+        self.scale, self.resample = Scale(keys, HALF, HALF), filter_of(keys, BICUBIC)
+        self.most, self.resolution = keys.integer("max_slice_nums", 9, high=256), keys.integer("scale_resolution", 448, high=4096)
+        self.slices, self.with_numbers = keys.flag("slice_mode", True), keys.flag("use_image_id", True)
+        modes = {"16x": "16x", "4x": "4x"}
+        mode = self.outer.choice("downsample_mode", modes, "16x")
+        if keys.choice("downsample_mode", modes, mode) != mode or keys.integer("patch_size", self.patch) != self.patch:
+            raise keys.fail("downsample_mode and patch_size", f"{mode!r} and {self.patch}, as config.json says")
+        if not keys.flag("do_resize", True):
+            raise keys.fail("do_resize", "true, as the tower takes whole squares of patches")
+        for name, value in (("merge_kernel_size", [PAIR, PAIR]), ("merger_times", 1), ("drop_vision_last_layer", False)):
+            if self.outer.raw.get(name, value) != value:
+                raise ConfigError(f"config.json: {name} is {self.outer.raw[name]!r:.60}, and only {value} is known")
+        if self.vision.raw.get("window_kernel_size", [PAIR, PAIR]) != [PAIR, PAIR]:
+            raise self.vision.fail("window_kernel_size", f"{[PAIR, PAIR]}")
+        self.merges = mode == "16x"
+        self.unit = self.patch * PAIR * (PAIR if self.merges else 1)
+        self._known: dict[tuple[Grid, ...], tuple[int, ...]] = {}
+
+    @cached_property
+    def placeholder(self) -> str:
+        """The word that config.json names by its number."""
+        number = self.outer.raw.get("image_token_id")
+        return next((word for word, own in self.words.added.items() if own == number), "<|image_pad|>")
+
+    @property
+    def part_patches(self) -> int:
+        """Of the picture made small, and of each of its slices, at most."""
+        return ((self.resolution + self.unit) // self.patch) ** 2
+
+    @property
+    def most_patches(self) -> int:
+        return max(TOGETHER, self.part_patches)
+
+    @property
+    def whole_patches(self) -> int:
+        return (self.most + 1) * self.part_patches
+
+    def fitted(self, height: float, width: float, grows: bool) -> Grid:
+        """The (height, width) in whole squares of a picture, which becomes of so many points if it has more, or `grows`."""
+        side = self.resolution
+        if height * width > side * side or grows:
+            ratio = width / height
+            height = int(side / math.sqrt(ratio))
+            width = int(height * ratio)
+        return _near(height, self.unit), _near(width, self.unit)
+
+    def grid(self, height: int, width: int) -> Grid | None:
+        """Rows and columns of slices; None where the picture made small is all."""
+        demand_shape(height, width)
+        count = min(math.ceil(height * width / self.resolution**2), self.most)
+        if not self.slices or count <= 1:
+            return None
+        shape, best, off = math.log(width / height), (1, 1), float("inf")
+        for slices in (count - 1, count, count + 1):
+            for rows in range(1, slices + 1) if 1 < slices <= self.most else ():
+                own = abs(shape - math.log(slices // rows / rows))
+                if slices % rows == 0 and (own < off or own == off and rows > best[0]):
+                    best, off = (rows, slices // rows), own
+        return best
+
+    def sizes(self, height: int, width: int) -> list[Grid]:
+        """Of all parts: the picture made small, then its slices row by row."""
+        grid = self.grid(height, width)
+        small = self.fitted(height, width, grid is None)
+        if grid is None:
+            return [small]
+        rows, columns = grid
+        slice_ = self.fitted(_near(height, rows) / rows, _near(width, columns) / columns, True)
+        return [small, *[slice_] * (rows * columns)]
+
+    def tokens(self, height: int, width: int) -> tuple[int, ...]:
+        shape = (self.grid(height, width) or (0, 0), *self.sizes(height, width)[:2])
+        if shape not in self._known:
+            self._known[shape] = self._tokens(*shape)
+        return self._known[shape]
+
+    def _tokens(self, grid: Grid, small: Grid, slice_: Grid = (0, 0)) -> tuple[int, ...]:
+        image, (rows, columns) = self.placeholder, grid
+        whole, part = (image * (high * wide // self.unit**2) for high, wide in (small, slice_))
+        text = f"<image>{whole}</image>" + "\n".join([f"<slice>{part}</slice>" * columns] * rows)
+        for word in ("<image>", "</image>", *(("<slice>", "</slice>") if rows else ())):
+            self.word(word)
+        number = self.word(image)
+        return tuple(PLACE if token == number else token for token in self.words.encode(text, add_special_tokens=False))
+
+    def see(self, picture: np.ndarray, work: Work) -> Seen:
+        return replace(super().see(picture, work), numbered=self.numbered if self.with_numbers else None)
+
+    def numbered(self, before: int) -> tuple[int, ...]:
+        """What says of a picture how many are before it."""
+        for word in ("<image_id>", "</image_id>"):
+            self.word(word)
+        return tuple(self.words.encode(f"<image_id>{before}</image_id>", add_special_tokens=False))
+
+    def places(self, *size: int) -> int:
+        return super().places(*size) + (len(self.numbered(0)) if self.with_numbers else 0)
+
+    def values(self, picture: np.ndarray) -> list[np.ndarray]:
+        grid, (small, *slices) = self.grid(*picture.shape[:2]), self.sizes(*picture.shape[:2])
+        parts = [resized(picture, *small, self.resample)]
+        if grid is not None:
+            (rows, columns), (high, wide) = grid, slices[0]
+            whole = resized(picture, rows * high, columns * wide, self.resample)
+            parts += [whole[row * high : (row + 1) * high, column * wide : (column + 1) * wide]
+                      for row in range(rows) for column in range(columns)]
+        return [self.scale(each) for each in parts]
+
+    def load(self, weights: Weights) -> Rows:
+        tower, width, side = load_transformer(weights, self, "vision_tower.", finished=True), self.width, self.side // self.patch
+        count = len(tower.blocks)
+        insert = self.outer.integer("insert_layer_id", 6, low=0)
+        merger = Merger.of(weights, self) if self.merges else None
+        if merger is not None and insert >= count:
+            raise ConfigError(f"config.json: insert_layer_id is {insert}, of a tower with {count} layers")
+        together, own = width * PAIR**2, "merger.mlp.0."
+        norm = weights.layer_norm(f"{own}pre_norm", together, PROJECTOR_EPS)
+        first, second = weights.matrix(f"{own}linear_1", together, together), weights.matrix(f"{own}linear_2", self.config.hidden_size,
+                                                                                             together)
+
+        def seen(parts: list[np.ndarray], crew: Crew) -> list[np.ndarray]:
+            grids = [(part.shape[0] // self.patch, part.shape[1] // self.patch) for part in parts]
+            x = embedded(tower, parts, grids, side, crew)
+            for number, block in enumerate(tower.blocks):
+                block.run(x, _spans(grids), crew)
+                if merger is not None and number == insert:
+                    x, grids = merger(x, grids, crew), [(rows // PAIR, columns // PAIR) for rows, columns in grids]
+            x = tower.after(x)
+            return [squares(x[begin:end], columns, PAIR) for (begin, end), (_, columns) in zip(_spans(grids), grids, strict=True)]
+
+        def rows(parts: list[np.ndarray], crew: Crew) -> np.ndarray:
+            few = max(1, TOGETHER // self.part_patches)
+            groups = [parts[at : at + few] for at in range(0, len(parts), few)]
+            crew.work.total += len(groups) * count
+            x = np.concatenate([each for group in groups for each in seen(group, crew)])
+            return two_layers(norm(x), first, second, gelu, crew)
+
+        return rows
+
+
+class Merger:
+    """Windows of patches see each other, and become one row: [n, D] -> [n / 4, D]."""
+
+    def __init__(self, norm: Norm, parts: Sequence[Matrix], before: Norm, first: Matrix, second: Matrix, heads: int) -> None:
+        self.norm, self.parts, self.before, self.first, self.second, self.heads = norm, parts, before, first, second, heads
+
+    @classmethod
+    def of(cls, weights: Weights, sight: MiniCpmV) -> Merger:
+        own, width, eps = "vision_tower.vit_merger.", sight.width, sight.vision.number("layer_norm_eps")
+        together, inner = width * PAIR**2, sight.vision.integer("intermediate_size") * PAIR**2
+        return cls(weights.layer_norm(f"{own}layer_norm1", width, eps),
+                   [weights.matrix(f"{own}self_attn.{name}_proj", width, width) for name in ("q", "k", "v", "out")],
+                   weights.layer_norm(f"{own}pre_norm", together, eps), weights.matrix(f"{own}linear_1", inner, together),
+                   weights.matrix(f"{own}linear_2", width, inner), sight.heads)
+
+    def __call__(self, x: np.ndarray, grids: Sequence[Grid], crew: Crew) -> np.ndarray:
+        width, size = x.shape[1], PAIR**2
+        windows = np.concatenate([squares(x[begin:end], columns, PAIR) for (begin, end), (_, columns) in
+                                  zip(_spans(grids), grids, strict=True)]).reshape(-1, size, width)
+        queries, keys, values, out = (each.wide() for each in self.parts)
+
+        def look(which: slice) -> None:
+            own = windows[which]
+            q, k, v = (each(self.norm(own)).reshape(len(own), size, self.heads, -1).swapaxes(1, 2) for each in (queries, keys, values))
+            scores = q @ k.swapaxes(2, 3) * np.float32(q.shape[-1] ** -0.5)
+            scores = np.exp(scores - scores.max(-1, keepdims=True))
+            mixed = (scores / scores.sum(-1, keepdims=True)) @ v
+            windows[which] = own + out(mixed.swapaxes(1, 2).reshape(len(own), size, width))
+
+        crew.each(look, len(windows))
+        made = two_layers(self.before(windows.reshape(-1, size * width)), self.first, self.second, gelu_tanh, crew)
+        return made + windows.mean(1, dtype=np.float32)
+
+
+def embedded(tower: VisionTransformer, parts: Sequence[np.ndarray], grids: Sequence[Grid], side: int, crew: Crew) -> np.ndarray:
+    """Patches [n, D] of all parts, each at the place in a square of `side` learned ones that is nearest in proportion."""
+    x = product(np.concatenate([patches_of(part, tower.patch) for part in parts]), tower.patches, crew)
+    borders = (1 / side + np.arange(side - 1) * (1 / side)).astype(np.float32)
+    for (begin, end), grid in zip(_spans(grids), grids, strict=True):
+        down, across = (np.searchsorted(borders, np.arange(count, dtype=np.float32) / np.float32(count), side="right") for count in grid)
+        x[begin:end] += tower.places[(down[:, None] * side + across).reshape(-1)]
+    return x
+
+
+def _spans(grids: Sequence[Grid]) -> list[tuple[int, int]]:
+    ends = np.cumsum([rows * columns for rows, columns in grids]).tolist()
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def _near(length: float, unit: int) -> int:
+    """The multiple of a unit that is nearest, at least one."""
+    return max(round(length / unit) * unit, unit)
+
+
+def sight(source: TowerSource, config: ModelConfig) -> MiniCpmV:
+    return MiniCpmV(source, config)

@@ -1,0 +1,82 @@
+"""MiniCPM-V 4.6: slices, rows with and without windows that are merged, words between, and the number in front are transformers'."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from sight_cases import CASES
+from sight_models import FIRST, PICTURES, config_changed, held_against, opened, seeing, words_of
+from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import MiniCPMV4_6ImageProcessorPil
+from transformers.models.minicpmv4_6.processing_minicpmv4_6 import MiniCPMV4_6Processor
+
+from effllm.runtime.config import read_config
+from effllm.runtime.config_reader import ConfigError
+from effllm.runtime.images import PLACE
+from effllm.runtime.images.album import album_of
+from effllm.runtime.templates.prompting import Prompts
+from effllm.runtime.text import Tokenizer
+
+READY = {"sliced": {}, "whole": {"slice_mode": False, "use_image_id": False}, "4x": {"downsample_mode": "4x", "max_slice_nums": 9}}
+
+
+@pytest.fixture(scope="module", params=READY)
+def sliced(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sliced")
+    text, tower, words, more, _ = CASES["minicpmv4_6"]
+    processor = MiniCPMV4_6ImageProcessorPil(**{"scale_resolution": 64, "patch_size": 8, "max_slice_nums": 5, **READY[request.param]})
+    mode = {"downsample_mode": "4x"} if request.param == "4x" else {}
+    return folder, seeing(folder, "minicpmv4_6", (text, tower, words, {**more, **mode}, processor)), processor
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_rows_and_words(sliced, name):
+    folder, model, processor = sliced
+    sight, picture = opened(folder), PICTURES[name]
+    ready = processor(picture, input_data_format="channels_last", return_tensors="np")
+    ours = [np.concatenate(part.reshape(len(part) // 8, 8, -1, 3), axis=1).transpose(2, 0, 1) for part in sight.values(picture)]
+    assert np.array_equal(np.concatenate(ours, axis=-1), ready["pixel_values"][0])
+    seen = held_against(sight, picture, model, {key: ready[key] for key in ("pixel_values", "target_sizes")})
+    marks = SimpleNamespace(image_start_token="<image>", image_end_token="</image>", image_token="<|image_pad|>", slice_mode=sight.slices,
+                            slice_start_token="<slice>", slice_end_token="</slice>")
+    told = MiniCPMV4_6Processor.replace_image_token(marks, ready, 0, image_token_divisor=16 if sight.merges else 4)
+    ids = words_of(folder).encode(told, add_special_tokens=False)
+    assert [PLACE if token == FIRST else token for token in ids] == list(seen.tokens)
+    assert sight.with_numbers == (seen.numbered is not None)
+
+
+def test_pictures_are_numbered_through_a_conversation(sliced):
+    folder, _, processor = sliced
+    config = read_config(folder)
+    album, words = album_of(folder, config), Tokenizer.load(folder, config)
+    prompts = Prompts(words, album=album)
+    photo, tall = (album.take(PICTURES[name]) for name in ("photo", "tall"))
+    begin = f"One {photo.mark} and {tall.mark} two"
+    counted = prompts.count(begin)
+    list(album.see([photo, tall]))
+    ids = prompts.encoded(begin)
+    assert counted == len(ids)
+    prompts.held = (begin, ids)
+    end = words.decode([min(words.stop_ids)], skip_special_tokens=False)
+    on = prompts.encoded(f"{begin}{end} and once more {photo.mark} .")
+    text = words.decode([token for token in on if token < 1 << 40], skip_special_tokens=False)
+    assert on[: len(ids)] == ids
+    numbers = [int(part.partition("</image_id>")[0]) for part in text.split("<image_id>")[1:]]
+    assert numbers == ([] if not processor.use_image_id else [0, 1, 2])
+
+
+def test_what_is_not_known_is_refused(sliced):
+    folder = sliced[0]
+    before = {name: (folder / name).read_text() for name in ("config.json", "preprocessor_config.json")}
+    for name, changes, said in (("config.json", {"merger_times": 2}, "merger_times"), ("config.json", {"insert_layer_id": 7}, "insert"),
+                                ("preprocessor_config.json", {"patch_size": 14}, "patch_size"),
+                                ("preprocessor_config.json", {"do_resize": False}, "do_resize")):
+        if said == "insert" and not opened(folder).merges:
+            continue
+        config_changed(folder, name, **changes)
+        try:
+            with pytest.raises(ConfigError, match=said):
+                sight = opened(folder)
+                with sight.source.weights() as weights:
+                    sight.load(weights)
+        finally:
+            (folder / name).write_text(before[name])
