@@ -135,7 +135,8 @@ def _shape(config: ModelConfig) -> dict[str, object]:
             "layers_without_keys": sorted(set(range(len(config.kv_sources))) - set(config.attention_layers)),
             "vocab_size": config.vocab_size,
             "experts": None if experts is None else {"count": experts.experts, "per_token": experts.per_token, "width": experts.width,
-                                                     "layers": len(experts.layers), "shared_width": experts.shared_width},
+                                                     "layers": len(experts.layers), "shared_width": experts.shared_width,
+                                                     "without_matrices": experts.handed},
             "latent": None if latent is None else {"rank": latent.rank, "cached": latent.key, "key": latent.query, "value": latent.value},
             "chosen": None if config.indexed is None else {"tokens": config.indexed.shape.whole, "at_once": config.indexed.shape.grain},
             "compressed": None if config.compressed is None else [each and each.rate for each in config.compressed.shapes],
@@ -179,6 +180,7 @@ def _experts(config: ModelConfig) -> str:
     if experts is None:
         return ""
     said = f"{experts.per_token} of {experts.experts} for a token, of width {experts.width}, in {len(experts.layers)} layers"
+    said += f", or of {experts.handed} that hand on what they are given" if experts.handed else ""
     return said + (f", beside a shared one of {experts.shared_width}" if experts.shared_width else "")
 
 

@@ -24,7 +24,8 @@ SMALLEST_SUM = 1e-20  # that shares are divided by: scores of a sigmoid may all 
 @dataclass(frozen=True)
 class Routed:
     """Who went where. Expert e made visits offsets[e]:offsets[e + 1] of `offsets` int64 [E + 1]; `tokens` int64 [T k] is each visit's
-    token, `hidden` float32 [T k, F] what went into its expert's `down`, `shared` [T, S] what went into that of the shared expert."""
+    token, `hidden` float32 [T k, F] what went into its expert's `down`, `shared` [T, S] what went into that of the shared expert. Behind
+    the last offset are visits of experts without matrices, of which `hidden` says nothing."""
 
     offsets: np.ndarray
     tokens: np.ndarray
@@ -43,7 +44,9 @@ class Routing:
     below it.
 
     Experts lie in `groups`, one behind the other; where fewer are kept, a token's experts are in the `kept_groups` of the largest: of a
-    choice by corrected scores those with the largest sum of two, else those with the largest one."""
+    choice by corrected scores those with the largest sum of two, else those with the largest one.
+
+    The last `handed` of those that are chosen among have no matrices: they hand on what they are given, norm(x)."""
 
     per_token: int
     renormalise: bool
@@ -55,6 +58,7 @@ class Routing:
     near: float | None = None
     of_logits: bool = False
     roots: bool = False
+    handed: int = 0
 
 
 def scores(logits: np.ndarray, routing: Routing) -> np.ndarray:
@@ -134,7 +138,7 @@ def moe(x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], ro
     chosen, shares = route(apply(logits, router), routing, correction)
     if apart is not None:
         shares = shares * apart.scales[chosen]
-    offsets, tokens, places = visits(chosen, len(experts))
+    offsets, tokens, places = visits(chosen, len(experts) + routing.handed)
     of_visit = np.empty(tokens.size)
     of_visit[places] = shares
     out, hidden = x.astype(np.float64) * (apart is None), []
@@ -144,6 +148,8 @@ def moe(x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], ro
         rows, own = tokens[begin:end], of_visit[begin:end, None]
         hidden.append(inside(n[rows] * own if routing.inputs else n[rows], expert))
         out[rows] += (1.0 if routing.inputs else own) * apply(hidden[-1], expert.down)
+    begin, offsets = offsets[len(experts)], offsets[: len(experts) + 1]
+    np.add.at(out, tokens[begin:], of_visit[begin:, None] * n[tokens[begin:]])  # what is handed on
     of_all = None
     if shared is not None:
         of_all = inside(n, shared, shared.act or act)
@@ -151,7 +157,8 @@ def moe(x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], ro
             of_all = of_all / (1 + np.exp(-apply(n, shared.scale)))
         out += shared.factor * apply(of_all, shared.down)
         of_all = of_all.astype(np.float32)
-    return out, Routed(offsets, tokens, np.concatenate(hidden).astype(np.float32), of_all)
+    inner = np.concatenate(hidden) if hidden else np.zeros((0, experts[0].up.weight.shape[0]))
+    return out, Routed(offsets, tokens, inner.astype(np.float32), of_all)
 
 
 def _norm(norm: Norm) -> tuple[str, np.ndarray | None, np.ndarray | None, float]:

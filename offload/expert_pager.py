@@ -321,7 +321,8 @@ class ExpertPager(StreamingPager):
     # -- the trace -------------------------------------------------------------------------------------------------------------
 
     def _record(self, layer: int, needed: Sequence[int]) -> None:
-        self._trace[self._tokens % TRACE_TOKENS, layer] = needed
+        row = self._trace[self._tokens % TRACE_TOKENS, layer]
+        row[: len(needed)], row[len(needed) :] = needed, needed[-1] if needed else 0  # fewer where others have no matrices
         if layer == self.layers - 1:
             self._tokens += 1
 

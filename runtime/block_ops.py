@@ -90,6 +90,10 @@ class BlockOps(Protocol):
         that `router` picks. These read `apart.norm` of x, the router `apart.router_norm`. `correction` as in `moe`. Without matrices of
         an MLP there is no m."""
 
+    def expert_branch(self, x: object, norm: Norm, router: Linear, experts: Sequence[Expert], apart: Apart, routing: Routing, act: str,
+                      see: See = None, correction: object | None = None, shared: SharedExpert | None = None) -> object:
+        """What `moe` would add to x, [T, D] in an array of its own; `correction` may be [T, E], each token's own."""
+
     def add_inputs(self, x: object, inputs: Inputs, given: object, act: str, see: See = None) -> object:
         """x + after(out(act(gate(x)) * given)), in place; `given` [T, P]. `see`: what goes into `out`."""
 
@@ -116,6 +120,12 @@ class BlockOps(Protocol):
 
     def first_stream(self, x: object, count: int) -> object:
         """The first of `count` streams of x [T, S * D], [T, D] in an array of its own."""
+
+    def second_stream(self, x: object, count: int) -> object:
+        """The second of `count` streams of x [T, S * D], [T, D] in an array of its own."""
+
+    def put_stream(self, x: object, y: object, which: int) -> object:
+        """x [T, S * D] with y [T, D] in the place of one of its streams, in place."""
 
     def add_to_first(self, x: object, y: object, each: Linear) -> object:
         """x [T, S * D] with y @ W.T + bias added to its first stream, in place."""
@@ -155,7 +165,3 @@ class HostOps(BlockOps, Protocol):
     def turn_tails(self, y: object, heads: int, head_dim: int, positions: np.ndarray, table: RopeTable, back: bool = False) -> object:
         """y [T, heads * head_dim], in place: the last channels of each head turned by `positions` in pairs of neighbours, which stay where
         they are, or turned `back`."""
-
-    def expert_branch(self, x: object, norm: Norm, router: Linear, experts: Sequence[Expert], apart: Apart, routing: Routing, act: str,
-                      see: See = None, correction: object | None = None, shared: SharedExpert | None = None) -> object:
-        """What `moe` would add to x, [T, D] in an array of its own; `correction` may be [T, E], each token's own."""

@@ -321,7 +321,7 @@ class Calibration:
                 if value.shared is not None:
                     gather("shared_hidden", value.shared)
                 if apart is not None:
-                    gather("experts_hidden", value.hidden)
+                    gather("experts_hidden", value.hidden[: value.offsets[-1]])
                     return
                 name, value = "mlp_hidden", value.hidden
             if keeps and name in ("k", "v"):

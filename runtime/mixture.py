@@ -17,7 +17,8 @@ class Mixture:
     there is none; `shared_scaled`: it has a share of its own. `corrected`: the choice is by corrected scores. Experts lie in `groups`, of
     which a token's are in `kept_groups`. `apart`: the experts are a branch beside an MLP, as a `quant.weight.Apart` says. `gated`:
     experts have gates. `of_inputs`: shares multiply what goes into an expert, not what it gives. `near`, `of_logits` and `roots` as in
-    `Routing`. `picked`: layers in which a table says of each word of the vocabulary which experts its token visits."""
+    `Routing`. `picked`: layers in which a table says of each word of the vocabulary which experts its token visits. `handed`: so many more
+    are chosen among that have no matrices and hand on what they are given."""
 
     experts: int
     per_token: int
@@ -38,6 +39,12 @@ class Mixture:
     of_logits: bool = False
     roots: bool = False
     picked: frozenset[int] = frozenset()
+    handed: int = 0
+
+    @property
+    def visited(self) -> float:
+        """The share of tokens that visit an expert, where all are visited alike."""
+        return self.per_token / (self.experts + self.handed)
 
     @cached_property
     def routing(self) -> Routing:
@@ -45,4 +52,4 @@ class Mixture:
         from ..kernels.reference_moe import Routing
 
         return Routing(self.per_token, self.renormalise, self.sigmoid, self.factor, self.groups, self.kept_groups, self.of_inputs,
-                       self.near, self.of_logits, self.roots)
+                       self.near, self.of_logits, self.roots, self.handed)

@@ -53,7 +53,7 @@ def dims(config: ModelConfig, ctx: int, chunk: int, rows: int, packed_kv: bool =
          spilled_kv: bool = False, mtp: bool = False, lora: int = 0) -> Dims:
     """The widths that size a workspace. `mtp`: of a run that drafts by the model's own layer; `lora`: the widest within an adapter."""
     own, queries = config.mixture, max(config.layer_queries, default=config.num_attention_heads)
-    mixture = (own.experts, own.per_token, own.width) if own and own.layers else (0, 0, 0)
+    mixture = (own.experts + own.handed, own.per_token, own.width) if own and own.layers else (0, 0, 0)
     return Dims(config.hidden_size, queries, config.num_key_value_heads, config.head_dim, config.widest,
                 config.vocab_size, min(chunk, ctx), ctx, rows, *mixture, packed_kv, bundled, spilled_kv, config.state, config.gated_queries,
                 config.latent, tuple(sorted({*config.cache_heads} - {(config.num_key_value_heads, config.head_dim)})),
@@ -109,8 +109,9 @@ class Model(StoredStates):
         nbytes = self.nbytes - sum(outer[role].nbytes for role in TABLES if role in outer and (role != "embed" or "head" in outer))
         nbytes -= sum(tensor.nbytes for role, tensor in outer.items() if role.startswith(MTP))
         experts = sum(tensor.nbytes for roles in self.tensors.values() for role, tensor in roles.items() if expert_of(role) is not None)
+        chosen = own.experts + own.handed if own else 0
         nbytes += sum((uses(self.config, role) - 1) * tensor.nbytes for role, tensor in blocks_of(outer).items())
-        return nbytes - (experts * (own.experts - own.per_token) // own.experts if experts else 0)
+        return nbytes - (experts * (chosen - own.per_token) // chosen if experts else 0)
 
     @property
     def bits_per_value(self) -> float:

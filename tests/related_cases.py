@@ -21,6 +21,9 @@ LIGHTNING = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_a
              "mlp_beta_factor": 1.5, "eos_token_id": 7, "bos_token_id": 1}
 DBRX = {"d_model": 64, "n_heads": 4, "n_layers": 3, "max_seq_len": CONTEXT, "attn_config": {
     "kv_n_heads": 2, "clip_qkv": 0.7, "rope_theta": 10_000.0}, "ffn_config": {"ffn_hidden_size": 40, "moe_num_experts": 6, "moe_top_k": 3}}
+LONGCAT = {"num_hidden_layers": 4, "num_key_value_heads": 4, "q_lora_rank": 36, "kv_lora_rank": 48, "qk_nope_head_dim": 20, "head_dim": 16,
+           "qk_rope_head_dim": 16, "qk_head_dim": 36, "v_head_dim": 28, "n_routed_experts": 7, "zero_expert_num": 5, "moe_topk": 3,
+           "expert_ffn_hidden_size": 40, "routed_scaling_factor": 2.5}
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}  # of a small vocabulary
 
 RELATED = {
@@ -95,6 +98,10 @@ RELATED = {
     "cohere2_moe, images, bfloat16": Case("cohere2_moe", {
         "num_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 40, "head_dim": 16, "sliding_window": 40, "num_shared_experts": 1,
         "logit_scale": 1.0}, dtype="bfloat16", inside="cohere2_vision"),
+    "longcat_flash": Case("longcat_flash", {**LONGCAT, "vocab_size": 301}, shard="200KB"),
+    "longcat_flash, nothing handed on, biases, yarn, bfloat16": Case("longcat_flash", {
+        **LONGCAT, "zero_expert_num": 0, "num_hidden_layers": 2, "attention_bias": True, "tie_word_embeddings": True, **rope(
+            "yarn", factor=8.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=0.8)}, dtype="bfloat16"),
     "minicpm3": Case("minicpm3", {**PARTS, "scale_emb": 5, "scale_depth": 1.1, "dim_model_base": 16, "vocab_size": 301}),
     "minicpm3, longrope, queries at once, own head, bfloat16": Case("minicpm3", {
         **PARTS, "q_lora_rank": None, "tie_word_embeddings": False, "attention_bias": True, **rope(

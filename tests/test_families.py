@@ -150,6 +150,8 @@ PECULIAR = {
     "lfm3": [{"windows": (None,) * 5}, {"qk_norm": False}, {"norm_eps": 1e-1}],
     "ministral": [{"windows": (None,) * 3}, {"windows": (40,) * 3}],
     "flex_olmo": [{"mixture": {"per_token": 2}}, {"norm_eps": 1e-1}],  # a norm undoes sums
+    "longcat_flash": [{"mixture": each} for each in ({"renormalise": True}, {"sigmoid": True}, {"factor": 1.0}, {"corrected": False})] + [
+        {"factors": {"q_a_norm": 1.0}}, {"factors": {"kv_a_norm": 1.0}}, {"norm_eps": 1e-1}, {"ropes": (None,) * 4}, {"attn_scale": 1.0}],
     "modernbert_decoder": [{"windows": (None,) * 3}, {"windows": (None, 80, 80)}, {"ropes": 0}, {"norm_eps": 1e-1}, {"norm_kind": "rms"},
                            {"head_act": "gelu"}],
     "nanochat": [{"ropes": {"backwards": False}}, {"final_logit_softcapping": None}, {"qk_norm_unit": False}, {"norm_eps": 1e-1},
@@ -313,7 +315,7 @@ def test_every_peculiarity_of_a_family_shows(name: str, tmp_path: Path) -> None:
                                   "bailing_hybrid", "bailing_hybrid, no bound, other layers, bfloat16",
                                   "flint", "kolibri1", "laguna", "laguna, gates of channels, other layers, bfloat16",
                                   "axk1", "bloom", "dbrx", "minimax", "mimo_v2_flash", "mpt", "muse_glimmer", "step3p7", "zamba2",
-                                  "zamba2, one block, no positions, groups, bfloat16", "modernbert_decoder"])
+                                  "zamba2, one block, no positions, groups, bfloat16", "modernbert_decoder", "longcat_flash"])
 def test_the_other_backend_agrees(name: str, tmp_path: Path) -> None:
     """Layers on torch, on CPU tensors: the same logits."""
     model = written(CASES[name], tmp_path)

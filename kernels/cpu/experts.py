@@ -28,9 +28,11 @@ from .sharing import COUNTERS_NBYTES, clear_regions
 # from one token's to the next one's, FACTOR, a float64, and KEPT of GROUPS; SCALES_OF float32 [EXPERTS] multiply shares, 0 for none. INTO
 # [T, DEPTH]: where results go instead of being added to X, or 0. WEIGHT of a norm (rms) with EPS, a float64: inputs of visits are normed
 # and multiplied by shares, which results then are not; 0 where the products norm what they read. NEAR, a float64: as `Routing` says, below
-# 0 for none.
+# 0 for none. The first MADE of the EXPERTS have matrices; what is given to the others is normed by HANDED, a norm of rms with HANDED_EPS,
+# and is their result.
 (X, COUNT, DEPTH, EXPERTS, TOP, RENORMALISE, LOGITS, CHOSEN, SHARES, OFFSETS, PLACES, OWNERS, ROWS, HIDDEN, WIDTH, GATED, DOWN, HEADS,
- LISTS, BLOCKS, COUNTERS, SIGMOID, CORRECTION, FACTOR, GROUPS, KEPT, SCALES_OF, INTO, WEIGHT, EPS, NEAR, EACH) = range(32)
+ LISTS, BLOCKS, COUNTERS, SIGMOID, CORRECTION, FACTOR, GROUPS, KEPT, SCALES_OF, INTO, WEIGHT, EPS, NEAR, EACH, MADE, HANDED,
+ HANDED_EPS) = range(35)
 SCALED, SCALED_ROWS, SCALED_WIDTH, SCALES = range(4)  # slots of `scale_rows`
 # Records: the kernel's address, then the fields of its matrices; OUT is filled in here.
 GATED_RECORD, DOWN_RECORD = 1 + 2 * FIELDS, 1 + FIELDS
@@ -225,7 +227,7 @@ def group_visits(args, worker, counter):
     if a[GATED] == 0:
         return
     number = 0
-    for e in range(experts):
+    for e in range(a[MADE]):
         begin, count = offsets[e], offsets[e + 1] - offsets[e]
         if count == 0:
             continue
@@ -263,22 +265,24 @@ def activate_inputs(args, worker, counter):
 
 @kernel()
 def gather_rows(args, worker, counter):
-    """ROWS of every visit from its token's row of X. Blocks are visits."""
+    """ROWS of every visit from its token's row of X, or what an expert without matrices gives. Blocks are visits."""
     a = i64_at(args)
-    depth, owners, top, eps = a[DEPTH], i64_at(a[OWNERS]), a[TOP], f64_at(args)[EPS]
+    depth, owners, top, made = a[DEPTH], i64_at(a[OWNERS]), a[TOP], i64_at(a[OFFSETS])[a[MADE]]
     while True:
         visit = fetch_add(counter, 1)
         if visit >= a[COUNT] * a[TOP]:
             return
         source, out = f32_at(a[X] + 4 * owners[visit] * depth), f32_at(a[ROWS] + 4 * visit * depth)
-        if a[WEIGHT] == 0:
+        handed = visit >= made
+        if a[WEIGHT] == 0 and not handed:
             for i in range(depth):
                 out[i] = source[i]
             continue
-        total, share, weight = 0.0, float32(0.0), f32_at(a[WEIGHT])
+        total, share, weight = 0.0, float32(1.0) if handed else float32(0.0), f32_at(a[HANDED] if handed else a[WEIGHT])
+        eps = f64_at(args)[HANDED_EPS] if handed else f64_at(args)[EPS]
         for i in range(depth):
             total += float64(source[i]) * float64(source[i])
-        for j in range(owners[visit] * top, (owners[visit] + 1) * top):
+        for j in range(owners[visit] * top, owners[visit] * top if handed else (owners[visit] + 1) * top):
             if i64_at(a[PLACES])[j] == visit:
                 share = f32_at(a[SHARES])[j]
         factor = float32(1.0 / np.sqrt(total / depth + eps)) * share

@@ -198,7 +198,8 @@ def routed_stage(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts
     before = norm if apart is None else apart.router_norm
     if ops._remembered(x, before, (router,), linear.PLAIN, "none") is None:
         few = len(x) <= table(ops, experts, asked[1]).columns  # then all tokens of a stage are routed as one alone would be
-        ops._matrix(x, before, [router], [ops.workspace.take("routes", len(x), len(experts))], linear.PLAIN, "none", int(few))
+        logits = ops.workspace.take("routes", len(x), len(experts) + asked[0].handed)
+        ops._matrix(x, before, [router], [logits], linear.PLAIN, "none", int(few))
     stage = ops.mixtures.stages.get((id(experts), len(x)))
     known = stage is not None and stage.x is x and stage.norm is norm and stage.router is router and stage.correction is correction
     if not known or stage.asked != asked or stage.apart is not apart:
@@ -245,9 +246,12 @@ def _prepared(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: S
         raise ValueError("shares of experts that come near go with a choice by logits")
     if routing.of_logits and (not routing.sigmoid or routing.kept_groups < routing.groups):
         raise ValueError("corrections of logits go with sigmoids and without groups")
+    if routing.handed and (norm.kind != "rms" or routing.inputs):
+        raise ValueError("experts that hand on what they are given read a norm of kind rms, and shares are of results")
     gathered, norm = (norm, None) if routing.inputs else (None, norm)
     top_k = routing.per_token
-    (tokens, depth), count, width = x.shape, len(experts), table.width
+    (tokens, depth), made, width = x.shape, len(experts), table.width
+    count = made + routing.handed
     visits, few, take = tokens * top_k, tokens <= table.columns, ops.workspace.take
     numbers = take("visits", 2 * (3 * visits + count + 1)).view(np.int64)
     chosen, places, owners, offsets = np.split(numbers, [visits, 2 * visits, 3 * visits])
@@ -267,26 +271,28 @@ def _prepared(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: S
                       address(correction), 0, routing.groups, routing.kept_groups, 0 if apart is None else address(apart.scales),
                       0 if apart is None else ops.at(take("sum", tokens, depth)),
                       0 if gathered is None else address(gathered.weight), 0, 0,
-                      0 if correction is None or correction.ndim == 1 else 4 * count], np.int64)
+                      0 if correction is None or correction.ndim == 1 else 4 * count, made,
+                      address(norm.weight) if routing.handed else 0, 0], np.int64)
     block.view(np.float64)[kernels.FACTOR] = routing.factor
     block.view(np.float64)[kernels.EPS] = 0.0 if gathered is None else gathered.eps
     block.view(np.float64)[kernels.NEAR] = -1.0 if routing.near is None else routing.near
+    block.view(np.float64)[kernels.HANDED_EPS] = norm.eps if routing.handed else 0.0
     where = address(block)
     jobs = [(kernels.route_tokens, where, not few), (kernels.group_visits, where, False)]
-    if tokens > 1 or not few or routing.inputs:  # one token alone is read where it lies
+    if tokens > 1 or not few or routing.inputs or routing.handed:  # one token alone is read where it lies
         jobs.append((kernels.gather_rows, where, not few))
     if few:
         second = products + 8 * (1 + 3 * most)
         between = [] if table.has_gate else [(kernels.activate_inputs, second, visits * width >= SHARE_FROM)]
         jobs += [(kernels.each_product, products, True), *between, (kernels.each_product, second, True),
                  (kernels.combine_visits, where, tokens > 1)]
-    made = Stage(x, gathered or norm, router, asked, correction, apart, tuple(jobs), (block, heads), Routed(offsets, owners, hidden),
-                 table, chosen, (blocks, counters))
+    stage = Stage(x, gathered or norm, router, asked, correction, apart, tuple(jobs), (block, heads),
+                  Routed(offsets[: made + 1], owners, hidden), table, chosen, (blocks, counters))
     if few and ops.workspace.holds(x):
         if len(ops.mixtures.stages) >= MOST_STAGES:
             ops.mixtures.stages.clear()
-        ops.mixtures.stages[id(experts), tokens] = made
-    return made
+        ops.mixtures.stages[id(experts), tokens] = stage
+    return stage
 
 
 def _head(ops: CpuOps, depth: int, norm: Norm | None, mode: int, act: str, matrices: int) -> np.ndarray:

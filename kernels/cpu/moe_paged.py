@@ -79,7 +79,7 @@ def run(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, pages: ExpertPag
     for job in before:
         ops.run(*job)
     with ops.aside() as routing:
-        ahead = _note_next(ops, x, pages) if len(x) == 1 else []
+        ahead = _note_next(ops, x, pages, asked[0].handed) if len(x) == 1 else []
         beside = shared_hidden(ops, x, norm, shared, asked[1])
     if len(x) <= stage.table.columns:
         ops.between(partial(_few, ops, stage, pages, grouping, routing, ahead))
@@ -94,11 +94,11 @@ def run(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, pages: ExpertPag
     return finished(ops, x, stage, beside, shared, see)
 
 
-def _note_next(ops: CpuOps, x: np.ndarray, pages: ExpertPages) -> list[np.ndarray]:
-    """The routers of the next layers over this layer's state."""
+def _note_next(ops: CpuOps, x: np.ndarray, pages: ExpertPages, handed: int) -> list[np.ndarray]:
+    """The routers of the next layers over this layer's state; `handed` experts of a layer have no matrices."""
     ahead = []
     for distance, (norm, router) in enumerate(pages.next_routers(), 1):
-        out = ops.workspace.take(f"routes_ahead_{distance}", 1, len(pages))
+        out = ops.workspace.take(f"routes_ahead_{distance}", 1, len(pages) + handed)
         if ops._remembered(x, norm, (router,), linear.PLAIN, "none") is None:
             ops._matrix(x, norm, [router], [out], linear.PLAIN, "none")
         ahead.append(out[0])
@@ -112,9 +112,9 @@ def _few(ops: CpuOps, stage: Stage, pages: ExpertPages, grouping: Iterable[tuple
     Python."""
     table, brought = stage.table, []
     if len(stage.x) == 1:
-        needed, tokens = stage.chosen.tolist(), None
+        needed, tokens = stage.chosen[stage.chosen < len(pages)].tolist(), None
     else:
-        tokens = np.bincount(stage.chosen, minlength=len(pages))
+        tokens = np.bincount(stage.chosen, minlength=len(pages))[: len(pages)]
         needed = np.flatnonzero(tokens).tolist()
     ops.note(routing)
     ops.flush(lambda: brought.append(pages.visit(needed, tokens)))
@@ -139,7 +139,7 @@ def _few(ops: CpuOps, stage: Stage, pages: ExpertPages, grouping: Iterable[tuple
 def _note_products(ops: CpuOps, stage: Stage, experts: Iterable[int], number: Mapping[int, int]) -> None:
     """Both products of some visited experts as two jobs, with one between where they have no gates; `number`: their places among the
     visited."""
-    most = min(len(stage.table.experts), len(stage.chosen))
+    most = min(len(stage.table.experts) + stage.asked[0].handed, len(stage.chosen))
     blocks, counters = stage.lists
     for which, records in enumerate((stage.table.gated, stage.table.down)):
         entries = [0]

@@ -76,6 +76,19 @@ def first_stream(ops: CpuOps, x: np.ndarray, count: int) -> np.ndarray:
     return one
 
 
+def second_stream(ops: CpuOps, x: np.ndarray, count: int) -> np.ndarray:
+    """See `BlockOps`."""
+    one = ops.workspace.take("beside", len(x), x.shape[1] // count)
+    ops.registry.select(Call("take stream")).candidate.run(ops, x, one, 1)
+    return one
+
+
+def put_stream(ops: CpuOps, x: np.ndarray, y: np.ndarray, which: int) -> np.ndarray:
+    """See `BlockOps`."""
+    ops.registry.select(Call("put stream")).candidate.run(ops, x, y, which, False)
+    return x
+
+
 def add_to_first(ops: CpuOps, x: np.ndarray, y: np.ndarray, each: Linear) -> np.ndarray:
     """See `BlockOps`."""
     (branch,) = ops.norm_linear(y, None, (each,))

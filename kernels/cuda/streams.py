@@ -64,6 +64,17 @@ def first_stream(ops: TorchOps, x: torch.Tensor, count: int) -> torch.Tensor:
     return x.view(len(x), count, -1)[:, 0].clone()
 
 
+def second_stream(ops: TorchOps, x: torch.Tensor, count: int) -> torch.Tensor:
+    """See `BlockOps`."""
+    return x.view(len(x), count, -1)[:, 1].clone()
+
+
+def put_stream(ops: TorchOps, x: torch.Tensor, y: torch.Tensor, which: int) -> torch.Tensor:
+    """See `BlockOps`."""
+    x.view(len(x), -1, y.shape[1])[:, which].copy_(y)
+    return x
+
+
 def add_to_first(ops: TorchOps, x: torch.Tensor, y: torch.Tensor, each: Linear) -> torch.Tensor:
     """See `BlockOps`."""
     branch = ops._linear(y, each)

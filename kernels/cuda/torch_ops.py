@@ -18,21 +18,22 @@ from ..device_memory import TILE
 from ..latent_shape import LatentShape
 from ..layout import LEAST_TOP, STORED_TYPES, PageLayout
 from ..reference import CURVE_EDGE, CURVE_SLOPE
-from ..reference_moe import SMALLEST_SUM, Routed, Routing, visits
+from ..reference_moe import Routed, Routing, visits
 from ..registry import Call, Candidate, Registry
 from ..tiles import SCHEMES
-from . import head_widths, lora, streams
+from . import branches, head_widths, lora, streams
 from .device import CudaDevice, Device, SimulatedDevice, within_memory
 from .one_kernel import OneKernel
 from .packed_pages import TorchPackedPages
 from .pages import TorchLayerPages
 from .products import Into, Products, tiled
 from .repeated import Repeats
+from .routing import routed
 from .stages import Stages, activated
 from .states import TorchSlots, state_layer
 
 if TYPE_CHECKING:  # records of the layer above; this backend reads their fields and never builds one
-    from ...quant.weight import Apart, Bundles, Curve, Expert, Inputs, Linear, Norm, SharedExpert, Weight
+    from ...quant.weight import Bundles, Curve, Expert, Inputs, Linear, Norm, SharedExpert, Weight
     from ...runtime.rope import RopeTable
     from ..state_shape import StateShape
 
@@ -146,14 +147,17 @@ class TorchOps(lora.Scales):
             beside = self._inside(n, shared, shared.act or act)
             if shared.scale is not None:
                 beside = beside * self._linear(n, shared.scale).sigmoid()
-        chosen, shares = _routed(self._linear(n, router), routing, correction)
-        self._visited(x, n, chosen, shares, experts, act, see, beside, routing.inputs)
+        chosen, shares = routed(self._linear(n, router), routing, correction)
+        self._visited(x, n, chosen, shares, experts, act, see, beside, routing.inputs, routing.handed)
         return x if beside is None else self.linear_add(beside, shared.down, x, None, shared.factor)
 
     def _visited(self, into: torch.Tensor, n: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor, experts: Sequence[Expert], act: str,
-                 see: Callable[[Routed], None] | None, beside: torch.Tensor | None = None, of_inputs: bool = False) -> None:
-        """Add to `into` the chosen experts' results of n, times their shares, or their results of n times these."""
-        offsets, tokens, places = visits(self.on.fetch(chosen), len(experts))
+                 see: Callable[[Routed], None] | None, beside: torch.Tensor | None = None, of_inputs: bool = False,
+                 handed: int = 0) -> None:
+        """Add to `into` the chosen experts' results of n, times their shares, or their results of n times these; the last `handed` of those
+        chosen among give n."""
+        offsets, tokens, places = visits(self.on.fetch(chosen), len(experts) + handed)
+        begin, offsets = offsets[len(experts)], offsets[: len(experts) + 1]
         rows, at = self.on.bring(tokens), self.on.bring(places)
         hidden = torch.empty(len(tokens), experts[0].up.weight.shape[0], device=n.device)
         results = torch.empty(len(tokens), n.shape[1], device=n.device)
@@ -165,6 +169,7 @@ class TorchOps(lora.Scales):
             inputs = n[rows[mine]] * own[mine] if of_inputs else n[rows[mine]]
             hidden[mine] = self._inside(inputs, expert, act)
             results[mine] = self._linear(hidden[mine], expert.down)
+        results[begin:] = n[rows[begin:]]
         if see is not None:
             see(Routed(offsets, tokens, hidden, beside))
         for j in range(shares.shape[1]):  # a token's experts in rising order, whatever runs beside it
@@ -175,22 +180,7 @@ class TorchOps(lora.Scales):
         up = self._linear(n, expert.up)
         return activated(up, act) if expert.gate is None else self.stages.gated(self._linear(n, expert.gate), up, act)
 
-    def mlp_and_experts(self, x: torch.Tensor, norm: Norm, gate: Linear | None, up: Linear | None, down: Linear | None, router: Linear,
-                        experts: Sequence[Expert], apart: Apart, routing: Routing, act: str,
-                        see: Callable[[torch.Tensor], None] | None = None, see_visits: Callable[[Routed], None] | None = None,
-                        after: Norm | None = None, correction: torch.Tensor | None = None) -> torch.Tensor:
-        """See `BlockOps`."""
-        if down is not None:
-            n = self.stages.normalise(x, norm)
-            hidden = self.stages.gated(self._linear(n, gate), self._linear(n, up), act)
-            if see is not None:
-                see(hidden)
-        chosen, shares = _routed(self._linear(self.stages.normalise(x, apart.router_norm), router), routing, correction)
-        total = torch.zeros_like(x)
-        self._visited(total, self.stages.normalise(x, apart.norm), chosen, shares * apart.scales[chosen], experts, act, see_visits)
-        own = lambda branch, norm: branch if norm is None else self.stages.normalise(branch, norm)  # noqa: E731
-        branch = 0 if down is None else own(self._linear(hidden, down), apart.mlp_after)
-        return x.add_(own(branch + own(total, apart.after), after))
+    mlp_and_experts, expert_branch = branches.mlp_and_experts, branches.expert_branch
 
     def add_inputs(self, x: torch.Tensor, inputs: Inputs, given: torch.Tensor, act: str,
                    see: Callable[[torch.Tensor], None] | None = None) -> torch.Tensor:
@@ -201,6 +191,7 @@ class TorchOps(lora.Scales):
     predicted, corrected, spread_inputs = streams.predicted, streams.corrected, streams.spread_inputs
     low_rank, added, cut_mlp = streams.low_rank, streams.added, streams.cut_mlp
     first_stream, add_to_first, widened, lent_mlp = streams.first_stream, streams.add_to_first, streams.widened, streams.lent_mlp
+    second_stream, put_stream = streams.second_stream, streams.put_stream
 
     widened_heads, narrowed_heads, renormed = head_widths.widened_heads, head_widths.narrowed_heads, head_widths.renormed
 
@@ -365,26 +356,6 @@ def _curved(x: torch.Tensor, own: Curve) -> torch.Tensor:
 def _turned(which: int, positions: np.ndarray, table: RopeTable) -> np.ndarray:
     """cos or sin float32 [T, 1, R/2] of positions."""
     return table.turns(positions)[which][:, None]
-
-
-def _routed(logits: torch.Tensor, routing: Routing, correction: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """`reference_moe.route` on tensors."""
-    scores = logits.sigmoid() if routing.sigmoid else logits.softmax(1)
-    by = logits if correction is None else (logits if routing.of_logits else scores) + correction
-    if routing.kept_groups < routing.groups:
-        grouped = by.view(len(by), routing.groups, -1)
-        of_group = grouped.amax(2) if correction is None else grouped.topk(2, 2).values.sum(2)
-        left_out = of_group.sort(dim=1, descending=True, stable=True).indices[:, routing.kept_groups :]
-        dropped = torch.zeros_like(of_group, dtype=torch.bool).scatter_(1, left_out, True)
-        by = grouped.masked_fill(dropped[..., None], -torch.inf).view(by.shape)
-    chosen = by.sort(dim=1, descending=True, stable=True).indices[:, : routing.per_token].sort(dim=1).values
-    if routing.near is not None:
-        own, every, numbers = logits.gather(1, chosen)[..., None], logits[:, None], torch.arange(logits.shape[1], device=logits.device)
-        counted = (every < own) | (every == own) & (numbers >= chosen[..., None])
-        counted &= own - every <= routing.near * torch.maximum(every.abs(), own)
-        return chosen, routing.factor / (every - own).masked_fill(~counted, -torch.inf).exp().sum(2)
-    shares = scores.gather(1, chosen)
-    return chosen, routing.factor * (shares / shares.sum(1, keepdim=True).clamp_min(SMALLEST_SUM) if routing.renormalise else shares)
 
 
 def _by_one_scale(x: torch.Tensor) -> torch.Tensor:

@@ -59,7 +59,7 @@ NOT_WRITTEN = {**dict.fromkeys(("gpt_oss", "granitemoe", "granitemoe_swa", "gran
                                "this version writes no indexer, which other tools want"),
                "gemma3n_text": "no other tool was found to read what makes its streams so",
                "gemma4_text": "no other tool was found to read what its layers are given, and its experts, so",
-               "llama4_text": "no other tool was found to read their experts so",
+               **dict.fromkeys(("llama4_text", "longcat_flash"), "no other tool was found to read their experts so"),
                **dict.fromkeys(("mistral4", "muse_glimmer_text", "step3p5"), "other tools read it inside models that take images alone"),
                **dict.fromkeys(("bailing_moe_v2", "exaone", "mimo", "minicpm"), "other tools read them by code of the checkpoints' own"),
                "gpt2": "other tools want their matrices turned over",

@@ -129,7 +129,7 @@ def _inputs(job: Job) -> tuple[object, ...]:
 
 def _visited(plan: ConversionPlan, job: Job) -> float:
     """The share of tokens that read a tensor."""
-    return 1.0 if expert_of(job.role) is None else plan.config.mixture.per_token / plan.config.mixture.experts
+    return 1.0 if expert_of(job.role) is None else plan.config.mixture.visited
 
 
 def _rows(sample: Job) -> int:

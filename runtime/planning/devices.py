@@ -115,7 +115,7 @@ def copied(tensors: Tensors, dims: Dims, own: Mixture | None, exact: bool, worke
     layers = [roles for key, roles in tensors.items() if key != "outer"]
     heaviest = max(layers, key=lambda roles: carried_places(roles)[1])
     nbytes = carried_places(heaviest)[1]
-    visited = 1.0 if own is None or not own.layers else own.per_token / own.experts
+    visited = 1.0 if own is None or not own.layers else own.visited
     products = round(sum(prod(tensor.shape) * (1.0 if expert_of(role) is None else visited)
                          for role, tensor in heaviest.items() if tensor.is_matrix))
     kind = kind_of_weight(max(matrices(heaviest), key=lambda tensor: tensor.nbytes).spec, exact)

@@ -109,7 +109,7 @@ def work(prepared: Prepared, tensors: Tensors) -> Work:
             routed = expert_of(role) is not None
             lent = role.startswith(BLOCKS)
             kind = kind_of_weight(tensor.spec, options.exact), key == "outer" and not lent, routed
-            share = own.per_token / own.experts if own and routed else 1.0
+            share = own.visited if own and routed else 1.0
             share = active if role == BUNDLES else uses(config, role) if lent else share
             nbytes[kind] += share * tensor.nbytes
             products[kind] += share * prod(tensor.shape) * (len(tensor.shape) == 2)

@@ -62,8 +62,8 @@ LATER_UNLESS_USED = {  # at their default
     "prefixed", "qk_norm_each", "qk_norm_still", "qk_norm_unit", "shared_blocks", "side_by_side", "slopes", "state_norm_eps",
     "states_beside", "streams", "value_dim", "values_normed", "without_mlp"}
 LATER_OF_STATES = ", narrow=True, bound=None", ", writes=1.0", ", tiled=False", ", normed=True"
-LATER_OF_MIXTURES = (", roots=False, picked=frozenset()", ", of_logits=False", ", near=None", ", of_inputs=False", ", gated=True",
-                     ", apart=False", ", groups=1, kept_groups=1",
+LATER_OF_MIXTURES = (", handed=0", ", roots=False, picked=frozenset()", ", of_logits=False", ", near=None", ", of_inputs=False",
+                     ", gated=True", ", apart=False", ", groups=1, kept_groups=1",
                      ", sigmoid=False, factor=1.0, corrected=False, shared_width=None, shared_scaled=False")
 LATER_OF_INDEXES = ", rate=1"
 

@@ -35,6 +35,8 @@ SIGHT = re.compile(r"(?:model\.)?encoder\..+|"
 SENSING, SENSES = "phi4_multimodal", re.compile(r"(?:.*\.)?(?:embed_tokens_extend\..+|.+\.lora_[AB]\.(?:speech|vision)\.weight)")
 # Norms behind layers without experts, which A.X K1's checkpoints hold.
 BEHIND_DENSE = "axk1", re.compile(r"(?:.*\.)?layers\.\d+\.(?:mlp\.)?post_mlp_layernorm\.weight")
+# Gates and ups of experts that hand on what they are given, which transformers writes all the same.
+HANDED = re.compile(r"(?:.*\.)?layers\.\d+\.mlp\.experts\.(\d+)\.(?:gate|up)_proj\.weight")
 INDEXER = re.compile(r"(?:.*\.)?layers\.\d+\.self_attn\.(?:indexer\.|index_[qk]_).+")  # not read in a context that all see
 OWN_KEYS = re.compile(r"(?:.*\.)?layers\.(\d+)\.self_attn\.(?:[kv]_proj|[kv]_norm)\..+")
 # What every xIELU has besides its layer's own numbers.
@@ -54,6 +56,8 @@ def unread(config: ModelConfig, store: TensorStore, read: Iterable[TensorInfo]) 
         left = [info for info in left if not SENSES.fullmatch(info.name)]
     if config.family == BEHIND_DENSE[0]:
         left = [info for info in left if not BEHIND_DENSE[1].fullmatch(info.name)]
+    if config.mixture is not None and config.mixture.handed:
+        left = [info for info in left if not ((found := HANDED.fullmatch(info.name)) and int(found[1]) >= config.mixture.experts)]
     if config.most_tokens is not None or config.indexed is not None:
         left = [info for info in left if not INDEXER.fullmatch(info.name)]
     behind = tuple(f"model.layers.{config.num_hidden_layers + i}." for i in range(config.mtp_layers))

@@ -8,16 +8,22 @@ from typing import TYPE_CHECKING
 from ...quant.weight import Latent, Linear, Norm
 
 if TYPE_CHECKING:
+    from ..model_config import ModelConfig
     from ..tensors import ModelTensor
 
 EPS = 1e-6  # of the norms between the matrices, whatever a config says of the others
 
 
-def latent_weights(roles: Mapping[str, ModelTensor], linear: Callable[[str], Linear | None],
+def latent_weights(config: ModelConfig, roles: Mapping[str, ModelTensor], linear: Callable[[str], Linear | None],
                    vector: Callable[[str], object]) -> Latent | None:
-    """Of a layer's tensors by role, where it has such; `linear` and `vector` make a role's matrix and vector on a backend."""
+    """Of a layer's tensors by role, where it has such; `linear` and `vector` make a role's matrix and vector on a backend. What a config
+    multiplies both latents by is in their norms."""
     if "kv_a" not in roles:
         return None
-    q_norm = Norm("rms", vector("q_a_norm"), None, EPS) if "q_a" in roles else None
-    kv_norm = Norm("rms", vector("kv_a_norm"), None, EPS)
+
+    def norm(role: str) -> Norm:
+        weight, factor = vector(role), config.factor(role)
+        return Norm("rms", weight if factor == 1.0 else weight * factor, None, EPS)
+
+    q_norm, kv_norm = norm("q_a_norm") if "q_a" in roles else None, norm("kv_a_norm")
     return Latent(linear("q_a"), q_norm, linear("q_b") or linear("q"), linear("kv_a"), kv_norm, linear("kv_b").weight)

@@ -251,6 +251,7 @@ class LayerExperts(ExpertPages):
         for distance, (own, layer) in enumerate(zip(logits, self._following(len(logits)), strict=True), 1):
             own = layer.ranks(own)
             likely = np.argpartition(-own, top - 1)[:top] if top < len(own) else np.arange(len(own))
+            likely = likely[likely < len(self)]  # others have no matrices
             self._pager.look_ahead(self._index + distance, distance, likely[np.argsort(-own[likely], kind="stable")].tolist())
 
 

@@ -155,7 +155,8 @@ class WeightRecords:
             post_norm = replace(post_norm, weight=ops.put(as_float32(roles["post_norm"], raw) * np.float32(factor), "f32"))
         apart = None
         if config.mixture is not None and config.mixture.apart and router is not None and "router_scale" not in roles:
-            apart = Apart(post_norm, post_norm, None, None, ops.put(np.ones(config.mixture.experts, np.float32), "f32"))
+            chosen = config.mixture.experts + config.mixture.handed
+            apart = Apart(post_norm, post_norm, None, None, ops.put(np.ones(chosen, np.float32), "f32"))
         elif config.mixture is not None and config.mixture.apart and router is not None:
             root = np.float32(config.hidden_size**-0.5)
             apart = Apart(ones(config.hidden_size, as_float32(roles["router_scale"], raw) * root), norm("expert_norm"),
@@ -176,7 +177,7 @@ class WeightRecords:
                             router=router, experts=experts, bundles=self._bundles(roles, raw, ops, vector),
                             correction=correction, shared=shared,
                             state=state_weights(Source(config, key, roles, raw, ops, linear, vector)),
-                            latent=latent_weights(roles, linear, vector), index=index_weights(config, roles, linear, vector),
+                            latent=latent_weights(config, roles, linear, vector), index=index_weights(config, roles, linear, vector),
                             v_norm=ones(config.heads_of(key)[1]) if config.values_normed and "k" in roles else None,
                             scale=float(as_float32(roles["layer_scale"], raw)[0]) if "layer_scale" in roles else None, curve=curve,
                             inputs=Inputs(*map(linear, GIVEN), norm("input_after")) if GIVEN[0] in roles else None, apart=apart,

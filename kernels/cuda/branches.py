@@ -1,0 +1,43 @@
+"""Experts that are a branch beside an MLP, by torch's operations: what `cpu/moe.py` computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..reference_moe import Routed, Routing
+from .routing import routed
+
+if TYPE_CHECKING:
+    from ...quant.weight import Apart, Expert, Linear, Norm, SharedExpert
+    from .torch_ops import TorchOps
+
+
+def mlp_and_experts(ops: TorchOps, x: torch.Tensor, norm: Norm, gate: Linear | None, up: Linear | None, down: Linear | None,
+                    router: Linear, experts: Sequence[Expert], apart: Apart, routing: Routing, act: str,
+                    see: Callable[[torch.Tensor], None] | None = None, see_visits: Callable[[Routed], None] | None = None,
+                    after: Norm | None = None, correction: torch.Tensor | None = None) -> torch.Tensor:
+    """See `BlockOps`."""
+    if down is not None:
+        n = ops.stages.normalise(x, norm)
+        hidden = ops.stages.gated(ops._linear(n, gate), ops._linear(n, up), act)
+        if see is not None:
+            see(hidden)
+    total = expert_branch(ops, x, apart.norm, router, experts, apart, routing, act, see_visits, correction)
+    own = lambda branch, norm: branch if norm is None else ops.stages.normalise(branch, norm)  # noqa: E731
+    branch = 0 if down is None else own(ops._linear(hidden, down), apart.mlp_after)
+    return x.add_(own(branch + own(total, apart.after), after))
+
+
+def expert_branch(ops: TorchOps, x: torch.Tensor, norm: Norm, router: Linear, experts: Sequence[Expert], apart: Apart, routing: Routing,
+                  act: str, see: Callable[[Routed], None] | None = None, correction: torch.Tensor | None = None,
+                  shared: SharedExpert | None = None) -> torch.Tensor:
+    """See `BlockOps`. Raises ValueError with a shared expert, which no model has on a card."""
+    if shared is not None:
+        raise ValueError("a branch of experts on torch has no shared one")
+    chosen, shares = routed(ops._linear(ops.stages.normalise(x, apart.router_norm), router), routing, correction)
+    total = torch.zeros_like(x)
+    ops._visited(total, ops.stages.normalise(x, norm), chosen, shares * apart.scales[chosen], experts, act, see, handed=routing.handed)
+    return total

@@ -1,0 +1,110 @@
+"""LongCat Flash (560B-A27B): two blocks of latent attention and an MLP are one layer of the checkpoints, whose experts read what the first
+MLP reads and whose sum is added behind the second. Some of the experts have no matrices and hand on what they are given.
+
+A block is a layer here, and the sum on its way a second stream of a token (`ModelConfig.streams`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ..config import MAX_LAYERS, MOST, Defaults, ModelConfig
+from ..config_reader import ConfigError, Keys
+from ..mixture import Mixture
+from . import LayerWeights, TensorRule, llama
+from .deepseek_v3 import attention, latent_config, latent_tensors, refuse_other_code
+from .llama import outer_tensors
+from .mixtral import MOST_EXPERTS, mixture_tensors
+from .qwen3_moe import NAMES
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ..block_ops import BlockOps
+    from ..cache import LayerCache
+    from ..rope import RopeTable
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({"attention_bias", "auto_map", "expert_ffn_hidden_size", "ffn_hidden_size", "kv_lora_rank", "moe_topk",
+                       "n_routed_experts", "num_layers", "q_lora_rank", "qk_head_dim", "qk_nope_head_dim", "qk_rope_head_dim",
+                       "routed_scaling_factor", "v_head_dim", "zero_expert_num"})
+KEYS_HARMLESS = frozenset({"attention_method", "output_router_logits"})
+REFUSED_UNLESS: Mapping[str, object] = {"layer_types": None, "mla_scale_kv_lora": True, "mla_scale_q_lora": True, "mlp_bias": False,
+                                        "norm_topk_prob": False, "router_bias": False, "sliding_window": None,
+                                        "zero_expert_type": "identity"}
+SIZES = {"vocab_size": 131_072, "hidden_size": 6144, "intermediate_size": 12_288, "num_hidden_layers": 56, "num_attention_heads": 64}
+WIDTHS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+CODE = r"(configuration|modeling)_longcat_flash\.LongcatFlash\w+"  # of the published ones, which became part of transformers
+QUERY_RANK = 1536
+STREAMS = 2  # what layers work on, and a sum that waits
+
+
+def config(keys: Keys) -> ModelConfig:
+    """Raises ConfigError."""
+    refuse_other_code(keys, CODE)
+    pairs = keys.integer("num_layers", keys.integer("num_hidden_layers", SIZES["num_hidden_layers"], high=MAX_LAYERS) // 2,
+                         high=MAX_LAYERS // 2)
+    ffn = keys.integer("ffn_hidden_size", keys.integer("intermediate_size", SIZES["intermediate_size"], high=MOST["intermediate_size"]),
+                       high=MOST["intermediate_size"])
+    of_all = keys.saying(num_hidden_layers=2 * pairs, intermediate_size=ffn)
+    base = Defaults(max_position_embeddings=131_072, sizes=SIZES, bos=1, eos=(2,), norm_eps=1e-5, theta=1e7)
+    made = latent_config(of_all, base, WIDTHS, QUERY_RANK, True, mixture=_mixture(keys, pairs), streams=STREAMS)
+    own, hidden = made.latent, made.hidden_size
+    if (stated := keys.integer("qk_head_dim", own.query)) != own.query:
+        raise ConfigError(f"config.json: qk_head_dim = {stated} is not supported for longcat_flash models",
+                          f"it is the sum of qk_nope_head_dim and qk_rope_head_dim, {own.query}")
+    if own.query_rank is None:
+        raise ConfigError("config.json: q_lora_rank = null is not supported for longcat_flash models",
+                          "queries of this family are made of a latent")
+    return replace(made, factors=(("q_a_norm", (hidden / own.query_rank) ** 0.5), ("kv_a_norm", (hidden / own.rank) ** 0.5)))
+
+
+def _mixture(keys: Keys, pairs: int) -> Mixture:
+    """The experts of every second layer, the first of a pair. Raises ConfigError."""
+    experts, handed = (keys.integer("n_routed_experts", 512, high=MOST_EXPERTS), keys.integer("zero_expert_num", 256, low=0,
+                                                                                              high=MOST_EXPERTS))
+    top = keys.integer("moe_topk", 12, high=MOST_EXPERTS)
+    if top > experts + handed:
+        raise ConfigError(f"config.json: moe_topk {top} is more than the {experts + handed} experts there are")
+    return Mixture(experts, top, keys.integer("expert_ffn_hidden_size", 2048, high=2**22), False, frozenset(range(0, 2 * pairs, 2)),
+                   factor=keys.number("routed_scaling_factor", 6.0), corrected=True, apart=True, handed=handed)
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    """Tensors of one layer by role: of a half of what checkpoints call a layer."""
+    rules = latent_tensors(config, layer, llama.layer_tensors(config, layer))
+    before, within, half = f"model.layers.{layer}.", f"model.layers.{layer // 2}.", layer % 2
+    parts = {"self_attn.": f"self_attn.{half}.", "mlp.": f"mlps.{half}.", "input_layernorm.": f"input_layernorm.{half}.",
+             "post_attention_layernorm.": f"post_attention_layernorm.{half}."}
+    for role, rule in rules.items():
+        name = rule.name.removeprefix(before)
+        part = next(part for part in parts if name.startswith(part))
+        rules[role] = replace(rule, name=within + parts[part] + name.removeprefix(part))
+    if layer not in config.mixture.layers:
+        return rules
+    own = config.mixture
+    found, chosen = mixture_tensors(config, f"{within}mlp.", NAMES), own.experts + own.handed
+    router = {"router": ("classifier.weight", (chosen, config.hidden_size)),
+              **({"correction": ("e_score_correction_bias", (chosen,))} if own.corrected else {})}
+    return rules | found | {role: TensorRule(f"{within}mlp.router.{name}", shape) for role, (name, shape) in router.items()}
+
+
+def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
+          layer: int, tap: Callable[[str, int, object], None]) -> object:
+    """Streams x[T, 2 * D] -> x[T, 2 * D], with the taps of `llama.block` over what a layer works on; of experts the visits come first."""
+    own = attention(ops, w, ops.first_stream(x, STREAMS), kv, positions, rope, config, layer, tap)
+    tap("mlp_in", layer, own)
+    if w.experts:
+        sum_of_experts = ops.expert_branch(own, w.post_norm, w.router, w.experts, w.apart, config.mixture.routing, config.hidden_act,
+                                           partial(tap, "visits", layer), w.correction)
+        x = ops.put_stream(x, sum_of_experts, 1)
+    own = ops.gated_mlp(own, w.post_norm, w.gate, w.up, w.down, config.hidden_act, partial(tap, "mlp_hidden", layer))
+    if not w.experts:
+        own = ops.added(own, ops.second_stream(x, STREAMS), 1.0)
+    x = ops.put_stream(x, own, 0)
+    tap("block_out", layer, x)
+    return x
