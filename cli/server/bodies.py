@@ -1,8 +1,10 @@
-"""The body of a request, read within bounds of size and time."""
+"""The body of a request, read within bounds of size, of time, and of how many values it has: a small one of JSON takes a hundred times its
+bytes of memory, and seconds in which nobody else is answered."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 
 from starlette.requests import Request
 
@@ -11,6 +13,8 @@ from .problems import Problem
 
 LARGEST_BODY, MOST_READ = 32 << 20, 256 << 20  # bytes of a body that is taken, and of one that is read to its end
 BODY_S = 60.0  # for a body to come
+MOST_VALUES = 1 << 20  # of lists and objects: token ids of the longest contexts
+STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)  # also one without an end, or the search would begin anew at each mark in it
 
 
 async def read(request: Request, kind: type[Kind]) -> Kind:
@@ -44,4 +48,21 @@ async def body_of(request: Request) -> bytes:
         raise Problem(408, late, headers={"connection": "close"}, hint="send it again, whole") from None
     if came > LARGEST_BODY:
         raise too_large
+    if came > MOST_VALUES:  # a value has a byte at least
+        await asyncio.to_thread(demand_few_values, body)
     return bytes(body)
+
+
+def demand_few_values(body: bytes | bytearray) -> None:
+    """Raises Problem. What stands in texts counts only where there could be too many; of very many texts, which would take as long to
+    leave out as to read, their quotes tell."""
+    if _marks(body) <= MOST_VALUES:
+        return
+    texts = (body.count(b'"') - body.count(b'\\"')) // 2
+    if texts > MOST_VALUES or _marks(STRING.sub(b"", body)) > MOST_VALUES:
+        raise Problem(413, f"the body has more than {MOST_VALUES:,} values", code="body_too_large", hint="send it in parts")
+
+
+def _marks(body: bytes | bytearray) -> int:
+    """A bound for how many values a text of JSON has."""
+    return sum(map(body.count, (b",", b"[", b"{")))

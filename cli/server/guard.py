@@ -16,12 +16,14 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .problems import REFUSED, Problem, internal
+from .bodies import LARGEST_BODY
+from .problems import AGAIN, BUSY, REFUSED, Problem, internal
 from .streams import GONE, Record, problem_response
 
 OPEN = ("/health", "/v1/health")  # without a key: who asks whether a server lives has none
 ANYONE = "*"
 RECORD = "effllm.record"
+MOST_HELD = 16 * LARGEST_BODY
 
 
 @dataclass(frozen=True)
@@ -84,11 +86,12 @@ class Guard:
 
     def __init__(self, app: ASGIApp, rules: Rules, say: Callable[[str, str, int, Record], None]) -> None:
         self._app, self._rules, self._say = app, rules, say
+        self._held = 0  # bytes of the bodies of all requests that are not answered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        headers, record, status = Headers(scope=scope), Record(), GONE
+        headers, record, status, own = Headers(scope=scope), Record(), GONE, 0
         origin = headers.get("origin")
         scope[RECORD] = record
 
@@ -102,6 +105,16 @@ class Guard:
                     allowed.add_vary_header("origin")
             await send(message)
 
+        async def receiving() -> Message:
+            nonlocal own
+            message = await receive()
+            came = min(len(message.get("body", b"")), LARGEST_BODY - own)  # of a larger one the rest is dropped
+            own, self._held = own + came, self._held + came
+            if came and self._held > MOST_HELD:
+                raise Problem(503, f"requests of {MOST_HELD >> 20} MiB are under way, which is the most here", BUSY, code="bodies_full",
+                              headers={"retry-after": "1", "connection": "close"}, hint=AGAIN)
+            return message
+
         try:
             is_preflight = scope["method"] == "OPTIONS" and origin is not None and "access-control-request-method" in headers
             refused = self._rules.refused(OPEN[0] if is_preflight else scope["path"], headers)
@@ -110,12 +123,13 @@ class Guard:
             elif is_preflight:
                 await preflight(headers)(scope, receive, sending)
             else:
-                await self._app(scope, receive, sending)
+                await self._app(scope, receiving, sending)
         except Exception as error:  # of ours: the server goes on
             record.problem = f"{type(error).__name__}: {error}"
             if status == GONE:
                 await problem_response(internal(error), scope["path"])(scope, receive, sending)
         finally:
+            self._held -= own
             self._say(scope["method"], scope["path"], status, record)
 
 

@@ -84,15 +84,24 @@ class Server(uvicorn.Server):
 
 
 class Connection(H11Protocol):
-    """Closes where no request comes: the library waits for the first without an end, and every connection is an open file."""
+    """Closes where no request comes whole: the library waits without an end for the first, and for the rest of one that has begun, however
+    slowly its bytes come, and every connection is an open file."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
-        self.loop.call_later(KEEP_S, self._close_unused)
+        self._look = self.loop.call_later(KEEP_S, self._close_unused, self)
 
-    def _close_unused(self) -> None:
-        if self.cycle is None:
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._look.cancel()
+        super().connection_lost(exc)
+
+    def _close_unused(self, rested: object) -> None:
+        """`rested`: the request that had been answered when this was looked at before; None where one was under way."""
+        resting = self if self.cycle is None else self.cycle if self.cycle.response_complete else None
+        if resting is not None and resting is rested:
             self.transport.abort()
+        else:
+            self._look = self.loop.call_later(KEEP_S, self._close_unused, resting)
 
 
 def listen(application: ASGIApp, listening: socket.socket, desk: Closing, ready: Callable[[], None], note: Callable[[str], None],
