@@ -173,6 +173,18 @@ def test_forms_by_the_names_that_vllm_has(server: Served, wrap) -> None:
         assert set(json.loads(said("json", schema))) == {"fox"}
 
 
+@pytest.mark.parametrize(("fields", "fits"), [
+    ({"regex": "[a-c]{4}"}, "[a-c]{4}"), ({"ebnf": 'root ::= "yes" | "no"'}, "yes|no"),
+    ({"json_schema": json.dumps({"enum": ["yes", "no"]})}, '"(yes|no)"'), ({"json_schema": {"enum": ["yes", "no"]}}, '"(yes|no)"'),
+    ({"response_format": {"type": "regex", "value": "[a-c]{4}"}}, "[a-c]{4}"),
+    ({"response_format": {"type": "json", "value": {"enum": ["yes", "no"]}}}, '"(yes|no)"'),
+    ({"response_format": {"type": "grammar", "grammar": 'root ::= "yes" | "no"'}}, "yes|no")])
+def test_forms_by_the_names_that_sglang_and_others_have(server: Served, fields: dict, fits: str) -> None:
+    """What outlines sends to SGLang and huggingface_hub to TGI: to let it pass would be an answer of another form."""
+    assert re.fullmatch(fits, server.chat(**fields).json["choices"][0]["message"]["content"])
+    assert re.fullmatch(fits, server.complete(**fields).json["choices"][0]["text"])
+
+
 def test_what_harms_nobody_is_let_pass(server: Served) -> None:
     plain = server.chat().json["choices"]
     fields = {"user": "me", "store": False, "metadata": {"a": "b"}, "service_tier": "auto", "parallel_tool_calls": True, "n": None,

@@ -65,6 +65,8 @@ def plain(server: Served) -> list:
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"), ({"guided_json": "{"}, "guided_json"),
     ({"guided_json": 7}, "guided_json"),
     ({"guided_regex": "(?=x)"}, "guided_regex"), ({"guided_choice": []}, "guided_choice"), ({"guided_choice": [""]}, "guided_choice"),
+    ({"regex": "(?=x)"}, "regex"), ({"regex": 7}, "regex"), ({"regex": "a", "ebnf": "b"}, "ebnf"), ({"json_schema": 7}, "json_schema"),
+    ({"response_format": {"type": "regex"}}, "response_format.type"),
     ({"structured_outputs": {"choice": "x"}}, "structured_outputs.choice"),
     ({"structured_outputs": {"regex": 1}}, "structured_outputs.regex"), ({"structured_outputs": []}, "structured_outputs"),
     ({"structured_outputs": {"json": 7, "disable_fallback": True}}, "structured_outputs.json"),

@@ -96,6 +96,9 @@ class Asked(Body):
     ignore_eos: bool | None = None
     response_format: dict[str, Any] | None = None
     grammar: str | None = None
+    json_schema: Any = None
+    regex: str | None = None
+    ebnf: str | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: Any = None
     guided_regex: str | None = None

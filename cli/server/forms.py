@@ -1,5 +1,5 @@
 """What the answer to a request is held to, by whichever name a program asks for it: OpenAI's `response_format`, llama.cpp's `grammar`,
-vLLM's `structured_outputs` and what that was called before (`guided_json` and its like)."""
+vLLM's `structured_outputs` and what that was called before (`guided_json` and its like), SGLang's `regex` and `ebnf`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from .problems import LEAVE_ONE, Problem, problem_of
 
 FORMAT, GRAMMAR, STRUCTURED = "response_format", "grammar", "structured_outputs"
 THE_SCHEMA, THE_GRAMMAR, THE_REGEX, THE_CHOICES = "the schema", "the grammar", "the regular expression", "the choices"
+BY_ITSELF = {"json_schema": "json", GRAMMAR: GRAMMAR, "regex": "regex", "ebnf": GRAMMAR}  # field -> kind: llama.cpp's and SGLang's
 OF_SPACES = ("whitespace_pattern", "disable_any_whitespace", "disable_fallback", "disable_additional_properties")  # in vLLM's, let pass
+VALUES = {"json": ("value",), "regex": ("value", "pattern"), GRAMMAR: (GRAMMAR, "value")}  # types that others have beside OpenAI's
 KINDS = ("json", "json_object", "regex", "choice", GRAMMAR)  # of vLLM's fields
 
 
@@ -40,8 +42,9 @@ def _given(asked: Asked) -> Iterator[tuple[str, str, Any]]:
     """Field, kind and value of each form that is asked for."""
     if asked.response_format is not None and (named := _of_format(asked.response_format)) is not None:
         yield FORMAT, *named
-    if asked.grammar:
-        yield GRAMMAR, GRAMMAR, asked.grammar
+    for field, kind in BY_ITSELF.items():
+        if (value := getattr(asked, field)) not in (None, ""):
+            yield field, kind, value
     for key, value in (asked.structured_outputs or {}).items():
         if value not in (None, False, ""):
             if key in KINDS:
@@ -60,7 +63,10 @@ def _of_format(wanted: Mapping[str, Any]) -> tuple[str, Any] | None:
     if kind == "text":
         return None
     if kind == "json_object":
-        return ("json", wanted["schema"]) if wanted.get("schema") else ("json_object", True)
+        schema = wanted.get("schema") or wanted.get("value")
+        return ("json", schema) if schema else ("json_object", True)
+    if kind in VALUES and (value := next((wanted[name] for name in VALUES[kind] if wanted.get(name)), None)) is not None:
+        return kind, value
     if kind == "json_schema":
         inner = wanted.get("json_schema")
         schema = inner.get("schema") if isinstance(inner, dict) else wanted.get("schema")

@@ -11,12 +11,11 @@ from ...runtime.sampler import SamplerSettings
 from ...runtime.text import Tokenizer
 from ...runtime.tokens.infill import Gap
 from .fields import Asked, Body
-from .problems import LEAVE_ONE, Problem
+from .problems import Problem
 from .several import counted
 from .wishes import NO_LIMIT, Defaults, wish_of
 
 A_PROMPT = "{} is a text, token ids, a list of both, or a list of such prompts"
-SCHEMA = "json_schema"
 # A sampler's names in `samplers`, the letter first -> what settings are without it.
 WITHOUT: Mapping[tuple[str, ...], Mapping[str, Any]] = {
     ("e", "penalties"): {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
@@ -34,7 +33,6 @@ class CompletionAsked(Asked):
     n: int | None = None
     n_cmpl: int | None = None
     n_probs: int | None = None
-    json_schema: dict[str, Any] | None = None
     samplers: str | list[str] | None = None
     n_indent: int | None = None
     t_max_predict_ms: int | float | None = None
@@ -66,14 +64,7 @@ class InfillAsked(CompletionAsked):
 
 def completion_wish(asked: CompletionAsked, defaults: Defaults, tokenizer: Tokenizer) -> Wish:
     """Raises Problem that names the field."""
-    if asked.json_schema is not None:
-        if asked.grammar:
-            raise Problem(400, f"{SCHEMA} and grammar both say what the answer is", param=SCHEMA, hint=LEAVE_ONE)
-        asked = asked.model_copy(update={"response_format": {"type": SCHEMA, SCHEMA: {"schema": asked.json_schema}}})
-    try:
-        wish = wish_of(asked, defaults, tokenizer)
-    except Problem as problem:
-        raise problem.renamed({"response_format": SCHEMA}) from problem
+    wish = wish_of(asked, defaults, tokenizer)
     tells = 0 if asked.return_tokens and asked.stream and wish.tells is None else wish.tells  # by which the tokens of a piece are known
     most_s = asked.t_max_predict_ms / 1000 if asked.t_max_predict_ms and asked.t_max_predict_ms > 0 else None
     sure = asked.samplers is not None and not frozenset(asked.samplers).isdisjoint(INFILL)
