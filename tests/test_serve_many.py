@@ -162,6 +162,9 @@ def test_every_api_is_passed_on(server: Served) -> None:
     first, *pieces, last, usage = server.chat(model="fable", stream=True, stream_options={"include_usage": True}).events
     whole = server.chat(model="fable").json["choices"][0]["message"]["content"]
     assert "".join(piece["choices"][0]["delta"]["content"] for piece in pieces) == whole and usage["usage"]["completion_tokens"] == 24
+    form = b'--x\r\nContent-Disposition: form-data; name="model"\r\n\r\ntwin\r\n--x--\r\n'
+    heard = server.ask("POST", "/v1/audio/transcriptions", form, Content_Type="multipart/form-data; boundary=x")
+    assert heard.status == 400 and heard.error["param"] == "file", "the form came whole, to a model's own server"
     refused = server.chat(model="fable", temperature=-1)
     assert refused.status == 400 and refused.error["param"] == "temperature"
     assert server.ask("POST", CHAT, {"messages": ASKED, "model": "fable"}, Origin="https://evil.example").status == 403

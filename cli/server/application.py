@@ -42,6 +42,7 @@ from .shapes import ChatShape, Completion, Shape, TextShape
 from .streams import EventStream, LineStream, Listener, json_response, whole
 from .threads import Threads
 from .tools import tools_asked
+from .transcribing import Transcribing
 from .wishes import Defaults, reasoning_of, wish_of
 
 if TYPE_CHECKING:
@@ -89,13 +90,13 @@ class Service(OneModel):
                 post(f"{OLLAMA}chat", self.ollama_chat), post(f"{OLLAMA}generate", self.ollama_generate),
                 *OllamaModels(self.name, self.replies, self.defaults, self.demand_model).routes(),
                 *LlamaPaths(self).routes(), *LlamaSlots(self, self.slot_files).routes(), *self.adapters.routes(),
-                *ResponsesPaths(self._kept, self._conversations).routes()]
+                *ResponsesPaths(self._kept, self._conversations).routes(), *Transcribing(self).routes()]
 
     async def chat(self, request: Request) -> Response:
         asked = await self.asked(request, ChatAsked)
         pictures = await self.pictures(pictures_sent.in_chat(asked))
         answer, each = await self.wanted(asked, messages_of(asked), pictures=pictures), counted(asked.n)
-        starts = [partial(self._reply, replace(answer, wish=wish)) for wish in varied(answer.wish, each)]
+        starts = [partial(self.reply, replace(answer, wish=wish)) for wish in varied(answer.wish, each)]
         return await self._answers(request, asked, partial(self._completion, ChatShape, asked, answer.wish), starts, each)
 
     async def responses(self, request: Request) -> Response:
@@ -110,7 +111,7 @@ class Service(OneModel):
                 self._conversations.answered(asked.conversation_id, [*own, *response["output"]])
 
         shape = ResponseShape(self.called(asked.model), asked, names, self.replies.tokenizer if asked.tells else None, keep)
-        return await self.answer(request, asked, shape, partial(self._reply, answer))
+        return await self.answer(request, asked, shape, partial(self.reply, answer))
 
     async def _wanted_response(self, asked: ResponsesAsked) -> tuple[Wanted, Names]:
         """What a request of Responses comes to, and what its program calls the tools."""
@@ -124,7 +125,7 @@ class Service(OneModel):
         pictures = await self.pictures(pictures_sent.in_messages(whole))
         answer = await self.wanted(*messages_fields.chat_of(whole), messages_fields.CALLED, pictures)
         shape = MessageShape(self.called(asked.model), asked, partial(self._threads.keep, asked, whole))
-        return await self.answer(request, asked, shape, partial(self._reply, answer))
+        return await self.answer(request, asked, shape, partial(self.reply, answer))
 
     async def count_chat(self, request: Request) -> Response:
         asked = await self.asked(request, ChatAsked)
@@ -154,7 +155,7 @@ class Service(OneModel):
             return json_response(shape.loaded())
         pictures = await self.pictures(pictures_sent.in_ollama_chat(asked))
         answer = await self.wanted(*ollama_fields.chat_of(asked), ollama_fields.CALLED, pictures)
-        return await self.answer(request, asked, shape, partial(self._reply, answer))
+        return await self.answer(request, asked, shape, partial(self.reply, answer))
 
     async def ollama_generate(self, request: Request) -> Response:
         asked = await self._asked_as_ollama(request, OllamaText)
@@ -166,7 +167,7 @@ class Service(OneModel):
             wish = await self._wish(ollama_fields.raw_of(asked), ollama_fields.CALLED_RAW)
             return await self.answer(request, asked, shape, await self._completed(asked.prompt, asked.suffix, wish))
         answer = await self.wanted(*ollama_fields.answer_of(asked), ollama_fields.CALLED, pictures)
-        return await self.answer(request, asked, shape, partial(self._reply, answer))
+        return await self.answer(request, asked, shape, partial(self.reply, answer))
 
     async def text(self, request: Request) -> Response:
         asked = await self.asked(request, TextAsked)
@@ -217,6 +218,10 @@ class Service(OneModel):
         """The pictures of a request, in whose places marks are then. Raises Problem."""
         return await self._taking.all(sent)
 
+    async def sound(self, data: bytes, where: str) -> Picture:
+        """A sound that came as a file. Raises Problem."""
+        return await self._taking.sound(data, where)
+
     async def wanted(self, asked: ChatAsked, messages: list[dict[str, Any]], called: Mapping[str, str] | None = None,
                      pictures: tuple[Picture, ...] = ()) -> Wanted:
         """What a request comes to. Raises Problem that names the field, as it is `called` where the request comes from."""
@@ -229,7 +234,7 @@ class Service(OneModel):
             raise problem.renamed(called or {}) from problem
         return Wanted(messages, wish, tools, variables, pictures)
 
-    def _reply(self, wanted: Wanted, cancelled: Callable[[], bool]) -> Iterator[Event]:
+    def reply(self, wanted: Wanted, cancelled: Callable[[], bool]) -> Iterator[Event]:
         return self.replies.reply(wanted.messages, wanted.wish, wanted.tools, wanted.variables, cancelled)
 
     def _completion(self, kind: type[Completion], asked: Asked, wish: Wish) -> Completion:

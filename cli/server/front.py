@@ -27,6 +27,7 @@ from ... import EffllmError
 from . import page, responses_fields
 from .bodies import body_of, read
 from .fields import Body, parsed
+from .form_data import parts_of
 from .guard import RECORD
 from .lasting import seconds_of
 from .llama_paths import refuse_change
@@ -47,6 +48,7 @@ from .responses_shape import ResponseShape
 from .shapes import ChatShape, Shape, TextShape
 from .shelf import Shelf, Shelved
 from .streams import EVENTS, HEADERS, KEEP_ALIVE_S, LEFT, LINES, json_response, unless_gone, written
+from .transcribing import SPOKEN, TranscriptShape, fields_of
 
 GREETING = ("effllm serves models by name: APIs like OpenAI's and Anthropic's under /v1, where /v1/models lists them, and like Ollama's "
             "under /api, whose programs look here for the words \"Ollama is running\"\n")
@@ -118,6 +120,7 @@ class Front:
                   *(get(path, self.models) for path in ("/v1/models", "/models")),
                   *(get(path, self.model) for path in ("/v1/models/{name:path}", "/models/{name:path}")),
                   *(Route(path, partial(self.pass_on, passed), methods=["POST"]) for passed in PASSED for path in passed.paths),
+                  *(Route(path, self.pass_form, methods=["POST"]) for path in SPOKEN),
                   *(get(path, self.tell) for path in TOLD), *(get(path, self.glance) for path in GLANCED),
                   Route("/slots/{id_slot}", self.act_on_slot, methods=["POST"]), Route("/props", refuse_change, methods=["POST"]),
                   *(Route(path, self.search, methods=["GET", "POST", "DELETE"]) for path in (*TOLD_AGAIN, CANCEL)),
@@ -187,6 +190,11 @@ class Front:
         streams = passed.streams if asked.stream is None else asked.stream
         shape = await asyncio.to_thread(passed.shape, model.name, body) if passed.shape is not None and streams else None
         return Relay(self, model, shape, body, keep_s)
+
+    async def pass_form(self, request: Request) -> Response:
+        body = await body_of(request)
+        asked = await asyncio.to_thread(lambda: fields_of(parts_of(request.headers.get("content-type", ""), body)))
+        return Relay(self, await self.meant(asked.model), TranscriptShape("transcribe") if asked.stream else None, body, None)
 
     async def tell(self, request: Request) -> Response:
         return Relay(self, await self.meant(request.query_params.get("model")), None, b"", None)

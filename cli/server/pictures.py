@@ -117,6 +117,12 @@ class Taking:
             return await asyncio.to_thread(_taken, chain([first], rest), self._replies, self._note)
 
 
+    async def sound(self, data: bytes, where: str) -> Picture:
+        """A sound that came as a file."""
+        async with self._turn:
+            return await asyncio.to_thread(_named, where, lambda: self._replies.sound(data, where))
+
+
 def _taken(sent: Iterable[Sent], replies: Replies, note: Callable[[str], None]) -> tuple[Picture, ...]:
     pictures, points, samples = [], 0, 0
     if replies.sees and replies.demand_sight().waiting_nbytes() > MOST_WAITING:
@@ -147,16 +153,24 @@ def _taken(sent: Iterable[Sent], replies: Replies, note: Callable[[str], None]) 
 
 def _one(sent: Sent, replies: Replies) -> Picture:
     """Raises Problem that begins with where it is."""
-    try:
+    def taken() -> Picture:
         if sent.sense is SOUNDS:
             replies.demand_hearing()
             return replies.sound(_bytes_of(sent), sent.where)
         replies.demand_sight()
         return replies.picture(_bytes_of(sent), sent.where)
+
+    return _named(sent.where, taken)
+
+
+def _named(where: str, taken: Callable[[], Picture]) -> Picture:
+    """What is taken. Raises Problem that begins with where it is."""
+    try:
+        return taken()
     except EffllmError as error:
-        problem = problem_of(error, sent.where)
-        if not problem.message.startswith(sent.where):
-            problem.message = f"{sent.where}: {problem.message}"
+        problem = problem_of(error, where)
+        if not problem.message.startswith(where):
+            problem.message = f"{where}: {problem.message}"
         raise problem from error
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 class AudioFlamingo3(Qwen2Audio):
     AUDIO = {"audioflamingo3_encoder": LARGE}
     placeholder = written = "<sound>"
+    asks_to_transcribe = "Transcribe the input speech."
     most_seconds = 600.0
 
     def projector(self, weights: Weights) -> Rows:

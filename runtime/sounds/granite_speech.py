@@ -67,6 +67,7 @@ class GraniteSpeech(Hearing):
     AUDIO = {"granite_speech_encoder": {}}
     SECTION = "encoder_config"
     placeholder = "<|audio|>"
+    asks_to_transcribe = "can you transcribe the speech into a written format?"
     most_seconds = 600.0
 
     def __init__(self, source: TowerSource, config: ModelConfig) -> None:

@@ -30,12 +30,14 @@ Windows = list[tuple[np.ndarray, int]]  # spectrograms float32 [frames, bands], 
 
 class Hearing(Tower):
     """A `Sight` that hears. `AUDIO`: kinds of towers that the family has, as of `Tower`, described in the `SECTION`. `most_seconds`: of a
-    sound that it takes; `by_adapter` as of `Seen`."""
+    sound that it takes; `by_adapter` as of `Seen`. `asks_to_transcribe`: the words by which it is asked to write a sound down;
+    `transcribes`: a token that asks for it by itself, at the beginning of the answer."""
 
     AUDIO: Mapping[str, Mapping[str, object]]
     SECTION = "audio_config"
     sense = SOUNDS
     by_adapter = False
+    asks_to_transcribe, transcribes = "Transcribe the speech.", ""
     most_seconds: float
 
     def __init__(self, source: TowerSource, config: ModelConfig) -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 class Voxtral(TowerHearing):
     AUDIO = {"voxtral_encoder": LARGE}
     placeholder, written = "[AUDIO]", "[BEGIN_AUDIO][AUDIO]"
+    transcribes = "[TRANSCRIBE]"
     most_seconds = 2400.0  # as many as its context of 32,768 tokens was made for
 
     def __init__(self, source: TowerSource, config: ModelConfig) -> None:

@@ -1,0 +1,47 @@
+"""Bodies that are forms with files (multipart/form-data), as programs send sounds. What a form may be is little: parts between lines of a
+boundary, each with a name, none inside another."""
+
+from __future__ import annotations
+
+from email.message import Message
+
+from starlette.requests import Request
+
+from .bodies import body_of
+from .problems import Problem
+
+MOST_PARTS, MOST_HEAD = 100, 4096
+KIND = "multipart/form-data"
+
+
+async def form_of(request: Request) -> dict[str, bytes]:
+    """The parts of a form by their names; of several with one name the last. Raises Problem."""
+    return parts_of(request.headers.get("content-type", ""), await body_of(request))
+
+
+def parts_of(content_type: str, body: bytes) -> dict[str, bytes]:
+    """Raises Problem for what is no form."""
+    head = Message()
+    head["content-type"] = content_type
+    boundary = head.get_boundary()
+    if head.get_content_type() != KIND or not boundary:
+        raise Problem(415, f"the body is a form with a file ({KIND}), not {head.get_content_type():.60}", code="unsupported_encoding")
+    line = b"\r\n--" + boundary.encode("latin-1", "replace")
+    pieces = (b"\r\n" + body).split(line, MOST_PARTS + 1)
+    if len(pieces) < 3 or not pieces[-1].startswith(b"--"):
+        raise Problem(400, f"the body is no form with at most {MOST_PARTS} parts, or it was cut off: send it again, whole")
+    return dict(_part(each) for each in pieces[1:-1])
+
+
+def _part(piece: bytes) -> tuple[str, bytes]:
+    """The name and content of one part. Raises Problem."""
+    above, blank, content = piece.removeprefix(b"\r\n").partition(b"\r\n\r\n")
+    said = Message()
+    for line in above[:MOST_HEAD].decode("utf-8", "replace").split("\r\n"):
+        key, _, value = line.partition(":")
+        if key.strip().lower() == "content-disposition":
+            said["content-disposition"] = value.strip()
+    name = said.get_param("name", header="content-disposition")
+    if not blank or not isinstance(name, str):
+        raise Problem(400, "a part of the form has no name: each has Content-Disposition: form-data; name=...")
+    return name, content

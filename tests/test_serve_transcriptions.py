@@ -1,0 +1,125 @@
+"""Sounds that are written down: OpenAI's forms with a file, to a tiny random model that hears, and to one that does not."""
+
+import base64
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from effllm.cli.server.form_data import parts_of
+from effllm.cli.server.problems import Problem
+from effllm.runtime.sounds.tower_hearing import Hearing
+from effllm.runtime.sounds.transcription import conversation
+from effllm.runtime.sounds.voxtral import Voxtral
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from hearing_models import as_wav, sound, written_hearing
+from served import Reply, Served, serving
+
+PATH, BOUNDARY = "/v1/audio/transcriptions", "a38b1f6dd4ab4bf5b3c2b4b7b7c1d4a2"
+WAV = as_wav(sound(0.7))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hears")
+    written_hearing("qwen2_audio", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Served]:
+    with serving("-c", "512", "-n", "12", "--temp", "1", "--name", "ears", model=str(folder)) as server:
+        yield server
+
+
+def form(**fields: str | bytes) -> bytes:
+    """As httpx writes one, which openai-python sends."""
+    made = b""
+    for name, value in fields.items():
+        file = b'; filename="a.wav"\r\nContent-Type: audio/wav' if isinstance(value, bytes) else b""
+        said = value if isinstance(value, bytes) else value.encode()
+        made += f'--{BOUNDARY}\r\nContent-Disposition: form-data; name="{name}"'.encode() + file + b"\r\n\r\n" + said + b"\r\n"
+    return made + f"--{BOUNDARY}--\r\n".encode()
+
+
+def heard(server: Served, path: str = PATH, **fields: str | bytes) -> Reply:
+    return server.ask("POST", path, form(**fields), Content_Type=f"multipart/form-data; boundary={BOUNDARY}")
+
+
+def test_a_sound_is_written_down_as_a_chat_about_it_is(server: Served) -> None:
+    reply = heard(server, file=WAV, model="ears", language="en", prompt="Fox")
+    part = {"type": "input_audio", "input_audio": {"data": base64.b64encode(WAV).decode(), "format": "wav"}}
+    asks = "Transcribe the speech. It is in en. Words that may be in it, or what came before it: Fox"
+    said = server.chat([{"role": "user", "content": [part, {"type": "text", "text": asks}]}], max_tokens=12).json
+    assert reply.status == 200 and reply.json["text"] == said["choices"][0]["message"]["content"].strip() != ""
+    usage = said["usage"]
+    assert reply.json["usage"] == {"type": "tokens", "input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"],
+                                   "total_tokens": usage["total_tokens"]}
+    plain = heard(server, file=WAV).json["text"]
+    assert heard(server, "/audio/transcriptions", file=WAV, response_format="text").body.decode() == plain + "\n"
+    whole = heard(server, file=WAV, response_format="verbose_json", language="en", temperature="0.0").json
+    assert whole == {"task": "transcribe", "language": "en", "duration": pytest.approx(0.7), "text": whole["text"]}
+    translated = heard(server, "/v1/audio/translations", file=WAV).json["text"]
+    assert translated and translated != plain
+
+
+def test_a_stream_is_the_whole_in_pieces(server: Served) -> None:
+    *pieces, last = heard(server, file=WAV, stream="true").events
+    whole = heard(server, file=WAV).json
+    assert {piece["type"] for piece in pieces} == {"transcript.text.delta"} and last == {"type": "transcript.text.done", **whole}
+    assert "".join(piece["delta"] for piece in pieces).rstrip() == whole["text"]
+
+
+@pytest.mark.parametrize(("fields", "status", "param"), [
+    ({"file": b"no sound"}, 400, "file"), ({"model": "ears"}, 400, "file"), ({"file": WAV, "model": "other"}, 404, "model"),
+    ({"file": WAV, "response_format": "srt"}, 400, "response_format"), ({"file": WAV, "temperature": "hot"}, 400, "temperature"),
+    ({"file": WAV, "temperature": "-1"}, 400, "temperature"), ({"file": WAV, "stream": "perhaps"}, 400, "stream")])
+def test_what_is_refused_is_named(server: Served, fields: dict, status: int, param: str) -> None:
+    reply = heard(server, **fields)
+    assert reply.status == status and reply.error["param"] == param, reply.body
+
+
+def test_what_is_no_form_is_told(server: Served) -> None:
+    assert server.ask("POST", PATH, {"file": "x"}).status == 415
+    cut = server.ask("POST", PATH, form(file=WAV)[:-60], Content_Type=f"multipart/form-data; boundary={BOUNDARY}")
+    assert cut.status == 400 and "cut off" in cut.error["message"]
+
+
+def test_a_model_that_does_not_hear_says_so() -> None:
+    with serving() as server:
+        reply = heard(server, file=WAV)
+        assert reply.status == 400 and "takes no sounds" in reply.error["message"]
+
+
+def test_each_family_is_asked_in_its_own_words() -> None:
+    plain, by_token = SimpleNamespace(asks_to_transcribe="Write.", transcribes=""), SimpleNamespace(transcribes=Voxtral.transcribes)
+    assert conversation(plain, {}, "M", "de") == [{"role": "user", "content": "MWrite. It is in de."}]
+    added = {"[TRANSCRIBE]": 34}
+    assert conversation(by_token, added, "M", "de", "hint") == [{"role": "user", "content": "M"},
+                                                                {"role": "assistant", "content": "lang:de[TRANSCRIBE]"}]
+    assert conversation(by_token, added, "M")[1]["content"] == "[TRANSCRIBE]"
+    assert len(conversation(by_token, added, "M", translates=True)) == 1
+    assert Hearing.asks_to_transcribe and conversation(Hearing, added, "M") == [{"role": "user", "content": "MTranscribe the speech."}]
+
+
+CONTENTS = st.binary(max_size=60).filter(lambda each: BOUNDARY.encode() not in each)
+
+
+@settings(max_examples=40)
+@given(st.dictionaries(st.from_regex(r"[a-z_]{1,12}", fullmatch=True), CONTENTS, min_size=1, max_size=5))
+def test_a_form_is_read_as_it_was_written(fields: dict[str, bytes]) -> None:
+    assert parts_of(f'multipart/form-data; boundary="{BOUNDARY}"', form(**fields)) == fields
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_are_more_than_refused(body: bytes) -> None:
+    for sent in (body, f"--{BOUNDARY}\r\n".encode() + body + f"\r\n--{BOUNDARY}--".encode()):
+        try:
+            assert isinstance(parts_of(f"multipart/form-data; boundary={BOUNDARY}", sent), dict)
+        except Problem as problem:
+            assert problem.status == 400
