@@ -32,7 +32,7 @@ class Dims:
     `one_scale`: before a product with ternary weights all of a token's activations are rounded by one scale. `narrow`: how wide a head's
     values are made, where attention takes wider ones. `index`: of layers whose tokens choose what they see. `grouped`: what
     matrices of groups of heads give of what is attended to, where streams of a token are mixed by numbers of its own. `picked`: layers in
-    which a table says which experts a token visits.
+    which a table says which experts a token visits. `seen`: pages of keys that pictures which a token sees have at most.
     """
 
     hidden: int
@@ -67,6 +67,7 @@ class Dims:
     index: IndexShape | None = None
     grouped: int = 0
     picked: int = 0
+    seen: int = 0
 
     @property
     def alike(self) -> tuple[Dims, ...]:

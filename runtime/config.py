@@ -80,7 +80,6 @@ def parse_config(raw: Mapping[str, object], strict: bool = False) -> ModelConfig
     from .encoders import refuse_writing
 
     refuse_writing(raw)
-    families.check_type(raw.get("model_type"))
     architectures = raw.get("architectures") or []
     composite = str(raw.get("model_type")) in families.COMPOSITE
     suffix = SEVERAL if composite else GENERATOR

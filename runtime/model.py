@@ -27,6 +27,7 @@ from .config import ModelConfig
 from .families import LayerWeights, expert_of
 from .images.album import Shown
 from .kv.both_ways import ends_of
+from .kv.picture_keys import BLIND, SLOTS, Look, PictureKeys, SeenLayer
 from .rope import rope_tables
 from .sparse.predictors import FEW, Predictors
 from .speculation.mtp_tensors import MTP
@@ -60,7 +61,8 @@ def dims(config: ModelConfig, ctx: int, chunk: int, rows: int, packed_kv: bool =
                 config.num_hidden_layers * config.input_width, own is not None and own.apart, 2 * config.hidden_size if mtp else 0,
                 config.states_beside, config.gates_apart, config.streams, config.low_rank, lora, config.one_scale, config.narrow,
                 config.indexed.shape if config.indexed else None,
-                config.compressed.groups * config.compressed.group_rank if config.compressed else 0, len(own.picked) if own else 0)
+                config.compressed.groups * config.compressed.group_rank if config.compressed else 0, len(own.picked) if own else 0,
+                SLOTS if config.cross_layers else 0)
 
 
 class Model(StoredStates):
@@ -87,6 +89,8 @@ class Model(StoredStates):
         self._ids: dict[int, np.ndarray] = {}  # of passes that are repeated, by tokens: where ids are read
         self._repeated: dict[int, object] = {}  # and what is returned
         self._shown = self._turned = self._given = None  # of the pass in hand, as is told, and given to layers beside x, [T, P] by layer
+        self._seen: tuple[Sequence[Look], np.ndarray | None] = ((), None)  # of the pass in hand, which pictures are seen
+        self.pictures: PictureKeys | None = None  # where layers of cross attention look
         self._on_device: dict[int, LayerWeights] = {}
         self.predictors = predictors  # of neurons that are read when they are active
         self._copied_from, self._head_on_card, self.carrier, self.card_head = copied_from, head_on_card, None, None
@@ -223,12 +227,14 @@ class Model(StoredStates):
     # -- forward ---------------------------------------------------------------------------------------------------------------
 
     def forward(self, ids: np.ndarray, cache: KVCache, tap: Tap = no_tap, commit: bool = True, prompt: bool = False,
-                scales: np.ndarray | None = None, shown: Shown | None = None, turned: np.ndarray | None = None) -> np.ndarray:
+                scales: np.ndarray | None = None, shown: Shown | None = None, turned: np.ndarray | None = None,
+                looks: Sequence[Look] = ()) -> np.ndarray:
         """Run `ids` int64 [T] after what is cached; returns the last hidden states on the host, float32 [T, D], before the final norm.
 
         Without `commit` the cache holds none of them until the caller says how many. `prompt`: as of `KVCache.begin`. `scales`: how much of
         each adapter these tokens have, float32 [1, adapters], or a row for each where they are of several texts; None for nothing of any.
         `shown`: rows in place of some tokens' embeddings, as they are. `turned`: rotary positions [T] or [T, pairs], if not the cache's.
+        `looks`: which tokens see which pictures, whose rows `pictures` has been given.
         """
         step, cache.ends = cache.begin(len(ids), prompt), ends_of(self.config, cache, len(ids), shown)
         host = self.backends["cpu"]
@@ -241,7 +247,10 @@ class Model(StoredStates):
         # A pass of few tokens over weights that stay where they are does what the last one of as many did, until the list of blocks is
         # another. The first pass does not count: a layer does not know yet who follows.
         few, stay = len(ids) <= REPEATED, self.pager.stays and not self._on_device
-        plain, self._shown, self._turned = tap is no_tap and cache.ends is None and shown is None and turned is None, shown, turned
+        plain = tap is no_tap and cache.ends is None and shown is None and turned is None and not looks
+        self._shown, self._turned, self._seen = shown, turned, (looks, scales)
+        if looks:
+            self.pictures.begin(looks)
         same = step.blocks if few and stay and plain and len(self._wrapped) > len(self.devices) else None
         if tap is not no_tap:
             tap = _after_flush(host, tap)
@@ -315,7 +324,8 @@ class Model(StoredStates):
 
     def _block(self, layer: int, ops: object, w: LayerWeights, x: object, cache: KVCache, tap: Tap) -> object:
         """One block, on the backend of `ops`; where keys and values lie on the host and it does not, what attends crosses."""
-        kv, host, config = cache.layer(layer), self.backends["cpu"], self.config
+        host, config = self.backends["cpu"], self.config
+        kv = self._pictures_of(layer) if layer in config.cross_layers else cache.layer(layer)
         if ops is not host and self.devices[config.kv_sources[layer] if config.kv_sources else layer] == "cpu":
             kv = BorderCache(kv, ops, host)
         own = None if self._given is None else self._given.get(layer)
@@ -323,11 +333,16 @@ class Model(StoredStates):
         places = cache.step.positions if self._turned is None else self._turned
         return self.block(ops, w, x, kv, places, self.ropes[layer], config, layer, tap, *given)
 
+    def _pictures_of(self, layer: int) -> SeenLayer:
+        """What a layer of cross attention sees in the pass in hand."""
+        looks, scales = self._seen
+        return self.pictures.layer(layer, looks, scales) if looks else BLIND
+
     def _repeats(self, cache: KVCache, first: int) -> bool:
         """May a pass do in the blocks from `first` on, on a card, what the last one did? What a window hides, who is routed where, how a
         packed page is opened and in which slot a state lies is decided on the host."""
         few = len(cache.step.positions) <= REPEATED and "cpu" not in self.devices[first:]
-        few = few and self._given is self._turned is self._shown is None
+        few = few and self._given is self._turned is self._shown is None and not self._seen[0]
         alike = not any(self.config.windows) and not self.config.kv_sources and not cache.is_packed
         return few and self.config.mixture is None and self.config.state is None and alike
 

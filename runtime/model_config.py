@@ -55,7 +55,8 @@ class ModelConfig:
     experts, and those of what every token visits, go, None for no bound. `compressed`: beyond a window layers see keys of several tokens,
     and streams are mixed by numbers of a token's own. `head_act`: between the last norm and the head are a matrix, with `head_in_bias` of a
     bias, this activation and a norm; `norms_biased`: norms of a family that may go without have biases. `prefixed`: in a prompt with
-    pictures all tokens see each other, those of the answer what is before them.
+    pictures all tokens see each other, those of the answer what is before them. `cross_layers`: those that attend to pictures alone;
+    `words_beside`: rows of the embedding behind those of the vocabulary, of words that are never written.
     """
 
     family: str
@@ -143,6 +144,8 @@ class ModelConfig:
     head_in_bias: bool = False
     norms_biased: bool = False
     prefixed: bool = False
+    cross_layers: tuple[int, ...] = ()
+    words_beside: int = 0
     warnings: tuple[str, ...] = ()
 
     @property
@@ -152,8 +155,8 @@ class ModelConfig:
                      if self.attends(layer) and (not self.kv_sources or self.kv_sources[layer] == layer))
 
     def attends(self, layer: int) -> bool:
-        """Whether a layer has attention."""
-        return self.states_beside or layer not in self.state_layers or layer in self.attends_beside
+        """Whether a layer has attention to the text."""
+        return layer not in self.cross_layers and (self.states_beside or layer not in self.state_layers or layer in self.attends_beside)
 
     def heads_of(self, layer: int) -> tuple[int, int]:
         """Key-value heads of a layer, and their size, which is that of its query heads."""

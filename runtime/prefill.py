@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -47,6 +47,7 @@ class Prefill:
     demand_prompt: Callable[[Sequence[int]], None]
     uncut: Callable[[Iterator[int]], Iterator[int]]
     both_ways: bool
+    by_sight: Callable[[Iterable[tuple[int, int]]], Iterator[tuple[int, int]]]
     reads_whole: Callable[[Sequence[int]], bool]
     _forward: Callable[..., np.ndarray]
     _logits: np.ndarray | None
@@ -102,7 +103,7 @@ class Prefill:
         wait, and whether all is held then as reading anew would leave it."""
         for whole in self.uncut(self._passes(tokens)):
             anew = self.anew == len(self.tokens) and as_in_one_reading(self.cache, whole, self.prepared.chunk, self.model.copied_from)
-            for piece, left in [(whole, 0)] if self.shares is None or self.both_ways else self.shares.pieces(whole):
+            for piece, left in self.by_sight([(whole, 0)] if self.shares is None or self.both_ways else self.shares.pieces(whole)):
                 yield piece, left, anew
 
     def _passes(self, tokens: int, pages: int | None = None) -> Iterator[int]:

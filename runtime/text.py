@@ -99,7 +99,7 @@ class Tokenizer:
         # The post-processor of tokenizer.json already carries the wish of `add_bos_token`; the flag counts only where there is none.
         add_bos = settings.get("add_bos_token", ranks is not None and ranks.add_bos) is True and backend.post_processor is None
         eos = [*config.eos_token_ids, *token_ids(read_json(folder / "generation_config.json").get("eos_token_id"))]
-        return cls(backend, special, add_bos, bos_id, config.vocab_size, eos, template, path, remarks)
+        return cls(backend, special, add_bos, bos_id, config.vocab_size + config.words_beside, eos, template, path, remarks)
 
     def to_json(self) -> str:
         """What a tokenizer.json says of this vocabulary."""

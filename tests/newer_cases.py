@@ -39,6 +39,8 @@ SIGHTS = {"qwen2_vl": {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_head
           "kimi_k25": {**{key: value for key, value in SIGHT.items() if key != "image_size"}, "pos_emb_height": 4, "pos_emb_width": 4},
           "llama4": {**SIGHT, "intermediate_size": 128, "pixel_shuffle_ratio": 0.5, "projector_input_dim": 64, "projector_output_dim": 64,
                      "vision_output_dim": 64},
+          "mllama": {**{key: value for key, value in SIGHT.items() if key != "num_attention_heads"}, "attention_heads": 2,
+                     "num_global_layers": 1, "vision_output_dim": 64, "intermediate_layers_indices": [0]},
           "internvl": {**SIGHT, "image_size": [32, 32], "patch_size": [8, 8]},
           "muse_glimmer": {**{key: value for key, value in SIGHT.items() if key != "image_size"}, "pos_emb_height": 4, "pos_emb_width": 4},
           "step3p7": {**SIGHT, "patch_size": 14, "image_size": 28}}

@@ -62,6 +62,11 @@ RELATED = {
         "n_inner": 72, "activation_function": "gelu", "scale_attn_weights": False, "tie_word_embeddings": False, "layer_norm_epsilon": 1e-3,
         "eos_token_id": 7, "bos_token_id": 7}, dtype="bfloat16"),
     "kimi_k25, bfloat16": Case("deepseek_v3", {**LATENT, "n_group": 1, "topk_group": 1}, dtype="bfloat16", inside="kimi_k25"),
+    "mllama_text_model": Case("mllama_text_model", {"vocab_size": 301, "cross_attention_layers": [1]}, shard="60KB", inside="mllama"),
+    "mllama, bfloat16": Case("mllama_text_model", {
+        "num_hidden_layers": 5, "cross_attention_layers": [0, 3, 4], "num_key_value_heads": 1, **rope(
+            "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)}, dtype="bfloat16",
+        inside="mllama"),
     "minicpm": Case("minicpm", {"attention_multiplier": 0.25, "embedding_multiplier": 12.0, "residual_multiplier": 0.4, "logits_scaling":
                                 4.0, "vocab_size": 301, "tie_word_embeddings": True}),
     "minicpm, longrope, own head, bfloat16": Case("minicpm", {

@@ -252,6 +252,13 @@ SEEING = {
                    "rope_scaling": {"factor": 16.0, "high_freq_factor": 1.0, "low_freq_factor": 1.0, "original_max_position_embeddings":
                                     8192, "rope_type": "llama3"}, "rope_theta": 500000.0, "router_aux_loss_coef": 0.001,
                    "router_jitter_noise": 0.0, "use_cache": True, "use_qk_norm": True}},
+    "mllama": {"architectures": ["MllamaForConditionalGeneration"], "image_token_index": 128256, "torch_dtype": "bfloat16", "vision_config":
+               {"model_type": "mllama_vision_model"}, "text_config": {
+                   **SMALL, "model_type": "mllama_text_model", "bos_token_id": 1, "cross_attention_layers": [1, 3], "dropout": 0,
+                   "eos_token_id": [2, 3], "hidden_act": "silu", "initializer_range": 0.02, "max_position_embeddings": 131072,
+                   "pad_token_id": 4, "rms_norm_eps": 1e-05, "rope_scaling": {
+                       "factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
+                       "rope_type": "llama3"}, "rope_theta": 500000.0, "tie_word_embeddings": False, "use_cache": True}},
     "glm_ocr": {"architectures": ["GlmOcrForConditionalGeneration"], "image_token_id": 59280, "image_start_token_id": 59256,
                 "vision_config": {"model_type": "glm_ocr_vision"}, "text_config": {
                     **SMALL, "model_type": "glm_ocr_text", "attention_bias": False, "num_nextn_predict_layers": 1, "head_dim": 128,
@@ -324,11 +331,6 @@ def test_defaults_of_text_parts_are_those_of_transformers() -> None:
         full = parse_config(json.loads(theirs.to_json_string()))
         bare = parse_config({"model_type": kind, "text_config": {**SMALL, "num_key_value_heads": 6}})
         assert replace(bare, warnings=(), dtype=full.dtype) == replace(full, warnings=())
-
-
-def test_llama_3_2_vision_is_refused_for_its_reason() -> None:
-    error = refused({"model_type": "mllama", "architectures": ["MllamaForConditionalGeneration"]}, "mllama", "cross attention")
-    assert "Llama 3.2 1B and 3B" in error.hint
 
 
 @pytest.mark.parametrize("force", [False, True])

@@ -50,7 +50,7 @@ def plan_workspace(dims: Dims, workers: int) -> dict[str, int]:
                   max(packed_scratch(dims.heads, dims.kv_heads, dims.head_dim), few_scratch(group, dims.head_dim),
                       seal_scratch(dims.head_dim)) if dims.packed_kv else 0, streams.scratch_floats(dims), lora.scratch_floats(dims),
                   index.scratch_floats(dims), wide_floats(dims))
-    blocks = dims.ctx // attention.PAGE + 3
+    blocks = max(dims.ctx // attention.PAGE + 3, dims.seen)
     # Where attention takes turns, all of a few tokens have their own partials at any depth, and a prompt's tiles wait between two turns.
     partials = max(partials_floats(FEW, dims.heads, dims.head_dim, blocks), index.partials_floats(dims))
     state = 0

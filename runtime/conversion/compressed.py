@@ -57,6 +57,7 @@ SPELLED = {"axk1": "AXK1", "bitnet": "BitNet", "cohere2_moe": "Cohere2Moe", "coh
 NOT_WRITTEN = {**dict.fromkeys(("gpt_oss", "granitemoe", "granitemoe_swa", "granitemoeshared"), "other tools want their experts joined"),
                **dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm_moe_dsa", "minimax_m3_vl_text"),
                                "this version writes no indexer, which other tools want"),
+               "mllama_text_model": "no other tool was found to read its text part without the rest of the model",
                "gemma3n_text": "no other tool was found to read what makes its streams so",
                "gemma4_text": "no other tool was found to read what its layers are given, and its experts, so",
                **dict.fromkeys(("llama4_text", "longcat_flash"), "no other tool was found to read their experts so"),

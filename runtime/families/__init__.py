@@ -25,7 +25,8 @@ are behind these. Latent attention has kv_a, kv_a_norm and kv_b in the place of 
 What chooses the tokens that a layer sees has index_q, index_k and their norms, and index_weights. Keys of several tokens are made by
 key_rows, key_weights, key_bias and key_norm, and those by which they are chosen by index_rows, index_row_weights, index_bias and
 index_norm; `groups.<number>.o_in` stand before o. Where a token mixes its streams attn_mix, mlp_mix and outside the layers leave_mix say
-how, each with a base and a scale, and `picks.<layer>`, there too, which experts the tokens of a word visit.
+how, each with a base and a scale, and `picks.<layer>`, there too, which experts the tokens of a word visit. Layers that attend
+to pictures have attn_share and mlp_share, numbers that say how much of both they add.
 
 A checkpoint of several models that holds a text generator is read as that one: COMPOSITE maps its `model_type` to the generator's, where
 there may be several to the one that is meant where it says none and then the others.
@@ -61,10 +62,10 @@ FAMILIES = ("afmoe", "apertus", "arcee", "axk1", "bailing_hybrid", "bailing_moe_
             "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm2", "internlm3", "iquestcoder", "jais2",
             "jamba", "kimi_linear", "kolibri1", "laguna", "lfm2", "lfm2_moe", "lfm3", "llama", "llama4_text", "longcat_flash", "mamba",
             "mamba2", "mellum", "mimo", "mimo_v2_flash", "minicpm", "minicpm3", "minimax", "minimax_m2", "minimax_m3_vl_text", "ministral",
-            "ministral3", "mistral", "mistral4", "mixtral", "modernbert_decoder", "mpt", "muse_glimmer_text", "nanochat", "nemotron",
-            "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "opt", "phi", "phi3", "phi4_multimodal", "phimoe", "qwen2",
-            "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "solar_open",
-            "stablelm", "starcoder2", "step3p5", "vaultgemma", "youtu", "zamba2")
+            "ministral3", "mistral", "mistral4", "mixtral", "mllama_text_model", "modernbert_decoder", "mpt", "muse_glimmer_text",
+            "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "opt", "phi", "phi3",
+            "phi4_multimodal", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next",
+            "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "step3p5", "vaultgemma", "youtu", "zamba2")
 COMPOSITE: Mapping[str, tuple[str, ...]] = {
     "audioflamingo3": ("qwen2",), "aya_vision": ("cohere2",), "cohere2_vision": ("cohere2", "cohere2_moe"),
     "cohere_compass": ("cohere_compass_text",), "exaone4_5": ("exaone4", "exaone4_5_text"), "gemma3": ("gemma3_text",),
@@ -75,8 +76,8 @@ COMPOSITE: Mapping[str, tuple[str, ...]] = {
     "kimi_k25": ("deepseek_v3", "kimi_k2"), "lfm2_vl": ("lfm2", "lfm2_moe"), "lfm3_vl": ("lfm3",), "lighton_ocr": ("qwen3",),
     "llama4": ("llama4_text",), "llava": ("llama", "mistral", "qwen2"), "llava_next": ("llama", "mistral", "qwen2", "granite"),
     "llava_onevision": ("qwen2",), "minicpmv4_6": ("qwen3_5_text",), "minicpmv4_7": ("qwen3_5_text",),
-    "minimax_m3_vl": ("minimax_m3_vl_text",), "mistral3": ("mistral", "ministral3", "mistral4"), "muse_glimmer": ("muse_glimmer_text",),
-    "paddleocr_vl": ("paddleocr_vl_text",), "paligemma": ("gemma", "gemma2"),
+    "minimax_m3_vl": ("minimax_m3_vl_text",), "mistral3": ("mistral", "ministral3", "mistral4"), "mllama": ("mllama_text_model",),
+    "muse_glimmer": ("muse_glimmer_text",), "paddleocr_vl": ("paddleocr_vl_text",), "paligemma": ("gemma", "gemma2"),
     "qwen2_5_omni": ("qwen2_5_omni_text",), "qwen2_5_vl": ("qwen2_5_vl_text",),
     "qwen2_audio": ("qwen2",), "qwen2_vl": ("qwen2_vl_text",), "qwen3_5": ("qwen3_5_text",), "qwen3_5_moe": ("qwen3_5_moe_text",),
     "qwen3_omni_moe": ("qwen3_omni_moe_text",), "qwen3_vl": ("qwen3_vl_text",), "qwen3_vl_moe": ("qwen3_vl_moe_text",),
@@ -85,7 +86,8 @@ COMPOSITE: Mapping[str, tuple[str, ...]] = {
 BY_PREFIX = ("audioflamingo3", "aya_vision", "cohere2_vision", "cohere_compass", "exaone4_5", "glm46v", "glm4v", "glm4v_moe", "glm_ocr",
              "granite_docling",
              "granite_speech", "idefics3", "internvl", "kimi_k25", "lfm2_vl", "lfm3_vl", "lighton_ocr", "llama4", "llava", "llava_next",
-             "llava_onevision", "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "muse_glimmer", "paddleocr_vl", "paligemma", "qwen2_5_omni",
+             "llava_onevision", "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "mllama", "muse_glimmer", "paddleocr_vl", "paligemma",
+             "qwen2_5_omni",
              "qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3_omni_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "step3p7", "voxtral")
 PREFIXED = ("paligemma",)  # whose prompts with pictures see both ways
 # A `model_type` -> the family that it is, and what its configs say by saying nothing.
@@ -118,9 +120,6 @@ UNSAID: Mapping[str, Mapping[str, object]] = {
     "qwen3_vl_moe_text": {"max_position_embeddings": 128_000, "moe_intermediate_size": 1408, "norm_topk_prob": True,
                           "num_experts_per_tok": 4, "num_key_value_heads": 16, "rope_theta": 500_000.0},
     "qwen3_vl_text": {"max_position_embeddings": 128_000, "rope_theta": 500_000.0}}
-# A `model_type` that is known and does not run -> why, and what does.
-NOT_RUN: Mapping[str, tuple[str, str]] = {
-    "mllama": ("some of its layers attend to pictures alone (cross attention)", "Llama 3.2 1B and 3B, or Llama 3.1, are text models")}
 PREFIXES = ("language_model.model.", "model.language_model.", "language_model.")  # of checkpoints that take images: older, newer, no head
 HEADS = ("language_model.lm_head.weight",)
 EXPERT = ("gate", "up", "down")  # roles of a gated MLP
@@ -172,7 +171,8 @@ class LayerWeights:
     numbers of the layer's own; `fronts`: what stands in front of queries [H, F] and keys [KVH, F] whose scores grow with a
     place; `entry_norm`: of what enters the first layer, or
     each, in its place, as `middle_norm` is of what lies between the branches. `index`: what chooses the tokens that are seen. `wide`:
-    attention with keys of several tokens, in the place of q, and what mixes streams.
+    attention with keys of several tokens, in the place of q, and what mixes streams. `shares`: of a layer that attends to pictures, what
+    its attention and its MLP are multiplied by.
     """
 
     input_norm: Norm
@@ -212,11 +212,17 @@ class LayerWeights:
     middle_norm: Norm | None = None
     index: Index | None = None
     wide: Wide | None = None
+    shares: tuple[float, float] | None = None
 
 
 def is_side_by_side(roles: Collection[str]) -> bool:
     """Whether attention and MLP of a layer both read what came into it, under one norm or under input_norm and mlp_norm."""
     return "input_norm" in roles and "post_norm" not in roles
+
+
+def is_for_pictures(roles: Collection[str]) -> bool:
+    """Whether a layer attends to pictures alone, and is left out of a text without."""
+    return "attn_share" in roles
 
 
 def expert_role(expert: int, role: str) -> str:
@@ -251,13 +257,6 @@ class Family(Protocol):
     def outer_tensors(self, config: ModelConfig) -> dict[str, TensorRule]: ...
     def block(self, ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache | LayerStates, positions: np.ndarray, rope: RopeTable | None,
               config: ModelConfig, layer: int, tap: Callable[[str, int, object], None]) -> object: ...
-
-
-def check_type(model_type: object) -> None:
-    """Raises ConfigError for one of NOT_RUN, with its reason."""
-    if isinstance(model_type, str) and model_type in NOT_RUN:
-        why, hint = NOT_RUN[model_type]
-        raise ConfigError(f"model type {show(model_type)} is not supported: {why}", hint)
 
 
 def of_its_family(raw: Mapping[str, object]) -> dict[str, object]:

@@ -53,6 +53,7 @@ NOT_WRITTEN = {**dict.fromkeys(("axk1", "bailing_hybrid", "bloom", "cohere_compa
                "deepseek_v32": INDEXED, "deepseek_v4": INDEXED, "glm_moe_dsa": INDEXED, "minimax_m3_vl_text": INDEXED,
                "gemma3n_text": UNTRIED,
                "mistral4": ": this version does not write how their queries grow",
+               "mllama_text_model": ": llama.cpp does not run them",
                "opt": ": llama.cpp does not run them",
                "gpt_oss": ": this version does not write their experts, in MXFP4 with biases"}
 WITHOUT_WINDOW = ("mistral", "mixtral", "phi3", "starcoder2")  # families whose windows llama.cpp passes over

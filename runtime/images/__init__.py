@@ -33,10 +33,9 @@ SIGHTS: dict[str, str] = {
     "glm4v": "glm4v", "glm4v_moe": "glm4v", "glm_ocr": "glm4v",
     "granite_docling": "granite_docling", "idefics3": "idefics3", "internvl": "internvl", "lfm2_vl": "lfm2_vl",
     "lighton_ocr": "pixtral", "llama4": "llama4", "llava": "llava", "llava_next": "llava_next", "llava_onevision": "llava_onevision",
-    "minicpmv4_6": "minicpmv4_6",
-    "mistral3": "pixtral", "paddleocr_vl": "paddleocr_vl", "paligemma": "paligemma",
-    "qwen2_5_vl": "qwen2_5_vl", "qwen2_vl": "qwen2_vl", "qwen3_5": "qwen3_vl",
-    "qwen3_5_moe": "qwen3_vl", "qwen3_vl": "qwen3_vl", "qwen3_vl_moe": "qwen3_vl", "smolvlm": "idefics3"}
+    "minicpmv4_6": "minicpmv4_6", "mistral3": "pixtral", "mllama": "mllama", "paddleocr_vl": "paddleocr_vl", "paligemma": "paligemma",
+    "qwen2_5_vl": "qwen2_5_vl", "qwen2_vl": "qwen2_vl", "qwen3_5": "qwen3_vl", "qwen3_5_moe": "qwen3_vl", "qwen3_vl": "qwen3_vl",
+    "qwen3_vl_moe": "qwen3_vl", "smolvlm": "idefics3"}
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,8 @@ class Seen:
     rotary positions go by place, else None. `both_ways`: tokens of one picture see each other, also those behind them; `in_windows`: in
     layers with a window alone. `deep`: float32 [layers, n, hidden], of which the k-th is added to the rows' hidden states behind layer k of
     the text part (Qwen 3 VL), else None. `by_adapter`: rows are read by the LoRA adapter that the model was published with.
-    `numbered`: tokens that stand before a picture, by how many are before it in a conversation, else None."""
+    `numbered`: tokens that stand before a picture, by how many are before it in a conversation, else None. `word`: of
+    families whose layers attend to the rows, what their one place is in the vocabulary; else None."""
 
     rows: np.ndarray
     tokens: tuple[int, ...]
@@ -56,6 +56,7 @@ class Seen:
     deep: np.ndarray | None = None
     by_adapter: bool = False
     numbered: Callable[[int], tuple[int, ...]] | None = None
+    word: int | None = None
 
 
 class Work:

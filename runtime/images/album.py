@@ -183,12 +183,14 @@ class Album:
                 return
             self.both_ways = self.both_ways or seen.both_ways
             rows = seen.tokens.count(PLACE)
-            if rows != len(seen.rows) or rows > 1 << ROW_BITS or seen.grid and seen.grid[1] >= 1 << COLUMN_BITS:
+            if seen.word is None and rows != len(seen.rows) or rows > 1 << ROW_BITS or seen.grid and seen.grid[1] >= 1 << COLUMN_BITS:
                 raise UsageError(f"a {picture.sense.called(picture.size)} takes {rows} tokens", f"a smaller {picture.sense.noun}")
             with self._lock:
                 picture.seen, picture.points = seen, None
                 self._keep(picture)
-            yield Notice(f"{picture.sense.called(picture.size)}: {len(picture.ids())} tokens")
+            tokens = len(picture.ids())
+            beside = "" if seen.word is None else f", and {len(seen.rows)} rows that some layers attend to"
+            yield Notice(f"{picture.sense.called(picture.size)}: {tokens} token{'' if tokens == 1 else 's'}{beside}")
 
     def _looked(self, picture: Picture, phase: str, left: Callable[[], bool]) -> Generator[Progress, None, Seen | None]:
         """What a picture is; None where nobody waits any more."""
@@ -227,19 +229,32 @@ class Album:
         places = [place for place, token in enumerate(ids) if token >= PICTURED]
         if not places:
             return list(ids), None
-        rows, deep, plain, reach, narrow = [], [], list(ids), np.zeros(len(ids), np.int64), False
+        rows, deep, pictured, plain, reach, narrow = [], [], [], list(ids), np.zeros(len(ids), np.int64), False
         for place in places:
             number, _, row = parts_of(ids[place])
             picture = self._numbered.get(number)
             if picture is None or picture.seen is None or row >= len(picture.seen.rows):
                 raise self._gone()
+            if picture.seen.word is not None:
+                plain[place] = picture.seen.word
+                continue
+            pictured.append(place)
             rows.append(picture.seen.rows[row])
             deep.append(None if picture.seen.deep is None else picture.seen.deep[:, row])
             if picture.seen.both_ways:
                 reach[place], narrow = len(picture.seen.rows) - 1 - row, picture.seen.in_windows
             plain[place] = 0
-        return plain, Shown(np.array(places, np.int64), np.stack(rows).astype(np.float32, copy=False), _joined(deep),
+        if not pictured:
+            return plain, None
+        return plain, Shown(np.array(pictured, np.int64), np.stack(rows).astype(np.float32, copy=False), _joined(deep),
                             reach if reach.any() else None, narrow)
+
+    def rows_of(self, number: int) -> np.ndarray:
+        """What layers attend to of the picture of this number. Raises PictureGone."""
+        picture = self._numbered.get(number)
+        if picture is None or picture.seen is None:
+            raise self._gone()
+        return picture.seen.rows
 
     def by_adapter(self, ids: Sequence[int]) -> Sense | None:
         """Of which sense any of the ids is whose rows are read by an adapter; None where there is none."""
@@ -324,4 +339,5 @@ def words(ids: Sequence[int]) -> list[int]:
 def demand_known(ids: Sequence[int], vocabulary: int, album: Album | None) -> None:
     """Raises UsageError for a token that is neither a word of so many nor, where there are some, of a picture."""
     if bad := [token for token in ids if not 0 <= token < vocabulary and (album is None or token < PICTURED)]:
-        raise UsageError(f"token id {bad[0]} is outside the vocabulary of {vocabulary}", "the tokenizer is of another model")
+        raise UsageError(f"token id {bad[0]} is outside the vocabulary of {vocabulary}",
+                         "the tokenizer is of another model, or the text has a word in it that stands for a picture")

@@ -12,6 +12,7 @@ import numpy as np
 from ... import UsageError
 from ...offload.direct import Interrupted
 from ...quant.kv import codec
+from ..kv.picture_keys import Look, PictureKeys, Watched
 from .marks import PictureGone
 from .turning import PICTURED, Followed, parts_of
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from ...offload.placement import Placement
     from ..cache import KVCache
     from ..config import ModelConfig
+    from ..model import Model
     from ..prepare import EngineOptions
     from .album import Album
 
@@ -34,7 +36,11 @@ class Seeing:
     options: EngineOptions
     placement: Placement
     album: Album | None = None
+    model: Model
+    config: ModelConfig
+    choice: tuple[float, ...]
     _followed: Followed | None = None
+    _watched: Watched | None = None
 
     def seen(self, ids: Sequence[int]) -> tuple[np.ndarray, dict[str, object]]:
         """Ids of the vocabulary int64 [T] for tokens behind those that are held, and what else a pass over them is told. Raises
@@ -43,6 +49,7 @@ class Seeing:
             return np.array(ids, np.int64), {}
         try:
             plain, shown = self.album.shown(ids)
+            looks = self._looks(ids)
         except PictureGone:
             if self.cancelled():
                 raise Interrupted from None
@@ -54,7 +61,7 @@ class Seeing:
         if shown is not None and not self.options.lora and (sense := self.album.by_adapter(ids)) is not None:
             raise UsageError(f"this model reads its {sense.noun}s by a LoRA adapter that was published in its folder",
                              "--lora FOLDER, that of the model as it was published, which holds adapter_config.json")
-        return np.array(plain, np.int64), {"shown": shown, "turned": self.turned(ids)}
+        return np.array(plain, np.int64), {"shown": shown, "turned": self.turned(ids), "looks": looks}
 
     def turned(self, ids: Sequence[int]) -> np.ndarray | None:
         """What turns tokens behind those that are held, as of `Followed.behind`."""
@@ -67,6 +74,47 @@ class Seeing:
     def reads_whole(self, ids: Sequence[int]) -> bool:
         """Whether a prompt is read in one pass, all of whose tokens see each other: what is held of another was read with another end."""
         return self.config.prefixed and any(token >= PICTURED for token in ids)
+
+    def watched(self) -> Watched | None:
+        """What tokens behind those that are held see, where layers attend to pictures."""
+        if self.album is None or not self.config.cross_layers:
+            return None
+        if self._watched is None or self._watched.tokens is not self.tokens:
+            self._watched = Watched(self.tokens)
+        return self._watched.caught_up()
+
+    def _looks(self, ids: Sequence[int]) -> list[Look]:
+        """Which pictures tokens behind those that are held see, once there is room for these. Raises PictureGone and UsageError."""
+        if (watched := self.watched()) is None:
+            return []
+        there = replace(watched)
+        seen = [there.after(token) for token in ids]
+        looks = [Look(slice(places[0], places[-1] + 1), tuple((number, self.choice) for number in pictures))
+                 for pictures, group in groupby(range(len(ids)), seen.__getitem__) if pictures and (places := list(group))]
+        self.admit(looks)
+        return looks
+
+    def admit(self, looks: Sequence[Look]) -> None:
+        """Have room for pictures that a pass sees. Raises PictureGone and UsageError."""
+        if not looks:
+            return
+        if "cuda" in self.placement.devices:
+            raise UsageError("this model's layers attend to its pictures, which layers on a GPU cannot do in this version", "--device cpu")
+        if self.model.pictures is None:
+            kv = codec(self.options.kv)
+            self.model.pictures = PictureKeys(self.model.backends["cpu"], self.config, kv, self.options.parallel)
+        self.model.pictures.admit(looks, self.album.rows_of)
+
+    def by_sight(self, pieces: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+        """Lengths of passes over what is left of the prompt in hand, each with how many tokens of its chunk are left, cut where tokens
+        begin to see other pictures: no pass has to have room for all that a long conversation shows."""
+        for piece, left in pieces:
+            watched = self.watched()
+            seen = [] if watched is None else list(map(replace(watched).after, self.reading[len(self.tokens) : len(self.tokens) + piece]))
+            lengths = [len(list(group)) for _, group in groupby(seen)] or [piece]
+            for length in lengths:
+                piece -= length
+                yield length, left + piece
 
     @property
     def both_ways(self) -> bool:
@@ -114,6 +162,14 @@ def _spans(ids: Sequence[int]) -> Iterator[tuple[int, int]]:
         places = list(group) if is_picture else []
         begins = [place for place in places if place == places[0] or parts_of(ids[place])[2] == 0]
         yield from zip(begins, [*begins[1:], places[-1] + 1] if places else [], strict=True)
+
+
+def looked_together(engines: Sequence[Seeing]) -> list[Look]:
+    """Which pictures a word behind each of several sequences sees, once there is room for these. Raises PictureGone and UsageError."""
+    looks = [Look(slice(row, row + 1), tuple((number, engine.choice) for number in watched.seen), row)
+             for row, engine in enumerate(engines) if (watched := engine.watched()) is not None and watched.seen]
+    engines[0].admit(looks)
+    return looks
 
 
 def turned_together(engines: Sequence[Seeing]) -> np.ndarray | None:

@@ -75,12 +75,16 @@ class Tower(Family):
             rows, deep = self._rows(self.values(taken), crew), None
         if rows.ndim == 3:
             rows, deep = rows[0], rows[1:]
-        if rows.shape != (tokens.count(PLACE), self.config.hidden_size):
+        if rows.shape != (self.row_count(tokens, taken), self.config.hidden_size):
             raise ConfigError(f"{self.source.model}: a {self.sense.noun} became {len(rows)} rows of {rows.shape[-1]}, but "
-                              f"{tokens.count(PLACE)} of {self.config.hidden_size} have a place")
+                              f"{self.row_count(tokens, taken)} of {self.config.hidden_size} have a place")
         if self.config.family in MULTIPLIED:
             rows = rows * np.float32(self.config.embedding_multiplier)
         return rows, tokens, deep
+
+    def row_count(self, tokens: tuple[int, ...], taken: np.ndarray) -> int:
+        """How many rows there are of what was taken, which becomes these tokens."""
+        return tokens.count(PLACE)
 
     @property
     def written(self) -> str:

@@ -217,8 +217,8 @@ class Block:
     own_norms: tuple[Norm, ...] = ()
     after: tuple[Norm, Norm] | None = None
 
-    def run(self, x: np.ndarray, spans: Sequence[Span], crew: Crew, rope: Rope | None = None) -> None:
-        """In place on x float32 [T, D]. Patches see those of their span."""
+    def run(self, x: np.ndarray, spans: Sequence[Span], crew: Crew, rope: Rope | None = None, seen: Sequence[Span] = ()) -> None:
+        """In place on x float32 [T, D]. Patches see those of their span, or those that are `seen` by it."""
         tokens, width = len(x), self.queries.stored.shape[0]
         made = [np.empty((self.heads, tokens, width // self.heads), np.float32) for _ in range(3)]
         products = [each.wide() for each in (self.queries, self.keys, self.values)]
@@ -235,12 +235,12 @@ class Block:
                 to[:, rows] = (y if which == 2 or rope is None else rope.turn(y, rows)).swapaxes(0, 1)
 
         crew.each(project, tokens)
-        seen = np.empty((tokens, width), np.float32)
-        attend(*made, seen, spans, crew)
+        found = np.empty((tokens, width), np.float32)
+        attend(*made, found, spans, crew, seen)
         out, up, down, gate = self.out.wide(), self.up.wide(), self.down.wide(), self.gate and self.gate.wide()
 
         def rest(rows: slice) -> None:
-            x[rows] += self.added(0, out(seen[rows]))
+            x[rows] += self.added(0, out(found[rows]))
             normed = self.norms[1](x[rows])
             inner = self.curve(up(normed)) if gate is None else self.curve(gate(normed)) * up(normed)
             x[rows] += self.added(1, down(inner))
@@ -254,8 +254,9 @@ class Block:
         return y if self.scales is None else y * self.scales[which]
 
 
-def attend(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, out: np.ndarray, spans: Sequence[Span], crew: Crew) -> None:
-    """Attention both ways within each span: queries, keys, values [H, T, d] -> `out` [T, H * d]."""
+def attend(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, out: np.ndarray, spans: Sequence[Span], crew: Crew,
+           seen: Sequence[Span] = ()) -> None:
+    """Attention both ways within each span, or to what is `seen` by each: queries, keys, values [H, T, d] -> `out` [T, H * d]."""
     heads, _, depth = queries.shape
     scale = np.float32(depth**-0.5)
 
@@ -269,14 +270,14 @@ def attend(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, out: np.nd
         out[rows].reshape(-1, heads, depth)[:, which] = mixed.swapaxes(0, 1)
 
     work: list[Callable[[], None]] = []
-    for begin, end in spans:
-        if end - begin <= SHORT:
-            work.append(lambda span=slice(begin, end): look(slice(None), span, span))
+    for (begin, end), others in zip(spans, seen or spans, strict=True):
+        if max(end - begin, others[1] - others[0]) <= SHORT:
+            work.append(lambda span=slice(begin, end), others=slice(*others): look(slice(None), span, others))
             continue
         for head in range(heads):
-            def of_head(head: int = head, begin: int = begin, end: int = end) -> None:
+            def of_head(head: int = head, begin: int = begin, end: int = end, others: slice = slice(*others)) -> None:
                 for first in range(begin, end, QUERIES):
-                    look(slice(head, head + 1), slice(first, min(first + QUERIES, end)), slice(begin, end))
+                    look(slice(head, head + 1), slice(first, min(first + QUERIES, end)), others)
 
             work.append(of_head)
     crew.all(work)

@@ -48,10 +48,15 @@ class TowerSight(Tower):
         """Raises CheckpointError where the weights are damaged, UsageError for a picture that the model cannot take, and Left."""
         height, width = picture.shape[:2]
         rows, tokens, deep = self.computed(picture, work)
-        return Seen(rows, tokens, self.rope_grid(height, width), self.both_ways, self.in_windows, deep)
+        return Seen(rows, tokens, self.rope_grid(height, width), self.both_ways, self.in_windows, deep, word=self.stands_for)
 
     def rope_grid(self, height: int, width: int) -> tuple[int, int] | None:
         """`Seen.grid` of a picture of this size."""
+        return None
+
+    @property
+    def stands_for(self) -> int | None:
+        """`Seen.word`."""
         return None
 
     @property

@@ -13,7 +13,7 @@ from ..cache import KVCache
 from ..policy import open_policy
 from .cache_parts import Choosing, layer_codecs, sealers, selective
 from .cache_probes import Probes
-from .cache_shape import AttnSpec, Both, CacheShape, LayerSpec, SharedPages, exact_nbytes, index_type, page_sizes
+from .cache_shape import AttnSpec, Both, CacheShape, LayerSpec, Nothing, SharedPages, exact_nbytes, index_type, page_sizes
 from .states import LayerStates, States, controls
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ def open_cache(backends: Sequence[object], specs: Sequence[LayerSpec], kv: RawCo
     """An empty cache with its memory; one backend and one spec a layer. `codecs`: what seals the pages of layers that have some, where a
     profile says. `disk`: where pages go that memory does not hold, of layers on the CPU."""
     states, stateful = _open_states(backends, specs)
+    stateful |= {index: spec for index, spec in enumerate(specs) if isinstance(spec, Nothing)}
     shared = {index: spec.layer for index, spec in enumerate(specs) if isinstance(spec, SharedPages)}
     both = frozenset(index for index, spec in enumerate(specs) if isinstance(spec, Both))
     every = tuple(index for index in range(len(specs)) if index in both or (index not in stateful and index not in shared))
@@ -84,7 +85,8 @@ def _open_indexes(backends: Sequence[object], specs: Sequence[AttnSpec], kv: Raw
 def _open_states(backends: Sequence[object], specs: Sequence[LayerSpec]) -> tuple[States | None, dict[int, LayerStates]]:
     """The states of layers that have some, together and by layer."""
     told = controls()
-    shapes = {index: getattr(spec, "state", spec) for index, spec in enumerate(specs) if not isinstance(spec, AttnSpec | SharedPages)}
+    shapes = {index: getattr(spec, "state", spec) for index, spec in enumerate(specs)
+              if not isinstance(spec, AttnSpec | SharedPages | Nothing)}
     stateful = {index: backends[index].state_layer(spec, anonymous(spec.nbytes), told) for index, spec in shapes.items()}
     return (States([*stateful.values()], next(iter(shapes.values())), told) if shapes else None), stateful
 

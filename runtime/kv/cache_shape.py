@@ -51,7 +51,12 @@ class Both:
     state: StateShape
 
 
-LayerSpec = "AttnSpec | SharedPages | StateShape | Both"  # what a layer remembers a text in: pages of keys and values or a state
+@dataclass(frozen=True)
+class Nothing:
+    """Of a layer that remembers nothing of a text: it attends to pictures alone (`picture_keys.py`)."""
+
+
+LayerSpec = "AttnSpec | SharedPages | StateShape | Both | Nothing"  # what a layer remembers a text in: pages of keys and values or a state
 
 
 def attention_specs(config: ModelConfig) -> list[AttnSpec]:
@@ -69,7 +74,9 @@ def layer_specs(config: ModelConfig) -> list[LayerSpec]:
     paged = dict(zip(config.attention_layers, attention_specs(config), strict=True))
     found: list[LayerSpec] = []
     for layer in range(config.num_hidden_layers):
-        if layer not in config.state_layers:
+        if layer in config.cross_layers:
+            found.append(Nothing())
+        elif layer not in config.state_layers:
             found.append(paged.get(layer) or SharedPages(config.kv_sources[layer]))
         else:
             own = config.compressed.shapes[layer] if config.compressed else config.state

@@ -4,9 +4,9 @@ A part is a run of rows of one matrix, or of several that read the same input: a
 disk busy while the processor works, however large a layer is. A gate's rows and those of what it gates go together. Rows of a low-bit
 matrix lie in two or three sections of its blob, which are read apart; the row scales and tables of it stay.
 
-What stays: vectors, small matrices, tables of positions, mixtures of experts, matrices with outliers (one list for all rows), what has to
-be converted on the way in, and of a run that drafts by a layer of the model's own that layer and the head. The embedding table does not,
-nor one of what layers are given: a token needs one row.
+What stays: vectors, small matrices, tables of positions, layers that attend to pictures (which a text without leaves out), mixtures of
+experts, matrices with outliers (one list for all rows), what has to be converted on the way in, and of a run that drafts by a layer of the
+model's own that layer and the head. The embedding table does not, nor one of what layers are given: a token needs one row.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ...offload.checkpoint import TensorInfo, TensorStore
 from ...offload.pager import resident_nbytes
 from ...offload.placement import pieces
 from ...offload.streaming import FETCH_NBYTES, Part, Range
-from ..families import expert_of, is_side_by_side
+from ..families import expert_of, is_for_pictures, is_side_by_side
 from ..sparse.bundles import ROLE as BUNDLES
 from ..speculation.mtp_tensors import MTP
 
@@ -79,7 +79,7 @@ def cut(tensors: Mapping[int | str, Mapping[str, ModelTensor]], store: TensorSto
         return Parts((), {}, {key: tuple(tensor.info for tensor in roles.values()) for key, roles in tensors.items()}, frozenset(), "")
     maker = _Cut(store, PART_NBYTES * (2 if total > LARGE_NBYTES else 1))
     outer = tensors["outer"]
-    for key in sorted(key for key in tensors if key != "outer"):
+    for key in sorted(key for key in tensors if key != "outer" and not is_for_pictures(tensors[key])):
         for stage in stages_of(tensors[key]):
             present = [tensors[key][role] for role in stage if role in tensors[key]]
             maker.stage(present, together="gate" in stage and len(present) == 2)

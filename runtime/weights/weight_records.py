@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ from ...offload.neurons import ResidentBundles
 from ...quant.weight import Apart, Bundles, Curve, Expert, Inputs, Linear, LowRank, Norm, SharedExpert, Streams, Weight
 from ..adapters.adapted import NOTHING, Adapted
 from ..families import SHARED, LayerWeights, expert_roles
+from ..families.mllama_text_model import SHARES
 from ..rope import place_fronts
 from ..sparse.bundles import ROLE as BUNDLES
 from ..sparse.bundles import THRESHOLDS, layout_of
@@ -189,7 +191,8 @@ class WeightRecords:
                             lent=lent(config, key, linear, self.blocks(ops)) if LENT_OUT in roles else None,
                             fronts=self._fronts(ops) if config.slopes else None,
                             entry_norm=norm("entry_norm") or entered, middle_norm=norm("middle_norm"),
-                            wide=wide_weights(config, key, roles, linear, vector, lambda values: ops.put(values, "f32")))
+                            wide=wide_weights(config, key, roles, linear, vector, lambda values: ops.put(values, "f32")),
+                            shares=tuple(math.tanh(as_float32(roles[role], raw)[0]) for role in SHARES) if SHARES[0] in roles else None)
 
     def _fronts(self, ops: object) -> tuple[object, object]:
         """What queries and keys have in front whose scores grow with a key's place, on a backend."""

@@ -1,0 +1,89 @@
+"""The text part of Llama 3.2 Vision: Llama 3.1, with layers between its own whose tokens attend to pictures alone.
+
+What such a layer adds, attention and MLP both, is multiplied by a number of the layer's. A token behind which no picture stands it leaves
+as it is, so of a text without pictures these layers are left out. Their keys and values are made of a picture's rows, once for every text
+that has it (`runtime/kv/picture_keys.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ..config import Defaults, ModelConfig, decoder_config
+from ..config_reader import ConfigError, Keys
+from . import LayerWeights, TensorRule, llama
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ..block_ops import BlockOps
+    from ..cache import LayerCache
+    from ..kv.picture_keys import SeenLayer
+    from ..rope import RopeTable
+
+KEYS_USED = frozenset({"cross_attention_layers"})
+KEYS_HARMLESS = frozenset({"dropout"})
+REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "mlp_bias": False, "layer_types": None, "sliding_window": None}
+WORDS_BESIDE = 8  # of which the first stands where a picture does
+SHARES = ("attn_share", "mlp_share")  # roles: the numbers by which what a layer adds is multiplied are their hyperbolic tangents
+SIZES = {"vocab_size": 128_256, "hidden_size": 4096, "num_hidden_layers": 40, "num_attention_heads": 32, "intermediate_size": 14_336}
+
+
+def config(keys: Keys) -> ModelConfig:
+    base = Defaults(max_position_embeddings=131_072, norm_eps=1e-5, theta=500_000.0, num_key_value_heads=8, bos=128_000, eos=(128_001,),
+                    sizes=SIZES)
+    made = decoder_config(keys, base)
+    if made.head_dim * made.num_attention_heads != made.hidden_size:
+        raise ConfigError(f"config.json: head_dim = {made.head_dim} is not supported for {made.family} models",
+                          f"heads share out the width: {made.hidden_size // made.num_attention_heads}")
+    stated = keys.raw.get("cross_attention_layers")
+    found = list(range(3, 40, 5)) if stated is None else stated
+    if not isinstance(found, list) or not all(type(each) is int and 0 <= each < made.num_hidden_layers for each in found) \
+            or len(set(found)) != len(found) or len(found) == made.num_hidden_layers:
+        raise ConfigError(f"config.json: cross_attention_layers are not some of {made.num_hidden_layers} layers",
+                          "fetch it again from where the model is from")
+    # Whatever is said, the head is one of its own.
+    return replace(made, cross_layers=tuple(sorted(found)), tie_word_embeddings=False, words_beside=WORDS_BESIDE)
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    rules = llama.layer_tensors(config, layer)
+    if layer not in config.cross_layers:
+        return rules
+    prefix = f"model.layers.{layer}."
+    for role in ("q", "k", "v", "o"):
+        rules[role] = TensorRule(f"{prefix}cross_attn.{role}_proj.weight", rules[role].shape)
+    for role in ("q_norm", "k_norm"):
+        rules[role] = TensorRule(f"{prefix}cross_attn.{role}.weight", (config.head_dim,))
+    return rules | {role: TensorRule(f"{prefix}cross_attn_{name}_gate", (1,)) for role, name in zip(SHARES, ("attn", "mlp"), strict=True)}
+
+
+def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
+    """Embedding, which has rows for words that are never written, last norm and head."""
+    rules = llama.outer_tensors(config)
+    embed = TensorRule(rules["embed"].name, (config.vocab_size + config.words_beside, config.hidden_size))
+    return rules | {"embed": embed}
+
+
+def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache | SeenLayer, positions: np.ndarray, rope: RopeTable | None,
+          config: ModelConfig, layer: int, tap: Callable[[str, int, object], None]) -> object:
+    """`llama.block`; of a layer that attends to pictures a tap sees what it sees of others, but for what no token of the pass reaches."""
+    if w.shares is None:
+        return llama.block(ops, w, x, kv, positions, rope, config, layer, tap)
+    for look in kv.looks:
+        with kv.within(look, w):
+            own = x[look.rows]
+            tap("block_in", layer, own)
+            q = ops.norm_linear(own, w.input_norm, [w.q])[0]
+            q = ops.rope_heads(q, config.num_attention_heads, config.head_dim, positions, None, w.q_norm)
+            tap("q", layer, q)
+            attended = kv.attend(q, look.pictures)
+            tap("attn_out", layer, attended)
+            own = ops.linear_add(attended, w.o, own, None, w.shares[0])
+            tap("mlp_in", layer, own)
+            ops.gated_mlp(own, w.post_norm, w.gate, w.up, w.down, config.hidden_act, partial(tap, "mlp_hidden", layer), None, w.shares[1])
+    tap("block_out", layer, x)
+    return x

@@ -1,0 +1,202 @@
+"""Llama 3.2 Vision: a picture on a black canvas of whole tiles. All its tiles, and what is missing of as many as there may be, go through
+the tower together: patches see all others, but those that stand for nothing do not see each other. What some of its layers gave beside what
+the last did becomes rows that layers of the text part attend to, so the picture itself is one word of the prompt.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..config_reader import ConfigError
+from . import PLACE
+from .preprocessor import BILINEAR, HALF, Scale, filter_of, resized, square
+from .tower_parts import CURVES, Block, Crew, patches_of, product, widened
+from .tower_sight import MOST_LAYERS, MOST_WIDTH, Rows, TowerSight, demand_shape
+from .tower_weights import Weights
+
+if TYPE_CHECKING:
+    from ..config import ModelConfig
+    from .tower_source import TowerSource
+
+EPS = 1e-5  # of the norms around the layers
+WHOLE = 8  # of a tile's patches there are whole multiples, the last of which stand for nothing
+USUAL = {"hidden_size": 1280, "hidden_act": "gelu", "num_hidden_layers": 32, "num_global_layers": 8, "attention_heads": 16,
+         "intermediate_size": 5120, "vision_output_dim": 7680, "image_size": 448, "patch_size": 14, "norm_eps": 1e-5, "max_num_tiles": 4,
+         "intermediate_layers_indices": [3, 7, 15, 23, 30]}
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """What the tower is given: `values` float32 [tiles, side, side, 3], and the number of the shape in which they lie."""
+
+    values: np.ndarray
+    shape: int
+
+
+class Mllama(TowerSight):
+    VISION = {"mllama_vision_model": USUAL}
+    PROCESSORS = ("MllamaImageProcessor",)
+    placeholder = "<|image|>"
+
+    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
+        super().__init__(source, config)
+        keys = self.processor
+        self.scale, self.resample = Scale(keys, HALF, HALF), filter_of(keys, BILINEAR)
+        if not all(keys.flag(each, True) for each in ("do_resize", "do_pad")) or square(keys, "size", {"height": 224, "width": 224}) != \
+                (self.side, self.side):
+            raise keys.fail("size", f"the {self.side} × {self.side} that the tower takes")
+        self.most = self.vision.integer("max_num_tiles", high=256)
+        if keys.integer("max_image_tiles", 4, high=256) != self.most:
+            raise keys.fail("max_image_tiles", f"the {self.most} that the tower takes")
+        stated = self.vision.raw.get("supported_aspect_ratios")
+        if stated is not None and stated != [list(each) for each in self.shapes]:
+            raise self.vision.fail("supported_aspect_ratios", f"all shapes of {self.most} tiles, in their order")
+        self.layers, self.last = (self.vision.integer(name, high=MOST_LAYERS) for name in ("num_hidden_layers", "num_global_layers"))
+        found = self.vision.raw.get("intermediate_layers_indices")
+        if not isinstance(found, list) or not all(type(each) is int and 0 <= each < self.layers for each in found):
+            raise self.vision.fail("intermediate_layers_indices", f"some of {self.layers} layers")
+        self.taken: list[int] = found
+        if self.vision.integer("vision_output_dim", high=MOST_WIDTH) != (1 + len(found)) * self.width:
+            raise self.vision.fail("vision_output_dim", f"{1 + len(found)} times {self.width}")
+
+    @cached_property
+    def heads(self) -> int:
+        heads = self.vision.integer("attention_heads", high=1024)
+        if self.width % heads:
+            raise ConfigError(f"config.json: vision_config: hidden_size {self.width} is not a multiple of {heads} heads")
+        return heads
+
+    @property
+    def count(self) -> int:
+        """Rows that a tile becomes: its patches, behind one of its own."""
+        return (self.side // self.patch) ** 2 + 1
+
+    @property
+    def filled(self) -> int:
+        """And with those that stand for nothing."""
+        return -(-self.count // WHOLE) * WHOLE
+
+    @property
+    def most_patches(self) -> int:
+        return self.most * self.filled
+
+    def bytes_needed(self) -> int:
+        """As of others, with what is taken of several layers, and the rows that come of it."""
+        return super().bytes_needed() + 4 * self.most * self.count * ((1 + len(self.taken)) * self.width + self.config.hidden_size)
+
+    @cached_property
+    def stands_for(self) -> int:
+        return self.word(self.placeholder)
+
+    @cached_property
+    def shapes(self) -> list[tuple[int, int]]:
+        """Rows and columns in which tiles may lie, in the order in which they are numbered from 1."""
+        counts = range(1, self.most + 1)
+        return [(rows, columns) for rows in counts for columns in counts if rows * columns <= self.most]
+
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        """Rows and columns of tiles: on which the picture grows least, else shrinks least, and of those alike the one with fewest."""
+        demand_shape(height, width)
+        scales = [min(rows * self.side / height, columns * self.side / width) for rows, columns in self.shapes]
+        larger = [scale for scale in scales if scale >= 1]
+        best = min(larger) if larger else max(scales)
+        return min((shape for shape, scale in zip(self.shapes, scales, strict=True) if scale == best), key=math.prod)
+
+    def fitted(self, height: int, width: int) -> tuple[int, int]:
+        """The size that a picture has on its canvas: not larger than a tile where it need not be."""
+        high, wide = (min(max(own, self.side), count * self.side) for own, count in zip((height, width), self.grid(height, width)))
+        down, across = high / height, wide / width
+        if across < down:
+            return min(math.floor(height * across) or 1, high), wide
+        return high, min(math.floor(width * down) or 1, wide)
+
+    def tokens(self, height: int, width: int) -> tuple[int, ...]:
+        demand_shape(height, width)
+        return (PLACE,)
+
+    def row_count(self, tokens: tuple[int, ...], taken: np.ndarray) -> int:
+        return math.prod(self.grid(*taken.shape[:2])) * self.count
+
+    def values(self, picture: np.ndarray) -> Tiles:
+        height, width = picture.shape[:2]
+        (rows, columns), side = self.grid(height, width), self.side
+        high, wide = self.fitted(height, width)
+        canvas = np.zeros((rows * side, columns * side, 3), np.uint8)
+        canvas[:high, :wide] = resized(picture, high, wide, self.resample)
+        scaled = self.scale(canvas).reshape(rows, side, columns, side, 3).swapaxes(1, 2)
+        return Tiles(np.ascontiguousarray(scaled).reshape(-1, side, side, 3), self.shapes.index((rows, columns)) + 1)
+
+    def load(self, weights: Weights) -> Rows:
+        keys, width, patch, count, most, name = self.vision, self.width, self.patch, self.count, self.most, "vision_model."
+        inner, eps, curve = keys.integer("intermediate_size", high=MOST_WIDTH), keys.number("norm_eps"), CURVES[
+            keys.choice("hidden_act", {key: key for key in CURVES}, "gelu")]
+        shapes, layers = len(self.shapes) + 1, self.layers + self.last
+        embedding = weights.matrix(f"{name}patch_embedding", width, 3 * patch * patch, bias=False)
+        first = weights.numbers(f"{name}class_embedding", width)
+        own = f"{name}gated_positional_embedding."
+        gate = share(weights, f"{own}gate")
+        places = (1 - gate) * weights.numbers(f"{own}embedding", count, width)
+        by_tile = weights.stored(f"{own}tile_embedding.weight", shapes, most * count * width)
+        first_tiles, last_tiles = ((share(weights, f"{name}{each}_tile_positional_embedding.gate"), weights.stored(
+            f"{name}{each}_tile_positional_embedding.embedding.weight", shapes, most * width)) for each in ("pre", "post"))
+        norms = [weights.layer_norm(f"{name}layernorm_{each}", width, EPS) for each in ("pre", "post")]
+
+        def block(number: int) -> Block:
+            is_last = number >= self.layers
+            own = f"{name}{'global_' if is_last else ''}transformer.layers.{number - self.layers if is_last else number}."
+            q, k, v, o = (weights.matrix(f"{own}self_attn.{each}_proj", width, width, bias=False) for each in "qkvo")
+            scales = tuple(share(weights, f"{own}gate_{each}") for each in ("attn", "ffn")) if is_last else None
+            before = tuple(weights.layer_norm(f"{own}{each}_layernorm", width, eps) for each in ("input", "post_attention"))
+            return Block(before, q, k, v, o, weights.matrix(f"{own}mlp.fc1", inner, width, bias=True),
+                         weights.matrix(f"{own}mlp.fc2", width, inner, bias=True), curve, self.heads, scales=scales)
+
+        blocks = [block(number) for number in range(layers)]
+        project = weights.matrix("multi_modal_projector", self.config.hidden_size, (1 + len(self.taken)) * width, bias=True)
+
+        def of_tiles(table: tuple[np.ndarray, np.ndarray], shape: int) -> np.ndarray:
+            """What is added to all patches of each tile, float32 [tiles, 1, width]."""
+            return table[0] * widened(table[1][shape]).reshape(most, 1, width)
+
+        def rows(given: Tiles, crew: Crew) -> np.ndarray:
+            crew.work.total += layers
+            tiles, shape, nothing = len(given.values), given.shape, self.filled - count
+            x = np.zeros((most, count, width), np.float32)
+            x[:tiles, 1:] = product(np.concatenate([patches_of(each, patch) for each in given.values]), embedding,
+                                    crew).reshape(tiles, count - 1, width)
+            x[:, 1:] += of_tiles(first_tiles, shape)
+            x[:, 0] = first
+            x += places
+            x += gate * widened(by_tile[shape]).reshape(most, count, width)
+            x = norms[0](x)
+            # Rows that stand for something first: they see all, the others them alone.
+            real, whole = tiles * count, most * self.filled
+            x = np.concatenate([x.reshape(-1, width), np.zeros((most * nothing, width), np.float32)])
+            spans, seen, taken = [(0, real), (real, whole)], [(0, whole), (0, real)], {}
+            for number, each in enumerate(blocks[: self.layers]):
+                each.run(x, spans, crew, seen=seen)
+                if number in self.taken:
+                    taken[number] = x[:real].copy()
+            x = norms[1](x)
+            more = of_tiles(last_tiles, shape)
+            x[: most * count] += np.broadcast_to(more, (most, count, width)).reshape(-1, width)
+            x[most * count :] += np.broadcast_to(more, (most, nothing, width)).reshape(-1, width)
+            for each in blocks[self.layers :]:
+                each.run(x, spans, crew, seen=seen)
+            beside = np.stack([taken[number] for number in self.taken], axis=-1).reshape(real, -1) if taken else x[:real, :0]
+            return product(np.concatenate([x[:real], beside], axis=1), project, crew)
+
+        return rows
+
+
+def share(weights: Weights, name: str) -> np.ndarray:
+    """How much of something counts, float32 [1], of the number from which it is made."""
+    return np.tanh(weights.numbers(name, 1))
+
+
+def sight(source: TowerSource, config: ModelConfig) -> Mllama:
+    return Mllama(source, config)

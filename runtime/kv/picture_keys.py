@@ -1,0 +1,199 @@
+"""Keys and values that layers of cross attention make of pictures.
+
+They follow from a picture and the layer alone, whatever text it stands in: so they are made once, when a token first sees the picture, and
+lie beside the caches of all sequences, in the exact pages that these have. Which pictures a token sees is read off the tokens before it
+(`Watched`), so nothing of this is saved with a session: one that goes on needs its last pictures again.
+
+Pictures that none of a pass sees give way, the longest unseen first; one that is seen again later is made anew of its rows.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ... import UsageError
+from ...kernels.layout import PAGE, PageLayout
+from ...offload.memory import anonymous
+from ...quant.kv import PackedFormat, RawCodec
+from ..images.turning import PICTURED, parts_of
+from .cache_shape import index_type
+
+if TYPE_CHECKING:
+    from ...kernels.cpu.ops import CpuOps
+    from ..config import ModelConfig
+    from ..families import LayerWeights
+    from .cache_parts import LayerPages
+
+SLOTS = 104  # pages for a sequence, about: of the published models two pictures of four tiles of 1,601 rows, or eight of one
+Key = tuple[int, tuple[float, ...]]  # a picture's number, and how much of each adapter is beside what its keys are made by
+Rows = Callable[[int], np.ndarray]  # a picture's number -> what layers attend to, float32 [n, D]
+
+
+def picture_keys_nbytes(config: ModelConfig, kv: RawCodec | PackedFormat, sequences: int) -> int:
+    """Bytes of all layers, for so many sequences."""
+    layout = PageLayout(config.num_key_value_heads, config.head_dim, index_type(kv))
+    return len(config.cross_layers) * sequences * SLOTS * layout.layer_page_nbytes
+
+
+@dataclass
+class Watched:
+    """What the next of a sequence's tokens sees, of the first `known` of `tokens`, a list that only grows: the last picture before it, or
+    those that stand one behind the other there. `ended`: words stand behind them."""
+
+    tokens: list[int]
+    known: int = 0
+    seen: tuple[int, ...] = ()
+    ended: bool = True
+
+    def after(self, token: int) -> tuple[int, ...]:
+        """The numbers of the pictures that a token sees, which is the next one."""
+        if token >= PICTURED:
+            before = () if self.ended else self.seen
+            self.seen = tuple(dict.fromkeys((*before, parts_of(token)[0])))
+        self.ended = token < PICTURED
+        return self.seen
+
+    def caught_up(self) -> Watched:
+        """All of the tokens are known."""
+        for token in self.tokens[self.known :]:
+            self.after(token)
+        self.known = len(self.tokens)
+        return self
+
+
+@dataclass(frozen=True)
+class Look:
+    """Tokens of a pass that see the same pictures. `text`: whose they are, where a pass has a token of each of several."""
+
+    rows: slice
+    pictures: tuple[Key, ...]
+    text: int | None = None
+
+
+@dataclass
+class Made:
+    """One picture: its `slots`, how many `tokens` they hold, and the `rows` of which keys are still to be made in layers that are not
+    `done`."""
+
+    slots: np.ndarray
+    tokens: int
+    rows: np.ndarray | None
+    done: set[int] = field(default_factory=set)
+
+
+class PictureKeys:
+    """Of all layers of cross attention of one model, on the CPU, for so many `sequences`."""
+
+    def __init__(self, host: CpuOps, config: ModelConfig, kv: RawCodec | PackedFormat, sequences: int) -> None:
+        self.host, self.config, self.layers = host, config, {}
+        codec = RawCodec(index_type(kv))
+        layout = codec.layout(config.num_key_value_heads, config.head_dim)
+        for layer in config.cross_layers:  # whose memory is taken when it is written to
+            exact = anonymous(sequences * SLOTS * layout.layer_page_nbytes)
+            scale = config.head_dim**-0.5 if config.attn_scale is None else config.attn_scale
+            self.layers[layer]: LayerPages = host.kv_layer(layout, exact, exact[:0], scale, None, None, codec)
+        self._free, self._made = list(range(sequences * SLOTS)), OrderedDict[Key, Made]()
+        self._tables: dict[tuple[Key, ...], tuple[np.ndarray, int]] = {}  # of the pass in hand, which jobs read
+
+    def admit(self, looks: Sequence[Look], rows_of: Rows) -> None:
+        """Have a place for each picture of a pass. Raises UsageError where there are too many, and what `rows_of` raises."""
+        needed = dict.fromkeys(key for look in looks for key in look.pictures)
+        for key in needed:
+            if key in self._made:
+                self._made.move_to_end(key)
+        for key in needed:
+            if key not in self._made:
+                rows = rows_of(key[0])
+                count = -(-len(rows) // PAGE)
+                while len(self._free) < count and (oldest := next((each for each in self._made if each not in needed), None)):
+                    self._free += self._made.pop(oldest).slots.tolist()
+                if len(self._free) < count:
+                    raise UsageError(f"{len(needed)} pictures stand one behind the other, more than are seen at once here",
+                                     "words between them, or fewer or smaller pictures")
+                self._made[key] = Made(np.array([self._free.pop() for _ in range(count)], np.int64), len(rows), rows)
+
+    def begin(self, looks: Sequence[Look]) -> None:
+        """A pass, whose pictures were admitted."""
+        self._tables = {look.pictures: self._table(look.pictures) for look in looks}
+
+    def _table(self, pictures: Sequence[Key]) -> tuple[np.ndarray, int]:
+        """The blocks of some pictures, one behind the other, and how many keys they have."""
+        blocks, first = [], 0
+        for made in map(self._made.__getitem__, pictures):
+            for place, slot in enumerate(made.slots.tolist()):
+                held = min(PAGE, made.tokens - PAGE * place)
+                blocks.append((0, slot, first, held))
+                first += held
+        return np.array(blocks, np.int64), first
+
+    def make(self, layer: int, w: LayerWeights, pictures: Sequence[Key]) -> None:
+        """A layer's keys and values of pictures, where they are not made yet. They lie meanwhile where queries do."""
+        for key in pictures:
+            if layer not in (made := self._made[key]).done:
+                self._make(layer, made, w)
+
+    def attend(self, layer: int, q: np.ndarray, pictures: tuple[Key, ...]) -> np.ndarray:
+        """q [T, H * D] over the keys of pictures, all of which each token sees -> [T, H * D]."""
+        blocks, behind = self._tables[pictures]
+        return self.layers[layer].attend(q, behind, blocks)
+
+    def _make(self, layer: int, made: Made, w: LayerWeights) -> None:
+        host, config, most = self.host, self.config, self.host.dims.chunk
+        host.flush()
+        for begin in range(0, made.tokens, most):
+            rows = np.ascontiguousarray(made.rows[begin : begin + most])
+            places = np.arange(begin, begin + len(rows))
+            k, v = host.norm_linear(rows, None, [w.k, w.v])
+            k = host.rope_heads(k, config.num_key_value_heads, config.head_dim, places, None, w.k_norm)
+            self.layers[layer].write(k, v, made.slots[places // PAGE], places % PAGE)
+            host.flush()
+        made.done.add(layer)
+        if len(made.done) == len(self.layers):
+            made.rows = None
+
+    def layer(self, index: int, looks: Sequence[Look], scales: np.ndarray | None) -> SeenLayer:
+        """What a block of the pass in hand sees; `scales` as of `Model.forward`."""
+        return SeenLayer(self, index, looks, scales)
+
+
+@dataclass(frozen=True)
+class SeenLayer:
+    """What a block sees of pictures: none where the pass has no `looks`."""
+
+    keys: PictureKeys | None
+    index: int = 0
+    looks: Sequence[Look] = ()
+    scales: np.ndarray | None = None
+
+    @contextmanager
+    def within(self, look: Look, w: LayerWeights) -> Iterator[None]:
+        """Around what is done with some tokens of the pass, once there are keys of what they see: adapters are beside them as beside the
+        text that they are of."""
+        if look.text is None:
+            self.keys.make(self.index, w, look.pictures)
+            yield
+            return
+        host = self.keys.host
+        apart = self.scales is not None and len(self.scales) > 1
+        if apart:
+            host.flush()
+            host.adapt(self.scales[look.text : look.text + 1])
+        self.keys.make(self.index, w, look.pictures)
+        with host.of_row(look.text):
+            yield
+        if apart:
+            host.flush()
+            host.adapt(self.scales)
+
+    def attend(self, q: np.ndarray, pictures: tuple[Key, ...]) -> np.ndarray:
+        """As `PictureKeys.attend`, in this layer."""
+        return self.keys.attend(self.index, q, pictures)
+
+
+BLIND = SeenLayer(None)  # of a pass none of whose tokens sees a picture
