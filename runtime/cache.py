@@ -66,16 +66,17 @@ class KVCache(CacheBytes):
         self._layers = [LayerCache(pages, self, choosing=choosing.get(place)) for place, pages in enumerate(layers)]
         self.choosing = choosing
         self.indexes = [kept for each in choosing.values() for kept in (each.index, each.keys) if kept is not None]
-        self.chosen: Chosen | None = None  # of the pass in hand, what its tokens see in layers that choose; None: all before them
+        self.chosen: Chosen | None = None  # of the current pass: what its tokens see in layers that choose; None: all before them
         self.states, paged, others = states, iter(self._layers), {**stateful, **{i: LayerCache(each, self) for i, each in readers.items()}}
         self._of_model = [replace(next(paged), states=stateful[index]) if index in beside else others.get(index) or next(paged)
                           for index in range(len(layers) + len(others) - len(beside))]
         self.better = [codec.better for codec in codecs if codec.better is not None]
-        self._used: dict[int, int] = {}  # parts of slots that hold tokens, or did and have not been given back
+        self._used: dict[int, int] = {}  # parts of slots that hold tokens, or held some and were not given back
         self.step: Step | None = None
         self.clear()
 
     def clear(self) -> None:
+        """Forget the text; memory stays allocated."""
         self.n = 0
         if self.states is not None:
             self.states.clear()
@@ -200,7 +201,7 @@ class KVCache(CacheBytes):
                 self.truncate(before)
                 raise
             free = self._slot_of.pop(page)
-            self.sealed += 1  # at once: giving memory back takes a while, and Ctrl-C may end that
+            self.sealed += 1  # first: giving memory back takes a while, and Ctrl-C may interrupt it
             self._steps.clear()
             self._release(free)
 

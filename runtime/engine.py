@@ -114,9 +114,9 @@ class Engine(Prefill, Scoring, Choosing, Seeing):
         widths = dims(config, self.n_ctx, shape.chunk, LOGIT_ROWS, kv.is_packed, is_bundled(prepared.container),
                       self.placement.kv_pages is not None or bool(kv.policy), prepared.speculating.mtp, prepared.adapted.rank)
         self.cancelled: Callable[[], bool] = lambda: False  # asked while the disk is waited for
-        # told a prompt and how much of it is held; may put more of it into the cache. How much is held then, and what a person is told
+        # is given a prompt and how many of its tokens are held, and may put more into the cache; returns how many then are, and notices
         self.recall: Callable[[list[int], int], tuple[int, list[str]]] = lambda ids, held: (held, [])
-        self.shares: SharedPasses | None = None  # passes that others take with it: they do not end where one of them is cancelled
+        self.shares: SharedPasses | None = None  # passes shared with other sequences, which do not end when one is cancelled
         streams = prepared.streams and replace(prepared.streams, cancelled=lambda: self.shares is None and self.cancelled())
         with ExitStack() as unless_made:  # an engine that is not made leaves no thread and no file
             if backends is None:
@@ -135,11 +135,11 @@ class Engine(Prefill, Scoring, Choosing, Seeing):
             unless_made.pop_all()
         self.watch = Watch(mapped=options.load == "mmap", shed=self.model.pager.shed)
         self.tokens: list[int] = []
-        self.anew = 0  # the first of them that are held as reading them in one prompt, from an empty cache, leaves them
+        self.anew = 0  # so many of them, from the first, are held just as one prompt read into an empty cache would leave them
         self.reading: list[int] = []  # the prompt, while it is read
         self.truncated = False
-        self.reused = self.read = 0  # tokens of the last prompt that the cache already held, and that were run
-        self.load_s = self.prefill_s = self.decode_s = self.passes_s = 0.0  # decode: its passes (below), choosing tokens and guessing them
+        self.reused = self.read = 0  # tokens of the last prompt that the cache already held, and tokens that were run
+        self.load_s = self.prefill_s = self.decode_s = self.passes_s = 0.0  # decode_s: passes_s, and the time for sampling and drafting
         self._logits: np.ndarray | None = None
 
     def another(self) -> Engine:
@@ -189,14 +189,14 @@ class Engine(Prefill, Scoring, Choosing, Seeing):
         self.hold([])
 
     def hold(self, tokens: Sequence[int], anew: int = 0) -> None:
-        """The cache was given what these tokens leave there, from outside; the first `anew` as reading them would."""
+        """The cache was filled from outside with what these tokens leave there; the first `anew` as reading them would."""
         self.tokens, self.anew, self._logits, self.truncated = list(tokens), anew, None, False
 
     def close(self) -> None:
         if self.speculation is not None:
             self.speculation.close()
         for backend in self.backends.values():
-            backend.close()  # before what it may still be reading: a job that Ctrl-C left open ends here
+            backend.close()  # before what it may still read: a job that Ctrl-C left open ends here
         self.model.close()
         self.cache.close()
 
@@ -217,8 +217,8 @@ class Engine(Prefill, Scoring, Choosing, Seeing):
 
     @contextmanager
     def keeping_what_is_whole(self) -> Iterator[None]:
-        """While pages of the cache are read and written: where a disk loses some, or takes none, only what is still there of the sequence
-        is held, and the next prompt reads the rest again, into pages that are written anew. Raises all the same: no answer goes on."""
+        """Around reading and writing pages of the cache. Where a disk loses some, or takes none, only the part of the sequence that is
+        still there counts as held, and the next prompt reads the rest again into new pages. Raises all the same: no answer goes on."""
         try:
             yield
         except (EffllmError, Interrupted) as error:
@@ -270,7 +270,7 @@ class Engine(Prefill, Scoring, Choosing, Seeing):
                 return
 
     def _turn(self) -> Iterator[Turn]:
-        """Let others go on, where there are some, before a piece of a prompt."""
+        """Before a piece of a prompt: lets other sequences go on, where there are some."""
         if self.shares is not None:
             yield Turn()
 
@@ -285,8 +285,8 @@ class Engine(Prefill, Scoring, Choosing, Seeing):
 
     @contextmanager
     def _a_pass(self) -> Iterator[None]:
-        """Around what counts as `passes_s`: a pass, holding its tokens (pages are packed then, a disk may be waited for), and what of both
-        ended with an error."""
+        """Around what counts as `passes_s`: a pass and holding its tokens (which packs pages, and may wait for a disk), also where either
+        ends with an error."""
         started = time.perf_counter()
         try:
             yield
@@ -317,7 +317,7 @@ class Engine(Prefill, Scoring, Choosing, Seeing):
 
     def demand_finite(self, logits: np.ndarray) -> None:
         """Raises EffllmError for logits float32 [n, V] that hold NaN or infinity, as sampling from them would."""
-        if not all(np.isfinite(row).all() for row in logits):  # at once they would take a quarter of the memory of the logits
+        if not all(np.isfinite(row).all() for row in logits):  # row by row: all at once takes another quarter of the memory of the logits
             with self._explained(logits):
                 refuse_broken(math.nan if np.isnan(logits).any() else math.inf)
 

@@ -99,8 +99,8 @@ class Prefill:
         self.prefill_s += time.perf_counter() - started
 
     def _pieces(self, tokens: int) -> Iterator[tuple[int, int, bool]]:
-        """Lengths of the passes for `tokens` more of a prompt; of each what it leaves of its chunks for the next, 0 but where others
-        wait, and whether all is held then as reading anew would leave it."""
+        """Passes for `tokens` more of a prompt: of each its length, how much of its chunks it leaves for the next (0 unless others wait),
+        and whether the cache then holds what reading everything anew would leave."""
         for whole in self.uncut(self._passes(tokens)):
             anew = self.anew == len(self.tokens) and as_in_one_reading(self.cache, whole, self.prepared.chunk, self.model.copied_from)
             for piece, left in self.by_sight([(whole, 0)] if self.shares is None or self.both_ways else self.shares.pieces(whole)):
@@ -108,7 +108,7 @@ class Prefill:
 
     def _passes(self, tokens: int, pages: int | None = None) -> Iterator[int]:
         """Lengths of the passes for `tokens` more: the chunks, or several of them at once where that changes nothing (`passes.py`).
-        With `pages` the chunks are that long, and stay apart but where more was planned."""
+        With `pages` the chunks are that long, and are joined only where wider passes were planned."""
         grid, most = self.prepared.chunk // PAGE, self.cache.shape.chunk
         chunks = self.cache.pieces(tokens, pages or grid)
         free = pages is None and not codec(self.options.kv).is_packed

@@ -54,13 +54,14 @@ from .weights.streamed import Streams
 if TYPE_CHECKING:
     from ..kernels.cuda.device import Device
 
-COLD_ALLOWANCE = 16 << 20  # all machine code there is takes 13.6 MB
-BESIDE_KERNELS = 3 << 20  # at most: what a run that needs kernels of another kind imports with them
+COLD_ALLOWANCE = 16 << 20  # for machine code, of which all there is takes 13.6 MB
+BESIDE_KERNELS = 3 << 20  # at most, for modules that come with kernels of another kind
 # What is imported when an answer ends, and small things that come and go: a chat over quantized weights and a packed cache took 1.1 MiB
 # more than all else that is counted.
 LATER = 2 << 20
 TEXT_ALONE = " too: effllm reads its text part"  # what a config's warning says of a model of which the text part runs
-DEARER = 1.25  # from the disk for a token, for the room of a layer whose guesses give back more, where they are as right as published
+# How much more may be read from the disk per token to make room for a drafting layer; guesses as right as published give back more.
+DEARER = 1.25
 RESERVE = 64 << 20  # what the machine keeps for itself when no budget is given
 
 
