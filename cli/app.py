@@ -123,6 +123,7 @@ def takes_settings(command: Any) -> bool:
 
 
 def program(argv: Sequence[str], environment: Environment) -> int:
+    """Run a command line; returns the exit code. Errors are left to `main`."""
     argv = as_help(argv)
     command = typer.main.get_command(build(named(argv, environment.variables)))
     environment.owes_json = wants_json(command, argv, environment.variables)

@@ -48,6 +48,8 @@ Origin = Annotated[bool, flag(OUTPUT, "--origin", "", "say where each value come
 
 @dataclass(frozen=True)
 class Shown:
+    """A setting, its value, and the flag, variable or file that it comes from."""
+
     key: str
     value: object
     origin: str

@@ -55,6 +55,8 @@ def current_rss() -> int:
 
 
 class Conversation:
+    """A chat at a terminal: lines in, answers out, until the person leaves or a signal ends it."""
+
     def __init__(self, name: str, session: Session, screen: Screen, output: TextIO, always_stats: bool, keeper: Keeper,
                  attached: Iterable[Attachment] = (), tools: ToolUse | None = None) -> None:
         self.name, self.session, self.screen, self.keeper, self.tools = name, session, screen, keeper, tools
@@ -70,6 +72,7 @@ class Conversation:
         self._editor = Editor(output, plain, state / "history", self._status, lambda line: slash.complete(self, line), screen.note)
 
     def run(self) -> int:
+        """Until it ends; returns the exit code. A failure of one line is shown, and the chat goes on."""
         self.screen.note(f"{self.name}, context {self.session.n_ctx} tokens. /help lists commands, Ctrl-D leaves.")
         if self.attached:
             say_attached(self)

@@ -68,6 +68,8 @@ class OutputFull(OutputFailed, DiskFull):
 
 @dataclass
 class Environment:
+    """The outside world of one command: its streams, variables and clock, and what its flags say of them."""
+
     stdin: TextIO
     stdout: TextIO
     stderr: TextIO

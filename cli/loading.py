@@ -28,6 +28,8 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Loaded:
+    """A model ready to answer. Closed by the context that gave it (`loaded`)."""
+
     engine: Engine
     tokenizer: Tokenizer
 

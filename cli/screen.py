@@ -30,6 +30,9 @@ PLAIN_PATIENCE_S, PLAIN_EVERY_S = 2.0, 15.0  # for logs
 
 
 class Screen:
+    """All that a person sees: answers on stdout, everything else on stderr, with what a terminal must not receive taken out of both.
+    Styles, redrawn progress and line breaks are for terminals alone; a pipe gets the text as it is."""
+
     def __init__(self, environment: Environment, markdown: bool = False) -> None:
         self.environment = environment
         self._safe = environment.is_terminal(environment.stdout)

@@ -241,6 +241,7 @@ class Calibration:
         self._demand_finite()
 
     def run(self) -> Iterator[Progress | LayerStats | Notice]:
+        """Layer by layer over all windows; the LayerStats of each come in the order of layers."""
         config = self.model.config
         scarce = 0
         done, total = 0, len(self.states) * config.num_hidden_layers

@@ -162,6 +162,7 @@ class Model(StoredStates):
         return self.backends["cuda"].within_memory(message) if "cuda" in self.devices else nullcontext()
 
     def close(self) -> None:
+        """Free the weights and close their files. The backends, which are the engine's, stay open."""
         if self.carrier is not None:
             self.carrier.close()
         self._wrapped.clear()

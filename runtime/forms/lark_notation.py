@@ -26,6 +26,8 @@ NO_HEAD = ("line", "inner", "json", "regex")  # what stands between the name of 
 
 @dataclass(frozen=True)
 class Token:
+    """A token of a grammar's text; `kind` tells which."""
+
     kind: str
     text: str
     value: object = None  # of JSON

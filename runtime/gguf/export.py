@@ -155,6 +155,7 @@ def check_name(out: Path) -> None:
 
 
 def check_target(out: Path, replace: bool, store: TensorStore) -> None:
+    """Raises UsageError for a file that must not be replaced: one of the model, no plain file, or any without `replace`."""
     if not os.path.lexists(out):
         return
     if any(out.exists() and os.path.samefile(out, file) for file in store.files):

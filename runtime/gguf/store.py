@@ -126,6 +126,7 @@ class GgufStore(MadeStore):
             self._refuse(source.tensor, "a scale of NaN or infinity")
 
     def fill(self, info: TensorInfo, begin: int, end: int, out: np.ndarray) -> None:
+        """Write rows [begin, end) of a tensor as raw values into `out`, its bytes. Raises CheckpointError."""
         if (own := self._halves.get(info.name)) is not None:
             self._store(own.rows(begin, end, self._values), info, own.keys, out)
             return

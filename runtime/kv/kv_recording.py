@@ -84,6 +84,8 @@ class _Recording:
         self._tapped: dict[str, np.ndarray] = {}
 
     def run(self, weights: str) -> Iterator[Progress | Notice | Profile]:
+        """Record for about `seconds`; the Profile comes last. `weights`: the hash of those that it is of. Raises UsageError where the
+        time is too short to see a layer."""
         began, done, layers = self.clock(), 0, len(self.moments)
         for number, window in enumerate(self.cut, 1):
             self.kept.append([])

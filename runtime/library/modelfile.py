@@ -46,6 +46,7 @@ def read_modelfile(path: Path) -> list[Instruction]:
 
 
 def parse_modelfile(text: str, where: str) -> list[Instruction]:
+    """The instructions in the text of a Modelfile, in order. Raises UsageError, which names `where` and the line."""
     lines, found, at = text.splitlines(), [], 0
     while at < len(lines):
         first, line = at + 1, lines[at]

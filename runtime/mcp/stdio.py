@@ -37,6 +37,7 @@ class Pipes:
         self._outgoing: SimpleQueue[bytes | None] = SimpleQueue()
 
     def open(self) -> None:
+        """Start the server and the threads that read and write its pipes. Raises Lost."""
         entry = self.entry
         try:
             self._process = subprocess.Popen([entry.command, *entry.args], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -89,6 +90,7 @@ class Pipes:
         return f"{how}{f': {short(self._said[-1])}' if self._said else ''}"
 
     def close(self) -> None:
+        """Close its input, and wait ENDS_WITHIN_S for it to end; then SIGTERM, then SIGKILL, to its whole group of processes."""
         process = self._process
         if process is None:
             return

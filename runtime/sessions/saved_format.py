@@ -89,6 +89,7 @@ class SavedSession:
         return " ".join(unmarked(text[: 4 * FIRST_WORDS]).split())[:FIRST_WORDS]
 
     def to_json(self) -> str:
+        """The text of its file, checksum included."""
         cache = self.cache
         content = {
             "format": FORMAT, "version": VERSION, "name": self.name, "model": self.model, "saved": self.saved,

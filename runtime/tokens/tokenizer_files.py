@@ -52,6 +52,8 @@ def open_ranks(folder: Path, settings: Mapping[str, Any]) -> Ranks | None:
 
 
 def open_backend(path: Path) -> tokenizers.Tokenizer:
+    """A tokenizer.json, without truncation, padding and dropout. Raises ModelNotFound where it is missing or unreadable, TokenizerError for
+    one that is damaged, too long, or makes too much of a text."""
     try:
         if not path.is_file():
             raise ModelNotFound(f"{path.parent} has no tokenizer.json", _without_tokenizer(path.parent))
