@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -35,10 +36,13 @@ from .screen import Screen, cut
 if TYPE_CHECKING:
     from socket import socket
 
+    from ..runtime.answers.replies import Wish
     from ..runtime.catalog import ModelRef
     from ..runtime.engine import Engine
     from ..runtime.events import Stats
+    from ..runtime.forms.constraint import Form
     from ..runtime.prepare import EngineOptions
+    from ..runtime.sampler import SamplerSettings
     from ..runtime.sessions.kept_prompts import KeptPrompts
     from ..runtime.sessions.slot_files import SlotFiles
     from .server.application import Service
@@ -112,7 +116,7 @@ def serve(context: typer.Context, models: Models = None, host: Host = "127.0.0.1
     found = find_or_absent(model, screen, yes)
     keeping = SessionFlags(session_disk=session_disk)
     judge(answer, sampling, engine, keeping)
-    from .server.listening import GRACE_S, bound, leave_at_once, listen, url_of
+    from .server.listening import bound
 
     with bound(host, port) as listening:  # before the weights are read: a port in use is told at once
         engine = with_draft(engine, screen)
@@ -126,47 +130,87 @@ def serve(context: typer.Context, models: Models = None, host: Host = "127.0.0.1
         from ..runtime.encoders import is_encoder
 
         if is_encoder(ref.folder):
-            from .serve_encoder import Place, serve_encoder
+            from .serve_encoder import serve_encoder
 
             serve_encoder(context, ref, engine, Place(listening, rules_of(listening, host, api_key, cors, screen, False),
                                                       name or own_name(ref.text), names_beside(name, overseer is not None, model, ref.text),
                                                       queue, quiet, json), screen)
             return 0
         with at_bits(seeing_with(ref, mmproj, screen), weights, screen, options) as ref:
-            from ..runtime.answers.replies import Replies, Wish
-            from ..runtime.answers.rounds import Rounds
-            from ..runtime.tokens.stream_filters import StopStrings
-            from .server.application import Service
-            from .server.desk import Desk
-            from .server.guard import Guard
-            from .server.wishes import Defaults
-
             shows_page = not no_webui and overseer is None
-            rules = rules_of(listening, host, api_key, cors, screen, shows_page)
-            settings, form = sampling.settings(ref.folder, screen.note), answer.form()
-            with ExitStack() as lasting, loaded(ref, options, screen, sees=True) as opened:
-                think = answer.think if opened.tokenizer.thinks or "think" not in answer.settled else None
-                wish = Wish(settings, think or "auto", StopStrings(answer.stop or ()).stops, answer.max_tokens, form=form,
-                            most_thought=answer.most_thought)
-                engines = several(opened.engine, parallel, screen, lasting)
-                desk = Desk(queue, parallel, Rounds(opened.engine.shares))
-                kept = kept_prompts(opened.engine, ref, keeping, keep_prompts, screen, lasting)
-                service = Service(Replies(opened.engine, opened.tokenizer, kept, engines[1:]), desk, name or own_name(ref.text),
-                                  screen.note_once, names_beside(name, overseer is not None, model, ref.text), shows_page,
-                                  defaults=Defaults(wish, answer.system), slot_files=slot_files(slots_in, opened.engine, ref, keeping))
-                report = Report(screen, service, quiet)
-
-                def ready() -> None:
-                    if overseer is None:
-                        report.ready(url_of(listening), json)
-                    else:
-                        overseer.listens(listening.getsockname()[1], opened.engine.n_ctx, opened.engine.placement.total_bytes, parallel)
-
-                listen(Guard(service.application(), rules, report.request), listening, desk, ready, screen.note_once)
-                if not desk.ended(GRACE_S):
-                    lasting.close()
-                    leave_at_once()
+            place = Place(listening, rules_of(listening, host, api_key, cors, screen, shows_page), name or own_name(ref.text),
+                          names_beside(name, overseer is not None, model, ref.text), queue, quiet, json, shows_page)
+            serve_model(ref, options, place, answer, sampling, Sequences(parallel, keeping, keep_prompts, slots_in), screen)
     return 0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a model is served, by which rules and names."""
+
+    listening: socket
+    rules: Rules
+    name: str
+    also: frozenset[str] | None
+    queue: int
+    quiet: bool
+    json: bool
+    shows_page: bool = False
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """How many answers are written at once, and what is kept of what they read: `for_good` among the sessions, and in a folder of slots."""
+
+    parallel: int
+    keeping: SessionFlags
+    for_good: bool
+    slots: Path | None
+
+
+def serve_model(ref: ModelRef, options: EngineOptions, place: Place, answer: AnswerFlags, sampling: SamplingFlags, sequences: Sequences,
+                screen: Screen) -> None:
+    """Until a signal ends it."""
+    from ..runtime.answers.replies import Replies
+    from ..runtime.answers.rounds import Rounds
+    from .server.application import Service
+    from .server.desk import Desk
+    from .server.guard import Guard
+    from .server.listening import GRACE_S, leave_at_once, listen, url_of
+    from .server.wishes import Defaults
+
+    parallel, keeping, overseer = sequences.parallel, sequences.keeping, screen.environment.overseer
+    settings, form = sampling.settings(ref.folder, screen.note), answer.form()
+    with ExitStack() as lasting, loaded(ref, options, screen, sees=True) as opened:
+        wish = wish_of(answer, settings, form, opened.tokenizer.thinks)
+        engines = several(opened.engine, parallel, screen, lasting)
+        desk = Desk(place.queue, parallel, Rounds(opened.engine.shares))
+        kept = kept_prompts(opened.engine, ref, keeping, sequences.for_good, screen, lasting)
+        service = Service(Replies(opened.engine, opened.tokenizer, kept, engines[1:]), desk, place.name, screen.note_once, place.also,
+                          place.shows_page, defaults=Defaults(wish, answer.system),
+                          slot_files=slot_files(sequences.slots, opened.engine, ref, keeping))
+        report = Report(screen, service, place.quiet)
+
+        def ready() -> None:
+            if overseer is None:
+                report.ready(url_of(place.listening), place.json)
+            else:
+                overseer.listens(place.listening.getsockname()[1], opened.engine.n_ctx, opened.engine.placement.total_bytes, parallel)
+
+        listen(Guard(service.application(), place.rules, report.request), place.listening, desk, ready, screen.note_once)
+        if not desk.ended(GRACE_S):
+            lasting.close()
+            leave_at_once()
+
+
+def wish_of(answer: AnswerFlags, settings: SamplerSettings, form: Form | None, thinks: bool) -> Wish:
+    """What an answer is to be where its request does not say it. A setting for reasoning is nothing to a model that has none."""
+    from ..runtime.answers.replies import Wish
+    from ..runtime.tokens.stream_filters import StopStrings
+
+    think = answer.think if thinks or "think" not in answer.settled else None
+    return Wish(settings, think or "auto", StopStrings(answer.stop or ()).stops, answer.max_tokens, form=form,
+                most_thought=answer.most_thought)
 
 
 def names_beside(name: str | None, is_overseen: bool, *typed: str) -> frozenset[str] | None:

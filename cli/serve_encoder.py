@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Set
-from dataclasses import dataclass
-from socket import socket
 from typing import TYPE_CHECKING
 
 import typer
@@ -18,25 +16,12 @@ if TYPE_CHECKING:
     from ..runtime.catalog import ModelRef
     from ..runtime.encoders.encoder import Encoder, EncoderOptions
     from .options import EngineFlags, RunFlags
-    from .server.guard import Rules
+    from .serve import Place
     from .server.streams import Record
 
 # Flags that say something of such a model, by their parameters; all others are of models that write.
 TAKEN = {"models", "host", "port", "api_key", "name", "cors", "queue", "no_webui", "quiet", "json", "yes", "ctx", "threads", "ram",
          "strict", "device", "debug", "no_color", "offline"}
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where one is served, by which rules and names."""
-
-    listening: socket
-    rules: Rules
-    name: str
-    also: frozenset[str] | None
-    queue: int
-    quiet: bool
-    json: bool
 
 
 def serve_encoder(context: typer.Context, ref: ModelRef, engine: RunFlags, place: Place, screen: Screen) -> None:
