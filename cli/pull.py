@@ -81,7 +81,7 @@ def pull(context: typer.Context, model: AbsentModel, bits: Bits = None, keep: Ke
     plan = asked_of_hub(wish, client, screen)
     say_left_out(wish, plan, screen)
     if not json:
-        show_plan(measured(plan, screen, at_all=not dry_run), client, screen)
+        show_plan(measured(plan, screen, at_all=not dry_run), screen)
     if dry_run:
         if json:
             screen.json(plan.to_json())
@@ -191,7 +191,7 @@ def suffix(plan: PullPlan) -> str:
     return bits + (" --keep" if wish.keep else "")
 
 
-def show_plan(plan: PullPlan, client: Client, screen: Screen) -> None:
+def show_plan(plan: PullPlan, screen: Screen) -> None:
     """The plan on stderr: stdout is for the answer of `run`, and for --json."""
     from ..offload.size import format_size
     from ..runtime.hub import shown_licence
@@ -295,7 +295,7 @@ def offer(absent: Absent, bits: str | None, gives_way: bool, screen: Screen, yes
     wish = wish_of_run(absent.reference, variables, bits, gives_way)
     plan = asked_of_hub(wish, client, screen, options)
     say_left_out(wish, plan, screen)
-    show_plan(measured(plan, screen), client, screen)
+    show_plan(measured(plan, screen), screen)
     if plan.run.memory is not None and not plan.run.memory.fits:
         confirm_memory(plan, screen, False, f"effllm pull {plan.wish.reference.text}{suffix(plan)} -y loads it anyway")
     elif not yes and not screen.ask("Load it?"):

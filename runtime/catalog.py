@@ -88,7 +88,7 @@ def _resolve(reference: Reference, env: Mapping[str, str]) -> ModelRef:
                  "default_bits": entry.default_bits}
         found = _from_repo(reference, entry.repo, reference.revision or entry.revision, env, facts)
         if found is None:
-            raise _absent_entry(reference, entry, env)
+            raise _absent_entry(reference, entry)
         return found
     if exists(path := Path(reference.base)):
         return _from_path(reference, path)
@@ -289,7 +289,7 @@ def _absent(reference: Reference, repo: str, message: str, hint: str, entry: Cat
     return error
 
 
-def _absent_entry(reference: Reference, entry: CatalogEntry, env: Mapping[str, str]) -> Absent:
+def _absent_entry(reference: Reference, entry: CatalogEntry) -> Absent:
     label = entry.repo if entry.repo == reference.name else f"{entry.alias} ({entry.repo})"
     at = f" at {reference.revision}" if reference.revision else ""
     return _absent(reference, entry.repo, f"{label}{at} is not on this machine: {format_size(entry.size_bytes)} to load, licence "

@@ -61,7 +61,7 @@ class Carrier:
     that places a matrix. `close` ends its thread."""
 
     def __init__(self, card: TorchOps, layers: Sequence[int], tensors: Mapping[int | str, Roles], lease: Lease, make: Make) -> None:
-        self._card, self._layers, self._tensors, self._lease, self._make = card, tuple(layers), tensors, lease, make
+        self._card, self._layers, self._lease, self._make = card, tuple(layers), lease, make
         self._places = {layer: places(tensors[layer]) for layer in layers}
         most = max(nbytes for _, nbytes in self._places.values())
         self._targets, self._staged = ([take(most) for _ in range(2)] for take in (card.on.take, card.on.pinned))
