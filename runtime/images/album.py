@@ -256,6 +256,11 @@ class Album:
             raise self._gone()
         return picture.seen.rows
 
+    def alone(self, token: int) -> bool:
+        """Whether a token is known to stand for a row that sees none behind it, as those of a sound."""
+        found = self._numbered.get(parts_of(token)[0])
+        return found is not None and found.seen is not None and not found.seen.both_ways
+
     def by_adapter(self, ids: Sequence[int]) -> Sense | None:
         """Of which sense any of the ids is whose rows are read by an adapter; None where there is none."""
         found = (self._numbered.get(parts_of(token)[0]) for token in ids if token >= PICTURED)

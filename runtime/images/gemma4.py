@@ -50,8 +50,7 @@ class Gemma4(TowerSight):
             raise keys.fail("do_resize", "true: pictures are made to fit")
         text = Keys(self.outer.section("text_config") or {}, "config.json: text_config")
         self.both_ways = text.raw.get("use_bidirectional_attention", self.SEES) == "vision"
-        if config.input_width and text.integer("pad_token_id", 0, low=0) != 0:
-            raise text.fail("pad_token_id", "0, the word by which layers are told of pictures")
+        demand_padding(self.outer, config)
 
     @cached_property
     def head(self) -> int:
@@ -154,6 +153,13 @@ class Gemma4(TowerSight):
             return product(plain(x), project, crew)
 
         return rows
+
+
+def demand_padding(outer: Keys, config: ModelConfig) -> None:
+    """Raises ConfigError for a model whose layers are told of rows in place of embeddings by another word than the one that is here."""
+    text = Keys(outer.section("text_config") or {}, "config.json: text_config")
+    if config.input_width and text.integer("pad_token_id", 0, low=0) != 0:
+        raise text.fail("pad_token_id", "0, the word by which layers are told of pictures and sounds")
 
 
 def halves(head: int) -> np.ndarray:

@@ -127,7 +127,7 @@ class Seeing:
         if not self.both_ways:
             yield from passes
             return
-        at, ends, spans = len(self.tokens), list(passes), list(_spans(self.reading))
+        at, ends, spans = len(self.tokens), list(passes), list(_spans(self.reading, self.album.alone))
         if self.reads_whole(self.reading):
             spans = [(0, len(self.reading))]
         ends = [at + end for end in accumulate(ends)]
@@ -156,9 +156,10 @@ class Seeing:
             raise UsageError(f"tokens of this model's pictures see each other, which {what} cannot do in this version", way)
 
 
-def _spans(ids: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Where pictures begin and end; each begins with its first row, also where the same one comes again."""
-    for is_picture, group in groupby(range(len(ids)), lambda place: ids[place] >= PICTURED):
+def _spans(ids: Sequence[int], alone: Callable[[int], bool]) -> Iterator[tuple[int, int]]:
+    """Where pictures begin and end, but for those whose tokens are read `alone`; each begins with its first row, also where the same one
+    comes again."""
+    for is_picture, group in groupby(range(len(ids)), lambda place: ids[place] >= PICTURED and not alone(ids[place])):
         places = list(group) if is_picture else []
         begins = [place for place in places if place == places[0] or parts_of(ids[place])[2] == 0]
         yield from zip(begins, [*begins[1:], places[-1] + 1] if places else [], strict=True)

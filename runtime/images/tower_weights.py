@@ -26,7 +26,7 @@ PARTS = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", 
          "vision_embedder.", "projector.", "merger.")
 # What else towers and projectors are called: of LightOnOCR, of PaddleOCR-VL.
 RENAMED = {"vision_encoder.": "vision_tower.", "vision_projection.": "multi_modal_projector.", "mlp_AR.": "projector."}
-HEARING_PARTS = ("audio_tower.", "multi_modal_projector.", "encoder.", "projector.")  # the last two of Granite Speech
+HEARING_PARTS = ("audio_tower.", "embed_audio.", "multi_modal_projector.", "encoder.", "projector.")  # the last two of Granite Speech
 
 
 def own_name(name: str) -> str:

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 # Model type of a model that takes sounds -> the module here that hears for it: its `sight(source, config)` returns a Sight.
-HEARING: dict[str, str] = {"audioflamingo3": "audioflamingo3", "granite_speech": "granite_speech",
-                           "qwen2_audio": "qwen2_audio", "voxtral": "voxtral"}
-DESCRIBED: tuple[str, ...] = ()  # of those, model types of which some models are deaf: they say nothing of an `audio_config`
+HEARING: dict[str, str] = {"audioflamingo3": "audioflamingo3", "gemma4": "gemma4", "gemma4_unified": "gemma4_unified",
+                           "granite_speech": "granite_speech", "qwen2_audio": "qwen2_audio", "voxtral": "voxtral"}
+DESCRIBED = ("gemma4", "gemma4_unified")  # of those, model types of which some models are deaf: they say nothing of an `audio_config`
 
 
 def hears(raw: Mapping[str, object]) -> bool:

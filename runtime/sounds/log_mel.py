@@ -94,7 +94,7 @@ def read_log_mel(folder: Path) -> LogMel:
 def read_extractor(folder: Path, known: str) -> Keys:
     """What a folder says of its extractor, which is of this kind. Raises UsageError where it says nothing, or it is of another."""
     inside, where = _json(folder / FILE), FILE
-    if inside is None:
+    if inside is None or "feature_extractor_type" not in inside and "image_processor_type" in inside:  # of pictures alone
         outer, where = _json(folder / OUTER) or {}, OUTER
         inside = outer.get("feature_extractor", outer.get("audio_processor"))
     if not isinstance(inside, dict):

@@ -1,0 +1,299 @@
+"""A conformer (Gulati et al. 2020, arXiv:2005.08100) whose rows look back alone, as Gemma 4 has it: two convolutions over time and bands,
+each of which halves both, and layers of half an FFN, attention, a convolution over time, and half an FFN.
+
+Rows see some before them, by what queries make of the distance (Dai et al. 2019, arXiv:1901.02860, appendix B). So rows come in blocks, of
+which each sees itself and as many rows before it as are ever seen: a few hundred scores a block and head, of all blocks at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..config_reader import ConfigError, Keys
+from ..images.tower_parts import CURVES, Crew, Curve, Matrix, Norm, product
+from ..images.tower_weights import Weights
+from .whisper_encoder import MOST_LAYERS, MOST_WIDTH
+
+USUAL = {"hidden_size": 1024, "num_hidden_layers": 12, "num_attention_heads": 8, "hidden_act": "silu",
+         "subsampling_conv_channels": [128, 32], "conv_kernel_size": 5, "residual_weight": 0.5, "attention_chunk_size": 12,
+         "attention_context_left": 13, "attention_context_right": 0, "attention_logit_cap": 50.0, "use_clipped_linears": True,
+         "rms_norm_eps": 1e-6, "gradient_clipping": 1e10, "output_proj_dims": 1536}
+KERNEL = 3  # frames, and bands, that one of the first convolutions reads
+HELD = 32  # frames of those at once
+NORM_EPS = 1e-6  # of norms whose own number no config states
+LONGEST = 1e4  # of the waves that distances are told by
+LIMITS = ("input_min", "input_max", "output_min", "output_max")
+
+
+@dataclass(frozen=True)
+class CausalSizes:
+    """`channels`: of the first two convolutions; `taps`: of a layer's own; `share`: of an FFN that is added; `block`: rows that are one
+    piece of attention, of which each sees itself, `back` - 1 before and `ahead` - 1 behind; `cap`: what scores stay below; `bound`: what
+    everything does between the parts of a layer; `made`: numbers of a row at last."""
+
+    bands: int
+    width: int
+    layers: int
+    heads: int
+    channels: tuple[int, int]
+    taps: int
+    share: float
+    block: int
+    back: int
+    ahead: int
+    cap: float
+    bound: float
+    eps: float
+    curve: str
+    clipped: bool
+    made: int
+
+    @staticmethod
+    def read(keys: Keys, bands: int) -> CausalSizes:
+        width, heads = keys.integer("hidden_size", low=2, high=MOST_WIDTH), keys.integer("num_attention_heads", high=1024)
+        if width % heads or width % 2:
+            raise ConfigError(f"{keys.where}: hidden_size {width} is not an even multiple of {heads} heads")
+        channels = keys.raw.get("subsampling_conv_channels")
+        if not isinstance(channels, list) or len(channels) != 2 or not all(type(each) is int and 0 < each <= 4096 for each in channels):
+            raise keys.fail("subsampling_conv_channels", "two whole numbers from 1 to 4096")
+        return CausalSizes(
+            bands, width, keys.integer("num_hidden_layers", high=MOST_LAYERS), heads, tuple(channels),
+            keys.integer("conv_kernel_size", high=256), keys.number("residual_weight"), keys.integer("attention_chunk_size", high=4096),
+            keys.integer("attention_context_left", low=2, high=4096) - 1, keys.integer("attention_context_right", low=0, high=4096),
+            keys.number("attention_logit_cap"), min(keys.number("gradient_clipping"), float(np.finfo(np.float32).max)),
+            keys.number("rms_norm_eps"), keys.choice("hidden_act", {key: key for key in CURVES}, "silu"),
+            keys.flag("use_clipped_linears"), keys.integer("output_proj_dims", high=MOST_WIDTH))
+
+    @property
+    def context(self) -> int:
+        """Rows that a block sees some of."""
+        return self.block + self.back + self.ahead
+
+    @property
+    def distances(self) -> np.ndarray:
+        """Waves that tell each distance that has a place, from the farthest to none, float32 [context // 2 + 1, D]."""
+        half = self.width // 2
+        lengths = np.exp(np.arange(half, dtype=np.float32) * np.float32(-math.log(LONGEST) / max(half - 1, 1)))
+        angles = np.arange(self.context // 2, -1, -1, dtype=np.float32)[:, None] * lengths
+        return np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
+
+
+def halved(frames: int) -> int:
+    """Rows that both convolutions make of so many frames, or bands."""
+    return (frames + 3) // 4
+
+
+@dataclass(frozen=True)
+class Halving:
+    """A convolution over frames and bands that halves both, and a norm of its channels. `kernel` [C, C_in * KERNEL²]."""
+
+    kernel: Matrix
+    norm: Norm
+
+    def __call__(self, x: np.ndarray, crew: Crew) -> np.ndarray:
+        """float32 [T, F, C_in] -> [T / 2, F / 2, C]; beyond the borders there is nothing."""
+        wide, around = self.kernel.wide(), np.pad(x, ((1, 1), (1, 1), (0, 0)))
+        reads = np.lib.stride_tricks.sliding_window_view(around, (KERNEL, KERNEL), axis=(0, 1))[::2, ::2]  # [T / 2, F / 2, C_in, 3, 3]
+        out = np.empty((*reads.shape[:2], len(self.kernel.stored)), np.float32)
+
+        def some(begin: int) -> None:
+            rows = slice(begin, begin + HELD)
+            y = wide(reads[rows].reshape(-1, self.kernel.stored.shape[1]))
+            out[rows] = np.maximum(self.norm(y), 0).reshape(-1, *out.shape[1:])
+
+        crew.all([lambda begin=begin: some(begin) for begin in range(0, len(out), HELD)])
+        return out
+
+
+@dataclass(frozen=True)
+class Ffn:
+    norms: tuple[Norm, Norm]
+    up: Matrix
+    down: Matrix
+    curve: Curve
+    share: np.float32
+    bound: np.float32
+
+    def run(self, x: np.ndarray, crew: Crew) -> None:
+        """In place on x float32 [T, D]."""
+        up, down, (before, after) = self.up.wide(), self.down.wide(), self.norms
+
+        def some(rows: slice) -> None:
+            y = down(self.curve(up(before(_bounded(x[rows], self.bound)))))
+            x[rows] += after(_bounded(y, self.bound)) * self.share
+
+        crew.each(some, len(x))
+
+
+@dataclass(frozen=True)
+class BackAttention:
+    """`by_channel` float32 [d] scales queries, `key_scale` keys; `near` float32 [H, distances, d] tells queries of distances."""
+
+    norms: tuple[Norm, Norm]
+    queries: Matrix
+    keys: Matrix
+    values: Matrix
+    out: Matrix
+    by_channel: np.ndarray
+    key_scale: np.float32
+    near: np.ndarray
+    sizes: CausalSizes
+
+    def run(self, x: np.ndarray, crew: Crew) -> None:
+        """In place on x float32 [T, D]."""
+        sizes, (before, after), bound = self.sizes, self.norms, np.float32(self.sizes.bound)
+        block, context, heads = sizes.block, sizes.context, sizes.heads
+        normed = np.empty_like(x)
+
+        def norm(rows: slice) -> None:
+            normed[rows] = before(_bounded(x[rows], bound))
+
+        crew.each(norm, len(x))
+        q, k, v = (product(normed, each, crew).reshape(len(x), heads, -1) for each in (self.queries, self.keys, self.values))
+        blocks = -(-len(x) // block)
+        q = np.pad(q * self.by_channel, ((0, blocks * block - len(x)), (0, 0), (0, 0))).reshape(blocks, block, heads, -1)
+        around = ((sizes.back, blocks * block - len(x) + sizes.ahead), (0, 0), (0, 0))
+        k, v = (np.lib.stride_tricks.sliding_window_view(np.pad(each, around), context, axis=0)[::block]  # [blocks, H, d, context]
+                for each in (k * self.key_scale, v))
+        at, seen = np.arange(block)[:, None], np.arange(context) - sizes.back
+        apart = at - seen
+        there = np.arange(blocks)[:, None, None] * block + seen
+        allowed = ((apart >= 0) & (apart < sizes.back) | (apart < 0) & (-apart < sizes.ahead)) & (there >= 0) & (there < len(x))
+        mixed = np.empty((blocks, block, *q.shape[2:]), np.float32)
+
+        def look(head: int) -> None:
+            own = np.ascontiguousarray(q[:, :, head])  # [blocks, block, d]
+            scores = own @ k[:, head] + shifted(own @ self.near[head].T, context)
+            scores /= np.float32(sizes.cap)
+            np.tanh(scores, out=scores)
+            scores *= np.float32(sizes.cap)
+            scores[~allowed] = -np.inf
+            scores[:, :, 0][~allowed.any(-1)] = 0  # of rows behind the last
+            scores -= scores.max(-1, keepdims=True)
+            np.exp(scores, out=scores)
+            scores /= scores.sum(-1, keepdims=True)
+            mixed[:, :, head] = scores @ v[:, head].swapaxes(1, 2)
+
+        crew.all([lambda head=head: look(head) for head in range(heads)])
+        made = product(mixed.reshape(blocks * block, -1)[: len(x)], self.out, crew)
+
+        def add(rows: slice) -> None:
+            x[rows] += after(_bounded(made[rows], bound))
+
+        crew.each(add, len(x))
+
+
+def shifted(made: np.ndarray, context: int) -> np.ndarray:
+    """What the i-th row of a block makes of each distance [..., block, distances], put where the keys at that distance are: i places on,
+    float32 [..., block, context]. What would lie beyond the last goes where no key is seen."""
+    *outer, block, distances = made.shape
+    wide = np.zeros((*outer, block, context + 1), np.float32)
+    wide[..., :distances] = made
+    return wide.reshape(*outer, -1)[..., : block * context].reshape(*outer, block, context)
+
+
+@dataclass(frozen=True)
+class BackConvolution:
+    """`taps` float32 [taps, D], of which the last is the row's own."""
+
+    norms: tuple[Norm, Norm]
+    up: Matrix
+    taps: np.ndarray
+    down: Matrix
+    curve: Curve
+    bound: np.float32
+
+    def run(self, x: np.ndarray, crew: Crew) -> None:
+        """In place on x float32 [T, D]."""
+        width, before = x.shape[1], len(self.taps) - 1
+        gated = np.zeros((len(x) + before, width), np.float32)
+        up, down = self.up.wide(), self.down.wide()
+
+        def gate(rows: slice) -> None:
+            y = up(self.norms[0](x[rows]))
+            with np.errstate(over="ignore"):
+                gated[rows.start + before : rows.stop + before] = y[:, :width] / (1 + np.exp(-y[:, width:]))
+
+        def mix(rows: slice) -> None:
+            y = np.zeros((rows.stop - rows.start, width), np.float32)
+            for place, weights in enumerate(self.taps):
+                y += gated[rows.start + place : rows.stop + place] * weights
+            x[rows] += down(self.curve(self.norms[1](_bounded(y, self.bound))))
+
+        crew.each(gate, len(x))
+        crew.each(mix, len(x))
+
+
+def _bounded(x: np.ndarray, bound: np.float32) -> np.ndarray:
+    return np.clip(x, -bound, bound)
+
+
+@dataclass(frozen=True)
+class CausalConformer:
+    halvings: tuple[Halving, Halving]
+    enter: Matrix
+    blocks: Sequence[tuple[Ffn, BackAttention, BackConvolution, Ffn]]
+    after: Sequence[Norm]
+    bound: np.float32
+    last: Matrix
+
+    def rows(self, frames: np.ndarray, crew: Crew) -> np.ndarray:
+        """Of a spectrogram float32 [frames, bands] -> [halved, made]."""
+        crew.work.total += len(self.blocks)
+        x = frames[..., None]
+        for halving in self.halvings:
+            x = halving(x, crew)
+        x = product(x.reshape(len(x), -1), self.enter, crew)
+        for block, norm in zip(self.blocks, self.after, strict=True):
+            for part in block:
+                part.run(x, crew)
+            x = norm(_bounded(x, self.bound))
+            crew.work.done += 1
+        return product(x, self.last, crew)
+
+
+def load_causal_conformer(weights: Weights, sizes: CausalSizes, name: str) -> CausalConformer:
+    """The tower whose tensors begin with `name`."""
+    width, bound, curve, first = sizes.width, np.float32(sizes.bound), CURVES[sizes.curve], f"{name}subsample_conv_projection."
+    depth = width // sizes.heads
+
+    def norm(own: str, eps: float = NORM_EPS) -> Norm:
+        return weights.rms_norm(own, width, eps)
+
+    def matrix(own: str, rows: int = width, across: int = width) -> Matrix:
+        stored = weights.stored(f"{own}.linear.weight", rows, across)
+        return Matrix(stored, None, tuple(weights.numbers(f"{own}.{each}").item() for each in LIMITS) if sizes.clipped else None)
+
+    def halving(number: int) -> Halving:
+        own, (inside, channels) = f"{first}layer{number}", ((1, *sizes.channels)[number], sizes.channels[number])
+        return Halving(weights.matrix(f"{own}.conv", channels, inside * KERNEL**2, bias=False),
+                       Norm(weights.numbers(f"{own}.norm.weight", channels), None, sizes.eps))
+
+    def ffn(own: str) -> Ffn:
+        return Ffn((norm(f"{own}.pre_layer_norm"), norm(f"{own}.post_layer_norm")), matrix(f"{own}.ffw_layer_1", 4 * width),
+                   matrix(f"{own}.ffw_layer_2", width, 4 * width), curve, np.float32(sizes.share), bound)
+
+    def attention(own: str) -> BackAttention:
+        steep = np.logaddexp(0, weights.numbers(f"{own}.self_attn.per_dim_scale", depth)).astype(np.float32)
+        told = weights.matrix(f"{own}.self_attn.relative_k_proj", width, width, bias=False).wide()(sizes.distances)
+        return BackAttention(
+            (norm(f"{own}.norm_pre_attn"), norm(f"{own}.norm_post_attn")),
+            *(matrix(f"{own}.self_attn.{each}") for each in ("q_proj", "k_proj", "v_proj", "post")),
+            by_channel=steep * np.float32(depth**-0.5 / math.log(2)), key_scale=np.float32(math.log(1 + math.e) / math.log(2)),
+            near=np.ascontiguousarray(told.reshape(-1, sizes.heads, depth).swapaxes(0, 1)), sizes=sizes)
+
+    def convolution(own: str) -> BackConvolution:
+        taps = weights.numbers(f"{own}.depthwise_conv1d.weight", width, sizes.taps).T
+        return BackConvolution((norm(f"{own}.pre_layer_norm", sizes.eps), norm(f"{own}.conv_norm", sizes.eps)),
+                               matrix(f"{own}.linear_start", 2 * width), taps, matrix(f"{own}.linear_end"), curve, bound)
+
+    owns = [f"{name}layers.{number}" for number in range(sizes.layers)]
+    return CausalConformer(
+        (halving(0), halving(1)),
+        weights.matrix(f"{first}input_proj_linear", width, halved(sizes.bands) * sizes.channels[1], bias=False),
+        [(ffn(f"{own}.feed_forward1"), attention(own), convolution(f"{own}.lconv1d"), ffn(f"{own}.feed_forward2")) for own in owns],
+        [norm(f"{own}.norm_out") for own in owns], bound, weights.matrix(f"{name}output_proj", sizes.made, width, bias=True))

@@ -1,0 +1,64 @@
+"""Gemma 4, of which the smaller models hear, beside seeing: four frames of a sound become a row, which has looked back alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..images import PLACE
+from ..images.gemma4 import demand_padding
+from ..images.senses import RATE
+from ..images.tower import Rows
+from ..images.tower_parts import ROWS, Norm, product
+from ..images.tower_weights import Weights
+from .causal_conformer import HELD, KERNEL, USUAL, CausalSizes, halved, load_causal_conformer
+from .log_magnitudes import LogMagnitudes
+from .log_mel import read_extractor
+from .tower_hearing import Hearing
+
+if TYPE_CHECKING:
+    from ..config import ModelConfig
+    from ..images.tower_source import TowerSource
+
+KIND = "Gemma4AudioFeatureExtractor"
+BEGIN, SOUND, END = "<|audio>", "<|audio|>", "<audio|>"
+
+
+class Gemma4(Hearing):
+    AUDIO = {"gemma4_audio": USUAL}
+    placeholder = SOUND
+    most_seconds = 30.0
+
+    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
+        super().__init__(source, config)
+        self.bands = LogMagnitudes.read(read_extractor(source.model, KIND))
+        self.sizes = CausalSizes.read(self.said, self.bands.bands)
+        demand_padding(self.outer, config)
+
+    def tokens(self, samples: int) -> tuple[int, ...]:
+        self.demand_length(samples)
+        return (self.word(BEGIN), *(PLACE,) * halved(self.bands.frames(samples)), self.word(END))
+
+    def values(self, taken: np.ndarray) -> np.ndarray:
+        return self.bands(taken)
+
+    def load(self, weights: Weights) -> Rows:
+        tower, made = load_causal_conformer(weights, self.sizes, "audio_tower."), self.sizes.made
+        plain = Norm(np.ones(made, np.float32), None, self.sizes.eps, centered=False)
+        project = weights.matrix("embed_audio.embedding_projection", self.config.hidden_size, made, bias=False)
+        return lambda frames, crew: product(plain(tower.rows(frames, crew)), project, crew)
+
+    def bytes_needed(self) -> int:
+        """Weights, the largest matrices in float32, what goes through a layer, pieces of it, and what the first convolutions read."""
+        sizes, frames = self.sizes, self.bands.frames(int(self.most_seconds * RATE))
+        with self.source.saying(), self.source.weights() as weights:
+            matrices = 8 * sizes.width**2
+            layer = halved(frames) * (8 + 2 * sizes.context // sizes.block) * sizes.width
+            pieces = 5 * ROWS * sizes.width + HELD * sizes.bands * sizes.channels[0] * KERNEL**2 // 4
+            first = frames * sizes.bands * (1 + sizes.channels[0]) // 2
+            return weights.nbytes + 4 * (matrices + layer + pieces * self.workers + first)
+
+
+def sight(source: TowerSource, config: ModelConfig) -> Hearing:
+    return Gemma4(source, config)

@@ -1,0 +1,147 @@
+"""Gemma 4 that hears and sees: bands, rows and tokens of a sound are those of transformers, and so are logits behind both at once."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from family_models import assert_close
+from hearing_models import sound
+from sensing_models import AUDIO, EXTRACTOR, LOOKED, written_gemma4, written_unified
+from sight_models import FIRST, PICTURES, UnifiedReady, config_changed
+from transformers import Gemma4UnifiedAudioFeatureExtractor
+
+from effllm import UsageError
+from effllm.runtime.config import read_config
+from effllm.runtime.config_reader import ConfigError
+from effllm.runtime.engine import open_engine
+from effllm.runtime.images import PLACE, Work, sight_of
+from effllm.runtime.images.album import album_of, senses_nbytes
+from effllm.runtime.images.senses import PICTURES as SEEN
+from effllm.runtime.images.senses import SOUNDS
+from effllm.runtime.prepare import EngineOptions
+from effllm.runtime.templates.prompting import Prompts
+from effllm.runtime.text import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gemma")
+    return folder, written_gemma4(folder)
+
+
+def ears(folder):
+    return sight_of(folder, read_config(folder), SOUNDS)
+
+
+def ready(samples):
+    return EXTRACTOR([samples], return_tensors="pt", padding="longest", return_attention_mask=True)
+
+
+def rows_of(model, samples):
+    given = ready(samples)
+    with torch.inference_mode():
+        found = model.model.get_audio_features(given["input_features"], given["input_features_mask"])
+    return found.pooler_output[found.attention_mask].numpy()
+
+
+@pytest.mark.parametrize("samples", [400, 799, 960, 961, 1600, 16_000, 33_333])
+def test_bands_and_rows_are_those_of_transformers(gemma, samples):
+    folder, model = gemma
+    own, taken = ears(folder), sound(samples / 16_000)
+    given = ready(taken)
+    mask = given["input_features_mask"][0]
+    assert_close(own.values(taken), given["input_features"][0][mask].numpy())
+    heard = own.see(taken, Work())
+    assert heard.tokens == (FIRST + 4, *(PLACE,) * len(heard.rows), FIRST + 5) and own.places(samples) == len(heard.tokens)
+    assert_close(heard.rows, rows_of(model, taken))
+
+
+def test_a_tower_that_is_cut_off_and_looks_ahead(tmp_path):
+    model = written_gemma4(tmp_path, use_clipped_linears=True, attention_context_right=3, gradient_clipping=2.0, attention_logit_cap=2.0)
+    taken = sound(0.97)
+    assert_close(ears(tmp_path).see(taken, Work()).rows, rows_of(model, taken))
+
+
+def logits_behind(folder, samples, points):
+    """Of a text with a sound and a picture: logits, what its tokens are for transformers, and the two."""
+    engine = list(open_engine(folder, EngineOptions(kv="32bit", device="cpu", ctx=512, strict=True, exact=True)))[-1]
+    try:
+        engine.album = album_of(folder, engine.config)
+        heard, seen = engine.album.take(samples), engine.album.take(points)
+        prompts = Prompts(Tokenizer.load(folder, engine.config), album=engine.album)
+        prompt = f"Once {heard.mark} was {seen.mark} a fox."
+        said = [str(each) for each in prompts.see(prompt, engine, lambda: False)]
+        assert any("listening to the sound" in each for each in said) and any("looking at the picture" in each for each in said)
+        told = prompts.encoded(prompt)
+        ours = np.concatenate([logits.copy() for _, logits in engine.score(told)])
+        assert [engine.album.alone(each.ids()[1]) for each in (heard, seen)] == [True, not seen.seen.both_ways]
+    finally:
+        engine.close()
+    rows = [place for place, token in enumerate(told) if token >= 1 << 40]
+    for place, kind in zip(rows, [AUDIO] * len(heard.seen.rows) + [FIRST] * len(seen.seen.rows), strict=True):
+        told[place] = kind
+    return ours, torch.tensor([told]), heard.seen, seen.seen
+
+
+def test_logits_behind_a_picture_and_a_sound_are_those_of_transformers(gemma):
+    folder, model = gemma
+    samples, points = sound(0.8), PICTURES["square"]
+    ours, told, heard, seen = logits_behind(folder, samples, points)
+    picture = LOOKED(points, input_data_format="channels_last", return_tensors="pt")
+    picture.pop("num_soft_tokens_per_image")
+    with torch.inference_mode():
+        wanted = model(input_ids=told, **ready(samples), **picture, mm_token_type_ids=(told == FIRST).long() + 3 * (told == AUDIO).long(),
+                       use_cache=False).logits[0].numpy()
+    assert len(heard.rows) == 20 and len(seen.rows) > 20
+    assert_close(ours, wanted)
+
+
+def test_the_model_without_towers_hears_too(tmp_path):
+    """Tokens of its pictures see each other, those of a sound do not, so a pass may end among them."""
+    model = written_unified(tmp_path)
+    samples, points = sound(0.81)[:12_950], PICTURES["square"]
+    ours, told, heard, seen = logits_behind(tmp_path, samples, points)
+    pictured = UnifiedReady()
+    pictured.folder = tmp_path
+    given = {**Gemma4UnifiedAudioFeatureExtractor(audio_samples_per_token=64)(samples, return_tensors="pt"), **pictured(points)}
+    kinds = (told == FIRST).long() + 3 * (told == AUDIO).long()
+    embedded, places = model.get_input_embeddings()(told), torch.arange(told.shape[1])[None]
+    mask = model.create_masks_for_generate(model.config, embedded, None, None, places, mm_token_type_ids=kinds)
+    with torch.inference_mode():
+        wanted = model(input_ids=told, **given, attention_mask=mask, mm_token_type_ids=kinds, use_cache=False).logits[0].numpy()
+    assert len(heard.rows) == 203 and seen.both_ways and not heard.both_ways
+    assert_close(ours, wanted)
+
+
+def test_both_are_counted_and_either_may_be_away(gemma, tmp_path):
+    folder, model = gemma
+    config = read_config(folder)
+    assert "takes images and sounds too" in config.warnings[0]
+    counted = senses_nbytes(str(folder), config)
+    weights = {sense: sum(4 * each.numel() for name, each in model.named_parameters() if part in name)
+               for sense, part in ((SEEN, "vision"), (SOUNDS, "audio"))}
+    assert [*counted] == [SEEN, SOUNDS] and all(counted[sense] > weights[sense] > 0 for sense in counted)
+    for each in folder.iterdir():
+        (tmp_path / each.name).write_bytes(each.read_bytes())
+    both = json.loads((folder / "processor_config.json").read_text())
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": both["image_processor"]}))
+    album = album_of(tmp_path, config)
+    assert [*album.sights] == [SEEN] and "how sounds are made ready" in album.refused[SOUNDS].message
+    config_changed(tmp_path, "config.json", audio_config=None)
+    album = album_of(tmp_path, config)
+    assert [*album.sights] == [SEEN] and not album.refused
+    assert "takes images too" in read_config(tmp_path).warnings[0]
+
+
+def test_what_no_model_has_is_refused(gemma, tmp_path):
+    for each in gemma[0].iterdir():
+        (tmp_path / each.name).write_bytes(each.read_bytes())
+    own = json.loads((tmp_path / "processor_config.json").read_text())
+    for key, value in (("preemphasis", 0.97), ("per_bin_mean", [1.0] * 16), ("max_frequency", 9000.0)):
+        changed = own | {"feature_extractor": own["feature_extractor"] | {key: value}}
+        (tmp_path / "processor_config.json").write_text(json.dumps(changed))
+        with pytest.raises(ConfigError, match=key):
+            ears(tmp_path)
+    with pytest.raises(UsageError, match="is too long for this model, which takes 30 s"):
+        ears(gemma[0]).places(480_001)
