@@ -4,8 +4,18 @@ import json
 from pathlib import Path
 
 import numpy as np
-from sight_models import FIRST, UnifiedReady, made
-from transformers import Gemma4AudioFeatureExtractor, PreTrainedModel
+import torch
+from safetensors.torch import load_file, save_file
+from sight_models import FABLE, FIRST, UnifiedReady, made
+from sight_models import TEXT as WRITER
+from transformers import (
+    Gemma4AudioFeatureExtractor,
+    PreTrainedModel,
+    Qwen2_5OmniThinkerConfig,
+    Qwen2_5OmniThinkerForConditionalGeneration,
+    Qwen2VLImageProcessorPil,
+    WhisperFeatureExtractor,
+)
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 
 WORDS = ["<|image|>", "<|image>", "<image|>", "<|audio|>", "<|audio>", "<audio|>"]
@@ -50,4 +60,47 @@ def written_unified(folder: Path) -> PreTrainedModel:
     UnifiedReady().save_pretrained(folder)
     (folder / "processor_config.json").write_text(json.dumps({"feature_extractor": {
         "feature_extractor_type": "Gemma4UnifiedAudioFeatureExtractor", "audio_samples_per_token": 64, "sampling_rate": 16_000}}))
+    return model
+
+
+OMNI_WORDS = ["<|IMAGE|>", "<|vision_bos|>", "<|vision_eos|>", "<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>", "<|VIDEO|>"]
+OMNI_TEMPLATE = TEMPLATE.replace("'<|' + p['type'] + '|>'", "{'image': '<|vision_bos|><|IMAGE|><|vision_eos|>', "
+                                 "'audio': '<|audio_bos|><|AUDIO|><|audio_eos|>'}[p['type']]")
+OMNI_EXTRACTOR = WhisperFeatureExtractor(feature_size=16, chunk_length=4)
+OMNI_LOOKED = Qwen2VLImageProcessorPil(patch_size=4, min_pixels=8 * 8, max_pixels=64 * 64)
+
+
+def written_omni(folder: Path) -> PreTrainedModel:
+    """What writes, sees and hears of a Qwen 2.5 Omni, under the names with which such models are published. Pieces of 40 frames."""
+    text = {**WRITER, "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [3, 4, 5]}}
+    eyes = {"depth": 2, "hidden_size": 48, "intermediate_size": 72, "num_heads": 3, "patch_size": 4, "window_size": 16,
+            "fullatt_block_indexes": [1], "out_hidden_size": WRITER["hidden_size"]}
+    ears = {"num_mel_bins": 16, "d_model": 48, "encoder_layers": 2, "encoder_attention_heads": 3, "encoder_ffn_dim": 96,
+            "max_source_positions": 30, "n_window": 20, "output_dim": WRITER["hidden_size"]}
+    config = Qwen2_5OmniThinkerConfig(
+        text_config=text, vision_config=eyes, audio_config=ears, image_token_index=FIRST, audio_token_index=AUDIO,
+        video_token_index=FIRST + 6, vision_start_token_id=FIRST + 1, vision_end_token_id=FIRST + 2, audio_start_token_id=FIRST + 4,
+        audio_end_token_id=FIRST + 5)
+    torch.manual_seed(3)
+    model = Qwen2_5OmniThinkerForConditionalGeneration._from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.15))
+    model.save_pretrained(folder)
+    stored = load_file(folder / "model.safetensors")
+    save_file({f"thinker.{name.replace('model.language_model.', 'model.')}": each for name, each in stored.items()},
+              folder / "model.safetensors", {"format": "pt"})
+    inner = json.loads((folder / "config.json").read_text())
+    whole = {"architectures": ["Qwen2_5OmniModel"], "model_type": "qwen2_5_omni", "dtype": "float32", "thinker_config": inner}
+    (folder / "config.json").write_text(json.dumps({**whole, "talker_config": {}, "enable_audio_output": True}))
+    ready = {**OMNI_LOOKED.to_dict(), **OMNI_EXTRACTOR.to_dict()}
+    ready = {key: each for key, each in ready.items() if isinstance(each, int | float | str | list | dict | None)}
+    (folder / "preprocessor_config.json").write_text(json.dumps(ready))
+    (folder / "generation_config.json").write_text((FABLE / "generation_config.json").read_text())
+    settings = json.loads((FABLE / "tokenizer_config.json").read_text()) | {"chat_template": OMNI_TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    vocabulary = json.loads((FABLE / "tokenizer.json").read_text())
+    like = vocabulary["added_tokens"][-1]
+    vocabulary["added_tokens"] += [{**like, "id": FIRST + at, "content": word, "special": True} for at, word in enumerate(OMNI_WORDS)]
+    (folder / "tokenizer.json").write_text(json.dumps(vocabulary))
     return model

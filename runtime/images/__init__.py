@@ -34,8 +34,8 @@ SIGHTS: dict[str, str] = {
     "granite_docling": "granite_docling", "idefics3": "idefics3", "internvl": "internvl", "lfm2_vl": "lfm2_vl",
     "lighton_ocr": "pixtral", "llama4": "llama4", "llava": "llava", "llava_next": "llava_next", "llava_onevision": "llava_onevision",
     "minicpmv4_6": "minicpmv4_6", "mistral3": "pixtral", "mllama": "mllama", "paddleocr_vl": "paddleocr_vl", "paligemma": "paligemma",
-    "qwen2_5_vl": "qwen2_5_vl", "qwen2_vl": "qwen2_vl", "qwen3_5": "qwen3_vl", "qwen3_5_moe": "qwen3_vl", "qwen3_vl": "qwen3_vl",
-    "qwen3_vl_moe": "qwen3_vl", "smolvlm": "idefics3"}
+    "qwen2_5_omni": "qwen2_5_omni", "qwen2_5_vl": "qwen2_5_vl", "qwen2_vl": "qwen2_vl", "qwen3_5": "qwen3_vl", "qwen3_5_moe": "qwen3_vl",
+    "qwen3_vl": "qwen3_vl", "qwen3_vl_moe": "qwen3_vl", "smolvlm": "idefics3"}
 
 
 @dataclass(frozen=True)

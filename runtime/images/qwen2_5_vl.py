@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .qwen_patches import QwenPatches
-from .tower_parts import CURVES, Block, Crew, Span, gelu, product, two_layers
+from .tower_parts import CURVES, Block, Crew, Matrix, Span, gelu, product, two_layers
 from .tower_sight import MOST_LAYERS, Rows
 from .tower_weights import Weights
 
@@ -23,6 +23,10 @@ USUAL = {"depth": 32, "hidden_size": 3584, "hidden_act": "silu", "intermediate_s
 class Qwen25Vl(QwenPatches):
     VISION = {"qwen2_5_vl_vision": USUAL, "qwen2_5_vl": USUAL}
 
+    def looked(self, weights: Weights, name: str) -> list[Matrix]:
+        """What makes a layer's queries, keys and values."""
+        return weights.matrix(f"{name}.qkv", 3 * self.width, self.width).parts(3)
+
     def load(self, weights: Weights) -> Rows:
         keys, width, hidden = self.vision, self.width, self.config.hidden_size
         inner, together = keys.integer("intermediate_size"), width * self.joined**2
@@ -36,7 +40,7 @@ class Qwen25Vl(QwenPatches):
 
         def block(number: int) -> Block:
             own = f"visual.blocks.{number}."
-            queries, keys_, values = weights.matrix(f"{own}attn.qkv", 3 * width, width).parts(3)
+            queries, keys_, values = self.looked(weights, f"{own}attn")
             return Block((weights.rms_norm(f"{own}norm1", width, EPS), weights.rms_norm(f"{own}norm2", width, EPS)),
                          queries, keys_, values, weights.matrix(f"{own}attn.proj", width, width),
                          weights.matrix(f"{own}mlp.up_proj", inner, width), weights.matrix(f"{own}mlp.down_proj", width, inner),

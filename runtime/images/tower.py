@@ -13,6 +13,7 @@ import numpy as np
 from ... import UsageError
 from ...offload.hardware import cpu_threads
 from ..config_reader import ConfigError, Keys, show
+from ..stores.composite import THINKER
 from ..text import Tokenizer
 from . import PLACE, Work
 from .senses import Sense
@@ -53,7 +54,7 @@ class Tower(Family):
 
     def __init__(self, source: TowerSource, config: ModelConfig, section: str, kinds: Mapping[str, Mapping[str, object]]) -> None:
         self.source, self.config = source, config
-        self.outer = Keys(source.config)
+        self.outer = Keys(Keys(source.config).section(THINKER) or source.config)
         stated = self.outer.section(section) or {}
         self.tower = str(stated.get("model_type") or next(iter(kinds)))
         if self.tower not in kinds:

@@ -1,7 +1,7 @@
 """The tensors of the part of a model that sees or hears, read when its first picture or sound comes.
 
-Writers name them with or without `model.` before, and towers that were models of their own with or without their own `vision_model.`; here
-they have neither.
+Writers name them with or without `model.` before (`thinker.` in models that speak), and towers that were models of their own with or
+without their own `vision_model.`; here they have neither.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HEARING_PARTS = ("audio_tower.", "embed_audio.", "multi_modal_projector.", "enco
 
 def own_name(name: str) -> str:
     """Without what writers put before it."""
-    name = name.removeprefix("model.")
+    name = name.removeprefix("thinker.").removeprefix("model.")
     for theirs, ours in RENAMED.items():
         if name.startswith(theirs):
             return ours + name.removeprefix(theirs)

@@ -85,7 +85,7 @@ def read_log_mel(folder: Path) -> LogMel:
     """As a folder says that its sounds are made ready. Raises UsageError where it says nothing, or it is of another kind."""
     keys = read_extractor(folder, KIND)
     found = LogMel(keys.integer("feature_size", 80, high=512), keys.integer("n_fft", 400, low=16, high=4096),
-                   keys.integer("hop_length", 160, high=4096), RATE * keys.integer("chunk_length", 30, high=120))
+                   keys.integer("hop_length", 160, high=4096), RATE * keys.integer("chunk_length", 30, high=600))
     if found.samples % found.hop:
         raise keys.fail("hop_length", "a divisor of what an encoder takes")
     return found
@@ -107,7 +107,8 @@ def read_extractor(folder: Path, known: str) -> Keys:
                          f"known: {known}; text alone works")
     if keys.integer("sampling_rate", RATE) != RATE:
         raise keys.fail("sampling_rate", f"{RATE}")
-    if keys.raw.get("dither") not in (None, 0) or keys.raw.get("do_normalize") not in (None, False):
+    normalized = None if "image_processor_type" in inside else keys.raw.get("do_normalize")  # which says it of pictures where both are said
+    if keys.raw.get("dither") not in (None, 0) or normalized not in (None, False):
         raise ConfigError(f"{where}: dither or do_normalize is set, which models here do without", "leave them away")
     return keys
 

@@ -72,6 +72,16 @@ class WhisperEncoder:
             made.append(x)
         return made
 
+    def rows_apart(self, windows: Sequence[tuple[np.ndarray, int]], crew: Crew) -> np.ndarray:
+        """As `rows`, of many small windows, which go through a layer together and see nothing of each other: [all of them, D]."""
+        crew.work.total += len(self.blocks)
+        parts = [self._convolved(window, frames, crew) for window, frames in windows]
+        ends = np.cumsum([0, *map(len, parts)]).tolist()
+        x, spans = np.concatenate(parts), list(zip(ends, ends[1:], strict=False))
+        for block in self.blocks:
+            block.run(x, spans, crew)
+        return x
+
     def _convolved(self, window: np.ndarray, frames: int, crew: Crew) -> np.ndarray:
         """Only rows that frames of the sound are in; what they read of the silence behind it is there."""
         count = halved(frames)
@@ -86,8 +96,9 @@ def _reads(x: np.ndarray, step: int) -> np.ndarray:
     return np.lib.stride_tricks.sliding_window_view(around, KERNEL, axis=0)[::step].reshape(-1, x.shape[1] * KERNEL)
 
 
-def load_encoder(weights: Weights, sizes: Sizes, name: str) -> WhisperEncoder:
-    """The encoder whose tensors begin with `name`."""
+def load_encoder(weights: Weights, sizes: Sizes, name: str, after: str = "layer_norm",
+                 places: np.ndarray | None = None) -> WhisperEncoder:
+    """The encoder whose tensors begin with `name`, its last norm's with `after`; its places are stored where they are not given."""
     width, curve = sizes.width, CURVES[sizes.curve]
 
     def block(number: int) -> Block:
@@ -101,5 +112,5 @@ def load_encoder(weights: Weights, sizes: Sizes, name: str) -> WhisperEncoder:
 
     return WhisperEncoder(
         first=weights.matrix(f"{name}conv1", width, sizes.bands * KERNEL), second=weights.matrix(f"{name}conv2", width, width * KERNEL),
-        places=weights.numbers(f"{name}embed_positions.weight", sizes.places, width),
-        blocks=[block(number) for number in range(sizes.layers)], after=weights.layer_norm(f"{name}layer_norm", width, EPS))
+        places=weights.numbers(f"{name}embed_positions.weight", sizes.places, width) if places is None else places,
+        blocks=[block(number) for number in range(sizes.layers)], after=weights.layer_norm(f"{name}{after}", width, EPS))

@@ -1,0 +1,87 @@
+"""Qwen 2.5 Omni: Whisper's encoder over pieces of two seconds that see nothing of each other, two rows made one, and a matrix to the
+model's width. A row is 40 ms, and positions go on by one a row, so that they tell the time of a sound."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..config_reader import ConfigError
+from ..images import PLACE
+from ..images.senses import RATE
+from ..images.tower import Rows
+from ..images.tower_parts import ROWS, Crew, product
+from ..images.tower_weights import Weights
+from .log_mel import read_log_mel
+from .tower_hearing import Hearing, Windows
+from .whisper_encoder import KERNEL, LARGE, Sizes, halved, load_encoder
+
+if TYPE_CHECKING:
+    from ..config import ModelConfig
+    from ..images.tower_source import TowerSource
+
+LONGEST = 1e4  # of the waves that places are told by
+
+
+class Qwen25Omni(Hearing):
+    AUDIO = {"qwen2_5_omni_audio_encoder": {**LARGE, "n_window": 100}}
+    placeholder, written = "<|AUDIO|>", "<|audio_bos|><|AUDIO|><|audio_eos|>"
+
+    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
+        super().__init__(source, config)
+        self.sizes, self.log_mel = Sizes.read(self.said), read_log_mel(source.model)
+        self.piece = 2 * self.said.integer("n_window", high=1 << 12)
+        if self.log_mel.bands != self.sizes.bands or self.piece > 2 * self.sizes.places or self.sizes.width % 2:
+            raise ConfigError(f"{source.model}: sounds become pieces of {self.piece} frames of {self.log_mel.bands} bands, but the tower "
+                              f"takes {2 * self.sizes.places} of {self.sizes.bands} at most, and makes an even number of each")
+
+    @property
+    def most_seconds(self) -> float:
+        return self.log_mel.samples / RATE
+
+    def frames(self, samples: int) -> int:
+        return -(-samples // self.log_mel.hop)
+
+    def tokens(self, samples: int) -> tuple[int, ...]:
+        self.demand_length(samples)
+        return (PLACE,) * (halved(self.frames(samples)) // 2)
+
+    def values(self, taken: np.ndarray) -> Windows:
+        """What is loudest is so in the whole sound; silence behind it reaches into its last frame."""
+        length = min(self.log_mel.samples, len(taken) + 2 * self.log_mel.window)
+        made = self.log_mel(np.pad(taken, (0, length - len(taken))))[: self.frames(len(taken))]
+        return [(part, len(part)) for part in (made[begin : begin + self.piece] for begin in range(0, len(made), self.piece))]
+
+    def load(self, weights: Weights) -> Rows:
+        sizes = self.sizes
+        encoder = load_encoder(weights, sizes, "audio_tower.", "ln_post", waves(sizes.places, sizes.width))
+        project = weights.matrix("audio_tower.proj", self.config.hidden_size, sizes.width)
+
+        def rows(pieces: Windows, crew: Crew) -> np.ndarray:
+            made = encoder.rows_apart(pieces, crew)
+            return product(encoder.after(made[: len(made) // 2 * 2].reshape(-1, 2, sizes.width).mean(1)), project, crew)
+
+        return rows
+
+    def bytes_needed(self) -> int:
+        """Weights, the largest matrices in float32, what goes through a layer, pieces of it, and what the convolutions read."""
+        width, frames = self.sizes.width, self.log_mel.frames
+        with self.source.saying(), self.source.weights() as weights:
+            matrices, layer = 12 * width**2, 6 * halved(frames) * width
+            pieces = 16 * width * ROWS * self.workers
+            read = frames * (2 * self.sizes.bands + width) + KERNEL * self.piece * (width + self.sizes.bands)
+            return weights.nbytes + 4 * (matrices + layer + pieces + read)
+
+
+def waves(places: int, width: int) -> np.ndarray:
+    """Sines and cosines that tell places, float32 [places, D]."""
+    half = width // 2
+    lengths = np.exp(np.float32(-math.log(LONGEST) / max(half - 1, 1)) * np.arange(half, dtype=np.float32))
+    angles = np.arange(places, dtype=np.float32)[:, None] * lengths
+    return np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
+
+
+def sight(source: TowerSource, config: ModelConfig) -> Hearing:
+    return Qwen25Omni(source, config)

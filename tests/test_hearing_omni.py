@@ -1,0 +1,105 @@
+"""Qwen 2.5 Omni that hears and sees: rows of both are those of transformers, and so are logits behind both, turned by time and place."""
+
+import numpy as np
+import pytest
+import torch
+from command_line import Ran
+from family_models import assert_close
+from hearing_models import as_wav, sound
+from pictured_models import as_png, picture
+from sensing_models import AUDIO, OMNI_EXTRACTOR, OMNI_LOOKED, written_omni
+from sight_models import FIRST, PICTURES
+
+from effllm import UsageError
+from effllm.runtime.config import read_config
+from effllm.runtime.engine import open_engine
+from effllm.runtime.images import PLACE, Work, sight_of
+from effllm.runtime.images.album import album_of
+from effllm.runtime.images.senses import PICTURES as SEEN
+from effllm.runtime.images.senses import RATE, SOUNDS
+from effllm.runtime.prepare import EngineOptions
+from effllm.runtime.templates.prompting import Prompts
+from effllm.runtime.text import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def omni(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("omni")
+    return folder, written_omni(folder)
+
+
+def heard(samples):
+    made = OMNI_EXTRACTOR(samples, sampling_rate=RATE, return_tensors="pt", padding="max_length", return_attention_mask=True)
+    return {"input_features": made["input_features"], "feature_attention_mask": made["attention_mask"]}
+
+
+def looked(points):
+    return OMNI_LOOKED(points, input_data_format="channels_last", return_tensors="pt")
+
+
+@pytest.mark.parametrize("samples", [400, 480, 641, 6400, 6401, 6721, 16_000, 64_000])
+def test_rows_of_a_sound_are_those_of_transformers(omni, samples):
+    """About where a frame, a row or a piece ends, and where the sound is all that the model takes."""
+    folder, model = omni
+    ears, taken = sight_of(folder, read_config(folder), SOUNDS), sound(samples / RATE)
+    found = ears.see(taken, Work())
+    with torch.inference_mode():
+        wanted = model.model.get_audio_features(**heard(taken)).last_hidden_state.numpy()
+    assert found.tokens == (PLACE,) * len(wanted) and ears.places(samples) == len(wanted)
+    assert_close(found.rows, wanted)
+    with pytest.raises(UsageError, match="too long for this model, which takes 4 s"):
+        ears.places(64_001)
+
+
+@pytest.mark.parametrize("name", ["photo", "wide", "tiny"])
+def test_rows_of_a_picture_are_those_of_transformers(omni, name):
+    folder, model = omni
+    found = sight_of(folder, read_config(folder), SEEN).see(PICTURES[name], Work())
+    ready = looked(PICTURES[name])
+    with torch.inference_mode():
+        wanted = torch.cat(list(model.model.get_image_features(**ready).pooler_output)).numpy()
+    assert found.grid == tuple(each // 2 for each in ready["image_grid_thw"][0, 1:].tolist())
+    assert_close(found.rows, wanted)
+
+
+def test_logits_behind_both_are_those_of_transformers(omni):
+    folder, model = omni
+    engine = list(open_engine(folder, EngineOptions(kv="32bit", device="cpu", ctx=512, strict=True, exact=True)))[-1]
+    try:
+        engine.album = album_of(folder, engine.config)
+        prompts = Prompts(Tokenizer.load(folder, engine.config), album=engine.album)
+        for order in ((SOUNDS, SEEN, SOUNDS), (SEEN, SOUNDS), (SOUNDS,)):
+            samples = [sound(0.6 + 0.3 * at, at + 1) for at in range(order.count(SOUNDS))]
+            waiting, marks, kinds = iter(samples), [], []
+            for sense in order:
+                given = engine.album.take(next(waiting) if sense is SOUNDS else PICTURES["photo"])
+                around = ("<|audio_bos|>", "<|audio_eos|>") if sense is SOUNDS else ("<|vision_bos|>", "<|vision_eos|>")
+                marks.append(given.mark.join(around))
+                kinds.append((given, AUDIO if sense is SOUNDS else FIRST))
+            prompt = f"Once {' and '.join(marks)} was a fox."
+            engine.reset()
+            list(prompts.see(prompt, engine, lambda: False))
+            told = prompts.encoded(prompt)
+            ours = np.concatenate([logits.copy() for _, logits in engine.score(told)])
+            rows = [place for place, token in enumerate(told) if token >= 1 << 40]
+            for place, kind in zip(rows, [kind for given, kind in kinds for _ in given.seen.rows], strict=True):
+                told[place] = kind
+            told = torch.tensor([told])
+            given = {key: torch.cat([heard(each)[key] for each in samples]) for key in ("input_features", "feature_attention_mask")}
+            with torch.inference_mode():
+                wanted = model(input_ids=told, attention_mask=torch.ones_like(told), **given,
+                               **(looked(PICTURES["photo"]) if SEEN in order else {}), use_cache=False).logits[0].numpy()
+            assert_close(ours, wanted)
+    finally:
+        engine.close()
+
+
+def test_an_answer_is_about_both_also_of_low_bit_weights(omni, tmp_path):
+    folder, image, wave = omni[0], tmp_path / "1.png", tmp_path / "1.wav"
+    image.write_bytes(as_png(picture(1)))
+    wave.write_bytes(as_wav(sound(0.8)))
+    made = Ran("quantize", str(folder), "-o", str(tmp_path / "out"), "--bits", "8")
+    assert made.code == 0 and "sounds too" not in made.err, made.err
+    for model in (folder, tmp_path / "out"):
+        ran = Ran("run", str(model), "Who?", "--image", str(image), "--audio", str(wave), "--temp", "0", "-n", "4", "-c", "512")
+        assert ran.code == 0 and "sound of 0.8 s: 20 tokens" in ran.err and "picture of 64 × 48" in ran.err, ran.err
