@@ -119,9 +119,11 @@ def _shape(vision: Mapping[str, object], config: Mapping[str, object]) -> dict[s
 def _more(projector: str, config: Mapping[str, object], vision: Mapping[str, object], processor: Mapping[str, object]) -> dict[str, object]:
     curve = {"use_silu": True} if vision.get("hidden_act") == "silu" else {"use_gelu": True}
     if projector == "mlp":
-        layer = config["vision_feature_layer"]
+        stated = config["vision_feature_layer"]
+        layer = max(stated) if isinstance(stated, list) else stated
         pinpoints = [side for high, wide in config.get("image_grid_pinpoints") or () for side in (wide, high)]
-        return {"use_gelu": vision["hidden_act"] != "quick_gelu", "has_llava_projector": True, "vision.projection_dim": 768,
+        return {"use_gelu": vision["hidden_act"] != "quick_gelu", "has_llava_projector": True,
+                "vision.projection_dim": vision.get("projection_dim", 768),
                 "vision.block_count": vision["num_hidden_layers"] + 1 + layer, "vision.image_grid_pinpoints": pinpoints or None,
                 "vision.mm_patch_merge_type": "spatial_unpad" if pinpoints else None}
     if projector == "idefics3":
@@ -200,7 +202,7 @@ def _by_early_converter(own: str, values: np.ndarray, blocks: int) -> Iterator[t
     elif own.startswith("multi_modal_projector."):
         _, part, kind = own.split(".")
         yield f"mm.{LLAVA[part]}.{kind}", values
-    elif ".layers." not in own or int(own.split(".")[3]) < blocks:
+    elif "post_layernorm" not in own and (".layers." not in own or int(own.split(".")[3]) < blocks):
         for theirs, ours in EARLY.items():
             own = own.replace(theirs, ours)
         if not own.startswith("v.post_ln"):

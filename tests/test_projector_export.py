@@ -36,7 +36,8 @@ def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 def test_tensors_and_keys_are_those_of_another_writer(written: tuple[Path, Path, Path, Path]) -> None:
     ours, theirs = (gguf.GGUFReader(path) for path in (written[3], written[2]))
-    values = [{each.name: gguf.quants.dequantize(each.data, each.tensor_type).reshape(each.shape[::-1]) for each in file.tensors}
+    values = [{each.name.replace("model.image_newline", "v.image_newline"):  # as newer writers call it
+               gguf.quants.dequantize(each.data, each.tensor_type).reshape(each.shape[::-1]) for each in file.tensors}
               for file in (ours, theirs)]
     assert values[0].keys() == values[1].keys()
     for name, wanted in values[1].items():
@@ -72,6 +73,46 @@ def test_llamacpp_sees_the_same_in_it(family: str, tmp_path: Path) -> None:
     if wanted.deep is not None:
         rows = np.split(rows, 1 + len(wanted.deep), axis=1)[0]
     assert rows.shape == wanted.rows.shape and np.abs(rows - wanted.rows).max() < 1e-2 * np.abs(wanted.rows).max()
+
+
+def siglip(folder: Path, layers: list[int], strategy: str) -> None:
+    """A LLaVA-NeXT whose tower has no row before its patches."""
+    text, tower, words, more, processor = CASES["llava_next"]
+    seeing(folder, "llava_next", (text, {**tower, "model_type": "siglip_vision_model", "vision_use_head": False}, words,
+                                  {**more, "vision_feature_layer": layers, "vision_feature_select_strategy": strategy}, processor))
+
+
+def test_several_layers_of_a_tower_without_a_first_row_come_back(tmp_path: Path) -> None:
+    folder, out = tmp_path / "folder", tmp_path / "files" / "mmproj.gguf"
+    siglip(folder, [-3, -2], "full")
+    model, _ = write_pair(folder, tmp_path / "files")
+    assert typed("export", folder, "-o", out, "--mmproj")[0] == 0
+    assert {each.name.split(".")[2] for each in gguf.GGUFReader(out).tensors if ".blk." in each.name} == {"0", "1"}  # of three layers
+    found, wanted = (sight.see(PICTURES["tall"], Work()) for sight in (album_of(model, read_config(model), str(out)).sight, opened(folder)))
+    assert found.tokens == wanted.tokens and np.abs(found.rows - wanted.rows).max() < 5e-3 * np.abs(wanted.rows).max()
+
+
+def test_a_strategy_that_such_a_file_cannot_say_is_refused(tmp_path: Path) -> None:
+    siglip(tmp_path / "folder", [-2], "default")
+    code, _, err = typed("export", tmp_path / "folder", "-o", tmp_path / "mmproj.gguf", "--mmproj")
+    assert code == 2 and "read with another strategy" in err and len(err.splitlines()) <= 3
+
+
+@pytest.mark.peer
+@pytest.mark.slow
+def test_llamacpp_sees_the_same_with_layers_in_the_middle(tmp_path: Path) -> None:
+    """Rows of the whole picture: it does not join tiles. Of towers with a row before the patches it puts that last."""
+    peer = pytest.importorskip("llama_cpp")
+    from test_projector_whole import of_llamacpp
+
+    folder, out = tmp_path / "folder", tmp_path / "mmproj.gguf"
+    siglip(folder, [-3, -2], "full")
+    model, _ = write_pair(folder, tmp_path / "files")
+    assert typed("export", folder, "-o", out, "--mmproj")[0] == 0
+    points = np.ascontiguousarray(PICTURES["square"][:32, :32])
+    rows, _ = of_llamacpp(peer, model, out, points)
+    wanted = opened(folder).see(points, Work()).rows[:16]
+    assert np.abs(rows[:16] - wanted).max() < 1e-2 * np.abs(wanted).max()
 
 
 def test_an_export_of_the_text_part_says_how_to_have_the_other(tmp_path: Path) -> None:

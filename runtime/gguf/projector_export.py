@@ -25,6 +25,8 @@ from ...quant.weight import from_f32
 from ..config import ModelConfig, read_config
 from ..events import Progress
 from ..images import kind_of, sights_of
+from ..images.llava import Llava
+from ..images.llava_next import LlavaNext
 from ..images.senses import PICTURES
 from ..images.tower_parts import widened
 from ..images.tower_sight import TowerSight
@@ -36,9 +38,12 @@ from .sources import separated
 
 # Model type -> type of its projector's file.
 TYPES: Mapping[str, str] = {
-    "gemma3": "gemma3", "idefics3": "idefics3", "internvl": "internvl", "mistral3": "pixtral", "qwen2_5_vl": "qwen2.5vl_merger",
+    "gemma3": "gemma3", "idefics3": "idefics3", "internvl": "internvl", "llava": "mlp", "llava_next": "mlp",
+    "mistral3": "pixtral", "qwen2_5_vl": "qwen2.5vl_merger",
     "qwen3_5": "qwen3vl_merger", "qwen3_5_moe": "qwen3vl_merger", "qwen3_vl": "qwen3vl_merger", "qwen3_vl_moe": "qwen3vl_merger",
     "smolvlm": "idefics3"}
+OF_LAYER = re.compile(r"vision_tower\.encoder\.layers\.(\d+)\.(.+)")  # of LLaVA's towers
+EARLY = {"mlp.fc1": "mlp.fc2", "mlp.fc2": "mlp.fc1"}  # LLaVA's files call the FFN's second matrix its first
 WIDE = ("v.patch_embd", "v.position_embd", FIRST)  # what stays F32 of what has rows
 QKV, BREAK = ".attn.qkv.", "v.token_embd.img_break"
 Keys = dict[str, Value]
@@ -70,7 +75,7 @@ def seeing(folder: Path, config: ModelConfig) -> TowerSight:
     found = sights_of(folder, config)
     if not found:
         raise UsageError(f"{folder} takes no pictures", "leave --mmproj away")
-    if (kind := str(kind_of(folder))) not in TYPES:
+    if (kind := str(kind_of(folder))) not in TYPES or kind == "llava" and not isinstance(found[PICTURES], (Llava, EffllmError)):
         raise UsageError(f"of {kind} models no mmproj file is written", f"known: {', '.join(TYPES)}")
     if isinstance(sight := found[PICTURES], EffllmError):
         raise sight
@@ -90,9 +95,23 @@ def metadata(sight: TowerSight, name: str, kind: str) -> Keys:
         "attention.layer_norm_epsilon": keys.number("layer_norm_eps", eps),
         "image_mean": np.array(sight.scale.mean, np.float32), "image_std": np.array(sight.scale.std, np.float32), **MORE[projector](sight)}
     curve = "use_silu" if activation == "silu" else "use_gelu"
+    early = {f"{CLIP}.has_llava_projector": True} if projector == "mlp" else {}
     return {"general.architecture": CLIP, "general.name": name, "general.type": "mmproj", "general.file_type": 1,
-            f"{CLIP}.has_vision_encoder": True, f"{CLIP}.projector_type": projector, f"{CLIP}.{curve}": True,
+            f"{CLIP}.has_vision_encoder": True, f"{CLIP}.projector_type": projector, f"{CLIP}.{curve}": activation != "quick_gelu", **early,
             **{f"{CLIP}.vision.{key}": value for key, value in of_tower.items()}}
+
+
+def _mlp(sight: Llava) -> Keys:
+    """The layers that count are those of the file; which of them are read is said all the same: without that a reader may stop before."""
+    if sight.drops_first != sight.tower.startswith("clip"):
+        raise UsageError("what it sees with is read with another strategy than its tower's usual one, which such a file does not say",
+                         "leave --mmproj away")
+    keys: Keys = {"block_count": max(sight.wanted), "feature_layer": np.array(sight.wanted, np.int32),
+                  "projection_dim": sight.vision.integer("projection_dim", 768)}
+    if isinstance(sight, LlavaNext):
+        sides = [side for high, wide in sight.pinpoints for side in (wide, high)]
+        keys |= {"image_grid_pinpoints": np.array(sides, np.int32), "mm_patch_merge_type": "spatial_unpad"}
+    return keys
 
 
 def _idefics3(sight: TowerSight) -> Keys:
@@ -135,7 +154,7 @@ def _deep(sight: TowerSight) -> Keys:
 
 
 MORE: Mapping[str, Callable[[TowerSight], Keys]] = {
-    "idefics3": _idefics3, "pixtral": _pixtral, "internvl": _internvl, "gemma3": _gemma3, "qwen2.5vl_merger": _windows,
+    "mlp": _mlp, "idefics3": _idefics3, "pixtral": _pixtral, "internvl": _internvl, "gemma3": _gemma3, "qwen2.5vl_merger": _windows,
     "qwen3vl_merger": _deep}
 
 
@@ -169,6 +188,12 @@ def _of(own: str, info: TensorInfo, projector: Projector, sight: TowerSight) -> 
             name = _file_name(own.replace(QKV, f".attn.{letter}."), projector, sight)
             yield _piece(name, info, lambda values, part=part: np.split(values, 3)[part], (info.shape[0] // 3, *info.shape[1:]))
         return
+    if projector is PROJECTORS["mlp"]:
+        found = OF_LAYER.fullmatch(own)
+        if ".post_layernorm." in own or found and int(found[1]) >= max(sight.wanted):  # which nothing is read behind
+            return
+        if found and (stem := found[2].rpartition(".")[0]) in EARLY:
+            own = own.replace(stem, EARLY[stem])
     name = _file_name(own, projector, sight)
     if projector.halves and own.rpartition(".")[0].endswith(("q_proj", "k_proj")):
         order = np.argsort(separated(np.arange(info.shape[0]), info.shape[0] // sight.heads))
