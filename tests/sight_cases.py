@@ -1,6 +1,6 @@
 """Small models that see, one a family: what makes one of transformers' (`sight_models.made`), and its preprocessor."""
 
-from sight_models import FIRST, TOWER, Lfm2Ready, UnifiedReady
+from sight_models import FIRST, TOWER, Cohere2Ready, Lfm2Ready, UnifiedReady
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
@@ -74,6 +74,12 @@ CASES = {
                     ["<|image_pad|>", "<image>", "</image>", "<slice>", "</slice>", "<image_id>", "</image_id>"],
                     {"image_token_id": FIRST, "insert_layer_id": 1},
                     MiniCPMV4_6ImageProcessorPil(scale_resolution=64, patch_size=8, max_slice_nums=5)),
+    "cohere2_vision": ({"model_type": "cohere2", "logit_scale": 1.0, "sliding_window": 40,
+                        "layer_types": ["sliding_attention", "full_attention"]},
+                       {**TOWER, "model_type": "siglip_vision_model", "vision_use_head": False},
+                       ["<|IMG_PATCH|>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_LINE_BREAK|>"],
+                       {"image_token_id": FIRST, "alignment_intermediate_size": 56},
+                       Cohere2Ready(size=SQUARE, max_patches=4, crop_to_patches=True)),
     "mistral3": ({"model_type": "mistral"}, {**TOWER, "model_type": "pixtral", "image_size": 96}, ["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
                  {"image_token_index": FIRST}, PixtralImageProcessorPil(size={"longest_edge": 96}, patch_size={"height": 16, "width": 16})),
     "internvl": ({"model_type": "qwen2"}, {**TOWER, "image_size": [32, 32], "patch_size": [8, 8]}, ["<IMG_CONTEXT>", "<img>", "</img>"],

@@ -1,14 +1,20 @@
 """Tiny random models that see, for tests: what transformers' processors and towers make of a picture is what ours have to make of it."""
 
+import ast
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
+from functools import lru_cache
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.models.got_ocr2 import image_processing_pil_got_ocr2 as got_ocr2
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 
 import effllm
 from effllm.runtime.config import read_config
@@ -125,6 +131,28 @@ class UnifiedReady:
         cut = values.reshape(rows, 12, columns, 12, 3).swapaxes(1, 2).reshape(rows * columns, -1)
         row, column = np.divmod(np.arange(len(cut)), columns)
         return {"pixel_values": torch.tensor(cut)[None], "image_position_ids": torch.tensor(np.stack([column, row], axis=1))[None]}
+
+
+class Cohere2Ready(GotOcr2ImageProcessorPil):
+    """Command A Vision's, whose module asks for torchvision: the one that it was made of, with its own choice of a shape, which is read
+    from that module's text."""
+
+    def crop_image_to_patches(self, *args: object, **options: object) -> list[np.ndarray]:
+        with patch.object(got_ocr2, "get_optimal_tiled_canvas", _shape_of_cohere2()):
+            return super().crop_image_to_patches(*args, **options)
+
+    def save_pretrained(self, folder: Path) -> None:
+        super().save_pretrained(folder)
+        config_changed(folder, "preprocessor_config.json", image_processor_type="Cohere2VisionImageProcessorFast")
+
+
+def _shape_of_cohere2() -> Callable[..., tuple[int, int]]:
+    names = ("get_all_supported_aspect_ratios", "get_optimal_tiled_canvas")
+    text = (Path(transformers.__path__[0]) / "models/cohere2_vision/image_processing_cohere2_vision.py").read_text()
+    found = [each for each in ast.parse(text).body if isinstance(each, ast.FunctionDef) and each.name in names]
+    made: dict[str, object] = {"np": np, "lru_cache": lru_cache}
+    exec(compile(ast.Module(found, []), "cohere2_vision", "exec"), made)
+    return made[names[1]]
 
 
 def config_changed(folder: Path, name: str, **changes: object) -> None:

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from sight_models import FIRST, PICTURES, TOWER, config_changed, held_against, made, opened, words_of
+from sight_models import FIRST, PICTURES, TOWER, Cohere2Ready, config_changed, held_against, made, opened, words_of
 from transformers.models.aya_vision.processing_aya_vision import AyaVisionProcessor
+from transformers.models.cohere2_vision.processing_cohere2_vision import Cohere2VisionProcessor
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
@@ -116,6 +117,31 @@ def test_aya(aya, name):
     seen = held_against(sight, picture, model, {"pixel_values": ready["pixel_values"]})
     told = AyaVisionProcessor(processor, words_of(folder), patch_size=8, img_size=32, downsample_factor=2)
     ids = words_of(folder).encode(told.replace_image_token(ready, 0), add_special_tokens=False)
+    assert [PLACE if token == FIRST else token for token in ids] == list(seen.tokens)
+
+
+COHERE = ["<|IMG_PATCH|>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_LINE_BREAK|>"]
+
+
+@pytest.fixture(scope="module", params=[1, 4, 6])
+def cohere(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cohere")
+    tower = {**TOWER, "model_type": "siglip_vision_model", "vision_use_head": False}
+    model = made("cohere2_vision", folder, {"model_type": "cohere2"}, tower, COHERE, image_token_id=FIRST, alignment_intermediate_size=56)
+    processor = Cohere2Ready(size=SQUARE, max_patches=request.param, crop_to_patches=True)
+    processor.save_pretrained(folder)
+    return folder, model, processor
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_cohere(cohere, name):
+    folder, model, processor = cohere
+    sight, picture = opened(folder), PICTURES[name]
+    ready = processor(picture, input_data_format="channels_last", return_tensors="np")
+    assert np.array_equal(np.stack(sight.values(picture)).transpose(0, 3, 1, 2), ready["pixel_values"])
+    seen = held_against(sight, picture, model, {"pixel_values": ready["pixel_values"]})
+    marks = SimpleNamespace(patch_size=2, image_token=COHERE[0], boi_token=COHERE[1], eoi_token=COHERE[2], img_line_break_token=COHERE[3])
+    ids = words_of(folder).encode(Cohere2VisionProcessor.replace_image_token(marks, ready, 0), add_special_tokens=False)
     assert [PLACE if token == FIRST else token for token in ids] == list(seen.tokens)
 
 

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 PLACE = -1  # in `Seen.tokens`: here stands the next row
 # Model type of a model that takes pictures -> the module here that sees for it: its `sight(source, config)` returns a Sight.
 SIGHTS: dict[str, str] = {
-    "aya_vision": "aya_vision", "gemma3": "gemma3", "gemma4": "gemma4", "gemma4_unified": "gemma4_unified", "glm46v": "glm4v",
+    "aya_vision": "aya_vision", "cohere2_vision": "cohere2_vision",
+    "gemma3": "gemma3", "gemma4": "gemma4", "gemma4_unified": "gemma4_unified", "glm46v": "glm4v",
     "glm4v": "glm4v", "glm4v_moe": "glm4v", "glm_ocr": "glm4v",
     "granite_docling": "granite_docling", "idefics3": "idefics3", "internvl": "internvl", "lfm2_vl": "lfm2_vl",
     "lighton_ocr": "pixtral", "llama4": "llama4", "llava": "llava", "llava_next": "llava_next", "llava_onevision": "llava_onevision",
