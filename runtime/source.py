@@ -16,7 +16,7 @@ from .hub import stated_licence
 from .stores.composite import text_alone
 from .stores.container import FILE, Container, made_here, read_container
 from .stores.double_store import DoubleStore, has_doubles
-from .stores.stored_names import give_names, give_text_names
+from .stores.stored_names import cut_groups, give_names, give_text_names
 from .weights.tied_head import leave_out_copy
 
 # Models whose folders hold matrices of experts with inputs before outputs (`turned_experts.py`), and whether all of them do.
@@ -84,6 +84,8 @@ def _in_own_form(store: TensorStore, raw: Mapping[str, object], wide: str, low_b
                  kept: Callable[[str], bool] | None) -> TensorStore:
     """`_rearranged` but for matrices that lie in one another."""
     give_names(store, raw.get("model_type"))
+    if raw.get("model_type") == "deepseek_v4":
+        cut_groups(store, raw.get("o_groups", 8))
     if raw.get("model_type") == "gpt_oss":
         from .stores.expert_store import ExpertStore
 

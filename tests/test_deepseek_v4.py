@@ -188,7 +188,7 @@ def test_what_decides_what_is_seen_stays_as_it_is_in_a_converted_folder(folder: 
     kept = {job.role.rpartition(".")[2] if job.role.startswith("groups") else job.role for job in plan.jobs
             if made.tensors[job.name].spec.is_raw and len(job.shape) == 2 and not job.role.startswith("picks")}
     assert kept == {"router", "index_q", "index_weights", "index_rows", "index_row_weights", "index_bias", "key_rows", "key_weights",
-                    "key_bias", "o_in", "attn_mix", "mlp_mix", "leave_mix"}
+                    "key_bias", "attn_mix", "mlp_mix", "leave_mix"}
     engine, exact = opened(tmp_path / "4bit"), opened(folder)
     rows = [np.concatenate([logits.copy() for _, logits in each.score(IDS[:150])]) for each in (engine, exact)]
     for each in (engine, exact):

@@ -3,7 +3,9 @@ powers of two for 32 inputs), and names without `model.`."""
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from effllm.runtime.library.listing import _local
 from effllm.runtime.source import is_low_bit, open_store, open_weights, quantization_of
 from effllm.runtime.stores.container import read_container
 from effllm.runtime.stores.import_config import expected_formats
+from effllm.runtime.stores.stored_names import cut_groups
 from effllm.runtime.tensors import check_tensors, parameters
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -34,7 +37,7 @@ STATED = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_bl
 EIGHT = ("wq_a.weight", "wq_b.weight", "wkv.weight", "wo_a.weight", "wo_b.weight")
 OUTSIDE = {"model.embed_tokens.weight": "embed.weight", "model.norm.weight": "norm.weight",
            **{f"model.hc_head.hc_{part}": f"hc_head_{part}" for part in ("fn", "base", "scale")}}
-SMALL = {**WIDE, "intermediate_size": 64}
+SMALL = {**WIDE, "intermediate_size": 64, "o_lora_rank": 128}  # blocks of 128 rows end where groups do
 EXPERTS, LAYERS = WIDE["n_routed_experts"], WIDE["num_hidden_layers"]
 
 
@@ -95,6 +98,24 @@ def test_logits_are_those_of_transformers(folder: Path, theirs: PreTrainedModel)
     engine.close()
     expected = oracle(theirs, IDS[:70])[60:]
     assert np.abs(rows - expected).max() <= 1e-3 * np.abs(expected).max()
+
+
+def test_groups_of_heads_keep_their_codes(folder: Path) -> None:
+    """Of a matrix of which each has some rows; where a block of scales is of two groups, it is widened as a whole."""
+    store, container = open_weights(folder)
+    names = [f"model.layers.1.attn.wo_a.{group}.weight" for group in range(2)]
+    whole = load_file(folder / "model.safetensors")
+    scales = whole["layers.1.attn.wo_a.scale"].float().numpy()
+    meant = whole["layers.1.attn.wo_a.weight"].float().numpy() * np.repeat(scales, 128, axis=0)
+    with store:
+        for place, name in enumerate(names):
+            stored = container.tensors[name]
+            found = Weight.low_bit(stored.spec, stored.shape, store.read(store.tensors[name])).to_f32()
+            np.testing.assert_array_equal(found, meant[128 * place : 128 * (place + 1)])
+    halves = replace(store.tensors["model.layers.1.attn_norm.weight"], name="model.layers.1.attn.wo_a.weight", shape=(3, 4))
+    beside = SimpleNamespace(tensors={halves.name: halves})
+    cut_groups(beside, 2)
+    assert list(beside.tensors) == [halves.name]
 
 
 def test_without_kernels_for_codes_they_are_widened_without_loss(made: tuple[Path, dict[str, np.ndarray]]) -> None:

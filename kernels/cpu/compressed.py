@@ -34,7 +34,7 @@ def wide_floats(dims: Dims) -> int:
     """Floats of scratch per worker, of these layers and of what mixes streams."""
     if not isinstance(dims.state, CompressedShape):
         return 0
-    return max(loops.scratch_floats(dims.state.width), attending.scratch_floats(dims.head_dim), hyper.scratch_floats(dims))
+    return max(loops.scratch_floats(dims.state.width), attending.scratch_floats(dims.heads, dims.head_dim), hyper.scratch_floats(dims))
 
 
 wide_workspace = hyper.plan_workspace
@@ -170,7 +170,8 @@ def attend_compiled(pages: LayerPages, q: np.ndarray, position: int, blocks: np.
     block[attention.SINKS] = address(sinks)
     lead = int(blocks[1, attention.FIRST]) if len(blocks) > 1 and blocks[1, attention.FIRST] != PAGE else 0
     units = (0, 0, 0) if chosen is None else (address(chosen.units), chosen.shape.chosen, chosen.first)
-    block[attending.KEYS :] = address(keys.memory), keys.shape.rate, *units, lead
+    at_once = attending.at_once(q.shape[1] // pages.layout.head_dim, len(q), ops.pool.workers)
+    block[attending.KEYS :] = address(keys.memory), keys.shape.rate, *units, lead, at_once
     ops.keep(block)
     if len(q) > REPEATED:
         ops.once()

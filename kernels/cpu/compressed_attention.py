@@ -1,8 +1,9 @@
 """Attention over the tokens nearby and over keys that are made of several tokens (`compressed_shape.py`), of which keys are values too.
 
-Every query is a job of its own, some heads at a time: what it sees is brought into tiles of PAGE, the tokens within the window first, in
-their order, then the keys that are closed, or of many those that were chosen. Each tile gives a partial, and partials merge in order, as
-those of pages do (`attention.py`). So a token's bits depend on nothing but its place. """
+Every query is a job of its own, with as many heads as there are unless workers would have nothing: what it sees is brought into tiles of
+PAGE, the tokens within the window first, in their order, then the keys that are closed, or of many those that were chosen. Each tile gives
+a partial, and partials merge in order, as those of pages do (`attention.py`). So a token's bits depend on nothing but its place.
+"""
 
 from __future__ import annotations
 
@@ -45,10 +46,12 @@ from .inner_loops import TILE_COLUMNS, TILE_ROWS, product
 from .intrinsics import f32_at, f64_at, fetch_add, i32_at, i64_at
 
 # Slots behind those of `attention.py`: KEYS of RATE tokens each; UNITS int32 [tokens, COUNT] of those that have more than COUNT closed
-# ones, 0 for none, where all are seen; the first FIRST tokens see all. LEAD tokens lie before the first page.
-KEYS, RATE, UNITS, COUNT, FIRST, LEAD, COMPRESSED_SLOTS = range(ATTEND_SLOTS, ATTEND_SLOTS + 7)
-HEADS_AT_ONCE = 16  # of a query: so many share a tile that is brought
-TURN = 16  # channels that are turned at once: a cache line of a value
+# ones, 0 for none, where all are seen; the first FIRST tokens see all. LEAD tokens lie before the first page. AT_ONCE heads of a token are
+# a job.
+KEYS, RATE, UNITS, COUNT, FIRST, LEAD, AT_ONCE, COMPRESSED_SLOTS = range(ATTEND_SLOTS, ATTEND_SLOTS + 8)
+MOST_AT_ONCE, FEWEST_AT_ONCE = 64, 16  # heads of a query that share a tile that is brought
+KEY_ROWS = (PAGE + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
+TURN = 16  # numbers that are turned at once: a cache line
 
 
 @inlined()
@@ -77,46 +80,61 @@ def _bring_keys(a, units, first, seen, values, broad):
 
 
 @inlined()
-def _turned(seen, depth, broad, values, keys):
-    """Rows VALUES [seen, broad], whose rest is cleared, as KEYS [depth, PAGE] too."""
-    for j in range(seen):
-        rest = f32_at(values + 4 * j * broad)
-        for i in range(depth, broad):
-            rest[i] = ZERO
+def _turned_queries(source, here, depth, queries, columns):
+    """Rows [here, depth] -> QUERIES [depth, columns], zero behind the rows there are."""
     for begin in range(0, depth, TURN):
         end = min(depth, begin + TURN)
-        for j in range(seen):
-            own, turned = f32_at(values + 4 * j * broad), f32_at(keys)
+        for r in range(here):
+            own, turned = f32_at(source + 4 * r * depth), f32_at(queries)
             for i in range(begin, end):
-                turned[i * PAGE + j] = own[i]
+                turned[i * columns + r] = own[i]
+    for i in range(depth):
+        rest = f32_at(queries + 4 * i * columns)
+        for r in range(here, columns):
+            rest[r] = ZERO
+
+
+@inlined()
+def _turned_scores(found, seen, here, columns, scores):
+    """Scores by key [seen, columns] -> rows of PAGE, one for each of `here` heads."""
+    for begin in range(0, here, TURN):
+        end = min(here, begin + TURN)
+        for j in range(seen):
+            own, turned = f32_at(found + 4 * j * columns), f32_at(scores)
+            for r in range(begin, end):
+                turned[r * PAGE + j] = own[r]
 
 
 @kernel({"contract"})
 def attend_compressed(args, worker, counter):
-    """Blocks of work: a token and some of its heads. Scratch per worker, float32: Q[rows, D], K[D, PAGE], V[PAGE, wide D], S[rows, PAGE],
-    part[rows, wide D], (m, l)[rows], O[rows, D], (m, l)[rows]."""
+    """Blocks of work: a token and some of its heads. Scratch per worker, float32: Q[D, heads], V[PAGE and a few rows, wide D], scores by
+    key, S[heads, PAGE], part[heads, wide D], (m, l)[heads], O[heads, D], (m, l)[heads].
+
+    A tile is a key's row by a column of queries, which are turned once, and then a head's row by a value's column: keys lie as values do.
+    """
     a, reals = i64_at(args), f64_at(args)
-    heads, depth = a[HEADS], a[HEAD_DIM]
-    broad = (depth + TILE_COLUMNS - 1) // TILE_COLUMNS * TILE_COLUMNS
-    padded = (HEADS_AT_ONCE + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
-    query = a[SCRATCH] + worker * a[SCRATCH_STRIDE]
-    keys = query + 4 * padded * depth
-    values = keys + 4 * depth * PAGE
-    scores = values + 4 * PAGE * broad
+    heads, depth, most = a[HEADS], a[HEAD_DIM], a[AT_ONCE]
+    broad, columns = (depth + TILE_COLUMNS - 1) // TILE_COLUMNS * TILE_COLUMNS, (most + TILE_COLUMNS - 1) // TILE_COLUMNS * TILE_COLUMNS
+    padded = (most + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
+    queries = a[SCRATCH] + worker * a[SCRATCH_STRIDE]
+    values = queries + 4 * depth * columns
+    found = values + 4 * KEY_ROWS * broad
+    scores = found + 4 * KEY_ROWS * columns
     part = scores + 4 * padded * PAGE
     stats = f32_at(part + 4 * padded * broad)
     o = part + 4 * padded * (broad + 2)
     total = f32_at(o + 4 * padded * depth)
-    groups = (heads + HEADS_AT_ONCE - 1) // HEADS_AT_ONCE
+    groups = (heads + most - 1) // most
+    rest = f32_at(values)
+    for i in range(KEY_ROWS * broad):  # what no key fills is multiplied too, and left
+        rest[i] = ZERO
     while True:
         job = fetch_add(counter, 1)
         if job >= groups * a[TOKENS]:
             return
-        t, begin = job // groups, job % groups * HEADS_AT_ONCE
-        here, position = min(HEADS_AT_ONCE, heads - begin), a[POSITION] + t
-        source, q = f32_at(a[Q] + 4 * (t * heads + begin) * depth), f32_at(query)
-        for i in range(padded * depth):
-            q[i] = source[i] if i < here * depth else ZERO
+        t, begin = job // groups, job % groups * most
+        here, position = min(most, heads - begin), a[POSITION] + t
+        _turned_queries(a[Q] + 4 * (t * heads + begin) * depth, here, depth, queries, columns)
         for r in range(here):
             total[2 * r], total[2 * r + 1] = MINUS_INF, ZERO
         near = min(position + 1, a[WINDOW])
@@ -132,10 +150,10 @@ def attend_compressed(args, worker, counter):
                 first = (tile - windows) * PAGE
                 seen = min(PAGE, closed - first)
                 _bring_keys(a, units, first, seen, values, broad)
-            _turned(seen, depth, broad, values, keys)
-            columns = (seen + TILE_COLUMNS - 1) // TILE_COLUMNS * TILE_COLUMNS
-            product(query, 4 * depth, keys, 4 * PAGE, scores, 4 * PAGE, padded, columns, depth)
-            _scale_scores(scores, padded, float32(reals[SCALE]), float32(reals[SOFTCAP]))
+            rows = (seen + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
+            product(values, 4 * broad, queries, 4 * columns, found, 4 * columns, rows, columns, depth)
+            _turned_scores(found, seen, here, columns, scores)
+            _scale_scores(scores, here, float32(reals[SCALE]), float32(reals[SOFTCAP]))
             for r in range(padded):
                 stats[2 * r], stats[2 * r + 1] = _softmax_row(scores + 4 * r * PAGE, 0, seen if r < here else 0)
             product(scores, 4 * PAGE, values, 4 * broad, part, 4 * broad, padded, broad, seen)
@@ -150,8 +168,17 @@ def attend_compressed(args, worker, counter):
                 target[i] = result[i] / l
 
 
-def scratch_floats(head_dim: int) -> int:
+def at_once(heads: int, tokens: int, workers: int) -> int:
+    """Heads of a job: all that share what is brought, unless that leaves a worker without one. A head's bits do not depend on it."""
+    most = min(heads, MOST_AT_ONCE)
+    while most > FEWEST_AT_ONCE and tokens * -(-heads // most) < workers:
+        most = max(FEWEST_AT_ONCE, most // 2)
+    return most
+
+
+def scratch_floats(heads: int, head_dim: int) -> int:
     """Floats of scratch per worker."""
-    broad = -(-head_dim // TILE_COLUMNS) * TILE_COLUMNS
-    padded = -(-HEADS_AT_ONCE // TILE_ROWS) * TILE_ROWS
-    return padded * (2 * head_dim + broad + PAGE + 4) + PAGE * (head_dim + broad)
+    most = min(heads, MOST_AT_ONCE)
+    broad, columns = -(-head_dim // TILE_COLUMNS) * TILE_COLUMNS, -(-most // TILE_COLUMNS) * TILE_COLUMNS
+    padded = -(-most // TILE_ROWS) * TILE_ROWS
+    return head_dim * columns + KEY_ROWS * (broad + columns) + padded * (PAGE + broad + head_dim + 4)

@@ -118,8 +118,8 @@ def visit_operations(plan: ConversionPlan) -> float:
 
 
 def _seen(plan: ConversionPlan, job: Job) -> bool:
-    """Does the text show a tensor's inputs? An embedding's where it is the head too."""
-    return job.role != "embed" or all(other.role != "head" for other in plan.jobs)
+    """Does the text show a tensor's inputs? An embedding's where it is the head too, and none of what stands before o."""
+    return kind_of(job.role) != "o_in" and job.role != "embed" or all(other.role != "head" for other in plan.jobs)
 
 
 def _inputs(job: Job) -> tuple[object, ...]:

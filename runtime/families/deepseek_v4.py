@@ -167,7 +167,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     whole = f"{prefix}attn.wo_a.weight"
     for group in range(own.groups):
         place = (whole, group * own.group_rank, own.groups * own.group_rank)
-        rules[f"groups.{group}.o_in"] = TensorRule(f"{prefix}attn.wo_a.{group}.weight", (own.group_rank, inside), part_of=place, plain=True)
+        rules[f"groups.{group}.o_in"] = TensorRule(f"{prefix}attn.wo_a.{group}.weight", (own.group_rank, inside), part_of=place)
     if (shape := own.shapes[layer]) is not None:
         rules |= _key_tensors(f"{prefix}attn.compressor.", ("key_rows", "key_weights", "key_bias", "key_norm"), shape, shape.width, hidden)
     if config.indexed is not None and (index := config.indexed.of(layer)) is not None:

@@ -16,7 +16,8 @@ from ..config_reader import ConfigError, show
 from ..families import TensorRule, expert_of, kind_of
 
 # Roles of what these methods quantize.
-LINEARS = ("q", "k", "v", "kv_a", "q_a", "q_b", "attn_gate", "o", "gate", "up", "down", "state_in", "state_gate", "state_out")
+LINEARS = ("q", "k", "v", "kv_a", "q_a", "q_b", "attn_gate", "o", "gate", "up", "down", "state_in", "state_gate", "state_out",
+           "o_in")
 ORIGINAL = "take the original 16-bit checkpoint"
 METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "modelopt", "bitnet")
 ALGORITHMS = {"FP8": "fp8", "NVFP4": "nvfp4 in bytes"}  # of ModelOpt -> layout
@@ -247,8 +248,9 @@ def expected_formats(section: Mapping[str, object]) -> Callable[[str, TensorRule
             return ternary.spec_of(depth)
         if not rule.part_of and layout_of(section) in NVFP4:
             return nvfp4.SPEC if depth % nvfp4.GROUP == 0 else widened
-        if not rule.part_of and layout_of(section) == "fp8":
-            high, wide = block_of(section)
+        high, wide = block_of(section)
+        cut = own == "o_in" and high > 0 == rule.shape[0] % high  # codes of which each range of rows is one (`stored_names.py`)
+        if (cut or not rule.part_of) and layout_of(section) == "fp8":
             scales = (-(-rule.shape[0] // high), -(-depth // wide)) if high and wide else (1,)
             return fp8.spec_of(rule.shape, scales, (high, wide)) or widened
         count = depth // group if type(group) is int and 0 < group < depth else 1

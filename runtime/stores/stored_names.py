@@ -46,6 +46,7 @@ class Joint:
     router: str
 
 
+BEFORE_O = ".attn.wo_a.weight"  # of DeepSeek V4, a matrix of which each group of heads has some rows
 MOE = "block_sparse_moe"
 # family -> where its corrections of scores lie beside experts that are stored together, and where else
 CORRECTIONS = {"ernie4_5_moe": (".mlp.gate.moe_statics.", ".mlp.moe_statics."),
@@ -102,6 +103,28 @@ def give_names(store: TensorStore, model_type: object) -> None:
     for joint in (USUAL, GRANITE, LATER_GRANITE, GEMMA, WITHOUT_GATES, STEP) if model_type in EXPERTS else ():
         if any(joint.experts.fullmatch(name) for name in store.tensors):
             store.tensors = {info.name: info for info in _apart(store.tensors, model_type, joint)}
+
+
+def cut_groups(store: TensorStore, groups: object) -> None:
+    """Name what each group of heads has of a matrix before o where that is codes of eight bits, so that they stay such: rows and scales
+    follow one another. Of other types it is found as a range of rows."""
+    count = groups if type(groups) is int and groups > 0 else 1
+    tensors, cut = dict(store.tensors), [name for name in store.tensors if name.endswith(BEFORE_O) and count > 1]
+    for name in cut:
+        parts = [tensors.get(name), tensors.get(f"{name}_scale_inv")]
+        if None in parts or any(len(part.shape) != 2 or part.shape[0] % count or part.nbytes % count for part in parts):
+            continue
+        for part in parts:
+            del tensors[part.name]
+            tensors |= {own.name: own for own in _in_groups(part, count)}
+    store.tensors = tensors
+
+
+def _in_groups(info: TensorInfo, count: int) -> Iterator[TensorInfo]:
+    base, _, ending = info.name.rpartition(".")
+    rows, nbytes = info.shape[0] // count, info.nbytes // count
+    for group in range(count):
+        yield TensorInfo(f"{base}.{group}.{ending}", info.dtype, (rows, info.shape[1]), info.file, info.offset + group * nbytes, nbytes)
 
 
 def _apart(tensors: Mapping[str, TensorInfo], family: str, joint: Joint) -> Iterator[TensorInfo]:
