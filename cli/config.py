@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ..runtime.catalog import ModelRef
+    from ..runtime.engine import EngineOptions
 
 
 EXAMPLES = f"""examples
@@ -40,6 +41,7 @@ A setting is a flag's long name without its dashes, in {PROJECT_FILE} in the wor
 A flag wins over its variable (EFFLLM_TEMP), that over {PROJECT_FILE}, that over the user's file, that over the model's
 generation_config.json, that over what is built in.
 """
+OF_MACHINE = frozenset({"ram", "vram", "kv_ram", "device", "gpu_layers"})  # fields that it may not have
 BUILT_IN, GENERATION = "built in", "generation_config.json"
 SWITCH = {**dict.fromkeys(("1", "true", "t", "yes", "y", "on"), True), **dict.fromkeys(("0", "false", "f", "no", "n", "off"), False)}
 
@@ -118,7 +120,9 @@ def beside_model(shown: Sequence[Shown], ref: ModelRef, screen: Screen) -> Itera
     asked = {field: value for field, value in set_here.items() if field in RunFlags.__dataclass_fields__}
     weaker = giving_way(screen.environment, asked)
     try:
-        left = weaker | left_out({field: value for field, value in asked.items() if field not in weaker}, own, ref, screen)
+        given = {field: value for field, value in asked.items() if field not in weaker}
+        without, holds = left_out(given, own, ref, screen)
+        left, held = weaker | without, ref.variant
         if "bits" in set_here:  # which give way to a format behind the name, and to weights that have few
             held = bits_for(ref, BitsFlag(set_here["bits"], settled=frozenset({"bits"} - own)), screen)
             left |= {"bits"} if held != f"{set_here['bits']}bit" else set()
@@ -126,17 +130,19 @@ def beside_model(shown: Sequence[Shown], ref: ModelRef, screen: Screen) -> Itera
         if error.option in own:
             error.say_place(place_of_field(screen.environment, error.option))
         raise
+    if of_machine := OF_MACHINE & given.keys() - left:
+        say_what_is_refused(ref, held, holds, of_machine, screen)
     built_in = built_in_values()
     for each in shown:
         field = known()[each.key][1]
         yield Shown(each.key, built_in.get(field), f"{BUILT_IN}, {each.origin} is left out") if field in left else each
 
 
-def left_out(given: Mapping[str, object], own: Set[str], ref: ModelRef, screen: Screen) -> set[str]:
-    """Which of these fields of RunFlags a model cannot have, each with a note. Raises what a run would for one of `own`, which were said of
-    this model."""
+def left_out(given: Mapping[str, object], own: Set[str], ref: ModelRef, screen: Screen) -> tuple[set[str], EngineOptions | None]:
+    """Which of these fields of RunFlags a model cannot have, each with a note, and what holds (None where nothing is given). Raises what a
+    run would for one of `own`, which were said of this model."""
     if not given:
-        return set()
+        return set(), None
     from ..runtime.planning.fitted import given_way
 
     asked = with_draft(RunFlags(**given, settled=frozenset(given.keys() - own)), screen).options()
@@ -145,7 +151,23 @@ def left_out(given: Mapping[str, object], own: Set[str], ref: ModelRef, screen: 
         screen.note(notice)
     left = {field for field in given if getattr(holds, field) != getattr(asked, field)}
     left |= {"draft"} & given.keys() if asked.draft is None else set()  # which is not here
-    return left | ({"kv", "cache_k", "cache_v"} & given.keys() if holds.kv != asked.kv else set())
+    return left | ({"kv", "cache_k", "cache_v"} & given.keys() if holds.kv != asked.kv else set()), holds
+
+
+def say_what_is_refused(ref: ModelRef, bits: str | None, options: EngineOptions, fields: Set[str], screen: Screen) -> None:
+    """Whether a run plans with what is asked of the machine by `fields`: a note, since memory may be free or a card there the next time."""
+    from ..runtime.planning.forecast import prepare_at
+    from ..runtime.prepare import prepare
+
+    try:
+        planned = prepare(ref.folder, options, rehearsal=True) if bits is None else prepare_at(ref.folder, bits, options)
+    except EffllmError as error:
+        places = ", ".join(sorted({origin(screen.environment, key) for key, (_, field, _) in known().items()
+                                   if field in fields}))
+        screen.note(f"as the machine is now a run is refused with what {places} says: {error.message} ({error.hint})")
+    else:
+        for each in filter(None, (planned, planned.speculating.draft)):
+            each.store.close()
 
 
 def of_variable(key: str, text: str, kind: Any) -> object:
