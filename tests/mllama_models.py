@@ -17,7 +17,7 @@ from transformers.models.mllama.processing_mllama import (
 TEXT = {"vocab_size": FIRST, "num_hidden_layers": 6, "cross_attention_layers": [0, 2, 3, 5], "num_attention_heads": 4,
         "num_key_value_heads": 2, "hidden_size": 64, "head_dim": 16, "tie_word_embeddings": False, "pad_token_id": 0}
 TOWER = {"hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 3, "num_global_layers": 2, "attention_heads": 3, "image_size": 32,
-         "patch_size": 8, "vision_output_dim": 3 * 48, "intermediate_layers_indices": [2, 0]}
+         "patch_size": 4, "vision_output_dim": 3 * 48, "intermediate_layers_indices": [2, 0]}
 PROCESSOR = MllamaImageProcessorPil(size={"height": 32, "width": 32}, max_image_tiles=4)
 
 

@@ -70,7 +70,7 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
 
 def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache | SeenLayer, positions: np.ndarray, rope: RopeTable | None,
           config: ModelConfig, layer: int, tap: Callable[[str, int, object], None]) -> object:
-    """`llama.block`; of a layer that attends to pictures a tap sees what it sees of others, but for what no token of the pass reaches."""
+    """`llama.block`; of a layer that attends to pictures a tap sees what goes into its matrices but k and v, of tokens that see some."""
     if w.shares is None:
         return llama.block(ops, w, x, kv, positions, rope, config, layer, tap)
     for look in kv.looks:
@@ -79,7 +79,6 @@ def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache | SeenLayer,
             tap("block_in", layer, own)
             q = ops.norm_linear(own, w.input_norm, [w.q])[0]
             q = ops.rope_heads(q, config.num_attention_heads, config.head_dim, positions, None, w.q_norm)
-            tap("q", layer, q)
             attended = kv.attend(q, look.pictures)
             tap("attn_out", layer, attended)
             own = ops.linear_add(attended, w.o, own, None, w.shares[0])

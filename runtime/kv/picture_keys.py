@@ -114,9 +114,11 @@ class PictureKeys:
                 while len(self._free) < count and (oldest := next((each for each in self._made if each not in needed), None)):
                     self._free += self._made.pop(oldest).slots.tolist()
                 if len(self._free) < count:
-                    raise UsageError(f"{len(needed)} pictures stand one behind the other, more than are seen at once here",
-                                     "words between them, or fewer or smaller pictures")
+                    raise _too_many(len(needed))
                 self._made[key] = Made(np.array([self._free.pop() for _ in range(count)], np.int64), len(rows), rows)
+        for look in looks:
+            if sum(len(self._made[key].slots) for key in look.pictures) > SLOTS:
+                raise _too_many(len(look.pictures))
 
     def begin(self, looks: Sequence[Look]) -> None:
         """A pass, whose pictures were admitted."""
@@ -160,6 +162,11 @@ class PictureKeys:
     def layer(self, index: int, looks: Sequence[Look], scales: np.ndarray | None) -> SeenLayer:
         """What a block of the pass in hand sees; `scales` as of `Model.forward`."""
         return SeenLayer(self, index, looks, scales)
+
+
+def _too_many(pictures: int) -> UsageError:
+    return UsageError(f"{pictures} pictures stand one behind the other, more than are seen at once here",
+                      "words between them, or fewer or smaller pictures")
 
 
 @dataclass(frozen=True)
