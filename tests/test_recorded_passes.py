@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from effllm.kernels.cpu.angles import Turner, put_angles
 from effllm.kernels.cpu.jobs import Jobs
 from effllm.kernels.cpu.ops import CpuOps
-from effllm.kernels.cpu.rows import Turner, put_angles
 from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import Dims
 from effllm.offload.page_stream import PagesLost

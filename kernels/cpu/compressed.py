@@ -16,9 +16,10 @@ from ..layout import F32, PAGE, REPEATED
 from ..registry import Call
 from ..state_shape import AFTER, FROM, KEPT, NO_SLOT, TO
 from ..workspace import Dims, address
-from . import attention, hyper, rows
+from . import attention, hyper
 from . import compressed_attention as attending
 from . import compressed_loops as loops
+from .angles import Angles, angles_of, put_angles
 from .rows import SHARE_FROM
 from .states import Slots
 
@@ -43,7 +44,7 @@ wide_workspace = hyper.plan_workspace
 def turn_tails(ops: CpuOps, y: np.ndarray, heads: int, head_dim: int, positions: np.ndarray, table: RopeTable,
                back: bool = False) -> np.ndarray:
     """See `HostOps`."""
-    angles = rows.angles_of(ops, ops._angles, positions, table)
+    angles = angles_of(ops, ops._angles, positions, table)
     ops.registry.select(Call("turn tails")).candidate.run(ops, y, heads, head_dim, angles, back)
     return y
 
@@ -146,7 +147,7 @@ class _Angles:
         """To where the next pass begins."""
         if self._table is not None and (first := position // self._rate) != self._first:
             self._first = first
-            rows.put_angles(self._table, self.cos, self.sin, (first + np.arange(len(self.cos))) * self._rate)
+            put_angles(self._table, self.cos, self.sin, (first + np.arange(len(self.cos))) * self._rate)
 
 
 def _move(block: np.ndarray, turned: _Angles, position: int) -> None:
@@ -189,12 +190,12 @@ class WideOps:
 # -- what they mean, by `reference_compressed.py` -----------------------------------------------------------------------------------------
 
 
-def turn(ops: CpuOps, y: np.ndarray, heads: int, head_dim: int, angles: rows.Angles, back: bool) -> None:
+def turn(ops: CpuOps, y: np.ndarray, heads: int, head_dim: int, angles: Angles, back: bool) -> None:
     ops.args[: loops.T_SLOTS] = ops.at(y), len(y), heads, head_dim, 2 * angles.cos.shape[1], *angles.at, back
     ops.run(loops.turn_tails, ops.where, y.size >= SHARE_FROM, ops.args)
 
 
-def turn_reference(ops: CpuOps, y: np.ndarray, heads: int, head_dim: int, angles: rows.Angles, back: bool) -> None:
+def turn_reference(ops: CpuOps, y: np.ndarray, heads: int, head_dim: int, angles: Angles, back: bool) -> None:
     ops.flush()
     split = y.reshape(len(y), heads, head_dim)
     split[:] = meaning.turned_tails(split, angles.cos, -angles.sin if back else angles.sin)

@@ -17,6 +17,7 @@ from ..threads import ThreadPool
 from ..workspace import Dims, Workspace, address
 from . import attention, bundled, index, inputs, latent, latent_loops, linear, lora, low_bit, moe, rows, states, streams
 from . import head_widths as widths
+from .angles import Angles, angles_of
 from .attention_few import attend_few_scratch, partials_floats
 from .compressed import WideOps, wide_floats, wide_workspace
 from .inner_loops import TILE_COLUMNS
@@ -24,7 +25,6 @@ from .kv.many import packed_scratch
 from .kv.scratch import few_scratch
 from .kv.seal import seal_scratch
 from .linear_amx import panel_floats, scratch_floats
-from .rows import Angles
 from .stages import FEW, Stages
 
 if TYPE_CHECKING:  # records of the layer above; the kernels read their fields and never build one
@@ -197,7 +197,7 @@ class CpuOps(Stages, lora.Scales, WideOps):
                    norm: Norm | None) -> np.ndarray:
         """Norm if any, of heads or of the whole row as its weight is long, then rotary position on y[T, heads * head_dim], in place."""
         if table is not None or norm is not None:
-            self._rotate_with(self, y, heads, head_dim, rows.angles_of(self, self._angles, positions, table), norm)
+            self._rotate_with(self, y, heads, head_dim, angles_of(self, self._angles, positions, table), norm)
         return y
 
     # -- running kernels -------------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ own, or a multiplier, is added here; one that has neither is added by the produc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,18 +16,17 @@ from ..compile import kernel
 from ..layout import NORMS, activation_number
 from ..registry import Call
 from ..workspace import address
+from .angles import Angles
 from .arithmetic import ONE, ZERO, activate, exp, gate_values, normalise_here, softplus
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at
 
 if TYPE_CHECKING:
     from ...quant.weight import Curve, Norm
-    from ...runtime.rope import RopeTable
     from .ops import CpuOps
 
 SHARE_FROM = 16_384  # values from which a job is worth waking the other threads
 CURVE_LOW, CURVE_HALF, CURVE_NEAR = float32(reference.CURVE_EDGE), float32(reference.CURVE_SLOPE), float32(-0.35)
 THIRDS = tuple(float32(1 / each) for each in (2, 6, 24, 120, 720))  # of exp(x) - 1 - x near zero
-MOST_TABLES = 8  # of a step: a model has two at most
 
 # Slots of `rope_heads`: y [T, heads * head_dim], in place; cos and sin [T, rotary / 2]; with NORM set, a norm of every WIDTH values first,
 # EACH bytes from the weights of one to the next one's, 0 where they are the same, with a BIAS or 0. SCRATCH, STRIDE bytes a worker,
@@ -199,61 +197,6 @@ def gate_head_rows(args, worker, counter):
             else:
                 for i in range(depth):
                     out[i] = out[i] / (ONE + exp(-gate[i]))
-
-
-@dataclass(frozen=True)
-class Angles:
-    """cos and sin `[T, R/2]` of a step's positions under one table, and their addresses."""
-
-    positions: np.ndarray
-    table: RopeTable | None
-    cos: np.ndarray
-    sin: np.ndarray
-    at: tuple[int, int]
-
-
-def angles_of(ops: CpuOps, known: dict[int, Angles], positions: np.ndarray, table: RopeTable | None) -> Angles:
-    """Made once per step and table: layers ask with the same objects in turn, and `known` keeps what waiting jobs read."""
-    found = known.get(id(table))
-    if found is None or found.positions is not positions or found.table is not table:
-        cos, sin = np.zeros((2, len(positions), 0 if table is None else len(table.inv_freq)), np.float32)
-        if table is not None:
-            put_angles(table, cos, sin, positions)
-            ops.refresh(Turner(table, cos, sin))
-        if len(known) >= MOST_TABLES:
-            known.clear()
-        found = known[id(table)] = Angles(positions, table, cos, sin, (address(cos), address(sin)))
-    return found
-
-
-class Turner:
-    """Refreshes the angles of a pass of few tokens, of one text or each of another. Those of the next positions are computed together:
-    between two passes the interpreter runs from memory, and a call costs more than sixty-four positions do."""
-
-    AHEAD = 64
-
-    def __init__(self, table: RopeTable, cos: np.ndarray, sin: np.ndarray) -> None:
-        self._table, self._cos, self._sin, self._first = table, cos, sin, -self.AHEAD
-        self._rows = np.zeros((2, self.AHEAD + len(cos) - 1, cos.shape[1]), np.float32)
-        self._apart: list[Turner] = []
-
-    def __call__(self, position: int | np.ndarray) -> None:
-        if isinstance(position, np.ndarray):
-            self._apart = self._apart or [Turner(self._table, self._cos[row : row + 1], self._sin[row : row + 1])
-                                          for row in range(len(self._cos))]
-            for own, at in zip(self._apart, position, strict=True):
-                own(int(at))
-            return
-        if not 0 <= position - self._first < self.AHEAD:
-            self._first = position
-            put_angles(self._table, *self._rows, np.arange(position, position + self._rows.shape[1]))
-        begin = position - self._first
-        self._cos[:], self._sin[:] = self._rows[:, begin : begin + len(self._cos)]
-
-
-def put_angles(table: RopeTable, cos: np.ndarray, sin: np.ndarray, positions: np.ndarray) -> None:
-    """cos and sin of positions [T], or [T, R/2] where channels have their own, in place."""
-    cos[:], sin[:] = table.turns(positions)
 
 
 def rotate(ops: CpuOps, y: np.ndarray, heads: int, head_dim: int, angles: Angles, norm: Norm | None) -> None:

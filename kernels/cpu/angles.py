@@ -1,0 +1,71 @@
+"""Angles of rotary positions: cos and sin of the tokens of a pass, made once for all layers that turn by the same table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..workspace import address
+
+if TYPE_CHECKING:
+    from ...runtime.rope import RopeTable
+    from .ops import CpuOps
+
+MOST_TABLES = 8  # of a step: a model has two at most
+
+
+@dataclass(frozen=True)
+class Angles:
+    """cos and sin `[T, R/2]` of a step's positions under one table, and their addresses."""
+
+    positions: np.ndarray
+    table: RopeTable | None
+    cos: np.ndarray
+    sin: np.ndarray
+    at: tuple[int, int]
+
+
+def angles_of(ops: CpuOps, known: dict[int, Angles], positions: np.ndarray, table: RopeTable | None) -> Angles:
+    """Made once per step and table: layers ask with the same objects in turn, and `known` keeps what waiting jobs read."""
+    found = known.get(id(table))
+    if found is None or found.positions is not positions or found.table is not table:
+        cos, sin = np.zeros((2, len(positions), 0 if table is None else len(table.inv_freq)), np.float32)
+        if table is not None:
+            put_angles(table, cos, sin, positions)
+            ops.refresh(Turner(table, cos, sin))
+        if len(known) >= MOST_TABLES:
+            known.clear()
+        found = known[id(table)] = Angles(positions, table, cos, sin, (address(cos), address(sin)))
+    return found
+
+
+class Turner:
+    """Refreshes the angles of a pass of few tokens, of one text or each of another. Those of the next positions are computed together:
+    between two passes the interpreter runs from memory, and a call costs more than sixty-four positions do."""
+
+    AHEAD = 64
+
+    def __init__(self, table: RopeTable, cos: np.ndarray, sin: np.ndarray) -> None:
+        self._table, self._cos, self._sin, self._first = table, cos, sin, -self.AHEAD
+        self._rows = np.zeros((2, self.AHEAD + len(cos) - 1, cos.shape[1]), np.float32)
+        self._apart: list[Turner] = []
+
+    def __call__(self, position: int | np.ndarray) -> None:
+        if isinstance(position, np.ndarray):
+            self._apart = self._apart or [Turner(self._table, self._cos[row : row + 1], self._sin[row : row + 1])
+                                          for row in range(len(self._cos))]
+            for own, at in zip(self._apart, position, strict=True):
+                own(int(at))
+            return
+        if not 0 <= position - self._first < self.AHEAD:
+            self._first = position
+            put_angles(self._table, *self._rows, np.arange(position, position + self._rows.shape[1]))
+        begin = position - self._first
+        self._cos[:], self._sin[:] = self._rows[:, begin : begin + len(self._cos)]
+
+
+def put_angles(table: RopeTable, cos: np.ndarray, sin: np.ndarray, positions: np.ndarray) -> None:
+    """cos and sin of positions [T], or [T, R/2] where channels have their own, in place."""
+    cos[:], sin[:] = table.turns(positions)
