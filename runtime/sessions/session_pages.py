@@ -1,6 +1,6 @@
 """The files of pages beside saved sessions (`session_store.py`), and the lock that keeps them while one is written or read.
 
-A file is named by a hash of its bytes and never changes, so one that was found whole once is told by its size.
+A file's name holds a hash of its bytes and the file never changes, so once found whole it is known by its size.
 """
 
 from __future__ import annotations
@@ -97,6 +97,7 @@ class SessionPages:
 
     @staticmethod
     def _unlink(path: Path) -> int:
+        """The bytes that the disk gets back; 0 for a file that is gone already."""
         try:
             size = path.lstat().st_size
             path.unlink()
