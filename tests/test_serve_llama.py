@@ -108,6 +108,29 @@ def test_where_it_ends(server: Served) -> None:
     assert full.status == 400 and full.error["code"] == "context_length_exceeded"
 
 
+# What SillyTavern 1.19 sends of a fresh installation, with token probabilities on.
+OF_SILLYTAVERN = {
+    "max_new_tokens": 20, "max_tokens": 20, "logprobs": 10, "temperature": 0.7, "top_p": 0.5, "typical_p": 1, "typical": 1, "min_p": 0,
+    "repetition_penalty": 1.2, "frequency_penalty": 0, "presence_penalty": 0, "top_k": 40, "skew": 0, "min_tokens": 0,
+    "add_bos_token": True, "smoothing_factor": 0.0, "smoothing_curve": 1.0, "dry_allowed_length": 2, "dry_multiplier": 0.0,
+    "dry_base": 1.75, "dry_sequence_breakers": ["\n", ":", '"', "*"], "dry_penalty_last_n": 0, "max_tokens_second": 0,
+    "samplers": ["penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature", "adaptive_p"],
+    "stopping_strings": ["\nUser:"], "stop": ["\nUser:"], "truncation_length": 2048, "ban_eos_token": False, "skip_special_tokens": True,
+    "include_reasoning": True, "top_a": 0, "tfs": 1, "mirostat_mode": 0, "mirostat_tau": 5, "mirostat_eta": 0.1,
+    "custom_token_bans": "", "banned_strings": [], "api_type": "llamacpp", "api_server": "http://127.0.0.1:8080",
+    "xtc_threshold": 0.1, "xtc_probability": 0, "nsigma": 0.0, "top_n_sigma": 0.0, "min_keep": 0, "adaptive_target": -0.01, "adaptive_decay": 0.9, "rep_pen": 1.2, "rep_pen_range": 0,
+    "repetition_penalty_range": 0, "guidance_scale": 1, "negative_prompt": "", "repeat_penalty": 1.2, "repeat_last_n": 0, "n_predict": 20,
+    "num_predict": 20, "num_ctx": 2048, "mirostat": 0, "ignore_eos": False, "n_probs": 10, "rep_pen_slope": 1, "n": 1, "logit_bias": [],
+    "grammar": "", "cache_prompt": True}
+
+
+def test_sillytavern_is_answered(server: Served) -> None:
+    for stream in (False, True):
+        reply = completed(server, **OF_SILLYTAVERN, stream=stream)
+        told = events(reply)[0] if stream else reply.json
+        assert reply.status == 200 and len(told["completion_probabilities"][0]["top_logprobs"]) == 10
+
+
 def test_forms_and_chances(server: Served) -> None:
     assert set(json.loads(completed(server, json_schema=SCHEMA, n_predict=60).json["content"])) == {"fox"}
     assert completed(server, grammar='root ::= "yes" | "no"').json["content"] in ("yes", "no")

@@ -265,3 +265,32 @@ def test_what_was_reasoned_said_and_called_is_in_order() -> None:
     assert streamed.waiting() == [{"type": "ping"}]
     assert streamed.failed(Problem(503, "the server ends", "overloaded_error")) == [
         {"type": "error", "error": {"type": "overloaded_error", "message": "the server ends"}}]
+
+
+def test_what_a_server_did_before_is_read_as_calls_and_what_they_gave_back() -> None:
+    """A conversation that began with a model of Anthropic's, whose server searched, and was made shorter."""
+    found = [{"type": "web_search_result", "url": "https://a.example", "title": "Foxes", "encrypted_content": "zz", "page_age": None}]
+    page = {"type": "web_fetch_result", "url": "https://b.example", "retrieved_at": "2026-11-01T00:00:00Z",
+            "content": {"type": "document", "title": "Kings", "source": {"type": "text", "media_type": "text/plain", "data": "A king."}}}
+    turn = [{"type": "compaction", "content": "They spoke of foxes."},
+            {"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {"query": "fox"}, "caller": {"type": "direct"}},
+            {"type": "web_search_tool_result", "tool_use_id": "s1", "content": found},
+            {"type": "server_tool_use", "id": "s2", "name": "web_fetch", "input": {"url": "https://b.example"}},
+            {"type": "web_fetch_tool_result", "tool_use_id": "s2", "content": page},
+            {"type": "server_tool_use", "id": "s3", "name": "bash_code_execution", "input": {"command": "ls"}},
+            {"type": "bash_code_execution_tool_result", "tool_use_id": "s3",
+             "content": {"type": "bash_code_execution_result", "stdout": "a.txt", "stderr": "", "return_code": 0, "content": []}},
+            {"type": "web_search_tool_result", "tool_use_id": "s4", "content": {"type": "web_search_tool_result_error",
+                                                                              "error_code": "max_uses_exceeded"}},
+            {"type": "text", "text": "So it is.", "citations": []}]
+    _, messages = chat_of(asked(*turn, role="assistant"))
+    assert [message["role"] for message in messages] == ["assistant", "tool", "assistant", "tool", "assistant", "tool", "tool", "assistant"]
+    first, search, _, fetched, _, ran, failed, last = messages
+    assert first["content"][0]["text"] == "They spoke of foxes." and first["tool_calls"][0]["function"]["arguments"] == {"query": "fox"}
+    assert search == {"role": "tool", "tool_call_id": "s1", "content": "Foxes\nhttps://a.example"}
+    assert fetched["content"] == "https://b.example\nKings\nA king." and ran["content"] == "a.txt\n"
+    assert failed["content"] == "max_uses_exceeded" and last["content"][0]["text"] == "So it is."
+    pdf = {"type": "web_fetch_tool_result", "tool_use_id": "s1", "content": {"source": {"type": "base64", "data": "JVBERi0="}}}
+    assert chat_of(asked(pdf, role="assistant"))[1][0]["content"] == ""
+    with pytest.raises(Problem, match="server_tool_use"):
+        chat_of(asked(turn[1]))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from ...runtime.answers.replies import Wish
 from ...runtime.sampler import SamplerSettings
 from ...runtime.text import Tokenizer
 from ...runtime.tokens.infill import Gap
-from .fields import Asked, Body
+from .fields import NOT_HERE, Asked, Body
 from .problems import Problem
 from .several import counted
 from .wishes import NO_LIMIT, Defaults, wish_of
@@ -27,7 +27,10 @@ INFILL = ("i", "infill")
 
 class CompletionAsked(Asked):
     """Fields that say how caches and slots are used (`id_slot`, `cache_prompt`, `n_keep`, `n_cache_reuse`, `t_max_prompt_ms`) change no
-    answer here and are let pass."""
+    answer here and are let pass, and so is `logprobs`, which SillyTavern sends beside `n_probs`, the name that it has here."""
+
+    not_here: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        name: nothing for name, nothing in NOT_HERE.items() if name not in ("logprobs", "top_logprobs")}
 
     prompt: Any = None
     n: int | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator
@@ -17,6 +17,8 @@ CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 CALLED = {"stop": "stop_sequences", "response_format": "output_config.format"}
 CREATE = "create"
 ENABLED, DISABLED = "enabled", "disabled"
+RUN, RESULT = ("server_tool_use", "mcp_tool_use"), "_tool_result"  # blocks of tools that run at a server
+READABLE = ("title", "url", "text", "data", "stdout", "stderr", "tool_name", "error_code", "source", "content", "tool_references")
 OWN = ("custom", "function")  # types of tools that programs run; others run at a server, or are known to its models alone
 ATTRIBUTION = "x-anthropic-billing-header:"  # a line for the server, not the model, that is another one in each request
 
@@ -146,6 +148,13 @@ def _add(turns: Turns, role: str, block: object, where: str) -> None:
     elif kind == "tool_result" and role == USER:
         texts = _texts(block.get("content") or [], f"{where}.content")
         turns.give_back(text_at(block, "tool_use_id", where), ["Error: " + "\n".join(texts)] if block.get("is_error") else texts)
+    elif kind in RUN and role == ASSISTANT:  # a server of before ran a tool: how it called it, and what came of it
+        given = block.get("input")
+        turns.call(text_at(block, "id", where), text_at(block, "name", where), given if isinstance(given, dict) else {})
+    elif isinstance(kind, str) and kind.endswith(RESULT) and role == ASSISTANT:
+        turns.give_back(text_at(block, "tool_use_id", where), [*_said(block.get("content"))])
+    elif kind == "compaction" and role == ASSISTANT:  # what a conversation came to that was too long
+        turns.say(role, [*_said(block.get("content"))])
     elif kind == "thinking" and role == ASSISTANT:
         turns.think(text_at(block, "thinking", where))
     elif kind == "redacted_thinking" and role == ASSISTANT:  # that of another model, which nobody here can read
@@ -154,6 +163,18 @@ def _add(turns: Turns, role: str, block: object, where: str) -> None:
         raise Problem(400, f"{where}: blocks of type {kind} are not said by the {role}", param=where)
     else:
         turns.say(role, [text_of(block, where)])
+
+
+def _said(content: object) -> Iterator[str]:
+    """What a person could read in the result of a tool that a server ran: whichever it was, its texts have names of their own."""
+    if isinstance(content, str):
+        yield content
+    elif isinstance(content, list):
+        for each in content:
+            yield from _said(each)
+    elif isinstance(content, dict) and content.get("type") != "base64":
+        for name in READABLE:
+            yield from _said(content.get(name))
 
 
 def _texts(content: object, where: str) -> list[str]:
