@@ -116,9 +116,9 @@ OF_SILLYTAVERN = {
     "dry_base": 1.75, "dry_sequence_breakers": ["\n", ":", '"', "*"], "dry_penalty_last_n": 0, "max_tokens_second": 0,
     "samplers": ["penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature", "adaptive_p"],
     "stopping_strings": ["\nUser:"], "stop": ["\nUser:"], "truncation_length": 2048, "ban_eos_token": False, "skip_special_tokens": True,
-    "include_reasoning": True, "top_a": 0, "tfs": 1, "mirostat_mode": 0, "mirostat_tau": 5, "mirostat_eta": 0.1,
-    "custom_token_bans": "", "banned_strings": [], "api_type": "llamacpp", "api_server": "http://127.0.0.1:8080",
-    "xtc_threshold": 0.1, "xtc_probability": 0, "nsigma": 0.0, "top_n_sigma": 0.0, "min_keep": 0, "adaptive_target": -0.01, "adaptive_decay": 0.9, "rep_pen": 1.2, "rep_pen_range": 0,
+    "include_reasoning": True, "top_a": 0, "tfs": 1, "mirostat_mode": 0, "mirostat_tau": 5, "mirostat_eta": 0.1, "custom_token_bans": "",
+    "banned_strings": [], "api_type": "llamacpp", "api_server": "http://127.0.0.1:8080", "xtc_threshold": 0.1, "xtc_probability": 0,
+    "nsigma": 0.0, "top_n_sigma": 0.0, "min_keep": 0, "adaptive_target": -0.01, "adaptive_decay": 0.9, "rep_pen": 1.2, "rep_pen_range": 0,
     "repetition_penalty_range": 0, "guidance_scale": 1, "negative_prompt": "", "repeat_penalty": 1.2, "repeat_last_n": 0, "n_predict": 20,
     "num_predict": 20, "num_ctx": 2048, "mirostat": 0, "ignore_eos": False, "n_probs": 10, "rep_pen_slope": 1, "n": 1, "logit_bias": [],
     "grammar": "", "cache_prompt": True}
