@@ -10,6 +10,7 @@ import pytest
 from effllm.cli.server.fields import parsed
 from effllm.cli.server.messages_fields import MessagesAsked, chat_of
 from effllm.cli.server.messages_shape import MessageShape
+from effllm.cli.server.own_tools import KNOWN
 from effllm.cli.server.problems import Problem
 from effllm.cli.server.wishes import reasoning_of
 from effllm.runtime.answers.replies import Wish
@@ -294,3 +295,22 @@ def test_what_a_server_did_before_is_read_as_calls_and_what_they_gave_back() -> 
     assert chat_of(asked(pdf, role="assistant"))[1][0]["content"] == ""
     with pytest.raises(Problem, match="server_tool_use"):
         chat_of(asked(turn[1]))
+
+
+@pytest.mark.parametrize(("kind", "name", "fields"), [
+    ("bash_20250124", "bash", {"command", "restart"}), ("text_editor_20250124", "str_replace_editor", {"new_str", "insert_line"}),
+    ("text_editor_20250728", "str_replace_based_edit_tool", {"insert_text", "new_str"}),
+    ("memory_20250818", "memory", {"old_path", "new_path", "insert_text"})])
+def test_tools_of_anthropic_that_programs_run_are_functions(kind: str, name: str, fields: set[str]) -> None:
+    """A request brings no schema of them."""
+    chat, _ = chat_of(asked({"type": "text", "text": "x"}, tools=[{"type": kind, "name": name, "cache_control": {"type": "ephemeral"}}]))
+    function = chat.tools[0]["function"]
+    assert function["name"] == name and function["description"] and fields <= set(function["parameters"]["properties"])
+    for known in KNOWN.values():
+        assert set(known[1]["required"]) <= set(known[1]["properties"])
+    assert "insert_text" not in KNOWN["text_editor_20250429"][1]["properties"]
+
+
+def test_a_shell_is_called_by_its_schema(server: Served) -> None:
+    call, = server.message(tools=[{"type": "bash_20250124", "name": "bash"}], tool_choice={"type": "any"}, max_tokens=200).json["content"]
+    assert call["name"] == "bash" and set(call["input"]) <= {"command", "restart"}

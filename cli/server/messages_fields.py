@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator
 
 from .fields import NOT_HERE, Asked, Body, ChatAsked, Thinking, text_of, texts_of, whole_number
+from .own_tools import KNOWN
 from .problems import Problem
 from .turns import ASSISTANT, SYSTEM, USER, Turns, text_at
 from .wishes import EFFORTS, OF_HARMONY
@@ -102,6 +103,9 @@ def _thinking(thinking: Thinking | None, effort: str | None) -> dict[str, Any]:
 
 
 def _function(tool: Tool, where: str) -> dict[str, Any]:
+    if (known := KNOWN.get(tool.type or "")) is not None:
+        return {"type": "function", "function": {"name": tool.name, "description": known[0], "parameters": known[1],
+                                                 "strict": tool.strict is True}}
     if tool.type is not None and tool.type not in OWN:
         raise Problem(400, f"{where}: tools of type {tool.type} are not supported, those of your own with an input_schema are", param=where)
     if tool.input_schema is None:
