@@ -311,6 +311,12 @@ def test_tools_of_anthropic_that_programs_run_are_functions(kind: str, name: str
     assert "insert_text" not in KNOWN["text_editor_20250429"][1]["properties"]
 
 
+def test_tools_that_a_search_would_find_are_told_at_once() -> None:
+    search = {"type": "tool_search_tool_regex_20251119", "name": "tool_search_tool_regex"}
+    chat, _ = chat_of(asked({"type": "text", "text": "x"}, tools=[search, {**TOOL, "defer_loading": True}]))
+    assert [tool["function"]["name"] for tool in chat.tools] == ["weather"]
+
+
 def test_a_shell_is_called_by_its_schema(server: Served) -> None:
     call, = server.message(tools=[{"type": "bash_20250124", "name": "bash"}], tool_choice={"type": "any"}, max_tokens=200).json["content"]
     assert call["name"] == "bash" and set(call["input"]) <= {"command", "restart"}

@@ -19,6 +19,7 @@ CALLED = {"stop": "stop_sequences", "response_format": "output_config.format"}
 CREATE = "create"
 ENABLED, DISABLED = "enabled", "disabled"
 RUN, RESULT = ("server_tool_use", "mcp_tool_use"), "_tool_result"  # blocks of tools that run at a server
+SEARCH = "tool_search_tool_"  # for tools that a model is told of when it looks for them: here it is told of all at once
 READABLE = ("title", "url", "text", "data", "stdout", "stderr", "tool_name", "error_code", "source", "content", "tool_references")
 OWN = ("custom", "function")  # types of tools that programs run; others run at a server, or are known to its models alone
 ATTRIBUTION = "x-anthropic-billing-header:"  # a line for the server, not the model, that is another one in each request
@@ -80,7 +81,8 @@ def chat_of(asked: CountAsked) -> tuple[ChatAsked, list[dict[str, Any]]]:
         raise Problem(400, f"max_tokens is 0 or more, not {asked.max_tokens}", param="max_tokens")
     config, choice = asked.output_config or OutputConfig(), asked.tool_choice
     common = {name: getattr(asked, name) for name in Asked.model_fields}
-    own = {"messages": [], "tools": [_function(tool, f"tools[{number}]") for number, tool in enumerate(asked.tools or ())],
+    told = [(tool, f"tools[{number}]") for number, tool in enumerate(asked.tools or ()) if not (tool.type or "").startswith(SEARCH)]
+    own = {"messages": [], "tools": [_function(tool, where) for tool, where in told],
            "thinking": asked.thinking, "tool_choice": choice and _choice(choice),
            "parallel_tool_calls": not (choice and choice.disable_parallel_tool_use),
            "chat_template_kwargs": {**_thinking(asked.thinking, config.effort), **(asked.chat_template_kwargs or {})}}
