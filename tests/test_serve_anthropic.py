@@ -80,3 +80,29 @@ def test_models_by_name() -> None:
         assert text == client.messages.create(**GIVEN).content[0].text != ""
         with pytest.raises(anthropic.NotFoundError, match="no-such-model"):
             client.messages.create(**{**GIVEN, "model": "no-such-model"})
+
+
+def test_its_runner_of_tools_goes_on_by_threads(client) -> None:
+    """Its second request has neither the tools nor what was said before, and one whose thread has gone sends everything again."""
+    asked_for: list[str] = []
+
+    @anthropic.beta_tool
+    def weather(place: str) -> str:
+        """Tells the weather.
+
+        Args:
+            place: A town.
+        """
+        asked_for.append(place)
+        return "Rain."
+
+    given = {**GIVEN, "max_tokens": 160, "tools": [weather], "tool_choice": {"type": "any"}}
+    replies = [*client.beta.messages.tool_runner(**given, max_iterations=2)]
+    assert [reply.stop_reason for reply in replies] == ["tool_use"] * 2 and len(asked_for) >= 1
+    begun = client.beta.messages.create(**GIVEN, thread={"type": "create"})
+    going = {**GIVEN, "messages": [{"role": "user", "content": "And then?"}]}
+    more = client.beta.messages.create(**going, thread={"type": "continue", "previous_message_id": begun.id})
+    assert more.usage.input_tokens + more.usage.cache_read_input_tokens > begun.usage.output_tokens + 24
+    with pytest.raises(anthropic.NotFoundError) as lost:
+        client.beta.messages.create(**going, thread={"type": "continue", "previous_message_id": "msg_1"})
+    assert lost.value.body["error"]["details"]["error_code"] == "thread_not_found"

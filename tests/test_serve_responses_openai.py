@@ -77,3 +77,21 @@ def test_errors_are_of_their_classes(client) -> None:
     assert caught.value.param == "previous_response_id"
     events = [*client.responses.create(**{**GIVEN, "input": "fox " * 3000}, stream=True)]
     assert events[-1].type == "response.failed" and events[-1].response.error.code == "context_length_exceeded"
+
+
+def test_responses_are_told_again_and_conversations_gone_on_with(client) -> None:
+    first = client.responses.create(**GIVEN)
+    assert client.responses.retrieve(first.id) == first
+    assert [item.content[0].text for item in client.responses.input_items.list(first.id)] == [QUESTION]
+    client.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(first.id)
+    begun = client.conversations.create(items=[{"type": "message", "role": "user", "content": "I am Ann."}], metadata={"a": "b"})
+    answered = client.responses.create(**GIVEN, conversation=begun.id)
+    assert answered.conversation.id == begun.id and client.conversations.retrieve(begun.id).metadata == {"a": "b"}
+    items = [*client.conversations.items.list(begun.id, order="asc", limit=2)]  # page by page
+    assert [item.content[0].text for item in items] == ["I am Ann.", QUESTION, answered.output_text]
+    added, = client.conversations.items.create(begun.id, items=[{"role": "user", "content": "Why?"}]).data
+    assert client.conversations.items.retrieve(added.id, conversation_id=begun.id) == added
+    assert client.conversations.items.delete(added.id, conversation_id=begun.id).id == begun.id
+    assert client.conversations.delete(begun.id).deleted

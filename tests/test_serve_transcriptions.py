@@ -123,3 +123,16 @@ def test_no_bytes_are_more_than_refused(body: bytes) -> None:
             assert isinstance(parts_of(f"multipart/form-data; boundary={BOUNDARY}", sent), dict)
         except Problem as problem:
             assert problem.status == 400
+
+
+@pytest.mark.peer
+def test_openais_client_understands_what_it_is_told(server: Served) -> None:
+    openai = pytest.importorskip("openai")
+    with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
+        file = ("note.wav", WAV)
+        whole = client.audio.transcriptions.create(model="ears", file=file, language="en", timestamp_granularities=["segment"])
+        assert whole.text and whole.usage.output_tokens == 12
+        *pieces, last = client.audio.transcriptions.create(model="ears", file=file, language="en", stream=True)
+        assert last.text == whole.text == "".join(piece.delta for piece in pieces).rstrip()
+        assert client.audio.transcriptions.create(model="ears", file=file, response_format="verbose_json").duration == pytest.approx(0.7)
+        assert client.audio.translations.create(model="ears", file=file).text
