@@ -67,6 +67,21 @@ RELATED = {
         "num_hidden_layers": 5, "cross_attention_layers": [0, 3, 4], "num_key_value_heads": 1, **rope(
             "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)}, dtype="bfloat16",
         inside="mllama"),
+    "gpt_bigcode": Case("gpt_bigcode", {**FALCON_1, "vocab_size": 301}, shard="60KB"),
+    "gpt_bigcode, other widths, own head, bfloat16": Case("gpt_bigcode", {
+        **FALCON_1, "n_inner": 72, "activation_function": "gelu", "scale_attn_weights": False, "tie_word_embeddings": False,
+        "layer_norm_epsilon": 1e-3}, dtype="bfloat16"),
+    "gpt_neo": Case("gpt_neo", {**FALCON_1, "vocab_size": 301, "window_size": 40, "attention_types": [
+        [["global", "local"], 1], [["local"], 1]]}),
+    "gpt_neo, windows over pages, bfloat16": Case("gpt_neo", {
+        **FALCON_1, "num_hidden_layers": 4, "num_attention_heads": 2, "window_size": 150, "attention_types": [[["global", "local"], 2]],
+        "activation_function": "relu", "layer_norm_epsilon": 1e-3}, dtype="bfloat16"),
+    "gptj": Case("gptj", {**FALCON_1, "vocab_size": 301, "rotary_dim": 8}),
+    "gptj, whole heads turn, tied, bfloat16": Case("gptj", {
+        **FALCON_1, "rotary_dim": 16, "n_inner": 72, "activation_function": "gelu", "tie_word_embeddings": True}, dtype="bfloat16"),
+    "codegen": Case("codegen", {**FALCON_1, "vocab_size": 301, "rotary_dim": 8}, shard="60KB"),
+    "codegen, eight heads, bfloat16": Case("codegen", {**FALCON_1, "hidden_size": 96, "num_attention_heads": 8, "rotary_dim": 6},
+                                           dtype="bfloat16"),
     "minicpm": Case("minicpm", {"attention_multiplier": 0.25, "embedding_multiplier": 12.0, "residual_multiplier": 0.4, "logits_scaling":
                                 4.0, "vocab_size": 301, "tie_word_embeddings": True}),
     "minicpm, longrope, own head, bfloat16": Case("minicpm", {

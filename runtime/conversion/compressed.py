@@ -44,14 +44,14 @@ HEAD = "lm_head"  # a linear of readers also where it is the embedding
 BLOCK_NBYTES = 16 << 20  # float32 rows at once
 MARKER = "config.json"
 # Families that readers do not call by the words of their name.
-SPELLED = {"axk1": "AXK1", "bitnet": "BitNet", "cohere2_moe": "Cohere2Moe", "cohere_compass_text": "CohereCompass", "ernie4_5": "Ernie4_5",
-           "ernie4_5_moe": "Ernie4_5_Moe", "gemma3_text": "Gemma3", "gemma3n_text": "Gemma3n", "gemma4_text": "Gemma4", "gpt2": "GPT2",
-           "gpt_neox": "GPTNeoX", "granite_swa": "GraniteSWA", "granitemoe": "GraniteMoe", "granitemoe_swa": "GraniteMoeSWA",
+SPELLED = {"axk1": "AXK1", "bitnet": "BitNet", "codegen": "CodeGen", "cohere2_moe": "Cohere2Moe", "cohere_compass_text": "CohereCompass",
+           "ernie4_5": "Ernie4_5", "ernie4_5_moe": "Ernie4_5_Moe", "gemma3_text": "Gemma3", "gemma3n_text": "Gemma3n",
+           "gemma4_text": "Gemma4", "gpt2": "GPT2", "gpt_bigcode": "GPTBigCode", "gpt_neo": "GPTNeo", "gpt_neox": "GPTNeoX", "gptj": "GPTJ",
+           "granite_swa": "GraniteSWA", "granitemoe": "GraniteMoe", "granitemoe_swa": "GraniteMoeSWA",
            "granitemoehybrid": "GraniteMoeHybrid", "granitemoeshared": "GraniteMoeShared", "hunyuan_v1_dense": "HunYuanDenseV1",
            "hunyuan_v1_moe": "HunYuanMoEV1", "hy_v3": "HYV3", "hyperclovax": "HyperCLOVAX", "internlm3": "Llama", "iquestcoder": "Llama",
-           "llama4_text": "Llama4", "mimo_v2_flash": "MiMoV2Flash", "minicpm3": "MiniCPM3", "minimax": "MiniMax",
-           "modernbert_decoder": "ModernBertDecoder",
-           "minimax_m2": "MiniMaxM2", "minimax_m3_vl_text": "MiniMaxM3VL", "nanochat": "NanoChat", "opt": "OPT",
+           "llama4_text": "Llama4", "mimo_v2_flash": "MiMoV2Flash", "minicpm3": "MiniCPM3", "minimax": "MiniMax", "minimax_m2": "MiniMaxM2",
+           "minimax_m3_vl_text": "MiniMaxM3VL", "modernbert_decoder": "ModernBertDecoder", "nanochat": "NanoChat", "opt": "OPT",
            "qwen3_5_moe_text": "Qwen3_5Moe", "qwen3_5_text": "Qwen3_5", "smollm3": "SmolLM3", "stablelm": "StableLm",
            "vaultgemma": "VaultGemma"}
 NOT_WRITTEN = {**dict.fromkeys(("gpt_oss", "granitemoe", "granitemoe_swa", "granitemoeshared"), "other tools want their experts joined"),
@@ -67,6 +67,7 @@ NOT_WRITTEN = {**dict.fromkeys(("gpt_oss", "granitemoe", "granitemoe_swa", "gran
                "falcon": "other tools want their queries, keys and values joined group by group",
                "internlm2": "other tools want their queries, keys and values joined group by group",
                **dict.fromkeys(("bloom", "gpt_neox"), "other tools want their queries, keys and values joined head by head"),
+               "codegen": "other tools want their queries, keys and values joined in four parts",
                "dbrx": "other tools want their experts joined",
                "modernbert_decoder": "no other tool was found to read what stands before their head so",
                "mpt": "no other tool was found to read them so",

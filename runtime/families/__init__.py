@@ -53,19 +53,19 @@ if TYPE_CHECKING:
     from ..rope import RopeTable
     from ..weights.state_weights import StateWeights
 
-FAMILIES = ("afmoe", "apertus", "arcee", "axk1", "bailing_hybrid", "bailing_moe_v2", "bamba", "bitnet", "bloom", "cohere", "cohere2",
-            "cohere2_moe", "cohere_compass_text", "cwm", "dbrx", "deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4", "dots1",
-            "ernie4_5",
-            "ernie4_5_moe", "exaone", "exaone4", "exaone_moe", "falcon", "falcon_h1", "falcon_mamba", "flex_olmo", "flint", "gemma",
-            "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt2",
-            "gpt_neox", "gpt_oss", "granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared",
-            "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm2", "internlm3", "iquestcoder", "jais2",
-            "jamba", "kimi_linear", "kolibri1", "laguna", "lfm2", "lfm2_moe", "lfm3", "llama", "llama4_text", "longcat_flash", "mamba",
-            "mamba2", "mellum", "mimo", "mimo_v2_flash", "minicpm", "minicpm3", "minimax", "minimax_m2", "minimax_m3_vl_text", "ministral",
-            "ministral3", "mistral", "mistral4", "mixtral", "mllama_text_model", "modernbert_decoder", "mpt", "muse_glimmer_text",
-            "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "opt", "phi", "phi3",
-            "phi4_multimodal", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next",
-            "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "step3p5", "vaultgemma", "youtu", "zamba2")
+FAMILIES = ("afmoe", "apertus", "arcee", "axk1", "bailing_hybrid", "bailing_moe_v2", "bamba", "bitnet", "bloom", "codegen", "cohere",
+            "cohere2", "cohere2_moe", "cohere_compass_text", "cwm", "dbrx", "deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4",
+            "dots1", "ernie4_5", "ernie4_5_moe", "exaone", "exaone4", "exaone_moe", "falcon", "falcon_h1", "falcon_mamba", "flex_olmo",
+            "flint", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite",
+            "glm_moe_dsa", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_oss", "gptj", "granite", "granite_swa", "granitemoe",
+            "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3",
+            "hyperclovax", "internlm2", "internlm3", "iquestcoder", "jais2", "jamba", "kimi_linear", "kolibri1", "laguna", "lfm2",
+            "lfm2_moe", "lfm3", "llama", "llama4_text", "longcat_flash", "mamba", "mamba2", "mellum", "mimo", "mimo_v2_flash", "minicpm",
+            "minicpm3", "minimax", "minimax_m2", "minimax_m3_vl_text", "ministral", "ministral3", "mistral", "mistral4", "mixtral",
+            "mllama_text_model", "modernbert_decoder", "mpt", "muse_glimmer_text", "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2",
+            "olmo3", "olmo_hybrid", "olmoe", "opt", "phi", "phi3", "phi4_multimodal", "phimoe", "qwen2", "qwen2_moe", "qwen3",
+            "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2",
+            "step3p5", "vaultgemma", "youtu", "zamba2")
 COMPOSITE: Mapping[str, tuple[str, ...]] = {
     "audioflamingo3": ("qwen2",), "aya_vision": ("cohere2",), "cohere2_vision": ("cohere2", "cohere2_moe"),
     "cohere_compass": ("cohere_compass_text",), "exaone4_5": ("exaone4", "exaone4_5_text"), "gemma3": ("gemma3_text",),

@@ -12,8 +12,8 @@ from ..config_reader import Keys
 from . import TensorRule
 from .opt import block
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors", "stored_rows",
-           "turned_columns"]
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors", "sized",
+           "stored_rows", "turned_columns"]
 
 KEYS_USED = frozenset({"activation_function", "layer_norm_epsilon", "n_embd", "n_head", "n_inner", "n_layer", "n_positions",
                        "scale_attn_weights"})
@@ -23,6 +23,7 @@ KEYS_HARMLESS = frozenset({
     "original_max_position_embeddings", "reorder_and_upcast_attn", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta",
     "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj"})
 REFUSED_UNLESS: Mapping[str, object] = {"layer_types": None, "scale_attn_by_inverse_layer_idx": False, "sliding_window": None}
+SIZES = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "max_position_embeddings": 1024}
 BEFORE = "transformer."
 # Role -> the matrix that holds it, and where in it its columns begin, in widths of the model.
 WHOLES = {"q": ("attn.c_attn", 0), "k": ("attn.c_attn", 1), "v": ("attn.c_attn", 2), "o": ("attn.c_proj", 0), "up": ("mlp.c_fc", 0),
@@ -33,15 +34,18 @@ NORMS = {"input_norm": ("input_layernorm", "ln_1"), "post_norm": ("post_attentio
 
 
 def config(keys: Keys) -> ModelConfig:
-    """Sizes have names of their own, beside which the usual ones may stand."""
-    usual = {"hidden_size": ("n_embd", 768, MOST["hidden_size"]), "num_hidden_layers": ("n_layer", 12, MAX_LAYERS),
-             "num_attention_heads": ("n_head", 12, 4096), "max_position_embeddings": ("n_positions", 1024, 2**27)}
-    sizes = {name: keys.integer(own, keys.integer(name, default, high=most), high=most) for name, (own, default, most) in usual.items()}
-    sizes["intermediate_size"] = keys.integer("n_inner", 4 * sizes["hidden_size"], high=2**22)
     base = Defaults(max_position_embeddings=1024, bos=50_256, eos=(50_256,), tied=True, act=("activation_function", "gelu_new"),
                     rotary=False, grouped=False, eps_key="layer_norm_epsilon", norm_eps=1e-5, sizes={"vocab_size": 50_257})
-    return decoder_config(keys.saying(**sizes), base, qkv_bias=True, o_bias=True, mlp_bias=True, norm_kind="layer", position_offset=0,
+    return decoder_config(sized(keys), base, qkv_bias=True, o_bias=True, mlp_bias=True, norm_kind="layer", position_offset=0,
                           attn_scale=None if keys.flag("scale_attn_weights", True) else 1.0)
+
+
+def sized(keys: Keys, usual: Mapping[str, int] = SIZES) -> Keys:
+    """The keys with sizes by their usual names: they have names of their own, beside which these may stand."""
+    own = {"hidden_size": ("n_embd", MOST["hidden_size"]), "num_hidden_layers": ("n_layer", MAX_LAYERS),
+           "num_attention_heads": ("n_head", 4096), "max_position_embeddings": ("n_positions", 2**27)}
+    sizes = {name: keys.integer(short, keys.integer(name, usual[name], high=most), high=most) for name, (short, most) in own.items()}
+    return keys.saying(**sizes, intermediate_size=keys.integer("n_inner", 4 * sizes["hidden_size"], high=2**22))
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

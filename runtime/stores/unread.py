@@ -25,7 +25,7 @@ from ..tensors import ModelTensor
 from .import_config import IGNORED
 
 HARMLESS = re.compile(r"(?:.*\.)?(?:rotary_emb\.(?:inv_freq|cos_cached|sin_cached)|masked_bias|layers\.\d+\.attention\.bias|"
-                      r"h\.\d+\.attn\.(?:masked_)?bias|layers\.\d+\.self_attn\.(?:slope_rate|(?:query|key|diagonal)_decay)|"
+                      r"h\.\d+\.attn\.(?:attention\.)?(?:bias|masked_bias|causal_mask)|layers\.\d+\.self_attn\.(?:slope_rate|(?:query|key|diagonal)_decay)|"
                       rf"decoder\.version|position_ids|mtp(?:_\w+)?\..+|(?:{'|'.join(IGNORED)}))")
 SIGHT = re.compile(r"(?:model\.)?encoder\..+|"
                    r"(?:.*\.)?(?:image_newline|(?:audio_tower|code2wav|connector|embed_audio|embed_vision|merger|mlp_AR|mm_projector|"

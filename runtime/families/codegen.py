@@ -1,0 +1,34 @@
+"""CodeGen 1 and 2 (350M to 16B): GPT-J with queries, values and keys in one matrix, in four parts as it was trained on four devices.
+
+A store of the folder takes them apart (`parted_rows.py`).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..config import ModelConfig
+from ..config_reader import ConfigError, Keys
+from . import gptj
+from .gpt2 import BEFORE
+from .gptj import KEYS_HARMLESS, KEYS_USED, REFUSED_UNLESS, block, layer_tensors, outer_tensors
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors", "stored_rows"]
+
+PARTS, ORDER = 4, ("q", "v", "k")  # of the matrix, and what each holds one behind the other
+
+
+def config(keys: Keys) -> ModelConfig:
+    """Raises ConfigError."""
+    made = gptj.config(keys)
+    if made.num_attention_heads % PARTS:
+        raise ConfigError(f"config.json: n_head = {made.num_attention_heads} is not supported for codegen models",
+                          f"queries, keys and values of this family lie in {PARTS} parts of as many heads each")
+    return made
+
+
+def stored_rows(config: ModelConfig, layer: int) -> dict[str, tuple[str, np.ndarray]]:
+    """Names of a layer's q, k and v -> that of what they lie in, and their rows there."""
+    prefix = f"{BEFORE}h.{layer}.attn."
+    rows = np.arange(3 * config.hidden_size).reshape(PARTS, len(ORDER), -1)
+    return {f"{prefix}{role}_proj.weight": (f"{prefix}qkv_proj.weight", rows[:, i].reshape(-1)) for i, role in enumerate(ORDER)}

@@ -1,0 +1,61 @@
+"""GPT-J (6B, GPT4All-J, Dolly 1): attention and an MLP of two matrices read one layer norm side by side, neighbouring channels of a part of
+each head turn, and the head has a bias."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from ..config import Defaults, ModelConfig, decoder_config
+from ..config_reader import ConfigError, Keys
+from ..config_rope import RopeConfig
+from . import TensorRule
+from .cohere import block
+from .gpt2 import BEFORE, sized
+from .stablelm import biased
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({"activation_function", "layer_norm_epsilon", "n_embd", "n_head", "n_inner", "n_layer", "n_positions", "rotary_dim"})
+# Of training and of classifiers; what other families call by these names, transformers passes over in this one.
+KEYS_HARMLESS = frozenset({
+    "attn_pdrop", "embd_pdrop", "gradient_checkpointing", "head_dim", "hidden_act", "n_ctx", "num_key_value_heads",
+    "original_max_position_embeddings", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "rotary", "scale_attn_weights",
+    "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj"})
+REFUSED_UNLESS: Mapping[str, object] = {"layer_types": None, "sliding_window": None}
+SIZES = {"hidden_size": 4096, "num_hidden_layers": 28, "num_attention_heads": 16, "max_position_embeddings": 2048}
+THETA = 10_000.0  # of every model
+MATRICES = {**{role: f"attn.{role}_proj" for role in "qkv"}, "o": "attn.out_proj", "up": "mlp.fc_in", "down": "mlp.fc_out"}
+
+
+def config(keys: Keys) -> ModelConfig:
+    """Raises ConfigError."""
+    rotary = keys.integer("rotary_dim", 64)
+
+    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
+        if rotary % 2 or rotary > head_dim:
+            raise ConfigError(f"config.json: rotary_dim = {rotary} is not supported for heads of {head_dim} channels",
+                              "an even number of them turns, at most all")
+        share = rotary / head_dim
+        share = share if int(head_dim * share) == rotary else math.nextafter(share, 1.0)
+        return (RopeConfig(THETA, "default", {}, share, neighbours=True),) * keys.integer("num_hidden_layers")
+
+    base = Defaults(max_position_embeddings=2048, bos=50_256, eos=(50_256,), act=("activation_function", "gelu_new"), grouped=False,
+                    eps_key="layer_norm_epsilon", norm_eps=1e-5, sizes={"vocab_size": 50_400})
+    return decoder_config(sized(keys, SIZES), base, ropes, mlp_bias=True, norm_kind="layer", head_bias=True)
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    """Tensors of one layer by role: one norm for both branches."""
+    hidden, ffn, prefix = config.hidden_size, config.intermediate_size, f"{BEFORE}h.{layer}."
+    shapes = {"up": (ffn, hidden), "down": (hidden, ffn)}
+    rules = {role: TensorRule(f"{prefix}{name}.weight", shapes.get(role, (hidden, hidden))) for role, name in MATRICES.items()}
+    rules["input_norm"] = TensorRule(f"{prefix}ln_1.weight", (hidden,))
+    return rules | {f"{role}_bias": biased(rules[role]) for role in ("input_norm", "up", "down")}
+
+
+def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
+    table, norm = (config.vocab_size, config.hidden_size), TensorRule(f"{BEFORE}ln_f.weight", (config.hidden_size,))
+    rules = {"embed": TensorRule(f"{BEFORE}wte.weight", table), "norm": norm, "norm_bias": biased(norm),
+             "head_bias": TensorRule("lm_head.bias", (config.vocab_size,))}
+    return rules if config.tie_word_embeddings else rules | {"head": TensorRule("lm_head.weight", table)}
